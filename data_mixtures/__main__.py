@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
 
-from data_mixtures import prepare, recipe, recipe_file, show, store
+from data_mixtures import prepare, show, store
 from data_mixtures.prepare import Arguments
-from data_mixtures.stages import pipeline, stage
+from data_mixtures.stages import pipeline
 from data_mixtures.stages import stats as statistics
 
 Given = tyro.conf.OmitArgPrefixes[Arguments]
@@ -29,7 +29,7 @@ Sources = Annotated[str, tyro.conf.arg(help="names of sources, separated by comm
 
 
 def main() -> int:
-    return prepare.reported(lambda: run(sys.argv[1:]))
+    return prepare.run_command(lambda: run(sys.argv[1:]))
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -48,40 +48,44 @@ def run(arguments: Sequence[str]) -> None:
     )
 
 
-@contextmanager
-def begun(given: Arguments, names: str) -> Iterator[pipeline.RunContext]:
-    loaded = recipe_file.load(given.recipe)
-    known = tuple(source.name for source in loaded.sources)
-    sources = tuple(names.split(",")) if names else known
-    recipe.check_known("source", sources, known)
-    how = given.options(), Console(highlight=False), given.mirror, given.budget_bytes, given.replace
-    with stage.exclusive(given.out) as out:
-        yield pipeline.RunContext(loaded, out, sources, *how)
+def open_run(given: Arguments, sources: str) -> AbstractContextManager[pipeline.RunContext]:
+    console = Console(highlight=False)
+    return pipeline.open_run(given.recipe, given.out, given.options(), console, sources, **given.how())
+
+
+def check_on_disk(given: Arguments, command: str) -> None:
+    """ValueError for a command that reads all data, where they are behind a URL."""
+    if url := store.url_of(given.out):
+        copy = f"copy the <source> folders, tokenizer.* and *.lock.json of {url} to a folder"
+        raise ValueError(
+            f"{command} reads all data, and they are not on this disk: {copy}, and give that as --out"
+        )
 
 
 def one_stage(name: str, /, given: Given, sources: Sources = "") -> None:
     """One stage from text to shards."""
-    with begun(given, sources) as context:
+    with open_run(given, sources) as context:
         pipeline.do(context, name)
 
 
 def manifest(given: Given, sources: Sources = "") -> None:
     """Publish the shards with their manifests, and pin the phases."""
-    with begun(given, sources) as context:
+    with open_run(given, sources) as context:
         pipeline.publish(context)
 
 
 def verify(given: Given, sources: Sources = "") -> None:
     """Compare every byte with its manifest; for damage, print the commands that restore it."""
-    with begun(given, sources) as context:
+    check_on_disk(given, "verify")
+    with open_run(given, sources) as context:
         pipeline.check_data(context, given.recipe)
 
 
 def stats(given: Given, sources: Sources = "") -> None:
     """Tables of what prepared data holds, and DIR/stats.json."""
-    with begun(given, sources) as context:
-        store.check_on_disk(context.out, "stats")
-        statistics.write(context.out, context.sources, context.console, context.options.threads)
+    check_on_disk(given, "stats")
+    with open_run(given, sources) as context:
+        statistics.write(context.out, context.sources, context.console, context.threads)
 
 
 def free(given: Given, stage: Literal["fetch", "filter", "tokenize", "runs"], sources: Sources = "") -> None:
@@ -90,7 +94,7 @@ def free(given: Given, stage: Literal["fetch", "filter", "tokenize", "runs"], so
     Args:
         stage: the stage whose files to delete
     """
-    with begun(given, sources) as context:
+    with open_run(given, sources) as context:
         pipeline.free(context, stage)
 
 

@@ -37,7 +37,7 @@ from records import skips
 from records.files import read_lines
 
 T = TypeVar("T")
-Wanted = Callable[[np.ndarray, pyarrow.Array], np.ndarray]  # ids, origins -> bool, (documents,) each
+Condition = Callable[[np.ndarray, pyarrow.Array], np.ndarray]  # ids, origins -> bool, (documents,) each
 Place = tuple[Path, dict[str, int], np.ndarray]
 CHUNK_TOKENS = 1 << 20
 
@@ -78,17 +78,18 @@ def run(given: Question, console: Console) -> None:
         raise ValueError(f"{given.data} does not exist; give a lock file (phase1.lock.json) or a run folder")
     attempts = skips.read_attempts(given.data) if given.data.is_dir() else []
     if given.document or given.origin:
-        found = find(attempts[-1].lock if attempts else given.data, _wanted(given), Console(stderr=True))
+        lock = attempts[-1].lock if attempts else given.data
+        results = find(lock, _condition(given), Console(stderr=True))
     else:
-        found = chain.from_iterable(starmap(sequences, _asked(given, attempts)))
+        results = chain.from_iterable(starmap(sequences, _places(given, attempts)))
     count = 0
-    for count, each in enumerate(found, 1):  # noqa: B007
+    for count, each in enumerate(results, 1):  # noqa: B007
         print(json.dumps(each, ensure_ascii=False)) if given.json else print_text(each, console)
     if not count:
         raise ValueError("no such document in the training data; held-out documents are in no document index")
 
 
-def _wanted(given: Question) -> Wanted:
+def _condition(given: Question) -> Condition:
     if given.origin:
         return lambda _, origins: pyarrow.compute.match_substring(origins, given.origin).to_numpy(False)
     if not re.fullmatch(r"[0-9a-f]{16}", given.document or ""):
@@ -96,40 +97,42 @@ def _wanted(given: Question) -> Wanted:
     return lambda ids, _: ids == np.uint64(int(given.document or "", 16))
 
 
-def _asked(given: Question, attempts: list[skips.Reading]) -> list[Place]:
+def _places(given: Question, attempts: list[skips.Reading]) -> list[Place]:
     """What is to be shown: lock, offsets of its sources, sequence numbers."""
     step, sequence = given.step, given.sequence
     if given.bad_step is not None:
-        return _refused(given, attempts)
+        return _refused_batches(given, attempts)
     if (step is None and sequence is None) or (step is not None and step < 1) or (sequence or 0) < 0:
         raise ValueError(
             "give --step N (from 1), --sequence I (from 0), --bad-step N, --document ID or --origin TEXT"
         )
-    lock, offsets = (attempts[-1].lock, attempts[-1].offsets) if attempts else (given.data, {})
+    reading = attempts[-1] if attempts else None
     if step is None:
-        return [(lock, offsets, np.array([sequence]))]
-    if attempts:
+        numbers = np.array([sequence])
+    elif attempts:
         reading = skips.attempt_of(attempts, step)
-        lock, offsets, numbers = reading.lock, reading.offsets, reading.numbers(step)
+        numbers = reading.numbers(step)
     elif given.global_batch:
         numbers = np.arange((step - 1) * given.global_batch, step * given.global_batch)
     else:
         raise ValueError("--step of a lock file needs --global-batch; or give the run folder")
-    if sequence is not None and sequence >= len(numbers):
-        raise ValueError(f"--sequence {sequence}: a step has {len(numbers)} sequences, counted from 0")
-    return [(lock, offsets, numbers if sequence is None else numbers[sequence : sequence + 1])]
+    if step is not None and sequence is not None:
+        if sequence >= len(numbers):
+            raise ValueError(f"--sequence {sequence}: a step has {len(numbers)} sequences, counted from 0")
+        numbers = numbers[sequence : sequence + 1]
+    return [(reading.lock, reading.offsets, numbers) if reading else (given.data, {}, numbers)]
 
 
-def _refused(given: Question, attempts: list[skips.Reading]) -> list[Place]:
-    found = []
+def _refused_batches(given: Question, attempts: list[skips.Reading]) -> list[Place]:
+    places = []
     for event in read_lines(given.data / "events.jsonl"):
         if event.get("kind") == "bad_step" and event["step"] == given.bad_step:
             reading = next((each for each in attempts if each.attempt == event["attempt"]), attempts[-1])
             batch = read_lines(given.data / "bad-steps" / Path(event["batch"]).name)
-            found.append((reading.lock, reading.offsets, np.array([place["sequence"] for place in batch])))
-    if not found:
+            places.append((reading.lock, reading.offsets, np.array([row["sequence"] for row in batch])))
+    if not places:
         raise ValueError(f"{given.data}: events.jsonl has no refused batch at step {given.bad_step}")
-    return found
+    return places
 
 
 def sequences(lock: Path, offsets: dict[str, int], numbers: np.ndarray) -> Iterator[Json]:
@@ -213,8 +216,8 @@ def read_index(folder: Path, number: int) -> Index:
     return Index(np.concatenate(begins)[: len(ids)], ids, lengths, origins)
 
 
-def find(lock: Path, wanted: Wanted, console: Console) -> Iterator[Json]:
-    """The wanted documents of all sources of a lock."""
+def find(lock: Path, condition: Condition, console: Console) -> Iterator[Json]:
+    """The documents that meet a condition, of all sources of a lock."""
     if (content := read_lock(lock))["packing"] == CONVERSATIONS:
         raise ValueError(f"{lock} holds packed conversations, which have no document index")
     folders = [lock.parent / source["name"] for source in content["sources"]]
@@ -222,7 +225,7 @@ def find(lock: Path, wanted: Wanted, console: Console) -> Iterator[Json]:
     for folder, at in track(places, "searching", console=console, transient=True):
         entry = _manifest(folder)["shards"][at]
         ids, _, origins = shards.read_documents(folder / entry["docs"]["name"])
-        for i in np.flatnonzero(wanted(ids, origins)).tolist():
+        for i in np.flatnonzero(condition(ids, origins)).tolist():
             index = read_index(folder, at)
             place = {"source": folder.name, "shard": entry["name"], "token_offset": int(index.begins[i])}
             yield {**place, **index.facts(i)}

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,7 @@ RUNTIME = next((name for name in ("docker", "podman") if subprocess.run(
 LIMIT_S = 600  # of one command
 
 
-def test_its_instructions_name_what_is_there() -> None:
+def test_its_instructions_name_what_is_there():
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     for name, rest in INSTRUCTIONS:
         assert name in KNOWN, name
@@ -94,7 +93,7 @@ def run(command: list[str], **environment: str) -> None:
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[str]:
+def served(tmp_path):
     """The address of a server in the container, with a tiny model."""
     model = write_model(tmp_path / "model", max_position_embeddings=512)
     command = [*json.loads(dict(INSTRUCTIONS)["CMD"]), "--port", "8123"]
@@ -121,7 +120,7 @@ def served(tmp_path: Path) -> Iterator[str]:
     RUNTIME is None and (shutil.which("debootstrap", path="/usr/sbin:/usr/bin") is None or os.geteuid() != 0),
     reason="no container runtime that answers, nor debootstrap as root",
 )
-def test_it_serves(served: str) -> None:
+def test_it_serves(served):
     body = json.dumps({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}).encode()
     request = urllib.request.Request(
         f"{served}/v1/chat/completions", body, {"Content-Type": "application/json"}

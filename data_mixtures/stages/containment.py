@@ -46,7 +46,7 @@ class _Texts(Grouped):
         for member, receipt in self.members(unit):
             near = documents.near_copies(self.recipe, self.out, member)
             numbers = first + np.delete(np.arange(receipt["counts"]["kept"]), near)
-            path = stage.checked(self.out, "filter", member, DOCUMENTS)
+            path = stage.checked_file(self.out, "filter", member, DOCUMENTS)
             for ids, texts, _ in documents.read_documents(path, near):
                 here = np.array([(int.from_bytes(each[8:], "big") < below) == held_out for each in ids], bool)
                 yield numbers[: len(ids)][here], [texts[place].decode() for place in np.flatnonzero(here)]
@@ -94,7 +94,7 @@ def _index(work: Stage) -> tuple[ngrams.Index, np.ndarray]:
 
 @functools.lru_cache(maxsize=1)
 def _built(out: Path, groups: tuple[tuple[Unit, int], ...], _: str) -> tuple[ngrams.Index, np.ndarray]:
-    rows = [np.load(stage.checked(out, HELD_OUT, group, GRAMS)) for group, _ in groups]
+    rows = [np.load(stage.checked_file(out, HELD_OUT, group, GRAMS)) for group, _ in groups]
     pairs = zip(groups, rows, strict=True)
     owners = [first + each["document"].astype(np.int64) for (_, first), each in pairs]
     numbers, passages = np.unique(np.concatenate(owners), return_inverse=True)
@@ -140,7 +140,7 @@ class Contained(Grouped):
         bits = np.zeros(-(-len(first[1:]) // 8), np.uint8)
         groups = [group for group, _, _ in of_all(self, SCAN)]
         for group in groups:
-            bits |= np.load(stage.checked(self.out, SCAN, group, FOUND))
+            bits |= np.load(stage.checked_file(self.out, SCAN, group, FOUND))
         found = np.unpackbits(bits, count=len(first) - 1).astype(bool)
         in_training = passages[np.repeat(found, np.diff(first))]
         runs, of_training = (np.bincount(each, minlength=len(numbers)) for each in (passages, in_training))

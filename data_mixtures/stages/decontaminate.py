@@ -95,7 +95,7 @@ def load(out: Path, names: Iterable[str]) -> Index | None:
     return _load(out / INDEX) if identity(out, names) else None
 
 
-@stage.remembered
+@stage.cache_by_file
 def _load(path: Path) -> Index:
     with np.load(path) as stored:
         passages = ngrams.Index(*(stored[field.name] for field in fields(ngrams.Index)))
@@ -107,8 +107,8 @@ def identity(out: Path, names: Iterable[str]) -> Any:
     header = _header(out / INDEX)
     held = {benchmark["name"] for benchmark in header["benchmarks"]} if header else set()
     if held != set(names):
-        said = f"holds {sorted(held)}, the recipe names {sorted(names)}"
-        raise ValueError(f"{out / INDEX} {said}; make the index first")
+        difference = f"holds {sorted(held)}, the recipe names {sorted(names)}"
+        raise ValueError(f"{out / INDEX} {difference}; make the index first")
     return header
 
 
@@ -128,16 +128,16 @@ def build(items: Iterable[Iterable[str]]) -> tuple[ngrams.Index, np.ndarray]:
 
 
 def _files(name: str, pattern: str) -> list[Path]:
-    found = sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())
-    if not found:
+    paths = sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())
+    if not paths:
         raise ValueError(
             f"[filter] benchmarks: {name} = {pattern!r} matches no file. Download the benchmark's items as JSON lines "
             "(.jsonl, .jsonl.gz) or Parquet to that place, or leave the benchmark out of the recipe"
         )
-    for path in found:
+    for path in paths:
         if not path.name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
             raise ValueError(f"benchmark {name}: {path} must end in .jsonl, .jsonl.gz or .parquet")
-    return found
+    return paths
 
 
 def _items(path: Path) -> Iterator[list[str]]:

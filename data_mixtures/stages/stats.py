@@ -7,6 +7,7 @@ of keys brings equal ids together, whatever source they come from.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import combinations
 from pathlib import Path
@@ -22,40 +23,30 @@ from data_mixtures.stages.run import figures
 from data_mixtures.stages.tokenize import INDEX
 
 JSON = "stats.json"
-LENGTH_BINS = 33  # bin k: lengths from 2**k to 2**(k+1) - 1 tokens
 PAIRS = 40  # of sources that share documents are shown
-_FACTS = ("category", "read", "kept", "dropped", "contamination", "documents", "tokens", "bytes", "windows")
+FACTS = (
+    "category", "read", "kept", "dropped", "contamination", "documents", "tokens", "bytes", "longest", "windows",
+)  # fmt: skip
 
 
 def write(out: Path, sources: tuple[str, ...], console: Console, workers: int) -> Json:
     """Print, and write stats.json; returns what it holds."""
     manifests = {source: shards.read_manifest(out / source) for source in sources}
     with ThreadPoolExecutor(workers) as pool:
-        facts = {name: _facts(out / name, manifest, pool) for name, manifest in manifests.items()}
         shared = shared_documents(out, sources, pool)
+    facts = {name: {key: manifest[key] for key in FACTS} for name, manifest in manifests.items()}
+    for name, manifest in manifests.items():
+        mean = round(manifest["tokens"] / max(manifest["documents"], 1), 2)
+        facts[name] |= {"mean": mean, "valid_windows": manifest["valid"]["windows"]}
     result = {"sources": facts, "phases": _phases(out), "shared_documents": shared}
     shards.write_json(out / JSON, result)
-    for table in (_sources_table, _dropped_table, _shared_table):
-        console.print(table(result))
+    tables = _shares_table(result), _dropped_table(result), _shared_table(result)
+    for table in (*sizes_and_lengths(manifests), *tables):
+        console.print(table)
     if "unknown" in shared:
         console.print(f"Shared documents are not counted: {shared['unknown']}", soft_wrap=True)
     console.print(f"{out / JSON}", soft_wrap=True)
     return result
-
-
-def _facts(folder: Path, manifest: Json, pool: Executor) -> Json:
-    facts = {name: manifest[name] for name in _FACTS}
-    windows = manifest["valid"]["windows"]
-    return {**facts, "valid_windows": windows, "lengths": _lengths(folder, manifest, pool)}
-
-
-def _lengths(folder: Path, manifest: Json, pool: Executor) -> Json:
-    """Lengths in tokens of the documents that begin in a window of the source."""
-    paths = [folder / entry["docs"]["name"] for entry in manifest["shards"]]
-    lengths = np.concatenate([index[1] for index in pool.map(shards.read_documents, paths)])
-    bins = np.frexp(lengths.astype(np.float64))[1] - 1  # exact: the exponent of a power of two
-    histogram = np.bincount(bins, minlength=LENGTH_BINS).tolist()
-    return {"histogram": histogram, "mean": round(float(lengths.mean()), 2), "longest": int(lengths.max())}
 
 
 def _phases(out: Path) -> Json:
@@ -69,18 +60,30 @@ def _phases(out: Path) -> Json:
     return phases
 
 
-def _sources_table(stats: Json) -> Table:
+def sizes_and_lengths(manifests: Mapping[str, Json]) -> tuple[Table, Table]:
+    """What each source holds; then its documents' lengths, cuts, and tokens not used."""
+    sizes, lengths = [], []
+    for name, m in manifests.items():
+        counts = m["documents"], sum(m["dropped"].values()), m["tokens"], m["bytes"]
+        windows = m["windows"], m["valid"]["windows"]
+        per_token = f"{m['bytes'] / max(m['tokens'], 1):.2f}"
+        sizes.append([name, *(f"{n:,}" for n in counts), per_token, *(f"{n:,}" for n in windows)])
+        unused = m["unused"]["train_tokens"], m["unused"].get("padding", 0)
+        of_documents = m["tokens"] // max(m["documents"], 1), m["longest"], m["cut"], *unused
+        lengths.append([name, *(f"{n:,}" for n in of_documents)])
+    head = ("source", "docs", "dropped", "tokens", "bytes", "B/tok", "windows", "valid")
+    columns = ("source", "mean", "longest", "cuts", "unused tokens", "padding")
+    return figures("Sources", head, sizes), figures("tokens of a document", columns, lengths)
+
+
+def _shares_table(stats: Json) -> Table:
     sources, phases = stats["sources"], stats["phases"]
     total = sum(each["tokens"] for each in sources.values())
     rows = []
     for name, each in sources.items():
         shares = [each["tokens"] / total, *(phase["shares"].get(name, 0) for phase in phases.values())]
-        lengths = each["lengths"]
-        counts = each["documents"], each["windows"], each["valid_windows"], lengths["longest"]
-        row = [name, each["category"], f"{each['tokens']:,}", *(f"{share:.2%}" for share in shares)]
-        rows.append([*row, *(f"{count:,}" for count in counts), f"{lengths['mean']:,.0f}"])
-    head = ("source", "category", "tokens", "share", *phases)
-    return figures("Sources", (*head, "documents", "windows", "held out", "longest", "mean"), rows)
+        rows.append([name, each["category"], *(f"{share:.2%}" for share in shares)])
+    return figures("Shares", ("source", "category", "of all tokens", *phases), rows)
 
 
 def _dropped_table(stats: Json) -> Table:
@@ -125,7 +128,7 @@ def _shared_in_range(out: Path, sources: tuple[str, ...], low: int, high: int) -
     """int64 (sources, sources), upper triangle: common documents with low <= key < high."""
     ids = []
     for source in sources:
-        with blocks.opened(out, *sorted_runs.made_by(out, source), INDEX) as files:
+        with blocks.open_files(out, *sorted_runs.made_by(out, source), INDEX) as files:
             ids.append(np.unique(np.concatenate(sorted_runs.read_slices(files, low, high))["low"]))
     shared = np.zeros((len(sources), len(sources)), dtype=np.int64)
     for a, b in combinations(range(len(sources)), 2):

@@ -199,7 +199,7 @@ def remedy(recipe_path: Path, out: Path, damage: Iterable[Damage]) -> list[str]:
     for path in (each.path for each in damage):
         if path.parent == out or path.name == shards.MANIFEST:
             continue
-        number = int(found[1]) if (found := re.match(r"shard-(\d+)\.", path.name)) else None
+        number = int(shard[1]) if (shard := re.match(r"shard-(\d+)\.", path.name)) else None
         if path.name in (shards.VALID, shuffle.flags_name(shards.VALID)):  # its unit follows the shards'
             number = len(shards.read_manifest(path.parent)["shards"])
         if number is not None:

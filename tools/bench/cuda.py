@@ -147,10 +147,10 @@ def transformers(flavor: str) -> Figures:
         for _ in range(TRIALS + 1):
             torch.cuda.synchronize()
             start = time.perf_counter()
-            made = model.generate(ids, attention_mask=torch.ones_like(ids), **length, **options)
+            generated = model.generate(ids, attention_mask=torch.ones_like(ids), **length, **options)
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
-            assert made.shape[1] == TOKENS + 1, f"{made.shape[1] - 1} tokens instead of {TOKENS}"
+            assert generated.shape[1] == TOKENS + 1, f"{generated.shape[1] - 1} tokens instead of {TOKENS}"
         yield name, speed(flavor, TOKENS / statistics.median(seconds[1:]))  # the first one compiles
 
 
@@ -190,10 +190,10 @@ def wait_until_it_answers(process: subprocess.Popen, port: int, log: Any) -> Non
     while True:
         with (
             contextlib.suppress(OSError),
-            contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as asked,
+            contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as connection,
         ):
-            asked.request("GET", "/v1/models")
-            if asked.getresponse().status == 200:
+            connection.request("GET", "/v1/models")
+            if connection.getresponse().status == 200:
                 return
         if process.poll() is not None or time.monotonic() > end:
             log.seek(0)

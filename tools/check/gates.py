@@ -106,10 +106,10 @@ def check_greedy(
 ) -> dict[str, Any]:
     """Continuations of random prompts, short ones and some beyond the window."""
     new_tokens, lengths = options.new_tokens, (1, 5, 11, min(engine.config.sliding_window + 3, 200))
-    found = compare_greedy(
+    comparison = compare_greedy(
         random_prompts(engine.config, options.prompts, lengths, new_tokens),
         lambda prompt: engine.generate(prompt, max_new_tokens=new_tokens, ignore_eos=True),
         lambda prompt, count: hf_greedy(model, prompt, count),
         lambda prompt: tie,
     )
-    return {**found, "new_tokens": new_tokens, "tie": tie}
+    return {**comparison, "new_tokens": new_tokens, "tie": tie}

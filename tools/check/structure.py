@@ -25,8 +25,8 @@ from pathlib import Path
 
 import lizard
 import tyro
-from rich.console import Console
-from rich.table import Table
+
+from tools.markdown import table
 
 from .imports import PACKAGES, broken_arrows, circles, edges, folder_edges
 
@@ -164,14 +164,12 @@ def main(root: Path = ROOT, write: bool = False) -> None:
     if write:
         (root / SIZE_FILE).write_text(json.dumps(count_sizes(root), indent=2) + "\n")
         return
-    console, rows = Console(soft_wrap=True), measures(root)
-    table = Table("measure", "value", "limit", "")
-    for row in rows:
-        table.add_row(row.name, f"{row.value:,}", f"{row.limit:,}", "ok" if row.ok else "[red]exceeded[/]")
-    console.print(table)
+    rows = measures(root)
+    columns = ("measure", "value", "limit", "holds")
+    print(table(columns, [(row.name, row.value, row.limit, row.ok) for row in rows]))
     for row in rows:
         if not row.ok and row.excess:
-            console.print(f"\n{row.name}:", *row.excess, sep="\n  ", markup=False, highlight=False)
+            print(f"\n{row.name}:", *row.excess, sep="\n  ")
     raise SystemExit(any(not row.ok for row in rows))
 
 

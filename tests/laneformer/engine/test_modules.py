@@ -57,7 +57,6 @@ def test_every_module_is_within_rounding(isa, dtype, math):
     assert report["first_wrong"] is None, report
     depths = {row["depth"] for row in report["by_depth"]}
     assert {1, 7, 8, 7 + BLOCK + 1, LENGTH} <= depths, "the window's edge and the second block are covered"
-    assert all(row["cosine"] > 1 - 1e-3 for row in report["by_depth"])
     # the allowance itself: never so wide that another weight dtype's rounding could hide in it
     widest = allowed_error(model.config, LENGTH, "exact").max()
     assert widest < 2.0**-12

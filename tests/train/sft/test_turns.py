@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models
 
 from data_mixtures import shards
 from laneformer.chat import ChatError, ChatTemplate, ChatTokenizer
+from laneformer.engine.channels import HERMES
 from laneformer.engine.folder import text_files
 from laneformer.hf.export import export
 from laneformer.hf.load_folder import import_folder
@@ -26,7 +27,7 @@ from laneformer.prompts import PromptEncoder
 from laneformer.serve.conversation import prepared
 from laneformer.serve.grammar import Grammars
 from laneformer.serve.schema import ConversationRequest
-from laneformer.serve.tool_calls import HERMES, ToolCalling, form_of
+from laneformer.serve.tool_calls import ToolCalling, form_of
 from tests.tokenizer_assets import byte_level
 from tests.train.sft import chats
 from train.sft.__main__ import Arguments, run
@@ -274,7 +275,8 @@ def test_tools_are_described_as_by_the_server_for_templates_without_any() -> Non
     described = ToolCalling({}, Grammars(tokenizer, tokenizer.get_vocab_size(), [1]))
     for row in ({"messages": USED[:7], "tools": TOOLS}, ROWS[4], ROWS[6]):
         messages, tools = with_values(row)
-        use = described.use(tools)
+        request = ConversationRequest.model_validate({"messages": row["messages"], "tools": tools or []})
+        use = described.use(request)
         texts = use.messages([{**message, "content": message["content"] or ""} for message in messages])
         assert ChatTemplate(config).render(messages, tools=tools) == ChatTemplate(config).render(texts)
 

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from records.run import number
+from records.usage import with_prefix
 
 FONT = 'ui-sans-serif,system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif'
 PALETTE = ("#4f8ff7", "#f0994b", "#2fb5a0", "#c77dff", "#e5647c", "#8fb339", "#3fa9d6", "#c9a227")
 DASHES = ("solid", "dash", "dot")  # of curves, once the palette is used up
+Tile = tuple[str, str, str]  # name, figure as HTML, note
 STYLE, SCRIPT = (Path(__file__).with_suffix(end).read_text(encoding="utf-8") for end in (".css", ".js"))
 
 
@@ -48,6 +50,11 @@ def card(title: str, body: str, caption: str = "") -> str:
     return f'<section class="card"><h2>{escape(title)}</h2>{body}{below}</section>'
 
 
+def chart_card(title: str, content: dict[str, Any] | None, name: str, caption: str = "") -> str:
+    """The card of a chart alone; "" without any figure."""
+    return card(title, chart(content, name), caption) if content else ""
+
+
 def none(text: str = "not measured") -> str:
     return f'<span class="none">{escape(text)}</span>'
 
@@ -61,8 +68,7 @@ def missing(text: str) -> str:
     return f'<span class="missing">{escape(text)}</span>'
 
 
-def tiles(entries: Iterable[tuple[str, str, str]]) -> str:
-    """entries: (name, figure as HTML, note)."""
+def tiles(entries: Iterable[Tile]) -> str:
     tile = "<div><h3>{}</h3><strong>{}</strong><small>{}</small></div>"
     each = [tile.format(escape(name), *rest) for name, *rest in entries]
     return f'<div class="tiles">{"".join(each)}</div>' if each else ""
@@ -95,13 +101,9 @@ def measured(value: Any, form: str = ",.0f", unit: str = "") -> str:
 
 
 def short(value: Any, unit: str = "") -> str:
-    """A large figure with three digits and its SI prefix: 1234567 -> 1.23 M."""
-    known, power = number(value), 0
-    if known is None:
-        return none()
-    while abs(known) >= 999.5 and power < 4:
-        known, power = known / 1000, power + 1
-    return f"{known:.3g} {' kMGT'[power].strip()}{unit}".strip()
+    """A large figure with its SI prefix, or "not measured"."""
+    known = number(value)
+    return none() if known is None else with_prefix(known, unit)
 
 
 def percent(share: Any, form: str = ".1f") -> str:
