@@ -151,21 +151,23 @@ class RunMetrics(MetricsProcessor):
         }
         self.loss_z.add(loss)
         self.grad_norm_z.add(grad_norm)
+        self._log_row(row)
+        self.last_logged_tokens = tokens
+        if torch.distributed.get_rank() == 0:
+            self._append(row)
+
+    def _log_row(self, row: dict[str, Any]) -> None:
+        """TorchTitan's metrics and the row's scalars; on the console, one line of all ranks is enough."""
         plain = utils.NoColor() if self.job_config.metrics.disable_color_printing else utils.Color()
         # the end of TorchTitan's line on the console
-        self.color = type(
-            "", (type(plain),), {"reset": f"{plain.reset}  {self._progress_text(row)}".rstrip()}
-        )()
-        extra = {"n_tokens_seen": tokens, "lr": lr, **_scalars(row)}
-        first = torch.distributed.get_rank() == 0
-        logger.disabled = not first  # of TorchTitan's line about a step, one on the console is enough
+        reset = f"{plain.reset}  {self._progress_text(row)}".rstrip()
+        self.color = type("", (type(plain),), {"reset": reset})()
+        extra = {"n_tokens_seen": row["tokens"], "lr": row["lr"], **_scalars(row)}
+        logger.disabled = torch.distributed.get_rank() != 0
         try:
-            self.survive(lambda: self.log(step, loss, max_loss, grad_norm, extra))
+            self.survive(lambda: self.log(row["step"], row["loss"], row["max_loss"], row["grad_norm"], extra))
         finally:
             logger.disabled = False
-        self.last_logged_tokens = tokens
-        if first:
-            self._append(row)
 
     def _append(self, row: dict[str, Any]) -> None:
         """Write a row, or keep it in memory while the disk is full."""

@@ -145,9 +145,9 @@ class HeldOutValidator(BaseValidator):
         enter(f"the validation after step {step}")
         (model,) = model_parts
 
-        def figures(losses: torch.Tensor, *rest: Any) -> torch.Tensor:
+        def figures(losses: torch.Tensor, labels: torch.Tensor, documents: Any) -> torch.Tensor:
             drafted: Any = model.drafted
-            places = octave_sums(losses, *rest, self.octaves)
+            places = octave_sums(losses, labels, documents, self.octaves)
             return torch.cat([places, draft_sums(drafted, len(losses))], 1)
 
         batches = ((inputs_and_labels(*map(on_device, streams)), source) for *streams, source in self.windows)
