@@ -176,8 +176,8 @@ class Tokenizer(abc.ABC):
         return tokens, lengths.astype(np.uint32)
 
     def _reference_ids(self, texts: Sequence[str] | Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        found = [np.array(self.reference(_decoded(text)), np.uint32) for text in texts]
-        return np.concatenate([np.empty(0, np.uint32), *found]), np.array(list(map(len, found)), np.int64)
+        ids = [np.array(self.reference(_decoded(text)), np.uint32) for text in texts]
+        return np.concatenate([np.empty(0, np.uint32), *ids]), np.array(list(map(len, ids)), np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, control ids left out."""
@@ -245,15 +245,17 @@ class JsonTokenizer(Tokenizer):
 
 def _begin_and_end(path: Path, bos: str | None, eos: str | None, special: dict[str, int]) -> tuple[str, str]:
     """The names of the tokens that begin and end a document. ValueError when they are not known."""
-    said: dict[str, Any] = {}
+    names: dict[str, Any] = {}
     for file in ("special_tokens_map.json", shards.TOKENIZER_CONFIG):
         if (beside := path.with_name(file)).is_file():
             values = json.loads(beside.read_text(encoding="utf-8"))
-            said |= {name: values[name] for name in ("bos_token", "eos_token") if values.get(name)}
-    said = {name: each["content"] if isinstance(each, dict) else each for name, each in said.items()}
+            names |= {name: values[name] for name in ("bos_token", "eos_token") if values.get(name)}
+    names = {name: each["content"] if isinstance(each, dict) else each for name, each in names.items()}
     known = next((pair for pair in KNOWN_NAMES if special.keys() >= set(pair)), (None, None))
-    eos = eos or said.get("eos_token") or (None if bos else known[1])
-    bos = bos or (said.get("bos_token", eos) if "eos_token" in said else known[0] if eos == known[1] else eos)
+    eos = eos or names.get("eos_token") or (None if bos else known[1])
+    bos = bos or (
+        names.get("bos_token", eos) if "eos_token" in names else known[0] if eos == known[1] else eos
+    )
     if bos not in special or eos not in special:
         raise ValueError(
             f"{path}: documents need special tokens (of added_tokens) at their ends, bos = {bos!r}, eos = {eos!r}; "

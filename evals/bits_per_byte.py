@@ -17,7 +17,6 @@ context of its own window.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import re
@@ -29,10 +28,10 @@ from rich.progress import track
 
 from data_mixtures.mixture import valid_windows
 from data_mixtures.shards import read_manifests, tokenizer_path
-from evals.items import Partial
-from evals.scorer import LOCAL, Prompt, Scorer, SourceFlags, open_scorer, origin
+from evals.items import Partial, partial_beside
+from evals.scorer import LOCAL, Prompt, Scorer, SourceFlags, open_scorer, origin, score_each
 from evals.tables import console, show_table
-from records.evals import NOWHERE, AboutFlags, EvalCommand, Limit, ModelFolder, code_at_start
+from records.evals import NOWHERE, AboutFlags, EvalCommand, Limit, ModelFolder, check_limit, code_at_start
 from records.files import JsonObject, file_sha256
 
 SPACE = "\u2581"  # ▁, SentencePiece's visible space
@@ -43,9 +42,8 @@ def sums_of_windows(
     scorer: Scorer, windows: Iterable[np.ndarray], token_bytes: np.ndarray
 ) -> Iterator[tuple[float, float, int, int]]:
     """Of each window (S+1,): nats of all tokens and of those that stand for bytes, tokens, bytes."""
-    asked, told = itertools.tee(windows)
-    found = scorer.score([Prompt(window.tolist(), 1)] for window in asked)
-    for index, (window, (scores,)) in enumerate(zip(told, found, strict=True)):
+    scored = score_each(scorer, windows, lambda window: [Prompt(window.tolist(), 1)])
+    for index, (window, (scores,)) in enumerate(scored):
         targets, nats = window[1:].astype(np.int64), -scores.logprobs
         if nats.shape != targets.shape or not np.isfinite(nats).all():
             raise ValueError(
@@ -58,20 +56,16 @@ def sums_of_windows(
 
 
 def score_windows(
-    scorer: Scorer,
-    windows: Iterable[np.ndarray],
-    token_bytes: np.ndarray,
-    partial: Partial | None = None,
-    source: str = "",
+    scorer: Scorer, windows: np.ndarray, token_bytes: np.ndarray, partial: Partial, source: str
 ) -> JsonObject:
-    """Score windows (S+1,) of one source: bits_per_byte, loss (nats per token), tokens, bytes."""
-    partial = partial or Partial()
-    sums = partial.complete(source, windows, lambda left: sums_of_windows(scorer, left, token_bytes))
-    nats_all, nats_of_bytes, tokens, byte_count = map(sum, zip(*sums, strict=True)) if sums else [0] * 4
+    """Score the windows (n, S+1) of one source: bits_per_byte, loss (nats per token), tokens, bytes."""
+    rows = track(windows, description=f"{source:>16}", console=console)
+    sums = partial.complete(source, rows, lambda left: sums_of_windows(scorer, left, token_bytes))
+    nats, nats_of_bytes, tokens, byte_count = (sum(column) for column in zip(*sums, strict=True))
     if byte_count == 0:
         raise ValueError(f"no text to score: {tokens} tokens, none of which stands for bytes")
     value = nats_of_bytes / math.log(2) / byte_count
-    return {"bits_per_byte": value, "loss": nats_all / tokens, "tokens": tokens, "bytes": byte_count}
+    return {"bits_per_byte": value, "loss": nats / tokens, "tokens": tokens, "bytes": byte_count}
 
 
 def bits_per_byte(
@@ -79,18 +73,15 @@ def bits_per_byte(
     windows: dict[str, np.ndarray],
     categories: dict[str, str],
     token_bytes: np.ndarray,
-    partial: Partial | None = None,
+    partial: Partial,
 ) -> JsonObject:
     """Score the windows (n, S+1) of every source; the totals weight a source by its bytes, the
     loss by its tokens.
     """
-    sources: dict[str, JsonObject] = {
-        name: {"category": categories[name]}
-        | score_windows(
-            scorer, track(rows, description=f"{name:>16}", console=console), token_bytes, partial, name
-        )
-        for name, rows in windows.items()
-    }
+    sources: dict[str, JsonObject] = {}
+    for name, rows in windows.items():
+        figures = score_windows(scorer, rows, token_bytes, partial, name)
+        sources[name] = {"category": categories[name], **figures}
 
     def mean(figure: str, weight: str) -> float:
         total = math.fsum(source[weight] for source in sources.values())
@@ -111,13 +102,14 @@ def load_windows(data: Path, count: int | None) -> tuple[dict[str, np.ndarray], 
     """
     categories = {name: manifest["category"] for name, manifest in read_manifests(data).items()}
     windows = {name: valid_windows(data, name, max_windows=count) for name in categories}
-    if without := [name for name, found in windows.items() if not len(found)]:
-        console.print(f"no held-out windows, left out: {', '.join(without)}", highlight=False)
-    if len(without) == len(windows):
+    held_out = {name: rows for name, rows in windows.items() if len(rows)}
+    if not held_out:
         raise ValueError(
             f"no source of {data} holds text out; raise valid_per_10000 in its recipe and prepare it again"
         )
-    return {name: found for name, found in windows.items() if name not in without}, categories
+    if without := sorted(windows.keys() - held_out):
+        console.print(f"no held-out windows, left out: {', '.join(without)}", highlight=False)
+    return held_out, categories
 
 
 def matching_token_bytes(model_dir: Path, data: Path) -> np.ndarray:
@@ -142,24 +134,13 @@ def bytes_per_token(path: Path) -> np.ndarray:
 
     The counts of a text's ids add up to its bytes, plus one for the space that a Llama 2 tokenizer prepends.
     """
-    return _from_tokenizer_json(path) if path.suffix == ".json" else _from_sentencepiece(path)
+    if path.suffix == ".json":
+        text = path.read_text(encoding="utf-8")
+    else:
+        from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
 
-
-def _bytes_of(piece: str) -> int:
-    return 1 if BYTE_PIECE.fullmatch(piece) else len(piece.replace(SPACE, " ").encode())
-
-
-def _from_sentencepiece(path: Path) -> np.ndarray:
-    import sentencepiece
-
-    model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    ids = range(model.vocab_size())
-    silent = [model.is_control(i) or model.is_unknown(i) or model.is_unused(i) for i in ids]
-    return np.array([0 if silent[i] else _bytes_of(model.id_to_piece(i)) for i in ids], dtype=np.int64)
-
-
-def _from_tokenizer_json(path: Path) -> np.ndarray:
-    content = json.loads(path.read_text(encoding="utf-8"))
+        text = tokenizer_from_sentencepiece(path).to_str()
+    content = json.loads(text)
     model = content["model"]
     of_bytes = '"ByteLevel"' in json.dumps(content.get("decoder"))  # each character of a piece is one byte
     if not of_bytes and not model.get("byte_fallback"):
@@ -173,8 +154,14 @@ def _from_tokenizer_json(path: Path) -> np.ndarray:
     pieces = [*model["vocab"].items(), *((token["content"], i) for i, token in added.items())]
     counts = np.zeros(max(i for _, i in pieces) + 1, dtype=np.int64)
     for piece, i in pieces:
-        if i not in silent:
-            counts[i] = len(piece) if of_bytes and i not in added else _bytes_of(piece)
+        if i in silent:
+            continue
+        if of_bytes and i not in added:
+            counts[i] = len(piece)
+        elif BYTE_PIECE.fullmatch(piece):
+            counts[i] = 1
+        else:
+            counts[i] = len(piece.replace(SPACE, " ").encode())
     return counts
 
 
@@ -203,6 +190,7 @@ def main(
         data: directory written by `python -m data_mixtures.prepare`
         limit: most held-out windows to score per source
     """
+    check_limit(limit)
     rows, categories = load_windows(data, limit)
     token_bytes = matching_token_bytes(hf_dir, data)
     scorer = open_scorer(hf_dir, source)
@@ -211,7 +199,7 @@ def main(
     for name in rows:
         digest.update(name.encode() + b"\0" + rows[name].tobytes())
     who |= {"data_sha256": digest.hexdigest()}
-    partial = Partial(about.out, "bits_per_byte", who, code_at_start())
+    partial = partial_beside(about.out, "bits_per_byte", who, code_at_start())
     figures = bits_per_byte(scorer, rows, categories, token_bytes, partial)
     scorer.close()
     show(figures)

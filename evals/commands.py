@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from evals.scorer import devices_of
+from evals.scorer import resolve_device
 from records.evals import FIELDS, EvalCommand
 from records.job import JobSections, option_value
 
@@ -45,7 +45,7 @@ def check_here(kind: EvalCommand, options: list[str], device: str) -> None:
             raise ValueError(f"{name} {value} does not exist here")
     chosen = option_value("--device", options) or device
     if "cuda" in chosen:
-        devices_of(chosen)
+        resolve_device(chosen)
     kind.ready(options)
 
 

@@ -27,11 +27,11 @@ from records.files import JsonObject, read_lines
 from records.items import Pair, bits_change, error_of_mean, mean_of_bits, paired, read_items
 from records.run import places_of
 
-ONLY = ("only_a", "only_b")
 # two files that differ in one of these asked other things, or in another way
 SHARED = (
     "kind", "protocol", "limit", "num_fewshot", "chat_template", "haystack", "data_sha256",
 )  # fmt: skip
+COLUMNS = ("task", "n", "a", "b", "b - a", "only a right", "only b right", "gold bits/byte")
 
 
 def compare(a: Path, b: Path) -> JsonObject:
@@ -42,23 +42,22 @@ def compare(a: Path, b: Path) -> JsonObject:
     Raises ValueError if the files are not about the same items.
     """
     (head_a, lines_a), (head_b, lines_b) = read_items(a), read_items(b)
-    if other := [
-        f"{key} {head_a.get(key)} and {head_b.get(key)}"
-        for key in SHARED
-        if head_a.get(key) != head_b.get(key)
-    ]:
-        raise ValueError(f"{a} and {b} were not asked the same: {'; '.join(other)}")
+    other = [key for key in SHARED if head_a.get(key) != head_b.get(key)]
+    if other:
+        reasons = "; ".join(f"{key} {head_a.get(key)} and {head_b.get(key)}" for key in other)
+        raise ValueError(f"{a} and {b} were not asked the same: {reasons}")
     if lines_a.keys() != lines_b.keys():
         raise ValueError(
             f"{a} holds {len(lines_a)} items and {b} {len(lines_b)}, which are not the same ones"
         )
+    kind = head_a.get("kind")
     pairs: dict[str, list[Pair]] = {}
-    for key, line in lines_a.items():
-        if line["right"] is not None or head_a["kind"] == "gold":
-            pairs.setdefault(key[0], []).append((line, lines_b[key]))
+    for (task, item), line in lines_a.items():
+        if line["right"] is not None or kind == "gold":
+            pairs.setdefault(task, []).append((line, lines_b[task, item]))
     tasks = {task: differences(of_task) for task, of_task in pairs.items()}
-    found = {"a": str(a), "b": str(b), "kind": head_a.get("kind"), "tasks": tasks}
-    return found | (core_differences(tasks) if head_a.get("kind") == "core" else mean_of_bits(tasks.values()))
+    total = core_differences(tasks) if kind == "core" else mean_of_bits(tasks.values())
+    return {"a": str(a), "b": str(b), "kind": kind, "tasks": tasks, **total}
 
 
 def differences(pairs: list[Pair]) -> JsonObject:
@@ -69,13 +68,13 @@ def differences(pairs: list[Pair]) -> JsonObject:
 
 def accuracies(pairs: list[Pair]) -> JsonObject:
     """Shares of right answers and their difference; groups of the items have equal weight."""
-    groups: dict[str, list[list[float]]] = {}
-    for pair in pairs:
-        groups.setdefault(pair[0].get("group", ""), []).append([float(line["right"]) for line in pair])
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for a, b in pairs:
+        groups.setdefault(a.get("group", ""), []).append((float(a["right"]), float(b["right"])))
     sides = [tuple(zip(*group, strict=True)) for group in groups.values()]
     changes = [paired(before, after, added=1) for before, after in sides]
     means = [math.fsum(math.fsum(each[side]) / len(each[side]) for each in sides) for side in (0, 1)]
-    a, b = ([float(pair[side]["right"]) for pair in pairs] for side in (0, 1))
+    a, b = zip(*itertools.chain(*groups.values()), strict=True)
     return {
         "a": means[0] / len(sides), "b": means[1] / len(sides),
         "difference": math.fsum(change for change, _ in changes) / len(sides),
@@ -116,41 +115,28 @@ def compare_named(a: str, b: str, kind: str) -> JsonObject:
     raise problems[0]
 
 
-Change = tuple[float, float] | None  # a difference and its standard error
+def plus_minus(row: JsonObject, value: str, error: str) -> str:
+    return f"{row[value]:+.4f} ± {row[error]:.4f}" if row.get(value) is not None else ""
 
 
-def changes(found: JsonObject) -> dict[str, tuple[Change, Change]]:
-    """Of each task, each category of CORE and all: the change of the score, and of gold bits per byte."""
-
-    def change(row: JsonObject, value: str, error: str) -> Change:
-        return (row[value], row[error]) if row.get(value) is not None else None
-
-    rows = [(task, row, "difference", "standard_error") for task, row in found["tasks"].items()]
-    for name, row in found.get("categories", {}).items():
-        rows.append((f"{name}, centered", row, "centered_v2", "centered_v2_se"))
-    rows.append(("CORE v2" if "core_v2" in found else "mean", found, "core_v2", "core_v2_se"))
-    bits = ("bits_difference", "bits_standard_error")
-    return {name: (change(row, *score), change(row, *bits)) for name, row, *score in rows}
-
-
-def plus_minus(change: Change) -> str:
-    return f"{change[0]:+.4f} ± {change[1]:.4f}" if change else ""
-
-
-def show(found: JsonObject) -> None:
-    """Print the differences as a table on stderr."""
-    columns = ("task", "n", "a", "b", "b - a", "only a right", "only b right", "gold bits/byte")
+def show(comparison: JsonObject) -> None:
+    """Print the differences of tasks, of CORE's categories and of all as a table on stderr."""
+    names = f"{Path(comparison['b']).name} minus {Path(comparison['a']).name}"
+    listed = [(task, row, "difference", "standard_error") for task, row in comparison["tasks"].items()]
+    for name, row in comparison.get("categories", {}).items():
+        listed.append((f"{name}, centered", row, "centered_v2", "centered_v2_se"))
+    listed.append(("CORE v2" if "core_v2" in comparison else "mean", comparison, "core_v2", "core_v2_se"))
     rows = []
-    for name, (score, bits) in changes(found).items():
-        row = found["tasks"].get(name, {})
-        told = plus_minus(score) or "tasks missing" * (name == "CORE v2")
-        if row or told or bits:
+    for name, row, *score in listed:
+        change = plus_minus(row, *score) or "tasks missing" * (name == "CORE v2")
+        bits = plus_minus(row, "bits_difference", "bits_standard_error")
+        if name in comparison["tasks"]:
             shares = (f"{row[side]:.4f}" if side in row else "" for side in "ab")
-            counts = (str(row.get(key, "")) for key in ("n", *ONLY))
-            n, *only = counts
-            rows.append([name, n, *shares, told, *only, plus_minus(bits)])
-    names = f"{Path(found['b']).name} minus {Path(found['a']).name}"
-    show_table(f"{names}; ± is a paired standard error", columns, rows)
+            only_a, only_b = (str(row.get(key, "")) for key in ("only_a", "only_b"))
+            rows.append([name, str(row["n"]), *shares, change, only_a, only_b, bits])
+        elif change or bits:
+            rows.append([name, "", "", "", change, "", "", bits])
+    show_table(f"{names}; ± is a paired standard error", COLUMNS, rows)
 
 
 def main(
@@ -166,9 +152,9 @@ def main(
         b: that of the later evaluation
         kind: of a run's records: core, lm_eval, code, or gold (validation.gold_items)
     """
-    found = compare_named(a, b, kind)
-    show(found)
-    print(json.dumps(found))
+    comparison = compare_named(a, b, kind)
+    show(comparison)
+    print(json.dumps(comparison))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeVar
 
 from records.files import append_line, read_lines
@@ -17,23 +18,19 @@ Answer = TypeVar("Answer")
 
 
 class Partial:
-    """The answers of an evaluation under way: a hidden file beside `out`, or nothing if `out` is None.
+    """A file of JSON lines {"name", "answers"}; nothing is kept if `path` is None."""
 
-    kind: of its record. determines: everything that the answers depend on; those of other values are ignored.
-    """
-
-    def __init__(self, out: Path | None = None, kind: str = "", *determines: object):
-        key = hashlib.sha256(repr(determines).encode()).hexdigest()[:16]
-        self.path = out and out.with_name(f".{out.name}.{kind}-{key}.jsonl")
+    def __init__(self, path: Path | None = None):
+        self.path, self._appending = path, Lock()
         self.answers: dict[str, list[Any]] = {}
-        for line in read_lines(self.path) if self.path else ():
+        for line in read_lines(path) if path else ():
             self.answers.setdefault(line["name"], []).extend(line["answers"])
 
     def complete(
         self,
         name: str,
         items: Iterable[Item],
-        answer: Callable[[Iterator[Item]], Iterator[Answer]],
+        answer: Callable[[Iterator[Item]], Iterable[Answer]],
         together: int = WINDOW,
     ) -> list[Answer]:
         """The answers to all items, JSON values; only those that are not known are asked for.
@@ -42,13 +39,20 @@ class Partial:
         that packs a window then packs the rest as it would have in one go, so the answers are the same to the bit.
         """
         known = self.answers.setdefault(name, [])
-        fresh = answer(itertools.islice(items, len(known), None))
+        fresh = iter(answer(itertools.islice(items, len(known), None)))
         while window := list(itertools.islice(fresh, together)):
             if self.path is not None:
-                append_line(self.path, json.dumps({"name": name, "answers": window}))
+                with self._appending:
+                    append_line(self.path, json.dumps({"name": name, "answers": window}))
             known += window
         return known
 
     def remove(self) -> None:
         if self.path is not None:
             self.path.unlink(missing_ok=True)
+
+
+def partial_beside(out: Path | None, kind: str, *determines: object) -> Partial:
+    """A hidden file beside the records. determines: everything that the answers depend on names it."""
+    key = hashlib.sha256(repr(determines).encode()).hexdigest()[:16]
+    return Partial(out and out.with_name(f".{out.name}.{kind}-{key}.jsonl"))

@@ -57,8 +57,8 @@ def main(
                 written[name] = scorer.generate(text, max_new_tokens, temperature=heat, seed=seed).text
             except ValueError as error:
                 raise ValueError(f"prompt {prompt['name']!r}: {error}") from None
-        samples.append({"name": prompt["name"], "prompt": shown(prompt), **written})
-        console.print(f"{shown(prompt)}→ {written['greedy']}", markup=False)
+        samples.append({"name": prompt["name"], "prompt": plain_text(prompt), **written})
+        console.print(f"{plain_text(prompt)}→ {written['greedy']}", markup=False)
     scorer.close()
     return about.append(
         "samples",
@@ -70,18 +70,18 @@ def main(
 
 def read_prompts(path: Path) -> list[JsonObject]:
     """The prompts of a file. Raises ValueError with the number of a line that is none."""
-    found = []
-    for number, prompt in json_lines(path.read_text(encoding="utf-8").splitlines(), path):
-        known = isinstance(prompt, dict) and isinstance(prompt.get("name"), str)
-        if not known or isinstance(prompt.get("text"), str) == isinstance(prompt.get("messages"), list):
+    prompts = []
+    for number, prompt in json_lines(path.read_bytes().split(b"\n"), path):
+        named = isinstance(prompt, dict) and isinstance(prompt.get("name"), str)
+        if not named or isinstance(prompt.get("text"), str) == isinstance(prompt.get("messages"), list):
             raise ValueError(f'{path}:{number}: not {{"name", "text"}} or {{"name", "messages"}}: {prompt}')
-        found.append(prompt)
-    if len({prompt["name"] for prompt in found}) < max(1, len(found)):
+        prompts.append(prompt)
+    if len({prompt["name"] for prompt in prompts}) < max(1, len(prompts)):
         raise ValueError(f"{path} holds no prompts, or two of one name; give each a name of its own")
-    return found
+    return prompts
 
 
-def shown(prompt: JsonObject) -> str:
+def plain_text(prompt: JsonObject) -> str:
     """A prompt as it is shown to people."""
     return "\n".join(f"{m['role']}: {m['content']}" for m in prompt.get("messages") or ()) or prompt["text"]
 

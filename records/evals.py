@@ -12,7 +12,6 @@ import inspect
 import io
 import json
 import re
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
@@ -31,11 +30,6 @@ BEGAN = time.perf_counter()  # every evaluation is a process of its own
 NO_MODEL = dict.fromkeys(("tokenizer_sha256", "model_sha256", "backend", "device", "dtype"))
 # {field of an older record: its name today}
 OLD_FIELDS = {"max_per_task": "limit"}
-# {flag of an older version: its name today}
-RENAMED = {
-    "--max-per-task": "--limit", "--windows": "--limit", "--kind": "--backend", "--model-name": "--model",
-    "--num-concurrent": "--concurrency", "--request-timeout-s": "--timeout-s",
-}  # fmt: skip
 
 
 def optional(metavar: str, default: str) -> Any:
@@ -46,6 +40,12 @@ def optional(metavar: str, default: str) -> Any:
 Limit = Annotated[int | None, optional("INT", "all")]
 SERVER = ("--base-url", "--model", "--concurrency", "--timeout-s")  # of no use for a checkpoint's own files
 FRAME = re.compile(r"[╭╮╰╯│─]+|-{9,}")  # around tyro's messages
+
+
+def check_limit(limit: int | None) -> None:
+    """Raise ValueError for a --limit that asks for nothing."""
+    if limit is not None and limit < 1:
+        raise ValueError(f"--limit {limit} must be at least 1; omit it to score all")
 
 
 @dataclass(frozen=True)
@@ -109,15 +109,13 @@ class EvalCommand:
 
     kind: kind of the records that it appends. main: its signature is the command line (tyro), it returns
     the appended record or None. If it evaluates a model, it takes the folder as positional argument `hf_dir`,
-    AboutFlags and `device`. excludes: options that a checkpoint's evaluation cannot have, besides those of a
-    server. reads: options that name a file or folder which must exist before. refuse: gets the options and raises
-    ValueError if they cannot evaluate checkpoints, though main takes them. ready: gets the options and raises
-    ValueError, with the remedy, if this machine lacks something that the command needs.
+    AboutFlags and `device`. reads: options that name a file or folder which must exist before. refuse: gets the
+    options and raises ValueError if they cannot evaluate checkpoints, though main takes them. ready: gets the
+    options and raises ValueError, with the remedy, if this machine lacks something that the command needs.
     """
 
     kind: str
     main: Callable[..., JsonObject | None]
-    excludes: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
     refuse: Callable[[Sequence[str]], object] = lambda options: None
     ready: Callable[[Sequence[str]], object] = lambda options: None
@@ -126,7 +124,6 @@ class EvalCommand:
         """The module's command line: prints the record as one JSON line, and a ValueError as one line."""
         code_at_start()
         try:
-            refuse_renamed(sys.argv[1:])
             record = tyro.cli(self.main, prog=f"python -m evals.{self.kind}", config=PLAIN)
         except ValueError as error:
             raise SystemExit(f"{self.kind}: {error}") from None
@@ -144,20 +141,19 @@ class EvalCommand:
         """Raise ValueError if the command cannot evaluate a checkpoint with these options."""
         if "hf_dir" not in inspect.signature(self.main).parameters:
             raise ValueError("it does not evaluate a model, so run it once, not at every checkpoint")
-        refuse_renamed(options)
         for name in flags_in(options):
             if name in map(flag, vars(NOWHERE)):
                 raise ValueError(f"{name} is set by the watcher; remove it")
-            if name in (*SERVER, *self.excludes):
+            if name in SERVER:
                 raise ValueError(f"{name} is not an option of it on a checkpoint; remove it")
         self.refuse(options)
         arguments = self.arguments(Path("model"), options, About(Path("out"), 1, 1, "phase"), "cpu")
         parse_only = functools.wraps(self.main)(lambda *_, **__: None)
         try:
-            with redirect_stderr(io.StringIO()) as said:
+            with redirect_stderr(io.StringIO()) as messages:
                 tyro.cli(parse_only, prog=self.kind, args=arguments, config=PLAIN)
         except SystemExit:
-            reason = re.split("For full help|Argument help", FRAME.sub(" ", said.getvalue()))[0]
+            reason = re.split("For full help|Argument help", FRAME.sub(" ", messages.getvalue()))[0]
             raise ValueError(" ".join(reason.split())) from None
 
 
@@ -169,13 +165,6 @@ def with_current_names(record: JsonObject) -> JsonObject:
 def flags_in(words: Sequence[str]) -> list[str]:
     """The flags among the words of a command line, as --help names them."""
     return [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
-
-
-def refuse_renamed(words: Sequence[str]) -> None:
-    """Raise ValueError for a flag that has another name today."""
-    for word in flags_in(words):
-        if word in RENAMED:
-            raise ValueError(f"{word} is now {RENAMED[word]}, as in every evaluation")
 
 
 def flag(name: str) -> str:

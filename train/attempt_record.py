@@ -51,9 +51,9 @@ def describe_attempt(
     """Append the attempt's line to attempts.jsonl."""
     data = {  # `records.skips.read_attempts` finds the batch of any step with it
         "lock": str(loader.lock.resolve()),
-        "position": loader.sequences,
+        "position": loader.state.sequences,
         "global_batch_size": global_batch_size,
-        "offsets": loader.offsets,
+        "offsets": loader.state.offsets,
     }
     facts = {
         "attempt": attempt,

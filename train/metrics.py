@@ -127,7 +127,7 @@ class RunMetrics(MetricsProcessor):
         throughput, memory = self._throughput(loader), self.device_memory_monitor.get_peak_stats()
         mesh = self.parallel_dims.get_optional_mesh("loss")
         checkpoint_s, checkpoint_total_s = checkpoint_times.take()
-        tokens = loader.sequences * loader.mixture.seq_len
+        tokens = loader.tokens
         row = {
             "step": step,
             "phase": self.job_config.phase.name,
@@ -215,7 +215,7 @@ class RunMetrics(MetricsProcessor):
         """Speed of the whole job since the last row, and the seconds that rank 0 waited for data."""
         seconds = time.perf_counter() - self.time_last_log
         devices = torch.distributed.get_world_size()
-        tokens_per_s = (loader.sequences * loader.mixture.seq_len - self.last_logged_tokens) / seconds
+        tokens_per_s = (loader.tokens - self.last_logged_tokens) / seconds
         # an unknown device has no peak to compare with: null, not TorchTitan's guess of an A100
         known_peak = utils.device_type != "cpu"
         mfu = (

@@ -22,7 +22,7 @@ import xxhash
 from data_mixtures import shards, tokenizer
 from data_mixtures.recipe import Recipe, TokenizerFile, TokenizerTraining
 from data_mixtures.shards import Json
-from data_mixtures.stages import blocks, documents, repeats, stage
+from data_mixtures.stages import blocks, documents, stage
 from data_mixtures.stages.stage import DOCUMENTS, Stage, Unit
 from records.files import file_sha256, write_atomically
 
@@ -63,27 +63,31 @@ class Tokenize(Stage):
         wanted = self.recipe.filter.repeated_ngrams
         unsorted = {name: folder / f".{name}.unsorted" for name in (TOKENS, ORIGINS)}
         with unsorted[TOKENS].open("wb") as token_file, unsorted[ORIGINS].open("wb") as origin_file:
-            for ids, texts, origins in documents.kept(self.recipe, self.out, unit):
+            for ids, texts, origins in documents.read_remaining(self.recipe, self.out, unit):
                 sample.check(ids, texts)
                 tokens, lengths = made.encode(texts, fast)
                 token_file.write(tokens.data)
                 origin_file.writelines(origins)
                 rows.append(describe(ids, self.recipe.seed, lengths, texts, origins))
-                looping.append(repeats.repeated(tokens, lengths) if wanted else np.zeros(len(ids), bool))
-        found = np.concatenate([np.empty(0, DOCUMENT), *rows])
-        order = by_key(found)
-        ordered = found[order := order[~np.concatenate(looping)[order]]]
+                looping.append(
+                    documents.with_repeats(tokens, lengths) if wanted else np.zeros(len(ids), bool)
+                )
+        unit_documents = np.concatenate([np.empty(0, DOCUMENT), *rows])
+        order = by_key(unit_documents)
+        ordered = unit_documents[order := order[~np.concatenate(looping)[order]]]
         for name, start, length, dtype in parts(made.dtype):
             ordered[start] = np.cumsum(ordered[length], dtype=np.int64) - ordered[length]
-            write_ordered(folder / name, unsorted[name], found[length] * np.int64(dtype.itemsize), order)
+            write_ordered(
+                folder / name, unsorted[name], unit_documents[length] * np.int64(dtype.itemsize), order
+            )
             unsorted[name].unlink()
         shards.save_array(folder / INDEX, ordered)
         for name in SLICED:
             blocks.seal(folder / name)
         left_out = documents.left_out(self.recipe, self.out, unit)
         dropped = {reason: len(rows) for reason, rows in left_out.items()}
-        dropped["repeated_ngrams"] = len(found) - len(ordered)
-        slow = 0 if fast and made.fast else len(found)
+        dropped["repeated_ngrams"] = len(unit_documents) - len(ordered)
+        slow = 0 if fast and made.fast else len(unit_documents)
         return {**totals(ordered), "slow": slow, "dropped": dropped}
 
 
@@ -214,7 +218,7 @@ def training_sample(recipe: Recipe, out: Path, train_bytes: int) -> list[str]:
     total, sample = max(sum(sizes.values()), 1), []
     for source, size in sizes.items():
         units = stage.planned_units(out, source)
-        batches = (batch for unit in units for batch in documents.kept(recipe, out, unit))
+        batches = (batch for unit in units for batch in documents.read_remaining(recipe, out, unit))
         given = (document for ids, texts, _ in batches for document in zip(ids, texts, strict=True))
         sample += first_documents(given, train_bytes * size // total, recipe)
     return sample

@@ -5,8 +5,8 @@ in a sandbox, pass@k.
     python -m evals.code --base-url http://127.0.0.1:8000/v1 --model NAME --dataset MbppPlus.jsonl.gz --results mbpp
 
 The results folder (--results; default: one beside --out for each checkpoint) keeps answers.jsonl (verbatim;
-an interrupted run resumes there), samples.jsonl (what was selected from each answer, and how it scored) and the
-judge's log. Every run also scores the data set's reference solutions: where they fail, the figures mean little.
+an interrupted run resumes there) and samples.jsonl (what was selected from each answer, and how it scored).
+Every run also scores the data set's reference solutions: where they fail, the figures mean little.
 Measurements are in docs/decisions/evaluation.md.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb, fsum
 from pathlib import Path
@@ -28,7 +28,6 @@ from evals.code.sandbox import find_sandbox
 from evals.code.score import EVALPLUS, Dataset, Judge, open_dataset
 from evals.code.selection import longest_beginning, target_function, without_demonstration
 from evals.intervals import wilson
-from evals.overlap import Overlap, OverlapFlag, clean_figures
 from evals.scorer import LOCAL, SourceFlags, fast_tokenizer
 from evals.tables import console
 from records.evals import NOWHERE, About, AboutFlags, EvalCommand, optional
@@ -68,9 +67,8 @@ class Scoring:
     """folder that keeps the expected outputs between runs"""
 
 
-Scored = dict[
-    str, list[tuple[bool, bool]]
-]  # by problem, of each sample: whether (base, base and plus) tests pass
+# by problem, of each sample: whether (base, base and plus) tests pass
+Scored = dict[str, list[tuple[bool, bool]]]
 
 
 def evaluate(model: Model, judge: Judge) -> tuple[JsonObject, Scored]:
@@ -131,24 +129,21 @@ def figures_of(scored: Scored, n: int) -> JsonObject:
     """
     figures: JsonObject = {"pass@k": {str(k): {} for k in KS if k <= n}}
     for tests, name in enumerate(("base", "plus")):
-        counts = [(len(s), sum(passed[tests] for passed in s)) for s in scored.values()]
+        counts = [sum(sample[tests] for sample in samples) for samples in scored.values()]
         for k, at_k in figures["pass@k"].items():
-            at_k[name] = pass_at_k(counts, int(k))
+            at_k[name] = fsum(pass_at_k(n, passed, int(k)) for passed in counts) / len(counts)
         share = figures[f"pass@1_{name}"] = figures["pass@k"]["1"][name]
         center, half = wilson(share * len(counts), len(counts))
         figures[f"pass@1_{name}_interval"] = [center - half, center + half]
     return figures
 
 
-def pass_at_k(counts: Iterable[tuple[int, int]], k: int) -> float:
-    """Mean over problems of the probability that k of n samples include a passing one: 1 - C(n - c,
-    k) / C(n, k).
+def pass_at_k(n: int, passed: int, k: int) -> float:
+    """Probability that k of n samples, of which some passed, include a passing one: 1 - C(n - passed, k) / C(n, k).
 
-    counts: (n, c) per problem, c of n samples pass. The estimator of Chen et al., arXiv
-    2107.03374, in exact integers.
+    The estimator of Chen et al., arXiv 2107.03374, in exact integers.
     """
-    chances = [1 - comb(n - c, k) / comb(n, k) for n, c in counts]
-    return fsum(chances) / len(chances)
+    return 1 - comb(n - passed, k) / comb(n, k)
 
 
 GREEDY = Sampling()
@@ -165,7 +160,6 @@ def main(
     sampling: Annotated[Sampling, tyro.conf.arg(help="how answers are generated")] = GREEDY,
     scoring: Annotated[Scoring, tyro.conf.arg(help="how answers are tested")] = Scoring(),
     about: AboutFlags = NOWHERE,
-    overlap: OverlapFlag = None,
 ) -> JsonObject:
     """HumanEval+ or MBPP+ of a model. The last line on stdout is the record, JSON.
 
@@ -179,8 +173,7 @@ def main(
         raise ValueError(
             "--dataset, --results or --out, and either a model folder or --base-url are required"
         )
-    data, search = open_dataset(dataset), Overlap(overlap) if overlap else None
-    sandbox = find_sandbox(scoring.unsafe_no_sandbox)
+    data, sandbox = open_dataset(dataset), find_sandbox(scoring.unsafe_no_sandbox)
     model = Model(hf_dir, source, is_chat(prompt, hf_dir), sampling)
     folder = results or results_of(about, settings_of(data, model))
     folder.mkdir(parents=True, exist_ok=True)
@@ -192,29 +185,21 @@ def main(
         name: figures[name] for name in ("dataset", "protocol", "prompt", "n", "temperature", "top_p")
     }
     head = {"kind": "code", "step": about.step, **who, "protocol": protocol}
-    lines = answers_of(data, scored)
-    problems = {(line["task"], line["item"]): data.problems[line["item"]] for line in lines}
-    figures["clean"] = clean_figures(search, lines, problems)
-    figures["items"] = write_items(about.out, head, lines)
+    figures["items"] = write_items(about.out, head, item_lines(data, scored))
     figures["results"] = f"{folder.parent.name}/{folder.name}" if results is None else str(results)
     return about.append("code", figures, **who)
 
 
-def answers_of(dataset: Dataset, scored: Scored) -> list[JsonObject]:
+def item_lines(dataset: Dataset, scored: Scored) -> list[JsonObject]:
     """Lines of the file of items: of each problem the share of samples that pass the base tests, and
     the plus tests too.
     """
-    tasks = (dataset.name, f"{dataset.name}+")  # base tests alone; and plus tests
-    return [
-        {
-            "task": task,
-            "item": i,
-            "right": sum(passed[tests] for passed in samples) / len(samples),
-            "losses": [],
-        }
-        for tests, task in enumerate(tasks)
-        for i, samples in enumerate(scored[problem["task_id"]] for problem in dataset.problems)
-    ]
+    lines = []
+    for tests, task in enumerate((dataset.name, f"{dataset.name}+")):
+        for number, problem in enumerate(dataset.problems):
+            passed = [sample[tests] for sample in scored[problem["task_id"]]]
+            lines.append({"task": task, "item": number, "right": sum(passed) / len(passed), "losses": []})
+    return lines
 
 
 def results_of(about: About, settings: JsonObject) -> Path:
@@ -238,7 +223,7 @@ def check_here(options: Sequence[str]) -> None:
     find_sandbox("--unsafe-no-sandbox" in options)
 
 
-COMMAND = EvalCommand("code", main, reads=("--dataset", "--overlap"), refuse=check_options, ready=check_here)
+COMMAND = EvalCommand("code", main, reads=("--dataset",), refuse=check_options, ready=check_here)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,25 @@
 """A model's answers to the problems of a code benchmark.
 
-Answers come from any scorer (evals/scorer). They are stored verbatim, one line each, so that an interrupted
-run resumes and later scoring starts from the same text.
+Answers come from any scorer (evals/scorer). They are stored verbatim, one line each (evals/items.py), so that an
+interrupted run resumes and later scoring starts from the same text.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from threading import Lock
 
 from rich.progress import track
 
 from evals.code.score import Dataset
+from evals.items import Partial
 from evals.scorer import Answer, AnyPrompt, Source, open_scorer, origin
 from evals.tables import console
-from records.files import JsonObject, append_line, read_lines, write_atomically
+from records.files import JsonObject, read_json, write_atomically
 
 INSTRUCTION = (
     "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
@@ -99,44 +100,45 @@ def collect(dataset: Dataset, model: Model, folder: Path) -> list[JsonObject]:
     ValueError if that file comes from another model, data set or sampling.
     """
     check_settings(folder / "settings.json", settings_of(dataset, model))
-    path = folder / "answers.jsonl"
-    known = {(row["task_id"], row["sample"]): row for row in read_lines(path)}
-    wanted = {(p["task_id"], i): p for p in dataset.problems for i in range(model.sampling.n)}
-    missing = [key for key in wanted if key not in known]
+    partial = Partial(folder / "answers.jsonl")
     stops = () if model.chat else STOPS_OF[dataset.name] + STOPS
 
-    recording = Lock()
+    def answer_problem(problem: JsonObject) -> list[JsonObject]:
+        task, prompt = problem["task_id"], prompt_of(problem, model.chat)
 
-    def ask(key: tuple[str, int]) -> None:
-        """Record an answer where it arrives: when another request fails, none that was given is lost."""
-        seed = model.sampling.seed_of(*key)
-        text, finish = model.answer(prompt_of(wanted[key], model.chat), seed, stops)
-        row = {"task_id": key[0], "sample": key[1], "seed": seed, "finish_reason": finish, "answer": text}
-        with recording:
-            append_line(path, json.dumps(row))
-            known[key] = row
+        def answer(samples: Iterator[int]) -> Iterator[JsonObject]:
+            for sample in samples:
+                seed = model.sampling.seed_of(task, sample)
+                text, finish = model.answer(prompt, seed, stops)
+                yield {
+                    "task_id": task,
+                    "sample": sample,
+                    "seed": seed,
+                    "finish_reason": finish,
+                    "answer": text,
+                }
+
+        # each answer is kept where it arrives: when another request fails, none that was given is lost
+        return partial.complete(task, range(model.sampling.n), answer, together=1)
 
     with ThreadPoolExecutor(model.parallel) as pool:
-        asked = [pool.submit(ask, key) for key in missing]
-        try:
-            for future in track(as_completed(asked), "answers", len(asked), console=console):
-                future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    return [known[key] for key in wanted]
+        answered = pool.map(answer_problem, dataset.problems)
+        total = len(dataset.problems)
+        return [row for rows in track(answered, "answers", total, console=console) for row in rows]
 
 
 def check_settings(path: Path, settings: JsonObject) -> None:
     """Store the settings of a folder's answers; ValueError if it holds answers with other settings."""
-    if not path.exists():
+    if (before := read_json(path)) is None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(settings, indent=1) + "\n")
         return
-    before = json.loads(path.read_text())
-    other = sorted(name for name in settings | before if settings.get(name) != before.get(name))
-    if other:
-        differing = ", ".join(f"{name} {before.get(name)!r}, not {settings.get(name)!r}" for name in other)
+    differing = ", ".join(
+        f"{name} {before.get(name)!r}, not {settings.get(name)!r}"
+        for name in sorted(settings | before)
+        if settings.get(name) != before.get(name)
+    )
+    if differing:
         raise ValueError(
             f"{path.parent} holds answers with other settings: {differing}; choose another --results folder"
         )

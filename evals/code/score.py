@@ -6,32 +6,29 @@ data set are computed once, in the run of the reference solutions, and cached.
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import hashlib
+import itertools
 import json
-import os
 import platform
-import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
 from rich.progress import track
 
+from evals.code.judge import TESTS, check_sandbox, judge, make_expected
 from evals.code.sandbox import as_nobody, sandbox_options, system_call_filter
+from evals.code.solution import SandboxError
 from evals.tables import console
-from records.files import JsonObject, json_lines, write_atomically
+from records.files import JsonObject, write_atomically
 
 EVALPLUS = "0.3.1"  # whose rules decide
-ENVIRONMENT = {
-    "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LANG": "C.UTF-8",
-}  # fmt: skip
-RUNNER, ROOT = Path(__file__).with_name("runner.py"), Path(__file__).resolve().parents[2]
+RUNNER = Path(__file__).with_name("runner.py")
 # md5 of the uncompressed file, as in EvalPlus itself: name, version
 VERSIONS = {
     "fe585eb4df8c88d844eeb463ea4d0302": ("humaneval", "v0.1.10"),
@@ -39,15 +36,8 @@ VERSIONS = {
 }
 PREFIXES = ("HumanEval", "Mbpp")  # of task ids, such as HumanEval/0
 FIELDS = (
-    "task_id",
-    "prompt",
-    "entry_point",
-    "canonical_solution",
-    "base_input",
-    "plus_input",
-    "contract",
-    "atol",
-)
+    "task_id", "prompt", "entry_point", "canonical_solution", "base_input", "plus_input", "contract", "atol",
+)  # fmt: skip
 KNOWN_FAILURES = {
     "HumanEval/32": "EvalPlus 0.3.1 checks find_zero without counting its tests, so no solution can pass"
 }
@@ -60,12 +50,11 @@ DOWNLOADS = (
 
 @dataclass(frozen=True)
 class Dataset:
-    """A data set in EvalPlus's format; `content` is the uncompressed file."""
+    """A data set in EvalPlus's format. md5: of the uncompressed file."""
 
     name: str
     version: str
     md5: str
-    content: bytes
     problems: list[JsonObject]
 
 
@@ -77,22 +66,18 @@ def open_dataset(path: Path) -> Dataset:
         raise ValueError(f"no data set at {path}; {DOWNLOADS}: download it and pass its path as --dataset")
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        problems = [problem for _, problem in json_lines(content.splitlines(), path)]
-        lacking = sorted({field for problem in problems for field in FIELDS if field not in problem})
-        prefixes = {problem["task_id"].partition("/")[0] for problem in problems}
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        problems = [json.loads(line) for line in content.splitlines() if line.strip()]
+        tasks = {problem["task_id"] for problem in problems}
+        prefixes = {task.partition("/")[0] for task in tasks}
+        if lacking := sorted({field for problem in problems for field in FIELDS if field not in problem}):
+            raise ValueError(f"fields {lacking} are missing")
+        if len(tasks) < len(problems) or len(prefixes) != 1 or not prefixes <= set(PREFIXES):
+            raise ValueError(f"its task ids are not distinct and all of one of {PREFIXES}")
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a data set in EvalPlus's format ({error!r}); {DOWNLOADS}") from None
-    distinct = len({problem["task_id"] for problem in problems}) == len(problems)
-    if lacking or len(prefixes) != 1 or not prefixes <= set(PREFIXES) or not distinct:
-        raise ValueError(
-            f"{path} is not a data set in EvalPlus's format: fields {lacking} are missing, or its task ids are not "
-            f"distinct and all of one of {PREFIXES}; {DOWNLOADS}"
-        )
     md5 = hashlib.md5(content).hexdigest()
-    name, version = VERSIONS.get(
-        md5, (prefixes.pop().lower(), f"unknown, {len(problems)} problems, md5 {md5}")
-    )
-    return Dataset(name, version, md5, content, problems)
+    unknown = (prefixes.pop().lower(), f"unknown, {len(problems)} problems, md5 {md5}")
+    return Dataset(*VERSIONS.get(md5, unknown), md5, problems)
 
 
 def numpy_folder() -> Path:
@@ -102,16 +87,17 @@ def numpy_folder() -> Path:
 
 @dataclass(frozen=True)
 class Judge:
-    """Scores solutions of one data set. folder: for logs and work files. cache: keeps expected outputs between runs."""
+    """Scores solutions of one data set.
+
+    folder: for results and work files. cache: keeps expected outputs between runs.
+    """
 
     dataset: Dataset
     sandbox: str
     folder: Path
     cache: Path
     parallel: int = 1
-    min_time_limit_s: float = (
-        10.0  # of a test; EvalPlus's default of 1 s fails right solutions on slow machines
-    )
+    min_time_limit_s: float = 10.0  # of a test; EvalPlus's 1 s fails right solutions on slow machines
 
     def control(self) -> JsonObject:
         """Score the reference solutions: passed, total, known_failures {task:
@@ -127,71 +113,63 @@ class Judge:
             "unexpected_failures": [task for task in failed if task not in KNOWN_FAILURES],
         }
 
-    def evaluate(self, rows: Iterable[JsonObject], name: str) -> dict[str, list[tuple[bool, bool]]]:
+    def evaluate(self, rows: Sequence[JsonObject], name: str) -> dict[str, list[tuple[bool, bool]]]:
         """Score {"task_id", "solution"} rows; by task, for each sample, whether (base, base
         and plus) tests pass.
 
-        Writes `name`.jsonl, the rows with "base" and "plus" ("pass", "fail" or "timeout"), and judge.log to the
-        folder. ValueError if the rows could not be scored.
+        Writes `name`.jsonl to the folder, the rows with "base" and "plus" ("pass", "fail" or "timeout"). ValueError
+        if the rows could not be scored.
         """
-        listed = list(rows)
+        problems = {problem["task_id"]: problem for problem in self.dataset.problems}
+        checks = [(row, which) for row in rows for which in TESTS]
         with tempfile.TemporaryDirectory(dir=self.folder, prefix=".work-") as work:
-            request = self._request(Path(work), [(row["task_id"], row["solution"]) for row in listed])
-            for found in track(self._judge(request), name, 2 * len(listed), console=console):
-                listed[found["row"]] |= {found["tests"]: found["status"]}
-        write_atomically(self.folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in listed))
+            request = self._request(Path(work))
+
+            def status_of(checked: tuple[JsonObject, str]) -> str:
+                row, which = checked
+                return judge(request, problems[row["task_id"]], which, row["solution"])
+
+            try:
+                if request["sandbox"]:
+                    check_sandbox(request)
+                for problem, which in itertools.product(problems.values(), TESTS):
+                    make_expected(request, problem, which)
+                with ThreadPoolExecutor(self.parallel) as pool:
+                    statuses = track(pool.map(status_of, checks), name, len(checks), console=console)
+                    for (row, which), status in zip(checks, statuses, strict=True):
+                        row[which] = status
+            except SandboxError as error:
+                raise ValueError(
+                    f"the solutions cannot be judged (sandbox: {self.sandbox}): {error}"
+                ) from None
+        write_atomically(self.folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         scored: dict[str, list[tuple[bool, bool]]] = {}
-        for row in listed:
-            base, plus = (row[tests] == "pass" for tests in ("base", "plus"))
+        for row in rows:
+            base, plus = (row[which] == "pass" for which in TESTS)
             scored.setdefault(row["task_id"], []).append((base, base and plus))
         return scored
 
-    def _request(self, work: Path, samples: list[tuple[str, str]]) -> Path:
-        """The file that judge.py reads, with what it names."""
-        options, command = self._sandboxed()
-        (work / "filter.bpf").write_bytes(system_call_filter(platform.machine()) if options else b"")
-        (work / "problems.jsonl").write_bytes(self.dataset.content)
-        request = {
-            "sandbox": options, "runner": command, "filter": str(work / "filter.bpf"), "limits": LIMITS,
-            "dataset": self.dataset.name, "problems": str(work / "problems.jsonl"), "samples": samples,
-            "expected": str(self.cache / "expected" / f"{self.dataset.md5}.jsonl"),
-            "parallel": self.parallel, "min_time_limit_s": self.min_time_limit_s,
-        }  # fmt: skip
-        (work / "request.json").write_text(json.dumps(request))
-        return work / "request.json"
-
-    def _sandboxed(self) -> tuple[list[str], list[str]]:
-        """(bubblewrap with its options, the command inside it) that runs the runner."""
+    def _request(self, work: Path) -> JsonObject:
+        """What a check needs beside the problem and the solution."""
         python, packages = Path(sys.executable).resolve(), numpy_folder()
         command = [str(python), "-I", "-S", "-B", "-c", RUNNER.read_text(), str(packages)]
         if self.sandbox == "none":  # all the same a solution ends with its judge
-            return [], ["setpriv", "--pdeathsig", "KILL", *command]
-        # the standard library is in the first
-        readable = [Path(sys.base_prefix).resolve(), *packages.glob("numpy"), *packages.glob("numpy.libs")]
-        return sandbox_options(readable), as_nobody(command)
-
-    def _judge(self, request: Path) -> Iterator[JsonObject]:
-        """What judge.py finds, as it finds it; its stderr goes to judge.log. ValueError if it fails."""
-        log, env = self.folder / "judge.log", {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "evals.code.judge", str(request)]
-        with open(log, "a") as errors:
-            process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=errors, env=env, text=True, start_new_session=True
-            )
-        try:
-            assert process.stdout is not None
-            yield from map(json.loads, process.stdout)
-            process.wait()
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # sandboxes end with the process that made them
-            process.wait()
-        if process.returncode:
-            end = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-            raise ValueError(
-                f"judging ended with exit status {process.returncode} (sandbox: {self.sandbox}); "
-                f"the end of {log}:\n{end}"
-            )
+            options, command = [], ["setpriv", "--pdeathsig", "KILL", *command]
+        else:
+            # the standard library is in the first
+            readable = [
+                Path(sys.base_prefix).resolve(),
+                *packages.glob("numpy"),
+                *packages.glob("numpy.libs"),
+            ]
+            options, command = sandbox_options(readable), as_nobody(command)
+        (work / "filter.bpf").write_bytes(system_call_filter(platform.machine()) if options else b"")
+        expected = self.cache / "expected" / self.dataset.md5
+        expected.mkdir(parents=True, exist_ok=True)
+        return {
+            "sandbox": options, "runner": command, "filter": str(work / "filter.bpf"), "limits": LIMITS,
+            "dataset": self.dataset.name, "expected": str(expected), "min_time_limit_s": self.min_time_limit_s,
+        }  # fmt: skip
 
 
 def reference(problem: JsonObject) -> str:

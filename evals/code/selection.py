@@ -1,9 +1,10 @@
-"""Which part of an answer is the solution.
+"""Which lines of an answer are the solution.
 
 The rule "block": among the fenced blocks that parse and define the requested function at top level with a
 real body, the last one, as answers begin with signatures and end with corrections. Otherwise the rule "text":
-the longest part of the answer, from a line that can begin a program on, that parses and defines it; all of the
-answer if there is none. What only shows the function at work is left out of both.
+from the first line that can begin a program on, as many lines as parse, if they define it; all of the answer
+if none do. Lines that only show the function at work are left out of both. Code is cut, never printed again:
+a tree that parses may not print (numbers of thousands of digits, deep nesting).
 """
 
 from __future__ import annotations
@@ -22,32 +23,43 @@ MAX_BEGINS, MAX_CUTS = 32, 64  # as a text of no Python would take O(lines^2) pa
 def target_function(text: str, entry_point: str) -> tuple[str, str]:
     """(code, rule) of an answer; thinking is left out."""
     text = text.replace("\r\n", "\n").rpartition("</think>")[2]
-    chosen = [code for code in fenced_blocks(text) if has_real_body(code, entry_point)]
-    return (chosen[-1], "block") if chosen else (longest_program(text, entry_point) or text, "text")
+    lines = text.split("\n")  # splitlines would break code at form feeds and U+2028
+    blocks = [code for code in fenced_blocks(lines) if has_real_body(code, entry_point)]
+    if blocks:
+        return blocks[-1], "block"
+    begins = [number for number, line in enumerate(lines) if BEGIN.match(line)]
+    for begin in begins[:MAX_BEGINS]:
+        code = longest_beginning(lines[begin:])
+        if has_real_body(code, entry_point):
+            return code, "text"
+    return text, "text"
 
 
-def fenced_blocks(text: str) -> Iterator[str]:
+def fenced_blocks(lines: list[str]) -> Iterator[str]:
     """The code between every fence and the last later one, or the end, up to which it parses.
 
     Where a block ends cannot be told from its fences alone: its docstring may hold fences, and the
     last may be missing. Text may precede a fence on its line: prose at the beginning, the last line of
     code at the end.
     """
-    lines = text.split("\n")  # splitlines would break code at form feeds and U+2028
     marks = {number: mark for number, line in enumerate(lines) if (mark := FENCE.search(line))}
     for begin, opening in marks.items():
         ends = [
-            n
-            for n, mark in marks.items()
-            if n > begin and mark[1][0] == opening[1][0] and not mark[2].strip()
+            number
+            for number, mark in marks.items()
+            if number > begin and mark[1][0] == opening[1][0] and not mark[2].strip()
         ]
-        blocks = [[*lines[begin + 1 : n], lines[n][: marks[n].start()]] for n in ends[:MAX_ENDS]]
-        blocks.append(lines[begin + 1 :])
-        codes = [textwrap.dedent("\n".join(block)).strip("\n") for block in blocks]
-        yield from [code for code in codes if parsed(code) is not None][-1:]
+        blocks = [lines[begin + 1 :]]
+        for end in reversed(ends[:MAX_ENDS]):
+            blocks.append([*lines[begin + 1 : end], lines[end][: marks[end].start()]])
+        for block in blocks:
+            code = textwrap.dedent("\n".join(block)).strip("\n")
+            if parse(code) is not None:
+                yield code
+                break
 
 
-def parsed(code: str) -> ast.Module | None:
+def parse(code: str) -> ast.Module | None:
     try:
         return ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # all four come from texts
@@ -57,7 +69,7 @@ def parsed(code: str) -> ast.Module | None:
 def has_real_body(code: str, entry_point: str) -> bool:
     """Whether code defines the function at top level, finally by more than a docstring, pass, or `...`."""
     real = False
-    for node in (parsed(code) or ast.Module([], [])).body:
+    for node in (parse(code) or ast.Module([], [])).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == entry_point:
             real = not all(is_stub(statement) for statement in node.body)
         elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
@@ -68,16 +80,8 @@ def has_real_body(code: str, entry_point: str) -> bool:
 
 def is_stub(node: ast.stmt) -> bool:
     if isinstance(node, ast.Raise):
-        return "NotImplementedError" in ast.dump(node)
+        return "NotImplementedError" in names(node)
     return isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
-
-
-def longest_program(text: str, entry_point: str) -> str | None:
-    """The longest part that parses and defines the function, of those that begin at a line like a statement's."""
-    lines = text.split("\n")
-    begins = [number for number, line in enumerate(lines) if BEGIN.match(line)][:MAX_BEGINS]
-    found = [longest_beginning(lines[begin:]) for begin in begins]
-    return max((code for code in found if has_real_body(code, entry_point)), key=len, default=None)
 
 
 def longest_beginning(lines: list[str]) -> str:
@@ -95,19 +99,20 @@ def longest_beginning(lines: list[str]) -> str:
 
 
 def without_demonstration(code: str, entry_point: str) -> str:
-    """Code without the statements at top level that only use the function: asserts, prints, calls of it, and
+    """Code without the lines at top level that only use the function: asserts, prints, calls of it, and
     what stands under `if __name__ == ...`. All other statements stay, so nothing that a function needs is lost.
     """
-    tree = parsed(code)
-    if tree is None:
+    tree = parse(code)
+    if tree is None or "\r" in code:  # a line's end to Python alone
         return code
-    kept = [statement for statement in tree.body if not shows(statement, entry_point)]
-    if len(kept) == len(tree.body):
+    shown, needed = set[int](), set[int]()
+    for statement in tree.body:
+        lines = shown if shows(statement, entry_point) else needed
+        lines.update(range(statement.lineno, (statement.end_lineno or 0) + 1))
+    if not shown or shown & needed:  # statements that share a line
         return code
-    try:
-        return ast.unparse(ast.Module(kept, []))
-    except RecursionError:
-        return code
+    numbered = enumerate(code.split("\n"), 1)
+    return "\n".join(line for number, line in numbered if number not in shown).rstrip("\n")
 
 
 def shows(statement: ast.stmt, entry_point: str) -> bool:

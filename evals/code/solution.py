@@ -21,6 +21,10 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+# nothing of ours: keys of APIs stand in the environment
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LANG": "C.UTF-8",
+}  # fmt: skip
 MAX_LINE_BYTES = 1 << 30  # of one returned value; the largest that is expected, of Mbpp/255, takes 0.6 GB
 # values that compare as their builtin type does but are not of it, as EvalPlus accepts
 # NumPy's and collections'
@@ -80,7 +84,7 @@ class Solution:
             options = [*request["sandbox"], "--seccomp", str(rules.fileno())] if request["sandbox"] else []
             self.process = subprocess.Popen(
                 [*options, *request["runner"]], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL, pass_fds=[rules.fileno()],
+                stderr=subprocess.DEVNULL, pass_fds=[rules.fileno()], env=ENVIRONMENT,
             )  # fmt: skip
         job = {"code": code, "entry_point": entry_point, "inputs": inputs, "limits": request["limits"]}
         self.held = b""

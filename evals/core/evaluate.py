@@ -1,5 +1,4 @@
-"""CORE on a model: score every task of a bundle and print the table; or count the tokens
-that this would read.
+"""CORE on a model: score every task of a bundle and print the table.
 
 In a multiple-choice or schema task the option with the lowest mean loss per token is chosen; a
 continuation is right if each of its tokens is the argmax. CORE is the mean of the centered accuracies of
@@ -10,7 +9,6 @@ all 22 tasks, else null.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,23 +19,16 @@ from rich.progress import track
 from evals.core.prompts import FEWSHOT_SEED, Item, Protocol, Unscorable, items
 from evals.core.tasks import CATEGORIES, NOT_CHOSEN, TASKS, WHERE_FROM, Bundle, Task
 from evals.intervals import Z95, wilson
-from evals.items import WINDOW, Partial
-from evals.scorer import Encoder, Prompt, Scorer, Scores, common_prefix
-from evals.scorer.hf import packed
+from evals.items import Partial
+from evals.scorer import Encoder, Scorer, Scores, score_each
 from evals.tables import console, show_table
-from records.evals import Limit, optional
+from records.evals import Limit, check_limit, optional
 from records.files import JsonObject
 from records.items import gold_bits, mean_of_bits
 
 VERSIONS = ("v1", "v2")
-PLANNED = {
-    "items": "items", "tokens": "tokens", "tokens_shared": "engine\nreads", "passes": "GPU\npasses",
-    "tokens_packed": "GPU\nreads",
-}  # fmt: skip
-Tasks = dict[str, JsonObject]
-Answered = dict[
-    str, Any
-]  # one item: group, right, losses (nats per token of each option), gold, its nats and bytes
+# one item: group, right, losses (nats per token of each option), gold, its nats and bytes
+Answered = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -52,8 +43,7 @@ class Settings:
     """comma-separated labels of the tasks to score; CORE itself requires all"""
 
     def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"--limit {self.limit} must be at least 1")
+        check_limit(self.limit)
         self.labels()
 
     def labels(self) -> list[str]:
@@ -77,34 +67,33 @@ def answered(encoder: Encoder, item: Item, scores: Sequence[Scores]) -> Answered
         right, gold = bool(scores[0].greedy.all()), 0
     else:
         right, gold = min(range(len(losses)), key=losses.__getitem__) == item.gold, item.gold
-    prompt: Prompt = item.prompts[gold]
+    ids, start = item.prompts[gold]
     return {
         "group": item.group,
         "right": right,
         "losses": [None if math.isnan(loss) else loss for loss in losses],
         "gold": gold,
         "nats": -float(scores[gold].logprobs.sum()),
-        "bytes": len(encoder.text_after(prompt.ids[: prompt.start], prompt.ids[prompt.start :]).encode()),
+        "bytes": len(encoder.text_after(ids[:start], ids[start:]).encode()),
     }
 
 
 def score_task(
-    task: Task, bundle: Bundle, protocol: Protocol, scorer: Scorer, most: int | None, partial: Partial
+    task: Task, bundle: Bundle, settings: Settings, scorer: Scorer, partial: Partial
 ) -> list[Answered]:
     """The answers to the items of one task, those in `partial` from there. Raises Unscorable if one does not
     fit into the model's context.
     """
-    rows = bundle.rows(task)
-    total = len(rows) if most is None else min(most, len(rows))
+    rows, limit = bundle.rows(task), settings.limit
+    total = len(rows) if limit is None else min(limit, len(rows))
     room = min(scorer.max_length, scorer.scoring_room)
 
     def answer(left: Iterator[Item]) -> Iterator[Answered]:
-        asked, told = itertools.tee(left)
-        scored = zip(told, scorer.score(item.prompts for item in asked), strict=True)
-        shown = track(scored, f"{task.label:>32}", total, console=console, transient=True)
-        return (answered(scorer, item, scores) for item, scores in shown)
+        scored = score_each(scorer, left, lambda item: item.prompts)
+        for item, scores in track(scored, f"{task.label:>32}", total, console=console, transient=True):
+            yield answered(scorer, item, scores)
 
-    return partial.complete(task.label, items(task, rows, protocol, scorer, room, most), answer)
+    return partial.complete(task.label, items(task, rows, settings.protocol, scorer, room, limit), answer)
 
 
 def baseline(task: Task, version: str) -> float:
@@ -154,24 +143,20 @@ def aggregate(tasks: Mapping[str, Mapping[str, Any]]) -> JsonObject:
     return {**means(tasks, TASKS, "core"), "categories": categories}
 
 
-def core_differences(tasks: dict[str, JsonObject]) -> JsonObject:
+def core_differences(tasks: Mapping[str, JsonObject]) -> JsonObject:
     """core_v1, core_v2, categories as in a core record, all of them differences, and gold bits per byte."""
-    centered = {
-        task.label: {
-            "standard_error": tasks[task.label]["standard_error"],
-            **{
-                f"centered_{version}": tasks[task.label]["difference"] / (1 - baseline(task, version))
-                for version in VERSIONS
-            },
-        }
-        for task in TASKS
-        if task.label in tasks
-    }
-    found = aggregate(centered)
-    for category in CATEGORIES:
-        members = [tasks[task.label] for task in TASKS if task.category == category and task.label in tasks]
-        found["categories"][category] |= mean_of_bits(members)
-    return found | mean_of_bits(tasks.values())
+    of_core = [task for task in TASKS if task.label in tasks]
+    centered = {}
+    for task in of_core:
+        row = tasks[task.label]
+        centered[task.label] = {"standard_error": row["standard_error"]}
+        for version in VERSIONS:
+            change = row["difference"] / (1 - baseline(task, version))
+            centered[task.label][f"centered_{version}"] = change
+    differences = aggregate(centered)
+    for category, row in differences["categories"].items():
+        row |= mean_of_bits(tasks[task.label] for task in of_core if task.category == category)
+    return differences | mean_of_bits(tasks.values())
 
 
 def means(
@@ -180,33 +165,32 @@ def means(
     """Mean centered accuracies of `members`, `name`_v1 and _v2, and their standard errors; None
     if one is missing.
     """
-    found: dict[str, float | None] = {}
+    figures: dict[str, float | None] = {}
     for version in VERSIONS:
         mean = error = None
         if all(task.label in tasks for task in members):
             mean = math.fsum(tasks[task.label][f"centered_{version}"] for task in members) / len(members)
             errors = [tasks[task.label]["standard_error"] / (1 - baseline(task, version)) for task in members]
             error = math.sqrt(math.fsum(e**2 for e in errors)) / len(members)
-        found |= {f"{name}_{version}": mean, f"{name}_{version}_se": error}
-    return found
+        figures |= {f"{name}_{version}": mean, f"{name}_{version}_se": error}
+    return figures
 
 
 def evaluate(scorer: Scorer, bundle: Bundle, settings: Settings, partial: Partial) -> JsonObject:
     """Score the tasks; returns the figures of a `core` record. Afterwards `partial` holds every answer."""
     chosen, missing = bundle.chosen(settings.labels())
-    protocol, most = settings.protocol, settings.limit
-    tasks: Tasks = {}
+    tasks: dict[str, JsonObject] = {}
     for task in chosen:
         try:
-            answers = score_task(task, bundle, protocol, scorer, most, partial)
+            answers = score_task(task, bundle, settings, scorer, partial)
             tasks[task.label] = task_figures(task, answers, len(bundle.rows(task)))
         except Unscorable as error:
             missing[task.label] = str(error)
     bits = [task["gold_bits_per_byte"] for task in tasks.values() if task["gold_bits_per_byte"] is not None]
     figures = {
-        "protocol": protocol,
+        "protocol": settings.protocol,
         "seed": FEWSHOT_SEED,
-        "limit": most,
+        "limit": settings.limit,
         **aggregate(tasks),
         "gold_bits_per_byte": math.fsum(bits) / len(bits) if bits else None,
         "tasks": tasks,
@@ -254,49 +238,3 @@ def remarks(figures: JsonObject, bundle: Bundle) -> list[str]:
     return lines + [
         f"{label}: core.yaml sets {values}, unlike CORE" for label, values in figures["differs"].items()
     ]
-
-
-def plan(encoder: Encoder, max_length: int, bundle: Bundle, settings: Settings) -> JsonObject:
-    """What a model must read, per task and in total: by the engine (`tokens_shared`), in
-    Transformers on a GPU.
-
-    tokens: of all prompts one by one. tokens_shared: with the prefix of the last prompt kept, as the
-    engine does. passes, tokens_packed: forward passes and their tokens, padding included, as
-    evals.scorer.hf packs them for CUDA.
-    """
-    chosen, missing = bundle.chosen(settings.labels())
-    counts: dict[str, dict[str, int]] = {}
-    before: list[int] = []
-    for task in chosen:
-        count = dict.fromkeys(PLANNED, 0)
-        asked = iter(items(task, bundle.rows(task), settings.protocol, encoder, max_length, settings.limit))
-        while window := [item.prompts for item in itertools.islice(asked, WINDOW)]:
-            count["items"] += len(window)
-            for prompt in (p for prompts in window for p in prompts if p.start < len(p.ids)):
-                read = prompt.ids[:-1]  # the last token is only predicted
-                count["tokens"] += len(read)
-                count["tokens_shared"] += len(read) - min(common_prefix(before, read), prompt.start - 1)
-                before = read
-            for group in packed(window, "cuda"):
-                count["passes"] += group.passes
-                count["tokens_packed"] += group.tokens
-        counts[task.label] = count
-    sums = {name: sum(task[name] for task in counts.values()) for name in PLANNED}
-    head = {"protocol": settings.protocol, "limit": settings.limit}
-    return {**head, **sums, "tasks": counts, "missing": missing}
-
-
-def show_plan(counts: JsonObject, tokens_per_s: float | None) -> None:
-    """Print the plan as a table on stderr."""
-    most = "all" if counts["limit"] is None else f"at most {counts['limit']}"
-    title = f"What an evaluation reads, protocol {counts['protocol']}, {most} items per task"
-    counted = (*counts["tasks"].items(), ("all", counts))
-    rows = [[label, *(f"{row[name]:,}" for name in PLANNED)] for label, row in counted]
-    if tokens_per_s is not None:
-        minutes = {
-            name: f"{counts[name] / tokens_per_s / 60:.1f} min" for name in PLANNED if "tokens" in name
-        }
-        rows.append([f"at {tokens_per_s:,.0f} tokens/s", *(minutes.get(name, "") for name in PLANNED)])
-    show_table(title, ("task", *PLANNED.values()), rows)
-    if counts["missing"]:
-        console.print(f"{len(counts['missing'])} of {len(TASKS)} tasks are not counted.", highlight=False)

@@ -49,43 +49,14 @@ def items(
     most: int | None = None,
 ) -> Iterator[Item]:
     """The items of a task, at most `most`. max_length: the context in tokens. Raises Unscorable."""
-    if protocol == "nanochat":
-        yield from _nanochat_items(task, rows, encoder, max_length, most)
-        return
-    needs_space = (
-        len(encoder.encode(" a")) == 1
-    )  # GPT-2's tokens include the leading space; SentencePiece adds it
-    for group, members, chosen in dclm_groups(task, rows, most):
-        for index, examples in enumerate(dclm_examples(len(members), task.shots)):
-            if index in chosen:
-                shown = [members[i] for i in examples]
-                prompts = dclm_prompts(task, members[index], shown, encoder, needs_space, max_length)
-                yield Item(prompts, members[index].get("gold", 0), group)
-
-
-def asked_rows(task: Task, rows: Sequence[Row], protocol: Protocol, most: int | None = None) -> list[Row]:
-    """The row of each of `items`, in the same order."""
-    if protocol == "nanochat":
-        return [rows[i] for i in nanochat_order(len(rows), most)]
-    return [members[i] for _, members, chosen in dclm_groups(task, rows, most) for i in sorted(chosen)]
-
-
-def dclm_groups(
-    task: Task, rows: Sequence[Row], most: int | None
-) -> Iterator[tuple[str, list[Row], set[int]]]:
-    """(name, rows, indices of those that are asked) of each group."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(str(row.get("category", "")) if task.by_category else "", []).append(row)
-    for number, (group, members) in enumerate(groups.items()):
-        share = None if most is None else (most + number) // len(groups)
-        yield group, members, spaced(len(members), share)
+    of_protocol = nanochat_items if protocol == "nanochat" else dclm_items
+    return of_protocol(task, rows, encoder, max_length, most)
 
 
 def spaced(count: int, most: int | None) -> set[int]:
     """At most `most` of `count` indices, evenly spaced."""
-    kept = count if most is None else min(most, count)
-    return {i * count // kept for i in range(kept)}
+    size = count if most is None else min(most, count)
+    return {i * count // size for i in range(size)}
 
 
 # --- nanochat
@@ -108,7 +79,7 @@ def nanochat_examples(index: int, count: int, shots: int) -> list[int]:
     return random.Random(FEWSHOT_SEED + index).sample(others, shots)
 
 
-def _nanochat_items(
+def nanochat_items(
     task: Task, rows: Sequence[Row], encoder: Encoder, max_length: int, most: int | None
 ) -> Iterator[Item]:
     if encoder.bos_id is None:
@@ -127,9 +98,8 @@ def _nanochat_items(
 def nanochat_texts(task: Task, row: Row, examples: Sequence[Row]) -> list[str]:
     """The prompt of each option; for a language_modeling task the prompts without and with the answer."""
     between = task.delimiter
-    shown = "".join(
-        f"{context}{between}{answer}\n\n" for context, answer in (_answered(e, task.type) for e in examples)
-    )
+    answered = [context_and_answer(example, task.type) for example in examples]
+    shown = "".join(f"{context}{between}{answer}\n\n" for context, answer in answered)
     if task.type == "multiple_choice":
         return [f"{shown}{row['query']}{between}{choice}" for choice in row["choices"]]
     if task.type == "schema":
@@ -139,7 +109,7 @@ def nanochat_texts(task: Task, row: Row, examples: Sequence[Row]) -> list[str]:
     return [without.strip(), without + row["continuation"]]
 
 
-def _answered(row: Row, type_: TaskType) -> tuple[str, str]:
+def context_and_answer(row: Row, type_: TaskType) -> tuple[str, str]:
     """Context and correct answer of an example."""
     if type_ == "multiple_choice":
         return row["query"], row["choices"][row["gold"]]
@@ -178,6 +148,23 @@ def cropped(prompt: Prompt, max_length: int) -> Prompt:
 # --- dclm
 
 
+def dclm_items(
+    task: Task, rows: Sequence[Row], encoder: Encoder, max_length: int, most: int | None
+) -> Iterator[Item]:
+    # GPT-2's tokens include the leading space; SentencePiece adds it
+    needs_space = len(encoder.encode(" a")) == 1
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(str(row.get("category", "")) if task.by_category else "", []).append(row)
+    for number, (group, members) in enumerate(groups.items()):
+        asked = spaced(len(members), None if most is None else (most + number) // len(groups))
+        for index, examples in enumerate(dclm_examples(len(members), task.shots)):
+            if index in asked:
+                shots = [members[i] for i in examples]
+                prompts = dclm_prompts(task, members[index], shots, encoder, needs_space, max_length)
+                yield Item(prompts, members[index].get("gold", 0), group)
+
+
 def dclm_examples(count: int, shots: int) -> Iterator[set[int]]:
     """The few-shot examples of rows 0, 1, ...; llm-foundry shows them in the set's iteration order."""
     generator = random.Random(FEWSHOT_SEED)
@@ -197,7 +184,7 @@ def dclm_prompts(
 ) -> list[Prompt]:
     """The prompt of each option: examples, context and answer, encoded separately."""
     between = task.delimiter
-    answered = [_answered({k: _stripped(v) for k, v in e.items()}, task.type) for e in examples]
+    answered = [context_and_answer({k: _stripped(v) for k, v in e.items()}, task.type) for e in examples]
     shown = "\n".join(f"{context}{between}{answer}" for context, answer in answered)
     row = {name: _stripped(value) for name, value in row.items()}
     newline = "\n" if shown else ""

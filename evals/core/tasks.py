@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from records.files import JsonObject, json_lines
+from records.files import JsonObject, json_lines, read_lines
 
 TaskType = Literal["multiple_choice", "schema", "language_modeling"]
 Row = JsonObject
@@ -36,8 +36,7 @@ class Task:
     by_category: bool = False
 
 
-with open(Path(__file__).with_suffix(".jsonl"), encoding="utf-8") as _file:
-    TASKS = tuple(Task(**row) for _, row in json_lines(_file, _file.name))
+TASKS = tuple(Task(**row) for row in read_lines(Path(__file__).with_suffix(".jsonl")))
 CATEGORIES = tuple(dict.fromkeys(task.category for task in TASKS))
 NOT_CHOSEN = "not chosen by --tasks"
 WHERE_FROM = "scripts/eval/local_data of mosaicml/llm-foundry (or from nanochat's eval_bundle.zip, unpacked)"
@@ -101,27 +100,30 @@ class Bundle:
         of the task's type.
         """
         path = self.file(task)
-        with open(path, encoding="utf-8") as file:
-            rows = [checked_row(row, task.type, f"{path}:{number}") for number, row in json_lines(file, path)]
+        lines = json_lines(path.read_bytes().split(b"\n"), path)
+        rows = [checked_row(row, task.type, f"{path}:{number}") for number, row in lines]
         if not rows:
             raise ValueError(f"{path} is empty; copy it again, from {WHERE_FROM}")
         return rows
 
     def chosen(self, labels: Iterable[str]) -> tuple[list[Task], dict[str, str]]:
         """The tasks to score, and the reason for each task that is not scored."""
-        known, wanted = [task.label for task in self.tasks], set(labels)
-        reasons = {task.label: self.missing(task) for task in self.tasks}
-        chosen = [task for task in self.tasks if task.label in wanted and reasons[task.label] is None]
-        left = [label for label in known if label not in {task.label for task in chosen}]
-        return chosen, {label: reasons[label] or NOT_CHOSEN for label in left}
+        wanted, chosen, reasons = set(labels), [], {}
+        for task in self.tasks:
+            reason = self.missing(task) or (None if task.label in wanted else NOT_CHOSEN)
+            if reason is None:
+                chosen.append(task)
+            else:
+                reasons[task.label] = reason
+        return chosen, reasons
 
-    def _as_configured(self, task: Task, found: JsonObject) -> Task:
-        shots = found.get("num_fewshot", task.shots)
-        path = str(found.get("dataset_uri", task.path)).removeprefix("local_data/").removeprefix("eval_data/")
+    def _as_configured(self, task: Task, entry: JsonObject) -> Task:
+        shots = entry.get("num_fewshot", task.shots)
+        path = str(entry.get("dataset_uri", task.path)).removeprefix("local_data/").removeprefix("eval_data/")
         values = {
-            "type": found.get("icl_task_type", task.type),
+            "type": entry.get("icl_task_type", task.type),
             "shots": int(shots[0] if isinstance(shots, list) else shots),
-            "delimiter": found.get("continuation_delimiter", " "),
+            "delimiter": entry.get("continuation_delimiter", " "),
         }
         if values["type"] not in FIELDS:
             raise ValueError(

@@ -14,10 +14,9 @@ An endpoint also needs the folder: its tokenizer encodes the prompts and determi
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -26,21 +25,31 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from evals.intervals import wilson
-from evals.items import Partial
-from evals.lm_eval.needles import counts, needles_of
+from evals.items import partial_beside
+from evals.lm_eval.needles import counts
 from evals.lm_eval.tasks import (
     RULER_TASKS,
     SEEDS,
     check_packages,
     data_folder,
+    documents_sha256,
     expand_tasks,
     first_documents,
+    item_lines,
     load_tasks,
 )
-from evals.overlap import Overlap, OverlapFlag, clean_figures
 from evals.scorer import LOCAL, SourceFlags, origin
 from evals.tables import console, show_table
-from records.evals import NOWHERE, AboutFlags, EvalCommand, Limit, ModelFolder, code_at_start, optional
+from records.evals import (
+    NOWHERE,
+    AboutFlags,
+    EvalCommand,
+    Limit,
+    ModelFolder,
+    check_limit,
+    code_at_start,
+    optional,
+)
 from records.files import JsonObject
 from records.items import write_items
 from records.job import option_value
@@ -54,7 +63,6 @@ DEFAULT_LENGTHS = (2048, 4096)
 RULER_CONTEXT = (
     "which documents are scored; RULER needs a --max-length up to 100 tokens above its longest length"
 )
-RIGHT = ("acc", "exact_match", "prompt_level_strict_acc")  # metrics of an item that are 0 or 1
 
 
 @dataclass(frozen=True)
@@ -79,8 +87,7 @@ class Questions:
     """ask through the model's chat template"""
 
     def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"--limit {self.limit} must be at least 1; omit it to score all documents")
+        check_limit(self.limit)
 
 
 def lengths_of(text: str) -> list[int]:
@@ -118,16 +125,16 @@ def evaluate(
         fewshot_random_seed=SEEDS["fewshot"],
         **options,
     )
-    for name, samples in result[
-        "samples"
-    ].items():  # a task with several filters lists each document once a filter
+    # a task with several filters lists each document once a filter
+    for name, samples in result["samples"].items():
         result["samples"][name] = [sample for sample in samples if sample["filter"] == samples[0]["filter"]]
     return result
 
 
-def settings_figures(asked: Questions, names: Sequence[str], add_bos: bool) -> JsonObject:
+def settings_of(asked: Questions, names: Sequence[str], add_bos: bool) -> JsonObject:
     """The settings in a record. add_bos: whether prompts began with BOS, which not every model has."""
     shots = "the tasks' own shots" if asked.num_fewshot is None else f"{asked.num_fewshot}-shot"
+    haystack = "upstream" if asked.data is None else "offline"
     return {
         "protocol": f"lm-eval {version('lm-eval')}, {shots}, {'with' if add_bos else 'without'} BOS",
         "seed": SEEDS["random"],
@@ -136,9 +143,7 @@ def settings_figures(asked: Questions, names: Sequence[str], add_bos: bool) -> J
         "num_fewshot": asked.num_fewshot,
         "add_bos": add_bos,
         "chat_template": asked.chat_template,
-        "haystack": ("upstream" if asked.data is None else "offline")
-        if set(names) & set(RULER_TASKS)
-        else None,
+        "haystack": haystack if set(names) & set(RULER_TASKS) else None,
     }
 
 
@@ -147,11 +152,10 @@ def figures_of(result: JsonObject, model: ScorerLM, lengths: Sequence[int]) -> J
     truncations of the prompts.
     """
     tasks = {name: numbers(values) for name, values in result["results"].items()}
-    ruler = {
-        str(length): {name: tasks[name][str(length)] for name in tasks if str(length) in tasks[name]}
-        for length in lengths
-        if set(tasks) & set(RULER_TASKS)
-    }
+    ruler: dict[str, dict[str, float]] = {}
+    if set(tasks) & set(RULER_TASKS):
+        for length in map(str, lengths):
+            ruler[length] = {name: scores[length] for name, scores in tasks.items() if length in scores}
     prompts = {name: prompt_figures(model, samples) for name, samples in result["samples"].items()}
     return {
         "tasks": tasks,
@@ -166,70 +170,45 @@ def numbers(values: JsonObject) -> dict[str, float]:
     """The numeric metrics: m or, of a filter, "m,filter", and its error with _stderr; -1:
     RULER has no documents.
     """
-    found = {
-        key.removesuffix(",none"): float(value) for key, value in values.items() if isinstance(value, float)
-    }
-    kept = {re.sub("(_stderr)(,.+)", r"\2\1", key): value for key, value in found.items()}
-    return {key: value for key, value in kept.items() if math.isfinite(value) and value != -1}
+    metrics = {}
+    for key, value in values.items():
+        if isinstance(value, float) and math.isfinite(value) and value != -1:
+            name = re.sub("(_stderr)(,.+)", r"\2\1", key.removesuffix(",none"))
+            metrics[name] = float(value)
+    return metrics
 
 
 def prompt_figures(model: ScorerLM, samples: list[JsonObject]) -> dict[str, int]:
     """documents, longest_tokens (a prompt and its continuation or generation limit), cut (truncated prompts)."""
-    longest, cut = 0, 0
+    longest = cut = 0
     for context, *more in (arguments for sample in samples for arguments in sample["arguments"]):
-        rest = more[0] if more else None  # a rolling request is a text alone, read in windows
-        if rest is None:
-            tokens = len(model.tok_encode(context))
-            room = tokens
-        elif isinstance(rest, str):
-            tokens, room = len(model.tok_encode(context + rest)), model.scoring_room
+        if not more:  # a rolling request is a text alone, read in windows
+            tokens = room = len(model.tok_encode(context))
+        elif isinstance(more[0], str):
+            tokens, room = len(model.tok_encode(context + more[0])), model.scoring_room
         else:
-            tokens, room = len(model.tok_encode(context)) + rest.get("max_gen_toks", 0), model.max_length
+            tokens = len(model.tok_encode(context)) + more[0].get("max_gen_toks", 0)
+            room = model.max_length
         longest, cut = max(longest, tokens), cut + (tokens > room)
     return {"documents": len(samples), "longest_tokens": longest, "cut": cut}
 
 
-def answers_of(samples: dict[str, list[JsonObject]]) -> Iterator[JsonObject]:
-    """The lines of the file of items: right where the task scores it, losses in nats (not per
-    token) of the choices; of RULER length and needles, see needles.py.
-    """
-    for name, of_task in samples.items():
-        for sample in of_task:
-            right = next((sample[metric] for metric in RIGHT if metric in sample), None)
-            scored = [
-                r[0]
-                for r in sample["filtered_resps"]
-                if isinstance(r, list | tuple) and isinstance(r[0], float)
-            ]
-            item = {"task": name, "item": sample["doc_id"], "right": None if right is None else bool(right)}
-            if length := sample["doc"].get("max_length"):  # of RULER
-                item |= {"length": length, "needles": needles_of(sample["doc"], sample["filtered_resps"][0])}
-            yield item | {"losses": [-score for score in scored]}
-
-
-def documents_sha256(samples: dict[str, list[JsonObject]]) -> str:
-    """Hash of the documents, in order."""
-    digest = hashlib.sha256()
-    for name, of_task in samples.items():
-        digest.update(name.encode() + b"\0" + "".join(sample["doc_hash"] for sample in of_task).encode())
-    return digest.hexdigest()
-
-
 def show(figures: JsonObject) -> None:
     """Print the scores as tables on stderr: RULER by length, the other tasks by metric."""
-    rows = []
+    rows, of_ruler = [], []
     for name, metrics in figures["tasks"].items():
-        for metric in [m for m in metrics if not m.endswith("_stderr") and name not in RULER_TASKS]:
+        if name in RULER_TASKS:
+            of_ruler.append([name, *(ruler_text(figures, length, name) for length in figures["ruler"])])
+            continue
+        for metric in [metric for metric in metrics if not metric.endswith("_stderr")]:
             error = f"{metrics[f'{metric}_stderr']:.4f}" if f"{metric}_stderr" in metrics else ""
             documents = f"{figures['prompts'][name]['documents']:,}"
             rows.append([name, metric, f"{metrics[metric]:.4f}", error, documents])
     if rows:
         show_table(figures["protocol"], ("task", "metric", "score", "±", "documents"), rows, texts=2)
-    if figures["ruler"]:
-        rows = []
-        for name in [name for name in figures["tasks"] if name in RULER_TASKS]:
-            rows.append([name, *(ruler_text(figures, length, name) for length in figures["ruler"])])
-        show_table(f"RULER by length, {figures['haystack']} haystack", ("task", *figures["ruler"]), rows)
+    if of_ruler:
+        title = f"RULER by length, {figures['haystack']} haystack"
+        show_table(title, ("task", *figures["ruler"]), of_ruler)
     if figures["cut_prompts"]:
         console.print(
             f"[bold red]{figures['cut_prompts']} prompts lost their head: give a longer --max-length"
@@ -249,35 +228,34 @@ def main(
     asked: Annotated[Questions, tyro.conf.arg(name="task", help=RULER_CONTEXT)],
     source: SourceFlags = LOCAL,
     about: AboutFlags = NOWHERE,
-    overlap: OverlapFlag = None,
 ) -> JsonObject:
     """Score a model on lm-eval's tasks, or on task files of your own. The last line on stdout
     is the record, JSON.
     """
-    search = Overlap(overlap) if overlap else None
     names, lengths, hf_dir = expand_tasks(asked.tasks), lengths_of(asked.lengths), hf_dir.resolve()
     about = replace(about, out=about.out and about.out.resolve())  # data_folder changes the working directory
     with data_folder(asked.data.resolve(), names) if asked.data else contextlib.nullcontext():
         from evals.lm_eval.models import ScorerLM
 
         model = ScorerLM(hf_dir, source, asked.add_bos)
-        origin_of = origin(hf_dir, model.scorer)
-        model.partial = Partial(about.out, "lm_eval", origin_of, model.max_length, code_at_start())
+        who = origin(hf_dir, model.scorer)
+        model.partial = partial_beside(about.out, "lm_eval", who, model.max_length, code_at_start())
         result = evaluate(
             model, names, hf_dir, lengths=lengths, limit=asked.limit,
             num_fewshot=asked.num_fewshot, apply_chat_template=asked.chat_template,
         )  # fmt: skip
-    settings = settings_figures(asked, names, model.add_bos)
-    lines = list(answers_of(result["samples"]))
-    figures = settings | figures_of(result, model, lengths)
-    figures |= {"ruler_counts": counts(lines, lengths), "prompt_tokens": model.prompt_tokens}
-    figures["reused_tokens"] = model.scorer.reused_tokens
+    settings, lines = settings_of(asked, names, model.add_bos), item_lines(result["samples"])
+    figures = {
+        **settings,
+        **figures_of(result, model, lengths),
+        "ruler_counts": counts(lines, lengths),
+        "prompt_tokens": model.prompt_tokens,
+        "reused_tokens": model.scorer.reused_tokens,
+    }
     show(figures)
     model.scorer.close()
-    who = origin_of | {"data_sha256": documents_sha256(result["samples"])}
+    who |= {"data_sha256": documents_sha256(result["samples"])}
     head = {"kind": "lm_eval", "step": about.step, **settings, **who}
-    documents = {(task, each["doc_id"]): each["doc"] for task, of in result["samples"].items() for each in of}
-    figures["clean"] = clean_figures(search, lines, documents)
     figures["items"] = write_items(about.out, head, lines)
     record = about.append("lm_eval", figures, **who)
     model.partial.remove()
@@ -289,7 +267,7 @@ def check_here(options: Sequence[str]) -> None:
     check_packages(expand_tasks(option_value("--tasks", options) or "arc_easy"))
 
 
-COMMAND = EvalCommand("lm_eval", main, reads=("--data", "--overlap"), ready=check_here)
+COMMAND = EvalCommand("lm_eval", main, reads=("--data",), ready=check_here)
 
 
 if __name__ == "__main__":

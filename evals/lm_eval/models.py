@@ -92,8 +92,7 @@ class ScorerLM(TemplateLM):
         """(sum of log p of the continuation in nats, whether greedy decoding would have written
         it) of each request.
         """
-        answers = [(0.0, False)] * len(requests)
-        order = in_prefix_order([c + n for _, c, n in requests])
+        order = in_prefix_order([context + continuation for _, context, continuation in requests])
         # requests of one context, the choices of a question, are one item
         items = [list(same) for _, same in itertools.groupby(order, lambda i: requests[i][1])]
         prompts = [[self._prompt(*requests[i][1:]) for i in item] for item in items]
@@ -102,10 +101,10 @@ class ScorerLM(TemplateLM):
             for scores in tqdm(self.scorer.score(left), "scoring", len(items), disable=disable_tqdm):
                 yield [(math.fsum(s.logprobs.tolist()), bool(s.greedy.all())) for s in scores]
 
-        found: list[list[tuple[float, bool]]]
-        found = self.partial.complete(name_of("scoring", prompts), prompts, answer)
-        for item, scores in zip(items, found, strict=True):
-            for i, (nats, greedy) in zip(item, scores, strict=True):
+        scored = self.partial.complete(name_of("scoring", prompts), prompts, answer)
+        answers = [(0.0, False)] * len(requests)
+        for item, of_item in zip(items, scored, strict=True):
+            for i, (nats, greedy) in zip(item, of_item, strict=True):
                 answers[i] = nats, greedy
                 self.cache_hook.add_partial("loglikelihood", requests[i][0], answers[i])
         self._report_cuts()
@@ -135,16 +134,16 @@ class ScorerLM(TemplateLM):
         or its token limit.
         """
         prompts = [self.tok_encode(request.args[0]) for request in requests]
-        answers = [""] * len(requests)
         order = in_prefix_order(prompts)
         asked = [(prompts[i], requests[i].args[1]) for i in order]
-        found = self.partial.complete(
+        texts = self.partial.complete(
             name_of("generating", asked), tqdm(asked, "generating", disable=disable_tqdm),
             lambda left: itertools.starmap(self._generate, left), together=1,
         )  # fmt: skip
-        for i, text in zip(order, found, strict=True):
+        answers = [""] * len(requests)
+        for i, text in zip(order, texts, strict=True):
             answers[i] = text
-            self.cache_hook.add_partial("generate_until", requests[i].args, answers[i])
+            self.cache_hook.add_partial("generate_until", requests[i].args, text)
         self._report_cuts()
         return answers
 

@@ -1,4 +1,5 @@
-"""lm-eval's stock tasks: their documents, from the hub or a local folder, and the room that RULER needs.
+"""lm-eval's stock tasks: their documents, from the hub or a local folder, the room that RULER needs, and the lines
+of a file of items.
 
 A local folder replaces the hub, so that tasks run without a network:
 
@@ -14,13 +15,14 @@ trained here are not NLTK's, so RULER's haystacks differ slightly: such scores a
 
 RULER shortens a text until it fits. If even the shortest does not, its needle tasks raise an error, but
 `ruler_vt` loops forever (a bare `except` swallows Ctrl-C as well) and `ruler_cwe` samples from an empty list.
-So the shortest prompts of these two are generated here, by lm-eval's own functions, and measured first; they
+So the shortest prompts of these two are drawn here, by lm-eval's own functions, and measured first; they
 depend on the tokenizer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import os
 import random
@@ -32,7 +34,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from evals.commands import choice
-from records.files import json_lines
+from evals.lm_eval.needles import needles_of
+from records.files import JsonObject, json_lines
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
@@ -55,22 +58,23 @@ DRAWS = 20  # prompt lengths vary by a few tokens with the words drawn
 # answers, and the smallest number of units (sentences, words) that is tried
 VT_EXAMPLE_TOKENS, VT_EXAMPLE_UNITS, VT_UNITS, VT_ANSWER_TOKENS = 500, 5, 10, 30
 CWE_UNITS, CWE_ANSWER_TOKENS = 10, 120
+RIGHT = ("acc", "exact_match", "prompt_level_strict_acc")  # metrics of an item that are 0 or 1
 
 
 def expand_tasks(names: str) -> list[str]:
     """The tasks of a comma-separated list: `ruler` as its eleven tasks, the paths of task files absolute."""
-    found: list[str] = []
+    tasks: list[str] = []
     for name in (part.strip() for part in names.split(",")):
         if name.endswith((".yaml", ".yml")):  # absolute: --data changes the working directory
             if not Path(name).is_file():
                 raise ValueError(f"--tasks: the task file {name} does not exist")
             name = str(Path(name).resolve())
-        found += RULER_TASKS if name == "ruler" else [name]
-    if "" in found or len(set(found)) < len(found):
+        tasks += RULER_TASKS if name == "ruler" else [name]
+    if "" in tasks or len(set(tasks)) < len(tasks):
         raise ValueError(
             f"--tasks {names} has an empty or repeated name; use a list such as arc_easy,arc_challenge,ruler"
         )
-    return found
+    return tasks
 
 
 def load_tasks(
@@ -100,14 +104,11 @@ def load_tasks(
 
 def check_packages(names: Sequence[str]) -> None:
     """ValueError if IFEval is asked for without the packages that it imports."""
-    if IFEVAL in names and (lacking := [name for name in IFEVAL_NEEDS if not is_installed(name)]):
+    lacking = [package for package in IFEVAL_NEEDS if importlib.util.find_spec(package) is None]
+    if IFEVAL in names and lacking:
         raise ValueError(
             f"ifeval needs {' and '.join(lacking)}: pip install 'lm-eval[ifeval]', or remove it from --tasks"
         )
-
-
-def is_installed(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
 
 
 def first_documents(task: Task, limit: int | None) -> list[int]:
@@ -120,6 +121,31 @@ def first_documents(task: Task, limit: int | None) -> list[int]:
         if limit is None or seen[length] <= limit:
             chosen.append(i)
     return chosen
+
+
+def item_lines(samples: dict[str, list[JsonObject]]) -> list[JsonObject]:
+    """The lines of the file of items: right where the task scores it, losses in nats (not per
+    token) of the choices; of RULER length and needles, see needles.py.
+    """
+    lines = []
+    for task, of_task in samples.items():
+        for sample in of_task:
+            right = next((bool(sample[metric]) for metric in RIGHT if metric in sample), None)
+            line = {"task": task, "item": sample["doc_id"], "right": right}
+            responses = sample["filtered_resps"]
+            if length := sample["doc"].get("max_length"):  # of RULER
+                line |= {"length": length, "needles": needles_of(sample["doc"], responses[0])}
+            scored = [r[0] for r in responses if isinstance(r, list | tuple) and isinstance(r[0], float)]
+            lines.append(line | {"losses": [-score for score in scored]})
+    return lines
+
+
+def documents_sha256(samples: dict[str, list[JsonObject]]) -> str:
+    """Hash of the documents, in order."""
+    digest = hashlib.sha256()
+    for name, of_task in samples.items():
+        digest.update(name.encode() + b"\0" + "".join(sample["doc_hash"] for sample in of_task).encode())
+    return digest.hexdigest()
 
 
 # --- a local folder of data sets
@@ -181,13 +207,13 @@ def make_sentence_tables(essays: Path, folder: Path) -> None:
     from nltk.tabdata import TabEncoder
     from nltk.tokenize.punkt import PunktTrainer
 
-    with open(essays, encoding="utf-8") as file:
-        found = PunktTrainer("\n".join(essay["text"] for _, essay in json_lines(file, essays))).get_params()
+    lines = json_lines(essays.read_bytes().split(b"\n"), essays)
+    trained = PunktTrainer("\n".join(essay["text"] for _, essay in lines)).get_params()
     tables = {
-        "collocations.tab": TabEncoder().tups2tab(sorted(found.collocations)),
-        "sent_starters.txt": "\n".join(sorted(found.sent_starters)),
-        "abbrev_types.txt": "\n".join(sorted(found.abbrev_types)),
-        "ortho_context.tab": TabEncoder().ivdict2tab(dict(sorted(found.ortho_context.items()))),
+        "collocations.tab": TabEncoder().tups2tab(sorted(trained.collocations)),
+        "sent_starters.txt": "\n".join(sorted(trained.sent_starters)),
+        "abbrev_types.txt": "\n".join(sorted(trained.abbrev_types)),
+        "ortho_context.tab": TabEncoder().ivdict2tab(dict(sorted(trained.ortho_context.items()))),
     }
     place = folder / TABLES
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -232,26 +258,18 @@ def shortest_vt(tokenizer: Any, length: int) -> int:
             f"ruler_vt cannot be generated: lm-eval allows {VT_EXAMPLE_TOKENS} tokens for its worked example, which "
             f"takes {needed} with the tokenizer of {tokenizer.name_or_path}; remove it from --tasks"
         )
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # it prints every attempt
-        (example,) = vt_utils.sys_vartrack_w_noise_random(
-            tokenizer, num_samples=1, max_seq_length=VT_EXAMPLE_TOKENS, incremental=VT_EXAMPLE_UNITS
-        )
-    worked = tokenizer(f"{example['input']} {' '.join(example['outputs'])}\n\n").input_ids
-    return len(worked) + longest(VT_UNITS, example=False)
+    return VT_EXAMPLE_TOKENS + longest(VT_UNITS, example=False)
 
 
 def shortest_cwe(tokenizer: Any, length: int) -> int:
     """Tokens of the shortest common-words prompt for this length, its worked example and its answer."""
     from lm_eval.tasks.ruler import cwe_utils
 
+    def count(example: str, text: str, answer: list[str]) -> int:
+        listed = " ".join(f"{i}. {word}" for i, word in enumerate(answer, 1))
+        return len(tokenizer(f"{example}\n{text} {listed}").input_ids) + CWE_ANSWER_TOKENS
+
     state = cwe_utils.RNG.getstate()  # seeded at import; the documents depend on it
     drawn = [cwe_utils.generate_input_output(CWE_UNITS, length) for _ in range(DRAWS)]
     cwe_utils.RNG.setstate(state)
-    return CWE_ANSWER_TOKENS + max(
-        len(
-            tokenizer(
-                f"{example}\n{text} {' '.join(f'{i}. {word}' for i, word in enumerate(answer, 1))}"
-            ).input_ids
-        )
-        for example, text, answer in drawn
-    )
+    return max(count(*each) for each in drawn)

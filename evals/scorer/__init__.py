@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -20,6 +19,7 @@ from evals.scorer.base import (  # noqa: F401 - all that evaluations use stands 
     common_prefix,
     fast_tokenizer,
     read_config,
+    score_each,
 )  # fmt: skip
 from evals.tables import console
 from records.files import JsonObject, file_sha256, model_sha256
@@ -31,8 +31,8 @@ SourceFlags = Annotated[  # --backend, --device, ... as flags of the command its
 LOCAL = Source()
 
 
-def devices_of(device: str) -> list[str]:
-    """The devices of --device, auto and cuda resolved. Raises ValueError for a GPU that is not there."""
+def resolve_device(device: str) -> str:
+    """The device of --device, auto and cuda resolved. Raises ValueError for a GPU that is not there."""
     from laneformer.engine.device import has_driver
 
     gpus: list[str] = []
@@ -46,16 +46,16 @@ def devices_of(device: str) -> list[str]:
             f"device = {device!r}: no GPU is visible here (nvidia-smi, CUDA_VISIBLE_DEVICES, --gpu of the watcher); "
             "use device = 'auto' to fall back to the CPU"
         )
+    known = ["cpu", *gpus]
     if device in ("auto", "cuda"):
-        return gpus or ["cpu"]
-    names, known = device.split(","), ["cpu", *gpus]
-    if not set(names) <= set(known):
-        raise ValueError(f"device = {device!r} is unknown; choose auto, or a list of {', '.join(known)}")
-    return names
+        return gpus[0] if gpus else "cpu"
+    if not set(device.split(",")) <= set(known):
+        raise ValueError(f"device = {device!r} is unknown; choose auto, {', '.join(known)}")
+    return device
 
 
-def choose(folder: Path, source: Source = LOCAL) -> tuple[str, list[str], str]:
-    """(backend, devices, why) for a model folder. Raises ValueError for a backend that cannot run it."""
+def choose(folder: Path, source: Source = LOCAL) -> tuple[str, str, str]:
+    """(backend, device, why) for a model folder. Raises ValueError for a backend that cannot run it."""
     from laneformer.llama.config import FAMILIES
 
     model_type = read_config(folder).get("model_type")
@@ -68,16 +68,20 @@ def choose(folder: Path, source: Source = LOCAL) -> tuple[str, list[str], str]:
         raise ValueError(f"backend = {source.backend!r} is unknown; choose from {get_args(Kind)}")
     asked = f"--backend {source.backend}"
     if source.backend == "engine":  # its auto is the CPU, and a list of GPUs shares the model's lanes
-        return "engine", [source.device], asked
-    devices = devices_of(source.device)
+        return "engine", source.device, asked
+    device = resolve_device(source.device)
+    if "," in device:
+        raise ValueError(
+            f"device = {device!r}: Transformers runs on one device; --backend engine shares lanes"
+        )
     if source.backend == "transformers":
-        return "transformers", devices, asked
-    if devices[0].startswith("cuda"):
-        return "transformers", devices, "a GPU is visible, on which the engine is not measured yet"
+        return "transformers", device, asked
+    if device.startswith("cuda"):
+        return "transformers", device, "a GPU is visible, on which the engine is not measured yet"
     if model_type != "laneformer":
-        return "transformers", devices, f"its model_type is {model_type}"
+        return "transformers", device, f"its model_type is {model_type}"
     where = "no GPU is visible" if source.device == "auto" else "--device"
-    return "engine", devices, f"a Laneformer, {where}"
+    return "engine", device, f"a Laneformer, {where}"
 
 
 def open_scorer(folder: Path | None, source: Source = LOCAL) -> Scorer:
@@ -94,31 +98,22 @@ def open_scorer(folder: Path | None, source: Source = LOCAL) -> Scorer:
         return EndpointScorer(source.base_url, folder, source)
     if folder is None:
         raise ValueError("nothing to ask: give a model folder, or the --base-url of a server")
-    backend, devices, why = choose(folder, source)
-    if backend != "engine" and source.dtype != "auto":
-        raise ValueError(
-            f"dtype = {source.dtype!r} is for the engine, not {backend} ({why}); use --backend engine"
-        )
-    openers = [functools.partial(open_local, backend, folder, device, source) for device in devices]
-    if len(devices) > 1:
-        from evals.scorer.several import SeveralScorers
-
-        scorer: Scorer = SeveralScorers(folder, openers)
-    else:
-        scorer = openers[0]()
-    console.print(f"{scorer.backend} on {scorer.device} in {scorer.dtype} ({why})", highlight=False)
-    return scorer
-
-
-def open_local(backend: str, folder: Path, device: str, source: Source = LOCAL) -> Scorer:
-    """A model on one device of this process."""
+    backend, device, why = choose(folder, source)
+    scorer: Scorer
     if backend == "engine":
         from evals.scorer.engine import EngineScorer
 
-        return EngineScorer(folder, device, source.max_length, dtype=source.dtype)
-    from evals.scorer.hf import TransformersScorer
+        scorer = EngineScorer(folder, device, source.max_length, dtype=source.dtype)
+    else:
+        from evals.scorer.hf import TransformersScorer
 
-    return TransformersScorer(folder, device, source.max_length)
+        if source.dtype != "auto":
+            raise ValueError(
+                f"dtype = {source.dtype!r} is for the engine, not {backend} ({why}); use --backend engine"
+            )
+        scorer = TransformersScorer(folder, device, source.max_length)
+    console.print(f"{scorer.backend} on {scorer.device} in {scorer.dtype} ({why})", highlight=False)
+    return scorer
 
 
 def origin(folder: Path | None, scorer: Scorer) -> JsonObject:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from records.files import read_json
 Message = dict[str, str]  # {"role", "content"}
 AnyPrompt = str | Sequence[int] | Sequence[Message]  # text, ids, or the messages of a chat
 
-
+Item = TypeVar("Item")
 Kind = Literal["auto", "engine", "transformers"]
 
 
@@ -30,8 +31,8 @@ class Source:
     engine for a Laneformer
     """
     device: str = "auto"
-    """device that runs the model: auto, cpu, cuda (all visible GPUs share the items),
-    or a list: cuda:0,cuda:1
+    """device that runs the model: auto, cpu, cuda (the first visible GPU) or cuda:1; a list such as
+    cuda:0,cuda:1 shares the lanes of the engine
     """
     dtype: str = "auto"
     """type of the engine's weights: auto (that of the folder), fp32, bf16, fp16, int8, int4"""
@@ -99,9 +100,8 @@ class Encoder:
 
     def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, on several cores."""
-        return [
-            found.ids for found in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        ]
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def prompt_ids(self, prompt: AnyPrompt) -> list[int]:
         """The ids of a prompt: a text with the tokenizer's special tokens, messages in
@@ -189,6 +189,14 @@ class Scorer(Encoder):
                 "evaluate a model with a longer context"
             )
         return room
+
+
+def score_each(
+    scorer: Scorer, items: Iterable[Item], prompts_of: Callable[[Item], Sequence[Prompt]]
+) -> Iterator[tuple[Item, list[Scores]]]:
+    """Every item with the scores of its prompts, in order; items are taken as the scorer asks for them."""
+    items, to_ask = itertools.tee(items)
+    return zip(items, scorer.score(map(prompts_of, to_ask)), strict=True)
 
 
 @functools.lru_cache(1)

@@ -12,7 +12,7 @@ import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -33,45 +33,33 @@ PASS_TOKENS = {"cuda": 8192, "cpu": 1024}  # of a pass, padding included, unless
 WORTH_A_PASS = {"cuda": 1536, "cpu": 512}  # tokens; reading fewer of them again costs less than one more pass
 
 
-class Pass(NamedTuple):
-    """Prompts that are read together. offset: ids of their common prefix, which a pass of
-    its own reads before.
+Place = tuple[int, int]  # (item, option)
+
+
+def packed(
+    items: Sequence[Sequence[Prompt]], device_type: str, keeps_prefix: bool = True
+) -> Iterator[tuple[list[Place], int]]:
+    """The passes that score a window of items on "cuda" or "cpu": places of the prompts that are read together, and
+    how many ids of a common prefix a pass of its own reads before. Prompts with nothing to score are in none.
     """
-
-    places: list[tuple[int, int]]  # (item, option)
-    offset: int
-    width: int  # tokens of the longest prompt behind the prefix
-
-    @property
-    def passes(self) -> int:
-        return 1 + (self.offset > 0)
-
-    @property
-    def tokens(self) -> int:
-        return self.offset + self.width * len(self.places)
-
-
-def packed(items: Sequence[Sequence[Prompt]], device_type: str, keeps_prefix: bool = True) -> Iterator[Pass]:
-    """The passes that score a window of items on "cuda" or "cpu"; prompts with nothing to score are in none."""
-    loose = []
+    loose: list[tuple[int, Place]] = []
     for i, item in enumerate(items):
         options = [(i, k) for k, prompt in enumerate(item) if prompt.start < len(prompt.ids)]
         prompts = [item[k] for _, k in options]
         first = min((p.start - 1 for p in prompts), default=0)
         shared = min([first, *(common_prefix(prompts[0].ids, p.ids) for p in prompts)])
         if keeps_prefix and shared * (len(options) - 1) >= WORTH_A_PASS[device_type]:
-            yield Pass(options, shared, max(len(p.ids) for p in prompts) - 1 - shared)
+            yield options, shared
         else:
             loose += [(len(items[i][k].ids) - 1, (i, k)) for i, k in options]
-    places: list[tuple[int, int]] = []
-    width = 0
+    places: list[Place] = []
     for length, place in sorted(loose):
         if places and length * (len(places) + 1) > PASS_TOKENS[device_type]:
-            yield Pass(places, 0, width)
+            yield places, 0
             places = []
-        places, width = [*places, place], length
+        places.append(place)
     if places:
-        yield Pass(places, 0, width)
+        yield places, 0
 
 
 class TransformersScorer(Scorer):
@@ -86,9 +74,8 @@ class TransformersScorer(Scorer):
         from transformers import AutoModelForCausalLM
 
         model_class: Any = AutoModelForCausalLM
-        if (
-            read_config(folder).get("model_type") == "laneformer"
-        ):  # the installed class: the folder's code does not run
+        if read_config(folder).get("model_type") == "laneformer":
+            # the installed class: the folder's code does not run
             from laneformer.hf.modeling_laneformer import LaneformerForCausalLM as model_class
         self._device = torch.device(device)
         model = model_class.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
@@ -107,12 +94,12 @@ class TransformersScorer(Scorer):
     def score(self, items: Iterable[Sequence[Prompt]]) -> Iterator[list[Scores]]:
         left = iter(items)
         while window := [[self.checked(Prompt(*p)) for p in item] for item in itertools.islice(left, WINDOW)]:
-            found = {(i, k): NOTHING for i, item in enumerate(window) for k in range(len(item))}
-            for group in packed(window, self._device.type, self._keeps_prefix):
-                scores = self._within_memory([window[i][k] for i, k in group.places], group.offset)
-                found |= dict(zip(group.places, scores, strict=True))
-            for i, item in enumerate(window):
-                yield [found[i, k] for k in range(len(item))]
+            scores: list[list[Scores]] = [[NOTHING] * len(item) for item in window]
+            for places, offset in packed(window, self._device.type, self._keeps_prefix):
+                together = self._within_memory([window[i][k] for i, k in places], offset)
+                for (i, k), each in zip(places, together, strict=True):
+                    scores[i][k] = each
+            yield from scores
 
     def _within_memory(self, prompts: Sequence[Prompt], offset: int) -> list[Scores]:
         """`_score`, in smaller passes where the device's memory does not suffice, which other jobs may share."""
@@ -159,8 +146,8 @@ class TransformersScorer(Scorer):
         options = {self._cache: cache, "use_cache": cache is not None}
         if self._few_logits:
             options["logits_to_keep"] = kept
-        found = self._model(input_ids=torch.tensor(rows, device=self._device), **options)
-        return found.logits[:, -kept:]
+        output = self._model(input_ids=torch.tensor(rows, device=self._device), **options)
+        return output.logits[:, -kept:]
 
     def generate(
         self, prompt: AnyPrompt, max_new_tokens: int, stops: Sequence[str] = (), **sampling: Any
@@ -174,13 +161,9 @@ class TransformersScorer(Scorer):
                 f"Transformers is asked for {sorted(unknown)}; known: temperature, top_p, top_k, seed"
             )
         set_seed(sampling.pop("seed", 0))
-        options: dict[str, Any] = {
-            "do_sample": sampling.get("temperature", 0.0) > 0,
-            "pad_token_id": self.eos_id,
-        }
-        if options[
-            "do_sample"
-        ]:  # from the whole distribution, as the engine: its defaults are no top-k and no top-p
+        draws = sampling.get("temperature", 0.0) > 0
+        options: dict[str, Any] = {"do_sample": draws, "pad_token_id": self.eos_id}
+        if draws:  # from the whole distribution, as the engine: its defaults are no top-k and no top-p
             options |= {"top_k": 0, "top_p": 1.0, **sampling}
         if stops:
             options |= {"stop_strings": list(stops), "tokenizer": fast_tokenizer(self.folder)}

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from evals.bits_per_byte import (
     matching_token_bytes,
     score_windows,
 )
+from evals.items import Partial
 from evals.scorer import Prompt, Scores, Source
 from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
 from records.evals import About
@@ -71,35 +73,28 @@ def windows_of(seed: int, count: int = 5, length: int = 17) -> np.ndarray:
 TOLERANCE = 2**-24
 
 
-def test_a_source_against_sums_by_hand() -> None:
-    windows, scorer = windows_of(1), Unigram()
-    got = score_windows(scorer, windows, TOKEN_BYTES)
-    bits, loss = by_hand(windows, scorer, TOKEN_BYTES)
-    assert got["bits_per_byte"] == pytest.approx(bits, rel=TOLERANCE)
-    assert got["loss"] == pytest.approx(loss, rel=TOLERANCE)
-    assert got["tokens"] == 5 * 16
-    assert got["bytes"] == TOKEN_BYTES[windows[:, 1:].astype(int)].sum()
+def score(scorer: Any, windows: np.ndarray, token_bytes: np.ndarray) -> dict[str, Any]:
+    return score_windows(scorer, windows, token_bytes, Partial(), "web")
+
+
+def test_sums_by_hand() -> None:
+    """Of a source; of all sources, the total is that of their windows together."""
+    scorer: Any = Unigram()
+    windows = {"web": windows_of(1), "code": windows_of(3, count=9)}
+    for rows in windows.values():
+        got, (bits, loss) = score(scorer, rows, TOKEN_BYTES), by_hand(rows, scorer, TOKEN_BYTES)
+        assert got["bits_per_byte"] == pytest.approx(bits, rel=TOLERANCE)
+        assert got["loss"] == pytest.approx(loss, rel=TOLERANCE)
+        assert (got["tokens"], got["bytes"]) == (rows[:, 1:].size, TOKEN_BYTES[rows[:, 1:]].sum())
     # planted: a BOS that counts as a byte is far outside the tolerance
     wrong = TOKEN_BYTES + (np.arange(VOCAB) == 1)
-    assert score_windows(scorer, windows, wrong)["bits_per_byte"] != pytest.approx(bits, rel=1e-3)
-
-
-def test_the_total_is_that_of_all_windows_together() -> None:
-    windows = {"web": windows_of(2, count=3), "code": windows_of(3, count=9)}
-    got = bits_per_byte(Unigram(), windows, {"web": "general", "code": "code"}, TOKEN_BYTES)
-    together = score_windows(Unigram(), np.concatenate(list(windows.values())), TOKEN_BYTES)
+    assert score(scorer, rows, wrong)["bits_per_byte"] != pytest.approx(bits, rel=1e-3)
+    whole = bits_per_byte(scorer, windows, {"web": "general", "code": "code"}, TOKEN_BYTES, Partial())
+    together = score(scorer, np.concatenate(list(windows.values())), TOKEN_BYTES)
     # sums of the same float64 numbers in another order
-    assert got["bits_per_byte"] == pytest.approx(together["bits_per_byte"], rel=1e-12)
-    assert got["loss"] == pytest.approx(together["loss"], rel=1e-12)
-    assert [source["category"] for source in got["sources"].values()] == ["general", "code"]
-
-
-def test_a_uniform_model_over_bytes_needs_8_bits() -> None:
-    uniform = Unigram(256)
-    uniform.log_p = np.full(256, -math.log(256))
-    windows = np.random.default_rng(0).integers(0, 256, (4, 33))
-    figures = score_windows(uniform, windows, np.ones(256, dtype=int))
-    assert figures["bits_per_byte"] == pytest.approx(8, rel=TOLERANCE)
+    assert whole["bits_per_byte"] == pytest.approx(together["bits_per_byte"], rel=1e-12)
+    assert whole["loss"] == pytest.approx(together["loss"], rel=1e-12)
+    assert [source["category"] for source in whole["sources"].values()] == ["general", "code"]
 
 
 def test_scores_that_mean_nothing_are_refused(tmp_path: Path) -> None:
@@ -107,15 +102,17 @@ def test_scores_that_mean_nothing_are_refused(tmp_path: Path) -> None:
         def one(self, prompt: Prompt) -> Scores:
             return super().one(Prompt(prompt.ids, prompt.start + 1))
 
+    with pytest.raises(ValueError, match="--limit 0 must be at least 1"):
+        main(tmp_path, tmp_path, limit=0)
     with pytest.raises(ValueError, match="gave 15 log-probabilities"):
-        score_windows(Short(), windows_of(1), TOKEN_BYTES)
+        score(Short(), windows_of(1), TOKEN_BYTES)
     with pytest.raises(ValueError, match="no text to score"):
-        score_windows(Unigram(), np.full((2, 5), 2), TOKEN_BYTES)
+        score(Unigram(), np.full((2, 5), 2), TOKEN_BYTES)
     for bad in (math.nan, -math.inf):
         scorer = Unigram()
         scorer.log_p[3] = bad
         with pytest.raises(ValueError, match="not finite"):
-            score_windows(scorer, np.full((1, 4), 3), TOKEN_BYTES)
+            score(scorer, np.full((1, 4), 3), TOKEN_BYTES)
     with pytest.raises(ValueError, match=r"holds no <source>/source\.json"):
         load_windows(tmp_path, None)
 
@@ -225,10 +222,8 @@ def test_control_tokens_stand_for_no_bytes(tmp_path: Path) -> None:
         check(model, counts, TEXTS[6], 1)
 
 
-def test_tokenizer_json_counts_the_same(tmp_path: Path) -> None:
-    model, path = write_model(tmp_path), tmp_path / "tokenizer.json"
-    tokenizer_from_sentencepiece(model).save(str(path))
-    np.testing.assert_array_equal(bytes_per_token(path), bytes_per_token(model))
+def test_pieces_without_known_bytes_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps({"model": {"type": "BPE", "vocab": {"a": 0}, "byte_fallback": False}}))
     with pytest.raises(ValueError, match="neither byte fallback"):
         bytes_per_token(path)

@@ -25,7 +25,6 @@ COMMANDS = [
     "code --dataset d.jsonl",
     "lm_eval --tasks ruler --lengths 2048,4096 --no-add-bos",
     "samples --prompts p.jsonl --max-new-tokens 64",
-    "pairwise --data q.jsonl --judge-url http://127.0.0.1:8000/v1 --judge j",
 ]
 
 
@@ -34,8 +33,16 @@ def job_of(run: Path, **section: Any) -> JobSections:
 
 
 def test_every_evaluation_is_a_command() -> None:
-    evaluations = {"bits_per_byte", "code", "contamination", "core", "decode_speed", "gold", "lm_eval"}
-    evaluations |= {"pairwise", "samples"}
+    evaluations = {
+        "bits_per_byte",
+        "code",
+        "contamination",
+        "core",
+        "decode_speed",
+        "gold",
+        "lm_eval",
+        "samples",
+    }
     assert set(FIELDS) == evaluations
     assert {command.split()[0] for command in COMMANDS} == evaluations - {"contamination", "gold"}
     for name in evaluations:
@@ -70,14 +77,8 @@ def test_checking_needs_neither_torch_nor_the_engine() -> None:
 TITLES = {"task options", "model options", "record options", "sampling options", "scoring options"}
 RECORD_FLAGS = {"--out", "--step", "--tokens-total", "--phase"}
 MODEL_FLAGS = {
-    "--backend",
-    "--device",
-    "--max-length",
-    "--base-url",
-    "--model",
-    "--concurrency",
-    "--timeout-s",
-}
+    "--backend", "--device", "--max-length", "--base-url", "--model", "--concurrency", "--timeout-s",
+}  # fmt: skip
 
 
 def test_help_is_whole_sentences_of_the_same_flags(
@@ -119,10 +120,8 @@ REFUSED = {  # a command: why
     "bits_per_byte": "Required options Missing from bits_per_byte: --data PATH",
     "core --bundle b --protocl dclm": "Unrecognized .* --protocl, .* --protocol {nanochat",
     "core --bundel b": "Missing from core: --bundle PATH .* Unrecognized options: --bundel b$",
-    "core --bundle b --plan": "--plan is not an option",
     "decode_speed --step 3": "--step is set by the watcher",
     "core --bundle b --limit all": "Error parsing --limit: .*: 'all'$",
-    "core --bundle b --max-per-task 5": "--max-per-task is now --limit, as in every evaluation",
     "lm_eval --tasks arc_easy --model m": "--model is not an option of it on a checkpoint",
     "core --bundle b --tasks mmlu": r"--tasks: \['mmlu'\] are not in CORE",
     "bits_per_byte runs/demo/hf --data d": "Unrecognized options: runs/demo/hf$",

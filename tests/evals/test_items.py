@@ -13,7 +13,7 @@ import pytest
 
 from evals.core.__main__ import main
 from evals.core.evaluate import Settings
-from evals.items import WINDOW, Partial
+from evals.items import WINDOW, partial_beside
 from evals.scorer import Source
 from evals.watch import Watcher
 from records.evals import About
@@ -96,16 +96,16 @@ def test_half_a_window_left_by_a_crash_is_asked_again(tmp_path: Path) -> None:
             asked.append(item)
             yield item / 3
 
-    first = Partial(tmp_path / "evals.jsonl", "core", "model")
+    first = partial_beside(tmp_path / "evals.jsonl", "core", "model")
     assert first.path is not None
     assert first.complete("copa", range(4), answer, together=2) == [0, 1 / 3, 2 / 3, 1.0]
     lines = first.path.read_text().splitlines()
     first.path.write_text(f"{lines[0]}\n{lines[1][:20]}")
     asked.clear()
     for _ in range(2):
-        again = Partial(tmp_path / "evals.jsonl", "core", "model")
+        again = partial_beside(tmp_path / "evals.jsonl", "core", "model")
         assert again.complete("copa", range(4), answer, together=2) == [0, 1 / 3, 2 / 3, 1.0]
     assert asked == [2, 3]
-    assert Partial(tmp_path / "evals.jsonl", "core", "another model").answers == {}
+    assert partial_beside(tmp_path / "evals.jsonl", "core", "another model").answers == {}
     again.remove()
     assert not list(tmp_path.iterdir())

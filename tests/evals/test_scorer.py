@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from evals.scorer import Encoder, Prompt, Scorer, Source, choose, devices_of, open_scorer
+from evals.scorer import Encoder, Prompt, Scorer, Source, choose, open_scorer, resolve_device
 from evals.scorer import hf as hf_scorer
 from evals.scorer.endpoint import EndpointScorer
 from evals.scorer.endpoint import scores_of as scores_of_choice
@@ -172,27 +172,6 @@ def test_a_model_whose_state_cannot_be_copied_reads_everything(
     check(scorer, llama.model)
 
 
-@pytest.mark.rotate
-def test_several_devices_share_the_items_and_change_nothing(tmp_path: Path) -> None:
-    """Two processes on the CPU, as two GPUs would: the same scores in the same order, bit for
-    bit by the engine.
-    """
-    write_laneformer(tmp_path)
-    items = [[Prompt([1, 5, 6, 7 + i, 8], 3), Prompt([1, 5, 6, 9 + i], 3)] for i in range(40)]
-    with_one, with_two = open_scorer(tmp_path, CPU), open_scorer(tmp_path, Source(device="cpu,cpu"))
-    assert (with_two.backend, with_two.device, with_two.parallel) == ("engine", "cpu,cpu", 2)
-    for one, two in zip(with_one.score(items), with_two.score(items), strict=True):
-        for a, b in zip(one, two, strict=True):
-            np.testing.assert_array_equal(a.logprobs, b.logprobs)
-            np.testing.assert_array_equal(a.greedy, b.greedy)
-    asked = [(with_one, "The cat"), (with_two, "The cat"), (with_two, "The cat")]
-    assert len({scorer.generate(text, 5).text for scorer, text in asked}) == 1
-    with pytest.raises(ValueError, match="is required"):
-        list(with_two.score([[Prompt([1], 0)]]))
-    with_one.close()
-    with_two.close()
-
-
 def test_both_backends_score_a_rolling_text_alike(written: dict[str, Written]) -> None:
     """Every id once, in disjoint windows with all the context that fits."""
     folder, model = written["laneformer"]
@@ -294,19 +273,20 @@ def test_auto_is_the_gpu_where_one_is_visible(
     monkeypatch.setattr("laneformer.engine.device.has_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    devices = [f"cuda:{i}" for i in range(gpus)] or ["cpu"]
-    backend, used, why = choose(folder)
-    assert devices_of("auto") == used == devices
+    backend, device, why = choose(folder)
+    assert resolve_device("auto") == device == ("cuda:0" if gpus else "cpu")
     assert backend == ("transformers" if gpus else "engine")
     assert ("a GPU is visible" if gpus else "no GPU is visible") in why
-    assert devices_of("cpu") == ["cpu"]
-    if gpus:
-        assert (devices_of("cuda:1"), devices_of("cuda")) == (["cuda:1"], devices)
-        with pytest.raises(ValueError, match="choose auto, or a list of cpu, cuda:0, cuda:1"):
-            devices_of("cuda:0,cuda:2")
-    else:
+    assert resolve_device("cpu") == "cpu"
+    if not gpus:
         with pytest.raises(ValueError, match=r"device = 'cuda': no GPU is visible .* use device = 'auto'"):
             open_scorer(folder, Source(device="cuda"))
+        return
+    assert [resolve_device(asked) for asked in ("cuda:1", "cuda")] == ["cuda:1", "cuda:0"]
+    with pytest.raises(ValueError, match="choose auto, cpu, cuda:0, cuda:1"):
+        resolve_device("cuda:0,cuda:2")
+    with pytest.raises(ValueError, match="Transformers runs on one device"):
+        choose(folder, Source(device="cuda:0,cuda:1"))
 
 
 def test_bad_input(tmp_path: Path) -> None:

@@ -89,29 +89,22 @@ def test_wanted_steps_in_order_the_last_one_too(tmp_path: Path, monkeypatch: pyt
     assert evaluated(late) == speed_at(35, 20, 10, 1)
 
 
-def test_a_failure_is_reported_and_left_for_the_next_start(tmp_path: Path) -> None:
-    def break_speed(watcher: Played, step: int, words: list[str]) -> int | None:
-        return 1 if words[0] == "evals.decode_speed" else None
-
-    save(tmp_path, 10)
-    assert Played(tmp_path, break_speed, commands=COMMANDS).look_once() == 1
-    assert evaluated(tmp_path) == [("bits_per_byte", 10)]
-    assert "decode_speed: exit status 1" in (tmp_path / "events.jsonl").read_text()
-    assert Played(tmp_path, commands=COMMANDS).look_once() == 0
-    assert evaluated(tmp_path) == [("bits_per_byte", 10), *speed_at(10)]
-
-
 def raise_full_disk() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_full_disk_does_not_end_the_watcher(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reason", ["decode_speed: exit status 1", "No space left"])
+def test_a_failure_is_reported_and_left_for_the_next_start(tmp_path: Path, reason: str) -> None:
+    def break_step_10(watcher: Played, step: int, words: list[str]) -> int | None:
+        if step != 10:
+            return None
+        return int(words[0] != EXPORT) if "exit" in reason else raise_full_disk()
+
     for step in (10, 20):
         save(tmp_path, step)
-    full = Played(tmp_path, lambda watcher, step, words: raise_full_disk() if step == 10 else None)
-    assert full.look_once() == 1
-    assert evaluated(tmp_path) == speed_at(20)
-    assert "No space left" in (tmp_path / "events.jsonl").read_text()
+    assert Played(tmp_path, break_step_10).look_once() == 1
+    assert evaluated(tmp_path) == speed_at(20), "later checkpoints are evaluated all the same"
+    assert reason in (tmp_path / "events.jsonl").read_text()
     assert Played(tmp_path).look_once() == 0
     assert evaluated(tmp_path) == speed_at(20, 10)
 
@@ -265,79 +258,51 @@ def test_cores_and_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         watch.yield_to_training("2-x", None)
 
 
-# real jobs, of which every checkpoint is exported and evaluated by processes
-
-
-@pytest.fixture(scope="module")
-def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Watchers at the tests' own priority: at the lowest they would wait for all other tests."""
-    folder = tmp_path_factory.mktemp("not_nice")
-    (folder / "sitecustomize.py").write_text("import os\nos.nice = lambda by: 0\n")
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
-    return environment() | {"PYTHONPATH": path}
-
-
-def command(data: Path) -> str:
-    return f"bits_per_byte --data {data} --limit 2"
-
-
-@pytest.fixture(scope="module")
-def trained(prepared_data: Path, env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps on two ranks, with checkpoints at 1, 2 and 4; it evaluated the first and the last."""
-    run = tmp_path_factory.mktemp("watched") / "run"
+@pytest.mark.rotate
+def test_a_job_evaluates_its_own_checkpoints_and_a_killed_watcher_goes_on(
+    prepared_data: Path, tmp_path: Path
+) -> None:
+    """A run of four steps on two ranks, with checkpoints at 1, 2 and 4, all exported and evaluated by processes."""
+    # watchers at the tests' own priority: at the lowest they would wait for all other tests
+    (tmp_path / "sitecustomize.py").write_text("import os\nos.nice = lambda by: 0\n")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    env, command = environment() | {"PYTHONPATH": path}, f"bits_per_byte --data {prepared_data} --limit 2"
+    run = tmp_path / "run"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     job = ["-m", "train", *arguments(run, prepared_data / "phase1.lock.json", 4, 2)]
-    job += [
-        "--validation.no-enable",
-        "--resilience.hang_timeout_s",
-        "300",
-        "--checkpoint.enable_first_step_checkpoint",
-    ]
-    job += ["--evals.in_loop", "--evals.every_steps", "4", "--evals.dtype", "float32", "--evals.commands"]
-    commands = f"{command(prepared_data)},decode_speed --device nowhere"  # TorchTitan's way of a list
-    line: dict[str, Any] = {"cwd": ROOT, "env": env, "text": True, "timeout": 1100}
-    done = subprocess.run([*launch, *job, commands], capture_output=True, **line)
+    job += ["--validation.no-enable", "--resilience.hang_timeout_s", "300"]
+    job += ["--checkpoint.enable_first_step_checkpoint", "--evals.in_loop", "--evals.every_steps", "4"]
+    job += ["--evals.dtype", "float32", "--evals.commands", f"{command},decode_speed --device nowhere"]
+    done = subprocess.run([*launch, *job], cwd=ROOT, env=env, capture_output=True, text=True, timeout=1100)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return run
-
-
-@pytest.mark.rotate
-def test_a_job_evaluates_its_own_checkpoints(trained: Path, prepared_data: Path) -> None:
-    """Once, not on each rank; and a command that fails is reported and ends nothing."""
-    records = [(record["command"], record["step"]) for record in read_lines(trained / "evals.jsonl")]
-    assert records == [(command(prepared_data), step) for step in (1, 4)]
-    events = read_lines(trained / "events.jsonl")
+    # once, not on each rank; and a command that fails is reported and ends nothing
+    out = run / "evals.jsonl"
+    assert [(record["command"], record["step"]) for record in read_lines(out)] == [(command, 1), (command, 4)]
+    events = read_lines(run / "events.jsonl")
     failed = [(e["step"], e["reason"]) for e in events if e["kind"] == "evaluation_failed"]
     assert [step for step, _ in failed] == [1, 1, 1, 4, 4], "that of step 1 again beside that of step 4"
     assert failed[0][1].startswith("decode_speed --device nowhere: exit status")
     assert failed[1][1].startswith("exit status 1, see"), "what the job says of its watcher"
 
-
-@pytest.mark.rotate
-def test_a_killed_watcher_goes_on_and_repeats_nothing(
-    trained: Path, prepared_data: Path, env: dict[str, str]
-) -> None:
     def start(*options: str) -> subprocess.Popen[str]:
-        line = [sys.executable, "-m", "evals.watch", "--run", str(trained), "--every-s", "0.2", *options]
-        line += ["--evals.every_steps", "2", "--evals.commands", command(prepared_data)]
+        line = [sys.executable, "-m", "evals.watch", "--run", str(run), "--every-s", "0.2", *options]
+        line += ["--evals.every_steps", "2", "--evals.commands", command]
         return subprocess.Popen(line, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
 
-    path = trained / "evals.jsonl"
-    path.unlink()
+    out.unlink()
     first = start()
-    while not read_lines(path) and first.poll() is None:
+    while not read_lines(out) and first.poll() is None:
         time.sleep(0.02)
     first.kill()  # in the middle of the export of the second checkpoint
     log = first.communicate()[1]
-    assert [record["step"] for record in read_lines(path)] == [1], log
+    assert [record["step"] for record in read_lines(out)] == [1], log
     second = start("--cpus", "0")
     assert second.wait() == 0, second.communicate()[1]  # the run is done: it ends by itself
-    records, steps = read_lines(path), (1, 2, 4)
-    expected = [("bits_per_byte", step, "phase1") for step in steps]
-    assert [(record["kind"], record["step"], record["phase"]) for record in records] == expected
-    rows = {row["step"]: row["tokens_total"] for row in read_lines(trained / "metrics.jsonl")}
-    assert [record["tokens_total"] for record in records] == [rows[step] for step in steps]
+    records = read_lines(out)
+    rows = {row["step"]: row["tokens_total"] for row in read_lines(run / "metrics.jsonl")}
+    expected = [("bits_per_byte", step, "phase1", rows[step]) for step in (1, 2, 4)]
+    assert [tuple(r[name] for name in ("kind", "step", "phase", "tokens_total")) for r in records] == expected
     assert len({record["bits_per_byte"] for record in records}) == 3, "three checkpoints, three models"
     assert start("--once").wait() == 0
-    assert read_lines(path) == records
-    assert not list((trained / ".evals-watch").glob("*")), "finished work stayed behind"
+    assert read_lines(out) == records
+    assert not list((run / ".evals-watch").glob("*")), "finished work stayed behind"

@@ -60,10 +60,10 @@ def test_the_loader_reads_past_a_window_and_refuses_a_contradiction(prepared_dat
             for row, number in zip(batch.numpy(), numbers, strict=True):
                 assert (row == skipping.mixture.sequences(number, 1)[0][0, :-1]).all()
     ahead = loader(0, (5, 9))
-    ahead.sequences = 4
+    ahead.state.sequences = 4
     state = ahead.state_dict()
     loader(0).load_state_dict(state)  # the window lies ahead
-    ahead.sequences = 8
+    ahead.state.sequences = 8
     for windows in ((), ((5, 8),), ((0, 1), (5, 9))):
         with pytest.raises(ValueError, match="has left out the sequences"):
             loader(0, *windows).load_state_dict(ahead.state_dict())

@@ -9,8 +9,6 @@ import sys
 import psutil
 import pytest
 
-from tests.evals.core.core_assets import write_laneformer
-
 POOL = """
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -22,25 +20,12 @@ if __name__ == "__main__":
         print(*pool._processes, flush=True)
         input()
 """
-SCORERS = """
-import multiprocessing, pathlib
-from evals.scorer import Source, open_scorer
-
-if __name__ == "__main__":
-    scorer = open_scorer(pathlib.Path("{folder}"), Source(device="cpu,cpu"))
-    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
-    input()
-"""
 
 
-@pytest.mark.parametrize("what", ["spawn", "forkserver", pytest.param("scorers", marks=pytest.mark.rotate)])
-def test_workers_of_a_killed_process_end(tmp_path, what):
-    program = POOL.format(context=what)
-    if what == "scorers":
-        write_laneformer(tmp_path / "model")
-        program = SCORERS.format(folder=tmp_path / "model")
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+def test_workers_of_a_killed_process_end(tmp_path: Path, context: str) -> None:
     script = tmp_path / "parent.py"
-    script.write_text(program)
+    script.write_text(POOL.format(context=context))
     command, env = [sys.executable, str(script)], {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, env=env, text=True, **pipes) as parent:  # type: ignore[call-overload]

@@ -22,6 +22,7 @@ from laneformer import Laneformer, LaneformerConfig
 from laneformer.config import MODULES, Join, hf_name
 from laneformer.hf.configuration_laneformer import LaneformerHFConfig
 from laneformer.hf.modeling_laneformer import LaneformerForCausalLM
+from laneformer.llama import layers as families
 from laneformer.tensors import STORED_TYPES, Tensor, dtype_name
 
 TORCH_DTYPES = {name: getattr(torch, stored.torch) for name, stored in STORED_TYPES.items()}
@@ -44,7 +45,7 @@ def random_weights(
     """
     generator = torch.Generator(device).manual_seed(seed)
     with torch.device("meta"):
-        shapes = {name: p.shape for name, p in Laneformer(config).state_dict().items()}
+        shapes = {name: p.shape for name, p in families.plain_model(config).state_dict().items()}
     weights = {}
     for name, shape in shapes.items():
         noise = torch.randn(shape, generator=generator, device=device)
@@ -88,7 +89,7 @@ def plain_model(
 ) -> Laneformer:
     """model.py; weights that are of this dtype are not copied."""
     with torch.device("meta"):
-        model = Laneformer(config).eval()
+        model = families.plain_model(config).eval()
     model.load_state_dict({name: w.to(dtype) for name, w in weights.items()}, assign=True)
     return model
 

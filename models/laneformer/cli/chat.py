@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import tyro
 from rich.console import Console
 
 from ..chat import USER
 from .conversation import Conversation, Message, Reply, read_messages, write_messages
-from .options import ModelFlags, ModelOptions, SamplingFlags, SamplingOptions
+from .options import ModelFlags, ModelName, ModelOptions, SamplingFlags, SamplingOptions
 
 # a model may write escape sequences, with which terminals do more than print
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -30,10 +29,7 @@ class Chat:
     in the next; three double quotes begin and end a message of several lines.
     """
 
-    hf_dir: tyro.conf.Positional[Path]
-    """Folder with config.json, model*.safetensors and tokenizer.json, a GGUF file, or a model's name:
-    HuggingFaceTB/SmolLM2-135M-Instruct, owner/name:Q4_K_M, or one that `laneformer models` lists.
-    """
+    hf_dir: ModelName
     system: str | None = None
     """A system message before the conversation."""
     load: Path | None = None

@@ -20,7 +20,7 @@ from huggingface_hub import constants
 from rich.console import Console
 from rich.table import Table
 
-from ..engine.cpu.kept import BUDGET, kept, packed_bytes
+from ..engine.cpu.packed_files import BUDGET, list_packed, packed_bytes
 from ..engine.folder import is_gguf
 
 FILES = ["*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer*", "*.model", "*.jinja"]
@@ -192,7 +192,7 @@ class Models:
     """One line of JSON a model, with its path."""
 
     def run(self) -> None:
-        models, copies = kept_models(), kept()
+        models, copies = kept_models(), list_packed()
         packed: dict[Path, int] = Counter()
         for copy in copies:
             packed[copy.source] += copy.bytes

@@ -39,8 +39,6 @@ class ModelOptions:
     """
     threads: int | None = None
     """Threads of the CPU engine; default: all cores, in equal groups where they outnumber the lanes."""
-    processes: int = 1
-    """Share the lanes out over this many processes; --threads are then those of each. CPU only."""
     pin: bool | None = None
     """Keep each thread on a CPU of its own; default: where the machine has several memory nodes."""
     lanes: int | None = None
@@ -137,6 +135,13 @@ class SamplingOptions:
         return defaults | given
 
 
-# fields of a command, whose flags have no prefix
+# fields of commands; flags have no prefix
+ModelName = Annotated[
+    tyro.conf.Positional[Path],
+    tyro.conf.arg(
+        help="Folder with config.json, model*.safetensors and tokenizer.json, a GGUF file, or a model's name: "
+        "HuggingFaceTB/SmolLM2-135M-Instruct, owner/name:Q4_K_M, or one that `laneformer models` lists."
+    ),
+]
 ModelFlags = Annotated[ModelOptions, tyro.conf.arg(name="")]
 SamplingFlags = Annotated[SamplingOptions, tyro.conf.arg(name="")]

@@ -1,4 +1,4 @@
-"""The options of one generation, validated in one place."""
+"""The options of one generation and their ranges; requests.py checks the ids among them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .decoder import Request, Sampling
+from .decoder import Sampling
 
 MAX_DRAFT_TOKENS = 31  # columns of a pass beside the last known token's
 MAX_LOGPROBS = 100
@@ -99,8 +99,7 @@ class GenerationOptions:
                 f"min_new_tokens = {self.min_new_tokens} exceeds max_new_tokens = {self.max_new_tokens}"
             )
         for name in ("ignore_eos", "reuse_prefix"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} = {getattr(self, name)!r} must be True or False")
+            check_flag(name, getattr(self, name))
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError(
                 f"logit_bias = {self.logit_bias!r} must map token ids to numbers, as {{42: -5.0}}"
@@ -108,35 +107,6 @@ class GenerationOptions:
         low, high = BIAS_RANGE
         bias = {i: in_range(f"logit_bias[{i!r}]", b, float, low, high) for i, b in self.logit_bias.items()}
         object.__setattr__(self, "logit_bias", bias)
-
-    def requests(
-        self, prompts: Sequence[Sequence[int]], vocab_size: int, eos_ids: Sequence[int] = ()
-    ) -> list[Request]:
-        """What a decoder is given for each checked prompt; ids in the options are checked here."""
-        biased = checked_ids(list(self.logit_bias), vocab_size, "logit_bias")
-        stops = checked_ids(self.stop_ids, vocab_size, "stop_ids")
-        prediction = checked_ids(self.prediction, vocab_size, "prediction")
-        seeds = batch_seeds(self.seed, len(prompts)) if isinstance(self.seed, int) else list(self.seed)
-        if len(seeds) != len(prompts):
-            raise ValueError(
-                f"seed has {len(seeds)} values for {len(prompts)} prompts; give one integer, or one each"
-            )
-        names = {f.name for f in dataclasses.fields(Request)} & {f.name for f in dataclasses.fields(self)}
-        same = {
-            name: getattr(self, name) for name in names - {"logit_bias", "stop_ids", "logprobs", "prediction"}
-        }
-        return [
-            Request(
-                prompt,
-                **same,
-                sampling=self.sampling(seed),
-                logit_bias=list(zip(biased, self.logit_bias.values(), strict=True)),
-                prediction=prediction,
-                stop_ids=stops + ([] if self.ignore_eos else list(eos_ids)),
-                logprobs=None if self.logprobs is None else min(self.logprobs, vocab_size),
-            )
-            for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
 
     def sampling(self, seed: int) -> Sampling:
         greedy = self.temperature < MIN_TEMPERATURE or self.top_k == 1  # one candidate: nothing to draw
@@ -160,6 +130,11 @@ class GenerationOptions:
         return cls(**options)
 
 
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} = {value!r} must be True or False")
+
+
 def without_logprobs(options: Mapping[str, Any]) -> Mapping[str, Any]:
     if options.get("logprobs") is not None:
         raise ValueError(
@@ -174,18 +149,17 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     As Transformers' generate() applies that file: without do_sample the repetition penalty alone counts, with
     it top_k is 50 unless it says otherwise. A do_sample of false is a temperature of 0.
     """
-    said = {name: value for name, value in generation_config.items() if value is not None}
+    settings = {name: value for name, value in generation_config.items() if value is not None}
     names = ["repetition_penalty"]
-    greedy = {"temperature": 0.0} if said.get("do_sample") is False else {}
-    found: dict[str, Any] = {}
-    if said.get("do_sample"):
+    wanted: dict[str, Any] = {}
+    if settings.get("do_sample"):
         names += ["temperature", "top_k", "top_p", "min_p"]
-        found = {"temperature": 1.0, "top_k": 50}
-    found |= {name: said[name] for name in names if name in said}
-    off = GenerationOptions()
-    options = GenerationOptions(**found)  # ValueError for what the file gets wrong
-    changed = {name: getattr(options, name) for name in found if getattr(options, name) != getattr(off, name)}
-    return greedy | changed
+        wanted = {"temperature": 1.0, "top_k": 50}
+    wanted |= {name: settings[name] for name in names if name in settings}
+    off = vars(GenerationOptions())
+    options = vars(GenerationOptions(**wanted))  # ValueError for what the file gets wrong
+    changed = {name: options[name] for name in wanted if options[name] != off[name]}
+    return {"temperature": 0.0, **changed} if settings.get("do_sample") is False else changed
 
 
 def conversation_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,16 +182,3 @@ def in_range(name: str, value: Any, kind: type, low: float, high: float) -> Any:
     if not low <= value <= high:
         raise ValueError(f"{name} = {value!r} is outside {low} to {high}")
     return kind(value)
-
-
-def checked_ids(ids: Any, vocab_size: int, what: str) -> list[int]:
-    """Token ids as a list of Python ints, each in 0 .. vocab_size - 1, else ValueError."""
-    array = np.asarray(ids)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(
-            f"{what} must be a flat sequence of integers, not {type(ids).__name__} of shape {array.shape}"
-        )
-    bad = array[(array < 0) | (array >= vocab_size)] if array.size else array
-    if bad.size:
-        raise ValueError(f"{what} holds {int(bad[0])}, outside the vocabulary of 0 to {vocab_size - 1}")
-    return [int(i) for i in array]

@@ -41,6 +41,10 @@ AUTO_MAP = {
     "AutoModel": "modeling_laneformer.LaneformerModel",
     "AutoModelForCausalLM": "modeling_laneformer.LaneformerForCausalLM",
 }
+CODE = (
+    "cache.py", "config.py", "initialization.py", "lanes.py", "model.py", "mtp.py", "positions.py", "ropes.py",
+    "hf/configuration_laneformer.py", "hf/modeling_laneformer.py",
+)  # fmt: skip
 CHAT = "only `user` and `assistant` messages; system messages are ignored"
 CHAT_WITH_TOOLS = (
     "system messages, tools, their calls and results (role `tool`), as the model was trained on them"
@@ -239,22 +243,9 @@ def write_configs(folder: Path, config: LaneformerConfig, dtype: DType, token_id
 def write_code(folder: Path) -> None:
     """The files of remote code, in one flat folder, so `from ..model` becomes `from .model`."""
     package = Path(__file__).parent.parent
-    ours = (
-        "config.py",
-        "experts.py",
-        "initialization.py",
-        "linear.py",
-        "model.py",
-        "norms.py",
-        "positions.py",
-        "ropes.py",
-        "variant.py",
-    )
-    for source in (*ours, "hf/configuration_laneformer.py", "hf/modeling_laneformer.py"):
-        text = (package / source).read_text()
-        (folder / Path(source).name).write_text(
-            re.sub(r"^from \.\.(\w)", r"from .\1", text, flags=re.MULTILINE)
-        )
+    for source in CODE:
+        text = re.sub(r"^from \.\.(\w)", r"from .\1", (package / source).read_text(), flags=re.MULTILINE)
+        (folder / Path(source).name).write_text(text)
 
 
 def model_card(

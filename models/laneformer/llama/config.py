@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import LaneformerConfig
-from ..variant import Experts, Variant
 from .rope import rope_fields
+from .variant import Experts, FamilyConfig, Variant
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
          "max_position_embeddings")  # fmt: skip
@@ -173,8 +173,8 @@ def translated(values: Mapping[str, Any], lanes: int) -> LaneformerConfig:
     layers = range(read["num_hidden_layers"])
     nope = layers_without_rope(read, layers) if "no_rope_layers" in family.optional else ()
     window, windowed = windows(read, family, layers, nope)
-    config = LaneformerConfig(
-        **{name: read[family.width if name == "intermediate_size" else name] for name in SIZES},
+    fields: dict[str, Any] = dict(
+        {name: read[family.width if name == "intermediate_size" else name] for name in SIZES},
         num_key_value_heads=read["num_key_value_heads"] or read["num_attention_heads"],
         head_dim=read["head_dim"],
         num_lanes=lanes,
@@ -190,6 +190,7 @@ def translated(values: Mapping[str, Any], lanes: int) -> LaneformerConfig:
         qk_norm=family.qk_norm,
         nope_layers=nope,
     )
+    config = LaneformerConfig(**fields)
     rope = rope_fields(read, config.head_dim, family.ropes)
     variant = Variant(
         **family.variant,
@@ -197,7 +198,9 @@ def translated(values: Mapping[str, Any], lanes: int) -> LaneformerConfig:
         experts=experts(read, family.interleaved),
         **scales(read),
     )
-    return dataclasses.replace(config, **rope, variant=variant)
+    if not variant.differences():
+        return dataclasses.replace(config, **rope)
+    return FamilyConfig(**fields | rope, variant=variant)
 
 
 def text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:

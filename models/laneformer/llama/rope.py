@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..ropes import LLAMA3_KEYS, float32, plain, wavelengths, yarn
-from ..variant import Rope
+from ..ropes import LLAMA3_KEYS, Rope, float32, plain, wavelengths, yarn
 
 KINDS = ("full_attention", "sliding_attention")
 PLAIN = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "original_max_position_embeddings"}

@@ -58,6 +58,7 @@ class Body(BaseModel):
     refused: further known ones, and what to do instead. unused: those without effect, and the values that
     ask for none, so that they need no warning; None: all do. neutral: those that would change the answer,
     and the values with which they do not. renamed: other servers' names of fields. place: of the object.
+    closed: all others are refused.
     """
 
     model_config = ConfigDict(strict=True)
@@ -66,6 +67,7 @@ class Body(BaseModel):
     neutral: ClassVar[Mapping[str, Sequence[Any]]] = {}
     renamed: ClassVar[Mapping[str, str]] = {}
     place: ClassVar[str] = ""
+    closed: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
@@ -110,7 +112,7 @@ class Body(BaseModel):
             hint = (
                 f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(cls.model_fields))}"
             )
-            if near or reading.strict or len(reading.unused) >= MAX_UNUSED:
+            if near or reading.strict or cls.closed or len(reading.unused) >= MAX_UNUSED:
                 refuse(name, f"{name[:SHOWN_CHARS]} is unknown; {hint}", "unknown_parameter")
         reading.unused[cls.place + name[:SHOWN_CHARS]] = None
 
@@ -171,9 +173,9 @@ def refusal(errors: Sequence[Any]) -> RequestError:
     if expected is not None:
         path = path[: path.index(expected) + 1]  # pydantic goes on with the type that it tried
     if error["type"] == "refused":
-        return RequestError(
-            error["ctx"]["message"], spelled([*path, error["ctx"]["field"]]), error["ctx"]["code"]
-        )
+        refused = error["ctx"]
+        param = spelled(path if expected else [*path, refused["field"]])
+        return RequestError(refused["message"], param, refused["code"])
     if not path:
         return RequestError(f"the body is not a JSON object: {error['msg']}", None, "invalid_json")
     if error["type"] == "missing":

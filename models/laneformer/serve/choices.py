@@ -43,7 +43,7 @@ class Piece(NamedTuple):
     stop: str | None = None
 
 
-def joined(pieces: Sequence[Piece]) -> Piece:
+def join_pieces(pieces: Sequence[Piece]) -> Piece:
     """All pieces of one choice as one."""
     tokens = [token for piece in pieces for token in piece.tokens]
     ids, text = [i for piece in pieces for i in piece.ids], "".join(piece.text for piece in pieces)
@@ -156,27 +156,24 @@ class Choices:
             self.cancel()
 
     async def _merged(self) -> AsyncGenerator[Piece, None]:
-        news: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
+        news: asyncio.Queue[Piece | asyncio.Task[None]] = asyncio.Queue()
 
         async def follow(choice: int) -> None:
-            try:
-                async for piece in self._choice(choice):
-                    news.put_nowait(piece)
-                news.put_nowait(None)
-            except Exception as error:
-                news.put_nowait(error)
+            async for piece in self._choice(choice):
+                news.put_nowait(piece)
 
         tasks = [asyncio.create_task(follow(choice)) for choice in range(len(self.generated))]
+        for task in tasks:
+            task.add_done_callback(news.put_nowait)
         try:
             left = len(tasks)
             while left:
                 piece = await news.get()
-                if isinstance(piece, Exception):
-                    raise piece
-                if piece is None:
-                    left -= 1
-                else:
+                if isinstance(piece, Piece):
                     yield piece
+                else:
+                    piece.result()  # raises what has ended it
+                    left -= 1
         finally:
             for task in tasks:
                 task.cancel()

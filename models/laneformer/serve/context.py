@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from .. import __version__
 from ..engine import GenerationOptions
 from ..engine.channels import BEGIN, speaks_harmony
-from ..engine.options import checked_ids, conversation_defaults
+from ..engine.options import conversation_defaults
+from ..engine.requests import checked_ids
 from ..prompts import SECRET_DIGITS, PromptEncoder
 from .bodies import MAX_VALUES, RequestError
 from .grammar import Grammars

@@ -127,7 +127,8 @@ class AnswerResponse(Response):
         end = ""
         try:
             async for events in self._answer:
-                await self._write(events)
+                if events:
+                    await self._write(events)
         except Exception as error:
             if not self._writes:
                 raise

@@ -17,7 +17,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ..config import LaneformerConfig
 from ..model import deliver, run_layers
-from ..positions import draft_mask, rope_table
+from ..mtp import draft_mask
+from ..positions import rope_table
 from .attention import draft_blocks
 from .loss import IGNORE_INDEX
 

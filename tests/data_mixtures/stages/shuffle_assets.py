@@ -18,7 +18,7 @@ import xxhash
 from rich.console import Console
 
 from data_mixtures import shards, tokenizer
-from data_mixtures.readers import origins
+from data_mixtures.readers import local
 from data_mixtures.recipe import LocalSource, Recipe, TokenizerFile, TokenizerTraining
 from data_mixtures.stages import blocks, manifest, shuffle, sorted_runs, stage
 from data_mixtures.stages.stage import Unit
@@ -68,7 +68,7 @@ def text_of(tokens: Sequence[int]) -> str:
 
 def origin_of(text: str) -> str:
     """None for some documents, as of a source without provenance."""
-    return origins.origin(f"\u00fc/{text[:5]}", len(text), {}) if len(text) % 5 else ""
+    return local.origin(f"\u00fc/{text[:5]}", len(text), {}) if len(text) % 5 else ""
 
 
 @dataclass(frozen=True)

@@ -41,32 +41,26 @@ def write_dataset(path: Path, problems: Sequence[dict[str, Any]] = PROBLEMS) -> 
     return path
 
 
-LIBC = "import ctypes, os, time\nlibc = ctypes.CDLL(None)\n"
 ANSWER = "def double(x):\n    return 2 * x\n"
 # each would also answer rightly if it got away with what it does first
 HOSTILE = {
-    "fork bomb": LIBC + "def double(x):\n    while True:\n        libc.fork()\n",
-    "fork bomb that leaves": LIBC
-    + "def double(x):\n    for _ in range(1000):\n        if libc.fork() == 0:\n"
-    + "            libc.setsid()\n            libc.prctl(1, 0)\n            while True:\n                libc.fork()\n"
-    + "    raise SystemExit\n",
+    "fork bomb": "import ctypes\nlibc = ctypes.CDLL(None)\ndef double(x):\n    while True:\n        libc.fork()\n",
     "endless loop": "def double(x):\n    while True:\n        try:\n            while True: pass\n"
     "        except BaseException: pass\n",
     "memory": "def double(x):\n    held = []\n    while True:\n        held.append(bytearray(b'x' * 2**27))\n",
-    "memory of many": LIBC
-    + "def double(x):\n    for _ in range(12): libc.fork()\n    held = bytearray(b'x' * 2**30)\n    time.sleep(60)\n",
-    "memory of no process": "import os\ndef double(x):\n    held = [os.memfd_create(str(i)) for i in range(200)]\n"
-    "    for file in held:\n        for _ in range(2**6): os.write(file, b'x' * 2**20)\n    return 2 * x\n",
     "threads": "import threading, time\ndef double(x):\n    while True:\n"
     "        threading.Thread(target=time.sleep, args=(60,)).start()\n",
-    "huge file": "import os\ndef double(x):\n    f = os.open('/tmp/huge', os.O_RDWR | os.O_CREAT)\n"
-    "    while True: os.write(f, b'x' * 2**20)\n",
-    "kill the parent": LIBC
-    + "def double(x):\n    libc.kill(os.getppid(), 9)\n    libc.kill(-1, 9)\n    os._exit(0)\n",
-    "kill everything": LIBC
-    + "def double(x):\n    for pid in range(2, 40000):\n        libc.kill(pid, 9)\n    os._exit(0)\n",
-    "undo the mounts": LIBC + "def double(x):\n    assert libc.umount2(b'/tmp', 2) == 0\n    return 2 * x\n",
+    "kill everything": "import ctypes, os\ndef double(x):\n    for pid in (os.getppid(), -1, *range(2, 40000)):\n"
+    "        ctypes.CDLL(None).kill(pid, 9)\n    os._exit(0)\n",
 }
+# behind the function, where nobody reads: right for EvalPlus, which takes the function alone
+BEHIND = (
+    "def main():\n    print(double(int(input())))\nmain()",
+    "import sys, unittest\nsys.exit(unittest.main())",
+    "assert double(1) == 3",
+    "raise SystemExit",
+    "for line in open('input.txt'):\n    print(double(int(line)))",
+)
 
 
 # each would be found right if it could decide, or read, what is right; what it returns is wrong
@@ -124,21 +118,20 @@ UNEQUAL = {
 }
 
 
-def only_if(act: str) -> str:
-    """A solution that is right only if it could do `act` first."""
-    return f"import os, socket\n{LIBC}def double(x):\n    {act}\n    return 2 * x\n"
-
-
 def escapes(victim: Path, new: Path, hidden: Path, port: int) -> dict[str, str]:
     """Solutions that are right only if they reached something of this machine.
 
     hidden: a folder that lies below none of those that the sandbox shows; that needs no right to read it.
     """
+    acts = {
+        "delete a file": f"os.unlink({str(victim)!r})",
+        "write a file": f"os.open({str(new)!r}, os.O_RDWR | os.O_CREAT)",
+        "read a file": f"os.open({str(victim)!r}, os.O_RDONLY)",
+        "find a folder": f"os.lstat({str(hidden)!r})",
+        "connect": f"socket.create_connection(('127.0.0.1', {port}), 2)",
+        "read a key": "assert os.environ['OPENAI_API_KEY']",
+    }
     return {
-        "delete a file": only_if(f"assert libc.unlink({str(victim).encode()!r}) == 0"),
-        "write a file": only_if(f"os.open({str(new)!r}, os.O_RDWR | os.O_CREAT)"),
-        "write to the system": only_if("os.open('/usr/new', os.O_RDWR | os.O_CREAT)"),
-        "read a file": only_if(f"os.open({str(victim)!r}, os.O_RDONLY)"),
-        "find a folder": only_if(f"os.lstat({str(hidden)!r})"),
-        "connect": only_if(f"socket.create_connection(('127.0.0.1', {port}), 2)"),
+        name: f"import os, socket\ndef double(x):\n    {act}\n    return 2 * x\n"
+        for name, act in acts.items()
     }

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from concurrent.futures import Future, wait
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from evals.code import answers as code_answers
 from evals.code.__main__ import is_chat
 from evals.code.answers import INSTRUCTION, Model, Sampling, collect, prompt_of
 from evals.code.score import Dataset, open_dataset
-from evals.scorer import Source, fast_tokenizer
+from evals.scorer import Answer, Source, fast_tokenizer
 from tests.evals.code.code_assets import PROBLEMS, write_dataset
 from tests.evals.code.conftest import Endpoint
 from tests.evals.core.core_assets import write_laneformer
@@ -25,19 +24,17 @@ def dataset(tmp_path: Path) -> Dataset:
     return open_dataset(write_dataset(tmp_path / "d.jsonl"))
 
 
-def test_sampling_that_makes_no_sense_is_refused() -> None:
+def test_samplings() -> None:
+    """Those that make no sense are refused; every answer has a seed of its own, which repeats."""
     wrong: list[dict[str, Any]] = [{"n": 2}, {"n": 0}, {"temperature": -1.0}, {"top_p": 0.0}]
     for options in (*wrong, {"max_new_tokens": 0}):
         with pytest.raises(ValueError, match="temperature"):
             Sampling(**options)
-
-
-def test_every_answer_has_a_seed_of_its_own() -> None:
     asked = [(f"HumanEval/{i}", k) for i in range(50) for k in range(3)]
     samplings = [Sampling(n=3, temperature=1.0, seed=5), Sampling(seed=6)]
-    seeds = [sampling.seed_of(*key) for sampling in samplings for key in asked]
-    assert len(set(seeds)) == len(seeds)
-    assert all(0 <= seed < 2**31 for seed in seeds)
+    seeds = {sampling.seed_of(*key) for sampling in samplings for key in asked}
+    assert len(seeds) == 2 * len(asked)
+    assert 0 <= min(seeds) <= max(seeds) < 2**31
     assert samplings[0].seed_of("HumanEval/7", 1) == Sampling(seed=5).seed_of("HumanEval/7", 1)
 
 
@@ -60,7 +57,7 @@ def test_answers_of_an_endpoint(
     first = endpoint.seen[0]
     assert (first["path"], first["authorization"]) == ("/v1/chat/completions", "Bearer k")
     content = INSTRUCTION.format(prompt=PROBLEMS[0]["prompt"].strip())
-    assert first["messages"] == [{"role": "user", "content": content}]
+    assert [{"role": "user", "content": content}] in [body["messages"] for body in endpoint.seen]
     assert {body["seed"] for body in endpoint.seen} == {row["seed"] for row in rows}
     completions = collect(dataset, model_at(endpoint, Sampling(), chat=False), tmp_path / "completions")
     last = endpoint.seen[-1]
@@ -80,7 +77,7 @@ def test_a_run_continues_where_it_ended(endpoint: Endpoint, dataset: Dataset, tm
     path = tmp_path / "r/answers.jsonl"
     before = path.read_text()
     assert len(before.splitlines()) == 1
-    path.write_text(before + '{"task_id": "HumanEval/901", "sam')  # as a crash leaves it
+    path.write_text(before + '{"name": "HumanEval/901", "ans')  # as a crash leaves it
     endpoint.statuses, endpoint.seen = [], []
     for _ in range(2):
         assert answer() == [p["task_id"] for p in PROBLEMS]
@@ -93,16 +90,23 @@ def test_a_run_continues_where_it_ended(endpoint: Endpoint, dataset: Dataset, tm
 def test_a_failure_loses_no_answer_that_arrived(
     endpoint: Endpoint, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The failure is seen first, although an answer arrived before it."""
+    """The first problem fails once the others are answered."""
+    model, answered = model_at(endpoint, Sampling(), parallel=2), threading.Semaphore(0)
+    give = model.answer
 
-    def failures_first(asked: list[Future[None]]) -> list[Future[None]]:
-        return sorted(wait(asked).done, key=lambda future: future.exception() is None)
+    def answer(prompt: str, seed: int, stops: tuple[str, ...]) -> Answer:
+        if PROBLEMS[0]["prompt"].strip() in prompt:
+            for _ in PROBLEMS[1:]:
+                answered.acquire()
+            raise ValueError("broken")
+        answer = give(prompt, seed, stops)
+        answered.release()
+        return answer
 
-    monkeypatch.setattr(code_answers, "as_completed", failures_first)
-    endpoint.statuses = [200, *[400] * 50]
-    with pytest.raises(ValueError, match="refused the request"):
-        collect(dataset, model_at(endpoint, Sampling()), tmp_path / "r")
-    assert len((tmp_path / "r/answers.jsonl").read_text().splitlines()) == 1
+    monkeypatch.setattr(model, "answer", answer)
+    with pytest.raises(ValueError, match="broken"):
+        collect(dataset, model, tmp_path / "r")
+    assert len((tmp_path / "r/answers.jsonl").read_text().splitlines()) == len(PROBLEMS) - 1
 
 
 def test_a_refusal_is_not_asked_again(endpoint: Endpoint) -> None:
@@ -122,22 +126,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_engine_answers_a_chat_as_its_template_says(folder: Path) -> None:
-    model = Model(folder, Source(), True, Sampling(temperature=0.9, max_new_tokens=12))
-    answer, finish = model.answer("double it", 11, ())
+def test_the_engine_answers_chats_and_completes_functions(folder: Path) -> None:
+    chat = Model(folder, Source(), True, Sampling(temperature=0.9, max_new_tokens=12))
+    engine: Any = chat.scorer
     tokenizer, turns = fast_tokenizer(folder), [{"role": "user", "content": "double it"}]
     ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
-    new = model.scorer.engine.generate(ids, max_new_tokens=12, temperature=0.9, seed=11)  # type: ignore[attr-defined]
-    assert answer == model.scorer.text_after(ids, [id_ for id_ in new if id_ != 2])
-    assert finish == ("stop" if new[-1] == 2 else "length")
-
-
-def test_the_engine_completes_a_function(folder: Path) -> None:
+    new = engine.engine.generate(ids, max_new_tokens=12, temperature=0.9, seed=11)
+    text = engine.text_after(ids, [id_ for id_ in new if id_ != 2])
+    assert chat.answer("double it", 11, ()) == (text, "stop" if new[-1] == 2 else "length")
     prompt = prompt_of(PROBLEMS[0], chat=False)
     model = Model(folder, Source(), False, Sampling(max_new_tokens=12))
-    whole, finish = model.answer(prompt, 0, ())
-    assert whole == model.scorer.engine.generate_text(prompt, max_new_tokens=12)  # type: ignore[attr-defined]
-    assert finish == "length"
+    whole = engine.engine.generate_text(prompt, max_new_tokens=12)
+    assert model.answer(prompt, 0, ()) == (whole, "length")
     stop = whole[3:6]
     assert model.answer(prompt, 0, (stop,)) == (whole[: whole.index(stop)], "stop")
     with pytest.raises(ValueError, match="leaves no room"):

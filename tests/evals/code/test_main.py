@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from evals.code import score
-from evals.code.__main__ import Scoring, main, pass_at_k, results_of, solutions
+from evals.code.__main__ import Scoring, figures_of, main, pass_at_k, results_of, solutions
 from evals.code.sandbox import find_sandbox
 from evals.code.score import open_dataset
 from evals.compare import compare
@@ -29,8 +29,9 @@ def test_pass_at_k_is_the_mean_over_all_choices() -> None:
             choices = list(itertools.combinations([i < passed for i in range(n)], k))
             exact = Fraction(sum(map(any, choices)), len(choices))
             # one division and one subtraction of numbers up to 1
-            assert pass_at_k([(n, passed)], k) == pytest.approx(float(exact), abs=2**-52)
-    assert pass_at_k([(20, 20), (20, 0)], 10) == 0.5
+            assert pass_at_k(n, passed, k) == pytest.approx(float(exact), abs=2**-52)
+    scored = {"a": [(True, True)] * 20, "b": [(True, False)] * 20}
+    assert figures_of(scored, 20)["pass@k"]["10"] == {"base": 1, "plus": 0.5}
 
 
 @needs_sandbox
@@ -58,37 +59,42 @@ def test_the_command(endpoint: Endpoint, tmp_path: Path) -> None:
     tasks = compare(*(tmp_path / each["items"] for each in records))["tasks"]
     figures = {task: (row["n"], row["a"], row["b"]) for task, row in tasks.items()}
     assert figures == dict.fromkeys(("humaneval", "humaneval+"), (3, 1, 1))
-    (outputs,) = (tmp_path / "cache/expected").iterdir()
-    assert outputs.name == f"{open_dataset(path).md5}.jsonl"
+    outputs = (tmp_path / "cache/expected" / open_dataset(path).md5).iterdir()
+    assert len([*outputs]) == 2 * 3, "of base and plus tests"
     for sample in read_lines(tmp_path / "r/samples.jsonl"):
         assert sample["selected"].startswith("def ")
         assert (sample["rule"], sample["base"], sample["plus"]) == ("block", "pass", "pass")
 
 
 def test_a_completion_is_the_prompt_and_what_parses_of_the_answer(tmp_path: Path) -> None:
+    """Answers that Python parses and does not print are nobody else's harm."""
     dataset = open_dataset(write_dataset(tmp_path / "d.jsonl"))
-    answer = {"task_id": "HumanEval/900", "sample": 0, "answer": "    return 2 * x\n\ndef cut(x, y"}
-    (row,) = solutions([answer], chat=False, dataset=dataset)
-    assert (row["task_id"], row["sample"], row["rule"]) == ("HumanEval/900", 0, "completion")
-    assert row["solution"] == row["selected"]
-    assert row["solution"].startswith("def double(x):")
-    assert row["solution"].strip().endswith("return 2 * x")
+    deep = "    raise " + "".join(f"E{i}(" for i in range(150)) + ")" * 150
+    for body in (
+        "    return 2 * x",
+        f"    return 2 * x + 0x{'f' * 4000}",
+        deep,
+        "    return x" + ".y" * 1200,
+    ):
+        answer = {"task_id": "HumanEval/900", "sample": 0, "answer": f"{body}\n\nprint(1)\n\ndef cut(x, y"}
+        (row,) = solutions([answer], chat=False, dataset=dataset)
+        assert (row["task_id"], row["sample"], row["rule"]) == ("HumanEval/900", 0, "completion")
+        assert row["selected"].rstrip() == row["solution"].rstrip() + "\n\nprint(1)"
+        assert row["solution"].startswith("def double(x):")
+        assert row["solution"].rstrip().endswith(body)
 
 
 def test_folders_of_results(tmp_path: Path) -> None:
     """One per checkpoint and setting, the same one when a command is given again."""
     asked = [(1, {"seed": 0}), (2, {"seed": 0}), (1, {"seed": 1}), (1, {"seed": 0})]
-    one, two, other, again = (
-        results_of(About(tmp_path / "evals.jsonl", step), settings) for step, settings in asked
-    )
-    assert len({one, two, other}) == 3
-    assert one == again
-    assert one.parent == tmp_path / "items"
+    folders = [results_of(About(tmp_path / "evals.jsonl", step), settings) for step, settings in asked]
+    assert len(set(folders)) == 3
+    assert folders[0] == folders[3]
+    assert folders[0].parent == tmp_path / "items"
 
 
 def test_solutions_share_the_cores_of_their_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of those that a watcher with --cpus 28-31 may use, not half of the node's."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {*range(28, 32)})
-    monkeypatch.setattr(os, "cpu_count", lambda: 192)
     names = runpy.run_path(str(Path(score.__file__).with_name("__main__.py")), run_name="started_now")
     assert names["Scoring"]().parallel == 2

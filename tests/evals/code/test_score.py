@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from evals.code.sandbox import find_sandbox
 from evals.code.score import LIMITS, Judge, numpy_folder, open_dataset, reference
 from tests.evals.code.code_assets import (
     ANSWER,
+    BEHIND,
     EQUAL,
     FLOAT_LIES,
     HOSTILE,
@@ -34,11 +36,15 @@ Verdicts = dict[str, list[tuple[bool, bool]]]
 
 
 def test_a_data_set_is_known_by_its_content(tmp_path: Path) -> None:
-    dataset = open_dataset(write_dataset(tmp_path / "d.jsonl"))
-    assert (dataset.name, len(dataset.problems)) == ("humaneval", 3)
-    assert dataset.version == f"unknown, 3 problems, md5 {dataset.md5}"
-    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(dataset.content))
-    assert open_dataset(tmp_path / "d.jsonl.gz").md5 == dataset.md5
+    path = write_dataset(
+        tmp_path / "d.jsonl", [*PROBLEMS, problem(903, "minus", "return -x", [[math.inf]], [])]
+    )
+    dataset = open_dataset(path)
+    assert (dataset.name, len(dataset.problems)) == ("humaneval", 4)
+    assert dataset.version == f"unknown, 4 problems, md5 {dataset.md5}"
+    assert dataset.problems[3]["base_input"] == [[math.inf]], "as in MBPP+"
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+    assert open_dataset(tmp_path / "d.jsonl.gz") == dataset
 
 
 def test_what_is_no_data_set_is_refused(tmp_path: Path) -> None:
@@ -71,34 +77,18 @@ def scores_of(judge: Judge, solutions: Mapping[int, Sequence[str]]) -> Verdicts:
 
 
 @needs_sandbox
-def test_a_sandbox_that_does_not_hold_ends_the_evaluation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    judge = judge_of(tmp_path)
-    monkeypatch.setattr(score, "as_nobody", list)
-    no_sandbox = ["sh", "-c", 'shift; shift; exec "$@"', "0"]
-    for command, reason in (
-        (["/bin/false"], r"a sandbox did not start: /bin/false"),
-        (no_sandbox, "the sandbox of a solution does not hold"),
-    ):
-        monkeypatch.setattr(score, "sandbox_options", lambda readable, command=command: command)
-        with pytest.raises(ValueError, match=reason):
-            judge.control()
-
-
-@needs_sandbox
-def test_a_reference_solution_that_fails_is_named_and_nothing_is_kept(tmp_path: Path) -> None:
+def test_a_reference_solution_that_fails_is_named(tmp_path: Path) -> None:
     broken = problem(906, "broken", "return x[0]", [[[1]], [[]]], [[[2]]])
     reason = r"the reference solution of HumanEval/906, input 1 of 2 gives no output"
     with pytest.raises(ValueError, match=reason):
         judge_of(tmp_path, problems=[PROBLEMS[0], broken]).control()
-    assert not list((tmp_path / "cache/expected").iterdir())
 
 
 @pytest.mark.job
 @needs_sandbox
-def test_hostile_solutions_fail_and_harm_nobody(tmp_path: Path) -> None:
+def test_hostile_solutions_fail_and_harm_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All in one evaluation with right solutions, which must still be found right."""
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
     judge = judge_of(tmp_path, min_time_limit_s=1.0)  # as long as the endless ones run
     assert judge.control()["passed"] == 3  # also makes the expected outputs
     victim, new = tmp_path / "victim", tmp_path / "new"
@@ -119,20 +109,18 @@ def test_hostile_solutions_fail_and_harm_nobody(tmp_path: Path) -> None:
     assert scored["HumanEval/901"] == scored["HumanEval/902"] == [(True, True)]
     assert victim.read_text() == "whole"
     assert not new.exists()
-    assert not Path("/usr/new").exists()
     assert not list(tmp_path.glob(".work-*"))
 
 
 @needs_sandbox
 def test_solutions_that_lie_about_their_tests_are_wrong(tmp_path: Path) -> None:
-    """What is equal to the expected value is right all the same, whatever its type."""
+    """What is equal to the expected value is right all the same, whatever its type and whatever stands behind it."""
     third = problem(904, "third", "return x / 3", [[1]], [[2]])
     counts = problem(905, "counts", "return {c: x.count(c) for c in x}", [["aab"]], [["b"], [""]])
     wrong: dict[int, dict[str, str]] = {900: LIES, 904: FLOAT_LIES, 905: UNEQUAL}
-    near = {"near": "def third(x):\n    return x / 3 + 1e-9\n"}
     right = {
-        900: {"it": ANSWER},
-        904: {"it": reference(third), **near},
+        900: {end: f"{ANSWER}\n{end}" for end in BEHIND},
+        904: {"it": reference(third), "near": "def third(x):\n    return x / 3 + 1e-9\n"},
         905: {"it": reference(counts), **EQUAL},
     }
     judge = judge_of(tmp_path, problems=[PROBLEMS[0], third, counts])
@@ -146,13 +134,10 @@ def test_solutions_that_lie_about_their_tests_are_wrong(tmp_path: Path) -> None:
 @needs_sandbox
 def test_solutions_that_pass_the_base_tests_only(tmp_path: Path) -> None:
     judge = judge_of(tmp_path)
-    judge.control()
     scored = scores_of(judge, {901: ["def absolute(x):\n    return x", reference(PROBLEMS[1])]})
     assert scored["HumanEval/901"] == [(True, False), (True, True)]
-    figures = figures_of(scored, 1)
-    assert figures["pass@1_base"] == 1
-    # 1/2, 1 and 1 of three problems: one rounding each in the sum and in the mean
-    assert figures["pass@1_plus"] == pytest.approx(2.5 / 3, rel=2**-51)
+    figures = figures_of({"HumanEval/901": scored["HumanEval/901"][:1], "b": [(True, True)]}, 1)
+    assert (figures["pass@1_base"], figures["pass@1_plus"]) == (1, 0.5)
 
 
 @needs_sandbox
@@ -164,8 +149,7 @@ def test_the_limit_on_memory_is_for_what_a_solution_adds(
     zeros = problem(903, "zeros", "return bytes(x)", [[2**24]], [[1]])
     once = "def zeros(x):\n    return bytes(x)"
     twice = "def zeros(x):\n    held = bytes(8 * x)\n    return bytes(x)"
-    dataset = open_dataset(write_dataset(tmp_path / "d.jsonl", [zeros]))
-    scored = scores_of(Judge(dataset, find_sandbox(), tmp_path, tmp_path / "cache"), {903: [once, twice]})
+    scored = scores_of(judge_of(tmp_path, [zeros]), {903: [once, twice]})
     assert scored == {"HumanEval/903": [(True, True), (False, False)]}
 
 

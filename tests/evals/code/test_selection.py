@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import time
 
 from evals.code.selection import longest_beginning, target_function, without_demonstration
@@ -30,34 +29,24 @@ BLOCKS = {  # the rule "block": name: (answer, code)
     "one block": (fenced(ADD), ADD),
     "in the second block": ("Sure!\n" + fenced(HELPER) + "then\n" + fenced(ADD), ADD),
     "no tag": (fenced(ADD, ""), ADD),
-    "another tag": (fenced(ADD, "py title=add"), ADD),
-    "a space before the tag": (fenced(ADD, " Python"), ADD),
     "the end is missing": ("```python\n" + ADD, ADD),
     "an end is missing before it": ("```python\n" + HELPER + "\n" + fenced(ADD), ADD),
-    "four backticks": (fenced(ADD, fence="````"), ADD),
     "four backticks, ended by three": ("````python\n" + ADD + "\n```\n", ADD),
-    "tilde fences": (fenced(ADD, fence="~~~"), ADD),
     "tildes around backticks": ("~~~\n" + fenced(ADD) + "~~~\n", ADD),
     "indented in a list": ("1. So:\n   ```python\n   def add(a, b):\n       return a + b\n   ```\n", ADD),
     "longer tests after it": (fenced(ADD) + "and tests:\n" + fenced(TESTS), ADD),
     "tests before it": (fenced(TESTS) + fenced(ADD), ADD),
-    "a longer name before it": (fenced("def add_all(x):\n    return sum(x)") + fenced(ADD), ADD),
     "a comment that names it": (fenced("# def add(a, b): see below\nx = 1") + fenced(ADD), ADD),
     "prose that names it": ("I write def add(a, b): as asked.\n" + fenced(ADD) + "def add is done.", ADD),
-    "a lambda": (fenced("add = lambda a, b: a + b"), "add = lambda a, b: a + b"),
-    "async": (fenced("async " + ADD), "async " + ADD),
     "a decorator": (fenced(CACHED), CACHED),
     "a method before the function": (fenced(METHOD_FIRST), METHOD_FIRST),
-    "a class with a method, then the function": (fenced(CLASS) + fenced(ADD), ADD),
     "its name in a docstring": (fenced(IN_DOCSTRING), IN_DOCSTRING),
     "a fence in its docstring": (fenced(DOCUMENTED), DOCUMENTED),
     "a fence without a tag in its docstring": (fenced(BARE) + "Done.\n" + fenced(TESTS), BARE),
     "text before the fence": ("Here: " + fenced(ADD) + "Done", ADD),
     "the end glued to the code": ("```python\n" + ADD + "```\nDone", ADD),
     "a draft that is thought": ("<think>\n" + fenced(WRONG) + "</think>\n" + fenced(ADD), ADD),
-    "a better draft that is thought": ("<think>" + fenced(ADD) + "</think>" + fenced(MORE), MORE),
     "a signature first": (fenced(STUB) + "Now in full:\n" + fenced(ADD), ADD),
-    "a signature with dots first": (fenced("def add(a, b): ...") + fenced(ADD), ADD),
     "a signature last": (fenced(ADD) + "It keeps the signature\n" + fenced("def add(a, b):\n    pass"), ADD),
     "not implemented first": (fenced("def add(a, b):\n    raise NotImplementedError") + fenced(ADD), ADD),
     "a corrected version": (fenced(WRONG) + "Wait, no:\n" + fenced(ADD), ADD),
@@ -120,11 +109,13 @@ NEEDED = [  # what EvalPlus's sanitize takes away, or reorders: right code was s
 def test_what_only_shows_the_function_is_left_out() -> None:
     for shown in SHOWN:
         assert without_demonstration(f"{ADD}\n\n{shown}", "add") == ADD
+        assert without_demonstration(f"{shown}\n# 1\n{ADD}", "add") == f"# 1\n{ADD}", "all else to the letter"
 
 
 def test_what_a_function_may_need_stays() -> None:
     for needed in NEEDED:
         code = f"{needed}\n\n{ADD}"
         assert without_demonstration(code, "add") == code
-        shown = ast.parse(without_demonstration(f"{code}\nadd(1, 2)", "add"))
-        assert ast.dump(shown) == ast.dump(ast.parse(code))
+        assert without_demonstration(f"{code}\nadd(1, 2)", "add") == code
+    for whole in (f"print(1); ONE = 1\n{ADD}", f"print(1)\r{ADD}", "def add(a, b"):
+        assert without_demonstration(whole, "add") == whole

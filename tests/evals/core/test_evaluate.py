@@ -21,8 +21,6 @@ from evals.core.prompts import Item, Protocol, items
 from evals.core.tasks import TASKS, Bundle
 from evals.items import Partial
 from evals.scorer import Prompt, Scorer, Scores, Source, open_scorer
-from evals.scorer.engine import EngineScorer
-from evals.scorer.hf import PASS_TOKENS, WORTH_A_PASS, TransformersScorer
 from records.evals import NOWHERE, About
 from records.files import read_lines
 from records.items import read_items
@@ -65,7 +63,7 @@ def test_answers_of_each_type_against_plain_sums(tmp_path: Path, write: Any) -> 
                     assert margin > 1e-3
                     assert is_right(scorer, item) == expected
                     right.append(expected)
-                answers = score_task(chosen, bundle, protocol, scorer, None, Partial())
+                answers = score_task(chosen, bundle, Settings(protocol), scorer, Partial())
                 figures = task_figures(chosen, answers, len(right))
                 assert figures["accuracy"] == pytest.approx(sum(right) / len(right), rel=1e-15)
                 assert figures["n"] == figures["n_total"] == len(right)
@@ -181,35 +179,6 @@ def test_all_tasks_give_core(model_dir: Path, tmp_path: Path, monkeypatch: pytes
     assert record["core_v2"] != record["core_v1"]
 
 
-def test_an_interrupted_evaluation_goes_on(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each item once more only if it was not answered; another protocol takes none of the answers."""
-    write_bundle(tmp_path / "data", LABELS)
-    out, whole = tmp_path / "evals.jsonl", run(model_dir, tmp_path / "data")
-    asked, score, most = list[int](), EngineScorer.score, 8  # the five of copa and three of winograd
-
-    def interrupt(self: EngineScorer, left: Any) -> Any:
-        for scores in score(self, left):
-            if len(asked) == most:
-                raise KeyboardInterrupt
-            asked.append(len(scores))
-            yield scores
-
-    monkeypatch.setattr(EngineScorer, "score", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run(model_dir, tmp_path / "data", about=About(out))
-    assert not out.exists()
-    assert len(list(tmp_path.glob(".evals.jsonl.core-*.jsonl"))) == 1
-    most = 99
-    run(model_dir, tmp_path / "data", protocol="dclm", tasks="copa")
-    assert len(asked) == 8 + 5
-    record = run(model_dir, tmp_path / "data", about=About(out))
-    assert len(asked) == 8 + 5 + 4 + 6, "winograd and coqa, of copa nothing"
-    assert record["tasks"] == whole["tasks"]
-    assert not list(tmp_path.glob(".evals.jsonl.core-*"))
-
-
 def test_answers_of_another_model_or_data_are_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,47 +191,6 @@ def test_answers_of_another_model_or_data_are_not_taken(
         assert len(list(tmp_path.glob(".evals.jsonl.core-*.jsonl"))) == count
         if changed:
             changed.write_text(changed.read_text() + "\n")
-
-
-@pytest.mark.parametrize("protocol", ["nanochat", "dclm"])
-def test_the_plan_counts_what_the_engine_reads(
-    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], protocol: Protocol
-) -> None:
-    bundle = write_bundle(tmp_path, LABELS)
-    got = main(model_dir, tmp_path, Settings(protocol=protocol), plan_only=True, tokens_per_s=1000.0)
-    assert "at 1,000 tokens/s" in capsys.readouterr().err
-    scorer = EngineScorer(model_dir, device="cpu")
-    asked = whole = fresh = 0
-    for chosen in (task(label) for label in got["tasks"]):
-        for item in items(chosen, bundle.rows(chosen), protocol, scorer, 128):
-            asked += 1
-            for prompt in item.prompts:
-                score_one(scorer, *prompt)
-                whole += len(prompt.ids) - 1
-                fresh += len(prompt.ids) - 1 - scorer.engine.statistics.reused_tokens
-    scorer.close()
-    assert (got["items"], got["tokens"], got["tokens_shared"]) == (asked, whole, fresh)
-    assert fresh < whole
-    assert set(got["missing"]) == set(bundle.chosen([t.label for t in TASKS])[1])
-
-
-def test_the_plan_counts_the_passes_that_transformers_makes(
-    model_dir: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
-    bundle = write_bundle(tmp_path, LABELS)
-    got = main(model_dir, tmp_path, plan_only=True)
-    scorer = TransformersScorer(model_dir, "cpu")
-    for limits in (PASS_TOKENS, WORTH_A_PASS):
-        monkeypatch.setitem(limits, "cpu", limits["cuda"])  # the plan is of a GPU
-    read = []
-    forward = scorer._model.forward
-    scorer._few_logits = False  # the spy's signature is not the model's
-    scorer._model.forward = lambda input_ids, **given: (
-        read.append(input_ids.numel()) or forward(input_ids, **given)
-    )
-    for label in got["tasks"]:
-        score_task(task(label), bundle, "nanochat", scorer, None, Partial())
-    assert (got["passes"], got["tokens_packed"]) == (len(read), sum(read))
 
 
 def test_the_answer_to_every_item_is_kept(model_dir: Path, tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from evals.core.prompts import (
     nanochat_order,
     spaced,
 )
-from evals.core.tasks import TASKS, Bundle, Row
+from evals.core.tasks import Row
 from evals.scorer import Prompt
-from tests.evals.core.core_assets import CHOICE_ROWS, ROWS, SCHEMA_ROWS, TEXT_ROWS, eval_data, task
+from tests.evals.core.core_assets import CHOICE_ROWS, ROWS, SCHEMA_ROWS, TEXT_ROWS, task
 
 LONG = 1 << 20
 
@@ -195,18 +195,3 @@ def test_an_answer_needs_one_token_before_it() -> None:
     assert cropped(Prompt([1, 2, 3, 4], 2), 3) == Prompt([2, 3, 4], 1)
     with pytest.raises(Unscorable, match="an answer of 3 tokens does not fit into 3"):
         cropped(Prompt([1, 2, 3, 4], 1), 3)
-
-
-# --- the public rows
-
-
-def test_public_rows_give_items() -> None:
-    bundle = Bundle(eval_data())
-    present = [t for t in TASKS if bundle.missing(t) is None]
-    assert len(present) == 20
-    for chosen in present:
-        rows = bundle.rows(chosen)
-        for protocol in ("nanochat", "dclm"):
-            got = list(items(chosen, rows, protocol, Letters(), LONG, most=12))
-            assert len(got) == min(12, len(rows)), chosen.label
-            assert all(0 < p.start < len(p.ids) for item in got for p in item.prompts), chosen.label

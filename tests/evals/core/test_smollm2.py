@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from evals.core.evaluate import score_task
+from evals.core.evaluate import Settings, score_task
 from evals.core.tasks import Bundle
+from evals.items import Partial
 from evals.scorer import Scorer, Source, open_scorer
 from tests.evals.core.core_assets import eval_data, task
 
@@ -38,6 +39,7 @@ def smollm2(request: pytest.FixtureRequest) -> Iterator[Scorer]:
     [("copa", 100, 56), ("bigbench_repeat_copy_logic", 16, 0), ("bigbench_operators", 40, 8)],
 )
 def test_counts_of_the_reference(smollm2: Scorer, label: str, asked: int, right: int) -> None:
-    answers = score_task(task(label), Bundle(eval_data()), "nanochat", smollm2, asked)
+    settings = Settings("nanochat", limit=asked)
+    answers = score_task(task(label), Bundle(eval_data()), settings, smollm2, Partial())
     assert len(answers) == asked
     assert sum(answer["right"] for answer in answers) == right

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from evals.lm_eval.__main__ import Questions, evaluate, figures_of, main, prompt_figures
+from evals.lm_eval.__main__ import Questions, evaluate, main, prompt_figures
 from evals.lm_eval.tasks import ARC_TASKS, check_packages, data_folder, expand_tasks
 from evals.scorer import LOCAL, Answer, Source, fast_tokenizer
 from evals.scorer.engine import EngineScorer
@@ -115,7 +115,6 @@ def test_scores_are_pytorchs_log_softmax(model: ScorerLM, plain: Laneformer) -> 
         # a space belongs to what follows
         before = len(model.tok_encode(context.rstrip())) if context else 1
         ids = model.tok_encode(context + continuation)
-        assert ids[0] == model.tokenizer.bos_token_id
         expected, expected_greedy, allowed = expected_score(plain, ids, before)
         assert abs(score - expected) <= allowed
         assert greedy == expected_greedy
@@ -129,30 +128,26 @@ def test_scores_are_pytorchs_log_softmax(model: ScorerLM, plain: Laneformer) -> 
     assert [greedy for _, greedy in model._loglikelihood_tokens(asked, True)] == [True, False]
 
 
-def test_bos_is_a_choice_that_chats_do_not_double(model: ScorerLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    bos = model.tokenizer.bos_token_id
-    assert model.tok_encode("x") == [bos, *model.tok_encode("x", add_special_tokens=False)]
+def test_bos_is_a_choice_that_chats_do_not_double(
+    model: ScorerLM, hf_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the tokenizer adds it by itself or not."""
+    bos, plain_ids = model.tokenizer.bos_token_id, model.tok_encode("x", add_special_tokens=False)
     turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is"}]
     asked = model.apply_chat_template(turns[:1])
     assert model.apply_chat_template(turns, add_generation_prompt=False) == asked + "It is"
     for text in ("<s>x", asked, "<s>" + asked):  # some templates write BOS themselves
         assert model.tok_encode(text)[:2].count(bos) == 1
-    monkeypatch.setattr(model, "add_bos", False)
-    assert bos not in model.tok_encode("x")
-
-
-def test_a_tokenizer_that_adds_no_bos_gets_one(hf_dir: Path, model: ScorerLM, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(hf_dir, tmp_path / "bare", ignore=shutil.ignore_patterns(".packed")))
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer | {"post_processor": None}))
-    bare = open_model(folder)
-    assert bare.tokenizer.encode("x") == model.tok_encode("x", add_special_tokens=False)
-    answers = score_pairs(bare)
-    assert answers == score_pairs(model)
-    bare.add_bos = False
-    changes = np.subtract([nats for nats, _ in answers], [nats for nats, _ in score_pairs(bare)])
-    assert np.abs(changes).max() > 0.01, "the comparison would not see a BOS that is missing"
-    bare.scorer.close()
+    bare = fast_tokenizer(folder)
+    assert bare.encode("x") == plain_ids
+    for each in (model.tokenizer, bare):
+        monkeypatch.setattr(model, "tokenizer", each)
+        assert model.tok_encode("x") == [bos, *plain_ids]
+    monkeypatch.setattr(model, "add_bos", False)
+    assert bos not in model.tok_encode("x")
 
 
 def test_prompts_that_do_not_fit_are_counted(
@@ -208,24 +203,18 @@ def scores_by_question(result: dict[str, Any]) -> dict[tuple[str, int], np.ndarr
     }
 
 
-@pytest.fixture(scope="module")
-def in_process(model: ScorerLM, hf_dir: Path, data: Path) -> dict[str, Any]:
-    with data_folder(data, ARC_TASKS):
-        return evaluate(model, ARC_TASKS, hf_dir, num_fewshot=0)
-
-
-@pytest.mark.job
+@pytest.mark.rotate
 def test_choices_are_those_of_lm_evals_hugging_face_model(
-    in_process: dict[str, Any], model: ScorerLM, plain: Laneformer, hf_dir: Path, data: Path
+    model: ScorerLM, plain: Laneformer, hf_dir: Path, data: Path
 ) -> None:
     """The same bf16 weights, float32 arithmetic: both are right within what float32 may be off."""
     theirs = hugging_face_model(hf_dir, torch.float32)
     with data_folder(data, ARC_TASKS):
-        hugging_face = evaluate(theirs, ARC_TASKS, hf_dir, num_fewshot=0)
-    results = [scores_by_question(result) for result in (in_process, hugging_face)]
+        ours, hugging_face = (evaluate(each, ARC_TASKS, hf_dir, num_fewshot=0) for each in (model, theirs))
+    results = [scores_by_question(result) for result in (ours, hugging_face)]
     assert results[0].keys() == results[1].keys()
     assert len(results[0]) == 2 * len(QUESTIONS)
-    for name, samples in in_process["samples"].items():
+    for name, samples in ours["samples"].items():
         for sample in samples:
             exact = [
                 expected_score(plain, model.tok_encode(context + choice), len(model.tok_encode(context)))
@@ -235,20 +224,6 @@ def test_choices_are_those_of_lm_evals_hugging_face_model(
             for scores in results:
                 assert (np.abs(scores[name, sample["doc_id"]] - values) <= allowed).all()
             assert np.ptp(values) > 100 * allowed.max(), "the choices are too close to tell models apart"
-
-
-def test_stock_arc_asks_what_it_should(in_process: dict[str, Any], model: ScorerLM) -> None:
-    samples = in_process["samples"]["arc_easy"]
-    question, texts, gold = QUESTIONS[1]
-    prompt = f"Question: {question}\nAnswer:"
-    assert [tuple(a) for a in samples[1]["arguments"]] == [(prompt, f" {text}") for text in texts]
-    assert samples[1]["target"] in (gold, str(gold))
-    scores = scores_by_question(in_process)
-    right = [scores["arc_easy", i].argmax() == gold for i, (_, _, gold) in enumerate(QUESTIONS)]
-    figures = figures_of(in_process, model, (2048,))
-    assert figures["tasks"]["arc_easy"]["acc"] == np.mean(right)
-    assert (figures["ruler"], figures["cut_prompts"]) == ({}, 0)
-    assert figures["prompts"]["arc_easy"]["documents"] == 5
 
 
 OWN_TASK = """task: {name}
@@ -278,17 +253,45 @@ filter_list:
 }
 
 
-@pytest.fixture
-def own_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Questions:
-    """A choice, a rolling text and a generated answer with two filters, by relative paths."""
+@pytest.mark.job
+def test_task_files_of_ones_own_are_answered_and_go_on_when_they_end_in_the_middle(
+    hf_dir: Path, plain: Laneformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A choice, a rolling text and a generated answer with two filters. Scored requests are kept in one piece,
+    generated texts one by one; the bytes are the same.
+    """
     rows = [{"question": question, "choices": texts, "gold": gold} for question, texts, gold in QUESTIONS]
     path = write_lines(tmp_path / "rows.jsonl", rows)
     for name, rest in OWN_TASKS.items():
         (tmp_path / f"{name}.yaml").write_text(OWN_TASK.format(name=name, rows=path, rest=rest))
     monkeypatch.chdir(tmp_path)
-    absolute = [str(tmp_path / "chosen.yaml")]
-    assert expand_tasks("chosen.yaml") == absolute, "--data changes the working directory"
-    return Questions(",".join(f"{name}.yaml" for name in OWN_TASKS))
+    assert expand_tasks("chosen.yaml") == [str(tmp_path / "chosen.yaml")], (
+        "--data changes the working directory"
+    )
+    own_tasks = Questions(",".join(f"{name}.yaml" for name in OWN_TASKS))
+    whole = main(hf_dir, own_tasks, Source("engine", "cpu"), About(tmp_path / "whole/evals.jsonl", 3))
+    check_own_tasks(whole, tmp_path / "whole", plain, hf_dir)
+    generate, most_texts = EngineScorer.generate, 2
+    asked: list[list[int]] = []
+
+    def interrupt(self: EngineScorer, ids: list[int], *args: Any, **sampling: Any) -> Any:
+        if len(asked) == most_texts:
+            raise KeyboardInterrupt
+        asked.append(ids)
+        return generate(self, ids, *args, **sampling)
+
+    monkeypatch.setattr(EngineScorer, "generate", interrupt)
+    about = About(tmp_path / "again/evals.jsonl", 3)
+    with pytest.raises(KeyboardInterrupt):
+        main(hf_dir, own_tasks, about=about)
+    monkeypatch.setattr(EngineScorer, "_score", lambda self, prompt: pytest.fail("all are scored"))
+    most_texts = len(QUESTIONS)
+    record = main(hf_dir, own_tasks, about=about)
+    assert len({*map(tuple, asked)}) == len(asked) == len(QUESTIONS), "only what is left"
+    items = [tmp_path / "again" / record["items"], tmp_path / "whole" / whole["items"]]
+    assert items[0].read_bytes() == items[1].read_bytes()
+    assert record["tasks"] == whole["tasks"]
+    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == ["evals.jsonl", "items"]
 
 
 def check_own_tasks(record: dict[str, Any], folder: Path, plain: Laneformer, hf_dir: Path) -> None:
@@ -307,43 +310,6 @@ def check_own_tasks(record: dict[str, Any], folder: Path, plain: Laneformer, hf_
     assert np.mean(right) == record["tasks"]["chosen"]["acc"]
     bits = -sum(nats for nats, _, _ in rolled) / sum(len(text.encode()) for text in texts) / math.log(2)
     assert record["tasks"]["rolled"]["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
-
-
-@pytest.mark.job
-def test_task_files_of_ones_own_are_answered_and_go_on_when_they_end_in_the_middle(
-    own_tasks: Questions, hf_dir: Path, plain: Laneformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Scored requests are kept in one piece, generated texts one by one; the bytes are the same."""
-    whole = main(hf_dir, own_tasks, Source("engine", "cpu"), About(tmp_path / "whole/evals.jsonl", 3))
-    check_own_tasks(whole, tmp_path / "whole", plain, hf_dir)
-    asked, most_texts = list[str](), 2
-    score, generate = EngineScorer.score, EngineScorer.generate
-
-    def count_scores(self: EngineScorer, left: Any) -> Any:
-        asked.append("score")
-        return score(self, left)
-
-    def interrupt(self: EngineScorer, *args: Any, **sampling: Any) -> Any:
-        if asked.count("generate") == most_texts:
-            raise KeyboardInterrupt
-        asked.append("generate")
-        return generate(self, *args, **sampling)
-
-    monkeypatch.setattr(EngineScorer, "score", count_scores)
-    monkeypatch.setattr(EngineScorer, "generate", interrupt)
-    about = About(tmp_path / "again/evals.jsonl", 3)
-    with pytest.raises(KeyboardInterrupt):
-        main(hf_dir, own_tasks, about=about)
-    assert asked.count("score") == 1 + len(QUESTIONS), "choices in one stream, then the rolling texts"
-    asked.clear()
-    most_texts = 99
-    record = main(hf_dir, own_tasks, about=about)
-    left = ["score"] + ["generate"] * (len(QUESTIONS) - 2)
-    assert asked == left, "a stream without items, and what is left"
-    items = [tmp_path / "again" / record["items"], tmp_path / "whole" / whole["items"]]
-    assert items[0].read_bytes() == items[1].read_bytes()
-    assert record["tasks"] == whole["tasks"]
-    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == ["evals.jsonl", "items"]
 
 
 def answer_with(monkeypatch: pytest.MonkeyPatch, text_after: Any) -> list[str]:
@@ -393,7 +359,7 @@ def test_ifeval_through_the_chat_template(
 ) -> None:
     """lm-eval's own task and checks of instructions, from local files."""
     with monkeypatch.context() as bare:
-        bare.setattr("evals.lm_eval.tasks.is_installed", lambda name: name != "langdetect")
+        bare.setattr("importlib.util.find_spec", lambda name: None if name == "langdetect" else name)
         with pytest.raises(ValueError, match=r"ifeval needs langdetect: pip install 'lm-eval\[ifeval\]'"):
             check_packages(["ifeval"])
     checks = ["punctuation:no_comma", "language:response_language"]

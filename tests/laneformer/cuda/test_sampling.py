@@ -20,6 +20,7 @@ from laneformer.engine.cpu import _core
 from laneformer.engine.cuda.compile import INCLUDES
 from laneformer.engine.cuda.planning import plan
 from laneformer.engine.decoder import Sampling
+from laneformer.engine.requests import make_requests
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.emulated import EmulatedPasses
 from tests.laneformer.cuda.harness import SMALL, small_config
@@ -184,7 +185,9 @@ def test_the_cpu_draws_the_same_tokens(sampler: Sampler, temperature: float) -> 
     """
     logits = (LOGITS * 8).round() / 8
     for filters in ({}, *FILTERS):
-        request = GenerationOptions(temperature=temperature, seed=12, **filters).requests([[0]], VOCAB)[0]
+        request = make_requests(GenerationOptions(temperature=temperature, seed=12, **filters), [[0]], VOCAB)[
+            0
+        ]
         there = sampler(logits, request.sampling)
         here = [_core.sample(logits, request, [], [], position) for position in range(COUNT)]
         np.testing.assert_array_equal(there, here, err_msg=str(filters))

@@ -1,29 +1,10 @@
-"""Batches: every sequence as if it were alone, in as many passes as the longest one needs."""
+"""`generate_batch`: every sequence as if it were alone, with a seed of its own, and its own end."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from laneformer.engine.options import batch_seeds
 from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
-
-SAMPLED = {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.2, "speculate": 3}
-
-
-@pytest.mark.parametrize("options", [{}, SAMPLED])
-def test_every_sequence_is_what_it_is_alone(options):
-    model = random_model(small_config(flush=True), seed=1)
-    rng = np.random.default_rng(2)
-    with engine_of(model, threads=2) as engine, engine_of(model) as alone:
-        for count in (1, 2, 3, 5, 8):
-            prompts = [random_ids(model.config, int(rng.integers(1, 70)), seed=i) for i in range(count)]
-            seeds = batch_seeds(options.get("seed", 0), count)
-            expected = [
-                alone.generate(p, max_new_tokens=25, reuse_prefix=False, **{**options, "seed": seed})
-                for p, seed in zip(prompts, seeds, strict=True)
-            ]
-            assert engine.generate_batch(prompts, max_new_tokens=25, **options) == expected
 
 
 def test_sequences_end_each_at_their_own_place():

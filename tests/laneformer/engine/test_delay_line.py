@@ -9,9 +9,8 @@ import torch
 from laneformer import Laneformer
 from laneformer.engine import Engine
 from laneformer.engine.bench import after
-from laneformer.engine.cpu.decoder import CpuDecoder
 from laneformer.positions import rope_table
-from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
+from tests.laneformer.engine.assets import core, engine_of, random_ids, random_model, small_config
 from tools.roofline import token_s
 
 LINK_S = 0.01
@@ -28,18 +27,13 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 
 
-def decoder_of(engine: Engine) -> CpuDecoder:
-    assert isinstance(engine._decoder, CpuDecoder)
-    return engine._decoder
-
-
 def engine_with(
     variant: str, threads: int = 2, link_s: float = 0.0, jitter: float = 0.0, seed: int = 0
 ) -> Engine:
     engine = engine_of(random_model(small_config(**VARIANTS[variant]), seed=4), threads=threads)
     if variant == "ladder":
-        decoder_of(engine).set_ladder()
-    decoder_of(engine).set_latency(link_s, jitter, seed)
+        core(engine).set_ladder()
+    core(engine).set_latency(link_s, jitter, seed)
     return engine
 
 
@@ -81,23 +75,10 @@ def test_the_floor_is_two_exchanges_a_layer_and_one_for_the_token():
     assert floor_s("tensor_parallel", 1.0) == 2 * LAYERS + 1
 
 
-@pytest.mark.rotate
-def test_processes_wait_as_threads_do():
-    model = random_model(small_config(num_hidden_layers=1, broadcast_delay=0, swa_layers=[]), seed=4)
-    link_s, exchanges = 0.05, 3  # attention, MLP and the token
-    with engine_of(model, threads=2) as one:
-        expected = one.generate([1, 2, 3], max_new_tokens=4, ignore_eos=True)
-    with engine_of(model, threads=1, processes=2) as engine:
-        decoder_of(engine).set_latency(link_s)
-        times = after(engine, [1, 2, 3], 5).whole.token_s
-        assert min(times) >= exchanges * link_s
-        assert engine.generate([1, 2, 3], max_new_tokens=4, ignore_eos=True) == expected
-
-
 def test_threads_of_one_lane_do_not_wait_for_the_link():
     model = random_model(small_config(num_lanes=1, broadcast_delay=0))
     with engine_of(model, threads=2) as engine:
-        decoder_of(engine).set_latency(1.0)
+        core(engine).set_latency(1.0)
         assert min(after(engine, [1, 2, 3], 3).whole.token_s) < 1.0
 
 
@@ -140,13 +121,13 @@ def test_what_cannot_be_measured_is_refused():
         with pytest.raises(
             ValueError, match=r"ladder: every join of the model must be PRESENT; set broadcast_delay"
         ):
-            decoder_of(engine).set_ladder()
+            core(engine).set_ladder()
         for bad in ((-1e-6, 0.0), (2.0, 0.0), (float("nan"), 0.0), (1e-6, 3.0)):
             with pytest.raises(ValueError, match=r"latency: 0 to 1 s, its jitter 0 to 2; got"):
-                decoder_of(engine).set_latency(*bad)
-        decoder_of(engine).set_latency(LINK_S)
+                core(engine).set_latency(*bad)
+        core(engine).set_latency(LINK_S)
         stream = engine.stream([1, 2], max_new_tokens=50, ignore_eos=True)
         next(stream)
         with pytest.raises(RuntimeError, match="busy"):
-            decoder_of(engine).set_latency(0.0)
+            core(engine).set_latency(0.0)
         stream.close()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from laneformer.engine import GenerationOptions
 from laneformer.engine.cpu.decoder import CpuDecoder
 from laneformer.engine.options import RANGES
+from laneformer.engine.requests import make_requests
 from tests.laneformer.engine.assets import byte_tokenizer, engine_of, random_model, small_config
 
 NAMES = [field.name for field in dataclasses.fields(GenerationOptions) if field.name != "max_new_tokens"]
@@ -100,7 +101,7 @@ def test_any_scoring_ends_in_numbers_or_an_error(engine, ids, options):
     still_works(engine)
 
 
-REQUEST = GenerationOptions(max_new_tokens=2).requests([[1, 2]], 264)[0]
+REQUEST = make_requests(GenerationOptions(max_new_tokens=2), [[1, 2]], 264)[0]
 FIELDS = [field.name for field in dataclasses.fields(REQUEST)]
 
 

@@ -8,14 +8,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from laneformer import Laneformer
 from laneformer.config import MATRICES
 from laneformer.engine import Engine
 from laneformer.engine.cpu.decoder import RandomTensors
-from laneformer.engine.cpu.kept import FOLDER
-from laneformer.engine.cpu.packed import PackedWeights
 from tests.laneformer.engine.assets import (
     TORCH_DTYPES,
     engine_of,
@@ -24,7 +21,6 @@ from tests.laneformer.engine.assets import (
     small_config,
     tensors_of,
     usable_isas,
-    write_folder,
 )
 from tests.laneformer.engine.test_integer import unpacked
 from tools.check.quality import check
@@ -144,29 +140,6 @@ def test_a_weight_takes_a_byte_or_half_of_one_and_the_embedding_keeps_its_type()
     for dtype, size in (("bf16", 2), ("fp16", 2), ("fp32", 4)):
         with engine_of(random_model(c, dtype=dtype), dtype="int8", threads=2) as engine:
             assert engine._open().part(2).nbytes == size * c.vocab_size * c.hidden_size
-
-
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_a_second_start_maps_what_the_first_packed(tmp_path, monkeypatch, dtype):
-    loads, load = [], PackedWeights.load
-    monkeypatch.setattr(PackedWeights, "load", lambda *args: loads.append(load(*args)) or loads[-1])
-    model = random_model(CONFIG, dtype="bf16")
-    folder = write_folder(tmp_path, model)
-    logits = []
-    for each in (dtype, "auto", dtype):
-        with Engine.from_pretrained(folder, dtype=each, kv_dtype="fp32") as engine:
-            logits.append(engine.logits(IDS))
-    assert loads == [False, False, True]
-    assert len(list((folder / FOLDER).glob("*.bin"))) == 2
-    np.testing.assert_array_equal(logits[0], logits[2])
-    np.testing.assert_array_equal(logits[0], engine_of(model, dtype=dtype).logits(IDS))
-    assert (logits[0] != logits[1]).any()
-    state = load_file(folder / "model.safetensors")
-    state["lm_head.weight"][0, 3, 5] = 100.0
-    save_file(state, folder / "model.safetensors")
-    with Engine.from_pretrained(folder, dtype=dtype) as engine:
-        assert (engine.logits(IDS) != logits[0]).any()
-    assert loads[3:] == [False]
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])

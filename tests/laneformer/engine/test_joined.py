@@ -1,4 +1,4 @@
-"""Requests that run side by side: `Engine.batch`."""
+"""`Engine.batch`: requests that join and leave, masks, and the pace of prompts. Their tokens: test_goldens.py."""
 
 from __future__ import annotations
 
@@ -11,59 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from laneformer.engine import Batch, Engine, GeneratedToken, Update
+from laneformer.engine import Engine, GeneratedToken
 from laneformer.engine.cpu import _core
 from tests.laneformer.engine import goldens
-from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
+from tests.laneformer.engine.assets import (
+    collect,
+    engine_of,
+    random_ids,
+    random_model,
+    small_config,
+    tokens_of,
+)
 
 LONG = {"max_position_embeddings": 20_000}
 ENDLESS: dict[str, Any] = {"max_new_tokens": 19_900, "ignore_eos": True}
-
-
-def collect(batch: Batch, *tickets: int) -> dict[int, list[Update]]:
-    """The updates of all requests until these have ended."""
-    updates: dict[int, list[Update]] = {ticket: [] for ticket in tickets}
-    while any(not updates[ticket] or updates[ticket][-1].finish_reason is None for ticket in tickets):
-        for update in batch.updates(10.0):
-            updates.setdefault(update.ticket, []).append(update)
-    return updates
-
-
-def tokens_of(updates: list[Update]) -> list[GeneratedToken]:
-    return [token for update in updates for token in update.tokens]
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_requests_that_join_and_leave_at_any_time_give_what_each_gives_alone(threads: int) -> None:
-    """The kinds are those of test_goldens.py; here some leave after so many tokens, and joins come at random."""
-    rng, every = np.random.default_rng(threads), goldens.requests("delay_2")
-    with goldens.engine_of("delay_2", threads=threads) as engine:
-        alone = [goldens.alone(engine, asked)[:-4] for asked in every]
-        leaving = {number: int(rng.integers(6)) for number in range(0, len(every), 5)}
-        waiting, tokens = [*range(len(every))], {n: list[GeneratedToken]() for n in range(len(every))}
-        numbers: dict[int, int] = {}  # by ticket
-        ended: dict[int, Update] = {}
-        with engine.batch() as batch:
-            while len(ended) < len(every):
-                for _ in range(int(rng.integers(4))):
-                    if waiting and len(numbers) - len(ended) < batch.max_joined:
-                        number = waiting.pop(0)
-                        numbers[goldens.join(batch, every[number], engine.config.vocab_size)] = number
-                for update in batch.updates(0.01):
-                    number = numbers[update.ticket]
-                    tokens[number] += update.tokens
-                    if update.finish_reason:
-                        ended[number] = update
-                    elif number in leaving and len(tokens[number]) >= leaving[number]:
-                        batch.leave(update.ticket)
-    for number, update in ended.items():
-        if (scores := update.scores) is not None:
-            assert scores.top_ids.ravel().tolist() == alone[number]
-            continue
-        ids = [token.id for token in tokens[number]]
-        assert ids == alone[number][: len(ids)]
-        if update.finish_reason != "cancelled":
-            assert ids + [i for token in tokens[number] for i, _ in token.top] == alone[number]
 
 
 def test_a_ninth_request_is_refused_until_one_has_been_collected() -> None:

@@ -13,9 +13,15 @@ import pytest
 
 from laneformer import LaneformerConfig
 from laneformer.engine import Engine
-from laneformer.engine.cpu.decoder import CpuDecoder
-from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
-from tests.laneformer.engine.test_joined import collect, tokens_of
+from tests.laneformer.engine.assets import (
+    collect,
+    core,
+    engine_of,
+    random_ids,
+    random_model,
+    small_config,
+    tokens_of,
+)
 from tests.laneformer.engine.test_running import run_python
 
 # head dimensions of 6, padded to 16, in fp32: 64 positions share a page
@@ -29,11 +35,6 @@ def answer(
     """Ids, log-probabilities, and how many prompt ids were not read again."""
     result = engine.generate_detailed(prompt, max_new_tokens=new, logprobs=0, ignore_eos=True, **options)
     return result.ids, [token.logprob for token in result.tokens], result.statistics.reused_tokens
-
-
-def core(engine: Engine) -> CpuDecoder:
-    assert isinstance(engine._decoder, CpuDecoder)
-    return engine._decoder
 
 
 def kv_bytes(engine: Engine) -> int:
@@ -74,6 +75,31 @@ def test_another_conversation_with_the_same_beginning_leaves_the_first_as_it_is(
         talks = [system + random_ids(engine.config, 230, seed=i) for i in range(1, 5)]
         assert [answer(engine, talk)[2] for talk in talks] == [0, 200, 200, 200]
         assert [answer(engine, talk)[2] for talk in talks] == [429] * 4
+
+
+@pytest.mark.parametrize("swa_layers", [(0, 1, 3), ()])
+def test_a_prompt_may_part_anywhere_from_the_cached_one(swa_layers):
+    model = random_model(small_config(**LONG, swa_layers=swa_layers), seed=3)
+    ids = random_ids(model.config, 440)
+    with engine_of(model) as engine, engine_of(model) as fresh:
+        for kept in (439, 350, 301, 200, 8, 1):
+            engine.generate(ids, max_new_tokens=1, reuse_prefix=False)
+            other = [*ids[:kept], (ids[kept] + 1) % 100]
+            seen = answer(engine, other, 1)
+            assert seen[2] == kept
+            assert seen[:2] == answer(fresh, other, 1, reuse_prefix=False)[:2]
+
+
+def test_what_was_cancelled_or_kept_its_logits_changes_no_bit():
+    model = random_model(small_config(**LONG), seed=5)
+    ids = random_ids(model.config, 300)
+    for length in (20, 130, 280):
+        with engine_of(model) as fresh, engine_of(model) as engine:
+            stream = engine.stream(ids[:length], max_new_tokens=50, speculate=4)
+            next(stream), stream.close()
+            for prompt in (ids, ids[: length + 2], ids[:length]):
+                assert answer(engine, prompt)[:2] == answer(fresh, prompt, reuse_prefix=False)[:2]
+                engine.logits(ids[:length])
 
 
 @pytest.mark.parametrize("window", [7, 150])

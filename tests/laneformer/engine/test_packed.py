@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from laneformer.engine import Engine, machine
 from laneformer.engine.cpu import _core, packed
 from laneformer.engine.cpu import decoder as cpu_decoder
-from laneformer.engine.cpu.kept import FOLDER
 from laneformer.engine.cpu.packed import ALIGNMENT, PackedWeights
+from laneformer.engine.cpu.packed_files import FOLDER
 from tests.laneformer.engine.assets import (
     engine_of,
     random_ids,
@@ -95,7 +95,7 @@ def test_a_file_that_may_not_have_reached_the_disk_is_compared_after_a_reboot(
 
 
 def test_what_changes_the_tapes_has_a_file_of_its_own(folder, loads):
-    plans = [{"threads": 1}, {"threads": 2}, {"threads": 6}, {"threads": 1, "dtype": "fp32"}]
+    plans = [{"threads": 1}, {"threads": 6}, {"threads": 1, "dtype": "int8"}, {"threads": 1, "dtype": "int4"}]
     first = [logits_of(folder, **plan) for plan in plans]
     again = [logits_of(folder, **plan) for plan in plans]
     np.testing.assert_array_equal(first, again)
@@ -207,17 +207,6 @@ def test_the_four_plans_used_last_stay(folder, loads):
     for threads in (1, 3, 4, 5, 2):
         logits_of(folder, threads=threads)
     assert loads == [True] * 4 + [False]
-
-
-def test_files_of_other_layouts_are_removed(folder, monkeypatch):
-    for module in (packed, cpu_decoder):
-        monkeypatch.setattr(module, "LAYOUT_VERSION", -1)
-    logits_of(folder)
-    old = only_file(folder)
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "user"))
-    logits_of(folder)
-    assert only_file(folder) != old
 
 
 @pytest.mark.parametrize("why", ["file_system", "nodes"])

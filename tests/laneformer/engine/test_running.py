@@ -159,7 +159,7 @@ def test_a_forked_child_is_told_and_does_not_hang():
         next(stream)
         child = os.fork()
         if child == 0:
-            for use in (lambda: engine.generate([1]), lambda: engine.logprobs([1, 2]), lambda: engine.threads):
+            for use in (lambda: engine.generate([1]), lambda: engine.logprobs([1, 2]), lambda: engine.statistics):
                 try: use()
                 except RuntimeError as error: assert "belongs to process" in str(error), error
                 else: sys.exit(3)

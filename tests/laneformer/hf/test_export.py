@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +39,6 @@ CHAT = [
     {"role": "assistant", "content": "4\n"},
     {"role": "user", "content": "Thanks"},
 ]
-CHAT_CHARACTERS = "abc   \n\t.é😀日▁\u3000\xa0\x00<|>/_"
 HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n{}"
 TURNS = [("user", "What is\n2 + 2?</s>"), ("assistant", "4</s>"), ("user", "Thanks</s>")]
 RENDERED = "".join(HEADER.format(*turn) for turn in TURNS)
@@ -57,20 +55,14 @@ def greedy(model: Laneformer, prompt: list[int]) -> list[int]:
     return new
 
 
-def draw_conversations(folder: Path, count: int = 300) -> list[tuple[list[dict], list[int], list[int]]]:
-    """Some opened by a system message, with their ids and what of them is trained (0 or 1)."""
-    tokenizer = ChatTokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")), 2)
-    draw, drawn = random.Random(3), []
-    for _ in range(count):
-        messages = [{"role": "system", "content": "Be brief."}] * draw.randint(0, 1)
-        for turn in range(draw.randint(1, 6)):
-            rest = draw.choices(CHAT_CHARACTERS, k=draw.choice([0, 1, 3, 40]))
-            text = draw.choice(["", " \n"]) + draw.choice("a1é日😀▁<") + "".join(rest)
-            messages.append({"role": ("user", "assistant")[turn % 2], "content": text})
+def conversations(folder: Path) -> list[tuple[list[dict], list[int], list[int]]]:
+    """Without and with a system message: with its ids and what of them is trained (0 or 1)."""
+    tokenizer, asked = ChatTokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")), 2), []
+    for messages in (CHAT, [*CHAT[1:], {"role": "assistant", "content": " é😀日 <|▁\n"}]):
         segments = render(messages, tokenizer)
         mask = [int(segment.trained) for segment in segments for _ in segment.ids]
-        drawn.append((messages, token_ids(segments), mask))
-    return drawn
+        asked.append((messages, token_ids(segments), mask))
+    return asked
 
 
 def write_questions(path: Path, folder: Path, model: Laneformer) -> Path:
@@ -97,7 +89,7 @@ def write_questions(path: Path, folder: Path, model: Laneformer) -> Path:
         asked = {
             "ids": ids, "logits": model(ids), "hidden": model.norm(streams).mean(2), "prompts": prompts,
             "new_tokens": NEW_TOKENS, "texts": [(text, [1, *sp.encode(text)]) for text in texts], "chat": CHAT,
-            "conversations": draw_conversations(folder), "config": model.config.to_dict(),
+            "conversations": conversations(folder), "config": model.config.to_dict(),
         }  # fmt: skip
     torch.save(asked, path)
     return path
@@ -163,9 +155,6 @@ def test_a_fresh_process_computes_what_the_training_model_does(
     assert max(map(len, expected)) == NEW_TOKENS  # past the window
     for way in ("greedy", "greedy_padded_batch", "greedy_without_cache", "greedy_static_cache"):
         assert answer[way] == expected, way
-    assert answer["sampling_repeats"]
-    assert answer["sampling_without_cache"]
-    assert answer["sampling_differs_from_greedy"]
 
 
 def test_fresh_process_tokenizer_is_sentencepiece(answers: dict) -> None:
@@ -182,10 +171,10 @@ def test_report_and_files(exported: tuple[Path, dict], model: Laneformer) -> Non
     assert report["parameters"] == model.config.parameter_count()["total"]
     assert (report["step"], report["dtype"], report["out"]) == (30, "float32", str(out))
     files = {
-        "README.md", "chat_template.jinja", "config.json", "config.py", "configuration_laneformer.py",
-        "experts.py", "generation_config.json", "initialization.py", "linear.py", "model.py", "model.safetensors",
-        "modeling_laneformer.py", "norms.py", "positions.py", "ropes.py",
-        "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "variant.py",
+        "README.md", "cache.py", "chat_template.jinja", "config.json", "config.py", "configuration_laneformer.py",
+        "generation_config.json", "initialization.py", "lanes.py", "model.py", "model.safetensors",
+        "modeling_laneformer.py", "mtp.py", "positions.py", "ropes.py", "tokenizer.json", "tokenizer.model",
+        "tokenizer_config.json",
     }  # fmt: skip
     assert {path.name for path in out.iterdir()} == files
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == 2  # what ends a turn

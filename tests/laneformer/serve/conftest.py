@@ -92,7 +92,7 @@ def in_process(folder: Path, engine: dict[str, Any] | None = None, **options: An
 
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("LANEFORMER_API_KEY", raising=False)
-        served = ServerOptions(**{"model": "tiny", **options})
+        served = ServerOptions(**{"model_name": "tiny", **options})
     with Engine.from_pretrained(folder, **{"threads": 1, "cache": False, **(engine or {})}) as opened:
         app = create_app(with_fixed_cost(opened), served)
         with TestClient(app, "http://localhost", raise_server_exceptions=False) as client:
@@ -143,7 +143,7 @@ def start(folder: Path, prelude: str = "", engine: dict[str, Any] | None = None,
     engine: options of Engine.from_pretrained; options: of ServerOptions.
     """
     engine = {"threads": 1, "cache": False, **(engine or {})}
-    arguments = [str(folder), engine, {"model": "tiny", "port": 0, **options}, prelude]
+    arguments = [str(folder), engine, {"model_name": "tiny", "port": 0, **options}, prelude]
     return launch("-c", MAIN, json.dumps(arguments))
 
 

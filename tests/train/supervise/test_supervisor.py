@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,6 @@ from records.files import read_lines
 from records.job import JobSections, read_job
 from train.supervise import __main__ as command
 from train.supervise.attempt import Attempt, Ended
-from train.supervise.preflight import Network
 from train.supervise.supervisor import Options, Supervisor
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -30,17 +30,10 @@ Life = tuple[int, int, str, int | None]  # code, step, reason, step of the check
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> JobSections:
-    job = JobSections()
-    job.job.dump_folder, job.training.global_batch_size = str(tmp_path / "run"), 4
-    job.resilience.backoff_s = job.resilience.min_network_share = 0.0
-    job.checkpoints.mkdir(parents=True)
-    return job
-
-
-@pytest.fixture
 def supervise(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int]]:
     """Run a supervisor whose attempts live these lives: (its exit status, how many attempts it made)."""
+    job.resilience.backoff_s = 0.0
+    job.checkpoints.mkdir()
 
     def run(*lives: Life, nodes: str | None = None, spares: int = 0) -> tuple[int, int]:
         begun: list[Life] = []
@@ -133,7 +126,7 @@ def test_a_stop_that_saved_nothing_is_no_85(
 
 
 def test_workers_that_cannot_be_started_are_tried_again(
-    job: JobSections, monkeypatch: pytest.MonkeyPatch
+    supervise: Callable, job: JobSections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full disk under the log folder, or a scheduler that does not answer, must not end the supervisor."""
     starts: list[int] = []
@@ -161,101 +154,62 @@ def test_policies_after_a_refused_step(
     assert supervise(*lives) == (BAD_STEP if policy == "stop" else DONE, starts)
 
 
-def test_a_bad_node_is_left_out_and_a_spare_takes_its_place(
-    supervise: Callable, job: JobSections, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def healthy(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Pre-flight's answers: bad nodes, and what the exchanges say, one after another."""
+    answers = SimpleNamespace(bad={}, problems=[])
+
+    def exchange_problem(nodes: list[str], *_: Any) -> str:
+        problem = answers.problems.pop(0) if answers.problems else ""
+        if isinstance(problem, Exception):
+            raise problem
+        return problem
+
     monkeypatch.setattr(
         "train.supervise.supervisor.healthy_nodes",
-        lambda names, arguments: ([n for n in names if n != "b"], {"b": "7 GPUs, not 8"}),
+        lambda names, arguments: ([name for name in names if name not in answers.bad], answers.bad),
     )
+    monkeypatch.setattr("train.supervise.supervisor.exchange_problem", exchange_problem)
+    return answers
+
+
+def test_a_bad_node_is_left_out_and_a_spare_takes_its_place(
+    supervise: Callable, job: JobSections, healthy: Any
+) -> None:
+    healthy.bad = {"b": "7 GPUs, not 8"}
     assert supervise(END, nodes="a,b,c", spares=1) == (DONE, 1)
-    kinds = {e["kind"]: e for e in read_lines(job.run / "events.jsonl")}
-    assert kinds["supervisor_bad_node"]["node"] == "b"
-    assert kinds["supervisor_start"]["nodes"] == ["a", "c"]
+    assert events(job, "bad_node", "node") == ["b"]
+    assert events(job, "start", "nodes") == [["a", "c"]]
     assert supervise(nodes="a,b", spares=0) == (CRASHED, 0), "one node short, three times"
-
-
-@pytest.fixture
-def between(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
-    """All nodes are healthy, and this is found between them, one after another: (between whom it was tried)."""
-    job.resilience.min_network_share = 0.5
-    monkeypatch.setattr(
-        "train.supervise.supervisor.healthy_nodes", lambda names, arguments: (list(names), {})
-    )
-
-    def find(*found: Network | Exception) -> list[list[str]]:
-        tried: list[list[str]] = []
-
-        def network(nodes: list[str], *_: Any) -> Network:
-            tried.append(nodes)
-            answer = found[min(len(tried), len(found)) - 1]
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-
-        monkeypatch.setattr("train.supervise.supervisor.network", network)
-        return tried
-
-    return find
+    assert "last: 1 healthy nodes, 2 are needed" in events(job, "give_up", "text")[-1]
 
 
 def events(job: JobSections, kind: str, key: str) -> list[Any]:
     return [e[key] for e in read_lines(job.run / "events.jsonl") if e["kind"] == f"supervisor_{kind}"]
 
 
-def test_a_node_with_a_slow_network_is_chosen_last(
-    supervise: Callable, job: JobSections, between: Callable
-) -> None:
-    between(Network(slow={"a": "0.1 GB/s"}))
-    assert supervise(END, nodes="a,b,c", spares=1) == (DONE, 1)
-    assert supervise((DONE, 21, "end", 21), nodes="a,b", spares=0) == (DONE, 1), (
-        "a slow node is better than none"
-    )
-    between(ValueError("no result within 300 s"))
-    assert supervise((DONE, 22, "end", 22), nodes="a,b", spares=0) == (DONE, 1)
-    assert events(job, "start", "nodes") == [["b", "c"], ["b", "a"], ["a", "b"]]
-    assert events(job, "bad_node", "node") == ["a", "a"]
-    assert events(job, "network", "text") == ["not measured: no result within 300 s"]
-
-
-def test_a_node_that_others_do_not_reach_is_left_out(
-    supervise: Callable, job: JobSections, between: Callable
-) -> None:
-    """And the others are tried again, as nothing was measured; without a spare nothing starts."""
-    tried = between(Network(unreachable={"b": "refused"}), Network(slow={"a": "0.1 GB/s"}))
-    assert supervise(END, nodes="a,b,c,d", spares=1) == (DONE, 1)
-    assert tried == [["a", "b", "c", "d"], ["a", "c", "d"]]
-    assert events(job, "start", "nodes") == [["c", "d", "a"]]
-    tried = between(Network(unreachable={"b": "refused"}))
-    assert supervise(nodes="a,b,c", spares=0) == (CRASHED, 0)
-    assert tried == 3 * [["a", "b", "c"]], "three times: a node may come back"
-    assert "last: 2 healthy nodes, 3 are needed" in events(job, "give_up", "text")[-1]
-
-
 def test_nodes_that_do_not_connect_are_not_started(
-    supervise: Callable, job: JobSections, between: Callable
+    supervise: Callable, job: JobSections, healthy: Any
 ) -> None:
     """A setting ends a run that never trained at once, with the sentence; one that did may see its network again."""
     problem = "gloo does not connect these nodes (a does not reach b); export GLOO_SOCKET_IFNAME"
-    tried = between(Network(problem))
+    healthy.problems = [problem]
     assert supervise(nodes="a,b", spares=0) == (CRASHED, 0)
-    assert len(tried) == 1
-    assert events(job, "give_up", "text") == [
-        f"the job cannot start: {problem}. Restarting would not change that"
-    ]
+    said = f"the job cannot start: {problem}. Restarting would not change that"
+    assert events(job, "give_up", "text") == [said]
     (job.checkpoints / "step-5").mkdir()
     (job.checkpoints / "step-5/.metadata").touch()
-    tried = between(Network(problem), Network())
+    healthy.problems = [problem, ""]
     assert supervise(END, nodes="a,b", spares=0) == (DONE, 1)
-    assert len(tried) == 2
+    assert healthy.problems == []
+    healthy.problems = [ValueError("no result within 480 s")]
+    assert supervise((DONE, 21, "end", 21), nodes="a,b", spares=0) == (DONE, 1), "it may be the trial's fault"
+    assert events(job, "network", "text")[-1] == "not tried: no result within 480 s"
 
 
 def test_a_node_on_which_the_job_crashes_twice_is_chosen_last(
-    supervise: Callable, job: JobSections, monkeypatch: pytest.MonkeyPatch
+    supervise: Callable, job: JobSections, healthy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "train.supervise.supervisor.healthy_nodes", lambda names, arguments: (list(names), {})
-    )
     watch = Attempt.watch
 
     def failing_on_b(self: Attempt) -> Ended:
@@ -270,16 +224,16 @@ def test_a_node_on_which_the_job_crashes_twice_is_chosen_last(
     assert starts == [["a", "b"], ["a", "b"], ["a", "c"], ["a", "c"]]
 
 
-def test_the_job_file_and_its_overrides() -> None:
-    path = str(ROOT / "configs/phase1.toml")
-    job = read_job(["--job.config_file", path, "--resilience.skip-steps", "9", "--training.steps", "5"])
-    assert (job.training.global_batch_size, job.resilience.skip_steps) == (1536, 9)
-    assert job.resilience.on_bad_step == "skip"
-    assert str(job.checkpoints) == "runs/phase1/checkpoint"
-    with pytest.raises(ValueError, match="at every restart"):
-        read_job([f"--job.config_file={path}", "--checkpoint.load_step", "5"])
-    with pytest.raises(ValueError, match="is missing"):
-        read_job([])
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--job.config_file=configs/phase1.toml", "--checkpoint.load_step", "5"], "at every restart"),
+        ([], "is missing"),
+    ],
+)
+def test_what_no_restart_could_do_is_refused(arguments: list[str], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        read_job(arguments)
 
 
 def test_the_supervisor_imports_no_torch() -> None:
@@ -292,23 +246,16 @@ def test_the_supervisor_imports_no_torch() -> None:
 def test_a_worker_for_each_gpu_unless_told_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], gpus: int, workers: int
 ) -> None:
-    started: list[int] = []
+    def supervisor(job: JobSections, options: Options, arguments: list[str]) -> SimpleNamespace:
+        return SimpleNamespace(run=lambda: options.nproc_per_node)
 
-    class Noted:
-        def __init__(self, job: JobSections, options: Options, arguments: list[str]):
-            started.append(options.nproc_per_node)
-
-        def run(self) -> int:
-            return DONE
-
-    monkeypatch.setattr(command, "Supervisor", Noted)
+    monkeypatch.setattr(command, "Supervisor", supervisor)
     monkeypatch.setattr(command, "refuse_impossible", lambda arguments: None)
     monkeypatch.setattr(command, "count_gpus", lambda: gpus)
     job = ["--job.config_file", str(ROOT / "configs/debug_phase1.toml"), "--job.dump_folder", str(tmp_path)]
     flag = ["--nproc-per-node", *given] if given else []
     monkeypatch.setattr(sys, "argv", ["supervise", *job, *flag])
-    assert command.main() == DONE
-    assert started == [workers]
+    assert command.main() == workers
 
 
 @pytest.mark.job

@@ -45,18 +45,16 @@ class CudaDecoder:
         pin: bool | None = None,
         kv_dtype: str = "auto",
         cache_bytes: int | None = None,
-        processes: int = 1,
     ):
         """`dtype` "auto" is the checkpoint's, and bf16 where that is fp32.
         `version`: "passes" or "graph".
 
         ValueError for a model that the kernels cannot hold, and for options of the CPU: threads, isa,
-        math, pin, kv_dtype, processes.
+        math, pin, kv_dtype.
         """
         if dtype == "auto":
             dtype = half_of(tensors)
         unsupported = {"threads": threads, "isa": isa, "pin": pin or None}
-        unsupported["processes"] = None if processes == 1 else processes
         unsupported["math"] = None if math in ("auto", "exact") else math
         unsupported["dtype"] = None if dtype in DTYPES else dtype
         unsupported["kv_dtype"] = None if kv_dtype == "auto" else kv_dtype
@@ -94,13 +92,11 @@ class CudaDecoder:
             warnings.warn(said, stacklevel=4)
         return make(version="graph")
 
-    def check(self, request: Request) -> None:
-        """ValueError for what only the CPU has."""
-        if request.keep_partials:
-            raise ValueError(f"keep_partials = {request.keep_partials!r}: {USE_CPU}")
-
     def join(self, requests: Sequence[Request], alone: bool = False) -> list[int]:
-        """EngineLost after the GPU has failed."""
+        """EngineLost after the GPU has failed; ValueError for what only the CPU has."""
+        for request in requests:
+            if request.keep_partials:
+                raise ValueError(f"keep_partials = {request.keep_partials!r}: {USE_CPU}")
         if self.failure is not None:
             raise EngineLost(self.failure)
         if not self._drafts:

@@ -187,7 +187,7 @@ void Schedule::fail(std::string why) {
   std::lock_guard lock(mutex_);
   failure_ = std::move(why);
   for (const auto& s : sequences_) {
-    if (!failure_.empty() && s->stage != Sequence::Stage::ended) s->fail(failure_, Fault::executor);
+    if (s->stage != Sequence::Stage::ended) s->fail(failure_, Fault::executor);
     s->stage = Sequence::Stage::ended;
   }
   running_.clear();

@@ -50,9 +50,8 @@ class Schedule {
   const Pass* next(const PassResult* last);
   bool interrupts();  // while passes run ahead: somebody joins or leaves, so they are to end
   void tell_news();  // after `next`, as soon as the executor has begun with the pass
-  // All requests end, as there will be no more passes; with a reason it is their error, and that of all that
-  // would join.
-  void fail(std::string why = "");
+  // All requests end with this error, as there will be no more passes, and none can join.
+  void fail(std::string why);
   std::string failure();  // that reason
 
   // By any thread of the executor, while a pass runs: head row `row` of a sequence that scores; where a

@@ -1,8 +1,7 @@
 // What threads give each other: a mailbox of modules' partial outputs, and a counter of each thread and kind.
 //
 // A thread writes a slot, then publishes its count; whoever has seen the count may read the slot. Slots are
-// a ring over layers. All of it is one region without pointers: its own pages, or zeroed memory of somebody
-// else, such as a mapping that several processes share.
+// a ring over layers. All of it lies in one region.
 //
 // A delay line, for measurements: what a thread publishes becomes readable by threads of other lanes a time
 // after it was published, as over a link of that latency. The publisher stamps when; the reader waits for
@@ -37,7 +36,7 @@ class Exchange {
   struct Shape {
     int ring_layers, lanes, threads;
     size_t floats;  // of a slot
-    size_t counters() const { return 1 + kCounts * size_t(threads); }
+    size_t counters() const { return kCounts * size_t(threads); }
     size_t slots() const { return ring_layers * 2 * size_t(lanes); }
     // Of one counter, in a ring: whoever waits for a count is less than this behind the thread that
     // publishes it.
@@ -46,11 +45,10 @@ class Exchange {
     size_t bytes() const { return head_bytes() + slots() * floats * sizeof(float); }
   };
 
-  Exchange(const Shape& shape, int spin_turns) : Exchange(shape, spin_turns, Pages(shape.bytes())) {}
-  Exchange(const Shape& shape, int spin_turns, Pages memory)
+  Exchange(const Shape& shape, int spin_turns)
       : shape_(shape),
         spin_turns_(spin_turns),
-        memory_(std::move(memory)),
+        memory_(shape.bytes()),
         counters_(reinterpret_cast<Counter*>(memory_.bytes())),
         stamps_(reinterpret_cast<Stamp*>(memory_.bytes() + shape.counters() * sizeof(Counter))),
         slots_(reinterpret_cast<float*>(memory_.bytes() + shape.head_bytes())) {}
@@ -71,11 +69,11 @@ class Exchange {
     if (latency_.link_s > 0.0) [[unlikely]] stamp_arrival(what, t, count);
     counter(what, t).store(count, std::memory_order_release);
   }
-  // Until every thread of [first, last) but t has published `count` or more; at once where a process is lost.
+  // Until every thread of [first, last) but t has published `count` or more.
   void wait_for(Count what, int t, int first, int last, uint64_t count) const {
     for (int peer = first; peer < last; ++peer) {
       if (peer == t) continue;
-      spin_until(spin_turns_, [&] { return counter(what, peer).load(std::memory_order_acquire) >= count || lost(); });
+      spin_until(spin_turns_, [&] { return counter(what, peer).load(std::memory_order_acquire) >= count; });
       if (latency_.link_s > 0.0) [[unlikely]] await_arrival(what, t, peer, count);
     }
   }
@@ -89,27 +87,20 @@ class Exchange {
   void wait_for_modules(int t, uint64_t modules) const {
     wait_for(kModulesDone, t, 0, shape_.threads, modules);
   }
-  // For something that is told otherwise; false where it is not ready as a process is lost.
   template <class Ready>
-  bool wait_until(const Ready& ready) const {
-    spin_until(spin_turns_, [&] { return ready() || lost(); });
-    return ready();
+  void wait_until(const Ready& ready) const {
+    spin_until(spin_turns_, ready);
   }
-
-  // A process is gone: waits end at once, and nothing that was waited for may be used. processes.py sets it,
-  // in the first byte of the memory.
-  bool lost() const { return counters_[0].value.load(std::memory_order_acquire) != 0; }
 
  private:
   static constexpr int kCounts = 3;
-  using Stamp = std::atomic<int64_t>;  // nanoseconds of the steady clock, which all processes of a machine share
-  static_assert(std::atomic<uint64_t>::is_always_lock_free, "counters lie in memory that processes share");
+  using Stamp = std::atomic<int64_t>;  // nanoseconds of the steady clock
   void meet(Count what, int t, int first, int last) {
     const uint64_t number = published(what, t) + 1;
     publish(what, t, number);
     wait_for(what, t, first, last, number);
   }
-  std::atomic<uint64_t>& counter(Count what, int t) const { return counters_[1 + what * shape_.threads + t].value; }
+  std::atomic<uint64_t>& counter(Count what, int t) const { return counters_[what * shape_.threads + t].value; }
   Stamp& stamp(Count what, int t, uint64_t count) const {
     return stamps_[(what * shape_.threads + t) * shape_.stamps() + count % shape_.stamps()];
   }

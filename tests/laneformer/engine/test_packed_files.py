@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from laneformer.engine import Engine
-from laneformer.engine.cpu import kept
-from laneformer.engine.cpu.kept import BUDGET, FOLDER, SOURCE
+from laneformer.engine.cpu import packed_files
+from laneformer.engine.cpu.cache_files import hold
+from laneformer.engine.cpu.packed_files import BUDGET, FOLDER, SOURCE, list_packed
 from tests.laneformer.engine.assets import random_model, small_config, write_folder
 
 
@@ -28,7 +29,7 @@ def start(folder: Path, age_s: float = 0.0) -> Path:
     """The file that a start leaves, used so long ago."""
     with Engine.from_pretrained(folder, threads=1):
         pass
-    path = next(one.path for one in kept.kept() if one.source == folder)
+    path = next(one.path for one in list_packed() if one.source == folder)
     used_s = path.with_suffix(".checked").stat().st_mtime - age_s
     os.utime(path.with_suffix(".checked"), (used_s, used_s))
     return path
@@ -37,12 +38,12 @@ def start(folder: Path, age_s: float = 0.0) -> Path:
 def test_the_files_used_longest_ago_leave_first(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = start(models[0], 100.0), start(models[1], 200.0)
     size = first.stat().st_size
-    assert [one.path for one in kept.kept()] == [second, first]
+    assert [one.path for one in list_packed()] == [second, first]
     monkeypatch.setenv(BUDGET, str(2 * size + 1))
     third = start(models[2])
-    assert [one.path for one in kept.kept()] == [first, third]
+    assert [one.path for one in list_packed()] == [first, third]
     assert not second.with_suffix(".checked").exists()
-    assert sum(one.bytes for one in kept.kept()) == 2 * size
+    assert sum(one.bytes for one in list_packed()) == 2 * size
 
 
 def test_a_file_that_an_engine_has_mapped_stays(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,11 +53,11 @@ def test_a_file_that_an_engine_has_mapped_stays(models: list[Path], monkeypatch:
         os.utime(first.with_suffix(".checked"), (0, 0))  # whatever it says of its use
         expected = engine.logits([1, 2, 3])
         third = start(models[2])
-        assert {one.path for one in kept.kept()} == {first, third}
+        assert {one.path for one in list_packed()} == {first, third}
         assert (engine.logits([1, 2, 3]) == expected).all()
     assert not second.exists()
     del engine
-    assert kept.remove(first), "the lock ended with the mapping"
+    assert packed_files.remove(first), "the lock ended with the mapping"
 
 
 def test_what_has_lost_its_model_is_removed(models: list[Path]) -> None:
@@ -80,16 +81,17 @@ def test_what_has_lost_its_model_is_removed(models: list[Path]) -> None:
 def test_what_nobody_can_use_is_removed_of_every_model(models: list[Path]) -> None:
     first = start(models[0])
     old, part, mark = (first.with_name(f"0{suffix}") for suffix in (".bin", ".7.part", ".checked"))
-    young = first.with_name("0.8.part")
+    young = first.with_name("0.8.part")  # its writer lives
     old.write_bytes(b"12345678901")
     for path in (part, young):
         path.write_bytes(b"unfinished")
-    os.utime(part, (0, 0))
     (lost := first.with_name("1.checked")).write_text("")
     mark.write_text("")
-    second = start(models[1])
+    with young.open("rb") as writing:
+        hold(writing)
+        second = start(models[1])
     assert sorted(first.parent.iterdir()) == sorted([first, first.with_suffix(".checked"), young])
-    assert {one.path for one in kept.kept()} == {first, second}
+    assert {one.path for one in list_packed()} == {first, second}
     assert not lost.exists()
 
 
@@ -99,7 +101,7 @@ def test_a_file_larger_than_the_budget_is_not_kept(
     monkeypatch.setenv(BUDGET, "1000")
     with Engine.from_pretrained(models[0], threads=1) as engine:
         engine.logits([1])
-    assert kept.kept() == []
+    assert list_packed() == []
     assert not list((models[0] / FOLDER).iterdir())
     monkeypatch.setenv(BUDGET, "32 GB")
     with pytest.raises(
