@@ -189,17 +189,6 @@ def test_memory_parts():
     assert fits == [True, False, False]
 
 
-def test_lanes_on_several_ranks_divide_what_is_theirs():
-    job = replace(JOB, shard=1, replicate=1, checkpointing="full")
-    parts, counts = sums.memory(replace(job, lane_ranks=8)), JOB.config.parameter_count()
-    common = counts["embedding"] + counts["norms"]
-    assert parts["weights"] == 4 * (common + (PARAMETERS - common) / 8)
-    d, equal = JOB.config.hidden_size, [JOB.config.equal_streams(i) for i in range(15)]
-    kept = sum(sums.kept_per_token(job, i) - d * equal[i] for i in range(15)) / 8
-    kept += d * sum(equal) + 26 * d  # sums that came from other ranks
-    assert parts["kept_activations"] == pytest.approx(kept * 8 * 4096 * sums.BF16)
-
-
 def test_traffic_and_checkpoints_by_hand():
     """Weights are gathered twice in bf16 (the head once), gradients scattered and reduced in fp32."""
     p, head = PARAMETERS, 98_304_000
