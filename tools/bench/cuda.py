@@ -67,7 +67,8 @@ def compiled(flavor: str) -> Figures:
     """The kernels of all parts, by as many processes as there are cores; they are kept on the disk."""
     import torch
 
-    from laneformer.engine.cuda.compile import VERSIONS, compile_cubin
+    from laneformer.engine.cuda.compile import compile_cubin
+    from laneformer.engine.cuda.graph import DECODERS
     from laneformer.engine.cuda.launch import architecture_of, describe
     from laneformer.engine.cuda.planning import plan_builds
 
@@ -76,8 +77,8 @@ def compiled(flavor: str) -> Figures:
     units = [
         (version, geometry)
         for config in configs
-        for version in VERSIONS
-        for geometry in plan_builds(config, "bf16", describe(device), version == "graph")
+        for version in DECODERS
+        for geometry in plan_builds(config, "bf16", describe(device), version)
     ]
     architecture, driver = architecture_of(device), driver_version()
     with ProcessPoolExecutor() as pool:

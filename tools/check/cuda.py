@@ -25,7 +25,7 @@ import torch
 
 from laneformer import LaneformerConfig
 from laneformer.engine.cuda.bench import greedy, read
-from laneformer.engine.cuda.compile import VERSIONS
+from laneformer.engine.cuda.graph import DECODERS
 from laneformer.engine.cuda.passes import PassDecoder
 from laneformer.engine.device import why_no_cuda
 from tools.check.reference import (
@@ -191,7 +191,7 @@ def check(
 
 
 def make_decoder(config: LaneformerConfig, tensors: Any, version: str = "passes") -> PassDecoder:
-    return PassDecoder(config, tensors, "bf16", (DEVICE,), WAIT_S, 0, version=version)
+    return DECODERS[version](config, tensors, "bf16", (DEVICE,), WAIT_S, 0)
 
 
 def check_flavor(flavor: str) -> Iterator[tuple[str, Any]]:
@@ -200,11 +200,11 @@ def check_flavor(flavor: str) -> Iterator[tuple[str, Any]]:
     weights = random_weights(config, device=DEVICE)
     truth = reference(config, weights, scored_length(config), prompts=greedy_prompts(config, PROMPTS))
     tensors = tensors_of(weights)
-    makers = {version: functools.partial(make_decoder, config, tensors, version) for version in VERSIONS}
+    makers = {version: functools.partial(make_decoder, config, tensors, version) for version in DECODERS}
     report = check(makers, truth, PROMPTS, RUNS, functools.partial(print, file=sys.stderr))
     yield from report["passed"].items()
     yield "relative error, bf16 of Transformers", truth.error
-    for version in VERSIONS:
+    for version in DECODERS:
         yield f"relative error, {version}", report[version].get("relative_error")
         if error := report[version].get("error"):
             yield f"{version} ended", error

@@ -74,6 +74,11 @@ class ModelOptions:
             raise ValueError(
                 f"--draft {self.draft} drafts for a model folder; random weights have no text in common"
             )
+        if draft_head is not None and self.device.startswith("cuda"):
+            raise ValueError(
+                f"--draft-head {draft_head} with --device {self.device}: the model's own head drafts on the CPU "
+                "alone; use --device cpu, or leave it out: GPUs verify drafts from the text's own repetitions"
+            )
         for name in FOLDERS_ALONE:
             options.pop(name, None)
         head = {"num_nextn_predict_layers": int(draft_head is not None), "draft_vocab_size": draft_head or 0}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import json
 import sys
 import warnings
@@ -24,9 +23,10 @@ import pytest
 import torch
 
 from laneformer.config import LaneformerConfig
-from laneformer.engine.cuda import decoder, executor, launch, passes
+from laneformer.engine.cuda import executor, graph, launch, passes
 from laneformer.engine.cuda.decoder import CudaDecoder
 from laneformer.engine.cuda.geometry import Geometry
+from laneformer.engine.cuda.graph import GraphDecoder
 from laneformer.engine.cuda.memory import DeviceMemory
 from laneformer.engine.cuda.passes import PassDecoder
 from laneformer.engine.cuda.planning import plan_builds
@@ -118,10 +118,13 @@ class Graph:
         pass
 
 
-class Told(PassDecoder):
-    """PassDecoder whose launches have chosen tokens, unless the driver has been told of a fault: each a number of its
-    position.
-    """
+class Choosing(PassDecoder):
+    """Launches have chosen tokens, unless the driver has been told of a fault: each a number of its position."""
+
+    late_s = 0.05
+
+    def __init__(self, *given: Any, **options: Any):
+        super().__init__(*given, **options, limit_s=0.1)
 
     def _launch(self, arguments: Sequence[Any]) -> None:
         super()._launch(arguments)
@@ -130,6 +133,14 @@ class Told(PassDecoder):
             for i, column in enumerate(order.columns[: order.column_count]):
                 token = (column.position + step) * 7 % self.config.vocab_size
                 memory.picks[step, i] = (order.epoch + step + 1) << 32 | token
+
+
+class FakePasses(Choosing):
+    pass
+
+
+class FakeGraph(Choosing, GraphDecoder):
+    pass
 
 
 def replace_torch(driver: FakeDriver) -> None:
@@ -143,8 +154,8 @@ def replace_torch(driver: FakeDriver) -> None:
     }  # fmt: skip
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)
-    Told.late_s, passes.PASS_S, executor.RETRIES_S = 0.05, 0.001, (0.01, 0.01)
-    decoder.PassDecoder = functools.partial(Told, limit_s=0.1)  # type: ignore[misc,assignment]
+    passes.PASS_S, executor.RETRIES_S = 0.001, (0.01, 0.01)
+    graph.DECODERS.update(passes=FakePasses, graph=FakeGraph)
     passes.connect = lambda devices: None
     passes.DeviceMemory = lambda geometry, tensors, i, _, n: DeviceMemory(geometry, tensors, i, "cpu", n)  # type: ignore[misc,assignment]
     launch.compile_cubin = image  # type: ignore[assignment]
@@ -156,7 +167,7 @@ def argument_of(version: str, geometry: Geometry) -> type[ctypes.Structure]:
 
 def geometries_of(version: str, card: Card) -> list[Geometry]:
     """As planned for the card, of each build."""
-    return plan_builds(CONFIG, "bf16", card.machine, graph=version == "graph")
+    return plan_builds(CONFIG, "bf16", card.machine, version)
 
 
 def filled(version: str, geometry: Geometry) -> bytes:

@@ -11,14 +11,9 @@ import torch
 
 from laneformer.engine.cuda.structures import Column
 from laneformer.engine.decoder import Sampling
-from tests.laneformer.cuda import emulator
-from tests.laneformer.cuda.emulated import EmulatedPasses
-from tests.proofs import KERNEL_SOURCES
+from tests.laneformer.cuda.emulated import EmulatedPasses, emulator_proof
 
-pytestmark = [
-    pytest.mark.proof(*KERNEL_SOURCES),
-    pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING),
-]
+pytestmark = emulator_proof
 SHAPES: dict[str, dict[str, Any]] = {  # windows of 6: positions go beyond them
     "delay 0, every lane on its own device": {"changes": {"broadcast_delay": 0}, "devices": 2, "blocks_per_lane": 2},
     "delay 2, four lanes on two devices": {

@@ -10,21 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from laneformer.engine.cuda.compile import INCLUDES
 from laneformer.engine.cuda.geometry import OPS, Geometry
 from laneformer.engine.cuda.int8 import dequantised, quantised
 from laneformer.engine.cuda.memory import TORCH_TYPES
 from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.tape import pack, tape_starts
 from tests.laneformer.cuda import emulator
+from tests.laneformer.cuda.emulated import build_unit, emulator_proof
 from tests.laneformer.cuda.harness import SMALL, small_config
-from tests.proofs import KERNEL_SOURCES
 
-pytestmark = pytest.mark.proof(*KERNEL_SOURCES)
-
-needs_emulator = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
+pytestmark = emulator_proof
 UNIT = 2.0**-24  # half a step of float32 at 1
-SOURCE = Path(__file__).with_name("products.cu")
 
 
 class Products(ctypes.Structure):
@@ -64,16 +60,12 @@ def inputs(geometry: Geometry, count: int) -> list[torch.Tensor]:
 def products(geometry: Geometry, x: list[torch.Tensor], builds: Path, seed: int = 0) -> list[torch.Tensor]:
     """W x of every matrix, (columns, rows), from one launch of a lane's blocks."""
     w = stored(geometry)
-    tapes = pack(geometry, lambda op, layer, lane: w[op][0], 0, "cpu")
+    tapes = pack(geometry, lambda op, layer: w[op][0].expand(geometry.lanes_per_device, -1, -1), "cpu")
     scales = torch.cat([w[op][1] for op in OPS])
-    starts, flat = (
-        torch.from_numpy(tape_starts(geometry).astype("int64")),
-        torch.cat([part.flatten() for part in x]),
-    )
+    starts, flat = torch.from_numpy(tape_starts(geometry)), torch.cat([part.flatten() for part in x])
     shapes = [(geometry.columns, geometry.matrix(op).rows) for op in OPS]
     out = torch.full((sum(rows * columns for rows, columns in shapes),), float("nan"))
-    source = f'#define GRAPH 0\n{geometry.constants()}#include "{SOURCE.name}"\nEMULATE(products, Products)\n'
-    library = emulator.build(source, INCLUDES, {"TABLE": "constexpr"}, builds)
+    library = build_unit(geometry, '#include "products.cu"\nEMULATE(products, Products)\n', builds)
     stride = max(geometry.matrix(op).columns for op in OPS) + 48
     ring = geometry.warps * geometry.chunks * (geometry.chunk_bytes + 8)
     emulator.launch(
@@ -85,10 +77,9 @@ def products(geometry: Geometry, x: list[torch.Tensor], builds: Path, seed: int 
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-@needs_emulator
 @pytest.mark.parametrize(
     ("dtype", "columns"),
-    [("bf16", 1), ("bf16", 5), ("bf16", 8), ("fp16", 5), ("int8", 1), ("int8", 5)],
+    [("bf16", 1), ("bf16", 8), ("fp16", 5), ("int8", 5)],
 )
 def test_products_are_those_of_float32(dtype: str, columns: int, cuda_builds: Path) -> None:
     """With 8 bits, of the numbers that they stand for."""
@@ -106,7 +97,6 @@ def test_products_are_those_of_float32(dtype: str, columns: int, cuda_builds: Pa
             assert seen == 0 if dtype == "bf16" else seen <= UNIT, f"{op}: inputs lose bits"
 
 
-@needs_emulator
 def test_a_column_is_the_same_in_any_company(cuda_builds: Path) -> None:
     """Alone, beside another, at any of eight places; and however blocks, warps and chunks are cut."""
     eight = planned(8)
@@ -124,7 +114,6 @@ def test_a_column_is_the_same_in_any_company(cuda_builds: Path) -> None:
             assert torch.equal(part, all_of_them[first : first + geometry.columns]), (op, geometry)
 
 
-@needs_emulator
 def test_parts_are_added_in_their_order(cuda_builds: Path) -> None:
     """Eight of them, each in a column without the others: added from the first to the last
     they are the product.

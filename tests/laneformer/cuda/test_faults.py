@@ -21,19 +21,15 @@ import torch
 
 from laneformer.engine.cuda import geometry
 from laneformer.engine.cuda.structures import EXCHANGES, Column
-from tests.laneformer.cuda import emulator, test_kernels
-from tests.laneformer.cuda.emulated import GREEDY, EmulatedPasses
+from tests.laneformer.cuda import test_kernels
+from tests.laneformer.cuda.emulated import GREEDY, EmulatedPasses, emulator_proof
 from tests.laneformer.cuda.emulator import EmulationError, plain_accesses
 from tests.laneformer.cuda.planted import plant_all, put_in_force
 from tests.laneformer.cuda.shapes import SHAPES
 from tests.laneformer.cuda.test_ahead import columns, start
 from tests.laneformer.cuda.test_passes import one_by_one, text
-from tests.proofs import KERNEL_SOURCES
 
-pytestmark = [
-    pytest.mark.proof(*KERNEL_SOURCES),
-    pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING),
-]
+pytestmark = emulator_proof
 
 
 @dataclass(frozen=True)

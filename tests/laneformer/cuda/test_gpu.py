@@ -18,6 +18,7 @@ import torch
 
 from laneformer import LaneformerConfig
 from laneformer.engine import Engine, device
+from laneformer.engine.cuda.graph import DECODERS
 from laneformer.engine.cuda.passes import PassDecoder
 from laneformer.engine.cuda.structures import Column
 from laneformer.engine.decoder import Sampling
@@ -49,9 +50,7 @@ def test_logits_and_tokens_of_both_versions_against_transformers(flavor):
     config = LaneformerConfig.from_flavor(flavor)
     weights = weights_of(config)
     tensors = tensors_of(weights)
-    makers = {
-        v: functools.partial(PassDecoder, config, tensors, "bf16", version=v) for v in ("passes", "graph")
-    }
+    makers = {name: functools.partial(make, config, tensors, "bf16") for name, make in DECODERS.items()}
     report = check(
         makers, reference(config, weights, scored_length(config)), count=12, runs=100, progress=print
     )

@@ -15,16 +15,11 @@ import pytest
 import torch
 
 from laneformer.engine.cuda.structures import Column
-from tests.laneformer.cuda import emulator
-from tests.laneformer.cuda.emulated import GREEDY, EmulatedPasses
+from tests.laneformer.cuda.emulated import GREEDY, EmulatedPasses, emulator_proof
 from tests.laneformer.cuda.reference import expected, read_one_by_one
 from tests.laneformer.cuda.shapes import SHAPES, drawn, family
-from tests.proofs import KERNEL_SOURCES
 
-pytestmark = [
-    pytest.mark.proof(*KERNEL_SOURCES),
-    pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING),
-]
+pytestmark = emulator_proof
 
 COUNT = int(os.environ.get("CUDA_SHAPES", "6"))
 
@@ -97,25 +92,8 @@ def test_the_graph_gives_the_same_bits(name: str, cuda_builds: Path) -> None:
     assert rows[2][1] == -1
 
 
-def test_exchanges_with_all_blocks_give_the_same_bits(plain: EmulatedPasses, cuda_builds: Path) -> None:
-    wide = SHAPES["delay 1"].emulated(cuda_builds, wide_exchanges=True, columns=1)
-    ids = text(plain, 6)
-    tokens, logits = plain.decode(ids, 4)
-    for seed in range(2):
-        wide.forget()
-        wide_tokens, wide_logits = wide.decode(ids, 4, seed)
-        assert wide_tokens == tokens
-        assert torch.equal(wide_logits, logits)
-    wide_tokens, wide_logits = wide.decode(ids, 4)  # its count of exchanges goes on
-    assert torch.equal(wide_logits, logits)
-
-
-@pytest.fixture
-def plain(cuda_builds: Path) -> EmulatedPasses:
-    return SHAPES["delay 1"].emulated(cuda_builds)
-
-
-def test_logits_that_are_no_numbers_choose_a_token(plain: EmulatedPasses) -> None:
+def test_logits_that_are_no_numbers_choose_a_token(cuda_builds: Path) -> None:
+    plain = SHAPES["delay 1"].emulated(cuda_builds)
     plain.memories[0].norms.fill_(float("nan"))
     tokens, logits = plain.decode(text(plain, 2), 2)
     assert logits.isnan().all()

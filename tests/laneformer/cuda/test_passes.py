@@ -14,16 +14,11 @@ import torch
 from laneformer.engine.cuda import executor as executor_module
 from laneformer.engine.cuda.executor import CudaExecutor
 from laneformer.engine.decoder import Collected, Request, Sampling
-from tests.laneformer.cuda import emulator
-from tests.laneformer.cuda.emulated import GREEDY, EmulatedPasses
+from tests.laneformer.cuda.emulated import GREEDY, EmulatedPasses, emulator_proof
 from tests.laneformer.cuda.stand_ins import answers
 from tests.laneformer.cuda.test_ahead import WAYS
-from tests.proofs import KERNEL_SOURCES
 
-pytestmark = [
-    pytest.mark.proof(*KERNEL_SOURCES),
-    pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING),
-]
+pytestmark = emulator_proof
 
 
 def text(count: int, seed: int = 1) -> list[int]:

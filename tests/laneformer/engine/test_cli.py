@@ -140,6 +140,7 @@ def test_mistakes_end_with_a_message(capsys):
         (["bench", "/nowhere", "--draft-head", "64"], "a folder has its own, or none"),
         ([*TINY, "--device", "gpu"], "device = 'gpu' is unknown"),
         ([*TINY, "--depth", "500"], "depth = 500 is outside"),
+        ([*TINY, "--device", "cuda", "--draft-head", "8"], "head drafts on the CPU alone; use --device cpu"),
         ([*TINY, "--draft", "small"], "--draft small drafts for a model folder"),
     ):
         with pytest.raises(SystemExit) as stop:

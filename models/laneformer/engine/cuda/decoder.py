@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,10 +14,10 @@ from ...tensors import Tensor
 from ..decoder import CUDA, Collected, Ended, EngineLost, Request, RequestFailed
 from ..options import in_range
 from .executor import CudaExecutor, Passes
-from .geometry import DTYPES, HALVES, Geometry
+from .geometry import DTYPES, HALVES
+from .graph import DECODERS
 from .launch import NotResident
-from .memory import DeviceMemory, half_of
-from .passes import PassDecoder
+from .memory import half_of
 
 USE_CPU = "the CUDA engine does not have this option; use device = 'cpu'"
 
@@ -65,32 +64,14 @@ class CudaDecoder:
         self.kv_dtype = dtype if dtype in HALVES else half_of(tensors)
         if cache_bytes is not None:
             cache_bytes = in_range("cache_bytes", cache_bytes, int, 0, 2**63)
-        self.config, self._version = config, version
-        self._tensors, self._devices, self._cache_bytes = tensors, devices, cache_bytes
-        self.executor = CudaExecutor(self._passes())
-        passes = self.executor.passes
-        assert passes is not None
+        # a head for multi-token prediction drafts on the CPU alone
+        self.config = dataclasses.replace(config, num_nextn_predict_layers=0, draft_vocab_size=0)
+        passes = make_passes(self.config, tensors, dtype, devices, cache_bytes, version)
+        self.executor = CudaExecutor(passes)
         self.max_joined, self._drafts = passes.sequences, passes.sequences > 1
-        memories: Sequence[DeviceMemory] = passes.caches.memories
-        geometry: Geometry = memories[0].geometry
-        self.threads = geometry.devices * geometry.blocks * geometry.warps * 32
-        self.weight_bytes = sum(memory.weight_bytes for memory in memories)
-        self.draft_weight_bytes = 0 if passes.head is None else sum(passes.head.weight_bytes)
-
-    def _passes(self) -> Passes:
-        make = functools.partial(
-            PassDecoder, self.config, self._tensors, self.dtype, self._devices, cache_bytes=self._cache_bytes
-        )
-        try:
-            return make(version=self._version)
-        except NotResident as error:
-            if len(self._devices) > 1:
-                raise RuntimeError(
-                    f"{error}; the graph version cannot run instead: use whole GPUs"
-                ) from error
-            said = f"the graph version decodes, one request at a time, as the kernel of passes cannot run: {error}"
-            warnings.warn(said, stacklevel=4)
-        return make(version="graph")
+        memories = passes.caches.memories
+        self.threads = len(memories) * memories[0].geometry.blocks * memories[0].geometry.threads
+        self.weight_bytes, self.draft_weight_bytes = sum(memory.weight_bytes for memory in memories), 0
 
     def join(self, requests: Sequence[Request], alone: bool = False) -> list[int]:
         """EngineLost after the GPU has failed; ValueError for what only the CPU has."""
@@ -138,6 +119,29 @@ class CudaDecoder:
         """End the requests, and then give the memory back."""
         self.leave_all()
         self.executor.close()
+
+
+def make_passes(
+    config: LaneformerConfig,
+    tensors: Mapping[str, Tensor],
+    dtype: str,
+    devices: Sequence[str],
+    cache_bytes: int | None,
+    version: str,
+) -> Passes:
+    """Of this version; of the graph, with a warning, where the kernel of passes cannot run on one GPU."""
+    if version not in DECODERS:
+        raise ValueError(f"version = {version!r} is unknown; choose from {' and '.join(map(repr, DECODERS))}")
+    try:
+        return DECODERS[version](config, tensors, dtype, devices, cache_bytes=cache_bytes)
+    except NotResident as error:
+        if len(devices) > 1:
+            raise RuntimeError(f"{error}; the graph version cannot run instead: use whole GPUs") from error
+        reason = (
+            f"the graph version decodes, one request at a time, as the kernel of passes cannot run: {error}"
+        )
+        warnings.warn(reason, stacklevel=4)
+    return DECODERS["graph"](config, tensors, dtype, devices, cache_bytes=cache_bytes)
 
 
 def ended_as(statistics: dict[str, int], error: Exception | None, *left: Any) -> Ended:

@@ -16,7 +16,6 @@ from ...config import LaneformerConfig
 from ..cpu import _core
 from ..decoder import Sampling, Unanswered
 from .caches import Caches
-from .head import HeadPasses
 from .launch import NotResident
 from .prefill import scores_of
 from .structures import Column
@@ -32,7 +31,7 @@ class Passes(Protocol):
     """Weights on GPUs, and what runs them over some columns: PassDecoder, and in tests others.
 
     columns, sequences: at most in a pass. unread: prompt ids that columns may read; more are read by PyTorch.
-    ahead: further tokens of each column that a call of `run` may make. head: which drafts.
+    ahead: further tokens of each column that a call of `run` may make.
     """
 
     config: LaneformerConfig
@@ -41,7 +40,6 @@ class Passes(Protocol):
     sequences: int
     unread: int
     ahead: int
-    head: HeadPasses | None
 
     def run(
         self,
@@ -57,11 +55,9 @@ class Passes(Protocol):
         returns whether to end after the pass under way. RuntimeError where the GPU fails, or gives up a wait.
         """
 
-    def read(
-        self, ids: Sequence[int], cache: int, position: int, first_row: int, next_ids: Sequence[int] = ()
-    ) -> Iterator[torch.Tensor]:
+    def read(self, ids: Sequence[int], cache: int, position: int, first_row: int) -> Iterator[torch.Tensor]:
         """Fill a cache from `position` on, by PyTorch; float32 logits (n, V), in blocks, of the positions from
-        `first_row` on. next_ids: those after each id, for the head to read as well.
+        `first_row` on.
         """
 
 
@@ -80,10 +76,6 @@ class CudaExecutor:
         limits.columns, limits.sequences, limits.ahead = passes.columns, passes.sequences, passes.ahead
         limits.piece, limits.unread, limits.paced, limits.picks = PIECE_TOKENS, passes.unread, False, True
         self.schedule = _core.Schedule(limits, passes.caches.shape())
-        if passes.head is not None:
-            block, rows = passes.head.weight_bytes
-            every = sum(memory.weight_bytes for memory in passes.caches.memories)
-            self.schedule.draft_with_head(passes.head.ids.tolist(), block / every, (block + rows) / every)
         shape = passes.columns, passes.config.vocab_size
         self._logits = torch.empty(shape, device=passes.caches.memories[0].device)
         arguments = self.schedule, weakref.ref(self)
@@ -103,10 +95,10 @@ class CudaExecutor:
                 given = self._pass(plan)
         except Exception as error:
             self.unanswered = isinstance(error, Unanswered)
-            said = (
-                str(error).partition("\n")[0] or type(error).__name__
-            )  # torch's has advice for developers below
-            self.schedule.fail(f"the GPU has failed, and with it all requests: {said}")
+            reason = str(error).partition("\n")[0]  # torch's has advice for developers below
+            self.schedule.fail(
+                f"the GPU has failed, and with it all requests: {reason or type(error).__name__}"
+            )
 
     def _pass(self, plan: _core.Pass) -> dict[str, Any]:
         """What it gave, as `Schedule.next` takes it."""
@@ -117,8 +109,6 @@ class CudaExecutor:
             return self._read(plan)
         if not (columns := plan.columns):
             return {}
-        if plan.of_head:
-            return self._draft(plan)
         rows = plan.head  # of the logits that the schedule draws from
         draws = {place: plan.draw(place) for place in {column.sequence for column in columns}}
         asked = [column_of(column, draws[column.sequence]) for column in columns]
@@ -129,16 +119,6 @@ class CudaExecutor:
             return {"error": f"the GPU runs something else beside the engine, try again later: {error}"}
         given: dict[str, Any] = {"picked": np.array(picked, np.int32)}
         return {**given, "logits": self._logits[rows].cpu().numpy()} if rows else given
-
-    def _draft(self, plan: _core.Pass) -> dict[str, Any]:
-        """A pass of the head; where the driver refuses it, there are no drafts."""
-        assert self.passes is not None
-        assert self.passes.head is not None
-        columns = [(column.token, column.position, column.cache) for column in plan.columns]
-        with contextlib.suppress(NotResident):
-            logits = self.passes.head.run(columns, plan.origins, plan.chained, plan.head)
-            return {"logits": logits} if plan.head else {}
-        return {}
 
     def _launched(self, *asked: Any) -> list[list[int]]:
         """NotResident where the driver still refuses the launch after a while; nothing has changed then."""
@@ -155,8 +135,7 @@ class CudaExecutor:
         piece, start = self.schedule.piece(), plan.start
         ids, at = piece.ids, piece.first_row
         try:
-            next_ids = ids[1 : plan.piece + 1] if piece.drafts else ()
-            for logits in self.passes.read(ids[: plan.piece], start.cache, start.position, at, next_ids):
+            for logits in self.passes.read(ids[: plan.piece], start.cache, start.position, at):
                 if piece.keeps_logits:
                     self.schedule.keep_logits(at, logits.cpu().numpy())
                 scored = ids[at + 1 - start.position :][: len(logits)]

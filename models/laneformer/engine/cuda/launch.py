@@ -54,7 +54,7 @@ def architecture_of(device: torch.device) -> str:
 
 
 class Kernels:
-    """The kernels of one version (one of compile.UNITS) on one GPU."""
+    """The kernels of one version, or of the probe, on one GPU."""
 
     def __init__(self, version: str, geometry: Geometry, device: torch.device, shared: bool = False):
         """`shared`: other launches wait for this one's blocks and run beside them on the same GPU."""
@@ -138,18 +138,6 @@ class Kernels:
                 check(driver.cuKernelSetAttribute(attribute, value, kernel, self.device.index or 0))
             self._kernels[name] = kernel
         return self._kernels[name]
-
-
-def start(
-    kernels: Sequence[Kernels],
-    name: str,
-    arguments: Sequence[ctypes.Structure],
-    streams: Sequence[torch.cuda.Stream],
-) -> None:
-    """Launch the kernel on every GPU, each on its stream."""
-    for of_device, argument, stream in zip(kernels, arguments, streams, strict=True):
-        with torch.cuda.device(of_device.device), torch.cuda.stream(stream):
-            of_device.launch(name, argument)
 
 
 def check(result: tuple[Any, ...]) -> Any:

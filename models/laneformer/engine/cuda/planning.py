@@ -47,9 +47,7 @@ def plan(
     warps: int | None = None,
     chunk_bytes: int | None = None,
     blocks_per_lane: int | None = None,
-    wide_exchanges: bool = False,
     columns: int = 1,
-    prefetch_chunks: int = 0,
     half: str = "bf16",  # beside int8: of the embedding, keys and values
 ) -> Geometry:
     """The geometry for this GPU: as many blocks a lane as there are multiprocessors, a ring as
@@ -66,14 +64,11 @@ def plan(
     max_warps = min(MAX_WARPS, MAX_RESIDENT_WARPS // resident)
     if warps is not None and not 1 <= warps <= max_warps:
         raise ValueError(f"warps = {warps} is outside 1 to {max_warps}, which is what a block can have")
-    check_tapes(chunk_bytes, columns, prefetch_chunks)
-    if columns > 1 and wide_exchanges:
-        raise ValueError("wide_exchanges is an ablation of one column; use columns = 1")
+    check_tapes(chunk_bytes, columns)
 
     def bare(warps: int, chunk_bytes: int) -> Geometry:
-        options = (devices, wide_exchanges, columns, prefetch_chunks)
         activations = half if dtype == "int8" else dtype
-        return Geometry(config, dtype, blocks, warps, chunk_bytes, 0, *options, activations)
+        return Geometry(config, dtype, blocks, warps, chunk_bytes, 0, devices, columns, activations)
 
     for op in OPS:
         check_matrix(op, bare(1, 0).matrix(op), blocks * max_warps)
@@ -94,15 +89,15 @@ def plan(
 
 
 def plan_builds(
-    config: LaneformerConfig, dtype: str, machine: Machine, graph: bool = False, **shape: Any
+    config: LaneformerConfig, dtype: str, machine: Machine, version: str = "passes", **shape: Any
 ) -> list[Geometry]:
-    """The builds of the kernel of passes, the one with the most columns last; ValueError where not even two fit.
+    """The builds of a version; of passes, the one with the most columns last; ValueError where not even two fit.
 
     All read the same tiles, keys, values and words, so all have the warps and chunks of the last one, and those with
     fewer columns a deeper ring. So many columns are left out that take more than half the warps of one column.
-    `graph`: of the graph version, one. `shape` goes to `plan`; where it says how many columns, there is one build.
+    The graph has one build. `shape` goes to `plan`; where it says how many columns, there is one build.
     """
-    if graph:
+    if version == "graph":
         shape = {"columns": 1, "resident": 2, **shape}
     build = functools.partial(plan, config, dtype, machine, **shape)
     if "columns" in shape:
@@ -141,13 +136,11 @@ def blocks_of(machine: Machine, lanes: int, given: int | None) -> int:
     return most if given is None else given
 
 
-def check_tapes(chunk_bytes: int | None, columns: int, prefetch_chunks: int) -> None:
+def check_tapes(chunk_bytes: int | None, columns: int) -> None:
     if chunk_bytes is not None and (chunk_bytes < 1 or chunk_bytes % SEGMENT_BYTES):
         raise ValueError(f"chunk_bytes = {chunk_bytes} must be a positive multiple of {SEGMENT_BYTES}")
     if not 1 <= columns <= MAX_COLUMNS:
         raise ValueError(f"columns = {columns} is outside 1 to {MAX_COLUMNS}")
-    if prefetch_chunks < 0:
-        raise ValueError(f"prefetch_chunks = {prefetch_chunks} must not be negative")
 
 
 def check_model(config: LaneformerConfig, dtype: str, devices: int) -> None:
