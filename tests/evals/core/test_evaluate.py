@@ -16,7 +16,7 @@ from rich.console import Console
 
 from evals.core import evaluate as core
 from evals.core.__main__ import main
-from evals.core.evaluate import Settings, answered, remarks, score_task, task_figures
+from evals.core.evaluate import Settings, judge_item, remarks, score_task, task_figures
 from evals.core.prompts import Item, Protocol, items
 from evals.core.tasks import TASKS, Bundle
 from evals.items import Partial
@@ -31,7 +31,7 @@ LABELS = ["copa", "winograd", "coqa"]
 
 
 def answer_by_hand(model: torch.nn.Module, item: Item) -> tuple[bool, float]:
-    """Whether an item is answered right, from one pass over each whole prompt; and how close the call was."""
+    """Whether an item is judge_item right, from one pass over each whole prompt; and how close the call was."""
     if len(item.prompts) == 1:
         ids, start = item.prompts[0]
         best = logits_of(model, ids)[start - 1 : -1].topk(2)
@@ -44,7 +44,7 @@ def answer_by_hand(model: torch.nn.Module, item: Item) -> tuple[bool, float]:
 
 def is_right(scorer: Scorer, item: Item) -> bool:
     (scores,) = scorer.score([item.prompts])
-    return bool(answered(scorer, item, scores)["right"])
+    return bool(judge_item(scorer, item, scores)["right"])
 
 
 @pytest.mark.parametrize("write", [write_laneformer, write_llama], ids=["engine", "transformers"])
