@@ -149,12 +149,10 @@ def test_prompts_that_do_not_fit_are_counted(
     text = "for name in names:\n" * 20
     short = open_model(hf_dir, Source(max_length=64))
     _, (score, _) = score_pairs(short, [("x", " = 1"), (text, " pass")])
-    assert short.cut_prompts == 1
     assert "1 prompts so far lost their head" in caplog.text
     ids = model.tok_encode(text + " pass")
-    continuation = len(ids) - len(model.tok_encode(text.rstrip()))
-    expected = short.scorer.engine.logprobs(ids[-65:], start=65 - continuation)
-    assert score == math.fsum(expected.tolist())
+    start = 65 - len(ids) + len(model.tok_encode(text.rstrip()))
+    assert score == math.fsum(short.scorer.engine.logprobs(ids[-65:], start=start).tolist())
     generate(short, text, max_gen_toks=8, until=[])
     assert short.cut_prompts == 2
     with pytest.raises(ValueError, match="max_gen_toks = 64 leaves no room"):
@@ -163,12 +161,10 @@ def test_prompts_that_do_not_fit_are_counted(
         score_pairs(short, [("x", text)])
     short.scorer.close()
     # in a record, of the prompts that lm-eval reports
-    samples = [{"arguments": [("x", " y"), (text, {"max_gen_toks": 10})]}]
-    room, cuts = len(model.tok_encode(text)) + 10, []
-    for length in (room, room - 1, 1):
+    samples, room = [{"arguments": [("x", " y"), (text, {"max_gen_toks": 10})]}], len(ids)
+    for length, cut in ((room + 10, 0), (room, 1), (1, 2)):
         view: Any = SimpleNamespace(max_length=length, scoring_room=length + 1, tok_encode=model.tok_encode)
-        cuts.append(prompt_figures(view, samples)["cut"])
-    assert cuts == [0, 1, 2]
+        assert prompt_figures(view, samples)["cut"] == cut
 
 
 def test_generation_ends_where_the_task_says(model: ScorerLM) -> None:
