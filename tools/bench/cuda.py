@@ -68,19 +68,20 @@ def compiled(flavor: str) -> Figures:
     import torch
 
     from laneformer.engine.cuda.compile import compile_cubin
+    from laneformer.engine.cuda.geometry import architecture_name
     from laneformer.engine.cuda.graph import DECODERS
-    from laneformer.engine.cuda.launch import architecture_of, describe
+    from laneformer.engine.cuda.launch import describe
     from laneformer.engine.cuda.planning import plan_builds
 
-    device, start = torch.device(DEVICE), time.monotonic()
+    machine, start = describe(torch.device(DEVICE)), time.monotonic()
     configs = [LaneformerConfig.from_flavor(name) for name in (*FLAVORS, flavor)]
     units = [
         (version, geometry)
         for config in configs
         for version in DECODERS
-        for geometry in plan_builds(config, "bf16", describe(device), version)
+        for geometry in plan_builds(config, "bf16", machine, version)
     ]
-    architecture, driver = architecture_of(device), driver_version()
+    architecture, driver = architecture_name(machine.architecture), driver_version()
     with ProcessPoolExecutor() as pool:
         jobs = [pool.submit(compile_cubin, *unit, architecture=architecture, driver=driver) for unit in units]
         yield "kernels", sum(len(job.result()) > 0 for job in jobs)
@@ -159,7 +160,7 @@ def speed(flavor: str, tokens_per_s: float) -> Result:
     """With the percent of the datasheet that its reads of the weights are."""
     import torch
 
-    from laneformer.engine.cuda.bandwidth import datasheet
+    from laneformer.engine.cuda.bench import datasheet
 
     count = LaneformerConfig.from_flavor(flavor).parameter_count()
     read, stated = 2 * (count["total"] - count["embedding"]), datasheet(torch.cuda.get_device_name(DEVICE))

@@ -24,9 +24,10 @@ import numpy as np
 import torch
 
 from laneformer import LaneformerConfig
-from laneformer.engine.cuda.bench import greedy, read
 from laneformer.engine.cuda.graph import DECODERS
 from laneformer.engine.cuda.passes import PassDecoder
+from laneformer.engine.cuda.structures import Column
+from laneformer.engine.decoder import Sampling
 from laneformer.engine.device import why_no_cuda
 from tools.check.reference import (
     Weights,
@@ -97,6 +98,31 @@ def greedy_prompts(config: LaneformerConfig, count: int) -> list[list[int]]:
 
 def scored_length(config: LaneformerConfig) -> int:
     return length_beyond_windows(config, BEYOND_WINDOW)
+
+
+def read(decoder: PassDecoder, ids: list[int], start: int, logits: torch.Tensor | None = None) -> int:
+    """Passes over ids[start:], of as many as it has columns: the token that the last would be followed by."""
+    columns = [Column(token, i, 0, sampling=Sampling(top_p=1.0)) for i, token in enumerate(ids)]
+    for at in range(start, len(ids), decoder.columns):
+        end = at + decoder.columns
+        (picked,) = decoder.run(columns[at:end], 0, None if logits is None else logits[at:end])
+    return picked[-1]
+
+
+def greedy(
+    decoder: PassDecoder, prompt: list[int], new_tokens: int = NEW_TOKENS, most: int = 16
+) -> list[int]:
+    """Launches make up to `most` passes, of several lengths; the first token comes with the prompt's end."""
+    start = 0
+    if len(prompt) > decoder.unread:
+        start = len(prompt) - 1
+        list(decoder.read(prompt[:-1], 0, 0, start))
+    tokens = [read(decoder, prompt, start)]
+    while len(tokens) < new_tokens:
+        last = Column(tokens[-1], len(prompt) + len(tokens) - 1, 0, sampling=Sampling(top_p=1.0))
+        more = min(len(tokens) % most, decoder.ahead, new_tokens - len(tokens) - 1)
+        tokens += [row[0] for row in decoder.run([last], more)]
+    return tokens
 
 
 def score(decoder: PassDecoder, ids: list[int]) -> np.ndarray:

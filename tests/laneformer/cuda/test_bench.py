@@ -13,7 +13,7 @@ import torch
 
 from laneformer import LaneformerConfig
 from laneformer.engine.cuda import bench
-from laneformer.engine.cuda.bandwidth import datasheet, shares
+from laneformer.engine.cuda.bench import datasheet, shares
 from laneformer.engine.cuda.compile import FOLDER, INCLUDES, source_of
 from laneformer.engine.cuda.executor import CudaExecutor
 from laneformer.engine.cuda.geometry import H200

@@ -156,14 +156,6 @@ def test_what_each_turn_finds() -> None:
     assert reused(executor, other * 3, 9) == 11
 
 
-def test_how_far_a_ring_goes_back() -> None:
-    """Of 11 ids of which 10 are there, with another end."""
-    for common, found in ((10, 10), (8, 8), (7, 0)):
-        executor, text = CudaExecutor(Numbers(1, 1)), [i % 3 for i in range(11)]
-        reused(executor, text[:10], 1)
-        assert reused(executor, [*text[:common], 5], 1) == found
-
-
 @pytest.mark.parametrize(("ring", "back", "found"), [(6, 2, False), (7, 2, True), (6, 3, True)])
 def test_a_number_too_large_is_found(
     ring: int, back: int, found: bool, monkeypatch: pytest.MonkeyPatch

@@ -101,39 +101,6 @@ def test_a_join_ends_the_passes_ahead(engine, monkeypatch):
     assert max(columns[6:8]) > 1
 
 
-def test_drafts_share_passes(engine):
-    """33 ids in seven passes; then a prediction of what comes, of which one id is wrong."""
-    prompt = (PROMPT + greedy(PROMPT, 12)) * 2 + PROMPT
-    right = greedy(prompt, 8)
-    prediction = [*prompt[-4:], *right[:5], 1 + right[5], *right[6:]]
-    options = {"max_new_tokens": 8, "speculate": 4, "prediction": prediction}
-    assert engine.generate(prompt, **options) == right
-    statistics = engine.statistics
-    assert statistics.proposed_tokens >= max(2, statistics.accepted_tokens)
-    assert statistics.passes == 7 + 7 - statistics.accepted_tokens
-
-
-def test_requests_join_side_by_side(engine):
-    """Seven, of which five have a column each; one leaves, one scores, and each ends by itself."""
-    prompts = [[1, 2], [3], [4, 5, 6], [7], [8, 9]]
-    with engine.batch() as batch:
-        assert batch.max_joined == 5
-        tickets = [batch.join(prompt, max_new_tokens=4 + i) for i, prompt in enumerate(prompts)]
-        with pytest.raises(RuntimeError, match="at most 5 requests; collect the end of one first"):
-            batch.join(PROMPT)
-        updates = collect(batch, *tickets)
-        last = batch.join(PROMPT, max_new_tokens=40)
-        batch.leave(last)
-        scored = batch.score(prompts[2], start=1, top=2)
-        ended = collect(batch, last, scored)
-    for i, (prompt, ticket) in enumerate(zip(prompts, tickets, strict=True)):
-        assert [token.id for token in tokens_of(updates[ticket])] == greedy(prompt, 4 + i)
-    assert ended[last][-1].finish_reason == "cancelled"
-    right = engine.logprobs(prompts[2], top=2)
-    np.testing.assert_array_equal(ended[scored][-1].scores.top_ids, right.top_ids)
-    np.testing.assert_array_equal(ended[scored][-1].scores.logprobs, right.logprobs)
-
-
 def test_a_gpu_that_has_failed_takes_no_more_requests(engine, monkeypatch):
     def fails(*_: Any) -> None:
         raise RuntimeError("an illegal memory access")
@@ -270,6 +237,8 @@ def test_the_device_chooses_the_engine(tmp_path, expected):
         assert passes_of(engine).devices == ("cuda:0", "cuda:1")
         assert engine.config.max_position_embeddings == 40
         assert engine.generate(PROMPT, max_new_tokens=12, ignore_eos=True) == expected
+    with Engine(CONFIG, TENSORS, device="cuda", dtype="int8") as engine:
+        assert (engine.dtype, engine.kv_dtype) == ("int8", "bf16")
     with Engine.from_pretrained(folder) as engine:
         assert isinstance(engine._open(), CpuDecoder), "unproven kernels are for those who name them"
     with pytest.raises(ValueError, match="threads = 2"):
@@ -315,18 +284,6 @@ def test_auto_without_a_gpu_does_not_import_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout == "False\n", done.stderr
-
-
-def test_the_command_line(tmp_path, capsys):
-    folder = write_folder(tmp_path / "hf", copy.deepcopy(MODEL).bfloat16())
-    byte_tokenizer().save(str(folder / "tokenizer.json"))
-    arguments = ["generate", str(folder), "--prompt", "a b", "--max-new-tokens", "9", "--device"]
-    main([*arguments, "cuda"])
-    with Engine(CONFIG, TENSORS, device="cuda", tokenizer=byte_tokenizer()) as engine:
-        assert capsys.readouterr().out == engine.generate_text("a b", max_new_tokens=9) + "\n"
-    with pytest.raises(SystemExit) as stop:
-        main([*arguments, "cuda", "--threads", "2"])
-    assert (stop.value.code, "threads = 2" in capsys.readouterr().err) == (2, True)
 
 
 def test_bench_measures_the_decoder(capsys, monkeypatch):

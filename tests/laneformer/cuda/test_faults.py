@@ -246,8 +246,7 @@ class Build:
     def planted(self, builds: Path) -> EmulatedPasses:
         """The kernels with all faults in their source, none in force."""
         kernels = self.make(builds)
-        patches = [(fault.file, fault.was, fault.now) for fault in self.faults.values()]
-        plant_all(kernels, builds, patches)
+        plant_all(kernels, builds, [(fault.file, fault.was, fault.now) for fault in self.faults.values()])
         return kernels
 
     def outcome(self, kernels: EmulatedPasses, seed: int, right: list[torch.Tensor]) -> str:
@@ -294,10 +293,7 @@ def test_every_fault_is_found(name: str, cuda_builds: Path) -> None:
 # ---- without a fault, and what the checks of others find ----
 
 PLAIN: dict[str, Callable[[Path], EmulatedPasses]] = {
-    **{
-        shape: partial(SHAPES[shape].emulated, races=True)
-        for shape in ("delay 0", "delay 1", "wide heads", "at once")
-    },
+    **{name: partial(SHAPES[name].emulated, races=True) for name in ("delay 0", "wide heads", "at once")},
     "passes ahead on two devices": partial(two_devices, races=True),
 }
 

@@ -7,7 +7,6 @@ test_faults.py shows that the checks here and in the emulator find planted fault
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +19,6 @@ from tests.laneformer.cuda.reference import expected, read_one_by_one
 from tests.laneformer.cuda.shapes import SHAPES, drawn, family
 
 pytestmark = emulator_proof
-
-COUNT = int(os.environ.get("CUDA_SHAPES", "6"))
 
 
 def text(emulated: EmulatedPasses, count: int) -> list[int]:
@@ -60,18 +57,15 @@ def test_every_logit(name: str, cuda_builds: Path) -> None:
     check(SHAPES[name].emulated(cuda_builds), 11, range(3))
 
 
-@pytest.mark.parametrize("seed", range(COUNT))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_shapes(seed: int, cuda_builds: Path) -> None:
-    """CUDA_SHAPES=1000 tries more of them."""
-    shape = drawn(seed)
-    print(shape)
-    check(shape.emulated(cuda_builds), 7, range(2))
+    check(drawn(seed).emulated(cuda_builds), 7, range(2))
 
 
 GRAPHS = {
-    **{name: SHAPES[name] for name in ("delay 0", "flushed")},
-    "norms of heads": family("qwen 3"),
-    "8 bits": replace(family("qwen 2"), dtype="int8"),
+    "delay 0": SHAPES["delay 0"],
+    "flushed": SHAPES["flushed"],
+    "norms of heads, 8 bits": replace(family("qwen 3"), dtype="int8"),
 }
 
 

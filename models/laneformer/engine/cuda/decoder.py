@@ -13,11 +13,12 @@ from ...config import LaneformerConfig
 from ...tensors import Tensor
 from ..decoder import CUDA, Collected, Ended, EngineLost, Request, RequestFailed
 from ..options import in_range
-from .executor import CudaExecutor, Passes
+from .executor import CudaExecutor
 from .geometry import DTYPES, HALVES
 from .graph import DECODERS
 from .launch import NotResident
 from .memory import half_of
+from .passes import PassDecoder
 
 USE_CPU = "the CUDA engine does not have this option; use device = 'cpu'"
 
@@ -128,10 +129,12 @@ def make_passes(
     devices: Sequence[str],
     cache_bytes: int | None,
     version: str,
-) -> Passes:
+) -> PassDecoder:
     """Of this version; of the graph, with a warning, where the kernel of passes cannot run on one GPU."""
     if version not in DECODERS:
         raise ValueError(f"version = {version!r} is unknown; choose from {' and '.join(map(repr, DECODERS))}")
+    if version == "graph" and len(devices) > 1:
+        raise ValueError("the graph version runs on one GPU; use version = 'passes' for several")
     try:
         return DECODERS[version](config, tensors, dtype, devices, cache_bytes=cache_bytes)
     except NotResident as error:

@@ -10,7 +10,6 @@ the same numbers.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from ...config import MODULES, LaneformerConfig
@@ -22,8 +21,6 @@ DTYPES = (*HALVES, "int8")  # of matrices; int8 has a scale for each row (int8.p
 WARP_THREADS = 32
 SEGMENT_BYTES = 16 * WARP_THREADS
 MAX_CHUNKS = 16  # deeper rings hide nothing more
-MAX_WARPS = 32  # of a block
-MAX_RESIDENT_WARPS = 48  # of a multiprocessor, on every GPU since sm_80
 # the keys of such a head need the 168 registers a thread that 12 warps leave; 16 leave 128
 LARGE_HEAD, LARGE_HEAD_WARPS = 128, 12
 MAX_SPLITS = 16  # of the keys: each reader of the attention merges them all
@@ -83,11 +80,6 @@ class Matrix:
     def max_rows(self, blocks: int) -> int:
         """Of the busiest block."""
         return -(-self.units // blocks) * TILE
-
-    def balance(self, blocks: int, warps: int) -> float:
-        """Tiles of an average warp over those of the busiest, and so of its block's time."""
-        busiest = math.ceil(self.max_rows(blocks) // TILE * self.parts / warps)
-        return self.units * self.parts / (blocks * warps * busiest)
 
     def tiles(self, block: int, blocks: int, warp: int, warps: int) -> list[tuple[int, int]]:
         """(part, row of tiles) of a warp of a block, in its order; rows are counted in the lane."""

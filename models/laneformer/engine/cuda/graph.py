@@ -5,13 +5,12 @@ It is the comparison that the kernel of passes has to stand, and what decodes wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ...config import MODULES, Join, LaneformerConfig
-from ...tensors import Tensor
+from ...config import MODULES, Join
 from .geometry import Geometry
 from .launch import Kernels
 from .memory import DeviceMemory
@@ -20,16 +19,9 @@ from .structures import MAX_COLUMNS, GraphState
 
 
 class GraphDecoder(PassDecoder):
-    version = "graph"
+    """On one GPU."""
 
-    def __init__(
-        self, config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype: str, devices: Sequence[str] = ("cuda:0",),
-        *options: Any, **shape: Any,
-    ):  # fmt: skip
-        """As PassDecoder; ValueError for several GPUs."""
-        if len(devices) > 1:
-            raise ValueError("the graph version runs on one GPU; use version = 'passes' for several")
-        super().__init__(config, tensors, dtype, devices, *options, **shape)
+    version = "graph"
 
     def _load(self) -> None:
         kernels = Kernels(self.version, self.geometry, self.devices[0])

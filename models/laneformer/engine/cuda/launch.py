@@ -49,10 +49,6 @@ def share_of(devices: Sequence[torch.device]) -> tuple[Machine, int]:
     return dataclasses.replace(machine, multiprocessors=machine.multiprocessors // sharing), sharing
 
 
-def architecture_of(device: torch.device) -> str:
-    return architecture_name(describe(device).architecture)
-
-
 class Kernels:
     """The kernels of one version, or of the probe, on one GPU."""
 
@@ -61,11 +57,13 @@ class Kernels:
         from cuda.bindings import driver
 
         self.geometry, self.device, self.version = geometry, device, version
-        self.architecture = describe(device).architecture
+        self.machine = describe(device)
         # The driver then promises that all blocks are resident at once; but two such launches
         # may not overlap.
         self.cooperative = version == "passes" and not shared
-        cubin = compile_cubin(version, geometry, architecture_of(device), driver=driver_version())
+        cubin = compile_cubin(
+            version, geometry, architecture_name(self.machine.architecture), driver=driver_version()
+        )
         torch.cuda.synchronize(device)  # makes the GPU's context, and this thread's current one
         self._library = check(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
         self._kernels: dict[str, Any] = {}
@@ -87,7 +85,7 @@ class Kernels:
             attribute.value.cooperative = 1
         else:
             attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            overlaps = self.version == "graph" and self.architecture >= 90
+            overlaps = self.version == "graph" and self.machine.architecture >= 90
             attribute.value.programmaticStreamSerializationAllowed = int(overlaps)
         config.attrs, config.numAttrs = [attribute], 1
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
@@ -115,7 +113,7 @@ class Kernels:
         from cuda.bindings import driver
 
         threads, shared = self.geometry.threads, self.geometry.shared_bytes
-        function, there = driver.CUfunction(int(self._kernel(name))), describe(self.device).multiprocessors
+        function, there = driver.CUfunction(int(self._kernel(name))), self.machine.multiprocessors
         with torch.cuda.device(self.device):
             each = check(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, shared))
         if each * there < launches * self.geometry.blocks:

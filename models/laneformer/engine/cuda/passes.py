@@ -13,7 +13,7 @@ import ctypes
 import functools
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from ...config import LaneformerConfig
 from ...tensors import Tensor
 from ..decoder import RequestFailed, Unanswered
 from .caches import MAX_CACHES, Caches
-from .executor import Look
 from .geometry import Geometry
 from .launch import Kernels, has_time_limit, share_of
 from .memory import DeviceMemory, half_of
@@ -32,6 +31,7 @@ from .structures import PASSES_PER_LAUNCH, Column
 from .tape import tape_starts
 from .tape_model import TapeModel
 
+Look = Callable[[list[list[int]]], bool]  # at tokens [pass][column]; whether to end after the pass under way
 LAST_EPOCH = 2**31  # of all layers together
 # ids that a column reads of a prompt at most: eight times as many take as long as a small piece
 COLUMN_TOKENS = 8
@@ -72,8 +72,10 @@ def fit_builds(builds: list[Geometry], free: int, cache_bytes: int | None) -> tu
 
 
 class PassDecoder:
-    """Weights as tiles on the GPUs, and passes over them (executor.Passes). `geometry`: of the build with the most
-    columns.
+    """Weights as tiles on the GPUs, and passes over them. `geometry`: of the build with the most columns.
+
+    columns, sequences: at most in a pass. unread: prompt ids that columns may read; more are read by PyTorch.
+    ahead: further tokens of each column that a call of `run` may make.
     """
 
     version = "passes"
@@ -81,10 +83,10 @@ class PassDecoder:
 
     def __init__(
         self, config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype: str, devices: Sequence[str] = ("cuda:0",),
-        limit_s: float = 10.0, cache_bytes: int | None = None, **shape: Any,
+        limit_s: float = 10.0, cache_bytes: int | None = None,
     ):  # fmt: skip
         """`cache_bytes`: of each GPU, for earlier sequences; None: a quarter of what is left. `limit_s`: of a wait.
-        `shape` goes to planning.plan_builds. A GPU that is named more than once is shared out.
+        A GPU that is named more than once is shared out.
 
         ValueError for a model or a GPU that tiles do not fit; NotResident where blocks would not
         all run at once.
@@ -92,7 +94,7 @@ class PassDecoder:
         self.config, self.limit_s = config, limit_s
         self.devices = [torch.device(device) for device in devices]
         machine, self._sharing = share_of(self.devices)
-        shape = {"devices": len(devices), "half": half_of(tensors), **shape}
+        shape: Any = {"devices": len(devices), "half": half_of(tensors)}
         builds = plan_builds(config, dtype, machine, self.version, **shape)
         free = min(torch.cuda.mem_get_info(device)[0] for device in self.devices) // self._sharing
         self.builds, sequences = fit_builds(builds, free, cache_bytes)
@@ -152,19 +154,23 @@ class PassDecoder:
         return TapeModel(self.memories)
 
     def read(self, ids: Sequence[int], cache: int, position: int, first_row: int) -> Iterator[torch.Tensor]:
+        """Fill a cache from `position` on, by PyTorch; float32 logits (n, V), in blocks, of the positions from
+        `first_row` on.
+        """
         return read_prompt(self.tape_model, ids, DeviceCache(self.caches.of(cache), position), first_row)
 
     def run(
         self, columns: Sequence[Column], ahead: int = 0, logits: torch.Tensor | None = None,
         look: Look | None = None,
     ) -> list[list[int]]:  # fmt: skip
-        """As `Passes.run`. A launch makes PASSES_PER_LAUNCH at most, and ends when all columns have.
+        """The token that each column would be followed by, then up to `ahead` times those that follow these.
 
         Each column goes on with the token that it drew, until that is one of its stop ids or its `left`-th; then it
-        has -1.
+        has -1. A launch makes PASSES_PER_LAUNCH at most, and ends when all columns have. logits: float32
+        (columns, V) of the first row, on the device, filled. look: is told now and then what there is so far.
 
         ValueError for columns that the device cannot go on with: two of one sequence, logits. RequestFailed after a
-        hang.
+        hang. RuntimeError where the GPU fails.
         """
         if ahead and (logits is not None or len({c.sequence for c in columns}) < len(columns)):
             raise ValueError(

@@ -41,18 +41,14 @@ class DeviceCache:
         kept = torch.stack((key[0], value[0])).to(TORCH_TYPES[self.memories[0].geometry.half])  # (2, K, S, d)
         new = kept.to(key.dtype)  # seen as later tokens will see them
         everything = torch.cat((self.read(layer_idx).to(new), new), 2) if self.length else new
-        first = 0
-        for memory in self.memories:
-            heads = memory.geometry.lanes_per_device * memory.geometry.config.kv_heads_per_lane
-            self._write(memory, layer_idx, kept[:, first : first + heads])
-            first += heads
+        for memory, heads in zip(self.memories, kept.chunk(len(self.memories), 1), strict=True):
+            self._write(memory, layer_idx, heads)
         return everything[:1], everything[1:]
 
     def read(self, layer: int) -> torch.Tensor:
         """What is there of the positions below `length`: (2, K, length, d)."""
-        return torch.cat(
-            [self._read(memory, layer).to(self.memories[0].device) for memory in self.memories], 1
-        )
+        device = self.memories[0].device
+        return torch.cat([self._read(memory, layer).to(device) for memory in self.memories], 1)
 
     def _places(
         self, memory: DeviceMemory, layer: int, start: int, end: int

@@ -37,13 +37,13 @@ class TapeModel:
             self._plain = Laneformer(self.config).eval().requires_grad_(False)
         self.masks, self.norm = self._plain.masks, self._plain.norm
         self.embedding = memories[0].embedding
-        self._norms = memories[0].norms.to(self.dtype)
-        self.norm.load_state_dict({"weight": self._norms[-1]}, assign=True)
+        scales = memories[0].norms.to(self.dtype)
+        self.norm.load_state_dict({"weight": scales[-1]}, assign=True)
         shapes = self.config.tensor_shapes()
         self._layer = {name: torch.empty(shapes[f"layers.0.{name}.weight"], dtype=self.dtype, device=device)
                        for op in OPS[:-1] for name in PARTS[op]}  # fmt: skip
         for i, layer in enumerate(self._plain.layers):
-            norms = {f"{norm}.weight": self._norms[len(NORMS) * i + n] for n, norm in enumerate(NORMS)}
+            norms = {f"{norm}.weight": scales[len(NORMS) * i + n] for n, norm in enumerate(NORMS)}
             matrices = {f"{name}.weight": values for name, values in self._layer.items()}
             layer.load_state_dict({**matrices, **norms, **self._of_attention(i)}, assign=True)
         segments = segments_by_matrix(geometry)
