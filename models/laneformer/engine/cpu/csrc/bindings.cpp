@@ -264,7 +264,7 @@ nb::tuple multiply_packed(const PackJob& job, Floats x, DType dtype, const std::
     std::memcpy(padded.floats() + size_t(c) * stride, x.data() + size_t(c) * inputs, inputs * sizeof(float));
   Inputs columns_of{padded.bytes(), stride * sizeof(float), 0};
   if (prepares(how, columns)) {
-    prepared = Pages(columns * how.column_bytes(matrix.k_pairs()));
+    prepared = Pages(round_up(columns, 16) * how.column_bytes(matrix.k_pairs()));  // in blocks of the matrix unit
     how.prepare(padded.floats(), stride, matrix.k_pairs(), columns, prepared.bytes());
     columns_of = {prepared.bytes(), how.column_bytes(matrix.k_pairs()), 0};
   }
