@@ -149,8 +149,8 @@ def passage_grams(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]
             wanted &= at + length <= bounds[passage + 1]
             wanted &= telling[at + length] - telling[at] >= _TELLING_WORDS
             at = at[wanted]
-            grams = (_gram_hashes(words, at, size) for size in (SHORTEST_WORDS, length))
-            parts.append((*grams, passage[wanted] + first))
+            heads, grams = (_gram_hashes(words, at, size) for size in (SHORTEST_WORDS, length))
+            parts.append((heads, grams, passage[wanted] + first))
         first += len(window)
     heads, grams, passages = (np.concatenate(column) for column in zip(*parts, strict=True))
     return heads, grams, passages

@@ -190,8 +190,8 @@ class Index:
     """The documents that begin in a shard, in the order of `begins`, int64: their first tokens in it."""
 
     begins: np.ndarray
-    ids: Sequence[int]
-    lengths: Sequence[int]
+    ids: np.ndarray
+    lengths: np.ndarray
     origins: Sequence[Any]
 
     def facts(self, i: int) -> Json:
@@ -208,7 +208,8 @@ class Index:
 def read_index(folder: Path, number: int) -> Index:
     entry, bos_id = _manifest(folder)["shards"][number], _manifest(folder)["bos_id"]
     if "docs" not in entry:  # conversations
-        return Index(np.empty(0, np.int64), (), (), ())
+        nothing = np.empty(0, np.int64)
+        return Index(nothing, nothing, nothing, ())
     ids, lengths, origins = shards.read_documents(folder / entry["docs"]["name"])
     tokens = np.memmap(folder / entry["name"], dtype=shards.token_dtype(entry), mode="r")
     chunks = range(0, len(tokens), CHUNK_TOKENS)

@@ -16,10 +16,8 @@ from __future__ import annotations
 import abc
 import functools
 import io
-import itertools
 import json
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +35,6 @@ KNOWN_NAMES = (
     ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"), ("<|endoftext|>", "<|endoftext|>"),
 )  # fmt: skip
 MAX_LINE_BYTES = 65_536  # longer lines are left out of the training sample, as sentencepiece would do
-_PIECE_CHARS, _CUT_CHARS, _CUTS_TRIED = 1 << 20, 200, 5
-_BETWEEN_LINES = re.compile(r"\S\n(?=\S)")
 _PROBED = 1000
 
 
@@ -209,29 +205,7 @@ class JsonTokenizer(Tokenizer):
         super().__init__(max(self._made.get_vocab().values()) + 1, bos_id, eos_id, control)
 
     def reference(self, text: str) -> list[int]:
-        return [i for piece in self._pieces(text) for i in self._ids(piece)]
-
-    def _ids(self, text: str) -> list[int]:
         return self._made.encode_batch_fast([text], add_special_tokens=False)[0].ids
-
-    def _pieces(self, text: str) -> Iterator[str]:
-        """A text in pieces whose ids in a row are those of the whole: the library keeps 200 bytes a token.
-
-        It is cut between two lines, where the ids around are the same with and without the cut.
-        """
-        start = 0
-        while len(text) - start > _PIECE_CHARS:
-            cuts = (found.end() for found in _BETWEEN_LINES.finditer(text, start + _PIECE_CHARS // 2))
-            end = next((cut for cut in itertools.islice(cuts, _CUTS_TRIED) if self._can_cut(text, cut)), None)
-            if end is None:
-                break
-            yield text[start:end]
-            start = end
-        yield text[start:]
-
-    def _can_cut(self, text: str, at: int) -> bool:
-        before, behind = text[max(at - _CUT_CHARS, 0) : at], text[at : at + _CUT_CHARS]
-        return self._ids(before + behind) == self._ids(before) + self._ids(behind)
 
     def _fast_encoder(self) -> fast_encoder.Encode | None:
         return fast_encoder.of_json(self._path)

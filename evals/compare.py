@@ -69,8 +69,9 @@ def differences(pairs: list[Pair]) -> JsonObject:
 def accuracies(pairs: list[Pair]) -> JsonObject:
     """Shares of right answers and their difference; groups of the items have equal weight."""
     groups: dict[str, list[tuple[float, float]]] = {}
-    for a, b in pairs:
-        groups.setdefault(a.get("group", ""), []).append((float(a["right"]), float(b["right"])))
+    for line_a, line_b in pairs:
+        rights = (float(line_a["right"]), float(line_b["right"]))
+        groups.setdefault(line_a.get("group", ""), []).append(rights)
     sides = [tuple(zip(*group, strict=True)) for group in groups.values()]
     changes = [paired(before, after, added=1) for before, after in sides]
     means = [math.fsum(math.fsum(each[side]) / len(each[side]) for each in sides) for side in (0, 1)]

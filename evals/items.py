@@ -38,14 +38,14 @@ class Partial:
         answer: gives the answers to the items left, in order. together: so many are kept in one write; a scorer
         that packs a window then packs the rest as it would have in one go, so the answers are the same to the bit.
         """
-        known = self.answers.setdefault(name, [])
-        fresh = iter(answer(itertools.islice(items, len(known), None)))
+        answers = self.answers.setdefault(name, [])
+        fresh = iter(answer(itertools.islice(items, len(answers), None)))
         while window := list(itertools.islice(fresh, together)):
             if self.path is not None:
                 with self._appending:
                     append_line(self.path, json.dumps({"name": name, "answers": window}))
-            known += window
-        return known
+            answers += window
+        return answers
 
     def remove(self) -> None:
         if self.path is not None:

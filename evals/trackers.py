@@ -58,9 +58,9 @@ def scalars(record: JsonObject) -> dict[str, float]:
     words = [
         value if isinstance(value, str) else f"{key}-{value}" for key, value in asked if value is not None
     ]
-    found = [pair for key, value in record.items() for pair in numbers_in(key, value)]
-    kept = {path: value for path, value in found if re.fullmatch(FIGURES.get(kind, ""), path)}
-    plain = {"/".join([kind, *words, path]).replace("+", "_plus"): value for path, value in kept.items()}
+    pairs = [pair for key, value in record.items() for pair in numbers_in(key, value)]
+    figures = {path: value for path, value in pairs if re.fullmatch(FIGURES.get(kind, ""), path)}
+    plain = {"/".join([kind, *words, path]).replace("+", "_plus"): value for path, value in figures.items()}
     return {re.sub(r"[^-./\w]+", "_", name): value for name, value in plain.items()}
 
 
@@ -121,17 +121,17 @@ class Trackers:
         """Send each tracker the records of evals.jsonl that it lacks."""
         about = [(n, each) for n, each in enumerate(records) if number(each.get("step")) is not None]
         for name, send in list(self.senders.items()):
-            given = self.given().get(name, 0)
+            given = self.read_counts().get(name, 0)
             if given == len(records):
                 continue
             try:
                 send(self.run, self.folder, about, 0 if given > len(records) else given)
-                write_atomically(self.run / SENT, json.dumps({**self.given(), name: len(records)}))
+                write_atomically(self.run / SENT, json.dumps({**self.read_counts(), name: len(records)}))
             except Exception as problem:  # whatever a tracker's package raises, evaluations continue
                 del self.senders[name]
                 self.say(f"{name} got no evaluations: {problem}; a later start sends them")
 
-    def given(self) -> dict[str, int]:
+    def read_counts(self) -> dict[str, int]:
         """{tracker: number of records that it has}."""
         with contextlib.suppress(OSError, ValueError):
             return dict(read_json(self.run / SENT, {}))

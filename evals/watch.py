@@ -79,9 +79,8 @@ class Watcher:
         """Evaluate until the run is done, or with `once` what is there; returns the exit status."""
         self.once = once
         while True:
-            outcome = read_outcome(
-                self.run
-            )  # before looking for work, so that the last checkpoint is not missed
+            # before looking for work, so that the last checkpoint is not missed
+            outcome = read_outcome(self.run)
             over = once or (outcome is not None and outcome["code"] == DONE)
             self.trackers.give(read_lines(self.records))
             work = self.next_work()
@@ -90,9 +89,8 @@ class Watcher:
                     self.evaluate(work)
                 except OSError as problem:
                     if problem.errno not in (errno.ENOSPC, errno.EDQUOT) or over:
-                        self.fail(
-                            work, work.commands, str(problem)
-                        )  # later checkpoints are evaluated all the same
+                        # later checkpoints are evaluated all the same
+                        self.fail(work, work.commands, str(problem))
                     else:
                         self.say(f"step {work.step}: {problem}; the evaluation waits for space")
                         time.sleep(FULL_DISK_RETRY_S)
@@ -103,20 +101,18 @@ class Watcher:
 
     def next_work(self) -> Work | None:
         """The next complete checkpoint with missing records; reports those deleted before their turn."""
-        known, waiting, unfinished = self.recorded(), [], set[str]()
+        evaluated, waiting, unfinished = self.evaluated_at(), [], set[str]()
         for step, folder in step_folders(self.job.checkpoints).items():
             with contextlib.suppress(OSError):  # not saved yet, or being deleted
                 saved = (folder / ".metadata").stat().st_mtime
-                commands = [c for c in self.job.evals.commands if known.get((step, c), 0.0) < saved]
-                unfinished |= {self.kept(step, command).name for command in commands}
-                missing = tuple(command for command in commands if self.due((step, saved, command)))
-                if missing and self.selected(step):
+                commands = [c for c in self.job.evals.commands if evaluated.get((step, c), 0.0) < saved]
+                unfinished |= {self.work_folder(step, command).name for command in commands}
+                missing = tuple(command for command in commands if self.is_due((step, saved, command)))
+                if missing and wanted(step, self.job.evals.every_steps, self.job.training.steps):
                     waiting.append(Work(step, folder, saved, missing))
-        for kept in (self.run / SCRATCH).glob(
-            "step-*-*"
-        ):  # its records, or its checkpoint's end, came in between
-            if kept.name not in unfinished:
-                shutil.rmtree(kept, ignore_errors=True)
+        for folder in (self.run / SCRATCH).glob("step-*-*"):
+            if folder.name not in unfinished:  # its records, or its checkpoint's end, came in between
+                shutil.rmtree(folder, ignore_errors=True)
         for step in sorted(self.waiting - {work.step for work in waiting}):
             if not (self.job.checkpoints / f"step-{step}").is_dir():
                 self.say(f"step {step} was deleted before it was evaluated; see resilience.keep_every_steps")
@@ -130,7 +126,7 @@ class Watcher:
                 return work
         return None
 
-    def due(self, task: tuple[int, float, str]) -> bool:
+    def is_due(self, task: tuple[int, float, str]) -> bool:
         """Whether a command without a record is to be run now."""
         failures = self.failed.get(task, [])
         if not failures:
@@ -139,21 +135,18 @@ class Watcher:
             return False
         return time.monotonic() >= failures[-1] + RETRY_AFTER_S[len(failures) - 1]
 
-    def kept(self, step: int, command: str) -> Path:
+    def work_folder(self, step: int, command: str) -> Path:
         """Where a command writes its records, and what it has finished until then."""
         return self.run / SCRATCH / f"step-{step}-{self.job.evals.commands.index(command)}"
 
-    def selected(self, step: int) -> bool:
-        return wanted(step, self.job.evals.every_steps, self.job.training.steps)
-
-    def recorded(self) -> dict[tuple[int, str], float]:
+    def evaluated_at(self) -> dict[tuple[int, str], float]:
         """(step, command) -> when the checkpoint of its newest record was saved, seconds since the epoch."""
-        found: dict[tuple[int, str], float] = {}
+        times: dict[tuple[int, str], float] = {}
         for record in read_lines(self.records):
             if "command" in record and record.get("step") is not None:
                 key = (record["step"], record["command"])
-                found[key] = max(found.get(key, 0.0), record["checkpoint_time"])
-        return found
+                times[key] = max(times.get(key, 0.0), record["checkpoint_time"])
+        return times
 
     def evaluate(self, work: Work) -> None:
         """Export one checkpoint and run its commands; failures are reported and do not end the watcher."""
@@ -166,17 +159,16 @@ class Watcher:
                     self.fail(work, work.commands, "the export failed")
                 return  # deleted meanwhile: the next look reports it
             for command in work.commands:
-                kept = self.kept(work.step, command)
-                out = kept / "records.jsonl"
+                folder = self.work_folder(work.step, command)
+                out = folder / "records.jsonl"
                 module, kind, options = read_command(command)
                 about = About(out, work.step, *self.progress(work.step))
                 words = [module, *kind.arguments(hf, options, about, self.job.evals.device)]
-                kept.mkdir(exist_ok=True)
+                folder.mkdir(exist_ok=True)
                 # the command holds the lock, too: what a killed watcher has started is waited for
                 with hold_lock(out.with_suffix(".lock"), "", wait_s=math.inf) as lock:
-                    out.unlink(
-                        missing_ok=True
-                    )  # left by a watcher that was killed before it appended the records
+                    # left by a watcher that was killed before it appended the records
+                    out.unlink(missing_ok=True)
                     status = self.call(work.step, words, lock)
                 records = read_lines(out)
                 if status or not records:
@@ -184,12 +176,12 @@ class Watcher:
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.run))
                     self.fail(work, (command,), f"exit status {status}, {len(records)} records")
                     continue
-                keep_items(kept / ITEMS, self.run / ITEMS)
+                move_items(folder / ITEMS, self.run / ITEMS)
                 marks = {"command": command, "checkpoint_time": work.saved}
                 append_line(self.records, "\n".join(json.dumps(record | marks) for record in records))
                 self.say(f"step {work.step}: {command}")
                 self.failed.pop((work.step, work.saved, command), None)
-                shutil.rmtree(kept, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
         self.say(f"step {work.step} took {time.monotonic() - begun:.1f} s")
 
     def progress(self, step: int) -> tuple[int | None, str | None]:
@@ -222,10 +214,9 @@ class Watcher:
                     process.wait()
 
     def fail(self, work: Work, commands: tuple[str, ...], reason: str) -> None:
-        for command in commands:
-            self.failed.setdefault((work.step, work.saved, command), []).append(time.monotonic())
         log = self.run / f"logs/evals/step-{work.step}.log"
         for command in commands:
+            self.failed.setdefault((work.step, work.saved, command), []).append(time.monotonic())
             self.say(f"step {work.step}: {command} FAILED: {reason}, see {log}")
             record_event(self.run, "evaluation_failed", step=work.step, reason=f"{command}: {reason}")
 
@@ -250,13 +241,13 @@ def scratch_folder(run: Path) -> Iterator[Path]:
             folder.rmdir()
 
 
-def keep_items(found: Path, kept: Path) -> None:
+def move_items(written: Path, items: Path) -> None:
     """Move the files and folders of items that records name, before the records are appended."""
-    for path in found.glob("*"):
-        kept.mkdir(exist_ok=True)
-        if (kept / path.name).is_dir():  # results of a checkpoint that is evaluated again
-            shutil.rmtree(kept / path.name)
-        shutil.move(path, kept / path.name)
+    for path in written.glob("*"):
+        items.mkdir(exist_ok=True)
+        if (items / path.name).is_dir():  # results of a checkpoint that is evaluated again
+            shutil.rmtree(items / path.name)
+        shutil.move(path, items / path.name)
 
 
 def only_watcher(run: Path) -> TextIO:

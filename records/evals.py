@@ -71,9 +71,9 @@ class About:
         if taken := sorted(set(figures) & set(PROVENANCE)):
             raise ValueError(f"figures of {kind!r} use the provenance names {taken}; rename these figures")
         seconds = round(time.perf_counter() - BEGAN, 3)
-        known = {"kind": kind, "time": time.time(), "seconds": seconds, "code_version": code_at_start()}
-        known |= vars(self) | provenance
-        record = {name: known[name] for name in PROVENANCE} | figures
+        values = {"kind": kind, "time": time.time(), "seconds": seconds, "code_version": code_at_start()}
+        values |= vars(self) | provenance
+        record = {name: values[name] for name in PROVENANCE} | figures
         try:
             line = json.dumps(record, allow_nan=False)
         except ValueError as error:

@@ -106,14 +106,6 @@ def duration(seconds: float) -> str:
     return f"{max(seconds, 0.0):.0f} s"
 
 
-def with_prefix(value: float, unit: str = "") -> str:
-    """A figure with three digits and its SI prefix: 1234567 -> 1.23 M."""
-    power = 0
-    while abs(value) >= 999.5 and power < 4:
-        value, power = value / 1000, power + 1
-    return f"{value:.3g} {' kMGT'[power].strip()}{unit}".strip()
-
-
 def usage_of(run: Run) -> Usage:
     """All phases. One that has a config and no rows yet goes on at the speed of the one before."""
     used, left, rates = 0.0, list[float | None](), list[float]()

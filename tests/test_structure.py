@@ -189,7 +189,7 @@ def test_tokens_are_what_a_reader_has_to_read():
 def test_long_files_functions_and_classes_are_found(tmp_path):
     line = "        x = 1\n"
     texts = {
-        "train/a.py": "class A:\n    def f():\n" + line * 400, "train/b.py": "def g():\n" + line[4:] * 59,
+        "train/a.py": "class A:\n    def f():\n" + line * 300, "train/b.py": "def g():\n" + line[4:] * 59,
         "train/c.cu": "void h(int n) {\n" + "  run([] { return 1; });\n" * 60 + "}\nvoid h() {}\n",
     }  # fmt: skip
     plant(tmp_path, texts)
@@ -197,8 +197,8 @@ def test_long_files_functions_and_classes_are_found(tmp_path):
     assert excess == {
         "lines of the longest file": [],
         "lines of the longest kernel file": [],
-        "lines of the longest function": ["train/a.py :2 f: 401", "train/c.cu :1 h: 62"],
-        "lines of the longest class": ["train/a.py :1 A: 402"],
+        "lines of the longest function": ["train/a.py :2 f: 301", "train/c.cu :1 h: 62"],
+        "lines of the longest class": ["train/a.py :1 A: 302"],
     }
 
 

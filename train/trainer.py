@@ -30,9 +30,8 @@ from records.events import (
     record_event,
     write_outcome,
 )
-from records.files import survive_full_disk
 
-from .attempt_record import describe_attempt, describe_run, describe_start
+from .attempt_record import describe_attempt
 from .bad_steps import BadSteps
 from .checkpoint import PhaseCheckpointManager
 from .data import Batch, of_packed, to_device
@@ -106,11 +105,9 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         self.ntokens_seen = seen // (dims.get_mesh("batch").size() if dims.dp_enabled else 1)
         self.metrics_processor.begin_attempt(self.attempt, self.step, seen, loader.tokens_before())
         if torch.distributed.get_rank() == 0:
-            with survive_full_disk(self.run):
-                describe_run(self.run, self.attempt, self.job_config, self.model_args.config, loader)
-            tokens_before = self.metrics_processor.tokens_before
-            origin = describe_start(self.run, self.checkpointer.started_from, tokens_before)
-            describe_attempt(self.run, self.attempt, self.step, origin, loader, training.global_batch_size)
+            source = self.checkpointer.started_from
+            model = self.model_args.config
+            describe_attempt(self.run, self.attempt, self.step, self.job_config, model, loader, source)
         if self.step == 0 and self.job_config.validation.enable:
             self.validator.measure_gold(self.model_parts[0], 0)
         self.starting = False

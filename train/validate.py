@@ -120,11 +120,11 @@ class HeldOutValidator(BaseValidator):
         model: nn.Module,
         batches: Iterable[tuple[Batch, torch.Tensor]],
         bins: int,
-        figures: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, Any], torch.Tensor],
+        figures: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
     ) -> list[list[float]]:
         """Sums over all ranks (bins, n) of the figures (B, n) of each row of the batches.
 
-        batches: inputs and labels, and the bin of each row; figures: of losses, labels, documents, drafts.
+        batches: inputs and labels, and the bin of each row; figures: of losses, labels and documents.
         """
         model.eval()
         sums = torch.zeros(bins + 1, 1, dtype=torch.float64, device=utils.device_type)
@@ -132,8 +132,7 @@ class HeldOutValidator(BaseValidator):
             documents = inputs.get("documents")
             with self.context():
                 losses = model(inputs["input"], labels, documents)
-            drafted: Any = model.drafted
-            rows = figures(losses, labels, documents, drafted)
+            rows = figures(losses, labels, documents)
             sums = sums.expand(-1, rows.shape[1]).index_add(0, into.to(utils.device_type), rows)
         model.train()
         if self.mesh is not None:
@@ -146,9 +145,8 @@ class HeldOutValidator(BaseValidator):
         enter(f"the validation after step {step}")
         (model,) = model_parts
 
-        def figures(
-            losses: torch.Tensor, labels: torch.Tensor, documents: torch.Tensor | None, drafted: Any
-        ) -> torch.Tensor:
+        def figures(losses: torch.Tensor, labels: torch.Tensor, documents: Any) -> torch.Tensor:
+            drafted: Any = model.drafted
             places = octave_sums(losses, labels, documents, self.octaves)
             return torch.cat([places, draft_sums(drafted, len(losses))], 1)
 
@@ -246,7 +244,4 @@ def draft_figures(sums: list[float]) -> dict[str, list[float]]:
     steps = len(sums) // 3
     losses, tokens, accepted = (sums[i * steps : (i + 1) * steps] for i in range(3))
     before = [tokens[0], *accepted]
-    return {
-        "draft_loss": ratios(*losses, *tokens),
-        "acceptance": ratios(*accepted, *before[:steps]),
-    }
+    return {"draft_loss": ratios(*losses, *tokens), "acceptance": ratios(*accepted, *before[:steps])}

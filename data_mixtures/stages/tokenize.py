@@ -10,7 +10,7 @@ depend on units or workers.
 from __future__ import annotations
 
 import functools
-import itertools
+import heapq
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -34,7 +34,6 @@ DOCUMENT = np.dtype(
     [(name, kind) for names, kind in zip(_COLUMNS, ("<u8", "<u4"), strict=True) for name in names]
 )
 COMPARED_OF, _COMPARED_BYTES, _COMPARED_CHARS = 1000, 1 << 16, 100_000
-_SLACK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -227,19 +226,17 @@ def training_sample(recipe: Recipe, out: Path, train_bytes: int) -> list[str]:
 def first_documents(documents: Iterable[tuple[bytes, bytes]], budget: int, recipe: Recipe) -> list[str]:
     """Of (id, text) in any order: those that training sees first, until they have `budget` bytes together."""
     held_out = shards.held_out_below(_held_out(recipe))
-    known: dict[tuple[int, bytes], bytes] = {}
-    size = 0
+    heap: list[tuple[int, int, bytes]] = []  # negative, so that the last in the shuffle's order comes first
+    ids, size = set[int](), 0
     for identity, text in documents:
-        if int.from_bytes(identity[8:], "big") >= held_out:
-            known[key_of_id(identity, recipe.seed), identity] = text
-            size += len(text)
-            if size > 2 * budget + _SLACK_BYTES:
-                known = _first(known, budget)
-                size = sum(map(len, known.values()))
-    return [text.decode("utf-8") for text in _first(known, budget).values()]
-
-
-def _first(known: dict[tuple[int, bytes], bytes], budget: int) -> dict[tuple[int, bytes], bytes]:
-    places = sorted(known)
-    before = itertools.accumulate((len(known[place]) for place in places), initial=0)
-    return {place: known[place] for place, size in zip(places, before, strict=False) if size < budget}
+        number = int.from_bytes(identity, "big")
+        if number % 2**64 < held_out or number in ids:
+            continue
+        heapq.heappush(heap, (-key_of_id(identity, recipe.seed), -number, text))
+        ids.add(number)
+        size += len(text)
+        while heap and size - len(heap[0][2]) >= budget:
+            _, negative, last = heapq.heappop(heap)
+            ids.remove(-negative)
+            size -= len(last)
+    return [text.decode("utf-8") for *_, text in sorted(heap, reverse=True)]

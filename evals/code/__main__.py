@@ -153,7 +153,8 @@ def main(
     hf_dir: Annotated[
         Path | None, tyro.conf.Positional, optional("HF_DIR", "the server of --base-url")
     ] = None,
-    dataset: Annotated[Path | None, optional("FILE", "required")] = None,
+    *,
+    dataset: Path,
     results: Annotated[Path | None, optional("DIR", "a folder of its own in items/ beside --out")] = None,
     prompt: Prompting = "auto",
     source: SourceFlags = LOCAL,
@@ -169,10 +170,8 @@ def main(
         results: folder for answers and results, where an interrupted run resumes
         prompt: a user message (chat), or a function's beginning (completion); auto is chat where there is a template
     """
-    if dataset is None or (results or about.out) is None or (hf_dir is None) == (source.base_url is None):
-        raise ValueError(
-            "--dataset, --results or --out, and either a model folder or --base-url are required"
-        )
+    if (results or about.out) is None or (hf_dir is None) == (source.base_url is None):
+        raise ValueError("--results or --out, and either a model folder or --base-url are required")
     data, sandbox = open_dataset(dataset), find_sandbox(scoring.unsafe_no_sandbox)
     model = Model(hf_dir, source, is_chat(prompt, hf_dir), sampling)
     folder = results or results_of(about, settings_of(data, model))
@@ -181,9 +180,8 @@ def main(
     figures, scored = evaluate(model, judge)
     model.scorer.close()
     who = model.origin | {"data_sha256": file_sha256(dataset)}
-    protocol = {
-        name: figures[name] for name in ("dataset", "protocol", "prompt", "n", "temperature", "top_p")
-    }
+    asked = ("dataset", "protocol", "prompt", "n", "temperature", "top_p")
+    protocol = {name: figures[name] for name in asked}
     head = {"kind": "code", "step": about.step, **who, "protocol": protocol}
     figures["items"] = write_items(about.out, head, item_lines(data, scored))
     figures["results"] = f"{folder.parent.name}/{folder.name}" if results is None else str(results)
@@ -210,9 +208,7 @@ def results_of(about: About, settings: JsonObject) -> Path:
 
 
 def check_options(options: Sequence[str]) -> None:
-    """Raise ValueError if checkpoints cannot be evaluated so: no data set, or one folder for all of them."""
-    if option_value("--dataset", options) is None:
-        raise ValueError("--dataset is missing")
+    """Raise ValueError if checkpoints cannot be evaluated so: one folder for all of them."""
     results = option_value("--results", options)
     if results and "{step}" not in results:
         raise ValueError(f"--results {results} must contain {{step}}, such as --results {results}/{{step}}")

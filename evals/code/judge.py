@@ -7,6 +7,7 @@ solution returns can exhaust no memory and no time but that of its own check.
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -14,6 +15,8 @@ import resource
 import sys
 import time
 import traceback
+from collections.abc import Iterable, Iterator
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +33,7 @@ def probe():
     except PermissionError:
         return os.getpid()
 """
-STATUSES = ("pass", "fail", "timeout")
+STATUSES = {100: "pass", 101: "fail", 102: "timeout"}  # by exit status; others are no verdict
 TESTS = ("base", "plus")
 SLOWER = 10.0  # than the reference solution; EvalPlus's default of 4 fails right solutions on a slow machine
 MAX_CHECK_S = 60.0  # as in EvalPlus
@@ -50,6 +53,11 @@ class Tests(NamedTuple):
     seconds: list[float]
 
 
+def reference(problem: Problem) -> str:
+    """The complete reference solution of a problem."""
+    return problem["prompt"] + problem["canonical_solution"]
+
+
 def inputs_of(problem: Problem, which: str) -> list[Any]:
     return arguments_of(problem["task_id"], problem[f"{which}_input"])
 
@@ -65,11 +73,8 @@ def make_expected(request: Request, problem: Problem, which: str) -> None:
     if path.exists():
         return
     inputs, seconds = inputs_of(problem, which), list[float]()
-    code = problem["prompt"] + problem["canonical_solution"]
-    solution, part = (
-        Solution(request, code, problem["entry_point"], inputs),
-        path.with_suffix(f".{os.getpid()}"),
-    )
+    part = path.with_suffix(f".{os.getpid()}")
+    solution = Solution(request, reference(problem), problem["entry_point"], inputs)
     try:
         with open(part, "wb") as file:
             solution.receive(REFERENCE_S)
@@ -95,28 +100,46 @@ def tests_of(request: Request, problem: Problem, which: str) -> Tests:
     return Tests(inputs_of(problem, which), values, seconds)
 
 
-def judge(request: Request, problem: Problem, which: str, code: str) -> str:
-    """`check` in a process of its own. SandboxError if it could not be made."""
-    process = SMALL_PROCESSES.Process(target=exit_with_status, args=(request, problem, which, code))
-    process.start()
-    process.join()
-    status = process.exitcode
-    assert status is not None, "it has ended"
-    if status >= len(STATUSES):
-        raise SandboxError("a check could not be made; its reason stands above")
-    return STATUSES[status] if status >= 0 else "timeout"  # killed by its limits
+def judge(
+    request: Request, checks: Iterable[tuple[Problem, str, str]], parallel: int
+) -> Iterator[tuple[int, str]]:
+    """(place in checks, status) as they end, each a `check` in a process of its own. SandboxError if one could
+    not be made.
+    """
+    waiting, running = enumerate(checks), dict[Any, tuple[int, Any]]()  # by sentinel
+    try:
+        while True:
+            for place, arguments in itertools.islice(waiting, parallel - len(running)):
+                process = SMALL_PROCESSES.Process(target=exit_with_status, args=(request, *arguments))
+                process.start()
+                running[process.sentinel] = place, process
+            if not running:
+                return
+            for sentinel in connection.wait(running):
+                place, process = running.pop(sentinel)
+                process.join()
+                if process.exitcode < 0:  # killed by its limits
+                    yield place, "timeout"
+                elif process.exitcode in STATUSES:
+                    yield place, STATUSES[process.exitcode]
+                else:
+                    raise SandboxError("a check could not be made; its reason stands above")
+    finally:
+        for _, process in running.values():
+            process.kill()
 
 
 def exit_with_status(request: Request, problem: Problem, which: str, code: str) -> None:
-    """End this process with the place of the check's status in STATUSES, or behind them."""
+    """End this process with the exit status of the check's verdict, or 1."""
     end_with_parent()
-    exit_status, limits = len(STATUSES), request["limits"]
+    exit_status, limits = 1, request["limits"]
     try:
         held_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         memory_bytes = held_bytes + 2 * limits["memory_bytes"]  # what is expected, and what is returned
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
         resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_s"], limits["cpu_s"]))
-        exit_status = STATUSES.index(check(request, problem, which, code))
+        verdict = check(request, problem, which, code)
+        (exit_status,) = (status for status, name in STATUSES.items() if name == verdict)
     except SandboxError as error:
         print(error, file=sys.stderr)
     except BaseException:
@@ -127,7 +150,7 @@ def exit_with_status(request: Request, problem: Problem, which: str, code: str) 
 
 
 def check(request: Request, problem: Problem, which: str, code: str) -> str:
-    """One of STATUSES. SandboxError if its sandbox does not start. which: one of TESTS."""
+    """pass, fail or timeout. SandboxError if its sandbox does not start. which: one of TESTS."""
     tests = tests_of(request, problem, which)
     limits_s = [max(request["min_time_limit_s"], SLOWER * seconds) for seconds in tests.seconds]
     # of waiting for the solution; reading what it sends and comparing take none

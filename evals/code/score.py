@@ -14,14 +14,13 @@ import platform
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
 from rich.progress import track
 
-from evals.code.judge import TESTS, check_sandbox, judge, make_expected
+from evals.code.judge import TESTS, check_sandbox, judge, make_expected, reference
 from evals.code.sandbox import as_nobody, sandbox_options, system_call_filter
 from evals.code.solution import SandboxError
 from evals.tables import console
@@ -77,7 +76,8 @@ def open_dataset(path: Path) -> Dataset:
         raise ValueError(f"{path} is not a data set in EvalPlus's format ({error!r}); {DOWNLOADS}") from None
     md5 = hashlib.md5(content).hexdigest()
     unknown = (prefixes.pop().lower(), f"unknown, {len(problems)} problems, md5 {md5}")
-    return Dataset(*VERSIONS.get(md5, unknown), md5, problems)
+    name, version = VERSIONS.get(md5, unknown)
+    return Dataset(name, version, md5, problems)
 
 
 def numpy_folder() -> Path:
@@ -121,23 +121,19 @@ class Judge:
         if the rows could not be scored.
         """
         problems = {problem["task_id"]: problem for problem in self.dataset.problems}
-        checks = [(row, which) for row in rows for which in TESTS]
+        keys = [(row, which) for row in rows for which in TESTS]
+        checks = [(problems[row["task_id"]], which, row["solution"]) for row, which in keys]
         with tempfile.TemporaryDirectory(dir=self.folder, prefix=".work-") as work:
             request = self._request(Path(work))
-
-            def status_of(checked: tuple[JsonObject, str]) -> str:
-                row, which = checked
-                return judge(request, problems[row["task_id"]], which, row["solution"])
-
             try:
                 if request["sandbox"]:
                     check_sandbox(request)
                 for problem, which in itertools.product(problems.values(), TESTS):
                     make_expected(request, problem, which)
-                with ThreadPoolExecutor(self.parallel) as pool:
-                    statuses = track(pool.map(status_of, checks), name, len(checks), console=console)
-                    for (row, which), status in zip(checks, statuses, strict=True):
-                        row[which] = status
+                statuses = judge(request, checks, self.parallel)
+                for place, status in track(statuses, name, len(checks), console=console):
+                    row, which = keys[place]
+                    row[which] = status
             except SandboxError as error:
                 raise ValueError(
                     f"the solutions cannot be judged (sandbox: {self.sandbox}): {error}"
@@ -156,12 +152,8 @@ class Judge:
         if self.sandbox == "none":  # all the same a solution ends with its judge
             options, command = [], ["setpriv", "--pdeathsig", "KILL", *command]
         else:
-            # the standard library is in the first
-            readable = [
-                Path(sys.base_prefix).resolve(),
-                *packages.glob("numpy"),
-                *packages.glob("numpy.libs"),
-            ]
+            readable = [Path(sys.base_prefix).resolve()]  # with the standard library
+            readable += [*packages.glob("numpy"), *packages.glob("numpy.libs")]
             options, command = sandbox_options(readable), as_nobody(command)
         (work / "filter.bpf").write_bytes(system_call_filter(platform.machine()) if options else b"")
         expected = self.cache / "expected" / self.dataset.md5
@@ -170,8 +162,3 @@ class Judge:
             "sandbox": options, "runner": command, "filter": str(work / "filter.bpf"), "limits": LIMITS,
             "dataset": self.dataset.name, "expected": str(expected), "min_time_limit_s": self.min_time_limit_s,
         }  # fmt: skip
-
-
-def reference(problem: JsonObject) -> str:
-    """The complete reference solution of a problem."""
-    return problem["prompt"] + problem["canonical_solution"]

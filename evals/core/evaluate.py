@@ -28,7 +28,7 @@ from records.items import gold_bits, mean_of_bits
 
 VERSIONS = ("v1", "v2")
 # one item: group, right, losses (nats per token of each option), gold, its nats and bytes
-Answered = dict[str, Any]
+ItemAnswer = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class Settings:
 
     def labels(self) -> list[str]:
         """The chosen tasks, all if none is named. Raises ValueError for a label that CORE does not have."""
-        known = [task.label for task in TASKS]
-        wanted = [label.strip() for label in self.tasks.split(",")] if self.tasks else known
-        if unknown := sorted(set(wanted) - set(known)):
-            raise ValueError(f"--tasks: {unknown} are not in CORE; choose from {','.join(known)}")
+        labels = [task.label for task in TASKS]
+        wanted = [label.strip() for label in self.tasks.split(",")] if self.tasks else labels
+        if unknown := sorted(set(wanted) - set(labels)):
+            raise ValueError(f"--tasks: {unknown} are not in CORE; choose from {','.join(labels)}")
         return wanted
 
 
-def answered(encoder: Encoder, item: Item, scores: Sequence[Scores]) -> Answered:
+def judge_item(encoder: Encoder, item: Item, scores: Sequence[Scores]) -> ItemAnswer:
     """What the model answers to an item, and what the right answer costs it.
 
     The loss of an option is in nats per token; NaN, as in nanochat, if it has no token of its own
@@ -80,7 +80,7 @@ def answered(encoder: Encoder, item: Item, scores: Sequence[Scores]) -> Answered
 
 def score_task(
     task: Task, bundle: Bundle, settings: Settings, scorer: Scorer, partial: Partial
-) -> list[Answered]:
+) -> list[ItemAnswer]:
     """The answers to the items of one task, those in `partial` from there. Raises Unscorable if one does not
     fit into the model's context.
     """
@@ -88,10 +88,10 @@ def score_task(
     total = len(rows) if limit is None else min(limit, len(rows))
     room = min(scorer.max_length, scorer.scoring_room)
 
-    def answer(left: Iterator[Item]) -> Iterator[Answered]:
+    def answer(left: Iterator[Item]) -> Iterator[ItemAnswer]:
         scored = score_each(scorer, left, lambda item: item.prompts)
         for item, scores in track(scored, f"{task.label:>32}", total, console=console, transient=True):
-            yield answered(scorer, item, scores)
+            yield judge_item(scorer, item, scores)
 
     return partial.complete(task.label, items(task, rows, settings.protocol, scorer, room, limit), answer)
 
@@ -101,12 +101,12 @@ def baseline(task: Task, version: str) -> float:
     return 0.01 * (task.baseline_v1 if version == "v1" else task.baseline_v2)
 
 
-def centered(task: Task, accuracy: float, version: str) -> float:
+def center_accuracy(task: Task, accuracy: float, version: str) -> float:
     """Centered accuracy: 0 at the baseline, 1 if every answer is right, negative below the baseline."""
     return (accuracy - baseline(task, version)) / (1 - baseline(task, version))
 
 
-def task_figures(task: Task, answers: Sequence[Answered], n_total: int) -> JsonObject:
+def task_figures(task: Task, answers: Sequence[ItemAnswer], n_total: int) -> JsonObject:
     """The figures of a task (records.evals.FIELDS). Groups have equal weight. n_total: rows in the file."""
     right: dict[str, list[bool]] = {}
     for answer in answers:
@@ -117,7 +117,7 @@ def task_figures(task: Task, answers: Sequence[Answered], n_total: int) -> JsonO
     half = math.sqrt(math.fsum(width**2 for _, width in parts)) / len(parts)
     return {
         "accuracy": accuracy,
-        **{f"centered_{version}": centered(task, accuracy, version) for version in VERSIONS},
+        **{f"centered_{version}": center_accuracy(task, accuracy, version) for version in VERSIONS},
         "interval": [max(0.0, middle - half), min(1.0, middle + half)],
         "standard_error": half / Z95,
         "gold_bits_per_byte": gold_bits(answers),
@@ -139,8 +139,8 @@ def aggregate(tasks: Mapping[str, Mapping[str, Any]]) -> JsonObject:
     categories = {}
     for category in CATEGORIES:
         members = [task for task in TASKS if task.category == category]
-        categories[category] = {"tasks": len(members), **means(tasks, members, "centered")}
-    return {**means(tasks, TASKS, "core"), "categories": categories}
+        categories[category] = {"tasks": len(members), **mean_centered(tasks, members, "centered")}
+    return {**mean_centered(tasks, TASKS, "core"), "categories": categories}
 
 
 def core_differences(tasks: Mapping[str, JsonObject]) -> JsonObject:
@@ -159,7 +159,7 @@ def core_differences(tasks: Mapping[str, JsonObject]) -> JsonObject:
     return differences | mean_of_bits(tasks.values())
 
 
-def means(
+def mean_centered(
     tasks: Mapping[str, Mapping[str, Any]], members: Sequence[Task], name: str
 ) -> dict[str, float | None]:
     """Mean centered accuracies of `members`, `name`_v1 and _v2, and their standard errors; None

@@ -53,7 +53,7 @@ def items(
     return of_protocol(task, rows, encoder, max_length, most)
 
 
-def spaced(count: int, most: int | None) -> set[int]:
+def space_evenly(count: int, most: int | None) -> set[int]:
     """At most `most` of `count` indices, evenly spaced."""
     size = count if most is None else min(most, count)
     return {i * count // size for i in range(size)}
@@ -92,19 +92,21 @@ def nanochat_items(
         texts = nanochat_texts(task, row, examples)
         sequences = [[encoder.bos_id, *ids] for ids in encoder.encode_each(texts)]
         prompts = answer_spans(sequences, task.type)
-        yield Item([cropped(prompt, max_length) for prompt in prompts], row.get("gold", 0))
+        yield Item([crop_prompt(prompt, max_length) for prompt in prompts], row.get("gold", 0))
 
 
 def nanochat_texts(task: Task, row: Row, examples: Sequence[Row]) -> list[str]:
     """The prompt of each option; for a language_modeling task the prompts without and with the answer."""
     between = task.delimiter
     answered = [context_and_answer(example, task.type) for example in examples]
-    shown = "".join(f"{context}{between}{answer}\n\n" for context, answer in answered)
+    examples_text = "".join(f"{context}{between}{answer}\n\n" for context, answer in answered)
     if task.type == "multiple_choice":
-        return [f"{shown}{row['query']}{between}{choice}" for choice in row["choices"]]
+        return [f"{examples_text}{row['query']}{between}{choice}" for choice in row["choices"]]
     if task.type == "schema":
-        return [f"{shown}{context}{between}{row['continuation']}" for context in row["context_options"]]
-    without = f"{shown}{row['context'].strip()}{between}"
+        return [
+            f"{examples_text}{context}{between}{row['continuation']}" for context in row["context_options"]
+        ]
+    without = f"{examples_text}{row['context'].strip()}{between}"
     # the space before the answer belongs to the answer's first token
     return [without.strip(), without + row["continuation"]]
 
@@ -135,7 +137,7 @@ def answer_spans(sequences: list[list[int]], type_: TaskType) -> list[Prompt]:
     return [Prompt(ids, len(ids) - alike) for ids in sequences]
 
 
-def cropped(prompt: Prompt, max_length: int) -> Prompt:
+def crop_prompt(prompt: Prompt, max_length: int) -> Prompt:
     """The last `max_length` ids of a prompt; Unscorable if its answer does not fit."""
     cut = max(0, len(prompt.ids) - max_length)
     if prompt.start - cut < 1:
@@ -157,7 +159,7 @@ def dclm_items(
     for row in rows:
         groups.setdefault(str(row.get("category", "")) if task.by_category else "", []).append(row)
     for number, (group, members) in enumerate(groups.items()):
-        asked = spaced(len(members), None if most is None else (most + number) // len(groups))
+        asked = space_evenly(len(members), None if most is None else (most + number) // len(groups))
         for index, examples in enumerate(dclm_examples(len(members), task.shots)):
             if index in asked:
                 shots = [members[i] for i in examples]
@@ -185,11 +187,11 @@ def dclm_prompts(
     """The prompt of each option: examples, context and answer, encoded separately."""
     between = task.delimiter
     answered = [context_and_answer({k: _stripped(v) for k, v in e.items()}, task.type) for e in examples]
-    shown = "\n".join(f"{context}{between}{answer}" for context, answer in answered)
+    examples_text = "\n".join(f"{context}{between}{answer}" for context, answer in answered)
     row = {name: _stripped(value) for name, value in row.items()}
-    newline = "\n" if shown else ""
+    newline = "\n" if examples_text else ""
     if task.type == "schema":
-        end = between.rstrip() if shown else ""
+        end = between.rstrip() if examples_text else ""
         contexts = [f"{newline}{context}{end}" for context in row["context_options"]]
     else:
         query = row["query" if task.type == "multiple_choice" else "context"]
@@ -197,12 +199,12 @@ def dclm_prompts(
     answers = row["choices"] if task.type == "multiple_choice" else [row["continuation"]]
     if needs_space:
         answers = [answer if answer.startswith(" ") else f" {answer}" for answer in answers]
-    preamble = encoder.encode(shown, special_tokens=True)
+    preamble = encoder.encode(examples_text, special_tokens=True)
     if len(preamble) > 1 and preamble[-1] == encoder.eos_id:
         preamble = preamble[:-1]
     heads = [preamble + encoder.encode(context) for context in contexts]
     tails = [encoder.encode(answer) for answer in answers]
-    return [cropped(Prompt(head + tail, len(head)), max_length) for head in heads for tail in tails]
+    return [crop_prompt(Prompt(head + tail, len(head)), max_length) for head in heads for tail in tails]
 
 
 def _stripped(value: object) -> object:

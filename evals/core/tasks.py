@@ -101,7 +101,7 @@ class Bundle:
         """
         path = self.file(task)
         lines = json_lines(path.read_bytes().split(b"\n"), path)
-        rows = [checked_row(row, task.type, f"{path}:{number}") for number, row in lines]
+        rows = [check_row(row, task.type, f"{path}:{number}") for number, row in lines]
         if not rows:
             raise ValueError(f"{path} is empty; copy it again, from {WHERE_FROM}")
         return rows
@@ -158,7 +158,7 @@ def check_baselines(path: Path) -> None:
             )
 
 
-def checked_row(row: Any, type_: TaskType, where: str) -> Row:
+def check_row(row: Any, type_: TaskType, where: str) -> Row:
     """Return the row; ValueError if it is not a row of the task's type."""
     for name, kind in FIELDS[type_].items():
         if not isinstance(row, dict) or type(row.get(name)) is not kind:

@@ -29,9 +29,9 @@ def counts(lines: Iterable[JsonObject], lengths: Iterable[int]) -> dict[str, Jso
 
     lines: items with task, length and needles.
     """
-    found: dict[str, JsonObject] = {str(length): {"documents": {}, "depths": {}} for length in lengths}
+    by_length: dict[str, JsonObject] = {str(length): {"documents": {}, "depths": {}} for length in lengths}
     for line in lines:
-        if (of_length := found.get(str(line.get("length")))) is None:
+        if (of_length := by_length.get(str(line.get("length")))) is None:
             continue
         task = line["task"]
         of_length["documents"][task] = of_length["documents"].get(task, 0) + 1
@@ -39,4 +39,4 @@ def counts(lines: Iterable[JsonObject], lengths: Iterable[int]) -> dict[str, Jso
             parts = of_length["depths"].setdefault(task, [[0, 0] for _ in range(DEPTHS)])
             part = parts[min(int(DEPTHS * depth), DEPTHS - 1)]
             part[0], part[1] = part[0] + seen, part[1] + 1
-    return {length: of_length for length, of_length in found.items() if of_length["documents"]}
+    return {length: of_length for length, of_length in by_length.items() if of_length["documents"]}

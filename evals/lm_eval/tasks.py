@@ -173,18 +173,21 @@ def data_folder(data: Path, tasks: Sequence[str]) -> Iterator[None]:
 
 
 def check_present(data: Path, tasks: Sequence[str]) -> None:
-    needed = {}
-    if set(tasks) & set(ARC_TASKS):
-        needed["allenai/ai2_arc/README.md"] = "a README.md that names the files of ARC-Easy and ARC-Challenge"
-    if "gsm8k" in tasks:
-        needed["openai/gsm8k/README.md"] = "a README.md that names the files of main"
-    if IFEVAL in tasks:
-        needed["google/IFEval/ifeval_input_data.jsonl"] = "the prompts and their instructions"
-    tables = (data / "nltk_data" / TABLES).is_dir()
-    if set(tasks) & set(RULER_TASKS) or (IFEVAL in tasks and not tables):
-        needed[f"{ESSAYS}/train.jsonl"] = 'lines of {"text": ...}'
-    for name, what in needed.items():
-        if not (data / name).is_file():
+    essays = (f"{ESSAYS}/train.jsonl", 'lines of {"text": ...}')
+    needed = [
+        (
+            ARC_TASKS,
+            "allenai/ai2_arc/README.md",
+            "a README.md that names the files of ARC-Easy and ARC-Challenge",
+        ),
+        (("gsm8k",), "openai/gsm8k/README.md", "a README.md that names the files of main"),
+        ((IFEVAL,), "google/IFEval/ifeval_input_data.jsonl", "the prompts and their instructions"),
+        (RULER_TASKS, *essays),
+    ]
+    if not (data / "nltk_data" / TABLES).is_dir():
+        needed.append(((IFEVAL,), *essays))
+    for of_tasks, name, what in needed:
+        if set(tasks) & set(of_tasks) and not (data / name).is_file():
             raise ValueError(
                 f"{data / name} is missing ({what}); download the data set {name.rsplit('/', 1)[0]} from the hub to "
                 f"{(data / name).parent}, or run without --data to fetch it"

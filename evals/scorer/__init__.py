@@ -46,11 +46,11 @@ def resolve_device(device: str) -> str:
             f"device = {device!r}: no GPU is visible here (nvidia-smi, CUDA_VISIBLE_DEVICES, --gpu of the watcher); "
             "use device = 'auto' to fall back to the CPU"
         )
-    known = ["cpu", *gpus]
+    devices = ["cpu", *gpus]
     if device in ("auto", "cuda"):
         return gpus[0] if gpus else "cpu"
-    if not set(device.split(",")) <= set(known):
-        raise ValueError(f"device = {device!r} is unknown; choose auto, {', '.join(known)}")
+    if not set(device.split(",")) <= set(devices):
+        raise ValueError(f"device = {device!r} is unknown; choose auto, {', '.join(devices)}")
     return device
 
 

@@ -174,7 +174,7 @@ class Scorer(Encoder):
             float(s.logprobs.sum()) for scores in self.score([w] for w in windows) for s in scores
         )
 
-    def checked(self, prompt: Prompt) -> Prompt:
+    def check_prompt(self, prompt: Prompt) -> Prompt:
         if not 1 <= prompt.start <= len(prompt.ids) <= self.scoring_room:
             raise ValueError(
                 f"start = {prompt.start} of {len(prompt.ids)} ids: 1 <= start <= ids <= {self.scoring_room} is required"

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from evals.scorer.base import NOTHING, Answer, AnyPrompt, Prompt, Scorer, Scores, Source, read_config
-from evals.scorer.hf import cut
+from evals.scorer.hf import cut_at_stop
 from records.files import JsonObject
 
 ATTEMPTS, FIRST_WAIT_S = 6, 1.0
@@ -56,14 +56,14 @@ class EndpointScorer(Scorer):
             yield from pool.map(self._score, items)
 
     def _score(self, item: Sequence[Prompt]) -> list[Scores]:
-        prompts = [self.checked(Prompt(*prompt)) for prompt in item]
+        prompts = [self.check_prompt(Prompt(*prompt)) for prompt in item]
         wanted = [i for i, prompt in enumerate(prompts) if prompt.start < len(prompt.ids)]
         body = {"prompt": [prompts[i].ids for i in wanted], "max_tokens": 1, "temperature": 0, "echo": True}
-        found = [NOTHING] * len(prompts)
+        scores = [NOTHING] * len(prompts)
         choices = self._choices("completions", body | {"logprobs": 1}) if wanted else []
         for choice, i in zip(sorted(choices, key=lambda choice: choice["index"]), wanted, strict=True):
-            found[i] = scores_of(choice, prompts[i])
-        return found
+            scores[i] = scores_of(choice, prompts[i])
+        return scores
 
     def generate(
         self, prompt: AnyPrompt, max_new_tokens: int, stops: Sequence[str] = (), **sampling: Any
@@ -78,7 +78,7 @@ class EndpointScorer(Scorer):
             whole = (choice["message"]["content"] if chat else choice["text"]) or ""
         except (KeyError, TypeError) as error:
             raise ValueError(f"{self.device}/{path} returned a choice without text ({error!r})") from None
-        text = cut(whole, stops)
+        text = cut_at_stop(whole, stops)
         return Answer(text, "stop" if len(text) < len(whole) else choice.get("finish_reason") or "stop")
 
     def _choices(self, path: str, body: JsonObject) -> list[JsonObject]:

@@ -36,13 +36,13 @@ class EngineScorer(Scorer):
 
     def score(self, items: Iterable[Sequence[Prompt]]) -> Iterator[list[Scores]]:
         for item in items:
-            yield [self._score(self.checked(Prompt(*prompt))) for prompt in item]
+            yield [self._score(self.check_prompt(Prompt(*prompt))) for prompt in item]
 
     def _score(self, prompt: Prompt) -> Scores:
         if prompt.start == len(prompt.ids):
             return NOTHING
-        found = self.engine.logprobs(prompt.ids, top=1, start=prompt.start)
-        return Scores(found.logprobs.astype(np.float64), found.is_greedy)
+        scores = self.engine.logprobs(prompt.ids, top=1, start=prompt.start)
+        return Scores(scores.logprobs.astype(np.float64), scores.is_greedy)
 
     def generate(
         self, prompt: AnyPrompt, max_new_tokens: int, stops: Sequence[str] = (), **sampling: Any

@@ -36,7 +36,7 @@ WORTH_A_PASS = {"cuda": 1536, "cpu": 512}  # tokens; reading fewer of them again
 Place = tuple[int, int]  # (item, option)
 
 
-def packed(
+def pack_prompts(
     items: Sequence[Sequence[Prompt]], device_type: str, keeps_prefix: bool = True
 ) -> Iterator[tuple[list[Place], int]]:
     """The passes that score a window of items on "cuda" or "cpu": places of the prompts that are read together, and
@@ -93,9 +93,11 @@ class TransformersScorer(Scorer):
 
     def score(self, items: Iterable[Sequence[Prompt]]) -> Iterator[list[Scores]]:
         left = iter(items)
-        while window := [[self.checked(Prompt(*p)) for p in item] for item in itertools.islice(left, WINDOW)]:
+        while window := [
+            [self.check_prompt(Prompt(*p)) for p in item] for item in itertools.islice(left, WINDOW)
+        ]:
             scores: list[list[Scores]] = [[NOTHING] * len(item) for item in window]
-            for places, offset in packed(window, self._device.type, self._keeps_prefix):
+            for places, offset in pack_prompts(window, self._device.type, self._keeps_prefix):
                 together = self._within_memory([window[i][k] for i, k in places], offset)
                 for (i, k), each in zip(places, together, strict=True):
                     scores[i][k] = each
@@ -139,15 +141,15 @@ class TransformersScorer(Scorer):
         ends = np.cumsum([len(each) for each in own])[:-1]
         return [Scores(*each) for each in zip(np.split(logprobs, ends), np.split(greedy, ends), strict=True)]
 
-    def _logits(self, rows: list[list[int]], kept: int, cache: Any) -> Any:
+    def _logits(self, rows: list[list[int]], count: int, cache: Any) -> Any:
         """Logits (B, kept, V) of the last positions of a pass. cache: keys and values before it, or None."""
         import torch
 
         options = {self._cache: cache, "use_cache": cache is not None}
         if self._few_logits:
-            options["logits_to_keep"] = kept
+            options["logits_to_keep"] = count
         output = self._model(input_ids=torch.tensor(rows, device=self._device), **options)
-        return output.logits[:, -kept:]
+        return output.logits[:, -count:]
 
     def generate(
         self, prompt: AnyPrompt, max_new_tokens: int, stops: Sequence[str] = (), **sampling: Any
@@ -176,7 +178,7 @@ class TransformersScorer(Scorer):
             self._last = out[0].tolist(), options.get(self._cache)
         new = out[0, len(ids) :].tolist()
         whole = self.text_after(ids, new)
-        text, eos = cut(whole, stops), self._model.generation_config.eos_token_id
+        text, eos = cut_at_stop(whole, stops), self._model.generation_config.eos_token_id
         ended = len(text) < len(whole) or new[-1] in (eos if isinstance(eos, list) else [eos])
         return Answer(text, "stop" if ended else "length")
 
@@ -199,6 +201,6 @@ class TransformersScorer(Scorer):
         del self._model, self._last
 
 
-def cut(text: str, stops: Sequence[str]) -> str:
+def cut_at_stop(text: str, stops: Sequence[str]) -> str:
     """The text before the first stop string."""
     return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]

@@ -1,5 +1,4 @@
-"""The Laneformer's mathematics, once: a Transformer whose weights, heads and residual
-streams belong to lanes.
+"""The Laneformer's mathematics, once: a Transformer whose weights, heads and streams belong to lanes.
 
 Every lane keeps a full-width residual stream and owns a slice of every matrix. A module (attention or MLP)
 yields one full-width partial output per lane. With Delayed Tensor Parallelism a lane adds its own partial
@@ -31,7 +30,7 @@ from .config import MODULES, Join, LaneformerConfig
 from .initialization import init_parameter
 from .lanes import LaneLinear, LaneRMSNorm, Lanes
 from .mtp import MTPHead
-from .positions import apply_rope, causal_mask, rope_table
+from .positions import apply_rope, layer_masks, rope_table
 
 # of the last `broadcast_delay` layers, (attention, mlp), as `Lanes.send` gives them; None where nobody waits
 Sent: TypeAlias = "tuple[Any | None, Any | None]"
@@ -39,9 +38,7 @@ Partials: TypeAlias = "deque[Sent]"
 
 
 class LaneAttention(nn.Module):
-    """Grouped-query attention; head h belongs to lane h // (H/L). Returns a partial output per lane,
-    (B, S, L, D).
-    """
+    """Grouped-query attention, head h in lane h // (H/L); a partial output per lane, (B, S, L, D)."""
 
     def __init__(self, config: LaneformerConfig, layer: int):
         super().__init__()
@@ -72,9 +69,7 @@ class LaneAttention(nn.Module):
         return apply_rope(query, (cos, sin)), apply_rope(key, (cos, sin))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Queries (B, H, S, d) over keys and values (B, K, T, d) -> (B, H, S, d); no
-        mask means plain causality.
-        """
+        """Queries (B, H, S, d), keys and values (B, K, T, d) -> (B, H, S, d); causal without a mask."""
         # a branch: compiled for any length, a comparison would be no bool, which `is_causal` has to be
         causal = False if query.shape[2] == 1 else mask is None
         return F.scaled_dot_product_attention(
@@ -119,8 +114,7 @@ class LaneFeedForward(nn.Module):
 def join_lanes(
     h: Tensor, partial: Tensor, how: Join, delayed: Any | None, lanes: Lanes | None = None
 ) -> Tensor:
-    """Add partial outputs (B, S, L, D) to the lanes' streams h (B, S, L, D), or (B, S, 1, D)
-    while all are equal.
+    """Partial outputs (B, S, L, D) added to the streams h (B, S, L, D), or (B, S, 1, D) while equal.
 
     `delayed` holds the same module's partials of `broadcast_delay` layers ago, as `lanes` has sent them; of
     those a lane adds all but its own, which it added at once. None where they are known to every lane already.
@@ -156,10 +150,9 @@ class LaneformerLayer(nn.Module):
         mask: Tensor | None = None,
         cache: Cache | None = None,
     ) -> tuple[Tensor, Sent]:
-        """Streams (B, S, L, D) -> streams, and the partials (attention, mlp) that are to
-        be broadcast, sent as soon as they exist, else None.
-        """
+        """Streams (B, S, L, D) -> streams, and the partials (attention, mlp) that are sent, else None."""
         attention = self.attention(self.attention_norm(h), rope, mask, cache)
+        # sent as soon as it exists: it has `broadcast_delay` layers to arrive
         first = self.lanes.send(attention) if self.broadcasts[0] else None
         h, x = self.join_and_norm(h, attention, self.joins[0], delayed[0], self.ffn_norm)
         mlp = self.feed_forward(x)
@@ -279,16 +272,8 @@ class Laneformer(nn.Module):
         return rope_table(self.config, positions)
 
     def masks(self, query_positions: Tensor, key_positions: Tensor) -> list[Tensor | None]:
-        """One mask a layer; None where plain causality (or a single query that sees everything) says it all."""
-        new, total = len(query_positions), len(key_positions)
-
-        def mask(window: int | None) -> Tensor | None:
-            plain = new in (1, total) and (window is None or total <= window)
-            return None if plain else causal_mask(query_positions, key_positions, window)
-
-        windows = [self.config.window(i) for i in range(len(self.layers))]
-        by_window = {window: mask(window) for window in set(windows)}
-        return [by_window[window] for window in windows]
+        """One mask a layer, bool (S, T), see positions.py."""
+        return layer_masks(self.config, query_positions, key_positions)
 
     def init_weights(self, seed: int = 0) -> None:
         """Draw every parameter (see init_parameter); a function of the seed alone."""

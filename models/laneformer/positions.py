@@ -60,3 +60,18 @@ def causal_mask(query_positions: Tensor, key_positions: Tensor, window: int | No
     """
     distance = query_positions[:, None] - key_positions[None, :]
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+
+def layer_masks(
+    config: LaneformerConfig, query_positions: Tensor, key_positions: Tensor
+) -> list[Tensor | None]:
+    """One mask a layer; None where plain causality (or a single query that sees everything) says it all."""
+    new, total = len(query_positions), len(key_positions)
+
+    def mask(window: int | None) -> Tensor | None:
+        plain = new in (1, total) and (window is None or total <= window)
+        return None if plain else causal_mask(query_positions, key_positions, window)
+
+    windows = [config.window(i) for i in range(config.num_hidden_layers)]
+    by_window = {window: mask(window) for window in set(windows)}
+    return [by_window[window] for window in windows]

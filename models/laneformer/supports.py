@@ -18,7 +18,7 @@ def refuse_other_layers(config: LaneformerConfig, who: str, fix: str) -> None:
     refuse(config.needs_other_layers(), who, fix)
 
 
-def refuse(found: dict[str, Any], who: str, fix: str) -> None:
-    if found:
-        listing = ", ".join(f"{name} = {value}" for name, value in found.items())
+def refuse(fields: dict[str, Any], who: str, fix: str) -> None:
+    if fields:
+        listing = ", ".join(f"{name} = {value}" for name, value in fields.items())
         raise ValueError(f"{who} does not support {listing}; {fix}")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from data_mixtures import order, shards
-from data_mixtures.mixture import Mixture, pin, valid_windows
+from data_mixtures.mixture import Mixture, pin
 from tests.data_mixtures.conftest import write_counting
 
 
@@ -108,17 +108,6 @@ def test_wrong_data_is_a_clear_error(counting_data, damage, message):
     damage(data)
     with pytest.raises(ValueError, match=message):
         Mixture.open(data / "phase1.lock.json")
-
-
-def test_valid_windows(counting_data):
-    data = counting_data()
-    windows = valid_windows(data, "s1", max_windows=5)
-    assert windows.shape == (5, 5)
-    assert windows.dtype == np.uint16
-    assert np.array_equal(windows, 1000 + 4 * np.arange(5)[:, None] + np.arange(5))
-    assert len(valid_windows(data, "s1")) == 23
-    with pytest.raises(ValueError, match=r"nosuch/source\.json is missing"):
-        valid_windows(data, "nosuch")
 
 
 def test_sources_of_two_tokenizers_are_not_mixed(counting_data):

@@ -1,30 +1,16 @@
-"""Packing: every conversation once and whole, nothing overlaps, windows are full, and the
-result is a function.
-"""
+"""Packing: best-fit-decreasing by its definition; documents whole where they fit, each token a label once."""
 
 from __future__ import annotations
-
-import itertools
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_mixtures.mixture import BEGINS, TRAINED
-from data_mixtures.packing import best_fit, pack, streams
-from train.sft.conversations import Conversation
+from data_mixtures.mixture import TRAINED
+from data_mixtures.packing import best_fit, pack
 
 SIZE = 64
 LENGTHS = st.lists(st.integers(1, SIZE), max_size=80)
-
-
-def made(lengths: list[int]) -> list[Conversation]:
-    """Conversations whose ids name them: number + 1 in all tokens, the second half trained."""
-    each = enumerate(lengths)
-    return [
-        Conversation(n, np.full(size, n + 1, np.uint16), np.arange(size) >= (size + 1) // 2)
-        for n, size in each
-    ]
 
 
 @given(LENGTHS)
@@ -37,29 +23,6 @@ def test_each_item_went_where_the_least_room_was(lengths: list[int]) -> None:
             fills.remove(max(open_windows))
         fills.append(max(open_windows, default=0) + length)
     assert sorted(fills) == sorted(sum(lengths[i] for i in window) for window in pack(lengths, SIZE))
-
-
-@given(LENGTHS.filter(bool))
-def test_streams_hold_whole_conversations_and_untrained_padding(lengths: list[int]) -> None:
-    conversations = made(lengths)
-    windows = pack(lengths, SIZE)
-    tokens, flags = streams(windows, conversations, SIZE, np.dtype("<u2"))
-    assert len(tokens) == len(flags) == len(windows) * SIZE + 1
-    begins = np.flatnonzero(flags & BEGINS)
-    seen = set()
-    for begin, end in itertools.pairwise([*begins, len(tokens)]):
-        piece, trained = tokens[begin:end], flags[begin:end] & TRAINED > 0
-        if piece[0] == 0:
-            assert not piece.any()
-            assert not trained.any()
-            continue
-        (number,) = set(piece.tolist())
-        assert np.array_equal(piece, conversations[number - 1].ids)
-        assert np.array_equal(trained, conversations[number - 1].trained)
-        assert begin // SIZE == (end - 1) // SIZE, "a conversation lies in one window"
-        seen.add(number - 1)
-    assert seen == set(range(len(lengths)))
-    assert set(range(0, len(tokens), SIZE)) <= set(begins.tolist()), "every window begins with a conversation"
 
 
 @given(st.lists(st.integers(2, 5 * SIZE), max_size=40))

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models
 
 from data_mixtures import recipe, shards, tokenizer
 from data_mixtures.stages import tokenize
 from tests.data_mixtures.stages.filtered import do_all, filtered, make_recipe
-from tests.tokenizer_assets import PATTERN, byte_level, save
+from tests.tokenizer_assets import byte_level, save
 
 TEXT = (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_text(encoding="utf-8")
 LLAMA_3 = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
@@ -166,26 +166,6 @@ def work_in(work: tokenize.Tokenize, folder: Path) -> dict:
     """Do the only unit in this folder; its counts."""
     folder.mkdir()
     return work.work(tokenize.Unit("a", 0), folder)
-
-
-@pytest.mark.parametrize("pattern", [PATTERN, None])
-def test_a_long_document_is_cut_for_the_library_alone(
-    tmp_path: Path, monkeypatch, pattern: str | None
-) -> None:
-    """The ids of pieces in a row are those of the whole text, on real text and on text that is awkward to cut."""
-    made = tokenizer.load(save(byte_level([TEXT], LLAMA_3, pattern=pattern), tmp_path))
-    awkward = "word\n \nword\n\n\tword /\nword" * 300 + "x" * 5000 + "\u00e9\n" * 2000
-    for text in (TEXT * 3, awkward, TEXT.replace("\n", "\r\n"), "\n" * 9000):
-        whole = made._ids(text)
-        for size in (1000, 4096):
-            monkeypatch.setattr(tokenizer, "_PIECE_CHARS", size)
-            assert made.reference(text) == whole
-    assert len(list(made._pieces(TEXT))) > 3
-    spaced = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    spaced.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # a cut would show as a space
-    other = tokenizer.load(save(spaced, tmp_path / "spaced"))
-    assert list(other._pieces(TEXT)) == [TEXT]
-    assert other.reference(TEXT) == other._ids(TEXT)
 
 
 def test_a_tokenizer_json_is_brought_along_with_its_names(tmp_path: Path) -> None:

@@ -68,12 +68,6 @@ def test_a_file_that_shrinks_or_goes_is_an_error_not_a_crash(small_blocks: None,
         read(files, 0, file=1)
 
 
-def test_hashes_that_do_not_cover_the_file_are_refused(small_blocks: None, tmp_path: Path) -> None:
-    path, entry = write(tmp_path / "a")
-    with pytest.raises(ValueError, match="2 block hashes for 186 bytes"):
-        WindowFiles([(path, {**entry, "xxh3_blocks": entry["xxh3_blocks"][:2]})], SEQ_LEN)
-
-
 def test_open_files_stay_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A map keeps a descriptor: without a bound, a corpus of 11,000 shards would need as many."""
     monkeypatch.setattr(window_files, "OPEN_FILES", 10)

@@ -114,7 +114,7 @@ REFUSED = {  # a command: why
     "watch": "begins with no evaluation",
     "code.score": "begins with no evaluation",
     "contamination --data d": "'contamination --data d': it does not evaluate a model",
-    "code --n 1": "'code --n 1': --dataset is missing",
+    "code --n 1": "'code --n 1': Required options Missing from code: --dataset PATH",
     "code --dataset d --results r": "--results .* must contain {step}, such as --results r/{step}",
     "code --dataset d --results=r": "--results .* must contain {step}",
     "bits_per_byte": "Required options Missing from bits_per_byte: --data PATH",

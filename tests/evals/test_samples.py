@@ -22,13 +22,6 @@ from tests.records.lines import write_lines
 CPU = Source(device="cpu")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "hf"
-    write_laneformer(path, context=256)
-    return path
-
-
 def test_built_in_prompts_through_the_engine(folder: Path, tmp_path: Path) -> None:
     about = About(tmp_path / "evals.jsonl", 20, 4096, "phase1")
     record = main(folder, max_new_tokens=6, about=about, source=CPU)
@@ -96,8 +89,8 @@ def test_bad_prompts_are_refused(folder: Path, tmp_path: Path) -> None:
         ('{"name": "a", "text": "x", "messages": []}', "prompts.jsonl:1"),
         ('{"name": "a"', "not JSON"),
         (
-            json.dumps({"name": "long", "text": "cat " * 400}),
-            "'long': a prompt of .* leaves no room .* context of 256",
+            json.dumps({"name": "long", "text": "cat " * 800}),
+            "'long': a prompt of .* leaves no room .* context of 512",
         ),
     ):
         path.write_text(text)

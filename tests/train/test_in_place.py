@@ -19,13 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from data_mixtures.mixture import Mixture
 from records.files import read_lines
 from tests.train.runs import GLOBAL_BATCH, SEQ_LEN, copy_stopped_at, run_job
-from tests.train.supervised import (
-    RANKS,
-    arguments,
-    assert_same,
-    faulty,
-    undisturbed,
-)
+from tests.train.supervised import RANKS, arguments, assert_same, faulty, undisturbed
 from tests.train.test_show import shown
 from train.checkpoint_writer import HashingWriter
 from train.failed_saves import FailedSaves, make_room
@@ -96,9 +90,11 @@ def test_a_roll_back_leaves_out_what_it_goes_back_over(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 16 MB: room for a run of seven steps, full in a moment."""
+    """A file system of 16 MB, where the run a/run lies: room for seven steps, full in a moment."""
     disk = tmp_path / "disk"
     disk.mkdir()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/run").symlink_to(disk)
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk], capture_output=True, text=True
     )
@@ -114,8 +110,6 @@ def test_a_full_disk_ends_nothing_and_is_named(prepared_data: Path, tmp_path: Pa
     lock, steps = prepared_data / "phase1.lock.json", 9
     faults = [{"kind": "fill_disk", "step": 3}, {"kind": "empty_disk", "step": 7, "rank": 0}]
     more = ("--metrics.enable_tensorboard", "--resilience.max_failed_saves", "1")
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a/run").symlink_to(small_disk)
     job = faulty(tmp_path / "a", lock, steps, 3, faults, *more)
     assert job.returncode == 0, job.stdout[-4000:]
     assert f"(disk {small_disk}, 0 of 0.0168 GB free)" in job.stdout
@@ -158,8 +152,6 @@ def test_a_full_disk_loses_what_was_put_aside_and_is_tried_again(
     what was put aside, 8 that of a disk which somebody has cleared.
     """
     run, lock = tmp_path / "a/run", prepared_data / "phase1.lock.json"
-    run.parent.mkdir()
-    run.symlink_to(small_disk)
     faults = [{"kind": "fill_disk", "step": step} for step in (3, 5)]
     faults += [{"kind": "empty_disk", "step": 8, "rank": 0}]
     old_checkpoint(run / "checkpoint-aside/step-5.20260101T000000-1")

@@ -33,8 +33,8 @@ from .imports import PACKAGES, broken_arrows, circles, edges, folder_edges
 ROOT = Path(__file__).resolve().parents[2]
 SIZE_FILE = "tools/check/size.json"
 RATCHET_SLACK = 0.015
-# lines; the class and the file that are longest today: they fall with the engine's facade, to 200 and 400
-LIMITS = {"file": 437, "kernel file": 600, "function": 60, "class": 386}
+# lines; the class is the longest of today: it falls to 200
+LIMITS = {"file": 400, "kernel file": 600, "function": 60, "class": 236}
 TESTS = ("tests", "examples")
 NATIVE = {".cpp", ".h", ".cu", ".cuh", ".js", ".css"}
 LAYOUT = {

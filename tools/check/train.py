@@ -13,22 +13,18 @@ is killed and resumed, and peak memory against tools.plan.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import tyro
 from rich.console import Console
-from rich.markdown import Markdown
 
 if not torch.accelerator.is_available():
     from train.job_config import patch_torch_for_cpu
@@ -37,8 +33,8 @@ if not torch.accelerator.is_available():
 
 from laneformer import LaneformerConfig
 from laneformer.titan.float8 import CAPABILITY
-from records.files import code_version, read_lines, write_atomically
-from tools.check.gates import MARGIN, verdict
+from records.files import read_lines
+from tools.check.gates import MARGIN, run_check, verdict
 from tools.check.killed_job import KILL_AT
 from tools.markdown import records
 from tools.plan import sums
@@ -282,21 +278,7 @@ def page(options: Options, report: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    started = time.monotonic()
-    options = tyro.cli(Options, args=arguments, prog="python -m tools.check train", description=__doc__)
-    console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
-    try:
-        report = measure(options, console)
-    except ValueError as error:
-        print(f"check_train: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    report["code_version"], report["seconds"] = code_version(ROOT), round(time.monotonic() - started, 1)
-    text = page(options, report)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(options.out, text)
-    console.print(Markdown(text))
-    print(json.dumps(report))
-    raise SystemExit(not report["ok"])
+    run_check("train", Options, measure, arguments, page)
 
 
 if __name__ == "__main__":

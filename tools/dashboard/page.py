@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from records.run import number
-from records.usage import with_prefix
 
 FONT = 'ui-sans-serif,system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif'
 PALETTE = ("#4f8ff7", "#f0994b", "#2fb5a0", "#c77dff", "#e5647c", "#8fb339", "#3fa9d6", "#c9a227")
@@ -101,9 +100,13 @@ def measured(value: Any, form: str = ",.0f", unit: str = "") -> str:
 
 
 def short(value: Any, unit: str = "") -> str:
-    """A large figure with its SI prefix, or "not measured"."""
-    known = number(value)
-    return none() if known is None else with_prefix(known, unit)
+    """A large figure with three digits and its SI prefix: 1234567 -> 1.23 M."""
+    known, power = number(value), 0
+    if known is None:
+        return none()
+    while abs(known) >= 999.5 and power < 4:
+        known, power = known / 1000, power + 1
+    return f"{known:.3g} {' kMGT'[power].strip()}{unit}".strip()
 
 
 def percent(share: Any, form: str = ".1f") -> str:

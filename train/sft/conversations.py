@@ -100,11 +100,7 @@ def messages(row: Any) -> list[dict[str, Any]]:
         if any(not isinstance(turn, dict) or not {"from", "value"} <= turn.keys() for turn in turns):
             raise ChatError("fields", "every turn of 'conversations' needs the fields 'from' and 'value'")
         return [
-            {
-                **turn,
-                "role": SHAREGPT_ROLES.get(str(turn["from"]), turn["from"]),
-                "content": turn["value"],
-            }
+            {**turn, "role": SHAREGPT_ROLES.get(str(turn["from"]), turn["from"]), "content": turn["value"]}
             for turn in turns
         ]
     raise ChatError("fields", "a row needs a list 'messages' or 'conversations'")

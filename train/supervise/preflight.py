@@ -290,10 +290,10 @@ def count_ranks(backend: str, store: Any, rank: int, ranks: int, gpu: int) -> No
     import torch
     import torch.distributed as dist
 
-    limit = timedelta(seconds=TIMEOUT_S)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
     if backend == "nccl":
         torch.cuda.set_device(gpu)
+    limit = timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
     count = torch.ones(1 << 20, device="cuda" if backend == "nccl" else "cpu")
     dist.all_reduce(count)
     if not bool((count == ranks).all()):

@@ -143,7 +143,7 @@ class Terminal:
 
     def answer(self, messages: list[Message]) -> None:
         """They become the conversation, with the answer, if there is one."""
-        reply = self.conversation.fitted(messages)
+        reply = self.conversation.fit(messages)
         if dropped := len(messages) - len(reply.messages):
             self.note(f"the context is full: the {dropped} oldest messages are dropped")
         self.conversation.complete(reply, self.show, self.think, **self.options)
@@ -152,21 +152,21 @@ class Terminal:
 
     def figures(self, reply: Reply) -> str:
         times_s, did = reply.times_s, reply.statistics
-        said = [f"{len(reply.ids)} tokens"]
+        figures = [f"{len(reply.ids)} tokens"]
         if len(times_s) > 1:
-            said.append(f"{(len(times_s) - 1) / max(times_s[-1] - times_s[0], 1e-9):.1f} tokens/s")
+            figures.append(f"{(len(times_s) - 1) / max(times_s[-1] - times_s[0], 1e-9):.1f} tokens/s")
         if times_s:
-            said.append(f"first after {times_s[0]:.2f} s")
-        said.append(f"{did.reused_tokens} of {len(reply.prompt)} prompt tokens cached")
+            figures.append(f"first after {times_s[0]:.2f} s")
+        figures.append(f"{did.reused_tokens} of {len(reply.prompt)} prompt tokens cached")
         if did.proposed_tokens:
-            said.append(f"{did.accepted_tokens} of {did.proposed_tokens} draft tokens right")
+            figures.append(f"{did.accepted_tokens} of {did.proposed_tokens} draft tokens right")
         if reply.interrupted:
-            said.append("stopped")
+            figures.append("stopped")
         elif len(reply.prompt) + len(reply.ids) > self.conversation.context_tokens:
-            said.append("cut: the context is full")
+            figures.append("cut: the context is full")
         elif len(reply.ids) == self.options["max_new_tokens"]:
-            said.append("cut at --max-new-tokens")
-        return ", ".join(said)
+            figures.append("cut at --max-new-tokens")
+        return ", ".join(figures)
 
     def command(self, name: str = "", argument: str = "") -> None:
         known = [key.removeprefix("command_") for key in dir(self) if key.startswith("command_")]

@@ -61,14 +61,14 @@ class Conversation:
 
     def instruct(self, system: str) -> None:
         """Replace the system message; empty: have none."""
-        said = [message for message in self.messages if message["role"] != SYSTEM]
-        self.messages = [{"role": SYSTEM, "content": system}, *said] if system else said
+        others = [message for message in self.messages if message["role"] != SYSTEM]
+        self.messages = [{"role": SYSTEM, "content": system}, *others] if system else others
 
     def reset(self) -> None:
         """Only the system message stays."""
         self.messages = [message for message in self.messages if message["role"] == SYSTEM]
 
-    def fitted(self, messages: list[Message]) -> Reply:
+    def fit(self, messages: list[Message]) -> Reply:
         """The reply that has yet to come, to these messages without the oldest turns where they
         leave it no room.
 
@@ -76,7 +76,7 @@ class Conversation:
         too long by itself.
         """
         most = MAX_USED * self.context_tokens
-        while len((reply := self._prompted(messages)).prompt) > most:
+        while len((reply := self._encode(messages)).prompt) > most:
             most = KEPT * self.context_tokens
             instructions = [message for message in messages[:1] if message["role"] == SYSTEM]
             turns = [i for i, message in enumerate(messages) if message["role"] == USER]
@@ -90,14 +90,16 @@ class Conversation:
             )
         return reply
 
-    def _prompted(self, messages: list[Message]) -> Reply:
-        rendered, last = self.encoder.rendered(messages), self.last
+    def _encode(self, messages: list[Message]) -> Reply:
+        rendered, last = self.encoder.render(messages), self.last
         if last and rendered == last.rendered:  # once more
             return Reply(messages, rendered, last.prompt)
         if last and rendered.startswith(last.rendered):
             rest = rendered[len(last.rendered) :]
-            said = last.text if rest.startswith(last.text) else last.text.strip()  # some templates strip
-            closing = self.encoder.encode(rest[len(said) :]) if rest.startswith(said) else []
+            reply_text = (
+                last.text if rest.startswith(last.text) else last.text.strip()
+            )  # some templates strip
+            closing = self.encoder.encode(rest[len(reply_text) :]) if rest.startswith(reply_text) else []
             if closing and closing[0] in self.engine.eos_ids:
                 body = last.ids[:-1] if last.ids[-1] in self.engine.eos_ids else last.ids
                 return Reply(messages, rendered, last.prompt + body + closing)

@@ -63,7 +63,7 @@ class Generate:
         """To the prompt as a message; reasoning goes to stderr."""
         conversation = Conversation(engine, [])
         conversation.instruct(self.system or "")
-        reply = conversation.fitted([*conversation.messages, {"role": USER, "content": self.prompt}])
+        reply = conversation.fit([*conversation.messages, {"role": USER, "content": self.prompt}])
         conversation.complete(reply, show, partial(show, file=sys.stderr), self.stop, **options)
         if reply.interrupted:
             raise KeyboardInterrupt

@@ -14,7 +14,7 @@ from ..config import LaneformerConfig
 from ..engine import Engine, GenerationOptions
 from ..engine.options import conversation_defaults
 from ..tensors import MatrixDtype
-from .names import located
+from .names import locate_model
 
 FOLDERS_ALONE = ("lanes", "cache", "context_tokens")  # a flavor has its own
 
@@ -64,8 +64,8 @@ class ModelOptions:
 
     def load(self, path: Path, **others: Any) -> Engine:
         """path: or a model's name (names.py); `others`: of the engine."""
-        draft = {"draft": located(self.draft)} if self.draft else {}
-        return Engine.from_pretrained(located(path), **self._given() | draft, **others)
+        draft = {"draft": locate_model(self.draft)} if self.draft else {}
+        return Engine.from_pretrained(locate_model(path), **self._given() | draft, **others)
 
     def random(self, flavor: str, draft_head: int | None = None) -> Engine:
         """draft_head: ids that a head for multi-token prediction can draft, 0 for all; None: there is none."""

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from ..serve.loading import Loading
 from ..serve.options import ServerOptions
-from .names import display_name, located
+from .names import display_name, locate_model
 from .options import ModelFlags, ModelName, ModelOptions
 
 
@@ -39,7 +39,7 @@ class Serve:
         folder = self.hf_dir if ":" in self.hf_dir.name else self.hf_dir.resolve()
         name = self.options.model_name or display_name(folder)
         options = dataclasses.replace(self.options, model_name=name)
-        path = located(self.hf_dir)
+        path = locate_model(self.hf_dir)
         # until the server runs; the first process of a container ignores a signal that it does not handle
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         with options.listen(or_next=self.open) as listening:

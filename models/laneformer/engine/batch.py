@@ -73,21 +73,22 @@ class Batch:
 
         masked: before each new token is drawn, `allow` must have said which ids are possible.
         """
-        return self._join(self._requests.generation(prompt_ids, options, masked=masked))
+        return self.begin(self.generation(prompt_ids, masked=masked, **options))
 
     def score(self, ids: Sequence[int], *, start: int = 1, top: int = 0) -> int:
         """Begin to score ids[start:], as `Engine.logprobs` does; returns the ticket."""
-        return self._join(self._requests.scoring(ids, start, top))
+        return self.begin(self.scoring(ids, start=start, top=top))
 
-    def check(self, prompt_ids: Sequence[int], *, masked: bool = False, **options: Any) -> None:
-        """ValueError where `join` would raise one."""
-        self._requests.generation(prompt_ids, options, masked=masked)
+    def generation(self, prompt_ids: Sequence[int], *, masked: bool = False, **options: Any) -> Request:
+        """What `join` begins; ValueError for what the engine does not take."""
+        return self._requests.generation(prompt_ids, options, masked=masked)
 
-    def check_score(self, ids: Sequence[int], *, start: int = 1, top: int = 0) -> None:
-        """ValueError where `score` would raise one."""
-        self._requests.scoring(ids, start, top)
+    def scoring(self, ids: Sequence[int], *, start: int = 1, top: int = 0) -> Request:
+        """What `score` begins; ValueError for what the engine does not take."""
+        return self._requests.scoring(ids, start, top)
 
-    def _join(self, request: Request) -> int:
+    def begin(self, request: Request) -> int:
+        """Returns the ticket."""
         with self._lock:
             if self._closed:
                 raise ValueError("this batch is closed")
@@ -158,7 +159,7 @@ class Batch:
             except EngineLost:  # nothing more comes of them
                 self._joined.clear()
         if not closed:
-            self._exclusive.lock.release()
+            self._exclusive.release()
 
     def __enter__(self) -> Batch:
         return self

@@ -15,7 +15,6 @@ import numpy as np
 
 from .sampling import Sampling
 
-MAX_SEQUENCES = 8  # that decode together
 # of cached keys and values: bytes of an element, and of the scale that a head has at each position
 KV_BYTES = {"fp32": (4, 0), "bf16": (2, 0), "fp16": (2, 0), "int8": (1, 4)}
 CUDA = "cuda"  # the `isa` of the decoder on GPUs
@@ -145,12 +144,11 @@ class Decoder(Protocol):
         """Why all requests have ended, and none can join any more."""
         ...
 
-    def join(self, requests: Sequence[Request], alone: bool = False) -> list[int]:
+    def join(self, requests: Sequence[Request]) -> list[int]:
         """Begin requests before the same token; returns their tickets, which are never used again.
 
-        alone: no other joins until they have ended. RuntimeError where more than `max_joined` would run whose
-        end has not been collected; those that are alone may be up to MAX_SEQUENCES. ValueError for an option that
-        this decoder does not have.
+        RuntimeError where more than `max_joined` would run whose end has not been collected; ValueError for an
+        option that this decoder does not have.
         """
         ...
 

@@ -115,16 +115,11 @@ class Engine:
         call = self._call(self._requests.generation(prompt_ids, without_logprobs(options)))
         return Stream(call.read(lambda ids, scores: ids), call)
 
-    def generate_batch(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
-        """`generate` for 1 to 8 prompts that share passes over the weights, each with a seed of its own."""
-        requests = self._requests.batch(prompts, without_logprobs(options))
-        return [news.tokens for news in self._call(*requests).finish()]
-
     def generate_detailed(self, prompt_ids: Sequence[int], **options: Any) -> Generation:
         """`generate` with log-probabilities (option `logprobs`), the reason of the end, and statistics."""
         request = self._requests.generation(prompt_ids, options, quiet=True)
         call = self._call(request)
-        news = call.finish(even_cancelled=True)[0]
+        news = call.finish(even_cancelled=True)
         reason = finish_reason(request, news.tokens, call.cancelled)
         tokens = GeneratedToken.described(news.tokens, news.scores)
         return Generation(tokens, reason, len(request.prompt), Statistics(**news.whole.statistics))
@@ -231,11 +226,11 @@ class Engine:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _call(self, *requests: Request) -> Call:
-        return Call(self._exclusive, requests)
+    def _call(self, request: Request) -> Call:
+        return Call(self._exclusive, request)
 
     def _finish(self, request: Request) -> Collected:
-        return self._call(request).finish()[0]
+        return self._call(request).finish()
 
     def _open(self) -> Decoder:
         return self._exclusive.get()

@@ -44,8 +44,7 @@ class GenerationOptions:
 
     max_new_tokens: upper limit; generation also ends when the context is full.
     temperature: 0 is greedy (the lowest id wins a tie). seed: the same seed and prompt give the same tokens, for any
-    number of threads and on every device, up to ties within rounding. A batch draws with a seed for each prompt: a list
-    of them, or those that `batch_seeds` derives from the one given, which the first prompt keeps.
+    number of threads and on every device, up to ties within rounding.
     A token's logits are changed in this order:
     1. repetition_penalty (Hugging Face's definition): logits of ids in the prompt or the output are divided by it, or
        multiplied where negative.
@@ -70,7 +69,7 @@ class GenerationOptions:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int | Sequence[int] = 0
+    seed: int = 0
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -85,10 +84,7 @@ class GenerationOptions:
 
     def __post_init__(self) -> None:
         for name, (kind, low, high) in RANGES.items():
-            if name == "seed" and isinstance(self.seed, (list, tuple, np.ndarray)):
-                seeds = [in_range(f"seed[{i}]", seed, kind, low, high) for i, seed in enumerate(self.seed)]
-                object.__setattr__(self, name, tuple(seeds))
-            elif name != "logprobs" or self.logprobs is not None:
+            if name != "logprobs" or self.logprobs is not None:
                 object.__setattr__(self, name, in_range(name, getattr(self, name), kind, low, high))
         if self.top_p == 0.0:
             raise ValueError(
@@ -108,10 +104,10 @@ class GenerationOptions:
         bias = {i: in_range(f"logit_bias[{i!r}]", b, float, low, high) for i, b in self.logit_bias.items()}
         object.__setattr__(self, "logit_bias", bias)
 
-    def sampling(self, seed: int) -> Sampling:
+    def sampling(self) -> Sampling:
         greedy = self.temperature < MIN_TEMPERATURE or self.top_k == 1  # one candidate: nothing to draw
         return Sampling(
-            seed=seed,
+            seed=self.seed,
             inverse_temperature=0.0 if greedy else 1 / self.temperature,
             top_p=max(self.top_p, float(np.finfo(np.float32).tiny)),  # not rounded to 0
             min_p=self.min_p,
@@ -168,9 +164,7 @@ def conversation_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def batch_seeds(seed: int, prompts: int) -> list[int]:
-    """The seeds that one seed gives the prompts of a batch; `generate` with seed i draws the
-    tokens of prompt i.
-    """
+    """The seeds that one seed gives several answers; the first keeps it."""
     return [(seed + i * SEED_STEP) % 2**64 for i in range(prompts)]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..config import LaneformerConfig
-from .decoder import MAX_SEQUENCES, Request
-from .options import MAX_LOGPROBS, GenerationOptions, batch_seeds, check_flag, in_range
+from .decoder import Request
+from .options import MAX_LOGPROBS, GenerationOptions, check_flag, in_range
 
 SAME_FIELDS = (  # of GenerationOptions and of Request
     "max_new_tokens",
@@ -34,16 +34,9 @@ class Requests:
     ) -> Request:
         """`options` are those of GenerationOptions, `fields` others of Request."""
         ids = self._checked_prompt(prompt, what)
-        return self._generations([ids], options, fields)[0]
-
-    def batch(self, prompts: Sequence[Sequence[int]], options: Mapping[str, Any]) -> list[Request]:
-        given: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # arrays and tensors
-        if isinstance(given, str) or not hasattr(given, "__len__") or not 1 <= len(given) <= MAX_SEQUENCES:
-            raise ValueError(
-                f"prompts must be a list of 1 to {MAX_SEQUENCES} prompts, each a list of token ids"
-            )
-        checked = [self._checked_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(given)]
-        return self._generations(checked, options, {"quiet": True})
+        checked = GenerationOptions.from_kwargs(options)
+        request = make_request(checked, ids, self.config.vocab_size, self.eos_ids)
+        return dataclasses.replace(request, **fields)
 
     def scoring(self, ids: Sequence[int], start: int, top: int, reuse_prefix: bool = True) -> Request:
         checked = self._checked_prompt(ids, "ids", self.config.max_position_embeddings + 1)
@@ -74,47 +67,25 @@ class Requests:
             )
         return checked
 
-    def _generations(
-        self, prompts: list[list[int]], options: Mapping[str, Any], fields: Mapping[str, Any]
-    ) -> list[Request]:
-        checked = GenerationOptions.from_kwargs(options)
-        requests = make_requests(checked, prompts, self.config.vocab_size, self.eos_ids)
-        return [dataclasses.replace(request, **fields) for request in requests]
 
-
-def make_requests(
-    options: GenerationOptions,
-    prompts: Sequence[Sequence[int]],
-    vocab_size: int,
-    eos_ids: Sequence[int] = (),
-) -> list[Request]:
-    """A request for each checked prompt; ids in the options are checked here."""
+def make_request(
+    options: GenerationOptions, prompt: Sequence[int], vocab_size: int, eos_ids: Sequence[int] = ()
+) -> Request:
+    """For a checked prompt; ids in the options are checked here."""
     biased = checked_ids(list(options.logit_bias), vocab_size, "logit_bias")
     stops = checked_ids(options.stop_ids, vocab_size, "stop_ids")
-    prediction = checked_ids(options.prediction, vocab_size, "prediction")
-    seeds = options.seed
-    if isinstance(seeds, int):
-        seeds = batch_seeds(seeds, len(prompts))
-    if len(seeds) != len(prompts):
-        raise ValueError(
-            f"seed has {len(seeds)} values for {len(prompts)} prompts; give one integer, or one each"
-        )
     logprobs = options.logprobs
     if logprobs is not None:
         logprobs = min(logprobs, vocab_size)
-    same = {name: getattr(options, name) for name in SAME_FIELDS}
-    return [
-        Request(
-            prompt,
-            **same,
-            sampling=options.sampling(seed),
-            logit_bias=list(zip(biased, options.logit_bias.values(), strict=True)),
-            prediction=prediction,
-            stop_ids=stops if options.ignore_eos else [*stops, *eos_ids],
-            logprobs=logprobs,
-        )
-        for prompt, seed in zip(prompts, seeds, strict=True)
-    ]
+    return Request(
+        prompt,
+        **{name: getattr(options, name) for name in SAME_FIELDS},
+        sampling=options.sampling(),
+        logit_bias=list(zip(biased, options.logit_bias.values(), strict=True)),
+        prediction=checked_ids(options.prediction, vocab_size, "prediction"),
+        stop_ids=stops if options.ignore_eos else [*stops, *eos_ids],
+        logprobs=logprobs,
+    )
 
 
 def checked_ids(ids: Any, vocab_size: int, what: str) -> list[int]:

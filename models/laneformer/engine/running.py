@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from typing import Protocol, TypeVar
 
 from .decoder import Collected, Decoder, Request, Scores
@@ -50,7 +50,7 @@ class ExclusiveDecoder:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self._decoder: Decoder | None = None
-        self._user: User = Call(self, [])  # the last one
+        self._user: User | None = None  # who holds the lock
         self._process = os.getpid()
         DECODERS.add(self)
 
@@ -78,47 +78,53 @@ class ExclusiveDecoder:
         self._user = user
         return decoder
 
+    def release(self) -> None:
+        self._user = None  # no cycle of references: an engine that is dropped frees its weights at once
+        self.lock.release()
+
     def cancel(self) -> None:
-        self._user.cancel()
+        user = self._user
+        if user is not None:
+            user.cancel()
 
     def close(self) -> None:
         """End what runs and free the weights; from any thread, safe to call twice."""
         decoder, self._decoder = self._decoder, None
+        user = self._user
+        if user is not None:
+            user.close()
         if decoder is not None:
-            self._user.close()
             decoder.close()
 
 
 class Call:
-    """The requests of one call of an engine: before their start, at work in the decoder, or over.
+    """A request that has the decoder to itself: before its start, at work, or over.
 
     `cancel` may come from any thread, at any time.
     """
 
-    def __init__(self, exclusive: ExclusiveDecoder, requests: Sequence[Request]):
-        self.exclusive, self.requests = exclusive, requests
+    def __init__(self, exclusive: ExclusiveDecoder, request: Request):
+        self.exclusive, self.request = exclusive, request
         self.cancelled = self.over = False
-        self._decoder: Decoder | None = None  # while they are at work
+        self._decoder: Decoder | None = None  # while it is at work
         self._lock = threading.Lock()
 
-    def finish(self, even_cancelled: bool = False) -> list[Collected]:
-        """All that comes of quiet requests, or of scoring ones.
+    def finish(self, even_cancelled: bool = False) -> Collected:
+        """All that comes of a quiet request, or of a scoring one.
 
-        Cancelled where they were cancelled, or with `even_cancelled` what there was by then.
+        Cancelled where it was cancelled, or with `even_cancelled` what there was by then.
         """
-        ends: dict[int, Collected] = {}
-        with contextlib.closing(self._decode()) as news:
-            ends.update(news)
+        *_, last = self._decode()
         if not even_cancelled:
             self.expect_finished()
-        return [ends[number] for number in range(len(self.requests))]
+        return last
 
     def read(self, read: Callable[[list[int], Scores | None], list[T]]) -> Generator[T, None, None]:
         """What `read` makes of new token ids and their scores, one by one."""
         # nothing runs before the first result is asked for: an iterator that is never advanced
         # must not leave a request running
         with contextlib.closing(self._decode()) as all_news:
-            for _, news in all_news:
+            for news in all_news:
                 yield from read(news.tokens, news.scores)
         self.expect_finished()
 
@@ -134,26 +140,23 @@ class Call:
         if self.cancelled:
             raise Cancelled
 
-    def _decode(self) -> Generator[tuple[int, Collected]]:
-        """What comes of each request, by its number, until all have ended; the error of one ends them all.
+    def _decode(self) -> Generator[Collected]:
+        """What comes of the request until it has ended; raises its error.
 
-        What still runs when this generator ends is told to leave, and waited for.
+        Where the generator ends before the request, that is told to leave, and waited for.
         """
         decoder, process = self.exclusive.acquire(self), os.getpid()
         try:
             with self._lock:
                 self._decoder = decoder
-                tickets = decoder.join(self.requests, alone=True)
+                decoder.join([self.request])
                 if self.cancelled:  # before it began
                     decoder.leave_all()
-            running = len(tickets)
-            while running:
+            while decoder.running:
                 for news in decoder.collect(SIGNAL_POLL_S):
-                    if news.ended is not None:
-                        running -= 1
-                        if news.ended.error is not None:
-                            raise news.ended.error
-                    yield tickets.index(news.ticket), news
+                    if news.ended is not None and news.ended.error is not None:
+                        raise news.ended.error
+                    yield news
         finally:
             with self._lock:
                 self.over, self._decoder = True, None
@@ -161,7 +164,7 @@ class Call:
             while os.getpid() == process and decoder.running:  # a forked child has nobody to wait for
                 with contextlib.suppress(Exception):  # what has failed is known by now
                     decoder.collect(SIGNAL_POLL_S)
-            self.exclusive.lock.release()
+            self.exclusive.release()
 
 
 class Stream(Iterator[T_co]):

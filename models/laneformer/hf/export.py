@@ -142,8 +142,8 @@ def copy_tokenizer(
     """The tokenizer's files, with the run's chat template or else the published one; its special
     tokens, and the ids of those that config.json names.
     """
-    kept = run_folder / CHAT_TEMPLATE.name
-    template = kept if kept.is_file() else CHAT_TEMPLATE
+    own_template = run_folder / CHAT_TEMPLATE.name
+    template = own_template if own_template.is_file() else CHAT_TEMPLATE
     made, special = write_tokenizer(path, folder, config.max_position_embeddings, template)
     if (pieces := 1 + max(made.get_vocab().values())) > config.vocab_size:
         raise ValueError(
@@ -196,8 +196,8 @@ def load_weights(checkpoint: Path, config: LaneformerConfig) -> dict[str, Tensor
     reader = dcp.FileSystemReader(checkpoint)
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     expected = config.tensor_shapes()
-    found = {name: stored[name].size for name in stored if name in expected or name.startswith("layers.")}
-    check_shapes(str(checkpoint), found, expected, "; pass its own --config")
+    shapes = {name: stored[name].size for name in stored if name in expected or name.startswith("layers.")}
+    check_shapes(str(checkpoint), shapes, expected, "; pass its own --config")
     weights = {
         name: torch.empty(shape, dtype=stored[name].properties.dtype) for name, shape in expected.items()
     }

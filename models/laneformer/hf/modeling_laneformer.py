@@ -231,8 +231,8 @@ class LaneformerForCausalLM(LaneformerPreTrainedModel, GenerationMixin):
         h, cache = self.model.streams(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, cache, **where
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(h[:, kept], self.model.norm, self.get_input_embeddings().weight)
+        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(h[:, positions], self.model.norm, self.get_input_embeddings().weight)
         loss = None
         if labels is not None:
             loss = self.loss_function(

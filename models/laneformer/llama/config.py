@@ -85,7 +85,7 @@ GPT_OSS = {
     "num_local_experts": 128,
     "num_experts": None, "num_experts_per_tok": 4, "rope_theta": 150000.0, "quantization_config": None,
     "output_router_logits": None, "router_aux_loss_coef": None,
-    "experts_per_token": None, "initial_context_length": None,  # of the first files: said again
+    "experts_per_token": None, "initial_context_length": None,  # of the first files: written twice
 }  # fmt: skip
 FAMILIES = {
     "llama": Family(("LlamaForCausalLM",)),
@@ -158,12 +158,12 @@ BY_NAME = {"qwen35": GATED, "qwen3next": GATED}  # by beginnings of names
 def config_of_llama(values: Mapping[str, Any], lanes: int) -> LaneformerConfig:
     """The architecture with its heads and MLP rows on `lanes` lanes. ValueError names what is not supported."""
     try:
-        return translated(values, lanes)
+        return translate(values, lanes)
     except TypeError as error:
         raise ValueError(f"config.json holds a value of the wrong type: {error}") from None
 
 
-def translated(values: Mapping[str, Any], lanes: int) -> LaneformerConfig:
+def translate(values: Mapping[str, Any], lanes: int) -> LaneformerConfig:
     values = text_values(values)
     family = family_of(values)
     read = {**OPTIONAL, **family.optional, **values}
@@ -222,17 +222,17 @@ def experts(read: Mapping[str, Any], biased: bool) -> Experts | None:
 
 def scales(read: Mapping[str, Any]) -> dict[str, Any]:
     """Scales of embeddings, scores and queries, by the names of a Variant."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if "embedding_multiplier" in read:
-        found["embedding_scale"] = read["embedding_multiplier"] / read["residual_multiplier"]
-        found["attention_scale"] = read["attention_multiplier"]
+        values["embedding_scale"] = read["embedding_multiplier"] / read["residual_multiplier"]
+        values["attention_scale"] = read["attention_multiplier"]
     if "query_pre_attn_scalar" in read:
-        found["embedding_scale"] = read["hidden_size"] ** 0.5
-        found["attention_scale"] = read["query_pre_attn_scalar"] ** -0.5
+        values["embedding_scale"] = read["hidden_size"] ** 0.5
+        values["attention_scale"] = read["query_pre_attn_scalar"] ** -0.5
     rope = read["rope_scaling"] or read["rope_parameters"] or {}
     if grows := rope.get("llama_4_scaling_beta"):
-        found["query_growth"] = grows, rope["original_max_position_embeddings"]
-    return found
+        values["query_growth"] = grows, rope["original_max_position_embeddings"]
+    return values
 
 
 def logits_factor(values: Mapping[str, Any]) -> float:
@@ -315,8 +315,8 @@ def check_key(key: str, value: Any, family: Family) -> None:
 def why_not(name: str, known: Iterable[str], values: Mapping[str, Any]) -> str:
     """Of a family, or a GGUF file's architecture, that is not known: what it has, and the nearest that is."""
     text = values.get("text_config")
-    said = {**values, **text} if isinstance(text, Mapping) else values
-    reasons = {meaning for key, value in said.items() if value and (meaning := meaning_of(key))}
+    every = {**values, **text} if isinstance(text, Mapping) else values
+    reasons = {meaning for key, value in every.items() if value and (meaning := meaning_of(key))}
     reasons |= {meaning for start, meaning in BY_NAME.items() if name.replace("_", "").startswith(start)}
     near = difflib.get_close_matches(name.removesuffix("_text"), known, n=1)
     why = f" ({', '.join(sorted(reasons))})" if reasons else ""

@@ -63,8 +63,10 @@ def laneformer_of(
 
 def text_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Those of the text model, named as if it were alone."""
-    kept = {name: tensor for name, tensor in tensors.items() if not OTHER_TOWER.match(name)}
-    return {NESTED.sub("" if "lm_head" in name else "model.", name): tensor for name, tensor in kept.items()}
+    of_text = {name: tensor for name, tensor in tensors.items() if not OTHER_TOWER.match(name)}
+    return {
+        NESTED.sub("" if "lm_head" in name else "model.", name): tensor for name, tensor in of_text.items()
+    }
 
 
 class LlamaTensors(Mapping[str, Tensor]):
@@ -81,15 +83,15 @@ class LlamaTensors(Mapping[str, Tensor]):
         # a GGUF file has norms as they are multiplied; it knows its shapes, and widens a tensor when it is asked for
         self.norm_offset = 0.0 if hasattr(tensors, "shapes") else family.norm_offset
         known = getattr(tensors, "shapes", None) or {name: tensors[name].values.shape for name in tensors}
-        found = {name: known[name] for name in tensors if not IGNORED.fullmatch(name)}
-        if config.tie_word_embeddings and found.pop(HEAD, None):
+        stored_shapes = {name: known[name] for name in tensors if not IGNORED.fullmatch(name)}
+        if config.tie_word_embeddings and stored_shapes.pop(HEAD, None):
             self._expect_tied()
         expected: dict[str, tuple[int, ...]] = {}
         for name in self.shapes:
             source, rows = self._source_of(name), self._source_shape(name)
             before = expected.get(source, (0,))[0] if self.family.fused else 0
             expected[source] = (before + rows[0], *rows[1:])
-        check_shapes("the checkpoint", found, expected)
+        check_shapes("the checkpoint", stored_shapes, expected)
 
     def __getitem__(self, name: str) -> Tensor:
         shape, (part, _) = self.shapes[name], part_of(name)

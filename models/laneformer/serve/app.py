@@ -198,11 +198,11 @@ def detokenize(body: Detokenize, context: ServingContext) -> dict[str, Any]:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    async def told(request: Request, error: Exception) -> Response:
+    async def answer_error(request: Request, error: Exception) -> Response:
         return error_response(error, request.url.path)
 
     for kind_of_error in (HTTPException, RequestError, *STATUS, Exception):
-        app.add_exception_handler(kind_of_error, told)
+        app.add_exception_handler(kind_of_error, answer_error)
 
 
 class Server(uvicorn.Server):

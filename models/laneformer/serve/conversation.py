@@ -78,14 +78,14 @@ class ChoiceAnswer:
 
 
 class Conversation:
-    """`begin` submits it; then iterate for what is answered. RequestError for what cannot be answered.
+    """`choices.begin` submits it; then iterate for what is answered. RequestError for what cannot be answered.
 
     Made in any thread: it renders and encodes the prompt and compiles grammars, which takes time.
     """
 
     def __init__(self, request: ConversationRequest, context: ServingContext):
         self.request, self.context = request, context
-        tools, self.prompt = prepared(request, context)
+        tools, self.prompt = prepare_prompt(request, context)
         # control tokens are read as text: around calls, and between harmony's messages
         self.reads_control = bool(tools.names) or context.harmony
         grammar = self._grammar(tools)
@@ -93,16 +93,10 @@ class Conversation:
         inside = not forced and begins_reasoning(context.tokenizer, self.prompt)
         reader = partial(AnswerReader, tools.form, inside, context.harmony)
         if context.harmony or (not forced and (inside or context.reasons)):
-            grammar = self._with_budget(reader, grammar)
-        self.choices = self._choices(grammar)
+            self.choices = self._choices(self._with_budget(reader, grammar))
+        else:
+            self.choices = self._choices(grammar)
         self.answers = [ChoiceAnswer(reader()) for _ in range(request.n)]
-
-    def begin(self) -> None:
-        """On the event loop; what `Scheduler.submit` raises."""
-        self.choices.begin()
-
-    def cancel(self) -> None:
-        self.choices.cancel()
 
     async def __aiter__(self) -> AsyncGenerator[tuple[Piece, list[Part]], None]:
         async for piece in self.choices:
@@ -153,11 +147,11 @@ class Conversation:
         )  # fmt: skip
 
 
-def prepared(request: ConversationRequest, context: ServingContext) -> tuple[ToolUse, list[int]]:
+def prepare_prompt(request: ConversationRequest, context: ServingContext) -> tuple[ToolUse, list[int]]:
     """The tools, and the prompt's ids."""
     try:
         tools = context.tool_calling.use(request)
-        rendered = context.prompts.rendered(
+        rendered = context.prompts.render(
             tools.messages([message.plain() for message in request.messages]),
             tools=tools.template_tools,
             add_generation_prompt=request.add_generation_prompt,

@@ -51,7 +51,7 @@ class Access:
             return await self.app(scope, receive, send)
         status = CLIENT_GONE
 
-        async def counted(message: Message) -> None:
+        async def count_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -59,11 +59,11 @@ class Access:
 
         try:
             if refused := self.refusal(scope):
-                await error_response(refused, scope["path"])(scope, receive, counted)
+                await error_response(refused, scope["path"])(scope, receive, count_status)
             else:
-                await self.app(scope, self.limited(receive), counted)
+                await self.app(scope, self.limit_body(receive), count_status)
         except Exception:
-            status = 500  # told by who catches it
+            status = 500  # whoever catches it answers
             raise
         finally:
             route = getattr(scope.get("route"), "path", "other")
@@ -72,7 +72,7 @@ class Access:
     def refusal(self, scope: Scope) -> HTTPException | None:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         host, origin = headers.get(b"host", ""), headers.get(b"origin")
-        if not self.known(host):
+        if not self.is_known(host):
             return HTTPException(
                 403, f"the host {host!r} is not a name of this server; allow it with --host-names"
             )
@@ -84,14 +84,14 @@ class Access:
         if key is not None and not (scope["path"] in OPEN or scope["path"].startswith(OPEN_FOLDER)):
             bearer, anthropic = headers.get(b"authorization", ""), headers.get(b"x-api-key", "")
             # some clients send both, one of them made up
-            given = (bearer, f"Bearer {key}"), (anthropic, key)
-            if not any(hmac.compare_digest(sent.encode(), right.encode()) for sent, right in given):
+            pairs = (bearer, f"Bearer {key}"), (anthropic, key)
+            if not any(hmac.compare_digest(sent.encode(), right.encode()) for sent, right in pairs):
                 return HTTPException(
                     401, "the API key is missing or wrong; send 'Authorization: Bearer KEY', or x-api-key"
                 )
         return None
 
-    def known(self, host: str) -> bool:
+    def is_known(self, host: str) -> bool:
         """An address cannot be another site's; a name can."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
@@ -99,11 +99,11 @@ class Access:
         except ValueError:
             return False
 
-    def limited(self, receive: Receive) -> Receive:
+    def limit_body(self, receive: Receive) -> Receive:
         """Raises for status 413 as soon as the body has more bytes than it may."""
         left = self.options.max_body_bytes
 
-        async def limited() -> Message:
+        async def receive_limited() -> Message:
             nonlocal left
             message = await receive()
             if message["type"] == "http.request":
@@ -116,7 +116,7 @@ class Access:
             most = self.options.max_body_bytes
             raise HTTPException(413, f"the body has more than {most} bytes", {"Connection": "close"})
 
-        return limited
+        return receive_limited
 
 
 class Endpoints:
@@ -128,7 +128,7 @@ class Endpoints:
         self._preparing = 0
         self._bodies: list[type[Body]] = []
         self._describe = app.openapi
-        app.openapi = self._described  # type: ignore[method-assign]
+        app.openapi = self._describe_bodies  # type: ignore[method-assign]
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -148,16 +148,16 @@ class Endpoints:
             raw, reading = await request.body(), Reading(self.options.strict, self.context.max_values)
             if not any_type:
                 check_type(request.headers.get("content-type", "application/json"))
-            found = await self._apart(lambda: make(body.read(raw, reading), self.context))
-            if not isinstance(found, Answer):
-                return JSONResponse(found, headers=reading.headers)
-            found.begin()
-            return AnswerResponse(found, self.options.keep_alive_s, reading.headers)
+            answer = await self._apart(lambda: make(body.read(raw, reading), self.context))
+            if not isinstance(answer, Answer):
+                return JSONResponse(answer, headers=reading.headers)
+            answer.begin()
+            return AnswerResponse(answer, self.options.keep_alive_s, reading.headers)
 
         self._bodies.append(body)
         schema = {"$ref": REFERENCES.format(model=body.__name__)}
-        told = {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
-        self.app.add_api_route(path, endpoint, methods=["POST"], openapi_extra=told, name=path)
+        description = {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
+        self.app.add_api_route(path, endpoint, methods=["POST"], openapi_extra=description, name=path)
 
     async def _apart(self, work: Callable[[], Any]) -> Any:
         """Busy where more is prepared than may wait and run."""
@@ -170,7 +170,7 @@ class Endpoints:
         finally:
             self._preparing -= 1
 
-    def _described(self) -> dict[str, Any]:
+    def _describe_bodies(self) -> dict[str, Any]:
         described = self._describe()
         _, schemas = models_json_schema(
             [(body, "validation") for body in self._bodies], ref_template=REFERENCES

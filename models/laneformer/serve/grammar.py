@@ -75,11 +75,11 @@ class Grammars:
         rule = self.json_rule(schema, what)
         return self.of_lark(self.in_harmony(f"final {rule}") if self.harmony else f"start: {rule}")
 
-    def in_harmony(self, said: str) -> str:
-        """Rules of an answer: one reasoning or none, then `said`. In that, `final` begins a message for
+    def in_harmony(self, answer: str) -> str:
+        """Rules of an answer: one reasoning or none, then `answer`. In that, `final` begins a message for
         people, `preamble` is one before a call, and `kind` comes between a function and its arguments.
         """
-        return f"""start: (analysis TEXT more)? {said}
+        return f"""start: (analysis TEXT more)? {answer}
             analysis: {self.literal(CHANNEL + "analysis" + MESSAGE)}
             preamble: {self.literal(CHANNEL + "commentary" + MESSAGE)} TEXT more
             more: {self.literal(NEXT)}

@@ -1,4 +1,4 @@
-"""What a server may be told, validated in one place: options of `run` and `create_app`, flags of `laneformer serve`."""
+"""Options of `run` and `create_app`, which are the flags of `laneformer serve`, validated in one place."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ Count = Annotated[int, Field(ge=0)]
 UNTIL_THE_END = -1  # of the context: what null and -1 as a limit of new tokens mean
 Limit = Annotated[
     Annotated[int, Field(ge=1)] | None,
-    BeforeValidator(lambda given: None if type(given) is int and given == UNTIL_THE_END else given, int),
+    BeforeValidator(lambda value: None if type(value) is int and value == UNTIL_THE_END else value, int),
 ]
 Likeliest = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -46,22 +46,22 @@ Biases = dict[
 Objects = Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
-def as_list(given: Any) -> Any:
-    return [given] if isinstance(given, str) else given
+def as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
 
-def as_prompts(given: Any) -> list[str | Ids]:
+def as_prompts(value: Any) -> list[str | Ids]:
     """Checked here and not by pydantic, which would hold up all other threads."""
-    if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
-        given = [given]
-    if not isinstance(given, list) or len({type(prompt) for prompt in given[:MAX_CHOICES]}) > 1:
+    if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
+        value = [value]
+    if not isinstance(value, list) or len({type(prompt) for prompt in value[:MAX_CHOICES]}) > 1:
         raise ValueError("no prompts")
-    for prompt in given[:MAX_CHOICES]:
+    for prompt in value[:MAX_CHOICES]:
         if not isinstance(prompt, str) and not (
             isinstance(prompt, list) and all(type(token) is int for token in prompt)
         ):
             raise ValueError("no prompts")
-    return given
+    return value
 
 
 class StreamOptions(Body):
@@ -104,7 +104,7 @@ class Sampled(Body):
     return_token_ids: bool = False
 
     @model_validator(mode="after")
-    def _streamed(self, info: ValidationInfo) -> Self:
+    def _check_stream_options(self, info: ValidationInfo) -> Self:
         if "stream_options" in self.model_fields_set and not self.stream:
             reading = info.context or STRICTLY
             if reading.strict:
@@ -301,19 +301,19 @@ class Message(Body):
     def plain(self) -> dict[str, Any]:
         """For a template: content as one text, a developer as the system, arguments as values."""
         without = None if self.tool_calls else {"tool_calls"}
-        found = self.model_dump(exclude_none=True, exclude=without)
-        found["role"] = SYSTEM if self.role == "developer" else self.role
-        found["content"] = "\n".join(texts_of(self.content))
-        for call in found.get("tool_calls", []):
+        message = self.model_dump(exclude_none=True, exclude=without)
+        message["role"] = SYSTEM if self.role == "developer" else self.role
+        message["content"] = "\n".join(texts_of(self.content))
+        for call in message.get("tool_calls", []):
             function = call["function"]
             try:
                 function["arguments"] = json.loads(function["arguments"] or "{}")
             except (ValueError, RecursionError):
-                message = (
+                reason = (
                     f"arguments of a call of {function['name']!r} are no JSON: {function['arguments'][:80]!r}"
                 )
-                raise RequestError(message, "messages") from None
-        return found
+                raise RequestError(reason, "messages") from None
+        return message
 
 
 class ConversationRequest(Sampled):
@@ -383,7 +383,7 @@ class ConversationRequest(Sampled):
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
-            refuse("tools", f"tools has two functions of one name: {sorted(names)}")
+            refuse("tools", f"tools has two functions of one name: {sorted(names)}; give each its own")
         choice = self.tool_choice
         if isinstance(choice, ToolChoice) and choice.function.name not in names:
             refuse("tool_choice", f"tool_choice names {choice.function.name!r}, but the tools are {names}")

@@ -16,8 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..chat import ASSISTANT, SYSTEM, USER, ChatError, ChatTemplate
+from ..chat import ASSISTANT, SYSTEM, USER, ChatError
 from ..engine.channels import CHANNEL, FUNCTIONS, HARMONY, HERMES, CallForm, speaks_harmony
+from ..prompts import ChatTemplate
 from .grammar import Grammar, Grammars
 from .schema import NO_PARAMETERS, ConversationRequest, ToolChoice
 
@@ -35,34 +36,34 @@ def form_of(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> CallF
     name, answer, arguments = "probed_function", "probed_answer", {"probed_key": "probed_value"}
     user, spelled = {"role": USER, "content": "x"}, json.dumps(arguments)
 
-    def rendered(calls: int, given: Any) -> str:
-        call = {"type": "function", "function": {"name": name, "arguments": given}}
-        made = (
+    def render_calls(calls: int, value: Any) -> str:
+        call = {"type": "function", "function": {"name": name, "arguments": value}}
+        fields = (
             {"content": "", "tool_calls": [{"id": PROBE_ID, **call}] * calls}
             if calls
             else {"content": answer}
         )
-        return template.render([user, {"role": ASSISTANT, **made}], tools=tools)
+        return template.render([user, {"role": ASSISTANT, **fields}], tools=tools)
 
     try:
         if template.render([user], tools=tools) == template.render([user]):
             return None
-        plain, one = rendered(0, None), ""
+        plain, one = render_calls(0, None), ""
         with contextlib.suppress(ChatError):
-            one = rendered(1, arguments)
+            one = render_calls(1, arguments)
         if as_text := not one or str(arguments) in one:
-            one = rendered(1, spelled)
+            one = render_calls(1, spelled)
     except ChatError:
         return None
     before, _, after = plain.partition(answer)  # around every message of an assistant
     shared = next(n for n in range(len(before), -1, -1) if one.startswith(before[:n]))
-    found = re.fullmatch(f"(?s)(.+?){name}(.*?){re.escape(spelled)}(.*){re.escape(after)}", one[shared:])
-    if found is None or not found[1].strip():
+    match = re.fullmatch(f"(?s)(.+?){name}(.*?){re.escape(spelled)}(.*){re.escape(after)}", one[shared:])
+    if match is None or not match[1].strip():
         return None
-    begin, middle, end = (part.replace(PROBE_SAID, "") for part in found.groups())
+    begin, middle, end = (part.replace(PROBE_SAID, "") for part in match.groups())
     between = None
     with contextlib.suppress(ChatError):
-        between = rendered(2, spelled if as_text else arguments).split(spelled)[1].replace(PROBE_SAID, "")
+        between = render_calls(2, spelled if as_text else arguments).split(spelled)[1].replace(PROBE_SAID, "")
         between = between.removesuffix(name + middle)
     return CallForm(begin.lstrip(), middle, between, end, as_text)
 
@@ -121,37 +122,37 @@ class ToolUse:
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Messages with text as content, and calls with arguments as values, as the template takes them."""
-        found = copy.deepcopy([dict(message) for message in messages])
+        copies = copy.deepcopy([dict(message) for message in messages])
         if self.calling.described:
-            return self._without_tools(found)
+            return self._without_tools(copies)
         if self.calling.form is HARMONY:
-            found = list(_in_harmony(found))
-        for call in [call for message in found for call in message.get("tool_calls") or ()]:
+            copies = list(_in_harmony(copies))
+        for call in [call for message in copies for call in message.get("tool_calls") or ()]:
             if self.calling.form.as_text:
                 call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        return found
+        return copies
 
     def _without_tools(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """All as text: the tools, calls, and what these gave, results in a row as one message."""
-        found: list[dict[str, Any]] = []
-        for gave, group in itertools.groupby(messages, key=lambda message: message["role"] == "tool"):
-            if gave:
+        """All as text: the tools, calls, and their results, those in a row as one message."""
+        texts: list[dict[str, Any]] = []
+        for is_result, group in itertools.groupby(messages, key=lambda message: message["role"] == "tool"):
+            if is_result:
                 results = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in group]
-                found.append({"role": USER, "content": "\n".join(results)})
+                texts.append({"role": USER, "content": "\n".join(results)})
                 continue
             for message in group:
                 if calls := message.pop("tool_calls", None):
                     written = self.calling.form.write([call["function"] for call in calls])
                     message["content"] = "\n".join(filter(None, [message.get("content"), written]))
-                found.append(message)
+                texts.append(message)
         if self.names:
             functions = "\n".join(json.dumps(function, ensure_ascii=False) for function in self.functions)
             role = SYSTEM if self.calling.reads_system else USER
-            place = next((message for message in found if message["role"] == role), None)
+            place = next((message for message in texts if message["role"] == role), None)
             if place is None:
-                found.insert(0, place := {"role": role, "content": ""})
+                texts.insert(0, place := {"role": role, "content": ""})
             place["content"] = f"{DESCRIPTION.format(functions)}\n\n{place['content']}".rstrip()
-        return found
+        return texts
 
     def grammar(self) -> Grammar | None:
         """Of the answer: calls alone where they are demanded, else text up to the first; None without tools."""
@@ -163,18 +164,18 @@ class ToolUse:
         for number, function in enumerate(self.functions):
             if function["name"] in self.names:
                 what = f"tools[{number}].function.parameters"
-                rule = grammars.json_rule(_closed(function["parameters"]), what, lenient=True)
+                rule = grammars.json_rule(close_schema(function["parameters"]), what, lenient=True)
                 rules.append(f"a{number}: {rule}")
                 name = function["name"]
                 if form is HARMONY:  # the function stands in either place of a header
-                    said = literal(f" to={FUNCTIONS}{name}{CHANNEL}commentary")
-                    called.append(f"({literal(form.begin + name)} | {said}) kind a{number}")
+                    header = literal(f" to={FUNCTIONS}{name}{CHANNEL}commentary")
+                    called.append(f"({literal(form.begin + name)} | {header}) kind a{number}")
                 else:
                     called.append(f"{literal(name + form.middle)} a{number}")
         call = f"call: {' | '.join(called)}"
         if form is HARMONY:
-            said = "preamble? (call | final TEXT)" if self.optional else "call"
-            return grammars.of_lark("\n".join([grammars.in_harmony(said), call, *rules]))
+            answer = "preamble? (call | final TEXT)" if self.optional else "call"
+            return grammars.of_lark("\n".join([grammars.in_harmony(answer), call, *rules]))
         more = f"({literal(form.between)} call)*" if self.parallel and form.between is not None else ""
         calls = f"call {more} {literal(form.end)}"
         marker, rest = form.marker, f"{literal(form.begin.removeprefix(form.marker))} {calls}"
@@ -194,27 +195,27 @@ class ToolUse:
 
 def _in_harmony(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """As gpt-oss's template takes them: reasoning as `thinking`, which with a call is all that it says, and
-    one call a message, with what it gave behind it.
+    one call a message, with its result behind it.
     """
-    gave = [message for message in messages if message["role"] == "tool"]
+    results = [message for message in messages if message["role"] == "tool"]
     for message in messages:
         thought, calls = message.pop("reasoning_content", None), message.get("tool_calls") or ()
         if calls:
             message |= {"thinking": "\n".join(filter(None, [thought, message["content"]])), "content": ""}
         elif message["role"] != "tool":
             yield message
-        elif message in gave:
-            gave.remove(message)
+        elif message in results:
+            results.remove(message)
             yield message
         for call in calls:
             yield {**message, "tool_calls": [call]}
             message["thinking"] = ""
-            if result := next((m for m in gave if m.get("tool_call_id") == call.get("id")), None):
-                gave.remove(result)
+            if result := next((m for m in results if m.get("tool_call_id") == call.get("id")), None):
+                results.remove(result)
                 yield result
 
 
-def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
+def close_schema(parameters: dict[str, Any]) -> dict[str, Any]:
     """A schema whose object has no keys but the named ones, where it leaves that open."""
     combined = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"} & parameters.keys()
     closes = not combined and "properties" in parameters

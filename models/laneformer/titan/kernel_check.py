@@ -139,8 +139,8 @@ def results(
     return [x[0].detach() for x in of_rows] + [x / rows for x in gradients[len(inputs) :]]
 
 
-def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
+def largest_error(tensors: list[Tensor], expected: list[Tensor]) -> float:
     """Of any tensor, in units of its largest element; NaN if one is."""
-    pairs = zip(found, expected, strict=True)
+    pairs = zip(tensors, expected, strict=True)
     errors = [(ours.to(wide.dtype) - wide).abs().max() / wide.abs().max() for ours, wide in pairs]
     return float(torch.stack(errors).max())

@@ -125,8 +125,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             if weighs:
                 weight_gradient += torch.bmm(d_logits.mT, rows)
             at += len(part)
-        found = weight_gradient.to(weight.dtype) if weighs else None
-        return x_gradient, found, None, None, None, None, None
+        d_weight = weight_gradient.to(weight.dtype) if weighs else None
+        return x_gradient, d_weight, None, None, None, None, None
 
 
 class TitanHead(LMHead):

@@ -34,10 +34,8 @@ def texts(source_input: Input, *paths, dropped: local.Dropped | None = None) -> 
 @pytest.mark.parametrize(
     ("name", "raw", "reason"),
     [
-        ("file", b"\xff\xfe", "not_utf8"),
         ("file", b"a\0b", "not_text"),
         ("file.gz", gzip.compress(b"hello" * 100, mtime=0)[:20], "damaged"),
-        ("file.gz", gzip.compress(b"hello" * 100, mtime=0)[:12] + b"\xff" * 30, "damaged"),
         ("file.gz", b"", "damaged"),
     ],
 )
@@ -75,18 +73,6 @@ def test_what_is_packed_is_whole_or_damaged(suffix, tmp_path):
         assert 0 <= error.value.args[1] <= 3000
         with pytest.raises(ValueError, match=rf"a\.jsonl\.{suffix} is damaged or truncated"):
             list(local.json_objects(path))
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_texts_of_a_field_with_their_rows(name, tmp_path):
-    lines = [json.dumps(ROWS[0]), "", "  ", *(json.dumps(row, ensure_ascii=False) for row in ROWS[1:])]
-    raw, dropped = "\n".join(lines).encode(), local.Dropped()
-    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
-    rows = list(local.documents(LINES, [str(tmp_path / name)], dropped))
-    assert [(text, row) for text, _, row, _ in rows] == [("one", 0), ("zwei ü\n", 3)]
-    assert rows[1][3]["id"] == 2
-    assert dropped == {"no_text": 2}
-    assert [number for number, _ in local.json_objects(tmp_path / name)] == [1, 4, 5, 6]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from evals.code.score import Dataset, open_dataset
 from evals.scorer import Answer, Source, fast_tokenizer
 from tests.evals.code.code_assets import PROBLEMS, write_dataset
 from tests.evals.code.conftest import Endpoint
-from tests.evals.core.core_assets import write_laneformer
 
 
 @pytest.fixture
@@ -117,13 +116,6 @@ def test_a_refusal_is_not_asked_again(endpoint: Endpoint) -> None:
         assert len(endpoint.seen) == number
     with pytest.raises(ValueError, match=r"must begin with http"):
         Model(None, Source(base_url="localhost:8000"), True, Sampling())
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    write_laneformer(path, context=512)
-    return path
 
 
 def test_the_engine_answers_chats_and_completes_functions(folder: Path) -> None:

@@ -15,8 +15,10 @@ import pytest
 
 from evals.code import score
 from evals.code.__main__ import figures_of
+from evals.code.judge import judge
 from evals.code.sandbox import find_sandbox
 from evals.code.score import LIMITS, Judge, numpy_folder, open_dataset, reference
+from evals.code.solution import SandboxError
 from tests.evals.code.code_assets import (
     ANSWER,
     BEHIND,
@@ -82,6 +84,11 @@ def test_a_reference_solution_that_fails_is_named(tmp_path: Path) -> None:
     reason = r"the reference solution of HumanEval/906, input 1 of 2 gives no output"
     with pytest.raises(ValueError, match=reason):
         judge_of(tmp_path, problems=[PROBLEMS[0], broken]).control()
+
+
+def test_a_check_that_breaks_is_no_verdict() -> None:
+    with pytest.raises(SandboxError, match="a check could not be made; its reason stands above"):
+        list(judge({"limits": LIMITS}, [(PROBLEMS[0], "base", ANSWER)], 1))
 
 
 @pytest.mark.job

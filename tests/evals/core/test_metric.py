@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from evals.core.evaluate import VERSIONS, aggregate, centered, task_figures
+from evals.core.evaluate import VERSIONS, aggregate, center_accuracy, task_figures
 from evals.core.tasks import TASKS
 from evals.intervals import Z95, wilson
 from tests.evals.core.core_assets import task
@@ -38,7 +38,7 @@ def figures_of(accuracies: dict[str, float], error: float = 0.0) -> dict[str, di
     """What `aggregate` reads, as task_figures would give it."""
     given = {t.label: t for t in TASKS if t.label in accuracies}
     return {
-        label: {f"centered_{v}": centered(t, accuracies[label], v) for v in VERSIONS}
+        label: {f"centered_{v}": center_accuracy(t, accuracies[label], v) for v in VERSIONS}
         | {"standard_error": error}
         for label, t in given.items()
     }

@@ -12,12 +12,12 @@ from evals.core.prompts import (
     Protocol,
     Unscorable,
     answer_spans,
-    cropped,
+    crop_prompt,
     dclm_examples,
     items,
     nanochat_examples,
     nanochat_order,
-    spaced,
+    space_evenly,
 )
 from evals.core.tasks import Row
 from evals.scorer import Prompt
@@ -103,8 +103,8 @@ def test_a_subset_of_dclm_has_the_prompts_of_the_whole() -> None:
     part = asked("jeopardy", TEXT_ROWS, "dclm", most=3)
     assert [item.group for item in part] == ["odd", "even", "even"]
     assert all(item in whole for item in part)
-    assert spaced(10, 4) == {0, 2, 5, 7}
-    assert spaced(3, 9) == spaced(3, None) == {0, 1, 2}
+    assert space_evenly(10, 4) == {0, 2, 5, 7}
+    assert space_evenly(3, 9) == space_evenly(3, None) == {0, 1, 2}
 
 
 # --- texts and spans
@@ -192,6 +192,6 @@ def test_a_prompt_too_long_loses_its_beginning(protocol: Protocol, label: str) -
 
 
 def test_an_answer_needs_one_token_before_it() -> None:
-    assert cropped(Prompt([1, 2, 3, 4], 2), 3) == Prompt([2, 3, 4], 1)
+    assert crop_prompt(Prompt([1, 2, 3, 4], 2), 3) == Prompt([2, 3, 4], 1)
     with pytest.raises(Unscorable, match="an answer of 3 tokens does not fit into 3"):
-        cropped(Prompt([1, 2, 3, 4], 1), 3)
+        crop_prompt(Prompt([1, 2, 3, 4], 1), 3)

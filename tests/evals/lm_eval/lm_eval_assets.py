@@ -6,9 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from evals.scorer import fast_tokenizer
 from laneformer import Laneformer
 from laneformer.hf.tokenizer import write_tokenizer
 from tests.laneformer.engine.assets import write_folder
@@ -40,17 +37,6 @@ def write_tiny(folder: Path, context: int = CONTEXT, vocab_size: int = VOCAB_SIZ
     (folder / "tokenizer.model").write_bytes(sentencepiece_model(vocab_size=vocab_size, **tokenizer))
     write_tokenizer(folder / "tokenizer.model", folder, context)
     return folder
-
-
-def hugging_face_model(folder: Path, dtype: torch.dtype) -> Any:
-    """lm-eval's own model of a folder, by the installed class."""
-    from lm_eval.models.huggingface import HFLM
-
-    from laneformer.hf.modeling_laneformer import LaneformerForCausalLM
-
-    model = LaneformerForCausalLM.from_pretrained(folder, dtype=dtype)
-    tokenizer = fast_tokenizer(folder)
-    return HFLM(model, "causal", tokenizer=tokenizer, add_bos_token=True, device="cpu")
 
 
 def write_configs(folder: Path, configs: Mapping[str, Mapping[str, Sequence[Any]]]) -> None:

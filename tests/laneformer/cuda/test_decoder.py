@@ -29,8 +29,12 @@ from laneformer.model import run_layers
 from laneformer.positions import rope_table
 from tests.laneformer.cuda.harness import random_model, small_config, tensors_of
 from tests.laneformer.cuda.stand_ins import LoopPasses, cuda_of, passes_of, pretend_gpu
-from tests.laneformer.engine.assets import byte_tokenizer, write_folder
-from tests.laneformer.engine.test_joined import collect, tokens_of
+from tests.laneformer.engine.assets import (
+    byte_tokenizer,
+    collect,
+    tokens_of,
+    write_folder,
+)
 
 CONFIG = small_config(vocab_size=264, max_position_embeddings=48)
 MODEL = random_model(CONFIG)

@@ -19,7 +19,7 @@ from laneformer.engine import GenerationOptions
 from laneformer.engine.cpu import _core
 from laneformer.engine.cuda.planning import plan
 from laneformer.engine.decoder import Sampling
-from laneformer.engine.requests import make_requests
+from laneformer.engine.requests import make_request
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.emulated import EmulatedPasses, build_unit, needs_emulator
 from tests.laneformer.cuda.harness import SMALL, small_config
@@ -182,7 +182,7 @@ def test_the_cpu_draws_the_same_tokens(sampler: Sampler) -> None:
     logits = (LOGITS * 8).round() / 8
     for temperature, filters in ((0.0, {}), (3.0, {}), *((0.6, filters) for filters in FILTERS)):
         options = GenerationOptions(temperature=temperature, seed=12, **filters)
-        (request,) = make_requests(options, [[0]], VOCAB)
+        request = make_request(options, [0], VOCAB)
         tokens = sampler(logits, request.sampling)
         on_cpu = [_core.sample(logits, request, [], [], position) for position in range(COUNT)]
         np.testing.assert_array_equal(tokens, on_cpu, err_msg=str(filters))

@@ -104,6 +104,26 @@ def tokens_of(updates: list[Update]) -> list[GeneratedToken]:
     return [token for update in updates for token in update.tokens]
 
 
+def generate_together(
+    engine: Engine, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None = None, **options: Any
+) -> list[list[int]]:
+    """`Engine.generate` for prompts that join before the same token, each with a seed of its own."""
+    decoder, tokens = engine._open(), dict[int, list[int]]()
+    seeds = seeds or [options.pop("seed", 0)] * len(prompts)
+    requests = [
+        engine._requests.generation(prompt, {**options, "seed": seed}, quiet=True)
+        for prompt, seed in zip(prompts, seeds, strict=True)
+    ]
+    tickets = decoder.join(requests)
+    while decoder.running:
+        for news in decoder.collect(10.0):
+            if news.whole.error is not None:
+                decoder.leave_all()
+                raise news.whole.error
+            tokens[news.ticket] = news.tokens
+    return [tokens[ticket] for ticket in tickets]
+
+
 def fix_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for all engines on the CPU that are made from now on."""
     made = CpuDecoder.__init__

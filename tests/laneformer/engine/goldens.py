@@ -99,11 +99,12 @@ def mask_of(ids: Sequence[int], vocab: int) -> np.ndarray:
     return mask
 
 
-def join(batch: Batch, asked: Asked, vocab: int) -> int:
+def join(batch: Batch, asked: Asked, vocab: int, masks: int | None = None) -> int:
+    """masks: how many come with the request; the others are left to `allow`."""
     if asked.start:
         return batch.score(asked.ids, start=asked.start, **asked.options)
     ticket = batch.join(asked.ids, masked=bool(asked.masks), **asked.options)
-    for index, ids in enumerate(asked.masks):
+    for index, ids in enumerate(asked.masks[:masks]):
         batch.allow(ticket, index, mask_of(ids, vocab))
     return ticket
 
@@ -140,17 +141,25 @@ def streamed(engine: Engine, asked: Asked) -> list[int]:
     return [token.id for token in tokens] + [i for token in tokens for i, _ in token.top]
 
 
-def side_by_side(engine: Engine, every: Sequence[Asked]) -> list[list[int]]:
-    """The ids of all, which join in order, as many at a time as there is room for."""
+def side_by_side(engine: Engine, every: Sequence[Asked], late_masks: bool = False) -> list[list[int]]:
+    """The ids of all, which join in order, as many at a time as there is room for.
+
+    late_masks: the mask of a token comes after the token before it.
+    """
+    vocab, masks = engine.config.vocab_size, 1 if late_masks else None
     waiting, running = list(range(len(every))), dict[int, int]()  # by ticket: the request's number
     updates: list[list[Update]] = [[] for _ in every]
     with engine.batch() as batch:
         while waiting or running:
             while waiting and len(running) < batch.max_joined:
                 number = waiting.pop(0)
-                running[join(batch, every[number], engine.config.vocab_size)] = number
+                running[join(batch, every[number], vocab, masks)] = number
             for update in batch.updates(10.0):
-                updates[running[update.ticket]].append(update)
+                number = running[update.ticket]
+                updates[number].append(update)
+                made = sum(len(u.tokens) for u in updates[number])
+                for ids in every[number].masks[made : made + 1] if late_masks else ():
+                    batch.allow(update.ticket, made, mask_of(ids, vocab))
                 if update.finish_reason is not None:
                     del running[update.ticket]
     return [ids_of(u) for u in updates]

@@ -15,6 +15,7 @@ from laneformer.engine import Engine
 from tests.laneformer.engine.assets import (
     ISAS_BELOW_AMX,
     engine_of,
+    generate_together,
     random_ids,
     random_model,
     small_config,
@@ -60,7 +61,7 @@ def isas_of(kind: str) -> tuple[str, ...]:
 
 
 def sample(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
-    return engine.generate_batch(prompts, max_new_tokens=12, temperature=1.0, seed=[3] * len(prompts))
+    return generate_together(engine, prompts, max_new_tokens=12, temperature=1.0, seed=3)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -34,11 +34,13 @@ from tests.laneformer.engine.assets import (
 
 LONGEST = 64  # ids that agree
 LONG = {"max_position_embeddings": 256}
-SAMPLING: list[dict[str, Any]] = [
-    {},
-    {"temperature": 1.0, "seed": 7},
-    {"temperature": 0.7, "top_k": 5, "min_p": 0.05, "seed": 3, "repetition_penalty": 1.1, "frequency_penalty": 0.1},
-]  # fmt: skip
+SAMPLED: dict[str, Any] = {
+    "temperature": 0.7,
+    "min_p": 0.05,
+    "seed": 3,
+    "repetition_penalty": 1.1,
+    "logprobs": 2,
+}
 CHEAP = 0.001  # of the cost of a pass: so that many are made
 SOURCES = ("text", "model", "head")
 
@@ -153,22 +155,16 @@ def drafting(source: str, draft: float = CHEAP, threads: int = 2, **overrides: A
         yield set_draft_cost(engine, draft=draft)
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("source", SOURCES)
-def test_no_token_and_no_bit_changes(source: str, sampling: dict[str, Any]) -> None:
-    options = {"max_new_tokens": 60, "logprobs": 2, **sampling}
+def test_no_bit_of_a_log_probability_changes(source: str) -> None:
     with drafting(source, vocab_size=12 if source == "text" else 100) as engine:
         prompt = random_ids(engine.config, 150, 2)  # read in two passes
-        plain = engine.generate_detailed(prompt, speculate=0, reuse_prefix=False, **options)
+        plain = engine.generate_detailed(prompt, max_new_tokens=60, speculate=0, **SAMPLED)
         assert plain.statistics.proposed_tokens == 0
         for speculate in (2, 31):
-            for reuse in (False, True):
-                quick = engine.generate_detailed(prompt, speculate=speculate, reuse_prefix=reuse, **options)
-                assert quick.tokens == plain.tokens
-                assert quick.statistics.proposed_tokens > 0
-        if source == "text":
-            accepted = quick.statistics.accepted_tokens
-            assert 0 < accepted < quick.statistics.proposed_tokens, "both right and wrong ones"
+            quick = engine.generate_detailed(prompt, max_new_tokens=60, speculate=speculate, **SAMPLED)
+            assert quick.tokens == plain.tokens
+            assert quick.statistics.proposed_tokens > 0
 
 
 @pytest.mark.parametrize("each_column", [0.0, 0.25, 2.0])
@@ -234,36 +230,24 @@ def test_forced_acceptance_is_what_was_asked_for(monkeypatch: pytest.MonkeyPatch
         assert bench.synthetic(engine, [1.0, 1.0])["tokens_a_pass"] == 1.0
 
 
-def test_a_repetition_is_guessed_and_ends_where_it_would_without() -> None:
+def test_a_repetition_ends_where_it_would_without_drafts() -> None:
     force = {"logit_bias": {5: 100}, "speculate": 31}
     with engine_of(random_model(small_config())) as engine:
-        result = engine.generate_detailed([5] * 8, max_new_tokens=80, **{**force, "speculate": 9})
-        assert result.ids == [5] * 80
-        assert result.statistics.accepted_tokens >= 70  # at most ten tokens a pass
-        assert result.statistics.passes == 80 - result.statistics.accepted_tokens
-        for new in range(1, 12):
+        for new in (1, 2, 7, 11):
             assert engine.generate([5] * 8, max_new_tokens=new, **force) == [5] * new
         assert engine.generate([5] * 90, max_new_tokens=50, **force) == [5] * 7  # the context is full
         assert engine.generate([5] * 8, max_new_tokens=50, stop_ids=[5], **force) == [5]
 
 
-@pytest.mark.parametrize("sampling", SAMPLING[:2])
-def test_a_model_that_drafts_for_itself_is_always_right(sampling: dict[str, Any]) -> None:
+def test_a_model_that_drafts_for_itself_is_always_right() -> None:
     model = random_model(small_config(**LONG))
-    prompt, options = random_ids(model.config, 40, 1), {"max_new_tokens": 100, "ignore_eos": True}
-    forced = random_ids(model.config, 5, 9)
+    options = {"max_new_tokens": 100, "ignore_eos": True, "temperature": 1.0, "seed": 7}
     with engine_of(model, threads=3) as engine, engine_of(model, threads=3) as small:
         core(engine).draft_with(core(small))
         set_draft_cost(engine)
-        figures = engine.generate_detailed(prompt, **options, **sampling).statistics
-        assert figures.accepted_tokens == figures.proposed_tokens > 60
-        assert figures.passes < 50
-        # ids that no model would write, then its own again: wrong drafts leave nothing behind
-        request = engine._requests.generation(prompt, options, replay=forced, quiet=True)
-        statistics = engine._finish(request).whole.statistics
-    assert (
-        statistics["proposed_tokens"] > statistics["accepted_tokens"] > 70
-    )  # six of seven after the forced ones
+        figures = engine.generate_detailed(random_ids(model.config, 40, 1), **options).statistics
+    assert figures.accepted_tokens == figures.proposed_tokens > 60
+    assert figures.passes < 50
 
 
 def test_a_small_model_comes_from_a_folder_and_has_the_same_vocabulary(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ and keys and values that come from files.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from tests.laneformer.engine.goldens import (
 
 GOLDENS = goldens()
 FIGURES = 4  # of the statistics, after the ids
+Answer = Callable[[Engine, list[Asked]], list[list[int]]]
 CHEAP = 0.001  # of the cost of a pass: so that drafts are made
 
 
@@ -64,6 +66,12 @@ def test_as_streams() -> None:
                 assert streamed(engine, asked) == expected
 
 
+def test_with_masks_that_come_late() -> None:
+    for threads in (1, 3):
+        with engine_of("delay_2", threads=threads) as engine:
+            assert side_by_side(engine, requests("delay_2"), late_masks=True) == ids("delay_2")
+
+
 def one_by_one(engine: Engine, every: list[Asked]) -> list[list[int]]:
     return [alone(engine, asked)[:-FIGURES] for asked in every]
 
@@ -78,7 +86,7 @@ def with_drafts(every: list[Asked]) -> list[Asked]:
 
 @pytest.mark.parametrize("answer", [one_by_one, side_by_side])
 @pytest.mark.parametrize("name", ["delay_2", "int4"])
-def test_with_drafts_of_a_small_model(name: str, answer) -> None:
+def test_with_drafts_of_a_small_model(name: str, answer: Answer) -> None:
     with engine_of(name, threads=2) as engine, engine_of(name, threads=2, seed=12) as small:
         core(engine).draft_with(core(small))
         core(engine).fix_cost(CHEAP, CHEAP)
@@ -89,7 +97,7 @@ def test_with_drafts_of_a_small_model(name: str, answer) -> None:
 
 @pytest.mark.parametrize("answer", [one_by_one, side_by_side])
 @pytest.mark.parametrize("name", ["delay_2", "replicated_head"])
-def test_with_drafts_of_the_models_own_head(name: str, answer) -> None:
+def test_with_drafts_of_the_models_own_head(name: str, answer: Answer) -> None:
     """A head adds tensors, and leaves the others as they are."""
     with engine_of(name, threads=3, num_nextn_predict_layers=1) as engine:
         core(engine).fix_cost(CHEAP, CHEAP)

@@ -149,18 +149,11 @@ def test_damage_is_found_and_repaired(folder, loads, damage):
     only_file(folder)
 
 
-def test_a_folder_that_takes_no_files_uses_the_users_cache(folder, loads, tmp_path, monkeypatch):
-    directory = folder / FOLDER
-    directory.write_text("a file where the directory would be")  # root ignores permissions, but not this
-    expected = logits_of(folder)
-    np.testing.assert_array_equal(logits_of(folder), expected)
-    assert loads == [False, True]
-    user = tmp_path / "user" / "laneformer"
-    assert len(list(user.glob("*/*.bin"))) == 1
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))  # no room anywhere
-    np.testing.assert_array_equal(logits_of(folder, threads=7), expected)
-    assert not loads[-1]
-    assert len(list(user.glob("*/*.bin"))) == 1
+def test_without_room_on_the_disk_nothing_is_kept(folder, loads, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+    np.testing.assert_array_equal(logits_of(folder), logits_of(folder))
+    assert loads == [False, False]
+    assert not list((folder / FOLDER).iterdir())
 
 
 def test_bad_values_are_never_kept(folder):

@@ -49,7 +49,6 @@ def while_it_runs(engine: Engine, act: Callable[[], object]) -> threading.Thread
 
 CALLS = {
     "generate": lambda e: e.generate([3], **ENDLESS),
-    "batch": lambda e: e.generate_batch([[3], [4]], **ENDLESS),
     "logprobs": lambda e: e.logprobs([i % 90 for i in range(19_000)]),
     "logits": lambda e: e.logits([i % 90 for i in range(19_000)]),
     "text": lambda e: e.generate_text("a", **ENDLESS),

@@ -24,6 +24,7 @@ from laneformer.engine.folder import read_checkpoint
 from laneformer.llama.config import lanes_for
 from laneformer.llama.layers import LaneExperts
 from laneformer.llama.variant import Experts, FamilyConfig
+from tests.laneformer.engine.assets import generate_together
 from tests.laneformer.llama.folders import (
     ALLOWED,
     CASES,
@@ -106,7 +107,7 @@ def test_a_column_is_what_it_is_alone(folder: Path, blocks: tuple[Path, Path], k
             prompts = [IDS[:1], IDS[3:20], IDS[40:90]]
             options: dict[str, Any] = {"max_new_tokens": 20}
             alone = [engine.generate(p, reuse_prefix=False, speculate=0, **options) for p in prompts]
-            assert engine.generate_batch(prompts, **options) == alone
+            assert generate_together(engine, prompts, **options) == alone
             assert engine.generate(prompts[1], speculate=7, **options) == alone[1]
             followed = engine.logits([*prompts[2], *alone[2]]).argmax(-1)
             assert followed[len(prompts[2]) - 1 : -1].tolist() == alone[2]

@@ -7,8 +7,8 @@ import json
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from laneformer.chat import ChatTemplate
 from laneformer.engine import Engine
+from laneformer.prompts import ChatTemplate
 from laneformer.serve.bodies import STRICTLY
 from laneformer.serve.schema import ConversationRequest
 
@@ -108,4 +108,4 @@ def on_a_loop(app: Any, work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> 
 
 def request_with(tools: Any, choice: Any = None, **fields: Any) -> ConversationRequest:
     given = {"messages": TALK, "tools": tools, "tool_choice": choice, **fields}
-    return ConversationRequest.made(given, STRICTLY)
+    return ConversationRequest.from_fields(given, STRICTLY)

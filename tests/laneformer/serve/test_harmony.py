@@ -12,8 +12,8 @@ import jsonschema
 import pytest
 from tokenizers import Tokenizer
 
-from laneformer.chat import ChatTemplate
 from laneformer.engine.channels import CHANNEL, CONSTRAIN, ENDS, HARMONY, MESSAGE, NEXT, START
+from laneformer.prompts import ChatTemplate
 from laneformer.serve.grammar import Grammars
 from laneformer.serve.tool_calls import ToolCalling
 from tests.laneformer.serve.conftest import in_process

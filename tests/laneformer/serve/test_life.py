@@ -7,7 +7,7 @@ import json
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from laneformer.engine import GenerationOptions
 from laneformer.engine.cpu.decoder import CpuDecoder
 from laneformer.serve import app as serve_app
 from laneformer.serve.options import ServerOptions
-from laneformer.serve.scheduler import Busy, Running, Scheduler, Stopping, Wanted
-from tests.laneformer.serve.conftest import Server, in_process, wait_until, write_model
+from laneformer.serve.scheduler import Busy, Running, Scheduler, Stopping
+from tests.laneformer.serve.conftest import Server, in_process, wait_until
 from tests.laneformer.serve.endpoint import TALK, count_of, data_of, error_of, on_a_loop
 
 if TYPE_CHECKING:
@@ -154,36 +153,6 @@ def test_what_ends_an_answer_is_a_status_or_the_end_of_its_stream(
     streamed = tiny.post("/v1/chat/completions", json={**body, "stream": True})
     assert streamed.status_code == 200
     assert error_in(streamed.text).startswith(message)
-
-
-@pytest.mark.rotate
-def test_the_limits_hold_at_a_context_of_131072_tokens(tmp_path: Path) -> None:
-    """Of prompts of 100,000 tokens eight run, one waits and the next is refused at once. The deadline ends
-    them, what is kept of them stays within its bytes, and the next request is answered.
-    """
-    sizes = {"hidden_size": 128, "num_hidden_layers": 8, "max_position_embeddings": 131_072}
-    folder, kept_bytes = write_model(tmp_path / "deep", **sizes), 4 << 20
-
-    async def ask(client: httpx.AsyncClient) -> None:
-        def post(first_id: int, tokens: int) -> Awaitable[httpx.Response]:
-            return client.post(PATH, json={"prompt": [first_id] * tokens, "max_tokens": 4})
-
-        too_long = await post(5, 131_072)
-        assert too_long.status_code == 400
-        assert "131072" in error_of(too_long)["message"].replace(",", "")
-        answers = [asyncio.ensure_future(post(10 + i, 100_000)) for i in range(9)]
-        await until(lambda: len(scheduler.running) + len(scheduler.waiting) == 9)
-        with pytest.raises(Busy):  # at once: a body of this size takes a while to read
-            scheduler.submit(Wanted([9] * 100_000, GenerationOptions()))
-        for answer in await asyncio.gather(*answers):
-            assert answer.status_code == 503
-            assert "deadline of 10 s" in error_of(answer)["message"]
-        assert (await post(5, 2)).status_code == 200
-
-    with in_process(folder, engine={"cache_bytes": kept_bytes}, deadline_s=10, max_waiting=1) as client:
-        scheduler = client.app.state.scheduler
-        on_a_loop(client.app, ask)
-        assert 0 < count_of(client.get("/metrics").text, "kv_bytes") <= kept_bytes
 
 
 def test_an_engine_error_ends_its_request_alone(tiny: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(app, monkeypatch, path,
     ("owner", "name", "path", "body"),
     [
         (PromptEncoder, "text", "/v1/completions", {"prompt": "Hello"}),
-        (PromptEncoder, "rendered", "/v1/chat/completions", {"messages": TALK}),
+        (PromptEncoder, "render", "/v1/chat/completions", {"messages": TALK}),
         (Grammars, "of_lark", "/v1/chat/completions", {"messages": TALK, "response_format": SCHEMA}),
     ],
 )

@@ -14,7 +14,7 @@ from laneformer.cli.options import ModelOptions
 from laneformer.engine import Engine
 from laneformer.serve.app import create_app
 from laneformer.serve.options import ServerOptions
-from tests.laneformer.serve.conftest import in_process
+from tests.laneformer.serve.conftest import forget_engine, in_process
 from tests.laneformer.serve.endpoint import completions
 
 LIMIT = 2**20  # bytes of the prefix cache
@@ -27,6 +27,7 @@ def facts_after_a_completion(engine: Engine) -> dict[str, Any]:
         answer = client.post("/v1/completions", json=body).json()
         facts: dict[str, Any] = client.get("/props").json()
         metrics = client.get("/metrics").text
+    forget_engine(app)
     details = answer["usage"]["completion_tokens_details"]
     made = details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
     assert f"laneformer_proposed_tokens_total {made:.1f}" in metrics

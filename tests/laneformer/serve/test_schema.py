@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from laneformer.serve.bodies import Reading, RequestError, refusal
-from laneformer.serve.bodies import parsed as parsed_json
+from laneformer.serve.bodies import Reading, RequestError, explain_errors, parse_json
 from laneformer.serve.schema import UNTIL_THE_END, CompletionRequest, ConversationRequest, Sampled
 
 PROMPT: dict[str, Any] = {"prompt": "Hi"}
@@ -30,7 +29,7 @@ def parsed(body: type[Sampled], **fields: Any) -> Any:
 def refused(body: type[Sampled], **fields: Any) -> RequestError:
     with pytest.raises(ValidationError) as caught:
         parsed(body, **fields)
-    error = refusal(caught.value.errors())
+    error = explain_errors(caught.value.errors())
     assert error.status == 400
     return error
 
@@ -268,7 +267,7 @@ def test_json_of_many_parts_is_read_alike():
     """In Python, where other threads run meanwhile."""
     value = {"a": [[i, str(i), {"b": i / 3}] for i in range(20_000)], "c": None, "d": [True, "\u00e9\\"]}
     text = json.dumps(value)
-    assert parsed_json(text.encode()) == json.loads(text)
+    assert parse_json(text.encode()) == json.loads(text)
     for wrong in ("[" * 100_000, text[:-1], "1," * 60_000):
         with pytest.raises(RequestError, match="the body is not a JSON object"):
             ConversationRequest.read(wrong.encode(), Reading())

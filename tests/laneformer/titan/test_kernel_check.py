@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from laneformer import LaneformerConfig
-from laneformer.model import join_lanes
 from laneformer.titan import float8, fused_layer, kernel_check
 from laneformer.titan.float8 import RECIPES, Float8, Float8FeedForward, use_float8
 from laneformer.titan.kernel_check import with_working_kernels
 from laneformer.titan.parallelize import checkpoint_and_compile
 from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
+from tests.laneformer.titan.titan_assets import PlainJoinNorm
 from train.job_config import load_job
 
 # windowed layers and full ones; from the third on delayed outputs are added
@@ -39,29 +39,13 @@ def check(
     return with_working_kernels(model, job, checkpoint_and_compile)
 
 
-class Stand:
-    """The fused join and norm by the model's formulas, `wrong` by a factor."""
-
-    def __init__(self, wrong: float = 0.0):
-        self.wrong = wrong
-
-    def apply(self, h: Tensor, partial: Any, delayed: Any, weight: Any, eps: float, hand_on: bool) -> Any:
-        streams = h if partial is None else join_lanes(h, partial, fused_layer.Join.PAST, delayed)
-        if delayed is not None:
-            streams = streams + self.wrong * delayed
-        normed = None
-        if weight is not None:
-            normed = streams * torch.rsqrt(streams.square().mean(-1, keepdim=True) + eps) * weight
-        return streams, normed, partial if hand_on else None
-
-
 def plant(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
-    monkeypatch.setattr(fused_layer, "JoinNorm", Stand(wrong))
+    monkeypatch.setattr(fused_layer, "JoinNorm", PlainJoinNorm(wrong))
 
 
 @pytest.mark.parametrize(("precision", "wrong"), [("float32", 1e-4), ("bfloat16", 0.05)])
 def test_a_wrong_kernel_is_replaced(monkeypatch: pytest.MonkeyPatch, precision: str, wrong: float) -> None:
-    """By a few per cent in bfloat16, in layers that add delayed outputs only; one that is right stays."""
+    """By a few per cent in bfloat16; one that is right stays."""
     job = job_of("--training.mixed_precision_param", precision)
     plant(monkeypatch, 0.0)
     model = check(job, join_norm="triton")

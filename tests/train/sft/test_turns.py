@@ -17,14 +17,14 @@ import torch.distributed.checkpoint as dcp
 from tokenizers import Tokenizer, models
 
 from data_mixtures import shards
-from laneformer.chat import ChatError, ChatTemplate, ChatTokenizer
+from laneformer.chat import ChatError, ChatTokenizer
 from laneformer.engine.channels import HERMES
 from laneformer.engine.folder import text_files
 from laneformer.hf.export import export
 from laneformer.hf.load_folder import import_folder
 from laneformer.hf.tokenizer import CHAT_TEMPLATE, TOOLS_TEMPLATE, open_tokenizer
-from laneformer.prompts import PromptEncoder
-from laneformer.serve.conversation import prepared
+from laneformer.prompts import ChatTemplate, PromptEncoder
+from laneformer.serve.conversation import prepare_prompt
 from laneformer.serve.grammar import Grammars
 from laneformer.serve.schema import ConversationRequest
 from laneformer.serve.tool_calls import ToolCalling, form_of
@@ -160,7 +160,7 @@ def test_the_same_ids_in_training_transformers_and_the_server(
         request = ConversationRequest.model_validate(
             {"messages": row["messages"], "tools": tools or [], "add_generation_prompt": False}
         )
-        assert prepared(request, context)[1] == ours.ids.tolist()  # type: ignore[arg-type]
+        assert prepare_prompt(request, context)[1] == ours.ids.tolist()  # type: ignore[arg-type]
         for message in messages:
             message["content"] = message["content"] and message["content"].replace(EOS, "")
         given = {

@@ -26,7 +26,8 @@ from train.supervise.attempt import Attempt, Ended
 from train.supervise.supervisor import Options, Supervisor
 
 ROOT = Path(__file__).resolve().parents[3]
-Life = tuple[int, int, str, int | None]  # code, step, reason, step of the checkpoint that it saves
+# code, step, reason, step of the checkpoint that it saves; or why it cannot be started
+Life = tuple[int, int, str, int | None] | OSError
 
 
 @pytest.fixture
@@ -39,8 +40,11 @@ def supervise(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         begun: list[Life] = []
 
         def start_workers(*arguments: Any) -> subprocess.Popen:
-            code, step, reason, saved = lives[len(begun)]
-            begun.append(lives[len(begun)])
+            life = lives[len(begun)]
+            begun.append(life)
+            if isinstance(life, OSError):
+                raise life
+            code, step, reason, saved = life
             outcome = {"attempt": len(begun), "code": code, "step": step, "reason": reason}
             if reason:
                 (job.run / "outcome.json").write_text(json.dumps(outcome))
@@ -52,8 +56,7 @@ def supervise(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         monkeypatch.setattr("train.supervise.attempt.start_workers", start_workers)
         monkeypatch.setattr("train.supervise.attempt.POLL_S", 0.01)
         monkeypatch.setattr("train.supervise.signals.StopSignals.install", lambda self: None)
-        options = Options(2, nodes, spares)
-        return Supervisor(job, options, []).run(), len(begun)
+        return Supervisor(job, Options(2, nodes, spares), []).run(), len(begun)
 
     return run
 
@@ -61,6 +64,11 @@ def supervise(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 CRASH: Life = (CRASHED, 7, "RuntimeError: x", None)
 STOP: Life = (STOPPED, 3, "SIGUSR1", None)
 END: Life = (DONE, 20, "end", 20)
+BAD: Life = (BAD_STEP, 12, "the loss is nan", 10)
+FULL = OSError(28, "No space left on device", "logs/console.log")
+LIMIT: list[Life] = [
+    (CRASHED, n, f"RuntimeError: limit at step {n}, /tmp/x{n} 0x7f{n}a", n) for n in (500, 1000, 1500)
+]
 
 
 @pytest.mark.parametrize(
@@ -71,9 +79,12 @@ END: Life = (DONE, 20, "end", 20)
         ([(CRASHED, 0, "a.bin is missing", None), END], DONE, ""),
         ([(CRASHED, 7, "", 5), CRASH, CRASH, CRASH], CRASHED, "without a newer checkpoint"),
         ([(REFUSED, 0, "mixture.lock is empty", None)], CRASHED, "mixture.lock is empty"),
+        ([FULL, FULL, FULL], CRASHED, "No space left on device"),
+        (LIMIT, CRASHED, "3 attempts in a row ended for the same reason, last at step 1500: RuntimeError: limit"),
     ],
-    ids=["crashes", "stopped workers are no failure", "a missing file", "no progress", "refused settings"],
-)
+    ids=["crashes", "stopped workers are no failure", "a missing file", "no progress", "refused settings",
+         "a full disk below its log", "as at every validation, whatever the progress"],
+)  # fmt: skip
 def test_what_is_started_again_and_what_is_not(
     supervise: Callable, job: JobSections, lives: list[Life], code: int, said: str
 ) -> None:
@@ -91,17 +102,6 @@ def test_a_full_disk_below_its_log_does_not_end_the_supervisor(
             log.close()
 
 
-def test_one_reason_three_times_ends_it_whatever_the_progress(supervise: Callable, job: JobSections) -> None:
-    """As a crash at every validation, each time behind a newer checkpoint, seen first by some other rank."""
-    lives = [
-        (CRASHED, n, f"RuntimeError: limit at step {n}, /tmp/x{n} 0x7f{n}a", n) for n in range(500, 4500, 500)
-    ]
-    assert supervise(*lives) == (CRASHED, 3)
-    text = read_lines(job.run / "events.jsonl")[-1]["text"]
-    assert text.startswith("3 attempts in a row ended for the same reason")
-    assert "limit at step 1500" in text
-
-
 def test_other_reasons_between_or_long_attempts_do_not_end_it(supervise: Callable, job: JobSections) -> None:
     lives = [(CRASHED, n, "RuntimeError: x" if n % 3 else "OSError: y", n) for n in range(1, 6)]
     assert supervise(*lives, END) == (DONE, 6)
@@ -111,8 +111,7 @@ def test_other_reasons_between_or_long_attempts_do_not_end_it(supervise: Callabl
 
 
 @pytest.mark.parametrize(
-    ("code", "status"),
-    [(CRASHED, STOPPED_UNSAVED), (STOPPED_UNSAVED, STOPPED_UNSAVED), (STOPPED, STOPPED)],
+    ("code", "status"), [(CRASHED, STOPPED_UNSAVED), (STOPPED_UNSAVED, STOPPED_UNSAVED), (STOPPED, STOPPED)]
 )
 def test_a_stop_that_saved_nothing_is_no_85(
     supervise: Callable, monkeypatch: pytest.MonkeyPatch, code: int, status: int
@@ -125,24 +124,6 @@ def test_a_stop_that_saved_nothing_is_no_85(
     assert supervise() == (status, 0)
 
 
-def test_workers_that_cannot_be_started_are_tried_again(
-    supervise: Callable, job: JobSections, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A full disk under the log folder, or a scheduler that does not answer, must not end the supervisor."""
-    starts: list[int] = []
-
-    def start_workers(*_: Any) -> subprocess.Popen:
-        starts.append(1)
-        raise OSError(28, "No space left on device", "logs/console.log")
-
-    monkeypatch.setattr("train.supervise.attempt.start_workers", start_workers)
-    monkeypatch.setattr("train.supervise.signals.StopSignals.install", lambda self: None)
-    options = Options(2)
-    assert Supervisor(job, options, []).run() == CRASHED
-    assert len(starts) == 3
-    assert "No space left on device" in read_lines(job.run / "events.jsonl")[-1]["text"]
-
-
 @pytest.mark.parametrize(
     ("policy", "starts"), [("stop", 1), ("rollback", 2), ("rollback_and_skip", 2), ("skip", 2)]
 )
@@ -150,8 +131,7 @@ def test_policies_after_a_refused_step(
     supervise: Callable, job: JobSections, policy: Any, starts: int
 ) -> None:
     job.resilience.on_bad_step = policy
-    lives = ((BAD_STEP, 12, "the loss is nan", 10), END)
-    assert supervise(*lives) == (BAD_STEP if policy == "stop" else DONE, starts)
+    assert supervise(BAD, END) == (BAD_STEP if policy == "stop" else DONE, starts)
 
 
 @pytest.fixture

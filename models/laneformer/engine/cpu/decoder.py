@@ -142,11 +142,11 @@ class CpuDecoder(_core.Decoder):
             key = model_key(self, (self.dtype, self.math, self.kv_dtype), config, tensors)
             self.prefixes = SavedPrefixes(self, Path(cache_dir), cache_dir_bytes, key)
 
-    def join(self, requests: Sequence[Request], alone: bool = False) -> list[int]:
+    def join(self, requests: Sequence[Request]) -> list[int]:
         if self.prefixes is not None:
             for request in requests:
                 self.prefixes.load(request.prompt, max_reusable(request))
-        return super().join(requests, alone)
+        return super().join(requests)
 
     def collect(self, timeout_s: float) -> list[Collected]:
         news = [

@@ -74,7 +74,7 @@ class CudaDecoder:
         self.threads = len(memories) * memories[0].geometry.blocks * memories[0].geometry.threads
         self.weight_bytes = sum(memory.weight_bytes for memory in memories)
 
-    def join(self, requests: Sequence[Request], alone: bool = False) -> list[int]:
+    def join(self, requests: Sequence[Request]) -> list[int]:
         """EngineLost after the GPU has failed; ValueError for what only the CPU has."""
         for request in requests:
             if request.keep_partials:
@@ -83,7 +83,7 @@ class CudaDecoder:
             raise EngineLost(self.failure)
         if not self._drafts:
             requests = [dataclasses.replace(request, speculate=0) for request in requests]
-        return self.executor.schedule.join(requests, alone)
+        return self.executor.schedule.join(requests)
 
     def collect(self, timeout_s: float) -> list[Collected]:
         return [

@@ -36,7 +36,7 @@ class TranslatedRequest(Body):
         ) as error:  # a value in the place of an object, or the other way round
             message = f"a part of the body has another form than it may have: {error}"
             raise RequestError(message) from None
-        return ConversationRequest.made(fields, Reading(strict=False))
+        return ConversationRequest.from_fields(fields, Reading(strict=False))
 
 
 class BlockAnswer(Answer):
@@ -46,6 +46,7 @@ class BlockAnswer(Answer):
         self.context, self.streamed = context, request.stream
         self.model = request.model or context.model
         self.conversation = Conversation(request.conversation(), context)
+        self.choices = self.conversation.choices
         self.answer = self.conversation.answers[0]
         self.blocks = self.answer.blocks
         self.finish_reason: str | None = None
@@ -54,10 +55,7 @@ class BlockAnswer(Answer):
 
     def begin(self) -> None:
         self.begun_s = time.time()
-        self.conversation.begin()
-
-    def cancel(self) -> None:
-        self.conversation.cancel()
+        super().begin()
 
     async def parts(self) -> AsyncGenerator[Part, None]:
         """Blocks with what is new in them; a new one comes without text first."""
@@ -71,7 +69,7 @@ class BlockAnswer(Answer):
     async def whole(self) -> dict[str, Any]:
         async for _ in self.parts():
             pass
-        return self.completed()
+        return self.whole_answer()
 
     async def __aiter__(self) -> AsyncGenerator[str, None]:
         yield self.opening()
@@ -86,7 +84,7 @@ class BlockAnswer(Answer):
 
     # What an API says: the whole answer, or the events of a stream
 
-    def completed(self) -> dict[str, Any]:
+    def whole_answer(self) -> dict[str, Any]:
         raise NotImplementedError
 
     def opening(self) -> str:
@@ -108,7 +106,7 @@ class BlockAnswer(Answer):
     def used(self) -> dict[str, Any]:
         """OpenAI's usage; cached_tokens and reasoning_tokens at the top."""
         reasoning_tokens = self.answer.reasoning_tokens
-        usage = usage_of(self.conversation.choices, reasoning_tokens)
+        usage = usage_of(self.choices, reasoning_tokens)
         cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
         return {**usage, "cached_tokens": cached, "reasoning_tokens": reasoning_tokens}
 

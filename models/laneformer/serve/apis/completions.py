@@ -56,8 +56,8 @@ class CompletionAnswer(OpenAIAnswer):
         so that has none.
         """
         prompt = piece.choice // self.request.n
-        given, ids = self.request.prompt[prompt], self.choices.prompts[prompt]
-        text = given if isinstance(given, str) else self.context.tokenizer.decode(ids)
+        asked, ids = self.request.prompt[prompt], self.choices.prompts[prompt]
+        text = asked if isinstance(asked, str) else self.context.tokenizer.decode(ids)
         if self.request.logprobs is None:
             return text, []
         tokens = [GeneratedToken(ids[0])]

@@ -11,9 +11,9 @@ from pydantic import Field
 from ...chat import ASSISTANT, SYSTEM, USER
 from ..bodies import Body, RequestError
 from ..context import ServingContext
-from ..conversation import Block, prepared
+from ..conversation import Block, prepare_prompt
 from ..schema import MAX_MESSAGES, Limit, Objects
-from ..sending import Told
+from ..sending import ClientError
 from .blocks import (
     BlockAnswer,
     TranslatedRequest,
@@ -61,7 +61,7 @@ class MessagesRequest(TranslatedRequest):
         system = text_of(self.system, ["text"], "system")
         messages = [{"role": SYSTEM, "content": system}] if system else []
         for turn in self.messages:
-            messages += translated(turn)
+            messages += translate_turn(turn)
         choice: Any = self.tool_choice.get("type")
         if choice == "tool":
             choice = {"type": "function", "function": {"name": self.tool_choice.get("name")}}
@@ -78,7 +78,7 @@ class MessagesRequest(TranslatedRequest):
         }
 
 
-def translated(turn: Turn) -> list[dict[str, Any]]:
+def translate_turn(turn: Turn) -> list[dict[str, Any]]:
     """The messages of a chat completion: results of tools come first, each as one of its own."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
@@ -130,7 +130,7 @@ class MessagesAnswer(BlockAnswer):
             "output_tokens": used["completion_tokens"],
         }
 
-    def completed(self) -> dict[str, Any]:
+    def whole_answer(self) -> dict[str, Any]:
         return self.message([content_of(block, block.text) for block in self.blocks])
 
     def opening(self) -> str:
@@ -149,8 +149,8 @@ class MessagesAnswer(BlockAnswer):
     def closing(self) -> str:
         return event("message_delta", delta=self.reason(), usage=self.usage()) + event("message_stop")
 
-    def failed(self, told: Told) -> str:
-        return event("error", error=told.body("/v1/messages")["error"])
+    def failure_events(self, error: ClientError) -> str:
+        return event("error", error=error.body("/v1/messages")["error"])
 
 
 def content_of(block: Block, text: str) -> dict[str, Any]:
@@ -163,5 +163,5 @@ def content_of(block: Block, text: str) -> dict[str, Any]:
 
 
 def count_tokens(request: MessagesRequest, context: ServingContext) -> dict[str, int]:
-    _, prompt = prepared(request.conversation(), context)
+    _, prompt = prepare_prompt(request.conversation(), context)
     return {"input_tokens": len(prompt)}

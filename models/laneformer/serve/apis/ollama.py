@@ -14,7 +14,7 @@ from ..context import ServingContext
 from ..conversation import Block
 from ..endpoints import Endpoints
 from ..schema import Objects
-from ..sending import Answer, Told
+from ..sending import Answer, ClientError
 from .blocks import BlockAnswer, TranslatedRequest, arguments_of, function_call
 
 VERSION = "0.14.0"  # of the API, which clients compare
@@ -65,7 +65,7 @@ class ChatRequest(OllamaRequest):
     tools: Objects = []
 
     def fields(self) -> dict[str, Any]:
-        messages = [translate(said) for said in self.messages]
+        messages = [translate_message(message) for message in self.messages]
         return {**self.common(), "tools": self.tools, "messages": messages}
 
 
@@ -85,14 +85,14 @@ class GenerateRequest(OllamaRequest):
         return {**self.common(), "messages": [*system, {"role": USER, "content": self.prompt}]}
 
 
-def translate(said: Message) -> dict[str, Any]:
-    if said.images:
+def translate_message(sent: Message) -> dict[str, Any]:
+    if sent.images:
         raise RequestError("images: the model reads text only", "messages")
-    message: dict[str, Any] = {"role": said.role, "content": said.content}
-    message |= {"reasoning_content": said.thinking} if said.thinking else {}
-    if said.role == "tool":
-        message |= {"name": said.tool_name, "tool_call_id": said.tool_call_id}
-    if calls := [one.get("function") or {} for one in said.tool_calls]:
+    message: dict[str, Any] = {"role": sent.role, "content": sent.content}
+    message |= {"reasoning_content": sent.thinking} if sent.thinking else {}
+    if sent.role == "tool":
+        message |= {"name": sent.tool_name, "tool_call_id": sent.tool_call_id}
+    if calls := [one.get("function") or {} for one in sent.tool_calls]:
         message["tool_calls"] = [
             function_call(None, c.get("name"), json.dumps(c.get("arguments") or {})) for c in calls
         ]
@@ -113,8 +113,13 @@ class OllamaAnswer(BlockAnswer):
         thought = {"thinking": thinking} if thinking else {}
         if not self.chat:
             return {**fixed, "response": text, **thought, "done": False, **more}
-        made = [{"function": {"name": c.name, "arguments": arguments_of(c)}} for c in calls]
-        message = {"role": ASSISTANT, "content": text, **thought, **({"tool_calls": made} if made else {})}
+        tool_calls = [{"function": {"name": c.name, "arguments": arguments_of(c)}} for c in calls]
+        message = {
+            "role": ASSISTANT,
+            "content": text,
+            **thought,
+            **({"tool_calls": tool_calls} if tool_calls else {}),
+        }
         return {**fixed, "message": message, "done": False, **more}
 
     def end(self) -> dict[str, Any]:
@@ -131,7 +136,7 @@ class OllamaAnswer(BlockAnswer):
             "eval_duration": round((now_s - first_s) * SECOND_NS),
         }
 
-    def completed(self) -> dict[str, Any]:
+    def whole_answer(self) -> dict[str, Any]:
         text, thinking = self.answer.text_of("text"), self.answer.text_of("reasoning")
         return self.line(text, thinking, self.answer.calls(), **self.end())
 
@@ -147,8 +152,8 @@ class OllamaAnswer(BlockAnswer):
     def closing(self) -> str:
         return json.dumps(self.line("", "", [], **self.end())) + "\n"
 
-    def failed(self, told: Told) -> str:
-        return json.dumps(told.body("/api/")) + "\n"
+    def failure_events(self, error: ClientError) -> str:
+        return json.dumps(error.body("/api/")) + "\n"
 
 
 def now() -> str:
@@ -159,8 +164,8 @@ def answer(request: ChatRequest | GenerateRequest, context: ServingContext) -> A
     """Without a message it is asked whether the model is loaded."""
     if not (request.messages if isinstance(request, ChatRequest) else request.prompt):
         chat = isinstance(request, ChatRequest)
-        said = {"message": {"role": ASSISTANT, "content": ""}} if chat else {"response": ""}
-        return {"model": request.model, "created_at": now(), **said, "done": True, "done_reason": "load"}
+        empty = {"message": {"role": ASSISTANT, "content": ""}} if chat else {"response": ""}
+        return {"model": request.model, "created_at": now(), **empty, "done": True, "done_reason": "load"}
     return OllamaAnswer(request, context)
 
 

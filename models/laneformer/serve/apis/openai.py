@@ -11,7 +11,7 @@ from typing import Any
 from ..choices import Choices, Piece, Written, join_pieces
 from ..context import ServingContext
 from ..schema import CompletionRequest, ConversationRequest
-from ..sending import Answer, Told
+from ..sending import Answer, ClientError
 
 DONE = "data: [DONE]\n\n"
 MIN_LOGPROB = -9999.0  # OpenAI's, for an impossible token: JSON has no infinity
@@ -36,14 +36,8 @@ class OpenAIAnswer(Answer):
             "system_fingerprint": self.context.fingerprint,
         }
 
-    def begin(self) -> None:
-        self.choices.begin()
-
-    def cancel(self) -> None:
-        self.choices.cancel()
-
-    def failed(self, told: Told) -> str:
-        return event(json.dumps(told.body())) + DONE
+    def failure_events(self, error: ClientError) -> str:
+        return event(json.dumps(error.body())) + DONE
 
     def pieces(self) -> AsyncGenerator[Piece, None]:
         """What comes of the choices."""
@@ -110,13 +104,13 @@ def event(data: str) -> str:
 def usage_of(choices: Choices, reasoning_tokens: int = 0) -> dict[str, Any]:
     """Tokens read and written so far; details, which the engine tells at the end, are null until then."""
     read, written = sum(map(len, choices.prompts)), sum(choices.generated)
-    found = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
     cached, proposed, accepted = map(choices.used, ("reused_tokens", "proposed_tokens", "accepted_tokens"))
     if cached is None or proposed is None or accepted is None:
-        return {**found, "prompt_tokens_details": None, "completion_tokens_details": None}
+        return {**usage, "prompt_tokens_details": None, "completion_tokens_details": None}
     speculated = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": proposed - accepted}
     return {
-        **found,
+        **usage,
         "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
         "completion_tokens_details": {"reasoning_tokens": reasoning_tokens, "audio_tokens": 0, **speculated},
     }
@@ -128,7 +122,7 @@ def finite(logprob: float | None) -> float:
 
 def completion_logprobs(context: ServingContext, written: Iterable[Written]) -> dict[str, list[Any]]:
     """The form of /v1/completions. A token without a log-probability (the first of a prompt) has null."""
-    found: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+    scores: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for token, offset in written:
         top: dict[str, float] = {}
         for i, logprob in ((token.id, token.logprob), *token.top):
@@ -137,11 +131,11 @@ def completion_logprobs(context: ServingContext, written: Iterable[Written]) -> 
                 finite(logprob), top.get(text, MIN_LOGPROB)
             )  # of ids spelled alike, the likeliest
         scored = token.logprob is not None
-        found["text_offset"].append(offset)
-        found["token_logprobs"].append(finite(token.logprob) if scored else None)
-        found["tokens"].append(context.token_text(token.id))
-        found["top_logprobs"].append(top if scored else None)
-    return found
+        scores["text_offset"].append(offset)
+        scores["token_logprobs"].append(finite(token.logprob) if scored else None)
+        scores["tokens"].append(context.token_text(token.id))
+        scores["top_logprobs"].append(top if scored else None)
+    return scores
 
 
 def conversation_logprobs(context: ServingContext, written: Iterable[Written]) -> dict[str, Any]:

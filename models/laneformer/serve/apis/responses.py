@@ -10,7 +10,7 @@ from ..bodies import RequestError
 from ..context import ServingContext
 from ..conversation import Block
 from ..schema import Limit, Objects
-from ..sending import Told
+from ..sending import ClientError
 from .blocks import (
     BlockAnswer,
     TranslatedRequest,
@@ -69,31 +69,35 @@ class ResponsesRequest(TranslatedRequest):
 
     def messages(self) -> list[dict[str, Any]]:
         """An assistant's items in a row are one message."""
-        said, rules = self.input, self.instructions
-        found = [{"role": SYSTEM, "content": rules}] if rules else []
-        for item in [{"role": "user", "content": said}] if isinstance(said, str) else said:
-            add(item, found)
-        return found
+        items, rules = self.input, self.instructions
+        messages = [{"role": SYSTEM, "content": rules}] if rules else []
+        for item in [{"role": "user", "content": items}] if isinstance(items, str) else items:
+            add_item(item, messages)
+        return messages
 
 
-def add(item: dict[str, Any], found: list[dict[str, Any]]) -> None:
+def add_item(item: dict[str, Any], messages: list[dict[str, Any]]) -> None:
     """Append an item of the input to messages of a chat completion."""
     kind, role = item.get("type", "message"), item.get("role")
     if kind == "message" and role != ASSISTANT:
-        found.append({"role": role, "content": text_of(item.get("content"), TEXTS, "input[].content")})
+        messages.append({"role": role, "content": text_of(item.get("content"), TEXTS, "input[].content")})
     elif kind == "function_call_output":
         content = text_of(item.get("output"), TEXTS, "input[].output")
-        found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
     elif kind in ("message", "reasoning", CALL):
-        if not found or found[-1]["role"] != ASSISTANT or (kind != CALL and "tool_calls" in found[-1]):
-            found.append({"role": ASSISTANT, "content": ""})
+        if (
+            not messages
+            or messages[-1]["role"] != ASSISTANT
+            or (kind != CALL and "tool_calls" in messages[-1])
+        ):
+            messages.append({"role": ASSISTANT, "content": ""})
         if kind == "message":
-            found[-1]["content"] += text_of(item.get("content"), TEXTS, "input[].content")
+            messages[-1]["content"] += text_of(item.get("content"), TEXTS, "input[].content")
         elif kind == "reasoning":
-            found[-1]["reasoning_content"] = text_of(item.get("content"), TEXTS, "input[].content")
+            messages[-1]["reasoning_content"] = text_of(item.get("content"), TEXTS, "input[].content")
         else:
-            made = function_call(item.get("call_id"), item.get("name"), item.get("arguments") or "")
-            found[-1].setdefault("tool_calls", []).append(made)
+            call = function_call(item.get("call_id"), item.get("name"), item.get("arguments") or "")
+            messages[-1].setdefault("tool_calls", []).append(call)
     else:
         raise RequestError(f"input holds an item of the type {str(kind)[:80]!r}, which none reads", "input")
 
@@ -104,7 +108,7 @@ class ResponsesAnswer(BlockAnswer):
         self.request, self.id, self._events = request, f"resp_{uuid.uuid4().hex}", 0
 
     def response(self, status: str, **more: Any) -> dict[str, Any]:
-        request, options = self.request, self.conversation.choices.options
+        request, options = self.request, self.choices.options
         return {
             "id": self.id, "object": "response", "created_at": int(self.begun_s), "status": status, "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
@@ -118,7 +122,7 @@ class ResponsesAnswer(BlockAnswer):
             "usage": None, "metadata": {}, **more,
         }  # fmt: skip
 
-    def completed(self) -> dict[str, Any]:
+    def whole_answer(self) -> dict[str, Any]:
         used = self.used
         usage = {
             "total_tokens": used["total_tokens"],
@@ -155,12 +159,12 @@ class ResponsesAnswer(BlockAnswer):
         return ended + self.event("output_item.done", output_index=block.index, item=item)
 
     def closing(self) -> str:
-        done = self.completed()
+        done = self.whole_answer()
         return self.event(done["status"], response=done)
 
-    def failed(self, told: Told) -> str:
-        error = {"code": told.code or told.type, "message": told.message}
-        return self.event("failed", response=self.response("failed", error=error))
+    def failure_events(self, error: ClientError) -> str:
+        failure = {"code": error.code or error.type, "message": error.message}
+        return self.event("failed", response=self.response("failed", error=failure))
 
     def block_event(self, block: Block, kind: str, **fields: Any) -> str:
         place = {"item_id": item_id(block), "output_index": block.index, "content_index": 0}

@@ -206,10 +206,6 @@ void map_part(Decoder& decoder, int index, Bytes data) {
   decoder.model.map_part(index, data.data());
 }
 
-bool set_latency(Decoder& decoder, double link_s, double jitter, uint64_t seed) {
-  return decoder.executor.set_latency({link_s, jitter, seed});
-}
-
 // One draw, for tests: after `prompt` and `output`, with the noise of `position`.
 int sample(Floats logits, nb::handle request, std::vector<int> prompt, std::vector<int> output, int position) {
   const int vocab = static_cast<int>(logits.size());
@@ -338,7 +334,7 @@ NB_MODULE(_core, m) {
       .def("tune", [](Decoder& d, int64_t bytes) { return d.executor.tune(bytes); }, "bytes"_a, unlocked)
       .def("probe", [](Decoder& d) { return d.executor.probe(); }, unlocked)
       .def("probe_products", [](Decoder& d) { return d.executor.probe_products(); }, unlocked)
-      .def("set_latency", &set_latency, "link_s"_a, "jitter"_a = 0.0, "seed"_a = 0)
+      .def("set_latency", [](Decoder& d, double link_s) { return d.executor.set_latency(link_s); }, "link_s"_a)
       .def("draft_with", [](Decoder& d, Decoder& small) { d.executor.draft_with(small.executor); }, "small"_a,
            nb::keep_alive<1, 2>())
       .def("set_ladder", [](Decoder& d) { d.executor.set_ladder(); })

@@ -5,12 +5,10 @@
 //
 // A delay line, for measurements: what a thread publishes becomes readable by threads of other lanes a time
 // after it was published, as over a link of that latency. The publisher stamps when; the reader waits for
-// the count, then for the clock. Counts of one thread arrive in order, also with jitter.
+// the count, then for the clock.
 #pragma once
-#include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <cmath>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -22,12 +20,6 @@ namespace laneformer {
 
 struct alignas(128) Counter {  // a line of Apple's cores, and the two that x86 fetches together
   std::atomic<uint64_t> value{0};
-};
-
-struct Latency {
-  double link_s = 0.0;  // of every count; 0: no delay line
-  double jitter = 0.0;  // link_s times e^(jitter * z), z normally distributed: its median is link_s
-  uint64_t seed = 0;    // of z, by thread and count
 };
 
 class Exchange {
@@ -53,10 +45,10 @@ class Exchange {
         stamps_(reinterpret_cast<Stamp*>(memory_.bytes() + shape.counters() * sizeof(Counter))),
         slots_(reinterpret_cast<float*>(memory_.bytes() + shape.head_bytes())) {}
 
-  // While no thread uses the exchange. first_of_lane: for each thread the first one of those that share its
-  // lane.
-  void set_latency(const Latency& latency, std::vector<int> first_of_lane) {
-    latency_ = latency;
+  // Of every count; 0: no delay line. While no thread uses the exchange. first_of_lane: for each thread the
+  // first one of those that share its lane.
+  void set_latency(double link_s, std::vector<int> first_of_lane) {
+    link_s_ = link_s;
     first_of_lane_ = std::move(first_of_lane);
   }
 
@@ -66,7 +58,7 @@ class Exchange {
 
   // By thread t alone; counts go up one by one.
   void publish(Count what, int t, uint64_t count) {
-    if (latency_.link_s > 0.0) [[unlikely]] stamp_arrival(what, t, count);
+    if (link_s_ > 0.0) [[unlikely]] stamp_arrival(what, t, count);
     counter(what, t).store(count, std::memory_order_release);
   }
   // Until every thread of [first, last) but t has published `count` or more.
@@ -74,7 +66,7 @@ class Exchange {
     for (int peer = first; peer < last; ++peer) {
       if (peer == t) continue;
       spin_until(spin_turns_, [&] { return counter(what, peer).load(std::memory_order_acquire) >= count; });
-      if (latency_.link_s > 0.0) [[unlikely]] await_arrival(what, t, peer, count);
+      if (link_s_ > 0.0) [[unlikely]] await_arrival(what, t, peer, count);
     }
   }
   // Every thread waits for every other.
@@ -111,16 +103,7 @@ class Exchange {
 
   // Before the count, which orders the stamp for whoever reads it.
   void stamp_arrival(Count what, int t, uint64_t count) {
-    double link_s = latency_.link_s;
-    if (latency_.jitter > 0.0) {  // Box and Muller
-      const uint64_t key = mix_bits(latency_.seed ^ mix_bits(count << 16 | uint64_t(t) << 2 | what));
-      const double u = static_cast<double>((key >> 32) + 1) * 0x1p-32;
-      const double turns = static_cast<double>(key & 0xffffffff) * 0x1p-32;
-      link_s *= std::exp(latency_.jitter * std::sqrt(-2.0 * std::log(u)) * std::cos(2.0 * M_PI * turns));
-    }
-    const int64_t last_ns = stamp(what, t, count - 1).load(std::memory_order_relaxed);
-    const int64_t arrival_ns = std::max(last_ns, now_ns() + static_cast<int64_t>(1e9 * link_s));
-    stamp(what, t, count).store(arrival_ns, std::memory_order_relaxed);
+    stamp(what, t, count).store(now_ns() + static_cast<int64_t>(1e9 * link_s_), std::memory_order_relaxed);
   }
   void await_arrival(Count what, int t, int peer, uint64_t count) const {
     if (first_of_lane_[t] == first_of_lane_[peer]) return;
@@ -134,7 +117,7 @@ class Exchange {
   Counter* const counters_;
   Stamp* const stamps_;
   float* const slots_;
-  Latency latency_;
+  double link_s_ = 0.0;
   std::vector<int> first_of_lane_;
 };
 

@@ -43,7 +43,7 @@ class CpuExecutor {
   double probe();  // bytes/s at which the threads read memory
   double probe_products();  // multiply-adds/s of the model's products with weights from the caches, for full passes
   // Of what threads of different lanes give each other; changes no result. False where threads share every lane.
-  bool set_latency(const Latency& latency);
+  bool set_latency(double link_s);
   // Another executor's model, with as many threads and the same vocabulary, drafts for this one's: on this
   // one's threads. It must outlive this one, and take no requests of its own. Throws std::invalid_argument
   // where it cannot.
