@@ -17,7 +17,6 @@ from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda.geometry import Machine
 from laneformer.engine.cuda.planning import plan
 from laneformer.llama.config import config_of_llama
-from laneformer.llama.variant import FamilyConfig
 from tests.laneformer.cuda.emulated import EmulatedPasses
 from tests.laneformer.cuda.harness import small_config
 
@@ -35,7 +34,7 @@ class Shape:
 
     @property
     def model(self) -> LaneformerConfig:
-        return FamilyConfig(**self.config) if "variant" in self.config else small_config(**self.config)
+        return small_config(**self.config)
 
     def machine(self) -> Machine:
         """A GPU on which this shape fits exactly."""

@@ -7,7 +7,6 @@ order, with some seed of a few.
 from __future__ import annotations
 
 import ctypes
-import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from tests.laneformer.cuda.emulated import needs_emulator
 from tests.laneformer.cuda.emulator import EmulationError, Report
 
 pytestmark = [pytest.mark.job, needs_emulator]
-PRIMITIVES = Path(__file__).resolve().parents[3] / "models/laneformer/engine/cuda/primitives.cuh"
 TOYS = (Path(__file__).parent / "toys.cu").read_text()
 SEEDS = range(12)
 
@@ -170,24 +168,3 @@ def test_16_bit_numbers(toys: Toys, kernel: str, dtype: torch.dtype) -> None:
     toys(kernel, given.numpy(), rounds=len(given) // 2)
     packed = torch.from_numpy(toys.out[: len(given) // 2].copy()).view(dtype)
     np.testing.assert_array_equal(packed.float().numpy(), given.to(dtype).float().numpy())
-
-
-def test_every_primitive_is_offered_as_it_is() -> None:
-    def offered(path: Path) -> set[tuple[str, str]]:
-        """(name and result, types of the parameters) of each function."""
-        functions = re.findall(
-            r"^(?:DEVICE|SLOW|inline) ([\w: ]+?[*&]? ?\w+)\(([^)]*)\)", path.read_text(), re.MULTILINE
-        )
-        return {(name, re.sub(r" ?\b\w+(?=,|$)", "", types) if types else "") for name, types in functions}
-
-    primitives = offered(PRIMITIVES)
-    emulated = (Path(emulator.__file__).with_name(name) for name in ("emulator.h", "warp.h"))
-    only_ptx = {("uint32_t shared_address", "const void*"), ("uint64_t bits_of_word", "float, uint32_t")}
-    assert primitives.difference(*map(offered, emulated)) == only_ptx
-    assert len(primitives) > 25
-
-
-def test_a_compile_error_says_what(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="no_such_function"):
-        emulator.build("int x = no_such_function();", [], {}, tmp_path)
-    assert not list(tmp_path.iterdir())
