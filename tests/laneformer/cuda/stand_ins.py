@@ -33,10 +33,14 @@ def passes_of(engine: Engine) -> Any:
 
 
 def answers(executor: CudaExecutor, requests: Sequence[Request]) -> list[Collected]:
-    """All that comes of requests that begin before the same pass."""
-    tickets = executor.schedule.join([replace(r, quiet=True) for r in requests], True)
-    collected = dict[int, Collected]()
-    while len(collected) < len(tickets):
+    """All that comes of requests, of which as many run side by side as there is room for."""
+    assert executor.passes is not None
+    most, waiting = executor.passes.sequences, [replace(r, quiet=True) for r in requests]
+    tickets, collected = list[int](), dict[int, Collected]()
+    while len(collected) < len(requests):
+        room = most - (len(tickets) - len(collected))
+        tickets += executor.schedule.join(waiting[:room])
+        waiting = waiting[room:]
         for ticket, first, tokens, scores, ended in executor.schedule.collect(60):
             collected[ticket] = Collected(ticket, first, tokens, scores, Ended(*ended))
     return [collected[ticket] for ticket in tickets]
