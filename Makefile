@@ -31,6 +31,8 @@ export CCACHE_NOHASHDIR := 1
 export CMAKE_CXX_COMPILER_LAUNCHER = $(shell command -v ccache)
 # what make does not wait for runs side by side
 MAKEFLAGS += --jobs=3
+# two of them would fail on each other's lock
+APT := flock /tmp/laneformer-apt.lock apt-get
 # types are checked again where files have changed, in a new clone too
 export MYPY_CACHE_DIR ?= $(CACHE)/mypy
 # a start of a worker imports thousands of modules; compiled once, whatever the environment says
@@ -42,8 +44,8 @@ setup: $(VENV)/.ready
 
 # the engine and what serves it: all that `make chat` needs
 $(VENV)/.engine-ready: pyproject.toml $(ENGINE_SOURCES)
-	@command -v g++ >/dev/null && command -v ccache >/dev/null || (apt-get update -q && \
-	  apt-get install -qy --no-install-recommends g++ ccache) || command -v g++
+	@command -v g++ >/dev/null && command -v ccache >/dev/null || ($(APT) update -q && \
+	  $(APT) install -qy --no-install-recommends g++ ccache) || command -v g++
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q "uv>=0.11"
 	$(INSTALL) "scikit-build-core>=0.10" "nanobind>=2.4" cmake ninja
@@ -76,7 +78,7 @@ COMMANDS := chromium=chromium aarch64-linux-gnu-g++=g++-aarch64-linux-gnu qemu-a
   slurmctld=slurmctld slurmd=slurmd sbatch=slurm-client munged=munge bwrap=bubblewrap haproxy=haproxy
 packages:
 	@missing=$$(export PATH=$$PATH:/usr/sbin; for x in $(COMMANDS); do command -v $${x%=*} >/dev/null || echo $${x#*=}; done); \
-	  test -z "$$missing" || apt-get update -q; for x in $$missing; do apt-get install -qy --no-install-recommends $$x \
+	  test -z "$$missing" || $(APT) update -q; for x in $$missing; do $(APT) install -qy --no-install-recommends $$x \
 	  || echo "no $$x: the tests that need it skip themselves"; done
 
 browser: COMMANDS := chromium=chromium

@@ -5,7 +5,6 @@ plan, fetch, filter, dedup, tokenize, runs, shuffle, manifest: one stage; in thi
 and restarted
 verify, stats: check and describe prepared data
 free --stage NAME: delete the files of a stage that the next stage has read, to save disk space
-change LOCK|RUN --at-step N: other weights from then on, sources added and dropped
 show LOCK|RUN: what training reads, as text, and where it came from
 """
 
@@ -13,16 +12,16 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
 
-from data_mixtures import change, prepare, recipe, recipe_file, show, store
+from data_mixtures import prepare, show, store
 from data_mixtures.prepare import Arguments
-from data_mixtures.stages import pipeline, stage
+from data_mixtures.stages import pipeline
 from data_mixtures.stages import stats as statistics
 
 Given = tyro.conf.OmitArgPrefixes[Arguments]
@@ -30,7 +29,7 @@ Sources = Annotated[str, tyro.conf.arg(help="names of sources, separated by comm
 
 
 def main() -> int:
-    return prepare.reported(lambda: run(sys.argv[1:]))
+    return prepare.run_command(lambda: run(sys.argv[1:]))
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -43,53 +42,50 @@ def run(arguments: Sequence[str]) -> None:
         "stats": stats,
         "free": free,
         "show": show.command,
-        "change": change.command,
     }
     tyro.extras.subcommand_cli_from_dict(
         commands, prog="python -m data_mixtures", description=__doc__, args=arguments
     )
 
 
-@contextmanager
-def begun(given: Arguments, names: str) -> Iterator[pipeline.RunContext]:
-    loaded = recipe_file.load(given.recipe)
-    known = tuple(source.name for source in loaded.sources)
-    sources = tuple(names.split(",")) if names else known
-    recipe.check_known("source", sources, known)
-    how = given.options(), Console(highlight=False), given.mirror, given.budget_bytes, given.replace
-    with stage.exclusive(given.out) as out:
-        yield pipeline.RunContext(loaded, out, sources, *how)
+def open_run(given: Arguments, sources: str) -> AbstractContextManager[pipeline.RunContext]:
+    console = Console(highlight=False)
+    return pipeline.open_run(given.recipe, given.out, given.options(), console, sources, **given.how())
+
+
+def check_on_disk(given: Arguments, command: str) -> None:
+    """ValueError for a command that reads all data, where they are behind a URL."""
+    if url := store.url_of(given.out):
+        copy = f"copy the <source> folders, tokenizer.* and *.lock.json of {url} to a folder"
+        raise ValueError(
+            f"{command} reads all data, and they are not on this disk: {copy}, and give that as --out"
+        )
 
 
 def one_stage(name: str, /, given: Given, sources: Sources = "") -> None:
     """One stage from text to shards."""
-    with begun(given, sources) as context:
+    with open_run(given, sources) as context:
         pipeline.do(context, name)
 
 
 def manifest(given: Given, sources: Sources = "") -> None:
     """Publish the shards with their manifests, and pin the phases."""
-    with begun(given, sources) as context:
+    with open_run(given, sources) as context:
         pipeline.publish(context)
 
 
 def verify(given: Given, sources: Sources = "") -> None:
     """Compare every byte with its manifest; for damage, print the commands that restore it."""
-    with begun(given, sources) as context:
+    check_on_disk(given, "verify")
+    with open_run(given, sources) as context:
         pipeline.check_data(context, given.recipe)
 
 
-def stats(given: Given, sources: Sources = "", sequences: str = "") -> None:
-    """Tables of what prepared data holds, and DIR/stats.json.
-
-    Args:
-        sequences: length of each phase, such as phase1=1000000,phase2=500000
-    """
-    with begun(given, sources) as context:
-        store.check_on_disk(context.out, "stats")
-        lengths = change.named_numbers("--sequences", sequences.split(",") if sequences else ())
-        threads = context.options.threads
-        statistics.write(context.out, context.sources, context.console, lengths, threads)
+def stats(given: Given, sources: Sources = "") -> None:
+    """Tables of what prepared data holds, and DIR/stats.json."""
+    check_on_disk(given, "stats")
+    with open_run(given, sources) as context:
+        statistics.write(context.out, context.sources, context.console, context.threads)
 
 
 def free(given: Given, stage: Literal["fetch", "filter", "tokenize", "runs"], sources: Sources = "") -> None:
@@ -98,7 +94,7 @@ def free(given: Given, stage: Literal["fetch", "filter", "tokenize", "runs"], so
     Args:
         stage: the stage whose files to delete
     """
-    with begun(given, sources) as context:
+    with open_run(given, sources) as context:
         pipeline.free(context, stage)
 
 

@@ -22,7 +22,7 @@ from data_mixtures.mixture import Mixture
 Row = dict[str, Any]
 
 
-def _opened(lock: str | Path) -> Mixture:
+def _open_mixture(lock: str | Path) -> Mixture:
     mixture = Mixture.open(lock)
     if mixture.packed:
         raise ValueError(
@@ -38,7 +38,7 @@ def _row(mixture: Mixture, number: int) -> Row:
 
 
 def _rows(lock: str, numbers: list[range]) -> Iterator[Row]:
-    mixture = _opened(lock)
+    mixture = _open_mixture(lock)
     for part in numbers:
         for number in part:
             yield _row(mixture, number)
@@ -51,7 +51,7 @@ def as_dataset(
 
     To go on after n of them on each rank: start + n * world, which costs nothing, unlike `load_state_dict`.
     """
-    _opened(lock).check_epochs(sequences)
+    _open_mixture(lock).check_epochs(sequences)
     numbers = [range(start + rank, sequences, world)]
     made = datasets.IterableDataset.from_generator(_rows, gen_kwargs={"lock": str(lock), "numbers": numbers})
     assert isinstance(made, datasets.IterableDataset)
@@ -64,7 +64,7 @@ class MixtureNode(BaseNode[Row]):
     def __init__(self, lock: str | Path, rank: int = 0, world: int = 1) -> None:
         super().__init__()
         self.lock, self.rank, self.world = lock, rank, world
-        self.mixture = _opened(lock)
+        self.mixture = _open_mixture(lock)
         self.sequences = 0
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
@@ -73,10 +73,9 @@ class MixtureNode(BaseNode[Row]):
         self.sequences = 0
         if initial_state is not None:
             self.sequences = initial_state["sequences"]
-            if initial_state["rule"] != self.mixture.rule(self.sequences):
+            if initial_state["rule"] != self.mixture.rule:
                 raise ValueError(
-                    f"the state is of another mixture than {self.lock}, or of one that changed before sequence "
-                    f"{self.sequences}; continue with the lock it was made with"
+                    f"the state is of another mixture than {self.lock}; continue with the lock it was made with"
                 )
             used = self.mixture.windows_per_source(self.sequences)
             for name, read in initial_state["read"].items():
@@ -90,4 +89,4 @@ class MixtureNode(BaseNode[Row]):
     def get_state(self) -> dict[str, Any]:
         used = self.mixture.windows_per_source(self.sequences)
         read = {name: self.mixture.read_files(name, windows) for name, windows in used.items() if windows}
-        return {"sequences": self.sequences, "rule": self.mixture.rule(self.sequences), "read": read}
+        return {"sequences": self.sequences, "rule": self.mixture.rule, "read": read}

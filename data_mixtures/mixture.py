@@ -19,7 +19,6 @@ import numpy as np
 
 from data_mixtures import order, shards
 from data_mixtures.recipe import PACKINGS, check_known
-from data_mixtures.schedule import Schedule
 from data_mixtures.shards import Json
 from data_mixtures.window_files import TokenFile, WindowFiles
 
@@ -27,7 +26,6 @@ PACKING = PACKINGS[0]  # documents in a row, cut every seq_len tokens; the id `b
 # Other packings: whole documents, or conversations, in the first S tokens of each window. Beside each file of tokens
 # lies one of the same form, with the flags of the tokens; its entry is "flags" in theirs.
 CONVERSATIONS = "conversations"
-CHANGED_RULE = f"{order.RULE}, changed"  # of a lock whose weights change, see `change`
 _LABELS = ("category", "epoch_cap")  # of a source in a lock: they decide no sequence
 PLACE = "sequence", "source", "shard", "token_offset", "epoch"  # of a sequence
 TRAINED, BEGINS = 1, 2  # flags: it counts as a label; it is the first token of a conversation, or of padding
@@ -78,14 +76,6 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def segments_of(lock: Json) -> list[tuple[int, tuple[int, ...]]]:
-    """(first sequence, weights of the sources in their order) of each segment of a lock."""
-    names = [entry["name"] for entry in lock["sources"]]
-    first = (0, tuple(entry["weight"] for entry in lock["sources"]))
-    later = ((change["from_sequence"], change["weights"]) for change in lock.get("changes", ()))
-    return [first, *((begin, tuple(weights.get(name, 0) for name in names)) for begin, weights in later)]
-
-
 def read_lock(path: Path) -> Json:
     """A lock file, checked against its own fingerprint. ValueError names the file."""
     lock = shards.read_json(path, shards.PREPARE)
@@ -95,7 +85,7 @@ def read_lock(path: Path) -> Json:
             f"{path} does not match its own fingerprint {lock.get('fingerprint')!r}: it was edited. Change the recipe "
             "and prepare again instead"
         )
-    if lock["order"] not in (order.RULE, CHANGED_RULE):
+    if lock["order"] != order.RULE:
         raise ValueError(f"{path} has the order {lock['order']!r}, this code reads the order {order.RULE!r}")
     return lock
 
@@ -115,9 +105,8 @@ class Mixture:
         self.source_names: tuple[str, ...] = tuple(source["name"] for source in sources)
         self.contents: dict[str, str] = {source["name"]: source["content_sha256"] for source in sources}
         self.categories: dict[str, str] = {source["name"]: source["category"] for source in sources}
-        segments = segments_of(lock)
-        self.weights: tuple[int, ...] = segments[-1][1]
-        self.schedule = Schedule(segments)
+        self.weights: tuple[int, ...] = tuple(source["weight"] for source in sources)
+        self._places, self._ranks = order.pattern(self.weights)
         self._offsets = np.zeros(len(sources), dtype=np.int64)
         numbers = [[source[key] for key in ("windows", "epoch_cap")] for source in sources]
         self._windows, self._caps = np.array(numbers, dtype=np.int64).T
@@ -199,12 +188,13 @@ class Mixture:
         return dict(zip(self.source_names, self._consumed(sequences).tolist(), strict=True))
 
     def _consumed(self, sequences: int) -> np.ndarray:
-        return self._offsets + self.schedule.served(sequences)
+        return self._offsets + order.served(self.weights, self._places, sequences)
 
     def check_epochs(self, sequences: int) -> None:
         """ValueError when `sequences` sequences would repeat a source more often than its epoch cap allows."""
-        consumed, used = self._consumed(sequences), self.schedule.served(max(sequences, 1)) > 0
-        for index in np.flatnonzero(used & (consumed > self._caps * self._windows)).tolist():
+        consumed = self._consumed(sequences)
+        passed = (consumed > self._offsets) & (consumed > self._caps * self._windows)
+        for index in np.flatnonzero(passed).tolist():
             name, windows = self.source_names[index], self._windows[index]
             raise ValueError(
                 f"source {name!r} would be read {consumed[index] / windows:.2f} times after {sequences} sequences of "
@@ -212,13 +202,11 @@ class Mixture:
                 "lower its weight, add text, or raise epoch_cap in the recipe"
             )
 
-    def rule(self, sequences: int) -> str:
-        """Identity (hex) of how the first sequences are drawn; a lock that changes later has the same."""
-        named = []
-        for each in self.schedule.segments[: max(self.schedule.begun(sequences), 1)]:
-            weights = zip(self.source_names, each.weights.tolist(), strict=True)
-            named.append([each.first, [pair for pair in weights if pair[1]]])
-        return _digest([order.RULE, self._decides, named])
+    @property
+    def rule(self) -> str:
+        """Identity (hex) of how sequences are drawn: weights, seed and cuts, not the text."""
+        weights = [pair for pair in zip(self.source_names, self.weights, strict=True) if pair[1]]
+        return _digest([order.RULE, self._decides, [[0, weights]]])  # 0: folders of before had segments
 
     def read_files(self, source: str, windows: int) -> list[str]:
         """Identities (hex) of what decides the first windows that are read of a source: its files.
@@ -256,8 +244,10 @@ class Mixture:
 
     def _find(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Source, file, the window within the file, and epoch of global sequences: int64 (n,) each."""
-        index, items = self.schedule.find(g)
-        epochs, window = np.divmod(items + self._offsets[index], self._windows[index])
+        block, place = np.divmod(g, len(self._places))
+        index = self._places[place]
+        items = self._offsets[index] + block * np.array(self.weights)[index] + self._ranks[place]
+        epochs, window = np.divmod(items, self._windows[index])
         for at in np.flatnonzero(epochs).tolist():
             keys = order.round_keys(self.seed, self.source_names[index[at]], int(epochs[at]))
             window[at] = order.permute(int(window[at]), int(self._windows[index[at]]), keys)

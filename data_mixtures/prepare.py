@@ -15,68 +15,42 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 from rich.console import Console
-from rich.table import Table
 
-from data_mixtures import recipe_file, shards, store
+from data_mixtures import shards
 from data_mixtures.recipe import check_integer
-from data_mixtures.stages import pipeline, stage
-from data_mixtures.stages.run import Options, figures
+from data_mixtures.stages import pipeline, stats
+from data_mixtures.stages.run import Options
 from data_mixtures.stages.stage import AGAIN
 from records.workers import usable_cpus
 
 
-def prepare(
-    recipe_path: Path,
-    out: Path,
-    options: Options,
-    console: Console,
-    mirror: str | None = None,
-    budget_bytes: int | None = None,
-    replace: bool = False,
-) -> None:
-    """Run all stages. ValueError for a wrong recipe, missing text, a full disk...; finished units are kept."""
+def prepare(recipe_path: Path, out: Path, options: Options, console: Console, **how: Any) -> None:
+    """Run all stages. ValueError for a wrong recipe, missing text, a full disk...; finished units are kept.
+
+    how: mirror, budget_bytes, replace, as `Arguments` has them.
+    """
     started = time.monotonic()
-    loaded = recipe_file.load(recipe_path)
-    sources = tuple(source.name for source in loaded.sources)
-    console.print(f"preparing {recipe_path} -> {store.url_of(out) or out}", soft_wrap=True)
-    how = options, console, mirror, budget_bytes, replace
-    with stage.exclusive(out) as out:
-        context = pipeline.RunContext(loaded, out, sources, *how, tables=False)
-        pipeline.check(loaded, out)
+    console.print(f"preparing {recipe_path} -> {out}", soft_wrap=True)
+    with pipeline.open_run(recipe_path, out, options, console, tables=False, **how) as context:
+        out = context.out
+        pipeline.check(context.recipe, out)
         for name in pipeline.TO_SHARDS:
             pipeline.do(context, name)
         made = pipeline.publish(context)
-    for table in _summary(out, made):
+    for table in stats.sizes_and_lengths({name: shards.read_manifest(out / name) for name in made}):
         console.print(table)
-    for phase, weights in loaded.phases.items():
+    for phase, weights in context.recipe.phases.items():
         total = sum(weights.values())
         shares = ", ".join(f"{name} {100 * weight / total:.2f} %" for name, weight in weights.items())
         console.print(f"{out / phase}.lock.json: {shares}", soft_wrap=True)
     console.print(f"took {time.monotonic() - started:.1f} s")
-
-
-def _summary(out: Path, made: dict[str, str]) -> Iterator[Table]:
-    """What each source holds; then its documents' lengths, cuts, and tokens not used."""
-    rows, lengths = [], []
-    for name, how in made.items():
-        m = shards.read_manifest(out / name)
-        counts = [f"{m['documents']:,}", f"{sum(m['dropped'].values()):,}"]
-        sizes = [f"{m['tokens'] / 1e6:.2f}", f"{m['bytes'] / 1e6:.2f}", f"{m['bytes'] / m['tokens']:.2f}"]
-        rows.append([name, *counts, *sizes, f"{m['windows']:,}", f"{m['valid']['windows']:,}", how])
-        lost = m["unused"]["train_tokens"], m["unused"].get("padding", 0)
-        found = m["tokens"] // m["documents"], m["longest"], m["cut"], *lost
-        lengths.append([name, *(f"{count:,}" for count in found)])
-    head = ("source", "docs", "dropped", "Mtokens", "MB", "B/tok", "windows", "valid", "")
-    yield figures(f"data in {out}", head, rows)
-    columns = ("source", "mean", "longest", "cuts", "unused tokens", "padding")
-    yield figures("tokens of a document", columns, lengths)
 
 
 @dataclass(frozen=True)
@@ -105,8 +79,11 @@ class Arguments:
         check_integer("--workers", self.workers)
         return Options(self.workers, self.executor)
 
+    def how(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("mirror", "budget_bytes", "replace")}
 
-def reported(run: Callable[[], None]) -> int:
+
+def run_command(run: Callable[[], None]) -> int:
     """The exit status of a command; what a user can fix is one line, not a traceback."""
     try:
         run()
@@ -121,14 +98,11 @@ def reported(run: Callable[[], None]) -> int:
 
 def run(given: tyro.conf.OmitArgPrefixes[Arguments]) -> None:
     """All stages, from text to shards, manifests and lock files."""
-    console = Console(highlight=False)
-    prepare(
-        given.recipe, given.out, given.options(), console, given.mirror, given.budget_bytes, given.replace
-    )
+    prepare(given.recipe, given.out, given.options(), Console(highlight=False), **given.how())
 
 
 def main() -> int:
-    return reported(lambda: tyro.cli(run, prog="python -m data_mixtures.prepare", description=__doc__))
+    return run_command(lambda: tyro.cli(run, prog="python -m data_mixtures.prepare", description=__doc__))
 
 
 if __name__ == "__main__":

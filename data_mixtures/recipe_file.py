@@ -78,10 +78,10 @@ def _recipe(table: Table, folder: Path) -> Recipe:
         "tokenizer": lambda given: _tokenizer(given, folder),
         "sources": lambda given: tuple(_source(*each) for each in given.items()),
         "filter": lambda given: _filter(given, folder),
-        "dedup": lambda given: _made(Dedup, given, "dedup"),
+        "dedup": lambda given: _build(Dedup, given, "dedup"),
     }
     values = {key: made[key](value) if key in made else value for key, value in table.items()}
-    read = _made(Recipe, values, "recipe", phases={}, folder=folder)
+    read = _build(Recipe, values, "recipe", phases={}, folder=folder)
     if not weights:
         raise ValueError("no mixture: add a [phase1] table with one integer weight per source")
     names = [source.name for source in read.sources]
@@ -89,7 +89,7 @@ def _recipe(table: Table, folder: Path) -> Recipe:
     return dataclasses.replace(read, phases=phases)
 
 
-def _made(cls: Callable[..., T], table: Any, what: str, **given: Any) -> T:
+def _build(cls: Callable[..., T], table: Any, what: str, **given: Any) -> T:
     """A dataclass from a table with keys as its fields are named, and fields that are not in the table."""
     if not isinstance(table, dict):
         raise ValueError(f"{what}: {table!r} must be a table of keys")
@@ -102,8 +102,8 @@ def _made(cls: Callable[..., T], table: Any, what: str, **given: Any) -> T:
     values: Table = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
     for key, value in values.items():
         if not _fits(value, hints[key]):
-            said = list(value) if isinstance(value, tuple) else value
-            raise ValueError(f"{what}: {key} = {said!r} must be of type {in_toml(hints[key])}")
+            value_in_toml = list(value) if isinstance(value, tuple) else value
+            raise ValueError(f"{what}: {key} = {value_in_toml!r} must be of type {in_toml(hints[key])}")
         if int in (hints[key], *typing.get_args(hints[key])) and value is not None:
             check_integer(f"{what}: {key}", value, *LIMITS.get(key, (1, None)))
         elif key.endswith(("_share", "_coverage")) and not 0 <= value <= 1:
@@ -149,31 +149,31 @@ def _source(name: str, values: Table) -> LocalSource | HubSource:
         )
     given = values.get("inputs", [])
     tables = given if isinstance(given, list) else [given]
-    if inputs := [_made(Input, table, f"{what}: input") for table in tables]:
+    if inputs := [_build(Input, table, f"{what}: input") for table in tables]:
         values = {**values, "inputs": inputs}
     kind: Callable[..., LocalSource | HubSource] = HubSource if "repo" in values else LocalSource
-    found = _made(kind, values, what, name=name)
-    if not 0 < found.keep <= 1:
-        raise ValueError(f"{what}: keep = {found.keep!r} must be a share above 0, at most 1")
-    return found
+    source = _build(kind, values, what, name=name)
+    if not 0 < source.keep <= 1:
+        raise ValueError(f"{what}: keep = {source.keep!r} must be a share above 0, at most 1")
+    return source
 
 
 def _tokenizer(value: Any, folder: Path) -> TokenizerFile | TokenizerTraining:
     table = {"path": value} if isinstance(value, str) else value
     if isinstance(table, dict) and "path" in table:
-        given = _made(TokenizerFile, table, "tokenizer")
+        given = _build(TokenizerFile, table, "tokenizer")
         return dataclasses.replace(given, path=str(folder / given.path))  # an absolute path stays
-    return _made(TokenizerTraining, value, "tokenizer")
+    return _build(TokenizerTraining, value, "tokenizer")
 
 
 def _filter(table: Table, folder: Path) -> Filter:
-    found = _made(Filter, table, "filter")
-    check_integer("filter.max_chars", found.max_chars, low=found.min_chars)
-    for name, path in found.benchmarks.items():
+    settings = _build(Filter, table, "filter")
+    check_integer("filter.max_chars", settings.max_chars, low=settings.min_chars)
+    for name, path in settings.benchmarks.items():
         if not isinstance(path, str):
             raise ValueError(f"filter.benchmarks.{name} = {path!r} must be the path of a file, or a glob")
-    placed = {name: str(folder / path) for name, path in found.benchmarks.items()}
-    return dataclasses.replace(found, benchmarks=placed)
+    placed = {name: str(folder / path) for name, path in settings.benchmarks.items()}
+    return dataclasses.replace(settings, benchmarks=placed)
 
 
 def _weights(phase: str, weights: Mapping[str, int], names: list[str]) -> dict[str, int]:

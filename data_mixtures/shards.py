@@ -198,8 +198,8 @@ def read_manifest(folder: Path) -> Json:
     """source.json as a dictionary. ValueError when it is missing, broken, edited, or of another format."""
     manifest = read_json(path := folder / MANIFEST, PREPARE)
     check_format(path, manifest)
-    if (said := manifest.get("content_sha256")) != (found := content_sha256(manifest)):
-        edited = f"{path} says content_sha256 {said}, its data have {found}: damaged or edited"
+    if (recorded := manifest.get("content_sha256")) != (actual := content_sha256(manifest)):
+        edited = f"{path} says content_sha256 {recorded}, its data have {actual}: damaged or edited"
         raise ValueError(f"checksum mismatch: {edited}; {PREPARE}")
     return manifest
 
@@ -214,8 +214,8 @@ def read_manifests(data: Path) -> dict[str, Json]:
 
 def check_format(path: Path, content: Json) -> None:
     """ValueError for a manifest or lock of another format."""
-    if (found := content.get("format")) != FORMAT:
-        raise ValueError(f"{path} has format {found!r}, this code reads {FORMAT}; {PREPARE}")
+    if (file_format := content.get("format")) != FORMAT:
+        raise ValueError(f"{path} has format {file_format!r}, this code reads {FORMAT}; {PREPARE}")
 
 
 def files_of(entry: Json) -> tuple[str, ...]:

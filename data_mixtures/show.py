@@ -18,11 +18,11 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, starmap, zip_longest
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import pyarrow.compute
@@ -37,7 +37,7 @@ from records import skips
 from records.files import read_lines
 
 T = TypeVar("T")
-Wanted = Callable[[np.ndarray, pyarrow.Array], np.ndarray]  # ids, origins -> bool, (documents,) each
+Condition = Callable[[np.ndarray, pyarrow.Array], np.ndarray]  # ids, origins -> bool, (documents,) each
 Place = tuple[Path, dict[str, int], np.ndarray]
 CHUNK_TOKENS = 1 << 20
 
@@ -78,17 +78,18 @@ def run(given: Question, console: Console) -> None:
         raise ValueError(f"{given.data} does not exist; give a lock file (phase1.lock.json) or a run folder")
     attempts = skips.read_attempts(given.data) if given.data.is_dir() else []
     if given.document or given.origin:
-        found = find(attempts[-1].lock if attempts else given.data, _wanted(given), Console(stderr=True))
+        lock = attempts[-1].lock if attempts else given.data
+        results = find(lock, _condition(given), Console(stderr=True))
     else:
-        found = chain.from_iterable(starmap(sequences, _asked(given, attempts)))
+        results = chain.from_iterable(starmap(sequences, _places(given, attempts)))
     count = 0
-    for count, each in enumerate(found, 1):  # noqa: B007
+    for count, each in enumerate(results, 1):  # noqa: B007
         print(json.dumps(each, ensure_ascii=False)) if given.json else print_text(each, console)
     if not count:
         raise ValueError("no such document in the training data; held-out documents are in no document index")
 
 
-def _wanted(given: Question) -> Wanted:
+def _condition(given: Question) -> Condition:
     if given.origin:
         return lambda _, origins: pyarrow.compute.match_substring(origins, given.origin).to_numpy(False)
     if not re.fullmatch(r"[0-9a-f]{16}", given.document or ""):
@@ -96,40 +97,42 @@ def _wanted(given: Question) -> Wanted:
     return lambda ids, _: ids == np.uint64(int(given.document or "", 16))
 
 
-def _asked(given: Question, attempts: list[skips.Reading]) -> list[Place]:
+def _places(given: Question, attempts: list[skips.Reading]) -> list[Place]:
     """What is to be shown: lock, offsets of its sources, sequence numbers."""
     step, sequence = given.step, given.sequence
     if given.bad_step is not None:
-        return _refused(given, attempts)
+        return _refused_batches(given, attempts)
     if (step is None and sequence is None) or (step is not None and step < 1) or (sequence or 0) < 0:
         raise ValueError(
             "give --step N (from 1), --sequence I (from 0), --bad-step N, --document ID or --origin TEXT"
         )
-    lock, offsets = (attempts[-1].lock, attempts[-1].offsets) if attempts else (given.data, {})
+    reading = attempts[-1] if attempts else None
     if step is None:
-        return [(lock, offsets, np.array([sequence]))]
-    if attempts:
+        numbers = np.array([sequence])
+    elif attempts:
         reading = skips.attempt_of(attempts, step)
-        lock, offsets, numbers = reading.lock, reading.offsets, reading.numbers(step)
+        numbers = reading.numbers(step)
     elif given.global_batch:
         numbers = np.arange((step - 1) * given.global_batch, step * given.global_batch)
     else:
         raise ValueError("--step of a lock file needs --global-batch; or give the run folder")
-    if sequence is not None and sequence >= len(numbers):
-        raise ValueError(f"--sequence {sequence}: a step has {len(numbers)} sequences, counted from 0")
-    return [(lock, offsets, numbers if sequence is None else numbers[sequence : sequence + 1])]
+    if step is not None and sequence is not None:
+        if sequence >= len(numbers):
+            raise ValueError(f"--sequence {sequence}: a step has {len(numbers)} sequences, counted from 0")
+        numbers = numbers[sequence : sequence + 1]
+    return [(reading.lock, reading.offsets, numbers) if reading else (given.data, {}, numbers)]
 
 
-def _refused(given: Question, attempts: list[skips.Reading]) -> list[Place]:
-    found = []
+def _refused_batches(given: Question, attempts: list[skips.Reading]) -> list[Place]:
+    places = []
     for event in read_lines(given.data / "events.jsonl"):
         if event.get("kind") == "bad_step" and event["step"] == given.bad_step:
             reading = next((each for each in attempts if each.attempt == event["attempt"]), attempts[-1])
             batch = read_lines(given.data / "bad-steps" / Path(event["batch"]).name)
-            found.append((reading.lock, reading.offsets, np.array([place["sequence"] for place in batch])))
-    if not found:
+            places.append((reading.lock, reading.offsets, np.array([row["sequence"] for row in batch])))
+    if not places:
         raise ValueError(f"{given.data}: events.jsonl has no refused batch at step {given.bad_step}")
-    return found
+    return places
 
 
 def sequences(lock: Path, offsets: dict[str, int], numbers: np.ndarray) -> Iterator[Json]:
@@ -137,60 +140,43 @@ def sequences(lock: Path, offsets: dict[str, int], numbers: np.ndarray) -> Itera
     mixture, pieces = Mixture.open(lock, offsets), tokenizer.load(shards.tokenizer_path(lock.parent))
     for number in numbers.tolist():
         (place,), (tokens,) = mixture.locate(np.array([number])), mixture.sequences(number, 1)[0]
+        starts = tokens == mixture.bos_id
         if mixture.packed:
-            begins = [0, *(1 + np.flatnonzero(mixture.flags(number, 1)[0][1:] & BEGINS)).tolist()]
-            known = _whole(lock.parent / place["source"], place)
-            parts: list[Json] = [{"begins": at, **known(place["token_offset"] + at)} for at in begins]
-        else:
-            parts = _documents(lock.parent / place["source"], place, tokens)
+            starts = mixture.flags(number, 1)[0] & BEGINS
+        begins = [0, *(1 + np.flatnonzero(starts[1:])).tolist()]
+        parts = _documents(lock.parent / place["source"], place, begins, mixture)
         for part, after in zip_longest(parts, parts[1:]):
             ids = tokens[part["begins"] : after and after["begins"]]
             part |= {"tokens": len(ids), "text": pieces.decode(ids)}
         yield {**place, "documents": parts, "tokens": tokens.tolist()}
 
 
-def _whole(folder: Path, place: Json) -> Callable[[int], Json]:
-    """What is known of the document that begins at a token of a packed shard; {} for parts and padding."""
-    at = _names(folder).index(place["shard"])
-    if "docs" not in _manifest(folder)["shards"][at]:
-        return lambda _: {}
-    begins, facts = index(folder, at)
-    places = {int(begin): i for i, begin in enumerate(begins)}
-    return lambda token: facts(places[token]) if token in places else {}
+def _documents(folder: Path, place: Json, begins: list[int], mixture: Mixture) -> list[Json]:
+    """What is known of the documents of a window, by where they begin; nothing of parts and padding."""
+    number = [entry["name"] for entry in _manifest(folder)["shards"]].index(place["shard"])
+    documents = []
+    for begin in begins:
+        facts = read_index(folder, number).facts_at(place["token_offset"] + begin)
+        if facts is None and not mixture.packed:
+            if begin == mixture.seq_len:  # the next window's first token, which is in the next shard
+                continue
+            if begin:
+                raise ValueError(f"{folder / place['shard']} does not fit its document index; run verify")
+            facts = _continued(folder, number, place["token_offset"])
+        documents.append({"begins": begin, **(facts or {})})
+    return documents
 
 
-def _names(folder: Path) -> list[str]:
-    return [entry["name"] for entry in _manifest(folder)["shards"]]
-
-
-def _documents(folder: Path, place: Json, tokens: np.ndarray) -> list[Json]:
-    """The documents of a window, in its order; ValueError where they do not begin where the index says."""
-    at = _names(folder).index(place["shard"])
-    begins, facts = index(folder, at)
-    begins = begins - place["token_offset"]
-    begun = np.flatnonzero((begins >= 0) & (begins < len(tokens))).tolist()
-    found = [{"begins": int(begins[i]), **facts(i)} for i in begun]
-    inside = len(tokens) - 1  # the last token is the next window's first, which may be in the next shard
-    expected = np.flatnonzero(tokens[:inside] == _manifest(folder)["bos_id"]).tolist()
-    if [each["begins"] for each in found if each["begins"] < inside] != expected:
-        raise ValueError(f"{folder / place['shard']} does not fit its document index; run verify")
-    if not found or found[0]["begins"]:
-        found.insert(0, {"begins": 0, **_continued(folder, at, place["token_offset"])})
-    return found
-
-
-def _continued(folder: Path, at: int, offset: int) -> Json:
+def _continued(folder: Path, number: int, offset: int) -> Json:
     """The document that holds a token and began before it; {} if its shard is not here any more."""
     manifest = _manifest(folder)
     stride = manifest["windows_per_shard"] * manifest["seq_len"]
     firsts = [shards.shard_number(entry["name"]) * stride for entry in manifest["shards"]]
-    for earlier in range(at, -1, -1):
-        begins, facts = index(folder, earlier)
-        before = firsts[at] + offset - firsts[earlier] - begins
-        if len(behind := np.flatnonzero(before > 0)):
-            last = int(behind[-1])
-            document = {"before": int(before[last]), **facts(last)}
-            return document if document["before"] < document["document_tokens"] else {}
+    for earlier in range(number, -1, -1):
+        index, token = read_index(folder, earlier), firsts[number] + offset - firsts[earlier]
+        if last := int(np.searchsorted(index.begins, token)):
+            before = token - int(index.begins[last - 1])
+            return {"before": before, **index.facts(last - 1)} if before < index.lengths[last - 1] else {}
     return {}
 
 
@@ -199,30 +185,40 @@ def _manifest(folder: Path) -> Json:
     return shards.read_manifest(folder)
 
 
+@dataclass(frozen=True)
+class Index:
+    """The documents that begin in a shard, in the order of `begins`, int64: their first tokens in it."""
+
+    begins: np.ndarray
+    ids: np.ndarray
+    lengths: np.ndarray
+    origins: Sequence[Any]
+
+    def facts(self, i: int) -> Json:
+        origin = json.loads(self.origins[i].as_py() or "{}")
+        return {"id": f"{self.ids[i]:016x}", "document_tokens": int(self.lengths[i]), "origin": origin}
+
+    def facts_at(self, token: int) -> Json | None:
+        """Of the document whose first token this is, None if it is none's."""
+        i = int(np.searchsorted(self.begins, token))
+        return self.facts(i) if i < len(self.begins) and self.begins[i] == token else None
+
+
 @functools.lru_cache(maxsize=16)
-def index(folder: Path, at: int) -> tuple[np.ndarray, Callable[[int], Json]]:
-    """Where the documents of a shard begin in it, int64 (documents,), and what is known of each."""
-    entry, bos_id = _manifest(folder)["shards"][at], _manifest(folder)["bos_id"]
+def read_index(folder: Path, number: int) -> Index:
+    entry, bos_id = _manifest(folder)["shards"][number], _manifest(folder)["bos_id"]
+    if "docs" not in entry:  # conversations
+        nothing = np.empty(0, np.int64)
+        return Index(nothing, nothing, nothing, ())
     ids, lengths, origins = shards.read_documents(folder / entry["docs"]["name"])
     tokens = np.memmap(folder / entry["name"], dtype=shards.token_dtype(entry), mode="r")
     chunks = range(0, len(tokens), CHUNK_TOKENS)
-    found = ((i, np.flatnonzero(tokens[i : i + CHUNK_TOKENS] == bos_id)) for i in chunks)
-    starts = (i + places for i, places in found if len(places))
-    if "flags" in entry:  # packed: in the order in which they begin
-        begins = np.concatenate([np.empty(0, np.int64), *starts])
-    else:
-        first = next((int(places[0]) for places in starts), 0)
-        begins = first + np.cumsum(lengths, dtype=np.int64) - lengths
-
-    def facts(i: int) -> Json:
-        origin = json.loads(origins[i].as_py() or "{}")
-        return {"id": f"{ids[i]:016x}", "document_tokens": int(lengths[i]), "origin": origin}
-
-    return begins[: len(ids)], facts
+    begins = [i + np.flatnonzero(tokens[i : i + CHUNK_TOKENS] == bos_id) for i in chunks]
+    return Index(np.concatenate(begins)[: len(ids)], ids, lengths, origins)
 
 
-def find(lock: Path, wanted: Wanted, console: Console) -> Iterator[Json]:
-    """The wanted documents of all sources of a lock."""
+def find(lock: Path, condition: Condition, console: Console) -> Iterator[Json]:
+    """The documents that meet a condition, of all sources of a lock."""
     if (content := read_lock(lock))["packing"] == CONVERSATIONS:
         raise ValueError(f"{lock} holds packed conversations, which have no document index")
     folders = [lock.parent / source["name"] for source in content["sources"]]
@@ -230,9 +226,10 @@ def find(lock: Path, wanted: Wanted, console: Console) -> Iterator[Json]:
     for folder, at in track(places, "searching", console=console, transient=True):
         entry = _manifest(folder)["shards"][at]
         ids, _, origins = shards.read_documents(folder / entry["docs"]["name"])
-        for i in np.flatnonzero(wanted(ids, origins)).tolist():
-            begins, facts = index(folder, at)
-            yield {"source": folder.name, "shard": entry["name"], "token_offset": int(begins[i]), **facts(i)}
+        for i in np.flatnonzero(condition(ids, origins)).tolist():
+            index = read_index(folder, at)
+            place = {"source": folder.name, "shard": entry["name"], "token_offset": int(index.begins[i])}
+            yield {**place, **index.facts(i)}
 
 
 def print_text(found: Json, console: Console) -> None:

@@ -22,11 +22,11 @@ from typing import Any, BinaryIO
 
 import fsspec
 
+from data_mixtures.readers.local import explained
 from records.files import hold_lock, host_name
 
 MARK, RECEIPT, MANIFEST, LOCK = ".url", "receipt.json", "source.json", ".lock"
 KEPT_BYTES = 4 << 30
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # of this package, by protocol
 Place = tuple[str, str]  # a URL, and a name of the moment: what a worker has of an earlier one is not used
 
 
@@ -35,11 +35,10 @@ class Store:
 
     def __init__(self, here: Path, url: str) -> None:
         self.here, self.url = here, url
-        with named(url, "written"):
+        with explained(url, "written"):
             self.system, self.root = fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
         self._kept: dict[Path, int] = {}  # data here, oldest first
         self._listed: set[Path] = set()  # folders all of whose receipts are here
-        self._saved: dict[str, tuple[int, int]] = {}  # small files of the folder itself, as they are there
 
     def name(self, path: Path) -> str:
         return f"{self.root}/{path.relative_to(self.here)}"
@@ -50,19 +49,14 @@ class Store:
         if manifests:
             names += self.system.glob(f"{self.root}/*/{MANIFEST}")
         self._write(each for each in names if Path(each).name != LOCK)
-        self._saved = self._found()
 
     def save(self) -> None:
-        """Put back the files of the folder itself that are new, and delete those that are gone."""
-        found = self._found()
-        for name, _ in found.items() - self._saved.items():
+        """Put back the files of the folder itself, and delete those that are gone."""
+        names = {path.name for path in self.here.iterdir() if path.is_file() and path.name[0] != "."}
+        for name in names:
             self.put(self.here / name)
-        self.remove(self.here / name for name in self._saved.keys() - found.keys())
-        self._saved = found
-
-    def _found(self) -> dict[str, tuple[int, int]]:
-        files = (each for each in self.here.iterdir() if each.is_file() and each.name[0] != ".")
-        return {each.name: (each.stat().st_size, each.stat().st_mtime_ns) for each in files}
+        stored = {Path(name).name for name in self.system.find(self.root, maxdepth=1)} - {LOCK}
+        self.remove(self.here / name for name in stored - names)
 
     def _write(self, names: Iterable[str]) -> None:
         contents: Mapping[str, bytes] = self.system.cat(listed) if (listed := list(names)) else {}
@@ -118,13 +112,6 @@ class Store:
     def put(self, path: Path) -> None:
         self.system.put_file(str(path), self.name(path))
 
-    def put_tree(self, folder: Path) -> None:
-        """Put all files below a folder, which then leave this disk."""
-        for path in sorted(folder.rglob("*")):
-            if path.is_file():
-                self.put(path)
-        shutil.rmtree(folder)
-
     def copy(self, path: Path, target: Path) -> None:
         """Copy a file there to another name; the store does that itself."""
         self.system.cp_file(self.name(path), self.name(target))
@@ -136,8 +123,8 @@ class Store:
 
     def sizes(self, folder: Path) -> dict[str, int]:
         """Bytes of the files that are in a folder there, by name."""
-        found = self.system.find(self.name(folder), detail=True)
-        return {Path(name).name: info["size"] for name, info in found.items()}
+        files = self.system.find(self.name(folder), detail=True)
+        return {Path(name).name: info["size"] for name, info in files.items()}
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -145,41 +132,26 @@ class Store:
 
         A lock that this machine left is not held any more: no other process here has the copy.
         """
-        lock, said = f"{self.root}/{LOCK}", f"process {os.getpid()} on {host_name()}"
+        lock, holder_name = f"{self.root}/{LOCK}", f"process {os.getpid()} on {host_name()}"
         try:
-            with named(self.url, "written"):
-                self.system.pipe_file(lock, said.encode(), mode="create")
+            with explained(self.url, "written"):
+                self.system.pipe_file(lock, holder_name.encode(), mode="create")
         except FileExistsError:
             holder = self.system.cat_file(lock).decode()
             if not holder.endswith(f" on {host_name()}"):
                 busy = f"another process is preparing {self.url} (held by {holder})"
                 raise ValueError(f"{busy}; wait for it, or delete {self.url}/{LOCK} if it is gone") from None
-            self.system.pipe_file(lock, said.encode())
+            self.system.pipe_file(lock, holder_name.encode())
         try:
             yield
         finally:
             self.system.rm(lock)
 
 
-@contextmanager
-def named(url: str, done: str = "read") -> Iterator[None]:
-    """What goes wrong behind a URL, as a ValueError with the URL; every store has errors of its own."""
-    try:
-        yield
-    except FileExistsError:
-        raise
-    except ImportError as error:
-        extra = EXTRAS.get(url.split("://")[0])
-        fix = f": pip install 'laneformer[{extra}]'" if extra else ""
-        raise ValueError(f"{url} needs a package that is missing ({error}){fix}") from error
-    except Exception as error:
-        raise ValueError(f"{url} cannot be {done}: {type(error).__name__}: {error}") from error
-
-
 def url_of(out: Path) -> str | None:
     """The URL that was given as a path, which has lost one slash; None for a folder."""
-    found = re.match(r"([a-z][a-z0-9+.-]+):/+(.+)", str(out))
-    return f"{found[1]}://{found[2]}" if found else None
+    match = re.match(r"([a-z][a-z0-9+.-]+):/+(.+)", str(out))
+    return f"{match[1]}://{match[2]}" if match else None
 
 
 _stores: dict[Path, Store | None] = {}
@@ -250,17 +222,8 @@ def _scratch() -> Path:
     return folder
 
 
-def opened(out: Path, path: Path) -> BinaryIO:
+def open_part(out: Path, path: Path) -> BinaryIO:
     """A file to read parts of, here or there. FileNotFoundError."""
     store = of(out)
     found: Any = store.system.open(store.name(path), "rb", cache_type="none") if store else path.open("rb", 0)
     return found
-
-
-def check_on_disk(out: Path, what: str) -> None:
-    """ValueError for what reads all data, where they are behind a URL."""
-    if store := of(out):
-        copied = f"copy the <source> folders, tokenizer.* and *.lock.json of {store.url} to a folder"
-        raise ValueError(
-            f"{what} reads all data, and they are not on this disk: {copied}, and give that as --out"
-        )

@@ -16,10 +16,8 @@ from __future__ import annotations
 import abc
 import functools
 import io
-import itertools
 import json
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +35,6 @@ KNOWN_NAMES = (
     ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"), ("<|endoftext|>", "<|endoftext|>"),
 )  # fmt: skip
 MAX_LINE_BYTES = 65_536  # longer lines are left out of the training sample, as sentencepiece would do
-_PIECE_CHARS, _CUT_CHARS, _CUTS_TRIED = 1 << 20, 200, 5
-_BETWEEN_LINES = re.compile(r"\S\n(?=\S)")
 _PROBED = 1000
 
 
@@ -176,8 +172,8 @@ class Tokenizer(abc.ABC):
         return tokens, lengths.astype(np.uint32)
 
     def _reference_ids(self, texts: Sequence[str] | Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        found = [np.array(self.reference(_decoded(text)), np.uint32) for text in texts]
-        return np.concatenate([np.empty(0, np.uint32), *found]), np.array(list(map(len, found)), np.int64)
+        ids = [np.array(self.reference(_decoded(text)), np.uint32) for text in texts]
+        return np.concatenate([np.empty(0, np.uint32), *ids]), np.array(list(map(len, ids)), np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, control ids left out."""
@@ -209,29 +205,7 @@ class JsonTokenizer(Tokenizer):
         super().__init__(max(self._made.get_vocab().values()) + 1, bos_id, eos_id, control)
 
     def reference(self, text: str) -> list[int]:
-        return [i for piece in self._pieces(text) for i in self._ids(piece)]
-
-    def _ids(self, text: str) -> list[int]:
         return self._made.encode_batch_fast([text], add_special_tokens=False)[0].ids
-
-    def _pieces(self, text: str) -> Iterator[str]:
-        """A text in pieces whose ids in a row are those of the whole: the library keeps 200 bytes a token.
-
-        It is cut between two lines, where the ids around are the same with and without the cut.
-        """
-        start = 0
-        while len(text) - start > _PIECE_CHARS:
-            cuts = (found.end() for found in _BETWEEN_LINES.finditer(text, start + _PIECE_CHARS // 2))
-            end = next((cut for cut in itertools.islice(cuts, _CUTS_TRIED) if self._can_cut(text, cut)), None)
-            if end is None:
-                break
-            yield text[start:end]
-            start = end
-        yield text[start:]
-
-    def _can_cut(self, text: str, at: int) -> bool:
-        before, behind = text[max(at - _CUT_CHARS, 0) : at], text[at : at + _CUT_CHARS]
-        return self._ids(before + behind) == self._ids(before) + self._ids(behind)
 
     def _fast_encoder(self) -> fast_encoder.Encode | None:
         return fast_encoder.of_json(self._path)
@@ -245,15 +219,17 @@ class JsonTokenizer(Tokenizer):
 
 def _begin_and_end(path: Path, bos: str | None, eos: str | None, special: dict[str, int]) -> tuple[str, str]:
     """The names of the tokens that begin and end a document. ValueError when they are not known."""
-    said: dict[str, Any] = {}
+    names: dict[str, Any] = {}
     for file in ("special_tokens_map.json", shards.TOKENIZER_CONFIG):
         if (beside := path.with_name(file)).is_file():
             values = json.loads(beside.read_text(encoding="utf-8"))
-            said |= {name: values[name] for name in ("bos_token", "eos_token") if values.get(name)}
-    said = {name: each["content"] if isinstance(each, dict) else each for name, each in said.items()}
+            names |= {name: values[name] for name in ("bos_token", "eos_token") if values.get(name)}
+    names = {name: each["content"] if isinstance(each, dict) else each for name, each in names.items()}
     known = next((pair for pair in KNOWN_NAMES if special.keys() >= set(pair)), (None, None))
-    eos = eos or said.get("eos_token") or (None if bos else known[1])
-    bos = bos or (said.get("bos_token", eos) if "eos_token" in said else known[0] if eos == known[1] else eos)
+    eos = eos or names.get("eos_token") or (None if bos else known[1])
+    bos = bos or (
+        names.get("bos_token", eos) if "eos_token" in names else known[0] if eos == known[1] else eos
+    )
     if bos not in special or eos not in special:
         raise ValueError(
             f"{path}: documents need special tokens (of added_tokens) at their ends, bos = {bos!r}, eos = {eos!r}; "

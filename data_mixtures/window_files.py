@@ -46,7 +46,7 @@ class WindowFiles:
         self._checked = [bytearray(count) for count in blocks]  # by file, a byte a block; 1: it is good
         self._checking = [threading.Lock() for _ in range(CHECKS_AT_A_TIME)]
         # one that is left out while a thread still reads it stays open for that thread
-        self._map = functools.lru_cache(OPEN_FILES)(self._opened)
+        self._map = functools.lru_cache(OPEN_FILES)(self._open_map)
 
     def read(self, file: int, window: int, out: np.ndarray) -> None:
         """Copy one window into out, (S + 1,) of any integer type. ValueError for a damaged block."""
@@ -58,7 +58,7 @@ class WindowFiles:
                 self._check(file, block)
         out[:] = self._map(file)[first:end]
 
-    def _opened(self, file: int) -> np.ndarray:
+    def _open_map(self, file: int) -> np.ndarray:
         return np.memmap(self._paths[file], dtype=self._dtypes[file], mode="r")
 
     def _check(self, file: int, block: int) -> None:
@@ -72,13 +72,13 @@ class WindowFiles:
         end = min(begin + shards.BLOCK_BYTES, self._bytes[file])
         place = f"{path}: block {block} of {len(self._checked[file])} (bytes {begin} to {end})"
         try:
-            found = _digest(path, begin, end)
+            digest = _digest(path, begin, end)
         except OSError as problem:
             raise ValueError(f"{place} cannot be read: {problem}. {_FIX}") from problem
         expected = self._digests[file][block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
-        if found != expected:
+        if digest != expected:
             raise ValueError(
-                f"{place} is damaged: its xxh3 is {found.hex()}, the manifest says {expected.hex()}. {_FIX}"
+                f"{place} is damaged: its xxh3 is {digest.hex()}, the manifest says {expected.hex()}. {_FIX}"
             )
 
 

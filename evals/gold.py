@@ -49,10 +49,9 @@ def gold_lines(
     task: Task, bundle: Bundle, settings: Settings, encoder: Encoder, max_length: int
 ) -> Iterator[JsonObject]:
     """The right option of each item: ids of the prompt, where the answer starts in them, its bytes."""
-    most = (
-        None if settings.protocol == "nanochat" else settings.limit
-    )  # nanochat's limit would change the examples
-    asked = items(task, bundle.rows(task), settings.protocol, encoder, max_length, most)
+    # nanochat's limit would change the examples
+    limit = None if settings.protocol == "nanochat" else settings.limit
+    asked = items(task, bundle.rows(task), settings.protocol, encoder, max_length, limit)
     for number, item in enumerate(itertools.islice(asked, settings.limit)):
         ids, start = item.prompts[item.gold if len(item.prompts) > 1 else 0]
         size = len(encoder.text_after(ids[:start], ids[start:]).encode())
@@ -84,17 +83,18 @@ def main(
             console.print(f"{task.label} is left out: {problem}", markup=False)
     if not lines:
         raise ValueError(f"no task of {bundle} fits into {length} tokens; raise --max-length")
-    head = {
-        "kind": "gold_items",
-        "protocol": settings.protocol,
-        "tokenizer_sha256": facts(tokenizer)["tokenizer_sha256"],
-    }
-    out.parent.mkdir(parents=True, exist_ok=True)
+    sha256 = facts(tokenizer)["tokenizer_sha256"]
+    head = {"kind": "gold_items", "protocol": settings.protocol, "tokenizer_sha256": sha256}
     content = items_file(head, lines)
+    out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, content)
-    counts = {"tasks": len({line["task"] for line in lines}), "items": len(lines)}
-    counts |= {"longest_tokens": max(len(line["ids"]) for line in lines)}
-    return counts | {"out": str(out), "sha256": hashlib.sha256(content).hexdigest()}
+    return {
+        "tasks": len({line["task"] for line in lines}),
+        "items": len(lines),
+        "longest_tokens": max(len(line["ids"]) for line in lines),
+        "out": str(out),
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
 
 
 COMMAND = EvalCommand("gold", main)

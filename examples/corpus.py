@@ -45,9 +45,9 @@ def write(out: Path, sources: Mapping[str, Iterable[tuple[Texts, int | None]]]) 
     out.mkdir(parents=True, exist_ok=True)
     for name, parts in sources.items():
         if not (path := out / f"{name}.jsonl").is_file():
-            found = (each for texts, max_bytes in parts for each in capped(texts, max_bytes))
+            documents = (each for texts, max_bytes in parts for each in capped(texts, max_bytes))
             write_atomically(
-                path, "".join(json.dumps({"text": each}) + "\n" for each in found if each.strip())
+                path, "".join(json.dumps({"text": each}) + "\n" for each in documents if each.strip())
             )
 
 
@@ -209,14 +209,14 @@ def _module_name(path: str) -> str:
 
 
 def _without_examples(docstring: str) -> str:
-    kept, inside = [], False
+    lines, inside = [], False
     for line in docstring.split("\n"):
         inside = line.lstrip().startswith(">>>") or (inside and bool(line.strip()))
         if not inside:
-            kept.append(line)
+            lines.append(line)
     # the headings of sections that held nothing else
     return re.sub(
-        r"^[ \t]*Examples?:*[ \t]*\n([ \t]*[=-]{3,}[ \t]*\n)?", "", "\n".join(kept), flags=re.MULTILINE
+        r"^[ \t]*Examples?:*[ \t]*\n([ \t]*[=-]{3,}[ \t]*\n)?", "", "\n".join(lines), flags=re.MULTILINE
     )
 
 

@@ -74,12 +74,12 @@ def download(name: str, folder: Path) -> Path:
     """The .deb of a package by name, in `folder`. SystemExit with apt's own words when there is none."""
     folder.mkdir(parents=True, exist_ok=True)
     result = subprocess.run(["apt-get", "download", "-q", name], cwd=folder, capture_output=True, text=True)
-    found = sorted(folder.glob(f"{name}_*.deb"))
-    if result.returncode or not found:
+    packages = sorted(folder.glob(f"{name}_*.deb"))
+    if result.returncode or not packages:
         raise SystemExit(
             f"apt-get download {name} failed; try `apt-get update` first. It said: {result.stderr[-500:]}"
         )
-    return found[-1]
+    return packages[-1]
 
 
 def unpack(archive: Path) -> None:

@@ -78,13 +78,13 @@ def steps_before(lineage: JsonObject) -> int:
     return int(named[1]) + (steps_before(above) if further else 0)
 
 
-def place_on_one_axis(segments: list[Segment], lineages: Mapping[str, JsonObject]) -> dict[str, tuple]:
+def place_on_one_axis(segments: list[Segment], lineages: Mapping[str, JsonObject]) -> dict[str, float]:
     """Set `x_step`, `x_tokens` and `x_time` (None if unknown) of every row, counted from the start of the first phase.
 
-    A phase starts at the parent checkpoint of its lineage, else after the previous phase. Returns {phase:
-    (steps, tokens) before it}.
+    A phase starts at the parent checkpoint of its lineage, else after the previous phase. Returns the steps before each
+    phase.
     """
-    origins: dict[str, tuple[float, float]] = {}
+    origins: dict[str, float] = {}
     steps, tokens = 0.0, 0.0
     for phase in dict.fromkeys(s.phase for s in segments):
         rows = [row for s in segments if s.phase == phase for row in s.rows]
@@ -92,7 +92,7 @@ def place_on_one_axis(segments: list[Segment], lineages: Mapping[str, JsonObject
         if lineage.get("parent"):
             steps = steps_before(lineage)
             tokens = float(lineage.get("tokens_before") or tokens)
-        origins[phase] = steps, tokens
+        origins[phase] = steps
         for row in rows:
             counted = None if row["tokens"] is None else tokens + row["tokens"]
             row["x_step"], row["x_time"] = steps + row["step"], row.get("time")

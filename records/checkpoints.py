@@ -31,8 +31,8 @@ logger = logging.getLogger()
 
 def step_folders(folder: Path) -> dict[int, Path]:
     """{N: path} of every `step-N` in the checkpoint folder, complete or not, newest first."""
-    found = {int(m[1]): path for path in folder.glob("step-*") if (m := STEP_FOLDER.search(path.name))}
-    return dict(sorted(found.items(), reverse=True))
+    folders = {int(m[1]): path for path in folder.glob("step-*") if (m := STEP_FOLDER.search(path.name))}
+    return dict(sorted(folders.items(), reverse=True))
 
 
 def newest_saved_step(folder: Path) -> int:
@@ -123,12 +123,12 @@ def check_contents(folder: Path, part: int = 0, parts: int = 1) -> None:
         logger.warning(f"{folder} has no {CHECKSUMS}: its contents cannot be checked")
     for name in sorted(sums)[part::parts]:
         try:
-            found = file_sha256(folder / name)
+            actual = file_sha256(folder / name)
         except OSError as problem:
             raise ValueError(f"{folder / name} cannot be read: {problem}") from problem
-        if found != sums[name]:
+        if actual != sums[name]:
             raise ValueError(
-                f"{folder / name} is damaged: its SHA-256 is {found[:12]}, saved was {sums[name][:12]}"
+                f"{folder / name} is damaged: its SHA-256 is {actual[:12]}, saved was {sums[name][:12]}"
             )
 
 
@@ -150,18 +150,18 @@ def superseded(folder: Path, keep_latest: int, keep_every_steps: int) -> list[Pa
 
     Multiples of keep_every_steps are kept, and so are incomplete folders: one may be being written.
     """
-    kept, gone = 0, []
+    complete, removable = 0, []
     for step, path in step_folders(folder).items():
-        if keep_every_steps and step % keep_every_steps == 0 and kept >= keep_latest:
+        if keep_every_steps and step % keep_every_steps == 0 and complete >= keep_latest:
             continue
         try:
             check_complete(path)
         except ValueError:
             continue
-        kept += 1
-        if kept > keep_latest:
-            gone.append(path)
-    return gone
+        complete += 1
+        if complete > keep_latest:
+            removable.append(path)
+    return removable
 
 
 def to_trash(path: Path) -> Path:

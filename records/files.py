@@ -98,8 +98,8 @@ def replace_last_line(path: Path, old: str, new: str) -> None:
         return
     with open(path, "r+b", buffering=0) as file:
         start = file.seek(-len(old.encode()) - 1, os.SEEK_END)
-        found = file.read()
-        assert found == old.encode() + b"\n", f"{path} ends in {found!r}, not in {old!r}"
+        last = file.read()
+        assert last == old.encode() + b"\n", f"{path} ends in {last!r}, not in {old!r}"
         try:
             _write_at(file, start, new.encode() + b"\n")
             file.truncate()

@@ -214,12 +214,6 @@ class Resilience:
     numa_binding: bool = True
     """Whether ranks are kept on the CPUs beside their GPUs; tried before each attempt, and left out where it fails
     """
-    min_network_share: float = 0.5
-    """Share of the median GPU's bandwidth to other nodes below which a node is used only if there is no
-    other; 0: the network is neither tried nor measured before an attempt
-    """
-    max_network_latency: float = 5.0
-    """Multiple of the median latency to other nodes above which a node is used only if there is no other"""
 
     def __post_init__(self) -> None:
         if self.unclean_policy is not None:
@@ -240,7 +234,7 @@ class Validation:
     """Held-out windows per source; all of them if a source has fewer"""
     gold_items: str = ""
     """Benchmark items (python -m evals.gold) of which each validation, and step 0, measures bits per byte
-    of the right answers: as many of each task as cost 1 % of the training; "": none
+    of the right answers; "": none
     """
 
 

@@ -25,14 +25,13 @@ from records.job import read_sections
 
 FIGURES = (
     "loss", "lr", "grad_norm", "tokens", "tokens_total", "tokens_per_s", "tokens_per_s_per_device", "mfu", "time",
-    "seconds", "data_s", "loss_z", "grad_norm_z", "checkpoint_s", "checkpoint_total_s", "memory_gib", "valid_loss",
+    "seconds", "data_s", "loss_z", "grad_norm_z", "checkpoint_s", "memory_gib", "valid_loss",
     "z_loss", "max_logit",
 )  # fmt: skip
 BY_SOURCE = (  # {source: figure}, of positions {source: {first position of an octave: figure}}
     "loss_by_source",
     "valid_loss_by_source",
     "valid_loss_by_position",
-    "tokens_by_source",
 )
 LINES = ("metrics.jsonl", "evals.jsonl", "events.jsonl", "attempts.jsonl")
 OBJECTS = ("config.toml", "model.json", "lineage.json")
@@ -56,7 +55,6 @@ class Run:
     """One run, all phases."""
 
     name: str
-    folder: Path = Path()
     note: str = ""  # note.txt: what the page says under the name
     segments: list[Segment] = field(default_factory=list)
     evals: list[Record] = field(default_factory=list)
@@ -65,7 +63,6 @@ class Run:
     configs: dict[str, JsonObject] = field(default_factory=dict)
     model: JsonObject = field(default_factory=dict)
     lineages: dict[str, JsonObject] = field(default_factory=dict)  # by phase
-    origins: dict[str, tuple[float, float]] = field(default_factory=dict)  # (steps, tokens) before each phase
     problems: list[str] = field(default_factory=list)  # of its files
 
     @property
@@ -76,8 +73,8 @@ class Run:
             if row["loss"] is None and "averaged" not in row
         ]
         more = f" and {len(steps) - 5} more" if len(steps) > 5 else ""
-        told = f"the loss is not a finite number at {', '.join(steps[:5])}{more}"
-        return [*self.problems, *([told] if steps else [])]
+        divergence = f"the loss is not a finite number at {', '.join(steps[:5])}{more}"
+        return [*self.problems, *([divergence] if steps else [])]
 
     @property
     def phases(self) -> list[str]:
@@ -164,9 +161,7 @@ def read_run(folder: Path) -> Run:
             f"{folder} is not a run folder: it holds no metrics.jsonl, config.toml or model.json"
         )
     note = folder / NOTE
-    run = Run(
-        folder.resolve().name, folder, note.read_text(encoding="utf-8").strip() if note.is_file() else ""
-    )
+    run = Run(folder.resolve().name, note.read_text(encoding="utf-8").strip() if note.is_file() else "")
     rows: list[Row] = []
     for place in places:
         known = {_key(row) for row in rows}  # a run may hold the rows of a phase merged and in its subfolder
@@ -178,14 +173,14 @@ def read_run(folder: Path) -> Run:
         if (attempt := number(start["attempt"])) is not None and (step := number(start["step"])) is not None
     }
     run.segments = merge_attempts(rows, starts)
-    run.origins = place_on_one_axis(run.segments, run.lineages)
+    steps_before = place_on_one_axis(run.segments, run.lineages)
     by_phase = {
         phase: sorted((row for row in rows if row["phase"] == phase), key=lambda row: row["step"])
         for phase in run.phases
     }
     for record in (*run.events, *run.evals):
         phase = str(record["phase"])
-        _place_record(record, by_phase.get(phase, []), run.origins.get(phase, (0.0, 0.0))[0])
+        _place_record(record, by_phase.get(phase, []), steps_before.get(phase, 0.0))
     return run
 
 
@@ -225,24 +220,21 @@ def _place_record(record: Record, rows: list[Row], steps_before: float) -> None:
     record |= {"x_step": None, "x_tokens": number(record["tokens_total"]), "x_time": time}
     if step is not None:
         record["x_step"] = steps_before + step
-        if not rows:
-            return
-        near = rows[min(bisect.bisect_left(rows, step, key=lambda row: row["step"]), len(rows) - 1)]
-        beyond = step - near["step"]
+        near = (
+            rows[min(bisect.bisect_left(rows, step, key=lambda row: row["step"]), len(rows) - 1)]
+            if rows
+            else None
+        )
     else:  # from outside the job: the supervisor, the launcher
         earlier = [row for row in rows if time is not None and (row["time"] or math.inf) <= time]
-        if not earlier:
-            return
-        near, beyond = max(earlier, key=lambda row: row["time"]), 0
-        record["x_step"] = near["x_step"]
-    record["x_time"] = near["time"] if near["time"] is not None else time
-    if (
-        record["x_tokens"] is None
-        and near["x_tokens"] is not None
-        and near["tokens"] is not None
-        and near["step"]
-    ):
-        record["x_tokens"] = near["x_tokens"] + beyond * near["tokens"] / near["step"]
+        near = max(earlier, key=lambda row: row["time"], default=None)
+    if near is None:
+        return
+    step = near["step"] if step is None else step
+    record["x_step"] = steps_before + step
+    record["x_time"] = time if near["time"] is None else near["time"]
+    if record["x_tokens"] is None and None not in (near["x_tokens"], near["tokens"]) and near["step"]:
+        record["x_tokens"] = near["x_tokens"] + (step - near["step"]) * near["tokens"] / near["step"]
 
 
 def _read_object(path: Path, warnings: list[str]) -> JsonObject:

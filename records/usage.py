@@ -10,7 +10,7 @@ last rows, which a restart, a validation or a slow node does not move.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from records.files import JsonObject
@@ -32,10 +32,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one job: GPU-hours used, of these repeated by restarts, and left; None where that is not known."""
+    """Of one job: GPU-hours used, and left; None where that is not known."""
 
     gpu_hours: float
-    repeated: float
     gpu_hours_left: float | None
     finish_time: float | None  # seconds since the epoch
 
@@ -107,39 +106,28 @@ def duration(seconds: float) -> str:
     return f"{max(seconds, 0.0):.0f} s"
 
 
-def usage_of(run: Run) -> dict[str, Usage]:
-    """By phase, in order. A phase that has a config and no rows yet goes on at the speed of the one before."""
-    found, rates, gpus, clock = {}, list[float](), None, None
+def usage_of(run: Run) -> Usage:
+    """All phases. One that has a config and no rows yet goes on at the speed of the one before."""
+    used, left, rates = 0.0, list[float | None](), list[float]()
+    gpus: int | None = None
+    clock: float | None = None
     for phase in dict.fromkeys([*run.phases, *run.configs]):
-        rows = [row for s in run.segments if s.phase == phase for row in s.rows]
-        records = [r for r in (*run.attempts, *run.events) if r["phase"] == phase]
-        spans = spans_of([*records, *rows])
-        kept = run.rows_of(phase)
-        rates = [rate for row in kept if (rate := row["tokens_per_s_per_device"])] or rates
-        gpus = next((n for row in reversed(kept) if (n := devices_of(row))), gpus)
-        clock = kept[-1]["time"] if kept else clock
-        training, last = run.configs.get(phase, {}).get("training", {}), kept[-1]["step"] if kept else 0
-        steps, batch, length = (
-            number(training.get(key)) for key in ("steps", "global_batch_size", "seq_len")
-        )
-        left_s = (
-            seconds_left(rates, max(0.0, steps - last) * batch * length, gpus)
-            if steps and batch and length
-            else None
-        )
+        rows = [row for segment in run.segments if segment.phase == phase for row in segment.rows]
+        records = [record for record in (*run.attempts, *run.events) if record["phase"] == phase]
+        used += gpu_hours(spans_of([*records, *rows]))
+        counted = run.rows_of(phase)
+        rates = [rate for row in counted if (rate := row["tokens_per_s_per_device"])] or rates
+        gpus = next((devices for row in reversed(counted) if (devices := devices_of(row))), gpus)
+        clock = counted[-1]["time"] if counted else clock
+        tokens = tokens_left(run.configs.get(phase, {}).get("training", {}), counted)
+        left_s = None if tokens is None else seconds_left(rates, tokens, gpus)
         clock = None if clock is None or left_s is None else clock + left_s
-        again = (
-            sum((row["seconds"] or 0.0) * (devices_of(row) or 0) for row in rows if not row["kept"]) / 3600
-        )
-        found[phase] = Usage(
-            gpu_hours(spans), again, None if left_s is None else left_s * (gpus or 0) / 3600, clock
-        )
-    return found
+        left.append(None if left_s is None else left_s * (gpus or 0) / 3600)
+    return Usage(used, None if None in left else sum(filter(None, left)), clock)
 
 
-def whole(usage: Mapping[str, Usage]) -> Usage:
-    """All phases together."""
-    used, again = (sum(getattr(u, key) for u in usage.values()) for key in ("gpu_hours", "repeated"))
-    left = [u.gpu_hours_left for u in usage.values()]
-    end = [u.finish_time for u in usage.values()][-1:] or [None]
-    return Usage(used, again, None if None in left else sum(filter(None, left)), end[0])
+def tokens_left(training: JsonObject, rows: Sequence[JsonObject]) -> float | None:
+    """Tokens of a phase after its last row; None where its config does not say it."""
+    steps, batch, length = (number(training.get(key)) for key in ("steps", "global_batch_size", "seq_len"))
+    done = rows[-1]["step"] if rows else 0
+    return max(0.0, steps - done) * batch * length if steps and batch and length else None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
-import re
 import shutil
 import subprocess
 import time
@@ -23,19 +21,6 @@ FLAGS = (
     "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--enable-logging=stderr", "--v=0",
 )  # fmt: skip
-
-
-def browse(address: str, profile: Path, width: int = 1440, wait_ms: int = 8000) -> tuple[str, list[str]]:
-    """(the page's DOM after wait_ms of its own time, the lines on the browser's console)."""
-    flags = [
-        *FLAGS,
-        f"--window-size={width},1200",
-        f"--virtual-time-budget={wait_ms}",
-        f"--user-data-dir={profile}",
-    ]
-    command = [str(CHROMIUM), *flags, "--dump-dom", address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    return done.stdout, re.findall(r'CONSOLE.*?"(.*)", source', done.stderr)
 
 
 class Page:
@@ -154,9 +139,6 @@ class Page:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-
-    def picture(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def close(self) -> None:
         self._session = {}

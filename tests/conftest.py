@@ -17,7 +17,7 @@ from examples import corpus
 if TYPE_CHECKING:  # as a plugin it must be imported by pytest first, for its asserts
     from tests.shared import Shared
 
-pytest_plugins = ["tests.tiers", "tests.proofs", "tests.schedule", "tests.shared"]
+pytest_plugins = ["tests.tiers", "tests.proofs", "tests.schedule", "tests.shared", "pytester"]
 
 # examples are timed on shared machines: a limit per example would fail on a slow day; a change is tried with the same
 # examples each time, and the nightly looks for new ones
@@ -39,6 +39,17 @@ def pytest_configure(config: pytest.Config) -> None:
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def pytester(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """Pytest's own fixture; its sessions find our plugins and do not know of this session's workers."""
+    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return pytester
+
+
 RECIPE = """
 seed = 7
 seq_len = 32

@@ -26,6 +26,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -115,34 +116,16 @@ def content_hash(path: Path) -> str:
 @functools.cache
 def surroundings() -> str:
     """Versions of compilers and wheels, the processor's flags, and the switches of the environment."""
-    lines = [
-        platform.platform(),
-        sys.version,
-        cpu_flags(),
-        *(f"{s}={os.environ.get(s, '')}" for s in SWITCHES),
-    ]
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else platform.processor()
+    flags = re.search("^(flags|Features).*", info, re.MULTILINE)
+    switches = [f"{name}={os.environ.get(name, '')}" for name in SWITCHES]
+    lines = [platform.platform(), sys.version, flags[0] if flags else info, *switches]
     for name in COMPILERS:
         path = shutil.which(name)
-        version = (
-            subprocess.run([path, "--version"], capture_output=True, text=True).stdout if path else "missing"
-        )
-        lines.append(f"{name}: {version.splitlines()[0] if version else path}")
-    for name in WHEELS:
-        lines.append(f"{name}: {version_of(name)}")
-    return "\n".join(lines)
-
-
-def version_of(wheel: str) -> str:
-    try:
-        return importlib.metadata.version(wheel)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"
-
-
-def cpu_flags() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+        done = subprocess.run([path, "--version"], capture_output=True, text=True) if path else None
+        lines.append(f"{name}: {done.stdout.partition(chr(10))[0] if done else 'missing'}")
+    wheels = {wheel.name: wheel.version for wheel in importlib.metadata.distributions()}
+    return "\n".join([*lines, *(f"{name}: {wheels.get(name, 'missing')}" for name in WHEELS)])
 
 
 @functools.cache

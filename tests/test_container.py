@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,7 @@ RUNTIME = next((name for name in ("docker", "podman") if subprocess.run(
 LIMIT_S = 600  # of one command
 
 
-def test_its_instructions_name_what_is_there() -> None:
+def test_its_instructions_name_what_is_there():
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     for name, rest in INSTRUCTIONS:
         assert name in KNOWN, name
@@ -49,41 +48,35 @@ def inside(tree: Path, command: list[str]) -> list[str]:
     return ["unshare", "-m", "sh", "-c", mounts, "sh", *command]
 
 
-class Built:
-    """The last stage of the Dockerfile as a tree; each stage begins with the bare system."""
-
-    def __init__(self, folder: Path):
-        self.bare, self.stages, self.environment = folder / "bare", dict[str, Path](), dict[str, str]()
-        run(["debootstrap", "--variant=minbase", "trixie", str(self.bare)])
-        for file in (
-            "/etc/resolv.conf",
-            os.environ.get("SSL_CERT_FILE", "/etc/ssl/certs/ca-certificates.crt"),
-        ):
-            if Path(file).exists():  # as a runtime does, and as this machine needs
-                (self.bare / file[1:]).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(file, self.bare / file[1:])
-        for name, rest in INSTRUCTIONS:
-            getattr(self, f"do_{name.lower()}", lambda _: None)(rest)
-
-    def do_from(self, rest: str) -> None:
-        self.tree = self.bare.with_name(name := f"stage{len(self.stages)}")
-        self.stages[rest.partition(" AS ")[2] or name] = self.tree
-        run(["cp", "-a", "--reflink=auto", str(self.bare), str(self.tree)])
-
-    def do_run(self, rest: str) -> None:
-        run(inside(self.tree, ["sh", "-ec", rest]), **self.environment)
-
-    def do_copy(self, rest: str) -> None:
-        *sources, target = rest.split()
-        origin = self.stages[sources.pop(0).partition("=")[2]] if sources[0].startswith("--from") else ROOT
-        for source in sources:
-            to = self.tree / target.strip("/") / (Path(source).name if target.endswith("/") else "")
-            to.parent.mkdir(parents=True, exist_ok=True)
-            run(["cp", "-a", str(origin / source.strip("/")), str(to)])
-
-    def do_env(self, rest: str) -> None:
-        name, _, value = rest.partition("=")
-        self.environment[name] = value
+def build(folder: Path) -> tuple[Path, dict[str, str]]:
+    """The last stage of the Dockerfile as a tree, and its environment; each stage begins with the bare system."""
+    bare, stages, environment = folder / "bare", dict[str, Path](), dict[str, str]()
+    run(["debootstrap", "--variant=minbase", "trixie", str(bare)])
+    certificates = os.environ.get("SSL_CERT_FILE", "/etc/ssl/certs/ca-certificates.crt")
+    for file in filter(os.path.exists, ("/etc/resolv.conf", certificates)):
+        # as a runtime does, and as this machine needs
+        (bare / file[1:]).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, bare / file[1:])
+    tree = bare
+    for name, rest in INSTRUCTIONS:
+        match name:
+            case "FROM":
+                tree = folder / f"stage{len(stages)}"
+                stages[rest.partition(" AS ")[2] or tree.name] = tree
+                run(["cp", "-a", "--reflink=auto", str(bare), str(tree)])
+            case "RUN":
+                run(inside(tree, ["sh", "-ec", rest]), **environment)
+            case "COPY":
+                *sources, target = rest.split()
+                from_stage = sources[0].startswith("--from")
+                origin = stages[sources.pop(0).partition("=")[2]] if from_stage else ROOT
+                for source in sources:
+                    to = tree / target.strip("/") / (Path(source).name if target.endswith("/") else "")
+                    to.parent.mkdir(parents=True, exist_ok=True)
+                    run(["cp", "-a", str(origin / source.strip("/")), str(to)])
+            case "ENV":
+                key, _, environment[key] = rest.partition("=")
+    return tree, environment
 
 
 def run(command: list[str], **environment: str) -> None:
@@ -94,7 +87,7 @@ def run(command: list[str], **environment: str) -> None:
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[str]:
+def served(tmp_path):
     """The address of a server in the container, with a tiny model."""
     model = write_model(tmp_path / "model", max_position_embeddings=512)
     command = [*json.loads(dict(INSTRUCTIONS)["CMD"]), "--port", "8123"]
@@ -103,10 +96,10 @@ def served(tmp_path: Path) -> Iterator[str]:
         start = [RUNTIME, "run", "--rm", "--network", "host", "-v", f"{model}:/model", "laneformer", *command]
         environment = {}
     else:
-        built = Built(tmp_path / "trees")
-        shutil.copytree(model, built.tree / "model")
+        tree, environment = build(tmp_path / "trees")
+        shutil.copytree(model, tree / "model")
         user = ["setpriv", "--reuid", "nobody", "--regid", "nogroup", "--clear-groups", "laneformer"]
-        start, environment = inside(built.tree, [*user, *command]), built.environment
+        start = inside(tree, [*user, *command])
     process = subprocess.Popen(start, env={**os.environ, **environment})
     try:
         yield "http://127.0.0.1:8123"
@@ -121,7 +114,7 @@ def served(tmp_path: Path) -> Iterator[str]:
     RUNTIME is None and (shutil.which("debootstrap", path="/usr/sbin:/usr/bin") is None or os.geteuid() != 0),
     reason="no container runtime that answers, nor debootstrap as root",
 )
-def test_it_serves(served: str) -> None:
+def test_it_serves(served):
     body = json.dumps({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}).encode()
     request = urllib.request.Request(
         f"{served}/v1/chat/completions", body, {"Content-Type": "application/json"}

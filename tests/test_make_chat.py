@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.job
-def test_make_chat(tmp_path: Path) -> None:
+def test_make_chat(tmp_path):
     if not (ROOT / ".venv" / ".engine-ready").exists():
         pytest.skip("this checkout was not set up by make, which would begin with that")
     browser = tmp_path / "browser"

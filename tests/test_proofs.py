@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -34,42 +31,35 @@ FILES = {
 
 
 @pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def checkout(pytester, monkeypatch):
     """A repository of one proof, its helper and its input."""
     for name, text in FILES.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(proofs, "ROOT", tmp_path)
-    monkeypatch.setattr(proofs, "ROOTS", {"laneformer": tmp_path / "models"})
-    return tmp_path
+        (pytester.path / name).parent.mkdir(exist_ok=True)
+        (pytester.path / name).write_text(text)
+    monkeypatch.setattr(proofs, "ROOT", pytester.path)
+    monkeypatch.setattr(proofs, "ROOTS", {"laneformer": pytester.path / "models"})
+    return pytester.path
 
 
-def key(checkout: Path, programs: bool = False) -> str:
+def key(checkout, programs=False):
     for cached in (proofs.content_hash, proofs.reached, proofs.imports, proofs.files_of):
         cached.cache_clear()
     return proofs.key_of("test_it", checkout / "tests/test_it.py", ("kernels/*.cu",), programs)
 
 
-def outcomes(checkout: Path) -> str:
-    """The letters of the three tests, in order."""
+def test_a_proof_is_not_repeated_and_nothing_else_is_skipped(checkout, pytester, monkeypatch):
     for name in ("proofs", "tiers"):
         (checkout / f"tests/{name}.py").write_text((ROOT / f"tests/{name}.py").read_text())
-    environment = {**os.environ, "LANEFORMER_CACHE": str(checkout / "cache"), "PYTHONPATH": str(checkout)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    done = subprocess.run(
-        [*command, "tests/test_it.py"], cwd=checkout, env=environment, text=True, capture_output=True
-    )
-    assert done.stdout[:1] in tuple(".FsE"), done.stdout + done.stderr
-    return done.stdout.split()[0]
-
-
-def test_a_proof_is_not_repeated_and_nothing_else_is_skipped(checkout: Path) -> None:
-    assert outcomes(checkout) == ".Fs"
-    assert outcomes(checkout) == "sFs"
+    monkeypatch.setenv("LANEFORMER_CACHE", str(checkout / "cache"))
+    monkeypatch.setenv("PYTHONPATH", str(checkout))
+    for outcomes in ({"passed": 1, "failed": 1, "skipped": 1}, {"passed": 0, "failed": 1, "skipped": 2}):
+        pytester.runpytest_subprocess("-p", "no:cacheprovider", "tests/test_it.py").assert_outcomes(
+            **outcomes
+        )
 
 
 @pytest.mark.parametrize("programs", [False, True])
-def test_one_changed_byte_of_an_input_is_another_proof(checkout: Path, programs: bool) -> None:
+def test_one_changed_byte_of_an_input_is_another_proof(checkout, programs):
     """Programs that are compiled depend on no conftest file."""
     for name in ("kernels/a.cu", "tests/helper.py", "tests/test_it.py", "tests/conftest.py", "pytest.ini"):
         before = key(checkout, programs)
@@ -78,13 +68,13 @@ def test_one_changed_byte_of_an_input_is_another_proof(checkout: Path, programs:
         assert (key(checkout, programs) == before) == same, name
 
 
-def test_an_input_that_matches_nothing_is_an_error(checkout: Path) -> None:
+def test_an_input_that_matches_nothing_is_an_error(checkout):
     (checkout / "kernels/a.cu").unlink()
     with pytest.raises(ValueError, match="matches no file"):
         key(checkout)
 
 
-def test_imports_are_followed_through_packages_and_in_functions() -> None:
+def test_imports_are_followed_through_packages_and_in_functions():
     module = ROOT / "tests/laneformer/cuda/test_machine_code.py"
     names = {str(path.relative_to(ROOT)) for path in proofs.reached(module)}
     assert {"tests/conftest.py", "tests/laneformer/cuda/sass.py", "models/laneformer/config.py"} <= names
@@ -92,7 +82,7 @@ def test_imports_are_followed_through_packages_and_in_functions() -> None:
     assert "tests/train/runs.py" not in names
 
 
-def test_every_proof_reaches_what_it_names() -> None:
+def test_every_proof_reaches_what_it_names():
     """The patterns of each mark match, and sources beside the imported modules are among the inputs."""
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         text = path.read_text(encoding="utf-8")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from tests import schedule
@@ -24,6 +21,11 @@ def test_two(made): pass
 @pytest.mark.parametrize("x", ["with ] and @"])
 def test_last(x): pass
 """
+WORKER = """
+import os, pytest
+@pytest.mark.parametrize("n", range(6))
+def test_(n): open(f"{__file__}.log", "a").write(os.environ["PYTEST_XDIST_WORKER"] + " ")
+"""
 DURATIONS = {
     "test_long.py::test_alone": 50, "test_long.py::test_one": 40, "test_long.py::test_last[with ] and @]": 200,
     "test_long.py::test_proved": 300, "test_short.py::test_a": 1,
@@ -31,35 +33,27 @@ DURATIONS = {
 PLUGIN = "import pathlib\nfrom tests import schedule\nschedule.DURATIONS = pathlib.Path('durations.json')\n"
 
 
-def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    (folder / "conftest.py").write_text(PLUGIN)
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n proof: one\n")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
+def run(pytester, workers, durations, **files):
+    pytester.makeconftest(PLUGIN)
+    pytester.makeini("[pytest]\nmarkers =\n proof: one\n")
+    pytester.makepyfile(**files)
+    (pytester.path / "durations.json").write_text(json.dumps(durations))
+    options = (
         "-v",
         "-p",
         "tests.schedule",
         "-p",
         "tests.tiers",
-        "--basetemp",
-        "temp",
-        *options,
-    ]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    return subprocess.run(
-        [*command, "--dist", "loadgroup", "--no-loadscope-reorder"], cwd=folder, text=True,
-        env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=300,
-    )  # fmt: skip
+        "--dist",
+        "loadgroup",
+        "--no-loadscope-reorder",
+    )
+    return pytester.runpytest_subprocess(*options, "-n", str(workers))
 
 
-def test_the_longest_group_starts_first(tmp_path: Path) -> None:
-    (tmp_path / "test_a_short.py").write_text(SHORT)
-    (tmp_path / "test_long.py").write_text(LONG)
-    (tmp_path / "durations.json").write_text(json.dumps(DURATIONS))
-    done = run(tmp_path, "-n", "1")
-    ran = [line.split("PASSED ")[1].strip() for line in done.stdout.splitlines() if "PASSED " in line]
+def test_the_longest_group_starts_first(pytester):
+    done = run(pytester, 1, DURATIONS, test_a_short=SHORT, test_long=LONG)
+    ran = [line.split("PASSED ")[1].strip() for line in done.outlines if "PASSED " in line]
     assert ran == [
         "test_long.py::test_last[with ] and @]",
         "test_long.py::test_alone",
@@ -67,35 +61,27 @@ def test_the_longest_group_starts_first(tmp_path: Path) -> None:
         "test_long.py::test_two",
         *(f"test_a_short.py::test_{name}" for name in "abc"),
         "test_long.py::test_proved",
-    ], done.stdout + done.stderr
-    (groups,) = (json.loads(path.read_text()) for path in tmp_path.glob("temp/popen-*/groups.json"))
+    ]
+    (path,) = pytester.path.rglob("groups.json")
+    groups = json.loads(path.read_text())
     assert list(groups.values()).count("test_long.py") == 2, "those that share a module's fixture"
     assert len(set(groups.values())) == 5
 
 
-def test_a_group_runs_in_one_worker(tmp_path: Path) -> None:
+def test_a_group_runs_in_one_worker(pytester):
     """Also with as many workers as groups, where xdist without the groups would spread the tests."""
-    for name in "xy":
-        note = 'def test_(n): open(f"{__file__}.log", "a").write(os.environ["PYTEST_XDIST_WORKER"] + " ")'
-        mark = "import os, pytest\n@pytest.mark.parametrize('n', range(6))\n"
-        (tmp_path / f"test_{name}.py").write_text(mark + note)
-    (tmp_path / "durations.json").write_text("{}")
-    done = run(tmp_path, "-n", "2")
-    logs = [(tmp_path / f"test_{name}.py.log").read_text().split() for name in "xy"]
-    assert [(len(log), len(set(log))) for log in logs] == [(6, 1)] * 2, done.stdout + done.stderr
+    run(pytester, 2, {}, test_x=WORKER, test_y=WORKER)
+    logs = [(pytester.path / f"test_{name}.py.log").read_text().split() for name in "xy"]
+    assert [(len(log), len(set(log))) for log in logs] == [(6, 1)] * 2
 
 
-def test_measured_times_replace_known_ones() -> None:
+def test_measured_times_replace_known_ones():
     known = {"kept": 3.0, "skipped": 4.0, "faster": 9.0}
-    measured = {"skipped": 0.1, "faster": 0.2, "new": 5.04}
-    assert json.loads(schedule.merged(known, measured, {"skipped"})) == {
-        "kept": 3.0,
-        "new": 5.0,
-        "skipped": 4.0,
-    }
+    merged = schedule.merged(known, {"skipped": 0.1, "faster": 0.2, "new": 5.04}, {"skipped"})
+    assert json.loads(merged) == {"kept": 3.0, "new": 5.0, "skipped": 4.0}
 
 
-def test_listed_tests_have_files() -> None:
+def test_listed_tests_have_files():
     """A file that was renamed takes its durations along."""
     files = {name.split("::")[0] for name in json.loads(schedule.DURATIONS.read_text())}
     assert not [file for file in files if not (ROOT / file).is_file()]

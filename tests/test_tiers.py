@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from tests import tiers
 
-ROOT = Path(__file__).resolve().parents[1]
 TESTS = """
 import pytest
 def test_unit(): pass
@@ -22,19 +17,7 @@ def test_rotating(n): pass
 """
 
 
-def run(folder: Path, *options: str, until: float = float("inf")) -> str:
-    """What pytest prints of TESTS, one unit and 16 rotating ones."""
-    (folder / "pytest.ini").write_text("[pytest]\n")
-    (folder / "test_it.py").write_text(TESTS)
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    environment |= {"PYTHONPATH": str(ROOT), "ROTATE_UNTIL": str(until)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.tiers", *options]
-    return subprocess.run(
-        command, cwd=folder, env=environment, text=True, capture_output=True, timeout=300
-    ).stdout
-
-
-def test_the_eighths_make_the_whole_and_today_is_one_of_them() -> None:
+def test_the_eighths_make_the_whole_and_today_is_one_of_them():
     names = [f"tests/test_x.py::test_{i}" for i in range(200)]
     eighths = [{name for name in names if tiers.is_chosen(name, str(i))} for i in range(tiers.EIGHTHS)]
     assert set().union(*eighths) == set(names)
@@ -43,29 +26,24 @@ def test_the_eighths_make_the_whole_and_today_is_one_of_them() -> None:
     assert not any(tiers.is_chosen(name, "none") for name in names)
 
 
-def test_what_rotates_is_left_out_by_name(tmp_path: Path) -> None:
-    assert "17 passed" in run(tmp_path)
-    none = run(tmp_path, "--rotate", "none")
-    assert "1 passed, 16 skipped" in none
-    assert f"16 {tiers.LEFT_OUT}" in none
-    assert "test_it.py 16" in none
+@pytest.mark.parametrize(
+    ("options", "left_s", "reason"),
+    [((), 60, None), (("--rotate", "none"), 60, tiers.LEFT_OUT), ((), -1, tiers.TOO_LATE)],
+)
+def test_what_does_not_run_is_named(pytester, monkeypatch, options, left_s, reason):
+    monkeypatch.setenv("ROTATE_UNTIL", str(time.time() + left_s))
+    pytester.makepyfile(test_it=TESTS)
+    done = pytester.runpytest_subprocess("-p", "tests.tiers", *options)
+    done.assert_outcomes(passed=1 if reason else 17, skipped=16 if reason else 0)
+    if reason:
+        done.stdout.fnmatch_lines([f"*16 {reason}*", "test_it.py 16"])
 
 
-def test_none_begins_when_the_time_is_over(tmp_path: Path) -> None:
-    late = run(tmp_path, until=time.time() - 1)
-    assert "1 passed, 16 skipped" in late
-    assert f"16 {tiers.TOO_LATE}" in late
-
-
-def test_none_begins_that_would_end_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        tiers, "durations", lambda: {"long": tiers.GRACE_S + 60.0, "short": tiers.GRACE_S - 60.0}
-    )
-    now = 1e9
-    for name, left_s, begins in (
-        ("long", 70.0, True),
-        ("long", 50.0, False),
-        ("short", 1.0, True),
-        ("short", -1.0, False),
-    ):
-        assert tiers.is_in_time(name, now, now + left_s) == begins, (name, left_s)
+@pytest.mark.parametrize(
+    ("name", "left_s", "begins"),
+    [("long", 70.0, True), ("long", 50.0, False), ("short", 1.0, True), ("short", -1.0, False)],
+)
+def test_none_begins_that_would_end_too_late(monkeypatch, name, left_s, begins):
+    known = {"long": tiers.GRACE_S + 60.0, "short": tiers.GRACE_S - 60.0}
+    monkeypatch.setattr(tiers, "durations", lambda: known)
+    assert tiers.is_in_time(name, 1e9, 1e9 + left_s) == begins

@@ -119,18 +119,18 @@ def newest(runs: Sequence[Path], count: int) -> list[Path]:
         raise ValueError(
             f"--last takes one run folder, not {len(runs)} paths; for example runs/phase1 --last 5"
         )
-    found = []
+    complete = []
     for folder in step_folders(runs[0] / "checkpoint").values():
         try:
             check_complete(folder)
         except ValueError:
             continue  # being written, or damaged
-        found.append(folder)
-    if not 2 <= count <= len(found):
+        complete.append(folder)
+    if not 2 <= count <= len(complete):
         raise ValueError(
-            f"--last {count}: {runs[0]}/checkpoint holds {len(found)} complete checkpoints; take 2 or more"
+            f"--last {count}: {runs[0]}/checkpoint holds {len(complete)} complete checkpoints; take 2 or more"
         )
-    return found[:count]
+    return complete[:count]
 
 
 def check(checkpoints: Sequence[Path], weights: Sequence[float], force: bool) -> LaneformerConfig:
@@ -177,8 +177,8 @@ def describe(folder: Path, newest: Path, step: int, averaged: dict[str, float]) 
         (folder / "config.toml").write_text(tomli_w.dumps(job))
     rows = [row for row in read_lines(run / "metrics.jsonl") if row.get("step") == step]
     if rows:
-        kept = {key: rows[-1][key] for key in KEPT if key in rows[-1]}
-        (folder / "metrics.jsonl").write_text(json.dumps({**kept, "averaged": len(averaged)}) + "\n")
+        row = {key: rows[-1][key] for key in KEPT if key in rows[-1]}
+        (folder / "metrics.jsonl").write_text(json.dumps({**row, "averaged": len(averaged)}) + "\n")
 
 
 if __name__ == "__main__":

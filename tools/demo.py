@@ -8,6 +8,7 @@ of the output is one JSON object with the figures; runs/demo/ keeps everything.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from data_mixtures.mixture import BEGINS, TRAINED, valid_windows
 from laneformer import Engine
@@ -48,7 +49,7 @@ def main(
 
     ranks: of training; default: one for each GPU, at most two, or two processes on a CPU.
     """
-    ranks = ranks or possible_ranks()
+    ranks = ranks or min(2, torch.cuda.device_count() or 2)  # two fill a step
     started = time.monotonic()
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # Transformers shows one for every model that it loads
     clear(out)
@@ -91,11 +92,6 @@ def main(
     }
     rest |= {"seconds": round(time.monotonic() - started, 1), "out": str(out)}
     print(json.dumps(training_figures(out) | rest))
-
-
-def possible_ranks() -> int:
-    """At most two, as two fill a step."""
-    return min(2, torch.cuda.device_count() or 2)
 
 
 def clear(out: Path) -> None:
@@ -185,13 +181,15 @@ def train(
     ]  # fmt: skip
     console.print(f"python {' '.join(command[1:])}\n(log: {log})", markup=False, highlight=False)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with open(log, "w") as file, progress_bar() as progress:
-        task = progress.add_task(phase, total=steps, loss="", rate="")
+    with open(log, "w") as file, Progress(console=console) as progress:
+        task = progress.add_task(phase, total=steps)
         with subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env) as process:
             try:
                 while process.poll() is None:
                     time.sleep(0.5)
-                    show_progress(progress, task, folder / "metrics.jsonl")
+                    for row in read_lines(folder / "metrics.jsonl")[-1:]:
+                        figures = f"loss {row['loss'] or math.nan:.3f}, {row['tokens_per_s']:,.0f} tokens/s"
+                        progress.update(task, completed=row["step"], description=f"{phase}: {figures}")
             except BaseException:
                 process.terminate()
                 raise
@@ -201,21 +199,6 @@ def train(
             f"training {phase} failed with exit status {process.returncode}; the whole log is {log}"
         )
     return folder / f"checkpoint/step-{steps}"
-
-
-def progress_bar() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(
-        *columns, TextColumn("{task.fields[loss]}"), TextColumn("{task.fields[rate]}"), console=console
-    )
-
-
-def show_progress(progress: Progress, task: Any, metrics: Path) -> None:
-    rows = read_lines(metrics)
-    if rows:
-        row = rows[-1]
-        rate, loss = f"{row['tokens_per_s']:,.0f} tokens/s", row["loss"]
-        progress.update(task, completed=row["step"], loss=f"loss {loss:.3f}" if loss else "", rate=rate)
 
 
 def merge_metrics(out: Path) -> None:
@@ -232,15 +215,17 @@ def held_out_conversations(data: Path, source: str = "chitchat") -> list[tuple[l
     tokens, flags = (valid_windows(data, source, flags=each)[:, :-1].ravel() for each in (False, True))
     begins = np.flatnonzero(flags & BEGINS)
     pieces = zip(np.split(tokens, begins[1:]), np.split(flags & TRAINED > 0, begins[1:]), strict=True)
-    found = [(ids.tolist(), said) for ids, said in pieces if said.any()]  # the rest is padding
-    return found[:REPLIES]
+    conversations = [
+        (ids.tolist(), is_reply) for ids, is_reply in pieces if is_reply.any()
+    ]  # the rest is padding
+    return conversations[:REPLIES]
 
 
 def chat_figures(base: Path, final: Path, conversations: list[tuple[list[int], Any]]) -> dict[str, Any]:
     """Loss on what people replied in held-out conversations, before and after; and how many own replies end."""
     before, after = (held_out_loss(folder, conversations) for folder in (base, final))
     with Engine.from_pretrained(final, device="cpu") as engine:
-        prompts = [ids[: int(said.argmax())] for ids, said in conversations]
+        prompts = [ids[: int(is_reply.argmax())] for ids, is_reply in conversations]
         replies = [engine.generate(prompt, max_new_tokens=REPLY_TOKENS) for prompt in prompts]
     ended = sum(reply[-1] in engine.eos_ids for reply in replies)
     console.print(
@@ -258,16 +243,16 @@ def chat_figures(base: Path, final: Path, conversations: list[tuple[list[int], A
 def held_out_loss(folder: Path, conversations: list[tuple[list[int], Any]]) -> float:
     """Mean loss, nats, of the assistant's tokens in conversations that are read one by one."""
     with Engine.from_pretrained(folder, device="cpu") as engine:
-        losses = [-engine.logprobs(ids)[said[1:]] for ids, said in conversations]
+        losses = [-engine.logprobs(ids)[is_reply[1:]] for ids, is_reply in conversations]
     return float(np.concatenate(losses).mean())
 
 
 def reply(folder: Path, question: str) -> str:
     with Engine.from_pretrained(folder, device="cpu") as engine:
         assert engine.tokenizer is not None, f"{folder} was exported with its tokenizer"
-        asked = [{"role": "user", "content": question}]
+        messages = [{"role": "user", "content": question}]
         tokenizer = ChatTokenizer(engine.tokenizer, engine.eos_ids[0])
-        prompt = token_ids(render(asked, tokenizer, add_generation_prompt=True))
+        prompt = token_ids(render(messages, tokenizer, add_generation_prompt=True))
         return str(engine.tokenizer.decode(engine.generate(prompt, max_new_tokens=REPLY_TOKENS)))
 
 

@@ -57,10 +57,10 @@ def frequent_ids(checkpoint: Path, lock: Path | None, count: int) -> tuple[int, 
     """The ids that a mixture's first windows have most often, of conversations those that are trained."""
     if lock is None:
         job = checkpoint.resolve().parent.parent / "config.toml"
-        said = read_sections(job).get("mixture", {}).get("lock") if job.is_file() else None
-        if said is None:
+        path = read_sections(job).get("mixture", {}).get("lock") if job.is_file() else None
+        if path is None:
             raise ValueError(f"{job} does not say what data the run read; give its lock file as --draft-lock")
-        lock = Path(said)
+        lock = Path(path)
     given = Mixture.open(lock)
     counts = np.zeros(given.vocab_size, dtype=np.int64)
     sources = [source for source in read_lock(lock)["sources"] if source["weight"]]

@@ -19,25 +19,11 @@ def records(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def cell(value: Any) -> str:
-    """Text as it is; numbers with three digits."""
+    """Text as it is; numbers with three digits, from 100 on with commas, from a million on as a power of 1,000."""
     if isinstance(value, bool):
         return "yes" if value else "NO"
-    if isinstance(value, float):
-        return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
-    return "-" if value is None else str(value)
-
-
-def shorten(row: Mapping[str, Any], digits: int = 3) -> dict[str, Any]:
-    """A row whose numbers from 100 on have commas, and from a million on a power of 1,000 after four digits.
-
-    digits: of fractions below 100.
-    """
-    return {name: shorten_number(value, digits) for name, value in row.items()}
-
-
-def shorten_number(value: Any, digits: int) -> Any:
     if not isinstance(value, (int, float)):
-        return value
-    if value < 100:
-        return f"{value:.{digits}g}" if isinstance(value, float) else value
-    return f"{value:,.0f}" if value < 1e6 else Decimal(f"{value:.4g}").to_eng_string()
+        return "-" if value is None else str(value)
+    if abs(value) < 100:
+        return f"{value:.3g}" if isinstance(value, float) else str(value)
+    return f"{value:,.0f}" if abs(value) < 1e6 else Decimal(f"{value:.4g}").to_eng_string()

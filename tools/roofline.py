@@ -24,7 +24,7 @@ from rich.markdown import Markdown
 
 from laneformer.config import MODULES, Join, LaneformerConfig
 from laneformer.engine.cuda.cards import Card, card_named
-from tools.markdown import records, shorten
+from tools.markdown import records
 
 Row = dict[str, Any]
 
@@ -233,7 +233,7 @@ def main(gpu: Literal["h200", "mi300x"] = "h200") -> None:
     """
     console = Console(width=None if sys.stdout.isatty() else 160)
     for title, rows in project(gpu).items():
-        console.print(Markdown(f"## {title}\n\n{records([shorten(row) for row in rows])}"))
+        console.print(Markdown(f"## {title}\n\n{records(rows)}"))
 
 
 if __name__ == "__main__":

@@ -15,47 +15,38 @@ from data_mixtures.shards import tokenizer_files
 from laneformer.config import LaneformerConfig
 from records.files import append_or_keep, code_version, survive_full_disk, write_atomically
 
+from .data import MixtureLoader
 from .job_config import resolved_toml
 
 
-def describe_run(run: Path, attempt: int, job_config: Any, model: LaneformerConfig, loader: Any) -> None:
-    """Write config.toml, model.json and the tokenizer; an earlier, different config.toml is kept as its attempt's."""
-    resolved, config = resolved_toml(job_config), run / "config.toml"
-    if config.is_file() and config.read_text(encoding="utf-8") != resolved:
-        shutil.copy(config, run / f"config.attempt-{attempt - 1}.toml")
-    write_atomically(config, resolved)
-    write_atomically(run / "model.json", json.dumps(model.to_dict(), indent=2) + "\n")
-    for path in tokenizer_files(loader.lock.parent):
-        write_atomically(run / path.name, path.read_bytes())
-
-
-def describe_start(run: Path, source: Path | None, tokens_before: float) -> str:
-    """Where the weights come from, in words; the first attempt of a run leaves lineage.json.
-
-    source: the checkpoint that was loaded; None: random weights.
-    """
-    path = run / "lineage.json"
-    if not path.is_file():
-        # a run whose lineage.json was lost starts from its own checkpoint, which is no parent
-        other = source is not None and run.resolve() not in source.resolve().parents
-        parent = str(source.resolve()) if source and other else None
-        with survive_full_disk(run):
-            lineage = {"parent": parent, "tokens_before": tokens_before}
-            write_atomically(path, json.dumps(lineage, indent=2) + "\n")
-    return str(source) if source else "random weights"
-
-
 def describe_attempt(
-    run: Path, attempt: int, step: int, started_from: str, loader: Any, global_batch_size: int
+    run: Path,
+    attempt: int,
+    step: int,
+    job_config: Any,
+    model: LaneformerConfig,
+    loader: MixtureLoader,
+    source: Path | None,
 ) -> None:
-    """Append the attempt's line to attempts.jsonl."""
-    data = {  # `records.skips.read_attempts` finds the batch of any step with it
-        "lock": str(loader.lock.resolve()),
-        "position": loader.sequences,
-        "global_batch_size": global_batch_size,
-        "offsets": loader.offsets,
-    }
-    facts = {
+    """Write config.toml, model.json, the tokenizer and lineage.json, and a line of attempts.jsonl.
+
+    An earlier, different config.toml is kept as its attempt's. source: the checkpoint that was loaded.
+    """
+    resolved, config, lineage = resolved_toml(job_config), run / "config.toml", run / "lineage.json"
+    with survive_full_disk(run):
+        if config.is_file() and config.read_text(encoding="utf-8") != resolved:
+            shutil.copy(config, run / f"config.attempt-{attempt - 1}.toml")
+        write_atomically(config, resolved)
+        write_atomically(run / "model.json", json.dumps(model.to_dict(), indent=2) + "\n")
+        for path in tokenizer_files(loader.lock.parent):
+            write_atomically(run / path.name, path.read_bytes())
+        if not lineage.is_file():
+            # a run whose lineage.json was lost starts from its own checkpoint, which is no parent
+            other = source is not None and run.resolve() not in source.resolve().parents
+            parent = str(source.resolve()) if source and other else None
+            facts = {"parent": parent, "tokens_before": loader.tokens_before()}
+            write_atomically(lineage, json.dumps(facts, indent=2) + "\n")
+    line = {
         "attempt": attempt,
         "time": time.time(),
         "code_version": code_version(Path(__file__).parent),
@@ -63,9 +54,15 @@ def describe_attempt(
         "world_size": torch.distributed.get_world_size(),
         "torch": torch.__version__,
         "step": step,
-        "started_from": started_from,
+        "started_from": str(source) if source else "random weights",
         "mixture_fingerprint": loader.mixture.fingerprint,
-        "data": data,
+        # `records.skips.read_attempts` finds the batch of any step with it
+        "data": {
+            "lock": str(loader.lock.resolve()),
+            "position": loader.state.sequences,
+            "global_batch_size": job_config.training.global_batch_size,
+            "offsets": loader.state.offsets,
+        },
         "skip_sequences": loader.skips.windows,
     }
-    append_or_keep(run / "attempts.jsonl", json.dumps(facts))
+    append_or_keep(run / "attempts.jsonl", json.dumps(line))

@@ -52,14 +52,14 @@ class BadSteps:
             leave_out(self.run, windows, f"step {step}: {problem}")
 
     def _last_read(self, count: int) -> list[list[int]]:
-        return windows_of(self.loader.skips.numbers(self.loader.sequences - count, count))
+        return windows_of(self.loader.skips.numbers(self.loader.state.sequences - count, count))
 
     def _record(self, problem: BadStep, step: int, first: int, figures: dict[str, str]) -> None:
         """The event, and beside it a file with every sequence of the batch by source and offset."""
         path = self.run / "bad-steps" / f"step-{step}.attempt-{self.attempt}.{first}.json"
         with survive_full_disk(path):
             path.parent.mkdir(exist_ok=True)
-            batch = self.loader.locate(self.loader.sequences - self.batch_size, self.batch_size)
+            batch = self.loader.locate(self.loader.state.sequences - self.batch_size, self.batch_size)
             write_atomically(path, "".join(json.dumps(place) + "\n" for place in batch))
         show = f"python -m data_mixtures show {self.run} --bad-step {step}"
         facts = {**figures, "reason": str(problem), "batch": str(path), "show": show}

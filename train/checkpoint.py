@@ -244,10 +244,10 @@ class PhaseCheckpointManager(CheckpointManager):
         states = self._flattened_model_states_sd({name: self.states[name] for name in names})
         states, model = (without_head(s, adds_head) for s in (states, self.states[MODEL].state_dict()))
         others = tuple(f"{name}." for name in self.states if name != MODEL)
-        found = {name: entry.size for name, entry in stored.items() if not name.startswith(others)}
+        shapes = {name: entry.size for name, entry in stored.items() if not name.startswith(others)}
         expected = {name: tensor.shape for name, tensor in model.items()}
         check_shapes(
-            str(folder), found, expected, "; set model.flavor and [architecture] to the checkpoint's"
+            str(folder), shapes, expected, "; set model.flavor and [architecture] to the checkpoint's"
         )
         logger.info(f"Loading {', '.join(names)} from {folder}")
         self.dcp_load(states, str(folder), from_hf=False, from_quantized=False)

@@ -53,8 +53,8 @@ class Contents:
         problem, started = None, time.perf_counter()
         try:
             checkpoints.check_contents(checkpoint, rank, ranks)
-        except ValueError as found:
-            problem = str(found)
+        except ValueError as error:
+            problem = str(error)
         problem = first_problem(problem)
         if problem is None:
             self.undamaged.add(checkpoint)

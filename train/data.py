@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import count, cycle
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,11 +29,24 @@ T = TypeVar("T")
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
+@dataclass
+class LoaderState:
+    """What a checkpoint holds of the data: equal on all ranks, whatever their number."""
+
+    sequences: int = 0  # positions that the trainer has taken, all ranks together
+    contents: dict[str, str] = field(default_factory=dict)  # SHA-256 by source, of all phases so far
+    # of what earlier phases used up, by source:
+    offsets: dict[str, int] = field(default_factory=dict)  # windows
+    left_out: dict[str, int] = field(default_factory=dict)  # those among them that were skipped
+    lengths: dict[str, int] = field(default_factory=dict)  # tokens of a window
+    read: dict[str, list[str]] = field(default_factory=dict)  # `Mixture.read_files`
+
+
 class MixtureLoader(BaseDataLoader):
     """Yields ({"input": int64 (b, S), "source": int64 (b,)}, labels int64 (b, S)) from the current state on.
 
     b is the local batch size; "source" counts in `mixture.source_names`. Packed conversations have more: see
-    `inputs_and_labels`.
+    `inputs_and_labels`. begin_again: sources that may have other text than that of the same name before.
     """
 
     def __init__(
@@ -45,42 +59,40 @@ class MixtureLoader(BaseDataLoader):
         skips: SkipList,
         begin_again: Sequence[str] = (),
     ):
-        self.lock, self.skips = lock, skips
+        self.lock, self.skips, self.begin_again = lock, skips, begin_again
         self.mixture = Mixture.open(lock)
-        self.contents = self.mixture.contents  # {source: SHA-256}, of this phase and those before it
-        self.offsets: dict[str, int] = {}  # windows of each source that earlier phases used up
-        self.left_out: dict[str, int] = {}  # those among them that were skipped
-        self.lengths: dict[str, int] = {}  # by source, tokens of the windows of `offsets`
-        self.begin_again = begin_again  # sources that may have other text than that of the same name before
-        self.read: dict[str, list[str]] = {}  # by source, `Mixture.read_files` of what earlier phases used up
-        self.sequences = 0  # positions that the trainer has taken, all ranks together
+        self.state = LoaderState(contents=self.mixture.contents)
         self.micro_batch = local_batch_size * dp_world_size
         self.local = range(dp_rank * local_batch_size, (dp_rank + 1) * local_batch_size)
         self.reader_threads = reader_threads
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that this phase has read."""
+        return self.state.sequences * self.mixture.seq_len
+
     def _read(self, first: int, skips: SkipList) -> Batch:
-        runs = windows_of(skips.numbers(first + self.local.start, len(self.local)))
-        parts, sources = zip(
-            *(self.mixture.sequences(number, last - number) for number, last in runs), strict=True
-        )
-        tokens = torch.from_numpy(parts[0] if len(runs) == 1 else np.concatenate(parts))
-        source = torch.from_numpy(np.concatenate(sources))
+        """This rank's part of the micro-batch that begins at position `first`."""
+        numbers = skips.numbers(first + self.local.start, len(self.local))
+        runs = [(begin, end - begin) for begin, end in windows_of(numbers)]
+        parts = [self.mixture.sequences(*run) for run in runs]
+        tokens, source = (torch.from_numpy(np.concatenate(each)) for each in zip(*parts, strict=True))
         flags = None
         if self.mixture.packed:
-            marks = [self.mixture.flags(number, last - number) for number, last in runs]
-            flags = torch.from_numpy(np.concatenate(marks))
+            flags = torch.from_numpy(np.concatenate([self.mixture.flags(*run) for run in runs]))
         inputs, labels = inputs_and_labels(tokens, flags)
-        return {
-            name: ready_to_copy(part) for name, part in {**inputs, "source": source}.items()
-        }, ready_to_copy(labels)
+        inputs = {name: ready_to_copy(part) for name, part in {**inputs, "source": source}.items()}
+        return inputs, ready_to_copy(labels)
 
     def __iter__(self) -> Iterator[Batch]:
         # the skip list of now: what `leave_out` adds later is exactly what has been read ahead past
-        first, skips = self.sequences, self.skips
-        for batch in read_ahead(
-            lambda number: self._read(first + number * self.micro_batch, skips), self.reader_threads
-        ):
-            self.sequences += self.micro_batch
+        first, skips = self.state.sequences, self.skips
+
+        def read(number: int) -> Batch:
+            return self._read(first + number * self.micro_batch, skips)
+
+        for batch in read_ahead(read, self.reader_threads):
+            self.state.sequences += self.micro_batch
             yield batch
 
     def begin_after(self, used: dict[str, Any]) -> None:
@@ -99,25 +111,26 @@ class MixtureLoader(BaseDataLoader):
                 else:
                     _check_continues(name, used, self.mixture)
 
-        def renamed(values: dict[str, Any]) -> dict[str, Any]:
-            return {names.get(name, name): value for name, value in values.items()}
+        def renamed(key: str) -> dict[str, Any]:
+            return {names.get(name, name): value for name, value in used.get(key, {}).items()}
 
-        self.contents, self.read = renamed(before) | now, renamed(used.get("read", {}))
-        self.lengths = renamed(used.get("lengths", {}))
-        self.begin_at(renamed(used["windows"]), renamed(used["windows_left_out"]))
+        self.begin_at(
+            LoaderState(
+                0, renamed("contents") | now, renamed("windows"), renamed("windows_left_out"),
+                renamed("lengths"), renamed("read"),
+            )
+        )  # fmt: skip
 
-    def begin_at(self, offsets: dict[str, int], left_out: dict[str, int]) -> None:
-        """Start every source after the windows that earlier phases used; left_out: how many
-        of these were skipped.
-        """
-        self.offsets, self.left_out = dict(offsets), dict(left_out)
-        names = self.mixture.source_names
-        self.mixture = self.mixture.starting_at({name: offsets[name] for name in names if name in offsets})
+    def begin_at(self, state: LoaderState) -> None:
+        """Start every source after the windows that earlier phases used."""
+        names, self.state = self.mixture.source_names, state
+        offsets = {name: count for name, count in state.offsets.items() if name in names}
+        self.mixture = self.mixture.starting_at(offsets)
 
     def leave_out(self, windows: Iterable[Sequence[int]]) -> None:
         """Skip the sequences taken last, as if the skip list had always held them; those that follow move up."""
         self.skips = SkipList([*self.skips.windows, *windows])
-        self.sequences -= sum(last - first for first, last in windows)
+        self.state.sequences -= sum(last - first for first, last in windows)
 
     def check_epochs(self, positions: int) -> None:
         """ValueError if a job of this many sequences would repeat a source more often than
@@ -129,14 +142,19 @@ class MixtureLoader(BaseDataLoader):
         """Source, shard and token offset of every sequence at positions first .. first + count."""
         return self.mixture.locate(self.skips.numbers(first, count))
 
+    @property
+    def used(self) -> int:
+        """Sequences of the mixture that this phase has used up, skipped ones included."""
+        return self.skips.used(self.state.sequences)
+
     def windows_per_source(self) -> dict[str, int]:
         """Windows of every source that this phase and those before it have used up, in closed form."""
-        return {**self.offsets, **self.mixture.windows_per_source(self.skips.used(self.sequences))}
+        return {**self.state.offsets, **self.mixture.windows_per_source(self.used)}
 
     def left_out_per_source(self) -> dict[str, int]:
         """Those among them that were skipped: what was trained on is the difference."""
-        left_out = dict(self.left_out)
-        for first, last in self.skips.until(self.skips.used(self.sequences)):
+        left_out = dict(self.state.left_out)
+        for first, last in self.skips.until(self.used):
             before, after = self.mixture.windows_per_source(first), self.mixture.windows_per_source(last)
             for name in after:
                 left_out[name] = left_out.get(name, 0) + after[name] - before[name]
@@ -148,7 +166,7 @@ class MixtureLoader(BaseDataLoader):
 
     def tokens_before(self) -> int:
         """Tokens that the phases before this one were trained on."""
-        return sum(self._tokens_of(self.offsets, self.left_out).values())
+        return sum(self._tokens_of(self.state.offsets, self.state.left_out).values())
 
     def _tokens_of(self, windows: dict[str, int], left_out: dict[str, int]) -> dict[str, int]:
         lengths = self._window_lengths()
@@ -156,60 +174,53 @@ class MixtureLoader(BaseDataLoader):
 
     def _window_lengths(self) -> dict[str, int]:
         """Of every source that was read; one of another phase may have windows of another length."""
-        names = {**self.offsets, **self.mixture.contents}
-        ours = self.mixture.source_names
-        seq_len = self.mixture.seq_len
-        return {name: seq_len if name in ours else self.lengths.get(name, seq_len) for name in names}
+        ours = dict.fromkeys(self.mixture.source_names, self.mixture.seq_len)
+        before = dict.fromkeys(self.state.offsets, self.mixture.seq_len)
+        return before | self.state.lengths | ours
 
     def state_dict(self) -> dict[str, Any]:
         """One JSON string, equal on all ranks: position, mixture, and the windows of every
         source used so far.
         """
+        windows = self.mixture.windows_per_source(self.used)
+        read = {name: self.mixture.read_files(name, count) for name, count in windows.items() if count}
         state = {
-            "sequences": self.sequences,
-            "skip_sequences": self.skips.until(self.skips.used(self.sequences)),
+            **asdict(self.state),
+            "skip_sequences": self.skips.until(self.used),
             "fingerprint": self.mixture.fingerprint,
-            "contents": self.contents,
-            "offsets": self.offsets,
-            "left_out": self.left_out,
             "windows": self.windows_per_source(),
             "windows_left_out": self.left_out_per_source(),
             "lengths": self._window_lengths(),
-            "rule": self.mixture.rule(self.skips.used(self.sequences)),
-            "read": self.read | self._read_files(),
+            "rule": self.mixture.rule,
+            "read": self.state.read | read,
         }
         return {"mixture": json.dumps(state)}
-
-    def _read_files(self) -> dict[str, list[str]]:
-        used = self.mixture.windows_per_source(self.skips.used(self.sequences))
-        return {name: self.mixture.read_files(name, windows) for name, windows in used.items() if windows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         state = json.loads(state_dict["mixture"])
         if state["fingerprint"] != self.mixture.fingerprint:
             check_same_so_far(state, self.mixture, self.lock)
-        self.sequences = state["sequences"]
         passed, now = SkipList(state["skip_sequences"]), self.skips
-        if passed.windows != now.until(now.used(self.sequences)):
+        if passed.windows != now.until(now.used(state["sequences"])):
             raise ValueError(
                 f"the checkpoint has left out the sequences {passed.windows}, but resilience.skip_sequences and "
                 f"skip_sequences.json of the run folder say {now.windows}, which would change what it was trained on; "
                 "change only windows that lie ahead, or start from an older checkpoint"
             )
-        self.contents = state.get("contents", {}) | self.mixture.contents
-        self.read, self.lengths = state.get("read", {}), state.get("lengths", {})
-        self.begin_at(state["offsets"], state["left_out"])
+        # a checkpoint of before lacks contents, lengths and read
+        known = {name: state[name] for name in LoaderState.__annotations__ if name in state}
+        known["contents"] = known.get("contents", {}) | self.mixture.contents
+        self.begin_at(LoaderState(**known))
 
 
 def check_same_so_far(state: dict[str, Any], mixture: Mixture, lock: Path) -> None:
     """ValueError unless this mixture gives the sequences that were read so far; state: as `state_dict` says."""
     position = SkipList(state["skip_sequences"]).used(state["sequences"])
-    if state.get("rule") != mixture.rule(position):
+    if state.get("rule") != mixture.rule:
         raise ValueError(
             f"the checkpoint was trained on mixture {state['fingerprint'][:12]}, but {lock} is "
             f"{mixture.fingerprint[:12]}, and its first {position} sequences are others; continue with the mixture "
-            "of the checkpoint, change it from a later step (python -m data_mixtures change), or start a new phase "
-            "from it (checkpoint.initial_load_path in a new job.dump_folder)"
+            "of the checkpoint, or start a new phase from it (checkpoint.initial_load_path in a new job.dump_folder)"
         )
     for name, sha256 in mixture.contents.items():
         if state["contents"].get(name, sha256) != sha256:
@@ -221,7 +232,7 @@ def _check_continues(name: str, used: dict[str, Any], mixture: Mixture) -> None:
         mixture.check_continues(name, windows, used.get("read", {}).get(name))
 
 
-def inputs_and_labels(tokens: torch.Tensor, flags: torch.Tensor | None) -> Batch:
+def inputs_and_labels(tokens: torch.Tensor, flags: torch.Tensor | None = None) -> Batch:
     """Windows (b, S + 1) and their flags, if they are packed -> inputs (b, S) and
     labels, IGNORE_INDEX if untrained.
     """

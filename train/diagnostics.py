@@ -70,9 +70,11 @@ class Diagnostics:
         for layer in self.model.layers:
             gradients = [p.grad for p in layer.parameters() if p.grad is not None]
             shards = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
-            found = torch.stack(torch._foreach_norm(shards)) if shards else none
-            shares = found.new_tensor([1 / copies(grad) for grad in gradients] or [1.0], dtype=torch.float64)
-            norms.append((found.double().square() * shares).sum())
+            shard_norms = torch.stack(torch._foreach_norm(shards)) if shards else none
+            shares = shard_norms.new_tensor(
+                [1 / copies(grad) for grad in gradients] or [1.0], dtype=torch.float64
+            )
+            norms.append((shard_norms.double().square() * shares).sum())
         self.squared_norms = torch.stack(norms)
 
     def gather(self) -> dict[str, Any]:

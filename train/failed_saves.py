@@ -80,8 +80,8 @@ class FailedSaves:
 
 def make_room(run: Path, folder: Path) -> bool:
     """Delete the checkpoints that this run has put aside or is deleting; whether any of them is gone."""
-    found = [*folder.glob(f"{checkpoints.TRASH}*"), *folder.with_name(f"{folder.name}-aside").glob("*")]
-    for path in found:
+    aside = [*folder.glob(f"{checkpoints.TRASH}*"), *folder.with_name(f"{folder.name}-aside").glob("*")]
+    for path in aside:
         shutil.rmtree(path, ignore_errors=True)
         record_event(run, "checkpoint_removed", checkpoint=path.name, what="deleted: the disk is full")
-    return any(not path.exists() for path in found)
+    return any(not path.exists() for path in aside)

@@ -8,12 +8,10 @@ its row. Every sequence comes from one source, so the loss by source needs the s
 from __future__ import annotations
 
 import json
-import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +125,7 @@ class RunMetrics(MetricsProcessor):
         throughput, memory = self._throughput(loader), self.device_memory_monitor.get_peak_stats()
         mesh = self.parallel_dims.get_optional_mesh("loss")
         checkpoint_s, checkpoint_total_s = checkpoint_times.take()
-        tokens = loader.sequences * loader.mixture.seq_len
+        tokens = loader.tokens
         row = {
             "step": step,
             "phase": self.job_config.phase.name,
@@ -153,18 +151,23 @@ class RunMetrics(MetricsProcessor):
         }
         self.loss_z.add(loss)
         self.grad_norm_z.add(grad_norm)
+        self._log_row(row)
+        self.last_logged_tokens = tokens
+        if torch.distributed.get_rank() == 0:
+            self._append(row)
+
+    def _log_row(self, row: dict[str, Any]) -> None:
+        """TorchTitan's metrics and the row's scalars; on the console, one line of all ranks is enough."""
         plain = utils.NoColor() if self.job_config.metrics.disable_color_printing else utils.Color()
         # the end of TorchTitan's line on the console
-        self.color = type(
-            "", (type(plain),), {"reset": f"{plain.reset}  {self._progress_text(row)}".rstrip()}
-        )()
-        extra = {"n_tokens_seen": tokens, "lr": lr, **_scalars(row)}
-        first = torch.distributed.get_rank() == 0
-        with nullcontext() if first else _quiet():
-            self.survive(lambda: self.log(step, loss, max_loss, grad_norm, extra))
-        self.last_logged_tokens = tokens
-        if first:
-            self._append(row)
+        reset = f"{plain.reset}  {self._progress_text(row)}".rstrip()
+        self.color = type("", (type(plain),), {"reset": reset})()
+        extra = {"n_tokens_seen": row["tokens"], "lr": row["lr"], **_scalars(row)}
+        logger.disabled = torch.distributed.get_rank() != 0
+        try:
+            self.survive(lambda: self.log(row["step"], row["loss"], row["max_loss"], row["grad_norm"], extra))
+        finally:
+            logger.disabled = False
 
     def _append(self, row: dict[str, Any]) -> None:
         """Write a row, or keep it in memory while the disk is full."""
@@ -215,7 +218,7 @@ class RunMetrics(MetricsProcessor):
         """Speed of the whole job since the last row, and the seconds that rank 0 waited for data."""
         seconds = time.perf_counter() - self.time_last_log
         devices = torch.distributed.get_world_size()
-        tokens_per_s = (loader.sequences * loader.mixture.seq_len - self.last_logged_tokens) / seconds
+        tokens_per_s = (loader.tokens - self.last_logged_tokens) / seconds
         # an unknown device has no peak to compare with: null, not TorchTitan's guess of an A100
         known_peak = utils.device_type != "cpu"
         mfu = (
@@ -246,19 +249,6 @@ class RunMetrics(MetricsProcessor):
             )
             replace_last_line(self.path, _json_line(self.row), _json_line(row))
             self.row = row
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without lines of information: of TorchTitan's line about a step, one on the console is enough,
-    not one a rank.
-    """
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _scalars(row: dict[str, Any]) -> dict[str, float]:

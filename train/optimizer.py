@@ -22,10 +22,10 @@ def build_laneformer_optimizers(
     for model, optimizer in zip(model_parts, container.optimizers, strict=True):
         scales = {id(p) for name, p in model.named_parameters() if name.endswith("norm.weight")}
         (group,) = optimizer.param_groups
-        kept = [p for p in group["params"] if id(p) not in scales]
-        moved = [p for p in group["params"] if id(p) in scales]
-        group["params"] = kept
-        optimizer.add_param_group({**group, "params": moved, "weight_decay": 0.0})
+        matrices = [p for p in group["params"] if id(p) not in scales]
+        norms = [p for p in group["params"] if id(p) in scales]
+        group["params"] = matrices
+        optimizer.add_param_group({**group, "params": norms, "weight_decay": 0.0})
     return container
 
 

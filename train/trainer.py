@@ -30,9 +30,8 @@ from records.events import (
     record_event,
     write_outcome,
 )
-from records.files import survive_full_disk
 
-from .attempt_record import describe_attempt, describe_run, describe_start
+from .attempt_record import describe_attempt
 from .bad_steps import BadSteps
 from .checkpoint import PhaseCheckpointManager
 from .data import Batch, of_packed, to_device
@@ -90,9 +89,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         model.model_args.bos_id = self.dataloader.mixture.bos_id
 
     def _evaluate(self, step: int) -> None:
-        """With evals.in_loop: evaluate the checkpoint just saved, once it is on disk; no
-        throughput counts the time.
-        """
+        """With evals.in_loop: evaluate the checkpoint just saved; no throughput counts the time."""
         if self.in_loop is not None and self.in_loop.wanted(step):
             self.checkpointer.finish()
             self.metrics_processor.time_last_log += self.in_loop.evaluate(step)
@@ -101,16 +98,16 @@ class LaneformerTrainer(torchtitan.train.Trainer):
     def batch_generator(self, data_iterable: Any) -> Iterator[Batch]:
         """Begins the attempt: TorchTitan calls this once, right after the checkpoint is loaded."""
         loader, training, dims = self.dataloader, self.job_config.training, self.parallel_dims
-        loader.check_epochs(loader.sequences + (training.steps - self.step) * training.global_batch_size)
-        self.started_at, seen = self.step, loader.sequences * training.seq_len
+        loader.check_epochs(
+            loader.state.sequences + (training.steps - self.step) * training.global_batch_size
+        )
+        self.started_at, seen = self.step, loader.tokens
         self.ntokens_seen = seen // (dims.get_mesh("batch").size() if dims.dp_enabled else 1)
         self.metrics_processor.begin_attempt(self.attempt, self.step, seen, loader.tokens_before())
         if torch.distributed.get_rank() == 0:
-            with survive_full_disk(self.run):
-                describe_run(self.run, self.attempt, self.job_config, self.model_args.config, loader)
-            tokens_before = self.metrics_processor.tokens_before
-            origin = describe_start(self.run, self.checkpointer.started_from, tokens_before)
-            describe_attempt(self.run, self.attempt, self.step, origin, loader, training.global_batch_size)
+            source = self.checkpointer.started_from
+            model = self.model_args.config
+            describe_attempt(self.run, self.attempt, self.step, self.job_config, model, loader, source)
         if self.step == 0 and self.job_config.validation.enable:
             self.validator.measure_gold(self.model_parts[0], 0)
         self.starting = False
@@ -158,23 +155,68 @@ class LaneformerTrainer(torchtitan.train.Trainer):
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         """Read, forward and backward, exchange, judge; only then move the weights and log.
 
-        A refused batch has moved nothing: where it is to be skipped, the step is done with
-        the batch after it.
+        A refused batch has moved nothing: where it is to be skipped, the batch after it takes its place.
         """
-        lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
-        logged = self.metrics_processor.should_log(self.step)
         (model,) = self.model_parts
-        model.begin_step(self.step)
+        logged = self.metrics_processor.should_log(self.step)
+        with self.heartbeat.step(self.step) as mark:
+            model.begin_step(self.step)
+            while True:
+                mark("reading the data")
+                batches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
+                mark("counting the tokens")
+                batches, tokens, all_tokens = self.count_tokens(batches)
+                mark("forward and backward")
+                part, sums_by_source = self.compute_gradients(batches, all_tokens, logged)
+                mark("the gradient norm")
+                max_norm = self.job_config.training.max_norm
+                norm = dist_utils.clip_grad_norm_(list(model.parameters()), max_norm, foreach=True)
+                mark("the exchange")
+                share = all_tokens / tokens.clamp(min=1)
+                loss, max_loss, grad_norm, self.stopping = exchange(
+                    part, share, norm, stop_asked(self.run), self.parallel_dims.tp
+                )
+                try:
+                    self.guard.check(loss, grad_norm)
+                    break
+                except BadStep as problem:
+                    self.bad_steps.leave_out(problem, self.step, loss, grad_norm)  # raises if it may not
+                    self.heartbeat.beat(self.step - 1)
+            lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+            self.checkpointer.maybe_wait_for_staging()
+            self.optimizers.step()
+            self.lr_schedulers.step()
+            if logged:
+                self.metrics_processor.log_step(
+                    self.step, loss, max_loss, grad_norm, lr, sums_by_source, self.dataloader,
+                    self.checkpointer.times, self.diagnostics.gather(),
+                )  # fmt: skip
+        if self.first_step_of_process and self.step != 1:
+            # TorchTitan shortens the timeout after step 1 only, so a resumed job would keep the long one
+            timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
+            dist_utils.set_pg_timeouts(timeout=timeout, parallel_dims=self.parallel_dims)
+        self.first_step_of_process = False
+
+    def count_tokens(self, batches: list[Batch]) -> tuple[list[Batch], torch.Tensor, torch.Tensor]:
+        """Micro-batches on their way to the device; their tokens that count in the loss, and all ranks'."""
+        counts = [(labels != IGNORE_INDEX).sum() for _, labels in batches]
+        tokens = torch.stack(counts).sum().to(self.device)
+        moving = [to_device(batch, self.device) for batch in batches]  # ahead of their use
+        mesh = self.parallel_dims.get_mesh("batch") if self.parallel_dims.dp_enabled else None
+        return moving, tokens, dist_utils.dist_sum(tokens, mesh)
+
+    def compute_gradients(
+        self, batches: list[Batch], all_tokens: torch.Tensor, logged: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """This rank's part of the mean loss; of a logged step also losses and tokens by source."""
+        (model,) = self.model_parts
         self.optimizers.zero_grad()
-        batches, tokens, all_tokens = self._read_step(data_iterator)
-        parts, by_source = [], []
         if logged:
             self.diagnostics.begin()
-        self.heartbeat.enter(f"forward and backward of step {self.step}")
-        for left, (inputs, labels) in zip(reversed(range(len(batches))), batches, strict=True):
-            model.set_requires_all_reduce(
-                left == 0
-            )  # replicas exchange a step's gradients once, not per micro-batch
+        parts, by_source = [], []
+        for i, (inputs, labels) in enumerate(batches):
+            is_last = i == len(batches) - 1
+            model.set_requires_all_reduce(is_last)  # replicas exchange a step's gradients once
             with self.train_context():
                 losses = model(inputs["input"], labels, **of_packed(inputs))  # (B, S)
                 part = losses.sum() / all_tokens
@@ -187,49 +229,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             del losses
         if logged:
             self.diagnostics.see_gradients()
-        self.heartbeat.enter(f"the gradient norm of step {self.step}")
-        max_norm = self.job_config.training.max_norm
-        grad_norm = dist_utils.clip_grad_norm_(list(model.parameters()), max_norm, foreach=True)
-        self.heartbeat.enter(f"the exchange of step {self.step}")
-        loss, max_loss, norm, self.stopping = exchange(
-            torch.stack(parts).sum(), all_tokens / tokens.clamp(min=1), grad_norm, stop_asked(self.run),
-            self.parallel_dims.tp,
-        )  # fmt: skip
-        try:
-            self.guard.check(loss, norm)
-        except BadStep as problem:
-            self.bad_steps.leave_out(problem, self.step, loss, norm)
-            self.heartbeat.beat(self.step - 1)
-            return self.train_step(data_iterator)
-        self.checkpointer.maybe_wait_for_staging()
-        self.optimizers.step()
-        self.lr_schedulers.step()
-        if logged:
-            self.metrics_processor.log_step(
-                self.step, loss, max_loss, norm, lr, torch.stack(by_source).sum(0), self.dataloader,
-                self.checkpointer.times, self.diagnostics.gather(),
-            )  # fmt: skip
-        self._after_step()
-
-    def _read_step(self, data_iterator: Iterator[Batch]) -> tuple[list[Batch], torch.Tensor, torch.Tensor]:
-        """This rank's micro-batches of one step, all on their way to the device ahead of their use; their tokens that
-        count in the loss, and those of all ranks.
-        """
-        self.heartbeat.enter(f"reading the data of step {self.step}")
-        batches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
-        tokens = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in batches]).sum().to(self.device)
-        self.heartbeat.enter(f"counting the tokens of step {self.step}")
-        mesh = self.parallel_dims.get_mesh("batch") if self.parallel_dims.dp_enabled else None
-        moving = [to_device(batch, self.device) for batch in batches]
-        return moving, tokens, dist_utils.dist_sum(tokens, mesh)
-
-    def _after_step(self) -> None:
-        self.heartbeat.beat(self.step)
-        if self.first_step_of_process and self.step != 1:
-            # TorchTitan shortens the timeout after step 1 only, so a resumed job would keep the long one
-            timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
-            dist_utils.set_pg_timeouts(timeout=timeout, parallel_dims=self.parallel_dims)
-        self.first_step_of_process = False
+        return torch.stack(parts).sum(), torch.stack(by_source).sum(0) if logged else None
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "guard": self.guard.state_dict()}

@@ -10,7 +10,7 @@ comparable with the loss. So does what is measured of the head that drafts, if t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,10 @@ from torchtitan.tools.logging import logger
 from data_mixtures.mixture import PACKING, read_lock, valid_windows
 from laneformer.titan.mtp import Drafted
 
-from .data import inputs_and_labels
+from .data import Batch, inputs_and_labels
 from .diagnostics import ratios
-from .gold import GoldBits, gold_items
-from .metrics import RunMetrics
+from .gold import gold_items
+from .metrics import RunMetrics, sequence_losses
 from .supervise.heartbeat import enter
 
 FIRST_OCTAVE = 16  # tokens; the positions before it are one bin
@@ -44,10 +44,10 @@ def held_out(lock_path: Path, windows_per_source: int) -> dict[str, list[np.ndar
     lock, folder = read_lock(lock_path), lock_path.parent
     weights = {source["name"]: source["weight"] for source in lock["sources"]}
     parts = (False, True) if lock["packing"] != PACKING else (False,)
-    found = {
+    windows_of = {
         name: [valid_windows(folder, name, windows_per_source, flags) for flags in parts] for name in weights
     }
-    without = [name for name, (windows, *_) in found.items() if not len(windows)]
+    without = [name for name, (windows, *_) in windows_of.items() if not len(windows)]
     if not sum(weight for name, weight in weights.items() if name not in without):
         raise ValueError(
             f"{', '.join(without)} of {lock_path} have no held-out windows to validate on; raise valid_per_10000 in "
@@ -55,7 +55,7 @@ def held_out(lock_path: Path, windows_per_source: int) -> dict[str, list[np.ndar
         )
     if without:
         logger.warning(f"no held-out windows, so not in the validation loss: {', '.join(without)}")
-    return {name: each for name, each in found.items() if name not in without}
+    return {name: each for name, each in windows_of.items() if name not in without}
 
 
 def deal_out(
@@ -89,71 +89,91 @@ class HeldOutValidator(BaseValidator):
         """TorchTitan's arguments. Raises ValueError for a mixture that cannot be validated."""
         super().__init__(job_config)
         section, lock = job_config.validation, Path(job_config.mixture.lock)
-        found = held_out(lock, section.windows_per_source)
-        weights = {source["name"]: source["weight"] for source in read_lock(lock)["sources"]}
-        self.names, self.metrics = list(found), metrics_processor
+        self.context, self.metrics = validation_context, metrics_processor
         self.mesh = parallel_dims.get_optional_mesh("loss")
-        self.weights = [weights[name] for name in self.names]
+
+        def deal(rows: Sequence[np.ndarray], bins: np.ndarray) -> list[tuple[torch.Tensor, ...]]:
+            """This rank's micro-batches of rows, and their bins; the last bin is padding's."""
+            unread = int(bins.max()) + 1
+            dealt = [deal_out(each, bins, dp_world_size, section.local_batch_size, unread) for each in rows]
+            columns = [*(each for each, _ in dealt), dealt[0][1]]
+            return list(zip(*(torch.from_numpy(each[:, dp_rank]) for each in columns), strict=True))
+
+        sources = held_out(lock, section.windows_per_source)
+        weights = {source["name"]: source["weight"] for source in read_lock(lock)["sources"]}
+        self.names, self.weights = list(sources), [weights[name] for name in sources]
         self.octaves = octaves(job_config.training.seq_len)
-        source = np.repeat(np.arange(len(found)), [len(windows) for windows, *_ in found.values()])
-        dealt = [
-            deal_out(np.concatenate(part), source, dp_world_size, section.local_batch_size, unread=len(found))
-            for part in zip(*found.values(), strict=True)
-        ]
-        mine = [torch.from_numpy(each[:, dp_rank]) for each, _ in dealt]
-        self.sources = torch.from_numpy(dealt[0][1][:, dp_rank])
-        self.tokens, self.flags = mine[0], mine[1] if len(mine) > 1 else [None] * len(self.sources)
-        self.context = validation_context
-
-        def deal(rows: np.ndarray, numbers: np.ndarray, padding: int) -> tuple[torch.Tensor, torch.Tensor]:
-            each = deal_out(rows, numbers, dp_world_size, section.local_batch_size, padding)
-            return torch.from_numpy(each[0][:, dp_rank]), torch.from_numpy(each[1][:, dp_rank])
-
-        items = gold_items(job_config)
-        gold = (job_config, deal, self.mesh, validation_context, metrics_processor)
-        self.gold = GoldBits(items, *gold) if items else None
-
-    def measure_gold(self, model: nn.Module, step: int) -> None:
-        """Gold bits per byte, where the job has items; of step 0 before any training."""
+        counts = [len(windows) for windows, *_ in sources.values()]
+        streams = [np.concatenate(parts) for parts in zip(*sources.values(), strict=True)]
+        self.windows = deal(streams, np.repeat(np.arange(len(sources)), counts))
+        self.gold = gold_items(job_config)
         if self.gold is not None:
-            model.eval()
-            self.gold.measure(model, step)
-            model.train()
+            rows = self.gold.rows(job_config.training.seq_len)
+            self.answers = deal(rows, np.arange(len(self.gold.lines)))
 
     def should_validate(self, step: int) -> bool:
         return step % self.job_config.validation.freq == 0 or step == self.job_config.training.steps
 
     @torch.no_grad()
+    def sum_rows(
+        self,
+        model: nn.Module,
+        batches: Iterable[tuple[Batch, torch.Tensor]],
+        bins: int,
+        figures: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
+    ) -> list[list[float]]:
+        """Sums over all ranks (bins, n) of the figures (B, n) of each row of the batches.
+
+        batches: inputs and labels, and the bin of each row; figures: of losses, labels and documents.
+        """
+        model.eval()
+        sums = torch.zeros(bins + 1, 1, dtype=torch.float64, device=utils.device_type)
+        for (inputs, labels), into in batches:  # a few: signals wait
+            documents = inputs.get("documents")
+            with self.context():
+                losses = model(inputs["input"], labels, documents)
+            rows = figures(losses, labels, documents)
+            sums = sums.expand(-1, rows.shape[1]).index_add(0, into.to(utils.device_type), rows)
+        model.train()
+        if self.mesh is not None:
+            torch.distributed.all_reduce(sums, group=self.mesh.get_group())
+        return sums[:-1].tolist()  # without padding's
+
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         """Measure and log; every rank has to call it at the same step."""
         started = time.perf_counter()
         enter(f"the validation after step {step}")
         (model,) = model_parts
-        model.eval()
-        sums = torch.zeros(len(self.names) + 1, 1, dtype=torch.float64, device=utils.device_type)
-        for tokens, flags, source in zip(
-            self.tokens, self.flags, self.sources, strict=True
-        ):  # a few: signals wait
-            batch = tokens.to(utils.device_type, torch.int64)
-            marks = None if flags is None else flags.to(utils.device_type, torch.int64)
-            inputs, labels = inputs_and_labels(batch, marks)
-            documents = inputs.get("documents")
-            with self.context():
-                losses = model(inputs["input"], labels, documents)
+
+        def figures(losses: torch.Tensor, labels: torch.Tensor, documents: Any) -> torch.Tensor:
             drafted: Any = model.drafted
-            found = torch.cat(
-                [octave_sums(losses, labels, documents, self.octaves), draft_sums(drafted, len(losses))], 1
-            )
-            sums = sums.expand(-1, found.shape[1]).index_add(0, source.to(utils.device_type), found)
-        model.train()
-        if self.mesh is not None:
-            torch.distributed.all_reduce(sums, group=self.mesh.get_group())
-        self.metrics.log_held_out(step, time.perf_counter() - started, self._figures(sums.tolist()))
+            places = octave_sums(losses, labels, documents, self.octaves)
+            return torch.cat([places, draft_sums(drafted, len(losses))], 1)
+
+        batches = ((inputs_and_labels(*map(on_device, streams)), source) for *streams, source in self.windows)
+        sums = self.sum_rows(model, batches, len(self.names), figures)
+        self.metrics.log_held_out(step, time.perf_counter() - started, self._figures(sums))
         self.measure_gold(model, step)
+
+    def measure_gold(self, model: nn.Module, step: int) -> None:
+        """Gold bits per byte, where the job has items; of step 0 before any training."""
+        if self.gold is None:
+            return
+        started = time.perf_counter()
+        enter(f"the gold bits per byte after step {step}")
+        batches = (
+            (({"input": on_device(tokens)}, on_device(labels)), item) for tokens, labels, item in self.answers
+        )
+        nats = self.sum_rows(
+            model, batches, len(self.gold.lines), lambda losses, *_: sequence_losses(losses)[:, None]
+        )
+        seconds = time.perf_counter() - started
+        self.metrics.time_last_log += seconds  # counts in no throughput
+        self.gold.log([each for (each,) in nats], step, seconds, self.metrics)
 
     def _figures(self, sums: list[list[float]]) -> dict[str, Any]:
         """What the row of a validation gets of the sums of each source."""
-        of, n = dict(zip(self.names, sums, strict=False)), len(self.octaves)  # the last sums are padding's
+        of, n = dict(zip(self.names, sums, strict=True)), len(self.octaves)
         by_source = {name: sum(row[:n]) / sum(row[n : 2 * n]) for name, row in of.items()}
         drafts = [draft_figures(row[2 * n :]) for row in of.values()]
         return {
@@ -175,6 +195,10 @@ class HeldOutValidator(BaseValidator):
 
     def _weighted(self, by_source: Sequence[float]) -> float:
         return sum(w * value for w, value in zip(self.weights, by_source, strict=True)) / sum(self.weights)
+
+
+def on_device(part: torch.Tensor) -> torch.Tensor:
+    return part.to(utils.device_type, torch.int64)
 
 
 def octaves(seq_len: int) -> list[int]:
@@ -220,7 +244,4 @@ def draft_figures(sums: list[float]) -> dict[str, list[float]]:
     steps = len(sums) // 3
     losses, tokens, accepted = (sums[i * steps : (i + 1) * steps] for i in range(3))
     before = [tokens[0], *accepted]
-    return {
-        "draft_loss": ratios(*losses, *tokens),
-        "acceptance": ratios(*accepted, *before[:steps]),
-    }
+    return {"draft_loss": ratios(*losses, *tokens), "acceptance": ratios(*accepted, *before[:steps])}

@@ -2,7 +2,7 @@
 only says which ones.
 
 The file has a column `sha1` (40 hex digits, or 20 bytes) and may say more of each row
-(`origins.ORIGIN_FIELDS`). The rows of one unit are asked for once for each sha1, many at a time, through
+(`local.ORIGIN_FIELDS`). The rows of one unit are asked for once for each sha1, many at a time, through
 fsspec, so that the URL may be of https or of s3. An object may be gzip-compressed, as Software Heritage's
 are; a content counts only if it has its sha1.
 
@@ -18,7 +18,6 @@ import gzip
 import hashlib
 import os
 import random
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -32,7 +31,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_mixtures.readers import local
-from data_mixtures.readers.origins import ORIGIN_FIELDS, grouped, origin
+from data_mixtures.readers.local import ORIGIN_FIELDS, grouped, origin
 from data_mixtures.recipe import Input
 
 UNIT_ROWS = 500_000  # of one unit, at least; its receipt says that they have come or are counted as missing
@@ -82,8 +81,8 @@ def take_over(raw: Path, parts: Path) -> None:
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[pq.ParquetFile]:
-    with local.opened(path) as file, pq.ParquetFile(file) as parquet:
+def _open_resolved(path: str) -> Iterator[pq.ParquetFile]:
+    with local.open_input(path) as file, pq.ParquetFile(file) as parquet:
         if "sha1" not in (names := parquet.schema_arrow.names):
             raise ValueError(f"{path} has no column sha1 (hex or bytes); its columns: {', '.join(names)}")
         yield parquet
@@ -91,7 +90,7 @@ def _opened(path: str) -> Iterator[pq.ParquetFile]:
 
 def units(path: str) -> list[list[int]]:
     """Row groups of a resolved file that make a unit each, by its footer. ValueError when it has no sha1."""
-    with _opened(path) as parquet:
+    with _open_resolved(path) as parquet:
         sizes = [parquet.metadata.row_group(number).num_rows for number in range(parquet.num_row_groups)]
     return list(grouped(range(len(sizes)), lambda number: sizes[number], UNIT_ROWS))
 
@@ -100,7 +99,7 @@ def _wanted(path: str, name: str, groups: Sequence[int]) -> tuple[dict[bytes, st
     """The origin of each distinct sha1, in the order of the rows, and why other rows are left out."""
     origins: dict[bytes, str] = {}
     left_out = Counter(same_content=0, no_sha1=0)
-    with _opened(path) as parquet:
+    with _open_resolved(path) as parquet:
         columns = ["sha1", *(each for each in ORIGIN_FIELDS if each in parquet.schema_arrow.names)]
         first = sum(parquet.metadata.row_group(number).num_rows for number in range(groups[0]))
         batches = parquet.iter_batches(row_groups=groups, columns=columns)
@@ -137,10 +136,6 @@ async def _save(url: str, ask: list[bytes], folder: Path) -> Counter[str]:
             came = [(sha1, answer) for sha1, answer in pairs if isinstance(answer, bytes)]
             _save_part(folder, came)
             missing.update(answer for answer in answers if isinstance(answer, str))
-            if not sys.stderr.isatty():  # in logs, as of Slurm; a terminal has the bar of all units
-                done = f"{start + len(names):,} of {len(ask):,} contents, {missing.total():,} missing"
-                place = f"{folder.parent.name}/{folder.stem.lstrip('.')}"
-                print(f"fetch {place}: {done}", file=sys.stderr, flush=True)
             if bucket.is_silent():
                 raise ValueError(
                     f"{url} does not answer ({dict(missing)}; {bucket.unanswered} contents in a row, {ATTEMPTS} "

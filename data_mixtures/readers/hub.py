@@ -52,16 +52,16 @@ class Mirror:
 
     def files(self, repo: str, revision: str, folder: str) -> list[File]:
         """All Parquet files below exactly this folder, by path; none when there is no such folder."""
-        start, found = self.place(repo, revision), []
+        start, files = self.place(repo, revision), []
         for name, info in self.system.find(start + folder, detail=True).items():
             if name.endswith(".parquet"):
                 sha256 = info["lfs"]["sha256"] if info.get("lfs") else None
-                found.append(File(name.removeprefix(start), info["size"], sha256))
-        return sorted(found)
+                files.append(File(name.removeprefix(start), info["size"], sha256))
+        return sorted(files)
 
     def folders(self, repo: str, revision: str) -> list[str]:
-        found = self.system.ls(self.place(repo, revision), detail=True)
-        return sorted(Path(entry["name"]).name for entry in found if entry["type"] == "directory")
+        entries = self.system.ls(self.place(repo, revision), detail=True)
+        return sorted(Path(entry["name"]).name for entry in entries if entry["type"] == "directory")
 
     def open(self, repo: str, revision: str, path: str) -> BinaryIO:
         return self.system.open(self.place(repo, revision, path), "rb", block_size=1 << 20)
@@ -88,7 +88,7 @@ class Hub(Mirror):
         )
         try:
             self.api.auth_check(repo, repo_type="dataset")
-            found = self.api.dataset_info(repo, revision=revision).sha
+            commit = self.api.dataset_info(repo, revision=revision).sha
         except hub_errors.GatedRepoError as error:
             raise ValueError(f"gated: accept its agreement at {page} and set HF_TOKEN ({token})") from error
         except hub_errors.RevisionNotFoundError as error:
@@ -99,9 +99,9 @@ class Hub(Mirror):
             Exception
         ) as error:  # no network, a proxy, a server error: the other sources are checked all the same
             raise ValueError(f"{NOT_REACHABLE} at {page}: {type(error).__name__}: {error}") from error
-        if found is None or len(found) != 40:
-            raise ValueError(f"revision {revision!r} has the commit {found!r} at {page}, not 40 hex digits")
-        return found
+        if commit is None or len(commit) != 40:
+            raise ValueError(f"revision {revision!r} has the commit {commit!r} at {page}, not 40 hex digits")
+        return commit
 
     def fetch(self, repo: str, revision: str, path: str, target: Path) -> None:
         disable_progress_bars()  # `run` shows its own

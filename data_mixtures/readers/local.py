@@ -1,4 +1,5 @@
-"""Files of one's own, here or behind a URL: which there are, and the documents of those that are not Parquet.
+"""Files of one's own, here or behind a URL: which there are, the documents of those that are not Parquet, and where
+each came from.
 
 Order and amount depend on the files alone: files of an input are read in the order of a hash of their names,
 so that a cap takes a fair sample of them instead of the first names of the alphabet. Nothing is guessed: a
@@ -15,24 +16,27 @@ import fnmatch
 import glob
 import io
 import itertools
+import json
 import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 import fsspec
 import pyarrow
 import xxhash
 
-from data_mixtures import store
 from data_mixtures.recipe import Input
 from data_mixtures.shards import Json
 from records.files import json_lines
 
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # of this package, by protocol
+ORIGIN_FIELDS = ("id", "url", "repo", "commit_id", "path", "rel_path", "license")
+_encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=str).encode
+T = TypeVar("T")
 CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 UNREADABLE = (
@@ -53,9 +57,23 @@ Listed = list[Any]
 def roots(out: os.PathLike[str] | str, recipe: os.PathLike[str] | str) -> dict[str, str]:
     """What {recipe}, {stdlib}... stand for in paths; of a data folder and the recipe's folder."""
     python = sysconfig.get_paths()
-    there = store.of(Path(out))  # where all workers see what the corpus program writes
-    here = {"recipe": os.path.abspath(recipe), "corpus": os.path.join(there.url if there else out, "corpus")}
+    here = {"recipe": os.path.abspath(recipe), "corpus": os.path.join(out, "corpus")}
     return {**here, "stdlib": python["stdlib"], "site_packages": python["purelib"]}
+
+
+@contextmanager
+def explained(url: str, done: str = "read") -> Iterator[None]:
+    """What goes wrong behind a URL, as a ValueError with the URL; every store has errors of its own."""
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except ImportError as error:
+        extra = EXTRAS.get(url.split("://")[0])
+        fix = f": pip install 'laneformer[{extra}]'" if extra else ""
+        raise ValueError(f"{url} needs a package that is missing ({error}){fix}") from error
+    except Exception as error:
+        raise ValueError(f"{url} cannot be {done}: {type(error).__name__}: {error}") from error
 
 
 def find(source_input: Input, roots: Mapping[str, str], all_match: bool = True) -> list[Listed]:
@@ -99,13 +117,13 @@ def _glob(pattern: str) -> Iterator[Listed]:
     if "://" not in pattern:
         yield from map(_listed, filter(os.path.isfile, glob.iglob(pattern, recursive=True)))
         return
-    with store.named(pattern):
+    with explained(pattern):
         system, name = fsspec.url_to_fs(pattern)
         for path, info in system.glob(name, detail=True).items():
             if info["type"] == "file":
                 # listings of web servers lack the size
-                found = info if info["size"] is not None else system.info(path)
-                yield _described(system.unstrip_protocol(path), found)
+                info = info if info["size"] is not None else system.info(path)
+                yield _described(system.unstrip_protocol(path), info)
 
 
 def _listed(name: str) -> Listed:
@@ -129,11 +147,15 @@ def check_unchanged(files: Iterable[Listed]) -> None:
     again = "start again with `plan`, which lists the files again, or with `prepare`, which plans first"
     for name, size, version in files:
         try:
-            _, found, now = _listed(name)
+            _, now_bytes, now = _listed(name)
         except FileNotFoundError as error:
             raise ValueError(f"{name} is planned and no longer there; {again}") from error
-        if (found, now) != (size, version):
-            how = f"{size:,} bytes then, {found:,} now" if found != size else "same size, other time or tag"
+        if (now_bytes, now) != (size, version):
+            how = (
+                f"{size:,} bytes then, {now_bytes:,} now"
+                if now_bytes != size
+                else "same size, other time or tag"
+            )
             raise ValueError(f"{name} has changed since it was planned ({how}); {again}")
 
 
@@ -158,7 +180,7 @@ def _unpacked_name(name: str) -> tuple[str, str | None]:
 
 
 @contextmanager
-def opened(name: str) -> Iterator[BinaryIO]:
+def open_input(name: str) -> Iterator[BinaryIO]:
     """The bytes of a file here or behind a URL, unpacked. `Unreadable` where what is compressed is damaged."""
     codec = _unpacked_name(name)[1]
     with fsspec.open(name, "rb").open() if "://" in name else open(name, "rb") as raw:
@@ -204,7 +226,7 @@ Document = tuple[str, str, int, Json]  # text, file, row from 0, and the fields 
 
 def can_seek(name: str) -> bool:
     """Whether a file can be read from its middle on: it is not compressed, and on a disk or in a store."""
-    return _unpacked_name(name)[1] is None and ("://" not in name or name.split("://")[0] in store.EXTRAS)
+    return _unpacked_name(name)[1] is None and ("://" not in name or name.split("://")[0] in EXTRAS)
 
 
 def documents(
@@ -247,7 +269,7 @@ def _read(
 
 def read(name: str | os.PathLike[str]) -> str:
     r"""A text file with \n as line end. Unreadable: damaged, not_utf8, not_text, too_large."""
-    with opened(os.fspath(name)) as file:
+    with open_input(os.fspath(name)) as file:
         if len(raw := file.read(LARGEST_BYTES + 1)) > LARGEST_BYTES:
             raise Unreadable("too_large")
     try:
@@ -264,7 +286,7 @@ def _rows(name: str, field: str, dropped: Dropped, span: tuple[int, int] | None 
     row, skipped = 0, list[int]()
     place = f"{name} from byte {span[0]} on" if span and span[0] else name
     try:
-        with opened(name) as file:
+        with open_input(name) as file:
             lines = _between(file, *span) if span else file
             for number, value in json_lines(_decoded(lines, place, dropped), name, skipped):
                 row += 1
@@ -312,7 +334,7 @@ def _is_wide(line: bytes) -> bool:
 
 def first_problem(name: str, field: str) -> str | None:
     """What is wrong with the first line of a file; None where nothing is, or where it cannot be read."""
-    with suppress(Unreadable, PermissionError), opened(name) as file:
+    with suppress(Unreadable, PermissionError), open_input(name) as file:
         head = list(itertools.islice(file, 100))
         if head and _is_wide(head[0]):
             return f"{name} is UTF-16 or UTF-32; convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW"
@@ -337,7 +359,31 @@ def lacks(value: Any, field: str) -> str | None:
 def json_objects(name: str | os.PathLike[str]) -> Iterator[tuple[int, Any]]:
     """(number from 1, value) of lines that are not blank. ValueError: not JSON, or a broken .gz."""
     try:
-        with opened(os.fspath(name)) as file:
+        with open_input(os.fspath(name)) as file:
             yield from json_lines(file, name)
     except Unreadable as error:
         raise ValueError(f"{name} is damaged or truncated: {error.__cause__}") from error
+
+
+def origin(file: str, row: int, fields: Mapping[str, Any]) -> str:
+    """Where a document came from, as JSON: its file, its row from 0 (of JSON lines, Parquet), its fields."""
+    text = f'{{"file":{_encoded(file)},"row":{row}'
+    for name in ORIGIN_FIELDS if fields else ():
+        if (value := fields.get(name)) is not None:
+            text += f',"{name}":{_encoded(value)}'
+    whole = f"{text}}}"
+    return whole.encode(errors="replace").decode()  # JSON lines may hold lone surrogates, which UTF-8 cannot
+
+
+def grouped(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Consecutive items in lists; each ends with the item that brings its total size to the limit."""
+    group: list[T] = []
+    size = 0
+    for item in items:
+        group.append(item)
+        size += size_of(item)
+        if size >= limit:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group

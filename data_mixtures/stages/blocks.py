@@ -69,8 +69,8 @@ class CheckedFile:
         size = read_at(self.data, first * BLOCK_BYTES, into)
         expected = np.zeros(last - first, "<u8")
         read_at(self.hashes, 8 * first, expected.view(np.uint8).data)
-        found = _hashes(into[:size])
-        if len(found) != last - first or (found != expected).any():
+        hashes = _hashes(into[:size])
+        if len(hashes) != last - first or (hashes != expected).any():
             stage.forget(*self.place)
             raise ValueError(
                 f"{self} is not what {self.place[1]!r} wrote: bytes {first * BLOCK_BYTES} to {last * BLOCK_BYTES} do "
@@ -89,7 +89,7 @@ def read_at(file: Any, place: int, into: memoryview) -> int:
 
 
 @contextmanager
-def opened(out: Path, made_by: str, units: Iterable[Unit], name: str) -> Iterator[list[CheckedFile]]:
+def open_files(out: Path, made_by: str, units: Iterable[Unit], name: str) -> Iterator[list[CheckedFile]]:
     """That file of each unit. ValueError when one is not there, or was freed."""
     with ExitStack() as stack:
         files = []
@@ -97,7 +97,7 @@ def opened(out: Path, made_by: str, units: Iterable[Unit], name: str) -> Iterato
             folder = stage.unit_folder(out, made_by, unit)
             paths = folder / name, folder / (name + HASHES)
             try:
-                data, hashes = (stack.enter_context(store.opened(out, path)) for path in paths)
+                data, hashes = (stack.enter_context(store.open_part(out, path)) for path in paths)
             except FileNotFoundError:
                 stage.result(out, made_by, unit)  # says so if it was not made yet, or was freed
                 raise

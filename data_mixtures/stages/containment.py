@@ -3,8 +3,8 @@ leaves out.
 
 A held-out document of which `contained_share` of the runs of 13 words stand in documents of training is left
 out of validation. Training keeps its text: else a held-out file that is nothing but a licence would take
-every file with that licence out of it. Words, runs and their search are those of `decontaminate`, where a
-document is a passage; the MOST_GRAMS runs with the smallest hashes are a fair sample of many.
+every file with that licence out of it. Words, runs and their search are those of `ngrams`, where a document is a
+passage; the MOST_GRAMS runs with the smallest hashes are a fair sample of many.
 
 Three stages, by group of filtered units but for the last: `held_out`, the runs of its held-out documents;
 `scan`, which of all those its documents of training have; `contained`, once: the documents. Near copies are
@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from data_mixtures import shards
+from data_mixtures import ngrams, shards
 from data_mixtures.shards import Json
-from data_mixtures.stages import decontaminate, documents, stage
+from data_mixtures.stages import documents, stage
 from data_mixtures.stages.documents import ALL, CONTAINED, Grouped, files_of_all, of_all
 from data_mixtures.stages.stage import DOCUMENTS, Stage, Unit
 
@@ -46,7 +46,7 @@ class _Texts(Grouped):
         for member, receipt in self.members(unit):
             near = documents.near_copies(self.recipe, self.out, member)
             numbers = first + np.delete(np.arange(receipt["counts"]["kept"]), near)
-            path = stage.checked(self.out, "filter", member, DOCUMENTS)
+            path = stage.checked_file(self.out, "filter", member, DOCUMENTS)
             for ids, texts, _ in documents.read_documents(path, near):
                 here = np.array([(int.from_bytes(each[8:], "big") < below) == held_out for each in ids], bool)
                 yield numbers[: len(ids)][here], [texts[place].decode() for place in np.flatnonzero(here)]
@@ -65,7 +65,7 @@ class HeldOut(_Texts):
     def work(self, unit: Unit, folder: Path) -> Json:
         found, count = [np.empty(0, _GRAM)], 0
         for numbers, texts in self.texts(unit, held_out=True):
-            heads, grams, passages = decontaminate.passage_grams(texts)
+            heads, grams, passages = ngrams.passage_grams(texts)
             chosen = _smallest(passages, grams)
             rows = np.zeros(len(chosen), _GRAM)
             rows["head"], rows["gram"] = heads[chosen], grams[chosen]
@@ -86,21 +86,20 @@ def _smallest(passages: np.ndarray, grams: np.ndarray) -> np.ndarray:
     return order[np.arange(len(order)) - begins < MOST_GRAMS]
 
 
-def _index(work: Stage) -> tuple[decontaminate.Index, np.ndarray]:
+def _index(work: Stage) -> tuple[ngrams.Index, np.ndarray]:
     """All held-out documents as passages, and their numbers among all documents."""
     groups = tuple((group, first) for group, _, first in of_all(work, HELD_OUT))
     return _built(work.out, groups, str(files_of_all(work, HELD_OUT)))
 
 
 @functools.lru_cache(maxsize=1)
-def _built(out: Path, groups: tuple[tuple[Unit, int], ...], _: str) -> tuple[decontaminate.Index, np.ndarray]:
-    rows = [np.load(stage.checked(out, HELD_OUT, group, GRAMS)) for group, _ in groups]
+def _built(out: Path, groups: tuple[tuple[Unit, int], ...], _: str) -> tuple[ngrams.Index, np.ndarray]:
+    rows = [np.load(stage.checked_file(out, HELD_OUT, group, GRAMS)) for group, _ in groups]
     pairs = zip(groups, rows, strict=True)
     owners = [first + each["document"].astype(np.int64) for (_, first), each in pairs]
     numbers, passages = np.unique(np.concatenate(owners), return_inverse=True)
     heads, grams = (np.concatenate([each[name] for each in rows]) for name in ("head", "gram"))
-    arrays = decontaminate.arranged(heads, grams, passages, len(numbers))
-    return decontaminate.Index((), arrays), numbers
+    return ngrams.Index.build(heads, grams, passages, len(numbers)), numbers
 
 
 class Scan(_Texts):
@@ -113,10 +112,10 @@ class Scan(_Texts):
 
     def work(self, unit: Unit, folder: Path) -> Json:
         index, _ = _index(self)
-        found = np.zeros(len(index.arrays["grams"]), bool)
+        found = np.zeros(len(index.grams), bool)
         if len(found):
             for _, texts in self.texts(unit, held_out=False):
-                found[index.grams_in(texts)] = True
+                found[index.find_grams(texts)[1]] = True
         shards.save_array(folder / FOUND, np.packbits(found))
         return {"documents": stage.receipt_of(self.out, HELD_OUT, unit)["counts"]["documents"]}
 
@@ -137,11 +136,11 @@ class Contained(Grouped):
 
     def work(self, unit: Unit, folder: Path) -> Json:
         index, numbers = _index(self)
-        first, passages = index.arrays["first"], index.arrays["passages"]
+        first, passages = index.first, index.passages
         bits = np.zeros(-(-len(first[1:]) // 8), np.uint8)
         groups = [group for group, _, _ in of_all(self, SCAN)]
         for group in groups:
-            bits |= np.load(stage.checked(self.out, SCAN, group, FOUND))
+            bits |= np.load(stage.checked_file(self.out, SCAN, group, FOUND))
         found = np.unpackbits(bits, count=len(first) - 1).astype(bool)
         in_training = passages[np.repeat(found, np.diff(first))]
         runs, of_training = (np.bincount(each, minlength=len(numbers)) for each in (passages, in_training))

@@ -53,7 +53,7 @@ class Signatures(Grouped):
         hashes = [np.empty(0, np.uint64)]
         for member, _ in self.members(unit):
             for ids, texts, _ in documents.read_documents(
-                stage.checked(self.out, "filter", member, DOCUMENTS)
+                stage.checked_file(self.out, "filter", member, DOCUMENTS)
             ):
                 new = [int.from_bytes(identity[8:], "big") for identity in ids]
                 hashes += map(sign, map(bytes.decode, texts), new)
@@ -108,8 +108,8 @@ def write_sorted(folder: Path, rows: np.ndarray, cuts: np.ndarray) -> None:
 
 def read_sorted(work: Stage, made_by: str, unit: Unit, ranges: slice, dtype: np.dtype) -> np.ndarray:
     """The rows of consecutive ranges of one unit of a stage."""
-    bounds = np.load(stage.checked(work.out, made_by, unit, BOUNDS))
-    with blocks.opened(work.out, made_by, [unit], SORTED) as (file,):
+    bounds = np.load(stage.checked_file(work.out, made_by, unit, BOUNDS))
+    with blocks.open_files(work.out, made_by, [unit], SORTED) as (file,):
         begin, end = (int(bounds[place]) * dtype.itemsize for place in (ranges.start, ranges.stop))
         return np.frombuffer(file.read(begin, end), dtype)
 

@@ -1,4 +1,5 @@
-"""Documents as the filter kept them, and those that the stages between it and tokenize leave out.
+"""Documents as the filter kept them, and the one place that says which of them do not become tokens: near copies
+(`dedup`), held-out text that stands in training (`containment`), and repeated n-grams.
 
 These stages work on groups of units, so that what one of them reads of all groups is few large pieces.
 """
@@ -25,6 +26,7 @@ DEDUP, CONTAINED = "dedup", "contained"
 NEAR_DUPLICATE = "near_duplicate"
 ALL = Unit("all", 0)
 ROWS, UNITS = "rows.npy", "units.json"
+MAX_PERIOD, TIMES = 13, 32  # of repeated n-grams: tokens, and how often in a row
 GROUPS, UNITS_PER_GROUP = 64, 128  # of a source, at most; a group's signatures stay below half a gigabyte
 _BATCH_ROWS = 256
 COLUMNS = ("doc_id", "text", "origin")
@@ -93,11 +95,11 @@ def _rows(out: Path, made_by: str, group: Unit, unit: Unit) -> np.ndarray:
     return rows[slice(*places[str(unit)])]
 
 
-@stage.remembered
+@stage.cache_by_file
 def _loaded(path: Path) -> tuple[np.ndarray, dict[str, list[int]]]:
     out, made_by, source, number = path.parents[3], *path.parts[-4:-1]  # DIR/dedup/web/unit-00000/units.json
     group = Unit(source, shards.shard_number(number))
-    rows, units = (stage.checked(out, made_by, group, name) for name in (ROWS, UNITS))
+    rows, units = (stage.checked_file(out, made_by, group, name) for name in (ROWS, UNITS))
     return np.load(rows), shards.read_json(units, "start again")
 
 
@@ -115,10 +117,10 @@ def left_out(recipe: Recipe, out: Path, unit: Unit) -> Mapping[str, np.ndarray]:
     return rows | ({CONTAINED: _rows(out, CONTAINED, ALL, unit)} if recipe.dedup.contained_share else {})
 
 
-def kept(recipe: Recipe, out: Path, unit: Unit) -> Iterator[Documents]:
+def read_remaining(recipe: Recipe, out: Path, unit: Unit) -> Iterator[Documents]:
     """What the filter kept of a unit, but for what is left out."""
     without = np.concatenate(list(left_out(recipe, out, unit).values()))
-    return read_documents(stage.checked(out, "filter", unit, DOCUMENTS), without)
+    return read_documents(stage.checked_file(out, "filter", unit, DOCUMENTS), without)
 
 
 def read_documents(path: Path, without: Any = ()) -> Iterator[Documents]:
@@ -131,3 +133,22 @@ def read_documents(path: Path, without: Any = ()) -> Iterator[Documents]:
             batch = batch if here.all() else batch.filter(pa.array(here))
             ids, texts, origins = (batch.column(name).cast(pa.binary()).to_pylist() for name in COLUMNS)
             yield ids, texts, origins
+
+
+def with_repeats(tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """bool (documents,): which of the documents that lie in `tokens` in a row hold many repeats of an n-gram.
+
+    The rule of OLMo-core's InstanceFilterConfig, which masks such windows while training because they cause loss
+    spikes: 1 to 13 tokens, 32 times in a row, such as "ha ha ha" or an empty table. Here the document is dropped
+    before the shuffle: windows are fixed by the stream of tokens, so to leave one out would leave out the ends of
+    two other documents with it.
+    """
+    ends = np.cumsum(lengths, dtype=np.int64)
+    has_run = np.zeros(len(lengths), bool)
+    for period in range(1, MAX_PERIOD + 1):  # in a run, token i equals token i + period, which sums tell
+        shortest = (TIMES - 1) * period
+        equal = np.cumsum(np.append(False, tokens[:-period] == tokens[period:]), dtype=np.int32)
+        starts = np.flatnonzero(equal[shortest:] - equal[:-shortest] == shortest)
+        document = np.searchsorted(ends, starts, side="right")
+        has_run[document[starts + shortest + period <= ends[document]]] = True
+    return has_run

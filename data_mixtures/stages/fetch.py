@@ -25,8 +25,6 @@ from huggingface_hub import errors as hub_errors
 
 from data_mixtures import store
 from data_mixtures.readers import content, hub, local
-from data_mixtures.readers.origins import ORIGIN_FIELDS, grouped
-from data_mixtures.readers.origins import origin as origin_of
 from data_mixtures.recipe import HubSource, Input, LocalSource, Recipe
 from data_mixtures.shards import Json
 from data_mixtures.stages import plan, stage
@@ -67,7 +65,7 @@ class Fetch(Stage):
         entry, target = stage.planned_unit(self.out, unit), folder / RAW
         if entry["kind"] == "local":
             remote = any("://" in name for name, _, _ in entry["files"])
-            return _tried(lambda: _read_local(entry, target, self._portable(entry)), target, remote)
+            return _retry(lambda: _read_local(entry, target, self._portable(entry)), target, remote)
         if entry["kind"] == "resolved":
             local.check_unchanged(entry["files"])
             self.remove_parts()
@@ -76,9 +74,9 @@ class Fetch(Stage):
             ((path, name),) = self._portable(entry).items()
             return content.fetch(path, name, entry["row_groups"], Input(**entry["input"]), target, parts)
         if "row_groups" in entry:
-            return _tried(lambda: _copy_groups(entry, target), target, "://" in entry["file"][0])
+            return _retry(lambda: _copy_groups(entry, target), target, "://" in entry["file"][0])
         if "file" in entry:
-            return _tried(lambda: _copy(entry, target), target, "://" in entry["file"][0])
+            return _retry(lambda: _copy(entry, target), target, "://" in entry["file"][0])
         described = stage.planned(self.out, unit.source)
         origin, where = hub.origin(self.mirror), f"{described['repo']}/{entry['path']}"
 
@@ -87,7 +85,7 @@ class Fetch(Stage):
             return check(target, entry, where)
 
         try:
-            return _tried(download, target, origin.remote)
+            return _retry(download, target, origin.remote)
         except Exception as error:
             raise _for_users(error, f"{where} @ {described['revision']}") from error
 
@@ -123,7 +121,7 @@ class Fetch(Stage):
             )
 
 
-def _tried(work: Callable[[], Json], target: Path, remote: bool) -> Json:
+def _retry(work: Callable[[], Json], target: Path, remote: bool) -> Json:
     """What `work` returns, after more attempts where it fails with what may pass."""
     for attempt in itertools.count(1):
         try:
@@ -148,10 +146,10 @@ def _copy_groups(entry: Json, target: Path) -> Json:
     """Row groups of a Parquet file of one's own: the text, and what is known of its origin."""
     name, rows = entry["file"][0], 0
     local.check_unchanged([entry["file"]])
-    with _complete(name), local.opened(name) as file, pyarrow.parquet.ParquetFile(file) as parquet:
+    with _complete(name), local.open_input(name) as file, pyarrow.parquet.ParquetFile(file) as parquet:
         schema = parquet.schema_arrow
         plan.text_column(schema, (entry["text_column"],), name)
-        chosen = [each for each in schema.names if each in (entry["text_column"], *ORIGIN_FIELDS)]
+        chosen = [each for each in schema.names if each in (entry["text_column"], *local.ORIGIN_FIELDS)]
         plain = pyarrow.schema([schema.field(each) for each in chosen])
         with pyarrow.parquet.ParquetWriter(target, plain, compression="zstd") as writer:
             for number in entry["row_groups"]:
@@ -179,8 +177,8 @@ def check(path: Path, entry: Json, where: str) -> Json:
         raise Damaged(
             f"{where} came with {size:,} bytes, the plan says {entry['bytes']:,}: truncated, or another file"
         )
-    if entry["sha256"] is not None and (found := file_sha256(path)) != entry["sha256"]:
-        raise Damaged(f"{where} came with sha256 {found}, the plan says {entry['sha256']}")
+    if entry["sha256"] is not None and (sha256 := file_sha256(path)) != entry["sha256"]:
+        raise Damaged(f"{where} came with sha256 {sha256}, the plan says {entry['sha256']}")
     with _complete(where), pyarrow.parquet.ParquetFile(path) as parquet:
         schema, rows = parquet.schema_arrow, parquet.metadata.num_rows
     plan.text_column(schema, (entry["text_column"],), where)
@@ -240,11 +238,11 @@ def _read_local(entry: Json, target: Path, names: Mapping[str, str]) -> Json:
 
 def _write(entry: Json, names: Mapping[str, str], target: Path, dropped: local.Dropped) -> Json:
     span = tuple(entry["range"]) if "range" in entry else None
-    documents, size, found = 0, 0, local.documents(Input(**entry["input"]), names, dropped, span)
+    documents, size, rows = 0, 0, local.documents(Input(**entry["input"]), names, dropped, span)
     with pyarrow.parquet.ParquetWriter(target, TEXT_SCHEMA, compression="zstd") as writer:
-        for group in grouped(found, lambda document: len(document[0]), ROW_GROUP_BYTES):
+        for group in local.grouped(rows, lambda document: len(document[0]), ROW_GROUP_BYTES):
             texts = [text for text, *_ in group]
-            origins = [origin_of(names[name], row, fields) for _, name, row, fields in group]
+            origins = [local.origin(names[name], row, fields) for _, name, row, fields in group]
             writer.write_batch(pyarrow.record_batch([texts, origins], schema=TEXT_SCHEMA))
             documents += len(texts)
             size += sum(len(text.encode()) for text in texts)

@@ -24,11 +24,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from data_mixtures.readers.origins import ORIGIN_FIELDS, grouped
-from data_mixtures.readers.origins import origin as origin_of
+from data_mixtures.readers.local import ORIGIN_FIELDS, grouped
+from data_mixtures.readers.local import origin as origin_of
 from data_mixtures.recipe import Recipe
 from data_mixtures.shards import Json
-from data_mixtures.stages import decontaminate, quality, stage, word_hashes
+from data_mixtures.stages import decontaminate, quality, stage
 from data_mixtures.stages.quality import Step
 from data_mixtures.stages.stage import DOCUMENTS, RAW, Stage, Unit
 from data_mixtures.stages.tokenize import key_of_id
@@ -36,7 +36,7 @@ from data_mixtures.stages.tokenize import key_of_id
 REASONS = ("not_utf8", "empty", "too_short", "too_long", "not_kept", "contaminated")
 SCHEMA = pa.schema([("doc_id", pa.binary(16)), ("text", pa.string()), ("origin", pa.string())])
 ORIGIN = "origin"  # a column of raw.parquet where the file's own rows are not those of the input
-_BATCH_BYTES, _BATCH_ROWS = 4 << 20, 4096
+_BATCH_ROWS = 1024
 _ROW_GROUP_BYTES = 64 << 20
 
 
@@ -52,20 +52,20 @@ class Filter(Stage):
         entry, files = stage.planned_unit(self.out, unit), stage.receipt_of(self.out, "fetch", unit)["files"]
         recipe, keep = self.recipe, self.recipe.source(unit.source).keep
         limits = [recipe.filter.min_chars, recipe.filter.max_chars, recipe.max_document_chars]
-        kept = [keep, recipe.seed] if keep < 1 else []
+        part = [keep, recipe.seed] if keep < 1 else []
         index = decontaminate.identity(self.out, recipe.filter.benchmarks)
         steps = quality.identity(quality.steps_of(recipe, unit.source))
         read = [_text_column(entry), index, entry.get("path"), self._rows_before(unit)]
-        return stage.key_of(self.name, limits, kept, steps, *read, files)
+        return stage.key_of(self.name, limits, part, steps, *read, files)
 
     def work(self, unit: Unit, folder: Path) -> Json:
-        raw = stage.checked(self.out, "fetch", unit, RAW)
+        raw = stage.checked_file(self.out, "fetch", unit, RAW)
         index = decontaminate.load(self.out, self.recipe.filter.benchmarks)
         steps = quality.load(quality.steps_of(self.recipe, unit.source))
         chosen = DocumentFilter(self.recipe, index, self.recipe.source(unit.source).keep, steps)
         entry = stage.planned_unit(self.out, unit)
         batches = read_raw(raw, _text_column(entry), entry.get("path"), self._rows_before(unit))
-        write(folder / DOCUMENTS, (chosen.kept(batch) for batch in batches))
+        write(folder / DOCUMENTS, (chosen.select(batch) for batch in batches))
         return chosen.counts()
 
     def _rows_before(self, unit: Unit) -> int:
@@ -137,7 +137,7 @@ class DocumentFilter:
         self._dropped = Counter(dict.fromkeys(REASONS, 0))
         self._contamination: dict[str, Json] = {}
 
-    def kept(self, rows: Rows) -> list[tuple[bytes, bytes, str]]:
+    def select(self, rows: Rows) -> list[tuple[bytes, bytes, str]]:
         """(id, text as UTF-8, origin) of the documents to keep, in their order."""
         self._read += len(rows.texts)
         pieces = [each for place, raw in enumerate(rows.texts) for each in self._pieces(place, raw or b"")]
@@ -163,7 +163,7 @@ class DocumentFilter:
             self._dropped["too_long"] += 1
             return []
         limit = self.recipe.max_document_chars
-        pieces = [text] if limit is None else list(word_hashes.cut(text, limit))
+        pieces = [text] if limit is None else list(cut(text, limit))
         self._cut += len(pieces) - 1
         utf8 = raw if len(pieces) == 1 else b""
         return [Document(place, piece, utf8) for piece in pieces if self._long_enough(piece)]
@@ -225,18 +225,29 @@ class DocumentFilter:
         """
         read = self._read + self._cut
         assert read == self._kept + self._dropped.total(), "documents read must be kept or counted as dropped"
-        found = {
+        contamination = {
             name: {**each, "items": {str(number): count for number, count in sorted(each["items"].items())}}
             for name, each in sorted(self._contamination.items())
         }
         return {
             "read": read, "cut": self._cut, "kept": self._kept, "bytes": self._bytes, "nuls": self._nuls,
-            "dropped": dict(self._dropped), "contamination": found,
+            "dropped": dict(self._dropped), "contamination": contamination,
         }  # fmt: skip
 
 
+def cut(text: str, max_chars: int) -> Iterator[str]:
+    """The text in pieces of at most max_chars, cut behind a newline where there is one."""
+    start = 0
+    while len(text) - start > max_chars:
+        newline = text.rfind("\n", start, start + max_chars)
+        end = newline + 1 if newline > start else start + max_chars
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
 def read_raw(path: Path, column: str, file: str | None = None, before: int = 0) -> Iterator[Rows]:
-    """A raw file in batches of about 4 MiB of text; file: the planned path, where its rows are
+    """A raw file in batches of rows; file: the planned path, where its rows are
     those of the input; before: rows of the input that are in other raw files.
     """
     try:
@@ -244,23 +255,14 @@ def read_raw(path: Path, column: str, file: str | None = None, before: int = 0) 
             names = parquet.schema_arrow.names
             if column not in names:
                 raise ValueError(f"{path} has no column {column!r}; its columns: {', '.join(names)}")
-            more = [
-                name
-                for name in ((ORIGIN,) if file is None else ORIGIN_FIELDS)
-                if name in names and name != column
-            ]
+            origin_fields = (ORIGIN,) if file is None else ORIGIN_FIELDS
+            more = [name for name in origin_fields if name in names and name != column]
             first = before
-            for number in range(parquet.num_row_groups):
-                group = parquet.metadata.row_group(number)
-                columns = (group.column(i) for i in range(group.num_columns))
-                size = next(each.total_uncompressed_size for each in columns if each.path_in_schema == column)
-                row_bytes = size // max(group.num_rows, 1)
-                rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(row_bytes, 1)))
-                for batch in parquet.iter_batches(rows, row_groups=[number], columns=[column, *more]):
-                    texts = batch.column(column).cast(pa.large_binary()).to_pylist()
-                    fields = {name: _values(batch.column(name)) for name in more}
-                    yield Rows(texts, file, first, fields, before)
-                    first += batch.num_rows
+            for batch in parquet.iter_batches(_BATCH_ROWS, columns=[column, *more]):
+                texts = batch.column(column).cast(pa.large_binary()).to_pylist()
+                fields = {name: _values(batch.column(name)) for name in more}
+                yield Rows(texts, file, first, fields, before)
+                first += batch.num_rows
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"{file or path} cannot be read ({error}); restore or exclude it") from error
 

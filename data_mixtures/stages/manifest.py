@@ -77,30 +77,30 @@ def _manifest(folder: Path) -> Json:
 def _decides(recipe: Recipe, out: Path, source: str) -> Json:
     """What decides the data of a source as far as it is known before: of the recipe, and the plan's files."""
     every = {**asdict(recipe), **asdict(recipe.source(source))}
-    said = {key: value for key, value in every.items() if key in _DECIDES}
-    said["valid_per_10000"] = recipe.held_out_of(source)
-    del said["filter"]["benchmarks"]  # paths, may move
-    if not said["dedup"]["contained_share"]:
-        del said["dedup"]["contained_share"]  # as before there was such a key
+    decides = {key: value for key, value in every.items() if key in _DECIDES}
+    decides["valid_per_10000"] = recipe.held_out_of(source)
+    del decides["filter"]["benchmarks"]  # paths, may move
+    if not decides["dedup"]["contained_share"]:
+        del decides["dedup"]["contained_share"]  # as before there was such a key
     if isinstance(given := recipe.tokenizer, TokenizerTraining):
-        said["tokenizer"] = [asdict(given), [each.name for each in recipe.sources]]
+        decides["tokenizer"] = [asdict(given), [each.name for each in recipe.sources]]
     else:
         path = Path(given.path)
-        said["tokenizer"] = [file_sha256(path), given.bos, given.eos] if path.is_file() else None
+        decides["tokenizer"] = [file_sha256(path), given.bos, given.eos] if path.is_file() else None
     with suppress(ValueError):  # it is not planned yet
-        said["plan"] = stage.planned(out, source)["plan_hash"]
-    return json.loads(json.dumps(said))  # as source.json has it
+        decides["plan"] = stage.planned(out, source)["plan_hash"]
+    return json.loads(json.dumps(decides))  # as source.json has it
 
 
 def _pins(out: Path, source: str) -> dict[str, str]:
     """The content of a source that each lock pins, by the lock's name."""
-    found: dict[str, str] = {}
+    by_lock: dict[str, str] = {}
     for path in sorted(out.glob("*.lock.json")):
         with suppress(ValueError):  # one that is broken pins nothing
             pins = {entry["name"]: entry["content_sha256"] for entry in mixture.read_lock(path)["sources"]}
             if source in pins:
-                found[path.name] = pins[source]
-    return found
+                by_lock[path.name] = pins[source]
+    return by_lock
 
 
 def _refuse_other_data(out: Path, source: str, description: Json) -> None:
@@ -126,15 +126,15 @@ def _publish(recipe: Recipe, out: Path, source: str, replace: bool) -> str:
         for name in receipt["files"]
     }
     final = out / source
-    if (published := _published(final, description, files)) is not None:
-        described = {
-            **published,
-            **description,
-            "code_version": published["code_version"],
-        }  # it made the shards
-        if described != published:  # the same data with other counts, or of another plan
-            shards.write_manifest(final, described)
-        return "reused"
+    published = _manifest(final)
+    with suppress(ValueError):
+        shards.check_sizes(final, description)
+        same = published.get("content_sha256") == shards.content_sha256(description)
+        if same and all((final / name).is_file() for name in files):
+            described = {**published, **description, "code_version": published["code_version"]}
+            if described != published:  # the same data with other counts, or of another plan
+                shards.write_manifest(final, described)
+            return "reused"
     if not replace:
         _refuse_other_data(out, source, description)
     partial = out / f".{source}.partial"
@@ -182,25 +182,6 @@ def _publish_there(
 
 
 _code_version = functools.cache(functools.partial(code_version, Path(__file__).parents[1]))
-
-
-def _published(final: Path, description: Json, files: dict[str, Path]) -> Json | None:
-    """The manifest in the folder, if it holds the same data; files freed in `shuffle` are not compared."""
-    manifest = _manifest(final)
-    try:
-        shards.check_sizes(final, description)
-        same = manifest.get("content_sha256") == shards.content_sha256(description)
-        return (
-            manifest if same and all(_is_copy(final / name, path) for name, path in files.items()) else None
-        )
-    except (ValueError, FileNotFoundError):
-        return None
-
-
-def _is_copy(link: Path, path: Path) -> bool:
-    """Whether a link or a copy and its file, unless that was freed, have size and time in common."""
-    is_, was = link.stat(), path.stat() if path.exists() else link.stat()
-    return (is_.st_size, is_.st_mtime_ns) == (was.st_size, was.st_mtime_ns)
 
 
 def _link(path: Path, link: Path) -> None:

@@ -42,9 +42,9 @@ def outcomes(stage: Stage, units: list[Unit], workers: int) -> Generator[Json | 
             try:
                 failure = ray.get(done)
             except ray.exceptions.RayError as error:
-                said = str(error).strip().splitlines()[0]
+                reason = str(error).strip().splitlines()[0]
                 raise ValueError(
-                    f"{stage.name} {unit}: its worker was lost {RETRIES + 1} times: {type(error).__name__}: {said} "
+                    f"{stage.name} {unit}: its worker was lost {RETRIES + 1} times: {type(error).__name__}: {reason} "
                     f"(out of memory? Ray's logs are in /tmp/ray of its node); {AGAIN}"
                 ) from error
             yield failure

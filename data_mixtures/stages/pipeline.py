@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from data_mixtures import store, tokenizer
-from data_mixtures.recipe import Recipe, TokenizerFile
+from data_mixtures import recipe_file, store, tokenizer
+from data_mixtures.recipe import Recipe, TokenizerFile, check_known
 from data_mixtures.stages import decontaminate, manifest, plan, quality, stage, tokenize, verify
 from data_mixtures.stages.containment import Contained, HeldOut, Scan
 from data_mixtures.stages.dedup import Bands, Dedup, Signatures
@@ -20,6 +21,7 @@ from data_mixtures.stages.filter import Filter
 from data_mixtures.stages.run import Options, figures, run_units, summary
 from data_mixtures.stages.shuffle import OrderDocuments, WriteShards
 from data_mixtures.stages.sorted_runs import Runs
+from records.workers import usable_cpus
 
 # the server that forks the workers has imported every stage, and pandas, which pyarrow looks for
 # when first used
@@ -47,11 +49,34 @@ class RunContext:
     replace: bool = False  # even if other data replace what a lock pins
     tables: bool = True  # print one after each stage
 
+    @property
+    def threads(self) -> int:
+        """For what runs in this process, wherever units run."""
+        return self.options.workers if self.options.kind == "local" else usable_cpus()
+
     def run(self, kind: Callable[..., stage.Stage], *more: Any) -> None:
         work = kind(self.recipe, self.out, self.sources, *more)
         receipts = run_units(work, self.options, self.console)
         if self.tables and receipts:
             self.console.print(summary(work.name, receipts))
+
+
+@contextmanager
+def open_run(
+    recipe_path: Path, out: Path, options: Options, console: Console, sources: str = "", **how: Any
+) -> Iterator[RunContext]:
+    """The folder of a recipe, alone. sources: names, separated by commas; how: the rest of `RunContext`."""
+    recipe = recipe_file.load(recipe_path)
+    known = tuple(source.name for source in recipe.sources)
+    names = tuple(sources.split(",")) if sources else known
+    check_known("source", names, known)
+    if recipe.corpus and (url := store.url_of(out)):
+        raise ValueError(
+            f"corpus = {recipe.corpus!r} writes files to a folder, and --out is {url}: run it alone, copy what it "
+            "writes behind a URL, and name that in the inputs; or give a folder as --out"
+        )
+    with stage.exclusive(out) as folder:
+        yield RunContext(recipe, folder, names, options, console, **how)
 
 
 def do(context: RunContext, name: str) -> None:
@@ -83,11 +108,11 @@ def _plan(context: RunContext) -> None:
     for sentence in plan.shared(planned):
         context.console.print(f"note: {sentence}", style="yellow", soft_wrap=True, markup=False)
     if context.tables:
-        told, rows = ("revision", "gate", "licence"), []
+        terms, rows = ("revision", "gate", "licence"), []
         for name, each in made.items():
             size = sum(map(plan.size_of, each["units"]))
-            rows.append([name, f"{len(each['units']):,}", f"{size:,}", *(each.get(key, "") for key in told)])
-        context.console.print(figures(None, ("source", "units", "bytes", *told), rows))
+            rows.append([name, f"{len(each['units']):,}", f"{size:,}", *(each.get(key, "") for key in terms)])
+        context.console.print(figures(None, ("source", "units", "bytes", *terms), rows))
 
 
 def _fetch(context: RunContext) -> None:
@@ -131,8 +156,7 @@ def _shuffle(context: RunContext) -> None:
 
 def check_data(context: RunContext, recipe_path: Path) -> None:
     """The stage `verify`. ValueError for damage, with the commands that restore what is damaged."""
-    store.check_on_disk(context.out, "verify")
-    damage = verify.verify(context.out, context.sources, context.console, context.options.threads)
+    damage = verify.verify(context.out, context.sources, context.console, context.threads)
     if damage:
         commands = "\n  ".join(verify.remedy(recipe_path, context.out, damage))
         raise ValueError(

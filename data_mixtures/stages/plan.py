@@ -22,8 +22,8 @@ import pyarrow
 import pyarrow.parquet
 import xxhash
 
-from data_mixtures import shards, store
-from data_mixtures.readers import content, hub, local, origins
+from data_mixtures import shards
+from data_mixtures.readers import content, hub, local
 from data_mixtures.recipe import HubSource, Input, LocalSource, Recipe, Source, check_known, nearest
 from data_mixtures.shards import Json
 from data_mixtures.stages.stage import PLAN, PLAN_FORMAT, read_plan
@@ -41,12 +41,10 @@ def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = N
     on_disk = [each for each in chosen if isinstance(each, LocalSource)]
     if recipe.corpus is not None and on_disk:
         _write_corpus(recipe.corpus, out / "corpus")
-        if there := store.of(out):
-            there.put_tree(out / "corpus")
     remote = [each for each in chosen if isinstance(each, HubSource)]
     new = [each for each in remote if before.get(each.name, {}).get("spec") != _spec(each)]
-    planned = _ask(hub.origin(mirror), new) if new else {}
-    planned |= _asked(on_disk, lambda each: _local(each, local.roots(out, recipe.folder)))
+    planned = _plan_hub(hub.origin(mirror), new) if new else {}
+    planned |= _plan_each(on_disk, lambda each: _local(each, local.roots(out, recipe.folder)))
     known = {**before, **planned}
     order = [each.name for each in recipe.sources if each.name in known]
     plan = {"format": PLAN_FORMAT, "sources": {name: known[name] for name in order}}
@@ -117,7 +115,7 @@ def _groups(
     elif source_input.max_bytes is not None:
         yield files, [], [{}]
     else:
-        for group in origins.grouped(files, lambda file: file[1], UNIT_BYTES):
+        for group in local.grouped(files, lambda file: file[1], UNIT_BYTES):
             yield group, [], _ranges(group) if source_input.kind == "jsonl" else [{}]
 
 
@@ -143,13 +141,13 @@ def _row_groups(name: str, size: int) -> list[Json]:
     if not local.can_seek(name) or ("://" in name and size <= UNIT_BYTES):
         return [{}]
     try:
-        with local.opened(name) as file:
+        with local.open_input(name) as file:
             metadata = pyarrow.parquet.read_metadata(file)
     except (pyarrow.ArrowInvalid, FileNotFoundError, PermissionError):  # `fetch` says what is wrong with it
         return [{}]
     parts, first = list[Json](), 0
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    for numbers in origins.grouped(range(len(groups)), lambda n: groups[n].total_byte_size, UNIT_BYTES):
+    for numbers in local.grouped(range(len(groups)), lambda n: groups[n].total_byte_size, UNIT_BYTES):
         size, rows = (sum(getattr(groups[n], of) for n in numbers) for of in ("total_byte_size", "num_rows"))
         parts.append({"row_groups": numbers, "first_row": first, "bytes": size})
         first += rows
@@ -159,7 +157,7 @@ def _row_groups(name: str, size: int) -> list[Json]:
 def _check_field(source_input: Input, name: str) -> None:
     """ValueError when the first file lacks the field or column of text; damage is counted when it is read."""
     if source_input.kind == "parquet":
-        with local.opened(name) as file:
+        with local.open_input(name) as file:
             _column_of(file, (source_input.field,), name)
     elif source_input.kind == "jsonl" and (problem := local.first_problem(name, source_input.field)):
         raise ValueError(problem)
@@ -180,7 +178,7 @@ def shared(plan: Json) -> Iterator[str]:
         yield f"{len(names)} files are in {' and '.join(sources)}, whose shares then hold the same text: {names[0]} ..."
 
 
-def _ask(origin: hub.Mirror, wanted: list[HubSource]) -> dict[str, Json]:
+def _plan_hub(origin: hub.Mirror, wanted: list[HubSource]) -> dict[str, Json]:
     """Access first, for all; then files and columns. One error names every source that fails, and why."""
     revisions, refused = dict[tuple[str, str], str](), dict[str, list[str]]()
     for each in wanted:
@@ -193,10 +191,10 @@ def _ask(origin: hub.Mirror, wanted: list[HubSource]) -> dict[str, Json]:
     counts = {"are not reachable": away, "refuse to be read": len(refused) - away}
     hint = "estimate without a network what will be read: python -m tools.plan JOB.toml" * bool(away)
     _stop_at(refused, " and ".join(f"{n} repositories {how}" for how, n in counts.items() if n), hint)
-    return _asked(wanted, lambda each: _hub(origin, each, revisions[each.repo, each.revision]))
+    return _plan_each(wanted, lambda each: _hub(origin, each, revisions[each.repo, each.revision]))
 
 
-def _asked(wanted: list[S], ask: Callable[[S], Json]) -> dict[str, Json]:
+def _plan_each(wanted: list[S], ask: Callable[[S], Json]) -> dict[str, Json]:
     """One entry for each source, or one error for all."""
     planned, refused = {}, dict[str, list[str]]()
     for each in wanted:
@@ -217,15 +215,15 @@ def _stop_at(refused: dict[str, list[str]], what: str, hint: str = "") -> None:
 def _hub(origin: hub.Mirror, each: HubSource, revision: str) -> Json:
     entries: list[Json] = []
     for config in each.configs:
-        found = origin.files(each.repo, revision, config)
-        if not found:
+        files = origin.files(each.repo, revision, config)
+        if not files:
             near = nearest(config, origin.folders(each.repo, revision), "its folders:")
             raise ValueError(f"{each.repo} @ {revision} has no Parquet file in {config}/; {near}")
         if each.files is not None:
-            found = sorted(found, key=lambda file: xxhash.xxh3_64_intdigest(file.path.encode()))[: each.files]
-        with origin.open(each.repo, revision, found[0].path) as opened:
-            column = _column_of(opened, each.text_columns, f"{each.repo} @ {revision}: {found[0].path}")
-        entries += [{"kind": "parquet", **asdict(file), "text_column": column} for file in found]
+            files = sorted(files, key=lambda file: xxhash.xxh3_64_intdigest(file.path.encode()))[: each.files]
+        with origin.open(each.repo, revision, files[0].path) as opened:
+            column = _column_of(opened, each.text_columns, f"{each.repo} @ {revision}: {files[0].path}")
+        entries += [{"kind": "parquet", **asdict(file), "text_column": column} for file in files]
     units = _numbered(each, entries)
     facts = {"kind": "hub", "category": each.category, "repo": each.repo, "revision": revision}
     terms = {"licence": each.licence, "gate": each.gate, "spec": _spec(each)}
@@ -246,10 +244,10 @@ def text_column(schema: pyarrow.Schema, names: tuple[str, ...], where: str) -> s
     """Which of these columns of a file holds the text. ValueError names the columns of an unknown layout."""
     columns = f"its columns: {', '.join(f'{field.name} ({field.type})' for field in schema)}"
     texts = {field.name for field in schema if field.type in _TEXT}
-    found = [name for name in names if name in texts]
-    if len(found) != 1:
+    matches = [name for name in names if name in texts]
+    if len(matches) != 1:
         raise ValueError(
             f"{where} must have exactly one column of text or bytes named {' or '.join(names)}; {columns}. "
             "Look at the file and name its column of text as `field` of the input, or text_columns of a hub source"
         )
-    return found[0]
+    return matches[0]

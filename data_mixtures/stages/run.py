@@ -32,12 +32,11 @@ from data_mixtures.stages.stage import (
     Unit,
     attempt,
     is_done,
-    raise_failure,
     receipt_of,
     remove_partial,
     unit_folder,
 )
-from records.workers import end_with_parent, usable_cpus
+from records.workers import end_with_parent
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,6 @@ class Options:
 
     workers: int = 1
     kind: str = "local"
-
-    @property
-    def threads(self) -> int:
-        """For what runs in this process, wherever units run."""
-        return self.workers if self.kind == "local" else usable_cpus()
 
 
 def _run(stage: Stage, units: list[Unit], options: Options, tell: Callable[[int], None]) -> None:
@@ -65,7 +59,8 @@ def _run(stage: Stage, units: list[Unit], options: Options, tell: Callable[[int]
         outcomes = _in_parallel(stage, units, place, min(options.workers, len(units)))
     try:
         for finished, failure in enumerate(outcomes, 1):
-            raise_failure(failure)
+            if failure is not None:
+                raise (ValueError if failure["user"] else RuntimeError)(failure["message"])
             tell(finished)
     finally:
         outcomes.close()  # what still runs ends first
@@ -128,8 +123,8 @@ def run_units(stage: Stage, options: Options, console: Console) -> dict[Unit, Js
     _read_receipts(stage, units)
     todo = [unit for unit in units if not is_done(stage, unit)]
     done = len(units) - len(todo)
-    said = progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.BarColumn()
-    columns = *said, progress.MofNCompleteColumn(), progress.TimeElapsedColumn()
+    text_columns = progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.BarColumn()
+    columns = *text_columns, progress.MofNCompleteColumn(), progress.TimeElapsedColumn()
     with progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(stage.name, total=len(units), completed=done)
         _run(stage, todo, options, lambda finished: bar.update(task, completed=done + finished))
@@ -153,7 +148,7 @@ def _read_receipts(stage: Stage, units: list[Unit]) -> None:
 def _remove_others(stage: Stage, units: list[Unit]) -> None:
     """Delete units with numbers that these sources no longer have, of an older plan or of more text."""
     known = {unit_folder(stage.out, stage.name, unit) for unit in units}
-    here = {found for folder in {unit.parent for unit in known} for found in folder.glob("unit-*")}
+    here = {path for folder in {unit.parent for unit in known} for path in folder.glob("unit-*")}
     for folder in here - known:
         shutil.rmtree(folder)
         if there := store.of(stage.out):

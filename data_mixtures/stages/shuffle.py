@@ -49,7 +49,7 @@ class OrderDocuments(Stage):
 
     def work(self, unit: Unit, folder: Path) -> Json:
         low, high = ranges_of(self.out, unit.source)[unit.number]
-        with blocks.opened(self.out, *sorted_runs.made_by(self.out, unit.source), INDEX) as files:
+        with blocks.open_files(self.out, *sorted_runs.made_by(self.out, unit.source), INDEX) as files:
             parts = sorted_runs.read_slices(files, low, high)
         documents, read = sorted_runs.merge(parts), sum(map(len, parts))
         held_out = documents["low"] < np.uint64(shards.held_out_below(self.recipe.held_out_of(unit.source)))
@@ -117,7 +117,7 @@ class WriteShards(Stage):
             return {**entry, "documents": self._count(unit.source, part, "documents")}
         if not entry["windows"]:  # no document begins in this part of the stream
             return entry
-        with blocks.opened(self.out, *sorted_runs.made_by(self.out, unit.source), ORIGINS) as files:
+        with blocks.open_files(self.out, *sorted_runs.made_by(self.out, unit.source), ORIGINS) as files:
             where = index["unit"], index["origin"], index["origin_bytes"]
             origins = blocks.gather(files, *where, np.dtype("u1"))
             if order is not None:
@@ -164,13 +164,13 @@ class WriteShards(Stage):
     ) -> Iterator[np.ndarray]:
         """Tokens first <= i < last of a source, or of documents that begin there, which `begins` gets."""
         at, dtype = 0, sorted_runs.dtype_of(self.out, source)
-        with blocks.opened(self.out, *sorted_runs.made_by(self.out, source), TOKENS) as files:
+        with blocks.open_files(self.out, *sorted_runs.made_by(self.out, source), TOKENS) as files:
             for number, receipt in enumerate(self._orders(source)):
                 if at >= last:
                     return
                 tokens = receipt["counts"][part]["tokens"]
                 if tokens and at + tokens > first:
-                    rows = stage.checked(self.out, ORDER, Unit(source, number), f"{part}.npy")
+                    rows = stage.checked_file(self.out, ORDER, Unit(source, number), f"{part}.npy")
                     documents = _placed(np.load(rows, mmap_mode="r"), at, first, last)
                     begins.append(documents[documents["at"] >= first])
                     skip, until = np.maximum(first - documents["at"], 0), last - documents["at"]

@@ -86,7 +86,7 @@ class Runs(Stage):
         names = "documents", "tokens", "bytes"
         total = {name: sum(each["counts"][name] for each in made) for name in names}
         with ExitStack() as stack:
-            read = {n: stack.enter_context(blocks.opened(self.out, "tokenize", group, n)) for n in SLICED}
+            read = {n: stack.enter_context(blocks.open_files(self.out, "tokenize", group, n)) for n in SLICED}
             written = {name: stack.enter_context((folder / name).open("wb")) for name in SLICED}
             shards.write_array_header(written[INDEX], DOCUMENT, total["documents"])
             at = {TOKENS: 0, ORIGINS: 0}

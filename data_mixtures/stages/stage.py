@@ -80,21 +80,21 @@ class Stage:
         raise NotImplementedError
 
 
-def remembered(read: Callable[[Path], T]) -> Callable[[Path], T]:
+def cache_by_file(read: Callable[[Path], T]) -> Callable[[Path], T]:
     """`read`, which reads a file again only when its time or size has changed."""
 
     @functools.lru_cache(maxsize=4)
-    def kept(path: Path, mtime_ns: int, size: int) -> T:
+    def cached(path: Path, mtime_ns: int, size: int) -> T:
         return read(path)
 
     def latest(path: Path) -> T:
         status = path.stat()
-        return kept(path, status.st_mtime_ns, status.st_size)
+        return cached(path, status.st_mtime_ns, status.st_size)
 
     return latest
 
 
-sha256_of = remembered(file_sha256)  # of a large tokenizer.json it takes 0.1 s, and each unit asks
+sha256_of = cache_by_file(file_sha256)  # of a large tokenizer.json it takes 0.1 s, and each unit asks
 
 
 def read_plan(out: Path) -> Json:
@@ -104,11 +104,13 @@ def read_plan(out: Path) -> Json:
     return _read_plan(path)
 
 
-@remembered
+@cache_by_file
 def _read_plan(path: Path) -> Json:
     plan = shards.read_json(path, "delete it and plan again")
-    if (found := plan.get("format")) != PLAN_FORMAT:
-        raise ValueError(f"{path} has format {found!r}, this code reads {PLAN_FORMAT}; delete it, plan again")
+    if (plan_format := plan.get("format")) != PLAN_FORMAT:
+        raise ValueError(
+            f"{path} has format {plan_format!r}, this code reads {PLAN_FORMAT}; delete it, plan again"
+        )
     return plan
 
 
@@ -139,8 +141,8 @@ def unit_folder(out: Path, stage: str, unit: Unit) -> Path:
 
 def key_of(name: str, *parts: Any) -> str:
     """sha256 (hex) over a stage's name and format (FORMATS) and parts, as JSON."""
-    said = json.dumps([name, FORMATS[name], *parts], sort_keys=True, default=str)
-    return hashlib.sha256(said.encode()).hexdigest()
+    content = json.dumps([name, FORMATS[name], *parts], sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 @functools.cache
@@ -205,7 +207,7 @@ def result(out: Path, stage: str, unit: Unit) -> tuple[Path, Json]:
     return folder, receipt
 
 
-def checked(out: Path, stage: str, unit: Unit, name: str) -> Path:
+def checked_file(out: Path, stage: str, unit: Unit, name: str) -> Path:
     """A file of a finished unit that holds the bytes that were written.
 
     ValueError when it does not: then the unit counts as not done, and the next start makes it again. A file
@@ -215,8 +217,8 @@ def checked(out: Path, stage: str, unit: Unit, name: str) -> Path:
     path, expected = folder / name, receipt["files"][name]
     if there := store.of(out):
         there.pull(path)
-    found = _entry(path) if path.is_file() else {"bytes": 0, "xxh3": "none"}
-    if found == expected:
+    entry = _entry(path) if path.is_file() else {"bytes": 0, "xxh3": "none"}
+    if entry == expected:
         return path
     if stage == "fetch" and path.is_file() and path.stat().st_nlink > 1:
         fix = f"It is a link of a mirror's file: restore that one, or remove {folder} to read it as it is now"
@@ -224,7 +226,7 @@ def checked(out: Path, stage: str, unit: Unit, name: str) -> Path:
         forget(out, stage, unit)
         fix = "Was it changed, or does a disk or memory fail? Start again: the unit is then made again"
     raise ValueError(
-        f"{path} is not what {stage!r} wrote: {found['bytes']} bytes with xxh3 {found['xxh3']}, its receipt says "
+        f"{path} is not what {stage!r} wrote: {entry['bytes']} bytes with xxh3 {entry['xxh3']}, its receipt says "
         f"{expected['bytes']} with {expected['xxh3']}. {fix}"
     )
 
@@ -319,12 +321,6 @@ def attempt(stage: Stage, unit: Unit, place: store.Place | None = None) -> Json 
     except Exception:
         return {"user": False, "message": f"{stage.name} {unit} failed:\n{traceback.format_exc()}"}
     return None
-
-
-def raise_failure(failure: Json | None) -> None:
-    """Raise what `attempt` returned: ValueError for what a user can fix."""
-    if failure is not None:
-        raise (ValueError if failure["user"] else RuntimeError)(failure["message"])
 
 
 def _entry(path: Path, sync: bool = False) -> Json:

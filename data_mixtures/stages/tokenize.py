@@ -10,7 +10,7 @@ depend on units or workers.
 from __future__ import annotations
 
 import functools
-import itertools
+import heapq
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -22,7 +22,7 @@ import xxhash
 from data_mixtures import shards, tokenizer
 from data_mixtures.recipe import Recipe, TokenizerFile, TokenizerTraining
 from data_mixtures.shards import Json
-from data_mixtures.stages import blocks, documents, repeats, stage
+from data_mixtures.stages import blocks, documents, stage
 from data_mixtures.stages.stage import DOCUMENTS, Stage, Unit
 from records.files import file_sha256, write_atomically
 
@@ -34,7 +34,6 @@ DOCUMENT = np.dtype(
     [(name, kind) for names, kind in zip(_COLUMNS, ("<u8", "<u4"), strict=True) for name in names]
 )
 COMPARED_OF, _COMPARED_BYTES, _COMPARED_CHARS = 1000, 1 << 16, 100_000
-_SLACK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -63,27 +62,31 @@ class Tokenize(Stage):
         wanted = self.recipe.filter.repeated_ngrams
         unsorted = {name: folder / f".{name}.unsorted" for name in (TOKENS, ORIGINS)}
         with unsorted[TOKENS].open("wb") as token_file, unsorted[ORIGINS].open("wb") as origin_file:
-            for ids, texts, origins in documents.kept(self.recipe, self.out, unit):
+            for ids, texts, origins in documents.read_remaining(self.recipe, self.out, unit):
                 sample.check(ids, texts)
                 tokens, lengths = made.encode(texts, fast)
                 token_file.write(tokens.data)
                 origin_file.writelines(origins)
                 rows.append(describe(ids, self.recipe.seed, lengths, texts, origins))
-                looping.append(repeats.repeated(tokens, lengths) if wanted else np.zeros(len(ids), bool))
-        found = np.concatenate([np.empty(0, DOCUMENT), *rows])
-        order = by_key(found)
-        ordered = found[order := order[~np.concatenate(looping)[order]]]
+                looping.append(
+                    documents.with_repeats(tokens, lengths) if wanted else np.zeros(len(ids), bool)
+                )
+        unit_documents = np.concatenate([np.empty(0, DOCUMENT), *rows])
+        order = by_key(unit_documents)
+        ordered = unit_documents[order := order[~np.concatenate(looping)[order]]]
         for name, start, length, dtype in parts(made.dtype):
             ordered[start] = np.cumsum(ordered[length], dtype=np.int64) - ordered[length]
-            write_ordered(folder / name, unsorted[name], found[length] * np.int64(dtype.itemsize), order)
+            write_ordered(
+                folder / name, unsorted[name], unit_documents[length] * np.int64(dtype.itemsize), order
+            )
             unsorted[name].unlink()
         shards.save_array(folder / INDEX, ordered)
         for name in SLICED:
             blocks.seal(folder / name)
         left_out = documents.left_out(self.recipe, self.out, unit)
         dropped = {reason: len(rows) for reason, rows in left_out.items()}
-        dropped["repeated_ngrams"] = len(found) - len(ordered)
-        slow = 0 if fast and made.fast else len(found)
+        dropped["repeated_ngrams"] = len(unit_documents) - len(ordered)
+        slow = 0 if fast and made.fast else len(unit_documents)
         return {**totals(ordered), "slow": slow, "dropped": dropped}
 
 
@@ -214,7 +217,7 @@ def training_sample(recipe: Recipe, out: Path, train_bytes: int) -> list[str]:
     total, sample = max(sum(sizes.values()), 1), []
     for source, size in sizes.items():
         units = stage.planned_units(out, source)
-        batches = (batch for unit in units for batch in documents.kept(recipe, out, unit))
+        batches = (batch for unit in units for batch in documents.read_remaining(recipe, out, unit))
         given = (document for ids, texts, _ in batches for document in zip(ids, texts, strict=True))
         sample += first_documents(given, train_bytes * size // total, recipe)
     return sample
@@ -223,19 +226,17 @@ def training_sample(recipe: Recipe, out: Path, train_bytes: int) -> list[str]:
 def first_documents(documents: Iterable[tuple[bytes, bytes]], budget: int, recipe: Recipe) -> list[str]:
     """Of (id, text) in any order: those that training sees first, until they have `budget` bytes together."""
     held_out = shards.held_out_below(_held_out(recipe))
-    known: dict[tuple[int, bytes], bytes] = {}
-    size = 0
+    heap: list[tuple[int, int, bytes]] = []  # negative, so that the last in the shuffle's order comes first
+    ids, size = set[int](), 0
     for identity, text in documents:
-        if int.from_bytes(identity[8:], "big") >= held_out:
-            known[key_of_id(identity, recipe.seed), identity] = text
-            size += len(text)
-            if size > 2 * budget + _SLACK_BYTES:
-                known = _first(known, budget)
-                size = sum(map(len, known.values()))
-    return [text.decode("utf-8") for text in _first(known, budget).values()]
-
-
-def _first(known: dict[tuple[int, bytes], bytes], budget: int) -> dict[tuple[int, bytes], bytes]:
-    places = sorted(known)
-    before = itertools.accumulate((len(known[place]) for place in places), initial=0)
-    return {place: known[place] for place, size in zip(places, before, strict=False) if size < budget}
+        number = int.from_bytes(identity, "big")
+        if number % 2**64 < held_out or number in ids:
+            continue
+        heapq.heappush(heap, (-key_of_id(identity, recipe.seed), -number, text))
+        ids.add(number)
+        size += len(text)
+        while heap and size - len(heap[0][2]) >= budget:
+            _, negative, last = heapq.heappop(heap)
+            ids.remove(-negative)
+            size -= len(last)
+    return [text.decode("utf-8") for *_, text in sorted(heap, reverse=True)]

@@ -16,9 +16,9 @@ import shlex
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -29,51 +29,55 @@ from data_mixtures import mixture, shards
 from data_mixtures.shards import Json
 from data_mixtures.stages import shuffle, stage
 from data_mixtures.stages.stage import Unit
-from records.workers import usable_cpus
-
-# of a whole shard: its number, where its first document begins, and where the one after its last
-# would, in tokens
-Span = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Damage:
-    """Something that is not what it should be. block: of 16 MiB, by number; None for the whole file."""
+    """Something that is not what it should be."""
 
     path: Path
     reason: str
-    block: int | None = None
 
     def __str__(self) -> str:
-        block = "" if self.block is None else f"block {self.block} "
-        return f"{self.path}: {block}{self.reason}"
+        return f"{self.path}: {self.reason}"
 
 
-def verify(out: Path, sources: tuple[str, ...], console: Console, workers: int | None = None) -> list[Damage]:
+class Span(NamedTuple):
+    """Of the documents that a shard lists: where the first begins and the one after the last would, in tokens."""
+
+    shard: int
+    begin: int
+    end: int
+
+
+def verify(out: Path, sources: tuple[str, ...], console: Console, workers: int) -> list[Damage]:
     """Check all files of these sources and the locks beside them, and print what is wrong.
 
     ValueError when a source has no readable manifest.
     """
     manifests = {source: shards.read_manifest(out / source) for source in sources}
-    of_sources = ((out / source, manifest) for source, manifest in manifests.items())
-    files = [(*each, entry) for each in of_sources for entry in shards.token_files(each[1])]
-    found: list[Damage] = []
+    files = [
+        (out / source, manifest, entry)
+        for source, manifest in manifests.items()
+        for entry in shards.token_files(manifest)
+    ]
+    damage: list[Damage] = []
     spans: dict[str, list[Span]] = {source: [] for source in sources}
-    with ThreadPoolExecutor(workers or usable_cpus()) as pool:
+    with ThreadPoolExecutor(workers) as pool:
         checks = pool.map(_check_file, *zip(*files, strict=True))
-        shown = track(checks, "verifying", len(files), console=console, transient=True)
-        for (folder, *_), (damage, span) in zip(files, shown, strict=True):
-            found += damage
+        progress = track(checks, "verifying", len(files), console=console, transient=True)
+        for (folder, *_), (of_file, span) in zip(files, progress, strict=True):
+            damage += of_file
             spans[folder.name] += span
     for source, manifest in manifests.items():
-        found += _check_source(out / source, manifest, spans[source])
-    found += _check_locks(out, manifests)
-    for each in found:
+        damage += _check_source(out / source, manifest, spans[source])
+    damage += _check_locks(out, manifests)
+    for each in damage:
         console.print(f"damaged: {each}", style="red", soft_wrap=True, markup=False)
     count = sum(len(shards.files_of(entry)) for _, _, entry in files)
     size = sum(entry["bytes"] for _, _, entry in files)
-    console.print(f"{count} files, {size:,} bytes: {len(found)} damaged")
-    return found
+    console.print(f"{count} files, {size:,} bytes: {len(damage)} damaged")
+    return damage
 
 
 def _check_file(folder: Path, manifest: Json, entry: Json) -> tuple[list[Damage], list[Span]]:
@@ -85,46 +89,58 @@ def _check_file(folder: Path, manifest: Json, entry: Json) -> tuple[list[Damage]
         return damage, []
     path = folder / entry["docs"]["name"]
     try:
-        ids, lengths, _ = _documents(path, entry["docs"])
+        return damage, _check_index(path, manifest, entry, begins)
     except ValueError as error:
         return [*damage, Damage(path, str(error))], []
     except OSError as error:
         return [*damage, Damage(path, f"cannot be unpacked ({error})")], []
-    if begins is None:
-        return damage, []
-    wrong: list[Damage] = []
+
+
+def _check_index(path: Path, manifest: Json, entry: Json, begins: np.ndarray | None) -> list[Span]:
+    """A document index. begins: where documents begin in undamaged tokens. ValueError or OSError says what is wrong."""
+    if not path.is_file():
+        raise ValueError("missing")
+    data, docs = shards.unpacked(path), entry["docs"]
+    if (sha256 := hashlib.sha256(data).hexdigest()) != docs["sha256_uncompressed"]:
+        raise ValueError(f"unpacked sha256 {sha256}, {docs['sha256_uncompressed']} in the manifest")
+    ids, lengths, _ = shards.unpack_documents(data)
+    if len(ids) != docs["documents"]:
+        raise ValueError(f"{len(ids)} documents, {docs['documents']} in the manifest")
     if (ids < np.uint64(shards.held_out_below(manifest["valid_per_10000"]))).any():
-        wrong.append(Damage(path, "lists documents that are held out"))
+        raise ValueError("lists documents that are held out")
+    if begins is None:
+        return []
     # the last token is the next shard's first as well
     begins = begins[begins < entry["windows"] * manifest["seq_len"]]
-    first = int(begins[0]) if len(begins) else 0
-    ends = first + np.cumsum(lengths, dtype=np.int64)
-    if "flags" in entry:
-        if len(begins) != len(ids):
-            wrong.append(Damage(path, f"lists {len(ids)} documents, {len(begins)} begin in {entry['name']}"))
-        return damage + wrong, []
+    if len(begins) != len(ids):
+        raise ValueError(f"lists {len(ids)} documents, {len(begins)} begin in {entry['name']}")
+    if "flags" in entry or not len(ids):  # packed: not in a row
+        return []
+    ends = begins[0] + np.cumsum(lengths, dtype=np.int64)
     if not np.array_equal(begins, ends - lengths):
-        wrong.append(
-            Damage(path, f"its documents do not begin where {entry['name']} has {manifest['bos_id']}")
-        )
+        raise ValueError(f"its documents do not begin where {entry['name']} has {manifest['bos_id']}")
     number = shards.shard_number(entry["name"])
     at = number * manifest["windows_per_shard"] * manifest["seq_len"]
-    return damage + wrong, [(number, at + first, at + int(ends[-1]))] if len(ends) and not wrong else []
+    return [Span(number, at + int(begins[0]), at + int(ends[-1]))]
 
 
 def _check_tokens(path: Path, entry: Json, bos_id: int) -> tuple[list[Damage], np.ndarray | None]:
+    """Bytes of a file against its entry; where `bos_id` stands, int64, if there is no damage."""
     if not path.is_file():
         return [Damage(path, f"missing; {entry['bytes']} bytes in the manifest")], None
     damage: list[Damage] = []
-    begins: list[np.ndarray] = []
-    whole, at, blocks, dtype = hashlib.sha256(), 0, iter(entry["xxh3_blocks"]), shards.token_dtype(entry)
+    begins = [np.empty(0, np.int64)]
+    whole, at, dtype = hashlib.sha256(), 0, shards.token_dtype(entry)
     size = path.stat().st_size
-    for block in shards.read_blocks(path, size):
+    for number, (block, expected) in enumerate(
+        zip_longest(shards.read_blocks(path, size), entry["xxh3_blocks"])
+    ):
+        if block is None:  # the file is too short, which is said below
+            break
         whole.update(block)
-        expected = next(blocks, None)
         if expected != xxhash.xxh3_64_hexdigest(block):
-            what = "lies behind the end" if expected is None else f"does not have its hash {expected}"
-            damage.append(Damage(path, what if block else "cannot be read", len(begins)))
+            reason = "lies behind the end" if expected is None else f"does not have its hash {expected}"
+            damage.append(Damage(path, f"block {number} {reason if block else 'cannot be read'}"))
         tokens = np.frombuffer(block, dtype, len(block) // dtype.itemsize)
         begins.append(np.flatnonzero(tokens == bos_id) + at)
         at += len(tokens)
@@ -132,31 +148,17 @@ def _check_tokens(path: Path, entry: Json, bos_id: int) -> tuple[list[Damage], n
         damage.append(Damage(path, f"{size} bytes, {entry['bytes']} in the manifest: truncated or foreign"))
     elif whole.hexdigest() != entry["sha256"] and not damage:
         damage.append(Damage(path, f"sha256 {whole.hexdigest()}, {entry['sha256']} in the manifest"))
-    return damage, None if damage else np.concatenate([np.empty(0, np.int64), *begins])
-
-
-def _documents(path: Path, entry: Json) -> tuple[np.ndarray, np.ndarray, Any]:
-    """A document index. ValueError or OSError says what is wrong with it."""
-    if not path.is_file():
-        raise ValueError("missing")
-    data = shards.unpacked(path)
-    found = hashlib.sha256(data).hexdigest()
-    if found != (expected := entry["sha256_uncompressed"]):
-        raise ValueError(f"unpacked sha256 {found}, {expected} in the manifest")
-    documents = shards.unpack_documents(data)
-    if (count := len(documents[0])) != entry["documents"]:
-        raise ValueError(f"{count} documents, {entry['documents']} in the manifest")
-    return documents
+    return damage, None if damage else np.concatenate(begins)
 
 
 def _check_source(folder: Path, manifest: Json, spans: list[Span]) -> list[Damage]:
     """Checks across files: documents that continue in the next shard, counts, files that do not belong here."""
     damage: list[Damage] = []
     path = folder / shards.MANIFEST
-    for (left, _, end), (right, begin, _) in pairwise(spans):
-        if right == left + 1 and begin != end:
-            said = f"shard {left} lists documents up to token {end}, shard {right} from {begin}"
-            damage.append(Damage(path, said))
+    for left, right in pairwise(spans):
+        if right.shard == left.shard + 1 and right.begin != left.end:
+            reason = f"shard {left.shard} lists documents up to token {left.end}, shard {right.shard} from"
+            damage.append(Damage(path, f"{reason} {right.begin}"))
     windows = sum(entry["windows"] for entry in manifest["shards"])
     if windows != manifest["windows"]:
         damage.append(Damage(path, f"{manifest['windows']} windows, its shards have {windows}"))
@@ -197,7 +199,7 @@ def remedy(recipe_path: Path, out: Path, damage: Iterable[Damage]) -> list[str]:
     for path in (each.path for each in damage):
         if path.parent == out or path.name == shards.MANIFEST:
             continue
-        number = int(found[1]) if (found := re.match(r"shard-(\d+)\.", path.name)) else None
+        number = int(shard[1]) if (shard := re.match(r"shard-(\d+)\.", path.name)) else None
         if path.name in (shards.VALID, shuffle.flags_name(shards.VALID)):  # its unit follows the shards'
             number = len(shards.read_manifest(path.parent)["shards"])
         if number is not None:

@@ -1,24 +1,19 @@
-"""Conversations in a model's chat template: any model's own, as text, and a Laneformer's for
-training, as token ids.
+"""Conversations in a Laneformer's own chat template, as token ids for training; prompts.py renders any model's.
 
-`ChatTemplate` renders the Jinja template that a model brings, as Transformers does. A Laneformer's own is
-also known to `render`, which training needs: every message is a role header, its content without surrounding
-white space, and the token that ends a text. Its ids are made segment by segment and put in a row, so no merge
-crosses a boundary and each id is either trained or not. The exported chat_template.jinja gives the same ids,
-with one exception: there a message that spells "</s>" ends its turn, in `render` text stays text.
+Every message is a role header, its content without surrounding white space, and the token that ends a text. Ids
+are made segment by segment and put in a row, so no merge crosses a boundary and each id is either trained or
+not. The exported chat_template.jinja gives the same ids, with one exception: there a message that spells "</s>"
+ends its turn, in `render` text stays text.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
-GENERATION_MARK = "generation_mark"  # a template's variable: stands where {% generation %} begins and ends
 _HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n"
 
 
@@ -90,7 +85,7 @@ def render(
     segments: list[Segment] = []
     expected = USER
     for number, message in enumerate(messages):
-        role, text = _checked(message, number, expected)
+        role, text = check_message(message, number, expected)
         if role == SYSTEM:
             continue
         expected = USER if role == ASSISTANT else ASSISTANT
@@ -112,7 +107,7 @@ def token_ids(segments: Sequence[Segment]) -> list[int]:
     return [token for segment in segments for token in segment.ids]
 
 
-def _checked(message: Mapping[str, Any], number: int, expected: str) -> tuple[str, str]:
+def check_message(message: Mapping[str, Any], number: int, expected: str) -> tuple[str, str]:
     """Role and stripped text of a message. ChatError where the template has no form for it."""
     if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
         raise ChatError(
@@ -152,88 +147,3 @@ def is_wanted(message: Mapping[str, Any], number: int) -> bool:
             f"message {number} has weight {weight!r} and train {train!r}; allowed are 0, 1, false and true",
         )
     return weight != 0 and train is not False
-
-
-class ChatTemplate:
-    """The template in a `tokenizer_config.json` (or that of a GGUF file), rendered as by Transformers.
-
-    Templates are third-party code: they run in Jinja's sandbox and see plain JSON values only.
-    """
-
-    def __init__(self, tokenizer_config: Mapping[str, Any]):
-        """ValueError without a template, for one that is no Jinja, and where jinja2 is missing."""
-        found = tokenizer_config.get("chat_template")
-        if isinstance(found, list):  # named ones
-            found = {entry["name"]: entry["template"] for entry in found}
-        named = found if isinstance(found, dict) else {"default": found} if found else {}
-        if "default" not in named:
-            raise ValueError(
-                f"the model has no default chat template (named ones: {sorted(named)}); give plain text"
-            )
-        environment, self._error = _environment()
-        try:
-            self._templates = {name: environment.from_string(source) for name, source in named.items()}
-        except self._error as error:
-            raise ValueError(f"the model's chat template cannot be read: {error}") from None
-        tokens = {name: value for name, value in tokenizer_config.items() if name.endswith("_token")}
-        self._tokens = {name: t["content"] if isinstance(t, dict) else t for name, t in tokens.items() if t}
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
-    ) -> str:
-        """The conversation as text, special tokens spelled out; tools (JSON schemas)
-        choose a template "tool_use".
-
-        Encode it without adding special tokens. ChatError where the template refuses the messages.
-        """
-        name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
-        given = {"messages": messages, "tools": tools, "documents": None, **variables}
-        values = json.loads(json.dumps({**given, "add_generation_prompt": add_generation_prompt}))
-        try:
-            return self._templates[name].render(**self._tokens, **values)
-        except (self._error, TypeError) as error:
-            raise ChatError(
-                "template", f"the model's chat template refuses the conversation: {error}"
-            ) from None
-
-
-def _environment() -> tuple[Any, type[Exception]]:
-    """Jinja as Transformers sets it up: sandboxed, with what templates of the Hub use; and
-    its class of errors.
-    """
-    try:
-        from jinja2 import TemplateError, nodes
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ModuleNotFoundError:
-        raise ValueError("a chat template needs the package jinja2: pip install 'laneformer[chat]'") from None
-
-    class Generation(Extension):
-        """{% generation %}: what the model is trained to write, a block between two marks."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> list[nodes.Node]:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            begin, end = (nodes.Output([nodes.Name(GENERATION_MARK, "load")]) for _ in range(2))
-            return [each.set_lineno(line) for each in (begin, nodes.Scope(body), end)]
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # Jinja's own filter escapes HTML
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment, TemplateError

@@ -15,17 +15,14 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from .ropes import check_scaling, own_ropes
-from .variant import NO_VARIANT, Rope, Variant
+from .ropes import Rope, check_scaling, own_ropes
 
 MODULES = ("attention", "mlp")
 MATRICES = ("attention.wq", "attention.wk", "attention.wv", "attention.wo",
             "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")  # fmt: skip
 NORMS = ("attention_norm", "ffn_norm")  # of a layer, in the order of MODULES
-POST_NORMS = ("attention_post_norm", "ffn_post_norm")  # of their outputs, where a `variant` has them
 BIASED = ("attention.wq", "attention.wk", "attention.wv")  # by `attention_bias`
 HEAD_NORMS = ("attention.q_norm", "attention.k_norm")  # by `qk_norm`: of every head's, before RoPE
-ROUTER = "feed_forward.router"  # of a mixture of experts
 EMBEDDING = "tok_embeddings.weight"
 HEAD = "lm_head.weight"
 LM_HEAD_TYPES = ("vocab_parallel", "replicate", "lane")
@@ -56,8 +53,8 @@ class Join(str, enum.Enum):  # noqa: UP042  (StrEnum needs Python 3.11, exported
 class LaneformerConfig:
     """Shapes and switches of one Laneformer. Invalid values raise ValueError on construction.
 
-    head_dim to variant are there for checkpoints of other families (llama/): head_dim None is hidden_size over
-    num_attention_heads; attention_bias adds to queries, keys and values; variant is the rest (variant.py).
+    head_dim (None: hidden_size over num_attention_heads), attention_bias (of queries, keys and values) and
+    qk_norm are there for checkpoints of other families; what else those have, a subclass says (llama/family.py).
 
     nope_layers are those without RoPE; window_rope_theta and rope_scaling are explained in ropes.py.
 
@@ -97,7 +94,6 @@ class LaneformerConfig:
     qk_norm: bool = False
     nope_layers: tuple[int, ...] = ()
     window_rope_theta: float | None = None
-    variant: Variant = NO_VARIANT
     num_nextn_predict_layers: int = 0
     draft_vocab_size: int = 0
     deliver_tail: bool = True
@@ -105,15 +101,13 @@ class LaneformerConfig:
     def __post_init__(self) -> None:
         for name in ("swa_layers", "nope_layers"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        object.__setattr__(self, "variant", Variant.of(self.variant))
         for check in (_check_sizes, _check_lanes, _check_heads, _check_choices, _check_drafts):
             check(self)
 
     @functools.cached_property
     def ropes(self) -> tuple[Rope, ...]:
         """By kind of layer (ropes.py); none where `rope_theta` and Llama 3's scaling say it all."""
-        own = own_ropes(self.rope_theta, self.window_rope_theta, self.rope_scaling, self.head_dim)
-        return self.variant.ropes or own
+        return own_ropes(self.rope_theta, self.window_rope_theta, self.rope_scaling, self.head_dim)
 
     def rope_of(self, layer: int) -> int:
         """Which of the ropes a layer has; 0 where there is one, or none."""
@@ -136,8 +130,11 @@ class LaneformerConfig:
         """The fields that only models of other families (llama/) set, where they differ from a Laneformer's."""
         usual = self.hidden_size / self.num_attention_heads
         plain: dict[str, Any] = {"head_dim": usual, "attention_bias": False, "qk_norm": False}
-        found = {name: getattr(self, name) for name, value in plain.items() if getattr(self, name) != value}
-        return found | self.variant.differences()
+        return {name: getattr(self, name) for name, value in plain.items() if getattr(self, name) != value}
+
+    def needs_other_layers(self) -> dict[str, Any]:
+        """The fields that model.py does not compute; none but in a subclass, see llama/family.py."""
+        return {}
 
     def join(self, layer: int, module: str) -> Join:
         """How the outputs of `module` ("attention" or "mlp") in `layer` join the residual stream."""
@@ -193,13 +190,28 @@ class LaneformerConfig:
         norm = (d,) if self.replicated_rmsn_scale else (self.num_lanes, d)
         shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, d)}
         for i in range(self.num_hidden_layers):
-            shapes |= _layer_shapes(self, f"layers.{i}.", norm)
+            shapes |= self._layer_shapes(f"layers.{i}.", norm)
         head = {} if self.tie_word_embeddings else {HEAD: self.head_shape}
         shapes |= {"norm.weight": norm, **head}
         if self.num_nextn_predict_layers:
             shapes |= {f"{MTP}{name}.weight": norm for name in ("hidden_norm", "embedding_norm", "norm")}
-            shapes |= _layer_shapes(self, f"{MTP}layer.", norm)
+            shapes |= self._layer_shapes(f"{MTP}layer.", norm)
         return shapes | ({DRAFT_IDS: (self.draft_vocab_size,)} if self.draft_vocab_size else {})
+
+    def _layer_shapes(self, prefix: str, norm: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        lanes, d, f = self.num_lanes, self.hidden_size, self.intermediate_size
+        q, kv = self.query_size, self.head_dim * self.num_key_value_heads
+        rows = {"wq": q, "wk": kv, "wv": kv, "w1": f, "w3": f}
+        columns = {"wo": q, "w2": f}
+        shapes = {f"{prefix}{name}.weight": norm for name in NORMS}
+        for name in MATRICES:
+            part = name.split(".")[1]
+            shape = (lanes, rows[part] // lanes, d) if part in rows else (lanes, d, columns[part] // lanes)
+            shapes[f"{prefix}{name}.weight"] = shape
+            if self.attention_bias and name in BIASED:
+                shapes[f"{prefix}{name}.bias"] = shape[:2]
+        head_norms = HEAD_NORMS if self.qk_norm else ()
+        return shapes | {f"{prefix}{name}.weight": (self.head_dim,) for name in head_norms}
 
     @property
     def head_shape(self) -> tuple[int, ...]:
@@ -247,35 +259,11 @@ class LaneformerConfig:
     def to_dict(self) -> dict[str, Any]:
         """JSON values; without later fields (other families', of drafts, of joins) where they say nothing."""
         plain = {"head_dim", "attention_bias", "qk_norm"} - self.borrowed().keys()
-        plain |= set() if self.variant.differences() else {"variant"}
         plain |= set() if self.num_nextn_predict_layers else set(HEAD_FIELDS)
         later = ("first_late_layer", "early_layers", "flush", "nope_layers", "window_rope_theta")
         plain |= {name for name in later if not getattr(self, name)}
         values = {name: value for name, value in dataclasses.asdict(self).items() if name not in plain}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-
-
-def _layer_shapes(config: LaneformerConfig, prefix: str, norm: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    lanes, d, f = config.num_lanes, config.hidden_size, config.intermediate_size
-    q, kv = config.query_size, config.head_dim * config.num_key_value_heads
-    rows = {"wq": q, "wk": kv, "wv": kv, "w1": f, "w3": f}
-    columns = {"wo": q, "w2": f}
-    norms = NORMS * config.variant.pre_norms + POST_NORMS * config.variant.post_norms
-    stacked = config.variant.experts[:1] if config.variant.experts else ()
-    shapes: dict[str, tuple[int, ...]] = {f"{prefix}{name}.weight": norm for name in norms}
-    for name in MATRICES:
-        part = name.split(".")[1]
-        shape = (lanes, rows[part] // lanes, d) if part in rows else (lanes, d, columns[part] // lanes)
-        shapes[f"{prefix}{name}.weight"] = shape if name.startswith("attention") else stacked + shape
-        if config.attention_bias and name in BIASED:
-            shapes[f"{prefix}{name}.bias"] = shape[:2]
-    if stacked:
-        shapes[f"{prefix}{ROUTER}.weight"] = (*stacked, d)
-    own = config.variant.own_shapes(lanes, config.num_attention_heads, d, f)
-    shapes |= {prefix + name: shape for name, shape in own.items()}
-    sizes = (q, kv) if config.variant.joint_qk_norm else (config.head_dim, config.head_dim)
-    head_norms = zip(HEAD_NORMS, sizes, strict=True) if config.qk_norm else ()
-    return shapes | {f"{prefix}{name}.weight": (size,) for name, size in head_norms}
 
 
 def _check_sizes(config: LaneformerConfig) -> None:
@@ -342,16 +330,10 @@ def _check_choices(config: LaneformerConfig) -> None:
         raise ValueError(f"lm_head_type = {config.lm_head_type!r} is unknown; choose from {LM_HEAD_TYPES}")
     if config.pre_norm_lane_agg and config.lm_head_type != "replicate":
         raise ValueError(f"pre_norm_lane_agg needs lm_head_type = 'replicate', not {config.lm_head_type!r}")
-    only_ours = config.broadcast_delay or config.num_nextn_predict_layers or not config.replicated_rmsn_scale
-    config.variant.check(config.num_lanes, bool(only_ours))
     if config.tie_word_embeddings and config.lm_head_type == "lane":
         raise ValueError("tie_word_embeddings needs lm_head_type 'vocab_parallel' or 'replicate', not 'lane'")
     if config.rope_scaling is not None:
         check_scaling(config.rope_scaling, config.window_rope_theta)
-    if config.variant.ropes and (config.rope_scaling or config.window_rope_theta):
-        raise ValueError(
-            "ropes of a variant take the place of rope_scaling and window_rope_theta: leave those out"
-        )
 
 
 def _check_drafts(config: LaneformerConfig) -> None:

@@ -1,5 +1,4 @@
-"""The Laneformer's mathematics, once: a Transformer whose weights, heads and residual
-streams belong to lanes.
+"""The Laneformer's mathematics, once: a Transformer whose weights, heads and streams belong to lanes.
 
 Every lane keeps a full-width residual stream and owns a slice of every matrix. A module (attention or MLP)
 yields one full-width partial output per lane. With Delayed Tensor Parallelism a lane adds its own partial
@@ -10,8 +9,9 @@ at once and the other lanes' partials `broadcast_delay` layers later, so that th
     H query heads   K KV heads   d head dimension
 
 The lanes are an axis of ordinary tensors here, so one device computes all of them; the decode engine gives
-each lane to its own thread or group of SMs. The Hugging Face export carries this file as it is: it needs
-torch and config.py only.
+each lane to its own thread or group of SMs. Read it from the bottom: `Laneformer.forward`, `run_layers`,
+`LaneformerLayer`, `join_lanes`. The Hugging Face export carries this file as it is; layers of other families
+are in llama/layers.py.
 """
 
 from __future__ import annotations
@@ -19,122 +19,85 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config import DRAFT_IDS, MODULES, Join, LaneformerConfig
-from .experts import LaneExperts
+from .cache import Cache, KVCache
+from .config import MODULES, Join, LaneformerConfig
 from .initialization import init_parameter
-from .linear import LaneLinear, Lanes, Weight, attend_with_sinks, gated
-from .norms import LaneRMSNorm, SumNorm
-from .positions import apply_rope, causal_mask, draft_mask, rope_table
+from .lanes import LaneLinear, LaneRMSNorm, Lanes
+from .mtp import MTPHead
+from .positions import apply_rope, layer_masks, rope_table
 
 # of the last `broadcast_delay` layers, (attention, mlp), as `Lanes.send` gives them; None where nobody waits
 Sent: TypeAlias = "tuple[Any | None, Any | None]"
 Partials: TypeAlias = "deque[Sent]"
 
 
-class Cache(Protocol):
-    """What attention needs of a KV cache; Hugging Face's Cache fits as well."""
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]: ...
-
-
-class KVCache:
-    """All keys and values so far: per layer (B, K, T, d). The masks, not the cache, hold the window."""
-
-    def __init__(self, num_layers: int):
-        self.entries: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
-
-    @property
-    def length(self) -> int:
-        return 0 if self.entries[0] is None else self.entries[0][0].shape[2]
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        held = self.entries[layer_idx]
-        entry = (
-            (key, value) if held is None else (torch.cat((held[0], key), 2), torch.cat((held[1], value), 2))
-        )
-        self.entries[layer_idx] = entry
-        return entry
-
-
 class LaneAttention(nn.Module):
-    """Grouped-query attention; head h belongs to lane h // (H/L). Returns a partial output per lane,
-    (B, S, L, D).
-    """
+    """Grouped-query attention, head h in lane h // (H/L); a partial output per lane, (B, S, L, D)."""
 
     def __init__(self, config: LaneformerConfig, layer: int):
         super().__init__()
         lanes, d_model, bias = config.num_lanes, config.hidden_size, config.attention_bias
-        self.layer, self.head_dim = layer, config.head_dim
-        self.rotates, self.variant = layer not in config.nope_layers, config.variant
-        self.rope, self.ropes = config.rope_of(layer), len(config.ropes)
         kv_size = config.head_dim * config.num_key_value_heads
+        self.layer, self.head_dim = layer, config.head_dim
+        self.rotates = layer not in config.nope_layers
+        self.rope, self.ropes = config.rope_of(layer), len(config.ropes)
         self.wq = LaneLinear(lanes, d_model, config.query_size, fan="out", bias=bias)
         self.wk = LaneLinear(lanes, d_model, kv_size, fan="out", bias=bias)
         self.wv = LaneLinear(lanes, d_model, kv_size, fan="out", bias=bias)
-        self.wo = LaneLinear(lanes, config.query_size, d_model, fan="in", bias=self.variant.output_bias)
-        self.sinks = Weight(config.num_attention_heads) if self.variant.attention_sinks else None
-        sizes = (config.query_size, kv_size) if self.variant.joint_qk_norm else (config.head_dim,) * 2
-        self.q_norm = LaneRMSNorm(config, sizes[0]) if config.qk_norm else None
-        self.k_norm = LaneRMSNorm(config, sizes[1]) if config.qk_norm else None
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Queries (B, H, S, d) over keys and values (B, K, T, d) -> (B, H, S, d); no
-        mask means plain causality.
-        """
-        if self.sinks is not None:
-            return attend_with_sinks(query, key, value, mask, self.variant.attention_scale, self.sinks.weight)
-        # a branch: compiled for any length, a comparison would be no bool, which `is_causal` has to be
-        causal = False if query.shape[2] == 1 else mask is None
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=True,
-            scale=self.variant.attention_scale,
-        )  # fmt: skip
+        self.wo = LaneLinear(lanes, config.query_size, d_model, fan="in")
+        self.q_norm = LaneRMSNorm(config, config.head_dim) if config.qk_norm else None
+        self.k_norm = LaneRMSNorm(config, config.head_dim) if config.qk_norm else None
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values of every lane, (B, S, L, its heads times d)."""
         return self.wq(x), self.wk(x), self.wv(x)
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.flatten(2).unflatten(-1, (-1, self.head_dim))  # (B, S, L, n) -> (B, S, heads, d)
+    def heads(self, x: Tensor, norm: LaneRMSNorm | None = None) -> Tensor:
+        """(B, S, L, n) -> (B, S, heads, d), each head normed where there is a norm."""
+        heads = x.flatten(2).unflatten(-1, (-1, self.head_dim))
+        return heads if norm is None else norm(heads)
 
-    def _own(self, rope: tuple[Tensor, Tensor], of_queries: bool = False) -> tuple[Tensor, Tensor]:
-        at = self.rope + self.ropes * (of_queries and self.variant.query_growth is not None)
-        return (rope[0][at], rope[1][at]) if self.ropes else rope
+    def rotate(self, query: Tensor, key: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Queries and keys (B, S, heads, d) at their positions; `rope` holds those of all kinds of layers."""
+        cos, sin = (table[self.rope] if self.ropes else table for table in rope)
+        return apply_rope(query, (cos, sin)), apply_rope(key, (cos, sin))
 
-    def _normed_heads(self, x: Tensor, norm: LaneRMSNorm | None) -> Tensor:
-        if norm is not None and self.variant.joint_qk_norm:
-            return self._heads(norm(x.flatten(2)))
-        return self._heads(x) if norm is None else norm(self._heads(x))
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Queries (B, H, S, d), keys and values (B, K, T, d) -> (B, H, S, d); causal without a mask."""
+        # a branch: compiled for any length, a comparison would be no bool, which `is_causal` has to be
+        causal = False if query.shape[2] == 1 else mask is None
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=True
+        )
 
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
-        query, key, value = self.project(x)
-        lanes = value.shape[2]
-        query, key = self._normed_heads(query, self.q_norm), self._normed_heads(key, self.k_norm)
-        value = self._heads(value)
+        queries, keys, values = self.project(x)
+        lanes = values.shape[2]
+        query, key = self.heads(queries, self.q_norm), self.heads(keys, self.k_norm)
+        value = self.heads(values)
         if self.rotates:
-            query, key = apply_rope(query, self._own(rope, True)), apply_rope(key, self._own(rope))
+            query, key = self.rotate(query, key, rope)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
-        out = self.attend(query, key, value, mask)
+        out = self.attend(query, key, value, mask)  # (B, H, S, d)
         return self.wo(out.transpose(1, 2).flatten(2).unflatten(-1, (lanes, -1)))
 
 
 class LaneFeedForward(nn.Module):
-    """SwiGLU, w2(silu(w1 x) * w3 x), or with another gate; a partial output per lane, (B, S, L, D)."""
+    """SwiGLU, w2(silu(w1 x) * w3 x); a partial output per lane, (B, S, L, D)."""
 
     def __init__(self, config: LaneformerConfig):
         super().__init__()
         lanes, d_model, d_ff = config.num_lanes, config.hidden_size, config.intermediate_size
-        self.act = config.variant.hidden_act
         self.w1 = LaneLinear(lanes, d_model, d_ff, fan="out")
         self.w2 = LaneLinear(lanes, d_ff, d_model, fan="in")
         self.w3 = LaneLinear(lanes, d_model, d_ff, fan="out")
@@ -144,14 +107,14 @@ class LaneFeedForward(nn.Module):
         return self.w1(x), self.w3(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(gated(self.act, *self.project(x)))
+        gate, up = self.project(x)
+        return self.w2(F.silu(gate) * up)
 
 
 def join_lanes(
     h: Tensor, partial: Tensor, how: Join, delayed: Any | None, lanes: Lanes | None = None
 ) -> Tensor:
-    """Add partial outputs (B, S, L, D) to the lanes' streams h (B, S, L, D), or (B, S, 1, D)
-    while all are equal.
+    """Partial outputs (B, S, L, D) added to the streams h (B, S, L, D), or (B, S, 1, D) while equal.
 
     `delayed` holds the same module's partials of `broadcast_delay` layers ago, as `lanes` has sent them; of
     those a lane adds all but its own, which it added at once. None where they are known to every lane already.
@@ -171,16 +134,13 @@ class LaneformerLayer(nn.Module):
     def __init__(self, config: LaneformerConfig, layer: int):
         super().__init__()
         self.joins = config.join(layer, "attention"), config.join(layer, "mlp")
-        self.lanes = Lanes(config.num_lanes)
         attention, mlp = (config.broadcasts(layer, m) or config.delivers(layer, m) for m in MODULES)
         self.broadcasts = attention, mlp
-        pre, self.post_norms = config.variant.pre_norms, config.variant.post_norms
-        self.attention_norm: Any = LaneRMSNorm(config) if pre else nn.Identity()
+        self.lanes = Lanes(config.num_lanes)
+        self.attention_norm: Any = LaneRMSNorm(config)
         self.attention = LaneAttention(config, layer)
-        self.ffn_norm: Any = LaneRMSNorm(config) if pre else nn.Identity()
-        self.feed_forward: Any = (LaneExperts if config.variant.experts else LaneFeedForward)(config)
-        if self.post_norms:
-            self.attention_post_norm, self.ffn_post_norm = SumNorm(config), SumNorm(config)
+        self.ffn_norm: Any = LaneRMSNorm(config)
+        self.feed_forward: Any = LaneFeedForward(config)
 
     def forward(
         self,
@@ -190,17 +150,12 @@ class LaneformerLayer(nn.Module):
         mask: Tensor | None = None,
         cache: Cache | None = None,
     ) -> tuple[Tensor, Sent]:
-        """Streams (B, S, L, D) -> streams, and the partials (attention, mlp) that are to
-        be broadcast, sent as soon as they exist, else None.
-        """
+        """Streams (B, S, L, D) -> streams, and the partials (attention, mlp) that are sent, else None."""
         attention = self.attention(self.attention_norm(h), rope, mask, cache)
-        if self.post_norms:  # what joins is one output for all lanes
-            attention = self.attention_post_norm(attention)
+        # sent as soon as it exists: it has `broadcast_delay` layers to arrive
         first = self.lanes.send(attention) if self.broadcasts[0] else None
         h, x = self.join_and_norm(h, attention, self.joins[0], delayed[0], self.ffn_norm)
         mlp = self.feed_forward(x)
-        if self.post_norms:
-            mlp = self.ffn_post_norm(mlp)
         second = self.lanes.send(mlp) if self.broadcasts[1] else None
         return join_lanes(h, mlp, self.joins[1], delayed[1], self.lanes), (first, second)
 
@@ -285,100 +240,40 @@ def deliver(h: Tensor, tail: Partials, config: LaneformerConfig, lanes: Lanes | 
     return h
 
 
-class MTPHead(nn.Module):
-    """Multi-token prediction: drafts the tokens after the next one from the streams after the last layer.
-
-    One layer, whose lanes wait for each other, on the sum of gated streams and gated embedding; the gates are
-    the scales of two norms. Step 1, at position t, takes the delivered streams of t and token t+1, and
-    predicts token t+2. Step k takes step k-1's output and token t+k, and predicts token t+k+1; it stands at
-    position t+k-1, behind step 1's keys up to t and those of the steps between, as when tokens are drafted.
-    """
-
-    draft_ids: Tensor
-
-    def __init__(self, config: LaneformerConfig, layer: type[LaneformerLayer] = LaneformerLayer):
-        super().__init__()
-        self.hidden_norm, self.embedding_norm = LaneRMSNorm(config), LaneRMSNorm(config)
-        self.layer = layer(config, config.num_hidden_layers)
-        self.norm = LaneRMSNorm(config)
-        if config.draft_vocab_size:
-            ids = torch.arange(config.draft_vocab_size, dtype=torch.int32)
-            self.register_buffer(DRAFT_IDS.split(".")[1], ids)
-
-    def forward(
-        self,
-        h: Tensor,
-        embedding: Tensor,
-        ropes: Sequence[tuple[Tensor, Tensor]],
-        masks: Sequence[Tensor | None],
-    ) -> list[Tensor]:
-        """Delivered streams (B, S, 1 or L, D) and the tokens' embeddings (B, S, D) -> the steps' outputs,
-        normed, each (B, S, L, D).
-
-        ropes, masks: one a step, of `draft_mask`. Columns whose token is not known get the first ones':
-        the last k of step k mean nothing.
-        """
-        lanes = self.layer.lanes.here
-        cache = KVCache(1 + self.layer.attention.layer) if len(masks) > 1 else None
-        outputs = []
-        for step, (rope, mask) in enumerate(zip(ropes, masks, strict=True), 1):
-            token = embedding.roll(-step, 1)[:, :, None]
-            h, _ = self.layer(
-                self.hidden_norm(h) + self.embedding_norm(token), (None, None), rope, mask, cache
-            )
-            outputs.append(self.norm(h).expand(-1, -1, lanes, -1))
-        return outputs
-
-
 class Laneformer(nn.Module):
     """The plain PyTorch model: token ids (B, S) int64 -> logits (B, S, V) in the weights' dtype."""
 
-    def __init__(self, config: LaneformerConfig):
+    def __init__(self, config: LaneformerConfig, layer: type[LaneformerLayer] = LaneformerLayer):
         super().__init__()
+        if layer is LaneformerLayer and (fields := config.needs_other_layers()):
+            raise ValueError(f"{', '.join(fields)} need laneformer.llama.layers.plain_model")
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(LaneformerLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = LaneRMSNorm(config)
         self.lm_head = LMHead(config)
-        self.mtp = MTPHead(config) if config.num_nextn_predict_layers else None
+        drafts = config.num_nextn_predict_layers > 0  # its block counts as one more layer
+        self.mtp = MTPHead(config, layer(config, config.num_hidden_layers)) if drafts else None
 
     def forward(self, input_ids: Tensor, cache: KVCache | None = None) -> Tensor:
         start, new = (cache.length if cache else 0), input_ids.shape[1]
         positions = torch.arange(start + new, device=input_ids.device)
-        rope = rope_table(self.config, positions[start:])
         masks = self.masks(positions[start:], positions)
-        embedding = self.tok_embeddings(input_ids) * self.config.variant.embedding_scale
+        embedding, rope = self.embed(input_ids), self.rope(positions[start:])
         h, _ = run_layers(self.layers, self.config, embedding, rope, masks, cache)
         return self.lm_head(h, self.norm, self.tok_embeddings.weight)
 
-    def draft_logits(self, input_ids: Tensor, steps: int = 1) -> list[Tensor]:
-        """Token ids (B, S) -> the multi-token-prediction head's logits, for step k (B, S - k, V): those at
-        t score token t+k+1, given the tokens up to t+k. The whole vocabulary, whatever `draft_vocab_size`.
-        """
-        assert self.mtp is not None, "the model has no head that drafts"
-        weight = self.lm_head.weight
-        assert weight is not None, "a tied head does not draft"
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        embedding, masks = self.tok_embeddings(input_ids), self.masks(positions, positions)
-        h, tail = run_layers(self.layers, self.config, embedding, rope_table(self.config, positions), masks)
-        h = deliver(h, tail, self.config)
-        ropes = [rope_table(self.config, positions + step) for step in range(steps)]
-        seen = [draft_mask(len(positions), step, input_ids.device) for step in range(1, steps + 1)]
-        outputs = self.mtp(h, embedding, ropes, seen)
-        return [self.lm_head.score(x[:, :-k], weight) for k, x in enumerate(outputs, 1)]
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Token ids (B, S) -> (B, S, D)."""
+        return self.tok_embeddings(input_ids)
+
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of integer positions (S,), see positions.py."""
+        return rope_table(self.config, positions)
 
     def masks(self, query_positions: Tensor, key_positions: Tensor) -> list[Tensor | None]:
-        """One mask a layer; None where plain causality (or a single query that sees everything) says it all."""
-        new, total = len(query_positions), len(key_positions)
-
-        def mask(window: int | None) -> Tensor | None:
-            plain = new in (1, total) and (window is None or total <= window)
-            return None if plain else causal_mask(query_positions, key_positions, window)
-
-        by_window = {
-            window: mask(window) for window in {self.config.window(i) for i in range(len(self.layers))}
-        }
-        return [by_window[self.config.window(i)] for i in range(len(self.layers))]
+        """One mask a layer, bool (S, T), see positions.py."""
+        return layer_masks(self.config, query_positions, key_positions)
 
     def init_weights(self, seed: int = 0) -> None:
         """Draw every parameter (see init_parameter); a function of the seed alone."""

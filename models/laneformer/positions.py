@@ -30,25 +30,19 @@ def rope_frequencies(config: LaneformerConfig, device: torch.device | None = Non
 def rope_table(config: LaneformerConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin, each (B or 1, S, 1, d/2) float32, for integer positions (S,) or (B, S).
 
-    Where the config has `ropes` both have an axis of those in front; with `query_growth` that of queries follows, as
-    many again.
+    Where the config has `ropes`, both have an axis of those in front.
     """
     positions = positions if positions.dim() == 2 else positions[None]
     at = positions[..., None].float()
-    ropes, growth = config.ropes, config.variant.query_growth
-    if not ropes:
+    if not config.ropes:
         angle = at * rope_frequencies(config, positions.device)
         return angle.cos()[:, :, None], angle.sin()[:, :, None]
-    pairs = [rope.of_pairs(config.max_position_embeddings, config.head_dim // 2) for rope in ropes]
+    pairs = [rope.of_pairs(config.max_position_embeddings, config.head_dim // 2) for rope in config.ropes]
     # copied without waiting: the host stays ahead of a GPU
     numbers = torch.tensor(pairs, dtype=torch.float32, device="cpu").to(positions.device, non_blocking=True)
     frequency, scale = numbers.unbind(1)
     angle, scale = at * frequency[:, None, None], scale[:, None, None]
-    tables = (angle.cos() * scale)[..., None, :], (angle.sin() * scale)[..., None, :]
-    if growth is None:
-        return tables
-    grown = 1 + growth[0] * torch.log(1 + torch.floor(at / growth[1]))[..., None]
-    return torch.cat((tables[0], tables[0] * grown)), torch.cat((tables[1], tables[1] * grown))
+    return (angle.cos() * scale)[..., None, :], (angle.sin() * scale)[..., None, :]
 
 
 def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
@@ -68,7 +62,16 @@ def causal_mask(query_positions: Tensor, key_positions: Tensor, window: int | No
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
-def draft_mask(length: int, step: int, device: torch.device | None = None) -> Tensor:
-    """Which keys step k's columns see, bool (S, k S): step 1's up to their own, one of each later step."""
-    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return torch.cat([causal, *[torch.eye(length, dtype=torch.bool, device=device)] * (step - 1)], 1)
+def layer_masks(
+    config: LaneformerConfig, query_positions: Tensor, key_positions: Tensor
+) -> list[Tensor | None]:
+    """One mask a layer; None where plain causality (or a single query that sees everything) says it all."""
+    new, total = len(query_positions), len(key_positions)
+
+    def mask(window: int | None) -> Tensor | None:
+        plain = new in (1, total) and (window is None or total <= window)
+        return None if plain else causal_mask(query_positions, key_positions, window)
+
+    windows = [config.window(i) for i in range(config.num_hidden_layers)]
+    by_window = {window: mask(window) for window in set(windows)}
+    return [by_window[window] for window in windows]

@@ -14,14 +14,16 @@ import re
 import secrets
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from .chat import GENERATION_MARK, ChatError, ChatTemplate
+from .chat import ChatError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+GENERATION_MARK = "generation_mark"  # a template's variable: stands where {% generation %} begins and ends
 STEP_CHARS = 2**16  # of a search: it keeps other threads from running
 SECRET_DIGITS = 40  # digits survive what templates do with text: trim, upper, tojson
 
@@ -32,9 +34,9 @@ class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer, tokenizer_config: Mapping[str, Any]):
         added = tokenizer.get_added_tokens_decoder().values()
         names = sorted((token.content for token in added if token.special), key=len, reverse=True)
-        self._secret = {name: _digits() for name in names}
-        self._mark, self._edge = _digits(), _digits()
-        self._tokenizer = _renamed(tokenizer, self._secret)
+        self._secret = {name: draw_digits() for name in names}
+        self._mark, self._edge = draw_digits(), draw_digits()
+        self._tokenizer = rename_control_tokens(tokenizer, self._secret)
         any_name = "|".join(map(re.escape, names)) or "(?!)"
         self._written = re.compile(any_name)
         self._begun = re.compile(f"(?s)(?=(?:{any_name}))(.)")  # overlapping ones, too
@@ -52,11 +54,7 @@ class PromptEncoder:
         # of the library's ways this one lets other threads run
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-    def conversation(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Ids of a conversation in the model's template; options and errors are those of `rendered`."""
-        return self.encode(self.rendered(messages, **options))
-
-    def rendered(
+    def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
@@ -73,18 +71,18 @@ class PromptEncoder:
         try:
             rendered = self._template.render(**data, add_generation_prompt=add_generation_prompt)
         except ChatError as error:
-            raise ChatError(error.reason, self._restored(str(error))) from None
-        return self._restored(self._replaced(self._written, rendered, lambda found: self._secret[found[0]]))
+            raise ChatError(error.reason, self._restore(str(error))) from None
+        return self._restore(self._replace(self._written, rendered, lambda name: self._secret[name[0]]))
 
     def training(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """`conversation` without a generation prompt; and from where to where among its ids the
+        """The ids of a conversation; and from where to where among them the
         template's {% generation %} blocks go.
 
         ValueError also for a tokenizer with a token that crosses the edge of a block.
         """
-        parts = self.rendered(messages, tools, False, {GENERATION_MARK: self._edge}).split(self._edge)
+        parts = self.render(messages, tools, False, {GENERATION_MARK: self._edge}).split(self._edge)
         encoded = self._tokenizer.encode("".join(parts), add_special_tokens=False)
         starts, ends = [[place[i] for place in encoded.offsets] for i in (0, 1)]
         edges = []
@@ -98,61 +96,61 @@ class PromptEncoder:
         return encoded.ids, list(zip(edges[::2], edges[1::2], strict=True))
 
     def encode(self, rendered: str) -> list[int]:
-        """Ids of what `rendered` gave, or of a part of it."""
+        """Ids of what `render` gave, or of a part of it."""
         return self.text(rendered, add_special_tokens=False)
 
     def _data(self, value: Any) -> Any:
         """The value with no control token spelled in any text of it."""
         if isinstance(value, str):
-            return self._replaced(self._begun, value, lambda found: f"{self._mark}{ord(found[1]):07d}")
+            return self._replace(self._begun, value, lambda first: f"{self._mark}{ord(first[1]):07d}")
         if isinstance(value, Mapping):
             return {self._data(name): self._data(entry) for name, entry in value.items()}
         return [self._data(entry) for entry in value] if isinstance(value, list) else value
 
-    def _replaced(self, names: re.Pattern[str], text: str, by: Callable[[re.Match[str]], str]) -> str:
+    def _replace(self, names: re.Pattern[str], text: str, by: Callable[[re.Match[str]], str]) -> str:
         """`names.sub(by, text)`, in steps between which other threads run."""
         parts, end = [], 0
-        for found in self._found(names, text):
-            parts += [text[end : found.start()], by(found)]
-            end = found.end()
+        for match in self._find(names, text):
+            parts += [text[end : match.start()], by(match)]
+            end = match.end()
         return "".join([*parts, text[end:]])
 
-    def _found(self, names: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+    def _find(self, names: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
         place = 0
         while place < len(text):
             step = place + STEP_CHARS
-            found = names.search(text, place, step + self._longest)
-            if found is None or found.start() >= step:
+            match = names.search(text, place, step + self._longest)
+            if match is None or match.start() >= step:
                 place = step
             else:
-                yield found
-                place = found.end()
+                yield match
+                place = match.end()
 
-    def _restored(self, text: str) -> str:
-        return self._hidden.sub(lambda found: chr(int(found[1])), text)
+    def _restore(self, text: str) -> str:
+        return self._hidden.sub(lambda digits: chr(int(digits[1])), text)
 
 
-def _digits() -> str:
+def draw_digits() -> str:
     return str(10**SECRET_DIGITS + secrets.randbelow(10**SECRET_DIGITS))
 
 
-def _renamed(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
+def rename_control_tokens(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
     """A copy whose control tokens have other names, so that no text of a user spells them."""
 
-    def walked(value: Any) -> Any:
+    def rename(value: Any) -> Any:
         if isinstance(value, str):
             return names.get(value, value)
         if isinstance(value, list):
-            return [walked(entry) for entry in value]
+            return [rename(entry) for entry in value]
         return (
-            {names.get(n, n): walked(entry) for n, entry in value.items()}
+            {names.get(n, n): rename(entry) for n, entry in value.items()}
             if isinstance(value, dict)
             else value
         )
 
     described = json.loads(tokenizer.to_str())
     merges = described["model"].pop("merges", None)
-    described = walked(described)
+    described = rename(described)
     if merges is not None:  # text must not become a control token by merging either
         pairs = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in merges]
         described["model"]["merges"] = [[a, b] for a, b in pairs if names.keys().isdisjoint((a, b, a + b))]
@@ -160,3 +158,88 @@ def _renamed(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
     copy.no_truncation()
     copy.no_padding()
     return copy
+
+
+class ChatTemplate:
+    """The template in a `tokenizer_config.json` (or that of a GGUF file), rendered as by Transformers.
+
+    Templates are third-party code: they run in Jinja's sandbox and see plain JSON values only.
+    """
+
+    def __init__(self, tokenizer_config: Mapping[str, Any]):
+        """ValueError without a template, for one that is no Jinja, and where jinja2 is missing."""
+        source = tokenizer_config.get("chat_template")
+        if isinstance(source, list):  # named ones
+            source = {entry["name"]: entry["template"] for entry in source}
+        named = source if isinstance(source, dict) else {"default": source} if source else {}
+        if "default" not in named:
+            raise ValueError(
+                f"the model has no default chat template (named ones: {sorted(named)}); give plain text"
+            )
+        environment, self._error = _environment()
+        try:
+            self._templates = {name: environment.from_string(source) for name, source in named.items()}
+        except self._error as error:
+            raise ValueError(f"the model's chat template cannot be read: {error}") from None
+        tokens = {name: value for name, value in tokenizer_config.items() if name.endswith("_token")}
+        self._tokens = {name: t["content"] if isinstance(t, dict) else t for name, t in tokens.items() if t}
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The conversation as text, special tokens spelled out; tools (JSON schemas)
+        choose a template "tool_use".
+
+        Encode it without adding special tokens. ChatError where the template refuses the messages.
+        """
+        name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+        values = {"messages": messages, "tools": tools, "documents": None, **variables}
+        plain = json.loads(json.dumps({**values, "add_generation_prompt": add_generation_prompt}))
+        try:
+            return self._templates[name].render(**self._tokens, **plain)
+        except (self._error, TypeError) as error:
+            raise ChatError(
+                "template", f"the model's chat template refuses the conversation: {error}"
+            ) from None
+
+
+def _environment() -> tuple[Any, type[Exception]]:
+    """Jinja as Transformers sets it up: sandboxed, with what templates of the Hub use; and
+    its class of errors.
+    """
+    try:
+        from jinja2 import TemplateError, nodes
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ModuleNotFoundError:
+        raise ValueError("a chat template needs the package jinja2: pip install 'laneformer[chat]'") from None
+
+    class Generation(Extension):
+        """{% generation %}: what the model is trained to write, a block between two marks."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> list[nodes.Node]:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            begin, end = (nodes.Output([nodes.Name(GENERATION_MARK, "load")]) for _ in range(2))
+            return [each.set_lineno(line) for each in (begin, nodes.Scope(body), end)]
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # Jinja's own filter escapes HTML
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment, TemplateError

@@ -13,14 +13,31 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
-from typing import Any
-
-from .variant import Rope
+from typing import Any, NamedTuple
 
 LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 YARN_KEYS = ("factor", "original_max_position_embeddings")  # that it needs
 YARN_NUMBERS = (*YARN_KEYS, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 LAYERS = ("all", "full")  # that `rope_scaling` of type yarn applies to
+
+
+class Rope(NamedTuple):
+    """How a head's first pairs are rotated; the pairs after them are left as they are.
+
+    frequencies: radians per position of each rotated pair. scale: of the cosine and sine of those. short: the
+    frequencies of a context of at most `short_context` positions instead (LongRoPE).
+    """
+
+    frequencies: tuple[float, ...]
+    scale: float = 1.0
+    short: tuple[float, ...] = ()
+    short_context: int = 0
+
+    def of_pairs(self, context: int, pairs: int) -> tuple[list[float], list[float]]:
+        """Frequency and scale of all of a head's `pairs`, in a context of so many positions."""
+        own = self.short if context <= self.short_context else self.frequencies
+        rest = pairs - len(own)
+        return [*own, *[0.0] * rest], [*[self.scale] * len(own), *[1.0] * rest]
 
 
 def float32(x: float) -> float:

@@ -1,8 +1,7 @@
-"""Who cannot run a config says what it is of it that it has not."""
+"""Names the config features that a backend does not support."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from .config import LaneformerConfig
@@ -14,13 +13,12 @@ def refuse_unsupported(config: LaneformerConfig, who: str) -> None:
     refuse(config.borrowed() | tied, who, "the engine and the plain PyTorch model do")
 
 
-def refuse_variant(config: LaneformerConfig, who: str, fix: str, has: Sequence[str] = ()) -> None:
-    """ValueError, with their names, for what a variant has and `who` has not, which has these of its fields."""
-    found = config.variant.differences()
-    refuse({name: value for name, value in found.items() if name not in has}, who, fix)
+def refuse_other_layers(config: LaneformerConfig, who: str, fix: str) -> None:
+    """ValueError, with their names, for fields that need layers of their own (llama/layers.py)."""
+    refuse(config.needs_other_layers(), who, fix)
 
 
-def refuse(found: dict[str, Any], who: str, fix: str) -> None:
-    if found:
-        listing = ", ".join(f"{name} = {value}" for name, value in found.items())
+def refuse(fields: dict[str, Any], who: str, fix: str) -> None:
+    if fields:
+        listing = ", ".join(f"{name} = {value}" for name, value in fields.items())
         raise ValueError(f"{who} does not support {listing}; {fix}")

@@ -145,7 +145,6 @@ def test_verify_finds_a_flipped_bit_and_its_commands_restore_the_bytes(run, fold
 @pytest.mark.parametrize(
     ("made_by", "read_again"),
     [
-        pytest.param("fetch", "filter/plus", marks=pytest.mark.rotate),
         pytest.param("filter", "tokenize/plus", marks=pytest.mark.job),
         pytest.param("filter", "tokenizer.*", marks=pytest.mark.job),  # its training reads text as well
     ],
@@ -198,12 +197,5 @@ def test_options_that_do_not_fit_are_refused(run):
         run("free")
     line = ["x.toml", "--out", "o", "--executor", "ray"]
     assert tyro.cli(prepare.Arguments, args=[*line, "--workers", "9"]).options() == Options(9, "ray")
-    options = tyro.cli(prepare.Arguments, args=line).options()
-    assert options == Options(0, "ray"), "as many as the cluster has CPUs"
-    cpus = os.sched_getaffinity(0)
-    assert options.threads == len(cpus)  # of verify and stats, which run here
-    os.sched_setaffinity(0, {min(cpus)})  # as in a job that has fewer than its machine
-    try:
-        assert options.threads == tyro.cli(prepare.Arguments, args=line[:3]).options().workers == 1
-    finally:
-        os.sched_setaffinity(0, cpus)
+    unlimited = tyro.cli(prepare.Arguments, args=line).options()
+    assert unlimited == Options(0, "ray"), "as many as the cluster has CPUs"

@@ -2,14 +2,14 @@
 
 import json
 import os
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from data_mixtures import order, shards
-from data_mixtures.mixture import Mixture, pin, valid_windows
+from data_mixtures.mixture import Mixture, pin
+from tests.data_mixtures.conftest import write_counting
 
 
 def reference(mix, g, weights, windows, offsets, seed=5, per_shard=8):
@@ -45,46 +45,6 @@ def test_sequences_follow_the_definition(counting_data, offsets):
     assert np.array_equal(tokens, np.array(starts)[:, None] + np.arange(5))
     plain = [reference(mix, g, weights, windows, (0, 0, 0)) for g in range(60)]
     assert any(offsets) == (expected != plain), "the offsets are seen"
-
-
-@pytest.mark.parametrize("cuts", [[60], [1] * 60, [7, 13, 40], [32, 28]])
-def test_any_slicing_gives_the_same_sequences(counting_data, cuts):
-    lock = counting_data() / "phase1.lock.json"
-    whole, whole_sources = Mixture.open(lock).sequences(3, 60)
-    at, parts = 3, []
-    for count in cuts:
-        parts.append(Mixture.open(lock).sequences(at, count))
-        at += count
-    assert np.array_equal(np.concatenate([tokens for tokens, _ in parts]), whole)
-    assert np.array_equal(np.concatenate([sources for _, sources in parts]), whole_sources)
-
-
-def test_every_epoch_reads_every_window_once_in_another_order(counting_data):
-    mix = Mixture.open(counting_data(weights=(1, 0, 0), cap=4) / "phase1.lock.json")
-    epochs = mix.sequences(0, 200)[0][:, 0].reshape(4, 50) // 4
-    shards_in_turn = [window // 8 for window in epochs[0]]
-    assert shards_in_turn == sorted(shards_in_turn), "epoch 0 reads one shard after another"
-    assert (np.diff(epochs[0]) != 1).all()
-    for i in range(4):
-        assert sorted(epochs[i]) == list(range(50))
-        assert all((epochs[i] != epochs[j]).any() for j in range(i))
-
-
-def test_phase_two_continues_where_phase_one_stopped(counting_data):
-    data = counting_data()
-    one = Mixture.open(data / "phase1.lock.json")
-    consumed = one.windows_per_source(33)
-    two = Mixture.open(data / "phase2.lock.json", offsets=consumed)
-    tokens, sources = two.sequences(0, 10)
-    alone = Mixture.open(data / "phase1.lock.json").sequences(0, 60)
-    for s in (0, 2):
-        following = alone[0][alone[1] == s][consumed[f"s{s}"] :][: (sources == s).sum()]
-        assert np.array_equal(tokens[sources == s][: len(following)], following)
-        assert len(following)
-    assert (sources != 1).all()  # weight 0
-    assert two.windows_per_source(10)["s1"] == consumed["s1"]
-    restarted = Mixture.open(data / "phase2.lock.json").sequences(0, 10)[0]
-    assert not np.array_equal(tokens, restarted)  # forgetting the offsets would be seen
 
 
 def test_epoch_cap_is_an_error_that_names_the_source(counting_data):
@@ -138,6 +98,7 @@ def older_format(data: Path) -> None:
         (older_format, r"s1/source\.json has format 1, this code reads 2; prepare the data again"),
         (lambda data: os.truncate(data / "s0/shard-00002.bin", 64),
          r"s0/shard-00002\.bin has 64 bytes, its manifest says 66"),
+        (lambda data: (data / "s2/shard-00001.bin").unlink(), r"s2/shard-00001\.bin is missing"),
         (lambda data: (data / "phase1.lock.json").write_text("{"), r"phase1\.lock\.json is not valid JSON"),
     ],
 )  # fmt: skip
@@ -149,44 +110,6 @@ def test_wrong_data_is_a_clear_error(counting_data, damage, message):
         Mixture.open(data / "phase1.lock.json")
 
 
-def test_a_missing_file_is_named(counting_data):
-    data = counting_data()
-    for name in ("s2/shard-00001.bin", "s2/valid.bin", "s0/source.json", "phase1.lock.json"):
-        (data / name).rename(data / "elsewhere")
-        with pytest.raises(ValueError, match=rf"{name} is missing"):
-            Mixture.open(data / "phase1.lock.json")
-        (data / "elsewhere").rename(data / name)
-
-
-def test_valid_windows(counting_data):
-    data = counting_data()
-    windows = valid_windows(data, "s1", max_windows=5)
-    assert windows.shape == (5, 5)
-    assert windows.dtype == np.uint16
-    assert np.array_equal(windows, 1000 + 4 * np.arange(5)[:, None] + np.arange(5))
-    assert len(valid_windows(data, "s1")) == 23
-    with pytest.raises(ValueError, match=r"nosuch/source\.json is missing"):
-        valid_windows(data, "nosuch")
-
-
-def test_a_full_size_batch_is_quick_and_needs_no_state(counting_data):
-    data = counting_data(
-        windows=(3000, 900), weights=(7, 3), phase2=(1, 1), seq_len=4096, cap=10**9, per_shard=2000
-    )
-    mix = Mixture.open(data / "phase1.lock.json")
-    seconds = []
-    # the last one is in epoch 23,333,333: no list of anything could be that long
-    for first in (0, 1536, 10**11):
-        start = time.process_time()
-        tokens, _ = mix.sequences(first, 1536)
-        seconds.append(time.process_time() - start)
-        assert tokens.shape == (1536, 4097)
-        assert (np.diff(tokens[:5]) % 65_536 == 1).all()
-    # 6.3 M tokens take about 0.03 s of a core; a per-token or per-sequence Python loop would
-    # take many seconds
-    assert min(seconds) < 1.0, seconds
-
-
 def test_sources_of_two_tokenizers_are_not_mixed(counting_data):
     data = counting_data()
     manifest = shards.read_manifest(data / "s1")
@@ -195,3 +118,35 @@ def test_sources_of_two_tokenizers_are_not_mixed(counting_data):
         differs = rf"s1 was tokenized with another tokenizer or length than .*: {name} differ"
         with pytest.raises(ValueError, match=differs):
             pin(data, "phase1", {"s0": 1, "s1": 1}, seed=5, seq_len=4, epoch_cap=1)
+
+
+@pytest.mark.parametrize(
+    ("windows", "read", "now", "unchanged"),
+    [
+        (50, 48, 90, 48),  # six whole shards of 8, the last one of 2 is not begun
+        (50, 49, 90, 48),  # its last shard has other windows now, in another order
+        (50, 50, 50, 50),
+        (50, 60, 50, 60),  # a second epoch of the same data
+        (48, 50, 90, 48),  # a second epoch draws from the whole source
+        (50, 40, 39, 32),
+    ],
+)
+def test_more_of_a_source_continues_only_where_nothing_that_was_read_changed(
+    counting_data, windows, read, now, unchanged
+):
+    data = counting_data(windows=(windows, 23, 9))
+    files = Mixture.open(data / "phase1.lock.json").read_files("s0", read)
+    write_counting(data, "s0", now, 0)
+    after = Mixture.open(pin(data, "more", {"s0": 6, "s1": 3, "s2": 1}, 5, 4, 3))
+    if unchanged == read:
+        after.check_continues("s0", read, files)
+        return
+    more = read - unchanged
+    repeated = rf"of which {read} windows were read: {unchanged} of these lie .* up to {more} windows twice"
+    with pytest.raises(ValueError, match=repeated):
+        after.check_continues("s0", read, files)
+    with pytest.raises(ValueError, match=rf"0 of these lie in files that are unchanged, {read} in others"):
+        after.check_continues("s0", read, None)
+    seed = Mixture.open(pin(data, "seed", {"s0": 6, "s1": 3, "s2": 1}, 6, 4, 3))
+    with pytest.raises(ValueError, match="0 of these lie in files that are unchanged"):
+        seed.check_continues("s0", read, files)

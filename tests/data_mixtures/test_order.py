@@ -79,11 +79,6 @@ def test_the_stride_never_changes():
     assert order.RULE == "golden-stride"  # another order needs another name
 
 
-def test_there_is_a_stride_for_every_number_of_windows():
-    sizes = [*range(1, 4000), *np.random.default_rng(2).integers(4000, 10**8, 300).tolist()]
-    assert all(np.gcd(order.stride(windows), windows) == 1 for windows in sizes)
-
-
 def permuted_range(size, keys):
     return np.array([order.permute(item, size, keys) for item in range(size)])
 

@@ -13,20 +13,14 @@ import sys
 from pathlib import Path
 
 import fsspec
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from rich.console import Console
-from tokenizers import Tokenizer
 
-from data_mixtures import prepare, recipe_file, shards
+from data_mixtures import recipe_file, shards
 from data_mixtures.mixture import Mixture
 from data_mixtures.stages import plan, stage
-from data_mixtures.stages.fetch import Fetch
-from data_mixtures.stages.run import Options
 from tests.data_mixtures.conftest import prepare_folder
-from tests.data_mixtures.stages.hub_assets import REPO, write_mirror
 from tests.tokenizer_assets import byte_level, save
 
 RECIPE = """
@@ -116,27 +110,6 @@ def test_the_shortest_recipe_makes_a_mixture(folder: Path) -> None:
     assert origins[0]["file"] in ("corpus/0.jsonl.gz", "corpus/1.jsonl.gz")
 
 
-def test_a_long_document_stays_whole_unless_the_recipe_limits_it(folder: Path) -> None:
-    """Before, every document was cut at 100,000 characters by default, and nothing said so."""
-    long = " ".join(write_text(9, 600, 400))
-    assert len(long) > 800_000
-    write_json_lines(folder / "corpus/long.jsonl", [long, *write_text(10, 20)])
-    recipe = own(JSONL.replace("*.jsonl.gz", "long.jsonl"), more="valid_per_10000 = 0")
-    printed = run(folder, recipe)
-    made = shards.read_manifest(folder / "out/s0")
-    encoder = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    encoder.no_truncation()
-    ids = encoder.encode(long, add_special_tokens=False).ids
-    assert (made["documents"], made["cut"], made["longest"]) == (21, 0, len(ids) + 1)
-    assert f"{len(ids) + 1:,}" in printed
-    document = np.array([made["bos_id"], *ids], "<u2").tobytes()
-    assert document in (folder / "out/s0/shard-00000.bin").read_bytes()
-    run(folder, recipe.replace("seq_len", "max_document_chars = 100_000\nseq_len"))
-    made = shards.read_manifest(folder / "out/s0")
-    assert made["cut"] == len(long) // 100_000
-    assert made["documents"] == 21 + made["cut"]
-
-
 def write_awkward_lines(path: Path) -> None:
     """JSON lines with other ends and lines between them, each with its own line's number."""
     with path.open("wb") as lines:
@@ -172,46 +145,6 @@ def test_large_files_are_split_into_units_and_nothing_else_changes(folder: Path,
     lines = (folder / "corpus/all.jsonl").read_bytes().split(b"\n")
     assert len(rows) > 40
     assert all(json.loads(lines[each["row"]]).get("url") == each.get("url") for each in rows)
-
-
-def test_an_out_that_cannot_be_written_is_one_sentence(folder: Path, monkeypatch) -> None:
-    """Before, a local folder named `gs:` was made."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    (folder / "own.toml").write_text(own(JSONL))
-    with pytest.raises(ValueError, match=r"gs://bucket/x needs a package .*laneformer\[gcs\]"):
-        prepare.prepare(folder / "own.toml", Path("gs://bucket/x"), Options(), Console(quiet=True))
-    assert not (folder / "gs:").exists()
-
-
-def test_a_text_folder_and_the_hub_beside_it(folder: Path) -> None:
-    """A mirror is for the sources of the hub alone; more files of one source fetch nothing of others again."""
-    mirror = str(folder / "mirror")
-    write_mirror(folder / "mirror")
-    for number in range(6):
-        (folder / f"texts/{number}").mkdir(parents=True)
-        (folder / f"texts/{number}/a.md").write_text(write_text(9 + number, 1)[0])
-    hub = f'[sources.hub]\nrepo = "{REPO}"\nconfigs = ["4plus"]\nfiles = 2\n[phase1]\nhub = 1\n'
-    own_sources = own('{ kind = "text", paths = ["texts/**/*.md"], files = 4 }', PARQUET)
-    text = own_sources.replace("[phase1]\n", hub)
-
-    def receipts() -> list[int]:
-        paths = (folder / f"out/fetch/{name}/unit-00000/receipt.json" for name in ("s0", "s1", "hub"))
-        return [path.stat().st_mtime_ns for path in paths]
-
-    def planned_paths() -> list[str]:
-        return [unit["path"] for unit in stage.planned(folder / "out", "hub")["units"]]
-
-    run(folder, text, mirror=mirror)
-    counts = {name: shards.read_manifest(folder / f"out/{name}")["read"] for name in ("s0", "s1", "hub")}
-    assert counts == {"s0": 4, "s1": 80, "hub": 80}
-    before, times = planned_paths(), receipts()
-    text = text.replace("files = 2", "files = 3")
-    text = text.replace("b/*.parquet", 'b/1.parquet", "b/*.parquet')
-    run(folder, text.replace("files = 4", 'files = 4, exclude = ["none"]'), mirror=mirror)
-    assert planned_paths()[:2] == before
-    assert len(planned_paths()) == 3
-    assert receipts() == times, "nothing was fetched again"
 
 
 def test_a_missing_field_or_column_is_named_before_anything_is_read(folder: Path) -> None:
@@ -273,30 +206,6 @@ def test_a_file_in_two_sources_is_reported(folder: Path) -> None:
     assert shared in printed
 
 
-def test_a_file_that_changes_after_the_plan_is_found_and_mends_itself(folder: Path) -> None:
-    text = own(JSONL, PARQUET)
-    (folder / "own.toml").write_text(text)
-    loaded = recipe_file.load(folder / "own.toml")
-    plan.make(loaded, folder / "out", ["s0", "s1"])
-    work = Fetch(loaded, folder / "out", ("s0", "s1"))
-    for source, name in (("s0", "corpus/1.jsonl.gz"), ("s1", "b/1.parquet")):
-        (unit,) = (
-            each
-            for each in work.units()
-            if each.source == source and name in str(stage.planned_unit(folder / "out", each))
-        )
-        stage.do(work, unit)
-        os.utime(folder / name, ns=(1, (folder / name).stat().st_mtime_ns + 1))
-        changed = rf"{name} has changed since it was planned \(same size, .*start again with `plan`"
-        with pytest.raises(ValueError, match=changed):
-            stage.do(work, unit)
-        (folder / name).unlink()
-        with pytest.raises(ValueError, match=rf"{name} is planned and no longer there; start again"):
-            stage.do(work, unit)
-    run(folder, text)
-    assert [shards.read_manifest(folder / f"out/{source}")["read"] for source in ("s0", "s1")] == [40, 40]
-
-
 @pytest.fixture
 def bucket(folder: Path, s3: fsspec.AbstractFileSystem) -> None:
     """The Parquet in s3://bucket/b/."""
@@ -315,35 +224,6 @@ def test_parquet_in_a_bucket_is_split_as_on_a_disk(folder: Path, bucket: None, s
         assert len(stage.planned_units(folder / name, "s0")) == 8
         content.add(shards.read_manifest(folder / name / "s0")["content_sha256"])
     assert len(content) == 1
-
-
-@pytest.mark.job
-def test_the_recipe_with_a_bucket_and_what_a_bucket_may_refuse(
-    folder: Path, bucket: None, s3, monkeypatch, capsys
-) -> None:
-    path, out = folder / "own.toml", folder / "out"
-    path.write_text(RECIPE)
-    prepare_folder(path, out)
-    assert len(Mixture.open(out / "phase1.lock.json").sequences(0, 10)[0]) == 10
-    assert shards.read_manifest(out / "yours")["read"] == 80
-    assert "reused" in prepare_folder(path, out)
-
-    def refusal() -> str:
-        capsys.readouterr()
-        assert prepare.reported(lambda: prepare_folder(path, out)) == 1
-        lines = capsys.readouterr().err
-        assert lines.count("\n") == 2
-        return lines
-
-    path.write_text(RECIPE.replace("s3://bucket", "s3://nobody"))
-    assert "yours: no file matches s3://nobody/b/*.parquet" in refusal()
-    path.write_text(RECIPE)
-    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(f"AWS_{name}")
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    type(s3).clear_instance_cache()  # it holds the credentials
-    why = "NoCredentialsError: Unable to locate credentials"
-    assert f"s3://bucket/b/*.parquet cannot be read: {why}" in refusal()
 
 
 PAGE = ROOT / "docs/own-data.md"
@@ -378,7 +258,7 @@ def test_the_page_from_files_to_steps(folder: Path, bucket: None) -> None:
     (folder / "configs").symlink_to(ROOT / "configs")
     whole, inputs, *_ = blocks("toml")
     (folder / "own.toml").write_text(whole)
-    prepare_line, train_lines, change_line = blocks("")
+    prepare_line, train_lines, _ = blocks("")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1"}
 
@@ -397,9 +277,6 @@ def test_the_page_from_files_to_steps(folder: Path, bucket: None) -> None:
     assert rows[-1]["step"] == 5
     assert rows[-1]["tokens_by_source"] == {"mine": 24 * 256, "yours": 12 * 256, "notes": 4 * 256}
     assert list(rows[-1]["valid_loss_by_source"]) == [name for name in NAMES if held_out[name]]
-    # there are no books here
-    changed = shell(change_line.replace("40000", "5").replace(" --add books=5", ""))
-    assert "0 windows are read again" in changed
     before = shards.read_manifest(folder / "data/own/mine")["shards"]
     of_folder = next(line for line in whole.splitlines() if "parquet" in line)
     of_bucket = next(line for line in inputs.splitlines() if "s3://" in line)

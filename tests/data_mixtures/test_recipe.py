@@ -13,7 +13,6 @@ PUBLISHED_PERCENT = {
     "phase1": {"web": 63.2, "code": 21.0, "math": 6.3, "multilingual": 5.0, "qa": 4.5},
     "phase2": {"web": 10.0, "code": 59.01, "math": 30.01, "multilingual": 0.0, "qa": 1.0},
 }
-PHASE_TOKENS_B = {"phase1": 4000, "phase2": 2000}
 
 
 def category_sums(plan: recipe.Recipe, phase: str) -> dict[str, int]:
@@ -32,15 +31,6 @@ def test_shipped_recipes_have_the_published_shares(name):
         assert sum(sums.values()) == total
 
 
-@pytest.mark.parametrize("profile", ["", "-code"])
-def test_no_source_of_the_2b_run_is_repeated_beyond_its_cap(profile):
-    loaded = recipe_file.load(FOLDER / f"nemotron{profile}.toml")
-    phases = [(weights, PHASE_TOKENS_B[phase]) for phase, weights in loaded.phases.items()]
-    for source in loaded.sources:
-        tokens_b = sum(b * weights[source.name] / sum(weights.values()) for weights, b in phases)
-        assert tokens_b / source.expected_tokens_b < loaded.epoch_cap, source.name
-
-
 def test_every_source_of_the_2b_run_says_where_it_is_and_on_what_terms():
     sources = recipe_file.load(FOLDER / "nemotron.toml").sources
     assert len(sources) == 36
@@ -51,22 +41,6 @@ def test_every_source_of_the_2b_run_says_where_it_is_and_on_what_terms():
         assert all((source.configs, source.licence, source.text_columns, source.expected_tokens_b > 0))
     places = [(source.repo, config) for source in sources for config in source.configs]
     assert len(set(places)) == len(places)  # no folder is in two sources
-
-
-def test_with_code_contents_the_same_sources_and_two_more_that_take_their_share():
-    with_, without = (recipe_file.load(FOLDER / f"nemotron{profile}.toml") for profile in ("-code", ""))
-    names = {source.name for source in without.sources}
-    more = [source for source in with_.sources if source.name not in names]
-    assert [source.name for source in more] == ["code1-files", "code2-files"]
-    assert all("softwareheritage" in source.inputs[0].content_url for source in more)
-    same = {"sources": (), "phases": {}, "keep": {}}
-    assert replace(with_, **same) == replace(without, **same)
-    for phase in PHASE_TOKENS_B:
-        before, after = without.phases[phase], with_.phases[phase]
-        changes = {name: before.get(name, 0) - weight for name, weight in after.items()}
-        changed = {name: change for name, change in changes.items() if change}
-        assert set(changed) == {"code1-files", "code2-files", "cc-code", "code2-qa"}
-        assert sum(changed.values()) == 0
 
 
 def test_long_windows_have_three_fifths_of_phase_2_and_long_documents_by_length():
@@ -96,21 +70,6 @@ def test_a_shared_list_gives_what_is_said_of_a_repository_and_what_a_source_says
     assert sources["code2-qa"].text_columns == ("text", "content")
     assert sources["cc2-hq"].text_columns == ("text",)
     assert (sources["cc2-mq"].keep, sources["cc2-hq"].keep) == (0.11, 1.0), "[keep] of the recipe"
-
-
-def test_benchmarks_lie_beside_the_recipe_and_can_be_left_out(recipe_path):
-    found = recipe_file.load(FOLDER / "nemotron.toml").filter
-    assert list(found.benchmarks) == ["humaneval", "mbpp", "gsm8k", "arc", "core"]
-    assert found.benchmarks["mbpp"] == str(FOLDER / "benchmarks/mbpp.jsonl")
-    assert recipe_file.load(recipe_path).filter == recipe.Filter()
-    recipe_path.write_text(recipe_path.read_text() + "\n[filter]\nmin_chars = 10\n[filter.benchmarks]\n")
-    assert recipe_file.load(recipe_path).filter == recipe.Filter(min_chars=10)
-
-
-def test_the_demo_has_a_source_for_every_category_and_little_text():
-    plan = recipe_file.load(FOLDER / "demo.toml")
-    assert {source.category for source in plan.sources} == set(PUBLISHED_PERCENT["phase1"])
-    assert sum(i.max_bytes for source in plan.sources for i in source.inputs) <= 30_000_000
 
 
 @pytest.mark.parametrize(

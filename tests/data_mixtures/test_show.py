@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import tyro
 from rich.console import Console
 
-from data_mixtures import mixture, shards, show, tokenizer
+from data_mixtures import shards, show, tokenizer
 from data_mixtures.mixture import Mixture
 
 SEQ_LEN, WINDOWS_PER_SHARD = 32, 64  # of prepared_data
@@ -118,25 +117,6 @@ def test_documents_are_found_by_id_and_by_where_they_came_from(run, lock: Path, 
     assert f"row {row}" in run(lock, "--sequence", 11)
 
 
-def test_a_document_whose_shard_was_taken_out_has_no_name(run, prepared_data: Path, tmp_path: Path) -> None:
-    """Quarantine leaves gaps: the shard before one is not the one that its first document began in."""
-    shutil.copytree(prepared_data, tmp_path / "data")
-    folder, end = tmp_path / "data/code", 2 * WINDOWS_PER_SHARD * SEQ_LEN
-    manifest = shards.read_manifest(folder)
-    gone = manifest["shards"].pop(1)
-    manifest["windows"] -= gone["windows"]
-    shards.write_manifest(folder, manifest)
-    lock = mixture.pin(tmp_path / "data", "phase1", {"web": 1, "code": 9}, 7, 32, 4)
-    windows = run(lock, "--step", 1, "--global-batch", 200, "--json")
-    behind = [each for each in windows if each["shard"] == "shard-00002.bin" and each["token_offset"] == 0]
-    assert behind, "the first window behind the gap"
-    documents = documents_of(prepared_data / "code")
-    crossing = [begin for begin, length, _ in documents if begin < end < begin + length]
-    assert crossing[0] >= end // 2, "it began in the shard that is gone"
-    assert "id" not in behind[0]["documents"][0]
-    assert behind[0]["documents"][0]["text"]
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -152,8 +132,3 @@ def test_a_document_whose_shard_was_taken_out_has_no_name(run, prepared_data: Pa
 def test_what_cannot_be_shown_is_said(run, lock: Path, more: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run(lock, *more.split())
-
-
-def test_a_folder_that_does_not_exist_is_named(run, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nowhere does not exist; give a lock file .* or a run folder"):
-        run(tmp_path / "nowhere", "--step", "1")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from data_mixtures import shards, window_files
-from data_mixtures.mixture import Mixture, valid_windows
+from data_mixtures.mixture import valid_windows
 from data_mixtures.window_files import WindowFiles
 
 SEQ_LEN, WINDOWS, BLOCK = 4, 23, 64  # windows of 10 bytes at a stride of 8
@@ -40,16 +40,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window_files, "CHUNK_BYTES", 24)  # does not divide a block
 
 
-def test_windows_of_any_number_of_files(small_blocks: None, tmp_path: Path) -> None:
-    counts = (WINDOWS, 1, WINDOWS)
-    entries = [write(tmp_path / str(number), windows) for number, windows in enumerate(counts)]
-    files = WindowFiles(entries, SEQ_LEN)
-    for file, count in enumerate(counts):
-        for window in reversed(range(count)):
-            begin = window * SEQ_LEN
-            assert read(files, window, file).tolist() == list(range(begin, begin + SEQ_LEN + 1))
-
-
 @pytest.mark.parametrize("byte", [0, 63, 64, 135, 185])
 def test_one_flipped_bit_fails_every_window_of_its_block_and_no_other(
     small_blocks: None, tmp_path: Path, byte: int
@@ -66,19 +56,6 @@ def test_one_flipped_bit_fails_every_window_of_its_block_and_no_other(
             assert read(files, window)[0] == window * SEQ_LEN
 
 
-def test_each_block_is_hashed_once_however_many_threads(
-    small_blocks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hashed, digest = [], window_files._digest
-    monkeypatch.setattr(window_files, "_digest", lambda *place: (hashed.append(place), digest(*place))[1])
-    files = WindowFiles([write(tmp_path / name) for name in "abc"], SEQ_LEN)
-    work = [(window, file) for window in range(WINDOWS) for file in range(3)] * 2
-    with ThreadPoolExecutor(8) as pool:
-        for (window, _), row in zip(work, pool.map(lambda at: read(files, *at), work), strict=True):
-            assert row[0] == window * SEQ_LEN
-    assert len(hashed) == len(set(hashed)) == 3 * 3
-
-
 def test_a_file_that_shrinks_or_goes_is_an_error_not_a_crash(small_blocks: None, tmp_path: Path) -> None:
     (short, entry), gone = write(tmp_path / "short"), write(tmp_path / "gone")
     files = WindowFiles([(short, entry), gone], SEQ_LEN)
@@ -91,12 +68,6 @@ def test_a_file_that_shrinks_or_goes_is_an_error_not_a_crash(small_blocks: None,
         read(files, 0, file=1)
 
 
-def test_hashes_that_do_not_cover_the_file_are_refused(small_blocks: None, tmp_path: Path) -> None:
-    path, entry = write(tmp_path / "a")
-    with pytest.raises(ValueError, match="2 block hashes for 186 bytes"):
-        WindowFiles([(path, {**entry, "xxh3_blocks": entry["xxh3_blocks"][:2]})], SEQ_LEN)
-
-
 def test_open_files_stay_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A map keeps a descriptor: without a bound, a corpus of 11,000 shards would need as many."""
     monkeypatch.setattr(window_files, "OPEN_FILES", 10)
@@ -106,19 +77,6 @@ def test_open_files_stay_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         rows = list(pool.map(lambda file: read(files, file % 3, file), [*range(200), *range(200)]))
     assert [row[0] for row in rows] == [file % 3 * SEQ_LEN for file in [*range(200), *range(200)]]
     assert len(os.listdir("/proc/self/fd")) - before <= 10
-
-
-def test_a_mixture_reads_up_to_the_damage_and_not_beyond(counting_data) -> None:
-    data = counting_data()
-    whole, _ = Mixture.open(data / "phase1.lock.json").sequences(0, 40)
-    flip(data / "s0/shard-00001.bin", 7)  # windows 8 to 15 of s0
-    mixture = Mixture.open(data / "phase1.lock.json")  # sizes are right: nothing to see yet
-    places = mixture.locate(np.arange(40))
-    first = next(n for n, at in enumerate(places) if (at["source"], at["shard"]) == ("s0", "shard-00001.bin"))
-    assert np.array_equal(mixture.sequences(0, first)[0], whole[:first])
-    for _ in range(2):  # and it stays an error
-        with pytest.raises(ValueError, match=r"s0/shard-00001\.bin: block 0 of 1 .* is damaged"):
-            mixture.sequences(first, 1)
 
 
 def test_held_out_windows_are_checked(counting_data, tmp_path: Path) -> None:

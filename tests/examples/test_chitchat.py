@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from examples import chitchat
 from records.files import read_lines
 
@@ -21,14 +19,14 @@ def contents(pairs: Pairs) -> list[tuple[str, str]]:
     return [(user["content"], reply["content"]) for user, reply in pairs]
 
 
-def test_exchanges() -> None:
+def test_exchanges():
     pairs = exchanges(["Hi ", "there"], ["hello"], ["How are you?"], ["fine", "you?"], ["bye"])
     assert contents(pairs) == [("Hi there", "hello"), ("How are you?", "fine you?")]
     assert exchanges(["Hi"]) == exchanges(["Write to me"], ["at joe.doe@example.com"]) == []
     assert contents(exchanges(["a"], ["b"], ["c"], [" "], ["e"], ["f"])) == [("a", "b")], "an empty message"
 
 
-def test_split() -> None:
+def test_split():
     pairs = exchanges(
         *([letter * length] for letter, length in zip("abcdefgh", [4, 4, 4, 4, 1, 20, 1, 1], strict=True))
     )
@@ -38,7 +36,7 @@ def test_split() -> None:
     assert [len(one) for one in chitchat.split(pairs, 1, 100)] == [2, 2, 2, 2]
 
 
-def test_the_package(tmp_path: Path) -> None:
+def test_the_package(tmp_path):
     chitchat.main(tmp_path / "deep" / "chat.jsonl")
     conversations = [line["messages"] for line in read_lines(tmp_path / "deep" / "chat.jsonl")]
     assert len(conversations) > 20_000

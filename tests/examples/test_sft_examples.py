@@ -41,7 +41,7 @@ CONVERSATIONS = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """An exported folder of a small model, untrained."""
     base = tmp_path_factory.mktemp("base")
     export(write_run(base / "run", random_model(initializer_range=0.1)), base / "hf", "float32")
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def conversations(tmp_path_factory):
     path = tmp_path_factory.mktemp("chat") / "conversations.jsonl"
     return write_lines(path, ({"messages": one} for one in CONVERSATIONS))
 
@@ -104,7 +104,7 @@ def check_folder(out: Path, base: Path, tmp_path: Path) -> None:
         assert (out / name).read_bytes() == (base / name).read_bytes()
 
 
-def test_trl(folder: Path, conversations: Path, tmp_path: Path) -> None:
+def test_trl(folder, conversations, tmp_path):
     losses = fine_tuned("sft_trl", folder, conversations, tmp_path / "out", 3e-3)
     # TRL's first loss is ours: the same ids, the same mask, one mean over all trained tokens
     assert losses[0] == pytest.approx(loss(folder), abs=LOGGED)
@@ -112,7 +112,7 @@ def test_trl(folder: Path, conversations: Path, tmp_path: Path) -> None:
     check_folder(tmp_path / "out", folder, tmp_path)
 
 
-def test_a_folder_without_a_sentencepiece_model_is_saved(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_sentencepiece_model_is_saved(folder, tmp_path):
     from examples.sft_trl import save
 
     base, out = shutil.copytree(folder, tmp_path / "base"), tmp_path / "out"
@@ -122,7 +122,7 @@ def test_a_folder_without_a_sentencepiece_model_is_saved(folder: Path, tmp_path:
     assert not (out / "tokenizer.model").exists()
 
 
-def test_lora(folder: Path, conversations: Path, tmp_path: Path) -> None:
+def test_lora(folder, conversations, tmp_path):
     from peft import PeftModel
 
     out = tmp_path / "out"

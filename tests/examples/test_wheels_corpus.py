@@ -29,7 +29,7 @@ def wheel(folder: Path, name: str, files: dict[str, str]) -> str:
 
 
 @pytest.fixture
-def pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def pinned(tmp_path, monkeypatch):
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     modules = {f"m{i}.py": MODULE.replace("twice", f"{i} times") for i in range(9)}
@@ -46,7 +46,7 @@ def written(out: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.rotate
-def test_the_same_bytes_in_any_folder(tmp_path: Path, pinned: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_same_bytes_in_any_folder(tmp_path, pinned, monkeypatch):
     wheels_corpus.main(tmp_path / "here")
     monkeypatch.chdir(tmp_path)
     wheels_corpus.main(Path("some/where else"))
@@ -58,7 +58,7 @@ def test_the_same_bytes_in_any_folder(tmp_path: Path, pinned: Path, monkeypatch:
     assert sorted(here) == ["code.jsonl", "math.jsonl", "multilingual.jsonl", "qa.jsonl", "web.jsonl"]
 
 
-def test_another_file_than_the_pinned_one_is_refused_and_leaves_nothing(tmp_path: Path, pinned: Path):
+def test_another_file_than_the_pinned_one_is_refused_and_leaves_nothing(tmp_path, pinned):
     wheel(pinned, "django", {"other.py": MODULE})
     with pytest.raises(SystemExit, match=r"wheels.txt could not be downloaded(?s:.)*django") as refused:
         wheels_corpus.main(tmp_path / "out")
@@ -80,7 +80,7 @@ DATA = "eac5c54fa379a667f032c88b271ad2d77755c6d97af3df3750ef38329d09a692"
 
 
 @pytest.mark.rotate
-def test_every_machine_prepares_the_same_data(tmp_path: Path):
+def test_every_machine_prepares_the_same_data(tmp_path):
     command = [sys.executable, "-m", "data_mixtures.prepare", "data_mixtures/ablation.toml"]
     command += ["--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)

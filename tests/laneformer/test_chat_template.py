@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 
-from laneformer.chat import ChatError, ChatTemplate
+from laneformer.chat import ChatError
+from laneformer.prompts import ChatTemplate
 
 # of many models, as published; trl is not imported for them
 TEMPLATES = Path(str(find_spec("trl").origin)).with_name("chat_templates")

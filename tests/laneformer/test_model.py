@@ -104,38 +104,6 @@ def test_a_number_of_early_sums_is_the_update_table(early: int) -> None:
         assert difference(model) < FLOAT64_TOLERANCE, joins
 
 
-class Flushed(Laneformer):
-    """`flush` by its definition: in the end every stream is the embedding and all lanes' outputs of all modules."""
-
-    def forward(self, input_ids: torch.Tensor, cache: None = None) -> torch.Tensor:
-        partials: list[torch.Tensor] = []
-        modules = [part for layer in self.layers for part in (layer.attention, layer.feed_forward)]
-        hooks = [
-            part.register_forward_hook(lambda _, __, output: partials.append(output)) for part in modules
-        ]
-        super().forward(input_ids)
-        for hook in hooks:
-            hook.remove()
-        embedding = self.tok_embeddings(input_ids)
-        h = embedding[:, :, None] + sum(partial.sum(2, keepdim=True) for partial in partials)
-        return self.lm_head(h.expand_as(partials[0]), self.norm, self.tok_embeddings.weight)
-
-
-def test_a_flushed_model_is_the_sum_of_all_outputs() -> None:
-    """By its definition: the head reads the embedding and every output of every lane, and all streams are equal."""
-    model = build(broadcast_delay=2, first_late_layer=3, flush=True)
-    defined = Flushed(model.config).double()
-    defined.load_state_dict(model.state_dict())
-    ids = torch.tensor([IDS])
-    assert (model(ids) - defined(ids)).abs().max() < FLOAT64_TOLERANCE
-    at = torch.arange(len(IDS))
-    rope, embedding = rope_table(model.config, at), model.tok_embeddings(ids)
-    h, left = run_layers(model.layers, model.config, embedding, rope, model.masks(at, at))
-    assert h.shape[2] == model.config.num_lanes
-    assert torch.equal(h, h[:, :, :1].expand_as(h))
-    assert not left
-
-
 @pytest.mark.parametrize("head", HEADS, ids=lambda head: "-".join(map(str, head.values())))
 @pytest.mark.parametrize("replicated", [True, False])
 @pytest.mark.parametrize("lanes", [1, 2, 4])

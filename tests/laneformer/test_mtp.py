@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from laneformer import Laneformer, LaneformerConfig
-from laneformer.config import DRAFT_IDS, MODULES, hf_name, plain_name
-from laneformer.model import deliver, run_layers
-from laneformer.positions import rope_table
+from laneformer.config import MODULES
+from tests.laneformer.drafts import draft_logits
 from tests.laneformer.lane_reference import reference_drafts
 from tests.laneformer.test_model import FLOAT64_TOLERANCE, IDS, build, exact_rope
 
@@ -21,7 +20,7 @@ STEPS = 3
 
 def drafts_of(model: Laneformer) -> list[np.ndarray]:
     with torch.no_grad():
-        return [logits[0].numpy() for logits in model.draft_logits(torch.tensor([IDS]), STEPS)]
+        return [logits[0].numpy() for logits in draft_logits(model, torch.tensor([IDS]), STEPS)]
 
 
 def difference(model: Laneformer, plant: str = "") -> float:
@@ -67,23 +66,6 @@ def test_the_comparison_would_notice(plant: str) -> None:
     assert difference(build(num_nextn_predict_layers=1), plant) > 1e-6
 
 
-@pytest.mark.parametrize("switches", SWITCHES, ids=str)
-def test_delivered_streams_are_equal_where_the_config_says_so(switches: dict[str, Any]) -> None:
-    model = build(num_nextn_predict_layers=1, **switches)
-    config, at = model.config, torch.arange(len(IDS))
-    embedding = model.tok_embeddings(torch.tensor([IDS]))
-    with torch.no_grad():
-        h, tail = run_layers(model.layers, config, embedding, rope_table(config, at), model.masks(at, at))
-        wide = h + sum(p.sum(2, keepdim=True) - p for partials in tail for p in partials if p is not None)
-        assert torch.allclose(deliver(h, tail, config), wide, rtol=0, atol=FLOAT64_TOLERANCE)
-    spread = float((wide - wide[:, :, :1]).abs().max())
-    assert (spread < FLOAT64_TOLERANCE) == config.equal_delivered_streams
-    waiting = config.broadcast_delay and not (config.deliver_tail or config.flush)
-    joins = ("use_early_comm", "use_attention_comm", "use_mlp_comm")
-    odd = any(switches.get(name) is False for name in joins)
-    assert config.equal_delivered_streams == (not waiting and not odd and not config.rebroadcast_early)
-
-
 def test_the_model_without_the_head_is_unchanged() -> None:
     """Neither its dictionary nor its logits: what the head needs of the last layers joins no stream."""
     with_head, without = build(num_nextn_predict_layers=1), build()
@@ -92,25 +74,6 @@ def test_the_model_without_the_head_is_unchanged() -> None:
     without.load_state_dict({n: t for n, t in with_head.state_dict().items() if not n.startswith("mtp.")})
     ids = torch.tensor([IDS])
     assert torch.equal(with_head(ids), without(ids))
-
-
-@pytest.mark.parametrize("flavor", ["2b", "tiny"])
-@pytest.mark.parametrize("switches", [{}, {"draft_vocab_size": 2048, "replicated_rmsn_scale": False}])
-def test_shapes_and_counts_are_the_models(flavor: str, switches: dict[str, Any]) -> None:
-    config = LaneformerConfig.from_flavor(flavor, num_nextn_predict_layers=1, **switches)
-    with torch.device("meta"):
-        model = Laneformer(config)
-    state = model.state_dict()
-    assert config.tensor_shapes() == {name: tuple(tensor.shape) for name, tensor in state.items()}
-    assert config.parameter_count()["total"] == sum(p.numel() for p in model.parameters())
-    added = sum(p.numel() for n, p in model.named_parameters() if n.startswith("mtp."))
-    assert config.parameter_count()["mtp"] == added
-    without = LaneformerConfig.from_flavor(flavor, **{**switches, "draft_vocab_size": 0}).parameter_count()
-    assert without == config.parameter_count() | {"mtp": 0, "total": without["total"]}
-    assert without["total"] == config.parameter_count()["total"] - added
-    assert (DRAFT_IDS in state) == bool(config.draft_vocab_size)
-    assert {plain_name(hf_name(name)) for name in state} == set(state)
-    assert LaneformerConfig.from_dict(config.to_dict()) == config
 
 
 HEAD = {"num_nextn_predict_layers": 1}

@@ -84,7 +84,7 @@ def test_ids_are_those_of_transformers(kind: str, template: str) -> None:
             tools = [{"name": "f"}] if template == "json" else []
             options: dict[str, Any] = {"add_generation_prompt": prompt, "tools": tools}
             expected = theirs(kind, template, conversation, **options)
-            assert ours.conversation(conversation, **options) == expected
+            assert ours.encode(ours.render(conversation, **options)) == expected
 
 
 @cases
@@ -95,7 +95,7 @@ def test_control_ids_come_from_the_template_alone(kind: str, template: str) -> N
 
     def ids(conversation: list[dict[str, str]]) -> list[int]:
         tools = [{"name": conversation[0]["content"]}] if template == "json" else []
-        return ours.conversation(conversation, tools=tools, add_generation_prompt=True)
+        return ours.encode(ours.render(conversation, tools=tools))
 
     expected = [i for i in ids(conversations(PLAIN[:1])[0]) if i in control]
     for conversation in conversations(SPELLED):
@@ -130,7 +130,7 @@ def test_merges_and_whole_words_do_not_make_control_tokens(ignore_merges: bool) 
 
 def test_errors() -> None:
     with pytest.raises(ValueError, match="no default chat template"):
-        encoder("byte-level", None).conversation([])
+        encoder("byte-level", None).render([])
     refusing = {"chat_template": "{{ raise_exception('not ' + messages[0]['content']) }}"}
     with pytest.raises(ChatError, match=r"refuses the conversation: not </s>!$"):
-        PromptEncoder(TOKENIZERS["byte-level"], refusing).conversation([{"role": "user", "content": "</s>!"}])
+        PromptEncoder(TOKENIZERS["byte-level"], refusing).render([{"role": "user", "content": "</s>!"}])

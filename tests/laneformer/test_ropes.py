@@ -5,16 +5,13 @@ every position, and against Transformers' tables.
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
 from laneformer import Laneformer, LaneformerConfig, positions
-from laneformer.engine.folder import rope_tables
-from laneformer.positions import rope_table
-from tests.laneformer.lane_reference import layer_rope, reference_logits
+from tests.laneformer.lane_reference import reference_logits
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12}
 KINDS: dict[str, dict[str, Any]] = {
@@ -78,40 +75,6 @@ def test_a_layer_of_the_other_kind_is_noticed(kind: str) -> None:
     assert error(model, model.config) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize(("layers", "theta"), [("all", 1e4), ("full", 5e5)])
-def test_yarn_is_transformers_at_every_position(layers: str, theta: float) -> None:
-    """To the last bit of the frequencies at 131,072 positions; windows keep their base and no scale."""
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    scaling = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
-    config = LaneformerConfig.from_flavor(
-        "2b", rope_theta=theta, window_rope_theta=1e4, rope_scaling=scaling | {"layers": layers},
-        max_position_embeddings=131_072,
-    )  # fmt: skip
-    engines = rope_tables(config)
-    for kind in range(len(config.ropes)):
-        base = 1e4 if kind else theta
-        plain = {"rope_type": "default"} if kind and layers == "full" else scaling
-        llama = LlamaConfig(
-            hidden_size=3072, num_attention_heads=32, max_position_embeddings=131_072,
-            rope_parameters={**plain, "rope_theta": base},
-        )  # fmt: skip
-        rotary, differ = LlamaRotaryEmbedding(llama), 0.0
-        own = torch.tensor(config.ropes[kind].frequencies)
-        # torch's float32 power is off by two units at most, ours is rounded once
-        assert ((rotary.inv_freq / own - 1).abs() <= 2 * 2.0**-23).all()
-        rotary.inv_freq = own
-        for first in range(0, 131_072, 16_384):
-            at = torch.arange(first, first + 16_384)
-            theirs = rotary(torch.zeros(1), at[None])
-            for i, ours in enumerate(rope_table(config, at)):
-                assert torch.equal(ours[kind, 0, :, 0], theirs[i][0, :, :48])
-                # the engine's cosines are float64's, rounded once; torch's are within two units
-                differ = max(differ, np.abs(engines[i][kind, at] - ours[kind, 0, :, 0].numpy()).max())
-        assert differ <= 4 * 2.0**-24
-
-
 def test_one_table_a_kind() -> None:
     counts = {kind: len(built(kind).config.ropes) for kind in KINDS}
     assert counts == dict(zip(KINDS, (2, 1, 2, 2, 0), strict=True))
@@ -119,24 +82,3 @@ def test_one_table_a_kind() -> None:
     assert len(LaneformerConfig(rope_theta=1e4, window_rope_theta=1e4).ropes) == 1, "two of the same are one"
     found = positions.rope_table(built("yarn on full").config, torch.arange(4))
     assert found[0].shape == (2, 1, 4, 1, 6)
-
-
-def test_a_config_without_them_is_as_it_was() -> None:
-    config = LaneformerConfig()
-    assert not config.ropes
-    assert not {"window_rope_theta", "nope_layers"} & config.to_dict().keys()
-    again = LaneformerConfig.from_dict(built("yarn and theta").config.to_dict())
-    assert again == built("yarn and theta").config
-    assert again.ropes == built("yarn and theta").config.ropes
-
-
-def test_the_reference_is_another_writing() -> None:
-    """It shares no line with the model: a wrong border of YaRN in the model is seen."""
-    own = {"rope_theta": 1e4, "rope_scaling": YARN | {"original_max_position_embeddings": 4096}}
-    config = LaneformerConfig(**SHAPE, **own)
-    frequencies, scale = layer_rope(config, 0)  # type: ignore[misc]
-    assert np.allclose(config.ropes[0].frequencies, frequencies, rtol=4 * 2.0**-24, atol=0)
-    assert config.ropes[0].scale == pytest.approx(scale)
-    with patch("laneformer.ropes.math.floor", lambda x: int(x) + 2):
-        wrong = LaneformerConfig.from_dict(config.to_dict())
-        assert not np.allclose(wrong.ropes[0].frequencies, frequencies, rtol=1e-3)

@@ -28,7 +28,7 @@ def save(folder: Path, state: dict[str, object]) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     for step in (10, 20, 25, 30, 35):
         save(tmp_path / f"checkpoint/step-{step}", {"w": torch.arange(1000)})
     return tmp_path / "checkpoint"
@@ -43,7 +43,7 @@ def names(paths: list[Path]) -> list[str]:
     return [path.name for path in paths]
 
 
-def test_only_complete_and_superseded_ones_may_go(folder: Path) -> None:
+def test_only_complete_and_superseded_ones_may_go(folder):
     assert names(superseded(folder, 2, 0)) == ["step-25", "step-20", "step-10"]
     assert names(superseded(folder, 2, 10)) == ["step-25"]
     (folder / "step-40").mkdir()  # being written: neither counted nor deleted
@@ -55,7 +55,7 @@ def test_only_complete_and_superseded_ones_may_go(folder: Path) -> None:
     assert superseded(folder, 2, 0) == []
 
 
-def test_the_last_good_one_is_never_deleted(folder: Path) -> None:
+def test_the_last_good_one_is_never_deleted(folder):
     for step in (20, 25, 30, 35):
         truncate(folder / f"step-{step}")
     assert superseded(folder, 1, 0) == []
@@ -63,7 +63,7 @@ def test_the_last_good_one_is_never_deleted(folder: Path) -> None:
     assert newest_saved_step(folder) == 35
 
 
-def test_one_that_is_deleted_meanwhile_is_not_complete(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_deleted_meanwhile_is_not_complete(folder, monkeypatch):
     """The watcher of evaluations looks while the job deletes: once a FileNotFoundError ended it."""
     path, stat = folder / "step-10", Path.stat
     (path / "__1_0.distcp").write_bytes(b"")
@@ -80,7 +80,7 @@ def test_one_that_is_deleted_meanwhile_is_not_complete(folder: Path, monkeypatch
         check_complete(path)
 
 
-def test_a_branch_is_moved_aside_and_half_folders_are_deleted(folder: Path) -> None:
+def test_a_branch_is_moved_aside_and_half_folders_are_deleted(folder):
     (folder / "step-40").mkdir()
     (folder / "step-40/__0_0.distcp").write_bytes(b"half")
     to_trash(folder / "step-10")
@@ -93,7 +93,7 @@ def test_a_branch_is_moved_aside_and_half_folders_are_deleted(folder: Path) -> N
     assert clear_branch(folder, folder / "step-25") == {}
 
 
-def test_folders_that_never_completed_are_no_run_to_protect(folder: Path) -> None:
+def test_folders_that_never_completed_are_no_run_to_protect(folder):
     for path in folder.glob("*/.metadata"):
         path.unlink()
     assert newest_complete_checkpoint(folder) is None, "every first save was cut: begin again"
@@ -108,7 +108,7 @@ def flip(path: Path, chance: random.Random) -> None:
     path.write_bytes(content)
 
 
-def test_a_flipped_bit_in_the_index_never_crashes_the_start(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_the_index_never_crashes_the_start(tmp_path):
     """Without checksums, as of old: the checkpoint is used, or the one before; with them it is never used."""
     weights = {f"layer.{n}": torch.arange(10.0 + n) for n in range(4)}
     folder, chance = tmp_path / "checkpoint", random.Random(0)
@@ -131,7 +131,7 @@ def test_a_flipped_bit_in_the_index_never_crashes_the_start(tmp_path: Path) -> N
     assert {read_with_a_flipped_bit() for _ in range(50)} == {older}
 
 
-def test_damage_of_the_same_size_is_found(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damage_of_the_same_size_is_found(folder, caplog):
     path = folder / "step-35"
     check_contents(path)
     assert "cannot be checked" in caplog.text, "older checkpoints are accepted with a warning"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -28,7 +27,7 @@ DECISIVE = (
 )
 
 
-def test_a_cut_line_costs_only_itself(tmp_path: Path) -> None:
+def test_a_cut_line_costs_only_itself(tmp_path):
     path = tmp_path / "lines.jsonl"
     assert read_lines(path) == []
     path.write_text('{"a": 1}\n\n{"a": 2, "b"')
@@ -41,7 +40,7 @@ def test_a_cut_line_costs_only_itself(tmp_path: Path) -> None:
     assert unreadable == [3, 5]
 
 
-def test_lines_of_many_processes_are_all_there(tmp_path: Path) -> None:
+def test_lines_of_many_processes_are_all_there(tmp_path):
     """Every rank of a job that crashes appends its event at about the same time."""
     path, count = tmp_path / "lines.jsonl", 200
     program = "import pathlib, sys; from records.files import append_line as a; p = pathlib.Path(sys.argv[1])"
@@ -52,13 +51,13 @@ def test_lines_of_many_processes_are_all_there(tmp_path: Path) -> None:
     assert sorted(path.read_text().splitlines()) == sorted(expected)
 
 
-def test_not_a_number_is_none_and_odd_bytes_are_no_line(tmp_path: Path) -> None:
+def test_not_a_number_is_none_and_odd_bytes_are_no_line(tmp_path):
     path = tmp_path / "lines.jsonl"
     path.write_bytes(b'{"a": NaN, "b": [-Infinity]}\r\n\xff\n{"c": "\xe2\x80\xa8"}\n')
     assert read_lines(path) == [{"a": None, "b": [None]}, {"c": "\u2028"}]
 
 
-def test_the_last_line_is_replaced_whole(tmp_path: Path) -> None:
+def test_the_last_line_is_replaced_whole(tmp_path):
     path = tmp_path / "lines.jsonl"
     append_line(path, '{"step": 1}')
     append_line(path, '{"step": 2}')
@@ -69,7 +68,7 @@ def test_the_last_line_is_replaced_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("content", "stored"), [("é\n", "é\n".encode()), (b"\xff", b"\xff")])
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, content: str | bytes, stored: bytes) -> None:
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, content, stored):
     path = tmp_path / "file"
     path.write_text("before")
     write_atomically(path, content)
@@ -80,7 +79,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, content: str | b
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_hash_of_a_model_is_of_what_decides_its_answers(tmp_path: Path) -> None:
+def test_the_hash_of_a_model_is_of_what_decides_its_answers(tmp_path):
     for name in DECISIVE:
         (tmp_path / name).write_text(name)
     before = model_sha256(tmp_path)
@@ -95,7 +94,7 @@ def test_the_hash_of_a_model_is_of_what_decides_its_answers(tmp_path: Path) -> N
     assert model_sha256(tmp_path) != before, "names count"
 
 
-def test_lines_wait_in_memory_until_there_is_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_wait_in_memory_until_there_is_room(tmp_path, caplog):
     """The kernel writes ten bytes and no more, as on a full disk: no half line, nothing lost,
     the order is kept.
     """

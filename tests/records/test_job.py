@@ -36,7 +36,7 @@ def with_policy(path: Path, line: str) -> str:
 
 
 @pytest.mark.job
-def test_it_agrees_with_torchtitan_in_every_value(tmp_path: Path) -> None:
+def test_it_agrees_with_torchtitan_in_every_value(tmp_path):
     """On the shipped job files, on one that leaves everything to the defaults, and where a key has its former name,
     in the job file and as a flag that overrides it.
     """
@@ -63,13 +63,13 @@ def test_it_agrees_with_torchtitan_in_every_value(tmp_path: Path) -> None:
             assert values == {key: heavy[section][key] for key in values}, f"{job} [{section}]"
 
 
-def test_it_needs_neither_torch_nor_any_package_of_ours() -> None:
+def test_it_needs_neither_torch_nor_any_package_of_ours():
     program = "import sys, records.job; print(*sorted({name.split('.')[0] for name in sys.modules}))"
     modules = subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True).split()
     assert not {"torch", "torchtitan", "laneformer", "train", "data_mixtures"} & set(modules)
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_are_named(tmp_path):
     path = tmp_path / "job.toml"
     with pytest.raises(ValueError, match=r"job\.toml does not exist"):
         read_job(["--job.config_file", str(path)])

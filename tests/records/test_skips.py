@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,13 +31,13 @@ def test_windows_of_is_the_way_back(numbers: set[int]) -> None:
     assert sorted(numbers) == [g for first, last in windows_of(ordered) for g in range(first, last)]
 
 
-def test_windows_that_mean_nothing() -> None:
+def test_windows_that_mean_nothing():
     for window in (5, 5), (-1, 3), (4, 2), (1, 2, 3):
         with pytest.raises(ValueError, match="skip window"):
             SkipList([window])
 
 
-def test_the_run_folder_remembers(tmp_path: Path) -> None:
+def test_the_run_folder_remembers(tmp_path):
     add_windows(tmp_path, [[8, 12]], "step 3: the loss is nan")
     add_windows(tmp_path, [[20, 24]], "step 6: the loss is nan")
     assert read_skip_list(tmp_path, [(0, 2)]).windows == [(0, 2), (8, 12), (20, 24)]
@@ -47,7 +46,7 @@ def test_the_run_folder_remembers(tmp_path: Path) -> None:
 
 
 @pytest.mark.job
-def test_the_loader_reads_past_a_window_and_refuses_a_contradiction(prepared_data: Path) -> None:
+def test_the_loader_reads_past_a_window_and_refuses_a_contradiction(prepared_data):
     pytest.importorskip("torchtitan")
     from train.data import MixtureLoader
 
@@ -61,10 +60,10 @@ def test_the_loader_reads_past_a_window_and_refuses_a_contradiction(prepared_dat
             for row, number in zip(batch.numpy(), numbers, strict=True):
                 assert (row == skipping.mixture.sequences(number, 1)[0][0, :-1]).all()
     ahead = loader(0, (5, 9))
-    ahead.sequences = 4
+    ahead.state.sequences = 4
     state = ahead.state_dict()
     loader(0).load_state_dict(state)  # the window lies ahead
-    ahead.sequences = 8
+    ahead.state.sequences = 8
     for windows in ((), ((5, 8),), ((0, 1), (5, 9))):
         with pytest.raises(ValueError, match="has left out the sequences"):
             loader(0, *windows).load_state_dict(ahead.state_dict())
@@ -74,7 +73,7 @@ def test_the_loader_reads_past_a_window_and_refuses_a_contradiction(prepared_dat
     assert same.state_dict()["mixture"] == ahead.state_dict()["mixture"]
 
 
-def test_a_named_place_holds_the_sequence(prepared_data: Path) -> None:
+def test_a_named_place_holds_the_sequence(prepared_data):
     """The tokens at the offset, read from the shard with nothing but numpy, are those that were trained on."""
     from data_mixtures.mixture import Mixture
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -24,7 +23,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
-def test_workers_of_a_killed_process_end(tmp_path: Path, context: str) -> None:
+def test_workers_of_a_killed_process_end(tmp_path, context):
     script = tmp_path / "parent.py"
     script.write_text(POOL.format(context=context))
     command, env = [sys.executable, str(script)], {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

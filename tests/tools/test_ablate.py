@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,12 +17,13 @@ import pytest
 import tyro
 
 from laneformer import LaneformerConfig
-from records.events import STOPPED, read_outcome
+from records.events import BAD_STEP, DONE, STOPPED, read_outcome
 from records.files import hold_lock, read_lines
 from records.job import read_job, read_sections
+from tests.records.lines import write_lines
 from tests.train.runs import ask
 from tools import ablate
-from tools.ablate import Options, check_settings, compare, plan_runs, read_plan
+from tools.ablate import Options, check_settings, compare, plan_runs, read_plan, read_result
 
 SHIPPED = Path("configs/ablation.toml")
 
@@ -68,33 +70,28 @@ def test_a_seed_has_batches_and_weights_of_its_own_whatever_the_variant():
 
 
 @pytest.mark.parametrize(
-    ("change", "problem"),
+    ("change", "options", "problem"),
     [
-        (
-            ('baseline = "delay_0"', 'baseline = "delay_00"'),
-            "unknown baseline 'delay_00'; did you mean 'delay_0'",
-        ),
-        (("seeds =", "seed ="), "unknown key of .* 'seed'; did you mean 'seeds'"),
-        (("seeds = [0, 1, 2, 3, 4]", ""), "lacks seeds"),
+        (('baseline = "delay_0"', 'baseline = "delay_00"'), {}, "baseline 'delay_00'; did you mean 'delay_0'"),
+        (("seeds =", "seed ="), {}, "unknown key of .* 'seed'; did you mean 'seeds'"),
+        (("seeds = [0, 1, 2, 3, 4]", ""), {}, "lacks seeds"),
+        ((), {"variants": ("delay_22",)}, "name for --variants: 'delay_22'; did you mean 'delay_2"),
+        ((), {"workers": 0}, "--workers is 0; use 1 or more"),
     ],
-)
-def test_a_mistake_in_the_config_is_named(tmp_path: Path, change: tuple[str, str], problem: str):
+)  # fmt: skip
+def test_a_mistake_in_the_config_or_the_options_is_named(tmp_path, change, options, problem):
     config = tmp_path / "ablation.toml"
-    config.write_text(SHIPPED.read_text().replace(*change))
+    config.write_text(SHIPPED.read_text().replace(*change) if change else SHIPPED.read_text())
     with pytest.raises(ValueError, match=problem):
-        read_plan(Options(config, tmp_path))
+        read_plan(Options(config, tmp_path, **options))
 
 
-def test_unknown_variants_and_options_are_named():
-    with pytest.raises(ValueError, match=r"unknown name for --variants: 'delay_22'; did you mean 'delay_2"):
-        read_plan(Options(SHIPPED, Path("out"), variants=("delay_22",)))
-    with pytest.raises(ValueError, match="--workers is 0; use 1 or more"):
-        read_plan(Options(SHIPPED, Path("out"), workers=0))
+def test_an_option_that_no_job_has_is_named():
     with pytest.raises(ValueError, match="unknown option --reprot; see --help"):
         plan_runs(read_plan(Options(SHIPPED, Path("out"))), Path("out"), ["--reprot"])
 
 
-def test_a_folder_holds_runs_of_one_training_to_which_variants_are_added(tmp_path: Path):
+def test_a_folder_holds_runs_of_one_training_to_which_variants_are_added(tmp_path):
     path, first = tmp_path / "settings.json", {"flags": ["--training.steps", "5"], "variant a": "--x.y 1"}
     check_settings(path, first)
     check_settings(path, first | {"variant b": "--x.y 2"})
@@ -105,7 +102,7 @@ def test_a_folder_holds_runs_of_one_training_to_which_variants_are_added(tmp_pat
             check_settings(path, first | other)
 
 
-def test_one_command_at_a_time_trains_into_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_one_command_at_a_time_trains_into_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["ablate", str(SHIPPED), "--out", str(tmp_path)])
     handler = signal.getsignal(signal.SIGTERM)
     with (
@@ -162,6 +159,17 @@ def test_the_published_runs_are_what_the_documents_say():
         assert one == pytest.approx(other, abs=0.00056)  # rounded twice
 
 
+def test_a_run_that_diverges_has_no_loss_and_one_that_fails_shows_its_log(tmp_path):
+    run = ablate.Run("delay_1", 3, tmp_path, ["--a.b", "1"])
+    write_lines(tmp_path / "metrics.jsonl", [{"loss": 9.0, "gpu_hours": 0.5, "valid_loss": 4.0}])
+    (tmp_path / "train.log").write_text("no such file")
+    row = {"variant": "delay_1", "seed": 3, "train_loss": 9.0, "seconds": 1800.0, "flags": run.flags}
+    assert read_result(run, DONE) == row | {"valid_loss": 4.0}
+    assert read_result(run, BAD_STEP) == row | {"valid_loss": None}
+    with pytest.raises(ValueError, match=r"ended with exit status 1; .*/train.log ends:\nno such file"):
+        read_result(run, 1)
+
+
 def command(out: Path, lock: Path, *words: str) -> list[str]:
     """The shipped ablation on the tests' data, of six steps."""
     shapes = {
@@ -170,14 +178,16 @@ def command(out: Path, lock: Path, *words: str) -> list[str]:
         "lr_scheduler.warmup_steps": 1, "mixture.lock": lock,
     }  # fmt: skip
     flags = [word for name, value in shapes.items() for word in (f"--{name}", str(value))]
-    return [sys.executable, "-m", "tools.ablate", str(SHIPPED), "--out", str(out), *words, *flags]
+    return [sys.executable, "-m", "tools.ablate", str(SHIPPED), "--out", str(out), *flags, *words]
 
 
-def run(out: Path, lock: Path, *words: str) -> tuple[int, str]:
-    """Exit status and output of one command, whose processes the fork server starts."""
-    log = out.with_name(f"{out.name}.{time.monotonic_ns()}.log")
-    job = {"command": command(out, lock, *words), "environment": {}, "log": str(log), "pid": f"{log}.pid"}
-    return ask(job), log.read_text()
+def run(out: Path, lock: Path, *words: str, then: Callable[[], None] | None = None) -> tuple[int, str]:
+    """Exit status and output of one command, whose processes the fork server starts; its id is in OUT.pid."""
+    log, pid = (out.with_name(out.name + end) for end in (".log", ".pid"))
+    for path in (log, pid):
+        path.unlink(missing_ok=True)
+    job = {"command": command(out, lock, *words), "environment": {}, "log": str(log), "pid": str(pid)}
+    return ask(job, *filter(None, [then])), log.read_text()
 
 
 def losses_in(out: Path) -> dict[tuple[str, int], float]:
@@ -188,69 +198,31 @@ def losses_in(out: Path) -> dict[tuple[str, int], float]:
 
 
 @pytest.mark.rotate
-def test_the_shipped_ablation_at_toy_size_resumes_where_it_stopped(prepared_data: Path, tmp_path: Path):
-    lock, out = prepared_data / "phase1.lock.json", tmp_path / "out"
-    words = ("--variants", "delay_0", "delay_2", "--seeds", "0", "1")
-    status, output = run(out, lock, *words, "--keep-checkpoints")
-    assert status == 0, output
-    assert "| delay_2 | 2 |" in output
-    whole = losses_in(out)
-    assert len(whole) == len(set(whole.values())) == 4
-    # killed while a line was written: that run alone starts again, at its last checkpoint
-    text = (out / "results.jsonl").read_text()
-    (out / "results.jsonl").write_text(text[:-40])
-    status, output = run(out, lock, *words)
-    assert status == 0, output
-    assert losses_in(out) == whole
-    attempts = [len(read_lines(folder / "attempts.jsonl")) for folder in (out / "runs").iterdir()]
-    assert sorted(attempts) == [1, 1, 1, 2]
-    # a run that was stopped goes on at its checkpoint, and ends as if it had not been: the same loss to the last bit
-    stopped = tmp_path / "again" / "runs" / "delay_2-1"
-    stopped.mkdir(parents=True)
-    (stopped / "stop").touch()
-    words = (*words, "--workers", "1")
-    status, output = run(tmp_path / "again", lock, *words)
-    assert status == 1
-    assert f"{stopped} ended with exit status {STOPPED}; {stopped}/train.log ends:" in output
-    status, output = run(tmp_path / "again", lock, *words)
-    assert status == 0, output
-    assert losses_in(tmp_path / "again") == whole
-    assert [row["step"] for row in read_lines(stopped / "attempts.jsonl")] == [0, 1]
-    assert not (stopped / "checkpoint").exists()
-    status, output = run(out, lock, "--optimizer.lr", "1e-3")
-    assert "settings.json has another flags; choose another --out" in output
-
-
-@pytest.mark.rotate
-def test_a_run_that_diverges_has_no_loss_and_ends_nothing(prepared_data: Path, tmp_path: Path):
-    words = ("--variants", "delay_0", "delay_1", "--seeds", "0", "--optimizer.lr", "1e30")
-    status, output = run(tmp_path / "out", prepared_data / "phase1.lock.json", *words)
-    assert status == 0, output
-    assert set(losses_in(tmp_path / "out").values()) == {None}
-
-
-@pytest.mark.rotate
-def test_an_interrupted_ablation_leaves_no_run_behind_and_its_runs_have_saved(
-    prepared_data: Path, tmp_path: Path
+def test_an_interrupted_ablation_leaves_no_run_behind_and_goes_on_as_if_it_had_not_been(
+    prepared_data, tmp_path
 ):
-    log, pid, out = tmp_path / "log", tmp_path / "pid", tmp_path / "out"
-    words = command(out, prepared_data / "phase1.lock.json", "--variants", "delay_0", "--seeds", "0")
+    """Its run has saved: the losses are those of runs in one piece, to the last bit."""
+    lock, out, whole = prepared_data / "phase1.lock.json", tmp_path / "out", tmp_path / "whole"
+    words = ("--variants", "delay_0", "delay_2", "--seeds", "0", "--workers", "1", "--training.steps", "60")
     trained = out / "runs" / "delay_0-0"
 
     def interrupt() -> None:
         while not (trained / "metrics.jsonl").exists():
             time.sleep(0.01)
-        os.kill(int(pid.read_text()), signal.SIGINT)
+        os.kill(int((tmp_path / "out.pid").read_text()), signal.SIGINT)
 
-    job = {
-        "command": [*words, "--training.steps", "500"],
-        "environment": {},
-        "log": str(log),
-        "pid": str(pid),
-    }
-    assert ask(job, interrupt) == 130, log.read_text()
-    assert "interrupted; the same command goes on" in log.read_text()
+    status, output = run(out, lock, *words, then=interrupt)
+    assert status == 130, output
+    assert "interrupted; the same command goes on" in output
     outcome = read_outcome(trained)
     assert outcome["code"] == STOPPED
     assert (trained / "checkpoint" / f"step-{outcome['step']}").exists()
     assert not (out / "results.jsonl").exists()
+    for folder in (out, whole):
+        status, output = run(folder, lock, *words)
+        assert status == 0, output
+        assert "| delay_2 | 1 |" in output
+    assert losses_in(out) == losses_in(whole)
+    assert len(set(losses_in(out).values())) == 2
+    assert [row["step"] for row in read_lines(trained / "attempts.jsonl")] == [0, outcome["step"]]
+    assert not (trained / "checkpoint").exists()

@@ -47,7 +47,7 @@ def shipped(name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recipe(tmp_path_factory):
     folder, words = tmp_path_factory.mktemp("text"), WORDS.split()
     documents = [" ".join(words[5 * i % len(words)] for i in range(n, n + 40)) for n in range(200)]
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in documents))
@@ -71,7 +71,7 @@ def write_config(tmp_path: Path, name: str, recipe: Path, steps: int, **late: An
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_configs_say_what_can_be_trained(name: str) -> None:
+def test_shipped_configs_say_what_can_be_trained(name):
     heads, kv_heads, depth, _ = SHIPPED[name]
     tables = shipped(name)
     late, steps = Late(**tables["late"]), tables["training"]["steps"]
@@ -92,9 +92,7 @@ def divergence(model: Any, ids: torch.Tensor, late: Late, shares: list[float]) -
 
 @pytest.mark.rotate
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_config_makes_a_model_late(
-    name: str, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shipped_config_makes_a_model_late(name, recipe, tmp_path, monkeypatch):
     """Training starts as the dense model, moves its late layers alone, and its result is exported."""
     heads, kv_heads, depth, hidden = SHIPPED[name]
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "num_hidden_layers": depth}
@@ -131,7 +129,7 @@ def train_warm(tmp_path: Path, flags: Sequence[str]) -> None:
 
 
 @pytest.mark.rotate
-def test_the_command_is_interrupted_and_goes_on(recipe: Path, tmp_path: Path) -> None:
+def test_the_command_is_interrupted_and_goes_on(recipe, tmp_path):
     config, out = (
         write_config(tmp_path, "delay_smollm2", recipe, steps=300, first_late_layer=2),
         tmp_path / "out",
@@ -156,7 +154,7 @@ def test_the_command_is_interrupted_and_goes_on(recipe: Path, tmp_path: Path) ->
 
 @pytest.mark.rotate
 @pytest.mark.skipif(not SMOLLM2.exists(), reason=f"{SMOLLM2} is not there: make extras")
-def test_the_shipped_adapter_makes_smollm2_late(tmp_path: Path) -> None:
+def test_the_shipped_adapter_makes_smollm2_late(tmp_path):
     """`make chat MODEL=.venv/smollm2-late`: it costs a small part of what the delay costs without it."""
     changes, about = adapter.read(ADAPTER, sha256_of(SMOLLM2))
     apply(ADAPTER, SMOLLM2, tmp_path / "hf")

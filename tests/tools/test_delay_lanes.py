@@ -42,17 +42,17 @@ def write_llama(folder: Path, **sizes: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return write_llama(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture
-def model(folder: Path) -> Laneformer:
+def model(folder):
     return cut(folder, LANES)[0].double()
 
 
 @pytest.fixture(scope="module")
-def ids() -> Tensor:
+def ids():
     return torch.randint(300, (2, 20), generator=torch.Generator().manual_seed(0))
 
 
@@ -86,7 +86,7 @@ def late_from(first: int) -> list[float]:
     return [0.0] * first + [1.0] * (DEPTH - first)
 
 
-def test_the_cut_loses_nothing(folder: Path, model: Laneformer, ids: Tensor) -> None:
+def test_the_cut_loses_nothing(folder, model, ids):
     dense = cut(folder, 1)[0].double()
     assert model.config.num_lanes == LANES
     assert not model.config.tie_word_embeddings
@@ -95,7 +95,7 @@ def test_the_cut_loses_nothing(folder: Path, model: Laneformer, ids: Tensor) -> 
     assert relative_error(cut(folder, LANES)[0](ids).numpy(), theirs) < 1e-5  # float32
 
 
-def test_what_cannot_be_cut_or_trained_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_cut_or_trained_is_refused(folder, tmp_path):
     with pytest.raises(ValueError, match="num_key_value_heads = 3 is not divisible by num_lanes = 2"):
         cut(folder, 2)
     with pytest.raises(ValueError, match="training does not support attention_bias = True"):
@@ -109,8 +109,8 @@ def test_what_cannot_be_cut_or_trained_is_refused(folder: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("delay", [1, 2, 3])
-def test_ends_of_the_share(model: Laneformer, ids: Tensor, delay: int) -> None:
-    """All late from layer `delay` on is a Laneformer with that delay; none late is delay 0."""
+def test_ends_of_the_share(model, ids, delay):
+    """All late from layer `delay` on is a Laneformer with that delay; none late is delay 0; half late is neither."""
     dense, published = (
         Laneformer(replace(model.config, broadcast_delay=each)).double() for each in (0, delay)
     )
@@ -122,13 +122,12 @@ def test_ends_of_the_share(model: Laneformer, ids: Tensor, delay: int) -> None:
         assert torch.equal(late_logits(model, ids, late_from(DEPTH), delay, flush), dense(ids))
         logits = logits_of(model, run_late(model, ids, late, delay), flush)
         assert distance(logits, late_logits(model, ids, late, delay, flush)) < 1e-6  # float32
-    half = [share / 2 for share in late]
-    assert distance(late_logits(model, ids, half, delay), dense(ids)) > 1e-3
-    assert distance(late_logits(model, ids, half, delay), published(ids)) > 1e-3
+    half = late_logits(model, ids, [share / 2 for share in late], delay)
+    assert min(distance(half, plain(ids)) for plain in (dense, published)) > 1e-3
 
 
 @pytest.mark.parametrize("delay", [1, 2, 3])
-def test_every_output_is_counted_once(delay: int) -> None:
+def test_every_output_is_counted_once(delay):
     """With modules that write a one of their own, the streams are a table of what has arrived and how often."""
     late = [0.0, 0.25, 1.0, 1.0, 0.5]
     depth = len(late)
@@ -156,16 +155,14 @@ def test_every_output_is_counted_once(delay: int) -> None:
             assert torch.equal(h[0, 0, lane].view(depth, 2, LANES)[layer], expected)
 
 
-def test_shares_grow_from_the_top_down() -> None:
+def test_shares_grow_from_the_top_down():
     assert [shares(step, 3, 2) for step in range(1, 7)] == [
         [0, 0, 0.5], [0, 0, 1], [0, 0.5, 1], [0, 1, 1], [0.5, 1, 1], [1, 1, 1]
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("late", [(1, 3, True), (2, 2, True), (1, 1, False), (1, 2, False)])
-def test_the_folder_is_the_late_model(
-    folder: Path, tmp_path: Path, late: tuple[int, int, bool], ids: Tensor
-) -> None:
+def test_the_folder_is_the_late_model(folder, tmp_path, late, ids):
     """Transformers and the engine compute it, with the dense model's own text files."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -188,7 +185,7 @@ def test_the_folder_is_the_late_model(
 
 
 @pytest.fixture(scope="module")
-def drawn(folder: Path) -> dict[str, Tensor]:
+def drawn(folder):
     """An adapter that changes something."""
     first = adapter.first_adapter(cut(folder, LANES)[0].config, LORA)
     assert all(w.any() == name.endswith(".a") for name, w in first.items()), "it begins as the dense model"
@@ -196,16 +193,7 @@ def drawn(folder: Path) -> dict[str, Tensor]:
     return {name: 0.1 * torch.randn(w.shape, generator=generator) for name, w in first.items()}
 
 
-def test_a_layout_is_the_same_dense_model(model: Laneformer, ids: Tensor) -> None:
-    """Any order of KV groups and neurons; late, what shares a lane matters."""
-    layout = {f"{adapter.LAYOUT}{i}": torch.randperm((3, 96)[i % 2]).int() for i in range(2 * DEPTH)}
-    other = late_model(model.config, adapter.merge(model.state_dict(), layout)).double()
-    for first, smallest, largest in ((DEPTH, 0.0, 1e-13), (1, 1e-2, 10.0)):
-        logits = [late_logits(each, ids, late_from(first)) for each in (model, other)]
-        assert smallest <= distance(*logits) < largest
-
-
-def test_applied_is_merged(model: Laneformer, drawn: dict[str, Tensor], ids: Tensor) -> None:
+def test_applied_is_merged(model, drawn, ids):
     """Matrices that are called with their changes, and weights to which the changes were added; late and not."""
     dense = {name: weight.clone() for name, weight in model.state_dict().items()}
     weights = adapter.merge(dense, drawn)
@@ -221,7 +209,7 @@ def test_applied_is_merged(model: Laneformer, drawn: dict[str, Tensor], ids: Ten
         assert distance(applied, late_logits(before, ids, late)) > 1e-2
 
 
-def test_a_saved_adapter_gives_the_folder(folder: Path, drawn: dict[str, Tensor], tmp_path: Path) -> None:
+def test_a_saved_adapter_gives_the_folder(folder, drawn, tmp_path):
     """With its norm scales. Another model, or a damaged file, is refused."""
     model, _ = cut(folder, LANES)
     scales = adapter.names_in_late_layers(model.config, LORA, adapter.SCALES)

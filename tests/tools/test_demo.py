@@ -5,7 +5,6 @@ and the conversations themselves.
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ Conversations = list[tuple[list[int], torch.Tensor]]
 
 
 @pytest.fixture(scope="module")
-def folder(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(prepared_data, tmp_path_factory):
     out = tmp_path_factory.mktemp("hf")
     write_tokenizer(prepared_data / "tokenizer.model", out, 512)
     return write_folder(out, model(), eos_token_id=2)
@@ -36,18 +35,12 @@ def model() -> Laneformer:
 
 
 @pytest.fixture(scope="module")
-def conversations(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Conversations:
+def conversations(prepared_data, tmp_path_factory):
     lock = chats.prepare(tmp_path_factory.mktemp("chat"), prepared_data / "tokenizer.model", 60)
     return demo.held_out_conversations(lock.parent, "identity")
 
 
-@pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (1, 1), (2, 2), (8, 2)])
-def test_ranks_have_a_gpu_each(monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert demo.possible_ranks() == ranks
-
-
-def test_held_out_conversations_are_whole(conversations: Conversations, folder: Path) -> None:
+def test_held_out_conversations_are_whole(conversations, folder):
     chat = ChatTokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")), 2)
     known = {}
     for one in chats.conversations(60):
@@ -67,9 +60,7 @@ def greedy(plain: Laneformer, prompt: list[int], count: int) -> list[int]:
 
 
 @torch.no_grad()
-def test_figures(
-    conversations: Conversations, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures(conversations, folder, tmp_path, monkeypatch):
     plain, asked = model(), conversations[:8]
     losses = []
     for ids, said in asked:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,10 +12,7 @@ import pytest
 
 from data_mixtures.mixture import Mixture
 from laneformer.hf.export import Progress
-from tests.laneformer.hf.hf_assets import FLOAT32_TOLERANCE, random_model, write_run
 from tools.export_hf import frequent_ids, training_progress
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 def test_progress_survives_a_cut_line(tmp_path: Path) -> None:
@@ -30,21 +25,6 @@ def test_progress_survives_a_cut_line(tmp_path: Path) -> None:
     )
     assert training_progress(checkpoint) == Progress(step=30, phase="phase2", tokens_total=5, loss=4.25)
     assert training_progress(tmp_path) == Progress()
-
-
-@pytest.mark.job
-def test_command_line(tmp_path: Path) -> None:
-    out, checkpoint = tmp_path / "hf", write_run(tmp_path / "run", random_model())
-    command = [sys.executable, "-m", "tools.export_hf", "--checkpoint", checkpoint, "--out", out]
-    paths = {"PYTHONPATH": str(REPOSITORY / "models"), "HF_HOME": str(tmp_path / "hf_home")}
-    done = subprocess.run(
-        list(map(str, command)), cwd=REPOSITORY, env={**os.environ, **paths}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    report = json.loads(done.stdout.splitlines()[-1])
-    assert report["dtype"] == "bfloat16"
-    assert report["hf_max_logit_diff"] <= FLOAT32_TOLERANCE
-    assert "phase2" in (out / "README.md").read_text()
 
 
 def test_draft_ids_are_the_most_frequent(

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from tools.markdown import shorten, table
+import pytest
+
+from tools.markdown import cell, table
 
 
-def test_tables_show_every_kind_of_value():
-    expected = "| a | b |\n| --- | ---: |\n| x | 1235 |\n| yes | 0.123 |\n| NO | - |"
-    assert table(["a", "b"], [("x", 1234.6), (True, 0.1234), (False, None)]) == expected
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [("x", "x"), (True, "yes"), (False, "NO"), (None, "-"), (15, "15"), (13.8311, "13.8"), (0.1234, "0.123"),
+     (1234.6, "1,235"), (63_737, "63,737"), (27_840_835_584, "27.84E+9"), (float("inf"), "Infinity")],
+)  # fmt: skip
+def test_every_kind_of_value_has_a_form(value, text):
+    assert cell(value) == text
 
 
-def test_large_numbers_are_short():
-    row = {
-        "days": 13.8311,
-        "layers": 15,
-        "fits": True,
-        "gpu": "h100",
-        "hours": 63_737.4,
-        "bytes": 27_840_835_584,
-    }
-    short = {
-        "days": "13.83",
-        "layers": 15,
-        "fits": True,
-        "gpu": "h100",
-        "hours": "63,737",
-        "bytes": "27.84E+9",
-    }
-    assert shorten(row, digits=4) == short
+def test_the_first_column_is_left_and_the_others_right():
+    assert table(["a", "b"], [("x", 1)]) == "| a | b |\n| --- | ---: |\n| x | 1 |"

@@ -18,7 +18,7 @@ def clock(link_s: float, late: int = 0, **switches: object) -> float:
     return token_s(config, MODULES_S, link_s, modules_late=late, ends=0)
 
 
-def test_every_exchange_that_the_config_does_not_delay_is_paid_for() -> None:
+def test_every_exchange_that_the_config_does_not_delay_is_paid_for():
     quiet = LAYERS * LAYER_S
     for link_s in (0.0, 3e-6, 1e-3):
         assert clock(link_s, broadcast_delay=0) == pytest.approx(quiet + 2 * LAYERS * link_s)
@@ -30,7 +30,7 @@ def test_every_exchange_that_the_config_does_not_delay_is_paid_for() -> None:
 
 
 @pytest.mark.parametrize("delay", [1, 2, 3, 4])
-def test_a_delay_hides_a_link_as_slow_as_that_many_layers_and_then_pays_now_and_then(delay: int) -> None:
+def test_a_delay_hides_a_link_as_slow_as_that_many_layers_and_then_pays_now_and_then(delay):
     quiet = clock(0.0, broadcast_delay=delay, use_early_comm=False)
     assert quiet == pytest.approx(LAYERS * LAYER_S)
     assert clock(delay * LAYER_S, broadcast_delay=delay, use_early_comm=False) == pytest.approx(quiet)
@@ -40,7 +40,7 @@ def test_a_delay_hides_a_link_as_slow_as_that_many_layers_and_then_pays_now_and_
     assert slow == pytest.approx(quiet + waits * excess_s)
 
 
-def test_ladder_hides_a_link_as_slow_as_the_module_beside_it() -> None:
+def test_ladder_hides_a_link_as_slow_as_the_module_beside_it():
     # attention's outputs travel while the MLP runs, the MLP's while attention runs; nothing hides the last one
     assert clock(4e-6, late=1, broadcast_delay=0) == pytest.approx(LAYERS * LAYER_S + 4e-6)
     slow = clock(10e-6, late=1, broadcast_delay=0)
@@ -48,7 +48,7 @@ def test_ladder_hides_a_link_as_slow_as_the_module_beside_it() -> None:
     assert sum(split_layer(LaneformerConfig.from_flavor("2b"), 3.0)) == pytest.approx(3.0)
 
 
-def test_the_rows_of_the_docs_come_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_rows_of_the_docs_come_out(capsys):
     """Each row that the command prints stands on the page of 2026-11-24, which has further ones of another model."""
     main()
     printed = {" ".join(line.replace("|", " ").split()) for line in capsys.readouterr().out.splitlines()}

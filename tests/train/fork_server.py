@@ -47,7 +47,6 @@ WARM = (
     "train",
     "train.supervise",
     "train.supervise.preflight",
-    "train.supervise.node_checks",
     "train.job_config",
     "torch.distributed.run",
     "tests.train.rank",

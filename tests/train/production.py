@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from laneformer import LaneformerConfig
-from tests.train.runs import ask, limit_open_files
+from tests.train.runs import ask, flags, limit_open_files
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, EVERY = 2, 1
@@ -63,8 +63,14 @@ def train(
     warm: its processes are forked by the fork server; otherwise all is really started.
     """
     settings = {"job.dump_folder": folder, "mixture.lock": lock, **SHAPES, **DEVIATIONS, **changes}
-    flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", *launcher, "--job.config_file", f"configs/{config}.toml", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        *launcher,
+        "--job.config_file",
+        f"configs/{config}.toml",
+        *flags(settings),
+    ]
     env, log = {"WANDB_MODE": "offline", **env}, folder.with_name(f"{folder.name}.log")
     if warm:
         places = {"log": str(log), "pid": str(log.with_suffix(".pid"))}

@@ -60,17 +60,23 @@ def limit_open_files() -> None:
 
 
 def toy(run: Path, lock: Path, settings: Mapping[str, Any], config: str = "debug_phase1") -> list[str]:
-    """Arguments of `python -m train` for configs/`config`.toml at toy size; a tuple has several values."""
+    """Arguments of `python -m train` for configs/`config`.toml at toy size."""
     shapes = {f"architecture.{name}": value for name, value in ARCHITECTURE.items()}
     merged = {
         "job.config_file": f"configs/{config}.toml", "job.dump_folder": run, "mixture.lock": lock,
         "training.seq_len": SEQ_LEN, "training.local_batch_size": 2, **shapes,
         "architecture.swa_layers": (0, 1, 2), **settings,
     }  # fmt: skip
-    arguments: list[str] = []
-    for name, value in merged.items():
-        arguments += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
-    return arguments
+    return flags(merged)
+
+
+def flags(settings: Mapping[str, Any]) -> list[str]:
+    """Of the command line; a tuple has several values."""
+    return [
+        word
+        for name, value in settings.items()
+        for word in (f"--{name}", *map(str, value if isinstance(value, tuple) else (value,)))
+    ]
 
 
 def launch(

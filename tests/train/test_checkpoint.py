@@ -53,21 +53,6 @@ def test_resume_is_bit_exact(whole_run: Path, prepared_data: Path, tmp_path: Pat
     assert attempts[1]["started_from"].endswith("checkpoint/step-2")
 
 
-def test_resume_on_one_rank_and_without_accumulation(
-    whole_run: Path, prepared_data: Path, tmp_path: Path
-) -> None:
-    """One rank takes two micro-batches where two ranks took one each: the same step, to rounding."""
-    run = tmp_path / "one"
-    copy_stopped_at(2, whole_run, run)
-    rows = succeed(run, prepared_data / "phase1.lock.json", ranks=1)
-    # AdamW divides by the root of the second moment: an element with a tiny gradient may move by up to lr
-    # either way, so losses are compared to rounding, weights to a fraction of the two steps' learning rates
-    for resumed, whole in zip(rows[-2:], rows[2:4], strict=True):
-        assert abs(resumed["loss"] - whole["loss"]) < 1e-5
-    moved = largest_difference(weights(whole_run), weights(whole_run, step=2))
-    assert largest_difference(weights(run), weights(whole_run)) < 0.01 * moved
-
-
 def test_contents_are_checked_not_only_sizes(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
     """Every rank hashes what it writes; one flipped bit in a data file, and the checkpoint before is used."""
     run = tmp_path / "flipped"
@@ -171,17 +156,11 @@ def test_phase_switch_keeps_the_model(whole_run: Path, prepared_data: Path, tmp_
 
 
 def test_never_random_weights_by_accident(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
-    """A parent that is missing, checkpoints that are all damaged, a run whose checkpoints were lost."""
+    """A parent that is missing; a run whose checkpoints were lost. (Damaged ones: tests/records.)"""
     locks = [prepared_data / f"phase{n}.lock.json" for n in (1, 2)]
     missing = ("--checkpoint.initial_load_path", str(tmp_path / "nowhere/checkpoint/step-9"))
     said = fail(tmp_path / "a", locks[1], *missing, config="debug_phase2", ranks=1)
     assert "is not a complete checkpoint" in said
-    damaged = shutil.copytree(whole_run, tmp_path / "all_damaged")
-    for metadata in damaged.glob("checkpoint/*/.metadata"):
-        metadata.write_bytes(b"")
-    said = fail(damaged, locks[0], ranks=1)
-    assert "checkpoints in" in said
-    assert "are incomplete" in said
     lost = shutil.copytree(whole_run, tmp_path / "lost", ignore=shutil.ignore_patterns("checkpoint"))
     said = fail(lost, locks[0], "--resilience.max_failed_saves", "1", ranks=1)
     assert f"ends at step {STEPS}, but" in said

@@ -1,4 +1,4 @@
-"""A job with float8 products, emulated: two ranks are one, and a resume is the whole run, to the bit."""
+"""A job with float8 products, emulated: two ranks are one, and near the plain job."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 
 from laneformer.titan.float8 import RECIPES
 from records.job import read_sections
-from tests.train.runs import copy_stopped_at, fail, largest_difference, metrics, succeed, weights
+from tests.train.runs import fail, metrics, succeed
 
 CONVERTED = ("--model.converters", "quantize.linear.float8")
 
 
 @pytest.mark.rotate
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_ranks_and_a_resume(recipe: str, whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+def test_ranks_change_nothing(recipe: str, whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
     """With equal micro-batches, as scales are theirs: one rank takes two, two ranks one each."""
     lock, run = prepared_data / "phase1.lock.json", tmp_path / "two"
     job = (*CONVERTED, "--quantize.linear.float8.emulate", "--quantize.linear.float8.recipe_name", recipe)
@@ -28,11 +28,6 @@ def test_ranks_and_a_resume(recipe: str, whole_run: Path, prepared_data: Path, t
 
     one = succeed(tmp_path / "one", lock, *job, ranks=1)
     assert [row["loss"] for row in one] == pytest.approx(losses, rel=1e-6)
-    resumed = tmp_path / "resumed"
-    copy_stopped_at(2, run, resumed)
-    rows = succeed(resumed, lock, *job)
-    assert [row["loss"] for row in rows[-2:]] == losses[2:]
-    assert largest_difference(weights(resumed), weights(run)) == 0.0
 
 
 @pytest.mark.job

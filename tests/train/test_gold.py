@@ -21,7 +21,7 @@ from records.items import items_file, read_items
 from tests.records.test_fields import check as check_fields
 from tests.train.logged import EPSILON, STEPS, checkpoint_model, train_logged
 from tests.train.runs import SEQ_LEN
-from train.gold import LEAST, PASSES, SHARE, GoldItems
+from train.gold import GoldItems, gold_cost
 
 BUNDLE = Path("evals/core/demo_bundle")
 
@@ -49,7 +49,7 @@ def plain_nats(model: Laneformer, line: dict[str, Any]) -> float:
 def test_the_loop_measures_what_a_plain_model_has_and_goes_on_after_a_restart(
     items: Path, prepared_data: Path, tmp_path: Path
 ) -> None:
-    """Two shards of two lane ranks; then one rank from step 4 on. Two items a task: three steps are a small budget."""
+    """Two shards of two lane ranks; then one rank from step 4 on."""
     run, lock = tmp_path / "run", prepared_data / "phase1.lock.json"
     lanes = ("--parallelism.tensor_parallel_degree", "2", "--parallelism.data_parallel_shard_degree", "2")
     rows = train_logged(run, lock, "--validation.gold_items", str(items), *lanes, ranks=4)
@@ -62,11 +62,10 @@ def test_the_loop_measures_what_a_plain_model_has_and_goes_on_after_a_restart(
     for record in found:
         check_fields(record, None)
     _, known = read_items(items)
-    chosen = {key: line for key, line in known.items() if key[1] < LEAST}
     _, last = read_items(run / found[2]["items"])
-    assert last.keys() == chosen.keys()
+    assert last.keys() == known.keys()
     model, expected = checkpoint_model(run, STEPS), dict[str, list[tuple[float, int]]]()
-    for (task, number), line in chosen.items():
+    for (task, number), line in known.items():
         nats = plain_nats(model, line)
         # the logits' rounding, and that of a float32 sum of the answer's tokens
         assert abs(last[task, number]["nats"] - nats) < 2 * SEQ_LEN * EPSILON * max(1.0, nats), task
@@ -94,22 +93,23 @@ def test_the_loop_measures_what_a_plain_model_has_and_goes_on_after_a_restart(
 
 def job(items: Path, lock: Path, freq: int = 500, batch: int = 1536, seq_len: int = SEQ_LEN) -> Any:
     return SimpleNamespace(
+        job=SimpleNamespace(dump_folder="runs/x"),
+        phase=SimpleNamespace(name="phase1"),
         validation=SimpleNamespace(gold_items=str(items), freq=freq),
         mixture=SimpleNamespace(lock=str(lock)),
         training=SimpleNamespace(global_batch_size=batch, seq_len=seq_len),
     )
 
 
-def test_items_cost_at_most_their_share(items: Path, prepared_data: Path) -> None:
-    lock = prepared_data / "phase1.lock.json"
-    assert len(GoldItems(job(items, lock)).lines) == len(read_items(items)[1]), "a large run takes all"
-    tasks = len({task for task, _ in read_items(items)[1]})
-    some = GoldItems(job(items, lock, freq=tasks * 10, batch=12))  # 1 % of 3 * 120 sequences a task
-    assert (some.per_task, len(some.lines)) == (3, 3 * tasks)
-    assert some.share == len(some.lines) / (PASSES * tasks * 10 * 12) <= SHARE
-    least = GoldItems(job(items, lock, freq=1, batch=1))
-    assert least.per_task == LEAST
-    assert least.share > SHARE
+def test_the_share_of_the_compute_is_known_before(
+    items: Path, prepared_data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pass counts as a third of a sequence of a step."""
+    lock, count = prepared_data / "phase1.lock.json", len(read_items(items)[1])
+    assert gold_cost(job(items, lock)) == {"items": count, "share": count / (3 * 500 * 1536)}
+    assert "raise validation.freq" not in caplog.text
+    gold_cost(job(items, lock, freq=count, batch=1))
+    assert "gold bits per byte cost 33.3% of the training; raise validation.freq" in caplog.text
 
 
 def test_files_of_another_tokenizer_or_length_are_refused(

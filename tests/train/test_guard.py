@@ -6,8 +6,6 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from records.job import Resilience
 from train.guard import BadStep, Guard, RunningZ
@@ -48,25 +46,6 @@ def test_its_memory_survives_a_restart() -> None:
     with pytest.raises(BadStep):
         restarted.check(4.0, 1.0)
     Guard(Resilience(spike_window=32, max_loss_z=10.0)).check(4.0, 1.0)  # without memory it is blind
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=8, max_size=40), st.floats(0.5, 8), st.floats(-100, 100))
-def test_z_scores_do_not_depend_on_unit_and_a_spike_does_not_hide_itself(
-    values, scale: float, shift: float
-) -> None:
-    plain, again = RunningZ(32), RunningZ(32)
-    for value in values:
-        plain.add(value)
-        again.add(value)
-    again.add(math.nan)
-    assert list(plain.values) == list(again.values) == values[-32:]
-    spread = max(values[-32:]) - min(values[-32:])
-    assert (
-        plain.score(max(values[-32:]) + 10 * spread + 1)
-        >= 0
-        >= plain.score(min(values[-32:]) - 10 * spread - 1)
-    )
-    assert plain.score(math.inf) == math.inf
 
 
 def test_z_scores_find_a_spike_after_a_spike() -> None:

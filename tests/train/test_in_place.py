@@ -19,16 +19,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from data_mixtures.mixture import Mixture
 from records.files import read_lines
 from tests.train.runs import GLOBAL_BATCH, SEQ_LEN, copy_stopped_at, run_job
-from tests.train.supervised import (
-    RANKS,
-    arguments,
-    assert_same,
-    faulty,
-    undisturbed,
-)
+from tests.train.supervised import RANKS, arguments, assert_same, faulty, undisturbed
 from tests.train.test_show import shown
 from train.checkpoint_writer import HashingWriter
-from train.failed_saves import make_room
+from train.failed_saves import FailedSaves, make_room
 
 SKIP = ("--resilience.on_bad_step", "skip", "--resilience.max_skips", "2")
 ROLL_BACK = ("--resilience.on_bad_step", "rollback_and_skip", "--resilience.skip_steps", "2")
@@ -73,10 +67,7 @@ def test_skipped_in_place_equals_skipped_from_the_start(
 @pytest.mark.job
 @pytest.mark.parametrize(
     ("policy", "steps", "first", "last"),
-    [
-        (SKIP, (4, 4, 5), 6, 7),
-        (("--resilience.on_bad_step", "rollback_and_skip", "--resilience.skip_steps", "2"), (5,), 3, 5),
-    ],
+    [(SKIP, (4, 4, 5), 6, 7), (ROLL_BACK, (5,), 3, 5)],
     ids=["the third of two that may be skipped", "a window of two steps"],
 )
 def test_a_roll_back_leaves_out_what_it_goes_back_over(
@@ -99,9 +90,11 @@ def test_a_roll_back_leaves_out_what_it_goes_back_over(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 16 MB: room for a run of seven steps, full in a moment."""
+    """A file system of 16 MB, where the run a/run lies: room for seven steps, full in a moment."""
     disk = tmp_path / "disk"
     disk.mkdir()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/run").symlink_to(disk)
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk], capture_output=True, text=True
     )
@@ -117,8 +110,6 @@ def test_a_full_disk_ends_nothing_and_is_named(prepared_data: Path, tmp_path: Pa
     lock, steps = prepared_data / "phase1.lock.json", 9
     faults = [{"kind": "fill_disk", "step": 3}, {"kind": "empty_disk", "step": 7, "rank": 0}]
     more = ("--metrics.enable_tensorboard", "--resilience.max_failed_saves", "1")
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a/run").symlink_to(small_disk)
     job = faulty(tmp_path / "a", lock, steps, 3, faults, *more)
     assert job.returncode == 0, job.stdout[-4000:]
     assert f"(disk {small_disk}, 0 of 0.0168 GB free)" in job.stdout
@@ -161,8 +152,6 @@ def test_a_full_disk_loses_what_was_put_aside_and_is_tried_again(
     what was put aside, 8 that of a disk which somebody has cleared.
     """
     run, lock = tmp_path / "a/run", prepared_data / "phase1.lock.json"
-    run.parent.mkdir()
-    run.symlink_to(small_disk)
     faults = [{"kind": "fill_disk", "step": step} for step in (3, 5)]
     faults += [{"kind": "empty_disk", "step": 8, "rank": 0}]
     old_checkpoint(run / "checkpoint-aside/step-5.20260101T000000-1")
@@ -186,18 +175,23 @@ def test_a_disk_that_fills_within_a_tensor_is_named(small_disk: Path) -> None:
         dcp.save(state, storage_writer=writer, no_dist=True)
 
 
-@pytest.mark.job
-def test_a_last_step_without_room_says_what_to_do(
-    prepared_data: Path, tmp_path: Path, small_disk: Path
+def test_failed_saves_end_the_job_where_the_disk_is_not_full_or_its_step_is_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a/run").symlink_to(small_disk)
-    lock, faults = prepared_data / "phase1.lock.json", [{"kind": "fill_disk", "step": 3}]
-    job = faulty(tmp_path / "a", lock, 4, 2, faults, "--checkpoint.async_mode", "disabled")
-    assert job.returncode != 0
-    assert "the last checkpoint, step 4, could not be written: OSError: [Errno 28]" in job.stdout
-    assert "make room below" in job.stdout
-    assert [path.name for path in (tmp_path / "a/run/checkpoint").iterdir()] == ["step-2"]
+    monkeypatch.setattr("train.failed_saves.on_rank_zero", lambda decide: decide())
+    failed = FailedSaves(tmp_path, tmp_path / "checkpoint", most=2)
+    failed.judge(2, "RuntimeError: x")
+    failed.judge(3, "Traceback\nOSError: [Errno 28] No space left on device")
+    assert (failed.in_a_row, failed.retry_is_due) == (1, False), "a full disk does not count"
+    with pytest.raises(
+        RuntimeError, match=r"step 4, could not be written: OSError: \[Errno 28\].*make room below"
+    ):
+        failed.require_saved(4)
+    failed.judge(5, None)
+    failed.require_saved(5)
+    failed.judge(6, "RuntimeError: x")
+    with pytest.raises(RuntimeError, match="2 saves in a row have failed, last: RuntimeError: y; see events"):
+        failed.judge(7, "RuntimeError: y")
 
 
 @pytest.mark.job

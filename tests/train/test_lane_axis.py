@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_mixtures.mixture import Mixture
-from laneformer import Laneformer
 from laneformer.hf.export import load_weights
 from records.files import read_lines
 from tests.train import logged
 from tests.train.logged import train_logged
-from tests.train.runs import SMALL, batch_loss, copy_stopped_at, fail, metrics, succeed, weights
+from tests.train.runs import SMALL, copy_stopped_at, fail, metrics, weights
 
 pytestmark = pytest.mark.job
 EPSILON = torch.finfo(torch.float32).eps
@@ -77,22 +75,6 @@ def test_a_run_goes_on_with_other_ranks(
     assert abs(row["loss"] - other["loss"]) < 1e-5
     assert abs(row["valid_loss"] - other["valid_loss"]) < 1e-5
     assert read_lines(run / "attempts.jsonl")[-1]["world_size"] == ranks
-
-
-def test_the_next_phase_begins_from_it(on_lanes: Path, prepared_data: Path, tmp_path: Path) -> None:
-    parent, lock, run = (
-        on_lanes / f"checkpoint/step-{LAST}",
-        prepared_data / "phase2.lock.json",
-        tmp_path / "run",
-    )
-    start = ("--checkpoint.initial_load_path", str(parent), "--training.steps", "1")
-    row = succeed(run, lock, *mesh(2, 1), *start, config="debug_phase2")[0]
-    model = Laneformer(SMALL)
-    model.load_state_dict(weights(on_lanes, LAST))
-    used = Mixture.open(prepared_data / "phase1.lock.json").windows_per_source(LAST * logged.GLOBAL_BATCH)
-    mixture = Mixture.open(lock)
-    expected = batch_loss(model, Mixture.open(lock, {k: used[k] for k in mixture.source_names if k in used}))
-    assert abs(row["loss"] - expected) < 8 * EPSILON * expected
 
 
 def test_ranks_and_lanes_have_to_fit(prepared_data: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ pytest.importorskip("torchtitan")
 from data_mixtures import show
 from records.skips import SkipList, add_windows
 from tests.train.supervised import GLOBAL_BATCH
-from train.data import MixtureLoader
+from train.data import LoaderState, MixtureLoader
 
 
 def shown(capsys: pytest.CaptureFixture[str], *given: Any) -> list[dict[str, Any]]:
@@ -24,14 +24,12 @@ def shown(capsys: pytest.CaptureFixture[str], *given: Any) -> list[dict[str, Any
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_a_run_is_shown_as_it_read_with_skips_phases_and_refused_batches(
-    prepared_data: Path, tmp_path: Path, capsys
-):
+def test_a_run_is_shown_as_it_read_with_skips_and_phases(prepared_data: Path, tmp_path: Path, capsys):
     """Attempts as the trainer records them; the batches are those of its loader."""
     lock, skips = prepared_data / "phase2.lock.json", [(5, 9)]
     offsets = {"web": 40, "code": 170}
     loader = MixtureLoader(lock, 0, 1, GLOBAL_BATCH, 1, SkipList(skips))
-    loader.begin_at(offsets, {})
+    loader.begin_at(LoaderState(offsets=offsets))
     batches = [
         torch.cat([inputs["input"], labels[:, -1:]], 1).tolist()
         for (inputs, labels), _ in zip(loader, range(9), strict=False)
@@ -52,11 +50,5 @@ def test_a_run_is_shown_as_it_read_with_skips_phases_and_refused_batches(
     for step in range(1, 7):
         assert [each["tokens"] for each in shown(capsys, tmp_path, "--step", step)] == batches[step - 1]
     assert [each["tokens"] for each in shown(capsys, tmp_path, "--step", 8)] == batches[6][2:]
-    places = loader.locate(4, 4)
-    (tmp_path / "bad-steps").mkdir()
-    (tmp_path / "bad-steps/step-2.json").write_text("".join(json.dumps(place) + "\n" for place in places))
-    event = {"kind": "bad_step", "step": 2, "attempt": 1, "batch": "elsewhere/bad-steps/step-2.json"}
-    (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n")
-    assert [each["tokens"] for each in shown(capsys, tmp_path, "--bad-step", 2)] == batches[1]
     with pytest.raises(ValueError, match="no refused batch at step 3"):
         shown(capsys, tmp_path, "--bad-step", 3)

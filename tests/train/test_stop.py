@@ -18,18 +18,16 @@ from tests.train.supervised import faulty
 
 
 @pytest.mark.job
-@pytest.mark.parametrize(("full_disk", "code"), [(False, STOPPED), (True, STOPPED_UNSAVED)])
-def test_a_stop_whose_save_fails_is_no_85(
-    prepared_data: Path, tmp_path: Path, full_disk: bool, code: int
-) -> None:
-    """Signalled in step 3; the disk is full from step 2 on."""
-    faults: list[dict[str, Any]] = [{"kind": "usr1", "step": 3, "rank": 1}]
-    faults += [{"kind": "full_disk", "step": 2, "rank": None}] if full_disk else []
+def test_a_stop_whose_save_fails_is_no_85(prepared_data: Path, tmp_path: Path) -> None:
+    """Signalled in step 3; the disk is full from step 2 on. (A stop that saves: test_faults.py.)"""
+    faults: list[dict[str, Any]] = [{"kind": "usr1", "step": 3, "rank": 1}, {"kind": "full_disk", "step": 2}]
     done = faulty(tmp_path, prepared_data / "phase1.lock.json", 6, 5, faults)
     outcome = json.loads((tmp_path / "run/outcome.json").read_text())
-    assert (done.returncode, outcome["code"], outcome["step"]) == (code, code, 3), done.stdout[-3000:]
-    assert (tmp_path / "run/checkpoint/step-3").exists() != full_disk
-    assert ("could not be saved" in outcome["reason"]) == full_disk
+    assert (done.returncode, outcome["code"], outcome["step"]) == (84, STOPPED_UNSAVED, 3), done.stdout[
+        -3000:
+    ]
+    assert not (tmp_path / "run/checkpoint/step-3").exists()
+    assert "could not be saved" in outcome["reason"]
 
 
 @pytest.mark.job
@@ -69,18 +67,13 @@ def test_all_ranks_pass_the_same_marks(prepared_data: Path, tmp_path: Path) -> N
     assert done.returncode == 0, done.stdout[-3000:]
     first, second = (json.loads((tmp_path / f"marks.{rank}.json").read_text()) for rank in range(2))
     assert first == second
-    step = (
+    parts = (
         "reading the data",
         "counting the tokens",
         "forward and backward",
         "the gradient norm",
         "the exchange",
     )
-    places = [f"{what} of step 2" for what in step]
-    places += [
-        "the end of step 2",
-        "saving step 2",
-        "the verdict on the save of step 2",
-        "the validation after step 2",
-    ]
+    places = [f"{part} of step 2" for part in (*parts, "the end")]
+    places += ["saving step 2", "the verdict on the save of step 2", "the validation after step 2"]
     assert first[first.index(places[0]) :] == places

@@ -21,8 +21,7 @@ from laneformer import Engine
 from laneformer.hf.export import export
 from tests.tokenizer_assets import byte_level, save
 from tests.train.runs import succeed
-from train.sft.__main__ import Arguments
-from train.sft.__main__ import run as prepare_conversations
+from tests.train.sft import chats
 
 pytestmark = pytest.mark.rotate
 TEXTS = ["def f(x):\n    return x\n\n\n", "東京 😀 é", "<|begin_of_text|> is text\n\n1234"]
@@ -36,10 +35,8 @@ ids = [made(text)["input_ids"] for text in texts]
 import torch
 new = model.generate(torch.tensor([ids[0]]), attention_mask=torch.ones(1, len(ids[0]), dtype=torch.int64),
                      max_new_tokens=8, do_sample=False)[0, len(ids[0]):].tolist()
-chat = made.apply_chat_template([{"role": "user", "content": "Hi, (you)"}], add_generation_prompt=True,
-                                tokenize=True, return_dict=False)
 special = [made.bos_token_id, made.eos_token_id, made.pad_token_id, model.generation_config.eos_token_id]
-print(json.dumps({"ids": ids, "new": new, "chat": chat, "special": special,
+print(json.dumps({"ids": ids, "new": new, "special": special,
                   "decoded": [made.decode(each, skip_special_tokens=True) for each in ids]}))
 """
 
@@ -88,24 +85,9 @@ def test_from_a_recipe_to_a_model_that_others_load(tmp_path: Path) -> None:
     record = bits_per_byte(folder, data, limit=4)
     assert record["tokenizer_sha256"] == shards.read_manifest(data / "mine")["tokenizer_sha256"]
     assert abs(record["loss"] - np.log(66144)) < 0.2
-    valid = shards.read_manifest(data / "mine")["valid"]
-    stream = np.fromfile(data / "mine" / valid["name"], "<u4")[1 : 4 * 32 + 1]
-    assert record["sources"]["mine"]["bytes"] == len(
-        made.decode(stream[stream < 66136]).encode("utf-8", "ignore")
-    )
 
-    turns = [{"role": "user", "content": "Hi, (you)"}, {"role": "assistant", "content": "1 or 2?\n\nYes"}]
-    (tmp_path / "chat.jsonl").write_text(
-        "".join(
-            json.dumps({"messages": [{**turns[0], "content": f"Hi {n}"}, turns[1]]}) + "\n" for n in range(60)
-        )
-    )
-    chats = Arguments(
-        (str(tmp_path / "chat.jsonl"),), data / "tokenizer.json", tmp_path / "sft", 256, holdout=0.2
-    )
     (tmp_path / "sft").mkdir()
-    chats.workers = 1
-    prepare_conversations(chats)
-    packed = shards.read_manifest(tmp_path / "sft/chat")
+    lock = chats.prepare(tmp_path / "sft", data / "tokenizer.json", 60)
+    packed = shards.read_manifest(lock.parent / "identity")
     assert (packed["token_bytes"], packed["eos_id"]) == (4, 66137)
-    assert (tmp_path / "sft/tokenizer_config.json").is_file()
+    assert (lock.parent / "tokenizer_config.json").is_file()

@@ -30,25 +30,11 @@ def test_validation_is_the_checkpoints_loss_in_one_process(logged_run: Path, pre
     rounding = 2 * SEQ_LEN * EPSILON * total  # a sum of float32 over a sequence, and the logits' own
     for name, loss in rows[-1]["valid_loss_by_source"].items():
         assert abs(loss - expected[name]) < rounding, name
+        halves = rows[-1]["valid_loss_by_position"][name]  # of windows of 32 tokens
+        assert halves.keys() == {"0", "16"}
+        assert abs(sum(halves.values()) / 2 - loss) < rounding
     assert abs(rows[-1]["valid_loss"] - total) < rounding
     assert abs(rows[2]["valid_loss"] - total) > rounding, "step 3 has other weights"
-
-
-@pytest.mark.job
-@torch.no_grad()
-def test_loss_by_position_is_the_checkpoints_loss_at_each_place(
-    logged_run: Path, prepared_data: Path
-) -> None:
-    """Windows of 32 tokens without marks of documents: two bins, each the mean of its own places."""
-    last, model = metrics(logged_run)[-1], checkpoint_model(logged_run, STEPS)
-    assert octaves(SEQ_LEN) == [0, 16]
-    for name, found in last["valid_loss_by_position"].items():
-        batch = torch.from_numpy(valid_windows(prepared_data, name, WINDOWS).astype(np.int64))
-        logits = model(batch[:, :-1]).double().transpose(1, 2)
-        losses = torch.nn.functional.cross_entropy(logits, batch[:, 1:], reduction="none")
-        for first, part in {"0": losses[:, :16], "16": losses[:, 16:]}.items():
-            assert abs(found[first] - part.mean().item()) < 2 * SEQ_LEN * EPSILON * losses.mean().item()
-    assert list(last["valid_loss_by_position"]) == list(last["valid_loss_by_source"])
 
 
 def test_a_position_counts_from_the_beginning_of_its_document() -> None:
@@ -60,13 +46,12 @@ def test_a_position_counts_from_the_beginning_of_its_document() -> None:
     losses = torch.arange(128, dtype=torch.float32).view(2, 64)
     labels = torch.where(torch.arange(64) % 4 == 3, IGNORE_INDEX, 5).expand(2, 64)
     losses[labels == IGNORE_INDEX] = 0
-    places = [[range(40), range(24)], [range(64)]]
+    position = torch.stack([torch.cat([torch.arange(40), torch.arange(24)]), torch.arange(64)])
     expected = torch.zeros(2, 6, dtype=torch.float64)
-    for row, of_documents in enumerate(places):
-        for column, place in enumerate(place for each in of_documents for place in each):
-            octave = sum(place >= first for first in (16, 32))
-            expected[row, octave] += losses[row, column]
-            expected[row, 3 + octave] += labels[row, column] != IGNORE_INDEX
+    for octave, (first, end) in enumerate([(0, 16), (16, 32), (32, 64)]):
+        inside = (position >= first) & (position < end)
+        expected[:, octave] = (losses * inside).sum(1)
+        expected[:, 3 + octave] = (inside & (labels != IGNORE_INDEX)).sum(1)
     assert torch.equal(octave_sums(losses, labels, documents, octaves(64)), expected)
     whole = octave_sums(losses[:1], labels[:1], None, octaves(64))
     assert whole[0, 3:].tolist() == [12, 12, 24], "without marks of documents a position is one in the window"

@@ -67,19 +67,21 @@ def compiled(flavor: str) -> Figures:
     """The kernels of all parts, by as many processes as there are cores; they are kept on the disk."""
     import torch
 
-    from laneformer.engine.cuda.compile import VERSIONS, compile_cubin
-    from laneformer.engine.cuda.launch import architecture_of, describe
+    from laneformer.engine.cuda.compile import compile_cubin
+    from laneformer.engine.cuda.geometry import architecture_name
+    from laneformer.engine.cuda.graph import DECODERS
+    from laneformer.engine.cuda.launch import describe
     from laneformer.engine.cuda.planning import plan_builds
 
-    device, start = torch.device(DEVICE), time.monotonic()
+    machine, start = describe(torch.device(DEVICE)), time.monotonic()
     configs = [LaneformerConfig.from_flavor(name) for name in (*FLAVORS, flavor)]
     units = [
         (version, geometry)
         for config in configs
-        for version in VERSIONS
-        for geometry in plan_builds(config, "bf16", describe(device), version == "graph")
+        for version in DECODERS
+        for geometry in plan_builds(config, "bf16", machine, version)
     ]
-    architecture, driver = architecture_of(device), driver_version()
+    architecture, driver = architecture_name(machine.architecture), driver_version()
     with ProcessPoolExecutor() as pool:
         jobs = [pool.submit(compile_cubin, *unit, architecture=architecture, driver=driver) for unit in units]
         yield "kernels", sum(len(job.result()) > 0 for job in jobs)
@@ -147,10 +149,10 @@ def transformers(flavor: str) -> Figures:
         for _ in range(TRIALS + 1):
             torch.cuda.synchronize()
             start = time.perf_counter()
-            made = model.generate(ids, attention_mask=torch.ones_like(ids), **length, **options)
+            generated = model.generate(ids, attention_mask=torch.ones_like(ids), **length, **options)
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
-            assert made.shape[1] == TOKENS + 1, f"{made.shape[1] - 1} tokens instead of {TOKENS}"
+            assert generated.shape[1] == TOKENS + 1, f"{generated.shape[1] - 1} tokens instead of {TOKENS}"
         yield name, speed(flavor, TOKENS / statistics.median(seconds[1:]))  # the first one compiles
 
 
@@ -158,7 +160,7 @@ def speed(flavor: str, tokens_per_s: float) -> Result:
     """With the percent of the datasheet that its reads of the weights are."""
     import torch
 
-    from laneformer.engine.cuda.bandwidth import datasheet
+    from laneformer.engine.cuda.bench import datasheet
 
     count = LaneformerConfig.from_flavor(flavor).parameter_count()
     read, stated = 2 * (count["total"] - count["embedding"]), datasheet(torch.cuda.get_device_name(DEVICE))
@@ -190,10 +192,10 @@ def wait_until_it_answers(process: subprocess.Popen, port: int, log: Any) -> Non
     while True:
         with (
             contextlib.suppress(OSError),
-            contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as asked,
+            contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as connection,
         ):
-            asked.request("GET", "/v1/models")
-            if asked.getresponse().status == 200:
+            connection.request("GET", "/v1/models")
+            if connection.getresponse().status == 200:
                 return
         if process.poll() is not None or time.monotonic() > end:
             log.seek(0)

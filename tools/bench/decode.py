@@ -9,6 +9,8 @@ says how trials, probes and ratios are taken.
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +18,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from laneformer import LaneformerConfig
 from tools.bench import harness
-from tools.bench.decode_candidates import INSTALL, OURS, Dtype, names_of
+from tools.bench.decode_candidates import INSTALL, OURS, Dtype, load_candidate, names_of
 from tools.bench.harness import Candidate, Result, alternate, check_at_least, spread
 from tools.markdown import records
 
@@ -107,10 +110,13 @@ class Options(harness.Options):
 
 
 def candidate(name: str, options: Options) -> Candidate:
-    threads, source = str(options.threads), str(options.model or options.flavor)
-    context = str(options.context_tokens or 0)
-    command = ["-m", "tools.bench.decode_candidates", name, source, options.dtype, threads, context]
-    return Candidate(name, command, {"OMP_NUM_THREADS": threads}, SETTLE_S)
+    longer = {"max_position_embeddings": options.context_tokens} if options.context_tokens else {}
+    source = options.model or LaneformerConfig.from_flavor(options.flavor, **longer)
+    make = functools.partial(
+        load_candidate, name, source, options.dtype, options.threads, options.context_tokens
+    )
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)  # which the candidate's process inherits
+    return Candidate(name, make, SETTLE_S)
 
 
 def measure(options: Options, console: Any) -> Result:
@@ -131,7 +137,8 @@ def measure(options: Options, console: Any) -> Result:
         present = {name: process for name, process in candidates.items() if name not in missing}
         vocab_size = facts[OURS]["vocab_size"]
         workloads = [
-            measure_workload(load, options, present, vocab_size, console) for load in options.workloads()
+            measure_workload(workload, options, present, vocab_size, console)
+            for workload in options.workloads()
         ]
         # again, with the ways that were taken
         facts = {name: process.ask("facts") for name, process in present.items()}

@@ -7,16 +7,15 @@ same bytes; none tokenizes.
 
 from __future__ import annotations
 
-import functools
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from laneformer import LaneformerConfig
-from laneformer.config import FLAVORS
-from tools.bench.baselines import Baseline, TransformersLlama
-from tools.bench.harness import Result, serve, version
+from tools.bench.baselines import TransformersLlama
+from tools.bench.harness import Result, version
 from tools.bench.llamacpp import FOLDER, LlamaCpp, as_gguf
 
 OURS = "laneformer"
@@ -39,18 +38,15 @@ def names_of(baseline: str, dtype: Dtype) -> list[str]:
     return [f"{baseline} {kind}" for kind in QUANTISED[dtype]] if baseline == "llamacpp" else []
 
 
-def main(name: str, model: str, dtype: str, threads: int, context: int | None) -> None:
-    """Answer commands until stdin ends: facts, decode, prefill; ours also probe.
+def load_candidate(
+    name: str, source: LaneformerConfig | Path, dtype: str, threads: int, context: int | None
+) -> Any:
+    """Our engine or a baseline; one that is not installed says only that. context: None for the model's.
 
-    name: "laneformer OPTION=VALUE,...", "llamacpp KIND" or "transformers". model: a flavor or a GGUF file.
-    context: None for the model's. The first token is not counted.
+    name: "laneformer OPTION=VALUE,...", "llamacpp KIND" or "transformers". source: a shape, or a GGUF file.
     """
     engine, _, variant = name.partition(" ")
-    longer = {"max_position_embeddings": context} if context else {}
-
-    @functools.cache
-    def load() -> OurEngine | Baseline:
-        source = LaneformerConfig.from_flavor(model, **longer) if model in FLAVORS else Path(model)
+    try:
         if engine == OURS:
             own = dict(part.split("=") for part in variant.split(",") if part)
             return OurEngine(source, dtype, {"threads": threads, **own}, context)
@@ -58,14 +54,9 @@ def main(name: str, model: str, dtype: str, threads: int, context: int | None) -
             return LlamaCpp(source, variant or dtype, threads, context)
         source = as_gguf(source, dtype) if isinstance(source, Path) else source
         return TransformersLlama(source, dtype, threads)
-
-    def answer(do: str, **arguments: Any) -> Any:
-        try:
-            return getattr(load(), do)(**arguments)
-        except ImportError as error:
-            return {"missing": f"{error}; {INSTALL.get(engine, 'make setup')}"}
-
-    serve(answer)
+    except ImportError as error:
+        missing = {"missing": f"{error}; {INSTALL.get(engine, 'make setup')}"}
+        return SimpleNamespace(facts=lambda: missing)
 
 
 class OurEngine:
@@ -113,8 +104,3 @@ class OurEngine:
         from laneformer.engine.bench import probe
 
         return probe(self.engine)
-
-
-if __name__ == "__main__":
-    _, name, source, weights, count, positions = sys.argv
-    main(name, source, weights, int(count), int(positions) or None)

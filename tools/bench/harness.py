@@ -12,17 +12,17 @@ import datetime
 import importlib.metadata
 import inspect
 import json
+import multiprocessing
 import os
 import platform
-import select
 import shlex
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,74 +36,63 @@ INSTRUCTIONS = {"avx2", "avx512f", "avx512_bf16", "amx_bf16"}
 Result = dict[str, Any]
 
 
-@dataclass
 class Candidate:
-    """A Python process that calls `serve`; started when first asked, and again after it has ended.
+    """What `make` returns, in a process of its own that sleeps between commands.
 
-    `command` follows `python`. `settle_s`: pause before each command.
+    It is started when first asked, and again after it has ended. settle_s: pause before each command.
     """
 
-    name: str
-    command: list[str]
-    env: Mapping[str, str] = field(default_factory=dict)
-    settle_s: float = 0.0
-    process: Any = None
-
-    def __post_init__(self) -> None:
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as the candidate)
+    def __init__(self, name: str, make: Callable[[], Any], settle_s: float = 0.0):
+        self.name, self.make, self.settle_s = name, make, settle_s
+        self.process: Any = None
 
     def ask(self, do: str, timeout_s: float = TIMEOUT_S, **arguments: Any) -> Any:
-        """The answer to one command; RuntimeError if it fails, or if the process dies or exceeds the timeout."""
+        """What the method `do` returns; RuntimeError if it fails, or if the process dies or exceeds the timeout."""
         time.sleep(self.settle_s)
-        process, line = self._started(), ""
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-            process.stdin.flush()
-            if not select.select([process.stdout], [], [], timeout_s)[0]:
+        if self.process is None:
+            context = multiprocessing.get_context("spawn")
+            self.connection, theirs = context.Pipe()
+            self.process = context.Process(target=serve, args=(theirs, self.make), daemon=True)
+            self.process.start()
+            theirs.close()
+        try:
+            self.connection.send((do, arguments))
+            if not self.connection.poll(timeout_s):
                 self.close()
                 raise RuntimeError(f"{self.name}: no answer within {timeout_s:.0f} s; its process was killed")
-            line = process.stdout.readline()
-        if not line:
-            status = process.wait()
-            self.log.seek(0)
-            words = f"its process ended with status {status}; its last lines:\n{self.log.read()[-1500:]}"
-            raise RuntimeError(f"{self.name}: {words}")
-        reply = json.loads(line)
-        if "error" in reply:
-            raise RuntimeError(reply["error"])
-        return reply["result"]
+            failed, reply = self.connection.recv()
+        except (EOFError, OSError):
+            raise RuntimeError(f"{self.name}: its process ended with status {self.close()}") from None
+        if failed:
+            raise RuntimeError(f"{self.name}: {reply}")
+        return reply
 
-    def _started(self) -> Any:
-        if self.process is None or self.process.poll() is not None:
-            self.process = subprocess.Popen(
-                [sys.executable, *self.command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log,
-                text=True, cwd=ROOT, env={**os.environ, **self.env},
-            )  # fmt: skip
-        return self.process
-
-    def close(self) -> None:
-        """Kill the process, if there is one."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
+    def close(self) -> int | None:
+        """Kill the process, if there is one that has not ended; its exit status."""
+        if self.process is None:
+            return None
+        self.connection.close()
+        self.process.join(1.0)
+        self.process.kill()
+        self.process.join()
+        status, self.process = self.process.exitcode, None
+        return status
 
 
-def serve(answer: Callable[..., Any]) -> None:
-    """Answer each line {"do": ..., **arguments} of stdin by `answer(**line)`, until stdin ends.
-
-    An error is an answer as well. What libraries print goes to stderr.
-    """
-    replies = os.fdopen(os.dup(1), "w")
+def serve(connection: Connection, make: Callable[[], Any]) -> None:
+    """Answer commands until the other end is closed. What libraries print goes to stderr."""
     os.dup2(2, 1)
-    for line in sys.stdin:
-        reply: Result = {}
-        try:
-            reply["result"] = answer(**json.loads(line))
-        except Exception as error:  # whatever a library raises
-            traceback.print_exc()
-            reply["error"] = f"{type(error).__name__}: {str(error)[:1000]}"
-        print(json.dumps(reply), file=replies, flush=True)
+    candidate: Any = None
+    with contextlib.suppress(EOFError):
+        while True:
+            do, arguments = connection.recv()
+            try:
+                candidate = candidate or make()
+                reply = False, getattr(candidate, do)(**arguments)
+            except Exception as error:  # whatever a library raises
+                traceback.print_exc()
+                reply = True, f"{type(error).__name__}: {str(error)[:1000]}"
+            connection.send(reply)
 
 
 T = TypeVar("T")

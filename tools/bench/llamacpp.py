@@ -191,24 +191,29 @@ def write_random(path: Path, config: LaneformerConfig) -> None:
     import gguf
 
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    sizes = {
+        "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads, "rope.dimension_count": config.head_dim,
+    }  # fmt: skip
+    for name, size in sizes.items():
+        writer.add_uint32(f"llama.{name}", size)
     writer.add_layer_norm_rms_eps(config.norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
     add_dummy_vocabulary(writer, config.vocab_size)
     rng = np.random.default_rng(0)
-    for name, size in gguf_shapes(config).items():
-        if len(size) == 1:
-            writer.add_tensor(name, np.ones(size, np.float32))
+    for name, shape in gguf_shapes(config).items():
+        if len(shape) == 1:
+            writer.add_tensor(name, np.ones(shape, np.float32))
             continue
-        values = rng.standard_normal(size, np.float32) * np.float32(config.initializer_range)
+        values = rng.standard_normal(shape, np.float32) * np.float32(config.initializer_range)
         # the upper half of a float32; truncation instead of rounding does not matter here
-        upper = np.ascontiguousarray(values.view(np.uint16).reshape(*size, 2)[..., 1])
+        upper = np.ascontiguousarray(values.view(np.uint16).reshape(*shape, 2)[..., 1])
         writer.add_tensor(name, upper.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+    write_file(writer)
+
+
+def write_file(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import runpy
 import sys
 
@@ -10,9 +9,10 @@ CHECKS = ("structure", "engine", "cuda", "published", "quality", "train")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser("python -m tools.check")
-    parser.add_argument("check", choices=CHECKS)
-    name = parser.parse_args(sys.argv[1:2]).check
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name not in CHECKS:
+        print(f"usage: python -m tools.check NAME [--help] ...\n{name!r} is not in {CHECKS}", file=sys.stderr)
+        raise SystemExit(0 if name in ("-h", "--help") else 2)
     del sys.argv[1]  # the other arguments are the check's own
     runpy.run_module(f"tools.check.{name}", run_name="__main__", alter_sys=True)
 

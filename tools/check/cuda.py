@@ -24,9 +24,10 @@ import numpy as np
 import torch
 
 from laneformer import LaneformerConfig
-from laneformer.engine.cuda.bench import greedy, read
-from laneformer.engine.cuda.compile import VERSIONS
+from laneformer.engine.cuda.graph import DECODERS
 from laneformer.engine.cuda.passes import PassDecoder
+from laneformer.engine.cuda.structures import Column
+from laneformer.engine.decoder import Sampling
 from laneformer.engine.device import why_no_cuda
 from tools.check.reference import (
     Weights,
@@ -97,6 +98,31 @@ def greedy_prompts(config: LaneformerConfig, count: int) -> list[list[int]]:
 
 def scored_length(config: LaneformerConfig) -> int:
     return length_beyond_windows(config, BEYOND_WINDOW)
+
+
+def read(decoder: PassDecoder, ids: list[int], start: int, logits: torch.Tensor | None = None) -> int:
+    """Passes over ids[start:], of as many as it has columns: the token that the last would be followed by."""
+    columns = [Column(token, i, 0, sampling=Sampling(top_p=1.0)) for i, token in enumerate(ids)]
+    for at in range(start, len(ids), decoder.columns):
+        end = at + decoder.columns
+        (picked,) = decoder.run(columns[at:end], 0, None if logits is None else logits[at:end])
+    return picked[-1]
+
+
+def greedy(
+    decoder: PassDecoder, prompt: list[int], new_tokens: int = NEW_TOKENS, most: int = 16
+) -> list[int]:
+    """Launches make up to `most` passes, of several lengths; the first token comes with the prompt's end."""
+    start = 0
+    if len(prompt) > decoder.unread:
+        start = len(prompt) - 1
+        list(decoder.read(prompt[:-1], 0, 0, start))
+    tokens = [read(decoder, prompt, start)]
+    while len(tokens) < new_tokens:
+        last = Column(tokens[-1], len(prompt) + len(tokens) - 1, 0, sampling=Sampling(top_p=1.0))
+        more = min(len(tokens) % most, decoder.ahead, new_tokens - len(tokens) - 1)
+        tokens += [row[0] for row in decoder.run([last], more)]
+    return tokens
 
 
 def score(decoder: PassDecoder, ids: list[int]) -> np.ndarray:
@@ -191,7 +217,7 @@ def check(
 
 
 def make_decoder(config: LaneformerConfig, tensors: Any, version: str = "passes") -> PassDecoder:
-    return PassDecoder(config, tensors, "bf16", (DEVICE,), WAIT_S, 0, version=version)
+    return DECODERS[version](config, tensors, "bf16", (DEVICE,), WAIT_S, 0)
 
 
 def check_flavor(flavor: str) -> Iterator[tuple[str, Any]]:
@@ -200,11 +226,11 @@ def check_flavor(flavor: str) -> Iterator[tuple[str, Any]]:
     weights = random_weights(config, device=DEVICE)
     truth = reference(config, weights, scored_length(config), prompts=greedy_prompts(config, PROMPTS))
     tensors = tensors_of(weights)
-    makers = {version: functools.partial(make_decoder, config, tensors, version) for version in VERSIONS}
+    makers = {version: functools.partial(make_decoder, config, tensors, version) for version in DECODERS}
     report = check(makers, truth, PROMPTS, RUNS, functools.partial(print, file=sys.stderr))
     yield from report["passed"].items()
     yield "relative error, bf16 of Transformers", truth.error
-    for version in VERSIONS:
+    for version in DECODERS:
         yield f"relative error, {version}", report[version].get("relative_error")
         if error := report[version].get("error"):
             yield f"{version} ended", error

@@ -6,7 +6,7 @@ planted faults must fail.
 The reference is model.py in float64. How far float32 may be from it is not guessed: Transformers' float32
 forward on the same weights shows it, and the engine, which sums in another order, gets four times its largest
 error. The same gate must refuse an engine with one fault in it, else it proves nothing; and the modules' own
-outputs (modules.py) must name the module where the fault sits. A flavor gets random weights of unit gain, so
+outputs must name the module where the fault sits. A flavor gets random weights of unit gain, so
 that every module matters.
 
     S positions   V vocabulary
@@ -15,14 +15,13 @@ that every module matters.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from rich.console import Console
 
 from laneformer import Engine, LaneformerConfig
-from laneformer.hf.modeling_laneformer import LaneformerForCausalLM
 from tools.check.gates import MARGIN, ModelOptions, check_greedy, load, run_check, verdict
 from tools.check.reference import (
     BLOCK,
@@ -66,107 +65,88 @@ def main(arguments: list[str] | None = None) -> None:
     run_check("engine", Options, measure, arguments)
 
 
-@dataclass
-class Reference:
-    """PyTorch's results on the ids: float64 logits and module outputs, Transformers' model,
-    and the allowed errors.
-    """
+class Truth(NamedTuple):
+    """Float64 logits (S, V) after `ids`, and the modules' outputs (P, N, 2, L, D) at `positions`."""
 
     ids: list[int]
     positions: list[int]
     logits: np.ndarray
     outputs: np.ndarray
-    single: np.ndarray
-    single_model: LaneformerForCausalLM
-    errors: dict[str, np.ndarray]  # of Transformers, per position
-    half_kl: float
-    allowed: float
-    tie: float  # closer logits may come in either order
 
 
-def reference_of(config: LaneformerConfig, weights: Weights, options: Options, console: Console) -> Reference:
-    """Run the float64 model and Transformers in bf16 and float32 on ids that reach a block past the window."""
+def check(config: LaneformerConfig, weights: Weights, options: Options, console: Console) -> dict[str, Any]:
+    """Every check on one model; returns the report that main prints, with `ok` and the names of what `failed`, and
+    `tables` of rows by title.
+    """
     length = length_beyond_windows(config, 8 + BLOCK)
     positions = chosen_positions(config, length)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()
     console.print(f"float64 reference on {length} positions", style="dim")
-    logits, outputs = model_outputs(plain_model(config, weights), ids, positions)
+    truth = Truth(ids, positions, *model_outputs(plain_model(config, weights), ids, positions))
     console.print("Transformers in bf16 and float32", style="dim")
-    half = hf_logits(hf_model(config, weights, torch.bfloat16), ids[:BF16_POSITIONS])
     single_model = hf_model(config, weights, torch.float32)
-    single = hf_logits(single_model, ids)
-    errors, worst = {}, {}
-    for name, found in (("hf_fp32", single), ("hf_bf16", half)):
-        expected = logits[: len(found)]
-        errors[name], worst[name] = relative_errors(found, expected), float(np.abs(found - expected).max())
+    half = hf_logits(hf_model(config, weights, torch.bfloat16), ids[:BF16_POSITIONS])
+    logits = {"hf_fp32": hf_logits(single_model, ids), "hf_bf16": half}
+    farthest = {name: float(np.abs(each - truth.logits[: len(each)]).max()) for name, each in logits.items()}
     factor, yardstick = (MARGIN, "hf_fp32") if options.math == "exact" else (1.0, "hf_bf16")
-    tie = 2 * (factor * worst[yardstick] + worst["hf_fp32"])
-    allowed, half_kl = float(factor * errors[yardstick].max()), mean_kl(single[: len(half)], half)
-    return Reference(ids, positions, logits, outputs, single, single_model, errors, half_kl, allowed, tie)
-
-
-def check(config: LaneformerConfig, weights: Weights, options: Options, console: Console) -> dict[str, Any]:
-    """Every check on one model; returns the report that main prints, with `ok` and the
-    names of what `failed`, and `tables` of rows by title.
-    """
-    truth = reference_of(config, weights, options, console)
+    tie = 2 * (factor * farthest[yardstick] + farthest["hf_fp32"])
     console.print("the engine", style="dim")
     with engine_of(config, weights, options) as engine:
-        isa, logits = engine.isa, engine.logits(truth.ids)
-        partials = engine._partials(truth.ids, truth.positions)
-        modules = module_report(config, partials, truth.outputs, truth.positions, options.math)
-        greedy = check_greedy(engine, truth.single_model, options, truth.tie)
-    errors = truth.errors | {"engine": relative_errors(logits, truth.logits)}
-    kl = {"engine": mean_kl(truth.single, logits), "hf_bf16": truth.half_kl}
+        logits["engine"], partials = engine.logits(ids), engine._partials(ids, positions)
+        greedy = check_greedy(engine, single_model, options, tie)
+    modules = module_report(config, partials, truth.outputs, positions, options.math)
+    errors = {name: relative_errors(each, truth.logits[: len(each)]) for name, each in logits.items()}
+    worst = {name: float(error.max()) for name, error in errors.items()}
+    allowed = factor * worst[yardstick]
+    kl = {
+        name: mean_kl(logits["hf_fp32"][: len(logits[name])], logits[name]) for name in ("engine", "hf_bf16")
+    }
     console.print(f"{options.runs} repeated runs each on {options.threads} threads", style="dim")
-    differing = differing_runs(config, weights, truth.ids[:REPEATED_POSITIONS], options)
-    faults, found = measure_faults(config, weights, truth, options, console)
-    worst = {who: float(error.max()) for who, error in errors.items()}
+    differing = differing_runs(config, weights, ids[:REPEATED_POSITIONS], options)
+    faults, fault_gates = plant_faults(config, weights, truth, options, allowed)
     gates = {
         "modules": (modules["of_allowed"], 1.0, modules["first_wrong"] is None),
-        "relative error": (worst["engine"], truth.allowed, worst["engine"] <= truth.allowed),
+        "relative error": (worst["engine"], allowed, worst["engine"] <= allowed),
         "KL": (kl["engine"], kl["hf_bf16"], kl["engine"] <= kl["hf_bf16"]),
         "greedy tokens": (greedy["unexplained"], 0, greedy["unexplained"] == 0),
         "repeated runs": (differing, 0, differing == 0),
-        **{f"refuses: {name}": (error, truth.allowed, error > truth.allowed) for name, error in faults.items()},
-        **{f"locates: {name}": (*where.values(), where["planted_in"] == where["first_wrong"])
-           for name, where in found.items()},
-    }  # fmt: skip
-    by_depth: dict[Any, dict[str, float]] = {
-        p + 1: {who: float(error[p]) for who, error in errors.items() if p < len(error)}
-        for p in truth.positions
+        **fault_gates,
     }
+    by_depth: dict[Any, dict[str, float]] = {
+        p + 1: {name: error[p] for name, error in errors.items() if p < len(error)} for p in positions
+    }
+    by_row = {**by_depth, "worst": worst}
+    rows = [{"depth": d, **{name: row.get(name) for name in errors}} for d, row in by_row.items()]
     tables = {
         "Modules' partial outputs against float64, worst of layers and lanes": modules["by_depth"],
-        "Relative error of the logits": [
-            {"depth": d, **{who: row.get(who) for who in errors}} for d, row in {**by_depth, "worst": worst}.items()
-        ],
-    }  # fmt: skip
+        "Relative error of the logits": rows,
+    }
     if greedy["diverged"]:
         tables["Greedy continuations that part; a lead below the tie explains it"] = greedy["diverged"]
     return {
-        "model": options.model, "math": options.math, "isa": isa,
-        "positions": len(truth.ids), "allowed": truth.allowed, "relative_error": by_depth, "relative_error_max": worst,
-        "modules": modules, "located": found, "kl": kl, "greedy": greedy,
-        "runs": options.runs, "threads": list(options.threads),
-        "differing_runs": differing, "faults": faults, "tables": tables, **verdict(gates),
+        "model": options.model, "math": options.math, "positions": length, "allowed": allowed,
+        "relative_error": by_depth, "relative_error_max": worst, "modules": modules, "kl": kl, "greedy": greedy,
+        "runs": options.runs, "threads": list(options.threads), "differing_runs": differing, "faults": faults,
+        "tables": tables, **verdict(gates),
     }  # fmt: skip
 
 
-def measure_faults(
-    config: LaneformerConfig, weights: Weights, truth: Reference, options: Options, console: Console
+def plant_faults(
+    config: LaneformerConfig, weights: Weights, truth: Truth, options: Options, allowed: float
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """By planted fault: the engine's largest relative error, and where the fault is and was first seen."""
-    faults, found, ids = {}, {}, truth.ids[:FAULT_POSITIONS]
+    """The engine's largest relative error by planted fault, and gates: it is refused, and located where it is."""
+    faults, gates, ids = dict[str, float](), dict[str, Any](), truth.ids[:FAULT_POSITIONS]
     near = [position for position in truth.positions if position < FAULT_POSITIONS]
     for name, planted_in, wrong_config, wrong_weights in planted_faults(config, weights):
-        console.print(f"planted: {name}", style="dim")
         with engine_of(wrong_config, wrong_weights, options) as engine:
             wrong, partials = engine.logits(ids), engine._partials(ids, near)
-        faults[name] = float(relative_errors(wrong, truth.logits[:FAULT_POSITIONS]).max())
-        seen = module_report(config, partials, truth.outputs[: len(near)], near, options.math)["first_wrong"]
-        found[name] = {"first_wrong": seen, "planted_in": planted_in}
-    return faults, found
+        faults[name] = error = float(relative_errors(wrong, truth.logits[:FAULT_POSITIONS]).max())
+        located = module_report(config, partials, truth.outputs[: len(near)], near, options.math)[
+            "first_wrong"
+        ]
+        gates[f"refuses: {name}"] = error, allowed, error > allowed
+        gates[f"locates: {name}"] = located, planted_in, located == planted_in
+    return faults, gates
 
 
 def engine_of(
@@ -185,9 +165,9 @@ def differing_runs(config: LaneformerConfig, weights: Weights, ids: list[int], o
         with engine_of(config, weights, options, threads) as engine:
             for _ in range(options.runs):
                 sampled = engine.generate(ids[:3], max_new_tokens=4, temperature=1.0, ignore_eos=True)
-                found = engine.logits(ids).tobytes(), sampled
-                first = first or found
-                differing += found != first
+                result = engine.logits(ids).tobytes(), sampled
+                first = first or result
+                differing += result != first
     return differing
 
 

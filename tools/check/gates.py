@@ -18,7 +18,7 @@ from laneformer import Engine, LaneformerConfig
 from laneformer.config import FLAVORS
 from laneformer.engine.folder import read_checkpoint
 from laneformer.hf.modeling_laneformer import LaneformerForCausalLM
-from records.files import code_version
+from records.files import code_version, write_atomically
 from tools.check.reference import (
     Weights,
     compare_greedy,
@@ -54,25 +54,32 @@ def run_check(
     options_class: type[Any],
     measure: Callable[[Any, Console], dict[str, Any]],
     arguments: Sequence[str] | None,
+    page: Callable[[Any, dict[str, Any]], str] | None = None,
 ) -> None:
     """A check as a command: tables on stderr, JSON as the last line of stdout, exit status 1 if a gate fails.
 
-    measure: returns `verdict` and its figures; `tables` of rows by title are printed alone.
+    measure: returns `verdict` and its figures; `tables` of rows by title are printed alone. page: writes what is
+    printed, in place of the tables, and left in options.out.
     """
     started = time.monotonic()
     options = tyro.cli(options_class, args=arguments, prog=f"python -m tools.check {name}")
-    console = Console(stderr=True, quiet=options.json, width=None if sys.stderr.isatty() else 120)
+    quiet = page is None and options.json
+    console = Console(stderr=True, quiet=quiet, width=None if sys.stderr.isatty() else 120)
     try:
         report = measure(options, console)
     except ValueError as error:
         print(f"{name}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     report["code_version"], report["seconds"] = code_version(ROOT), round(time.monotonic() - started, 1)
-    for title, rows in {**report.pop("tables", {}), "Checks": report["gates"]}.items():
-        console.print(Markdown(f"{title}:\n\n{records(rows)}"))
-    console.print(
-        "[green]all checks hold[/]" if report["ok"] else f"[red]failed: {', '.join(report['failed'])}[/]"
-    )
+    if page is not None:
+        text = page(options, report)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(options.out, text)
+    else:
+        tables = {**report.pop("tables", {}), "Checks": report["gates"]}
+        text = "\n\n".join(f"{title}:\n\n{records(rows)}" for title, rows in tables.items())
+        text += "\n\n" + ("all checks hold" if report["ok"] else f"FAILED: {', '.join(report['failed'])}")
+    console.print(Markdown(text))
     print(json.dumps(report))
     raise SystemExit(not report["ok"])
 
@@ -106,10 +113,10 @@ def check_greedy(
 ) -> dict[str, Any]:
     """Continuations of random prompts, short ones and some beyond the window."""
     new_tokens, lengths = options.new_tokens, (1, 5, 11, min(engine.config.sliding_window + 3, 200))
-    found = compare_greedy(
+    comparison = compare_greedy(
         random_prompts(engine.config, options.prompts, lengths, new_tokens),
         lambda prompt: engine.generate(prompt, max_new_tokens=new_tokens, ignore_eos=True),
         lambda prompt, count: hf_greedy(model, prompt, count),
         lambda prompt: tie,
     )
-    return {**found, "new_tokens": new_tokens, "tie": tie}
+    return {**comparison, "new_tokens": new_tokens, "tie": tie}

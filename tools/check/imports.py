@@ -1,15 +1,13 @@
 """Which module of ours uses which: arrows between packages and circles between modules.
 
 An edge goes from a module to each module of ours that it imports (lazily and for typing, too) or names in a
-string: a process (`-m evals.watch`), a plugin (`custom_import`) or a dotted name. Messages and docstrings
-are prose: no edge.
+string of its own: a process (`"-m", "evals.watch"`), a plugin (`custom_import`) or a dotted name. Prose is no edge.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
-import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,9 +37,8 @@ MAY_USE: dict[str, set[str]] = {
 # whose modules a package may start as processes, beyond those that it may import: training starts the watcher of its
 # evaluations, a recipe names the program that writes its text
 MAY_START = {"train": "evals.watch", "data_mixtures": "examples."}
-PLUGIN_KEYS = ("custom_import", "custom_config_module")
-AFTER = {"-m", *(f"--{section}.{key}" for section in ("job", "experimental") for key in PLUGIN_KEYS)}
-DOTTED = r"(\w+(?:\.\w+)+)(?::\w+)?"  # a.b or a.b:attribute
+# strings that name a module: after `-m`, a dotted name alone (a.b or a.b:attribute), the start of an f-string
+NAMED = re.compile(r'"-m",\s*"(\w+)"|"(\w+(?:\.\w+)+)(?::\w+)?"|f"(\w+)\.[\w.]*\{')
 
 
 @dataclass(frozen=True, order=True)
@@ -55,12 +52,12 @@ class Edge:
 
 def modules(root: Path) -> dict[str, Path]:
     """Every module of ours by its dotted name; a package goes by the name of its folder."""
-    found = {}
+    paths = {}
     for package, folder in PACKAGES.items():
         for path in sorted((root / folder).rglob("*.py")):
             parts = [package, *path.relative_to(root / folder).with_suffix("").parts]
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+            paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return paths
 
 
 def package_of(module: str, path: Path) -> str:
@@ -77,40 +74,28 @@ def imported(tree: ast.Module, package: str) -> Iterator[tuple[str, str]]:
             yield from ((module, alias.name) for alias in node.names)
 
 
-def named(tree: ast.Module) -> Iterator[str]:
-    """Strings that may name a module: after `-m` or a plugin option, a dotted name alone, the
-    start of an f-string.
-    """
-    for node in ast.walk(tree):
-        values: list[ast.expr] = getattr(node, "elts", []) or (
-            node.args if isinstance(node, ast.Call) else []
-        )
-        for before, value in itertools.pairwise(values):
-            if isinstance(before, ast.Constant) and before.value in AFTER and isinstance(value, ast.Constant):
-                yield str(value.value)
-        if isinstance(node, ast.JoinedStr) and node.values and isinstance(node.values[0], ast.Constant):
-            if start := re.match(r"(\w+)\.[\w.]*$", str(node.values[0].value)):  # f"evals.{name}"
-                yield start[1]
-        elif isinstance(node, ast.Constant) and (name := re.fullmatch(DOTTED, str(node.value))):
-            yield name[1]
+def named(text: str) -> set[str]:
+    """Modules and other dotted names in the strings of a Python or TOML file."""
+    code = re.sub(r"(?m)#.*$", "", text).replace("'", '"')
+    return {"".join(groups) for groups in NAMED.findall(code)}
 
 
 def edges(root: Path) -> set[Edge]:
     """All edges between two different modules of ours; a TOML file counts as its package."""
     ours = modules(root)
-    found = set()
+    arrows = set()
     for module, path in ours.items():
-        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-        for target, name in imported(tree, package_of(module, path)):
-            found.add(Edge(module, f"{target}.{name}" if f"{target}.{name}" in ours else target))
-        for name in ours.keys() & named(tree):
+        text = path.read_text(encoding="utf-8")
+        for target, name in imported(ast.parse(text, str(path)), package_of(module, path)):
+            arrows.add(Edge(module, f"{target}.{name}" if f"{target}.{name}" in ours else target))
+        for name in ours.keys() & named(text):
             command = f"{name}.__main__"
-            found.add(Edge(module, command if command in ours else name, process=True))
+            arrows.add(Edge(module, command if command in ours else name, process=True))
     for owner, folder in PACKAGES.items():
         for path in sorted((root / folder).rglob("*.toml")):
-            values = re.findall(rf'"{DOTTED}"', re.sub(r"(?m)#.*$", "", path.read_text(encoding="utf-8")))
-            found |= {Edge(owner, name, process=True) for name in values if name in ours}
-    return {edge for edge in found if edge.source != edge.target and edge.target.split(".")[0] in PACKAGES}
+            names = ours.keys() & named(path.read_text(encoding="utf-8"))
+            arrows |= {Edge(owner, name, process=True) for name in names}
+    return {edge for edge in arrows if edge.source != edge.target and edge.target.split(".")[0] in PACKAGES}
 
 
 def only_starts(edge: Edge) -> bool:
@@ -119,24 +104,24 @@ def only_starts(edge: Edge) -> bool:
     return edge.process and allowed is not None and edge.target.startswith(allowed)
 
 
-def broken_arrows(found: set[Edge]) -> list[str]:
+def broken_arrows(arrows: set[Edge]) -> list[str]:
     """The edges that leave a package for one which it may not use."""
     broken = []
-    for edge in sorted(found):
+    for edge in sorted(arrows):
         source, target = edge.source.split(".")[0], edge.target.split(".")[0]
         if target not in {source, *MAY_USE[source]} and not only_starts(edge):
             broken.append(f"{edge.source} {'names' if edge.process else 'imports'} {edge.target}")
     return broken
 
 
-def folder_edges(found: set[Edge]) -> set[Edge]:
+def folder_edges(arrows: set[Edge]) -> set[Edge]:
     """Each edge between the two neighbours, files or folders of one parent folder, that it connects.
 
     A circle of these is a circle of folders: `a.b.x -> a.c.y` and `a.c.z -> a.b.w` make `a.b <-> a.c`, though
     no module reaches itself.
     """
     neighbours = set()
-    for edge in found:
+    for edge in arrows:
         source, target = edge.source.split("."), edge.target.split(".")
         shared = 0
         while source[shared:][:1] == target[shared:][:1] != []:
@@ -146,8 +131,8 @@ def folder_edges(found: set[Edge]) -> set[Edge]:
     return neighbours
 
 
-def circles(found: set[Edge]) -> list[list[str]]:
+def circles(arrows: set[Edge]) -> list[list[str]]:
     """Groups of modules that all reach each other (strongly connected components), each sorted."""
-    graph = networkx.DiGraph((edge.source, edge.target) for edge in found)
+    graph = networkx.DiGraph((edge.source, edge.target) for edge in arrows)
     groups = networkx.strongly_connected_components(graph)
     return sorted(sorted(group) for group in groups if len(group) > 1)

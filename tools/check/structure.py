@@ -25,16 +25,16 @@ from pathlib import Path
 
 import lizard
 import tyro
-from rich.console import Console
-from rich.table import Table
+
+from tools.markdown import table
 
 from .imports import PACKAGES, broken_arrows, circles, edges, folder_edges
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE_FILE = "tools/check/size.json"
 RATCHET_SLACK = 0.015
-# lines; the class and the file that are longest today: they fall with the engine's facade, to 200 and 400
-LIMITS = {"file": 437, "kernel file": 600, "function": 60, "class": 386}
+# lines; the class is the longest of today: it falls to 200
+LIMITS = {"file": 400, "kernel file": 600, "function": 60, "class": 236}
 TESTS = ("tests", "examples")
 NATIVE = {".cpp", ".h", ".cu", ".cuh", ".js", ".css"}
 LAYOUT = {
@@ -164,14 +164,12 @@ def main(root: Path = ROOT, write: bool = False) -> None:
     if write:
         (root / SIZE_FILE).write_text(json.dumps(count_sizes(root), indent=2) + "\n")
         return
-    console, rows = Console(soft_wrap=True), measures(root)
-    table = Table("measure", "value", "limit", "")
-    for row in rows:
-        table.add_row(row.name, f"{row.value:,}", f"{row.limit:,}", "ok" if row.ok else "[red]exceeded[/]")
-    console.print(table)
+    rows = measures(root)
+    columns = ("measure", "value", "limit", "holds")
+    print(table(columns, [(row.name, row.value, row.limit, row.ok) for row in rows]))
     for row in rows:
         if not row.ok and row.excess:
-            console.print(f"\n{row.name}:", *row.excess, sep="\n  ", markup=False, highlight=False)
+            print(f"\n{row.name}:", *row.excess, sep="\n  ")
     raise SystemExit(any(not row.ok for row in rows))
 
 

@@ -7,28 +7,24 @@
 The job is configs/phase1.toml with one layer of each kind: windowed with equal streams, windowed with own
 ones, windowed and whole with delayed outputs. It runs with the kernels that it chooses (on a GPU fused
 joins, FlexAttention, Inductor) and with plain ones, eager; how far bf16 may be from float32 in 20 losses is
-not guessed: the plain job shows it, and with emulated float8 products what those may cost. Then documents
-in one window against each alone, a job that is killed and resumed, and peak memory against tools.plan.
+not guessed: the plain job shows it, and with emulated float8 products what those may cost. Then a job that
+is killed and resumed, and peak memory against tools.plan.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import tyro
 from rich.console import Console
-from rich.markdown import Markdown
 
 if not torch.accelerator.is_available():
     from train.job_config import patch_torch_for_cpu
@@ -37,9 +33,8 @@ if not torch.accelerator.is_available():
 
 from laneformer import LaneformerConfig
 from laneformer.titan.float8 import CAPABILITY
-from records.files import code_version, read_lines, write_atomically
-from tools.check.documents import packed_documents
-from tools.check.gates import MARGIN, verdict
+from records.files import read_lines
+from tools.check.gates import MARGIN, run_check, verdict
 from tools.check.killed_job import KILL_AT
 from tools.markdown import records
 from tools.plan import sums
@@ -78,10 +73,10 @@ class Options:
 
     def check(self) -> None:
         """ValueError for what cannot run here."""
-        found = torch.cuda.device_count()
-        if self.device == "cuda" and found < self.nproc:
-            raise ValueError(f"--nproc {self.nproc} on {found} GPU(s); lower it, or take --device cpu")
-        if self.device == "cpu" and found:
+        gpus = torch.cuda.device_count()
+        if self.device == "cuda" and gpus < self.nproc:
+            raise ValueError(f"--nproc {self.nproc} on {gpus} GPU(s); lower it, or take --device cpu")
+        if self.device == "cpu" and gpus:
             raise ValueError(
                 "--device cpu needs the GPUs hidden: set CUDA_VISIBLE_DEVICES= in front of the command"
             )
@@ -125,19 +120,9 @@ class Jobs:
         if options.device == "cpu":  # no pinned memory; and minutes of g++
             settings |= {"checkpoint.async_mode": "async", "compile.backend": "eager"}
         flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-        return [
-            *flags,
-            *self.shape_flags(),
-            "--metrics.no-enable_tensorboard",
-            "--metrics.no-enable_wandb",
-            *more,
-        ]
-
-    def shape_flags(self) -> list[str]:
-        flags = []
-        for name, value in self.options.architecture.items():
+        for name, value in options.architecture.items():
             flags += [f"--architecture.{name}", *map(str, value if isinstance(value, tuple) else (value,))]
-        return flags
+        return [*flags, "--metrics.no-enable_tensorboard", "--metrics.no-enable_wandb", *more]
 
     def rows(self, name: str, *more: str, ranks: int = 1, killed: bool = False) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl of one job. RuntimeError where it does not end as it is to."""
@@ -154,10 +139,10 @@ class Jobs:
 
 def start(module: list[str], log: Path, env: Mapping[str, str]) -> int:
     """Exit status of `python -m MODULE ...`, whose output goes to `log`."""
-    with open(log, "ab") as said:
+    with open(log, "ab") as output:
         return subprocess.run(
             [sys.executable, "-m", *module], cwd=ROOT, env={"OMP_NUM_THREADS": "1", **os.environ, **env},
-            stdout=said, stderr=said, timeout=TIMEOUT_S,
+            stdout=output, stderr=output, timeout=TIMEOUT_S,
         ).returncode  # fmt: skip
 
 
@@ -174,7 +159,6 @@ def measure(options: Options, console: Console) -> dict[str, Any]:
         whole = jobs.rows("whole")
         gates, figures = losses(jobs, whole)
         gates |= resumed(jobs, whole)
-        gates |= packed_documents(options.config, jobs.flags(jobs.folder / "none"), options.device)
         gates |= memory(options, whole)
     report = verdict({name: gate for name, gate in gates.items() if gate[0] is not None})
     open_questions = [name for name, gate in gates.items() if gate[0] is None]
@@ -190,7 +174,7 @@ def losses(jobs: Jobs, whole: list[dict[str, Any]]) -> tuple[Gates, dict[str, An
     exact = jobs.rows("plain-float32", *PLAIN, "--training.mixed_precision_param", "float32")
     rounded = furthest(jobs.rows("plain-bf16", *PLAIN), exact)
     allowed = MARGIN * rounded
-    found = {"losses of the chosen kernels": furthest(whole, exact)}
+    errors = {"losses of the chosen kernels": furthest(whole, exact)}
     nproc = jobs.options.nproc
     if nproc > 1:
         replicas = 2 if nproc > 2 else 1  # shards of one are refused
@@ -198,8 +182,8 @@ def losses(jobs: Jobs, whole: list[dict[str, Any]]) -> tuple[Gates, dict[str, An
         more = ["--training.local_batch_size", str(jobs.options.global_batch // nproc)]
         more += [] if jobs.options.device == "cuda" else ["--compile.no-enable"]  # shards and replicas alone
         sharded = jobs.rows("sharded", *mesh, *more, ranks=nproc)
-        found[f"losses of {replicas} x {nproc // replicas} ranks"] = furthest(sharded, exact)
-    gates: Gates = {name: (error, allowed, error <= allowed) for name, error in found.items()}
+        errors[f"losses of {replicas} x {nproc // replicas} ranks"] = furthest(sharded, exact)
+    gates: Gates = {name: (error, allowed, error <= allowed) for name, error in errors.items()}
     gates["kernels replaced at the start"] = replaced(jobs.folder / "whole")
     gates["losses fall"] = (whole[-1]["loss"], exact[0]["loss"], whole[-1]["loss"] < exact[0]["loss"])
     more_gates, figures = float8_losses(jobs, exact, rounded)
@@ -294,21 +278,7 @@ def page(options: Options, report: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    started = time.monotonic()
-    options = tyro.cli(Options, args=arguments, prog="python -m tools.check train", description=__doc__)
-    console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
-    try:
-        report = measure(options, console)
-    except ValueError as error:
-        print(f"check_train: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    report["code_version"], report["seconds"] = code_version(ROOT), round(time.monotonic() - started, 1)
-    text = page(options, report)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(options.out, text)
-    console.print(Markdown(text))
-    print(json.dumps(report))
-    raise SystemExit(not report["ok"])
+    run_check("train", Options, measure, arguments, page)
 
 
 if __name__ == "__main__":

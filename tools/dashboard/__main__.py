@@ -19,9 +19,10 @@ from typing import Annotated
 import tyro
 
 from records.files import write_atomically
-from records.page import html_page, utc
 from records.run import Run, read_run
 from tools.dashboard import evaluations, training
+from tools.dashboard.header import header, tiles_of
+from tools.dashboard.page import html_page, utc
 
 CARDS: dict[str, Callable[[Run], str]] = {  # in the order of the page, by their names in the jump links
     "CORE": evaluations.core_card,
@@ -31,7 +32,6 @@ CARDS: dict[str, Callable[[Run], str]] = {  # in the order of the page, by their
     "Bits": evaluations.bits_card,
     "Tasks": evaluations.tasks_card,
     "Scores": evaluations.scores_card,
-    "Decode": evaluations.decode_card,
     "Machine": training.machine_card,
     "Incidents": training.incidents_card,
     "Contamination": evaluations.contamination_card,
@@ -41,7 +41,7 @@ CARDS: dict[str, Callable[[Run], str]] = {  # in the order of the page, by their
 
 def run_section(run: Run, index: int, now: float) -> str:
     """The header of a run, links to its cards, and those cards that have something to show."""
-    head, body, links, absent = training.header(run, now) + training.tiles_of(run), "", "", []
+    head, body, links, absent = header(run, now) + tiles_of(run), "", "", []
     for name, write in CARDS.items():
         try:
             html = write(run)

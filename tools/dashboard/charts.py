@@ -1,4 +1,4 @@
-"""Charts as data, which records/page.js draws: panels over one axis of x, and the curves in each of them.
+"""Charts as data, which page.js draws: panels over one axis of x, and the curves in each of them.
 
 A point is a row or record and a figure; its place on every axis stands in `x_tokens`, `x_step` and `x_time`.
 """
@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from records.page import colour, dash
 from records.run import Run, number
+from tools.dashboard.page import colour, dash
 
 AXES = {"tokens": "x_tokens", "steps": "x_step", "time": "x_time"}  # a reader's choice: key of a row
 MOST = 2000  # points of a curve
@@ -61,6 +61,11 @@ def dig(value: Any, *path: str) -> Any:
     return value
 
 
+def points_of(records: Sequence[Json], *path: str) -> Points:
+    """The records that have a number at a path."""
+    return [(record, value) for record in records if number(value := dig(record, *path)) is not None]
+
+
 def thin(points: Points) -> Points:
     """At most MOST points: of every bucket of neighbours the lowest and the highest, so that no spike is lost."""
     if len(points) <= MOST:
@@ -104,19 +109,18 @@ def curve(name: str, points: Points, tint: str, ends: Sequence[Interval | None] 
     look: `group` in the legend, `width`, `dash`, `opacity`, and `symbol`, with which few points are marked.
     """
     measured = [(row, number(value)) for row, value in points]
-    shown = measured if ends else thin(measured)
-    values = [None if value is None else float(f"{value:.6g}") for _, value in shown]
-    places = places_of([row for row, _ in shown])
+    chosen = measured if ends else thin(measured)
+    values = [None if value is None else float(f"{value:.6g}") for _, value in chosen]
+    places = places_of([row for row, _ in chosen])
     drawn = {"name": name, "group": name, "colour": tint, "x": places, "y": values}
     return drawn | ({"ends": ends} if any(ends) else {}) | look
 
 
-def series(points_of: Mapping[str, Points], names: Sequence[str], **look: Any) -> list[Json]:
-    """A curve for each of the `names`, which have the same colours in every chart."""
+def series(points_of: Mapping[str, Points], **look: Any) -> list[Json]:
+    """A curve for each source, whose colours are the same in every chart of all sources."""
     return [
-        curve(name, points_of[name], colour(place), dash=dash(place), **look)
-        for place, name in enumerate(names)
-        if name in points_of
+        curve(name, points, colour(place), dash=dash(place), **look)
+        for place, (name, points) in enumerate(points_of.items())
     ]
 
 
@@ -186,7 +190,7 @@ def loss_part(run: Run, panel: Panel = LOSS, logged: bool = True) -> tuple[Panel
         # one mean for each phase: another mixture has another loss
         points = smoothed(run, run.rows_of(phase))
         curves.append(curve("Loss, smoothed", points, colour(index), group=phase, width=2.4))
-        validated = [(row, row["valid_loss"]) for row in run.rows_of(phase) if row["valid_loss"] is not None]
+        validated = points_of(run.rows_of(phase), "valid_loss")
         curves.append(curve("validation loss", validated, VALIDATION, width=1.4, symbol="diamond"))
     return panel, curves
 

@@ -1,4 +1,4 @@
-"""The cards of what was evaluated: CORE and its tasks, bits per byte, code and questions, decode speed, contamination.
+"""The cards of what was evaluated: CORE and its tasks, bits per byte, code and questions, contamination.
 
 A `core` record that lacks a task has no aggregate: the mean of the others would be another number. Records of
 other protocols, limits or prompts are curves of their own.
@@ -12,7 +12,6 @@ from typing import Any
 from evals.core.tasks import NOT_CHOSEN
 from evals.intervals import Z95
 from records.evals import with_current_names
-from records.page import card, chart, colour, dash, fold, measured, missing, none, percent, short, table
 from records.run import Record, Run, number
 from tools.dashboard.charts import (
     LOSS,
@@ -24,9 +23,26 @@ from tools.dashboard.charts import (
     dig,
     figure,
     loss_part,
+    points_of,
     rows_part,
     series,
     sources_of,
+)
+from tools.dashboard.page import (
+    DASHES,
+    Tile,
+    card,
+    chart,
+    chart_card,
+    colour,
+    dash,
+    fold,
+    measured,
+    missing,
+    none,
+    percent,
+    short,
+    table,
 )
 
 TINT, NEUTRAL = "#8667f7", "#8a94a6"  # of CORE, apart from the colours of phases and sources
@@ -38,7 +54,7 @@ PUBLISHED = (  # CORE of other models: v1 and v2 of the baselines (DCLM correcte
 )
 
 
-def where_evaluated(record: Record) -> str:
+def where_evaluated(record: Json) -> str:
     step = number(record["step"])
     parts = [str(record["phase"] or ""), "" if step is None else f"step {step:,.0f}"]
     return " ".join(filter(None, parts)) or "checkpoint not recorded"
@@ -72,10 +88,9 @@ def core_groups(run: Run) -> dict[str, list[Record]]:
     return {settings: list(records.values()) for settings, records in groups.items()}
 
 
-def core_tile(run: Run) -> tuple[str, str, str]:
-    records = [record for group in core_groups(run).values() for record in group]
-    known = [record for record in records if number(record["core_v2"]) is not None]
-    last = [Record(), *known][-1]
+def core_tile(run: Run) -> Tile:
+    records = [record for group in core_groups(run).values() for record, _ in points_of(group, "core_v2")]
+    last = [Record(), *records][-1]
     note = f"± {measured(last['core_v2_se'], '.4f')}, v2; {escape(where_evaluated(last))}"
     return "CORE", measured(last["core_v2"], ".4f"), note
 
@@ -83,34 +98,32 @@ def core_tile(run: Run) -> tuple[str, str, str]:
 def core_card(run: Run) -> str:
     """CORE above loss and learning rate, and the newest one among published values."""
     curves, rows = list[Json](), list[tuple[float, list[str]]]()
+    for index, (settings, records) in enumerate(core_groups(run).items()):
+        if points := points_of(records, "core_v2"):
+            ends = [around(value, record["core_v2_se"]) for record, value in points]
+            look: Json = {"symbol": "circle", "dash": DASHES[index % len(DASHES)]}
+            curves.append(curve(settings, points, TINT, ends, **look))
+            last = points[-1][0]
+            where = f"<b>{escape(where_evaluated(last))}</b> <small>{escape(settings)}</small>"
+            scores = [(last[key], last[f"{key}_se"]) for key in ("core_v1", "core_v2")]
+            cells = [f"{measured(score, '.4f')} ± {measured(error, '.4f')}" for score, error in scores]
+            rows.append((number(last["core_v1"]) or 0.0, [where, *cells]))
+    if not curves:
+        return ""
     for name, v1, v2 in PUBLISHED:
         rows.append((v1, [escape(name), f"{v1:.4f}", none("not given") if v2 is None else f"{v2:.4f}"]))
-    for index, (name, records) in enumerate(core_groups(run).items()):
-        points = [(record, record["core_v2"]) for record in records if number(record["core_v2"]) is not None]
-        ends = [around(value, record["core_v2_se"]) for record, value in points]
-        curves += [curve(name, points, TINT, ends, symbol="circle", dash=("solid", "dash", "dot")[index % 3])]
-        if points:
-            last = points[-1][0]
-            where = f"<b>{escape(where_evaluated(last))}</b> <small>{escape(name)}</small>"
-            cells = [
-                f"{measured(last[key], '.4f')} ± {measured(last[f'{key}_se'], '.4f')}"
-                for key in ("core_v1", "core_v2")
-            ]
-            rows.append((number(last["core_v1"]) or 0.0, [where, *cells]))
-    top = max((value for each in curves for value in each["y"]), default=0.0)
-    panel = Panel("CORE", "v2, mean centered accuracy of 22 tasks; bars: 95 %", height=300, form=".4f")
+    top = max(value for each in curves for value in each["y"])
     levels = [
         {"panel": 0, "y": v2, "label": f"{name} {v2:.4f}"}
         for name, _, v2 in PUBLISHED
         if v2 and v2 < 1.4 * top
     ]
+    panel = Panel("CORE", "v2, mean centered accuracy of 22 tasks; bars: 95 %", height=300, form=".4f")
     loss = loss_part(run, LOSS._replace(height=130), logged=False)
     drawn = figure([(panel, curves), loss, rows_part(run, RATE)], run, levels=levels)
-    if not drawn or not any(each["y"] for each in curves):
-        return ""
-    listed = table(
-        ("± standard error", "CORE v1", "CORE v2"), [cells for _, cells in sorted(rows)], "numbers wrap"
-    )
+    assert drawn is not None, "there is a curve"
+    head = ("± standard error", "CORE v1", "CORE v2")
+    listed = table(head, [cells for _, cells in sorted(rows)], "numbers wrap")
     return card("CORE along the run", chart(drawn, f"core-{run.name}") + listed)
 
 
@@ -122,13 +135,10 @@ def tasks_card(run: Run) -> str:
     records, last = groups[-1], groups[-1][-1]
     parts, levels = list[tuple[Panel, list[Json]]](), list[Json]()
     for task in dict.fromkeys(name for record in records for name in record["tasks"]):
-        known = [record for record in records if number(dig(record, "tasks", task, "accuracy")) is not None]
-        points = [(record, record["tasks"][task]["accuracy"]) for record in known]
-        ends = [task_interval(record["tasks"][task]) for record in known]
-        baseline = number(dig(last, "tasks", task, "baseline_v2"))
-        if known and baseline:
-            levels.append({"panel": len(parts), "y": baseline / 100, "label": ""})
-        if known:
+        if points := points_of(records, "tasks", task, "accuracy"):
+            if baseline := number(dig(last, "tasks", task, "baseline_v2")):
+                levels.append({"panel": len(parts), "y": baseline / 100, "label": ""})
+            ends = [task_interval(record["tasks"][task]) for record, _ in points]
             panel = Panel(task.replace("bigbench_", "bb_"), height=96, form=".3f", zero=False)
             parts.append((panel, [curve("accuracy", points, TINT, ends, symbol="circle")]))
     drawn = figure(parts, columns=4, levels=levels) if len(records) > 1 else None
@@ -172,23 +182,17 @@ def missing_part(record: Record) -> str:
 
 def bits_card(run: Run) -> str:
     """Bits per byte of held-out text by source, and of the right answers as the job measured them itself."""
-    records, gold = run.evals_of("bits_per_byte"), run.evals_of("gold")
-    names = sources_of(run)
-    points = {
-        name: [(r, bits) for r in records if (bits := dig(r, "sources", name, "bits_per_byte")) is not None]
-        for name in names
-    }
-    whole = curve(
-        "all sources", [(record, record["bits_per_byte"]) for record in records], NEUTRAL, symbol="circle"
-    )
+    records, gold = run.evals_of("bits_per_byte"), points_of(run.evals_of("gold"), "gold_bits_per_byte")
+    points = {name: points_of(records, "sources", name, "bits_per_byte") for name in sources_of(run)}
+    whole = curve("all sources", points_of(records, "bits_per_byte"), NEUTRAL, symbol="circle")
     of_text = Panel("Bits per byte", "held-out text, lower is better", "", 260, ".4f", zero=False, log=True)
-    ends = [around(r["gold_bits_per_byte"], dig(r, "change", "bits_standard_error")) for r in gold]
-    right = curve("right answers", [(r, r["gold_bits_per_byte"]) for r in gold], TINT, ends, symbol="circle")
+    ends = [around(bits, dig(record, "change", "bits_standard_error")) for record, bits in gold]
+    right = curve("right answers", gold, TINT, ends, symbol="circle")
     of_answers = Panel(
         "Bits per byte of right answers", "bars: 95 % of the change", "", 160, ".4f", zero=False
     )
-    drawn = figure([(of_text, [whole, *series(points, names, symbol="circle")]), (of_answers, [right])])
-    return card("Bits per byte", chart(drawn, f"bits-{run.name}")) if drawn else ""
+    drawn = figure([(of_text, [whole, *series(points, symbol="circle")]), (of_answers, [right])])
+    return chart_card("Bits per byte", drawn, f"bits-{run.name}")
 
 
 Score = tuple[Record, float, Interval | None]
@@ -205,7 +209,7 @@ def scores_of(run: Run) -> dict[str, dict[tuple[str, str], list[Score]]]:
             groups["Code"].setdefault((str(record["dataset"]), how), []).append((record, value, ends))
     for record in run.evals_of("lm_eval"):
         shots = "own shots" if record["num_fewshot"] is None else f"{record['num_fewshot']}-shot"
-        asked = (
+        options = (
             "chat" if record["chat_template"] else "",
             "" if record["limit"] is None else f"limit {record['limit']}",
         )
@@ -214,7 +218,7 @@ def scores_of(run: Run) -> dict[str, dict[tuple[str, str], list[Score]]]:
             for name in [n for n in ("acc_norm", "acc") if known.get(n) is not None][:1] or list(known):
                 score = known[name]
                 if score is not None and not name.endswith("_stderr"):
-                    how = ", ".join(filter(None, (name, shots, *asked)))
+                    how = ", ".join(filter(None, (name, shots, *options)))
                     ends = around(score, known.get(f"{name}_stderr"))
                     groups["Questions"].setdefault((task, how), []).append((record, score, ends))
     return groups
@@ -244,42 +248,16 @@ def scores_card(run: Run) -> str:
     )
 
 
-def decode_card(run: Run) -> str:
-    """The newest decode speed, beside what reading the weights at the measured bandwidth would allow."""
-    if not run.evals_of("decode_speed"):
-        return ""
-    record = run.evals_of("decode_speed")[-1]
-    each, bandwidth = number(record["bytes_per_token"]), number(record["probe_bytes_per_s"])
-    slow, fast = (short(record[f"tokens_per_s_{end}"]) for end in ("p10", "p90"))
-    rows = [
-        ["tokens per second", f"<b>{short(record['tokens_per_s'])}</b> <small>{slow} – {fast}</small>"],
-        ["of the memory's limit", f"<b>{measured(record['percent_of_probe'], '.1f', ' %')}</b>"],
-        ["the limit, tokens per second", short(bandwidth / each if bandwidth and each else None)],
-        ["read bandwidth", short(bandwidth, "B/s")],
-        ["first token after", measured(record["ttft_s"], ".3g", " s")],
-        ["prefill", short(record["prefill_tokens_per_s"], " tok/s")],
-    ]
-    names = [str(record[key]) for key in ("device", "cpu", "dtype", "isa", "threads") if record[key]]
-    caption = "Batch 1; in small, the 10th and 90th percentile. The limit: every byte of a token read once, as fast as "
-    caption += "a probe read in the same run; above it, weights come from the processor's caches."
-    head = (where_evaluated(record), " · ".join(names))
-    return card("Decode speed", table(head, rows, "wrap"), caption)
-
-
 def contamination_card(run: Run) -> str:
     """What the training text held of the evaluation sets before its documents were dropped."""
     rows, records = dict[tuple[str, str], list[str]](), run.evals_of("contamination")
     for record in records:
+        phase = str(record["phase"] or "")
         for name, counts in (record["benchmarks"] or {}).items():
             items, touched = number(dig(counts, "items")), number(dig(counts, "touched"))
-            share = touched / items if items and touched is not None else None
-            numbers = [
-                short(items),
-                short(touched),
-                percent(share, ".2f"),
-                short(dig(counts, "documents_dropped")),
-            ]
-            rows[name, str(record["phase"])] = [escape(name), escape(str(record["phase"] or "")), *numbers]
+            share = percent(touched / items if items and touched is not None else None, ".2f")
+            figures = [short(items), short(touched), share, short(dig(counts, "documents_dropped"))]
+            rows[name, phase] = [escape(name), escape(phase), *figures]
     if not records:
         return ""
     if not rows:

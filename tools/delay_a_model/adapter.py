@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from laneformer import Laneformer, LaneformerConfig
 from laneformer.initialization import fill_from_generator
-from laneformer.linear import LaneLinear
+from laneformer.lanes import LaneLinear
 from records.files import file_sha256, write_atomically
 
 from .job_config import Late

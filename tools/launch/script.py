@@ -169,7 +169,7 @@ def submit(script: Path) -> int:
 def job_state(job_id: int) -> str | None:
     """PENDING, RUNNING, COMPLETED, ...; None for a job that Slurm does not know."""
     done = _slurm("scontrol", "show", "job", "-o", str(job_id))
-    found = re.search(r"\bJobState=(\S+)", done.stdout)
+    state = re.search(r"\bJobState=(\S+)", done.stdout)
     if done.returncode and "Invalid job id" not in done.stderr:
         raise ValueError(f"{' '.join(done.args)} failed: {done.stderr.strip()}")
-    return found[1] if found else None
+    return state[1] if state else None

@@ -183,20 +183,22 @@ def copy_mixture(lock_path: Path, folder: Path) -> str:
 
 def packages() -> list[str]:
     """Installed packages, one a line, as `pip freeze` writes them; without pip, which uv's environments lack."""
-    found = set()
+    lines = set()
     for package in metadata.distributions():
         origin = json.loads(package.read_text("direct_url.json") or "{}").get("url")
         name = package.metadata["Name"]
-        found.add(f"{name} @ {origin}" if origin else f"{name}=={package.version}")
-    return sorted(found, key=str.lower)
+        lines.add(f"{name} @ {origin}" if origin else f"{name}=={package.version}")
+    return sorted(lines, key=str.lower)
 
 
 def environment() -> dict[str, Any]:
     """The machine, Python and environment variables of this launch, without variables that look like secrets."""
-    kept = {k: v for k, v in sorted(os.environ.items()) if KEPT_VARIABLES.match(k) and not SECRET.search(k)}
+    variables = {
+        k: v for k, v in sorted(os.environ.items()) if KEPT_VARIABLES.match(k) and not SECRET.search(k)
+    }
     modules = [module for module in os.environ.get("LOADEDMODULES", "").split(":") if module]
     machine = {"python": sys.version, "executable": sys.executable, "host": list(os.uname())}
-    return {**machine, "modules": modules, "variables": kept}
+    return {**machine, "modules": modules, "variables": variables}
 
 
 def seal(folder: Path) -> None:

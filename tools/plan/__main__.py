@@ -33,7 +33,7 @@ from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda.cards import card_named
 from records.files import read_lines
 from records.usage import cost
-from tools.markdown import records, shorten
+from tools.markdown import records
 from tools.plan import preparation, sums
 from tools.synthetic import write_synthetic_lock
 from train.gold import gold_cost
@@ -271,7 +271,7 @@ def show_figures(console: Console, title: str, figures: Result | None) -> None:
 
 def show_rows(console: Console, rows: list[Result]) -> None:
     if rows:
-        console.print(Markdown(records([shorten(row, digits=4) for row in rows])))
+        console.print(Markdown(records(rows)))
 
 
 if __name__ == "__main__":

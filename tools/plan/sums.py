@@ -185,7 +185,7 @@ def memory(job: Job) -> dict[str, float]:
         "kept_activations": sum(by_layer) * micro * job.param_bytes,
         "working_set": max(head, WIDE_IN_BACKWARD[job.float8] * wide + again + late),
     }
-    return {**parts, "total": sum(parts.values()), "logits_whole_fp32": micro * config.vocab_size * FP32}
+    return {**parts, "total": sum(parts.values())}
 
 
 def largest_local_batch(job: Job, gpu: Card) -> int:
@@ -205,10 +205,8 @@ def checkpoints(job: Job, cluster: Cluster) -> Facts:
         "bytes": full_bytes,
         "every_s": job.checkpoint_interval * step_s,
         "written": written,
-        "bytes_written": written * full_bytes,
         "bytes_kept": (job.keep_latest + kept_milestones) * full_bytes,
         "hours_lost_per_failure": lost_s / 3600,
-        "gpu_hours_lost_per_failure": cluster.gpus * lost_s / 3600,
     }
 
 
@@ -216,9 +214,9 @@ def traffic(job: Job, cluster: Cluster) -> Facts:
     """Bytes that a GPU receives in one step, by collective, and the seconds of each.
 
     Shards exchange in every micro-batch, replicas once a step. Shards inside a node travel over NVLink. Shards across
-    nodes pass the network: at best a node receives each byte once and its NICs share the work (`nic_bytes`), while a
-    ring over all ranks that ignores the nodes brings every byte over every NIC (`nic_bytes_worst`). Ranks of one group
-    exchange sums of their lanes over NVLink: `lanes_bytes`, and of one layer in one micro-batch.
+    nodes pass the network: at best a node receives each byte once and its NICs share the work; a ring that ignores the
+    nodes would bring every byte over every NIC. Ranks of one group exchange sums of their lanes over NVLink:
+    `lanes_bytes`, and of one layer in one micro-batch.
     """
     counts, group, shard, replicate = rank_parameters(job), job.lane_ranks, job.shard, job.replicate
     # the head is gathered once
@@ -232,7 +230,7 @@ def traffic(job: Job, cluster: Cluster) -> Facts:
     within = all_gather + reduce_scatter
     # of what a GPU needs from other shards, the part that other nodes hold
     outside = within / others * (nodes - 1) / nodes if nodes > 1 else 0.0
-    nic, nic_worst = all_reduce + outside / min(shard, in_node), all_reduce + outside
+    nic = all_reduce + outside / min(shard, in_node)
     # a layer's sums, forward and backward, and the gradients of what every lane has; each an all-reduce
     stream = job.local_batch * job.seq_len * job.config.hidden_size * job.param_bytes
     ring = 2 * (group - 1) / group
@@ -245,10 +243,7 @@ def traffic(job: Job, cluster: Cluster) -> Facts:
         "reduce_scatter_bytes": reduce_scatter,
         "all_reduce_bytes": all_reduce,
         "nic_bytes": nic,
-        "nic_bytes_worst": nic_worst,
         "lanes_s": lanes / cluster.gpu.link_bytes_per_s,
         "nvlink_s": within / cluster.gpu.link_bytes_per_s,
         "nic_s": nic / cluster.nic_bytes_per_s,
-        "nic_s_worst": nic_worst / cluster.nic_bytes_per_s,
-        "ring_ranks": max(shard, replicate),
     }

@@ -29,13 +29,7 @@ from records.workers import end_with_parent
 
 from .turns import Turns, through_template
 
-SHAREGPT_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "system": "system",
-    "user": "user",
-    "assistant": "assistant",
-}
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # where they are not those of OpenAI
 SYSTEM_ROLES = (SYSTEM, "developer")  # what the template ignores: OpenAI's older and newer name
 ROWS_AT_A_TIME = 64  # to a worker process
 SEGMENTS_PER_MESSAGE = 2  # of `render`: header and content
@@ -61,13 +55,14 @@ def rows(origin: str) -> Iterator[Any]:
     """
     path = Path(origin)
     suffix = path.name.removesuffix(".gz").rpartition(".")[2]
+    if suffix in ("jsonl", "json", "ndjson", "parquet") and not path.is_file():
+        raise ValueError(f"{path} does not exist")
     if suffix in ("jsonl", "json", "ndjson"):
         yield from _json_rows(path)
         return
     import datasets  # seconds of imports, which JSON lines do not need
 
     if suffix == "parquet":
-        _require(path)
         yield from datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
     elif origin.count("/") == 1 and not path.exists():
         name, _, split = origin.partition(":")
@@ -83,20 +78,12 @@ def rows(origin: str) -> Iterator[Any]:
         )
 
 
-def _require(path: Path) -> None:
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist")
-
-
 def _json_rows(path: Path) -> Iterator[Any]:
     # not through `datasets`, which ends at the first broken line
-    _require(path)
     broken: list[int] = []
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
         try:
             for _, row in json_lines(file, path, broken):
-                yield from [None] * len(broken)
-                broken.clear()
                 yield row
         except (gzip.BadGzipFile, zlib.error, EOFError) as error:
             raise ValueError(f"{path} is damaged or truncated: {error}") from error
@@ -112,9 +99,9 @@ def messages(row: Any) -> list[dict[str, Any]]:
     if isinstance(row, dict) and isinstance(turns := row.get("conversations"), list):
         if any(not isinstance(turn, dict) or not {"from", "value"} <= turn.keys() for turn in turns):
             raise ChatError("fields", "every turn of 'conversations' needs the fields 'from' and 'value'")
-        roles = (SHAREGPT_ROLES.get(str(turn["from"]), turn["from"]) for turn in turns)
         return [
-            {**turn, "role": role, "content": turn["value"]} for role, turn in zip(roles, turns, strict=True)
+            {**turn, "role": SHAREGPT_ROLES.get(str(turn["from"]), turn["from"]), "content": turn["value"]}
+            for turn in turns
         ]
     raise ChatError("fields", "a row needs a list 'messages' or 'conversations'")
 
@@ -141,30 +128,30 @@ def encode(row: Any, tokenizer: ChatTokenizer | PromptEncoder, longest: int, cut
         turns = through_template(given, row.get("tools"), tokenizer)
     else:
         turns = _as_published(given, tokenizer)
-    ids, trained, said = turns.ids, turns.trained, turns.said
-    end, count = len(ids), len(said)
+    ids, trained, texts = turns.ids, turns.trained, turns.texts
+    end, count = len(ids), len(texts)
     if end > longest and cut:
         end, count = max((each for each in turns.ends if each[0] <= longest), default=(0, 0))
     if not 0 < end <= longest:
         raise ChatError("too_long", f"{len(ids)} tokens, the longest that fits has {longest}")
     if not trained[:end].any():
         raise ChatError("no_reply", "no message of the assistant that is trained")
-    key = xxhash.xxh3_128_intdigest(json.dumps(said[:count] + turns.tools).encode())
-    kept = np.array(ids[:end], dtype=np.uint32), trained[:end]
-    return Conversation(key, *kept, cut=count < len(said), system=turns.system_ignored)
+    key = xxhash.xxh3_128_intdigest(json.dumps(texts[:count] + turns.tools).encode())
+    array = np.array(ids[:end], dtype=np.uint32)
+    return Conversation(key, array, trained[:end], count < len(texts), turns.system_ignored)
 
 
 def _as_published(given: list[dict[str, Any]], tokenizer: ChatTokenizer) -> Turns:
-    said = [turn for turn in given if not isinstance(turn, dict) or turn.get("role") not in SYSTEM_ROLES]
-    segments = render(said, tokenizer)
+    turns = [turn for turn in given if not isinstance(turn, dict) or turn.get("role") not in SYSTEM_ROLES]
+    segments = render(turns, tokenizer)
     sizes = [len(segment.ids) for segment in segments]
     ends = np.cumsum(sizes)[2 * SEGMENTS_PER_MESSAGE - 1 :: 2 * SEGMENTS_PER_MESSAGE].tolist()
     return Turns(
         token_ids(segments),
         np.repeat([segment.trained for segment in segments], sizes),
-        [[turn["role"], turn["content"].strip()] for turn in said],
+        [[turn["role"], turn["content"].strip()] for turn in turns],
         [(end, 2 * exchange) for exchange, end in enumerate(ends, 1)],
-        system_ignored=len(said) < len(given),
+        system_ignored=len(turns) < len(given),
     )
 
 

@@ -56,22 +56,22 @@ def conversations(table: dict[str, Any], count: int, seed: int) -> list[list[dic
     """
     topics = _topics(table)
     drawn = random.Random(seed)
-    found: dict[str, list[dict[str, str]]] = {}
+    made: dict[str, list[dict[str, str]]] = {}
     for _ in range(count * DRAWS):
         turns: list[dict[str, str]] = []
         for topic in drawn.sample(topics, 2 if len(topics) > 1 and drawn.random() < TWO_TOPICS else 1):
-            question = _written(drawn.choice(topic["questions"]), drawn, first=not turns)
+            question = phrase(drawn.choice(topic["questions"]), drawn, first=not turns)
             turns += [{"role": "user", "content": question}]
             turns += [{"role": "assistant", "content": drawn.choice(topic["answers"])}]
-        found.setdefault(json.dumps(turns), turns)
-        if len(found) == count:
-            return list(found.values())
+        made.setdefault(json.dumps(turns), turns)
+        if len(made) == count:
+            return list(made.values())
     raise ValueError(
-        f"the topics give only about {len(found)} different conversations, not {count}; add questions"
+        f"the topics give only about {len(made)} different conversations, not {count}; add questions"
     )
 
 
-def _written(question: str, drawn: random.Random, first: bool) -> str:
+def phrase(question: str, drawn: random.Random, first: bool) -> str:
     """A question as people write: with a greeting, in lower case, without its last sign."""
     opening = drawn.choice(OPENINGS) if first else ""
     if opening.endswith((", ", ": ")):
@@ -106,12 +106,12 @@ def main() -> None:
         if arguments.conversations < 1:
             raise ValueError(f"--conversations {arguments.conversations} must be at least 1")
         table = read_sections(arguments.facts)
-        made = conversations(table, arguments.conversations, arguments.seed)
-        write_atomically(arguments.out, "".join(json.dumps({"messages": turns}) + "\n" for turns in made))
+        chats = conversations(table, arguments.conversations, arguments.seed)
+        write_atomically(arguments.out, "".join(json.dumps({"messages": turns}) + "\n" for turns in chats))
     except (ValueError, OSError) as problem:
         print(f"error: {arguments.facts}: {problem}", file=sys.stderr)
         raise SystemExit(1) from None
-    print(f"{arguments.out}: {len(made)} conversations")
+    print(f"{arguments.out}: {len(chats)} conversations")
 
 
 if __name__ == "__main__":

@@ -47,55 +47,50 @@ def prepare(
     template: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Write a source, or find it written; its manifest. ValueError when too much of it cannot be used."""
-    made_from = {"origins": [_identity(origin) for origin in origins], **token_facts}
-    through = template and hashlib.sha256(template["chat_template"].encode()).hexdigest()
-    facts = facts_of(folder, rules, made_from | {"excluded_by": EXCLUDED_BY, "chat_template_sha256": through})
-    if None not in made_from["origins"] and (found := _finished(folder, facts)):
-        return found
-    kept, counts = _read(origins, tokenizer, token_facts["eos_id"], rules, workers, template)
-    _check_dropped(folder.name, counts, max_dropped)
-    return write_source(folder, facts, kept, counts, rules)
-
-
-def facts_of(folder: Path, rules: Rules, made_from: dict[str, Any]) -> dict[str, Any]:
-    """What a manifest says besides its counts: `made_from`, with facts of the tokenizer, and the rules."""
-    return {"format": shards.FORMAT, "source": folder.name, "category": "chat", **asdict(rules), **made_from}
-
-
-def write_source(
-    folder: Path, facts: dict[str, Any], kept: list[Conversation], counts: dict[str, Any], rules: Rules
-) -> dict[str, Any]:
-    """Pack texts and write them as a source; its manifest, which has `facts` and `counts` as well."""
-    held_out = shards.held_out_below(rules.valid_per_10000)
-    parts = {
-        "train": [each for each in kept if each.key % 2**64 >= held_out],
-        "valid": [each for each in kept if each.key % 2**64 < held_out],
+    # a dataset of the hub has no hash: it may have changed since
+    hashes = [file_sha256(Path(origin)) if Path(origin).is_file() else None for origin in origins]
+    facts = {
+        "format": shards.FORMAT,
+        "source": folder.name,
+        "category": "chat",
+        **asdict(rules),
+        "origins": hashes,
+        **token_facts,
+        "excluded_by": EXCLUDED_BY,
+        "chat_template_sha256": template and hashlib.sha256(template["chat_template"].encode()).hexdigest(),
     }
-    _check_parts(folder.name, parts)
+    if None not in hashes and (manifest := _finished(folder, facts)):
+        return manifest
+    conversations, counts = _read(origins, tokenizer, token_facts["eos_id"], rules, workers, template)
+    _check_dropped(folder.name, counts, max_dropped)
+    limit = shards.held_out_below(rules.valid_per_10000)
+    train = [each for each in conversations if each.key % 2**64 >= limit]
+    valid = [each for each in conversations if each.key % 2**64 < limit]
+    if not train or not valid:
+        raise ValueError(
+            f"source {folder.name!r} has {len(train)} conversations to train on and {len(valid)} held out; "
+            "both need at least one. Raise --holdout, or add conversations"
+        )
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
     partial.mkdir(parents=True)
     dtype = np.dtype(f"<u{facts['token_bytes']}")
-    entries = {part: _write(partial, part, each, rules, dtype) for part, each in parts.items()}
+    entries = _write(partial, "train", train, rules, dtype)
+    (held_out,) = _write(partial, "valid", valid, rules, dtype)
     manifest = {
         **facts,
         "windows_per_shard": WINDOWS_PER_SHARD,
-        "documents": len(kept),
-        "tokens": sum(len(each.ids) for each in kept),
-        "trained_tokens": int(sum(each.trained.sum() for each in kept)),
+        "documents": len(conversations),
+        "tokens": sum(len(each.ids) for each in conversations),
+        "trained_tokens": int(sum(each.trained.sum() for each in conversations)),
         **counts,
-        "windows": sum(entry["windows"] for entry in entries["train"]),
-        "shards": entries["train"],
-        "valid": entries["valid"][0],
+        "windows": sum(entry["windows"] for entry in entries),
+        "shards": entries,
+        "valid": held_out,
     }
     shards.write_manifest(partial, manifest)
     shards.publish(partial, folder)
     return manifest
-
-
-def _identity(origin: str) -> str | None:
-    """A file's hash; None for a dataset of the hub, which may have changed since."""
-    return file_sha256(Path(origin)) if Path(origin).is_file() else None
 
 
 def _finished(folder: Path, facts: dict[str, Any]) -> dict[str, Any] | None:
@@ -106,9 +101,12 @@ def _finished(folder: Path, facts: dict[str, Any]) -> dict[str, Any] | None:
         return None
     if any(manifest.get(name) != value for name, value in facts.items()):
         return None
-    listed = [each for entry in shards.token_files(manifest) for each in (entry, entry["flags"])]
-    paths = [(folder / entry["name"], entry["sha256"]) for entry in listed]
-    return manifest if all(path.is_file() and file_sha256(path) == sha256 for path, sha256 in paths) else None
+    for entry in shards.token_files(manifest):
+        for file in (entry, entry["flags"]):
+            path = folder / file["name"]
+            if not path.is_file() or file_sha256(path) != file["sha256"]:
+                return None
+    return manifest
 
 
 def _read(
@@ -120,7 +118,7 @@ def _read(
     template: dict[str, str] | None,
 ) -> tuple[list[Conversation], dict[str, Any]]:
     """The conversations in the order of their keys, each once, and the counts of source.json."""
-    found: dict[int, Conversation] = {}
+    by_key: dict[int, Conversation] = {}
     reasons: Counter[str] = Counter()
     read = system_ignored = 0
     for origin in origins:
@@ -130,15 +128,17 @@ def _read(
                 reasons[each] += 1
                 continue
             system_ignored += each.system
-            kept = found.setdefault(each.key, each)
-            if kept is not each:
+            first = by_key.setdefault(each.key, each)
+            if first is not each:
                 reasons["duplicate"] += 1
-                kept.trained[:] &= each.trained  # what one copy excludes, whatever the order of rows
+                first.trained[:] &= each.trained  # what one copy excludes, whatever the order of rows
     # by key: the same whatever the order of rows and files
-    ordered = [found[key] for key in sorted(found)]
-    counts = {"read": read, "kept": len(ordered), "cut": sum(each.cut for each in ordered)}
-    counts["system_ignored"] = system_ignored
-    return ordered, {**counts, "dropped": dict(sorted(reasons.items()))}
+    ordered = [by_key[key] for key in sorted(by_key)]
+    counts = {
+        "read": read, "kept": len(ordered), "cut": sum(each.cut for each in ordered),
+        "system_ignored": system_ignored, "dropped": dict(sorted(reasons.items())),
+    }  # fmt: skip
+    return ordered, counts
 
 
 def _check_dropped(name: str, counts: dict[str, Any], max_dropped: float) -> None:
@@ -150,14 +150,6 @@ def _check_dropped(name: str, counts: dict[str, Any], max_dropped: float) -> Non
             f"source {name!r}: {share:.1%} of {counts['read']:,} conversations cannot be used ({listed}); allowed are "
             f"{max_dropped:.1%}. Mend them, or raise --max-dropped; if too_long, raise --seq-len or give --cut-long; "
             "of rows with tools (content, role), give --system-and-tools"
-        )
-
-
-def _check_parts(name: str, parts: dict[str, list[Conversation]]) -> None:
-    if not parts["train"] or not parts["valid"]:
-        raise ValueError(
-            f"source {name!r} has {len(parts['train'])} conversations to train on and {len(parts['valid'])} held out; "
-            "both need at least one. Raise --holdout, or add conversations"
         )
 
 

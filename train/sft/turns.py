@@ -19,13 +19,13 @@ Message = dict[str, Any]
 
 @dataclass
 class Turns:
-    """A conversation in a template. trained: bool (n,), of the ids. said: what its hash is of, by message, and
+    """A conversation in a template. trained: bool (n,), of the ids. texts: what its hash is of, by message, and
     tools beside it; ends: (ids, messages) of each place where it may be cut.
     """
 
     ids: list[int]
     trained: np.ndarray
-    said: list[list[Any]]
+    texts: list[list[Any]]
     ends: list[tuple[int, int]]
     tools: list[Any] = field(default_factory=list)
     system_ignored: bool = False
@@ -46,11 +46,11 @@ def through_template(given: Sequence[Any], tools: Any, encoder: PromptEncoder) -
         trained[begin:end] = is_wanted(given[number], number)
         if "tool_calls" not in messages[number]:
             ends.append((end, number + 1))
-    said = [
+    texts = [
         [turn["role"], turn["content"].strip(), *(call["function"] for call in turn.get("tool_calls", ()))]
         for turn in messages
     ]
-    return Turns(ids, trained, said, ends, tools)
+    return Turns(ids, trained, texts, ends, tools)
 
 
 def _object(value: Any) -> Any:
@@ -87,16 +87,16 @@ def _plain(message: Any, number: int) -> Message:
         raise ChatError(
             "content", f"message {number} has content of type {type(text).__name__}; it needs text"
         )
-    found: Message = {"role": role, "content": text or ""}
+    plain: Message = {"role": role, "content": text or ""}
     if calls := message.get("tool_calls"):
-        found["tool_calls"] = [_call(call, number) for call in calls]
+        plain["tool_calls"] = [_call(call, number) for call in calls]
     if role == TOOL:
-        found["tool_call_id"] = message.get("tool_call_id")
+        plain["tool_call_id"] = message.get("tool_call_id")
     if calls and role != ASSISTANT:
         raise ChatError("order", f"message {number}, the {role}'s, calls tools: only the assistant does")
-    if role in (USER, ASSISTANT) and not calls and not found["content"].strip():
+    if role in (USER, ASSISTANT) and not calls and not plain["content"].strip():
         raise ChatError("empty", f"message {number}, the {role}'s, is empty")
-    return found
+    return plain
 
 
 def _call(call: Any, number: int) -> Message:

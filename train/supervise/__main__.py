@@ -48,11 +48,11 @@ def refuse_impossible(train_arguments: list[str]) -> None:
     """
     command = [sys.executable, "-m", "train.job_config", *train_arguments]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    said = done.stderr.strip()
+    stderr = done.stderr.strip()
     if done.returncode == 2 or (
-        done.returncode and "the job is refused: " in said
+        done.returncode and "the job is refused: " in stderr
     ):  # other ends may be gone next time
-        raise ValueError(said if done.returncode == 2 else said.splitlines()[-1])
+        raise ValueError(stderr if done.returncode == 2 else stderr.splitlines()[-1])
 
 
 def count_gpus() -> int:

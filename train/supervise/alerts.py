@@ -90,12 +90,12 @@ class Alerts:
 
     def _post(self, url: str, text: str, fields: dict[str, Any]) -> None:
         """JSON as Slack and Mattermost take it: the text, and the facts as the fields of an attachment."""
-        shown = [
+        rows = [
             {"title": name, "value": str(value), "short": True}
             for name, value in fields.items()
             if value is not None
         ]
-        body = json.dumps({"text": text, "attachments": [{"fallback": text, "fields": shown}]}).encode()
+        body = json.dumps({"text": text, "attachments": [{"fallback": text, "fields": rows}]}).encode()
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=self.section.timeout_s):
             pass

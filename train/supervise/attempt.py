@@ -35,6 +35,7 @@ from records.job import JobSections
 from .heartbeat import HangWatch, interval_s
 from .signals import StopSignals
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 POLL_S = 0.2  # for the end of the local process and stop requests; files are read much more rarely
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 NO_NUMA_BINDING = "LANEFORMER_NO_NUMA_BINDING"  # environment variable: resilience.numa_binding = false
@@ -106,13 +107,13 @@ class Attempt:
         """
         section, ranks = self.job.resilience, self.nproc_per_node * len(self.nodes or [""])
         self.hang = HangWatch(self.heartbeats, ranks, section.hang_timeout_s, section.start_timeout_s)
-        told, next_look_s = False, 0.0
+        asked, next_look_s = False, 0.0
         while self.workers.poll() is None:
             time.sleep(POLL_S)
-            if self.stop.asked and not told:
+            if self.stop.asked and not asked:
                 with suppress(OSError):  # a full disk: tried again
                     (self.job.run / "stop").touch()
-                    told = True
+                    asked = True
             if self.stop.forced:
                 return Ended(
                     CRASHED, 0, "killed: a second signal, or no end within resilience.stop_deadline_s"
@@ -131,27 +132,24 @@ class Attempt:
         outcome = read_outcome(self.job.run)
         if outcome is not None and outcome["code"] != CRASHED:
             return Ended(outcome["code"], outcome["step"], outcome["reason"])
-        status = exit_words(self.workers.returncode)
-        said = outcome["reason"] if outcome else f"no worker recorded an outcome, {status}"
-        console, node = self.logs / "console.log", None
-        suspects: tuple[str, ...] = ()
         self.hang.look()
-        found = ROOT_CAUSE.search(last_text(console, REPORT_BYTES))
-        if found:
-            rank = int(found[2])
-            node = self.nodes[rank // self.nproc_per_node] if self.nodes else found[1]
-            said += f" (first to fail: rank {rank} on {node}, {exit_words(int(found[3]))})"
-            if (
-                int(found[3]) == -signal.SIGABRT
-            ):  # NCCL's watchdog ends ranks that wait, not the one they wait for
+        status = exit_words(self.workers.returncode)
+        node: str | None = None
+        reason = outcome["reason"] if outcome else f"no worker recorded an outcome, {status}"
+        suspects: tuple[str, ...] = ()
+        if cause := ROOT_CAUSE.search(last_text(self.logs / "console.log", REPORT_BYTES)):
+            host, rank, exitcode = cause[1], int(cause[2]), int(cause[3])
+            node = self.nodes[rank // self.nproc_per_node] if self.nodes else host
+            reason += f" (first to fail: rank {rank} on {node}, {exit_words(exitcode)})"
+            if exitcode == -signal.SIGABRT:
+                # NCCL's watchdog ends ranks that wait, not the one they wait for
                 blamed, words = self.hang.blame(ended=True)
-                said, suspects = f"{said}; {words}", self._nodes_of(blamed)
+                reason, suspects = f"{reason}; {words}", self._nodes_of(blamed)
                 node = None if blamed else node
         places = (self.job.run, self.logs, Path(tempfile.gettempdir()), Path("/dev/shm"))
-        said = "; ".join([said, *full_disks(places)])
-        steps = [beat["step"] or 0 for beat in self.hang.beats.values()]
-        step = outcome["step"] if outcome else max(steps, default=0)
-        return Ended(CRASHED, step, said, suspects, node)
+        reason = "; ".join([reason, *full_disks(places)])
+        step = outcome["step"] if outcome else self.hang.step
+        return Ended(CRASHED, step, reason, suspects, node)
 
     def _nodes_of(self, ranks: list[int]) -> tuple[str, ...]:
         return tuple({self.nodes[rank // self.nproc_per_node] for rank in ranks} if self.nodes else ())
@@ -167,7 +165,7 @@ class Attempt:
         beats = self.hang.beats
         facts = [{key: beats.get(rank, {"rank": rank}).get(key) for key in ("rank", "host", "pid", "step", "mark")}
                  for rank in blamed]  # fmt: skip
-        step = max((beat["step"] or 0 for beat in beats.values()), default=0)
+        step = self.hang.step
         reason = f"no rank finished a step for {waited_s:.0f} s"
         record_event(
             self.job.run, "hang", step=step, reason=reason, laggards=facts, ranks=words, stacks=str(evidence)
@@ -191,9 +189,8 @@ class Attempt:
         self._note_workers()
         end_workers(self.workers, SLURM_GRACE_S if self.nodes else 0.0)
         for process in self.known:
-            with suppress(
-                psutil.NoSuchProcess
-            ):  # psutil knows a process by its start, so a reused number is safe
+            # psutil knows a process by its start, so a reused number is safe
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
         deadline_s = time.monotonic() + DEATH_S
         while time.monotonic() < deadline_s and not all(map(_is_gone, self.known)):
@@ -262,45 +259,30 @@ def start_workers(
     """
     log_folder.mkdir(parents=True, exist_ok=True)
     with hold_port() as holder:
-        port = holder.getsockname()[1] if nodes is None else random.randrange(20_000, 30_000)
-        command = torchrun_command(nodes, nproc_per_node, program, log_folder, port, more_env)
+        address, port = "localhost", holder.getsockname()[1]
+        if nodes is not None:
+            address, port = node_address(nodes[0]), random.randrange(20_000, 30_000)
+        torchrun = [
+            f"--nnodes={len(nodes or [''])}", f"--nproc-per-node={nproc_per_node}", "--max-restarts=0",
+            "--rdzv-backend=static", f"--rdzv-endpoint={address}:{port}", "--tee=3",
+            f"--rdzv-id={log_folder.parent.parent.name}-{os.getpid()}-{time.monotonic_ns()}",
+        ]  # fmt: skip
+        if nodes is None:
+            binding = numa_binding(nproc_per_node, log_folder) if NO_NUMA_BINDING not in more_env else []
+            launcher = [*TORCHRUN, *torchrun, "--node-rank=0", f"--log-dir={log_folder / 'local'}", *binding]
+        else:
+            join = [sys.executable, "-m", "train.supervise.attempt", ",".join(nodes), str(log_folder)]
+            launcher = [*srun(nodes), "--kill-on-bad-exit=1", *join, *torchrun]
         env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **more_env}
         env.setdefault("OMP_NUM_THREADS", "1")
         # its own default is the home folder, often NFS
-        env.setdefault("TRITON_CACHE_DIR", str(local_cache("triton")))
+        env.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"triton_{getpass.getuser()}"))
         with open(log_folder / "console.log", "ab") as log:
             return subprocess.Popen(
-                command,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
+                [*launcher, "-m", *program], env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True,
                 pass_fds=[holder.fileno()],  # torchrun inherits the port, which its store then listens at
-            )
-
-
-def torchrun_command(
-    nodes: list[str] | None,
-    nproc_per_node: int,
-    program: list[str],
-    log_folder: Path,
-    port: int,
-    more_env: dict[str, str],
-) -> list[str]:
-    """The command line of `start_workers`; port: of the rendezvous on the first node."""
-    address = "localhost" if nodes is None else node_address(nodes[0])
-    torchrun = [
-        f"--nnodes={len(nodes or [''])}", f"--nproc-per-node={nproc_per_node}", "--max-restarts=0",
-        "--rdzv-backend=static", f"--rdzv-endpoint={address}:{port}", "--tee=3",
-        f"--rdzv-id={log_folder.parent.parent.name}-{os.getpid()}-{time.monotonic_ns()}",
-    ]  # fmt: skip
-    if nodes is not None:
-        join = [sys.executable, "-m", "train.supervise.attempt", ",".join(nodes), str(log_folder)]
-        return [*srun(nodes), "--kill-on-bad-exit=1", *join, *torchrun, "-m", *program]
-    binding = numa_binding(nproc_per_node, log_folder) if NO_NUMA_BINDING not in more_env else []
-    here = ["--node-rank=0", f"--log-dir={log_folder / 'local'}", *binding]
-    return [sys.executable, "-m", "torch.distributed.run", *torchrun, *here, "-m", *program]
+            )  # fmt: skip
 
 
 def numa_binding(nproc_per_node: int, log_folder: Path) -> list[str]:
@@ -314,8 +296,7 @@ def numa_binding(nproc_per_node: int, log_folder: Path) -> list[str]:
     flag = "--numa-binding=node"
     trial = ["--standalone", f"--nproc-per-node={nproc_per_node}", flag, "--no-python", "true"]
     with open(log_folder / "numa.log", "ab") as log, suppress(subprocess.TimeoutExpired):
-        command = [sys.executable, "-m", "torch.distributed.run", *trial]
-        if subprocess.run(command, stdout=log, stderr=log, timeout=NUMA_TRIAL_S).returncode == 0:
+        if subprocess.run([*TORCHRUN, *trial], stdout=log, stderr=log, timeout=NUMA_TRIAL_S).returncode == 0:
             return [flag]
     print(
         f"NUMA binding does not work here, see {log_folder}/numa.log; ranks start without it. To skip the trial, set "
@@ -323,11 +304,6 @@ def numa_binding(nproc_per_node: int, log_folder: Path) -> list[str]:
         file=sys.stderr,
     )
     return []
-
-
-def local_cache(name: str) -> Path:
-    """Where this user's compiled kernels lie on a node."""
-    return Path(tempfile.gettempdir()) / f"{name}_{getpass.getuser()}"
 
 
 def end_workers(process: subprocess.Popen, grace_s: float = SLURM_GRACE_S) -> None:
@@ -355,8 +331,8 @@ def node_address(node: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_TIMEOUT_S)
     if done.returncode:
         raise OSError(f"{' '.join(command)} failed with exit status {done.returncode}: {done.stderr.strip()}")
-    found = re.search(r"\bNodeAddr=(\S+)", done.stdout)
-    return found[1] if found else node
+    address = re.search(r"\bNodeAddr=(\S+)", done.stdout)
+    return address[1] if address else node
 
 
 def main() -> None:
@@ -369,7 +345,7 @@ def main() -> None:
     logs.mkdir(parents=True, exist_ok=True)
     (count,) = (int(flag.partition("=")[2]) for flag in arguments if flag.startswith("--nproc-per-node="))
     here = [f"--node-rank={names.split(',').index(node)}", f"--log-dir={logs}", *numa_binding(count, logs)]
-    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *here, *arguments])
+    os.execv(sys.executable, [*TORCHRUN, *here, *arguments])
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,12 @@ class Heartbeat:
         self.state["step"] = step
         self.enter(f"the end of step {step}")
         faulthandler.dump_traceback_later(self.hang_timeout_s, file=self.stacks)
+
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[Callable[[str], None]]:
+        """`enter` for the parts of a step, which ends with the block unless that raises."""
+        yield lambda part: self.enter(f"{part} of step {step}")
+        self.beat(step)
 
     def enter(self, what: str) -> None:
         """This rank is about to do `what`; called at the same places by all ranks."""
@@ -116,6 +122,11 @@ class HangWatch:
         started = any(step is not None for step in steps.values())
         waited_s = now - self.advanced_s
         return waited_s if waited_s > (self.hang_timeout_s if started else self.start_timeout_s) else None
+
+    @property
+    def step(self) -> int:
+        """The last step that any rank has finished."""
+        return max((beat["step"] or 0 for beat in self.beats.values()), default=0)
 
     def blame(self, ended: bool = False) -> tuple[list[int], str]:
         """(ranks that the others wait for, what every rank does in words); nobody, if most ranks are behind.

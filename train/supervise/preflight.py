@@ -1,141 +1,60 @@
-"""Pre-flight: checks whether a node is fit to train, before every attempt.
+"""Pre-flight, before every attempt: is each node fit to train, and do the chosen ones reach each other?
 
     python -m train.supervise.preflight [--gpus N] [--free-disk-gib X] --job.config_file X.toml
                                         [--section.key value ...]
 
-prints one JSON line for the node it runs on; exit status 0 if the node is good. `healthy_nodes` checks all
-candidates at once, one srun each, so that a dead node can be identified. Then `network` tries the job's groups between
-the good ones and measures (train.supervise.network). What no node can be blamed for is a problem of all of them.
+prints one JSON line for the node it runs on; exit status 0 if the node is good. The supervisor asks
+every candidate through an srun of its own, so that a dead node can be told from the others. Then all
+ranks of the chosen nodes count themselves, over gloo and NCCL: what a job's first groups would do.
+What is refused comes with the setting that mends it (docs/launch.md lists them).
 """
 
 from __future__ import annotations
 
+import ipaddress
 import json
-import math
 import os
-import select
+import re
+import shutil
+import socket
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+import psutil
 import tyro
 
+from records.checkpoints import BYTES_PER_PARAMETER
 from records.files import host_name
-from records.job import Resilience
+from records.job import JobSections, read_job
 
-from . import connections
 from .attempt import end_workers, srun, start_workers
 
-CHECKS = {  # of train.supervise.node_checks, seconds at most: cheap ones first, each relying on those before it
-    "gpus": 120.0, "memory": 30.0, "settings": 60.0, "matmul": 120.0, "collective": 180.0, "mixture": 600.0,
-    "disk": 60.0,
-}  # fmt: skip
-START_S = 180.0  # until torch is imported, on a cold file system
-NODE_DEADLINE_S = 1800.0  # for srun itself: more than all checks may take together
-NETWORK_DEADLINE_S = 480.0  # torch's import and the time-outs of both groups included
-SLOW_NODE = (
-    1.5  # a GPU node whose matmul takes this many times the median is left out: it would slow all others
-)
-
-
-def healthy_nodes(candidates: list[str], train_arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Run the pre-flight on every candidate: (good ones in their order, reason of every bad one).
-
-    train_arguments: what the workers get, `--job.config_file ...`.
-    """
-    with ThreadPoolExecutor(max_workers=max(1, len(candidates))) as pool:
-        answers = list(pool.map(lambda node: _ask(node, train_arguments), candidates))
-    records = dict(zip(candidates, answers, strict=True))
-    bad = {node: record["reason"] for node, record in records.items() if not record["ok"]}
-    seconds = {
-        node: r["checks"]["matmul"]["matmul_s"] for node, r in records.items() if r["ok"] and r["gpus"]
-    }
-    if len(seconds) > 2:
-        median_s = statistics.median(seconds.values())
-        slow = {node: s for node, s in seconds.items() if s > SLOW_NODE * median_s}
-        bad |= {
-            node: f"matmul: {s:.4f} s where the median node needs {median_s:.4f} s"
-            for node, s in slow.items()
-        }
-    return [node for node in candidates if node not in bad], bad
-
-
-def _ask(node: str, arguments: list[str]) -> dict[str, Any]:
-    """The node's own JSON line, or a record that says why there is none."""
-    command = [*srun([node]), sys.executable, "-m", "train.supervise.preflight", *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=NODE_DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        return {"node": node, "ok": False, "reason": f"srun: no answer within {NODE_DEADLINE_S:.0f} s"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"node"')]
-    if not lines:
-        said = done.stderr.strip().splitlines() or ["nothing"]
-        said = [line for line in said if "error" in line.lower()] or said
-        return {"node": node, "ok": False, "reason": f"srun: exit status {done.returncode}, said {said[0]!r}"}
-    return json.loads(lines[-1])
-
-
-@dataclass(frozen=True)
-class Network:
-    """What was found between nodes: why they cannot train together, and {node: why} of those to leave out, and
-    of those that the others reach slowly.
-    """
-
-    problem: str = ""
-    unreachable: dict[str, str] = field(default_factory=dict)
-    slow: dict[str, str] = field(default_factory=dict)
-
-
-def network(nodes: list[str], nproc_per_node: int, section: Resilience, logs: Path) -> Network:
-    """Try and measure the network between nodes. Raises ValueError if that cannot be done."""
-    result = logs / "network.json"
-    result.unlink(missing_ok=True)  # of an earlier choice of nodes
-    process = start_workers(nodes, nproc_per_node, ["train.supervise.network", str(result)], logs, {})
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(NETWORK_DEADLINE_S)
-    end_workers(process)
-    if not result.is_file():
-        raise ValueError(
-            f"no result within {NETWORK_DEADLINE_S:.0f} s, exit status {process.returncode}, see {logs}"
-        )
-    found = json.loads(result.read_text())
-    if "lost" in found:
-        return Network(*connections.judge(found["lost"], nodes))
-    if "problem" in found:
-        return Network(f"{found['problem']}. See {logs}")
-    return Network(slow=judge_network(found["rows"], nodes, nproc_per_node, section))
-
-
-def judge_network(
-    measured: list[dict[str, Any]], nodes: list[str], nproc_per_node: int, section: Resilience
-) -> dict[str, str]:
-    """{node: why} from what `train.supervise.network` measured: each rank's best against that
-    of the median rank.
-    """
-    seen = {(row["rank"], row["peer"]): row for row in measured}
-    best: dict[int, tuple[float, float]] = {}  # of each rank: (bytes per s, latency in s) to its best partner
-    for (rank, peer), row in seen.items():
-        both = row, seen.get((peer, rank), row)  # the worse of what two ranks saw counts
-        rate, latency_s = best.get(rank, (0.0, math.inf))
-        rate = max(rate, min(each["bytes_per_s"] for each in both))
-        best[rank] = rate, min(latency_s, max(each["latency_s"] for each in both))
-    if not best:
-        return {}
-    usual_rate, usual_s = map(statistics.median, zip(*best.values(), strict=True))
-    slow: dict[str, str] = {}
-    for rank, (rate, latency_s) in sorted(best.items()):
-        which = f"network of rank {rank % nproc_per_node} of the node"
-        node = nodes[rank // nproc_per_node]
-        if rate < section.min_network_share * usual_rate:
-            slow[node] = f"{which}: {rate / 1e9:.3g} GB/s where the median is {usual_rate / 1e9:.3g}"
-        elif latency_s > section.max_network_latency * usual_s:
-            slow[node] = f"{which}: {1e6 * latency_s:.0f} us latency where the median is {1e6 * usual_s:.0f}"
-    return slow
+GIB = 1 << 30
+NODE_DEADLINE_S = 900.0  # of all checks of a node; torch's import takes minutes on a cold file system
+MEET_S = 240  # until all ranks of an exchange have started
+TIMEOUT_S = 60  # of gloo and of NCCL, once all ranks are there
+EXCHANGE_DEADLINE_S = MEET_S + 2 * TIMEOUT_S + 120
+SLOW_NODE = 1.5  # times the median of the nodes' products: such a node would slow down all others
+FREE_GPU_MEMORY = 0.95  # less: another process still holds memory
+SCRATCH_GIB = 1.0  # compile caches
+SHARED_MEMORY = Path("/dev/shm")
+EXCHANGE = "exchange"  # the argument with which every rank runs this module
+SETTINGS = {
+    "gloo": "export GLOO_SOCKET_IFNAME, the name of the interface by which they reach each other, "
+    "check that their names do not mean 127.0.0.1, and that no firewall is between them",
+    "nccl": "export NCCL_SOCKET_IFNAME and NCCL_IB_HCA, the interface and the InfiniBand adapters by "
+    "which they reach each other, or NCCL_IB_DISABLE=1 to go without InfiniBand; NCCL_DEBUG=INFO says "
+    "what it has chosen",
+}
 
 
 @dataclass(frozen=True)
@@ -148,38 +67,266 @@ class Needs:
     """Room in the run folder; default: two checkpoints"""
 
 
-def check_this_node(train_arguments: list[str], needs: Needs) -> dict[str, Any]:
-    """Run `train.supervise.node_checks` in a process that can be given up, and keep to the
-    deadline of every check.
+# --- the supervisor's side: no torch
+
+
+def healthy_nodes(candidates: list[str], train_arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Check every candidate: (good ones in their order, reason of every bad one).
+
+    train_arguments: what the workers get, `--job.config_file ...`.
     """
-    asked = (",".join(CHECKS), json.dumps(vars(needs)), *train_arguments)
-    command = [sys.executable, "-m", "train.supervise.node_checks", *asked]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0, start_new_session=True)
-    assert process.stdout is not None
-    checks, reason = _follow(process.stdout)
-    if reason is not None and process.poll() is None:
-        process.kill()  # not waited for: a process in an uninterruptible call cannot die
-    return {"node": host_name(), "ok": reason is None, "reason": reason, "gpus": needs.gpus, "checks": checks}
+    with ThreadPoolExecutor(max(1, len(candidates))) as pool:
+        answers = list(pool.map(lambda node: ask_node(node, train_arguments), candidates))
+    records = dict(zip(candidates, answers, strict=True))
+    bad = {node: record["reason"] for node, record in records.items() if not record["ok"]}
+    seconds = {
+        node: record["checks"]["matmul"]["matmul_s"]
+        for node, record in records.items()
+        if record["ok"] and record["gpus"]
+    }
+    if len(seconds) > 2:
+        median_s = statistics.median(seconds.values())
+        for node, took_s in seconds.items():
+            if took_s > SLOW_NODE * median_s:
+                bad[node] = f"matmul: {took_s:.4f} s where the median node needs {median_s:.4f} s"
+    return [node for node in candidates if node not in bad], bad
 
 
-def _follow(reports: IO[bytes]) -> tuple[dict[str, Any], str | None]:
-    """(facts of the checks passed, why the node is bad or None). reports: not buffered."""
+def ask_node(node: str, arguments: list[str]) -> dict[str, Any]:
+    """The node's own JSON line, or a record that says why there is none."""
+    command = [*srun([node]), sys.executable, "-m", "train.supervise.preflight", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NODE_DEADLINE_S)
+    except subprocess.TimeoutExpired as late:
+        # a wedged driver or a dead file system blocks inside a system call, where no timer of the
+        # same process helps: the check that was begun last is the one that hangs
+        begun = re.findall(rb"^preflight: (\w+)", late.stderr or b"", re.MULTILINE)
+        where = begun[-1].decode() if begun else "srun"
+        return {"ok": False, "reason": f"{where}: no answer within {NODE_DEADLINE_S:.0f} s"}
+    records = [line for line in done.stdout.splitlines() if line.startswith('{"node"')]
+    if records:
+        return json.loads(records[-1])
+    lines = done.stderr.strip().splitlines() or ["nothing"]
+    lines = [line for line in lines if "error" in line.lower()] or lines
+    return {"ok": False, "reason": f"srun: exit status {done.returncode}, said {lines[0]!r}"}
+
+
+def exchange_problem(nodes: list[str], nproc_per_node: int, logs: Path) -> str:
+    """Why these nodes cannot train together, "" if they can. ValueError where not all ranks started."""
+    program = ["train.supervise.preflight", EXCHANGE, str(logs)]
+    process = start_workers(nodes, nproc_per_node, program, logs, {})
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(EXCHANGE_DEADLINE_S)
+    end_workers(process)
+    if (logs / "done").exists():
+        return ""
+    for backend in ("nccl", "gloo"):
+        notes = sorted(logs.glob(f"{backend}-*"), key=lambda note: note.stat().st_mtime)
+        if notes:
+            words = [text for text in (note.read_text() for note in notes) if text]
+            why = " ".join((words or ["no answer"])[0].split())[:300]
+            return f"{backend} does not connect these nodes ({why}); {SETTINGS[backend]}. See {logs}"
+    raise ValueError(
+        f"no result within {EXCHANGE_DEADLINE_S} s, exit status {process.returncode}, see {logs}"
+    )
+
+
+# --- the node's side: each check returns facts, or raises with the problem
+
+
+def check_gpus(job: JobSections, needs: Needs) -> dict[str, Any]:
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if gpus != needs.gpus:
+        raise ValueError(f"{gpus} GPUs where {needs.gpus} are needed")
+    return {"found": gpus, "kind": torch.cuda.get_device_name(0) if gpus else "cpu"}
+
+
+def check_memory(job: JobSections, needs: Needs) -> dict[str, Any]:
+    import torch
+
+    for gpu in range(needs.gpus):
+        free_bytes, total_bytes = torch.cuda.mem_get_info(gpu)
+        if free_bytes < FREE_GPU_MEMORY * total_bytes:
+            raise ValueError(
+                f"GPU {gpu} has {free_bytes / GIB:.1f} of {total_bytes / GIB:.1f} GiB free; "
+                "is an old process left?"
+            )
+    return {"available_gib": round(psutil.virtual_memory().available / GIB, 1)}
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def check_names(job: JobSections, needs: Needs) -> dict[str, Any]:
+    """Where gloo, which counts and saves go through, listens on this node: others must reach it there."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    addresses = {
+        name: [each.address for each in all_of_it if each.family in families]
+        for name, all_of_it in psutil.net_if_addrs().items()
+    }
+    usable = sorted(name for name in addresses if not all(map(is_loopback, addresses[name])))
+    mend = f"export GLOO_SOCKET_IFNAME, one of {', '.join(usable) or 'none: no interface has an address'}"
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    for name in filter(None, interfaces.split(",")):
+        if not addresses.get(name):
+            raise ValueError(
+                f"GLOO_SOCKET_IFNAME = {interfaces}, but {name} has no address on this node; {mend}"
+            )
+    if interfaces or int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) < 2:
+        return {"interface": interfaces or "any"}
+    host = socket.gethostname()
+    try:
+        known = [str(each[4][0]) for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    except OSError as problem:
+        raise ValueError(f"this node cannot look up its own name {host} ({problem}); {mend}") from None
+    own = {address for each in addresses.values() for address in each}
+    # gloo takes the first address of the name that it can bind, else 127.0.0.1
+    bound = next((address for address in known if address in own or is_loopback(address)), "127.0.0.1")
+    if is_loopback(bound):
+        raise ValueError(
+            f"{host} is {', '.join(known)} on this node, by which no other node reaches it; {mend}, "
+            "or mend /etc/hosts"
+        )
+    return {"interface": bound}
+
+
+def check_matmul(job: JobSections, needs: Needs) -> dict[str, Any]:
+    """The same product on every device: its time, and that it is right (small integers are exact)."""
+    import torch
+
+    size = 4096 if needs.gpus else 256
+    slowest_s = 0.0
+    for device in [f"cuda:{gpu}" for gpu in range(needs.gpus)] or ["cpu"]:
+        ones = torch.ones(size, size, device=device)
+        for repeat in range(2):  # the first also loads the kernels
+            started = time.perf_counter()
+            wrong = int((ones @ ones != size).sum())
+            if wrong:
+                raise ValueError(f"{device}: {wrong} of {size * size} elements of a product are wrong")
+            if repeat:
+                slowest_s = max(slowest_s, time.perf_counter() - started)
+    return {"matmul_s": slowest_s}
+
+
+def check_collective(job: JobSections, needs: Needs) -> dict[str, Any]:
+    """The node's GPUs count themselves, one process each, as in training."""
+    import torch.multiprocessing as mp
+
+    if needs.gpus:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(count_gpus, (needs.gpus, f"{folder}/store"), nprocs=needs.gpus)
+    return {}
+
+
+def count_gpus(rank: int, ranks: int, path: str) -> None:
+    import torch.distributed as dist
+
+    count_ranks("nccl", dist.FileStore(path, ranks), rank, ranks, rank)
+
+
+def check_disk(job: JobSections, needs: Needs) -> dict[str, Any]:
+    """Data that open, and room for two checkpoints, for caches, and for the state that a save stages."""
+    from data_mixtures.mixture import Mixture
+    from laneformer import LaneformerConfig
+
+    Mixture.open(Path(job.mixture.lock))
+    job.run.mkdir(parents=True, exist_ok=True)
+    parameters = LaneformerConfig.from_flavor(job.model.flavor).parameter_count()["total"]
+    checkpoint_gib = BYTES_PER_PARAMETER * parameters / GIB
+    needed_gib = {job.run: 2 * checkpoint_gib, Path(tempfile.gettempdir()): SCRATCH_GIB}
+    if needs.free_disk_gib is not None:
+        needed_gib[job.run] = needs.free_disk_gib
+    if job.checkpoint.async_mode == "async_with_pinned_mem":
+        # containers often have 64 MB, and then SIGBUS
+        shards = job.parallelism.data_parallel_shard_degree
+        of_node = needs.gpus / shards if shards > 0 and needs.gpus else 1
+        needed_gib[SHARED_MEMORY] = checkpoint_gib * of_node
+    free = {str(path): round(shutil.disk_usage(path).free / GIB, 1) for path in needed_gib}
+    for path, gib in needed_gib.items():
+        if free[str(path)] < gib:
+            mend = '; enlarge it, or set checkpoint.async_mode = "async"'
+            raise ValueError(
+                f"{path} has {free[str(path)]} GiB free where {gib:.1f} are needed"
+                + (mend if path == SHARED_MEMORY else "")
+            )
+    with tempfile.TemporaryFile(dir=job.run) as file:
+        file.write(b"written by preflight")
+    return {"free_gib": free}
+
+
+CHECKS = {  # cheap ones first, each relying on those before it
+    "gpus": check_gpus, "memory": check_memory, "names": check_names, "matmul": check_matmul,
+    "collective": check_collective, "disk": check_disk,
+}  # fmt: skip
+
+
+def check_node(train_arguments: list[str], needs: Needs) -> dict[str, Any]:
+    """Run the checks until one fails."""
+    job = read_job(train_arguments)
     facts: dict[str, Any] = {}
-    more_s = START_S
-    for name, limit_s in CHECKS.items():
-        if not select.select([reports], [], [], more_s + limit_s)[0]:
-            return facts, f"{name}: no answer within its deadline"
-        line = reports.readline()
-        if not line:
-            return facts, f"{name}: the process ended without a word"
-        report, more_s = json.loads(line), 0.0
-        if "error" in report:
-            return facts, f"{name}: {report['error']}"
-        facts[name] = report
-    return facts, None
+    reason = None
+    for name, check in CHECKS.items():
+        print(f"preflight: {name}", file=sys.stderr, flush=True)
+        started = time.perf_counter()
+        try:
+            facts[name] = check(job, needs)
+        except (Exception, SystemExit) as problem:  # any failure disqualifies the node
+            reason = f"{name}: {type(problem).__name__}: {problem}"
+            break
+        facts[name]["seconds"] = round(time.perf_counter() - started, 3)
+    return {
+        "node": host_name(), "ok": reason is None, "reason": reason, "gpus": needs.gpus, "checks": facts
+    }  # fmt: skip
+
+
+# --- every rank's side
+
+
+def count_ranks(backend: str, store: Any, rank: int, ranks: int, gpu: int) -> None:
+    """Sum a one of every rank. ValueError for a wrong sum; torch's errors where they do not connect."""
+    import torch
+    import torch.distributed as dist
+
+    if backend == "nccl":
+        torch.cuda.set_device(gpu)
+    limit = timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+    count = torch.ones(1 << 20, device="cuda" if backend == "nccl" else "cpu")
+    dist.all_reduce(count)
+    if not bool((count == ranks).all()):
+        raise ValueError(f"an all-reduce counts {count.unique().tolist()} of {ranks} ranks")
+    dist.destroy_process_group()
+
+
+def exchange(folder: Path) -> None:
+    """One rank under torchrun: notes in `folder` what it begins, and why that fails."""
+    import torch
+    import torch.distributed as dist
+
+    store, rank, ranks = next(dist.rendezvous("env://", timeout=timedelta(seconds=MEET_S)))
+    if store.add("ranks", 1) == ranks:
+        store.set("all are here", "")
+    store.wait(["all are here"])  # who is late because imports take long is no problem of the network
+    for backend in ["gloo", "nccl"] if torch.cuda.is_available() else ["gloo"]:
+        note = folder / f"{backend}-{rank}"
+        note.touch()
+        try:
+            own = dist.PrefixStore(backend, store)
+            count_ranks(backend, own, rank, ranks, int(os.environ["LOCAL_RANK"]))
+        except Exception as error:
+            note.write_text(str(error))
+            raise
+    if rank == 0:
+        (folder / "done").touch()
 
 
 def main() -> None:
+    if sys.argv[1:2] == [EXCHANGE]:
+        exchange(Path(sys.argv[2]))
+        return
     expected = os.environ.get("SLURM_GPUS_PER_NODE", "0").rpartition(":")[2]  # "8", or "h100:8"
     needs, train_arguments = tyro.cli(
         Needs,
@@ -188,7 +335,7 @@ def main() -> None:
         default=Needs(int(expected)),
         return_unknown_args=True,
     )
-    record = check_this_node(train_arguments, needs)
+    record = check_node(train_arguments, needs)
     print(json.dumps(record), flush=True)
     sys.exit(0 if record["ok"] else 1)
 

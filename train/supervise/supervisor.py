@@ -34,7 +34,7 @@ from records.job import JobSections
 
 from .alerts import Alerts
 from .attempt import Attempt, Ended, full_disks
-from .preflight import Network, healthy_nodes, network
+from .preflight import exchange_problem, healthy_nodes
 from .signals import StopSignals
 
 MEANING = {DONE: "done", STOPPED: "stopped", STOPPED_UNSAVED: "stopped, not saved,", BAD_STEP: "bad step",
@@ -161,32 +161,20 @@ class Supervisor:
         for node, reason in bad.items():
             self.say("bad_node", f"{node}: {reason}", node=node)
         needed = len(candidates) - self.options.spares
-        found = Network()
-        while len(good) >= needed:
-            found = self.network(good, logs) if self.job.resilience.min_network_share else Network()
-            if found.problem:
-                self.say("network", found.problem)
-                # a network that has carried this run may come back; one that never has is a setting
-                never = newest_saved_step(self.job.checkpoints) < 0
-                return Ended(REFUSED if never else CRASHED, 0, found.problem)
-            for node, reason in found.unreachable.items():
-                self.say("bad_node", f"{node}: {reason}", node=node)
-            if not found.unreachable:
-                break
-            good = [node for node in good if node not in found.unreachable]
         if len(good) < needed:
             return Ended(CRASHED, 0, f"{len(good)} healthy nodes, {needed} are needed")
-        for node, reason in found.slow.items():
-            self.say("bad_node", f"{node}: {reason}; it is used if there is no other", node=node)
-        return sorted(good, key=lambda node: node in found.slow)[:needed]
-
-    def network(self, nodes: list[str], logs: Path) -> Network:
-        """What pre-flight finds between nodes; nothing, if it cannot be tried."""
+        chosen = good[:needed]
         try:
-            return network(nodes, self.options.nproc_per_node, self.job.resilience, logs / "network")
-        except (OSError, ValueError, subprocess.TimeoutExpired) as problem:
-            self.say("network", f"not measured: {problem}")
-            return Network()
+            problem = exchange_problem(chosen, self.options.nproc_per_node, logs / "network")
+        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+            self.say("network", f"not tried: {error}")
+            return chosen
+        if not problem:
+            return chosen
+        self.say("network", problem)
+        # a network that has carried this run may come back; one that never has is a setting
+        never = newest_saved_step(self.job.checkpoints) < 0
+        return Ended(REFUSED if never else CRASHED, 0, problem)
 
     def hopeless(self, ended: Ended) -> str:
         """Why restarting cannot help: refused settings, one reason again and again, or no newer

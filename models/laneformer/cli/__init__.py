@@ -31,9 +31,8 @@ def main(arguments: list[str] | None = None) -> None:
     if (sys.argv[1:] if arguments is None else arguments) == ["--version"]:
         print(f"laneformer {__version__}")
         return
-    command = tyro.cli(Command, args=arguments, prog="laneformer", description=__doc__)
     try:
-        command.run()
+        tyro.cli(Command, args=arguments, prog="laneformer", description=__doc__).run()
     except ValueError as error:
         print(f"laneformer: {error}", file=sys.stderr)
         raise SystemExit(2) from None

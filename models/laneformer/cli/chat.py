@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import tyro
 from rich.console import Console
 
 from ..chat import USER
 from .conversation import Conversation, Message, Reply, read_messages, write_messages
-from .options import ModelFlags, ModelOptions, SamplingFlags, SamplingOptions
+from .options import ModelFlags, ModelName, ModelOptions, SamplingFlags, SamplingOptions
 
 # a model may write escape sequences, with which terminals do more than print
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -30,10 +29,7 @@ class Chat:
     in the next; three double quotes begin and end a message of several lines.
     """
 
-    hf_dir: tyro.conf.Positional[Path]
-    """Folder with config.json, model*.safetensors and tokenizer.json, a GGUF file, or a model's name:
-    HuggingFaceTB/SmolLM2-135M-Instruct, owner/name:Q4_K_M, or one that `laneformer models` lists.
-    """
+    hf_dir: ModelName
     system: str | None = None
     """A system message before the conversation."""
     load: Path | None = None
@@ -147,7 +143,7 @@ class Terminal:
 
     def answer(self, messages: list[Message]) -> None:
         """They become the conversation, with the answer, if there is one."""
-        reply = self.conversation.fitted(messages)
+        reply = self.conversation.fit(messages)
         if dropped := len(messages) - len(reply.messages):
             self.note(f"the context is full: the {dropped} oldest messages are dropped")
         self.conversation.complete(reply, self.show, self.think, **self.options)
@@ -156,21 +152,21 @@ class Terminal:
 
     def figures(self, reply: Reply) -> str:
         times_s, did = reply.times_s, reply.statistics
-        said = [f"{len(reply.ids)} tokens"]
+        figures = [f"{len(reply.ids)} tokens"]
         if len(times_s) > 1:
-            said.append(f"{(len(times_s) - 1) / max(times_s[-1] - times_s[0], 1e-9):.1f} tokens/s")
+            figures.append(f"{(len(times_s) - 1) / max(times_s[-1] - times_s[0], 1e-9):.1f} tokens/s")
         if times_s:
-            said.append(f"first after {times_s[0]:.2f} s")
-        said.append(f"{did.reused_tokens} of {len(reply.prompt)} prompt tokens cached")
+            figures.append(f"first after {times_s[0]:.2f} s")
+        figures.append(f"{did.reused_tokens} of {len(reply.prompt)} prompt tokens cached")
         if did.proposed_tokens:
-            said.append(f"{did.accepted_tokens} of {did.proposed_tokens} draft tokens right")
+            figures.append(f"{did.accepted_tokens} of {did.proposed_tokens} draft tokens right")
         if reply.interrupted:
-            said.append("stopped")
+            figures.append("stopped")
         elif len(reply.prompt) + len(reply.ids) > self.conversation.context_tokens:
-            said.append("cut: the context is full")
+            figures.append("cut: the context is full")
         elif len(reply.ids) == self.options["max_new_tokens"]:
-            said.append("cut at --max-new-tokens")
-        return ", ".join(said)
+            figures.append("cut at --max-new-tokens")
+        return ", ".join(figures)
 
     def command(self, name: str = "", argument: str = "") -> None:
         known = [key.removeprefix("command_") for key in dir(self) if key.startswith("command_")]

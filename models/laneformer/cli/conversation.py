@@ -11,14 +11,14 @@ import contextlib
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..chat import ASSISTANT, SYSTEM, USER
-from ..engine import Engine, Statistics, TextStream
-from ..engine.channels import Harmony, Thinking, begun, speaks_harmony
+from ..engine import Engine, Statistics, StopStrings, TextStream
+from ..engine.channels import AnswerReader, Delta, begins_reasoning, speaks_harmony
 from ..prompts import PromptEncoder
 
 Message = dict[str, str]  # "role" and "content"
@@ -61,14 +61,14 @@ class Conversation:
 
     def instruct(self, system: str) -> None:
         """Replace the system message; empty: have none."""
-        said = [message for message in self.messages if message["role"] != SYSTEM]
-        self.messages = [{"role": SYSTEM, "content": system}, *said] if system else said
+        others = [message for message in self.messages if message["role"] != SYSTEM]
+        self.messages = [{"role": SYSTEM, "content": system}, *others] if system else others
 
     def reset(self) -> None:
         """Only the system message stays."""
         self.messages = [message for message in self.messages if message["role"] == SYSTEM]
 
-    def fitted(self, messages: list[Message]) -> Reply:
+    def fit(self, messages: list[Message]) -> Reply:
         """The reply that has yet to come, to these messages without the oldest turns where they
         leave it no room.
 
@@ -76,7 +76,7 @@ class Conversation:
         too long by itself.
         """
         most = MAX_USED * self.context_tokens
-        while len((reply := self._prompted(messages)).prompt) > most:
+        while len((reply := self._encode(messages)).prompt) > most:
             most = KEPT * self.context_tokens
             instructions = [message for message in messages[:1] if message["role"] == SYSTEM]
             turns = [i for i, message in enumerate(messages) if message["role"] == USER]
@@ -90,36 +90,45 @@ class Conversation:
             )
         return reply
 
-    def _prompted(self, messages: list[Message]) -> Reply:
-        rendered, last = self.encoder.rendered(messages), self.last
+    def _encode(self, messages: list[Message]) -> Reply:
+        rendered, last = self.encoder.render(messages), self.last
         if last and rendered == last.rendered:  # once more
             return Reply(messages, rendered, last.prompt)
         if last and rendered.startswith(last.rendered):
             rest = rendered[len(last.rendered) :]
-            said = last.text if rest.startswith(last.text) else last.text.strip()  # some templates strip
-            closing = self.encoder.encode(rest[len(said) :]) if rest.startswith(said) else []
+            reply_text = (
+                last.text if rest.startswith(last.text) else last.text.strip()
+            )  # some templates strip
+            closing = self.encoder.encode(rest[len(reply_text) :]) if rest.startswith(reply_text) else []
             if closing and closing[0] in self.engine.eos_ids:
                 body = last.ids[:-1] if last.ids[-1] in self.engine.eos_ids else last.ids
                 return Reply(messages, rendered, last.prompt + body + closing)
         return Reply(messages, rendered, self.encoder.encode(rendered))
 
     def complete(
-        self, reply: Reply, show: Callable[[str], None], think: Callable[[str], None], **options: Any
+        self,
+        reply: Reply,
+        show: Callable[[str], None],
+        think: Callable[[str], None],
+        stop: Sequence[str] = (),
+        **options: Any,
     ) -> None:
         """Generate the reply, `show` its content in pieces, and `think` its reasoning; Ctrl-C ends it early.
 
         It joins the conversation with its messages, unless there is nothing of it; its reasoning does not.
         """
-        harmony, inside = speaks_harmony(self.engine.tokenizer_config), begun(self.tokenizer, reply.prompt)
-        said: Harmony | Thinking = Harmony() if harmony else Thinking(inside)
-        stream, start_s = TextStream(self.tokenizer, reply.prompt, not harmony), time.monotonic()
+        harmony = speaks_harmony(self.engine.tokenizer_config)
+        reader = AnswerReader(None, begins_reasoning(self.tokenizer, reply.prompt), harmony)
+        stream, stops = TextStream(self.tokenizer, reply.prompt, not harmony), StopStrings(stop)
+        start_s = time.monotonic()
 
-        def add(reasoning: str, content: str) -> None:
-            reply.content += content
-            if reasoning:
-                think(reasoning)
-            if content:
-                show(content)
+        def add(deltas: list[Delta]) -> None:
+            for kind, text in deltas:
+                if kind == "reasoning":
+                    think(text)
+                else:
+                    reply.content += text
+                    show(text)
 
         try:
             with one_interrupt(), contextlib.closing(self.engine.stream(reply.prompt, **options)) as tokens:
@@ -128,12 +137,15 @@ class Conversation:
                     reply.times_s.append(time.monotonic() - start_s)
                     if token not in self.engine.eos_ids:
                         reply.text += (piece := stream.push(token))
-                        add(*said.push(piece))
+                        add(reader.push(stops.push(piece)))
+                    if stops.found:
+                        break
         except KeyboardInterrupt:
             reply.interrupted = True
-        reply.text += (piece := stream.finish())
-        add(*said.push(piece))
-        add(*said.finish())
+        if not stops.found:
+            reply.text += (piece := stream.finish())
+            add(reader.push(stops.push(piece) + stops.finish()))
+        add(reader.finish())
         reply.statistics = self.engine.statistics
         if reply.ids:
             self.messages = [*reply.messages, {"role": ASSISTANT, "content": reply.content}]

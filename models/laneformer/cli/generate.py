@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import tyro
 
-from ..chat import SYSTEM, USER
-from ..engine import Engine, GenerationOptions, StopStrings, TextStream
-from ..engine.channels import Harmony, speaks_harmony
-from ..engine.text import text_of
-from ..prompts import PromptEncoder
-from .options import ModelFlags, ModelOptions, SamplingFlags, SamplingOptions
+from ..chat import USER
+from ..engine import Engine, GenerationOptions
+from .conversation import Conversation
+from .options import ModelFlags, ModelName, ModelOptions, SamplingFlags, SamplingOptions
 
 
 @dataclass
@@ -28,10 +24,7 @@ class Generate:
     sampling off.
     """
 
-    hf_dir: tyro.conf.Positional[Path]
-    """Folder with config.json, model*.safetensors and tokenizer.json, a GGUF file, or a model's name:
-    HuggingFaceTB/SmolLM2-135M-Instruct, owner/name:Q4_K_M, or one that `laneformer models` lists.
-    """
+    hf_dir: ModelName
     prompt: str
     """Text to continue, or with --chat the message to reply to."""
     chat: bool = False
@@ -54,38 +47,26 @@ class Generate:
         if self.system is not None and not self.chat:
             raise ValueError("--system is a message of a conversation; add --chat")
         with self.model.load(self.hf_dir) as engine:
-            prompt = conversation(engine, self.prompt, self.system) if self.chat else self.prompt
-            options: dict[str, Any] = {"stop": self.stop, **lengths, **self.sampling.of(engine, self.chat)}
-            harmony = self.chat and speaks_harmony(engine.tokenizer_config)
-            stream: Callable[..., Iterator[str]] = engine.stream_text
-            if harmony:
-                stream = partial(in_harmony, engine)
-            for piece in stream(prompt, **options):
-                print(piece, end="", flush=True)
-            print(flush=True)
+            options = {**lengths, **self.sampling.of(engine, self.chat)}
+            if self.chat:
+                self._reply(engine, options)
+            else:
+                for piece in engine.stream_text(self.prompt, stop=self.stop, **options):
+                    show(piece)
+            show("\n")
             figures = engine.statistics
             if figures.proposed_tokens:
-                print(
-                    f"{figures.accepted_tokens} of {figures.proposed_tokens} draft tokens were right",
-                    file=sys.stderr,
-                )
+                drafts = f"{figures.accepted_tokens} of {figures.proposed_tokens} draft tokens were right"
+                print(drafts, file=sys.stderr)
+
+    def _reply(self, engine: Engine, options: dict[str, Any]) -> None:
+        """To the prompt as a message; reasoning goes to stderr."""
+        conversation = Conversation(engine, [])
+        conversation.instruct(self.system or "")
+        reply = conversation.fit([*conversation.messages, {"role": USER, "content": self.prompt}])
+        conversation.complete(reply, show, partial(show, file=sys.stderr), self.stop, **options)
+        if reply.interrupted:
+            raise KeyboardInterrupt
 
 
-def in_harmony(engine: Engine, prompt: list[int], stop: Sequence[str], **options: Any) -> Iterator[str]:
-    """The answer of a model that writes the harmony format; its reasoning goes to stderr."""
-    assert engine.tokenizer is not None, "a conversation has one"
-    said, text = Harmony(), TextStream(engine.tokenizer, prompt, skip_special_tokens=False)
-    for piece in text_of(engine.stream(prompt, **options), text, StopStrings(stop)):
-        reasoning, content = said.push(piece)
-        print(reasoning, end="", file=sys.stderr, flush=True)
-        yield content
-    yield said.finish()[1]
-
-
-def conversation(engine: Engine, prompt: str, system: str | None) -> list[int]:
-    """The ids of one user's message, after a system message, up to where the model replies."""
-    if engine.tokenizer is None:
-        raise ValueError("a conversation needs a tokenizer, but the model has none")
-    messages = [{"role": SYSTEM, "content": system}] if system is not None else []
-    messages.append({"role": USER, "content": prompt})
-    return PromptEncoder(engine.tokenizer, engine.tokenizer_config).conversation(messages)
+show = partial(print, end="", flush=True)

@@ -20,7 +20,7 @@ from huggingface_hub import constants
 from rich.console import Console
 from rich.table import Table
 
-from ..engine.cpu.kept import BUDGET, kept, packed_bytes
+from ..engine.cpu.packed_files import BUDGET, list_packed, packed_bytes
 from ..engine.folder import is_gguf
 
 FILES = ["*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer*", "*.model", "*.jinja"]
@@ -39,7 +39,7 @@ QUANTISED = re.compile(r"[.-](I?Q\d\w*|MXFP4|BF16|F16|F32)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Found:
+class LocalModel:
     """A model on this machine. name: what `laneformer chat` takes."""
 
     name: str
@@ -52,7 +52,7 @@ class Found:
         return sum(file.stat().st_size for file in (self.path.glob("*") if self.path.is_dir() else parts))
 
 
-def located(name: str | Path) -> Path:
+def locate_model(name: str | Path) -> Path:
     """The folder or GGUF file that a name stands for; fetched from Hugging Face where it is not here.
 
     ValueError says what there is, or which command fetches it on a machine with a network.
@@ -60,24 +60,24 @@ def located(name: str | Path) -> Path:
     path = Path(name)
     if path.exists():
         return path
-    for found in kept_models():
-        if str(name) in (found.name, found.name.removesuffix(":latest")):
-            return found.path
+    for model in list_models():
+        if str(name) in (model.name, model.name.removesuffix(":latest")):
+            return model.path
     repository, _, quantisation = str(name).partition(":")
     if not REPOSITORY.fullmatch(repository):
         raise ValueError(
             f"{name} is not a folder with config.json and model*.safetensors, no GGUF file, no model that `laneformer "
             "models` lists, and no owner/name of Hugging Face"
         )
-    return downloaded(repository, quantisation)
+    return download_model(repository, quantisation)
 
 
-def downloaded(repository: str, quantisation: str) -> Path:
+def download_model(repository: str, quantisation: str) -> Path:
     """A repository of Hugging Face in its cache: its folder, or its GGUF file of a quantisation."""
-    with told(repository):
+    with explain_failure(repository):
         names = huggingface_hub.HfApi().list_repo_files(repository)
-    file = gguf_file(repository, names, quantisation)
-    with told(repository):
+    file = choose_gguf_file(repository, names, quantisation)
+    with explain_failure(repository):
         if file is not None:
             parts = sorted(name for name in names if PART.sub("", name) == PART.sub("", file))
             first, *_ = [huggingface_hub.hf_hub_download(repository, part) for part in parts]
@@ -88,7 +88,7 @@ def downloaded(repository: str, quantisation: str) -> Path:
 
 
 @contextlib.contextmanager
-def told(repository: str) -> Iterator[None]:
+def explain_failure(repository: str) -> Iterator[None]:
     """What went wrong in one sentence; what the hub's library raises without a network is its HTTP client's."""
     try:
         yield
@@ -102,7 +102,7 @@ def told(repository: str) -> Iterator[None]:
         ) from None
 
 
-def gguf_file(repository: str, names: list[str], quantisation: str) -> str | None:
+def choose_gguf_file(repository: str, names: list[str], quantisation: str) -> str | None:
     """The file of a repository of GGUF files, or the first of its parts; None where it holds safetensors and
     nothing else was asked for.
     """
@@ -110,9 +110,9 @@ def gguf_file(repository: str, names: list[str], quantisation: str) -> str | Non
     if not quantisation and (not files or any(name.endswith(".safetensors") for name in names)):
         return None
     kinds = {
-        found[1].upper(): name
+        match[1].upper(): name
         for name, whole in sorted(files.items(), reverse=True)
-        if (found := QUANTISED.search(whole.removesuffix(".gguf")))
+        if (match := QUANTISED.search(whole.removesuffix(".gguf")))
     }
     for kind in (quantisation,) if quantisation else (*PREFERRED, *kinds):
         if kind.upper() in kinds:
@@ -122,48 +122,53 @@ def gguf_file(repository: str, names: list[str], quantisation: str) -> str | Non
     )
 
 
+def stem_of(name: str) -> str:
+    """The name of a GGUF file without its suffix and its number among the parts of a split file."""
+    return PART.sub("", name).removesuffix(".gguf")
+
+
 def display_name(path: Path) -> str:
     """What clients call a model: the name of its folder or file, without suffix and type of weights."""
-    name = PART.sub("", path.name.partition(":")[0]).removesuffix(".gguf")
+    name = stem_of(path.name.partition(":")[0])
     return QUANTISED.sub("", name) or name
 
 
-def kept_models() -> list[Found]:
+def list_models() -> list[LocalModel]:
     """Models that lie in the caches of Hugging Face, Ollama and LM Studio, by name."""
-    found = [*of_hugging_face(), *of_ollama(), *of_lm_studio()]
-    return sorted(found, key=lambda model: (model.keeper, model.name))
+    models = [*list_hugging_face(), *list_ollama(), *list_lm_studio()]
+    return sorted(models, key=lambda model: (model.keeper, model.name))
 
 
-def of_hugging_face() -> Iterator[Found]:
+def list_hugging_face() -> Iterator[LocalModel]:
     root = Path(constants.HF_HUB_CACHE)
     for folder in root.glob("models--*--*"):
         name = "/".join(folder.name.split("--")[1:])
         head = folder / "refs/main"
         revision = folder / "snapshots" / (head.read_text().strip() if head.is_file() else "")
         if (revision / "config.json").is_file() and any(revision.glob("*.safetensors")):
-            yield Found(name, revision, "Hugging Face")
-        for file in whole_or_first(revision.glob("*.gguf")):
-            stem = PART.sub("", file.name).removesuffix(".gguf")
+            yield LocalModel(name, revision, "Hugging Face")
+        for file in first_parts(revision.glob("*.gguf")):
+            stem = stem_of(file.name)
             kind = QUANTISED.search(stem)
-            yield Found(f"{name}:{kind[1] if kind else stem}", file, "Hugging Face")
+            yield LocalModel(f"{name}:{kind[1] if kind else stem}", file, "Hugging Face")
 
 
-def whole_or_first(files: Iterable[Path]) -> list[Path]:
+def first_parts(files: Iterable[Path]) -> list[Path]:
     """Without the parts after the first of files that are split."""
     return sorted(file for file in files if FIRST.search(file.name) or not PART.search(file.name))
 
 
-def of_ollama() -> Iterator[Found]:
+def list_ollama() -> Iterator[LocalModel]:
     """Its manifests name the layer that is the model; the file of it is a GGUF file without a suffix."""
     root = Path(os.environ.get("OLLAMA_MODELS", Path.home() / ".ollama/models"))
     for file in (root / "manifests").glob("*/*/*/*"):
-        for layer in layers_of(file):
+        for layer in read_layers(file):
             blob = root / "blobs" / str(layer.get("digest", "")).replace(":", "-")
             if layer.get("mediaType") == "application/vnd.ollama.image.model" and is_gguf(blob):
-                yield Found(f"{file.parent.name}:{file.name}", blob, "Ollama")
+                yield LocalModel(f"{file.parent.name}:{file.name}", blob, "Ollama")
 
 
-def layers_of(manifest: Path) -> list[dict[str, str]]:
+def read_layers(manifest: Path) -> list[dict[str, str]]:
     """None where it is no manifest, or is being written."""
     try:
         return list(json.loads(manifest.read_text()).get("layers", []))
@@ -171,11 +176,10 @@ def layers_of(manifest: Path) -> list[dict[str, str]]:
         return []
 
 
-def of_lm_studio() -> Iterator[Found]:
+def list_lm_studio() -> Iterator[LocalModel]:
     for root in (".lmstudio/models", ".cache/lm-studio/models"):
-        for file in whole_or_first((Path.home() / root).glob("*/*/*.gguf")):
-            stem = PART.sub("", file.name).removesuffix(".gguf")
-            yield Found(f"{file.parent.parent.name}/{stem}", file, "LM Studio")
+        for file in first_parts((Path.home() / root).glob("*/*/*.gguf")):
+            yield LocalModel(f"{file.parent.parent.name}/{stem_of(file.name)}", file, "LM Studio")
 
 
 @dataclass
@@ -192,26 +196,19 @@ class Models:
     """One line of JSON a model, with its path."""
 
     def run(self) -> None:
-        models, copies = kept_models(), kept()
-        packed: dict[Path, int] = Counter()
+        copies, packed = list_packed(), Counter[Path]()
         for copy in copies:
             packed[copy.source] += copy.bytes
+        models = [(model, packed[model.path.resolve()]) for model in list_models()]
         if self.json:
-            for model in models:
+            for model, packed_size in models:
                 values = {"name": model.name, "path": str(model.path), "keeper": model.keeper}
-                print(json.dumps({**values, "packed_bytes": packed[model.path.resolve()]}))
-            return
-        total = sum(copy.bytes for copy in copies)
-        said = f"packed copies: {total / 1e9:.2f} of {packed_bytes() / 1e9:.2f} GB ({BUDGET}), {len(copies)} files"
-        if not models:
-            print(
-                "no model in the caches of Hugging Face, Ollama or LM Studio; laneformer chat OWNER/NAME fetches one"
-            )
-            print(said)
+                print(json.dumps({**values, "packed_bytes": packed_size}))
             return
         table = Table("model", "GB", "packed GB", "cache of", box=None)
-        for model in models:
-            copied = packed[model.path.resolve()]
-            table.add_row(model.name, *(f"{size / 1e9:.2f}" for size in (model.bytes, copied)), model.keeper)
-        Console().print(table)
-        print(said)
+        for model, packed_size in models:
+            table.add_row(model.name, f"{model.bytes / 1e9:.2f}", f"{packed_size / 1e9:.2f}", model.keeper)
+        nothing = "no model in the caches of Hugging Face, Ollama or LM Studio; laneformer chat OWNER/NAME fetches one"
+        Console().print(table if models else nothing)
+        kept = f"{packed.total() / 1e9:.2f} of {packed_bytes() / 1e9:.2f} GB ({BUDGET}), {len(copies)} files"
+        print(f"packed copies: {kept}")

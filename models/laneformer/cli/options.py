@@ -14,7 +14,7 @@ from ..config import LaneformerConfig
 from ..engine import Engine, GenerationOptions
 from ..engine.options import conversation_defaults
 from ..tensors import MatrixDtype
-from .names import located
+from .names import locate_model
 
 FOLDERS_ALONE = ("lanes", "cache", "context_tokens")  # a flavor has its own
 
@@ -39,8 +39,6 @@ class ModelOptions:
     """
     threads: int | None = None
     """Threads of the CPU engine; default: all cores, in equal groups where they outnumber the lanes."""
-    processes: int = 1
-    """Share the lanes out over this many processes; --threads are then those of each. CPU only."""
     pin: bool | None = None
     """Keep each thread on a CPU of its own; default: where the machine has several memory nodes."""
     lanes: int | None = None
@@ -66,8 +64,8 @@ class ModelOptions:
 
     def load(self, path: Path, **others: Any) -> Engine:
         """path: or a model's name (names.py); `others`: of the engine."""
-        draft = {"draft": located(self.draft)} if self.draft else {}
-        return Engine.from_pretrained(located(path), **self._given() | draft, **others)
+        draft = {"draft": locate_model(self.draft)} if self.draft else {}
+        return Engine.from_pretrained(locate_model(path), **self._given() | draft, **others)
 
     def random(self, flavor: str, draft_head: int | None = None) -> Engine:
         """draft_head: ids that a head for multi-token prediction can draft, 0 for all; None: there is none."""
@@ -75,6 +73,11 @@ class ModelOptions:
         if self.draft is not None:
             raise ValueError(
                 f"--draft {self.draft} drafts for a model folder; random weights have no text in common"
+            )
+        if draft_head is not None and self.device.startswith("cuda"):
+            raise ValueError(
+                f"--draft-head {draft_head} with --device {self.device}: the model's own head drafts on the CPU "
+                "alone; use --device cpu, or leave it out: GPUs verify drafts from the text's own repetitions"
             )
         for name in FOLDERS_ALONE:
             options.pop(name, None)
@@ -137,6 +140,13 @@ class SamplingOptions:
         return defaults | given
 
 
-# fields of a command, whose flags have no prefix
+# fields of commands; flags have no prefix
+ModelName = Annotated[
+    tyro.conf.Positional[Path],
+    tyro.conf.arg(
+        help="Folder with config.json, model*.safetensors and tokenizer.json, a GGUF file, or a model's name: "
+        "HuggingFaceTB/SmolLM2-135M-Instruct, owner/name:Q4_K_M, or one that `laneformer models` lists."
+    ),
+]
 ModelFlags = Annotated[ModelOptions, tyro.conf.arg(name="")]
 SamplingFlags = Annotated[SamplingOptions, tyro.conf.arg(name="")]

@@ -7,14 +7,23 @@ come from any thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .decoder import Collected, Decoder, EngineLost, GeneratedToken, PromptLogprobs, Request, Statistics
+from .decoder import (
+    Collected,
+    EngineLost,
+    GeneratedToken,
+    PromptLogprobs,
+    Request,
+    Statistics,
+    finish_reason,
+)
 from .requests import Requests
+from .running import ExclusiveDecoder
 
 
 @dataclass(frozen=True)
@@ -40,16 +49,7 @@ class Joined:
 
     request: Request
     left: bool = False  # it was told to end
-    last_id: int | None = None
-
-    def finish_reason(self, error: str | None) -> str:
-        if error is not None:
-            return "error"
-        if self.last_id in self.request.stop_ids:
-            return "stop"
-        if self.left:
-            return "cancelled"
-        return "stop" if self.request.score_from else "length"
+    last: Sequence[int] = ()  # its last token, once there is one
 
 
 class Batch:
@@ -59,12 +59,13 @@ class Batch:
     told that one ended.
     """
 
-    def __init__(self, decoder: Decoder, requests: Requests, release: Callable[[], None]):
-        self._decoder, self._requests, self._release = decoder, requests, release
+    def __init__(self, exclusive: ExclusiveDecoder, requests: Requests):
+        self._exclusive, self._requests = exclusive, requests
         self._joined: dict[int, Joined] = {}  # by ticket
         self._lock, self._collecting = threading.Lock(), threading.Lock()
         self._closed = False
-        self.max_joined = decoder.max_joined
+        self._decoder = exclusive.acquire(self)
+        self.max_joined = self._decoder.max_joined
 
     def join(self, prompt_ids: Sequence[int], *, masked: bool = False, **options: Any) -> int:
         """Begin to generate after a prompt; returns the request's ticket.
@@ -72,21 +73,22 @@ class Batch:
 
         masked: before each new token is drawn, `allow` must have said which ids are possible.
         """
-        return self._join(self._requests.generation(prompt_ids, options, masked=masked))
+        return self.begin(self.generation(prompt_ids, masked=masked, **options))
 
     def score(self, ids: Sequence[int], *, start: int = 1, top: int = 0) -> int:
         """Begin to score ids[start:], as `Engine.logprobs` does; returns the ticket."""
-        return self._join(self._requests.scoring(ids, start, top))
+        return self.begin(self.scoring(ids, start=start, top=top))
 
-    def check(self, prompt_ids: Sequence[int], *, masked: bool = False, **options: Any) -> None:
-        """ValueError where `join` would raise one."""
-        self._requests.generation(prompt_ids, options, masked=masked)
+    def generation(self, prompt_ids: Sequence[int], *, masked: bool = False, **options: Any) -> Request:
+        """What `join` begins; ValueError for what the engine does not take."""
+        return self._requests.generation(prompt_ids, options, masked=masked)
 
-    def check_score(self, ids: Sequence[int], *, start: int = 1, top: int = 0) -> None:
-        """ValueError where `score` would raise one."""
-        self._requests.scoring(ids, start, top)
+    def scoring(self, ids: Sequence[int], *, start: int = 1, top: int = 0) -> Request:
+        """What `score` begins; ValueError for what the engine does not take."""
+        return self._requests.scoring(ids, start, top)
 
-    def _join(self, request: Request) -> int:
+    def begin(self, request: Request) -> int:
+        """Returns the ticket."""
         with self._lock:
             if self._closed:
                 raise ValueError("this batch is closed")
@@ -118,14 +120,16 @@ class Batch:
         with self._lock:  # `join` holds it until the ticket is known
             joined = self._joined[c.ticket] if c.ended is None else self._joined.pop(c.ticket)
         request, scores = joined.request, c.scores
-        joined.last_id = c.tokens[-1] if c.tokens else joined.last_id
+        joined.last = c.tokens[-1:] or joined.last
         tokens = [] if request.score_from else GeneratedToken.described(c.tokens, scores)
         if c.ended is None:
             return Update(c.ticket, tokens)
-        error = None if c.ended.error is None else str(c.ended.error)
-        reason, statistics = joined.finish_reason(error), Statistics(**c.ended.statistics)
+        statistics = Statistics(**c.ended.statistics)
+        if c.ended.error is not None:
+            return Update(c.ticket, tokens, "error", None, statistics, str(c.ended.error))
+        reason = finish_reason(request, joined.last, joined.left)
         if not request.score_from or reason != "stop" or scores is None:
-            return Update(c.ticket, tokens, reason, None, statistics, error)
+            return Update(c.ticket, tokens, reason, None, statistics)
         scored = PromptLogprobs.of(request.prompt[request.score_from :], scores, request.logprobs or 0)
         return Update(c.ticket, tokens, reason, scored, statistics)
 
@@ -139,19 +143,23 @@ class Batch:
         """Whether the device does not answer: nothing of it can be freed, and the process ends by os._exit alone."""
         return getattr(self._decoder, "unanswered", False)
 
+    def cancel(self) -> None:
+        """End all requests at the next token."""
+        for ticket in tuple(self._joined):
+            self.leave(ticket)
+
     def close(self) -> None:
         """End all requests and wait until they have; the engine then takes others. Safe to call twice."""
         with self._lock:
             closed, self._closed = self._closed, True
-        for ticket in tuple(self._joined):
-            self.leave(ticket)
+        self.cancel()
         while self._joined:
             try:
                 self.updates(0.1)  # another thread may collect them
-            except EngineLost:  # and nobody tells their ends
+            except EngineLost:  # nothing more comes of them
                 self._joined.clear()
         if not closed:
-            self._release()
+            self._exclusive.release()
 
     def __enter__(self) -> Batch:
         return self

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..config import MATRICES
+from ..llama.variant import variant_of
 from .decoder import CUDA, KV_BYTES
 from .options import MAX_DRAFT_TOKENS, in_range
 
@@ -93,7 +94,7 @@ def prompt_speed(engine: Engine, length: int) -> dict[str, float]:
         probes.append(decoder.probe_products())
     probe = (np.array(probes[:-1]) + np.array(probes[1:])) / 2
     shapes = engine.config.tensor_shapes().items()
-    experts = engine.config.variant.experts
+    experts = variant_of(engine.config).experts
     taken = experts.active / experts.total if experts else 1.0
     products = sum(
         math.prod(shape) * (taken if "feed_forward" in name else 1.0)
@@ -122,9 +123,7 @@ def after(
 ) -> Any:
     """A timed request, Collected at its end, with this many new tokens, one in each pass; `fields` of Request."""
     options = {"max_new_tokens": tokens, "ignore_eos": True, "speculate": 0, **options}
-    return engine._finished([engine._requests.generation(prompt, options, timed=True, quiet=True, **fields)])[
-        0
-    ]
+    return engine._finish(engine._requests.generation(prompt, options, timed=True, quiet=True, **fields))
 
 
 def synthetic(engine: Engine, acceptance: Sequence[float], depth: int = 0) -> dict[str, Any]:

@@ -1,13 +1,18 @@
-"""What a model says, as it comes: its reasoning and its answer, without the marks between them.
+"""The parser of answers: a model's text, as it comes, split into reasoning, text and calls of tools.
 
-Two formats are known: reasoning between <think> and </think>, and OpenAI's harmony, which gpt-oss writes.
+Two formats are known. Most models write `<think>REASONING</think>TEXT`, with calls in the form that their chat
+template shows (`CallForm`); gpt-oss writes OpenAI's harmony:
+https://developers.openai.com/cookbook/articles/openai-harmony
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .text import StopStrings
 
@@ -16,13 +21,61 @@ if TYPE_CHECKING:
 
 BEGIN, END = "<think>", "</think>"
 PROMPT_END_TOKENS = 8  # among them is that <think>
-# of harmony: https://developers.openai.com/cookbook/articles/openai-harmony
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 ENDS = "<|end|>", "<|call|>", "<|return|>"
 NEXT = f"{ENDS[0]}{START}assistant"  # another message of the same answer
 FUNCTIONS = "functions."
 ANSWER = f"{CHANNEL}final{MESSAGE}"
-CALL = f"{CHANNEL}commentary to={FUNCTIONS}", f" {CONSTRAIN}json{MESSAGE}"  # around a function's name
+HEADER_BEGINS = "<|", "to="
+OBJECT = json.JSONDecoder(parse_int=str, parse_float=str)  # numbers of any length
+
+
+class Delta(NamedTuple):
+    """What is new. kind: "reasoning", "text", "call" (a call begins; text: the function's name), or
+    "arguments" (of that call).
+    """
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How calls are written: begin NAME middle ARGUMENTS (between NAME middle ARGUMENTS)* end.
+
+    between: None where the model makes one call at a time. as_text: its template takes arguments as
+    a string of JSON.
+    """
+
+    begin: str
+    middle: str
+    between: str | None
+    end: str
+    as_text: bool = False
+
+    @property
+    def marker(self) -> str:
+        """What begins a call and no other text; "{" does at the start of an answer only."""
+        if self.begin[0] == "{":
+            return "{"
+        first_word = re.match(r".[^\s{\[]*", self.begin)
+        return first_word[0] if first_word else self.begin
+
+    def write(self, calls: Sequence[Mapping[str, Any]]) -> str:
+        texts = [
+            f"{call['name']}{self.middle}{json.dumps(call['arguments'], ensure_ascii=False)}"
+            for call in calls
+        ]
+        return self.begin + (self.between or "").join(texts) + self.end
+
+
+HERMES = CallForm(
+    '<tool_call>\n{"name": "',
+    '", "arguments": ',
+    '}\n</tool_call>\n<tool_call>\n{"name": "',
+    "}\n</tool_call>",
+)
+HARMONY = CallForm(f"{CHANNEL}commentary to={FUNCTIONS}", f" {CONSTRAIN}json{MESSAGE}", None, ENDS[1])
 
 
 def speaks_harmony(tokenizer_config: Mapping[str, Any]) -> bool:
@@ -30,140 +83,168 @@ def speaks_harmony(tokenizer_config: Mapping[str, Any]) -> bool:
     return f"{CHANNEL}analysis" in str(tokenizer_config.get("chat_template"))
 
 
-def begun(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
+def begins_reasoning(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
     """Whether the prompt ends in a <think>, with which a template opens the answer."""
-    return tokenizer.decode(prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False).rstrip().endswith(BEGIN)
+    end = tokenizer.decode(prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False)
+    return end.rstrip().endswith(BEGIN)
 
 
-class Thinking:
-    """The text of one answer, in any pieces, as reasoning and content, without the tags.
+class AnswerReader:
+    """The text of one answer, in any pieces, as deltas without the marks between them.
 
-    inside: the prompt has opened the reasoning already. White space around the tags belongs to neither.
+    Calls are looked for where there is a form of them; behind its marker nothing but calls in that form is
+    expected, which a grammar guarantees. White space around <think> and </think> belongs to nobody.
     """
 
-    def __init__(self, inside: bool):
-        self.inside = inside
-        self._held = ""  # may be the beginning of <think>, or white space before </think>
-        self._begun, self._spoke, self._after = inside, False, False
-        self._stops = StopStrings(END)
+    def __init__(self, calls: CallForm | None = None, inside: bool = False, harmony: bool = False):
+        """inside: the prompt has opened the reasoning already."""
+        self.inside = inside  # a reasoning is being read
+        self._calls = calls
+        self._held, self._ended = "", False  # text that is not read yet, and whether it is all
+        self._deltas: list[Delta] = []
+        self._reading = self._read_harmony() if harmony else self._read_answer()
 
-    def push(self, text: str) -> tuple[str, str]:
-        """Reasoning and content that are certainly new."""
-        if not self._begun:
-            self._held += text
+    def push(self, text: str) -> list[Delta]:
+        """What is certainly new."""
+        self._held += text
+        next(self._reading, None)
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def finish(self) -> list[Delta]:
+        """What was held back for a mark that never came."""
+        self._ended = True
+        return self.push("")
+
+    # Each `yield` of these generators waits for more text, or its end.
+
+    def _read_answer(self) -> Generator[None, None, None]:
+        opened = self._held.lstrip()
+        while not self.inside and BEGIN.startswith(opened) and opened != BEGIN and not self._ended:
+            yield
             opened = self._held.lstrip()
-            if opened.startswith(BEGIN):
-                self.inside, self._held, text = True, "", opened.removeprefix(BEGIN)
-            elif BEGIN.startswith(opened):
-                return "", ""
-            else:
-                text, self._held = self._held, ""
-            self._begun = True
-        return self._inside(text) if self.inside else ("", self._content(text))
-
-    def finish(self) -> tuple[str, str]:
-        """What was held back for a tag that never came."""
+        if not self.inside and opened.startswith(BEGIN):
+            self.inside, self._held = True, opened.removeprefix(BEGIN)
         if self.inside:
-            return self._reasoning(self._stops.finish(), last=True), ""
-        held, self._held = self._held, ""
-        return "", held
+            yield from self._pass_on("reasoning", [END], stripped=True)
+            self.inside = False
+            while not self._held.strip() and not self._ended:
+                yield
+            self._held = self._held.lstrip()
+        if self._calls is None:
+            yield from self._pass_on("text", [])
+        else:
+            yield from self._read_calls(self._calls)
 
-    def _inside(self, text: str) -> tuple[str, str]:
-        said = self._reasoning(self._stops.push(text), self._stops.found is not None)
-        if self._stops.found is None:
-            return said, ""
-        self.inside, self._after = False, True
-        return said, self._content(self._stops.held.removeprefix(END))
+    def _read_calls(self, form: CallForm) -> Generator[None, None, None]:
+        """Text up to the first call, then calls."""
+        while not self._held and not self._ended:
+            yield
+        only_text = form.marker == "{" and not self._held.startswith("{")
+        if (yield from self._pass_on("text", [] if only_text else [form.marker])) is None:
+            return
+        self._held = form.marker + self._held
+        begin: str | None = form.begin
+        while begin is not None and (yield from self._take_until(begin)) is not None:
+            name = yield from self._take_until(form.middle)
+            if name is None:
+                return
+            self._add("call", name)
+            yield from self._read_arguments()
+            begin = form.between
 
-    def _reasoning(self, text: str, last: bool) -> str:
-        """Without white space at both ends."""
-        text = self._held + text
-        text = text if self._spoke else text.lstrip()
-        said = text.rstrip()
-        self._spoke |= bool(said)
-        self._held = "" if last else text[len(said) :]
-        return said
+    def _read_arguments(self) -> Generator[None, None, None]:
+        """JSON to the end of its object."""
+        arguments = ""
+        while True:
+            place, end = len(arguments), None
+            arguments += self._held
+            if "}" in self._held:
+                with contextlib.suppress(ValueError):  # not complete yet
+                    end = OBJECT.raw_decode(arguments)[1]
+            self._add("arguments", arguments[place:end])
+            self._held = "" if end is None else arguments[end:]
+            if end is not None or self._ended:
+                return
+            yield
 
-    def _content(self, text: str) -> str:
-        """Without the white space that follows reasoning."""
-        if self._after:
-            text = text.lstrip()
-            self._after = not text
-        return text
+    def _read_harmony(self) -> Generator[None, None, None]:
+        """Messages, HEADER<|message|>TEXT<|end|>. The header names a channel, and in "to=" who is spoken to.
 
+        Reasoning is the channel analysis, and what is for nobody that is known here; the others are text. So
+        is what has no header.
+        """
+        kinds: set[str] = set()  # of the messages so far
+        while True:
+            while self._may_begin_header() and MESSAGE not in self._held and not self._ended:
+                yield
+            header = ""
+            if self._held.lstrip().startswith(HEADER_BEGINS):
+                if MESSAGE not in self._held:
+                    return  # the beginning of a header is no text
+                header, _, self._held = self._held.partition(MESSAGE)
+            elif self._ended:
+                return self._add("text", self._held)
+            kind = self._begin_message(header)
+            if kind in kinds:
+                self._add(kind, "\n\n")
+            kinds |= {kind} - {"arguments"}
+            mark: str | None = MESSAGE
+            while mark == MESSAGE:  # a second one: the text goes on
+                mark = yield from self._pass_on(kind, [*ENDS, START, CHANNEL, CONSTRAIN, MESSAGE])
+            if mark is None:
+                return
+            self.inside = False
+            self._held = self._held if mark in ENDS else mark + self._held
 
-class Harmony:
-    """The text of one answer in harmony, control tokens spelled out, in any pieces, as reasoning and content.
-
-    An answer is messages, HEADER<|message|>TEXT<|end|>, whose header names a channel, and in "to=" who is
-    spoken to. Reasoning is the channel analysis, and what is for nobody that is known here; the others are
-    content. calls: a message to functions.NAME is content, spelled `CALL[0] NAME CALL[1] ARGUMENTS`,
-    however its header is; else it is reasoning. Text without any header is content.
-    """
-
-    def __init__(self, calls: bool = False):
-        self.inside = False  # a message of reasoning
-        self._calls, self._header = calls, ""
-        self._stops: StopStrings = StopStrings(MESSAGE)
-        self._in_header = True
-        self._spoke: set[bool] = set()  # kinds that have a message already
-        self._said = {True: "", False: ""}  # by whether it is reasoning
-
-    def push(self, text: str) -> tuple[str, str]:
-        """Reasoning and content that are certainly new."""
-        rest: str | None = text
-        while rest is not None:
-            rest = self._read_header(rest) if self._in_header else self._read_text(rest)
-        return self._new()
-
-    def finish(self) -> tuple[str, str]:
-        """What was held back for a control token that never came; the beginning of a header is no text."""
-        if not self._in_header:
-            self._said[self.inside] += self._stops.finish()
-        elif not (held := self._header + self._stops.held).lstrip().startswith(("<|", "to=")):
-            self._said[False] += held
-        return self._new()
-
-    def _new(self) -> tuple[str, str]:
-        said, self._said = self._said, {True: "", False: ""}
-        return said[True], said[False]
-
-    def _read_header(self, text: str) -> str | None:
-        """What follows the header; None where it has not ended."""
-        self._header += self._stops.push(text)
-        if self._stops.found:
-            rest = self._stops.held.removeprefix(MESSAGE)
-            self._begin(self._header)
-            return rest
-        held = self._header + self._stops.held
-        if any(held.lstrip().startswith(mark) or mark.startswith(held.lstrip()) for mark in ("<|", "to=")):
-            return None
-        self._begin("")
-        return held
-
-    def _begin(self, header: str) -> None:
-        """The text of a message."""
+    def _begin_message(self, header: str) -> str:
+        """The kind of its text."""
         channel = re.search(re.escape(CHANNEL) + r"\s*(\w+)", header)
         spoken_to = re.search(r"\bto=([^\s<]+)", header)
         name = spoken_to[1] if spoken_to else ""
-        called = self._calls and name.startswith(FUNCTIONS)
-        self.inside = not called and bool(name or (channel and channel[1] == "analysis"))
-        if called:
-            self._said[False] += name.removeprefix(FUNCTIONS).join(CALL)
-        elif self.inside in self._spoke:
-            self._said[self.inside] += "\n\n"
-        self._spoke |= set() if called else {self.inside}
-        self._in_header, self._header = False, ""
-        self._stops = StopStrings([*ENDS, START, CHANNEL, CONSTRAIN, MESSAGE])
+        if self._calls is not None and name.startswith(FUNCTIONS):
+            self._add("call", name.removeprefix(FUNCTIONS))
+            return "arguments"
+        self.inside = bool(name or (channel and channel[1] == "analysis"))
+        return "reasoning" if self.inside else "text"
 
-    def _read_text(self, text: str) -> str | None:
-        """What follows the message, with the mark that begins the next one."""
-        self._said[self.inside] += self._stops.push(text)
-        if (mark := self._stops.found) is None:
-            return None
-        rest = self._stops.held.removeprefix(mark)
-        if mark == MESSAGE:  # a second one: the text goes on
-            self._stops = StopStrings(self._stops.stops)
-            return rest
-        self.inside, self._in_header, self._stops = False, True, StopStrings(MESSAGE)
-        return rest if mark in ENDS else mark + rest
+    def _may_begin_header(self) -> bool:
+        held = self._held.lstrip()
+        return any(held.startswith(begin) or begin.startswith(held) for begin in HEADER_BEGINS)
+
+    def _take_until(self, mark: str) -> Generator[None, None, str | None]:
+        """What stands before a mark; None where the answer ends first."""
+        while mark not in self._held:
+            if self._ended:
+                return None
+            yield
+        place = self._held.index(mark)
+        text, self._held = self._held[:place], self._held[place + len(mark) :]
+        return text
+
+    def _pass_on(
+        self, kind: str, marks: Sequence[str], stripped: bool = False
+    ) -> Generator[None, None, str | None]:
+        """Add text as it comes, up to one of the marks, which is returned; None at the answer's end.
+
+        stripped: without white space at both ends.
+        """
+        stops, space, begun = StopStrings(marks), "", False
+        while True:
+            text = space + stops.push(self._held)
+            self._held = stops.held.removeprefix(stops.found) if stops.found else ""
+            if self._ended:
+                text += stops.finish()
+            if stripped:
+                text = text if begun else text.lstrip()
+                space = text[len(text.rstrip()) :]
+                text = text.rstrip()
+            begun = begun or bool(text)
+            self._add(kind, text)
+            if stops.found or self._ended:
+                return stops.found
+            yield
+
+    def _add(self, kind: str, text: str) -> None:
+        if text or kind == "call":
+            self._deltas.append(Delta(kind, text))

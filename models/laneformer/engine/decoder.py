@@ -15,7 +15,6 @@ import numpy as np
 
 from .sampling import Sampling
 
-MAX_SEQUENCES = 8  # that decode together
 # of cached keys and values: bytes of an element, and of the scale that a head has at each position
 KV_BYTES = {"fp32": (4, 0), "bf16": (2, 0), "fp16": (2, 0), "int8": (1, 4)}
 CUDA = "cuda"  # the `isa` of the decoder on GPUs
@@ -30,7 +29,7 @@ class Unanswered(RequestFailed):
 
 
 class EngineLost(RuntimeError):
-    """A process that holds lanes is gone: the engine is closed, and the model is to be loaded again."""
+    """The device has failed: no request can run until the model is loaded again."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,21 @@ class Request:
     keep_logits: bool = False  # the logits of every position as well
     # with keep_logits: positions, ascending, whose modules' outputs are kept
     keep_partials: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    name: str
+    dtype: str
+    weight_bytes: int
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """For multi-token prediction. ids: that it can draft. weight_bytes: read for each draft."""
+
+    ids: int
+    weight_bytes: int
 
 
 # of scored tokens: log p (count,) float32, likeliest ids int32 and their log p float32, flat
@@ -124,25 +138,17 @@ class Decoder(Protocol):
     @property
     def weight_bytes(self) -> int: ...
     @property
-    def draft_weight_bytes(self) -> int:
-        """Read for each draft by the model's own head; 0 where it makes none."""
-        ...
-
-    @property
     def max_joined(self) -> int: ...
     @property
     def failure(self) -> str | None:
         """Why all requests have ended, and none can join any more."""
         ...
 
-    def check(self, request: Request) -> None:
-        """ValueError for an option that this decoder does not support."""
-
-    def join(self, requests: Sequence[Request], alone: bool = False) -> list[int]:
+    def join(self, requests: Sequence[Request]) -> list[int]:
         """Begin requests before the same token; returns their tickets, which are never used again.
 
-        alone: no other joins until they have ended. RuntimeError where more than `max_joined` would run whose
-        end has not been collected; those that are alone may be up to MAX_SEQUENCES.
+        RuntimeError where more than `max_joined` would run whose end has not been collected; ValueError for an
+        option that this decoder does not have.
         """
         ...
 
@@ -173,6 +179,15 @@ class Decoder(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def finish_reason(request: Request, tokens: Sequence[int], cancelled: bool) -> str:
+    """Why a request without an error has ended: "stop" (a stop id, or all is scored), "cancelled" or "length"."""
+    if tokens and tokens[-1] in request.stop_ids:
+        return "stop"
+    if cancelled:
+        return "cancelled"
+    return "stop" if request.score_from else "length"
 
 
 @dataclass(frozen=True)

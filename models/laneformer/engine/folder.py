@@ -21,6 +21,7 @@ from ..llama.config import lanes_for, lanes_for_gpus
 from ..llama.gguf import GgufFile
 from ..llama.tensors import laneformer_of
 from ..llama.tokenizer import tokenizer_of
+from ..llama.variant import variant_of
 from ..old_spellings import MODEL_TYPES, modern_spelling
 from ..tensors import AS_IN_FILE, STORED_TYPES, Tensor, check_shapes, weight_files
 from .decoder import KV_BYTES
@@ -84,11 +85,6 @@ def read_checkpoint(
     own = {plain_name(name): tensor for name, tensor in stored.items()}
     check_shapes("the checkpoint", {name: t.values.shape for name, t in own.items()}, config.tensor_shapes())
     return Checkpoint(config, own, eos_ids(folder, values, config), files, *text_files(folder))
-
-
-def read_tensors(path: Path, lanes: int, dtype: str) -> Mapping[str, Tensor]:
-    """The tensors alone, for a process that has been told the rest."""
-    return read_checkpoint(path, lanes, None, dtype).tensors
 
 
 def with_context(config: LaneformerConfig, tokens: int, kv_dtype: str = "auto") -> LaneformerConfig:
@@ -282,8 +278,9 @@ def cos_and_sin(frequency: np.ndarray, context: int) -> tuple[np.ndarray, np.nda
 
 def query_scales(config: LaneformerConfig) -> np.ndarray | None:
     """What queries are multiplied with by position, (context,) float32; None where that is 1."""
-    if config.variant.query_growth is None:
+    growth = variant_of(config).query_growth
+    if growth is None:
         return None
-    grows, length = config.variant.query_growth
+    grows, length = growth
     turns = np.floor(np.arange(config.max_position_embeddings, dtype=np.float32) / np.float32(length))
     return (1 + np.float32(grows) * np.log(1 + turns)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The options of one generation, validated in one place."""
+"""The options of one generation and their ranges; requests.py checks the ids among them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .decoder import Request, Sampling
+from .decoder import Sampling
 
 MAX_DRAFT_TOKENS = 31  # columns of a pass beside the last known token's
 MAX_LOGPROBS = 100
@@ -44,8 +44,7 @@ class GenerationOptions:
 
     max_new_tokens: upper limit; generation also ends when the context is full.
     temperature: 0 is greedy (the lowest id wins a tie). seed: the same seed and prompt give the same tokens, for any
-    number of threads and on every device, up to ties within rounding. A batch draws with a seed for each prompt: a list
-    of them, or those that `batch_seeds` derives from the one given, which the first prompt keeps.
+    number of threads and on every device, up to ties within rounding.
     A token's logits are changed in this order:
     1. repetition_penalty (Hugging Face's definition): logits of ids in the prompt or the output are divided by it, or
        multiplied where negative.
@@ -70,7 +69,7 @@ class GenerationOptions:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int | Sequence[int] = 0
+    seed: int = 0
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -85,10 +84,7 @@ class GenerationOptions:
 
     def __post_init__(self) -> None:
         for name, (kind, low, high) in RANGES.items():
-            if name == "seed" and isinstance(self.seed, (list, tuple, np.ndarray)):
-                seeds = [in_range(f"seed[{i}]", seed, kind, low, high) for i, seed in enumerate(self.seed)]
-                object.__setattr__(self, name, tuple(seeds))
-            elif name != "logprobs" or self.logprobs is not None:
+            if name != "logprobs" or self.logprobs is not None:
                 object.__setattr__(self, name, in_range(name, getattr(self, name), kind, low, high))
         if self.top_p == 0.0:
             raise ValueError(
@@ -99,8 +95,7 @@ class GenerationOptions:
                 f"min_new_tokens = {self.min_new_tokens} exceeds max_new_tokens = {self.max_new_tokens}"
             )
         for name in ("ignore_eos", "reuse_prefix"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} = {getattr(self, name)!r} must be True or False")
+            check_flag(name, getattr(self, name))
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError(
                 f"logit_bias = {self.logit_bias!r} must map token ids to numbers, as {{42: -5.0}}"
@@ -109,39 +104,10 @@ class GenerationOptions:
         bias = {i: in_range(f"logit_bias[{i!r}]", b, float, low, high) for i, b in self.logit_bias.items()}
         object.__setattr__(self, "logit_bias", bias)
 
-    def requests(
-        self, prompts: Sequence[Sequence[int]], vocab_size: int, eos_ids: Sequence[int] = ()
-    ) -> list[Request]:
-        """What a decoder is given for each checked prompt; ids in the options are checked here."""
-        biased = checked_ids(list(self.logit_bias), vocab_size, "logit_bias")
-        stops = checked_ids(self.stop_ids, vocab_size, "stop_ids")
-        prediction = checked_ids(self.prediction, vocab_size, "prediction")
-        seeds = batch_seeds(self.seed, len(prompts)) if isinstance(self.seed, int) else list(self.seed)
-        if len(seeds) != len(prompts):
-            raise ValueError(
-                f"seed has {len(seeds)} values for {len(prompts)} prompts; give one integer, or one each"
-            )
-        names = {f.name for f in dataclasses.fields(Request)} & {f.name for f in dataclasses.fields(self)}
-        same = {
-            name: getattr(self, name) for name in names - {"logit_bias", "stop_ids", "logprobs", "prediction"}
-        }
-        return [
-            Request(
-                prompt,
-                **same,
-                sampling=self.sampling(seed),
-                logit_bias=list(zip(biased, self.logit_bias.values(), strict=True)),
-                prediction=prediction,
-                stop_ids=stops + ([] if self.ignore_eos else list(eos_ids)),
-                logprobs=None if self.logprobs is None else min(self.logprobs, vocab_size),
-            )
-            for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
-
-    def sampling(self, seed: int) -> Sampling:
+    def sampling(self) -> Sampling:
         greedy = self.temperature < MIN_TEMPERATURE or self.top_k == 1  # one candidate: nothing to draw
         return Sampling(
-            seed=seed,
+            seed=self.seed,
             inverse_temperature=0.0 if greedy else 1 / self.temperature,
             top_p=max(self.top_p, float(np.finfo(np.float32).tiny)),  # not rounded to 0
             min_p=self.min_p,
@@ -160,6 +126,11 @@ class GenerationOptions:
         return cls(**options)
 
 
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} = {value!r} must be True or False")
+
+
 def without_logprobs(options: Mapping[str, Any]) -> Mapping[str, Any]:
     if options.get("logprobs") is not None:
         raise ValueError(
@@ -174,18 +145,17 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     As Transformers' generate() applies that file: without do_sample the repetition penalty alone counts, with
     it top_k is 50 unless it says otherwise. A do_sample of false is a temperature of 0.
     """
-    said = {name: value for name, value in generation_config.items() if value is not None}
+    settings = {name: value for name, value in generation_config.items() if value is not None}
     names = ["repetition_penalty"]
-    greedy = {"temperature": 0.0} if said.get("do_sample") is False else {}
-    found: dict[str, Any] = {}
-    if said.get("do_sample"):
+    wanted: dict[str, Any] = {}
+    if settings.get("do_sample"):
         names += ["temperature", "top_k", "top_p", "min_p"]
-        found = {"temperature": 1.0, "top_k": 50}
-    found |= {name: said[name] for name in names if name in said}
-    off = GenerationOptions()
-    options = GenerationOptions(**found)  # ValueError for what the file gets wrong
-    changed = {name: getattr(options, name) for name in found if getattr(options, name) != getattr(off, name)}
-    return greedy | changed
+        wanted = {"temperature": 1.0, "top_k": 50}
+    wanted |= {name: settings[name] for name in names if name in settings}
+    off = vars(GenerationOptions())
+    options = vars(GenerationOptions(**wanted))  # ValueError for what the file gets wrong
+    changed = {name: options[name] for name in wanted if options[name] != off[name]}
+    return {"temperature": 0.0, **changed} if settings.get("do_sample") is False else changed
 
 
 def conversation_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,9 +164,7 @@ def conversation_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def batch_seeds(seed: int, prompts: int) -> list[int]:
-    """The seeds that one seed gives the prompts of a batch; `generate` with seed i draws the
-    tokens of prompt i.
-    """
+    """The seeds that one seed gives several answers; the first keeps it."""
     return [(seed + i * SEED_STEP) % 2**64 for i in range(prompts)]
 
 
@@ -208,16 +176,3 @@ def in_range(name: str, value: Any, kind: type, low: float, high: float) -> Any:
     if not low <= value <= high:
         raise ValueError(f"{name} = {value!r} is outside {low} to {high}")
     return kind(value)
-
-
-def checked_ids(ids: Any, vocab_size: int, what: str) -> list[int]:
-    """Token ids as a list of Python ints, each in 0 .. vocab_size - 1, else ValueError."""
-    array = np.asarray(ids)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(
-            f"{what} must be a flat sequence of integers, not {type(ids).__name__} of shape {array.shape}"
-        )
-    bad = array[(array < 0) | (array >= vocab_size)] if array.size else array
-    if bad.size:
-        raise ValueError(f"{what} holds {int(bad[0])}, outside the vocabulary of 0 to {vocab_size - 1}")
-    return [int(i) for i in array]

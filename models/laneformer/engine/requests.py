@@ -1,4 +1,4 @@
-"""From what a caller gives to what a decoder is given: prompts and options are checked here, whoever asks."""
+"""From what a caller gives to what a decoder is given: every id is checked here, every option in options.py."""
 
 from __future__ import annotations
 
@@ -6,51 +6,57 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from ..config import LaneformerConfig
-from .decoder import MAX_SEQUENCES, Decoder, Request
-from .options import MAX_LOGPROBS, GenerationOptions, checked_ids, in_range
+from .decoder import Request
+from .options import MAX_LOGPROBS, GenerationOptions, check_flag, in_range
+
+SAME_FIELDS = (  # of GenerationOptions and of Request
+    "max_new_tokens",
+    "min_new_tokens",
+    "reuse_prefix",
+    "speculate",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
 
 
 class Requests:
-    """Makes the requests of one engine; ValueError for what its model or its decoder does not take."""
+    """Makes the requests of one engine; ValueError for what its model does not take."""
 
-    def __init__(self, config: LaneformerConfig, eos_ids: Sequence[int], decoder: Decoder):
-        self.config, self.eos_ids, self.decoder = config, eos_ids, decoder
+    def __init__(self, config: LaneformerConfig, eos_ids: Sequence[int]):
+        self.config, self.eos_ids = config, eos_ids
 
     def generation(
         self, prompt: Sequence[int], options: Mapping[str, Any], what: str = "prompt_ids", **fields: Any
     ) -> Request:
         """`options` are those of GenerationOptions, `fields` others of Request."""
-        ids = self.checked(prompt, what)
-        return self._every([ids], GenerationOptions.from_kwargs(options), fields)[0]
-
-    def batch(self, prompts: Sequence[Sequence[int]], options: Mapping[str, Any]) -> list[Request]:
-        given: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # arrays and tensors
-        if isinstance(given, str) or not hasattr(given, "__len__") or not 1 <= len(given) <= MAX_SEQUENCES:
-            raise ValueError(
-                f"prompts must be a list of 1 to {MAX_SEQUENCES} prompts, each a list of token ids"
-            )
-        every = [self.checked(prompt, f"prompts[{i}]") for i, prompt in enumerate(given)]
-        return self._every(every, GenerationOptions.from_kwargs(options), {"quiet": True})
+        ids = self._checked_prompt(prompt, what)
+        checked = GenerationOptions.from_kwargs(options)
+        request = make_request(checked, ids, self.config.vocab_size, self.eos_ids)
+        return dataclasses.replace(request, **fields)
 
     def scoring(self, ids: Sequence[int], start: int, top: int, reuse_prefix: bool = True) -> Request:
-        checked = self.checked(ids, "ids", self.config.max_position_embeddings + 1)
+        checked = self._checked_prompt(ids, "ids", self.config.max_position_embeddings + 1)
         first = in_range("start", start, int, 1, len(checked))
         count = in_range("top", top, int, 0, min(MAX_LOGPROBS, self.config.vocab_size))
-        if not isinstance(reuse_prefix, bool):
-            raise ValueError(f"reuse_prefix = {reuse_prefix!r} must be True or False")
+        check_flag("reuse_prefix", reuse_prefix)
         return Request(checked, score_from=first, logprobs=count, reuse_prefix=reuse_prefix)
 
     def logits(self, ids: Sequence[int], positions: Sequence[int] = ()) -> Request:
         """For the logits of every position, and the outputs of modules at `positions`."""
-        request = Request(
-            self.checked(ids, "ids"), score_from=1, logprobs=0, reuse_prefix=False, keep_logits=True,
+        return Request(
+            self._checked_prompt(ids, "ids"),
+            score_from=1,
+            logprobs=0,
+            reuse_prefix=False,
+            keep_logits=True,
             keep_partials=list(positions),
-        )  # fmt: skip
-        self.decoder.check(request)
-        return request
+        )
 
-    def checked(self, ids: Sequence[int], what: str, longest: int | None = None) -> list[int]:
+    def _checked_prompt(self, ids: Sequence[int], what: str, longest: int | None = None) -> list[int]:
         checked = checked_ids(ids, self.config.vocab_size, what)
         context = longest or self.config.max_position_embeddings
         if not checked:
@@ -61,11 +67,35 @@ class Requests:
             )
         return checked
 
-    def _every(
-        self, prompts: list[list[int]], options: GenerationOptions, fields: Mapping[str, Any]
-    ) -> list[Request]:
-        every = options.requests(prompts, self.config.vocab_size, self.eos_ids)
-        every = [dataclasses.replace(request, **fields) for request in every]
-        for request in every:
-            self.decoder.check(request)
-        return every
+
+def make_request(
+    options: GenerationOptions, prompt: Sequence[int], vocab_size: int, eos_ids: Sequence[int] = ()
+) -> Request:
+    """For a checked prompt; ids in the options are checked here."""
+    biased = checked_ids(list(options.logit_bias), vocab_size, "logit_bias")
+    stops = checked_ids(options.stop_ids, vocab_size, "stop_ids")
+    logprobs = options.logprobs
+    if logprobs is not None:
+        logprobs = min(logprobs, vocab_size)
+    return Request(
+        prompt,
+        **{name: getattr(options, name) for name in SAME_FIELDS},
+        sampling=options.sampling(),
+        logit_bias=list(zip(biased, options.logit_bias.values(), strict=True)),
+        prediction=checked_ids(options.prediction, vocab_size, "prediction"),
+        stop_ids=stops if options.ignore_eos else [*stops, *eos_ids],
+        logprobs=logprobs,
+    )
+
+
+def checked_ids(ids: Any, vocab_size: int, what: str) -> list[int]:
+    """Token ids as a list of Python ints, each in 0 .. vocab_size - 1, else ValueError."""
+    array = np.asarray(ids)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(
+            f"{what} must be a flat sequence of integers, not {type(ids).__name__} of shape {array.shape}"
+        )
+    bad = array[(array < 0) | (array >= vocab_size)] if array.size else array
+    if bad.size:
+        raise ValueError(f"{what} holds {int(bad[0])}, outside the vocabulary of 0 to {vocab_size - 1}")
+    return [int(i) for i in array]

@@ -14,10 +14,8 @@ from transformers import PretrainedConfig
 
 from ..config import LaneformerConfig
 from ..ropes import LLAMA3_KEYS  # noqa: F401  (Transformers 4.57 copies what this file imports alone)
-from ..variant import NO_VARIANT
 
-# a variant is another family's, and none of those is exported
-FIELDS = {f.name: f.default for f in dataclasses.fields(LaneformerConfig) if f.default != NO_VARIANT}
+FIELDS = {f.name: f.default for f in dataclasses.fields(LaneformerConfig)}
 
 
 class LaneformerHFConfig(PretrainedConfig):

@@ -41,6 +41,10 @@ AUTO_MAP = {
     "AutoModel": "modeling_laneformer.LaneformerModel",
     "AutoModelForCausalLM": "modeling_laneformer.LaneformerForCausalLM",
 }
+CODE = (
+    "cache.py", "config.py", "initialization.py", "lanes.py", "model.py", "mtp.py", "positions.py", "ropes.py",
+    "hf/configuration_laneformer.py", "hf/modeling_laneformer.py",
+)  # fmt: skip
 CHAT = "only `user` and `assistant` messages; system messages are ignored"
 CHAT_WITH_TOOLS = (
     "system messages, tools, their calls and results (role `tool`), as the model was trained on them"
@@ -138,8 +142,8 @@ def copy_tokenizer(
     """The tokenizer's files, with the run's chat template or else the published one; its special
     tokens, and the ids of those that config.json names.
     """
-    kept = run_folder / CHAT_TEMPLATE.name
-    template = kept if kept.is_file() else CHAT_TEMPLATE
+    own_template = run_folder / CHAT_TEMPLATE.name
+    template = own_template if own_template.is_file() else CHAT_TEMPLATE
     made, special = write_tokenizer(path, folder, config.max_position_embeddings, template)
     if (pieces := 1 + max(made.get_vocab().values())) > config.vocab_size:
         raise ValueError(
@@ -192,8 +196,8 @@ def load_weights(checkpoint: Path, config: LaneformerConfig) -> dict[str, Tensor
     reader = dcp.FileSystemReader(checkpoint)
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     expected = config.tensor_shapes()
-    found = {name: stored[name].size for name in stored if name in expected or name.startswith("layers.")}
-    check_shapes(str(checkpoint), found, expected, "; pass its own --config")
+    shapes = {name: stored[name].size for name in stored if name in expected or name.startswith("layers.")}
+    check_shapes(str(checkpoint), shapes, expected, "; pass its own --config")
     weights = {
         name: torch.empty(shape, dtype=stored[name].properties.dtype) for name, shape in expected.items()
     }
@@ -239,22 +243,9 @@ def write_configs(folder: Path, config: LaneformerConfig, dtype: DType, token_id
 def write_code(folder: Path) -> None:
     """The files of remote code, in one flat folder, so `from ..model` becomes `from .model`."""
     package = Path(__file__).parent.parent
-    ours = (
-        "config.py",
-        "experts.py",
-        "initialization.py",
-        "linear.py",
-        "model.py",
-        "norms.py",
-        "positions.py",
-        "ropes.py",
-        "variant.py",
-    )
-    for source in (*ours, "hf/configuration_laneformer.py", "hf/modeling_laneformer.py"):
-        text = (package / source).read_text()
-        (folder / Path(source).name).write_text(
-            re.sub(r"^from \.\.(\w)", r"from .\1", text, flags=re.MULTILINE)
-        )
+    for source in CODE:
+        text = re.sub(r"^from \.\.(\w)", r"from .\1", (package / source).read_text(), flags=re.MULTILINE)
+        (folder / Path(source).name).write_text(text)
 
 
 def model_card(

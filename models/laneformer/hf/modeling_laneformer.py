@@ -23,11 +23,11 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from ..experts import LaneExperts  # noqa: F401  (Transformers 4.57 copies what this file imports alone)
+from ..cache import KVCache  # noqa: F401  (Transformers 4.57 copies what this file imports alone)
 from ..initialization import init_parameter
-from ..linear import LaneLinear  # noqa: F401
-from ..model import LaneformerLayer, LMHead, MTPHead, run_layers
-from ..norms import LaneRMSNorm
+from ..lanes import LaneRMSNorm
+from ..model import LaneformerLayer, LMHead, run_layers
+from ..mtp import MTPHead
 from ..positions import rope_table
 from .configuration_laneformer import LaneformerHFConfig
 
@@ -99,7 +99,10 @@ class LaneformerModel(LaneformerPreTrainedModel):
         self.layers = nn.ModuleList(LaneformerLayer(lanes, i) for i in range(lanes.num_hidden_layers))
         self.norm = LaneRMSNorm(lanes)
         # kept with the model for engines that draft with it; neither used nor trained here
-        self.mtp = MTPHead(lanes).requires_grad_(False) if lanes.num_nextn_predict_layers else None
+        self.mtp = None
+        if lanes.num_nextn_predict_layers:
+            layer = LaneformerLayer(lanes, lanes.num_hidden_layers)
+            self.mtp = MTPHead(lanes, layer).requires_grad_(False)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -228,8 +231,8 @@ class LaneformerForCausalLM(LaneformerPreTrainedModel, GenerationMixin):
         h, cache = self.model.streams(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, cache, **where
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(h[:, kept], self.model.norm, self.get_input_embeddings().weight)
+        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(h[:, positions], self.model.norm, self.get_input_embeddings().weight)
         loss = None
         if labels is not None:
             loss = self.loss_function(

@@ -76,15 +76,15 @@ def _tokenizer_from_json(path: Path) -> tuple[Tokenizer, dict[str, str]]:
     beside = path.with_name("tokenizer_config.json")
     values = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
     named = {name: values.get(name) for name in ("bos_token", "eos_token", "pad_token")}
-    said = {name: value["content"] if isinstance(value, dict) else value for name, value in named.items()}
-    eos, unk = said.get("eos_token"), getattr(tokenizer.model, "unk_token", None)
-    bos = said.get("bos_token") or eos
+    tokens = {name: value["content"] if isinstance(value, dict) else value for name, value in named.items()}
+    eos, unk = tokens.get("eos_token"), getattr(tokenizer.model, "unk_token", None)
+    bos = tokens.get("bos_token") or eos
     if eos is None or bos is None or None in map(tokenizer.token_to_id, (bos, eos)):
         raise ValueError(
             f"{beside} must name eos_token and bos_token of {path}; the one in the data folder does"
         )
     begin_with(bos, tokenizer)
-    pads = (said.get("pad_token"), *PADDING, unk)
+    pads = (tokens.get("pad_token"), *PADDING, unk)
     pad = next((p for p in pads if p and p not in (bos, eos) and tokenizer.token_to_id(p) is not None), None)
     special = {"unk_token": unk, "bos_token": bos, "eos_token": eos, "pad_token": pad}
     return tokenizer, {name: token for name, token in special.items() if token}

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import LaneformerConfig
-from ..variant import Experts, Variant
 from .rope import rope_fields
+from .variant import Experts, FamilyConfig, Variant
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
          "max_position_embeddings")  # fmt: skip
@@ -85,7 +85,7 @@ GPT_OSS = {
     "num_local_experts": 128,
     "num_experts": None, "num_experts_per_tok": 4, "rope_theta": 150000.0, "quantization_config": None,
     "output_router_logits": None, "router_aux_loss_coef": None,
-    "experts_per_token": None, "initial_context_length": None,  # of the first files: said again
+    "experts_per_token": None, "initial_context_length": None,  # of the first files: written twice
 }  # fmt: skip
 FAMILIES = {
     "llama": Family(("LlamaForCausalLM",)),
@@ -158,12 +158,12 @@ BY_NAME = {"qwen35": GATED, "qwen3next": GATED}  # by beginnings of names
 def config_of_llama(values: Mapping[str, Any], lanes: int) -> LaneformerConfig:
     """The architecture with its heads and MLP rows on `lanes` lanes. ValueError names what is not supported."""
     try:
-        return translated(values, lanes)
+        return translate(values, lanes)
     except TypeError as error:
         raise ValueError(f"config.json holds a value of the wrong type: {error}") from None
 
 
-def translated(values: Mapping[str, Any], lanes: int) -> LaneformerConfig:
+def translate(values: Mapping[str, Any], lanes: int) -> LaneformerConfig:
     values = text_values(values)
     family = family_of(values)
     read = {**OPTIONAL, **family.optional, **values}
@@ -173,8 +173,8 @@ def translated(values: Mapping[str, Any], lanes: int) -> LaneformerConfig:
     layers = range(read["num_hidden_layers"])
     nope = layers_without_rope(read, layers) if "no_rope_layers" in family.optional else ()
     window, windowed = windows(read, family, layers, nope)
-    config = LaneformerConfig(
-        **{name: read[family.width if name == "intermediate_size" else name] for name in SIZES},
+    fields: dict[str, Any] = dict(
+        {name: read[family.width if name == "intermediate_size" else name] for name in SIZES},
         num_key_value_heads=read["num_key_value_heads"] or read["num_attention_heads"],
         head_dim=read["head_dim"],
         num_lanes=lanes,
@@ -190,6 +190,7 @@ def translated(values: Mapping[str, Any], lanes: int) -> LaneformerConfig:
         qk_norm=family.qk_norm,
         nope_layers=nope,
     )
+    config = LaneformerConfig(**fields)
     rope = rope_fields(read, config.head_dim, family.ropes)
     variant = Variant(
         **family.variant,
@@ -197,7 +198,9 @@ def translated(values: Mapping[str, Any], lanes: int) -> LaneformerConfig:
         experts=experts(read, family.interleaved),
         **scales(read),
     )
-    return dataclasses.replace(config, **rope, variant=variant)
+    if not variant.differences():
+        return dataclasses.replace(config, **rope)
+    return FamilyConfig(**fields | rope, variant=variant)
 
 
 def text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -219,17 +222,17 @@ def experts(read: Mapping[str, Any], biased: bool) -> Experts | None:
 
 def scales(read: Mapping[str, Any]) -> dict[str, Any]:
     """Scales of embeddings, scores and queries, by the names of a Variant."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if "embedding_multiplier" in read:
-        found["embedding_scale"] = read["embedding_multiplier"] / read["residual_multiplier"]
-        found["attention_scale"] = read["attention_multiplier"]
+        values["embedding_scale"] = read["embedding_multiplier"] / read["residual_multiplier"]
+        values["attention_scale"] = read["attention_multiplier"]
     if "query_pre_attn_scalar" in read:
-        found["embedding_scale"] = read["hidden_size"] ** 0.5
-        found["attention_scale"] = read["query_pre_attn_scalar"] ** -0.5
+        values["embedding_scale"] = read["hidden_size"] ** 0.5
+        values["attention_scale"] = read["query_pre_attn_scalar"] ** -0.5
     rope = read["rope_scaling"] or read["rope_parameters"] or {}
     if grows := rope.get("llama_4_scaling_beta"):
-        found["query_growth"] = grows, rope["original_max_position_embeddings"]
-    return found
+        values["query_growth"] = grows, rope["original_max_position_embeddings"]
+    return values
 
 
 def logits_factor(values: Mapping[str, Any]) -> float:
@@ -312,8 +315,8 @@ def check_key(key: str, value: Any, family: Family) -> None:
 def why_not(name: str, known: Iterable[str], values: Mapping[str, Any]) -> str:
     """Of a family, or a GGUF file's architecture, that is not known: what it has, and the nearest that is."""
     text = values.get("text_config")
-    said = {**values, **text} if isinstance(text, Mapping) else values
-    reasons = {meaning for key, value in said.items() if value and (meaning := meaning_of(key))}
+    every = {**values, **text} if isinstance(text, Mapping) else values
+    reasons = {meaning for key, value in every.items() if value and (meaning := meaning_of(key))}
     reasons |= {meaning for start, meaning in BY_NAME.items() if name.replace("_", "").startswith(start)}
     near = difflib.get_close_matches(name.removesuffix("_text"), known, n=1)
     why = f" ({', '.join(sorted(reasons))})" if reasons else ""

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..ropes import LLAMA3_KEYS, float32, plain, wavelengths, yarn
-from ..variant import Rope
+from ..ropes import LLAMA3_KEYS, Rope, float32, plain, wavelengths, yarn
 
 KINDS = ("full_attention", "sliding_attention")
 PLAIN = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "original_max_position_embeddings"}
@@ -36,10 +35,10 @@ def rope_fields(read: Mapping[str, Any], head_dim: int, by_kind: Mapping[str, fl
     if nested and not by_kind:
         raise ValueError(f"RoPE by kind of layer, {given}, is not supported for this model_type")
     kinds = {kind: given.get(kind) or {} for kind in KINDS} if nested else {KINDS[0]: given, KINDS[1]: {}}
-    full = completed(kinds[KINDS[0]], read, read.get("rope_theta") or by_kind.get(KINDS[0], 10000.0))
+    full = complete(kinds[KINDS[0]], read, read.get("rope_theta") or by_kind.get(KINDS[0], 10000.0))
     if by_kind:
         local = read.get("rope_local_base_freq") or by_kind[KINDS[1]] or full["rope_theta"]
-        sliding = completed(kinds[KINDS[1]], read, local)
+        sliding = complete(kinds[KINDS[1]], read, local)
         return {"ropes": tuple(rope_of(kind, read, head_dim) for kind in (full, sliding))}
     plain = full["partial_rotary_factor"] == 1.0 and not full.get("llama_4_scaling_beta")
     if plain and full["rope_type"] in ("default", "llama3"):
@@ -51,7 +50,7 @@ def rope_fields(read: Mapping[str, Any], head_dim: int, by_kind: Mapping[str, fl
     return {"ropes": (rope_of(full, read, head_dim),)}
 
 
-def completed(given: Mapping[str, Any], read: Mapping[str, Any], theta: float) -> dict[str, Any]:
+def complete(given: Mapping[str, Any], read: Mapping[str, Any], theta: float) -> dict[str, Any]:
     """One kind's parameters with base, type and share of rotated pairs; ValueError for what is not known."""
     kind = given.get("rope_type", given.get("type", "default"))
     kind = "longrope" if kind == "su" or (kind == "yarn" and "long_factor" in given) else kind

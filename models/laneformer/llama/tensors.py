@@ -17,19 +17,20 @@ from typing import Any
 
 import numpy as np
 
-from ..config import EMBEDDING, HEAD, ROUTER, LaneformerConfig
+from ..config import EMBEDDING, HEAD, LaneformerConfig
 from ..tensors import STORED_TYPES, Tensor, check_shapes, type_of
 from .config import FAMILIES, Family, config_of_llama, logits_factor, text_values
 from .interleaved import InterleavedExperts
 from .stacked import StackedExperts
+from .variant import ROUTER, variant_of
 
 WHOLE = {EMBEDDING: "model.embed_tokens.weight", "norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
 PARTS = {
     "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj",
     "attention.wv": "self_attn.v_proj", "attention.wo": "self_attn.o_proj", "attention.q_norm": "self_attn.q_norm",
     "attention.k_norm": "self_attn.k_norm", "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj", "attention_post_norm": "post_attention_layernorm",
-    "ffn_post_norm": "post_feedforward_layernorm", "attention_norm": "input_layernorm", ROUTER: "mlp.gate",
+    "feed_forward.w3": "mlp.up_proj", "attention.post_norm": "post_attention_layernorm",
+    "feed_forward.post_norm": "post_feedforward_layernorm", "attention_norm": "input_layernorm", ROUTER: "mlp.gate",
     "attention.sinks": "self_attn.sinks",
 }  # fmt: skip
 FFN_NORM = {"pre": "post_attention_layernorm", "both": "pre_feedforward_layernorm"}  # by `norm_placement`
@@ -55,15 +56,17 @@ def laneformer_of(
     if values is not text_values(values):
         values, tensors = text_values(values), text_tensors(tensors)
     family = FAMILIES[values["model_type"]]
-    if config.variant.experts and not hasattr(tensors, "shapes"):
+    if variant_of(config).experts and not hasattr(tensors, "shapes"):
         tensors = InterleavedExperts(tensors) if family.interleaved else StackedExperts(tensors)
     return config, LlamaTensors(config, family, tensors, logits_factor(values))
 
 
 def text_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Those of the text model, named as if it were alone."""
-    kept = {name: tensor for name, tensor in tensors.items() if not OTHER_TOWER.match(name)}
-    return {NESTED.sub("" if "lm_head" in name else "model.", name): tensor for name, tensor in kept.items()}
+    of_text = {name: tensor for name, tensor in tensors.items() if not OTHER_TOWER.match(name)}
+    return {
+        NESTED.sub("" if "lm_head" in name else "model.", name): tensor for name, tensor in of_text.items()
+    }
 
 
 class LlamaTensors(Mapping[str, Tensor]):
@@ -74,20 +77,21 @@ class LlamaTensors(Mapping[str, Tensor]):
     ):
         self.config, self.family, self.tensors, self.logits = config, family, tensors, logits
         self.shapes = config.tensor_shapes()
-        ropes = config.variant.ropes
+        self.variant = variant_of(config)
+        ropes = self.variant.ropes
         self.rotated = 2 * len(ropes[0].frequencies) if ropes else config.head_dim  # of a head's rows
         # a GGUF file has norms as they are multiplied; it knows its shapes, and widens a tensor when it is asked for
         self.norm_offset = 0.0 if hasattr(tensors, "shapes") else family.norm_offset
         known = getattr(tensors, "shapes", None) or {name: tensors[name].values.shape for name in tensors}
-        found = {name: known[name] for name in tensors if not IGNORED.fullmatch(name)}
-        if config.tie_word_embeddings and found.pop(HEAD, None):
+        stored_shapes = {name: known[name] for name in tensors if not IGNORED.fullmatch(name)}
+        if config.tie_word_embeddings and stored_shapes.pop(HEAD, None):
             self._expect_tied()
         expected: dict[str, tuple[int, ...]] = {}
         for name in self.shapes:
             source, rows = self._source_of(name), self._source_shape(name)
             before = expected.get(source, (0,))[0] if self.family.fused else 0
             expected[source] = (before + rows[0], *rows[1:])
-        check_shapes("the checkpoint", found, expected)
+        check_shapes("the checkpoint", stored_shapes, expected)
 
     def __getitem__(self, name: str) -> Tensor:
         shape, (part, _) = self.shapes[name], part_of(name)
@@ -155,8 +159,8 @@ class LlamaTensors(Mapping[str, Tensor]):
 
     def _source_of(self, name: str) -> str:
         """Hugging Face's name of the tensor that holds one of ours."""
-        source = source_of(name, self.config.variant.norm_placement)
-        if self.config.variant.experts and ROUTER not in name:
+        source = source_of(name, self.variant.norm_placement)
+        if self.variant.experts and ROUTER not in name:
             source = source.replace(".mlp.", ".mlp.experts.")
         for fused, parts in FUSED.items() if self.family.fused else ():
             if name.split(".")[-2] in parts:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..engine.bench import probe, slower_link
 from ..engine.decoder import CUDA
-from ..engine.options import checked_ids
+from ..engine.requests import checked_ids
 from .options import ServerOptions
 from .scheduler import Scheduler
 
@@ -31,7 +31,6 @@ try:
     from prometheus_client import generate_latest
     from starlette.exceptions import HTTPException
 
-    from .access import Access
     from .apis import ollama
     from .apis.chat import ConversationAnswer
     from .apis.completions import CompletionAnswer
@@ -39,7 +38,7 @@ try:
     from .apis.responses import ResponsesAnswer, ResponsesRequest
     from .bodies import Body, RequestError
     from .context import ServingContext
-    from .endpoints import Endpoints
+    from .endpoints import Access, Endpoints
     from .metrics import Metrics
     from .schema import CompletionRequest, ConversationRequest
     from .sending import STATUS, error_response
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
 SWITCH_S = 0.0005  # that one thread keeps others waiting; Python's own 5 ms add up over several turns
 UNANSWERED = 70  # status of the process where the device does not answer (EX_SOFTWARE)
 UNANSWERED_S = 5.0  # until then /health says so
+ENGINE_FACTS = "isa", "dtype", "math", "kv_dtype", "threads", "weight_bytes"
 PLAYGROUND = Path(__file__).with_name("playground")
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'",
@@ -62,26 +62,32 @@ PAGE_HEADERS = {
 
 def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
     """The application around an engine, which takes no other requests until the application has shut down."""
-    names = ("isa", "dtype", "math", "kv_dtype", "threads", "weight_bytes")
-    facts: dict[str, Any] = {"id": options.model, **{name: getattr(engine, name) for name in names}}
     # before requests come, so that nothing disturbs it, and again between them: other work may have
-    facts["probe_bytes_per_s"] = None if engine.isa == CUDA else probe(engine)
+    on_cpu = engine.isa != CUDA
+    facts: dict[str, Any] = {"probe_bytes_per_s": probe(engine) if on_cpu else None}
     facts["link"] = slower_link(engine, options.link_us) if options.link_us else None
 
     def probe_again() -> None:
-        if engine.isa != CUDA:
+        if on_cpu:
             facts["probe_bytes_per_s"] = max(facts["probe_bytes_per_s"], probe(engine))
 
     scheduler = Scheduler(engine, options.max_waiting, options.deadline_s, probe_again)
-    context = ServingContext(scheduler, engine, options.model, options.speculate, options.reasoning_budget)
-    facts["sampling_defaults"] = context.conversation_defaults  # what the playground shows
-    facts["completion_defaults"] = context.completion_defaults
-    facts["draft_model"] = engine.draft_model and dataclasses.asdict(engine.draft_model)
-    facts["draft_head"] = engine.draft_head and dataclasses.asdict(engine.draft_head)
-    facts["max_joined"] = scheduler.max_joined
-    facts |= {name: getattr(context, name) for name in ("context_tokens", "vocab_size")}
-    facts["version"] = __version__
-    facts["chat"] = bool(engine.tokenizer_config.get("chat_template"))
+    context = ServingContext(
+        scheduler, engine, options.model_name, options.speculate, options.reasoning_budget
+    )
+    facts |= {
+        "id": options.model_name,
+        "version": __version__,
+        "chat": bool(engine.tokenizer_config.get("chat_template")),
+        "sampling_defaults": context.conversation_defaults,  # what the playground shows
+        "completion_defaults": context.completion_defaults,
+        "draft_model": engine.draft_model and dataclasses.asdict(engine.draft_model),
+        "draft_head": engine.draft_head and dataclasses.asdict(engine.draft_head),
+        "max_joined": scheduler.max_joined,
+        "context_tokens": context.context_tokens,
+        "vocab_size": context.vocab_size,
+        **{name: getattr(engine, name) for name in ENGINE_FACTS},
+    }
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -146,13 +152,15 @@ def add_facts(app: FastAPI, scheduler: Scheduler, facts: dict[str, Any], metrics
 
     @app.get("/props")
     async def props() -> dict[str, Any]:
-        now = dict(facts)
-        read = now["probe_bytes_per_s"]
-        if drafts := now["draft_model"]:
-            now["draft_model"] = drafts | {"kv_bytes": scheduler.engine.draft_kv_bytes}
-        now |= {"limit_tokens_per_s": read and read / now["weight_bytes"], **scheduler.engine.kv_cache}
-        now["saved_prefixes"] = scheduler.engine.saved_prefixes or None
-        return now | {"processor_share": scheduler.totals.processor_share}
+        engine, read, drafts = scheduler.engine, facts["probe_bytes_per_s"], facts["draft_model"]
+        return {
+            **facts,
+            **engine.kv_cache,
+            "draft_model": drafts and {**drafts, "kv_bytes": engine.draft_kv_bytes},
+            "limit_tokens_per_s": read and read / facts["weight_bytes"],
+            "saved_prefixes": engine.saved_prefixes or None,
+            "processor_share": scheduler.totals.processor_share,
+        }
 
     @app.get("/metrics")
     async def metrics_text() -> Response:
@@ -190,11 +198,11 @@ def detokenize(body: Detokenize, context: ServingContext) -> dict[str, Any]:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    async def told(request: Request, error: Exception) -> Response:
+    async def answer_error(request: Request, error: Exception) -> Response:
         return error_response(error, request.url.path)
 
     for kind_of_error in (HTTPException, RequestError, *STATUS, Exception):
-        app.add_exception_handler(kind_of_error, told)
+        app.add_exception_handler(kind_of_error, answer_error)
 
 
 class Server(uvicorn.Server):
@@ -212,7 +220,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         host, port = (sockets or [])[0].getsockname()[:2]
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        print(f"laneformer serves {self.options.model} at {address}", flush=True)
+        print(f"laneformer serves {self.options.model_name} at {address}", flush=True)
         key = ' -H "Authorization: Bearer $KEY"' if self.options.api_key else ""
         asks = """'{"messages": [{"role": "user", "content": "Hello"}]}'"""
         json = "-H 'Content-Type: application/json'"

@@ -58,6 +58,7 @@ class Body(BaseModel):
     refused: further known ones, and what to do instead. unused: those without effect, and the values that
     ask for none, so that they need no warning; None: all do. neutral: those that would change the answer,
     and the values with which they do not. renamed: other servers' names of fields. place: of the object.
+    closed: all others are refused.
     """
 
     model_config = ConfigDict(strict=True)
@@ -66,28 +67,29 @@ class Body(BaseModel):
     neutral: ClassVar[Mapping[str, Sequence[Any]]] = {}
     renamed: ClassVar[Mapping[str, str]] = {}
     place: ClassVar[str] = ""
+    closed: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
     def _known(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             return data
-        reading, given = info.context or STRICTLY, {}
+        reading, fields = info.context or STRICTLY, {}
         for name, value in data.items():
             if value is None:
                 continue
             if name in cls.model_fields:
-                given[name] = value
+                fields[name] = value
             elif name in cls.refused:
                 refuse(name, f"{name} is not supported: {cls.refused[name]}", "unsupported_parameter")
             elif name in cls.renamed and not reading.strict:
-                given.setdefault(cls.renamed[name], value)
+                fields.setdefault(cls.renamed[name], value)
                 reading.unused[cls.place + name] = None
             elif cls._harmless(name, value):
                 continue
             elif cls.place + name not in reading.unused:
                 cls._take(name, value, reading)
-        return given
+        return fields
 
     @classmethod
     def _harmless(cls, name: str, value: Any) -> bool:
@@ -99,10 +101,10 @@ class Body(BaseModel):
     @classmethod
     def _take(cls, name: str, value: Any, reading: Reading) -> None:
         """A field that is not used."""
-        told = f"{name[:SHOWN_CHARS]} = {shown(value)}"
+        spelled = f"{name[:SHOWN_CHARS]} = {quote(value)}"
         if name in cls.neutral or (reading.strict and name in cls.unused):
             allowed = [*(cls.neutral.get(name) or cls.unused[name] or ())]
-            refuse(name, f"{told} is not supported; use one of {allowed}, or leave it out")
+            refuse(name, f"{spelled} is not supported; use one of {allowed}, or leave it out")
         if name not in cls.unused:
             likeness = 0.6 if reading.strict else TYPO
             names = [*cls.model_fields, *cls.refused]
@@ -110,7 +112,7 @@ class Body(BaseModel):
             hint = (
                 f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(cls.model_fields))}"
             )
-            if near or reading.strict or len(reading.unused) >= MAX_UNUSED:
+            if near or reading.strict or cls.closed or len(reading.unused) >= MAX_UNUSED:
                 refuse(name, f"{name[:SHOWN_CHARS]} is unknown; {hint}", "unknown_parameter")
         reading.unused[cls.place + name[:SHOWN_CHARS]] = None
 
@@ -118,18 +120,18 @@ class Body(BaseModel):
     def read(cls, raw: bytes, reading: Reading) -> Self:
         """The object that these bytes hold; RequestError says what is wrong with them."""
         try:
-            value = parsed(raw, reading.max_values)
+            value = parse_json(raw, reading.max_values)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the body is not a JSON object: {error}", None, "invalid_json") from None
-        return cls.made(value, reading)
+        return cls.from_fields(value, reading)
 
     @classmethod
-    def made(cls, value: Any, reading: Reading) -> Self:
+    def from_fields(cls, value: Any, reading: Reading) -> Self:
         """The object with these fields; RequestError says what is wrong with them."""
         try:
             return cls.model_validate(value, context=reading)
         except ValidationError as error:
-            raise refusal(error.errors(include_url=False)) from None
+            raise explain_errors(error.errors(include_url=False)) from None
 
 
 class _Yielding(json.JSONDecoder):
@@ -141,7 +143,7 @@ class _Yielding(json.JSONDecoder):
         self.scan_once = scanner.py_make_scanner(self)  # type: ignore[attr-defined]
 
 
-def parsed(raw: bytes, max_values: int = MAX_VALUES) -> Any:
+def parse_json(raw: bytes, max_values: int = MAX_VALUES) -> Any:
     text = raw.decode()
     values = sum(map(text.count, ",[{"))
     if values > max_values:
@@ -161,7 +163,7 @@ EXPECTED = {  # of fields with several types
 }
 
 
-def refusal(errors: Sequence[Any]) -> RequestError:
+def explain_errors(errors: Sequence[Any]) -> RequestError:
     """What a client is told about a bad body; `errors` as of pydantic's validation error."""
     error = next(
         (e for e in errors if e["type"] == "refused"), errors[0]
@@ -171,24 +173,24 @@ def refusal(errors: Sequence[Any]) -> RequestError:
     if expected is not None:
         path = path[: path.index(expected) + 1]  # pydantic goes on with the type that it tried
     if error["type"] == "refused":
-        return RequestError(
-            error["ctx"]["message"], spelled([*path, error["ctx"]["field"]]), error["ctx"]["code"]
-        )
+        refused = error["ctx"]
+        param = spell_path(path if expected else [*path, refused["field"]])
+        return RequestError(refused["message"], param, refused["code"])
     if not path:
         return RequestError(f"the body is not a JSON object: {error['msg']}", None, "invalid_json")
     if error["type"] == "missing":
-        return RequestError(f"{spelled(path)} is missing", spelled(path), "missing_required_parameter")
+        return RequestError(f"{spell_path(path)} is missing", spell_path(path), "missing_required_parameter")
     wanted = f"it must be {EXPECTED[expected]}" if expected else error["msg"][:1].lower() + error["msg"][1:]
-    return RequestError(f"{spelled(path)} = {shown(error['input'])}: {wanted}", spelled(path))
+    return RequestError(f"{spell_path(path)} = {quote(error['input'])}: {wanted}", spell_path(path))
 
 
-def shown(value: Any) -> str:
+def quote(value: Any) -> str:
     """The beginning of a value as JSON, without writing all of it."""
     value = value[:SHOWN_CHARS] if isinstance(value, str) else value
     pieces = json.JSONEncoder(default=str).iterencode(value)
     return "".join(itertools.islice(pieces, SHOWN_CHARS))[:SHOWN_CHARS]
 
 
-def spelled(path: Sequence[str | int]) -> str:
+def spell_path(path: Sequence[str | int]) -> str:
     """As OpenAI writes it: messages[0].content."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")

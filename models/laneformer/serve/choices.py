@@ -43,7 +43,7 @@ class Piece(NamedTuple):
     stop: str | None = None
 
 
-def joined(pieces: Sequence[Piece]) -> Piece:
+def join_pieces(pieces: Sequence[Piece]) -> Piece:
     """All pieces of one choice as one."""
     tokens = [token for piece in pieces for token in piece.tokens]
     ids, text = [i for piece in pieces for i in piece.ids], "".join(piece.text for piece in pieces)
@@ -65,7 +65,6 @@ class Writing:
         detailed: bool,
         scores_stop: bool,
     ):
-        self.stopped = False  # by a stop string
         self.read = 0  # tokens
         self._stream, self._stops, self._stop_ids = stream, StopStrings(stops), frozenset(stop_ids)
         self._detailed, self._scores_stop = detailed, scores_stop
@@ -86,22 +85,21 @@ class Writing:
                 self._held.append(Written(token, self._decoded))
                 self._decoded += len(text)
             out += self._stops.push(text) if self._stops.stops else text
-            if self._stops.found:
-                self.stopped = True
+            if self.stop is not None:
                 break
-        return out, self._released(out)
+        return out, self._release(out)
 
     def finish(self) -> tuple[str, list[Written]]:
         """What was held back for a character or a stop string that never came."""
-        out = "" if self.stopped else self._stops.push(self._stream.finish()) + self._stops.finish()
-        self.stopped = self._stops.found is not None
-        return out, self._released(out, everything=not self.stopped)
+        out = "" if self.stop else self._stops.push(self._stream.finish()) + self._stops.finish()
+        return out, self._release(out, everything=self.stop is None)
 
     @property
     def stop(self) -> str | None:
+        """The stop string that has ended it."""
         return self._stops.found
 
-    def _released(self, out: str, everything: bool = False) -> list[Written]:
+    def _release(self, out: str, everything: bool = False) -> list[Written]:
         self._shown += len(out)
         released = []
         while self._held and (everything or self._held[0].offset < self._shown):
@@ -133,7 +131,7 @@ class Choices:
 
     def begin(self) -> None:
         """On the event loop. RequestError for what the engine refuses; further errors as of `Scheduler.submit`."""
-        if wanted := self._scored(0) or self._wanted(0):
+        if wanted := self._scoring_request(0) or self._generation_request(0):
             self._ready = self._submit(wanted)
 
     def cancel(self) -> None:
@@ -143,52 +141,49 @@ class Choices:
 
     def used(self, name: str) -> int | None:
         """Sum of a field of `Statistics`, reused tokens of each prompt once; None before the end."""
-        found = [running.statistics for choice, running in sorted(self._generating.items())
+        statistics = [running.statistics for choice, running in sorted(self._generating.items())
                  if name != "reused_tokens" or choice % self.n == 0]  # fmt: skip
-        return None if None in found else sum(getattr(statistics, name) for statistics in found)
+        return None if None in statistics else sum(getattr(one, name) for one in statistics)
 
     async def __aiter__(self) -> AsyncGenerator[Piece, None]:
-        pieces = self._choice(0) if len(self.generated) == 1 else self._merged()
+        pieces = self._choice(0) if len(self.generated) == 1 else self._merge_choices()
         try:
             async for piece in pieces:
                 yield piece
         finally:
             self.cancel()
 
-    async def _merged(self) -> AsyncGenerator[Piece, None]:
-        news: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
+    async def _merge_choices(self) -> AsyncGenerator[Piece, None]:
+        news: asyncio.Queue[Piece | asyncio.Task[None]] = asyncio.Queue()
 
         async def follow(choice: int) -> None:
-            try:
-                async for piece in self._choice(choice):
-                    news.put_nowait(piece)
-                news.put_nowait(None)
-            except Exception as error:
-                news.put_nowait(error)
+            async for piece in self._choice(choice):
+                news.put_nowait(piece)
 
         tasks = [asyncio.create_task(follow(choice)) for choice in range(len(self.generated))]
+        for task in tasks:
+            task.add_done_callback(news.put_nowait)
         try:
             left = len(tasks)
             while left:
                 piece = await news.get()
-                if isinstance(piece, Exception):
-                    raise piece
-                if piece is None:
-                    left -= 1
-                else:
+                if isinstance(piece, Piece):
                     yield piece
+                else:
+                    piece.result()  # raises what has ended it
+                    left -= 1
         finally:
             for task in tasks:
                 task.cancel()
 
     async def _choice(self, choice: int) -> AsyncGenerator[Piece, None]:
         async with self._room:
-            if scored := self._scored(choice):
+            if scored := self._scoring_request(choice):
                 running = self._submit(scored)
                 async for _ in running:
                     pass
                 yield Piece(choice, scores=running.scores)
-            if wanted := self._wanted(choice):
+            if wanted := self._generation_request(choice):
                 running = self._generating[choice] = self._submit(wanted)
                 async for piece in self._written(choice, running):
                     yield piece
@@ -202,23 +197,23 @@ class Choices:
         detailed, scores_stop = self.options.logprobs is not None, self._score_top is not None
         writing = Writing(stream, self._stops, self.context.stop_ids(self.options), detailed, scores_stop)
         async for tokens in running:
-            if writing.stopped:
+            if writing.stop is not None:
                 continue  # they came before the engine heard of it
             before = writing.read
             text, written = writing.push(tokens)
-            if writing.stopped:
+            if writing.stop is not None:
                 running.cancel()
             self.generated[choice] = writing.read
             yield Piece(choice, text, written, [token.id for token in tokens[: writing.read - before]])
         text, written = writing.finish()
-        reason = "stop" if writing.stopped else running.finish_reason
+        reason = running.finish_reason if writing.stop is None else "stop"
         yield Piece(choice, text, written, (), reason, stop=writing.stop)
 
-    def _scored(self, choice: int) -> Scored | None:
+    def _scoring_request(self, choice: int) -> Scored | None:
         ids = self.prompts[choice // self.n]
         return Scored(ids, 1, self._score_top) if self._score_top is not None and len(ids) > 1 else None
 
-    def _wanted(self, choice: int) -> Wanted | None:
+    def _generation_request(self, choice: int) -> Wanted | None:
         if self.options is None:
             return None
         assert isinstance(self.options.seed, int)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from .. import __version__
 from ..engine import GenerationOptions
 from ..engine.channels import BEGIN, speaks_harmony
-from ..engine.options import checked_ids, conversation_defaults
+from ..engine.options import conversation_defaults
+from ..engine.requests import checked_ids
 from ..prompts import SECRET_DIGITS, PromptEncoder
 from .bodies import MAX_VALUES, RequestError
 from .grammar import Grammars
@@ -100,12 +101,12 @@ class ServingContext:
                 f"in the {param}, which leaves no room for an answer. Shorten the {param}.",
                 param, "context_length_exceeded",
             )  # fmt: skip
-        found = room if wanted is None else min(wanted, room)
-        if request.min_tokens > found:
+        limit = room if wanted is None else min(wanted, room)
+        if request.min_tokens > limit:
             raise RequestError(
-                f"min_tokens = {request.min_tokens} exceeds the limit of {found} tokens", "min_tokens"
+                f"min_tokens = {request.min_tokens} exceeds the limit of {limit} tokens", "min_tokens"
             )
-        return found
+        return limit
 
     def stop_ids(self, options: GenerationOptions) -> list[int]:
         return [*options.stop_ids, *(() if options.ignore_eos else self.eos_ids)]

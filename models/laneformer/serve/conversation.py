@@ -1,105 +1,124 @@
-"""One conversation and its answer, whatever the API: all of them are translations of a ConversationRequest,
-and of the deltas in which it is answered.
+"""One conversation and its answer, whatever the API.
 
-A delta is OpenAI's: {"reasoning_content": ...}, {"content": ...}, or {"tool_calls": [...]} with the beginning
-of a call or more of its arguments.
+Each API translates its bodies to a ConversationRequest, and the blocks of the answer to its own form.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
 
-from ..engine.channels import ANSWER, NEXT, Harmony, Thinking, begun
+from ..engine.channels import ANSWER, END, NEXT, AnswerReader, begins_reasoning
 from ..engine.text import TextStream
 from .bodies import RequestError
 from .choices import Choices, Piece
 from .context import ServingContext
-from .reasoning import ENDING, UNLIMITED, Budget
-from .scheduler import Grammar
+from .grammar import Grammar, ReasoningBudget
 from .schema import ConversationRequest, texts_of
-from .tool_calls import CallParser, ToolUse
+from .tool_calls import ToolUse
+
+UNLIMITED = -1  # a budget of tokens
+ENDING = f"\n{END}\n\n"  # of a reasoning that has used up its budget
+ID_CHARS = 9  # of a call: what Mistral's templates take
 
 
-class Said(NamedTuple):
-    """What is new of one choice. finish_reason: OpenAI's, once it has ended."""
+@dataclass(eq=False)
+class Block:
+    """A part of an answer. kind: "reasoning", "text" or "call"; text: of a call its arguments; name: of
+    the function that it calls; index: its place in the answer.
+    """
 
-    piece: Piece
-    deltas: list[dict[str, Any]]
-    finish_reason: str | None
+    kind: str
+    index: int
+    name: str = ""
+    text: str = ""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:ID_CHARS])
 
 
-class Speaker:
-    """The text of one choice as deltas: reasoning, content, calls."""
+Part = tuple[Block, str]  # a block with the text that is new in it; first it comes without text
 
-    def __init__(self, parser: CallParser | None, thinking: Thinking | Harmony):
-        self.parser, self.thinking = parser, thinking
+
+class ChoiceAnswer:
+    """What one choice has answered so far, in blocks."""
+
+    def __init__(self, reader: AnswerReader):
+        self.blocks: list[Block] = []
         self.reasoning_tokens = 0
+        self._reader = reader
 
-    def push(self, piece: Piece) -> Said:
-        self.reasoning_tokens += len(piece.ids) * self.thinking.inside
-        deltas = self._deltas(*self.thinking.push(piece.text))
-        if piece.finish_reason is None:
-            return Said(piece, deltas, None)
-        deltas += self._deltas(*self.thinking.finish())
-        deltas += self.parser.finish() if self.parser else []
-        called = piece.finish_reason == "stop" and self.parser is not None and self.parser.called
-        return Said(piece, deltas, "tool_calls" if called else piece.finish_reason)
+    def push(self, piece: Piece) -> tuple[Piece, list[Part]]:
+        """The piece, whose end may be that of a call, and what is new in the blocks."""
+        self.reasoning_tokens += len(piece.ids) * self._reader.inside
+        deltas = self._reader.push(piece.text)
+        if piece.finish_reason is not None:
+            deltas += self._reader.finish()
+        parts = [part for kind, text in deltas for part in self._add(kind, text)]
+        if piece.finish_reason == "stop" and any(block.kind == "call" for block in self.blocks):
+            piece = piece._replace(finish_reason="tool_calls")
+        return piece, parts
 
-    def _deltas(self, reasoning: str, content: str) -> list[dict[str, Any]]:
-        deltas: list[dict[str, Any]] = [{"reasoning_content": reasoning}] if reasoning else []
-        if self.parser is not None:
-            return deltas + self.parser.push(content)
-        return [*deltas, {"content": content}] if content else deltas
+    def text_of(self, kind: str) -> str:
+        """All text of a kind of blocks."""
+        return "".join(block.text for block in self.blocks if block.kind == kind)
+
+    def calls(self) -> list[Block]:
+        return [block for block in self.blocks if block.kind == "call"]
+
+    def _add(self, kind: str, text: str) -> Iterator[Part]:
+        more = bool(self.blocks) and kind in ("arguments", self.blocks[-1].kind)
+        if kind == "call" or not more:
+            self.blocks.append(Block(kind, len(self.blocks), name=text if kind == "call" else ""))
+            yield self.blocks[-1], ""
+        if kind != "call":
+            self.blocks[-1].text += text
+            yield self.blocks[-1], text
 
 
 class Conversation:
-    """`begin` submits it; then iterate for what is said. RequestError for what cannot be answered.
+    """`choices.begin` submits it; then iterate for what is answered. RequestError for what cannot be answered.
 
     Made in any thread: it renders and encodes the prompt and compiles grammars, which takes time.
     """
 
     def __init__(self, request: ConversationRequest, context: ServingContext):
         self.request, self.context = request, context
-        tools, self.prompt = prepared(request, context)
+        tools, self.prompt = prepare_prompt(request, context)
+        # control tokens are read as text: around calls, and between harmony's messages
+        self.reads_control = bool(tools.names) or context.harmony
         grammar = self._grammar(tools)
         forced = grammar is not None and not (tools.names and tools.optional)
-        inside = not forced and begun(context.tokenizer, self.prompt)
-        self.thinking: Callable[[], Thinking | Harmony] = partial(Thinking, inside)
-        if context.harmony:
-            self.thinking = partial(Harmony, bool(tools.names))
+        inside = not forced and begins_reasoning(context.tokenizer, self.prompt)
+        reader = partial(AnswerReader, tools.form, inside, context.harmony)
         if context.harmony or (not forced and (inside or context.reasons)):
-            grammar = self._budget(tools, grammar)
-        self.choices = self._choices(tools, grammar)
-        self.speakers = [Speaker(tools.parser(), self.thinking()) for _ in range(request.n)]
+            self.choices = self._choices(self._with_budget(reader, grammar))
+        else:
+            self.choices = self._choices(grammar)
+        self.answers = [ChoiceAnswer(reader()) for _ in range(request.n)]
 
-    def begin(self) -> None:
-        """On the event loop; what `Scheduler.submit` raises."""
-        self.choices.begin()
-
-    def cancel(self) -> None:
-        self.choices.cancel()
-
-    async def __aiter__(self) -> AsyncGenerator[Said, None]:
+    async def __aiter__(self) -> AsyncGenerator[tuple[Piece, list[Part]], None]:
         async for piece in self.choices:
-            yield self.speakers[piece.choice].push(piece)
+            yield self.answers[piece.choice].push(piece)
 
     def _grammar(self, tools: ToolUse) -> Grammar | None:
+        form = self.request.response_format
         try:
             calls = tools.grammar()
-            form = self.context.grammars.of_response_format(self.request.response_format)
+            if form is None or form.type == "text":
+                return calls
+            grammar = self.context.grammars.of_schema(*form.schema_and_place())
         except ValueError as error:
             raise RequestError(str(error)) from None
-        if calls and form:
-            raise RequestError(
-                "response_format cannot be combined with tools; send one of them", "response_format"
-            )
-        return calls or form
+        if calls:
+            message = "response_format cannot be combined with tools; send one of them"
+            raise RequestError(message, "response_format")
+        return grammar
 
-    def _budget(self, tools: ToolUse, grammar: Grammar | None) -> Grammar | None:
+    def _with_budget(
+        self, reader: Callable[[], AnswerReader], grammar: Grammar | None
+    ) -> Grammar | ReasoningBudget | None:
         """The grammar, or one that also ends a reasoning that takes too long."""
         context, tokens = self.context, self.request.reasoning_budget
         tokens = context.reasoning_budget if tokens is None else tokens
@@ -109,14 +128,10 @@ class Conversation:
         if context.harmony:  # a grammar allows no second reasoning; without one the answer is begun
             ending = NEXT if grammar else f"{NEXT}{ANSWER}"
         ids = tokenizer.encode(ending, add_special_tokens=False).ids
-        stream = partial(TextStream, tokenizer, (), not self._shows_control(tools))
-        return Budget(tokens, self.thinking, ids, stream, context.vocab_size, grammar)
+        stream = partial(TextStream, tokenizer, (), not self.reads_control)
+        return ReasoningBudget(tokens, reader, ids, stream, context.vocab_size, grammar)
 
-    def _shows_control(self, tools: ToolUse) -> bool:
-        """Whether control tokens are read as text: around calls, and between harmony's messages."""
-        return bool(tools.names) or self.context.harmony
-
-    def _choices(self, tools: ToolUse, grammar: Grammar | None) -> Choices:
+    def _choices(self, grammar: Grammar | ReasoningBudget | None) -> Choices:
         request, context = self.request, self.context
         wanted = request.max_completion_tokens or request.max_tokens
         limit = context.room(request, [self.prompt], wanted, "messages")
@@ -128,15 +143,15 @@ class Conversation:
             options = dataclasses.replace(options, prediction=ids)
         return Choices(
             context, [self.prompt], request.n, options, request.stop,
-            grammar=grammar, with_control_tokens=self._shows_control(tools),
+            grammar=grammar, with_control_tokens=self.reads_control,
         )  # fmt: skip
 
 
-def prepared(request: ConversationRequest, context: ServingContext) -> tuple[ToolUse, list[int]]:
+def prepare_prompt(request: ConversationRequest, context: ServingContext) -> tuple[ToolUse, list[int]]:
     """The tools, and the prompt's ids."""
     try:
-        tools = context.tool_calling.use(request.tools, request.tool_choice, request.parallel_tool_calls)
-        rendered = context.prompts.rendered(
+        tools = context.tool_calling.use(request)
+        rendered = context.prompts.render(
             tools.messages([message.plain() for message in request.messages]),
             tools=tools.template_tools,
             add_generation_prompt=request.add_generation_prompt,
@@ -147,40 +162,3 @@ def prepared(request: ConversationRequest, context: ServingContext) -> tuple[Too
         raise
     except Exception as error:  # a template is the makers' program, run on a client's data
         raise RequestError(str(error), "messages") from None
-
-
-@dataclass
-class Block:
-    """A part of an answer. kind: "reasoning", "text" or "call"; text: of a call its arguments."""
-
-    kind: str
-    id: str = ""
-    name: str = ""
-    text: str = ""
-
-
-class Blocks(list[Block]):
-    """The parts of one choice, put together from deltas."""
-
-    def push(self, delta: dict[str, Any]) -> Iterator[tuple[Block, str]]:
-        """Blocks with the text that is new in them; a new block first comes without text."""
-        for kind, name in (("reasoning", "reasoning_content"), ("text", "content")):
-            if text := delta.get(name):
-                if not self or self[-1].kind != kind:
-                    self.append(Block(kind))
-                    yield self[-1], ""
-                yield self._more(text)
-        for call in delta.get("tool_calls", ()):
-            if "id" in call:
-                self.append(Block("call", call["id"], call["function"]["name"]))
-                yield self[-1], ""
-            if text := call["function"].get("arguments"):
-                yield self._more(text)
-
-    def text(self, kind: str) -> str:
-        """Of all blocks of a kind."""
-        return "".join(block.text for block in self if block.kind == kind)
-
-    def _more(self, text: str) -> tuple[Block, str]:
-        self[-1].text += text
-        return self[-1], text

@@ -1,26 +1,122 @@
-"""Endpoints that take a body: it is read, and what it asks for is prepared, apart from the event loop."""
+"""The way in: who may call the server, and with how much; then a body is read, and what it asks for is prepared,
+apart from the event loop.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
+import ipaddress
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .bodies import Body, Reading, RequestError
 from .context import ServingContext
+from .metrics import Metrics
 from .options import ServerOptions
 from .scheduler import Busy
-from .sending import Answer, AnswerResponse
+from .sending import Answer, AnswerResponse, error_response
 
+OPEN, OPEN_FOLDER = ("/", "/health"), "/playground/"  # need no key: the page asks for it, a monitor has none
+DISCARDED_BYTES = 64 * 2**20  # of a body that is too long: who is still sending would not see the answer
+CLIENT_GONE = 499  # nginx's status for the log: nobody saw an answer
 THREADS = 2  # that prepare answers: a long prompt does not hold up all others
 REFERENCES = "#/components/schemas/{model}"
 
 Asked = TypeVar("Asked", bound=Body)
+
+
+class Access:
+    """Host, origin, key and body length of each request; counts its answer.
+
+    A page of another site that a user's browser shows must not use the server: neither by its own name
+    pointed at this address (DNS rebinding), so that names are checked, nor by a request across origins.
+    """
+
+    def __init__(self, app: ASGIApp, options: ServerOptions, metrics: Metrics):
+        self.app, self.options, self.metrics = app, options, metrics
+        self.allowed = set(options.allowed_origins)
+        self.names = {"localhost", options.host.lower(), *map(str.lower, options.host_names)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        status = CLIENT_GONE
+
+        async def count_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            if refused := self.refusal(scope):
+                await error_response(refused, scope["path"])(scope, receive, count_status)
+            else:
+                await self.app(scope, self.limit_body(receive), count_status)
+        except Exception:
+            status = 500  # whoever catches it answers
+            raise
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            self.metrics.answers.labels(route, status).inc()
+
+    def refusal(self, scope: Scope) -> HTTPException | None:
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        host, origin = headers.get(b"host", ""), headers.get(b"origin")
+        if not self.is_known(host):
+            return HTTPException(
+                403, f"the host {host!r} is not a name of this server; allow it with --host-names"
+            )
+        if origin is not None and urlsplit(origin).netloc != host and not self.allowed & {origin, "*"}:
+            return HTTPException(
+                403, f"pages of {origin!r} may not use this server; allow them with --allowed-origins"
+            )
+        key = self.options.api_key
+        if key is not None and not (scope["path"] in OPEN or scope["path"].startswith(OPEN_FOLDER)):
+            bearer, anthropic = headers.get(b"authorization", ""), headers.get(b"x-api-key", "")
+            # some clients send both, one of them made up
+            pairs = (bearer, f"Bearer {key}"), (anthropic, key)
+            if not any(hmac.compare_digest(sent.encode(), right.encode()) for sent, right in pairs):
+                return HTTPException(
+                    401, "the API key is missing or wrong; send 'Authorization: Bearer KEY', or x-api-key"
+                )
+        return None
+
+    def is_known(self, host: str) -> bool:
+        """An address cannot be another site's; a name can."""
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+            return name in self.names or bool(ipaddress.ip_address(name))
+        except ValueError:
+            return False
+
+    def limit_body(self, receive: Receive) -> Receive:
+        """Raises for status 413 as soon as the body has more bytes than it may."""
+        left = self.options.max_body_bytes
+
+        async def receive_limited() -> Message:
+            nonlocal left
+            message = await receive()
+            if message["type"] == "http.request":
+                left -= len(message.get("body", b""))
+            if left >= 0:
+                return message
+            while message.get("more_body") and left > -DISCARDED_BYTES:
+                message = await receive()
+                left -= len(message.get("body", b""))
+            most = self.options.max_body_bytes
+            raise HTTPException(413, f"the body has more than {most} bytes", {"Connection": "close"})
+
+        return receive_limited
 
 
 class Endpoints:
@@ -32,7 +128,7 @@ class Endpoints:
         self._preparing = 0
         self._bodies: list[type[Body]] = []
         self._describe = app.openapi
-        app.openapi = self._described  # type: ignore[method-assign]
+        app.openapi = self._describe_bodies  # type: ignore[method-assign]
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -52,16 +148,16 @@ class Endpoints:
             raw, reading = await request.body(), Reading(self.options.strict, self.context.max_values)
             if not any_type:
                 check_type(request.headers.get("content-type", "application/json"))
-            found = await self._apart(lambda: make(body.read(raw, reading), self.context))
-            if not isinstance(found, Answer):
-                return JSONResponse(found, headers=reading.headers)
-            found.begin()
-            return AnswerResponse(found, self.options.keep_alive_s, reading.headers)
+            answer = await self._apart(lambda: make(body.read(raw, reading), self.context))
+            if not isinstance(answer, Answer):
+                return JSONResponse(answer, headers=reading.headers)
+            answer.begin()
+            return AnswerResponse(answer, self.options.keep_alive_s, reading.headers)
 
         self._bodies.append(body)
         schema = {"$ref": REFERENCES.format(model=body.__name__)}
-        told = {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
-        self.app.add_api_route(path, endpoint, methods=["POST"], openapi_extra=told, name=path)
+        description = {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
+        self.app.add_api_route(path, endpoint, methods=["POST"], openapi_extra=description, name=path)
 
     async def _apart(self, work: Callable[[], Any]) -> Any:
         """Busy where more is prepared than may wait and run."""
@@ -74,7 +170,7 @@ class Endpoints:
         finally:
             self._preparing -= 1
 
-    def _described(self) -> dict[str, Any]:
+    def _describe_bodies(self) -> dict[str, Any]:
         described = self._describe()
         _, schemas = models_json_schema(
             [(body, "validation") for body in self._bodies], ref_template=REFERENCES

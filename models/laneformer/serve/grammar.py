@@ -10,14 +10,15 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..engine.channels import ANSWER, CHANNEL, CONSTRAIN, MESSAGE, NEXT
+from ..engine.channels import ANSWER, CHANNEL, CONSTRAIN, MESSAGE, NEXT, AnswerReader
+from ..engine.text import TextStream
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 MAX_SCHEMA_BYTES = 64 * 1024  # of all the schemas of a request together
 MAX_PARTS_SEARCHED = 100  # for the place of an error
 MAX_MULTIPLE = 10_000  # 0.1 s to compile, in proportion
-NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # of schemas and functions, as OpenAI allows them
 WORD_BITS = 32  # of a mask
 SHOWN_CHARS = 300  # of a message of llguidance
 # a space, or a line break with its indentation: without a bound, a small model can write white space
@@ -70,33 +70,16 @@ class Grammars:
         n_vocab = max(self.vocab_size, 1 + max(plain.get_vocab().values()))
         return LLTokenizer(plain.to_str(), n_vocab=n_vocab, eos_token=list(self.eos_ids))
 
-    def of_response_format(self, wanted: Mapping[str, Any] | None) -> Grammar | None:
-        """The grammar of OpenAI's `response_format`; None for text."""
-        kind = "text" if wanted is None else wanted.get("type")
-        if kind == "json_object":
-            return self.of_schema({"type": "object"}, "response_format")
-        if kind == "json_schema":
-            asked = (wanted or {}).get("json_schema")
-            name = asked.get("name") if isinstance(asked, Mapping) else None
-            if not isinstance(asked, Mapping) or not isinstance(name, str) or not NAME.fullmatch(name):
-                raise ValueError(f"response_format.json_schema.name = {name!r} must match {NAME.pattern}")
-            return self.of_schema(asked.get("schema"), "response_format.json_schema.schema")
-        if kind != "text":
-            raise ValueError(
-                f"response_format.type = {kind!r} is unknown; use 'text', 'json_object' or 'json_schema'"
-            )
-        return None
-
     def of_schema(self, schema: Any, what: str) -> Grammar:
         """JSON that the schema allows, keys in its order; `what` names it in errors."""
         rule = self.json_rule(schema, what)
         return self.of_lark(self.in_harmony(f"final {rule}") if self.harmony else f"start: {rule}")
 
-    def in_harmony(self, said: str) -> str:
-        """Rules of an answer: one reasoning or none, then `said`. In that, `final` begins a message for
+    def in_harmony(self, answer: str) -> str:
+        """Rules of an answer: one reasoning or none, then `answer`. In that, `final` begins a message for
         people, `preamble` is one before a call, and `kind` comes between a function and its arguments.
         """
-        return f"""start: (analysis TEXT more)? {said}
+        return f"""start: (analysis TEXT more)? {answer}
             analysis: {self.literal(CHANNEL + "analysis" + MESSAGE)}
             preamble: {self.literal(CHANNEL + "commentary" + MESSAGE)} TEXT more
             more: {self.literal(NEXT)}
@@ -231,3 +214,40 @@ class Grammar:
     def _check(self, index: int) -> None:
         if self._matcher.is_error():
             raise RuntimeError(f"the grammar failed at token {index}: {self._matcher.get_error()}")
+
+
+class ReasoningBudget:
+    """A grammar that ends a reasoning after `tokens` tokens: then the next ids are `ending`, the end tag's. Before and
+    after, any id may come, or those of `grammar`.
+
+    reader, stream: make those of an answer.
+    """
+
+    def __init__(
+        self, tokens: int, reader: Callable[[], AnswerReader], ending: list[int],
+        stream: Callable[[], TextStream], vocab_size: int, grammar: Grammar | None,
+    ):  # fmt: skip
+        self._given = tokens, reader, ending, stream, vocab_size, grammar
+        self._tokens, self._left, self._ended = tokens, [*ending], False
+        self._reader, self._stream, self._grammar = reader(), stream(), grammar and grammar.copy()
+        self._any = np.full(-(-vocab_size // 32), 0xFFFFFFFF, np.uint32)
+        self._any[-1] >>= np.uint32(-vocab_size % 32)
+
+    def copy(self) -> ReasoningBudget:
+        return ReasoningBudget(*self._given)
+
+    def mask(self, index: int) -> np.ndarray:
+        self._ended |= self._reader.inside and index >= self._tokens
+        if not (self._ended and self._left):
+            return self._grammar.mask(index) if self._grammar else self._any
+        only = np.zeros_like(self._any)
+        only[self._left[0] // 32] = np.uint32(1 << self._left[0] % 32)
+        return only
+
+    def accept(self, token_id: int) -> None:
+        if self._grammar:
+            self._grammar.accept(token_id)
+        if self._ended:
+            self._left = self._left[1:]
+        else:
+            self._reader.push(self._stream.push(token_id))

@@ -70,8 +70,8 @@ class Metrics(Collector):
         last = "while the request decoded that ended last"
         yield gauge("tokens_per_second", f"New tokens a second {last}", totals.tokens_per_s)
         if (share := totals.processor_share) is not None:
-            told = f"Of the engine's threads' time, while they had a processor, {last}"
-            yield gauge("processor_share", told, share)
+            text = f"Of the engine's threads' time, while they had a processor, {last}"
+            yield gauge("processor_share", text, share)
         if (probe := self._facts["probe_bytes_per_s"]) is not None:
             yield gauge("probe_bytes_per_second", "Most read by all threads, without requests", probe)
             used = totals.passes_per_s * self._facts["weight_bytes"] / probe
@@ -82,7 +82,7 @@ def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"laneformer_{name}", text, value)
 
 
-def histogram(name: str, text: str, found: Distribution) -> HistogramMetricFamily:
+def histogram(name: str, text: str, times: Distribution) -> HistogramMetricFamily:
     bounds = [*map(str, SECONDS), "+Inf"]
-    buckets = list(zip(bounds, accumulate(found.counts), strict=True))
-    return HistogramMetricFamily(f"laneformer_{name}_seconds", text, buckets, found.sum_s)
+    buckets = list(zip(bounds, accumulate(times.counts), strict=True))
+    return HistogramMetricFamily(f"laneformer_{name}_seconds", text, buckets, times.sum_s)

@@ -1,4 +1,4 @@
-"""What a server may be told, validated in one place."""
+"""Options of `run` and `create_app`, which are the flags of `laneformer serve`, validated in one place."""
 
 from __future__ import annotations
 
@@ -26,35 +26,40 @@ RANGES: dict[str, tuple[type, float, float]] = {
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Options of `run` and `create_app`. ValueError for invalid values.
-
-    model: the name that clients see. host, port: where to listen; port 0 is a free one. api_key: what clients
-    must send as "Authorization: Bearer KEY"; default: the environment variable LANEFORMER_API_KEY, without
-    one nobody is asked. host_names: names beside localhost and addresses by which browsers may call the
-    server. allowed_origins: of pages of other sites that may use it, as https://notes.example; "*" is all of them.
-    max_waiting: requests beyond those that decode; a further one gets status 429. deadline_s: longest
-    time of a request, its waiting included. grace_s: after SIGTERM, for requests that run. max_body_bytes: of
-    one request. keep_alive_s: longest silence of a stream before a comment is sent. speculate: most draft tokens
-    of requests that do not say; 0: none. reasoning_budget: most tokens of their reasoning; -1: any number.
-    strict: refuse unknown fields and those without effect, instead of naming them in the header `warnings`.
-    link_us: latency put between lanes of different threads, and measured at the start; 0: none.
-    """
-
-    model: str
+    model_name: str = ""
+    """What clients call the model; default: the folder's name."""
     host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is all of this machine's: set an API key then."""
     port: int = 8000
+    """0 is a free one; the address is printed. With --open, one that is in use becomes the next."""
     api_key: str | None = None
+    """What clients must send as "Authorization: Bearer KEY"; default: LANEFORMER_API_KEY of the environment,
+    which other users of the machine cannot see.
+    """
     host_names: tuple[str, ...] = ()
+    """Names by which browsers may call the server, beside localhost and addresses."""
     allowed_origins: tuple[str, ...] = ()
+    """Pages of other sites that may use the server, as https://notes.example; * is all of them."""
     max_waiting: int = 16
+    """Requests that wait while others decode; a further one gets status 429."""
     deadline_s: float = 600.0
+    """Longest time of a request, its waiting included."""
     grace_s: float = 10.0
+    """After SIGTERM, for the requests that run."""
     max_body_bytes: int = 4 * 2**20
+    """Of one request."""
     keep_alive_s: float = 5.0
+    """Longest silence of a stream, while a long prompt is read, before a comment is sent."""
     speculate: int = MAX_DRAFT_TOKENS
+    """Most draft tokens to verify in one pass, of requests that do not say; the answers stay the same. 0: none."""
     reasoning_budget: int = -1
+    """Most tokens between <think> and </think>, of requests that do not say; then the end tag is forced. -1: any."""
     strict: bool = False
+    """Refuse fields that are unknown or without effect, instead of naming them in the header `warnings`."""
     link_us: float = 0.0
+    """Microseconds after which a lane sees what lanes of other threads wrote, as over a link of that latency; how much
+    of the speed is left is measured at the start, and stands on the page. CPU only.
+    """
 
     def __post_init__(self) -> None:
         if self.api_key is None:
@@ -62,8 +67,8 @@ class ServerOptions:
         key = self.api_key
         if key is not None and not (key.isascii() and key.strip() == key != ""):
             raise ValueError("the API key must be ASCII text without spaces around it, and not empty")
-        if not self.model or not self.host:
-            raise ValueError(f"model = {self.model!r} and host = {self.host!r} must not be empty")
+        if not self.host:
+            raise ValueError("host must not be empty; use 127.0.0.1, or 0.0.0.0 for all addresses")
         for name, (kind, low, high) in RANGES.items():
             object.__setattr__(self, name, in_range(name, getattr(self, name), kind, low, high))
 

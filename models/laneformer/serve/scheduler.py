@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ..engine import GeneratedToken, GenerationOptions, PromptLogprobs, Statistics, Update
-from ..engine.decoder import CUDA
+from ..engine.decoder import CUDA, Request
 from .totals import Totals
 
 if TYPE_CHECKING:
@@ -103,8 +103,8 @@ class Running:
     times are of time.monotonic(). All methods are for the event loop's thread.
     """
 
-    def __init__(self, scheduler: Scheduler, wanted: Wanted | Scored):
-        self.wanted = wanted
+    def __init__(self, scheduler: Scheduler, request: Request, grammar: Grammar | None):
+        self.request, self.grammar = request, grammar
         self.submitted_s = time.monotonic()
         self.started_s = self.first_token_s = self.last_token_s = self.ended_s = None  # type: float | None
         self.generated_tokens, self.processor_s = 0, 0.0  # the latter: of this process at the first token
@@ -155,6 +155,36 @@ class Running:
                 self._deadline.cancel()
         self._news.set()
 
+    # on the engine's thread
+
+    def _count_tokens(self, tokens: int, now_s: float) -> None:
+        totals = self._scheduler.totals
+        if self.last_token_s is None:
+            self.first_token_s, self.processor_s = now_s, time.process_time()
+            totals.first_token.add(now_s - self.submitted_s)
+        else:
+            totals.gap.add(now_s - self.last_token_s)
+        self.last_token_s = now_s
+        self.generated_tokens += tokens
+        totals.generated_tokens += tokens
+
+    def _count_end(self, statistics: Statistics) -> None:
+        totals, engine = self._scheduler.totals, self._scheduler.engine
+        totals.prompt_tokens += len(self.request.prompt)
+        for name in ("reused_tokens", "proposed_tokens", "accepted_tokens"):
+            setattr(totals, name, getattr(totals, name) + getattr(statistics, name))
+        if self.first_token_s is None or self.last_token_s is None:
+            return
+        decode_s = self.last_token_s - self.first_token_s
+        if decode_s <= 0:
+            return
+        totals.tokens_per_s = (self.generated_tokens - 1) / decode_s
+        totals.passes_per_s = totals.tokens_per_s - statistics.accepted_tokens / decode_s
+        # threads that wait for masks, or short answers, say nothing of the machine
+        if self.generated_tokens >= SHARE_TOKENS and not self.request.masked and engine.isa != CUDA:
+            most_s = (time.monotonic() - self.first_token_s) * engine.threads
+            totals.processor_share = min(1.0, (time.process_time() - self.processor_s) / most_s)
+
 
 class Scheduler:
     """Runs requests on an engine, in the order of their submission; `close` gives the engine back.
@@ -198,12 +228,16 @@ class Scheduler:
 
         admitted: it belongs to an answer that has been let in, so there is room for it.
         """
+        grammar = None
         if isinstance(wanted, Scored):
-            self._batch.check_score(wanted.ids, start=wanted.start, top=wanted.top)
+            request = self._batch.scoring(wanted.ids, start=wanted.start, top=wanted.top)
         else:
-            self._batch.check(wanted.prompt_ids, masked=wanted.grammar is not None, **vars(wanted.options))
+            grammar = wanted.grammar
+            request = self._batch.generation(
+                wanted.prompt_ids, masked=grammar is not None, **vars(wanted.options)
+            )
         self._loop = asyncio.get_running_loop()
-        running = Running(self, wanted)
+        running = Running(self, request, grammar)
         with self._changed:
             if self.failure is not None:
                 raise EngineError(self.failure)
@@ -286,41 +320,29 @@ class Scheduler:
         return bool(self.waiting or self.running or self._closing)
 
     def _join(self, running: Running) -> None:
-        wanted, batch = running.wanted, self._batch
-        try:
-            if isinstance(wanted, Scored):
-                ticket = batch.score(wanted.ids, start=wanted.start, top=wanted.top)
-            else:
-                ticket = batch.join(
-                    wanted.prompt_ids, masked=wanted.grammar is not None, **vars(wanted.options)
-                )
-        except ValueError as error:
-            running.error = error
-            with self._lock:
-                self.running.discard(running)
-            self._hand_over([(running, Update(-1, [], "error"))])
-            return
+        ticket = self._batch.begin(running.request)
         running.started_s = time.monotonic()
         self._joined[ticket] = running
         with self._lock:
             running.ticket = ticket
             if running.left:
-                batch.leave(ticket)
+                self._batch.leave(ticket)
         self._allow(running, [])
 
     def _collect(self) -> list[tuple[Running, Update]]:
-        if not any(isinstance(r.wanted, Wanted) and r.wanted.grammar for r in self._joined.values()):
-            time.sleep(
-                max(0.0, self._handed_s + PACE_S - time.monotonic())
-            )  # a draw that waits for a mask cannot
+        if not any(
+            running.grammar for running in self._joined.values()
+        ):  # a draw that waits for a mask cannot
+            time.sleep(max(0.0, self._handed_s + PACE_S - time.monotonic()))
         news = []
         for update in self._batch.updates(COLLECT_S):
             running, now_s = self._joined[update.ticket], time.monotonic()
             if update.tokens:
-                self._count(running, len(update.tokens), now_s)
+                running._count_tokens(len(update.tokens), now_s)
             if update.finish_reason is not None:
                 running.ended_s = now_s
-                self._count_ended(running, update)
+                running._count_end(update.statistics or Statistics())
+                self._request_s += RATE_WEIGHT * (now_s - (running.started_s or now_s) - self._request_s)
                 del self._joined[update.ticket]
                 with self._lock:
                     self.running.discard(running)
@@ -331,45 +353,18 @@ class Scheduler:
 
     def _allow(self, running: Running, tokens: Sequence[GeneratedToken]) -> None:
         """The mask of the next token, where a grammar says what it may be."""
-        wanted = running.wanted
-        if isinstance(wanted, Scored) or wanted.grammar is None:
+        if running.grammar is None:
             return
         assert running.ticket is not None
         try:
             for token in tokens:
-                wanted.grammar.accept(token.id)
-            mask = wanted.grammar.mask(running.generated_tokens)
+                running.grammar.accept(token.id)
+            mask = running.grammar.mask(running.generated_tokens)
             self._batch.allow(running.ticket, running.generated_tokens, mask)
         except Exception as error:
             log.exception("the grammar of a request has failed")
             running.error = EngineError(f"the grammar of the request has failed: {error}")
             self._batch.leave(running.ticket)
-
-    def _count(self, running: Running, tokens: int, now_s: float) -> None:
-        if running.last_token_s is None:
-            running.first_token_s, running.processor_s = now_s, time.process_time()
-            self.totals.first_token.add(now_s - running.submitted_s)
-        else:
-            self.totals.gap.add(now_s - running.last_token_s)
-        running.last_token_s = now_s
-        running.generated_tokens += tokens
-        self.totals.generated_tokens += tokens
-
-    def _count_ended(self, running: Running, update: Update) -> None:
-        totals, wanted = self.totals, running.wanted
-        totals.prompt_tokens += len(wanted.ids if isinstance(wanted, Scored) else wanted.prompt_ids)
-        now_s, statistics = time.monotonic(), update.statistics or Statistics(0, 0, 0, 0)
-        self._request_s += RATE_WEIGHT * (now_s - (running.started_s or now_s) - self._request_s)
-        for name in ("reused_tokens", "proposed_tokens", "accepted_tokens"):
-            setattr(totals, name, getattr(totals, name) + getattr(statistics, name))
-        decode_s = (running.last_token_s or 0.0) - (running.first_token_s or 0.0)
-        if decode_s > 0:
-            totals.tokens_per_s = (running.generated_tokens - 1) / decode_s
-            totals.passes_per_s = totals.tokens_per_s - statistics.accepted_tokens / decode_s
-            masked = isinstance(wanted, Wanted) and wanted.grammar is not None  # threads wait for masks
-            if running.generated_tokens >= SHARE_TOKENS and not masked and self.engine.isa != CUDA:
-                most_s = (now_s - (running.first_token_s or now_s)) * self.engine.threads
-                totals.processor_share = min(1.0, (time.process_time() - running.processor_s) / most_s)
 
     def _hand_over(self, news: list[tuple[Running, Update]]) -> None:
         """Give news to the event loop, with one wake-up for all that it has not read yet."""

@@ -6,6 +6,7 @@ Fields beyond OpenAI's have the names that other servers gave them.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
@@ -21,6 +22,9 @@ DEFAULT_TOKENS = 16  # of a completion: OpenAI's
 MAX_CHOICES = 128  # of one request, all its prompts together
 MAX_PARTS = 2**12  # of a content, and tools: the longer a list, the longer its check holds up other threads
 MAX_MESSAGES = 2**16
+MAX_TOOLS = 128
+NAME = r"^[a-zA-Z0-9_-]{1,64}$"  # of schemas and functions, as OpenAI allows them
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 EFFORTS = "low", "medium", "high"  # of reasoning
 MAX_STOPS = 16  # OpenAI has 4; evaluations send more
 MIN_TOP_P = 1e-12  # for 0, which OpenAI allows: the likeliest token alone
@@ -31,7 +35,7 @@ Count = Annotated[int, Field(ge=0)]
 UNTIL_THE_END = -1  # of the context: what null and -1 as a limit of new tokens mean
 Limit = Annotated[
     Annotated[int, Field(ge=1)] | None,
-    BeforeValidator(lambda given: None if type(given) is int and given == UNTIL_THE_END else given, int),
+    BeforeValidator(lambda value: None if type(value) is int and value == UNTIL_THE_END else value, int),
 ]
 Likeliest = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -42,22 +46,22 @@ Biases = dict[
 Objects = Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
-def as_list(given: Any) -> Any:
-    return [given] if isinstance(given, str) else given
+def as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
 
-def as_prompts(given: Any) -> list[str | Ids]:
+def as_prompts(value: Any) -> list[str | Ids]:
     """Checked here and not by pydantic, which would hold up all other threads."""
-    if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
-        given = [given]
-    if not isinstance(given, list) or len({type(prompt) for prompt in given[:MAX_CHOICES]}) > 1:
+    if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
+        value = [value]
+    if not isinstance(value, list) or len({type(prompt) for prompt in value[:MAX_CHOICES]}) > 1:
         raise ValueError("no prompts")
-    for prompt in given[:MAX_CHOICES]:
+    for prompt in value[:MAX_CHOICES]:
         if not isinstance(prompt, str) and not (
             isinstance(prompt, list) and all(type(token) is int for token in prompt)
         ):
             raise ValueError("no prompts")
-    return given
+    return value
 
 
 class StreamOptions(Body):
@@ -100,7 +104,7 @@ class Sampled(Body):
     return_token_ids: bool = False
 
     @model_validator(mode="after")
-    def _streamed(self, info: ValidationInfo) -> Self:
+    def _check_stream_options(self, info: ValidationInfo) -> Self:
         if "stream_options" in self.model_fields_set and not self.stream:
             reading = info.context or STRICTLY
             if reading.strict:
@@ -112,18 +116,18 @@ class Sampled(Body):
         self, defaults: Mapping[str, Any], max_new_tokens: int, logprobs: int | None
     ) -> GenerationOptions:
         """For the engine; defaults: for what the request leaves open."""
-        said = {
-            name: getattr(self, name)
-            for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "speculate")
-        }
-        chosen = {**defaults, **{name: value for name, value in said.items() if value is not None}}
+        chosen = dict(defaults)
+        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "speculate"):
+            if getattr(self, name) is not None:
+                chosen[name] = getattr(self, name)
         chosen["top_k"] = max(0, chosen.get("top_k", 0))
         chosen["top_p"] = max(MIN_TOP_P, chosen.get("top_p", 1.0))
-        same = ("frequency_penalty", "presence_penalty", "ignore_eos")
         try:
             return GenerationOptions(
                 **chosen,
-                **{name: getattr(self, name) for name in same},
+                frequency_penalty=self.frequency_penalty,
+                presence_penalty=self.presence_penalty,
+                ignore_eos=self.ignore_eos,
                 seed=secrets.randbits(64) if self.seed is None else self.seed % 2**64,
                 max_new_tokens=max_new_tokens,
                 min_new_tokens=self.min_tokens,
@@ -186,19 +190,80 @@ class ToolCall(Body):
     function: Called
 
 
-Content = str | Objects | None
+class Function(Body):
+    place, closed = "tools[].function.", True
+
+    name: Annotated[str, Field(pattern=NAME)]
+    description: str = ""
+    parameters: dict[str, Any] = NO_PARAMETERS
+    strict: bool = False  # arguments follow the schema anyway
+
+    @model_validator(mode="after")
+    def _takes_an_object(self) -> Self:
+        if self.parameters.get("type") != "object":
+            refuse("parameters", "parameters must be a JSON schema of type 'object'")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """For a template."""
+        return self.model_dump(exclude={"strict"})
 
 
-def expect_text(content: Content) -> None:
-    for part in content if isinstance(content, list) else ():
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            refuse(
-                "content", f"content holds {str(part)[:80]}; the model reads {{'type': 'text', 'text': ...}}"
-            )
+class Tool(Body):
+    place = "tools[]."
+
+    type: Literal["function"]
+    function: Function
+
+
+class ResponseFormat(Body):
+    place, closed = "response_format.", True
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _has_a_name(self) -> Self:
+        name = self.json_schema.get("name")
+        if self.type == "json_schema" and not (isinstance(name, str) and re.fullmatch(NAME, name)):
+            refuse("json_schema.name", f"json_schema.name = {name!r:.80} must match {NAME}")
+        return self
+
+    def schema_and_place(self) -> tuple[Any, str]:
+        """The JSON schema of the answer, and how errors call it."""
+        if self.type == "json_object":
+            return {"type": "object"}, "response_format"
+        return self.json_schema.get("schema"), "response_format.json_schema.schema"
+
+
+class FunctionName(Body):
+    place = "tool_choice.function."
+
+    name: str
+
+
+class ToolChoice(Body):
+    """The one tool that is to be called."""
+
+    place = "tool_choice."
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class TextPart(Body):
+    place = "messages[].content[]."
+    unused = {"cache_control": None}
+
+    type: Literal["text"]
+    text: str
+
+
+Content = str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None
 
 
 def texts_of(content: Content) -> list[str]:
-    return [part["text"] for part in content] if isinstance(content, list) else [content or ""]
+    return [part.text for part in content] if isinstance(content, list) else [content or ""]
 
 
 class Prediction(Body):
@@ -206,11 +271,6 @@ class Prediction(Body):
 
     type: Literal["content"] = "content"
     content: Content
-
-    @model_validator(mode="after")
-    def _has_text(self) -> Self:
-        expect_text(self.content)
-        return self
 
 
 class Message(Body):
@@ -236,25 +296,24 @@ class Message(Body):
             refuse("content", f"content is missing in a message of the role {self.role!r}; send text")
         if self.tool_calls and self.role != ASSISTANT:
             refuse("tool_calls", f"tool_calls are an assistant's, not of the role {self.role!r}")
-        expect_text(self.content)
         return self
 
     def plain(self) -> dict[str, Any]:
         """For a template: content as one text, a developer as the system, arguments as values."""
         without = None if self.tool_calls else {"tool_calls"}
-        found = self.model_dump(exclude_none=True, exclude=without)
-        found["role"] = SYSTEM if self.role == "developer" else self.role
-        found["content"] = "\n".join(texts_of(self.content))
-        for call in found.get("tool_calls", []):
+        message = self.model_dump(exclude_none=True, exclude=without)
+        message["role"] = SYSTEM if self.role == "developer" else self.role
+        message["content"] = "\n".join(texts_of(self.content))
+        for call in message.get("tool_calls", []):
             function = call["function"]
             try:
                 function["arguments"] = json.loads(function["arguments"] or "{}")
             except (ValueError, RecursionError):
-                message = (
+                reason = (
                     f"arguments of a call of {function['name']!r} are no JSON: {function['arguments'][:80]!r}"
                 )
-                raise RequestError(message, "messages") from None
-        return found
+                raise RequestError(reason, "messages") from None
+        return message
 
 
 class ConversationRequest(Sampled):
@@ -284,10 +343,10 @@ class ConversationRequest(Sampled):
     top_logprobs: Likeliest | None = None
     max_tokens: Limit = None
     max_completion_tokens: Limit = None
-    tools: Objects = []
-    tool_choice: str | dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool = True
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
     prediction: Prediction | None = None
     # beyond OpenAI's
     add_generation_prompt: bool = True
@@ -311,6 +370,7 @@ class ConversationRequest(Sampled):
                 "max_tokens",
                 f"max_tokens = {old} contradicts max_completion_tokens = {most}; send one of them",
             )
+        self._check_tools()
         if self.top_logprobs is not None and not self.logprobs:
             refuse("top_logprobs", "top_logprobs needs logprobs = true")
         for name in {"messages", "tools", "add_generation_prompt"} & self.chat_template_kwargs.keys():
@@ -319,3 +379,13 @@ class ConversationRequest(Sampled):
                 f"chat_template_kwargs has {name!r}, which is a field of the request itself",
             )
         return self
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            refuse("tools", f"tools has two functions of one name: {sorted(names)}; give each its own")
+        choice = self.tool_choice
+        if isinstance(choice, ToolChoice) and choice.function.name not in names:
+            refuse("tool_choice", f"tool_choice names {choice.function.name!r}, but the tools are {names}")
+        if choice == "required" and not names:
+            refuse("tool_choice", "tool_choice = 'required' needs tools")

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from .bodies import RequestError
+from .choices import Choices
 from .scheduler import Busy, DeadlineExceeded, EngineError, Stopping
 
 STATUS: dict[type[Exception], int] = {Busy: 429, Stopping: 503, DeadlineExceeded: 503, EngineError: 500}
@@ -23,7 +24,7 @@ CODES = {401: "invalid_api_key", 429: "queue_full"}
 STALLED_S = 30.0  # a reader that has not read for so long is gone
 
 
-class Told(NamedTuple):
+class ClientError(NamedTuple):
     """What a client is told about an error; the fields are OpenAI's."""
 
     status: int
@@ -33,7 +34,7 @@ class Told(NamedTuple):
     code: str | None
 
     @classmethod
-    def of(cls, error: Exception) -> Told:
+    def of(cls, error: Exception) -> ClientError:
         """What nobody foresaw is in the log alone."""
         status = STATUS.get(type(error), getattr(error, "status", getattr(error, "status_code", 500)))
         known = isinstance(error, (HTTPException, RequestError, *STATUS))
@@ -56,9 +57,9 @@ def error_response(error: Exception, path: str) -> Response:
     headers = getattr(error, "headers", None)
     if isinstance(error, Busy):
         headers = {"Retry-After": str(error.retry_after_s)}
-    told = Told.of(error)
-    body = json.dumps(told.body(path))  # ASCII: a message may quote half a surrogate pair
-    return Response(body, told.status, headers, "application/json")
+    answer = ClientError.of(error)
+    body = json.dumps(answer.body(path))  # ASCII: a message may quote half a surrogate pair
+    return Response(body, answer.status, headers, "application/json")
 
 
 class Answer:
@@ -66,15 +67,17 @@ class Answer:
     at any time `cancel` it.
     """
 
+    choices: Choices
     streamed = False
     media = "text/event-stream; charset=utf-8"
     silence = ": keep-alive\n\n"  # what readers of a stream skip
 
     def begin(self) -> None:
-        raise NotImplementedError
+        """On the event loop; what `Scheduler.submit` raises."""
+        self.choices.begin()
 
     def cancel(self) -> None:
-        raise NotImplementedError
+        self.choices.cancel()
 
     async def whole(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -82,7 +85,7 @@ class Answer:
     def __aiter__(self) -> AsyncIterator[str]:
         raise NotImplementedError
 
-    def failed(self, told: Told) -> str:
+    def failure_events(self, error: ClientError) -> str:
         """The last events of a stream that an error has ended."""
         raise NotImplementedError
 
@@ -102,7 +105,7 @@ class AnswerResponse(Response):
         self._writes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.create_task(disconnected(receive))
+        gone = asyncio.create_task(wait_for_disconnect(receive))
         work = asyncio.create_task(
             self._stream(send) if self._answer.streamed else self._whole(scope, receive, send)
         )
@@ -127,11 +130,12 @@ class AnswerResponse(Response):
         end = ""
         try:
             async for events in self._answer:
-                await self._write(events)
+                if events:
+                    await self._write(events)
         except Exception as error:
             if not self._writes:
                 raise
-            end = self._answer.failed(Told.of(error))
+            end = self._answer.failure_events(ClientError.of(error))
         finally:
             async with self._writing:  # not in the middle of a comment
                 self._keeping.cancel()
@@ -161,6 +165,6 @@ class AnswerResponse(Response):
         work.cancel()
 
 
-async def disconnected(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -25,7 +25,8 @@ from torchtitan.config import JobConfig
 from torchtitan.protocols.model_converter import ModelConverter
 
 from ..config import LaneformerConfig
-from ..model import LaneFeedForward, LaneRMSNorm
+from ..lanes import LaneRMSNorm
+from ..model import LaneFeedForward
 from .layer import TitanLayer
 from .private_torch import scaled_mm
 from .products import keep

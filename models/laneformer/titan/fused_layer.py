@@ -6,8 +6,9 @@ import math
 
 from torch import Tensor
 
+from ..cache import Cache
 from ..config import Join
-from ..model import Cache, LaneRMSNorm
+from ..lanes import LaneRMSNorm
 from .join_norm import JoinNorm
 from .layer import TitanLayer
 

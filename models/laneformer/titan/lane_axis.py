@@ -20,9 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from ..config import LaneformerConfig
-from ..linear import LaneLinear, Lanes
+from ..lanes import LaneLinear, LaneRMSNorm, Lanes
 from ..model import LMHead
-from ..norms import LaneRMSNorm
 from .private_torch import arrived, start_reduction
 
 OPTION = "parallelism.tensor_parallel_degree"

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from ..config import Join, LaneformerConfig
-from ..model import LaneAttention, LaneFeedForward, LaneformerLayer, LaneRMSNorm, join_lanes
+from ..lanes import LaneRMSNorm
+from ..model import LaneAttention, LaneFeedForward, LaneformerLayer, join_lanes
 from .attention import TitanAttention
 from .products import LaneSum, keep, one_product
 

@@ -20,20 +20,12 @@ import torch
 from torch import Tensor
 
 from ..config import LaneformerConfig
-from ..linear import Lanes
-from ..model import LaneRMSNorm, LMHead
+from ..lanes import LaneRMSNorm, Lanes
+from ..model import LMHead
 from .lane_axis import LaneAxis
 
 IGNORE_INDEX = -100  # TorchTitan's, and PyTorch's default
 CHUNK_TOKENS = 2048  # the 2B model's chunk: 2048 x 32000 logits; enough rows to fill a GPU's matrix units
-
-
-def token_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """logits (L, n, v), labels (n,) -> losses (n,), 0 where ignored; the
-    softmax's log-denominators, largest logits.
-    """
-    denominator, peak, chosen = softmax_parts(logits, labels)
-    return torch.where(labels == IGNORE_INDEX, 0.0, denominator - chosen), denominator, peak
 
 
 def softmax_parts(logits: Tensor, labels: Tensor, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,8 +125,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             if weighs:
                 weight_gradient += torch.bmm(d_logits.mT, rows)
             at += len(part)
-        found = weight_gradient.to(weight.dtype) if weighs else None
-        return x_gradient, found, None, None, None, None, None
+        d_weight = weight_gradient.to(weight.dtype) if weighs else None
+        return x_gradient, d_weight, None, None, None, None, None
 
 
 class TitanHead(LMHead):
@@ -157,7 +149,6 @@ class TitanHead(LMHead):
         """Streams (B, S, L, D) -> logits (B, S, V), or with labels (B, S) the losses (B, S)
         in float32 or wider. Without a norm the streams are normed.
 
-        Only the vocabulary-parallel head is computed in chunks; the other kinds make all their logits.
         trained: number of labels that are not ignored, if the caller knows it: whole chunks of ignored
         ones are then skipped.
         """
@@ -170,35 +161,32 @@ class TitanHead(LMHead):
             return self.score(h, self.weight)
         if self.keep_chosen and not self.training:
             self.chosen = self.likeliest(h.detach())
-        if self.kind == "vocab_parallel":
-            x, targets = h.flatten(0, 1), labels.flatten()
-            options = self.chunk_tokens, self.compile_backend, self.z_loss_weight, axis
-            count = (
-                len(targets)
-                if trained is None
-                else -(-max(trained, 1) // self.chunk_tokens) * self.chunk_tokens
-            )
-            if count >= len(targets):
-                losses, denominators, peaks = ChunkedCrossEntropy.apply(x, self.weight, targets, *options)
-            else:
-                # the trained rows first, then ignored ones up to whole chunks: every chunk has
-                # the compiled shape
+        (x, weight), targets, rows = self.as_one_product(h, self.weight), labels.flatten(), None
+        if trained is not None:
+            count = -(-max(trained, 1) // self.chunk_tokens) * self.chunk_tokens
+            if count < len(targets):
+                # the trained rows first, then ignored ones up to whole chunks: every chunk has the compiled shape
                 rows = (targets == IGNORE_INDEX).to(torch.uint8).argsort(stable=True)[:count]
-                found = ChunkedCrossEntropy.apply(
-                    x.index_select(0, rows), self.weight, targets[rows], *options
-                )
-                losses, denominators, peaks = (
-                    each.new_zeros(len(targets)).index_copy(0, rows, each) for each in found
-                )
-        else:
-            logits = self.score(h, self.weight).flatten(0, 1)
-            losses, denominators, peaks = token_losses(logits[None], labels.flatten())
-            z_loss = torch.where(
-                labels.flatten() == IGNORE_INDEX, 0.0, self.z_loss_weight * denominators.square()
-            )
-            losses = losses + z_loss - z_loss.detach()
+                x, targets = x.index_select(0, rows), targets[rows]
+        options = self.chunk_tokens, self.compile_backend, self.z_loss_weight, axis
+        parts = ChunkedCrossEntropy.apply(x, weight, targets, *options)
+        if rows is not None:
+            parts = [part.new_zeros(labels.numel()).index_copy(0, rows, part) for part in parts]
+        losses, denominators, peaks = parts
         self.seen = denominators.detach(), peaks.detach()
         return losses.view(labels.shape)
+
+    def as_one_product(self, h: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Normed streams (B, S, L, D) and the weight -> x (N, L, D), weight (L, v, D) of a vocabulary-parallel head
+        with the same logits; of the other kinds, which sum over lanes, with one lane.
+        """
+        x = h.flatten(0, 1)
+        if self.kind == "vocab_parallel":
+            return x, weight
+        if self.kind == "replicate":
+            return x.mean(1, keepdim=True), weight[None]
+        own = x.unflatten(-1, (x.shape[1], -1)).diagonal(dim1=1, dim2=2)  # (N, D/L, L)
+        return own.mT.flatten(1)[:, None], weight.transpose(0, 1).flatten(1)[None]
 
     @torch.no_grad()
     def likeliest(self, x: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ..config import LaneformerConfig
 from ..model import deliver, run_layers
-from ..positions import draft_mask, rope_table
+from ..mtp import draft_mask
+from ..positions import rope_table
 from .attention import draft_blocks
 from .loss import IGNORE_INDEX
 
@@ -108,14 +109,14 @@ def losses_with_drafts(
 
 def step_labels(labels: Tensor, documents: Tensor | None, bos_id: int | None, step: int) -> Tensor:
     """Labels (B, S) of the model -> those of step k; documents (B, S): of the tokens, None if not known."""
-    found = labels.roll(-step, 1)
-    found[:, -step:] = IGNORE_INDEX
+    targets = labels.roll(-step, 1)
+    targets[:, -step:] = IGNORE_INDEX
     if documents is None:
-        return found
+        return targets
     begins = torch.eq(labels[:, -1:], -1 if bos_id is None else bos_id)
     after = documents[:, -1:] + begins.to(documents.dtype)
     of_label = torch.cat([documents[:, 1:], after], 1).roll(-step, 1)
-    return torch.where(of_label == documents, found, IGNORE_INDEX)
+    return torch.where(of_label == documents, targets, IGNORE_INDEX)
 
 
 def step_mask(step: int, positions: Tensor, first: Any, documents: Tensor | None) -> Tensor | BlockMask:

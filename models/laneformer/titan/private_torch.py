@@ -56,8 +56,8 @@ def start_reduction(x: Tensor, group: str, how: str = "sum") -> Tensor:
 
 def arrived(started: Tensor) -> Tensor:
     """The result of `start_reduction`, once it is there."""
-    found: Tensor = torch.ops._c10d_functional.wait_tensor(started)
-    return found
+    result: Tensor = torch.ops._c10d_functional.wait_tensor(started)
+    return result
 
 
 def forget_compiled() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..model import LaneLinear
+from ..lanes import LaneLinear
 from .private_torch import lower_to_nothing
 
 

@@ -15,8 +15,8 @@ from torchtitan.protocols.model import BaseModelArgs
 from ..config import FLAVORS, MTP, LaneformerConfig
 from ..flops import flops_per_token
 from ..initialization import init_parameter
-from ..linear import Lanes
-from ..model import Laneformer, MTPHead, run_layers
+from ..lanes import Lanes
+from ..model import Laneformer, run_layers
 from ..positions import rope_table
 from ..supports import refuse_unsupported
 from .attention import document_ids, training_masks
@@ -104,12 +104,9 @@ class TitanLaneformer(Laneformer):
 
     def __init__(self, model_args: LaneformerArgs):
         config = model_args.config
-        super().__init__(config)
+        super().__init__(config, FusedLayer if model_args.join_norm == "triton" else TitanLayer)
         self.model_args, self.lanes = model_args, Lanes(config.num_lanes)
-        layer = FusedLayer if model_args.join_norm == "triton" else TitanLayer
-        self.layers = nn.ModuleList(layer(config, i) for i in range(config.num_hidden_layers))
         self.lm_head = TitanHead(config)
-        self.mtp = MTPHead(config, layer) if config.num_nextn_predict_layers else None
         self.draft_weight = model_args.mtp.weight(1)
         self.drafted: Drafted | None = None
         if model_args.mtp.freeze_base:

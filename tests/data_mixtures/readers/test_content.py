@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +40,13 @@ def fetched(folder: Path, url: str, groups=None, share=0.0) -> tuple[dict[str, A
     return counts, pq.read_table(raw).to_pylist()
 
 
-def test_each_content_once_in_order_with_its_origin_through_failures(tmp_path, capsys):
+def test_each_content_once_in_order_with_its_origin_through_failures(tmp_path):
     resolved(tmp_path / "resolved.parquet", [*CONTENTS, *CONTENTS[:20]])
     with FakeBucket(CONTENTS) as bucket:
         three, four, five = map(sha1, CONTENTS[3:6])
         bucket.flaws = {three: [503, 429, 500], four: [b"damaged"], five: [CONTENTS[5]]}
         counts, rows = fetched(tmp_path, bucket.url)
         assert bucket.asked == {**{sha1(each): 1 for each in CONTENTS}, three: 4, four: 2}
-    assert "/parts: 40 of 300 contents, 0 missing" in capsys.readouterr().err.splitlines()[0]
     assert [row["text"] for row in rows] == CONTENTS
     assert json.loads(rows[299]["origin"]) == {"file": "resolved", "row": 299, "repo": "a/299"}
     size = sum(map(len, CONTENTS))
@@ -104,36 +100,6 @@ def test_a_bucket_that_does_not_answer_ends_the_unit_and_keeps_what_came(tmp_pat
         _, rows = fetched(tmp_path, bucket.url)
         assert bucket.asked.total() == 300 - saved
     assert len(rows) == 300
-
-
-KILLED = """
-import sys
-from pathlib import Path
-from data_mixtures.readers import content
-from data_mixtures.recipe import Input
-content.PART_CONTENTS, content.CONNECTIONS = 40, 4
-folder, url = Path(sys.argv[1]), sys.argv[2]
-path, raw, parts = (folder / name for name in ("resolved.parquet", "raw.parquet", "parts"))
-content.fetch(str(path), "", range(6), Input("resolved", ("x",), content_url=url), raw, parts)
-"""
-
-
-def test_kill_9_in_the_middle_loses_one_part_at_most(tmp_path):
-    resolved(tmp_path / "resolved.parquet", CONTENTS)
-    with FakeBucket(CONTENTS, slow_s=0.02) as bucket:
-        running = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), bucket.url])
-        while not (tmp_path / "parts/part-000001.parquet").exists():
-            assert running.poll() is None, "it ended before two parts were saved"
-            time.sleep(0.005)  # a poll of the state, not of a time
-        running.kill()
-        running.wait()
-        saved = sum(part.metadata.num_rows for part in content._parts(tmp_path / "parts"))
-        assert 80 <= saved < 300
-        bucket.asked.clear()
-        bucket.slow_s = 0.0
-        _, rows = fetched(tmp_path, bucket.url)
-        assert bucket.asked == {sha1(each): 1 for each in CONTENTS[saved:]}
-    assert [row["text"] for row in rows] == CONTENTS, "the same bytes, in the same order"
 
 
 RECIPE = """

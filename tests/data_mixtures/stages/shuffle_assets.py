@@ -18,11 +18,11 @@ import xxhash
 from rich.console import Console
 
 from data_mixtures import shards, tokenizer
-from data_mixtures.readers import origins
+from data_mixtures.readers import local
 from data_mixtures.recipe import LocalSource, Recipe, TokenizerFile, TokenizerTraining
 from data_mixtures.stages import blocks, manifest, shuffle, sorted_runs, stage
 from data_mixtures.stages.stage import Unit
-from data_mixtures.stages.tokenize import DOCUMENT, SLICED
+from data_mixtures.stages.tokenize import SLICED, by_key, describe, totals
 
 SEED = 7
 TOKEN = np.dtype("<u2")
@@ -68,7 +68,7 @@ def text_of(tokens: Sequence[int]) -> str:
 
 def origin_of(text: str) -> str:
     """None for some documents, as of a source without provenance."""
-    return origins.origin(f"\u00fc/{text[:5]}", len(text), {}) if len(text) % 5 else ""
+    return local.origin(f"\u00fc/{text[:5]}", len(text), {}) if len(text) % 5 else ""
 
 
 @dataclass(frozen=True)
@@ -93,32 +93,26 @@ class Tokenize(OfTexts):
     name: ClassVar[str] = "tokenize"
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
-        rows = sorted(_row(text) for text in self.texts[unit.number])
-        documents = np.zeros(len(rows), DOCUMENT)
-        for at, name in enumerate(("key", "high", "low")):
-            documents[name] = [row[at] for row in rows]
-        data = [text.encode() for *_, text in rows]
-        tokens = [np.array(tokens_of(text), TOKEN).tobytes() for *_, text in rows]
-        origins = [origin_of(text).encode() for *_, text in rows]
-        documents["bytes"] = list(map(len, data))
-        for start, length, parts, size in (
-            ("start", "length", tokens, TOKEN.itemsize),
-            ("origin", "origin_bytes", origins, 1),
+        texts = self.texts[unit.number]
+        ids = [xxhash.xxh3_128_digest(text.encode()) for text in texts]
+        lengths = np.array([len(tokens_of(text)) for text in texts], "<u4")
+        parts = {
+            "tokens.bin": [np.array(tokens_of(text), TOKEN).tobytes() for text in texts],
+            "origins.bin": [origin_of(text).encode() for text in texts],
+        }
+        rows = describe(ids, SEED, lengths, [text.encode() for text in texts], parts["origins.bin"])
+        order = by_key(rows)
+        rows = rows[order]
+        for name, start, length in (
+            ("tokens.bin", "start", "length"),
+            ("origins.bin", "origin", "origin_bytes"),
         ):
-            documents[length] = [len(part) // size for part in parts]
-            documents[start] = np.cumsum(documents[length]) - documents[length]
-        for name, content in (("tokens.bin", b"".join(tokens)), ("origins.bin", b"".join(origins))):
-            (folder / name).write_bytes(content)
-        np.save(folder / "documents.npy", documents)
+            rows[start] = np.cumsum(rows[length]) - rows[length]
+            (folder / name).write_bytes(b"".join(parts[name][i] for i in order))
+        np.save(folder / "documents.npy", rows)
         for name in SLICED:
             blocks.seal(folder / name)
-        sizes = {"tokens": int(documents["length"].sum()), "bytes": int(documents["bytes"].sum())}
-        return {"documents": len(rows), **sizes, "dropped": {}}
-
-
-def _row(text: str) -> tuple[int, int, int, str]:
-    high, low = divmod(xxhash.xxh3_128_intdigest(text.encode()), 2**64)
-    return xxhash.xxh3_64_intdigest(low.to_bytes(8, "little"), seed=SEED), high, low, text
+        return {**totals(rows), "dropped": {}}
 
 
 def split(texts: Sequence[str], units: int) -> tuple[tuple[str, ...], ...]:

@@ -129,34 +129,6 @@ def test_who_stays_is_the_plain_rule_whatever_the_units_ranges_and_groups(tmp_pa
     assert [len(list((tmp_path / f"parts/signatures/{name}").iterdir())) for name in units] == [1, 1]
 
 
-def test_near_copies_of_held_out_text_are_not_trained_on_whatever_the_order(tmp_path):
-    wanted, draw = with_dedup(["first", "second"]), random.Random(5)
-    while True:
-        held = " ".join(draw.choices(WORDS, k=120))
-        copy = held + " and more"
-        if is_held_out(held, wanted) and not is_held_out(copy, wanted):
-            break
-    texts = {"first": [[copy, *texts_of(2, 5, 1)]], "second": [texts_of(3, 5, 1), [held]]}
-    stays = deduplicate(tmp_path, texts, wanted)
-    assert stays == {**texts, "first": [texts["first"][0][1:]]}
-    dropped = [stage.counts(tmp_path, "dedup", name, 1)[0]["near_duplicate"] for name in texts]
-    assert dropped == [1, 0]
-
-
-def test_work_is_linear_every_row_is_read_once(tmp_path, monkeypatch):
-    """As documents double, so do the rows that are written and read."""
-    monkeypatch.setattr(dedup, "ROWS_PER_RANGE", 50)
-    wanted = with_dedup(["a"])
-    for families in (20, 40):
-        out = tmp_path / str(families)
-        deduplicate(out, {"a": [texts_of(9, families, 1)]}, wanted)
-        made = dedup.Bands(wanted, out, ("a",)).units()
-        rows = sum(stage.receipt_of(out, "bands", each)["counts"]["rows"] for each in made)
-        size = (out / "signatures/a/unit-00000/sorted.bin").stat().st_size
-        assert size == rows * 14 == families * wanted.dedup.buckets * 14
-    assert len(made) == 16
-
-
 def test_what_is_done_stays_done_until_text_or_settings_change(tmp_path):
     texts = {"a": [texts_of(6, 8, 3)], "b": [texts_of(7, 8, 3)]}
     wanted = with_dedup(["a", "b"], buckets=3)
@@ -168,16 +140,6 @@ def test_what_is_done_stays_done_until_text_or_settings_change(tmp_path):
     assert units_done(wanted) == [0, 0, 0]
     assert units_done(replace(wanted, valid_per_10000=0))[:2] == [0, 1], "signatures do not depend on it"
     assert units_done(with_dedup(["a", "b"], buckets=3, n_grams=4)) == [2, 1, 2]
-
-
-def test_signatures_say_which_documents_any_share_holds_out(tmp_path):
-    texts, wanted = texts_of(6, 300, 1), with_dedup(["a"], buckets=1)
-    deduplicate(tmp_path, {"a": [texts]}, wanted)
-    work, unit = dedup.Bands(wanted, tmp_path, ("a",)), stage.Unit("a", 0)
-    rows = dedup.read_sorted(work, "signatures", unit, slice(0, 4096), dedup._BAND)
-    for share in (0, 1, 777, 5000):
-        expected = sum(low_half(text) < shards.held_out_below(share) for text in texts)
-        assert (rows["share"] < share).sum() == expected
 
 
 def test_numbers_are_words_unless_the_recipe_says_otherwise():

@@ -10,8 +10,8 @@ import pytest
 import xxhash
 
 from data_mixtures import shards
-from data_mixtures.readers import origins
-from data_mixtures.stages import decontaminate, filter, stage, word_hashes
+from data_mixtures.readers import local
+from data_mixtures.stages import decontaminate, filter, stage
 from data_mixtures.stages.tokenize import key_of_id
 from tests.data_mixtures.conftest import write_lines
 from tests.data_mixtures.stages.filtered import do_all, filtered, make_recipe, write_raw
@@ -65,8 +65,8 @@ def test_every_reason_is_counted_and_the_rest_stays_in_order(out):
 def test_any_type_of_text_column_gives_the_same_bytes(kind, tmp_path, monkeypatch):
     texts = [text for text in (*GOOD, *BAD) if kind == pa.string() or not isinstance(text, bytes)]
     digests = set()
-    for name, batch in (("a", filter._BATCH_BYTES), ("b", 1000)):
-        monkeypatch.setattr(filter, "_BATCH_BYTES", batch)
+    for name, batch in (("a", filter._BATCH_ROWS), ("b", 7)):
+        monkeypatch.setattr(filter, "_BATCH_ROWS", batch)
         write_raw(tmp_path / name, {"notes": [texts]}, kind)
         done = filter.Filter(RECIPE, tmp_path / name, ("notes",))
         do_all(done)
@@ -89,15 +89,6 @@ def test_what_is_done_stays_done_until_something_it_depends_on_changes(out):
     assert do_all(done) == 2
 
 
-def test_the_counts_of_contamination_outlive_the_files(out):
-    texts = {"notes": [[QUESTION, *GOOD[:3]], [*GOOD[3:5], "So: " + QUESTION]], "other": [GOOD[5:7]]}
-    done = filtered(out, texts, recipe_with(out, texts))
-    for unit in done.units():
-        stage.free(out, "filter", unit)
-    found = {name: [each["contamination"] for each in stage.counts(out, "filter", name)] for name in texts}
-    assert found == {"notes": [{"quiz": {"documents": 1, "items": {"0": 1}}}] * 2, "other": [{}]}
-
-
 def test_a_missing_column_and_a_file_without_rows(out):
     write_raw(out, {"notes": [[], GOOD[:2]]})
     done = filter.Filter(recipe_with(out), out, ("notes",))
@@ -112,7 +103,7 @@ def test_a_missing_column_and_a_file_without_rows(out):
 
 def test_long_documents_are_cut_at_newlines_and_nothing_is_lost():
     whole = "".join(f"line {i}\n" for i in range(5000)) + "x" * 3000
-    pieces = list(word_hashes.cut(whole, 1000))
+    pieces = list(filter.cut(whole, 1000))
     assert "".join(pieces) == whole
     assert max(map(len, pieces)) <= 1000
     assert all(piece.endswith("\n") for piece in pieces[:-4])
@@ -161,7 +152,7 @@ def test_origins_stay_as_a_reader_says_them_and_as_far_as_they_are_utf8(out):
     found = [json.loads(each) for each in column(done, "origin")]
     assert [each.get("url") for each in found] == ["http://a/\ufffd", None, "", "http://b"]
     assert [each["id"] for each in found] == [1, 2, 3, 4]
-    made = json.loads(origins.origin("a.jsonl", 0, {"url": "x\ud800"}).encode())
+    made = json.loads(local.origin("a.jsonl", 0, {"url": "x\ud800"}).encode())
     assert made == {"file": "a.jsonl", "row": 0, "url": "x?"}
 
 
@@ -186,23 +177,3 @@ def test_a_part_of_a_source_is_what_the_shuffle_puts_first(out):
         assert kept == [key for key in keys if key < share * 2**64], "a prefix of the shuffle's order"
         assert sum(counts["dropped"]["not_kept"] for _, counts, _ in units) == len(GOOD) - len(kept)
         assert least <= len(kept) <= most
-
-
-def test_what_is_not_kept_costs_no_search(out, monkeypatch):
-    searched, wanted, find = [], recipe_with(out), decontaminate.Index.find
-
-    def recorded(index, texts):
-        searched.extend(texts)
-        return find(index, texts)
-
-    monkeypatch.setattr(decontaminate.Index, "find", recorded)
-    wanted = replace(wanted, sources=(replace(wanted.sources[0], keep=0.1),))
-    assert column(filtered(out, {"notes": [GOOD]}, wanted), "text") == searched
-
-
-def test_row_groups_are_cut_by_size(out, monkeypatch):
-    monkeypatch.setattr(filter, "_ROW_GROUP_BYTES", 4000)
-    monkeypatch.setattr(filter, "_BATCH_BYTES", 1000)
-    table, _, folder = documents(filtered(out, {"notes": [GOOD]}, recipe_with(out)))
-    assert table.column("text").to_pylist() == GOOD
-    assert pq.ParquetFile(folder / stage.DOCUMENTS).num_row_groups > 3

@@ -74,9 +74,9 @@ def test_a_lost_node_changes_no_byte(s3, cluster, recipe_path, tmp_path, monkeyp
         str(tmp_path / "more/mirror"),
         Console(quiet=True),
     )
-    prepare.prepare(recipe, tmp_path / "one", Options(), quiet, mirror)
+    prepare.prepare(recipe, tmp_path / "one", Options(), quiet, mirror=mirror)
     lost = lose_a_node(cluster, lambda: len(list((tmp_path / "many/filter").glob("*/unit-*"))) > 2)
-    prepare.prepare(recipe, tmp_path / "many", RAY, quiet, mirror)
+    prepare.prepare(recipe, tmp_path / "many", RAY, quiet, mirror=mirror)
     lost.join()
     assert not cluster.worker_nodes
     assert count_receipts(tmp_path / "many") > 50

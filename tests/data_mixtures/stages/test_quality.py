@@ -120,14 +120,6 @@ def test_a_missing_package_is_one_line(monkeypatch):
     assert "\n" not in str(error.value)
 
 
-def test_an_error_of_a_step_shows_the_text():
-    def fails(text):
-        raise ZeroDivisionError("division by zero")
-
-    with pytest.raises(ValueError, match="filter step 'x' fails at 'A text': division by zero"):
-        quality.Step("x", False, fails)("A text")
-
-
 @pytest.mark.job  # spacy takes seconds to be imported
 def test_the_filters_of_the_web():
     pytest.importorskip("spacy")

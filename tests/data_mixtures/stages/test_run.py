@@ -14,12 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from rich.console import Console
 
-from data_mixtures.stages import run as run_module
-from data_mixtures.stages import stage
 from data_mixtures.stages.run import Options
-from data_mixtures.stages.stage import Unit
 from records.files import hold_lock
 from tests.data_mixtures.stages.toy_stage import Toy, run
 
@@ -91,19 +87,6 @@ def test_results_are_the_same_and_nothing_is_done_twice(toy, tmp_path, capfd):
     assert "2 units done, 4 as before" in run(other, Options(workers=3))
     assert results(toy) == results(other)
     assert capfd.readouterr().err == ""  # what workers print is in a file
-
-
-def test_receipts_and_summary(toy):
-    with stage.exclusive(toy.out):
-        receipts = run_module.run_units(toy, Options(), Console(quiet=True))
-    assert [unit.number for unit in receipts] == list(range(6))
-    assert receipts[Unit("a", 3)]["counts"] == {"documents": 3, "dropped": {"empty": 1, "too_long": 2}}
-    console = Console(record=True, width=100, quiet=False)
-    console.print(run_module.summary("toy", receipts))
-    rows = [line.split() for line in console.export_text().splitlines()]
-    assert ["source", "units", "documents", "dropped"] in rows
-    assert ["b", "3", "6", "9"] in rows
-    assert ["a", "3", "9", "9"] in rows
 
 
 KILLED = r"worker at b/unit-00004 was killed \(exit status -9.*run the same command again"

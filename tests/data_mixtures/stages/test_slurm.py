@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.data_mixtures.conftest import files_of, prepare_folder
@@ -34,8 +36,9 @@ def test_the_script_prepares_on_all_nodes_of_a_job(recipe_path, tmp_path):
 
         def ended() -> bool:
             for node in {"n1", "n2"} - nodes:
-                if any(each.name().startswith("ray::") for each in cluster.processes(node)):
-                    nodes.add(node)
+                with suppress(psutil.NoSuchProcess):  # one that ends while it is asked
+                    if any(each.name().startswith("ray::") for each in cluster.processes(node)):
+                        nodes.add(node)
             return cluster.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING")
 
         wait_for(ended, "the end of the job", 240)

@@ -21,8 +21,7 @@ from data_mixtures.readers import hub
 from data_mixtures.stages import fetch, plan, run, stage
 from data_mixtures.stages.fetch import Fetch
 from data_mixtures.stages.stage import Unit
-from tests.data_mixtures.conftest import write_sums
-from tests.data_mixtures.stages.hub_assets import REPO, recipe, write_mirror, write_parquet
+from tests.data_mixtures.stages.hub_assets import REPO, recipe, write_mirror
 
 LONGER = {"name": "longer", "configs": '["4plus_MIND"]'}
 
@@ -62,6 +61,9 @@ def test_folders_are_matched_exactly_and_columns_are_read(tmp_path, mirror):
     assert longer == ["4plus_MIND/part_000000.parquet"]
     assert planned_paths(out, "both") == longer + exact
     assert stage.planned_unit(out, Unit("content", 0))["text_column"] == "content"
+    some = {"name": "some", "more": "files = 2"}
+    make_plan(recipe(tmp_path, some), tmp_path / "some", mirror)
+    assert set(planned_paths(tmp_path / "some", "some")) < set(exact)
     entry = stage.planned_unit(out, Unit("exact", 1))
     assert entry["bytes"] == (mirror / REPO / entry["path"]).stat().st_size
     assert stage.planned_units(out, "exact") == [Unit("exact", number) for number in range(3)]
@@ -151,18 +153,6 @@ def test_a_damaged_file_is_refused_and_the_next_start_goes_on(tmp_path, mirror, 
     assert all(stage.is_done(work, unit) for unit in work.units())
 
 
-def test_a_file_with_other_columns_or_another_hash_is_refused(tmp_path, mirror):
-    path = mirror / REPO / "4plus/part_000000.parquet"
-    entry = {"bytes": path.stat().st_size, "sha256": None, "text_column": "text"}
-    assert fetch.check(path, entry, "here")["documents"] == 40
-    with pytest.raises(fetch.Damaged, match=r"here came with sha256 [0-9a-f]{64}, the plan says 00"):
-        fetch.check(path, {**entry, "sha256": "00"}, "here")
-    write_parquet(path, 0, column="content")
-    columns = r"exactly one column of text or bytes named text; its columns: id \(string\), content"
-    with pytest.raises(ValueError, match=columns):
-        fetch.check(path, {**entry, "bytes": path.stat().st_size}, "here")
-
-
 @pytest.fixture
 def remote(monkeypatch):
     """Call it, and mirrors count as being on another machine."""
@@ -248,28 +238,6 @@ def notes(tmp_path: Path) -> Path:
 def texts(out: Path) -> list[str]:
     files = sorted((out / "fetch/notes").glob("unit-*/raw.parquet"))
     return [text for file in files for text in pq.read_table(file)["text"].to_pylist()]
-
-
-def test_local_inputs_without_a_cap_are_many_units_of_the_same_text(tmp_path, notes, monkeypatch):
-    """An input with one is a unit up to its cap."""
-    write_sums(tmp_path / "sums.jsonl", 90)
-    one = f'{{ kind = "text", paths = ["{notes}/*.txt"] }}'
-    two = f'{{ kind = "jsonl", max_bytes = 20_000, paths = ["{tmp_path}/sums.jsonl"] }}'
-    few, many = tmp_path / "few", tmp_path / "many"
-    fetch_all(write_local_recipe(tmp_path, one, two), few)
-    monkeypatch.setattr(plan, "UNIT_BYTES", 5000)
-    fetch_all(write_local_recipe(tmp_path, one, two), many)
-    assert len(stage.planned_units(few, "notes")) == 2
-    count = len(stage.planned_units(many, "notes"))
-    assert 6 <= count <= 8  # 31 files of 0.9 kB in groups of 5 kB, and the capped input
-    assert texts(few) == texts(many)
-    assert len(texts(few)) > 30
-    counts = stage.counts(many, "fetch", "notes")
-    for reason in ("not_utf8", "no_text"):
-        assert sum(each["dropped"].get(reason, 0) for each in counts) == 1
-    assert sum(each["documents"] for each in counts) == len(texts(many))
-    last = pq.read_table(many / f"fetch/notes/unit-{count - 1:05d}/raw.parquet")["text"].to_pylist()
-    assert 19_000 < sum(map(len, last)) <= 20_000
 
 
 def test_a_changed_local_file_is_read_again_and_a_new_time_alone_gives_the_same(tmp_path, notes):

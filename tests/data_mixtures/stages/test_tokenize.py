@@ -69,11 +69,10 @@ def place(text: str, seed: int) -> tuple[int, int]:
     return xxhash.xxh3_64_intdigest((digest % 2**64).to_bytes(8, "little"), seed=seed), digest
 
 
-def test_units_do_not_change_the_tokenizer_nor_the_sample(tmp_path, monkeypatch):
+def test_units_do_not_change_the_tokenizer_nor_the_sample(tmp_path):
     texts, other = notes(300), notes(40, 9)
     one, three = tmp_path / "one", tmp_path / "three"
     tokenized(one, {"a": [texts], "b": [other]})
-    monkeypatch.setattr(tokenize, "_SLACK_BYTES", 1000)  # prune often
     done = tokenized(three, {"a": [texts[200:], texts[:50], texts[50:200]], "b": [other]})
     assert (one / "tokenizer.model").read_bytes() == (three / "tokenizer.model").read_bytes()
     sample = tokenize.training_sample(done.recipe, three, TRAINING.train_bytes)

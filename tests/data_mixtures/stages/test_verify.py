@@ -34,20 +34,6 @@ def test_whole_data_is_whole(data):
     assert f"{len(files)} files, {size:,} bytes: 0 damaged" in printed.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("bytes_", "blocks"), [([0], [0]), ([127], [0]), ([128], [1]), ([321], [2]), ([5, 300], [0, 2])]
-)
-def test_every_flipped_bit_is_found_with_its_block(data, bytes_, blocks):
-    for byte in bytes_:
-        flip(data / "notes/shard-00003.bin", byte)
-    flip(data / "sums/valid.bin", 9)
-    expected = [f"notes/shard-00003.bin: block {block}" for block in blocks]
-    assert [line.split(" does not have its hash ")[0] for line in damage_of(data)] == [
-        *expected,
-        "sums/valid.bin: block 0",
-    ]
-
-
 def write_documents(path: Path, ids: np.ndarray, lengths: np.ndarray) -> dict:
     return shards.write_documents(path, (ids, lengths, np.zeros(len(ids))), ())
 
@@ -101,8 +87,12 @@ def test_a_foreign_shard_with_a_fitting_manifest_is_seen_by_its_documents(data):
         edit_manifest(data, shards=entries, **fields)
         return damage_of(data)
 
-    lines = damage_with(ids[:-1], lengths[:-1])
-    assert any("shard-00002.docs.zst: its documents do not begin where" in line for line in lines)
+    for fewer, message in (
+        (ids[:-1], rf"lists {len(ids) - 1} documents, {len(ids)} begin in"),
+        (ids, "its documents do not"),
+    ):
+        lines = damage_with(fewer, lengths[::-1][: len(fewer)])
+        assert any(re.search(rf"shard-00002.docs.zst: {message}", line) for line in lines)
     held_out = np.array([5, *ids[1:]], ids.dtype)
     lines = damage_with(held_out, lengths)
     assert any("shard-00002.docs.zst: lists documents that are held out" in line for line in lines)

@@ -70,4 +70,4 @@ if __name__ == "__main__":
     from data_mixtures import prepare
 
     toy = Toy(Path(out), Path(faults), 12)
-    sys.exit(prepare.reported(lambda: run(toy, Options(workers=int(workers)))))
+    sys.exit(prepare.run_command(lambda: run(toy, Options(workers=int(workers)))))

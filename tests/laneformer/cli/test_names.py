@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from laneformer.cli import main, names
-from laneformer.cli.names import display_name, gguf_file, located
+from laneformer.cli.names import choose_gguf_file, display_name, locate_model
 
 COMMIT = hashlib.sha1(b"").hexdigest()
 TALKER = "someone/talker-1B"
@@ -134,20 +134,20 @@ def test_models_of_other_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ]
     manifest.write_text(json.dumps({"layers": layers}))
     manifest.with_name("unfinished").write_text('{"layers')
-    assert located("smollm2:135m") == blob
-    assert located("someone/talker-Q4_K_M") == studio
+    assert locate_model("smollm2:135m") == blob
+    assert locate_model("someone/talker-Q4_K_M") == studio
     with pytest.raises(ValueError, match="no model that `laneformer models` lists"):
-        located("smollm3")
+        locate_model("smollm3")
 
 
 def test_which_file_of_a_repository() -> None:
     files = ["m-Q4_K_M.gguf", "m-Q8_0.gguf", "m-BF16-00001-of-00002.gguf", "m-BF16-00002-of-00002.gguf"]
-    assert gguf_file("o/m", files, "") == "m-Q4_K_M.gguf"
-    assert gguf_file("o/m", files, "q8_0") == "m-Q8_0.gguf"
-    assert gguf_file("o/m", ["model.safetensors", "config.json"], "") is None
+    assert choose_gguf_file("o/m", files, "") == "m-Q4_K_M.gguf"
+    assert choose_gguf_file("o/m", files, "q8_0") == "m-Q8_0.gguf"
+    assert choose_gguf_file("o/m", ["model.safetensors", "config.json"], "") is None
     with pytest.raises(ValueError, match="has no Q2_K; it has BF16, Q4_K_M, Q8_0"):
-        gguf_file("o/m", files, "Q2_K")
-    assert gguf_file("o/m", files, "BF16") == "m-BF16-00001-of-00002.gguf"
+        choose_gguf_file("o/m", files, "Q2_K")
+    assert choose_gguf_file("o/m", files, "BF16") == "m-BF16-00001-of-00002.gguf"
 
 
 def test_a_file_in_parts_is_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,14 +157,14 @@ def test_a_file_in_parts_is_one_model(tmp_path: Path, monkeypatch: pytest.Monkey
         names.huggingface_hub, "hf_hub_download", lambda _, name: fetched.append(name) or tmp_path / name
     )
     files = ["m-BF16-00002-of-00002.gguf", "m-Q8_0.gguf", "m-BF16-00001-of-00002.gguf"]
-    assert names.downloaded("o/m", "bf16") == tmp_path / files[2]
+    assert names.download_model("o/m", "bf16") == tmp_path / files[2]
     assert fetched == [files[2], files[0]]
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     folder = tmp_path / ".lmstudio/models/o/m"
     folder.mkdir(parents=True)
     for file in files:
         (folder / file).write_bytes(b"GGUF")
-    found = {model.name: (model.path.name, model.bytes) for model in names.of_lm_studio()}
+    found = {model.name: (model.path.name, model.bytes) for model in names.list_lm_studio()}
     assert found == {"o/m-BF16": (files[2], 8), "o/m-Q8_0": (files[1], 4)}
 
 

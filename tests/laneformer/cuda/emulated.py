@@ -12,22 +12,27 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from laneformer.config import LaneformerConfig
-from laneformer.engine.cuda.caches import Caches
 from laneformer.engine.cuda.compile import FOLDER, INCLUDES, source_of
-from laneformer.engine.cuda.geometry import Machine
-from laneformer.engine.cuda.head import HeadPasses, plan_block
-from laneformer.engine.cuda.memory import DeviceMemory, half_of, reset
-from laneformer.engine.cuda.passes import PassDecoder, launches
+from laneformer.engine.cuda.constants import constants_of
+from laneformer.engine.cuda.geometry import Geometry, Machine
+from laneformer.engine.cuda.graph import graph_launches
+from laneformer.engine.cuda.memory import DeviceMemory, half_of
+from laneformer.engine.cuda.passes import PassDecoder
 from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.structures import Column, GraphState
 from laneformer.engine.decoder import Sampling
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import KERNELS, SMALL, as_stored_in, random_model, small_config, tensors_of
+from tests.laneformer.cuda.stand_ins import pretend_gpu
+from tests.proofs import KERNEL_SOURCES
 
 GREEDY = Sampling(top_p=1.0)
+needs_emulator = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
+emulator_proof = [pytest.mark.proof(*KERNEL_SOURCES), needs_emulator]
 
 
 class Running:
@@ -35,11 +40,10 @@ class Running:
     where a GPU's would.
     """
 
-    def __init__(self, launch: Callable[[], object] | None = None):
+    def __init__(self, launch: Callable[[], object]):
         self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, args=(launch,)) if launch else None
-        if self.thread:
-            self.thread.start()
+        self.thread = threading.Thread(target=self._run, args=(launch,))
+        self.thread.start()
 
     def _run(self, launch: Callable[[], object]) -> None:
         try:
@@ -48,17 +52,21 @@ class Running:
             self.error = error
 
     def query(self) -> bool:
-        return self.thread is None or (not self.thread.is_alive() and self._ended())
-
-    def synchronize(self) -> None:
-        if self.thread:
-            self.thread.join()
-            self._ended()
-
-    def _ended(self) -> bool:
+        if self.thread.is_alive():
+            return False
         if self.error:
             raise self.error
         return True
+
+    def synchronize(self) -> None:
+        self.thread.join()
+        self.query()
+
+
+def build_unit(geometry: Geometry, text: str, builds: Path) -> ctypes.CDLL:
+    """The emulated library of a text that includes some of the kernels' headers."""
+    source = f"#define GRAPH 0\n{constants_of(geometry)}{text}"
+    return emulator.build(source, INCLUDES, {"TABLE": "constexpr"}, builds)
 
 
 class EmulatedPasses(PassDecoder):
@@ -88,14 +96,7 @@ class EmulatedPasses(PassDecoder):
         self.tensors, devices = tensors, range(self.geometry.devices)
         self._hold([DeviceMemory(self.geometry, tensors, i, "cpu", sequences or columns) for i in devices])
         self.folder = builds
-        blocks, rows = plan_block(self.builds if version == "passes" else [], tensors, machine)
-        if blocks:
-            self.head = HeadPasses(self, blocks, tensors, rows, sequences or columns)
-            self.caches = Caches(self.memories, self.head.block.memories)
         self.forget()
-
-    def load(self) -> None:
-        """Libraries are built when they are launched."""
 
     @functools.cached_property
     def library(self) -> ctypes.CDLL:
@@ -114,9 +115,8 @@ class EmulatedPasses(PassDecoder):
 
     def forget(self) -> None:
         """Words as new; keys and values that nobody has written are no numbers."""
-        every = [*self.memories, *(self.head.block.memories if self.head else ())]
-        reset(every)
-        for memory in every:
+        self._reset_words()
+        for memory in self.memories:
             memory.kv.fill_(0x7FFF)
 
     def _launch(self, arguments: Sequence[Any]) -> None:
@@ -126,17 +126,16 @@ class EmulatedPasses(PassDecoder):
         self._streams: Any = [Running(functools.partial(self._emulate, arguments, build, library))]
 
     def _emulate(self, arguments: Sequence[Any], build: int, library: ctypes.CDLL) -> None:
-        words = {
+        buffers = {
             f"{name} {m.index}": getattr(m, name) for m in self.memories for name in ("lane_words", "inbox")
         }
-        kept = {
-            f"keys and values {m.index}": (m.kv.data_ptr(), m.kv.nbytes) for m in self.memories if self.races
-        }
+        caches = {f"keys and values {m.index}": m.kv for m in self.memories if self.races}
         emulate = functools.partial(
             emulator.launch, library,
             threads=32 * self.geometry.warps, watchdog=self.watchdog or self.missing_blocks > 0,
-            shared_bytes=self.builds[build].shared_bytes, seed=self.seed + self.passes, plain=kept,
-            names={name: (tensor.data_ptr(), tensor.nbytes) for name, tensor in words.items()},
+            shared_bytes=self.builds[build].shared_bytes, seed=self.seed + self.passes,
+            names={name: (tensor.data_ptr(), tensor.nbytes) for name, tensor in buffers.items()},
+            plain={name: (tensor.data_ptr(), tensor.nbytes) for name, tensor in caches.items()},
         )  # fmt: skip
         if self.version == "passes":
             emulate("pass", arguments, blocks=self.geometry.blocks - self.missing_blocks)
@@ -144,7 +143,7 @@ class EmulatedPasses(PassDecoder):
         argument, state = arguments[0], GraphState.of(arguments[0].order)
         ctypes.memmove(argument.graph, ctypes.addressof(state), ctypes.sizeof(state))
         for _ in range(1 + argument.order.ahead):
-            for kernel, argument.layer, argument.module, blocks in launches("graph", self.geometry):
+            for kernel, argument.layer, argument.module, blocks in graph_launches(self.geometry):
                 emulate(kernel, argument, blocks=blocks)
 
     def logits(self, columns: Sequence[tuple[int, int, int]], sampling: Sampling = GREEDY) -> torch.Tensor:
@@ -156,17 +155,12 @@ class EmulatedPasses(PassDecoder):
     ) -> tuple[list[int], torch.Tensor]:
         """The tokens that they would be followed by, and the logits."""
         rows = torch.full((len(columns), self.config.vocab_size), float("nan"))
-        made = self.run([Column(*column, sampling=sampling) for column in columns], logits=rows)
-        return made[0], rows
+        picked = self.run([Column(*column, sampling=sampling) for column in columns], logits=rows)
+        return picked[0], rows
 
     def decode(
-        self,
-        ids: list[int],
-        count: int = 1,
-        seed: int = 0,
-        sampling: Sampling = GREEDY,
-        stops: Sequence[int] = (),
-    ) -> tuple[list[int], torch.Tensor]:
+        self, ids: list[int], count: int = 1, seed: int = 0, sampling: Sampling = GREEDY, stops: Sequence[int] = ()
+    ) -> tuple[list[int], torch.Tensor]:  # fmt: skip
         """Read `ids` from position 0, as many columns at a time as there are, and make up to `count` tokens in one
         more launch: (new tokens, logits (len(ids), V)).
         """
@@ -183,15 +177,8 @@ class EmulatedPasses(PassDecoder):
 
 def emulated_engine(monkeypatch: Any, builds: Path, columns: int = 3, **options: Any) -> None:
     """As if there were one GPU: engines run EmulatedPasses, with `options`."""
-    from laneformer.engine import device
-    from laneformer.engine.cuda import decoder
 
-    def make(
-        config: LaneformerConfig, tensors: Any, dtype: str, *_: Any, version: str = "passes", **__: Any
-    ) -> EmulatedPasses:
-        given = {"columns": columns if version == "passes" else 1, **options}
-        return EmulatedPasses(builds, config=config, tensors=tensors, dtype=dtype, version=version, **given)
+    def make(config: LaneformerConfig, tensors: Any, dtype: str, *_: Any, **__: Any) -> EmulatedPasses:
+        return EmulatedPasses(builds, columns, config=config, tensors=tensors, dtype=dtype, **options)
 
-    monkeypatch.setattr(decoder, "PassDecoder", make)
-    monkeypatch.setattr(device, "why_no_cuda", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    pretend_gpu(monkeypatch, make)

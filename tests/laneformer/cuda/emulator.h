@@ -62,8 +62,6 @@ DEVICE uint64_t now_ns() {
   return emulator::machine->clock_ns;
 }
 
-DEVICE uint64_t cycles() { return emulator::machine->steps; }
-DEVICE void add_to(uint64_t* at, uint64_t value) { *at += value; }
 
 // ---- words ----
 

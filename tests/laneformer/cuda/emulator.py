@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
@@ -81,25 +80,17 @@ def build(
     library = cache_dir / f"emulated-{key}.so"
     if not library.exists():
         cache_dir.mkdir(parents=True, exist_ok=True)
-        unit, unfinished = (
-            library.with_suffix(f".{os.getpid()}.cpp"),
-            library.with_suffix(f".{os.getpid()}.so"),
-        )
-        unit.write_text(source)
-        assembled = unit.with_suffix(".o")
-        steps = (
-            [*command, "-c", str(unit), "-o", str(assembled)],
-            ["g++", "-shared", str(assembled), "-o", str(unfinished)],
-        )
-        for step in steps:
-            done = subprocess.run(step, capture_output=True, text=True)
-            if done.returncode:
-                break
-        unit.unlink()
-        assembled.unlink(missing_ok=True)
-        if done.returncode:
-            raise RuntimeError(f"the emulated kernels do not compile:\n{done.stderr}")
-        unfinished.rename(library)
+        with tempfile.TemporaryDirectory(dir=cache_dir) as folder:
+            unit, assembled, shared = (Path(folder) / f"unit.{ending}" for ending in ("cpp", "o", "so"))
+            unit.write_text(source)
+            for step in (
+                [*command, "-c", unit, "-o", assembled],
+                ["g++", "-shared", assembled, "-o", shared],
+            ):
+                done = subprocess.run(step, capture_output=True, text=True)
+                if done.returncode:
+                    raise RuntimeError(f"the emulated kernels do not compile:\n{done.stderr}")
+            shared.rename(library)
     return ctypes.CDLL(str(library))
 
 

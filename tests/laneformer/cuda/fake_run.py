@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,9 +23,10 @@ import pytest
 import torch
 
 from laneformer.config import LaneformerConfig
-from laneformer.engine.cuda import decoder, executor, launch, passes
+from laneformer.engine.cuda import executor, graph, launch, passes
 from laneformer.engine.cuda.decoder import CudaDecoder
 from laneformer.engine.cuda.geometry import Geometry
+from laneformer.engine.cuda.graph import GraphDecoder
 from laneformer.engine.cuda.memory import DeviceMemory
 from laneformer.engine.cuda.passes import PassDecoder
 from laneformer.engine.cuda.planning import plan_builds
@@ -37,14 +37,6 @@ from tests.laneformer.cuda.harness import KERNELS, random_model, small_config, t
 
 STREAM = 0x5EED
 NOT_READY = 600  # CUresult in cuda.h
-FAULTS_OF_THE_GPU: dict[str, dict[str, Any]] = {  # after the tests at load
-    "a stuck stream": {"query": NOT_READY},
-    "an illegal address": {"query": 700},
-    "the time limit of a display": {"query": 702},
-    "a launch that fails": {"launch": 700},
-    "a launch is refused": {"launch": 720},
-    "launches are refused for a while": {"launch": 720, "after": -2},
-}
 H200 = CARDS["H100 SXM, NVL, H200, GH200"]
 NAMES = {**KERNELS, "probe": ("stream", "loads")}
 CONFIG = LaneformerConfig.from_flavor("2b")
@@ -118,10 +110,13 @@ class Graph:
         pass
 
 
-class Told(PassDecoder):
-    """PassDecoder whose launches have chosen tokens, unless the driver has been told of a fault: each a number of its
-    position.
-    """
+class Choosing(PassDecoder):
+    """Launches have chosen tokens, unless the driver has been told of a fault: each a number of its position."""
+
+    late_s = 0.05
+
+    def __init__(self, *given: Any, **options: Any):
+        super().__init__(*given, **options, limit_s=0.1)
 
     def _launch(self, arguments: Sequence[Any]) -> None:
         super()._launch(arguments)
@@ -130,6 +125,14 @@ class Told(PassDecoder):
             for i, column in enumerate(order.columns[: order.column_count]):
                 token = (column.position + step) * 7 % self.config.vocab_size
                 memory.picks[step, i] = (order.epoch + step + 1) << 32 | token
+
+
+class FakePasses(Choosing):
+    pass
+
+
+class FakeGraph(Choosing, GraphDecoder):
+    pass
 
 
 def replace_torch(driver: FakeDriver) -> None:
@@ -143,8 +146,8 @@ def replace_torch(driver: FakeDriver) -> None:
     }  # fmt: skip
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)
-    Told.late_s, passes.PASS_S, executor.RETRIES_S = 0.05, 0.001, (0.01, 0.01)
-    decoder.PassDecoder = functools.partial(Told, limit_s=0.1)  # type: ignore[misc,assignment]
+    passes.PASS_S, executor.RETRIES_S = 0.001, (0.01, 0.01)
+    graph.DECODERS.update(passes=FakePasses, graph=FakeGraph)
     passes.connect = lambda devices: None
     passes.DeviceMemory = lambda geometry, tensors, i, _, n: DeviceMemory(geometry, tensors, i, "cpu", n)  # type: ignore[misc,assignment]
     launch.compile_cubin = image  # type: ignore[assignment]
@@ -156,7 +159,7 @@ def argument_of(version: str, geometry: Geometry) -> type[ctypes.Structure]:
 
 def geometries_of(version: str, card: Card) -> list[Geometry]:
     """As planned for the card, of each build."""
-    return plan_builds(CONFIG, "bf16", card.machine, graph=version == "graph")
+    return plan_builds(CONFIG, "bf16", card.machine, version)
 
 
 def filled(version: str, geometry: Geometry) -> bytes:
@@ -195,66 +198,56 @@ def planted(driver: FakeDriver, wrong: str, right: str) -> list[dict[str, Any]] 
         return str(error)
 
 
-def request(driver: FakeDriver, act: Callable[[], Any]) -> dict[str, Any]:
-    with warnings.catch_warnings(record=True) as said:
+TWO = ("cuda:0", "cuda:0")
+CASES: dict[str, dict[str, Any]] = {
+    "passes": {},
+    "graph": {"version": "graph"},
+    "shared": {"devices": TWO},
+    "others are there": {"max_blocks": 16},
+    "too many registers": {"registers": 255},
+    "too many registers, shared": {"registers": 255, "devices": TWO},
+    "an older driver": {"driver": 12020},
+    "an image that is too new": {"driver": 12020, "compiler": 13000},
+    # faults of the GPU, after the tests at load
+    "a stuck stream": {"fault": {"query": NOT_READY}},
+    "an illegal address": {"fault": {"query": 700}},
+    "a launch that fails": {"fault": {"launch": 700}},
+    "a launch is refused": {"fault": {"launch": 720}},
+    "launches are refused for a while": {"fault": {"launch": 720, "after": -2}},
+    "a display's time limit": {"launch_s": 0.0},  # as if a pass took as long
+    "a display's time limit, fast": {"launch_s": 10.0},
+}
+SMALL_CONFIG = small_config()
+TENSORS = tensors_of(random_model(SMALL_CONFIG), "bf16")
+
+
+def request(fake: FakeDriver, case: dict[str, Any]) -> dict[str, Any]:
+    """A whole request of a small model, or two after a fault: launches, warnings, answers, an error at load."""
+    fake.use(H200, case.get("driver", 13000), case.get("max_blocks", 1 << 30))
+    fake.fail(time_limit="launch_s" in case)
+
+    def compile_image(*given: Any, driver: int) -> bytes:
+        text = image(*given, driver=case.get("compiler", driver))
+        return text.replace(b"pass 128", b"pass %d" % case.get("registers", 128))
+
+    result: dict[str, Any] = {"error": None}
+    with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("always")
-        error, found = None, {}
+        patch.setattr(launch, "compile_cubin", compile_image)
+        patch.setattr(passes, "LAUNCH_S", case.get("launch_s", 0.1))
         try:
-            found = act()
-        except (RuntimeError, ValueError) as raised:
-            error = f"{type(raised).__name__}: {raised}"
-    told = [str(w.message) for w in said if issubclass(w.category, UserWarning)]
-    return {"launches": driver.launches(), "warnings": told, "error": error, **found}
-
-
-def requests(driver: FakeDriver) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Whole requests of a small model: as usual, where the launch cannot be, two groups of lanes on one GPU."""
-    config = small_config()
-    tensors = tensors_of(random_model(config), "bf16")
-
-    def decode(
-        version: str = "passes", devices: tuple[str, ...] = ("cuda:0",), count: int = 1
-    ) -> Callable[[], Any]:
-        def act() -> dict[str, Any]:
-            decoder = CudaDecoder(config, tensors, "bf16", devices, version=version, cache_bytes=0)
+            devices, version = case.get("devices", ("cuda:0",)), case.get("version", "passes")
+            decoder = CudaDecoder(SMALL_CONFIG, TENSORS, "bf16", devices, version=version, cache_bytes=0)
             assert decoder.executor.passes is not None
-            if during:
-                driver.fail(**during)
-            answered = [answer(decoder) for _ in range(count)]
-            driver.fail()
-            found = {"answers": answered, "ahead": decoder.executor.passes.ahead, "failure": decoder.failure}
-            return {**found, "unanswered": decoder.executor.unanswered}
-
-        return act
-
-    during: dict[str, Any] = {}
-    driver.use(H200)
-    yield "passes", request(driver, decode())
-    yield "graph", request(driver, decode("graph"))
-    yield "shared", request(driver, decode(devices=("cuda:0", "cuda:0")))
-    driver.use(H200, max_blocks=16)
-    yield "others are there", request(driver, decode())
-    driver.use(H200)
-    launch.compile_cubin = lambda *given, driver: image(*given).replace(b"pass 128", b"pass 255")  # type: ignore[assignment]
-    yield "too many registers", request(driver, decode())
-    yield "too many registers, shared", request(driver, decode(devices=("cuda:0", "cuda:0")))
-    launch.compile_cubin = image  # type: ignore[assignment]
-    driver.use(H200, driver=12020)
-    yield "an older driver", request(driver, decode())
-    launch.compile_cubin = lambda *given, driver: image(*given)  # type: ignore[assignment]
-    yield "an image that is too new", request(driver, decode())
-    launch.compile_cubin = image  # type: ignore[assignment]
-    driver.use(H200)
-    for name, faults in FAULTS_OF_THE_GPU.items():
-        during = faults
-        yield name, request(driver, decode(count=2))
-    during = {}
-    driver.fail(time_limit=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(passes, "LAUNCH_S", 0.0)  # as if a pass took as long
-        yield "a display's time limit", request(driver, decode())
-        patch.setattr(passes, "LAUNCH_S", 10.0)
-        yield "a display's time limit, fast", request(driver, decode())
+            result["ahead"] = decoder.executor.passes.ahead
+            fake.fail(**case.get("fault", {}))
+            result["answers"] = [answer(decoder) for _ in range(1 + ("fault" in case))]
+            fake.fail()
+            result |= {"failure": decoder.failure, "unanswered": decoder.executor.unanswered}
+        except (RuntimeError, ValueError) as error:
+            result["error"] = f"{type(error).__name__}: {error}"
+    texts = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
+    return {**result, "launches": fake.launches(), "warnings": texts}
 
 
 def answer(decoder: CudaDecoder) -> dict[str, Any]:
@@ -277,7 +270,8 @@ def main() -> None:
         for name in generations.values()
     }
     faults = {name: planted(driver, wrong, right) for name, (right, wrong) in FAULTS.items()}
-    print(json.dumps({"cards": cards, "planted": faults, "requests": dict(requests(driver))}))
+    requests = {name: request(driver, case) for name, case in CASES.items()}
+    print(json.dumps({"cards": cards, "planted": faults, "requests": requests}))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from laneformer import Laneformer
 from laneformer.config import DRAFT_IDS, HEAD, LaneformerConfig
 from laneformer.engine.cuda.geometry import Machine
 from laneformer.engine.cuda.memory import TORCH_TYPES, as_torch
+from laneformer.llama.variant import FamilyConfig
 from laneformer.tensors import Tensor
 from tools.check.reference import dequantised
 
@@ -30,7 +31,7 @@ def small_config(**changes: Any) -> LaneformerConfig:
         "num_key_value_heads": 4, "num_lanes": 2, "broadcast_delay": 1, "sliding_window": 6, "swa_layers": (0, 1),
         "max_position_embeddings": 32, "vocab_size": 96,
     }  # fmt: skip
-    return LaneformerConfig(**{**sizes, **changes})
+    return (FamilyConfig if "variant" in changes else LaneformerConfig)(**{**sizes, **changes})
 
 
 def random_model(config: LaneformerConfig, dtype: str = "bf16", seed: int = 0) -> Laneformer:

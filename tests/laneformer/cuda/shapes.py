@@ -7,8 +7,9 @@ chunk, chunks a ring.
 
 from __future__ import annotations
 
+import contextlib
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,8 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
 
 def family(name: str, **given: Any) -> Shape:
     lanes, values = FAMILIES[name]
-    return Shape({**vars(config_of_llama({**SIZES, **values}, lanes))}, **given)
+    config = config_of_llama({**SIZES, **values}, lanes)
+    return Shape({each.name: getattr(config, each.name) for each in fields(config)}, **given)
 
 
 def drawn(seed: int) -> Shape:
@@ -146,21 +148,15 @@ def drawn(seed: int) -> Shape:
     draw = random.Random(seed)
     lanes = draw.choice((1, 2, 2, 3, 4, 8))
     while True:
-        shape = _any(draw, lanes)
+        shape = draw_any(draw, lanes)
         small = shape.model.hidden_size <= 192 and shape.model.num_lanes * shape.blocks * shape.warps <= 32
-        if small and _fits(shape):
-            return shape
+        with contextlib.suppress(ValueError):
+            plan(shape.model, shape.dtype, shape.machine(), **shape.plan)
+            if small:
+                return shape
 
 
-def _fits(shape: Shape) -> bool:
-    try:
-        plan(shape.model, shape.dtype, shape.machine(), **shape.plan)
-    except ValueError:
-        return False
-    return True
-
-
-def _any(draw: random.Random, lanes: int) -> Shape:
+def draw_any(draw: random.Random, lanes: int) -> Shape:
     kv_heads, group = draw.randint(1, 3), draw.randint(1, 3)
     heads, layers = lanes * kv_heads * group, draw.randint(1, 6)
     config = {

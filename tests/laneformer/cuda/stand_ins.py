@@ -12,7 +12,8 @@ import torch
 
 from laneformer import Laneformer
 from laneformer.config import LaneformerConfig
-from laneformer.engine import Engine
+from laneformer.engine import Engine, device
+from laneformer.engine.cuda import graph
 from laneformer.engine.cuda.caches import Caches
 from laneformer.engine.cuda.decoder import CudaDecoder
 from laneformer.engine.cuda.executor import CudaExecutor
@@ -33,20 +34,25 @@ def passes_of(engine: Engine) -> Any:
 
 def answers(executor: CudaExecutor, requests: Sequence[Request]) -> list[Collected]:
     """All that comes of requests that begin before the same pass."""
-    tickets, found = (
-        executor.schedule.join([replace(r, quiet=True) for r in requests], True),
-        dict[int, Collected](),
-    )
-    while len(found) < len(tickets):
+    tickets = executor.schedule.join([replace(r, quiet=True) for r in requests], True)
+    collected = dict[int, Collected]()
+    while len(collected) < len(tickets):
         for ticket, first, tokens, scores, ended in executor.schedule.collect(60):
-            found[ticket] = Collected(ticket, first, tokens, scores, Ended(*ended))
-    return [found[ticket] for ticket in tickets]
+            collected[ticket] = Collected(ticket, first, tokens, scores, Ended(*ended))
+    return [collected[ticket] for ticket in tickets]
 
 
 def cuda_of(engine: Engine) -> CudaDecoder:
     decoder = engine._open()
     assert isinstance(decoder, CudaDecoder)
     return decoder
+
+
+def pretend_gpu(monkeypatch: Any, decoder: Any, devices: int = 1) -> None:
+    """As if there were GPUs, on which passes are run by what `decoder` makes."""
+    monkeypatch.setitem(graph.DECODERS, "passes", decoder)
+    monkeypatch.setattr(device, "why_no_cuda", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
 
 
 class LoopCaches(Caches):
@@ -65,10 +71,9 @@ class LoopPasses(PassDecoder):
     """Passes of up to five columns by the PyTorch model: its logits, and of each column its greedy token."""
 
     def __init__(
-        self, config: LaneformerConfig, tensors: Any, dtype: str, devices: Any = (), cache_bytes: Any = None,
-        version: str = "passes",
+        self, config: LaneformerConfig, tensors: Any, dtype: str, devices: Any = (), cache_bytes: Any = None
     ):  # fmt: skip
-        self.config, self.devices, self.version = config, devices, version
+        self.config, self.devices = config, devices
         self.geometry = dataclasses.replace(plan(config, dtype, SMALL, warps=2), columns=5)
         self.model: Laneformer = plain_model(config, tensors, "bf16" if dtype == "int8" else dtype)
         numbers = 5 * self.geometry.lanes_per_device * self.geometry.kv_lane
@@ -79,9 +84,7 @@ class LoopPasses(PassDecoder):
         self.asked: list[Sequence[Column]] = []  # columns of each pass
 
     @torch.inference_mode()
-    def read(
-        self, ids: Sequence[int], cache: int, position: int, first_row: int, next_ids: Sequence[int] = ()
-    ) -> Iterator[torch.Tensor]:
+    def read(self, ids: Sequence[int], cache: int, position: int, first_row: int) -> Iterator[torch.Tensor]:
         known = self.caches.ids[cache] = [*self.caches.ids.get(cache, [])[:position], *ids]
         assert len(known) == position + len(ids), "keys and values are missing"
         if first_row < len(known):
@@ -90,10 +93,8 @@ class LoopPasses(PassDecoder):
     def logits_after(self, ids: Sequence[int]) -> torch.Tensor:
         """float32 (len(ids), V): the layers in 16 bits, the head's sums in float32, as on a GPU."""
         positions = torch.arange(len(ids))
-        embedding, masks = (
-            self.model.tok_embeddings(torch.tensor([ids])),
-            self.model.masks(positions, positions),
-        )
+        embedding = self.model.tok_embeddings(torch.tensor([ids]))
+        masks = self.model.masks(positions, positions)
         rope = rope_table(self.config, positions)
         h, _ = run_layers(self.model.layers, self.config, embedding, rope, masks)
         return torch.cat([*logits_of(as_read(self.model), h)])

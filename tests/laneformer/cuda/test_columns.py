@@ -10,50 +10,37 @@ from typing import Any
 import pytest
 import torch
 
-from laneformer.engine.cuda.compile import INCLUDES
 from laneformer.engine.cuda.geometry import OPS, Geometry
-from laneformer.engine.cuda.int8 import dequantised, quantised
 from laneformer.engine.cuda.memory import TORCH_TYPES
 from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.tape import pack, tape_starts
 from tests.laneformer.cuda import emulator
+from tests.laneformer.cuda.emulated import build_unit, emulator_proof
 from tests.laneformer.cuda.harness import SMALL, small_config
-from tests.proofs import KERNEL_SOURCES
 
-pytestmark = pytest.mark.proof(*KERNEL_SOURCES)
-
-needs_emulator = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
+pytestmark = emulator_proof
 UNIT = 2.0**-24  # half a step of float32 at 1
-SOURCE = Path(__file__).with_name("products.cu")
 
 
 class Products(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("tapes", "tape_at", "scales", "x", "out")]
 
 
-def planned(columns: int, **shape: Any) -> Geometry:
-    intermediate = 320 if shape.get("dtype") == "int8" else 224
-    config = small_config(num_hidden_layers=1, swa_layers=(), intermediate_size=intermediate, vocab_size=160)
-    return plan(config, machine=SMALL, **{"dtype": "bf16", "warps": 3, "columns": columns, **shape})
+def planned(columns: int, dtype: str = "bf16", **shape: Any) -> Geometry:
+    config = small_config(num_hidden_layers=1, swa_layers=(), intermediate_size=224, vocab_size=160)
+    return plan(config, dtype, SMALL, **{"warps": 3, "columns": columns, **shape})
 
 
 def weights(geometry: Geometry) -> dict[str, torch.Tensor]:
     """Of one lane. The first tile's rows are those of a unit matrix: what comes out is what goes in."""
     generator = torch.Generator().manual_seed(5)
-    made = {}
+    matrices = {}
     for op in OPS:
         matrix = geometry.matrix(op)
         values = torch.randn(matrix.rows, matrix.columns, generator=generator)
         values[:16] = torch.eye(matrix.columns)[-16:]
-        made[op] = values if geometry.dtype == "int8" else values.to(TORCH_TYPES[geometry.dtype])
-    return made
-
-
-def stored(geometry: Geometry) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Numbers and scales (rows,) as they are packed; with 16 bits no scales."""
-    if geometry.dtype == "int8":
-        return {op: quantised(values) for op, values in weights(geometry).items()}
-    return {op: (values.view(torch.int16), torch.empty(0)) for op, values in weights(geometry).items()}
+        matrices[op] = values.to(TORCH_TYPES[geometry.dtype])
+    return matrices
 
 
 def inputs(geometry: Geometry, count: int) -> list[torch.Tensor]:
@@ -63,68 +50,52 @@ def inputs(geometry: Geometry, count: int) -> list[torch.Tensor]:
 
 def products(geometry: Geometry, x: list[torch.Tensor], builds: Path, seed: int = 0) -> list[torch.Tensor]:
     """W x of every matrix, (columns, rows), from one launch of a lane's blocks."""
-    w = stored(geometry)
-    tapes = pack(geometry, lambda op, layer, lane: w[op][0], 0, "cpu")
-    scales = torch.cat([w[op][1] for op in OPS])
-    starts, flat = (
-        torch.from_numpy(tape_starts(geometry).astype("int64")),
-        torch.cat([part.flatten() for part in x]),
-    )
+    w = weights(geometry)
+    tapes = pack(geometry, lambda op, layer: w[op].expand(geometry.lanes_per_device, -1, -1), "cpu")
+    starts, flat = torch.from_numpy(tape_starts(geometry)), torch.cat([part.flatten() for part in x])
     shapes = [(geometry.columns, geometry.matrix(op).rows) for op in OPS]
     out = torch.full((sum(rows * columns for rows, columns in shapes),), float("nan"))
-    source = f'#define GRAPH 0\n{geometry.constants()}#include "{SOURCE.name}"\nEMULATE(products, Products)\n'
-    library = emulator.build(source, INCLUDES, {"TABLE": "constexpr"}, builds)
+    library = build_unit(geometry, '#include "products.cu"\nEMULATE(products, Products)\n', builds)
     stride = max(geometry.matrix(op).columns for op in OPS) + 48
     ring = geometry.warps * geometry.chunks * (geometry.chunk_bytes + 8)
+    scales = torch.empty(0)
     emulator.launch(
         library, "products", Products(*(t.data_ptr() for t in (tapes, starts, scales, flat, out))), seed=seed,
-        blocks=geometry.blocks_per_lane, threads=32 * geometry.warps,
+        blocks=geometry.blocks_per_lane, threads=geometry.threads,
         shared_bytes=ring + 4 * geometry.columns * (stride + geometry.max_sums),
     )  # fmt: skip
     parts = out.split([rows * columns for rows, columns in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-@needs_emulator
-@pytest.mark.parametrize(
-    ("dtype", "columns"),
-    [("bf16", 1), ("bf16", 5), ("bf16", 8), ("fp16", 5), ("int8", 1), ("int8", 5)],
-)
+@pytest.mark.parametrize(("dtype", "columns"), [("bf16", 1), ("bf16", 8), ("fp16", 5)])
 def test_products_are_those_of_float32(dtype: str, columns: int, cuda_builds: Path) -> None:
-    """With 8 bits, of the numbers that they stand for."""
-    geometry = planned(columns, dtype=dtype)
-    x, w, eight = inputs(geometry, columns), weights(geometry), stored(geometry)
+    """Of weights in 8 bits: test_int8.py."""
+    geometry = planned(columns, dtype)
+    x, w = inputs(geometry, columns), weights(geometry)
     for op, inp, out in zip(OPS, x, products(geometry, x, cuda_builds), strict=True):
-        matrix = (dequantised(*eight[op]) if dtype == "int8" else w[op]).double()
+        matrix = w[op].double()
         exact, terms = inp.double() @ matrix.T, inp.double().abs() @ matrix.abs().T
-        scaled = (
-            UNIT * terms if dtype == "int8" else UNIT / 2
-        )  # a product with the row's scale is rounded, too
-        assert ((out - exact).abs() <= UNIT * (3 * inp.shape[1]) ** 0.5 * terms + scaled).all(), op
-        if dtype != "int8":
-            seen = (out[:, :16] - inp[:, -16:]).abs().max()
-            assert seen == 0 if dtype == "bf16" else seen <= UNIT, f"{op}: inputs lose bits"
+        assert ((out - exact).abs() <= UNIT * (3 * inp.shape[1]) ** 0.5 * terms + UNIT / 2).all(), op
+        lost = (out[:, :16] - inp[:, -16:]).abs().max()
+        assert lost == 0 if dtype == "bf16" else lost <= UNIT, f"{op}: inputs lose bits"
 
 
-@needs_emulator
 def test_a_column_is_the_same_in_any_company(cuda_builds: Path) -> None:
     """Alone, beside another, at any of eight places; and however blocks, warps and chunks are cut."""
     eight = planned(8)
     x = inputs(eight, 8)
     right = products(eight, x, cuda_builds)
-    cuts = [(planned(1), 3), (planned(2), 5), (planned(3), 1)]
-    cuts += [
-        (planned(2, warps=4, blocks_per_lane=3, chunk_bytes=512), 2),
+    cuts = [
+        (planned(1), 3), (planned(3), 1), (planned(2, warps=4, blocks_per_lane=3, chunk_bytes=512), 2),
         (planned(8, warps=1, chunk_bytes=1024), 0),
-    ]
+    ]  # fmt: skip
     for seed, (geometry, first) in enumerate(cuts):
         own = [part[first : first + geometry.columns] for part in x]
-        made = products(geometry, own, cuda_builds, seed)
-        for op, part, all_of_them in zip(OPS, made, right, strict=True):
+        for op, part, all_of_them in zip(OPS, products(geometry, own, cuda_builds, seed), right, strict=True):
             assert torch.equal(part, all_of_them[first : first + geometry.columns]), (op, geometry)
 
 
-@needs_emulator
 def test_parts_are_added_in_their_order(cuda_builds: Path) -> None:
     """Eight of them, each in a column without the others: added from the first to the last
     they are the product.

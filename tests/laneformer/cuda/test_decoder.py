@@ -1,4 +1,7 @@
-"""The engine on GPUs without a GPU: its API on a plain PyTorch loop, and which device gives which engine."""
+"""The engine on GPUs without a GPU: its API on a plain PyTorch loop, and which device gives which engine.
+
+What the schedule decides is told by the tests of the CPU engine, which shares it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,6 @@ import torch
 from laneformer.cli import main
 from laneformer.engine import Cancelled, Engine, device
 from laneformer.engine.cpu.decoder import CpuDecoder
-from laneformer.engine.cuda import decoder as cuda_decoder
 from laneformer.engine.cuda import passes as passes_module
 from laneformer.engine.cuda.decoder import CudaDecoder
 from laneformer.engine.cuda.executor import CudaExecutor
@@ -26,9 +28,13 @@ from laneformer.engine.decoder import EngineLost
 from laneformer.model import run_layers
 from laneformer.positions import rope_table
 from tests.laneformer.cuda.harness import random_model, small_config, tensors_of
-from tests.laneformer.cuda.stand_ins import LoopPasses, cuda_of, passes_of
-from tests.laneformer.engine.assets import byte_tokenizer, write_folder
-from tests.laneformer.engine.test_joined import collect, tokens_of
+from tests.laneformer.cuda.stand_ins import LoopPasses, cuda_of, passes_of, pretend_gpu
+from tests.laneformer.engine.assets import (
+    byte_tokenizer,
+    collect,
+    tokens_of,
+    write_folder,
+)
 
 CONFIG = small_config(vocab_size=264, max_position_embeddings=48)
 MODEL = random_model(CONFIG)
@@ -37,15 +43,12 @@ PROMPT = [5, 60, 7]
 
 
 @pytest.fixture(autouse=True)
-def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there were a GPU."""
-    monkeypatch.setattr(cuda_decoder, "PassDecoder", LoopPasses)
-    monkeypatch.setattr(device, "why_no_cuda", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch, LoopPasses, devices=2)
 
 
 @pytest.fixture
-def engine(a_gpu: None) -> Iterator[Engine]:
+def engine(two_gpus: None) -> Iterator[Engine]:
     with Engine(CONFIG, TENSORS, device="cuda", tokenizer=byte_tokenizer()) as engine:
         cuda_of(engine).executor.schedule.fix_cost(0.02)  # the same drafts every time
         yield engine
@@ -64,24 +67,19 @@ def expected() -> list[int]:
     return greedy(PROMPT, 12)
 
 
-# ---- the API ----
+# ---- requests ----
 
 
 def test_every_way_to_generate_gives_the_same_tokens(engine, expected):
     assert engine.generate(PROMPT, max_new_tokens=12) == expected
     assert list(engine.stream(PROMPT, max_new_tokens=12)) == expected
     detailed = engine.generate_detailed(PROMPT, max_new_tokens=12, speculate=0)
-    assert (detailed.ids, detailed.finish_reason, detailed.prompt_tokens) == (expected, "length", 3)
-    assert detailed.statistics == engine.statistics
-    assert engine.statistics.passes == 1 + 11
+    assert (detailed.ids, detailed.finish_reason, detailed.statistics.passes) == (expected, "length", 1 + 11)
     assert [token.id for token in engine.stream_detailed(PROMPT, max_new_tokens=12)] == expected
     assert engine.generate(PROMPT, max_new_tokens=12, speculate=5) == expected
-
-
-def test_the_models_own_end_ids_are_stops(expected):
-    with Engine(CONFIG, TENSORS, device="cuda", eos_ids=[expected[2]]) as engine:
-        assert engine.generate(PROMPT, max_new_tokens=12) == expected[: expected.index(expected[2]) + 1]
-        assert engine.generate(PROMPT, max_new_tokens=12, ignore_eos=True) == expected
+    # more stop ids than the kernels take: the schedule draws
+    others = [i for i in range(264) if i not in expected]
+    assert engine.generate(PROMPT, max_new_tokens=12, stop_ids=others) == expected
 
 
 def test_a_join_ends_the_passes_ahead(engine, monkeypatch):
@@ -103,95 +101,20 @@ def test_a_join_ends_the_passes_ahead(engine, monkeypatch):
     assert max(columns[6:8]) > 1
 
 
-def test_a_closed_stream_cancels(engine, expected):
-    """Tokens come one by one, and until then nothing else runs."""
-    stream = engine.stream(PROMPT, max_new_tokens=40)
-    assert cuda_of(engine).running == 0  # an iterator that is never advanced leaves nothing running
-    assert next(stream) == expected[0]
-    for call in (engine.generate, engine.logprobs, engine.logits):
-        with pytest.raises(RuntimeError, match="busy with another request"):
-            call(PROMPT)
-    stream.close()
-    assert passes_of(engine).passes < 40
-    assert engine.generate(PROMPT, max_new_tokens=3) == expected[:3]
-
-
-def test_a_model_without_tiles_is_refused(monkeypatch):
-    """The graph has the same tiles; where the kernel cannot be resident, it decodes: test_launch.py, test_served.py."""
-
-    def refuse(*arguments: Any, **options: Any) -> None:
-        raise ValueError("no tiles")
-
-    monkeypatch.setattr(cuda_decoder, "PassDecoder", refuse)
-    with pytest.raises(ValueError, match="no tiles"):
-        Engine(CONFIG, TENSORS, device="cuda")
-
-
-def test_drafts_share_passes(engine):
-    """33 ids in seven passes; then a prediction of what comes, of which one id is wrong."""
-    prompt = (PROMPT + greedy(PROMPT, 12)) * 2 + PROMPT
-    right = greedy(prompt, 8)
-    prediction = [*prompt[-4:], *right[:5], 1 + right[5], *right[6:]]
-    options = {"max_new_tokens": 8, "speculate": 4, "prediction": prediction}
-    assert engine.generate(prompt, **options) == right
-    statistics = engine.statistics
-    assert statistics.proposed_tokens >= max(2, statistics.accepted_tokens)
-    assert statistics.passes == 7 + 7 - statistics.accepted_tokens
-    assert engine.generate(prompt, **options, stop_ids=right[:1]) == right[:1]
-
-
-def test_requests_join_side_by_side(engine):
-    """Seven, of which five have a column each; one leaves, one scores, and each ends by itself."""
-    prompts = [[1, 2], [3], [4, 5, 6], [7], [8, 9]]
-    with engine.batch() as batch:
-        assert batch.max_joined == 5
-        assert batch.updates(0.01) == []
-        tickets = [batch.join(prompt, max_new_tokens=4 + i) for i, prompt in enumerate(prompts)]
-        with pytest.raises(RuntimeError, match="at most 5 requests; collect the end of one first"):
-            batch.join(PROMPT)
-        found = collect(batch, *tickets)
-        last = batch.join(PROMPT, max_new_tokens=40)
-        batch.leave(last)
-        scored = batch.score(prompts[2], start=1, top=2)
-        ended = collect(batch, last, scored)
-        batch.join(PROMPT, max_new_tokens=40)  # ends with the batch
-    for i, (prompt, ticket) in enumerate(zip(prompts, tickets, strict=True)):
-        assert [token.id for token in tokens_of(found[ticket])] == greedy(prompt, 4 + i)
-        assert found[ticket][-1].finish_reason == "length"
-    assert ended[last][-1].finish_reason == "cancelled"
-    right = engine.logprobs(prompts[2], top=2)
-    np.testing.assert_array_equal(ended[scored][-1].scores.top_ids, right.top_ids)
-    np.testing.assert_array_equal(ended[scored][-1].scores.logprobs, right.logprobs)
-
-
-def test_more_prompts_than_columns_wait(engine):
-    prompts = [[1 + i, 2, 3] for i in range(8)]
-    assert engine.generate_batch(prompts, max_new_tokens=5) == [greedy(prompt, 5) for prompt in prompts]
-    assert engine.statistics.passes < 8 * 5
-
-
 def test_a_gpu_that_has_failed_takes_no_more_requests(engine, monkeypatch):
     def fails(*_: Any) -> None:
         raise RuntimeError("an illegal memory access")
 
+    failed = "the GPU has failed, and with it all requests: an illegal memory access"
     with engine.batch() as batch:
         monkeypatch.setattr(LoopPasses, "run", fails)
         ticket = batch.join(PROMPT)
         last = collect(batch, ticket)[ticket][-1]
-        failed = "the GPU has failed, and with it all requests: an illegal memory access"
-        assert (last.finish_reason, last.error) == ("error", failed)
-        assert batch.failure == failed
+        assert (last.finish_reason, last.error, batch.failure) == ("error", failed, failed)
         with pytest.raises(EngineLost, match=failed):
             batch.join(PROMPT)
-    for call in (engine.generate, lambda prompt: list(engine.stream(prompt))):
-        with pytest.raises(EngineLost, match=failed):
-            call(PROMPT)
-
-
-def test_the_context_is_the_limit(engine):
-    assert len(engine.generate([1] * 40, max_new_tokens=100)) == 48 - 40 + 1
-    with pytest.raises(ValueError, match="49 tokens, more than the 48 that fit"):
-        engine.generate([1] * 49)
+    with pytest.raises(EngineLost, match=failed):
+        engine.generate(PROMPT)
 
 
 def test_a_prompt_without_memory_ends_alone(engine, expected, monkeypatch):
@@ -202,17 +125,15 @@ def test_a_prompt_without_memory_ends_alone(engine, expected, monkeypatch):
 
     monkeypatch.setattr(passes_module, "COLUMN_TOKENS", 1)  # of five columns
     with Engine(CONFIG, TENSORS, device="cuda") as engine, engine.batch() as batch:
-        monkeypatch.setattr(LoopPasses, "read", full)
-        tickets = batch.join(PROMPT, max_new_tokens=12), batch.join(PROMPT * 6)
-        found = collect(batch, *tickets)
-        monkeypatch.undo()
-        assert [token.id for token in tokens_of(found[tickets[0]])] == expected
-        last = found[tickets[1]][-1]
+        with monkeypatch.context() as patch:
+            patch.setattr(LoopPasses, "read", full)
+            tickets = batch.join(PROMPT, max_new_tokens=12), batch.join(PROMPT * 6)
+            updates = collect(batch, *tickets)
+        assert [token.id for token in tokens_of(updates[tickets[0]])] == expected
+        last = updates[tickets[1]][-1]
         assert last.error == "the GPU has no memory for this request: tried to allocate 3 GiB"
         again = batch.join(PROMPT * 6, max_new_tokens=2)
-        updates = collect(batch, again)[again]
-        assert [token.id for token in tokens_of(updates)] == greedy(PROMPT * 6, 2)
-        assert updates[-1].statistics.reused_tokens in (0, 3)
+        assert [token.id for token in tokens_of(collect(batch, again)[again])] == greedy(PROMPT * 6, 2)
 
 
 def test_a_closed_engine_says_so(engine):
@@ -242,7 +163,7 @@ def reference_logits(model: Any, ids: list[int]) -> np.ndarray:
     return head(h.double(), norm)[0].detach().numpy()
 
 
-def test_scores_are_those_of_the_model(engine):
+def test_scores_are_those_of_the_model(engine, monkeypatch):
     ids = [(11 * i + 3) % 264 for i in range(49)]
     logits = reference_logits(passes_of(engine).model, ids[:48])
     logprobs = torch.from_numpy(logits).log_softmax(-1).numpy()
@@ -250,41 +171,26 @@ def test_scores_are_those_of_the_model(engine):
     bound = 64 * 2**-24 * 200
     np.testing.assert_allclose(engine.logits(ids[:48]), logits, rtol=0, atol=bound)
     np.testing.assert_allclose(engine.logprobs(ids), logprobs[np.arange(48), ids[1:]], rtol=0, atol=2 * bound)
-    found = engine.logprobs(ids, top=3, start=20)
-    np.testing.assert_array_equal(found.logprobs, engine.logprobs(ids)[19:])
-    np.testing.assert_array_equal(found.top_ids, (-logprobs[19:]).argsort(-1, kind="stable")[:, :3])
-    np.testing.assert_allclose(found.top_logprobs, -np.sort(-logprobs[19:])[:, :3], rtol=0, atol=2 * bound)
-    np.testing.assert_array_equal(found.is_greedy, logprobs[19:].argmax(-1) == ids[20:])
+    scores = engine.logprobs(ids, top=3, start=20)
+    np.testing.assert_array_equal(scores.logprobs, engine.logprobs(ids)[19:])
+    np.testing.assert_array_equal(scores.top_ids, (-logprobs[19:]).argsort(-1, kind="stable")[:, :3])
+    np.testing.assert_allclose(scores.top_logprobs, -np.sort(-logprobs[19:])[:, :3], rtol=0, atol=2 * bound)
     assert engine.logprobs(ids, start=49).shape == (0,)
-    assert engine.logprobs([3]).shape == (0,)
-    assert engine.logprobs([3], top=2).top_ids.shape == (0, 2)
     with pytest.raises(ValueError, match="50 tokens"):
         engine.logprobs([1] * 50)
+    monkeypatch.setattr("laneformer.engine.cuda.prefill.HEAD_TOKENS", 9)
+    blocks = engine.logprobs(ids, top=3, start=20)
+    np.testing.assert_allclose(blocks.logprobs, scores.logprobs, rtol=0, atol=1e-4)  # sums of other widths
+    np.testing.assert_array_equal(blocks.top_ids, scores.top_ids)
 
 
 def test_equally_likely_ids_come_lowest_first():
-    logits = torch.tensor([[1.0, 3.0, 3.0, 3.0]])
-    own, ids, logprobs = scores_of(logits, [2], 3)
+    own, ids, logprobs = scores_of(torch.tensor([[1.0, 3.0, 3.0, 3.0]]), [2], 3)
     assert ids.tolist() == [1, 2, 3]
     assert (logprobs == own).all()
 
 
-def test_logits_come_in_blocks(engine, monkeypatch):
-    ids = [(7 * i) % 264 for i in range(40)]
-    whole = engine.logprobs(ids, top=2)
-    monkeypatch.setattr("laneformer.engine.cuda.prefill.HEAD_TOKENS", 9)
-    blocks = engine.logprobs(ids, top=2)
-    np.testing.assert_allclose(blocks.logprobs, whole.logprobs, rtol=0, atol=1e-4)  # sums of other widths
-    np.testing.assert_array_equal(blocks.top_ids, whole.top_ids)
-
-
 # ---- options ----
-
-
-def test_many_stop_ids(engine, expected):
-    """More than the kernels take: the schedule draws."""
-    others = [i for i in range(264) if i not in expected]
-    assert engine.generate(PROMPT, max_new_tokens=12, stop_ids=others) == expected
 
 
 def test_options_of_the_cpu_are_refused_by_name():
@@ -292,20 +198,31 @@ def test_options_of_the_cpu_are_refused_by_name():
     for option, value in [*others.items(), ("dtype", "fp32")]:
         with pytest.raises(ValueError, match=f"{option} = .*use device = 'cpu'"):
             Engine(CONFIG, TENSORS, device="cuda", **{option: value})
+    with pytest.raises(
+        ValueError, match="version = 'persistant' is unknown; choose from 'passes' and 'graph'"
+    ):
+        CudaDecoder(CONFIG, TENSORS, version="persistant")
 
 
-def sampled(engine: Engine, **options: Any) -> Any:
-    """What the kernels were given."""
-    engine.generate(PROMPT, max_new_tokens=1, **options)
-    return passes_of(engine).asked[-1][-1].sampling
+def test_a_models_own_head_drafts_nothing_here():
+    config = small_config(vocab_size=264, num_nextn_predict_layers=1, draft_vocab_size=40)
+    model = random_model(config)
+    with Engine(config, tensors_of(model, "bf16"), device="cuda") as engine:
+        assert engine.draft_head is None
+        assert passes_of(engine).config.num_nextn_predict_layers == 0
+        assert len(engine.generate(PROMPT, max_new_tokens=4)) == 4
 
 
 def test_sampling_options_as_the_kernels_take_them(engine):
-    full = sampled(engine, temperature=0.5, top_k=7, top_p=0.75, min_p=0.25, seed=2**64 - 1)
+    def sampling_of(**options: Any) -> Any:
+        engine.generate(PROMPT, max_new_tokens=1, **options)
+        return passes_of(engine).asked[-1][-1].sampling
+
+    full = sampling_of(temperature=0.5, top_k=7, top_p=0.75, min_p=0.25, seed=2**64 - 1)
     values = full.inverse_temperature, full.top_k, full.top_p, full.min_p, full.seed
     assert values == (2.0, 7, 0.75, 0.25, 2**64 - 1)
     for one_left in ({}, {"temperature": 1e-300}, {"temperature": 1.0, "top_k": 1}):
-        assert sampled(engine, **one_left).inverse_temperature == 0
+        assert sampling_of(**one_left).inverse_temperature == 0
 
 
 # ---- which engine ----
@@ -317,15 +234,13 @@ def test_the_device_chooses_the_engine(tmp_path, expected):
     with Engine.from_pretrained(folder, device="cuda:0,cuda:1", context_tokens=40) as engine:
         assert isinstance(engine._open(), CudaDecoder)
         assert (engine.dtype, engine.isa, engine.eos_ids) == ("bf16", "cuda", (3,))  # the checkpoint is fp32
-        assert (passes_of(engine).devices, engine.config.max_position_embeddings) == (
-            ("cuda:0", "cuda:1"),
-            40,
-        )
+        assert passes_of(engine).devices == ("cuda:0", "cuda:1")
+        assert engine.config.max_position_embeddings == 40
         assert engine.generate(PROMPT, max_new_tokens=12, ignore_eos=True) == expected
+    with Engine(CONFIG, TENSORS, device="cuda", dtype="int8") as engine:
+        assert (engine.dtype, engine.kv_dtype) == ("int8", "bf16")
     with Engine.from_pretrained(folder) as engine:
         assert isinstance(engine._open(), CpuDecoder), "unproven kernels are for those who name them"
-    with Engine.random("tiny", device="cpu") as engine:
-        assert isinstance(engine._open(), CpuDecoder)
     with pytest.raises(ValueError, match="threads = 2"):
         Engine.random(CONFIG, device="cuda", threads=2)
 
@@ -339,34 +254,27 @@ def test_devices_that_are_not_there():
             Engine.random("tiny", device=name)
 
 
-def test_what_is_missing_is_said(monkeypatch):
-    monkeypatch.undo()  # a_gpu
-    cases = {  # what is patched, and in which module
-        "no NVIDIA driver": (device, "driver_version", lambda: None),
-        "torch is not installed: pip install": (device, "installed", lambda module: module != "torch"),
-        "cuda.bindings is not installed: pip": (
-            device,
-            "installed",
-            lambda module: module != "cuda.bindings",
-        ),
-        "built without CUDA": (torch.version, "cuda", None),
-        "driver for CUDA 13.0, this one is for CUDA 12.4: .* CUDA 12": (
-            device,
-            "driver_version",
-            lambda: 12040,
-        ),
-        "torch finds no GPU": (torch.cuda, "is_available", lambda: False),
-    }
-    for message, lack in cases.items():
-        with monkeypatch.context() as patch:
-            patch.setattr(device, "driver_version", lambda: 13000)
-            patch.setattr(device, "installed", lambda module: True)
-            patch.setattr(torch.version, "cuda", "13.0")
-            patch.setattr(torch.cuda, "is_available", lambda: True)
-            patch.setattr(*lack)
-            with pytest.raises(ValueError, match=f"device = 'cuda': .*{message}.*or use device = 'cpu'"):
-                Engine.random("tiny", device="cuda")
-            assert device.cuda_devices("auto") == ()
+LACKS = {  # what is patched, and in which module
+    "no NVIDIA driver": (device, "driver_version", lambda: None),
+    "torch is not installed: pip install": (device, "installed", lambda module: module != "torch"),
+    "cuda.bindings is not installed: pip": (device, "installed", lambda module: module != "cuda.bindings"),
+    "built without CUDA": (torch.version, "cuda", None),
+    "driver for CUDA 13.0, this one is for CUDA 12.4: .* CUDA 12": (device, "driver_version", lambda: 12040),
+    "torch finds no GPU": (torch.cuda, "is_available", lambda: False),
+}
+
+
+@pytest.mark.parametrize("message", LACKS)
+def test_what_is_missing_is_said(message, monkeypatch):
+    monkeypatch.undo()  # two_gpus
+    monkeypatch.setattr(device, "driver_version", lambda: 13000)
+    monkeypatch.setattr(device, "installed", lambda module: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(*LACKS[message])
+    with pytest.raises(ValueError, match=f"device = 'cuda': .*{message}.*or use device = 'cpu'"):
+        Engine.random("tiny", device="cuda")
+    assert device.cuda_devices("auto") == ()
 
 
 def test_auto_without_a_gpu_does_not_import_torch():
@@ -378,26 +286,16 @@ def test_auto_without_a_gpu_does_not_import_torch():
     assert done.stdout == "False\n", done.stderr
 
 
-def test_the_command_line(tmp_path, capsys):
-    folder = write_folder(tmp_path / "hf", copy.deepcopy(MODEL).bfloat16())
-    byte_tokenizer().save(str(folder / "tokenizer.json"))
-    arguments = ["generate", str(folder), "--prompt", "a b", "--max-new-tokens", "9", "--device"]
-    main([*arguments, "cuda"])
-    with Engine(CONFIG, TENSORS, device="cuda", tokenizer=byte_tokenizer()) as engine:
-        assert capsys.readouterr().out == engine.generate_text("a b", max_new_tokens=9) + "\n"
-    with pytest.raises(SystemExit) as stop:
-        main([*arguments, "cuda", "--threads", "2"])
-    assert (stop.value.code, "threads = 2" in capsys.readouterr().err) == (2, True)
-
-
 def test_bench_measures_the_decoder(capsys, monkeypatch):
     asked = []
     figures = {"tokens_per_s": 9.0, "percent_of_probe": 80.0, "probe_bytes_per_s": 4e12, "prefill_tokens_per_s": 7.0,
                "ttft_s": 0.1, "dtype": "bf16", "device": "H200"}  # fmt: skip
-    monkeypatch.setattr(
-        "laneformer.engine.cuda.bench.benchmark",
-        lambda executor, depth, say: asked.append((type(executor), depth)) or {**figures},
-    )
+
+    def measure(executor: CudaExecutor, depth: int, progress: Any) -> dict[str, Any]:
+        asked.append((type(executor), depth))
+        return {**figures}
+
+    monkeypatch.setattr("laneformer.engine.cuda.bench.benchmark", measure)
     main(["bench", "--random-weights", "tiny", "--device", "cuda", "--depth", "0", "30"])
     printed = capsys.readouterr()
     assert asked == [(CudaExecutor, 0), (CudaExecutor, 30)]

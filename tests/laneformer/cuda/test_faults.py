@@ -21,19 +21,15 @@ import torch
 
 from laneformer.engine.cuda import geometry
 from laneformer.engine.cuda.structures import EXCHANGES, Column
-from tests.laneformer.cuda import emulator, test_kernels
-from tests.laneformer.cuda.emulated import GREEDY, EmulatedPasses
+from tests.laneformer.cuda import test_kernels
+from tests.laneformer.cuda.emulated import GREEDY, EmulatedPasses, emulator_proof
 from tests.laneformer.cuda.emulator import EmulationError, plain_accesses
 from tests.laneformer.cuda.planted import plant_all, put_in_force
 from tests.laneformer.cuda.shapes import SHAPES
 from tests.laneformer.cuda.test_ahead import columns, start
 from tests.laneformer.cuda.test_passes import one_by_one, text
-from tests.proofs import KERNEL_SOURCES
 
-pytestmark = [
-    pytest.mark.proof(*KERNEL_SOURCES),
-    pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING),
-]
+pytestmark = emulator_proof
 
 
 @dataclass(frozen=True)
@@ -250,8 +246,7 @@ class Build:
     def planted(self, builds: Path) -> EmulatedPasses:
         """The kernels with all faults in their source, none in force."""
         kernels = self.make(builds)
-        patches = [(fault.file, fault.was, fault.now) for fault in self.faults.values()]
-        plant_all(kernels, builds, patches)
+        plant_all(kernels, builds, [(fault.file, fault.was, fault.now) for fault in self.faults.values()])
         return kernels
 
     def outcome(self, kernels: EmulatedPasses, seed: int, right: list[torch.Tensor]) -> str:
@@ -298,10 +293,7 @@ def test_every_fault_is_found(name: str, cuda_builds: Path) -> None:
 # ---- without a fault, and what the checks of others find ----
 
 PLAIN: dict[str, Callable[[Path], EmulatedPasses]] = {
-    **{
-        shape: partial(SHAPES[shape].emulated, races=True)
-        for shape in ("delay 0", "delay 1", "wide heads", "at once")
-    },
+    **{name: partial(SHAPES[name].emulated, races=True) for name in ("delay 0", "wide heads", "at once")},
     "passes ahead on two devices": partial(two_devices, races=True),
 }
 

@@ -9,26 +9,21 @@ import pytest
 import torch
 
 from laneformer.engine import Engine
-from tests.laneformer.cuda import emulator
-from tests.laneformer.cuda.emulated import emulated_engine
+from tests.laneformer.cuda.emulated import emulated_engine, needs_emulator
 from tests.laneformer.cuda.shapes import FAMILIES, family
 from tests.laneformer.cuda.stand_ins import passes_of
 from tests.laneformer.cuda.test_kernels import check
 from tests.laneformer.llama.folders import Case, logits_of, reference, relative_error, write_folder
 from tests.proofs import CORE_SOURCES, KERNEL_SOURCES
 
-pytestmark = pytest.mark.proof(*KERNEL_SOURCES, *CORE_SOURCES)
-
-needs_emulator = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
+pytestmark = [pytest.mark.proof(*KERNEL_SOURCES, *CORE_SOURCES), needs_emulator]
 
 
-@needs_emulator
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_logit(name: str, cuda_builds: Path) -> None:
     check(family(name).emulated(cuda_builds), 9, range(1))
 
 
-@needs_emulator
 def test_a_folder_end_to_end(tmp_path: Path, cuda_builds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written and judged by Transformers; prompts through PyTorch on the tapes, tokens by the kernels."""
     values = {"vocab_size": 136, "max_position_embeddings": 48, "tie_word_embeddings": True, "head_dim": 16}

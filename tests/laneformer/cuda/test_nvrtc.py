@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from laneformer.engine.cuda import nvrtc
-from laneformer.engine.cuda.nvrtc import Nvrtc, compiler_for, compilers
+from laneformer.engine.cuda.nvrtc import compiler_for, compilers
 
 SOURCE = Path(__file__).with_name("fake_nvrtc.c")
 INSTALLED = {  # where pip, a toolkit and PyTorch have them
@@ -49,23 +49,16 @@ def installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     compilers.cache_clear()
 
 
-def test_all_of_them_are_found(installed: None) -> None:
+def test_the_newest_that_the_driver_takes(installed: None) -> None:
     versions = [compiler.version for compiler in compilers()]
-    assert [version for version in versions if version in {(13, 0), (12, 9), (12, 6), (11, 2)}] == [
-        (13, 0), (12, 9), (12, 6), (11, 2),
-    ]  # fmt: skip
     assert versions == sorted(versions, reverse=True)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "driver", "version"),
-    [("sm_90a", None, (13, 0)), ("sm_120a", 13000, (13, 0)), ("sm_90a", 12080, (12, 9)), ("sm_80", 12020, (12, 9)),
-     ("sm_120a", 12080, (12, 9)), ("sm_80", 11080, (11, 2))],
-)  # fmt: skip
-def test_the_newest_that_the_driver_takes(
-    installed: None, architecture: str, driver: int | None, version: tuple[int, int]
-) -> None:
-    assert compiler_for(architecture, driver).version == version
+    assert {*versions} >= {(13, 0), (12, 9), (12, 6), (11, 2)}
+    chosen = {
+        ("sm_90a", None): (13, 0), ("sm_120a", 13000): (13, 0), ("sm_90a", 12080): (12, 9), ("sm_80", 12020): (12, 9),
+        ("sm_120a", 12080): (12, 9), ("sm_80", 11080): (11, 2),
+    }  # fmt: skip
+    for (architecture, driver), version in chosen.items():
+        assert compiler_for(architecture, driver).version == version
 
 
 def test_what_to_install_is_said(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,14 +69,3 @@ def test_what_to_install_is_said(installed: None, monkeypatch: pytest.MonkeyPatc
         RuntimeError, match=r"code of CUDA 12 at most; installed: none: .* nvidia-cuda-nvrtc-cu12$"
     ):
         compiler_for("sm_90a", 12040)
-
-
-def test_source_options_and_log_are_handed_over(folder: Path) -> None:
-    compiler = Nvrtc(str(folder / "nvidia/cu13/lib/libnvrtc.so.13"))
-    assert compiler.architectures == {80, 90, 100, 120}
-    given = compiler.compile("int x;", "sm_90a", [Path("/a"), Path("/b")], "-DONE")
-    assert given == b"int x; kernels.cu 0 --gpu-architecture=sm_90a --std=c++17 --fmad=false -DONE -I/a -I/b"
-    with pytest.raises(
-        RuntimeError, match=r"^fault kernels.cu 0 --gpu-architecture=sm_80 --std=c.*fmad=false$"
-    ):
-        compiler.compile("fault", "sm_80")

@@ -14,16 +14,11 @@ import torch
 from laneformer.engine.cuda import executor as executor_module
 from laneformer.engine.cuda.executor import CudaExecutor
 from laneformer.engine.decoder import Collected, Request, Sampling
-from tests.laneformer.cuda import emulator
-from tests.laneformer.cuda.emulated import GREEDY, EmulatedPasses
+from tests.laneformer.cuda.emulated import GREEDY, EmulatedPasses, emulator_proof
 from tests.laneformer.cuda.stand_ins import answers
 from tests.laneformer.cuda.test_ahead import WAYS
-from tests.proofs import KERNEL_SOURCES
 
-pytestmark = [
-    pytest.mark.proof(*KERNEL_SOURCES),
-    pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING),
-]
+pytestmark = emulator_proof
 
 
 def text(count: int, seed: int = 1) -> list[int]:
@@ -41,9 +36,7 @@ def test_columns_do_not_see_each_other(cuda_builds: Path) -> None:
     ids, other = text(13), text(13, 2)
     right = one_by_one(EmulatedPasses(cuda_builds, 1), ids)
     five = EmulatedPasses(cuda_builds, 5, seed=3)
-    pieces = [
-        five.logits([(ids[i], i, 2) for i in range(a, b)]) for a, b in ((0, 5), (5, 6), (6, 10), (10, 13))
-    ]
+    pieces = [five.logits([(ids[i], i, 2) for i in range(a, b)]) for a, b in ((0, 5), (5, 10), (10, 13))]
     assert torch.equal(torch.cat(pieces), right)
     among = EmulatedPasses(cuda_builds, 5, seed=9)
     rows = []

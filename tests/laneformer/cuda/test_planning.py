@@ -23,10 +23,11 @@ def test_both_versions_fit_every_card() -> None:
     Builds of passes share what is in memory, so it is cut alike, and those of fewer columns have
     as deep a ring or a deeper one.
     """
+    assert all(1024 * (total - block) == RESERVED_BYTES for total, block, _ in LIMITS.values())
     for card, config in itertools.product(CARDS.values(), MODELS.values()):
         builds = plan_builds(config, "bf16", card.machine)
-        (graph,) = plan_builds(config, "bf16", card.machine, graph=True)
-        for resident, g in ((1, builds[-1]), (2, graph)):
+        (graph,) = plan_builds(config, "bf16", card.machine, "graph")
+        for resident, g in (*((1, build) for build in builds), (2, graph)):
             assert resident * g.warps <= 16
             assert g.chunks >= 2
             assert g.blocks <= card.multiprocessors
@@ -36,28 +37,22 @@ def test_both_versions_fit_every_card() -> None:
         last = builds[-1]
         assert [g.columns for g in builds] in ([1, 2], [1, 4], [1, 4, 8])
         assert all(replace(g, columns=last.columns, chunks=last.chunks) == last for g in builds)
-        assert all(g.shared_bytes <= card.shared_block for g in builds)
         assert [g.chunks for g in builds] == sorted((g.chunks for g in builds), reverse=True)
-        words = {(g.kv_lane, g.lane_words, g.inbox_words) for g in builds}
-        assert len(words) == 1
+        assert len({(g.kv_lane, g.lane_words, g.inbox_words) for g in builds}) == 1
         assert 2 * last.warps >= plan(config, "bf16", card.machine, columns=1).warps
 
 
 def test_columns_leave_memory_for_the_ring() -> None:
     """The 2b model: eight columns on an H200, fewer where the ring would be too small."""
     builds = plan_builds(MODELS["2b"], "bf16", H200)
-    geometries = [builds[-1], plan_builds(MODELS["2b"], "bf16", Machine(108, 163 << 10, 80))[-1]]
-    assert [g.columns for g in geometries] == [8, 4]
+    on_a100 = plan_builds(MODELS["2b"], "bf16", Machine(108, 163 << 10, 80))
+    assert (builds[-1].columns, on_a100[-1].columns) == (8, 4)
     free = ((7 << 30, 0), (141 << 30, None), (141 << 30, 2**30))
     assert [sequences_in(bytes_, builds[-1], cached) for bytes_, cached in free] == [8, 64, 12]
     with pytest.raises(ValueError, match=r"a pass of 8 columns needs 6\.\d GB, 4\.4 of them for weights"):
         sequences_in(5 << 30, builds[-1], None)
     eight_bits = plan_builds(MODELS["2b"], "int8", H200)
     assert [g.chunks for g in eight_bits] == [g.chunks for g in builds]
-
-
-def test_every_card_keeps_1_kib_of_a_multiprocessor() -> None:
-    assert all(1024 * (total - block) == RESERVED_BYTES for total, block, _ in LIMITS.values())
 
 
 def test_little_memory_makes_chunks_smaller_before_it_takes_warps() -> None:
@@ -76,43 +71,29 @@ def test_little_memory_makes_chunks_smaller_before_it_takes_warps() -> None:
     assert cut(both - 2, resident=2)[0] == 4
     assert cut(both - 2)[0] == 16, "one block has its own warps"
     assert cut(both, chunk_bytes=2048, resident=2)[:2] == (2, 2048)
-    with pytest.raises(
-        ValueError, match=r"1200 bytes .* a block are too few .*: \d+ go to activations; use another GPU"
-    ):
-        cut(1200)
-    with pytest.raises(ValueError, match="warps = 25 is outside 1 to 24"):
-        cut(2**20, warps=25, resident=2)
 
 
 def test_parts_depend_on_the_matrix_alone() -> None:
     assert [parts_of(768, 3072), parts_of(3072, 384), parts_of(4000, 3072), parts_of(64, 48)] == [16, 4, 4, 1]
 
 
-@pytest.mark.parametrize(
-    ("config", "options", "message"),
-    [
-        ({}, {"dtype": "fp32"}, r"dtype = 'fp32'.*use 'bf16' or 'fp16' or 'int8'"),
-        ({}, {"dtype": "fp8"}, r"dtype = 'fp8'.*16 or 8 bits; use 'bf16' or 'fp16' or 'int8'"),
-        ({"lm_head_type": "lane"}, {}, r"lm_head_type = 'lane'.*vocab_parallel.*use the CPU"),
-        ({}, {"devices": 3}, r"3 devices cannot share 2 lanes evenly; use one of \[1, 2\]"),
-        ({"num_attention_heads": 16}, {}, r"head dimension 4 .*multiple of 8.*use the CPU"),
-        ({"intermediate_size": 80}, {}, r"the down matrix of a lane, 64 x 40.*multiple of 16.*use the CPU"),
-        ({"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 80}, {},
-         r"the qkv matrix of a lane, 120 x 80.*rows of 16; use the CPU"),
-        ({}, {"columns": 9}, r"columns = 9 is outside 1 to 8"),
-        ({}, {"columns": 2, "wide_exchanges": True}, "an ablation of one column; use columns = 1"),
-        ({}, {"blocks_per_lane": 5}, r"blocks_per_lane = 5 is outside 1 to 4 \(8 multiprocessors\)"),
-        ({}, {"blocks_per_lane": 0}, r"blocks_per_lane = 0 is outside 1 to 4 \(8 multiprocessors\)"),
-        ({}, {"warps": 0}, r"warps = 0 is outside 1 to 32"),
-        ({}, {"warps": 33}, r"warps = 33 is outside 1 to 32"),
-        ({}, {"chunk_bytes": 700}, r"chunk_bytes = 700 must be a .*multiple of 512"),
-        ({}, {"chunk_bytes": 0}, r"chunk_bytes = 0 must be a .*multiple of 512"),
-        ({}, {"machine": Machine(1, 2**16, 90)}, r"2 lanes need 2 multiprocessors, this GPU has 1; use more GPUs"),
-        ({}, {"machine": Machine(8, 2000, 90)}, r"2000 bytes.*too few for a ring of two chunks.*use fewer warps"),
-    ],
-)  # fmt: skip
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"dtype": "fp32"}, r"dtype = 'fp32'.*16 or 8 bits; use 'bf16' or 'fp16' or 'int8'"),
+    ({"lm_head_type": "lane"}, {}, r"lm_head_type = 'lane'.*vocab_parallel.*use the CPU"),
+    ({}, {"devices": 3}, r"3 devices cannot share 2 lanes evenly; use one of \[1, 2\]"),
+    ({"num_attention_heads": 16}, {}, r"head dimension 4 .*multiple of 8.*use the CPU"),
+    ({"intermediate_size": 80}, {}, r"the down matrix of a lane, 64 x 40.*multiple of 16.*use the CPU"),
+    ({"intermediate_size": 96}, {"dtype": "int8"}, r"down matrix of a lane, 64 x 48.*multiple of 32 and rows of 16"),
+    ({"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 80}, {},
+     r"the qkv matrix of a lane, 120 x 80.*rows of 16; use the CPU"),
+    ({}, {"machine": Machine(1, 2**16, 90)}, r"2 lanes need 2 multiprocessors, this GPU has 1; use more GPUs"),
+    ({}, {"machine": Machine(8, 2000, 90)}, r"2000 bytes.*ring of two chunks.*\d+ go to activations; use another GPU"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "options", "message"), REFUSED)
 def test_what_does_not_fit_is_refused(config: dict[str, Any], options: dict[str, Any], message: str) -> None:
-    given = {"dtype": "bf16", "machine": Machine(8, 48 * 1024, 90), "warps": 2, **options}
+    given = {"dtype": "bf16", "machine": SMALL, "warps": 2, **options}
     with pytest.raises(ValueError, match=message):
         plan(small_config(**config), given.pop("dtype"), given.pop("machine"), **given)
 
@@ -124,15 +105,11 @@ def test_lanes_are_shared_evenly_by_gpus() -> None:
 
     assert lanes(32, 8, 14336, 128256) == 8  # Llama 3 8B
     assert lanes(9, 3, 1536, 49152) == 3  # SmolLM2 135M
-    assert lanes(14, 2, 4864, 151936) == 2  # Qwen 2 0.5B
     assert lanes(32, 8, 14336, 32001) == 1
     assert lanes(32, 8, 14336, 128256, gpus=8) == 8
     assert lanes(9, 3, 1536, 49152, gpus=2) == 2  # which the config then refuses by name
-
-
-def test_a_vocabulary_that_lanes_cannot_share_is_refused() -> None:
-    config = config_of_llama({**SIZES, "vocab_size": 131}, 2)
+    indivisible = config_of_llama({**SIZES, "vocab_size": 131}, 2)
     with pytest.raises(
         ValueError, match=r"lm_head_type = 'replicate'.*lanes that divide its vocabulary of 131"
     ):
-        plan(config, "bf16", SMALL, warps=2)
+        plan(indivisible, "bf16", SMALL, warps=2)

@@ -8,15 +8,13 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
-from laneformer.engine import Engine, device
-from laneformer.engine.cuda import decoder as cuda_decoder
+from laneformer.engine import Engine
 from laneformer.engine.decoder import Unanswered
 from laneformer.serve import app
 from laneformer.serve.options import ServerOptions
 from tests.laneformer.cuda.harness import random_model, small_config, tensors_of
-from tests.laneformer.cuda.stand_ins import LoopPasses
+from tests.laneformer.cuda.stand_ins import LoopPasses, pretend_gpu
 from tests.laneformer.engine.assets import byte_tokenizer
 
 CONFIG = small_config(vocab_size=264, max_position_embeddings=48)
@@ -30,11 +28,8 @@ class Left(BaseException):
     ("error", "status"), [(Unanswered("it has not ended"), 70), (RuntimeError("700"), None)]
 )
 def test_the_server_ends_with_its_status(
-    error: Exception,
-    status: int | None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    error: Exception, status: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
     """At its start it says how many requests share passes."""
 
     def fails(*_: Any) -> None:
@@ -45,17 +40,14 @@ def test_the_server_ends_with_its_status(
         raise Left
 
     left, address, ready = list[int](), list[str](), threading.Event()
-    monkeypatch.setattr(cuda_decoder, "PassDecoder", LoopPasses)
-    monkeypatch.setattr(device, "why_no_cuda", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    servers, make = list[app.Server](), app.Server
+    pretend_gpu(monkeypatch, LoopPasses)
     monkeypatch.setattr(app, "UNANSWERED_S", 600.0)  # over when the test says so
     monkeypatch.setattr(app.os, "_exit", leave)
+    monkeypatch.setattr(app, "Server", lambda *given: servers.append(make(*given)) or servers[-1])
     tensors = tensors_of(random_model(CONFIG), "bf16")
     with Engine(CONFIG, tensors, device="cuda", tokenizer=byte_tokenizer()) as engine:
         monkeypatch.setattr(LoopPasses, "run", fails)
-        servers = list[app.Server]()
-        make = app.Server
-        monkeypatch.setattr(app, "Server", lambda *given: servers.append(make(*given)) or servers[-1])
 
         def serve() -> None:
             with pytest.raises(Left) if status else pytest.MonkeyPatch.context():

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from laneformer import Laneformer, LaneformerConfig
 from laneformer.config import hf_name
-from laneformer.engine import Engine
+from laneformer.engine import Batch, Engine, GeneratedToken, Update
 from laneformer.engine.cpu.decoder import CpuDecoder
 from laneformer.tensors import Tensor
 
@@ -79,10 +79,49 @@ def engine_of(model: Laneformer, config: LaneformerConfig | None = None, **optio
     )
 
 
+def core(engine: Engine) -> CpuDecoder:
+    decoder = engine._open()
+    assert isinstance(decoder, CpuDecoder)
+    return decoder
+
+
 def with_fixed_cost(engine: Engine) -> Engine:
     """The same drafts every time, and many of them: each column of a pass costs a little, measured or not."""
-    engine._open().fix_cost(EACH_COLUMN)
+    core(engine).fix_cost(EACH_COLUMN)
     return engine
+
+
+def collect(batch: Batch, *tickets: int) -> dict[int, list[Update]]:
+    """The updates of all requests until these have ended."""
+    updates: dict[int, list[Update]] = {ticket: [] for ticket in tickets}
+    while any(not updates[ticket] or updates[ticket][-1].finish_reason is None for ticket in tickets):
+        for update in batch.updates(10.0):
+            updates.setdefault(update.ticket, []).append(update)
+    return updates
+
+
+def tokens_of(updates: list[Update]) -> list[GeneratedToken]:
+    return [token for update in updates for token in update.tokens]
+
+
+def generate_together(
+    engine: Engine, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None = None, **options: Any
+) -> list[list[int]]:
+    """`Engine.generate` for prompts that join before the same token, each with a seed of its own."""
+    decoder, tokens = engine._open(), dict[int, list[int]]()
+    seeds = seeds or [options.pop("seed", 0)] * len(prompts)
+    requests = [
+        engine._requests.generation(prompt, {**options, "seed": seed}, quiet=True)
+        for prompt, seed in zip(prompts, seeds, strict=True)
+    ]
+    tickets = decoder.join(requests)
+    while decoder.running:
+        for news in decoder.collect(10.0):
+            if news.whole.error is not None:
+                decoder.leave_all()
+                raise news.whole.error
+            tokens[news.ticket] = news.tokens
+    return [tokens[ticket] for ticket in tickets]
 
 
 def fix_costs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 //
 //   _core            runs everything; the last line holds a hash of each case's logits
 //   _core only NAME  ... of these cases, and of all products
-//   _core products   only each product alone (check_products.cpp)
 //   _core race       reads a cache's keys while a request writes them: ThreadSanitizer must end the program
 //   _core overflow   writes one byte behind the packed weights: AddressSanitizer must end the program
 #include <algorithm>
@@ -16,7 +15,6 @@
 #include <thread>
 #include <vector>
 
-#include "check_products.h"
 #include "content_hash.h"
 #include "decoder.h"
 
@@ -334,7 +332,7 @@ struct Case {
 int main(int count, char** arguments) {
   const std::vector<const char*> isas = usable_isas();
   const std::string what = count > 1 ? arguments[1] : "", only = "only";
-  if (count > 1 && what != only) return what == "products" ? check_products(isas) : plant(what);
+  if (count > 1 && what != only) return plant(what);
   const char* best = isas.front();
   std::vector<Case> cases = {{"fp16", best, Head::replicate, DType::fp16},
                              {"fp32", best, Head::lane, DType::fp32},

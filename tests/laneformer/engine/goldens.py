@@ -45,14 +45,20 @@ class Asked:
     masks: Sequence[Sequence[int]] = ()
 
 
-def engine_of(name: str, **options: Any) -> Engine:
-    overrides = dict(MODELS[name])
-    engine = {key: overrides.pop(key) for key in ("dtype", "math", "kv_dtype") if key in overrides}
-    config = small_config(**{"max_position_embeddings": 300, "initializer_range": 0.15, **overrides})
-    made = Engine.random(
-        config, **{"seed": 11, "cache_bytes": CACHE_BYTES, "eos_ids": [7], **engine, **options}
+ENGINE_OPTIONS = ("dtype", "math", "kv_dtype")
+
+
+def engine_of(name: str, num_nextn_predict_layers: int = 0, **options: Any) -> Engine:
+    values = MODELS[name]
+    config = small_config(
+        max_position_embeddings=300,
+        initializer_range=0.15,
+        num_nextn_predict_layers=num_nextn_predict_layers,
+        **{key: value for key, value in values.items() if key not in ENGINE_OPTIONS},
     )
-    return with_fixed_cost(made)
+    of_engine = {key: value for key, value in values.items() if key in ENGINE_OPTIONS}
+    defaults = {"seed": 11, "cache_bytes": CACHE_BYTES, "eos_ids": [7], **of_engine}
+    return with_fixed_cost(Engine.random(config, **defaults | options))
 
 
 def requests(name: str) -> list[Asked]:
@@ -93,11 +99,12 @@ def mask_of(ids: Sequence[int], vocab: int) -> np.ndarray:
     return mask
 
 
-def join(batch: Batch, asked: Asked, vocab: int) -> int:
+def join(batch: Batch, asked: Asked, vocab: int, masks: int | None = None) -> int:
+    """masks: how many come with the request; the others are left to `allow`."""
     if asked.start:
         return batch.score(asked.ids, start=asked.start, **asked.options)
     ticket = batch.join(asked.ids, masked=bool(asked.masks), **asked.options)
-    for index, ids in enumerate(asked.masks):
+    for index, ids in enumerate(asked.masks[:masks]):
         batch.allow(ticket, index, mask_of(ids, vocab))
     return ticket
 
@@ -134,20 +141,27 @@ def streamed(engine: Engine, asked: Asked) -> list[int]:
     return [token.id for token in tokens] + [i for token in tokens for i, _ in token.top]
 
 
-def side_by_side(engine: Engine, every: Sequence[Asked]) -> list[list[int]]:
-    """The ids of all, which join in order, as many at a time as there is room for."""
-    waiting, numbers = list(range(len(every))), dict[int, int]()
+def side_by_side(engine: Engine, every: Sequence[Asked], late_masks: bool = False) -> list[list[int]]:
+    """The ids of all, which join in order, as many at a time as there is room for.
+
+    late_masks: the mask of a token comes after the token before it.
+    """
+    vocab, masks = engine.config.vocab_size, 1 if late_masks else None
+    waiting, running = list(range(len(every))), dict[int, int]()  # by ticket: the request's number
     updates: list[list[Update]] = [[] for _ in every]
     with engine.batch() as batch:
-        while waiting or any(not u or u[-1].finish_reason is None for u in updates):
-            running = sum(
-                bool(not updates[n] or updates[n][-1].finish_reason is None) for n in numbers.values()
-            )
-            for number in waiting[: batch.max_joined - running]:
-                numbers[join(batch, every[number], engine.config.vocab_size)] = number
-            waiting = waiting[batch.max_joined - running :]
+        while waiting or running:
+            while waiting and len(running) < batch.max_joined:
+                number = waiting.pop(0)
+                running[join(batch, every[number], vocab, masks)] = number
             for update in batch.updates(10.0):
-                updates[numbers[update.ticket]].append(update)
+                number = running[update.ticket]
+                updates[number].append(update)
+                made = sum(len(u.tokens) for u in updates[number])
+                for ids in every[number].masks[made : made + 1] if late_masks else ():
+                    batch.allow(update.ticket, made, mask_of(ids, vocab))
+                if update.finish_reason is not None:
+                    del running[update.ticket]
     return [ids_of(u) for u in updates]
 
 

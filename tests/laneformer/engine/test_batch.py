@@ -1,70 +1,194 @@
-"""Batches: every sequence as if it were alone, in as many passes as the longest one needs."""
+"""`Engine.batch`: requests that join and leave, masks, and the pace of prompts. Their tokens: test_goldens.py."""
 
 from __future__ import annotations
 
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 
-from laneformer.engine.options import batch_seeds
-from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
+from laneformer.engine import Engine
+from laneformer.engine.cpu import _core
+from tests.laneformer.engine import goldens
+from tests.laneformer.engine.assets import (
+    collect,
+    engine_of,
+    random_ids,
+    random_model,
+    small_config,
+    tokens_of,
+)
 
-SAMPLED = {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.2, "speculate": 3}
-
-
-@pytest.mark.parametrize("options", [{}, SAMPLED])
-def test_every_sequence_is_what_it_is_alone(options):
-    model = random_model(small_config(flush=True), seed=1)
-    rng = np.random.default_rng(2)
-    with engine_of(model, threads=2) as engine, engine_of(model) as alone:
-        for count in (1, 2, 3, 5, 8):
-            prompts = [random_ids(model.config, int(rng.integers(1, 70)), seed=i) for i in range(count)]
-            seeds = batch_seeds(options.get("seed", 0), count)
-            expected = [
-                alone.generate(p, max_new_tokens=25, reuse_prefix=False, **{**options, "seed": seed})
-                for p, seed in zip(prompts, seeds, strict=True)
-            ]
-            assert engine.generate_batch(prompts, max_new_tokens=25, **options) == expected
+LONG = {"max_position_embeddings": 20_000}
+ENDLESS: dict[str, Any] = {"max_new_tokens": 19_900, "ignore_eos": True}
 
 
-def test_sequences_end_each_at_their_own_place():
-    with engine_of(random_model(small_config(), seed=4)) as engine:
-        prompts = [[1], random_ids(engine.config, 90), random_ids(engine.config, 96), [2, 3]]
-        alone = [engine.generate(p, max_new_tokens=40, reuse_prefix=False) for p in prompts]
-        assert [len(tokens) for tokens in alone] == [40, 7, 1, 40]
-        stop = alone[3][5]
-        cut = [t[: t.index(stop) + 1] if stop in t else t for t in alone]
-        assert len(cut[3]) < 40
-        assert engine.generate_batch(prompts, max_new_tokens=40, stop_ids=[stop]) == cut
+def test_a_ninth_request_is_refused_until_one_has_been_collected() -> None:
+    with engine_of(random_model(small_config())) as engine, engine.batch() as batch:
+        tickets = [batch.join([i], max_new_tokens=1 if i == 0 else 90, ignore_eos=True) for i in range(8)]
+        with pytest.raises(RuntimeError, match="8 requests; collect the end of one first"):
+            batch.join([1])
+        collect(batch, tickets[0])
+        batch.join([1])
 
 
-def test_equal_prompts_draw_different_tokens_each_with_its_seed():
-    with engine_of(random_model(small_config(), seed=6)) as engine:
-        options = {"max_new_tokens": 12, "temperature": 1.0}
-        derived = engine.generate_batch([[3, 4]] * 8, seed=2**64 - 1, **options)
-        assert (
-            engine.statistics.passes <= 13
-        )  # one serves all; the prompt is read once, before the others' start
-        assert len({tuple(tokens) for tokens in derived}) == 8
-        assert derived[0] == engine.generate([3, 4], seed=2**64 - 1, **options)
-        given = engine.generate_batch([[3, 4]] * 3, seed=[7, 8, 7], **options)
-        assert given == [engine.generate([3, 4], seed=seed, **options) for seed in (7, 8, 7)]
-        assert engine.generate([3, 4], seed=[7], **options) == given[0]
-        with pytest.raises(ValueError, match="seed has 2 values for 3 prompts"):
-            engine.generate_batch([[1]] * 3, seed=[1, 2], **options)
-        with pytest.raises(ValueError, match=r"seed\[1\] = -1 is outside"):
-            engine.generate_batch([[1]] * 2, seed=[1, -1], **options)
+def test_requests_from_many_threads() -> None:
+    """Eight threads join and leave at any time, one collects; nothing is lost and nothing mixed up."""
+    options: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True}
+    with engine_of(random_model(small_config()), threads=2) as engine:
+        expected = {i: engine.generate([i], **options) for i in range(8)}
+        owner: dict[int, tuple[int, bool]] = {}
+        ended: dict[int, tuple[str, list[int]]] = {}
+        has_ended = threading.Condition()
+
+        def client(i: int) -> None:
+            for turn in range(20):
+                ticket = batch.join([i], **options)
+                owner[ticket] = i, turn % 2 == 1
+                if turn % 2:
+                    batch.leave(ticket)
+                with has_ended:
+                    assert has_ended.wait_for(functools.partial(ended.__contains__, ticket), 60.0)
+
+        with engine.batch() as batch:
+            clients = [threading.Thread(target=client, args=[i]) for i in range(8)]
+            for thread in clients:
+                thread.start()
+            tokens: dict[int, list[int]] = {}
+            while any(thread.is_alive() for thread in clients):
+                for update in batch.updates(0.05):
+                    tokens.setdefault(update.ticket, []).extend(token.id for token in update.tokens)
+                    if update.finish_reason:
+                        with has_ended:
+                            ended[update.ticket] = update.finish_reason, tokens[update.ticket]
+                            has_ended.notify_all()
+        assert len(ended) == 160
+        for ticket, (reason, ids) in ended.items():
+            number, left = owner[ticket]
+            assert ids == expected[number][: len(ids)]
+            assert reason == "cancelled" if left and len(ids) < 40 else len(ids) == 40
 
 
-def test_bad_batches():
+def failing_at(token: int) -> Engine:
+    """One whose activations overflow after this token."""
+    model = random_model(small_config())
+    with torch.no_grad():
+        model.tok_embeddings.weight[token] = 1e30
+    return engine_of(model, threads=3)
+
+
+def test_an_overflow_ends_one_request_alone() -> None:
+    with failing_at(7) as engine:
+        expected = engine.generate([3, 4], max_new_tokens=60, ignore_eos=True, logit_bias={7: -100.0})
+        for _ in range(2):
+            with engine.batch() as batch:
+                good = batch.join([3, 4], max_new_tokens=60, ignore_eos=True, logit_bias={7: -100.0})
+                bad = [batch.join([5, i, 7], max_new_tokens=60) for i in range(3)]
+                scored = batch.score([5, 6, 7, 8])
+                updates = collect(batch, good, *bad, scored)
+            for ticket in (*bad, scored):
+                assert updates[ticket][-1].finish_reason == "error"
+                assert "infinite, NaN" in (updates[ticket][-1].error or "")
+            assert [token.id for token in tokens_of(updates[good])] == expected
+        assert engine.generate([3, 4], max_new_tokens=60, ignore_eos=True, logit_bias={7: -100.0}) == expected
+
+
+def mask_of(*ids: int) -> np.ndarray:
+    return goldens.mask_of(ids, 100)
+
+
+def test_a_mask_without_a_possible_id_ends_its_request_with_an_error() -> None:
+    with engine_of(random_model(small_config(**LONG))) as engine, engine.batch() as batch:
+        options: dict[str, Any] = {"masked": True, "max_new_tokens": 5, "stop_ids": [9], "min_new_tokens": 2}
+        empty, stops = batch.join([1, 2], **options), batch.join([1, 2], **options)
+        batch.allow(empty, 0, mask_of(3, 4))
+        batch.allow(empty, 1, mask_of())
+        batch.allow(stops, 0, mask_of(9))  # which may not come yet
+        updates = collect(batch, empty, stops)
+        assert len(tokens_of(updates[empty])) == 1
+        for ticket in (empty, stops):
+            assert updates[ticket][-1].finish_reason == "error"
+            assert "leaves no id" in (updates[ticket][-1].error or "")
+        batch.allow(empty, 2, mask_of(1))  # it has ended: nothing
+        plain = batch.join([1], **ENDLESS)
+        with pytest.raises(ValueError, match="without masked"):
+            batch.allow(plain, 19_000, mask_of(1))
+        with pytest.raises(ValueError, match="a mask has 4 words, not 3"):
+            batch.allow(plain, 0, np.zeros(3, np.uint32))
+
+
+def test_a_request_may_leave_while_it_waits_for_its_mask() -> None:
     with engine_of(random_model(small_config())) as engine:
-        for prompts, message in (
-            ([], "1 to 8 prompts"),
-            ([[1]] * 9, "1 to 8 prompts"),
-            ("text", "1 to 8 prompts"),
-            (5, "1 to 8 prompts"),
-            ([[1], []], r"prompts\[1\] is empty"),
-            ([1, 2], r"prompts\[0\] must be a flat sequence"),
-            ([[1], [100]], r"prompts\[1\] holds 100"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                engine.generate_batch(prompts)
+        with engine.batch() as batch:
+            ticket = batch.join([1, 2], masked=True)
+            assert batch.updates(0.05) == []
+            with pytest.raises(RuntimeError, match="busy with another request"):
+                engine.generate([1, 2])
+            batch.leave(ticket)
+            assert collect(batch, ticket)[ticket][-1].finish_reason == "cancelled"
+            batch.join([1, 2], masked=True)  # left to `close`
+        assert len(engine.generate([1], max_new_tokens=3, ignore_eos=True)) == 3
+
+
+def test_a_long_prompt_is_read_in_parts_beside_others() -> None:
+    """Alone it is one pass. Beside another, its parts begin with two columns and grow by half at most."""
+    with engine_of(random_model(small_config(**LONG)), threads=2) as engine:
+        prompt = random_ids(engine.config, 90)
+        with engine.batch() as batch:
+            ticket = batch.join(prompt, max_new_tokens=1, reuse_prefix=False)
+            alone = collect(batch, ticket)[ticket][-1].statistics
+            other = batch.join([1], **ENDLESS)
+            while not batch.updates(10.0):
+                pass
+            ticket = batch.join(prompt, max_new_tokens=1, reuse_prefix=False)
+            beside = collect(batch, ticket)[ticket][-1].statistics
+            batch.leave(other)
+        assert alone is not None
+        assert beside is not None
+        assert alone.passes == 1
+        assert 8 <= beside.passes <= 90
+
+
+# seconds of a pass with 1 + so many columns: bound by memory and then by arithmetic; by arithmetic alone; by
+# neither; and one where a second column costs far more than the first
+MACHINES: dict[str, Callable[[int], float]] = {
+    "memory": lambda columns: max(0.013, 0.0011 * (1 + columns)),
+    "arithmetic": lambda columns: 0.001 * (1 + columns),
+    "neither": lambda columns: 0.02,
+    "steep": lambda columns: 1.0 + 3.0 * columns,
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_pace_keeps_gaps_below_twice_the_usual(machine: str) -> None:
+    seconds, pace, rng = MACHINES[machine], _core.Pace(), np.random.default_rng(0)
+    best = max([1, *(columns for columns in range(1, 129) if seconds(columns) < 1.7 * seconds(0))])
+    taken = []
+    for turn in range(1000):
+        columns = pace.columns()
+        assert 0 <= columns <= 128
+        taken.append(columns)
+        disturbed = 5.0 if turn % 100 == 99 else 1.0  # a thread loses its core now and then
+        pace.passed(columns, seconds(columns) * disturbed * rng.uniform(1.0, 1.05))
+    assert max(taken) <= max(2, 1.1 * best)
+    assert np.mean(taken) >= 0.8 * best, "prompts are not held up for nothing"
+    assert 10 <= taken.count(0) < 20, "the usual time is measured again and again"
+
+
+def test_an_engine_may_close_while_requests_run_and_wait() -> None:
+    engine = engine_of(random_model(small_config(**LONG)), threads=2)
+    batch = engine.batch()
+    for i in range(7):
+        batch.join([i], **ENDLESS)
+    batch.join([9], masked=True)
+    batch.updates(5.0)
+    collecting = threading.Thread(target=batch.updates, args=[0.5])
+    collecting.start()
+    engine.close()
+    collecting.join()
+    with pytest.raises(ValueError, match="closed"):
+        batch.join([1, 2])

@@ -1,43 +1,51 @@
-"""Reasoning and answer told apart, in any pieces: <think> and harmony."""
+"""Reasoning, text and calls of an answer are told apart, in whatever pieces it comes: <think> and harmony."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import random
+from typing import Any
 
 import pytest
 
 from laneformer.engine.channels import (
-    CALL,
     CHANNEL,
     CONSTRAIN,
     ENDS,
+    HARMONY,
+    HERMES,
     MESSAGE,
     NEXT,
-    Harmony,
-    Thinking,
+    AnswerReader,
+    CallForm,
 )
 
-Reader = Callable[[], Thinking | Harmony]
 THOUGHT = f"{CHANNEL}analysis{MESSAGE}They greet.{NEXT}"
 CALLED = f"{CHANNEL}commentary to=functions.weather {CONSTRAIN}json{MESSAGE}"
 ARGUMENTS = '{"city": "Rome"}'
+LLAMA = CallForm('{"name": "', '", "parameters": ', None, "}")
 
 
-def read(make: Reader, pieces: list[str]) -> tuple[str, str]:
-    """Reasoning and content of all pieces."""
-    reader = make()
-    parts = [*map(reader.push, pieces), reader.finish()]
-    return "".join(reasoning for reasoning, _ in parts), "".join(content for _, content in parts)
+def read(pieces: list[str], **options: Any) -> list[tuple[str, str]]:
+    """Kinds and texts, those of a kind in a row as one."""
+    reader = AnswerReader(**options)
+    deltas = [delta for piece in pieces for delta in reader.push(piece)] + reader.finish()
+    parts: list[tuple[str, str]] = []
+    for kind, text in deltas:
+        if parts and parts[-1][0] == kind != "call":
+            parts[-1] = kind, parts[-1][1] + text
+        else:
+            parts.append((kind, text))
+    return parts
 
 
-def check_pieces(make: Reader, text: str, *expected: str, step: int = 1) -> None:
+def check_pieces(text: str, expected: list[tuple[str, str]], step: int = 1, **options: Any) -> None:
     """In one piece, in letters, and in three pieces that end at any multiple of `step`."""
-    assert read(make, [text]) == expected
-    assert read(make, list(text)) == expected
+    assert read([text], **options) == expected
+    assert read(list(text), **options) == expected
     for a, b in itertools.combinations(range(0, len(text), step), 2):
         pieces = [text[:a], text[a:b], text[b:]]
-        assert read(make, pieces) == expected, pieces
+        assert read(pieces, **options) == expected, pieces
 
 
 @pytest.mark.parametrize(
@@ -59,28 +67,72 @@ def check_pieces(make: Reader, text: str, *expected: str, step: int = 1) -> None
     ],
 )
 def test_thinking(text: str, inside: bool, reasoning: str, content: str) -> None:
-    check_pieces(lambda: Thinking(inside), text, reasoning, content)
+    expected = [("reasoning", reasoning), ("text", content)]
+    check_pieces(text, [part for part in expected if part[1]], inside=inside)
 
 
 @pytest.mark.parametrize(
-    ("text", "calls", "reasoning", "content"),
+    ("text", "calls", "expected"),
     [
-        ("Hello", False, "", "Hello"),
-        (" <b> to=", False, "", " <b> to="),
-        ("to", False, "", "to"),
-        ("", False, "", ""),
-        (f"{CHANNEL}anal", False, "", ""),
-        (f"{THOUGHT}{CHANNEL}final{MESSAGE}Yes. <a|", False, "They greet.", "Yes. <a|"),
-        (f"{CHANNEL}analysis{MESSAGE}cut <|en", False, "cut <|en", ""),
-        (f"{CHANNEL}final{MESSAGE}Yes{ENDS[2]}", False, "", "Yes"),
-        (f"{THOUGHT}{CALLED}{ARGUMENTS}{ENDS[1]}", True, "They greet.", ARGUMENTS.join(["weather".join(CALL), ""])),
-        (f" to=functions.weather{CHANNEL}commentary json{MESSAGE}1", True, "", "weather".join(CALL) + "1"),
-        (f"{CALLED}{ARGUMENTS}", False, ARGUMENTS, ""),
-        (f"{CHANNEL}analysis to=python code{MESSAGE}1+1", True, "1+1", ""),
-        (f"{CHANNEL}commentary{MESSAGE}I look.{NEXT}{CHANNEL}final{MESSAGE}So.", False, "", "I look.\n\nSo."),
-        (f"{CHANNEL}final{MESSAGE}a{CHANNEL}analysis{MESSAGE}b", False, "b", "a"),
-        (f"{CHANNEL}final{MESSAGE}a{MESSAGE}b", False, "", "ab"),
+        ("Hello", None, [("text", "Hello")]),
+        (" <b> to=", None, [("text", " <b> to=")]),
+        ("to", None, [("text", "to")]),
+        ("", None, []),
+        (f"{CHANNEL}anal", None, []),
+        (f"{THOUGHT}{CHANNEL}final{MESSAGE}Yes. <a|", None, [("reasoning", "They greet."), ("text", "Yes. <a|")]),
+        (f"{CHANNEL}analysis{MESSAGE}cut <|en", None, [("reasoning", "cut <|en")]),
+        (f"{CHANNEL}final{MESSAGE}Yes{ENDS[2]}", None, [("text", "Yes")]),
+        (f"{THOUGHT}{CALLED}{ARGUMENTS}{ENDS[1]}", HARMONY,
+         [("reasoning", "They greet."), ("call", "weather"), ("arguments", ARGUMENTS)]),
+        (f" to=functions.weather{CHANNEL}commentary json{MESSAGE}1", HARMONY,
+         [("call", "weather"), ("arguments", "1")]),
+        (f"{CALLED}{ARGUMENTS}", None, [("reasoning", ARGUMENTS)]),
+        (f"{CHANNEL}analysis to=python code{MESSAGE}1+1", HARMONY, [("reasoning", "1+1")]),
+        (f"{CHANNEL}commentary{MESSAGE}I look.{NEXT}{CHANNEL}final{MESSAGE}So.", None, [("text", "I look.\n\nSo.")]),
+        (f"{CHANNEL}final{MESSAGE}a{CHANNEL}analysis{MESSAGE}b", None, [("text", "a"), ("reasoning", "b")]),
+        (f"{CHANNEL}final{MESSAGE}a{MESSAGE}b", None, [("text", "ab")]),
     ],
 )  # fmt: skip
-def test_harmony(text: str, calls: bool, reasoning: str, content: str) -> None:
-    check_pieces(lambda: Harmony(calls), text, reasoning, content, step=3)
+def test_harmony(text: str, calls: CallForm | None, expected: list[tuple[str, str]]) -> None:
+    check_pieces(text, expected, step=3, harmony=True, calls=calls)
+
+
+CALLS: list[Any] = [
+    {"name": "get_weather", "arguments": {"city": "Köln\n\"'}"}},
+    {"name": "add", "arguments": {"a": 1, "b": {"c": 2}}},
+]
+HERMES_CALLS = [
+    ("call", "get_weather"), ("arguments", '{"city": "Köln\\n\\"\'}"}'),
+    ("call", "add"), ("arguments", '{"a": 1, "b": {"c": 2}}'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "form", "expected"),
+    [
+        ("Hm. " + HERMES.write(CALLS), HERMES, [("text", "Hm. "), *HERMES_CALLS]),
+        ("<think>\nHm.\n</think>\n" + HERMES.write(CALLS), HERMES, [("reasoning", "Hm."), *HERMES_CALLS]),
+        (LLAMA.write(CALLS[:1]), LLAMA, HERMES_CALLS[:2]),
+        ("So: " + LLAMA.write(CALLS[:1]), LLAMA, [("text", "So: " + LLAMA.write(CALLS[:1]))]),
+        ('Hm.<tool_call>\n{"name": "add", "arguments": {"a": "}\\"', HERMES,
+         [("text", "Hm."), ("call", "add"), ("arguments", '{"a": "}\\"')]),
+        ("Hm <tool_c", HERMES, [("text", "Hm <tool_c")]),
+        ("Hm <tool_call>\n{", HERMES, [("text", "Hm ")]),
+        ("", HERMES, []),
+    ],
+)  # fmt: skip
+def test_calls(text: str, form: CallForm, expected: list[tuple[str, str]]) -> None:
+    """Also those that the limit of tokens has cut."""
+    assert read([text], calls=form) == read(list(text), calls=form) == expected
+    rng = random.Random(0)
+    for _ in range(20):
+        cuts = sorted(rng.sample(range(len(text) + 1), min(9, len(text))))
+        pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+        assert read(pieces, calls=form) == expected, pieces
+
+
+@pytest.mark.parametrize(("harmony", "before"), [(False, ""), (True, f"{CHANNEL}final{MESSAGE}")])
+def test_text_is_passed_on_as_it_comes(harmony: bool, before: str) -> None:
+    reader = AnswerReader(harmony=harmony)
+    reader.push(before)
+    assert reader.push("Hello") == [("text", "Hello")]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 
 import pytest
 
 from laneformer.cli import main
 from laneformer.engine import Engine, bench
-from laneformer.engine.cpu.kept import FOLDER
-from laneformer.engine.cpu.processes import ProcessesDecoder
+from laneformer.engine.cpu.decoder import CpuDecoder
+from laneformer.engine.cpu.packed_files import FOLDER
+from laneformer.engine.decoder import EngineLost
 from tests.laneformer.engine.assets import (
     byte_tokenizer,
     fix_costs,
@@ -140,6 +140,7 @@ def test_mistakes_end_with_a_message(capsys):
         (["bench", "/nowhere", "--draft-head", "64"], "a folder has its own, or none"),
         ([*TINY, "--device", "gpu"], "device = 'gpu' is unknown"),
         ([*TINY, "--depth", "500"], "depth = 500 is outside"),
+        ([*TINY, "--device", "cuda", "--draft-head", "8"], "head drafts on the CPU alone; use --device cpu"),
         ([*TINY, "--draft", "small"], "--draft small drafts for a model folder"),
     ):
         with pytest.raises(SystemExit) as stop:
@@ -148,35 +149,15 @@ def test_mistakes_end_with_a_message(capsys):
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.rotate
-def test_a_lost_process_ends_with_a_message(folder, monkeypatch, capsys):
-    join = ProcessesDecoder.join
+def test_a_failure_of_the_engine_ends_with_a_message(folder, monkeypatch, capsys):
+    def fail(*arguments, **options):
+        raise EngineLost("the device has failed")
 
-    def lose(self, requests, alone=False):
-        self._workers.processes[0].send_signal(
-            signal.SIGSTOP
-        )  # rank 0 decodes in the background: it must wait for it
-        tickets = join(self, requests)
-        self._workers.processes[0].kill()
-        return tickets
-
-    monkeypatch.setattr(ProcessesDecoder, "join", lose)
+    monkeypatch.setattr(CpuDecoder, "join", fail)
     with pytest.raises(SystemExit) as stop:
-        main(
-            [
-                "generate",
-                str(folder),
-                "--prompt",
-                "a b",
-                "--processes",
-                "2",
-                "--max-new-tokens",
-                "200",
-                "--ignore-eos",
-            ]
-        )
+        main(["generate", str(folder), "--prompt", "a b"])
     assert stop.value.code == 1
-    assert "was killed by SIGKILL: the request has ended" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("laneformer: the device has failed\n")
 
 
 TEMPLATE = (

@@ -1,16 +1,48 @@
-"""Where drafts come from, what they cost, and how many are tried (engine/schedule/suffix.h, cost.h)."""
+"""Drafts: where they come from (the text, a small model, the model's own head), and what they cost.
+
+That no request's tokens depend on them, alone and in company: test_goldens.py.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from laneformer import Laneformer, LaneformerConfig
+from laneformer.config import DRAFT_IDS
+from laneformer.engine import Engine, bench
 from laneformer.engine.cpu import _core
-from tests.laneformer.engine.assets import engine_of, random_model, small_config
+from tests.laneformer.drafts import draft_logits
+from tests.laneformer.engine.assets import (
+    core,
+    engine_of,
+    random_ids,
+    random_model,
+    small_config,
+    widened,
+    write_folder,
+)
 
 LONGEST = 64  # ids that agree
+LONG = {"max_position_embeddings": 256}
+SAMPLED: dict[str, Any] = {
+    "temperature": 0.7,
+    "min_p": 0.05,
+    "seed": 3,
+    "repetition_penalty": 1.1,
+    "logprobs": 2,
+}
+CHEAP = 0.001  # of the cost of a pass: so that many are made
+SOURCES = ("text", "model", "head")
 
 
 def longest_end(text: list[int], other: list[int], own: bool) -> tuple[int, int]:
@@ -89,10 +121,56 @@ def test_cost_is_what_passes_took() -> None:
     assert cost.of(4) > 0.020  # what was long ago counts no more
 
 
+# ---- engines ----
+
+
+def model_with_head(seed: int = 0, dtype: str = "fp32", **overrides: Any) -> Laneformer:
+    model = random_model(small_config(**{"num_nextn_predict_layers": 1, **LONG, **overrides}), seed, dtype)
+    if ids := model.config.draft_vocab_size:
+        spread = torch.randperm(model.config.vocab_size, generator=torch.Generator().manual_seed(seed))[:ids]
+        model.state_dict()[DRAFT_IDS].copy_(spread.sort().values)
+    return model
+
+
+def set_draft_cost(engine: Engine, column: float = CHEAP, draft: float = CHEAP) -> Engine:
+    core(engine).fix_cost(column, draft)
+    return engine
+
+
+@contextlib.contextmanager
+def drafting(source: str, draft: float = CHEAP, threads: int = 2, **overrides: Any) -> Iterator[Engine]:
+    """An engine whose drafts come from there, and cost as much."""
+    with contextlib.ExitStack() as opened:
+        if source == "head":
+            model = model_with_head(draft_vocab_size=40, **overrides)
+        else:
+            model = random_model(small_config(**LONG, **overrides))
+        engine = opened.enter_context(engine_of(model, threads=threads))
+        if source == "model":
+            small = random_model(
+                small_config(**LONG, **{**overrides, "num_hidden_layers": 3, "swa_layers": ()}), seed=1
+            )
+            other = opened.enter_context(engine_of(small, threads=threads))
+            core(engine).draft_with(core(other))
+        yield set_draft_cost(engine, draft=draft)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_no_bit_of_a_log_probability_changes(source: str) -> None:
+    with drafting(source, vocab_size=12 if source == "text" else 100) as engine:
+        prompt = random_ids(engine.config, 150, 2)  # read in two passes
+        plain = engine.generate_detailed(prompt, max_new_tokens=60, speculate=0, **SAMPLED)
+        assert plain.statistics.proposed_tokens == 0
+        for speculate in (2, 31):
+            quick = engine.generate_detailed(prompt, max_new_tokens=60, speculate=speculate, **SAMPLED)
+            assert quick.tokens == plain.tokens
+            assert quick.statistics.proposed_tokens > 0
+
+
 @pytest.mark.parametrize("each_column", [0.0, 0.25, 2.0])
 def test_as_many_drafts_are_tried_as_their_columns_are_worth(each_column: float) -> None:
     with engine_of(random_model(small_config(vocab_size=100, max_position_embeddings=192))) as engine:
-        engine._open().fix_cost(each_column)
+        core(engine).fix_cost(each_column)
         forced = {"logit_bias": {5: 100}, "max_new_tokens": 100}
         repeats = engine.generate_detailed([5] * 40, **forced).statistics
         assert repeats.passes == 100 - repeats.accepted_tokens
@@ -102,15 +180,6 @@ def test_as_many_drafts_are_tried_as_their_columns_are_worth(each_column: float)
             assert repeats.accepted_tokens > 60
         wrong = engine.generate_detailed([1, 2, 3, 4] * 10, temperature=3.0, max_new_tokens=100)
         assert wrong.statistics.proposed_tokens < (300 if each_column == 0.0 else 20)
-
-
-def test_drafts_of_one_leave_room_for_all() -> None:
-    with engine_of(random_model(small_config(max_position_embeddings=192))) as engine:
-        prompts = [[i, i + 1] * 20 for i in range(8)]
-        plain = engine.generate_batch(prompts, max_new_tokens=60, speculate=0)
-        assert engine.statistics.proposed_tokens == 0
-        assert engine.generate_batch(prompts, max_new_tokens=60) == plain
-        assert engine.statistics.accepted_tokens > 0
 
 
 def test_a_prediction_is_drafted_and_changes_no_token() -> None:
@@ -128,9 +197,169 @@ def test_a_prediction_is_drafted_and_changes_no_token() -> None:
 def test_drafts_cost_next_to_nothing_where_they_fail(each_column: float, temperature: float) -> None:
     """By the cost of columns; with few ids, ends of the text stood before all the time and mean little."""
     with engine_of(random_model(small_config(vocab_size=16, max_position_embeddings=512))) as engine:
-        engine._open().fix_cost(each_column)
+        core(engine).fix_cost(each_column)
         for seed in range(3):
             prompt = [random.Random(seed).randrange(16) for _ in range(40)]
             options = {"max_new_tokens": 400, "temperature": temperature, "seed": seed, "ignore_eos": True}
             done = engine.generate_detailed(prompt, **options, reuse_prefix=False).statistics
             assert done.passes + each_column * done.proposed_tokens < 1.03 * 400
+
+
+@pytest.mark.parametrize("source", SOURCES[1:])
+def test_drafts_that_do_not_pay_are_not_made(source: str) -> None:
+    with drafting(source, draft=2.0) as engine:
+        take_drafts(engine)
+        engine.generate(random_ids(engine.config, 30, 3), max_new_tokens=60, reuse_prefix=False)
+        assert not take_drafts(engine)
+
+
+def test_forced_acceptance_is_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "DRAFTED_ROUNDS", 2)
+    with drafting("text") as engine:
+        figures = bench.synthetic(engine, [1.0, 0.5])
+        assert 2.3 < figures["tokens_a_pass"] < 2.7  # 2.5 on the average, 76 draws
+        assert figures["speed_up"] > 0
+        assert bench.synthetic(engine, [0.0])["tokens_a_pass"] == 1.0
+        with pytest.raises(ValueError, match="is outside 0"):
+            bench.synthetic(engine, [0.5, 1.5])
+    with drafting("head") as engine:
+        figures = bench.synthetic(engine, [1.0, 1.0])
+        assert figures["right"] == 1.0
+        assert 2.5 < figures["tokens_a_pass"] <= 3.0
+        set_draft_cost(engine, draft=5.0)
+        assert bench.synthetic(engine, [1.0, 1.0])["tokens_a_pass"] == 1.0
+
+
+def test_a_repetition_ends_where_it_would_without_drafts() -> None:
+    force = {"logit_bias": {5: 100}, "speculate": 31}
+    with engine_of(random_model(small_config())) as engine:
+        for new in (1, 2, 7, 11):
+            assert engine.generate([5] * 8, max_new_tokens=new, **force) == [5] * new
+        assert engine.generate([5] * 90, max_new_tokens=50, **force) == [5] * 7  # the context is full
+        assert engine.generate([5] * 8, max_new_tokens=50, stop_ids=[5], **force) == [5]
+
+
+def test_a_model_that_drafts_for_itself_is_always_right() -> None:
+    model = random_model(small_config(**LONG))
+    options = {"max_new_tokens": 100, "ignore_eos": True, "temperature": 1.0, "seed": 7}
+    with engine_of(model, threads=3) as engine, engine_of(model, threads=3) as small:
+        core(engine).draft_with(core(small))
+        set_draft_cost(engine)
+        figures = engine.generate_detailed(random_ids(model.config, 40, 1), **options).statistics
+    assert figures.accepted_tokens == figures.proposed_tokens > 60
+    assert figures.passes < 50
+
+
+def test_a_small_model_comes_from_a_folder_and_has_the_same_vocabulary(tmp_path: Path) -> None:
+    large, small = tmp_path / "large", tmp_path / "small"
+    write_folder(large, random_model(small_config(num_hidden_layers=7, swa_layers=())))
+    write_folder(small, random_model(small_config(vocab_size=104)))
+    with pytest.raises(ValueError, match="take a small model of the same family"):
+        Engine.from_pretrained(large, draft=small, cache=False)
+    write_folder(small, random_model(small_config()))
+    with Engine.from_pretrained(large, draft=small, cache=False) as engine:
+        assert engine.draft_model
+        assert engine.draft_model.weight_bytes > 0
+        assert len(engine.generate([1, 2, 3], max_new_tokens=20)) == 20
+
+
+# ---- the head ----
+
+
+def take_drafts(engine: Engine) -> list[tuple[list[int], int, np.ndarray]]:
+    """The text, the drafts before this one, and its logits (V,): of all since the last call, if there was one."""
+    return core(engine).recorded_drafts()
+
+
+@torch.no_grad()
+def reference(wide: Laneformer, ids: list[int], drafts: int) -> np.ndarray:
+    """Logits (V,) of the draft after `ids`, of which the last `drafts` were drafted after the others."""
+    logits = draft_logits(wide, torch.tensor([ids]), drafts + 1)[drafts][0, -1].numpy()
+    if DRAFT_IDS in wide.state_dict():
+        impossible = np.ones(len(logits), bool)
+        impossible[wide.state_dict()[DRAFT_IDS].long().numpy()] = False
+        logits[impossible] = -np.inf
+    return logits
+
+
+def largest_error(model: Laneformer, engine: Engine) -> float:
+    """Of the logits of the last draft of each step, beyond eight times the error that float32 makes of the same draft
+    in PyTorch.
+    """
+    of_step, worst = {step: (ids, logits) for ids, step, logits in take_drafts(engine)}, -np.inf
+    assert len(of_step) >= 4
+    double, single = widened(model, torch.float64), widened(model, torch.float32)
+    for step, (ids, logits) in of_step.items():
+        exact = reference(double, ids, step)
+        assert np.array_equal(np.isinf(logits), np.isinf(exact))
+        can = np.isfinite(exact)
+        rounding = np.abs(reference(single, ids, step)[can] - exact[can]).max()
+        worst = max(worst, float(np.abs(logits[can] - exact[can]).max() - 8 * rounding))
+    return worst
+
+
+@pytest.mark.job
+@pytest.mark.parametrize(
+    ("overrides", "threads"),
+    [
+        ({"broadcast_delay": 0}, 1),
+        ({}, 8),  # two of each lane
+        ({"deliver_tail": False}, 2),
+        ({"broadcast_delay": 3, "draft_vocab_size": 40}, 3),
+        ({"lm_head_type": "replicate", "pre_norm_lane_agg": True, "deliver_tail": False}, 2),
+        ({"use_early_comm": False, "replicated_rmsn_scale": False}, 2),
+        ({"flush": True, "first_late_layer": 3, "broadcast_delay": 1, "deliver_tail": False}, 8),
+        ({"dtype": "bf16", "draft_vocab_size": 40}, 2),
+        ({"dtype": "fp16", "draft_vocab_size": 40}, 2),
+    ],
+)
+def test_logits_of_drafts_are_the_models(overrides: dict[str, Any], threads: int) -> None:
+    """Also after a prompt from the cache, whose keys of the head are kept as well."""
+    model = model_with_head(**overrides)
+    prompt = random_ids(model.config, 150, 1)  # two passes
+    with engine_of(model, threads=threads) as engine:
+        take_drafts(set_draft_cost(engine))
+        engine.generate(prompt, max_new_tokens=20)
+        assert largest_error(model, engine) < 0
+        again = engine.generate_detailed(prompt, max_new_tokens=20, temperature=1.5, seed=1).statistics
+        assert again.reused_tokens == len(prompt) - 1
+        assert largest_error(model, engine) < 0
+
+
+@pytest.mark.parametrize(("dtype", "least"), [("int8", 0.999), ("int4", 0.9)])
+def test_quantised_drafts_are_near(dtype: str, least: float) -> None:
+    model = model_with_head(dtype="bf16", draft_vocab_size=40)
+    with engine_of(model, dtype=dtype, threads=2) as engine:
+        take_drafts(set_draft_cost(engine))
+        engine.generate(random_ids(model.config, 30, 1), max_new_tokens=20)
+        ids, step, logits = take_drafts(engine)[0]
+    exact = reference(widened(model, torch.float64), ids, step)
+    can = np.isfinite(exact)
+    assert np.corrcoef(logits[can], exact[can])[0, 1] > least
+
+
+def test_a_folder_with_a_head_loads_and_its_packed_weights_again(tmp_path: Path) -> None:
+    model = model_with_head(dtype="bf16", draft_vocab_size=40)
+    folder = write_folder(tmp_path / "model", model)
+    answers = []
+    for _ in range(2):  # the second time from the packed weights
+        with Engine.from_pretrained(folder, threads=2, kv_dtype="fp32") as engine:
+            assert engine.draft_head is not None
+            assert engine.draft_head.ids == 40
+            assert 0 < engine.draft_head.weight_bytes < engine.weight_bytes
+            take_drafts(set_draft_cost(engine))
+            answers.append(engine.generate([1, 2, 3], max_new_tokens=20))
+            assert largest_error(model, engine) < 0
+    assert answers[0] == answers[1]
+    model.state_dict()[DRAFT_IDS][1] = 0
+    with pytest.raises(ValueError, match="ascending order"):
+        Engine.from_pretrained(write_folder(folder, model), cache=False)
+    with engine_of(random_model(small_config())) as engine:
+        assert engine.draft_head is None
+
+
+def test_a_random_head_has_ids_of_every_lane() -> None:
+    config = LaneformerConfig.from_flavor("tiny", num_nextn_predict_layers=1, draft_vocab_size=64)
+    with warnings.catch_warnings(), Engine.random(config, threads=1) as engine:
+        warnings.simplefilter("error")
+        assert len(engine.generate([1, 2, 3], max_new_tokens=8)) == 8

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from laneformer.engine import Engine
 from tests.laneformer.engine.assets import (
     engine_of,
+    generate_together,
     random_ids,
     random_model,
     small_config,
@@ -130,6 +131,8 @@ def test_engine_options(refuses):
         ({"math": "quick"}, "math = 'quick' is unknown"),
         ({"math": "bf16"}, "needs bf16 weights"),
         ({"kv_dtype": "int4"}, "kv_dtype = 'int4' is unknown"),
+        ({"cache_bytes": -1}, "cache_bytes = -1 must be an integer from 0"),
+        ({"cache_bytes": "1g"}, "cache_bytes = '1g' must be an integer from 0"),
         ({"context_tokens": 2**31 - 1}, "2147483647 needs [0-9,.]+ GB .* this machine has [0-9,.]+ GB"),
     ):
         refuses(message, **options)
@@ -274,7 +277,7 @@ def test_activations_beyond_float32_are_an_error(head, scale):
             lambda ids: engine.logprobs([*ids, 4]),
             lambda ids: list(engine.stream(ids)),
             lambda ids: engine.generate(ids, temperature=1.0),
-            lambda ids: engine.generate_batch([ids, ids]),
+            lambda ids: generate_together(engine, [ids, ids]),
         )
         for call in calls:
             with pytest.raises(OverflowError, match="infinite, NaN, or beyond what float32 can square"):

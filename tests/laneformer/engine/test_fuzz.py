@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from laneformer.engine import GenerationOptions
 from laneformer.engine.cpu.decoder import CpuDecoder
 from laneformer.engine.options import RANGES
+from laneformer.engine.requests import make_request
 from tests.laneformer.engine.assets import byte_tokenizer, engine_of, random_model, small_config
 
 NAMES = [field.name for field in dataclasses.fields(GenerationOptions) if field.name != "max_new_tokens"]
@@ -69,7 +70,6 @@ def test_every_mixture_of_valid_options_gives_tokens(engine, prompt, options, ne
     options.pop("logprobs", None)
     plain = {**options, "speculate": 0, "reuse_prefix": False}
     assert engine.generate(prompt, max_new_tokens=new, **plain) == result.ids
-    assert engine.generate_batch([prompt, [1]], max_new_tokens=new, **options)[0] == result.ids
 
 
 @settings(**LIMITS)
@@ -77,7 +77,6 @@ def test_every_mixture_of_valid_options_gives_tokens(engine, prompt, options, ne
 def test_any_generation_ends_in_tokens_or_an_error(engine, prompt, options, data):
     calls = (
         engine.generate, engine.generate_detailed, lambda p, **o: list(engine.stream_detailed(p, **o)),
-        lambda p, **o: engine.generate_batch([p, [1]], **o), lambda p, **o: engine.generate_batch(p, **o),
         lambda p, **o: engine.generate_text(p, **o),
     )  # fmt: skip
     with contextlib.suppress(ValueError):
@@ -100,7 +99,7 @@ def test_any_scoring_ends_in_numbers_or_an_error(engine, ids, options):
     still_works(engine)
 
 
-REQUEST = GenerationOptions(max_new_tokens=2).requests([[1, 2]], 264)[0]
+REQUEST = make_request(GenerationOptions(max_new_tokens=2), [1, 2], 264)
 FIELDS = [field.name for field in dataclasses.fields(REQUEST)]
 
 

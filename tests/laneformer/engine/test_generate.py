@@ -1,8 +1,6 @@
-"""Generation: greedy identity with PyTorch, seeds, ends, and one request at a time."""
+"""Generation: greedy identity with PyTorch, and where it ends."""
 
 from __future__ import annotations
-
-import threading
 
 import pytest
 import torch
@@ -46,25 +44,6 @@ def test_greedy_equals_pytorch_and_the_comparison_sees_a_wrong_delay(dtype, leng
         tokens = engine.generate(prompt, max_new_tokens=40)
     with pytest.raises(AssertionError, match="whose lead"):
         assert_same_tokens(tokens, expected, margins)
-
-
-def test_one_request_at_a_time_from_many_python_threads():
-    with engine_of(random_model(small_config())) as engine:
-        expected, results = engine.generate([9, 8], max_new_tokens=40), []
-
-        def ask() -> None:
-            try:
-                results.append(engine.generate([9, 8], max_new_tokens=40))
-            except RuntimeError:
-                results.append(None)
-
-        askers = [threading.Thread(target=ask) for _ in range(8)]
-        for asker in askers:
-            asker.start()
-        for asker in askers:
-            asker.join()
-    assert len(results) == 8
-    assert all(result in (None, expected) for result in results)
 
 
 def test_stop_ids_and_the_models_own_end(tmp_path):

@@ -1,13 +1,23 @@
-"""The ids that 200 recorded requests were answered with: the same for ever, however they are run."""
+"""The ids that 200 recorded requests were answered with: the same for ever, however they are run.
+
+One table of modes: threads, instruction sets, company, streams, drafts from every source, a slow link between lanes,
+and keys and values that come from files.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
-from tests.laneformer.engine.assets import usable_isas
+from laneformer.engine import Engine
+from tests.laneformer.engine.assets import core, usable_isas
 from tests.laneformer.engine.goldens import (
     MODELS,
     ROUNDED,
+    Asked,
     alone,
     engine_of,
     goldens,
@@ -18,6 +28,8 @@ from tests.laneformer.engine.goldens import (
 
 GOLDENS = goldens()
 FIGURES = 4  # of the statistics, after the ids
+Answer = Callable[[Engine, list[Asked]], list[list[int]]]
+CHEAP = 0.001  # of the cost of a pass: so that drafts are made
 
 
 def ids(name: str) -> list[list[int]]:
@@ -47,19 +59,70 @@ def test_on_every_instruction_set(name: str) -> None:
             check_all(name, threads=threads, isa=isa)
 
 
-@pytest.mark.rotate
-@pytest.mark.parametrize("name", MODELS)
-def test_in_several_processes(name: str) -> None:
-    for processes in (2, 4):
-        if MODELS[name].get("num_lanes", 4) >= processes:
-            check_all(name, threads=1, processes=processes)
-
-
 def test_as_streams() -> None:
     with engine_of("delay_2", threads=3) as engine:
         for asked, expected in zip(requests("delay_2"), ids("delay_2"), strict=True):
             if not asked.start and not asked.masks:
                 assert streamed(engine, asked) == expected
+
+
+def test_with_masks_that_come_late() -> None:
+    for threads in (1, 3):
+        with engine_of("delay_2", threads=threads) as engine:
+            assert side_by_side(engine, requests("delay_2"), late_masks=True) == ids("delay_2")
+
+
+def one_by_one(engine: Engine, every: list[Asked]) -> list[list[int]]:
+    return [alone(engine, asked)[:-FIGURES] for asked in every]
+
+
+def with_drafts(every: list[Asked]) -> list[Asked]:
+    """The same requests, wherever drafts are possible with as many as there may be."""
+    return [
+        asked if asked.start else dataclasses.replace(asked, options={**asked.options, "speculate": 31})
+        for asked in every
+    ]
+
+
+@pytest.mark.parametrize("answer", [one_by_one, side_by_side])
+@pytest.mark.parametrize("name", ["delay_2", "int4"])
+def test_with_drafts_of_a_small_model(name: str, answer: Answer) -> None:
+    with engine_of(name, threads=2) as engine, engine_of(name, threads=2, seed=12) as small:
+        core(engine).draft_with(core(small))
+        core(engine).fix_cost(CHEAP, CHEAP)
+        core(engine).recorded_drafts()
+        assert answer(engine, with_drafts(requests(name))) == ids(name)
+        assert len(core(engine).recorded_drafts()) > 30
+
+
+@pytest.mark.parametrize("answer", [one_by_one, side_by_side])
+@pytest.mark.parametrize("name", ["delay_2", "replicated_head"])
+def test_with_drafts_of_the_models_own_head(name: str, answer: Answer) -> None:
+    """A head adds tensors, and leaves the others as they are."""
+    with engine_of(name, threads=3, num_nextn_predict_layers=1) as engine:
+        core(engine).fix_cost(CHEAP, CHEAP)
+        core(engine).recorded_drafts()
+        assert answer(engine, with_drafts(requests(name))) == ids(name)
+        assert len(core(engine).recorded_drafts()) > 30
+
+
+@pytest.mark.parametrize("name", ["delay_2", "lane_head"])
+def test_behind_a_slow_link_between_lanes(name: str) -> None:
+    for threads, link_s in ((2, 2e-5), (4, 1e-4)):
+        with engine_of(name, threads=threads) as engine:
+            assert core(engine).set_latency(link_s)
+            assert side_by_side(engine, requests(name)) == ids(name)
+
+
+@pytest.mark.parametrize("name", ["delay_2", "two_lanes"])
+def test_with_prefixes_from_files_after_restarts(name: str, tmp_path: Path) -> None:
+    every, answers, hits = requests(name), [], 0
+    for first in range(0, len(every), 5):
+        with engine_of(name, threads=2, cache_dir=tmp_path) as engine:
+            answers += one_by_one(engine, every[first : first + 5])
+            hits += engine.saved_prefixes["hits"]
+    assert answers == ids(name)
+    assert hits > 3
 
 
 def test_all_kinds_are_there() -> None:

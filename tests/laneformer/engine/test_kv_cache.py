@@ -18,6 +18,7 @@ from tests.laneformer.engine.assets import (
     TORCH_DTYPES,
     check_logits,
     engine_of,
+    generate_together,
     random_ids,
     random_model,
     small_config,
@@ -68,7 +69,7 @@ def test_blocks_and_chunks_give_the_bits_of_single_tokens(shape, kv_dtype):
         np.testing.assert_array_equal(engine.logprobs(ids, start=2), scored)
         # from a cached prefix on: few columns, so that chunks of positions are shared out
         assert engine.generate(ids[:-4], max_new_tokens=4) == ids[-4:]
-        assert engine.generate_batch([ids[:-4], ids[:300], ids[:7]], max_new_tokens=4) == [
+        assert generate_together(engine, [ids[:-4], ids[:300], ids[:7]], max_new_tokens=4) == [
             ids[-4:], ids[300:304], ids[7:11],
         ]  # fmt: skip
 

@@ -13,9 +13,16 @@ import pytest
 
 from laneformer import LaneformerConfig
 from laneformer.engine import Engine
-from laneformer.engine.cpu.decoder import CpuDecoder
-from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
-from tests.laneformer.engine.test_joined import collect, tokens_of
+from tests.laneformer.engine.assets import (
+    collect,
+    core,
+    engine_of,
+    generate_together,
+    random_ids,
+    random_model,
+    small_config,
+    tokens_of,
+)
 from tests.laneformer.engine.test_running import run_python
 
 # head dimensions of 6, padded to 16, in fp32: 64 positions share a page
@@ -29,11 +36,6 @@ def answer(
     """Ids, log-probabilities, and how many prompt ids were not read again."""
     result = engine.generate_detailed(prompt, max_new_tokens=new, logprobs=0, ignore_eos=True, **options)
     return result.ids, [token.logprob for token in result.tokens], result.statistics.reused_tokens
-
-
-def core(engine: Engine) -> CpuDecoder:
-    assert isinstance(engine._decoder, CpuDecoder)
-    return engine._decoder
 
 
 def kv_bytes(engine: Engine) -> int:
@@ -74,6 +76,31 @@ def test_another_conversation_with_the_same_beginning_leaves_the_first_as_it_is(
         talks = [system + random_ids(engine.config, 230, seed=i) for i in range(1, 5)]
         assert [answer(engine, talk)[2] for talk in talks] == [0, 200, 200, 200]
         assert [answer(engine, talk)[2] for talk in talks] == [429] * 4
+
+
+@pytest.mark.parametrize("swa_layers", [(0, 1, 3), ()])
+def test_a_prompt_may_part_anywhere_from_the_cached_one(swa_layers):
+    model = random_model(small_config(**LONG, swa_layers=swa_layers), seed=3)
+    ids = random_ids(model.config, 440)
+    with engine_of(model) as engine, engine_of(model) as fresh:
+        for kept in (439, 350, 301, 200, 8, 1):
+            engine.generate(ids, max_new_tokens=1, reuse_prefix=False)
+            other = [*ids[:kept], (ids[kept] + 1) % 100]
+            seen = answer(engine, other, 1)
+            assert seen[2] == kept
+            assert seen[:2] == answer(fresh, other, 1, reuse_prefix=False)[:2]
+
+
+def test_what_was_cancelled_or_kept_its_logits_changes_no_bit():
+    model = random_model(small_config(**LONG), seed=5)
+    ids = random_ids(model.config, 300)
+    for length in (20, 130, 280):
+        with engine_of(model) as fresh, engine_of(model) as engine:
+            stream = engine.stream(ids[:length], max_new_tokens=50, speculate=4)
+            next(stream), stream.close()
+            for prompt in (ids, ids[: length + 2], ids[:length]):
+                assert answer(engine, prompt)[:2] == answer(fresh, prompt, reuse_prefix=False)[:2]
+                engine.logits(ids[:length])
 
 
 @pytest.mark.parametrize("window", [7, 150])
@@ -127,12 +154,12 @@ def test_a_window_that_is_there_in_part_is_no_start():
 def test_choices_of_one_prompt_read_it_once():
     model = random_model(small_config(**LONG), seed=6)
     prompt = random_ids(model.config, 300)
-    options = {"max_new_tokens": 12, "temperature": 1.0, "seed": [1, 2, 3]}
+    options = {"max_new_tokens": 12, "temperature": 1.0, "seeds": [1, 2, 3]}
     with engine_of(model, threads=2) as engine, engine_of(model, threads=2) as fresh:
-        given = engine.generate_batch([prompt] * 3, **options)
+        given = generate_together(engine, [prompt] * 3, **options)
         assert engine.statistics.reused_tokens == 2 * 299
         assert engine.statistics.passes == 3 + 12  # the others' first tokens come one pass later
-        assert given == fresh.generate_batch([prompt] * 3, reuse_prefix=False, **options)
+        assert given == generate_together(fresh, [prompt] * 3, reuse_prefix=False, **options)
         assert fresh.statistics.reused_tokens == 0
 
 
@@ -158,7 +185,7 @@ def test_a_request_copies_from_one_that_runs():
 @pytest.mark.job
 @pytest.mark.parametrize(
     ("threads", "kv_dtype", "window", "cached"),
-    [(2, "fp16", 7, 3.0), (3, "int8", 90, 1.5), (2, "fp32", 20, 0.0)],
+    [(2, "fp16", 7, 3.0), (3, "int8", 90, 0.0)],
 )
 def test_any_conversations_give_a_fresh_engines_bits(threads, kv_dtype, window, cached):
     """Continued, edited, regenerated, branched, side by side; `cached`: conversations of
@@ -184,12 +211,12 @@ def test_any_conversations_give_a_fresh_engines_bits(threads, kv_dtype, window, 
             if how > 0.8:
                 prompts.append([*talk[: len(talk) // 2], *new[:50]][:900])
             length = int(rng.integers(1, 100))
-            given = engine.generate_batch(
-                prompts, max_new_tokens=length, seed=trial, temperature=0.7, speculate=3
+            given = generate_together(
+                engine, prompts, max_new_tokens=length, seed=trial, temperature=0.7, speculate=3
             )
             reused += engine.statistics.reused_tokens
-            expected = fresh.generate_batch(
-                prompts, max_new_tokens=length, seed=trial, temperature=0.7, reuse_prefix=False
+            expected = generate_together(
+                fresh, prompts, max_new_tokens=length, seed=trial, temperature=0.7, reuse_prefix=False
             )
             assert given == expected
             assert kv_bytes(engine) <= max(limit, len(prompts) * bytes_of(1000, kv_dtype=kv_dtype))
@@ -245,9 +272,3 @@ def test_a_cache_without_memory_takes_that_of_an_old_one_or_ends_its_request_alo
     assert "1048576 positions need more than" in error
     assert "the system does not give" in error
     assert passes == "300 300"  # those that could not run are not counted
-
-
-def test_cache_bytes_is_a_number_of_bytes():
-    for value in (-1, 1.5, True, "1g"):
-        with pytest.raises(ValueError, match=r"cache_bytes = .* must be an integer from 0"):
-            engine_of(random_model(small_config()), cache_bytes=value)

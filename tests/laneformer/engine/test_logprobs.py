@@ -83,6 +83,18 @@ def test_is_greedy_says_whether_generation_would_have_said_it():
         assert not engine.logprobs(prompt + changed, top=1, start=10).is_greedy[7]
 
 
+def test_scoring_continuations_of_one_context_reads_the_context_once():
+    with engine_of(random_model(small_config(max_position_embeddings=448), seed=6), threads=2) as engine:
+        context = random_ids(engine.config, 150)
+        for i in range(3):
+            ids = context + random_ids(engine.config, 12, seed=i)
+            scores = engine.logprobs(ids, top=2, start=150)
+            assert engine.statistics.reused_tokens == (149 if i else 0)
+            expected = engine.logprobs(ids, top=2, start=150, reuse_prefix=False)
+            np.testing.assert_array_equal(scores.logprobs, expected.logprobs)
+            np.testing.assert_array_equal(scores.top_logprobs, expected.top_logprobs)
+
+
 def test_bad_options():
     with engine_of(random_model(small_config())) as engine:
         for options, message in (

@@ -48,9 +48,7 @@ def test_threads_are_those_that_leave_the_slowest_one_least():
         (12, 8, 12, 8 / 12), (70, 8, 64, 1 / 8), (3, 4, 3, 4 / 3), (6, 1, 6, 1 / 6),
     ):  # fmt: skip
         assert planned_threads(Machine(tuple((cpu,) for cpu in range(cores))), lanes) == threads
-        assert _core.largest_share(lanes, threads, threads) == pytest.approx(share)
-    assert _core.largest_share(8, 6, 3) == pytest.approx(8 / 6)
-    assert _core.largest_share(8, 6, 2) == 2, "a group of three is not cut"
+        assert _core.largest_share(lanes, threads) == pytest.approx(share)
 
 
 def test_six_fast_cores_beside_eight_slow_ones(tmp_path):

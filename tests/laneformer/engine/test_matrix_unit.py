@@ -17,6 +17,7 @@ import pytest
 from tests.laneformer.engine.assets import (
     engine_of,
     float32_error,
+    generate_together,
     random_ids,
     random_model,
     small_config,
@@ -122,7 +123,7 @@ def test_batches_drafts_and_reused_prefixes_give_the_same_tokens():
     prompts = [random_ids(model.config, 5 + 20 * i, seed=i) for i in range(8)]
     with engine_of(model, isa="amx", threads=2) as engine, engine_of(model, isa=BELOW) as below:
         alone = [below.generate(prompt, max_new_tokens=20) for prompt in prompts]
-        assert engine.generate_batch(prompts, max_new_tokens=20) == alone
+        assert generate_together(engine, prompts, max_new_tokens=20) == alone
         for prompt in prompts[:3]:
             expected = below.generate_detailed(prompt, max_new_tokens=40, logprobs=0, reuse_prefix=False)
             for options in ({"speculate": 9, "reuse_prefix": False}, {"speculate": 31}, {}):
@@ -141,6 +142,7 @@ def test_all_of_it_on_emulated_tiles():
     runner = "tests.laneformer.engine.on_emulated_tiles"
     command = [sys.executable, "-m", runner, module, "-rs", "-m", "not proof"]
     environment = {**os.environ, "BELOW_AMX": "portable"}
-    done = subprocess.run([*command, __file__], cwd=ROOT, env=environment, capture_output=True, text=True)
+    files = [__file__, str(Path(__file__).with_name("test_products.py"))]
+    done = subprocess.run([*command, *files], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert "skipped" not in done.stdout, done.stdout

@@ -6,8 +6,6 @@ thousands of times larger.
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -57,7 +55,6 @@ def test_every_module_is_within_rounding(isa, dtype, math):
     assert report["first_wrong"] is None, report
     depths = {row["depth"] for row in report["by_depth"]}
     assert {1, 7, 8, 7 + BLOCK + 1, LENGTH} <= depths, "the window's edge and the second block are covered"
-    assert all(row["cosine"] > 1 - 1e-3 for row in report["by_depth"])
     # the allowance itself: never so wide that another weight dtype's rounding could hide in it
     widest = allowed_error(model.config, LENGTH, "exact").max()
     assert widest < 2.0**-12
@@ -73,7 +70,7 @@ def test_positions_outside_the_prompt_or_out_of_order_are_refused():
                 engine._partials(random_ids(model.config, 20), positions)
 
 
-@pytest.mark.parametrize(("layer", "module"), [(0, "attention"), (2, "mlp"), (3, "attention"), (4, "mlp")])
+@pytest.mark.parametrize(("layer", "module"), [(0, "attention"), (4, "mlp")])
 def test_two_swapped_lanes_are_located(layer, module):
     right, wrong = (random_model(small_config(), seed=4) for _ in range(2))
     part = wrong.layers[layer].attention.wo if module == "attention" else wrong.layers[layer].feed_forward.w2
@@ -83,15 +80,6 @@ def test_two_swapped_lanes_are_located(layer, module):
     assert report["first_wrong"] == [layer, module]
     wrong_lanes = output_errors(partials, reference)[:, layer, MODULES.index(module)] > 2.0**-12
     np.testing.assert_array_equal(wrong_lanes.all(0), [False, True, True, False])
-
-
-def test_one_lost_partial_is_located():
-    right, wrong = (random_model(small_config(), seed=5) for _ in range(2))
-    with torch.no_grad():
-        wrong.layers[2].feed_forward.w2.weight[3].zero_()
-    partials, reference, report = compare(wrong, right)
-    assert report["first_wrong"] == [2, "mlp"]
-    assert (output_errors(partials, reference)[:, 2, 1, 3] == 1).all()
 
 
 def test_a_lost_message_is_located_where_it_was_due():
@@ -112,12 +100,9 @@ def test_a_lost_message_is_located_where_it_was_due():
         assert compare(model, config=wrong)[2]["first_wrong"] == expected
 
 
-@pytest.mark.parametrize(
-    ("delay", "wrong_delay", "expected"), [(2, 3, [2, "mlp"]), (2, 1, [1, "mlp"]), (1, 0, [1, "mlp"])]
-)
-def test_a_wrong_delay_is_located(delay, wrong_delay, expected):
-    model = random_model(small_config(broadcast_delay=delay), seed=7)
-    wrong = dataclasses.replace(model.config, broadcast_delay=wrong_delay)
+@pytest.mark.parametrize(("wrong_delay", "expected"), [(3, [2, "mlp"]), (1, [1, "mlp"])])
+def test_a_wrong_delay_is_located(wrong_delay, expected):
+    model, wrong = random_model(small_config(), seed=7), small_config(broadcast_delay=wrong_delay)
     assert first_affected(model.config, wrong) == expected
     assert compare(model, config=wrong)[2]["first_wrong"] == expected
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from laneformer.engine import Engine, machine
 from laneformer.engine.cpu import _core, packed
 from laneformer.engine.cpu import decoder as cpu_decoder
-from laneformer.engine.cpu.kept import FOLDER
 from laneformer.engine.cpu.packed import ALIGNMENT, PackedWeights
+from laneformer.engine.cpu.packed_files import FOLDER
 from tests.laneformer.engine.assets import (
     engine_of,
     random_ids,
@@ -95,7 +95,7 @@ def test_a_file_that_may_not_have_reached_the_disk_is_compared_after_a_reboot(
 
 
 def test_what_changes_the_tapes_has_a_file_of_its_own(folder, loads):
-    plans = [{"threads": 1}, {"threads": 2}, {"threads": 6}, {"threads": 1, "dtype": "fp32"}]
+    plans = [{"threads": 1}, {"threads": 6}, {"threads": 1, "dtype": "int8"}, {"threads": 1, "dtype": "int4"}]
     first = [logits_of(folder, **plan) for plan in plans]
     again = [logits_of(folder, **plan) for plan in plans]
     np.testing.assert_array_equal(first, again)
@@ -149,18 +149,11 @@ def test_damage_is_found_and_repaired(folder, loads, damage):
     only_file(folder)
 
 
-def test_a_folder_that_takes_no_files_uses_the_users_cache(folder, loads, tmp_path, monkeypatch):
-    directory = folder / FOLDER
-    directory.write_text("a file where the directory would be")  # root ignores permissions, but not this
-    expected = logits_of(folder)
-    np.testing.assert_array_equal(logits_of(folder), expected)
-    assert loads == [False, True]
-    user = tmp_path / "user" / "laneformer"
-    assert len(list(user.glob("*/*.bin"))) == 1
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))  # no room anywhere
-    np.testing.assert_array_equal(logits_of(folder, threads=7), expected)
-    assert not loads[-1]
-    assert len(list(user.glob("*/*.bin"))) == 1
+def test_without_room_on_the_disk_nothing_is_kept(folder, loads, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+    np.testing.assert_array_equal(logits_of(folder), logits_of(folder))
+    assert loads == [False, False]
+    assert not list((folder / FOLDER).iterdir())
 
 
 def test_bad_values_are_never_kept(folder):
@@ -207,17 +200,6 @@ def test_the_four_plans_used_last_stay(folder, loads):
     for threads in (1, 3, 4, 5, 2):
         logits_of(folder, threads=threads)
     assert loads == [True] * 4 + [False]
-
-
-def test_files_of_other_layouts_are_removed(folder, monkeypatch):
-    for module in (packed, cpu_decoder):
-        monkeypatch.setattr(module, "LAYOUT_VERSION", -1)
-    logits_of(folder)
-    old = only_file(folder)
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "user"))
-    logits_of(folder)
-    assert only_file(folder) != old
 
 
 @pytest.mark.parametrize("why", ["file_system", "nodes"])

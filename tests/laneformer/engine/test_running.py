@@ -49,7 +49,6 @@ def while_it_runs(engine: Engine, act: Callable[[], object]) -> threading.Thread
 
 CALLS = {
     "generate": lambda e: e.generate([3], **ENDLESS),
-    "batch": lambda e: e.generate_batch([[3], [4]], **ENDLESS),
     "logprobs": lambda e: e.logprobs([i % 90 for i in range(19_000)]),
     "logits": lambda e: e.logits([i % 90 for i in range(19_000)]),
     "text": lambda e: e.generate_text("a", **ENDLESS),
@@ -159,7 +158,7 @@ def test_a_forked_child_is_told_and_does_not_hang():
         next(stream)
         child = os.fork()
         if child == 0:
-            for use in (lambda: engine.generate([1]), lambda: engine.logprobs([1, 2]), lambda: engine.threads):
+            for use in (lambda: engine.generate([1]), lambda: engine.logprobs([1, 2]), lambda: engine.statistics):
                 try: use()
                 except RuntimeError as error: assert "belongs to process" in str(error), error
                 else: sys.exit(3)

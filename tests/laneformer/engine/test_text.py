@@ -156,7 +156,6 @@ def test_ctrl_c_ends_every_call_soon(slow_engine):
     calls = (
         lambda: slow_engine.generate([3], max_new_tokens=19_000),
         lambda: list(slow_engine.stream([3], max_new_tokens=19_000)),
-        lambda: slow_engine.generate_batch([[3], [4]], max_new_tokens=19_000),
         lambda: slow_engine.logprobs(ids),
         lambda: slow_engine.generate(ids),
     )

@@ -1,13 +1,11 @@
 """Load exported folders without our packages.
 
-    python -I fresh_process.py TRANSFORMERS_DIR ANSWERS.json HF_DIR QUESTIONS.pt ...
+    python -I fresh_process.py TRANSFORMERS_DIR QUESTIONS.pt ANSWERS.pt HF_DIR ...
 
-The questions of a folder hold inputs with the answers of the training model and SentencePiece; ANSWERS.json gets, for
-each folder, the differences of Transformers' answers from them. TRANSFORMERS_DIR holds another version of Transformers,
-or nothing.
+ANSWERS.pt gets what Transformers answers for each folder to the same questions (test_export.py). TRANSFORMERS_DIR
+holds another version of Transformers, or nothing.
 """
 
-import json
 import sys
 
 OURS = ("laneformer", "records", "tools", "train", "evals", "data_mixtures", "torchtitan")
@@ -22,116 +20,79 @@ class Blocker:
             raise ImportError(f"{name} must not be needed")
 
 
-if sys.argv[1]:
-    sys.path.insert(0, sys.argv[1])
+_, transformers_folder, questions_path, answers_path, *folders = sys.argv
+if transformers_folder:
+    sys.path.insert(0, transformers_folder)
 sys.meta_path.insert(0, Blocker)
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from torch.nn.functional import pad  # noqa: E402
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 LOAD = {"trust_remote_code": True, "dtype": torch.float32}
+asked = torch.load(questions_path)
 
 
-def off(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((actual - expected).abs().max())
+def ask_model(path: str) -> dict:
+    ids = asked["ids"]
+    model = AutoModelForCausalLM.from_pretrained(path, **LOAD).eval()
+    base = AutoModel.from_pretrained(path, **LOAD).eval()
+    config = AutoConfig.from_pretrained(path, trust_remote_code=True)
+    model.save_pretrained(copy := f"{answers_path}.{path.replace('/', '-')}")
+    saved = AutoModelForCausalLM.from_pretrained(copy, **LOAD).eval()  # a user's own folder, code included
+    padded = model(pad(ids, (5, 0)), attention_mask=pad(torch.ones_like(ids), (5, 0)))
+    return {
+        "logits": model(ids).logits,
+        "hidden": base(ids).last_hidden_state,
+        "padded_logits": padded.logits[:, 5:],
+        "saved_logits": saved(ids).logits,
+        "config": {name: getattr(config, name) for name in asked["config"]},
+        "dtype": AutoModel.from_pretrained(path, trust_remote_code=True, dtype="auto").dtype,
+        **generate(path, model),
+    }
 
 
-class Folder:
-    """A folder's model and tokenizer, and what they are asked."""
+def generate(path: str, model: torch.nn.Module) -> dict:
+    """Greedy tokens of prompts of several lengths, alone and in one left-padded batch; of each, up to its `</s>`."""
+    tokenizer, prompts = AutoTokenizer.from_pretrained(path), asked["prompts"]
 
-    def __init__(self, path: str, questions: str):
-        self.path, self.questions = path, torch.load(questions)
-        self.tokenizer = AutoTokenizer.from_pretrained(path)
-        self.model = AutoModelForCausalLM.from_pretrained(path, **LOAD).eval()
-
-    def answers(self, copy: str) -> dict:
-        return {
-            **self.check_model(),
-            **self.check_generation(),
-            **self.check_tokenizer(),
-            "saved_logits_off": self.check_saving(copy),
-        }
-
-    def check_model(self) -> dict:
-        ids, expected = self.questions["ids"], self.questions["logits"]
-        config = AutoConfig.from_pretrained(self.path, trust_remote_code=True)
-        base = AutoModel.from_pretrained(self.path, **LOAD).eval()
-        padded = torch.nn.functional.pad(ids, (5, 0))
-        mask = torch.nn.functional.pad(torch.ones_like(ids), (5, 0))
-        stored = AutoModel.from_pretrained(self.path, trust_remote_code=True, dtype="auto")
-        return {
-            "logits_off": off(self.model(ids).logits, expected),
-            "hidden_off": off(base(ids).last_hidden_state, self.questions["hidden"]),
-            "padded_logits_off": off(self.model(padded, attention_mask=mask).logits[:, 5:], expected),
-            "config": {name: getattr(config, name) for name in self.questions["config"]},
-            "class": type(self.model).__name__,
-            "stored_dtype": str(stored.dtype),
-        }
-
-    def new_tokens(self, rows: list[list[int]], **options: object) -> list[list[int]]:
-        """Of prompts of several lengths in one left-padded batch; of each, up to its `</s>`."""
-        batch = self.tokenizer.pad({"input_ids": rows}, return_tensors="pt")
-        out = self.model.generate(**batch, max_new_tokens=self.questions["new_tokens"], **options)
+    def greedy(rows: list, **options: object) -> list:
+        batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt")
+        out = model.generate(**batch, max_new_tokens=asked["new_tokens"], do_sample=False, **options)
         rows = [row[batch["input_ids"].shape[1] :].tolist() for row in out]
         return [row[: row.index(2) + 1] if 2 in row else row for row in rows]
 
-    def check_generation(self) -> dict:
-        prompts = self.questions["prompts"]
-
-        def sample(**options: object) -> list[list[int]]:
-            torch.manual_seed(7)
-            options |= {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9}
-            return self.new_tokens(prompts, **options)
-
-        def greedy(**options: object) -> list[list[int]]:
-            return self.new_tokens(prompts, do_sample=False, **options)
-
-        first = sample()
-        return {
-            "greedy": [self.new_tokens([prompt], do_sample=False)[0] for prompt in prompts],
-            "greedy_padded_batch": greedy(),
-            "greedy_without_cache": greedy(use_cache=False),
-            "greedy_static_cache": greedy(cache_implementation="static"),
-            "sampling_repeats": sample() == first,
-            "sampling_without_cache": sample(use_cache=False) == first,
-            "sampling_differs_from_greedy": first != greedy(),
-        }
-
-    def check_tokenizer(self) -> dict:
-        tokenizer, chat, texts = self.tokenizer, self.questions["chat"], self.questions["texts"]
-        own = ("unk_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
-        return {
-            "texts_off": [text for text, ids in texts if tokenizer(text)["input_ids"] != ids],
-            "decoded_off": [text for text, ids in texts if tokenizer.decode(ids[1:]) != text],
-            "chat": tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True),
-            "conversations_off": [
-                asked for asked in self.questions["conversations"] if self.chat_ids(asked[0]) != asked[1:]
-            ],
-            "chat_without_prompt": tokenizer.apply_chat_template(chat, tokenize=False),
-            "special_ids": [getattr(tokenizer, name) for name in own],
-        }
-
-    def chat_ids(self, messages: list[dict]) -> tuple[list[int], list[int]]:
-        """Ids of a conversation, and 1 for each that is trained."""
-        options = {"return_dict": True, "return_assistant_tokens_mask": True}
-        made = self.tokenizer.apply_chat_template(messages, **options)
-        return made["input_ids"], made["assistant_masks"]
-
-    def check_saving(self, copy: str) -> float:
-        """What a user's own save_pretrained writes is again a folder that loads, code included."""
-        self.model.save_pretrained(copy)
-        loaded = AutoModelForCausalLM.from_pretrained(copy, **LOAD).eval()
-        return off(loaded(self.questions["ids"]).logits, self.questions["logits"])
+    return {
+        "greedy": [greedy([prompt])[0] for prompt in prompts],
+        "greedy_padded_batch": greedy(prompts),
+        "greedy_without_cache": greedy(prompts, use_cache=False),
+        "greedy_static_cache": greedy(prompts, cache_implementation="static"),
+    }
 
 
-_, _, answers_path, *asked = sys.argv
-answers = {}
+def ask_tokenizer(path: str) -> dict:
+    """Ids of texts and back; of conversations the text, its ids, and 1 for each that is trained."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    ids = [tokenizer(text)["input_ids"] for text in asked["texts"]]
+    render, options = (
+        tokenizer.apply_chat_template,
+        {"return_dict": True, "return_assistant_tokens_mask": True},
+    )
+    chats = [render(messages, **options) for messages in asked["chats"]]
+    names = ("unk_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
+    return {
+        "ids": ids,
+        "decoded": [tokenizer.decode(row[1:]) for row in ids],
+        "special_ids": [getattr(tokenizer, name) for name in names],
+        "chats": [(chat["input_ids"], chat["assistant_masks"]) for chat in chats],
+        "prompt": render(asked["chats"][0], tokenize=False, add_generation_prompt=True),
+    }
+
+
 with torch.no_grad():
-    for path, questions in zip(asked[::2], asked[1::2], strict=True):
-        answers[path] = Folder(path, questions).answers(f"{answers_path}.{len(answers)}")
+    answers = {path: {**ask_model(path), **ask_tokenizer(path)} for path in folders}
 for each in answers.values():
     each["transformers"] = transformers.__version__
     each["ours"] = [name for name in sys.modules if name.split(".")[0] == "laneformer"]
-with open(answers_path, "w") as file:
-    json.dump(answers, file)
+torch.save(answers, answers_path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +19,6 @@ from laneformer.chat import ChatTokenizer, render, token_ids
 from laneformer.config import hf_name
 from laneformer.hf.export import export, load_weights, staged_folder, verify
 from laneformer.model import KVCache, run_layers
-from laneformer.positions import rope_table
 from tests.laneformer.hf.hf_assets import (
     FLOAT32_TOLERANCE,
     VOCAB_SIZE,
@@ -34,17 +32,37 @@ from tests.laneformer.hf.hf_assets import (
 REPOSITORY = Path(__file__).parents[3]
 TRANSFORMERS_4 = REPOSITORY / ".venv" / "transformers-4.57"
 NEW_TOKENS = 24
-CHAT = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "  What is\n2 + 2? "},
-    {"role": "assistant", "content": "4\n"},
-    {"role": "user", "content": "Thanks"},
+CHATS = [
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "  What is\n2 + 2? "},
+        {"role": "assistant", "content": "4\n"},
+        {"role": "user", "content": "Thanks"},
+    ],
+    [{"role": "user", "content": "a</ b"}, {"role": "assistant", "content": " é😀日 <|▁\n"}],
 ]
-CHAT_CHARACTERS = "abc   \n\t.é😀日▁\u3000\xa0\x00<|>/_"
 HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n{}"
-TURNS = [("user", "What is\n2 + 2?</s>"), ("assistant", "4</s>"), ("user", "Thanks</s>")]
-RENDERED = "".join(HEADER.format(*turn) for turn in TURNS)
+TURNS = [("user", "What is\n2 + 2?</s>"), ("assistant", "4</s>"), ("user", "Thanks</s>"), ("assistant", "")]
+TEXTS = ["", " ", "   x", "a  b", "\t\tif x:\n", "\n\n", "é 😀 日本", "3.14159 " * 3, *stdlib_sources()[:3]]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def draw_ids(*shape: int) -> torch.Tensor:
+    return torch.randint(3, VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(5))
+
+
+IDS, PROMPTS = draw_ids(2, 50), [draw_ids(n).tolist() for n in (5, 23, 16)]  # beyond the window of 16
+
+
+@torch.no_grad()
+def expected_of(model: Laneformer) -> dict[str, torch.Tensor]:
+    positions = torch.arange(IDS.shape[1])
+    masks, embedding = model.masks(positions, positions), model.tok_embeddings(IDS)
+    h, _ = run_layers(model.layers, model.config, embedding, model.rope(positions), masks)
+    logits = model(IDS)
+    return {
+        "logits": logits, "padded_logits": logits, "saved_logits": logits, "hidden": model.norm(h).mean(2)
+    }  # fmt: skip
 
 
 @torch.no_grad()
@@ -57,68 +75,17 @@ def greedy(model: Laneformer, prompt: list[int]) -> list[int]:
     return new
 
 
-def draw_conversations(folder: Path, count: int = 300) -> list[tuple[list[dict], list[int], list[int]]]:
-    """Some opened by a system message, with their ids and what of them is trained (0 or 1)."""
-    tokenizer = ChatTokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")), 2)
-    draw, drawn = random.Random(3), []
-    for _ in range(count):
-        messages = [{"role": "system", "content": "Be brief."}] * draw.randint(0, 1)
-        for turn in range(draw.randint(1, 6)):
-            rest = draw.choices(CHAT_CHARACTERS, k=draw.choice([0, 1, 3, 40]))
-            text = draw.choice(["", " \n"]) + draw.choice("a1é日😀▁<") + "".join(rest)
-            messages.append({"role": ("user", "assistant")[turn % 2], "content": text})
-        segments = render(messages, tokenizer)
-        mask = [int(segment.trained) for segment in segments for _ in segment.ids]
-        drawn.append((messages, token_ids(segments), mask))
-    return drawn
-
-
-def write_questions(path: Path, folder: Path, model: Laneformer) -> Path:
-    """What a fresh process is asked, into a file; prompts and their continuations cross the window of 16."""
-    sp = SentencePieceProcessor(model_proto=sentencepiece_model())
-    generator = torch.Generator().manual_seed(5)
-    ids = torch.randint(3, VOCAB_SIZE, (2, 50), generator=generator)
-    prompts = [torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist() for n in (5, 23, 16)]
-    texts = [
-        "",
-        " ",
-        "   x",
-        "a  b",
-        "\t\tif x:\n",
-        "\n\n",
-        "é 😀 日本",
-        "3.14159 " * 3,
-        *stdlib_sources()[:3],
-    ]
-    at = torch.arange(50)
-    with torch.no_grad():
-        rope, masks = rope_table(model.config, at), model.masks(at, at)
-        streams, _ = run_layers(model.layers, model.config, model.tok_embeddings(ids), rope, masks)
-        asked = {
-            "ids": ids, "logits": model(ids), "hidden": model.norm(streams).mean(2), "prompts": prompts,
-            "new_tokens": NEW_TOKENS, "texts": [(text, [1, *sp.encode(text)]) for text in texts], "chat": CHAT,
-            "conversations": draw_conversations(folder), "config": model.config.to_dict(),
-        }  # fmt: skip
-    torch.save(asked, path)
-    return path
-
-
 @pytest.fixture(scope="module")
-def models(model: Laneformer) -> dict[str, Laneformer]:
-    """converted: with a tied head, which 4.57 would tie in another shape; late upper layers and the flush."""
+def models(
+    model: Laneformer, exported: tuple[Path, dict], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Laneformer, Path]]:
+    """With their folders. converted: with a tied head, which 4.57 would tie in another shape; late upper layers and
+    the flush.
+    """
     how = {"tie_word_embeddings": True, "broadcast_delay": 1, "first_late_layer": 3, "flush": True}
-    return {"trained": model, "converted": random_model(**how)}
-
-
-@pytest.fixture(scope="module")
-def questions(
-    tmp_path_factory: pytest.TempPathFactory, exported: tuple[Path, dict], models: dict[str, Laneformer]
-) -> dict[str, tuple[Path, Path]]:
-    """The folder and the questions of each model."""
-    root = tmp_path_factory.mktemp("questions")
-    export(write_run(root / "run", models["converted"]), root / "hf", "float32")
-    folders = {"trained": exported[0], "converted": root / "hf"}
-    return {n: (path, write_questions(root / n, path, models[n])) for n, path in folders.items()}
+    converted, root = random_model(**how), tmp_path_factory.mktemp("converted")
+    export(write_run(root / "run", converted), root / "hf", "float32")
+    return {"trained": (model, exported[0]), "converted": (converted, root / "hf")}
 
 
 @pytest.fixture(
@@ -128,52 +95,63 @@ def questions(
 def answers(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
-    questions: dict[str, tuple[Path, Path]],
+    models: dict[str, tuple[Laneformer, Path]],
 ) -> dict[str, dict]:
-    """Of a fresh process elsewhere, that cannot import anything of ours, to the questions of each model."""
+    """Of a fresh process elsewhere, that cannot import anything of ours, to the same questions of each model."""
     version, elsewhere = request.param, tmp_path_factory.mktemp("elsewhere")
     if version == "4.57" and not TRANSFORMERS_4.is_dir():
         pytest.skip(f"no {TRANSFORMERS_4}; `make test` installs it")
-    written, script = elsewhere / "answers.json", Path(__file__).with_name("fresh_process.py")
-    asked = [part for pair in questions.values() for part in pair]
-    package = TRANSFORMERS_4 if version == "4.57" else ""
-    command = [sys.executable, "-I", *map(str, (script, package, written, *asked))]
-    kept = ("PATH", "OMP_NUM_THREADS", "LD_LIBRARY_PATH")
-    env = {name: os.environ[name] for name in kept if name in os.environ}
+    config = {name for model, _ in models.values() for name in model.config.to_dict()}
+    questions = {"ids": IDS, "prompts": PROMPTS, "new_tokens": NEW_TOKENS, "texts": TEXTS, "chats": CHATS,
+                 "config": config}  # fmt: skip
+    torch.save(questions, elsewhere / "questions.pt")
+    script, package = (
+        Path(__file__).with_name("fresh_process.py"),
+        TRANSFORMERS_4 if version == "4.57" else "",
+    )
+    paths = script, package, elsewhere / "questions.pt", elsewhere / "answers.pt"
+    command = [sys.executable, "-I", *map(str, paths), *(str(folder) for _, folder in models.values())]
+    env = {
+        name: os.environ[name]
+        for name in ("PATH", "OMP_NUM_THREADS", "LD_LIBRARY_PATH")
+        if name in os.environ
+    }
     env |= {"HF_HOME": str(elsewhere / "hf_home"), "HF_HUB_OFFLINE": "1", "HOME": str(elsewhere)}
     done = subprocess.run(command, cwd=elsewhere, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
-    by_folder = json.loads(written.read_text())
+    by_folder = torch.load(elsewhere / "answers.pt")
     for answer in by_folder.values():
         assert answer["transformers"].startswith(version)
         assert answer["ours"] == []
-    return {name: by_folder[str(path)] for name, (path, _) in questions.items()}
+    return {name: by_folder[str(folder)] for name, (_, folder) in models.items()}
 
 
 @pytest.mark.parametrize("name", ["trained", "converted"])
 def test_a_fresh_process_computes_what_the_training_model_does(
-    answers: dict, models: dict[str, Laneformer], questions: dict[str, tuple[Path, Path]], name: str
+    answers: dict, models: dict[str, tuple[Laneformer, Path]], name: str
 ) -> None:
-    answer, model = answers[name], models[name]
-    for part in ("logits", "hidden", "padded_logits", "saved_logits"):
-        assert answer[f"{part}_off"] <= FLOAT32_TOLERANCE, part
-    assert answer["config"] == model.config.to_dict()
-    assert (answer["class"], answer["stored_dtype"]) == ("LaneformerForCausalLM", "torch.float32")
-    expected = [greedy(model, prompt) for prompt in torch.load(questions[name][1])["prompts"]]
-    assert max(map(len, expected)) == NEW_TOKENS  # past the window
+    answer, (model, _) = answers[name], models[name]
+    for part, expected in expected_of(model).items():
+        assert (answer[part] - expected).abs().max() <= FLOAT32_TOLERANCE, part
+    assert all(answer["config"][name] == value for name, value in model.config.to_dict().items())
+    assert answer["dtype"] == torch.float32
+    tokens = [greedy(model, prompt) for prompt in PROMPTS]
+    assert max(map(len, tokens)) == NEW_TOKENS  # past the window
     for way in ("greedy", "greedy_padded_batch", "greedy_without_cache", "greedy_static_cache"):
-        assert answer[way] == expected, way
-    assert answer["sampling_repeats"]
-    assert answer["sampling_without_cache"]
-    assert answer["sampling_differs_from_greedy"]
+        assert answer[way] == tokens, way
 
 
-def test_fresh_process_tokenizer_is_sentencepiece(answers: dict) -> None:
-    answer = answers["trained"]
-    assert answer["texts_off"] == answer["decoded_off"] == answer["conversations_off"] == []
+def test_fresh_process_tokenizer_is_sentencepiece(answers: dict, exported: tuple[Path, dict]) -> None:
+    answer, sp = answers["trained"], SentencePieceProcessor(model_proto=sentencepiece_model())
+    assert answer["ids"] == [[1, *sp.encode(text)] for text in TEXTS]
+    assert answer["decoded"] == TEXTS
     assert answer["special_ids"] == [0, 1, 2, 0]
-    assert answer["chat_without_prompt"] == RENDERED
-    assert answer["chat"] == RENDERED + HEADER.format("assistant", "")
+    assert answer["prompt"] == "".join(HEADER.format(*turn) for turn in TURNS)
+    tokenizer = ChatTokenizer(Tokenizer.from_file(str(exported[0] / "tokenizer.json")), 2)
+    for messages, (ids, mask) in zip(CHATS, answer["chats"], strict=True):
+        segments = render(messages, tokenizer)
+        assert ids == token_ids(segments)
+        assert mask == [int(segment.trained) for segment in segments for _ in segment.ids]
 
 
 def test_report_and_files(exported: tuple[Path, dict], model: Laneformer) -> None:
@@ -182,10 +160,10 @@ def test_report_and_files(exported: tuple[Path, dict], model: Laneformer) -> Non
     assert report["parameters"] == model.config.parameter_count()["total"]
     assert (report["step"], report["dtype"], report["out"]) == (30, "float32", str(out))
     files = {
-        "README.md", "chat_template.jinja", "config.json", "config.py", "configuration_laneformer.py",
-        "experts.py", "generation_config.json", "initialization.py", "linear.py", "model.py", "model.safetensors",
-        "modeling_laneformer.py", "norms.py", "positions.py", "ropes.py",
-        "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "variant.py",
+        "README.md", "cache.py", "chat_template.jinja", "config.json", "config.py", "configuration_laneformer.py",
+        "generation_config.json", "initialization.py", "lanes.py", "model.py", "model.safetensors",
+        "modeling_laneformer.py", "mtp.py", "positions.py", "ropes.py", "tokenizer.json", "tokenizer.model",
+        "tokenizer_config.json",
     }  # fmt: skip
     assert {path.name for path in out.iterdir()} == files
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == 2  # what ends a turn

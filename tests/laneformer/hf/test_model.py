@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
 
 from laneformer import Laneformer
 from laneformer.config import hf_name
 from laneformer.hf.configuration_laneformer import LaneformerHFConfig
-from laneformer.hf.modeling_laneformer import LaneformerForCausalLM, LaneformerModel
-from laneformer.ropes import LLAMA3_KEYS
+from laneformer.hf.modeling_laneformer import LaneformerForCausalLM
 from tests.laneformer.hf.hf_assets import VOCAB_SIZE, random_model, small_config
 
 # float32, other kernels for other masks: six layers of sums, each off by some 2^-24 of logits of about 10
@@ -68,33 +66,6 @@ def test_embeddings_and_chosen_positions(
         model()
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "dynamic without windows", "static"])
-@pytest.mark.parametrize("chunks", [[12, 1, 1, 20, 6], [40]])
-@torch.no_grad()
-def test_continuing_from_a_cache(
-    model: LaneformerForCausalLM, ids: torch.Tensor, kind: str, chunks: list[int]
-) -> None:
-    """The window is 16, so keys leave a windowed cache on the way."""
-    cache = {
-        "dynamic": lambda: DynamicCache(config=model.config),
-        "dynamic without windows": DynamicCache,
-        "static": lambda: StaticCache(config=model.config, max_cache_len=64),
-    }[kind]()
-    pieces = [model(part, past_key_values=cache).logits for part in ids.split(chunks, 1)]
-    assert (torch.cat(pieces, 1) - model(ids).logits).abs().max() <= FLOAT32_TOLERANCE
-
-
-@torch.no_grad()
-def test_left_padding_changes_nothing(model: LaneformerForCausalLM, ids: torch.Tensor) -> None:
-    padded = torch.cat((torch.zeros(2, 7, dtype=torch.long), ids), 1)
-    mask = torch.cat((torch.zeros(2, 7, dtype=torch.long), torch.ones_like(ids)), 1)
-    logits = model(padded, attention_mask=mask).logits
-    assert torch.isfinite(logits).all()
-    assert (logits[:, 7:] - model(ids).logits).abs().max() <= FLOAT32_TOLERANCE
-    without_mask = model(padded).logits[:, 7:]
-    assert (without_mask - model(ids).logits).abs().max() > 1e-2
-
-
 def test_loss(model: LaneformerForCausalLM, plain: Laneformer, ids: torch.Tensor) -> None:
     labels = ids.clone()
     labels[:, :5] = -100
@@ -130,31 +101,6 @@ def test_initialisation_is_that_of_training() -> None:
     fresh = LaneformerForCausalLM(LaneformerHFConfig(**config.to_dict()))
     for name, weight in trained.state_dict().items():
         assert torch.equal(fresh.get_parameter(hf_name(name)), weight), name
-
-
-def test_missing_weights_are_initialised(tmp_path: Path, model: LaneformerForCausalLM) -> None:
-    state = {name: w for name, w in model.state_dict().items() if "layers.2.attention.wq" not in name}
-    model.save_pretrained(tmp_path, state_dict=dict(state))
-    loaded, info = LaneformerForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert set(info["missing_keys"]) == {"model.layers.2.attention.wq.weight"}
-    fresh = LaneformerForCausalLM(model.config).state_dict()
-    for name, weight in loaded.state_dict().items():
-        assert torch.equal(weight, state.get(name, fresh[name])), name
-
-
-def test_save_and_load(tmp_path: Path, plain: Laneformer, ids: torch.Tensor) -> None:
-    model = wrap(plain)
-    scaling = dict(zip(LLAMA3_KEYS, (8.0, 1.0, 4.0, 64), strict=True))
-    for config in (model.config, LaneformerHFConfig(**small_config(rope_scaling=scaling).to_dict())):
-        config.save_pretrained(tmp_path)
-        assert LaneformerHFConfig.from_pretrained(tmp_path).to_lanes() == config.to_lanes()
-    model.save_pretrained(tmp_path)
-    loaded = LaneformerForCausalLM.from_pretrained(tmp_path)
-    base = LaneformerModel.from_pretrained(tmp_path)
-    with torch.no_grad():
-        assert torch.equal(loaded(ids).logits, model(ids).logits)
-        assert torch.equal(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
-        assert base(ids).last_hidden_state.shape == (2, 40, model.config.hidden_size)
 
 
 @pytest.mark.parametrize("kind", ["full", "all"])

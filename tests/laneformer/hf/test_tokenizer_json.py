@@ -4,7 +4,6 @@ count as we do.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from evals.bits_per_byte import bytes_per_token
 from laneformer.chat import ChatTokenizer, render, token_ids
 from laneformer.hf.tokenizer import open_tokenizer, write_tokenizer
 from tests.laneformer.hf.hf_assets import sentencepiece_model, stdlib_sources
@@ -100,11 +98,3 @@ def test_headers_that_join_with_text_are_refused(tmp_path: Path) -> None:
     assert len(made.encode("\n\n", add_special_tokens=False).ids) == 1
     with pytest.raises(ValueError, match="gives 'Hi' behind the header of a message other ids than alone"):
         ChatTokenizer(made, 601)
-
-
-def test_bytes_of_tokens_are_the_bytes_of_the_text(tmp_path: Path) -> None:
-    made = exported(tmp_path, ["<begin>", "<end>"], **NAMES)
-    counts = bytes_per_token(tmp_path / "tokenizer.json")
-    assert [counts[made(text)["input_ids"]].sum() for text in TEXTS] == [len(text.encode()) for text in TEXTS]
-    assert json.loads((tmp_path / "tokenizer.json").read_text())["truncation"] is None
-    assert counts[600:].tolist() == [0, 0]

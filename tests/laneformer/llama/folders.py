@@ -15,6 +15,7 @@ import torch
 
 from laneformer import Engine, Laneformer
 from laneformer.engine.folder import read_checkpoint
+from laneformer.llama import layers
 
 if TYPE_CHECKING:
     import transformers
@@ -132,7 +133,7 @@ def plain_model(path: Path, precision: torch.dtype = torch.float32, **options: A
 
     checkpoint = read_checkpoint(path, **options)
     with torch.device("meta"):
-        model = Laneformer(checkpoint.config).eval()
+        model = layers.plain_model(checkpoint.config).eval()
     weights = weights_of(checkpoint.tensors)
     model.load_state_dict({name: weight.to(precision) for name, weight in weights.items()}, assign=True)
     return model

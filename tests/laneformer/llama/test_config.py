@@ -10,7 +10,7 @@ import pytest
 
 from laneformer.llama.config import config_of_llama, lanes_for
 from laneformer.llama.tensors import laneformer_of, source_of
-from laneformer.supports import refuse_unsupported, refuse_variant
+from laneformer.supports import refuse_unsupported
 from laneformer.tensors import Tensor
 
 LLAMA: dict[str, Any] = {
@@ -124,12 +124,11 @@ def test_what_a_newer_family_has() -> None:
 def test_a_variant_is_the_same_from_a_file(family: str) -> None:
     config = config_of_llama(values_of(family, rope_scaling={"rope_type": "linear", "factor": 8.0}), 1)
     assert type(config).from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    with pytest.raises(ValueError, match=r"the CUDA engine does not support .*ropes = \d.*; use the CPU"):
-        refuse_variant(config, "the CUDA engine", "use the CPU")
     with pytest.raises(ValueError, match=r"training does not support .*ropes = \d"):
         refuse_unsupported(config, "training")
 
 
+GPT_OSS = {"model_type": "gpt_oss", "architectures": None}
 QWEN3_MOE = {"model_type": "qwen3_moe", "architectures": None, "num_experts": 8}
 PHI3 = {"model_type": "phi3", "architectures": None}
 QWEN35 = r"is not supported \(.*gated attention among layers of linear attention.*\); the nearest that is: "
@@ -156,6 +155,10 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     (QWEN3_MOE | {"num_experts_per_tok": 9}, r"total=8, active=9.* must be from 1 to `total`"),
     (QWEN3_MOE | {"n_shared_experts": 1}, r"n_shared_experts = 1 is not supported .a mixture of exp"),
     ({"num_experts": 4}, "num_experts = 4 is not supported .a mixture of experts."),
+    (GPT_OSS | {"swiglu_limit": 5.0}, r"swiglu_limit = 5.0 .*only 7.0"),
+    (GPT_OSS | {"swiglu_alpha": 1.0}, r"swiglu_alpha = 1.0 .*1.702"),
+    (GPT_OSS | {"attention_bias": False}, r"attention_bias = False .*only True"),
+    (GPT_OSS | {"quantization_config": {"quant_method": "fp8"}}, r"quant_method 'fp8'; supported is 'mxfp4'"),
     # RoPE
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
      "dynamic.* is not supported; supported are the types default, llama3, linear, yarn, longrope"),

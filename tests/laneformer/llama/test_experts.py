@@ -18,13 +18,13 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
 from laneformer import Engine
-from laneformer.config import LaneformerConfig
 from laneformer.engine import bench
 from laneformer.engine.cpu import packed
 from laneformer.engine.folder import read_checkpoint
-from laneformer.experts import LaneExperts
 from laneformer.llama.config import lanes_for
-from laneformer.variant import Experts
+from laneformer.llama.layers import LaneExperts
+from laneformer.llama.variant import Experts, FamilyConfig
+from tests.laneformer.engine.assets import generate_together
 from tests.laneformer.llama.folders import (
     ALLOWED,
     CASES,
@@ -91,38 +91,32 @@ def changed_config(folder: Path, to: Path, **values: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["bf16", "int8", "int4", "gpt-oss", "gpt-oss in MXFP4"])
-def test_a_column_is_what_it_is_alone(
-    folder: Path, gpt_oss: Path, blocks: tuple[Path, Path], kind: str
-) -> None:
-    """In passes of any number of columns, in batches, as drafts: the bits of a pass of its own."""
-    path = {"gpt-oss": gpt_oss, "gpt-oss in MXFP4": blocks[0]}.get(kind, folder)
-    dtype = "auto" if kind.startswith("gpt-oss") else kind
+@pytest.mark.parametrize("kind", ["bf16", "int4", "gpt-oss in MXFP4"])
+def test_a_column_is_what_it_is_alone(folder: Path, blocks: tuple[Path, Path], kind: str) -> None:
+    """In passes of any number of columns, in batches, as drafts: the bits of a pass of its own; and near
+    Transformers', quantised as other matrices are.
+    """
+    path, dtype = (blocks[0], "auto") if kind.startswith("gpt-oss") else (folder, kind)
+    exact = logits_of(reference(blocks[1] if path == blocks[0] else folder))
     for threads, lanes in ((3, 1), (2, 2)):
         with Engine.from_pretrained(path, threads=threads, lanes=lanes, dtype=dtype, cache=False) as engine:
             every = engine.logits(IDS)
+            assert mean_error(every, exact) < (0.2 if kind == "int4" else ROUNDED)
             for count in (1, 2, 5, 17, 64):
                 assert np.array_equal(engine.logits(IDS[:count]), every[:count])
             prompts = [IDS[:1], IDS[3:20], IDS[40:90]]
             options: dict[str, Any] = {"max_new_tokens": 20}
             alone = [engine.generate(p, reuse_prefix=False, speculate=0, **options) for p in prompts]
-            assert engine.generate_batch(prompts, **options) == alone
+            assert generate_together(engine, prompts, **options) == alone
             assert engine.generate(prompts[1], speculate=7, **options) == alone[1]
             followed = engine.logits([*prompts[2], *alone[2]]).argmax(-1)
             assert followed[len(prompts[2]) - 1 : -1].tolist() == alone[2]
 
 
-@pytest.mark.parametrize(("dtype", "allowed"), [("int8", 0.05), ("int4", 0.2)])
-def test_experts_are_quantised_as_other_matrices_are(folder: Path, dtype: str, allowed: float) -> None:
-    found = [engine_logits(folder, dtype=dtype, threads=threads, lanes=1) for threads in (1, 2, 5)]
-    assert all(np.array_equal(found[0], other) for other in found[1:])
-    assert mean_error(found[0], logits_of(reference(folder))) < allowed
-
-
 WIDE = {**EXPERTS, "hidden_size": 256, "moe_intermediate_size": 512, "head_dim": 64, "norm_topk_prob": True}
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", "MXFP4"])
+@pytest.mark.parametrize("kind", ["Q4_K", "MXFP4"])
 def test_blocks_of_a_file_are_served_as_they_are(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,20 +160,6 @@ def test_equal_scores_go_to_the_first_experts(folder: Path, tmp_path: Path) -> N
     assert layer.route(torch.ones(1, 1, 1, 64)).nonzero()[:, -1].tolist() == [0, 1]
 
 
-def test_other_experts_and_other_weights_are_seen(folder: Path, tmp_path: Path) -> None:
-    """What the comparison with Transformers would find: two experts exchanged, weights as they come."""
-
-    def exchange(weights: Weights) -> None:
-        first, second = (f"model.layers.1.mlp.experts.{i}.down_proj.weight" for i in (0, 1))
-        weights[first], weights[second] = weights[second].clone(), weights[first].clone()
-
-    truth = logits_of(reference(folder))
-    exchanged = engine_logits(changed(folder, tmp_path, exchange), kv_dtype="fp32")
-    assert relative_error(exchanged, truth) > SEEN
-    odds = changed_config(folder, tmp_path, norm_topk_prob=False)
-    assert relative_error(engine_logits(odds, kv_dtype="fp32"), truth) > SEEN
-
-
 @pytest.mark.parametrize(("part", "factor"), [("gate_up_proj_bias", 60.0), ("sinks", 20.0), ("sinks", -20.0)])
 def test_large_biases_and_sinks(gpt_oss: Path, tmp_path: Path, part: str, factor: float) -> None:
     """Gates and ups beyond 7, sinks that take all of a softmax and nothing of it."""
@@ -196,25 +176,10 @@ def test_large_biases_and_sinks(gpt_oss: Path, tmp_path: Path, part: str, factor
     assert relative_error(engine_logits(path, kv_dtype="fp32", threads=3, lanes=2), expected) < ALLOWED
 
 
-def test_every_bias_is_seen(gpt_oss: Path, tmp_path: Path) -> None:
-    """What the comparison with Transformers would find if one were left out."""
-    whole = engine_logits(gpt_oss, kv_dtype="fp32", threads=1)
-    names = ("o_proj.bias", "router.bias", "gate_up_proj_bias", "down_proj_bias", "q_proj.bias")
-    for part, value in {**dict.fromkeys(names, 0.0), "sinks": -100.0}.items():
-
-        def fill(weights: Weights, part: str = part, value: float = value) -> None:
-            for name in weights:
-                if name.endswith(part):
-                    weights[name].fill_(value)
-
-        found = engine_logits(changed(gpt_oss, tmp_path, fill), kv_dtype="fp32")
-        assert relative_error(found, whole) > SEEN, part
-
-
 def test_a_token_reads_the_experts_that_it_takes(folder: Path) -> None:
     """The tapes hold all of them; figures count bytes that are read."""
     with Engine.from_pretrained(folder, dtype="fp32", threads=1, cache=False) as engine:
-        held, config = len(engine._decoder.part(0)), engine.config
+        held, config = len(engine._open().part(0)), engine.config
         experts = config.variant.experts
         size = 4 * (2 * 48 * 64 + 64 * 40)  # of 40 gates and 40 ups each begins at a multiple of 16 rows
         resting = config.num_hidden_layers * (experts.total - experts.active)
@@ -240,12 +205,6 @@ def test_packed_experts_are_mapped_at_the_next_start(tmp_path: Path, monkeypatch
     assert [kept.suffix for kept in (path / ".packed").iterdir()].count(".bin") == 1
 
 
-@pytest.mark.rotate
-def test_processes_share_experts(folder: Path) -> None:
-    expected = engine_logits(folder, threads=2, lanes=2)
-    assert np.array_equal(engine_logits(folder, threads=4, lanes=2, processes=2), expected)
-
-
 def test_a_router_of_another_type_is_taken(folder: Path, tmp_path: Path) -> None:
     """Some folders keep it in float32."""
 
@@ -263,7 +222,7 @@ def test_lanes_cut_no_blocks_and_wait_for_each_other(gpt_oss: Path) -> None:
     values |= {"intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8}
     assert [lanes_for(values, threads) for threads in (1, 2, 3, 4, 8)] == [1, 2, 1, 2, 2]
     assert lanes_for({**values, "intermediate_size": 40}, 8) == 8
-    config = LaneformerConfig.from_flavor("tiny", broadcast_delay=0, variant={"experts": [8, 2]})
+    config = FamilyConfig.from_flavor("tiny", broadcast_delay=0, variant={"experts": [8, 2]})
     assert config.variant.experts == Experts(8, 2, True)
     assert config.tensor_shapes()["layers.0.feed_forward.w2.weight"] == (8, 4, 128, 128)
     with pytest.raises(ValueError, match="experts need broadcast_delay = 0"):
@@ -286,19 +245,3 @@ def test_wrong_tensors_are_named(folder: Path, blocks: tuple[Path, Path], tmp_pa
     for path, (change, message) in zip((folder, folder, blocks[0], blocks[0]), WRONG_TENSORS, strict=True):
         with pytest.raises(ValueError, match=message):
             read_checkpoint(changed(path, tmp_path, change))
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"swiglu_limit": 5.0}, r"swiglu_limit = 5.0 .*only 7.0"),
-        ({"swiglu_alpha": 1.0}, r"swiglu_alpha = 1.0 .*1.702"),
-        ({"attention_bias": False}, r"attention_bias = False .*only True"),
-        ({"quantization_config": {"quant_method": "fp8"}}, r"quant_method 'fp8'; supported is 'mxfp4'"),
-    ],
-)
-def test_other_gates_and_quantisations_are_refused(
-    blocks: tuple[Path, Path], tmp_path: Path, values: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_checkpoint(changed_config(blocks[0], tmp_path, **values))

@@ -94,7 +94,7 @@ def test_the_context_chooses_the_factors_of_longrope(tmp_path: Path) -> None:
 
 
 def test_gpus_refuse_what_they_have_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("laneformer.engine.engine.cuda_devices", lambda device: ("cuda:0",))
+    monkeypatch.setattr("laneformer.engine.loading.cuda_devices", lambda device: ("cuda:0",))
     for name in ("olmo2", "granite", "qwen3-moe", "gpt-oss", "gemma3", "ministral3"):
         folder = write_folder(CASES[name], tmp_path / name)
         with pytest.raises(ValueError, match=r"the CUDA engine does not support .*; use device = 'cpu'"):
@@ -121,7 +121,7 @@ def test_every_instruction_set_has_the_same_gates(isa: str, tmp_path: Path) -> N
 def test_tied_embeddings_are_stored_once(tied: Path, dtype: str, threads: int, lanes: int) -> None:
     """The tapes are all there is, and as large as the parameters; in the packed cache, too."""
     with Engine.from_pretrained(tied, dtype=dtype, threads=threads, lanes=lanes) as engine:
-        decoder, first = engine._decoder, engine.logits(IDS)
+        decoder, first = engine._open(), engine.logits(IDS)
         assert decoder.parts == threads
         rows = sum(len(decoder.part(i)) for i in range(threads))
         element = {"fp32": 4, "int8": 1, "int4": 1}.get(dtype, 2)

@@ -35,9 +35,12 @@ KINDS: dict[str, tuple[Any, Any, bool]] = {
     "tekken": (pre_tokenizers.Split(Regex(TEKKEN), "isolated"), None, True),
     "gpt-4o": (pre_tokenizers.Split(Regex(GPT4O), "isolated"), None, False),
     "dbrx": (pre_tokenizers.Split(Regex(LLAMA3), "isolated"), None, False),
+    "falcon3": (pre_tokenizers.Split(Regex(LLAMA3), "isolated"), None, True),
+    "refact": (pre_tokenizers.Digits(individual_digits=True), None, False),
     "smollm": (pre_tokenizers.Digits(individual_digits=True), None, False),
     "gpt-2": (None, None, False),
 }
+SAME = ("dbrx", "falcon3", "refact")  # pieces of Llama 3 and SmolLM
 
 
 def written(tmp_path: Path, metadata: Any) -> dict[str, Any]:
@@ -47,10 +50,10 @@ def written(tmp_path: Path, metadata: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("pre", KINDS)
 def test_byte_level_pieces(tmp_path: Path, pre: str) -> None:
     first, normalizer, whole_words = KINDS[pre]
-    steps = [first] * (first is not None) + [WORDS if pre in ("smollm", "gpt-2") else BYTES]
+    steps = [first] * (first is not None) + [WORDS if pre in ("smollm", "refact", "gpt-2") else BYTES]
     original = byte_level(pre_tokenizers.Sequence(steps), normalizer, whole_words)
     tokenizer = tokenizer_of(written(tmp_path, tokenizer_metadata(original, pre)))
-    bos = [0] if pre == "llama-bpe" else []
+    bos = [0] if pre in ("llama-bpe", "falcon3") else []
     for text in TEXTS:
         ids = original.encode(text).ids
         assert tokenizer.encode(text).ids == bos + ids, text
@@ -59,19 +62,10 @@ def test_byte_level_pieces(tmp_path: Path, pre: str) -> None:
     assert tokenizer.decode([1, 2]) == "<|text|>", "a control token is no text, an added word is"
 
 
-@pytest.mark.parametrize(("other", "pre"), [("falcon3", "llama-bpe"), ("refact", "smollm")])
-def test_other_names_of_the_same_pieces(tmp_path: Path, other: str, pre: str) -> None:
-    metadata = written(tmp_path, tokenizer_metadata(byte_level(WORDS), pre))
-    same = [tokenizer_of({**metadata, "tokenizer.ggml.pre": name}) for name in (pre, other)]
-    assert all(same[0].encode(text).ids == same[1].encode(text).ids for text in TEXTS)
-
-
 def test_kinds_differ(tmp_path: Path) -> None:
-    """What the name of the pre-tokenizer decides: with any other one, some of the texts get other ids; dbrx differs
-    from Llama 3 in its merges and its BOS alone.
-    """
+    """What the name of the pre-tokenizer decides: with any other one, some of the texts get other ids."""
     metadata = written(tmp_path, tokenizer_metadata(byte_level(WORDS), "gpt-2"))
-    tokenizers = [tokenizer_of({**metadata, "tokenizer.ggml.pre": pre}) for pre in KINDS if pre != "dbrx"]
+    tokenizers = [tokenizer_of({**metadata, "tokenizer.ggml.pre": pre}) for pre in KINDS if pre not in SAME]
     ids = [[each.encode(text, add_special_tokens=False).ids for text in TEXTS] for each in tokenizers]
     assert all(a != b for i, a in enumerate(ids) for b in ids[:i])
 

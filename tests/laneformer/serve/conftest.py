@@ -24,6 +24,7 @@ from tests.shared import Shared
 from tests.tokenizer_assets import byte_level, save
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
     from fastapi.testclient import TestClient
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -82,6 +83,11 @@ def slow_folder(shared: Shared) -> Path:
 # In this process
 
 
+def forget_engine(app: FastAPI) -> None:
+    """FastAPI caches endpoints as long as the process lives; the extension module calls an engine there leaked."""
+    vars(app.state.scheduler).clear()
+
+
 @contextlib.contextmanager
 def in_process(folder: Path, engine: dict[str, Any] | None = None, **options: Any) -> Iterator[TestClient]:
     """A client of the application. engine: options of Engine.from_pretrained; options: of ServerOptions."""
@@ -92,11 +98,12 @@ def in_process(folder: Path, engine: dict[str, Any] | None = None, **options: An
 
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("LANEFORMER_API_KEY", raising=False)
-        served = ServerOptions(**{"model": "tiny", **options})
+        served = ServerOptions(**{"model_name": "tiny", **options})
     with Engine.from_pretrained(folder, **{"threads": 1, "cache": False, **(engine or {})}) as opened:
         app = create_app(with_fixed_cost(opened), served)
         with TestClient(app, "http://localhost", raise_server_exceptions=False) as client:
             yield client
+        forget_engine(app)
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +150,7 @@ def start(folder: Path, prelude: str = "", engine: dict[str, Any] | None = None,
     engine: options of Engine.from_pretrained; options: of ServerOptions.
     """
     engine = {"threads": 1, "cache": False, **(engine or {})}
-    arguments = [str(folder), engine, {"model": "tiny", "port": 0, **options}, prelude]
+    arguments = [str(folder), engine, {"model_name": "tiny", "port": 0, **options}, prelude]
     return launch("-c", MAIN, json.dumps(arguments))
 
 

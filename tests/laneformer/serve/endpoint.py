@@ -7,8 +7,10 @@ import json
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from laneformer.chat import ChatTemplate
 from laneformer.engine import Engine
+from laneformer.prompts import ChatTemplate
+from laneformer.serve.bodies import STRICTLY
+from laneformer.serve.schema import ConversationRequest
 
 if TYPE_CHECKING:
     import httpx
@@ -102,3 +104,8 @@ def on_a_loop(app: Any, work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> 
             return await work(client)
 
     return asyncio.run(visit())
+
+
+def request_with(tools: Any, choice: Any = None, **fields: Any) -> ConversationRequest:
+    given = {"messages": TALK, "tools": tools, "tool_choice": choice, **fields}
+    return ConversationRequest.from_fields(given, STRICTLY)

@@ -70,7 +70,7 @@ def write_configuration(folder: Path, servers: dict[str, Server], sockets: list[
 @pytest.fixture
 def balanced(slow_folder: Path, tmp_path: Path) -> Iterator[Balanced]:
     with ThreadPoolExecutor(len(NAMES)) as pool:
-        starts = [pool.submit(start, slow_folder, model=name, grace_s=60.0) for name in NAMES]
+        starts = [pool.submit(start, slow_folder, model_name=name, grace_s=60.0) for name in NAMES]
         servers = dict(zip(NAMES, (one.result() for one in starts), strict=True))
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     file = write_configuration(tmp_path, servers, sockets)

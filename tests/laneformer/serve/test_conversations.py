@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from laneformer.chat import ChatTemplate
 from laneformer.engine import Engine
 from laneformer.engine.options import CONVERSATION_SAMPLING, MAX_DRAFT_TOKENS, batch_seeds
+from laneformer.prompts import ChatTemplate
 from tests.laneformer.serve.conftest import in_process
 from tests.laneformer.serve.endpoint import TALK, Endpoint, completions, conversations, prompt_of
 
@@ -70,36 +70,24 @@ def test_fields_without_effect_are_named(api, model_folder):
         assert conversations(client).refusal(**body)["param"] == "verbosity"
 
 
-def test_a_stream(api):
-    whole = api.post(max_tokens=40)
-    first, *others, finish, last = api.stream(max_tokens=40, stream_options={"include_usage": True})
-    assert first["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
-    text = "".join(c["choices"][0]["delta"]["content"] for c in others)
-    assert text == content_of(whole["choices"][0])
-    assert all(c["choices"][0]["finish_reason"] is None and c["usage"] is None for c in others)
-    assert finish["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
-    assert finish["choices"][0]["delta"] == {}
-    assert last["choices"] == []
-    assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
-    assert last["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-    plain = api.stream(max_tokens=4)
-    assert all(set(c["choices"][0]) == {"index", "delta", "logprobs", "finish_reason"} for c in plain)
-    assert not any("usage" in c for c in plain)
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_logprobs_with_bytes(api, engine, n):
-    ids = prompt_of(engine, TALK)
+def test_a_stream_of_choices_with_logprobs(api, engine):
+    """As the whole answer says, and the engine."""
+    n, ids = 3, prompt_of(engine, TALK)
     options = {"logprobs": True, "top_logprobs": 2, "max_tokens": 12, "n": n, "temperature": 1.0, "seed": 4}
     whole = api.post(**options)
-    streamed: list[list[Any]] = [[] for _ in range(n)]
-    contents = [""] * n
-    for chunk in api.stream(**options):
-        (choice,) = chunk["choices"]
-        contents[choice["index"]] += choice["delta"].get("content") or ""
-        streamed[choice["index"]] += choice["logprobs"]["content"] if choice["logprobs"] else []
-    for choice, seed in zip(whole["choices"], batch_seeds(4, n), strict=True):
+    *chunks, last = api.stream(**options, stream_options={"include_usage": True})
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    assert all(chunk["usage"] is None for chunk in chunks)
+    for index, seed in enumerate(batch_seeds(4, n)):
+        choice = whole["choices"][index]
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        first, *deltas, end = [c["delta"] for c in mine]
+        assert (first, end) == ({"role": "assistant", "content": "", "refusal": None}, {})
+        assert "".join(delta.get("content", "") for delta in deltas) == content_of(choice)
+        assert [c["finish_reason"] for c in mine] == [None] * len(mine[1:]) + [choice["finish_reason"]]
         entries = choice["logprobs"]["content"]
+        assert [entry for c in mine if c["logprobs"] for entry in c["logprobs"]["content"]] == entries
         truth = engine.generate_detailed(ids, logprobs=2, max_new_tokens=12, temperature=1.0, seed=seed)
         tokens = truth.tokens[: len(truth.tokens) - (truth.tokens[-1].id in engine.eos_ids)]
         assert [entry["logprob"] for entry in entries] == [token.logprob for token in tokens]
@@ -108,40 +96,10 @@ def test_logprobs_with_bytes(api, engine, n):
         special = {"<|endoftext|>", "<|im_start|>"}
         raw = b"".join(bytes(entry["bytes"]) for entry in entries if entry["token"] not in special)
         assert raw.decode(errors="replace") == content_of(choice)
-        assert contents[choice["index"]] == content_of(choice)
-        assert streamed[choice["index"]] == entries
     assert len(set(map(content_of, whole["choices"]))) == n
-
-
-USAGE_DETAILS = {
-    "prompt_tokens_details": {"cached_tokens", "audio_tokens"},
-    "completion_tokens_details": {
-        "reasoning_tokens", "audio_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens",
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("make", "id_prefix", "kind", "body", "choice_fields"),
-    [
-        (completions, "cmpl-", "text_completion", {"prompt": "Say this"}, {"text"}),
-        (conversations, "chatcmpl-", "chat.completion", {}, {"message"}),
-    ],
-)
-def test_the_form_is_openais(tiny, make, id_prefix, kind, body, choice_fields):
-    """Fields of the reference's example; what OpenAI sends as null is there as null."""
-    answer, other = (make(tiny).post(max_tokens=3, **body) for _ in range(2))
-    assert list(answer) == ["id", "object", "created", "model", "system_fingerprint", "choices", "usage"]
-    assert answer["id"].startswith(id_prefix)
-    assert answer["id"] != other["id"]
-    assert answer["object"] == kind
-    assert answer["system_fingerprint"].startswith("fp_")
-    (choice,) = answer["choices"]
-    assert set(choice) == {"index", "logprobs", "finish_reason", *choice_fields}
-    assert choice["logprobs"] is None
-    for name, fields in USAGE_DETAILS.items():
-        assert set(answer["usage"].pop(name)) == fields
-    assert set(answer["usage"]) == {"prompt_tokens", "completion_tokens", "total_tokens"}
+    plain = api.stream(max_tokens=4)
+    assert all(set(c["choices"][0]) == {"index", "delta", "logprobs", "finish_reason"} for c in plain)
+    assert not any("usage" in c for c in plain)
 
 
 def test_a_prediction_is_drafted(api):
@@ -152,9 +110,6 @@ def test_a_prediction_is_drafted(api):
         answer = api.post(**sampled, prediction={"type": "content", "content": content})
         assert content_of(answer["choices"][0]) == expected
         assert answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
-    picture = [{"type": "image_url", "image_url": {"url": "x"}}]
-    error = api.refusal(**sampled, prediction={"type": "content", "content": picture})
-    assert "the model reads" in error["message"]
 
 
 def test_contents_spell_no_control_token(api, engine):
@@ -178,20 +133,11 @@ def test_template_options(api, engine):
     assert prompt_ids(api, messages=[developer, *TALK]) == prompt_of(engine, [system, *TALK])
 
 
-def test_refusals(api, roomy):
-    error = api.refusal(messages=[{"role": "user", "content": "fox " * 500}])
+def test_refusals(roomy):
+    error = roomy.refusal(messages=[{"role": "user", "content": "fox " * 2000}])
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
-    image = {"type": "image_url", "image_url": {"url": "data:"}}
     form = {"type": "json_schema", "json_schema": {"name": "f", "schema": PARAMETERS}}
-    for body, message in (
-        ({"messages": [{"role": "user", "content": [image]}]}, "image_url"),
-        ({"functions": []}, "functions is not supported"),
-        ({"message": []}, "message is unknown; did you mean 'messages'?"),
-        ({"response_format": {"type": "xml"}}, "response_format"),
-        ({"response_format": form, "tools": TOOLS}, "cannot be combined"),
-        ({"tools": [{"type": "custom"}]}, "tools[0]"),
-    ):
-        assert message in roomy.refusal(**body)["message"]
+    assert "cannot be combined" in roomy.refusal(response_format=form, tools=TOOLS)["message"]
 
 
 @pytest.mark.parametrize(
@@ -247,8 +193,7 @@ def test_sampling_that_a_request_leaves_open(model_folder, tmp_path, makers, of_
     assert props["sampling_defaults"].items() >= {**of_talk, "speculate": MAX_DRAFT_TOKENS}.items()
     with Engine.from_pretrained(folder, threads=1, cache=False) as engine:
         sampled = {"seed": 1, "max_new_tokens": 12}
-        prompt = prompt_of(engine, TALK)
-        assert talk == engine.generate_text(prompt, **sampled, **of_talk)
+        assert talk == engine.generate_text(prompt_of(engine, TALK), **sampled, **of_talk)
         assert text == engine.generate_text("Hello", **sampled, **of_text)
     assert len({talk, other_seed, greedy}) == 3
 
@@ -265,36 +210,19 @@ TOOLS: list[Any] = [
 
 
 def test_tool_calls(roomy):
-    """Demanded calls have the arguments that the grammar allows, and a stream puts together to the same."""
+    """Demanded calls have the arguments that the grammar allows, and can be sent back with what they gave."""
     body = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200}
     choices = roomy.post(**body, n=2)["choices"]
-    chunks = [choice for chunk in roomy.stream(**body, n=2) for choice in chunk["choices"]]
-    reasons = [choice["finish_reason"] for choice in chunks if choice["finish_reason"]]
-    assert reasons == [choice["finish_reason"] for choice in choices] == ["tool_calls"] * 2
+    assert [choice["finish_reason"] for choice in choices] == ["tool_calls"] * 2
     message = choices[0]["message"]
     assert message["content"] is None
     (call,) = message["tool_calls"]
     arguments = json.loads(call["function"]["arguments"])
     assert arguments["city"] in ("Rome", "Oslo")
     assert arguments["days"] in (1, 2, 3)
-    first = [choice["delta"] for choice in chunks if choice["index"] == 0]
-    deltas = [call["function"] for delta in first for call in delta.get("tool_calls", ())]
-    assert deltas[0]["name"] == call["function"]["name"] in ("weather", "forecast")
-    assert "".join(delta["arguments"] for delta in deltas) == call["function"]["arguments"]
     result = {"role": "tool", "tool_call_id": call["id"], "content": "4 C"}
     after = {"messages": [*TALK, message, result], "tools": TOOLS, "tool_choice": "none"}
     assert roomy.post(**after, max_tokens=2)["usage"]["completion_tokens"] == 2
     named = {"type": "function", "function": {"name": "forecast"}}
     forced = roomy.choice(tools=TOOLS, tool_choice=named, max_tokens=200)["message"]
     assert (forced["content"], forced["tool_calls"][0]["function"]["name"]) == (None, "forecast")
-
-
-def test_answers_of_a_schema(roomy):
-    form = {"type": "json_schema", "json_schema": {"name": "f", "schema": PARAMETERS}}
-    body = {"response_format": form, "max_tokens": 300, "n": 2, "temperature": 1.0, "seed": 1}
-    texts = [content_of(choice) for choice in roomy.post(**body)["choices"]]
-    assert all(set(json.loads(text)) == {"city", "days"} for text in texts)
-    streamed = ["", ""]
-    for chunk in roomy.stream(**body):
-        streamed[chunk["choices"][0]["index"]] += chunk["choices"][0]["delta"].get("content") or ""
-    assert streamed == texts

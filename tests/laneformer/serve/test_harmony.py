@@ -12,12 +12,12 @@ import jsonschema
 import pytest
 from tokenizers import Tokenizer
 
-from laneformer.chat import ChatTemplate
-from laneformer.engine.channels import CHANNEL, CONSTRAIN, ENDS, MESSAGE, NEXT, START, Harmony
+from laneformer.engine.channels import CHANNEL, CONSTRAIN, ENDS, HARMONY, MESSAGE, NEXT, START
+from laneformer.prompts import ChatTemplate
 from laneformer.serve.grammar import Grammars
-from laneformer.serve.tool_calls import HARMONY, ToolCalling
+from laneformer.serve.tool_calls import ToolCalling
 from tests.laneformer.serve.conftest import in_process
-from tests.laneformer.serve.endpoint import Endpoint, conversations
+from tests.laneformer.serve.endpoint import Endpoint, conversations, request_with
 from tests.laneformer.serve.grammar_assets import tokens_allowed
 from tests.laneformer.serve.harmony_assets import CONTROL, gpt_oss_template, harmony_folder
 
@@ -32,13 +32,6 @@ FUNCTION = {"name": "weather", "description": "of a city", "parameters": SCHEMA}
 TOOLS = [{"type": "function", "function": FUNCTION}]
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 ROME: list[Any] = [{"role": "user", "content": "How warm is it in Rome?"}]
-
-
-def test_text_is_told_as_it_comes() -> None:
-    for before, text in (("", "Hello"), (f"{CHANNEL}final{MESSAGE}", "Hello"), (CALLED, "{")):
-        reader = Harmony(calls=True)
-        reader.push(before)
-        assert reader.push(text) == ("", text)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +50,7 @@ def known(folder: Path) -> Grammars:
 def test_a_conversation_in_its_own_template(known: Grammars) -> None:
     calling = ToolCalling({"chat_template": TEMPLATE}, known)
     assert (calling.form, calling.described) == (HARMONY, False)
-    use, call = calling.use(TOOLS), {"name": "weather", "arguments": {"city": "Rome"}}
+    use, call = calling.use(request_with(TOOLS)), {"name": "weather", "arguments": {"city": "Rome"}}
     calls = [{"id": i, "type": "function", "function": call} for i in ("a", "b")]
     sent = [
         *HELLO,
@@ -88,21 +81,20 @@ def ids_of(known: Grammars, text: str) -> list[int]:
     return known.tokenizer.encode(text, add_special_tokens=False).ids
 
 
+def begins(known: Grammars, grammar: Any, text: str, *end: int) -> bool:
+    """Whether an answer may begin so."""
+    ids = [*ids_of(known, text), *end]
+    return tokens_allowed(grammar.copy(), ids) == len(ids)
+
+
 def fits(known: Grammars, grammar: Any, text: str) -> bool:
     """Whether an answer may be this text."""
-    ids = [*ids_of(known, text), known.eos_ids[0]]
-    return tokens_allowed(grammar.copy(), ids) == len(ids)
+    return begins(known, grammar, text, known.eos_ids[0])
 
 
-def begins(known: Grammars, grammar: Any, text: str) -> bool:
-    """Whether an answer may begin so."""
-    ids = ids_of(known, text)
-    return tokens_allowed(grammar.copy(), ids) == len(ids)
-
-
-def test_grammars_of_calls_leave_room_for_reasoning(known: Grammars) -> None:
-    use = ToolCalling({"chat_template": TEMPLATE}, known).use
-    auto, required = use(TOOLS).grammar(), use(TOOLS, "required").grammar()
+def test_grammars_leave_room_for_reasoning(known: Grammars) -> None:
+    calling = ToolCalling({"chat_template": TEMPLATE}, known)
+    auto, required = (calling.use(request_with(TOOLS, choice)).grammar() for choice in ("auto", "required"))
     role = f" to=functions.weather{CHANNEL}commentary"
     calls = [CALLED + ARGUMENTS, f"{role} json{MESSAGE}{ARGUMENTS}", f"{role}{MESSAGE}{ARGUMENTS}"]
     preamble = f"{CHANNEL}commentary{MESSAGE}I look.{NEXT}"
@@ -113,17 +105,12 @@ def test_grammars_of_calls_leave_room_for_reasoning(known: Grammars) -> None:
     for before in ("", THOUGHT, THOUGHT + preamble):
         assert fits(known, auto, f"{before}{FINAL}Fine.")
     assert not begins(known, required, f"{THOUGHT}{FINAL}Fine.")
+    form = known.of_schema({"type": "object"}, "response_format")
+    for before in ("", THOUGHT):
+        assert fits(known, form, f'{before}{FINAL}{{"a": 1}}')
+    assert not begins(known, form, '{"a": 1}')
     for wrong in (THOUGHT + THOUGHT, CALLED.replace("weather", "other"), CALLED + '{"city": 1}'):
         assert not begins(known, auto, wrong)
-
-
-def test_grammars_of_response_formats_leave_room_for_reasoning(known: Grammars) -> None:
-    assert known.of_response_format({"type": "text"}) is None
-    grammar = known.of_response_format({"type": "json_object"})
-    for before in ("", THOUGHT):
-        assert fits(known, grammar, f'{before}{FINAL}{{"a": 1}}')
-    assert not begins(known, grammar, '{"a": 1}')
-    assert not begins(known, grammar, f"{FINAL}Fine.")
 
 
 @pytest.fixture(scope="module")

@@ -31,8 +31,6 @@ def app(tiny: TestClient) -> FastAPI:
     ("path", "body", "most"),
     [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": DIGITS}]}, 0),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": DIGITS[:16_000]}]}, 8 * 512),
-        ("/v1/completions", {"prompt": DIGITS}, 0),
         ("/v1/completions", {"prompt": ["Hello", DIGITS]}, 10),
         ("/v1/completions", {"prompt": DIGITS[:16_000]}, 8 * 512),
         ("/v1/chat/completions", {"messages": TALK, "prediction": {"content": DIGITS}}, 1000),
@@ -60,9 +58,7 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(app, monkeypatch, path,
     ("owner", "name", "path", "body"),
     [
         (PromptEncoder, "text", "/v1/completions", {"prompt": "Hello"}),
-        (PromptEncoder, "text", "/tokenize", {"content": "Hello"}),
-        (PromptEncoder, "rendered", "/v1/chat/completions", {"messages": TALK}),
-        (PromptEncoder, "encode", "/v1/chat/completions", {"messages": TALK}),
+        (PromptEncoder, "render", "/v1/chat/completions", {"messages": TALK}),
         (Grammars, "of_lark", "/v1/chat/completions", {"messages": TALK, "response_format": SCHEMA}),
     ],
 )

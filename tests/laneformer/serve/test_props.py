@@ -14,19 +14,20 @@ from laneformer.cli.options import ModelOptions
 from laneformer.engine import Engine
 from laneformer.serve.app import create_app
 from laneformer.serve.options import ServerOptions
-from tests.laneformer.serve.conftest import in_process
+from tests.laneformer.serve.conftest import forget_engine, in_process
 from tests.laneformer.serve.endpoint import completions
 
 LIMIT = 2**20  # bytes of the prefix cache
 
 
-def said_after_a_completion(engine: Engine) -> dict[str, Any]:
-    app = create_app(engine, ServerOptions(model="tiny", api_key=None))
+def facts_after_a_completion(engine: Engine) -> dict[str, Any]:
+    app = create_app(engine, ServerOptions(model_name="tiny", api_key=None))
     with TestClient(app, "http://localhost") as client:
         body = {"prompt": "Hello", "max_tokens": 30, "ignore_eos": True}
         answer = client.post("/v1/completions", json=body).json()
         facts: dict[str, Any] = client.get("/props").json()
         metrics = client.get("/metrics").text
+    forget_engine(app)
     details = answer["usage"]["completion_tokens_details"]
     made = details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
     assert f"laneformer_proposed_tokens_total {made:.1f}" in metrics
@@ -38,14 +39,14 @@ def said_after_a_completion(engine: Engine) -> dict[str, Any]:
 
 
 def test_a_draft_model_and_its_memory(model_folder: Path) -> None:
-    options = {"threads": 1, "cache": False, "cache_bytes": LIMIT}
+    options = {"threads": 1, "cache": False, "cache_bytes": LIMIT, "math": "exact"}
     with Engine.from_pretrained(model_folder, draft=model_folder, **options) as engine:
         engine._open().fix_cost(0.001, 0.001)  # type: ignore[attr-defined]
-        said = said_after_a_completion(engine)
-    assert said["made"] > 0
-    assert said["draft_head"] is None
-    assert said["draft_model"]["weight_bytes"] == said["weight_bytes"]
-    assert said["draft_model"]["kv_bytes"] > 0
+        facts = facts_after_a_completion(engine)
+    assert facts["made"] > 0
+    assert (facts["draft_head"], facts["math"]) == (None, "exact")
+    assert facts["draft_model"]["weight_bytes"] == facts["weight_bytes"]
+    assert facts["draft_model"]["kv_bytes"] > 0
 
 
 def test_the_models_own_head(model_folder: Path) -> None:
@@ -54,11 +55,10 @@ def test_the_models_own_head(model_folder: Path) -> None:
         text = {"tokenizer": engine.tokenizer, "tokenizer_config": engine.tokenizer_config}
     with Engine.random(config, threads=1, cache_bytes=LIMIT, **text) as engine:
         engine._open().fix_cost(0.001, 0.001)  # type: ignore[attr-defined]
-        said = said_after_a_completion(engine)
-    assert said["made"] > 0
-    assert said["draft_model"] is None
-    assert said["draft_head"]["ids"] == 64
-    assert 0 < said["draft_head"]["weight_bytes"] < said["weight_bytes"]
+        facts = facts_after_a_completion(engine)
+    assert facts["made"] > 0
+    assert (facts["draft_model"], facts["draft_head"]["ids"]) == (None, 64)
+    assert 0 < facts["draft_head"]["weight_bytes"] < facts["weight_bytes"]
 
 
 def test_a_slower_link_is_measured_and_changes_no_token(model_folder: Path, engine: Engine) -> None:
@@ -72,7 +72,7 @@ def test_a_slower_link_is_measured_and_changes_no_token(model_folder: Path, engi
 
 
 def test_a_slower_link_needs_lanes_on_several_threads(model_folder: Path) -> None:
-    options = ServerOptions(model="tiny", api_key=None, link_us=5.0)
+    options = ServerOptions(model_name="tiny", api_key=None, link_us=5.0)
     with (
         Engine.from_pretrained(model_folder, threads=1, cache=False) as engine,
         pytest.raises(ValueError, match=r"1 threads share every lane of .*; take as many threads as lanes"),
@@ -81,7 +81,6 @@ def test_a_slower_link_needs_lanes_on_several_threads(model_folder: Path) -> Non
 
 
 def test_the_command_s_arithmetic_is_the_fast_one_and_said(model_folder: Path) -> None:
-    for options, math in ({}, "int8"), ({"math": "exact"}, "exact"):
-        flags: Any = {"dtype": "int8", "threads": 1, "cache": False, "cache_bytes": LIMIT, **options}
-        with ModelOptions(**flags).load(model_folder) as engine:
-            assert said_after_a_completion(engine)["math"] == math
+    flags: Any = {"dtype": "int8", "threads": 1, "cache": False, "cache_bytes": LIMIT}
+    with ModelOptions(**flags).load(model_folder) as engine:
+        assert facts_after_a_completion(engine)["math"] == "int8"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tokenizers import Tokenizer
 
-from laneformer.serve.reasoning import ENDING
+from laneformer.serve.conversation import ENDING
 from tests.laneformer.serve.conftest import in_process
 from tests.laneformer.serve.endpoint import Endpoint
 

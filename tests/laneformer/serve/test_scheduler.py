@@ -9,18 +9,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from laneformer.engine import Engine, GenerationOptions, PromptLogprobs
+from laneformer.engine import Engine, GenerationOptions
 from laneformer.serve.scheduler import (
     SHARE_TOKENS,
     Busy,
-    EngineError,
     Running,
     Scheduler,
-    Scored,
     Stopping,
     Wanted,
 )
-from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
+from tests.laneformer.engine.assets import engine_of, random_model, small_config
 
 LONG = GenerationOptions(max_new_tokens=400, ignore_eos=True)
 
@@ -104,22 +102,6 @@ def test_each_idle_stretch_is_told_once(engine: Engine, monkeypatch: pytest.Monk
     scheduler.close()
 
 
-def test_scores(engine: Engine) -> None:
-    ids = random_ids(engine.config, 40)
-    expected = engine.logprobs(ids, start=5, top=2)
-    scheduler = Scheduler(engine)
-    found = asyncio.run(_score(scheduler, ids))
-    scheduler.close()
-    assert found.logprobs.tolist() == expected.logprobs.tolist()
-    assert found.top_ids.tolist() == expected.top_ids.tolist()
-
-
-async def _score(scheduler: Scheduler, ids: list[int]) -> PromptLogprobs | None:
-    running = scheduler.submit(Scored(ids, start=5, top=2))
-    assert await ids_of(running) == []
-    return running.scores
-
-
 def test_beyond_its_room_it_is_busy_and_says_when_to_come_back(scheduler: Scheduler) -> None:
     async def fill() -> None:
         room = scheduler.max_joined + scheduler.max_waiting
@@ -164,18 +146,3 @@ def test_stop_lets_running_requests_end_and_then_cancels(scheduler: Scheduler) -
             scheduler.submit(wanted())
 
     asyncio.run(stop())
-
-
-def test_a_dead_thread_ends_every_request_with_an_error(engine, monkeypatch):
-    async def die() -> None:
-        scheduler = Scheduler(engine)
-        monkeypatch.setattr(scheduler, "_collect", lambda: 1 // 0)
-        running = [scheduler.submit(Wanted([1, 2], LONG)) for _ in range(5)]
-        for one in running:
-            with pytest.raises(EngineError, match="ZeroDivisionError"):
-                await ids_of(one)
-        with pytest.raises(EngineError):
-            scheduler.submit(wanted())
-        scheduler.close()
-
-    asyncio.run(die())

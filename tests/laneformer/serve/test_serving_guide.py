@@ -35,7 +35,7 @@ needs_clients = pytest.mark.skipif(not CLIENTS.is_dir(), reason=f"no litellm: ma
 
 @pytest.fixture(scope="module")
 def served(model_folder: Path) -> Iterator[Server]:
-    server = start(model_folder, model=NAME)
+    server = start(model_folder, model_name=NAME)
     yield server
     assert server.stop() == 0, server.output()
 
@@ -91,7 +91,7 @@ def test_every_route_field_and_flag_is_told(tiny: TestClient, capsys: pytest.Cap
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
-    options = ServerOptions.__dataclass_fields__.keys() - {"model"}
+    options = ServerOptions.__dataclass_fields__.keys()
     assert {f"--{name.replace('_', '-')}" for name in options} <= flags
     for text in re.findall(r"laneformer serve [^\n|]*", GUIDE):
         assert set(re.findall(r"--[a-z][a-z-]+", text)) <= flags, text

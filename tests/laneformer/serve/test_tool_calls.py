@@ -1,19 +1,21 @@
-"""Calls of tools: their forms as templates have them, answers of a random model, and how these stream."""
+"""Calls of tools: their forms as templates have them, and answers of a random model under their grammars."""
 
 from __future__ import annotations
 
 import json
-import random
 import re
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 from tokenizers import Tokenizer
 
-from laneformer.serve.tool_calls import HERMES, CallForm, CallParser, ToolCalling, ToolUse
+from laneformer.engine.channels import HERMES, AnswerReader, CallForm
+from laneformer.serve.tool_calls import ToolCalling, ToolUse
 from tests.laneformer.serve.conftest import TEMPLATE as SMOLLM2
+from tests.laneformer.serve.endpoint import request_with
 from tests.laneformer.serve.grammar_assets import (
     TOKENIZERS,
     batch_of,
@@ -47,7 +49,6 @@ TEXTUAL = """{%- for message in messages %}{{- "<" + message.role + ">" + messag
 {%- if loop.first and tools %}{{- tools | tojson }}{%- endif %}{%- for call in message.tool_calls or [] %}
 {{- "\n```call\n" + call.function.name + "\n" + call.function.arguments + "\n```" }}{%- endfor %}{{- "</s>" }}
 {%- endfor %}"""
-QWEN = CallForm(HERMES.begin, HERMES.middle, HERMES.between, HERMES.end)
 LLAMA = CallForm('{"name": "', '", "parameters": ', None, "}")
 FORMS = {
     "mistral": (MISTRAL, CallForm('[TOOL_CALLS] [{"name": "', '", "arguments": ', '}, {"name": "', "}]")),
@@ -55,40 +56,16 @@ FORMS = {
     "textual": (TEXTUAL, CallForm("```call\n", "\n", "\n```\n```call\n", "\n```", as_text=True)),
     "smollm2": (SMOLLM2, None),
     "gemma": ("gemma.jinja", None),
-    "qwen2.5": ("qwen2_5.jinja", QWEN),
-    "qwen3": ("qwen3.jinja", QWEN),
-    "qwen3 2507": ("qwen3_instruct_2507.jinja", QWEN),
+    "qwen3": ("qwen3.jinja", HERMES),
     "llama 3.1": ("llama3_1.jinja", LLAMA),
-    "llama 3.2": ("llama3_2.jinja", LLAMA),
     "glm": ("glm4moe.jinja", None),  # arguments as XML
     "broken": ("{% for %}", None),
 }
-CITY = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 10}, "unit": {"$ref": "#/$defs/unit"}},
-    "required": ["city"],
-    "$defs": {"unit": {"enum": ["C", "F"]}},
-}
-ADD = {
-    "type": "object",
-    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-    "required": ["a", "b"],
-}
-TOOLS: list[dict[str, Any]] = [
-    {"type": "function", "function": {"name": "get", "description": "Anything", "parameters": None}},
-    {"type": "function", "function": {"name": "get_weather", "description": "Of a city", "parameters": CITY}},
-    {"type": "function", "function": {"name": "add", "parameters": ADD, "strict": True}},
-]
-SCHEMAS = {"get": {"type": "object", "maxProperties": 0}, "get_weather": CITY, "add": ADD}
-CALLS = [
-    {
-        "id": "abcDEF123",
-        "type": "function",
-        "function": {"name": "get_weather", "arguments": {"city": "Köln\n\"'"}},
-    },
-    {"id": "abcDEF124", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}},
-]
-SEEDS = 5
+GIVEN = json.loads(Path(__file__).with_name("tools.json").read_text())
+TOOLS: list[dict[str, Any]] = GIVEN["tools"]
+CALLS: list[dict[str, Any]] = GIVEN["calls"]
+SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] or {"maxProperties": 0} for tool in TOOLS}
+SEEDS = 2
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
@@ -109,7 +86,7 @@ def test_forms_are_read_from_templates(name: str) -> None:
     assert (read.form, read.described) == (form or HERMES, form is None)
 
 
-@pytest.mark.parametrize("name", ["mistral", "new mistral", "textual", "qwen2.5", "qwen3", "llama 3.1"])
+@pytest.mark.parametrize("name", ["mistral", "new mistral", "textual", "qwen3", "llama 3.1"])
 def test_calls_go_back_as_transformers_renders_them(name: str) -> None:
     """And as the model wrote them: the form, with the arguments, is in the text."""
     from transformers import PreTrainedTokenizerFast
@@ -122,11 +99,11 @@ def test_calls_go_back_as_transformers_renders_them(name: str) -> None:
         *({"role": "tool", "tool_call_id": call["id"], "content": "7"} for call in calls),
         {"role": "user", "content": "!"},
     ]
-    sent = tool.use(TOOLS).messages(messages)
+    sent = tool.use(request_with(TOOLS)).messages(messages)
     template, bare = template_of(name), grammars().tokenizer
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, chat_template=template, **TOKENS)
     text = tokenizer.apply_chat_template(sent, tools=TOOLS, tokenize=False)
-    written = tool.form.written([call["function"] for call in calls])
+    written = tool.form.write([call["function"] for call in calls])
     if name == "mistral":
         written = tool.form.begin + 'get_weather", "arguments": {"city": "Köln'
     assert written in text
@@ -136,7 +113,7 @@ def test_calls_go_back_as_transformers_renders_them(name: str) -> None:
 
 
 def test_templates_without_tools_get_them_described() -> None:
-    use = calling("smollm2").use(TOOLS)
+    use = calling("smollm2").use(request_with(TOOLS))
     assert use.template_tools == []
     assistant = {"role": "assistant", "content": "So:", "tool_calls": CALLS}
     results = [{"role": "tool", "content": text, "tool_call_id": "x"} for text in ("1", "2")]
@@ -153,38 +130,26 @@ def test_templates_without_tools_get_them_described() -> None:
     (system,) = use.messages([own])
     assert system["content"].endswith("\n\nBe brief.")
     assert own["content"] == "Be brief."
-    assert calling("smollm2").use(TOOLS, "none").messages([own]) == [own]
+    assert calling("smollm2").use(request_with(TOOLS, "none")).messages([own]) == [own]
 
 
 def test_templates_without_system_messages_get_tools_in_the_first_question() -> None:
-    (user,) = calling("gemma").use(TOOLS).messages([{"role": "user", "content": "?"}])
+    (user,) = calling("gemma").use(request_with(TOOLS)).messages([{"role": "user", "content": "?"}])
     assert user["role"] == "user"
     assert user["content"].endswith("</tool_call>\n\n?")
 
 
-def parsed(use: ToolUse, text: str, pieces: random.Random | None = None) -> tuple[str, list[tuple[str, Any]]]:
-    """Content and calls, put together from deltas as a client does it."""
-    parser = use.parser()
-    assert parser is not None
-    deltas: list[dict[str, Any]] = []
-    while text:
-        cut = pieces.randint(1, 9) if pieces else len(text)
-        deltas += parser.push(text[:cut])
-        text = text[cut:]
-    deltas += parser.finish()
+def parsed(use: ToolUse, text: str) -> tuple[str, list[tuple[str, Any]]]:
+    """Content and calls."""
+    reader = AnswerReader(use.form)
+    deltas = [*reader.push(text), *reader.finish()]
     calls: list[list[str]] = []
-    for call in (call for delta in deltas for call in delta.get("tool_calls", [])):
-        function = call["function"]
-        if "id" in call:
-            assert (call["index"], call["type"], len(call["id"])) == (len(calls), "function", 9)
-            assert function["arguments"] == ""
-            calls.append([function["name"], ""])
-        else:
-            assert call["index"] == len(calls) - 1
-            calls[-1][1] += function["arguments"]
-    assert [list(call["function"].values()) for call in parser.calls] == calls
-    assert parser.called == bool(calls)
-    content = "".join(delta.get("content", "") for delta in deltas)
+    for kind, part in deltas:
+        if kind == "call":
+            calls.append([part, ""])
+        elif kind == "arguments":
+            calls[-1][1] += part
+    content = "".join(part for kind, part in deltas if kind == "text")
     return content, [(name, json.loads(arguments)) for name, arguments in calls]
 
 
@@ -197,14 +162,12 @@ def test_every_call_is_valid(name: str, kind: str) -> None:
     tool = calling(name, kind)
     with batch_of(kind) as batch:
         for choice, parallel in (("required", True), ("required", False), (NAMED, True), ("auto", True)):
-            use = tool.use(TOOLS, choice, parallel)
+            use = tool.use(request_with(TOOLS, choice, parallel_tool_calls=parallel))
             answers = [drawn(batch, use.grammar(), seed=seed) for seed in range(SEEDS)]
             ended = [ids for ids, reason in answers if reason == "stop"]
             assert ended, choice
-            for seed, ids in enumerate(ended):
-                text = text_of(kind, ids, skip_special_tokens=False)
-                content, calls = parsed(use, text)
-                assert parsed(use, text, random.Random(seed)) == (content, calls)
+            for ids in ended:
+                content, calls = parsed(use, text_of(kind, ids, skip_special_tokens=False))
                 for function, arguments in calls:
                     jsonschema.validate(arguments, SCHEMAS[function])
                     assert arguments.keys() <= SCHEMAS[function].get("properties", {}).keys()
@@ -221,10 +184,10 @@ def test_every_call_is_valid(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", ["smollm2", "mistral", "textual", "qwen3", "llama 3.1"])
 def test_auto_lets_text_be_text_until_a_call_begins(name: str, kind: str) -> None:
     """What a model would write is forced through the grammar; behind the marker it has no choice but a call."""
-    use = calling(name, kind).use(TOOLS)
+    use = calling(name, kind).use(request_with(TOOLS))
     end, form = grammars(kind).eos_ids[0], use.calling.form
     said = "" if form.marker == "{" else "Let me <see> {it}: "
-    call = form.written([{"name": "add", "arguments": {"a": 1, "b": -20}}])
+    call = form.write([{"name": "add", "arguments": {"a": 1, "b": -20}}])
     texts = [said + call, "Only text, with a { brace and a <tool.", ""]
     texts += ["<think>\nI {{ think.\n</think>\n\nSo.", *(["<think>\nHm.</think>" + call] if said else [])]
     for text in texts:
@@ -233,17 +196,6 @@ def test_auto_lets_text_be_text_until_a_call_begins(name: str, kind: str) -> Non
     for wrong in (call.replace("add", "sub"), call.replace("-20", '"x"')):
         assert tokens_allowed(use.grammar(), ids_of(kind, said + wrong)) < len(ids_of(kind, said + call))
     assert parsed(use, said + call) == (said, [("add", {"a": 1, "b": -20})])
-    assert parsed(use, "Only a <tool.", random.Random(1)) == ("Only a <tool.", [])
-
-
-@pytest.mark.parametrize("name", ["smollm2", "mistral", "new mistral", "textual", "qwen3"])
-def test_several_calls_are_told_apart(name: str) -> None:
-    use = calling(name).use(TOOLS)
-    functions = [call["function"] for call in CALLS] * 2
-    expected = [(function["name"], function["arguments"]) for function in functions]
-    text = "Hm. " + use.calling.form.written(functions)
-    for seed in range(20):
-        assert parsed(use, text, random.Random(seed)) == ("Hm. ", expected)
 
 
 def ids_of(kind: str, text: str) -> list[int]:
@@ -260,52 +212,27 @@ def ids_of(kind: str, text: str) -> list[int]:
     return ids
 
 
-def test_a_call_that_the_limit_cuts_streams_what_there_is() -> None:
-    parser = CallParser(HERMES)
-    deltas = parser.push('Hm.<tool_call>\n{"name": "add", "arguments": {"a": "}\\"')
-    assert [*deltas, *parser.finish()][0] == {"content": "Hm."}
-    assert parser.calls[0]["function"] == {"name": "add", "arguments": '{"a": "}\\"'}
-    parser = CallParser(HERMES)
-    assert parser.push("Hm <tool_c") == [{"content": "Hm "}]
-    assert parser.finish() == [{"content": "<tool_c"}]
-    assert not parser.called
-
-
 def test_without_tools_there_is_nothing_to_force() -> None:
-    for use in (calling("qwen3").use(), calling("qwen3").use([]), calling("qwen3").use(TOOLS, "none")):
-        assert (use.template_tools, use.grammar(), use.parser()) == ([], None, None)
-
-
-def tool(**function: Any) -> list[dict[str, Any]]:
-    return [{"type": "function", "function": {"name": "f", **function}}]
+    for request in (request_with([]), request_with(TOOLS, "none")):
+        use = calling("qwen3").use(request)
+        assert (use.template_tools, use.grammar(), use.form) == ([], None, None)
 
 
 @pytest.mark.parametrize(
-    ("tools", "choice", "message"),
+    ("schemas", "message"),
     [
-        ({}, None, "tools must be a list"),
-        (tool() * 200, None, "at most 128"),
-        ([{"type": "custom"}], None, r"tools\[0\] must be {'type': 'function'"),
-        (tool(name="a b"), None, r"tools\[0\].function.name = 'a b' must match"),
-        (tool() + tool(), None, "'f' must match .* and no other function's name"),
-        (tool(parametres={}), None, r"tools\[0\].function has 'parametres'"),
-        (tool(strict=1), None, "strict true or false"),
-        (tool(parameters={"type": "array"}), None, r"tools\[0\].function.parameters must be a JSON schema of type"),
-        (tool(), "any", "tool_choice = 'any'"),
-        (tool(), {"type": "function", "function": {"name": "g"}}, r"tool_choice names 'g', but the tools are \['f'\]"),
-        (tool(), {"type": "allowed_tools"}, "tool_choice = {'type': 'allowed_tools'}"),
-        (None, "required", "needs tools"),
         (
-            tool(parameters={"type": "object", "properties": {"x": {"type": "y"}}}), None,
+            [{"properties": {"x": {"type": "y"}}}],
             r"tools\[0\].function.parameters.properties.x: Invalid type: y",
         ),
-        (
-            [{"type": "function", "function": {"name": f"f{i}", "parameters": {"type": "object", "title": "x" * 9000}}}
-             for i in range(9)], None, "the schemas of a request together",
-        ),
+        ([{"title": "x" * 9000}] * 9, "the schemas of a request together"),
     ],
-    ids=lambda value: str(value)[:30],
-)  # fmt: skip
-def test_bad_tools_are_refused(tools: Any, choice: Any, message: str) -> None:
+    ids=["wrong", "too long"],
+)
+def test_bad_parameters_are_refused(schemas: list[dict[str, Any]], message: str) -> None:
+    functions = [
+        {"name": f"f{i}", "parameters": {"type": "object", **schema}} for i, schema in enumerate(schemas)
+    ]
+    tools = [{"type": "function", "function": function} for function in functions]
     with pytest.raises(ValueError, match=message):
-        calling("qwen3").use(tools, choice).grammar()
+        calling("qwen3").use(request_with(tools)).grammar()

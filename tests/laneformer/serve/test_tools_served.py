@@ -36,18 +36,15 @@ def test_a_question_is_answered_with_a_tool_and_a_description_with_json() -> Non
     import openai
 
     tools: list[Any] = [openai.pydantic_function_tool(GetWeather, name="get_weather")]
+    given: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 200}
+    demanded: Any = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
     with in_process(SMOLLM2) as served:
-        client = strict_client(served)
-        given: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 200}
-        demanded: Any = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
-        (answer,) = client.chat.completions.parse(messages=QUESTION, **demanded, **given).choices
-        (call,) = answer.message.tool_calls or ()
-        assert (answer.finish_reason, call.function.name) == ("tool_calls", "get_weather")
+        parse = strict_client(served).chat.completions.parse
+        message = parse(messages=QUESTION, **demanded, **given).choices[0].message
+        (call,) = message.tool_calls or ()
         assert call.function.parsed_arguments == GetWeather(city="Paris", unit="celsius")
-        content = '{"temperature": 21, "unit": "celsius"}'
-        result = {"role": "tool", "tool_call_id": call.id, "content": content}
-        sent: Any = [*QUESTION, answer.message.model_dump(), result]
-        told = client.chat.completions.create(messages=sent, tools=tools, **given)
-        assert "21" in (told.choices[0].message.content or "")
-        described = client.chat.completions.parse(messages=ADA, response_format=Person, **given)
+        result = {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 21}'}
+        sent: Any = [*QUESTION, message.model_dump(), result]
+        assert "21" in (parse(messages=sent, tools=tools, **given).choices[0].message.content or "")
+        described = parse(messages=ADA, response_format=Person, **given)
         assert isinstance(described.choices[0].message.parsed, Person)

@@ -13,7 +13,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from laneformer import Laneformer, LaneformerConfig
 from laneformer.titan.attention import document_ids, draft_blocks
 from laneformer.titan.loss import IGNORE_INDEX
-from laneformer.titan.mtp import DraftTraining, accepted_prefixes, step_labels, step_mask
+from laneformer.titan.mtp import DraftTraining, step_labels, step_mask
+from tests.laneformer.drafts import draft_logits
 from tests.laneformer.titan import titan_assets
 from tests.laneformer.titan.titan_assets import gradients_of
 
@@ -52,7 +53,7 @@ def expected_losses(model: Laneformer, tokens: torch.Tensor, steps: int) -> tupl
     ids = tokens[:, :-1]
     main = F.cross_entropy(model(ids).flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
     found = []
-    for k, logits in enumerate(model.draft_logits(ids, steps), 1):
+    for k, logits in enumerate(draft_logits(model, ids, steps), 1):
         total = logits.new_zeros(())
         for row in range(len(ids)):
             for t in range(SEQ_LEN - k):
@@ -117,17 +118,11 @@ def test_validation_says_how_often_drafts_are_right(tokens: torch.Tensor) -> Non
     twin, ids = plain(model), tokens[:, :-1]
     with torch.no_grad():
         model(ids, tokens[:, 1:])
-        chosen, drafts = twin(ids).argmax(-1), [logits.argmax(-1) for logits in twin.draft_logits(ids, 3)]
+        chosen, drafts = twin(ids).argmax(-1), [logits.argmax(-1) for logits in draft_logits(twin, ids, 3)]
     known = SEQ_LEN - 3
     right = torch.stack([d[:, :known] == chosen[:, k : known + k] for k, d in enumerate(drafts, 1)])
     expected = torch.stack([right[:k].all(0) for k in (1, 2, 3)])
     assert torch.equal(model.drafted.accepted[:, :, :known], expected)
-
-
-def test_accepted_prefixes_end_at_the_first_difference() -> None:
-    chosen = torch.tensor([[9, 1, 2, 3, 4]])
-    drafts = torch.stack([chosen.roll(-1, 1), chosen.roll(-2, 1) + 1, chosen.roll(-3, 1)])
-    assert accepted_prefixes(chosen, drafts)[:, 0, 0].tolist() == [True, False, False]
 
 
 def test_labels_at_the_border_of_a_window() -> None:

@@ -9,11 +9,27 @@ import torch
 from torch import Tensor, nn
 
 from laneformer import LaneformerConfig
+from laneformer.config import Join
+from laneformer.model import join_lanes
 from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
 
 # float32 through a few layers, each a chain of a few dozen roundings, in any order of summation
 ROUNDING = 100 * torch.finfo(torch.float32).eps
 Results = dict[str, Tensor]
+
+
+class PlainJoinNorm:
+    """In place of the kernels of join and norm: the model's formulas, the partial output `wrong` by a factor."""
+
+    def __init__(self, wrong: float):
+        self.wrong = wrong
+
+    def apply(self, h: Tensor, partial: Any, delayed: Any, weight: Any, eps: float, hand_on: bool) -> Any:
+        streams = h if partial is None else join_lanes(h, (1 + self.wrong) * partial, Join.PAST, delayed)
+        normed = None
+        if weight is not None:
+            normed = streams * torch.rsqrt(streams.square().mean(-1, keepdim=True) + eps) * weight
+        return streams, normed, partial if hand_on else None
 
 
 def build(config: LaneformerConfig, **arguments: Any) -> TitanLaneformer:

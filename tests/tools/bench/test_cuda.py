@@ -6,7 +6,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,26 +30,26 @@ def run_program(monkeypatch: pytest.MonkeyPatch, program: str, limit_s: float = 
     return figures, len(saved)
 
 
-def test_figures_are_saved_as_they_come_and_outlive_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_are_saved_as_they_come_and_outlive_a_crash(monkeypatch):
     figures, saved = run_program(monkeypatch, f"{FIGURE}; print('noise'); raise SystemExit(9)")
     assert figures == {"depth 0": {"tokens_per_s": 900.0}, "ended": "with status 9"}
     assert saved == 2
     assert run_program(monkeypatch, FIGURE)[0] == {"depth 0": {"tokens_per_s": 900.0}}
 
 
-def test_a_part_that_hangs_costs_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_hangs_costs_its_limit(monkeypatch):
     figures, _ = run_program(monkeypatch, "import time; time.sleep(600)", limit_s=0.01)
     assert figures == {"ended": "after 0.01 s, its limit"}
 
 
-def test_all_parts_fit_into_eight_minutes_and_have_a_function() -> None:
+def test_all_parts_fit_into_eight_minutes_and_have_a_function():
     parts = cuda.parts_of("2b")
     assert sum(part.limit_s for part in parts) <= 8 * 60
     assert all(callable(getattr(cuda, part.function)) for part in parts)
 
 
 @pytest.mark.job
-def test_the_verdict_is_of_a_sound_engine_and_of_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verdict_is_of_a_sound_engine_and_of_no_other(monkeypatch):
     for name, value in {"DEVICE": "cpu", "PROMPTS": 2, "RUNS": 2}.items():
         monkeypatch.setattr(check_cuda, name, value)
     monkeypatch.setattr(LaneformerConfig, "from_flavor", lambda flavor: CONFIG)
@@ -73,7 +72,7 @@ def test_the_verdict_is_of_a_sound_engine_and_of_no_other(monkeypatch: pytest.Mo
 HEAD = {"date": "2026-01-01 00:00 UTC", "command": "x", "commit": "abc", "gpu": "NVIDIA H200"}
 
 
-def test_the_page_shows_every_figure_under_the_verdict() -> None:
+def test_the_page_shows_every_figure_under_the_verdict():
     title = "Correctness of `tiny`"
     row = {"depth": 0, "tokens_per_s": 900.0, "percent_of_probe": 91.0}
     held = {"passes: greedy tokens": True, "planted faults are refused": True}
@@ -91,7 +90,7 @@ def test_the_page_shows_every_figure_under_the_verdict() -> None:
 
 
 @pytest.mark.rotate
-def test_our_server_streams_random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_server_streams_random_weights(monkeypatch):
     monkeypatch.setattr(cuda, "speed", lambda flavor, tokens_per_s: {"tokens_per_s": tokens_per_s})
     monkeypatch.setattr(cuda, "TRIALS", 1)
     server = [sys.executable, "-m", "tools.bench.cuda", "serve", "tiny", "cpu"]
@@ -100,9 +99,7 @@ def test_our_server_streams_random_weights(monkeypatch: pytest.MonkeyPatch) -> N
     assert figures["tokens_per_s"] > 1
 
 
-def test_sglang_is_named_where_it_is_missing_and_gets_a_llama_of_the_same_matrices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sglang_is_named_where_it_is_missing_and_gets_a_llama_of_the_same_matrices(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None)
         assert dict(cuda.sglang("tiny")) == {"missing": "pip install sglang"}
@@ -112,9 +109,7 @@ def test_sglang_is_named_where_it_is_missing_and_gets_a_llama_of_the_same_matric
     assert cuda.made_up_tokenizer(100).decode([5, 6]).split() == ["w5", "w6"]
 
 
-def test_without_a_gpu_it_says_so_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(cuda, "why_no_cuda", lambda: "there is no NVIDIA driver")
     with pytest.raises(SystemExit) as stopped:
         cuda.main(["--out", str(tmp_path / "report.md")])

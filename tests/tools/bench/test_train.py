@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from laneformer import LaneformerConfig
+from tools.markdown import cell
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -21,7 +22,7 @@ LOG = "Model llama size: 1,234 total parameters\n" + "".join(
 )
 
 
-def test_figures_of_a_log_are_those_of_the_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_of_a_log_are_those_of_the_timed_steps(monkeypatch):
     from tools.bench import train
 
     options = train.Options(steps=3, warmup=1)
@@ -47,7 +48,7 @@ main(["train", *sys.argv[1:]])
 
 
 @pytest.mark.rotate
-def test_toy_run(tmp_path: Path) -> None:
+def test_toy_run(tmp_path):
     out = tmp_path / "train.md"
     flags = ["--flavor", "tiny", "--seq-len", "32", "--local-batch", "2", "--steps", "3", "--warmup", "2", "--rounds",
              "1", "--both=--training.mixed_precision_param float32 --compile.no-enable", "--out", str(out)]  # fmt: skip
@@ -64,4 +65,4 @@ def test_toy_run(tmp_path: Path) -> None:
     assert ours["mfu_percent"] is None, "a CPU has no datasheet peak to compare with"
     assert ours["peak_memory_gib"] > 0
     assert ours["joins_and_norms"] == "plain", "the kernels need a GPU"
-    assert f"| laneformer | {ours['parameters']} |" in out.read_text()
+    assert f"| laneformer | {cell(ours['parameters'])} |" in out.read_text()

@@ -49,7 +49,7 @@ def checked(folder: Path, **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name", ["as published", *(pytest.param(n, marks=pytest.mark.job) for n in list(CASES)[1:])]
 )
-def test_engine_modeling_code_and_the_folder_s_own_code_agree(tmp_path: Path, name: str) -> None:
+def test_engine_modeling_code_and_the_folder_s_own_code_agree(tmp_path, name):
     spelled, means = CASES[name]
     folder = write_published(tmp_path / name.replace(" ", "_").replace(",", ""), meant(**means), **spelled)
     report = checked(folder, trust_remote_code=True)
@@ -58,7 +58,7 @@ def test_engine_modeling_code_and_the_folder_s_own_code_agree(tmp_path: Path, na
     assert report["greedy"]["same"] == 2
 
 
-def test_what_the_spellings_mean() -> None:
+def test_what_the_spellings_mean():
     for spelled, means in CASES.values():
         assert config_of({**OLDER, **spelled}) == meant(**means)
     assert config_of({**OLDER, "unclamped_layers": [1]}).swa_layers == (0, 2)
@@ -73,7 +73,7 @@ def test_what_the_spellings_mean() -> None:
     assert config_of(newer) == MEANT
 
 
-def test_what_has_no_new_spelling_is_refused() -> None:
+def test_what_has_no_new_spelling_is_refused():
     for changes, message in (
         ({"use_comm": False}, "use_comm = False with use_early_comm = True is not supported"),
         ({"lm_head_type": "lane"}, "lm_head_type = 'lane' of laneformer_tp scores all lanes at once"),
@@ -84,7 +84,7 @@ def test_what_has_no_new_spelling_is_refused() -> None:
             config_of({**OLDER, **changes})
 
 
-def test_the_folder_s_code_runs_only_when_it_is_trusted(tmp_path: Path) -> None:
+def test_the_folder_s_code_runs_only_when_it_is_trusted(tmp_path):
     folder = write_published(tmp_path / "hf", MEANT)
     (folder / "modeling_laneformer.py").write_text("raise RuntimeError('this code runs')")
     report = checked(folder)
@@ -93,16 +93,15 @@ def test_the_folder_s_code_runs_only_when_it_is_trusted(tmp_path: Path) -> None:
         checked(folder, trust_remote_code=True)
 
 
-def test_a_difference_is_found_and_explained(tmp_path: Path) -> None:
+def test_a_difference_is_found(tmp_path):
     """The folder's code adds early layers' outputs again, but its config.json is made to say otherwise."""
     folder = write_published(tmp_path / "differs", MEANT, rebroadcast_early=False)
     report = checked(folder, trust_remote_code=True)
     assert set(report["failed"]) >= {"logits: published code", "layers: published code"}
-    assert report["first_wrong"] == {"engine": None, "published code": 2}, "the first layer that adds them"
-    assert report["agrees_with"] == {"rebroadcast_early": True}
+    assert report["first_wrong"] == 2, "the first layer that adds them"
 
 
-def test_import_reads_the_older_spellings(tmp_path: Path) -> None:
+def test_import_reads_the_older_spellings(tmp_path):
     config = meant(replicated_rmsn_scale=False)
     folder = write_published(tmp_path / "hf", config, replicated_rmsn_scale=False)
     import_folder(folder, tmp_path / "run")

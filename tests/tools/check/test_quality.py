@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from tools.check import quality
 from tools.check.reference import random_weights
 
 
-def test_figures_of_known_logits() -> None:
+def test_figures_of_known_logits():
     even, sure = np.zeros((2, 2), np.float32), np.log(np.array([[3.0, 1.0]] * 2, np.float32))
     same = quality.compare(even, even, [1, 0], text_bytes=2)
     expected = {"kl": 0, "same_best": 1, "bits_per_byte": 1, "more_bits_per_byte": 0}
@@ -27,9 +26,7 @@ def test_figures_of_known_logits() -> None:
     assert other["more_bits_per_byte"] == pytest.approx(2 - math.log2(4 / 3))
 
 
-def test_every_type_is_measured_and_int8_is_what_it_means(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_type_is_measured_and_int8_is_what_it_means(tmp_path, monkeypatch, capsys):
     pytest.importorskip("gguf")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = LaneformerConfig.from_flavor("tiny", num_hidden_layers=3, swa_layers=(), vocab_size=512)
@@ -50,16 +47,14 @@ def test_every_type_is_measured_and_int8_is_what_it_means(
     assert "int4, math int8" in printed.err
 
 
-def test_a_tied_head_is_rounded_too() -> None:
+def test_a_tied_head_is_rounded_too():
     config = LaneformerConfig.from_flavor(
         "tiny", num_hidden_layers=2, swa_layers=(), vocab_size=512, tie_word_embeddings=True
     )
     assert quality.check(config, random_weights(config), list(range(5, 25)))["failed"] == []
 
 
-def test_what_cannot_be_measured_ends_with_a_message(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_measured_ends_with_a_message(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         quality.main([str(tmp_path / "no.gguf")])
     assert ended.value.code == 2

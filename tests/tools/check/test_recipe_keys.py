@@ -27,12 +27,12 @@ changed where this one says something else. [Your own data](own-data.md) has exa
 """
 
 
-def test_the_page_is_that_of_the_code() -> None:
+def test_the_page_is_that_of_the_code():
     command = "run python -m tests.tools.check.test_recipe_keys"
     assert PAGE.read_text(encoding="utf-8") == page(), command
 
 
-def test_every_key_has_a_help_text() -> None:
+def test_every_key_has_a_help_text():
     for cls in CLASSES:
         bases = [base for base in cls.__bases__[:1] if base is not object]
         keys = {key for one in (cls, *bases) for key in help_texts(one)}

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from records.files import read_lines
 from tests.browser import Page, needs_browser
+from tests.records.lines import write_lines
 from tests.tools.dashboard import made_up_run
 from tools.dashboard.__main__ import write_page
 
 NOW = 1.79e9 + 3600
-DRAWN = "document.body?.dataset.drawn === ''"
 SLOW_S = 120.0  # on a machine that does much else
 TRAINING = "document.getElementById('training-one')"
 SOURCES = "document.getElementById('sources-one')"
@@ -23,20 +22,19 @@ SOURCES = "document.getElementById('sources-one')"
 
 def open_page(page: Page, html: Path) -> None:
     page.call("Page.navigate", url=html.as_uri())
-    page.until(DRAWN, SLOW_S)
+    page.until("document.body?.dataset.drawn === ''", SLOW_S)
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+def browser(tmp_path_factory):
     runs = tmp_path_factory.mktemp("runs")
     folder = made_up_run.write_run(runs / "one", 360, every=1)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    lines[-30]["loss"] = lines[-60]["grad_norm"] = 1e4  # a spike
-    for i, line in enumerate(lines):
-        line["mfu"] = 38.0 if i == 7 else None  # without neighbours
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (runs / "two").mkdir()
-    (runs / "two" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
+    rows = read_lines(folder / "metrics.jsonl")
+    rows[-30]["loss"] = rows[-60]["grad_norm"] = 1e4  # a spike
+    for i, row in enumerate(rows):
+        row["mfu"] = 38.0 if i == 7 else None  # without neighbours
+    write_lines(folder / "metrics.jsonl", rows)
+    write_lines(runs / "two/metrics.jsonl", [{"step": 1, "loss": 2.5}])
     write_page([folder, runs / "two"], runs / "dashboard.html", now=NOW)
     page = Page(runs / "profile")
     page.size(1400, 1000)
@@ -46,43 +44,30 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 
 @pytest.fixture
-def page(browser: Page) -> Page:
+def page(browser):
     """The drawn page, every chart as at first."""
-    browser.run(
-        "Promise.all([...document.querySelectorAll('.chart > div')].map(place => {"
-        "place.state = fresh(place.chart); return render(place) }))"
-    )
+    places = "[...document.querySelectorAll('.chart > div')]"
+    browser.run(f"Promise.all({places}.map(p => {{ p.state = fresh(p.chart); return render(p) }}))")
     return browser
 
 
-def shown(page: Page, chart: str) -> set[str]:
+def visible_groups(page: Page, chart: str) -> set[str]:
     return {*page.run(f"{chart}.data.filter(t => t.visible && t.legendgroup).map(t => t.legendgroup)")}
 
 
-def axis(page: Page, name: str = "yaxis", chart: str = TRAINING) -> list[float]:
-    return page.run(f"{chart}._fullLayout.{name}.range.map(Number)")
+def axis(page: Page, name: str = "yaxis") -> list[float]:
+    return page.run(f"{TRAINING}._fullLayout.{name}.range.map(Number)")
 
 
 def press(page: Page, chart: str, what: dict[str, Any], twice: bool = False) -> None:
     page.run(f"press({chart}, {json.dumps(what)}, {json.dumps(twice)})")
 
 
-def drag(page: Page, start: tuple[float, float], end: tuple[float, float]) -> None:
-    def mouse(kind: str, x: float, y: float) -> None:
-        page.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)
-
-    mouse("mouseMoved", *start)
-    mouse("mousePressed", *start)
-    for share in (0.3, 0.7, 1):
-        mouse("mouseMoved", *(a + share * (b - a) for a, b in zip(start, end, strict=True)))
-    mouse("mouseReleased", *end)
-
-
 @pytest.mark.job
 @needs_browser
-def test_one_row_of_ten_thousand_does_not_flatten_the_loss_and_is_marked_at_the_top(page: Page) -> None:
-    for name, most in (("yaxis", 10), ("yaxis3", 20)):
-        assert axis(page, name)[1] < most
+def test_one_row_of_ten_thousand_does_not_flatten_the_loss_and_a_value_alone_has_a_mark(page):
+    assert axis(page)[1] < 10
+    assert axis(page, "yaxis3")[1] < 20
     marks = page.run(f"{TRAINING}.data.filter(t => t.marker?.symbol === 'triangle-up').map(t => t.text[0])")
     assert marks.count("above the axis: 1.000e+4") == 2
     press(page, TRAINING, {"act": "everything"})
@@ -91,11 +76,6 @@ def test_one_row_of_ten_thousand_does_not_flatten_the_loss_and_is_marked_at_the_
     low, high = axis(page)
     assert low < 0.5
     assert high > 4, "of a logarithmic axis, everything"
-
-
-@pytest.mark.job
-@needs_browser
-def test_a_value_without_a_neighbour_has_a_mark(page: Page) -> None:
     one = "document.getElementById('training-two').data[0]"
     assert page.run(f"[{one}.mode, {one}.marker.size]") == ["lines+markers", [6]]
     mfu = "document.getElementById('machine-one').data.find(t => t.name === 'MFU')"
@@ -104,13 +84,11 @@ def test_a_value_without_a_neighbour_has_a_mark(page: Page) -> None:
 
 @pytest.mark.job
 @needs_browser
-def test_a_legend_hides_and_isolates_and_axes_change_together(page: Page) -> None:
-    everything = shown(page, SOURCES)
-    assert everything == {"web", "stdlib", "math"}
+def test_a_legend_hides_and_isolates_and_axes_change_together(page):
     press(page, SOURCES, {"group": "math"})
-    assert shown(page, SOURCES) == everything - {"math"}
+    assert visible_groups(page, SOURCES) == {"web", "stdlib"}
     press(page, SOURCES, {"group": "math"}, twice=True)
-    assert shown(page, SOURCES) == {"math"}
+    assert visible_groups(page, SOURCES) == {"math"}
     assert page.run(f"{SOURCES}.closest('.figure').querySelector('[data-group=web]').ariaPressed") == "false"
     press(page, TRAINING, {"choice": "axis", "option": "time"})
     assert page.run(f"{TRAINING}._fullLayout.xaxis.type") == "date"
@@ -121,14 +99,16 @@ def test_a_legend_hides_and_isolates_and_axes_change_together(page: Page) -> Non
 
 @pytest.mark.job
 @needs_browser
-def test_a_drag_zooms_and_y_fits_what_is_in_sight(page: Page) -> None:
+def test_a_drag_zooms_and_y_fits_what_is_in_sight(page):
     press(page, TRAINING, {"choice": "axis", "option": "steps"})
     before, (first, last) = axis(page), axis(page, "xaxis")
     page.run(f"{TRAINING}.scrollIntoView({{block: 'start', behavior: 'instant'}})")
     box = f"{TRAINING}.querySelector('.nsewdrag[data-subplot=xy]').getBoundingClientRect()"
     left, top, width, height = page.run(f"(b => [b.left, b.top, b.width, b.height])({box})")
-    middle = top + height / 2
-    drag(page, (left + 0.5 * width, middle), (left + 0.6 * width, middle))
+    steps = [("mouseMoved", 0.5), ("mousePressed", 0.5), ("mouseMoved", 0.55), ("mouseMoved", 0.6)]
+    for kind, share in [*steps, ("mouseReleased", 0.6)]:
+        place = {"x": left + share * width, "y": top + height / 2}
+        page.call("Input.dispatchMouseEvent", type=kind, **place, button="left", buttons=1, clickCount=1)
     page.until(f"{TRAINING}.state.x", SLOW_S)
     page.run(f"render({TRAINING})")  # awaited
     start, end = axis(page, "xaxis")
@@ -141,7 +121,7 @@ def test_a_drag_zooms_and_y_fits_what_is_in_sight(page: Page) -> None:
 
 @pytest.mark.job
 @needs_browser
-def test_the_data_of_a_chart_can_be_downloaded(page: Page) -> None:
+def test_the_data_of_a_chart_can_be_downloaded_and_nothing_is_wider_than_a_phone(page):
     head, *lines = page.run(f"csv({TRAINING}.chart)").splitlines()
     assert head == 'panel,curve,group,"tokens","steps","time",value,low,high'
     assert len(lines) == page.run(f"{TRAINING}.chart.curves.reduce((n, c) => n + c.y.length, 0)")
@@ -149,11 +129,6 @@ def test_the_data_of_a_chart_can_be_downloaded(page: Page) -> None:
     core = page.run("csv(document.getElementById('core-one').chart)").splitlines()[1].split(",")
     assert float(core[-2]) < float(core[-3]) < float(core[-1])
     assert page.run(f"{TRAINING}.closest('.figure').querySelector('[data-act=csv]').textContent") == "csv"
-
-
-@pytest.mark.job
-@needs_browser
-def test_nothing_is_complained_of_and_nothing_is_wider_than_a_phone(page: Page) -> None:
     links = page.run("[...document.querySelectorAll('.jump a')].map(a => a.getAttribute('href').slice(1))")
     assert page.run(f"{json.dumps(links)}.every(id => document.getElementById(id)?.querySelector('.card'))")
     for width, dark in ((1400, False), (390, False), (390, True)):
@@ -166,18 +141,16 @@ def test_nothing_is_complained_of_and_nothing_is_wider_than_a_phone(page: Page) 
 
 @pytest.mark.rotate
 @needs_browser
-def test_a_run_of_930_000_steps_and_200_checkpoints(tmp_path: Path) -> None:
+def test_a_run_of_930_000_steps_and_200_checkpoints(tmp_path):
     folder, out = made_up_run.write_published(tmp_path / "synthetic-2b"), tmp_path / "2b.html"
     [run] = write_page([folder], out, now=NOW)
     assert len(run.kept_rows) == 93_000
+    assert out.stat().st_size < 12e6, "plotly.js is 4.8 MB of it"
     page = Page(tmp_path / "profile")
     for width, dark in ((1400, False), (390, True)):
         page.size(width, 1000, dark)
-        began = time.monotonic()
         page.call("Page.navigate", url="about:blank")
         open_page(page, out)
-        print(f"{width} px: {out.stat().st_size / 1e6:.1f} MB, drawn in {time.monotonic() - began:.1f} s")
         assert page.run("document.documentElement.scrollWidth") <= width
         assert page.console == []
     page.close()
-    assert out.stat().st_size < 12e6, "plotly.js is 4.8 MB of it"

@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from tests.train import runs
+
 ROOT = Path(__file__).resolve().parents[3]
 PACED = '''
 """The Laneformer with a pause before every read, and a note of the code that runs."""
@@ -38,16 +40,14 @@ def slow_read(self, *what):
 
 MixtureLoader._read = slow_read
 '''
-SMALL = (
-    "--training.seq_len", "32", "--training.global_batch_size", "4", "--training.local_batch_size", "2",
-    "--lr_scheduler.warmup_steps", "2", "--lr_scheduler.decay_ratio", "0.25",
-    "--architecture.swa_layers", "0", "1", "2", "--architecture.hidden_size", "32", "--architecture.intermediate_size",
-    "64", "--architecture.num_hidden_layers", "4", "--architecture.num_attention_heads", "4",
-    "--architecture.num_key_value_heads", "4", "--architecture.sliding_window", "8",
-    "--architecture.max_position_embeddings", "32", "--architecture.vocab_size", "512",
-    "--checkpoint.async_mode", "disabled", "--metrics.no-enable_tensorboard", "--experimental.custom_import",
-    "train.paced", "--training.steps", "40", "--checkpoint.interval", "8",
-)  # fmt: skip
+ARCHITECTURE = {f"architecture.{name}": value for name, value in runs.ARCHITECTURE.items()}
+SETTINGS = {
+    "training.seq_len": runs.SEQ_LEN, "training.global_batch_size": 4, "training.local_batch_size": 2,
+    "lr_scheduler.warmup_steps": 2, "lr_scheduler.decay_ratio": 0.25, "architecture.swa_layers": (0, 1, 2),
+    "checkpoint.async_mode": "disabled", "experimental.custom_import": "train.paced", "training.steps": 40,
+    "checkpoint.interval": 8,
+}  # fmt: skip
+SMALL = (*runs.flags(ARCHITECTURE | SETTINGS), "--metrics.no-enable_tensorboard")
 
 
 def make_checkout(folder: Path) -> Path:

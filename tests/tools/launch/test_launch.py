@@ -18,7 +18,7 @@ import pytest
 
 from records.files import append_line, code_version
 from records.job import LRScheduler
-from tests.tools.launch.launch_assets import ROOT, SMALL, commit, environment, git, launch, records
+from tests.tools.launch.launch_assets import ROOT, commit, environment, git, launch, records
 from tools.launch import snapshot as snapshots
 from tools.launch.__main__ import decay_branch, final_checkpoint, main, next_phase, stable_steps
 from tools.launch.script import WATCHER, Cluster, batch_script
@@ -88,7 +88,7 @@ def write_program(path: Path, text: str) -> None:
 def test_a_snapshot_holds_all_that_the_job_runs_from(
     repository: Path, queue: None, lock: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("HF_TOKEN", "hush"), ("NCCL_DEBUG", "WARN"), ("LOADEDMODULES", "cuda/13")):
+    for name, value in (("HF_TOKEN", "hush"), ("NCCL_DEBUG", "WARN")):
         monkeypatch.setenv(name, value)
     call(PHASE1, "--run", tmp_path / "run", *ONE_GPU, "--mixture.lock", lock)
     (snapshot,) = (tmp_path / "run/snapshot").iterdir()
@@ -96,7 +96,6 @@ def test_a_snapshot_holds_all_that_the_job_runs_from(
     version = git(repository, "rev-parse", "HEAD").strip()
     facts = json.loads((snapshot / "snapshot.json").read_text())
     assert facts["commit"] == version
-    assert snapshot.name.endswith(facts["code_version"])
     assert code_version(snapshot / "code/train") == version[:12], "not that of the checkout around it"
     code = {str(p.relative_to(snapshot / "code")) for p in (snapshot / "code").rglob("*.*")}
     assert code >= set(git(repository, "ls-files").split())
@@ -107,10 +106,8 @@ def test_a_snapshot_holds_all_that_the_job_runs_from(
     source = json.loads(lock.read_text())["sources"][0]["name"]
     assert (copied.parent / source).resolve() == lock.parent / source, "data stays where it is"
 
-    surroundings = json.loads((snapshot / "environment.json").read_text())
-    assert surroundings["executable"] == sys.executable
-    assert surroundings["modules"] == ["cuda/13"]
-    assert surroundings["variables"]["NCCL_DEBUG"] == "WARN"
+    variables = json.loads((snapshot / "environment.json").read_text())["variables"]
+    assert variables["NCCL_DEBUG"] == "WARN"
     assert "\ntorch==" in (snapshot / "packages.txt").read_text()
     assert "hush" not in "".join(p.read_text() for p in snapshot.glob("*") if p.is_file()), "a secret"
 
@@ -197,24 +194,6 @@ def test_a_dry_run_prints_and_leaves_nothing(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.rotate
-def test_a_local_launch_trains_from_its_snapshot(checkout: Path, prepared_data: Path, tmp_path: Path) -> None:
-    run, lock = tmp_path / "run", prepared_data / "phase1.lock.json"
-    short = ("--training.steps", "2", "--lr_scheduler.warmup_steps", "1", "--mixture.lock", str(lock))
-    arguments = ("--run", str(run), *ONE_GPU, "--cpu", "--local", *SMALL, *short)
-    env = {**environment(), "PACED_CODE": str(tmp_path / "code")}
-    done = launch(checkout, "configs/debug_phase1.toml", *arguments, env=env)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (snapshot,) = (run / "snapshot").iterdir()
-    assert (tmp_path / "code").read_text() == f"{snapshot}/code/models/laneformer/__init__.py\n"
-    assert [row["step"] for row in records(run / "metrics.jsonl")] == [1, 2]
-    job = tomllib.loads((snapshot / "job.toml").read_text())
-    assert job["training"]["steps"] == 2, "overrides are in"
-    assert job["comm"]["init_timeout_seconds"] == 300, "the file is in"
-    assert job["training"]["gc_debug"] is False, "defaults are in"
-    assert (snapshot / "mixture/web").resolve() == (prepared_data / "web").resolve()
-
-
 # --- a run that starts from another
 
 
@@ -292,6 +271,11 @@ def test_decay_branch(undisturbed: Path, checkout: Path, tmp_path: Path) -> None
     run, parent = tmp_path / "branch", undisturbed / "checkpoint/step-24"
     done = launch(checkout, "--decay-from", str(parent), "--steps", "4", "--run", str(run), "--local")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    (snapshot,) = (undisturbed / "snapshot").iterdir()
+    job = tomllib.loads((snapshot / "job.toml").read_text())
+    assert job["training"]["steps"] == 40, "overrides are in"
+    assert job["comm"]["init_timeout_seconds"] == 300, "the file is in"
+    assert job["training"]["gc_debug"] is False, "defaults are in"
     before = {row["step"]: row for row in records(undisturbed / "metrics.jsonl")}
     branch = {row["step"]: row for row in records(run / "metrics.jsonl")}
     assert [before[step]["lr"] for step in range(2, 25)] == [3e-3] * 23, "flat after the warmup of 2 steps"

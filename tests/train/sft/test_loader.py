@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import islice
 from pathlib import Path
 
@@ -13,10 +12,10 @@ import tyro
 from rich.console import Console
 
 from data_mixtures import show
-from data_mixtures.mixture import BEGINS, TRAINED, Mixture, read_lock
+from data_mixtures.mixture import Mixture, read_lock
 from records.skips import SkipList
 from tests.train.sft import chats
-from train.data import MixtureLoader, inputs_and_labels
+from train.data import MixtureLoader
 
 GLOBAL_BATCH, STEPS = 8, 3
 
@@ -29,7 +28,7 @@ def batches(
         MixtureLoader(lock, rank, ranks, GLOBAL_BATCH // ranks, 1, SkipList(skips)) for rank in range(ranks)
     ]
     for each in loaders:
-        each.sequences = first
+        each.state.sequences = first
     steps = zip(*(list(islice(each, STEPS)) for each in loaders), strict=True)
     return [
         {name: torch.cat([inputs[name] if name != "labels" else labels for inputs, labels in of_ranks])
@@ -57,33 +56,6 @@ def test_any_cut_has_the_same_labels_and_documents(lock: Path) -> None:
     assert [place["token_offset"] % chats.SEQ_LEN for place in places] == [0, 0, 0]
 
 
-def test_every_label_is_the_next_token_of_its_own_document(lock: Path) -> None:
-    mixture = Mixture.open(lock)
-    tokens, flags = (torch.from_numpy(each) for each in (mixture.sequences(0, 20)[0], mixture.flags(0, 20)))
-    inputs, labels = inputs_and_labels(tokens, flags)
-    trained = labels >= 0
-    assert torch.equal(trained, (flags[:, 1:] & TRAINED) > 0)
-    assert torch.equal(labels[trained], tokens[:, 1:][trained])
-    assert int(inputs["trained"]) == int(trained.sum())
-    documents = inputs["documents"]
-    assert (documents[:, 0] == 1).all()
-    inside = documents[:, 1:] == documents[:, :-1]
-    assert inside[trained[:, :-1]].all(), "no label crosses into another conversation"
-    ends = (labels == 2)[:, :-1]
-    assert ends.any()
-    assert torch.equal(labels[:, :-1][ends], inputs["input"][:, 1:][ends])
-
-
-def test_show_separates_conversations(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mixture = Mixture.open(lock)
-    show.run(
-        tyro.cli(show.Question, args=[str(lock), "--step", "1", "--global-batch", "4", "--json"]), Console()
-    )
-    for number, line in enumerate(capsys.readouterr().out.splitlines()):
-        shown, begins = json.loads(line), mixture.flags(number, 1)[0] & BEGINS
-        assert [part["begins"] for part in shown["documents"]] == sorted(
-            {0, *np.flatnonzero(begins).tolist()}
-        )
-        assert shown["tokens"] == mixture.sequences(number, 1)[0][0].tolist()
+def test_conversations_have_no_document_index(lock: Path) -> None:
     with pytest.raises(ValueError, match="packed conversations, which have no document index"):
         show.run(tyro.cli(show.Question, args=[str(lock), "--origin", "x"]), Console())

@@ -15,7 +15,6 @@ from torch.nn.functional import cross_entropy
 
 from data_mixtures.mixture import BEGINS, TRAINED, Mixture
 from laneformer.titan import spec
-from laneformer.titan.loss import IGNORE_INDEX
 from tests.train.sft import chats
 
 WINDOWS = 6
@@ -79,21 +78,3 @@ def test_packed_losses_are_those_of_each_conversation_alone(windows: tuple[np.nd
     with torch.no_grad():
         difference = (model(inputs["input"], labels, inputs["documents"]) - alone(windows)).abs().max()
     assert difference < chats.SEQ_LEN * torch.finfo(torch.float32).eps
-
-
-def test_untrained_tokens_give_no_gradient_and_no_loss(windows: tuple[np.ndarray, np.ndarray]) -> None:
-    inputs, labels = chats.batch(*windows)
-    model = chats.titan_model()
-    streams: list[torch.Tensor] = []
-    model.lm_head.register_forward_pre_hook(
-        lambda _, given: (given[0].retain_grad(), streams.append(given[0]))[1]
-    )
-    losses = model(inputs["input"], labels, inputs["documents"])
-    losses.sum().backward()
-    (stream,) = streams
-    assert stream.grad is not None
-    untrained = labels == IGNORE_INDEX
-    assert 0 < untrained.sum() < untrained.numel()
-    assert not losses[untrained].any()
-    assert not stream.grad[untrained].any(), "exactly zero"
-    assert stream.grad[~untrained].abs().amax((-1, -2)).min() > 0

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ import sentencepiece
 
 from data_mixtures.mixture import BEGINS, TRAINED, Mixture, valid_windows
 from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
-from train.sft import conversations, identity, source
+from train.sft import conversations, source
 from train.sft.__main__ import Arguments, run
 from train.sft.conversations import ROWS_AT_A_TIME, encode_all, rows
 
@@ -76,11 +75,15 @@ def texts(windows: np.ndarray, flags: np.ndarray, tokenizer: Path) -> tuple[list
     return whole, trained
 
 
-def test_every_conversation_is_trained_or_held_out_and_only_answers_count(arguments: Arguments) -> None:
+def packed(arguments: Arguments, name: str = "chat") -> tuple[list[str], list[str]]:
+    """Prepare a source: `texts` of the windows to train on."""
     mixture = Mixture.open(run(arguments))
-    count = manifest(arguments)["windows"]
-    flags = mixture.flags(0, count)
-    whole, trained = texts(mixture.sequences(0, count)[0], flags, arguments.tokenizer)
+    count = manifest(arguments, name)["windows"]
+    return texts(mixture.sequences(0, count)[0], mixture.flags(0, count), arguments.tokenizer)
+
+
+def test_every_conversation_is_trained_or_held_out_and_only_answers_count(arguments: Arguments) -> None:
+    whole, trained = packed(arguments)
     held, held_trained = (valid_windows(arguments.out, "chat", flags=each) for each in (False, True))
     whole_held, trained_held = texts(held, held_trained, arguments.tokenizer)
     assert 3 <= len(whole_held) <= 30
@@ -182,9 +185,7 @@ def test_what_the_user_excludes_is_context_and_not_trained(
     # copies that exclude nothing, read before and after those that do
     rows = [{"messages": chat(0, 2)}, *rows, {"messages": chat(1, 2)}]
     path = write(tmp_path / "some.jsonl", rows)
-    mixture = Mixture.open(run(replace(arguments, conversations=(str(path),), max_dropped=1)))
-    count = manifest(arguments, "some")["windows"]
-    whole, trained = texts(mixture.sequences(0, count)[0], mixture.flags(0, count), arguments.tokenizer)
+    whole, trained = packed(replace(arguments, conversations=(str(path),), max_dropped=1), "some")
     assert manifest(arguments, "some")["dropped"] == {"duplicate": 2, "no_reply": 3}
     assert len(whole) > 30
     assert all(text.count("It is") == 2 for text in whole)
@@ -195,13 +196,10 @@ def test_what_the_user_excludes_is_context_and_not_trained(
 
 def test_long_ones_keep_their_first_exchanges(arguments: Arguments, tmp_path: Path) -> None:
     path = write(tmp_path / "long.jsonl", [{"messages": chat(n, 1 + n % 5)} for n in range(50)])
-    long = replace(arguments, conversations=(str(path),), cut_long=True)
-    mixture = Mixture.open(run(long))
-    count = manifest(long, "long")["windows"]
-    assert manifest(long, "long")["dropped"] == {}
-    assert manifest(long, "long")["cut"] == 20, "three exchanges fit, and two fifths have more"
-    whole, trained = texts(mixture.sequences(0, count)[0], mixture.flags(0, count), arguments.tokenizer)
-    assert {text.count("?") for text in whole} == {text.count(".") for text in trained} == {1, 2, 3}
+    _, trained = packed(replace(arguments, conversations=(str(path),), cut_long=True), "long")
+    assert manifest(arguments, "long")["dropped"] == {}
+    assert manifest(arguments, "long")["cut"] == 20, "three exchanges fit, and two fifths have more"
+    assert {text.count(".") for text in trained} == {1, 2, 3}
     assert all(text.endswith(".") for text in trained), "each ends with an answer"
 
 
@@ -252,14 +250,9 @@ def test_a_killed_worker_is_an_error(tokenizer: Path, monkeypatch: pytest.Monkey
 def test_sources_are_mixed_by_weight_and_the_same_conversation_is_held_out_of_all(
     arguments: Arguments, tmp_path: Path
 ) -> None:
-    rows = [{"messages": turns} for turns in identity.conversations(identity_table(), 100, seed=1)]
-    me = write(tmp_path / "me.jsonl", rows + [{"messages": chat(n, 1 + n % 2)} for n in range(120)])
-    both = replace(
-        arguments,
-        conversations=(*arguments.conversations, f"me={me}"),
-        weights=("me=3", "chat=1"),
-        seq_len=512,
-    )
+    me = write(tmp_path / "me.jsonl", [{"messages": chat(n, 1 + n % 2)} for n in range(220)])
+    sources = (*arguments.conversations, f"me={me}")
+    both = replace(arguments, conversations=sources, weights=("me=3", "chat=1"))
     mixture = Mixture.open(run(both))
     assert dict(zip(mixture.source_names, mixture.weights, strict=True)) == {"chat": 1, "me": 3}
     held = {name: texts(*(valid_windows(both.out, name, flags=f) for f in (False, True)), both.tokenizer)[0]
@@ -269,10 +262,6 @@ def test_sources_are_mixed_by_weight_and_the_same_conversation_is_held_out_of_al
     assert {each["name"]: each["weight"] for each in by_size} == {
         each["name"]: each["windows"] for each in by_size
     }
-
-
-def identity_table() -> dict:
-    return tomllib.loads(identity.EXAMPLE.read_text())
 
 
 def test_a_finished_source_is_kept_and_a_damaged_or_other_one_made_again(

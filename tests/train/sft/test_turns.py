@@ -17,17 +17,17 @@ import torch.distributed.checkpoint as dcp
 from tokenizers import Tokenizer, models
 
 from data_mixtures import shards
-from data_mixtures.mixture import BEGINS, TRAINED, Mixture
-from laneformer.chat import ChatError, ChatTemplate, ChatTokenizer
+from laneformer.chat import ChatError, ChatTokenizer
+from laneformer.engine.channels import HERMES
 from laneformer.engine.folder import text_files
 from laneformer.hf.export import export
 from laneformer.hf.load_folder import import_folder
 from laneformer.hf.tokenizer import CHAT_TEMPLATE, TOOLS_TEMPLATE, open_tokenizer
-from laneformer.prompts import PromptEncoder
-from laneformer.serve.conversation import prepared
+from laneformer.prompts import ChatTemplate, PromptEncoder
+from laneformer.serve.conversation import prepare_prompt
 from laneformer.serve.grammar import Grammars
 from laneformer.serve.schema import ConversationRequest
-from laneformer.serve.tool_calls import HERMES, ToolCalling, form_of
+from laneformer.serve.tool_calls import ToolCalling, form_of
 from tests.tokenizer_assets import byte_level
 from tests.train.sft import chats
 from train.sft.__main__ import Arguments, run
@@ -160,7 +160,7 @@ def test_the_same_ids_in_training_transformers_and_the_server(
         request = ConversationRequest.model_validate(
             {"messages": row["messages"], "tools": tools or [], "add_generation_prompt": False}
         )
-        assert prepared(request, context)[1] == ours.ids.tolist()  # type: ignore[arg-type]
+        assert prepare_prompt(request, context)[1] == ours.ids.tolist()  # type: ignore[arg-type]
         for message in messages:
             message["content"] = message["content"] and message["content"].replace(EOS, "")
         given = {
@@ -203,22 +203,6 @@ def test_calls_and_answers_are_trained_and_nothing_else(
     fewer = encode(without, encoder, SEQ_LEN, False)
     assert (fewer.ids == found.ids).all()
     assert found.trained.sum() - fewer.trained.sum() == len(pieces[1])
-
-
-def test_what_lies_on_disk_is_that(data: Arguments, trained: list[Conversation]) -> None:
-    mixture = Mixture.open(data.out / "sft.lock.json")
-    manifest = json.loads((data.out / "chat/source.json").read_text())
-    tokens, flags = mixture.sequences(0, manifest["windows"])[0], mixture.flags(0, manifest["windows"])
-    found = {}
-    for window, marks in zip(tokens[:, :-1], flags[:, :-1], strict=True):
-        begins = np.flatnonzero(marks & BEGINS)[1:]
-        for ids, mark in zip(np.split(window, begins), np.split(marks, begins), strict=True):
-            found[tuple(ids.tolist())] = (mark & TRAINED > 0).tolist()
-    on_disk = [each for each in trained if tuple(each.ids.tolist()) in found]
-    assert len(on_disk) >= 4, "the others are held out"
-    assert all(found[tuple(each.ids.tolist())] == each.trained.tolist() for each in on_disk)
-    assert manifest["system_ignored"] == 0
-    assert manifest["dropped"] == {}
 
 
 def test_the_template_goes_with_the_model_and_the_default_is_the_published_one(
@@ -291,7 +275,8 @@ def test_tools_are_described_as_by_the_server_for_templates_without_any() -> Non
     described = ToolCalling({}, Grammars(tokenizer, tokenizer.get_vocab_size(), [1]))
     for row in ({"messages": USED[:7], "tools": TOOLS}, ROWS[4], ROWS[6]):
         messages, tools = with_values(row)
-        use = described.use(tools)
+        request = ConversationRequest.model_validate({"messages": row["messages"], "tools": tools or []})
+        use = described.use(request)
         texts = use.messages([{**message, "content": message["content"] or ""} for message in messages])
         assert ChatTemplate(config).render(messages, tools=tools) == ChatTemplate(config).render(texts)
 

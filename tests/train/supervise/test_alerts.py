@@ -19,14 +19,6 @@ from train.supervise.supervisor import Options, Supervisor
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> JobSections:
-    job = JobSections()
-    job.job.dump_folder = str(tmp_path / "run")
-    job.run.mkdir()
-    return job
-
-
-@pytest.fixture
 def answer() -> threading.Event:
     """Set when somebody gives up."""
     return threading.Event()

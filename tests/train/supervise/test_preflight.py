@@ -1,99 +1,124 @@
-"""Pre-flight: a good node passes, every planted fault is named, a check that never answers is given up."""
+"""Pre-flight: a good node passes, every planted fault is named with what mends it, what never answers is given up."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import socket
+import subprocess
 import sys
+from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
+from records.job import read_job
 from tests.train.runs import forked
-from train.supervise import preflight as preflight_module
-from train.supervise.preflight import _follow, healthy_nodes
+from train.supervise import preflight
+from train.supervise.attempt import start_workers
+from train.supervise.preflight import GIB, Needs, exchange_problem, healthy_nodes
 
-
-def preflight(data: Path, run: Path, *options: str) -> dict:
-    status, said = forked(
-        run.parent, "train.supervise.preflight", *options, "--job.config_file", "configs/debug_phase1.toml",
-        "--job.dump_folder", str(run), "--mixture.lock", str(data / "phase1.lock.json"),
-    )  # fmt: skip
-    (record,) = [json.loads(line) for line in said.splitlines() if line.startswith('{"node"')]
-    assert status == (0 if record["ok"] else 1)
-    return record
+Address = namedtuple("Address", "family address")
+Usage = namedtuple("Usage", "free")
+JOB = read_job(["--job.config_file", "configs/phase1.toml"])
 
 
 @pytest.mark.rotate
-def test_good_node(prepared_data: Path, tmp_path: Path) -> None:
-    record = preflight(prepared_data, tmp_path / "run")
+def test_a_node_says_what_it_has_and_what_it_lacks(prepared_data: Path, tmp_path: Path) -> None:
+    run, data = tmp_path / "run", shutil.copytree(prepared_data, tmp_path / "data")
+
+    def ask(*options: str) -> dict[str, Any]:
+        status, said = forked(
+            tmp_path, "train.supervise.preflight", *options, "--job.config_file", "configs/debug_phase1.toml",
+            "--job.dump_folder", str(run), "--mixture.lock", str(data / "phase1.lock.json"),
+        )  # fmt: skip
+        (record,) = [json.loads(line) for line in said.splitlines() if line.startswith('{"node"')]
+        assert status == (0 if record["ok"] else 1)
+        return record
+
+    record = ask()
     assert record["ok"], record
-    assert list(record["checks"]) == ["gpus", "memory", "settings", "matmul", "collective", "mixture", "disk"]
-    shards = sum(len(json.loads(p.read_text())["shards"]) for p in prepared_data.glob("*/source.json"))
-    assert 0 < record["checks"]["mixture"]["shards"] <= shards
-    assert not list((tmp_path / "run").iterdir()), "nothing is left in the run folder"
-
-
-@pytest.mark.rotate
-def test_missing_gpus_and_a_full_disk(prepared_data: Path, tmp_path: Path) -> None:
-    reason = preflight(prepared_data, tmp_path / "run", "--gpus", "4096")["reason"]
-    assert reason.startswith("gpus: ValueError:")
-    assert "where 4096 are needed" in reason
-    assert (
-        "GiB free where 1000000000.0 are needed"
-        in preflight(prepared_data, tmp_path / "run", "--free-disk-gib", "1e9")["reason"]
-    )
-
-
-@pytest.mark.rotate
-def test_unreadable_mixture(prepared_data: Path, tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    shutil.copytree(prepared_data, data)
-    hashed = Path(preflight(data, tmp_path / "run")["checks"]["mixture"]["hashed"])
-    content = bytearray(hashed.read_bytes())
-    content[-1] ^= 1
-    hashed.write_bytes(content)
-    assert "another sha256" in preflight(data, tmp_path / "run")["reason"]
-    hashed.unlink()
-    assert f"{hashed} is missing" in preflight(data, tmp_path / "run")["reason"]
+    assert list(record["checks"]) == ["gpus", "memory", "names", "matmul", "collective", "disk"]
+    assert not list(run.iterdir()), "nothing is left in the run folder"
+    assert ask("--gpus", "4096")["reason"] == "gpus: ValueError: 0 GPUs where 4096 are needed"
+    assert "GiB free where 1000000000.0 are needed" in ask("--free-disk-gib", "1e9")["reason"]
+    missing = data / "web/shard-00001.bin"
+    missing.unlink()
+    assert f"{missing} is missing" in ask()["reason"]
 
 
 @pytest.mark.parametrize(
-    ("reports", "reason"),
+    ("gpus", "free_gib", "refused"), [(8, 1 / 16, True), (8, 14, True), (8, 30, False), (4, 14, False)]
+)
+def test_shared_memory_holds_the_nodes_part_of_what_a_save_stages(
+    gpus: int, free_gib: float, refused: bool, prepared_data: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """A container has 64 MB, in which the saves of the 2B end with SIGBUS; two nodes stage half each."""
+    JOB.job.dump_folder = str(tmp_path / "run")
+    JOB.mixture.lock = str(prepared_data / "phase1.lock.json")
+    free = {preflight.SHARED_MEMORY: free_gib}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(free.get(Path(path), 1000) * GIB))
+    if refused:
+        said = r"^/dev/shm has [\d.]+ GiB free where 2\d\.\d are needed; enlarge it, or set checkpoint\.async_mode"
+        with pytest.raises(ValueError, match=said):
+            preflight.check_disk(JOB, Needs(gpus))
+    else:
+        assert preflight.check_disk(JOB, Needs(gpus))["free_gib"]["/dev/shm"] == free_gib
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "nodes", "name_means", "says"),
     [
-        ([{"found": 8}], "disk: no answer within its deadline"),
-        ([{"found": 8}, "end"], "disk: the process ended"),
-        (["end"], "gpus: the process ended"),
-        ([{"error": "E"}], "gpus: E"),
-        ([{"found": 8}, {"free_gib": 1}], None),
+        ("", "1", ["127.0.1.1"], "any"),  # one node may call itself what it likes
+        ("", "2", ["10.0.0.7"], "10.0.0.7"),
+        ("", "2", ["198.51.100.4", "10.0.0.7"], "10.0.0.7"),  # the first that it can bind
+        ("eth0", "2", ["127.0.1.1"], "eth0"),
+        # Debian's, at which every node would look for all others
+        ("", "2", ["127.0.1.1"], r"^n1 is 127\.0\.1\.1 on this node.*one of eth0, ib0, or mend /etc/hosts"),
+        ("", "2", ["198.51.100.4"], r"n1 is 198\.51\.100\.4 on this node.*GLOO_SOCKET_IFNAME, one of eth0"),
+        ("", "2", [], "cannot look up its own name n1"),
+        ("eth0,eth1", "1", ["10.0.0.7"], r"but eth1 has no address on this node; export .* one of eth0, ib0"),
     ],
 )
-def test_reports_are_followed(reports: list, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A silent check runs into its deadline; a process that dies between two checks is no good node."""
-    monkeypatch.setattr(preflight_module, "CHECKS", {"gpus": 60.0, "disk": 0.2})
-    read, write = os.pipe()
-    with open(read, "rb", buffering=0) as source, open(write, "w", buffering=1) as sink:
-        for report in reports:
-            if report == "end":
-                sink.close()
-            else:
-                sink.write(json.dumps(report) + "\n")
-        facts, found = _follow(source)
-        assert found == reason if reason is None else found.startswith(reason)
-        assert (
-            list(facts)
-            == ["gpus", "disk"][: sum(report not in ("end", {"error": "E"}) for report in reports)]
-        )
-        sink.close()
+def test_other_nodes_must_reach_this_one_where_gloo_listens(
+    interfaces: str, nodes: str, name_means: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {
+        "lo": [Address(socket.AF_INET, "127.0.0.1"), Address(socket.AF_INET6, "::1")],
+        "eth0": [Address(psutil.AF_LINK, "00:00"), Address(socket.AF_INET, "10.0.0.7")],
+        "ib0": [Address(socket.AF_INET6, "fe80::1%ib0")],
+        "eth1": [Address(psutil.AF_LINK, "00:01")],
+    }
+
+    def lookup(host: str, *_: object, **__: object) -> list:
+        if not name_means:
+            raise socket.gaierror("Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0)) for address in name_means]
+
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    monkeypatch.setattr(socket, "gethostname", lambda: "n1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", nodes)
+    if len(says) < 10:
+        assert preflight.check_names(JOB, Needs(0)) == {"interface": says}
+    else:
+        with pytest.raises(ValueError, match=says):
+            preflight.check_names(JOB, Needs(0))
 
 
 SRUN = """#!{python}
-import json, sys
+import json, sys, time
 (node,) = [a.removeprefix("--nodelist=") for a in sys.argv if a.startswith("--nodelist=")]
 assert sys.argv[-2:] == ["--job.config_file", "x.toml"] and "--overlap" in sys.argv
 if node == "n2":
     sys.exit("srun: error: Task launch failed on node n2: Communication connection failure")
+print("preflight: gpus\\npreflight: matmul", file=sys.stderr, flush=True)
+if node == "n7":
+    time.sleep(600)
 seconds = 0.09 if node == "n4" else 0.01
 reason = "disk: full" if node == "n5" else None
 print("a library's greeting")
@@ -107,9 +132,54 @@ def test_bad_nodes_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     srun.write_text(SRUN.format(python=sys.executable))
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    good, bad = healthy_nodes(["n6", "n1", "n2", "n3", "n4", "n5"], ["--job.config_file", "x.toml"])
+    monkeypatch.setattr(preflight, "NODE_DEADLINE_S", 5.0)
+    good, bad = healthy_nodes(["n6", "n1", "n2", "n3", "n4", "n5", "n7"], ["--job.config_file", "x.toml"])
     assert good == ["n6", "n1", "n3"], "in the order of the candidates"
-    assert bad.keys() == {"n2", "n4", "n5"}
+    assert bad.keys() == {"n2", "n4", "n5", "n7"}
     assert "Communication connection failure" in bad["n2"]
     assert bad["n4"].startswith("matmul: 0.0900 s where the median node needs 0.0100 s")
     assert bad["n5"] == "disk: full"
+    assert bad["n7"] == "matmul: no answer within 5 s"
+
+
+@pytest.mark.rotate
+@pytest.mark.parametrize("interface", ["lo", "none"])
+def test_ranks_count_themselves(interface: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two real ranks under torchrun; gloo's own words where it does not connect them."""
+    env = {"GLOO_SOCKET_IFNAME": interface}
+    monkeypatch.setattr(
+        preflight, "start_workers", lambda nodes, *rest: start_workers(None, *rest[:-1], {**rest[-1], **env})
+    )
+    said = exchange_problem(["n0"], 2, tmp_path)
+    if interface == "lo":
+        assert said == ""
+    else:
+        assert said.startswith("gloo does not connect these nodes (")
+        assert "no answer" not in said
+        assert "export GLOO_SOCKET_IFNAME, the name of the interface by which they reach each other" in said
+
+
+@pytest.mark.parametrize(
+    ("notes", "says"),
+    [
+        ({"gloo-0": "", "nccl-0": "", "done": ""}, ""),
+        ({"gloo-0": "", "nccl-0": ""}, "nccl does not connect these nodes (no answer); export NCCL_SOCKET"),
+        (
+            {"gloo-0": "", "gloo-1": "timed\nout"},
+            "gloo does not connect these nodes (timed out); export GLOO",
+        ),
+        ({}, None),
+    ],
+)  # NCCL's watchdog ends a process without an exception
+def test_what_hangs_is_known_by_what_its_ranks_had_begun(
+    notes: dict[str, str], says: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "start_workers", lambda *_: subprocess.Popen(["sleep", "60"]))
+    monkeypatch.setattr(preflight, "EXCHANGE_DEADLINE_S", 0.2)
+    for name, text in notes.items():
+        (tmp_path / name).write_text(text)
+    if says is None:
+        with pytest.raises(ValueError, match="no result within"):
+            exchange_problem(["a", "b"], 1, tmp_path)
+    else:
+        assert exchange_problem(["a", "b"], 1, tmp_path).startswith(says)

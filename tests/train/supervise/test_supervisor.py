@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,32 +23,28 @@ from records.files import read_lines
 from records.job import JobSections, read_job
 from train.supervise import __main__ as command
 from train.supervise.attempt import Attempt, Ended
-from train.supervise.preflight import Network
 from train.supervise.supervisor import Options, Supervisor
 
 ROOT = Path(__file__).resolve().parents[3]
-Life = tuple[int, int, str, int | None]  # code, step, reason, step of the checkpoint that it saves
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> JobSections:
-    job = JobSections()
-    job.job.dump_folder, job.training.global_batch_size = str(tmp_path / "run"), 4
-    job.resilience.backoff_s = job.resilience.min_network_share = 0.0
-    job.checkpoints.mkdir(parents=True)
-    return job
+# code, step, reason, step of the checkpoint that it saves; or why it cannot be started
+Life = tuple[int, int, str, int | None] | OSError
 
 
 @pytest.fixture
 def supervise(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int]]:
     """Run a supervisor whose attempts live these lives: (its exit status, how many attempts it made)."""
+    job.resilience.backoff_s = 0.0
+    job.checkpoints.mkdir()
 
     def run(*lives: Life, nodes: str | None = None, spares: int = 0) -> tuple[int, int]:
         begun: list[Life] = []
 
         def start_workers(*arguments: Any) -> subprocess.Popen:
-            code, step, reason, saved = lives[len(begun)]
-            begun.append(lives[len(begun)])
+            life = lives[len(begun)]
+            begun.append(life)
+            if isinstance(life, OSError):
+                raise life
+            code, step, reason, saved = life
             outcome = {"attempt": len(begun), "code": code, "step": step, "reason": reason}
             if reason:
                 (job.run / "outcome.json").write_text(json.dumps(outcome))
@@ -59,8 +56,7 @@ def supervise(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         monkeypatch.setattr("train.supervise.attempt.start_workers", start_workers)
         monkeypatch.setattr("train.supervise.attempt.POLL_S", 0.01)
         monkeypatch.setattr("train.supervise.signals.StopSignals.install", lambda self: None)
-        options = Options(2, nodes, spares)
-        return Supervisor(job, options, []).run(), len(begun)
+        return Supervisor(job, Options(2, nodes, spares), []).run(), len(begun)
 
     return run
 
@@ -68,6 +64,11 @@ def supervise(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 CRASH: Life = (CRASHED, 7, "RuntimeError: x", None)
 STOP: Life = (STOPPED, 3, "SIGUSR1", None)
 END: Life = (DONE, 20, "end", 20)
+BAD: Life = (BAD_STEP, 12, "the loss is nan", 10)
+FULL = OSError(28, "No space left on device", "logs/console.log")
+LIMIT: list[Life] = [
+    (CRASHED, n, f"RuntimeError: limit at step {n}, /tmp/x{n} 0x7f{n}a", n) for n in (500, 1000, 1500)
+]
 
 
 @pytest.mark.parametrize(
@@ -78,9 +79,12 @@ END: Life = (DONE, 20, "end", 20)
         ([(CRASHED, 0, "a.bin is missing", None), END], DONE, ""),
         ([(CRASHED, 7, "", 5), CRASH, CRASH, CRASH], CRASHED, "without a newer checkpoint"),
         ([(REFUSED, 0, "mixture.lock is empty", None)], CRASHED, "mixture.lock is empty"),
+        ([FULL, FULL, FULL], CRASHED, "No space left on device"),
+        (LIMIT, CRASHED, "3 attempts in a row ended for the same reason, last at step 1500: RuntimeError: limit"),
     ],
-    ids=["crashes", "stopped workers are no failure", "a missing file", "no progress", "refused settings"],
-)
+    ids=["crashes", "stopped workers are no failure", "a missing file", "no progress", "refused settings",
+         "a full disk below its log", "as at every validation, whatever the progress"],
+)  # fmt: skip
 def test_what_is_started_again_and_what_is_not(
     supervise: Callable, job: JobSections, lives: list[Life], code: int, said: str
 ) -> None:
@@ -98,17 +102,6 @@ def test_a_full_disk_below_its_log_does_not_end_the_supervisor(
             log.close()
 
 
-def test_one_reason_three_times_ends_it_whatever_the_progress(supervise: Callable, job: JobSections) -> None:
-    """As a crash at every validation, each time behind a newer checkpoint, seen first by some other rank."""
-    lives = [
-        (CRASHED, n, f"RuntimeError: limit at step {n}, /tmp/x{n} 0x7f{n}a", n) for n in range(500, 4500, 500)
-    ]
-    assert supervise(*lives) == (CRASHED, 3)
-    text = read_lines(job.run / "events.jsonl")[-1]["text"]
-    assert text.startswith("3 attempts in a row ended for the same reason")
-    assert "limit at step 1500" in text
-
-
 def test_other_reasons_between_or_long_attempts_do_not_end_it(supervise: Callable, job: JobSections) -> None:
     lives = [(CRASHED, n, "RuntimeError: x" if n % 3 else "OSError: y", n) for n in range(1, 6)]
     assert supervise(*lives, END) == (DONE, 6)
@@ -118,8 +111,7 @@ def test_other_reasons_between_or_long_attempts_do_not_end_it(supervise: Callabl
 
 
 @pytest.mark.parametrize(
-    ("code", "status"),
-    [(CRASHED, STOPPED_UNSAVED), (STOPPED_UNSAVED, STOPPED_UNSAVED), (STOPPED, STOPPED)],
+    ("code", "status"), [(CRASHED, STOPPED_UNSAVED), (STOPPED_UNSAVED, STOPPED_UNSAVED), (STOPPED, STOPPED)]
 )
 def test_a_stop_that_saved_nothing_is_no_85(
     supervise: Callable, monkeypatch: pytest.MonkeyPatch, code: int, status: int
@@ -132,24 +124,6 @@ def test_a_stop_that_saved_nothing_is_no_85(
     assert supervise() == (status, 0)
 
 
-def test_workers_that_cannot_be_started_are_tried_again(
-    job: JobSections, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A full disk under the log folder, or a scheduler that does not answer, must not end the supervisor."""
-    starts: list[int] = []
-
-    def start_workers(*_: Any) -> subprocess.Popen:
-        starts.append(1)
-        raise OSError(28, "No space left on device", "logs/console.log")
-
-    monkeypatch.setattr("train.supervise.attempt.start_workers", start_workers)
-    monkeypatch.setattr("train.supervise.signals.StopSignals.install", lambda self: None)
-    options = Options(2)
-    assert Supervisor(job, options, []).run() == CRASHED
-    assert len(starts) == 3
-    assert "No space left on device" in read_lines(job.run / "events.jsonl")[-1]["text"]
-
-
 @pytest.mark.parametrize(
     ("policy", "starts"), [("stop", 1), ("rollback", 2), ("rollback_and_skip", 2), ("skip", 2)]
 )
@@ -157,105 +131,65 @@ def test_policies_after_a_refused_step(
     supervise: Callable, job: JobSections, policy: Any, starts: int
 ) -> None:
     job.resilience.on_bad_step = policy
-    lives = ((BAD_STEP, 12, "the loss is nan", 10), END)
-    assert supervise(*lives) == (BAD_STEP if policy == "stop" else DONE, starts)
-
-
-def test_a_bad_node_is_left_out_and_a_spare_takes_its_place(
-    supervise: Callable, job: JobSections, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "train.supervise.supervisor.healthy_nodes",
-        lambda names, arguments: ([n for n in names if n != "b"], {"b": "7 GPUs, not 8"}),
-    )
-    assert supervise(END, nodes="a,b,c", spares=1) == (DONE, 1)
-    kinds = {e["kind"]: e for e in read_lines(job.run / "events.jsonl")}
-    assert kinds["supervisor_bad_node"]["node"] == "b"
-    assert kinds["supervisor_start"]["nodes"] == ["a", "c"]
-    assert supervise(nodes="a,b", spares=0) == (CRASHED, 0), "one node short, three times"
+    assert supervise(BAD, END) == (BAD_STEP if policy == "stop" else DONE, starts)
 
 
 @pytest.fixture
-def between(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
-    """All nodes are healthy, and this is found between them, one after another: (between whom it was tried)."""
-    job.resilience.min_network_share = 0.5
+def healthy(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Pre-flight's answers: bad nodes, and what the exchanges say, one after another."""
+    answers = SimpleNamespace(bad={}, problems=[])
+
+    def exchange_problem(nodes: list[str], *_: Any) -> str:
+        problem = answers.problems.pop(0) if answers.problems else ""
+        if isinstance(problem, Exception):
+            raise problem
+        return problem
+
     monkeypatch.setattr(
-        "train.supervise.supervisor.healthy_nodes", lambda names, arguments: (list(names), {})
+        "train.supervise.supervisor.healthy_nodes",
+        lambda names, arguments: ([name for name in names if name not in answers.bad], answers.bad),
     )
+    monkeypatch.setattr("train.supervise.supervisor.exchange_problem", exchange_problem)
+    return answers
 
-    def find(*found: Network | Exception) -> list[list[str]]:
-        tried: list[list[str]] = []
 
-        def network(nodes: list[str], *_: Any) -> Network:
-            tried.append(nodes)
-            answer = found[min(len(tried), len(found)) - 1]
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-
-        monkeypatch.setattr("train.supervise.supervisor.network", network)
-        return tried
-
-    return find
+def test_a_bad_node_is_left_out_and_a_spare_takes_its_place(
+    supervise: Callable, job: JobSections, healthy: Any
+) -> None:
+    healthy.bad = {"b": "7 GPUs, not 8"}
+    assert supervise(END, nodes="a,b,c", spares=1) == (DONE, 1)
+    assert events(job, "bad_node", "node") == ["b"]
+    assert events(job, "start", "nodes") == [["a", "c"]]
+    assert supervise(nodes="a,b", spares=0) == (CRASHED, 0), "one node short, three times"
+    assert "last: 1 healthy nodes, 2 are needed" in events(job, "give_up", "text")[-1]
 
 
 def events(job: JobSections, kind: str, key: str) -> list[Any]:
     return [e[key] for e in read_lines(job.run / "events.jsonl") if e["kind"] == f"supervisor_{kind}"]
 
 
-def test_a_node_with_a_slow_network_is_chosen_last(
-    supervise: Callable, job: JobSections, between: Callable
-) -> None:
-    between(Network(slow={"a": "0.1 GB/s"}))
-    assert supervise(END, nodes="a,b,c", spares=1) == (DONE, 1)
-    assert supervise((DONE, 21, "end", 21), nodes="a,b", spares=0) == (DONE, 1), (
-        "a slow node is better than none"
-    )
-    between(ValueError("no result within 300 s"))
-    assert supervise((DONE, 22, "end", 22), nodes="a,b", spares=0) == (DONE, 1)
-    assert events(job, "start", "nodes") == [["b", "c"], ["b", "a"], ["a", "b"]]
-    assert events(job, "bad_node", "node") == ["a", "a"]
-    assert events(job, "network", "text") == ["not measured: no result within 300 s"]
-
-
-def test_a_node_that_others_do_not_reach_is_left_out(
-    supervise: Callable, job: JobSections, between: Callable
-) -> None:
-    """And the others are tried again, as nothing was measured; without a spare nothing starts."""
-    tried = between(Network(unreachable={"b": "refused"}), Network(slow={"a": "0.1 GB/s"}))
-    assert supervise(END, nodes="a,b,c,d", spares=1) == (DONE, 1)
-    assert tried == [["a", "b", "c", "d"], ["a", "c", "d"]]
-    assert events(job, "start", "nodes") == [["c", "d", "a"]]
-    tried = between(Network(unreachable={"b": "refused"}))
-    assert supervise(nodes="a,b,c", spares=0) == (CRASHED, 0)
-    assert tried == 3 * [["a", "b", "c"]], "three times: a node may come back"
-    assert "last: 2 healthy nodes, 3 are needed" in events(job, "give_up", "text")[-1]
-
-
 def test_nodes_that_do_not_connect_are_not_started(
-    supervise: Callable, job: JobSections, between: Callable
+    supervise: Callable, job: JobSections, healthy: Any
 ) -> None:
     """A setting ends a run that never trained at once, with the sentence; one that did may see its network again."""
     problem = "gloo does not connect these nodes (a does not reach b); export GLOO_SOCKET_IFNAME"
-    tried = between(Network(problem))
+    healthy.problems = [problem]
     assert supervise(nodes="a,b", spares=0) == (CRASHED, 0)
-    assert len(tried) == 1
-    assert events(job, "give_up", "text") == [
-        f"the job cannot start: {problem}. Restarting would not change that"
-    ]
+    said = f"the job cannot start: {problem}. Restarting would not change that"
+    assert events(job, "give_up", "text") == [said]
     (job.checkpoints / "step-5").mkdir()
     (job.checkpoints / "step-5/.metadata").touch()
-    tried = between(Network(problem), Network())
+    healthy.problems = [problem, ""]
     assert supervise(END, nodes="a,b", spares=0) == (DONE, 1)
-    assert len(tried) == 2
+    assert healthy.problems == []
+    healthy.problems = [ValueError("no result within 480 s")]
+    assert supervise((DONE, 21, "end", 21), nodes="a,b", spares=0) == (DONE, 1), "it may be the trial's fault"
+    assert events(job, "network", "text")[-1] == "not tried: no result within 480 s"
 
 
 def test_a_node_on_which_the_job_crashes_twice_is_chosen_last(
-    supervise: Callable, job: JobSections, monkeypatch: pytest.MonkeyPatch
+    supervise: Callable, job: JobSections, healthy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "train.supervise.supervisor.healthy_nodes", lambda names, arguments: (list(names), {})
-    )
     watch = Attempt.watch
 
     def failing_on_b(self: Attempt) -> Ended:
@@ -270,16 +204,16 @@ def test_a_node_on_which_the_job_crashes_twice_is_chosen_last(
     assert starts == [["a", "b"], ["a", "b"], ["a", "c"], ["a", "c"]]
 
 
-def test_the_job_file_and_its_overrides() -> None:
-    path = str(ROOT / "configs/phase1.toml")
-    job = read_job(["--job.config_file", path, "--resilience.skip-steps", "9", "--training.steps", "5"])
-    assert (job.training.global_batch_size, job.resilience.skip_steps) == (1536, 9)
-    assert job.resilience.on_bad_step == "skip"
-    assert str(job.checkpoints) == "runs/phase1/checkpoint"
-    with pytest.raises(ValueError, match="at every restart"):
-        read_job([f"--job.config_file={path}", "--checkpoint.load_step", "5"])
-    with pytest.raises(ValueError, match="is missing"):
-        read_job([])
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--job.config_file=configs/phase1.toml", "--checkpoint.load_step", "5"], "at every restart"),
+        ([], "is missing"),
+    ],
+)
+def test_what_no_restart_could_do_is_refused(arguments: list[str], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        read_job(arguments)
 
 
 def test_the_supervisor_imports_no_torch() -> None:
@@ -292,23 +226,16 @@ def test_the_supervisor_imports_no_torch() -> None:
 def test_a_worker_for_each_gpu_unless_told_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], gpus: int, workers: int
 ) -> None:
-    started: list[int] = []
+    def supervisor(job: JobSections, options: Options, arguments: list[str]) -> SimpleNamespace:
+        return SimpleNamespace(run=lambda: options.nproc_per_node)
 
-    class Noted:
-        def __init__(self, job: JobSections, options: Options, arguments: list[str]):
-            started.append(options.nproc_per_node)
-
-        def run(self) -> int:
-            return DONE
-
-    monkeypatch.setattr(command, "Supervisor", Noted)
+    monkeypatch.setattr(command, "Supervisor", supervisor)
     monkeypatch.setattr(command, "refuse_impossible", lambda arguments: None)
     monkeypatch.setattr(command, "count_gpus", lambda: gpus)
     job = ["--job.config_file", str(ROOT / "configs/debug_phase1.toml"), "--job.dump_folder", str(tmp_path)]
     flag = ["--nproc-per-node", *given] if given else []
     monkeypatch.setattr(sys, "argv", ["supervise", *job, *flag])
-    assert command.main() == DONE
-    assert started == [workers]
+    assert command.main() == workers
 
 
 @pytest.mark.job

@@ -8,9 +8,9 @@ import dataclasses
 import os
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,13 +25,11 @@ from ...config import (
     MODULES,
     MTP,
     NORMS,
-    POST_NORMS,
-    ROUTER,
     LaneformerConfig,
 )
+from ...llama.variant import GATES, POST_NORMS, ROUTER, Variant, variant_of
 from ...tensors import AS_IN_FILE, FIRST_MATRIX, Tensor, type_of
-from ...variant import GATES, Variant
-from ..decoder import KV_BYTES, Collected, Ended, Request
+from ..decoder import KV_BYTES, Collected, DraftHead, DraftModel, Ended, Request
 from ..folder import query_scales, rope_tables
 from ..machine import Machine, free_memory_bytes, this_machine
 from . import _core
@@ -51,32 +49,42 @@ CHOSEN_MATHS = ("auto", "fast")  # for the weights, and for the CPU too
 MULTIPLIES_BF16 = ("avx512_bf16", "amx")  # others would round inputs and gain no speed
 
 
-class Place(NamedTuple):
-    """Which of several processes a decoder is in.
-
-    memory: file descriptor of a file, empty at first, that all of them map. wake: of rank 0, tells all others to
-    `work`; called on a thread that has given it something to run.
-    """
-
-    rank: int = 0
-    processes: int = 1
-    memory: int = -1
-    wake: Callable[[], None] | None = None
-
-
-ALONE = Place()
-
-
 class CpuDecoder(_core.Decoder):
-    """The C++ decoder with its weights loaded; it has every option, and its loop runs on threads of its own.
+    """The C++ decoder with its weights loaded; its loop runs on threads of its own.
 
-    Options as in Engine. `packed` maps the packed weights of an earlier start, or keeps them
-    for the next one.
+    threads: default all physical cores, or what the container's CPU quota allows.
+    isa: "auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2" or "portable"; default from
+        the environment variable LANEFORMER_ISA. Results are bit-identical alone, batched or drafted, except on
+        "amx" with bf16 weights, where passes of four positions and more differ by about 1e-6.
+    math: "exact" widens weights to fp32 and keeps fp32 activations; with kv_dtype="fp32", greedy output equals
+        the float32 model's. "bf16" rounds matrix inputs to bf16 (vdpbf16ps where the CPU has it) and needs bf16
+        weights. "int8" rounds every 32 matrix inputs to int8 and needs int8, int4 or gguf weights. "auto", the
+        default, is "exact" wherever the weights permit it, and "int8" for int4 and gguf. "fast", which the
+        `laneformer` commands take, is "int8" for int8 weights, too, and "bf16" for bf16 ones where the CPU
+        multiplies those.
+    pin: bind each thread to a CPU of its own, one per core first. Default on machines with several memory
+        nodes; meant for an engine that has the machine to itself.
+    kv_dtype: of cached keys and values. "auto": "fp32" for fp32 weights, else "fp16", which raises ValueError
+        for values beyond 65,504; "bf16" holds them. "int8": integers with a scale for each head and position,
+        nearly half of 16 bits (docs/long-context.md has what it costs).
+    cache_bytes: memory for keys and values of earlier requests, so that a new prompt reuses the prefix it shares
+        with one of them. Default: a quarter of the free memory (schedule/prefix.h).
+    cache_dir: a directory that keeps prefixes of earlier requests for the next start (saved.py); `close` saves the
+        last ones. cache_dir_bytes: of all its files; default: 10 GB.
+    packed: maps the packed weights of an earlier start, or keeps them for the next one.
     """
 
     max_joined = _core.MAX_SEQUENCES
     failure: str | None = None
     prefixes: SavedPrefixes | None = None
+    draft_model: DraftModel | None = None
+
+    @property
+    def draft_head(self) -> DraftHead | None:
+        """The model's own, where it drafts."""
+        if self.draft_model is not None or not self.config.num_nextn_predict_layers:
+            return None
+        return DraftHead(self.config.draft_vocab_size or self.config.vocab_size, self.draft_weight_bytes)
 
     def __init__(
         self,
@@ -93,7 +101,6 @@ class CpuDecoder(_core.Decoder):
         cache_dir: Path | None = None,
         cache_dir_bytes: int = DEFAULT_BYTES,
         packed: PackedWeights | None = None,
-        place: Place = ALONE,
     ):
         if math not in (*CHOSEN_MATHS, *MATHS):
             raise ValueError(f"math = {math!r} is unknown; choose from {(*CHOSEN_MATHS, *MATHS)}")
@@ -101,7 +108,7 @@ class CpuDecoder(_core.Decoder):
             raise ValueError(
                 f"threads = {threads!r} must be an integer from 1 to {MAX_THREADS}, or None for all cores"
             )
-        self.chosen = dtype != "auto"
+        self.config, self.chosen = config, dtype != "auto"
         self.dtype = dtype if self.chosen else tensors[FIRST_MATRIX].dtype
         isa = isa or os.environ.get("LANEFORMER_ISA") or "auto"
         self.math = chosen_math(math, self.dtype, isa) if math in CHOSEN_MATHS else math
@@ -125,30 +132,21 @@ class CpuDecoder(_core.Decoder):
             {**core_spec(config, tensors), "kv_dtype": self.kv_dtype, "held": held},
             "int8" if held else self.dtype, embedding,
             threads or planned_threads(machine, config.num_lanes), isa, self.math,
-            machine.one_cpu_a_core_first() if pinned else [], machine.processors, *place,
+            machine.one_cpu_a_core_first() if pinned else [], machine.processors,
         )  # fmt: skip
-        self.alone = place.processes == 1
         self._load(config, tensors, packed)
-        self._settle()
-        if place.rank == 0:
-            self.cache_bytes = free_memory_bytes() // CACHED_SHARE if cache_bytes is None else cache_bytes
-            self.set_cache_limit(self.cache_bytes)
+        self.cache_bytes = free_memory_bytes() // CACHED_SHARE if cache_bytes is None else cache_bytes
+        self.set_cache_limit(self.cache_bytes)
         self.prefetch_bytes = self.tune(int(os.environ.get("LANEFORMER_PREFETCH") or -1))
         if cache_dir is not None:
             key = model_key(self, (self.dtype, self.math, self.kv_dtype), config, tensors)
             self.prefixes = SavedPrefixes(self, Path(cache_dir), cache_dir_bytes, key)
 
-    def _settle(self) -> None:
-        """Of several processes: go on once each has loaded its weights."""
-
-    def check(self, request: Request) -> None:
-        """Every option is supported."""
-
-    def join(self, requests: Sequence[Request], alone: bool = False) -> list[int]:
+    def join(self, requests: Sequence[Request]) -> list[int]:
         if self.prefixes is not None:
             for request in requests:
                 self.prefixes.load(request.prompt, max_reusable(request))
-        return super().join(requests, alone)
+        return super().join(requests)
 
     def collect(self, timeout_s: float) -> list[Collected]:
         news = [
@@ -203,7 +201,7 @@ class CpuDecoder(_core.Decoder):
             for matrix in (*MATRICES, ROUTER):
                 if (bias := f"{layer}{matrix}.bias") in shapes:
                     send(bias, self.set_bias, matrix.split(".")[1], i)
-            if config.variant.attention_sinks:
+            if variant_of(config).attention_sinks:
                 send(f"{layer}attention.sinks.weight", self.set_bias, "sinks", i)
             for norm in HEAD_NORMS if config.qk_norm else ():
                 send(f"{layer}{norm}.weight", self.set_head_norm, norm.split(".")[1], i)
@@ -214,10 +212,10 @@ class CpuDecoder(_core.Decoder):
         if not config.tie_word_embeddings:
             send(EMBEDDING, self.set_embedding)
         for i, layer in enumerate(layers):
-            for matrix in (*MATRICES, ROUTER)[: None if config.variant.experts else -1]:
+            for matrix in (*MATRICES, ROUTER)[: None if variant_of(config).experts else -1]:
                 send(f"{layer}{matrix}.weight", self.set_matrix, matrix.split(".")[1], i)
         send(head_of(config), self.set_matrix, "lm_head", 0)
-        if packed is not None and self.alone:
+        if packed is not None:
             packed.save(self, plan)
 
     def _expect_dtype(self, name: str, dtype: str) -> None:
@@ -239,7 +237,7 @@ def planned_threads(machine: Machine, lanes: int) -> int:
     """As many threads as leave the slowest one least to do (csrc/tapes.cpp, share_lanes): cores that are
     left over, or slow, would make no pass faster.
     """
-    return min(range(1, machine.threads + 1), key=lambda n: (_core.largest_share(lanes, n, n), n))
+    return min(range(1, machine.threads + 1), key=lambda n: (_core.largest_share(lanes, n), n))
 
 
 def check_sizes(cache_bytes: int | None, cache_dir_bytes: int) -> None:
@@ -302,7 +300,7 @@ def core_spec(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> dict[s
     layers = range(config.num_hidden_layers + config.num_nextn_predict_layers)
     return {
         **dataclasses.asdict(config),
-        **variant_spec(config.variant),
+        **variant_spec(variant_of(config)),
         "rope": [-1 if i in config.nope_layers else config.rope_of(i) for i in layers],
         "ropes": max(1, len(config.ropes)),
         "held": [],

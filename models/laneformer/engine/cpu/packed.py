@@ -6,7 +6,7 @@ and thread plan; its header holds hashes of the safetensors that it was made fro
 read through and compared with them once, and again whenever its inode says that it was touched since
 (`.checked` beside it); so a start need not read the weights twice. Nobody waits until a new file is on the
 disk: a crash before that is a reboot, after which it is compared. Anything that does not fit is packed again.
-What is kept, and for how long: kept.py.
+Which files stay: packed_files.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import numpy as np
 
 from ..machine import boot, file_system, memory_bytes, this_machine
 from . import _core
-from .kept import BUDGET, FOLDER, hold, own_directory, packed_bytes, register, remove_others
+from .cache_files import hold
+from .packed_files import BUDGET, FOLDER, own_directory, packed_bytes, register, remove_others
 
 LAYOUT_VERSION = 5  # of tiles, tapes and this file; raise it when any of them changes
 SMALL_PAGES = ("tmpfs", "ramfs")  # file systems that map 4 KiB pages
@@ -127,6 +128,7 @@ class PackedWeights:
         unfinished = path.with_suffix(f".{os.getpid()}.part")
         try:
             with open(unfinished, "wb") as file:
+                hold(file)
                 file.write(len(text).to_bytes(8, "little") + text)
                 for (at, _, _), part in zip(header["parts"], parts, strict=True):
                     file.seek(at)

@@ -26,7 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from ...config import EMBEDDING, HEAD, MATRICES, ROUTER, LaneformerConfig
+from ...config import EMBEDDING, HEAD, MATRICES, LaneformerConfig
+from ...llama.variant import ROUTER
 from ...tensors import Tensor
 from ..decoder import Request
 from . import _core

@@ -11,7 +11,6 @@ can change between check and use.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from . import _core
+from .cache_files import hold
 
 MAGIC = b"laneformer kv 1\n"
 TAIL = 32 + 8
@@ -82,7 +82,7 @@ def write(
 ) -> None:
     """segment: its bytes, uint8. between: is told the seconds of each piece. The file is locked meanwhile."""
     with open(path, "wb", opener=for_owner) as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        hold(file, alone=True)
         file.write(MAGIC)
         file.write(prefix.ids.data)
         digests = []

@@ -7,7 +7,6 @@ share one limit. Files that are cut, changed, or not what their name says are re
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import threading
@@ -16,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from . import _core
+from . import _core, cache_files
+from .cache_files import CacheFile
 from .saved_file import Damaged, Layout, Prefix, SavedFile, file_bytes
 
 KEY_DIGITS = 16  # of a name
@@ -48,9 +48,7 @@ class SavedFolder:
         self._lock = threading.Lock()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for part in directory.glob("*.part"):
-            with contextlib.suppress(OSError), open(part, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # its writer is gone
-                part.unlink()
+            cache_files.remove(part)  # where its writer, which holds it, is gone
         for path in directory.glob(f"{key[:KEY_DIGITS]}-*.kv"):
             self._add(path)
 
@@ -78,17 +76,12 @@ class SavedFolder:
         size = file_bytes(prefix, self.layout)
         if size > self.limit_bytes:
             raise TooLarge(f"a prefix of {size} bytes is more than cache_dir_bytes = {self.limit_bytes}")
-        there = []
+        files = []
         for path in self.directory.glob("*.kv"):
             with contextlib.suppress(FileNotFoundError):  # another process has removed it
                 stat = path.stat()
-                there.append((stat.st_mtime_ns, stat.st_size, path))
-        total = size + sum(other for _, other, _ in there)
-        for _, other, path in sorted(there):
-            if total <= self.limit_bytes:
-                break
-            self._remove(path)
-            total -= other
+                files.append(CacheFile(stat.st_mtime_ns, path, stat.st_size))
+        cache_files.remove_oldest(files, self.limit_bytes - size, self._remove)
         return self._path(prefix).with_suffix(f".{os.getpid()}.part")
 
     def publish(self, part: Path, prefix: Prefix) -> None:
@@ -127,8 +120,7 @@ class SavedFolder:
         with self._lock:
             return list(self._files.values())
 
-    def _remove(self, path: Path) -> None:
+    def _remove(self, path: Path) -> bool:
         with self._lock:
             self._files.pop(path, None)
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
+        return cache_files.remove(path)

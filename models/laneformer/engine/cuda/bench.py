@@ -18,24 +18,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..decoder import Request, Sampling
+from ...config import LaneformerConfig
+from ..decoder import Request
 from ..options import in_range
-from .bandwidth import datasheet, shares
+from .cards import card_of_device
 from .executor import CudaExecutor
 from .geometry import OPS, Geometry
 from .launch import Kernels
 from .memory import DeviceMemory
-from .structures import PASSES_PER_LAUNCH, Column, Probe
+from .structures import PASSES_PER_LAUNCH, Probe
 from .tape import tape_starts
 
 TOKENS = 256
 EDGE_TOKENS = 3 * PASSES_PER_LAUNCH  # the first and the last of a run, to be reported apart
 RUNS = 5
 PROBES = ("stream", "loads")  # kernels of probe.cu
-PROBED_BYTES = (
-    8 << 30
-)  # of one launch: far more than any cache, and milliseconds, so that its start does not count
-GREEDY = Sampling(top_p=1.0)
+# of one launch: far more than any cache, and milliseconds, so that its start does not count
+PROBED_BYTES = 8 << 30
 LONGEST_S = 60.0  # without news of a request
 
 
@@ -44,7 +43,6 @@ def benchmark(
     depth: int = 0,
     progress: Callable[[str], None] = print,
     probe_bytes_per_s: float | None = None,
-    runs: int = RUNS,
 ) -> dict[str, Any]:
     """Figures of single-request decoding after `depth` cached positions; the keys are
     those of `laneformer bench`.
@@ -62,22 +60,23 @@ def benchmark(
     progress("prefill")
     ttft_s, prefill_tokens_per_s = measure_prefill(executor, depth)
 
-    prompt = random_prompt(executor, max(depth, 1))
+    prompt = random_prompt(config, max(depth, 1))
     tokens = min(TOKENS, context - len(prompt))
-    progress(f"{runs} runs of {tokens} tokens")
+    progress(f"{RUNS} runs of {tokens} tokens")
     arrivals(executor, prompt, 2 * EDGE_TOKENS)  # warm: code, clocks
-    measured = [speeds(arrivals(executor, prompt, tokens)) for _ in range(runs)]
+    runs = [speeds(arrivals(executor, prompt, tokens)) for _ in range(RUNS)]
+    medians = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
     bytes_per_token = weight_bytes(passes.geometry) + config.cached_bytes(len(prompt) + tokens / 2, 2)
     name = torch.cuda.get_device_name(passes.devices[0])
     return {
-        **{key: statistics.median(run[key] for run in measured) for key in measured[0]},
-        "runs_tokens_per_s": [run["tokens_per_s"] for run in measured],
+        **medians,
+        "runs_tokens_per_s": [run["tokens_per_s"] for run in runs],
         "bytes_per_token": int(bytes_per_token),
         "tape_bytes_per_token": sum(memory.weight_bytes for memory in passes.memories),
         "probe_bytes_per_s": probe_bytes_per_s,
         **shares(
-            statistics.median(run["tokens_per_s"] for run in measured), bytes_per_token, probe_bytes_per_s,
-            datasheet(name), gpus, config.num_hidden_layers,
+            medians["tokens_per_s"], bytes_per_token, probe_bytes_per_s, datasheet(name), gpus,
+            config.num_hidden_layers,
         ),
         "prefill_tokens_per_s": prefill_tokens_per_s,
         "ttft_s": ttft_s,
@@ -87,6 +86,26 @@ def benchmark(
         "version": passes.version,
         "device": name,
     }  # fmt: skip
+
+
+def shares(
+    tokens_per_s: float, bytes_per_token: float, probe: float, stated: float | None, gpus: int, layers: int
+) -> dict[str, float | None]:
+    """How much of the bandwidth (bytes/s; `stated`: of one GPU, by its maker) a speed is, and the time a layer that
+    is not.
+    """
+    rate = bytes_per_token * tokens_per_s
+    return {
+        "percent_of_probe": 100 * rate / probe,
+        "percent_of_datasheet": None if stated is None else 100 * rate / (gpus * stated),
+        "exposed_us_per_layer": 1e6 * (1 / tokens_per_s - bytes_per_token / probe) / layers,
+    }
+
+
+def datasheet(device: str) -> float | None:
+    """Bytes/s that the maker states for the memory of a GPU of this name; None where cards.toml has it not."""
+    card = card_of_device(device)
+    return None if card is None else card.bandwidth_bytes_per_s
 
 
 def arrivals(executor: CudaExecutor, prompt: list[int], tokens: int, **options: Any) -> np.ndarray:
@@ -123,62 +142,32 @@ def measure_prefill(executor: CudaExecutor, depth: int) -> tuple[float, float]:
     """Seconds to the first token after a prompt of `depth` (or a typical length), and
     prompt tokens per second.
     """
-    assert executor.passes is not None
-    length = max(depth, min(2048, executor.passes.config.max_position_embeddings // 2))
-    prompt = random_prompt(executor, length)
+    passes: Any = executor.passes
+    length = max(depth, min(2048, passes.config.max_position_embeddings // 2))
+    prompt = random_prompt(passes.config, length)
     seconds = []
     for _ in range(4):
         start = time.perf_counter()
         arrivals(executor, prompt, 1, reuse_prefix=False)
         seconds.append(time.perf_counter() - start)
     ttft_s = statistics.median(seconds[1:])  # the first loads the model and its kernels
-    return ttft_s, len(prompt) / ttft_s
+    return ttft_s, length / ttft_s
 
 
-def random_prompt(executor: CudaExecutor, length: int) -> list[int]:
-    assert executor.passes is not None
-    return np.random.default_rng(0).integers(0, executor.passes.config.vocab_size, length).tolist()
+def random_prompt(config: LaneformerConfig, length: int) -> list[int]:
+    return np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()
 
 
 def weight_bytes(geometry: Geometry) -> int:
     """Bytes of weights that all GPUs together read for one token, without what fills up
     the tapes' last chunks.
     """
-    layers = geometry.config.num_hidden_layers
-    scale = 4 if geometry.dtype == "int8" else 0  # of a row
+    config, scale = geometry.config, 4 * (geometry.dtype == "int8")  # bytes a row
     matrices = {op: geometry.matrix(op) for op in OPS}
-    rows = {
-        **{op: m.rows for op, m in matrices.items()},
-        "head": geometry.config.vocab_size // geometry.config.num_lanes,
-    }
-    sizes = {op: rows[op] * (geometry.number_bytes * m.columns + scale) for op, m in matrices.items()}
-    return geometry.config.num_lanes * (layers * sum(sizes[op] for op in OPS[:-1]) + sizes["head"])
-
-
-# ---- the kernels alone, without a schedule; `passes`: a PassDecoder ----
-
-
-def read(passes: Any, ids: list[int], start: int, logits: torch.Tensor | None = None) -> int:
-    """Passes over ids[start:], of as many as it has columns: the token that the last would be followed by."""
-    columns = [Column(token, i, 0, sampling=GREEDY) for i, token in enumerate(ids)]
-    for at in range(start, len(ids), passes.columns):
-        end = at + passes.columns
-        (picked,) = passes.run(columns[at:end], 0, None if logits is None else logits[at:end])
-    return picked[-1]
-
-
-def greedy(passes: Any, prompt: list[int], new_tokens: int = 32, most: int = 16) -> list[int]:
-    """Launches make up to `most` passes, of several lengths; the first token comes with the prompt's end."""
-    start = 0
-    if len(prompt) > passes.unread:
-        start = len(prompt) - 1
-        list(passes.read(prompt[:-1], 0, 0, start))
-    made = [read(passes, prompt, start)]
-    while len(made) < new_tokens:
-        last = Column(made[-1], len(prompt) + len(made) - 1, 0, sampling=GREEDY)
-        more = min(len(made) % most, passes.ahead, new_tokens - len(made) - 1)
-        made += [row[0] for row in passes.run([last], more)]
-    return made
+    rows = {op: matrix.rows * config.num_hidden_layers for op, matrix in matrices.items()}
+    rows["head"] = config.vocab_size // config.num_lanes
+    sizes = (rows[op] * (geometry.number_bytes * m.columns + scale) for op, m in matrices.items())
+    return config.num_lanes * sum(sizes)
 
 
 # ---- the read bandwidth of a GPU, over the very bytes that decoding reads (probe.cu) ----
@@ -196,8 +185,8 @@ def expected_sum(memory: DeviceMemory, rounds: int) -> int:
     return int(memory.tapes.view(torch.int32).sum(dtype=torch.int64)) * rounds % 2**32
 
 
-def read_bandwidth(memory: DeviceMemory, runs: int = RUNS) -> dict[str, float]:
-    """Bytes/s of each kernel, the best of `runs`; RuntimeError if one of them has not read everything.
+def read_bandwidth(memory: DeviceMemory) -> dict[str, float]:
+    """Bytes/s of each kernel, the best of RUNS; RuntimeError if one of them has not read everything.
 
     The weights of small models stay in the L2, and so the figure is the L2's.
     """
@@ -209,7 +198,7 @@ def read_bandwidth(memory: DeviceMemory, runs: int = RUNS) -> dict[str, float]:
     best = {}
     for name in PROBES:
         seconds = []
-        for _ in range(runs + 1):
+        for _ in range(RUNS + 1):
             sums.zero_()
             with torch.cuda.device(memory.device):
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

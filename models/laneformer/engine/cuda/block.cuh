@@ -48,14 +48,6 @@ struct Decode {
   int device, first_lane;
   int layer, module;       // of a kernel of the graph
   Order order;             // of the kernel of passes
-#if TRACE
-  uint64_t* trace;         // [block][kTraced] cycles
-#endif
-#if DRAFTS
-  const Word* streams;        // lane words of the pass before, the model's or the head's
-  const Word* tail;           // if it was the model's: its inbox
-  int origins[kMostColumns];  // of each column, the column of that pass whose stream it takes; ascending
-#endif
 };
 
 constexpr uint32_t kEnds = 1u << 30;  // set in a chosen token's word: its column ends with it
@@ -74,7 +66,6 @@ struct Block {
   Tape tape;
   Watch watch;
   uint32_t token_epoch;
-  uint32_t exchanges;  // of the ablation
   uint32_t live;       // a bit for each column that has not ended
   int position;
   int column = 0, sequence = 0;  // those under way
@@ -86,7 +77,7 @@ struct Block {
     return p.order;
 #endif
   }
-  DEVICE uint32_t epoch_of(int layer) const { return token_epoch * (kLayers + DRAFTS) + layer + 1 + DRAFTS; }
+  DEVICE uint32_t epoch_of(int layer) const { return token_epoch * kLayers + layer + 1; }
   DEVICE Word* inbox(int device) const { return inbox_of(device, column); }
   DEVICE Word* inbox_of(int device, int c) const { return p.inbox[device] + static_cast<int64_t>(c) * kInboxWords; }
   DEVICE Word* own_inbox() const { return inbox(p.device); }
@@ -97,9 +88,6 @@ struct Block {
   DEVICE explicit Block(const Decode& decode) : p(decode) {
     locate();
     watch = {p.aborted, p.report, p.limit_ns, lane, 0};
-#if TRACE
-    watch.trace = tape.trace = p.trace + block_index() * kTraced;
-#endif
   }
 
   // Where this thread is, and what is its own. Each step of a layer computes it anew: kept over all of them, it takes
@@ -164,25 +152,8 @@ struct Block {
     return p.weights.scales + Matrix<Op>::first_scale(layer, local_lane, group);
   }
 
-  // The ablation of one column: no block goes on before every block of the device has come here.
-  DEVICE void widen(Exchange exchange) {
-#if WIDE_EXCHANGES && !GRAPH
-    const uint32_t epoch = ++exchanges;
-    Word* all = p.lane_words + kDeviceLanes * kLaneWords;
-    sync_block();
-    if (thread_index() == 0) store_word(all + block_index(), 0.0f, epoch);
-    for (int i = thread_index(); i < kDeviceLanes * kBlocksPerLane; i += kThreads) {
-      Patience patience;
-      while (static_cast<int>(load_word(all + i).epoch - epoch) < 0)
-        if (patience.ends(watch, exchange, epoch)) break;
-    }
-    sync_block();
-#endif
-  }
-
   // wide = stream * scale; returns 1 / rms
   DEVICE float take_stream(int module, int layer, int norm) {
-    widen(kStream);
     const float2* scale = reinterpret_cast<const float2*>(norm_scale(p.weights, norm, lane));
     float squares = 0.0f;
     gather<kHidden>(
@@ -209,65 +180,6 @@ struct Block {
     }
     return inverse_rms(squares, per_warp);
   }
-
-#if DRAFTS
-  // The head for multi-token prediction (model.py: MTPHead) takes the streams that the pass before has left in words: the
-  // model's with the partial outputs that no layer was left for, or its own. A block adds its rows up, and publishes
-  // them as if a layer before the first had done so.
-  DEVICE void publish_entry() {
-    const int first = Matrix<kOutput>::first_row(group), from = p.origins[column];
-    const Word* stream = p.streams + (static_cast<int64_t>(from) * kDeviceLanes + local_lane) * kLaneWords;
-    const Word* mail = p.tail + static_cast<int64_t>(from) * kModelInboxWords;
-#pragma unroll 1
-    for (int r = thread_index(); r < Matrix<kOutput>::row_count(group); r += kThreads) {
-      float h = load_word(stream + kStreamAt + kHidden + first + r).value;
-#pragma unroll 1
-      for (int i = 0; p.tail && i < kTails; ++i) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int l = 0; l < kLanes; ++l) {
-          const float sent = load_word(mail + kTailAt[i] + l * kHidden + first + r).value;
-          sum += l == lane ? 0.0f : sent;
-        }
-        h += sum;
-      }
-      rows[r] = h;
-      store_word(words + kStreamAt + kHidden + first + r, h, epoch_of(-1));
-    }
-  }
-
-  // The sum of the gated stream and the gated embedding, number i: the head's own stream.
-  DEVICE float gated(float h, float e, int i, float2 inverse) const {
-    const float of_embedding = e * inverse.y * norm_scale(p.weights, 2 * kLayers + 2, lane)[i];
-    return fmaf(h * inverse.x, norm_scale(p.weights, 2 * kLayers + 1, lane)[i], of_embedding);
-  }
-
-  DEVICE float take_entry(int token) {
-    const float* scale = norm_scale(p.weights, 0, lane);
-    float of_stream = 0.0f, of_embedding = 0.0f, squares = 0.0f;
-    gather<kHidden>(words + kStreamAt + kHidden, epoch_of(-1), kStream, watch, [&](int i, float a, float b) {
-      const float2 e = embedding_pair(p.weights, token, i);
-      wide[i] = a, wide[i + 1] = b;
-      of_stream = fmaf(a, a, fmaf(b, b, of_stream)), of_embedding = fmaf(e.x, e.x, fmaf(e.y, e.y, of_embedding));
-    });
-    float2 inverse = {inverse_rms(of_stream, per_warp), 0.0f};
-    sync_block();  // all have read it
-    inverse.y = inverse_rms(of_embedding, per_warp);
-    sync_block();
-    for (int i = 2 * thread_index(); i < kHidden; i += 2 * kThreads) {  // this thread's of the gather
-      const float2 e = embedding_pair(p.weights, token, i);
-      const float a = gated(wide[i], e.x, i, inverse), b = gated(wide[i + 1], e.y, i + 1, inverse);
-      wide[i] = a * scale[i], wide[i + 1] = b * scale[i + 1];
-      squares = fmaf(a, a, fmaf(b, b, squares));
-    }
-    const int first = Matrix<kOutput>::first_row(group);
-    for (int r = thread_index(); r < Matrix<kOutput>::row_count(group); r += kThreads) {
-      const float2 e = embedding_pair(p.weights, token, (first + r) / 2 * 2);
-      rows[r] = gated(rows[r], (first + r) % 2 ? e.y : e.x, first + r, inverse);
-    }
-    return inverse_rms(squares, per_warp);
-  }
-#endif
 
   // of this column's inputs; the barrier is for the next one's sum of squares
   DEVICE void keep_scale(float scale) {
@@ -348,7 +260,6 @@ struct Block {
   }
 
   DEVICE void attention(int layer) {
-    widen(kQkvWords);
     for (int unit = group; kAttentionUnits == kBlocksPerLane || unit < kAttentionUnits; unit += kBlocksPerLane) {
       const int head = unit / kSplits, slot = warp * kKeysAtOnce + thread / kKeyThreads;
       const Keys keys(p.weights, kv_lane(), layer, head, unit % kSplits, position);
@@ -418,7 +329,6 @@ struct Block {
 
   // narrow = softmax over all splits, (heads, d); neighbouring threads take one split each, of the same two numbers
   DEVICE void take_attention(int layer) {
-    widen(kPartial);
     constexpr int kPairs = kHeads * kHeadDim / 2, kAtOnce = kThreads / kSplitThreads;
     constexpr int kRounds = (kPairs + kAtOnce - 1) / kAtOnce, kMost = kRounds < 6 ? kRounds : 6;  // under way together
     const int from = here(thread_index()), split = from % kSplitThreads;
@@ -462,7 +372,6 @@ struct Block {
   }
 
   DEVICE void take_activation(int layer) {
-    widen(kActivation);
     gather<kIntermediate>(words + kActivationAt, epoch_of(layer), kActivation, watch,
                           [&](int i, float a, float b) { narrow[i] = a, narrow[i + 1] = b; });
     sync_block();

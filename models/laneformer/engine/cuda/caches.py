@@ -16,12 +16,11 @@ MAX_CACHES = 64
 
 
 class Caches:
-    """As many as `memory.kv` is of. `beside`: memories of a head's block, which has as many."""
+    """As many as `memory.kv` is of. `kv`: of each, the numbers on each device."""
 
-    def __init__(self, memories: Sequence[DeviceMemory], beside: Sequence[DeviceMemory] = ()):
-        self.memories, self._all = memories, [*memories, *beside]
-        one = [m.geometry.lanes_per_device * m.geometry.kv_lane for m in self._all]
-        each = (memory.kv.split(size) for memory, size in zip(self._all, one, strict=True))
+    def __init__(self, memories: Sequence[DeviceMemory]):
+        self.memories, g = memories, memories[0].geometry
+        each = [memory.kv.split(g.lanes_per_device * g.kv_lane) for memory in memories]
         self.kv = [list(kv) for kv in zip(*each, strict=True)]
 
     def shape(self) -> _core.KvShape:
@@ -36,15 +35,14 @@ class Caches:
         if op.kind == _core.KvKind.copy:
             self._copy(op.source, op.cache, op.end)
 
-    def of(self, cache: int, beside: bool = False) -> list[DeviceMemory]:
-        """The devices' memory, with this cache's keys and values in the place of all; or that of the head's block."""
-        every = [memory.of(kv) for memory, kv in zip(self._all, self.kv[cache], strict=True)]
-        return every[len(self.memories) :] if beside else every[: len(self.memories)]
+    def of(self, cache: int) -> list[DeviceMemory]:
+        """The devices' memory, with this cache's keys and values in the place of all."""
+        return [memory.of(kv) for memory, kv in zip(self.memories, self.kv[cache], strict=True)]
 
     def _copy(self, source: int, target: int, count: int) -> None:
         """The first `count` positions; of a ring that is shorter, all of it."""
-        for memory, here, there in zip(self._all, self.kv[source], self.kv[target], strict=True):
-            g = memory.geometry
-            used = -(-count // g.splits)
+        g = self.memories[0].geometry
+        used = -(-count // g.splits)
+        for from_, to in zip(self.of(source), self.of(target), strict=True):
             for layer in range(g.config.num_hidden_layers):
-                memory.kv_layer(layer, there)[:, :, :, :used] = memory.kv_layer(layer, here)[:, :, :, :used]
+                to.kv_layer(layer)[:, :, :, :used] = from_.kv_layer(layer)[:, :, :, :used]

@@ -13,23 +13,18 @@ import hashlib
 import os
 from pathlib import Path
 
+from .constants import constants_of
 from .geometry import Geometry
 from .nvrtc import OPTIONS, Nvrtc, compiler_for
 
 FOLDER = Path(__file__).parent
 INCLUDES = (FOLDER, FOLDER.parent)  # there is sampling.h, which the C++ core shares
-VERSIONS = ("passes", "graph")
-UNITS = (*VERSIONS, "probe", "fill", "traced")  # traced: the kernel of passes that says where its time goes
-
-FILES = {"traced": "passes"}  # of a unit that has another name
 
 
 def source_of(version: str, geometry: Geometry) -> str:
-    """One translation unit: the geometry's constants, then the kernels of `version` (one of UNITS)."""
-    if version not in UNITS:
-        raise ValueError(f"version = {version!r} is unknown; choose from {UNITS}")
-    switches = f"#define GRAPH {int(version == 'graph')}\n#define TRACE {int(version == 'traced')}\n"
-    return f'{switches}{geometry.constants()}#include "{FILES.get(version, version)}.cu"\n'
+    """One translation unit: the geometry's constants, then the kernels of a version, or of the probe."""
+    graph = int(version == "graph")
+    return f'#define GRAPH {graph}\n{constants_of(geometry)}#include "{version}.cu"\n'
 
 
 def compile_cubin(

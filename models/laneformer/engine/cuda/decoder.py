@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,10 +13,11 @@ from ...config import LaneformerConfig
 from ...tensors import Tensor
 from ..decoder import CUDA, Collected, Ended, EngineLost, Request, RequestFailed
 from ..options import in_range
-from .executor import CudaExecutor, Passes
-from .geometry import DTYPES, HALVES, Geometry
+from .executor import CudaExecutor
+from .geometry import DTYPES, HALVES
+from .graph import DECODERS
 from .launch import NotResident
-from .memory import DeviceMemory, half_of
+from .memory import half_of
 from .passes import PassDecoder
 
 USE_CPU = "the CUDA engine does not have this option; use device = 'cpu'"
@@ -45,18 +45,16 @@ class CudaDecoder:
         pin: bool | None = None,
         kv_dtype: str = "auto",
         cache_bytes: int | None = None,
-        processes: int = 1,
     ):
         """`dtype` "auto" is the checkpoint's, and bf16 where that is fp32.
         `version`: "passes" or "graph".
 
         ValueError for a model that the kernels cannot hold, and for options of the CPU: threads, isa,
-        math, pin, kv_dtype, processes.
+        math, pin, kv_dtype.
         """
         if dtype == "auto":
             dtype = half_of(tensors)
         unsupported = {"threads": threads, "isa": isa, "pin": pin or None}
-        unsupported["processes"] = None if processes == 1 else processes
         unsupported["math"] = None if math in ("auto", "exact") else math
         unsupported["dtype"] = None if dtype in DTYPES else dtype
         unsupported["kv_dtype"] = None if kv_dtype == "auto" else kv_dtype
@@ -67,45 +65,25 @@ class CudaDecoder:
         self.kv_dtype = dtype if dtype in HALVES else half_of(tensors)
         if cache_bytes is not None:
             cache_bytes = in_range("cache_bytes", cache_bytes, int, 0, 2**63)
-        self.config, self._version = config, version
-        self._tensors, self._devices, self._cache_bytes = tensors, devices, cache_bytes
-        self.executor = CudaExecutor(self._passes())
-        passes = self.executor.passes
-        assert passes is not None
+        # a head for multi-token prediction drafts on the CPU alone
+        self.config = dataclasses.replace(config, num_nextn_predict_layers=0, draft_vocab_size=0)
+        passes = make_passes(self.config, tensors, dtype, devices, cache_bytes, version)
+        self.executor = CudaExecutor(passes)
         self.max_joined, self._drafts = passes.sequences, passes.sequences > 1
-        memories: Sequence[DeviceMemory] = passes.caches.memories
-        geometry: Geometry = memories[0].geometry
-        self.threads = geometry.devices * geometry.blocks * geometry.warps * 32
+        memories = passes.caches.memories
+        self.threads = len(memories) * memories[0].geometry.blocks * memories[0].geometry.threads
         self.weight_bytes = sum(memory.weight_bytes for memory in memories)
-        self.draft_weight_bytes = 0 if passes.head is None else sum(passes.head.weight_bytes)
 
-    def _passes(self) -> Passes:
-        make = functools.partial(
-            PassDecoder, self.config, self._tensors, self.dtype, self._devices, cache_bytes=self._cache_bytes
-        )
-        try:
-            return make(version=self._version)
-        except NotResident as error:
-            if len(self._devices) > 1:
-                raise RuntimeError(
-                    f"{error}; the graph version cannot run instead: use whole GPUs"
-                ) from error
-            said = f"the graph version decodes, one request at a time, as the kernel of passes cannot run: {error}"
-            warnings.warn(said, stacklevel=4)
-        return make(version="graph")
-
-    def check(self, request: Request) -> None:
-        """ValueError for what only the CPU has."""
-        if request.keep_partials:
-            raise ValueError(f"keep_partials = {request.keep_partials!r}: {USE_CPU}")
-
-    def join(self, requests: Sequence[Request], alone: bool = False) -> list[int]:
-        """EngineLost after the GPU has failed."""
+    def join(self, requests: Sequence[Request]) -> list[int]:
+        """EngineLost after the GPU has failed; ValueError for what only the CPU has."""
+        for request in requests:
+            if request.keep_partials:
+                raise ValueError(f"keep_partials = {request.keep_partials!r}: {USE_CPU}")
         if self.failure is not None:
             raise EngineLost(self.failure)
         if not self._drafts:
             requests = [dataclasses.replace(request, speculate=0) for request in requests]
-        return self.executor.schedule.join(requests, alone)
+        return self.executor.schedule.join(requests)
 
     def collect(self, timeout_s: float) -> list[Collected]:
         return [
@@ -142,6 +120,31 @@ class CudaDecoder:
         """End the requests, and then give the memory back."""
         self.leave_all()
         self.executor.close()
+
+
+def make_passes(
+    config: LaneformerConfig,
+    tensors: Mapping[str, Tensor],
+    dtype: str,
+    devices: Sequence[str],
+    cache_bytes: int | None,
+    version: str,
+) -> PassDecoder:
+    """Of this version; of the graph, with a warning, where the kernel of passes cannot run on one GPU."""
+    if version not in DECODERS:
+        raise ValueError(f"version = {version!r} is unknown; choose from {' and '.join(map(repr, DECODERS))}")
+    if version == "graph" and len(devices) > 1:
+        raise ValueError("the graph version runs on one GPU; use version = 'passes' for several")
+    try:
+        return DECODERS[version](config, tensors, dtype, devices, cache_bytes=cache_bytes)
+    except NotResident as error:
+        if len(devices) > 1:
+            raise RuntimeError(f"{error}; the graph version cannot run instead: use whole GPUs") from error
+        reason = (
+            f"the graph version decodes, one request at a time, as the kernel of passes cannot run: {error}"
+        )
+        warnings.warn(reason, stacklevel=4)
+    return DECODERS["graph"](config, tensors, dtype, devices, cache_bytes=cache_bytes)
 
 
 def ended_as(statistics: dict[str, int], error: Exception | None, *left: Any) -> Ended:

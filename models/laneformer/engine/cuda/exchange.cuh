@@ -23,9 +23,6 @@ struct Watch {
   Report* report;  // host memory
   uint64_t limit_ns;
   int lane, layer;
-#if TRACE
-  uint64_t* trace;
-#endif
 };
 
 // everything by value: a pointer to the caller's variables would put them in memory
@@ -71,7 +68,6 @@ DEVICE void accept(const Word* at, const WordPair&, uint32_t epoch) { accept(at,
 // a wait that was given up misses is zero.
 template <int Count, class Words, class There, class At>
 DEVICE void wait_all(Words (&words)[Count], There there, At at, uint32_t epoch, Exchange exchange, const Watch& watch) {
-  TIMED(watch.trace, exchange);
   Patience patience;
   for (bool ends = false;; ends = patience.ends(watch, exchange, epoch)) {
     bool missing = false;

@@ -6,63 +6,22 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from ...config import LaneformerConfig
 from ..cpu import _core
 from ..decoder import Sampling, Unanswered
-from .caches import Caches
-from .head import HeadPasses
 from .launch import NotResident
+from .passes import PassDecoder
 from .prefill import scores_of
 from .structures import Column
 
 # the others wait for a piece: 10 ms for the weights of `2b` and 9 for so many ids, both calculated
 PIECE_TOKENS = 1024
-Look = Callable[[list[list[int]]], bool]  # at tokens [pass][column]
 LONGEST_END_S = 10.0  # of a pass, when the interpreter ends
 RETRIES_S = (0.01, 0.1, 1.0)  # after a launch that is refused, as others have the GPU's multiprocessors
-
-
-class Passes(Protocol):
-    """Weights on GPUs, and what runs them over some columns: PassDecoder, and in tests others.
-
-    columns, sequences: at most in a pass. unread: prompt ids that columns may read; more are read by PyTorch.
-    ahead: further tokens of each column that a call of `run` may make. head: which drafts.
-    """
-
-    config: LaneformerConfig
-    caches: Caches
-    columns: int
-    sequences: int
-    unread: int
-    ahead: int
-    head: HeadPasses | None
-
-    def run(
-        self,
-        columns: Sequence[Column],
-        ahead: int = 0,
-        logits: torch.Tensor | None = None,
-        look: Look | None = None,
-    ) -> list[list[int]]:
-        """The token that each column would be followed by, then up to `ahead` times those that follow these.
-
-        A column ends with a stop id; whatever comes after it has only been written in vain. logits: float32
-        (columns, V) of the first row, on the device, filled. look: is told now and then what there is so far, and
-        returns whether to end after the pass under way. RuntimeError where the GPU fails, or gives up a wait.
-        """
-
-    def read(
-        self, ids: Sequence[int], cache: int, position: int, first_row: int, next_ids: Sequence[int] = ()
-    ) -> Iterator[torch.Tensor]:
-        """Fill a cache from `position` on, by PyTorch; float32 logits (n, V), in blocks, of the positions from
-        `first_row` on. next_ids: those after each id, for the head to read as well.
-        """
 
 
 class CudaExecutor:
@@ -74,16 +33,12 @@ class CudaExecutor:
 
     unanswered = False
 
-    def __init__(self, passes: Passes):
-        self.passes: Passes | None = passes
+    def __init__(self, passes: PassDecoder):
+        self.passes: PassDecoder | None = passes
         limits = _core.Limits(passes.config.vocab_size, passes.config.max_position_embeddings)
         limits.columns, limits.sequences, limits.ahead = passes.columns, passes.sequences, passes.ahead
         limits.piece, limits.unread, limits.paced, limits.picks = PIECE_TOKENS, passes.unread, False, True
         self.schedule = _core.Schedule(limits, passes.caches.shape())
-        if passes.head is not None:
-            block, rows = passes.head.weight_bytes
-            every = sum(memory.weight_bytes for memory in passes.caches.memories)
-            self.schedule.draft_with_head(passes.head.ids.tolist(), block / every, (block + rows) / every)
         shape = passes.columns, passes.config.vocab_size
         self._logits = torch.empty(shape, device=passes.caches.memories[0].device)
         arguments = self.schedule, weakref.ref(self)
@@ -97,66 +52,43 @@ class CudaExecutor:
 
     def run(self) -> None:
         """Passes, until there is nothing to run."""
+        assert self.passes is not None
         given: dict[str, Any] = {}
         try:
             while (plan := self.schedule.next(**given)) is not None:
-                given = self._pass(plan)
+                given = self._pass(self.passes, plan)
         except Exception as error:
             self.unanswered = isinstance(error, Unanswered)
-            said = (
-                str(error).partition("\n")[0] or type(error).__name__
-            )  # torch's has advice for developers below
-            self.schedule.fail(f"the GPU has failed, and with it all requests: {said}")
+            reason = str(error).partition("\n")[0]  # torch's has advice for developers below
+            self.schedule.fail(
+                f"the GPU has failed, and with it all requests: {reason or type(error).__name__}"
+            )
 
-    def _pass(self, plan: _core.Pass) -> dict[str, Any]:
+    def _pass(self, passes: PassDecoder, plan: _core.Pass) -> dict[str, Any]:
         """What it gave, as `Schedule.next` takes it."""
-        assert self.passes is not None
         for op in plan.ops:
-            self.passes.caches.apply(op)
+            passes.caches.apply(op)
         if plan.piece:
-            return self._read(plan)
+            return self._read(passes, plan)
         if not (columns := plan.columns):
             return {}
-        if plan.of_head:
-            return self._draft(plan)
         rows = plan.head  # of the logits that the schedule draws from
         draws = {place: plan.draw(place) for place in {column.sequence for column in columns}}
         asked = [column_of(column, draws[column.sequence]) for column in columns]
         look = (lambda rows: self.schedule.interrupts()) if plan.ahead else None
         try:
-            picked = self._launched(asked, plan.ahead, self._logits if rows else None, look)
+            picked = launch(passes, asked, plan.ahead, self._logits if rows else None, look)
         except NotResident as error:
             return {"error": f"the GPU runs something else beside the engine, try again later: {error}"}
         given: dict[str, Any] = {"picked": np.array(picked, np.int32)}
         return {**given, "logits": self._logits[rows].cpu().numpy()} if rows else given
 
-    def _draft(self, plan: _core.Pass) -> dict[str, Any]:
-        """A pass of the head; where the driver refuses it, there are no drafts."""
-        assert self.passes is not None
-        assert self.passes.head is not None
-        columns = [(column.token, column.position, column.cache) for column in plan.columns]
-        with contextlib.suppress(NotResident):
-            logits = self.passes.head.run(columns, plan.origins, plan.chained, plan.head)
-            return {"logits": logits} if plan.head else {}
-        return {}
-
-    def _launched(self, *asked: Any) -> list[list[int]]:
-        """NotResident where the driver still refuses the launch after a while; nothing has changed then."""
-        assert self.passes is not None
-        for wait_s in RETRIES_S:
-            with contextlib.suppress(NotResident):
-                return self.passes.run(*asked)
-            time.sleep(wait_s)
-        return self.passes.run(*asked)
-
-    def _read(self, plan: _core.Pass) -> dict[str, Any]:
+    def _read(self, passes: PassDecoder, plan: _core.Pass) -> dict[str, Any]:
         """A piece of a prompt, with its scores."""
-        assert self.passes is not None
         piece, start = self.schedule.piece(), plan.start
         ids, at = piece.ids, piece.first_row
         try:
-            next_ids = ids[1 : plan.piece + 1] if piece.drafts else ()
-            for logits in self.passes.read(ids[: plan.piece], start.cache, start.position, at, next_ids):
+            for logits in passes.read(ids[: plan.piece], start.cache, start.position, at):
                 if piece.keeps_logits:
                     self.schedule.keep_logits(at, logits.cpu().numpy())
                 scored = ids[at + 1 - start.position :][: len(logits)]
@@ -166,6 +98,15 @@ class CudaExecutor:
         except torch.OutOfMemoryError as error:
             return {"error": f"the GPU has no memory for this request: {error}"}
         return {}
+
+
+def launch(passes: PassDecoder, *asked: Any) -> list[list[int]]:
+    """NotResident where the driver still refuses the launch after a while; nothing has changed then."""
+    for wait_s in RETRIES_S:
+        with contextlib.suppress(NotResident):
+            return passes.run(*asked)
+        time.sleep(wait_s)
+    return passes.run(*asked)
 
 
 def column_of(column: _core.Column, draw: _core.Draw) -> Column:

@@ -2,20 +2,18 @@
 kernels, in one place.
 
 A lane is a group of `blocks_per_lane` blocks, one block a multiprocessor, `warps` warps a block.
-`constants` writes all of it as the C++ text that the kernels are compiled with; tape.py cuts the weights
-by the same numbers.
+constants.py writes all of it as the C++ text that the kernels are compiled with; tape.py cuts the weights by
+the same numbers.
 
     B bytes   D hidden   L lanes   d head dimension
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ...config import MODULES, Join, LaneformerConfig
-from .structures import MAX_COLUMNS, MAX_STOPS
+from ...config import MODULES, LaneformerConfig
+from .structures import MAX_COLUMNS
 
 OPS = ("qkv", "output", "gate_up", "down", "head")
 HALVES = ("bf16", "fp16")
@@ -23,8 +21,6 @@ DTYPES = (*HALVES, "int8")  # of matrices; int8 has a scale for each row (int8.p
 WARP_THREADS = 32
 SEGMENT_BYTES = 16 * WARP_THREADS
 MAX_CHUNKS = 16  # deeper rings hide nothing more
-MAX_WARPS = 32  # of a block
-MAX_RESIDENT_WARPS = 48  # of a multiprocessor, on every GPU since sm_80
 # the keys of such a head need the 168 registers a thread that 12 warps leave; 16 leave 128
 LARGE_HEAD, LARGE_HEAD_WARPS = 128, 12
 MAX_SPLITS = 16  # of the keys: each reader of the attention merges them all
@@ -85,11 +81,6 @@ class Matrix:
         """Of the busiest block."""
         return -(-self.units // blocks) * TILE
 
-    def balance(self, blocks: int, warps: int) -> float:
-        """Tiles of an average warp over those of the busiest, and so of its block's time."""
-        busiest = math.ceil(self.max_rows(blocks) // TILE * self.parts / warps)
-        return self.units * self.parts / (blocks * warps * busiest)
-
     def tiles(self, block: int, blocks: int, warp: int, warps: int) -> list[tuple[int, int]]:
         """(part, row of tiles) of a warp of a block, in its order; rows are counted in the lane."""
         first, end = (self.first_row(b, blocks) // TILE for b in (block, block + 1))
@@ -109,11 +100,8 @@ class Geometry:
     chunk_bytes: int
     chunks: int
     devices: int = 1
-    wide_exchanges: bool = False  # the ablation: every exchange waits for all blocks
     columns: int = 1  # of one pass at most
-    prefetch_chunks: int = 0  # of a warp's tape that are fetched to the L2 ahead of its ring
     half: str = "bf16"  # or "fp16": of the embedding, keys and values; with matrices of 16 bits, theirs
-    model: Geometry | None = None  # of the block of a head that drafts (head.py): the model's
 
     @property
     def number_bytes(self) -> int:
@@ -183,11 +171,6 @@ class Geometry:
         return 2 * self.config.kv_heads_per_lane * self.splits * self.kv_slots(layer) * self.config.head_dim
 
     @property
-    def epochs(self) -> int:
-        """Of a token: one a layer, and with a head one before the first (block.cuh: epoch_of)."""
-        return self.config.num_hidden_layers + (self.model is not None)
-
-    @property
     def kv_lane(self) -> int:
         return sum(self.kv_layer(i) for i in range(self.config.num_hidden_layers))
 
@@ -248,11 +231,6 @@ class Geometry:
         return 2 * c.hidden_size + self.matrix("qkv").rows + partial + c.intermediate_size // c.num_lanes
 
     @property
-    def device_words(self) -> int:
-        """Words of all lanes of a device, and one for each block (the ablation's)."""
-        return self.lanes_per_device * self.lane_words + self.blocks
-
-    @property
     def inbox_words(self) -> int:
         """Words that all lanes write to every device (exchange.cuh: kInboxWords)."""
         c = self.config
@@ -260,81 +238,12 @@ class Geometry:
         return mail + 2 * c.num_lanes * self.blocks_per_lane + 2 * c.vocab_size + 2
 
     @property
-    def delivered(self) -> list[tuple[int, int]]:
-        """Layer and module of the outputs that no layer is left for, and that join all the same."""
-        layers = range(self.config.num_hidden_layers)
-        return [(i, m) for i in layers for m, name in enumerate(MODULES) if self.config.delivers(i, name)]
-
-    @property
     def flushed(self) -> list[tuple[int, int]]:
-        """Those that join with the last module; `tails` has none then."""
-        return self.delivered if self.config.flush else []
-
-    @property
-    def tails(self) -> list[int]:
-        """Where the mail begins of what the head's input is given of the last layers (exchange.cuh: mail_at)."""
-        c, sent = self.config, [] if self.config.flush else self.delivered
-        slots = [m * self.mail_slots + i % self.mail_slots for i, m in sent]
-        return [slot * c.num_lanes * c.hidden_size for slot in slots]
-
-    def constants(self) -> str:
-        """The C++ text in front of the kernels."""
-        c, layers = self.config, range(self.config.num_hidden_layers)
-        matrices = [self.matrix(op) for op in OPS]
-        numbers = {
-            "kLanes": c.num_lanes, "kDeviceLanes": self.lanes_per_device, "kHidden": c.hidden_size,
-            "kIntermediate": c.intermediate_size // c.num_lanes, "kHeads": self.heads,
-            "kKvHeads": c.kv_heads_per_lane, "kHeadDim": c.head_dim, "kVocab": c.vocab_size // c.num_lanes,
-            "kLayers": c.num_hidden_layers, "kDelay": c.broadcast_delay,
-            "kLaneNorms": int(not c.replicated_rmsn_scale), "kQkvBias": int(c.attention_bias),
-            "kHeadNorms": int(c.qk_norm),
-            "kBlocksPerLane": self.blocks_per_lane, "kWarps": self.warps, "kChunkBytes": self.chunk_bytes,
-            "kChunks": self.chunks, "kStrip": self.strip, "kSplits": self.splits,
-            "kMailSlots": self.mail_slots, "kWide": self.wide,
-            "kNarrow": self.narrow, "kMostStreamRows": self.stream_rows, "kMostStops": MAX_STOPS,
-            "kMmaColumns": self.columns, "kMostColumns": MAX_COLUMNS, "kMostSums": self.max_sums,
-            "kPrefetchChunks": self.prefetch_chunks, "kFlushes": len(self.flushed),
-        }  # fmt: skip
-        tables = {
-            "kColumns": [m.columns for m in matrices],
-            "kUnits": [m.units for m in matrices],
-            "kParts": [m.parts for m in matrices],
-            "kWindows": [c.window(i) or 0 for i in layers],
-            "kKvSlots": [self.kv_slots(i) for i in layers],
-            "kTurnsFrom": [
-                0 if i in c.nope_layers else 1 + c.rope_of(i) * c.max_position_embeddings for i in layers
-            ],
-            "kFlushed": [2 * i + m for i, m in self.flushed] or [0],
-        }
-        if self.model is not None:
-            tails = self.model.tails
-            numbers |= {"kModelInboxWords": self.model.inbox_words, "kTails": len(tails)}
-            tables["kTailAt"] = tails or [0]
-        starts = [sum(self.kv_layer(j) for j in range(i)) for i in layers]
-        per_module: dict[str, Sequence[Sequence[object]]] = {
-            "kJoins": [[join_name(c.join(i, m)) for i in layers] for m in MODULES],
-            "kAddsDelayed": [[int(c.adds_delayed(i, m)) for i in layers] for m in MODULES],
-            "kBroadcasts": [[int(c.broadcasts(i, m) or c.delivers(i, m)) for i in layers] for m in MODULES],
-        }
-        lines = [
-            f"#define DEVICES {self.devices}",
-            f"#define WEIGHTS_BF16 {int(self.half == 'bf16')}",
-            f"#define WEIGHTS_INT8 {int(self.dtype == 'int8')}",
-            f"#define DRAFTS {int(self.model is not None)}",
-            f"#define WIDE_EXCHANGES {int(self.wide_exchanges)}",
-            "#ifndef TABLE\n#define TABLE __constant__ constexpr  // read with an index of run time\n#endif",
-            f"enum Join {braces(map(join_name, Join))};",
-            *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
-            f"constexpr float kNormEps = {c.norm_eps!r}f, kSqrtLanes = {math.sqrt(c.num_lanes)!r}f;",
-            f"constexpr long long kKvLane = {self.kv_lane};",
-            f"TABLE long long kKvAt[] = {braces(starts)};",
-            *(f"TABLE int {name}[] = {braces(values)};" for name, values in tables.items()),
-            *(
-                f"TABLE int {name}[2][kLayers] = {braces(map(braces, rows))};"
-                for name, rows in per_module.items()
-            ),
-        ]
-        return "\n".join(lines) + "\n"
+        """Layer and module of the outputs that no layer is left for, and that join with the last module."""
+        config, layers = self.config, range(self.config.num_hidden_layers)
+        if not config.flush:
+            return []
+        return [(i, m) for i in layers for m, name in enumerate(MODULES) if config.delivers(i, name)]
 
 
 def parts_of(rows: int, columns: int, segment_columns: int = TILE) -> int:
@@ -347,12 +256,3 @@ def parts_of(rows: int, columns: int, segment_columns: int = TILE) -> int:
     ):
         parts *= 2
     return parts
-
-
-def join_name(join: Join) -> str:
-    """The kernels' name of a join: kPresent, kNoReduce, kPast."""
-    return "k" + join.name.title().replace("_", "")
-
-
-def braces(values: Iterable[object]) -> str:
-    return "{" + ", ".join(map(str, values)) + "}"

@@ -49,23 +49,21 @@ def share_of(devices: Sequence[torch.device]) -> tuple[Machine, int]:
     return dataclasses.replace(machine, multiprocessors=machine.multiprocessors // sharing), sharing
 
 
-def architecture_of(device: torch.device) -> str:
-    return architecture_name(describe(device).architecture)
-
-
 class Kernels:
-    """The kernels of one version (one of compile.UNITS) on one GPU."""
+    """The kernels of one version, or of the probe, on one GPU."""
 
     def __init__(self, version: str, geometry: Geometry, device: torch.device, shared: bool = False):
         """`shared`: other launches wait for this one's blocks and run beside them on the same GPU."""
         from cuda.bindings import driver
 
         self.geometry, self.device, self.version = geometry, device, version
-        self.architecture = describe(device).architecture
+        self.machine = describe(device)
         # The driver then promises that all blocks are resident at once; but two such launches
         # may not overlap.
         self.cooperative = version == "passes" and not shared
-        cubin = compile_cubin(version, geometry, architecture_of(device), driver=driver_version())
+        cubin = compile_cubin(
+            version, geometry, architecture_name(self.machine.architecture), driver=driver_version()
+        )
         torch.cuda.synchronize(device)  # makes the GPU's context, and this thread's current one
         self._library = check(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
         self._kernels: dict[str, Any] = {}
@@ -87,7 +85,7 @@ class Kernels:
             attribute.value.cooperative = 1
         else:
             attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            overlaps = self.version == "graph" and self.architecture >= 90
+            overlaps = self.version == "graph" and self.machine.architecture >= 90
             attribute.value.programmaticStreamSerializationAllowed = int(overlaps)
         config.attrs, config.numAttrs = [attribute], 1
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
@@ -115,7 +113,7 @@ class Kernels:
         from cuda.bindings import driver
 
         threads, shared = self.geometry.threads, self.geometry.shared_bytes
-        function, there = driver.CUfunction(int(self._kernel(name))), describe(self.device).multiprocessors
+        function, there = driver.CUfunction(int(self._kernel(name))), self.machine.multiprocessors
         with torch.cuda.device(self.device):
             each = check(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, shared))
         if each * there < launches * self.geometry.blocks:
@@ -138,18 +136,6 @@ class Kernels:
                 check(driver.cuKernelSetAttribute(attribute, value, kernel, self.device.index or 0))
             self._kernels[name] = kernel
         return self._kernels[name]
-
-
-def start(
-    kernels: Sequence[Kernels],
-    name: str,
-    arguments: Sequence[ctypes.Structure],
-    streams: Sequence[torch.cuda.Stream],
-) -> None:
-    """Launch the kernel on every GPU, each on its stream."""
-    for of_device, argument, stream in zip(kernels, arguments, streams, strict=True):
-        with torch.cuda.device(of_device.device), torch.cuda.stream(stream):
-            of_device.launch(name, argument)
 
 
 def check(result: tuple[Any, ...]) -> Any:

@@ -16,19 +16,19 @@ import torch
 
 from ...config import BIASED, EMBEDDING, HEAD, HEAD_NORMS, NORMS, LaneformerConfig
 from ...tensors import FIRST_MATRIX, STORED_TYPES, Tensor
-from ..decoder import RequestFailed
 from ..folder import rope_tables
 from .geometry import HALVES, TILE, Geometry
 from .int8 import quantised
 from .structures import (
+    ENDS,
     MAX_COLUMNS,
     PASSES_PER_LAUNCH,
+    TOKEN_BITS,
     WEIGHTS,
     GraphState,
     Report,
     Weights,
     decode_structure,
-    picked,
 )
 from .tape import pack, tape_starts
 
@@ -42,27 +42,22 @@ class DeviceMemory:
 
     def __init__(
         self, geometry: Geometry, tensors: Mapping[str, Tensor], index: int, device: torch.device | str,
-        sequences: int = 1, beside: DeviceMemory | None = None,
+        sequences: int = 1,
     ):  # fmt: skip
         """Pack the weights; ValueError names a tensor with a value that is not finite in 16 bits.
 
-        sequences: that have keys and values here. beside: whose embedding and table of angles it shares.
+        sequences: that have keys and values here.
         """
         config = geometry.config
         self.geometry = geometry
         self.index = index
         self.device = torch.device(device)
         self.first_lane = index * geometry.lanes_per_device
-        matrices = LaneMatrices(config, tensors, geometry.dtype)
-        self.tapes = pack(geometry, matrices, self.first_lane, device)
-        self.scales = self._put(torch.cat([*matrices.scales, torch.empty(0)]))
-        self.tape_at = self._put(torch.from_numpy(tape_starts(geometry).view(np.int64)))
-        if beside is None:
-            self.embedding = self._put(finite(tensors, EMBEDDING, TORCH_TYPES[geometry.half]))
-            self.rope = self._put(turns(config))
-        else:
-            self.embedding, self.rope = beside.embedding, beside.rope
-        self.norms = self._put(norm_scales(config, tensors, GATES if geometry.model else ()))
+        self._pack(tensors)
+        self.tape_at = self._put(torch.from_numpy(tape_starts(geometry)))
+        self.embedding = self._put(finite(tensors, EMBEDDING, TORCH_TYPES[geometry.half]))
+        self.rope = self._put(turns(config))
+        self.norms = self._put(norm_scales(config, tensors))
         self.biases = self._put(biases(config, tensors))
         self.head_norms = self._put(head_scales(config, tensors))
         numbers = sequences * geometry.lanes_per_device * geometry.kv_lane
@@ -73,10 +68,10 @@ class DeviceMemory:
                 f"the GPU has no memory for the keys and values of {config.max_position_embeddings} positions, "
                 f"{2 * numbers / 1e9:.1f} GB; use a smaller context_tokens"
             ) from None
-        columns = geometry.columns  # each with words of its own
-        self.lane_words = self._zeros(columns * geometry.device_words, torch.int64)
+        columns, lanes = geometry.columns, geometry.lanes_per_device  # columns have words of their own
+        self.lane_words = self._zeros(columns * lanes * geometry.lane_words, torch.int64)
         self.inbox = self._zeros(columns * geometry.inbox_words, torch.int64)
-        streams = 4 * columns * geometry.lanes_per_device * config.hidden_size
+        streams = 4 * columns * lanes * config.hidden_size
         self.graph = self._zeros(ctypes.sizeof(GraphState) + streams, torch.uint8)
         self.aborted = self._zeros(1, torch.int32)
         self.cancel, self.report = self._pinned(1), self._pinned(8)
@@ -84,11 +79,30 @@ class DeviceMemory:
         self.picks = picks.view(torch.int64).view(-1, MAX_COLUMNS)
         self.epoch = 0  # tokens that the words have seen
 
+    def _pack(self, tensors: Mapping[str, Tensor]) -> None:
+        g, scales = self.geometry, list[torch.Tensor]()
+        lanes = slice(self.first_lane, self.first_lane + g.lanes_per_device)
+
+        def read_lanes(op: str, layer: int) -> torch.Tensor:
+            numbers, *of_rows = lane_matrices(g, tensors, op, layer, lanes)
+            scales.extend(of_rows)
+            return numbers
+
+        self.tapes = pack(g, read_lanes, self.device)
+        self.scales = self._put(torch.cat([torch.empty(0), *(part.flatten() for part in scales)]))
+
     def picked(self, epoch: int, columns: int) -> list[list[int]]:
         """Tokens [pass][column] that passes from this epoch on have chosen so far; -1 where a
         column has ended before. The kernel may still run.
         """
-        return picked(self.picks.tolist(), epoch, columns)
+        rows, running = list[list[int]](), [True] * columns
+        for number, words in enumerate(self.picks[:, :columns].tolist(), epoch + 1):
+            arrived = [word >> 32 == number for word in words]
+            if not any(running) or arrived != running:
+                break
+            rows.append([word & TOKEN_BITS if on else -1 for word, on in zip(words, running, strict=True)])
+            running = [on and not word & ENDS for word, on in zip(words, running, strict=True)]
+        return rows
 
     def reset_words(self) -> None:
         """After a hang, or before epochs run out: no word is of any epoch."""
@@ -103,7 +117,7 @@ class DeviceMemory:
 
     def arguments(self, inboxes: Sequence[torch.Tensor], limit_s: float = 10.0) -> Any:
         """The argument of launches, whose order is empty. inboxes: of all devices; limit_s: of a wait."""
-        p = decode_structure(self.geometry.devices, drafts=self.geometry.model is not None)()
+        p = decode_structure(self.geometry.devices)()
         p.weights = Weights(*(getattr(self, name).data_ptr() for name in WEIGHTS))
         for name in ("lane_words", "aborted", "report", "cancel", "picks", "graph"):
             setattr(p, name, getattr(self, name).data_ptr())
@@ -123,15 +137,11 @@ class DeviceMemory:
         report = Report.from_buffer_copy(self.report.numpy().tobytes())
         return report if report.set else None
 
-    def kv_layer(self, layer: int, kv: torch.Tensor | None = None) -> torch.Tensor:
-        """A layer's part of `kv` (None: of the current sequence): int16 (lanes, KV heads,
-        splits, slots, 2, d).
-        """
+    def kv_layer(self, layer: int) -> torch.Tensor:
+        """A layer's part of the first sequence: int16 (lanes, KV heads, splits, slots, 2, d)."""
         g = self.geometry
         start = sum(g.kv_layer(i) for i in range(layer))
-        sequence = (self.kv if kv is None else kv).view(-1, g.lanes_per_device, g.kv_lane)[
-            0
-        ]  # of several: the first
+        sequence = self.kv.view(-1, g.lanes_per_device, g.kv_lane)[0]
         lanes = sequence[:, start : start + g.kv_layer(layer)]
         return lanes.view(-1, g.config.kv_heads_per_lane, g.splits, g.kv_slots(layer), 2, g.config.head_dim)
 
@@ -145,54 +155,37 @@ class DeviceMemory:
         return torch.zeros(count, dtype=torch.int32, pin_memory=self.device.type == "cuda")
 
 
-GATES = (
-    "hidden_norm.weight",
-    "embedding_norm.weight",
-)  # norms of a head that drafts (head.py), after its last one
 PARTS = {  # tensors of a layer that make one matrix of the kernels
     "qkv": ("attention.wq", "attention.wk", "attention.wv"), "output": ("attention.wo",),
     "gate_up": ("feed_forward.w1", "feed_forward.w3"), "down": ("feed_forward.w2",),
 }  # fmt: skip
 
 
-def joined(op: str, parts: list[torch.Tensor]) -> torch.Tensor:
-    """The rows of a kernels' matrix from those of its tensors: q, k, v in a row; gate and up rows alternate."""
-    return torch.stack(parts, 1).flatten(0, 1) if op == "gate_up" else torch.cat(parts)
-
-
-class LaneMatrices:
-    """The matrices as the kernels have them, of one lane at a time (tape.LaneMatrix).
-
-    `scales`: of those of 8 bits, in the order in which they were asked for; each (rows,).
+def joined(op: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The rows (lanes, rows, ...) of a kernels' matrix from those of its tensors: q, k, v in a row; gate and up
+    rows alternate.
     """
+    return torch.stack([*parts], 2).flatten(1, 2) if op == "gate_up" else torch.cat([*parts], 1)
 
-    def __init__(self, config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype: str):
-        self._config, self._tensors, self._dtype = config, tensors, dtype
-        self._last: tuple[str, int] | None = (
-            None  # tensors can be costly to read: all lanes are asked in a row
-        )
-        self._parts: list[tuple[torch.Tensor, ...]] = []
-        self.scales: list[torch.Tensor] = []
 
-    def __call__(self, op: str, layer: int, lane: int) -> torch.Tensor:
-        if self._last != (op, layer):
-            head = EMBEDDING if self._config.tie_word_embeddings else HEAD
-            full = [head] if op == "head" else [f"layers.{layer}.{name}.weight" for name in PARTS[op]]
-            self._last, self._parts = (op, layer), [self._read(name) for name in full]
-        numbers, *scales = (
-            joined(op, [part[lane] for part in parts]) for parts in zip(*self._parts, strict=True)
-        )
-        self.scales += scales
-        return numbers
+def lane_matrices(
+    geometry: Geometry, tensors: Mapping[str, Tensor], op: str, layer: int, lanes: slice
+) -> list[torch.Tensor]:
+    """One of the kernels' matrices: numbers (lanes, rows, columns), and with 8 bits scales (lanes, rows)."""
+    head = EMBEDDING if geometry.config.tie_word_embeddings else HEAD
+    names = [head] if op == "head" else [f"layers.{layer}.{name}.weight" for name in PARTS[op]]
+    parts = [read_matrix(geometry, tensors, name) for name in names]
+    return [joined(op, [part[lanes] for part in of_all]) for of_all in zip(*parts, strict=True)]
 
-    def _read(self, name: str) -> tuple[torch.Tensor, ...]:
-        """(L, rows, columns), and with 8 bits scales (L, rows)."""
-        eight = self._dtype == "int8"
-        values = finite(self._tensors, name, torch.float32 if eight else TORCH_TYPES[self._dtype])
-        if name in (HEAD, EMBEDDING):  # rows of zeros fill up the last tile
-            values = values.view(self._config.head_shape)
-            values = torch.nn.functional.pad(values, (0, 0, 0, -values.shape[1] % TILE))
-        return quantised(values) if eight else (values,)
+
+def read_matrix(geometry: Geometry, tensors: Mapping[str, Tensor], name: str) -> tuple[torch.Tensor, ...]:
+    """(L, rows, columns), and with 8 bits scales (L, rows)."""
+    eight = geometry.dtype == "int8"
+    values = finite(tensors, name, torch.float32 if eight else TORCH_TYPES[geometry.dtype])
+    if name in (HEAD, EMBEDDING):  # rows of zeros fill up the last tile
+        values = values.view(geometry.config.head_shape)
+        values = torch.nn.functional.pad(values, (0, 0, 0, -values.shape[1] % TILE))
+    return quantised(values) if eight else (values,)
 
 
 def as_torch(tensor: Tensor) -> torch.Tensor:
@@ -210,12 +203,10 @@ def half_of(tensors: Mapping[str, Tensor]) -> str:
     return tensors[FIRST_MATRIX].dtype.replace("fp32", "bf16")
 
 
-def norm_scales(
-    config: LaneformerConfig, tensors: Mapping[str, Tensor], more: Sequence[str] = ()
-) -> torch.Tensor:
-    """float32 (2 layers + 1, D) or (2 layers + 1, L, D), in the order of use; then `more`."""
+def norm_scales(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torch.Tensor:
+    """float32 (2 layers + 1, D) or (2 layers + 1, L, D), in the order of use."""
     names = [f"layers.{i}.{norm}.weight" for i in range(config.num_hidden_layers) for norm in NORMS]
-    return torch.stack([finite(tensors, name) for name in (*names, "norm.weight", *more)])
+    return torch.stack([finite(tensors, name) for name in (*names, "norm.weight")])
 
 
 def turns(config: LaneformerConfig) -> torch.Tensor:
@@ -247,20 +238,3 @@ def finite(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype = torch.
     if not values.isfinite().all():
         raise ValueError(f"tensor {name} holds values that are not finite (NaN, or too large for {dtype})")
     return values
-
-
-def reset(memories: Sequence[DeviceMemory]) -> None:
-    """No word of any of them is of any epoch."""
-    for memory in memories:
-        memory.reset_words()
-
-
-def end_hang(memories: Sequence[DeviceMemory], kernel: str, limit_s: float) -> None:
-    """RequestFailed, which says who waited for what, if a launch has given up a wait; no word is
-    of any epoch then.
-    """
-    hang = next((report for memory in memories if (report := memory.hang())), None)
-    if hang is None:
-        return
-    reset(memories)
-    raise RequestFailed(hang.told(kernel, limit_s))

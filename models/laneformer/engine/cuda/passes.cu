@@ -25,7 +25,6 @@
 struct Pass : Block {
   DEVICE explicit Pass(const Decode& decode) : Block(decode) {
     live = (1u << p.order.column_count) - 1;
-    exchanges = p.order.epoch * (5 * kLayers);
   }
 
   DEVICE void start_tape() {
@@ -78,12 +77,7 @@ struct Pass : Block {
   }
 
   DEVICE void run_pass() {
-#if DRAFTS
-    each([&] { publish_entry(); });
-    each([&] { keep_scale(take_entry(tokens[column])); });
-#else
     each([&] { keep_scale(take_embedding(tokens[column])); });
-#endif
 #pragma unroll 1
     for (int layer = 0; layer < kLayers; ++layer) run_layer(layer);
     project_best();
@@ -106,6 +100,5 @@ struct Pass : Block {
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) pass(const __grid_constant__ Decode p) {
-  TIMED(p.trace + block_index() * kTraced, kWhole);
   Pass(p).run();
 }

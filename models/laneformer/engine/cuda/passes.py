@@ -3,7 +3,7 @@
 Between two launches the host says what the columns are. Where each of them draws the next token of a sequence, a
 launch may go on alone for some passes, and its tokens are read while it runs. Each sequence draws the tokens that it
 would draw alone, whatever shares its passes. Long prompts are read by PyTorch, a piece between two passes.
-`version="passes"` is one kernel (passes.cu); "graph" replays a captured graph of kernels for each pass, of one column.
+Each pass is one kernel (passes.cu); graph.py has the version that replays a graph of kernels.
 """
 
 from __future__ import annotations
@@ -11,49 +11,45 @@ from __future__ import annotations
 import bisect
 import ctypes
 import functools
-import itertools
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ...config import MODULES, Join, LaneformerConfig
+from ...config import LaneformerConfig
 from ...tensors import Tensor
 from ..decoder import RequestFailed, Unanswered
 from .caches import MAX_CACHES, Caches
-from .executor import Look
 from .geometry import Geometry
-from .head import HeadPasses, plan_block
-from .launch import Kernels, has_time_limit, share_of, start
-from .memory import DeviceMemory, end_hang, half_of, reset
+from .launch import Kernels, has_time_limit, share_of
+from .memory import DeviceMemory, half_of
 from .planning import plan_builds
-from .prefill import BlockReader, DeviceCache, read
-from .structures import MAX_COLUMNS, PASSES_PER_LAUNCH, Column, GraphState
+from .prefill import DeviceCache, read_prompt
+from .structures import PASSES_PER_LAUNCH, Column
 from .tape import tape_starts
 from .tape_model import TapeModel
 
-LAST_EPOCH = 2**31 // 8  # of all layers together: the ablation counts five to a layer in 31 bits
-COLUMN_TOKENS = (
-    8  # ids that a column reads of a prompt at most: eight times as many take as long as a small piece
-)
+Look = Callable[[list[list[int]]], bool]  # at tokens [pass][column]; whether to end after the pass under way
+LAST_EPOCH = 2**31  # of all layers together
+# ids that a column reads of a prompt at most: eight times as many take as long as a small piece
+COLUMN_TOKENS = 8
 POLL_S = 0.00005
 PASS_S = 0.02  # far longer than any pass takes
 LATE_S = 1.0  # a kernel that gives up a wait by itself says who waited for what: it comes first
 LAUNCH_S = 0.1  # of a launch at most where a display limits it, to 2 s or more
 
 
-def sequences_in(free: int, geometry: Geometry, cache_bytes: int | None, *beside: Geometry) -> int:
+def sequences_in(free: int, geometry: Geometry, cache_bytes: int | None) -> int:
     """KV capacity in sequences, given `free` bytes of device memory before anything else of a pass is allocated.
 
-    One for each column, plus cached ones in a quarter of the remainder or in `cache_bytes`. `beside`: the block of a
-    head that drafts. ValueError if the columns alone do not fit.
+    One for each column, plus cached ones in a quarter of the remainder or in `cache_bytes`. ValueError if the
+    columns alone do not fit.
     """
-    config, columns, parts = geometry.config, geometry.columns, (geometry, *beside)
-    tiles = sum(int(tape_starts(part)[-1]) for part in parts)
-    each = sum(2 * part.lanes_per_device * part.kv_lane for part in parts)
-    words = sum(8 * columns * (part.device_words + part.inbox_words) for part in parts)
+    config, columns, lanes = geometry.config, geometry.columns, geometry.lanes_per_device
+    tiles, each = int(tape_starts(geometry)[-1]), 2 * lanes * geometry.kv_lane
+    words = 8 * columns * (lanes * geometry.lane_words + geometry.inbox_words)
     needed = tiles + 2 * config.vocab_size * config.hidden_size + words + columns * each
     if needed > free:
         raise ValueError(
@@ -64,70 +60,61 @@ def sequences_in(free: int, geometry: Geometry, cache_bytes: int | None, *beside
     return columns + min(MAX_CACHES - columns, spare // each)
 
 
-def that_fit(
-    builds: list[Geometry], blocks: list[Geometry], free: int, cache_bytes: int | None
-) -> tuple[list[Geometry], list[Geometry], int]:
-    """The builds whose columns have memory, with those of a head's block if there is one, and for how many sequences;
-    ValueError where none has.
-    """
+def fit_builds(builds: list[Geometry], free: int, cache_bytes: int | None) -> tuple[list[Geometry], int]:
+    """The builds whose columns have memory, and for how many sequences; ValueError where none has."""
     while True:
         try:
-            return builds, blocks, sequences_in(free, builds[-1], cache_bytes, *blocks[-1:])
+            return builds, sequences_in(free, builds[-1], cache_bytes)
         except ValueError:
             if len(builds) == 1:
                 raise
-        builds, blocks = builds[:-1], blocks[:-1]
+        builds = builds[:-1]
 
 
 class PassDecoder:
-    """Weights as tiles on the GPUs, and passes over them (executor.Passes). `geometry`: of the build with the most
-    columns.
+    """Weights as tiles on the GPUs, and passes over them. `geometry`: of the build with the most columns.
+
+    columns, sequences: at most in a pass. unread: prompt ids that columns may read; more are read by PyTorch.
+    ahead: further tokens of each column that a call of `run` may make.
     """
 
+    version = "passes"
     late_s = LATE_S
-    head: HeadPasses | None = None
 
     def __init__(
         self, config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype: str, devices: Sequence[str] = ("cuda:0",),
-        limit_s: float = 10.0, cache_bytes: int | None = None, version: str = "passes", **shape: Any,
+        limit_s: float = 10.0, cache_bytes: int | None = None,
     ):  # fmt: skip
         """`cache_bytes`: of each GPU, for earlier sequences; None: a quarter of what is left. `limit_s`: of a wait.
-        `shape` goes to planning.plan_builds. A GPU that is named more than once is shared out.
+        A GPU that is named more than once is shared out.
 
         ValueError for a model or a GPU that tiles do not fit; NotResident where blocks would not
         all run at once.
         """
-        self.config, self.limit_s, self.version = config, limit_s, version
+        self.config, self.limit_s = config, limit_s
         self.devices = [torch.device(device) for device in devices]
-        if version == "graph" and len(devices) > 1:
-            raise ValueError("the graph version runs on one GPU; use version = 'passes' for several")
-        machine, sharing = share_of(self.devices)
-        shape = {"devices": len(devices), "half": half_of(tensors), "graph": version == "graph", **shape}
-        builds = plan_builds(config, dtype, machine, **shape)
-        blocks, rows = plan_block(builds if version == "passes" else builds[:0], tensors, machine)
-        free = min(torch.cuda.mem_get_info(device)[0] for device in self.devices) // sharing
-        self.builds, blocks, sequences = that_fit(builds, blocks, free, cache_bytes)
-        self.geometry, self._sharing = self.builds[-1], sharing
+        machine, self._sharing = share_of(self.devices)
+        shape: Any = {"devices": len(devices), "half": half_of(tensors)}
+        builds = plan_builds(config, dtype, machine, self.version, **shape)
+        free = min(torch.cuda.mem_get_info(device)[0] for device in self.devices) // self._sharing
+        self.builds, sequences = fit_builds(builds, free, cache_bytes)
+        self.geometry = self.builds[-1]
         connect(self.devices)
-        self.load()
+        self._load()
         self._streams = [torch.cuda.Stream(device) for device in self.devices]
         self._hold(
             [DeviceMemory(self.geometry, tensors, i, d, sequences) for i, d in enumerate(self.devices)]
         )
-        if version == "graph":
-            self._capture()
         self.ahead = self._passes_that_follow()
-        if blocks:
-            self._draft_with(HeadPasses(self, blocks, tensors, rows, sequences))
 
-    def load(self) -> None:
+    def _load(self) -> None:
         """The kernels of the builds; NotResident where blocks would not all run at once."""
-        version, shared = self.version, self._sharing > 1
-        self.kernels = [[Kernels(version, g, d, shared) for d in self.devices] for g in self.builds]
-        for kernels in itertools.chain(*self.kernels):
-            if version == "passes":
+        shared = self._sharing > 1
+        self.kernels = [[Kernels(self.version, g, d, shared) for d in self.devices] for g in self.builds]
+        for of_build in self.kernels:
+            for kernels in of_build:
                 kernels.require_resident("pass", self._sharing)
-            kernels.load(*sorted({name for name, *_ in launches(version, self.geometry)}))
+                kernels.load("pass")
 
     def _hold(self, memories: list[DeviceMemory]) -> None:
         self.memories, self.caches, self.passes = memories, Caches(memories), 0
@@ -152,13 +139,13 @@ class PassDecoder:
         try:
             rows = self.run([column], most)
             right = len(rows) == 1 + most and [token for (token,) in rows][:3] == single[: 1 + most]
-            said = "they give other tokens"
+            reason = "they give other tokens"
         except RequestFailed as error:
             if isinstance(error, Unanswered):
                 raise
-            right, said = False, str(error)
+            right, reason = False, str(error)
         if not right:
-            warnings.warn(f"a launch makes one pass, as several fail: {said}", stacklevel=6)
+            warnings.warn(f"a launch makes one pass, as several fail: {reason}", stacklevel=6)
         return most * right
 
     @functools.cached_property
@@ -166,34 +153,24 @@ class PassDecoder:
         """The PyTorch model on the tiles, for long prompts and scores; made when it is first needed."""
         return TapeModel(self.memories)
 
-    def _draft_with(self, head: HeadPasses) -> None:
-        """Unless it fails, with a warning. Its caches are copied with the model's."""
-        if said := head.fails():
-            warnings.warn(f"the model's own head drafts nothing, as its kernel fails: {said}", stacklevel=6)
-            return
-        self.head = head
-        self.caches = Caches(self.memories, head.block.memories)
-
-    def read(
-        self, ids: Sequence[int], cache: int, position: int, first_row: int, next_ids: Sequence[int] = ()
-    ) -> Iterator[torch.Tensor]:
-        start, block = DeviceCache(self.caches.of(cache), position), None
-        if self.head is not None and next_ids:
-            beside = DeviceCache(self.caches.of(cache, beside=True), position)
-            block = BlockReader(self.head.block.tape_model, beside, next_ids)
-        return read(self.tape_model, ids, start, first_row, block)
+    def read(self, ids: Sequence[int], cache: int, position: int, first_row: int) -> Iterator[torch.Tensor]:
+        """Fill a cache from `position` on, by PyTorch; float32 logits (n, V), in blocks, of the positions from
+        `first_row` on.
+        """
+        return read_prompt(self.tape_model, ids, DeviceCache(self.caches.of(cache), position), first_row)
 
     def run(
         self, columns: Sequence[Column], ahead: int = 0, logits: torch.Tensor | None = None,
         look: Look | None = None,
     ) -> list[list[int]]:  # fmt: skip
-        """As `Passes.run`. A launch makes PASSES_PER_LAUNCH at most, and ends when all columns have.
+        """The token that each column would be followed by, then up to `ahead` times those that follow these.
 
         Each column goes on with the token that it drew, until that is one of its stop ids or its `left`-th; then it
-        has -1.
+        has -1. A launch makes PASSES_PER_LAUNCH at most, and ends when all columns have. logits: float32
+        (columns, V) of the first row, on the device, filled. look: is told now and then what there is so far.
 
         ValueError for columns that the device cannot go on with: two of one sequence, logits. RequestFailed after a
-        hang.
+        hang. RuntimeError where the GPU fails.
         """
         if ahead and (logits is not None or len({c.sequence for c in columns}) < len(columns)):
             raise ValueError(
@@ -201,14 +178,14 @@ class PassDecoder:
                 "pass; use ahead = 0"
             )
         memory, more = self.memories[0], min(ahead, len(self.memories[0].picks) - 1)
-        if memory.epoch + more > LAST_EPOCH // self.geometry.epochs:
-            reset(self.memories)
+        if memory.epoch + more > LAST_EPOCH // self.config.num_hidden_layers:
+            self._reset_words()
         first, arguments = memory.epoch, self._arguments(columns, more, logits)
         self._launch(arguments)
         for _ in self._until_done(1 + more):
             if look is not None and look(memory.picked(first, len(columns))):
                 memory.cancel.fill_(1)  # its first block tells the others
-        end_hang(self.memories, "pass", self.limit_s)
+        self._end_hang()
         rows = memory.picked(first, len(columns))
         self.passes += len(rows)
         return rows
@@ -224,6 +201,18 @@ class PassDecoder:
             if time.monotonic() > last_s:
                 raise Unanswered(f"the pass kernel has not ended within {longest_s:g} s")
             time.sleep(POLL_S)
+
+    def _end_hang(self) -> None:
+        """RequestFailed, which says who waited for what, if a launch has given up a wait."""
+        for report in [memory.hang() for memory in self.memories]:
+            if report is not None:
+                self._reset_words()
+                raise RequestFailed(report.describe(self.limit_s))
+
+    def _reset_words(self) -> None:
+        """No word on any device is of any epoch."""
+        for memory in self.memories:
+            memory.reset_words()
 
     def _arguments(
         self, columns: Sequence[Column], ahead: int, logits: torch.Tensor | None
@@ -241,48 +230,15 @@ class PassDecoder:
         return arguments
 
     def _launch(self, arguments: Sequence[Any]) -> None:
-        if self.version == "graph":
-            self._replay(arguments[0].order)
-        else:
-            start(self.kernels[self.build_for(arguments)], "pass", arguments, self._streams)
+        kernels = self.kernels[self.build_for(arguments)]
+        for of_device, argument, stream in zip(kernels, arguments, self._streams, strict=True):
+            with torch.cuda.device(of_device.device), torch.cuda.stream(stream):
+                of_device.launch("pass", argument)
 
     def build_for(self, arguments: Sequence[Any]) -> int:
         """The smallest build that holds their columns."""
         counts = [geometry.columns for geometry in self.builds]
         return bisect.bisect_left(counts, arguments[0].order.column_count)
-
-    def _capture(self) -> None:
-        """A pass as a graph of kernels, whose order is in device memory."""
-        argument = self._arguments([], 0, None)[0]
-        torch.cuda.synchronize(self.devices[0])
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=self._streams[0], capture_error_mode="thread_local"):
-            for name, layer, module, blocks in launches("graph", self.geometry):
-                step = type(argument).from_buffer_copy(argument)
-                step.layer, step.module = layer, module
-                self.kernels[0][0].launch(name, step, blocks)
-
-    def _replay(self, order: Any) -> None:
-        state = torch.frombuffer(bytearray(GraphState.of(order)), dtype=torch.uint8)
-        with torch.cuda.stream(self._streams[0]):
-            self.memories[0].graph[: len(state)].copy_(state)
-            for _ in range(1 + order.ahead):
-                self._graph.replay()
-
-
-def launches(version: str, geometry: Geometry) -> list[tuple[str, int, int, int]]:
-    """(kernel, layer, module, blocks) of one pass, in order."""
-    config, blocks = geometry.config, geometry.blocks
-    if version == "passes":
-        return [("pass", 0, 0, blocks)]
-    kernels = []
-    for layer in range(config.num_hidden_layers):
-        for module, names in enumerate((("qkv", "attention", "output"), ("gate_up", "down"))):
-            kernels += [(name, layer, 0, blocks) for name in names]
-            flushes = geometry.flushed and (layer, module) == (config.num_hidden_layers - 1, 1)
-            if flushes or config.join(layer, MODULES[module]) == Join.PRESENT:  # when all lanes have sent
-                kernels.append(("join_now", layer, module, blocks))
-    return [*kernels, ("head", 0, 0, blocks), ("choose", 0, 0, min(blocks, MAX_COLUMNS))]
 
 
 def connect(devices: Sequence[torch.device]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 from ...config import LaneformerConfig
@@ -17,21 +18,15 @@ from .geometry import (
     LARGE_HEAD,
     LARGE_HEAD_WARPS,
     MAX_CHUNKS,
-    MAX_RESIDENT_WARPS,
-    MAX_WARPS,
     OPS,
-    SEGMENT_BYTES,
     TILE,
     WARPS,
     Geometry,
     Machine,
-    Matrix,
 )
-from .structures import MAX_COLUMNS
 
-MAX_TILE_WARPS = (
-    16  # of a multiprocessor: with fewer registers a thread than 128 the sums over tiles are spilled
-)
+# of a multiprocessor: with fewer registers a thread than 128 the sums over tiles are spilled
+MAX_TILE_WARPS = 16
 BUILDS = (1, 4, 8)  # columns of the kernels of passes
 MOST_COLUMNS = (8, 4, 2)  # of the largest one: as many as fit
 MIN_RING_BYTES = 32 << 10  # of a block, under way while it computes; with less, fewer columns are read faster
@@ -47,62 +42,52 @@ def plan(
     warps: int | None = None,
     chunk_bytes: int | None = None,
     blocks_per_lane: int | None = None,
-    wide_exchanges: bool = False,
     columns: int = 1,
-    prefetch_chunks: int = 0,
     half: str = "bf16",  # beside int8: of the embedding, keys and values
 ) -> Geometry:
     """The geometry for this GPU: as many blocks a lane as there are multiprocessors, a ring as
     deep as memory allows.
 
     `resident`: blocks that a multiprocessor holds together; two for the graph version, whose kernels overlap.
-    What is not given of `warps` and `chunk_bytes` is the first of WARPS and CHUNK_BYTES that fits. Both versions
-    give the same bits where they have as many warps, because sums over a block depend on these.
+    What is not given of `warps` and `chunk_bytes` is the first of WARPS and CHUNK_BYTES that fits; the engine gives
+    neither, nor `blocks_per_lane`. Both versions give the same bits where they have as many warps, because sums over
+    a block depend on these.
 
     ValueError where the model does not fit the kernels or the GPU; the message says what would.
     """
     check_model(config, dtype, devices)
-    blocks = blocks_of(machine, config.num_lanes // devices, blocks_per_lane)
-    max_warps = min(MAX_WARPS, MAX_RESIDENT_WARPS // resident)
-    if warps is not None and not 1 <= warps <= max_warps:
-        raise ValueError(f"warps = {warps} is outside 1 to {max_warps}, which is what a block can have")
-    check_tapes(chunk_bytes, columns, prefetch_chunks)
-    if columns > 1 and wide_exchanges:
-        raise ValueError("wide_exchanges is an ablation of one column; use columns = 1")
-
-    def bare(warps: int, chunk_bytes: int) -> Geometry:
-        options = (devices, wide_exchanges, columns, prefetch_chunks)
-        activations = half if dtype == "int8" else dtype
-        return Geometry(config, dtype, blocks, warps, chunk_bytes, 0, *options, activations)
-
-    for op in OPS:
-        check_matrix(op, bare(1, 0).matrix(op), blocks * max_warps)
-
-    def cut(warps: int, chunk_bytes: int) -> Geometry:
-        without = bare(warps, chunk_bytes)
-        left = machine.shared_among(resident) - without.shared_bytes
-        return dataclasses.replace(without, chunks=min(MAX_CHUNKS, left // (warps * (chunk_bytes + 8))))
-
-    most = min(LARGE_HEAD_WARPS if config.head_dim >= LARGE_HEAD else MAX_WARPS, MAX_TILE_WARPS // resident)
-    counts = (warps,) if warps else [count for count in WARPS if count <= most]
-    sizes = (chunk_bytes,) if chunk_bytes else CHUNK_BYTES
-    cuts = [cut(count, size) for count in counts for size in sizes]
-    for geometry in cuts:
-        if geometry.chunks >= 2:
-            return geometry
-    raise ring_does_not_fit(machine, resident, cuts, bool(warps or chunk_bytes))
+    lanes, count = config.num_lanes // devices, machine.multiprocessors
+    if count < lanes:
+        raise ValueError(f"{lanes} lanes need {lanes} multiprocessors, this GPU has {count}; use more GPUs")
+    blocks, activations = blocks_per_lane or count // lanes, half if dtype == "int8" else dtype
+    most = MAX_TILE_WARPS // resident
+    if config.head_dim >= LARGE_HEAD:
+        most = min(most, LARGE_HEAD_WARPS)
+    warp_counts = [warps] if warps else [n for n in WARPS if n <= most]
+    cuts = list[Geometry]()
+    for n, size in itertools.product(warp_counts, [chunk_bytes] if chunk_bytes else CHUNK_BYTES):
+        bare = Geometry(config, dtype, blocks, n, size, 0, devices, columns, activations)
+        check_matrices(bare)
+        left = machine.shared_among(resident) - bare.shared_bytes
+        cuts.append(dataclasses.replace(bare, chunks=min(MAX_CHUNKS, left // (n * (size + 8)))))
+        if cuts[-1].chunks >= 2:
+            return cuts[-1]
+    raise ValueError(
+        f"{machine.shared_among(resident)} bytes of shared memory a block are too few for a ring of two chunks: "
+        f"{min(cut.fixed_shared_bytes for cut in cuts)} go to activations; use another GPU or the CPU engine"
+    )
 
 
 def plan_builds(
-    config: LaneformerConfig, dtype: str, machine: Machine, graph: bool = False, **shape: Any
+    config: LaneformerConfig, dtype: str, machine: Machine, version: str = "passes", **shape: Any
 ) -> list[Geometry]:
-    """The builds of the kernel of passes, the one with the most columns last; ValueError where not even two fit.
+    """The builds of a version; of passes, the one with the most columns last; ValueError where not even two fit.
 
     All read the same tiles, keys, values and words, so all have the warps and chunks of the last one, and those with
     fewer columns a deeper ring. So many columns are left out that take more than half the warps of one column.
-    `graph`: of the graph version, one. `shape` goes to `plan`; where it says how many columns, there is one build.
+    The graph has one build. `shape` goes to `plan`; where it says how many columns, there is one build.
     """
-    if graph:
+    if version == "graph":
         shape = {"columns": 1, "resident": 2, **shape}
     build = functools.partial(plan, config, dtype, machine, **shape)
     if "columns" in shape:
@@ -118,36 +103,6 @@ def plan_builds(
     cut = {"warps": last.warps, "chunk_bytes": last.chunk_bytes}
     fewer = [count for count in BUILDS if count < last.columns]
     return [*(plan(config, dtype, machine, **{**shape, **cut, "columns": n}) for n in fewer), last]
-
-
-def ring_does_not_fit(machine: Machine, resident: int, cuts: list[Geometry], shrinkable: bool) -> ValueError:
-    """The error where no ring of two chunks fits beside the activations; it names the smallest geometry tried."""
-    least = min(geometry.fixed_shared_bytes for geometry in cuts)
-    return ValueError(
-        f"{machine.shared_among(resident)} bytes of shared memory a block are too few for a ring of two chunks: "
-        f"{least} go to activations; use "
-        + ("fewer warps or smaller chunks" if shrinkable else "another GPU or the CPU engine")
-    )
-
-
-def blocks_of(machine: Machine, lanes: int, given: int | None) -> int:
-    """Blocks of a lane."""
-    there = machine.multiprocessors
-    most = there // lanes
-    if most < 1:
-        raise ValueError(f"{lanes} lanes need {lanes} multiprocessors, this GPU has {there}; use more GPUs")
-    if given is not None and not 1 <= given <= most:
-        raise ValueError(f"blocks_per_lane = {given} is outside 1 to {most} ({there} multiprocessors)")
-    return most if given is None else given
-
-
-def check_tapes(chunk_bytes: int | None, columns: int, prefetch_chunks: int) -> None:
-    if chunk_bytes is not None and (chunk_bytes < 1 or chunk_bytes % SEGMENT_BYTES):
-        raise ValueError(f"chunk_bytes = {chunk_bytes} must be a positive multiple of {SEGMENT_BYTES}")
-    if not 1 <= columns <= MAX_COLUMNS:
-        raise ValueError(f"columns = {columns} is outside 1 to {MAX_COLUMNS}")
-    if prefetch_chunks < 0:
-        raise ValueError(f"prefetch_chunks = {prefetch_chunks} must not be negative")
 
 
 def check_model(config: LaneformerConfig, dtype: str, devices: int) -> None:
@@ -172,12 +127,16 @@ def check_model(config: LaneformerConfig, dtype: str, devices: int) -> None:
         )
 
 
-def check_matrix(op: str, matrix: Matrix, warps: int) -> None:
-    multiple = 2 * matrix.thread_numbers  # columns of a segment
-    if matrix.columns % multiple or matrix.rows % TILE:
-        raise ValueError(
-            f"the {op} matrix of a lane, {matrix.rows} x {matrix.columns}, cannot be cut: columns must be a "
-            f"multiple of {multiple} and rows of {TILE}; use the CPU engine"
-        )
-    if matrix.units * warps >= 2**31:
-        raise ValueError(f"the {op} matrix has {matrix.rows} rows a lane, too many to be numbered in 32 bits")
+def check_matrices(geometry: Geometry) -> None:
+    for op in OPS:
+        matrix = geometry.matrix(op)
+        multiple = 2 * matrix.thread_numbers  # columns of a segment
+        if matrix.columns % multiple or matrix.rows % TILE:
+            raise ValueError(
+                f"the {op} matrix of a lane, {matrix.rows} x {matrix.columns}, cannot be cut: columns must be a "
+                f"multiple of {multiple} and rows of {TILE}; use the CPU engine"
+            )
+        if matrix.units * geometry.warps_per_lane >= 2**31:
+            raise ValueError(
+                f"the {op} matrix has {matrix.rows} rows a lane, too many to be numbered in 32 bits"
+            )

@@ -9,14 +9,13 @@ model in 16 bits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from ...model import LaneRMSNorm, deliver, run_layers
+from ...model import run_layers
 from ...positions import rope_table
-from .memory import GATES, TORCH_TYPES, DeviceMemory
+from .memory import TORCH_TYPES, DeviceMemory
 from .tape_model import TapeModel
 
 # positions at a time: the arithmetic takes longer than reading the weights back (18 and 10 ms for `2b` on an
@@ -42,18 +41,14 @@ class DeviceCache:
         kept = torch.stack((key[0], value[0])).to(TORCH_TYPES[self.memories[0].geometry.half])  # (2, K, S, d)
         new = kept.to(key.dtype)  # seen as later tokens will see them
         everything = torch.cat((self.read(layer_idx).to(new), new), 2) if self.length else new
-        first = 0
-        for memory in self.memories:
-            heads = memory.geometry.lanes_per_device * memory.geometry.config.kv_heads_per_lane
-            self._write(memory, layer_idx, kept[:, first : first + heads])
-            first += heads
+        for memory, heads in zip(self.memories, kept.chunk(len(self.memories), 1), strict=True):
+            self._write(memory, layer_idx, heads)
         return everything[:1], everything[1:]
 
     def read(self, layer: int) -> torch.Tensor:
         """What is there of the positions below `length`: (2, K, length, d)."""
-        return torch.cat(
-            [self._read(memory, layer).to(self.memories[0].device) for memory in self.memories], 1
-        )
+        device = self.memories[0].device
+        return torch.cat([self._read(memory, layer).to(device) for memory in self.memories], 1)
 
     def _places(
         self, memory: DeviceMemory, layer: int, start: int, end: int
@@ -80,33 +75,8 @@ class DeviceCache:
         return padded.view(TORCH_TYPES[memory.geometry.half])
 
 
-class BlockReader(NamedTuple):
-    """What fills the cache of a head's block (head.py): its weights and cache, and the id after each that is read."""
-
-    model: TapeModel
-    cache: DeviceCache
-    next_ids: Sequence[int]
-
-    def fill(self, h: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], keys: torch.Tensor) -> None:
-        """From the delivered streams of the next tokens, (1, S, 1 or L, D)."""
-        model, cache, count = self.model, self.cache, h.shape[1]
-        read = len(keys) - count
-        ids = torch.tensor([self.next_ids[:count]], device=h.device)
-        norms = [LaneRMSNorm(model.config) for _ in GATES]
-        for norm, weight in zip(norms, model.gates, strict=True):
-            norm.load_state_dict({"weight": weight}, assign=True)
-        hidden, embedded = norms
-        x = hidden(h) + embedded(F.embedding(ids, model.embedding)[:, :, None])
-        (mask,) = model.masks(keys[read:], keys)
-        for layer in model.layers():
-            layer(x, (None, None), rope, mask, cache)
-        cache.length += count
-
-
 @torch.inference_mode()
-def streams(
-    model: TapeModel, ids: Sequence[int], cache: DeviceCache, block: BlockReader | None = None
-) -> Iterator[torch.Tensor]:
+def streams(model: TapeModel, ids: Sequence[int], cache: DeviceCache) -> Iterator[torch.Tensor]:
     """Reads tokens that follow the cache's; yields the lanes' streams after the last layer, (1, S,
     L, D) a chunk.
     """
@@ -116,26 +86,18 @@ def streams(
         keys = torch.arange(cache.length + new.shape[1], device=device)
         queries = keys[cache.length :]
         embedding, rope = F.embedding(new, model.embedding), rope_table(model.config, queries)
-        h, tail = run_layers(model.layers(), model.config, embedding, rope, model.masks(queries, keys), cache)
+        h, _ = run_layers(model.layers(), model.config, embedding, rope, model.masks(queries, keys), cache)
         cache.length += new.shape[1]
-        if block is not None:
-            block._replace(next_ids=block.next_ids[first:]).fill(deliver(h, tail, model.config), rope, keys)
         yield h
 
 
-def read(
-    model: TapeModel, ids: Sequence[int], cache: DeviceCache, first_row: int, block: BlockReader | None = None
+def read_prompt(
+    model: TapeModel, ids: Sequence[int], cache: DeviceCache, first_row: int
 ) -> Iterator[torch.Tensor]:
     """The same; yields float32 logits (n, V), in blocks, of the positions from `first_row` on."""
-    for h in streams(model, ids, cache, block):
+    for h in streams(model, ids, cache):
         if (rows := min(cache.length - first_row, h.shape[1])) > 0:
             yield from logits_of(model, h[:, -rows:])
-
-
-def prefill(model: TapeModel, ids: Sequence[int], cache: DeviceCache) -> None:
-    """Fill the cache with the keys and values of `ids`."""
-    for _ in streams(model, ids, cache):
-        pass
 
 
 @torch.inference_mode()

@@ -42,13 +42,6 @@ DEVICE uint64_t now_ns() {
   return ns;
 }
 
-DEVICE uint64_t cycles() {
-  uint64_t count;
-  asm volatile("mov.u64 %0, %%clock64;" : "=l"(count));
-  return count;
-}
-DEVICE void add_to(uint64_t* at, uint64_t value) { atomicAdd(at, value); }  // nobody waits for it
-
 // ---- words, stored and loaded whole ----
 
 // A word: a number, and the epoch that says which of them it is. Both halves are stored and loaded at once, so no flag

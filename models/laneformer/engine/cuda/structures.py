@@ -1,28 +1,20 @@
-"""The kernels' arguments as C structures, field by field those of block.cuh, probe.cu and fill.cu, and their
-limits.
-
-Only the standard library is imported: a bundle for a bare machine carries this file (tools/bench/bundle.py).
-"""
+"""The kernels' arguments as C structures, field by field those of block.cuh and probe.cu, and their limits."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
-from typing import Any
 
 from ..sampling import Sampling
 
 MAX_COLUMNS = 8  # of one pass: what a matrix-multiply instruction has
 MAX_STOPS = 16
-PASSES_PER_LAUNCH = (
-    16  # at most, of columns that draw (passes.cu); unproven on a GPU: the driver beside such a kernel
-)
+# at most, of columns that draw (passes.cu); unproven on a GPU: the driver beside such a kernel
+PASSES_PER_LAUNCH = 16
 ENDS = 1 << 30  # in the word of a chosen token: its column ends with it (passes.cu: kEnds)
 TOKEN_BITS = ENDS - 1
-
-
 WEIGHTS = ("tapes", "tape_at", "scales", "embedding", "norms", "rope", "kv", "biases", "head_norms")
+EXCHANGES = ("stream", "q/k/v", "partial attention", "activation", "mail", "best token", "scores", "choice")
 
 
 class Weights(ctypes.Structure):
@@ -64,9 +56,6 @@ class GraphState(ctypes.Structure):
         return cls(order, (ctypes.c_int * MAX_COLUMNS)(*(column.token for column in order.columns)))
 
 
-EXCHANGES = ("stream", "q/k/v", "partial attention", "activation", "mail", "best token", "scores", "choice")
-
-
 class Report(ctypes.Structure):
     """The first wait that was given up (exchange.cuh: Report)."""
 
@@ -74,25 +63,17 @@ class Report(ctypes.Structure):
         ("epoch", ctypes.c_uint32)
     ]
 
-    def told(self, kernel: str, limit_s: float) -> str:
+    def describe(self, limit_s: float) -> str:
         """Who waited for what."""
         return (
-            f"the {kernel} kernel waited {limit_s} s in vain: lane {self.lane}, layer {self.layer}, exchange "
+            f"the pass kernel waited {limit_s} s in vain: lane {self.lane}, layer {self.layer}, exchange "
             f"{EXCHANGES[self.exchange]!r}, block {self.block}, warp {self.warp}, epoch {self.epoch}"
         )
 
 
-TRACED = (*EXCHANGES, "weights", "whole")  # cycles of a block of the traced build (tape.cuh: kTraced)
-
-
-OF_A_HEAD: list[tuple[str, Any]] = [  # its kernels' further fields (block.cuh: DRAFTS)
-    ("streams", ctypes.c_void_p), ("tail", ctypes.c_void_p), ("origins", ctypes.c_int * MAX_COLUMNS)
-]  # fmt: skip
-
-
 @functools.cache  # of all launches
-def decode_structure(devices: int, traced: bool = False, drafts: bool = False) -> type[ctypes.Structure]:
-    """The argument of all kernels on so many devices; `drafts`: of those of the head that drafts."""
+def decode_structure(devices: int) -> type[ctypes.Structure]:
+    """The argument of all kernels on so many devices (block.cuh: Decode)."""
     pointers = ("aborted", "report", "cancel", "picks", "graph")
 
     class Decode(ctypes.Structure):
@@ -100,8 +81,6 @@ def decode_structure(devices: int, traced: bool = False, drafts: bool = False) -
             ("weights", Weights), ("lane_words", ctypes.c_void_p), ("inbox", ctypes.c_void_p * devices),
             *((name, ctypes.c_void_p) for name in pointers), ("limit_ns", ctypes.c_uint64),
             *((name, ctypes.c_int) for name in ("device", "first_lane", "layer", "module")), ("order", Order),
-            *[("trace", ctypes.c_void_p)] * traced,
-            *OF_A_HEAD * drafts,
         ]  # fmt: skip
 
     return Decode
@@ -114,36 +93,3 @@ class Probe(ctypes.Structure):
         ("tapes", ctypes.c_void_p), ("tape_at", ctypes.c_void_p), ("sums", ctypes.c_void_p),
         ("bytes", ctypes.c_uint64), ("rounds", ctypes.c_int),
     ]  # fmt: skip
-
-
-class Exchanges(ctypes.Structure):
-    """The argument of the kernel that times words between blocks (probe.cu: Exchanges)."""
-
-    _fields_ = [
-        ("read", Probe), *((name, ctypes.c_void_p) for name in ("words", "ns", "done", "aborted", "report")),
-        ("limit_ns", ctypes.c_uint64),
-        *((name, ctypes.c_int) for name in ("trips", "saturated", "warm_up", "rounds")),
-    ]  # fmt: skip
-
-
-class Fill(ctypes.Structure):
-    """The argument of the kernel that makes weights by a rule (fill.cu: Fill)."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("tapes", "tape_at", "embedding", "norms")),
-        ("norm_numbers", ctypes.c_uint64), ("first_lane", ctypes.c_int), ("exponents", ctypes.c_int * 6),
-    ]  # fmt: skip
-
-
-def picked(words: Sequence[Sequence[int]], epoch: int, columns: int) -> list[list[int]]:
-    """Tokens [pass][column] that passes from this epoch on have chosen so far, of the host's words
-    [pass][column]; -1 where a column has ended before. The kernel may still run.
-    """
-    rows, running = list[list[int]](), [True] * columns
-    for number, row in enumerate(words, epoch + 1):
-        there = [word >> 32 == number for word in row[:columns]]
-        if not any(running) or there != running:
-            break
-        rows.append([word & TOKEN_BITS if here else -1 for word, here in zip(row, there, strict=False)])
-        running = [here and not word & ENDS for word, here in zip(row, there, strict=False)]
-    return rows

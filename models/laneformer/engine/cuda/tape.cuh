@@ -3,8 +3,7 @@
 // A lane's matrix is cut into rows of tiles, and these evenly over the blocks of the lane (columns.cuh). Each warp has a
 // tape: its tiles of all matrices of all layers, one after another in the order of execution. A tape is made of segments
 // of 512 bytes, 16 for each thread. Up to kStrip segments share their columns (a strip), so that the inputs are read once
-// for them. Scales of numbers of 8 bits lie beside the tapes, and multiply the rows' sums. With kPrefetchChunks, the L2 is
-// a second ring: while exchanges hold a warp up, as many chunks more than its ring has come nearer.
+// for them. Scales of numbers of 8 bits lie beside the tapes, and multiply the rows' sums.
 //
 // geometry.py makes the tables, tape.py the tapes; the same rules stand there in numpy.
 #pragma once
@@ -41,22 +40,6 @@ struct Matrix {
   }
 };
 
-// Cycles that the first thread of a block spends in a scope, added to a slot of the block's: in a build for that alone.
-#if TRACE
-struct Stopwatch {
-  uint64_t* at;
-  uint64_t since;
-  DEVICE Stopwatch(uint64_t* slots, int slot) : at(thread_index() ? nullptr : slots + slot), since(cycles()) {}
-  DEVICE ~Stopwatch() {
-    if (at) add_to(at, cycles() - since);
-  }
-};
-#define TIMED(slots, slot) const Stopwatch stopwatch(slots, slot)
-#else
-#define TIMED(slots, slot)
-#endif
-constexpr int kRingWaits = 8, kWhole = 9, kTraced = 10;  // slots after those of the exchanges (exchange.cuh)
-
 // The segments of one warp, streamed through a ring of chunks in shared memory. The ring is filled ahead of use as far
 // as it is deep, whatever the warp is doing: across matrices, layers and, with `rounds`, tokens.
 struct Tape {
@@ -67,9 +50,6 @@ struct Tape {
   uint64_t* full;  // shared, a barrier for each chunk of the ring
   uint32_t ahead;  // byte of the next copy
   uint32_t slot, parity, at;  // the next segment is `at` bytes into this slot of the ring
-#if TRACE
-  uint64_t* trace;
-#endif
 
   DEVICE void copy_to(uint32_t target) {
     if (ahead == bytes) {
@@ -79,14 +59,7 @@ struct Tape {
     }
     const uint32_t size = bytes - ahead < kChunkBytes ? bytes - ahead : kChunkBytes;
     copy_chunk(ring + target * kChunkBytes, source + ahead, size, full + target);
-    prefetch(ahead + kPrefetchChunks * kChunkBytes);
     ahead += size;
-  }
-
-  DEVICE void prefetch(uint32_t byte) const {
-    if (kPrefetchChunks == 0 || thread_index() % kWarpThreads != 0) return;
-    if (rounds && byte >= bytes) byte -= bytes;
-    if (byte < bytes) prefetch_l2(source + byte, bytes - byte < kChunkBytes ? bytes - byte : kChunkBytes);
   }
 
   DEVICE void start() {
@@ -111,7 +84,6 @@ struct Tape {
   }
 
   DEVICE void wait_for(uint32_t of_ring, uint32_t at_parity) {
-    TIMED(trace, kRingWaits);
     wait_full(full + of_ring, at_parity);
   }
 
@@ -138,8 +110,8 @@ struct Tape {
   }
 
   // No copy may be under way when the block ends; after a round, of a tape of whole chunks, with so many unread.
-  DEVICE void finish(uint32_t unread) { drain(unread * (bytes / kChunkBytes)); }
-  DEVICE void drain(uint32_t chunks) {
+  DEVICE void finish(uint32_t unread) {
+    const uint32_t chunks = unread * (bytes / kChunkBytes);
     for (uint32_t i = 0; i < chunks && i < kChunks; ++i) {
       wait_full(full + slot, parity);
       if (++slot == kChunks) slot = 0, parity ^= 1;

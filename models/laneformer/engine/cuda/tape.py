@@ -16,9 +16,8 @@ import torch
 
 from .geometry import OPS, SEGMENT_BYTES, TILE, Geometry, Matrix
 
-LaneMatrix = Callable[
-    [str, int, int], torch.Tensor
-]  # (op, layer, lane) -> (rows, columns) of that many bytes:
+# (op, layer) -> (lanes of the device, rows, columns) of numbers of 8 or 16 bits
+LaneMatrices = Callable[[str, int], torch.Tensor]
 NUMBERS = {2: torch.int16, 1: torch.int8}
 
 
@@ -35,21 +34,25 @@ def tile_strips(geometry: Geometry, matrix: Matrix) -> Iterator[np.ndarray]:
     # (row of tiles, part, step, thread / 4, thread % 4, tile, pair of columns, half of the rows, 2): a segment
     # is the last six
     tiles = np.arange(matrix.rows * matrix.columns).reshape(shape).transpose(0, 3, 4, 2, 6, 5, 7, 1, 8)
-    for block, warp in itertools.product(range(geometry.blocks_per_lane), range(geometry.warps)):
-        units = matrix.tiles(block, geometry.blocks_per_lane, warp, geometry.warps)
+    for units in units_of_warps(geometry, matrix):
         for part, group in itertools.groupby(units, key=lambda unit: unit[0]):
             rows = [row for _, row in group]
             for start in range(0, len(rows), geometry.strip):
                 yield tiles[rows[start : start + geometry.strip], part].swapaxes(0, 1).reshape(-1)
 
 
-def ends(geometry: Geometry, matrix: Matrix) -> list[int]:
-    """Where each warp's numbers begin in `order`, and the end of the last's."""
-    owners = itertools.product(range(geometry.blocks_per_lane), range(geometry.warps))
-    units = [
-        len(matrix.tiles(block, geometry.blocks_per_lane, warp, geometry.warps)) for block, warp in owners
-    ]
-    return [0, *itertools.accumulate(n * TILE * matrix.columns // matrix.parts for n in units)]
+def units_of_warps(geometry: Geometry, matrix: Matrix) -> Iterator[list[tuple[int, int]]]:
+    """(part, row of tiles) of each warp of a lane, in its order."""
+    for block, warp in itertools.product(range(geometry.blocks_per_lane), range(geometry.warps)):
+        yield matrix.tiles(block, geometry.blocks_per_lane, warp, geometry.warps)
+
+
+def segment_counts(geometry: Geometry, op: str) -> np.ndarray:
+    """Segments that each warp of a lane has of the matrix `op`: int64 (warps,)."""
+    matrix = geometry.matrix(op)
+    bytes_of_unit = TILE * matrix.columns // matrix.parts * geometry.number_bytes
+    units = np.array([len(units) for units in units_of_warps(geometry, matrix)])
+    return units * (bytes_of_unit // SEGMENT_BYTES)
 
 
 def steps(geometry: Geometry) -> Iterator[tuple[str, int]]:
@@ -61,42 +64,33 @@ def steps(geometry: Geometry) -> Iterator[tuple[str, int]]:
 
 
 def tape_starts(geometry: Geometry) -> np.ndarray:
-    """The first byte of each warp's tape in a device's buffer, and the end of the last: uint64 (warps + 1,)."""
-    warps = geometry.warps_per_lane
-    numbers = np.zeros(warps, np.int64)
-    for op, _ in steps(geometry):
-        numbers += np.diff(ends(geometry, geometry.matrix(op)))
-    chunks = -(-geometry.number_bytes * numbers // geometry.chunk_bytes)
-    return np.concatenate([[0], np.tile(chunks, geometry.lanes_per_device).cumsum()]).astype(
-        np.uint64
-    ) * np.uint64(geometry.chunk_bytes)
+    """The first byte of each warp's tape in a device's buffer, and the end of the last: int64 (warps + 1,)."""
+    *of_layer, head = (segment_counts(geometry, op) for op in OPS)
+    segments = geometry.config.num_hidden_layers * sum(of_layer) + head
+    chunks = -(-SEGMENT_BYTES * segments // geometry.chunk_bytes)
+    return np.cumsum([0, *np.tile(chunks, geometry.lanes_per_device)]) * geometry.chunk_bytes
 
 
-def places(geometry: Geometry) -> Iterator[tuple[str, int, int, list[tuple[slice, slice]]]]:
-    """For each matrix (op, layer, lane of the device): where each warp's numbers are in its
-    tapes, and in `order`.
-    """
-    warps, at = geometry.warps_per_lane, tape_starts(geometry).astype(np.int64) // geometry.number_bytes
+def segments_of(geometry: Geometry) -> Iterator[tuple[str, int, int, np.ndarray]]:
+    """For each matrix (op, layer, lane of the device): its segments among a device's, in the order of `order`."""
+    warps, following = geometry.warps_per_lane, tape_starts(geometry)[:-1] // SEGMENT_BYTES
+    counts = {op: segment_counts(geometry, op) for op in OPS}
     for op, layer in steps(geometry):
-        first = ends(geometry, geometry.matrix(op))
         for lane in range(geometry.lanes_per_device):
-            pairs = []
-            for warp in range(warps):
-                tape, size = lane * warps + warp, first[warp + 1] - first[warp]
-                pairs.append((slice(at[tape], at[tape] + size), slice(first[warp], first[warp + 1])))
-                at[tape] += size
-            yield op, layer, lane, pairs
+            starts = following[lane * warps : (lane + 1) * warps]  # a view: the next segment of each tape
+            runs = zip(starts, counts[op], strict=True)
+            yield op, layer, lane, np.concatenate([np.arange(at, at + count) for at, count in runs])
+            starts += counts[op]
 
 
-def pack(
-    geometry: Geometry, matrices: LaneMatrix, first_lane: int, device: torch.device | str
-) -> torch.Tensor:
-    """The tapes of the lanes `first_lane`, ... of one device: (numbers,) of NUMBERS."""
+def pack(geometry: Geometry, matrices: LaneMatrices, device: torch.device | str) -> torch.Tensor:
+    """The tapes of one device: (numbers,) of NUMBERS."""
     kind, size = NUMBERS[geometry.number_bytes], SEGMENT_BYTES // geometry.number_bytes
     tapes = torch.zeros(int(tape_starts(geometry)[-1]) // geometry.number_bytes, dtype=kind, device=device)
     orders = {op: torch.from_numpy(order(geometry, geometry.matrix(op))).to(device) for op in OPS}
-    for op, layer, lane, pairs in places(geometry):
-        numbers = matrices(op, layer, first_lane + lane).to(device).view(kind).flatten()[orders[op]]
-        segments = np.concatenate([np.arange(there.start, there.stop, size) for there, _ in pairs]) // size
+    for op, layer, lane, segments in segments_of(geometry):
+        if lane == 0:
+            of_lanes = matrices(op, layer)
+        numbers = of_lanes[lane].to(device).view(kind).flatten()[orders[op]]
         tapes.view(-1, size)[torch.from_numpy(segments).to(device)] = numbers.view(-1, size)
     return tapes

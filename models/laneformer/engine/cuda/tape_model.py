@@ -21,7 +21,7 @@ from ...model import Laneformer, LaneformerLayer
 from .geometry import OPS, SEGMENT_BYTES, Geometry
 from .int8 import dequantised
 from .memory import PARTS, TORCH_TYPES, DeviceMemory, joined
-from .tape import order, places, steps
+from .tape import order, segments_of, steps
 
 
 class TapeModel:
@@ -37,34 +37,38 @@ class TapeModel:
             self._plain = Laneformer(self.config).eval().requires_grad_(False)
         self.masks, self.norm = self._plain.masks, self._plain.norm
         self.embedding = memories[0].embedding
-        self._norms = memories[0].norms.to(self.dtype)
-        self.norm.load_state_dict(
-            {"weight": self._norms[len(NORMS) * self.config.num_hidden_layers]}, assign=True
-        )
-        self.gates = self._norms[1 + len(NORMS) * self.config.num_hidden_layers :]  # of a head's block
+        scales = memories[0].norms.to(self.dtype)
+        self.norm.load_state_dict({"weight": scales[-1]}, assign=True)
         shapes = self.config.tensor_shapes()
         self._layer = {name: torch.empty(shapes[f"layers.0.{name}.weight"], dtype=self.dtype, device=device)
                        for op in OPS[:-1] for name in PARTS[op]}  # fmt: skip
         for i, layer in enumerate(self._plain.layers):
-            norms = {f"{norm}.weight": self._norms[len(NORMS) * i + n] for n, norm in enumerate(NORMS)}
+            norms = {f"{norm}.weight": scales[len(NORMS) * i + n] for n, norm in enumerate(NORMS)}
             matrices = {f"{name}.weight": values for name, values in self._layer.items()}
             layer.load_state_dict({**matrices, **norms, **self._of_attention(i)}, assign=True)
-        self._segments = [segment_places(geometry, memory.device) for memory in memories]
-        self._numbers = [{op: number_places(geometry, op, m.device) for op in OPS} for m in memories]
-        self._scales = scale_places(geometry) if geometry.dtype == "int8" else {}
+        segments = segments_by_matrix(geometry)
         self._rows = {op: tensor_rows(geometry, op) for op in OPS}
+        numbers = {op: number_places(geometry, op, self._rows[op]) for op in OPS}
+        self._segments = [
+            {key: index.to(memory.device) for key, index in segments.items()} for memory in memories
+        ]
+        self._numbers = [
+            {op: [index.to(memory.device) for index in parts] for op, parts in numbers.items()}
+            for memory in memories
+        ]
+        self._scales = scale_places(geometry) if geometry.dtype == "int8" else {}
 
     def _of_attention(self, layer: int) -> dict[str, torch.Tensor]:
         """Biases and norms of heads, where a layer has them."""
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         if self.config.attention_bias:
             counts = [self._layer[name].shape[1] for name in BIASED]
             parts = self._memories[0].biases[layer].to(self.dtype).split(counts, 1)
-            found |= {f"{name}.bias": part for name, part in zip(BIASED, parts, strict=True)}
+            tensors |= {f"{name}.bias": part for name, part in zip(BIASED, parts, strict=True)}
         if self.config.qk_norm:
             scales = self._memories[0].head_norms[layer].to(self.dtype)
-            found |= {f"{name}.weight": scale for name, scale in zip(HEAD_NORMS, scales, strict=True)}
-        return found
+            tensors |= {f"{name}.weight": scale for name, scale in zip(HEAD_NORMS, scales, strict=True)}
+        return tensors
 
     def layers(self) -> Iterator[LaneformerLayer]:
         for i, layer in enumerate(self._plain.layers):
@@ -73,7 +77,7 @@ class TapeModel:
             yield layer  # type: ignore[misc]
 
     def head(self) -> torch.Tensor:
-        """(L, V / L, D); read anew, unless it is the embedding."""
+        """(L, V / L, D); read again each time, unless it is the embedding."""
         if self.config.tie_word_embeddings and not self._scales:
             return self.embedding.view(self.config.head_shape)
         lanes, rows, columns = self.config.head_shape
@@ -85,7 +89,7 @@ class TapeModel:
     def _read(self, op: str, layer: int, tensors: list[torch.Tensor]) -> None:
         """Fill the tensors (lanes, rows, columns) of which the kernels' matrix `op` is made."""
         for i, memory in enumerate(self._memories):
-            segments = memory.tapes.view(-1, segment_numbers(self._geometry))
+            segments = memory.tapes.view(-1, SEGMENT_BYTES // self._geometry.number_bytes)
             taped = segments.index_select(0, self._segments[i][op, layer]).view(self._lanes, -1)
             for part, (tensor, index) in enumerate(zip(tensors, self._numbers[i][op], strict=True)):
                 lanes = tensor[i * self._lanes :][: self._lanes]
@@ -98,10 +102,6 @@ class TapeModel:
                     lanes.copy_(numbers.view(self.dtype).view(lanes.shape))
 
 
-def segment_numbers(geometry: Geometry) -> int:
-    return SEGMENT_BYTES // geometry.number_bytes
-
-
 def scale_places(geometry: Geometry) -> dict[tuple[str, int], slice]:
     """For each matrix (op, layer): its scales (lanes, rows) among a device's, flat."""
     rows = [geometry.lanes_per_device * geometry.matrix(op).rows for op, _ in steps(geometry)]
@@ -111,32 +111,23 @@ def scale_places(geometry: Geometry) -> dict[tuple[str, int], slice]:
     }
 
 
-def segment_places(geometry: Geometry, device: torch.device) -> dict[tuple[str, int], torch.Tensor]:
-    """For each matrix (op, layer): its segments on a device's tapes, lane after lane, in
-    the order of `order`.
-    """
-    found: dict[tuple[str, int], list[np.ndarray]] = {}
-    for op, layer, _, pairs in places(geometry):
-        starts = np.array([(there.start, here.start, here.stop) for there, here in pairs]) // segment_numbers(
-            geometry
-        )
-        shifts = np.repeat(starts[:, 0] - starts[:, 1], starts[:, 2] - starts[:, 1])
-        found.setdefault((op, layer), []).append(shifts + np.arange(len(shifts)))
-    return {
-        key: torch.from_numpy(np.concatenate(lanes).astype(np.int32)).to(device)
-        for key, lanes in found.items()
-    }
+def segments_by_matrix(geometry: Geometry) -> dict[tuple[str, int], torch.Tensor]:
+    """For each matrix (op, layer): its segments on a device's tapes, lane after lane, in the order of `order`."""
+    of_lanes: dict[tuple[str, int], list[np.ndarray]] = {}
+    for op, layer, _, segments in segments_of(geometry):
+        of_lanes.setdefault((op, layer), []).append(segments.astype(np.int32))
+    return {key: torch.from_numpy(np.concatenate(lanes)) for key, lanes in of_lanes.items()}
 
 
-def number_places(geometry: Geometry, op: str, device: torch.device) -> list[torch.Tensor]:
-    """For each tensor of the matrix `op`: where among a lane's numbers in the order of `order`
-    its own are, flat.
+def number_places(geometry: Geometry, op: str, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """For each tensor of the matrix `op`, whose rows these are: where among a lane's numbers in the order of
+    `order` its own are, flat.
     """
     matrix = geometry.matrix(op)
-    parts = np.empty(matrix.rows * matrix.columns, np.int32)
-    parts[order(geometry, matrix)] = np.arange(len(parts), dtype=np.int32)
-    rows = torch.from_numpy(parts).view(matrix.rows, matrix.columns)
-    return [rows[mine].flatten().to(device) for mine in tensor_rows(geometry, op)]
+    places = np.empty(matrix.rows * matrix.columns, np.int32)
+    places[order(geometry, matrix)] = np.arange(len(places), dtype=np.int32)
+    by_row = torch.from_numpy(places).view(matrix.rows, matrix.columns)
+    return [by_row[own].flatten() for own in rows]
 
 
 def tensor_rows(geometry: Geometry, op: str) -> tuple[torch.Tensor, ...]:
@@ -144,5 +135,5 @@ def tensor_rows(geometry: Geometry, op: str) -> tuple[torch.Tensor, ...]:
     count, shapes = geometry.matrix(op).rows, geometry.config.tensor_shapes()
     counts = [shapes[f"layers.0.{name}.weight"][1] for name in PARTS[op]] if op in PARTS else [count]
     rows = torch.empty(count, dtype=torch.int64)
-    rows[joined(op, list(torch.arange(count).split(counts)))] = torch.arange(count)
+    rows[joined(op, torch.arange(count)[None].split(counts, 1))[0]] = torch.arange(count)
     return rows.split(counts)

@@ -28,11 +28,6 @@ class HostSchedule {
     return std::exchange(woken_, false) || !closed_;
   }
   void close() { wake(true); }
-  void draft_with_head(const HeadDrafts::Head& head) {
-    expect_ids(head.ids, limits_.vocab);
-    draft_ids_ = head.ids.empty() ? limits_.vocab : head.ids.size();
-    schedule_.draft_with_head(head);
-  }
 
   // `given`: of the pass that this has returned last.
   const Pass* next(const PassResult& given) {
@@ -46,11 +41,6 @@ class HostSchedule {
   }
   void expect(const PassResult& given, size_t picked, size_t rows) const {
     if (!last_ || given.refused >= 0 || given.error || last_->piece) return;
-    if (last_->of == Of::head) {
-      if (rows && (rows < size_t(last_->head_columns) || given.stride != draft_ids_))
-        throw std::invalid_argument("logits: of the head, a row of its ids for each column that needs them");
-      return;
-    }
     const size_t columns = last_->columns;
     if (given.passes < 1 || given.passes > 1 + last_->ahead || (limits_.picks && picked < given.passes * columns))
       throw std::invalid_argument("picked: a row of the columns' tokens for each pass, as many as may have been made");
@@ -75,7 +65,6 @@ class HostSchedule {
   std::condition_variable changed_;
   bool woken_ = false, closed_ = false;
   const Pass* last_ = nullptr;
-  size_t draft_ids_ = 0;  // of the model's head
   Schedule schedule_;
 };
 
@@ -157,9 +146,7 @@ void bind_schedule(nb::module_& m, double (*log_sum_exp)(const float* x, int n))
       .def_prop_ro("rule", [](const Draw& d) { return nb::bytes(&d.rule, sizeof d.rule); })  // decoder.py's Sampling
       .def_prop_ro("stops", [](const Draw& d) { return std::vector<int>(d.stops, d.stops + d.stop_count); });
   nb::class_<Pass>(m, "Pass")  // stands until `next` is called again
-      .def_ro("piece", &Pass::piece).def_ro("ahead", &Pass::ahead).def_ro("chained", &Pass::chained)
-      .def_prop_ro("of_head", [](const Pass& p) { return p.of == Of::head; })
-      .def_prop_ro("origins", [](const Pass& p) { return std::vector<int>(p.from, p.from + p.columns); })
+      .def_ro("piece", &Pass::piece).def_ro("ahead", &Pass::ahead)
       .def_prop_ro("columns", [](const Pass& p) { return std::vector<Column>(p.column, p.column + p.columns); })
       .def_prop_ro("start", [](const Pass& p) { return p.column[0]; })  // of a piece
       .def_prop_ro("head", [](const Pass& p) { return std::vector<int>(p.head, p.head + p.head_columns); })
@@ -167,16 +154,12 @@ void bind_schedule(nb::module_& m, double (*log_sum_exp)(const float* x, int n))
       .def("draw", [](const Pass& p, int sequence) { return p.draw[sequence]; }, "sequence"_a);
   nb::class_<Schedule::Piece>(m, "Piece")
       .def_ro("ids", &Schedule::Piece::ids).def_ro("first_row", &Schedule::Piece::first_row)
-      .def_ro("top", &Schedule::Piece::top).def_ro("keeps_logits", &Schedule::Piece::keeps_logits)
-      .def_ro("drafts", &Schedule::Piece::drafts);
+      .def_ro("top", &Schedule::Piece::top).def_ro("keeps_logits", &Schedule::Piece::keeps_logits);
   nb::class_<HostSchedule> schedule(m, "Schedule");
   bind_requests(schedule);
   schedule.def(nb::init<const Limits&, const KvShape&>(), "limits"_a, "shape"_a)
       .def("wait", &HostSchedule::wait, nb::call_guard<nb::gil_scoped_release>())
       .def("close", &HostSchedule::close, nb::call_guard<nb::gil_scoped_release>())
-      .def("draft_with_head", [](HostSchedule& h, std::vector<int> ids, double block, double share) {
-        h.draft_with_head({std::move(ids), block, share});
-      }, "ids"_a, "block"_a, "share"_a)
       .def("next", &next, "picked"_a = nb::none(), "logits"_a = nb::none(), "refused"_a = -1, "error"_a = nb::none(),
            nb::rv_policy::reference)
       .def("interrupts", [](HostSchedule& h) { return h.schedule().interrupts(); })

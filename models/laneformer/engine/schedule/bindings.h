@@ -127,14 +127,14 @@ using Mask = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig>;
 template <class Owner>
 void bind_requests(nb::class_<Owner>& owner) {
   using namespace nb::literals;
-  const auto join = [](Owner& o, std::vector<Request> requests, bool alone) {
+  const auto join = [](Owner& o, std::vector<Request> requests) {
     o.expect_loaded();
-    return o.schedule().join(std::move(requests), alone);
+    return o.schedule().join(std::move(requests));
   };
   const auto allow = [](Owner& o, int64_t ticket, int index, Mask mask) {
     o.schedule().allow(ticket, index, Sequence::Mask(mask.data(), mask.data() + mask.size()));
   };
-  owner.def("join", join, "requests"_a, "alone"_a = false, nb::call_guard<nb::gil_scoped_release>())
+  owner.def("join", join, "requests"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("collect", [](Owner& o, double timeout_s) { return collect(o.schedule(), timeout_s); }, "timeout_s"_a)
       .def("leave", &Owner::leave, "ticket"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("leave_all", &Owner::leave_all, nb::call_guard<nb::gil_scoped_release>())

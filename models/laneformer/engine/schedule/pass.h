@@ -1,9 +1,7 @@
-// What passes between the schedule and whoever executes it: plain data without pointers, so that a Pass may
-// lie in memory that processes share.
+// What passes between the schedule and whoever executes it: plain data.
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "sampler.h"
 
@@ -56,7 +54,6 @@ struct Pass {
   KvOp op[kMaxOps] = {};
   Draw draw[kMaxSequences] = {};  // of sequences by their place, where the executor draws
 };
-static_assert(std::is_trivially_copyable_v<Pass> && sizeof(Pass) < 4096);
 
 struct PassResult {
   const float* logits = nullptr;  // rows of `stride` floats; valid until the next pass

@@ -153,8 +153,7 @@ Schedule::Piece Schedule::piece(const Pass& pass) const {
   const auto begin = s.ids.begin() + s.position;
   const int count = std::min(pass.piece + 1, s.prompt_length - s.position);
   const int first = !request.scores() ? s.end : request.keep_logits ? 0 : request.score_from - 1;
-  return {{begin, begin + count}, std::max(first, s.position), std::max(0, request.top_logprobs), request.keep_logits,
-          model_ && s.drafter};
+  return {{begin, begin + count}, std::max(first, s.position), std::max(0, request.top_logprobs), request.keep_logits};
 }
 
 void Schedule::score(const Pass& pass, int position, size_t count, const float* logprobs, const int* ids,

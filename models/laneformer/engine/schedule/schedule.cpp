@@ -48,7 +48,7 @@ void Schedule::expect(const Request& r) const {
   if (!r.keep_partials.empty() && !r.keep_logits) throw std::invalid_argument("keep_partials needs keep_logits");
 }
 
-std::vector<int64_t> Schedule::join(std::vector<Request> requests, bool alone) {
+std::vector<int64_t> Schedule::join(std::vector<Request> requests) {
   std::vector<std::unique_ptr<Sequence>> joining;
   for (Request& request : requests) {
     expect(request);
@@ -56,9 +56,8 @@ std::vector<int64_t> Schedule::join(std::vector<Request> requests, bool alone) {
   }
   std::unique_lock lock(mutex_);
   if (!failure_.empty()) throw std::runtime_error(failure_);
-  const size_t most = alone ? kMaxSequences : limits_.sequences;
-  if (sequences_.size() + joining.size() > most)
-    throw std::runtime_error("the engine runs at most " + std::to_string(most) +
+  if (sequences_.size() + joining.size() > size_t(limits_.sequences))
+    throw std::runtime_error("the engine runs at most " + std::to_string(limits_.sequences) +
                              " requests; collect the end of one first");
   if (sequences_.empty()) total_ = {}, total_passes_ = 0;
   std::vector<int64_t> tickets;
@@ -187,7 +186,7 @@ void Schedule::fail(std::string why) {
   std::lock_guard lock(mutex_);
   failure_ = std::move(why);
   for (const auto& s : sequences_) {
-    if (!failure_.empty() && s->stage != Sequence::Stage::ended) s->fail(failure_, Fault::executor);
+    if (s->stage != Sequence::Stage::ended) s->fail(failure_, Fault::executor);
     s->stage = Sequence::Stage::ended;
   }
   running_.clear();

@@ -31,9 +31,9 @@ class Schedule {
   //
   // Joins requests before the same pass; returns their tickets, which are never used again. Throws
   // std::runtime_error after `fail`, and where more than Limits::sequences would not have been collected to
-  // their end (alone, so that none joins before that: more than kMaxSequences). Throws std::invalid_argument
-  // where a size or an id would lead beyond a buffer; what the values mean is Python's to check.
-  std::vector<int64_t> join(std::vector<Request> requests, bool alone = false);
+  // their end; std::invalid_argument where a size or an id would lead beyond a buffer. What the values mean is
+  // Python's to check.
+  std::vector<int64_t> join(std::vector<Request> requests);
   // Of all requests since the last call; waits until there is something, but not longer than the timeout.
   std::vector<News> collect(double timeout_s);
   void leave(int64_t ticket);
@@ -50,9 +50,8 @@ class Schedule {
   const Pass* next(const PassResult* last);
   bool interrupts();  // while passes run ahead: somebody joins or leaves, so they are to end
   void tell_news();  // after `next`, as soon as the executor has begun with the pass
-  // All requests end, as there will be no more passes; with a reason it is their error, and that of all that
-  // would join.
-  void fail(std::string why = "");
+  // All requests end with this error, as there will be no more passes, and none can join.
+  void fail(std::string why);
   std::string failure();  // that reason
 
   // By any thread of the executor, while a pass runs: head row `row` of a sequence that scores; where a
@@ -66,7 +65,6 @@ class Schedule {
     int first_row;         // the position from which logits are wanted; none where it is not below the piece's end
     int top;               // likeliest ids to record
     bool keeps_logits;
-    bool drafts;           // by the model's head, which then reads the piece as well
   };
   Piece piece(const Pass& pass) const;
   // Of `count` positions from `position` on: the next ids' log-probabilities, best ids, and theirs, or all

@@ -1,80 +1,114 @@
-"""What the APIs have in common that tell an answer in blocks: one choice of one conversation."""
+"""Shared base of the APIs whose answers are blocks: Responses, Messages and Ollama."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from pydantic import ValidationInfo
+from pydantic import AfterValidator, ValidationInfo
 
-from ..bodies import SHOWN_CHARS, STRICTLY, Reading, RequestError, refuse
+from ..bodies import SHOWN_CHARS, STRICTLY, Body, Reading, RequestError, refuse
 from ..context import ServingContext
-from ..conversation import Block, Blocks, Conversation
+from ..conversation import Block, Conversation, Part
 from ..schema import ConversationRequest
 from ..sending import Answer
-from .openai import usage
+from .openai import usage_of
 
 
-class Translated(Protocol):
-    """A body of an API; fields: of the same ConversationRequest."""
+class TranslatedRequest(Body):
+    """A body that is a chat completion in other words."""
 
-    stream: bool
+    model: str | None = None
+    stream: bool = False
 
-    def fields(self) -> dict[str, Any]: ...
+    def fields(self) -> dict[str, Any]:
+        """Of the ConversationRequest."""
+        raise NotImplementedError
+
+    def conversation(self) -> ConversationRequest:
+        try:
+            fields = self.fields()
+        except (
+            AttributeError,
+            TypeError,
+        ) as error:  # a value in the place of an object, or the other way round
+            message = f"a part of the body has another form than it may have: {error}"
+            raise RequestError(message) from None
+        return ConversationRequest.from_fields(fields, Reading(strict=False))
 
 
 class BlockAnswer(Answer):
     """finish_reason, stop: OpenAI's reason and the stop string, once it has ended."""
 
-    def __init__(self, request: Translated, context: ServingContext):
+    def __init__(self, request: TranslatedRequest, context: ServingContext):
         self.context, self.streamed = context, request.stream
-        self.conversation = Conversation(conversation_of(request), context)
-        self.blocks = Blocks()
+        self.model = request.model or context.model
+        self.conversation = Conversation(request.conversation(), context)
+        self.choices = self.conversation.choices
+        self.answer = self.conversation.answers[0]
+        self.blocks = self.answer.blocks
         self.finish_reason: str | None = None
         self.stop: str | None = None
-        self.begun_s = self.first_s = 0.0  # when it was submitted, and when it first said something
+        self.begun_s = self.first_s = 0.0  # when it was submitted, and when the first text came
 
     def begin(self) -> None:
         self.begun_s = time.time()
-        self.conversation.begin()
+        super().begin()
 
-    def cancel(self) -> None:
-        self.conversation.cancel()
-
-    async def parts(self) -> AsyncGenerator[tuple[Block, str], None]:
-        """Blocks with what is new in them, as `Blocks.push` tells it."""
-        async for said in self.conversation:
+    async def parts(self) -> AsyncGenerator[Part, None]:
+        """Blocks with what is new in them; a new one comes without text first."""
+        async for piece, parts in self.conversation:
             self.first_s = self.first_s or time.time()
-            for delta in said.deltas:
-                for part in self.blocks.push(delta):
-                    yield part
-            if said.finish_reason is not None:
-                self.finish_reason, self.stop = said.finish_reason, said.piece.stop
+            for part in parts:
+                yield part
+            if piece.finish_reason is not None:
+                self.finish_reason, self.stop = piece.finish_reason, piece.stop
 
-    async def finished(self) -> None:
+    async def whole(self) -> dict[str, Any]:
         async for _ in self.parts():
             pass
+        return self.whole_answer()
+
+    async def __aiter__(self) -> AsyncGenerator[str, None]:
+        yield self.opening()
+        last: Block | None = None
+        async for block, text in self.parts():
+            if text:
+                yield self.more(block, text)
+            else:
+                yield (self.end_of(last) if last else "") + self.begin_of(block)
+                last = block
+        yield (self.end_of(last) if last else "") + self.closing()
+
+    # What an API says: the whole answer, or the events of a stream
+
+    def whole_answer(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def opening(self) -> str:
+        return ""
+
+    def begin_of(self, block: Block) -> str:
+        return ""
+
+    def more(self, block: Block, text: str) -> str:
+        raise NotImplementedError
+
+    def end_of(self, block: Block) -> str:
+        return ""
+
+    def closing(self) -> str:
+        raise NotImplementedError
 
     @property
     def used(self) -> dict[str, Any]:
         """OpenAI's usage; cached_tokens and reasoning_tokens at the top."""
-        speaker = self.conversation.speakers[0]
-        found = usage(self.conversation.choices, speaker.reasoning_tokens)
-        cached = (found["prompt_tokens_details"] or {}).get("cached_tokens", 0)
-        return {**found, "cached_tokens": cached, "reasoning_tokens": speaker.reasoning_tokens}
-
-
-def conversation_of(request: Translated) -> ConversationRequest:
-    try:
-        fields = request.fields()
-    except (
-        AttributeError,
-        TypeError,
-    ) as error:  # a value where an object is expected, or the other way round
-        raise RequestError(f"a part of the body has another form than it may have: {error}") from None
-    return ConversationRequest.made(fields, Reading(strict=False))
+        reasoning_tokens = self.answer.reasoning_tokens
+        usage = usage_of(self.choices, reasoning_tokens)
+        cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
+        return {**usage, "cached_tokens": cached, "reasoning_tokens": reasoning_tokens}
 
 
 def event(kind: str, **fields: Any) -> str:
@@ -96,23 +130,28 @@ def text_of(content: Any, kinds: Sequence[str], where: str) -> str:
     return "\n".join(texts)
 
 
-def own_tools(tools: list[dict[str, Any]], kind: str, info: ValidationInfo) -> list[dict[str, Any]]:
-    """Those of this type, which the client runs; what the API's makers run cannot be called here."""
-    reading = info.context or STRICTLY
-    for other in [str(tool.get("type"))[:SHOWN_CHARS] for tool in tools if tool.get("type", kind) != kind]:
-        if reading.strict:
-            refuse("tools", f"tools has one of the type {other!r}; allowed is {kind!r}")
-        reading.unused[f"tools[].{other}"] = None
-    return [tool for tool in tools if tool.get("type", kind) == kind]
+def own_tools(kind: str) -> AfterValidator:
+    """Keeps tools of this type, which the client runs; what the API's makers run cannot be called here."""
+
+    def leave_out_others(tools: list[dict[str, Any]], info: ValidationInfo) -> list[dict[str, Any]]:
+        reading: Reading = info.context or STRICTLY
+        for other in [str(tool.get("type", kind))[:SHOWN_CHARS] for tool in tools]:
+            if other != kind and reading.strict:
+                refuse("tools", f"tools has one of the type {other!r}; allowed is {kind!r}")
+            if other != kind:
+                reading.unused[f"tools[].{other}"] = None
+        return [tool for tool in tools if tool.get("type", kind) == kind]
+
+    return AfterValidator(leave_out_others)
 
 
-def function(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
-    """A tool as chat completions have it."""
-    given = {"name": name, "description": description, "parameters": parameters}
-    return {"type": "function", "function": {k: value for k, value in given.items() if value is not None}}
+def function_tool(tool: dict[str, Any], parameters: str) -> dict[str, Any]:
+    """A tool as chat completions have it. parameters: the field of its schema."""
+    function = {name: tool.get(name) for name in ("name", "description")}
+    return {"type": "function", "function": {**function, "parameters": tool.get(parameters)}}
 
 
-def call(call_id: Any, name: Any, arguments: str) -> dict[str, Any]:
+def function_call(call_id: Any, name: Any, arguments: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

@@ -4,16 +4,15 @@ by calls of tools.
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
 from ...chat import ASSISTANT
-from ..choices import Piece, joined
+from ..choices import Piece
 from ..context import ServingContext
-from ..conversation import Blocks, Conversation, Said
+from ..conversation import Block, Conversation
 from ..schema import ConversationRequest
-from .openai import OpenAIAnswer, conversation_logprobs, usage
+from .openai import OpenAIAnswer, conversation_logprobs, usage_of
 
 BEGIN: dict[str, Any] = {"role": ASSISTANT, "content": "", "refusal": None}
 
@@ -25,48 +24,53 @@ class ConversationAnswer(OpenAIAnswer):
         super().__init__(request, self.conversation.choices, "chatcmpl", "chat.completion.chunk")
 
     def usage(self) -> dict[str, Any]:
-        return usage(self.choices, sum(speaker.reasoning_tokens for speaker in self.conversation.speakers))
+        reasoning_tokens = sum(answer.reasoning_tokens for answer in self.conversation.answers)
+        return usage_of(self.choices, reasoning_tokens)
 
     async def __aiter__(self) -> AsyncGenerator[str, None]:
         for choice in range(self.request.n):
-            yield self.chunk(Piece(choice), "delta", json.dumps(BEGIN), first=True)
-        async for said in self.conversation:
-            tokens, deltas = said.piece._replace(finish_reason=None), said.deltas
+            yield self.chunk(Piece(choice), delta=BEGIN)
+        async for piece, parts in self.conversation:
+            tokens = piece._replace(finish_reason=None)
+            deltas = [
+                self.delta(piece.choice, block, text) for block, text in parts if text or block.kind == "call"
+            ]
             if not deltas and (tokens.tokens or (tokens.ids and self.request.return_token_ids)):
                 deltas = [{}]
             for delta in deltas:
-                logprobs = conversation_logprobs(self.context, tokens.tokens) if tokens.tokens else None
-                yield self.chunk(tokens, "delta", json.dumps(delta), logprobs)
-                tokens = Piece(tokens.choice)
-            if said.finish_reason is not None:
-                yield self.chunk(Piece(tokens.choice, finish_reason=said.finish_reason), "delta", "{}")
+                yield self.chunk(tokens, delta=delta)
+                tokens = Piece(tokens.choice)  # they are told once
+            if piece.finish_reason is not None:
+                yield self.chunk(Piece(piece.choice, finish_reason=piece.finish_reason), delta={})
         yield self.end()
 
-    async def whole(self) -> dict[str, Any]:
-        found: list[list[Said]] = [[] for _ in self.choices.generated]
-        async for said in self.conversation:
-            found[said.piece.choice].append(said)
-        return self.completed([self.choice(choice) for choice in found])
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        async for piece, _ in self.conversation:
+            yield piece
 
-    def choice(self, found: list[Said]) -> dict[str, Any]:
-        piece, blocks = joined([said.piece for said in found]), Blocks()
-        for delta in (delta for said in found for delta in said.deltas):
-            list(blocks.push(delta))
-        text, reasoning = blocks.text("text"), blocks.text("reasoning")
-        calls = [
-            {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.text}}
-            for block in blocks
-            if block.kind == "call"
-        ]
+    def content(self, piece: Piece) -> dict[str, Any]:
+        answer = self.conversation.answers[piece.choice]
+        text, reasoning = answer.text_of("text"), answer.text_of("reasoning")
         message = {**BEGIN, "content": text, "annotations": []}
         if reasoning:
             message["reasoning_content"] = reasoning
-        if calls:
+        if calls := [call_of(block, block.text) for block in answer.calls()]:
             message |= {"content": text if text.strip() else None, "tool_calls": calls}
-        return {
-            "index": piece.choice,
-            "message": message,
-            "logprobs": conversation_logprobs(self.context, piece.tokens) if self.request.logprobs else None,
-            "finish_reason": found[-1].finish_reason,
-            **self.ids(piece, True),
-        }
+        return {"message": message}
+
+    def scores(self, piece: Piece) -> dict[str, Any]:
+        return conversation_logprobs(self.context, piece.tokens)
+
+    def delta(self, choice: int, block: Block, text: str) -> dict[str, Any]:
+        if block.kind == "reasoning":
+            return {"reasoning_content": text}
+        if block.kind == "text":
+            return {"content": text}
+        index = self.conversation.answers[choice].calls().index(block)
+        call = {"function": {"arguments": text}} if text else call_of(block, "")
+        return {"tool_calls": [{"index": index, **call}]}
+
+
+def call_of(block: Block, arguments: str) -> dict[str, Any]:
+    function = {"name": block.name, "arguments": arguments}
+    return {"id": block.id, "type": "function", "function": function}

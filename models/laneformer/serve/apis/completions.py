@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
 from ...engine import GeneratedToken
 from ...engine.text import TextStream
 from ..bodies import RequestError
-from ..choices import Choices, Piece, Written, joined
+from ..choices import Choices, Piece, Written
 from ..context import ServingContext
 from ..schema import UNTIL_THE_END, CompletionRequest
 from .openai import OpenAIAnswer, completion_logprobs
@@ -18,7 +17,7 @@ from .openai import OpenAIAnswer, completion_logprobs
 class CompletionAnswer(OpenAIAnswer):
     def __init__(self, request: CompletionRequest, context: ServingContext):
         """In any thread; RequestError for what cannot be answered."""
-        prompts = [encoded(prompt, context) for prompt in request.prompt]
+        prompts = [encode(prompt, context) for prompt in request.prompt]
         wanted = None if request.max_tokens == UNTIL_THE_END else request.max_tokens
         limit = context.room(request, prompts, wanted, "prompt")
         options = request.options(context.completion_defaults, limit, request.logprobs) if limit else None
@@ -29,31 +28,22 @@ class CompletionAnswer(OpenAIAnswer):
         self._echoed: dict[int, int] = {}  # by choice that has begun: characters of the prompt in front
 
     async def __aiter__(self) -> AsyncGenerator[str, None]:
-        async for piece in self.choices:
-            first = piece.choice not in self._echoed
-            shown = self.shown(piece)
-            if shown.text or shown.tokens or shown.finish_reason or self.ids(shown, first):
-                logprobs = completion_logprobs(self.context, shown.tokens) if shown.tokens else None
-                yield self.chunk(shown, "text", json.dumps(shown.text), logprobs, first)
+        async for piece in self.pieces():
+            if piece.text or piece.tokens or piece.finish_reason or self.with_ids:
+                yield self.chunk(piece, text=piece.text)
         yield self.end()
 
-    async def whole(self) -> dict[str, Any]:
-        pieces: list[list[Piece]] = [[] for _ in self.choices.generated]
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
         async for piece in self.choices:
-            pieces[piece.choice].append(self.shown(piece))
-        return self.completed([self.choice(joined(found)) for found in pieces])
+            yield self._behind_prompt(piece)
 
-    def choice(self, piece: Piece) -> dict[str, Any]:
-        scored = self.request.logprobs is not None
-        return {
-            "index": piece.choice,
-            "text": piece.text,
-            "logprobs": completion_logprobs(self.context, piece.tokens) if scored else None,
-            "finish_reason": piece.finish_reason,
-            **self.ids(piece, True),
-        }
+    def content(self, piece: Piece) -> dict[str, Any]:
+        return {"text": piece.text}
 
-    def shown(self, piece: Piece) -> Piece:
+    def scores(self, piece: Piece) -> dict[str, Any]:
+        return completion_logprobs(self.context, piece.tokens)
+
+    def _behind_prompt(self, piece: Piece) -> Piece:
         """The piece, behind its prompt where that is repeated."""
         echoes = self.request.echo and piece.choice not in self._echoed
         before, tokens = self._echo(piece) if echoes else ("", [])
@@ -66,8 +56,8 @@ class CompletionAnswer(OpenAIAnswer):
         so that has none.
         """
         prompt = piece.choice // self.request.n
-        given, ids = self.request.prompt[prompt], self.choices.prompts[prompt]
-        text = given if isinstance(given, str) else self.context.tokenizer.decode(ids)
+        asked, ids = self.request.prompt[prompt], self.choices.prompts[prompt]
+        text = asked if isinstance(asked, str) else self.context.tokenizer.decode(ids)
         if self.request.logprobs is None:
             return text, []
         tokens = [GeneratedToken(ids[0])]
@@ -82,7 +72,7 @@ class CompletionAnswer(OpenAIAnswer):
         return text, placed
 
 
-def encoded(prompt: str | list[int], context: ServingContext) -> list[int]:
+def encode(prompt: str | list[int], context: ServingContext) -> list[int]:
     if not isinstance(prompt, str):
         return prompt
     try:

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field
 
 from ...chat import ASSISTANT, SYSTEM, USER
 from ..bodies import Body, RequestError
 from ..context import ServingContext
-from ..conversation import Block, prepared
+from ..conversation import Block, prepare_prompt
 from ..schema import MAX_MESSAGES, Limit, Objects
-from ..sending import Told
-from .blocks import BlockAnswer, arguments_of, call, conversation_of, event, function, own_tools, text_of
+from ..sending import ClientError
+from .blocks import (
+    BlockAnswer,
+    TranslatedRequest,
+    arguments_of,
+    event,
+    function_call,
+    function_tool,
+    own_tools,
+    text_of,
+)
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
 
 
 class Turn(Body):
@@ -28,34 +41,27 @@ class Turn(Body):
     content: str | Objects
 
 
-class MessagesRequest(Body):
+class MessagesRequest(TranslatedRequest):
     refused = {"mcp_servers": "the server calls no others; send tools", "container": "nothing is run here"}
     unused = {"metadata": None, "service_tier": None, "betas": None, "cache_control": None}
 
-    model: str | None = None
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: str | Objects | None = None
     max_tokens: Limit = None
     stop_sequences: list[str] = []
-    stream: bool = False
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
-    tools: Objects = []
+    tools: Annotated[Objects, own_tools("custom")] = []
     tool_choice: dict[str, Any] = {}
     thinking: dict[str, Any] = {}
-
-    @field_validator("tools")
-    @classmethod
-    def _own(cls, tools: list[dict[str, Any]], info: ValidationInfo) -> list[dict[str, Any]]:
-        return own_tools(tools, "custom", info)
 
     def fields(self) -> dict[str, Any]:
         """Of a chat completion."""
         system = text_of(self.system, ["text"], "system")
         messages = [{"role": SYSTEM, "content": system}] if system else []
         for turn in self.messages:
-            messages += translated(turn)
+            messages += translate_turn(turn)
         choice: Any = self.tool_choice.get("type")
         if choice == "tool":
             choice = {"type": "function", "function": {"name": self.tool_choice.get("name")}}
@@ -63,9 +69,7 @@ class MessagesRequest(Body):
             "messages": messages,
             "max_tokens": self.max_tokens,
             "stop": self.stop_sequences,
-            "tools": [
-                function(t.get("name"), t.get("description"), t.get("input_schema")) for t in self.tools
-            ],
+            "tools": [function_tool(tool, "input_schema") for tool in self.tools],
             "tool_choice": CHOICES.get(choice, choice) if isinstance(choice, str) else choice,
             "parallel_tool_calls": not self.tool_choice.get("disable_parallel_tool_use"),
             "reasoning_effort": "none" if self.thinking.get("type") == "disabled" else None,
@@ -74,7 +78,7 @@ class MessagesRequest(Body):
         }
 
 
-def translated(turn: Turn) -> list[dict[str, Any]]:
+def translate_turn(turn: Turn) -> list[dict[str, Any]]:
     """The messages of a chat completion: results of tools come first, each as one of its own."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
@@ -85,7 +89,9 @@ def translated(turn: Turn) -> list[dict[str, Any]]:
                 content = text_of(block.get("content"), ["text"], "messages[].content[].content")
                 results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
             case "tool_use":
-                calls.append(call(block.get("id"), block.get("name"), json.dumps(block.get("input") or {})))
+                calls.append(
+                    function_call(block.get("id"), block.get("name"), json.dumps(block.get("input") or {}))
+                )
             case "thinking":
                 thoughts.append(str(block.get("thinking") or ""))
             case "redacted_thinking":
@@ -104,7 +110,7 @@ def translated(turn: Turn) -> list[dict[str, Any]]:
 class MessagesAnswer(BlockAnswer):
     def __init__(self, request: MessagesRequest, context: ServingContext):
         super().__init__(request, context)
-        self.id, self.model = f"msg_{uuid.uuid4().hex}", request.model or context.model
+        self.id = f"msg_{uuid.uuid4().hex}"
 
     def message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         fixed = {"id": self.id, "type": "message", "role": ASSISTANT, "model": self.model}
@@ -124,26 +130,27 @@ class MessagesAnswer(BlockAnswer):
             "output_tokens": used["completion_tokens"],
         }
 
-    async def whole(self) -> dict[str, Any]:
-        await self.finished()
+    def whole_answer(self) -> dict[str, Any]:
         return self.message([content_of(block, block.text) for block in self.blocks])
 
-    async def __aiter__(self) -> AsyncGenerator[str, None]:
-        yield event("message_start", message=self.message([]))
-        index = -1
-        async for block, text in self.parts():
-            if not text:
-                yield (event("content_block_stop", index=index) if index >= 0 else "") + event(
-                    "content_block_start", index=(index := index + 1), content_block=content_of(block, "")
-                )
-            else:
-                yield event("content_block_delta", index=index, delta=delta_of(block, text))
-        if index >= 0:
-            yield event("content_block_stop", index=index)
-        yield event("message_delta", delta=self.reason(), usage=self.usage()) + event("message_stop")
+    def opening(self) -> str:
+        return event("message_start", message=self.message([]))
 
-    def failed(self, told: Told) -> str:
-        return event("error", error=told.body("/v1/messages")["error"])
+    def begin_of(self, block: Block) -> str:
+        return event("content_block_start", index=block.index, content_block=content_of(block, ""))
+
+    def more(self, block: Block, text: str) -> str:
+        kind, name = DELTAS[block.kind]
+        return event("content_block_delta", index=block.index, delta={"type": kind, name: text})
+
+    def end_of(self, block: Block) -> str:
+        return event("content_block_stop", index=block.index)
+
+    def closing(self) -> str:
+        return event("message_delta", delta=self.reason(), usage=self.usage()) + event("message_stop")
+
+    def failure_events(self, error: ClientError) -> str:
+        return event("error", error=error.body("/v1/messages")["error"])
 
 
 def content_of(block: Block, text: str) -> dict[str, Any]:
@@ -155,15 +162,6 @@ def content_of(block: Block, text: str) -> dict[str, Any]:
     return {"type": "tool_use", "id": block.id, "name": block.name, "input": arguments}
 
 
-def delta_of(block: Block, text: str) -> dict[str, Any]:
-    kind, name = {
-        "reasoning": ("thinking_delta", "thinking"),
-        "text": ("text_delta", "text"),
-        "call": ("input_json_delta", "partial_json"),
-    }[block.kind]
-    return {"type": kind, name: text}
-
-
 def count_tokens(request: MessagesRequest, context: ServingContext) -> dict[str, int]:
-    _, prompt = prepared(conversation_of(request), context)
+    _, prompt = prepare_prompt(request.conversation(), context)
     return {"input_tokens": len(prompt)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,15 +14,15 @@ from ..context import ServingContext
 from ..conversation import Block
 from ..endpoints import Endpoints
 from ..schema import Objects
-from ..sending import Answer, Told
-from .blocks import BlockAnswer, arguments_of, call
+from ..sending import Answer, ClientError
+from .blocks import BlockAnswer, TranslatedRequest, arguments_of, function_call
 
 VERSION = "0.14.0"  # of the API, which clients compare
 FOR_EVER = "9999-12-31T23:59:59Z"
 SECOND_NS = 1e9
 
 
-class Said(Body):
+class Message(Body):
     place = "messages[]."
 
     role: str
@@ -34,13 +34,12 @@ class Said(Body):
     tool_call_id: str | None = None
 
 
-class Asked(Body):
+class OllamaRequest(TranslatedRequest):
     """What /api/chat and /api/generate have in common."""
 
     unused = {"keep_alive": None, "truncate": None, "shift": None}
     neutral = {"logprobs": [False], "top_logprobs": [0]}
 
-    model: str | None = None
     stream: bool = True
     options: dict[str, Any] = {}
     format: str | dict[str, Any] | None = None
@@ -61,22 +60,22 @@ class Asked(Body):
         return {**options, "response_format": form, "chat_template_kwargs": think}
 
 
-class ChatRequest(Asked):
-    messages: list[Said] = []
+class ChatRequest(OllamaRequest):
+    messages: list[Message] = []
     tools: Objects = []
 
     def fields(self) -> dict[str, Any]:
-        messages = [translated(said) for said in self.messages]
+        messages = [translate_message(message) for message in self.messages]
         return {**self.common(), "tools": self.tools, "messages": messages}
 
 
-class GenerateRequest(Asked):
+class GenerateRequest(OllamaRequest):
     refused = {
         "suffix": "the model fills no gaps",
         "template": "the model's own is used",
         "context": "send the conversation to /api/chat",
     }
-    neutral = {**Asked.neutral, "raw": [False], "images": [[]]}
+    neutral = {**OllamaRequest.neutral, "raw": [False], "images": [[]]}
 
     prompt: str = ""
     system: str | None = None
@@ -86,16 +85,16 @@ class GenerateRequest(Asked):
         return {**self.common(), "messages": [*system, {"role": USER, "content": self.prompt}]}
 
 
-def translated(said: Said) -> dict[str, Any]:
-    if said.images:
+def translate_message(sent: Message) -> dict[str, Any]:
+    if sent.images:
         raise RequestError("images: the model reads text only", "messages")
-    message: dict[str, Any] = {"role": said.role, "content": said.content}
-    message |= {"reasoning_content": said.thinking} if said.thinking else {}
-    if said.role == "tool":
-        message |= {"name": said.tool_name, "tool_call_id": said.tool_call_id}
-    if calls := [one.get("function") or {} for one in said.tool_calls]:
+    message: dict[str, Any] = {"role": sent.role, "content": sent.content}
+    message |= {"reasoning_content": sent.thinking} if sent.thinking else {}
+    if sent.role == "tool":
+        message |= {"name": sent.tool_name, "tool_call_id": sent.tool_call_id}
+    if calls := [one.get("function") or {} for one in sent.tool_calls]:
         message["tool_calls"] = [
-            call(None, c.get("name"), json.dumps(c.get("arguments") or {})) for c in calls
+            function_call(None, c.get("name"), json.dumps(c.get("arguments") or {})) for c in calls
         ]
     return message
 
@@ -107,15 +106,20 @@ class OllamaAnswer(BlockAnswer):
 
     def __init__(self, request: ChatRequest | GenerateRequest, context: ServingContext):
         super().__init__(request, context)
-        self.model, self.chat = request.model or context.model, isinstance(request, ChatRequest)
+        self.chat = isinstance(request, ChatRequest)
 
     def line(self, text: str, thinking: str, calls: list[Block], **more: Any) -> dict[str, Any]:
         fixed = {"model": self.model, "created_at": now()}
         thought = {"thinking": thinking} if thinking else {}
         if not self.chat:
             return {**fixed, "response": text, **thought, "done": False, **more}
-        made = [{"function": {"name": c.name, "arguments": arguments_of(c)}} for c in calls]
-        message = {"role": ASSISTANT, "content": text, **thought, **({"tool_calls": made} if made else {})}
+        tool_calls = [{"function": {"name": c.name, "arguments": arguments_of(c)}} for c in calls]
+        message = {
+            "role": ASSISTANT,
+            "content": text,
+            **thought,
+            **({"tool_calls": tool_calls} if tool_calls else {}),
+        }
         return {**fixed, "message": message, "done": False, **more}
 
     def end(self) -> dict[str, Any]:
@@ -132,34 +136,36 @@ class OllamaAnswer(BlockAnswer):
             "eval_duration": round((now_s - first_s) * SECOND_NS),
         }
 
-    async def whole(self) -> dict[str, Any]:
-        await self.finished()
-        texts = [self.blocks.text(kind) for kind in ("text", "reasoning")]
-        return self.line(texts[0], texts[1], [b for b in self.blocks if b.kind == "call"], **self.end())
+    def whole_answer(self) -> dict[str, Any]:
+        text, thinking = self.answer.text_of("text"), self.answer.text_of("reasoning")
+        return self.line(text, thinking, self.answer.calls(), **self.end())
 
-    async def __aiter__(self) -> AsyncGenerator[str, None]:
-        async for block, text in self.parts():
-            if text and block.kind != "call":
-                both = (text, "") if block.kind == "text" else ("", text)
-                yield json.dumps(self.line(*both, [])) + "\n"
-        if calls := [block for block in self.blocks if block.kind == "call"]:
-            yield json.dumps(self.line("", "", calls)) + "\n"
-        yield json.dumps(self.line("", "", [], **self.end())) + "\n"
+    def more(self, block: Block, text: str) -> str:
+        if block.kind == "call":
+            return ""
+        both = (text, "") if block.kind == "text" else ("", text)
+        return json.dumps(self.line(*both, [])) + "\n"
 
-    def failed(self, told: Told) -> str:
-        return json.dumps(told.body("/api/")) + "\n"
+    def end_of(self, block: Block) -> str:
+        return json.dumps(self.line("", "", [block])) + "\n" if block.kind == "call" else ""
+
+    def closing(self) -> str:
+        return json.dumps(self.line("", "", [], **self.end())) + "\n"
+
+    def failure_events(self, error: ClientError) -> str:
+        return json.dumps(error.body("/api/")) + "\n"
 
 
 def now() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
-def answered(request: ChatRequest | GenerateRequest, context: ServingContext) -> Answer | dict[str, Any]:
+def answer(request: ChatRequest | GenerateRequest, context: ServingContext) -> Answer | dict[str, Any]:
     """Without a message it is asked whether the model is loaded."""
     if not (request.messages if isinstance(request, ChatRequest) else request.prompt):
         chat = isinstance(request, ChatRequest)
-        said = {"message": {"role": ASSISTANT, "content": ""}} if chat else {"response": ""}
-        return {"model": request.model, "created_at": now(), **said, "done": True, "done_reason": "load"}
+        empty = {"message": {"role": ASSISTANT, "content": ""}} if chat else {"response": ""}
+        return {"model": request.model, "created_at": now(), **empty, "done": True, "done_reason": "load"}
     return OllamaAnswer(request, context)
 
 
@@ -183,8 +189,8 @@ def add(endpoints: Endpoints, facts: Mapping[str, Any]) -> None:
     info = {"general.architecture": "llama", "llama.context_length": context.context_tokens}
     can = ["completion", "tools"] if facts["chat"] else ["completion"]
     shown = {"modified_at": model["modified_at"], "details": details, "model_info": info, "capabilities": can}
-    endpoints.add("/api/chat", ChatRequest, answered, any_type=True)
-    endpoints.add("/api/generate", GenerateRequest, answered, any_type=True)
+    endpoints.add("/api/chat", ChatRequest, answer, any_type=True)
+    endpoints.add("/api/generate", GenerateRequest, answer, any_type=True)
     endpoints.add("/api/show", ShowRequest, lambda body, context: shown, any_type=True)
 
     @app.get("/api/tags")

@@ -1,20 +1,17 @@
-"""OpenAI's objects: what an answer and its chunks hold, log-probabilities in both forms, usage.
-
-A chunk of a stream is text: parts that are rendered once, with what is new between them.
-"""
+"""OpenAI's objects: what an answer and its chunks hold, log-probabilities in both forms, usage."""
 
 from __future__ import annotations
 
 import json
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
-from ..choices import Choices, Piece, Written
+from ..choices import Choices, Piece, Written, join_pieces
 from ..context import ServingContext
-from ..schema import Sampled
-from ..sending import Answer, Told
+from ..schema import CompletionRequest, ConversationRequest
+from ..sending import Answer, ClientError
 
 DONE = "data: [DONE]\n\n"
 MIN_LOGPROB = -9999.0  # OpenAI's, for an impossible token: JSON has no infinity
@@ -23,10 +20,14 @@ MIN_LOGPROB = -9999.0  # OpenAI's, for an impossible token: JSON has no infinity
 class OpenAIAnswer(Answer):
     """What /v1/completions and /v1/chat/completions have in common."""
 
-    def __init__(self, request: Sampled, choices: Choices, prefix: str, kind: str):
+    def __init__(
+        self, request: CompletionRequest | ConversationRequest, choices: Choices, prefix: str, kind: str
+    ):
         self.streamed = request.stream
         self.context, self.choices, self._options = choices.context, choices, request.stream_options
-        self._with_ids = request.return_token_ids
+        self.with_ids = request.return_token_ids
+        self._begun: set[int] = set()  # choices that have a chunk
+        self._scored = request.logprobs is not None and request.logprobs is not False
         self._fields: dict[str, Any] = {
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "object": kind,
@@ -34,66 +35,82 @@ class OpenAIAnswer(Answer):
             "model": self.context.model,
             "system_fingerprint": self.context.fingerprint,
         }
-        self._head = json.dumps(self._fields)[:-1] + ', "choices": ['
-        self._tail = '], "usage": null}' if self._options.include_usage else "]}"
 
-    def begin(self) -> None:
-        self.choices.begin()
+    def failure_events(self, error: ClientError) -> str:
+        return event(json.dumps(error.body())) + DONE
 
-    def cancel(self) -> None:
-        self.choices.cancel()
+    def pieces(self) -> AsyncGenerator[Piece, None]:
+        """What comes of the choices."""
+        raise NotImplementedError
 
-    def failed(self, told: Told) -> str:
-        return event(json.dumps(told.body())) + DONE
+    def content(self, piece: Piece) -> dict[str, Any]:
+        """The field of a whole choice that holds the answer."""
+        raise NotImplementedError
 
-    def completed(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """The whole answer."""
+    def scores(self, piece: Piece) -> dict[str, Any]:
+        """The log-probabilities of a piece."""
+        raise NotImplementedError
+
+    async def whole(self) -> dict[str, Any]:
+        pieces: list[list[Piece]] = [[] for _ in self.choices.generated]
+        async for piece in self.pieces():
+            pieces[piece.choice].append(piece)
+        choices = [
+            self._choice(piece, self._scored, True, **self.content(piece))
+            for piece in map(join_pieces, pieces)
+        ]
         kind = self._fields["object"].removesuffix(".chunk")
         return {**self._fields, "object": kind, "choices": choices, "usage": self.usage()}
 
+    def _choice(self, piece: Piece, scored: bool, first: bool, **content: Any) -> dict[str, Any]:
+        """first: it is the choice's first chunk, or all of it."""
+        ids: dict[str, Any] = {}
+        if self.with_ids:
+            prompt = self.choices.prompts[piece.choice // self.choices.n] if first else None
+            ids = {"token_ids": list(piece.ids), "prompt_token_ids": prompt}
+        scores = self.scores(piece) if scored else None
+        return {
+            "index": piece.choice,
+            **content,
+            "logprobs": scores,
+            "finish_reason": piece.finish_reason,
+            **ids,
+        }
+
     def usage(self) -> dict[str, Any]:
-        return usage(self.choices)
+        return usage_of(self.choices)
 
-    def ids(self, piece: Piece, first: bool) -> dict[str, Any]:
-        """Token ids, where they are asked for; the prompt's with the choice's first chunk."""
-        if not self._with_ids:
-            return {}
-        prompt = self.choices.prompts[piece.choice // self.choices.n] if first else None
-        return {"token_ids": list(piece.ids), "prompt_token_ids": prompt}
-
-    def chunk(self, piece: Piece, name: str, content: str, logprobs: Any = None, first: bool = False) -> str:
-        """An event. content: JSON of the choice's field `name`."""
-        reason = "null" if piece.finish_reason is None else f'"{piece.finish_reason}"'
-        scores = "null" if logprobs is None else json.dumps(logprobs)
-        ids = f", {json.dumps(self.ids(piece, first))[1:-1]}" if self._with_ids else ""
-        tail = self._used() if self._options.continuous_usage_stats else self._tail
-        return event(
-            f'{self._head}{{"index": {piece.choice}, "{name}": {content}, "logprobs": {scores}, '
-            f'"finish_reason": {reason}{ids}}}{tail}'
-        )
+    def chunk(self, piece: Piece, **content: Any) -> str:
+        """An event. content: the choice's field for what is new."""
+        first = piece.choice not in self._begun
+        self._begun.add(piece.choice)
+        choice = self._choice(piece, bool(piece.tokens), first, **content)
+        return self._event([choice], self.usage() if self._options.continuous_usage_stats else None)
 
     def end(self) -> str:
         """The last chunk, where usage is wanted, and the end of the stream."""
-        return (event(self._head + self._used()) if self._options.include_usage else "") + DONE
+        return (self._event([], self.usage()) if self._options.include_usage else "") + DONE
 
-    def _used(self) -> str:
-        return f'], "usage": {json.dumps(self.usage())}}}'
+    def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> str:
+        has_usage = self._options.include_usage or usage
+        body = {**self._fields, "choices": choices, **({"usage": usage} if has_usage else {})}
+        return event(json.dumps(body))
 
 
 def event(data: str) -> str:
     return f"data: {data}\n\n"
 
 
-def usage(choices: Choices, reasoning_tokens: int = 0) -> dict[str, Any]:
+def usage_of(choices: Choices, reasoning_tokens: int = 0) -> dict[str, Any]:
     """Tokens read and written so far; details, which the engine tells at the end, are null until then."""
     read, written = sum(map(len, choices.prompts)), sum(choices.generated)
-    found = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
     cached, proposed, accepted = map(choices.used, ("reused_tokens", "proposed_tokens", "accepted_tokens"))
     if cached is None or proposed is None or accepted is None:
-        return {**found, "prompt_tokens_details": None, "completion_tokens_details": None}
+        return {**usage, "prompt_tokens_details": None, "completion_tokens_details": None}
     speculated = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": proposed - accepted}
     return {
-        **found,
+        **usage,
         "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
         "completion_tokens_details": {"reasoning_tokens": reasoning_tokens, "audio_tokens": 0, **speculated},
     }
@@ -105,7 +122,7 @@ def finite(logprob: float | None) -> float:
 
 def completion_logprobs(context: ServingContext, written: Iterable[Written]) -> dict[str, list[Any]]:
     """The form of /v1/completions. A token without a log-probability (the first of a prompt) has null."""
-    found: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+    scores: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for token, offset in written:
         top: dict[str, float] = {}
         for i, logprob in ((token.id, token.logprob), *token.top):
@@ -114,11 +131,11 @@ def completion_logprobs(context: ServingContext, written: Iterable[Written]) -> 
                 finite(logprob), top.get(text, MIN_LOGPROB)
             )  # of ids spelled alike, the likeliest
         scored = token.logprob is not None
-        found["text_offset"].append(offset)
-        found["token_logprobs"].append(finite(token.logprob) if scored else None)
-        found["tokens"].append(context.token_text(token.id))
-        found["top_logprobs"].append(top if scored else None)
-    return found
+        scores["text_offset"].append(offset)
+        scores["token_logprobs"].append(finite(token.logprob) if scored else None)
+        scores["tokens"].append(context.token_text(token.id))
+        scores["top_logprobs"].append(top if scored else None)
+    return scores
 
 
 def conversation_logprobs(context: ServingContext, written: Iterable[Written]) -> dict[str, Any]:

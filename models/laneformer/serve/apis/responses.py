@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator
-from typing import Any, Literal
-
-from pydantic import ValidationInfo, field_validator
+from typing import Annotated, Any, Literal
 
 from ...chat import ASSISTANT, SYSTEM
-from ..bodies import Body, RequestError
+from ..bodies import RequestError
 from ..context import ServingContext
 from ..conversation import Block
 from ..schema import Limit, Objects
-from ..sending import Told
-from .blocks import BlockAnswer, call, event, function, own_tools, text_of
+from ..sending import ClientError
+from .blocks import (
+    BlockAnswer,
+    TranslatedRequest,
+    event,
+    function_call,
+    function_tool,
+    own_tools,
+    text_of,
+)
 
 TEXTS = ["input_text", "output_text", "text", "summary_text", "reasoning_text"]
 CALL = "function_call"
@@ -22,7 +27,7 @@ STATELESS = "nothing is stored; send the whole conversation as input"
 NAMES = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(TranslatedRequest):
     refused = {"conversation": STATELESS, "previous_response_id": STATELESS, "prompt": "send input instead"}
     neutral = {"background": [False]}
     unused = {
@@ -31,25 +36,18 @@ class ResponsesRequest(Body):
         "service_tier": ["auto", "default"], "store": None, "stream_options": None, "truncation": ["disabled"],
     }  # fmt: skip
 
-    model: str | None = None
     input: str | Objects
     instructions: str | None = None
     max_output_tokens: Limit = None
     parallel_tool_calls: bool = True
     reasoning: dict[str, Any] = {}
-    stream: bool = False
     temperature: float | None = None
     text: dict[str, Any] = {}
     tool_choice: str | dict[str, Any] = "auto"
-    tools: Objects = []
+    tools: Annotated[Objects, own_tools("function")] = []
     top_logprobs: Literal[0] | None = None
     top_p: float | None = None
     top_k: int | None = None
-
-    @field_validator("tools")
-    @classmethod
-    def _own(cls, tools: list[dict[str, Any]], info: ValidationInfo) -> list[dict[str, Any]]:
-        return own_tools(tools, "function", info)
 
     def fields(self) -> dict[str, Any]:
         """Of a chat completion."""
@@ -58,7 +56,7 @@ class ResponsesRequest(Body):
             choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
         if form and form.get("type") == "json_schema":
             form = {"type": "json_schema", "json_schema": form}
-        tools = [function(t.get("name"), t.get("description"), t.get("parameters")) for t in self.tools]
+        tools = [function_tool(tool, "parameters") for tool in self.tools]
         return {
             "messages": self.messages(),
             "max_tokens": self.max_output_tokens,
@@ -71,31 +69,35 @@ class ResponsesRequest(Body):
 
     def messages(self) -> list[dict[str, Any]]:
         """An assistant's items in a row are one message."""
-        said, rules = self.input, self.instructions
-        found = [{"role": SYSTEM, "content": rules}] if rules else []
-        for item in [{"role": "user", "content": said}] if isinstance(said, str) else said:
-            add(item, found)
-        return found
+        items, rules = self.input, self.instructions
+        messages = [{"role": SYSTEM, "content": rules}] if rules else []
+        for item in [{"role": "user", "content": items}] if isinstance(items, str) else items:
+            add_item(item, messages)
+        return messages
 
 
-def add(item: dict[str, Any], found: list[dict[str, Any]]) -> None:
+def add_item(item: dict[str, Any], messages: list[dict[str, Any]]) -> None:
     """Append an item of the input to messages of a chat completion."""
     kind, role = item.get("type", "message"), item.get("role")
     if kind == "message" and role != ASSISTANT:
-        found.append({"role": role, "content": text_of(item.get("content"), TEXTS, "input[].content")})
+        messages.append({"role": role, "content": text_of(item.get("content"), TEXTS, "input[].content")})
     elif kind == "function_call_output":
         content = text_of(item.get("output"), TEXTS, "input[].output")
-        found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
     elif kind in ("message", "reasoning", CALL):
-        if not found or found[-1]["role"] != ASSISTANT or (kind != CALL and "tool_calls" in found[-1]):
-            found.append({"role": ASSISTANT, "content": ""})
+        if (
+            not messages
+            or messages[-1]["role"] != ASSISTANT
+            or (kind != CALL and "tool_calls" in messages[-1])
+        ):
+            messages.append({"role": ASSISTANT, "content": ""})
         if kind == "message":
-            found[-1]["content"] += text_of(item.get("content"), TEXTS, "input[].content")
+            messages[-1]["content"] += text_of(item.get("content"), TEXTS, "input[].content")
         elif kind == "reasoning":
-            found[-1]["reasoning_content"] = text_of(item.get("content"), TEXTS, "input[].content")
+            messages[-1]["reasoning_content"] = text_of(item.get("content"), TEXTS, "input[].content")
         else:
-            made = call(item.get("call_id"), item.get("name"), item.get("arguments") or "")
-            found[-1].setdefault("tool_calls", []).append(made)
+            call = function_call(item.get("call_id"), item.get("name"), item.get("arguments") or "")
+            messages[-1].setdefault("tool_calls", []).append(call)
     else:
         raise RequestError(f"input holds an item of the type {str(kind)[:80]!r}, which none reads", "input")
 
@@ -104,15 +106,14 @@ class ResponsesAnswer(BlockAnswer):
     def __init__(self, request: ResponsesRequest, context: ServingContext):
         super().__init__(request, context)
         self.request, self.id, self._events = request, f"resp_{uuid.uuid4().hex}", 0
-        self.item_ids: list[str] = []  # of blocks
 
     def response(self, status: str, **more: Any) -> dict[str, Any]:
-        request, options = self.request, self.conversation.choices.options
+        request, options = self.request, self.choices.options
         return {
             "id": self.id, "object": "response", "created_at": int(self.begun_s), "status": status, "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": request.instructions, "max_output_tokens": request.max_output_tokens,
-            "model": request.model or self.context.model, "output": [], "previous_response_id": None,
+            "model": self.model, "output": [], "previous_response_id": None,
             "parallel_tool_calls": request.parallel_tool_calls, "store": False, "background": False,
             "reasoning": {"effort": request.reasoning.get("effort"), "summary": None}, "truncation": "disabled",
             "text": {"format": {"type": "text"}, **request.text}, "tool_choice": request.tool_choice,
@@ -121,7 +122,7 @@ class ResponsesAnswer(BlockAnswer):
             "usage": None, "metadata": {}, **more,
         }  # fmt: skip
 
-    def completed(self) -> dict[str, Any]:
+    def whole_answer(self) -> dict[str, Any]:
         used = self.used
         usage = {
             "total_tokens": used["total_tokens"],
@@ -129,64 +130,44 @@ class ResponsesAnswer(BlockAnswer):
             "input_tokens_details": {"cached_tokens": used["cached_tokens"], "cache_write_tokens": 0},
             "output_tokens_details": {"reasoning_tokens": used["reasoning_tokens"]},
         }  # fmt: skip
-        output = [self.item(i, block.text, "completed") for i, block in enumerate(self.blocks)]
+        output = [item_of(block, block.text, "completed") for block in self.blocks]
         status = "incomplete" if self.finish_reason == "length" else "completed"
         return self.response(status, output=output, usage=usage)
 
-    def item(self, index: int, text: str, status: str) -> dict[str, Any]:
-        block = self.blocks[index]
-        if index == len(self.item_ids):
-            prefix = {"reasoning": "rs", "text": "msg", "call": "fc"}[block.kind]
-            self.item_ids.append(f"{prefix}_{uuid.uuid4().hex}")
-        fixed = {"id": self.item_ids[index], "status": status}
+    def opening(self) -> str:
+        return "".join(
+            self.event(kind, response=self.response("in_progress")) for kind in ("created", "in_progress")
+        )
+
+    def begin_of(self, block: Block) -> str:
+        item = item_of(block, "", "in_progress")
+        begun = self.event("output_item.added", output_index=block.index, item=item)
         if block.kind == "call":
-            return {**fixed, "type": CALL, "call_id": block.id, "name": block.name, "arguments": text}
-        content = [part_of(block, text)] if text or status == "completed" else []
-        if block.kind == "reasoning":
-            return {**fixed, "type": "reasoning", "summary": [], "content": content}
-        return {**fixed, "type": "message", "role": ASSISTANT, "content": content}
+            return begun
+        return begun + self.block_event(block, "content_part.added", part=part_of(block, ""))
 
-    async def whole(self) -> dict[str, Any]:
-        await self.finished()
-        return self.completed()
+    def more(self, block: Block, text: str) -> str:
+        return self.block_event(block, f"{NAMES[block.kind]}.delta", delta=text, logprobs=[])
 
-    async def __aiter__(self) -> AsyncGenerator[str, None]:
-        yield self.event("created", response=self.response("in_progress"))
-        yield self.event("in_progress", response=self.response("in_progress"))
-        async for block, text in self.parts():
-            index = len(self.blocks) - 1
-            if text:
-                yield self.more(index, f"{NAMES[block.kind]}.delta", delta=text, logprobs=[])
-                continue
-            if index:
-                yield self.closed(index - 1)
-            item = self.item(index, "", "in_progress")
-            yield self.event("output_item.added", output_index=index, item=item)
-            if block.kind != "call":
-                yield self.more(index, "content_part.added", part=part_of(block, ""))
-        if self.blocks:
-            yield self.closed(len(self.blocks) - 1)
-        done = self.completed()
-        yield self.event(done["status"], response=done)
-
-    def failed(self, told: Told) -> str:
-        error = {"code": told.code or told.type, "message": told.message}
-        return self.event("failed", response=self.response("failed", error=error))
-
-    def closed(self, index: int) -> str:
-        """The last events of a block."""
-        block = self.blocks[index]
-        item = self.item(index, block.text, "completed")
+    def end_of(self, block: Block) -> str:
+        kind, item = f"{NAMES[block.kind]}.done", item_of(block, block.text, "completed")
         if block.kind == "call":
-            ended = self.more(index, f"{NAMES[block.kind]}.done", name=block.name, arguments=block.text)
+            ended = self.block_event(block, kind, name=block.name, arguments=block.text)
         else:
-            ended = self.more(index, f"{NAMES[block.kind]}.done", text=block.text, logprobs=[])
-            ended += self.more(index, "content_part.done", part=part_of(block, block.text))
-        return ended + self.event("output_item.done", output_index=index, item=item)
+            ended = self.block_event(block, kind, text=block.text, logprobs=[])
+            ended += self.block_event(block, "content_part.done", part=part_of(block, block.text))
+        return ended + self.event("output_item.done", output_index=block.index, item=item)
 
-    def more(self, index: int, kind: str, **fields: Any) -> str:
-        """An event about one block."""
-        place = {"item_id": self.item_ids[index], "output_index": index, "content_index": 0}
+    def closing(self) -> str:
+        done = self.whole_answer()
+        return self.event(done["status"], response=done)
+
+    def failure_events(self, error: ClientError) -> str:
+        failure = {"code": error.code or error.type, "message": error.message}
+        return self.event("failed", response=self.response("failed", error=failure))
+
+    def block_event(self, block: Block, kind: str, **fields: Any) -> str:
+        place = {"item_id": item_id(block), "output_index": block.index, "content_index": 0}
         return self.event(kind, **place, **fields)
 
     def event(self, kind: str, **fields: Any) -> str:
@@ -198,3 +179,18 @@ def part_of(block: Block, text: str) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def item_id(block: Block) -> str:
+    prefix = {"reasoning": "rs", "text": "msg", "call": "fc"}[block.kind]
+    return f"{prefix}_{block.id}"
+
+
+def item_of(block: Block, text: str, status: str) -> dict[str, Any]:
+    item = {"id": item_id(block), "status": status}
+    if block.kind == "call":
+        return {**item, "type": CALL, "call_id": block.id, "name": block.name, "arguments": text}
+    content = [part_of(block, text)] if text or status == "completed" else []
+    if block.kind == "reasoning":
+        return {**item, "type": "reasoning", "summary": [], "content": content}
+    return {**item, "type": "message", "role": ASSISTANT, "content": content}

@@ -327,10 +327,6 @@ on("export", "click", () => {
   const href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
   make("a", { href, download: "laneformer-chat.json" }).click();
 });
-on("theme", "click", () => {
-  const page = document.documentElement.dataset, dark = page.theme ? page.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  keep("theme", (page.theme = dark ? "light" : "dark"));
-});
 on("open-settings", "click", () => showSettings($("settings").hidden));
 on("close-settings", "click", () => showSettings(false));
 document.addEventListener("keydown", (event) => {
@@ -339,7 +335,6 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "/" && !event.target.matches("input, textarea, select")) event.preventDefault(), $("prompt").focus();
 });
 
-if (kept("theme")) document.documentElement.dataset.theme = kept("theme");
 $("starters").append(...STARTERS.map((text) => make("li", {}, button(text, () => send(text)))));
 drawAll();
 drawSettings();

@@ -1,7 +1,5 @@
 // Markdown of a model as DOM nodes while it streams. The text only ever becomes text nodes, so it cannot run as HTML.
 
-import { highlighter } from "./highlight.js";
-
 export function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
@@ -57,20 +55,20 @@ export class Markdown {
   }
 }
 
-/** A block of code with its language and a button; lines are painted once. */
+/** A block of code with its language and a button; a line is added once it is whole. */
 class Code {
   constructor(language) {
     const copy = make("button", { class: "copy", type: "button" }, "Copy");
     this.body = make("code");
     this.figure = make("figure", { class: "code" }, make("figcaption", {}, language || "text", copy), make("pre", { tabindex: "0" }, this.body));
-    Object.assign(this, { paint: highlighter(language), painted: 0, rest: new Text() });
+    Object.assign(this, { whole: 0, rest: new Text() });
   }
 
   /** `complete`: the last line will not grow. */
   fill(lines, complete) {
     const until = complete ? lines.length : lines.length - 1;
     this.rest.remove();
-    for (; this.painted < until; this.painted++) this.body.append(...this.paint(lines[this.painted]), "\n");
+    for (; this.whole < until; this.whole++) this.body.append(lines[this.whole], "\n");
     this.rest.data = complete ? "" : lines[until];
     this.body.append(this.rest);
   }

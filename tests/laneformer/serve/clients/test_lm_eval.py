@@ -10,19 +10,13 @@ import pytest
 
 from tests.laneformer.serve.conftest import start
 
-TASK: dict[str, Any] = {"test_split": "test", "doc_to_text": "Question: {{question}}\nAnswer:"}
-CHOICE: dict[str, Any] = {
-    "task": "tiny_choice", "output_type": "multiple_choice", "doc_to_target": "gold", "doc_to_choice": "choices",
-    "metric_list": [{"metric": "acc"}],
-}  # fmt: skip
-WRITING: dict[str, Any] = {
-    "task": "tiny_writing", "output_type": "generate_until", "doc_to_target": "{{choices[gold]}}",
-    "generation_kwargs": {"until": ["\n\n", "fox ju"], "max_gen_toks": 40, "do_sample": False},
-    "metric_list": [{"metric": "exact_match"}],
+TASK: dict[str, Any] = {
+    "task": "tiny", "output_type": "multiple_choice", "test_split": "test", "doc_to_choice": "choices",
+    "doc_to_text": "Question: {{question}}\nAnswer:", "doc_to_target": "gold", "metric_list": [{"metric": "acc"}],
 }  # fmt: skip
 
 
-def write_tasks(folder: Path) -> None:
+def write_task(folder: Path) -> None:
     import yaml
 
     from tests.evals.lm_eval.lm_eval_assets import QUESTIONS
@@ -30,33 +24,28 @@ def write_tasks(folder: Path) -> None:
     rows = [{"question": q, "choices": choices, "gold": gold} for q, choices, gold in QUESTIONS]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = {"data_files": {"test": str(folder / "rows.jsonl")}}
-    for task in (CHOICE, WRITING):
-        described = {**TASK, **task, "dataset_path": "json", "dataset_kwargs": files}
-        (folder / f"{task['task']}.yaml").write_text(yaml.safe_dump(described))
+    described = {**TASK, "dataset_path": "json", "dataset_kwargs": files}
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(described))
 
 
-def answers_of(model: Any, manager: Any, **options: Any) -> dict[str, Any]:
-    """Every answer by task and document; what was scored or written, not the metric alone."""
+def answers_of(model: Any, manager: Any, **options: Any) -> dict[int, Any]:
+    """Every answer by document; what was scored, not the metric alone."""
     import lm_eval
 
     result: Any = lm_eval.simple_evaluate(
-        model=model, tasks=["tiny_choice", "tiny_writing"], task_manager=manager, num_fewshot=0,
-        bootstrap_iters=0, **options,
-    )  # fmt: skip
-    return {
-        name: {sample["doc_id"]: sample["resps"] for sample in samples}
-        for name, samples in result["samples"].items()
-    }
+        model=model, tasks=["tiny"], task_manager=manager, num_fewshot=0, bootstrap_iters=0, **options
+    )
+    return {sample["doc_id"]: sample["resps"] for sample in result["samples"]["tiny"]}
 
 
 @pytest.mark.rotate
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_completions_are_the_engines(model_folder: Path, tmp_path: Path) -> None:
+def test_scores_are_the_engines(model_folder: Path, tmp_path: Path) -> None:
     from lm_eval.tasks import TaskManager
 
     from evals.lm_eval.models import ScorerLM
 
-    write_tasks(tmp_path)
+    write_task(tmp_path)
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
     model = ScorerLM(model_folder)
     ours = answers_of(model, manager)
@@ -71,9 +60,6 @@ def test_completions_are_the_engines(model_folder: Path, tmp_path: Path) -> None
         theirs = answers_of("local-completions", manager, model_args=arguments)
     finally:
         assert server.stop() == 0, server.output()
-    for name, documents in ours.items():
-        assert len(theirs[name]) == len(documents) > 0
-        for document, answers in documents.items():
-            expected = [[tuple(a) if isinstance(a, list) else a for a in answer] for answer in answers]
-            assert theirs[name][document] == expected
-    assert any(text for answers in ours["tiny_writing"].values() for (text,) in answers)
+    assert len(theirs) == len(ours) > 0
+    for document, answers in ours.items():
+        assert theirs[document] == [[tuple(answer) for answer in choice] for choice in answers]

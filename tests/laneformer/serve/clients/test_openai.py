@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -14,9 +14,6 @@ from laneformer.serve.scheduler import Busy, Scheduler
 from tests.laneformer.serve.clients import openai_checks
 from tests.laneformer.serve.clients.conftest import NODE_CLIENTS, output
 from tests.laneformer.serve.clients.openai_checks import CHECKS, Asked, refused
-
-if TYPE_CHECKING:
-    pass
 
 FOLDER = Path(__file__).parent
 

@@ -10,14 +10,14 @@ namespace {
 constexpr int kBlockQueries = 128;  // taken at a time: their scores stay in the second-level cache
 }  // namespace
 
-Attention::Attention(Shared& shared, const KvMemory& kv, int first, int own)
+Attention::Attention(Shared& shared, const KvMemory& kv)
     : shared_(shared),
       spec_(shared.model.spec()),
       kv_(kv),
       group_(spec_.query_heads / spec_.kv_heads),
       kv_heads_(spec_.kv_heads / spec_.lanes),
       scratch_(shared.model.threads()) {
-  for (int t = first; t < first + own; ++t) reserve(t);
+  for (int t = 0; t < shared.model.threads(); ++t) reserve(t);
 }
 
 void Attention::reserve(int t) {

@@ -9,7 +9,7 @@ namespace laneformer {
 
 class Attention {
  public:
-  Attention(Shared& shared, const KvMemory& kv, int first, int own);
+  Attention(Shared& shared, const KvMemory& kv);
 
   // What one thread of a lane's group works on.
   struct Lane {

@@ -2,12 +2,10 @@
 // Python can read beyond a buffer; everything that takes time runs without the GIL.
 #include "../../schedule/bindings.h"
 
-#include <nanobind/stl/function.h>
 #include <nanobind/stl/map.h>
 
 #include <algorithm>
 #include <cstring>
-#include <functional>
 #include <stdexcept>
 #include <utility>
 
@@ -112,10 +110,9 @@ ModelSpec spec_from(nb::dict d) {
 
 void construct(Decoder* self, nb::dict spec, const std::string& dtype, const std::string& embedding_dtype, int threads,
                const std::string& isa, const std::string& math, std::vector<int> cpus,
-               double processors, int rank, int processes, int memory, std::function<void()> wake) {
+               double processors) {
   new (self) Decoder(spec_from(spec), dtype_named(dtype, kDTypeCount), dtype_named(embedding_dtype), threads,
-                     choose_kernels(isa.c_str()), math_named(math), std::move(cpus), processors,
-                     {rank, processes, memory, std::move(wake)});
+                     choose_kernels(isa.c_str()), math_named(math), std::move(cpus), processors);
 }
 
 void expect_layer(const Decoder& decoder, int layer) {
@@ -209,10 +206,6 @@ void map_part(Decoder& decoder, int index, Bytes data) {
   decoder.model.map_part(index, data.data());
 }
 
-bool set_latency(Decoder& decoder, double link_s, double jitter, uint64_t seed) {
-  return decoder.executor.set_latency({link_s, jitter, seed});
-}
-
 // One draw, for tests: after `prompt` and `output`, with the noise of `position`.
 int sample(Floats logits, nb::handle request, std::vector<int> prompt, std::vector<int> output, int position) {
   const int vocab = static_cast<int>(logits.size());
@@ -271,7 +264,7 @@ nb::tuple multiply_packed(const PackJob& job, Floats x, DType dtype, const std::
     std::memcpy(padded.floats() + size_t(c) * stride, x.data() + size_t(c) * inputs, inputs * sizeof(float));
   Inputs columns_of{padded.bytes(), stride * sizeof(float), 0};
   if (prepares(how, columns)) {
-    prepared = Pages(columns * how.column_bytes(matrix.k_pairs()));
+    prepared = Pages(round_up(columns, 16) * how.column_bytes(matrix.k_pairs()));  // in blocks of the matrix unit
     how.prepare(padded.floats(), stride, matrix.k_pairs(), columns, prepared.bytes());
     columns_of = {prepared.bytes(), how.column_bytes(matrix.k_pairs()), 0};
   }
@@ -303,32 +296,6 @@ nb::tuple multiply_blocks(Bytes data, Floats x, const std::string& type, const s
   return nb::make_tuple(to_numpy(rows), product[1]);
 }
 
-// Seconds of each of many exchanges of a payload between two threads, or processes, that map one file, empty
-// at first: both send theirs and add what comes, as a join does; or, to and fro, one answers the other.
-std::vector<double> time_exchange(int file, int rank, size_t floats, int rounds, bool to_and_fro) {
-  if (rank < 0 || rank > 1 || !floats || floats % kTileRows || rounds < 1)
-    throw std::invalid_argument("an exchange is between ranks 0 and 1, of a multiple of 32 values, at least once");
-  SharedMemory memory(file);
-  const Exchange::Shape shape{2, 2, 2, floats};
-  Exchange exchange(shape, 1000, memory.take(shape.bytes()));
-  const Kernels* kernels = choose_kernels("auto");
-  Pages own(floats * sizeof(float)), total(floats * sizeof(float));
-  std::vector<double> seconds;
-  for (int round = 0; round < rounds; ++round) {
-    const auto send = [&] {
-      std::memcpy(exchange.slot(round, kAttention, rank), own.bytes(), floats * sizeof(float));
-      exchange.publish(Exchange::kModulesDone, rank, round + 1);
-    };
-    const double began = now_s();
-    if (!to_and_fro || rank == 0) send();
-    exchange.wait_for(Exchange::kModulesDone, rank, 0, 2, round + 1);
-    kernels->add(total.floats(), exchange.slot(round, kAttention, 1 - rank), static_cast<int>(floats));
-    if (to_and_fro && rank == 1) send();
-    seconds.push_back(now_s() - began);
-  }
-  return seconds;
-}
-
 void random_values(nb::ndarray<nb::c_contig, nb::device::cpu> out, const std::string& dtype, uint64_t key,
                    float deviation) {
   nb::gil_scoped_release release;
@@ -351,7 +318,7 @@ NB_MODULE(_core, m) {
   bind_saved(m, decoder);
   decoder
       .def("__init__", &construct, "spec"_a, "dtype"_a, "embedding_dtype"_a, "threads"_a, "isa"_a, "math"_a,
-           "cpus"_a, "processors"_a, "rank"_a, "processes"_a, "memory"_a, "wake"_a.none())
+           "cpus"_a, "processors"_a)
       .def("set_matrix", &set_matrix, "part"_a, "layer"_a, "data"_a, "dtype"_a)
       .def("set_blocks", &set_blocks, "part"_a, "layer"_a, "data"_a, "type"_a)
       .def("set_embedding", &set_embedding, "data"_a, "dtype"_a)
@@ -365,10 +332,9 @@ NB_MODULE(_core, m) {
       .def("copy_parts", [](Decoder& d) { d.model.copy_parts(); }, unlocked)
       .def_prop_ro("parts", [](const Decoder& d) { return d.model.parts(); })
       .def("tune", [](Decoder& d, int64_t bytes) { return d.executor.tune(bytes); }, "bytes"_a, unlocked)
-      .def("work", [](Decoder& d) { d.executor.work(); }, unlocked)
       .def("probe", [](Decoder& d) { return d.executor.probe(); }, unlocked)
       .def("probe_products", [](Decoder& d) { return d.executor.probe_products(); }, unlocked)
-      .def("set_latency", &set_latency, "link_s"_a, "jitter"_a = 0.0, "seed"_a = 0)
+      .def("set_latency", [](Decoder& d, double link_s) { return d.executor.set_latency(link_s); }, "link_s"_a)
       .def("draft_with", [](Decoder& d, Decoder& small) { d.executor.draft_with(small.executor); }, "small"_a,
            nb::keep_alive<1, 2>())
       .def("set_ladder", [](Decoder& d) { d.executor.set_ladder(); })
@@ -377,7 +343,6 @@ NB_MODULE(_core, m) {
       .def_prop_ro("draft_kv_bytes", [](Decoder& d) { return d.schedule().draft_kv_bytes(); })
       .def_prop_ro("isa", [](const Decoder& d) { return d.executor.isa(); })
       .def_prop_ro("threads", [](const Decoder& d) { return d.model.threads(); })
-      .def_prop_ro("lost", [](const Decoder& d) { return d.executor.lost(); })
       .def_prop_ro("weight_bytes", [](const Decoder& d) { return d.model.bytes(); })
       .def_prop_ro("draft_weight_bytes", [](const Decoder& d) {
         const auto [block, rows] = d.model.draft_bytes();
@@ -390,9 +355,7 @@ NB_MODULE(_core, m) {
   m.def("quantise_rows", &quantise_rows, "weights"_a);
   m.def("multiply_blocks", &multiply_blocks, "data"_a, "x"_a, "type"_a, "isa"_a, "first_input"_a = 0);
   m.def("multiply", &multiply, "weights"_a, "x"_a, "dtype"_a, "math"_a, "isa"_a);
-  m.def("time_exchange", &time_exchange, "file"_a, "rank"_a, "floats"_a, "rounds"_a, "to_and_fro"_a,
-        nb::call_guard<nb::gil_scoped_release>());
-  m.def("largest_share", &largest_share, "lanes"_a, "threads"_a, "together"_a);
+  m.def("largest_share", &largest_share, "lanes"_a, "threads"_a);
   m.def("isa_of", [](const std::string& isa) { return choose_kernels(isa.c_str())->isa; }, "isa"_a);
   m.attr("BLOCKS") = held_types();
   m.def("content_hash", &hash_of, "data"_a);

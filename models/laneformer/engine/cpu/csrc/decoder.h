@@ -12,15 +12,15 @@
 namespace laneformer {
 
 struct Decoder {
-  // `threads` in each process; thread t of all stays on cpus[t % size]; with no cpus the system decides.
+  // Thread t stays on cpus[t % size]; with no cpus the system decides.
   Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int threads, const Kernels* kernels, Math math,
-          const std::vector<int>& cpus = {}, double processors = usable_cpus(), const Place& place = {})
-      : team(std::make_unique<Team>(place.rank * threads, threads,
+          const std::vector<int>& cpus = {}, double processors = usable_cpus())
+      : team(std::make_unique<Team>(threads,
                                     [cpus](int t) {
                                       if (!cpus.empty()) pin_to(cpus[t % cpus.size()]);
                                     })),
-        model(spec, dtype, embedding_dtype, threads * place.processes, *team),
-        executor(model, *team, *kernels, math, processors, place) {}
+        model(spec, dtype, embedding_dtype, *team),
+        executor(model, *team, *kernels, math, processors) {}
   ~Decoder() {
     if (executor.forked()) (void)team.release();  // a forked child has none of the threads to wait for
   }

@@ -1,17 +1,14 @@
 // What threads give each other: a mailbox of modules' partial outputs, and a counter of each thread and kind.
 //
 // A thread writes a slot, then publishes its count; whoever has seen the count may read the slot. Slots are
-// a ring over layers. All of it is one region without pointers: its own pages, or zeroed memory of somebody
-// else, such as a mapping that several processes share.
+// a ring over layers. All of it lies in one region.
 //
 // A delay line, for measurements: what a thread publishes becomes readable by threads of other lanes a time
 // after it was published, as over a link of that latency. The publisher stamps when; the reader waits for
-// the count, then for the clock. Counts of one thread arrive in order, also with jitter.
+// the count, then for the clock.
 #pragma once
-#include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <cmath>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -25,19 +22,13 @@ struct alignas(128) Counter {  // a line of Apple's cores, and the two that x86 
   std::atomic<uint64_t> value{0};
 };
 
-struct Latency {
-  double link_s = 0.0;  // of every count; 0: no delay line
-  double jitter = 0.0;  // link_s times e^(jitter * z), z normally distributed: its median is link_s
-  uint64_t seed = 0;    // of z, by thread and count
-};
-
 class Exchange {
  public:
   enum Count : int { kModulesDone, kMet, kGroupMet };  // meetings of all threads; of those that share a lane
   struct Shape {
     int ring_layers, lanes, threads;
     size_t floats;  // of a slot
-    size_t counters() const { return 1 + kCounts * size_t(threads); }
+    size_t counters() const { return kCounts * size_t(threads); }
     size_t slots() const { return ring_layers * 2 * size_t(lanes); }
     // Of one counter, in a ring: whoever waits for a count is less than this behind the thread that
     // publishes it.
@@ -46,19 +37,18 @@ class Exchange {
     size_t bytes() const { return head_bytes() + slots() * floats * sizeof(float); }
   };
 
-  Exchange(const Shape& shape, int spin_turns) : Exchange(shape, spin_turns, Pages(shape.bytes())) {}
-  Exchange(const Shape& shape, int spin_turns, Pages memory)
+  Exchange(const Shape& shape, int spin_turns)
       : shape_(shape),
         spin_turns_(spin_turns),
-        memory_(std::move(memory)),
+        memory_(shape.bytes()),
         counters_(reinterpret_cast<Counter*>(memory_.bytes())),
         stamps_(reinterpret_cast<Stamp*>(memory_.bytes() + shape.counters() * sizeof(Counter))),
         slots_(reinterpret_cast<float*>(memory_.bytes() + shape.head_bytes())) {}
 
-  // While no thread uses the exchange. first_of_lane: for each thread the first one of those that share its
-  // lane.
-  void set_latency(const Latency& latency, std::vector<int> first_of_lane) {
-    latency_ = latency;
+  // Of every count; 0: no delay line. While no thread uses the exchange. first_of_lane: for each thread the
+  // first one of those that share its lane.
+  void set_latency(double link_s, std::vector<int> first_of_lane) {
+    link_s_ = link_s;
     first_of_lane_ = std::move(first_of_lane);
   }
 
@@ -68,15 +58,15 @@ class Exchange {
 
   // By thread t alone; counts go up one by one.
   void publish(Count what, int t, uint64_t count) {
-    if (latency_.link_s > 0.0) [[unlikely]] stamp_arrival(what, t, count);
+    if (link_s_ > 0.0) [[unlikely]] stamp_arrival(what, t, count);
     counter(what, t).store(count, std::memory_order_release);
   }
-  // Until every thread of [first, last) but t has published `count` or more; at once where a process is lost.
+  // Until every thread of [first, last) but t has published `count` or more.
   void wait_for(Count what, int t, int first, int last, uint64_t count) const {
     for (int peer = first; peer < last; ++peer) {
       if (peer == t) continue;
-      spin_until(spin_turns_, [&] { return counter(what, peer).load(std::memory_order_acquire) >= count || lost(); });
-      if (latency_.link_s > 0.0) [[unlikely]] await_arrival(what, t, peer, count);
+      spin_until(spin_turns_, [&] { return counter(what, peer).load(std::memory_order_acquire) >= count; });
+      if (link_s_ > 0.0) [[unlikely]] await_arrival(what, t, peer, count);
     }
   }
   // Every thread waits for every other.
@@ -89,27 +79,20 @@ class Exchange {
   void wait_for_modules(int t, uint64_t modules) const {
     wait_for(kModulesDone, t, 0, shape_.threads, modules);
   }
-  // For something that is told otherwise; false where it is not ready as a process is lost.
   template <class Ready>
-  bool wait_until(const Ready& ready) const {
-    spin_until(spin_turns_, [&] { return ready() || lost(); });
-    return ready();
+  void wait_until(const Ready& ready) const {
+    spin_until(spin_turns_, ready);
   }
-
-  // A process is gone: waits end at once, and nothing that was waited for may be used. processes.py sets it,
-  // in the first byte of the memory.
-  bool lost() const { return counters_[0].value.load(std::memory_order_acquire) != 0; }
 
  private:
   static constexpr int kCounts = 3;
-  using Stamp = std::atomic<int64_t>;  // nanoseconds of the steady clock, which all processes of a machine share
-  static_assert(std::atomic<uint64_t>::is_always_lock_free, "counters lie in memory that processes share");
+  using Stamp = std::atomic<int64_t>;  // nanoseconds of the steady clock
   void meet(Count what, int t, int first, int last) {
     const uint64_t number = published(what, t) + 1;
     publish(what, t, number);
     wait_for(what, t, first, last, number);
   }
-  std::atomic<uint64_t>& counter(Count what, int t) const { return counters_[1 + what * shape_.threads + t].value; }
+  std::atomic<uint64_t>& counter(Count what, int t) const { return counters_[what * shape_.threads + t].value; }
   Stamp& stamp(Count what, int t, uint64_t count) const {
     return stamps_[(what * shape_.threads + t) * shape_.stamps() + count % shape_.stamps()];
   }
@@ -120,16 +103,7 @@ class Exchange {
 
   // Before the count, which orders the stamp for whoever reads it.
   void stamp_arrival(Count what, int t, uint64_t count) {
-    double link_s = latency_.link_s;
-    if (latency_.jitter > 0.0) {  // Box and Muller
-      const uint64_t key = mix_bits(latency_.seed ^ mix_bits(count << 16 | uint64_t(t) << 2 | what));
-      const double u = static_cast<double>((key >> 32) + 1) * 0x1p-32;
-      const double turns = static_cast<double>(key & 0xffffffff) * 0x1p-32;
-      link_s *= std::exp(latency_.jitter * std::sqrt(-2.0 * std::log(u)) * std::cos(2.0 * M_PI * turns));
-    }
-    const int64_t last_ns = stamp(what, t, count - 1).load(std::memory_order_relaxed);
-    const int64_t arrival_ns = std::max(last_ns, now_ns() + static_cast<int64_t>(1e9 * link_s));
-    stamp(what, t, count).store(arrival_ns, std::memory_order_relaxed);
+    stamp(what, t, count).store(now_ns() + static_cast<int64_t>(1e9 * link_s_), std::memory_order_relaxed);
   }
   void await_arrival(Count what, int t, int peer, uint64_t count) const {
     if (first_of_lane_[t] == first_of_lane_[peer]) return;
@@ -143,7 +117,7 @@ class Exchange {
   Counter* const counters_;
   Stamp* const stamps_;
   float* const slots_;
-  Latency latency_;
+  double link_s_ = 0.0;
   std::vector<int> first_of_lane_;
 };
 

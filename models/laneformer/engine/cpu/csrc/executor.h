@@ -1,13 +1,10 @@
-// Executes the passes that the schedule plans (schedule.h), on persistent threads in one process or several.
+// Executes the passes that the schedule plans (schedule.h), on persistent threads.
 //
-// Two meetings of all threads a pass: before rank 0's first thread asks for the next pass, and before that
-// runs. layers.h and head.h have what a thread does in between.
+// Two meetings of all threads a pass: before the first thread asks for the next pass, and before that runs. layers.h and head.h have what a thread does in between.
 #pragma once
 #include <unistd.h>
 
-#include <atomic>
 #include <functional>
-#include <memory>
 #include <vector>
 
 #include "../../schedule/schedule.h"
@@ -25,18 +22,16 @@ constexpr size_t kProbeBytes = size_t{LANEFORMER_PROBE_MIB} << 20;
 
 class CpuExecutor {
  public:
-  // Model and team must outlive it. Waits spin where every thread of all processes has a processor.
-  CpuExecutor(const Model& model, Team& team, const Kernels& kernels, Math math, double processors, Place place);
+  // Model and team must outlive it. Waits spin where every thread has a processor.
+  CpuExecutor(const Model& model, Team& team, const Kernels& kernels, Math math, double processors);
   ~CpuExecutor();
 
-  // Where requests join, and from where their results come; rank 0's. `leave_all` does nothing in a forked
-  // child, which has none of the threads, and whose mutexes may never be free.
-  Schedule& schedule();
+  // Where requests join, and from where their results come. `leave` and `leave_all` do nothing in a forked child,
+  // which has none of the threads, and whose mutexes may never be free.
+  Schedule& schedule() { return schedule_; }
   void leave(int64_t ticket);
   void leave_all();
   KvMemory& kv() { return kv_; }
-  void work();  // of another rank: executes passes until rank 0 has none
-  bool lost() const { return shared_.exchange.lost(); }  // a process
   bool forked() const { return getpid() != process_; }
   const char* isa() const { return shared_.kernels.isa; }
 
@@ -48,7 +43,7 @@ class CpuExecutor {
   double probe();  // bytes/s at which the threads read memory
   double probe_products();  // multiply-adds/s of the model's products with weights from the caches, for full passes
   // Of what threads of different lanes give each other; changes no result. False where threads share every lane.
-  bool set_latency(const Latency& latency);
+  bool set_latency(double link_s);
   // Another executor's model, with as many threads and the same vocabulary, drafts for this one's: on this
   // one's threads. It must outlive this one, and take no requests of its own. Throws std::invalid_argument
   // where it cannot.
@@ -58,7 +53,6 @@ class CpuExecutor {
  private:
   void on_all_threads(const std::function<void(int)>& job);
   void wake();
-  void serve(int t);
   void run_passes(int t);
   void issue_pass();
   void run_pass(int t, const Pass& pass);
@@ -68,16 +62,14 @@ class CpuExecutor {
   double probe(int t, Pages& buffer);
 
   Team& team_;
-  const Place place_;
   Shared shared_;
   Orders& orders_;
   KvMemory kv_;
-  std::unique_ptr<Schedule> schedule_;  // of rank 0
+  Schedule schedule_;
   Layers layers_;
   LmHead head_;
   CpuExecutor* draft_ = nullptr;
-  std::vector<Counter> orders_seen_;  // by this process's threads
-  std::atomic<int> gone_{0};          // threads that have ended as a process is lost
+  std::vector<Counter> orders_seen_;  // by thread
   const pid_t process_ = getpid();
 };
 

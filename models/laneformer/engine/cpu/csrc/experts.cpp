@@ -10,9 +10,9 @@ namespace {
 constexpr int kScoredColumns = 8;  // at a time: so few are read as they are by every instruction set
 }  // namespace
 
-Experts::Experts(Shared& shared, int first, int own)
+Experts::Experts(Shared& shared)
     : shared_(shared), spec_(shared.model.spec()), scratch_(shared.model.threads()) {
-  for (int t = first; spec_.experts && t < first + own; ++t) reserve(t);
+  for (int t = 0; spec_.experts && t < shared.model.threads(); ++t) reserve(t);
 }
 
 void Experts::reserve(int t) {

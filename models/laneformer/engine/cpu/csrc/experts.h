@@ -13,7 +13,7 @@ namespace laneformer {
 
 class Experts {
  public:
-  Experts(Shared& shared, int first, int own);
+  explicit Experts(Shared& shared);
 
   // What one thread of a lane's group works on.
   struct Lane {

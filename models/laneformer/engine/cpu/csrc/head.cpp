@@ -10,19 +10,17 @@ namespace {
 constexpr int kShareTiles = 2;  // that a thread takes at a time
 }  // namespace
 
-LmHead::LmHead(Shared& shared, const Layers& layers, Schedule* schedule, int first, int own)
+LmHead::LmHead(Shared& shared, const Layers& layers, Schedule& schedule)
     : shared_(shared),
       spec_(shared.model.spec()),
       layers_(layers),
       schedule_(schedule),
-      first_(first),
-      own_(own),
       scratch_(shared.model.threads()) {
-  for (int t = first; t < first + own; ++t) reserve(t);
-  const auto take = [&](size_t count) { return shared.memory.take(count * kMaxColumns * sizeof(float)); };
-  logits_ = take(stride());
-  if (spec_.head == Head::lane) lane_logits_ = take(spec_.lanes * stride());
-  if (spec_.head == Head::replicate) final_streams_ = take(size_t(spec_.lanes) * spec_.padded_hidden());
+  for (int t = 0; t < threads(); ++t) reserve(t);
+  const auto floats = [](size_t count) { return Pages(count * kMaxColumns * sizeof(float)); };
+  logits_ = floats(stride());
+  if (spec_.head == Head::lane) lane_logits_ = floats(spec_.lanes * stride());
+  if (spec_.head == Head::replicate) final_streams_ = floats(size_t(spec_.lanes) * spec_.padded_hidden());
 }
 
 void LmHead::reserve(int t) {
@@ -64,10 +62,10 @@ void LmHead::run(int t, const Pass& pass) {
   score_positions(t, pass);
 }
 
-// Log-probabilities of the ids that follow the pass's positions, shared out over the threads of rank 0.
+// Log-probabilities of the ids that follow the pass's positions, shared out over the threads.
 void LmHead::score_positions(int t, const Pass& pass) {
-  for (int row = t; schedule_ && row < pass.head_columns; row += own_)
-    schedule_->score(pass, row, logits() + row * stride());
+  for (int row = t; row < pass.head_columns; row += threads())
+    schedule_.score(pass, row, logits() + row * stride());
 }
 
 // --- rows -------------------------------------------------------------------------------------------------------
@@ -82,16 +80,16 @@ void LmHead::prepare(int t, const Pass& pass) {
                                       pass.head_columns, w.prepared[i]);
 }
 
-// This thread's matrices, then what slower threads of its process have left of theirs: nobody waits long at the end of
+// This thread's matrices, then what slower threads have left of theirs: nobody waits long at the end of
 // a token for a thread that lost its core for a moment. Each row is one thread's work, so no sum changes.
 void LmHead::share(int t, const Pass& pass) {
   scratch_[t].taken.value.store(0, std::memory_order_relaxed);
   scratch_[t].ready.value.store(pass.number, std::memory_order_release);
-  for (int i = 0; i < own_; ++i) {
-    const int owner = first_ + (t - first_ + i) % own_;
+  for (int i = 0; i < threads(); ++i) {
+    const int owner = (t + i) % threads();
     Scratch& w = scratch_[owner];
     const auto is_ready = [&] { return w.ready.value.load(std::memory_order_acquire) == pass.number; };
-    if (!shared_.exchange.wait_until(is_ready)) return;
+    shared_.exchange.wait_until(is_ready);
     while (multiply_share(owner, w.taken.value.fetch_add(1, std::memory_order_relaxed), pass)) {
     }
   }

@@ -11,8 +11,8 @@ namespace laneformer {
 
 class LmHead {
  public:
-  // The schedule, which is rank 0's, takes the rows of sequences that score.
-  LmHead(Shared& shared, const Layers& layers, Schedule* schedule, int first, int own);
+  // The schedule takes the rows of sequences that score.
+  LmHead(Shared& shared, const Layers& layers, Schedule& schedule);
 
   void run(int t, const Pass& pass);
   const float* logits() const { return logits_.floats(); }  // [head column][stride], until the next pass
@@ -39,6 +39,7 @@ class LmHead {
     const ThreadPlan& plan = shared_.model.plan(t);
     return pass.of == Of::head ? plan.draft_head : plan.head;
   }
+  int threads() const { return shared_.model.threads(); }
   int first_logit(int lane, const Pass& pass) const;
   bool sums_first(const Pass& pass) const { return spec_.sum_before_norm && pass.of != Of::head; }
   void norm(const float* stream, int lane, const Pass& pass, float* out) const;
@@ -47,8 +48,7 @@ class LmHead {
   Shared& shared_;
   const ModelSpec& spec_;
   const Layers& layers_;
-  Schedule* const schedule_;
-  const int first_, own_;  // threads of this process
+  Schedule& schedule_;
   std::vector<Scratch> scratch_;  // by thread
   Pages logits_, lane_logits_, final_streams_;
 };

@@ -23,8 +23,7 @@ class KvMemory {
   KvMemory(const ModelSpec& spec, std::vector<int> heads);
 
   KvShape shape() const;
-  // All operations of a pass but its copies; returns how many of them, in order, had memory. They may come
-  // once more.
+  // All operations of a pass but its copies; returns how many of them, in order, had memory.
   int apply(const Pass& pass);
   void copy(int t, const Pass& pass) const;  // the copies, by every thread
 

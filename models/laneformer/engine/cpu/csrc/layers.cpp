@@ -7,16 +7,16 @@
 
 namespace laneformer {
 
-Layers::Layers(Shared& shared, const KvMemory& kv, Schedule* schedule, int first, int own)
+Layers::Layers(Shared& shared, const KvMemory& kv, Schedule& schedule)
     : shared_(shared),
       exchange_(shared.exchange),
       spec_(shared.model.spec()),
       delay_(shared.delay),
       schedule_(schedule),
-      attention_(shared, kv, first, own),
-      experts_(shared, first, own),
+      attention_(shared, kv),
+      experts_(shared),
       scratch_(shared.model.threads()) {
-  for (int t = first; t < first + own; ++t) reserve(t);
+  for (int t = 0; t < shared.model.threads(); ++t) reserve(t);
 }
 
 void Layers::reserve(int t) {
@@ -40,7 +40,7 @@ void Layers::run(int t, const Pass& pass) {
   const bool drafts = pass.of == Of::head;
   drafts ? enter_head(t, pass) : embed(t, pass);
   const int end = drafts ? spec_.all_layers() : spec_.layers;
-  for (int layer = drafts ? spec_.layers : 0; layer < end && !exchange_.lost(); ++layer) run_layer(t, layer, pass);
+  for (int layer = drafts ? spec_.layers : 0; layer < end; ++layer) run_layer(t, layer, pass);
   if (spec_.flush && !drafts) flush(t, pass);
 }
 
@@ -232,7 +232,7 @@ void Layers::join_late(int t, int layer, Module module, const Pass& pass) {
   if (of_pass == 2 * spec_.layers - 1) add_sum(t, number, of_pass, pass);
 }
 
-// All lanes' partials of the chosen positions, by rank 0's first thread. They are still in the mailbox:
+// All lanes' partials of the chosen positions, by the first thread. They are still in the mailbox:
 // whoever overwrites them waits until this thread has finished the next module.
 void Layers::keep_partials(int t, int layer, Module module, const Pass& pass) {
   if (t != 0) return;
@@ -240,7 +240,7 @@ void Layers::keep_partials(int t, int layer, Module module, const Pass& pass) {
   const size_t floats = size_t(spec_.lanes) * spec_.hidden;
   exchange_.wait_for_modules(t, 2 * number + module + 1);
   for (int c = 0; c < pass.columns; ++c) {
-    float* kept = schedule_->partials(pass.column[c], layer, module, floats);
+    float* kept = schedule_.partials(pass.column[c], layer, module, floats);
     for (int lane = 0; kept && lane < spec_.lanes; ++lane)
       std::memcpy(kept + size_t(lane) * spec_.hidden,
                   exchange_.slot(number, module, lane) + size_t(c) * spec_.padded_hidden(),

@@ -22,8 +22,7 @@ static_assert(kMaxColumns == kPassColumns);
 
 class Layers {
  public:
-  // The schedule, which is rank 0's, takes the partials that a pass keeps.
-  Layers(Shared& shared, const KvMemory& kv, Schedule* schedule, int first, int own);
+  Layers(Shared& shared, const KvMemory& kv, Schedule& schedule);  // which takes the partials that a pass keeps
 
   void run(int t, const Pass& pass);
   float* stream(int t, int own, int column) const {  // (D,) of the thread's lane number `own`, after the layers
@@ -68,7 +67,7 @@ class Layers {
   Exchange& exchange_;
   const ModelSpec& spec_;
   const int delay_;
-  Schedule* const schedule_;
+  Schedule& schedule_;
   Attention attention_;
   Experts experts_;
   std::vector<Scratch> scratch_;  // by thread

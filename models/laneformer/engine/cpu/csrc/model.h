@@ -134,9 +134,8 @@ struct ThreadPlan {
   size_t tape_bytes = 0, model_bytes = 0, read_bytes = 0;
 };
 
-// `together`: threads of one process, which have all of a lane.
-std::vector<ThreadPlan> plan_tapes(const ModelSpec& spec, int threads, int together, DType dtype);
-double largest_share(int lanes, int threads, int together);  // of a thread, in lanes
+std::vector<ThreadPlan> plan_tapes(const ModelSpec& spec, int threads, DType dtype);
+double largest_share(int lanes, int threads);  // of a thread, in lanes
 
 // A source tensor's rows (row-major, `inputs` wide) -> packed rows of one matrix. Row r goes to first_row +
 // r; with `interleave_half` 0 or 1 to that half of each tile (w1 and w3 share tiles: 16 gates, 16 ups). Rows

@@ -1,11 +1,11 @@
-// What all threads of an executor work with: the weights, and the memory in which they tell each other
-// something.
+// What all threads of an executor work with: the weights, the mailbox, and the pass under way.
 #pragma once
-#include <utility>
+#include <atomic>
+#include <cstdint>
 
+#include "../../schedule/pass.h"
 #include "exchange.h"
 #include "kernels.h"
-#include "processes.h"
 #include "products.h"
 #include "weights.h"
 
@@ -20,17 +20,23 @@ inline int broadcast_delay(const ModelSpec& spec) {
   return 0;
 }
 
+// What the first thread tells the others, and what they tell it until they have met.
+struct Orders {
+  Counter issued;     // the orders so far
+  bool runs = false;  // the last one is this pass; else its threads end
+  Pass pass{};
+  int applied = 0;  // of the pass's KV operations, in order, those for which there was memory
+  std::atomic<uint32_t> overflowed{0}, kv_overflowed{0};  // bit i: place i; ... as a key or value is beyond fp16
+};
+
 struct Shared {
   // spin_turns: of a wait, before the core is given up.
-  Shared(const Model& of, const Kernels& with, Math math, int spin_turns, int file)
+  Shared(const Model& of, const Kernels& with, Math math, int spin_turns)
       : model(of),
         kernels(with),
         products(model, kernels, math),
         delay(broadcast_delay(model.spec())),
-        memory(file),
-        exchange(shape(), spin_turns, memory.take(shape().bytes())),
-        orders_memory(memory.take(sizeof(Orders))),
-        orders(*reinterpret_cast<Orders*>(orders_memory.bytes())) {}
+        exchange(shape(), spin_turns) {}
 
   int ring_layers() const { return 2 * delay + 2; }  // slots of the mailbox
   Exchange::Shape shape() const {
@@ -50,10 +56,8 @@ struct Shared {
   const Kernels& kernels;
   Products products;
   const int delay;
-  SharedMemory memory;
-  Exchange exchange;  // the first piece of the memory
-  const Pages orders_memory;
-  Orders& orders;
+  Exchange exchange;
+  Orders orders;
 };
 
 }  // namespace laneformer

@@ -24,19 +24,19 @@ double largest_share_of_lanes(int lanes, int threads) {
 
 // Groups meet several times in each lane's modules, so only for this much more than an equal share, and few
 // lanes.
-bool shares_evenly(int lanes, int threads, int together) {
+bool shares_evenly(int lanes, int threads) {
   constexpr double kUneven = 1.2;
   constexpr int kMostLanes = 4;
   const int groups = std::gcd(lanes, threads);
-  return together % (threads / groups) == 0 && lanes / groups <= kMostLanes &&
+  return lanes / groups <= kMostLanes &&
          largest_share_of_lanes(lanes, threads) * threads > kUneven * lanes;
 }
 
 // Whole lanes while there are enough of them, as evenly as their number allows; else each lane gets a group
 // of threads. Where that would leave one thread with much more than others, equal groups of threads have
 // equal numbers of lanes.
-void share_lanes(int lanes, int threads, int together, int t, ThreadPlan& plan) {
-  if (shares_evenly(lanes, threads, together)) {
+void share_lanes(int lanes, int threads, int t, ThreadPlan& plan) {
+  if (shares_evenly(lanes, threads)) {
     const int groups = std::gcd(lanes, threads), group = t * groups / threads;
     plan.members = threads / groups, plan.leader = group * plan.members;
     plan.first_lane = lanes / groups * group, plan.last_lane = plan.first_lane + lanes / groups;
@@ -57,9 +57,9 @@ void share_lanes(int lanes, int threads, int together, int t, ThreadPlan& plan) 
 // Lays out one thread's tape, matrix after matrix in reading order.
 class TapePlanner {
  public:
-  TapePlanner(const ModelSpec& spec, DType dtype, int thread, int threads, int together)
+  TapePlanner(const ModelSpec& spec, DType dtype, int thread, int threads)
       : spec_(spec), dtype_(dtype), thread_(thread), threads_(threads) {
-    share_lanes(spec.lanes, threads, together, thread, plan_);
+    share_lanes(spec.lanes, threads, thread, plan_);
   }
 
   ThreadPlan plan() {
@@ -160,14 +160,14 @@ int ModelSpec::first_draft(int lane) const {
   return static_cast<int>(found - draft_ids.begin());
 }
 
-std::vector<ThreadPlan> plan_tapes(const ModelSpec& spec, int threads, int together, DType dtype) {
+std::vector<ThreadPlan> plan_tapes(const ModelSpec& spec, int threads, DType dtype) {
   std::vector<ThreadPlan> plans;
-  for (int t = 0; t < threads; ++t) plans.push_back(TapePlanner(spec, dtype, t, threads, together).plan());
+  for (int t = 0; t < threads; ++t) plans.push_back(TapePlanner(spec, dtype, t, threads).plan());
   return plans;
 }
 
-double largest_share(int lanes, int threads, int together) {
-  return shares_evenly(lanes, threads, together) ? double(lanes) / threads : largest_share_of_lanes(lanes, threads);
+double largest_share(int lanes, int threads) {
+  return shares_evenly(lanes, threads) ? double(lanes) / threads : largest_share_of_lanes(lanes, threads);
 }
 
 }  // namespace laneformer

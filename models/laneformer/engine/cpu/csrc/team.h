@@ -14,12 +14,12 @@ class Team {
  public:
   using Job = std::function<void(int)>;
 
-  // Threads first, first + 1, ...; every one begins with `begin`. Where the system refuses a thread: std::runtime_error,
-  // and none is left behind.
-  Team(int first, int size, const Job& begin) : first_(first) {
+  // Every thread begins with `begin`. Where the system refuses a thread: std::runtime_error, and none is left
+  // behind.
+  Team(int size, const Job& begin) {
     threads_.reserve(size);
     try {
-      for (int t = first; t < first + size; ++t) threads_.emplace_back([this, t, begin] { begin(t), work(t); });
+      for (int t = 0; t < size; ++t) threads_.emplace_back([this, t, begin] { begin(t), work(t); });
     } catch (const std::exception& error) {
       const std::string number = std::to_string(threads_.size() + 1);
       stop();
@@ -34,7 +34,6 @@ class Team {
   }
   Team(const Team&) = delete;
 
-  int first() const { return first_; }
   int size() const { return static_cast<int>(threads_.size()); }
 
   // Begins a job, once the last one has ended.
@@ -78,7 +77,6 @@ class Team {
     for (auto& thread : threads_) thread.join();
   }
 
-  const int first_;
   std::mutex mutex_;
   std::condition_variable posted_, ended_;
   std::vector<std::thread> threads_;

@@ -8,16 +8,13 @@
 
 namespace laneformer {
 
-Model::Model(const ModelSpec& spec, DType dtype, DType embedding_dtype, int threads, Team& team)
+Model::Model(const ModelSpec& spec, DType dtype, DType embedding_dtype, Team& team)
     : spec_(spec),
       dtype_(dtype),
       embedding_dtype_(embedding_dtype),
-      plans_(plan_tapes(spec, threads, team.size(), dtype)),
+      plans_(plan_tapes(spec, team.size(), dtype)),
       team_(team),
       biases_(spec_) {
-  const ThreadPlan &first = plans_[team.first()], &last = plans_[team.first() + team.size() - 1];
-  if (first.leader != team.first() || last.leader + last.members > team.first() + team.size())
-    throw std::invalid_argument("a lane's threads must be in one process");
   const auto floats = [](size_t count) { return Pages(count * sizeof(float)); };
   for (const ThreadPlan& plan : plans_) tapes_.emplace_back(plan.tape_bytes, true);
   embedding_ = Pages(embedding_bytes());
@@ -97,24 +94,12 @@ bool Model::pack(const std::string& part, int layer, const PackJob& whole) {
   std::atomic<bool> finite{true};
   team_.run([&](int t) {
     const ThreadPlan& plan = plans_[t];
-    const auto pack_head = [&](int owner) {
-      const bool replicated = spec_.head == Head::replicate;
-      for (int i = 0; const Matrix& head : plans_[owner].head) {
-        const int lane = replicated ? 0 : plans_[owner].first_lane + i++;
-        const PackJob job =
-            lane_job(whole, lane, spec_.lanes, spec_.head_rows(), spec_.head_inputs(), spec_.head == Head::lane);
-        if (!pack_rows(job, head, tapes_[owner].bytes())) finite = false;
-      }
-    };
-    // tied embeddings are read from the head, so every process has all of it
-    const int stride = spec_.tied ? team_.size() : threads();
-    for (int owner = t % stride; part == "lm_head" && owner < threads(); owner += stride) {
-      pack_head(owner);
-      if (!spec_.draft_ids.empty() && !pack_draft_rows(owner, whole)) finite = false;
+    if (part == "lm_head") {
+      if (!pack_head(t, whole)) finite = false;
+      return;
     }
     const int q = spec_.q_rows(), kv = spec_.kv_rows(), ff = spec_.ff_rows(), hidden = spec_.hidden;
     for (int lane = plan.first_lane; lane < plan.last_lane; ++lane) {
-      if (part == "lm_head") break;
       const auto take = [&](const Matrix& to, int rows, int inputs, bool columns, int first_row, int half,
                             int expert = 0) {
         PackJob of = whole;
@@ -143,15 +128,27 @@ bool Model::pack(const std::string& part, int layer, const PackJob& whole) {
   return finite;
 }
 
-// The rows of the draft ids: in order of ids, lanes' rows follow each other in the head (V, D) itself.
-bool Model::pack_draft_rows(int owner, const PackJob& whole) {
+// The thread's rows of the head, then those of the draft ids.
+bool Model::pack_head(int t, const PackJob& whole) {
   bool finite = true;
-  for (int i = 0; const Matrix& head : plans_[owner].draft_head) {
-    const int lane = spec_.head == Head::replicate ? 0 : plans_[owner].first_lane + i++, first = spec_.first_draft(lane);
+  for (int i = 0; const Matrix& head : plans_[t].head) {
+    const int lane = spec_.head == Head::replicate ? 0 : plans_[t].first_lane + i++;
+    const PackJob job =
+        lane_job(whole, lane, spec_.lanes, spec_.head_rows(), spec_.head_inputs(), spec_.head == Head::lane);
+    finite &= pack_rows(job, head, tapes_[t].bytes());
+  }
+  return finite && (spec_.draft_ids.empty() || pack_draft_rows(t, whole));
+}
+
+// In order of ids, lanes' rows follow each other in the head (V, D) itself.
+bool Model::pack_draft_rows(int t, const PackJob& whole) {
+  bool finite = true;
+  for (int i = 0; const Matrix& head : plans_[t].draft_head) {
+    const int lane = spec_.head == Head::replicate ? 0 : plans_[t].first_lane + i++, first = spec_.first_draft(lane);
     for (int row = 0; row < spec_.draft_rows(lane); ++row) {
       const size_t at = size_t(spec_.draft_ids[first + row]) * spec_.hidden * bytes_of(whole.from);
       const PackJob job{static_cast<const char*>(whole.source) + at, whole.from, 1, spec_.hidden, row};
-      finite &= pack_rows(job, head, tapes_[owner].bytes());
+      finite &= pack_rows(job, head, tapes_[t].bytes());
     }
   }
   return finite;
@@ -162,8 +159,7 @@ bool Model::set_embedding(const void* data, DType from, const BlockFormat* block
   const size_t row = blocks ? size_t(spec_.hidden) / blocks->inputs * blocks->bytes : spec_.hidden * bytes_of(from);
   std::atomic<bool> finite{true};
   team_.run([&](int t) {  // each touches a part first, so every memory node holds some of it
-    const int share = t - team_.first(), shares = team_.size();
-    const size_t first = size_t(spec_.vocab) * share / shares, end = size_t(spec_.vocab) * (share + 1) / shares;
+    const size_t first = size_t(spec_.vocab) * t / threads(), end = size_t(spec_.vocab) * (t + 1) / threads();
     const char* rows = static_cast<const char*>(data) + first * row;
     char* to = embedding_.bytes() + first * spec_.hidden * bytes_of(embedding_dtype_);
     const size_t values = (end - first) * spec_.hidden;
@@ -180,8 +176,7 @@ void Model::copy_parts() {
     Pages tape(plans_[t].tape_bytes, true);
     std::memcpy(tape.bytes(), tapes_[t].bytes(), plans_[t].tape_bytes);
     tapes_[t] = std::move(tape);
-    const size_t share = t - team_.first(), shares = team_.size();
-    const size_t first = embedding_bytes() * share / shares, end = embedding_bytes() * (share + 1) / shares;
+    const size_t first = embedding_bytes() * t / threads(), end = embedding_bytes() * (t + 1) / threads();
     std::memcpy(embedding.bytes() + first, embedding_.bytes() + first, end - first);
   });
   embedding_ = std::move(embedding);

@@ -16,8 +16,8 @@ namespace laneformer {
 
 class Model {
  public:
-  // `threads` of all processes share the lanes; those of the team, which packs, are this process's.
-  Model(const ModelSpec& spec, DType dtype, DType embedding_dtype, int threads, Team& team);
+  // The team's threads share the lanes, and pack.
+  Model(const ModelSpec& spec, DType dtype, DType embedding_dtype, Team& team);
 
   // Loading; `data` is row-major in `from`, of w1 to w3 one expert after the other. False when a value is not
   // finite. Name checks are Python's.
@@ -70,7 +70,8 @@ class Model {
   }
   void read_embedding(int token, float* out) const;
   bool pack(const std::string& part, int layer, const PackJob& whole);
-  bool pack_draft_rows(int owner, const PackJob& whole);
+  bool pack_head(int t, const PackJob& whole);
+  bool pack_draft_rows(int t, const PackJob& whole);
   Pages& pages(int index) { return index < threads() ? tapes_[index] : embedding_; }
   void expect_writable() const;
 
@@ -78,7 +79,7 @@ class Model {
   const DType dtype_, embedding_dtype_;  // the embedding is never int8
   const std::vector<ThreadPlan> plans_;
   Team& team_;
-  std::vector<Pages> tapes_;  // those of other processes are reserved, but never touched
+  std::vector<Pages> tapes_;
   Pages embedding_, norms_;
   Biases biases_;
   Pages head_norms_;  // (layers, 2, size of queries'), padded

@@ -1,0 +1,263 @@
+"""Which passages a text holds, by runs of words: the one matcher of decontamination and containment.
+
+A word is a run of letters, digits and combining marks, in lower case; everything else separates. A text holds a
+passage of at least 13 words when it has half of the passage's distinct 13-grams, and a shorter one of at least 8
+when it has all of its words in a row; fewer words say nothing. Grams of numbers and single letters are left out.
+Why these: docs/decisions/data-pipeline.md.
+
+A word is hashed as the UTF-8 of its lower case, eight bytes at a time; a gram is a polynomial mod 2**64 over the
+hashes of its words. So the work is a pass over the bytes that finds where words begin, and a few operations a
+word. The first 8 words of a gram are its head. Two tables, by the highest bits of its hash and by those that
+follow, keep almost all text away from the search in the sorted index.
+"""
+
+from __future__ import annotations
+
+import functools
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+GRAM_WORDS = 13
+SHORTEST_WORDS = 8
+_TELLING_WORDS = 3  # of two letters or more, that a gram needs: no alphabets, no lists of numbers
+WINDOW_CHARS = 1 << 19  # of texts at a time: enough that what a window costs besides its characters is little
+_CODE_POINTS, _ASSIGNED = 0x110000, 0x40000  # no letter is above the fourth plane
+_BYTES, _WORD = 0x5851F42D4C957F2D, 0xD6E8FEB86659FD93  # odd multipliers of the two polynomials
+_EIGHT = 8
+_LONGEST = 256  # bytes of a word that are hashed, besides its last eight and its length
+# masks for eight bytes, of which the first n belong to a word
+_FIRST = np.array([(1 << 8 * n) - 1 for n in range(_EIGHT + 1)], np.uint64)
+_TABLE_ENTRIES = 4, 16  # a hash; the first table stays in the cache, the second sees a fifth of the words
+
+
+@dataclass(frozen=True)
+class Index:
+    """Hashes of the grams of passages, and the search for them.
+
+    heads (H,) uint64, sorted: the first words of all grams. grams (G,) uint64, sorted; passages[first[i] :
+    first[i + 1]] have grams[i]. needed, by passage: how many of its grams make a text hold it.
+    """
+
+    heads: np.ndarray
+    grams: np.ndarray
+    first: np.ndarray
+    passages: np.ndarray
+    needed: np.ndarray
+
+    @classmethod
+    def build(cls, heads: np.ndarray, grams: np.ndarray, passages: np.ndarray, count: int) -> Index:
+        """Of the grams of `count` passages, as `passage_grams` gives them."""
+        order = np.lexsort((passages, grams))
+        grams, passages = grams[order], passages[order]
+        new = np.append(True, (np.diff(grams) != 0) | (np.diff(passages) != 0))[: len(grams)]
+        unique, first = np.unique(grams[new], return_index=True)
+        owners = passages[new]
+        first = np.append(first, len(owners)).astype(np.int64)
+        needed = (np.bincount(owners, minlength=count) + 1).astype(np.int32) // 2
+        return cls(np.unique(heads), unique, first, owners.astype(np.int32), needed)
+
+    def find_passages(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """(text, passage) of everything that these texts hold, int64."""
+        text, gram = _distinct_pairs(*self.find_grams(texts))[:2]
+        counts = self.first[gram + 1] - self.first[gram]
+        at = np.arange(counts.sum()) + np.repeat(self.first[gram] - np.cumsum(counts) + counts, counts)
+        passage = self.passages[at].astype(np.int64)
+        text, passage, grams = _distinct_pairs(np.repeat(text, counts), passage)
+        enough = grams >= self.needed[passage]
+        return text[enough], passage[enough]
+
+    def find_grams(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """(text, place in `grams`) of all that these texts have, with repeats."""
+        pairs, first = [np.empty((2, 0), np.int64)], 0
+        for window in _windows(texts):
+            text, place = self._find_in_window(*_word_hashes(window))
+            pairs.append(np.stack([text + first, place]))
+            first += len(window)
+        text, place = np.concatenate(pairs, axis=1)
+        return text, place
+
+    def _find_in_window(self, words: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The same, where text i is words[bounds[i] : bounds[i + 1]]."""
+        heads = words
+        for span in (1, 2, 4):  # a head is 8 words: two halves of 4, which are two of 2
+            heads = heads[:-span] + heads[span:] * _power(span)
+        at = self._known_heads.find(heads)[0]
+        hashes, grams, starts = heads[at], [], []
+        ends = bounds[np.searchsorted(bounds, at, side="right")]  # of the text with the gram
+        for length in range(SHORTEST_WORDS, GRAM_WORDS + 1):
+            inside = at + length <= ends
+            at, ends, hashes = at[inside], ends[inside], hashes[inside]
+            if length > SHORTEST_WORDS:
+                hashes = hashes + words[at + length - 1] * _power(length - 1)
+            grams.append(hashes)
+            starts.append(at)
+        of, place = self._known_grams.find(np.concatenate(grams))
+        return np.searchsorted(bounds, np.concatenate(starts)[of], side="right") - 1, place
+
+    @functools.cached_property
+    def _known_heads(self) -> _Known:
+        return _Known(self.heads)
+
+    @functools.cached_property
+    def _known_grams(self) -> _Known:
+        return _Known(self.grams)
+
+
+class _Known:
+    """Sorted hashes, and which of many others are among them."""
+
+    def __init__(self, hashes: np.ndarray) -> None:
+        self.hashes = hashes
+        self._tables, done = [], 0
+        for entries in _TABLE_ENTRIES:
+            bits = max(10, (len(hashes) * entries).bit_length())
+            shifts = np.uint64(done), np.uint64(64 - bits)
+            table = np.zeros(1 << bits, bool)
+            table[hashes << shifts[0] >> shifts[1]] = True
+            self._tables.append((table, shifts))
+            done += bits
+
+    def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(places of those that are known, their places among the known)."""
+        at = np.arange(len(hashes))
+        for table, shifts in self._tables:
+            bits = (hashes << shifts[0] >> shifts[1]).view(np.int64)
+            inside = np.flatnonzero(table.take(bits, mode="wrap"))
+            at, hashes = at[inside], hashes[inside]
+        place = np.searchsorted(self.hashes, hashes)
+        inside = np.flatnonzero(self.hashes[np.minimum(place, len(self.hashes) - 1)] == hashes)
+        return at[inside], place[inside]
+
+
+def passage_grams(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What stands for each text as a passage: all its 13-grams, or the whole of a short one.
+
+    (head uint64, gram uint64, number of the text), in a row over all texts.
+    """
+    parts, first = [(np.empty(0, np.uint64), np.empty(0, np.uint64), np.empty(0, np.int64))], 0
+    for window in _windows(texts):
+        words, bounds = _word_hashes(window)
+        telling = np.concatenate([[0], np.cumsum(_have_two_letters(window))])
+        sizes = np.diff(bounds)
+        for length in range(SHORTEST_WORDS, GRAM_WORDS + 1):
+            at = np.arange(len(words) - length + 1)
+            passage = np.searchsorted(bounds, at, side="right") - 1
+            wanted = sizes[passage] >= length if length == GRAM_WORDS else sizes[passage] == length
+            wanted &= at + length <= bounds[passage + 1]
+            wanted &= telling[at + length] - telling[at] >= _TELLING_WORDS
+            at = at[wanted]
+            heads, grams = (_gram_hashes(words, at, size) for size in (SHORTEST_WORDS, length))
+            parts.append((heads, grams, passage[wanted] + first))
+        first += len(window)
+    heads, grams, passages = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return heads, grams, passages
+
+
+def _gram_hashes(words: np.ndarray, at: np.ndarray, length: int) -> np.ndarray:
+    """The hashes of the grams that start at some words: the sum of words[at + i] * multiplier**i."""
+    hashes = words[at].copy()
+    for i in range(1, length):
+        hashes += words[at + i] * _power(i)
+    return hashes
+
+
+def _power(exponent: int) -> np.uint64:
+    return np.uint64(pow(_WORD, exponent, 1 << 64))
+
+
+def _distinct_pairs(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(first, second, how often) of the distinct pairs, sorted; int64, below 2**31 each."""
+    pairs, counts = np.unique(first << 32 | second, return_counts=True)
+    return pairs >> 32, pairs & 0xFFFFFFFF, counts
+
+
+def _windows(texts: list[str]) -> Iterator[list[str]]:
+    """Texts in runs of about one window; a longer text is alone."""
+    window: list[str] = []
+    size = 0
+    for text in texts:
+        if window and size + len(text) > WINDOW_CHARS:
+            yield window
+            window, size = [], 0
+        window.append(text)
+        size += len(text) + 1
+    if window:
+        yield window
+
+
+def _word_hashes(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Hashes of words, uint64, and bounds (texts + 1,): text i has hashes[bounds[i]:bounds[i + 1]]."""
+    parts = [_fold(text) for text in texts]
+    data = np.frombuffer(b"\0".join(parts), np.uint8)
+    starts, ends = _runs(data)
+    behind = np.cumsum([0, *(len(part) + 1 for part in parts)])
+    return _hash_words(data, starts, ends), np.searchsorted(starts, behind)
+
+
+def _fold(text: str) -> bytes:
+    """The UTF-8 of the lower case of a word's characters, zeros for every other one."""
+    if text.isascii():
+        return text.encode("ascii").translate(_folded_ascii())
+    return _lower(text).tobytes().decode("utf-32-le", "surrogatepass").encode("utf-8", "surrogatepass")
+
+
+def _lower(text: str) -> np.ndarray:
+    """uint32: the lower case of a word's characters, 0 for all others."""
+    return _characters()[np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), "<u4")]
+
+
+def _hash_words(data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """uint64, of the words data[starts[i] : ends[i]] of bytes, none of which is 0."""
+    padded = np.concatenate([data, np.zeros(_EIGHT, np.uint8)])
+    eight = np.ndarray(len(data) + 1, "<u8", padded, strides=(1,))  # from each byte on
+    left = ends - starts
+    hashes = eight[starts] & _FIRST.take(left, mode="clip")
+    at = np.flatnonzero(left > _EIGHT)
+    for done in range(_EIGHT, _LONGEST, _EIGHT):
+        if not len(at):
+            break
+        more = eight[starts[at] + done] & _FIRST.take(left[at] - done, mode="clip")
+        hashes[at] = hashes[at] * np.uint64(_BYTES) + more
+        at = at[left[at] > done + _EIGHT]
+    hashes[at] = hashes[at] * np.uint64(_BYTES) + (eight[ends[at] - _EIGHT] ^ left[at].astype(np.uint64))
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        # splitmix64's bijection: each of 64 bits reaches every bit of the result
+        hashes = (hashes ^ (hashes >> np.uint64(shift))) * np.uint64(factor)
+    return hashes
+
+
+def _runs(characters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(starts, ends) of the words."""
+    inside = np.zeros(len(characters) + 2, bool)
+    np.not_equal(characters, 0, out=inside[1:-1])
+    edges = np.flatnonzero(inside[1:] != inside[:-1])
+    return edges[::2], edges[1::2]
+
+
+def _have_two_letters(texts: list[str]) -> np.ndarray:
+    """For every word of `_word_hashes(texts)` whether it has two letters or more, and so says something."""
+    text = "\n".join(texts)
+    starts, ends = _runs(_lower(text))
+    letters = np.cumsum([0, *(character.isalpha() for character in text)])
+    return letters[ends] - letters[starts] >= 2
+
+
+@functools.cache
+def _characters() -> np.ndarray:
+    """uint32 (code points,): the lower case of a letter, digit or combining mark, 0 for all others."""
+    folded = np.zeros(_CODE_POINTS, np.uint32)
+    for code in range(_ASSIGNED):
+        character = chr(code)
+        if unicodedata.category(character)[0] in "LMN":
+            lower = character.lower()
+            folded[code] = ord(lower) if len(lower) == 1 else code
+    return folded
+
+
+@functools.cache
+def _folded_ascii() -> bytes:
+    """For `bytes.translate`."""
+    return _characters()[:128].astype(np.uint8).tobytes() + bytes(range(128, 256))

@@ -1,0 +1,139 @@
+"""Which packed weights stay on the disk: those used last, within one budget over all models, and of models
+still there.
+
+They lie beside their model (`.packed/`), or, of a GGUF file or a folder that takes none, in a directory of
+the user's cache that is named by a hash of the model's path. That directory also says which path, so that
+every copy is found, wherever it lies, and recognised when its model is gone. An engine holds the file that it has
+mapped (cache_files.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import cache_files
+from .cache_files import CacheFile
+
+FOLDER = ".packed"
+SOURCE = "source"  # the file with the model's path
+OURS = "[0-9a-f]" * 16  # names of models' directories in the user's cache, where other things lie as well
+BUDGET = "LANEFORMER_PACKED_BYTES"
+DEFAULT_BYTES = 32 * 10**9
+MAX_PLANS = 4  # of one model
+LONGEST_HEADER = 2 << 20
+
+
+@dataclass(frozen=True)
+class PackedFile:
+    """source: the model's folder or GGUF file. used_s: since the epoch."""
+
+    path: Path
+    source: Path
+    bytes: int
+    used_s: float
+
+
+def packed_bytes() -> int:
+    """The budget; ValueError where the environment sets no whole number."""
+    budget = os.environ.get(BUDGET) or str(DEFAULT_BYTES)
+    if not budget.isdecimal():
+        raise ValueError(
+            f"{BUDGET} = {budget!r} must be a number of bytes, such as {DEFAULT_BYTES}; 0 keeps nothing"
+        )
+    return int(budget)
+
+
+def user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laneformer"
+
+
+def own_directory(source: Path) -> Path:
+    """Of a model, in the user's cache."""
+    return user_cache() / hashlib.sha256(str(source).encode()).hexdigest()[:16]
+
+
+def register(source: Path) -> None:
+    """Let the model's copies be found; without a place to note it they are not counted."""
+    directory = own_directory(source)
+    with contextlib.suppress(OSError):
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / SOURCE).write_text(str(source))
+
+
+def list_packed() -> list[PackedFile]:
+    """All files of packed weights, those used longest ago first."""
+    files = []
+    for directory, source in directories().items():
+        for path in directory.glob("*.bin"):
+            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                files.append(PackedFile(path, source, path.stat().st_size, used_s(path)))
+    return sorted(files, key=lambda file: file.used_s)
+
+
+def directories() -> dict[Path, Path]:
+    """Where packed weights lie, and of which model."""
+    places: dict[Path, Path] = {}
+    for note in user_cache().glob(f"{OURS}/{SOURCE}"):
+        source = Path(note.read_text())
+        places |= {note.parent: source, source / FOLDER: source}
+    return places
+
+
+def remove_others(new: Path, layout: int) -> None:
+    """Remove what the file that was just written leaves no room for: first of all what nobody can use."""
+    for directory in user_cache().glob(OURS):
+        note = directory / SOURCE
+        if not note.exists() or not Path(note.read_text()).exists():
+            remove_directory(directory)
+    remove_unusable({new.parent, *directories()}, layout)
+    same = [file.path for file in list_packed() if file.path.parent == new.parent]
+    for path in same[: max(0, len(same) - MAX_PLANS)]:
+        remove(path)
+    others = [CacheFile(file.used_s, file.path, file.bytes) for file in list_packed() if file.path != new]
+    cache_files.remove_oldest(others, packed_bytes() - new.stat().st_size, remove)
+
+
+def remove_unusable(places: Iterable[Path], layout: int) -> None:
+    """Files of other layouts, marks of files that are gone, and what a writer that died has left."""
+    for path in [path for directory in places for path in directory.glob("*.*")]:
+        lost_mark = path.suffix == ".checked" and not path.with_suffix(".bin").exists()
+        other_layout = path.suffix == ".bin" and layout_of(path) != layout
+        if lost_mark or other_layout or path.suffix == ".part":  # its writer would hold it
+            remove(path)
+
+
+def remove(path: Path) -> bool:
+    """The file and its mark; False where an engine has it."""
+    if not cache_files.remove(path):
+        return False
+    path.with_suffix(".checked").unlink(missing_ok=True)
+    return True
+
+
+def remove_directory(directory: Path) -> None:
+    """Of a model that is gone, or that nothing names."""
+    removed = [remove(path) for path in directory.glob("*.bin")]
+    if all(removed):
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def used_s(path: Path) -> float:
+    mark = path.with_suffix(".checked")  # touched by every start
+    return (mark if mark.exists() else path).stat().st_mtime
+
+
+def layout_of(path: Path) -> Any:
+    try:
+        with open(path, "rb") as file:
+            header = file.read(min(int.from_bytes(file.read(8), "little"), LONGEST_HEADER))
+            return json.loads(header)["plan"]["layout"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None

@@ -1,0 +1,73 @@
+"""The geometry as the C++ text in front of the kernels: sizes, and tables with a number a layer or matrix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from ...config import MODULES, Join
+from .geometry import OPS, Geometry
+from .structures import MAX_COLUMNS, MAX_STOPS
+
+
+def constants_of(geometry: Geometry) -> str:
+    """The C++ text in front of the kernels."""
+    c, layers = geometry.config, range(geometry.config.num_hidden_layers)
+    matrices = [geometry.matrix(op) for op in OPS]
+    numbers = {
+        "kLanes": c.num_lanes, "kDeviceLanes": geometry.lanes_per_device, "kHidden": c.hidden_size,
+        "kIntermediate": c.intermediate_size // c.num_lanes, "kHeads": geometry.heads,
+        "kKvHeads": c.kv_heads_per_lane, "kHeadDim": c.head_dim, "kVocab": c.vocab_size // c.num_lanes,
+        "kLayers": c.num_hidden_layers, "kDelay": c.broadcast_delay,
+        "kLaneNorms": int(not c.replicated_rmsn_scale), "kQkvBias": int(c.attention_bias),
+        "kHeadNorms": int(c.qk_norm),
+        "kBlocksPerLane": geometry.blocks_per_lane, "kWarps": geometry.warps, "kChunkBytes": geometry.chunk_bytes,
+        "kChunks": geometry.chunks, "kStrip": geometry.strip, "kSplits": geometry.splits,
+        "kMailSlots": geometry.mail_slots, "kWide": geometry.wide,
+        "kNarrow": geometry.narrow, "kMostStreamRows": geometry.stream_rows, "kMostStops": MAX_STOPS,
+        "kMmaColumns": geometry.columns, "kMostColumns": MAX_COLUMNS, "kMostSums": geometry.max_sums,
+        "kFlushes": len(geometry.flushed),
+    }  # fmt: skip
+    tables = {
+        "kColumns": [m.columns for m in matrices],
+        "kUnits": [m.units for m in matrices],
+        "kParts": [m.parts for m in matrices],
+        "kWindows": [c.window(i) or 0 for i in layers],
+        "kKvSlots": [geometry.kv_slots(i) for i in layers],
+        "kTurnsFrom": [
+            0 if i in c.nope_layers else 1 + c.rope_of(i) * c.max_position_embeddings for i in layers
+        ],
+        "kFlushed": [2 * i + m for i, m in geometry.flushed] or [0],
+    }
+    starts = [sum(geometry.kv_layer(j) for j in range(i)) for i in layers]
+    per_module: dict[str, Sequence[Sequence[object]]] = {
+        "kJoins": [[join_name(c.join(i, m)) for i in layers] for m in MODULES],
+        "kAddsDelayed": [[int(c.adds_delayed(i, m)) for i in layers] for m in MODULES],
+        "kBroadcasts": [[int(c.broadcasts(i, m) or c.delivers(i, m)) for i in layers] for m in MODULES],
+    }
+    lines = [
+        f"#define DEVICES {geometry.devices}",
+        f"#define WEIGHTS_BF16 {int(geometry.half == 'bf16')}",
+        f"#define WEIGHTS_INT8 {int(geometry.dtype == 'int8')}",
+        "#ifndef TABLE\n#define TABLE __constant__ constexpr  // read with an index of run time\n#endif",
+        f"enum Join {braces(map(join_name, Join))};",
+        *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
+        f"constexpr float kNormEps = {c.norm_eps!r}f, kSqrtLanes = {math.sqrt(c.num_lanes)!r}f;",
+        f"constexpr long long kKvLane = {geometry.kv_lane};",
+        f"TABLE long long kKvAt[] = {braces(starts)};",
+        *(f"TABLE int {name}[] = {braces(values)};" for name, values in tables.items()),
+        *(
+            f"TABLE int {name}[2][kLayers] = {braces(map(braces, rows))};"
+            for name, rows in per_module.items()
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def join_name(join: Join) -> str:
+    """The kernels' name of a join: kPresent, kNoReduce, kPast."""
+    return "k" + join.name.title().replace("_", "")
+
+
+def braces(values: Iterable[object]) -> str:
+    return "{" + ", ".join(map(str, values)) + "}"

@@ -1,0 +1,14 @@
+"""One made-up run, which every test of the dashboard reads and none changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tools.dashboard import made_up_run
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_up_run.write_run(tmp_path_factory.mktemp("runs") / "made-up", steps=60, every=1)

@@ -1,0 +1,139 @@
+"""The header of a run: where it stands, its progress by phase, and tiles of its newest figures."""
+
+from __future__ import annotations
+
+from html import escape
+from statistics import median
+
+from laneformer import LaneformerConfig
+from records.run import Record, Run
+from records.usage import RECENT, duration, money, usage_of
+from tools.dashboard.charts import Json, dig, smoothed
+from tools.dashboard.evaluations import core_tile, where_evaluated
+from tools.dashboard.page import Tile, colour, measured, none, short, tiles, utc
+
+RISE = 1.0  # nats above the lowest loss of a phase, from which a run has diverged
+QUIET_S = 600  # without a logged step, after which a run is not called training
+
+
+def header(run: Run, now: float) -> str:
+    kind, words = state(run, now)
+    facts = model_facts(run) + [f"git {start['code_version']}" for start in run.attempts[-1:]]
+    if run.kept_rows and run.kept_rows[-1]["x_tokens"] is not None:
+        facts.append(f"{short(run.kept_rows[-1]['x_tokens'])} tokens")
+    bars = ""
+    for index, (phase, steps) in enumerate(planned_steps(run).items()):
+        done = max((row["step"] for row in run.rows_of(phase)), default=0)
+        label = f"{escape(phase)} <b>{done:,}</b>" + (f" / {steps:,}" if steps else "")
+        percent = 100 * min(done / steps, 1) if steps else 100
+        filled = f'<div class="bar"><i style="width:{percent:.2f}%;background:{colour(index)}"></i></div>'
+        bars += f'<div style="flex:{steps or done or 1}">{filled}<small>{label}</small></div>'
+    note = f'<p class="note">{escape(run.note)}</p>' if run.note else ""
+    line = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
+    title = f'<h1>{escape(run.name)}</h1><span class="state {kind}">{escape(words)}</span>'
+    progress = f'<p class="facts">{line}</p><div class="progress">{bars}</div>'
+    return f'<header><div class="title">{title}</div>{note}{progress}</header>'
+
+
+def planned_steps(run: Run) -> dict[str, int | None]:
+    """Steps that each phase is configured for, in the order of the run; None where no config says it."""
+    return {phase: dig(run.configs, phase, "training", "steps") for phase in [*run.phases, *run.configs]}
+
+
+def state(run: Run, now: float) -> tuple[str, str]:
+    """(CSS class, words) for where the run stands, from its last logged rows and its configs."""
+    if not run.kept_rows:
+        return "idle", "no step logged yet"
+    row, planned = run.kept_rows[-1], planned_steps(run)
+    steps = planned[row["phase"]]
+    where = f"{row['phase']}, step {row['step']:,}" + (f" of {steps:,}" if steps else "")
+    if reason := divergence(run):
+        return "bad", f"diverged: {where}: {reason}"
+    if steps == row["step"] and row["phase"] == list(planned)[-1]:
+        return "done", f"finished: {where}"
+    if row["time"] is None:
+        return "idle", where
+    if now - row["time"] < QUIET_S:
+        return "live", f"training: {where}"
+    return "idle", f"quiet since {utc(row['time'])} UTC: {where}"
+
+
+def divergence(run: Run) -> str:
+    """How the loss of the newest phase has diverged, or ""."""
+    rows = run.rows_of(run.kept_rows[-1]["phase"])
+    if rows[-1]["loss"] is None and "averaged" not in rows[-1]:
+        return "the loss is not a finite number"
+    means = [mean for _, mean in smoothed(run, rows) if mean is not None]
+    newest = [row["loss"] for row in rows[-16:] if row["loss"] is not None]
+    if not newest:
+        return ""
+    lowest, now = min(means), median(newest)
+    risen = now - lowest > max(RISE, (means[0] - lowest) / 2)
+    return f"the loss rose from {lowest:.2f} to {now:.2f}" if risen else ""
+
+
+def model_facts(run: Run) -> list[str]:
+    flavors = [dig(config, "model", "flavor") for config in run.configs.values()]
+    name = f"Laneformer {next(filter(None, flavors), '')}".strip()
+    if not run.model:
+        return [name]
+    try:
+        model = LaneformerConfig.from_dict(run.model)
+    except (TypeError, ValueError) as error:
+        run.problems.append(f"model.json does not describe a Laneformer: {error}")
+        return [name]
+    size = f"{model.num_hidden_layers} layers × {model.hidden_size}"
+    lanes = f"{model.num_lanes} lanes, delay {model.broadcast_delay}"
+    return [name, f"{short(model.parameter_count()['total'])} parameters", size, lanes]
+
+
+def tiles_of(run: Run) -> str:
+    """The newest figures; what has none takes no room."""
+    bits, decode = ([Record(), *run.evals_of(kind)][-1] for kind in ("bits_per_byte", "decode_speed"))
+    where = f"held-out text, {escape(where_evaluated(bits))}"
+    share = measured(decode["percent_of_probe"], ".0f", " % of the memory's limit")
+    speed, mfu = recent(run, "tokens_per_s"), recent(run, "mfu")
+    entries = [
+        core_tile(run),
+        loss_tile(run),
+        ("bits per byte", measured(bits["bits_per_byte"], ".4f"), where),
+        ("training speed", short(speed), "tokens per second, median"),
+        *usage_tiles(run),
+        ("MFU", measured(mfu, ".1f", " %"), "of the hardware's peak FLOP/s, median"),
+        ("decode", measured(decode["tokens_per_s"], ".4g"), f"tokens per second at batch 1, {share}"),
+    ]
+    return tiles(entry for entry in entries if 'class="none"' not in entry[1])
+
+
+def recent(run: Run, key: str) -> float | None:
+    """The median of the last rows, which a restart or a slow node does not move."""
+    known = [row[key] for row in run.kept_rows[-RECENT:] if row[key] is not None]
+    return median(known) if known else None
+
+
+def loss_tile(run: Run) -> Tile:
+    """The smoothed loss of the newest phase, beside where this phase began: another phase has another text."""
+    for phase in reversed(run.phases):
+        known = [(row, mean) for row, mean in smoothed(run, run.rows_of(phase)) if mean is not None]
+        if known:
+            (first, began), (_, last) = known[0], known[-1]
+            note = f"smoothed; {escape(phase)} began with {began:.3f} at step {first['step']:,}"
+            return "loss", f"{last:.4f}", note
+    return "loss", none(), ""
+
+
+def usage_tiles(run: Run) -> list[Tile]:
+    if not run.kept_rows or run.kept_rows[-1]["time"] is None:
+        return []
+    usage = usage_of(run)
+    left = usage.gpu_hours_left
+    total = f"of {short(usage.gpu_hours + left)}" if left else "so far"
+    prices: Json = next((config.get("metrics", {}) for config in reversed(run.configs.values())), {})
+    price = money(usage.gpu_hours, prices)
+    hours = "device-hours", short(usage.gpu_hours), f"{total}, {price}" if price else total
+    if usage.finish_time is None:
+        return [hours]
+    left_s = usage.finish_time - run.kept_rows[-1]["time"]
+    if left_s <= 0:
+        return [("time left", "done", "training.steps reached"), hours]
+    return [("time left", duration(left_s), f"until {utc(usage.finish_time)} UTC"), hours]

@@ -1,0 +1,129 @@
+"""The page kit: cards, tables and number formats of an HTML page; page.css is their style, page.js draws the charts.
+
+A page is one file that loads nothing: the policy in its head makes the browser refuse the network. Text,
+grid and background take their colours from the style sheet, in a light and a dark theme; PALETTE is for
+colours with a meaning.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from records.run import number
+
+FONT = 'ui-sans-serif,system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif'
+PALETTE = ("#4f8ff7", "#f0994b", "#2fb5a0", "#c77dff", "#e5647c", "#8fb339", "#3fa9d6", "#c9a227")
+DASHES = ("solid", "dash", "dot")  # of curves, once the palette is used up
+Tile = tuple[str, str, str]  # name, figure as HTML, note
+STYLE, SCRIPT = (Path(__file__).with_suffix(end).read_text(encoding="utf-8") for end in (".css", ".js"))
+
+
+def html_page(title: str, body: str, library: str) -> str:
+    """A whole page around the inner HTML of <main>. library: plotly.js."""
+    policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{policy}"><link rel="icon" href="data:,">
+<style>body {{ font-family:{FONT} }} {STYLE}</style><script>{library}</script></head>
+<body><main>{body}</main><script>{SCRIPT}</script></body></html>
+"""
+
+
+def colour(index: int) -> str:
+    return PALETTE[index % len(PALETTE)]
+
+
+def dash(index: int) -> str:
+    return DASHES[index // len(PALETTE) % len(DASHES)]
+
+
+def card(title: str, body: str, caption: str = "") -> str:
+    """body and caption are HTML."""
+    below = f'<p class="caption">{caption}</p>' if caption else ""
+    return f'<section class="card"><h2>{escape(title)}</h2>{body}{below}</section>'
+
+
+def chart_card(title: str, content: dict[str, Any] | None, name: str, caption: str = "") -> str:
+    """The card of a chart alone; "" without any figure."""
+    return card(title, chart(content, name), caption) if content else ""
+
+
+def none(text: str = "not measured") -> str:
+    return f'<span class="none">{escape(text)}</span>'
+
+
+def fold(summary: str, body: str) -> str:
+    """`body` that a click on `summary` shows; both are HTML."""
+    return f"<details><summary>{summary}</summary>{body}</details>"
+
+
+def missing(text: str) -> str:
+    return f'<span class="missing">{escape(text)}</span>'
+
+
+def tiles(entries: Iterable[Tile]) -> str:
+    tile = "<div><h3>{}</h3><strong>{}</strong><small>{}</small></div>"
+    each = [tile.format(escape(name), *rest) for name, *rest in entries]
+    return f'<div class="tiles">{"".join(each)}</div>' if each else ""
+
+
+def table(head: Iterable[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
+    """Cells are HTML. kind: "numbers" aligns all columns but the first to the right, "wrap"
+    breaks lines in cells.
+    """
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    top = "".join(f"<th>{escape(title)}</th>" for title in head)
+    return f'<div class="scroll"><table class="{kind}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def chart(content: dict[str, Any], name: str) -> str:
+    """A chart (tools/dashboard/charts.py) under its legend and buttons, which the page's script makes.
+
+    It is an empty element named `name`, and beside it the JSON that the script draws into it.
+    """
+    # whatever a name holds, it must not end the element that it stands in
+    text = json.dumps(content, allow_nan=False).replace("<", "\\u003c")
+    place = f'<div id="{escape(name)}"></div><script type="application/json">{text}</script>'
+    return f'<div class="figure"><div class="tools"></div><div class="chart">{place}</div></div>'
+
+
+def measured(value: Any, form: str = ",.0f", unit: str = "") -> str:
+    """A figure as text, or "not measured"."""
+    known = number(value)
+    return none() if known is None else f"{known:{form}}{unit}"
+
+
+def short(value: Any, unit: str = "") -> str:
+    """A large figure with three digits and its SI prefix: 1234567 -> 1.23 M."""
+    known, power = number(value), 0
+    if known is None:
+        return none()
+    while abs(known) >= 999.5 and power < 4:
+        known, power = known / 1000, power + 1
+    return f"{known:.3g} {' kMGT'[power].strip()}{unit}".strip()
+
+
+def percent(share: Any, form: str = ".1f") -> str:
+    """A share of 1 in percent."""
+    known = number(share)
+    return measured(known and 100 * known, form, " %")
+
+
+def utc(seconds: Any) -> str:
+    known = number(seconds)
+    return none() if known is None else time.strftime("%Y-%m-%d %H:%M", time.gmtime(known))
+
+
+def code(value: Any) -> str:
+    """A hash or path in monospace; long hexadecimal is cut, the whole of it is in the tooltip."""
+    if value is None or value == "":
+        return none("not recorded")
+    text = str(value)
+    cut = text[:12] + "…" if len(text) > 24 and set(text) <= set("0123456789abcdef") else text
+    return f'<code title="{escape(text)}">{escape(cut)}</code>'
