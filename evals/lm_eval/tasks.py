@@ -15,7 +15,7 @@ trained here are not NLTK's, so RULER's haystacks differ slightly: such scores a
 
 RULER shortens a text until it fits. If even the shortest does not, its needle tasks raise an error, but
 `ruler_vt` loops forever (a bare `except` swallows Ctrl-C as well) and `ruler_cwe` samples from an empty list.
-So the shortest prompts of these two are drawn here, by lm-eval's own functions, and measured first; they
+So the shortest prompts of these two are generated here, by lm-eval's own functions, and measured first; they
 depend on the tokenizer.
 """
 
@@ -261,7 +261,12 @@ def shortest_vt(tokenizer: Any, length: int) -> int:
             f"ruler_vt cannot be generated: lm-eval allows {VT_EXAMPLE_TOKENS} tokens for its worked example, which "
             f"takes {needed} with the tokenizer of {tokenizer.name_or_path}; remove it from --tasks"
         )
-    return VT_EXAMPLE_TOKENS + longest(VT_UNITS, example=False)
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # it prints every attempt
+        (example,) = vt_utils.sys_vartrack_w_noise_random(
+            tokenizer, num_samples=1, max_seq_length=VT_EXAMPLE_TOKENS, incremental=VT_EXAMPLE_UNITS
+        )
+    worked = tokenizer(f"{example['input']} {' '.join(example['outputs'])}\n\n").input_ids
+    return len(worked) + longest(VT_UNITS, example=False)
 
 
 def shortest_cwe(tokenizer: Any, length: int) -> int:
