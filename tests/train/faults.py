@@ -42,10 +42,14 @@ clip_grad_norm_ = dist_utils.clip_grad_norm_
 failed_saves.RETRY_S = 0.0  # at every step
 
 
-def due(step: int, *kinds: str) -> str | None:
-    """The kind of fault that this rank has to commit now, marked as done."""
+def due(step: int, of_save: bool = False) -> str | None:
+    """The kind of fault that this rank has to commit now, in a step or in its save, marked as done."""
     for index, fault in enumerate(json.loads(PLAN.read_text())):
-        if fault["step"] == step and fault["kind"] in kinds and fault["rank"] in (RANK, None):
+        if (
+            fault["step"] == step
+            and fault["kind"].startswith("kill_all") == of_save
+            and fault["rank"] in (RANK, None)
+        ):
             try:
                 PLAN.with_suffix(f".{index}.{RANK}.done").touch(exist_ok=False)
             except FileExistsError:
@@ -93,20 +97,7 @@ def commit(self: LaneformerTrainer) -> None:
         if self.checkpointer.save_future is not None:
             wait([self.checkpointer.save_future])
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    kind = due(
-        self.step,
-        "kill",
-        "stop",
-        "usr1",
-        "sigterm_step",
-        "nan",
-        "truncate",
-        "full_disk",
-        "fill_disk",
-        "empty_disk",
-        "sigterm_supervisor",
-        "kill_writer",
-    )
+    kind = due(self.step)
     if kind in ("kill", "stop"):
         if self.checkpointer.save_future is not None:
             wait(
@@ -152,9 +143,7 @@ def commit(self: LaneformerTrainer) -> None:
 
 def broken_finish(self: HashingWriter, metadata: Any, results: Any) -> None:
     """Rank 0 writes .metadata here, when all data files are written."""
-    kind = due(
-        int(self.path.name.removeprefix("step-")), "kill_all_before_metadata", "kill_all_after_metadata"
-    )
+    kind = due(int(self.path.name.removeprefix("step-")), of_save=True)
     if kind == "kill_all_before_metadata":
         kill_all()
     finish(self, metadata, results)

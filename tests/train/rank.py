@@ -1,9 +1,8 @@
-"""A rank that notes how it was started, waits for all others, and ends as the test says; no torch, so that a real
-start is quick.
+"""A rank that notes how it was started and waits for all others; no torch, so that a real start is quick.
 
-    torchrun ... -m tests.train.rank FOLDER HOW
+    torchrun ... -m tests.train.rank FOLDER
 
-HOW: "well", "fail" (rank 1 exits with 3), "killed" (rank 1, by SIGKILL), or "wait" until a signal ends it.
+Rank 1 exits with 3.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGPIPE, signal.SI
 
 
 def main() -> None:
-    folder, how = Path(sys.argv[1]), sys.argv[2]
-    rank = int(os.environ["RANK"])
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     facts = {
         "environment": {name: os.environ.get(name) for name in FACTS},
         # the shell's own and what torch notes in a process that compiles begin with an underscore
@@ -35,16 +33,9 @@ def main() -> None:
     (folder / f"part.{rank}").write_text(json.dumps({**facts, "pid": os.getpid(), "parent": os.getppid()}))
     (folder / f"part.{rank}").rename(folder / f"rank.{rank}.json")
     print(f"rank {rank} says hello", flush=True)
-    print(f"rank {rank} warns", file=sys.stderr, flush=True)
     while len(list(folder.glob("rank.*.json"))) < int(os.environ["WORLD_SIZE"]):
         time.sleep(0.01)
-    if how == "well" or (how != "wait" and rank == 0):
-        sys.exit(0)
-    if how == "fail":
-        sys.exit(3)
-    if how == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(600)
+    sys.exit(3 * rank)
 
 
 if __name__ == "__main__":

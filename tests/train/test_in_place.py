@@ -37,30 +37,27 @@ def windows(run: Path) -> list[list[int]]:
 def test_skipped_in_place_equals_skipped_from_the_start(
     prepared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And `data_mixtures show` shows what a step has read, and the batch that was refused."""
+    """And `data_mixtures show` shows the batch that was refused."""
     lock, steps = prepared_data / "phase1.lock.json", 8
     faults = [{**NAN, "step": 4}, {**NAN, "step": 4}, {**NAN, "step": 6}]
     more = (*SKIP, "--resilience.spike_window", "4", "--resilience.max_skips", "3")
-    job = faulty(tmp_path / "a", lock, steps, 5, faults, *more)
+    faulty(tmp_path / "a", lock, steps, 5, faults, *more)
     run = tmp_path / "a/run"
-    assert job.returncode == 0, job.stdout[-4000:]
     size = GLOBAL_BATCH
     assert windows(run) == [[3 * size, 4 * size], [4 * size, 5 * size], [7 * size, 8 * size]]
     refused = [event for event in read_lines(run / "events.jsonl") if event["kind"] == "bad_step"]
     assert [event["step"] for event in refused] == [4, 4, 6]
     command, mixture = refused[2]["show"].split(), Mixture.open(lock)
     assert command[:4] == ["python", "-m", "data_mixtures", "show"]
-    for question, first in ((command[4:], 7), ([run, "--step", 4], 5), ([run, "--step", 6], 8)):
-        tokens = [each["tokens"] for each in shown(capsys, *question)]
-        assert tokens == mixture.sequences(first * size, size)[0].tolist(), question
+    tokens = [each["tokens"] for each in shown(capsys, *command[4:])]
+    assert tokens == mixture.sequences(7 * size, size)[0].tolist()
     planned = undisturbed(
         tmp_path / "b", lock, steps, 5, "--resilience.skip_sequences", *(str(n) for n in (12, 20, 28, 32))
     )
     assert_same(run, planned, steps)
     # killed after the checkpoint of step 5: the restart reads what this run has read
     shutil.rmtree(run / "checkpoint/step-8")
-    again = run_job(run, [*arguments(run, lock, steps, 5), *more], RANKS)
-    assert again.returncode == 0, again.stdout[-4000:]
+    run_job(run, [*arguments(run, lock, steps, 5), *more], RANKS)
     assert_same(run, planned, steps)
 
 
@@ -80,7 +77,15 @@ def test_a_roll_back_leaves_out_what_it_goes_back_over(
 ) -> None:
     """The refused batch, and with skip_steps those before it that no checkpoint has seen."""
     faults = [{**NAN, "step": step} for step in steps]
-    job = faulty(tmp_path, prepared_data / "phase1.lock.json", 8, 2 if policy is SKIP else 3, faults, *policy)
+    job = faulty(
+        tmp_path,
+        prepared_data / "phase1.lock.json",
+        8,
+        2 if policy is SKIP else 3,
+        faults,
+        *policy,
+        fails=True,
+    )
     assert job.returncode == 86
     run, size = tmp_path / "run", GLOBAL_BATCH
     assert json.loads((run / "outcome.json").read_text())["code"] == 86
@@ -111,7 +116,6 @@ def test_a_full_disk_ends_nothing_and_is_named(prepared_data: Path, tmp_path: Pa
     faults = [{"kind": "fill_disk", "step": 3}, {"kind": "empty_disk", "step": 7, "rank": 0}]
     more = ("--metrics.enable_tensorboard", "--resilience.max_failed_saves", "1")
     job = faulty(tmp_path / "a", lock, steps, 3, faults, *more)
-    assert job.returncode == 0, job.stdout[-4000:]
     assert f"(disk {small_disk}, 0 of 0.0168 GB free)" in job.stdout
     assert len(re.findall(r"step:  9 .*loss:", job.stdout)) == 1, "of all ranks, one says so"
     run = tmp_path / "a/run"
@@ -156,8 +160,7 @@ def test_a_full_disk_loses_what_was_put_aside_and_is_tried_again(
     faults += [{"kind": "empty_disk", "step": 8, "rank": 0}]
     old_checkpoint(run / "checkpoint-aside/step-5.20260101T000000-1")
     more = ("--resilience.max_failed_saves", "1", "--checkpoint.async_mode", "disabled")
-    job = faulty(tmp_path / "a", lock, 8, 3, faults, *more)
-    assert job.returncode == 0, job.stdout[-4000:]
+    faulty(tmp_path / "a", lock, 8, 3, faults, *more)
     events = read_lines(run / "events.jsonl")
     failed = [(event["step"], event["in_a_row"]) for event in events if event["kind"] == "save_failed"]
     assert failed == [(3, 0), (6, 0), (7, 0)]
@@ -201,8 +204,7 @@ def test_another_batch_size_from_a_checkpoint_on(
     """Ten steps of 4 sequences, then two of 8: no sequence twice, none left out, tokens as they were read."""
     lock, run = prepared_data / "phase1.lock.json", tmp_path / "run"
     copy_stopped_at(10, reference, run)
-    job = run_job(run, [*arguments(run, lock, 12, 4), "--training.global_batch_size", "8"], RANKS)
-    assert job.returncode == 0, job.stdout[-4000:]
+    run_job(run, [*arguments(run, lock, 12, 4), "--training.global_batch_size", "8"], RANKS)
     mixture = Mixture.open(lock)
     for row, count in zip(read_lines(run / "metrics.jsonl")[-2:], (48, 56), strict=True):
         assert row["tokens_total"] == row["tokens"] == count * SEQ_LEN

@@ -37,8 +37,7 @@ def job(run: Path, config: str, lock: Path, steps: int, *overrides: object) -> P
         "--training.steps", steps, "--validation.freq", steps, "--checkpoint.interval", steps,
         "--metrics.no-enable_wandb", *overrides,
     ]  # fmt: skip
-    done = run_job(run, [str(word) for word in words], ranks=1, limit_s=2400)
-    assert done.returncode == 0, done.stdout[-6000:]
+    run_job(run, [str(word) for word in words], ranks=1, limit_s=2400)
     return run / f"checkpoint/step-{steps}"
 
 

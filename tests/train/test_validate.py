@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torchtitan.components.loss import IGNORE_INDEX
 
 from data_mixtures.mixture import Mixture, valid_windows
-from tests.train.logged import EPSILON, STEPS, WINDOWS, checkpoint_model, plain_loss, train_logged
-from tests.train.runs import SEQ_LEN, copy_stopped_at, metrics
+from tests.train.logged import EPSILON, STEPS, WINDOWS, checkpoint_model, plain_loss
+from tests.train.runs import SEQ_LEN, metrics
 from train.validate import deal_out, octave_sums, octaves
 
 
@@ -55,25 +55,6 @@ def test_a_position_counts_from_the_beginning_of_its_document() -> None:
     assert torch.equal(octave_sums(losses, labels, documents, octaves(64)), expected)
     whole = octave_sums(losses[:1], labels[:1], None, octaves(64))
     assert whole[0, 3:].tolist() == [12, 12, 24], "without marks of documents a position is one in the window"
-
-
-@pytest.mark.job
-def test_one_rank_validates_and_resumes_the_same(
-    logged_run: Path, prepared_data: Path, tmp_path: Path
-) -> None:
-    """From the checkpoint of step 4 on one rank: tokens, losses by source and validation of
-    step 6, to rounding.
-    """
-    alone = tmp_path / "alone"
-    copy_stopped_at(4, logged_run, alone)
-    train_logged(alone, prepared_data / "phase1.lock.json", ranks=1)
-    whole, last = metrics(logged_run)[-1], metrics(alone)[-1]
-    assert (last["step"], last["attempt"]) == (6, 2)
-    assert last["tokens_by_source"] == whole["tokens_by_source"]
-    # two steps of AdamW apart, with gradients summed in another order: the bound of the tests of resuming
-    assert abs(last["valid_loss"] - whole["valid_loss"]) < 1e-5
-    for name, loss in whole["loss_by_source"].items():
-        assert abs(last["loss_by_source"][name] - loss) < 1e-4
 
 
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 5))

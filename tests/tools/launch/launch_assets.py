@@ -7,7 +7,6 @@ PYTHONPATH, so an editable install's hook is in force.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -15,10 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
 from tests.train import runs
+from tools.launch.script import Cluster, batch_script
 
 ROOT = Path(__file__).resolve().parents[3]
 PACED = '''
@@ -78,6 +75,22 @@ def environment() -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1"}
 
 
+def write_program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def stand_in_script(run: Path, supervisor: str, cluster: Cluster) -> Path:
+    """The batch script of a snapshot whose Python is this shell script."""
+    snapshot = run / "snap"
+    (snapshot / "code").mkdir(parents=True)
+    write_program(snapshot / "env/bin/python", supervisor)
+    write_program(snapshot / "submit.sbatch", batch_script(snapshot, run, cluster, None))
+    subprocess.run("sha256sum submit.sbatch > SHA256SUMS", shell=True, cwd=snapshot, check=True)
+    return snapshot / "submit.sbatch"
+
+
 def launch(checkout: Path, *arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
     """`python -m tools.launch ...` in the checkout."""
     command = [sys.executable, "-m", "tools.launch", *arguments]
@@ -88,21 +101,3 @@ def launch(checkout: Path, *arguments: str, env: dict[str, str] | None = None) -
 
 def records(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def losses(run: Path) -> dict[int, float]:
-    """Loss by step, of the last attempt that logged it."""
-    return {record["step"]: record["loss"] for record in records(run / "metrics.jsonl") if "loss" in record}
-
-
-def weights_hash(checkpoint: Path, scratch: Path) -> str:
-    """sha256 over the model's tensors of a DCP checkpoint."""
-    target = scratch / f"{checkpoint.parents[1].name}-{checkpoint.name}.pt"
-    dcp_to_torch_save(checkpoint, target)
-    state = torch.load(target, weights_only=False)
-    tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
-    assert tensors
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(name.encode() + tensors[name].contiguous().numpy().tobytes())
-    return digest.hexdigest()

@@ -191,12 +191,8 @@ class SlurmCluster:
         command = ("scancel", f"--signal={name}", "--batch", str(job_id))
         return subprocess.run(command, env=self.env, capture_output=True, timeout=300).returncode == 0
 
-    def command(
-        self, *command: str, check: bool = True, cwd: Path | None = None, timeout_s: float = 60
-    ) -> str:
-        done = subprocess.run(
-            command, env=self.env, cwd=cwd, capture_output=True, text=True, timeout=timeout_s
-        )
+    def command(self, *command: str, check: bool = True, cwd: Path | None = None) -> str:
+        done = subprocess.run(command, env=self.env, cwd=cwd, capture_output=True, text=True, timeout=60)
         assert not check or done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
         return done.stdout
 

@@ -18,7 +18,16 @@ import pytest
 
 from records.files import append_line, code_version
 from records.job import LRScheduler
-from tests.tools.launch.launch_assets import ROOT, commit, environment, git, launch, records
+from tests.tools.launch.launch_assets import (
+    ROOT,
+    commit,
+    environment,
+    git,
+    launch,
+    records,
+    stand_in_script,
+    write_program,
+)
 from tools.launch import snapshot as snapshots
 from tools.launch.__main__ import decay_branch, final_checkpoint, main, next_phase, stable_steps
 from tools.launch.script import WATCHER, Cluster, batch_script
@@ -79,13 +88,7 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Call:
     return run
 
 
-def write_program(path: Path, text: str) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
-
-
-def test_a_snapshot_holds_all_that_the_job_runs_from(
+def test_a_snapshot_holds_all_that_the_job_runs_from_and_nothing_else_runs(
     repository: Path, queue: None, lock: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("HF_TOKEN", "hush"), ("NCCL_DEBUG", "WARN")):
@@ -117,22 +120,20 @@ def test_a_snapshot_holds_all_that_the_job_runs_from(
     assert subprocess.run(["sha256sum", "--quiet", "--check", "SHA256SUMS"], cwd=snapshot).returncode == 0
     assert not [p for p in snapshot.rglob("*") if not p.is_symlink() and p.stat().st_mode & 0o222]
 
-
-def test_the_interpreter_of_a_snapshot_knows_no_other_code(
-    repository: Path, queue: None, lock: Path, call: Call, tmp_path: Path
-) -> None:
-    """Not through the editable install's hook, which PYTHONPATH cannot beat, and not through the working directory."""
-    call(PHASE1, "--run", tmp_path / "run", *ONE_GPU, "--mixture.lock", lock)
-    (snapshot,) = (tmp_path / "run/snapshot").iterdir()
+    # not through the editable install's hook, which PYTHONPATH cannot beat, and not through the working directory
     (tmp_path / "train.py").write_text("raise SystemExit('imported from the working directory')\n")
-    names = ("laneformer", "train", "data_mixtures")
-    look = f"import {', '.join(names)}; print({', '.join(f'{name}.__file__' for name in names)})"
-    done = subprocess.run(
-        [str(snapshot / "env/bin/python"), "-P", "-c", look],
-        cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    folders = ("models/laneformer", "train", "data_mixtures")
+    look = "import train, data_mixtures, laneformer as l; print(train.__file__, data_mixtures.__file__, l.__file__)"
+    python = [str(snapshot / "env/bin/python"), "-P", "-c", look]
+    done = subprocess.run(python, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True)
+    folders = ("train", "data_mixtures", "models/laneformer")
     assert done.stdout.split() == [f"{snapshot}/code/{folder}/__init__.py" for folder in folders]
+
+    # the job script checks the files first
+    (snapshot / "job.toml").chmod(0o644)
+    (snapshot / "job.toml").write_text("edited")
+    done = subprocess.run(["bash", snapshot / "submit.sbatch"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "was changed after it was made" in done.stdout
 
 
 def test_a_dirty_checkout_is_refused_or_kept_whole(
@@ -183,17 +184,6 @@ def test_a_refused_launch_leaves_nothing(
         assert not list(run.glob("snapshot/*")) + list(run.glob("snapshot/.*"))
 
 
-def test_a_dry_run_prints_and_leaves_nothing(
-    call: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    nodes = ("--nodes", "24", "--gpus-per-node", "8", "--spares", "1")
-    call(PHASE1, "--run", tmp_path / "run", *nodes, "--dry-run", "--training.steps", "10")
-    printed = capsys.readouterr()
-    assert "#SBATCH --nodes=25" in printed.out
-    assert "--training.steps 10" in printed.err
-    assert not (tmp_path / "run").exists()
-
-
 # --- a run that starts from another
 
 
@@ -214,7 +204,18 @@ def test_options_of_the_parent_are_defaults_that_any_value_replaces(
 ) -> None:
     """Also one that equals the default of a run without a parent."""
     parent = write_parent(tmp_path / "phase1")
-    start = ("--phase-switch", parent, "--config", PHASE2, "--dry-run")
+    run = tmp_path / "run"
+    start = (
+        "--phase-switch",
+        parent,
+        "--config",
+        PHASE2,
+        "--run",
+        run,
+        "--dry-run",
+        "--training.steps",
+        "10",
+    )
     for arguments, nodes, requeue in (
         ((), "4", False),
         (("--nodes", "2"), "2", False),
@@ -222,13 +223,15 @@ def test_options_of_the_parent_are_defaults_that_any_value_replaces(
         (("--no-requeue",), "4", False),
     ):
         call(*start, *arguments)
-        script = capsys.readouterr().out
+        script, said = capsys.readouterr()
+        assert "--training.steps 10" in said
         for line in (f"#SBATCH --nodes={nodes}", "#SBATCH --gpus-per-node=8", "#SBATCH --partition=gpu"):
             assert f"{line}\n" in script
         assert "export A=1\n" in script
         assert ("#SBATCH --requeue" in script) == requeue
     with pytest.raises(SystemExit, match="--nodes 0: it is required, and must be at least 1"):
         call(*start, "--nodes", "0")
+    assert not run.exists(), "a dry run prints, and leaves nothing"
 
 
 def test_the_next_phase_needs_the_final_checkpoint(tmp_path: Path) -> None:
@@ -324,17 +327,12 @@ if [ "$1" = show ]; then printf 'n1\\nn2\\nn3\\n'; else exit 1; fi
 
 def run_script(folder: Path, code: int, cluster: Cluster, number: int) -> int:
     """Run submit.sbatch with stand-ins, send it a signal; returns its exit status."""
-    snapshot = folder / "snap"
-    (snapshot / "env/bin").mkdir(parents=True)
-    (snapshot / "code").mkdir()
-    write_program(snapshot / "env/bin/python", STAND_IN.format(folder=folder, code=code))
+    path = stand_in_script(folder, STAND_IN.format(folder=folder, code=code), cluster)
     write_program(folder / "scontrol", SCONTROL.format(folder=folder))
     write_program(folder / "srun", "#!/bin/sh\nexec sleep 60\n")
-    write_program(snapshot / "submit.sbatch", batch_script(snapshot, folder, cluster, None))
-    subprocess.run("sha256sum submit.sbatch > SHA256SUMS", shell=True, cwd=snapshot, check=True)
     slurm = {"SLURM_JOB_ID": "9", "RETRY_S": "0", "SLURM_JOB_NODELIST": "n[1-3]"}
     env = {**environment(), "PATH": f"{folder}:{os.environ['PATH']}", **slurm}
-    script = subprocess.Popen(["bash", str(snapshot / "submit.sbatch")], env=env, text=True)
+    script = subprocess.Popen(["bash", str(path)], env=env, text=True)
     while not (folder / "ready").exists():
         assert script.poll() is None
         time.sleep(0.01)
@@ -371,15 +369,3 @@ def test_watch_asks_again_where_the_controller_does_not_answer(tmp_path: Path) -
     watch = ["bash", "-c", WATCHER, str(tmp_path / "pulse"), "0.01"]
     subprocess.run(watch, env=env, check=True, timeout=300)
     assert asked.read_text().splitlines() == ["requeue 9"] * 3
-
-
-def test_script_refuses_a_snapshot_that_was_changed(tmp_path: Path) -> None:
-    snapshot = tmp_path / "snap"
-    (snapshot / "code").mkdir(parents=True)
-    (snapshot / "file").write_text("as made")
-    subprocess.run("sha256sum file > SHA256SUMS", shell=True, cwd=snapshot, check=True)
-    (snapshot / "file").write_text("as edited")
-    script = batch_script(snapshot, tmp_path, CLUSTER, None)
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1
-    assert "was changed after it was made" in done.stdout

@@ -66,6 +66,7 @@ USED = [
     turn("user", "Thanks"), turn("assistant", "De rien."),
 ]  # fmt: skip
 SYSTEM = turn("system", "Be brief.\n")
+LONG = [turn(role, f" {role} {n} ") for n in range(40) for role in ("user", "assistant")]
 ROWS: list[Row] = [
     {"messages": ASKED}, {"messages": [SYSTEM, *ASKED]}, {"messages": [turn("system", " "), *ASKED]},
     {"messages": USED, "tools": TOOLS}, {"messages": [SYSTEM, *USED], "tools": TOOLS}, {"messages": [SYSTEM, *USED]},
@@ -186,18 +187,10 @@ def test_calls_and_answers_are_trained_and_nothing_else(
     pieces = np.split(found.ids, edges)
     texts = [tokenizer.decode(piece.tolist(), skip_special_tokens=False) for piece in pieces]
     assert texts[1::2] == [text + EOS for text in WRITTEN]
-    for given in (
-        "Be brief.",
-        "The time",
-        "<tool_response>\n",
-        '{"sky": "é"}',
-        "noon",
-        "in French.",
-        "user",
-        "assistant",
-    ):
-        assert any(given in text for text in texts[::2])
-        assert not any(given in text for text in texts[1::2])
+    context = "".join(texts[::2])
+    assert all(
+        given in context for given in ("Be brief.", "The time", '{"sky": "é"}', "in French.", "assistant")
+    )
     without = json.loads(json.dumps(ROWS[4]))
     without["messages"][2]["weight"] = 0
     fewer = encode(without, encoder, SEQ_LEN, False)
@@ -228,8 +221,7 @@ def test_without_the_option_ids_and_hashes_are_those_of_before() -> None:
     tokenizer = byte_level(["What is it? It is 7. "] * 9, ["<s>", EOS], 300)
     tokenizer.no_truncation()
     chat = ChatTokenizer(tokenizer, tokenizer.token_to_id(EOS))
-    long = [turn(role, f" {role} {n} ") for n in range(40) for role in ("user", "assistant")]
-    found = [encode({"messages": messages}, chat, 600, True) for messages in (ASKED, [SYSTEM, *ASKED], long)]
+    found = [encode({"messages": messages}, chat, 600, True) for messages in (ASKED, [SYSTEM, *ASKED], LONG)]
     assert [(each.key, each.cut, each.system) for each in found] == GOLDEN_KEYS
     content = b"".join(each.ids.astype("<u4").tobytes() + each.trained.tobytes() for each in found)
     assert hashlib.sha256(content).hexdigest() == GOLDEN_SHA256
@@ -240,8 +232,7 @@ def test_a_conversation_without_system_and_tools_is_the_published_one(
 ) -> None:
     """So it is held out by the same hash, whatever the template."""
     tokenizer, _ = open_tokenizer(prepared_data / "tokenizer.model")
-    long = [turn(role, f" {role} {n} ") for n in range(40) for role in ("user", "assistant")]
-    for messages in (ASKED, long):
+    for messages in (ASKED, LONG):
         ours, published = (
             encode({"messages": messages}, each, 600, True) for each in (encoder, ChatTokenizer(tokenizer, 2))
         )

@@ -66,6 +66,7 @@ STOP: Life = (STOPPED, 3, "SIGUSR1", None)
 END: Life = (DONE, 20, "end", 20)
 BAD: Life = (BAD_STEP, 12, "the loss is nan", 10)
 FULL = OSError(28, "No space left on device", "logs/console.log")
+ALTERNATING: list[Life] = [(CRASHED, n, "RuntimeError: x" if n % 3 else "OSError: y", n) for n in range(1, 6)]
 LIMIT: list[Life] = [
     (CRASHED, n, f"RuntimeError: limit at step {n}, /tmp/x{n} 0x7f{n}a", n) for n in (500, 1000, 1500)
 ]
@@ -80,10 +81,11 @@ LIMIT: list[Life] = [
         ([(CRASHED, 7, "", 5), CRASH, CRASH, CRASH], CRASHED, "without a newer checkpoint"),
         ([(REFUSED, 0, "mixture.lock is empty", None)], CRASHED, "mixture.lock is empty"),
         ([FULL, FULL, FULL], CRASHED, "No space left on device"),
+        ([*ALTERNATING, END], DONE, ""),
         (LIMIT, CRASHED, "3 attempts in a row ended for the same reason, last at step 1500: RuntimeError: limit"),
     ],
     ids=["crashes", "stopped workers are no failure", "a missing file", "no progress", "refused settings",
-         "a full disk below its log", "as at every validation, whatever the progress"],
+         "a full disk below its log", "other reasons between", "as at every validation, whatever the progress"],
 )  # fmt: skip
 def test_what_is_started_again_and_what_is_not(
     supervise: Callable, job: JobSections, lives: list[Life], code: int, said: str
@@ -102,12 +104,9 @@ def test_a_full_disk_below_its_log_does_not_end_the_supervisor(
             log.close()
 
 
-def test_other_reasons_between_or_long_attempts_do_not_end_it(supervise: Callable, job: JobSections) -> None:
-    lives = [(CRASHED, n, "RuntimeError: x" if n % 3 else "OSError: y", n) for n in range(1, 6)]
-    assert supervise(*lives, END) == (DONE, 6)
+def test_long_attempts_for_the_same_reason_do_not_end_it(supervise: Callable, job: JobSections) -> None:
     job.resilience.same_reason_hours = 0.0  # every attempt is a long one
-    lives = [(CRASHED, n, "RuntimeError: x", n) for n in range(21, 25)]
-    assert supervise(*lives, (DONE, 40, "end", 40)) == (DONE, 5)
+    assert supervise(*LIMIT, END) == (DONE, 4)
 
 
 @pytest.mark.parametrize(
@@ -200,20 +199,12 @@ def test_a_node_on_which_the_job_crashes_twice_is_chosen_last(
     monkeypatch.setattr(Attempt, "watch", failing_on_b)
     lives: list[Life] = [(CRASHED, n, f"RuntimeError: {'x' * n}", n) for n in (1, 2, 3)]
     assert supervise(*lives, END, nodes="a,b,c", spares=1) == (DONE, 4)
-    starts = [e["nodes"] for e in read_lines(job.run / "events.jsonl") if e["kind"] == "supervisor_start"]
-    assert starts == [["a", "b"], ["a", "b"], ["a", "c"], ["a", "c"]]
+    assert events(job, "start", "nodes") == [["a", "b"], ["a", "b"], ["a", "c"], ["a", "c"]]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--job.config_file=configs/phase1.toml", "--checkpoint.load_step", "5"], "at every restart"),
-        ([], "is missing"),
-    ],
-)
-def test_what_no_restart_could_do_is_refused(arguments: list[str], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        read_job(arguments)
+def test_what_no_restart_could_do_is_refused() -> None:
+    with pytest.raises(ValueError, match="at every restart"):
+        read_job(["--job.config_file=configs/phase1.toml", "--checkpoint.load_step", "5"])
 
 
 def test_the_supervisor_imports_no_torch() -> None:
@@ -222,9 +213,11 @@ def test_the_supervisor_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
-@pytest.mark.parametrize(("given", "gpus", "workers"), [([], 0, 1), ([], 1, 1), ([], 8, 8), (["3"], 8, 3)])
+@pytest.mark.parametrize(
+    ("flag", "gpus", "workers"), [([], 0, 1), ([], 8, 8), (["--nproc-per-node", "3"], 8, 3)]
+)
 def test_a_worker_for_each_gpu_unless_told_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], gpus: int, workers: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: list[str], gpus: int, workers: int
 ) -> None:
     def supervisor(job: JobSections, options: Options, arguments: list[str]) -> SimpleNamespace:
         return SimpleNamespace(run=lambda: options.nproc_per_node)
@@ -233,7 +226,6 @@ def test_a_worker_for_each_gpu_unless_told_otherwise(
     monkeypatch.setattr(command, "refuse_impossible", lambda arguments: None)
     monkeypatch.setattr(command, "count_gpus", lambda: gpus)
     job = ["--job.config_file", str(ROOT / "configs/debug_phase1.toml"), "--job.dump_folder", str(tmp_path)]
-    flag = ["--nproc-per-node", *given] if given else []
     monkeypatch.setattr(sys, "argv", ["supervise", *job, *flag])
     assert command.main() == workers
 
