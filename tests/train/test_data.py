@@ -216,6 +216,25 @@ def test_counts_are_those_of_the_batches_across_phases_and_windows(prepared_data
     assert again.tokens_before() == two.tokens_before()
 
 
+def test_damage_ends_the_batches_at_its_own(prepared_data, tmp_path):
+    """Readers are ahead of it: the batches before it arrive, then the error as the mixture words it."""
+    data = tmp_path / "data"
+    shutil.copytree(prepared_data, data)
+    content = bytearray((data / "web/shard-00001.bin").read_bytes())
+    content[1234] ^= 1
+    (data / "web/shard-00001.bin").write_bytes(content)
+    batches = []
+    each = loader(data / "phase1.lock.json", batch=8, threads=4)
+    with pytest.raises(
+        ValueError, match=r"web/shard-00001\.bin: block 0 of 1 \(bytes 0 to 4098\) is damaged"
+    ):
+        batches.extend(each)
+    before = each.mixture.windows_per_source(len(batches) * 8)["web"]
+    after = each.mixture.windows_per_source(len(batches) * 8 + 8)["web"]
+    assert before <= 64 < after, "the refused batch is the first with a window of the damaged shard"
+    assert json.loads(each.state_dict()["mixture"])["sequences"] == len(batches) * 8
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_readers_keep_the_order_and_their_bound_and_end_with_the_iterator(threads: int) -> None:
     started: list[int] = []
