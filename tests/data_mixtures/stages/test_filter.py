@@ -77,18 +77,6 @@ def test_any_type_of_text_column_gives_the_same_bytes(kind, tmp_path, monkeypatc
     assert len(digests) == 1  # batches are how it is read, not what is written
 
 
-def test_what_is_done_stays_done_until_something_it_depends_on_changes(out):
-    done = filtered(out, {"notes": [GOOD[:10], GOOD[10:20]]}, recipe_with(out))
-    assert do_all(done) == 0
-    assert do_all(filter.Filter(recipe_with(out, min_chars=70), out, ("notes",))) == 2
-    assert do_all(done) == 2
-    write_raw(out, {"notes": [GOOD[:10], GOOD[10:19]]})
-    assert do_all(done) == 1
-    write_lines(out.parent / "quiz.jsonl", [f"Another {QUESTION}"], "question")
-    decontaminate.make_index(done.recipe.filter.benchmarks, out)
-    assert do_all(done) == 2
-
-
 def test_a_missing_column_and_a_file_without_rows(out):
     write_raw(out, {"notes": [[], GOOD[:2]]})
     done = filter.Filter(recipe_with(out), out, ("notes",))
@@ -99,14 +87,6 @@ def test_a_missing_column_and_a_file_without_rows(out):
     assert documents(done)[0].num_rows == 0
     with pytest.raises(ValueError, match="no column 'content'; its columns: text"):
         list(filter.read_raw(out / "fetch/notes/unit-00001" / stage.RAW, "content"))
-
-
-def test_long_documents_are_cut_at_newlines_and_nothing_is_lost():
-    whole = "".join(f"line {i}\n" for i in range(5000)) + "x" * 3000
-    pieces = list(filter.cut(whole, 1000))
-    assert "".join(pieces) == whole
-    assert max(map(len, pieces)) <= 1000
-    assert all(piece.endswith("\n") for piece in pieces[:-4])
 
 
 def filter_parquet(
@@ -136,6 +116,8 @@ def test_a_document_of_a_hub_source_is_cut_too_and_says_where_it_came_from(out):
     pieces, counts = column(done, "text")[9:-3], documents(done)[1]
     assert "".join(pieces) == long
     assert len(pieces) == 4
+    assert max(map(len, pieces)) <= RECIPE.max_document_chars
+    assert all(piece.endswith("\n") for piece in pieces)
     assert (counts["read"], counts["cut"], counts["kept"]) == (15 + 3, 3, 12 + 4)
     assert counts["dropped"]["too_long"] == counts["dropped"]["too_short"] == 1, "judged before it is cut"
     rows = [*range(9), *[10] * 4, *range(12, 15)]
