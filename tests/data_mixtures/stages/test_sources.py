@@ -70,13 +70,6 @@ def test_folders_are_matched_exactly_and_columns_are_read(tmp_path, mirror):
 
 
 def test_all_that_is_refused_is_named_at_once(tmp_path, mirror):
-    repositories = (("one", "Else"), ("two", "Else"), ("three", "Third"))
-    path = recipe(
-        tmp_path, {"name": "good"}, *({"name": name, "repo": f"nobody/{repo}"} for name, repo in repositories)
-    )
-    both = r"(?s)2 repositories refuse.*one, two: nobody/Else @ abc.*three: nobody/Third"
-    with pytest.raises(ValueError, match=both):
-        make_plan(path, tmp_path / "out", mirror)
     wrong = [{"name": "body", "configs": '["unknown"]'}, {"name": "typo", "configs": '["4plu"]'}]
     with pytest.raises(ValueError, match="2 sources are not as the recipe says") as caught:
         make_plan(recipe(tmp_path, {"name": "good"}, *wrong), tmp_path / "out", mirror)
