@@ -12,7 +12,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -206,14 +205,8 @@ def test_a_file_in_two_sources_is_reported(folder: Path) -> None:
     assert shared in printed
 
 
-@pytest.fixture
-def bucket(folder: Path, s3: fsspec.AbstractFileSystem) -> None:
-    """The Parquet in s3://bucket/b/."""
-    s3.put(f"{folder}/b/", "bucket/b/", recursive=True)
-
-
 @pytest.mark.job  # a server that speaks S3 takes seconds to be imported
-def test_parquet_in_a_bucket_is_split_as_on_a_disk(folder: Path, bucket: None, s3, monkeypatch) -> None:
+def test_parquet_in_a_bucket_is_split_as_on_a_disk(folder: Path, s3, monkeypatch) -> None:
     table = pa.table({"content": write_text(23, 50, 90)})
     pq.write_table(table, folder / "b/large.parquet", row_group_size=7)
     s3.put(str(folder / "b/large.parquet"), "bucket/b/large.parquet")
@@ -249,14 +242,14 @@ def test_the_page_shows_recipes_that_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.rotate
-def test_the_page_from_files_to_steps(folder: Path, bucket: None) -> None:
-    """All commands of the page as they stand; then its input of a bucket in place of the folder b/."""
+def test_the_page_from_files_to_steps(folder: Path) -> None:
+    """All commands of the page as they stand."""
     write_json_lines(folder / "corpus/more.jsonl.gz", write_text(50, 1500, 60))
     (folder / "notes/deep").mkdir(parents=True)
     for number in range(3):
         (folder / f"notes/deep/{number}.md").write_text(write_text(60 + number, 1, 200)[0])
     (folder / "configs").symlink_to(ROOT / "configs")
-    whole, inputs, *_ = blocks("toml")
+    whole, *_ = blocks("toml")
     (folder / "own.toml").write_text(whole)
     prepare_line, train_lines, _ = blocks("")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -277,10 +270,3 @@ def test_the_page_from_files_to_steps(folder: Path, bucket: None) -> None:
     assert rows[-1]["step"] == 5
     assert rows[-1]["tokens_by_source"] == {"mine": 24 * 256, "yours": 12 * 256, "notes": 4 * 256}
     assert list(rows[-1]["valid_loss_by_source"]) == [name for name in NAMES if held_out[name]]
-    before = shards.read_manifest(folder / "data/own/mine")["shards"]
-    of_folder = next(line for line in whole.splitlines() if "parquet" in line)
-    of_bucket = next(line for line in inputs.splitlines() if "s3://" in line)
-    (folder / "own.toml").write_text(whole.replace(of_folder, of_bucket))
-    shell(f"{prepare_line.strip()} --replace")
-    assert before == shards.read_manifest(folder / "data/own/mine")["shards"]
-    assert shards.read_manifest(folder / "data/own/yours")["read"] == 80
