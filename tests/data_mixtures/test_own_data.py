@@ -7,9 +7,6 @@ import gzip
 import json
 import os
 import random
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,7 +16,7 @@ import pytest
 from data_mixtures import recipe_file, shards
 from data_mixtures.mixture import Mixture
 from data_mixtures.stages import plan, stage
-from tests.data_mixtures.conftest import prepare_folder
+from tests.data_mixtures.conftest import ROOT, code_blocks, prepare_folder, run_shell
 from tests.tokenizer_assets import byte_level, save
 
 RECIPE = """
@@ -35,7 +32,6 @@ yours = 40
 """
 JSONL = '{ kind = "jsonl", field = "content", paths = ["corpus/*.jsonl.gz"] }'
 PARQUET = '{ kind = "parquet", field = "content", paths = ["b/*.parquet"] }'
-ROOT = Path(__file__).resolve().parents[2]
 WORDS = "the of and to in is you that it he was for on are as with his they at be this have from or one had by word"
 
 
@@ -219,15 +215,12 @@ def test_parquet_in_a_bucket_is_split_as_on_a_disk(folder: Path, s3, monkeypatch
     assert len(content) == 1
 
 
-PAGE = ROOT / "docs/own-data.md"
 NAMES = ("mine", "yours", "notes")
 
 
 def blocks(language: str) -> list[str]:
-    """The code of the page that stands between fences of this language."""
-    text = PAGE.read_text(encoding="utf-8")
-    fences = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [code for name, code in fences if name == language]
+    """The code of the page in this language."""
+    return [code for name, code in code_blocks("own-data.md") if name == language]
 
 
 def test_the_page_shows_recipes_that_load(tmp_path: Path) -> None:
@@ -252,17 +245,8 @@ def test_the_page_from_files_to_steps(folder: Path) -> None:
     whole, *_ = blocks("toml")
     (folder / "own.toml").write_text(whole)
     prepare_line, train_lines, _ = blocks("")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1"}
-
-    def shell(command: str) -> str:
-        line = ["bash", "-ec", command]
-        done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        return done.stdout + done.stderr
-
-    assert "mine 60.00 %, yours 30.00 %, notes 10.00 %" in shell(prepare_line)
-    printed = shell(train_lines)
+    assert "mine 60.00 %, yours 30.00 %, notes 10.00 %" in run_shell(prepare_line, folder)
+    printed = run_shell(train_lines, folder, OMP_NUM_THREADS="1")
     held_out = {name: shards.read_manifest(folder / f"data/own/{name}")["valid"]["windows"] for name in NAMES}
     without = ", ".join(name for name in NAMES if not held_out[name])
     assert not without or f"no held-out windows, so not in the validation loss: {without}" in printed
