@@ -5,9 +5,12 @@ every window is known.
 from __future__ import annotations
 
 import json
+import os
 import random
+import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -22,6 +25,7 @@ from data_mixtures import mixture, prepare, shards
 from data_mixtures.stages.run import Options
 from tests.shared import Shared
 
+ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
 seed = 11
 seq_len = 32
@@ -102,6 +106,22 @@ def prepare_folder(path: Path, out: Path, workers: int = 1, **options: Any) -> s
     console = Console(record=True, width=200, quiet=False)
     prepare.prepare(path, out, Options(workers), console, **options)
     return console.export_text()
+
+
+def code_blocks(page: str) -> list[tuple[str, str]]:
+    """Language and code of everything between fences in a page of docs/."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(r"^ *```(\w*)\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
+
+
+def run_shell(script: str, folder: Path, **environment: str) -> str:
+    """Run commands in a folder with the project's own on the path; returns what was printed."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **environment}
+    line = ["bash", "-euc", script]
+    done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

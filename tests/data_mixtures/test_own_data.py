@@ -7,12 +7,8 @@ import gzip
 import json
 import os
 import random
-import re
-import subprocess
-import sys
 from pathlib import Path
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,7 +16,7 @@ import pytest
 from data_mixtures import recipe_file, shards
 from data_mixtures.mixture import Mixture
 from data_mixtures.stages import plan, stage
-from tests.data_mixtures.conftest import prepare_folder
+from tests.data_mixtures.conftest import ROOT, code_blocks, prepare_folder, run_shell
 from tests.tokenizer_assets import byte_level, save
 
 RECIPE = """
@@ -36,7 +32,6 @@ yours = 40
 """
 JSONL = '{ kind = "jsonl", field = "content", paths = ["corpus/*.jsonl.gz"] }'
 PARQUET = '{ kind = "parquet", field = "content", paths = ["b/*.parquet"] }'
-ROOT = Path(__file__).resolve().parents[2]
 WORDS = "the of and to in is you that it he was for on are as with his they at be this have from or one had by word"
 
 
@@ -206,14 +201,8 @@ def test_a_file_in_two_sources_is_reported(folder: Path) -> None:
     assert shared in printed
 
 
-@pytest.fixture
-def bucket(folder: Path, s3: fsspec.AbstractFileSystem) -> None:
-    """The Parquet in s3://bucket/b/."""
-    s3.put(f"{folder}/b/", "bucket/b/", recursive=True)
-
-
 @pytest.mark.job  # a server that speaks S3 takes seconds to be imported
-def test_parquet_in_a_bucket_is_split_as_on_a_disk(folder: Path, bucket: None, s3, monkeypatch) -> None:
+def test_parquet_in_a_bucket_is_split_as_on_a_disk(folder: Path, s3, monkeypatch) -> None:
     table = pa.table({"content": write_text(23, 50, 90)})
     pq.write_table(table, folder / "b/large.parquet", row_group_size=7)
     s3.put(str(folder / "b/large.parquet"), "bucket/b/large.parquet")
@@ -226,15 +215,12 @@ def test_parquet_in_a_bucket_is_split_as_on_a_disk(folder: Path, bucket: None, s
     assert len(content) == 1
 
 
-PAGE = ROOT / "docs/own-data.md"
 NAMES = ("mine", "yours", "notes")
 
 
 def blocks(language: str) -> list[str]:
-    """The code of the page that stands between fences of this language."""
-    text = PAGE.read_text(encoding="utf-8")
-    fences = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [code for name, code in fences if name == language]
+    """The code of the page in this language."""
+    return [code for name, code in code_blocks("own-data.md") if name == language]
 
 
 def test_the_page_shows_recipes_that_load(tmp_path: Path) -> None:
@@ -249,27 +235,18 @@ def test_the_page_shows_recipes_that_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.rotate
-def test_the_page_from_files_to_steps(folder: Path, bucket: None) -> None:
-    """All commands of the page as they stand; then its input of a bucket in place of the folder b/."""
+def test_the_page_from_files_to_steps(folder: Path) -> None:
+    """All commands of the page as they stand."""
     write_json_lines(folder / "corpus/more.jsonl.gz", write_text(50, 1500, 60))
     (folder / "notes/deep").mkdir(parents=True)
     for number in range(3):
         (folder / f"notes/deep/{number}.md").write_text(write_text(60 + number, 1, 200)[0])
     (folder / "configs").symlink_to(ROOT / "configs")
-    whole, inputs, *_ = blocks("toml")
+    whole, *_ = blocks("toml")
     (folder / "own.toml").write_text(whole)
     prepare_line, train_lines, _ = blocks("")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1"}
-
-    def shell(command: str) -> str:
-        line = ["bash", "-ec", command]
-        done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        return done.stdout + done.stderr
-
-    assert "mine 60.00 %, yours 30.00 %, notes 10.00 %" in shell(prepare_line)
-    printed = shell(train_lines)
+    assert "mine 60.00 %, yours 30.00 %, notes 10.00 %" in run_shell(prepare_line, folder)
+    printed = run_shell(train_lines, folder, OMP_NUM_THREADS="1")
     held_out = {name: shards.read_manifest(folder / f"data/own/{name}")["valid"]["windows"] for name in NAMES}
     without = ", ".join(name for name in NAMES if not held_out[name])
     assert not without or f"no held-out windows, so not in the validation loss: {without}" in printed
@@ -277,10 +254,3 @@ def test_the_page_from_files_to_steps(folder: Path, bucket: None) -> None:
     assert rows[-1]["step"] == 5
     assert rows[-1]["tokens_by_source"] == {"mine": 24 * 256, "yours": 12 * 256, "notes": 4 * 256}
     assert list(rows[-1]["valid_loss_by_source"]) == [name for name in NAMES if held_out[name]]
-    before = shards.read_manifest(folder / "data/own/mine")["shards"]
-    of_folder = next(line for line in whole.splitlines() if "parquet" in line)
-    of_bucket = next(line for line in inputs.splitlines() if "s3://" in line)
-    (folder / "own.toml").write_text(whole.replace(of_folder, of_bucket))
-    shell(f"{prepare_line.strip()} --replace")
-    assert before == shards.read_manifest(folder / "data/own/mine")["shards"]
-    assert shards.read_manifest(folder / "data/own/yours")["read"] == 80

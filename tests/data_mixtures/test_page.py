@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from data_mixtures import recipe_file
 from data_mixtures.mixture import Mixture
 from data_mixtures.stages import pipeline
+from tests.data_mixtures.conftest import ROOT, code_blocks, run_shell
 from tests.data_mixtures.stages import fake_hub
 from tests.data_mixtures.stages.hub_assets import write_parquet
 from tests.data_mixtures.stages.shuffle_assets import tokenizer_model
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "data_mixtures"
 SMALL = """
 seq_len = 32
@@ -39,11 +35,8 @@ cc2-mhq = 1
 
 def commands() -> str:
     """The block of the page that defines `stage`."""
-    blocks = re.findall(
-        r"^ *```\w*\n(.*?)^ *```$", (ROOT / "docs/data.md").read_text(encoding="utf-8"), re.M | re.S
-    )
-    (found,) = (block for block in blocks if "stage()" in block)
-    return found
+    (block,) = (code for _, code in code_blocks("data.md") if "stage()" in code)
+    return block
 
 
 def test_the_loop_has_all_sources_and_all_stages():
@@ -75,21 +68,10 @@ def test_the_commands_prepare_both_phases_and_free_what_is_read(tmp_path, monkey
     (there / "nemotron.toml").write_text(SMALL)
     (there / "tokenizer.model").write_bytes(tokenizer_model())
     script = re.sub(r'sources=".*?"', 'sources="cc2-mq cc2-mhq"', commands(), flags=re.S)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    script = script.replace("--workers 16", "--workers 1")
     with fake_hub.FakeHub(hub) as server:
-        env = {
-            **os.environ,
-            "PATH": path,
-            "PYTHONPATH": str(ROOT),
-            "HF_ENDPOINT": server.url,
-            "HF_HOME": str(tmp_path),
-        }
-        done = subprocess.run(
-            ["bash", "-euc", script.replace("--workers 16", "--workers 1")],
-            cwd=tmp_path, env=env, capture_output=True, text=True,
-        )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "0 damaged" in done.stdout
+        printed = run_shell(script, tmp_path, HF_ENDPOINT=server.url, HF_HOME=str(tmp_path))
+    assert "0 damaged" in printed
     data = tmp_path / "data/nemotron"
     for phase in ("phase1", "phase2"):
         assert Mixture.open(data / f"{phase}.lock.json").sequences(0, 4)[0].shape == (4, 33)

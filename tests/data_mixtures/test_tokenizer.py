@@ -6,14 +6,13 @@ import random
 import sysconfig
 from pathlib import Path
 
-import gigatoken
 import numpy as np
 import pytest
 import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_mixtures import fast_encoder, tokenizer
+from data_mixtures import tokenizer
 from data_mixtures.recipe import TokenizerTraining
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
@@ -69,32 +68,6 @@ def test_real_text_and_long_documents(processor):
     line = "".join(draw.choice("abcdef 0123456789") for _ in range(1_100_000))
     check(processor, [*TEXTS, "\n".join(TEXTS), line, "x" * 50_000, " " * 5000, "\n" * 5000])
     assert made_of(processor).fast is not None
-
-
-def test_control_tokens_that_text_spells_stay_text(processor):
-    """gigatoken itself, given the whole model, makes the control id of them."""
-    text = "a <s> b</s> <unk> </s><s>"
-    model = processor.serialized_model_proto()
-    assert {1, 2} & set(gigatoken.Tokenizer.from_sentencepiece(model).encode(text).tolist())
-    check(processor, [text])
-
-
-def test_a_fast_encoder_that_differs_on_a_probe_is_not_used(processor, monkeypatch):
-    found = fast_encoder.of_sentencepiece
-
-    def wrong(model):
-        encode = found(model)
-
-        def other(texts):
-            ids, lengths = encode(texts)
-            return np.where(ids == 5, 6, ids) if "Html" in str(texts) else ids[::-1], lengths
-
-        return other
-
-    monkeypatch.setattr(fast_encoder, "of_sentencepiece", wrong)
-    made = made_of(processor)
-    assert made.fast is None
-    check(processor, TEXTS[1:], made)
 
 
 def test_training_on_too_little_text_says_so():

@@ -9,7 +9,6 @@ import json
 import sysconfig
 from pathlib import Path
 
-import gigatoken
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, models
 
 from data_mixtures import recipe, shards, tokenizer
 from data_mixtures.stages import tokenize
-from tests.data_mixtures.stages.filtered import do_all, filtered, make_recipe
+from tests.data_mixtures.stages.filtered import filtered, make_recipe
 from tests.tokenizer_assets import byte_level, save
 
 TEXT = (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_text(encoding="utf-8")
@@ -52,10 +51,6 @@ def test_a_document_is_whole_and_as_the_library_encodes_it(llama_3: Path) -> Non
     tokens, lengths = made.encode([TEXT])
     assert tokens.tolist() == [600, *plain.encode(TEXT, add_special_tokens=False).ids, 601]
     assert (made.vocab_size, made.dtype, lengths.tolist()) == (603, np.dtype("<u2"), [len(tokens)])
-    text = f"a {LLAMA_3[0]}b{LLAMA_3[1]} <s>" * 3  # special tokens that text spells stay text
-    ids = made.fast([text])[0].tolist()
-    assert (ids, max(ids) < 600) == (made.reference(text), True)
-    assert 600 in gigatoken.Tokenizer(str(llama_3)).encode(text).tolist(), "what it does with the whole file"
 
 
 BEGIN, END, TURN = LLAMA_3
@@ -122,17 +117,11 @@ def test_a_large_vocabulary_takes_4_bytes(tmp_path: Path) -> None:
     assert facts.items() <= tokenizer.facts(tmp_path / "tokenizer.json").items()
 
 
-@pytest.mark.parametrize("kind", ["json", "sentencepiece"])
-def test_a_unit_whose_sample_differs_is_encoded_by_the_library(
-    tmp_path: Path, monkeypatch, kind: str
-) -> None:
+def test_a_unit_whose_sample_differs_is_encoded_by_the_library(tmp_path: Path, monkeypatch) -> None:
     """A planted encoder that is wrong for one document of 300: seen by the sample, and the bytes are the library's."""
     words = "some words that are long enough to be kept by the filter"
     texts = {"a": [[f"{words}, {n} of them or so" for n in range(300)]]}
-    given = recipe.TokenizerTraining(300, 20_000, 0.999)
-    if kind == "json":
-        given = recipe.TokenizerFile(str(save(byte_level([TEXT], LLAMA_3), tmp_path / "given")))
-    wanted = make_recipe(texts, given)
+    wanted = make_recipe(texts, recipe.TokenizerTraining(300, 20_000, 0.999))
     filtered(tmp_path, texts, wanted)
     tokenize.make_tokenizer(wanted, tmp_path)
     monkeypatch.setattr(tokenize, "_COMPARED_BYTES", 100)
@@ -156,10 +145,6 @@ def test_a_unit_whose_sample_differs_is_encoded_by_the_library(
     assert [each["slow"] for each in counts] == [0, 300]
     for name in tokenize.SLICED:
         assert (tmp_path / "right" / name).read_bytes() == (tmp_path / "wrong" / name).read_bytes()
-    monkeypatch.setattr(tokenize, "COMPARED_OF", 10**9)
-    work_in(work, tmp_path / "unseen")
-    seen = [(tmp_path / name / "tokens.bin").read_bytes() for name in ("right", "unseen")]
-    assert seen[0] != seen[1], "without the sample, the planted fault is in the bytes"
 
 
 def work_in(work: tokenize.Tokenize, folder: Path) -> dict:
@@ -179,11 +164,6 @@ def test_a_tokenizer_json_is_brought_along_with_its_names(tmp_path: Path) -> Non
     assert (out / "tokenizer.json").read_bytes() == path.read_bytes()
     config = {"bos_token": LLAMA_3[0], "eos_token": "<|eot_id|>", "more": 1}
     assert json.loads((out / "tokenizer_config.json").read_text()) == config
-    stage = tokenize.Tokenize(brought, out, ("a",))
-    assert (do_all(stage), do_all(stage)) == (1, 0)
-    again = make_recipe(texts, recipe.TokenizerFile(str(path)))
-    tokenize.make_tokenizer(again, out)
-    assert do_all(tokenize.Tokenize(again, out, ("a",))) == 1, "documents end with another token"
     trained = make_recipe(texts, recipe.TokenizerTraining(300, 20_000, 0.999))
     with pytest.raises(ValueError, match=r"out/tokenizer.json is not this recipe's, and"):
         tokenize.make_tokenizer(trained, out)

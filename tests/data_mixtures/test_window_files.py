@@ -13,6 +13,7 @@ import pytest
 from data_mixtures import shards, window_files
 from data_mixtures.mixture import valid_windows
 from data_mixtures.window_files import WindowFiles
+from tests.data_mixtures.conftest import flip
 
 SEQ_LEN, WINDOWS, BLOCK = 4, 23, 64  # windows of 10 bytes at a stride of 8
 
@@ -20,12 +21,6 @@ SEQ_LEN, WINDOWS, BLOCK = 4, 23, 64  # windows of 10 bytes at a stride of 8
 def write(path: Path, windows: int = WINDOWS, seq_len: int = SEQ_LEN) -> tuple[str, dict]:
     """Tokens 0, 1, 2, ...: window i begins with i * S."""
     return str(path), shards.write_windows(path, np.arange(windows * seq_len + 1).astype(np.uint16), seq_len)
-
-
-def flip(path: str | Path, byte: int) -> None:
-    content = bytearray(Path(path).read_bytes())
-    content[byte] ^= 4
-    Path(path).write_bytes(content)
 
 
 def read(files: WindowFiles, window: int, file: int = 0, seq_len: int = SEQ_LEN) -> np.ndarray:
@@ -45,7 +40,7 @@ def test_one_flipped_bit_fails_every_window_of_its_block_and_no_other(
     small_blocks: None, tmp_path: Path, byte: int
 ) -> None:
     path, entry = write(tmp_path / "shard-00007.bin")
-    flip(path, byte)
+    flip(Path(path), byte)
     files, bad = WindowFiles([(path, entry)], SEQ_LEN), byte // BLOCK
     for window in range(WINDOWS):
         first, last = 2 * window * SEQ_LEN // BLOCK, (2 * (window + 1) * SEQ_LEN + 1) // BLOCK

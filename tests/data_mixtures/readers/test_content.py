@@ -62,22 +62,6 @@ def test_a_unit_is_whole_row_groups_and_sha1_may_be_bytes(tmp_path, monkeypatch)
     assert [row["text"] for row in rows] == CONTENTS[100:200]
 
 
-def test_what_is_missing_is_counted_by_reason_and_asked_again_alone(tmp_path):
-    resolved(tmp_path / "resolved.parquet", CONTENTS)
-    lost, refused, down = (sha1(CONTENTS[i]) for i in (7, 8, 9))
-    with FakeBucket(CONTENTS[:7] + CONTENTS[8:]) as bucket:
-        bucket.flaws = {refused: [403], down: [503] * content.ATTEMPTS}
-        missing = r"3 of 300 contents \(1.00%\) are missing at http.*not_found 1.* 0.005; what"
-        with pytest.raises(ValueError, match=missing):
-            fetched(tmp_path, bucket.url, share=0.005)
-        assert not (tmp_path / "raw.parquet").exists()
-        bucket.asked.clear()
-        counts, rows = fetched(tmp_path, bucket.url, share=0.005)
-        assert set(bucket.asked) == {lost, refused, down}
-    assert counts["dropped"] == {"not_found": 1}
-    assert {row["text"] for row in rows} == set(CONTENTS) - {CONTENTS[7]}
-
-
 def test_a_bucket_that_does_not_answer_ends_the_unit_and_keeps_what_came(tmp_path, monkeypatch):
     monkeypatch.setattr(content, "CONNECTIONS", 4)
     monkeypatch.setattr(content, "ATTEMPTS", 2)

@@ -11,119 +11,85 @@ once each, in order.
 from __future__ import annotations
 
 import hashlib
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import io
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+
+from flask import Response, jsonify, request, send_file
+
+from tests.data_mixtures.served import Served
 
 COMMIT = "abcdef0" + "1" * 33
 PAGE = 2
 
 
-class FakeHub:
-    """`with FakeHub(folder) as hub:` serves at hub.url; hub.asked are the requests, "METHOD PATH" each."""
+class FakeHub(Served):
+    """`with FakeHub(folder) as hub:` serves at hub.url; hub.asked are the paths of its requests."""
 
     def __init__(self, root: Path) -> None:
+        super().__init__()
         self.root = root
         self.asked: list[str] = []
         self.flaws: list[str] = []
-        handler = type("Handler", (_Handler,), {"hub": self})
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        repo = "datasets/<owner>/<name>/<what>"
+        for path in (f"/api/{repo}", f"/api/{repo}/<path:rest>", f"/{repo}/<path:rest>"):
+            self.app.add_url_rule(path, path, self.answer)
 
-    def __enter__(self) -> FakeHub:
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    hub: FakeHub
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        self.hub.asked.append(f"{self.command} {self.path}")
-        parts = unquote(urlsplit(self.path).path).strip("/").split("/")
-        api = parts[0] == "api"
-        _, owner, name, what, *rest = parts[1:] if api else parts
-        repo = f"{owner}/{name}"
-        if not (self.hub.root / repo).is_dir():
-            self._json({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
-        elif name.endswith("Gated") and what in ("auth-check", "resolve") and not self._has_token():
-            self._json({"error": "gated"}, 403, {"X-Error-Code": "GatedRepo"})
-        elif what == "auth-check":
-            self._json({})
-        elif not COMMIT.startswith(rest[0]) and rest[0] != "main":
-            self._json({"error": "Invalid rev id"}, 404, {"X-Error-Code": "RevisionNotFound"})
-        elif what == "revision":
+    def answer(self, owner: str, name: str, what: str, rest: str = "") -> Any:
+        self.asked.append(request.path)
+        repo = self.root / owner / name
+        revision, _, below = rest.partition("/")
+        if not repo.is_dir():
+            return refusal(404, "RepoNotFound")
+        needs_token = name.endswith("Gated") and what in ("auth-check", "resolve")
+        if needs_token and request.headers.get("Authorization") != "Bearer good":
+            return refusal(403, "GatedRepo")
+        if what == "auth-check":
+            return {}
+        if not COMMIT.startswith(revision) and revision != "main":
+            return refusal(404, "RevisionNotFound")
+        if what == "revision":
             counts = {"private": False, "downloads": 0, "likes": 0}
-            self._json({"id": repo, "sha": COMMIT, "siblings": [], "tags": [], **counts})
-        elif what == "tree":
-            self._tree(repo, "/".join(rest[1:]))
-        else:
-            self._file(self.hub.root / repo / "/".join(rest[1:]))
+            return {"id": f"{owner}/{name}", "sha": COMMIT, "siblings": [], "tags": [], **counts}
+        if not (repo / below).exists():
+            return refusal(404, "EntryNotFound")
+        return list_files(repo, below) if what == "tree" else self.send(repo / below)
 
-    do_HEAD = do_GET
-
-    def _has_token(self) -> bool:
-        return self.headers.get("Authorization") == "Bearer good"
-
-    def _json(self, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        kind = {"Content-Type": "application/json"}
-        self._send(json.dumps(value).encode(), status, {**kind, **(headers or {})})
-
-    def _send(self, data: bytes, status: int, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(data))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    def _tree(self, repo: str, folder: str) -> None:
-        start, query = self.hub.root / repo / folder, parse_qs(urlsplit(self.path).query)
-        if not start.is_dir():
-            self._json({"error": "not there"}, 404, {"X-Error-Code": "EntryNotFound"})
-            return
-        found = start.rglob("*") if query.get("recursive") == ["True"] else start.iterdir()
-        entries = [self._entry(repo, path) for path in sorted(found)]
-        first = int(query.get("cursor", ["0"])[0])
-        more = f"{self.hub.url}{urlsplit(self.path).path}?recursive={query['recursive'][0]}&cursor={first + PAGE}"
-        headers = {"Link": f'<{more}>; rel="next"'} if first + PAGE < len(entries) else {}
-        self._json(entries[first : first + PAGE], headers=headers)
-
-    def _entry(self, repo: str, path: Path) -> dict[str, Any]:
-        name = str(path.relative_to(self.hub.root / repo))
-        if path.is_dir():
-            return {"type": "directory", "path": name, "oid": "0" * 40}
+    def send(self, path: Path) -> Any:
         data = path.read_bytes()
-        lfs = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
-        return {"type": "file", "path": name, "oid": "0" * 40, "size": len(data), "lfs": lfs}
-
-    def _file(self, path: Path) -> None:
-        if not path.is_file():
-            self._json({"error": "not there"}, 404, {"X-Error-Code": "EntryNotFound"})
-            return
-        data, status = path.read_bytes(), 200
-        etag = f'"{hashlib.sha256(data).hexdigest()}"'
-        headers = {"ETag": etag, "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-        headers["X-Linked-Size"] = str(len(data))
-        if (wanted := self.headers.get("Range")) and self.command == "GET":
-            first, last = wanted.removeprefix("bytes=").split("-")
-            headers["Content-Range"] = f"bytes {first}-{last or len(data) - 1}/{len(data)}"
-            data, status = data[int(first) : int(last) + 1 if last else None], 206
-        elif self.command == "GET" and self.hub.flaws:
-            flaw = self.hub.flaws.pop(0)
-            if flaw == "500":
-                self._json({"error": "out of order"}, 500)
-                return
+        etag = hashlib.sha256(data).hexdigest()
+        if request.method == "GET" and "Range" not in request.headers and self.flaws:
+            if self.flaws.pop(0) == "500":
+                return refusal(500, "OutOfOrder")
             data = data[:-1] + b"?"  # one byte is another
-        self._send(data, status, headers)
+        sent = send_file(io.BytesIO(data), "application/octet-stream", conditional=True, etag=etag)
+        sent.headers["X-Repo-Commit"] = COMMIT
+        sent.headers["X-Linked-Size"] = str(len(data))
+        return sent
+
+
+def refusal(status: int, code: str) -> tuple[dict[str, str], int, dict[str, str]]:
+    return {"error": code}, status, {"X-Error-Code": code}
+
+
+def list_files(repo: Path, below: str) -> Response:
+    """A page of the entries of a folder, with the address of the next one."""
+    recursive = request.args.get("recursive")
+    paths = (repo / below).rglob("*") if recursive == "True" else (repo / below).iterdir()
+    entries = [describe(repo, path) for path in sorted(paths)]
+    first = int(request.args.get("cursor", 0))
+    last = first + PAGE
+    page = jsonify(entries[first:last])
+    if last < len(entries):
+        more = f"{request.base_url}?recursive={recursive}&cursor={last}"
+        page.headers["Link"] = f'<{more}>; rel="next"'
+    return page
+
+
+def describe(repo: Path, path: Path) -> dict[str, Any]:
+    entry = {"path": str(path.relative_to(repo)), "oid": "0" * 40}
+    if path.is_dir():
+        return {"type": "directory", **entry}
+    data = path.read_bytes()
+    lfs = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
+    return {"type": "file", **entry, "size": len(data), "lfs": lfs}

@@ -2,57 +2,56 @@
 from lists of texts.
 """
 
-import json
+import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_mixtures import recipe
+from data_mixtures import recipe, shards
 from data_mixtures.stages import decontaminate, filter, stage
 
-Texts = dict[str, list[list[Any]]]
+Texts = dict[str, list[Any]]
 
 
-@dataclass(frozen=True)
-class Raw:
-    """A fetch stage whose units are lists of values."""
-
-    out: Path
-    texts: Texts
-    kind: pa.DataType = pa.string()  # noqa: RUF009 - types are constants
-    name: ClassVar[str] = "fetch"
-
-    def units(self) -> list[stage.Unit]:
-        return [stage.Unit(source, i) for source, units in self.texts.items() for i in range(len(units))]
-
-    def key(self, unit: stage.Unit) -> str:
-        return stage.key_of("fetch", repr(self.texts[unit.source][unit.number]))
-
-    def work(self, unit: stage.Unit, folder: Path) -> dict[str, Any]:
-        texts = self.texts[unit.source][unit.number]
-        array = pa.array([text.encode() if isinstance(text, str) else text for text in texts], pa.binary())
-        if (
-            self.kind != pa.binary()
-        ):  # the same bytes under another type, unchecked, as a broken writer leaves them
-            array = pa.Array.from_buffers(pa.string(), len(array), array.buffers()).cast(self.kind)
-        pq.write_table(pa.table({"text": array}), folder / stage.RAW, row_group_size=100)
-        return {"documents": len(texts)}
+def make_unit_folder(out: Path, name: str, unit: stage.Unit) -> Path:
+    folder = stage.unit_folder(out, name, unit)
+    shutil.rmtree(folder, ignore_errors=True)  # receipts are read again when a folder of units changes
+    folder.mkdir(parents=True)
+    return folder
 
 
-def write_raw(out: Path, texts: Texts, kind: pa.DataType = pa.string()) -> None:  # noqa: B008
-    """DIR/plan.json and DIR/fetch of sources with one list of texts per unit."""
-    out.mkdir(exist_ok=True)
-    units = {
-        source: [{"source": source, "number": i, "kind": "local"} for i in range(len(parts))]
-        for source, parts in texts.items()
-    }
-    described = {source: {"units": entries, "plan_hash": "none"} for source, entries in units.items()}
-    (out / stage.PLAN).write_text(json.dumps({"format": stage.PLAN_FORMAT, "sources": described}))
-    do_all(Raw(out, texts, kind))
+def write_receipt(folder: Path, counts: dict[str, Any]) -> None:
+    """Of a unit whose files are there, as `stage.do` writes it."""
+    files = {path.name: stage._entry(path) for path in folder.iterdir() if path.name != stage.RECEIPT}
+    shards.write_json(folder / stage.RECEIPT, {"key": "", "files": files, "counts": counts})
+
+
+def text_column(texts: list[Any], kind: pa.DataType) -> pa.Array:
+    """The same bytes whatever the type, unchecked, as a broken writer leaves them."""
+    array = pa.array([text.encode() if isinstance(text, str) else text for text in texts], pa.binary())
+    if kind == pa.binary():
+        return array
+    return pa.Array.from_buffers(pa.string(), len(array), array.buffers()).cast(kind)
+
+
+def write_raw(out: Path, texts: Texts, kind: pa.DataType | None = None, **entry: str) -> None:
+    """DIR/plan.json and DIR/fetch of sources with the texts, or the columns, of each unit.
+
+    kind: the type of the texts; entry: more of the plan of each unit.
+    """
+    sources = {}
+    for source, units in texts.items():
+        entries = [{"source": source, "number": n, "kind": "local", **entry} for n in range(len(units))]
+        sources[source] = {"units": entries, "plan_hash": "none"}
+        for number, rows in enumerate(units):
+            folder = make_unit_folder(out, "fetch", stage.Unit(source, number))
+            columns = rows if isinstance(rows, dict) else {"text": text_column(rows, kind or pa.string())}
+            pq.write_table(pa.table(columns), folder / stage.RAW, row_group_size=100)
+            write_receipt(folder, {})
+    shards.write_json(out / stage.PLAN, {"format": stage.PLAN_FORMAT, "sources": sources})
 
 
 def do_all(done: Any) -> int:

@@ -7,10 +7,9 @@ import hashlib
 import json
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -23,6 +22,7 @@ from data_mixtures.recipe import LocalSource, Recipe, TokenizerFile, TokenizerTr
 from data_mixtures.stages import blocks, manifest, shuffle, sorted_runs, stage
 from data_mixtures.stages.stage import Unit
 from data_mixtures.stages.tokenize import SLICED, by_key, describe, totals
+from tests.data_mixtures.stages.filtered import make_unit_folder, write_receipt
 
 SEED = 7
 TOKEN = np.dtype("<u2")
@@ -71,48 +71,27 @@ def origin_of(text: str) -> str:
     return local.origin(f"\u00fc/{text[:5]}", len(text), {}) if len(text) % 5 else ""
 
 
-@dataclass(frozen=True)
-class OfTexts:
-    """A stage before the shuffle, of texts in the test's memory."""
-
-    out: Path
-    source: str
-    texts: tuple[Sequence[str], ...]
-
-    def units(self) -> list[Unit]:
-        return [Unit(self.source, n) for n in range(len(self.texts))]
-
-    def key(self, unit: Unit) -> str:
-        return stage.key_of("fetch", self.texts[unit.number])
-
-
-@dataclass(frozen=True)
-class Tokenize(OfTexts):
-    """Documents in the order of their keys, with a token for each byte."""
-
-    name: ClassVar[str] = "tokenize"
-
-    def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
-        texts = self.texts[unit.number]
-        ids = [xxhash.xxh3_128_digest(text.encode()) for text in texts]
-        lengths = np.array([len(tokens_of(text)) for text in texts], "<u4")
-        parts = {
-            "tokens.bin": [np.array(tokens_of(text), TOKEN).tobytes() for text in texts],
-            "origins.bin": [origin_of(text).encode() for text in texts],
-        }
-        rows = describe(ids, SEED, lengths, [text.encode() for text in texts], parts["origins.bin"])
-        order = by_key(rows)
-        rows = rows[order]
-        for name, start, length in (
-            ("tokens.bin", "start", "length"),
-            ("origins.bin", "origin", "origin_bytes"),
-        ):
-            rows[start] = np.cumsum(rows[length]) - rows[length]
-            (folder / name).write_bytes(b"".join(parts[name][i] for i in order))
-        np.save(folder / "documents.npy", rows)
-        for name in SLICED:
-            blocks.seal(folder / name)
-        return {**totals(rows), "dropped": {}}
+def write_tokens(folder: Path, texts: Sequence[str]) -> dict[str, Any]:
+    """Documents in the order of their keys, with a token for each byte; returns their counts."""
+    ids = [xxhash.xxh3_128_digest(text.encode()) for text in texts]
+    lengths = np.array([len(tokens_of(text)) for text in texts], "<u4")
+    parts = {
+        "tokens.bin": [np.array(tokens_of(text), TOKEN).tobytes() for text in texts],
+        "origins.bin": [origin_of(text).encode() for text in texts],
+    }
+    rows = describe(ids, SEED, lengths, [text.encode() for text in texts], parts["origins.bin"])
+    order = by_key(rows)
+    rows = rows[order]
+    for name, start, length in (
+        ("tokens.bin", "start", "length"),
+        ("origins.bin", "origin", "origin_bytes"),
+    ):
+        rows[start] = np.cumsum(rows[length]) - rows[length]
+        (folder / name).write_bytes(b"".join(parts[name][i] for i in order))
+    np.save(folder / "documents.npy", rows)
+    for name in SLICED:
+        blocks.seal(folder / name)
+    return {**totals(rows), "dropped": {}}
 
 
 def split(texts: Sequence[str], units: int) -> tuple[tuple[str, ...], ...]:
@@ -135,9 +114,11 @@ def write_plan(out: Path, source: str, units: int) -> None:
     shards.write_json(path, {"format": 1, "sources": sources})
 
 
-def tokenized(out: Path, source: str, texts: tuple[tuple[str, ...], ...]) -> None:
+def tokenized(out: Path, source: str, texts: Sequence[Sequence[str]]) -> None:
     write_plan(out, source, len(texts))
-    run(Tokenize(out, source, texts))
+    for number, part in enumerate(texts):
+        folder = make_unit_folder(out, "tokenize", Unit(source, number))
+        write_receipt(folder, write_tokens(folder, part))
 
 
 def shuffled(out: Path, plan: Recipe, texts: dict[str, Sequence[str]], units: int = 2) -> None:
@@ -218,28 +199,17 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-@dataclass(frozen=True)
-class Filter(OfTexts):
-    """The counts that `filter` leaves for the manifest; too_short: by unit."""
-
-    too_short: int = 1
-    lie: int = 0
-    name: ClassVar[str] = "filter"
-
-    def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
-        kept, dropped = len(self.texts[unit.number]), {"too_short": self.too_short, "contaminated": 1}
-        hits = {"quiz": {"documents": 1, "items": {"12": 1, str(100 + unit.number): 1}}}
-        read = kept + 1 + self.too_short + self.lie
-        return {"read": read, "cut": 0, "kept": kept, "dropped": dropped, "contamination": hits}
-
-
-class Fetch(OfTexts):
-    """What `fetch` leaves for the manifest: counts of what its readers dropped."""
-
-    name: ClassVar[str] = "fetch"
-
-    def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
-        return {"dropped": {"not_utf8": 1} if unit.number == 0 else {}}
+def write_counts(out: Path, source: str, texts: Sequence[Sequence[str]], lie: int = 0) -> None:
+    """What `fetch` and `filter` leave for the manifest: counts, of which `lie` makes those of the filter wrong."""
+    for number, part in enumerate(texts):
+        unit = Unit(source, number)
+        fetched = {"dropped": {"not_utf8": 1} if number == 0 else {}}
+        write_receipt(make_unit_folder(out, "fetch", unit), fetched)
+        dropped = {"too_short": 1, "contaminated": 1}
+        hits = {"quiz": {"documents": 1, "items": {"12": 1, str(100 + number): 1}}}
+        counts = {"read": len(part) + 2 + lie, "cut": 0, "kept": len(part)}
+        filtered = {**counts, "dropped": dropped, "contamination": hits}
+        write_receipt(make_unit_folder(out, "filter", unit), filtered)
 
 
 def prepared(
@@ -247,9 +217,7 @@ def prepared(
 ) -> Path:
     """All stages from fetch to manifest over these texts."""
     for source, given in texts.items():
-        write_plan(out, source, units)
-        run(Fetch(out, source, split(given, units)))
-        run(Filter(out, source, split(given, units)))
+        write_counts(out, source, split(given, units))
     shuffled(out, plan, texts, units)
     (out / "tokenizer.model").write_bytes(tokenizer_model())
     manifest.write(plan, out, tuple(texts), Console(quiet=True), replace)

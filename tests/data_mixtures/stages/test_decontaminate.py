@@ -13,11 +13,6 @@ from hypothesis import strategies as st
 from data_mixtures import ngrams
 from data_mixtures.stages import decontaminate
 
-QUESTION = (
-    "A baker fills seven trays with eleven rolls each and sells all but nine of them before noon; "
-    "how many rolls does she have to bake again if the hotel asks for ninety?"
-)
-
 
 def words(text: str) -> list[str]:
     """The definition, letter by letter."""
@@ -124,9 +119,3 @@ def test_wrong_benchmark_files_are_named(tmp_path, file, content, said):
     with pytest.raises(ValueError, match=said):
         decontaminate.make_index({"mine": str(tmp_path / "a*")}, tmp_path)
     assert not (tmp_path / decontaminate.INDEX).exists()
-
-
-def test_no_texts_and_an_empty_index():
-    assert found(index_of(), "some text of no weight") == [set()]
-    assert index_of([QUESTION]).find([]) == []
-    assert found(index_of([QUESTION]), "", "", QUESTION, "") == [set(), set(), {0}, set()]

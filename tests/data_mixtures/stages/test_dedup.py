@@ -129,19 +129,6 @@ def test_who_stays_is_the_plain_rule_whatever_the_units_ranges_and_groups(tmp_pa
     assert [len(list((tmp_path / f"parts/signatures/{name}").iterdir())) for name in units] == [1, 1]
 
 
-def test_what_is_done_stays_done_until_text_or_settings_change(tmp_path):
-    texts = {"a": [texts_of(6, 8, 3)], "b": [texts_of(7, 8, 3)]}
-    wanted = with_dedup(["a", "b"], buckets=3)
-    deduplicate(tmp_path, texts, wanted)
-
-    def units_done(wanted: recipe.Recipe) -> list[int]:
-        return [do_all(kind(wanted, tmp_path, ("a", "b"))) for kind in STAGES]
-
-    assert units_done(wanted) == [0, 0, 0]
-    assert units_done(replace(wanted, valid_per_10000=0))[:2] == [0, 1], "signatures do not depend on it"
-    assert units_done(with_dedup(["a", "b"], buckets=3, n_grams=4)) == [2, 1, 2]
-
-
 def test_numbers_are_words_unless_the_recipe_says_otherwise():
     sums = [" ".join(f"Add {i * n + 3} to {n} and then" for n in range(20)) for i in (1, 7)]
     for numbers in (True, False):

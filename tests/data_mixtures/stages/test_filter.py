@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 import xxhash
 
-from data_mixtures import shards
 from data_mixtures.readers import local
 from data_mixtures.stages import decontaminate, filter, stage
 from data_mixtures.stages.tokenize import key_of_id
@@ -62,31 +61,14 @@ def test_every_reason_is_counted_and_the_rest_stays_in_order(out):
 @pytest.mark.parametrize(
     "kind", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())]
 )
-def test_any_type_of_text_column_gives_the_same_bytes(kind, tmp_path, monkeypatch):
+def test_any_type_of_text_column_and_any_batch_give_the_same_documents(kind, tmp_path, monkeypatch):
     texts = [text for text in (*GOOD, *BAD) if kind == pa.string() or not isinstance(text, bytes)]
-    digests = set()
-    for name, batch in (("a", filter._BATCH_ROWS), ("b", 7)):
-        monkeypatch.setattr(filter, "_BATCH_ROWS", batch)
-        write_raw(tmp_path / name, {"notes": [texts]}, kind)
-        done = filter.Filter(RECIPE, tmp_path / name, ("notes",))
-        do_all(done)
-        table, counts, folder = documents(done)
-        assert table.column("text").to_pylist()[: len(GOOD)] == GOOD
-        assert counts["dropped"]["contaminated"] == 0
-        digests.add(xxhash.xxh3_128_hexdigest((folder / stage.DOCUMENTS).read_bytes()))
-    assert len(digests) == 1  # batches are how it is read, not what is written
-
-
-def test_what_is_done_stays_done_until_something_it_depends_on_changes(out):
-    done = filtered(out, {"notes": [GOOD[:10], GOOD[10:20]]}, recipe_with(out))
-    assert do_all(done) == 0
-    assert do_all(filter.Filter(recipe_with(out, min_chars=70), out, ("notes",))) == 2
-    assert do_all(done) == 2
-    write_raw(out, {"notes": [GOOD[:10], GOOD[10:19]]})
-    assert do_all(done) == 1
-    write_lines(out.parent / "quiz.jsonl", [f"Another {QUESTION}"], "question")
-    decontaminate.make_index(done.recipe.filter.benchmarks, out)
-    assert do_all(done) == 2
+    monkeypatch.setattr(filter, "_BATCH_ROWS", 7)
+    write_raw(tmp_path, {"notes": [texts]}, kind)
+    done = filter.Filter(RECIPE, tmp_path, ("notes",))
+    do_all(done)
+    assert column(done, "text")[: len(GOOD)] == GOOD
+    assert documents(done)[1]["dropped"]["contaminated"] == 0
 
 
 def test_a_missing_column_and_a_file_without_rows(out):
@@ -101,28 +83,10 @@ def test_a_missing_column_and_a_file_without_rows(out):
         list(filter.read_raw(out / "fetch/notes/unit-00001" / stage.RAW, "content"))
 
 
-def test_long_documents_are_cut_at_newlines_and_nothing_is_lost():
-    whole = "".join(f"line {i}\n" for i in range(5000)) + "x" * 3000
-    pieces = list(filter.cut(whole, 1000))
-    assert "".join(pieces) == whole
-    assert max(map(len, pieces)) <= 1000
-    assert all(piece.endswith("\n") for piece in pieces[:-4])
-
-
-def filter_parquet(
-    out: Path, columns: dict[str, list], entry: dict, row_group_size: int = 7
-) -> filter.Filter:
+def filter_parquet(out: Path, columns: dict[str, list], **entry: str) -> filter.Filter:
     """The filter of one unit that was copied as it is, done; `entry` is added to its plan."""
-    write_raw(out, {"notes": [columns["text"]]})
-    plan = json.loads((out / stage.PLAN).read_text())
-    plan["sources"]["notes"]["units"][0] |= {"kind": "parquet", "text_column": "text", **entry}
-    (out / stage.PLAN).write_text(json.dumps(plan))
-    raw = out / "fetch/notes/unit-00000" / stage.RAW
-    pq.write_table(pa.table(columns), raw, row_group_size=row_group_size)
-    receipt = {"key": "", "files": {raw.name: stage._entry(raw)}, "counts": {}}
-    shards.write_json(raw.with_name(stage.RECEIPT), receipt)
-    recipe = make_recipe(["notes"], Path("none"), max_chars=20_000)
-    done = filter.Filter(recipe, out, ("notes",))
+    write_raw(out, {"notes": [columns]}, **{"kind": "parquet", "text_column": "text", **entry})
+    done = filter.Filter(make_recipe(["notes"], Path("none"), max_chars=20_000), out, ("notes",))
     do_all(done)
     return done
 
@@ -132,10 +96,12 @@ def test_a_document_of_a_hub_source_is_cut_too_and_says_where_it_came_from(out):
     assert len(long) > 3 * RECIPE.max_document_chars
     columns = {"text": [*GOOD[:9], "short", long, endless, *GOOD[9:12]], "repo": [None] * 15}
     columns |= {"url": [f"http://{i}" for i in range(15)], "score": [1.0] * 15}
-    done = filter_parquet(out, columns, {"path": "data/0.parquet"})
+    done = filter_parquet(out, columns, path="data/0.parquet")
     pieces, counts = column(done, "text")[9:-3], documents(done)[1]
     assert "".join(pieces) == long
     assert len(pieces) == 4
+    assert max(map(len, pieces)) <= RECIPE.max_document_chars
+    assert all(piece.endswith("\n") for piece in pieces)
     assert (counts["read"], counts["cut"], counts["kept"]) == (15 + 3, 3, 12 + 4)
     assert counts["dropped"]["too_long"] == counts["dropped"]["too_short"] == 1, "judged before it is cut"
     rows = [*range(9), *[10] * 4, *range(12, 15)]
@@ -145,10 +111,10 @@ def test_a_document_of_a_hub_source_is_cut_too_and_says_where_it_came_from(out):
 
 def test_origins_stay_as_a_reader_says_them_and_as_far_as_they_are_utf8(out):
     columns = {"text": GOOD[:3], "origin": ["a", "b", "c"], "url": ["no"] * 3}
-    assert column(filter_parquet(out, columns, {"kind": "local"}), "origin") == ["a", "b", "c"]
+    assert column(filter_parquet(out, columns, kind="local"), "origin") == ["a", "b", "c"]
     urls = pa.array([b"http://a/\xff", None, b"", b"http://b"], pa.binary()).view(pa.string())
     columns = {"text": GOOD[:4], "url": urls, "id": [1, 2, 3, 4]}
-    done = filter_parquet(out.with_name("other"), columns, {"path": "0.parquet"})
+    done = filter_parquet(out.with_name("other"), columns, path="0.parquet")
     found = [json.loads(each) for each in column(done, "origin")]
     assert [each.get("url") for each in found] == ["http://a/\ufffd", None, "", "http://b"]
     assert [each["id"] for each in found] == [1, 2, 3, 4]
@@ -157,7 +123,7 @@ def test_origins_stay_as_a_reader_says_them_and_as_far_as_they_are_utf8(out):
 
 
 def test_a_damaged_page_is_named_by_its_file(out):
-    filter_parquet(out, {"text": GOOD}, {"path": "c/0.parquet"}, row_group_size=100)
+    filter_parquet(out, {"text": GOOD}, path="c/0.parquet")
     raw = out / "fetch/notes/unit-00000" / stage.RAW
     begin = pq.ParquetFile(raw).metadata.row_group(1).column(0).dictionary_page_offset
     content = raw.read_bytes()

@@ -13,9 +13,10 @@ from rich.console import Console
 
 from data_mixtures import prepare
 from data_mixtures.stages.run import Options
+from tests.data_mixtures.conftest import files_of
 from tests.data_mixtures.stages.test_run import results, wait_for
 from tests.data_mixtures.stages.toy_stage import Toy, run
-from tests.data_mixtures.test_restarts import count_receipts, published, write_recipe
+from tests.data_mixtures.test_restarts import count_receipts, write_recipe
 
 FILES = ("notes/shard-00001.bin", "sums/source.json", "notes/source.json", "phase1.lock.json")
 RAY = Options(kind="ray", workers=0)
@@ -53,7 +54,7 @@ def lose_a_node(cluster, when) -> threading.Thread:
 @pytest.mark.rotate
 def test_a_lost_node_changes_no_byte(s3, cluster, recipe_path, tmp_path, monkeypatch):
     (tmp_path / "faults").mkdir()
-    toy, local = (Toy(tmp_path / name, tmp_path / "faults", 6, 0.5) for name in ("toy", "local"))
+    toy, local = (Toy(tmp_path / name, tmp_path / "faults", wait_s=0.5) for name in ("toy", "local"))
     (toy.faults / "4").write_text("value")
     with pytest.raises(ValueError, match=r"^toy b/unit-00004: the third row has no text$"):
         run(toy, RAY)
@@ -80,7 +81,7 @@ def test_a_lost_node_changes_no_byte(s3, cluster, recipe_path, tmp_path, monkeyp
     lost.join()
     assert not cluster.worker_nodes
     assert count_receipts(tmp_path / "many") > 50
-    assert published(tmp_path / "many") == published(tmp_path / "one")
+    assert files_of(tmp_path / "many") == files_of(tmp_path / "one")
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of this process's copy
     recipe_path.write_text(

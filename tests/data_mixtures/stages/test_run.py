@@ -35,10 +35,10 @@ def results(toy: Toy) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-def start(toy: Toy, workers: int = 2) -> subprocess.Popen:
+def start(toy: Toy) -> subprocess.Popen:
     """The stage in a process of its own."""
     command = [sys.executable, "-m", "tests.data_mixtures.stages.toy_stage", str(toy.out), str(toy.faults)]
-    return subprocess.Popen([*command, str(workers)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([*command, "2"], cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
 
 def wait_for(condition: Callable[[], object], what: str) -> None:
@@ -114,27 +114,6 @@ def test_a_failing_unit_is_named_and_leaves_nothing(toy, workers, fault, error, 
     (toy.faults / "4").unlink()
     run(toy, Options(workers=workers))
     assert count_receipts(toy) == 6
-
-
-@pytest.mark.job
-def test_the_end_of_the_main_process_is_the_end_of_all(toy):
-    whole = Toy(toy.out.with_name("undisturbed"), toy.faults, 12)
-    run(whole, Options())
-    for number in (4, 5):  # both workers wait there
-        (toy.faults / str(number)).write_text("wait")
-    process = start(toy)
-    family = family_at_work(toy, process, {"b/unit-00004", "a/unit-00005"})
-    process.kill()
-    process.wait()
-    wait_for_end(family)
-    assert count_receipts(toy) == 4
-    assert list(toy.out.rglob("*.partial")), "what nobody could remove"
-    for number in (4, 5):
-        (toy.faults / str(number)).unlink()
-    again = start(toy)
-    assert again.wait() == 0, again.stderr.read()
-    assert not list(toy.out.rglob("*.partial"))
-    assert results(toy) == results(whole)
 
 
 def test_ctrl_c_ends_all_and_leaves_nothing(toy):

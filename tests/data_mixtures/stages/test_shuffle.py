@@ -1,5 +1,5 @@
 """Runs, order and shuffle: the bytes of the in-memory way, whatever the units, runs, ranges and
-pieces; opens that grow with the source and not its square; damage and what is missing by name.
+pieces; damage and what is missing by name.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ STAGES = (sorted_runs.Runs, shuffle.OrderDocuments, shuffle.WriteShards)
 
 def set_sizes(patch: pytest.MonkeyPatch, documents=13, read=200, copied=100, block=16) -> None:
     """Ranges and pieces so small that a few texts need many of them."""
+    patch.setattr(sorted_runs, "RUNS", 3)
     patch.setattr(sorted_runs, "DOCUMENTS_PER_RANGE", documents)
     for name, size in (("READ_BYTES", read), ("COPY_BYTES", copied), ("BLOCK_BYTES", block)):
         patch.setattr(blocks, name, size)
@@ -42,7 +43,6 @@ def set_sizes(patch: pytest.MonkeyPatch, documents=13, read=200, copied=100, blo
 @pytest.fixture
 def tiny(monkeypatch):
     set_sizes(monkeypatch)
-    monkeypatch.setattr(sorted_runs, "RUNS", 3)
 
 
 def stages_of(out: Path, plan=PLAN) -> list[stage.Stage]:
@@ -52,37 +52,6 @@ def stages_of(out: Path, plan=PLAN) -> list[stage.Stage]:
 def run_all(stages: list[stage.Stage]) -> None:
     for each in stages:
         run(each)
-
-
-def is_all_done(*stages: stage.Stage) -> bool:
-    return all(stage.is_done(each, unit) for each in stages for unit in each.units())
-
-
-@pytest.mark.parametrize(
-    ("units", "made", "dtype"),
-    [
-        (3, ("tokenize", 3), "<u2"),
-        (11, ("runs", 3), "<u2"),
-        (5, ("runs", 3), "<u4"),
-    ],
-)
-def test_bytes_are_those_of_the_in_memory_way_for_any_units_and_runs(
-    tmp_path, tiny, monkeypatch, units, made, dtype
-):
-    """Origins of documents among them."""
-    monkeypatch.setattr(shuffle_assets, "TOKEN", np.dtype(dtype))
-    texts = texts_of(200)
-    shuffled(tmp_path, PLAN, {"notes": texts}, units)
-    name, made_of = sorted_runs.made_by(tmp_path, "notes")
-    assert (name, len(made_of)) == made
-    files = shuffled_files(tmp_path, "notes")
-    assert len(files) > 20
-    assert files == in_memory(texts, PLAN)
-    ranges = sorted_runs.ranges_of(tmp_path, "notes")
-    assert len(ranges) == -(-200 // 13)  # of the documents, not of the units
-    counts = stage.counts(tmp_path, "order", "notes", len(ranges))
-    assert sum(each["duplicate"] for each in counts) == 200 - len(set(texts))
-    assert sum(each["documents"] for each in counts) == 200
 
 
 @settings(max_examples=15)
@@ -95,41 +64,19 @@ def test_bytes_are_those_of_the_in_memory_way_for_any_units_and_runs(
     read=st.integers(1, 400),
     copied=st.integers(1, 400),
     block=st.integers(1, 40),
+    dtype=st.sampled_from(["<u2", "<u4"]),
 )
-def test_any_sizes(texts, units, seq_len, windows_per_shard, documents, read, copied, block):
+def test_bytes_are_those_of_the_in_memory_way_for_any_sizes(
+    texts, units, seq_len, windows_per_shard, documents, read, copied, block, dtype
+):
+    """Of more than 3 units, pairs are merged to runs; origins of documents are compared too."""
     texts += [f"{i}" for i in range(60)]  # enough for a window of each part
     plan = plan_of(("notes",), seq_len, windows_per_shard)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         set_sizes(patch, documents, read, copied, 2 * block)
+        patch.setattr(shuffle_assets, "TOKEN", np.dtype(dtype))
         shuffled(Path(folder), plan, {"notes": texts}, units)
         assert shuffled_files(Path(folder), "notes") == in_memory(texts, plan)
-
-
-def test_the_comparison_sees_a_wrong_order(tmp_path, tiny, monkeypatch):
-    # the planted error: a range that takes its units one after the other instead of merging them
-    def concatenate(parts):
-        return sorted_runs.first_of_equals(np.concatenate(parts))
-
-    monkeypatch.setattr(sorted_runs, "merge", concatenate)
-    shuffled(tmp_path, PLAN, {"notes": texts_of(200)}, 3)
-    assert shuffled_files(tmp_path, "notes") != in_memory(texts_of(200), PLAN)
-
-
-def test_what_is_done_stays_done_until_something_before_it_changes(tmp_path, tiny):
-    texts = split(texts_of(100), 4)
-    tokenized(tmp_path, "notes", texts)
-    done = runs, order, work = stages_of(tmp_path)
-    run_all(done)
-    assert is_all_done(*done)
-    assert not any(stage.is_done(stages_of(tmp_path, plan_of(seq_len=9))[2], unit) for unit in work.units())
-    other_order = stages_of(tmp_path, plan_of(valid_per_10000=1501))[1]
-    assert not any(stage.is_done(other_order, unit) for unit in order.units())
-    tokenized(tmp_path, "notes", (*texts[:3], (*texts[3], "one more")))
-    assert [unit.number for unit in runs.units() if not stage.is_done(runs, unit)] == [1]
-    run(runs)
-    documents = np.load(tmp_path / "runs/notes/unit-00001/documents.npy")
-    assert len(documents) == len(texts[2]) + len(texts[3]) + 1
-    assert not any(stage.is_done(each, unit) for each in (order, work) for unit in each.units())
 
 
 def test_too_little_text_is_named(tmp_path):
@@ -143,20 +90,27 @@ def test_too_little_text_is_named(tmp_path):
         work.units()
 
 
-@pytest.mark.parametrize(("units", "made"), [(2, "tokenize"), (4, "runs")])
-def test_a_flipped_bit_before_a_shard_stops_it_and_mends_itself(tmp_path, tiny, units, made):
+MADE_BY = ("tokenize", "runs", "order")  # a stage of STAGES reads what the one of the same place here made
+OF_DOCUMENTS = ("tokens.bin", "documents.npy", "origins.bin", "tokens.bin.xxh3")
+
+
+@pytest.mark.parametrize(
+    ("units", "made", "files"),
+    [(2, "tokenize", OF_DOCUMENTS), (4, "runs", OF_DOCUMENTS), (2, "order", ("train.npy", "valid.npy"))],
+)
+def test_a_flipped_bit_before_a_shard_stops_it_and_mends_itself(tmp_path, tiny, units, made, files):
     plan, parts = plan_of(valid_per_10000=3000), split(texts_of(100), units)
-    for name in ("tokens.bin", "documents.npy", "origins.bin", "tokens.bin.xxh3"):
+    done = MADE_BY.index(made)
+    for name in files:
         out = tmp_path / name
         tokenized(out, "notes", parts)
         stages = stages_of(out, plan)
-        if made == "runs":
-            run(stages[0])
+        run_all(stages[:done])
         folder = out / made / "notes/unit-00001"
         flip(folder / name)
         broken = rf"{name.removesuffix('.xxh3')} is not what '{made}' wrote"
         with pytest.raises(ValueError, match=broken) as error:
-            run_all(stages[made == "runs" :])
+            run_all(stages[done:])
         assert "\n" not in str(error.value)
         assert str(folder) in str(error.value)
         assert not (folder / stage.RECEIPT).is_file()  # so it is made again
@@ -164,16 +118,3 @@ def test_a_flipped_bit_before_a_shard_stops_it_and_mends_itself(tmp_path, tiny, 
         tokenized(out, "notes", parts)
         run_all(stages)
         assert shuffled_files(out, "notes") == in_memory(texts_of(100), plan)
-
-
-def test_damage_of_the_order_stops_what_reads_it(tmp_path, tiny):
-    shuffled(tmp_path, PLAN, {"notes": texts_of(100)})
-    for part in ("train", "valid"):
-        path = tmp_path / f"order/notes/unit-00002/{part}.npy"
-        whole, receipt = path.read_bytes(), path.with_name(stage.RECEIPT).read_bytes()
-        flip(path, -3)
-        named = rf"order/notes/unit-00002/{part}\.npy is not what 'order' wrote"
-        with pytest.raises(ValueError, match=named):
-            run(shuffle.WriteShards(PLAN, tmp_path, ("notes",)))
-        path.write_bytes(whole)
-        path.with_name(stage.RECEIPT).write_bytes(receipt)

@@ -26,12 +26,11 @@ from data_mixtures.stages.stage import Unit, key_of
 class Toy:
     out: Path
     faults: Path
-    count: int = 6
     wait_s: float = 0.0
     name: ClassVar[str] = "toy"
 
     def units(self) -> list[Unit]:
-        return [Unit("a" if number % 2 else "b", number) for number in range(self.count)]
+        return [Unit("a" if number % 2 else "b", number) for number in range(6)]
 
     def key(self, unit: Unit) -> str:
         return key_of("fetch", unit.number)
@@ -69,5 +68,5 @@ if __name__ == "__main__":
     out, faults, workers = sys.argv[1:]
     from data_mixtures import prepare
 
-    toy = Toy(Path(out), Path(faults), 12)
+    toy = Toy(Path(out), Path(faults))
     sys.exit(prepare.run_command(lambda: run(toy, Options(workers=int(workers)))))
