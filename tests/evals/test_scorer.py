@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from evals.scorer import Encoder, Prompt, Scorer, Source, choose, open_scorer, resolve_device
+from evals.scorer import Encoder, Prompt, Scorer, Scores, Source, choose, open_scorer, resolve_device
 from evals.scorer import hf as hf_scorer
 from evals.scorer.endpoint import EndpointScorer
 from evals.scorer.endpoint import scores_of as scores_of_choice
@@ -26,6 +26,7 @@ SEQUENCES = [
     ([1, 5, 6, 7, 11, 12, 40, 41, 42], 6), ([1, 5], 1), ([1, 30, 31, 32], 3), ([1, *range(50, 120)], 60),
     ([1, *range(50, 110), 7, 8], 61),
 ]  # fmt: skip
+ONE_MORE = ([1, *range(3, 131)], 1)  # than the context: the last id is only predicted
 CPU, SERVER = Source(device="cpu"), "http://127.0.0.1:9/v1"
 THROUGH_TRANSFORMERS = Source("transformers", "cpu")
 
@@ -60,20 +61,24 @@ def float32_error(model: torch.nn.Module, prompt: Prompt) -> float:
     return 8 * np.abs(rounded - exact).max() + 1e-6
 
 
+def check_scores(model: torch.nn.Module, prompt: Prompt, scores: Scores) -> None:
+    exact = scores_of(model, *prompt)
+    assert (scores.logprobs.dtype, scores.greedy.dtype) == (np.float64, bool)
+    assert scores.logprobs.shape == scores.greedy.shape == (len(prompt.ids) - prompt.start,)
+    assert np.abs(scores.logprobs - exact.logprobs).max() <= float32_error(model, prompt), prompt
+    np.testing.assert_array_equal(scores.greedy, exact.greedy)
+
+
 def check(scorer: Scorer, model: torch.nn.Module) -> None:
-    prompts = [Prompt(*each) for each in SEQUENCES]
-    together = [scores for item in scorer.score([prompts]) for scores in item]
+    prompts = [Prompt(*each) for each in (ONE_MORE, *SEQUENCES)]
+    (together,) = scorer.score([prompts])
     for prompt, batched in zip(prompts, together, strict=True):
-        exact, allowed = scores_of(model, *prompt), float32_error(model, prompt)
-        for scores in (score_one(scorer, *prompt), batched):
-            assert (scores.logprobs.dtype, scores.greedy.dtype) == (np.float64, bool)
-            assert scores.logprobs.shape == scores.greedy.shape == (len(prompt.ids) - prompt.start,)
-            assert np.abs(scores.logprobs - exact.logprobs).max() <= allowed, prompt
-            np.testing.assert_array_equal(scores.greedy, exact.greedy)
+        check_scores(model, prompt, batched)
+        check_scores(model, prompt, score_one(scorer, *prompt))
     ids, start = prompt
     other = scores_of(model, [*ids[: start - 2], 299, *ids[start - 1 :]], start)
-    difference = np.abs(other.logprobs - exact.logprobs).max()
-    assert difference > 100 * allowed, "the comparison would not see another prefix"
+    difference = np.abs(other.logprobs - batched.logprobs).max()
+    assert difference > 100 * float32_error(model, prompt), "the comparison would not see another prefix"
 
 
 SCORERS = {
@@ -129,9 +134,7 @@ def test_options_behind_a_long_prefix_are_read_in_two_passes(
     (together,) = scorer.score([item])
     assert passes == [(1, 50), (5, 4)], "50 tokens of the prefix; five options, the longest of 1 + 3 tokens"
     for prompt, scores in zip(item, together, strict=True):
-        exact, allowed = scores_of(model, *prompt), float32_error(model, prompt)
-        assert np.abs(scores.logprobs - exact.logprobs).max() <= allowed
-        np.testing.assert_array_equal(scores.greedy, exact.greedy)
+        check_scores(model, prompt, scores)
 
 
 def test_passes_become_smaller_where_memory_ends(llama: Written, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,8 +171,8 @@ def test_both_backends_score_a_rolling_text_alike(written: dict[str, Written]) -
     for begin, end in ((1, 17), (17, 33), (33, 49), (49, 51)):
         first = max(0, end - 17)
         expected += scores_of(model, [1, *ids][first:end], begin - first).logprobs.sum()
-    for source in (Source("engine", "cpu", max_length=16), Source("transformers", "cpu", max_length=16)):
-        scorer = open_scorer(folder, source)
+    for backend in ("engine", "transformers"):
+        scorer = open_scorer(folder, Source(backend, "cpu", max_length=16))  # type: ignore[arg-type]
         assert scorer.rolling(ids) == pytest.approx(expected, rel=1e-5)
         assert scorer.rolling([]) == 0
         scorer.close()
@@ -186,17 +189,16 @@ def answer_requests_with(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Non
         top = [None, *({str(i): logprob} for i, logprob in best)]
         return {"logprobs": {"token_logprobs": [None, *scores.logprobs.tolist()], "top_logprobs": top}}
 
+    def generate(ids: list[int], count: int) -> dict[str, Any]:
+        return {"text": engine.generate_text(ids, max_new_tokens=count), "finish_reason": "length"}
+
     def post(self: EndpointScorer, url: str, body: dict[str, Any]) -> dict[str, Any]:
         assert (url, body["temperature"]) == (f"{SERVER}/completions", 0)
-        choices = []
-        for index, ids in enumerate(body["prompt"]):
-            with one_at_a_time:
-                if body.get("echo"):
-                    choice = score(ids)
-                else:
-                    text = engine.generate_text(ids, max_new_tokens=body["max_tokens"])
-                    choice = {"text": text, "finish_reason": "length"}
-            choices.append({"index": index, **choice})
+        with one_at_a_time:
+            choices = [
+                {"index": index, **(score(ids) if body.get("echo") else generate(ids, body["max_tokens"]))}
+                for index, ids in enumerate(body["prompt"])
+            ]
         return json.loads(json.dumps({"choices": choices}))
 
     monkeypatch.setattr(EndpointScorer, "_post", post)
@@ -213,10 +215,8 @@ def test_a_server_says_what_the_engine_says(
     about = (theirs.backend, theirs.device, theirs.dtype, theirs.scoring_room)
     assert about == ("endpoint", SERVER, None, 127)
     items = [[Prompt(*each)] for each in SEQUENCES] + [[Prompt([1, 5, 6], 2), Prompt([1, 5, 7, 8], 2)]]
-    for ours_of, theirs_of in zip(ours.score(items), theirs.score(items), strict=True):
-        for a, b in zip(ours_of, theirs_of, strict=True):
-            np.testing.assert_array_equal(a.logprobs, b.logprobs)
-            np.testing.assert_array_equal(a.greedy, b.greedy)
+    for a, b in zip(ours.score(items), theirs.score(items), strict=True):
+        np.testing.assert_equal(a, b)
     assert ours.rolling([*range(3, 60)]) == theirs.rolling([*range(3, 60)])
     assert ours.generate([1, 5, 6], 9) == theirs.generate([1, 5, 6], 9)
 
@@ -251,11 +251,11 @@ def test_auto_is_the_gpu_where_one_is_visible(
     monkeypatch.setattr("laneformer.engine.device.has_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    expected = ("transformers", "cuda:0", "a GPU") if gpus else ("engine", "cpu", "no GPU")
     backend, device, why = choose(folder)
-    assert resolve_device("auto") == device == ("cuda:0" if gpus else "cpu")
-    assert backend == ("transformers" if gpus else "engine")
-    assert ("a GPU is visible" if gpus else "no GPU is visible") in why
-    assert resolve_device("cpu") == "cpu"
+    assert (backend, device) == expected[:2]
+    assert f"{expected[2]} is visible" in why
+    assert (resolve_device("auto"), resolve_device("cpu")) == (device, "cpu")
     if not gpus:
         with pytest.raises(ValueError, match=r"device = 'cuda': no GPU is visible .* use device = 'auto'"):
             open_scorer(folder, Source(device="cuda"))
@@ -291,10 +291,3 @@ def test_bad_input(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match="export the model with it"):
         Encoder(tmp_path)
-
-
-def test_one_id_more_than_the_context_is_only_predicted(llama: Written) -> None:
-    ids = [1, *range(3, 131)]
-    scores = score_one(open_scorer(llama.folder, CPU), ids, 1)
-    assert scores.logprobs.shape == (128,)
-    assert np.abs(scores.logprobs - scores_of(llama.model, ids, 1).logprobs).max() < 1e-4
