@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -110,44 +109,34 @@ def test_a_subset_of_dclm_has_the_prompts_of_the_whole() -> None:
 # --- texts and spans
 
 
-def test_nanochat_texts_of_each_type() -> None:
-    first = CHOICE_ROWS[nanochat_order(5, None)[0]]
-    item = asked("copa", CHOICE_ROWS, "nanochat")[0]
-    texts = [f"{first['query']} {choice}" for choice in first["choices"]]
-    assert ["".join(read(p)) for p in item.prompts] == texts
-    assert item.gold == first["gold"]
-    assert all(p.ids[0] == 1 and 1 not in p.ids[1:] for p in item.prompts), "one BOS"
+TEXTS: list[tuple[Protocol, str, list[Row], dict[str, int], int, list[tuple[str, str]]]] = [
+    # the rows of nanochat in its order; the options of a choice begin where they part
+    ("nanochat", "copa", CHOICE_ROWS, {}, 1, [
+        ("The tree looked at the moon, because ", option) for option in ("the tree was old.", "it was moon", "no.")
+    ]),
+    ("nanochat", "winograd", SCHEMA_ROWS, {}, 1, [
+        ("The tree hit the car and the tree", " fell down."), ("The tree hit the car and the car", " fell down."),
+    ]),
+    ("nanochat", "squad", TEXT_ROWS, {"shots": 2}, 0, [("7 and 7 make 14\n\n1 and 2 make 3\n\n2 and 2 make", " 4")]),
+    ("dclm", "copa", CHOICE_ROWS[1:], {}, 1, [
+        ("The tree looked at the moon, because", option) for option in ("the tree was old.", "it was moon", "no.")
+    ]),
+    ("dclm", "winograd", SCHEMA_ROWS[1:], {}, 1, [
+        ("The tree hit the car and the tree", "fell down."), ("The tree hit the car and the car", "fell down."),
+    ]),
+    ("dclm", "jeopardy", TEXT_ROWS[::2], {"shots": 2}, 0, [
+        ("3 and 4 make\nAnswer: 7\n5 and 6 make\nAnswer: 11\n1 and 2 make\nAnswer:", "3"),
+    ]),
+]  # fmt: skip
 
-    first = SCHEMA_ROWS[nanochat_order(4, None)[0]]
-    item = asked("winograd", SCHEMA_ROWS, "nanochat")[0]
-    assert ["".join(read(p)) for p in item.prompts] == [f"{c} fell down." for c in first["context_options"]]
-    # the alike end begins in the contexts where their last letters agree
-    assert all(read(p)[1].endswith(" fell down.") for p in item.prompts)
-    assert len({read(p)[1] for p in item.prompts}) == 1
 
-    rows = [TEXT_ROWS[i] for i in nanochat_order(6, None)]
-    item = asked("squad", TEXT_ROWS, "nanochat", shots=2)[0]
-    examples = [rows[i] for i in random.Random(1234).sample(range(1, 6), 2)]
-    shown = "".join(f"{e['context'].strip()} {e['continuation']}\n\n" for e in examples)
-    assert read(item.prompts[0]) == (shown + rows[0]["context"].strip(), " " + rows[0]["continuation"])
-
-
-def test_dclm_texts_of_each_type() -> None:
-    item = asked("copa", CHOICE_ROWS, "dclm")[1]
-    assert [read(p) for p in item.prompts] == [
-        (CHOICE_ROWS[1]["query"], choice) for choice in CHOICE_ROWS[1]["choices"]
-    ]
-    assert item.gold == CHOICE_ROWS[1]["gold"]
-    assert item.prompts[0].ids[0] == 1, "the tokenizer's own BOS"
-    assert 2 not in item.prompts[0].ids, "but no EOS before the question"
-
-    item = asked("winograd", SCHEMA_ROWS, "dclm")[1]
-    assert [read(p) for p in item.prompts] == [(c, "fell down.") for c in SCHEMA_ROWS[1]["context_options"]]
-
-    item = asked("jeopardy", TEXT_ROWS[::2], "dclm", shots=2)[0]
-    examples = [TEXT_ROWS[::2][i] for i in next(dclm_examples(3, 2))]
-    shown = "\n".join(f"{e['context'].strip()}\nAnswer: {e['continuation']}" for e in examples)
-    assert read(item.prompts[0]) == (f"{shown}\n1 and 2 make\nAnswer:", "3")
+def test_texts_of_each_protocol_and_type() -> None:
+    for protocol, label, rows, changed, gold, texts in TEXTS:
+        item = asked(label, rows, protocol, **changed)[0]
+        assert [read(p) for p in item.prompts] == texts, (protocol, label)
+        assert item.gold == gold
+        for prompt in item.prompts:  # one BOS, the tokenizer's own or added; and no EOS before the question
+            assert prompt.ids[0] == 1 < 2 < min(prompt.ids[1:])
 
 
 def test_a_tokenizer_with_spaces_before_words() -> None:
@@ -159,16 +148,15 @@ def test_a_tokenizer_with_spaces_before_words() -> None:
 
 
 def test_answer_spans_by_hand() -> None:
-    spans = answer_spans([[1, 5, 6, 7], [1, 5, 8]], "multiple_choice")
-    assert spans == [Prompt([1, 5, 6, 7], 2), Prompt([1, 5, 8], 2)]
-    assert [p.start for p in answer_spans([[1, 5, 6], [1, 5]], "multiple_choice")] == [2, 2], (
-        "one is the other's start"
-    )
-    spans = answer_spans([[1, 5, 6, 7, 9], [1, 8, 7, 9]], "schema")
-    assert spans == [Prompt([1, 5, 6, 7, 9], 3), Prompt([1, 8, 7, 9], 2)]
-    assert answer_spans([[1, 4], [1, 4, 5, 6]], "language_modeling") == [Prompt([1, 4, 5, 6], 2)]
-    # the answer's first letters joined the token before them
-    assert answer_spans([[1, 4, 3], [1, 4, 5, 6]], "language_modeling") == [Prompt([1, 4, 5, 6], 2)]
+    for kind, prompts, starts in (
+        ("multiple_choice", [[1, 5, 6, 7], [1, 5, 8]], [2, 2]),
+        ("multiple_choice", [[1, 5, 6], [1, 5]], [2, 2]),  # one is the other's start
+        ("schema", [[1, 5, 6, 7, 9], [1, 8, 7, 9]], [3, 2]),
+    ):
+        assert answer_spans(prompts, kind) == [*map(Prompt, prompts, starts)]
+    # the second: the answer's first letters joined the token before them
+    for context in ([1, 4], [1, 4, 3]):
+        assert answer_spans([context, [1, 4, 5, 6]], "language_modeling") == [Prompt([1, 4, 5, 6], 2)]
 
 
 # --- too long
