@@ -1,7 +1,6 @@
 """What a model is asked: examples drawn as each protocol says, the tokens of each task type, prompts too long."""
 
-from __future__ import annotations
-
+import re
 from dataclasses import replace
 
 import pytest
@@ -31,35 +30,32 @@ class Letters:
     bos_id: int | None = 1
     eos_id: int | None = 2
 
-    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
+    def encode(self, text, special_tokens=False):
         return [1] * special_tokens + [ord(c) for c in text] + [2] * special_tokens
 
-    def encode_each(self, texts: list[str]) -> list[list[int]]:
+    def encode_each(self, texts):
         return [self.encode(text) for text in texts]
 
 
 class Words(Letters):
     """As GPT-2: a space belongs to the word after it, and nothing is put around a text."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.words: list[str] = ["<bos>", "<eos>", "<0>"]
 
-    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
-        ids = []
-        for word in text.replace(" ", "\0 ").replace("\n", "\0\n\0").split("\0"):
-            if word:
-                self.words += [] if word in self.words else [word]
-                ids.append(self.words.index(word))
-        return ids
+    def encode(self, text, special_tokens=False):
+        words = re.findall(" ?[^ ]+", text)
+        self.words += dict.fromkeys(words)
+        return [self.words.index(word) for word in words]
 
-    def text(self, ids: list[int]) -> str:
+    def text(self, ids):
         return "".join(self.words[i] for i in ids)
 
 
 def asked(
     label: str, rows: list[Row], protocol: Protocol, most: int | None = None, **changed: int
 ) -> list[Item]:
-    return list(items(replace(task(label), **changed), rows, protocol, Letters(), LONG, most))  # type: ignore[arg-type]
+    return list(items(replace(task(label), **changed), rows, protocol, Letters(), LONG, most))
 
 
 def read(prompt: Prompt) -> tuple[str, str]:
@@ -72,14 +68,14 @@ def read(prompt: Prompt) -> tuple[str, str]:
 # --- which rows, which examples
 
 
-def test_nanochat_choices_are_fixed() -> None:
+def test_nanochat_choices_are_fixed():
     assert nanochat_order(10, None) == [0, 3, 7, 2, 1, 6, 4, 5, 8, 9]
     assert nanochat_order(10, 3) == [0, 3, 7]
     assert [nanochat_examples(i, 12, 3) for i in range(4)] == [[8, 2, 1], [7, 9, 8], [9, 8, 10], [2, 7, 5]]
     assert nanochat_examples(5, 500, 10) == [39, 143, 234, 458, 13, 25, 53, 245, 247, 352]
 
 
-def test_dclm_choices_are_fixed() -> None:
+def test_dclm_choices_are_fixed():
     chosen = [[3, 4, 5], [0, 4, 5], [0, 1, 5], [1, 4, 5], [0, 1, 5], [0, 3, 4]]
     assert [list(examples) for examples in dclm_examples(6, 3)] == chosen
     last = [386, 302, 881, 1683, 565, 1526, 1813, 539, 221, 1855]
@@ -90,13 +86,13 @@ def test_dclm_choices_are_fixed() -> None:
             assert len(examples) == shots
 
 
-def test_too_few_examples() -> None:
+def test_too_few_examples():
     with pytest.raises(Unscorable, match="needs 10 other rows as examples, but only 6 rows"):
         asked("bigbench_operators", TEXT_ROWS, "nanochat")
     assert all(len(chosen) == 5 for chosen in dclm_examples(6, 10)), "dclm shows as many as there are"
 
 
-def test_a_subset_of_dclm_has_the_prompts_of_the_whole() -> None:
+def test_a_subset_of_dclm_has_the_prompts_of_the_whole():
     whole = asked("jeopardy", TEXT_ROWS, "dclm")
     assert [item.group for item in whole] == ["odd"] * 3 + ["even"] * 3
     part = asked("jeopardy", TEXT_ROWS, "dclm", most=3)
@@ -109,7 +105,7 @@ def test_a_subset_of_dclm_has_the_prompts_of_the_whole() -> None:
 # --- texts and spans
 
 
-TEXTS: list[tuple[Protocol, str, list[Row], dict[str, int], int, list[tuple[str, str]]]] = [
+TEXTS = [
     # the rows of nanochat in its order; the options of a choice begin where they part
     ("nanochat", "copa", CHOICE_ROWS, {}, 1, [
         ("The tree looked at the moon, because ", option) for option in ("the tree was old.", "it was moon", "no.")
@@ -130,7 +126,7 @@ TEXTS: list[tuple[Protocol, str, list[Row], dict[str, int], int, list[tuple[str,
 ]  # fmt: skip
 
 
-def test_texts_of_each_protocol_and_type() -> None:
+def test_texts_of_each_protocol_and_type():
     for protocol, label, rows, changed, gold, texts in TEXTS:
         item = asked(label, rows, protocol, **changed)[0]
         assert [read(p) for p in item.prompts] == texts, (protocol, label)
@@ -139,7 +135,7 @@ def test_texts_of_each_protocol_and_type() -> None:
             assert prompt.ids[0] == 1 < 2 < min(prompt.ids[1:])
 
 
-def test_a_tokenizer_with_spaces_before_words() -> None:
+def test_a_tokenizer_with_spaces_before_words():
     words = Words()
     item = next(items(task("copa"), CHOICE_ROWS, "dclm", words, LONG))
     answers = [words.text(p.ids[p.start :]) for p in item.prompts]
@@ -147,7 +143,7 @@ def test_a_tokenizer_with_spaces_before_words() -> None:
     assert [words.text(p.ids[: p.start]) for p in item.prompts] == [CHOICE_ROWS[0]["query"]] * 3
 
 
-def test_answer_spans_by_hand() -> None:
+def test_answer_spans_by_hand():
     for kind, prompts, starts in (
         ("multiple_choice", [[1, 5, 6, 7], [1, 5, 8]], [2, 2]),
         ("multiple_choice", [[1, 5, 6], [1, 5]], [2, 2]),  # one is the other's start
@@ -164,7 +160,7 @@ def test_answer_spans_by_hand() -> None:
 
 @pytest.mark.parametrize("label", ["copa", "winograd", "coqa"])
 @pytest.mark.parametrize("protocol", ["nanochat", "dclm"])
-def test_a_prompt_too_long_loses_its_beginning(protocol: Protocol, label: str) -> None:
+def test_a_prompt_too_long_loses_its_beginning(protocol, label):
     rows = ROWS[task(label).type]
     whole = asked(label, rows, protocol)
     limit = max(len(p.ids) - p.start for item in whole for p in item.prompts) + 4
@@ -179,7 +175,7 @@ def test_a_prompt_too_long_loses_its_beginning(protocol: Protocol, label: str) -
         list(items(task(label), rows, protocol, Letters(), limit - 4))
 
 
-def test_an_answer_needs_one_token_before_it() -> None:
+def test_an_answer_needs_one_token_before_it():
     assert crop_prompt(Prompt([1, 2, 3, 4], 2), 3) == Prompt([2, 3, 4], 1)
     with pytest.raises(Unscorable, match="an answer of 3 tokens does not fit into 3"):
         crop_prompt(Prompt([1, 2, 3, 4], 1), 3)
