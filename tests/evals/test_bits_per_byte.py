@@ -1,12 +1,7 @@
 """Bits per byte against sums done by hand, the bytes of tokens, and real held-out windows through the command."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,21 +30,21 @@ TOKEN_BYTES = np.array([0, 0, 0, 1, 1, 2, 3, 7])  # <unk>, BOS, EOS, two byte to
 class Unigram:
     """A model that ignores the context: p(token) is fixed, so every sum can be done by hand."""
 
-    def __init__(self, vocab: int = VOCAB):
+    def __init__(self, vocab=VOCAB):
         weights = np.arange(1, vocab + 1, dtype=np.float64)
         self.log_p = np.log(weights / weights.sum())
 
     backend, device, dtype = "unigram", "cpu", "float32"
 
-    def one(self, prompt: Prompt) -> Scores:
+    def one(self, prompt):
         found = self.log_p[np.asarray(prompt.ids[prompt.start :])]
         return Scores(found.astype(np.float32).astype(np.float64), np.zeros(0))
 
-    def score(self, items: Iterable[Sequence[Prompt]]) -> Iterator[list[Scores]]:
+    def score(self, items):
         for item in items:
             yield [self.one(prompt) for prompt in item]
 
-    def close(self) -> None:
+    def close(self):
         pass
 
 
@@ -69,13 +64,13 @@ def windows_of(seed: int, count: int = 5, length: int = 17) -> np.ndarray:
 TOLERANCE = 2**-24
 
 
-def score(scorer: Any, windows: np.ndarray, token_bytes: np.ndarray) -> dict[str, Any]:
+def score(scorer, windows: np.ndarray, token_bytes: np.ndarray):
     return score_windows(scorer, windows, token_bytes, Partial(), "web")
 
 
-def test_sums_by_hand() -> None:
+def test_sums_by_hand():
     """Of a source; of all sources, the total is that of their windows together."""
-    scorer: Any = Unigram()
+    scorer = Unigram()
     windows = {"web": windows_of(1), "code": windows_of(3, count=9)}
     for rows in windows.values():
         got, expected = score(scorer, rows, TOKEN_BYTES), by_hand(rows, scorer, TOKEN_BYTES)
@@ -88,9 +83,9 @@ def test_sums_by_hand() -> None:
     assert [source["category"] for source in whole["sources"].values()] == ["general", "code"]
 
 
-def test_scores_that_mean_nothing_are_refused(tmp_path: Path) -> None:
+def test_scores_that_mean_nothing_are_refused(tmp_path):
     class Short(Unigram):
-        def one(self, prompt: Prompt) -> Scores:
+        def one(self, prompt):
             return super().one(Prompt(prompt.ids, prompt.start + 1))
 
     with pytest.raises(ValueError, match="--limit 0 must be at least 1"):
@@ -108,12 +103,10 @@ def test_scores_that_mean_nothing_are_refused(tmp_path: Path) -> None:
         load_windows(tmp_path, None)
 
 
-def test_the_command_on_real_held_out_text(
-    prepared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_on_real_held_out_text(prepared_data, tmp_path, monkeypatch):
     tokenizer_from_sentencepiece(prepared_data / "tokenizer.model").save(str(tmp_path / "tokenizer.json"))
     token_bytes = matching_token_bytes(tmp_path, prepared_data)
-    scorer, sources = Unigram(len(token_bytes)), list[Source]()
+    scorer, sources = Unigram(len(token_bytes)), []
     monkeypatch.setattr(
         "evals.bits_per_byte.open_scorer", lambda folder, source: sources.append(source) or scorer
     )
@@ -130,7 +123,7 @@ def test_the_command_on_real_held_out_text(
         assert source["category"] == categories[name]
 
 
-def test_a_model_with_another_tokenizer_is_refused(prepared_data: Path, tmp_path: Path) -> None:
+def test_a_model_with_another_tokenizer_is_refused(prepared_data, tmp_path):
     content = json.loads(tokenizer_from_sentencepiece(prepared_data / "tokenizer.model").to_str())
     vocab = content["model"]["vocab"]
     a, b = [piece for piece, id_ in vocab.items() if id_ in (300, 450)]
@@ -158,7 +151,7 @@ TEXTS = (
 )
 
 
-def test_bytes_of_tokens_are_the_bytes_of_the_text(tmp_path: Path) -> None:
+def test_bytes_of_tokens_are_the_bytes_of_the_text(tmp_path):
     path = tmp_path / "tokenizer.model"
     for add_dummy_prefix in (True, False):
         path.write_bytes(sentencepiece_model(add_dummy_prefix))
@@ -171,7 +164,7 @@ def test_bytes_of_tokens_are_the_bytes_of_the_text(tmp_path: Path) -> None:
             assert counts[ids].sum() == expected, (text, ids)
 
 
-def test_pieces_without_known_bytes_are_refused(tmp_path: Path) -> None:
+def test_pieces_without_known_bytes_are_refused(tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps({"model": {"type": "BPE", "vocab": {"a": 0}, "byte_fallback": False}}))
     with pytest.raises(ValueError, match="neither byte fallback"):
