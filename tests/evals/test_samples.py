@@ -2,11 +2,7 @@
 the record of it.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +18,7 @@ from tests.records.lines import write_lines
 CPU = Source(device="cpu")
 
 
-def test_built_in_prompts_through_the_engine(folder: Path, tmp_path: Path) -> None:
+def test_built_in_prompts_through_the_engine(folder, tmp_path):
     about = About(tmp_path / "evals.jsonl", 20, 4096, "phase1")
     record = main(folder, max_new_tokens=6, about=about, source=CPU)
     assert read_lines(tmp_path / "evals.jsonl") == [record]
@@ -35,16 +31,15 @@ def test_built_in_prompts_through_the_engine(folder: Path, tmp_path: Path) -> No
             assert sample["greedy"] == engine.generate_text(text, max_new_tokens=6)
             assert sample["sampled"] == engine.generate_text(text, max_new_tokens=6, temperature=0.8, seed=0)
     assert record["samples"][3]["prompt"].startswith("user: Why is the sky blue?")
-    again, other = (main(folder, max_new_tokens=6, seed=seed, source=CPU)["samples"] for seed in (0, 1))
-    assert again == record["samples"], "the seed repeats them"
-    assert [s["greedy"] for s in other] == [s["greedy"] for s in again]
-    assert [s["sampled"] for s in other] != [s["sampled"] for s in again]
+    other = main(folder, max_new_tokens=6, seed=1, source=CPU)["samples"]
+    for text, same in (("greedy", True), ("sampled", False)):
+        assert ([s[text] for s in other] == [s[text] for s in record["samples"]]) == same
 
 
-def test_both_backends_generate_the_models_own_tokens(folder: Path, tmp_path: Path) -> None:
-    model: Any = write_laneformer(tmp_path / "hf")
+def test_both_backends_generate_the_models_own_tokens(folder, tmp_path):
+    model = write_laneformer(tmp_path / "hf")
     for kind in ("engine", "transformers"):
-        scorer = open_scorer(tmp_path / "hf", Source(kind, "cpu"))  # type: ignore[arg-type]
+        scorer = open_scorer(tmp_path / "hf", Source(kind, "cpu"))
         ids = scorer.encode("The cat looked at", special_tokens=True)
         text = scorer.text_after(ids, continue_greedily(model, ids, 8))
         assert scorer.generate(ids, 8) == scorer.generate("The cat looked at", 8) == (text, "length"), kind
@@ -60,7 +55,7 @@ def test_both_backends_generate_the_models_own_tokens(folder: Path, tmp_path: Pa
         scorer.close()
 
 
-def test_prompts_of_a_file_and_any_model(tmp_path: Path) -> None:
+def test_prompts_of_a_file_and_any_model(tmp_path):
     """A folder that is no Laneformer and has no chat template: Transformers, and no chat
     among the built-in prompts.
     """
@@ -76,7 +71,7 @@ def test_prompts_of_a_file_and_any_model(tmp_path: Path) -> None:
     assert (record["backend"], record["dtype"]) == ("transformers", "float32")
 
 
-def test_bad_prompts_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_bad_prompts_are_refused(folder, tmp_path):
     path = tmp_path / "prompts.jsonl"
     for text, reason in (
         ("", "holds no prompts"),
