@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.evals.core.core_assets import write_laneformer
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A Laneformer with random weights and a context of 512."""
     path = tmp_path_factory.mktemp("models") / "hf"
     write_laneformer(path, context=512)

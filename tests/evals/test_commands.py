@@ -2,13 +2,10 @@
 run on a checkpoint.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,33 +25,21 @@ COMMANDS = [
 ]
 
 
-def job_of(run: Path, **section: Any) -> JobSections:
+def job_of(run: Path, **section) -> JobSections:
     return JobSections(Job(str(run)), evals=Evals(**{"every_steps": 10, "commands": COMMANDS, **section}))
 
 
-def test_every_evaluation_is_a_command() -> None:
-    evaluations = {
-        "bits_per_byte",
-        "code",
-        "contamination",
-        "core",
-        "decode_speed",
-        "gold",
-        "lm_eval",
-        "samples",
-    }
-    assert set(FIELDS) == evaluations
-    assert {command.split()[0] for command in COMMANDS} == evaluations - {"contamination", "gold"}
-    for name in evaluations:
+def test_every_evaluation_is_a_command():
+    assert {command.split()[0] for command in COMMANDS} == set(FIELDS) - {"contamination", "gold"}
+    for name in FIELDS:
         assert read_command(name)[0] == f"evals.{name}"
         assert read_command(name)[1].kind == name
-    declared = [
-        path for path in (ROOT / "evals").rglob("*.py") if "COMMAND = EvalCommand(" in path.read_text()
-    ]
-    assert len(declared) == len(evaluations), "a command without its fields in records/evals.toml"
+    sources = [path.read_text() for path in (ROOT / "evals").rglob("*.py")]
+    declared = sum("COMMAND = EvalCommand(" in source for source in sources)
+    assert declared == len(FIELDS), "a command without its fields in records/evals.toml"
 
 
-def test_shipped_job_files_ask_for_what_can_run() -> None:
+def test_shipped_job_files_ask_for_what_can_run():
     asked = 0
     for path in sorted((ROOT / "configs").glob("*.toml")):
         if "[job]" not in path.read_text():
@@ -66,7 +51,7 @@ def test_shipped_job_files_ask_for_what_can_run() -> None:
     assert asked >= 4
 
 
-def test_checking_needs_neither_torch_nor_the_engine() -> None:
+def test_checking_needs_neither_torch_nor_the_engine():
     program = (
         "import sys, evals.watch; from evals.commands import *; [read_command(name) for name in FIELDS];"
         "print(*sorted({*sys.modules} & {'torch', 'transformers', 'lm_eval', 'laneformer', 'train', 'tools'}))"
@@ -75,15 +60,13 @@ def test_checking_needs_neither_torch_nor_the_engine() -> None:
 
 
 TITLES = {"task options", "model options", "record options", "sampling options", "scoring options"}
-RECORD_FLAGS = {"--out", "--step", "--tokens-total", "--phase"}
-MODEL_FLAGS = {
+FLAGS = {  # of every evaluation of a model, and of its record
     "--backend", "--device", "--max-length", "--base-url", "--model", "--concurrency", "--timeout-s",
+    "--out", "--step", "--tokens-total", "--phase",
 }  # fmt: skip
 
 
-def test_help_is_whole_sentences_of_the_same_flags(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_is_whole_sentences_of_the_same_flags(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["x", "--help"])
     for name in FIELDS:
         with pytest.raises(SystemExit):
@@ -93,13 +76,13 @@ def test_help_is_whole_sentences_of_the_same_flags(
         assert {*re.findall(r"\b\w+ options\b", text)} <= TITLES, "what it is about, not a parameter's name"
         flags = {*re.findall(r"^\W*?(--[a-z-]+)", text, re.MULTILINE)}
         if name not in ("contamination", "decode_speed", "gold"):
-            assert flags >= MODEL_FLAGS | RECORD_FLAGS
+            assert flags >= FLAGS
         if name in ("bits_per_byte", "core", "lm_eval"):
             assert "--limit" in flags
             assert ("--tasks" in flags) == (name != "bits_per_byte")
 
 
-def test_arguments_of_a_checkpoint() -> None:
+def test_arguments_of_a_checkpoint():
     module, kind, options = read_command("code --dataset d --results 'r s/{step}'")
     words = kind.arguments(Path("hf"), options, About(Path("o"), 20, None, "phase1"), "auto")
     assert module == "evals.code"
@@ -128,7 +111,7 @@ REFUSED = {  # a command: why
 }
 
 
-def test_sections_that_ask_for_nothing_are_refused(tmp_path: Path) -> None:
+def test_sections_that_ask_for_nothing_are_refused(tmp_path):
     check(job_of(tmp_path))
     sections = [({"commands": ["decode_speed", command]}, reason) for command, reason in REFUSED.items()]
     for section, reason in (

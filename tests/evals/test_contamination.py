@@ -1,7 +1,5 @@
 """The contamination report from the manifests of real and of made-up sources."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -16,7 +14,7 @@ from records.evals import About
 from tests.records.test_fields import check as check_fields
 
 
-def source(data: Path, name: str, found: dict, tokenizer: str = "ab") -> None:
+def source(data: Path, name: str, found: dict, tokenizer: str = "ab"):
     folder = data / name
     folder.mkdir(parents=True, exist_ok=True)
     valid = write_windows(folder / "valid.bin", np.arange(5, dtype=np.uint16), 4)
@@ -25,7 +23,7 @@ def source(data: Path, name: str, found: dict, tokenizer: str = "ab") -> None:
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> Path:
+def data(tmp_path):
     """Two sources, and an index of two benchmarks of which one was never met."""
     sentence = "the quick brown fox number {} jumps over the lazy dog and then it sleeps well"
     for name, count in (("quiz", 4), ("other", 2)):
@@ -38,7 +36,7 @@ def data(tmp_path: Path) -> Path:
     return out
 
 
-def test_counts_add_up_and_never_pass_the_items(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_counts_add_up_and_never_pass_the_items(data, capsys):
     out = data / "evals.jsonl"
     record = main(data, About(out, phase="phase1"))
     assert record == json.loads(out.read_text())
@@ -56,9 +54,7 @@ def test_counts_add_up_and_never_pass_the_items(data: Path, capsys: pytest.Captu
     assert contamination(data)["manifests"]["web"] != before["web"], "other data, another hash"
 
 
-def test_data_that_were_not_searched_say_so(
-    prepared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_that_were_not_searched_say_so(prepared_data, tmp_path, capsys):
     assert main(prepared_data)["benchmarks"] == {}
     assert "nothing was searched for" in capsys.readouterr().err
     with pytest.raises(ValueError, match="holds no <source>"):

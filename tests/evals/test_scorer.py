@@ -1,24 +1,20 @@
 """Scores of the engine and of Transformers against PyTorch in float64, with and without prefixes kept."""
 
-from __future__ import annotations
-
 import json
-import threading
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
-from evals.scorer import Encoder, Prompt, Scorer, Source, choose, open_scorer, resolve_device
+from evals.scorer import Encoder, Prompt, Scorer, Scores, Source, choose, open_scorer, resolve_device
 from evals.scorer import hf as hf_scorer
-from evals.scorer.endpoint import EndpointScorer
 from evals.scorer.endpoint import scores_of as scores_of_choice
 from evals.scorer.hf import TransformersScorer
-from laneformer import Engine
 from tests.evals.core.core_assets import VOCAB, score_one, write_laneformer, write_llama
 from tests.evals.reference import scores_of
+from tests.laneformer.serve.conftest import start
 
 # prompts whose prefixes meet in every way: same prompt again, longer, shorter, another, one token
 SEQUENCES = [
@@ -26,7 +22,8 @@ SEQUENCES = [
     ([1, 5, 6, 7, 11, 12, 40, 41, 42], 6), ([1, 5], 1), ([1, 30, 31, 32], 3), ([1, *range(50, 120)], 60),
     ([1, *range(50, 110), 7, 8], 61),
 ]  # fmt: skip
-CPU, SERVER = Source(device="cpu"), "http://127.0.0.1:9/v1"
+ONE_MORE = ([1, *range(3, 131)], 1)  # than the context: the last id is only predicted
+CPU = Source(device="cpu")
 THROUGH_TRANSFORMERS = Source("transformers", "cpu")
 
 
@@ -38,7 +35,7 @@ class Written(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Written]:
+def written(tmp_path_factory):
     folder, made = tmp_path_factory.mktemp("models"), {}
     for name, write, options in (
         ("laneformer", write_laneformer, {}),
@@ -50,7 +47,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Written]:
 
 
 @pytest.fixture
-def llama(written: dict[str, Written]) -> Written:
+def llama(written):
     return written["llama"]
 
 
@@ -60,20 +57,24 @@ def float32_error(model: torch.nn.Module, prompt: Prompt) -> float:
     return 8 * np.abs(rounded - exact).max() + 1e-6
 
 
-def check(scorer: Scorer, model: torch.nn.Module) -> None:
-    prompts = [Prompt(*each) for each in SEQUENCES]
-    together = [scores for item in scorer.score([prompts]) for scores in item]
+def check_scores(model: torch.nn.Module, prompt: Prompt, scores: Scores):
+    exact = scores_of(model, *prompt)
+    assert (scores.logprobs.dtype, scores.greedy.dtype) == (np.float64, bool)
+    assert scores.logprobs.shape == scores.greedy.shape == (len(prompt.ids) - prompt.start,)
+    assert np.abs(scores.logprobs - exact.logprobs).max() <= float32_error(model, prompt), prompt
+    np.testing.assert_array_equal(scores.greedy, exact.greedy)
+
+
+def check(scorer: Scorer, model: torch.nn.Module):
+    prompts = [Prompt(*each) for each in (ONE_MORE, *SEQUENCES)]
+    (together,) = scorer.score([prompts])
     for prompt, batched in zip(prompts, together, strict=True):
-        exact, allowed = scores_of(model, *prompt), float32_error(model, prompt)
-        for scores in (score_one(scorer, *prompt), batched):
-            assert (scores.logprobs.dtype, scores.greedy.dtype) == (np.float64, bool)
-            assert scores.logprobs.shape == scores.greedy.shape == (len(prompt.ids) - prompt.start,)
-            assert np.abs(scores.logprobs - exact.logprobs).max() <= allowed, prompt
-            np.testing.assert_array_equal(scores.greedy, exact.greedy)
+        check_scores(model, prompt, batched)
+        check_scores(model, prompt, score_one(scorer, *prompt))
     ids, start = prompt
     other = scores_of(model, [*ids[: start - 2], 299, *ids[start - 1 :]], start)
-    difference = np.abs(other.logprobs - exact.logprobs).max()
-    assert difference > 100 * allowed, "the comparison would not see another prefix"
+    difference = np.abs(other.logprobs - batched.logprobs).max()
+    assert difference > 100 * float32_error(model, prompt), "the comparison would not see another prefix"
 
 
 SCORERS = {
@@ -86,11 +87,11 @@ SCORERS = {
 
 @pytest.mark.parametrize("name", SCORERS)
 def test_scores_are_pytorchs(
-    written: dict[str, Written],
-    name: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    written,
+    name,
+    monkeypatch,
+    capsys,
+):
     monkeypatch.setattr("builtins.input", lambda question: pytest.fail(question))  # whether code may run
     (source, backend, dtype), (folder, model) = SCORERS[name], written[name.split()[0]]
     scorer = open_scorer(folder, source)
@@ -107,7 +108,7 @@ def spy_on_passes(scorer: TransformersScorer) -> list[tuple[int, int]]:
     passes: list[tuple[int, int]] = []
     forward = scorer._model.forward
 
-    def spy(input_ids: torch.Tensor, **options: object) -> object:
+    def spy(input_ids, **options):
         passes.append(tuple(input_ids.shape))
         return forward(input_ids=input_ids, **options)
 
@@ -116,9 +117,7 @@ def spy_on_passes(scorer: TransformersScorer) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("name", ["llama", "laneformer"])
-def test_options_behind_a_long_prefix_are_read_in_two_passes(
-    written: dict[str, Written], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_options_behind_a_long_prefix_are_read_in_two_passes(written, monkeypatch, name):
     """The prefix once, then all options."""
     folder, model = written[name]
     scorer, prefix = TransformersScorer(folder, "cpu"), [1, *range(40, 90)]
@@ -129,16 +128,14 @@ def test_options_behind_a_long_prefix_are_read_in_two_passes(
     (together,) = scorer.score([item])
     assert passes == [(1, 50), (5, 4)], "50 tokens of the prefix; five options, the longest of 1 + 3 tokens"
     for prompt, scores in zip(item, together, strict=True):
-        exact, allowed = scores_of(model, *prompt), float32_error(model, prompt)
-        assert np.abs(scores.logprobs - exact.logprobs).max() <= allowed
-        np.testing.assert_array_equal(scores.greedy, exact.greedy)
+        check_scores(model, prompt, scores)
 
 
-def test_passes_become_smaller_where_memory_ends(llama: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_become_smaller_where_memory_ends(llama, monkeypatch):
     scorer = TransformersScorer(llama.folder, "cpu")
-    fits, passes, score = 2, list[int](), scorer._score
+    fits, passes, score = 2, [], scorer._score
 
-    def score_few(prompts: Any, offset: int) -> Any:
+    def score_few(prompts, offset):
         passes.append(len(prompts))
         if len(prompts) > fits:
             raise torch.OutOfMemoryError
@@ -152,76 +149,45 @@ def test_passes_become_smaller_where_memory_ends(llama: Written, monkeypatch: py
         score_one(scorer, [1, 5, 6], 1)
 
 
-def test_a_model_whose_state_cannot_be_copied_reads_everything(
-    llama: Written, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_whose_state_cannot_be_copied_reads_everything(llama, monkeypatch):
     monkeypatch.setitem(hf_scorer.WORTH_A_PASS, "cpu", 1)
     scorer = TransformersScorer(llama.folder, "cpu")
     scorer._keeps_prefix = False
     check(scorer, llama.model)
 
 
-def test_both_backends_score_a_rolling_text_alike(written: dict[str, Written]) -> None:
+def test_both_backends_score_a_rolling_text_alike(written):
     """Every id once, in disjoint windows with all the context that fits."""
     folder, model = written["laneformer"]
     ids, expected = [3 + (i * 7) % 200 for i in range(50)], 0.0
     for begin, end in ((1, 17), (17, 33), (33, 49), (49, 51)):
         first = max(0, end - 17)
         expected += scores_of(model, [1, *ids][first:end], begin - first).logprobs.sum()
-    for source in (Source("engine", "cpu", max_length=16), Source("transformers", "cpu", max_length=16)):
-        scorer = open_scorer(folder, source)
+    for backend in ("engine", "transformers"):
+        scorer = open_scorer(folder, Source(backend, "cpu", max_length=16))
         assert scorer.rolling(ids) == pytest.approx(expected, rel=1e-5)
         assert scorer.rolling([]) == 0
         scorer.close()
 
 
-def answer_requests_with(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let an engine answer what an EndpointScorer posts to /completions."""
-    one_at_a_time = threading.Lock()
-
-    def score(ids: list[int]) -> dict[str, Any]:
-        """The echoed prompt and one new token."""
-        scores = engine.logprobs([*ids, *engine.generate(ids, max_new_tokens=1, ignore_eos=True)], top=1)
-        best = zip(scores.top_ids[:, 0].tolist(), scores.top_logprobs[:, 0].tolist(), strict=True)
-        top = [None, *({str(i): logprob} for i, logprob in best)]
-        return {"logprobs": {"token_logprobs": [None, *scores.logprobs.tolist()], "top_logprobs": top}}
-
-    def post(self: EndpointScorer, url: str, body: dict[str, Any]) -> dict[str, Any]:
-        assert (url, body["temperature"]) == (f"{SERVER}/completions", 0)
-        choices = []
-        for index, ids in enumerate(body["prompt"]):
-            with one_at_a_time:
-                if body.get("echo"):
-                    choice = score(ids)
-                else:
-                    text = engine.generate_text(ids, max_new_tokens=body["max_tokens"])
-                    choice = {"text": text, "finish_reason": "length"}
-            choices.append({"index": index, **choice})
-        return json.loads(json.dumps({"choices": choices}))
-
-    monkeypatch.setattr(EndpointScorer, "_post", post)
-
-
-def test_a_server_says_what_the_engine_says(
-    written: dict[str, Written], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_says_what_the_engine_says(written):
     """To the bit; only its context is a token shorter, as it adds one to what it scores."""
     folder = written["laneformer"].folder
-    ours, served = open_scorer(folder, Source("engine", "cpu", max_length=127)), open_scorer(folder, CPU)
-    answer_requests_with(served.engine, monkeypatch)  # type: ignore[attr-defined]
-    theirs = open_scorer(folder, Source(base_url=SERVER, max_length=128, concurrency=3))
+    server = start(folder, engine={"dtype": "fp32", "kv_dtype": "fp32"})
+    ours = open_scorer(folder, Source("engine", "cpu", max_length=127))
+    served = Source(base_url=f"{server.url}/v1", model="tiny", max_length=128, concurrency=3)
+    theirs = open_scorer(folder, served)
     about = (theirs.backend, theirs.device, theirs.dtype, theirs.scoring_room)
-    assert about == ("endpoint", SERVER, None, 127)
+    assert about == ("endpoint", served.base_url, None, 127)
     items = [[Prompt(*each)] for each in SEQUENCES] + [[Prompt([1, 5, 6], 2), Prompt([1, 5, 7, 8], 2)]]
-    for ours_of, theirs_of in zip(ours.score(items), theirs.score(items), strict=True):
-        for a, b in zip(ours_of, theirs_of, strict=True):
-            np.testing.assert_array_equal(a.logprobs, b.logprobs)
-            np.testing.assert_array_equal(a.greedy, b.greedy)
+    for a, b in zip(ours.score(items), theirs.score(items), strict=True):
+        np.testing.assert_equal(a, b)
     assert ours.rolling([*range(3, 60)]) == theirs.rolling([*range(3, 60)])
     assert ours.generate([1, 5, 6], 9) == theirs.generate([1, 5, 6], 9)
+    assert server.stop() == 0, server.output()
 
 
-def test_a_server_without_all_scores_is_refused() -> None:
+def test_a_server_without_all_scores_is_refused():
     prompt, top = Prompt([1, 5, 6], 1), [None, {"5": -1.0}, {"7": -0.5}, {"9": -1.0}]
     whole = {"token_logprobs": [None, -1.0, -2.0, -1.0], "top_logprobs": top}
     scores = scores_of_choice({"logprobs": whole}, prompt)
@@ -231,7 +197,7 @@ def test_a_server_without_all_scores_is_refused() -> None:
             scores_of_choice({"logprobs": short}, prompt)
 
 
-def test_texts_become_the_same_ids_in_both(llama: Written) -> None:
+def test_texts_become_the_same_ids_in_both(llama):
     from transformers import AutoTokenizer
 
     ours, theirs = Encoder(llama.folder), AutoTokenizer.from_pretrained(llama.folder)
@@ -243,19 +209,17 @@ def test_texts_become_the_same_ids_in_both(llama: Written) -> None:
 
 
 @pytest.mark.parametrize(("driver", "gpus"), [(False, 0), (True, 0), (True, 2)])
-def test_auto_is_the_gpu_where_one_is_visible(
-    written: dict[str, Written], monkeypatch: pytest.MonkeyPatch, driver: bool, gpus: int
-) -> None:
+def test_auto_is_the_gpu_where_one_is_visible(written, monkeypatch, driver, gpus):
     """Asking for one that is not there is refused in words."""
     folder = written["laneformer"].folder
     monkeypatch.setattr("laneformer.engine.device.has_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    expected = ("transformers", "cuda:0", "a GPU") if gpus else ("engine", "cpu", "no GPU")
     backend, device, why = choose(folder)
-    assert resolve_device("auto") == device == ("cuda:0" if gpus else "cpu")
-    assert backend == ("transformers" if gpus else "engine")
-    assert ("a GPU is visible" if gpus else "no GPU is visible") in why
-    assert resolve_device("cpu") == "cpu"
+    assert (backend, device) == expected[:2]
+    assert f"{expected[2]} is visible" in why
+    assert (resolve_device("auto"), resolve_device("cpu")) == (device, "cpu")
     if not gpus:
         with pytest.raises(ValueError, match=r"device = 'cuda': no GPU is visible .* use device = 'auto'"):
             open_scorer(folder, Source(device="cuda"))
@@ -267,14 +231,14 @@ def test_auto_is_the_gpu_where_one_is_visible(
         choose(folder, Source(device="cuda:0,cuda:1"))
 
 
-def test_bad_input(tmp_path: Path) -> None:
+def test_bad_input(tmp_path):
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
         open_scorer(tmp_path)
     write_llama(tmp_path)
     in_8_bits = open_scorer(tmp_path, Source("engine", "cpu", dtype="int8"))  # which reads a Llama, too
     assert in_8_bits.dtype == "int8"
     in_8_bits.close()
-    unknown: Any = "onnx"
+    unknown = "onnx"
     for source, reason in (
         (Source(unknown), "backend = 'onnx' is unknown"),
         (Source("transformers", "cpu", dtype="int8"), "dtype = 'int8'"),
@@ -283,18 +247,11 @@ def test_bad_input(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=reason):
             open_scorer(tmp_path, source)
     scorer = open_scorer(tmp_path, CPU)
-    for ids, start in [([1, 2], 0), ([1, 2], 3), ([1] * 130, 1)]:
+    for wrong in (([1, 2], 0), ([1, 2], 3), ([1] * 130, 1)):
         with pytest.raises(ValueError, match="1 <= start <= ids <= 129 is required"):
-            score_one(scorer, ids, start)
+            score_one(scorer, *wrong)
     assert len(score_one(scorer, [1, 2], 2).logprobs) == 0, "an option without a token of its own"
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "laneformer", "vocab_size": VOCAB}))
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match="export the model with it"):
         Encoder(tmp_path)
-
-
-def test_one_id_more_than_the_context_is_only_predicted(llama: Written) -> None:
-    ids = [1, *range(3, 131)]
-    scores = score_one(open_scorer(llama.folder, CPU), ids, 1)
-    assert scores.logprobs.shape == (128,)
-    assert np.abs(scores.logprobs - scores_of(llama.model, ids, 1).logprobs).max() < 1e-4

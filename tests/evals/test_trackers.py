@@ -1,12 +1,8 @@
 """Evaluations in the real wandb (offline) and TensorBoard, read back: the same names, steps and values."""
 
-from __future__ import annotations
-
 import json
 import struct
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,10 +10,6 @@ import pytest
 from evals.trackers import SETTINGS, Trackers, scalars
 from records.job import Job, JobSections, Metrics
 
-if TYPE_CHECKING:
-    from wandb.proto.wandb_internal_pb2 import Record
-
-Logged = list[tuple[str, int, float]]
 TEXTS = [{"name": n, "prompt": f"{n}?", "greedy": "<b>yes</b>\nno", "sampled": "é"} for n in ("fact", "code")]
 CORE = {
     "protocol": "nanochat", "limit": 500, "core_v2": 0.2, "core_v2_se": 0.01,
@@ -31,7 +23,7 @@ LM_EVAL = {
     "num_fewshot": 0, "add_bos": True, "chat_template": False, "haystack": "upstream",
     "tasks": {"arc_easy": {"acc_norm": 0.5}}, "ruler": {"2048": {"ruler_vt": 0.7}},
 }  # fmt: skip
-RECORDS: dict[str, dict[str, Any]] = {
+RECORDS = {
     "core": CORE,
     "bits_per_byte": {"bits_per_byte": 0.9, "sources": {"web": {"bits_per_byte": 1.1}}},
     "code": CODE,
@@ -45,7 +37,7 @@ def job_of(run: Path) -> JobSections:
     return JobSections(Job(str(run)), metrics=Metrics(enable_wandb=True, enable_tensorboard=True))
 
 
-def wandb_records(path: Path) -> Iterator[Record]:
+def wandb_records(path: Path):
     """The protobuf records of a .wandb file: after 7 bytes of its own a LevelDB log, blocks of 32 KiB."""
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -65,10 +57,10 @@ def wandb_records(path: Path) -> Iterator[Record]:
             whole = b""
 
 
-def read_wandb(run: Path) -> Logged:
+def read_wandb(run: Path):
     written = (run / "tb/evals/wandb").glob("offline-run-*/*.wandb")
     newest = max(written, key=lambda path: path.stat().st_mtime)
-    records, logged = list(wandb_records(newest)), list[tuple[str, int, float]]()
+    records, logged = list(wandb_records(newest)), []
     (about,) = [record.run for record in records if record.HasField("run")]
     assert (about.display_name, about.run_group, about.job_type) == (f"{run.name}-evals", run.name, "evals")
     for record in records:
@@ -80,7 +72,7 @@ def read_wandb(run: Path) -> Logged:
     return sorted(logged)
 
 
-def read_tensorboard(run: Path) -> Logged:
+def read_tensorboard(run: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = EventAccumulator(str(run / "tb/evals"), size_guidance={"scalars": 0})
@@ -89,9 +81,9 @@ def read_tensorboard(run: Path) -> Logged:
 
 
 @pytest.mark.job
-def test_the_same_values_everywhere_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_values_everywhere_once(tmp_path, monkeypatch):
     """Two starts, a checkpoint evaluated late in between: each tracker has every figure once, at its step."""
-    run, log = tmp_path / "tracked", list[str]()
+    run, log = tmp_path / "tracked", []
     monkeypatch.setenv("WANDB_MODE", "offline")
     early, late = (
         [{"kind": kind, "step": step, "tokens_total": 9, "time": 1.0, **r} for kind, r in RECORDS.items()]
@@ -111,7 +103,7 @@ def test_the_same_values_everywhere_once(tmp_path: Path, monkeypatch: pytest.Mon
         assert table["data"] == [list(text.values()) for text in TEXTS]
 
 
-def test_names_tell_what_cannot_be_compared() -> None:
+def test_names_tell_what_cannot_be_compared():
     names = {name for kind, record in RECORDS.items() for name in scalars({"kind": kind, **record})}
     code = "code/humaneval_plus/greedy/chat/problems-164/n-1/temperature-0.8/top_p-1.0/max_new_tokens-768"
     lm_eval = "lm_eval/num_fewshot-0/add_bos-True/chat_template-False/upstream"
@@ -127,7 +119,7 @@ def test_names_tell_what_cannot_be_compared() -> None:
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_every_setting_gives_another_name(kind: str) -> None:
+def test_every_setting_gives_another_name(kind):
     """Two records that differ in one setting, of whatever type, are never points of one curve."""
     figure = {"lm_eval": "tasks", "code": "pass@1", "core": "core_v1", "bits_per_byte": "loss"}.get(
         kind, "ttft_s"
@@ -140,21 +132,17 @@ def test_every_setting_gives_another_name(kind: str) -> None:
     assert scalars(asked | dict.fromkeys(SETTINGS[kind])) == scalars(asked)
 
 
-def test_records_of_any_age_and_kind() -> None:
+def test_records_of_any_age_and_kind():
     for name in ("max_per_task", "limit"):
         record = {"kind": "core", "protocol": "dclm", name: 9, "core_v1": 0.2}
         assert scalars(record) == {"core/dclm/limit-9/core_v1": 0.2}
     assert scalars({"kind": "unheard of", "loss": 1.0}) == scalars({}) == {}
 
 
-def test_a_tracker_that_fails_is_reported_and_gets_it_later(tmp_path: Path) -> None:
-    records, log, sent = (
-        [{"kind": "bits_per_byte", "step": 3, "bits_per_byte": 0.5}],
-        list[str](),
-        list[Any](),
-    )
+def test_a_tracker_that_fails_is_reported_and_gets_it_later(tmp_path):
+    records, log, sent = [{"kind": "bits_per_byte", "step": 3, "bits_per_byte": 0.5}], [], []
     trackers = Trackers(job_of(tmp_path), log.append)
-    trackers.senders["wandb"] = lambda *_: 1 / 0  # type: ignore[assignment,return-value]
+    trackers.senders["wandb"] = lambda *_: 1 / 0
     for _ in range(2):
         trackers.give(records)
         assert log == ["wandb got no evaluations: division by zero; a later start sends them"]

@@ -1,7 +1,5 @@
 """The watcher of evaluations: its choices, played without processes; and real jobs that it evaluates."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -10,9 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
 
 import pytest
 import torch
@@ -28,10 +24,9 @@ from tests.train.supervised import ROOT, arguments, environment
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 COMMANDS = ["decode_speed", "bits_per_byte --data x"]
 EXPORT = "laneformer.hf.export"
-Call = Callable[["Played", int, list[str]], int | None]
 
 
-def job_of(run: Path, **section: Any) -> JobSections:
+def job_of(run: Path, **section) -> JobSections:
     evals = Evals(**{"every_steps": 10, "commands": COMMANDS, **section})
     return JobSections(Job(str(run)), Training(steps=35), Checkpoint(), evals=evals)
 
@@ -48,11 +43,11 @@ class Played(Watcher):
     first: called before each of them, as (watcher, step, words); a status that it returns ends it there.
     """
 
-    def __init__(self, run: Path, first: Call = lambda *_: None, **section: Any):
+    def __init__(self, run, first=lambda *_: None, **section):
         super().__init__(job_of(run, **{"commands": COMMANDS[:1], **section}))
         self.first = first
 
-    def call(self, step: int, words: list[str], *locks: TextIO) -> int:
+    def call(self, step, words, *locks):
         if (status := self.first(self, step, words)) is not None:
             return status
         if words[0] != EXPORT:
@@ -60,7 +55,7 @@ class Played(Watcher):
             Path(out).write_text(json.dumps({"kind": words[0], "step": int(of)}) + "\n")
         return 0
 
-    def look_once(self) -> int:
+    def look_once(self):
         return self.watch(once=True, every_s=0)
 
 
@@ -73,12 +68,12 @@ def speed_at(*steps: int) -> list[tuple[str, int]]:
     return [("decode_speed", step) for step in steps]
 
 
-def test_wanted_steps_in_order_the_last_one_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wanted_steps_in_order_the_last_one_too(tmp_path, monkeypatch):
     for step in (1, 5, 10, 20, 35):
         save(tmp_path, step)
     damaged = save(tmp_path, 30)
     next(damaged.glob("*.distcp")).unlink()
-    watcher, sent = Played(tmp_path), list[int]()
+    watcher, sent = Played(tmp_path), []
     monkeypatch.setattr(watcher.trackers, "give", lambda records: sent.append(len(records)))
     assert watcher.look_once() == 0
     assert evaluated(tmp_path) == speed_at(1, 10, 20, 35)
@@ -89,13 +84,13 @@ def test_wanted_steps_in_order_the_last_one_too(tmp_path: Path, monkeypatch: pyt
     assert evaluated(late) == speed_at(35, 20, 10, 1)
 
 
-def raise_full_disk() -> None:
+def raise_full_disk():
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize("reason", ["decode_speed: exit status 1", "No space left"])
-def test_a_failure_is_reported_and_left_for_the_next_start(tmp_path: Path, reason: str) -> None:
-    def break_step_10(watcher: Played, step: int, words: list[str]) -> int | None:
+def test_a_failure_is_reported_and_left_for_the_next_start(tmp_path, reason):
+    def break_step_10(watcher, step, words):
         if step != 10:
             return None
         return int(words[0] != EXPORT) if "exit" in reason else raise_full_disk()
@@ -112,10 +107,10 @@ def test_a_failure_is_reported_and_left_for_the_next_start(tmp_path: Path, reaso
 class Dying:
     """Commands do half of their work, die `deaths` times, and go on from there; then the run is done."""
 
-    def __init__(self, deaths: int):
+    def __init__(self, deaths):
         self.deaths, self.runs = deaths, 0
 
-    def __call__(self, watcher: Played, step: int, words: list[str]) -> int | None:
+    def __call__(self, watcher, step, words):
         if words[0] == EXPORT:
             return 0
         half = Path(words[words.index("--out") + 1]).with_name("half")
@@ -128,7 +123,7 @@ class Dying:
         return None
 
 
-def test_a_command_that_dies_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_dies_goes_on_where_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "RETRY_AFTER_S", (0.0, 0.01))
     save(tmp_path, 10)
     dying = Dying(2)
@@ -137,7 +132,7 @@ def test_a_command_that_dies_goes_on_where_it_was(tmp_path: Path, monkeypatch: p
     assert not (tmp_path / ".evals-watch").exists()
 
 
-def test_a_command_is_given_up_after_its_retries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_is_given_up_after_its_retries(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "RETRY_AFTER_S", (0.0, 0.0))
     folder, dying = save(tmp_path, 10), Dying(99)
     watcher = Played(tmp_path, dying)
@@ -151,10 +146,10 @@ def test_a_command_is_given_up_after_its_retries(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("raises", [True, False], ids=["a write", "a command"])
-def test_an_evaluation_waits_for_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raises: bool) -> None:
-    usage, waited_s, dying = shutil.disk_usage(tmp_path), list[float](), Dying(0)
+def test_an_evaluation_waits_for_space(tmp_path, monkeypatch, raises):
+    usage, waited_s, dying = shutil.disk_usage(tmp_path), [], Dying(0)
 
-    def fill_disk_once(watcher: Played, step: int, words: list[str]) -> int | None:
+    def fill_disk_once(watcher, step, words):
         if waited_s:
             return dying(watcher, step, words)
         return raise_full_disk() if raises else int(words[0] != EXPORT)
@@ -167,7 +162,7 @@ def test_an_evaluation_waits_for_space(tmp_path: Path, monkeypatch: pytest.Monke
     assert not (tmp_path / "events.jsonl").exists(), "nothing has failed"
 
 
-def test_a_step_that_was_trained_again_is_evaluated_again(tmp_path: Path) -> None:
+def test_a_step_that_was_trained_again_is_evaluated_again(tmp_path):
     folder = save(tmp_path, 10)
     Played(tmp_path).look_once()
     os.utime(folder / ".metadata", (2e9, 2e9))
@@ -176,8 +171,8 @@ def test_a_step_that_was_trained_again_is_evaluated_again(tmp_path: Path) -> Non
     assert evaluated(tmp_path) == speed_at(10, 10)
 
 
-def test_a_checkpoint_deleted_meanwhile_is_skipped_and_reported(tmp_path: Path) -> None:
-    def delete_all_but_the_last(watcher: Played, step: int, words: list[str]) -> int | None:
+def test_a_checkpoint_deleted_meanwhile_is_skipped_and_reported(tmp_path):
+    def delete_all_but_the_last(watcher, step, words):
         for path in (tmp_path / "checkpoint").glob("step-*"):
             if path.name != "step-35":
                 shutil.rmtree(path)
@@ -191,16 +186,16 @@ def test_a_checkpoint_deleted_meanwhile_is_skipped_and_reported(tmp_path: Path) 
     assert events == [("evaluation_skipped", 10), ("evaluation_skipped", 20)]
 
 
-def test_a_command_that_a_killed_watcher_left_is_waited_for(tmp_path: Path) -> None:
+def test_a_command_that_a_killed_watcher_left_is_waited_for(tmp_path):
     """It still writes its records to the same file, so the next watcher must not start the command beside it."""
     save(tmp_path, 10)
     out = tmp_path / ".evals-watch/step-10-0/records.jsonl"
     orphan = "import sys, pathlib; sys.stdin.read(); pathlib.Path(sys.argv[1]).write_text('orphan')"
-    command, ended = [sys.executable, "-c", orphan, str(out)], list[bool]()
+    command, ended = [sys.executable, "-c", orphan, str(out)], []
     with hold_lock(out.with_suffix(".lock"), "held by us") as lock:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[lock.fileno()])
 
-    def end_orphan(watcher: Played, step: int, words: list[str]) -> None:
+    def end_orphan(watcher, step, words):
         if words[0] == EXPORT:
             assert process.stdin is not None
             process.stdin.close()
@@ -212,7 +207,7 @@ def test_a_command_that_a_killed_watcher_left_is_waited_for(tmp_path: Path) -> N
     assert (ended, evaluated(tmp_path)) == ([True], speed_at(10))
 
 
-def test_a_command_holds_the_lock_of_its_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_holds_the_lock_of_its_records(tmp_path, monkeypatch):
     holds = "import os, sys; fds = [f'/proc/self/fd/{n}' for n in os.listdir('/proc/self/fd')]\n"
     holds += "sys.exit(sys.argv[1] not in [os.path.realpath(fd) for fd in fds])"
     (tmp_path / "holds.py").write_text(holds)
@@ -222,12 +217,12 @@ def test_a_command_holds_the_lock_of_its_records(tmp_path: Path, monkeypatch: py
         assert Watcher(job_of(tmp_path / "run")).call(1, ["holds", str(path)], lock) == 0
 
 
-def test_sigterm_ends_it_and_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_ends_it_and_what_it_started(tmp_path, monkeypatch):
     """At the lowest priority: training comes first."""
-    handlers: dict[int, Any] = {}
-    nice, processes, start = list[int](), list[subprocess.Popen[bytes]](), subprocess.Popen
+    handlers = {}
+    nice, processes, start = [], [], subprocess.Popen
 
-    def get_terminated(process: subprocess.Popen[bytes]) -> int:
+    def get_terminated(process):
         monkeypatch.undo()
         processes.append(process)
         with pytest.raises(ValueError, match="another watcher"), only_watcher(tmp_path):
@@ -246,8 +241,8 @@ def test_sigterm_ends_it_and_what_it_started(tmp_path: Path, monkeypatch: pytest
     assert (ended.value.code, nice, processes[0].returncode) == (STOPPED, [19], -signal.SIGKILL)
 
 
-def test_cores_and_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: list[set[int]] = []
+def test_cores_and_a_gpu_of_its_own(monkeypatch):
+    chosen = []
     monkeypatch.setattr(os, "nice", lambda by: by)
     monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: chosen.append(cores))
     for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"):
@@ -259,14 +254,12 @@ def test_cores_and_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.rotate
-def test_a_job_evaluates_its_own_checkpoints_and_a_killed_watcher_goes_on(
-    prepared_data: Path, tmp_path: Path
-) -> None:
+def test_a_job_evaluates_its_own_checkpoints_and_a_killed_watcher_goes_on(prepared_data, tmp_path):
     """A run of four steps on two ranks, with checkpoints at 1, 2 and 4, all exported and evaluated by processes."""
     # watchers at the tests' own priority: at the lowest they would wait for all other tests
     (tmp_path / "sitecustomize.py").write_text("import os\nos.nice = lambda by: 0\n")
-    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    env, command = environment() | {"PYTHONPATH": path}, f"bits_per_byte --data {prepared_data} --limit 2"
+    env = environment() | {"PYTHONPATH": str(tmp_path)}
+    command = f"bits_per_byte --data {prepared_data} --limit 2"
     run = tmp_path / "run"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     job = ["-m", "train", *arguments(run, prepared_data / "phase1.lock.json", 4, 2)]
@@ -279,30 +272,23 @@ def test_a_job_evaluates_its_own_checkpoints_and_a_killed_watcher_goes_on(
     out = run / "evals.jsonl"
     assert [(record["command"], record["step"]) for record in read_lines(out)] == [(command, 1), (command, 4)]
     events = read_lines(run / "events.jsonl")
-    failed = [(e["step"], e["reason"]) for e in events if e["kind"] == "evaluation_failed"]
-    assert [step for step, _ in failed] == [1, 1, 1, 4, 4], "that of step 1 again beside that of step 4"
-    assert failed[0][1].startswith("decode_speed --device nowhere: exit status")
-    assert failed[1][1].startswith("exit status 1, see"), "what the job says of its watcher"
+    failed = [event for event in events if event["kind"] == "evaluation_failed"]
+    assert [event["step"] for event in failed] == [1, 1, 1, 4, 4], "step 1 again beside step 4"
+    assert failed[1]["reason"].startswith("exit status 1, see"), "what the job says of its watcher"
 
-    def start(*options: str) -> subprocess.Popen[str]:
-        line = [sys.executable, "-m", "evals.watch", "--run", str(run), "--every-s", "0.2", *options]
-        line += ["--evals.every_steps", "2", "--evals.commands", command]
-        return subprocess.Popen(line, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
-
+    watching = [sys.executable, "-m", "evals.watch", "--run", str(run), "--every-s", "0.2", "--cpus", "0"]
+    watching += ["--evals.every_steps", "2", "--evals.commands", command]
     out.unlink()
-    first = start()
+    first = subprocess.Popen(watching, cwd=ROOT, env=env)
     while not read_lines(out) and first.poll() is None:
         time.sleep(0.02)
     first.kill()  # in the middle of the export of the second checkpoint
-    log = first.communicate()[1]
-    assert [record["step"] for record in read_lines(out)] == [1], log
-    second = start("--cpus", "0")
-    assert second.wait() == 0, second.communicate()[1]  # the run is done: it ends by itself
+    first.wait()
+    assert [record["step"] for record in read_lines(out)] == [1]
+    subprocess.run(watching, cwd=ROOT, env=env, check=True)  # the run is done: it ends by itself
     records = read_lines(out)
     rows = {row["step"]: row["tokens_total"] for row in read_lines(run / "metrics.jsonl")}
-    expected = [("bits_per_byte", step, "phase1", rows[step]) for step in (1, 2, 4)]
-    assert [tuple(r[name] for name in ("kind", "step", "phase", "tokens_total")) for r in records] == expected
+    expected = [(step, "phase1", rows[step]) for step in (1, 2, 4)]
+    assert [(r["step"], r["phase"], r["tokens_total"]) for r in records] == expected
     assert len({record["bits_per_byte"] for record in records}) == 3, "three checkpoints, three models"
-    assert start("--once").wait() == 0
-    assert read_lines(out) == records
     assert not list((run / ".evals-watch").glob("*")), "finished work stayed behind"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -20,7 +19,7 @@ class Endpoint(ThreadingHTTPServer):
     seen: the requests. statuses: of the next replies; 206 breaks the connection off.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.seen: list[dict[str, Any]] = []
         self.statuses: list[int] = []
@@ -30,7 +29,7 @@ class Endpoint(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     server: Endpoint
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         seen = {"path": self.path, "authorization": self.headers["Authorization"]}
         self.server.seen.append(body | seen)
@@ -49,12 +48,12 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(reply.encode())
 
-    def log_message(self, *arguments: Any) -> None:
+    def log_message(self, *arguments):
         pass
 
 
 @pytest.fixture
-def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
+def endpoint(monkeypatch):
     monkeypatch.setattr(endpoint_scorer, "FIRST_WAIT_S", 0.0)
     with Endpoint() as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()

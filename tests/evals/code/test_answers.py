@@ -1,40 +1,37 @@
 """Answers from an endpoint and from the engine."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from evals.code.__main__ import is_chat
 from evals.code.answers import INSTRUCTION, Model, Sampling, collect, prompt_of
-from evals.code.score import Dataset, open_dataset
-from evals.scorer import Answer, Source, fast_tokenizer
+from evals.code.score import open_dataset
+from evals.scorer import Source, fast_tokenizer
+from records.files import read_lines
 from tests.evals.code.code_assets import PROBLEMS, write_dataset
 from tests.evals.code.conftest import Endpoint
 
 
 @pytest.fixture
-def dataset(tmp_path: Path) -> Dataset:
+def dataset(tmp_path):
     return open_dataset(write_dataset(tmp_path / "d.jsonl"))
 
 
-def test_samplings() -> None:
+def test_samplings():
     """Those that make no sense are refused; every answer has a seed of its own, which repeats."""
-    wrong: list[dict[str, Any]] = [{"n": 2}, {"n": 0}, {"temperature": -1.0}, {"top_p": 0.0}]
+    wrong = [{"n": 2}, {"n": 0}, {"temperature": -1.0}, {"top_p": 0.0}]
     for options in (*wrong, {"max_new_tokens": 0}):
         with pytest.raises(ValueError, match="temperature"):
             Sampling(**options)
     asked = [(f"HumanEval/{i}", k) for i in range(50) for k in range(3)]
-    samplings = [Sampling(n=3, temperature=1.0, seed=5), Sampling(seed=6)]
-    seeds = {sampling.seed_of(*key) for sampling in samplings for key in asked}
-    assert len(seeds) == 2 * len(asked)
+    seeds = [Sampling(seed=seed).seed_of(*key) for seed in (5, 6, 5) for key in asked]
+    assert len({*seeds}) == 2 * len(asked)
+    assert seeds[: len(asked)] == seeds[2 * len(asked) :]
     assert 0 <= min(seeds) <= max(seeds) < 2**31
-    assert samplings[0].seed_of("HumanEval/7", 1) == Sampling(seed=5).seed_of("HumanEval/7", 1)
 
 
 def model_at(server: Endpoint, sampling: Sampling, chat: bool = True, parallel: int = 1) -> Model:
@@ -42,9 +39,7 @@ def model_at(server: Endpoint, sampling: Sampling, chat: bool = True, parallel: 
     return Model(None, source, chat, sampling)
 
 
-def test_answers_of_an_endpoint(
-    endpoint: Endpoint, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_of_an_endpoint(endpoint, dataset, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "k")
     sampling = Sampling(n=2, temperature=0.8, seed=3)
     endpoint.statuses = [503, 429, 500, 206]
@@ -65,35 +60,29 @@ def test_answers_of_an_endpoint(
     assert completions[0]["finish_reason"] == "stop", "which the endpoint did not know"
 
 
-def test_a_run_continues_where_it_ended(endpoint: Endpoint, dataset: Dataset, tmp_path: Path) -> None:
-    def answer(seed: int = 0) -> list[str]:
+def test_a_run_continues_where_it_ended(endpoint, dataset, tmp_path):
+    def answer(seed=0):
         rows = collect(dataset, model_at(endpoint, Sampling(seed=seed)), tmp_path / "r")
         return [row["task_id"] for row in rows]
 
     endpoint.statuses = [200, *[503] * 50]
     with pytest.raises(ValueError, match=r"no answer in 6 attempts.*HTTP 503.*run again to continue"):
         answer()
-    path = tmp_path / "r/answers.jsonl"
-    before = path.read_text()
-    assert len(before.splitlines()) == 1
-    path.write_text(before + '{"name": "HumanEval/901", "ans')  # as a crash leaves it
+    assert len(read_lines(tmp_path / "r/answers.jsonl")) == 1
     endpoint.statuses, endpoint.seen = [], []
     for _ in range(2):
         assert answer() == [p["task_id"] for p in PROBLEMS]
         assert len(endpoint.seen) == 2
-    assert path.read_text().startswith(before)
     with pytest.raises(ValueError, match="other settings: seed 0, not 1; choose another --results"):
         answer(seed=1)
 
 
-def test_a_failure_loses_no_answer_that_arrived(
-    endpoint: Endpoint, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_loses_no_answer_that_arrived(endpoint, dataset, tmp_path, monkeypatch):
     """The first problem fails once the others are answered."""
     model, answered = model_at(endpoint, Sampling(), parallel=2), threading.Semaphore(0)
     give = model.answer
 
-    def answer(prompt: str, seed: int, stops: tuple[str, ...]) -> Answer:
+    def answer(prompt, seed, stops):
         if PROBLEMS[0]["prompt"].strip() in prompt:
             for _ in PROBLEMS[1:]:
                 answered.acquire()
@@ -105,10 +94,10 @@ def test_a_failure_loses_no_answer_that_arrived(
     monkeypatch.setattr(model, "answer", answer)
     with pytest.raises(ValueError, match="broken"):
         collect(dataset, model, tmp_path / "r")
-    assert len((tmp_path / "r/answers.jsonl").read_text().splitlines()) == len(PROBLEMS) - 1
+    assert len(read_lines(tmp_path / "r/answers.jsonl")) == len(PROBLEMS) - 1
 
 
-def test_a_refusal_is_not_asked_again(endpoint: Endpoint) -> None:
+def test_a_refusal_is_not_asked_again(endpoint):
     for number, status in enumerate((400, 401, 404), 1):
         endpoint.statuses = [status]
         with pytest.raises(ValueError, match=f"refused the request, HTTP {status}"):
@@ -118,9 +107,9 @@ def test_a_refusal_is_not_asked_again(endpoint: Endpoint) -> None:
         Model(None, Source(base_url="localhost:8000"), True, Sampling())
 
 
-def test_the_engine_answers_chats_and_completes_functions(folder: Path) -> None:
+def test_the_engine_answers_chats_and_completes_functions(folder):
     chat = Model(folder, Source(), True, Sampling(temperature=0.9, max_new_tokens=12))
-    engine: Any = chat.scorer
+    engine = chat.scorer
     tokenizer, turns = fast_tokenizer(folder), [{"role": "user", "content": "double it"}]
     ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
     new = engine.engine.generate(ids, max_new_tokens=12, temperature=0.9, seed=11)
@@ -129,14 +118,11 @@ def test_the_engine_answers_chats_and_completes_functions(folder: Path) -> None:
     prompt = prompt_of(PROBLEMS[0], chat=False)
     model = Model(folder, Source(), False, Sampling(max_new_tokens=12))
     whole = engine.engine.generate_text(prompt, max_new_tokens=12)
-    assert model.answer(prompt, 0, ()) == (whole, "length")
     stop = whole[3:6]
     assert model.answer(prompt, 0, (stop,)) == (whole[: whole.index(stop)], "stop")
-    with pytest.raises(ValueError, match="leaves no room"):
-        model.answer("x " * 2000, 0, ())
 
 
-def test_a_template_in_the_tokenizers_config_is_one(folder: Path, tmp_path: Path) -> None:
+def test_a_template_in_the_tokenizers_config_is_one(folder, tmp_path):
     """As older folders have it: a chat model was asked to complete functions, and its record said so."""
     inside, bare = (Path(shutil.copytree(folder, tmp_path / name)) for name in ("hf", "bare"))
     template = (folder / "chat_template.jinja").read_text()
@@ -150,10 +136,10 @@ def test_a_template_in_the_tokenizers_config_is_one(folder: Path, tmp_path: Path
         is_chat("chat", bare)
 
 
-def test_answers_of_other_weights_are_not_reused(folder: Path, dataset: Dataset, tmp_path: Path) -> None:
+def test_answers_of_other_weights_are_not_reused(folder, dataset, tmp_path):
     """The same folder in 8 bits, or with a shorter context, answers otherwise."""
 
-    def answer(source: Source) -> None:
+    def answer(source):
         model = Model(folder, source, False, Sampling(max_new_tokens=2))
         assert len(collect(dataset, model, tmp_path / "r")) == len(PROBLEMS)
 

@@ -1,7 +1,5 @@
 """pass@k, and the command from an endpoint's answers to the record."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import runpy
@@ -19,11 +17,10 @@ from evals.scorer import Source
 from records.evals import About
 from records.files import read_lines
 from tests.evals.code.code_assets import needs_sandbox, write_dataset
-from tests.evals.code.conftest import Endpoint
 from tests.records.test_fields import check as check_fields
 
 
-def test_pass_at_k_is_the_mean_over_all_choices() -> None:
+def test_pass_at_k_is_the_mean_over_all_choices():
     for n, k in [(1, 1), (5, 1), (5, 2), (6, 6)]:
         for passed in range(n + 1):
             choices = list(itertools.combinations([i < passed for i in range(n)], k))
@@ -35,7 +32,7 @@ def test_pass_at_k_is_the_mean_over_all_choices() -> None:
 
 
 @needs_sandbox
-def test_the_command(endpoint: Endpoint, tmp_path: Path) -> None:
+def test_the_command(endpoint, tmp_path):
     """Chat answers of an endpoint, in two calls: the second one finds its answers and its expected outputs."""
     path, out = write_dataset(tmp_path / "d.jsonl"), tmp_path / "evals.jsonl"
     source, scoring = Source(base_url=endpoint.url), Scoring(cache=tmp_path / "cache")
@@ -66,7 +63,7 @@ def test_the_command(endpoint: Endpoint, tmp_path: Path) -> None:
         assert (sample["rule"], sample["base"], sample["plus"]) == ("block", "pass", "pass")
 
 
-def test_a_completion_is_the_prompt_and_what_parses_of_the_answer(tmp_path: Path) -> None:
+def test_a_completion_is_the_prompt_and_what_parses_of_the_answer(tmp_path):
     """Answers that Python parses and does not print are nobody else's harm."""
     dataset = open_dataset(write_dataset(tmp_path / "d.jsonl"))
     deep = "    raise " + "".join(f"E{i}(" for i in range(150)) + ")" * 150
@@ -84,7 +81,7 @@ def test_a_completion_is_the_prompt_and_what_parses_of_the_answer(tmp_path: Path
         assert row["solution"].rstrip().endswith(body)
 
 
-def test_folders_of_results(tmp_path: Path) -> None:
+def test_folders_of_results(tmp_path):
     """One per checkpoint and setting, the same one when a command is given again."""
     asked = [(1, {"seed": 0}), (2, {"seed": 0}), (1, {"seed": 1}), (1, {"seed": 0})]
     folders = [results_of(About(tmp_path / "evals.jsonl", step), settings) for step, settings in asked]
@@ -93,7 +90,7 @@ def test_folders_of_results(tmp_path: Path) -> None:
     assert folders[0].parent == tmp_path / "items"
 
 
-def test_solutions_share_the_cores_of_their_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_solutions_share_the_cores_of_their_process(monkeypatch):
     """Half of those that a watcher with --cpus 28-31 may use, not half of the node's."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {*range(28, 32)})
     names = runpy.run_path(str(Path(score.__file__).with_name("__main__.py")), run_name="started_now")

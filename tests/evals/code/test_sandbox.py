@@ -1,7 +1,5 @@
 """What code can do in the sandbox, as root and as an ordinary user."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -10,7 +8,6 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -132,7 +129,7 @@ def refused(number):
 
 
 @pytest.fixture
-def open_folder() -> Iterator[Path]:
+def open_folder():
     """A folder that every user may read and write."""
     folder = Path(tempfile.mkdtemp(prefix="sandbox-"))
     folder.chmod(0o777)
@@ -177,7 +174,7 @@ def parents() -> dict[int, int]:
 
 @needs_sandbox
 @pytest.mark.parametrize(("user", "loop"), [(0, "safe"), (1234, "safe"), (0, "unsafe")])
-def test_a_solution_dies_with_its_judge(open_folder: Path, user: int, loop: str) -> None:
+def test_a_solution_dies_with_its_judge(open_folder, user, loop):
     process = subprocess.Popen(host(open_folder, user, loop), stdout=subprocess.PIPE, text=True, cwd="/")
     assert process.stdout is not None
     started = process.stdout.readline()
@@ -203,7 +200,7 @@ def test_a_solution_dies_with_its_judge(open_folder: Path, user: int, loop: str)
 
 @needs_sandbox
 @pytest.mark.parametrize("user", [0, 1234])
-def test_nothing_leaves_a_sandbox_and_nothing_is_shared(open_folder: Path, user: int) -> None:
+def test_nothing_leaves_a_sandbox_and_nothing_is_shared(open_folder, user):
     """For two solutions, one after the other."""
     result = subprocess.run(host(open_folder, user), capture_output=True, text=True, timeout=300, cwd="/")
     if "bwrap" in result.stderr and not result.stdout and user:
@@ -216,13 +213,13 @@ def test_nothing_leaves_a_sandbox_and_nothing_is_shared(open_folder: Path, user:
     assert not Path("/leak").exists()
 
 
-def test_no_sandbox_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_sandbox_no_run(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(ValueError, match=r"bwrap\) is not installed.*--unsafe-no-sandbox"):
         find_sandbox()
     assert find_sandbox(unsafe=True) == "none"
 
 
-def test_an_unknown_processor_is_refused() -> None:
+def test_an_unknown_processor_is_refused():
     with pytest.raises(ValueError, match=r"no sandbox on riscv64: .* known on x86_64, aarch64"):
         system_call_filter("riscv64")

@@ -1,7 +1,5 @@
 """Solutions that are right, wrong and hostile, each in its sandbox."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math
@@ -37,7 +35,7 @@ from tests.evals.code.code_assets import (
 Verdicts = dict[str, list[tuple[bool, bool]]]
 
 
-def test_a_data_set_is_known_by_its_content(tmp_path: Path) -> None:
+def test_a_data_set_is_known_by_its_content(tmp_path):
     path = write_dataset(
         tmp_path / "d.jsonl", [*PROBLEMS, problem(903, "minus", "return -x", [[math.inf]], [])]
     )
@@ -49,7 +47,7 @@ def test_a_data_set_is_known_by_its_content(tmp_path: Path) -> None:
     assert open_dataset(tmp_path / "d.jsonl.gz") == dataset
 
 
-def test_what_is_no_data_set_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_data_set_is_refused(tmp_path):
     path = tmp_path / "d.jsonl"
     with pytest.raises(ValueError, match=r"no data set at .*HumanEvalPlus.jsonl.gz of release v0.1.10"):
         open_dataset(path)
@@ -64,7 +62,7 @@ def test_what_is_no_data_set_is_refused(tmp_path: Path) -> None:
             open_dataset(path)
 
 
-def judge_of(folder: Path, problems: Sequence[dict[str, Any]] = PROBLEMS, **options: Any) -> Judge:
+def judge_of(folder: Path, problems: Sequence[dict[str, Any]] = PROBLEMS, **options) -> Judge:
     dataset = open_dataset(write_dataset(folder / "d.jsonl", problems))
     return Judge(dataset, find_sandbox(), folder, folder / "cache", 2, **options)
 
@@ -79,21 +77,21 @@ def scores_of(judge: Judge, solutions: Mapping[int, Sequence[str]]) -> Verdicts:
 
 
 @needs_sandbox
-def test_a_reference_solution_that_fails_is_named(tmp_path: Path) -> None:
+def test_a_reference_solution_that_fails_is_named(tmp_path):
     broken = problem(906, "broken", "return x[0]", [[[1]], [[]]], [[[2]]])
     reason = r"the reference solution of HumanEval/906, input 1 of 2 gives no output"
     with pytest.raises(ValueError, match=reason):
         judge_of(tmp_path, problems=[PROBLEMS[0], broken]).control()
 
 
-def test_a_check_that_breaks_is_no_verdict() -> None:
+def test_a_check_that_breaks_is_no_verdict():
     with pytest.raises(SandboxError, match="a check could not be made; its reason stands above"):
         list(judge({"limits": LIMITS}, [(PROBLEMS[0], "base", ANSWER)], 1))
 
 
 @pytest.mark.job
 @needs_sandbox
-def test_hostile_solutions_fail_and_harm_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_solutions_fail_and_harm_nobody(tmp_path, monkeypatch):
     """All in one evaluation with right solutions, which must still be found right."""
     monkeypatch.setenv("OPENAI_API_KEY", "k")
     judge = judge_of(tmp_path, min_time_limit_s=1.0)  # as long as the endless ones run
@@ -120,11 +118,11 @@ def test_hostile_solutions_fail_and_harm_nobody(tmp_path: Path, monkeypatch: pyt
 
 
 @needs_sandbox
-def test_solutions_that_lie_about_their_tests_are_wrong(tmp_path: Path) -> None:
+def test_solutions_that_lie_about_their_tests_are_wrong(tmp_path):
     """What is equal to the expected value is right all the same, whatever its type and whatever stands behind it."""
     third = problem(904, "third", "return x / 3", [[1]], [[2]])
     counts = problem(905, "counts", "return {c: x.count(c) for c in x}", [["aab"]], [["b"], [""]])
-    wrong: dict[int, dict[str, str]] = {900: LIES, 904: FLOAT_LIES, 905: UNEQUAL}
+    wrong = {900: LIES, 904: FLOAT_LIES, 905: UNEQUAL}
     right = {
         900: {end: f"{ANSWER}\n{end}" for end in BEHIND},
         904: {"it": reference(third), "near": "def third(x):\n    return x / 3 + 1e-9\n"},
@@ -139,7 +137,7 @@ def test_solutions_that_lie_about_their_tests_are_wrong(tmp_path: Path) -> None:
 
 
 @needs_sandbox
-def test_solutions_that_pass_the_base_tests_only(tmp_path: Path) -> None:
+def test_solutions_that_pass_the_base_tests_only(tmp_path):
     judge = judge_of(tmp_path)
     scored = scores_of(judge, {901: ["def absolute(x):\n    return x", reference(PROBLEMS[1])]})
     assert scored["HumanEval/901"] == [(True, False), (True, True)]
@@ -148,9 +146,7 @@ def test_solutions_that_pass_the_base_tests_only(tmp_path: Path) -> None:
 
 
 @needs_sandbox
-def test_the_limit_on_memory_is_for_what_a_solution_adds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_limit_on_memory_is_for_what_a_solution_adds(tmp_path, monkeypatch):
     """Python and the answer, 16 MiB with its text, are within it; expected outputs are not in the sandbox."""
     monkeypatch.setattr(score, "LIMITS", {**LIMITS, "memory_bytes": 2**27})
     zeros = problem(903, "zeros", "return bytes(x)", [[2**24]], [[1]])
@@ -170,9 +166,7 @@ def test_the_limit_on_memory_is_for_what_a_solution_adds(
         ("MbppPlus.jsonl.gz", ("mbpp", "v0.2.0"), 378, []),
     ],
 )
-def test_the_reference_solutions(
-    tmp_path: Path, file: str, known: tuple[str, str], total: int, failing: list[str]
-) -> None:
+def test_the_reference_solutions(tmp_path, file, known, total, failing):
     dataset = open_dataset(Path(os.environ["LANEFORMER_EVAL_DATA"]) / "code" / file)
     assert (dataset.name, dataset.version) == known
     control = Judge(dataset, find_sandbox(), tmp_path, tmp_path / "cache", 2).control()

@@ -1,10 +1,8 @@
 """Which code is selected from an answer, by which rule, and what is left out of it."""
 
-from __future__ import annotations
-
 import time
 
-from evals.code.selection import longest_beginning, target_function, without_demonstration
+from evals.code.selection import target_function, without_demonstration
 
 ADD = "def add(a, b):\n    return a + b"
 STUB = 'def add(a, b):\n    """The sum of a and b."""'
@@ -57,6 +55,8 @@ BLOCKS = {  # the rule "block": name: (answer, code)
 }
 TEXTS = {  # the rule "text": name: (answer, code)
     "no block": (ADD + "\n\nThat is all.", ADD + "\n"),
+    "a cut function after it": (ADD + "\ndef cut(x, y", ADD),
+    "a cut string after it": (ADD + '\ntext = """cut', ADD),
     "prose before it": ("Sure: add it.\nimport math\n" + ADD + "\nDone!", "import math\n" + ADD),
     "empty": ("", ""),
     "a signature alone": (fenced(STUB), fenced(STUB)),
@@ -67,18 +67,18 @@ TEXTS = {  # the rule "text": name: (answer, code)
 }
 
 
-def test_the_last_block_that_defines_the_function() -> None:
+def test_the_last_block_that_defines_the_function():
     for name, (answer, code) in BLOCKS.items():
         assert target_function(answer, "add") == (code, "block"), name
         assert target_function(answer.replace("\n", "\r\n"), "add") == (code, "block"), name
 
 
-def test_else_the_longest_program_or_the_whole_text() -> None:
+def test_else_the_longest_program_or_the_whole_text():
     for name, (answer, code) in TEXTS.items():
         assert target_function(answer, "add") == (code, "text"), name
 
 
-def test_endless_answers_are_read_in_time() -> None:
+def test_endless_answers_are_read_in_time():
     """Seconds; minutes if every pair of fences, or every part of a text that is no Python, were parsed."""
     began_s = time.process_time()
     noise = "".join(f"def word {i} of no Python(\n" for i in range(4000))
@@ -86,12 +86,6 @@ def test_endless_answers_are_read_in_time() -> None:
         assert target_function(answer, "add")[1] == "text"
     assert target_function(noise, "add")[0] == noise
     assert time.process_time() - began_s < 60
-
-
-def test_the_longest_beginning_that_parses() -> None:
-    for end in ("That is all.", "def cut(x, y", 'text = """cut'):
-        assert longest_beginning([*ADD.split("\n"), end]) == ADD
-    assert longest_beginning(["That is all."]) == ""
 
 
 SHOWN = [
@@ -106,13 +100,13 @@ NEEDED = [  # what EvalPlus's sanitize takes away, or reorders: right code was s
 ]  # fmt: skip
 
 
-def test_what_only_shows_the_function_is_left_out() -> None:
+def test_what_only_shows_the_function_is_left_out():
     for shown in SHOWN:
         assert without_demonstration(f"{ADD}\n\n{shown}", "add") == ADD
         assert without_demonstration(f"{shown}\n# 1\n{ADD}", "add") == f"# 1\n{ADD}", "all else to the letter"
 
 
-def test_what_a_function_may_need_stays() -> None:
+def test_what_a_function_may_need_stays():
     for needed in NEEDED:
         code = f"{needed}\n\n{ADD}"
         assert without_demonstration(code, "add") == code

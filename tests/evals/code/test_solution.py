@@ -1,11 +1,8 @@
 """What the judge makes of the lines that come out of a sandbox, here written by programs that are no solutions."""
 
-from __future__ import annotations
-
 import json
 import sys
 from fractions import Fraction
-from typing import Any
 
 import pytest
 
@@ -13,7 +10,7 @@ from evals.code import runner, solution
 from evals.code.solution import SandboxError, Solution, plain, read
 
 BEGIN = "import sys, time\nsys.stdin.buffer.read()\nprint('null', flush=True)\n"
-VALUES: list[Any] = [
+VALUES = [
     None, True, 7, -(2**64), 10**5000, 0.1, float("inf"), 1 + 2j, "\u2028", b"\0", [1, [2.0]], (1, ("a",)), {1, 2},
     frozenset("a"), {"a": (1, None), 2: [set()]}, Fraction(-1, 3), [True, 1, 1.0], (True, 1, 1.0), ["a", 2**64], [],
 ]  # fmt: skip
@@ -34,7 +31,7 @@ def start(program: str) -> Solution:
     return Solution(request, "", "f", [])
 
 
-def test_a_value_arrives_as_it_left() -> None:
+def test_a_value_arrives_as_it_left():
     """Of its own type, at every depth."""
     for value in VALUES:
         arrived = read(json.dumps(runner.plain(value)).encode(), plain)
@@ -43,13 +40,13 @@ def test_a_value_arrives_as_it_left() -> None:
             assert repr(arrived) == repr(value)
 
 
-def test_what_is_no_value_is_an_error() -> None:
+def test_what_is_no_value_is_an_error():
     for line in NO_VALUES:
         with pytest.raises((ValueError, KeyError, TypeError, RecursionError)):
             read(line)
 
 
-def test_lines_have_limits_of_time_and_length(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_have_limits_of_time_and_length(monkeypatch):
     slow = start("print(1, flush=True)\ntime.sleep(600)")
     assert read(slow.receive(60)) == 1
     with pytest.raises(TimeoutError, match=r"nothing within 0\.1 s"):
@@ -66,7 +63,7 @@ def test_lines_have_limits_of_time_and_length(monkeypatch: pytest.MonkeyPatch) -
     long.end()
 
 
-def test_a_process_that_does_not_begin_is_no_sandbox() -> None:
+def test_a_process_that_does_not_begin_is_no_sandbox():
     request = {"sandbox": [], "filter": "/dev/null", "limits": {}, "runner": ["false"]}
     with pytest.raises(SandboxError, match="a sandbox did not start"):
         Solution(request, "", "f", [])

@@ -15,7 +15,7 @@ import pytest
 import sentencepiece
 import torch
 
-from evals.core.tasks import TASKS, Bundle, Row, Task
+from evals.core.tasks import TASKS, Bundle, Task
 from evals.scorer import Prompt, Scorer, Scores
 from laneformer import Laneformer, LaneformerConfig
 from laneformer.hf.tokenizer import write_tokenizer
@@ -23,17 +23,17 @@ from tests.laneformer.engine.assets import random_model, write_folder
 from tests.records.lines import write_lines
 
 VOCAB = 320
-CHOICE_ROWS: list[Row] = [
+CHOICE_ROWS = [
     {"query": f"The {a} looked at the {b}, because",
      "choices": [f"the {a} was old.", f"it was {b}", "no."], "gold": i % 3}
     for i, (a, b) in enumerate([("cat", "dog"), ("tree", "moon"), ("man", "sea"), ("king", "rat"), ("cook", "pan")])
 ]  # fmt: skip
-SCHEMA_ROWS: list[Row] = [
+SCHEMA_ROWS = [
     {"context_options": [f"The {a} hit the {b} and the {a}", f"The {a} hit the {b} and the {b}"],
      "continuation": "fell down.", "gold": i % 2}
     for i, (a, b) in enumerate([("cat", "door"), ("tree", "car"), ("man", "wall"), ("rat", "box")])
 ]  # fmt: skip
-TEXT_ROWS: list[Row] = [
+TEXT_ROWS = [
     {"context": f"  {a} and {b} make ", "continuation": f"{a + b}", "category": "even" if i % 2 else "odd"}
     for i, (a, b) in enumerate([(1, 2), (2, 2), (3, 4), (1, 9), (5, 6), (7, 7)])
 ]

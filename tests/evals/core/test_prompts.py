@@ -1,8 +1,6 @@
 """What a model is asked: examples drawn as each protocol says, the tokens of each task type, prompts too long."""
 
-from __future__ import annotations
-
-import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -32,35 +30,32 @@ class Letters:
     bos_id: int | None = 1
     eos_id: int | None = 2
 
-    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
+    def encode(self, text, special_tokens=False):
         return [1] * special_tokens + [ord(c) for c in text] + [2] * special_tokens
 
-    def encode_each(self, texts: list[str]) -> list[list[int]]:
+    def encode_each(self, texts):
         return [self.encode(text) for text in texts]
 
 
 class Words(Letters):
     """As GPT-2: a space belongs to the word after it, and nothing is put around a text."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.words: list[str] = ["<bos>", "<eos>", "<0>"]
 
-    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
-        ids = []
-        for word in text.replace(" ", "\0 ").replace("\n", "\0\n\0").split("\0"):
-            if word:
-                self.words += [] if word in self.words else [word]
-                ids.append(self.words.index(word))
-        return ids
+    def encode(self, text, special_tokens=False):
+        words = re.findall(" ?[^ ]+", text)
+        self.words += dict.fromkeys(words)
+        return [self.words.index(word) for word in words]
 
-    def text(self, ids: list[int]) -> str:
+    def text(self, ids):
         return "".join(self.words[i] for i in ids)
 
 
 def asked(
     label: str, rows: list[Row], protocol: Protocol, most: int | None = None, **changed: int
 ) -> list[Item]:
-    return list(items(replace(task(label), **changed), rows, protocol, Letters(), LONG, most))  # type: ignore[arg-type]
+    return list(items(replace(task(label), **changed), rows, protocol, Letters(), LONG, most))
 
 
 def read(prompt: Prompt) -> tuple[str, str]:
@@ -73,14 +68,14 @@ def read(prompt: Prompt) -> tuple[str, str]:
 # --- which rows, which examples
 
 
-def test_nanochat_choices_are_fixed() -> None:
+def test_nanochat_choices_are_fixed():
     assert nanochat_order(10, None) == [0, 3, 7, 2, 1, 6, 4, 5, 8, 9]
     assert nanochat_order(10, 3) == [0, 3, 7]
     assert [nanochat_examples(i, 12, 3) for i in range(4)] == [[8, 2, 1], [7, 9, 8], [9, 8, 10], [2, 7, 5]]
     assert nanochat_examples(5, 500, 10) == [39, 143, 234, 458, 13, 25, 53, 245, 247, 352]
 
 
-def test_dclm_choices_are_fixed() -> None:
+def test_dclm_choices_are_fixed():
     chosen = [[3, 4, 5], [0, 4, 5], [0, 1, 5], [1, 4, 5], [0, 1, 5], [0, 3, 4]]
     assert [list(examples) for examples in dclm_examples(6, 3)] == chosen
     last = [386, 302, 881, 1683, 565, 1526, 1813, 539, 221, 1855]
@@ -91,13 +86,13 @@ def test_dclm_choices_are_fixed() -> None:
             assert len(examples) == shots
 
 
-def test_too_few_examples() -> None:
+def test_too_few_examples():
     with pytest.raises(Unscorable, match="needs 10 other rows as examples, but only 6 rows"):
         asked("bigbench_operators", TEXT_ROWS, "nanochat")
     assert all(len(chosen) == 5 for chosen in dclm_examples(6, 10)), "dclm shows as many as there are"
 
 
-def test_a_subset_of_dclm_has_the_prompts_of_the_whole() -> None:
+def test_a_subset_of_dclm_has_the_prompts_of_the_whole():
     whole = asked("jeopardy", TEXT_ROWS, "dclm")
     assert [item.group for item in whole] == ["odd"] * 3 + ["even"] * 3
     part = asked("jeopardy", TEXT_ROWS, "dclm", most=3)
@@ -110,47 +105,37 @@ def test_a_subset_of_dclm_has_the_prompts_of_the_whole() -> None:
 # --- texts and spans
 
 
-def test_nanochat_texts_of_each_type() -> None:
-    first = CHOICE_ROWS[nanochat_order(5, None)[0]]
-    item = asked("copa", CHOICE_ROWS, "nanochat")[0]
-    texts = [f"{first['query']} {choice}" for choice in first["choices"]]
-    assert ["".join(read(p)) for p in item.prompts] == texts
-    assert item.gold == first["gold"]
-    assert all(p.ids[0] == 1 and 1 not in p.ids[1:] for p in item.prompts), "one BOS"
-
-    first = SCHEMA_ROWS[nanochat_order(4, None)[0]]
-    item = asked("winograd", SCHEMA_ROWS, "nanochat")[0]
-    assert ["".join(read(p)) for p in item.prompts] == [f"{c} fell down." for c in first["context_options"]]
-    # the alike end begins in the contexts where their last letters agree
-    assert all(read(p)[1].endswith(" fell down.") for p in item.prompts)
-    assert len({read(p)[1] for p in item.prompts}) == 1
-
-    rows = [TEXT_ROWS[i] for i in nanochat_order(6, None)]
-    item = asked("squad", TEXT_ROWS, "nanochat", shots=2)[0]
-    examples = [rows[i] for i in random.Random(1234).sample(range(1, 6), 2)]
-    shown = "".join(f"{e['context'].strip()} {e['continuation']}\n\n" for e in examples)
-    assert read(item.prompts[0]) == (shown + rows[0]["context"].strip(), " " + rows[0]["continuation"])
-
-
-def test_dclm_texts_of_each_type() -> None:
-    item = asked("copa", CHOICE_ROWS, "dclm")[1]
-    assert [read(p) for p in item.prompts] == [
-        (CHOICE_ROWS[1]["query"], choice) for choice in CHOICE_ROWS[1]["choices"]
-    ]
-    assert item.gold == CHOICE_ROWS[1]["gold"]
-    assert item.prompts[0].ids[0] == 1, "the tokenizer's own BOS"
-    assert 2 not in item.prompts[0].ids, "but no EOS before the question"
-
-    item = asked("winograd", SCHEMA_ROWS, "dclm")[1]
-    assert [read(p) for p in item.prompts] == [(c, "fell down.") for c in SCHEMA_ROWS[1]["context_options"]]
-
-    item = asked("jeopardy", TEXT_ROWS[::2], "dclm", shots=2)[0]
-    examples = [TEXT_ROWS[::2][i] for i in next(dclm_examples(3, 2))]
-    shown = "\n".join(f"{e['context'].strip()}\nAnswer: {e['continuation']}" for e in examples)
-    assert read(item.prompts[0]) == (f"{shown}\n1 and 2 make\nAnswer:", "3")
+TEXTS = [
+    # the rows of nanochat in its order; the options of a choice begin where they part
+    ("nanochat", "copa", CHOICE_ROWS, {}, 1, [
+        ("The tree looked at the moon, because ", option) for option in ("the tree was old.", "it was moon", "no.")
+    ]),
+    ("nanochat", "winograd", SCHEMA_ROWS, {}, 1, [
+        ("The tree hit the car and the tree", " fell down."), ("The tree hit the car and the car", " fell down."),
+    ]),
+    ("nanochat", "squad", TEXT_ROWS, {"shots": 2}, 0, [("7 and 7 make 14\n\n1 and 2 make 3\n\n2 and 2 make", " 4")]),
+    ("dclm", "copa", CHOICE_ROWS[1:], {}, 1, [
+        ("The tree looked at the moon, because", option) for option in ("the tree was old.", "it was moon", "no.")
+    ]),
+    ("dclm", "winograd", SCHEMA_ROWS[1:], {}, 1, [
+        ("The tree hit the car and the tree", "fell down."), ("The tree hit the car and the car", "fell down."),
+    ]),
+    ("dclm", "jeopardy", TEXT_ROWS[::2], {"shots": 2}, 0, [
+        ("3 and 4 make\nAnswer: 7\n5 and 6 make\nAnswer: 11\n1 and 2 make\nAnswer:", "3"),
+    ]),
+]  # fmt: skip
 
 
-def test_a_tokenizer_with_spaces_before_words() -> None:
+def test_texts_of_each_protocol_and_type():
+    for protocol, label, rows, changed, gold, texts in TEXTS:
+        item = asked(label, rows, protocol, **changed)[0]
+        assert [read(p) for p in item.prompts] == texts, (protocol, label)
+        assert item.gold == gold
+        for prompt in item.prompts:  # one BOS, the tokenizer's own or added; and no EOS before the question
+            assert prompt.ids[0] == 1 < 2 < min(prompt.ids[1:])
+
+
+def test_a_tokenizer_with_spaces_before_words():
     words = Words()
     item = next(items(task("copa"), CHOICE_ROWS, "dclm", words, LONG))
     answers = [words.text(p.ids[p.start :]) for p in item.prompts]
@@ -158,17 +143,16 @@ def test_a_tokenizer_with_spaces_before_words() -> None:
     assert [words.text(p.ids[: p.start]) for p in item.prompts] == [CHOICE_ROWS[0]["query"]] * 3
 
 
-def test_answer_spans_by_hand() -> None:
-    spans = answer_spans([[1, 5, 6, 7], [1, 5, 8]], "multiple_choice")
-    assert spans == [Prompt([1, 5, 6, 7], 2), Prompt([1, 5, 8], 2)]
-    assert [p.start for p in answer_spans([[1, 5, 6], [1, 5]], "multiple_choice")] == [2, 2], (
-        "one is the other's start"
-    )
-    spans = answer_spans([[1, 5, 6, 7, 9], [1, 8, 7, 9]], "schema")
-    assert spans == [Prompt([1, 5, 6, 7, 9], 3), Prompt([1, 8, 7, 9], 2)]
-    assert answer_spans([[1, 4], [1, 4, 5, 6]], "language_modeling") == [Prompt([1, 4, 5, 6], 2)]
-    # the answer's first letters joined the token before them
-    assert answer_spans([[1, 4, 3], [1, 4, 5, 6]], "language_modeling") == [Prompt([1, 4, 5, 6], 2)]
+def test_answer_spans_by_hand():
+    for kind, prompts, starts in (
+        ("multiple_choice", [[1, 5, 6, 7], [1, 5, 8]], [2, 2]),
+        ("multiple_choice", [[1, 5, 6], [1, 5]], [2, 2]),  # one is the other's start
+        ("schema", [[1, 5, 6, 7, 9], [1, 8, 7, 9]], [3, 2]),
+    ):
+        assert answer_spans(prompts, kind) == [*map(Prompt, prompts, starts)]
+    # the second: the answer's first letters joined the token before them
+    for context in ([1, 4], [1, 4, 3]):
+        assert answer_spans([context, [1, 4, 5, 6]], "language_modeling") == [Prompt([1, 4, 5, 6], 2)]
 
 
 # --- too long
@@ -176,7 +160,7 @@ def test_answer_spans_by_hand() -> None:
 
 @pytest.mark.parametrize("label", ["copa", "winograd", "coqa"])
 @pytest.mark.parametrize("protocol", ["nanochat", "dclm"])
-def test_a_prompt_too_long_loses_its_beginning(protocol: Protocol, label: str) -> None:
+def test_a_prompt_too_long_loses_its_beginning(protocol, label):
     rows = ROWS[task(label).type]
     whole = asked(label, rows, protocol)
     limit = max(len(p.ids) - p.start for item in whole for p in item.prompts) + 4
@@ -191,7 +175,7 @@ def test_a_prompt_too_long_loses_its_beginning(protocol: Protocol, label: str) -
         list(items(task(label), rows, protocol, Letters(), limit - 4))
 
 
-def test_an_answer_needs_one_token_before_it() -> None:
+def test_an_answer_needs_one_token_before_it():
     assert crop_prompt(Prompt([1, 2, 3, 4], 2), 3) == Prompt([2, 3, 4], 1)
     with pytest.raises(Unscorable, match="an answer of 3 tokens does not fit into 3"):
         crop_prompt(Prompt([1, 2, 3, 4], 1), 3)

@@ -1,9 +1,6 @@
 """The 22 tasks and their bundle: layouts, core.yaml, baselines, and rows that are not what they should be."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +16,7 @@ ROWS_OF_PUBLIC_FILES = {
 }  # fmt: skip
 
 
-def test_public_files() -> None:
+def test_public_files():
     bundle = Bundle(eval_data())
     counts = {t.label: len(bundle.rows(t)) for t in bundle.tasks if bundle.missing(t) is None}
     assert counts == ROWS_OF_PUBLIC_FILES
@@ -28,7 +25,7 @@ def test_public_files() -> None:
     assert list(missing) == ["squad", "coqa"]
 
 
-def test_layouts(tmp_path: Path) -> None:
+def test_layouts(tmp_path):
     for root in ("eval_data", "local_data", "."):
         bundle = write_bundle(tmp_path / f"in {root}", ["copa"], root)
         assert bundle.rows(task("copa")) == CHOICE_ROWS
@@ -38,7 +35,7 @@ def test_layouts(tmp_path: Path) -> None:
         assert "scripts/eval/local_data of mosaicml/llm-foundry" in reason
 
 
-def test_core_yaml_holds_and_says_what_differs(tmp_path: Path) -> None:
+def test_core_yaml_holds_and_says_what_differs(tmp_path):
     write_bundle(tmp_path, ["copa", "jeopardy"])
     (tmp_path / "eval_data" / "moved.jsonl").write_text(json.dumps(CHOICE_ROWS[0]) + "\n")
     (tmp_path / "core.yaml").write_text("""
@@ -65,7 +62,7 @@ icl_tasks:
         Bundle(tmp_path)
 
 
-def test_baselines_of_a_bundle(tmp_path: Path) -> None:
+def test_baselines_of_a_bundle(tmp_path):
     write_bundle(tmp_path, ["copa"])
     path = tmp_path / "eval_meta_data.csv"
     for value in ("20", "40.3"):
@@ -90,7 +87,7 @@ BAD_ROWS = [
 ]
 
 
-def test_bad_rows(tmp_path: Path) -> None:
+def test_bad_rows(tmp_path):
     bundle = write_bundle(tmp_path, ["copa", "winograd", "squad"])
     for label, line, reason in BAD_ROWS:
         bundle.file(task(label)).write_text(line + "\n")

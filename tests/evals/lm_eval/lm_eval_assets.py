@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from laneformer import Laneformer
 from laneformer.hf.tokenizer import write_tokenizer
 from tests.laneformer.engine.assets import write_folder
 from tests.laneformer.hf.hf_assets import VOCAB_SIZE, random_model, sentencepiece_model
@@ -26,14 +25,10 @@ ESSAYS = [
 ]
 
 
-def tiny_model(context: int = CONTEXT, vocab_size: int = VOCAB_SIZE) -> Laneformer:
-    """Random bf16 weights with which choices depend on the text."""
-    return random_model(max_position_embeddings=context, vocab_size=vocab_size).bfloat16()
-
-
 def write_tiny(folder: Path, context: int = CONTEXT, vocab_size: int = VOCAB_SIZE, **tokenizer: Any) -> Path:
-    """`tiny_model` with its tokenizer as an HF folder."""
-    write_folder(folder, tiny_model(context, vocab_size), bos_token_id=1, eos_token_id=2)
+    """An HF folder: random bf16 weights with which choices depend on the text, and their tokenizer."""
+    model = random_model(max_position_embeddings=context, vocab_size=vocab_size).bfloat16()
+    write_folder(folder, model, bos_token_id=1, eos_token_id=2)
     (folder / "tokenizer.model").write_bytes(sentencepiece_model(vocab_size=vocab_size, **tokenizer))
     write_tokenizer(folder / "tokenizer.model", folder, context)
     return folder
@@ -51,19 +46,17 @@ def write_configs(folder: Path, configs: Mapping[str, Mapping[str, Sequence[Any]
 
 
 def write_data(folder: Path, questions: Sequence[tuple[str, list[str], int]] = QUESTIONS) -> Path:
-    """ARC's two sets of a few rows and two short essays, where lm-eval looks for them."""
-
-    def row(number: int, prefix: str, question: str, texts: list[str], gold: int) -> dict[str, Any]:
-        labels = list("ABCD"[: len(texts)])
-        choices = {"text": texts, "label": labels}
-        asked = {"id": str(number), "question": prefix + question}
-        return {**asked, "choices": choices, "answerKey": labels[gold]}
-
-    configs = {}
-    for config, prefix in (("ARC-Easy", ""), ("ARC-Challenge", "In short: ")):
-        rows = [row(number, prefix, *question) for number, question in enumerate(questions)]
-        configs[config] = dict.fromkeys(("train", "validation", "test"), rows)
-    write_configs(folder / "allenai/ai2_arc", configs)
+    """ARC-Easy of a few rows and two short essays, where lm-eval looks for them."""
+    rows = [
+        {
+            "id": str(number), "question": question, "answerKey": "ABCD"[gold],
+            "choices": {"text": texts, "label": list("ABCD"[: len(texts)])},
+        }
+        for number, (question, texts, gold) in enumerate(questions)
+    ]  # fmt: skip
+    write_configs(
+        folder / "allenai/ai2_arc", {"ARC-Easy": dict.fromkeys(("train", "validation", "test"), rows)}
+    )
     essays = [{"text": text * 200} for text in ESSAYS]
     write_lines(folder / "baber/paul_graham_essays/train.jsonl", essays)
     return folder

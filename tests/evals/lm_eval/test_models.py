@@ -1,40 +1,25 @@
 """Our lm-eval model against PyTorch, lm-eval's own Hugging Face model and an endpoint, on lm-eval's stock tasks."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from evals.lm_eval.__main__ import Questions, main, prompt_figures
 from evals.lm_eval.tasks import check_packages, expand_tasks
 from evals.scorer import LOCAL, Answer, Source, fast_tokenizer
 from evals.scorer.engine import EngineScorer
-from laneformer import Laneformer
 from records.evals import About
 from records.items import read_items
-from tests.evals.lm_eval.lm_eval_assets import (
-    QUESTIONS,
-    tiny_model,
-    write_configs,
-    write_tiny,
-)
-from tests.evals.reference import logits_of, scores_of
+from tests.evals.core.core_assets import score_one
+from tests.evals.lm_eval.lm_eval_assets import QUESTIONS, write_configs, write_tiny
 from tests.records.lines import write_lines
 from tests.records.test_fields import check as check_fields
-
-if TYPE_CHECKING:
-    from lm_eval.api.instance import Instance
-
-    from evals.lm_eval.models import ScorerLM
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.distributed is disabled")
 PAIRS = [
@@ -46,73 +31,47 @@ PAIRS = [
 ]
 
 
-def open_model(folder: Path, source: Source = LOCAL) -> ScorerLM:
+def open_model(folder: Path, source: Source = LOCAL):
     from evals.lm_eval.models import ScorerLM
 
     return ScorerLM(folder, source)
 
 
 @pytest.fixture(scope="module")
-def hf_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hf_dir(tmp_path_factory):
     return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
-def model(hf_dir: Path) -> Iterator[ScorerLM]:
+def model(hf_dir):
     opened = open_model(hf_dir)
     yield opened
     opened.scorer.close()
 
 
-@pytest.fixture(scope="module")
-def plain() -> Laneformer:
-    """The weights of hf_dir."""
-    return tiny_model()
-
-
-def expected_score(model: Laneformer, ids: list[int], start: int) -> tuple[float, bool, float]:
-    """Sum of log p(ids[start:]), whether all are greedy, and the most a float32 sum may differ.
-
-    A log-probability is off by up to twice its logits' error; other orders of summation may have a
-    few times the error that PyTorch's happened to have; exp and the sum add about 1e-6 of the value.
-    For n of them, n times that.
-    """
-    scores = scores_of(model, ids, start)
-    exact, rounded = (
-        logits_of(model, ids, dtype)[start - 1 : -1] for dtype in (torch.float64, torch.float32)
-    )
-    error = 8 * (exact - rounded).abs().max() + 1e-6 * exact.log_softmax(-1).abs().max()
-    return math.fsum(scores.logprobs), bool(scores.greedy.all()), len(ids[start:]) * error.item()
-
-
-def requests_of(kind: Any, arguments: list[tuple[Any, ...]]) -> list[Instance]:
+def requests_of(kind, arguments):
     from lm_eval.api.instance import Instance
 
     return [Instance(request_type=kind, doc={}, arguments=a, idx=i) for i, a in enumerate(arguments)]
 
 
-def score_pairs(model: ScorerLM, pairs: list[tuple[str, str]] = PAIRS) -> list[tuple[float, bool]]:
-    requests: list[Any] = list(pairs)
-    return model.loglikelihood(requests_of("loglikelihood", requests), disable_tqdm=True)
+def score_pairs(model, pairs: list[tuple[str, str]] = PAIRS) -> list[tuple[float, bool]]:
+    return model.loglikelihood(requests_of("loglikelihood", pairs), disable_tqdm=True)
 
 
-def generate(model: ScorerLM, prompt: str, **options: Any) -> str:
+def generate(model, prompt: str, **options) -> str:
     requests = requests_of("generate_until", [(prompt, options)])
     (text,) = model.generate_until(requests, disable_tqdm=True)
     return text
 
 
-def test_scores_are_pytorchs_log_softmax(model: ScorerLM, plain: Laneformer) -> None:
+def test_scores_are_those_of_the_continuation(model):
     answers = score_pairs(model)
     for (context, continuation), (score, greedy) in zip(PAIRS, answers, strict=True):
         # a space belongs to what follows
         before = len(model.tok_encode(context.rstrip())) if context else 1
-        ids = model.tok_encode(context + continuation)
-        expected, expected_greedy, allowed = expected_score(plain, ids, before)
-        assert abs(score - expected) <= allowed
-        assert greedy == expected_greedy
-        other, _, _ = expected_score(plain, [*ids[:-1], (ids[-1] + 1) % 1024], before)
-        assert abs(score - other) > 100 * allowed, "the comparison would not see one wrong id"
+        scores = score_one(model.scorer, model.tok_encode(context + continuation), before)
+        assert (score, greedy) == (math.fsum(scores.logprobs), scores.greedy.all())
     assert model.scorer.engine.statistics.reused_tokens > 0
     assert score_pairs(model, PAIRS[::-1]) == answers[::-1]
     context = model.tok_encode("import ")
@@ -121,9 +80,7 @@ def test_scores_are_pytorchs_log_softmax(model: ScorerLM, plain: Laneformer) -> 
     assert [greedy for _, greedy in model._loglikelihood_tokens(asked, True)] == [True, False]
 
 
-def test_bos_is_a_choice_that_chats_do_not_double(
-    model: ScorerLM, hf_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bos_is_a_choice_that_chats_do_not_double(model, hf_dir, tmp_path, monkeypatch):
     """Whether the tokenizer adds it by itself or not."""
     bos, plain_ids = model.tokenizer.bos_token_id, model.tok_encode("x", add_special_tokens=False)
     turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is"}]
@@ -143,9 +100,7 @@ def test_bos_is_a_choice_that_chats_do_not_double(
     assert bos not in model.tok_encode("x")
 
 
-def test_prompts_that_do_not_fit_are_counted(
-    hf_dir: Path, model: ScorerLM, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_prompts_that_do_not_fit_are_counted(hf_dir, model, caplog):
     text = "for name in names:\n" * 20
     short = open_model(hf_dir, Source(max_length=64))
     _, (score, _) = score_pairs(short, [("x", " = 1"), (text, " pass")])
@@ -163,11 +118,11 @@ def test_prompts_that_do_not_fit_are_counted(
     # in a record, of the prompts that lm-eval reports
     samples, room = [{"arguments": [("x", " y"), (text, {"max_gen_toks": 10})]}], len(ids)
     for length, cut in ((room + 10, 0), (room, 1), (1, 2)):
-        view: Any = SimpleNamespace(max_length=length, scoring_room=length + 1, tok_encode=model.tok_encode)
+        view = SimpleNamespace(max_length=length, scoring_room=length + 1, tok_encode=model.tok_encode)
         assert prompt_figures(view, samples)["cut"] == cut
 
 
-def test_generation_ends_where_the_task_says(model: ScorerLM) -> None:
+def test_generation_ends_where_the_task_says(model):
     prompt, write = "def f(x):\n", model.scorer.engine.generate_text
     whole = write(prompt, max_new_tokens=40)
     stop = whole[5:8]
@@ -212,8 +167,8 @@ filter_list:
 
 @pytest.mark.job
 def test_task_files_of_ones_own_are_answered_and_go_on_when_they_end_in_the_middle(
-    hf_dir: Path, plain: Laneformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    hf_dir, model, tmp_path, monkeypatch
+):
     """A choice, a rolling text and a generated answer with two filters. Scored requests are kept in one piece,
     generated texts one by one; the bytes are the same.
     """
@@ -227,11 +182,11 @@ def test_task_files_of_ones_own_are_answered_and_go_on_when_they_end_in_the_midd
     )
     own_tasks = Questions(",".join(f"{name}.yaml" for name in OWN_TASKS))
     whole = main(hf_dir, own_tasks, Source("engine", "cpu"), About(tmp_path / "whole/evals.jsonl", 3))
-    check_own_tasks(whole, tmp_path / "whole", plain, hf_dir)
+    check_own_tasks(whole, tmp_path / "whole", model)
     generate, most_texts = EngineScorer.generate, 2
-    asked: list[list[int]] = []
+    asked = []
 
-    def interrupt(self: EngineScorer, ids: list[int], *args: Any, **sampling: Any) -> Any:
+    def interrupt(self, ids, *args, **sampling):
         if len(asked) == most_texts:
             raise KeyboardInterrupt
         asked.append(ids)
@@ -251,29 +206,28 @@ def test_task_files_of_ones_own_are_answered_and_go_on_when_they_end_in_the_midd
     assert sorted(path.name for path in (tmp_path / "again").iterdir()) == ["evals.jsonl", "items"]
 
 
-def check_own_tasks(record: dict[str, Any], folder: Path, plain: Laneformer, hf_dir: Path) -> None:
+def check_own_tasks(record, folder: Path, model):
     check_fields(record, None)
     assert (record["backend"], record["device"], record["cut_prompts"]) == ("engine", "cpu", 0)
     assert record["haystack"] is None, "of RULER alone"
-    encode, texts = fast_tokenizer(hf_dir).encode, [question for question, _, _ in QUESTIONS]
-    rolled = [expected_score(plain, encode(text), 1) for text in texts]
+    texts = [question for question, _, _ in QUESTIONS]
+    nats = sum(model.scorer.rolling(model.tok_encode(text, add_special_tokens=False)) for text in texts)
     filters = [f"exact_match,{name}{kind}" for name in ("strict", "loose") for kind in ("", "_stderr")]
     assert record["tasks"]["written"] == dict.fromkeys(filters, 0.0), "exact_match is NumPy's"
     assert record["prompts"]["written"]["documents"] == len(QUESTIONS), "filters are no documents"
-    head, lines = read_items(folder / record["items"])
+    _, lines = read_items(folder / record["items"])
     assert len(lines) == 3 * len(QUESTIONS)
-    assert head["model_sha256"] == record["model_sha256"]
     right = [line["right"] for (task, _), line in lines.items() if task == "chosen"]
     assert np.mean(right) == record["tasks"]["chosen"]["acc"]
-    bits = -sum(nats for nats, _, _ in rolled) / sum(len(text.encode()) for text in texts) / math.log(2)
-    assert record["tasks"]["rolled"]["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+    bits = -nats / sum(len(text.encode()) for text in texts) / math.log(2)
+    assert record["tasks"]["rolled"]["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
 
 
-def answer_with(monkeypatch: pytest.MonkeyPatch, text_after: Any) -> list[str]:
+def answer_with(monkeypatch, text_after) -> list[str]:
     """Let the engine's scorer answer `text_after(prompt)`; the list receives the prompts."""
     prompts: list[str] = []
 
-    def generate(self: EngineScorer, ids: list[int], *args: Any, **sampling: Any) -> Answer:
+    def generate(self, ids, *args, **sampling):
         prompts.append(self._tokenizer.decode(ids, skip_special_tokens=False))
         return Answer(text_after(prompts[-1]), "stop")
 
@@ -292,9 +246,7 @@ def ask_in_chat(hf_dir: Path, task: str, data: Path) -> tuple[dict[str, Any], li
     return record, [line["right"] for line in lines.values()]
 
 
-def test_gsm8k_through_the_chat_template(
-    hf_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gsm8k_through_the_chat_template(hf_dir, tmp_path, monkeypatch):
     """From local files: examples are earlier turns, and the number is scored."""
     rows = [{"question": f"{n} + 1?", "answer": f"It is.\n#### {n + 1}"} for n in range(10, 26)]
     write_configs(tmp_path / "openai/gsm8k", {"main": {"train": rows[:6], "test": rows[10:]}})
@@ -304,16 +256,12 @@ def test_gsm8k_through_the_chat_template(
     assert right == [True, False]
     for text, n in zip(sorted(prompts), (20, 21), strict=True):
         assert (text.count("#### 1"), text.count(">user<")) == (5, 6), "five examples"
-        turns = [{"role": "user", "content": f"Question: {n} + 1?\nAnswer:"}]
-        whole = fast_tokenizer(hf_dir).apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        end = whole.partition("Question:")[2]
-        assert text.replace("</s> ", "</s>").endswith(end), "but for the space of decoding"
+        end = text.partition(f"Question: {n} + 1?\nAnswer:")[2]
+        assert end == "</s> <|start_header_id|>assistant<|end_header_id|>\n\n"
 
 
 @pytest.mark.job
-def test_ifeval_through_the_chat_template(
-    hf_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ifeval_through_the_chat_template(hf_dir, tmp_path, monkeypatch):
     """lm-eval's own task and checks of instructions, from local files."""
     with monkeypatch.context() as bare:
         bare.setattr("importlib.util.find_spec", lambda name: None if name == "langdetect" else name)
@@ -327,7 +275,7 @@ def test_ifeval_through_the_chat_template(
     essay = {"text": "One sentence. And another one. The third."}
     write_lines(tmp_path / "baber/paul_graham_essays/train.jsonl", [essay])
 
-    def write_with_a_comma_on_rivers(prompt: str) -> str:
+    def write_with_a_comma_on_rivers(prompt):
         comma = "," if "rivers" in prompt else ""
         return f"What begins between the mountains{comma} ends at the shore of the wide sea."
 
@@ -338,13 +286,13 @@ def test_ifeval_through_the_chat_template(
     assert [prompt.count(">user<") for prompt in seen] == [1, 1]
 
 
-def test_what_cannot_run_is_one_line(hf_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_run_is_one_line(hf_dir, monkeypatch):
     import lm_eval.tasks
 
     class FewTasks:  # indexing all of them takes half a minute
         all_tasks = ("arc_easy", "hellaswag")
 
-        def __init__(self, metadata: Any):
+        def __init__(self, metadata):
             pass
 
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", FewTasks)
@@ -354,5 +302,3 @@ def test_what_cannot_run_is_one_line(hf_dir: Path, monkeypatch: pytest.MonkeyPat
     ):
         with pytest.raises(ValueError, match=reason):
             main(hf_dir, Questions(names))
-    with pytest.raises(ValueError, match="no GPU is visible here"):
-        main(hf_dir, Questions("arc_easy"), Source(device="cuda"))
