@@ -28,7 +28,7 @@ def open_page(page: Page, html: Path) -> None:
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     runs = tmp_path_factory.mktemp("runs")
-    folder = made_up_run.write_run(runs / "one", 360, every=1)
+    folder = made_up_run.write_run(runs / "one", 360)
     rows = read_lines(folder / "metrics.jsonl")
     rows[-30]["loss"] = rows[-60]["grad_norm"] = 1e4  # a spike
     for i, row in enumerate(rows):
