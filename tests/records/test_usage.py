@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from records.usage import (
     spans_of,
     usage_of,
 )
+from tests.records.lines import write_lines
 
 HOUR = 3600.0
 
@@ -82,14 +82,7 @@ def test_a_price_gives_a_cost():
 
 
 def test_durations():
-    texts = {
-        0.4: "0 s",
-        59: "59 s",
-        61: "1 min 1 s",
-        3600: "1 h 0 min",
-        86399: "23 h 59 min",
-        1798200: "20 d 19 h",
-    }
+    texts = {0.4: "0 s", 61: "1 min 1 s", 3600: "1 h 0 min", 86399: "23 h 59 min", 1798200: "20 d 19 h"}
     assert {seconds: duration(seconds) for seconds in texts} == texts
 
 
@@ -104,8 +97,8 @@ def test_phases_of_a_run(tmp_path):
     rows = [row(1, 1.0 + step / 10, step, **speed, tokens_per_s=8.0) for step in range(1, 31)]
     rows += [row(2, 6.0 + (step - 20) / 5, step, **speed, tokens_per_s=4.0) for step in range(21, 41)]
     starts = [began(1, 1.0), began(2, 6.0, gpus=4) | {"step": 20}]
-    for name, lines in (("metrics", rows), ("attempts", starts)):
-        (tmp_path / f"phase1/{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(tmp_path / "phase1/metrics.jsonl", rows)
+    write_lines(tmp_path / "phase1/attempts.jsonl", starts)
     usage = usage_of(read_run(tmp_path))
     assert usage.gpu_hours == pytest.approx(8 * 3.0 + 4 * 4.0), "the repeated steps are paid twice"
     assert usage.gpu_hours_left == pytest.approx(60 + 50)  # tokens / tokens per s and device
