@@ -233,7 +233,6 @@ def test_arguments_that_cannot_be_are_refused(tmp_path):
     for options, message in (
         ({"run_dirs": ()}, "no run folder given"),
         ({"run_dirs": (tmp_path,), "serve": True, "every_s": 0}, "--every-s 0 is not above 0"),
-        ({"run_dirs": (tmp_path,)}, "is not a run folder"),
     ):
         with pytest.raises(ValueError, match=message):
             dashboard.main(**options)
