@@ -34,13 +34,8 @@ class Page:
         ours_in, theirs_out = os.pipe()
         theirs_in, ours_out = os.pipe()
         command = [str(CHROMIUM), *FLAGS, "--remote-debugging-pipe", f"--user-data-dir={profile}"]
-        redirect = [
-            "bash",
-            "-c",
-            f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}',
-            "bash",
-            *command,
-        ]  # it wants 3 and 4
+        # it wants 3 and 4
+        redirect = ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "bash", *command]
         self._process = subprocess.Popen(
             redirect, pass_fds=(theirs_in, theirs_out), stderr=subprocess.DEVNULL
         )
@@ -128,15 +123,9 @@ class Page:
         self.call("Input.dispatchKeyEvent", type="keyDown", **both, **({"text": text} if text else {}))
         self.call("Input.dispatchKeyEvent", type="keyUp", **both)
 
-    def size(self, width: int, height: int, dark: bool = False, scale: float = 1) -> None:
-        phone = width < 500
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=scale,
-            mobile=phone,
-        )
+    def size(self, width: int, height: int, dark: bool = False) -> None:
+        screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+        self.call("Emulation.setDeviceMetricsOverride", **screen)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 

@@ -38,17 +38,8 @@ def run(pytester, workers, durations, **files):
     pytester.makeini("[pytest]\nmarkers =\n proof: one\n")
     pytester.makepyfile(**files)
     (pytester.path / "durations.json").write_text(json.dumps(durations))
-    options = (
-        "-v",
-        "-p",
-        "tests.schedule",
-        "-p",
-        "tests.tiers",
-        "--dist",
-        "loadgroup",
-        "--no-loadscope-reorder",
-    )
-    return pytester.runpytest_subprocess(*options, "-n", str(workers))
+    options = f"-v -p tests.schedule -p tests.tiers --dist loadgroup --no-loadscope-reorder -n {workers}"
+    return pytester.runpytest_subprocess(*options.split())
 
 
 def test_the_longest_group_starts_first(pytester):

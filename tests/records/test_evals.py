@@ -28,7 +28,7 @@ def add(path: Path | None, **figures: Any) -> dict[str, Any]:
     return About(path, 7, 70, "p1").append("speed", figures, data_sha256=None, **model)
 
 
-def test_records_are_appended_with_provenance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_are_appended_with_provenance(tmp_path, monkeypatch):
     monkeypatch.setattr(evals, "BEGAN", time.perf_counter() - 1.5)
     path = tmp_path / "runs" / "evals.jsonl"
     first = add(path, score=0.5)
@@ -44,7 +44,7 @@ def test_records_are_appended_with_provenance(tmp_path: Path, monkeypatch: pytes
     assert first["code_version"]
 
 
-def test_what_json_cannot_say_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+def test_what_json_cannot_say_is_refused_and_nothing_is_written(tmp_path):
     path = tmp_path / "evals.jsonl"
     with pytest.raises(ValueError, match="NaN or infinity"):
         add(path, score=float("nan"))
@@ -54,7 +54,7 @@ def test_what_json_cannot_say_is_refused_and_nothing_is_written(tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
-def test_the_code_is_that_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_is_that_of_the_start(tmp_path, monkeypatch):
     checkout = ["a" * 12]
     monkeypatch.setattr(evals, "code_version", lambda folder: checkout[-1])
     monkeypatch.setattr(sys, "argv", ["x"])
@@ -77,9 +77,7 @@ def measure(number: int, about: AboutFlags = About()) -> dict[str, Any] | None: 
     return {"number": number, "step": about.step} if number else None
 
 
-def test_a_command_prints_its_record_and_errors_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_prints_its_record_and_errors_in_one_line(monkeypatch, capsys):
     command = EvalCommand("measure", measure)
     for number, said in (("3", '{"number": 3, "step": 7}\n'), ("0", "")):
         monkeypatch.setattr(sys, "argv", ["x", "--number", number, *About(step=7).flags()])

@@ -29,7 +29,7 @@ def check(record: dict[str, Any], folder: Path | None) -> None:
         assert tuple(record[name] for name in ("model_sha256", "backend", "device", "dtype")) == expected
 
 
-def test_records_have_the_fields_that_are_written_down(tmp_path: Path) -> None:
+def test_records_have_the_fields_that_are_written_down(tmp_path):
     model = tmp_path / "hf"
     write_laneformer(model)
     write_bundle(tmp_path / "bundle", ["copa", "coqa"])

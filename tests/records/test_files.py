@@ -17,14 +17,14 @@ from records.files import (
     write_atomically,
 )
 
-DECISIVE = (
+DECISIVE = [
     "config.json",
     "tokenizer.json",
     "model.safetensors",
     "chat_template.jinja",
     "x.model",
     "merges.txt",
-)
+]
 
 
 def test_a_cut_line_costs_only_itself(tmp_path):

@@ -133,7 +133,7 @@ def write(folder: Path, phase: str, steps: range, tokens_before: int = 0, parent
         for s in steps
     ]  # fmt: skip
     write_rows(folder, lines)
-    (folder / "attempts.jsonl").write_text(json.dumps({"attempt": 1, "step": 0}) + "\n")
+    write_lines(folder / "attempts.jsonl", [{"attempt": 1, "step": 0}])
     lineage = {"parent": str(parent) if parent else None, "tokens_before": tokens_before}
     (folder / "lineage.json").write_text(json.dumps(lineage))
     return folder

@@ -77,18 +77,14 @@ def test_a_seed_has_batches_and_weights_of_its_own_whatever_the_variant():
         (("seeds = [0, 1, 2, 3, 4]", ""), {}, "lacks seeds"),
         ((), {"variants": ("delay_22",)}, "name for --variants: 'delay_22'; did you mean 'delay_2"),
         ((), {"workers": 0}, "--workers is 0; use 1 or more"),
+        ((), {"flags": ["--reprot"]}, "unknown option --reprot; see --help"),
     ],
 )  # fmt: skip
 def test_a_mistake_in_the_config_or_the_options_is_named(tmp_path, change, options, problem):
-    config = tmp_path / "ablation.toml"
+    config, flags = tmp_path / "ablation.toml", options.pop("flags", [])
     config.write_text(SHIPPED.read_text().replace(*change) if change else SHIPPED.read_text())
     with pytest.raises(ValueError, match=problem):
-        read_plan(Options(config, tmp_path, **options))
-
-
-def test_an_option_that_no_job_has_is_named():
-    with pytest.raises(ValueError, match="unknown option --reprot; see --help"):
-        plan_runs(read_plan(Options(SHIPPED, Path("out"))), Path("out"), ["--reprot"])
+        plan_runs(read_plan(Options(config, tmp_path, **options)), tmp_path, flags)
 
 
 def test_a_folder_holds_runs_of_one_training_to_which_variants_are_added(tmp_path):

@@ -19,6 +19,7 @@ from records.attempts import steps_before
 from records.checkpoints import check_complete, check_contents
 from records.run import read_run
 from tests.laneformer.hf.hf_assets import random_model, small_config, write_run
+from tests.records.lines import write_lines
 from tools.average import average
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,16 +32,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with the checkpoints of three models, and optimizer state beside the weights."""
     run = tmp_path_factory.mktemp("runs") / "trained"
     for seed, step in enumerate(STEPS):
-        model, one = random_model(seed), run.with_name(f"one-{step}")
-        write_run(one, model, step)
-        run.mkdir(exist_ok=True)
+        one = run.with_name(f"one-{step}")
+        write_run(one, random_model(seed), step)
         shutil.copytree(one, run, dirs_exist_ok=True)
-        shutil.rmtree(run / f"checkpoint/step-{step}")
-        state = {**model.state_dict(), "optimizer.exp_avg": torch.ones(3), "train_state": {"step": step}}
-        dcp.save(state, checkpoint_id=run / f"checkpoint/step-{step}", no_dist=True)
     rows = [{"step": s, "phase": "phase1", "attempt": 1, "tokens": s * 64, "tokens_total": 100 + s * 64, "loss": 3.0,
              "time": 1.0} for s in STEPS]  # fmt: skip
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(run / "metrics.jsonl", rows)
     (run / "lineage.json").write_text('{"parent": "/x/runs/before/checkpoint/step-7", "tokens_before": 100}')
     (run / "config.toml").write_text(
         '[phase]\nname = "phase1"\n[training]\nsteps = 40\n[evals]\nevery_steps = 7\n'
@@ -61,26 +58,24 @@ def mean(run: Path, weights: tuple[float, ...]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("weights", [(), (1.0, 2.0, 0.5)])
-def test_it_is_the_mean_in_float64(trained: Path, tmp_path: Path, weights: tuple[float, ...]) -> None:
+def test_it_is_the_mean_in_float64(trained, tmp_path, weights):
     """Bit for bit; in float32, the mean of three would be another number."""
-    said = average(checkpoints(trained), tmp_path / "mean", weights=weights)
-    assert said["checkpoint"] == str(tmp_path / "mean/checkpoint/step-30")
-    found = load_weights(tmp_path / "mean/checkpoint/step-30", small_config())
+    record = average(checkpoints(trained), tmp_path / "mean", weights=weights)
+    assert record["checkpoint"] == str(tmp_path / "mean/checkpoint/step-30")
+    averaged = load_weights(tmp_path / "mean/checkpoint/step-30", small_config())
     expected = mean(trained, weights or (1.0, 1.0, 1.0))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert found.keys() == expected.keys()
+    assert all(torch.equal(averaged[name], expected[name]) for name in expected)
+    assert averaged.keys() == expected.keys()
     states = [load_weights(path, small_config()) for path in checkpoints(trained)]
     in_float32 = {name: (states[0][name] + states[1][name] + states[2][name]) / 3 for name in expected}
-    assert any(not torch.equal(found[name], in_float32[name]) for name in expected)
+    assert any(not torch.equal(averaged[name], in_float32[name]) for name in expected)
 
 
-def test_the_run_folder_says_where_it_is_from(trained: Path, tmp_path: Path) -> None:
+def test_the_run_folder_says_where_it_is_from(trained, tmp_path):
     average((trained,), tmp_path / "mean", last=2)
     lineage = json.loads((tmp_path / "mean/lineage.json").read_text())
     assert lineage["averaged"] == {str(trained / f"checkpoint/step-{step}"): 1.0 for step in (30, 20)}
-    assert (lineage["tokens_before"], steps_before(lineage)) == (100, 7), (
-        "the axis of the run that it is from"
-    )
+    assert (lineage["tokens_before"], steps_before(lineage)) == (100, 7), "where its own run begins"
     assert (tmp_path / "mean/model.json").read_text() == (trained / "model.json").read_text()
     assert (tmp_path / "mean/tokenizer.model").read_bytes() == (trained / "tokenizer.model").read_bytes()
     run = read_run(tmp_path / "mean")
@@ -91,7 +86,7 @@ def test_the_run_folder_says_where_it_is_from(trained: Path, tmp_path: Path) -> 
     assert set(index) == set(small_config().tensor_shapes()), "weights alone"
 
 
-def test_what_is_refused(trained: Path, tmp_path: Path) -> None:
+def test_what_is_refused(trained, tmp_path):
     out, one = tmp_path / "out", checkpoints(trained)[0]
     other = write_run(tmp_path / "other", random_model(5), 30)
     theta = write_run(tmp_path / "theta", random_model(6, rope_theta=5e5), 30)

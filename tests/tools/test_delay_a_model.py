@@ -21,6 +21,7 @@ from laneformer import Engine
 from laneformer.hf.export import load_weights
 from records.checkpoints import newest_saved_step
 from records.files import read_lines
+from tests.records.lines import write_lines
 from tests.tools.test_delay_lanes import WORDS, run_late, write_llama
 from tests.train.runs import forked
 from tools.delay_a_model import __main__ as command
@@ -50,8 +51,8 @@ def shipped(name: str) -> dict[str, Any]:
 def recipe(tmp_path_factory):
     folder, words = tmp_path_factory.mktemp("text"), WORDS.split()
     documents = [" ".join(words[5 * i % len(words)] for i in range(n, n + 40)) for n in range(200)]
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in documents))
-    source = {"category": "web", "inputs": [{"kind": "jsonl", "paths": [str(folder / "text.jsonl")]}]}
+    text = write_lines(folder / "text.jsonl", ({"text": each} for each in documents))
+    source = {"category": "web", "inputs": [{"kind": "jsonl", "paths": [str(text)]}]}
     values = {"tokenizer": "unused", "valid_per_10000": 2000, "epoch_cap": 100}
     path = folder / "recipe.toml"
     path.write_text(tomli_w.dumps(values | {"sources": {"words": source}, "phase1": {"words": 1}}))

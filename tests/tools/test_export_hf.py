@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import runpy
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from laneformer.hf.export import Progress
 from tools.export_hf import frequent_ids, training_progress
 
 
-def test_progress_survives_a_cut_line(tmp_path: Path) -> None:
+def test_progress_survives_a_cut_line(tmp_path):
     checkpoint = tmp_path / "checkpoint" / "step-30"
     checkpoint.mkdir(parents=True)
     assert training_progress(checkpoint) == Progress(step=30)
@@ -27,9 +26,7 @@ def test_progress_survives_a_cut_line(tmp_path: Path) -> None:
     assert training_progress(tmp_path) == Progress()
 
 
-def test_draft_ids_are_the_most_frequent(
-    prepared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draft_ids_are_the_most_frequent(prepared_data, tmp_path, monkeypatch):
     """Of the first windows of the mixture; what else the command may be asked is refused."""
     monkeypatch.setattr("tools.export_hf.COUNTED_WINDOWS", 70)  # no multiple of what is read at a time
     lock = prepared_data / "phase1.lock.json"
@@ -46,7 +43,7 @@ def test_draft_ids_are_the_most_frequent(
         frequent_ids(tmp_path, lock, 520)
 
 
-def test_what_cannot_be_exported_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_exported_is_one_line(tmp_path, monkeypatch):
     arguments = ["--checkpoint", str(tmp_path / "step-1"), "--out", str(tmp_path / "hf")]
     monkeypatch.setattr(sys, "argv", ["tools.export_hf", *arguments])
     with pytest.raises(SystemExit, match=r"^tools\.export_hf: [^\n]+$"):

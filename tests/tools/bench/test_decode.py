@@ -163,13 +163,11 @@ def test_ours_alone_from_the_command_line(capsys, tmp_path):
         assert all(row["tokens_per_s"] > 0 for row in workload["rows"])
         assert min(workload["rounds"][0]["probes"]) > 1e6
     page = out.read_text()
-    assert page.startswith(
-        f"{decode.FILE_START}\n\n## {result['date']}: `tiny` in bf16, 1 threads\n\n    python"
-    )
-    assert f"{result['machine']['cpu']}, {result['machine']['cpus']} CPUs (" in page
-    assert f"Commit {result['commit']}." in page
-    assert result["command"] in page
-    assert "keys and values in int8" in page
+    title = f"## {result['date']}: `tiny` in bf16, 1 threads"
+    assert page.startswith(f"{decode.FILE_START}\n\n{title}\n\n    python")
+    machine = f"{result['machine']['cpu']}, {result['machine']['cpus']} CPUs ("
+    for words in (machine, f"Commit {result['commit']}.", result["command"], "keys and values in int8"):
+        assert words in page, words
     assert re.search("round 1 of 1: laneformer .*, laneformer kv_dtype=int8 ", captured.err)
 
 
@@ -232,23 +230,22 @@ def test_a_baseline_runs_each_workload_in_the_way_that_is_fastest_for_it(monkeyp
     assert baseline.facts()["about"] == "fake; depth 1: short; depth 4000: long; prompt 9000: long"
 
 
-def figures_of(name: str, **options: Any) -> tuple[str, float]:
-    """What a real candidate is, and the bytes that a token reads; the second time it decodes behind its prompt."""
+def bytes_read(name: str, version: str, **options: Any) -> float:
+    """Of a real candidate and a token; the second time it decodes behind its prompt."""
     process = candidate(name, Options(threads=1, **options))
-    version = process.ask("facts")["version"]
+    assert version in process.ask("facts")["version"]
     (speed, read), again = (process.ask("decode", prompt=[5, 6, 7], new_tokens=4) for _ in range(2))
     assert min(speed, again[0], process.ask("prefill", prompt=[5] * 20)[0]) > 0
     assert again[1] == read
     process.close()
-    return version, read
+    return read
 
 
 @pytest.mark.rotate
 def test_transformers_runs():
-    version, read = figures_of("transformers", flavor="tiny")
-    assert "transformers" in version
     count = CONFIG.parameter_count()
     cached = 2 * 2 * CONFIG.num_hidden_layers * CONFIG.num_key_value_heads * CONFIG.head_dim * 5
+    read = bytes_read("transformers", "transformers", flavor="tiny")
     assert read == 2 * (count["total"] - count["embedding"]) + cached
 
 
@@ -261,8 +258,6 @@ def test_llama_cpp_runs_every_type_of_weights_made_from_the_same_file(tmp_path, 
         pytest.skip(f"{error}: {decode_candidates.INSTALL['llamacpp']}")
     monkeypatch.setenv("HOME", str(tmp_path))
     config = LaneformerConfig.from_flavor("tiny", num_hidden_layers=2, swa_layers=(), hidden_size=256)
-    path, sizes = llamacpp.random_gguf(config, tmp_path), {}
-    for kind in ("bf16", "fp16", "q8_0", "q4_0", "q4_k_m"):
-        version, sizes[kind] = figures_of(f"llamacpp {kind}", model=path)
-        assert "llama-cpp-python" in version
+    path, kinds = llamacpp.random_gguf(config, tmp_path), ("bf16", "fp16", "q8_0", "q4_0", "q4_k_m")
+    sizes = {kind: bytes_read(f"llamacpp {kind}", "llama-cpp-python", model=path) for kind in kinds}
     assert sizes["bf16"] == sizes["fp16"] > sizes["q8_0"] > sizes["q4_k_m"] > sizes["q4_0"]

@@ -15,7 +15,7 @@ from laneformer import LaneformerConfig
 from laneformer.engine.cuda.structures import Column
 from tools.check import cuda
 from tools.check.cuda import check, check_faults, compare, greedy_prompts, reference
-from tools.check.reference import plain_model, random_weights
+from tools.check.reference import plain_model, random_weights, weights_of
 
 SMALL = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -74,7 +74,7 @@ class Hanging(PlainDecoder):
         raise RuntimeError("waited in vain")
 
 
-def test_the_verdict_holds_for_a_sound_engine_and_for_no_other() -> None:
+def test_the_verdict_holds_for_a_sound_engine_and_for_no_other():
     weights = random_weights(CONFIG)
     truth = reference(CONFIG, weights, 12, prompts=greedy_prompts(CONFIG, 2))
     sound = PlainDecoder(CONFIG, weights)
@@ -82,9 +82,8 @@ def test_the_verdict_holds_for_a_sound_engine_and_for_no_other() -> None:
     assert all(report["passed"].values()), report["passed"]
     assert len(report["passed"]) == 10
     fewer = PlainDecoder(CONFIG, weights, warps=8)
-    passed = check({"passes": lambda: sound, "graph": lambda: fewer}, truth, 1, 1, lambda text: None)[
-        "passed"
-    ]
+    unlike = {"passes": lambda: sound, "graph": lambda: fewer}
+    passed = check(unlike, truth, 1, 1, lambda text: None)["passed"]
     assert all(passed.values())
     assert not any(name.startswith("both") for name in passed), "sums of other warps are other sums"
 
@@ -96,12 +95,8 @@ def test_the_verdict_holds_for_a_sound_engine_and_for_no_other() -> None:
     assert not any(name.startswith("both") for name in passed)
 
 
-def test_planted_faults_are_refused_and_a_deaf_gate_is_noticed() -> None:
+def test_planted_faults_are_refused_and_a_deaf_gate_is_noticed():
     weights = random_weights(CONFIG)
-
-    def weights_of(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
-        return {name: torch.from_numpy(t.values).view(torch.bfloat16) for name, t in tensors.items()}
-
     report = check_faults(CONFIG, weights, lambda config, tensors: PlainDecoder(config, weights_of(tensors)))
     assert report["holds"]
     assert len(report["faults"]) == 4
@@ -109,7 +104,7 @@ def test_planted_faults_are_refused_and_a_deaf_gate_is_noticed() -> None:
     assert not deaf["holds"]
 
 
-def test_logits_that_are_no_numbers_are_refused() -> None:
+def test_logits_that_are_no_numbers_are_refused():
     truth = reference(CONFIG, random_weights(CONFIG), 4)
     wrong = truth.logits.copy()
     wrong[2, 5] = np.nan
@@ -117,25 +112,25 @@ def test_logits_that_are_no_numbers_are_refused() -> None:
     assert not compare(wrong, truth)["holds"]
 
 
-def test_the_command_says_where_there_is_no_gpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cuda, "why_no_cuda", lambda: "there is no NVIDIA driver")
+@pytest.mark.parametrize(
+    ("no_gpu", "figures", "status"),
+    [
+        ("there is no NVIDIA driver", None, 2),
+        ("", {"equal runs": True, "error": 0.0}, 0),
+        ("", {"equal runs": False}, 1),
+    ],
+)
+def test_the_command_fails_without_a_gpu_and_where_one_check_does(
+    monkeypatch, capsys, no_gpu, figures, status
+):
+    monkeypatch.setattr(cuda, "why_no_cuda", lambda: no_gpu)
+    monkeypatch.setattr(cuda, "check_flavor", lambda flavor: iter(figures.items()))
     monkeypatch.setattr("sys.argv", ["cuda", "tiny"])
     with pytest.raises(SystemExit) as ended:
         cuda.main()
-    assert ended.value.code == 2
-    assert "there is no NVIDIA driver. On a CPU, python -m tools.check engine" in capsys.readouterr().err
-
-
-def test_the_command_fails_where_one_check_does(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cuda, "why_no_cuda", lambda: "")
-    monkeypatch.setattr("sys.argv", ["cuda", "tiny"])
-    for figures, status in (({"equal runs": True, "error": 0.0}, 0), ({"equal runs": False}, 1)):
-        monkeypatch.setattr(cuda, "check_flavor", lambda flavor, figures=figures: iter(figures.items()))
-        with pytest.raises(SystemExit) as ended:
-            cuda.main()
-        assert ended.value.code == status
-        assert json.loads(capsys.readouterr().out) == figures
+    assert ended.value.code == status
+    printed = capsys.readouterr()
+    if no_gpu:
+        assert f"{no_gpu}. On a CPU, python -m tools.check engine" in printed.err
+    else:
+        assert json.loads(printed.out) == figures

@@ -64,9 +64,8 @@ def test_what_the_spellings_mean():
     assert config_of({**OLDER, "unclamped_layers": [1]}).swa_layers == (0, 2)
     assert config_of({**OLDER, "num_key_value_heads": None}).num_key_value_heads == 8
     assert config_of({**OLDER, "sliding_window": None, "sliding_window_n_layers": 0}).swa_layers == ()
-    left_out = {
-        name: value for name, value in OLDER.items() if name not in ("lm_head_type", "broadcast_delay")
-    }
+    left_out = OLDER.copy()
+    del left_out["lm_head_type"], left_out["broadcast_delay"]
     assert config_of(left_out).lm_head_type == "replicate", "the older class's default"
     assert config_of({**left_out, "rebroadcast_early": False}).rebroadcast_early is False
     newer = {**MEANT.to_dict(), "model_type": "laneformer", "use_comm": True}

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.records.lines import write_lines
 from tests.train.runs import ask
 from tools.check import train as check
 
@@ -25,9 +26,7 @@ def forked(module: list[str], log: Path, env: Mapping[str, str]) -> int:
 
 
 @pytest.mark.rotate
-def test_a_cpu_is_accepted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_cpu_is_accepted(monkeypatch, capsys, tmp_path):
     """Real jobs: the chosen kernels and plain ones, sharded with replicas, killed and resumed, packed documents."""
     monkeypatch.setattr(check, "start", forked)
     out = tmp_path / "page.md"
@@ -51,10 +50,9 @@ def rows(*losses: float | None, attempt: int = 1) -> list[dict[str, Any]]:
     ]
 
 
-def test_losses_outside_of_the_bound_are_refused(tmp_path: Path) -> None:
+def test_losses_outside_of_the_bound_are_refused(tmp_path):
     """Four times what plain bf16 is off; a missing or diverged loss as well, and replaced kernels."""
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "whole/events.jsonl").write_text('{"kind": "kernels_replaced", "reason": "flex is wrong"}\n')
+    write_lines(tmp_path / "whole/events.jsonl", [{"kind": "kernels_replaced", "reason": "flex is wrong"}])
     plain = {
         "plain-float32": rows(3.0, 2.0), "plain-bf16": rows(3.01, 2.0), "sharded": rows(3.0, 2.2),
         "float8-emulated": rows(3.02, 2.0), "float8": rows(3.11, 1.9),
@@ -72,10 +70,7 @@ def test_losses_outside_of_the_bound_are_refused(tmp_path: Path) -> None:
     }  # fmt: skip
     plain["float8"] = rows(3.13, 2.0)
     assert not check.losses(jobs, rows(3.0, 2.0))[0]["losses with float8 products"][2]
-    (tmp_path / "float8").mkdir()
-    (tmp_path / "float8/events.jsonl").write_text(
-        '{"kind": "kernels_replaced", "reason": "float8 is wrong"}\n'
-    )
+    write_lines(tmp_path / "float8/events.jsonl", [{"kind": "kernels_replaced", "reason": "float8 is wrong"}])
     held = check.losses(jobs, rows(3.0, 2.0))[0]["kernels replaced with float8 products"]
     assert held == ("float8 is wrong", "none", False)
     for wrong in (rows(3.05, 2.0), rows(3.0), rows(3.0, None), rows()):
@@ -83,14 +78,12 @@ def test_losses_outside_of_the_bound_are_refused(tmp_path: Path) -> None:
     assert check.furthest(rows(None), rows(1.0)) == math.inf
 
 
-def test_a_resume_that_differs_or_starts_again_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "resumed").mkdir()
-    attempts = tmp_path / "resumed/attempts.jsonl"
+def test_a_resume_that_differs_or_starts_again_is_refused(tmp_path):
     whole = rows(*map(float, range(check.STEPS)))
     killed, saved = whole[: check.KILLED_AT - 1], check.SAVES_EVERY
 
     def held(after: list[dict[str, Any]], step: int, before: list[dict[str, Any]] = killed) -> list[bool]:
-        attempts.write_text(f'{{"step": 0}}\n{{"step": {step}}}\n')
+        write_lines(tmp_path / "resumed/attempts.jsonl", [{"step": 0}, {"step": step}])
         answers = iter((before, [*killed, *({**row, "attempt": 2} for row in after)]))
         jobs: Any = SimpleNamespace(rows=lambda *_, **__: next(answers), folder=tmp_path)
         return [gate[2] for gate in check.resumed(jobs, whole).values()][:3]
@@ -102,14 +95,14 @@ def test_a_resume_that_differs_or_starts_again_is_refused(tmp_path: Path) -> Non
     assert held(whole[saved:], saved, rows(*range(1, check.KILLED_AT))) == [False, True, True]
 
 
-def test_what_cannot_run_here_is_refused() -> None:
+def test_what_cannot_run_here_is_refused():
     with pytest.raises(ValueError, match="--nproc 3 is not a power of two"):
         check.Options(device="cpu", nproc=3).check()
     with pytest.raises(ValueError, match=r"--nproc 1 on 0 GPU\(s\); lower it, or take --device cpu"):
         check.Options().check()
 
 
-def test_one_layer_of_each_kind() -> None:
+def test_one_layer_of_each_kind():
     """Widths of the 2B model; no two layers read the same kinds of streams through the same mask."""
     config, flavor = check.Options().config, check.LaneformerConfig.from_flavor("2b")
     assert (config.hidden_size, config.num_lanes, config.head_dim) == (flavor.hidden_size, 8, flavor.head_dim)

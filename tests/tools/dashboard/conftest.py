@@ -11,4 +11,4 @@ from tests.tools.dashboard import made_up_run
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made_up_run.write_run(tmp_path_factory.mktemp("runs") / "made-up", steps=60, every=1)
+    return made_up_run.write_run(tmp_path_factory.mktemp("runs") / "made-up", steps=60)

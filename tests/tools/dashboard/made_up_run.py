@@ -18,7 +18,7 @@ from tests.records.lines import write_lines
 
 Json = dict[str, Any]
 TOKENS_A_STEP = 6_291_456
-START, SECONDS_A_ROW = 1.79e9, 4.0
+START = 1.79e9
 SOURCES = ("web", "stdlib", "math", "wiki", "qa")
 TRAINED = SOURCES[:3]
 # (phase, attempt, first and last step as shares): each attempt falls back behind the end of the one before
@@ -43,6 +43,8 @@ currency = "EUR"
 """
 LR = {"phase1": 4e-4, "phase2": 2e-4}
 IDENTITY = {"code_version": "0123456789ab", "tokenizer_sha256": "ab" * 32, "data_sha256": "cd" * 32}
+STEADY = {"seconds": 19.4, "data_s": 0.01, "checkpoint_s": 2.1, "memory_gib": 58.0, "mfu": 38, "tokens_per_s": 3.2e6,
+          "tokens_per_s_per_device": 16_700, "grad_norm": 0.25, "z_loss": 90, "max_logit": 14}  # fmt: skip
 SPEED = {"tokens_per_s": 131.7, "percent_of_probe": 74.4}
 
 
@@ -53,6 +55,7 @@ def charts_of(html: str) -> dict[str, Json]:
 
 
 def chart_of(card: str) -> Json:
+    """The one chart of a card."""
     (chart,) = charts_of(card).values()
     return chart
 
@@ -62,12 +65,9 @@ def row_of(rng: random.Random, phase: str, step: int, steps: int) -> Json:
     by_source = {name: loss + 0.4 * i + rng.gauss(0, 0.05) for i, name in enumerate(TRAINED)}
     tokens = step * TOKENS_A_STEP
     row: Json = {
-        "step": step, "phase": phase, "tokens": tokens, "seconds": 19.4, "data_s": 0.01, "checkpoint_s": 2.1,
-        "loss": loss + rng.gauss(0, 0.02), "lr": LR[phase], "loss_by_source": by_source,
-        "layer_grad_norm": [0.06, 0.07], "memory_gib": 58.0 + rng.gauss(0, 0.1), "mfu": 38 * rng.gauss(1, 0.008),
-        "tokens_per_s": 3.2e6 * rng.gauss(1, 0.008), "tokens_per_s_per_device": 16_700 * rng.gauss(1, 0.008),
-        "loss_z": rng.gauss(0, 1), "grad_norm_z": rng.gauss(0, 1), "grad_norm": 0.25 + abs(rng.gauss(0, 0.04)),
-        "z_loss": 90 + rng.gauss(0, 1), "max_logit": 14 + rng.random(),
+        "step": step, "phase": phase, "tokens": tokens, "loss": loss + rng.gauss(0, 0.02), "lr": LR[phase],
+        "loss_by_source": by_source, "layer_grad_norm": [0.06, 0.07], "loss_z": rng.gauss(0, 1),
+        "grad_norm_z": rng.gauss(0, 1), **{name: mean * rng.gauss(1, 0.008) for name, mean in STEADY.items()},
     }  # fmt: skip
     if step % (steps // 20) == 0:
         by_position = {name: {"0": v + 0.6, "16": v + 0.3, "32": v} for name, v in by_source.items()}
@@ -86,8 +86,8 @@ def rows_of(steps: int, every: int, seconds_a_row: float) -> list[Json]:
     return rows
 
 
-def evaluations(steps: int, checkpoints: int, missing: tuple[str, ...], every_score: int) -> list[Json]:
-    """every_score: checkpoints from one evaluation of code and questions to the next."""
+def evaluations(steps: int, checkpoints: int) -> list[Json]:
+    """Code and questions are asked of every third checkpoint and the last."""
     records, rng, origin = list[Json](), random.Random(11), Json()
     for count in range(1, checkpoints + 1):
         share, step = count / checkpoints, int(count / checkpoints * 1.5 * steps)
@@ -98,15 +98,15 @@ def evaluations(steps: int, checkpoints: int, missing: tuple[str, ...], every_sc
         records.append(
             {**origin, "kind": "bits_per_byte", "bits_per_byte": 0.9 + 0.08 / share, "sources": bits}
         )
-        records.append({**origin, **core_record(rng, share, missing)})
-        if count % every_score == 0 or count == checkpoints:
+        records.append({**origin, **core_record(rng, share)})
+        if count % 3 == 0 or count == checkpoints:
             records += scores(origin, share)
     return [*records, {**origin, "kind": "decode_speed", **SPEED}]
 
 
-def core_record(rng: random.Random, share: float, missing: tuple[str, ...] = ()) -> Json:
+def core_record(rng: random.Random, share: float) -> Json:
     tasks: dict[str, Json] = {}
-    for task in (each for each in TASKS if each.label not in missing):
+    for task in TASKS:
         guessing = task.baseline_v2 / 100
         accuracy = max(0.0, guessing + (1 - guessing) * 0.3 * share + rng.gauss(0, 0.013))
         tasks[task.label] = {
@@ -115,9 +115,8 @@ def core_record(rng: random.Random, share: float, missing: tuple[str, ...] = ())
             "gold_bits_per_byte": 1.6 - 0.7 * share + rng.gauss(0, 0.04), "shots": task.shots, "n_total": 2000,
         }  # fmt: skip
     figures = {"core_v1": 0.31 * share, "core_v1_se": 0.006, "core_v2": 0.3 * share, "core_v2_se": 0.0065}
-    reasons = {label: f"eval_data/{label}.jsonl is missing" for label in missing}
     record = {"kind": "core", "protocol": "nanochat", "seed": 1234, "limit": 500, "tasks": tasks}
-    return {**record, **(dict.fromkeys(figures) if missing else figures), "missing": reasons}
+    return {**record, **figures, "missing": {}}
 
 
 def scores(origin: Json, share: float) -> list[Json]:
@@ -151,12 +150,11 @@ def events(steps: int, rows: list[Json]) -> list[Json]:
 
 
 def write_run(
-    folder: Path, steps: int = 2000, every: int = 2, checkpoints: int = 6, missing: tuple[str, ...] = (),
-    every_score: int = 3, seconds_a_row: float = SECONDS_A_ROW,
-) -> Path:  # fmt: skip
+    folder: Path, steps: int = 2000, every: int = 1, checkpoints: int = 6, seconds_a_row: float = 4.0
+) -> Path:
     rows = rows_of(steps, every, seconds_a_row)
     write_lines(folder / "metrics.jsonl", rows)
-    write_lines(folder / "evals.jsonl", evaluations(steps, checkpoints, missing, every_score))
+    write_lines(folder / "evals.jsonl", evaluations(steps, checkpoints))
     write_lines(folder / "phase1/events.jsonl", events(steps, rows))
     (folder / "note.txt").write_text("Synthetic figures: no such run took place.")
     for phase, length in (("phase1", steps), ("phase2", steps // 2)):
@@ -174,7 +172,7 @@ def write_run(
 
 def write_published(folder: Path) -> Path:
     """A run in the published shape: 930,000 steps in two phases, 21 days, 200 evaluated checkpoints."""
-    return write_run(folder, 620_000, 10, 200, (), 10, seconds_a_row=21 * 86400 / 93_000)
+    return write_run(folder, 620_000, 10, 200, seconds_a_row=21 * 86400 / 93_000)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def test_panels_and_curves_without_figures_are_left_out_and_curves_stay_in_their
     }  # fmt: skip
 
 
-def test_the_loss_is_drawn_logged_smoothed_validated_and_what_was_repeated_is_dotted(folder):
+def test_the_loss_is_drawn_logged_and_smoothed_and_what_was_repeated_is_dotted(folder):
     run = read_run(folder)
     curves = loss_part(run)[1]
     logged, smoothed = (each for each in curves if each["group"] == "phase1")
@@ -73,8 +73,6 @@ def test_the_loss_is_drawn_logged_smoothed_validated_and_what_was_repeated_is_do
     repeated = sum(len(segment.rows) for segment in run.segments if not segment.kept)
     assert sum(len(each["y"]) for each in again) == repeated > 0
     assert {each["dash"] for each in again} == {"dot"}
-    validated = [value for each in curves if each["group"] == "validation loss" for value in each["y"]]
-    assert len(validated) == sum(row["valid_loss"] is not None for row in run.kept_rows)
 
 
 def test_phases_are_shaded_and_restarts_marked_on_every_axis(folder):
@@ -100,13 +98,7 @@ def test_a_source_has_one_colour_on_the_whole_page(folder):
     }
 
 
-def test_validation_stands_by_source_and_by_position(folder, tmp_path):
-    run = read_run(folder)
-    chart = chart_of(training.sources_card(run))
-    assert ["Training" in panel["title"] for panel in chart["panels"]] == [True, False]
-    (math_loss,) = [each for each in chart["curves"] if (each["name"], each["panel"]) == ("math", 1)]
-    rows = [row for row in run.kept_rows if row["valid_loss"] is not None]
-    assert math_loss["y"] == [float(f"{row['valid_loss_by_source']['math']:.6g}") for row in rows]
+def test_the_last_validation_by_position_stands_beside_the_first(tmp_path):
     lines: list[dict[str, Any]] = [{"step": step, "phase": "phase3", "loss": 2.0} for step in (1, 2, 3)]
     lines[0] |= {"valid_loss_by_position": {"web": {"0": 5.0, "16": 4.0}, "books": {"0": 5.5, "128": 4.25}}}
     lines[2] |= {"valid_loss_by_position": {"web": {"0": 3.0, "16": None}, "books": {"0": 3.5, "128": 2.0}}}

@@ -67,8 +67,13 @@ def test_tasks_have_a_panel_each_with_intervals_and_the_newest_record_in_full(fo
     assert "0.000 <small>0.000 – 0.490</small>" in evaluations.task_table(wilson)
 
 
-def test_without_a_task_there_is_no_core_and_what_nobody_chose_is_not_missing(tmp_path):
-    gappy = made_up_run.write_run(tmp_path / "gappy", steps=60, every=1, missing=("squad", "coqa"))
+def test_without_a_task_there_is_no_core_and_what_nobody_chose_is_not_missing(folder, tmp_path):
+    *_, record = written = records(folder, "core")
+    tasks = {label: figures for label, figures in record["tasks"].items() if label not in ("squad", "coqa")}
+    reasons = dict.fromkeys(("squad", "coqa"), "eval_data/squad.jsonl is missing")
+    gap = {"core_v1": None, "core_v2": None, "tasks": tasks, "missing": reasons}
+    gappy = shutil.copytree(folder, tmp_path / "gappy")
+    write_lines(gappy / "evals.jsonl", [each | gap for each in written])
     run = read_run(gappy)
     assert core_card(run) == ""
     assert 'class="none"' in core_tile(run)[1]
@@ -77,7 +82,7 @@ def test_without_a_task_there_is_no_core_and_what_nobody_chose_is_not_missing(tm
     assert "eval_data/squad.jsonl is missing" in card
     assert len(chart_of(card)["panels"]) == 20
     assert missing_part(Record(tasks={}, missing={"copa": NOT_CHOSEN})) == ""
-    toy = {**records(gappy, "core")[-1], "not_core": "not CORE: <i>a toy"}
+    toy = {**record, **gap, "not_core": "not CORE: <i>a toy"}
     card = tasks_card(run_with(gappy, tmp_path / "toy", toy))
     assert "<h2>Tasks of a toy bundle, not CORE</h2>" in card
     assert "not CORE: &lt;i&gt;a toy" in card
