@@ -77,12 +77,12 @@ def same(template: str, messages: list, **options: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_templates_of_models_that_the_engine_reads(name: str) -> None:
+def test_templates_of_models_that_the_engine_reads(name):
     assert any(compared((TEMPLATES / f"{name}.jinja").read_text()))
 
 
 @pytest.mark.rotate
-def test_templates_of_many_models() -> None:
+def test_templates_of_many_models():
     paths = sorted(TEMPLATES.glob("*.jinja"))
     refusing = [path.stem for path in paths if not any(compared(path.read_text()))]
     assert len(paths) > 40
@@ -99,7 +99,7 @@ def compared(template: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("template", [SMOLLM2, MISTRAL, EVERYTHING], ids=["smollm2", "mistral", "everything"])
-def test_templates_with_every_filter_and_function(template: str) -> None:
+def test_templates_with_every_filter_and_function(template):
     skipped = [TURNS[0], {"role": "skip", "content": "x"}, *TURNS[1:]]
     rendered = [
         same(template, messages, add_generation_prompt=prompt, tools=tools, extra="more")
@@ -111,7 +111,7 @@ def test_templates_with_every_filter_and_function(template: str) -> None:
     assert all(rendered) == (template != MISTRAL)
 
 
-def test_named_templates() -> None:
+def test_named_templates():
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
     template = ChatTemplate({"chat_template": named})
     assert (template.render(TURNS), template.render(TURNS, tools=TOOLS)) == ("plain", "with tools")
@@ -125,7 +125,7 @@ ESCAPES = ("messages.__class__.__mro__", "''.__class__.__base__.__subclasses__()
 
 
 @pytest.mark.parametrize("escape", ESCAPES)
-def test_templates_cannot_leave_the_sandbox(escape: str) -> None:
+def test_templates_cannot_leave_the_sandbox(escape):
     try:
         text = ChatTemplate({"chat_template": "{{ " + escape + " }}"}).render(TURNS)
     except ChatError:
@@ -133,7 +133,7 @@ def test_templates_cannot_leave_the_sandbox(escape: str) -> None:
     assert text == "", "what the sandbox forbids is undefined"
 
 
-def test_templates_that_are_no_jinja_and_jinja_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_templates_that_are_no_jinja_and_jinja_that_is_missing(monkeypatch):
     with pytest.raises(ValueError, match="chat template cannot be read"):
         ChatTemplate({"chat_template": "{% for %}"})
     monkeypatch.setitem(sys.modules, "jinja2", None)

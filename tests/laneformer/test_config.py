@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from laneformer import Laneformer, LaneformerConfig
-from laneformer.config import FLAVORS, LM_HEAD_TYPES, Join, hf_name, plain_name
+from laneformer.config import FLAVORS, LM_HEAD_TYPES, MODULES, Join, hf_name, plain_name
 from laneformer.ropes import LLAMA3_KEYS
 from laneformer.supports import refuse_unsupported
 
@@ -17,7 +17,7 @@ YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 
 PUBLISHED_2B = 15 * 141_557_760 + 2 * 98_304_000 + 31 * 3072
 
 
-def test_2b_has_exactly_the_published_parameters() -> None:
+def test_2b_has_exactly_the_published_parameters():
     config = LaneformerConfig.from_flavor("2b")
     assert config.parameter_count()["total"] == PUBLISHED_2B == 2_320_069_632
 
@@ -39,7 +39,7 @@ DRAFTS = {"num_nextn_predict_layers": 1}
     ],
     ids=str,
 )
-def test_shapes_and_counts_are_those_of_the_model(flavor: str, fields: dict[str, Any]) -> None:
+def test_shapes_and_counts_are_those_of_the_model(flavor, fields):
     """And the dictionary comes back from JSON."""
     config = LaneformerConfig.from_flavor(flavor, **fields)
     with torch.device("meta"):
@@ -82,63 +82,62 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {**YARN, "truncate": "False"}}, "truncate = 'False' .* must be true or false"),
     ({"window_rope_theta": 0.0}, "window_rope_theta = 0.0 must be greater than 0"),
     ({"rope_scaling": dict.fromkeys(LLAMA3_KEYS, 1.0), "window_rope_theta": 1e4}, "with no rope_scaling"),
+    ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers = 2 is not supported; use 0 or 1"),
+    (DRAFTS | {"lm_head_type": "lane"}, "not supported with lm_head_type = 'lane'; use"),
+    (DRAFTS | {"tie_word_embeddings": True}, "not supported with a tied head; use"),
+    (DRAFTS | {"draft_vocab_size": 1001}, "= 1001 must be a multiple of num_lanes = 8"),
+    (DRAFTS | {"draft_vocab_size": 32008}, "= 32008 must be .* at most vocab_size = 32000"),
+    ({"draft_vocab_size": 8000}, "= 8000 must be .* 0 without a head that drafts"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("overrides", "message"), REFUSALS)
-def test_bad_values_are_named(overrides: dict, message: str) -> None:
+def test_bad_values_are_named(overrides, message):
     with pytest.raises(ValueError, match=message):
         LaneformerConfig(**overrides)
 
 
-def test_parts_that_know_nothing_of_other_families_name_it() -> None:
-    config = LaneformerConfig.from_flavor("tiny", **BORROWED)
-    with pytest.raises(ValueError, match=r"does not support head_dim = 24, attention_bias.*qk.*, tie"):
-        refuse_unsupported(config, "training")
-
-
-def test_a_laneformer_has_none_of_it() -> None:
+def test_parts_that_know_nothing_of_other_families_name_it():
     config = LaneformerConfig.from_flavor("tiny")
     refuse_unsupported(config, "training")
-    assert not BORROWED.keys() - {"tie_word_embeddings"} & config.to_dict().keys()
+    with pytest.raises(ValueError, match=r"does not support head_dim = 24, attention_bias.*qk.*, tie"):
+        refuse_unsupported(LaneformerConfig.from_flavor("tiny", **BORROWED), "training")
 
 
-def test_unknown_names_are_refused() -> None:
+def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="unknown flavor '3b'; choose from"):
         LaneformerConfig.from_flavor("3b")
     with pytest.raises(ValueError, match="unknown config key 'num_lane'; did you mean 'num_lanes'"):
         LaneformerConfig.from_dict({"num_lane": 8})
 
 
-def test_joins_of_the_published_model() -> None:
-    config = LaneformerConfig.from_flavor("2b")
-    assert [config.join(i, "mlp") for i in range(3)] == [Join.PRESENT, Join.PRESENT, Join.PAST]
-    # layers 0 and 1 are known to all already; the outputs of the last two layers never reach the other lanes
-    assert [i for i in range(15) if config.broadcasts(i, "attention")] == list(range(2, 13))
-    assert [i for i in range(15) if config.adds_delayed(i, "mlp")] == list(range(4, 15))
-    assert [join.code for join in Join] == [0, 1, 2]
+# fields; how the first layers join; the layers that broadcast and those that add what is delayed. The outputs of the
+# last layers never reach the other lanes.
+PART_WAITS = {"broadcast_delay": 3, "early_layers": 1}
+JOINS: list[tuple[dict[str, Any], list[Join], range, range]] = [
+    ({}, [Join.PRESENT] * 2 + [Join.PAST], range(2, 13), range(4, 15)),
+    (
+        {"first_late_layer": 9, "flush": True},
+        [Join.PRESENT] * 9 + [Join.PAST] * 6,
+        range(9, 13),
+        range(11, 15),
+    ),
+    (PART_WAITS, [Join.PRESENT] + [Join.NO_REDUCE] * 2 + [Join.PAST], range(1, 12), range(4, 15)),
+    (PART_WAITS | {"use_early_comm": False}, [Join.NO_REDUCE] * 3 + [Join.PAST], range(12), range(3, 15)),
+]
 
 
-def test_joins_of_late_upper_layers() -> None:
-    config = LaneformerConfig.from_flavor("2b", first_late_layer=9, flush=True)
-    assert [i for i in range(15) if config.join(i, "mlp") is Join.PAST] == list(range(9, 15))
-    assert [i for i in range(15) if config.broadcasts(i, "attention")] == list(range(9, 13))
-    assert [i for i in range(15) if config.adds_delayed(i, "mlp")] == list(range(11, 15))
-    assert [i for i in range(15) if config.delivers(i, "mlp")] == [13, 14]
-    assert config.equal_delivered_streams
-    assert not {"flush", "first_late_layer"} & LaneformerConfig().to_dict().keys()
+@pytest.mark.parametrize(("fields", "joins", "broadcast", "delayed"), JOINS)
+def test_joins_of_the_published_model(fields, joins, broadcast, delayed):
+    """Fields that say nothing are left out of config.json."""
+    config = LaneformerConfig.from_flavor("2b", **fields)
+    for module in MODULES:
+        assert [config.join(i, module) for i in range(len(joins))] == joins
+        assert [i for i in range(15) if config.broadcasts(i, module)] == list(broadcast)
+        assert [i for i in range(15) if config.adds_delayed(i, module)] == list(delayed)
+    assert not {"flush", "first_late_layer", "early_layers"} & LaneformerConfig().to_dict().keys()
 
 
-def test_a_part_of_the_early_layers_waits() -> None:
-    config = LaneformerConfig.from_flavor("2b", broadcast_delay=3, early_layers=1)
-    joins = [config.join(i, "mlp") for i in range(4)]
-    assert joins == [Join.PRESENT, Join.NO_REDUCE, Join.NO_REDUCE, Join.PAST]
-    assert [i for i in range(15) if config.broadcasts(i, "attention")] == list(range(1, 12))
-    without = LaneformerConfig.from_flavor("2b", broadcast_delay=3, early_layers=1, use_early_comm=False)
-    assert {without.join(i, "attention") for i in range(3)} == {Join.NO_REDUCE}
-    assert "early_layers" not in LaneformerConfig().to_dict()
-
-
-def test_windows_of_the_published_model() -> None:
+def test_windows_of_the_published_model():
     config = LaneformerConfig.from_flavor("2b")
     assert [config.window(i) for i in range(15)] == [2048] * 10 + [None] * 5

@@ -77,7 +77,7 @@ def conversations(contents: tuple[str, ...]) -> list[list[dict[str, str]]]:
 
 
 @cases
-def test_ids_are_those_of_transformers(kind: str, template: str) -> None:
+def test_ids_are_those_of_transformers(kind, template):
     ours = encoder(kind, template)
     for conversation in conversations(PLAIN):
         for prompt in (True, False):
@@ -88,7 +88,7 @@ def test_ids_are_those_of_transformers(kind: str, template: str) -> None:
 
 
 @cases
-def test_control_ids_come_from_the_template_alone(kind: str, template: str) -> None:
+def test_control_ids_come_from_the_template_alone(kind, template):
     """As many as with contents that spell none; and decoded, the contents are all there."""
     ours, tokenizer = encoder(kind, template), TOKENIZERS[kind]
     control = {tokenizer.token_to_id(name) for name in SPECIAL}
@@ -107,7 +107,7 @@ def test_control_ids_come_from_the_template_alone(kind: str, template: str) -> N
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_a_text_has_no_control_ids_but_the_first(kind: str) -> None:
+def test_a_text_has_no_control_ids_but_the_first(kind):
     ours, tokenizer = encoder(kind, None), TOKENIZERS[kind]
     control = {tokenizer.token_to_id(name) for name in SPECIAL}
     for text in SPELLED:
@@ -120,7 +120,7 @@ def test_a_text_has_no_control_ids_but_the_first(kind: str) -> None:
 
 
 @pytest.mark.parametrize("ignore_merges", [False, True])
-def test_merges_and_whole_words_do_not_make_control_tokens(ignore_merges: bool) -> None:
+def test_merges_and_whole_words_do_not_make_control_tokens(ignore_merges):
     vocabulary = {piece: i for i, piece in enumerate(["<", "s", ">", "<s", "<s>"])}
     made = Tokenizer(models.BPE(vocabulary, [("<", "s"), ("<s", ">")], ignore_merges=ignore_merges))
     made.decoder = decoders.Fuse()
@@ -128,9 +128,7 @@ def test_merges_and_whole_words_do_not_make_control_tokens(ignore_merges: bool) 
     assert PromptEncoder(made, {}).text("<s>") == [3, 2]
 
 
-def test_errors() -> None:
-    with pytest.raises(ValueError, match="no default chat template"):
-        encoder("byte-level", None).render([])
+def test_a_refusal_quotes_the_text_as_it_was_given():
     refusing = {"chat_template": "{{ raise_exception('not ' + messages[0]['content']) }}"}
     with pytest.raises(ChatError, match=r"refuses the conversation: not </s>!$"):
         PromptEncoder(TOKENIZERS["byte-level"], refusing).render([{"role": "user", "content": "</s>!"}])

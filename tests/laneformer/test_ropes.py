@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from laneformer import Laneformer, LaneformerConfig, positions
-from tests.laneformer.lane_reference import reference_logits
+from laneformer.engine.folder import rope_tables
+from tests.laneformer.test_model import build, transcribed
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12}
 KINDS: dict[str, dict[str, Any]] = {
@@ -23,11 +24,6 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "no rotation on full": {"rope_theta": 100.0, "nope_layers": (2, 4, 5)},
 }  # fmt: skip
-SHAPE = {
-    "hidden_size": 48, "intermediate_size": 16, "num_hidden_layers": 6, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "num_lanes": 2, "sliding_window": 4, "swa_layers": (0, 1, 3),
-    "max_position_embeddings": 64, "vocab_size": 40,
-}  # fmt: skip
 LENGTH = 20
 # float32 tables in a float64 model: an angle of at most LENGTH is off by some units of 2^-24, and six layers of weights
 # of unit gain multiply that by less than a hundred
@@ -35,33 +31,26 @@ TOLERANCE = 100 * LENGTH * 2.0**-24
 
 
 def built(kind: str, delay: int = 2) -> Laneformer:
-    model = Laneformer(LaneformerConfig(**SHAPE, broadcast_delay=delay, **KINDS[kind])).double()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-            p.copy_(1 + 0.3 * noise if name.endswith("norm.weight") else noise / p.shape[-1] ** 0.5)
-    return model
+    return build(hidden_size=48, broadcast_delay=delay, **KINDS[kind])
 
 
-def error(model: Laneformer, config: LaneformerConfig) -> float:
-    """The largest difference of a logit, over all positions, from the reference of `config`."""
-    ids = np.random.default_rng(1).integers(0, config.vocab_size, LENGTH).tolist()
-    weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
+def error(model: Laneformer) -> float:
+    """The largest difference of a logit, over all positions, from the reference."""
+    ids = np.random.default_rng(1).integers(0, model.config.vocab_size, LENGTH).tolist()
     with torch.no_grad():
         logits = model(torch.tensor([ids]))[0].numpy()
-    return float(np.abs(logits - reference_logits(config, weights, ids)).max())
+    return float(np.abs(logits - transcribed(model, ids)).max())
 
 
 @pytest.mark.parametrize("delay", [0, 1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_position_is_the_references(kind: str, delay: int) -> None:
+def test_every_position_is_the_references(kind, delay):
     model = built(kind, delay)
-    assert error(model, model.config) < TOLERANCE
+    assert error(model) < TOLERANCE
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_of_the_other_kind_is_noticed(kind: str) -> None:
+def test_a_layer_of_the_other_kind_is_noticed(kind):
     """Planted: the last layer with windows' table, or rotated where it is not to be; YaRN without its scale."""
     model = built(kind)
     last = model.layers[-1].attention
@@ -72,10 +61,40 @@ def test_a_layer_of_the_other_kind_is_noticed(kind: str) -> None:
     else:
         unscaled = tuple(each._replace(scale=1.0) for each in model.config.ropes)
         model.config.__dict__["ropes"] = unscaled
-    assert error(model, model.config) > 100 * TOLERANCE
+    assert error(model) > 100 * TOLERANCE
 
 
-def test_one_table_a_kind() -> None:
+@pytest.mark.parametrize(("layers", "theta"), [("all", 1e4), ("full", 5e5)])
+def test_yarn_is_transformers_at_131072_positions(layers, theta):
+    """Equal where the frequencies are; the engine to rounding. Windows keep their base and, with "full", no scale."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    scaling = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+    config = LaneformerConfig.from_flavor(
+        "2b", rope_theta=theta, window_rope_theta=1e4, rope_scaling=scaling | {"layers": layers},
+        max_position_embeddings=131_072,
+    )  # fmt: skip
+    at = torch.arange(131_072)
+    (cos, sin), engine = positions.rope_table(config, at), rope_tables(config)
+    for kind, rope in enumerate(config.ropes):
+        own = {"rope_type": "default"} if kind and layers == "full" else scaling
+        llama = LlamaConfig(
+            hidden_size=3072, num_attention_heads=32, max_position_embeddings=131_072,
+            rope_parameters={**own, "rope_theta": 1e4 if kind else theta},
+        )  # fmt: skip
+        rotary, frequencies = LlamaRotaryEmbedding(llama), torch.tensor(rope.frequencies)
+        # torch's float32 power is off by two units at most, ours is rounded once
+        assert ((rotary.inv_freq / frequencies - 1).abs() <= 2 * 2.0**-23).all()
+        rotary.inv_freq = frequencies
+        tables = (cos, sin), engine, rotary(torch.zeros(1), at[None])
+        for ours, engines, theirs in zip(*tables, strict=True):
+            assert torch.equal(ours[kind, 0, :, 0], theirs[0, :, : config.head_dim // 2])
+            # the engine's cosines are float64's, rounded once; torch's are within two units
+            assert np.abs(engines[kind] - ours[kind, 0, :, 0].numpy()).max() <= 4 * 2.0**-24
+
+
+def test_one_table_a_kind():
     counts = {kind: len(built(kind).config.ropes) for kind in KINDS}
     assert counts == dict(zip(KINDS, (2, 1, 2, 2, 0), strict=True))
     assert LaneformerConfig(window_rope_theta=1e4).ropes == LaneformerConfig(window_rope_theta=1e4).ropes

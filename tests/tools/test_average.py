@@ -7,6 +7,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +119,23 @@ def test_what_is_refused(trained, tmp_path):
     check_complete(out / "checkpoint/step-30")
     assert "checksums.json" in {path.name for path in (out / "checkpoint/step-30").iterdir()}
     check_contents(out / "checkpoint/step-30")
+
+
+@pytest.mark.job
+def test_interrupted_it_leaves_nothing(trained: Path, tmp_path: Path) -> None:
+    """A SIGTERM while the tensors are written: neither the folder nor its temporary one stays behind."""
+    program = (
+        "import runpy, signal, sys; import torch.distributed.checkpoint as dcp; load = dcp.load;"
+        "dcp.load = lambda *a, **k: (load(*a, **k), print('loaded', flush=True), signal.pause());"
+        "sys.argv[0] = 'average'; runpy.run_module('tools.average', run_name='__main__')"
+    )
+    command = [sys.executable, "-c", program, str(trained), "--last", "3", "--out", str(tmp_path / "mean")]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "loaded\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["mean.part"]
+    process.send_signal(signal.SIGTERM)
+    errors = process.communicate(timeout=30)[1]
+    assert process.returncode == 1
+    assert errors.splitlines()[-1] == "average: SystemExit: 143; nothing was written"
+    assert list(tmp_path.iterdir()) == []

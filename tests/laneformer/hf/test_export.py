@@ -127,9 +127,7 @@ def answers(
 
 
 @pytest.mark.parametrize("name", ["trained", "converted"])
-def test_a_fresh_process_computes_what_the_training_model_does(
-    answers: dict, models: dict[str, tuple[Laneformer, Path]], name: str
-) -> None:
+def test_a_fresh_process_computes_what_the_training_model_does(answers, models, name):
     answer, (model, _) = answers[name], models[name]
     for part, expected in expected_of(model).items():
         assert (answer[part] - expected).abs().max() <= FLOAT32_TOLERANCE, part
@@ -141,7 +139,7 @@ def test_a_fresh_process_computes_what_the_training_model_does(
         assert answer[way] == tokens, way
 
 
-def test_fresh_process_tokenizer_is_sentencepiece(answers: dict, exported: tuple[Path, dict]) -> None:
+def test_fresh_process_tokenizer_is_sentencepiece(answers, exported):
     answer, sp = answers["trained"], SentencePieceProcessor(model_proto=sentencepiece_model())
     assert answer["ids"] == [[1, *sp.encode(text)] for text in TEXTS]
     assert answer["decoded"] == TEXTS
@@ -154,7 +152,7 @@ def test_fresh_process_tokenizer_is_sentencepiece(answers: dict, exported: tuple
         assert mask == [int(segment.trained) for segment in segments for _ in segment.ids]
 
 
-def test_report_and_files(exported: tuple[Path, dict], model: Laneformer) -> None:
+def test_report_and_files(exported, model):
     out, report = exported
     assert report["hf_max_logit_diff"] <= FLOAT32_TOLERANCE
     assert report["parameters"] == model.config.parameter_count()["total"]
@@ -172,7 +170,7 @@ def test_report_and_files(exported: tuple[Path, dict], model: Laneformer) -> Non
     assert "from .." not in "".join(path.read_text() for path in out.glob("*.py"))
 
 
-def test_rounding_is_all_that_happens(tmp_path: Path, checkpoint: Path, model: Laneformer) -> None:
+def test_rounding_is_all_that_happens(tmp_path, checkpoint, model):
     export(checkpoint, tmp_path / "hf")
     stored = load_file(tmp_path / "hf" / "model.safetensors")
     weights = {hf_name(name): weight for name, weight in model.state_dict().items()}
@@ -180,9 +178,7 @@ def test_rounding_is_all_that_happens(tmp_path: Path, checkpoint: Path, model: L
     assert all(torch.equal(stored[name], weight.bfloat16()) for name, weight in weights.items())
 
 
-def test_verification_notices_one_wrong_lane(
-    exported: tuple[Path, dict], checkpoint: Path, model: Laneformer
-) -> None:
+def test_verification_notices_one_wrong_lane(exported, checkpoint, model):
     weights = load_weights(checkpoint, model.config)
     assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
     name = "layers.5.feed_forward.w2.weight"
@@ -191,27 +187,26 @@ def test_verification_notices_one_wrong_lane(
         verify(exported[0], model.config, weights)
 
 
-def test_incomplete_checkpoints_are_refused(tmp_path: Path, checkpoint: Path, model: Laneformer) -> None:
+def test_incomplete_checkpoints_are_refused(tmp_path, checkpoint, model):
     with pytest.raises(ValueError, match=r"no complete torch DCP checkpoint \(no .metadata\)"):
         load_weights(tmp_path, model.config)
-    with pytest.raises(ValueError, match=r"lacks 9 tensors, such as layers.6"):
-        load_weights(checkpoint, small_config(num_hidden_layers=7))
-    with pytest.raises(ValueError, match=r"holds 9 tensors this architecture has not, such as layers.5"):
-        load_weights(checkpoint, small_config(num_hidden_layers=5))
-    with pytest.raises(ValueError, match=r"has shape \(4, 128, 128\), the config says \(4, 64, 128\)"):
-        load_weights(checkpoint, small_config(intermediate_size=256))
+    for size, value, message in (
+        ("num_hidden_layers", 7, r"lacks 9 tensors, such as layers.6"),
+        ("num_hidden_layers", 5, r"holds 9 tensors this architecture has not, such as layers.5"),
+        ("intermediate_size", 256, r"has shape \(4, 128, 128\), the config says \(4, 64, 128\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_weights(checkpoint, small_config(**{size: value}))
     broken = random_model()
-    broken.state_dict()["norm.weight"][7] = float("nan")
-    with pytest.raises(ValueError, match=r"norm.weight holds NaN or infinity"):
-        export(write_run(tmp_path / "nan", broken), tmp_path / "hf")
-    broken.state_dict()["norm.weight"][7] = 1e5
-    with pytest.raises(ValueError, match=r"norm.weight holds 1e\+05, too large for float16"):
-        export(write_run(tmp_path / "large", broken), tmp_path / "hf", "float16")
-    left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == ["large", "nan"], "nothing half-written is left"
+    for value, message in ((float("nan"), "NaN or infinity"), (1e5, r"1e\+05, too large for float16")):
+        broken.state_dict()["norm.weight"][7] = value
+        run = write_run(tmp_path / f"run-{value}", broken)
+        with pytest.raises(ValueError, match=f"norm.weight holds {message}"):
+            export(run, tmp_path / "hf", "float16")
+    assert {path.name for path in tmp_path.iterdir()} == {"run-nan", "run-100000.0"}, "nothing else is left"
 
 
-def test_missing_parts_are_named(tmp_path: Path, checkpoint: Path) -> None:
+def test_missing_parts_are_named(tmp_path, checkpoint):
     lonely = tmp_path / "step-30"
     lonely.symlink_to(checkpoint)
     export(lonely, tmp_path / "hf")  # the run folder is that of the real checkpoint
@@ -221,7 +216,7 @@ def test_missing_parts_are_named(tmp_path: Path, checkpoint: Path) -> None:
         export(copied, tmp_path / "hf2")
 
 
-def test_staged_folder_keeps_what_was_there(tmp_path: Path) -> None:
+def test_staged_folder_keeps_what_was_there(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "old").touch()

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_import_and_export_give_the_same_bits(tmp_path: Path, checkpoint: Path, dtype: str) -> None:
+def test_import_and_export_give_the_same_bits(tmp_path, checkpoint, dtype):
     export(checkpoint, tmp_path / "hf", dtype, max_shard_bytes=1_000_000)
     assert len(list((tmp_path / "hf").glob("model-*-of-*.safetensors"))) > 2
     report = import_folder(tmp_path / "hf", tmp_path / "run")
@@ -25,7 +25,7 @@ def test_import_and_export_give_the_same_bits(tmp_path: Path, checkpoint: Path, 
             assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
 
 
-def test_import_refuses_what_is_not_a_laneformer(tmp_path: Path, exported: tuple[Path, dict]) -> None:
+def test_import_refuses_what_is_not_a_laneformer(tmp_path, exported):
     hf = tmp_path / "hf"
     hf.mkdir()
     config = json.loads((exported[0] / "config.json").read_text())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -11,10 +9,8 @@ from laneformer import Laneformer
 from laneformer.config import hf_name
 from laneformer.hf.configuration_laneformer import LaneformerHFConfig
 from laneformer.hf.modeling_laneformer import LaneformerForCausalLM
-from tests.laneformer.hf.hf_assets import VOCAB_SIZE, random_model, small_config
+from tests.laneformer.hf.hf_assets import FLOAT32_TOLERANCE, VOCAB_SIZE, random_model, small_config
 
-# float32, other kernels for other masks: six layers of sums, each off by some 2^-24 of logits of about 10
-FLOAT32_TOLERANCE = 10 * 50 * 2.0**-24
 # even if 10^4 operations pulled one way; a wrong angle is off by 1e-3
 FLOAT64_TOLERANCE = 10 * 1e4 * 2.0**-53
 
@@ -47,15 +43,13 @@ HEADS = [{"lm_head_type": "lane"}, {"lm_head_type": "replicate", "pre_norm_lane_
     "overrides", [{}, {"swa_layers": ()}, {"replicated_rmsn_scale": False}, *HEADS], ids=str
 )
 @torch.no_grad()
-def test_logits_are_the_plain_models(ids: torch.Tensor, overrides: dict) -> None:
+def test_logits_are_the_plain_models(ids, overrides):
     plain = random_model(**overrides)
     assert (wrap(plain)(ids).logits - plain(ids)).abs().max() <= FLOAT32_TOLERANCE
 
 
 @torch.no_grad()
-def test_embeddings_and_chosen_positions(
-    model: LaneformerForCausalLM, plain: Laneformer, ids: torch.Tensor
-) -> None:
+def test_embeddings_and_chosen_positions(model, plain, ids):
     expected = model(ids).logits
     assert torch.equal(model(inputs_embeds=plain.tok_embeddings(ids)).logits, expected)
     for kept, positions in ((1, [-1]), (3, [-3, -2, -1]), (torch.tensor([3, 5]), [3, 5])):
@@ -66,7 +60,7 @@ def test_embeddings_and_chosen_positions(
         model()
 
 
-def test_loss(model: LaneformerForCausalLM, plain: Laneformer, ids: torch.Tensor) -> None:
+def test_loss(model, plain, ids):
     labels = ids.clone()
     labels[:, :5] = -100
     with torch.no_grad():
@@ -77,9 +71,7 @@ def test_loss(model: LaneformerForCausalLM, plain: Laneformer, ids: torch.Tensor
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_gradient_checkpointing_gives_the_same_gradients(
-    plain: Laneformer, ids: torch.Tensor, use_reentrant: bool
-) -> None:
+def test_gradient_checkpointing_gives_the_same_gradients(plain, ids, use_reentrant):
     gradients = []
     for checkpointing in (False, True):
         model = wrap(plain).train()
@@ -94,7 +86,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(
         assert torch.allclose(gradients[1][name], expected, rtol=1e-4, atol=1e-6), name
 
 
-def test_initialisation_is_that_of_training() -> None:
+def test_initialisation_is_that_of_training():
     config = small_config()
     trained = Laneformer(config)
     trained.init_weights()
@@ -104,7 +96,7 @@ def test_initialisation_is_that_of_training() -> None:
 
 
 @pytest.mark.parametrize("kind", ["full", "all"])
-def test_rope_by_kind_of_layer_survives_the_folder(tmp_path: Path, ids: torch.Tensor, kind: str) -> None:
+def test_rope_by_kind_of_layer_survives_the_folder(tmp_path, ids, kind):
     """Its logits are the plain model's, at once and token by token."""
     scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "layers": kind}
     reference = random_model(rope_scaling=scaling, window_rope_theta=500.0, nope_layers=(4,))
@@ -123,13 +115,11 @@ def test_rope_by_kind_of_layer_survives_the_folder(tmp_path: Path, ids: torch.Te
         assert (torch.cat(steps, 1) - expected).abs().max() < FLOAT64_TOLERANCE
 
 
-def test_refusals(model: LaneformerForCausalLM) -> None:
+def test_refusals(model):
     with pytest.raises(ValueError, match="cannot resize the vocabulary from 1024 to 1025"):
         model.resize_token_embeddings(VOCAB_SIZE + 1)
     assert model.resize_token_embeddings(VOCAB_SIZE) is model.get_input_embeddings()
     with pytest.raises(ValueError, match="attn_implementation = 'eager' is not available"):
         LaneformerForCausalLM._from_config(model.config, attn_implementation="eager")
-    with pytest.raises(ValueError, match="unknown config key 'num_lane'; did you mean 'num_lanes'"):
-        LaneformerHFConfig(num_lane=4)
     with pytest.raises(ValueError, match="vocab_size = 1023 is not divisible by num_lanes = 8"):
         LaneformerHFConfig(vocab_size=1023)

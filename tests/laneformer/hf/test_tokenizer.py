@@ -27,7 +27,7 @@ def saved(tmp_path: Path, model: bytes) -> tuple[Path, SentencePieceProcessor]:
 
 
 @pytest.mark.parametrize("add_dummy_prefix", [True, False])
-def test_same_ids_and_text_as_sentencepiece(tmp_path: Path, add_dummy_prefix: bool) -> None:
+def test_same_ids_and_text_as_sentencepiece(tmp_path, add_dummy_prefix):
     path, sp = saved(tmp_path, sentencepiece_model(add_dummy_prefix))
     tokenizer = tokenizer_from_sentencepiece(path)
     texts = [text for text in stdlib_sources()[:30] if not any(special in text for special in SPECIAL_TEXTS)]
@@ -40,7 +40,7 @@ def test_same_ids_and_text_as_sentencepiece(tmp_path: Path, add_dummy_prefix: bo
             assert tokenizer.decode(ids) == text
 
 
-def test_spaces_of_equal_score(tmp_path: Path) -> None:
+def test_spaces_of_equal_score(tmp_path):
     """As in Llama-2, where every run of spaces has the same, lowest score; here some lengths
     are missing as well.
     """
@@ -57,7 +57,7 @@ def test_spaces_of_equal_score(tmp_path: Path) -> None:
         assert tokenizer.encode(text, add_special_tokens=False).ids == sp.encode(text)
 
 
-def test_text_that_spells_a_special_token(tmp_path: Path) -> None:
+def test_text_that_spells_a_special_token(tmp_path):
     path, sp = saved(tmp_path, sentencepiece_model())
     tokenizer = tokenizer_from_sentencepiece(path)
     ids = tokenizer.encode("a</s>b", add_special_tokens=False).ids
@@ -65,7 +65,7 @@ def test_text_that_spells_a_special_token(tmp_path: Path) -> None:
     assert sp.eos_id() not in sp.encode("a</s>b")  # SentencePiece reads it as plain characters
 
 
-def test_wrong_merges_are_noticed(tmp_path: Path) -> None:
+def test_wrong_merges_are_noticed(tmp_path):
     path, sp = saved(tmp_path, sentencepiece_model())
     tokenizer = tokenizer_from_sentencepiece(path)
     vocab = {sp.id_to_piece(i): i for i in range(len(sp))}
@@ -84,7 +84,7 @@ def test_wrong_merges_are_noticed(tmp_path: Path) -> None:
         ({"eos_id": -1}, "has no piece that ends a document"),
     ],
 )
-def test_models_that_cannot_be_converted_are_refused(tmp_path: Path, overrides: dict, message: str) -> None:
+def test_models_that_cannot_be_converted_are_refused(tmp_path, overrides, message):
     path, _ = saved(tmp_path, sentencepiece_model(**overrides))
     with pytest.raises(ValueError, match=message):
         tokenizer_from_sentencepiece(path)

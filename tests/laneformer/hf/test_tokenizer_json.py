@@ -29,7 +29,7 @@ def exported(
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def test_ids_are_those_of_the_data_behind_the_token_that_begins_a_document(tmp_path: Path) -> None:
+def test_ids_are_those_of_the_data_behind_the_token_that_begins_a_document(tmp_path):
     made = exported(tmp_path, ["<begin>", "<end>", "<pad>"], **NAMES)
     plain = Tokenizer.from_file(str(tmp_path / "given/tokenizer.json"))
     plain.no_truncation()
@@ -45,14 +45,14 @@ def test_ids_are_those_of_the_data_behind_the_token_that_begins_a_document(tmp_p
     )
 
 
-def test_one_separator_is_begin_and_end(tmp_path: Path) -> None:
+def test_one_separator_is_begin_and_end(tmp_path):
     made = exported(tmp_path, ["<|endoftext|>"], eos_token="<|endoftext|>", pad_token="<|endoftext|>")
     assert (made.bos_token_id, made.eos_token_id) == (600, 600)
     assert made.pad_token_id is None, "with the end as padding, its loss would be masked away"
     assert made("a")["input_ids"][0] == 600
 
 
-def test_without_names_it_is_refused(tmp_path: Path) -> None:
+def test_without_names_it_is_refused(tmp_path):
     path = save(byte_level(["a b"], ["<begin>"], 300), tmp_path)
     with pytest.raises(ValueError, match=r"tokenizer_config.json must name eos_token and bos_token"):
         open_tokenizer(path)
@@ -64,7 +64,7 @@ def test_without_names_it_is_refused(tmp_path: Path) -> None:
         open_tokenizer(path)
 
 
-def test_other_ids_of_a_sentencepiece_model(tmp_path: Path) -> None:
+def test_other_ids_of_a_sentencepiece_model(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model(pad_id=0, eos_id=1, unk_id=2, bos_id=-1))
     sp = SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
     write_tokenizer(tmp_path / "tokenizer.model", tmp_path, 512)
@@ -76,7 +76,7 @@ def test_other_ids_of_a_sentencepiece_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "headers", [[], ["<|start_header_id|>", "<|end_header_id|>"]], ids=["text", "tokens"]
 )
-def test_conversations_are_those_of_the_template(tmp_path: Path, headers: list[str]) -> None:
+def test_conversations_are_those_of_the_template(tmp_path, headers):
     """Headers are text, or tokens where the vocabulary has them (Llama 3)."""
     made = exported(tmp_path, ["<begin>", "<end>", *headers], **NAMES)
     chat = ChatTokenizer(Tokenizer.from_file(str(tmp_path / "tokenizer.json")), 601)
@@ -91,7 +91,7 @@ def test_conversations_are_those_of_the_template(tmp_path: Path, headers: list[s
     assert [i for i in hostile[len(chat.headers["user"]) :] if i >= 600] == [601], "text is only text"
 
 
-def test_headers_that_join_with_text_are_refused(tmp_path: Path) -> None:
+def test_headers_that_join_with_text_are_refused(tmp_path):
     """As with GPT-2's pattern, which cuts two line breaks where text follows."""
     exported(tmp_path, ["<begin>", "<end>"], {"pattern": None}, **NAMES)
     made = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))

@@ -27,7 +27,7 @@ def values_of(family: str, **values: Any) -> dict[str, Any]:
     return {**LLAMA, "model_type": family, "architectures": None, "num_key_value_heads": 2, **values}
 
 
-def test_defaults_are_those_of_the_first_llama() -> None:
+def test_defaults_are_those_of_the_first_llama():
     config = config_of_llama(LLAMA, 2)
     assert (config.num_key_value_heads, config.head_dim) == (4, 16)
     assert (config.rope_theta, config.norm_eps) == (10000.0, 1e-6)
@@ -48,11 +48,11 @@ def sizes(heads: int, kv_heads: int | None, width: int) -> dict[str, Any]:
         (sizes(32, None, 11008), {4: 4}),
     ],
 )
-def test_lanes_share_the_threads_evenly(of: dict[str, Any], lanes: dict[int, int]) -> None:
+def test_lanes_share_the_threads_evenly(of, lanes):
     assert {threads: lanes_for(of, threads) for threads in lanes} == lanes
 
 
-def test_a_vocabulary_that_the_lanes_do_not_divide_has_a_replicated_head() -> None:
+def test_a_vocabulary_that_the_lanes_do_not_divide_has_a_replicated_head():
     assert config_of_llama(LLAMA, 4).lm_head_type == "replicate"
 
 
@@ -60,7 +60,7 @@ def test_a_vocabulary_that_the_lanes_do_not_divide_has_a_replicated_head() -> No
     "values",
     [{"rope_scaling": LLAMA3, "rope_theta": 5e5}, {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}],
 )
-def test_both_spellings_of_rope(values: dict[str, Any]) -> None:
+def test_both_spellings_of_rope(values):
     config = config_of_llama(LLAMA | values, 1)
     assert config.rope_theta == 5e5
     assert config.rope_scaling == {name: value for name, value in LLAMA3.items() if name != "rope_type"}
@@ -70,23 +70,18 @@ def test_both_spellings_of_rope(values: dict[str, Any]) -> None:
     ("family", "values", "window", "layers"),
     [
         ("mistral", {}, 4096, (0, 1, 2, 3)),
-        ("mistral", {"sliding_window": None}, None, ()),
         ("qwen2", {"sliding_window": 32}, None, ()),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}, 32, (1, 2, 3)),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 32}, None, ()),  # from layer 28 on
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 8,
-                   "layer_types": ["full_attention", "sliding_attention"] * 2}, 8, (1, 3)),
-        ("smollm3", {}, None, ()),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": [1, 0, 1, 0]}, 8, (1, 3)),
     ],
 )  # fmt: skip
-def test_windows(family: str, values: dict[str, Any], window: int | None, layers: tuple[int, ...]) -> None:
+def test_windows(family, values, window, layers):
     config = config_of_llama(values_of(family, **values), 1)
     assert config.swa_layers == layers
     assert {config.window(i) for i in layers} == ({window} if layers else set())
 
 
-def test_what_a_family_has() -> None:
+def test_what_a_family_has():
     assert config_of_llama(values_of("qwen2"), 1).borrowed() == {"attention_bias": True}
     assert config_of_llama(values_of("qwen3"), 1).borrowed() == {"head_dim": 128, "qk_norm": True}
     smollm3 = config_of_llama(values_of("smollm3"), 1)
@@ -94,34 +89,26 @@ def test_what_a_family_has() -> None:
     assert (smollm3.rope_theta, smollm3.tie_word_embeddings) == (2000000.0, True)
 
 
-GEMMA = {"sliding_window": 8, "rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+def test_a_config_of_text_and_vision_is_that_of_its_text():
+    """In Gemma 3's older spelling of RoPE, too."""
+    rope = {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    text = values_of("gemma3_text", **rope, sliding_window=8, head_dim=16, query_pre_attn_scalar=64)
+    nested = {"model_type": "gemma3", "vision_config": {"hidden_size": 8}, "text_config": text}
+    config = config_of_llama(text, 2)
+    assert config_of_llama(nested, 2) == config
+    assert lanes_for(nested, 2) == 2
+    full, sliding = config.variant.ropes
+    assert (full.frequencies[0], sliding.frequencies[0]) == (0.125, 1.0)
 
 
-def test_what_a_newer_family_has() -> None:
-    """Scales and RoPE as they are folded; the old spelling of a vision model's text."""
-    granite = config_of_llama(values_of("granite", residual_multiplier=0.5, embedding_multiplier=12.0), 2)
-    assert granite.borrowed() == {"attention_scale": 1.0, "embedding_scale": 24.0}
-    assert granite.norm_eps == pytest.approx(4e-6)
-    olmo2 = config_of_llama(values_of("olmo2"), 1)
-    assert olmo2.borrowed() == {"qk_norm": True, "norm_placement": "post", "joint_qk_norm": True}
+def test_joint_norms_have_one_lane():
     assert lanes_for(values_of("olmo2"), 8) == 1
     with pytest.raises(ValueError, match="joint_qk_norm num_lanes = 1"):
         config_of_llama(values_of("olmo2"), 2)
-    text = values_of("gemma3_text", **GEMMA, head_dim=16, query_pre_attn_scalar=64)
-    nested = {"model_type": "gemma3", "vision_config": {"hidden_size": 8}, "text_config": text}
-    for values in (text, nested):
-        gemma = config_of_llama(values, 2)
-        assert gemma.swa_layers == (0, 1, 2, 3)
-        assert gemma.tie_word_embeddings
-        assert gemma.variant.attention_scale == 0.125
-        assert gemma.variant.embedding_scale == 8.0
-        full, sliding = gemma.variant.ropes
-        assert (full.frequencies[0], sliding.frequencies[0]) == (0.125, 1.0)
-        assert lanes_for(values, 2) == 2
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "granite", "olmo2", "phi3", "qwen3_moe"])
-def test_a_variant_is_the_same_from_a_file(family: str) -> None:
+def test_a_variant_is_the_same_from_a_file(family):
     config = config_of_llama(values_of(family, rope_scaling={"rope_type": "linear", "factor": 8.0}), 1)
     assert type(config).from_dict(json.loads(json.dumps(config.to_dict()))) == config
     with pytest.raises(ValueError, match=r"training does not support .*ropes = \d"):
@@ -188,12 +175,12 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("values", "message"), REFUSALS)
-def test_refusals(values: dict[str, Any], message: str) -> None:
+def test_refusals(values, message):
     with pytest.raises(ValueError, match=message):
         config_of_llama(LLAMA | values, 1)
 
 
-def test_what_changes_nothing_passes() -> None:
+def test_what_changes_nothing_passes():
     config_of_llama({**LLAMA, "_name_or_path": "x", "torch_dtype": "bfloat16", "some_new_switch": None}, 1)
 
 
@@ -206,17 +193,25 @@ def tensors_of(values: dict[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-def test_wrong_tensors_are_named() -> None:
+KEYS = "model.layers.1.self_attn.k_proj.weight"
+BIAS = "model.layers.0.mlp.gate_proj.bias"
+WRONG_TENSORS: list[tuple[dict[str, Any], dict[str, tuple[int, ...]], str]] = [
+    # values of the config, shapes of other tensors
+    ({}, {KEYS: (8,)}, rf"{KEYS} has shape \(8,\), the config says \(64, 64\)"),
+    ({}, {BIAS: (8,)}, r"has not, such as model\.layers\.0\.mlp\.gate_proj\.bias"),
+    ({"tie_word_embeddings": True}, {"lm_head.weight": (130, 64)},
+     r"embeddings = True, but lm_head\.weight is not the embedding"),
+]  # fmt: skip
+
+
+def test_wrong_tensors_are_named():
     tensors = tensors_of(LLAMA)
-    extra = Tensor("fp32", np.zeros(8, np.float32))
-    laneformer_of(LLAMA, {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": extra}, 2)
-    name = "model.layers.1.self_attn.k_proj.weight"
-    with pytest.raises(ValueError, match=f"lacks 1 tensors, such as {name}"):
-        laneformer_of(LLAMA, {n: t for n, t in tensors.items() if n != name}, 1)
-    with pytest.raises(ValueError, match=rf"{name} has shape \(8,\), the config says \(64, 64\)"):
-        laneformer_of(LLAMA, {**tensors, name: extra}, 1)
-    with pytest.raises(ValueError, match=r"has not, such as model\.layers\.0\.mlp\.gate_proj\.bias"):
-        laneformer_of(LLAMA, {**tensors, "model.layers.0.mlp.gate_proj.bias": extra}, 1)
-    head = Tensor("fp32", np.zeros((130, 64), np.float32))
-    with pytest.raises(ValueError, match=r"embeddings = True, but lm_head\.weight is not the embedding"):
-        laneformer_of({**LLAMA, "tie_word_embeddings": True}, {**tensors, "lm_head.weight": head}, 1)
+    harmless = {"model.layers.0.self_attn.rotary_emb.inv_freq": Tensor("fp32", np.zeros(8, np.float32))}
+    laneformer_of(LLAMA, tensors | harmless, 2)
+    for values, shapes, message in WRONG_TENSORS:
+        others = {name: Tensor("fp32", np.zeros(shape, np.float32)) for name, shape in shapes.items()}
+        with pytest.raises(ValueError, match=message):
+            laneformer_of(LLAMA | values, tensors | others, 1)
+    del tensors[KEYS]
+    with pytest.raises(ValueError, match=f"lacks 1 tensors, such as {KEYS}"):
+        laneformer_of(LLAMA, tensors, 1)

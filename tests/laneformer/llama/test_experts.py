@@ -80,19 +80,18 @@ def blocks(gpt_oss: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return paths
 
 
+def replace_tensors(suffix: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Weights], None]:
+    return lambda weights: weights.update(
+        {name: change(weight) for name, weight in weights.items() if name.endswith(suffix)}
+    )
+
+
 def mean_error(found: np.ndarray, exact: np.ndarray) -> float:
     return float(np.abs(found - exact).mean() / exact.std())
 
 
-def changed_config(folder: Path, to: Path, **values: Any) -> Path:
-    path = changed(folder, to, lambda weights: None)
-    config = json.loads((path / "config.json").read_text()) | values
-    (path / "config.json").write_text(json.dumps(config))
-    return path
-
-
 @pytest.mark.parametrize("kind", ["bf16", "int4", "gpt-oss in MXFP4"])
-def test_a_column_is_what_it_is_alone(folder: Path, blocks: tuple[Path, Path], kind: str) -> None:
+def test_a_column_is_what_it_is_alone(folder, blocks, kind):
     """In passes of any number of columns, in batches, as drafts: the bits of a pass of its own; and near
     Transformers', quantised as other matrices are.
     """
@@ -117,9 +116,7 @@ WIDE = {**EXPERTS, "hidden_size": 256, "moe_intermediate_size": 512, "head_dim":
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "MXFP4"])
-def test_blocks_of_a_file_are_served_as_they_are(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_of_a_file_are_served_as_they_are(kind, tmp_path, monkeypatch):
     """gpt-oss has experts in MXFP4 and the rest in Q8_0, as llama.cpp's own files have."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     architecture, shapes = ("gpt-oss", {**GPT_OSS, "head_dim": 32}) if kind == "MXFP4" else ("qwen3moe", WIDE)
@@ -132,7 +129,7 @@ def test_blocks_of_a_file_are_served_as_they_are(
     assert mean_error(alone, engine_logits(path, dtype="fp32", lanes=1)) < ROUNDED
 
 
-def test_blocks_of_a_folder_are_what_transformers_reads(blocks: tuple[Path, Path]) -> None:
+def test_blocks_of_a_folder_are_what_transformers_reads(blocks):
     """Widened, the logits of Transformers and the bits of a folder of the same numbers; as they are, close to it."""
     widened, exact = (engine_logits(path, dtype="fp32", threads=2) for path in blocks)
     assert relative_error(widened, logits_of(reference(blocks[1]))) < ALLOWED
@@ -146,13 +143,8 @@ def test_blocks_of_a_folder_are_what_transformers_reads(blocks: tuple[Path, Path
     assert all(mean_error(found, exact) < ROUNDED for found in served)
 
 
-def test_equal_scores_go_to_the_first_experts(folder: Path, tmp_path: Path) -> None:
-    def blind(weights: Weights) -> None:
-        for name in weights:
-            if name.endswith("mlp.gate.weight"):
-                weights[name].zero_()
-
-    path = changed(folder, tmp_path, blind)
+def test_equal_scores_go_to_the_first_experts(folder, tmp_path):
+    path = changed(folder, tmp_path, replace_tensors("mlp.gate.weight", torch.zeros_like))
     model = plain_model(path, lanes=1)
     assert relative_error(engine_logits(path, kv_dtype="fp32", threads=2), logits_of(model)) < ALLOWED
     layer = model.layers[0].feed_forward
@@ -161,14 +153,9 @@ def test_equal_scores_go_to_the_first_experts(folder: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("part", "factor"), [("gate_up_proj_bias", 60.0), ("sinks", 20.0), ("sinks", -20.0)])
-def test_large_biases_and_sinks(gpt_oss: Path, tmp_path: Path, part: str, factor: float) -> None:
+def test_large_biases_and_sinks(gpt_oss, tmp_path, part, factor):
     """Gates and ups beyond 7, sinks that take all of a softmax and nothing of it."""
-
-    def grow(weights: Weights) -> None:
-        for name in weights:
-            if name.endswith(part):
-                weights[name] = weights[name].abs() * factor if part == "sinks" else weights[name] * factor
-
+    grow = replace_tensors(part, lambda values: factor * (values.abs() if part == "sinks" else values))
     path = changed(gpt_oss, tmp_path, grow)
     expected = logits_of(reference(path))
     assert relative_error(logits_of(reference(gpt_oss)), expected) > SEEN
@@ -176,7 +163,7 @@ def test_large_biases_and_sinks(gpt_oss: Path, tmp_path: Path, part: str, factor
     assert relative_error(engine_logits(path, kv_dtype="fp32", threads=3, lanes=2), expected) < ALLOWED
 
 
-def test_a_token_reads_the_experts_that_it_takes(folder: Path) -> None:
+def test_a_token_reads_the_experts_that_it_takes(folder):
     """The tapes hold all of them; figures count bytes that are read."""
     with Engine.from_pretrained(folder, dtype="fp32", threads=1, cache=False) as engine:
         held, config = len(engine._open().part(0)), engine.config
@@ -193,7 +180,7 @@ def test_a_token_reads_the_experts_that_it_takes(folder: Path) -> None:
     assert share == pytest.approx(100 * products / figures["probe_products_per_s"], rel=0.5)
 
 
-def test_packed_experts_are_mapped_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_experts_are_mapped_at_the_next_start(tmp_path, monkeypatch):
     """Also where the copy is larger than the memory."""
     path = write_folder(CASES["qwen3-moe-odds"], tmp_path)
     found = []
@@ -205,19 +192,13 @@ def test_packed_experts_are_mapped_at_the_next_start(tmp_path: Path, monkeypatch
     assert [kept.suffix for kept in (path / ".packed").iterdir()].count(".bin") == 1
 
 
-def test_a_router_of_another_type_is_taken(folder: Path, tmp_path: Path) -> None:
+def test_a_router_of_another_type_is_taken(folder, tmp_path):
     """Some folders keep it in float32."""
-
-    def widen(weights: Weights) -> None:
-        for name in weights:
-            if name.endswith("mlp.gate.weight"):
-                weights[name] = weights[name].float()
-
-    expected = engine_logits(folder, threads=1)
-    assert np.array_equal(engine_logits(changed(folder, tmp_path, widen), threads=1), expected)
+    wide = changed(folder, tmp_path, replace_tensors("mlp.gate.weight", torch.Tensor.float))
+    assert np.array_equal(engine_logits(wide, threads=1), engine_logits(folder, threads=1))
 
 
-def test_lanes_cut_no_blocks_and_wait_for_each_other(gpt_oss: Path) -> None:
+def test_lanes_cut_no_blocks_and_wait_for_each_other(gpt_oss):
     values = json.loads((gpt_oss / "config.json").read_text())
     values |= {"intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8}
     assert [lanes_for(values, threads) for threads in (1, 2, 3, 4, 8)] == [1, 2, 1, 2, 2]
@@ -241,7 +222,7 @@ WRONG_TENSORS: list[tuple[Callable[[Weights], object], str]] = [
 ]
 
 
-def test_wrong_tensors_are_named(folder: Path, blocks: tuple[Path, Path], tmp_path: Path) -> None:
+def test_wrong_tensors_are_named(folder, blocks, tmp_path):
     for path, (change, message) in zip((folder, folder, blocks[0], blocks[0]), WRONG_TENSORS, strict=True):
         with pytest.raises(ValueError, match=message):
             read_checkpoint(changed(path, tmp_path, change))

@@ -50,7 +50,7 @@ def tied(tmp_path: Path) -> Path:
     return write_folder(CASES["llama-tied"], tmp_path / "tied")
 
 
-def test_engine(folder: Path, truth: transformers.PreTrainedModel) -> None:
+def test_engine(folder, truth):
     """Logits and greedy tokens of prompts longer than the window, for the lanes that each number of threads gets."""
     from tools.check.reference import hf_greedy
 
@@ -69,7 +69,7 @@ def test_engine(folder: Path, truth: transformers.PreTrainedModel) -> None:
     assert np.array_equal(found, alone), "the number of threads changed bits"
 
 
-def test_pytorch(folder: Path, truth: transformers.PreTrainedModel) -> None:
+def test_pytorch(folder, truth):
     """model.py with the translated tensors, on one lane and on as many as there are KV heads."""
     for lanes in {1, read_checkpoint(folder, threads=truth.config.num_key_value_heads).config.num_lanes}:
         assert relative_error(logits_of(plain_model(folder, lanes=lanes)), logits_of(truth)) < ALLOWED
@@ -78,13 +78,13 @@ def test_pytorch(folder: Path, truth: transformers.PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("kind", "text"), [("Gemma3", "gemma3"), ("Mistral3", "mistral"), ("Mistral3", "ministral3")]
 )
-def test_the_text_model_beside_a_vision_tower(kind: str, text: str, tmp_path: Path) -> None:
+def test_the_text_model_beside_a_vision_tower(kind, text, tmp_path):
     folder, alone = write_with_vision(kind, dataclasses.replace(CASES[text], dtype=torch.float32), tmp_path)
     found = engine_logits(folder, threads=2, kv_dtype="fp32")
     assert relative_error(found, logits_of(alone)) < ALLOWED
 
 
-def test_the_context_chooses_the_factors_of_longrope(tmp_path: Path) -> None:
+def test_the_context_chooses_the_factors_of_longrope(tmp_path):
     """Transformers takes the short ones for a text of 32 tokens, which was trained."""
     folder = write_folder(CASES["phi4-mini"], tmp_path)
     expected = logits_of(reference(folder), IDS[:32])
@@ -93,7 +93,7 @@ def test_the_context_chooses_the_factors_of_longrope(tmp_path: Path) -> None:
     assert relative_error(engine_logits(folder, IDS[:32], kv_dtype="fp32"), expected) > 0.01
 
 
-def test_gpus_refuse_what_they_have_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_refuse_what_they_have_not(tmp_path, monkeypatch):
     monkeypatch.setattr("laneformer.engine.loading.cuda_devices", lambda device: ("cuda:0",))
     for name in ("olmo2", "granite", "qwen3-moe", "gpt-oss", "gemma3", "ministral3"):
         folder = write_folder(CASES[name], tmp_path / name)
@@ -102,7 +102,7 @@ def test_gpus_refuse_what_they_have_not(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("isa", ["avx2", "avx512"])
-def test_every_instruction_set_has_the_same_gates(isa: str, tmp_path: Path) -> None:
+def test_every_instruction_set_has_the_same_gates(isa, tmp_path):
     """Of quantised weights, whose products are integers: bit for bit those of the machine's own."""
     folder = write_folder(CASES["gemma3"], tmp_path)
     for dtype in ("fp32", "int4"):
@@ -118,7 +118,7 @@ def test_every_instruction_set_has_the_same_gates(isa: str, tmp_path: Path) -> N
     ("dtype", "threads", "lanes"),
     [("bf16", 1, 1), ("fp16", 2, 2), ("fp32", 3, 1), ("int8", 2, 2), ("int4", 3, 1)],
 )
-def test_tied_embeddings_are_stored_once(tied: Path, dtype: str, threads: int, lanes: int) -> None:
+def test_tied_embeddings_are_stored_once(tied, dtype, threads, lanes):
     """The tapes are all there is, and as large as the parameters; in the packed cache, too."""
     with Engine.from_pretrained(tied, dtype=dtype, threads=threads, lanes=lanes) as engine:
         decoder, first = engine._open(), engine.logits(IDS)
@@ -131,7 +131,7 @@ def test_tied_embeddings_are_stored_once(tied: Path, dtype: str, threads: int, l
         assert np.array_equal(engine.logits(IDS), first)
 
 
-def test_an_embedding_row_of_the_packed_head_is_exact(tied: Path) -> None:
+def test_an_embedding_row_of_the_packed_head_is_exact(tied):
     """A tied model has the bits of the same model with the head written out, wherever a row lies."""
     weights = load_file(tied / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
@@ -145,7 +145,7 @@ def test_an_embedding_row_of_the_packed_head_is_exact(tied: Path) -> None:
         assert np.array_equal(*found)
 
 
-def test_one_translated_tensor_at_a_time(tmp_path: Path) -> None:
+def test_one_translated_tensor_at_a_time(tmp_path):
     case = dataclasses.replace(CASES["llama"], values={"num_hidden_layers": 8, "vocab_size": 128})
     tensors = read_checkpoint(write_folder(case, tmp_path), 2).tensors
     largest = max(tensors[name].values.nbytes for name in tensors)

@@ -85,7 +85,7 @@ def assert_same_logits(path: Path, reference: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_architecture(tmp_path: Path, name: str) -> None:
+def test_every_architecture(tmp_path, name):
     architecture, overrides = ARCHITECTURES[name]
     model, extra = random_llama(architecture, **overrides), {}
     if name == "llama3":
@@ -96,7 +96,7 @@ def test_every_architecture(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", WRITTEN)
-def test_every_type_that_the_package_writes(tmp_path: Path, kind: str) -> None:
+def test_every_type_that_the_package_writes(tmp_path, kind):
     path = write_llama(tmp_path, kind)
     file = GgufFile(path)
     weight = random_llama("llama").state_dict()["model.layers.1.mlp.up_proj.weight"].numpy()
@@ -109,9 +109,7 @@ def test_every_type_that_the_package_writes(tmp_path: Path, kind: str) -> None:
     assert GgufFile(path, blocks=True).dtype == STORED.get(kind, "gguf")
 
 
-def test_the_engine_generates_what_transformers_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_engine_generates_what_transformers_does(tmp_path, capsys):
     path = write_llama(tmp_path, "Q8_0")
     ids = list(range(5, 17))
     options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": -1}
@@ -125,7 +123,7 @@ def test_the_engine_generates_what_transformers_does(
 
 
 @pytest.mark.parametrize("name", ["phi3", "gemma3", "granite", "olmo2"])
-def test_blocks_of_every_new_architecture_are_held_as_they_are(tmp_path: Path, name: str) -> None:
+def test_blocks_of_every_new_architecture_are_held_as_they_are(tmp_path, name):
     """Close to what the widened file gives, as inputs are rounded to 8 bits; fused rows and rotation move blocks."""
     architecture, overrides = ARCHITECTURES[name]
     model = random_llama(architecture, **overrides | {"num_hidden_layers": 2})
@@ -135,7 +133,7 @@ def test_blocks_of_every_new_architecture_are_held_as_they_are(tmp_path: Path, n
         assert relative_error(engine.logits(ids), engine_logits(path, ids, dtype="fp32")) < 0.05
 
 
-def test_a_tokenizer_beside_the_file_goes_first(tmp_path: Path) -> None:
+def test_a_tokenizer_beside_the_file_goes_first(tmp_path):
     path = write_llama(tmp_path)
     other = byte_level(pre_tokenizers.ByteLevel(add_prefix_space=True))
     assert read_checkpoint(path).tokenizer.to_str() != other.to_str()
@@ -166,7 +164,7 @@ NEAREST = r"is not read \(gated attention among .*; the nearest that is: "
         ("llama", "llama.rope.scaling.type", "dynamic", "RoPE of the kind .*dynamic"),
     ],
 )
-def test_what_is_not_supported(tmp_path: Path, architecture: str, key: str, value: Any, message: str) -> None:
+def test_what_is_not_supported(tmp_path, architecture, key, value, message):
     def metadata(writer: GGUFWriter) -> None:
         writer.add_key_length(16)
         if isinstance(value, str):
@@ -188,31 +186,27 @@ def add_tensor_of(kind: str) -> Callable[[GGUFWriter], None]:
     return lambda writer: writer.add_tensor("blk.9.ffn_up.weight", blocks, raw_dtype=type_of)
 
 
-def test_types_and_tensors_that_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_types_and_tensors_that_are_not_read(tmp_path, monkeypatch):
     for kind in ("Q2_K", "Q3_K", "IQ3_S"):
         path = write_llama(tmp_path, metadata=add_tensor_of(kind))
         with pytest.raises(ValueError, match=f"blk.9.ffn_up.weight is {kind}; the engine reads"):
             read_checkpoint(path)
-    extra = {"blk.0.ffn_gate_inp.weight": np.zeros((8, 64), np.float32)}
-    path = write_llama(tmp_path, extra=extra)
-    with pytest.raises(
-        ValueError, match=r"tensor blk.0.ffn_gate_inp.weight, which no supported architecture"
+    for name, values, message in (
+        ("blk.0.ffn_gate_inp.weight", np.zeros((8, 64)), "tensor .*, which no supported architecture"),
+        ("rope_freqs.weight", np.linspace(1, 7, 8), "rope_freqs.weight is no scaling of Llama 3"),
     ):
-        GgufFile(path)
-    path = write_llama(tmp_path, extra={"rope_freqs.weight": np.linspace(1, 7, 8).astype(np.float32)})
-    with pytest.raises(ValueError, match=r"rope_freqs.weight is no scaling of Llama 3"):
-        GgufFile(path)
+        path = write_llama(tmp_path, extra={name: values})
+        with pytest.raises(ValueError, match=message):
+            GgufFile(path)
     monkeypatch.setattr(gguf_module, "QUANTIZED", tuple(kind for kind in QUANTIZED if kind != "Q4_1"))
     path = write_llama(tmp_path, "Q4_1")
     with pytest.raises(ValueError, match=r"is Q4_1; the engine reads \['F32', .* take Q4_K_M or IQ4_XS"):
         GgufFile(path)
 
 
-def test_files_that_are_no_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_no_gguf(tmp_path, monkeypatch):
     path = write_llama(tmp_path)
     whole, broken = path.read_bytes(), tmp_path / "broken.gguf"
-    assert read_checkpoint(path, lanes=1).config.num_lanes == 1
-    assert read_checkpoint(path, threads=2).config.num_lanes == 2
     for content in (b"", b"GGUF", b"not a model", whole[:300], whole[: len(whole) // 2], whole[:-64]):
         broken.write_bytes(content)
         with pytest.raises(ValueError, match="cannot be read as a GGUF file"):
@@ -224,12 +218,15 @@ def test_files_that_are_no_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         GgufFile(path)
 
 
-def test_a_model_in_parts(tmp_path: Path) -> None:
+def test_a_model_in_parts(tmp_path):
     (tmp_path / "whole").mkdir()
     whole, first = write_llama(tmp_path / "whole", "Q8_0"), write_llama(tmp_path, "Q8_0", part_tensors=8)
     assert first.name == "model-00001-of-00003.gguf"
-    with Engine.from_pretrained(whole) as one, Engine.from_pretrained(first) as other:
-        assert one.generate([5, 6], max_new_tokens=8) == other.generate([5, 6], max_new_tokens=8)
+    tokens = []
+    for path in (whole, whole, first):  # the second time its packed blocks are mapped
+        with Engine.from_pretrained(path) as engine:
+            tokens.append(engine.generate([5, 6], max_new_tokens=8))
+    assert tokens[0] == tokens[1] == tokens[2]
     assert [file.name[6:11] for file in read_checkpoint(first).files] == ["00001", "00002", "00003"]
     second = tmp_path / "model-00002-of-00003.gguf"
     with pytest.raises(ValueError, match=r"give the first, NAME-00001-of-00003\.gguf"):
@@ -240,7 +237,7 @@ def test_a_model_in_parts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", [GGUFEndian.LITTLE, GGUFEndian.BIG])
-def test_fields_are_those_of_the_package(order: GGUFEndian, tmp_path: Path) -> None:
+def test_fields_are_those_of_the_package(order, tmp_path):
     path = tmp_path / "fields.gguf"
     writer = GGUFWriter(path, "llama", endianess=order)
     writer.add_array("words", ["", "one", "zwölf", "\u2581a" * 40])

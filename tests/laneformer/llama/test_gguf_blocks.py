@@ -28,12 +28,12 @@ IDS = np.random.default_rng(0).integers(3, 320, 60).tolist()
 ROUNDED = 0.03  # of the logits' spread, on average: inputs are rounded to int8
 
 
-def test_every_type_of_the_file_is_known() -> None:
+def test_every_type_of_the_file_is_known():
     assert {kind.upper() for kind in _core.BLOCKS} == BLOCKS.keys()
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_rows_come_out_of_the_tape_as_ggml_widens_them(kind: str) -> None:
+def test_rows_come_out_of_the_tape_as_ggml_widens_them(kind):
     """To the bit, but for IQ4_XS's products of two scales, which are rounded to fp16; also where lanes cut rows."""
     data = random_blocks(kind, 70, 768)
     whole = dequantize(data, GGMLQuantizationType[kind])
@@ -44,7 +44,7 @@ def test_rows_come_out_of_the_tape_as_ggml_widens_them(kind: str) -> None:
         assert error <= (2.0**-10 if kind == "IQ4_XS" else 0), (first, end)
 
 
-def test_scales_of_mxfp4_have_every_exponent() -> None:
+def test_scales_of_mxfp4_have_every_exponent():
     """From the least, which is no normal float32, to the last whose largest weight is a float32; others are refused."""
     data = random_blocks("MXFP4", 253, 32)
     data[:, 0], data[:, 1] = np.arange(253), 0xF7  # and its largest weight, both ways
@@ -66,7 +66,7 @@ def define_product(rows: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_products_are_those_of_the_rows(kind: str) -> None:
+def test_products_are_those_of_the_rows(kind):
     """Rounded inputs times held weights, to float32's own error; the same bits everywhere, for any columns."""
     x = np.random.default_rng(1).standard_normal((13, 512)).astype(single)
     x[0, :32] = 0
@@ -100,7 +100,7 @@ def choose_by_place(name: str) -> str:
 
 
 @pytest.mark.parametrize(("kind", "tied"), [*((kind, False) for kind in (*BLOCKS, "mixed")), ("mixed", True)])
-def test_a_file_is_served_as_it_is(tmp_path: Path, kind: str, tied: bool) -> None:
+def test_a_file_is_served_as_it_is(tmp_path, kind, tied):
     """Nothing but inputs is rounded, as the engine's int8 arithmetic does with any weights; the embedding, where it is
     apart, is widened to halves as ggml does, and lanes read their scales where they cut a superblock (of 384 columns).
     """
@@ -119,11 +119,12 @@ def test_a_file_is_served_as_it_is(tmp_path: Path, kind: str, tied: bool) -> Non
     assert difference(path, exact, threads=2, lanes=2) < ROUNDED
 
 
-def test_what_cannot_be_held_is_rounded_to_eight_bits(tmp_path: Path) -> None:
+def test_what_cannot_be_held_is_rounded_to_eight_bits(tmp_path):
     """Where lanes would cut blocks, and where w1 and w3, which share tiles, are of two types."""
     path = write(tmp_path, "Q4_0", **NARROW)
     cut = read_checkpoint(path, lanes=2)
     assert held_types(cut.config, cut.tensors)[0] == [*["q4"] * 5, "int8", "q4", "int8"]
+    assert read_checkpoint(path, gpus=2).dtype == "int8", "GPUs take eight bits"
     assert difference(path, engine_logits(path, IDS, dtype="fp32"), lanes=2) < ROUNDED
     mixed = write(tmp_path, lambda name: "Q5_1" if "ffn_up" in name else "Q4_0", **NARROW)
     whole = read_checkpoint(mixed, lanes=1)
@@ -131,7 +132,7 @@ def test_what_cannot_be_held_is_rounded_to_eight_bits(tmp_path: Path) -> None:
     assert difference(mixed, engine_logits(mixed, IDS, dtype="fp32"), lanes=1) < ROUNDED
 
 
-def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_refused(tmp_path):
     path = write(tmp_path, "Q4_0")
     data = bytearray(path.read_bytes())
     tensor = next(t for t in GGUFReader(path).tensors if t.name == "blk.1.ffn_down.weight")
@@ -141,14 +142,3 @@ def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
         ValueError, match=r"layers\.1\.feed_forward\.w2\.weight holds values that are not fin"
     ):
         Engine.from_pretrained(path, cache=False)
-
-
-def test_packed_blocks_are_mapped_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path = write(tmp_path, choose_by_place)
-    tokens = []
-    for _ in range(2):
-        with Engine.from_pretrained(path) as engine:
-            tokens.append(engine.generate(IDS, max_new_tokens=12, ignore_eos=True))
-    assert tokens[0] == tokens[1]
-    assert read_checkpoint(path, gpus=2).dtype == "int8", "GPUs take eight bits"

@@ -48,7 +48,7 @@ def written(tmp_path: Path, metadata: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("pre", KINDS)
-def test_byte_level_pieces(tmp_path: Path, pre: str) -> None:
+def test_byte_level_pieces(tmp_path, pre):
     first, normalizer, whole_words = KINDS[pre]
     steps = [first] * (first is not None) + [WORDS if pre in ("smollm", "refact", "gpt-2") else BYTES]
     original = byte_level(pre_tokenizers.Sequence(steps), normalizer, whole_words)
@@ -62,7 +62,7 @@ def test_byte_level_pieces(tmp_path: Path, pre: str) -> None:
     assert tokenizer.decode([1, 2]) == "<|text|>", "a control token is no text, an added word is"
 
 
-def test_kinds_differ(tmp_path: Path) -> None:
+def test_kinds_differ(tmp_path):
     """What the name of the pre-tokenizer decides: with any other one, some of the texts get other ids."""
     metadata = written(tmp_path, tokenizer_metadata(byte_level(WORDS), "gpt-2"))
     tokenizers = [tokenizer_of({**metadata, "tokenizer.ggml.pre": pre}) for pre in KINDS if pre not in SAME]
@@ -71,7 +71,7 @@ def test_kinds_differ(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dummy_prefix", [True, False])
-def test_sentencepiece_pieces(tmp_path: Path, dummy_prefix: bool) -> None:
+def test_sentencepiece_pieces(tmp_path, dummy_prefix):
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model(dummy_prefix))
     sp = SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
     kinds = {2: sp.is_unknown, 3: sp.is_control, 6: sp.is_byte}
@@ -101,7 +101,7 @@ def test_sentencepiece_pieces(tmp_path: Path, dummy_prefix: bool) -> None:
         ({"merges": None}, "the file lacks tokenizer.ggml.merges"),
     ],
 )
-def test_kinds_that_are_not_known_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_kinds_that_are_not_known_are_refused_by_name(changes, message):
     values = {"model": "gpt2", "pre": "smollm", "tokens": ["a"], "token_type": [1], "merges": []} | changes
     metadata = {f"tokenizer.ggml.{name}": value for name, value in values.items() if value is not None}
     with pytest.raises(ValueError, match=f"{message}.*Put the model's tokenizer.json beside the file"):

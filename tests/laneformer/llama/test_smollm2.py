@@ -43,7 +43,7 @@ def truth(folder: Path) -> transformers.PreTrainedModel:
     return reference(folder)
 
 
-def test_logits(engine: Engine, truth: transformers.PreTrainedModel) -> None:
+def test_logits(engine, truth):
     """Against float64; Transformers' float32 shows what rounding costs, another order of sums gets 4 times that."""
     ids = engine.tokenizer.encode(" ".join(PROMPTS)).ids
     single = logits_of(truth, ids)
@@ -52,7 +52,7 @@ def test_logits(engine: Engine, truth: transformers.PreTrainedModel) -> None:
     assert relative_error(engine.logits(ids), exact) < 4 * relative_error(single, exact) < 1e-4
 
 
-def test_greedy_tokens_of_fifty_prompts(engine: Engine, truth: transformers.PreTrainedModel) -> None:
+def test_greedy_tokens_of_fifty_prompts(engine, truth):
     """Each token is Transformers' best after all before it, so by induction the sequence is its greedy one."""
     assert len(PROMPTS) == 50
     for prompt in PROMPTS:

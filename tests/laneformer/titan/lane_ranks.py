@@ -43,7 +43,6 @@ CASES: dict[str, dict[str, Any]] = {
     "sent-again": {"rebroadcast_early": True},
     "late": {"first_late_layer": 3},
     "attention-only": {"use_mlp_comm": False},
-    "flush": {"flush": True},
     "flush-1": {"flush": True, "broadcast_delay": 1, "use_early_comm": False},
     "lane-scales": {"replicated_rmsn_scale": False},
     "full": {},
@@ -122,9 +121,9 @@ class Run(NamedTuple):
         return "-".join(map(str, self)) + ".pt"
 
 
+SHARED_BATCH = ("delay-2", "flush-1", "lane-scales", "selective")
 RUNS = [
-    *(Run(1, case) for case in CASES),
-    *(Run(2, case) for case in ("delay-2", "flush-1", "lane-scales", "selective")),
+    *(Run(1 + (case in SHARED_BATCH), case) for case in CASES),
     Run(1, "delay-2", "float32"),
     *(Run(2, "delay-2", fault=fault) for fault in FAULTS),
 ]

@@ -15,13 +15,9 @@ from laneformer import LaneformerConfig
 from laneformer.titan import attention
 from laneformer.titan.spec import TitanLaneformer
 from tests.laneformer.titan import titan_assets
-from tests.laneformer.titan.titan_assets import ROUNDING
+from tests.laneformer.titan.titan_assets import ROUNDING, SHAPE
 
-# a windowed layer and a full one; the second receives the first one's outputs, delayed
-CONFIG = LaneformerConfig.from_flavor(
-    "tiny", hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_lanes=8, num_attention_heads=16,
-    num_key_value_heads=8, sliding_window=24, swa_layers=(0,), broadcast_delay=1, use_early_comm=False, vocab_size=512,
-)  # fmt: skip
+CONFIG = LaneformerConfig.from_flavor("tiny", **SHAPE | {"num_attention_heads": 16})
 SEQ_LEN, BOS = 64, 1
 
 
@@ -40,7 +36,7 @@ def losses(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_flex_attention_is_sdpa(tokens: torch.Tensor) -> None:
+def test_flex_attention_is_sdpa(tokens):
     """Forward only: PyTorch has no backward of FlexAttention on CPUs. The same sums in another order."""
     tokens = tokens.clone()
     tokens[0, 20] = tokens[1, 40] = BOS
@@ -86,7 +82,7 @@ def _(q, k, v, ends, ends_k, longest, longest_k, causal, scale, window, *others)
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_varlen_attention_is_sdpa(tokens: torch.Tensor, documents: bool) -> None:
+def test_varlen_attention_is_sdpa(tokens, documents):
     """Layout, windows and ends of the documents, compiled; the kernel itself needs a GPU."""
     torch._dynamo.reset()
     model, compiled = build("varlen", documents), CompileCounter()
@@ -105,7 +101,7 @@ def test_varlen_attention_is_sdpa(tokens: torch.Tensor, documents: bool) -> None
 
 
 @pytest.mark.job
-def test_block_masks_are_compiled_once(tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_masks_are_compiled_once(tokens, monkeypatch):
     """As on a GPU: other documents in the next batch compile nothing again, and the masks are the plain ones."""
     inputs, compiled = tokens[:, :-1].clone(), CompileCounter()
     monkeypatch.setattr(
@@ -123,7 +119,7 @@ def test_block_masks_are_compiled_once(tokens: torch.Tensor, monkeypatch: pytest
     assert all(map(torch.equal, found, wanted))
 
 
-def test_a_document_does_not_see_the_one_before(tokens: torch.Tensor) -> None:
+def test_a_document_does_not_see_the_one_before(tokens):
     first, second = tokens.clone(), tokens.clone()
     for batch in (first, second):
         batch[:, 30] = BOS

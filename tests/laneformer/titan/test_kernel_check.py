@@ -44,7 +44,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
 
 
 @pytest.mark.parametrize(("precision", "wrong"), [("float32", 1e-4), ("bfloat16", 0.05)])
-def test_a_wrong_kernel_is_replaced(monkeypatch: pytest.MonkeyPatch, precision: str, wrong: float) -> None:
+def test_a_wrong_kernel_is_replaced(monkeypatch, precision, wrong):
     """By a few per cent in bfloat16; one that is right stays."""
     job = job_of("--training.mixed_precision_param", precision)
     plant(monkeypatch, 0.0)
@@ -61,7 +61,7 @@ def test_a_wrong_kernel_is_replaced(monkeypatch: pytest.MonkeyPatch, precision: 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("wrong", [0.0, 0.5])
-def test_float8_products_are_checked(monkeypatch: pytest.MonkeyPatch, recipe: str, wrong: float) -> None:
+def test_float8_products_are_checked(monkeypatch, recipe, wrong):
     """Against emulated ones; without them the job trains in its own type.
 
     What bfloat16 rounds otherwise than float32 may be another float8 value, so the check allows a fifth to a
@@ -81,7 +81,7 @@ def test_float8_products_are_checked(monkeypatch: pytest.MonkeyPatch, recipe: st
     assert bool(model.fallback) == bool(wrong)
 
 
-def test_plain_kernels_and_emulated_products_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_kernels_and_emulated_products_cost_nothing(monkeypatch):
     monkeypatch.setattr(kernel_check, "layer_problem", None)
     assert check(job_of("--compile.enable")).fallback == ""
     assert check(job_of(), float8=Float8(RECIPES["rowwise"], emulate=True)).fallback == ""
@@ -90,7 +90,7 @@ def test_plain_kernels_and_emulated_products_cost_nothing(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(("attention", "join_norm", "reason"), [
     ("sdpa", "triton", "0 active drivers"), ("flex", "plain", "FlexAttention does not support backward on CPU"),
 ])  # fmt: skip
-def test_kernels_that_raise_are_replaced(attention: str, join_norm: str, reason: str) -> None:
+def test_kernels_that_raise_are_replaced(attention, join_norm, reason):
     """Without a GPU Triton's kernels do, and FlexAttention's backward pass."""
     model = check(job_of(), attention, join_norm)
     assert (model.model_args.attention, model.model_args.join_norm) == ("sdpa", "plain")
@@ -99,7 +99,7 @@ def test_kernels_that_raise_are_replaced(attention: str, join_norm: str, reason:
 
 @pytest.mark.job
 @pytest.mark.parametrize("wrong", [0.0, 1e-4])
-def test_what_is_compiled_is_checked_compiled(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
+def test_what_is_compiled_is_checked_compiled(monkeypatch, wrong):
     """With selective checkpointing, through autograd's compiler, as a job runs it; a whole micro-batch of documents."""
     plant(monkeypatch, wrong)
     job = job_of(
@@ -111,7 +111,7 @@ def test_what_is_compiled_is_checked_compiled(monkeypatch: pytest.MonkeyPatch, w
     assert job.compile.components == (["loss"] if wrong else ["model", "loss"])
 
 
-def test_a_plain_layer_that_fails_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plain_layer_that_fails_ends_the_job(monkeypatch):
     monkeypatch.setattr(kernel_check, "rope_table", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         check(job_of(), join_norm="triton")

@@ -47,7 +47,7 @@ def flatten(results: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.job
-def test_every_mesh_is_one_process(alone: dict[str, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+def test_every_mesh_is_one_process(alone, tmp_path):
     """Where a fault of the exchange is planted, it is found."""
     command = [sys.executable, "-m", "tests.laneformer.titan.lane_ranks", str(tmp_path)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -64,7 +64,7 @@ def test_every_mesh_is_one_process(alone: dict[str, dict[str, torch.Tensor]], tm
             assert difference < BOUNDS[run.dtype], run
 
 
-def test_layers_with_an_exchange_of_their_own_are_refused() -> None:
+def test_layers_with_an_exchange_of_their_own_are_refused():
     class OwnLayer(TitanLayer):
         pass
 
@@ -90,7 +90,7 @@ class UnderWay(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("case", "late"), [("present", 0), ("delay-1", 1), ("local-start", 2)])
-def test_late_sums_travel_while_layers_compute(tmp_path: Path, case: str, late: int) -> None:
+def test_late_sums_travel_while_layers_compute(tmp_path, case, late):
     """Sums under way at once, forward and backward: those of `late` layers; each is asked for once in each
     direction, though the backward pass computes the layers again.
     """
@@ -132,9 +132,7 @@ def test_late_sums_travel_while_layers_compute(tmp_path: Path, case: str, late: 
         ({}, {"model.converters": ["quantize.linear.float8"]}, "model.converters"),
     ],
 )
-def test_what_cannot_be_on_several_ranks_is_named(
-    change: dict[str, Any], job_change: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_on_several_ranks_is_named(change, job_change, message):
     job: Any = JobConfig()
     job.model = SimpleNamespace(join_norm="auto", converters=[])
     job.parallelism.tensor_parallel_degree = 2

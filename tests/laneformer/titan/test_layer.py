@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from laneformer import LaneformerConfig
-from laneformer.titan import products
+from laneformer.titan import fused_layer, products
 from laneformer.titan.parallelize import apply_selective_checkpointing
 from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
 from tests.laneformer.test_model import FLOAT64_TOLERANCE, HEADS, IDS, SMALL, build
-from tests.laneformer.titan.titan_assets import gradients_of, largest_difference, train
+from tests.laneformer.titan.titan_assets import PlainJoinNorm, gradients_of, largest_difference, train
 
 # of attention, of the MLP; and whether delayed outputs are sent again, lanes have norm scales of their own
 COMMS = [
@@ -25,10 +25,10 @@ COMMS = [
 ]
 
 
-def difference(**overrides: object) -> float:
+def difference(join_norm: str = "plain", **overrides: object) -> float:
     """Of losses and gradients: the training model beside the plain one."""
     plain = build(**overrides)
-    model = TitanLaneformer(LaneformerArgs(config=plain.config)).double()
+    model = TitanLaneformer(LaneformerArgs(config=plain.config, join_norm=join_norm)).double()
     model.load_state_dict(plain.state_dict())
     apply_selective_checkpointing(model)
     tokens = torch.tensor([IDS, IDS[::-1]])
@@ -37,32 +37,36 @@ def difference(**overrides: object) -> float:
     return largest_difference(train(model, tokens), {"losses": losses.detach(), **gradients_of(plain)})
 
 
-@pytest.mark.parametrize("delay", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("join_norm", "delay"), [("plain", 0), ("plain", 1), ("plain", 3), ("triton", 0), ("triton", 1)]
+)
 @pytest.mark.parametrize("early", [True, False])
-def test_every_join(delay: int, early: bool) -> None:
+def test_every_join(monkeypatch, early, delay, join_norm):
+    """With layers for the kernels, too, which test_join_norm.py compares with their stand-in's formulas."""
+    monkeypatch.setattr(fused_layer, "JoinNorm", PlainJoinNorm(0.0))
     for attention, mlp, other in COMMS:
         options = {
             "broadcast_delay": delay, "use_early_comm": early, "use_attention_comm": attention, "use_mlp_comm": mlp,
             "rebroadcast_early": other, "replicated_rmsn_scale": not other,
         }  # fmt: skip
-        assert difference(**options) < FLOAT64_TOLERANCE, options
+        assert difference(join_norm, **options) < FLOAT64_TOLERANCE, options
 
 
 @pytest.mark.parametrize("first", [0, 1, 4])
 @pytest.mark.parametrize("flush", [True, False])
-def test_late_upper_layers_and_the_flush(first: int, flush: bool) -> None:
+def test_late_upper_layers_and_the_flush(first, flush):
     for delay, head in zip((0, 1, 2, 3), HEADS, strict=True):
         options = {"broadcast_delay": delay, "first_late_layer": first, "flush": flush, **head}
         assert difference(**options) < FLOAT64_TOLERANCE, options
 
 
-def test_every_head() -> None:
+def test_every_head():
     """With delay 0 no join tells the lanes apart, and one stream reaches the head."""
     for delay, head in itertools.product((0, 2), HEADS):
         assert difference(broadcast_delay=delay, **head) < FLOAT64_TOLERANCE, (delay, head)
 
 
-def test_a_wrong_weight_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_weight_is_seen(monkeypatch):
     """Lanes in the wrong order within one product: the smallest mistake that LaneSum could make."""
     wrong = lambda self, x: torch.einsum("bsli,loi->bso", x, self.weight.flip(0))[:, :, None]  # noqa: E731
     monkeypatch.setattr(products.LaneSum, "forward", wrong)
@@ -81,7 +85,7 @@ def streams(**overrides: object) -> list[int]:
     return found
 
 
-def test_equal_streams_are_one() -> None:
+def test_equal_streams_are_one():
     """Until a join tells the lanes apart, whatever their norms' scales do."""
     assert streams(broadcast_delay=2) == [1, 1, 2, 2, 2, 2]
     assert streams(broadcast_delay=3, replicated_rmsn_scale=False) == [1, 1, 1, 2, 2, 2]

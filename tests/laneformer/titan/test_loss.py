@@ -31,7 +31,7 @@ def model_and_batch(config: LaneformerConfig = SMALL) -> tuple[TitanLaneformer, 
 
 @pytest.mark.parametrize("head", ["vocab_parallel", "replicate", "lane"])
 @pytest.mark.parametrize("z_weight", [0.0, 0.1])
-def test_losses_and_gradients_are_the_plain_models(head: str, z_weight: float) -> None:
+def test_losses_and_gradients_are_the_plain_models(head, z_weight):
     """The z-loss, z_weight * log-denominator ** 2, joins the gradients and not the loss; what the log shows is of the
     logits.
     """
@@ -65,7 +65,7 @@ def test_losses_and_gradients_are_the_plain_models(head: str, z_weight: float) -
 
 
 @pytest.mark.parametrize("trained", [0, 1, 14, 15, 60, 96])
-def test_skipping_ignored_rows_changes_nothing(trained: int) -> None:
+def test_skipping_ignored_rows_changes_nothing(trained):
     """Losses and gradients with and without the count, in float64; and how many rows the head has scored."""
     model, inputs, labels = model_and_batch()
     model.double().lm_head.chunk_tokens = 14
@@ -111,7 +111,7 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-def test_logits_are_never_whole() -> None:
+def test_logits_are_never_whole():
     """With a vocabulary that dwarfs the rest, no tensor of a step is larger than a chunk's logits in float32."""
     config = LaneformerConfig.from_dict({**SMALL.to_dict(), "vocab_size": 16384})
     model, inputs, labels = model_and_batch(config)
@@ -128,7 +128,7 @@ def test_logits_are_never_whole() -> None:
     assert plain.bytes >= whole
 
 
-def test_bfloat16_sums_the_heads_gradient_in_float32() -> None:
+def test_bfloat16_sums_the_heads_gradient_in_float32():
     """Many chunks give the gradient of one: rounded once to bfloat16, not once a chunk."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(256, 2, 8, generator=generator).bfloat16()

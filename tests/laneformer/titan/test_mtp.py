@@ -67,9 +67,7 @@ def expected_losses(model: Laneformer, tokens: torch.Tensor, steps: int) -> tupl
 @pytest.mark.parametrize(
     ("steps", "switches"), [(1, {}), (3, {"deliver_tail": False}), (3, {"lm_head_type": "replicate"})]
 )
-def test_losses_and_gradients_are_the_plain_models(
-    steps: int, switches: dict[str, Any], tokens: torch.Tensor
-) -> None:
+def test_losses_and_gradients_are_the_plain_models(steps, switches, tokens):
     """The drafts' losses are in the gradients alone. A frozen base gets none, and the head the same."""
     model, frozen = (
         build(steps, dataclasses.replace(CONFIG, **switches), freeze) for freeze in (False, True)
@@ -90,7 +88,7 @@ def test_losses_and_gradients_are_the_plain_models(
     assert all((found[name] - wanted[name]).abs().max() < TOLERANCE for name in found if name != "losses")
 
 
-def test_a_document_sees_and_predicts_itself_alone(tokens: torch.Tensor) -> None:
+def test_a_document_sees_and_predicts_itself_alone(tokens):
     """With restricted attention the second document's losses are those of a window that holds it alone."""
     model = build(3, mask_documents=True)
     ids, labels = tokens[:1, :-1], tokens[:1, 1:]
@@ -102,7 +100,7 @@ def test_a_document_sees_and_predicts_itself_alone(tokens: torch.Tensor) -> None
     assert (whole - model.drafted.losses[:, 0, 2:]).abs().max() < ROTATED
 
 
-def test_untrained_chunks_are_skipped(tokens: torch.Tensor) -> None:
+def test_untrained_chunks_are_skipped(tokens):
     """Labels of a conversation: those ignored by the model are by the drafts, too; chunks are left out."""
     model, labels = build(2), tokens[:, 1:].clone()
     labels[:, 5:] = IGNORE_INDEX
@@ -113,7 +111,7 @@ def test_untrained_chunks_are_skipped(tokens: torch.Tensor) -> None:
     assert not expected[:, :, 5:].any()
 
 
-def test_validation_says_how_often_drafts_are_right(tokens: torch.Tensor) -> None:
+def test_validation_says_how_often_drafts_are_right(tokens):
     model = build(1).eval()
     twin, ids = plain(model), tokens[:, :-1]
     with torch.no_grad():
@@ -125,19 +123,19 @@ def test_validation_says_how_often_drafts_are_right(tokens: torch.Tensor) -> Non
     assert torch.equal(model.drafted.accepted[:, :, :known], expected)
 
 
-def test_labels_at_the_border_of_a_window() -> None:
+def test_labels_at_the_border_of_a_window():
     """The label that follows the window begins a document: it is no draft's of the one before."""
     labels, documents = torch.tensor([[5, 6, BOS]]), torch.zeros(1, 3, dtype=torch.int64)
     assert step_labels(labels, documents, BOS, 1).tolist() == [[6, IGNORE_INDEX, IGNORE_INDEX]]
     assert step_labels(labels, None, None, 1).tolist() == [[6, BOS, IGNORE_INDEX]]
 
 
-def test_the_weight_falls_once() -> None:
+def test_the_weight_falls_once():
     training = DraftTraining(loss_weight=0.3, final_loss_weight=0.1, lower_at_step=67)
     assert [training.weight(step) for step in (1, 67, 68, 100)] == [0.3, 0.3, 0.1, 0.1]
 
 
-def test_flex_masks_are_the_dense_ones(tokens: torch.Tensor) -> None:
+def test_flex_masks_are_the_dense_ones(tokens):
     documents = document_ids(tokens[:, :-1], BOS)
     dense = step_mask(3, torch.arange(SEQ_LEN), None, documents)
     blocks = step_mask(3, torch.arange(SEQ_LEN), draft_blocks(documents, 1), documents)

@@ -15,14 +15,10 @@ from laneformer.titan import layer as layer_module
 from laneformer.titan.parallelize import apply_selective_checkpointing, shard_dimension
 from laneformer.titan.products import lower_keep_to_nothing
 from laneformer.titan.spec import TitanLaneformer
-from tests.laneformer.titan.titan_assets import ROUNDING, build, draw_tokens, largest_difference, train
+from tests.laneformer.titan.titan_assets import ROUNDING, SHAPE, build, draw_tokens, largest_difference, train
 from tools.plan import sums as plan_sums
 
-# a windowed layer and a full one; the second receives the first one's outputs, delayed
-CONFIG = LaneformerConfig.from_flavor(
-    "tiny", hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_lanes=8, num_attention_heads=8,
-    num_key_value_heads=8, sliding_window=24, swa_layers=(0,), broadcast_delay=1, use_early_comm=False, vocab_size=512,
-)  # fmt: skip
+CONFIG = LaneformerConfig.from_flavor("tiny", **SHAPE)
 SEQ_LEN = 64
 
 
@@ -58,7 +54,7 @@ def kept_values_per_token(model: TitanLaneformer, tokens: torch.Tensor) -> float
 
 @pytest.mark.proof
 @pytest.mark.parametrize("early", [False, True])
-def test_compiled_is_eager_and_keeps_what_the_plan_says(tokens: torch.Tensor, early: bool) -> None:
+def test_compiled_is_eager_and_keeps_what_the_plan_says(tokens, early):
     """Layers, last norm and loss compiled by inductor under selective checkpointing, as the 2B configs do.
 
     early: the first layer's streams are equal in all lanes.
@@ -106,7 +102,7 @@ def backward_products(model: TitanLaneformer, tokens: torch.Tensor) -> list[int]
 
 
 @pytest.mark.job
-def test_no_product_is_computed_twice(tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_product_is_computed_twice(tokens, monkeypatch):
     """Of a layer's four products each needs two for its gradients; without the streams kept,
     wo is computed again.
     """
@@ -116,7 +112,7 @@ def test_no_product_is_computed_twice(tokens: torch.Tensor, monkeypatch: pytest.
     assert backward_products(build(config), tokens) == [9, 9]
 
 
-def test_every_rank_gets_an_equal_part_of_every_tensor() -> None:
+def test_every_rank_gets_an_equal_part_of_every_tensor():
     """With eight shards one lane each; 32,000 rows are no multiple of 192, so they are cut along the hidden axis."""
     with torch.device("meta"):
         model = Laneformer(LaneformerConfig.from_flavor("2b"))

@@ -16,6 +16,12 @@ from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
 # float32 through a few layers, each a chain of a few dozen roundings, in any order of summation
 ROUNDING = 100 * torch.finfo(torch.float32).eps
 Results = dict[str, Tensor]
+# a windowed layer and a full one; the second receives the first one's outputs, delayed
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_lanes": 8, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "sliding_window": 24, "swa_layers": (0,), "broadcast_delay": 1, "use_early_comm": False,
+    "vocab_size": 512,
+}  # fmt: skip
 
 
 class PlainJoinNorm:
