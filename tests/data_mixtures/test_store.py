@@ -1,8 +1,11 @@
-"""A data folder in S3: the same files as in a folder, and with what else there may be."""
+"""A data folder in S3: the same files as in a folder, after kills, and with what else there may be."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from data_mixtures import store
 from tests.data_mixtures.conftest import files_of, prepare_folder, write_recipe
 from tests.shared import Shared
 
+ROOT = Path(__file__).resolve().parents[2]
 OUT = Path("s3://bucket/data")
 
 
@@ -93,3 +97,16 @@ def test_who_has_the_bucket_and_what_needs_a_disk(recipe, s3):
     for name in ("verify", "stats"):
         with pytest.raises(ValueError, match=rf"{name} reads all data, .* of s3://bucket/data to a folder"):
             commands.run([name, *given])
+
+
+@pytest.mark.rotate
+def test_kills_change_nothing_in_a_bucket(recipe, s3):
+    command = [sys.executable, "-m", "data_mixtures.prepare", str(recipe), "--out", "s3://bucket/data"]
+    for moment in (3, 9):  # of 14 units
+        process = subprocess.Popen([*command, "--workers", "2"], cwd=ROOT, stdout=subprocess.DEVNULL)
+        while process.poll() is None and len(s3.glob("bucket/data/*/*/*/receipt.json")) < moment:
+            time.sleep(0.01)  # a poll of the state, not of a time
+        process.kill()
+        process.wait()
+    subprocess.run([*command, "--workers", "2"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    assert stored(s3) == published(files_of(recipe.parent / "out"))
