@@ -62,6 +62,10 @@ def random_model(config: LaneformerConfig, seed: int = 0, dtype: str = "fp32") -
     return model.to(TORCH_DTYPES[dtype])
 
 
+def small_model(seed: Any = 0, dtype: Any = "fp32", **overrides: object) -> Laneformer:
+    return random_model(small_config(**overrides), seed, dtype)
+
+
 def tensors_of(model: Laneformer) -> dict[str, Tensor]:
     names = {torch_dtype: name for name, torch_dtype in TORCH_DTYPES.items()} | {torch.int32: "int32"}
     return {
@@ -156,6 +160,17 @@ def float32_error(model: Laneformer, ids: list[int], reference: np.ndarray) -> f
 def assert_close(engine_logits: np.ndarray, reference: np.ndarray, allowed: float) -> None:
     error = np.abs(engine_logits - reference).max()
     assert error <= allowed, f"largest logit error {error:.3g}, allowed {allowed:.3g}"
+
+
+def assert_equal_widths(by_isa: dict[str, np.ndarray]) -> None:
+    """Vectors of any width sum in the same order; `portable` does not fuse."""
+    wide = [logits for isa, logits in by_isa.items() if isa != "portable"]
+    for other in wide[1:]:
+        np.testing.assert_array_equal(other, wide[0])
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def check_logits(

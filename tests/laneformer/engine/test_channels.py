@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from typing import Any
 
 import pytest
@@ -52,21 +51,17 @@ def check_pieces(text: str, expected: list[tuple[str, str]], step: int = 1, **op
     ("text", "inside", "reasoning", "content"),
     [
         ("Hello", False, "", "Hello"),
-        ("  Hello </think>", False, "", "  Hello </think>"),
         ("", False, "", ""),
-        (" \n", False, "", " \n"),
         ("<thin", False, "", "<thin"),
         ("<think>\nA b\nc\n</think>\n\nYes. ", False, "A b\nc", "Yes. "),
         ("\n<think></think>Yes", False, "", "Yes"),
-        ("<think>\n\n</think>\n\nYes", False, "", "Yes"),
         ("<think>not at its end", False, "not at its end", ""),
-        ("<think>a </thin", False, "a </thin", ""),
         ("so a < b\n</think>\nYes\n", True, "so a < b", "Yes\n"),
         ("</think>Yes <think>no</think>", True, "", "Yes <think>no</think>"),
         ("Say <think>", False, "", "Say <think>"),
     ],
 )
-def test_thinking(text: str, inside: bool, reasoning: str, content: str) -> None:
+def test_thinking(text, inside, reasoning, content):
     expected = [("reasoning", reasoning), ("text", content)]
     check_pieces(text, [part for part in expected if part[1]], inside=inside)
 
@@ -74,14 +69,12 @@ def test_thinking(text: str, inside: bool, reasoning: str, content: str) -> None
 @pytest.mark.parametrize(
     ("text", "calls", "expected"),
     [
-        ("Hello", None, [("text", "Hello")]),
         (" <b> to=", None, [("text", " <b> to=")]),
         ("to", None, [("text", "to")]),
         ("", None, []),
         (f"{CHANNEL}anal", None, []),
         (f"{THOUGHT}{CHANNEL}final{MESSAGE}Yes. <a|", None, [("reasoning", "They greet."), ("text", "Yes. <a|")]),
         (f"{CHANNEL}analysis{MESSAGE}cut <|en", None, [("reasoning", "cut <|en")]),
-        (f"{CHANNEL}final{MESSAGE}Yes{ENDS[2]}", None, [("text", "Yes")]),
         (f"{THOUGHT}{CALLED}{ARGUMENTS}{ENDS[1]}", HARMONY,
          [("reasoning", "They greet."), ("call", "weather"), ("arguments", ARGUMENTS)]),
         (f" to=functions.weather{CHANNEL}commentary json{MESSAGE}1", HARMONY,
@@ -93,11 +86,11 @@ def test_thinking(text: str, inside: bool, reasoning: str, content: str) -> None
         (f"{CHANNEL}final{MESSAGE}a{MESSAGE}b", None, [("text", "ab")]),
     ],
 )  # fmt: skip
-def test_harmony(text: str, calls: CallForm | None, expected: list[tuple[str, str]]) -> None:
+def test_harmony(text, calls, expected):
     check_pieces(text, expected, step=3, harmony=True, calls=calls)
 
 
-CALLS: list[Any] = [
+CALLS = [
     {"name": "get_weather", "arguments": {"city": "Köln\n\"'}"}},
     {"name": "add", "arguments": {"a": 1, "b": {"c": 2}}},
 ]
@@ -121,18 +114,13 @@ HERMES_CALLS = [
         ("", HERMES, []),
     ],
 )  # fmt: skip
-def test_calls(text: str, form: CallForm, expected: list[tuple[str, str]]) -> None:
+def test_calls(text, form, expected):
     """Also those that the limit of tokens has cut."""
-    assert read([text], calls=form) == read(list(text), calls=form) == expected
-    rng = random.Random(0)
-    for _ in range(20):
-        cuts = sorted(rng.sample(range(len(text) + 1), min(9, len(text))))
-        pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
-        assert read(pieces, calls=form) == expected, pieces
+    check_pieces(text, expected, step=7, calls=form)
 
 
 @pytest.mark.parametrize(("harmony", "before"), [(False, ""), (True, f"{CHANNEL}final{MESSAGE}")])
-def test_text_is_passed_on_as_it_comes(harmony: bool, before: str) -> None:
+def test_text_is_passed_on_as_it_comes(harmony, before):
     reader = AnswerReader(harmony=harmony)
     reader.push(before)
     assert reader.push("Hello") == [("text", "Hello")]

@@ -15,8 +15,7 @@ from laneformer.engine.decoder import EngineLost
 from tests.laneformer.engine.assets import (
     byte_tokenizer,
     fix_costs,
-    random_model,
-    small_config,
+    small_model,
     write_folder,
 )
 
@@ -28,9 +27,7 @@ KEYS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = write_folder(
-        tmp_path_factory.mktemp("hf"), random_model(small_config(vocab_size=264)), eos_token_id=2
-    )
+    path = write_folder(tmp_path_factory.mktemp("hf"), small_model(vocab_size=264), eos_token_id=2)
     byte_tokenizer().save(str(path / "tokenizer.json"))
     return path
 
@@ -49,13 +46,6 @@ def generate(folder, capsys, prompt: str, *flags: str) -> tuple[str, str]:
     return printed.out[:-1], printed.err
 
 
-def test_generate_prints_the_decoded_tokens(folder, capsys):
-    with Engine.from_pretrained(folder) as engine:
-        expected = engine.generate_text("a é b", max_new_tokens=40)
-    assert len(expected) >= 20
-    assert generate(folder, capsys, "a é b", "--max-new-tokens", "40", "--threads", "2")[0] == expected
-
-
 def test_flags_reach_the_engine(folder, capsys, monkeypatch):
     fix_costs(monkeypatch)
     options = {
@@ -64,10 +54,10 @@ def test_flags_reach_the_engine(folder, capsys, monkeypatch):
     }  # fmt: skip
     flags = ["--ignore-eos", *(f"--{name.replace('_', '-')}={value}" for name, value in options.items())]
     with Engine.from_pretrained(folder) as engine:
-        expected = engine.generate_text("a b", **options, ignore_eos=True)
-    assert generate(folder, capsys, "a b", *flags, "--speculate", "4")[0] == expected
+        expected = engine.generate_text("a é b", **options, ignore_eos=True)
+    assert generate(folder, capsys, "a é b", *flags, "--speculate=4", "--threads=2")[0] == expected
     stop = expected[len(expected) // 2]
-    stopped, _ = generate(folder, capsys, "a b", *flags, "--stop", "xyz", "--stop", stop)
+    stopped, _ = generate(folder, capsys, "a é b", *flags, "--stop", "xyz", "--stop", stop)
     assert stopped == expected[: expected.index(stop)]
     _, notes = generate(folder, capsys, "a b a b a b", "--max-new-tokens", "60", "--ignore-eos")
     assert "draft tokens were right" in notes
@@ -91,8 +81,6 @@ def test_bench_ends_with_its_figures(capsys, short_bench):
     main(["bench", "--random-weights", "tiny", "--json", "--threads", "1", *drafts])
     figures = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert set(figures) >= KEYS
-    assert figures["threads"] == 1
-    assert figures["dtype"] == "bf16"
     assert figures["tokens_per_s"] > 0
     recomputed = 100 * figures["bytes_per_token"] * figures["tokens_per_s"] / figures["probe_bytes_per_s"]
     # the figure is a median of ratios, this a ratio of medians: on a busy machine they part, but not by units

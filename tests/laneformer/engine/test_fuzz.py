@@ -13,10 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from laneformer.engine import GenerationOptions
-from laneformer.engine.cpu.decoder import CpuDecoder
 from laneformer.engine.options import RANGES
 from laneformer.engine.requests import make_request
-from tests.laneformer.engine.assets import byte_tokenizer, engine_of, random_model, small_config
+from tests.laneformer.engine.assets import byte_tokenizer, engine_of, small_model
 
 NAMES = [field.name for field in dataclasses.fields(GenerationOptions) if field.name != "max_new_tokens"]
 pytestmark = pytest.mark.job  # hundreds of examples
@@ -25,9 +24,7 @@ LIMITS = {"deadline": 20_000, "max_examples": 150}  # ms: a hang fails
 
 @pytest.fixture(scope="module")
 def engine():
-    with engine_of(
-        random_model(small_config(vocab_size=264)), threads=2, tokenizer=byte_tokenizer()
-    ) as engine:
+    with engine_of(small_model(vocab_size=264), threads=2, tokenizer=byte_tokenizer()) as engine:
         engine.expected = engine.generate([1, 2, 3], max_new_tokens=4, reuse_prefix=False)
         yield engine
 
@@ -57,19 +54,6 @@ any_prompt = st.one_of(anything, prompts, st.lists(st.integers(-2, 265), max_siz
 
 def still_works(engine) -> None:
     assert engine.generate([1, 2, 3], max_new_tokens=4) == engine.expected
-
-
-@settings(**LIMITS)
-@given(prompt=prompts, options=good_options, new=st.integers(1, 30))
-def test_every_mixture_of_valid_options_gives_tokens(engine, prompt, options, new):
-    if options.get("min_new_tokens", 0) > new or options.get("top_p") == 0:
-        return
-    result = engine.generate_detailed(prompt, max_new_tokens=new, **options)
-    assert 1 <= len(result.ids) <= new
-    assert all(0 <= i < 264 for i in result.ids)
-    options.pop("logprobs", None)
-    plain = {**options, "speculate": 0, "reuse_prefix": False}
-    assert engine.generate(prompt, max_new_tokens=new, **plain) == result.ids
 
 
 @settings(**LIMITS)
@@ -107,7 +91,7 @@ FIELDS = [field.name for field in dataclasses.fields(REQUEST)]
 @given(changes=st.dictionaries(st.sampled_from(FIELDS), anything, max_size=3))
 def test_the_compiled_module_checks_its_arguments_itself(engine, changes):
     """What a mistake in Python could send: sizes and ids are refused, never followed."""
-    decoder: CpuDecoder = engine._open()
+    decoder = engine._open()
     if isinstance(changes.get("max_new_tokens"), int):
         return  # long, but no mistake
     with contextlib.suppress(ValueError, RuntimeError, TypeError):

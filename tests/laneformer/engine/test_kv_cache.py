@@ -16,12 +16,11 @@ import laneformer.model
 from laneformer.engine.decoder import KV_BYTES
 from tests.laneformer.engine.assets import (
     TORCH_DTYPES,
+    assert_equal_widths,
     check_logits,
     engine_of,
-    generate_together,
     random_ids,
-    random_model,
-    small_config,
+    small_model,
     torch_logits,
     usable_isas,
 )
@@ -45,7 +44,7 @@ SHAPES = {
 
 
 def long_model(dtype="bf16", **overrides):
-    return random_model(small_config(**{**LONG, **overrides}), seed=3, dtype=dtype)
+    return small_model(**{**LONG, **overrides}, seed=3, dtype=dtype)
 
 
 KV_OF_SHAPES = [
@@ -69,21 +68,11 @@ def test_blocks_and_chunks_give_the_bits_of_single_tokens(shape, kv_dtype):
         np.testing.assert_array_equal(engine.logprobs(ids, start=2), scored)
         # from a cached prefix on: few columns, so that chunks of positions are shared out
         assert engine.generate(ids[:-4], max_new_tokens=4) == ids[-4:]
-        assert generate_together(engine, [ids[:-4], ids[:300], ids[:7]], max_new_tokens=4) == [
-            ids[-4:], ids[300:304], ids[7:11],
-        ]  # fmt: skip
 
 
-def assert_equal_widths(by_isa: dict[str, np.ndarray]) -> None:
-    """Vectors of any width sum in the same order; `portable` does not fuse."""
-    wide = [logits for isa, logits in by_isa.items() if isa != "portable"]
-    for other in wide[1:]:
-        np.testing.assert_array_equal(other, wide[0])
-
-
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("shape", SHAPES)
 def test_long_contexts_are_right(shape):
-    model = long_model("fp32", **shape)
+    model = long_model("fp32", **SHAPES[shape])
     ids = random_ids(model.config, LENGTH)
     assert_equal_widths({isa: check_logits(model, ids, threads=2, isa=isa) for isa in usable_isas()})
 
@@ -120,12 +109,12 @@ def test_keys_and_values_are_rounded_and_nothing_else(kv_dtype, monkeypatch):
 
 def test_auto_is_16_bits_where_weights_are():
     for dtype, expected in (("fp32", "fp32"), ("bf16", "fp16"), ("fp16", "fp16")):
-        with engine_of(random_model(small_config(), dtype=dtype), kv_dtype="auto") as engine:
+        with engine_of(small_model(dtype=dtype), kv_dtype="auto") as engine:
             assert engine.kv_dtype == expected
 
 
 def test_values_beyond_fp16_end_the_request():
-    model = random_model(small_config(), dtype="bf16")
+    model = small_model(dtype="bf16")
     with torch.no_grad():
         model.get_parameter("layers.3.attention.wv.weight").mul_(1e6)
     ids = random_ids(model.config, 20)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from laneformer.engine import machine
-from laneformer.engine.cpu import _core
 from laneformer.engine.cpu.decoder import planned_threads
 from laneformer.engine.machine import Machine, this_machine
 
@@ -38,26 +37,12 @@ def test_a_core_with_two_threads_counts_once(tmp_path):
     assert part.one_cpu_a_core_first() == [1, 6, 5]
 
 
-def test_nothing_known_is_one_core_a_cpu(tmp_path):
-    assert this_machine(tmp_path, {0, 1, 5}) == Machine(((0,), (1,), (5,)))
-
-
 def test_threads_are_those_that_leave_the_slowest_one_least():
-    for cores, lanes, threads, share in (
-        (2, 8, 2, 4), (3, 8, 3, 3), (5, 8, 4, 2), (6, 8, 6, 8 / 6), (7, 8, 6, 8 / 6), (8, 8, 8, 1),
-        (12, 8, 12, 8 / 12), (70, 8, 64, 1 / 8), (3, 4, 3, 4 / 3), (6, 1, 6, 1 / 6),
+    for cores, lanes, threads in (
+        (2, 8, 2), (3, 8, 3), (5, 8, 4), (6, 8, 6), (7, 8, 6), (8, 8, 8), (12, 8, 12), (70, 8, 64),
+        (3, 4, 3), (6, 1, 6),
     ):  # fmt: skip
         assert planned_threads(Machine(tuple((cpu,) for cpu in range(cores))), lanes) == threads
-        assert _core.largest_share(lanes, threads) == pytest.approx(share)
-
-
-def test_six_fast_cores_beside_eight_slow_ones(tmp_path):
-    """A desktop of 2022 on: six performance cores of two threads, eight efficiency cores, eight lanes."""
-    fast = siblings(*(f"{cpu},{cpu + 1}" for cpu in range(0, 12, 2)))
-    host = this_machine(tree(tmp_path, {**fast, "sys/devices/cpu_atom/cpus": "12-19"}), set(range(20)))
-    assert planned_threads(host, 8) == 6
-    assert host.one_cpu_a_core_first()[:6] == [0, 2, 4, 6, 8, 10]
-    assert planned_threads(host, 1) == 6, "a model whose lanes are free: cut into as many as suit six"
 
 
 @pytest.mark.parametrize(
@@ -82,7 +67,7 @@ def test_efficiency_cores_are_left_to_others(tmp_path, files):
 
 
 V1 = "sys/fs/cgroup/cpu"
-QUOTAS: list[tuple[dict[str, str], float | None]] = [
+QUOTAS = [
     ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "max 100000"}, None),
     ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "250000 100000"}, 2.5),
     (  # the least of the nested ones, wherever it is

@@ -93,7 +93,7 @@ def hashes(*command: str | Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def watched() -> tuple[Path, dict[str, str]]:
+def watched():
     """The program under AddressSanitizer and UBSan with every instruction set, and the hashes that it gives."""
     program = build("address,undefined")
     return program, hashes(program)

@@ -19,8 +19,8 @@ from laneformer.engine.cpu.packed_files import FOLDER
 from tests.laneformer.engine.assets import (
     engine_of,
     random_ids,
-    random_model,
     small_config,
+    small_model,
     write_folder,
 )
 
@@ -30,7 +30,7 @@ IDS = random_ids(small_config(), 30)
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
-    return write_folder(tmp_path / "hf", random_model(small_config(), dtype="bf16"))
+    return write_folder(tmp_path / "hf", small_model(dtype="bf16"))
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def only_parts(folder) -> int:
 
 
 def test_a_second_start_maps_what_the_first_packed(folder, loads, hashed):
-    expected = engine_of(random_model(small_config(), dtype="bf16")).logits(IDS)
+    expected = engine_of(small_model(dtype="bf16")).logits(IDS)
     for start in range(3):
         np.testing.assert_array_equal(logits_of(folder), expected)
         assert loads[-1] == (start > 0)
@@ -128,20 +128,18 @@ DAMAGE = {
     "one bit of the embedding": lambda data: data[: -ALIGNMENT + 9] + bytes([data[-ALIGNMENT + 9] ^ 128])
     + data[-ALIGNMENT + 10 :],
     "cut short": lambda data: data[: ALIGNMENT + 100],
-    "cut in the header": lambda data: data[:50],
     "empty": lambda data: b"",
-    "no header": lambda data: b"\0" * len(data),
     "header of the wrong kind": lambda data: (2).to_bytes(8, "little") + b"[]" + data[10:],
     "offset out of range": lambda data: data.replace(str(ALIGNMENT).encode(), b"9" * 7, 1),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_found_and_repaired(folder, loads, damage):
     expected = logits_of(folder)
     path = only_file(folder)
     whole = path.read_bytes()
-    path.write_bytes(damage(whole))
+    path.write_bytes(DAMAGE[damage](whole))
     assert path.read_bytes() != whole
     for _ in range(2):
         np.testing.assert_array_equal(logits_of(folder), expected)
@@ -170,22 +168,15 @@ def test_bad_values_are_never_kept(folder):
 def test_the_hash_sees_every_word_and_their_order():
     rng = np.random.default_rng(0)
     data = rng.integers(0, 256, (9 << 20) + 13, np.uint8)  # three blocks, the last with a tail
-    hashes = {_core.content_hash(data), _core.content_hash(data[:-1])}
-    for at in (0, 7, 4 << 20, (8 << 20) + 1, len(data) - 1):
+    others = [data, data[:-1]]
+    for size in (32, 4 << 20):  # blocks in another order
+        others.append(np.concatenate((data[size : 2 * size], data[:size], data[2 * size :])))
+    # single sign bits, and pairs that a chain without rotation may cancel
+    for at in ([0], [7], [4 << 20], [(8 << 20) + 1], [len(data) - 1], [7, 15], [7, 39], [71, 103]):
         changed = data.copy()
         changed[at] ^= 0x80
-        hashes.add(_core.content_hash(changed))
-    # blocks of 32 bytes and of 4 MiB in another order
-    hashes.add(_core.content_hash(np.concatenate((data[32:64], data[:32], data[64:]))))
-    hashes.add(
-        _core.content_hash(np.concatenate((data[4 << 20 : 8 << 20], data[: 4 << 20], data[8 << 20 :])))
-    )
-    for sign_bits in ([7, 15], [7, 39], [71, 103]):  # which a chain without rotation may cancel
-        changed = data.copy()
-        changed[sign_bits] ^= 0x80
-        hashes.add(_core.content_hash(changed))
-    assert len(hashes) == 12
-    assert _core.content_hash(data) in hashes
+        others.append(changed)
+    assert len({_core.content_hash(other) for other in others}) == 12
 
 
 def test_the_four_plans_used_last_stay(folder, loads):

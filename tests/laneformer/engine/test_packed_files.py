@@ -12,15 +12,15 @@ from laneformer.engine import Engine
 from laneformer.engine.cpu import packed_files
 from laneformer.engine.cpu.cache_files import hold
 from laneformer.engine.cpu.packed_files import BUDGET, FOLDER, SOURCE, list_packed
-from tests.laneformer.engine.assets import random_model, small_config, write_folder
+from tests.laneformer.engine.assets import small_model, write_folder
 
 
 @pytest.fixture
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def models(tmp_path, monkeypatch):
     """Three folders, of which the last takes no files."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     monkeypatch.delenv(BUDGET, raising=False)
-    folders = [write_folder(tmp_path / name, random_model(small_config())) for name in "abc"]
+    folders = [write_folder(tmp_path / name, small_model()) for name in "abc"]
     (folders[2] / FOLDER).write_text("a file where the directory would be")
     return folders
 
@@ -35,7 +35,7 @@ def start(folder: Path, age_s: float = 0.0) -> Path:
     return path
 
 
-def test_the_files_used_longest_ago_leave_first(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_used_longest_ago_leave_first(models, monkeypatch):
     first, second = start(models[0], 100.0), start(models[1], 200.0)
     size = first.stat().st_size
     assert [one.path for one in list_packed()] == [second, first]
@@ -46,7 +46,7 @@ def test_the_files_used_longest_ago_leave_first(models: list[Path], monkeypatch:
     assert sum(one.bytes for one in list_packed()) == 2 * size
 
 
-def test_a_file_that_an_engine_has_mapped_stays(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_an_engine_has_mapped_stays(models, monkeypatch):
     first, second = start(models[0], 200.0), start(models[1], 100.0)
     monkeypatch.setenv(BUDGET, str(2 * first.stat().st_size + 1))
     with Engine.from_pretrained(models[0], threads=1) as engine:
@@ -60,7 +60,7 @@ def test_a_file_that_an_engine_has_mapped_stays(models: list[Path], monkeypatch:
     assert packed_files.remove(first), "the lock ended with the mapping"
 
 
-def test_what_has_lost_its_model_is_removed(models: list[Path]) -> None:
+def test_what_has_lost_its_model_is_removed(models):
     path = start(models[2])
     assert (path.parent / SOURCE).read_text() == str(models[2])
     shutil.rmtree(models[2])
@@ -78,7 +78,7 @@ def test_what_has_lost_its_model_is_removed(models: list[Path]) -> None:
     assert other.exists()
 
 
-def test_what_nobody_can_use_is_removed_of_every_model(models: list[Path]) -> None:
+def test_what_nobody_can_use_is_removed_of_every_model(models):
     first = start(models[0])
     old, part, mark = (first.with_name(f"0{suffix}") for suffix in (".bin", ".7.part", ".checked"))
     young = first.with_name("0.8.part")  # its writer lives
@@ -95,9 +95,7 @@ def test_what_nobody_can_use_is_removed_of_every_model(models: list[Path]) -> No
     assert not lost.exists()
 
 
-def test_a_file_larger_than_the_budget_is_not_kept(
-    models: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_larger_than_the_budget_is_not_kept(models, monkeypatch):
     monkeypatch.setenv(BUDGET, "1000")
     with Engine.from_pretrained(models[0], threads=1) as engine:
         engine.logits([1])

@@ -78,13 +78,3 @@ def test_sums_are_near_float64(isa, math):
     error = largest_error(isa, math)
     assert error < 5e-7
     assert error < 3 * largest_error("portable", math)
-
-
-@pytest.mark.parametrize("math", MATHS)
-@pytest.mark.parametrize("isa", ISAS)
-def test_a_permutation_gives_the_inputs_themselves(isa, math):
-    permutation = np.eye(45, dtype=np.float32)[np.arange(45) * 7 % 45]
-    x = in_bf16(np.random.default_rng(4).standard_normal((40, 45)))
-    for columns in (1, 4, 40):
-        moved = multiply(permutation, x[:columns], "bf16", math, isa)
-        np.testing.assert_array_equal(moved, x[:columns] @ permutation.T)

@@ -16,12 +16,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from laneformer import Laneformer
 from laneformer.engine import Engine
-from laneformer.engine.cpu import _core, saved
+from laneformer.engine.cpu import saved
 from laneformer.engine.cpu.saved import SavedPrefixes
-from tests.laneformer.engine.assets import core, engine_of, random_ids, random_model, small_config
-from tests.laneformer.engine.test_kv_pool import LONG, answer, bytes_of
+from tests.laneformer.engine.assets import (
+    core,
+    engine_of,
+    random_ids,
+    random_model,
+    small_model,
+)
+from tests.laneformer.engine.test_kv_pool import LONG, answer, bytes_of, reused_as_fresh
 from tests.laneformer.engine.test_running import run_python
 
 
@@ -43,17 +48,17 @@ def until(true: Callable[[], Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def model() -> Laneformer:
-    return random_model(small_config(**{**LONG, "sliding_window": 150}), seed=1)
+def model():
+    return small_model(**{**LONG, "sliding_window": 150}, seed=1)
 
 
 @pytest.fixture(scope="module")
-def talk(model: Laneformer) -> list[int]:
+def talk(model):
     return random_ids(model.config, 400)
 
 
 @pytest.fixture
-def kept(model: Laneformer, talk: list[int], tmp_path: Path) -> Path:
+def kept(model, talk, tmp_path):
     """The directory that one conversation has left."""
     with engine_of(model, threads=1, cache_dir=tmp_path / "kept") as engine:
         answer(engine, talk)
@@ -63,18 +68,15 @@ def kept(model: Laneformer, talk: list[int], tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("threads", "kv_dtype"), [(1, "fp32"), (3, "fp16"), (1, "bf16"), (3, "int8")])
 def test_a_restart_goes_on_with_the_same_bits(model, talk, tmp_path, threads, kv_dtype):
-    options: Any = {"threads": threads, "kv_dtype": kv_dtype}
-    with engine_of(model, **options) as fresh, engine_of(model, **options, cache_dir=tmp_path) as engine:
+    options = {"threads": threads, "kv_dtype": kv_dtype}
+    with engine_of(model, **options, cache_dir=tmp_path) as engine:
         first = answer(engine, talk)
-        assert first[:2] == answer(fresh, talk)[:2]
     longer = talk + first[0] + random_ids(model.config, 20, seed=2)
     edited = [*talk[:-30], *random_ids(model.config, 40, seed=3)]
     with engine_of(model, **options) as fresh:
         for prompt, start in ((talk, 399), (longer, 400), (edited, 370)):
             with engine_of(model, **options, cache_dir=tmp_path) as engine:
-                seen = answer(engine, prompt)
-                assert seen[:2] == answer(fresh, prompt, reuse_prefix=False)[:2]
-                assert seen[2] == start // 16 * 16 if start == 400 else seen[2] == start
+                assert reused_as_fresh(engine, fresh, prompt) == start
                 assert prefixes(engine).counts["hits"] == 1
 
 
@@ -84,20 +86,13 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-def cut(path: Path, to: int) -> None:
-    os.truncate(path, to if to >= 0 else path.stat().st_size + to)
-
-
-DAMAGE: dict[str, Callable[[Path], Any]] = {
-    "magic": lambda path: flip(path, 3),
+DAMAGE = {
     "ids": lambda path: flip(path, 16 + 40),
     "first keys": lambda path: flip(path, 16 + 4 * 400 + 5),
-    "header": lambda path: flip(path, -100),
     "a start in the header": lambda path: flip(path, path.read_bytes().index(b'"starts": [') + 11),
     "length": lambda path: flip(path, -8),
-    "half of it": lambda path: cut(path, path.stat().st_size // 2),
-    "the header cut": lambda path: cut(path, -41),
-    "empty": lambda path: cut(path, 0),
+    "the header cut": lambda path: os.truncate(path, path.stat().st_size - 41),
+    "empty": lambda path: os.truncate(path, 0),
     "text": lambda path: path.write_text("nothing of this kind " * 10),
 }
 
@@ -221,36 +216,10 @@ def test_a_request_stops_what_is_saved_while_idle(model, talk, tmp_path, monkeyp
         until(lambda: files(tmp_path))
 
 
-def test_a_cache_stays_as_it_is_while_it_is_saved(model, talk):
-    decoder: Any
-    with engine_of(model) as engine, engine_of(model) as fresh:
-        first, decoder = answer(engine, talk)[0], core(engine)
-        cache, ids, _, _ = decoder.begin_saving(_core.Save.all)
-        assert ids.tolist() == (talk + first)[: len(ids)]
-        assert decoder.begin_saving(_core.Save.all) is None, "one at a time"
-
-        def held() -> list[bytes]:
-            size = len(ids) * decoder.kv_layout[0]
-            return [decoder.segment(cache, i)[:size].tobytes() for i in range(len(decoder.kv_layout[2]))]
-
-        before = held()
-        for prompt in (
-            [*talk[:-30], *random_ids(model.config, 60, seed=1)],
-            talk + first + random_ids(model.config, 50, seed=2),
-            talk[:20],
-        ):
-            assert answer(engine, prompt)[:2] == answer(fresh, prompt, reuse_prefix=False)[:2]
-            assert held() == before
-        core(engine).set_cache_limit(0)
-        answer(engine, random_ids(model.config, 300, seed=3))
-        assert held() == before
-        assert decoder.saved(True)
-
-
 def test_a_full_disk_is_told_once_and_requests_go_on(model, talk, tmp_path, caplog, monkeypatch):
     tries = []
 
-    def fail(*arguments: Any) -> None:
+    def fail(*arguments):
         tries.append(arguments)
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -277,7 +246,7 @@ def test_random_conversations_with_restarts_give_a_fresh_engines_bits(model, tmp
     with engine_of(model, threads=2) as fresh:
         for restart in range(8):
             limit = int(rng.integers(1, 4)) * bytes_of(500, model.config)
-            options: Any = {"cache_bytes": limit, "cache_dir_bytes": int(rng.integers(1, 8)) * 10**6}
+            options = {"cache_bytes": limit, "cache_dir_bytes": int(rng.integers(1, 8)) * 10**6}
             with engine_of(model, threads=2, cache_dir=tmp_path, **options) as engine:
                 prefixes(engine).idle_s = 0.01
                 for turn in range(8):

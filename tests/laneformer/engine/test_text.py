@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laneformer.engine import Engine, StopStrings, TextStream
-from tests.laneformer.engine.assets import byte_tokenizer, engine_of, random_model, small_config
+from tests.laneformer.engine.assets import byte_tokenizer, engine_of, small_model
 from tests.laneformer.engine.test_running import while_it_runs
 
 LONG = {"max_position_embeddings": 20_000, "swa_layers": (0, 1)}  # long requests, slower with every token
@@ -20,7 +20,7 @@ LONG = {"max_position_embeddings": 20_000, "swa_layers": (0, 1)}  # long request
 
 @pytest.fixture(scope="module")
 def engine():
-    with engine_of(random_model(small_config(vocab_size=264)), tokenizer=byte_tokenizer()) as engine:
+    with engine_of(small_model(vocab_size=264), tokenizer=byte_tokenizer()) as engine:
         yield engine
 
 
@@ -78,7 +78,7 @@ def test_stop_strings_end_the_request_across_token_borders(engine):
 
 
 def test_a_stop_string_cancels_what_is_left():
-    with engine_of(random_model(small_config(vocab_size=264, **LONG)), tokenizer=byte_tokenizer()) as engine:
+    with engine_of(small_model(vocab_size=264, **LONG), tokenizer=byte_tokenizer()) as engine:
         bias = {engine.tokenizer.token_to_id("a"): 100.0}
         assert engine.generate_text("b", stop="aaa", max_new_tokens=19_000, logit_bias=bias) == ""
         assert engine.statistics.passes < 19_000, "the request ran to its end"
@@ -93,13 +93,13 @@ def test_text_needs_text_or_ids_and_a_tokenizer(engine):
             engine.stream_text("a", stop=stop)
     with pytest.raises(ValueError, match="prompt must be a flat sequence of integers, not NoneType"):
         engine.generate_text(None)
-    with engine_of(random_model(small_config())) as bare, pytest.raises(ValueError, match=r"tokenizer\.json"):
+    with engine_of(small_model()) as bare, pytest.raises(ValueError, match=r"tokenizer\.json"):
         bare.generate_text("a")
 
 
 @pytest.fixture(scope="module")
 def slow_engine():
-    with engine_of(random_model(small_config(**LONG))) as engine:
+    with engine_of(small_model(**LONG)) as engine:
         yield engine
 
 
@@ -108,9 +108,6 @@ def test_an_iterator_may_be_closed_at_any_token(slow_engine):
     for count in range(12):
         stream = slow_engine.stream([7], max_new_tokens=19_000)
         assert [next(stream) for _ in range(count)] == expected[:count]
-        if count:  # until then it has not begun
-            with pytest.raises(RuntimeError, match="busy"):
-                slow_engine.generate([7])
         stream.close()
         assert slow_engine.statistics.passes < 19_000, "the request ran to its end"
     for count in (0, 5):
@@ -121,7 +118,7 @@ def test_an_iterator_may_be_closed_at_any_token(slow_engine):
 
 
 def test_a_stream_keeps_its_tokens_when_its_request_is_done_but_not_read():
-    with engine_of(random_model(small_config())) as engine:
+    with engine_of(small_model()) as engine:
         expected = engine.generate([1], max_new_tokens=5)
         stream = engine.stream([1], max_new_tokens=5)
         first = next(stream)
@@ -157,7 +154,6 @@ def test_ctrl_c_ends_every_call_soon(slow_engine):
         lambda: slow_engine.generate([3], max_new_tokens=19_000),
         lambda: list(slow_engine.stream([3], max_new_tokens=19_000)),
         lambda: slow_engine.logprobs(ids),
-        lambda: slow_engine.generate(ids),
     )
     for call in calls:
         assert interrupt(slow_engine, call) < 3.0
@@ -166,13 +162,13 @@ def test_ctrl_c_ends_every_call_soon(slow_engine):
 
 def test_streamed_pieces_add_up_and_never_hold_half_a_character():
     tokenizer, rng = byte_tokenizer(), random.Random(0)
-    for _ in range(50):
-        text = "".join(rng.choice("ab é漢🙂\n") for _ in range(20))
+    texts = ["".join(rng.choice("ab é漢🙂\n") for _ in range(20)) for _ in range(50)]
+    for text in [*texts, "\ufffd😀", "a\ufffd\ufffdé😀\ufffd", "😀\ufffd", "\ufffd" * 5, "é\ufffd"]:
         ids = tokenizer.encode(text).ids
         stream = TextStream(tokenizer, ids[:1] if text[0] in "ab " else [])
         prompt = tokenizer.decode(stream.ids)
         pieces = [stream.push(token) for token in ids[len(stream.ids) :]]
-        assert not any("\ufffd" in piece for piece in pieces)
+        assert "\ufffd" in text or not any("\ufffd" in piece for piece in pieces)
         assert prompt + "".join(pieces) + stream.finish() == text
 
 
@@ -185,11 +181,3 @@ def test_bytes_that_form_no_character_appear_at_the_end_and_are_not_held_back_fo
     shown = "".join(stream.push(half) for _ in range(50))
     assert len(shown) >= 40
     assert len(shown + stream.finish()) == 50
-
-
-def test_a_literal_replacement_character_spoils_nothing():
-    tokenizer = byte_tokenizer()
-    for text in ("\ufffd😀", "a\ufffd\ufffdé😀\ufffd", "😀\ufffd", "\ufffd" * 5, "é\ufffd"):
-        stream = TextStream(tokenizer, [])
-        pieces = [stream.push(token) for token in tokenizer.encode(text).ids]
-        assert "".join([*pieces, stream.finish()]) == text
