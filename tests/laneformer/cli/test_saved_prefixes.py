@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,24 +71,3 @@ def test_a_server_goes_on_after_sigterm(serve: Serve, tmp_path: Path) -> None:
         (number,) = re.findall(rf"^laneformer_saved_{name}(?:_total)? (\S+)$", metrics, re.MULTILINE)
         assert float(number) == value
     assert second.stop(timeout_s=300) == 0
-
-
-@pytest.mark.rotate
-def test_a_server_that_is_killed_at_any_time_leaves_nothing_wrong(serve: Serve, tmp_path: Path) -> None:
-    """The pool is too small for three prompts, so that one leaves at each request, and is written beside it."""
-    prompts = [prompt_of(seed) for seed in range(3)]
-    fresh = serve(tmp_path / "none")
-    expected = [complete(fresh, prompt)[0] for prompt in prompts]
-    fresh.kill()
-    hits = 0
-    for delay_s in np.linspace(0, 0.5, 4):
-        running = serve(tmp_path / "kept", "--cache-bytes=5000000")
-        for prompt, text in zip(prompts, expected, strict=True):
-            again, cached = complete(running, prompt)
-            assert again == text
-            hits += cached > 0
-        time.sleep(delay_s)
-        running.kill()
-        assert running.process.returncode == -signal.SIGKILL
-        assert "is removed" not in running.output()
-    assert hits > 0

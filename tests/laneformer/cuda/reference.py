@@ -70,14 +70,12 @@ def kept_at(emulated: EmulatedPasses, layer: int, position: int) -> Tensor:
     return bits.contiguous().view(TORCH_TYPES[emulated.geometry.half]).double()
 
 
-def read_one_by_one(
-    emulated: EmulatedPasses, ids: list[int], seed: int = 0
-) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+def read_one_by_one(emulated: EmulatedPasses, ids: list[int]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """A launch for each token: logits (T, V), and all keys and values (1, K, T, d) of each layer."""
     layers, rows = range(emulated.config.num_hidden_layers), []
     kept: list[list[Tensor]] = [[] for _ in layers]
     for position, token in enumerate(ids):
-        emulated.seed = seed + position
+        emulated.seed = position
         rows.append(emulated.logits([(token, position, 0)]))
         for layer in layers:
             kept[layer].append(kept_at(emulated, layer, position))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from laneformer.config import LaneformerConfig
-from laneformer.engine.cuda.geometry import Machine
+from laneformer.engine.cuda.geometry import Geometry, Machine
 from laneformer.engine.cuda.planning import plan
 from laneformer.llama.config import config_of_llama
 from tests.laneformer.cuda.emulated import EmulatedPasses
@@ -48,6 +48,9 @@ class Shape:
     def plan(self) -> dict[str, int]:
         sizes = {"blocks_per_lane": self.blocks, "warps": self.warps, "chunk_bytes": self.chunk_bytes}
         return {**sizes, "devices": self.devices, "columns": self.columns}
+
+    def planned(self) -> Geometry:
+        return plan(self.model, self.dtype, self.machine(), **self.plan)
 
     def emulated(self, builds: Path, **options: Any) -> EmulatedPasses:
         """The kernels of this shape, with `options` for EmulatedPasses."""
@@ -151,7 +154,7 @@ def drawn(seed: int) -> Shape:
         shape = draw_any(draw, lanes)
         small = shape.model.hidden_size <= 192 and shape.model.num_lanes * shape.blocks * shape.warps <= 32
         with contextlib.suppress(ValueError):
-            plan(shape.model, shape.dtype, shape.machine(), **shape.plan)
+            shape.planned()
             if small:
                 return shape
 

@@ -213,18 +213,6 @@ def test_a_models_own_head_drafts_nothing_here():
         assert len(engine.generate(PROMPT, max_new_tokens=4)) == 4
 
 
-def test_sampling_options_as_the_kernels_take_them(engine):
-    def sampling_of(**options: Any) -> Any:
-        engine.generate(PROMPT, max_new_tokens=1, **options)
-        return passes_of(engine).asked[-1][-1].sampling
-
-    full = sampling_of(temperature=0.5, top_k=7, top_p=0.75, min_p=0.25, seed=2**64 - 1)
-    values = full.inverse_temperature, full.top_k, full.top_p, full.min_p, full.seed
-    assert values == (2.0, 7, 0.75, 0.25, 2**64 - 1)
-    for one_left in ({}, {"temperature": 1e-300}, {"temperature": 1.0, "top_k": 1}):
-        assert sampling_of(**one_left).inverse_temperature == 0
-
-
 # ---- which engine ----
 
 

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
-from laneformer.engine.cuda import executor as executor_module
 from laneformer.engine.cuda.executor import CudaExecutor
 from laneformer.engine.decoder import Collected, Request, Sampling
-from tests.laneformer.cuda.emulated import GREEDY, EmulatedPasses, emulator_proof
+from tests.laneformer.cuda.emulated import EmulatedPasses, emulator_proof
 from tests.laneformer.cuda.stand_ins import answers
 from tests.laneformer.cuda.test_ahead import WAYS
 
@@ -27,24 +25,6 @@ def text(count: int, seed: int = 1) -> list[int]:
 
 def one_by_one(passes: EmulatedPasses, ids: list[int]) -> torch.Tensor:
     return torch.cat([passes.logits([(token, position, 0)]) for position, token in enumerate(ids)])
-
-
-def test_columns_do_not_see_each_other(cuda_builds: Path) -> None:
-    """Alone, as a prompt in pieces, and between other sequences: the same bits, beyond the windows
-    of 6 as well.
-    """
-    ids, other = text(13), text(13, 2)
-    right = one_by_one(EmulatedPasses(cuda_builds, 1), ids)
-    five = EmulatedPasses(cuda_builds, 5, seed=3)
-    pieces = [five.logits([(ids[i], i, 2) for i in range(a, b)]) for a, b in ((0, 5), (5, 10), (10, 13))]
-    assert torch.equal(torch.cat(pieces), right)
-    among = EmulatedPasses(cuda_builds, 5, seed=9)
-    rows = []
-    for i in range(0, 12, 2):
-        own = [(ids[j], j, 1) for j in (i, i + 1)]
-        beside = [(other[j], j, s) for j in (i, i + 1) for s in (0, 4)]
-        rows.append(among.logits([*beside[:1], *own, *beside[2:4]])[1:3])
-    assert torch.equal(torch.cat(rows), right[:12])
 
 
 def decode(
@@ -95,20 +75,3 @@ def test_each_option_as_alone(cuda_builds: Path) -> None:
         for ours, theirs in zip(other.scores or (), one.scores or (), strict=True):
             np.testing.assert_array_equal(ours, theirs)
     assert together[1].tokens != together[0].tokens
-
-
-def test_pieces_and_caches_change_no_token(cuda_builds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts read by PyTorch from the tiles, beside others, again and continued."""
-    monkeypatch.setattr(executor_module, "PIECE_TOKENS", 5)
-    five, prompts = EmulatedPasses(cuda_builds, 5, sequences=7), [text(15), text(15, 2), text(2)]
-    five.unread = 3
-    executor = CudaExecutor(five)
-    alone = [decode(executor, [prompt], [GREEDY], reuse_prefix=False)[0] for prompt in prompts]
-    assert [news.whole.statistics["passes"] for news in alone] == [3 + 9, 3 + 9, 9]
-    beside = decode(executor, prompts * 2, [GREEDY] * 6)
-    assert [news.tokens for news in beside] == [news.tokens for news in alone] * 2
-    reused = sum(news.whole.statistics["reused_tokens"] for news in beside)
-    assert reused >= 4 * 14 + 2, "rings have forgotten no prompt's end"
-    longer = prompts[0] + alone[0].tokens
-    (again,) = answers(executor, [Request(longer, 1)])
-    assert again.whole.statistics["reused_tokens"] >= 14

@@ -88,7 +88,7 @@ def test_the_kernels_memory_is_a_cache(
 def test_every_weight_comes_back_from_the_tapes(name: str) -> None:
     """Bit for bit; and what it costs is one layer."""
     shape = SHAPES[name] if name in SHAPES else family(name)
-    geometry = plan(shape.model, shape.dtype, shape.machine(), **shape.plan)
+    geometry = shape.planned()
     tensors = tensors_of(random_model(shape.model, shape.dtype), shape.dtype)
     memories = [DeviceMemory(geometry, tensors, i, "cpu") for i in range(geometry.devices)]
     model, plain = TapeModel(memories), plain_model(shape.model, tensors, shape.dtype)

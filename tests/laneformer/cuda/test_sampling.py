@@ -131,14 +131,6 @@ def test_the_noise_is_never_infinite(sampler: Sampler) -> None:
     assert tokens[0] != token
 
 
-def test_draws_of_a_temperature(sampler: Sampler) -> None:
-    for temperature, seed in ((0.3, 0), (4.0, 2**32 + 5), (1.0, 2**64 - 1)):
-        how = sampling(temperature, seed)
-        tokens = sampler(LOGITS, how, order=seed % 7)
-        np.testing.assert_array_equal(tokens, drawn(LOGITS, how))
-        assert not np.array_equal(tokens, drawn(LOGITS, sampling(temperature, seed ^ 1)))
-
-
 def test_draws_follow_the_softmax() -> None:
     """Chi-square over the tokens that 20000 draws meet five times or more; a false alarm is
     below one in 10^6.
@@ -163,16 +155,36 @@ FILTERS: list[dict[str, Any]] = [
     {"top_k": 7}, {"top_k": 10 * VOCAB}, {"top_p": 0.3}, {"top_p": 1e-6}, {"min_p": 0.4}, {"min_p": 1.0},
     {"top_k": 20, "top_p": 0.6}, {"top_p": 0.5, "min_p": 0.55}, {"top_k": 40, "top_p": 0.9, "min_p": 0.3},
 ]  # fmt: skip
+TIED = LOGITS.copy()  # six tokens share the first place, and the cut would go through them
+TIED[[3, 40, 70, 71, 110, 151]] = 6.0
+# logits, the sampling, and its filters
+WAYS = [
+    *((LOGITS, how, {}) for how in (sampling(0.3), sampling(4.0, 2**32 + 5), sampling(1.0, 2**64 - 1))),
+    *((LOGITS, sampling(3.0, 11, **filters), filters) for filters in FILTERS),
+    *((TIED, sampling(1.0, 5, **filters), filters)
+      for filters in ({"top_k": 3}, {"min_p": 1.0}, {"top_k": 3, "top_p": 0.9})),
+]  # fmt: skip
 
 
-def test_draws_with_filters(sampler: Sampler) -> None:
-    for filters in FILTERS:
-        how = sampling(3.0, 11, **filters)
-        tokens = sampler(LOGITS, how)
-        np.testing.assert_array_equal(tokens, drawn(LOGITS, how), err_msg=str(filters))
-        left = kept(LOGITS, how)
+def test_draws_are_those_of_the_plain_way(sampler: Sampler) -> None:
+    for order, (logits, how, filters) in enumerate(WAYS):
+        tokens = sampler(logits, how, order=order)
+        np.testing.assert_array_equal(tokens, drawn(logits, how), err_msg=str(filters))
+        left = kept(logits, how)
         if left.sum() < 12:  # so few that each comes up
             assert set(tokens) == set(np.flatnonzero(left)), filters
+
+
+def test_more_logits_than_registers(cuda_builds: Path) -> None:
+    """2,072 of them for 32 threads, which keep 64 each and read the others, the likeliest, again;
+    ties are mixed in.
+    """
+    logits = (np.random.default_rng(1).standard_normal(2072) * 16).round().astype(np.float32) / 16
+    logits[-20:] += 8
+    sampler = Sampler(cuda_builds, 2072, 1)
+    for filters in ({"top_k": 300, "top_p": 0.5}, {"top_k": 2000}):
+        how = sampling(2.0, 4, **filters)
+        np.testing.assert_array_equal(sampler(logits, how, 40), drawn(logits, how, 40), err_msg=str(filters))
 
 
 def test_the_cpu_draws_the_same_tokens(sampler: Sampler) -> None:
@@ -186,29 +198,6 @@ def test_the_cpu_draws_the_same_tokens(sampler: Sampler) -> None:
         tokens = sampler(logits, request.sampling)
         on_cpu = [_core.sample(logits, request, [], [], position) for position in range(COUNT)]
         np.testing.assert_array_equal(tokens, on_cpu, err_msg=str(filters))
-
-
-def test_equal_logits_stay_together(sampler: Sampler) -> None:
-    """Six tokens share the first place, and the cut would go through them."""
-    logits = LOGITS.copy()
-    logits[[3, 40, 70, 71, 110, 151]] = 6.0
-    for filters in ({"top_k": 3}, {"min_p": 1.0}, {"top_k": 3, "top_p": 0.9}):
-        how = sampling(1.0, 5, **filters)
-        tokens = sampler(logits, how)
-        np.testing.assert_array_equal(tokens, drawn(logits, how))
-        assert set(tokens) == {3, 40, 70, 71, 110, 151}, filters
-
-
-def test_more_logits_than_registers(cuda_builds: Path) -> None:
-    """2,072 of them for 32 threads, which keep 64 each and read the others, the likeliest, again;
-    ties are mixed in.
-    """
-    logits = (np.random.default_rng(1).standard_normal(2072) * 16).round().astype(np.float32) / 16
-    logits[-20:] += 8
-    sampler = Sampler(cuda_builds, 2072, 1)
-    for filters in ({"top_k": 300, "top_p": 0.5}, {"top_k": 2000}):
-        how = sampling(2.0, 4, **filters)
-        np.testing.assert_array_equal(sampler(logits, how, 40), drawn(logits, how, 40), err_msg=str(filters))
 
 
 def test_broken_logits_give_a_token(sampler: Sampler) -> None:

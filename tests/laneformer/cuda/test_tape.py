@@ -1,7 +1,7 @@
-"""Tapes, words and shared memory: what Python lays out is what the kernels read.
+"""Words, arguments and shared memory: what Python lays out is what the kernels read.
 
-The description of a tape (columns.cuh) is read once more here, number by number; the sizes and places that the
-kernels compute are asked of the kernels themselves, built for the CPU.
+Sizes and places are asked of the kernels themselves, built for the CPU. The weights of a tape: test_prefill.py reads
+every one back, test_columns.py multiplies by it.
 """
 
 from __future__ import annotations
@@ -9,24 +9,14 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
-from laneformer.engine.cuda.geometry import Geometry
-from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.structures import GraphState, Order, Report, Weights, decode_structure
-from laneformer.engine.cuda.tape import pack, tape_starts
 from laneformer.engine.decoder import Sampling
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.emulated import build_unit, needs_emulator
-from tests.laneformer.cuda.shapes import SHAPES, Shape, drawn
+from tests.laneformer.cuda.shapes import SHAPES
 
-CUTS = [
-    *SHAPES.values(),
-    *(drawn(seed) for seed in range(40, 44)),
-    Shape({"vocab_size": 72}, blocks=3, warps=5),
-]
 LAYOUT = r"""
 #include "emulator.h"
 #include "block.cuh"
@@ -51,32 +41,6 @@ extern "C" void sizes(int64_t* out) {
 """
 
 
-def planned(shape: Shape) -> Geometry:
-    return plan(shape.model, shape.dtype, shape.machine(), **shape.plan)
-
-
-@pytest.mark.parametrize("shape", CUTS, ids=range(len(CUTS)))
-def test_tapes_are_whole_chunks(shape: Shape) -> None:
-    """A tape starts at a chunk and is filled up with less than one, and with zeros.
-
-    Which number is where: test_prefill.py reads every weight back, test_columns.py multiplies by it.
-    """
-    geometry = planned(shape)
-
-    def ones(op: str, layer: int) -> torch.Tensor:
-        matrix = geometry.matrix(op)
-        return torch.ones(geometry.lanes_per_device, matrix.rows, matrix.columns, dtype=torch.int16)
-
-    starts, tapes = tape_starts(geometry), pack(geometry, ones, "cpu")
-    assert len(starts) == geometry.lanes_per_device * geometry.warps_per_lane + 1
-    assert (starts[0], starts[-1]) == (0, 2 * tapes.numel())
-    assert not (starts % geometry.chunk_bytes).any()
-    for tape in np.split(tapes.numpy(), starts[1:-1] // 2):
-        filling = np.flatnonzero(tape == 0)
-        assert filling.size < geometry.chunk_bytes // 2
-        np.testing.assert_array_equal(filling, np.arange(tape.size - filling.size, tape.size))
-
-
 @pytest.mark.job
 @needs_emulator
 @pytest.mark.parametrize("name", ["delay 2", "delay 0", "at once"])
@@ -84,7 +48,7 @@ def test_the_kernels_have_the_same_sizes_and_places(name: str, cuda_builds: Path
     """Words, arguments and shared memory, on one device and on two; every pointer that is read
     as float4 is aligned.
     """
-    geometry = planned(SHAPES[name])
+    geometry = SHAPES[name].planned()
     decode = decode_structure(geometry.devices)
     fields = [name for name, _ in decode._fields_]
     streams = 4 * geometry.columns * geometry.lanes_per_device * geometry.config.hidden_size

@@ -29,10 +29,7 @@ PROPS = {
 
 
 class StandIn(ThreadingHTTPServer):
-    """requests: the bodies of chat completions; cancelled: how many of them the client left before the end.
-
-    at_once: how many run now; max_at_once: since `reset`.
-    """
+    """requests: the bodies of chat completions; cancelled: how many of them the client left before the end."""
 
     daemon_threads = True
 
@@ -43,7 +40,7 @@ class StandIn(ThreadingHTTPServer):
 
     def reset(self) -> None:
         self.requests: list[dict[str, Any]] = []
-        self.cancelled = self.at_once = self.max_at_once = 0
+        self.cancelled = 0
         self.processor_share = 1.0
         self.link: dict[str, float] | None = None
         self.refusals = 0  # so many requests are answered with 429
@@ -76,13 +73,10 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.refusals:
             self.server.refusals -= 1
             return self.fail(429, "16 requests wait already; try again in a moment", **{"Retry-After": "2"})
-        self.server.at_once += 1
-        self.server.max_at_once = max(self.server.max_at_once, self.server.at_once)
         try:
             self.answer(body)
         except ConnectionError:
             self.server.cancelled += 1
-        self.server.at_once -= 1
 
     def answer(self, body: dict[str, Any]) -> None:
         """A stream. The last message: "FAST n" n tokens at 2,000/s; "SLOW" 10/s; "THINK" reasons; "BREAK" and

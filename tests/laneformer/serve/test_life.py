@@ -108,7 +108,9 @@ def test_a_full_queue_and_who_leaves_it(slow: FastAPI) -> None:
             await until(lambda last=last: last.received)
             assert last.received.startswith(b": keep-alive\n\n"), "a comment opens the stream of who waits"
             assert (last.status, len(scheduler.waiting)) == (200, 1)
-            assert (await client.post(PATH, json=SHORT)).status_code == 429
+            refused = await client.post(PATH, json=SHORT)
+            assert refused.status_code == 429
+            assert 1 <= int(refused.headers["retry-after"]) <= 60
             if leaves:
                 await last.leave()
                 await until(lambda: not scheduler.waiting)

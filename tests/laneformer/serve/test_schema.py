@@ -14,7 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from laneformer.serve.bodies import Reading, RequestError, explain_errors, parse_json
-from laneformer.serve.schema import UNTIL_THE_END, CompletionRequest, ConversationRequest, Sampled
+from laneformer.serve.schema import CompletionRequest, ConversationRequest, Sampled
 
 PROMPT: dict[str, Any] = {"prompt": "Hi"}
 TALK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -63,14 +63,6 @@ def test_null_is_as_absent(body):
     required = {*BASE[body], "max_tokens"}
     everything = {name: None for name in [*body.model_fields, *body.refused] if name not in required}
     assert parsed(body, **everything) == parsed(body)
-
-
-def test_no_limit_of_tokens():
-    """-1 and null: until the end of the context."""
-    for none in (-1, None):
-        assert parsed(CompletionRequest, max_tokens=none).max_tokens == UNTIL_THE_END
-        assert parsed(ConversationRequest, max_tokens=none).max_tokens is None
-    assert parsed(CompletionRequest).max_tokens == 16
 
 
 # fields, the parameter that an error names, and a part of its message

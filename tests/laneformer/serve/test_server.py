@@ -66,10 +66,8 @@ WRONG = [  # of /v1/completions
     (b"[]", NO_JSON),
     (b'"text"', NO_JSON),
     (b"\xff\xfe", "body"),
-    (b"[" * 100_000, "body"),
     (b'{"promt": "a"}', "did you mean 'prompt'"),
     (b'{"prompt": "a", "temperature": NaN}', "temperature"),
-    (b'{"prompt": [1, 2, 999]}', "999"),
     (b'{"prompt": [%s7]}' % (b"7," * 200_000), "fit this model's context"),
 ]
 

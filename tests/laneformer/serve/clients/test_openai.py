@@ -6,14 +6,12 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from laneformer.serve.scheduler import Busy, Scheduler
 from tests.laneformer.serve.clients import openai_checks
 from tests.laneformer.serve.clients.conftest import NODE_CLIENTS, output
-from tests.laneformer.serve.clients.openai_checks import CHECKS, Asked, refused
+from tests.laneformer.serve.clients.openai_checks import CHECKS, Asked
 
 FOLDER = Path(__file__).parent
 
@@ -22,28 +20,6 @@ FOLDER = Path(__file__).parent
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_openai(asked: Asked, check: Callable[[Asked], None]) -> None:
     check(asked)
-
-
-def test_a_full_queue_is_429_and_the_client_tries_again(tiny, monkeypatch):
-    """The queue is full until the client has waited twice."""
-    import openai
-
-    submit, waits = Scheduler.submit, []
-
-    def submit_after_two_waits(self: Scheduler, *arguments: Any, **options: Any) -> Any:
-        if len(waits) < 2:
-            raise Busy(3, retry_after_s=7)
-        return submit(self, *arguments, **options)
-
-    monkeypatch.setattr(Scheduler, "submit", submit_after_two_waits)
-    asked = Asked("http://localhost", "tiny", "none")
-    impatient, patient = (asked.sync(http_client=tiny, max_retries=retries) for retries in (0, 5))
-    error = refused(openai.RateLimitError, lambda: asked.chat(impatient))
-    assert error.response.headers["retry-after"] == "7"
-    assert error.body["message"]
-    monkeypatch.setattr(patient, "_sleep_for_retry", lambda **_: waits.append(1))
-    assert asked.chat(patient).choices
-    assert len(waits) == 2
 
 
 @pytest.mark.rotate
