@@ -2,9 +2,9 @@
 
     python -m tests.laneformer.cuda.fake_run LIBRARY
 
-It ends with one line of JSON: {"cards": {card: {version: launches}}, "requests": {what: {"launches", "warnings",
-"error"}}}. NVRTC is replaced too: an image says what a compiler promises, the registers of __launch_bounds__
-and the size of the argument.
+It ends with one line of JSON: {"cards": {card: {version: launches}}, "planted": {fault: launches or an
+error's text}, "requests": {what: {"launches", "warnings", "error"}}}. NVRTC is replaced too: an image says
+what a compiler promises, the registers of __launch_bounds__ and the size of the argument.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import json
 import sys
 import warnings
 from collections.abc import Sequence
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +40,20 @@ NOT_READY = 600  # CUresult in cuda.h
 H200 = CARDS["H100 SXM, NVL, H200, GH200"]
 NAMES = {**KERNELS, "probe": ("stream", "loads")}
 CONFIG = LaneformerConfig.from_flavor("2b")
+# text of launch.py -> what a mistake there would make of it
+FAULTS = {
+    "the number of another attribute": ("CU_LAUNCH_ATTRIBUTE_COOPERATIVE", "CU_LAUNCH_ATTRIBUTE_PRIORITY"),
+    "not cooperative": ('version == "passes" and not shared', "False"),
+    "less shared memory": ("sharedMemBytes = self.geometry.shared_bytes", "sharedMemBytes = 4096"),
+    "the limit is not raised": (
+        "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES",
+        "CU_FUNC_ATTRIBUTE_CACHE_MODE_CA",
+    ),
+    "threads for warps": ("= self.geometry.threads, 1, 1", "= self.geometry.warps, 1, 1"),
+    "another stream": ("torch.cuda.current_stream(self.device).cuda_stream", "0"),
+    "another argument": ("ctypes.addressof(argument)", "ctypes.addressof(type(argument)())"),
+    "no overlap": ('self.version == "graph" and', "False and"),
+}
 
 
 class FakeDriver:
@@ -152,11 +167,13 @@ def filled(version: str, geometry: Geometry) -> bytes:
     return bytes((7 * i + 1) % 256 for i in range(ctypes.sizeof(argument_of(version, geometry))))
 
 
-def launched(driver: FakeDriver, card: Card, version: str) -> list[dict[str, Any]]:
+def launched(
+    driver: FakeDriver, card: Card, version: str, kernels: ModuleType | Any = launch
+) -> list[dict[str, Any]]:
     """Every kernel of a version once, of each of its builds."""
     driver.use(card)
     for geometry in geometries_of(version, card):
-        loaded = launch.Kernels(version, geometry, torch.device("cuda:0"))
+        loaded = kernels.Kernels(version, geometry, torch.device("cuda:0"))
         if version == "passes":
             loaded.require_resident(NAMES[version][0])
         loaded.load(*NAMES[version])
@@ -164,6 +181,21 @@ def launched(driver: FakeDriver, card: Card, version: str) -> list[dict[str, Any
         for name in NAMES[version]:
             loaded.launch(name, argument, 1 if name == "choose" else None)
     return driver.launches()
+
+
+def planted(driver: FakeDriver, wrong: str, right: str) -> list[dict[str, Any]] | str:
+    """The launches of both versions by a launch.py with this fault; or the error."""
+    text = Path(launch.__file__).read_text()
+    assert text.count(right) == 1, f"{right!r} does not stand once in launch.py"
+    module = ModuleType("laneformer.engine.cuda.planted")
+    exec(compile(text.replace(right, wrong), "planted", "exec"), module.__dict__)
+    module.compile_cubin = image  # type: ignore[attr-defined]
+    try:
+        return [
+            record for version in ("passes", "graph") for record in launched(driver, H200, version, module)
+        ]
+    except RuntimeError as error:
+        return str(error)
 
 
 TWO = ("cuda:0", "cuda:0")
@@ -237,8 +269,9 @@ def main() -> None:
         name: {version: launched(driver, CARDS[name], version) for version in NAMES}
         for name in generations.values()
     }
+    faults = {name: planted(driver, wrong, right) for name, (right, wrong) in FAULTS.items()}
     requests = {name: request(driver, case) for name, case in CASES.items()}
-    print(json.dumps({"cards": cards, "requests": requests}))
+    print(json.dumps({"cards": cards, "planted": faults, "requests": requests}))
 
 
 if __name__ == "__main__":

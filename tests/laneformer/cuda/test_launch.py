@@ -75,6 +75,14 @@ def test_every_launch_on_every_generation(made: dict[str, Any]) -> None:
         assert set(versions) == set(NAMES)
 
 
+def test_every_fault_in_a_launch_is_found(made: dict[str, Any]) -> None:
+    for fault, launches in made["planted"].items():
+        if isinstance(launches, str):  # the driver refused
+            assert "CUDA_ERROR_INVALID_VALUE" in launches, fault
+        else:
+            assert faults_of(H200, "passes", launches[:3]) or faults_of(H200, "graph", launches[3:]), fault
+
+
 TOKENS = [(2 + i) * 7 % 96 for i in range(20)]  # fake_run.py: Choosing
 ANSWER = {"tokens": TOKENS, "error": None}
 
