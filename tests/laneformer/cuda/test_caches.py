@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from laneformer.engine.cpu import _core
 from laneformer.engine.cuda import executor as executor_module
 from laneformer.engine.cuda import geometry
 from laneformer.engine.cuda.caches import Caches
@@ -153,3 +154,18 @@ def test_what_each_turn_finds() -> None:
     second = [*first, 30, 31]
     assert reused(executor, [*second, *continued(second, 9), 32], 9) == len(second) + 8
     assert reused(executor, other * 3, 9) == 11
+
+
+@pytest.mark.parametrize(("ring", "back", "found"), [(6, 2, False), (7, 2, True), (6, 3, True)])
+def test_a_number_too_large_is_found(
+    ring: int, back: int, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What reads a position that its ring has lost is seen."""
+    monkeypatch.setattr(Caches, "shape", lambda self: _core.KvShape(48, 1, ring, back))
+    errors = []
+    for held, shared in ((10, 7), (7, 3)):
+        executor, text = CudaExecutor(Numbers(1, 1)), [i % 3 for i in range(11)]
+        reused(executor, text[:held], 1)
+        news = answers(executor, [Request([*text[:shared], 5], 1)])[0]
+        errors.append(news.whole.error is not None)
+    assert any(errors) == found
