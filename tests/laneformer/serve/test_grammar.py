@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 
-from laneformer.serve.grammar import MAX_SCHEMA_BYTES, Grammars
+from laneformer.serve.grammar import MAX_SCHEMA_BYTES, Grammar, Grammars
 from tests.laneformer.serve.grammar_assets import TOKENIZERS, allowed, batch_of, drawn, grammars, text_of
 
 SEEDS = 3
@@ -38,6 +39,40 @@ def test_every_answer_is_valid(kind: str) -> None:
             ended = [ids for ids, reason in answers if reason == "stop"]
             assert ended, name
             assert all(valid(kind, ids, schema) for ids in ended), name
+
+
+class Shifted(Grammar):
+    def mask(self, index: int) -> np.ndarray:
+        return np.roll(super().mask(index), 1)
+
+
+class Late(Grammar):
+    """The mask of the previous token."""
+
+    last: np.ndarray | None = None
+
+    def mask(self, index: int) -> np.ndarray:
+        now = super().mask(index)
+        before, self.last = self.last, now
+        return now if before is None else before
+
+
+class Forgetful(Grammar):
+    def accept(self, token_id: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("planted", [Shifted, Late, Forgetful])
+def test_planted_faults_show(planted: type[Grammar]) -> None:
+    for seed in range(3):
+        grammar = grammars().of_schema(SCHEMAS["flat"], "schema")
+        grammar.__class__ = planted
+        with batch_of() as batch:
+            try:
+                ids, reason = drawn(batch, grammar, seed=seed, max_new_tokens=200)
+            except (AssertionError, RuntimeError):
+                continue  # the grammar itself saw it
+        assert reason != "stop" or not valid("bytes", ids, SCHEMAS["flat"])
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
@@ -86,8 +121,6 @@ def test_white_space_is_bounded() -> None:
     [
         ({"type": "object", "properties": {"a": {"type": "strin"}}}, r"s\.properties\.a: Invalid type: strin"),
         ({"anyOf": [{"type": "null"}, {"type": "string", "format": "zip"}]}, r"s\.anyOf\[1\]: Unknown format: zip"),
-        # a schema cannot change how it is compiled
-        ({"type": "string", "format": "zip", "x-guidance": {"lenient": True}}, "Unknown format: zip"),
         ({"type": "string", "pattern": "(?=a)b"}, "s: regex parse error"),
         ({"type": "array", "items": {"if": {}}}, r's\.items: Unimplemented keys: \["if"\]'),
         ({"$ref": "#/$defs/x"}, "Pointer '/\\$defs/x' does not exist"),
@@ -105,6 +138,12 @@ def test_bad_schemas_are_refused_with_their_place(schema: Any, message: str) -> 
     with pytest.raises(ValueError, match=message) as error:
         grammars().of_schema(schema, "s")
     assert len(str(error.value)) < 700
+
+
+def test_a_schema_cannot_change_how_it_is_compiled() -> None:
+    lenient = {"type": "string", "format": "zip", "x-guidance": {"lenient": True}}
+    with pytest.raises(ValueError, match="Unknown format"):
+        grammars().of_schema(lenient, "schema")
 
 
 def test_models_without_an_end_and_machines_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
