@@ -51,6 +51,7 @@ def test_a_proof_is_not_repeated_and_nothing_else_is_skipped(checkout, pytester,
     for name in ("proofs", "tiers"):
         (checkout / f"tests/{name}.py").write_text((ROOT / f"tests/{name}.py").read_text())
     monkeypatch.setenv("LANEFORMER_CACHE", str(checkout / "cache"))
+    monkeypatch.delenv("ROTATE_UNTIL", raising=False)  # of the run that this test belongs to
     monkeypatch.setenv("PYTHONPATH", str(checkout))
     for outcomes in ({"passed": 1, "failed": 1, "skipped": 1}, {"passed": 0, "failed": 1, "skipped": 2}):
         pytester.runpytest_subprocess("-p", "no:cacheprovider", "tests/test_it.py").assert_outcomes(

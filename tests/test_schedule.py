@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests import schedule
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,6 +33,12 @@ DURATIONS = {
     "test_long.py::test_proved": 300, "test_short.py::test_a": 1,
 }  # fmt: skip
 PLUGIN = "import pathlib\nfrom tests import schedule\nschedule.DURATIONS = pathlib.Path('durations.json')\n"
+
+
+@pytest.fixture(autouse=True)
+def no_deadline(monkeypatch):
+    """The deadline of the run that these tests belong to is not that of the runs inside them."""
+    monkeypatch.delenv("ROTATE_UNTIL", raising=False)
 
 
 def run(pytester, workers, durations, **files):

@@ -53,14 +53,11 @@ class Join(str, enum.Enum):  # noqa: UP042  (StrEnum needs Python 3.11, exported
 class LaneformerConfig:
     """Shapes and switches of one Laneformer. Invalid values raise ValueError on construction.
 
-    head_dim (None: hidden_size over num_attention_heads), attention_bias (of queries, keys and values) and
-    qk_norm are there for checkpoints of other families; what else those have, a subclass says (llama/family.py).
-
-    nope_layers are those without RoPE; window_rope_theta and rope_scaling are explained in ropes.py.
-
-    num_nextn_predict_layers 1 adds a head that drafts tokens (model.py's MTPHead). Its block counts as layer
-    `num_hidden_layers`. draft_vocab_size: ids that it can draft, listed in the tensor `mtp.draft_ids`; 0
-    for all. deliver_tail: its input has the last layers' partials of all lanes, which otherwise never arrive.
+    head_dim (None: hidden_size over num_attention_heads), attention_bias (of queries, keys and values) and qk_norm
+    are for checkpoints of other families; what else those have, a subclass says (llama/variant.py). nope_layers
+    have no RoPE; window_rope_theta and rope_scaling: ropes.py. num_nextn_predict_layers 1 adds a head that drafts
+    tokens (mtp.py), whose block is layer `num_hidden_layers`. draft_vocab_size: ids that it can draft, listed in the
+    tensor `mtp.draft_ids`; 0 for all. deliver_tail: its input has the last layers' partials of all lanes.
     """
 
     hidden_size: int = 3072
@@ -133,7 +130,7 @@ class LaneformerConfig:
         return {name: getattr(self, name) for name, value in plain.items() if getattr(self, name) != value}
 
     def needs_other_layers(self) -> dict[str, Any]:
-        """The fields that model.py does not compute; none but in a subclass, see llama/family.py."""
+        """The fields that model.py does not compute; none but in a subclass, see llama/variant.py."""
         return {}
 
     def join(self, layer: int, module: str) -> Join:
@@ -199,14 +196,8 @@ class LaneformerConfig:
         return shapes | ({DRAFT_IDS: (self.draft_vocab_size,)} if self.draft_vocab_size else {})
 
     def _layer_shapes(self, prefix: str, norm: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        lanes, d, f = self.num_lanes, self.hidden_size, self.intermediate_size
-        q, kv = self.query_size, self.head_dim * self.num_key_value_heads
-        rows = {"wq": q, "wk": kv, "wv": kv, "w1": f, "w3": f}
-        columns = {"wo": q, "w2": f}
         shapes = {f"{prefix}{name}.weight": norm for name in NORMS}
-        for name in MATRICES:
-            part = name.split(".")[1]
-            shape = (lanes, rows[part] // lanes, d) if part in rows else (lanes, d, columns[part] // lanes)
+        for name, shape in _matrix_shapes(self).items():
             shapes[f"{prefix}{name}.weight"] = shape
             if self.attention_bias and name in BIASED:
                 shapes[f"{prefix}{name}.bias"] = shape[:2]
@@ -248,12 +239,7 @@ class LaneformerConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LaneformerConfig:
         """From a `config.json` dictionary without its Hugging Face bookkeeping; unknown keys are refused."""
-        known = [f.name for f in dataclasses.fields(cls)]
-        for key in values:
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"unknown config key {key!r}{hint}")
+        _refuse_unknown_keys(values, [f.name for f in dataclasses.fields(cls)])
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -264,6 +250,27 @@ class LaneformerConfig:
         plain |= {name for name in later if not getattr(self, name)}
         values = {name: value for name, value in dataclasses.asdict(self).items() if name not in plain}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def _matrix_shapes(config: LaneformerConfig) -> dict[str, tuple[int, ...]]:
+    """Of a layer's matrices: (L, out / L, in) where a lane owns rows, (L, out, in / L) where it owns columns."""
+    lanes, d, f = config.num_lanes, config.hidden_size, config.intermediate_size
+    q, kv = config.query_size, config.head_dim * config.num_key_value_heads
+    rows = {"wq": q, "wk": kv, "wv": kv, "w1": f, "w3": f}
+    columns = {"wo": q, "w2": f}
+    shapes = {}
+    for name in MATRICES:
+        part = name.split(".")[1]
+        shapes[name] = (lanes, rows[part] // lanes, d) if part in rows else (lanes, d, columns[part] // lanes)
+    return shapes
+
+
+def _refuse_unknown_keys(values: dict[str, Any], known: list[str]) -> None:
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"unknown config key {key!r}{hint}")
 
 
 def _check_sizes(config: LaneformerConfig) -> None:

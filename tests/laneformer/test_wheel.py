@@ -40,7 +40,7 @@ def test_the_wheel_decodes_elsewhere(tmp_path):
     assert sources == {"laneformer/engine/sampling.h"}, "the CUDA kernels are compiled at run time"
     assert all(name.startswith("laneformer") for name in names)
     page = {f"laneformer/serve/playground/{path.name}" for path in PLAYGROUND.iterdir()}
-    assert len(page) == 6
+    assert len(page) == 5
     assert page <= set(names), "the playground ships"
     assert "laneformer/engine/cuda/cards.toml" in names, "the datasheets ship"
 

@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SIZE_FILE = "tools/check/size.json"
 RATCHET_SLACK = 0.015
 # lines; the class is the longest of today: it falls to 200
-LIMITS = {"file": 400, "kernel file": 600, "function": 60, "class": 236}
+LIMITS = {"file": 400, "kernel file": 600, "function": 60, "class": 200}
 TESTS = ("tests", "examples")
 NATIVE = {".cpp", ".h", ".cu", ".cuh", ".js", ".css"}
 LAYOUT = {
