@@ -258,7 +258,7 @@ def _matrix_shapes(config: LaneformerConfig) -> dict[str, tuple[int, ...]]:
     q, kv = config.query_size, config.head_dim * config.num_key_value_heads
     rows = {"wq": q, "wk": kv, "wv": kv, "w1": f, "w3": f}
     columns = {"wo": q, "w2": f}
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name in MATRICES:
         part = name.split(".")[1]
         shapes[name] = (lanes, rows[part] // lanes, d) if part in rows else (lanes, d, columns[part] // lanes)
