@@ -41,6 +41,7 @@ def append_line(path: Path, line: str) -> None:
         cut, end = False, file.seek(0, os.SEEK_END)
         if end:
             file.seek(-1, os.SEEK_END)
+            # also true while another process's line is half in the file: a blank line then, which readers skip
             cut = file.read(1) != b"\n"
         _write_at(file, end, b"\n" * cut + line.encode() + b"\n")
 

@@ -43,12 +43,20 @@ def test_a_cut_line_costs_only_itself(tmp_path):
 def test_lines_of_many_processes_are_all_there(tmp_path):
     """Every rank of a job that crashes appends its event at about the same time."""
     path, count = tmp_path / "lines.jsonl", 200
-    program = "import pathlib, sys; from records.files import append_line as a; p = pathlib.Path(sys.argv[1])"
-    program += f"\nfor n in range({count}): a(p, '[' + sys.argv[2] + ', ' + str(n) + ']')"
+    program = f"""
+import pathlib, sys
+from records.files import append_line
+for n in range({count}):
+    append_line(pathlib.Path(sys.argv[1]), '{{"rank": ' + sys.argv[2] + ', "n": ' + str(n) + '}}')
+"""
     writers = [subprocess.Popen([sys.executable, "-c", program, str(path), str(rank)]) for rank in range(4)]
     assert [writer.wait() for writer in writers] == [0] * 4
-    expected = [f"[{rank}, {n}]" for rank in range(4) for n in range(count)]
-    assert sorted(path.read_text().splitlines()) == sorted(expected)
+    unreadable: list[int] = []
+    lines = read_lines(path, unreadable)
+    assert not unreadable
+    assert sorted((line["rank"], line["n"]) for line in lines) == [
+        (r, n) for r in range(4) for n in range(count)
+    ]
 
 
 def test_not_a_number_is_none_and_odd_bytes_are_no_line(tmp_path):
