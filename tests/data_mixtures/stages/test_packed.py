@@ -28,9 +28,9 @@ TEXTS = [*texts_of(300), *(f"{n} " + "long " * 40 * n for n in range(1, 5)), "a"
 PLAN = dataclasses.replace(plan_of(seq_len=48, windows_per_shard=20), packing="best_fit")
 
 
-def reference(name: str) -> dict[str, packing.Packed]:
+def reference(texts: list[str]) -> dict[str, packing.Packed]:
     """The files of windows, from all texts in memory."""
-    unique, train, valid = select(TEXTS, PLAN)
+    unique, train, valid = select(texts, PLAN)
     files, at, parts = {}, 0, dict[str, list[int]]()
     for digest in train:
         parts.setdefault(f"shard-{at // (48 * 20):05d}.bin", []).append(digest)
@@ -43,11 +43,15 @@ def reference(name: str) -> dict[str, packing.Packed]:
     return files
 
 
-def test_shards_are_those_of_the_reference(tmp_path, monkeypatch):
+# every shard of the second ends where a document does
+@pytest.mark.parametrize(
+    "texts", [TEXTS, [f"{n:046}" for n in range(100)]], ids=["any", "as long as a window"]
+)
+def test_shards_are_those_of_the_reference(tmp_path, monkeypatch, texts):
     monkeypatch.setattr(sorted_runs, "RUNS", 2)
     monkeypatch.setattr(sorted_runs, "DOCUMENTS_PER_RANGE", 100)
-    shuffled(tmp_path, PLAN, {"notes": TEXTS}, units=6)
-    files, expected = shuffled_files(tmp_path, "notes"), reference("notes")
+    shuffled(tmp_path, PLAN, {"notes": texts}, units=6)
+    files, expected = shuffled_files(tmp_path, "notes"), reference(texts)
     assert len(expected) > 4
     for name, made in expected.items():
         assert files.pop(name) == made.tokens.tobytes()

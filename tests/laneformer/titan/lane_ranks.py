@@ -43,6 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sent-again": {"rebroadcast_early": True},
     "late": {"first_late_layer": 3},
     "attention-only": {"use_mlp_comm": False},
+    "flush": {"flush": True},  # the one whose streams are equal once they are flushed: `first_only`
     "flush-1": {"flush": True, "broadcast_delay": 1, "use_early_comm": False},
     "lane-scales": {"replicated_rmsn_scale": False},
     "full": {},
