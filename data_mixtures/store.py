@@ -39,6 +39,7 @@ class Store:
             self.system, self.root = fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
         self._kept: dict[Path, int] = {}  # data here, oldest first
         self._listed: set[Path] = set()  # folders all of whose receipts are here
+        self._saved: dict[str, tuple[int, int]] = {}  # small files of the folder itself, as they are there
 
     def name(self, path: Path) -> str:
         return f"{self.root}/{path.relative_to(self.here)}"
@@ -49,14 +50,22 @@ class Store:
         if manifests:
             names += self.system.glob(f"{self.root}/*/{MANIFEST}")
         self._write(each for each in names if Path(each).name != LOCK)
+        self._saved = self._stat_small()
 
     def save(self) -> None:
-        """Put back the files of the folder itself, and delete those that are gone."""
-        names = {path.name for path in self.here.iterdir() if path.is_file() and path.name[0] != "."}
-        for name in names:
+        """Put back the files of the folder itself that have changed, and delete those that went here; what
+        others have put there stays.
+        """
+        small = self._stat_small()
+        for name, _ in small.items() - self._saved.items():
             self.put(self.here / name)
-        stored = {Path(name).name for name in self.system.find(self.root, maxdepth=1)} - {LOCK}
-        self.remove(self.here / name for name in stored - names)
+        self.remove(self.here / name for name in self._saved.keys() - small.keys())
+        self._saved = small
+
+    def _stat_small(self) -> dict[str, tuple[int, int]]:
+        """(bytes, time of change) of the files of the folder itself, by name."""
+        files = (each for each in self.here.iterdir() if each.is_file() and each.name[0] != ".")
+        return {each.name: (each.stat().st_size, each.stat().st_mtime_ns) for each in files}
 
     def _write(self, names: Iterable[str]) -> None:
         contents: Mapping[str, bytes] = self.system.cat(listed) if (listed := list(names)) else {}

@@ -127,10 +127,10 @@ def _publish(recipe: Recipe, out: Path, source: str, replace: bool) -> str:
     }
     final = out / source
     published = _manifest(final)
-    with suppress(ValueError):
+    with suppress(ValueError, FileNotFoundError):
         shards.check_sizes(final, description)
         same = published.get("content_sha256") == shards.content_sha256(description)
-        if same and all((final / name).is_file() for name in files):
+        if same and all(_is_copy(final / name, path) for name, path in files.items()):
             described = {**published, **description, "code_version": published["code_version"]}
             if described != published:  # the same data with other counts, or of another plan
                 shards.write_manifest(final, described)
@@ -148,6 +148,12 @@ def _publish(recipe: Recipe, out: Path, source: str, replace: bool) -> str:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return "built"
+
+
+def _is_copy(link: Path, path: Path) -> bool:
+    """Whether a link or a copy and its file, unless that was freed, have size and time in common."""
+    ours, theirs = link.stat(), path.stat() if path.exists() else link.stat()
+    return (ours.st_size, ours.st_mtime_ns) == (theirs.st_size, theirs.st_mtime_ns)
 
 
 def _publish_there(

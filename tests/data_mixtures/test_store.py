@@ -50,11 +50,14 @@ def test_a_bucket_holds_the_files_of_a_folder(recipe, s3, monkeypatch):
     def recorded(self, folder: Path) -> None:
         push(self, folder)
         left.update(path.suffix for path in folder.iterdir())
+        s3.pipe("bucket/data/theirs.txt", b"of somebody else, meanwhile")
 
     with monkeypatch.context() as patch:
         patch.setattr(store.Store, "push", recorded)
         assert "built" in prepare_folder(recipe, OUT)
     assert left == {".json"}, "data leave this disk"
+    assert s3.cat("bucket/data/theirs.txt"), "what others put there stays"
+    s3.rm("bucket/data/theirs.txt")
     assert stored(s3) == expected
     assert "notes/shard-00000.bin" in expected
     assert not s3.glob("bucket/data/shuffle/*/*/*.bin")

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from data_mixtures import tokenizer
 from data_mixtures.stages import manifest
-from tests.data_mixtures.conftest import files_of
+from tests.data_mixtures.conftest import files_of, flip
 from tests.data_mixtures.stages.shuffle_assets import (
     SOURCES,
     TWO_SOURCES,
@@ -80,6 +80,9 @@ def test_a_file_that_changed_is_published_again_while_its_unit_is_there(data):
     expected = path.read_bytes()
     path.unlink()
     assert write(data) == {"notes": "built", "sums": "reused"}
+    assert path.read_bytes() == expected
+    flip(path, 0)  # of the right size, but not the file that shuffle wrote
+    assert write(data)["notes"] == "built"
     assert path.read_bytes() == expected
     for made in (data / "shuffle/notes").glob("unit-*/shard-*"):
         made.unlink()
