@@ -18,6 +18,7 @@ import gzip
 import hashlib
 import os
 import random
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -136,6 +137,10 @@ async def _save(url: str, ask: list[bytes], folder: Path) -> Counter[str]:
             came = [(sha1, answer) for sha1, answer in pairs if isinstance(answer, bytes)]
             _save_part(folder, came)
             missing.update(answer for answer in answers if isinstance(answer, str))
+            if not sys.stderr.isatty():  # in logs, as of Slurm; a terminal has the bar of all units
+                done = f"{start + len(names):,} of {len(ask):,} contents, {missing.total():,} missing"
+                place = f"{folder.parent.name}/{folder.stem.lstrip('.')}"
+                print(f"fetch {place}: {done}", file=sys.stderr, flush=True)
             if bucket.is_silent():
                 raise ValueError(
                     f"{url} does not answer ({dict(missing)}; {bucket.unanswered} contents in a row, {ATTEMPTS} "

@@ -40,13 +40,14 @@ def fetched(folder: Path, url: str, groups=None, share=0.0) -> tuple[dict[str, A
     return counts, pq.read_table(raw).to_pylist()
 
 
-def test_each_content_once_in_order_with_its_origin_through_failures(tmp_path):
+def test_each_content_once_in_order_with_its_origin_through_failures(tmp_path, capsys):
     resolved(tmp_path / "resolved.parquet", [*CONTENTS, *CONTENTS[:20]])
     with FakeBucket(CONTENTS) as bucket:
         three, four, five = map(sha1, CONTENTS[3:6])
         bucket.flaws = {three: [503, 429, 500], four: [b"damaged"], five: [CONTENTS[5]]}
         counts, rows = fetched(tmp_path, bucket.url)
         assert bucket.asked == {**{sha1(each): 1 for each in CONTENTS}, three: 4, four: 2}
+    assert "/parts: 40 of 300 contents, 0 missing" in capsys.readouterr().err.splitlines()[0]
     assert [row["text"] for row in rows] == CONTENTS
     assert json.loads(rows[299]["origin"]) == {"file": "resolved", "row": 299, "repo": "a/299"}
     size = sum(map(len, CONTENTS))
