@@ -55,43 +55,26 @@ def logits_of(folder, **options) -> np.ndarray:
 
 
 def only_file(folder):
-    files = sorted((folder / FOLDER).iterdir())
-    assert [path.suffix for path in files] == [".bin", ".checked"], files
-    return files[0]
-
-
-def only_parts(folder) -> int:
-    return len(packed.read_header(only_file(folder))[1]["parts"])
+    (path,) = (folder / FOLDER).glob("*.bin")
+    return path
 
 
 def test_a_second_start_maps_what_the_first_packed(folder, loads, hashed):
+    """And compares it with its hashes: every tape and the embedding once, and again where the file was touched."""
     expected = engine_of(small_model(dtype="bf16")).logits(IDS)
-    for start in range(3):
+    compared = []
+    for start in range(6):
         np.testing.assert_array_equal(logits_of(folder), expected)
-        assert loads[-1] == (start > 0)
-        assert bool(hashed) == (start == 0), "a checked file is not read twice"
+        compared.append(len(hashed))
         del hashed[:]
-    os.utime(only_file(folder))  # touched: every tape and the embedding, once
-    for _ in range(2):
-        logits_of(folder)
-    assert len(hashed) == only_parts(folder)
-    only_file(folder).with_suffix(".checked").write_text("no list of stamps")
-    logits_of(folder)
-    assert len(hashed) == 2 * only_parts(folder)
-    assert loads == [False, True, True, True, True, True]
-
-
-def test_a_file_that_may_not_have_reached_the_disk_is_compared_after_a_reboot(
-    folder, loads, hashed, monkeypatch
-):
-    logits_of(folder)
-    for boot in "another one", "and one more":
-        del hashed[:]
-        monkeypatch.setattr(packed, "boot", lambda boot=boot: boot)
-        logits_of(folder)
-        # once: then it is on the disk
-        assert len(hashed) == (only_parts(folder) if boot == "another one" else 0)
-    assert loads == [False, True, True]
+        if start == 2:
+            os.utime(only_file(folder))
+        if start == 4:
+            only_file(folder).with_suffix(".checked").write_text("no list of stamps")
+    parts = len(packed.read_header(only_file(folder))[1]["parts"])
+    assert compared[0] > parts, "the weights, too"
+    assert compared[1:] == [parts, 0, parts, 0, parts]
+    assert loads == [False] + [True] * 5
 
 
 def test_what_changes_the_tapes_has_a_file_of_its_own(folder, loads):
@@ -144,7 +127,6 @@ def test_damage_is_found_and_repaired(folder, loads, damage):
     for _ in range(2):
         np.testing.assert_array_equal(logits_of(folder), expected)
     assert loads == [False, False, True]
-    only_file(folder)
 
 
 def test_without_room_on_the_disk_nothing_is_kept(folder, loads, monkeypatch):
@@ -152,17 +134,6 @@ def test_without_room_on_the_disk_nothing_is_kept(folder, loads, monkeypatch):
     np.testing.assert_array_equal(logits_of(folder), logits_of(folder))
     assert loads == [False, False]
     assert not list((folder / FOLDER).iterdir())
-
-
-def test_bad_values_are_never_kept(folder):
-    path = folder / "model.safetensors"
-    state = load_file(path)
-    state["model.layers.4.feed_forward.w2.weight"][0, 0, 0] = float("nan")
-    save_file(state, path)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="not finite"):
-            logits_of(folder)
-    assert not (folder / FOLDER).exists()
 
 
 def test_the_hash_sees_every_word_and_their_order():
@@ -186,7 +157,8 @@ def test_the_four_plans_used_last_stay(folder, loads):
     logits_of(folder, threads=1)  # used again: 2 is now the oldest
     logits_of(folder, threads=1, context_tokens=64)  # packs nothing else
     logits_of(folder, threads=5)
-    assert len(list(directory.glob("*.bin"))) == len(list(directory.glob("*.checked"))) == 4
+    assert len(list(directory.glob("*.bin"))) == 4
+    assert len(list(directory.glob("*.checked"))) == 1, "those that were read again"
     del loads[:]
     for threads in (1, 3, 4, 5, 2):
         logits_of(folder, threads=threads)

@@ -30,13 +30,15 @@ def start(folder: Path, age_s: float = 0.0) -> Path:
     with Engine.from_pretrained(folder, threads=1):
         pass
     path = next(one.path for one in list_packed() if one.source == folder)
-    used_s = path.with_suffix(".checked").stat().st_mtime - age_s
-    os.utime(path.with_suffix(".checked"), (used_s, used_s))
+    used_s = path.stat().st_mtime - age_s
+    os.utime(path, (used_s, used_s))
     return path
 
 
 def test_the_files_used_longest_ago_leave_first(models, monkeypatch):
     first, second = start(models[0], 100.0), start(models[1], 200.0)
+    second.with_suffix(".checked").touch()
+    os.utime(second.with_suffix(".checked"), (0, 0))
     size = first.stat().st_size
     assert [one.path for one in list_packed()] == [second, first]
     monkeypatch.setenv(BUDGET, str(2 * size + 1))
@@ -90,7 +92,7 @@ def test_what_nobody_can_use_is_removed_of_every_model(models):
     with young.open("rb") as writing:
         hold(writing)
         second = start(models[1])
-    assert sorted(first.parent.iterdir()) == sorted([first, first.with_suffix(".checked"), young])
+    assert sorted(first.parent.iterdir()) == sorted([first, young])
     assert {one.path for one in list_packed()} == {first, second}
     assert not lost.exists()
 
