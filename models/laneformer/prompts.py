@@ -4,7 +4,8 @@ template writes control tokens.
 The encoder's control tokens have secret names. A template sees its data with the first character of every
 spelled control token replaced by digits; so what spells one in the rendered text was written by the
 template, gets its secret name, and the data is restored. Everything is then encoded at once, as Transformers
-encodes a rendered conversation.
+encodes a rendered conversation. A secret name begins and ends as the name does, so a tokenizer that looks at
+what stands beside a control token reads it in the same places; elsewhere its name is letters, as in Transformers.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 GENERATION_MARK = "generation_mark"  # a template's variable: stands where {% generation %} begins and ends
 STEP_CHARS = 2**16  # of a search: it keeps other threads from running
 SECRET_DIGITS = 40  # digits survive what templates do with text: trim, upper, tojson
+SECRET_CHARS = SECRET_DIGITS + 3  # of a secret name, at most
 
 
 class PromptEncoder:
@@ -34,9 +36,12 @@ class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer, tokenizer_config: Mapping[str, Any]):
         added = tokenizer.get_added_tokens_decoder().values()
         names = sorted((token.content for token in added if token.special), key=len, reverse=True)
-        self._secret = {name: draw_digits() for name in names}
+        self._secret = {name: f"{name[0]}{draw_digits()}{name[-1]}" for name in names}
+        self._name = {secret: name for name, secret in self._secret.items()}
         self._mark, self._edge = draw_digits(), draw_digits()
         self._tokenizer = rename_control_tokens(tokenizer, self._secret)
+        self._ids = {self._tokenizer.token_to_id(secret) for secret in self._name}
+        self._always_read = all(self._ids & {*self.encode(f"a{secret}a")} for secret in self._name)
         any_name = "|".join(map(re.escape, names)) or "(?!)"
         self._written = re.compile(any_name)
         self._begun = re.compile(f"(?s)(?=(?:{any_name}))(.)")  # overlapping ones, too
@@ -53,6 +58,10 @@ class PromptEncoder:
         """Ids of a text, after what the tokenizer begins every text with."""
         # of the library's ways this one lets other threads run
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def spelled_in(self, text: str) -> list[str]:
+        """The control tokens that a text spells: letters, to the model."""
+        return list(dict.fromkeys(name[0] for name in self._find(self._written, text)))
 
     def render(
         self,
@@ -72,7 +81,8 @@ class PromptEncoder:
             rendered = self._template.render(**data, add_generation_prompt=add_generation_prompt)
         except ChatError as error:
             raise ChatError(error.reason, self._restore(str(error))) from None
-        return self._restore(self._replace(self._written, rendered, lambda name: self._secret[name[0]]))
+        text = self._restore(self._replace(self._written, rendered, lambda name: self._secret[name[0]]))
+        return text if self._always_read else self._spell_unread(text)
 
     def training(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
@@ -106,6 +116,20 @@ class PromptEncoder:
         if isinstance(value, Mapping):
             return {self._data(name): self._data(entry) for name, entry in value.items()}
         return [self._data(entry) for entry in value] if isinstance(value, list) else value
+
+    def _spell_unread(self, text: str) -> str:
+        """The text with control tokens by their own names, letters, where the tokenizer reads none: some have to be
+        words by themselves, or to stand behind what its normalizer prepends.
+        """
+        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        places = zip(encoded.ids, encoded.offsets, strict=True)
+        read = [place for token, place in places if token in self._ids]
+
+        def spell(secret: re.Match[str]) -> str:
+            is_read = any(begin <= secret.start() and secret.end() <= end for begin, end in read)
+            return secret[0] if is_read else self._name[secret[0]]
+
+        return re.sub("|".join(map(re.escape, self._name)), spell, text)
 
     def _replace(self, names: re.Pattern[str], text: str, by: Callable[[re.Match[str]], str]) -> str:
         """`names.sub(by, text)`, in steps between which other threads run."""

@@ -14,7 +14,7 @@ from ..engine import GenerationOptions
 from ..engine.channels import BEGIN, speaks_harmony
 from ..engine.options import conversation_defaults
 from ..engine.requests import checked_ids
-from ..prompts import SECRET_DIGITS, PromptEncoder
+from ..prompts import SECRET_CHARS, PromptEncoder
 from .bodies import MAX_VALUES, RequestError
 from .grammar import Grammars
 from .schema import Sampled
@@ -62,7 +62,7 @@ class ServingContext:
         self._added = {i: token.content for i, token in engine.tokenizer.get_added_tokens_decoder().items()}
         longest = max(len(self._token_bytes(i)) for i in range(engine.tokenizer.get_vocab_size()))
         # a rendered conversation spells control tokens by their secret names
-        self.max_text_bytes = self.context_tokens * max(longest, SECRET_DIGITS + 1)
+        self.max_text_bytes = self.context_tokens * max(longest, SECRET_CHARS)
         self.max_values = min(MAX_VALUES, SPARE_VALUES + VALUES_A_TOKEN * self.context_tokens)
 
     def check_length(self, text: str, param: str) -> str:
@@ -72,7 +72,7 @@ class ServingContext:
         size, start = len(text.encode(errors="replace")), text[: SAMPLED_CHARS * self.context_tokens]
         too_long = size > self.max_text_bytes
         if not too_long and len(text) > 2 * len(start):
-            too_long = len(self.prompts.encode(start)) > self.context_tokens + SECRET_DIGITS
+            too_long = len(self.prompts.encode(start)) > self.context_tokens + SECRET_CHARS
         if too_long:
             raise RequestError(
                 f"This model's maximum context length is {self.context_tokens} tokens, which the {size} bytes in the "
