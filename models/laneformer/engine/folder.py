@@ -135,7 +135,13 @@ def text_files(folder: Path) -> tuple[Tokenizer | None, dict[str, Any], dict[str
     values, template = read_optional(folder / "tokenizer_config.json"), folder / "chat_template.jinja"
     if template.is_file():  # where newer folders keep it
         values["chat_template"] = template.read_text()
-    return read_tokenizer(folder), values, sampling_defaults(read_optional(folder / "generation_config.json"))
+    makers = folder / "generation_config.json"
+    wanted = read_optional(makers)
+    try:
+        sampling = sampling_defaults(wanted)
+    except ValueError as error:
+        raise ValueError(f"{makers}: {error}; mend or remove that value") from None
+    return read_tokenizer(folder), values, sampling
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -176,6 +176,11 @@ def test_configs(folder, refuses):
     refuses("not valid JSON")
 
 
+def test_makers_sampling_that_cannot_be_names_its_file(folder, refuses):
+    (folder / "generation_config.json").write_text('{"do_sample": true, "top_k": -1}')
+    refuses(r"generation_config\.json: top_k = -1 is outside 0 to .*; mend or remove that value")
+
+
 def test_a_misspelt_key_is_refused_and_bookkeeping_is_not(folder, refuses):
     change_config(folder, transformers_version="5.0", auto_map={}, torch_dtype="float32", use_cache=True)
     Engine.from_pretrained(folder).close()
