@@ -27,12 +27,15 @@ NEXT = f"{ENDS[0]}{START}assistant"  # another message of the same answer
 FUNCTIONS = "functions."
 ANSWER = f"{CHANNEL}final{MESSAGE}"
 HEADER_BEGINS = "<|", "to="
+# what the model chooses in a form of calls, as private characters: a call's id, or its number
+CALL_ID, CALL_NUMBER = "\ue000", "\ue001"
+CHOSEN = f"[{CALL_ID}{CALL_NUMBER}]"
 OBJECT = json.JSONDecoder(parse_int=str, parse_float=str)  # numbers of any length
 
 
 class Delta(NamedTuple):
-    """What is new. kind: "reasoning", "text", "call" (a call begins; text: the function's name), or
-    "arguments" (of that call).
+    """What is new. kind: "reasoning", "text", "id" (of the call that begins next, where the model has written one),
+    "call" (a call begins; text: the function's name), or "arguments" (of that call).
     """
 
     kind: str
@@ -44,7 +47,7 @@ class CallForm:
     """How calls are written: begin NAME middle ARGUMENTS (between NAME middle ARGUMENTS)* end.
 
     between: None where the model makes one call at a time. as_text: its template takes arguments as
-    a string of JSON.
+    a string of JSON. CALL_ID and CALL_NUMBER stand where the model writes the call's id or counts it.
     """
 
     begin: str
@@ -58,7 +61,7 @@ class CallForm:
         """What begins a call and no other text; "{" does at the start of an answer only."""
         if self.begin[0] == "{":
             return "{"
-        first_word = re.match(r".[^\s{\[]*", self.begin)
+        first_word = re.match(rf"<[^<>\s]*>|.[^\s{{\[{CALL_ID}{CALL_NUMBER}]*", self.begin)
         return first_word[0] if first_word else self.begin
 
     def write(self, calls: Sequence[Mapping[str, Any]]) -> str:
@@ -101,6 +104,7 @@ class AnswerReader:
         self.inside = inside  # a reasoning is being read
         self._calls = calls
         self._held, self._ended = "", False  # text that is not read yet, and whether it is all
+        self._chosen = ""  # of the last mark: an id, or a number
         self._deltas: list[Delta] = []
         self._reading = self._read_harmony() if harmony else self._read_answer()
 
@@ -149,6 +153,9 @@ class AnswerReader:
             name = yield from self._take_until(form.middle)
             if name is None:
                 return
+            chosen, self._chosen = self._chosen, ""
+            counts = chosen and CALL_NUMBER in form.begin + form.middle
+            self._add("id", f"{FUNCTIONS}{name}:{chosen}" if counts else chosen)
             self._add("call", name)
             yield from self._read_arguments()
             begin = form.between
@@ -213,14 +220,19 @@ class AnswerReader:
         return any(held.startswith(begin) or begin.startswith(held) for begin in HEADER_BEGINS)
 
     def _take_until(self, mark: str) -> Generator[None, None, str | None]:
-        """What stands before a mark; None where the answer ends first."""
-        while mark not in self._held:
-            if self._ended:
-                return None
-            yield
-        place = self._held.index(mark)
-        text, self._held = self._held[:place], self._held[place + len(mark) :]
-        return text
+        """What stands before a mark; None where the answer ends first. What is chosen within the mark is kept."""
+        texts = []
+        for part in re.split(CHOSEN, mark):
+            end = part or "{"  # of arguments
+            while end not in self._held:
+                if self._ended:
+                    return None
+                yield
+            place = self._held.index(end)
+            texts.append(self._held[:place])
+            self._held = self._held[place + len(part) :]
+        self._chosen = "".join(texts[1:]) or self._chosen
+        return texts[0]
 
     def _pass_on(
         self, kind: str, marks: Sequence[str], stripped: bool = False

@@ -124,6 +124,7 @@ class Choices:
         self.generated = [0] * (len(prompts) * n)  # tokens of each choice
         self.options, self._stops, self._score_top, self._grammar = options, stops, score_top, grammar
         self._control = with_control_tokens
+        self.unused: list[str] = []  # what of the request has no effect, for its header `warnings`
         self._runs: list[Running] = []
         self._generating: dict[int, Running] = {}  # by choice
         self._room = asyncio.Semaphore(context.scheduler.max_joined)

@@ -47,7 +47,7 @@ class ChoiceAnswer:
     def __init__(self, reader: AnswerReader):
         self.blocks: list[Block] = []
         self.reasoning_tokens = 0
-        self._reader = reader
+        self._reader, self._call_id = reader, ""
 
     def push(self, piece: Piece) -> tuple[Piece, list[Part]]:
         """The piece, whose end may be that of a call, and what is new in the blocks."""
@@ -68,9 +68,13 @@ class ChoiceAnswer:
         return [block for block in self.blocks if block.kind == "call"]
 
     def _add(self, kind: str, text: str) -> Iterator[Part]:
+        if kind == "id":
+            self._call_id = "" if text in (block.id for block in self.blocks) else text
+            return
         more = bool(self.blocks) and kind in ("arguments", self.blocks[-1].kind)
         if kind == "call" or not more:
             self.blocks.append(Block(kind, len(self.blocks), name=text if kind == "call" else ""))
+            self.blocks[-1].id, self._call_id = self._call_id or self.blocks[-1].id, ""
             yield self.blocks[-1], ""
         if kind != "call":
             self.blocks[-1].text += text
@@ -96,6 +100,7 @@ class Conversation:
             self.choices = self._choices(self._with_budget(reader, grammar))
         else:
             self.choices = self._choices(grammar)
+        self.choices.unused = tools.unused
         self.answers = [ChoiceAnswer(reader()) for _ in range(request.n)]
 
     async def __aiter__(self) -> AsyncGenerator[tuple[Piece, list[Part]], None]:

@@ -151,6 +151,7 @@ class Endpoints:
             answer = await self._apart(lambda: make(body.read(raw, reading), self.context))
             if not isinstance(answer, Answer):
                 return JSONResponse(answer, headers=reading.headers)
+            reading.unused |= dict.fromkeys(answer.choices.unused)
             answer.begin()
             return AnswerResponse(answer, self.options.keep_alive_s, reading.headers)
 

@@ -7,6 +7,7 @@ while the next pass over the weights runs.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import math
 import re
@@ -17,7 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..engine.channels import ANSWER, CHANNEL, CONSTRAIN, MESSAGE, NEXT, AnswerReader
+from ..engine.channels import (
+    ANSWER,
+    CALL_ID,
+    CALL_NUMBER,
+    CHANNEL,
+    CHOSEN,
+    CONSTRAIN,
+    MESSAGE,
+    NEXT,
+    AnswerReader,
+)
 from ..engine.text import TextStream
 
 if TYPE_CHECKING:
@@ -26,9 +37,11 @@ if TYPE_CHECKING:
 
 MAX_SCHEMA_BYTES = 64 * 1024  # of all the schemas of a request together
 MAX_PARTS_SEARCHED = 100  # for the place of an error
+MAX_LEFT_OUT = 16  # keywords of one schema
 MAX_MULTIPLE = 10_000  # 0.1 s to compile, in proportion
 WORD_BITS = 32  # of a mask
 SHOWN_CHARS = 300  # of a message of llguidance
+CHOICES = {CALL_ID: "/[a-zA-Z0-9]{9}/", CALL_NUMBER: "/[0-9]{1,4}/"}  # nine: what Mistral's templates take
 # a space, or a line break with its indentation: without a bound, a small model can write white space
 # until its end
 COMPILED_WITH = {"whitespace_pattern": r"( |\n( {0,32}|\t{0,16}))"}
@@ -115,13 +128,11 @@ class Grammars:
         return {token.content: i for i, token in added if self._tokenizer.is_special_token(i)}
 
     def literal(self, text: str) -> str:
-        """The part of a Lark grammar that stands for this text, control tokens in it as such."""
-        names = "|".join(map(re.escape, sorted(self._control, key=len, reverse=True))) or "(?!)"
-        parts = [part for part in re.split(f"({names})", text) if part]
-        return " ".join(
-            f"<[{self._control[part]}]>" if part in self._control else json.dumps(part, ensure_ascii=False)
-            for part in parts
-        )
+        """The part of a Lark grammar that stands for this text, control tokens in it as such, and choices of a form."""
+        names = sorted(self._control, key=len, reverse=True)
+        parts = re.split("|".join((f"({CHOSEN}", *map(re.escape, names))) + ")", text)
+        written = CHOICES | {name: f"<[{i}]>" for name, i in self._control.items()}
+        return " ".join(written.get(part) or json.dumps(part, ensure_ascii=False) for part in parts if part)
 
     def text_tokens(self, but: str) -> str:
         """The part that stands for one token that is text to people though none to llguidance; "" without such."""
@@ -153,13 +164,34 @@ class Grammars:
 
     def _place(self, schema: Any, error: str) -> str:
         """Where the schema is wrong: the innermost part that has this error by itself, as ".properties.a"."""
-        if not isinstance(schema, dict):
-            return ""
-        shared = {n: schema[n] for n in ("$defs", "definitions", "x-guidance") if n in schema}
-        parts = list(_parts(schema))[:MAX_PARTS_SEARCHED]
-        return max(
-            (place for place, part in parts if self._error(shared | part) == error), key=len, default=""
-        )
+        places = self._wrong_parts(schema) if isinstance(schema, dict) else []
+        return max((place for place, _, own_error in places if own_error == error), key=len, default="")
+
+    def _wrong_parts(self, schema: dict[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
+        """Places, parts and errors of those that are wrong by themselves; of a large schema not all are searched."""
+        parts = [("", schema), *list(_parts(schema))[:MAX_PARTS_SEARCHED]]
+        return [
+            (place, part, error) for place, part in parts if (error := self._error(shared_of(schema) | part))
+        ]
+
+    def leave_out_refused(self, schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """An object's schema without the keywords that llguidance refuses, at most MAX_LEFT_OUT; and their places."""
+        schema, left_out = copy.deepcopy(schema) | {"x-guidance": {"lenient": True}}, list[str]()
+        while len(left_out) < MAX_LEFT_OUT and self._error(schema):
+            place, part, _ = max(self._wrong_parts(schema), key=lambda wrong: len(wrong[0]))
+            names = sorted(part.keys() - {"x-guidance"}, key=lambda name: (name == "type", name))
+            shared = shared_of(schema)
+            without = {name: shared | {n: part[n] for n in part if n != name} for name in names}
+            name = next((name for name in names if not self._error(without[name])), names[0])
+            del part[name]
+            left_out.append(f"{place}.{name}")
+        del schema["x-guidance"]
+        return ({"type": "object"} if left_out else {}) | schema, left_out
+
+
+def shared_of(schema: dict[str, Any]) -> dict[str, Any]:
+    """What holds for every part of a schema."""
+    return {name: schema[name] for name in ("$defs", "definitions", "x-guidance") if name in schema}
 
 
 def _multiples(schema: Any) -> Iterator[int]:

@@ -13,17 +13,29 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..chat import ASSISTANT, SYSTEM, USER, ChatError
-from ..engine.channels import CHANNEL, FUNCTIONS, HARMONY, HERMES, CallForm, speaks_harmony
+from ..engine.channels import (
+    CALL_ID,
+    CALL_NUMBER,
+    CHANNEL,
+    FUNCTIONS,
+    HARMONY,
+    HERMES,
+    CallForm,
+    speaks_harmony,
+)
 from ..prompts import ChatTemplate
 from .grammar import Grammar, Grammars
 from .schema import NO_PARAMETERS, ConversationRequest, ToolChoice
 
-PROBE_ID = "probed001"  # nine letters and digits: what Mistral's templates take
-PROBE_SAID = f', "id": "{PROBE_ID}"'  # they show it, but the model does not write it
+PROBE_NAME = "probed_function"
+PROBE_IDS = [f"probed00{i}" for i in range(3)]  # nine letters and digits: what Mistral's templates take
+NUMBERED_IDS = [
+    f"{FUNCTIONS}{PROBE_NAME}:{i}" for i in range(3)
+]  # for templates that show nothing else, as Kimi K2's
 DESCRIPTION = (
     "You can call functions to find what you need. These are the functions, as JSON within tools tags:\n"
     "<tools>\n{}\n</tools>\nTo call one, write its name and its arguments as JSON within tool_call tags:\n"
@@ -33,39 +45,63 @@ DESCRIPTION = (
 
 def form_of(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> CallForm | None:
     """The form in which a template renders calls; None where it knows none, or none with arguments as JSON."""
-    name, answer, arguments = "probed_function", "probed_answer", {"probed_key": "probed_value"}
-    user, spelled = {"role": USER, "content": "x"}, json.dumps(arguments)
+    user = {"role": USER, "content": "x"}
+    with contextlib.suppress(ChatError):
+        if template.render([user], tools=tools) != template.render([user]):
+            return probe_calls(template, tools, PROBE_IDS) or probe_calls(template, tools, NUMBERED_IDS)
+    return None
 
-    def render_calls(calls: int, value: Any) -> str:
-        call = {"type": "function", "function": {"name": name, "arguments": value}}
-        fields = (
-            {"content": "", "tool_calls": [{"id": PROBE_ID, **call}] * calls}
-            if calls
-            else {"content": answer}
-        )
-        return template.render([user, {"role": ASSISTANT, **fields}], tools=tools)
 
-    try:
-        if template.render([user], tools=tools) == template.render([user]):
-            return None
-        plain, one = render_calls(0, None), ""
-        with contextlib.suppress(ChatError):
-            one = render_calls(1, arguments)
-        if as_text := not one or str(arguments) in one:
-            one = render_calls(1, spelled)
-    except ChatError:
-        return None
+def probe_calls(
+    template: ChatTemplate, tools: Sequence[Mapping[str, Any]], ids: Sequence[str]
+) -> CallForm | None:
+    """The form, where calls of these ids show it. ChatError where the template refuses them."""
+    arguments: Any = {"probed_key": "probed_value"}
+    answer, spelled = "probed_answer", json.dumps(arguments)
+
+    def render(calls: int) -> str:
+        function = {"name": PROBE_NAME, "arguments": arguments}
+        sent = [{"id": call_id, "type": "function", "function": function} for call_id in ids[:calls]]
+        fields = {"content": "", "tool_calls": sent} if calls else {"content": answer}
+        return template.render([{"role": USER, "content": "x"}, {"role": ASSISTANT, **fields}], tools=tools)
+
+    plain, one = render(0), ""
+    with contextlib.suppress(ChatError):
+        one = render(1)
+    if as_text := not one or str(arguments) in one:
+        arguments = spelled
+        one = render(1)
     before, _, after = plain.partition(answer)  # around every message of an assistant
     shared = next(n for n in range(len(before), -1, -1) if one.startswith(before[:n]))
-    match = re.fullmatch(f"(?s)(.+?){name}(.*?){re.escape(spelled)}(.*){re.escape(after)}", one[shared:])
+    match = re.fullmatch(
+        f"(?s)(.+?){PROBE_NAME}(.*?){re.escape(spelled)}(.*){re.escape(after)}", one[shared:]
+    )
     if match is None or not match[1].strip():
         return None
-    begin, middle, end = (part.replace(PROBE_SAID, "") for part in match.groups())
+    begin, middle, end = map(free_id, match.groups())
     between = None
     with contextlib.suppress(ChatError):
-        between = render_calls(2, spelled if as_text else arguments).split(spelled)[1].replace(PROBE_SAID, "")
-        between = between.removesuffix(name + middle)
+        _, second, third, _ = render(3).split(spelled)
+        before_name, _, after_name = free_id(second).partition(PROBE_NAME)
+        between = before_name if free_id(third).startswith(before_name + PROBE_NAME) else None
+        middle = free_number(middle, after_name)
+    if CALL_ID in end or "probed" in f"{begin}{middle}{end}{between}":
+        return None  # an id behind its call would come too late
     return CallForm(begin.lstrip(), middle, between, end, as_text)
+
+
+def free_id(text: str) -> str:
+    """A part of a form, in which the model chooses the call's id; that of Mistral's first templates it leaves out."""
+    return re.sub("probed00.", CALL_ID, re.sub(', "id": "probed00."', "", text))
+
+
+def free_number(first: str, second: str) -> str:
+    """What stands behind two calls' names, with CALL_NUMBER for a number that counts them."""
+    numbers = zip(re.finditer(r"\d+", first), re.finditer(r"\d+", second), strict=False)
+    for one, other in numbers:
+        if int(other[0]) == int(one[0]) + 1:
+            return first[: one.start()] + CALL_NUMBER + first[one.end() :]
+    return first
 
 
 class ToolCalling:
@@ -100,13 +136,16 @@ class ToolCalling:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Of one request. names: of the functions that may be called; optional: text may come instead."""
+    """Of one request. names: of the functions that may be called; optional: text may come instead. unused: parts of
+    their parameters that no grammar can demand.
+    """
 
     calling: ToolCalling
     functions: list[dict[str, Any]]
     names: tuple[str, ...]
     parallel: bool
     optional: bool = False
+    unused: list[str] = field(default_factory=list)
 
     @property
     def form(self) -> CallForm | None:
@@ -164,7 +203,9 @@ class ToolUse:
         for number, function in enumerate(self.functions):
             if function["name"] in self.names:
                 what = f"tools[{number}].function.parameters"
-                rule = grammars.json_rule(close_schema(function["parameters"]), what, lenient=True)
+                schema, left_out = grammars.leave_out_refused(close_schema(function["parameters"]))
+                self.unused.extend(what + place for place in left_out)
+                rule = grammars.json_rule(schema, what, lenient=True)
                 rules.append(f"a{number}: {rule}")
                 name = function["name"]
                 if form is HARMONY:  # the function stands in either place of a header

@@ -22,7 +22,7 @@ TEXTS = [
     '[{"é": null}, {"東京": true}, "2024-01-31T10:00:00Z", "a@b.org"] false, the answer is "x".\n  ',
 ]
 SPECIAL = ["<s>", "</s>", "<|im_end|>", "[TOOL_CALLS]", "[ARGS]"]
-HERMES_TAGS = "<tool_call>", "</tool_call>"
+CALL_TAGS = "<tool_call>", "</tool_call>", "<|calls|>", "<|call|>", "<|arguments|>", "[CALL_ID]"
 EOS = "</s>", "<|im_end|>"
 UNUSED = 45  # rows of the embedding table behind the tokenizer's last id
 
@@ -50,7 +50,7 @@ def pieces_tokenizer() -> Tokenizer:
 def tagged_tokenizer() -> Tokenizer:
     """As Qwen's: tags are tokens, which decoding shows."""
     made = Tokenizer.from_str(bytes_tokenizer().to_str())
-    made.add_tokens([AddedToken(name, normalized=False) for name in ("<think>", "</think>", *HERMES_TAGS)])
+    made.add_tokens([AddedToken(name, normalized=False) for name in ("<think>", "</think>", *CALL_TAGS)])
     return made
 
 

@@ -156,6 +156,31 @@ def test_what_has_no_effect_is_named(served: TestClient) -> None:
         assert "tools[].web_search" in names
 
 
+PARAMETERS = {"type": "object", "properties": {"mail": {"type": "string", "pattern": "^(?!a).+@"}}}
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": ROME, "tools": [FUNCTION]}),
+        (
+            "/v1/responses",
+            {"input": "Rome?", "tools": [{"type": "function", "name": "f", "parameters": PARAMETERS}]},
+        ),
+        (
+            "/v1/messages",
+            {"messages": ROME, "max_tokens": 9, "tools": [{"name": "f", "input_schema": PARAMETERS}]},
+        ),
+        ("/api/chat", {"messages": ROME, "tools": [FUNCTION]}),
+    ],
+)
+def test_a_keyword_that_no_grammar_knows_is_named(served: TestClient, path: str, body: Any) -> None:
+    answer = served.post(path, json={"model": "tiny", "stream": False, **body})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["warnings"].endswith("properties.mail.pattern")
+
+
 def test_errors_have_each_apis_form(served: TestClient) -> None:
     wrong = post(served, "/v1/messages", 400, messages=[])
     assert (wrong["type"], wrong["error"]["type"]) == ("error", "invalid_request_error")

@@ -40,6 +40,15 @@ def test_text_ids_and_lists(api, engine, ids):
     assert answer["usage"]["completion_tokens"] == sum(map(len, tokens))
 
 
+def test_control_tokens_in_a_text_are_letters_and_named(api, engine):
+    prompt = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>"
+    answer = api.ask(prompt=[prompt, "Hi"], max_tokens=1, return_token_ids=True)
+    assert answer.headers["warnings"] == "prompt: <|im_start|>, prompt: <|im_end|>"
+    control = {engine.tokenizer.token_to_id(name) for name in ("<|im_start|>", "<|im_end|>")}
+    assert control.isdisjoint(answer.json()["choices"][0]["prompt_token_ids"])
+    assert "warnings" not in api.ask(prompt="Hi < |im_end|>", max_tokens=1).headers
+
+
 def test_choices_draw_with_seeds_of_a_batch_and_share_the_prompt(api, engine):
     prompt, before = list(range(5, 45)), api.count("reused_tokens_total")
     drawn: dict[str, Any] = {"temperature": 1.5, "logit_bias": {"7": -100}}

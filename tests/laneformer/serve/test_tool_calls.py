@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from importlib.resources import files
@@ -12,7 +13,9 @@ import jsonschema
 import pytest
 from tokenizers import Tokenizer
 
-from laneformer.engine.channels import HERMES, AnswerReader, CallForm
+from laneformer.engine.channels import CALL_ID, CALL_NUMBER, CHOSEN, HERMES, AnswerReader, CallForm
+from laneformer.serve.choices import Piece
+from laneformer.serve.conversation import ChoiceAnswer
 from laneformer.serve.tool_calls import ToolCalling, ToolUse
 from tests.laneformer.serve.conftest import TEMPLATE as SMOLLM2
 from tests.laneformer.serve.endpoint import request_with
@@ -45,14 +48,31 @@ NEW_MISTRAL = """{{- bos_token }}{%- for message in messages %}{%- if message["r
 {%- for call in message.tool_calls or [] %}
 {{- "[TOOL_CALLS]" + call.function.name + "[ARGS]" + (call.function.arguments if call.function.arguments is string else
 call.function.arguments | tojson) }}{%- endfor %}{{- eos_token }}{%- endif %}{%- endfor %}"""
+MISTRAL_3_2 = NEW_MISTRAL.replace('+ "[ARGS]"', '+ "[CALL_ID]" + call.id + "[ARGS]"')
+KIMI = """{%- for message in messages %}{{- "<|im_" + message.role + "|>" + (message.content or "") }}
+{%- if loop.first and tools %}{{- tools | tojson }}{%- endif %}{%- if message.tool_calls %}{{- "<|calls|>" }}
+{%- for call in message.tool_calls %}{{- "<|call|>" + NUMBERED + "<|arguments|>" +
+(call.function.arguments | tojson) + "<|end|>" }}{%- endfor %}{{- "<|ends|>" }}{%- endif %}{{- "<|im_end|>" }}
+{%- endfor %}"""
+COUNTED = """'functions.' + call.function.name + ':' + (loop.index0 | string)"""
 TEXTUAL = """{%- for message in messages %}{{- "<" + message.role + ">" + message.content }}
 {%- if loop.first and tools %}{{- tools | tojson }}{%- endif %}{%- for call in message.tool_calls or [] %}
 {{- "\n```call\n" + call.function.name + "\n" + call.function.arguments + "\n```" }}{%- endfor %}{{- "</s>" }}
 {%- endfor %}"""
 LLAMA = CallForm('{"name": "', '", "parameters": ', None, "}")
+NUMBERED = CallForm("<|calls|><|call|>functions.", f":{CALL_NUMBER}<|arguments|>", "<|end|><|call|>functions.",
+                    "<|end|><|ends|>")  # fmt: skip
 FORMS = {
     "mistral": (MISTRAL, CallForm('[TOOL_CALLS] [{"name": "', '", "arguments": ', '}, {"name": "', "}]")),
     "new mistral": (NEW_MISTRAL, CallForm("[TOOL_CALLS]", "[ARGS]", "[TOOL_CALLS]", "")),
+    "mistral 3.2": (MISTRAL_3_2, CallForm("[TOOL_CALLS]", f"[CALL_ID]{CALL_ID}[ARGS]", "[TOOL_CALLS]", "")),
+    "mistral by another way": (
+        NEW_MISTRAL.replace("[ARGS]", ""),
+        CallForm("[TOOL_CALLS]", "", "[TOOL_CALLS]", ""),
+    ),
+    "kimi k2": (KIMI.replace("NUMBERED", COUNTED), NUMBERED),
+    "kimi k2 by ids": (KIMI.replace("NUMBERED", "call.id"), NUMBERED),
+    "an id behind arguments": (TEXTUAL.replace('"\n```"', '"\n```" + call.id'), None),
     "textual": (TEXTUAL, CallForm("```call\n", "\n", "\n```\n```call\n", "\n```", as_text=True)),
     "smollm2": (SMOLLM2, None),
     "gemma": ("gemma.jinja", None),
@@ -86,7 +106,43 @@ def test_forms_are_read_from_templates(name: str) -> None:
     assert (read.form, read.described) == (form or HERMES, form is None)
 
 
-@pytest.mark.parametrize("name", ["mistral", "new mistral", "textual", "qwen3", "llama 3.1"])
+def spelled(form: CallForm, calls: list[dict[str, Any]]) -> str:
+    """As a model writes these calls, with their ids or numbers."""
+    ids, numbers = (call["id"] for call in calls), itertools.count()
+    text = form.write([call["function"] for call in calls])
+    return re.sub(CHOSEN, lambda part: next(ids) if part[0] == CALL_ID else str(next(numbers)), text)
+
+
+@pytest.mark.parametrize(
+    ("name", "ids"),
+    [
+        ("mistral 3.2", [call["id"] for call in CALLS]),
+        ("kimi k2", ["functions.get_weather:0", "functions.add:1"]),
+        ("kimi k2 by ids", ["functions.get_weather:0", "functions.add:1"]),
+    ],
+)
+def test_the_id_that_a_model_writes_is_its_calls(name: str, ids: list[str]) -> None:
+    """The first one of several alike, too."""
+    form = calling(name).form
+
+    def read(calls: list[dict[str, Any]]) -> list[tuple[str, str, Any]]:
+        answer = ChoiceAnswer(AnswerReader(form))
+        for letter in spelled(form, calls):
+            answer.push(Piece(0, letter))
+        answer.push(Piece(0, finish_reason="stop"))
+        return [(call.id, call.name, json.loads(call.text)) for call in answer.calls()]
+
+    functions = [call["function"] for call in CALLS]
+    assert read(CALLS) == [
+        (each, function["name"], function["arguments"]) for each, function in zip(ids, functions, strict=True)
+    ]
+    (first, *_), (second, *_) = read([CALLS[0]] * 2)
+    assert first == ids[0] != second
+
+
+@pytest.mark.parametrize(
+    "name", ["mistral", "new mistral", "mistral 3.2", "kimi k2", "textual", "qwen3", "llama 3.1"]
+)
 def test_calls_go_back_as_transformers_renders_them(name: str) -> None:
     """And as the model wrote them: the form, with the arguments, is in the text."""
     from transformers import PreTrainedTokenizerFast
@@ -103,7 +159,7 @@ def test_calls_go_back_as_transformers_renders_them(name: str) -> None:
     template, bare = template_of(name), grammars().tokenizer
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, chat_template=template, **TOKENS)
     text = tokenizer.apply_chat_template(sent, tools=TOOLS, tokenize=False)
-    written = tool.form.write([call["function"] for call in calls])
+    written = spelled(tool.form, calls)
     if name == "mistral":
         written = tool.form.begin + 'get_weather", "arguments": {"city": "Köln'
     assert written in text
@@ -157,7 +213,9 @@ NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize("name", ["smollm2", "mistral", "new mistral", "textual", "qwen3", "llama 3.1"])
+@pytest.mark.parametrize(
+    "name", ["smollm2", "mistral", "mistral 3.2", "kimi k2", "textual", "qwen3", "llama 3.1"]
+)
 def test_every_call_is_valid(name: str, kind: str) -> None:
     tool = calling(name, kind)
     with batch_of(kind) as batch:
@@ -167,7 +225,9 @@ def test_every_call_is_valid(name: str, kind: str) -> None:
             ended = [ids for ids, reason in answers if reason == "stop"]
             assert ended, choice
             for ids in ended:
-                content, calls = parsed(use, text_of(kind, ids, skip_special_tokens=False))
+                text = text_of(kind, ids, skip_special_tokens=False)
+                content, calls = parsed(use, text)
+                assert "probed" not in text
                 for function, arguments in calls:
                     jsonschema.validate(arguments, SCHEMAS[function])
                     assert arguments.keys() <= SCHEMAS[function].get("properties", {}).keys()
@@ -181,13 +241,16 @@ def test_every_call_is_valid(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize("name", ["smollm2", "mistral", "textual", "qwen3", "llama 3.1"])
+@pytest.mark.parametrize(
+    "name", ["smollm2", "mistral", "mistral 3.2", "kimi k2", "textual", "qwen3", "llama 3.1"]
+)
 def test_auto_lets_text_be_text_until_a_call_begins(name: str, kind: str) -> None:
     """What a model would write is forced through the grammar; behind the marker it has no choice but a call."""
     use = calling(name, kind).use(request_with(TOOLS))
     end, form = grammars(kind).eos_ids[0], use.calling.form
     said = "" if form.marker == "{" else "Let me <see> {it}: "
-    call = form.write([{"name": "add", "arguments": {"a": 1, "b": -20}}])
+    add = {"name": "add", "arguments": {"a": 1, "b": -20}}
+    call = spelled(form, [{"id": "abcDEF124", "function": add}])
     texts = [said + call, "Only text, with a { brace and a <tool.", ""]
     texts += ["<think>\nI {{ think.\n</think>\n\nSo.", *(["<think>\nHm.</think>" + call] if said else [])]
     for text in texts:
@@ -204,7 +267,7 @@ def ids_of(kind: str, text: str) -> list[int]:
     tokenizer.no_truncation()
     ids = []
     before = tokenizer.encode("\n", add_special_tokens=False).ids
-    for part in re.split(r"(\[TOOL_CALLS\])", text):
+    for part in re.split(r"(\[TOOL_CALLS\]|\[ARGS\])", text):
         if part[:1] == "[":
             ids += tokenizer.encode(part, add_special_tokens=False).ids
         else:
@@ -218,21 +281,62 @@ def test_without_tools_there_is_nothing_to_force() -> None:
         assert (use.template_tools, use.grammar(), use.form) == ([], None, None)
 
 
-@pytest.mark.parametrize(
-    ("schemas", "message"),
-    [
-        (
-            [{"properties": {"x": {"type": "y"}}}],
-            r"tools\[0\].function.parameters.properties.x: Invalid type: y",
-        ),
-        ([{"title": "x" * 9000}] * 9, "the schemas of a request together"),
-    ],
-    ids=["wrong", "too long"],
+ZOD_EMAIL = (
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
 )
-def test_bad_parameters_are_refused(schemas: list[dict[str, Any]], message: str) -> None:
-    functions = [
-        {"name": f"f{i}", "parameters": {"type": "object", **schema}} for i, schema in enumerate(schemas)
-    ]
+# of an argument, the keyword that is refused, and a value that the rest allows
+REFUSED: list[tuple[dict[str, Any], str, Any]] = [
+    ({"type": "string", "pattern": ZOD_EMAIL}, "pattern", "a@b.org"),
+    ({"type": ["string", "null"], "pattern": r"(a)\1"}, "pattern", None),
+    ({"type": "string", "pattern": r"\bfoo\b"}, "pattern", "foo"),
+    ({"type": "object", "patternProperties": {"(?=a)b": {}}}, "patternProperties", {}),
+    ({"type": "array", "items": {"anyOf": [{"pattern": "(?<=a)"}]}}, "items.anyOf[0].pattern", ["b"]),
+    ({"type": "y"}, "type", 1),
+    ({"type": "integer", "minimum": 5, "maximum": 3}, "maximum", 7),
+    ({"enum": []}, "enum", "a"),
+    ({"$ref": "#/$defs/nowhere"}, "$ref", "a"),
+    ({"$ref": "https://example.com/schema.json"}, "$ref", "a"),
+    ({"type": "array", "minItems": "3"}, "minItems", []),
+    ({"type": "integer", "multipleOf": 0}, "multipleOf", 2),
+    ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "allOf", "a"),
+]
+
+
+@pytest.mark.parametrize(("schema", "keyword", "value"), REFUSED)
+def test_what_a_grammar_cannot_demand_of_a_tool_is_left_out_and_named(
+    schema: dict[str, Any], keyword: str, value: Any
+) -> None:
+    """The rest of its schema still holds. In a response format it is refused."""
+    properties = {"x": schema, "n": {"type": "integer"}}
+    parameters = {"type": "object", "properties": properties, "required": ["x", "n"]}
+    broken = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    use = calling("qwen3").use(request_with([*TOOLS, broken], "required"))
+    grammar = use.grammar()
+    assert grammar is not None
+    assert use.unused == [f"tools[{len(TOOLS)}].function.parameters.properties.x.{keyword}"]
+    for number, fits in ((1, True), ("1", False)):
+        arguments = {"x": value, "n": number}
+        ids = ids_of("bytes", HERMES.write([{"name": "f", "arguments": arguments}]))
+        assert (tokens_allowed(grammar.copy(), ids) == len(ids)) == fits
+    assert use.template_tools[-1]["function"]["parameters"] == parameters, "the model sees all of it"
+    with pytest.raises(ValueError, match="response_format"):
+        grammars().of_schema(parameters, "response_format")
+
+
+def test_tools_beyond_the_limits_are_refused() -> None:
+    parameters = {"type": "object", "title": "x" * 9000}
+    functions = [{"name": f"f{i}", "parameters": parameters} for i in range(9)]
     tools = [{"type": "function", "function": function} for function in functions]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="the schemas of a request together"):
+        calling("qwen3").use(request_with(tools)).grammar()
+    patterns = {f"p{i}": {"pattern": "(?=a)"} for i in range(20)}
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "f", "parameters": {"type": "object", "properties": patterns}},
+        }
+    ]
+    with pytest.raises(
+        ValueError, match=r"tools\[0\].function.parameters.properties.p\d+: regex parse error"
+    ):
         calling("qwen3").use(request_with(tools)).grammar()
