@@ -108,24 +108,12 @@ def tokens_of(updates: list[Update]) -> list[GeneratedToken]:
     return [token for update in updates for token in update.tokens]
 
 
-def generate_together(
-    engine: Engine, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None = None, **options: Any
-) -> list[list[int]]:
-    """`Engine.generate` for prompts that join before the same token, each with a seed of its own."""
-    decoder, tokens = engine._open(), dict[int, list[int]]()
-    seeds = seeds or [options.pop("seed", 0)] * len(prompts)
-    requests = [
-        engine._requests.generation(prompt, {**options, "seed": seed}, quiet=True)
-        for prompt, seed in zip(prompts, seeds, strict=True)
-    ]
-    tickets = decoder.join(requests)
-    while decoder.running:
-        for news in decoder.collect(10.0):
-            if news.whole.error is not None:
-                decoder.leave_all()
-                raise news.whole.error
-            tokens[news.ticket] = news.tokens
-    return [tokens[ticket] for ticket in tickets]
+def generate_together(engine: Engine, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+    """`Engine.generate` for prompts that decode side by side."""
+    with engine.batch() as batch:
+        tickets = [batch.join(prompt, **options) for prompt in prompts]
+        updates = collect(batch, *tickets)
+    return [[token.id for token in tokens_of(updates[ticket])] for ticket in tickets]
 
 
 def fix_costs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,11 +145,6 @@ def float32_error(model: Laneformer, ids: list[int], reference: np.ndarray) -> f
     return float(np.abs(torch_logits(model, ids, torch.float32) - reference).max())
 
 
-def assert_close(engine_logits: np.ndarray, reference: np.ndarray, allowed: float) -> None:
-    error = np.abs(engine_logits - reference).max()
-    assert error <= allowed, f"largest logit error {error:.3g}, allowed {allowed:.3g}"
-
-
 def assert_equal_widths(by_isa: dict[str, np.ndarray]) -> None:
     """Vectors of any width sum in the same order; `portable` does not fuse."""
     wide = [logits for isa, logits in by_isa.items() if isa != "portable"]
@@ -185,7 +168,8 @@ def check_logits(
     reference = torch_logits(model, ids)
     with engine_of(model, config, **options) as engine:
         logits = engine.logits(ids)
-    assert_close(logits, reference, 4 * float32_error(model, ids, reference))
+    error, allowed = np.abs(logits - reference).max(), 4 * float32_error(model, ids, reference)
+    assert error <= allowed, f"largest logit error {error:.3g}, allowed {allowed:.3g}"
     return logits
 
 
