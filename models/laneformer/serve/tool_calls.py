@@ -29,7 +29,8 @@ from ..engine.channels import (
 )
 from ..prompts import ChatTemplate
 from .grammar import Grammar, Grammars
-from .schema import NO_PARAMETERS, ConversationRequest, ToolChoice
+from .parts import NO_PARAMETERS, ToolChoice
+from .schema import ConversationRequest
 
 PROBE_NAME = "probed_function"
 PROBE_IDS = [f"probed00{i}" for i in range(3)]  # nine letters and digits: what Mistral's templates take
