@@ -152,14 +152,16 @@ class Endpoints:
             def answer_in_thread() -> Answer | dict[str, Any]:
                 asked = body.read(raw, reading)
                 try:
-                    return make(asked, self.context)
+                    answer = make(asked, self.context)
                 except RequestError as error:
                     raise asked.rename(error) from None
+                for name in answer.choices.unused if isinstance(answer, Answer) else ():
+                    reading.unused[asked.rename(RequestError("", name)).param or name] = None
+                return answer
 
             answer = await self._apart(answer_in_thread)
             if not isinstance(answer, Answer):
                 return JSONResponse(answer, headers=reading.headers)
-            reading.unused |= dict.fromkeys(answer.choices.unused)
             answer.begin()
             return AnswerResponse(answer, self.options.keep_alive_s, reading.headers)
 

@@ -101,17 +101,23 @@ class Grammars:
             kind: ({self.literal(f" {CONSTRAIN}json")} | " json")? {self.literal(MESSAGE)}
             TEXT: /(.|\\n)*/"""
 
-    def json_rule(self, schema: Any, what: str, lenient: bool = False) -> str:
-        """The part of a Lark grammar that stands for JSON of a schema; RequestError says where
-        the schema is wrong. lenient: what no grammar can demand is left out.
+    def json_rule(self, schema: Any, what: str, unused: list[str] | None = None) -> str:
+        """The part of a Lark grammar that stands for JSON of a schema; RequestError says where the schema is wrong.
+
+        unused: for the schema of an object, of which what no grammar can demand is left out; gets the places of
+        keywords that llguidance refuses.
         """
         with name_in_errors(what):
             if not isinstance(schema, dict | bool):
                 raise ValueError(f"{what} = {schema!r:.80} must be a JSON schema: an object, true or false")
+            check_size(json.dumps(schema), what)
             if isinstance(schema, dict):
-                schema = {**schema, "x-guidance": COMPILED_WITH | {"lenient": lenient}}
+                schema = {**schema, "x-guidance": COMPILED_WITH | {"lenient": unused is not None}}
+            if unused is not None:
+                schema = copy.deepcopy(schema)
+                unused += [what + place for place in self._leave_out_refused(schema)]
+                schema.setdefault("type", "object")
             rule = f"%json {json.dumps(schema)}"
-            check_size(rule, what)
             if math.lcm(*_multiples(schema)) > MAX_MULTIPLE:
                 raise ValueError(
                     f"{what}: the least common multiple of all multipleOf is above {MAX_MULTIPLE:,}"
@@ -170,9 +176,9 @@ class Grammars:
             (place, part, error) for place, part in parts if (error := self._error(shared_of(schema) | part))
         ]
 
-    def leave_out_refused(self, schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """An object's schema without the keywords that llguidance refuses, at most MAX_LEFT_OUT; and their places."""
-        schema, left_out = copy.deepcopy(schema) | {"x-guidance": {"lenient": True}}, list[str]()
+    def _leave_out_refused(self, schema: dict[str, Any]) -> list[str]:
+        """Delete the keywords that llguidance refuses, at most MAX_LEFT_OUT; their places."""
+        left_out: list[str] = []
         while len(left_out) < MAX_LEFT_OUT and self._error(schema):
             place, part, _ = max(self._wrong_parts(schema), key=lambda wrong: len(wrong[0]))
             names = sorted(part.keys() - {"x-guidance"}, key=lambda name: (name == "type", name))
@@ -181,8 +187,7 @@ class Grammars:
             name = next((name for name in names if not self._error(without[name])), names[0])
             del part[name]
             left_out.append(f"{place}.{name}")
-        del schema["x-guidance"]
-        return ({"type": "object"} if left_out else {}) | schema, left_out
+        return left_out
 
 
 def shared_of(schema: dict[str, Any]) -> dict[str, Any]:

@@ -34,9 +34,8 @@ from .schema import ConversationRequest
 
 PROBE_NAME = "probed_function"
 PROBE_IDS = [f"probed00{i}" for i in range(3)]  # nine letters and digits: what Mistral's templates take
-NUMBERED_IDS = [
-    f"{FUNCTIONS}{PROBE_NAME}:{i}" for i in range(3)
-]  # for templates that show nothing else, as Kimi K2's
+# for templates that show nothing else of a call, as Kimi K2's
+NUMBERED_IDS = [f"{FUNCTIONS}{PROBE_NAME}:{i}" for i in range(3)]
 DESCRIPTION = (
     "You can call functions to find what you need. These are the functions, as JSON within tools tags:\n"
     "<tools>\n{}\n</tools>\nTo call one, write its name and its arguments as JSON within tool_call tags:\n"
@@ -82,10 +81,13 @@ def probe_calls(
     begin, middle, end = map(free_id, match.groups())
     between = None
     with contextlib.suppress(ChatError):
-        _, second, third, _ = render(3).split(spelled)
-        before_name, _, after_name = free_id(second).partition(PROBE_NAME)
-        between = before_name if free_id(third).startswith(before_name + PROBE_NAME) else None
-        middle = free_number(middle, after_name)
+        parts = [free_id(part).partition(PROBE_NAME) for part in render(3).split(spelled)]
+        if len(parts) == 4:  # else only one call is shown
+            before_name, _, after_name = parts[1]
+            counted = free_number(middle, after_name)
+            if before_name == parts[2][0] and (counted != middle or after_name == middle):
+                between = before_name
+            middle = counted
     if CALL_ID in end or "probed" in f"{begin}{middle}{end}{between}":
         return None  # an id behind its call would come too late
     return CallForm(begin.lstrip(), middle, between, end, as_text)
@@ -204,9 +206,7 @@ class ToolUse:
         for number, function in enumerate(self.functions):
             if function["name"] in self.names:
                 what = f"tools[{number}].function.parameters"
-                schema, left_out = grammars.leave_out_refused(close_schema(function["parameters"]))
-                self.unused.extend(what + place for place in left_out)
-                rule = grammars.json_rule(schema, what, lenient=True)
+                rule = grammars.json_rule(close_schema(function["parameters"]), what, self.unused)
                 rules.append(f"a{number}: {rule}")
                 name = function["name"]
                 if form is HARMONY:  # the function stands in either place of a header

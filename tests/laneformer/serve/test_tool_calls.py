@@ -72,6 +72,10 @@ FORMS = {
     ),
     "kimi k2": (KIMI.replace("NUMBERED", COUNTED), NUMBERED),
     "kimi k2 by ids": (KIMI.replace("NUMBERED", "call.id"), NUMBERED),
+    "the first call alone": (
+        TEXTUAL.replace("message.tool_calls or []", "(message.tool_calls or [])[:1]"),
+        CallForm("```call\n", "\n", None, "\n```", as_text=True),
+    ),
     "an id behind arguments": (TEXTUAL.replace('"\n```"', '"\n```" + call.id'), None),
     "textual": (TEXTUAL, CallForm("```call\n", "\n", "\n```\n```call\n", "\n```", as_text=True)),
     "smollm2": (SMOLLM2, None),
