@@ -22,35 +22,20 @@ struct Probe {
 DEVICE uint32_t sum_of(uint4 w) { return w.x + w.y + w.z + w.w; }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) stream(const __grid_constant__ Probe p) {
-  const int warp = thread_index() / kWarpThreads, thread = thread_index() % kWarpThreads;
-  const int own = block_index() * kWarps + warp;
-  const uint64_t* at = p.tape_at + own;
-  const char* source = p.tapes + at[0];
-  const uint32_t chunks = static_cast<uint32_t>((at[1] - at[0]) / kChunkBytes), total = chunks * p.rounds;
-  char* ring = dynamic_shared() + warp * kChunks * kChunkBytes;
-  uint64_t* full = reinterpret_cast<uint64_t*>(dynamic_shared() + kWarps * kChunks * kChunkBytes) + warp * kChunks;
-  if (thread == 0) {
-    for (int i = 0; i < kChunks; ++i) init_full(full + i);
-    fence_full();
-  }
-  sync_warp();
-
-  uint32_t copied = 0, next = 0, sum = 0, slot = 0, parity = 0;
-  const auto copy_to = [&](int target) {
-    if (copied == total) return;
-    copy_chunk(ring + target * kChunkBytes, source + static_cast<uint64_t>(next) * kChunkBytes, kChunkBytes, full + target);
-    ++copied;
-    if (++next == chunks) next = 0;
-  };
-  for (int i = 0; i < kChunks; ++i) copy_to(i);
-  for (uint32_t read = 0; read < total; ++read) {
-    wait_full(full + slot, parity);
-    const uint4* words = reinterpret_cast<const uint4*>(ring + slot * kChunkBytes) + thread;
+  const int warp = thread_index() / kWarpThreads;
+  const uint64_t* at = p.tape_at + block_index() * kWarps + warp;
+  Tape tape;
+  tape.source = p.tapes + at[0], tape.bytes = static_cast<uint32_t>(at[1] - at[0]), tape.rounds = p.rounds - 1;
+  tape.ring = dynamic_shared() + warp * kChunks * kChunkBytes;
+  tape.full = reinterpret_cast<uint64_t*>(dynamic_shared() + kWarps * kChunks * kChunkBytes) + warp * kChunks;
+  tape.start();
+  constexpr int kSegments = kChunkBytes / kSegmentBytes;
+  uint32_t sum = 0;
+  for (int64_t left = int64_t{tape.bytes} / kChunkBytes * p.rounds; left > 0; --left) {
+    tape.need<kSegments>();
 #pragma unroll
-    for (int i = 0; i < kChunkBytes / kSegmentBytes; ++i) sum += sum_of(words[kWarpThreads * i]);
-    sync_warp();  // all have read it
-    copy_to(slot);
-    if (++slot == kChunks) slot = 0, parity ^= 1;
+    for (int i = 0; i < kSegments; ++i) sum += sum_of(tape.peek(i));
+    tape.drop(kSegments);
   }
   p.sums[block_index() * kThreads + thread_index()] = sum;
 }
