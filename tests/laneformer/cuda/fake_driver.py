@@ -24,7 +24,7 @@ from tests.laneformer.cuda.harness import KERNELS
 STREAM = 0x5EED
 INVALID_VALUE, NOT_READY, OUT_OF_RESOURCES, TOO_LARGE = 1, 600, 701, 720  # CUresult in cuda.h
 H200 = CARDS["H100 SXM, NVL, H200, GH200"]
-NAMES = {**KERNELS, "probe": ("stream", "loads")}
+NAMES = {**KERNELS, "probe": ("stream",)}
 
 
 @dataclass

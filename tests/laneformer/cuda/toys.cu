@@ -87,20 +87,6 @@ extern "C" __global__ void leaves_early(const Params p) {
 }
 extern "C" __global__ void writes_outside(const Params p) { dynamic_shared()[64 + thread_index()] = 0; }
 
-extern "C" __global__ void halves(const Params p) {
-  auto* pairs = reinterpret_cast<uint32_t*>(p.out);
-  for (int i = thread_index(); i < p.rounds; i += 32) pairs[i] = pack_halves(p.in[2 * i], p.in[2 * i + 1]);
-}
-extern "C" __global__ void bf16_halves(const Params p) {
-  auto* pairs = reinterpret_cast<uint32_t*>(p.out);
-  for (int i = thread_index(); i < p.rounds; i += 32) pairs[i] = bf16_of(p.in[2 * i + 1]) << 16 | bf16_of(p.in[2 * i]);
-}
-extern "C" __global__ void floats(const Params p) {
-  auto* pairs = reinterpret_cast<const uint32_t*>(p.in);
-  for (int i = thread_index(); i < p.rounds; i += 32)
-    p.out[2 * i] = low_half(pairs[i]), p.out[2 * i + 1] = high_half(pairs[i]);
-}
-
 EMULATE(acknowledged, Params)
 EMULATE(acknowledged_by_a_warp, Params)
 EMULATE(acknowledged_early, Params)
@@ -114,6 +100,3 @@ EMULATE(copies_unawaited, Params)
 EMULATE(diverges, Params)
 EMULATE(leaves_early, Params)
 EMULATE(writes_outside, Params)
-EMULATE(halves, Params)
-EMULATE(bf16_halves, Params)
-EMULATE(floats, Params)

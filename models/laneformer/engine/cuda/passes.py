@@ -9,6 +9,7 @@ Each pass is one kernel (passes.cu); graph.py has the version that replays a gra
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import functools
 import time
@@ -62,13 +63,11 @@ def sequences_in(free: int, geometry: Geometry, cache_bytes: int | None) -> int:
 
 def fit_builds(builds: list[Geometry], free: int, cache_bytes: int | None) -> tuple[list[Geometry], int]:
     """The builds whose columns have memory, and for how many sequences; ValueError where none has."""
-    while True:
-        try:
+    while len(builds) > 1:
+        with contextlib.suppress(ValueError):
             return builds, sequences_in(free, builds[-1], cache_bytes)
-        except ValueError:
-            if len(builds) == 1:
-                raise
         builds = builds[:-1]
+    return builds, sequences_in(free, builds[-1], cache_bytes)
 
 
 class PassDecoder:

@@ -10,7 +10,6 @@ For `2b` that is 36 GB, calculated as 10 ms on an H200, and memory for one layer
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -48,11 +47,15 @@ class TapeModel:
         for i, layer in enumerate(self._plain.layers):
             norms = {f"{norm}.weight": scales[len(NORMS) * i + n] for n, norm in enumerate(NORMS)}
             layer.load_state_dict({**weights, **norms, **self._attention_tensors(i, weights)}, assign=True)
-        segments = segments_by_matrix(geometry)
+        segments = {
+            (op, layer): torch.from_numpy(s.astype(np.int32)) for op, layer, s in segments_of(geometry)
+        }
         numbers = {op: number_places(geometry, op) for op in OPS}
-        self._segments = [{key: index.to(m.device) for key, index in segments.items()} for m in memories]
+        self._segments = [
+            {key: index.flatten().to(m.device) for key, index in segments.items()} for m in memories
+        ]
         self._numbers = [{op: index.to(m.device) for op, index in numbers.items()} for m in memories]
-        self._scales = scale_places(geometry) if geometry.dtype == "int8" else {}
+        self._scales = [scales_of(geometry, memory) for memory in memories if geometry.dtype == "int8"]
 
     def _empty(self, op: str) -> torch.Tensor:
         """(L, rows, columns) for the kernels' matrix `op`."""
@@ -95,27 +98,16 @@ class TapeModel:
             taped = segments.index_select(0, self._segments[i][op, layer]).view(len(own), -1)
             numbers = taped.index_select(1, self._numbers[i][op]).view(own.shape)
             if self._scales:
-                scales = memory.scales[self._scales[op, layer]].view(own.shape[:2])
-                own.copy_(dequantised(numbers, scales))
+                own.copy_(dequantised(numbers, self._scales[i][op, layer].view(own.shape[:2])))
             else:
                 own.copy_(numbers.view(self.dtype))
 
 
-def scale_places(geometry: Geometry) -> dict[tuple[str, int], slice]:
-    """For each matrix (op, layer): its scales (lanes, rows) among a device's, flat."""
-    rows = [geometry.lanes_per_device * geometry.matrix(op).rows for op, _ in steps(geometry)]
-    ends = itertools.accumulate(rows)
-    return {
-        step: slice(end - count, end) for step, count, end in zip(steps(geometry), rows, ends, strict=True)
-    }
-
-
-def segments_by_matrix(geometry: Geometry) -> dict[tuple[str, int], torch.Tensor]:
-    """For each matrix (op, layer): its segments on a device's tapes, lane after lane, in the order of `order`."""
-    of_lanes: dict[tuple[str, int], list[np.ndarray]] = {}
-    for op, layer, _, segments in segments_of(geometry):
-        of_lanes.setdefault((op, layer), []).append(segments.astype(np.int32))
-    return {key: torch.from_numpy(np.concatenate(lanes)) for key, lanes in of_lanes.items()}
+def scales_of(geometry: Geometry, memory: DeviceMemory) -> dict[tuple[str, int], torch.Tensor]:
+    """The scales of each matrix (op, layer) on a device, flat."""
+    ops = [*steps(geometry)]
+    rows = [geometry.lanes_per_device * geometry.matrix(op).rows for op, _ in ops]
+    return dict(zip(ops, memory.scales.split(rows), strict=True))
 
 
 def number_places(geometry: Geometry, op: str) -> torch.Tensor:
