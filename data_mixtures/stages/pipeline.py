@@ -105,13 +105,11 @@ def _plan(context: RunContext) -> None:
     made = {name: planned["sources"][name] for name in context.sources}
     units = sum(len(each["units"]) for each in made.values())
     context.console.print(f"plan     {units:6} units of {len(made)} sources")
-    for sentence in plan.shared(planned):
-        context.console.print(f"note: {sentence}", style="yellow", soft_wrap=True, markup=False)
     if context.tables:
         terms, rows = ("revision", "gate", "licence"), []
         for name, each in made.items():
             size = sum(map(plan.size_of, each["units"]))
-            rows.append([name, f"{len(each['units']):,}", f"{size:,}", *(each.get(key, "") for key in terms)])
+            rows.append([name, len(each["units"]), size, *(each.get(key, "") for key in terms)])
         context.console.print(figures(None, ("source", "units", "bytes", *terms), rows))
 
 
