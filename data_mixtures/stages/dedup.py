@@ -30,8 +30,7 @@ from data_mixtures.stages.stage import DOCUMENTS, Stage, Unit
 SIGNATURES, BANDS = "signatures", "bands"
 SORTED = "sorted.npy"
 ROWS_PER_RANGE = 1 << 25  # about 1.5 GB while they are compared
-# `share`: in how many of 10,000 documents, by id, one more would hold it out
-_BAND = np.dtype([("hash", "<u8"), ("row", "<u4"), ("share", "<u2")])
+_BAND = np.dtype([("hash", "<u8"), ("row", "<u4"), ("held_out", "?")])
 _NUMBER = np.dtype([("number", "<u8")])
 _TRAINED = np.uint64(1 << 63)
 
@@ -45,7 +44,8 @@ class Signatures(Grouped):
     def key(self, unit: Unit) -> str:
         settings = asdict(self.recipe.dedup)
         del settings["minhash"], settings["contained_share"]
-        return stage.key_of(self.name, settings, quality.versions(("datatrove", "spacy")), self.files(unit))
+        packages, held_out = quality.versions(("datatrove", "spacy")), self.recipe.held_out_of(unit.source)
+        return stage.key_of(self.name, settings, packages, held_out, self.files(unit))
 
     def work(self, unit: Unit, folder: Path) -> Json:
         sign, lows = signer(self.recipe.dedup), list[int]()
@@ -58,10 +58,9 @@ class Signatures(Grouped):
                 hashes += map(sign, map(bytes.decode, texts), new)
                 lows += new
         rows = np.zeros(len(lows) * self.recipe.dedup.buckets, _BAND)
-        below = np.array([shards.held_out_below(share) for share in range(1, 5001)], np.uint64)
-        shares = np.searchsorted(below, np.array(lows, np.uint64), side="right")
         rows["hash"] = np.concatenate(hashes)
-        for name, values in (("row", np.arange(len(lows))), ("share", shares)):
+        held_out = np.array(lows, np.uint64) < shards.held_out_below(self.recipe.held_out_of(unit.source))
+        for name, values in (("row", np.arange(len(lows))), ("held_out", held_out)):
             rows[name] = np.repeat(values, self.recipe.dedup.buckets)
         rows = rows[np.argsort(rows["hash"], kind="stable")]
         write_sorted(folder, rows)
@@ -117,8 +116,7 @@ class Bands(Stage):
         return max(-(-count * self.recipe.dedup.buckets // ROWS_PER_RANGE), 1)
 
     def key(self, unit: Unit) -> str:
-        held_out = [self.recipe.held_out_of(each.name) for each in self.recipe.sources]
-        return stage.key_of(self.name, unit.number, self.ranges(), held_out, files_of_all(self, SIGNATURES))
+        return stage.key_of(self.name, unit.number, self.ranges(), files_of_all(self, SIGNATURES))
 
     def work(self, unit: Unit, folder: Path) -> Json:
         low, high = ((unit.number + i) * 2**64 // self.ranges() for i in (0, 1))
@@ -126,9 +124,8 @@ class Bands(Stage):
         for group, _, first in of_all(self, SIGNATURES):
             with blocks.open_files(self.out, SIGNATURES, [group], SORTED) as (file,):
                 rows = file.read_rows("hash", low, high)
-            trained = rows["share"] >= self.recipe.held_out_of(group.source)
             hashes.append(rows["hash"])
-            ranks.append(rows["row"] + np.uint64(first) + trained * _TRAINED)
+            ranks.append(rows["row"] + np.uint64(first) + ~rows["held_out"] * _TRAINED)
         later = np.unique(not_first(np.concatenate(hashes), np.concatenate(ranks)) & ~_TRAINED)
         write_sorted(folder, later.view(_NUMBER))
         return {"rows": sum(map(len, hashes)), "later": len(later)}

@@ -137,20 +137,13 @@ def with_columns(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return made
 
 
-def merge(parts: Iterable[np.ndarray]) -> np.ndarray:
-    """Documents (MERGED) by (key, high, low), the first of those with the same 128-bit id."""
-    return first_of_equals(in_order(parts))
-
-
 def in_order(parts: Iterable[np.ndarray]) -> np.ndarray:
     """Documents (MERGED) by (key, high, low); equal ones stay in the order of the parts."""
     documents = np.concatenate(list(parts))
     return documents[by_key(documents)]
 
 
-def same_id(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    return (left["low"] == right["low"]) & (left["high"] == right["high"])
-
-
-def first_of_equals(documents: np.ndarray) -> np.ndarray:
-    return documents[np.append(True, ~same_id(documents[1:], documents[:-1]))[: len(documents)]]
+def drop_duplicates(documents: np.ndarray) -> np.ndarray:
+    """The first of documents in order that have the same 128-bit id."""
+    new = (np.diff(documents["low"]) != 0) | (np.diff(documents["high"]) != 0)
+    return documents[np.append(True, new)[: len(documents)]]
