@@ -54,7 +54,7 @@ NASTY = [
 GOLDEN = {
     ("fetch", 1): "e81ea2312baab482",
     ("filter", 1): "1b3d5c1869a52e2f",
-    ("signatures", 3): "f322dbb6b656e8c9",
+    ("signatures", 3): "3fa749191b5beade",
     ("bands", 2): "43097ccdcd0134fe",
     ("dedup", 2): "dc4e2cbd308c34a9",
     ("held_out", 1): "ab3c1019a592b83f",
