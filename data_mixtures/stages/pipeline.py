@@ -105,6 +105,8 @@ def _plan(context: RunContext) -> None:
     made = {name: planned["sources"][name] for name in context.sources}
     units = sum(len(each["units"]) for each in made.values())
     context.console.print(f"plan     {units:6} units of {len(made)} sources")
+    for sentence in plan.shared(planned):
+        context.console.print(f"note: {sentence}", style="yellow", soft_wrap=True, markup=False)
     if context.tables:
         terms, rows = ("revision", "gate", "licence"), []
         for name, each in made.items():

@@ -165,6 +165,21 @@ def _check_field(source_input: Input, name: str) -> None:
         raise ValueError(problem)
 
 
+def shared(plan: Json) -> Iterator[str]:
+    """Sentences on files that two sources read, where the same text counts in both."""
+    places: dict[tuple[str, str], set[str]] = {}
+    for source, entry in plan["sources"].items():
+        for unit in entry["units"]:
+            for name, *_ in unit.get("files", [unit.get("file", [unit.get("path")])]):
+                places.setdefault((entry.get("repo", ""), name), set()).add(source)
+    pairs: dict[tuple[str, ...], list[str]] = {}
+    for (_, name), readers in places.items():
+        if len(readers) > 1:
+            pairs.setdefault(tuple(sorted(readers)), []).append(name)
+    for sources, names in pairs.items():
+        yield f"{len(names)} files are in {' and '.join(sources)}, whose shares then hold the same text: {names[0]} ..."
+
+
 def _plan_hub(origin: hub.Mirror, wanted: list[HubSource]) -> dict[str, Json]:
     """Access first, for all; then files and columns. One error names every source that fails, and why."""
     sources: dict[tuple[str, str], list[str]] = {}

@@ -193,6 +193,14 @@ def test_a_truncated_file_counts_whole(folder: Path) -> None:
         run(folder, own(JSONL))
 
 
+def test_a_file_in_two_sources_is_reported(folder: Path) -> None:
+    printed = run(folder, own(JSONL, JSONL.replace("*", "1"), PARQUET))
+    shared = (
+        f"note: 1 files are in s0 and s1, whose shares then hold the same text: {folder}/corpus/1.jsonl.gz"
+    )
+    assert shared in printed
+
+
 @pytest.mark.job  # a server that speaks S3 takes seconds to be imported
 def test_parquet_in_a_bucket_is_split_as_on_a_disk(folder: Path, s3, monkeypatch) -> None:
     table = pa.table({"content": write_text(23, 50, 90)})
