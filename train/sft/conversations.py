@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 
 from laneformer.chat import SYSTEM, ChatError, ChatTokenizer, render, token_ids
 from laneformer.prompts import PromptEncoder
-from records.files import json_lines
+from records.files import Skipped, json_lines
 from records.workers import end_with_parent
 
 from .turns import Turns, through_template
@@ -80,7 +80,7 @@ def rows(origin: str) -> Iterator[Any]:
 
 def _json_rows(path: Path) -> Iterator[Any]:
     # not through `datasets`, which ends at the first broken line
-    broken: list[int] = []
+    broken: Skipped = {}
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
         try:
             for _, row in json_lines(file, path, broken):
