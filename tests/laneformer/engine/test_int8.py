@@ -1,6 +1,6 @@
 """Engines with int8 and int4 weights: the packed integers and scales, and the logits they lead to.
 
-What int8 weights stand for is defined twice, in test_integer.py in numpy and in tools.check.quality in PyTorch.
+What int8 weights stand for is defined twice, in test_integer.py in numpy and in tools.check.reference in PyTorch.
 """
 
 from __future__ import annotations
