@@ -175,8 +175,8 @@ def check_faults(config: LaneformerConfig, weights: Weights, make: MakeDecoder) 
     def holds(config: LaneformerConfig, weights: Weights) -> bool:
         return compare(score(make(config, tensors_of(weights)), truth.ids), truth)["holds"]
 
-    faults = planted_faults(config, weights)
-    return holds(config, weights) and not any(holds(*planted) for _, _, *planted in faults)
+    wrong = [holds(planted, values) for _, _, planted, values in planted_faults(config, weights)]
+    return holds(config, weights) and not any(wrong)
 
 
 def check(
