@@ -15,7 +15,8 @@ from typing import Any
 
 from laneformer import LaneformerConfig
 from records.checkpoints import check_complete
-from tests.train.runs import ask, flags, limit_open_files, metrics
+from records.job import job_flags
+from tests.train.runs import ask, limit_open_files, metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, EVERY = 2, 1
@@ -71,7 +72,7 @@ def train(
         *launcher,
         "--job.config_file",
         f"configs/{config}.toml",
-        *flags(settings),
+        *job_flags(settings),
     ]
     env, log = {"WANDB_MODE": "offline", **env}, folder.with_name(f"{folder.name}.log")
     if warm:
