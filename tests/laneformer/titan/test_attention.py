@@ -64,14 +64,3 @@ def test_block_masks_are_compiled_once(tokens, monkeypatch):
     monkeypatch.setattr(attention, "_block_mask_builder", lambda _: create_block_mask)
     wanted = [mask.to_dense() for mask in attention.training_masks(CONFIG, inputs, "flex", documents)]
     assert all(map(torch.equal, found, wanted))
-
-
-def test_a_document_does_not_see_the_one_before(tokens):
-    first, second = tokens.clone(), tokens.clone()
-    for batch in (first, second):
-        batch[:, 30] = BOS
-    second[:, :30] = second[:, :30].flip(1)
-    masked, open_ = build(mask_documents=True), build()
-    after = slice(30, None)
-    assert torch.equal(losses(masked, first)[:, after], losses(masked, second)[:, after])
-    assert not torch.equal(losses(open_, first)[:, after], losses(open_, second)[:, after])
