@@ -22,17 +22,15 @@ import numpy as np
 import xxhash
 from tokenizers import Tokenizer
 
-from laneformer.chat import SYSTEM, ChatError, ChatTokenizer, render, token_ids
+from laneformer.chat import ChatError
 from laneformer.prompts import PromptEncoder
 from records.files import json_lines
 from records.workers import end_with_parent
 
-from .turns import Turns, through_template
+from .turns import through_template
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # where they are not those of OpenAI
-SYSTEM_ROLES = (SYSTEM, "developer")  # what the template ignores: OpenAI's older and newer name
 ROWS_AT_A_TIME = 64  # to a worker process
-SEGMENTS_PER_MESSAGE = 2  # of `render`: header and content
 
 
 class Conversation(NamedTuple):
@@ -117,17 +115,14 @@ def _with_one_text(message: Any) -> Any:
     return {**message, "content": "\n".join(texts)}
 
 
-def encode(row: Any, tokenizer: ChatTokenizer | PromptEncoder, longest: int, cut: bool) -> Conversation:
-    """One row, through the template of a PromptEncoder, else as published. ChatError when that has no
-    form for it, nothing in it is trained, or it is too long.
+def encode(row: Any, encoder: PromptEncoder, system_and_tools: bool, longest: int, cut: bool) -> Conversation:
+    """One row through the encoder's template. ChatError when that has no form for it, nothing in it is trained, or
+    it is too long.
 
-    cut: keep the first exchanges of a conversation that is too long, as many as fit.
+    system_and_tools: whether the template has them. cut: keep the first exchanges of a conversation that is too
+    long, as many as fit.
     """
-    given = messages(row)
-    if isinstance(tokenizer, PromptEncoder):
-        turns = through_template(given, row.get("tools"), tokenizer)
-    else:
-        turns = _as_published(given, tokenizer)
+    turns = through_template(messages(row), row.get("tools"), encoder, system_and_tools)
     ids, trained, texts = turns.ids, turns.trained, turns.texts
     end, count = len(ids), len(texts)
     if end > longest and cut:
@@ -141,32 +136,17 @@ def encode(row: Any, tokenizer: ChatTokenizer | PromptEncoder, longest: int, cut
     return Conversation(key, array, trained[:end], count < len(texts), turns.system_ignored)
 
 
-def _as_published(given: list[dict[str, Any]], tokenizer: ChatTokenizer) -> Turns:
-    turns = [turn for turn in given if not isinstance(turn, dict) or turn.get("role") not in SYSTEM_ROLES]
-    segments = render(turns, tokenizer)
-    sizes = [len(segment.ids) for segment in segments]
-    ends = np.cumsum(sizes)[2 * SEGMENTS_PER_MESSAGE - 1 :: 2 * SEGMENTS_PER_MESSAGE].tolist()
-    return Turns(
-        token_ids(segments),
-        np.repeat([segment.trained for segment in segments], sizes),
-        [[turn["role"], turn["content"].strip()] for turn in turns],
-        [(end, 2 * exchange) for exchange, end in enumerate(ends, 1)],
-        system_ignored=len(turns) < len(given),
-    )
-
-
-_worker: tuple[ChatTokenizer | PromptEncoder, int, bool]
+_worker: tuple[PromptEncoder, bool, int, bool]
 
 
 def _start_worker(
-    tokenizer_json: str, eos_id: int, longest: int, cut: bool, template: dict[str, str] | None
+    tokenizer_json: str, template: dict[str, str], system_and_tools: bool, longest: int, cut: bool
 ) -> None:
     global _worker
     if parent_process():
         end_with_parent()
-    tokenizer = Tokenizer.from_str(tokenizer_json)
-    published = ChatTokenizer(tokenizer, eos_id)  # refuses what could tell no header from a message
-    _worker = PromptEncoder(tokenizer, template) if template else published, longest, cut
+    encoder = PromptEncoder(Tokenizer.from_str(tokenizer_json), template)
+    _worker = encoder, system_and_tools, longest, cut
 
 
 def _encode_row(row: Any) -> Conversation | str:
@@ -177,14 +157,14 @@ def _encode_row(row: Any) -> Conversation | str:
 
 
 def encode_all(
-    origin: str, tokenizer: Tokenizer, eos_id: int, longest: int, cut: bool, workers: int,
-    template: dict[str, str] | None = None,
+    origin: str, tokenizer: Tokenizer, template: dict[str, str], system_and_tools: bool, longest: int, cut: bool,
+    workers: int,
 ) -> Iterator[Conversation | str]:  # fmt: skip
     """Every row of an origin in its order: the conversation, or the reason why it is none.
 
-    template: of a tokenizer_config.json, "chat_template" and its tokens; None for the published one.
+    template: of a tokenizer_config.json, "chat_template" and its tokens.
     """
-    start = (tokenizer.to_str(), eos_id, longest, cut, template)
+    start = (tokenizer.to_str(), template, system_and_tools, longest, cut)
     if workers == 1:
         _start_worker(*start)
         yield from map(_encode_row, rows(origin))

@@ -1,20 +1,21 @@
-"""Conversations with system messages and tools, in OpenAI's form, through a chat template: the ids that a
-server makes of the same request. The assistant's messages are trained, calls included, and nothing else.
+"""Conversations in OpenAI's form through a chat template: the ids that a server makes of the same request.
+The assistant's messages are trained, with --system-and-tools calls included, and nothing else.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from laneformer.chat import ASSISTANT, SYSTEM, TOOL, USER, ChatError, is_wanted
+from laneformer.chat import ASSISTANT, SYSTEM, TOOL, USER, ChatError
 from laneformer.prompts import PromptEncoder
 
 Message = dict[str, Any]
+DEVELOPER = "developer"  # OpenAI's newer name of the system
 
 
 @dataclass
@@ -27,13 +28,19 @@ class Turns:
     trained: np.ndarray
     texts: list[list[Any]]
     ends: list[tuple[int, int]]
-    tools: list[Any] = field(default_factory=list)
-    system_ignored: bool = False
+    tools: list[Any]
+    system_ignored: bool
 
 
-def through_template(given: Sequence[Any], tools: Any, encoder: PromptEncoder) -> Turns:
-    """ChatError for what no server would be sent, or could answer."""
-    tools, messages = _tools(tools), [_plain(message, number) for number, message in enumerate(given)]
+def through_template(
+    given: Sequence[Any], tools: Any, encoder: PromptEncoder, system_and_tools: bool
+) -> Turns:
+    """ChatError for what no server would be sent, or could answer. Without system_and_tools, the published
+    template: system messages are ignored, as there, and tools have no form.
+    """
+    tools = _tools(tools) if system_and_tools else []
+    turns = given if system_and_tools else [message for message in given if not _is_system(message)]
+    messages = [_plain(message, number, system_and_tools) for number, message in enumerate(turns)]
     _check_order(messages)
     try:
         json.dumps([messages, tools], ensure_ascii=False).encode()
@@ -43,14 +50,29 @@ def through_template(given: Sequence[Any], tools: Any, encoder: PromptEncoder) -
     replies = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
     trained, ends = np.zeros(len(ids), dtype=bool), []
     for number, (begin, end) in zip(replies, answers, strict=True):
-        trained[begin:end] = is_wanted(given[number], number)
+        trained[begin:end] = _is_wanted(turns[number], number)
         if "tool_calls" not in messages[number]:
             ends.append((end, number + 1))
     texts = [
-        [turn["role"], turn["content"].strip(), *(call["function"] for call in turn.get("tool_calls", ()))]
-        for turn in messages
+        [each["role"], each["content"].strip(), *(call["function"] for call in each.get("tool_calls", ()))]
+        for each in messages
     ]
-    return Turns(ids, trained, texts, ends, tools)
+    return Turns(ids, trained, texts, ends, tools, system_ignored=len(turns) < len(given))
+
+
+def _is_system(message: Any) -> bool:
+    return isinstance(message, Mapping) and message.get("role") in (SYSTEM, DEVELOPER)
+
+
+def _is_wanted(message: Message, number: int) -> bool:
+    """Whether an assistant's message is learned: unless "weight": 0 (OpenAI) or "train": false (axolotl)."""
+    weight, train = message.get("weight"), message.get("train")
+    if weight not in (None, 0, 1) or train not in (None, False, True):
+        raise ChatError(
+            "weight",
+            f"message {number} has weight {weight!r} and train {train!r}; allowed are 0, 1, false and true",
+        )
+    return weight != 0 and train is not False
 
 
 def _object(value: Any) -> Any:
@@ -73,22 +95,23 @@ def _tools(given: Any) -> list[Any]:
     return listed
 
 
-def _plain(message: Any, number: int) -> Message:
+def _plain(message: Any, number: int, system_and_tools: bool) -> Message:
     """For a template, as a server gives it: a developer as the system, arguments as values."""
     if not isinstance(message, Mapping) or "role" not in message:
         raise ChatError("fields", f"message {number} is {message!r:.80}; it needs the field 'role'")
     role, text = message["role"], message.get("content")
-    role = SYSTEM if role == "developer" else role
-    if role not in (SYSTEM, USER, ASSISTANT, TOOL):
-        raise ChatError(
-            "role", f"message {number} has the role {role!r}; allowed are system, user, assistant and tool"
-        )
+    role = SYSTEM if role == DEVELOPER else role
+    roles = (SYSTEM, USER, ASSISTANT, TOOL) if system_and_tools else (SYSTEM, USER, ASSISTANT)
+    if role not in roles:
+        allowed = ", ".join(roles)
+        raise ChatError("role", f"message {number} has the role {role!r}; allowed are {allowed}")
     if not isinstance(text, str | None):
         raise ChatError(
             "content", f"message {number} has content of type {type(text).__name__}; it needs text"
         )
     plain: Message = {"role": role, "content": text or ""}
-    if calls := message.get("tool_calls"):
+    calls = message.get("tool_calls") if system_and_tools else None
+    if calls:
         plain["tool_calls"] = [_call(call, number) for call in calls]
     if role == TOOL:
         plain["tool_call_id"] = message.get("tool_call_id")

@@ -23,7 +23,7 @@ import pytest
 import sentencepiece
 
 from data_mixtures.mixture import BEGINS, TRAINED, Mixture, valid_windows
-from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
+from laneformer.hf.tokenizer import CHAT_TEMPLATE, open_tokenizer
 from train.sft import conversations, source
 from train.sft.__main__ import Arguments, run
 from train.sft.conversations import ROWS_AT_A_TIME, encode_all, rows
@@ -244,8 +244,13 @@ def test_a_killed_worker_is_an_error(tokenizer: Path, monkeypatch: pytest.Monkey
         yield {"messages": chat(1)}
 
     monkeypatch.setattr(conversations, "rows", killing)
+    opened, special = open_tokenizer(tokenizer)
     with pytest.raises(ValueError, match="a worker was killed"):
-        list(encode_all("x", tokenizer_from_sentencepiece(tokenizer), 2, SEQ_LEN, False, 2))
+        list(
+            encode_all(
+                "x", opened, {"chat_template": CHAT_TEMPLATE.read_text(), **special}, False, SEQ_LEN, False, 2
+            )
+        )
 
 
 def test_sources_are_mixed_by_weight_and_the_same_conversation_is_held_out_of_all(
