@@ -19,7 +19,8 @@ import numpy as np
 from data_mixtures import packing, shards
 from records.files import file_sha256
 
-from .conversations import Conversation, encode_all
+from .conversations import encode_all
+from .turns import Conversation
 
 WINDOWS_PER_SHARD = 8192
 FLAGS = ".flags.bin"

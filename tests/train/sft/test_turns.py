@@ -31,8 +31,7 @@ from laneformer.serve.tool_calls import ToolCalling, form_of
 from tests.tokenizer_assets import byte_level
 from tests.train.sft import chats
 from train.sft.__main__ import Arguments, run
-from train.sft.conversations import Conversation, encode
-from train.sft.turns import through_template
+from train.sft.turns import Conversation, encode
 
 Row = dict[str, Any]
 SEQ_LEN, EOS = 2048, "</s>"
@@ -255,14 +254,10 @@ def test_long_ones_are_cut_behind_answers_and_not_behind_calls(encoder: PromptEn
         encode(ROWS[4], encoder, True, len(cut.ids) - 1, True)
 
 
-def test_the_server_forces_the_form_that_was_trained() -> None:
-    config = {"chat_template": TOOLS_TEMPLATE.read_text(), "eos_token": EOS}
-    assert form_of(ChatTemplate(config), TOOLS) == HERMES
-
-
 def test_tools_are_described_as_by_the_server_for_templates_without_any() -> None:
     """One wording of tools, calls and results: the server's own, in the template of before with a system."""
     config = {"chat_template": TOOLS_TEMPLATE.read_text(), "eos_token": EOS}
+    assert form_of(ChatTemplate(config), TOOLS) == HERMES, "the form that a server forces"
     tokenizer = byte_level(["x"], ["<s>", EOS])
     described = ToolCalling({}, Grammars(tokenizer, tokenizer.get_vocab_size(), [1]))
     for row in ({"messages": USED[:7], "tools": TOOLS}, ROWS[4], ROWS[6]):
@@ -296,7 +291,7 @@ def test_what_no_server_could_answer_is_refused(
     encoder: PromptEncoder, messages: list[Any], tools: Any, reason: str, says: str
 ) -> None:
     with pytest.raises(ChatError, match=says) as refused:
-        through_template(messages, tools, encoder, True)
+        encode({"messages": messages, "tools": tools}, encoder, True, SEQ_LEN, False)
     assert refused.value.reason == reason
 
 
