@@ -17,7 +17,6 @@ context of its own window.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -134,27 +133,23 @@ def bytes_per_token(path: Path) -> np.ndarray:
 
     The counts of a text's ids add up to its bytes, plus one for the space that a Llama 2 tokenizer prepends.
     """
-    if path.suffix == ".json":
-        text = path.read_text(encoding="utf-8")
-    else:
-        from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
+    from tokenizers import Tokenizer
 
-        text = tokenizer_from_sentencepiece(path).to_str()
-    content = json.loads(text)
-    model = content["model"]
-    of_bytes = '"ByteLevel"' in json.dumps(content.get("decoder"))  # each character of a piece is one byte
-    if not of_bytes and not model.get("byte_fallback"):
+    from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
+
+    is_json = path.suffix == ".json"
+    tokenizer = Tokenizer.from_file(str(path)) if is_json else tokenizer_from_sentencepiece(path)
+    of_bytes = "ByteLevel" in repr(tokenizer.decoder)  # each character of a piece is one byte
+    if not of_bytes and not getattr(tokenizer.model, "byte_fallback", False):
         raise ValueError(
             f"{path} has neither byte fallback nor bytes as characters, so the bytes of its pieces cannot be counted; "
             "use a SentencePiece BPE with byte fallback, or a byte-level BPE"
         )
-    added = {token["id"]: token for token in content.get("added_tokens", [])}
-    silent = {i for i, token in added.items() if token["special"]}
-    silent.add(model["vocab"].get(model.get("unk_token")))
-    pieces = [*model["vocab"].items(), *((token["content"], i) for i, token in added.items())]
-    counts = np.zeros(max(i for _, i in pieces) + 1, dtype=np.int64)
-    for piece, i in pieces:
-        if i in silent:
+    added = tokenizer.get_added_tokens_decoder()
+    pieces, unknown = tokenizer.get_vocab(), getattr(tokenizer.model, "unk_token", None)
+    counts = np.zeros(max(pieces.values()) + 1, dtype=np.int64)
+    for piece, i in pieces.items():
+        if (i in added and added[i].special) or piece == unknown:
             continue
         if of_bytes and i not in added:
             counts[i] = len(piece)

@@ -6,6 +6,8 @@ import math
 import numpy as np
 import pytest
 import sentencepiece
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from evals.bits_per_byte import (
     bits_per_byte,
@@ -166,6 +168,6 @@ def test_bytes_of_tokens_are_the_bytes_of_the_text(tmp_path):
 
 def test_pieces_without_known_bytes_are_refused(tmp_path):
     path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps({"model": {"type": "BPE", "vocab": {"a": 0}, "byte_fallback": False}}))
+    Tokenizer(BPE({"a": 0}, [])).save(str(path))
     with pytest.raises(ValueError, match="neither byte fallback"):
         bytes_per_token(path)
