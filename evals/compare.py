@@ -84,12 +84,12 @@ def accuracies(pairs: list[Pair]) -> JsonObject:
     }  # fmt: skip
 
 
-def files_of(where: str, kind: str) -> list[Path]:
-    """The files of items that a name stands for: one itself, or those of a run's newest checkpoint, RUN,
-    RUN@STEP or RUN@PHASE; the latest record first.
+def file_of(where: str, kind: str) -> Path:
+    """The file of items that a name stands for: itself, or that of the latest record of a run's newest
+    checkpoint, RUN, RUN@STEP or RUN@PHASE.
     """
     if Path(where).is_file():
-        return [Path(where)]
+        return Path(where)
     run, _, at = where.partition("@")
     records = [
         {**record, "items": place / record["items"]}
@@ -101,19 +101,7 @@ def files_of(where: str, kind: str) -> list[Path]:
     if not chosen:
         known = ", ".join(dict.fromkeys(f"{r.get('step')} ({r.get('phase')})" for r in records)) or "none"
         raise ValueError(f"{where}: no record of {kind} with items; steps of {run}/evals.jsonl: {known}")
-    newest = max(record["step"] or 0 for record in chosen)
-    return [r["items"] for r in reversed(chosen) if (r["step"] or 0) == newest]
-
-
-def compare_named(a: str, b: str, kind: str) -> JsonObject:
-    """`compare` of the first evaluations of both that asked the same; ValueError says how those of none did."""
-    problems = []
-    for pair in itertools.product(files_of(a, kind), files_of(b, kind)):
-        try:
-            return compare(*pair)
-        except ValueError as problem:
-            problems.append(problem)
-    raise problems[0]
+    return max(reversed(chosen), key=lambda record: record["step"] or 0)["items"]
 
 
 def plus_minus(row: JsonObject, value: str, error: str) -> str:
@@ -153,7 +141,7 @@ def main(
         b: that of the later evaluation
         kind: of a run's records: core, lm_eval, code, or gold (validation.gold_items)
     """
-    comparison = compare_named(a, b, kind)
+    comparison = compare(file_of(a, kind), file_of(b, kind))
     show(comparison)
     print(json.dumps(comparison))
 

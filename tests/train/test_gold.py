@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from evals import gold
-from evals.compare import compare_named
+from evals.compare import compare, file_of
 from evals.core.evaluate import Settings
 from laneformer import Laneformer
 from records.files import read_lines
@@ -75,7 +75,7 @@ def test_the_loop_measures_what_a_plain_model_has_and_goes_on_after_a_restart(
         assert found[2]["tasks"][task]["gold_bits_per_byte"] == pytest.approx(value, rel=1e-5)
     assert found[2]["gold_bits_per_byte"] == pytest.approx(np.mean([*bits.values()]), rel=1e-5)
     assert found[0]["change"] is None
-    told = compare_named(f"{run}@3", f"{run}@6", "gold")
+    told = compare(*(file_of(f"{run}@{step}", "gold") for step in (3, 6)))
     assert found[2]["change"] == {
         "since": 3,
         **{k: told[k] for k in ("bits_difference", "bits_standard_error")},
