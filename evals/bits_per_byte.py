@@ -54,19 +54,6 @@ def sums_of_windows(
         yield float(nats.sum()), of_bytes, len(targets), int(bytes_of_target.sum())
 
 
-def score_windows(
-    scorer: Scorer, windows: np.ndarray, token_bytes: np.ndarray, partial: Partial, source: str
-) -> JsonObject:
-    """Score the windows (n, S+1) of one source: bits_per_byte, loss (nats per token), tokens, bytes."""
-    rows = track(windows, description=f"{source:>16}", console=console)
-    sums = partial.complete(source, rows, lambda left: sums_of_windows(scorer, left, token_bytes))
-    nats, nats_of_bytes, tokens, byte_count = (sum(column) for column in zip(*sums, strict=True))
-    if byte_count == 0:
-        raise ValueError(f"no text to score: {tokens} tokens, none of which stands for bytes")
-    value = nats_of_bytes / math.log(2) / byte_count
-    return {"bits_per_byte": value, "loss": nats / tokens, "tokens": tokens, "bytes": byte_count}
-
-
 def bits_per_byte(
     scorer: Scorer,
     windows: dict[str, np.ndarray],
@@ -77,19 +64,27 @@ def bits_per_byte(
     """Score the windows (n, S+1) of every source; the totals weight a source by its bytes, the
     loss by its tokens.
     """
-    sources: dict[str, JsonObject] = {}
+    sources, everything = dict[str, JsonObject](), []
     for name, rows in windows.items():
-        figures = score_windows(scorer, rows, token_bytes, partial, name)
-        sources[name] = {"category": categories[name], **figures}
+        shown = track(rows, description=f"{name:>16}", console=console)
+        sums = partial.complete(name, shown, lambda left: sums_of_windows(scorer, left, token_bytes))
+        sources[name] = {"category": categories[name], **figures_of(sums)}
+        everything += sums
+    whole = figures_of(everything)
+    return {"bits_per_byte": whole["bits_per_byte"], "loss": whole["loss"], "sources": sources}
 
-    def mean(figure: str, weight: str) -> float:
-        total = math.fsum(source[weight] for source in sources.values())
-        return math.fsum(source[figure] * source[weight] for source in sources.values()) / total
 
+def figures_of(sums: list[tuple[float, float, int, int]]) -> JsonObject:
+    """bits_per_byte, loss (nats per token), tokens and bytes of windows by their sums."""
+    nats, nats_of_bytes, tokens, byte_count = (math.fsum(column) for column in zip(*sums, strict=True))
+    if byte_count == 0:
+        raise ValueError(f"no text to score: {tokens:.0f} tokens, none of which stands for bytes")
+    value = nats_of_bytes / math.log(2) / byte_count
     return {
-        "bits_per_byte": mean("bits_per_byte", "bytes"),
-        "loss": mean("loss", "tokens"),
-        "sources": sources,
+        "bits_per_byte": value,
+        "loss": nats / tokens,
+        "tokens": int(tokens),
+        "bytes": int(byte_count),
     }
 
 

@@ -108,23 +108,23 @@ def plus_minus(row: JsonObject, value: str, error: str) -> str:
     return f"{row[value]:+.4f} ± {row[error]:.4f}" if row.get(value) is not None else ""
 
 
+def row_of(name: str, row: JsonObject, change: str, error: str) -> list[str]:
+    """The columns of a task, of a category, or of all: what they do not have is empty."""
+    n, only_a, only_b = (str(row.get(key, "")) for key in ("n", "only_a", "only_b"))
+    shares = [f"{row[side]:.4f}" if isinstance(row.get(side), float) else "" for side in "ab"]
+    bits = plus_minus(row, "bits_difference", "bits_standard_error")
+    return [name, n, *shares, plus_minus(row, change, error), only_a, only_b, bits]
+
+
 def show(comparison: JsonObject) -> None:
     """Print the differences of tasks, of CORE's categories and of all as a table on stderr."""
     names = f"{Path(comparison['b']).name} minus {Path(comparison['a']).name}"
-    listed = [(task, row, "difference", "standard_error") for task, row in comparison["tasks"].items()]
+    rows = [row_of(task, row, "difference", "standard_error") for task, row in comparison["tasks"].items()]
     for name, row in comparison.get("categories", {}).items():
-        listed.append((f"{name}, centered", row, "centered_v2", "centered_v2_se"))
-    listed.append(("CORE v2" if "core_v2" in comparison else "mean", comparison, "core_v2", "core_v2_se"))
-    rows = []
-    for name, row, *score in listed:
-        change = plus_minus(row, *score) or "tasks missing" * (name == "CORE v2")
-        bits = plus_minus(row, "bits_difference", "bits_standard_error")
-        if name in comparison["tasks"]:
-            shares = (f"{row[side]:.4f}" if side in row else "" for side in "ab")
-            only_a, only_b = (str(row.get(key, "")) for key in ("only_a", "only_b"))
-            rows.append([name, str(row["n"]), *shares, change, only_a, only_b, bits])
-        elif change or bits:
-            rows.append([name, "", "", "", change, "", "", bits])
+        rows.append(row_of(f"{name}, centered", row, "centered_v2", "centered_v2_se"))
+    rows.append(
+        row_of("CORE v2" if comparison["kind"] == "core" else "mean", comparison, "core_v2", "core_v2_se")
+    )
     show_table(f"{names}; ± is a paired standard error", COLUMNS, rows)
 
 

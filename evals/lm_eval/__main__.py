@@ -30,7 +30,6 @@ from evals.lm_eval.needles import counts
 from evals.lm_eval.tasks import (
     RULER_TASKS,
     SEEDS,
-    check_packages,
     data_folder,
     documents_sha256,
     expand_tasks,
@@ -252,8 +251,8 @@ def main(
 
 
 def check_here(options: Sequence[str]) -> None:
-    """Raise ValueError if a task needs packages that are not installed."""
-    check_packages(expand_tasks(option_value("--tasks", options) or "arc_easy"))
+    """Raise ValueError if a task file is missing."""
+    expand_tasks(option_value("--tasks", options) or "arc_easy")
 
 
 COMMAND = EvalCommand("lm_eval", main, reads=("--data",), ready=check_here)

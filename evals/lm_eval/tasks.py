@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import os
 import random
 import tempfile
@@ -46,7 +45,6 @@ RULER_TASKS = (
     "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
     "niah_multiquery", "niah_multivalue", "ruler_vt", "ruler_cwe", "ruler_fwe",
 )  # fmt: skip
-IFEVAL_NEEDS = ("langdetect", "immutabledict")
 ARC_TASKS, IFEVAL = ("arc_easy", "arc_challenge"), "ifeval"
 FOLDERS = ("arc", "ruler", "gsm8k", IFEVAL)  # of lm-eval, looked at first: to index all takes seconds
 TABLES = Path("tokenizers") / "punkt_tab" / "english"
@@ -82,7 +80,6 @@ def load_tasks(
     """The stock tasks with their documents, generated from SEEDS as by the `lm_eval` command."""
     import lm_eval.tasks
 
-    check_packages(names)
     check_room(names, lengths, tokenizer)
     random.seed(SEEDS["random"])
     np.random.seed(SEEDS["numpy"])  # noqa: NPY002 - the generator that `ruler_vt` uses
@@ -96,15 +93,6 @@ def load_tasks(
     if unknown := sorted(stock - {*known}):
         raise ValueError(f"--tasks: lm-eval has no {', '.join(unknown)}, {choice(unknown[0], known, most=5)}")
     return manager, list(manager.load(list(names))["tasks"].values())
-
-
-def check_packages(names: Sequence[str]) -> None:
-    """ValueError if IFEval is asked for without the packages that it imports."""
-    lacking = [package for package in IFEVAL_NEEDS if importlib.util.find_spec(package) is None]
-    if IFEVAL in names and lacking:
-        raise ValueError(
-            f"ifeval needs {' and '.join(lacking)}: pip install 'lm-eval[ifeval]', or remove it from --tasks"
-        )
 
 
 def first_documents(task: Task, limit: int | None) -> list[int]:
@@ -169,23 +157,18 @@ def data_folder(data: Path, tasks: Sequence[str]) -> Iterator[None]:
 
 
 def check_present(data: Path, tasks: Sequence[str]) -> None:
-    essays = (f"{ESSAYS}/train.jsonl", 'lines of {"text": ...}')
-    needed = [
-        (
-            ARC_TASKS,
-            "allenai/ai2_arc/README.md",
-            "a README.md that names the files of ARC-Easy and ARC-Challenge",
-        ),
-        (("gsm8k",), "openai/gsm8k/README.md", "a README.md that names the files of main"),
-        ((IFEVAL,), "google/IFEval/ifeval_input_data.jsonl", "the prompts and their instructions"),
-        (RULER_TASKS, *essays),
-    ]
-    if not (data / "nltk_data" / TABLES).is_dir():
-        needed.append(((IFEVAL,), *essays))
-    for of_tasks, name, what in needed:
-        if set(tasks) & set(of_tasks) and not (data / name).is_file():
+    essays, ruler = f"{ESSAYS}/train.jsonl", {*RULER_TASKS}
+    has_tables = (data / "nltk_data" / TABLES).is_dir()
+    needed = {
+        "allenai/ai2_arc/README.md": {*ARC_TASKS},
+        "openai/gsm8k/README.md": {"gsm8k"},
+        "google/IFEval/ifeval_input_data.jsonl": {IFEVAL},
+        essays: ruler if has_tables else ruler | {IFEVAL},
+    }
+    for name, of_tasks in needed.items():
+        if of_tasks & set(tasks) and not (data / name).is_file():
             raise ValueError(
-                f"{data / name} is missing ({what}); download the data set {name.rsplit('/', 1)[0]} from the hub to "
+                f"{data / name} is missing; download the data set {name.rsplit('/', 1)[0]} from the hub to "
                 f"{(data / name).parent}, or run without --data to fetch it"
             )
 

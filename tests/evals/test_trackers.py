@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evals.trackers import SETTINGS, Trackers, scalars
+from evals.trackers import Trackers, scalars
 from records.job import Job, JobSections, Metrics
 
 TEXTS = [{"name": n, "prompt": f"{n}?", "greedy": "<b>yes</b>\nno", "sampled": "é"} for n in ("fact", "code")]
@@ -116,20 +116,6 @@ def test_names_tell_what_cannot_be_compared():
     }  # fmt: skip
     no_core = scalars({"kind": "core", **CORE, "core_v2": None, "core_v2_se": None})
     assert not [name for name in no_core if "core_v" in name], "no CORE, no figure"
-
-
-@pytest.mark.parametrize("kind", SETTINGS)
-def test_every_setting_gives_another_name(kind):
-    """Two records that differ in one setting, of whatever type, are never points of one curve."""
-    figure = {"lm_eval": "tasks", "code": "pass@1", "core": "core_v1", "bits_per_byte": "loss"}.get(
-        kind, "ttft_s"
-    )
-    asked = {"kind": kind, figure: {"arc": 1.0} if kind == "lm_eval" else 1.0}
-    changes = [{}, *({key: value} for key in SETTINGS[kind] for value in ("text", True, False, 7))]
-    names = [name for change in changes for name in scalars(asked | change)]
-    texts = len(SETTINGS[kind]) - 1  # a text stands for itself, whatever setting it is of
-    assert len(names) == len(changes) == len(set(names)) + texts
-    assert scalars(asked | dict.fromkeys(SETTINGS[kind])) == scalars(asked)
 
 
 def test_records_of_any_age_and_kind():

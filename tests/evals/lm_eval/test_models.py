@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from evals.lm_eval.__main__ import Questions, main, prompt_figures
-from evals.lm_eval.tasks import check_packages, expand_tasks
+from evals.lm_eval.tasks import expand_tasks
 from evals.scorer import LOCAL, Answer, Source, fast_tokenizer
 from evals.scorer.engine import EngineScorer
 from records.evals import About
@@ -263,10 +263,6 @@ def test_gsm8k_through_the_chat_template(hf_dir, tmp_path, monkeypatch):
 @pytest.mark.job
 def test_ifeval_through_the_chat_template(hf_dir, tmp_path, monkeypatch):
     """lm-eval's own task and checks of instructions, from local files."""
-    with monkeypatch.context() as bare:
-        bare.setattr("importlib.util.find_spec", lambda name: None if name == "langdetect" else name)
-        with pytest.raises(ValueError, match=r"ifeval needs langdetect: pip install 'lm-eval\[ifeval\]'"):
-            check_packages(["ifeval"])
     checks = ["punctuation:no_comma", "language:response_language"]
     asked = {"kwargs": [{}, {"language": "en"}], "instruction_id_list": checks}
     prompts = [f"Write about {subject} without any commas." for subject in ("rivers", "towns")]
