@@ -230,9 +230,7 @@ def test_bad_input(tmp_path):
     in_8_bits = open_scorer(tmp_path, Source("engine", "cpu", dtype="int8"))  # which reads a Llama, too
     assert in_8_bits.dtype == "int8"
     in_8_bits.close()
-    unknown = "onnx"
     for source, reason in (
-        (Source(unknown), "backend = 'onnx' is unknown"),
         (Source("transformers", "cpu", dtype="int8"), "dtype = 'int8'"),
         (Source(dtype="int8", base_url="http://127.0.0.1:9"), "dtype = 'int8'"),
     ):
