@@ -146,12 +146,12 @@ def main(
         "prompt": "chat" if chat else "completion",
         **asdict(sampling),
     }
-    asked_of = hashlib.sha256(repr((who, scorer.max_length, asked)).encode()).hexdigest()[:12]
-    folder = results or results_of(about, asked_of)
+    settings_key = hashlib.sha256(repr((who, scorer.max_length, asked)).encode()).hexdigest()[:12]
+    folder = results or results_of(about, settings_key)
     folder.mkdir(parents=True, exist_ok=True)
     judge = Judge(data, sandbox, folder.resolve(), scoring.cache, scoring.parallel)
-    control = control_of(judge)
-    answers = collect(data, scorer, sampling, chat, Partial(folder / "answers.jsonl"), asked_of)
+    control = score_references(judge)
+    answers = collect(data, scorer, sampling, chat, Partial(folder / "answers.jsonl"), settings_key)
     scorer.close()
     rows = solutions(answers, chat, data)
     scored, rules = judge.evaluate(rows, "samples"), Counter(row["rule"] for row in rows)
@@ -175,7 +175,7 @@ def main(
     return about.append("code", figures, **who)
 
 
-def control_of(judge: Judge) -> JsonObject:
+def score_references(judge: Judge) -> JsonObject:
     """The figures of the reference solutions, which are also shown."""
     control = judge.control()
     console.print(f"reference solutions: {control['passed']} of {control['total']} pass")
@@ -196,10 +196,10 @@ def item_lines(dataset: Dataset, scored: Scored) -> list[JsonObject]:
     return lines
 
 
-def results_of(about: About, asked_of: str) -> Path:
+def results_of(about: About, settings_key: str) -> Path:
     """The folder of these answers beside the records, in items/: each checkpoint and setting has its own."""
     assert about.out is not None
-    return about.out.parent / ITEMS / f"code-{about.step or 0}-{asked_of}"
+    return about.out.parent / ITEMS / f"code-{about.step or 0}-{settings_key}"
 
 
 def check_options(options: Sequence[str]) -> None:

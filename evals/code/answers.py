@@ -64,11 +64,11 @@ def prompt_of(problem: JsonObject, chat: bool) -> str:
 
 
 def collect(
-    dataset: Dataset, scorer: Scorer, sampling: Sampling, chat: bool, partial: Partial, asked_of: str
+    dataset: Dataset, scorer: Scorer, sampling: Sampling, chat: bool, partial: Partial, settings_key: str
 ) -> list[JsonObject]:
     """All answers, ordered by problem and sample; those in `partial` of the same model and settings are reused.
 
-    chat: the prompt is a user message in the template of the folder (or server). asked_of: what stands for the
+    chat: the prompt is a user message in the template of the folder (or server). settings_key: what stands for the
     model and its settings.
     """
     stops = () if chat else STOPS_OF[dataset.name] + STOPS
@@ -94,7 +94,7 @@ def collect(
                 }
 
         # each answer is kept where it arrives: when another request fails, none that was given is lost
-        return partial.complete(f"{task} {asked_of}", range(sampling.n), answer, together=1)
+        return partial.complete(f"{task} {settings_key}", range(sampling.n), answer, together=1)
 
     with ThreadPoolExecutor(scorer.parallel) as pool:
         answered = pool.map(answer_problem, dataset.problems)

@@ -80,7 +80,7 @@ def limit_process(limits: dict[str, int]) -> None:
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
 
 
-def define(code: str, entry_point: str) -> Any:
+def define_function(code: str, entry_point: str) -> Any:
     """The function of a program, whatever stands around it: input(), a wrong example, sys.exit(main()).
 
     Statements run one by one, and those that raise are passed over. Once the function is defined, calls and
@@ -120,7 +120,7 @@ def solve() -> None:
     for standard in range(3):
         os.dup2(nothing, standard)
     limit_process(request["limits"])
-    function = define(request["code"], request["entry_point"])
+    function = define_function(request["code"], request["entry_point"])
     send(None)
     for arguments in request["inputs"]:
         send(function(*arguments))

@@ -68,7 +68,7 @@ def options_of(task: Task, row: Row) -> list[tuple[str, str]]:
     return [(row["context"].strip(), row["continuation"])]
 
 
-def answered(task: Task, examples: Sequence[Row]) -> list[str]:
+def write_examples(task: Task, examples: Sequence[Row]) -> list[str]:
     """The examples with their right answers."""
     rights = [options_of(task, example)[example.get("gold", 0)] for example in examples]
     return [f"{context}{task.delimiter}{answer}" for context, answer in rights]
@@ -112,8 +112,8 @@ def nanochat_items(
 
 def nanochat_texts(task: Task, row: Row, examples: Sequence[Row]) -> list[str]:
     """The prompt of each option; for a language_modeling task the prompts without and with the answer."""
-    shown = "".join(f"{example}\n\n" for example in answered(task, examples))
-    texts = [f"{shown}{context}{task.delimiter}{answer}" for context, answer in options_of(task, row)]
+    examples_text = "".join(f"{example}\n\n" for example in write_examples(task, examples))
+    texts = [f"{examples_text}{context}{task.delimiter}{answer}" for context, answer in options_of(task, row)]
     if task.type == "language_modeling":
         # the space before the answer belongs to the answer's first token
         texts.insert(0, texts[0].removesuffix(row["continuation"]).strip())
@@ -186,17 +186,17 @@ def dclm_prompts(
 ) -> list[Prompt]:
     """The prompt of each option: examples, context and answer, encoded separately."""
     stripped = [{k: v.strip() if isinstance(v, str) else v for k, v in r.items()} for r in (row, *examples)]
-    shown = "\n".join(answered(task, stripped[1:]))
-    preamble = encoder.encode(shown, special_tokens=True)
+    examples_text = "\n".join(write_examples(task, stripped[1:]))
+    preamble = encoder.encode(examples_text, special_tokens=True)
     if len(preamble) > 1 and preamble[-1] == encoder.eos_id:
         preamble = preamble[:-1]
     prompts = []
     for context, answer in options_of(task, stripped[0]):
         if task.type == "schema":
-            text = context + (task.delimiter.rstrip() if shown else "")
+            text = context + (task.delimiter.rstrip() if examples_text else "")
         else:
             text = f"{context}{task.delimiter}".rstrip()
-        head = preamble + encoder.encode("\n" * bool(shown) + text)
+        head = preamble + encoder.encode("\n" * bool(examples_text) + text)
         tail = encoder.encode(f" {answer}" if needs_space and not answer.startswith(" ") else answer)
         prompts.append(crop_prompt(Prompt(head + tail, len(head)), max_length))
     return prompts

@@ -86,12 +86,12 @@ NEEDED = [  # (what a function may need, a name that it defines)
 def test_a_function_is_defined_whatever_stands_around_it():
     for code in AROUND:
         for program in (f"{ADD}\n\n{code}\n\nlater = 1", f"{code}\n{ADD}\n\nlater = 1"):
-            function = runner.define(program, "add")
+            function = runner.define_function(program, "add")
             assert (function(1, 2), function.__globals__["later"]) == (3, 1), program
     endless = "def main():\n    while True: pass\nmain()"
-    assert runner.define(f"{ADD}\n{endless}", "add")(1, 2) == 3, "calls behind it do not run"
+    assert runner.define_function(f"{ADD}\n{endless}", "add")(1, 2) == 3, "calls behind it do not run"
     for needed, name in NEEDED:
         for program in (f"{needed}\n\n{ADD}", f"{ADD}\n\n{needed}"):
-            assert name in runner.define(program, "add").__globals__
+            assert name in runner.define_function(program, "add").__globals__
     with pytest.raises(KeyError):
-        runner.define("def other(): pass", "add")
+        runner.define_function("def other(): pass", "add")
