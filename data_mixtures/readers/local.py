@@ -299,8 +299,8 @@ def _rows(name: str, field: str, dropped: Dropped, span: tuple[int, int] | None 
             raise
         raise Damaged(name, row) from error
     finally:
-        for number, error in skipped.items():
-            is_text = error is not UnicodeDecodeError
+        for number, kind in skipped.items():
+            is_text = kind is not UnicodeDecodeError
             hint = f" ({NOT_LINES})" if is_text and number == 1 else ""
             dropped.add("not_json" if is_text else "not_utf8", f"{place}:{number}{hint}")
 

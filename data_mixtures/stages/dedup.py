@@ -125,7 +125,8 @@ class Bands(Stage):
             with blocks.open_files(self.out, SIGNATURES, [group], SORTED) as (file,):
                 rows = file.read_rows("hash", low, high)
             hashes.append(rows["hash"])
-            ranks.append(rows["row"] + np.uint64(first) + ~rows["held_out"] * _TRAINED)
+            trained = np.where(rows["held_out"], np.uint64(0), _TRAINED)
+            ranks.append(rows["row"].astype(np.uint64) + np.uint64(first) + trained)
         later = np.unique(not_first(np.concatenate(hashes), np.concatenate(ranks)) & ~_TRAINED)
         write_sorted(folder, later.view(_NUMBER))
         return {"rows": sum(map(len, hashes)), "later": len(later)}
@@ -154,10 +155,10 @@ class Dedup(Grouped):
         return stage.key_of(self.name, str(unit), self.files(unit), later)
 
     def work(self, unit: Unit, folder: Path) -> Json:
-        receipt, first = next(each for group, *each in of_all(self, SIGNATURES) if group == unit)
+        _, receipt, first = next(each for each in of_all(self, SIGNATURES) if each[0] == unit)
         count = receipt["counts"]["documents"]
         with blocks.open_files(self.out, BANDS, self._bands(), SORTED) as files:
             ranges = [file.read_rows("number", first, first + count)["number"] for file in files]
-        numbers = np.unique(np.concatenate(ranges)) - np.uint64(first)
-        documents.write_rows(folder, self.members(unit), numbers.astype(np.int64))
+        numbers = np.unique(np.concatenate(ranges)).astype(np.int64) - first
+        documents.write_rows(folder, self.members(unit), numbers)
         return {"documents": count, documents.NEAR_DUPLICATE: len(numbers)}

@@ -171,7 +171,7 @@ def summary(stage: str, receipts: Mapping[Unit, Json]) -> Table:
     return figures(stage, ("source", *columns), rows)
 
 
-def figures(title: str | None, head: Iterable[str], rows: Iterable[Iterable[str | int]]) -> Table:
+def figures(title: str | None, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> Table:
     """Rows of a name and its figures; integers get separators."""
     table = Table(box=box.SIMPLE, title=title, title_justify="left", pad_edge=False, collapse_padding=True)
     for number, name in enumerate(head):
