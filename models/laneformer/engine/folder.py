@@ -24,6 +24,7 @@ from ..llama.tensors import laneformer_of
 from ..llama.tokenizer import tokenizer_of
 from ..llama.variant import variant_of
 from ..old_spellings import MODEL_TYPES, modern_spelling
+from ..ropes import plain, stretch_llama3
 from ..tensors import AS_IN_FILE, STORED_TYPES, Tensor, check_shapes, weight_files
 from .decoder import KV_BYTES
 from .machine import memory_bytes, this_machine
@@ -114,7 +115,7 @@ def read_gguf(path: Path, lanes: int | None, threads: int | None, dtype: str, gp
     """
     file = GgufFile(path, dtype, blocks=not gpus)
     lanes = default_lanes(file.config, threads, gpus) if lanes is None else lanes
-    config, tensors = laneformer_of(file.config, file, lanes)
+    config, tensors = laneformer_of(file.config, file, lanes, from_gguf=True)
     tokenizer, tokenizer_config, sampling = text_files(path.parent)
     if tokenizer is None:
         tokenizer, tokenizer_config, sampling = tokenizer_of(file.metadata), file.tokenizer_config(), {}
@@ -249,15 +250,8 @@ def rope_tables(config: LaneformerConfig) -> tuple[np.ndarray, np.ndarray]:
             np.stack([table[i] * scale for table, scale in zip(tables, scales, strict=True)]) for i in (0, 1)
         )
         return cosine, sine
-    exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    frequency = np.float32(1) / np.power(config.rope_theta, exponent.astype(np.float64)).astype(np.float32)
-    if config.rope_scaling is not None:
-        s: Any = config.rope_scaling
-        turns = s["original_max_position_embeddings"] * frequency / np.float32(2 * np.pi)
-        blend = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
-        blend = blend.clip(0, 1).astype(np.float32)
-        frequency = frequency * (blend + (1 - blend) / np.float32(s["factor"]))
-    return cos_and_sin(frequency, context)
+    frequency = np.array(plain(config.rope_theta, config.head_dim).frequencies, np.float32)
+    return cos_and_sin(stretch_llama3(frequency, config.rope_scaling), context)
 
 
 def cos_and_sin(frequency: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:

@@ -24,7 +24,7 @@ from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.tape_model import TapeModel
 from tests.laneformer.cuda.emulated import EmulatedPasses, build_unit, needs_emulator
 from tests.laneformer.cuda.harness import SMALL, random_model, small_config, tensors_of
-from tests.laneformer.cuda.shapes import SHAPES, Shape, family
+from tests.laneformer.cuda.shapes import SHAPES, Shape
 from tests.laneformer.cuda.test_kernels import check
 from tests.laneformer.engine.test_integer import drawn, packed
 from tests.proofs import CORE_SOURCES, KERNEL_SOURCES
@@ -36,7 +36,6 @@ def proof(test: Any) -> Any:
 
 SHAPES_INT8: dict[str, Shape] = {
     "fp16 beside it": SHAPES["delay 0"],
-    "one lane": Shape({"num_lanes": 1, "broadcast_delay": 0, "num_key_value_heads": 2, "num_hidden_layers": 3}),
     # tapes that end within a chunk; most warps have no tile of some matrix
     "eight lanes": Shape(
         {"num_lanes": 8, "broadcast_delay": 2, "hidden_size": 128, "intermediate_size": 768, "num_key_value_heads": 8,
@@ -44,7 +43,6 @@ SHAPES_INT8: dict[str, Shape] = {
         blocks=1, warps=3, chunk_bytes=1024,
     ),
     "on two GPUs": Shape({"num_hidden_layers": 3}, blocks=3, devices=2),
-    "tied, with biases": family("qwen 2"),
 }  # fmt: skip
 CODES = """
 #include "emulator.h"
