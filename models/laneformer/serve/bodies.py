@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from json import decoder, scanner
@@ -22,6 +23,8 @@ AT_ONCE = 50_000  # values of JSON that C reads in one go: meanwhile no other th
 MAX_VALUES = 2**20  # of JSON, about, whatever the context
 TYPO = 0.85  # likeness of an unknown name to a known one that was meant
 SHOWN_CHARS = 80  # of a value or a name
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # escaped
+HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 class RequestError(ValueError):
@@ -123,6 +126,8 @@ class Body(BaseModel):
             value = parse_json(raw, reading.max_values)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the body is not a JSON object: {error}", None, "invalid_json") from None
+        if SURROGATE.search(raw):
+            check_surrogates(value)
         return cls.from_fields(value, reading)
 
     @classmethod
@@ -149,6 +154,19 @@ def parse_json(raw: bytes, max_values: int = MAX_VALUES) -> Any:
     if values > max_values:
         raise ValueError(f"it has about {values:,} values; at most {max_values:,} fit this model's context")
     return json.loads(text, cls=_Yielding if values > AT_ONCE else None)
+
+
+def check_surrogates(value: Any, path: Sequence[str | int] = ()) -> None:
+    """RequestError for a text with half a surrogate pair, which no encoding has and no tokenizer takes."""
+    if isinstance(value, str) and HALF_PAIR.search(value):
+        place = spell_path(path)
+        message = f"{place or 'a name in the body'} holds half a surrogate pair, {quote(HALF_PAIR.search(value)[0])}; "
+        raise RequestError(f"{message}send both halves of a character together", place or None)
+    for name, part in value.items() if isinstance(value, dict) else ():
+        check_surrogates(name, path)
+        check_surrogates(part, [*path, name])
+    for i, part in enumerate(value if isinstance(value, list) else ()):
+        check_surrogates(part, [*path, i])
 
 
 def refuse(name: str, message: str, code: str = "invalid_value") -> None:

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 from ..chat import ASSISTANT, SYSTEM
 from ..engine import GenerationOptions
 from ..engine.options import BIAS_RANGE, MAX_DRAFT_TOKENS, MAX_LOGPROBS, RANGES
-from .bodies import STRICTLY, Body, RequestError, refuse
+from .bodies import HALF_PAIR, STRICTLY, Body, RequestError, refuse
 
 DEFAULT_TOKENS = 16  # of a completion: OpenAI's
 MAX_CHOICES = 128  # of one request, all its prompts together
@@ -305,15 +305,21 @@ class Message(Body):
         message["role"] = SYSTEM if self.role == "developer" else self.role
         message["content"] = "\n".join(texts_of(self.content))
         for call in message.get("tool_calls", []):
-            function = call["function"]
-            try:
-                function["arguments"] = json.loads(function["arguments"] or "{}")
-            except (ValueError, RecursionError):
-                reason = (
-                    f"arguments of a call of {function['name']!r} are no JSON: {function['arguments'][:80]!r}"
-                )
-                raise RequestError(reason, "messages") from None
+            call["function"]["arguments"] = arguments_of(call["function"]["arguments"])
         return message
+
+
+def arguments_of(text: str) -> Any:
+    """Of a call, as a value; {"cut": text} where an answer has ended within them."""
+    try:
+        value = json.dumps(json.loads(text or "{}"), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return {"cut": text}
+    return json.loads(HALF_PAIR.sub("\ufffd", value))
+
+
+def is_cut(arguments: str) -> bool:
+    return not arguments or arguments_of(arguments) == {"cut": arguments}
 
 
 class ConversationRequest(Sampled):
@@ -350,6 +356,7 @@ class ConversationRequest(Sampled):
     prediction: Prediction | None = None
     # beyond OpenAI's
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
     reasoning_budget: Annotated[int, Field(ge=-1)] | None = None  # most tokens of reasoning; -1: any number
 
@@ -373,12 +380,26 @@ class ConversationRequest(Sampled):
         self._check_tools()
         if self.top_logprobs is not None and not self.logprobs:
             refuse("top_logprobs", "top_logprobs needs logprobs = true")
-        for name in {"messages", "tools", "add_generation_prompt"} & self.chat_template_kwargs.keys():
+        if self.continue_final_message:
+            self._check_continued()
+        own = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
+        for name in own & self.chat_template_kwargs.keys():
             refuse(
                 "chat_template_kwargs",
                 f"chat_template_kwargs has {name!r}, which is a field of the request itself",
             )
         return self
+
+    def _check_continued(self) -> None:
+        last, reason = self.messages[-1], ""
+        if self.add_generation_prompt:
+            reason = "excludes add_generation_prompt, which is true by default; send it as false"
+        elif last.role != ASSISTANT or last.tool_calls or not any(texts_of(last.content)):
+            reason = "needs an assistant's text, without tool_calls, as the last message"
+        elif self.response_format is not None and self.response_format.type != "text":
+            reason = "cannot be combined with response_format, which is the form of a whole answer"
+        if reason:
+            refuse("continue_final_message", f"continue_final_message {reason}")
 
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools]

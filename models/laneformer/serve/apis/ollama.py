@@ -13,9 +13,9 @@ from ..bodies import Body, RequestError
 from ..context import ServingContext
 from ..conversation import Block
 from ..endpoints import Endpoints
-from ..schema import Objects
+from ..schema import Objects, arguments_of
 from ..sending import Answer, ClientError
-from .blocks import BlockAnswer, TranslatedRequest, arguments_of, function_call
+from .blocks import BlockAnswer, TranslatedRequest, function_call
 
 VERSION = "0.14.0"  # of the API, which clients compare
 FOR_EVER = "9999-12-31T23:59:59Z"
@@ -113,7 +113,7 @@ class OllamaAnswer(BlockAnswer):
         thought = {"thinking": thinking} if thinking else {}
         if not self.chat:
             return {**fixed, "response": text, **thought, "done": False, **more}
-        tool_calls = [{"function": {"name": c.name, "arguments": arguments_of(c)}} for c in calls]
+        tool_calls = [{"function": {"name": c.name, "arguments": arguments_of(c.text)}} for c in calls]
         message = {
             "role": ASSISTANT,
             "content": text,
