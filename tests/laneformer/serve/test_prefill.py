@@ -113,6 +113,9 @@ def test_what_cannot_go_on_is_refused(chat: Endpoint, anthropic: Endpoint) -> No
     for content, reason in REFUSED_MESSAGES:
         answer = anthropic.ask(messages=with_final(content))
         assert (answer.status_code, reason in answer.text) == (400, True), answer.text
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    answer = anthropic.ask(messages=with_final("x"), output_config={"format": form})
+    assert (answer.status_code, "cannot be combined" in answer.text) == (400, True), answer.text
     for body, reason in REFUSED_CHATS:
         error = chat.refusal(**body)
         assert (error["param"], reason in error["message"]) == ("continue_final_message", True), error
