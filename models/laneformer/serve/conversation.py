@@ -11,13 +11,13 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from ..engine.channels import ANSWER, END, NEXT, AnswerReader, begins_reasoning
+from ..engine.channels import ANSWER, BEGIN, END, NEXT, AnswerReader, begins_reasoning
 from ..engine.text import TextStream
 from .bodies import RequestError
 from .choices import Choices, Piece
 from .context import ServingContext
 from .grammar import AnswerGrammar, Grammar, ReasoningBudget
-from .parts import texts_of
+from .parts import is_cut, texts_of
 from .schema import ConversationRequest
 from .tool_calls import ToolUse
 
@@ -29,13 +29,14 @@ ID_CHARS = 9  # of a call: what Mistral's templates take
 @dataclass(eq=False)
 class Block:
     """A part of an answer. kind: "reasoning", "text" or "call"; text: of a call its arguments; name: of
-    the function that it calls; index: its place in the answer.
+    the function that it calls; index: its place in the answer; is_cut: the answer has ended within it.
     """
 
     kind: str
     index: int
     name: str = ""
     text: str = ""
+    is_cut: bool = False
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:ID_CHARS])
 
 
@@ -57,8 +58,11 @@ class ChoiceAnswer:
         if piece.finish_reason is not None:
             deltas += self._reader.finish()
         parts = [part for kind, text in deltas for part in self._add(kind, text)]
-        if piece.finish_reason == "stop" and any(block.kind == "call" for block in self.blocks):
-            piece = piece._replace(finish_reason="tool_calls")
+        if piece.finish_reason is not None and self.blocks:
+            last = self.blocks[-1]
+            last.is_cut = is_cut(last.text) if last.kind == "call" else piece.finish_reason == "length"
+            if piece.finish_reason == "stop" and self.calls() and not last.is_cut:
+                piece = piece._replace(finish_reason="tool_calls")
         return piece, parts
 
     def text_of(self, kind: str) -> str:
@@ -95,7 +99,7 @@ class Conversation:
         self.reads_control = bool(tools.names) or context.harmony
         grammar = self._grammar(tools)
         forced = grammar is not None and not (tools.names and tools.optional)
-        inside = not forced and begins_reasoning(context.tokenizer, self.prompt)
+        inside = not forced and (is_reasoning(request) or begins_reasoning(context.tokenizer, self.prompt))
         reader = partial(AnswerReader, tools.form, inside, context.harmony)
         if context.harmony or (not forced and (inside or context.reasons)):
             self.choices = self._choices(self._with_budget(reader, grammar))
@@ -148,6 +152,12 @@ class Conversation:
         )  # fmt: skip
 
 
+def is_reasoning(request: ConversationRequest) -> bool:
+    """Whether a message that the answer continues ends within its reasoning."""
+    text = "\n".join(texts_of(request.messages[-1].content))
+    return request.continue_final_message and text.rfind(BEGIN) > text.rfind(END)
+
+
 def prepare_prompt(request: ConversationRequest, context: ServingContext) -> tuple[ToolUse, list[int]]:
     """The tools, and the prompt's ids."""
     tools = context.tool_calling.use(request)
@@ -158,6 +168,7 @@ def prepare_prompt(request: ConversationRequest, context: ServingContext) -> tup
             tools=tools.template_tools,
             add_generation_prompt=request.add_generation_prompt,
             variables=request.chat_template_kwargs,
+            continue_final=request.continue_final_message,
         )
         ids = context.prompts.encode(context.check_length(rendered, "messages"))
     except RequestError:
