@@ -112,11 +112,11 @@ class Body(BaseModel):
             silent = cls.harmless[name]
             if silent is not None and not is_one_of(value, silent):
                 reading.pass_over(name, f"{name} = {quote(value)} has no effect; leave it out", cls.place)
-        elif name in cls.neutral:
-            allowed = f"use one of {cls.neutral[name]}, or leave it out"
-            refuse(name, f"{name} = {quote(value)} is not supported; {allowed}")
         elif name in cls.refused:
             refuse(name, f"{name} is not supported: {cls.refused[name]}", "unsupported_parameter")
+        elif name in cls.neutral:
+            allowed = f"use one of {[*cls.neutral[name]]}, or leave it out"
+            refuse(name, f"{name} = {quote(value)} is not supported; {allowed}")
         else:
             shown = name[:SHOWN_CHARS]
             near = difflib.get_close_matches(shown, cls.known, n=1, cutoff=cls.typo)

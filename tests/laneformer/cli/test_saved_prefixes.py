@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -21,17 +19,10 @@ def prompt_of(seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(3, 260, 1500).tolist()
 
 
-def get(server: Server, path: str, body: Any = None) -> str:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=300) as answer:
-        return str(answer.read().decode())
-
-
 def complete(server: Server, prompt: list[int]) -> tuple[str, int]:
     """Text, and how many ids of the prompt were not read."""
     body = {"prompt": prompt, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
-    answer = json.loads(get(server, "/v1/completions", body))
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300).json()
     return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
@@ -55,18 +46,18 @@ def test_a_server_goes_on_after_sigterm(serve: Serve, tmp_path: Path) -> None:
     first, prompt = serve(tmp_path), prompt_of(0)
     text, cached = complete(first, prompt)
     assert cached == 0
-    assert json.loads(get(first, "/props"))["saved_prefixes"]["files"] == 0
+    assert httpx.get(f"{first.url}/props").json()["saved_prefixes"]["files"] == 0
     assert first.stop(timeout_s=300) == 0
     assert "warning" not in first.output().lower()
     (path,) = tmp_path.iterdir()
     assert path.stat().st_mode & 0o777 == 0o600
     second = serve(tmp_path, "--cache-dir-bytes=12345678")
     assert complete(second, prompt) == (text, len(prompt) - 1)
-    facts = json.loads(get(second, "/props"))["saved_prefixes"]
+    facts = httpx.get(f"{second.url}/props").json()["saved_prefixes"]
     size, reused = path.stat().st_size, len(prompt) - 1
     expected = {"files": 1, "bytes": size, "limit_bytes": 12345678, "hits": 1, "hit_tokens": reused}
     assert facts == expected
-    metrics = get(second, "/metrics")
+    metrics = httpx.get(f"{second.url}/metrics").text
     for name, value in facts.items():
         (number,) = re.findall(rf"^laneformer_saved_{name}(?:_total)? (\S+)$", metrics, re.MULTILINE)
         assert float(number) == value

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 
+import httpx
 import pytest
 
 from laneformer.cli import main
@@ -30,9 +28,8 @@ def test_serve_opens_the_page_and_ends_with_ctrl_c(folder, tmp_path, monkeypatch
         wait_until(opened.exists)
         assert opened.read_text().strip() == server.url
         key = {"Authorization": "Bearer key"}
-        request = urllib.request.Request(f"{server.url}/v1/models", headers=key)
-        with urllib.request.urlopen(request, timeout=20) as answer:
-            assert [model["id"] for model in json.load(answer)["data"]] == ["talker"]
+        models = httpx.get(f"{server.url}/v1/models", headers=key).json()["data"]
+        assert [model["id"] for model in models] == ["talker"]
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(60) == 0
         assert not {"Traceback", "leaked"} & set(server.output().split())
@@ -69,9 +66,8 @@ def test_the_port_is_taken_and_health_answers_while_weights_load() -> None:
         host, port = listening.getsockname()
         with Loading(listening):
             for _ in range(2):
-                with pytest.raises(urllib.error.HTTPError) as error:
-                    urllib.request.urlopen(f"http://{host}:{port}/health", timeout=20)
-                assert (error.value.code, json.load(error.value)) == (503, {"status": "loading"})
+                health = httpx.get(f"http://{host}:{port}/health")
+                assert (health.status_code, health.json()) == (503, {"status": "loading"})
         taken = ServerOptions("m", port=port)
         refusal = f"cannot listen on port {port} of 127.0.0.1: Address already in use; choose another --port"
         with pytest.raises(ValueError, match=refusal):

@@ -42,7 +42,7 @@ class Turn(Body):
 
 
 class ToolUseChoice(Body):
-    type: Literal["auto", "any", "tool", "none"]
+    type: Literal["auto", "any", "tool", "none"] = "auto"
     name: str | None = None
     disable_parallel_tool_use: bool = False
 
@@ -65,7 +65,7 @@ class MessagesRequest(TranslatedRequest):
     output_config: OutputConfig = OutputConfig()
     system: str | Objects | None = None
     tools: Annotated[Objects, own_tools("custom")] = []
-    tool_choice: ToolUseChoice = ToolUseChoice(type="auto")
+    tool_choice: ToolUseChoice = ToolUseChoice()
     thinking: Thinking = Thinking()
 
     def fields(self) -> dict[str, Any]:
