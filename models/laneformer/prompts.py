@@ -35,6 +35,8 @@ class PromptEncoder:
         added = tokenizer.get_added_tokens_decoder().values()
         names = sorted((token.content for token in added if token.special), key=len, reverse=True)
         self._secret = {name: draw_digits() for name in names}
+        # of a GGUF file's conversations: the token that begins each of them, whether its template writes it or not
+        self._bos = self._secret.get(tokenizer_config.get("conversation_bos", ""), "")
         self._mark, self._edge = draw_digits(), draw_digits()
         self._tokenizer = rename_control_tokens(tokenizer, self._secret)
         any_name = "|".join(map(re.escape, names)) or "(?!)"
@@ -72,7 +74,8 @@ class PromptEncoder:
             rendered = self._template.render(**data, add_generation_prompt=add_generation_prompt)
         except ChatError as error:
             raise ChatError(error.reason, self._restore(str(error))) from None
-        return self._restore(self._replace(self._written, rendered, lambda name: self._secret[name[0]]))
+        named = self._restore(self._replace(self._written, rendered, lambda name: self._secret[name[0]]))
+        return self._bos + named.removeprefix(self._bos)
 
     def training(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
