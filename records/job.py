@@ -11,7 +11,7 @@ workers; it alone refuses unknown keys.
 import itertools
 import tomllib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -345,6 +345,14 @@ def read_job(arguments: list[str]) -> JobSections:
             "`torchrun -m train` with it once, or move the newer checkpoints away"
         )
     return job
+
+
+def job_flags(settings: Mapping[str, Any]) -> list[str]:
+    """The flags of `python -m train` for {"section.key": value}; a tuple is several words."""
+    flags = []
+    for name, value in settings.items():
+        flags += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
+    return flags
 
 
 def read_sections(path: Path) -> dict[str, dict[str, Any]]:

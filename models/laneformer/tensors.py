@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -118,7 +119,10 @@ def sources_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSource]:
     """Where tensors come from."""
     if isinstance(tensors, LazyTensors):
         return tensors.sources
-    return {name: TensorSource(t.dtype, t.values.shape, lambda t=t: t) for name, t in tensors.items()}
+    return {
+        name: TensorSource(tensor.dtype, tensor.values.shape, partial(tensors.__getitem__, name))
+        for name, tensor in tensors.items()
+    }
 
 
 def type_of(tensors: Mapping[str, Tensor], name: str) -> str:

@@ -112,7 +112,7 @@ class LlamaTensors(LazyTensors):
         self.rotated = 2 * len(ropes[0].frequencies) if ropes else config.head_dim  # of a head's rows
         shapes = config.tensor_shapes()
         given = {name: source.shape for name, source in stored.items() if not IGNORED.fullmatch(name)}
-        if config.tie_word_embeddings and given.pop(HEAD, None):
+        if config.tie_word_embeddings and given.pop(HEAD, ()):
             self._expect_tied()
         names = {name: self._source_of(name) for name in shapes}
         expected = {names[name]: self._source_shape(name, shape) for name, shape in shapes.items()}

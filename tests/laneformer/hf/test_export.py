@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from sentencepiece import SentencePieceProcessor
-from tokenizers import Tokenizer
 
 from laneformer import Laneformer
-from laneformer.chat import ChatTokenizer, render, token_ids
+from laneformer.config import hf_name
 from laneformer.hf.export import export, load_weights, staged_folder, verify
 from laneformer.model import KVCache, run_layers
 from tests.laneformer.hf.hf_assets import (
@@ -26,6 +26,7 @@ from tests.laneformer.hf.hf_assets import (
     stdlib_sources,
     write_run,
 )
+from tests.tokenizer_assets import encode_chat
 
 REPOSITORY = Path(__file__).parents[3]
 TRANSFORMERS_4 = REPOSITORY / ".venv" / "transformers-4.57"
@@ -39,6 +40,8 @@ CHATS = [
     ],
     [{"role": "user", "content": "a</ b"}, {"role": "assistant", "content": " é😀日 <|▁\n"}],
 ]
+HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n{}"
+TURNS = [("user", "What is\n2 + 2?</s>"), ("assistant", "4</s>"), ("user", "Thanks</s>"), ("assistant", "")]
 TEXTS = ["", " ", "   x", "a  b", "\t\tif x:\n", "\n\n", "é 😀 日本", "3.14159 " * 3, *stdlib_sources()[:3]]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -140,11 +143,9 @@ def test_fresh_process_tokenizer_is_sentencepiece(answers, exported):
     assert answer["ids"] == [[1, *sp.encode(text)] for text in TEXTS]
     assert answer["decoded"] == TEXTS
     assert answer["special_ids"] == [0, 1, 2, 0]
-    tokenizer = ChatTokenizer(Tokenizer.from_file(str(exported[0] / "tokenizer.json")), 2)
+    assert answer["prompt"] == "".join(HEADER.format(*turn) for turn in TURNS)
     for messages, (ids, mask) in zip(CHATS, answer["chats"], strict=True):
-        segments = render(messages, tokenizer)
-        assert ids == token_ids(segments)
-        assert mask == [int(segment.trained) for segment in segments for _ in segment.ids]
+        assert encode_chat(exported[0], messages) == (ids, mask)
 
 
 def test_report_and_files(exported, model):
@@ -163,6 +164,14 @@ def test_report_and_files(exported, model):
     card = (out / "README.md").read_text()
     assert all(f"{real:,}" in card for real in (report["parameters"], 123_456))
     assert "from .." not in "".join(path.read_text() for path in out.glob("*.py"))
+
+
+def test_rounding_is_all_that_happens(tmp_path, checkpoint, model):
+    export(checkpoint, tmp_path / "hf")
+    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    weights = {hf_name(name): weight for name, weight in model.state_dict().items()}
+    assert stored.keys() == weights.keys()
+    assert all(torch.equal(stored[name], weight.bfloat16()) for name, weight in weights.items())
 
 
 def test_verification_notices_one_wrong_lane(exported, checkpoint, model):
@@ -191,9 +200,16 @@ def test_incomplete_checkpoints_are_refused(tmp_path, checkpoint, model):
         with pytest.raises(ValueError, match=f"norm.weight holds {message}"):
             export(run, tmp_path / "hf", "float16")
     assert {path.name for path in tmp_path.iterdir()} == {"run-nan", "run-100000.0"}, "nothing else is left"
-    (run.parents[1] / "tokenizer.model").unlink()
+
+
+def test_missing_parts_are_named(tmp_path, checkpoint):
+    lonely = tmp_path / "step-30"
+    lonely.symlink_to(checkpoint)
+    export(lonely, tmp_path / "hf")  # the run folder is that of the real checkpoint
+    copied = write_run(tmp_path / "run", random_model(), step=1)
+    (tmp_path / "run" / "tokenizer.model").unlink()
     with pytest.raises(ValueError, match=r"tokenizer.model does not exist; pass its path with --tokenizer"):
-        export(run, tmp_path / "hf")
+        export(copied, tmp_path / "hf2")
 
 
 def test_staged_folder_keeps_what_was_there(tmp_path):
