@@ -54,7 +54,7 @@ class Vocabulary:
         return isinstance(value, int) and 0 <= value < self.size
 
     def special_id(self, name: str) -> int | None:
-        """ "bos", "eos", ...: the file's id, or the default where it names none that exists."""
+        """The file's id of "bos", "eos", ...; the default where it names none that exists."""
         default = DEFAULTS.get(name) if self.values.get("model") == "llama" else None
         return next(filter(self.is_id, (self.values.get(f"{name}_token_id"), default)), None)
 
