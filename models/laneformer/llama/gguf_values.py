@@ -28,8 +28,8 @@ KNOWN = {  # values that change nothing, or that other fields say as well; None:
     "rope.scaling.attn_factor": (1.0,), "rope.scaling.yarn_attn_factor": (1.0,),
     "rope.scaling.yarn_ext_factor": (1.0, -1.0), "rope.scaling.yarn_beta_fast": None,
     "rope.scaling.yarn_beta_slow": None, "attention.temperature_length": None, "expert_used_count": None,
-    "expert_weights_norm": (True,), "expert_weights_scale": (1.0,), "expert_gating_func": (1, 3),
-    "interleave_moe_layer_step": (1,),
+    "expert_weights_norm": (True,), "expert_weights_scale": (0.0, 1.0), "expert_gating_func": (0, 1, 3),
+    "interleave_moe_layer_step": (0, 1),
 }  # fmt: skip
 OTHER_TOWER = ("vision.", "mm.")  # beginnings of fields
 
@@ -66,10 +66,11 @@ class Fields:
     def refuse_unread(self) -> None:
         """ValueError for a field that may change what the model computes."""
         for key, value in self.values.items():
-            nothing = not any(value) if isinstance(value, list) else not value
-            if nothing or key in self.read or key.startswith(OTHER_TOWER):
+            if key in self.read or key.startswith(OTHER_TOWER):
                 continue
-            if key not in KNOWN or ((allowed := KNOWN[key]) and value not in allowed):
+            nothing = not any(value) if isinstance(value, list) else not value
+            allowed = KNOWN.get(key, () if not nothing else None)
+            if allowed is not None and value not in allowed:
                 raise ValueError(
                     f"{self.architecture}.{key} = {value!r:.60} is not supported; it may change what the model computes"
                 )
@@ -95,6 +96,11 @@ def config_values(metadata: Mapping[str, Any], stored: Mapping[str, ReaderTensor
             raise ValueError(
                 f"{field.architecture}.{key} = {field(key)}, but heads have {head_dim}: not supported"
             )
+    theta = field("rope.freq_base", 10000.0)
+    if field.architecture != "gemma3" and field("rope.freq_base_swa", theta) != theta:
+        raise ValueError(
+            f"{field.architecture}.rope.freq_base_swa is not rope.freq_base = {theta}: not supported"
+        )
     window = field.of_layers("attention.sliding_window") or None
     if window and field.architecture in ("qwen2", "qwen3", "qwen3moe", "smollm3", "granite"):
         raise ValueError(
@@ -109,7 +115,7 @@ def config_values(metadata: Mapping[str, Any], stored: Mapping[str, ReaderTensor
         "num_key_value_heads": field("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "rms_norm_eps": field.required("attention.layer_norm_rms_epsilon"),
-        "rope_theta": field("rope.freq_base", 10000.0),
+        "rope_theta": theta,
         "rope_scaling": rope_scaling(field, stored, head_dim),
         "max_position_embeddings": field.required("context_length"),
         "vocab_size": int(stored["model.embed_tokens.weight"].shape[1]),

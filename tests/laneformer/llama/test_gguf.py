@@ -186,7 +186,15 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, ""),
     ({"rope.scale_linear": 1.0, "rope.scaling.finetuned": True, "attention.causal": True}, ""),
     ({"vocab_size": 320, "expert_count": 0, "rope.scaling.attn_factor": 1.0, "vision.block_count": 3}, ""),
-    ({"attention.clamp_kqv": 0.0, "use_parallel_residual": False, "attention.key_length": 16}, ""),
+    (
+        {
+            "attention.clamp_kqv": 0.0,
+            "use_parallel_residual": False,
+            "attention.key_length": 16,
+            "rope.freq_base_swa": 10000.0,
+        },
+        "",
+    ),
 ]
 
 
@@ -225,7 +233,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         "llama.attention.clamp_kqv = 8.0 is not supported; it may change",
     ),
     ("llama", {"llama.logit_scale": 0.5}, "llama.logit_scale = 0.5 is not supported"),
-    ("llama", {"llama.attention.causal": False, "llama.nextn_predict_layers": 1}, "nextn_predict_layers = 1"),
+    ("llama", {"llama.attention.causal": False}, "llama.attention.causal = False is not supported"),
+    ("llama", {"llama.nextn_predict_layers": 1}, "llama.nextn_predict_layers = 1 is not supported"),
+    ("llama", {"llama.rope.freq_base_swa": 5e5}, r"freq_base_swa is not rope.freq_base = 10000\.0"),
     ("llama", {"llama.rope.dimension_sections": [0, 8, 8]}, r"dimension_sections = \[0, 8, 8\] is not"),
     ("llama", {"llama.rope.scaling.attn_factor": 1.2}, "attn_factor = 1.2"),
     ("llama", {"llama.attention.key_length_swa": 8}, "key_length_swa = 8, but heads have 16"),
