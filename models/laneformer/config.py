@@ -288,8 +288,9 @@ def _check_sizes(config: LaneformerConfig) -> None:
             f"broadcast_delay = {config.broadcast_delay!r} must be an integer >= 0 (counted in layers)"
         )
     for name in ("rope_theta", "window_rope_theta", "norm_eps", "initializer_range"):
-        if (value := getattr(config, name)) is not None and not value > 0:
-            raise ValueError(f"{name} = {getattr(config, name)!r} must be greater than 0")
+        value = getattr(config, name)
+        if value is not None and (isinstance(value, str) or not value > 0):
+            raise ValueError(f"{name} = {value!r} must be a number greater than 0")
 
 
 def _check_lanes(config: LaneformerConfig) -> None:

@@ -38,6 +38,8 @@ class PromptEncoder:
         names = sorted((token.content for token in added if token.special), key=len, reverse=True)
         self._secret = {name: f"{name[0]}{draw_digits()}{name[-1]}" for name in names}
         self._name = {secret: name for name, secret in self._secret.items()}
+        # of a GGUF file's conversations: the token that begins each of them, whether its template writes it or not
+        self._bos = self._secret.get(tokenizer_config.get("conversation_bos", ""), "")
         self._mark, self._edge = draw_digits(), draw_digits()
         self._tokenizer = rename_control_tokens(tokenizer, self._secret)
         self._ids = {self._tokenizer.token_to_id(secret) for secret in self._name}
@@ -90,7 +92,8 @@ class PromptEncoder:
             raise ChatError(error.reason, self._restore(str(error))) from None
         if continue_final:
             rendered = self._cut_at_edge(rendered)
-        text = self._restore(self._replace(self._written, rendered, lambda name: self._secret[name[0]]))
+        named = self._restore(self._replace(self._written, rendered, lambda name: self._secret[name[0]]))
+        text = self._bos + named.removeprefix(self._bos)
         return text if self._always_read else self._spell_unread(text)
 
     def training(

@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 
 from laneformer import Engine
-from laneformer.engine.folder import read_json
+from laneformer.engine.text_files import read_json
 from tools.check.gates import MARGIN, ModelOptions, check_greedy, load, run_check, verdict
 from tools.check.reference import hf_model, hooked, output_errors, plain_model, relative_errors
 

@@ -23,7 +23,8 @@ from rich.table import Table
 from ..engine.cpu.packed_files import BUDGET, list_packed, packed_bytes
 from ..engine.folder import is_gguf
 
-FILES = ["*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer*", "*.model", "*.jinja"]
+FILES = ["*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer*", "*.model", "*.jinja",
+         "special_tokens_map.json", "added_tokens.json"]  # fmt: skip
 FOREIGN = ["original/*", "*/original/*", "consolidated*"]  # the makers' own formats, once more as large
 PREFERRED = (
     "Q4_K_M",

@@ -23,15 +23,20 @@ from ..llama.gguf import GgufFile
 from ..llama.tensors import laneformer_of
 from ..llama.tokenizer import tokenizer_of
 from ..llama.variant import variant_of
+from ..llama.vocabulary import NORMAL, Vocabulary
 from ..old_spellings import MODEL_TYPES, modern_spelling
 from ..ropes import plain, stretch_llama3
 from ..tensors import AS_IN_FILE, STORED_TYPES, Tensor, check_shapes, weight_files
 from .decoder import KV_BYTES
 from .machine import memory_bytes, this_machine
-from .options import sampling_defaults
+from .options import CONVERSATION_SAMPLING, GenerationOptions
+from .text_files import TextFiles, read_json, read_optional, read_texts, refuse_pointer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+
+MAX_CONTEXT = 2**31 - 1  # positions are 32-bit
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,10 @@ def read_checkpoint(
     """
     if is_gguf(folder):
         return read_gguf(folder, lanes, threads, dtype, gpus)
+    refuse_adapter(folder)
     if not folder.is_dir():
+        if folder.is_file():
+            refuse_pointer(folder)
         raise ValueError(f"{folder} is not a folder with config.json and model*.safetensors, nor a GGUF file")
     values = read_json(folder / "config.json")
     files = weight_files(folder)
@@ -77,7 +85,7 @@ def read_checkpoint(
         config, tensors = laneformer_of(values, stored, lanes)
         kind = AS_IN_FILE if tensors.has_blocks else "auto"
         return Checkpoint(
-            config, tensors, eos_ids(folder, values, config), files, *text_files(folder), dtype=kind
+            config, tensors, eos_ids(folder, values, config), files, *read_texts(folder), dtype=kind
         )
     config = config_of(values)
     if lanes not in (None, config.num_lanes):
@@ -86,7 +94,30 @@ def read_checkpoint(
         )
     own = {plain_name(name): tensor for name, tensor in stored.items()}
     check_shapes("the checkpoint", {name: t.values.shape for name, t in own.items()}, config.tensor_shapes())
-    return Checkpoint(config, own, eos_ids(folder, values, config), files, *text_files(folder))
+    return Checkpoint(config, own, eos_ids(folder, values, config), files, *read_texts(folder))
+
+
+def refuse_adapter(folder: Path) -> None:
+    """ValueError for a LoRA adapter, alone or beside a model's weights, to which Transformers would add it."""
+    if not (folder / "adapter_config.json").is_file():
+        return
+    base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+    what = "an adapter beside a model" if (folder / "config.json").is_file() else "an adapter, no model"
+    raise ValueError(
+        f"{folder} holds {what} (adapter_config.json, of {base!r}), and adapters are not read; merge it into its model "
+        "(PEFT's merge_and_unload), or remove it"
+    )
+
+
+def check_tables(config: LaneformerConfig) -> None:
+    """ValueError for a context whose rotary tables the machine has no memory for."""
+    tokens = config.max_position_embeddings
+    needed = 24 * config.head_dim * tokens  # with what they are computed from
+    if tokens > MAX_CONTEXT or needed > memory_bytes():
+        raise ValueError(
+            f"a context of {tokens} tokens, as the model's files say, needs {needed / 1e9:,.1f} GB of rotary tables; "
+            f"this machine has {memory_bytes() / 1e9:,.1f} GB. Give a smaller one as context_tokens"
+        )
 
 
 def with_context(config: LaneformerConfig, tokens: int, kv_dtype: str = "auto") -> LaneformerConfig:
@@ -110,56 +141,34 @@ def default_lanes(values: Mapping[str, Any], threads: int | None, gpus: int) -> 
 
 
 def read_gguf(path: Path, lanes: int | None, threads: int | None, dtype: str, gpus: int) -> Checkpoint:
-    """A GGUF file; a tokenizer.json beside it, with what belongs to it, goes before the
-    tokenizer in the file.
-    """
+    """A GGUF file; a tokenizer.json beside it, with what belongs to it, goes before the file's own."""
     file = GgufFile(path, dtype, blocks=not gpus)
+    vocabulary = file.vocabulary
     lanes = default_lanes(file.config, threads, gpus) if lanes is None else lanes
     config, tensors = laneformer_of(file.config, file, lanes, from_gguf=True)
-    tokenizer, tokenizer_config, sampling = text_files(path.parent)
-    if tokenizer is None:
-        tokenizer, tokenizer_config, sampling = tokenizer_of(file.metadata), file.tokenizer_config(), {}
-    return Checkpoint(
-        config,
-        tensors,
-        tuple(file.eos_ids()),
-        file.files,
-        tokenizer,
-        tokenizer_config,
-        sampling,
-        file.dtype,
-    )
-
-
-def text_files(folder: Path) -> tuple[Tokenizer | None, dict[str, Any], dict[str, Any]]:
-    """The folder's tokenizer, tokenizer_config.json with the chat template, and sampling defaults."""
-    values, template = read_optional(folder / "tokenizer_config.json"), folder / "chat_template.jinja"
-    if template.is_file():  # where newer folders keep it
-        values["chat_template"] = template.read_text()
-    makers = folder / "generation_config.json"
-    wanted = read_optional(makers)
+    texts = read_texts(path.parent)
+    sampling = {**CONVERSATION_SAMPLING, **file.sampling} if file.sampling else {}
     try:
-        sampling = sampling_defaults(wanted)
+        GenerationOptions(**sampling)
     except ValueError as error:
-        raise ValueError(f"{makers}: {error}; mend or remove that value") from None
-    return read_tokenizer(folder), values, sampling
+        raise ValueError(f"{path}: general.sampling says {error}") from None
+    own = TextFiles(texts.tokenizer, vocabulary.tokenizer_config(), sampling)
+    if texts.tokenizer is None:
+        texts = own._replace(tokenizer=tokenizer_of(vocabulary))
+    else:
+        check_pieces(path, texts.tokenizer, vocabulary)
+        texts = texts.completed_by(own)
+    return Checkpoint(config, tensors, tuple(vocabulary.eos_ids()), file.files, *texts, dtype=file.dtype)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError(f"{path} is missing")
-    try:
-        values = json.loads(path.read_text())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} holds a {type(values).__name__}, expected a JSON object")
-    return values
-
-
-def read_optional(path: Path) -> dict[str, Any]:
-    """`read_json`; empty where there is no such file."""
-    return read_json(path) if path.exists() else {}
+def check_pieces(path: Path, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+    """ValueError for a tokenizer whose ordinary pieces are not the file's."""
+    for i, (piece, kind) in enumerate(zip(vocabulary.pieces, vocabulary.types, strict=False)):
+        if kind == NORMAL and (other := tokenizer.id_to_token(i)) != piece:
+            raise ValueError(
+                f"{path.with_name('tokenizer.json')} is not the tokenizer of {path.name}: id {i} is {other!r} there, "
+                f"but {piece!r} in the file; put the model's own there, or none, or the file into a folder of its own"
+            )
 
 
 def config_of(values: dict[str, Any]) -> LaneformerConfig:
@@ -198,6 +207,7 @@ def eos_ids(folder: Path, config_values: dict[str, Any], config: LaneformerConfi
 
 def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Names and mapped tensors of one file; ValueError when it is cut short or holds another element type."""
+    refuse_pointer(path)
     try:
         safe_open(path, "np")  # checks the header: every tensor's bytes follow those of the one before
     except (SafetensorError, OSError) as error:
@@ -219,22 +229,6 @@ def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
             name,
             Tensor(dtype, np.require(values, requirements="A")),
         )  # a copy where the file is not aligned
-
-
-def read_tokenizer(folder: Path) -> Tokenizer | None:
-    """The folder's tokenizer.json; None where there is none."""
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        return None
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise ValueError(f"{path} cannot be read as a tokenizer: {error}") from None
-    tokenizer.no_truncation()  # many published files keep that of their training
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def rope_tables(config: LaneformerConfig) -> tuple[np.ndarray, np.ndarray]:

@@ -14,7 +14,7 @@ from .cpu.packed import PackedWeights
 from .decoder import Decoder
 from .device import cuda_devices
 from .draft_model import DraftSource, load_draft_model
-from .folder import read_checkpoint, with_context
+from .folder import check_tables, read_checkpoint, with_context
 from .options import one_of
 
 
@@ -45,6 +45,7 @@ def read_model(
     config = checkpoint.config
     if context_tokens is not None:
         config = with_context(config, context_tokens, options.get("kv_dtype", "auto"))
+    check_tables(config)
     if cache and not gpus:
         options["packed"] = PackedWeights(Path(path), checkpoint.files)
     if draft is not None:

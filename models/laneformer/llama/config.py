@@ -299,7 +299,10 @@ def check_key(key: str, value: Any, family: Family) -> None:
         method = value.get("quant_method") if isinstance(value, Mapping) else value
         if method != "mxfp4":
             raise ValueError(f"config.json: {key} has quant_method {method!r}; supported is 'mxfp4' alone")
-    if key in SIZES or key in OPTIONAL or key in family.optional or key in HARMLESS or key.startswith("_"):
+    known = OPTIONAL | family.optional
+    if isinstance(value, str) and (key in SIZES or isinstance(known.get(key), int | float)):
+        raise ValueError(f"config.json: {key} = {value!r} must be a number, without quotes")
+    if key in SIZES or key in known or key in HARMLESS or key.startswith("_"):
         return
     accepted = ACCEPTED | family.accepted
     if value is None or value in accepted.get(key, ()):

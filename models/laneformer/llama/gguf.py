@@ -21,6 +21,7 @@ import numpy as np
 from ..tensors import AS_IN_FILE, LazyTensors, Tensor, TensorSource
 from .config import why_not
 from .gguf_values import ARCHITECTURES, LONGROPE, ROPE_FACTORS, config_values
+from .vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -59,15 +60,6 @@ OWN_NAMES: dict[str, dict[str, str]] = {  # of an architecture
                 "post_attention_norm": "post_attention_layernorm"},
 }  # fmt: skip
 NO_WEIGHTS = (ROPE_FACTORS, *LONGROPE.values())
-ENDS = (
-    "<|end_of_text|>",
-    "<|endoftext|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|im_end|>",
-    "<|return|>",
-    "<|call|>",
-)  # of turns and texts
 
 
 class GgufFile(LazyTensors):
@@ -86,6 +78,10 @@ class GgufFile(LazyTensors):
         if (count := self.metadata.get("split.count", 1)) > 1:
             self.files = parts_of(path, count)
             tensors += [tensor for part in self.files[1:] for tensor in open_file(part).tensors]
+        if self.metadata.get("general.type") == "adapter":
+            raise ValueError(
+                f"{path} is an adapter (LoRA), no model; merge it into its model, as llama.cpp's llama-export-lora does"
+            )
         if self.architecture not in ARCHITECTURES:
             raise ValueError(
                 f"{path}: architecture {self.architecture!r} is not read"
@@ -99,7 +95,11 @@ class GgufFile(LazyTensors):
                     "of a model take Q4_K_M or IQ4_XS"
                 )
         self.dtype = best_dtype(stored, blocks) if dtype == "auto" else dtype
-        self.config = config_values(self.metadata, stored, self.eos_ids())
+        try:
+            self.config = config_values(self.metadata, stored)
+            self.vocabulary = Vocabulary(self.metadata, self.config["vocab_size"])
+        except (TypeError, ZeroDivisionError) as error:
+            raise ValueError(f"{path}: a field holds a value of the wrong type: {error}") from None
         self.sources = {
             name: self._source(name, tensor) for name, tensor in stored.items() if name not in NO_WEIGHTS
         }
@@ -127,35 +127,18 @@ class GgufFile(LazyTensors):
             return Tensor(kind, data)
         return Tensor(kind, widened(data, stored.tensor_type, kind))
 
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Sampling that the file asks for, by the engine's names of the options; empty where it asks for none."""
+        names = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+                 "penalty_repeat": "repetition_penalty"}  # fmt: skip
+        values = {name: self.metadata.get(f"general.sampling.{key}") for key, name in names.items()}
+        return {name: value for name, value in values.items() if value is not None}
+
     def _heads(self, name: str) -> int:
         """Heads of a query or key projection, whose rows the converter permutes; 0 for other tensors."""
         key = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2], "")
         return int(self.config.get(key, 0))
-
-    def eos_ids(self) -> list[int]:
-        """Where generation stops: the ids that the file names, and control tokens known to
-        end turns and texts.
-        """
-        said = [self.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-        pieces, types = (self.metadata.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "token_type"))
-        known = [
-            i for i, (piece, t) in enumerate(zip(pieces, types, strict=True)) if t == 3 and piece in ENDS
-        ]
-        return sorted({*known, *(token for token in said if token is not None)})
-
-    def tokenizer_config(self) -> dict[str, Any]:
-        """Chat templates and special tokens, as in a tokenizer_config.json."""
-        prefix, pieces = "tokenizer.chat_template", self.metadata.get("tokenizer.ggml.tokens", [])
-        named = {
-            name[len(prefix) + 1 :]: v for name, v in self.metadata.items() if name.startswith(f"{prefix}.")
-        }
-        default = self.metadata.get(prefix)
-        names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
-        ids = {short: self.metadata.get(f"tokenizer.ggml.{name}_token_id") for name, short in names.items()}
-        tokens = {
-            f"{short}_token": pieces[i] for short, i in ids.items() if i is not None and i < len(pieces)
-        }
-        return {**tokens, "chat_template": {"default": default, **named} if default else named}
 
 
 def best_dtype(stored: dict[str, ReaderTensor], blocks: bool) -> str:

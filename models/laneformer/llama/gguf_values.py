@@ -22,15 +22,31 @@ ROPE_FACTORS = "rope_freqs.weight"
 LONGROPE = {name: f"rope_factors_{name}.weight" for name in ("long", "short")}
 
 
+KNOWN = {  # values that change nothing, or that other fields say as well; None: any value
+    "vocab_size": None, "tensor_data_layout": None, "pooling_type": None, "attention.layer_norm_epsilon": None,
+    "attention.causal": (True,), "rope.scaling.finetuned": None, "rope.scaling.original_context_length": None,
+    "rope.scaling.attn_factor": (1.0,), "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0, -1.0), "rope.scaling.yarn_beta_fast": None,
+    "rope.scaling.yarn_beta_slow": None, "attention.temperature_length": None, "expert_used_count": None,
+    "expert_weights_norm": (True,), "expert_weights_scale": (0.0, 1.0), "expert_gating_func": (0, 1, 3),
+    "interleave_moe_layer_step": (0, 1),
+}  # fmt: skip
+OTHER_TOWER = ("vision.", "mm.")  # beginnings of fields
+
+
 class Fields:
-    """The architecture's fields, by names without its own in front."""
+    """The architecture's fields, by names without its own in front; it knows which have been read."""
 
     def __init__(self, metadata: Mapping[str, Any]):
-        self.architecture, self.metadata = str(metadata["general.architecture"]), metadata
+        self.architecture = str(metadata["general.architecture"])
+        prefix = f"{self.architecture}."
+        self.values = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
+        self.read: set[str] = set()
 
     def of_layers(self, key: str) -> Any:
         """As it stands there, which may be a list with a value a layer."""
-        return self.metadata.get(f"{self.architecture}.{key}")
+        self.read.add(key)
+        return self.values.get(key)
 
     def __call__(self, key: str, default: Any = None) -> Any:
         value = self.of_layers(key)
@@ -40,49 +56,86 @@ class Fields:
             value = value[0]
         return default if value is None else value
 
+    def required(self, key: str) -> Any:
+        if (value := self(key)) is None:
+            raise ValueError(f"the file lacks {self.architecture}.{key}")
+        if isinstance(value, str | bool):
+            raise ValueError(f"{self.architecture}.{key} = {value!r} must be a number")
+        return value
 
-def config_values(
-    metadata: Mapping[str, Any], stored: Mapping[str, ReaderTensor], eos_ids: list[int]
-) -> dict[str, Any]:
+    def refuse_unread(self) -> None:
+        """ValueError for a field that may change what the model computes."""
+        for key, value in self.values.items():
+            if key in self.read or key.startswith(OTHER_TOWER):
+                continue
+            nothing = not any(value) if isinstance(value, list) else not value
+            allowed = KNOWN.get(key, () if not nothing else None)
+            if allowed is not None and value not in allowed:
+                raise ValueError(
+                    f"{self.architecture}.{key} = {value!r:.60} is not supported; it may change what the model computes"
+                )
+
+
+def config_values(metadata: Mapping[str, Any], stored: Mapping[str, ReaderTensor]) -> dict[str, Any]:
     """The model's config.json, as Transformers would write it."""
     field = Fields(metadata)
-
-    if field("expert_count") and field.architecture not in ("qwen3moe", "gpt-oss"):
+    has_experts = field.architecture in ("qwen3moe", "gpt-oss")
+    if field("expert_count") and not has_experts:
         raise ValueError(
             f"{field.architecture}.expert_count = {field('expert_count')}: experts are not supported"
         )
-    heads, hidden = field("attention.head_count"), field("embedding_length")
+    if "model.embed_tokens.weight" not in stored:
+        raise ValueError("the file lacks the tensor token_embd.weight")
+    heads, hidden = field.required("attention.head_count"), field.required("embedding_length")
     partial = field.architecture == "phi3"
     rotated = field("rope.dimension_count") or hidden // heads
     head_dim = field("attention.key_length", hidden // heads if partial else rotated)
-    for key in ("attention.value_length", "rope.dimension_count")[: 1 if partial else 2]:
+    same = ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa")
+    for key in (*same, *(() if partial else ("rope.dimension_count", "rope.dimension_count_swa"))):
         if field(key, head_dim) != head_dim:
             raise ValueError(
                 f"{field.architecture}.{key} = {field(key)}, but heads have {head_dim}: not supported"
             )
+    theta = field("rope.freq_base", 10000.0)
+    if field.architecture != "gemma3" and field("rope.freq_base_swa", theta) != theta:
+        raise ValueError(
+            f"{field.architecture}.rope.freq_base_swa is not rope.freq_base = {theta}: not supported"
+        )
     window = field.of_layers("attention.sliding_window") or None
     if window and field.architecture in ("qwen2", "qwen3", "qwen3moe", "smollm3", "granite"):
         raise ValueError(
             f"{field.architecture}.attention.sliding_window = {window}: which layers, it does not say"
         )
-    return {
+    values = {
         "model_type": model_type(field, window),
         "hidden_size": hidden,
-        "intermediate_size": field("feed_forward_length"),
-        "num_hidden_layers": field("block_count"),
+        "intermediate_size": (field if has_experts else field.required)("feed_forward_length"),
+        "num_hidden_layers": field.required("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": field("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": field("attention.layer_norm_rms_epsilon"),
-        "rope_theta": field("rope.freq_base", 10000.0),
+        "rms_norm_eps": field.required("attention.layer_norm_rms_epsilon"),
+        "rope_theta": theta,
         "rope_scaling": rope_scaling(field, stored, head_dim),
-        "max_position_embeddings": field("context_length"),
+        "max_position_embeddings": field.required("context_length"),
         "vocab_size": int(stored["model.embed_tokens.weight"].shape[1]),
         "tie_word_embeddings": "lm_head.weight" not in stored,
         "sliding_window": window,
-        "eos_token_id": eos_ids,
+        "layer_types": layer_types(field),
         **own_values(field, head_dim, rotated),
     }
+    field.refuse_unread()
+    return values
+
+
+def layer_types(field: Fields) -> list[str] | None:
+    """Which layers have a window: one value a layer, or n for all but each n-th; None: the architecture says it."""
+    pattern = field.of_layers("attention.sliding_window_pattern")
+    if pattern is None:
+        return None
+    if not isinstance(pattern, list):
+        pattern = [(i + 1) % pattern for i in range(field.required("block_count"))]
+    return [("full_attention", "sliding_attention")[bool(is_local)] for is_local in pattern]
 
 
 def model_type(field: Fields, window: int | None) -> str:
@@ -92,47 +145,49 @@ def model_type(field: Fields, window: int | None) -> str:
     return {**ARCHITECTURES, **with_window, **plain}[field.architecture]
 
 
+OWN = {  # keys of config.json that an architecture has beside, by its fields
+    "granite": {"embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale",
+                "attention_multiplier": "attention.scale", "logits_scaling": "logit_scale"},
+    "qwen3moe": {"moe_intermediate_size": "expert_feed_forward_length", "num_experts": "expert_count",
+                 "num_experts_per_tok": "expert_used_count"},
+    "gpt-oss": {"intermediate_size": "expert_feed_forward_length", "num_local_experts": "expert_count",
+                "num_experts_per_tok": "expert_used_count"},
+    "phi3": {"original_max_position_embeddings": "rope.scaling.original_context_length"},
+    "gemma3": {"rope_local_base_freq": "rope.freq_base_swa", "final_logit_softcapping": "final_logit_softcapping"},
+}  # fmt: skip
+
+
 def own_values(field: Fields, head_dim: int, rotated: int) -> dict[str, Any]:
-    """What an architecture's config.json has beside; of what the file leaves out, what llama.cpp assumes."""
-    pattern = field.of_layers("attention.sliding_window_pattern")
-    types = None
-    if isinstance(pattern, list):
-        types = [("full_attention", "sliding_attention")[bool(is_local)] for is_local in pattern]
-    if field.architecture == "olmo2":
-        return {"layer_types": types}
-    if field.architecture == "gemma3":
-        of_27b = field("embedding_length") // field("attention.head_count")
-        return {
-            "query_pre_attn_scalar": of_27b if field("block_count") == 62 else head_dim,
-            "rope_local_base_freq": field("rope.freq_base_swa", 10000.0), "layer_types": types,
-            "final_logit_softcapping": field("final_logit_softcapping"),
-        }  # fmt: skip
+    """Of what the file leaves out, what llama.cpp assumes."""
+    values = {name: field(key) for name, key in OWN.get(field.architecture, {}).items()}
     if field.architecture == "granite":
-        names = {"embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale",
-                 "attention_multiplier": "attention.scale", "logits_scaling": "logit_scale"}  # fmt: skip
-        default = {"attention_multiplier": head_dim**-0.5}
-        return {name: field(key) or default.get(name, 1.0) for name, key in names.items()}
+        usual = {"attention_multiplier": head_dim**-0.5}
+        return {name: value or usual.get(name, 1.0) for name, value in values.items()}
+    if field.architecture == "gemma3":
+        of_27b = field("block_count") == 62
+        values["query_pre_attn_scalar"] = (
+            field("embedding_length") // field("attention.head_count") if of_27b else head_dim
+        )
+        values["rope_local_base_freq"] = values["rope_local_base_freq"] or 10000.0
     if field.architecture == "qwen3moe":  # llama.cpp always divides by the weights' sum
-        names = {"moe_intermediate_size": "expert_feed_forward_length", "num_experts": "expert_count",
-                 "num_experts_per_tok": "expert_used_count"}  # fmt: skip
-        return {"norm_topk_prob": True, **{name: field(key) for name, key in names.items()}}
-    if field.architecture == "gpt-oss":
-        names = {"intermediate_size": "expert_feed_forward_length", "num_local_experts": "expert_count",
-                 "num_experts_per_tok": "expert_used_count"}  # fmt: skip
-        return {name: field(key) for name, key in names.items()}
+        values["norm_topk_prob"] = True
     if field.architecture == "phi3":
-        length = field("rope.scaling.original_context_length")
-        return {"partial_rotary_factor": rotated / head_dim, "original_max_position_embeddings": length}
-    return {}
+        values["partial_rotary_factor"] = rotated / head_dim
+    return values
 
 
 def rope_scaling(field: Fields, stored: Mapping[str, ReaderTensor], head_dim: int) -> dict[str, Any] | None:
     """Llama 3's scaling, of which the file holds only the divisor of each frequency; other kinds by name."""
-    kind = field("rope.scaling.type", "none")
+    # files of 2023 have another name for the factor, and no type
+    factor = field("rope.scale_linear", 0.0)
+    factor = field("rope.scaling.factor", factor) or 1.0
+    kind = field("rope.scaling.type", "none" if factor == 1.0 else "linear")
     if kind == "yarn":
         return yarn(field)
     if kind not in ("none", "longrope"):
-        return {"rope_type": kind, "factor": field("rope.scaling.factor", 1.0)}
+        if ROPE_FACTORS in stored:
+            raise ValueError(f"RoPE scaling {kind!r} with {ROPE_FACTORS} is not supported")
+        return {"rope_type": kind, "factor": factor}
     if all(name in stored for name in LONGROPE.values()):
         factors = {f"{name}_factor": stored[of].data.tolist() for name, of in LONGROPE.items()}
         return {"rope_type": "longrope", "attention_factor": field("rope.scaling.attn_factor"), **factors}

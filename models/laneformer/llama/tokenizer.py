@@ -8,13 +8,13 @@ is refused: ids that are almost right would make a model look bad, and nobody wo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from .vocabulary import BEGINS_WITH_BOS, BESIDE, CONTROL, ENDS, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary
+
 SPACE = "\u2581"  # SentencePiece's visible space
-UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # token types of GGUF; 1 is an ordinary piece
 _REST = r"\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n{slash}]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _ENDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = _ENDS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -31,22 +31,16 @@ PRE_TOKENIZERS = {
     "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2, "tekken": _TEKKEN, "gpt-4o": _GPT4O,
     "smollm": None, "refact": None, "gpt-2": None,
 }  # fmt: skip
-BEGINS_WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3")  # unless the file says otherwise
-WHOLE_WORDS = (*BEGINS_WITH_BOS, "tekken")  # a word that is a piece is taken without merging
+WHOLE_WORDS = BEGINS_WITH_BOS  # a word that is a piece is taken without merging
 SINGLE_DIGITS = ("smollm", "refact")
 
 
-def tokenizer_of(metadata: Mapping[str, Any]) -> Tokenizer:
+def tokenizer_of(vocabulary: Vocabulary) -> Tokenizer:
     """The tokenizer in a GGUF file's metadata, BOS in front where the model wants it;
     ValueError for unknown kinds.
     """
-    values = {name.removeprefix("tokenizer.ggml."): value for name, value in metadata.items()}
+    pieces, types, values = vocabulary.pieces, vocabulary.types, vocabulary.values
     kind, pre = values.get("model"), values.get("pre")
-    missing = [
-        name
-        for name in ("tokens", "token_type", "merges" if kind == "gpt2" else "scores")
-        if name not in values
-    ]
     if kind not in ("gpt2", "llama"):
         raise ValueError(
             f"tokenizer.ggml.model = {kind!r} is not supported; 'gpt2' and 'llama' are. {BESIDE}"
@@ -55,26 +49,25 @@ def tokenizer_of(metadata: Mapping[str, Any]) -> Tokenizer:
         raise ValueError(
             f"tokenizer.ggml.pre = {pre!r} is unknown; known are {list(PRE_TOKENIZERS)}. {BESIDE}"
         )
-    if missing:
-        raise ValueError(f"the file lacks tokenizer.ggml.{missing[0]}. {BESIDE}")
-    pieces, types = values["tokens"], values["token_type"]
+    for name in ("tokens", "merges" if kind == "gpt2" else "scores"):
+        if name not in values:
+            raise ValueError(f"the file lacks tokenizer.ggml.{name}. {BESIDE}")
+    typed = list(enumerate(zip(pieces, types, strict=False)))
     if kind == "gpt2" and pre:
         tokenizer = byte_level_bpe(pieces, values["merges"], pre)
     else:
-        scores = {
-            piece: score for piece, score, t in zip(pieces, values["scores"], types, strict=True) if t == 1
-        }
-        unk = next((piece for piece, t in zip(pieces, types, strict=True) if t == UNKNOWN), None)
-        tokenizer = sentencepiece_bpe(pieces, scores, unk, values.get("add_space_prefix", True))
-    for piece, t in zip(pieces, types, strict=True):
-        if t in (UNKNOWN, CONTROL, USER_DEFINED):
-            tokenizer.add_tokens([AddedToken(piece, special=t != USER_DEFINED, normalized=False)])
-    if values.get("add_bos_token", kind == "llama" or pre in BEGINS_WITH_BOS) and "bos_token_id" in values:
-        begin_with(pieces[values["bos_token_id"]], tokenizer)
+        scores = {piece: values["scores"][i] for i, (piece, t) in typed if t == NORMAL}
+        unk = vocabulary.special_id("unknown")
+        dummy_prefix = values.get("add_space_prefix", True)
+        tokenizer = sentencepiece_bpe(pieces, scores, None if unk is None else pieces[unk], dummy_prefix)
+    bos = vocabulary.begins_with
+    for i, (piece, t) in typed:
+        if t in (UNKNOWN, CONTROL, USER_DEFINED) or piece in ENDS or i == bos:
+            special = t != USER_DEFINED or piece in ENDS
+            tokenizer.add_tokens([AddedToken(piece, special=special, normalized=False)])
+    if bos is not None:
+        begin_with(pieces[bos], tokenizer)
     return tokenizer
-
-
-BESIDE = "Put the model's tokenizer.json beside the file: it is used then"
 
 
 def byte_level_bpe(pieces: list[str], merges: list[str], pre: str) -> Tokenizer:

@@ -163,7 +163,7 @@ def test_configs(folder, refuses):
         ({"hidden_size": "wide"}, "hidden_size"),
         ({"hidden_size": None}, "hidden_size"),
         ({"swa_layers": 3}, "wrong type"),
-        ({"norm_eps": "small"}, "wrong type"),
+        ({"norm_eps": "small"}, "norm_eps = .small. must be a number greater"),
         ({"vocab_size": 200}, "has shape"),
         ({"num_hidden_layers": 6}, "lacks 9 tensors, such as layers.5"),
         ({"num_hidden_layers": 4}, "tensors this architecture has not"),

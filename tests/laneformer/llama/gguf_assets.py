@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 from gguf.quants import quantize
 from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE
@@ -36,6 +36,7 @@ TEXTS = [
     "I'LL don't we've", "x<|end|>y <|end|>", "def f(x):\n        return x  # eight\n", " trailing ", "xYz axYz",
 ]  # fmt: skip
 
+PIECES = ("1234567", "I'LL don't", "we've\n\n x", " 3.14\n", "xYz")
 BLOCKS: dict[str, tuple[int, int, dict[int, float]]] = {
     # inputs, bytes, where fp16 numbers lie, and their size for weights of about 1; MXFP4 has an exponent
     "Q4_0": (32, 18, {0: 0.2}), "Q4_1": (32, 20, {0: 0.2, 2: -1.5}), "Q5_0": (32, 22, {0: 0.1}),
@@ -86,41 +87,29 @@ def write_gguf(
     architecture: str,
     model: Any,
     kind: str | Callable[[str], str] = "F32",
-    metadata: Callable[[GGUFWriter], None] | None = None,
-    extra: dict[str, np.ndarray] | None = None,
+    fields: Mapping[str, Any] | None = None,
+    extra: Mapping[str, np.ndarray] | None = None,
     part_tensors: int = 0,
 ) -> Path:
-    """`model` with matrices of the type `kind`, which may depend on their name in the file; norms and biases in F32;
-    `metadata` writes other fields than those of a tokenizer, `extra` holds more tensors. Of a type that the package
-    cannot write, the weights are random.
+    """`model` with matrices of the type `kind`, which may depend on their name in the file; norms and biases in F32.
+
+    fields: other ones than the converter's and those of a tokenizer; None takes one away. extra: more tensors.
+    Of a type that the package cannot write, the weights are random.
     """
     c = model.config
     architecture = {"olmo3": "olmo2"}.get(architecture, architecture)
     writer = GGUFWriter(path, architecture, split_max_tensors=part_tensors)
-    writer.add_block_count(c.num_hidden_layers)
-    writer.add_context_length(c.max_position_embeddings)
-    writer.add_embedding_length(c.hidden_size)
-    writer.add_feed_forward_length(c.intermediate_size)
-    writer.add_head_count(c.num_attention_heads)
-    writer.add_head_count_kv(c.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
-    rope = c.rope_parameters.get("full_attention") or c.rope_parameters
-    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    writer.add_rope_freq_base(rope["rope_theta"])
-    if architecture in PERMUTED:
-        writer.add_rope_dimension_count(head_dim)
-    elif architecture == "phi3":
-        writer.add_rope_dimension_count(int(rope["partial_rotary_factor"] * head_dim))
-    else:
-        writer.add_key_length(head_dim)
-        writer.add_value_length(head_dim)
-    extra = {**(extra or {}), **add_own_fields(writer, architecture, c, rope)}
-    (metadata or plain_metadata())(writer)
+    own, added = own_fields(architecture, c)
+    for name, value in {**own, **plain_fields(), **(fields or {})}.items():
+        if value is not None:
+            large = isinstance(value, int) and value >= 2**31
+            of = GGUFValueType.UINT64 if large else GGUFValueType.get_type(value)
+            writer.add_key_value(name, value, of)
     heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
-    for name, value in {**unfused(model.state_dict()), **(extra or {})}.items():
-        array = np.asarray(value, np.float32)
+    for name, value in {**unfused(model.state_dict()), **added, **(extra or {})}.items():
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
+        array = np.asarray(value, np.float32)
         part = name.split(".")[-2]
         if architecture == "gemma3" and name.endswith("norm.weight"):
             array = array + 1
@@ -165,38 +154,48 @@ def unfused(state: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def add_own_fields(writer: GGUFWriter, architecture: str, c: Any, rope: dict[str, Any]) -> dict[str, Any]:
-    """What llama.cpp's converter says of this architecture alone; the tensors that it adds."""
-    if rope["rope_type"] in ("yarn", "linear"):
-        writer.add_rope_scaling_type(RopeScalingType(rope["rope_type"]))
-        writer.add_rope_scaling_factor(rope["factor"])
-    if rope["rope_type"] == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if architecture in ("olmo2", "gemma3", "phi3", "gpt-oss") and (
-        window := getattr(c, "sliding_window", None)
-    ):
-        writer.add_sliding_window(window)
+def own_fields(architecture: str, c: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What llama.cpp's converter says of this model, and the tensors that it adds."""
+    rope = c.rope_parameters.get("full_attention") or c.rope_parameters
+    head_dim, kind = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads, rope["rope_type"]
+    fields = {
+        "block_count": c.num_hidden_layers, "context_length": c.max_position_embeddings,
+        "embedding_length": c.hidden_size, "feed_forward_length": c.intermediate_size,
+        "attention.head_count": c.num_attention_heads, "attention.head_count_kv": c.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": float(c.rms_norm_eps), "rope.freq_base": float(rope["rope_theta"]),
+    }  # fmt: skip
+    if architecture in PERMUTED:
+        fields["rope.dimension_count"] = head_dim
+    elif architecture == "phi3":
+        fields["rope.dimension_count"] = int(rope["partial_rotary_factor"] * head_dim)
+    else:
+        fields |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    if kind in ("yarn", "linear"):
+        fields |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
+    if kind == "yarn":
+        fields["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if architecture in ("olmo2", "gemma3", "phi3", "gpt-oss"):
+        fields["attention.sliding_window"] = getattr(c, "sliding_window", None)
     if architecture == "olmo2" and hasattr(c, "layer_types"):
-        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in c.layer_types])
+        windowed = [kind == "sliding_attention" for kind in c.layer_types]
+        fields["attention.sliding_window_pattern"] = windowed
     if architecture in ("qwen3moe", "gpt-oss"):
-        writer.add_expert_count(c.num_experts)
-        writer.add_expert_used_count(c.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(getattr(c, "moe_intermediate_size", c.intermediate_size))
+        width = getattr(c, "moe_intermediate_size", c.intermediate_size)
+        fields |= {"expert_count": c.num_experts, "expert_used_count": c.num_experts_per_tok}
+        fields["expert_feed_forward_length"] = width
     if architecture == "granite":
-        writer.add_embedding_scale(c.embedding_multiplier)
-        writer.add_residual_scale(c.residual_multiplier)
-        writer.add_attention_scale(c.attention_multiplier)
-        writer.add_logit_scale(c.logits_scaling)
+        fields |= {"embedding_scale": c.embedding_multiplier, "residual_scale": c.residual_multiplier,
+                   "attention.scale": c.attention_multiplier, "logit_scale": c.logits_scaling}  # fmt: skip
     if architecture == "mistral3":
-        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
-        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
-    if rope["rope_type"] != "longrope":
-        return {}
-    length = c.original_max_position_embeddings
-    factor = np.sqrt(1 + np.log(c.max_position_embeddings / length) / np.log(length))
-    writer.add_rope_scaling_attn_factors(float(factor))
-    writer.add_rope_scaling_orig_ctx_len(length)
-    return {of: np.float32(rope[f"{name}_factor"]) for name, of in LONGROPE.items()}
+        fields["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+        fields["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+    tensors = {}
+    if kind == "longrope":
+        length = c.original_max_position_embeddings
+        factor = np.sqrt(1 + np.log(c.max_position_embeddings / length) / np.log(length))
+        fields |= {"rope.scaling.attn_factor": float(factor), "rope.scaling.original_context_length": length}
+        tensors = {of: np.float32(rope[f"{name}_factor"]) for name, of in LONGROPE.items()}
+    return {f"{architecture}.{name}": value for name, value in fields.items()}, tensors
 
 
 def gguf_name(name: str, architecture: str) -> str:
@@ -211,7 +210,9 @@ def gguf_name(name: str, architecture: str) -> str:
     return f"blk.{layer}.{names[part]}.{kind}"
 
 
-def byte_level(pre_tokenizer: Any, normalizer: Any = None, ignore_merges: bool = False) -> Tokenizer:
+def byte_level(
+    pre_tokenizer: Any, normalizer: Any = None, ignore_merges: bool = False, texts: Sequence[str] = PIECES
+) -> Tokenizer:
     """A byte-level BPE of at most 320 pieces with two control tokens and an added word.
 
     Pieces are learned from whole lines, so that any other way to cut a text gives other ids.
@@ -220,7 +221,7 @@ def byte_level(pre_tokenizer: Any, normalizer: Any = None, ignore_merges: bool =
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     special = ["<|begin|>", "<|text|>", "<|end|>"]
     trainer = BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=ByteLevel.alphabet())
-    tokenizer.train_from_iterator(["1234567", "I'LL don't", "we've\n\n x", " 3.14\n", "xYz"] * 9, trainer)
+    tokenizer.train_from_iterator([*texts] * 9, trainer)
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoders.ByteLevel()
     if normalizer:
         tokenizer.normalizer = normalizer
@@ -228,24 +229,18 @@ def byte_level(pre_tokenizer: Any, normalizer: Any = None, ignore_merges: bool =
     return tokenizer
 
 
-def tokenizer_metadata(tokenizer: Tokenizer, pre: str) -> Callable[[GGUFWriter], None]:
+def tokenizer_fields(tokenizer: Tokenizer, pre: str) -> dict[str, Any]:
     """Fields of a byte-level tokenizer, as the converter writes them."""
     pieces = [tokenizer.id_to_token(i) or f"[PAD{i}]" for i in range(SHAPE["vocab_size"])]
-    merges = [" ".join(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
-
-    def write(writer: GGUFWriter) -> None:
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(pre)
-        writer.add_token_list(pieces)
-        writer.add_token_types([3, 4, 3, *(5 if piece.startswith("[PAD") else 1 for piece in pieces[3:])])
-        writer.add_token_merges(merges)
-        writer.add_bos_token_id(0)
-        writer.add_eos_token_id(2)
-        writer.add_chat_template("{% for m in messages %}{{ bos_token + m.content + eos_token }}{% endfor %}")
-
-    return write
+    template = "{% for m in messages %}{{ bos_token + m.content + eos_token }}{% endfor %}"
+    fields = {
+        "model": "gpt2", "pre": pre, "tokens": pieces, "bos_token_id": 0, "eos_token_id": 2,
+        "token_type": [3, 4, 3, *(5 if piece.startswith("[PAD") else 1 for piece in pieces[3:])],
+        "merges": [" ".join(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]],
+    }  # fmt: skip
+    return {f"tokenizer.ggml.{name}": v for name, v in fields.items()} | {"tokenizer.chat_template": template}
 
 
 @functools.cache
-def plain_metadata() -> Callable[[GGUFWriter], None]:
-    return tokenizer_metadata(byte_level(ByteLevel(add_prefix_space=False)), "gpt-2")
+def plain_fields() -> dict[str, Any]:
+    return tokenizer_fields(byte_level(ByteLevel(add_prefix_space=False)), "gpt-2")

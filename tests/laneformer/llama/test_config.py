@@ -156,7 +156,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"layer_types": ["full_attention"] * 3}, "3 entries for 4 layers"),
     # values
     ({"hidden_size": None}, r"config.json lacks \['hidden_size'\]"),
-    ({"rms_norm_eps": "small"}, "config.json holds a value of the wrong type"),
+    ({"rms_norm_eps": "small"}, "rms_norm_eps = .small. must be a number, without quotes"),
 ]  # fmt: skip
 
 

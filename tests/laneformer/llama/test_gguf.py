@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFEndian, GGUFReader, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFEndian, GGUFReader, GGUFWriter
 from gguf.quants import dequantize, quantize
 from tokenizers import pre_tokenizers
 
@@ -147,16 +146,65 @@ def test_blocks_of_every_architecture_are_held_as_they_are(tmp_path, name):
 
 
 def test_a_tokenizer_beside_the_file_goes_first(tmp_path):
-    path = write_llama(tmp_path)
+    """What the folder lacks comes from the file; pieces that are not the file's are refused."""
+    path = write_llama(tmp_path, fields={"general.sampling.temp": 0.5})
+    own = read_checkpoint(path)
+    assert own.tokenizer_config["eos_token"] == "<|end|>"
+    assert own.sampling_defaults == {"temperature": 0.5, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
     other = byte_level(pre_tokenizers.ByteLevel(add_prefix_space=True))
-    assert read_checkpoint(path).tokenizer.to_str() != other.to_str()
-    assert read_checkpoint(path).tokenizer_config["eos_token"] == "<|end|>"
+    assert own.tokenizer.to_str() != other.to_str()
     other.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|text|>"}')
     checkpoint = read_checkpoint(path)
-    ids = [checkpoint.tokenizer.encode(text).ids for text in TEXTS]
-    assert ids == [other.encode(text).ids for text in TEXTS]
-    assert checkpoint.tokenizer_config == {"eos_token": "<|text|>"}
+    assert [checkpoint.tokenizer.encode(t).ids for t in TEXTS] == [other.encode(t).ids for t in TEXTS]
+    assert checkpoint.tokenizer_config == own.tokenizer_config
+    assert checkpoint.sampling_defaults == own.sampling_defaults
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|text|>", "chat_template": "x"}')
+    (tmp_path / "generation_config.json").write_text('{"do_sample": true}')
+    checkpoint = read_checkpoint(path)
+    assert checkpoint.tokenizer_config == own.tokenizer_config | {
+        "eos_token": "<|text|>",
+        "chat_template": "x",
+    }
+    assert checkpoint.sampling_defaults == {"temperature": 1.0, "top_k": 50}
+    byte_level(pre_tokenizers.ByteLevel(), texts=["another", "language"]).save(
+        str(tmp_path / "tokenizer.json")
+    )
+    with pytest.raises(
+        ValueError, match=r"tokenizer\.json is not the tokenizer of model\.gguf: id \d+ is .* there, but"
+    ):
+        read_checkpoint(path)
+
+
+# --- fields that change the numbers
+
+
+LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}
+FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"rope.scale_linear": 4.0}, "linear"),  # of files of 2023
+    ({"rope.scaling.factor": 4.0}, "linear"),  # without a type it is linear
+    ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0, "rope.scale_linear": 2.0}, "linear"),
+    ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, ""),
+    ({"rope.scale_linear": 1.0, "rope.scaling.finetuned": True, "attention.causal": True}, ""),
+    ({"vocab_size": 320, "expert_count": 0, "rope.scaling.attn_factor": 1.0, "vision.block_count": 3}, ""),
+    (
+        {
+            "attention.clamp_kqv": 0.0,
+            "use_parallel_residual": False,
+            "attention.key_length": 16,
+            "rope.freq_base_swa": 10000.0,
+        },
+        "",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "scaling"), FIELDS)
+def test_fields_that_are_read_or_change_nothing(tmp_path, fields, scaling):
+    model = random_llama("llama", **(LINEAR if scaling else {}))
+    fields = {f"llama.{key}": value for key, value in fields.items()}
+    assert_same_logits(
+        write_gguf(tmp_path / "model.gguf", "llama", random_llama("llama"), fields=fields), model
+    )
 
 
 # --- what is refused by name
@@ -164,46 +212,73 @@ def test_a_tokenizer_beside_the_file_goes_first(tmp_path):
 NEAREST = r"is not read \(gated attention among .*; the nearest that is: "
 
 
-@pytest.mark.parametrize(
-    ("architecture", "key", "value", "message"),
-    [
-        ("gemma2", "", 0, "architecture 'gemma2' is not read"),
-        ("qwen35", "", 0, rf"'qwen35' {NEAREST}'qwen3'; "),
-        ("qwen3next", "", 0, rf"'qwen3next' {NEAREST}'qwen3"),
-        ("qwen35moe", "", 0, r"'qwen35moe' is not .*; the nearest that is: 'qwen3moe'; .*'gpt-oss'\) are"),
-        ("llama", "llama.expert_count", 8, "llama.expert_count = 8: experts are not supported"),
-        ("llama", "llama.rope.dimension_count", 8, "llama.rope.dimension_count = 8, but heads have 16"),
-        ("qwen2", "qwen2.attention.sliding_window", 64, "sliding_window = 64: which layers"),
-        ("llama", "llama.rope.scaling.type", "dynamic", "RoPE of the kind .*dynamic"),
-    ],
-)
-def test_what_is_not_supported(tmp_path, architecture, key, value, message):
-    def metadata(writer: GGUFWriter) -> None:
-        writer.add_key_length(16)
-        if isinstance(value, str):
-            writer.add_string(key, value)
-        elif key.endswith("dimension_count"):
-            writer.kv_data[0][key].value = value
-        elif key:
-            writer.add_uint32(key, value)
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("gemma2", {}, "architecture 'gemma2' is not read"),
+    ("qwen35", {}, rf"'qwen35' {NEAREST}'qwen3'; "),
+    ("qwen3next", {}, rf"'qwen3next' {NEAREST}'qwen3"),
+    ("qwen35moe", {}, r"'qwen35moe' is not .*; the nearest that is: 'qwen3moe'; .*'gpt-oss'\) are"),
+    ("llama", {"general.type": "adapter"}, r"is an adapter \(LoRA\), no model"),
+    ("llama", {"llama.expert_count": 8}, "llama.expert_count = 8: experts are not supported"),
+    (
+        "llama",
+        {"llama.attention.key_length": 16, "llama.rope.dimension_count": 8},
+        "count = 8, but heads have 16",
+    ),
+    ("qwen2", {"qwen2.attention.sliding_window": 64}, "sliding_window = 64: which layers"),
+    ("llama", {"llama.rope.scaling.type": "dynamic"}, "RoPE of the kind .*dynamic"),
+    # fields that nobody reads
+    (
+        "llama",
+        {"llama.attention.clamp_kqv": 8.0},
+        "llama.attention.clamp_kqv = 8.0 is not supported; it may change",
+    ),
+    ("llama", {"llama.logit_scale": 0.5}, "llama.logit_scale = 0.5 is not supported"),
+    ("llama", {"llama.attention.causal": False}, "llama.attention.causal = False is not supported"),
+    ("llama", {"llama.nextn_predict_layers": 1}, "llama.nextn_predict_layers = 1 is not supported"),
+    ("llama", {"llama.rope.freq_base_swa": 5e5}, r"freq_base_swa is not rope.freq_base = 10000\.0"),
+    ("llama", {"llama.rope.dimension_sections": [0, 8, 8]}, r"dimension_sections = \[0, 8, 8\] is not"),
+    ("llama", {"llama.rope.scaling.attn_factor": 1.2}, "attn_factor = 1.2"),
+    ("llama", {"llama.attention.key_length_swa": 8}, "key_length_swa = 8, but heads have 16"),
+    # what a file lacks, and values of the wrong type
+    (
+        "llama",
+        {"llama.attention.layer_norm_rms_epsilon": None},
+        "lacks llama.attention.layer_norm_rms_epsilon",
+    ),
+    ("llama", {"llama.attention.head_count": None}, "the file lacks llama.attention.head_count"),
+    ("llama", {"llama.context_length": None}, "the file lacks llama.context_length"),
+    ("llama", {"llama.block_count": "two"}, "llama.block_count = 'two' must be a number"),
+    ("llama", {"llama.attention.head_count_kv": "2"}, "num_key_value_heads = '2' must be a positive integer"),
+    ("llama", {"llama.attention.head_count": 0}, "num_attention_heads = 0 must be a positive integer"),
+    ("llama", {"llama.attention.sliding_window": "wide"}, "'wide' must be a positive integer"),
+    ("llama", {"tokenizer.ggml.token_type": [1, 1]}, "token_type has 2 entries for 320 tokens"),
+    ("llama", {"general.sampling.temp": -1.0}, "model.gguf: general.sampling says temperature = -1.0"),
+]
 
+
+@pytest.mark.parametrize(("architecture", "fields", "message"), WRONG)
+def test_what_is_not_supported(tmp_path, architecture, fields, message):
     model = random_llama("qwen2" if architecture == "qwen2" else "llama")
-    path = write_gguf(tmp_path / "model.gguf", architecture, model, "F16", metadata)
+    path = write_gguf(tmp_path / "model.gguf", architecture, model, "F16", fields)
     with pytest.raises(ValueError, match=message):
         read_checkpoint(path)
 
 
-def add_tensor_of(kind: str) -> Callable[[GGUFWriter], None]:
-    type_of = GGMLQuantizationType[kind]
-    blocks = np.zeros((8, GGML_QUANT_SIZES[type_of][1]), np.uint8)
-    return lambda writer: writer.add_tensor("blk.9.ffn_up.weight", blocks, raw_dtype=type_of)
+def test_files_that_others_load_with_defaults(tmp_path):
+    """Without types of tokens, and with ids and a context that cannot be: not an error of a request."""
+    wrong = {"tokenizer.ggml.token_type": None, "tokenizer.ggml.eos_token_id": 100_000,
+             "tokenizer.ggml.bos_token_id": 2**32 - 1, "llama.context_length": 2**31}  # fmt: skip
+    path = write_llama(tmp_path, fields=wrong)
+    with pytest.raises(
+        ValueError, match=r"a context of 2147483648 tokens, .* Give a smaller one as context_tokens"
+    ):
+        Engine.from_pretrained(path, cache=False)
+    with Engine.from_pretrained(path, cache=False, context_tokens=64) as engine:
+        assert engine.eos_ids == (2,), "by its text, <|end|>"
+        assert len(engine.generate([5, 6], max_new_tokens=4, ignore_eos=True)) == 4
 
 
 def test_types_and_tensors_that_are_not_read(tmp_path, monkeypatch):
-    for kind in ("Q2_K", "Q3_K", "IQ3_S"):
-        path = write_llama(tmp_path, metadata=add_tensor_of(kind))
-        with pytest.raises(ValueError, match=f"blk.9.ffn_up.weight is {kind}; the engine reads"):
-            read_checkpoint(path)
     for name, values, message in (
         ("blk.0.ffn_gate_inp.weight", np.zeros((8, 64)), "tensor .*, which no supported architecture"),
         ("rope_freqs.weight", np.linspace(1, 7, 8), "rope_freqs.weight is no scaling of Llama 3"),
@@ -215,6 +290,7 @@ def test_types_and_tensors_that_are_not_read(tmp_path, monkeypatch):
     path = write_llama(tmp_path, "Q4_1")
     with pytest.raises(ValueError, match=r"is Q4_1; the engine reads \['F32', .* take Q4_K_M or IQ4_XS"):
         GgufFile(path)
+    assert not {"Q2_K", "Q3_K", "IQ3_S"} & {*QUANTIZED, *STORED}
 
 
 def test_files_that_are_no_gguf(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models
 from data_mixtures import shards
 from laneformer.chat import ChatError
 from laneformer.engine.channels import HERMES
-from laneformer.engine.folder import text_files
+from laneformer.engine.text_files import read_texts
 from laneformer.hf.export import export
 from laneformer.hf.load_folder import import_folder
 from laneformer.hf.tokenizer import CHAT_TEMPLATE, TOOLS_TEMPLATE, open_tokenizer
@@ -152,7 +152,7 @@ def test_the_same_ids_in_training_transformers_and_the_server(
     from transformers import PreTrainedTokenizerFast
 
     theirs = PreTrainedTokenizerFast.from_pretrained(exported)
-    tokenizer, config, _ = text_files(exported)  # as the engine reads them
+    tokenizer, config, _ = read_texts(exported)  # as the engine reads them
     assert tokenizer is not None
     context = SimpleNamespace(
         prompts=PromptEncoder(tokenizer, config), check_length=lambda text, _: text,

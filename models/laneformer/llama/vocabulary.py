@@ -1,0 +1,93 @@
+"""The vocabulary in a GGUF file's metadata, by llama.cpp's rules: pieces, their types, and which ids are special.
+
+Ids are checked here, once. What a file leaves out or names wrongly has llama.cpp's default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+PREFIX, TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # token types
+DEFAULTS = {"bos": 1, "eos": 2, "unknown": 0}  # ids of SentencePiece's vocabularies
+BEGINS_WITH_BOS = (
+    "llama-bpe",
+    "llama3",
+    "llama-v3",
+    "falcon3",
+    "tekken",
+)  # pre-tokenizers, unless the file says
+# of turns and texts, by their text: files often name one end alone, and mark others as ordinary pieces
+ENDS = frozenset({
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
+    "<|end_of_text|>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>",
+    "<|fim_pad|>", "<fim_pad>", "<|repo_name|>", "<reponame>", "<|file_sep|>",
+})  # fmt: skip
+NAMED_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+HARMONY_ENDS, HARMONY_TURN = (
+    {"<|return|>", "<|call|>"},
+    "<|end|>",
+)  # the latter ends a message, not the answer
+BESIDE = "Put the model's tokenizer.json beside the file: it is used then"
+
+
+class Vocabulary:
+    """pieces: text of each id. types: of each piece. values: the file's other fields of the tokenizer."""
+
+    def __init__(self, metadata: Mapping[str, Any], rows: int | None = None):
+        """rows: of the embedding. ValueError for lists that do not belong together."""
+        self.metadata = metadata
+        self.values = {
+            name.removeprefix(PREFIX): v for name, v in metadata.items() if name.startswith(PREFIX)
+        }
+        self.pieces: list[str] = self.values.get("tokens") or []
+        self.types: list[int] = self.values.get("token_type") or [NORMAL] * len(self.pieces)
+        self.size = len(self.pieces) if "tokens" in self.values else rows or 0
+        for name in ("token_type", "scores"):
+            if len(values := self.values.get(name) or self.pieces) < len(self.pieces):
+                raise ValueError(f"{PREFIX}{name} has {len(values)} entries for {len(self.pieces)} tokens")
+        if rows is not None and self.size > rows:
+            raise ValueError(f"{PREFIX}tokens has {self.size} entries, but the embedding {rows} rows")
+
+    def is_id(self, value: Any) -> bool:
+        return isinstance(value, int) and 0 <= value < self.size
+
+    def special_id(self, name: str) -> int | None:
+        """The file's id of "bos", "eos", ...; the default where it names none that exists."""
+        default = DEFAULTS.get(name) if self.values.get("model") == "llama" else None
+        return next(filter(self.is_id, (self.values.get(f"{name}_token_id"), default)), None)
+
+    def eos_ids(self) -> list[int]:
+        """Where generation stops: ids that the file names, and pieces known to end turns and texts."""
+        ends = {i for name in NAMED_ENDS if (i := self.special_id(name)) is not None}
+        ends.update(filter(self.is_id, self.values.get("eos_token_ids") or ()))
+        ends.update(i for i, piece in enumerate(self.pieces) if piece in ENDS)
+        texts = {i: self.pieces[i] for i in ends if i < len(self.pieces)}
+        if set(texts.values()) >= HARMONY_ENDS:
+            ends -= {i for i, text in texts.items() if text == HARMONY_TURN}
+        return sorted(ends)
+
+    @property
+    def begins_with(self) -> int | None:
+        """The id that begins every text, and every conversation, whatever its template writes."""
+        usual = self.values.get("model") == "llama" or self.values.get("pre") in BEGINS_WITH_BOS
+        return self.special_id("bos") if self.values.get("add_bos_token", usual) else None
+
+    def tokenizer_config(self) -> dict[str, Any]:
+        """Chat templates and special tokens, as in a tokenizer_config.json; `conversation_bos`: see `begins_with`."""
+        named = {
+            name.removeprefix(f"{TEMPLATE}."): value
+            for name, value in self.metadata.items()
+            if name.startswith(f"{TEMPLATE}.")
+        }
+        default = self.metadata.get(TEMPLATE)
+        ids = {
+            "bos_token": self.special_id("bos"),
+            "eos_token": self.special_id("eos"),
+            "unk_token": self.special_id("unknown"),
+            "pad_token": self.special_id("padding"),
+            "conversation_bos": self.begins_with,
+        }
+        tokens = {name: self.pieces[i] for name, i in ids.items() if i is not None and i < len(self.pieces)}
+        return {**tokens, "chat_template": {"default": default, **named} if default else named}
