@@ -88,9 +88,9 @@ class Model:
     """Architecture: 2b, 300m or tiny; [architecture] overrides single fields"""
     hf_assets_path: str = "."
     """Unused: the tokenizer comes with [mixture], weights of a Hugging Face folder through tools.import_hf"""
-    attention: Literal["auto", "sdpa", "flex", "varlen"] = "auto"
-    """Attention kernel: sdpa, flex, varlen (flash attention on a GPU), auto (flex if compiled for
-    a GPU, else sdpa); one that fails in a layer at the start of the job is replaced by sdpa, with a warning
+    attention: Literal["auto", "sdpa", "flex"] = "auto"
+    """Attention kernel: sdpa, flex, auto (flex if compiled for a GPU, else sdpa); one that fails in a layer at the
+    start of the job is replaced by sdpa, with a warning
     """
     join_norm: Literal["auto", "triton", "plain"] = "auto"
     """Joins of partial outputs and the norms after them: triton (fused kernels), plain (what the compiler

@@ -120,13 +120,17 @@ def end_fork_server() -> None:
     fork_server.cache_clear()
 
 
-def forked(folder: Path, *program: str) -> tuple[int, str]:
-    """Exit status of `python -m PROGRAM` forked by the fork server, and what it said; its log goes to `folder`."""
-    places = {"log": folder / "said.log", "pid": folder / "said.pid"}
-    places["log"].unlink(missing_ok=True)
-    job = {"command": [sys.executable, "-m", *program], "environment": {}}
-    status = ask({**job, **{name: str(path) for name, path in places.items()}})
-    return status, places["log"].read_text()
+def forked(
+    folder: Path, *program: str, name: str = "said", meanwhile: Callable[[], None] = lambda: None, **env: str
+) -> tuple[int, str]:
+    """Exit status of `python -m PROGRAM` forked by the fork server, and what it said: in folder/NAME.log, beside
+    its NAME.pid.
+    """
+    log = folder / f"{name}.log"
+    log.unlink(missing_ok=True)
+    job = {"command": [sys.executable, "-m", *program], "environment": env, "log": str(log),
+           "pid": str(log.with_suffix(".pid"))}  # fmt: skip
+    return ask(job, meanwhile), log.read_text()
 
 
 def succeed(run: Path, lock: Path, *overrides: str, **options) -> list[dict]:

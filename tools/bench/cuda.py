@@ -99,11 +99,11 @@ def decode(flavor: str) -> Figures:
     """What `laneformer bench --device cuda` says, at three depths."""
     from laneformer import Engine
     from laneformer.engine.bench import benchmark
-    from laneformer.engine.cuda.bench import EDGE_TOKENS
+    from laneformer.engine.cuda.bench import MIN_TOKENS
 
     context = LaneformerConfig.from_flavor(flavor).max_position_embeddings
     with Engine.random(flavor, "bf16", device=DEVICE) as engine:
-        for depth in (0, context // 2, context - 2 * EDGE_TOKENS):
+        for depth in (0, context // 2, context - MIN_TOKENS):
             figures = benchmark(engine, depth, functools.partial(print, file=sys.stderr))
             yield f"depth {depth}", {name: figures[name] for name in COLUMNS}
 
