@@ -223,7 +223,7 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_buffer(path.read_bytes())
     except Exception as error:  # the library raises bare Exception
         raise ValueError(f"{path} cannot be read as a tokenizer: {error}") from None
     tokenizer.no_truncation()  # many published files keep that of their training

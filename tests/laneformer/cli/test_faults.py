@@ -19,7 +19,7 @@ from laneformer.engine import Engine
 
 COMMAND = f"{sys.executable} -m laneformer.cli"
 # root reads everything but for these two
-UNPRIVILEGED = f"setpriv --bounding-set=-dac_override,-dac_read_search {COMMAND}"
+DROP = "" if os.geteuid() else "setpriv --bounding-set=-dac_override,-dac_read_search "
 NO_HOME = """import os, pwd
 def refuse(uid): raise KeyError(uid)
 pwd.getpwuid = refuse
@@ -68,7 +68,7 @@ def run(script: str, **environment: str) -> tuple[int, str]:
     ],
 )  # fmt: skip
 def test_a_command_ends_with_a_sentence_or_without_a_word(own, script, status, sentence):
-    words = {"own": own, "fast": FAST, "command": COMMAND, "unprivileged": UNPRIVILEGED}
+    words = {"own": own, "fast": FAST, "command": COMMAND, "unprivileged": DROP + COMMAND}
     words["no_home"] = f"{sys.executable} -c {shlex.quote(NO_HOME)}"
     result, said = run(script.format_map(words), XDG_CACHE_HOME="")
     assert result == status, said
@@ -88,7 +88,7 @@ LONG = "x" * 300
         (["generate", "{own}", "--prompt", "a", "--stop", "b", "--stop", "\udcff"], "--stop is not UTF-8"),
         (["generate", "{own}", "--chat", "--prompt", "a", "--system", "\udcff"], "--system is not UTF-8"),
         (["serve", "{own}", "--model-name", "\udcff"], "--model-name is not UTF-8"),
-        (["chat", "{own}", "--cache-dir", "/dev/null/x"], "/dev/null/x: Not a directory"),
+        (["chat", "{own}", "--cache-dir", "/dev/null/x"], "/dev/null/x"),
         (["generate", "{own}/config.json/x", "--prompt", "a"], "not a folder"),
     ],
 )  # fmt: skip
@@ -169,7 +169,7 @@ def test_what_is_broken_in_a_cache_hides_nothing_else(tmp_path, monkeypatch, cap
 
 def test_more_than_the_model_or_the_machine_has_is_said(folder, caplog):
     for options, word in (({"context_tokens": 4097}, "context_tokens = 4097: the model knows 4096"),
-                          ({"threads": 1000}, "threads = 1000"),
+                          ({"threads": 1 + (os.cpu_count() or 1)}, "threads = "),
                           ({"context_tokens": 4096, "threads": 1}, "")):  # fmt: skip
         caplog.clear()
         Engine.from_pretrained(folder, cache=False, **options).close()
