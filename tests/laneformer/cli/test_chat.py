@@ -38,8 +38,9 @@ def talk(folder: Path, lines: str | bytes, monkeypatch: pytest.MonkeyPatch, *fla
 
 
 def test_a_conversation_through_pipes(folder, tmp_path, monkeypatch, capsys):
+    """Lines end as on Linux or as on Windows."""
     file = tmp_path / "chat.json"
-    typed = f'hi\\\nthere\n"""\na\n\n  b"""\n/sav\n/nonsense\n\n/save\n/save {file}\n/help'
+    typed = f'hi\\\r\nthere\r\n"""\r\na\r\n\r\n  b"""\n/sav\n/nonsense\n\n/save\n/save {file}\n/help'
     talk(folder, typed, monkeypatch, "--system", "be d", "--temperature", "0.7")
     printed = capsys.readouterr()
     system, one, two, three, four = json.loads(file.read_text())
