@@ -18,16 +18,17 @@ BOOKKEEPING = (
 )  # fmt: skip
 # of other servers and their machines, whose answers do not depend on them
 ELSEWHERE = (
-    "access_programs", "background_options", "billing_policy", "cache_prompt", "cache_salt",
-    "chat_id", "compaction", "context_management", "diagnostics", "draft_model", "drop_params",
-    "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers",
-    "dynatemp_exponent", "extra_headers", "f16_kv", "fallback_credit_token", "fallbacks",
-    "id_slot", "inference_geo", "low_vram", "main_gpu", "mirostat_eta", "mirostat_tau",
-    "models", "num_batch", "num_ctx", "num_gpu", "num_keep", "num_retries", "num_thread",
-    "numa", "penalize_newline", "penalty_last_n", "priority", "provider", "repeat_last_n",
-    "request_id", "response_fields", "return_progress", "return_tokens", "route", "session_id",
-    "speed", "timeout", "timings_per_token", "trace", "ttl", "usage", "use_mlock", "use_mmap",
-    "user_profile_id", "vocab_only", "workspace_id", "xtc_threshold",
+    "access_programs", "anthropic_beta", "anthropic_version", "background_options",
+    "billing_policy", "cache_prompt", "cache_salt", "chat_id", "compaction",
+    "context_management", "diagnostics", "draft_model", "drop_params", "dry_allowed_length",
+    "dry_base", "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_exponent",
+    "extra_headers", "f16_kv", "fallback_credit_token", "fallbacks", "headers", "id_slot",
+    "inference_geo", "intent", "low_vram", "main_gpu", "mirostat_eta", "mirostat_tau", "models",
+    "num_batch", "num_ctx", "num_gpu", "num_keep", "num_retries", "num_thread", "numa",
+    "penalize_newline", "penalty_last_n", "priority", "provider", "repeat_last_n", "request_id",
+    "response_fields", "return_progress", "return_tokens", "route", "session_id", "snippy",
+    "speed", "timeout", "timings_per_token", "tool_stream", "trace", "ttl", "usage",
+    "use_mlock", "use_mmap", "user_profile_id", "vocab_only", "workspace_id", "xtc_threshold",
 )  # fmt: skip
 # and the values that need no warning; None: all do not
 HARMLESS: Mapping[str, Values] = {

@@ -24,7 +24,6 @@ from tests.shared import Shared
 from tests.tokenizer_assets import byte_level, save
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
     from fastapi.testclient import TestClient
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -89,14 +88,9 @@ def slow_folder(shared: Shared) -> Path:
 # In this process
 
 
-def forget_engine(app: FastAPI) -> None:
-    """FastAPI caches endpoints as long as the process lives; the extension module calls an engine there leaked."""
-    vars(app.state.scheduler).clear()
-
-
 @contextlib.contextmanager
-def in_process(folder: Path, engine: dict[str, Any] | None = None, **options: Any) -> Iterator[TestClient]:
-    """A client of the application. engine: options of Engine.from_pretrained; options: of ServerOptions."""
+def serving(engine: Engine, **options: Any) -> Iterator[TestClient]:
+    """A client of an engine's application. options: of ServerOptions."""
     from fastapi.testclient import TestClient
 
     from laneformer.serve.app import create_app
@@ -104,12 +98,19 @@ def in_process(folder: Path, engine: dict[str, Any] | None = None, **options: An
 
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("LANEFORMER_API_KEY", raising=False)
-        served = ServerOptions(**{"model_name": "tiny", **options})
-    with Engine.from_pretrained(folder, **{"threads": 1, "cache": False, **(engine or {})}) as opened:
-        app = create_app(with_fixed_cost(opened), served)
-        with TestClient(app, "http://localhost", raise_server_exceptions=False) as client:
-            yield client
-        forget_engine(app)
+        app = create_app(engine, ServerOptions(**{"model_name": "tiny", **options}))
+    with TestClient(app, "http://localhost", raise_server_exceptions=False) as client:
+        yield client
+    # FastAPI caches endpoints as long as the process lives; the extension module calls an engine there leaked
+    vars(app.state.scheduler).clear()
+
+
+@contextlib.contextmanager
+def in_process(folder: Path, engine: dict[str, Any] | None = None, **options: Any) -> Iterator[TestClient]:
+    """A client of a folder's application. engine: options of Engine.from_pretrained; options: of ServerOptions."""
+    opened = Engine.from_pretrained(folder, **{"threads": 1, "cache": False, **(engine or {})})
+    with opened, serving(with_fixed_cost(opened), **options) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")

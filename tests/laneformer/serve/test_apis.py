@@ -130,15 +130,7 @@ def test_responses_through_the_strict_client(served: TestClient) -> None:
         assert [event.type for event in stream][-1] == "response.completed"
 
 
-def test_what_no_api_can_do_is_refused(served: TestClient) -> None:
-    image = {"role": "user", "content": [{"type": "input_image"}]}
-    for fields, param in (
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"input": [{"type": "item_reference", "id": "1"}]}, "input"),
-        ({"input": [image]}, "input[].content"),
-    ):
-        error = post(served, "/v1/responses", 400, **{"input": "Hello", **fields})["error"]
-        assert error["param"] == param
+def test_embeddings_are_refused(served: TestClient) -> None:
     for path in ("/v1/embeddings", "/api/embed"):
         assert "embeddings are not supported" in str(post(served, path, 400, input="a")["error"])
 
@@ -150,6 +142,9 @@ chat/completions | "tools": [{"type": "function", "function": {"name": "f", "par
 | tools[0].function.parameters
 chat/completions | "tool_choice": {"type": "function", "function": {"name": "g"}} | tool_choice
 chat/completions | "response_format": {"type": "json_object", "schema": BAD} | response_format.schema
+chat/completions | "tools": [{"type": "function", "function": {"name": "f"}}], \
+"response_format": {"type": "json_object"} \
+| response_format
 chat/completions | "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": BAD}} \
 | response_format.json_schema.schema
 responses | "tools": [{"type": "function", "name": "f", "parameters": BAD}] | tools[0].parameters
@@ -158,6 +153,8 @@ responses | "tool_choice": "required" | tool_choice
 responses | "text": {"format": {"type": "json_schema", "schema": BAD}} | text.format.schema
 responses | "input": [{"role": "robot", "content": "a"}] | input
 responses | "max_output_tokens": 0 | max_output_tokens
+responses | "input": [{"type": "item_reference", "id": "1"}] | input
+responses | "input": [{"role": "user", "content": [{"type": "input_image"}]}] | input[].content
 messages | "tools": [{"name": "f", "input_schema": BAD}] | tools[0].input_schema
 messages | "output_config": {"format": {"type": "json_schema", "schema": BAD}} | output_config.format.schema
 messages | "thinking": {"budget_tokens": "a"} | thinking.budget_tokens
@@ -165,6 +162,7 @@ messages | "stop_sequences": 3 | stop_sequences
 api/chat | "format": BAD | format
 api/chat | "options": {"temperature": "hot"} | options.temperature
 api/chat | "messages": [{"role": "robot"}] | messages
+api/chat | "messages": [{"role": "assistant", "tool_calls": [{"function": 3}]}] | messages
 """
 
 

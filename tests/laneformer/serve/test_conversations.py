@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,6 @@ from tests.laneformer.serve.endpoint import TALK, Endpoint, completions, convers
 @pytest.fixture(scope="module")
 def api(tiny) -> Endpoint:
     return conversations(tiny)
-
-
-@pytest.fixture(scope="module")
-def roomy(model_folder: Path) -> Iterator[Endpoint]:
-    """With a context that tools fit in."""
-    with in_process(model_folder, engine={"context_tokens": 2048}) as client:
-        yield conversations(client)
 
 
 def prompt_ids(api: Endpoint, **body: Any) -> list[int]:
@@ -121,16 +113,6 @@ def test_template_options(api, engine):
     text = ChatTemplate(engine.tokenizer_config).render(TALK, add_generation_prompt=False)
     without = engine.tokenizer.encode(text, add_special_tokens=False).ids
     assert prompt_ids(api, add_generation_prompt=False) == without
-    developer, system = ({"role": role, "content": "Be brief."} for role in ("developer", "system"))
-    assert prompt_ids(api, messages=[developer, *TALK]) == prompt_of(engine, [system, *TALK])
-
-
-def test_refusals(roomy):
-    error = roomy.refusal(messages=[{"role": "user", "content": "fox " * 2000}])
-    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
-    tools = [{"type": "function", "function": {"name": "weather"}}]
-    refused = roomy.refusal(response_format={"type": "json_object"}, tools=tools)
-    assert "cannot be combined" in refused["message"]
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,7 @@ WITHOUT_EFFECT = """
 chat | {"reasoning_effort": "ultra", "keep_alive": "5m", "ttl": 3} | ttl, reasoning_effort
 chat | {"service_tier": "flex", "verbosity": "low"} | service_tier, verbosity
 chat | {"cache_prompt": true, "drop_params": true} | cache_prompt, drop_params
+chat | {"snippy": {"enabled": false}, "tool_stream": true} | snippy, tool_stream
 chat | {"stream_options": {"include_usage": true}} | stream_options
 chat | {"messages": [{"role": "user", "content": "a", "id": "1"}, {"role": "assistant", "id": "2"}]} | messages[].id
 chat | {"messages": [{"role": "user", "content": "a", "b, c\\r\\nd: \\u00e9": 1}]} | messages[].b c\\r\\nd: \\u00e9

@@ -8,26 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
 
 from laneformer.cli.options import ModelOptions
 from laneformer.engine import Engine
-from laneformer.serve.app import create_app
-from laneformer.serve.options import ServerOptions
-from tests.laneformer.serve.conftest import forget_engine, in_process
+from tests.laneformer.serve.conftest import in_process, serving
 from tests.laneformer.serve.endpoint import completions
 
 LIMIT = 2**20  # bytes of the prefix cache
 
 
 def facts_after_a_completion(engine: Engine) -> dict[str, Any]:
-    app = create_app(engine, ServerOptions(model_name="tiny", api_key=None))
-    with TestClient(app, "http://localhost") as client:
-        body = {"prompt": "Hello", "max_tokens": 30, "ignore_eos": True}
-        answer = client.post("/v1/completions", json=body).json()
+    with serving(engine) as client:
+        answer = completions(client).post(prompt="Hello", max_tokens=30, ignore_eos=True)
         facts: dict[str, Any] = client.get("/props").json()
         metrics = client.get("/metrics").text
-    forget_engine(app)
     details = answer["usage"]["completion_tokens_details"]
     made = details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
     assert f"laneformer_proposed_tokens_total {made:.1f}" in metrics
@@ -72,12 +66,11 @@ def test_a_slower_link_is_measured_and_changes_no_token(model_folder: Path, engi
 
 
 def test_a_slower_link_needs_lanes_on_several_threads(model_folder: Path) -> None:
-    options = ServerOptions(model_name="tiny", api_key=None, link_us=5.0)
     with (
-        Engine.from_pretrained(model_folder, threads=1, cache=False) as engine,
         pytest.raises(ValueError, match=r"1 threads share every lane of .*; take as many threads as lanes"),
+        in_process(model_folder, link_us=5.0),
     ):
-        create_app(engine, options)
+        pass
 
 
 def test_the_command_s_arithmetic_is_the_fast_one_and_said(model_folder: Path) -> None:

@@ -69,10 +69,3 @@ def test_an_answer_without_reasoning_has_no_budget(client: TestClient) -> None:
     quiet = {"chat_template_kwargs": {"enable_thinking": False}}
     limited, free = (thinking(client).choice(**quiet, **fields) for fields in ({"reasoning_budget": 1}, {}))
     assert limited == free
-
-
-def test_anthropics_budget(client: TestClient) -> None:
-    budget = {"type": "enabled", "budget_tokens": BUDGET}
-    body = {"messages": HELLO, "max_tokens": TOKENS, "thinking": budget}
-    answer = client.post("/v1/messages", json=body).json()
-    assert [block["type"] for block in answer["content"]] == ["thinking", "text"]

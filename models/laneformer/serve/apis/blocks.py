@@ -30,8 +30,7 @@ class TranslatedRequest(Request):
         try:
             fields = sampling_of(self) | self.fields()
         except (AttributeError, TypeError) as error:  # a value in the place of an object
-            message = f"a part of the body has another form than it may have: {error}"
-            raise RequestError(message) from None
+            raise RequestError(f"messages have a part of another form: {error}", "messages") from None
         return ConversationRequest.from_fields(fields, Reading(strict=False))
 
 
