@@ -62,7 +62,7 @@ CONDITIONAL = {
     "words, normalized": sentencepiece_like(False, single_word=True, normalized=True),
     "strips": sentencepiece_like(True, lstrip=True, rstrip=True),
 }
-cases = pytest.mark.parametrize(("kind", "template"), itertools.product(TOKENIZERS, TEMPLATES))
+cases = pytest.mark.parametrize(("kind", "template"), [*itertools.product(TOKENIZERS, TEMPLATES)])
 
 
 def theirs(kind: str, template: str, conversation: list[dict[str, str]], **options: Any) -> list[int]:
@@ -88,7 +88,7 @@ def conversations(contents: tuple[str, ...]) -> list[list[dict[str, str]]]:
     ]
 
 
-@pytest.mark.parametrize(("kind", "template"), itertools.product(TOKENIZERS | CONDITIONAL, TEMPLATES))
+@pytest.mark.parametrize(("kind", "template"), [*itertools.product(TOKENIZERS | CONDITIONAL, TEMPLATES)])
 def test_ids_are_those_of_transformers(kind, template):
     ours = encoder(kind, template)
     for conversation in conversations(PLAIN):

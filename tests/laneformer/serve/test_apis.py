@@ -136,9 +136,11 @@ def test_embeddings_are_refused(served: TestClient) -> None:
 
 
 BAD = '{"type": "object", "properties": {"x": {"type": "y"}}}'
+# of a tool, too: all remainders together are too many states
+HEAVY = '{"type": "object", "properties": {"x": {"multipleOf": 9973}, "y": {"multipleOf": 9967}}}'
 # path, a field that is wrong beside a good conversation, and the name in the error
 WRONG = """
-chat/completions | "tools": [{"type": "function", "function": {"name": "f", "parameters": BAD}}] \
+chat/completions | "tools": [{"type": "function", "function": {"name": "f", "parameters": HEAVY}}] \
 | tools[0].function.parameters
 chat/completions | "tool_choice": {"type": "function", "function": {"name": "g"}} | tool_choice
 chat/completions | "response_format": {"type": "json_object", "schema": BAD} | response_format.schema
@@ -147,7 +149,7 @@ chat/completions | "tools": [{"type": "function", "function": {"name": "f"}}], \
 | response_format
 chat/completions | "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": BAD}} \
 | response_format.json_schema.schema
-responses | "tools": [{"type": "function", "name": "f", "parameters": BAD}] | tools[0].parameters
+responses | "tools": [{"type": "function", "name": "f", "parameters": HEAVY}] | tools[0].parameters
 responses | "tools": [{"type": "function"}] | tools[0].name
 responses | "tool_choice": "required" | tool_choice
 responses | "text": {"format": {"type": "json_schema", "schema": BAD}} | text.format.schema
@@ -155,7 +157,7 @@ responses | "input": [{"role": "robot", "content": "a"}] | input
 responses | "max_output_tokens": 0 | max_output_tokens
 responses | "input": [{"type": "item_reference", "id": "1"}] | input
 responses | "input": [{"role": "user", "content": [{"type": "input_image"}]}] | input[].content
-messages | "tools": [{"name": "f", "input_schema": BAD}] | tools[0].input_schema
+messages | "tools": [{"name": "f", "input_schema": HEAVY}] | tools[0].input_schema
 messages | "output_config": {"format": {"type": "json_schema", "schema": BAD}} | output_config.format.schema
 messages | "thinking": {"budget_tokens": "a"} | thinking.budget_tokens
 messages | "stop_sequences": 3 | stop_sequences
@@ -168,7 +170,7 @@ api/chat | "messages": [{"role": "assistant", "tool_calls": [{"function": 3}]}] 
 
 @pytest.mark.parametrize("row", WRONG.strip().splitlines())
 def test_errors_name_the_apis_own_field(served: TestClient, row: str) -> None:
-    path, field, name = row.replace("BAD", BAD).split(" | ")
+    path, field, name = row.replace("BAD", BAD).replace("HEAVY", HEAVY).split(" | ")
     base = {"input": "a"} if path == "responses" else {"messages": HELLO}
     fields = {**base, **json.loads(f"{{{field}}}")}
     error = post(served, f"/{path}" if path.startswith("api") else f"/v1/{path}", 400, **fields)["error"]
