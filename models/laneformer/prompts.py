@@ -69,7 +69,9 @@ class PromptEncoder:
             raise ValueError(self._missing)
         data = self._data({"messages": list(messages), "tools": list(tools) or None, **(variables or {})})
         try:
-            rendered = self._template.render(**data, add_generation_prompt=add_generation_prompt)
+            rendered = self._template.render(
+                data.pop("messages"), **data, add_generation_prompt=add_generation_prompt
+            )
         except ChatError as error:
             raise ChatError(error.reason, self._restore(str(error))) from None
         return self._restore(self._replace(self._written, rendered, lambda name: self._secret[name[0]]))
@@ -198,10 +200,11 @@ class ChatTemplate:
         Encode it without adding special tokens. ChatError where the template refuses the messages.
         """
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
-        values = {"messages": messages, "tools": tools, "documents": None, **variables}
+        values = {"messages": messages, "tools": tools, "documents": None, **self._tokens, **variables}
         plain = json.loads(json.dumps({**values, "add_generation_prompt": add_generation_prompt}))
         try:
-            return self._templates[name].render(**self._tokens, **plain)
+            return self._templates[name].render(plain)
+        /,
         except (self._error, TypeError) as error:
             raise ChatError(
                 "template", f"the model's chat template refuses the conversation: {error}"

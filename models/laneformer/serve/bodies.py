@@ -22,6 +22,8 @@ from .fields import Values
 MAX_UNUSED = 64  # names of one request
 MAX_VALUES = 2**20  # of JSON, about, whatever the context
 SHOWN_CHARS = 80  # of a value or a name
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # escaped
+HALF_PAIR = re.compile("[\ud800-\udfff]")
 EMPTY: tuple[Any, ...] = ("", [], {})  # ask for nothing
 
 
@@ -131,6 +133,8 @@ class Body(BaseModel):
             value = parse_json(raw, reading.max_values)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the body is not a JSON object: {error}", None, "invalid_json") from None
+        if SURROGATE.search(raw):
+            check_surrogates(value)
         return cls.from_fields(value, reading)
 
     @classmethod
@@ -165,6 +169,19 @@ def parse_json(raw: bytes, max_values: int) -> Any:
     if values > max_values:
         raise ValueError(f"it has about {values:,} values; at most {max_values:,} fit this model's context")
     return json.loads(text)
+
+
+def check_surrogates(value: Any, path: Sequence[str | int] = ()) -> None:
+    """RequestError for a text with half a surrogate pair, which no encoding has and no tokenizer takes."""
+    if isinstance(value, str) and (half := HALF_PAIR.search(value)):
+        place = spell_path(path)
+        message = f"{place or 'a name in the body'} holds half a surrogate pair, {quote(half[0])}; "
+        raise RequestError(f"{message}send both halves of a character together", place or None)
+    for name, part in value.items() if isinstance(value, dict) else ():
+        check_surrogates(name, path)
+        check_surrogates(part, [*path, name])
+    for i, part in enumerate(value if isinstance(value, list) else ()):
+        check_surrogates(part, [*path, i])
 
 
 def refuse(name: str, message: str, code: str = "invalid_value") -> None:

@@ -35,7 +35,7 @@ Asked = TypeVar("Asked", bound=Body)
 
 
 class Access:
-    """Host, origin, key and body length of each request; counts its answer.
+    """Host, origin, key and body length of each request; counts its answer. HEAD is GET without the body.
 
     A page of another site that a user's browser shows must not use the server: neither by its own name
     pointed at this address (DNS rebinding), so that names are checked, nor by a request across origins.
@@ -49,12 +49,15 @@ class Access:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        status = CLIENT_GONE
+        status, is_head = CLIENT_GONE, scope["method"] == "HEAD"
+        scope = {**scope, "method": "GET"} if is_head else scope
 
         async def count_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+            elif is_head:
+                message = {**message, "body": b""}
             await send(message)
 
         try:

@@ -41,8 +41,8 @@ class Loading:
                 client, _ = self.listening.accept()
                 with client:
                     client.settimeout(PATIENCE_S)
-                    client.recv(2**16)
-                    client.sendall(ANSWER)
+                    is_head = client.recv(2**16).startswith(b"HEAD ")
+                    client.sendall(ANSWER.removesuffix(BODY) if is_head else ANSWER)
                     client.shutdown(socket.SHUT_WR)
                     while client.recv(2**16):  # what is unread at the end would reset the connection
                         pass

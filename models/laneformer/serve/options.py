@@ -29,7 +29,7 @@ class ServerOptions:
     model_name: str = ""
     """What clients call the model; default: the folder's name."""
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 is all of this machine's: set an API key then."""
+    """Address to listen on; 0.0.0.0 is all of this machine's, :: those of IPv6 too: set an API key then."""
     port: int = 8000
     """0 is a free one; the address is printed. With --open, one that is in use becomes the next."""
     api_key: str | None = None
@@ -67,8 +67,10 @@ class ServerOptions:
         key = self.api_key
         if key is not None and not (key.isascii() and key.strip() == key != ""):
             raise ValueError("the API key must be ASCII text without spaces around it, and not empty")
+        if self.host.startswith("["):  # as in a URL
+            object.__setattr__(self, "host", self.host.strip("[]"))
         if not self.host:
-            raise ValueError("host must not be empty; use 127.0.0.1, or 0.0.0.0 for all addresses")
+            raise ValueError("host must not be empty; use 127.0.0.1, or 0.0.0.0 or :: for all addresses")
         for name, (kind, low, high) in RANGES.items():
             object.__setattr__(self, name, in_range(name, getattr(self, name), kind, low, high))
 
@@ -79,7 +81,8 @@ class ServerOptions:
         """
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
-            return socket.create_server((self.host, self.port), family=family)
+            both = self.host == "::" and socket.has_dualstack_ipv6()
+            return socket.create_server((self.host, self.port), family=family, dualstack_ipv6=both)
         except OSError as error:
             if or_next and error.errno == errno.EADDRINUSE and self.port < RANGES["port"][2]:
                 print(f"laneformer: port {self.port} is in use", file=sys.stderr)
