@@ -17,7 +17,7 @@ from .bodies import RequestError
 from .choices import Choices, Piece
 from .context import ServingContext
 from .grammar import AnswerGrammar, Grammar, ReasoningBudget
-from .parts import texts_of
+from .parts import is_cut, texts_of
 from .schema import ConversationRequest
 from .tool_calls import ToolUse
 
@@ -29,13 +29,14 @@ ID_CHARS = 9  # of a call: what Mistral's templates take
 @dataclass(eq=False)
 class Block:
     """A part of an answer. kind: "reasoning", "text" or "call"; text: of a call its arguments; name: of
-    the function that it calls; index: its place in the answer.
+    the function that it calls; index: its place in the answer; is_cut: the answer has ended within it.
     """
 
     kind: str
     index: int
     name: str = ""
     text: str = ""
+    is_cut: bool = False
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:ID_CHARS])
 
 
@@ -57,8 +58,11 @@ class ChoiceAnswer:
         if piece.finish_reason is not None:
             deltas += self._reader.finish()
         parts = [part for kind, text in deltas for part in self._add(kind, text)]
-        if piece.finish_reason == "stop" and any(block.kind == "call" for block in self.blocks):
-            piece = piece._replace(finish_reason="tool_calls")
+        if piece.finish_reason is not None and self.blocks:
+            last = self.blocks[-1]
+            last.is_cut = is_cut(last.text) if last.kind == "call" else piece.finish_reason == "length"
+            if piece.finish_reason == "stop" and self.calls() and not last.is_cut:
+                piece = piece._replace(finish_reason="tool_calls")
         return piece, parts
 
     def text_of(self, kind: str) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
 from ..chat import ASSISTANT, SYSTEM
-from .bodies import STRICTLY, Body, RequestError, refuse
+from .bodies import HALF_PAIR, STRICTLY, Body, refuse
 
 MAX_PARTS = 2**12  # of a content, and tools: the longer a list, the longer its check holds up other threads
 NAME = r"^[a-zA-Z0-9_-]{1,64}$"  # of schemas and functions, as OpenAI allows them
@@ -185,12 +185,18 @@ class Message(Body):
         message["role"] = SYSTEM if self.role == "developer" else self.role
         message["content"] = "\n".join(texts_of(self.content))
         for call in message.get("tool_calls", []):
-            function = call["function"]
-            try:
-                function["arguments"] = json.loads(function["arguments"] or "{}")
-            except (ValueError, RecursionError):
-                reason = (
-                    f"arguments of a call of {function['name']!r} are no JSON: {function['arguments'][:80]!r}"
-                )
-                raise RequestError(reason, "messages") from None
+            call["function"]["arguments"] = arguments_of(call["function"]["arguments"])
         return message
+
+
+def arguments_of(text: str) -> Any:
+    """Of a call, as a value; {"cut": text} where an answer has ended within them."""
+    try:
+        value = json.dumps(json.loads(text or "{}"), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return {"cut": text}
+    return json.loads(HALF_PAIR.sub("\ufffd", value))
+
+
+def is_cut(arguments: str) -> bool:
+    return not arguments or arguments_of(arguments) == {"cut": arguments}

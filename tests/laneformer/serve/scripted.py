@@ -10,18 +10,18 @@ PIECE_CHARS = 5
 
 
 def play(script: Sequence[Sequence[str]], patch: pytest.MonkeyPatch) -> None:
-    """Have every server of this process answer by pairs of a text in the prompt and what is answered then;
-    the last one that fits holds.
+    """Have every server of this process answer by a text in the prompt, what is answered then, and why it ends
+    ("stop" by default); the last that fits holds.
     """
     from laneformer.serve.choices import Choices, Piece
 
     async def say(self: Choices, choice: int) -> AsyncGenerator[Piece, None]:
         prompt = self.context.tokenizer.decode(self.prompts[0], skip_special_tokens=False)
-        text = [answer for key, answer in script if key in prompt][-1]
+        text, *reason = [answer for key, *answer in script if key in prompt][-1]
         for start in range(0, len(text), PIECE_CHARS):
             yield Piece(choice, text[start : start + PIECE_CHARS], (), [0])
             self.generated[choice] += 1
-        yield Piece(choice, finish_reason="stop")
+        yield Piece(choice, finish_reason=(reason or ["stop"])[0])
 
     patch.setattr(Choices, "_choice", say)
     patch.setattr(Choices, "begin", lambda self: None)

@@ -153,11 +153,3 @@ def function_tool(tool: dict[str, Any], parameters: str) -> dict[str, Any]:
 
 def function_call(call_id: Any, name: Any, arguments: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def arguments_of(block: Block) -> Any:
-    """Of a call, as a value; {"cut": ...} where the limit of tokens has ended them."""
-    try:
-        return json.loads(block.text or "{}")
-    except ValueError:
-        return {"cut": block.text}

@@ -12,13 +12,12 @@ from ...chat import ASSISTANT, SYSTEM, USER
 from ..bodies import Body, RequestError
 from ..context import ServingContext
 from ..conversation import Block, prepare_prompt
-from ..parts import Effort, Objects, ResponseFormat, Thinking
+from ..parts import Effort, Objects, ResponseFormat, Thinking, arguments_of
 from ..schema import MAX_MESSAGES
 from ..sending import ClientError
 from .blocks import (
     BlockAnswer,
     TranslatedRequest,
-    arguments_of,
     event,
     function_call,
     function_tool,
@@ -167,7 +166,7 @@ def content_of(block: Block, text: str) -> dict[str, Any]:
         return {"type": "thinking", "thinking": text, "signature": ""}
     if block.kind == "text":
         return {"type": "text", "text": text, "citations": None}
-    arguments = arguments_of(block) if text else {}
+    arguments = arguments_of(text)
     return {"type": "tool_use", "id": block.id, "name": block.name, "input": arguments}
 
 

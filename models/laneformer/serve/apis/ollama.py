@@ -17,10 +17,10 @@ from ..context import ServingContext
 from ..conversation import Block
 from ..endpoints import Endpoints
 from ..fields import HARMLESS, NEUTRAL, REFUSED, RENAMED
-from ..parts import Objects
+from ..parts import Objects, arguments_of
 from ..schema import Sampling
 from ..sending import Answer, ClientError
-from .blocks import BlockAnswer, TranslatedRequest, arguments_of, function_call, sampling_of
+from .blocks import BlockAnswer, TranslatedRequest, function_call, sampling_of
 
 VERSION = "0.14.0"  # of the API, which clients compare
 FOR_EVER = "9999-12-31T23:59:59Z"
@@ -168,7 +168,7 @@ def line_of(
         **({"thinking": thinking} if thinking else {}),
     }
     if chat:
-        tool_calls = [{"function": {"name": c.name, "arguments": arguments_of(c)}} for c in calls]
+        tool_calls = [{"function": {"name": c.name, "arguments": arguments_of(c.text)}} for c in calls]
         answer = {"message": {"role": ASSISTANT, **answer, **({"tool_calls": tool_calls} if calls else {})}}
     return {"model": model, "created_at": now(), **answer, "done": False, **more}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from ...chat import ASSISTANT, SYSTEM
@@ -129,7 +130,7 @@ class ResponsesAnswer(BlockAnswer):
             "input_tokens_details": {"cached_tokens": used["cached_tokens"], "cache_write_tokens": 0},
             "output_tokens_details": {"reasoning_tokens": used["reasoning_tokens"]},
         }  # fmt: skip
-        output = [item_of(block, block.text, "completed") for block in self.blocks]
+        output = [item_of(block) for block in self.blocks]
         status = "incomplete" if self.finish_reason == "length" else "completed"
         return self.response(status, output=output, usage=usage)
 
@@ -139,7 +140,7 @@ class ResponsesAnswer(BlockAnswer):
         )
 
     def begin_of(self, block: Block) -> str:
-        item = item_of(block, "", "in_progress")
+        item = item_of(replace(block, text=""), "in_progress")
         begun = self.event("output_item.added", output_index=block.index, item=item)
         if block.kind == "call":
             return begun
@@ -149,9 +150,10 @@ class ResponsesAnswer(BlockAnswer):
         return self.block_event(block, f"{NAMES[block.kind]}.delta", delta=text, logprobs=[])
 
     def end_of(self, block: Block) -> str:
-        kind, item = f"{NAMES[block.kind]}.done", item_of(block, block.text, "completed")
-        if block.kind == "call":
-            ended = self.block_event(block, kind, name=block.name, arguments=block.text)
+        kind, item = f"{NAMES[block.kind]}.done", item_of(block)
+        if block.kind == "call":  # clients make the call when its arguments are done
+            done = self.block_event(block, kind, name=block.name, arguments=block.text)
+            ended = "" if block.is_cut else done
         else:
             ended = self.block_event(block, kind, text=block.text, logprobs=[])
             ended += self.block_event(block, "content_part.done", part=part_of(block, block.text))
@@ -185,11 +187,12 @@ def item_id(block: Block) -> str:
     return f"{prefix}_{block.id}"
 
 
-def item_of(block: Block, text: str, status: str) -> dict[str, Any]:
-    item = {"id": item_id(block), "status": status}
+def item_of(block: Block, status: str = "") -> dict[str, Any]:
+    """status: by default as it has ended."""
+    item = {"id": item_id(block), "status": status or ("incomplete" if block.is_cut else "completed")}
     if block.kind == "call":
-        return {**item, "type": CALL, "call_id": block.id, "name": block.name, "arguments": text}
-    content = [part_of(block, text)] if text or status == "completed" else []
+        return {**item, "type": CALL, "call_id": block.id, "name": block.name, "arguments": block.text}
+    content = [] if status else [part_of(block, block.text)]
     if block.kind == "reasoning":
         return {**item, "type": "reasoning", "summary": [], "content": content}
     return {**item, "type": "message", "role": ASSISTANT, "content": content}
