@@ -60,13 +60,18 @@ class PromptEncoder:
         tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        continue_final: bool = False,
     ) -> str:
         """The conversation as text for `encode`, control tokens of the template by their secret names.
+        continue_final: up to the end of the last message's content, as Transformers' continue_final_message.
 
         ValueError without a template, ChatError where it refuses.
         """
         if self._template is None:
             raise ValueError(self._missing)
+        if continue_final:
+            *messages, last = messages
+            messages.append({**last, "content": f"{last['content']}{self._edge} "})
         data = self._data({"messages": list(messages), "tools": list(tools) or None, **(variables or {})})
         try:
             rendered = self._template.render(
@@ -74,6 +79,8 @@ class PromptEncoder:
             )
         except ChatError as error:
             raise ChatError(error.reason, self._restore(str(error))) from None
+        if continue_final:
+            rendered = self._cut_at_edge(rendered)
         return self._restore(self._replace(self._written, rendered, lambda name: self._secret[name[0]]))
 
     def training(
@@ -100,6 +107,14 @@ class PromptEncoder:
     def encode(self, rendered: str) -> list[int]:
         """Ids of what `render` gave, or of a part of it."""
         return self.text(rendered, add_special_tokens=False)
+
+    def _cut_at_edge(self, rendered: str) -> str:
+        """Where a template strips contents, without white space at the end."""
+        begun, edge, rest = rendered.rpartition(self._edge)
+        if not edge:
+            reason = "the model's chat template does not show the end of the last message, so it cannot be continued"
+            raise ChatError("content", reason)
+        return begun if rest.startswith(" ") else begun.rstrip()
 
     def _data(self, value: Any) -> Any:
         """The value with no control token spelled in any text of it."""
@@ -189,6 +204,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -204,7 +220,6 @@ class ChatTemplate:
         plain = json.loads(json.dumps({**values, "add_generation_prompt": add_generation_prompt}))
         try:
             return self._templates[name].render(plain)
-        /,
         except (self._error, TypeError) as error:
             raise ChatError(
                 "template", f"the model's chat template refuses the conversation: {error}"

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from ..engine.channels import ANSWER, END, NEXT, AnswerReader, begins_reasoning
+from ..engine.channels import ANSWER, BEGIN, END, NEXT, AnswerReader, begins_reasoning
 from ..engine.text import TextStream
 from .bodies import RequestError
 from .choices import Choices, Piece
@@ -95,7 +95,7 @@ class Conversation:
         self.reads_control = bool(tools.names) or context.harmony
         grammar = self._grammar(tools)
         forced = grammar is not None and not (tools.names and tools.optional)
-        inside = not forced and begins_reasoning(context.tokenizer, self.prompt)
+        inside = not forced and (is_reasoning(request) or begins_reasoning(context.tokenizer, self.prompt))
         reader = partial(AnswerReader, tools.form, inside, context.harmony)
         if context.harmony or (not forced and (inside or context.reasons)):
             self.choices = self._choices(self._with_budget(reader, grammar))
@@ -147,6 +147,12 @@ class Conversation:
         )  # fmt: skip
 
 
+def is_reasoning(request: ConversationRequest) -> bool:
+    """Whether a message that the answer continues ends within its reasoning."""
+    text = "\n".join(texts_of(request.messages[-1].content))
+    return request.continue_final_message and text.rfind(BEGIN) > text.rfind(END)
+
+
 def prepare_prompt(request: ConversationRequest, context: ServingContext) -> tuple[ToolUse, list[int]]:
     """The tools, and the prompt's ids."""
     tools = context.tool_calling.use(request)
@@ -157,6 +163,7 @@ def prepare_prompt(request: ConversationRequest, context: ServingContext) -> tup
             tools=tools.template_tools,
             add_generation_prompt=request.add_generation_prompt,
             variables=request.chat_template_kwargs,
+            continue_final=request.continue_final_message,
         )
         ids = context.prompts.encode(context.check_length(rendered, "messages"))
     except RequestError:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
+from ..chat import ASSISTANT
 from ..engine import GenerationOptions
 from ..engine.options import BIAS_RANGE, MAX_DRAFT_TOKENS, MAX_LOGPROBS, RANGES
 from .bodies import STRICTLY, Body, RequestError, refuse
@@ -25,6 +26,7 @@ from .parts import (
     Thinking,
     Tool,
     ToolChoice,
+    texts_of,
 )
 
 DEFAULT_TOKENS = 16  # of a completion: OpenAI's
@@ -207,6 +209,7 @@ class ConversationRequest(OpenAIRequest):
     reasoning_effort: Effort | None = None
     # beyond OpenAI's
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
     reasoning: Reasoning = Reasoning()
     reasoning_budget: Annotated[int, Field(ge=-1)] | None = None  # most tokens of reasoning; -1: any number
@@ -223,13 +226,27 @@ class ConversationRequest(OpenAIRequest):
         self._check_tools()
         if self.top_logprobs and not self.logprobs:
             refuse("top_logprobs", "top_logprobs needs logprobs = true")
-        for name in {"messages", "tools", "add_generation_prompt"} & self.chat_template_kwargs.keys():
+        if self.continue_final_message:
+            self._check_continued()
+        own = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
+        for name in own & self.chat_template_kwargs.keys():
             refuse(
                 "chat_template_kwargs",
                 f"chat_template_kwargs has {name!r}, which is a field of the request itself",
             )
         self._set_reasoning()
         return self
+
+    def _check_continued(self) -> None:
+        last, reason = self.messages[-1], ""
+        if self.add_generation_prompt:
+            reason = "excludes add_generation_prompt, which is true by default; send it as false"
+        elif last.role != ASSISTANT or last.tool_calls or not any(texts_of(last.content)):
+            reason = "needs an assistant's text, without tool_calls, as the last message"
+        elif self.response_format.type != "text":
+            reason = "cannot be combined with response_format, which is the form of a whole answer"
+        if reason:
+            refuse("continue_final_message", f"continue_final_message {reason}")
 
     def _set_reasoning(self) -> None:
         """Whether and how much to reason, as variables of templates, which know them or not, and as a budget."""

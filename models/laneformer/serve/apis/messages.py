@@ -73,10 +73,21 @@ class MessagesRequest(TranslatedRequest):
         messages = [{"role": SYSTEM, "content": system}] if system else []
         for turn in self.messages:
             messages += translate_turn(turn)
+        continues = self.messages[-1].role == ASSISTANT
+        if continues:
+            check_final(self.messages[-1])
+            if self.output_config.format.type != "text":
+                reason = "the final assistant message, which the answer continues, cannot be combined with a format"
+                raise RequestError(reason, "output_config.format")
+        if continues and not messages[-1]["content"]:  # it is begun
+            messages.pop()
+            continues = False
         choice = self.tool_choice
         named = {"type": "function", "function": {"name": choice.name}}
         return {
             "messages": messages,
+            "continue_final_message": continues,
+            "add_generation_prompt": not continues,
             "tools": [function_tool(tool, "input_schema") for tool in self.tools],
             "tool_choice": CHOICES.get(choice.type, named),
             "parallel_tool_calls": not choice.disable_parallel_tool_use,
@@ -84,6 +95,20 @@ class MessagesRequest(TranslatedRequest):
             "response_format": self.output_config.format,
             "thinking": self.thinking,
         }
+
+
+def check_final(turn: Turn) -> None:
+    """RequestError for an assistant's turn that no answer continues."""
+    blocks = turn.content if isinstance(turn.content, list) else [{"type": "text", "text": turn.content}]
+    kinds = [str(block.get("type")) for block in blocks]
+    text = str(blocks[-1].get("text")) if blocks else ""
+    if "tool_use" in kinds or kinds[-1:] not in ([], ["text"]):
+        reason = f"ends in {kinds[-1]!r}; it must end in text, and a tool_use be followed by its tool_result"
+    elif text != text.rstrip():
+        reason = "cannot end with trailing white space"
+    else:
+        return
+    raise RequestError(f"the final assistant message, which the answer continues, {reason}", "messages")
 
 
 def translate_turn(turn: Turn) -> list[dict[str, Any]]:

@@ -1,0 +1,137 @@
+"""An answer that goes on with an assistant's last message: Anthropic's prefill, and continue_final_message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from laneformer.engine import Engine
+from laneformer.prompts import PromptEncoder
+from tests.laneformer.serve.conftest import in_process
+from tests.laneformer.serve.endpoint import GREEDY, TALK, Endpoint, conversations, prompt_of
+from tests.laneformer.serve.scripted import play
+from tests.laneformer.test_chat_template import MISTRAL, OURS, SMOLLM2, TEMPLATES, TOKENS, theirs
+
+ONWARDS = {"add_generation_prompt": False, "continue_final_message": True}
+BEGUN = "The quick brown"
+
+
+def with_final(content: Any, **more: Any) -> list[Any]:
+    return [*TALK, {"role": "assistant", "content": content, **more}]
+
+
+@pytest.mark.parametrize("name", [*OURS, "smollm2", "mistral"])
+def test_the_prompt_is_that_of_transformers(name: str) -> None:
+    """Also where a template strips contents, and the last one ends in white space."""
+    own = {"smollm2": SMOLLM2, "mistral": MISTRAL}
+    template = own.get(name) or (TEMPLATES / f"{name}.jinja").read_text()
+    prompts = PromptEncoder(Tokenizer(models.BPE({"a": 0}, [])), {"chat_template": template, **TOKENS})
+    for content in ("Hello", "Hello \n", " Hello", "<think>\nThey", "é 👍", "a " * 99, "Hello, how are you?"):
+        messages = with_final(content)
+        rendered = prompts.render(messages, add_generation_prompt=False, continue_final=True)
+        assert rendered == theirs(template, messages, continue_final_message=True), content
+
+
+@pytest.fixture(scope="module")
+def chat(tiny: Any) -> Endpoint:
+    return conversations(tiny)
+
+
+@pytest.fixture(scope="module")
+def anthropic(tiny: Any) -> Endpoint:
+    return Endpoint(tiny, "/v1/messages", max_tokens=12, **GREEDY)
+
+
+def prompt_up_to(engine: Engine, text: str) -> list[int]:
+    opened = engine.tokenizer.decode(prompt_of(engine, TALK), skip_special_tokens=False)
+    return engine.tokenizer.encode(opened + text, add_special_tokens=False).ids
+
+
+def test_chat_completions_go_on_where_they_are_asked(chat: Endpoint, engine: Engine) -> None:
+    ids = prompt_up_to(engine, BEGUN)
+    for content in (BEGUN, [{"type": "text", "text": BEGUN}]):
+        body = {"messages": with_final(content), "max_tokens": 12, "return_token_ids": True, **ONWARDS}
+        answer = chat.choice(**body)
+        assert answer["prompt_token_ids"] == ids
+        assert answer["message"]["content"] == engine.generate_text(ids, max_new_tokens=12)
+    again = chat.choice(messages=with_final(BEGUN), max_tokens=1, return_token_ids=True)
+    assert len(again["prompt_token_ids"]) > len(ids) + 2, "a new turn is opened"
+
+
+def test_messages_go_on(anthropic: Endpoint, engine: Engine) -> None:
+    """Only what is new is the answer, and only it counts as output; stop sequences and streams as ever."""
+    ids = prompt_up_to(engine, BEGUN)
+    text = engine.generate_text(ids, max_new_tokens=12)
+    for content in (BEGUN, [{"type": "text", "text": BEGUN}]):
+        answer = anthropic.post(messages=with_final(content))
+        usage = answer["usage"]
+        assert [part["text"] for part in answer["content"]] == [text]
+        assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(ids)
+        assert usage["output_tokens"] <= 12
+    stopped = anthropic.post(messages=with_final(BEGUN), stop_sequences=[text[3:5]])
+    assert (stopped["stop_reason"], stopped["content"][0]["text"]) == (
+        "stop_sequence",
+        text[: text.index(text[3:5])],
+    )
+    streamed = anthropic.ask(messages=with_final(BEGUN), stream=True).text
+    assert "".join(part.split('"text": "')[1].split('"')[0] for part in streamed.split("text_delta")[1:])
+    counted = Endpoint(anthropic.client, "/v1/messages/count_tokens").post(messages=with_final(BEGUN))
+    assert counted == {"input_tokens": len(ids)}
+    begun = anthropic.post(messages=with_final(""))
+    assert begun["content"] == anthropic.post(messages=TALK)["content"], "nothing is a turn that begins"
+
+
+THOUGHT, CALL = (
+    {"type": "thinking", "thinking": "x", "signature": ""},
+    {"type": "tool_use", "id": "a", "name": "f"},
+)
+REFUSED_MESSAGES = [
+    ("Hello ", "cannot end with trailing white space"),
+    ([{"type": "text", "text": "Hello\n"}], "cannot end with trailing white space"),
+    ([THOUGHT], "ends in 'thinking'"),
+    ([{"type": "text", "text": "I look."}, CALL], "ends in 'tool_use'"),
+]
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "f", "schema": {"type": "object"}}}
+CALLS = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+REFUSED_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": with_final("x"), "continue_final_message": True}, "excludes add_generation_prompt"),
+    ({"messages": TALK, **ONWARDS}, "needs an assistant's text"),
+    ({"messages": with_final(""), **ONWARDS}, "needs an assistant's text"),
+    ({"messages": with_final("x", tool_calls=CALLS), **ONWARDS}, "needs an assistant's text"),
+    (
+        {"messages": with_final("x"), **ONWARDS, "response_format": SCHEMA},
+        "cannot be combined with response_format",
+    ),
+]
+
+
+def test_what_cannot_go_on_is_refused(chat: Endpoint, anthropic: Endpoint) -> None:
+    for content, reason in REFUSED_MESSAGES:
+        answer = anthropic.ask(messages=with_final(content))
+        assert (answer.status_code, reason in answer.text) == (400, True), answer.text
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    answer = anthropic.ask(messages=with_final("x"), output_config={"format": form})
+    assert (answer.status_code, "cannot be combined" in answer.text) == (400, True), answer.text
+    for body, reason in REFUSED_CHATS:
+        error = chat.refusal(**body)
+        assert (error["param"], reason in error["message"]) == ("continue_final_message", True), error
+    kwargs = {"continue_final_message": True}
+    assert chat.refusal(chat_template_kwargs=kwargs)["param"] == "chat_template_kwargs"
+
+
+@pytest.fixture(scope="module")
+def scripted(model_folder: Path) -> Iterator[Endpoint]:
+    with pytest.MonkeyPatch.context() as patch, in_process(model_folder) as client:
+        play([("", "it is warm.</think>It is warm."), ("Warm", "It is warm.")], patch)
+        yield conversations(client)
+
+
+def test_a_reasoning_that_was_begun_goes_on(scripted: Endpoint) -> None:
+    message = scripted.choice(messages=with_final("<think>They say"), **ONWARDS)["message"]
+    assert (message["reasoning_content"], message["content"]) == ("it is warm.", "It is warm.")
+    message = scripted.choice(messages=with_final("<think>x</think>Warm: "), **ONWARDS)["message"]
+    assert ("reasoning_content" in message, message["content"]) == (False, "It is warm.")
