@@ -173,9 +173,9 @@ def parse_json(raw: bytes, max_values: int) -> Any:
 
 def check_surrogates(value: Any, path: Sequence[str | int] = ()) -> None:
     """RequestError for a text with half a surrogate pair, which no encoding has and no tokenizer takes."""
-    if isinstance(value, str) and HALF_PAIR.search(value):
+    if isinstance(value, str) and (half := HALF_PAIR.search(value)):
         place = spell_path(path)
-        message = f"{place or 'a name in the body'} holds half a surrogate pair, {quote(HALF_PAIR.search(value)[0])}; "
+        message = f"{place or 'a name in the body'} holds half a surrogate pair, {quote(half[0])}; "
         raise RequestError(f"{message}send both halves of a character together", place or None)
     for name, part in value.items() if isinstance(value, dict) else ():
         check_surrogates(name, path)
