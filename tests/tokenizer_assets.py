@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from laneformer.engine.folder import text_files
+from laneformer.engine.text_files import read_texts
 from laneformer.prompts import PromptEncoder
 
 # of Llama 3 and, but for the digits, Qwen 2.5
@@ -62,7 +62,7 @@ def save(made: Tokenizer, folder: Path, **config: Any) -> Path:
 
 @functools.cache
 def prompt_encoder(folder: Path) -> PromptEncoder:
-    tokenizer, config, _ = text_files(folder)
+    tokenizer, config, _ = read_texts(folder)
     assert tokenizer is not None
     return PromptEncoder(tokenizer, config)
 

@@ -25,7 +25,7 @@ from rich.progress import Progress
 
 from data_mixtures.mixture import BEGINS, TRAINED, valid_windows
 from laneformer import Engine
-from laneformer.engine.folder import text_files
+from laneformer.engine.text_files import read_texts
 from laneformer.prompts import PromptEncoder
 from records.files import read_lines
 
@@ -251,7 +251,7 @@ def held_out_loss(folder: Path, conversations: list[tuple[list[int], Any]]) -> f
 def reply(folder: Path, question: str) -> str:
     with Engine.from_pretrained(folder, device="cpu") as engine:
         assert engine.tokenizer is not None, f"{folder} was exported with its tokenizer"
-        prompts = PromptEncoder(engine.tokenizer, text_files(folder)[1])
+        prompts = PromptEncoder(engine.tokenizer, read_texts(folder).tokenizer_config)
         prompt = prompts.encode(prompts.render([{"role": "user", "content": question}]))
         return str(engine.tokenizer.decode(engine.generate(prompt, max_new_tokens=REPLY_TOKENS)))
 
