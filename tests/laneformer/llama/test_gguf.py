@@ -250,7 +250,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"llama.block_count": "two"}, "llama.block_count = 'two' must be a number"),
     ("llama", {"llama.attention.head_count_kv": "2"}, "num_key_value_heads = '2' must be a positive integer"),
     ("llama", {"llama.attention.head_count": 0}, "num_attention_heads = 0 must be a positive integer"),
-    ("llama", {"llama.attention.sliding_window": "wide"}, "'wide' must be a positive integer"),
+    ("llama", {"llama.attention.sliding_window": "wide"}, "sliding_window = 'wide' must be a number"),
     ("llama", {"tokenizer.ggml.token_type": [1, 1]}, "token_type has 2 entries for 320 tokens"),
     ("llama", {"general.sampling.temp": -1.0}, "model.gguf: general.sampling says temperature = -1.0"),
 ]
