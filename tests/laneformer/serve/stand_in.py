@@ -61,6 +61,7 @@ class StandIn:
         self.requests: list[dict[str, Any]] = []
         self.cancelled = 0
         self.processor_share = 1.0
+        self.accepted_tokens = 0  # of drafts, in each answer
         self.link: dict[str, float] | None = None
         self.refusals = 0  # so many requests are answered with 429
         self.texts: dict[str, str] = {}  # answers by the message
@@ -111,14 +112,15 @@ class StandIn:
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled += 1
             raise
-        yield event({}, len(pieces), "stop") + "data: [DONE]\n\n"
+        yield event({}, len(pieces), "stop", self.accepted_tokens) + "data: [DONE]\n\n"
 
 
-def event(delta: dict[str, str], tokens: int, finish: str | None = None) -> str:
+def event(delta: dict[str, str], tokens: int, finish: str | None = None, accepted: int = 0) -> str:
     usage = {
         "prompt_tokens": 240,
         "completion_tokens": tokens,
         "prompt_tokens_details": {"cached_tokens": 212},
+        "completion_tokens_details": {"accepted_prediction_tokens": accepted},
     }
     chunk = {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}], "usage": usage}
     return f"data: {json.dumps(chunk)}\n\n"

@@ -143,6 +143,26 @@ def test_an_answer_streams_beside_its_speed(page: Page, stand_in: StandIn) -> No
     assert page.console == []
 
 
+METER = """import('/playground/stream.js').then(({ Meter }) => %s.map((arrivals) => {
+    const meter = new Meter();
+    for (const [at_ms, tokens] of arrivals) meter.add({ at_ms, tokens });
+    const { tokens_per_s, gap_p50_ms, gap_p99_ms } = meter.figures();
+    return [tokens_per_s, gap_p50_ms, gap_p99_ms];
+}))"""
+
+
+def test_gaps_are_of_tokens_as_the_rate_is(page: Page) -> None:
+    """Also where several come in one piece."""
+    figures = {
+        ((0, 1), (10, 2), (20, 3)): [100, 10, 10],
+        ((0, 1), (2, 9), (4, 17)): [4000, 0.25, 0.25],
+        ((0, 3), (100, 4), (101, 14), (102, 24)): [21 / 0.102, 0.1, 100],
+        ((5, 3),): [None, None, None],
+        ((5, 0), (6, 0)): [None, None, None],
+    }
+    assert page.run(METER % json.dumps([*figures])) == [pytest.approx(each) for each in figures.values()]
+
+
 def test_reasoning_is_folded_and_answers_are_copied_and_exported(page: Page, stand_in: StandIn) -> None:
     """What would go to the clipboard and into the file."""
     say(page, "THINK about it")
@@ -310,7 +330,7 @@ def test_nothing_comes_from_another_host() -> None:
         assert [link for link in outside if "www.w3.org" not in link] == [], path
 
 
-def test_a_busy_machine_and_a_slower_link_are_told(page: Page, stand_in: StandIn) -> None:
+def test_a_busy_machine_drafts_and_a_slower_link_are_told(page: Page, stand_in: StandIn) -> None:
     limit = "document.querySelector('#limit').textContent"
     assert page.run("document.querySelector('#link').hidden")
     stand_in.link = {"us": 100.0, "tokens_per_s": 150.0, "tokens_per_s_without": 200.0}
@@ -322,7 +342,14 @@ def test_a_busy_machine_and_a_slower_link_are_told(page: Page, stand_in: StandIn
     stand_in.processor_share = 0.95
     say(page, "Compare")
     page.until(f"!{limit}.includes('busy')")
-    assert "tokens/s" in text(page, "#limit")
+    footer = "document.querySelector('article.assistant:last-child footer')?.innerText"
+    for tokens, accepted in ((400, 0), (404, 3)):  # beyond the limit of 500 a second
+        stand_in.accepted_tokens = accepted
+        say(page, f"FAST {tokens}")
+        page.until(f"{footer}.includes('{tokens} tokens')")
+        percent, drafts = re.match(r"(\d+)% of .* tokens/s(.*)", text(page, "#limit")).groups()
+        assert int(percent) > 100
+        assert ("drafts give several tokens a read" in drafts) == (accepted > 0)
 
 
 COMPARED = (

@@ -78,7 +78,11 @@ export class Meter {
   /** Times in ms, null where there is none yet; tokens/s after the first arrival: reading the prompt does not count. */
   figures() {
     const { arrivals, usage, start_ms } = this, first = arrivals[0], last = arrivals.at(-1);
-    const gaps = arrivals.slice(1).map(({ at_ms }, i) => at_ms - arrivals[i].at_ms).sort((a, b) => a - b);
+    // of each token: those that come together share the time since the last ones, as the rate counts them
+    const gaps = arrivals.slice(1).flatMap(({ at_ms, tokens }, i) => {
+      const count = tokens - arrivals[i].tokens;
+      return Array(count).fill((at_ms - arrivals[i].at_ms) / count);
+    }).sort((a, b) => a - b);
     const { accepted_prediction_tokens: accepted = 0, rejected_prediction_tokens: rejected = 0 } = usage?.completion_tokens_details ?? {};
     return {
       tokens: last?.tokens ?? 0, ttft_ms: first ? first.at_ms - start_ms : null, took_ms: last ? last.at_ms - start_ms : 0,
