@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
+import os
+import signal
 import sys
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import tyro
 
@@ -25,19 +29,69 @@ Command = (
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one subcommand; a user error prints one line and exits with status 2, a failure of
-    the engine with 1.
+    """Run one subcommand; a user error, or one of the system, prints one line and exits with status 2, a failure of
+    the engine with 1, and an output that nobody reads any more ends the command without a word.
     """
+    try:
+        prepare_streams()
+        try:
+            run_command(arguments)
+        finally:
+            flush_output()
+    except BrokenPipeError:
+        raise SystemExit(128 + signal.SIGPIPE) from None
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename is not None else ""
+        raise_exit(f"{place}{error.strerror or error}", 2)
+    except ValueError as error:
+        raise_exit(str(error), 2)
+    except (RequestFailed, EngineLost) as error:
+        raise_exit(str(error), 1)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def prepare_streams() -> None:
+    """Those that the shell has closed (`>&-`) lead nowhere; what the output has no letter for is written as its code,
+    as bytes in the names of files are that are no text.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def run_command(arguments: list[str] | None) -> None:
     if (sys.argv[1:] if arguments is None else arguments) == ["--version"]:
         print(f"laneformer {__version__}")
         return
+    command = tyro.cli(Command, args=arguments, prog="laneformer", description=__doc__)
+    refuse_other_text(command)
+    command.run()
+
+
+def refuse_other_text(options: Any) -> None:
+    """ValueError for a text that is not UTF-8, whose bytes Python hands on as U+DC80 to U+DCFF; paths may have any."""
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if dataclasses.is_dataclass(value):
+            refuse_other_text(value)
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str) and any("\udc80" <= letter <= "\udcff" for letter in text):
+                name = field.name.replace("_", "-")
+                raise ValueError(f"--{name} is not UTF-8: {os.fsencode(text)!r:.80}")
+
+
+def flush_output() -> None:
+    """Here, where a failure still has a handler: what stays in the buffer would fail at the interpreter's end."""
     try:
-        tyro.cli(Command, args=arguments, prog="laneformer", description=__doc__).run()
-    except ValueError as error:
-        print(f"laneformer: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except (RequestFailed, EngineLost) as error:
-        print(f"laneformer: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        print(end="", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
+
+
+def raise_exit(sentence: str, status: int) -> NoReturn:
+    print(f"laneformer: {sentence}", file=sys.stderr)
+    raise SystemExit(status) from None

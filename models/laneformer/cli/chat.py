@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import importlib
 import inspect
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,7 +71,7 @@ class Terminal:
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self.left = False
         self.thought = False  # reasoning was the last that was printed
-        sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
+        sys.stdin.reconfigure(errors="replace", newline=None)  # type: ignore[union-attr]
         if self.interactive:
             with contextlib.suppress(ImportError):
                 readline = importlib.import_module(
@@ -98,6 +99,8 @@ class Terminal:
         while not self.left:
             try:
                 self.turn()
+            except BrokenPipeError:  # nobody reads on
+                raise
             except (ValueError, OSError) as error:
                 self.note(str(error))
             except KeyboardInterrupt:  # while a line is written: it is thrown away
@@ -131,15 +134,16 @@ class Terminal:
                 return "\n".join(lines).strip("\n")
 
     def line(self, prompt: str) -> str:
-        if self.interactive:
-            try:
-                return input(prompt)
-            except KeyboardInterrupt:
-                print()
-                raise
-        if not (line := sys.stdin.readline()):
-            raise EOFError
-        return line.removesuffix("\n")
+        with contextlib.suppress(OSError):  # the terminal has gone
+            if self.interactive:
+                try:
+                    return input(prompt)
+                except KeyboardInterrupt:
+                    print()
+                    raise
+            if line := sys.stdin.readline():
+                return line.removesuffix("\n")
+        raise EOFError
 
     def answer(self, messages: list[Message]) -> None:
         """They become the conversation, with the answer, if there is one."""
@@ -209,7 +213,7 @@ class Terminal:
         """FILE: write the messages as JSON, for --load"""
         if not file:
             raise ValueError("give a file: /save FILE")
-        write_messages(Path(file).expanduser(), self.conversation.messages)
+        write_messages(Path(os.path.expanduser(file)), self.conversation.messages)
         self.note(f"{len(self.conversation.messages)} messages in {file}")
 
     def command_system(self, text: str) -> None:

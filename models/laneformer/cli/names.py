@@ -22,6 +22,7 @@ from rich.table import Table
 
 from ..engine.cpu.packed_files import BUDGET, list_packed, packed_bytes
 from ..engine.folder import is_gguf
+from ..engine.home import home
 
 FILES = ["*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer*", "*.model", "*.jinja"]
 FOREIGN = ["original/*", "*/original/*", "consolidated*"]  # the makers' own formats, once more as large
@@ -49,7 +50,8 @@ class LocalModel:
     @property
     def bytes(self) -> int:
         parts = self.path.parent.glob(FIRST.sub("-*-of-", self.path.name))
-        return sum(file.stat().st_size for file in (self.path.glob("*") if self.path.is_dir() else parts))
+        files = self.path.glob("*") if self.path.is_dir() else parts
+        return sum(file.stat().st_size for file in files if is_readable(file))
 
 
 def locate_model(name: str | Path) -> Path:
@@ -142,43 +144,49 @@ def list_models() -> list[LocalModel]:
 def list_hugging_face() -> Iterator[LocalModel]:
     root = Path(constants.HF_HUB_CACHE)
     for folder in root.glob("models--*--*"):
-        name = "/".join(folder.name.split("--")[1:])
-        head = folder / "refs/main"
-        revision = folder / "snapshots" / (head.read_text().strip() if head.is_file() else "")
-        if (revision / "config.json").is_file() and any(revision.glob("*.safetensors")):
-            yield LocalModel(name, revision, "Hugging Face")
-        for file in first_parts(revision.glob("*.gguf")):
-            stem = stem_of(file.name)
-            kind = QUANTISED.search(stem)
-            yield LocalModel(f"{name}:{kind[1] if kind else stem}", file, "Hugging Face")
+        with skip_broken():
+            name = "/".join(folder.name.split("--")[1:])
+            head = folder / "refs/main"
+            revision = folder / "snapshots" / (head.read_text().strip() if head.exists() else "")
+            weights = [*revision.glob("*.safetensors")]
+            if weights and all(map(is_readable, [revision / "config.json", *weights])):
+                yield LocalModel(name, revision, "Hugging Face")
+            for file in first_parts(revision.glob("*.gguf")):
+                stem = stem_of(file.name)
+                kind = QUANTISED.search(stem)
+                yield LocalModel(f"{name}:{kind[1] if kind else stem}", file, "Hugging Face")
 
 
 def first_parts(files: Iterable[Path]) -> list[Path]:
-    """Without the parts after the first of files that are split."""
-    return sorted(file for file in files if FIRST.search(file.name) or not PART.search(file.name))
+    """Those that can be read, without the parts after the first of files that are split."""
+    firsts = (file for file in files if FIRST.search(file.name) or not PART.search(file.name))
+    return sorted(filter(is_readable, firsts))
+
+
+def is_readable(path: Path) -> bool:
+    """False for a link that leads nowhere, and for another user's file."""
+    return os.access(path, os.R_OK)
+
+
+def skip_broken() -> contextlib.suppress:
+    """Around one entry of another program's cache: what is wrong with it hides no other."""
+    return contextlib.suppress(OSError, ValueError, LookupError, AttributeError, TypeError)
 
 
 def list_ollama() -> Iterator[LocalModel]:
     """Its manifests name the layer that is the model; the file of it is a GGUF file without a suffix."""
-    root = Path(os.environ.get("OLLAMA_MODELS", Path.home() / ".ollama/models"))
+    root = Path(os.environ.get("OLLAMA_MODELS", home() / ".ollama/models"))
     for file in (root / "manifests").glob("*/*/*/*"):
-        for layer in read_layers(file):
-            blob = root / "blobs" / str(layer.get("digest", "")).replace(":", "-")
-            if layer.get("mediaType") == "application/vnd.ollama.image.model" and is_gguf(blob):
-                yield LocalModel(f"{file.parent.name}:{file.name}", blob, "Ollama")
-
-
-def read_layers(manifest: Path) -> list[dict[str, str]]:
-    """None where it is no manifest, or is being written."""
-    try:
-        return list(json.loads(manifest.read_text()).get("layers", []))
-    except (OSError, ValueError, AttributeError):
-        return []
+        with skip_broken():
+            for layer in json.loads(file.read_text())["layers"]:
+                blob = root / "blobs" / layer["digest"].replace(":", "-")
+                if layer["mediaType"] == "application/vnd.ollama.image.model" and is_gguf(blob):
+                    yield LocalModel(f"{file.parent.name}:{file.name}", blob, "Ollama")
 
 
 def list_lm_studio() -> Iterator[LocalModel]:
     for root in (".lmstudio/models", ".cache/lm-studio/models"):
-        for file in first_parts((Path.home() / root).glob("*/*/*.gguf")):
+        for file in first_parts((home() / root).glob("*/*/*.gguf")):
             yield LocalModel(f"{file.parent.parent.name}/{stem_of(file.name)}", file, "LM Studio")
 
 

@@ -192,6 +192,7 @@ def eos_ids(folder: Path, config_values: dict[str, Any], config: LaneformerConfi
 
 def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Names and mapped tensors of one file; ValueError when it is cut short or holds another element type."""
+    path.open("rb").close()  # what may not be read is missing in the words of the library
     try:
         safe_open(path, "np")  # checks the header: every tensor's bytes follow those of the one before
     except (SafetensorError, OSError) as error:
@@ -223,7 +224,7 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_buffer(path.read_bytes())
     except Exception as error:  # the library raises bare Exception
         raise ValueError(f"{path} cannot be read as a tokenizer: {error}") from None
     tokenizer.no_truncation()  # many published files keep that of their training

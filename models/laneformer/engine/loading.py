@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from .device import cuda_devices
 from .draft_model import DraftSource, load_draft_model
 from .folder import read_checkpoint, with_context
 from .options import one_of
+
+log = logging.getLogger(__name__)
 
 
 def read_model(
@@ -44,6 +47,11 @@ def read_model(
     checkpoint = read_checkpoint(Path(path), lanes, threads, dtype, gpus)
     config = checkpoint.config
     if context_tokens is not None:
+        if context_tokens > config.max_position_embeddings:
+            log.warning(
+                "context_tokens = %d: the model knows %d positions; what it writes beyond them may mean nothing",
+                context_tokens, config.max_position_embeddings,
+            )  # fmt: skip
         config = with_context(config, context_tokens, options.get("kv_dtype", "auto"))
     if cache and not gpus:
         options["packed"] = PackedWeights(Path(path), checkpoint.files)

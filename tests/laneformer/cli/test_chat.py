@@ -33,13 +33,15 @@ from tests.laneformer.engine.assets import random_model, small_config
 
 def talk(folder: Path, lines: str | bytes, monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
     data = lines.encode() if isinstance(lines, str) else lines
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+    stdin = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8", newline="\n")  # as Python opens its own
+    monkeypatch.setattr(sys, "stdin", stdin)
     main(["chat", str(folder), "--threads", "1", "--max-new-tokens", "12", *flags])
 
 
 def test_a_conversation_through_pipes(folder, tmp_path, monkeypatch, capsys):
+    """Lines end as on Linux or as on Windows."""
     file = tmp_path / "chat.json"
-    typed = f'hi\\\nthere\n"""\na\n\n  b"""\n/sav\n/nonsense\n\n/save\n/save {file}\n/help'
+    typed = f'hi\\\r\nthere\r\n"""\r\na\r\n\r\n  b"""\n/sav\n/nonsense\n\n/save\n/save {file}\n/help'
     talk(folder, typed, monkeypatch, "--system", "be d", "--temperature", "0.7")
     printed = capsys.readouterr()
     system, one, two, three, four = json.loads(file.read_text())

@@ -5,6 +5,7 @@ core (csrc/), which decodes.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import warnings
 import zlib
@@ -37,6 +38,7 @@ from . import _core
 from .packed import LAYOUT_VERSION, PackedWeights
 from .saved import DEFAULT_BYTES, SavedPrefixes, max_reusable, model_key
 
+log = logging.getLogger(__name__)
 MAX_THREADS, MAX_BYTES = 1024, 2**63 - 1
 CACHED_SHARE = 4  # of the memory that is left, for keys and values
 GROUP_INPUTS = 32  # that blocks give a scale
@@ -127,6 +129,8 @@ class CpuDecoder(_core.Decoder):
             embedding = "fp16" if embedding in _core.BLOCKS else embedding
         machine = this_machine()
         self.machine, pinned = machine, machine.nodes > 1 if pin is None else pin
+        if (threads or 0) > machine.processors:
+            log.warning("threads = %d: only %g run at once on this machine", threads, machine.processors)
         super().__init__(
             {**core_spec(config, tensors), "kv_dtype": self.kv_dtype, "held": held},
             "int8" if held else self.dtype, embedding,

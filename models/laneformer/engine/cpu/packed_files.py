@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..home import user_cache
 from . import cache_files
 from .cache_files import CacheFile
 
@@ -51,13 +52,9 @@ def packed_bytes() -> int:
     return int(budget)
 
 
-def user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laneformer"
-
-
 def own_directory(source: Path) -> Path:
     """Of a model, in the user's cache."""
-    return user_cache() / hashlib.sha256(str(source).encode()).hexdigest()[:16]
+    return user_cache() / hashlib.sha256(os.fsencode(source)).hexdigest()[:16]
 
 
 def register(source: Path) -> None:
@@ -65,7 +62,7 @@ def register(source: Path) -> None:
     directory = own_directory(source)
     with contextlib.suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / SOURCE).write_text(str(source))
+        (directory / SOURCE).write_bytes(os.fsencode(source))
 
 
 def list_packed() -> list[PackedFile]:
@@ -82,7 +79,7 @@ def directories() -> dict[Path, Path]:
     """Where packed weights lie, and of which model."""
     places: dict[Path, Path] = {}
     for note in user_cache().glob(f"{OURS}/{SOURCE}"):
-        source = Path(note.read_text())
+        source = Path(os.fsdecode(note.read_bytes()))
         places |= {note.parent: source, source / FOLDER: source}
     return places
 
@@ -91,7 +88,7 @@ def remove_others(new: Path, layout: int) -> None:
     """Remove what the file that was just written leaves no room for: first of all what nobody can use."""
     for directory in user_cache().glob(OURS):
         note = directory / SOURCE
-        if not note.exists() or not Path(note.read_text()).exists():
+        if not note.exists() or not Path(os.fsdecode(note.read_bytes())).exists():
             remove_directory(directory)
     remove_unusable({new.parent, *directories()}, layout)
     same = [file.path for file in list_packed() if file.path.parent == new.parent]

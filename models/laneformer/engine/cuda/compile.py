@@ -13,6 +13,7 @@ import hashlib
 import os
 from pathlib import Path
 
+from ..home import user_cache
 from .constants import constants_of
 from .geometry import Geometry
 from .nvrtc import OPTIONS, Nvrtc, compiler_for
@@ -42,9 +43,7 @@ def compile_cubin(
     ]
     included = b"".join(path.read_bytes() for path in sources)
     decides = repr((source, architecture, OPTIONS, compiler.version)).encode() + included
-    folder = (
-        cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laneformer" / "cubins"
-    )
+    folder = cache or user_cache() / "cubins"
     name = f"{version}-{architecture}-nvrtc{compiler.version[0]}.{compiler.version[1]}"
     kept = folder / f"{name}-{hashlib.sha256(decides).hexdigest()[:20]}.cubin"
     if kept.is_file():

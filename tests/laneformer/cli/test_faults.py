@@ -1,0 +1,182 @@
+"""What the system refuses, and readers that leave: one sentence or none, and never a traceback."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from laneformer.cli import main, names
+from laneformer.engine import Engine
+
+COMMAND = f"{sys.executable} -m laneformer.cli"
+# root reads everything but for these two
+DROP = "" if os.geteuid() else "setpriv --bounding-set=-dac_override,-dac_read_search "
+NO_HOME = """import os, pwd
+def refuse(uid): raise KeyError(uid)
+pwd.getpwuid = refuse
+del os.environ["HOME"]
+from laneformer.cli import main
+main()"""
+FAST = "--threads 1 --no-cache"
+
+
+@pytest.fixture
+def own(folder: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(folder, tmp_path / "own", ignore=shutil.ignore_patterns(".packed")))
+
+
+def run(script: str, **environment: str) -> tuple[int, str]:
+    """Status of the first command of a script's last pipeline, and what it has said."""
+    script = f"{script}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", script],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=300,
+        env=os.environ | environment,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    assert "Exception ignored" not in done.stderr, done.stderr
+    return done.returncode, done.stderr
+
+
+@pytest.mark.job
+@pytest.mark.parametrize(
+    ("script", "status", "sentence"),
+    [
+        ("{command} --help | true", 141, None),
+        ("{command} models | true", 1, None),  # as rich ends
+        ("{command} generate {own} {fast} --prompt a --max-new-tokens 4000 --ignore-eos | head -c 1", 141, None),
+        ("{command} chat {own} {fast} < <(yes) | head -c 1", 141, None),
+        ("{command} models > /dev/full", 2, "laneformer: No space left on device\n"),
+        ("{command} generate {own} {fast} --prompt a > /dev/full", 2, "laneformer: No space left on device\n"),
+        ("{command} --version >&-", 0, ""),
+        ("{command} chat {own} {fast} <&-", 0, None),
+        ("chmod 0 {own}/model.safetensors; {unprivileged} generate {own} {fast} --prompt a", 2,
+         "laneformer: {own}/model.safetensors: Permission denied\n"),
+        ("chmod 0 {own}; {unprivileged} generate {own} {fast} --prompt a", 2, "laneformer: {own}/config.json: "
+         "Permission denied\n"),
+        ("{no_home} generate {own} --threads 1 --prompt a", 0, None),
+        ("{no_home} models", 0, ""),
+        ("{no_home} chat {own} {fast} <<< '/save ~/x'", 0, "'~/x'"),
+    ],
+)  # fmt: skip
+def test_a_command_ends_with_a_sentence_or_without_a_word(own, script, status, sentence):
+    words = {"own": own, "fast": FAST, "command": COMMAND, "unprivileged": DROP + COMMAND}
+    words["no_home"] = f"{sys.executable} -c {shlex.quote(NO_HOME)}"
+    result, said = run(script.format_map(words), XDG_CACHE_HOME="")
+    assert result == status, said
+    if sentence is not None:
+        assert sentence.format_map(words) in said
+        assert sentence or not said
+
+
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["generate", LONG, "--prompt", "a"], f"{LONG}: File name too long"),
+        (["generate", "{own}", "--prompt", "a\udce9"], r"--prompt is not UTF-8: b'a\xe9'"),
+        (["generate", "{own}", "--prompt", "a", "--stop", "b", "--stop", "\udcff"], "--stop is not UTF-8"),
+        (["generate", "{own}", "--chat", "--prompt", "a", "--system", "\udcff"], "--system is not UTF-8"),
+        (["serve", "{own}", "--model-name", "\udcff"], "--model-name is not UTF-8"),
+        (["chat", "{own}", "--cache-dir", "/dev/null/x"], "/dev/null/x"),
+        (["generate", "{own}/config.json/x", "--prompt", "a"], "not a folder"),
+    ],
+)  # fmt: skip
+def test_what_the_system_or_the_shell_gets_wrong_is_named(own, capsys, words, sentence):
+    with pytest.raises(SystemExit) as stop:
+        main([word.format(own=own) for word in words])
+    assert stop.value.code == 2
+    assert sentence in capsys.readouterr().err.removeprefix("laneformer: ")
+
+
+class Gone(io.RawIOBase):
+    """A terminal that was closed; whoever goes on reading is interrupted."""
+
+    reads = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: object) -> int:
+        self.reads += 1
+        raise KeyboardInterrupt if self.reads > 9 else OSError(errno.EIO, "Input/output error")
+
+
+def test_a_conversation_ends_with_its_terminal(own, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(Gone()), encoding="utf-8"))
+    main(["chat", str(own), *FAST.split()])
+
+
+def test_a_folder_may_have_any_name(own, tmp_path, monkeypatch, capsys):
+    """Its packed weights are kept in the user's cache, where its own folder takes none."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    odd = own.rename(os.fsdecode(os.fsencode(own) + b"\xe9"))
+    (odd / ".packed").touch()
+    for _ in range(2):
+        main(["generate", str(odd), "--prompt", "a", "--threads", "1", "--max-new-tokens", "2"])
+    assert len(list((tmp_path / "user/laneformer").glob("*/*.bin"))) == 1
+    main(["models"])
+    assert "1 files" in capsys.readouterr().out
+
+
+def test_what_is_broken_in_a_cache_hides_nothing_else(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(names.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "ollama"))
+    nowhere = tmp_path / "gone"
+
+    def place(name: str, content: bytes | None = b"GGUF....") -> None:
+        """A file; None: a link to one that is gone."""
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(nowhere) if content is None else path.write_bytes(content)
+
+    for owner, weights in (("whole", b"1234"), ("lost", None)):
+        place(f"hub/models--{owner}--m/snapshots/1/config.json", b"{}")
+        place(f"hub/models--{owner}--m/snapshots/1/model.safetensors", weights)
+        place(f"hub/models--{owner}--m/snapshots/1/README.md", None)
+        place(f"hub/models--{owner}--m/refs/main", b"1")
+    place("hub/models--odd--m/refs/main", b"\xff\x00")
+    place("hub/models--part--m/snapshots/1/m-Q4_0.gguf", None)
+    place("hub/models--part--m/refs/main", b"1")
+    (tmp_path / "hub/models--folder--m/refs/main").mkdir(parents=True)
+    place(".lmstudio/models/o/m/lost.gguf", None)
+    place(".lmstudio/models/o/m/whole.gguf")
+    model = "application/vnd.ollama.image.model"
+    manifests = [b"null", b'{"layers": [1]}', b'{"layers": [{"mediaType": "x"}]}', b"\xff", b"{}"]
+    layers = [{"mediaType": model, "digest": f"sha256:{n}"} for n in ("missing", "link", "folder", "12")]
+    manifests += [json.dumps({"layers": [layer]}).encode() for layer in layers]
+    for number, content in enumerate(manifests):
+        place(f"ollama/manifests/r/l/m/{number}", content)
+    place("ollama/blobs/sha256-link", None)
+    (tmp_path / "ollama/blobs/sha256-folder").mkdir()
+    place("ollama/blobs/sha256-12")
+    main(["models", "--json"])
+    listed = {json.loads(line)["name"] for line in capsys.readouterr().out.splitlines()}
+    assert listed == {"whole/m", "o/whole", "m:8"}
+    main(["models"])
+
+
+def test_more_than_the_model_or_the_machine_has_is_said(folder, caplog):
+    for options, word in (({"context_tokens": 4097}, "context_tokens = 4097: the model knows 4096"),
+                          ({"threads": 1 + (os.cpu_count() or 1)}, "threads = "),
+                          ({"context_tokens": 4096, "threads": 1}, "")):  # fmt: skip
+        caplog.clear()
+        Engine.from_pretrained(folder, cache=False, **options).close()
+        assert word in caplog.text
+        assert word or not caplog.text
