@@ -46,6 +46,10 @@ def main(
             most frequent in its data, which makes a draft cheaper; 0: all
         draft_lock: lock file of the mixture in which they are counted; default: the run's
     """
+    if not checkpoint.is_dir():
+        raise ValueError(
+            f"{checkpoint} is no folder; give one that training has written, RUN/checkpoint/step-N"
+        )
     check_contents(checkpoint)
     progress = training_progress(checkpoint)
     ids = frequent_ids(checkpoint, draft_lock, draft_vocab_size) if draft_vocab_size else ()

@@ -46,5 +46,5 @@ def test_draft_ids_are_the_most_frequent(prepared_data, tmp_path, monkeypatch):
 def test_what_cannot_be_exported_is_one_line(tmp_path, monkeypatch):
     arguments = ["--checkpoint", str(tmp_path / "step-1"), "--out", str(tmp_path / "hf")]
     monkeypatch.setattr(sys, "argv", ["tools.export_hf", *arguments])
-    with pytest.raises(SystemExit, match=r"^tools\.export_hf: [^\n]+$"):
+    with pytest.raises(SystemExit, match=r"^tools\.export_hf: .*/step-1 is no folder; [^\n]+$"):
         runpy.run_module("tools.export_hf", run_name="__main__")

@@ -59,7 +59,7 @@ def read_tokenizer(folder: Path, values: dict[str, Any]) -> Tokenizer | None:
 
     refuse_pointer(path)
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_buffer(path.read_bytes())  # the name may be no UTF-8
         tokenizer.add_tokens(tokens_beside(folder, tokenizer, values))
     except Exception as error:  # the library raises bare Exception
         raise ValueError(f"{path} cannot be read as a tokenizer: {error}") from None

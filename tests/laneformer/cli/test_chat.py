@@ -33,7 +33,8 @@ from tests.laneformer.engine.assets import random_model, small_config
 
 def talk(folder: Path, lines: str | bytes, monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
     data = lines.encode() if isinstance(lines, str) else lines
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+    stdin = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8", newline="\n")  # as Python opens its own
+    monkeypatch.setattr(sys, "stdin", stdin)
     main(["chat", str(folder), "--threads", "1", "--max-new-tokens", "12", *flags])
 
 
