@@ -65,7 +65,7 @@ def run(script: str, **environment: str) -> tuple[int, str]:
         ("{command} chat {own} {fast} <&-", 0, None),
         ("chmod 0 {own}/model.safetensors; {unprivileged} generate {own} {fast} --prompt a", 2,
          "laneformer: {own}/model.safetensors: Permission denied\n"),
-        ("chmod 0 {own}; {unprivileged} generate {own} {fast} --prompt a", 2, "laneformer: {own}/config.json: "
+        ("chmod 0 {own}; {unprivileged} generate {own} {fast} --prompt a", 2, "laneformer: {own}/adapter_config.json: "
          "Permission denied\n"),
         ("{no_home} generate {own} --threads 1 --prompt a", 0, None),
         ("{no_home} models", 0, ""),
