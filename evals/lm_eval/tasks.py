@@ -79,9 +79,11 @@ def load_tasks(
 ) -> tuple[TaskManager, list[Task]]:
     """The stock tasks with their documents, generated from SEEDS as by the `lm_eval` command."""
     import lm_eval.tasks
+    from langdetect import DetectorFactory
 
     check_room(names, lengths, tokenizer)
     random.seed(SEEDS["random"])
+    DetectorFactory.seed = SEEDS["random"]  # of IFEval, which draws again for each text
     np.random.seed(SEEDS["numpy"])  # noqa: NPY002 - the generator that `ruler_vt` uses
     metadata: Any = {"max_seq_lengths": list(lengths), "tokenizer": str(tokenizer)}
     stock = {name for name in names if not Path(name).is_file()}
