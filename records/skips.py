@@ -66,16 +66,11 @@ def read_skip_list(run: Path, from_job_file: Iterable[Sequence[int]]) -> SkipLis
     return SkipList([*from_job_file, *(entry["window"] for entry in _entries(run))])
 
 
-def add_windows(run: Path, windows: Iterable[Sequence[int]], reason: str) -> None:
-    """Add windows to RUN/skip_sequences.json, with the reason for each."""
-    entries = [*_entries(run), *({"window": list(window), "reason": reason} for window in windows)]
-    write_atomically(run / FILE, json.dumps(entries, indent=2) + "\n")
-
-
 def leave_out(run: Path, windows: Iterable[Sequence[int]], reason: str) -> bool:
-    """`add_windows` with its event; whether there was room to write it down."""
+    """Add windows to RUN/skip_sequences.json, with their reason and an event; whether there was room for that."""
     with survive_full_disk(run / FILE):
-        add_windows(run, windows, reason)
+        entries = [*_entries(run), *({"window": list(window), "reason": reason} for window in windows)]
+        write_atomically(run / FILE, json.dumps(entries, indent=2) + "\n")
         record_event(run, "skip", windows=list(windows), reason=reason)
         return True
     return False

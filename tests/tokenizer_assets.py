@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from laneformer.engine.folder import text_files
+from laneformer.prompts import PromptEncoder
 
 # of Llama 3 and, but for the digits, Qwen 2.5
 PATTERN = (
@@ -54,3 +58,16 @@ def save(made: Tokenizer, folder: Path, **config: Any) -> Path:
     if config:
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder / "tokenizer.json"
+
+
+@functools.cache
+def prompt_encoder(folder: Path) -> PromptEncoder:
+    tokenizer, config, _ = text_files(folder)
+    assert tokenizer is not None
+    return PromptEncoder(tokenizer, config)
+
+
+def encode_chat(folder: Path, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
+    """Ids of a conversation in a folder's chat template, and which of them are trained."""
+    ids, answers = prompt_encoder(folder).training(messages)
+    return ids, [any(begin <= place < end for begin, end in answers) for place in range(len(ids))]

@@ -25,7 +25,8 @@ from rich.progress import Progress
 
 from data_mixtures.mixture import BEGINS, TRAINED, valid_windows
 from laneformer import Engine
-from laneformer.chat import ChatTokenizer, render, token_ids
+from laneformer.engine.folder import text_files
+from laneformer.prompts import PromptEncoder
 from records.files import read_lines
 
 NEW_TOKENS = 48
@@ -250,9 +251,8 @@ def held_out_loss(folder: Path, conversations: list[tuple[list[int], Any]]) -> f
 def reply(folder: Path, question: str) -> str:
     with Engine.from_pretrained(folder, device="cpu") as engine:
         assert engine.tokenizer is not None, f"{folder} was exported with its tokenizer"
-        messages = [{"role": "user", "content": question}]
-        tokenizer = ChatTokenizer(engine.tokenizer, engine.eos_ids[0])
-        prompt = token_ids(render(messages, tokenizer, add_generation_prompt=True))
+        prompts = PromptEncoder(engine.tokenizer, text_files(folder)[1])
+        prompt = prompts.encode(prompts.render([{"role": "user", "content": question}]))
         return str(engine.tokenizer.decode(engine.generate(prompt, max_new_tokens=REPLY_TOKENS)))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count, cycle
 from pathlib import Path
 from typing import Any, TypeVar
@@ -99,10 +99,9 @@ class MixtureLoader(BaseDataLoader):
         """Start a phase behind the windows that those before it used up; used: what `state_dict` says.
 
         A source that has changed goes on where what was read of it is the same, else it is refused: ValueError.
-        One of `begin_again` starts at its own beginning, and that before is counted as NAME@HASH. Checkpoints
-        from before contents were saved have names only.
+        One of `begin_again` starts at its own beginning, and that before is counted as NAME@HASH.
         """
-        before, now = used.get("contents", {}), self.mixture.contents
+        before, now = used["contents"], self.mixture.contents
         names = {f"{name}@{sha256[:8]}": name for name, sha256 in now.items()}
         for name, sha256 in before.items():
             if now.get(name, sha256) != sha256:
@@ -112,7 +111,7 @@ class MixtureLoader(BaseDataLoader):
                     _check_continues(name, used, self.mixture)
 
         def renamed(key: str) -> dict[str, Any]:
-            return {names.get(name, name): value for name, value in used.get(key, {}).items()}
+            return {names.get(name, name): value for name, value in used[key].items()}
 
         self.begin_at(
             LoaderState(
@@ -174,9 +173,7 @@ class MixtureLoader(BaseDataLoader):
 
     def _window_lengths(self) -> dict[str, int]:
         """Of every source that was read; one of another phase may have windows of another length."""
-        ours = dict.fromkeys(self.mixture.source_names, self.mixture.seq_len)
-        before = dict.fromkeys(self.state.offsets, self.mixture.seq_len)
-        return before | self.state.lengths | ours
+        return self.state.lengths | dict.fromkeys(self.mixture.source_names, self.mixture.seq_len)
 
     def state_dict(self) -> dict[str, Any]:
         """One JSON string, equal on all ranks: position, mixture, and the windows of every
@@ -207,16 +204,14 @@ class MixtureLoader(BaseDataLoader):
                 f"skip_sequences.json of the run folder say {now.windows}, which would change what it was trained on; "
                 "change only windows that lie ahead, or start from an older checkpoint"
             )
-        # a checkpoint of before lacks contents, lengths and read
-        known = {name: state[name] for name in LoaderState.__annotations__ if name in state}
-        known["contents"] = known.get("contents", {}) | self.mixture.contents
-        self.begin_at(LoaderState(**known))
+        saved = LoaderState(**{name: state[name] for name in LoaderState.__annotations__})
+        self.begin_at(replace(saved, contents=saved.contents | self.mixture.contents))
 
 
 def check_same_so_far(state: dict[str, Any], mixture: Mixture, lock: Path) -> None:
     """ValueError unless this mixture gives the sequences that were read so far; state: as `state_dict` says."""
     position = SkipList(state["skip_sequences"]).used(state["sequences"])
-    if state.get("rule") != mixture.rule:
+    if state["rule"] != mixture.rule:
         raise ValueError(
             f"the checkpoint was trained on mixture {state['fingerprint'][:12]}, but {lock} is "
             f"{mixture.fingerprint[:12]}, and its first {position} sequences are others; continue with the mixture "
@@ -229,7 +224,7 @@ def check_same_so_far(state: dict[str, Any], mixture: Mixture, lock: Path) -> No
 
 def _check_continues(name: str, used: dict[str, Any], mixture: Mixture) -> None:
     if windows := used["windows"].get(name, 0):
-        mixture.check_continues(name, windows, used.get("read", {}).get(name))
+        mixture.check_continues(name, windows, used["read"].get(name))
 
 
 def inputs_and_labels(tokens: torch.Tensor, flags: torch.Tensor | None = None) -> Batch:

@@ -25,8 +25,6 @@ class RunningZ:
     """Robust z-score against the last `window` finite values."""
 
     def __init__(self, window: int):
-        if window < 4:
-            raise ValueError(f"a z-score over a window of {window} values has no meaning; use at least 4")
         self.window = window
         self.values: deque[float] = deque(maxlen=window)
 

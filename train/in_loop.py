@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torchtitan.tools.logging import logger
 
-from records.evals import wanted
 from records.events import record_event
 
 from .supervise import signals
@@ -32,27 +31,15 @@ OF_A_WORKER = re.compile(
 
 
 class InLoop:
-    """The evaluations of a job; constructed on every rank, since it creates a process group.
-
-    Raises ValueError for settings that would never evaluate anything.
-    """
+    """The evaluations of a job; constructed on every rank, since it creates a process group."""
 
     def __init__(self, job_config: Any):
-        section, interval = job_config.evals, job_config.checkpoint.interval
-        if section.every_steps < 1 or section.every_steps % interval or not section.commands:
-            raise ValueError(
-                f"evals.in_loop evaluates saved checkpoints: it needs evals.commands, and evals.every_steps = "
-                f"{section.every_steps} must be a multiple of checkpoint.interval = {interval}"
-            )
-        self.job, self.run = job_config, Path(job_config.job.dump_folder)
+        self.run = Path(job_config.job.dump_folder)
         hang_timeout_s = job_config.resilience.hang_timeout_s
         self.limit_s = 0.9 * hang_timeout_s  # after more the supervisor assumes a hang
         # the other groups time out after comm.train_timeout_seconds, which is meant for a step
         timeout = timedelta(seconds=hang_timeout_s + END_S)
         self.group = torch.distributed.new_group(timeout=timeout, backend="gloo")
-
-    def wanted(self, step: int) -> bool:
-        return wanted(step, self.job.evals.every_steps, self.job.training.steps)
 
     def evaluate(self, step: int) -> float:
         """Evaluate all checkpoints without a record; every rank calls it. Returns seconds."""

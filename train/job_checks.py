@@ -215,6 +215,14 @@ def contradictions(job: Any) -> Iterator[str]:
             "mtp.freeze_base = True needs checkpoint.initial_load_model_only = true: the optimizer has the head's "
             "moments alone"
         )
+    evals = job.evals
+    if evals.in_loop and (
+        evals.every_steps < 1 or evals.every_steps % section.interval or not evals.commands
+    ):
+        yield (
+            f"evals.in_loop evaluates saved checkpoints: it needs evals.commands, and evals.every_steps = "
+            f"{evals.every_steps} must be a multiple of checkpoint.interval = {section.interval}"
+        )
     if job.validation.enable and job.validation.freq % job.metrics.log_freq:
         yield (
             f"validation.freq = {job.validation.freq} is not a multiple of metrics.log_freq = {job.metrics.log_freq}; "

@@ -117,13 +117,17 @@ class RunMetrics(MetricsProcessor):
         checkpoint_times: CheckpointTimes,
         diagnostics: dict[str, Any],
     ) -> None:
-        """Log one step; called on every rank, since `loss_sums` (of `loss_sums_by_source`)
+        """Log one step, on rank 0; called on every rank, since `loss_sums` (of `loss_sums_by_source`)
         is summed over them.
 
         diagnostics: of `Diagnostics.gather`, joins the row.
         """
-        throughput, memory = self._throughput(loader), self.device_memory_monitor.get_peak_stats()
         mesh = self.parallel_dims.get_optional_mesh("loss")
+        loss_by_source = mean_by_source(loss_sums, loader.mixture.source_names, mesh)
+        if torch.distributed.get_rank() != 0:
+            self.data_loading_times.clear()
+            return
+        throughput, memory = self._throughput(loader), self.device_memory_monitor.get_peak_stats()
         checkpoint_s, checkpoint_total_s = checkpoint_times.take()
         tokens = loader.tokens
         row = {
@@ -133,7 +137,7 @@ class RunMetrics(MetricsProcessor):
             "loss": loss,
             "max_loss": max_loss,
             "loss_z": self.loss_z.score(loss),
-            "loss_by_source": mean_by_source(loss_sums, loader.mixture.source_names, mesh),
+            "loss_by_source": loss_by_source,
             "lr": lr,
             "grad_norm": grad_norm,
             "grad_norm_z": self.grad_norm_z.score(grad_norm),
@@ -151,23 +155,18 @@ class RunMetrics(MetricsProcessor):
         }
         self.loss_z.add(loss)
         self.grad_norm_z.add(grad_norm)
-        self._log_row(row)
         self.last_logged_tokens = tokens
-        if torch.distributed.get_rank() == 0:
-            self._append(row)
+        self._log_row(row)
+        self._append(row)
 
     def _log_row(self, row: dict[str, Any]) -> None:
-        """TorchTitan's metrics and the row's scalars; on the console, one line of all ranks is enough."""
+        """TorchTitan's metrics and the row's scalars."""
         plain = utils.NoColor() if self.job_config.metrics.disable_color_printing else utils.Color()
         # the end of TorchTitan's line on the console
         reset = f"{plain.reset}  {self._progress_text(row)}".rstrip()
         self.color = type("", (type(plain),), {"reset": reset})()
         extra = {"n_tokens_seen": row["tokens"], "lr": row["lr"], **_scalars(row)}
-        logger.disabled = torch.distributed.get_rank() != 0
-        try:
-            self.survive(lambda: self.log(row["step"], row["loss"], row["max_loss"], row["grad_norm"], extra))
-        finally:
-            logger.disabled = False
+        self.survive(lambda: self.log(row["step"], row["loss"], row["max_loss"], row["grad_norm"], extra))
 
     def _append(self, row: dict[str, Any]) -> None:
         """Write a row, or keep it in memory while the disk is full."""
@@ -188,11 +187,7 @@ class RunMetrics(MetricsProcessor):
             log()
 
     def _progress(self, step: int, tokens_per_s_per_device: float | None) -> dict[str, float | None]:
-        """GPU-hours of this job so far, its restarts included, what is left of them, and when it
-        ends; on rank 0.
-        """
-        if torch.distributed.get_rank() != 0:
-            return {}
+        """GPU-hours of this job so far, its restarts included, what is left of them, and when it ends."""
         self.rates.append(tokens_per_s_per_device or 0.0)
         training, devices, now = self.job_config.training, torch.distributed.get_world_size(), time.time()
         tokens_left = (training.steps - step) * training.global_batch_size * training.seq_len
@@ -206,7 +201,7 @@ class RunMetrics(MetricsProcessor):
         }
 
     def _progress_text(self, row: dict[str, Any]) -> str:
-        if row.get("finish_time") is None:
+        if row["finish_time"] is None:
             return ""
         used, left, end = row["gpu_hours"], row["gpu_hours_left"], time.gmtime(row["finish_time"])
         paid, whole = (money(hours, vars(self.job_config.metrics)) for hours in (used, used + left))
@@ -237,16 +232,14 @@ class RunMetrics(MetricsProcessor):
     def log_held_out(self, step: int, seconds: float, figures: dict[str, Any]) -> None:
         """Add a validation's figures to the row of its step; its time is excluded from the throughput."""
         self.time_last_log += seconds
-        row = {**self.row, **figures, "valid_s": seconds}
-        loss = figures["valid_loss"]
         self.survive(lambda: self.logger.log(_flat(figures), step))
         accepted = ", ".join(f"{odds:.3f}" for odds in figures.get("valid_acceptance", ()))
         drafted = f"  drafts accepted: {accepted}" if accepted else ""
+        loss = figures["valid_loss"]
         logger.info(f"validation  step: {step}  loss: {loss:.4f}{drafted}  {seconds:.1f} s")
         if torch.distributed.get_rank() == 0:
-            assert self.row.get("step") == step, (
-                f"validation at step {step}, the last row is {self.row.get('step')}"
-            )
+            assert self.row["step"] == step, f"validation at step {step}, the last row is {self.row['step']}"
+            row = {**self.row, **figures, "valid_s": seconds}
             replace_last_line(self.path, _json_line(self.row), _json_line(row))
             self.row = row
 

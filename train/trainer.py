@@ -20,6 +20,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
+from records.evals import wanted
 from records.events import (
     BAD_STEP,
     DONE,
@@ -90,7 +91,8 @@ class LaneformerTrainer(torchtitan.train.Trainer):
 
     def _evaluate(self, step: int) -> None:
         """With evals.in_loop: evaluate the checkpoint just saved; no throughput counts the time."""
-        if self.in_loop is not None and self.in_loop.wanted(step):
+        last_step = self.job_config.training.steps
+        if self.in_loop is not None and wanted(step, self.job_config.evals.every_steps, last_step):
             self.checkpointer.finish()
             self.metrics_processor.time_last_log += self.in_loop.evaluate(step)
             self.heartbeat.beat(step)

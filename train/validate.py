@@ -9,6 +9,7 @@ comparable with the loss. So does what is measured of the head that drafts, if t
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -59,18 +60,18 @@ def held_out(lock_path: Path, windows_per_source: int) -> dict[str, list[np.ndar
 
 
 def deal_out(
-    tokens: np.ndarray, source: np.ndarray, ranks: int, batch: int, unread: int
-) -> tuple[np.ndarray, ...]:
-    """Cut N windows into the micro-batches of all ranks: (N, S + 1) -> (steps, ranks, batch, S
-    + 1), and sources.
+    columns: Sequence[np.ndarray], bins: np.ndarray, ranks: int, rank: int, batch: int
+) -> list[tuple[torch.Tensor, ...]]:
+    """One rank's micro-batches of N rows: of each column (batch, ...), and the rows' bins (batch,).
 
-    The last ones are filled up with the first window, whose source there is `unread`.
+    All ranks have as many: they are filled up with the first row, whose bin there is a new last one.
     """
-    steps = -(-len(tokens) // (ranks * batch))
-    padding = steps * ranks * batch - len(tokens)
-    tokens = np.concatenate([tokens, np.repeat(tokens[:1], padding, axis=0)])
-    source = np.concatenate([source, np.full(padding, unread)])
-    return tokens.reshape(steps, ranks, batch, -1), source.reshape(steps, ranks, batch)
+    steps = -(-len(bins) // (ranks * batch))
+    rows = np.arange(steps * ranks * batch).reshape(steps, ranks, batch)[:, rank]
+    real = rows < len(bins)
+    rows = np.where(real, rows, 0)
+    dealt = [*(column[rows] for column in columns), np.where(real, bins[rows], bins.max() + 1)]
+    return list(zip(*map(torch.from_numpy, dealt), strict=True))
 
 
 class HeldOutValidator(BaseValidator):
@@ -92,13 +93,7 @@ class HeldOutValidator(BaseValidator):
         self.context, self.metrics = validation_context, metrics_processor
         self.mesh = parallel_dims.get_optional_mesh("loss")
 
-        def deal(rows: Sequence[np.ndarray], bins: np.ndarray) -> list[tuple[torch.Tensor, ...]]:
-            """This rank's micro-batches of rows, and their bins; the last bin is padding's."""
-            unread = int(bins.max()) + 1
-            dealt = [deal_out(each, bins, dp_world_size, section.local_batch_size, unread) for each in rows]
-            columns = [*(each for each, _ in dealt), dealt[0][1]]
-            return list(zip(*(torch.from_numpy(each[:, dp_rank]) for each in columns), strict=True))
-
+        deal = functools.partial(deal_out, ranks=dp_world_size, rank=dp_rank, batch=section.local_batch_size)
         sources = held_out(lock, section.windows_per_source)
         weights = {source["name"]: source["weight"] for source in read_lock(lock)["sources"]}
         self.names, self.weights = list(sources), [weights[name] for name in sources]

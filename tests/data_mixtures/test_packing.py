@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_mixtures.mixture import TRAINED
+from data_mixtures.mixture import BEGINS, TRAINED
 from data_mixtures.packing import best_fit, pack
 
 SIZE = 64
@@ -40,6 +40,7 @@ def test_documents_are_whole_where_they_fit_and_each_token_is_a_label_once(lengt
         np.concatenate([[], *(each[1:] for each in documents)])
     )
     assert not any(made.flags[here][0] & TRAINED for here in rows)
+    begins = np.flatnonzero(made.flags & BEGINS)
     for n, document in enumerate(documents):
         places = np.flatnonzero(made.tokens == document[0])
         assert len(places) == 1
@@ -48,6 +49,8 @@ def test_documents_are_whole_where_they_fit_and_each_token_is_a_label_once(lengt
             np.array_equal(fits, document) and places[0] // SIZE == (places[0] + len(document) - 1) // SIZE
         )
         assert whole == (lengths[n] <= SIZE)
+        inside = (begins >= places[0]) & (begins < places[0] + min(len(document), SIZE))
+        assert begins[inside].tolist() == places.tolist(), "padding and other documents are apart"
     assert [int(t) // 1000 for t in made.tokens[(made.tokens % 1000 == 1)]] == made.order.tolist()
     used = sum(size + max(-(-(size - 1) // (SIZE - 1)) - 1, 0) for size in lengths)
     assert made.padding == count * SIZE - used == int((made.tokens[: count * SIZE] == 0).sum())

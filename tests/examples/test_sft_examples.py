@@ -15,14 +15,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 
 from laneformer import Engine
-from laneformer.chat import ChatTokenizer, render, token_ids
 from laneformer.hf.export import export
 from laneformer.hf.load_folder import import_folder, read_weights
 from tests.laneformer.hf.hf_assets import FLOAT32_TOLERANCE, random_model, small_config, write_run
 from tests.records.lines import write_lines
+from tests.tokenizer_assets import encode_chat
 
 pytestmark = [pytest.mark.rotate, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,12 +75,9 @@ def load(folder: Path) -> Any:
 def loss(folder: Path) -> float:
     """The mean loss of the trained tokens of all conversations, each one alone."""
     model = load(folder)
-    chat = ChatTokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")), 2)
     losses = []
     for one in CONVERSATIONS:
-        segments = render(one, chat)
-        ids = torch.tensor(token_ids(segments))
-        trained = torch.tensor([segment.trained for segment in segments for _ in segment.ids])
+        ids, trained = map(torch.tensor, encode_chat(folder, one))
         each = F.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="none")
         losses.append(each[trained[1:]])
     return float(torch.cat(losses).mean())

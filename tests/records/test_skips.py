@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from records.skips import SkipList, add_windows, read_skip_list, windows_of
+from records.skips import SkipList, leave_out, read_skip_list, windows_of
 
 WINDOWS = st.lists(
     st.tuples(st.integers(0, 60), st.integers(1, 9)).map(lambda w: (w[0], w[0] + w[1])), max_size=6
@@ -38,8 +38,8 @@ def test_windows_that_mean_nothing():
 
 
 def test_the_run_folder_remembers(tmp_path):
-    add_windows(tmp_path, [[8, 12]], "step 3: the loss is nan")
-    add_windows(tmp_path, [[20, 24]], "step 6: the loss is nan")
+    leave_out(tmp_path, [[8, 12]], "step 3: the loss is nan")
+    leave_out(tmp_path, [[20, 24]], "step 6: the loss is nan")
     assert read_skip_list(tmp_path, [(0, 2)]).windows == [(0, 2), (8, 12), (20, 24)]
     entries = json.loads((tmp_path / "skip_sequences.json").read_text())
     assert [entry["reason"][:6] for entry in entries] == ["step 3", "step 6"]

@@ -9,14 +9,13 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 
 from laneformer import Laneformer
-from laneformer.chat import ChatTokenizer, render, token_ids
 from laneformer.hf.tokenizer import write_tokenizer
 from laneformer.model import KVCache
 from tests.laneformer.engine.assets import write_folder
 from tests.laneformer.hf.hf_assets import random_model
+from tests.tokenizer_assets import encode_chat
 from tests.train.sft import chats
 from tools import demo
 
@@ -41,11 +40,7 @@ def conversations(prepared_data, tmp_path_factory):
 
 
 def test_held_out_conversations_are_whole(conversations, folder):
-    chat = ChatTokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")), 2)
-    known = {}
-    for one in chats.conversations(60):
-        segments = render(one, chat)
-        known[tuple(token_ids(segments))] = [segment.trained for segment in segments for _ in segment.ids]
+    known = {tuple(ids): mask for ids, mask in (encode_chat(folder, one) for one in chats.conversations(60))}
     assert len(conversations) > 2
     assert all(known[tuple(ids)] == said.tolist() for ids, said in conversations)
 

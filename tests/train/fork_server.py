@@ -6,7 +6,7 @@ Imports take eight seconds, a fork a few milliseconds. In this process and in wh
 `subprocess` runs `python -m NAME` for the programs in WARM by a fork that becomes that program: with its
 arguments, environment, signal handlers and descriptors as they would be after exec. Everything else is the
 real thing: the supervisor is a process, torchrun's own agent its child and the ranks that one's children.
-tests/train/test_fork_server.py compares the two.
+(tests/train/test_production.py has a job that is really started.)
 
 Each line of stdin is a job, {"command", "environment", "log"}, and its answer the exit status. `command` is
 the command line of one process; or, with "ranks" and "limit_s", the arguments of `python -m train`
@@ -49,7 +49,6 @@ WARM = (
     "train.supervise.preflight",
     "train.job_config",
     "torch.distributed.run",
-    "tests.train.rank",
     "tools.ablate",
     "tools.bench.llama",
 )

@@ -15,7 +15,8 @@ from typing import Any
 
 from laneformer import LaneformerConfig
 from records.checkpoints import check_complete
-from tests.train.runs import ask, flags, limit_open_files, metrics
+from records.job import job_flags
+from tests.train.runs import forked, limit_open_files, metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, EVERY = 2, 1
@@ -65,32 +66,19 @@ def train(
     warm: its processes are forked by the fork server; otherwise all is really started.
     """
     settings = {"job.dump_folder": folder, "mixture.lock": lock, **SHAPES, **DEVIATIONS, **changes}
-    command = [
-        sys.executable,
-        "-m",
-        *launcher,
-        "--job.config_file",
-        f"configs/{config}.toml",
-        *flags(settings),
-    ]
-    env, log = {"WANDB_MODE": "offline", **env}, folder.with_name(f"{folder.name}.log")
+    program = [*launcher, "--job.config_file", f"configs/{config}.toml", *job_flags(settings)]
+    env = {"WANDB_MODE": "offline", **env}
     if warm:
-        places = {"log": str(log), "pid": str(log.with_suffix(".pid"))}
-        status = ask({"command": command, "environment": env, **places})
+        status, said = forked(folder.parent, *program, name=folder.name, **env)
     else:
         env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-        with open(log, "wb") as said:
-            status = subprocess.run(
-                command,
-                cwd=ROOT,
-                env=env,
-                stdout=said,
-                stderr=said,
-                timeout=1100,
-                preexec_fn=limit_open_files,
-            ).returncode
+        done = subprocess.run(
+            [sys.executable, "-m", *program], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, timeout=1100, preexec_fn=limit_open_files,
+        )  # fmt: skip
+        status, said = done.returncode, done.stdout
     outcome = folder / "outcome.json"
-    assert status == 0, log.read_text()[-6000:] + (outcome.read_text() if outcome.is_file() else "")
+    assert status == 0, said[-6000:] + (outcome.read_text() if outcome.is_file() else "")
     return folder
 
 

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from data_mixtures.mixture import Mixture
 from laneformer import Laneformer, LaneformerConfig
+from records.job import job_flags
 
 ROOT = Path(__file__).resolve().parents[2]
 SEQ_LEN, GLOBAL_BATCH, STEPS = 32, 4, 4
@@ -67,16 +68,7 @@ def toy(run: Path, lock: Path, settings: Mapping[str, Any], config: str = "debug
         "training.seq_len": SEQ_LEN, "training.local_batch_size": 2, **shapes,
         "architecture.swa_layers": (0, 1, 2), **settings,
     }  # fmt: skip
-    return flags(merged)
-
-
-def flags(settings: Mapping[str, Any]) -> list[str]:
-    """Of the command line; a tuple has several values."""
-    return [
-        word
-        for name, value in settings.items()
-        for word in (f"--{name}", *map(str, value if isinstance(value, tuple) else (value,)))
-    ]
+    return job_flags(merged)
 
 
 def launch(
@@ -128,13 +120,17 @@ def end_fork_server() -> None:
     fork_server.cache_clear()
 
 
-def forked(folder: Path, *program: str) -> tuple[int, str]:
-    """Exit status of `python -m PROGRAM` forked by the fork server, and what it said; its log goes to `folder`."""
-    places = {"log": folder / "said.log", "pid": folder / "said.pid"}
-    places["log"].unlink(missing_ok=True)
-    job = {"command": [sys.executable, "-m", *program], "environment": {}}
-    status = ask({**job, **{name: str(path) for name, path in places.items()}})
-    return status, places["log"].read_text()
+def forked(
+    folder: Path, *program: str, name: str = "said", meanwhile: Callable[[], None] = lambda: None, **env: str
+) -> tuple[int, str]:
+    """Exit status of `python -m PROGRAM` forked by the fork server, and what it said: in folder/NAME.log, beside
+    its NAME.pid.
+    """
+    log = folder / f"{name}.log"
+    log.unlink(missing_ok=True)
+    job = {"command": [sys.executable, "-m", *program], "environment": env, "log": str(log),
+           "pid": str(log.with_suffix(".pid"))}  # fmt: skip
+    return ask(job, meanwhile), log.read_text()
 
 
 def succeed(run: Path, lock: Path, *overrides: str, **options) -> list[dict]:

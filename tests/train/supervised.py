@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.train.runs import GLOBAL_BATCH, ask, metrics, run_job, saved, toy
+from tests.train.runs import GLOBAL_BATCH, forked, metrics, run_job, saved, toy
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
@@ -78,12 +77,11 @@ def supervise(
     meanwhile: called when it has been started.
     """
     command = [
-        sys.executable, "-m", "train.supervise", "--nproc-per-node", str(RANKS),
-        *arguments(folder / "run", lock, steps, interval), "--experimental.custom_import", "tests.train.faults", *more,
+        "train.supervise", "--nproc-per-node", str(RANKS), *arguments(folder / "run", lock, steps, interval),
+        "--experimental.custom_import", "tests.train.faults", *more,
     ]  # fmt: skip
-    log, pid = folder / "supervisor.log", folder / "supervisor.pid"
-    job = {"command": command, "environment": plan_faults(folder, faults), "log": str(log), "pid": str(pid)}
-    return folder / "run", ask(job, meanwhile), log.read_text()
+    env = plan_faults(folder, faults)
+    return folder / "run", *forked(folder, *command, name="supervisor", meanwhile=meanwhile, **env)
 
 
 def environment() -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from evals.core.evaluate import Settings
 from laneformer import Laneformer
 from records.files import read_lines
 from records.items import items_file, read_items
+from records.job import JobSections
 from tests.records.test_fields import check as check_fields
 from tests.train.logged import EPSILON, STEPS, checkpoint_model, train_logged
 from tests.train.runs import SEQ_LEN
@@ -31,10 +31,6 @@ def items(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     out = tmp_path_factory.mktemp("gold") / "gold.jsonl.gz"
     gold.main(prepared_data, BUNDLE, out, Settings(limit=4))
     return out
-
-
-def records(run: Path) -> list[dict[str, Any]]:
-    return [record for record in read_lines(run / "evals.jsonl") if record["kind"] == "gold"]
 
 
 @torch.no_grad()
@@ -53,84 +49,74 @@ def test_the_loop_measures_what_a_plain_model_has_and_goes_on_after_a_restart(
     run, lock = tmp_path / "run", prepared_data / "phase1.lock.json"
     lanes = ("--parallelism.tensor_parallel_degree", "2", "--parallelism.data_parallel_shard_degree", "2")
     rows = train_logged(run, lock, "--validation.gold_items", str(items), *lanes, ranks=4)
-    found = records(run)
-    assert [(r["step"], r["tokens_total"]) for r in found] == [
-        (0, 0),
-        (3, rows[2]["tokens"]),
-        (6, rows[5]["tokens"]),
-    ]
-    for record in found:
-        check_fields(record, None)
-    _, known = read_items(items)
-    _, last = read_items(run / found[2]["items"])
-    assert last.keys() == known.keys()
+    start, middle, last = read_lines(run / "evals.jsonl")
+    assert [(r["step"], r["tokens_total"]) for r in (start, middle, last)] == [
+        (0, 0), (3, rows[2]["tokens"]), (6, rows[5]["tokens"]),
+    ]  # fmt: skip
+    check_fields(last, None)
+    asked, answered = read_items(items)[1], read_items(run / last["items"])[1]
+    assert answered.keys() == asked.keys()
     model, expected = checkpoint_model(run, STEPS), dict[str, list[tuple[float, int]]]()
-    for (task, number), line in known.items():
+    for (task, number), line in asked.items():
         nats = plain_nats(model, line)
         # the logits' rounding, and that of a float32 sum of the answer's tokens
-        assert abs(last[task, number]["nats"] - nats) < 2 * SEQ_LEN * EPSILON * max(1.0, nats), task
+        assert abs(answered[task, number]["nats"] - nats) < 2 * SEQ_LEN * EPSILON * max(1.0, nats), task
         expected.setdefault(task, []).append((nats / math.log(2), line["bytes"]))
     bits = {task: sum(b for b, _ in of) / sum(size for _, size in of) for task, of in expected.items()}
-    for task, value in bits.items():
-        assert found[2]["tasks"][task]["gold_bits_per_byte"] == pytest.approx(value, rel=1e-5)
-    assert found[2]["gold_bits_per_byte"] == pytest.approx(np.mean([*bits.values()]), rel=1e-5)
-    assert found[0]["change"] is None
-    told = compare(*(file_of(f"{run}@{step}", "gold") for step in (3, 6)))
-    assert found[2]["change"] == {
-        "since": 3,
-        **{k: told[k] for k in ("bits_difference", "bits_standard_error")},
-    }
-    assert found[2]["change"]["bits_difference"] < 0 < found[2]["change"]["bits_standard_error"]
+    measured = {task: each["gold_bits_per_byte"] for task, each in last["tasks"].items()}
+    assert measured == pytest.approx(bits, rel=1e-5)
+    assert last["gold_bits_per_byte"] == pytest.approx(np.mean([*bits.values()]), rel=1e-5)
+    assert start["change"] is None
+    paired = compare(*(file_of(f"{run}@{step}", "gold") for step in (3, 6)))
+    names = ("bits_difference", "bits_standard_error")
+    assert last["change"] == {"since": 3, **{name: paired[name] for name in names}}
+    assert last["change"]["bits_difference"] < 0 < last["change"]["bits_standard_error"]
 
     shutil.rmtree(run / "checkpoint/step-6")
     train_logged(run, lock, "--validation.gold_items", str(items), ranks=1)
-    again = records(run)
-    assert [r["step"] for r in again] == [0, 3, 6, 6], "step 0 is measured at the start only"
-    assert again[3]["change"]["since"] == 3
+    *_, again = records = read_lines(run / "evals.jsonl")
+    assert [r["step"] for r in records] == [0, 3, 6, 6], "step 0 is measured at the start only"
+    assert again["change"]["since"] == 3
     # two steps of AdamW apart, with gradients summed in another order: the bound of the tests of resuming
-    assert abs(again[3]["gold_bits_per_byte"] - again[2]["gold_bits_per_byte"]) < 1e-4
+    assert abs(again["gold_bits_per_byte"] - last["gold_bits_per_byte"]) < 1e-4
 
 
-def job(items: Path, lock: Path, freq: int = 500, batch: int = 1536, seq_len: int = SEQ_LEN) -> Any:
-    return SimpleNamespace(
-        job=SimpleNamespace(dump_folder="runs/x"),
-        phase=SimpleNamespace(name="phase1"),
-        validation=SimpleNamespace(gold_items=str(items), freq=freq),
-        mixture=SimpleNamespace(lock=str(lock)),
-        training=SimpleNamespace(global_batch_size=batch, seq_len=seq_len),
-    )
+def job(items: Path, data: Path, **training: int) -> Any:
+    sections: Any = JobSections()
+    sections.mixture.lock, sections.validation.gold_items = str(data / "phase1.lock.json"), str(items)
+    sections.validation.freq = 500
+    vars(sections.training).update({"global_batch_size": 1536, "seq_len": SEQ_LEN, **training})
+    return sections
 
 
 def test_the_share_of_the_compute_is_known_before(
     items: Path, prepared_data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A pass counts as a third of a sequence of a step."""
-    lock, count = prepared_data / "phase1.lock.json", len(read_items(items)[1])
-    assert gold_cost(job(items, lock)) == {"items": count, "share": count / (3 * 500 * 1536)}
+    count = len(read_items(items)[1])
+    assert gold_cost(job(items, prepared_data)) == {"items": count, "share": count / (3 * 500 * 1536)}
     assert "raise validation.freq" not in caplog.text
-    gold_cost(job(items, lock, freq=count, batch=1))
-    assert "gold bits per byte cost 33.3% of the training; raise validation.freq" in caplog.text
+    gold_cost(job(items, prepared_data, global_batch_size=1))
+    assert "of the training; raise validation.freq" in caplog.text
 
 
 def test_files_of_another_tokenizer_or_length_are_refused(
     items: Path, prepared_data: Path, tmp_path: Path
 ) -> None:
-    lock = prepared_data / "phase1.lock.json"
-    with pytest.raises(
-        ValueError, match=r"has items of 3\d tokens, training.seq_len is 8; make it again with"
-    ):
-        GoldItems(job(items, lock, seq_len=8))
+    with pytest.raises(ValueError, match=r"items of 3\d tokens, training.seq_len is 8; make it again with"):
+        GoldItems(job(items, prepared_data, seq_len=8))
     head, lines = read_items(items)
     other = tmp_path / "other.jsonl.gz"
     other.write_bytes(items_file(head | {"tokenizer_sha256": "ab"}, lines.values()))
     with pytest.raises(ValueError, match=r"another tokenizer than .*python -m evals.gold .* --bundle BUNDLE"):
-        GoldItems(job(other, lock))
+        GoldItems(job(other, prepared_data))
 
 
-def test_the_command_says_what_it_wrote(items: Path, prepared_data: Path, tmp_path: Path) -> None:
+def test_the_command_writes_the_same_bytes_each_time(
+    items: Path, prepared_data: Path, tmp_path: Path
+) -> None:
     said = gold.main(prepared_data, BUNDLE, tmp_path / "gold.jsonl.gz", Settings(limit=4))
-    assert said["tasks"] >= 4
-    assert said["longest_tokens"] <= SEQ_LEN
-    assert (tmp_path / "gold.jsonl.gz").read_bytes() == items.read_bytes(), "the same bytes each time"
+    assert (said["tasks"] >= 4, said["longest_tokens"] <= SEQ_LEN) == (True, True)
+    assert (tmp_path / "gold.jsonl.gz").read_bytes() == items.read_bytes()
     with pytest.raises(ValueError, match="raise --max-length"):
         gold.main(prepared_data, BUNDLE, tmp_path / "none.jsonl.gz", max_length=1)

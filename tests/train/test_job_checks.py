@@ -84,6 +84,18 @@ TOGETHER: tuple[tuple[dict[str, Any], str], ...] = (
         },
         "needs checkpoint.initial_load_model_only = true",
     ),
+    *(
+        (
+            {
+                "checkpoint.interval": 5,
+                "evals.in_loop": True,
+                "evals.every_steps": every,
+                "evals.commands": commands,
+            },
+            f"evals.every_steps = {every} must be a multiple of checkpoint.interval = 5",
+        )
+        for every, commands in ((0, ["x"]), (7, ["x"]), (10, []))
+    ),
 )
 
 

@@ -59,8 +59,11 @@ def test_a_position_counts_from_the_beginning_of_its_document() -> None:
 
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 5))
 def test_every_held_out_window_is_read_once_whatever_the_ranks(windows: int, ranks: int, batch: int) -> None:
-    tokens, source = np.arange(windows)[:, None], np.zeros(windows, dtype=np.int64)
-    dealt, sources = deal_out(tokens, source, ranks, batch, unread=1)
-    assert dealt.shape[1:3] == (ranks, batch)
-    assert sorted(dealt[sources == 0].ravel()) == list(range(windows))
-    assert (sources == 1).sum() < ranks * batch
+    rows = np.arange(windows)
+    dealt = [deal_out([rows[:, None]], np.zeros_like(rows), ranks, rank, batch) for rank in range(ranks)]
+    assert len({len(of_rank) for of_rank in dealt}) == 1
+    parts = [part for of_rank in dealt for part in of_rank]
+    tokens, bins = (torch.cat(column).ravel() for column in zip(*parts, strict=True))
+    assert {len(part) for part, _ in parts} == {batch}
+    assert sorted(tokens[bins == 0].tolist()) == rows.tolist()
+    assert (bins == 1).sum() < ranks * batch

@@ -95,8 +95,8 @@ def run(arguments: Arguments) -> Path:
     with hold_lock(out / ".sft.lock", f"another process writes {out}; wait for it, or give another --out"):
         token_facts = facts(arguments.tokenizer)
         tokenizer, special = open_tokenizer(arguments.tokenizer)
-        tools, made = arguments.system_and_tools, {}
-        template = {"chat_template": TOOLS_TEMPLATE.read_text(), **special} if tools else None
+        made, template_path = {}, TOOLS_TEMPLATE if rules.system_and_tools else CHAT_TEMPLATE
+        template = {"chat_template": template_path.read_text(), **special}
         for name, origins in sources.items():
             made[name] = prepare(
                 out / name, origins, token_facts, tokenizer, rules, arguments.max_dropped, arguments.workers,
@@ -107,7 +107,7 @@ def run(arguments: Arguments) -> Path:
         if arguments.tokenizer.suffix == ".json":
             config = arguments.tokenizer.with_name(shards.TOKENIZER_CONFIG)
             given = {shards.TOKENIZER_JSON: arguments.tokenizer, shards.TOKENIZER_CONFIG: config}
-        given[shards.CHAT_TEMPLATE] = TOOLS_TEMPLATE if tools else CHAT_TEMPLATE
+        given[shards.CHAT_TEMPLATE] = template_path
         for name, path in given.items():
             if not (copy := out / name).exists() or not copy.samefile(path):
                 shutil.copyfile(path, copy)
@@ -124,7 +124,10 @@ def _rules(arguments: Arguments) -> Rules:
     for name, (low, high) in RANGES.items():
         if not low <= (value := getattr(arguments, name)) <= high:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be from {low} to {high}")
-    return Rules(arguments.seq_len, arguments.seed, round(arguments.holdout * 10_000), arguments.cut_long)
+    return Rules(
+        arguments.seq_len, arguments.seed, round(arguments.holdout * 10_000), arguments.cut_long,
+        arguments.system_and_tools,
+    )  # fmt: skip
 
 
 def _by_name(given: tuple[str, ...]) -> dict[str, list[str]]:

@@ -1,14 +1,8 @@
-"""Conversations from files and the hub: rows of JSON lines or Parquet -> token ids and what
-of them is trained.
-
-A row has "messages" ([{"role", "content"}, ...], as in the OpenAI API) or "conversations" ([{"from",
-"value"}, ...], as ShareGPT). Whatever cannot be used has a reason of one word, by which it is counted.
-"""
+"""Conversations from files and the hub: rows of JSON lines or Parquet, encoded by worker processes."""
 
 from __future__ import annotations
 
 import gzip
-import json
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -16,35 +10,18 @@ from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import xxhash
 from tokenizers import Tokenizer
 
-from laneformer.chat import SYSTEM, ChatError, ChatTokenizer, render, token_ids
+from laneformer.chat import ChatError
 from laneformer.prompts import PromptEncoder
-from records.files import json_lines
+from records.files import Skipped, json_lines
 from records.workers import end_with_parent
 
-from .turns import Turns, through_template
+from .turns import Conversation, encode
 
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # where they are not those of OpenAI
-SYSTEM_ROLES = (SYSTEM, "developer")  # what the template ignores: OpenAI's older and newer name
 ROWS_AT_A_TIME = 64  # to a worker process
-SEGMENTS_PER_MESSAGE = 2  # of `render`: header and content
-
-
-class Conversation(NamedTuple):
-    """ids: uint32 (n,); trained: bool (n,); key: a 128-bit hash of roles and texts; cut: whether
-    its end is missing; system: whether a system message was ignored.
-    """
-
-    key: int
-    ids: np.ndarray
-    trained: np.ndarray
-    cut: bool = False
-    system: bool = False
 
 
 def rows(origin: str) -> Iterator[Any]:
@@ -80,7 +57,7 @@ def rows(origin: str) -> Iterator[Any]:
 
 def _json_rows(path: Path) -> Iterator[Any]:
     # not through `datasets`, which ends at the first broken line
-    broken: list[int] = []
+    broken: Skipped = {}
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
         try:
             for _, row in json_lines(file, path, broken):
@@ -90,83 +67,17 @@ def _json_rows(path: Path) -> Iterator[Any]:
     yield from [None] * len(broken)
 
 
-def messages(row: Any) -> list[dict[str, Any]]:
-    """The messages of a row in OpenAI's form, each content one text. ChatError when it has none."""
-    if row is None:
-        raise ChatError("not_json", "the line is not JSON")
-    if isinstance(row, dict) and isinstance(row.get("messages"), list):
-        return [_with_one_text(message) for message in row["messages"]]
-    if isinstance(row, dict) and isinstance(turns := row.get("conversations"), list):
-        if any(not isinstance(turn, dict) or not {"from", "value"} <= turn.keys() for turn in turns):
-            raise ChatError("fields", "every turn of 'conversations' needs the fields 'from' and 'value'")
-        return [
-            {**turn, "role": SHAREGPT_ROLES.get(str(turn["from"]), turn["from"]), "content": turn["value"]}
-            for turn in turns
-        ]
-    raise ChatError("fields", "a row needs a list 'messages' or 'conversations'")
-
-
-def _with_one_text(message: Any) -> Any:
-    """A message whose content is a list of text parts, with their texts joined as by the server."""
-    parts = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(parts, list):
-        return message
-    texts = [part.get("text", "") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
-    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
-        return message  # which has no text
-    return {**message, "content": "\n".join(texts)}
-
-
-def encode(row: Any, tokenizer: ChatTokenizer | PromptEncoder, longest: int, cut: bool) -> Conversation:
-    """One row, through the template of a PromptEncoder, else as published. ChatError when that has no
-    form for it, nothing in it is trained, or it is too long.
-
-    cut: keep the first exchanges of a conversation that is too long, as many as fit.
-    """
-    given = messages(row)
-    if isinstance(tokenizer, PromptEncoder):
-        turns = through_template(given, row.get("tools"), tokenizer)
-    else:
-        turns = _as_published(given, tokenizer)
-    ids, trained, texts = turns.ids, turns.trained, turns.texts
-    end, count = len(ids), len(texts)
-    if end > longest and cut:
-        end, count = max((each for each in turns.ends if each[0] <= longest), default=(0, 0))
-    if not 0 < end <= longest:
-        raise ChatError("too_long", f"{len(ids)} tokens, the longest that fits has {longest}")
-    if not trained[:end].any():
-        raise ChatError("no_reply", "no message of the assistant that is trained")
-    key = xxhash.xxh3_128_intdigest(json.dumps(texts[:count] + turns.tools).encode())
-    array = np.array(ids[:end], dtype=np.uint32)
-    return Conversation(key, array, trained[:end], count < len(texts), turns.system_ignored)
-
-
-def _as_published(given: list[dict[str, Any]], tokenizer: ChatTokenizer) -> Turns:
-    turns = [turn for turn in given if not isinstance(turn, dict) or turn.get("role") not in SYSTEM_ROLES]
-    segments = render(turns, tokenizer)
-    sizes = [len(segment.ids) for segment in segments]
-    ends = np.cumsum(sizes)[2 * SEGMENTS_PER_MESSAGE - 1 :: 2 * SEGMENTS_PER_MESSAGE].tolist()
-    return Turns(
-        token_ids(segments),
-        np.repeat([segment.trained for segment in segments], sizes),
-        [[turn["role"], turn["content"].strip()] for turn in turns],
-        [(end, 2 * exchange) for exchange, end in enumerate(ends, 1)],
-        system_ignored=len(turns) < len(given),
-    )
-
-
-_worker: tuple[ChatTokenizer | PromptEncoder, int, bool]
+_worker: tuple[PromptEncoder, bool, int, bool]
 
 
 def _start_worker(
-    tokenizer_json: str, eos_id: int, longest: int, cut: bool, template: dict[str, str] | None
+    tokenizer_json: str, template: dict[str, str], system_and_tools: bool, longest: int, cut: bool
 ) -> None:
     global _worker
     if parent_process():
         end_with_parent()
-    tokenizer = Tokenizer.from_str(tokenizer_json)
-    published = ChatTokenizer(tokenizer, eos_id)  # refuses what could tell no header from a message
-    _worker = PromptEncoder(tokenizer, template) if template else published, longest, cut
+    encoder = PromptEncoder(Tokenizer.from_str(tokenizer_json), template)
+    _worker = encoder, system_and_tools, longest, cut
 
 
 def _encode_row(row: Any) -> Conversation | str:
@@ -177,14 +88,14 @@ def _encode_row(row: Any) -> Conversation | str:
 
 
 def encode_all(
-    origin: str, tokenizer: Tokenizer, eos_id: int, longest: int, cut: bool, workers: int,
-    template: dict[str, str] | None = None,
+    origin: str, tokenizer: Tokenizer, template: dict[str, str], system_and_tools: bool, longest: int, cut: bool,
+    workers: int,
 ) -> Iterator[Conversation | str]:  # fmt: skip
     """Every row of an origin in its order: the conversation, or the reason why it is none.
 
-    template: of a tokenizer_config.json, "chat_template" and its tokens; None for the published one.
+    template: of a tokenizer_config.json, "chat_template" and its tokens.
     """
-    start = (tokenizer.to_str(), eos_id, longest, cut, template)
+    start = (tokenizer.to_str(), template, system_and_tools, longest, cut)
     if workers == 1:
         _start_worker(*start)
         yield from map(_encode_row, rows(origin))

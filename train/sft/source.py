@@ -19,7 +19,8 @@ import numpy as np
 from data_mixtures import packing, shards
 from records.files import file_sha256
 
-from .conversations import Conversation, encode_all
+from .conversations import encode_all
+from .turns import Conversation
 
 WINDOWS_PER_SHARD = 8192
 FLAGS = ".flags.bin"
@@ -34,6 +35,7 @@ class Rules:
     seed: int
     valid_per_10000: int
     cut_long: bool
+    system_and_tools: bool
 
 
 def prepare(
@@ -44,7 +46,7 @@ def prepare(
     rules: Rules,
     max_dropped: float,
     workers: int,
-    template: dict[str, str] | None = None,
+    template: dict[str, str],
 ) -> dict[str, Any]:
     """Write a source, or find it written; its manifest. ValueError when too much of it cannot be used."""
     # a dataset of the hub has no hash: it may have changed since
@@ -57,11 +59,11 @@ def prepare(
         "origins": hashes,
         **token_facts,
         "excluded_by": EXCLUDED_BY,
-        "chat_template_sha256": template and hashlib.sha256(template["chat_template"].encode()).hexdigest(),
+        "chat_template_sha256": hashlib.sha256(template["chat_template"].encode()).hexdigest(),
     }
     if None not in hashes and (manifest := _finished(folder, facts)):
         return manifest
-    conversations, counts = _read(origins, tokenizer, token_facts["eos_id"], rules, workers, template)
+    conversations, counts = _read(origins, tokenizer, template, rules, workers)
     _check_dropped(folder.name, counts, max_dropped)
     limit = shards.held_out_below(rules.valid_per_10000)
     train = [each for each in conversations if each.key % 2**64 >= limit]
@@ -110,19 +112,16 @@ def _finished(folder: Path, facts: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _read(
-    origins: list[str],
-    tokenizer: Any,
-    eos_id: int,
-    rules: Rules,
-    workers: int,
-    template: dict[str, str] | None,
+    origins: list[str], tokenizer: Any, template: dict[str, str], rules: Rules, workers: int
 ) -> tuple[list[Conversation], dict[str, Any]]:
     """The conversations in the order of their keys, each once, and the counts of source.json."""
     by_key: dict[int, Conversation] = {}
     reasons: Counter[str] = Counter()
     read = system_ignored = 0
     for origin in origins:
-        for each in encode_all(origin, tokenizer, eos_id, rules.seq_len, rules.cut_long, workers, template):
+        for each in encode_all(
+            origin, tokenizer, template, rules.system_and_tools, rules.seq_len, rules.cut_long, workers
+        ):
             read += 1
             if isinstance(each, str):
                 reasons[each] += 1

@@ -1,39 +1,50 @@
-"""Conversations with system messages and tools, in OpenAI's form, through a chat template: the ids that a
-server makes of the same request. The assistant's messages are trained, calls included, and nothing else.
+"""A row through a chat template: the ids that a server makes of the same request, and which of them are trained.
+
+A row has "messages" ([{"role", "content"}, ...], as in the OpenAI API) or "conversations" ([{"from",
+"value"}, ...], as ShareGPT). The assistant's messages are trained, with --system-and-tools calls included, and
+nothing else. Whatever cannot be used has a reason of one word, by which it is counted.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 
-from laneformer.chat import ASSISTANT, SYSTEM, TOOL, USER, ChatError, is_wanted
+from laneformer.chat import ASSISTANT, SYSTEM, TOOL, USER, ChatError
 from laneformer.prompts import PromptEncoder
 
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # where they are not those of OpenAI
 Message = dict[str, Any]
+DEVELOPER = "developer"  # OpenAI's newer name of the system
 
 
-@dataclass
-class Turns:
-    """A conversation in a template. trained: bool (n,), of the ids. texts: what its hash is of, by message, and
-    tools beside it; ends: (ids, messages) of each place where it may be cut.
+class Conversation(NamedTuple):
+    """ids: uint32 (n,); trained: bool (n,); key: a 128-bit hash of roles, texts and tools; cut: whether
+    its end is missing; system: whether a system message was ignored.
     """
 
-    ids: list[int]
+    key: int
+    ids: np.ndarray
     trained: np.ndarray
-    texts: list[list[Any]]
-    ends: list[tuple[int, int]]
-    tools: list[Any] = field(default_factory=list)
-    system_ignored: bool = False
+    cut: bool = False
+    system: bool = False
 
 
-def through_template(given: Sequence[Any], tools: Any, encoder: PromptEncoder) -> Turns:
-    """ChatError for what no server would be sent, or could answer."""
-    tools, messages = _tools(tools), [_plain(message, number) for number, message in enumerate(given)]
+def encode(row: Any, encoder: PromptEncoder, system_and_tools: bool, longest: int, cut: bool) -> Conversation:
+    """One row through the encoder's template. ChatError for what no server would be sent or could answer, when
+    nothing in it is trained, or it is too long.
+
+    system_and_tools: whether the template has them; the published one ignores system messages, and has no form
+    for tools. cut: keep the first exchanges of a conversation that is too long, as many as fit.
+    """
+    given = read_messages(row)
+    tools = _tools(row.get("tools")) if system_and_tools else []
+    turns = given if system_and_tools else [message for message in given if not _is_system(message)]
+    messages = [_plain(message, number, system_and_tools) for number, message in enumerate(turns)]
     _check_order(messages)
     try:
         json.dumps([messages, tools], ensure_ascii=False).encode()
@@ -41,16 +52,65 @@ def through_template(given: Sequence[Any], tools: Any, encoder: PromptEncoder) -
         raise ChatError("content", "the conversation has text that is no valid text") from None
     ids, answers = encoder.training(messages, tools)
     replies = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
-    trained, ends = np.zeros(len(ids), dtype=bool), []
+    trained, fitting = np.zeros(len(ids), dtype=bool), (0, 0)
     for number, (begin, end) in zip(replies, answers, strict=True):
-        trained[begin:end] = is_wanted(given[number], number)
-        if "tool_calls" not in messages[number]:
-            ends.append((end, number + 1))
+        trained[begin:end] = _is_wanted(turns[number], number)
+        if end <= longest and "tool_calls" not in messages[number]:
+            fitting = (end, number + 1)
+    end, count = fitting if cut and len(ids) > longest else (len(ids), len(messages))
+    if not 0 < end <= longest:
+        raise ChatError("too_long", f"{len(ids)} tokens, the longest that fits has {longest}")
+    if not trained[:end].any():
+        raise ChatError("no_reply", "no message of the assistant that is trained")
     texts = [
-        [turn["role"], turn["content"].strip(), *(call["function"] for call in turn.get("tool_calls", ()))]
-        for turn in messages
+        [each["role"], each["content"].strip(), *(call["function"] for call in each.get("tool_calls", ()))]
+        for each in messages[:count]
     ]
-    return Turns(ids, trained, texts, ends, tools)
+    key = xxhash.xxh3_128_intdigest(json.dumps(texts + tools).encode())
+    array = np.array(ids[:end], dtype=np.uint32)
+    return Conversation(key, array, trained[:end], count < len(messages), len(turns) < len(given))
+
+
+def read_messages(row: Any) -> list[dict[str, Any]]:
+    """The messages of a row in OpenAI's form, each content one text. ChatError when it has none."""
+    if row is None:
+        raise ChatError("not_json", "the line is not JSON")
+    if isinstance(row, dict) and isinstance(row.get("messages"), list):
+        return [_with_one_text(message) for message in row["messages"]]
+    if isinstance(row, dict) and isinstance(turns := row.get("conversations"), list):
+        if any(not isinstance(turn, dict) or not {"from", "value"} <= turn.keys() for turn in turns):
+            raise ChatError("fields", "every turn of 'conversations' needs the fields 'from' and 'value'")
+        return [
+            {**turn, "role": SHAREGPT_ROLES.get(str(turn["from"]), turn["from"]), "content": turn["value"]}
+            for turn in turns
+        ]
+    raise ChatError("fields", "a row needs a list 'messages' or 'conversations'")
+
+
+def _with_one_text(message: Any) -> Any:
+    """A message whose content is a list of text parts, with their texts joined as by the server."""
+    parts = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(parts, list):
+        return message
+    texts = [part.get("text", "") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+        return message  # which has no text
+    return {**message, "content": "\n".join(texts)}
+
+
+def _is_system(message: Any) -> bool:
+    return isinstance(message, Mapping) and message.get("role") in (SYSTEM, DEVELOPER)
+
+
+def _is_wanted(message: Message, number: int) -> bool:
+    """Whether an assistant's message is learned: unless "weight": 0 (OpenAI) or "train": false (axolotl)."""
+    weight, train = message.get("weight"), message.get("train")
+    if weight not in (None, 0, 1) or train not in (None, False, True):
+        raise ChatError(
+            "weight",
+            f"message {number} has weight {weight!r} and train {train!r}; allowed are 0, 1, false and true",
+        )
+    return weight != 0 and train is not False
 
 
 def _object(value: Any) -> Any:
@@ -73,22 +133,23 @@ def _tools(given: Any) -> list[Any]:
     return listed
 
 
-def _plain(message: Any, number: int) -> Message:
+def _plain(message: Any, number: int, system_and_tools: bool) -> Message:
     """For a template, as a server gives it: a developer as the system, arguments as values."""
     if not isinstance(message, Mapping) or "role" not in message:
         raise ChatError("fields", f"message {number} is {message!r:.80}; it needs the field 'role'")
     role, text = message["role"], message.get("content")
-    role = SYSTEM if role == "developer" else role
-    if role not in (SYSTEM, USER, ASSISTANT, TOOL):
-        raise ChatError(
-            "role", f"message {number} has the role {role!r}; allowed are system, user, assistant and tool"
-        )
+    role = SYSTEM if role == DEVELOPER else role
+    roles = (SYSTEM, USER, ASSISTANT, TOOL) if system_and_tools else (SYSTEM, USER, ASSISTANT)
+    if role not in roles:
+        allowed = ", ".join(roles)
+        raise ChatError("role", f"message {number} has the role {role!r}; allowed are {allowed}")
     if not isinstance(text, str | None):
         raise ChatError(
             "content", f"message {number} has content of type {type(text).__name__}; it needs text"
         )
     plain: Message = {"role": role, "content": text or ""}
-    if calls := message.get("tool_calls"):
+    calls = message.get("tool_calls") if system_and_tools else None
+    if calls:
         plain["tool_calls"] = [_call(call, number) for call in calls]
     if role == TOOL:
         plain["tool_call_id"] = message.get("tool_call_id")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from records.checkpoints import newest_saved_step
 from records.events import (
@@ -206,12 +207,9 @@ class Supervisor:
     def say(self, kind: str, text: str, **facts: Any) -> None:
         """One line on the console, one event in events.jsonl."""
         with suppress(OSError):  # Slurm's log lies in the run folder, whose disk may be full
-            console.print(
-                f"{time.strftime('%H:%M:%S')}  attempt {self.attempt:<3} [bold]{kind:<8}[/bold]  ", end=""
-            )
-            console.print(
-                textwrap.shorten(text, CONSOLE_CHARS, placeholder=" ..."), markup=False, soft_wrap=True
-            )
+            now, short = time.strftime("%H:%M:%S"), textwrap.shorten(text, CONSOLE_CHARS, placeholder=" ...")
+            line = f"{now}  attempt {self.attempt:<3} [bold]{kind:<8}[/bold]  {escape(short)}"
+            console.print(line, soft_wrap=True)
         record_event(self.job.run, f"supervisor_{kind}", attempt=self.attempt, text=text, **facts)
         if kind in ALERTED or facts.get("code") == CRASHED:
             self.alerts.send(facts.get("what", kind), text, step=facts.get("step"), attempt=self.attempt)

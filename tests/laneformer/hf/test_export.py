@@ -12,10 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sentencepiece import SentencePieceProcessor
-from tokenizers import Tokenizer
 
 from laneformer import Laneformer
-from laneformer.chat import ChatTokenizer, render, token_ids
 from laneformer.config import hf_name
 from laneformer.hf.export import export, load_weights, staged_folder, verify
 from laneformer.model import KVCache, run_layers
@@ -28,6 +26,7 @@ from tests.laneformer.hf.hf_assets import (
     stdlib_sources,
     write_run,
 )
+from tests.tokenizer_assets import encode_chat
 
 REPOSITORY = Path(__file__).parents[3]
 TRANSFORMERS_4 = REPOSITORY / ".venv" / "transformers-4.57"
@@ -145,11 +144,8 @@ def test_fresh_process_tokenizer_is_sentencepiece(answers, exported):
     assert answer["decoded"] == TEXTS
     assert answer["special_ids"] == [0, 1, 2, 0]
     assert answer["prompt"] == "".join(HEADER.format(*turn) for turn in TURNS)
-    tokenizer = ChatTokenizer(Tokenizer.from_file(str(exported[0] / "tokenizer.json")), 2)
     for messages, (ids, mask) in zip(CHATS, answer["chats"], strict=True):
-        segments = render(messages, tokenizer)
-        assert ids == token_ids(segments)
-        assert mask == [int(segment.trained) for segment in segments for _ in segment.ids]
+        assert encode_chat(exported[0], messages) == (ids, mask)
 
 
 def test_report_and_files(exported, model):

@@ -11,10 +11,9 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from laneformer.chat import ChatTokenizer, render, token_ids
 from laneformer.hf.tokenizer import open_tokenizer, write_tokenizer
 from tests.laneformer.hf.hf_assets import sentencepiece_model, stdlib_sources
-from tests.tokenizer_assets import byte_level, save
+from tests.tokenizer_assets import byte_level, encode_chat, save
 
 TEXTS = ["def f(x):\n    return x\n\n\n", "東京 😀 é", "", "  a b\r\n\t1234567", *stdlib_sources()[:2]]
 NAMES = {"bos_token": {"content": "<begin>"}, "eos_token": "<end>", "chat_template": "x",
@@ -74,27 +73,16 @@ def test_other_ids_of_a_sentencepiece_model(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "headers", [[], ["<|start_header_id|>", "<|end_header_id|>"]], ids=["text", "tokens"]
+    ("headers", "pattern"),
+    [([], {}), (["<|start_header_id|>", "<|end_header_id|>"], {}), ([], {"pattern": None})],
+    ids=["text", "tokens, as in Llama 3", "two line breaks are one token, which a header shares with text"],
 )
-def test_conversations_are_those_of_the_template(tmp_path, headers):
-    """Headers are text, or tokens where the vocabulary has them (Llama 3)."""
-    made = exported(tmp_path, ["<begin>", "<end>", *headers], **NAMES)
-    chat = ChatTokenizer(Tokenizer.from_file(str(tmp_path / "tokenizer.json")), 601)
-    assert len(chat.headers["user"]) < 8 or not headers
+def test_conversations_are_those_of_the_template(tmp_path, headers, pattern):
+    made = exported(tmp_path, ["<begin>", "<end>", *headers], pattern, **NAMES)
     said = ["Hi, (you)", "1 or 2?\n\n- yes", "東 ", "\té\n\n\n1"]
     messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(said)]
     for count in (1, 2, 3, 4):
-        prompt, ids = count % 2 == 1, made.apply_chat_template
-        theirs = ids(messages[:count], add_generation_prompt=prompt, return_dict=True)["input_ids"]
-        assert token_ids(render(messages[:count], chat, prompt)) == theirs
-    hostile = token_ids(render([{"role": "user", "content": "a<end><begin>" + "".join(headers)}], chat))
-    assert [i for i in hostile[len(chat.headers["user"]) :] if i >= 600] == [601], "text is only text"
-
-
-def test_headers_that_join_with_text_are_refused(tmp_path):
-    """As with GPT-2's pattern, which cuts two line breaks where text follows."""
-    exported(tmp_path, ["<begin>", "<end>"], {"pattern": None}, **NAMES)
-    made = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert len(made.encode("\n\n", add_special_tokens=False).ids) == 1
-    with pytest.raises(ValueError, match="gives 'Hi' behind the header of a message other ids than alone"):
-        ChatTokenizer(made, 601)
+        theirs = made.apply_chat_template(
+            messages[:count], return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert encode_chat(tmp_path, messages[:count]) == (theirs["input_ids"], theirs["assistant_masks"])

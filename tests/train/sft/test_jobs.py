@@ -75,11 +75,7 @@ def test_the_mean_is_over_all_trained_tokens_of_the_global_batch(
     assert row["lr"] == pytest.approx(3e-3)
     assert row["phase"] == "sft"
     assert row["tokens_total"] > row["tokens"], "those of the phases before count"
-
-
-@pytest.mark.job
-def test_the_template_of_the_data_goes_into_the_run(whole: Path) -> None:
-    """Whose export has it (test_turns.py)."""
+    # whose export has it (test_turns.py)
     assert (whole / "chat_template.jinja").read_bytes() == CHAT_TEMPLATE.read_bytes()
 
 

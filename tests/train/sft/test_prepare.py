@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,27 +23,36 @@ import pytest
 import sentencepiece
 
 from data_mixtures.mixture import BEGINS, TRAINED, Mixture, valid_windows
-from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
+from laneformer.hf.tokenizer import CHAT_TEMPLATE, open_tokenizer
 from train.sft import conversations, source
 from train.sft.__main__ import Arguments, run
 from train.sft.conversations import ROWS_AT_A_TIME, encode_all, rows
 
 ROOT = Path(__file__).resolve().parents[3]
 SEQ_LEN = 256
+Turn = dict[str, Any]
 
 
-def chat(number: int, turns: int = 1) -> list[dict[str, str]]:
-    messages = []
-    for turn in range(turns):
-        messages += [{"role": "user", "content": f"What is {number} + {turn}?"}]
-        messages += [{"role": "assistant", "content": f"It is {number + turn}."}]
-    return messages
+def chat(number: int, turns: int = 1) -> list[Turn]:
+    pairs = [(f"What is {number} + {turn}?", f"It is {number + turn}.") for turn in range(turns)]
+    return [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+
+
+CHATS = [chat(n, 1 + n % 2) for n in range(120)]
 
 
 def write(path: Path, rows: list) -> Path:
     lines = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows).encode()
     path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
     return path
+
+
+def with_messages(chats: list[list[Turn]]) -> list[Turn]:
+    return [{"messages": turns} for turns in chats]
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +62,24 @@ def tokenizer(prepared_data: Path) -> Path:
 
 @pytest.fixture
 def arguments(tmp_path: Path, tokenizer: Path) -> Arguments:
-    lines = [{"messages": chat(n, 1 + n % 2)} for n in range(120)]
-    conversations = (str(write(tmp_path / "chat.jsonl", lines)),)
-    return Arguments(conversations, tokenizer, tmp_path / "out", seq_len=SEQ_LEN, holdout=0.1, workers=1)
+    path = write(tmp_path / "chat.jsonl", with_messages(CHATS))
+    return Arguments((str(path),), tokenizer, tmp_path / "out", seq_len=SEQ_LEN, holdout=0.1, workers=1)
 
 
-def manifest(arguments: Arguments, name: str = "chat") -> dict:
-    return json.loads((arguments.out / name / "source.json").read_text())
+@pytest.fixture
+def prepare(arguments: Arguments, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Make a source of these rows in place of the fixture's: its manifest."""
+
+    def prepare(rows: list[Any], **changes: Any) -> dict[str, Any]:
+        path = write(tmp_path / "chat.jsonl", rows)
+        run(replace(arguments, conversations=(str(path),), **changes))
+        return manifest(arguments)
+
+    return prepare
+
+
+def manifest(arguments: Arguments) -> dict[str, Any]:
+    return json.loads((arguments.out / "chat/source.json").read_text())
 
 
 def texts(windows: np.ndarray, flags: np.ndarray, tokenizer: Path) -> tuple[list[str], list[str]]:
@@ -77,37 +97,28 @@ def texts(windows: np.ndarray, flags: np.ndarray, tokenizer: Path) -> tuple[list
 
 def held_out(arguments: Arguments, name: str = "chat") -> tuple[list[str], list[str]]:
     """`texts` of the windows that are held out."""
-    found = (valid_windows(arguments.out, name, flags=flags) for flags in (False, True))
-    return texts(*found, arguments.tokenizer)
+    windows, flags = (valid_windows(arguments.out, name, flags=flags) for flags in (False, True))
+    return texts(windows, flags, arguments.tokenizer)
 
 
-def packed(arguments: Arguments, name: str = "chat") -> tuple[list[str], list[str]]:
-    """Prepare a source: `texts` of the windows to train on."""
-    mixture = Mixture.open(run(arguments))
-    count = manifest(arguments, name)["windows"]
+def to_train_on(arguments: Arguments) -> tuple[list[str], list[str]]:
+    """`texts` of the other windows."""
+    mixture, count = Mixture.open(arguments.out / "sft.lock.json"), manifest(arguments)["windows"]
     return texts(mixture.sequences(0, count)[0], mixture.flags(0, count), arguments.tokenizer)
 
 
 def test_every_conversation_is_trained_or_held_out_and_only_answers_count(arguments: Arguments) -> None:
-    whole, trained = packed(arguments)
-    whole_held, trained_held = held_out(arguments)
+    run(arguments)
+    (whole, trained), (whole_held, trained_held) = to_train_on(arguments), held_out(arguments)
     assert 3 <= len(whole_held) <= 30
     assert not set(whole) & set(whole_held)
-    expected = [chat(n, 1 + n % 2) for n in range(120)]
     assert len(whole) + len(whole_held) == 120
-    answers = sorted(
-        "".join(m["content"] for m in messages if m["role"] == "assistant") for messages in expected
-    )
-    assert sorted(text.replace("</s>", "") for text in trained + trained_held) == answers
+    answers = ["".join(m["content"] for m in turns if m["role"] == "assistant") for turns in CHATS]
+    assert sorted(text.replace("</s>", "") for text in trained + trained_held) == sorted(answers)
     assert "<|start_header_id|>" not in "".join(trained)
 
 
-def prepared(arguments: Arguments) -> list[bytes]:
-    names = ("shard-00000.bin", "shard-00000.flags.bin", "valid.bin", "valid.flags.bin")
-    return [(arguments.out / "chat" / name).read_bytes() for name in names]
-
-
-def in_sharegpt(turn: dict[str, Any]) -> dict[str, Any]:
+def in_sharegpt(turn: Turn) -> Turn:
     names = {"user": "human", "assistant": "gpt"}
     rest = {key: value for key, value in turn.items() if key not in ("role", "content")}
     return {"from": names[turn["role"]], "value": turn["content"], **rest}
@@ -119,39 +130,38 @@ def test_one_text_gives_the_same_bytes_in_any_order_and_form_and_from_any_worker
     """Shuffled with copies, as ShareGPT's turns, in Parquet, in text parts; and behind system messages, which the
     template ignores, also where the model is served.
     """
-    turns = [chat(n, 1 + n % 2) for n in range(120)]
     parts = [
-        [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in each] for each in turns
+        [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in each] for each in CHATS
     ]
     system = [
         [{"role": ("system", "developer")[n % 2], "content": "Be brief."}, *each]
-        for n, each in enumerate(turns)
+        for n, each in enumerate(CHATS)
     ]
-    pyarrow.parquet.write_table(pyarrow.table({"messages": turns}), tmp_path / "rows.parquet")
+    share = [{"conversations": [*map(in_sharegpt, each)], "id": 3} for each in CHATS]
+    pyarrow.parquet.write_table(pyarrow.table({"messages": CHATS}), tmp_path / "rows.parquet")
     variants: dict[Path, dict[str, Any]] = {
-        write(tmp_path / "again.jsonl.gz", [{"messages": each} for each in turns[60:] + turns[:67]]): {
+        write(tmp_path / "again.jsonl.gz", with_messages(CHATS[60:] + CHATS[:67])): {
             "dropped": {"duplicate": 7}
         },
-        write(
-            tmp_path / "share.jsonl",
-            [{"conversations": [*map(in_sharegpt, each)], "id": 3} for each in turns],
-        ): {},
+        write(tmp_path / "share.jsonl", share): {},
         tmp_path / "rows.parquet": {},
-        write(tmp_path / "parts.jsonl", [{"messages": each} for each in parts]): {},
-        write(tmp_path / "system.jsonl", [{"messages": each} for each in system]): {"system_ignored": 120},
+        write(tmp_path / "parts.jsonl", with_messages(parts)): {},
+        write(tmp_path / "system.jsonl", with_messages(system)): {"system_ignored": 120},
     }
     assert json.loads(run(arguments).read_text())["packing"] == "conversations"
     for path, counts in variants.items():
         workers = 2 if path.suffix == ".gz" else 1
         other = replace(arguments, conversations=(f"chat={path}",), out=tmp_path / path.stem, workers=workers)
         run(other)
-        assert prepared(other) == prepared(arguments), path
-        assert {key: manifest(other)[key] for key in ("dropped", "system_ignored")} == {
-            "dropped": {}, "system_ignored": 0, **counts,
-        }  # fmt: skip
+        for name in ("shard-00000.bin", "shard-00000.flags.bin", "valid.bin", "valid.flags.bin"):
+            assert (other.out / "chat" / name).read_bytes() == (arguments.out / "chat" / name).read_bytes(), (
+                path
+            )
+        expected = {"dropped": {}, "system_ignored": 0, **counts}
+        assert {key: manifest(other)[key] for key in expected} == expected
 
 
-def test_what_cannot_be_used_is_counted_by_reason(arguments: Arguments, tmp_path: Path) -> None:
+def test_what_cannot_be_used_is_counted_by_reason(prepare: Callable, arguments: Arguments) -> None:
     bad = [
         "{broken", {"text": "x"}, {"messages": [{"role": "tool", "content": "x"}]}, {"messages": chat(1)[1:]},
         {"messages": [{"role": "user", "content": " "}]}, {"messages": chat(1)[:1]}, {"messages": chat(5, 40)},
@@ -160,41 +170,37 @@ def test_what_cannot_be_used_is_counted_by_reason(arguments: Arguments, tmp_path
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         *({"messages": [chat(9)[0], {**chat(9)[1], **mark}]} for mark in ({"weight": 0.5}, {"train": "no"})),
     ]  # fmt: skip
-    good = [{"messages": chat(n)} for n in range(100, 145)]
-    path = write(tmp_path / "bad.jsonl", good + bad)
-    with pytest.raises(
-        ValueError,
-        match=r"source 'bad': 25\.0% of 60 .* \(content 3, .* too_long 1, weight 2\); allowed are 5",
-    ):
-        run(replace(arguments, conversations=(str(path),)))
-    assert not (arguments.out / "bad").exists()
-    run(replace(arguments, conversations=(str(path),), max_dropped=0.3))
-    found = manifest(arguments, "bad")
-    assert found["dropped"] == {
+    given = with_messages([chat(n) for n in range(100, 145)]) + bad
+    says = r"source 'chat': 25\.0% of 60 .* \(content 3, .* too_long 1, weight 2\); allowed are 5"
+    with pytest.raises(ValueError, match=says):
+        prepare(given)
+    assert not (arguments.out / "chat").exists()
+    counts = prepare(given, max_dropped=0.3)
+    assert counts["dropped"] == {
         "content": 3, "empty": 1, "fields": 2, "no_reply": 1, "not_json": 2, "order": 1, "role": 2, "too_long": 1,
         "weight": 2,
     }  # fmt: skip
-    assert found["read"] == found["kept"] + sum(found["dropped"].values()) == 60
+    assert counts["read"] == counts["kept"] + sum(counts["dropped"].values()) == 60
 
 
 @pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
 @pytest.mark.parametrize("form", ["messages", "conversations"])
 def test_what_the_user_excludes_is_context_and_not_trained(
-    arguments: Arguments, tmp_path: Path, mark: dict[str, Any], form: str
+    prepare: Callable, arguments: Arguments, mark: Turn, form: str
 ) -> None:
     """Each conversation's first answer; the second one says explicitly what is the default."""
-    rows = []
+    given = []
     for number in range(60):
-        turns: list[dict[str, Any]] = chat(number, 2)  # type: ignore[assignment]
+        turns = chat(number, 2)
         turns[1] |= mark
         turns[3] |= dict.fromkeys(mark, 1)
-        rows.append({form: turns if form == "messages" else [in_sharegpt(turn) for turn in turns]})
-    rows += [{"messages": [question, {**answer, **mark}]} for question, answer in map(chat, range(60, 63))]
+        given.append({form: turns if form == "messages" else [in_sharegpt(turn) for turn in turns]})
+    given += with_messages([[question, {**answer, **mark}] for question, answer in map(chat, range(60, 63))])
     # copies that exclude nothing, read before and after those that do
-    rows = [{"messages": chat(0, 2)}, *rows, {"messages": chat(1, 2)}]
-    path = write(tmp_path / "some.jsonl", rows)
-    whole, trained = packed(replace(arguments, conversations=(str(path),), max_dropped=1), "some")
-    assert manifest(arguments, "some")["dropped"] == {"duplicate": 2, "no_reply": 3}
+    copies = with_messages([chat(0, 2), chat(1, 2)])
+    counts = prepare([copies[0], *given, copies[1]], max_dropped=1)
+    assert counts["dropped"] == {"duplicate": 2, "no_reply": 3}
+    whole, trained = to_train_on(arguments)
     assert len(whole) > 30
     assert all(text.count("It is") == 2 for text in whole)
     assert all(text.count("It is") == 1 for text in trained)
@@ -202,74 +208,58 @@ def test_what_the_user_excludes_is_context_and_not_trained(
     assert {text.replace("</s>", "").strip() for text in trained} <= second
 
 
-def test_long_ones_keep_their_first_exchanges(arguments: Arguments, tmp_path: Path) -> None:
-    path = write(tmp_path / "long.jsonl", [{"messages": chat(n, 1 + n % 5)} for n in range(50)])
-    _, trained = packed(replace(arguments, conversations=(str(path),), cut_long=True), "long")
-    assert manifest(arguments, "long")["dropped"] == {}
-    assert manifest(arguments, "long")["cut"] == 20, "three exchanges fit, and two fifths have more"
-    assert {text.count(".") for text in trained} == {1, 2, 3}
-    assert all(text.endswith(".") for text in trained), "each ends with an answer"
-
-
 def test_a_dataset_of_the_hub_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    asked: list[tuple] = []
-    given = [{"messages": chat(1)}]
-    monkeypatch.setattr(
-        datasets, "load_dataset", lambda *names, **options: asked.append((*names, options)) or given
-    )
-    assert list(rows("org/some-data:train_sft")) == list(rows("org/some-data")) == given
-    assert [(name, options["split"]) for name, options in asked] == [
-        ("org/some-data", "train_sft"), ("org/some-data", "train"),
-    ]  # fmt: skip
+    def load_dataset(name: str, split: str, streaming: bool) -> list[tuple]:
+        if name == "org/away":
+            raise ConnectionError("no network")
+        return [(name, split, streaming)]
 
-    def refuse(*_: object, **__: object) -> None:
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert list(rows("org/data:train_sft")) == [("org/data", "train_sft", True)]
+    assert list(rows("org/data")) == [("org/data", "train", True)]
     with pytest.raises(
-        ValueError, match="org/some-data is no file, and the hub does not give such a dataset: no net"
+        ValueError, match="org/away is no file, and the hub does not give such a dataset: no net"
     ):
-        list(rows("org/some-data"))
+        list(rows("org/away"))
 
 
 def test_a_killed_worker_is_an_error(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the kernel ends it when memory runs out; a pool of `multiprocessing` would wait forever."""
 
     def killing(origin: str) -> Iterator[Any]:
-        yield from [{"messages": chat(1)}] * (2 * 16 * ROWS_AT_A_TIME)
+        yield from with_messages([chat(1)]) * (2 * 16 * ROWS_AT_A_TIME)
         for worker in multiprocessing.active_children():
             worker.kill()
-        yield {"messages": chat(1)}
+        yield from with_messages([chat(1)])
 
     monkeypatch.setattr(conversations, "rows", killing)
+    opened, special = open_tokenizer(tokenizer)
+    template = {"chat_template": CHAT_TEMPLATE.read_text(), **special}
     with pytest.raises(ValueError, match="a worker was killed"):
-        list(encode_all("x", tokenizer_from_sentencepiece(tokenizer), 2, SEQ_LEN, False, 2))
+        list(encode_all("x", opened, template, False, SEQ_LEN, False, 2))
 
 
 def test_sources_are_mixed_by_weight_and_the_same_conversation_is_held_out_of_all(
     arguments: Arguments, tmp_path: Path
 ) -> None:
-    me = write(tmp_path / "me.jsonl", [{"messages": chat(n, 1 + n % 2)} for n in range(220)])
-    sources = (*arguments.conversations, f"me={me}")
-    both = replace(arguments, conversations=sources, weights=("me=3", "chat=1"))
+    me = write(tmp_path / "me.jsonl", with_messages([chat(n, 1 + n % 2) for n in range(220)]))
+    both = replace(
+        arguments, conversations=(*arguments.conversations, f"me={me}"), weights=("me=3", "chat=1")
+    )
     mixture = Mixture.open(run(both))
     assert dict(zip(mixture.source_names, mixture.weights, strict=True)) == {"chat": 1, "me": 3}
     assert set(held_out(both)[0]) <= set(held_out(both, "me")[0])
     by_size = json.loads(run(replace(both, weights=())).read_text())["sources"]
-    assert {each["name"]: each["weight"] for each in by_size} == {
-        each["name"]: each["windows"] for each in by_size
-    }
+    assert [each["weight"] for each in by_size] == [each["windows"] for each in by_size]
 
 
 def test_a_finished_source_is_kept_and_a_damaged_or_other_one_made_again(
     arguments: Arguments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock = run(arguments).read_bytes()
-    made: list[str] = []
-    real = source._read
-    monkeypatch.setattr(source, "_read", lambda *given: made.append("read") or real(*given))
+    lock, made, read = run(arguments).read_bytes(), list[str](), source._read
+    monkeypatch.setattr(source, "_read", lambda *given: made.append("read") or read(*given))
     assert run(arguments).read_bytes() == lock
     assert not made
     path = arguments.out / "chat/shard-00000.flags.bin"
@@ -287,10 +277,11 @@ def test_a_finished_source_is_kept_and_a_damaged_or_other_one_made_again(
 def test_killed_while_writing_it_leaves_no_source_and_goes_on(
     arguments: Arguments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left")
+
     with monkeypatch.context() as patch:
-        patch.setattr(
-            source.shards, "write_json", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left"))
-        )
+        patch.setattr(source.shards, "write_json", fail)
         with pytest.raises(OSError, match="No space"):
             run(arguments)
     assert sorted(path.name for path in arguments.out.iterdir()) == [".chat.partial", ".sft.lock"]
@@ -325,19 +316,17 @@ def test_as_commands(tmp_path: Path, tokenizer: Path) -> None:
 
     def command(*parts: str) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        given = [sys.executable, "-m", *parts]
-        return subprocess.run(given, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+        return subprocess.run(
+            [sys.executable, "-m", *parts], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
+        )
 
-    out = tmp_path / "identity.jsonl"
-    assert command("train.sft.identity", "--out", str(out), "--conversations", "60").stdout.endswith(
-        "60 conversations\n"
-    )
-    given = [str(out), "--tokenizer", str(tokenizer), "--out", str(tmp_path / "data"), "--seq-len", "512"]
+    out = str(tmp_path / "identity.jsonl")
+    written = command("train.sft.identity", "--out", out, "--conversations", "60")
+    assert written.stdout.endswith("60 conversations\n")
+    given = [out, "--tokenizer", str(tokenizer), "--out", str(tmp_path / "data"), "--seq-len", "512"]
     done = command("train.sft", *given, "--holdout", "0.1", "--workers", "2")
-    assert (
-        "identity: 60 conversations read, 60 kept, 0 of them cut; 0 without their system message; dropped: none"
-        in done.stdout
-    ), done.stderr
+    counts = "60 conversations read, 60 kept, 0 of them cut; 0 without their system message; dropped: none"
+    assert f"identity: {counts}" in done.stdout, done.stderr
     assert "sft.lock.json: identity 100.0%" in done.stdout
     refused = command("train.sft", *given, "--holdout", "0")
     assert (refused.returncode, refused.stdout) == (1, "")

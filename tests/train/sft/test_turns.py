@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from tokenizers import Tokenizer, models
 
 from data_mixtures import shards
-from laneformer.chat import ChatError, ChatTokenizer
+from laneformer.chat import ChatError
 from laneformer.engine.channels import HERMES
 from laneformer.engine.folder import text_files
 from laneformer.hf.export import export
@@ -31,8 +31,7 @@ from laneformer.serve.tool_calls import ToolCalling, form_of
 from tests.tokenizer_assets import byte_level
 from tests.train.sft import chats
 from train.sft.__main__ import Arguments, run
-from train.sft.conversations import Conversation, encode
-from train.sft.turns import through_template
+from train.sft.turns import Conversation, encode
 
 Row = dict[str, Any]
 SEQ_LEN, EOS = 2048, "</s>"
@@ -119,13 +118,17 @@ def exported(data: Arguments) -> Path:
 
 @pytest.fixture(scope="module")
 def encoder(prepared_data: Path) -> PromptEncoder:
-    tokenizer, special = open_tokenizer(prepared_data / "tokenizer.model")
-    return PromptEncoder(tokenizer, {"chat_template": TOOLS_TEMPLATE.read_text(), **special})
+    return encoder_of(prepared_data, TOOLS_TEMPLATE)
+
+
+def encoder_of(data: Path, template: Path) -> PromptEncoder:
+    tokenizer, special = open_tokenizer(data / "tokenizer.model")
+    return PromptEncoder(tokenizer, {"chat_template": template.read_text(), **special})
 
 
 @pytest.fixture(scope="module")
 def trained(encoder: PromptEncoder) -> list[Conversation]:
-    return [encode(row, encoder, SEQ_LEN, False) for row in ROWS]
+    return [encode(row, encoder, True, SEQ_LEN, False) for row in ROWS]
 
 
 def with_values(row: Row) -> tuple[list[Row], Any]:
@@ -170,7 +173,7 @@ def test_the_same_ids_in_training_transformers_and_the_server(
                 {**m, "content": c["content"]} for m, c in zip(row["messages"], messages, strict=True)
             ],
         }
-        same = encode(given, context.prompts, SEQ_LEN, False)
+        same = encode(given, context.prompts, True, SEQ_LEN, False)
         out = theirs.apply_chat_template(
             messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
         )
@@ -193,7 +196,7 @@ def test_calls_and_answers_are_trained_and_nothing_else(
     )
     without = json.loads(json.dumps(ROWS[4]))
     without["messages"][2]["weight"] = 0
-    fewer = encode(without, encoder, SEQ_LEN, False)
+    fewer = encode(without, encoder, True, SEQ_LEN, False)
     assert (fewer.ids == found.ids).all()
     assert found.trained.sum() - fewer.trained.sum() == len(pieces[1])
 
@@ -219,11 +222,11 @@ def test_the_template_goes_with_the_model_and_the_default_is_the_published_one(
 def test_without_the_option_ids_and_hashes_are_those_of_before() -> None:
     """Taken from the code before there was the option."""
     tokenizer = byte_level(["What is it? It is 7. "] * 9, ["<s>", EOS], 300)
-    tokenizer.no_truncation()
-    chat = ChatTokenizer(tokenizer, tokenizer.token_to_id(EOS))
-    found = [encode({"messages": messages}, chat, 600, True) for messages in (ASKED, [SYSTEM, *ASKED], LONG)]
-    assert [(each.key, each.cut, each.system) for each in found] == GOLDEN_KEYS
-    content = b"".join(each.ids.astype("<u4").tobytes() + each.trained.tobytes() for each in found)
+    published = PromptEncoder(tokenizer, {"chat_template": CHAT_TEMPLATE.read_text(), "eos_token": EOS})
+    rows = [{"messages": messages} for messages in (ASKED, [SYSTEM, *ASKED], LONG)]
+    encoded = [encode(row, published, False, 600, True) for row in rows]
+    assert [(each.key, each.cut, each.system) for each in encoded] == GOLDEN_KEYS
+    content = b"".join(each.ids.astype("<u4").tobytes() + each.trained.tobytes() for each in encoded)
     assert hashlib.sha256(content).hexdigest() == GOLDEN_SHA256
 
 
@@ -231,37 +234,30 @@ def test_a_conversation_without_system_and_tools_is_the_published_one(
     encoder: PromptEncoder, prepared_data: Path
 ) -> None:
     """So it is held out by the same hash, whatever the template."""
-    tokenizer, _ = open_tokenizer(prepared_data / "tokenizer.model")
+    published = encoder_of(prepared_data, CHAT_TEMPLATE)
     for messages in (ASKED, LONG):
-        ours, published = (
-            encode({"messages": messages}, each, 600, True) for each in (encoder, ChatTokenizer(tokenizer, 2))
-        )
-        assert (ours.key, ours.cut) == (published.key, published.cut)
-        assert ours.ids.tolist() == published.ids.tolist()
-        assert ours.trained.tolist() == published.trained.tolist()
+        row = {"messages": messages}
+        ours, theirs = encode(row, encoder, True, 600, True), encode(row, published, False, 600, True)
+        assert (ours.key, ours.cut) == (theirs.key, theirs.cut)
+        assert ours.ids.tolist() == theirs.ids.tolist()
+        assert ours.trained.tolist() == theirs.trained.tolist()
 
 
 def test_long_ones_are_cut_behind_answers_and_not_behind_calls(encoder: PromptEncoder) -> None:
-    whole = encode(ROWS[4], encoder, SEQ_LEN, True)
+    whole = encode(ROWS[4], encoder, True, SEQ_LEN, True)
     assert not whole.cut
-    cut = encode(ROWS[4], encoder, len(whole.ids) - 1, True)
+    cut = encode(ROWS[4], encoder, True, len(whole.ids) - 1, True)
     assert cut.cut
-    assert (
-        encode({**ROWS[4], "messages": [SYSTEM, *USED[:7]]}, encoder, SEQ_LEN, False).ids.tolist()
-        == cut.ids.tolist()
-    )
+    first = encode({**ROWS[4], "messages": [SYSTEM, *USED[:7]]}, encoder, True, SEQ_LEN, False)
+    assert first.ids.tolist() == cut.ids.tolist()
     with pytest.raises(ChatError, match="the longest that fits has"):
-        encode(ROWS[4], encoder, len(cut.ids) - 1, True)
-
-
-def test_the_server_forces_the_form_that_was_trained() -> None:
-    config = {"chat_template": TOOLS_TEMPLATE.read_text(), "eos_token": EOS}
-    assert form_of(ChatTemplate(config), TOOLS) == HERMES
+        encode(ROWS[4], encoder, True, len(cut.ids) - 1, True)
 
 
 def test_tools_are_described_as_by_the_server_for_templates_without_any() -> None:
     """One wording of tools, calls and results: the server's own, in the template of before with a system."""
     config = {"chat_template": TOOLS_TEMPLATE.read_text(), "eos_token": EOS}
+    assert form_of(ChatTemplate(config), TOOLS) == HERMES, "the form that a server forces"
     tokenizer = byte_level(["x"], ["<s>", EOS])
     described = ToolCalling({}, Grammars(tokenizer, tokenizer.get_vocab_size(), [1]))
     for row in ({"messages": USED[:7], "tools": TOOLS}, ROWS[4], ROWS[6]):
@@ -281,7 +277,7 @@ def test_tools_are_described_as_by_the_server_for_templates_without_any() -> Non
         ([{**ASKED[0], "tool_calls": BOTH}], TOOLS, "order", "only the assistant does"),
         ([ASKED[0], turn("assistant", None)], None, "empty", "message 1, the assistant's, is empty"),
         ([SYSTEM], None, "empty", "no message of a user"),
-        ([turn("critic", "x")], None, "role", "allowed are system, user, assistant and tool"),
+        ([turn("critic", "x")], None, "role", "allowed are system, user, assistant, tool"),
         (ASKED, [{"name": "time"}], "tools", "they need the form"),
         (ASKED, "{", "tools", "they need the form"),
         (ASKED, 5, "tools", "tools are 5; they need the form"),
@@ -295,7 +291,7 @@ def test_what_no_server_could_answer_is_refused(
     encoder: PromptEncoder, messages: list[Any], tools: Any, reason: str, says: str
 ) -> None:
     with pytest.raises(ChatError, match=says) as refused:
-        through_template(messages, tools, encoder)
+        encode({"messages": messages, "tools": tools}, encoder, True, SEQ_LEN, False)
     assert refused.value.reason == reason
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from records.files import read_lines
 from records.job import JobSections
 from train.supervise import attempt as attempt_module
 from train.supervise import heartbeat
-from train.supervise.attempt import Attempt, Ended, exit_words, hold_port
+from train.supervise.attempt import Attempt, Ended, exit_words
 from train.supervise.signals import StopSignals
 
 REPORT = "Root Cause (first observed failure):\n[0]:\n  host      : a.long.name\n"
@@ -149,41 +148,26 @@ def test_an_abort_of_the_watchdog_blames_the_rank_that_is_waited_for(begin: Call
     assert "first to fail: rank 0 on n1, signal 6, SIGABRT" in ended.reason
 
 
+@pytest.mark.parametrize(
+    ("numactl", "trial", "off", "binds"),
+    [
+        ("numactl", 0, False, True),
+        (None, 0, False, False),
+        ("numactl", 1, False, False),
+        ("numactl", 0, True, False),
+    ],
+)
 def test_ranks_stay_beside_their_gpus(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, numactl: str | None, trial: int, off: bool, binds: bool
 ) -> None:
     """torchrun binds them where there are GPUs and numactl and a trial works; else its flag would end the job."""
     commands: list[list[str]] = []
-    trials: list[list[str]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda command, **_: commands.append(command))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], trial))
     monkeypatch.setattr(attempt_module, "NVIDIA_GPUS", tmp_path)
+    monkeypatch.setattr("shutil.which", lambda name: numactl)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    off = {attempt_module.NO_NUMA_BINDING: "1"}
-    for numactl, status, env in (("numactl", 0, {}), (None, 0, {}), ("numactl", 1, {}), ("numactl", 0, off)):
-        monkeypatch.setattr("shutil.which", lambda name, found=numactl: found)
-        ended = subprocess.CompletedProcess([], status)
-        monkeypatch.setattr(
-            subprocess, "run", lambda command, done=ended, **_: trials.append(command) or done
-        )
-        attempt_module.start_workers(None, 8, ["train"], tmp_path / "logs", env)
-    assert ["--numa-binding=node" in command for command in commands] == [True, False, False, False]
-    assert len(trials) == 2
-    assert "set resilience.numa_binding = false" in capsys.readouterr().err
-    known = run.parse_args(commands[0][commands[0].index("torch.distributed.run") + 1 :])
-    assert known.numa_binding == "node", "torchrun knows the flag"
-
-
-LISTEN = "import socket, sys; print(socket.create_server(('', int(sys.argv[1]))).getsockname()[1])"
-
-
-def test_a_held_port_is_given_to_nobody_but_who_is_told_its_number() -> None:
-    with hold_port() as holder:
-        port = holder.getsockname()[1]
-        others = [hold_port() for _ in range(50)]
-        assert port not in {other.getsockname()[1] for other in others}
-        told = subprocess.run(
-            [sys.executable, "-c", LISTEN, str(port)], capture_output=True, text=True, check=True
-        )
-        assert told.stdout == f"{port}\n"
-    for other in others:
-        other.close()
+    env = {attempt_module.NO_NUMA_BINDING: "1"} if off else {}
+    attempt_module.start_workers(None, 8, ["train"], tmp_path / "logs", env)
+    given = run.parse_args(commands[0][commands[0].index("torch.distributed.run") + 1 :])
+    assert given.numa_binding == ("node" if binds else None), "as torchrun reads it"

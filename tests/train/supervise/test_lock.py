@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -49,40 +50,39 @@ def test_a_lock_is_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("problem", "starting", "ends", "code"),
+    ("problem", "starting", "code", "said"),
     [
-        (AssertionError(""), True, SystemExit, REFUSED),  # a library's, without a word: its place is named
-        (KeyError("2B"), True, SystemExit, REFUSED),
-        (FileNotFoundError(2, "No such file", "x.bin"), True, SystemExit, CRASHED),  # a slow mount
-        (RuntimeError("NCCL"), True, RuntimeError, CRASHED),
-        (ValueError("in a step"), False, ValueError, CRASHED),
+        # a library's, without a word: its place is named
+        (AssertionError(""), True, REFUSED, f"AssertionError: .*{__file__}:"),
+        (KeyError("2B"), True, REFUSED, f"KeyError: '2B' .*{__file__}:"),
+        (FileNotFoundError(2, "No such file", "x.bin"), True, CRASHED, "FileNotFoundError: "),  # a slow mount
+        (RuntimeError("NCCL"), True, CRASHED, "RuntimeError: NCCL"),
+        (ValueError("in a step"), False, CRASHED, "ValueError: in a step"),
+        (torch.OutOfMemoryError("1.5 GiB"), False, CRASHED,
+         r"OutOfMemoryError: lower training.local_batch_size \(.* 1.5 GiB"),
     ],
-)
+)  # fmt: skip
 def test_what_is_refused(
     problem: Exception,
     starting: bool,
-    ends: type,
     code: int,
+    said: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(ends) as ended, crash_on_record(tmp_path, 1, lambda: 0, lambda: starting):
+    refused = starting and not isinstance(problem, RuntimeError)
+    with (
+        pytest.raises(SystemExit if refused else type(problem)) as ended,
+        crash_on_record(tmp_path, 1, lambda: 3, lambda: starting),
+    ):
         raise problem
     outcome = json.loads((tmp_path / "outcome.json").read_text())
     assert outcome["code"] == code
-    if ends is SystemExit:
+    assert re.match(said, outcome["reason"])
+    if refused:
         assert ended.value.code == code
         (line,) = capsys.readouterr().err.splitlines()
-        assert f"{type(problem).__name__}: " in line
-        assert f"{__file__}:" in line
-
-
-def test_memory_that_does_not_suffice_comes_with_the_setting(tmp_path: Path) -> None:
-    with pytest.raises(torch.OutOfMemoryError), crash_on_record(tmp_path, 1, lambda: 3, lambda: False):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.5 GiB")
-    reason = json.loads((tmp_path / "outcome.json").read_text())["reason"]
-    assert reason.startswith("OutOfMemoryError: lower training.local_batch_size (")
-    assert reason.endswith("Tried to allocate 1.5 GiB")
+        assert outcome["reason"] in line
 
 
 def test_a_rank_that_finds_what_rank_0_does_not_speaks_for_itself(

@@ -5,7 +5,6 @@ and what is not.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -228,9 +227,3 @@ def test_a_worker_for_each_gpu_unless_told_otherwise(
     job = ["--job.config_file", str(ROOT / "configs/debug_phase1.toml"), "--job.dump_folder", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["supervise", *job, *flag])
     assert command.main() == workers
-
-
-@pytest.mark.job
-def test_gpus_that_are_hidden_are_not_counted() -> None:
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "", "by tests/conftest.py"
-    assert command.count_gpus() == 0
