@@ -11,19 +11,18 @@ from typing import Any
 import langdetect
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
 
 from evals.lm_eval.__main__ import Questions, main, prompt_figures
 from evals.lm_eval.tasks import expand_tasks
 from evals.scorer import LOCAL, Answer, Source, fast_tokenizer
 from evals.scorer.engine import EngineScorer
-from laneformer.chat import ChatTokenizer, render
 from records.evals import About
 from records.items import read_items
 from tests.evals.core.core_assets import score_one
 from tests.evals.lm_eval.lm_eval_assets import QUESTIONS, write_configs, write_tiny
 from tests.records.lines import write_lines
 from tests.records.test_fields import check as check_fields
+from tests.tokenizer_assets import prompt_encoder
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.distributed is disabled")
 PAIRS = [
@@ -102,13 +101,12 @@ def test_bos_is_a_choice_and_in_a_conversation_the_templates(model, hf_dir, tmp_
         for text in ("x", "<s>x"):
             assert model.tok_encode(text) == [bos, *plain_ids]
     monkeypatch.setattr(model, "add_bos", True)  # and as it was afterwards
-    published = ChatTokenizer(Tokenizer.from_file(str(hf_dir / "tokenizer.json")), 2)
+    served = prompt_encoder(hf_dir)
     for texts in CHATS:
         roles = itertools.cycle(("user", "assistant"))
         turns = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
-        segments = render(turns, published, add_generation_prompt=True)
         asked = model.apply_chat_template(turns)
-        assert model.tok_encode(asked) == [i for segment in segments for i in segment.ids]
+        assert model.tok_encode(asked) == served.encode(served.render(turns))
         given = model.apply_chat_template([*turns, {"role": "assistant", "content": "It is"}], False)
         assert given == asked + "It is"
     assert model.tok_encode("<s>" + asked)[:2].count(bos) == 1, "a template may write it"
