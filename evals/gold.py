@@ -73,7 +73,7 @@ def main(
         out: file to write, .jsonl.gz, for validation.gold_items
         max_length: most tokens of an item: training.seq_len of the job
     """
-    check_range(2, max_length=max_length)
+    check_range(1, max_length=max_length)
     check_writable(out)
     length = max_length or next(iter(read_manifests(data).values()))["seq_len"]
     tasks, tokenizer = Bundle(bundle), tokenizer_path(data)

@@ -140,7 +140,7 @@ RANGES = [  # what takes numbers, with what else, and numbers that it refuses
     (Scoring, {}, {"parallel": [0]}),
     (samples.main, HF, {"max_new_tokens": [0], "temperature": [0.0, NAN], "seed": [-1, 2**32]}),
     (bits_per_byte.main, HF | DATA, {"limit": [0]}),
-    (gold.main, DATA | {"bundle": Path("bundle"), "out": Path("out")}, {"max_length": [1]}),
+    (gold.main, DATA | {"bundle": Path("bundle"), "out": Path("out")}, {"max_length": [0]}),
 ]
 
 
