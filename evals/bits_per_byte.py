@@ -30,7 +30,7 @@ from data_mixtures.shards import read_manifests, tokenizer_path
 from evals.items import Partial, partial_beside
 from evals.scorer import LOCAL, Prompt, Scorer, SourceFlags, open_scorer, origin, score_each
 from evals.tables import console, show_table
-from records.evals import NOWHERE, AboutFlags, EvalCommand, Limit, ModelFolder, check_limit, code_at_start
+from records.evals import NOWHERE, AboutFlags, EvalCommand, Limit, ModelFolder, check_range, code_at_start
 from records.files import JsonObject, file_sha256
 
 SPACE = "\u2581"  # ▁, SentencePiece's visible space
@@ -180,7 +180,7 @@ def main(
         data: directory written by `python -m data_mixtures.prepare`
         limit: most held-out windows to score per source
     """
-    check_limit(limit)
+    check_range(1, limit=limit)
     rows, categories = load_windows(data, limit)
     token_bytes = matching_token_bytes(hf_dir, data)
     scorer = open_scorer(hf_dir, source)

@@ -27,7 +27,7 @@ from evals.core.prompts import Unscorable, items
 from evals.core.tasks import Bundle, Task
 from evals.scorer import Encoder
 from evals.tables import console
-from records.evals import EvalCommand, optional
+from records.evals import EvalCommand, check_range, check_writable, optional
 from records.files import JsonObject, write_atomically
 from records.items import items_file
 
@@ -73,6 +73,8 @@ def main(
         out: file to write, .jsonl.gz, for validation.gold_items
         max_length: most tokens of an item: training.seq_len of the job
     """
+    check_range(1, max_length=max_length)
+    check_writable(out)
     length = max_length or next(iter(read_manifests(data).values()))["seq_len"]
     tasks, tokenizer = Bundle(bundle), tokenizer_path(data)
     encoder, lines = encoder_of(tokenizer), list[JsonObject]()

@@ -18,7 +18,7 @@ from typing import Annotated
 
 from evals.scorer import LOCAL, AnyPrompt, SourceFlags, fast_tokenizer, open_scorer, origin
 from evals.tables import console
-from records.evals import NOWHERE, AboutFlags, EvalCommand, ModelFolder, optional
+from records.evals import NOWHERE, AboutFlags, EvalCommand, ModelFolder, check_range, optional
 from records.files import JsonObject, json_lines
 
 BUILT_IN = Path(__file__).with_suffix(".jsonl")
@@ -41,10 +41,9 @@ def main(
         temperature: sampling temperature of the second text of each prompt; the first is greedy
         seed: sampling seed
     """
-    if max_new_tokens < 1 or temperature <= 0:
-        raise ValueError(
-            f"--max-new-tokens {max_new_tokens} must be at least 1, --temperature {temperature} above 0"
-        )
+    check_range(1, max_new_tokens=max_new_tokens)
+    check_range(0.01, 100, temperature=temperature)
+    check_range(0, 2**32 - 1, seed=seed)
     asked = read_prompts(prompts or BUILT_IN)
     if not prompts and not fast_tokenizer(hf_dir).chat_template:
         asked = [prompt for prompt in asked if "text" in prompt]

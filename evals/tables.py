@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 console = Console(stderr=True)
+console.width = max(console.width, 80)  # what is narrower wraps lines, and loses no column
 
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> None:

@@ -38,7 +38,7 @@ from rich.console import Console
 from evals.commands import check, read_command
 from evals.trackers import Trackers
 from records.checkpoints import check_complete, step_folders
-from records.evals import About, wanted
+from records.evals import About, check_range, wanted
 from records.events import DONE, STOPPED, read_outcome, record_event
 from records.files import append_line, hold_lock, read_lines
 from records.items import FOLDER as ITEMS
@@ -278,6 +278,7 @@ def main() -> int:
     if options.run is not None:
         config = str(options.run / "config.toml")
         rest = ["--job.config_file", config, "--job.dump_folder", str(options.run), *rest]
+    check_range(0.01, 1e6, every_s=options.every_s)
     job = read_job(rest)
     yield_to_training(options.cpus, options.gpu)
     check(job, here=True)
@@ -290,5 +291,5 @@ def main() -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except ValueError as problem:
+    except (OSError, ValueError) as problem:
         raise SystemExit(f"evals.watch: {problem}") from None

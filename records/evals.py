@@ -11,6 +11,8 @@ import functools
 import inspect
 import io
 import json
+import math
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -42,10 +44,12 @@ SERVER = ("--base-url", "--model", "--concurrency", "--timeout-s")  # of no use 
 FRAME = re.compile(r"[╭╮╰╯│─]+|-{9,}")  # around tyro's messages
 
 
-def check_limit(limit: int | None) -> None:
-    """Raise ValueError for a --limit that asks for nothing."""
-    if limit is not None and limit < 1:
-        raise ValueError(f"--limit {limit} must be at least 1; omit it to score all")
+def check_range(low: float, high: float = math.inf, **values: float | None) -> None:
+    """Raise ValueError for a number of the command line that is not within [low, high]; None: not given."""
+    for name, value in values.items():
+        if value is not None and not low <= value <= high:
+            bounds = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+            raise ValueError(f"{flag(name)} {value} must be {bounds}")
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,11 @@ class About:
     """training tokens of the checkpoint, earlier phases included, for the record"""
     phase: Annotated[str | None, optional("NAME", "not recorded")] = None
     """training phase of the checkpoint, for the record"""
+
+    def __post_init__(self) -> None:
+        check_range(0, step=self.step, tokens_total=self.tokens_total)
+        if self.out is not None:
+            check_writable(self.out)
 
     def append(self, kind: str, figures: JsonObject, **provenance: Any) -> JsonObject:
         """Append an evaluation to `out`, if there is one, and return the record.
@@ -88,6 +97,14 @@ class About:
         """These options as command-line arguments."""
         given = {flag(name): value for name, value in vars(self).items()}
         return [part for name, value in given.items() if value is not None for part in (name, str(value))]
+
+
+def check_writable(out: Path) -> None:
+    """Raise ValueError unless records can be appended to a file, before anything is computed for them."""
+    place = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if place.is_dir() == (place == out) or not os.access(place, os.W_OK):
+        what = "is a folder" if place == out and out.is_dir() else f"cannot be written ({place})"
+        raise ValueError(f"--out {out} {what}; name a file to append to, such as runs/demo/evals.jsonl")
 
 
 NOWHERE = About()
@@ -121,11 +138,11 @@ class EvalCommand:
     ready: Callable[[Sequence[str]], object] = lambda options: None
 
     def run(self) -> None:
-        """The module's command line: prints the record as one JSON line, and a ValueError as one line."""
+        """The module's command line: prints the record as one JSON line, and an error of its input or files as one."""
         code_at_start()
         try:
             record = tyro.cli(self.main, prog=f"python -m evals.{self.kind}", config=PLAIN)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise SystemExit(f"{self.kind}: {error}") from None
         if record is not None:
             print(json.dumps(record))
@@ -147,7 +164,7 @@ class EvalCommand:
             if name in SERVER:
                 raise ValueError(f"{name} is not an option of it on a checkpoint; remove it")
         self.refuse(options)
-        arguments = self.arguments(Path("model"), options, About(Path("out"), 1, 1, "phase"), "cpu")
+        arguments = self.arguments(Path("model"), options, About(None, 1, 1, "phase"), "cpu")
         parse_only = functools.wraps(self.main)(lambda *_, **__: None)
         try:
             with redirect_stderr(io.StringIO()) as messages:

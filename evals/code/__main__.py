@@ -31,7 +31,7 @@ from evals.intervals import wilson
 from evals.items import Partial
 from evals.scorer import LOCAL, SourceFlags, fast_tokenizer, open_scorer, origin
 from evals.tables import console
-from records.evals import NOWHERE, About, AboutFlags, EvalCommand, optional
+from records.evals import NOWHERE, About, AboutFlags, EvalCommand, check_range, optional
 from records.files import JsonObject, file_sha256
 from records.items import FOLDER as ITEMS
 from records.items import write_items
@@ -66,6 +66,9 @@ class Scoring:
     """run the model's code with your own rights, without any sandbox"""
     cache: Path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laneformer"
     """folder that keeps the expected outputs between runs"""
+
+    def __post_init__(self) -> None:
+        check_range(1, parallel=self.parallel)
 
 
 # by problem, of each sample: whether (base, base and plus) tests pass

@@ -17,6 +17,7 @@ from evals.code.score import Dataset
 from evals.items import Partial
 from evals.scorer import AnyPrompt, Scorer
 from evals.tables import console
+from records.evals import check_range
 from records.files import JsonObject
 
 INSTRUCTION = (
@@ -45,8 +46,9 @@ class Sampling:
     """maximum length of an answer in tokens"""
 
     def __post_init__(self) -> None:
-        if self.n < 1 or self.max_new_tokens < 1 or self.temperature < 0 or not 0 < self.top_p <= 1:
-            raise ValueError(f"{self}: n and max_new_tokens must be >= 1, temperature >= 0, top_p in (0, 1]")
+        check_range(1, n=self.n, max_new_tokens=self.max_new_tokens)
+        check_range(0, 100, temperature=self.temperature)
+        check_range(1e-6, 1, top_p=self.top_p)
         if self.n > 1 and self.temperature == 0:
             raise ValueError(
                 f"n = {self.n} greedy answers would be identical; set --temperature, such as 0.8"

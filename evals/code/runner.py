@@ -22,6 +22,7 @@ from typing import Any
 KINDS: tuple[Any, ...] = (int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
 PART = 4096  # items
 MAX_INT = 1 << 63  # of numbers that Python reads from text whatever its limit on digits
+MAY_SHOW = ("Assign", "AnnAssign", "AugAssign", "For", "If", "With", "Try")  # where they name the function
 EXACT = ("Fraction", "Decimal")  # names, as every import here delays every solution
 
 
@@ -83,18 +84,27 @@ def limit_process(limits: dict[str, int]) -> None:
 def define_function(code: str, entry_point: str) -> Any:
     """The function of a program, whatever stands around it: input(), a wrong example, sys.exit(main()).
 
-    Statements run one by one, and those that raise are passed over. Once the function is defined, calls and
-    asserts, which only show it at work, do not run.
+    Statements run one by one, and those that raise are passed over, as are those behind the function that only
+    show it at work: EvalPlus's sanitize takes all of them away.
     """
     names: dict[str, Any] = {}
     program: Any = compile(code, "solution", "exec", PyCF_ONLY_AST)
     for statement in program.body:
-        if entry_point in names and type(statement).__name__ in ("Expr", "Assert"):
-            continue
         program.body = [statement]
         with contextlib.suppress(BaseException):
-            exec(compile(program, "solution", "exec"), names)
+            compiled = compile(program, "solution", "exec")
+            if entry_point not in names or not only_shows(statement, compiled.co_names, entry_point):
+                exec(compiled, names)
     return names[entry_point]
+
+
+def only_shows(statement: Any, used: Sequence[str], entry_point: str) -> bool:
+    """Whether a statement behind the function is an example, a check or a loop that reads, which may not end."""
+    kind = type(statement).__name__
+    if kind in ("Expr", "Assert", "While"):
+        return True
+    bound = [getattr(target, "id", "") for target in getattr(statement, "targets", [])]
+    return kind in MAY_SHOW and entry_point in used and entry_point not in bound
 
 
 def solve() -> None:

@@ -22,7 +22,7 @@ from evals.intervals import Z95, wilson
 from evals.items import Partial
 from evals.scorer import Encoder, Scorer, Scores, score_each
 from evals.tables import console, show_table
-from records.evals import Limit, check_limit, optional
+from records.evals import Limit, check_range, optional
 from records.files import JsonObject
 from records.items import gold_bits, mean_of_bits
 
@@ -43,7 +43,7 @@ class Settings:
     """comma-separated labels of the tasks to score; CORE itself requires all"""
 
     def __post_init__(self) -> None:
-        check_limit(self.limit)
+        check_range(1, limit=self.limit)
         self.labels()
 
     def labels(self) -> list[str]:

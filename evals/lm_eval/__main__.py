@@ -45,7 +45,7 @@ from records.evals import (
     EvalCommand,
     Limit,
     ModelFolder,
-    check_limit,
+    check_range,
     code_at_start,
     optional,
 )
@@ -86,7 +86,9 @@ class Questions:
     """ask through the model's chat template"""
 
     def __post_init__(self) -> None:
-        check_limit(self.limit)
+        check_range(1, limit=self.limit)
+        check_range(0, num_fewshot=self.num_fewshot)
+        lengths_of(self.lengths)
 
 
 def lengths_of(text: str) -> list[int]:

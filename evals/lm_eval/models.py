@@ -74,6 +74,8 @@ class ScorerLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
+        """The text of a conversation, which begins with BOS only where the template writes it, as in training."""
+        self.add_bos = False
         return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,

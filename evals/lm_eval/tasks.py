@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import random
 import tempfile
@@ -79,9 +80,11 @@ def load_tasks(
 ) -> tuple[TaskManager, list[Task]]:
     """The stock tasks with their documents, generated from SEEDS as by the `lm_eval` command."""
     import lm_eval.tasks
+    from langdetect import DetectorFactory
 
     check_room(names, lengths, tokenizer)
     random.seed(SEEDS["random"])
+    DetectorFactory.seed = SEEDS["random"]  # of IFEval, which draws again for each text
     np.random.seed(SEEDS["numpy"])  # noqa: NPY002 - the generator that `ruler_vt` uses
     metadata: Any = {"max_seq_lengths": list(lengths), "tokenizer": str(tokenizer)}
     stock = {name for name in names if not Path(name).is_file()}
@@ -223,16 +226,21 @@ Measured = list[tuple[str, int, int]]  # parts of a prompt: what it is, its toke
 
 def measure_vt(tokenizer: Any, length: int) -> Measured:
     """The worked example of variable tracking, and the shortest prompt behind it."""
-    from lm_eval.tasks.ruler.vt_utils import generate_input_output
+    from lm_eval.tasks.ruler import vt_utils
 
     def longest(units: int, example: bool) -> int:
-        drawn = [generate_input_output(units, 1, 4, is_icl=example) for _ in range(DRAWS)]
+        drawn = [vt_utils.generate_input_output(units, 1, 4, is_icl=example) for _ in range(DRAWS)]
         return max(len(tokenizer(f"{text} {answer}").input_ids) for text, answer in drawn) + VT_ANSWER_TOKENS
 
-    return [
-        ("its worked example", longest(VT_EXAMPLE_UNITS, example=True), VT_EXAMPLE_TOKENS),
-        ("its shortest prompt", longest(VT_UNITS, example=False), length - VT_EXAMPLE_TOKENS),
-    ]
+    parts = [("its worked example", longest(VT_EXAMPLE_UNITS, example=True), VT_EXAMPLE_TOKENS)]
+    if parts[0][1] <= VT_EXAMPLE_TOKENS:
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints every attempt
+            (example,) = vt_utils.sys_vartrack_w_noise_random(
+                tokenizer, num_samples=1, max_seq_length=VT_EXAMPLE_TOKENS, incremental=VT_EXAMPLE_UNITS
+            )
+        worked = tokenizer(f"{example['input']} {' '.join(example['outputs'])}\n\n").input_ids
+        parts.append(("its shortest prompt", len(worked) + longest(VT_UNITS, example=False), length))
+    return parts
 
 
 def measure_cwe(tokenizer: Any, length: int) -> Measured:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from records.evals import optional
+from records.evals import check_range, optional
 from records.files import read_json
 
 Message = dict[str, str]  # {"role", "content"}
@@ -46,6 +46,10 @@ class Source:
     """number of concurrent requests to the server of --base-url"""
     timeout_s: float = 600.0
     """timeout of one request to the server of --base-url, in seconds"""
+
+    def __post_init__(self) -> None:
+        check_range(1, max_length=self.max_length, concurrency=self.concurrency)
+        check_range(0.001, 1e6, timeout_s=self.timeout_s)
 
 
 class Prompt(NamedTuple):

@@ -7,6 +7,7 @@ ids of the prompts.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import urllib.error
@@ -61,8 +62,13 @@ class EndpointScorer(Scorer):
         body = {"prompt": [prompts[i].ids for i in wanted], "max_tokens": 1, "temperature": 0, "echo": True}
         scores = [NOTHING] * len(prompts)
         choices = self._choices("completions", body | {"logprobs": 1}) if wanted else []
-        for choice, i in zip(sorted(choices, key=lambda choice: choice["index"]), wanted, strict=True):
-            scores[i] = scores_of(choice, prompts[i])
+        by_index = {choice.get("index"): choice for choice in choices}
+        if by_index.keys() != {*range(len(wanted))}:
+            raise ValueError(
+                f"{self.device} gave choices {[*by_index]} for {len(wanted)} prompts; one each is needed"
+            )
+        for number, i in enumerate(wanted):
+            scores[i] = scores_of(by_index[number], prompts[i])
         return scores
 
     def generate(
@@ -75,8 +81,9 @@ class EndpointScorer(Scorer):
         path = "chat/completions" if chat else "completions"
         choice = self._choices(path, body)[0]
         try:
-            whole = (choice["message"]["content"] if chat else choice["text"]) or ""
-        except (KeyError, TypeError) as error:
+            text = (choice["message"]["content"] if chat else choice["text"]) or ""
+            whole = text.encode(errors="replace").decode()  # JSON has half characters, which no file takes
+        except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"{self.device}/{path} returned a choice without text ({error!r})") from None
         text = cut_at_stop(whole, stops)
         return Answer(text, "stop" if len(text) < len(whole) else choice.get("finish_reason") or "stop")
@@ -120,7 +127,8 @@ def scores_of(choice: JsonObject, prompt: Prompt) -> Scores:
     """
     given = choice.get("logprobs") or {}
     logprobs, top = (given.get(name) or [] for name in ("token_logprobs", "top_logprobs"))
-    if not len(logprobs) == len(top) == len(prompt.ids) + 1 or any(score is None for score in logprobs[1:]):
+    whole = len(logprobs) == len(top) == len(prompt.ids) + 1 and all(map(is_number, logprobs[1:]))
+    if not whole or not all(each and all(map(is_number, each.values())) for each in top[1:]):
         raise ValueError(
             f"the server gave {len(logprobs)} log-probabilities for a prompt of {len(prompt.ids)} ids; one for each of "
             "them and exactly one new token are needed (echo=true, logprobs=1, max_tokens=1)"
@@ -128,3 +136,7 @@ def scores_of(choice: JsonObject, prompt: Prompt) -> Scores:
     own = slice(prompt.start, len(prompt.ids))
     values = np.array(logprobs[own], dtype=np.float64)
     return Scores(values, values >= np.array([max(each.values()) for each in top[own]]))
+
+
+def is_number(score: Any) -> bool:
+    return isinstance(score, int | float) and math.isfinite(score)

@@ -71,7 +71,7 @@ class TransformersScorer(Scorer):
     def __init__(self, folder: Path, device: str = "cpu", max_length: int | None = None, dtype: Any = "auto"):
         super().__init__(folder)
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, GenerationConfig
 
         model_class: Any = AutoModelForCausalLM
         if read_config(folder).get("model_type") == "laneformer":
@@ -80,6 +80,8 @@ class TransformersScorer(Scorer):
         self._device = torch.device(device)
         model = model_class.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
         self._model = model.to(self._device).eval()
+        # where a text ends, and nothing else: penalties and beams of the folder would make greedy another thing
+        self._model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
         self.device, self.dtype = device, str(self._model.dtype).removeprefix("torch.")
         config = self._model.config.get_text_config()
         self.max_length = int(max_length or getattr(config, "max_position_embeddings", None) or 1 << 30)
@@ -90,6 +92,11 @@ class TransformersScorer(Scorer):
         takes = inspect.signature(self._model.forward).parameters
         self._few_logits = "logits_to_keep" in takes
         self._cache = "cache" if "cache" in takes else "past_key_values"  # its name before Transformers 5.24
+        with torch.inference_mode():
+            if not self._logits([[self.eos_id or 0]], 1, None).isfinite().all():
+                raise ValueError(
+                    f"{folder} gives logits that are not finite: its weights are damaged, or overflow"
+                )
 
     def score(self, items: Iterable[Sequence[Prompt]]) -> Iterator[list[Scores]]:
         left = iter(items)

@@ -2,6 +2,7 @@
 run on a checkpoint.
 """
 
+import math
 import re
 import subprocess
 import sys
@@ -9,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from evals import bits_per_byte, gold, samples
+from evals.code.__main__ import Scoring
+from evals.code.answers import Sampling
 from evals.commands import check, read_command
+from evals.core.evaluate import Settings
+from evals.lm_eval.__main__ import Questions
+from evals.scorer import Source
 from records.evals import FIELDS, About
 from records.job import Evals, Job, JobSections, read_job
 
@@ -121,3 +128,25 @@ def test_sections_that_ask_for_nothing_are_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=reason):
             check(job_of(tmp_path, **section))
+
+
+HF, DATA, NAN = {"hf_dir": Path("hf")}, {"data": Path("data")}, math.nan
+RANGES = [  # what takes numbers, with what else, and numbers that it refuses
+    (Source, {}, {"max_length": [0], "concurrency": [0], "timeout_s": [0.0, NAN, math.inf]}),
+    (About, {}, {"step": [-1], "tokens_total": [-1]}),
+    (Settings, {}, {"limit": [0, -1]}),
+    (Questions, {"tasks": "arc_easy"}, {"limit": [0], "num_fewshot": [-1]}),
+    (Sampling, {}, {"n": [0], "temperature": [-1.0, NAN], "top_p": [0.0, 1.1], "max_new_tokens": [0]}),
+    (Scoring, {}, {"parallel": [0]}),
+    (samples.main, HF, {"max_new_tokens": [0], "temperature": [0.0, NAN], "seed": [-1, 2**32]}),
+    (bits_per_byte.main, HF | DATA, {"limit": [0]}),
+    (gold.main, DATA | {"bundle": Path("bundle"), "out": Path("out")}, {"max_length": [0]}),
+]
+
+
+def test_every_number_has_its_range():
+    for taker, others, wrong in RANGES:
+        for name, value in ((name, value) for name, values in wrong.items() for value in values):
+            reason = f"^--{name.replace('_', '-')} {value} must be (at least|between) "
+            with pytest.raises(ValueError, match=reason):
+                taker(**others, **{name: value})

@@ -12,6 +12,7 @@ from evals.scorer import Encoder, Prompt, Scorer, Scores, Source, choose, open_s
 from evals.scorer import hf as hf_scorer
 from evals.scorer.endpoint import scores_of as scores_of_choice
 from evals.scorer.hf import TransformersScorer
+from records.files import JsonObject
 from tests.evals.core.core_assets import VOCAB, score_one, write_laneformer, write_llama
 from tests.evals.reference import scores_of
 from tests.laneformer.serve.conftest import start
@@ -179,14 +180,47 @@ def test_a_server_says_what_the_engine_says(written):
     assert server.stop() == 0, server.output()
 
 
-def test_a_server_without_all_scores_is_refused():
-    prompt, top = Prompt([1, 5, 6], 1), [None, {"5": -1.0}, {"7": -0.5}, {"9": -1.0}]
-    whole = {"token_logprobs": [None, -1.0, -2.0, -1.0], "top_logprobs": top}
-    scores = scores_of_choice({"logprobs": whole}, prompt)
+TOP = [None, {"5": -1.0}, {"7": -0.5}, {"9": -1.0}]
+WHOLE = {"token_logprobs": [None, -1.0, -2.0, -1.0], "top_logprobs": TOP}
+BROKEN = [  # what a server gives in place of all scores of a prompt of three ids
+    {}, WHOLE | {"token_logprobs": [None, -1.0, -2.0]}, WHOLE | {"top_logprobs": []}, WHOLE | {"top_logprobs": None},
+    WHOLE | {"top_logprobs": [None, {}, {}, {}]}, WHOLE | {"top_logprobs": [None, None, {"7": -0.5}, {"9": -1.0}]},
+    WHOLE | {"token_logprobs": [None, -1.0, None, -1.0]}, WHOLE | {"token_logprobs": [None, -1.0, "-2", -1.0]},
+    WHOLE | {"token_logprobs": [None, -1.0, float("nan"), -1.0]},
+]  # fmt: skip
+NO_TEXTS: list[JsonObject] = [{}, {"text": 7}, {"message": {}}]
+CHOICES = [[], [{}], [{"index": 1}], [{"index": 0}, {"index": 1}], ["text"]]  # for one prompt
+
+
+def test_a_server_without_all_scores_is_refused(llama, monkeypatch):
+    prompt = Prompt([1, 5, 6], 1)
+    scores = scores_of_choice({"logprobs": WHOLE}, prompt)
     assert (scores.logprobs.tolist(), scores.greedy.tolist()) == ([-1, -2], [True, False])
-    for short in ({}, whole | {"token_logprobs": [None, -1.0, -2.0]}, whole | {"top_logprobs": []}):
+    for short in BROKEN:
         with pytest.raises(ValueError, match=r"the server gave \d log-probabilities for a prompt of 3"):
             scores_of_choice({"logprobs": short}, prompt)
+    scorer = open_scorer(llama.folder, Source(base_url="http://127.0.0.1:9/v1"))
+    for choices in CHOICES:
+        monkeypatch.setattr(scorer, "_post", lambda *_, choices=choices: {"choices": choices})
+        with pytest.raises(
+            ValueError, match=r"127.0.0.1:9/v1.* (returned no choice|gave choices .* for 1 prompts)"
+        ):
+            score_one(scorer, [1, 5, 6], 1)
+    for choice in NO_TEXTS:
+        monkeypatch.setattr(scorer, "_post", lambda *_, choice=choice: {"choices": [choice]})
+        with pytest.raises(ValueError, match="returned a choice without text"):
+            scorer.generate("x", 9)
+    monkeypatch.setattr(scorer, "_post", lambda *_: {"choices": [{"text": "half \ud83d. x"}]})
+    assert scorer.generate("x", 9, ["x"]) == ("half ?. ", "stop")
+
+
+def test_a_model_without_finite_logits_is_stopped_before_it_is_asked(tmp_path):
+    model = write_llama(tmp_path)
+    for value in (float("nan"), float("inf")):
+        model.model.norm.weight.data[3] = value
+        model.save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match="gives logits that are not finite: its weights are damaged"):
+            open_scorer(tmp_path, THROUGH_TRANSFORMERS)
 
 
 def test_texts_become_the_same_ids_in_both(llama):

@@ -234,6 +234,9 @@ def test_cores_and_a_gpu_of_its_own(monkeypatch):
     assert (chosen, os.environ["CUDA_VISIBLE_DEVICES"]) == ([{2, 28, 29, 30}], "7")
     with pytest.raises(ValueError, match="--cpus '2-x' is not a list of cores"):
         watch.yield_to_training("2-x", None)
+    monkeypatch.setattr(sys, "argv", ["x", "--every-s", "0"])
+    with pytest.raises(ValueError, match=r"--every-s 0\.0 must be between"):
+        watch.main()
 
 
 @pytest.mark.rotate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -54,6 +55,23 @@ def test_what_json_cannot_say_is_refused_and_nothing_is_written(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_place_where_no_record_can_go_is_refused_before_the_evaluation(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "x.jsonl", tmp_path / "file", tmp_path / "new/folders/x.jsonl", Path("new.jsonl")):
+        assert About(out).out == out
+    for out, reason in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "file/x.jsonl", r"cannot be written \(.*file\)"),
+    ):
+        with pytest.raises(ValueError, match=f"--out .* {reason}; name a file to append to"):
+            About(out)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    for out in (tmp_path / "file", tmp_path / "new/x.jsonl"):
+        with pytest.raises(ValueError, match="cannot be written"):
+            About(out)
+    assert [*tmp_path.iterdir()] == [tmp_path / "file"]
+
+
 def test_the_code_is_that_of_the_start(tmp_path, monkeypatch):
     checkout = ["a" * 12]
     monkeypatch.setattr(evals, "code_version", lambda folder: checkout[-1])
@@ -72,6 +90,8 @@ def test_the_code_is_that_of_the_start(tmp_path, monkeypatch):
 
 def measure(number: int, about: AboutFlags = About()) -> dict[str, Any] | None:  # noqa: B008
     """A made-up evaluation."""
+    if number < -1:
+        raise FileNotFoundError(2, "No such file or directory", "x.bin")
     if number < 0:
         raise ValueError(f"number = {number} must not be negative")
     return {"number": number, "step": about.step} if number else None
@@ -83,9 +103,10 @@ def test_a_command_prints_its_record_and_errors_in_one_line(monkeypatch, capsys)
         monkeypatch.setattr(sys, "argv", ["x", "--number", number, *About(step=7).flags()])
         command.run()
         assert capsys.readouterr().out == said
-    monkeypatch.setattr(sys, "argv", ["x", "--number", "-1"])
-    with pytest.raises(SystemExit, match=r"^measure: number = -1 must not be negative$"):
-        command.run()
+    for number, said in (("-1", "number = -1 must not be negative"), ("-2", ".* No such file .*: 'x.bin'")):
+        monkeypatch.setattr(sys, "argv", ["x", "--number", number])
+        with pytest.raises(SystemExit, match=f"^measure: {said}$"):
+            command.run()
     monkeypatch.setattr(sys, "argv", ["x", "--help"])
     with pytest.raises(SystemExit):
         command.run()

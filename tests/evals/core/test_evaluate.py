@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import re
+import runpy
 import shutil
 from io import StringIO
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from evals import tables
 from evals.core import evaluate as core
 from evals.core.__main__ import main
 from evals.core.evaluate import ItemAnswer, Settings, judge_item, remarks, score_task, task_figures
@@ -141,6 +143,11 @@ def test_all_tasks_give_core(folder, tmp_path, monkeypatch):
     assert record["core_v2"] == pytest.approx(sum(centered) / 22, abs=1e-12)
 
 
+def test_a_narrow_terminal_loses_no_column(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert runpy.run_path(str(Path(tables.__file__)))["console"].width == 80
+
+
 def test_answers_of_another_model_or_data_are_not_taken(tmp_path, monkeypatch):
     write_laneformer(tmp_path / "model")
     bundle = write_bundle(tmp_path / "data", ["copa"])
@@ -171,8 +178,6 @@ def test_the_answer_to_every_item_is_kept(folder, tmp_path):
 
 def test_bad_input(folder, tmp_path):
     write_bundle(tmp_path, ["copa"])
-    with pytest.raises(ValueError, match="--limit 0 must be at least 1"):
-        Settings(limit=0)
     with pytest.raises(ValueError, match="are not in CORE"):
         run(folder, tmp_path, tasks="mmlu")
     with pytest.raises(ValueError, match="holds none of CORE's tasks"):

@@ -1,5 +1,6 @@
 """Our lm-eval model against PyTorch, lm-eval's own Hugging Face model and an endpoint, on lm-eval's stock tasks."""
 
+import itertools
 import json
 import math
 import shutil
@@ -7,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import langdetect
 import numpy as np
 import pytest
 
@@ -20,6 +22,7 @@ from tests.evals.core.core_assets import score_one
 from tests.evals.lm_eval.lm_eval_assets import QUESTIONS, write_configs, write_tiny
 from tests.records.lines import write_lines
 from tests.records.test_fields import check as check_fields
+from tests.tokenizer_assets import prompt_encoder
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.distributed is disabled")
 PAIRS = [
@@ -80,14 +83,14 @@ def test_scores_are_those_of_the_continuation(model):
     assert [greedy for _, greedy in model._loglikelihood_tokens(asked, True)] == [True, False]
 
 
-def test_bos_is_a_choice_that_chats_do_not_double(model, hf_dir, tmp_path, monkeypatch):
-    """Whether the tokenizer adds it by itself or not."""
+CHATS = [  # the last is a user's message, which an assistant's answer follows
+    ["2 + 2?"], ["Hi", "Hello!", "Who are you?"], ["é 東", "…", "  two  spaces\n\nand lines"], ["x" * 60],
+]  # fmt: skip
+
+
+def test_bos_is_a_choice_and_in_a_conversation_the_templates(model, hf_dir, tmp_path, monkeypatch):
+    """Whether the tokenizer adds it by itself or not; the ids of a conversation are those of training and serving."""
     bos, plain_ids = model.tokenizer.bos_token_id, model.tok_encode("x", add_special_tokens=False)
-    turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is"}]
-    asked = model.apply_chat_template(turns[:1])
-    assert model.apply_chat_template(turns, add_generation_prompt=False) == asked + "It is"
-    for text in ("<s>x", asked, "<s>" + asked):  # some templates write BOS themselves
-        assert model.tok_encode(text)[:2].count(bos) == 1
     folder = Path(shutil.copytree(hf_dir, tmp_path / "bare", ignore=shutil.ignore_patterns(".packed")))
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer | {"post_processor": None}))
@@ -95,8 +98,18 @@ def test_bos_is_a_choice_that_chats_do_not_double(model, hf_dir, tmp_path, monke
     assert bare.encode("x") == plain_ids
     for each in (model.tokenizer, bare):
         monkeypatch.setattr(model, "tokenizer", each)
-        assert model.tok_encode("x") == [bos, *plain_ids]
-    monkeypatch.setattr(model, "add_bos", False)
+        for text in ("x", "<s>x"):
+            assert model.tok_encode(text) == [bos, *plain_ids]
+    monkeypatch.setattr(model, "add_bos", True)  # and as it was afterwards
+    served = prompt_encoder(hf_dir)
+    for texts in CHATS:
+        roles = itertools.cycle(("user", "assistant"))
+        turns = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+        asked = model.apply_chat_template(turns)
+        assert model.tok_encode(asked) == served.encode(served.render(turns))
+        given = model.apply_chat_template([*turns, {"role": "assistant", "content": "It is"}], False)
+        assert given == asked + "It is"
+    assert model.tok_encode("<s>" + asked)[:2].count(bos) == 1, "a template may write it"
     assert bos not in model.tok_encode("x")
 
 
@@ -241,7 +254,7 @@ def ask_in_chat(hf_dir: Path, task: str, data: Path) -> tuple[dict[str, Any], li
     about = About(data / "out/evals.jsonl", 3)
     record = main(hf_dir, questions, Source(device="cpu", max_length=2048), about)
     check_fields(record, None)
-    assert (record["chat_template"], record["cut_prompts"]) == (True, 0)
+    assert (record["chat_template"], record["add_bos"], record["cut_prompts"]) == (True, False, 0)
     _, lines = read_items(data / "out" / record["items"])
     return record, [line["right"] for line in lines.values()]
 
@@ -278,6 +291,8 @@ def test_ifeval_through_the_chat_template(hf_dir, tmp_path, monkeypatch):
     seen = answer_with(monkeypatch, write_with_a_comma_on_rivers)
     record, right = ask_in_chat(hf_dir, "ifeval", tmp_path)
     assert record["tasks"]["ifeval"]["prompt_level_strict_acc"] == 0.5
+    for text in ("Die man in the house", "Guten hello", "no, yes", "I am a test.", "test test"):
+        assert len({langdetect.detect(text) for _ in range(30)}) == 1, "IFEval's library draws from a seed"
     assert right == [False, True]
     assert [prompt.count(">user<") for prompt in seen] == [1, 1]
 
