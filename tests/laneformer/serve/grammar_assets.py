@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer
 from laneformer import Laneformer
 from laneformer.engine import Batch
 from laneformer.llama.tokenizer import tokenizer_of
+from laneformer.llama.vocabulary import Vocabulary
 from laneformer.serve.grammar import Grammar, Grammars
 from tests.laneformer.engine.assets import engine_of, random_model, small_config
 from tests.tokenizer_assets import byte_level
@@ -43,7 +44,7 @@ def pieces_tokenizer() -> Tokenizer:
     types += [1] * (len(pieces) - len(types))
     scores = [-float(i) for i in range(len(pieces))]
     values = {"model": "llama", "tokens": pieces, "token_type": types, "bos_token_id": 1, "scores": scores}
-    return tokenizer_of({f"tokenizer.ggml.{name}": value for name, value in values.items()})
+    return tokenizer_of(Vocabulary({f"tokenizer.ggml.{name}": value for name, value in values.items()}))
 
 
 @functools.cache
