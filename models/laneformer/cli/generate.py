@@ -12,7 +12,7 @@ import tyro
 from ..chat import USER
 from ..engine import Engine, GenerationOptions
 from .conversation import Conversation
-from .options import ModelFlags, ModelName, ModelOptions, SamplingFlags, SamplingOptions
+from .options import ModelName, ModelOptions, SamplingOptions
 
 
 @dataclass
@@ -38,8 +38,8 @@ class Generate:
     """Continue after the model's end-of-text token."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text to end before; may be given several times."""
-    sampling: SamplingFlags = field(default_factory=SamplingOptions)
-    model: ModelFlags = field(default_factory=ModelOptions)
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    model: ModelOptions = field(default_factory=ModelOptions)
 
     def run(self) -> None:
         lengths = {name: getattr(self, name) for name in ("max_new_tokens", "min_new_tokens", "ignore_eos")}

@@ -10,14 +10,8 @@ from prometheus_client import Histogram
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 times = partial(Histogram, buckets=SECONDS, registry=None)
-
-
-def times_to_first_token() -> Histogram:
-    return times("laneformer_time_to_first_token_seconds", "From arrival to the first token")
-
-
-def token_gaps() -> Histogram:
-    return times("laneformer_token_gap_seconds", "Between the tokens of a request")
+first_token = partial(times, "laneformer_time_to_first_token_seconds", "From arrival to the first token")
+gap = partial(times, "laneformer_token_gap_seconds", "Between the tokens of a request")
 
 
 @dataclass
@@ -29,8 +23,8 @@ class Totals:
     generated_tokens: int = 0
     proposed_tokens: int = 0
     accepted_tokens: int = 0
-    first_token: Histogram = field(default_factory=times_to_first_token)
-    gap: Histogram = field(default_factory=token_gaps)
+    first_token: Histogram = field(default_factory=first_token)
+    gap: Histogram = field(default_factory=gap)
     ended: Counter[str] = field(default_factory=Counter)  # by finish reason; of the event loop's thread
     tokens_per_s: float = 0.0
     passes_per_s: float = 0.0
