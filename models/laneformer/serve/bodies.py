@@ -177,7 +177,11 @@ def check_surrogates(value: Any, path: Sequence[str | int] = ()) -> None:
         place = spell_path(path)
         message = f"{place or 'a name in the body'} holds half a surrogate pair, {quote(HALF_PAIR.search(value)[0])}; "
         raise RequestError(f"{message}send both halves of a character together", place or None)
-    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    parts: Any = ()
+    if isinstance(value, dict):
+        parts = value.items()
+    elif isinstance(value, list):
+        parts = enumerate(value)
     for name, part in parts:
         check_surrogates(name, path)
         check_surrogates(part, [*path, name])
