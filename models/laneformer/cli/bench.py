@@ -5,7 +5,7 @@ products.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +22,7 @@ class Bench:
     weights from the caches. The last line of stdout is JSON.
     """
 
+    model: ModelOptions
     hf_dir: tyro.conf.Positional[Path | None] = None
     """Model folder, GGUF file or name; or use --random-weights."""
     random_weights: Literal["2b", "300m", "tiny"] | None = None
@@ -40,7 +41,6 @@ class Bench:
     """Also measure behind links of these latencies, in microseconds, injected between lanes of different threads."""
     json: bool = False
     """Print nothing but the JSON line."""
-    model: ModelOptions = field(default_factory=ModelOptions)
 
     def run(self) -> None:
         from ..engine.bench import benchmark, drafted, slower_link, synthetic

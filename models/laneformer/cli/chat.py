@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,14 @@ class Chat:
     """
 
     hf_dir: ModelName
+    sampling: SamplingOptions
+    model: ModelOptions
     system: str | None = None
     """A system message before the conversation."""
     load: Path | None = None
     """A conversation that /save wrote, to go on with."""
     max_new_tokens: int | None = None
     """Longest answer; default: the rest of the context."""
-    sampling: SamplingOptions = field(default_factory=SamplingOptions)
-    model: ModelOptions = field(default_factory=ModelOptions)
 
     def run(self) -> None:
         self.sampling.given()  # errors show before the weights are loaded

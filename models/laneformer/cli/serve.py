@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import webbrowser
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
@@ -29,9 +29,9 @@ class Serve:
 
     hf_dir: ModelName
     options: Annotated[ServerOptions, tyro.conf.arg(name="")]
+    model: ModelOptions
     open: bool = False
     """Open the playground in this machine's browser."""
-    model: ModelOptions = field(default_factory=ModelOptions)
 
     def run(self) -> None:
         from ..serve.app import run  # imports what the extra brings
