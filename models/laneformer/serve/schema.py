@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, ValidationInfo, model_validator
 
 from ..chat import ASSISTANT
 from ..engine import GenerationOptions
@@ -44,7 +44,6 @@ OWN_NAMES = {"stop_ids": "stop_token_ids", "min_new_tokens": "min_tokens"}  # of
 
 Text = Annotated[str, Field(min_length=1)]
 Ids = Annotated[list[int], Field(fail_fast=True)]
-Count = Annotated[int, Field(ge=0)]
 UNTIL_THE_END = -1  # of the context: what null and -1 as a limit of new tokens mean
 Limit = Annotated[
     Annotated[int, Field(ge=1)] | None,
@@ -94,7 +93,7 @@ class Sampling(Body):
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     ignore_eos: bool = False
-    min_tokens: Count = 0
+    min_tokens: NonNegativeInt = 0
     stop_token_ids: Ids = []
     speculate: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = None
 
