@@ -91,8 +91,8 @@ class Bench:
             raise ValueError(
                 f"--draft-head {self.draft_head} is of --random-weights; a folder has its own, or none"
             )
-        if (self.hf_dir is None) == (self.random_weights is None):
-            raise ValueError("give either a model folder or --random-weights")
-        if self.hf_dir is not None:
+        if self.hf_dir is not None and self.random_weights is None:
             return self.model.load(self.hf_dir)
-        return self.model.random(self.random_weights, self.draft_head)
+        if self.random_weights is not None and self.hf_dir is None:
+            return self.model.random(self.random_weights, self.draft_head)
+        raise ValueError("give either a model folder or --random-weights")
