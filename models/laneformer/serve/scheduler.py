@@ -33,7 +33,7 @@ log = logging.getLogger("laneformer.serve")
 
 
 class ServingError(RuntimeError):
-    """What ends a request but for its own faults. status_code: of HTTP."""
+    """Why the server does not finish a request that is right. status_code: of HTTP."""
 
     status_code = 503
 
