@@ -173,9 +173,10 @@ def parse_json(raw: bytes, max_values: int) -> Any:
 
 def check_surrogates(value: Any, path: Sequence[str | int] = ()) -> None:
     """RequestError for a text with half a surrogate pair, which no encoding has and no tokenizer takes."""
-    if isinstance(value, str) and HALF_PAIR.search(value):
+    half = HALF_PAIR.search(value) if isinstance(value, str) else None
+    if half:
         place = spell_path(path)
-        message = f"{place or 'a name in the body'} holds half a surrogate pair, {quote(HALF_PAIR.search(value)[0])}; "
+        message = f"{place or 'a name in the body'} holds half a surrogate pair, {quote(half[0])}; "
         raise RequestError(f"{message}send both halves of a character together", place or None)
     parts: Any = ()
     if isinstance(value, dict):
