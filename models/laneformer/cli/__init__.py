@@ -7,7 +7,7 @@ import io
 import os
 import signal
 import sys
-from typing import Annotated, Any, NoReturn
+from typing import Any, NoReturn
 
 import tyro
 
@@ -19,13 +19,7 @@ from .generate import Generate
 from .names import Models
 from .serve import Serve
 
-Command = (
-    Annotated[Chat, tyro.conf.subcommand("chat")]
-    | Annotated[Serve, tyro.conf.subcommand("serve")]
-    | Annotated[Generate, tyro.conf.subcommand("generate")]
-    | Annotated[Bench, tyro.conf.subcommand("bench")]
-    | Annotated[Models, tyro.conf.subcommand("models")]
-)
+Command = Chat | Serve | Generate | Bench | Models  # subcommands of these names
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -66,7 +60,13 @@ def run_command(arguments: list[str] | None) -> None:
     if (sys.argv[1:] if arguments is None else arguments) == ["--version"]:
         print(f"laneformer {__version__}")
         return
-    command = tyro.cli(Command, args=arguments, prog="laneformer", description=__doc__)
+    command = tyro.cli(
+        Command,
+        args=arguments,
+        prog="laneformer",
+        description=__doc__,
+        config=[tyro.conf.OmitArgPrefixes],
+    )
     refuse_other_text(command)
     command.run()
 

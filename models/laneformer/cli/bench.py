@@ -5,7 +5,7 @@ products.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +13,7 @@ import tyro
 from rich.console import Console
 
 from ..engine import Engine
-from .options import ModelFlags, ModelOptions
+from .options import ModelOptions
 
 
 @dataclass
@@ -22,6 +22,7 @@ class Bench:
     weights from the caches. The last line of stdout is JSON.
     """
 
+    model: ModelOptions
     hf_dir: tyro.conf.Positional[Path | None] = None
     """Model folder, GGUF file or name; or use --random-weights."""
     random_weights: Literal["2b", "300m", "tiny"] | None = None
@@ -40,35 +41,30 @@ class Bench:
     """Also measure behind links of these latencies, in microseconds, injected between lanes of different threads."""
     json: bool = False
     """Print nothing but the JSON line."""
-    model: ModelFlags = field(default_factory=ModelOptions)
 
     def run(self) -> None:
         from ..engine.bench import benchmark, drafted, slower_link, synthetic
 
         acceptance = [float(odds) for odds in (self.synthetic_acceptance or "").split(",") if odds]
+        depths = self.depth or (0,)
         console = Console(stderr=True, quiet=self.json)
         with console.status("loading weights"):
             engine = self.engine()
         with engine, console.status("measuring"):
             figures, *deeper = [
-                benchmark(engine, depth, lambda line: console.print(line, style="dim"))
-                for depth in self.depth or (0,)
+                benchmark(engine, depth, lambda line: console.print(line, style="dim")) for depth in depths
             ]
-            first = self.depth[0] if self.depth else 0
+            first = depths[0]
             drafts = synthetic(engine, acceptance, first) if acceptance else None
             figures |= {"draft_head": drafted(engine, first)} if engine.draft_head else {}
             links = [slower_link(engine, link_us) for link_us in self.link_us]
-        figures |= {"depths": deeper} if deeper else {}
-        figures |= {"links": links} if links else {}
-        figures |= {"synthetic_drafts": drafts} if drafts else {}
+        others = {"depths": deeper, "links": links, "synthetic_drafts": drafts}
+        figures |= {name: value for name, value in others.items() if value}
         figures["model"] = self.random_weights or str(self.hf_dir)
         if not self.json:
-            percent = figures.get("percent_of_product_probe")
-            share = (
-                ""
-                if percent is None
-                else f" = [bold]{percent:.0f}%[/] of their matrix products from the caches"
-            )
+            share = ""
+            if (percent := figures.get("percent_of_product_probe")) is not None:
+                share = f" = [bold]{percent:.0f}%[/] of their matrix products from the caches"
             reader = f"{figures['threads']} threads" if "threads" in figures else figures["device"]
             console.print(
                 f"{figures['dtype']}: [bold]{figures['tokens_per_s']:.1f}[/] tokens/s = "
@@ -84,9 +80,9 @@ class Bench:
                     f"[bold]{drafts['speed_up']:.2f}[/] times as fast, {drafts['tokens_a_pass']:.2f} tokens a pass"
                 )
             for link in links:
-                speed, without = link["tokens_per_s"], link["tokens_per_s_without"]
                 console.print(
-                    f"over a link of {link['us']:g} us: [bold]{speed:.1f}[/] of {without:.1f} tokens/s"
+                    "over a link of {us:g} us: [bold]{tokens_per_s:.1f}[/] of "
+                    "{tokens_per_s_without:.1f} tokens/s".format_map(link)
                 )
         print(json.dumps(figures))
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib
-import inspect
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,9 @@ from rich.console import Console
 
 from ..chat import USER
 from .conversation import Conversation, Message, Reply, read_messages, write_messages
-from .options import ModelFlags, ModelName, ModelOptions, SamplingFlags, SamplingOptions
+from .options import ModelName, ModelOptions, SamplingOptions
 
+COMMANDS = "help", "quit", "reset", "retry", "save", "system"  # methods command_* of Terminal
 # a model may write escape sequences, with which terminals do more than print
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
@@ -31,14 +30,14 @@ class Chat:
     """
 
     hf_dir: ModelName
+    sampling: SamplingOptions
+    model: ModelOptions
     system: str | None = None
     """A system message before the conversation."""
     load: Path | None = None
     """A conversation that /save wrote, to go on with."""
     max_new_tokens: int | None = None
     """Longest answer; default: the rest of the context."""
-    sampling: SamplingFlags = field(default_factory=SamplingOptions)
-    model: ModelFlags = field(default_factory=ModelOptions)
 
     def run(self) -> None:
         self.sampling.given()  # errors show before the weights are loaded
@@ -74,12 +73,10 @@ class Terminal:
         sys.stdin.reconfigure(errors="replace", newline=None)  # type: ignore[union-attr]
         if self.interactive:
             with contextlib.suppress(ImportError):
-                readline = importlib.import_module(
-                    "readline"
-                )  # from here on `input` edits lines, remembers them
-                readline.parse_and_bind(
-                    "set enable-bracketed-paste on"
-                )  # Python's default breaks a paste at its lines
+                import readline  # from here on `input` edits lines, remembers them
+
+                # Python's default breaks a paste at its lines
+                readline.parse_and_bind("set enable-bracketed-paste on")
 
     def note(self, text: str) -> None:
         self.console.print(text.translate(CONTROLS), style="dim")
@@ -173,12 +170,9 @@ class Terminal:
         return ", ".join(figures)
 
     def command(self, name: str = "", argument: str = "") -> None:
-        known = [key.removeprefix("command_") for key in dir(self) if key.startswith("command_")]
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = (
-                f"did you mean /{near[0]}?" if near else f"there are {', '.join('/' + key for key in known)}"
-            )
+        if name not in COMMANDS:
+            near = difflib.get_close_matches(name, COMMANDS, n=1)
+            hint = f"did you mean /{near[0]}?" if near else f"there are /{', /'.join(COMMANDS)}"
             raise ValueError(
                 f"unknown command /{name}; {hint} A message that begins so needs a space before it"
             )
@@ -186,9 +180,8 @@ class Terminal:
 
     def command_help(self, _: str) -> None:
         """what the commands do"""
-        for name, method in inspect.getmembers(self, inspect.ismethod):
-            if name.startswith("command_"):
-                self.note(f"/{name.removeprefix('command_'):<8}{inspect.getdoc(method)}")
+        for name in COMMANDS:
+            self.note(f"/{name:<8}{getattr(self, f'command_{name}').__doc__}")
 
     def command_quit(self, _: str) -> None:
         """leave, as Ctrl-D does"""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import tyro
 from ..chat import USER
 from ..engine import Engine, GenerationOptions
 from .conversation import Conversation
-from .options import ModelFlags, ModelName, ModelOptions, SamplingFlags, SamplingOptions
+from .options import ModelName, ModelOptions, SamplingOptions
 
 
 @dataclass
@@ -27,6 +27,8 @@ class Generate:
     hf_dir: ModelName
     prompt: str
     """Text to continue, or with --chat the message to reply to."""
+    sampling: SamplingOptions
+    model: ModelOptions
     chat: bool = False
     """Send the prompt as a user's message in the model's own chat template."""
     system: str | None = None
@@ -38,8 +40,6 @@ class Generate:
     """Continue after the model's end-of-text token."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text to end before; may be given several times."""
-    sampling: SamplingFlags = field(default_factory=SamplingOptions)
-    model: ModelFlags = field(default_factory=ModelOptions)
 
     def run(self) -> None:
         lengths = {name: getattr(self, name) for name in ("max_new_tokens", "min_new_tokens", "ignore_eos")}

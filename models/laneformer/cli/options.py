@@ -140,7 +140,6 @@ class SamplingOptions:
         return defaults | given
 
 
-# fields of commands; flags have no prefix
 ModelName = Annotated[
     tyro.conf.Positional[Path],
     tyro.conf.arg(
@@ -148,5 +147,3 @@ ModelName = Annotated[
         "HuggingFaceTB/SmolLM2-135M-Instruct, owner/name:Q4_K_M, or one that `laneformer models` lists."
     ),
 ]
-ModelFlags = Annotated[ModelOptions, tyro.conf.arg(name="")]
-SamplingFlags = Annotated[SamplingOptions, tyro.conf.arg(name="")]

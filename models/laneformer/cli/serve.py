@@ -8,16 +8,16 @@ import signal
 import sys
 import threading
 import webbrowser
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
 from rich.console import Console
 
-from ..serve.loading import Loading
+from ..serve.loading import answer_loading
 from ..serve.options import ServerOptions
 from .names import display_name, locate_model
-from .options import ModelFlags, ModelName, ModelOptions
+from .options import ModelName, ModelOptions
 
 
 @dataclass
@@ -29,9 +29,9 @@ class Serve:
 
     hf_dir: ModelName
     options: Annotated[ServerOptions, tyro.conf.arg(name="")]
+    model: ModelOptions
     open: bool = False
     """Open the playground in this machine's browser."""
-    model: ModelFlags = field(default_factory=ModelOptions)
 
     def run(self) -> None:
         from ..serve.app import run  # imports what the extra brings
@@ -43,7 +43,7 @@ class Serve:
         # until the server runs; the first process of a container ignores a signal that it does not handle
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         with options.listen(or_next=self.open) as listening:
-            with Loading(listening), Console(stderr=True).status("loading weights"):
+            with answer_loading(listening), Console(stderr=True).status("loading weights"):
                 engine = self.model.load(path)
             with engine:
                 run(engine, options, open_page if self.open else None, listening)

@@ -13,9 +13,10 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import __version__
+from ..engine import Engine
 from ..engine.bench import probe, slower_link
 from ..engine.decoder import CUDA
 from .options import ServerOptions
@@ -38,14 +39,11 @@ try:
     from .context import ServingContext
     from .endpoints import Access, Endpoints
     from .metrics import Metrics
-    from .scheduler import Scheduler
+    from .scheduler import Scheduler, ServingError
     from .schema import CompletionRequest, ConversationRequest
-    from .sending import STATUS, error_response
+    from .sending import error_response
 except ModuleNotFoundError as error:
     raise ValueError(f"the server needs the package {error.name}: pip install 'laneformer[serve]'") from None
-
-if TYPE_CHECKING:
-    from ..engine import Engine
 
 SWITCH_S = 0.0005  # that one thread keeps others waiting; Python's own 5 ms add up over several turns
 UNANSWERED = 70  # status of the process where the device does not answer (EX_SOFTWARE)
@@ -61,16 +59,16 @@ PAGE_HEADERS = {
 
 def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
     """The application around an engine, which takes no other requests until the application has shut down."""
-    # before requests come, so that nothing disturbs it, and again between them: other work may have
-    on_cpu = engine.isa != CUDA
-    facts: dict[str, Any] = {"probe_bytes_per_s": probe(engine) if on_cpu else None}
+    facts: dict[str, Any] = {"probe_bytes_per_s": None}
+
+    def measure_bandwidth() -> None:
+        """Before requests come, so that nothing disturbs it, and between them: other work may have."""
+        if engine.isa != CUDA:
+            facts["probe_bytes_per_s"] = max(facts["probe_bytes_per_s"] or 0.0, probe(engine))
+
+    measure_bandwidth()
     facts["link"] = slower_link(engine, options.link_us) if options.link_us else None
-
-    def probe_again() -> None:
-        if on_cpu:
-            facts["probe_bytes_per_s"] = max(facts["probe_bytes_per_s"], probe(engine))
-
-    scheduler = Scheduler(engine, options.max_waiting, options.deadline_s, probe_again)
+    scheduler = Scheduler(engine, options.max_waiting, options.deadline_s, measure_bandwidth)
     context = ServingContext(
         scheduler, engine, options.model_name, options.speculate, options.reasoning_budget
     )
@@ -102,7 +100,8 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
         app.add_middleware(
             CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
-    add_error_handlers(app)
+    for kind_of_error in (HTTPException, RequestError, ServingError, Exception):
+        app.add_exception_handler(kind_of_error, answer_error)
     endpoints = Endpoints(app, context, options)
     add_api(endpoints)
     ollama.add(endpoints, facts)
@@ -193,12 +192,8 @@ def detokenize(body: Detokenize, context: ServingContext) -> dict[str, Any]:
     return {"content": context.tokenizer.decode(ids, skip_special_tokens=False)}
 
 
-def add_error_handlers(app: FastAPI) -> None:
-    async def answer_error(request: Request, error: Exception) -> Response:
-        return error_response(error, request.url.path)
-
-    for kind_of_error in (HTTPException, RequestError, *STATUS, Exception):
-        app.add_exception_handler(kind_of_error, answer_error)
+async def answer_error(request: Request, error: Exception) -> Response:
+    return error_response(error, request.url.path)
 
 
 class Server(uvicorn.Server):
@@ -253,9 +248,6 @@ def run(
     on_start: is told the address as soon as it can be called. listening: the socket, if it was made before.
     """
     with listening or options.listen() as listening:
-        if options.host not in ("127.0.0.1", "localhost", "::1") and options.api_key is None:
-            warning = f"laneformer: WARNING: {options.host} without an API key: all who reach it may use it"
-            print(warning, file=sys.stderr)
         app = create_app(engine, options)
         if engine.isa == CUDA:
             most = app.state.scheduler.max_joined

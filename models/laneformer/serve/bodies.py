@@ -34,12 +34,12 @@ class RequestError(ValueError):
         self, message: str, param: str | None = None, code: str | None = "invalid_value", status: int = 400
     ):
         super().__init__(message)
-        self.param, self.code, self.status = param, code, status
+        self.param, self.code, self.status_code = param, code, status
 
     def rename(self, name: str, own_name: str) -> RequestError:
         """By another name of its field, or of a part of it; a pattern of `re`."""
         message, param = (re.sub(name, own_name, text, count=1) for text in (str(self), self.param or ""))
-        return RequestError(message, param or None, self.code, self.status)
+        return RequestError(message, param or None, self.code, self.status_code)
 
 
 @dataclass
@@ -177,11 +177,14 @@ def check_surrogates(value: Any, path: Sequence[str | int] = ()) -> None:
         place = spell_path(path)
         message = f"{place or 'a name in the body'} holds half a surrogate pair, {quote(half[0])}; "
         raise RequestError(f"{message}send both halves of a character together", place or None)
-    for name, part in value.items() if isinstance(value, dict) else ():
+    parts: Any = ()
+    if isinstance(value, dict):
+        parts = value.items()
+    elif isinstance(value, list):
+        parts = enumerate(value)
+    for name, part in parts:
         check_surrogates(name, path)
         check_surrogates(part, [*path, name])
-    for i, part in enumerate(value if isinstance(value, list) else ()):
-        check_surrogates(part, [*path, i])
 
 
 def refuse(name: str, message: str, code: str = "invalid_value") -> None:
@@ -209,14 +212,14 @@ def explain_errors(errors: Sequence[Any]) -> RequestError:
         refused = error["ctx"]
         if not expected and path[-1:] != [refused["field"]]:
             path.append(refused["field"])
-        param = spell_path(path)
-        return RequestError(refused["message"], param, refused["code"])
+        return RequestError(refused["message"], spell_path(path), refused["code"])
     if not path:
         return RequestError(f"the body is not a JSON object: {error['msg']}", None, "invalid_json")
+    param = spell_path(path)
     if error["type"] == "missing":
-        return RequestError(f"{spell_path(path)} is missing", spell_path(path), "missing_required_parameter")
+        return RequestError(f"{param} is missing", param, "missing_required_parameter")
     wanted = f"it must be {EXPECTED[expected]}" if expected else error["msg"][:1].lower() + error["msg"][1:]
-    return RequestError(f"{spell_path(path)} = {quote(error['input'])}: {wanted}", spell_path(path))
+    return RequestError(f"{param} = {quote(error['input'])}: {wanted}", param)
 
 
 def quote(value: Any) -> str:

@@ -7,22 +7,18 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from .. import __version__
-from ..engine import GenerationOptions
+from ..engine import Engine, GenerationOptions
 from ..engine.channels import BEGIN, speaks_harmony
 from ..engine.options import conversation_defaults
 from ..engine.requests import checked_ids
 from ..prompts import SECRET_CHARS, PromptEncoder
 from .bodies import MAX_VALUES, RequestError
 from .grammar import Grammars
+from .scheduler import Scheduler
 from .schema import Sampling
 from .tool_calls import ToolCalling
-
-if TYPE_CHECKING:
-    from ..engine import Engine
-    from .scheduler import Scheduler
 
 CACHED_TOKENS = 2**16
 VALUES_A_TOKEN, SPARE_VALUES = 8, 2**16  # of JSON; commas of a text count, and some tokens are many commas
@@ -74,12 +70,12 @@ class ServingContext:
         if not too_long and len(text) > 2 * len(start):
             too_long = len(self.prompts.encode(start)) > self.context_tokens + SECRET_CHARS
         if too_long:
-            raise RequestError(
-                f"This model's maximum context length is {self.context_tokens} tokens, which the {size} bytes in the "
-                f"{param} exceed. Shorten the {param}.",
-                param, "context_length_exceeded",
-            )  # fmt: skip
+            raise self.context_error(f"which the {size} bytes in the {param} exceed", param)
         return text
+
+    def context_error(self, reason: str, param: str) -> RequestError:
+        message = f"This model's maximum context length is {self.context_tokens} tokens, {reason}."
+        return RequestError(f"{message} Shorten the {param}.", param, "context_length_exceeded")
 
     def check_ids(self, ids: Sequence[int], name: str, param: str) -> list[int]:
         try:
@@ -101,11 +97,8 @@ class ServingContext:
         longest = max(map(len, prompts))
         room = self.context_tokens - longest
         if room < (wanted != 0):
-            raise RequestError(
-                f"This model's maximum context length is {self.context_tokens} tokens, but you sent {longest} tokens "
-                f"in the {param}, which leaves no room for an answer. Shorten the {param}.",
-                param, "context_length_exceeded",
-            )  # fmt: skip
+            reason = f"but you sent {longest} tokens in the {param}, which leaves no room for an answer"
+            raise self.context_error(reason, param)
         limit = room if wanted is None else min(wanted, room)
         if request.min_tokens > limit:
             raise RequestError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from types import TracebackType
+from collections.abc import Iterator
 
 BODY = b'{"status": "loading"}'
 ANSWER = (
@@ -16,33 +16,29 @@ LOOK_S = 0.05  # for the end of loading
 PATIENCE_S = 0.5  # with one client
 
 
-class Loading:
-    """A context in which every request to a listening socket gets status 503 and {"status": "loading"}."""
+@contextlib.contextmanager
+def answer_loading(listening: socket.socket) -> Iterator[None]:
+    """Inside, every request to a listening socket gets status 503 and {"status": "loading"}."""
+    loaded = threading.Event()
+    thread = threading.Thread(target=answer_until, args=[listening, loaded], daemon=True)
+    listening.settimeout(LOOK_S)
+    thread.start()
+    try:
+        yield
+    finally:
+        loaded.set()
+        thread.join()
+        listening.settimeout(None)
 
-    def __init__(self, listening: socket.socket):
-        self.listening, self.loaded = listening, threading.Event()
-        self.thread = threading.Thread(target=self._answer, daemon=True)
 
-    def __enter__(self) -> Loading:
-        self.listening.settimeout(LOOK_S)
-        self.thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.loaded.set()
-        self.thread.join()
-        self.listening.settimeout(None)
-
-    def _answer(self) -> None:
-        while not self.loaded.is_set():
-            with contextlib.suppress(OSError):  # nobody came, or who came has left
-                client, _ = self.listening.accept()
-                with client:
-                    client.settimeout(PATIENCE_S)
-                    is_head = client.recv(2**16).startswith(b"HEAD ")
-                    client.sendall(ANSWER.removesuffix(BODY) if is_head else ANSWER)
-                    client.shutdown(socket.SHUT_WR)
-                    while client.recv(2**16):  # what is unread at the end would reset the connection
-                        pass
+def answer_until(listening: socket.socket, loaded: threading.Event) -> None:
+    while not loaded.is_set():
+        with contextlib.suppress(OSError):  # nobody came, or who came has left
+            client, _ = listening.accept()
+            with client:
+                client.settimeout(PATIENCE_S)
+                is_head = client.recv(2**16).startswith(b"HEAD ")
+                client.sendall(ANSWER.removesuffix(BODY) if is_head else ANSWER)
+                client.shutdown(socket.SHUT_WR)
+                while client.recv(2**16):  # what is unread at the end would reset the connection
+                    pass

@@ -24,7 +24,7 @@ RANGES: dict[str, tuple[type, float, float]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class ServerOptions:
     model_name: str = ""
     """What clients call the model; default: the folder's name."""
@@ -63,26 +63,27 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         if self.api_key is None:
-            object.__setattr__(self, "api_key", os.environ.get("LANEFORMER_API_KEY"))
+            self.api_key = os.environ.get("LANEFORMER_API_KEY")
         key = self.api_key
         if key is not None and not (key.isascii() and key.strip() == key != ""):
             raise ValueError("the API key must be ASCII text without spaces around it, and not empty")
         if self.host.startswith("["):  # as in a URL
-            object.__setattr__(self, "host", self.host.strip("[]"))
+            self.host = self.host.strip("[]")
         if not self.host:
             raise ValueError("host must not be empty; use 127.0.0.1, or 0.0.0.0 or :: for all addresses")
         for name, (kind, low, high) in RANGES.items():
-            object.__setattr__(self, name, in_range(name, getattr(self, name), kind, low, high))
+            setattr(self, name, in_range(name, getattr(self, name), kind, low, high))
 
     def listen(self, or_next: bool = False) -> socket.socket:
-        """A listening socket, so that nobody else takes the port; ValueError says why there is none.
+        """A listening socket, so that nobody else takes the port; ValueError says why there is none. Warns on stderr
+        where others reach it and no key is set.
 
         or_next: a port that is in use may be one of the next, which is said on stderr.
         """
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             both = self.host == "::" and socket.has_dualstack_ipv6()
-            return socket.create_server((self.host, self.port), family=family, dualstack_ipv6=both)
+            listening = socket.create_server((self.host, self.port), family=family, dualstack_ipv6=both)
         except OSError as error:
             if or_next and error.errno == errno.EADDRINUSE and self.port < RANGES["port"][2]:
                 print(f"laneformer: port {self.port} is in use", file=sys.stderr)
@@ -91,3 +92,7 @@ class ServerOptions:
             raise ValueError(
                 f"cannot listen on port {self.port} of {self.host}: {reason}; choose another --port or --host"
             ) from None
+        if self.host not in ("127.0.0.1", "localhost", "::1") and self.api_key is None:
+            warning = f"{self.host} without an API key: all who reach it may use it"
+            print(f"laneformer: WARNING: {warning}", file=sys.stderr)
+        return listening

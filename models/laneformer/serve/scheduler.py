@@ -16,15 +16,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-from ..engine import GeneratedToken, PromptLogprobs, Statistics, Update
+from ..engine import Engine, GeneratedToken, PromptLogprobs, Statistics, Update
 from ..engine.decoder import CUDA, Request
+from .grammar import AnswerGrammar
 from .totals import Totals
-
-if TYPE_CHECKING:
-    from ..engine import Engine
-    from .grammar import AnswerGrammar
 
 IDLE_S = 10.0  # without requests
 COLLECT_S = 0.005  # longest delay of a join while others decode and none of them has news
@@ -36,8 +32,16 @@ SHARE_TOKENS = 16  # of an answer that tells whether the machine is busy
 log = logging.getLogger("laneformer.serve")
 
 
-class Busy(RuntimeError):
+class ServingError(RuntimeError):
+    """Why the server does not finish a request that is right. status_code: of HTTP."""
+
+    status_code = 503
+
+
+class Busy(ServingError):
     """The queue is full; in about `retry_after_s` seconds it has room."""
+
+    status_code = 429
 
     def __init__(self, max_waiting: int, retry_after_s: int):
         super().__init__(
@@ -46,16 +50,18 @@ class Busy(RuntimeError):
         self.retry_after_s = retry_after_s
 
 
-class Stopping(RuntimeError):
+class Stopping(ServingError):
     """The server is shutting down."""
 
 
-class DeadlineExceeded(RuntimeError):
+class DeadlineExceeded(ServingError):
     """The request took longer than it may."""
 
 
-class EngineError(RuntimeError):
+class EngineError(ServingError):
     """The engine could not finish the request."""
+
+    status_code = 500
 
 
 class Running:
@@ -135,18 +141,18 @@ class Running:
     def _count_end(self, statistics: Statistics) -> None:
         totals, engine = self._scheduler.totals, self._scheduler.engine
         totals.prompt_tokens += len(self.request.prompt)
-        for name in ("reused_tokens", "proposed_tokens", "accepted_tokens"):
-            setattr(totals, name, getattr(totals, name) + getattr(statistics, name))
-        if self.first_token_s is None or self.last_token_s is None:
+        totals.reused_tokens += statistics.reused_tokens
+        totals.proposed_tokens += statistics.proposed_tokens
+        totals.accepted_tokens += statistics.accepted_tokens
+        first_s, last_s = self.first_token_s or 0.0, self.last_token_s or 0.0
+        if last_s <= first_s:
             return
-        decode_s = self.last_token_s - self.first_token_s
-        if decode_s <= 0:
-            return
+        decode_s = last_s - first_s
         totals.tokens_per_s = (self.generated_tokens - 1) / decode_s
         totals.passes_per_s = totals.tokens_per_s - statistics.accepted_tokens / decode_s
         # threads that wait for masks, or short answers, say nothing of the machine
         if self.generated_tokens >= SHARE_TOKENS and not self.request.masked and engine.isa != CUDA:
-            most_s = (time.monotonic() - self.first_token_s) * engine.threads
+            most_s = (time.monotonic() - first_s) * engine.threads
             totals.processor_share = min(1.0, (time.process_time() - self.processor_s) / most_s)
 
 
@@ -177,8 +183,7 @@ class Scheduler:
         self.running: set[Running] = set()  # they left the queue and have not ended
         self._joined: dict[int, Running] = {}  # by ticket; of the engine's thread alone
         self._closing = False
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition(threading.Lock())
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news: list[tuple[Running, Update]] = []  # that the loop has not read yet
         self._handed_s = 0.0  # when there was news
@@ -229,7 +234,7 @@ class Scheduler:
         self._thread.join()
 
     def _leave(self, running: Running) -> None:
-        with self._lock:
+        with self._changed:
             running.left = True
             if running.ticket is not None:
                 self.batch.leave(running.ticket)
@@ -250,7 +255,7 @@ class Scheduler:
             log.exception("the engine's thread has failed")
             self.failure = f"the engine's thread has failed: {error!r}"
             self.unanswered = self.batch.unanswered
-        with self._lock:
+        with self._changed:
             self._closing = True
             left = [*self.waiting, *self.running]
             self.waiting.clear()
@@ -281,7 +286,7 @@ class Scheduler:
         ticket = self.batch.begin(running.request)
         running.started_s = time.monotonic()
         self._joined[ticket] = running
-        with self._lock:
+        with self._changed:
             running.ticket = ticket
             if running.left:
                 self.batch.leave(ticket)
@@ -301,7 +306,7 @@ class Scheduler:
                 running._count_end(update.statistics or Statistics())
                 self._request_s += RATE_WEIGHT * (now_s - (running.started_s or now_s) - self._request_s)
                 del self._joined[update.ticket]
-                with self._lock:
+                with self._changed:
                     self.running.discard(running)
             elif update.tokens:
                 self._allow(running, update.tokens)
@@ -328,7 +333,7 @@ class Scheduler:
         if not news:
             return
         self._handed_s = time.monotonic()
-        with self._lock:
+        with self._changed:
             first = not self._news
             self._news += news
         if first and self._loop is not None:
@@ -337,7 +342,7 @@ class Scheduler:
 
     def _deliver(self) -> None:
         """On the event loop's thread."""
-        with self._lock:
+        with self._changed:
             news, self._news = self._news, []
         for running, update in news:
             running._receive(update)

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, ValidationInfo, model_validator
 
 from ..chat import ASSISTANT
 from ..engine import GenerationOptions
@@ -36,11 +36,14 @@ MAX_TOOLS = 128
 MAX_STOPS = 16  # OpenAI has 4; evaluations send more
 MIN_TOP_P = 1e-12  # for 0, which OpenAI allows: the likeliest token alone
 NO_SEED = -1  # as other servers have it
+OF_THE_ENGINE = {  # by the same names
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
+    "presence_penalty", "ignore_eos", "speculate",
+}  # fmt: skip
 OWN_NAMES = {"stop_ids": "stop_token_ids", "min_new_tokens": "min_tokens"}  # of the engine's options
 
 Text = Annotated[str, Field(min_length=1)]
 Ids = Annotated[list[int], Field(fail_fast=True)]
-Count = Annotated[int, Field(ge=0)]
 UNTIL_THE_END = -1  # of the context: what null and -1 as a limit of new tokens mean
 Limit = Annotated[
     Annotated[int, Field(ge=1)] | None,
@@ -62,14 +65,15 @@ def as_prompts(value: Any) -> list[str | Ids]:
     """Checked here and not by pydantic, which would hold up all other threads."""
     if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
         value = [value]
-    if not isinstance(value, list) or len({type(prompt) for prompt in value[:MAX_CHOICES]}) > 1:
+    prompts = value[:MAX_CHOICES] if isinstance(value, list) else [None]
+    are_prompts = all(isinstance(prompt, str) or is_ids(prompt) for prompt in prompts)
+    if not are_prompts or len(set(map(type, prompts))) > 1:
         raise ValueError("no prompts")
-    for prompt in value[:MAX_CHOICES]:
-        if not isinstance(prompt, str) and not (
-            isinstance(prompt, list) and all(type(token) is int for token in prompt)
-        ):
-            raise ValueError("no prompts")
     return value
+
+
+def is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(type(token) is int for token in prompt)
 
 
 class Sampling(Body):
@@ -89,7 +93,7 @@ class Sampling(Body):
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     ignore_eos: bool = False
-    min_tokens: Count = 0
+    min_tokens: NonNegativeInt = 0
     stop_token_ids: Ids = []
     speculate: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = None
 
@@ -97,18 +101,12 @@ class Sampling(Body):
         self, defaults: Mapping[str, Any], max_new_tokens: int, logprobs: int | None
     ) -> GenerationOptions:
         """For the engine; defaults: for what the request leaves open."""
-        chosen = dict(defaults)
-        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "speculate"):
-            if getattr(self, name) is not None:
-                chosen[name] = getattr(self, name)
+        chosen = {**defaults, **self.model_dump(include=OF_THE_ENGINE, exclude_none=True)}
         chosen["top_k"] = max(0, chosen.get("top_k", 0))
         chosen["top_p"] = max(MIN_TOP_P, chosen.get("top_p", 1.0))
         try:
             return GenerationOptions(
                 **chosen,
-                frequency_penalty=self.frequency_penalty,
-                presence_penalty=self.presence_penalty,
-                ignore_eos=self.ignore_eos,
                 seed=secrets.randbits(64) if self.seed in (None, NO_SEED) else self.seed % 2**64,
                 max_new_tokens=max_new_tokens,
                 min_new_tokens=self.min_tokens,

@@ -16,9 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from .bodies import RequestError
 from .choices import Choices
-from .scheduler import Busy, DeadlineExceeded, EngineError, Stopping
+from .scheduler import Busy, ServingError
 
-STATUS: dict[type[Exception], int] = {Busy: 429, Stopping: 503, DeadlineExceeded: 503, EngineError: 500}
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 CODES = {401: "invalid_api_key", 429: "queue_full"}
 STALLED_S = 30.0  # a reader that has not read for so long is gone
@@ -36,8 +35,8 @@ class ClientError(NamedTuple):
     @classmethod
     def of(cls, error: Exception) -> ClientError:
         """What nobody foresaw is in the log alone."""
-        status = STATUS.get(type(error), getattr(error, "status", getattr(error, "status_code", 500)))
-        known = isinstance(error, (HTTPException, RequestError, *STATUS))
+        status = getattr(error, "status_code", 500)
+        known = isinstance(error, (HTTPException, RequestError, ServingError))
         message = getattr(error, "detail", str(error)) if known else "the server has failed; its log says why"
         kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
         code = getattr(error, "code", None) or CODES.get(status)

@@ -134,10 +134,11 @@ def test_a_folder_may_have_any_name(own, tmp_path, monkeypatch, capsys):
     assert "1 files" in capsys.readouterr().out
 
 
-def test_what_is_broken_in_a_cache_hides_nothing_else(tmp_path, monkeypatch, capsys):
+def test_models_of_other_programs_beside_what_is_broken(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     monkeypatch.setattr(names.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "ollama"))
+    (tmp_path / ".ollama").mkdir()
     nowhere = tmp_path / "gone"
 
     def place(name: str, content: bytes | None = b"GGUF....") -> None:
@@ -160,7 +161,8 @@ def test_what_is_broken_in_a_cache_hides_nothing_else(tmp_path, monkeypatch, cap
     model = "application/vnd.ollama.image.model"
     manifests = [b"null", b'{"layers": [1]}', b'{"layers": [{"mediaType": "x"}]}', b"\xff", b"{}"]
     layers = [{"mediaType": model, "digest": f"sha256:{n}"} for n in ("missing", "link", "folder", "12")]
-    manifests += [json.dumps({"layers": [layer]}).encode() for layer in layers]
+    others = {"mediaType": "application/vnd.ollama.image.license", "digest": "sha256:34"}
+    manifests += [json.dumps({"layers": [others, layer]}).encode() for layer in layers]
     for number, content in enumerate(manifests):
         place(f"ollama/manifests/r/l/m/{number}", content)
     place("ollama/blobs/sha256-link", None)
@@ -170,6 +172,13 @@ def test_what_is_broken_in_a_cache_hides_nothing_else(tmp_path, monkeypatch, cap
     listed = {json.loads(line)["name"] for line in capsys.readouterr().out.splitlines()}
     assert listed == {"whole/m", "o/whole", "m:8"}
     main(["models"])
+    assert names.locate_model("m:8") == tmp_path / "ollama/blobs/sha256-12"
+    assert names.locate_model("o/whole") == tmp_path / ".lmstudio/models/o/m/whole.gguf"
+    with pytest.raises(ValueError, match="no model that `laneformer models` lists"):
+        names.locate_model("smollm3")
+    monkeypatch.delenv("OLLAMA_MODELS")
+    (tmp_path / "ollama").rename(tmp_path / ".ollama/models")
+    assert names.locate_model("m:8") == tmp_path / ".ollama/models/blobs/sha256-12"
 
 
 def test_more_than_the_model_or_the_machine_has_is_said(folder, caplog):

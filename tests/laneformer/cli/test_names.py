@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 from laneformer.cli import main, names
-from laneformer.cli.names import choose_gguf_file, display_name, locate_model
+from laneformer.cli.names import choose_gguf_file, display_name
 
 COMMIT = hashlib.sha1(b"").hexdigest()
 TALKER = "someone/talker-1B"
@@ -66,40 +66,25 @@ def test_a_name_is_fetched_once_listed_and_told_where_it_cannot_be(folder, tmp_p
     assert "hf download someone/else --local-dir else" in error
 
 
-def test_models_of_other_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    monkeypatch.delenv("OLLAMA_MODELS", raising=False)
-    monkeypatch.setattr(names.constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
-    blob = tmp_path / ".ollama/models/blobs/sha256-12"
-    manifest = tmp_path / ".ollama/models/manifests/registry.ollama.ai/library/smollm2/135m"
-    studio = tmp_path / ".lmstudio/models/someone/talker-GGUF/talker-Q4_K_M.gguf"
-    for path in (blob, manifest, studio):
-        path.parent.mkdir(parents=True)
-    blob.write_bytes(b"GGUF....")
-    studio.write_bytes(b"GGUF....")
-    layers = [
-        {"mediaType": "application/vnd.ollama.image.license", "digest": "sha256:34"},
-        {"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:12"},
-    ]
-    manifest.write_text(json.dumps({"layers": layers}))
-    manifest.with_name("unfinished").write_text('{"layers')
-    assert locate_model("smollm2:135m") == blob
-    assert locate_model("someone/talker-Q4_K_M") == studio
-    with pytest.raises(ValueError, match="no model that `laneformer models` lists"):
-        locate_model("smollm3")
+FILES = ["m-Q4_K_M.gguf", "m-Q8_0.gguf", "m-BF16-00001-of-00002.gguf", "m-BF16-00002-of-00002.gguf"]
 
 
-def test_which_file_of_a_repository() -> None:
-    files = ["m-Q4_K_M.gguf", "m-Q8_0.gguf", "m-BF16-00001-of-00002.gguf", "m-BF16-00002-of-00002.gguf"]
-    assert choose_gguf_file("o/m", files, "") == "m-Q4_K_M.gguf"
-    assert choose_gguf_file("o/m", files, "q8_0") == "m-Q8_0.gguf"
-    assert choose_gguf_file("o/m", ["model.safetensors", "config.json"], "") is None
+@pytest.mark.parametrize(
+    ("files", "asked", "chosen"),
+    [
+        (FILES, "", FILES[0]),
+        (FILES, "q8_0", FILES[1]),
+        (FILES, "BF16", FILES[2]),
+        (["model.safetensors", "config.json"], "", None),
+    ],
+)
+def test_which_file_of_a_repository(files, asked, chosen):
+    assert choose_gguf_file("o/m", files, asked) == chosen
     with pytest.raises(ValueError, match="has no Q2_K; it has BF16, Q4_K_M, Q8_0"):
-        choose_gguf_file("o/m", files, "Q2_K")
-    assert choose_gguf_file("o/m", files, "BF16") == "m-BF16-00001-of-00002.gguf"
+        choose_gguf_file("o/m", FILES, "Q2_K")
 
 
-def test_a_file_in_parts_is_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_in_parts_is_one_model(tmp_path, monkeypatch):
     fetched = []
     monkeypatch.setattr(names.huggingface_hub.HfApi, "list_repo_files", lambda *_: files)
     monkeypatch.setattr(
@@ -128,5 +113,5 @@ def test_a_file_in_parts_is_one_model(tmp_path: Path, monkeypatch: pytest.Monkey
         ("m-Q8_0-00001-of-00002.gguf", "m"),
     ],
 )
-def test_what_clients_call_it(path: str, name: str) -> None:
+def test_what_clients_call_it(path, name):
     assert display_name(Path(path)) == name

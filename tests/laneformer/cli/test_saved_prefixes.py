@@ -12,12 +12,6 @@ import pytest
 
 from tests.laneformer.serve.conftest import Server, launch
 
-Serve = Callable[..., Server]
-
-
-def prompt_of(seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(3, 260, 1500).tolist()
-
 
 def complete(server: Server, prompt: list[int]) -> tuple[str, int]:
     """Text, and how many ids of the prompt were not read."""
@@ -27,7 +21,7 @@ def complete(server: Server, prompt: list[int]) -> tuple[str, int]:
 
 
 @pytest.fixture
-def serve(folder: Path) -> Iterator[Serve]:
+def serve(folder: Path) -> Iterator[Callable[..., Server]]:
     """`serve(cache_dir, *flags)`: the command in a process."""
     servers: list[Server] = []
 
@@ -42,8 +36,9 @@ def serve(folder: Path) -> Iterator[Serve]:
 
 
 @pytest.mark.job
-def test_a_server_goes_on_after_sigterm(serve: Serve, tmp_path: Path) -> None:
-    first, prompt = serve(tmp_path), prompt_of(0)
+def test_a_server_goes_on_after_sigterm(serve, tmp_path):
+    first = serve(tmp_path)
+    prompt = np.random.default_rng(0).integers(3, 260, 1500).tolist()
     text, cached = complete(first, prompt)
     assert cached == 0
     assert httpx.get(f"{first.url}/props").json()["saved_prefixes"]["files"] == 0
@@ -54,9 +49,8 @@ def test_a_server_goes_on_after_sigterm(serve: Serve, tmp_path: Path) -> None:
     second = serve(tmp_path, "--cache-dir-bytes=12345678")
     assert complete(second, prompt) == (text, len(prompt) - 1)
     facts = httpx.get(f"{second.url}/props").json()["saved_prefixes"]
-    size, reused = path.stat().st_size, len(prompt) - 1
-    expected = {"files": 1, "bytes": size, "limit_bytes": 12345678, "hits": 1, "hit_tokens": reused}
-    assert facts == expected
+    counts = {"files": 1, "limit_bytes": 12345678, "hits": 1, "hit_tokens": len(prompt) - 1}
+    assert facts == {"bytes": path.stat().st_size, **counts}
     metrics = httpx.get(f"{second.url}/metrics").text
     for name, value in facts.items():
         (number,) = re.findall(rf"^laneformer_saved_{name}(?:_total)? (\S+)$", metrics, re.MULTILINE)

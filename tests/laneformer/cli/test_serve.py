@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from laneformer.cli import main
-from laneformer.serve.loading import Loading
+from laneformer.serve.loading import answer_loading
 from laneformer.serve.options import ServerOptions
 from tests.laneformer.serve.conftest import launch, wait_until
 
@@ -38,7 +38,7 @@ def test_serve_opens_the_page_and_ends_with_ctrl_c(folder, tmp_path, monkeypatch
 
 
 @pytest.mark.job
-def test_sigterm_while_weights_load() -> None:
+def test_sigterm_while_weights_load():
     code = """
 import time
 from laneformer.cli import main
@@ -54,17 +54,17 @@ main(["serve", ".", "--port=0"])
     assert process.wait(50) == 0
 
 
-def test_mistakes_are_told_before_the_weights_are_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_told_before_the_weights_are_loaded(capsys):
     with pytest.raises(SystemExit):
         main(["serve", "/nowhere", "--port", "70000"])
     assert "port = 70000 is outside 0 to 65535" in capsys.readouterr().err
 
 
-def test_the_port_is_taken_and_health_answers_while_weights_load() -> None:
+def test_the_port_is_taken_and_health_answers_while_weights_load():
     options = ServerOptions("m", port=0)
     with options.listen() as listening:
         host, port = listening.getsockname()
-        with Loading(listening):
+        with answer_loading(listening):
             for _ in range(2):
                 health = httpx.get(f"http://{host}:{port}/health")
                 assert (health.status_code, health.json()) == (503, {"status": "loading"})

@@ -109,7 +109,7 @@ def stream(url: str, ids: list[int], begun: threading.Event) -> str:
 
 @pytest.mark.rotate
 @pytest.mark.skipif(HAPROXY is None, reason="no haproxy on this machine: apt-get install haproxy")
-def test_one_is_drained_one_is_killed_and_no_conversation_ends(balanced: Balanced) -> None:
+def test_one_is_drained_one_is_killed_and_no_conversation_ends(balanced):
     wait_until(lambda: balanced.healthy() == set(NAMES))
     talks = [[{"role": "system", "content": "Be brief."}] for _ in range(TALKS)]
     homes = [balanced.say(talk, f"Question {i} of somebody")[0] for i, talk in enumerate(talks)]
@@ -145,7 +145,7 @@ def test_one_is_drained_one_is_killed_and_no_conversation_ends(balanced: Balance
     wait_until(lambda: balanced.healthy() == {left})
 
 
-def test_prometheus_asks_what_is_there() -> None:
+def test_prometheus_asks_what_is_there():
     import yaml
 
     jobs = {job["job_name"]: job for job in yaml.safe_load(BLOCKS["yaml"])["scrape_configs"]}

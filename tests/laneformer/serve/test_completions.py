@@ -174,14 +174,16 @@ def test_the_context_limits_the_answer(api, max_tokens):
 
 
 def test_refusals(api):
-    error = api.refusal(prompt=[5] * 512, max_tokens=1)
-    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
-    sentence = "maximum context length is 512 tokens, but you sent 512 tokens in the prompt"
-    assert sentence in error["message"]
-    assert "outside the vocabulary" in api.refusal(prompt=[[5], [10**6]])["message"]
-    assert "prompt[1] has no tokens" in api.refusal(prompt=[[5], []])["message"]
-    assert api.refusal(prompt="a", min_tokens=20)["param"] == "min_tokens"
-    for name, ids in {"stop_token_ids": [10**6], "logit_bias": {str(10**6): 1}}.items():
-        error = api.refusal(prompt="a", **{name: ids})
-        assert (error["param"], f"{name} holds" in error["message"]) == (name, True)
+    too_long = "maximum context length is 512 tokens, but you sent 512 tokens in the prompt"
+    for name, message, fields in (
+        ("prompt", too_long, {"prompt": [5] * 512}),
+        ("prompt", "outside the vocabulary", {"prompt": [[5], [10**6]]}),
+        ("prompt", "prompt[1] has no tokens", {"prompt": [[5], []]}),
+        ("min_tokens", "exceeds the limit", {"min_tokens": 20}),
+        ("stop_token_ids", "stop_token_ids holds", {"stop_token_ids": [10**6]}),
+        ("logit_bias", "logit_bias holds", {"logit_bias": {str(10**6): 1}}),
+    ):
+        error = api.refusal(**{"prompt": "a", **fields})
+        assert (error["param"], message in error["message"]) == (name, True)
+        assert (error["code"] == "context_length_exceeded") == (message == too_long)
     assert api.post(model="gpt-4", prompt="a", max_tokens=1)["model"] == "tiny", "any name is taken"

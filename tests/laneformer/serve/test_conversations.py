@@ -118,8 +118,6 @@ def test_template_options(api, engine):
 @pytest.mark.parametrize(
     "message",
     [
-        {"role": "user", "content": "half a pair: \ud800"},
-        {"role": "user", "content": [{"type": "text", "text": "\udfff"}]},
         {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]},
         {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "3"}}]},
     ],
@@ -128,7 +126,6 @@ def test_hostile_messages_are_the_clients_fault(tiny, message):
     body = json.dumps({"model": "tiny", "messages": [message, *TALK], "max_tokens": 1})
     answer = tiny.post("/v1/chat/completions", content=body)
     assert answer.status_code in (200, 400), answer.text
-    assert tiny.post("/v1/completions", content='{"prompt": "\\ud800"}').status_code == 400
 
 
 def copy_with(model_folder: Path, to: Path, name: str, text: str | None) -> Path:

@@ -4,98 +4,64 @@ from __future__ import annotations
 
 import json
 import socket
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from laneformer.serve.options import ServerOptions
 from tests.laneformer.serve.conftest import in_process
 
-if TYPE_CHECKING:
-    from fastapi.testclient import TestClient
-
-PATHS = [
-    "/",
-    "/health",
-    "/props",
-    "/metrics",
-    "/openapi.json",
-    "/playground/app.js",
-    "/v1/models",
-    "/v1/models/tiny",
-    "/v1/models/other",
-    "/api/tags",
-    "/api/ps",
-    "/api/version",
-    "/nowhere",
-    "/v1/completions",
-]
+PATHS = """
+/ /health /props /metrics /openapi.json /playground/app.js /v1/models /v1/models/tiny /v1/models/other
+/api/tags /api/ps /api/version /nowhere /v1/completions
+"""
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_head_answers_as_get(tiny: TestClient, path: str) -> None:
+@pytest.mark.parametrize("path", PATHS.split())
+def test_head_answers_as_get(tiny, path):
     right, head = tiny.get(path), tiny.head(path)
     assert (head.status_code, head.content) == (right.status_code, b"")
-    lengths = {"content-length"} if path == "/metrics" else set()  # which counts these requests
-    assert {**head.headers, **dict.fromkeys(lengths)} == {**right.headers, **dict.fromkeys(lengths)}
+    if path == "/metrics":  # which counts these requests
+        head.headers["content-length"] = right.headers["content-length"]
+    assert head.headers == right.headers
 
 
-def test_head_needs_the_key_as_get_does(model_folder: Path) -> None:
+def test_head_needs_the_key_as_get_does(model_folder):
     with in_process(model_folder, api_key="k") as client:
         assert [client.head(path).status_code for path in ("/", "/v1/models")] == [200, 401]
 
 
 JSON = {"content-type": "application/json"}
 HALF = "x\ud83d"
-TURN = {"role": "user", "content": HALF}
-BODIES: list[tuple[str, dict[str, Any], str | None]] = [  # path, body, the field that is named
+# path, body, and the field that is named, where the API's errors have one
+BODIES: list[tuple[str, dict[str, Any], str | None]] = [
     ("/tokenize", {"content": HALF}, "content"),
-    ("/v1/completions", {"prompt": "x", "model": HALF}, "model"),
     ("/v1/completions", {"prompt": ["x", HALF]}, "prompt[1]"),
-    ("/v1/completions", {"prompt": "x", "stop": "\udc00"}, "stop"),
-    ("/v1/chat/completions", {"messages": [TURN]}, "messages[0].content"),
-    (
-        "/v1/chat/completions",
-        {"messages": [{**TURN, "content": [{"type": "text", "text": HALF}]}]},
-        "messages[0].content[0].text",
-    ),
-    ("/v1/chat/completions", {"messages": [], "prediction": {"content": HALF}}, "prediction.content"),
+    ("/v1/chat/completions", {"messages": [{"content": [{"text": HALF}]}]}, "messages[0].content[0].text"),
     ("/v1/chat/completions", {"messages": [], "metadata": {HALF: 1}}, "metadata"),
     ("/v1/chat/completions", {HALF: 1}, None),
-    ("/v1/responses", {"input": HALF, "instructions": "x"}, "input"),
-    ("/v1/messages", {"messages": [TURN], "max_tokens": 1}, None),
-    ("/v1/messages/count_tokens", {"messages": [], "system": HALF}, None),
-    ("/api/chat", {"messages": [TURN]}, None),
+    ("/v1/messages", {"messages": [{"content": HALF}]}, None),
     ("/api/generate", {"prompt": HALF, "options": {"stop": [HALF]}}, None),
-    ("/api/show", {"model": HALF}, None),
 ]
 
 
 @pytest.mark.parametrize(("path", "body", "param"), BODIES, ids=range(len(BODIES)))
-def test_half_a_surrogate_pair_is_refused_by_name(
-    tiny: TestClient, path: str, body: dict[str, Any], param: str | None
-) -> None:
+def test_half_a_surrogate_pair_is_refused_by_name(tiny, path, body, param):
     answer = tiny.post(path, content=json.dumps(body), headers=JSON)
     assert answer.status_code == 400, answer.text
     assert "half a surrogate pair" in answer.text
-    if path not in ("/v1/messages", "/v1/messages/count_tokens") and not path.startswith("/api/"):
-        assert answer.json()["error"]["param"] == param
+    assert param is None or answer.json()["error"]["param"] == param
 
 
-def test_whole_pairs_and_echoed_names_are_answered(tiny: TestClient) -> None:
-    answer = tiny.post(
-        "/tokenize",
-        content=rb'{"content": "\ud83d\ude00 \\ud83d"}',
-        headers=JSON,
-    )
-    assert answer.status_code == 200
+def test_whole_pairs_and_echoed_names_are_answered(tiny):
+    pair = rb'{"content": "\ud83d\ude00 \\ud83d"}'
+    assert tiny.post("/tokenize", content=pair, headers=JSON).status_code == 200
     assert tiny.get("/v1/models/%ED%A0%BD").status_code == 404
     assert tiny.get("/health", headers={b"host": b"\xed\xa0\xbd"}).status_code == 403
 
 
 @pytest.mark.parametrize(("given", "host"), [("[::1]", "::1"), ("::1", "::1"), ("::", "::"), ("[::]", "::")])
-def test_addresses_of_ipv6(given: str, host: str) -> None:
+def test_addresses_of_ipv6(given, host):
     options = ServerOptions(host=given, port=0)
     assert options.host == host
     if not socket.has_ipv6:
@@ -106,7 +72,7 @@ def test_addresses_of_ipv6(given: str, host: str) -> None:
             socket.create_connection((address, port), timeout=5).close()
 
 
-def test_tokens_of_the_template_may_be_given(tiny: TestClient) -> None:
+def test_tokens_of_the_template_may_be_given(tiny):
     """As by Transformers: in the place of the tokenizer's."""
     messages = [{"role": "user", "content": "x"}]
     for name in ("bos_token", "eos_token", "self", "documents"):

@@ -6,18 +6,15 @@ import asyncio
 import json
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
 from laneformer.engine.cpu.decoder import CpuDecoder
-from laneformer.serve import app as serve_app
 from laneformer.serve.options import ServerOptions
 from laneformer.serve.scheduler import Busy, Running, Scheduler, Stopping
 from tests.laneformer.serve.conftest import Server, in_process, wait_until
@@ -25,7 +22,6 @@ from tests.laneformer.serve.endpoint import TALK, count_of, data_of, error_of, o
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-    from fastapi.testclient import TestClient
 
 PATH = "/v1/completions"
 LONG = {"prompt": "The quick", "max_tokens": 8000, "ignore_eos": True}
@@ -82,7 +78,7 @@ def slow(slow_folder: Path) -> Iterator[FastAPI]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_ends_its_request(slow: FastAPI, stream: bool) -> None:
+def test_a_client_that_goes_away_ends_its_request(slow, stream):
     scheduler = slow.state.scheduler
     tokens, cancelled = scheduler.totals.generated_tokens, scheduler.totals.ended["cancelled"]
 
@@ -97,7 +93,7 @@ def test_a_client_that_goes_away_ends_its_request(slow: FastAPI, stream: bool) -
     assert scheduler.totals.generated_tokens - tokens < 6000
 
 
-def test_a_full_queue_and_who_leaves_it(slow: FastAPI) -> None:
+def test_a_full_queue_and_who_leaves_it(slow):
     scheduler = slow.state.scheduler
 
     async def fill(client: httpx.AsyncClient) -> None:
@@ -122,7 +118,7 @@ def test_a_full_queue_and_who_leaves_it(slow: FastAPI) -> None:
     on_a_loop(slow, fill)
 
 
-def test_a_deadline(slow_folder: Path) -> None:
+def test_a_deadline(slow_folder):
     with in_process(slow_folder, deadline_s=0.3) as client:
         late = client.post(PATH, json=LONG)
         assert not client.app.state.scheduler.running
@@ -140,8 +136,8 @@ def test_a_deadline(slow_folder: Path) -> None:
     ],
 )
 def test_what_ends_an_answer_is_a_status_or_the_end_of_its_stream(
-    tiny: TestClient, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int, kind: str, message: str
-) -> None:
+    tiny, monkeypatch, error, status, kind, message
+):
     async def fail(running: Running) -> None:
         raise error
 
@@ -157,7 +153,7 @@ def test_what_ends_an_answer_is_a_status_or_the_end_of_its_stream(
     assert error_in(streamed.text).startswith(message)
 
 
-def test_an_engine_error_ends_its_request_alone(tiny: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_error_ends_its_request_alone(tiny, monkeypatch):
     collect = CpuDecoder.collect
 
     def failing(self: CpuDecoder, timeout_s: float) -> Any:
@@ -173,7 +169,7 @@ def test_an_engine_error_ends_its_request_alone(tiny: TestClient, monkeypatch: p
     assert tiny.get("/health").status_code == 200
 
 
-def test_a_dead_engine_shows(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_engine_shows(model_folder, monkeypatch):
     monkeypatch.setattr(Scheduler, "_collect", lambda self: 1 // 0)
     with in_process(model_folder) as client:
         assert client.get("/health").status_code == 200
@@ -187,14 +183,8 @@ def test_a_dead_engine_shows(model_folder: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("api_key", [None, "k"])
 def test_open_to_the_network_without_a_key_is_said(monkeypatch, capsys, api_key):
-    scheduler = SimpleNamespace(unanswered=False)
-    app = SimpleNamespace(state=SimpleNamespace(scheduler=scheduler))
-    monkeypatch.setattr(serve_app, "create_app", lambda engine, options: app)
-    monkeypatch.setattr(serve_app, "Server", lambda *_: SimpleNamespace(run=lambda sockets: None))
-    monkeypatch.setattr(sys, "setswitchinterval", lambda interval_s: None)
     monkeypatch.delenv("LANEFORMER_API_KEY", raising=False)
-    engine: Any = SimpleNamespace(isa="none")
-    serve_app.run(engine, ServerOptions("m", host="0.0.0.0", port=0, api_key=api_key))
+    ServerOptions("m", host="0.0.0.0", port=0, api_key=api_key).listen().close()
     warned = "WARNING: 0.0.0.0 without an API key" in capsys.readouterr().err
     assert warned == (api_key is None)
 
@@ -250,7 +240,7 @@ def memory_bytes(server: Server) -> int:
 
 
 @pytest.mark.job
-def test_a_slow_reader_holds_up_nobody(model_folder: Path, server: Callable[..., Server]) -> None:
+def test_a_slow_reader_holds_up_nobody(model_folder, server):
     one = server(model_folder)
     # about 200 kB each, which the sockets cannot hold
     body = {**LONG, "max_tokens": 500, "stream": True, "logprobs": 5}

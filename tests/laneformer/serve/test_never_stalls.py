@@ -54,6 +54,20 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(app, monkeypatch, path,
     assert max(encoded, default=0) <= most
 
 
+def hold(patch: pytest.MonkeyPatch, owner: type, name: str) -> list[threading.Event]:
+    """A method sets the first event when it begins, and goes on after the second."""
+    events = begun, released = [threading.Event(), threading.Event()]
+    method = getattr(owner, name)
+
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        begun.set()
+        assert released.wait(WAIT_S), "the loop stood still"
+        return method(*args, **kwargs)
+
+    patch.setattr(owner, name, wait)
+    return events
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "path", "body"),
     [
@@ -64,15 +78,7 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(app, monkeypatch, path,
 )
 def test_health_answers_while_a_request_is_prepared(app, monkeypatch, owner, name, path, body):
     """Encoding waits until /health has been answered, and would wait for ever on the loop's thread."""
-    begun, answered = threading.Event(), threading.Event()
-    truth = getattr(owner, name)
-
-    def waiting(*args: Any, **kwargs: Any) -> Any:
-        begun.set()
-        assert answered.wait(WAIT_S), "the loop stood still"
-        return truth(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, waiting)
+    begun, answered = hold(monkeypatch, owner, name)
 
     async def work(client: httpx.AsyncClient) -> tuple[httpx.Response, httpx.Response]:
         posted = asyncio.create_task(client.post(path, json={**body, "max_tokens": 2}))
@@ -86,14 +92,7 @@ def test_health_answers_while_a_request_is_prepared(app, monkeypatch, owner, nam
 
 
 def test_more_preparation_than_there_is_room_for_is_429(app, monkeypatch):
-    answered = threading.Event()
-    truth = PromptEncoder.text
-
-    def waiting(*args: Any, **kwargs: Any) -> Any:
-        assert answered.wait(WAIT_S)
-        return truth(*args, **kwargs)
-
-    monkeypatch.setattr(PromptEncoder, "text", waiting)
+    _, answered = hold(monkeypatch, PromptEncoder, "text")
 
     async def work(client: httpx.AsyncClient) -> list[int]:
         scheduler = app.state.scheduler

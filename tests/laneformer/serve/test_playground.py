@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 from tests.browser import Page, needs_browser
-from tests.laneformer.serve.conftest import Server, wait_until
+from tests.laneformer.serve.conftest import wait_until
 from tests.laneformer.serve.stand_in import FOLDER, StandIn
 
 pytestmark = needs_browser
@@ -125,7 +124,7 @@ def count(page: Page, selector: str) -> int:
     return page.run(f"document.querySelectorAll({selector!r}).length")
 
 
-def test_an_answer_streams_beside_its_speed(page: Page, stand_in: StandIn) -> None:
+def test_an_answer_streams_beside_its_speed(page, stand_in):
     assert "500" in text(page, "#promise")
     say(page, "Hello **there**")
     assert text(page, "article.user .body") == "Hello **there**", "what the user writes stays as it is"
@@ -151,7 +150,7 @@ METER = """import('/playground/stream.js').then(({ Meter }) => %s.map((arrivals)
 }))"""
 
 
-def test_gaps_are_of_tokens_as_the_rate_is(page: Page) -> None:
+def test_gaps_are_of_tokens_as_the_rate_is(page):
     """Also where several come in one piece."""
     figures = {
         ((0, 1), (10, 2), (20, 3)): [100, 10, 10],
@@ -163,7 +162,7 @@ def test_gaps_are_of_tokens_as_the_rate_is(page: Page) -> None:
     assert page.run(METER % json.dumps([*figures])) == [pytest.approx(each) for each in figures.values()]
 
 
-def test_reasoning_is_folded_and_answers_are_copied_and_exported(page: Page, stand_in: StandIn) -> None:
+def test_reasoning_is_folded_and_answers_are_copied_and_exported(page, stand_in):
     """What would go to the clipboard and into the file."""
     say(page, "THINK about it")
     page.open(stand_in.address)  # kept with the chat
@@ -189,7 +188,7 @@ def test_reasoning_is_folded_and_answers_are_copied_and_exported(page: Page, sta
     assert [message["content"] for message in json.loads(page.run("written"))["messages"]] == [*said, code]
 
 
-def test_markdown_is_the_same_streamed_and_at_once(page: Page) -> None:
+def test_markdown_is_the_same_streamed_and_at_once(page):
     streamed, at_once, redrawn = page.run(RENDER % (repr(TEXT), repr(TEXT)))
     assert streamed == at_once
     html = at_once[0]
@@ -223,7 +222,7 @@ RENDER = """import('/playground/markdown.js').then(({ Markdown }) => {
 })"""
 
 
-def test_what_a_model_writes_never_runs(page: Page, stand_in: StandIn) -> None:
+def test_what_a_model_writes_never_runs(page, stand_in):
     stand_in.texts["attack"] = "\n\n".join(HOSTILE)
     say(page, "attack")
     page.run("new Promise((next) => requestAnimationFrame(() => requestAnimationFrame(next)))")
@@ -238,7 +237,7 @@ def test_what_a_model_writes_never_runs(page: Page, stand_in: StandIn) -> None:
     assert page.console == []
 
 
-def test_stop_edit_and_regenerate(page: Page, stand_in: StandIn) -> None:
+def test_stop_edit_and_regenerate(page, stand_in):
     say(page, "SLOW", BEGUN)
     assert page.run("document.querySelector('#send').ariaLabel") == "Stop"
     page.press("Escape")
@@ -262,7 +261,7 @@ def test_stop_edit_and_regenerate(page: Page, stand_in: StandIn) -> None:
     assert edited["seed"] != again["seed"], "without a seed of the user, another answer"
 
 
-def test_chats_are_left_opened_and_deleted_with_a_way_back(page: Page, stand_in: StandIn) -> None:
+def test_chats_are_left_opened_and_deleted_with_a_way_back(page, stand_in):
     def earlier() -> list[str]:
         rows = "[...document.querySelectorAll('#earlier li')]"
         return page.run(f"{rows}.map((row) => row.innerText.trim().split('\\n')[0])")
@@ -289,7 +288,7 @@ def test_chats_are_left_opened_and_deleted_with_a_way_back(page: Page, stand_in:
     assert page.run(f"{stored}.length") == 1
 
 
-def test_settings_are_sent_and_remembered(page: Page, stand_in: StandIn) -> None:
+def test_settings_are_sent_and_remembered(page, stand_in):
     page.click("#open-settings")
     field = "document.querySelector('#settings [name=%s]')"
     assert page.run(f"{field % 'top_k'}.placeholder") == "50", "the model's default"
@@ -308,7 +307,7 @@ def test_settings_are_sent_and_remembered(page: Page, stand_in: StandIn) -> None
     assert "temperature" not in stand_in.requests[-1]
 
 
-def test_errors_in_the_words_of_the_server(page: Page, stand_in: StandIn) -> None:
+def test_errors_in_the_words_of_the_server(page, stand_in):
     stand_in.refusals = 1
     say(page, "Hello", NOTICED)
     assert "16 requests wait already" in text(page, ".notice")
@@ -324,13 +323,13 @@ def test_errors_in_the_words_of_the_server(page: Page, stand_in: StandIn) -> Non
     assert count(page, "article") == 4, "the broken answer is replaced"
 
 
-def test_nothing_comes_from_another_host() -> None:
+def test_nothing_comes_from_another_host():
     for path in FOLDER.iterdir():
         outside = re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s'\"]*", path.read_text(encoding="utf-8"))
         assert [link for link in outside if "www.w3.org" not in link] == [], path
 
 
-def test_a_busy_machine_drafts_and_a_slower_link_are_told(page: Page, stand_in: StandIn) -> None:
+def test_a_busy_machine_drafts_and_a_slower_link_are_told(page, stand_in):
     limit = "document.querySelector('#limit').textContent"
     assert page.run("document.querySelector('#link').hidden")
     stand_in.link = {"us": 100.0, "tokens_per_s": 150.0, "tokens_per_s_without": 200.0}
@@ -357,7 +356,7 @@ COMPARED = (
 )
 
 
-def test_drafts_are_switched_and_compared(page: Page, stand_in: StandIn) -> None:
+def test_drafts_are_switched_and_compared(page, stand_in):
     checked = "document.querySelector('#drafts').getAttribute('aria-checked')"
     stand_in.texts["Compare"] = "one lane reads, one lane writes, " * 12
     say(page, "Compare")
@@ -385,7 +384,7 @@ def script_s(page: Page) -> float:
 
 
 @pytest.mark.job
-def test_2000_tokens_a_second_leave_the_page_alive(page: Page) -> None:
+def test_2000_tokens_a_second_leave_the_page_alive(page):
     """It draws them in less of its own time than they take to come."""
     page.call("Performance.enable", timeDomain="threadTicks")
     before_s = script_s(page)
@@ -398,7 +397,7 @@ def test_2000_tokens_a_second_leave_the_page_alive(page: Page) -> None:
 
 
 @pytest.mark.job
-def test_phone_width_names_and_contrast(page: Page, stand_in: StandIn) -> None:
+def test_phone_width_names_and_contrast(page, stand_in):
     stand_in.texts["long"] = TEXT + "\n```\n" + "x" * 300 + "\n```\n" + "y" * 300
     say(page, "long")
     for dark in (False, True):
@@ -410,7 +409,7 @@ def test_phone_width_names_and_contrast(page: Page, stand_in: StandIn) -> None:
 
 
 @pytest.mark.job
-def test_a_real_server(browser: Page, server: Callable[..., Server], slow_folder: Path) -> None:
+def test_a_real_server(browser, server, slow_folder):
     running = server(slow_folder, api_key="secret")
     browser.open(f"{running.url}/")
     settings = '{"max_completion_tokens": 400, "temperature": 1, "ignore_eos": true}'

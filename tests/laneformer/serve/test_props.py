@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ def facts_after_a_completion(engine: Engine) -> dict[str, Any]:
     return facts | {"made": made}
 
 
-def test_a_draft_model_and_its_memory(model_folder: Path) -> None:
+def test_a_draft_model_and_its_memory(model_folder):
     options = {"threads": 1, "cache": False, "cache_bytes": LIMIT, "math": "exact"}
     with Engine.from_pretrained(model_folder, draft=model_folder, **options) as engine:
         engine._open().fix_cost(0.001, 0.001)  # type: ignore[attr-defined]
@@ -43,7 +42,7 @@ def test_a_draft_model_and_its_memory(model_folder: Path) -> None:
     assert facts["draft_model"]["kv_bytes"] > 0
 
 
-def test_the_models_own_head(model_folder: Path) -> None:
+def test_the_models_own_head(model_folder):
     with Engine.from_pretrained(model_folder, threads=1, cache=False) as engine:
         config = dataclasses.replace(engine.config, num_nextn_predict_layers=1, draft_vocab_size=64)
         text = {"tokenizer": engine.tokenizer, "tokenizer_config": engine.tokenizer_config}
@@ -55,7 +54,7 @@ def test_the_models_own_head(model_folder: Path) -> None:
     assert 0 < facts["draft_head"]["weight_bytes"] < facts["weight_bytes"]
 
 
-def test_a_slower_link_is_measured_and_changes_no_token(model_folder: Path, engine: Engine) -> None:
+def test_a_slower_link_is_measured_and_changes_no_token(model_folder, engine):
     """1 ms between two lanes, for which each token waits at least once."""
     with in_process(model_folder, engine={"threads": 2}, link_us=1000.0) as client:
         link = client.get("/props").json()["link"]
@@ -65,7 +64,7 @@ def test_a_slower_link_is_measured_and_changes_no_token(model_folder: Path, engi
     assert text == engine.generate_text([1, 2, 3], max_new_tokens=5)
 
 
-def test_a_slower_link_needs_lanes_on_several_threads(model_folder: Path) -> None:
+def test_a_slower_link_needs_lanes_on_several_threads(model_folder):
     with (
         pytest.raises(ValueError, match=r"1 threads share every lane of .*; take as many threads as lanes"),
         in_process(model_folder, link_us=5.0),
@@ -73,7 +72,7 @@ def test_a_slower_link_needs_lanes_on_several_threads(model_folder: Path) -> Non
         pass
 
 
-def test_the_command_s_arithmetic_is_the_fast_one_and_said(model_folder: Path) -> None:
+def test_the_command_s_arithmetic_is_the_fast_one_and_said(model_folder):
     flags: Any = {"dtype": "int8", "threads": 1, "cache": False, "cache_bytes": LIMIT}
     with ModelOptions(**flags).load(model_folder) as engine:
         assert facts_after_a_completion(engine)["math"] == "int8"

@@ -11,11 +11,7 @@ from typing import Any
 import pytest
 
 from laneformer.engine import Engine
-from laneformer.serve.scheduler import (
-    SHARE_TOKENS,
-    Running,
-    Scheduler,
-)
+from laneformer.serve.scheduler import SHARE_TOKENS, Running, Scheduler
 from tests.laneformer.engine.assets import engine_of, random_model, small_config
 
 
@@ -45,7 +41,7 @@ def submit(scheduler: Scheduler, *what: int) -> Running:
     return scheduler.submit(scheduler.batch.generation(**wanted(*what)))
 
 
-def test_answers_are_those_of_the_engine_alone(engine: Engine) -> None:
+def test_answers_are_those_of_the_engine_alone(engine):
     expected = [engine.generate(**wanted(i)) for i in range(4)]
     scheduler = Scheduler(engine)
 
@@ -60,7 +56,7 @@ def test_answers_are_those_of_the_engine_alone(engine: Engine) -> None:
     assert engine.generate([1, 2, 3], max_new_tokens=3)  # given back
 
 
-def test_a_request_reports_its_end_and_times(scheduler: Scheduler) -> None:
+def test_a_request_reports_its_end_and_times(scheduler):
     async def one() -> Running:
         running = submit(scheduler, 0, 7)
         assert len(await ids_of(running)) == 7
@@ -80,29 +76,29 @@ def test_a_busy_machine_is_seen(scheduler, monkeypatch, processor_s, share):
     """The engine's threads get no processor, or all that they want."""
     times_s = itertools.count(0.0, processor_s)
     monkeypatch.setattr("laneformer.serve.scheduler.time.process_time", lambda: next(times_s))
-    asyncio.run(told(scheduler, SHARE_TOKENS - 1))
+    asyncio.run(run_one(scheduler, SHARE_TOKENS - 1))
     assert scheduler.totals.processor_share is None, "too few tokens to tell"
     while scheduler.totals.processor_share is None:  # tokens that came together have no time between them
-        asyncio.run(told(scheduler, 4 * SHARE_TOKENS))
+        asyncio.run(run_one(scheduler, 4 * SHARE_TOKENS))
     assert scheduler.totals.processor_share == share
 
 
-async def told(scheduler: Scheduler, tokens: int) -> None:
+async def run_one(scheduler: Scheduler, tokens: int) -> None:
     await ids_of(submit(scheduler, 0, tokens))
 
 
-def test_each_idle_stretch_is_told_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_idle_stretch_is_told_once(engine, monkeypatch):
     monkeypatch.setattr("laneformer.serve.scheduler.IDLE_S", 0.0)
     stretches: queue.Queue[int] = queue.Queue()
     scheduler = Scheduler(engine, when_idle=lambda: stretches.put(1))
     for _ in range(3):
         stretches.get(timeout=60)
         assert stretches.empty()
-        asyncio.run(told(scheduler, 1))
+        asyncio.run(run_one(scheduler, 1))
     scheduler.close()
 
 
-def test_first_come_first_served(scheduler: Scheduler) -> None:
+def test_first_come_first_served(scheduler):
     async def three() -> list[Running]:
         running = [submit(scheduler, i, 30) for i in range(scheduler.max_joined + 3)]
         await asyncio.gather(*map(ids_of, running))

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,9 +20,6 @@ from laneformer.serve.options import ServerOptions
 from laneformer.serve.schema import CompletionRequest, ConversationRequest
 from tests.laneformer.serve.conftest import ROOT, Server, start
 from tests.laneformer.serve.endpoint import data_of
-
-if TYPE_CHECKING:
-    from fastapi.testclient import TestClient
 
 GUIDE = (ROOT / "docs" / "serving.md").read_text()
 NAME = "SmolLM2-135M-Instruct"  # of the model in the examples
@@ -52,7 +48,7 @@ def run(command: list[str], code: str, server: Server) -> str:
 
 
 @pytest.mark.job
-def test_curl(served: Server) -> None:
+def test_curl(served):
     answers = [run(["bash", "-c"], f"{command} -sSf", served) for command in CURL]
     conversation, scored, streamed, tokens = answers
     assert json.loads(conversation)["choices"][0]["message"]["role"] == "assistant"
@@ -72,18 +68,18 @@ def marks(code: str) -> list[pytest.MarkDecorator]:
 @pytest.mark.parametrize(
     "code", [pytest.param(code, marks=marks(code), id=str(i)) for i, code in enumerate(PYTHON)]
 )
-def test_python(served: Server, code: str) -> None:
+def test_python(served, code):
     assert run([sys.executable, "-c"], code, served).strip()
 
 
-def test_settings_of_programs_can_be_read() -> None:
+def test_settings_of_programs_can_be_read():
     import yaml
 
     (settings,) = (yaml.safe_load(text) for kind, text in BLOCKS if kind == "yaml")
     assert settings["models"][0]["apiBase"] == "http://localhost:8000/v1"
 
 
-def test_every_route_field_and_flag_is_told(tiny: TestClient, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_route_field_and_flag_is_told(tiny, capsys):
     for route in tiny.get("/openapi.json").json()["paths"]:
         assert f"{route.replace('{name}', 'NAME')}`" in GUIDE, route
     for request in (CompletionRequest, ConversationRequest):

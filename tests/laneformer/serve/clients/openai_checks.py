@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import sys
 import time
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import httpx
 from pydantic import BaseModel
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ class Asked:
     def metric(self, name: str) -> float:
         """0 until it has been counted."""
         headers = {"Authorization": f"Bearer {self.key}"}
-        with urllib.request.urlopen(urllib.request.Request(f"{self.url}/metrics", headers=headers)) as answer:
-            lines = [line.rsplit(maxsplit=1) for line in answer.read().decode().splitlines()]
+        metrics = httpx.get(f"{self.url}/metrics", headers=headers).text
+        lines = [line.rsplit(maxsplit=1) for line in metrics.splitlines()]
         return sum(float(value) for key, value in lines if key == f"laneformer_{name}")
 
     def becomes_idle(self) -> bool:

@@ -123,21 +123,21 @@ def told(served: Server, code: str, **environment: str) -> Any:
     return json.loads(output(command, PYTHONPATH=str(API_CLIENTS), **environment).splitlines()[-1])
 
 
-def test_anthropic(served: Server) -> None:
+def test_anthropic(served):
     assert told(served, ANTHROPIC) == [
         ["thinking", "text"], "Hello there.", "Hello there.", "end_turn",
         "tool_use", "weather", {"city": "Rome"}, "It is warm.", True, True,
     ]  # fmt: skip
 
 
-def test_ollama(served: Server) -> None:
+def test_ollama(served):
     assert told(served, OLLAMA) == [
         "Hello there.", "They greet.", "Hello there.", "stop", {"city": "Rome"}, "It is warm.",
         "Hello there.", "tiny", "tiny", ["completion", "tools"], 400,
     ]  # fmt: skip
 
 
-def test_openai_agents_by_their_default(served: Server) -> None:
+def test_openai_agents_by_their_default(served):
     found = told(served, OPENAI_AGENTS, OPENAI_BASE_URL=f"{served.url}/v1", OPENAI_API_KEY="key")
     assert found[:2] == ["It is warm.", "It is warm."]
     assert "raw_response_event" in found[2]
@@ -149,7 +149,7 @@ def agent(name: str) -> str:
     return str(AGENTS / name)
 
 
-def test_codex(served: Server, note: Path, tmp_path: Path) -> None:
+def test_codex(served, note, tmp_path):
     (tmp_path / "config.toml").write_text(
         'model = "any"\nmodel_provider = "here"\n[model_providers.here]\nname = "here"\nwire_api = "responses"\n'
         f'base_url = "{served.url}/v1"\nenv_key = "LANEFORMER_KEY"\n'
@@ -162,7 +162,7 @@ def test_codex(served: Server, note: Path, tmp_path: Path) -> None:
     assert printed.strip() == "The note says seven."
 
 
-def test_claude_code(served: Server, note: Path, tmp_path: Path) -> None:
+def test_claude_code(served, note, tmp_path):
     given = {
         "HOME": str(tmp_path), "ANTHROPIC_BASE_URL": served.url, "ANTHROPIC_AUTH_TOKEN": "key",
         "ANTHROPIC_MODEL": "any", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",

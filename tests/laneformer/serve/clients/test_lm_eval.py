@@ -40,7 +40,7 @@ def answers_of(model: Any, manager: Any, **options: Any) -> dict[int, Any]:
 
 @pytest.mark.rotate
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_scores_are_the_engines(model_folder: Path, tmp_path: Path) -> None:
+def test_scores_are_the_engines(model_folder, tmp_path):
     from lm_eval.tasks import TaskManager
 
     from evals.lm_eval.models import ScorerLM

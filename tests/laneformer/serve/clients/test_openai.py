@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.laneformer.serve.clients import openai_checks
 from tests.laneformer.serve.clients.conftest import NODE_CLIENTS, output
-from tests.laneformer.serve.clients.openai_checks import CHECKS, Asked
+from tests.laneformer.serve.clients.openai_checks import CHECKS
 
 FOLDER = Path(__file__).parent
 
 
 @pytest.mark.job
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_openai(asked: Asked, check: Callable[[Asked], None]) -> None:
+def test_openai(asked, check):
     check(asked)
 
 
 @pytest.mark.rotate
-def test_the_previous_major(asked: Asked, other_python: Callable[..., str]) -> None:
+def test_the_previous_major(asked, other_python):
     printed = other_python(openai_checks.__file__, asked.url, asked.model, asked.key)
     assert printed.split()[-1].startswith("2.")
 
 
 @pytest.mark.rotate
-def test_node(asked: Asked) -> None:
+def test_node(asked):
     if shutil.which("node") is None or not NODE_CLIENTS.is_dir():
         pytest.skip(f"no Node.js, or no {NODE_CLIENTS.name}: make .venv/{NODE_CLIENTS.name}")
     program = NODE_CLIENTS / "openai_session.mjs"  # where node finds the package

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import urllib.request
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-
-from tests.laneformer.serve.clients.openai_checks import Asked
 
 pytestmark = pytest.mark.rotate
 LITELLM = """
@@ -40,7 +36,7 @@ NARROWED: dict[str, Any] = {
 }
 
 
-def test_litellm(asked: Asked, other_python: Callable[..., str]) -> None:
+def test_litellm(asked, other_python):
     printed = other_python("-c", LITELLM, asked.url, asked.model, asked.key).splitlines()[-1]
     whole, streamed, later, tokens, text, refused = json.loads(printed)
     assert whole == streamed == later == asked.content()
@@ -51,14 +47,12 @@ def test_litellm(asked: Asked, other_python: Callable[..., str]) -> None:
     assert refused
 
 
-def test_no_body_makes_a_5xx(asked: Asked, other_python: Callable[..., str], tmp_path: Path) -> None:
+def test_no_body_makes_a_5xx(asked, other_python, tmp_path):
     """Schemathesis draws bodies, headers and methods from the application's own OpenAPI, right ones and
     wrong ones.
     """
     key = f"Authorization: Bearer {asked.key}"
-    request = urllib.request.Request(f"{asked.url}/openapi.json", headers=dict([key.split(": ")]))
-    with urllib.request.urlopen(request) as answer:
-        described = json.load(answer)
+    described = httpx.get(f"{asked.url}/openapi.json", headers=dict([key.split(": ")])).json()
     for schema in described["components"]["schemas"].values():
         properties = schema.get("properties", {})
         properties |= {name: narrow for name, narrow in NARROWED.items() if name in properties}
