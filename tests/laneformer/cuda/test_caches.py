@@ -32,7 +32,7 @@ WHOLE = 2  # a layer without a window
 
 
 @pytest.fixture(autouse=True)
-def without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_drafts(monkeypatch):
     """Rings have no positions to spare for them."""
     monkeypatch.setattr(geometry, "MAX_DRAFTS", 0)
 
@@ -43,7 +43,7 @@ def number_after(before: int, token: int) -> int:
 
 def continued(ids: list[int], count: int) -> list[int]:
     """What follows a text: the sum of all of it decides."""
-    number, made = 0, list[int]()
+    number, made = 0, []
     for token in ids[:-1]:
         number = number_after(number, token)
     for _ in range(count):
@@ -60,7 +60,7 @@ class Numbers:
     def __init__(self, sequences: int, caches: int, unread: int = 64):
         self.config, self.columns, self.sequences, self.unread = CONFIG, sequences, sequences, unread
         kv = torch.zeros(caches * GEOMETRY.lanes_per_device * GEOMETRY.kv_lane, dtype=torch.int16)
-        memory: Any = object.__new__(DeviceMemory)
+        memory = object.__new__(DeviceMemory)
         memory.kv, memory.geometry, memory.device = kv, GEOMETRY, "cpu"
         self.caches = Caches([memory])
 
@@ -94,9 +94,7 @@ class Numbers:
 
 
 @pytest.mark.parametrize(("sequences", "caches", "unread"), [(1, 1, 64), (1, 2, 3), (2, 2, 64), (3, 4, 3)])
-def test_random_conversations(
-    sequences: int, caches: int, unread: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_conversations(sequences, caches, unread, monkeypatch):
     """Also with prompts in pieces."""
     monkeypatch.setattr(executor_module, "PIECE_TOKENS", 4)
     draw = random.Random(10 * sequences + caches)
@@ -118,9 +116,7 @@ def test_random_conversations(
 
 
 @pytest.mark.parametrize(("ring", "back", "found"), [(6, 2, False), (7, 2, True), (6, 3, True)])
-def test_a_number_too_large_is_found(
-    ring: int, back: int, found: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_number_too_large_is_found(ring, back, found, monkeypatch):
     """What reads a position that its ring has lost is seen."""
     monkeypatch.setattr(Caches, "shape", lambda self: _core.KvShape(48, 1, ring, back))
     errors = []

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +37,7 @@ class Compiler:
         return source.encode() + architecture.encode()
 
 
-def test_a_cubin_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cubin_is_compiled_once(tmp_path, monkeypatch):
     """And again for anything that decides it; nothing else is left in the user's cache."""
     compiler = Compiler(monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -62,7 +61,7 @@ def test_a_cubin_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.skipif(not compilers(), reason="needs the cuda extra: pip install 'laneformer[cuda]'")
-def test_what_does_not_compile_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_compile_is_reported(tmp_path, monkeypatch):
     """With the compiler's own words and the place; nothing is kept."""
     with pytest.raises(RuntimeError, match=r"no compiler .NVRTC. here fits sm_1234; installed: "):
         compile_cubin("passes", small(), "sm_1234", tmp_path)
@@ -76,9 +75,7 @@ def test_what_does_not_compile_is_reported(tmp_path: Path, monkeypatch: pytest.M
     assert not kept.exists()
 
 
-def test_a_folder_that_cannot_be_written_costs_time_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch):
     compiler, folder, file = Compiler(monkeypatch), tmp_path / "cubins", tmp_path / "file"
     file.write_text("not a folder")
     cubin = compile_cubin("passes", small(), "sm_90a", file)

@@ -9,7 +9,6 @@ import copy
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -37,12 +36,12 @@ PROMPT = [5, 60, 7]
 
 
 @pytest.fixture(autouse=True)
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_gpus(monkeypatch):
     pretend_gpu(monkeypatch, LoopPasses, devices=2)
 
 
 @pytest.fixture
-def engine(two_gpus: None) -> Iterator[Engine]:
+def engine(two_gpus):
     with Engine(CONFIG, TENSORS, device="cuda", tokenizer=byte_tokenizer()) as engine:
         cuda_of(engine).executor.schedule.fix_cost(0.02)  # the same drafts every time
         yield engine
@@ -57,7 +56,7 @@ def greedy(prompt: list[int], count: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[int]:
+def expected():
     return greedy(PROMPT, 12)
 
 
@@ -93,10 +92,10 @@ def test_a_request_draws_from_what_its_masks_allow(engine, expected):
 
 
 def test_a_join_ends_the_passes_ahead(engine, monkeypatch):
-    columns, tickets, one_pass = list[int](), list[int](), LoopPasses._pass
+    columns, tickets, one_pass = [], [], LoopPasses._pass
     with engine.batch() as batch:
 
-        def joining(passes: LoopPasses, asked: Any, logits: Any) -> list[int]:
+        def joining(passes, asked, logits):
             columns.append(len(asked))
             if len(columns) == 6:  # one of those that follow unasked
                 tickets.append(batch.join(PROMPT[::-1], max_new_tokens=3, speculate=0))
@@ -112,7 +111,7 @@ def test_a_join_ends_the_passes_ahead(engine, monkeypatch):
 
 
 def test_a_gpu_that_has_failed_takes_no_more_requests(engine, monkeypatch):
-    def fails(*_: Any) -> None:
+    def fails(*_):
         raise RuntimeError("an illegal memory access")
 
     failed = "the GPU has failed, and with it all requests: an illegal memory access"
@@ -130,7 +129,7 @@ def test_a_gpu_that_has_failed_takes_no_more_requests(engine, monkeypatch):
 def test_a_prompt_without_memory_ends_alone(engine, expected, monkeypatch):
     """The others go on, and what it has written is nobody's."""
 
-    def full(*_: Any) -> None:
+    def full(*_):
         raise torch.OutOfMemoryError("tried to allocate 3 GiB")
 
     monkeypatch.setattr(passes_module, "COLUMN_TOKENS", 1)  # of five columns

@@ -41,7 +41,7 @@ CONFIG = LaneformerConfig.from_flavor("2b")
 GENERATIONS = {card.architecture: card for card in CARDS.values()}
 
 
-def test_a_pytorch_for_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pytorch_for_rocm_is_refused(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     with pytest.raises(ValueError, match=r"for AMD GPUs, the CUDA engine for NVIDIA's; use device \"cpu\""):
         describe(torch.device("cuda"))
@@ -93,7 +93,7 @@ def faults_of(card: Card, version: str, launches: list[dict[str, Any]]) -> list[
 
 
 @pytest.mark.parametrize("card", GENERATIONS.values(), ids=map(str, GENERATIONS))
-def test_every_launch_on_every_generation(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_launch_on_every_generation(card, monkeypatch):
     driver = FakeDriver(monkeypatch, card)
     for version in NAMES:
         assert faults_of(card, version, launch_all(driver, version)) == [], version
@@ -109,10 +109,10 @@ FAULTS = [  # text of launch.py, and what a mistake there would make of it
 
 
 @pytest.mark.parametrize(("right", "wrong"), FAULTS)
-def test_a_fault_in_a_launch_is_found(right: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_a_launch_is_found(right, wrong, monkeypatch):
     text = Path(launch.__file__).read_text()
     assert text.count(right) == 1
-    planted: Any = ModuleType("laneformer.engine.cuda.planted")
+    planted = ModuleType("laneformer.engine.cuda.planted")
     exec(compile(text.replace(right, wrong), "planted", "exec"), planted.__dict__)
     driver = FakeDriver(monkeypatch)
     planted.compile_cubin, planted.driver_version = launch.compile_cubin, launch.driver_version
@@ -150,7 +150,7 @@ class FakeGraph(Choosing, GraphDecoder):
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+def driver(monkeypatch):
     for module, name, value in (
         (passes, "PASS_S", 0.001), (passes, "connect", lambda devices: None), (executor, "RETRIES_S", (0.01, 0.01)),
         (passes, "DeviceMemory", lambda g, tensors, i, _, n: DeviceMemory(g, tensors, i, "cpu", n)),
@@ -176,7 +176,7 @@ def launches_of(driver: FakeDriver) -> list[tuple[str, dict[int, int]]]:
     return [(record["name"], record["attributes"]) for record in driver.launches]
 
 
-def test_requests_launch_what_their_version_has(driver: FakeDriver) -> None:
+def test_requests_launch_what_their_version_has(driver):
     """Of passes four launches at load, of which the last makes 16, then the request's; the graph is captured once."""
     assert answer(decoder_of()) == ANSWER
     assert launches_of(driver) == [("pass", {COOPERATIVE: 1})] * (4 + 3)
@@ -186,7 +186,7 @@ def test_requests_launch_what_their_version_has(driver: FakeDriver) -> None:
     assert (names[:3], names[-2:]) == (["qkv", "attention", "output"], ["head", "choose"])
 
 
-def test_two_groups_of_lanes_on_one_gpu_are_launched_plainly(driver: FakeDriver) -> None:
+def test_two_groups_of_lanes_on_one_gpu_are_launched_plainly(driver):
     """Two cooperative launches may run one after the other, and each waits for the other's words."""
     assert answer(decoder_of(TWO)) == ANSWER
     assert {str(record) for record in launches_of(driver)} == {str(("pass", {OVERLAP: 0}))}
@@ -197,9 +197,7 @@ def test_two_groups_of_lanes_on_one_gpu_are_launched_plainly(driver: FakeDriver)
     ("changes", "reason"),
     [({"max_blocks": 16}, "LAUNCH_TOO_LARGE"), ({"registers": {"pass": 255}}, "132 multiprocessors hold 0")],
 )
-def test_the_graph_decodes_where_blocks_cannot_be_resident(
-    changes: dict[str, Any], reason: str, driver: FakeDriver
-) -> None:
+def test_the_graph_decodes_where_blocks_cannot_be_resident(changes, reason, driver):
     """Found at the first launch or before it; said once. Where there is no graph, it is an error."""
     vars(driver).update(changes)
     with pytest.warns(UserWarning, match=f"the graph version decodes, one request at a time.*{reason}"):
@@ -219,7 +217,7 @@ GPU_FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "reason"), GPU_FAULTS)
-def test_a_gpu_that_fails_ends_all_requests(fault: dict[str, Any], reason: str, driver: FakeDriver) -> None:
+def test_a_gpu_that_fails_ends_all_requests(fault, reason, driver):
     """With one sentence, soon; the next one is refused with it, and nobody waits for ever."""
     decoder = decoder_of()
     vars(driver).update(fault)
@@ -234,7 +232,7 @@ def test_a_gpu_that_fails_ends_all_requests(fault: dict[str, Any], reason: str, 
     assert decoder.unanswered == (fault.get("stream_status") == NOT_READY)
 
 
-def test_a_refused_launch_ends_its_requests_alone(driver: FakeDriver) -> None:
+def test_a_refused_launch_ends_its_requests_alone(driver):
     decoder = decoder_of()
     driver.launch_statuses = iter([TOO_LARGE] * 3)
     assert "the GPU runs something else beside the engine, try again later: CUDA: " in str(answer(decoder)[1])
@@ -242,9 +240,7 @@ def test_a_refused_launch_ends_its_requests_alone(driver: FakeDriver) -> None:
     assert [answer(decoder), decoder.failure] == [ANSWER, None]
 
 
-def test_a_launch_ends_before_a_display_needs_the_gpu(
-    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_ends_before_a_display_needs_the_gpu(driver, monkeypatch):
     assert decoder_of().executor.passes.ahead == 15  # type: ignore[union-attr]
     monkeypatch.setattr(passes, "LAUNCH_S", 0.0)  # as if a pass took as long
     decoder = decoder_of()

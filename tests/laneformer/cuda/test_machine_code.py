@@ -94,7 +94,7 @@ def spills_are_few(kernel: Kernel, limits: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("place", LIMITS, ids=str)
-def test_the_kernel_of_passes(place: tuple[str, str, str, int], tmp_path: Path) -> None:
+def test_the_kernel_of_passes(place, tmp_path):
     card, model, dtype, devices = place
     geometry = plan_builds(MODELS[model], dtype, CARDS[card].machine, devices=devices)[-1]
     architecture = architecture_name(CARDS[card].architecture)
@@ -108,7 +108,7 @@ def test_the_kernel_of_passes(place: tuple[str, str, str, int], tmp_path: Path) 
     spills_are_few(kernel, LIMITS[place])
 
 
-def test_the_graph_for_the_newest_cards(tmp_path: Path) -> None:
+def test_the_graph_for_the_newest_cards(tmp_path):
     for kernel in compile_kernels("graph", small(), "sm_120a", tmp_path).values():
         slots_are_consumed(kernel.code)
         nothing_stale_is_read(kernel.code)
@@ -131,7 +131,7 @@ STALE = (
 )
 Gate = Callable[[Kernel], None]
 # devices of the build: (file, was, now, the gate that finds it, with this message); all of a build are in one source
-FAULTS: dict[int, list[tuple[str, str, str, Gate, str]]] = {
+FAULTS = {
     1: [
         ("primitives.cuh", 'asm volatile("st.relaxed." SCOPE', TWO_STORES,
          lambda k: words_are_whole(k.code, 1), "stores of words with STRONG.GPU: 0"),
@@ -152,7 +152,7 @@ FAULTS: dict[int, list[tuple[str, str, str, Gate, str]]] = {
 
 
 @pytest.mark.parametrize("devices", FAULTS)
-def test_planted_faults_are_found(devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_faults_are_found(devices, tmp_path, monkeypatch):
     folder = tmp_path / "kernels"
     shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     for file, was, now, *_ in FAULTS[devices]:
@@ -173,7 +173,7 @@ LIBRARIES = {"12.9": "nvidia/cuda_nvrtc/lib/libnvrtc.so.12", "13.0": "nvidia/cu1
 
 
 @pytest.mark.parametrize("version", LIBRARIES)
-def test_an_older_compiler(version: str, tmp_path: Path) -> None:
+def test_an_older_compiler(version, tmp_path):
     library = Path(__file__).resolve().parents[3] / ".venv" / f"nvrtc-{version}" / LIBRARIES[version]
     if not library.is_file():
         pytest.skip(f"make extras brings NVRTC {version}")

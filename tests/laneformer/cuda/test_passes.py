@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ def decode(
     return answers(executor, [Request(ids, 9, sampling=s, **options) for ids, s in pairs])
 
 
-def test_batches_and_drafts_change_no_token(cuda_builds: Path) -> None:
+def test_batches_and_drafts_change_no_token(cuda_builds):
     """Greedy, drawn and filtered; prompts of different lengths, read in pieces beside those that decode."""
     prompts = [text(3), [5, 6, 7, 5, 6, 7, 5, 6], text(11, 4)]
     single = EmulatedPasses(cuda_builds, 1)
@@ -56,7 +55,7 @@ def test_batches_and_drafts_change_no_token(cuda_builds: Path) -> None:
     assert proposed > accepted > 6
 
 
-def test_each_option_as_alone(cuda_builds: Path) -> None:
+def test_each_option_as_alone(cuda_builds):
     """What the kernel draws beside what the schedule draws from rows of logits, with drafts among both."""
     ids = [70, 70, 22, 70, 70, 22, 62, 70, 70, 22]
     asked = [

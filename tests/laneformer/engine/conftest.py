@@ -12,6 +12,6 @@ from tests.laneformer.engine.assets import best_below_amx
 
 
 @pytest.fixture(autouse=True)
-def exact_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def exact_blocks(monkeypatch):
     if isa := best_below_amx():
         monkeypatch.setenv("LANEFORMER_ISA", isa)

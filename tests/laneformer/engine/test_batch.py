@@ -38,7 +38,7 @@ def test_requests_from_many_threads():
     options = {"max_new_tokens": 40, "ignore_eos": True}
     with engine_of(small_model(), threads=2) as engine:
         expected = {i: engine.generate([i], **options) for i in range(8)}
-        owner, left, ended = dict[int, int](), set[int](), dict[int, str]()
+        owner, left, ended = {}, set(), {}
 
         def client(i):
             for turn in range(20):

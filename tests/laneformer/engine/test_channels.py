@@ -29,7 +29,7 @@ def read(pieces: list[str], **options: Any) -> list[tuple[str, str]]:
     """Kinds and texts, those of a kind in a row as one."""
     reader = AnswerReader(**options)
     deltas = [delta for piece in pieces for delta in reader.push(piece)] + reader.finish()
-    parts: list[tuple[str, str]] = []
+    parts = []
     for kind, text in deltas:
         if parts and parts[-1][0] == kind != "call":
             parts[-1] = kind, parts[-1][1] + text

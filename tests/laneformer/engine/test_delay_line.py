@@ -78,7 +78,7 @@ def module_late_logits(model: Laneformer, ids: list[int]) -> np.ndarray:
     """Ladder Residual by its definition, in float64: a module reads the sums of all modules but the one before it."""
     rows = torch.tensor([ids])
     stream = model.tok_embeddings(rows)[:, :, None].expand(-1, -1, model.config.num_lanes, -1)
-    sums: list[torch.Tensor] = []
+    sums = []
     positions = torch.arange(len(ids))
     rope, masks = rope_table(model.config, positions), model.masks(positions, positions)
     for layer, mask in zip(model.layers, masks, strict=True):

@@ -51,7 +51,7 @@ def change_weights(folder, change) -> None:
 def refuses(folder):
     """Loading the folder must fail with this message."""
 
-    def check(message: str, **options) -> None:
+    def check(message, **options):
         with pytest.raises(ValueError, match=message):
             Engine.from_pretrained(folder, **options)
 

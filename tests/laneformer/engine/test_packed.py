@@ -31,7 +31,7 @@ IDS = random_ids(small_config(), 30)
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch) -> None:
+def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
 
 

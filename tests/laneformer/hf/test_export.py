@@ -75,9 +75,7 @@ def greedy(model: Laneformer, prompt: list[int]) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def models(
-    model: Laneformer, exported: tuple[Path, dict], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[Laneformer, Path]]:
+def models(model, exported, tmp_path_factory):
     """With their folders. converted: with a tied head, which 4.57 would tie in another shape; late upper layers and
     the flush.
     """
@@ -92,10 +90,10 @@ def models(
     params=[pytest.param("5", marks=pytest.mark.job), pytest.param("4.57", marks=pytest.mark.rotate)],
 )
 def answers(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    models: dict[str, tuple[Laneformer, Path]],
-) -> dict[str, dict]:
+    request,
+    tmp_path_factory,
+    models,
+):
     """Of a fresh process elsewhere, that cannot import anything of ours, to the same questions of each model."""
     version, elsewhere = request.param, tmp_path_factory.mktemp("elsewhere")
     if version == "4.57" and not TRANSFORMERS_4.is_dir():

@@ -74,8 +74,8 @@ def fused(
 ) -> Any:
     if how is None:
         return JoinNorm.apply(h, None, None, weight, EPS, False)
-    layer: Any = SimpleNamespace(joins=[how], broadcasts=[True])
-    norm: Any = None if weight is None else SimpleNamespace(weight=weight, eps=EPS)
+    layer = SimpleNamespace(joins=[how], broadcasts=[True])
+    norm = None if weight is None else SimpleNamespace(weight=weight, eps=EPS)
     return FusedLayer.join(layer, 0, h, partial, delayed, norm)
 
 
@@ -163,7 +163,7 @@ def test_several_tiles(monkeypatch):
 def test_join_and_norm_in_one_graph_become_one_kernel():
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    def both(h: Tensor, partial: Tensor, delayed: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    def both(h, partial, delayed, weight):
         streams = OPERATIONS.join(h, partial, delayed)
         normed, rstd = OPERATIONS.rms_norm(streams, weight, EPS)
         return 2 * streams, 3 * normed, rstd, OPERATIONS.rms_norm(h, weight, EPS)[0]

@@ -25,7 +25,7 @@ def build(kind: str = "sdpa", mask_documents: bool = False) -> TitanLaneformer:
 
 
 @pytest.fixture(scope="module")
-def tokens() -> torch.Tensor:
+def tokens():
     return titan_assets.draw_tokens(CONFIG, SEQ_LEN)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -102,7 +101,7 @@ def off(found: Products, recipe: Recipe) -> list[float]:
 
 
 @pytest.fixture(params=RECIPES.values(), ids=RECIPES)
-def recipe(request: pytest.FixtureRequest) -> Recipe:
+def recipe(request):
     return request.param
 
 
@@ -116,7 +115,7 @@ def test_within_what_rounding_allows(recipe):
     assert all(torch.equal(one, other) for one, other in zip(scaled, again, strict=True))
 
 
-FAULTS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+FAULTS = {
     "a scale applied twice": lambda a, b: (a * a, b),
     "the other operand's scale applied twice": lambda a, b: (a, b * b),
     "operands not scaled back": lambda a, b: (torch.ones_like(a), torch.ones_like(b)),
@@ -132,9 +131,7 @@ def test_a_wrong_scale_is_found(recipe, monkeypatch):
         if "order" in name and not recipe.by_row:
             continue
 
-        def wrong(
-            a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, *others: Any, change: Any = change
-        ) -> None:
+        def wrong(a, b, a_scale, b_scale, *others, change=change):
             multiply(a, b, *(scale.contiguous() for scale in change(a_scale, b_scale)), *others)
 
         monkeypatch.setattr(float8, "scaled_mm", wrong)
@@ -203,9 +200,9 @@ def test_a_compiled_step_is_the_same_and_keeps_its_input_in_float8_alone(recipe)
     """Bit for bit, in one graph a layer. One byte is kept a value of the normed streams and of w2's input; no product
     is computed again.
     """
-    layers: list[tuple[int, int]] = []  # of each, the last first: float8 values kept, and products
+    layers = []  # of each, the last first: float8 values kept, and products
 
-    def see(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    def see(graph, inputs):
         kept = 0
         for node in graph.graph.find_nodes(op="placeholder"):
             value = node.meta["val"]

@@ -30,7 +30,7 @@ LARGE = 1e-3  # what a fault changes
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, dict[str, torch.Tensor]]:
+def alone():
     """Of one process that has all lanes, in float64."""
     with set_default_dtype(torch.float64):
         models = {name: build(name) for name in CASES}
@@ -133,7 +133,7 @@ def test_late_sums_travel_while_layers_compute(tmp_path, case, late):
     ],
 )
 def test_what_cannot_be_on_several_ranks_is_named(change, job_change, message):
-    job: Any = JobConfig()
+    job = JobConfig()
     job.model = SimpleNamespace(join_norm="auto", converters=[])
     job.parallelism.tensor_parallel_degree = 2
     for name, value in job_change.items():

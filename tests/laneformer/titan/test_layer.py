@@ -78,7 +78,7 @@ def streams(**overrides: object) -> list[int]:
     config = LaneformerConfig(**{**SMALL, **overrides})
     model = TitanLaneformer(LaneformerArgs(config=config))
     model.init_weights()
-    found: list[int] = []
+    found = []
     for layer in model.layers:
         layer.register_forward_hook(lambda layer, inputs, output: found.append(output[0].shape[2]))
     model(torch.tensor([IDS]))

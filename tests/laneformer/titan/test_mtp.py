@@ -36,7 +36,7 @@ def build(steps: int = 1, config: LaneformerConfig = CONFIG, freeze: bool = Fals
 
 
 @pytest.fixture(scope="module")
-def tokens() -> torch.Tensor:
+def tokens():
     ids = titan_assets.draw_tokens(CONFIG, SEQ_LEN)
     ids[0, 0] = ids[0, 9] = ids[1, 17] = BOS
     return ids

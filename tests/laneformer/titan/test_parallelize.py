@@ -23,7 +23,7 @@ SEQ_LEN = 64
 
 
 @pytest.fixture(scope="module")
-def tokens() -> torch.Tensor:
+def tokens():
     return draw_tokens(CONFIG, SEQ_LEN)
 
 
@@ -32,7 +32,7 @@ def kept_values_per_token(model: TitanLaneformer, tokens: torch.Tensor) -> float
     embedding, norm and head).
     """
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    held: dict[int, torch.Tensor] = {}
+    held = {}
 
     def hold(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.untyped_storage().data_ptr() not in weights:
@@ -85,7 +85,7 @@ def backward_products(model: TitanLaneformer, tokens: torch.Tensor) -> list[int]
     """Matrix products in the backward graph of every layer, last layer first, as the partitioner leaves them."""
     products = (torch.ops.aten.bmm.default, torch.ops.aten.mm.default)
     torch._dynamo.reset()
-    found: list[int] = []
+    found = []
 
     def count(graph: torch.fx.GraphModule, _: object) -> Callable:
         found.append(sum(node.target in products for node in graph.graph.nodes))
