@@ -44,7 +44,7 @@ class Running:
     def query(self) -> bool:
         return self.launched.done() and self.launched.result() is None
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self.launched.result()
 
 
@@ -63,8 +63,8 @@ class EmulatedPasses(PassDecoder):
 
     def __init__(
         self, builds: Path, columns: int, sequences: int = 0, races: bool = False, fewer: Sequence[int] = (),
-        config: LaneformerConfig | None = None, tensors: Any = None, machine: Machine = SMALL,
-        version: str = "passes", **shape: Any,
+        config: LaneformerConfig | None = None, tensors = None, machine: Machine = SMALL,
+        version: str = "passes", **shape,
     ):  # fmt: skip
         """`config`: by default small_config; `tensors`: by default a random model's. `shape` for `plan`; `fewer`:
         columns of the builds beside that of `columns`.
@@ -98,19 +98,19 @@ class EmulatedPasses(PassDecoder):
         source += "".join(f"EMULATE({kernel}, Decode)\n" for kernel in KERNELS[self.version])
         return emulator.build(source, [folder, *INCLUDES], {"TABLE": "constexpr"}, builds, self.races)
 
-    def forget(self) -> None:
+    def forget(self):
         """Words as new; keys and values that nobody has written are no numbers."""
         self._reset_words()
         for memory in self.memories:
             memory.kv.fill_(0x7FFF)
 
-    def _launch(self, arguments: Sequence[Any]) -> None:
+    def _launch(self, arguments: Sequence[Any]):
         build = self.build_for(arguments)
         self.launched.append(self.builds[build].columns)
         library = self.libraries[build]
-        self._streams: Any = [Running(functools.partial(self._emulate, arguments, build, library))]
+        self._streams = [Running(functools.partial(self._emulate, arguments, build, library))]
 
-    def _emulate(self, arguments: Sequence[Any], build: int, library: ctypes.CDLL) -> None:
+    def _emulate(self, arguments: Sequence[Any], build: int, library: ctypes.CDLL):
         buffers = {
             f"{name} {m.index}": getattr(m, name) for m in self.memories for name in ("lane_words", "inbox")
         }

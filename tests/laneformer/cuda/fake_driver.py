@@ -44,7 +44,7 @@ def argument_of(version: str, geometry: Geometry) -> type[ctypes.Structure]:
 class FakeDriver:
     """In the place of the driver, and of what the engine asks of torch.cuda."""
 
-    def __init__(self, monkeypatch: Any, card: Card = H200, version: int = 13000):
+    def __init__(self, monkeypatch, card: Card = H200, version: int = 13000):
         from cuda.bindings import driver
 
         self.driver, self.card, self.version = driver, card, version
@@ -73,14 +73,14 @@ class FakeDriver:
 
     # ---- what cuda-bindings offers ----
 
-    def cuLibraryLoadData(self, cubin: list[Kernel], *_: Any) -> tuple[Any, ...]:
+    def cuLibraryLoadData(self, cubin: list[Kernel], *_):
         return self._done(cubin)
 
-    def cuLibraryGetKernel(self, library: list[Kernel], name: bytes) -> tuple[Any, ...]:
+    def cuLibraryGetKernel(self, library: list[Kernel], name: bytes):
         self.kernels.append(next(kernel for kernel in library if kernel.name == name.decode()))
         return self._done(self.driver.CUkernel(len(self.kernels) - 1))
 
-    def cuKernelSetAttribute(self, attribute: Any, value: int, kernel: Any, _: int) -> tuple[Any, ...]:
+    def cuKernelSetAttribute(self, attribute, value: int, kernel, _: int):
         attributes = self.driver.CUfunction_attribute
         if attribute == attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES:
             if value > self.card.shared_block:
@@ -90,19 +90,17 @@ class FakeDriver:
             self.kernels[int(kernel)].carveout = value
         return self._done()
 
-    def cuKernelGetFunction(self, kernel: Any) -> tuple[Any, ...]:
+    def cuKernelGetFunction(self, kernel):
         return self._done(kernel)
 
-    def cuFuncGetAttribute(self, _: Any, function: Any) -> tuple[Any, ...]:
+    def cuFuncGetAttribute(self, _, function):
         self.kernels[int(function)].loaded = True
         return self._done(self.kernels[int(function)].registers)
 
-    def cuOccupancyMaxActiveBlocksPerMultiprocessor(
-        self, function: Any, threads: int, shared: int
-    ) -> tuple[Any, ...]:
+    def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, function, threads: int, shared: int):
         return self._done(self._resident(self.kernels[int(function)], threads, shared))
 
-    def cuLaunchKernelEx(self, config: Any, handle: Any, pointers: int, _: int) -> tuple[Any, ...]:
+    def cuLaunchKernelEx(self, config, handle, pointers: int, _: int):
         if status := next(self.launch_statuses, 0):
             return self._done(status=status)
         kernel, threads = self.kernels[int(handle)], config.blockDimX
@@ -126,10 +124,10 @@ class FakeDriver:
         })  # fmt: skip
         return self._done()
 
-    def cuGetErrorString(self, status: Any) -> tuple[Any, ...]:
+    def cuGetErrorString(self, status):
         return self._done(f"fake error {int(status)}".encode())
 
-    def _done(self, *values: Any, status: int = 0) -> tuple[Any, ...]:
+    def _done(self, *values, status: int = 0):
         return self.driver.CUresult(status), *values
 
     def _resident(self, kernel: Kernel, threads: int, shared: int) -> int:
@@ -140,14 +138,14 @@ class FakeDriver:
 
     # ---- torch.cuda ----
 
-    def _replace_torch(self, monkeypatch: Any) -> None:
+    def _replace_torch(self, monkeypatch):
         stream = SimpleNamespace(cuda_stream=STREAM, query=self._query, synchronize=lambda: None)
         properties = SimpleNamespace(
             name="fake", major=self.card.architecture // 10, minor=self.card.architecture % 10,
             multi_processor_count=self.card.multiprocessors, shared_memory_per_block_optin=self.card.shared_block,
         )  # fmt: skip
         graph = SimpleNamespace(replay=lambda: None)
-        replaced: dict[str, Any] = {
+        replaced = {
             "get_device_properties": lambda device: properties, "synchronize": lambda *device: None,
             "device": contextlib.nullcontext, "stream": contextlib.nullcontext, "current_stream": lambda device: stream,
             "Stream": lambda device: stream, "mem_get_info": lambda device: (1 << 40, 1 << 40),

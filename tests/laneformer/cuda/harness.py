@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,9 +23,9 @@ KERNELS = {
 }
 
 
-def small_config(**changes: Any) -> LaneformerConfig:
+def small_config(**changes) -> LaneformerConfig:
     """Two lanes, four layers, of which two have a window that a short text leaves."""
-    sizes: dict[str, Any] = {
+    sizes = {
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8,
         "num_key_value_heads": 4, "num_lanes": 2, "broadcast_delay": 1, "sliding_window": 6, "swa_layers": (0, 1),
         "max_position_embeddings": 32, "vocab_size": 96,
@@ -82,7 +81,7 @@ def plain_model(config: LaneformerConfig, tensors: dict[str, Tensor], dtype: str
     return model.eval().requires_grad_(False)
 
 
-def as_read(model: Laneformer) -> Any:
+def as_read(model: Laneformer):
     """A plain model in the place of a TapeModel."""
     weights = {"embedding": model.tok_embeddings.weight, "head": lambda: model.lm_head.weight}
     return SimpleNamespace(

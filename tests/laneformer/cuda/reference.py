@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,7 +80,7 @@ def expected(emulated: EmulatedPasses, ids: list[int], kept: list[tuple[Tensor, 
     """The reference, and how far from it fp32 may be."""
 
     def run(model: Laneformer) -> tuple[Tensor, Tensor]:
-        cache: Any = KeptCache(kept)
+        cache = KeptCache(kept)
         logits = model(torch.tensor([ids]), cache)[0]
         return logits.double(), torch.stack(cache.offered)[:, :, 0].double()
 

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -27,7 +26,7 @@ from laneformer.positions import rope_table
 from tests.laneformer.cuda.harness import SMALL, as_read, plain_model
 
 
-def passes_of(engine: Engine) -> Any:
+def passes_of(engine: Engine):
     """What runs the engine's passes: one of those below, or on a GPU PassDecoder."""
     return cuda_of(engine).executor.passes
 
@@ -52,7 +51,7 @@ def cuda_of(engine: Engine) -> CudaDecoder:
     return decoder
 
 
-def pretend_gpu(monkeypatch: Any, decoder: Any, devices: int = 1) -> None:
+def pretend_gpu(monkeypatch, decoder, devices: int = 1):
     """As if there were GPUs, on which passes are run by what `decoder` makes."""
     monkeypatch.setitem(graph.DECODERS, "passes", decoder)
     monkeypatch.setattr(device, "why_no_cuda", lambda: None)
@@ -62,11 +61,11 @@ def pretend_gpu(monkeypatch: Any, decoder: Any, devices: int = 1) -> None:
 class LoopCaches(Caches):
     """The ids whose keys and values each cache would have."""
 
-    def __init__(self, memory: Any):
+    def __init__(self, memory):
         super().__init__([memory])
         self.ids: dict[int, list[int]] = {}
 
-    def _copy(self, source: int, target: int, count: int) -> None:
+    def _copy(self, source: int, target: int, count: int):
         assert len(self.ids[source]) >= count
         self.ids[target] = self.ids[source][:count]
 
@@ -75,16 +74,16 @@ class LoopPasses(PassDecoder):
     """Passes of up to five columns by the PyTorch model: its logits, and of each column its greedy token."""
 
     def __init__(
-        self, config: LaneformerConfig, tensors: Any, dtype: str, devices: Any = (), cache_bytes: Any = None
+        self, config: LaneformerConfig, tensors, dtype: str, devices = (), cache_bytes = None
     ):  # fmt: skip
         self.config, self.devices = config, devices
         self.geometry = dataclasses.replace(plan(config, dtype, SMALL, warps=2), columns=5)
         self.model: Laneformer = plain_model(config, tensors, "bf16" if dtype == "int8" else dtype)
         numbers = 5 * self.geometry.lanes_per_device * self.geometry.kv_lane
-        memory: Any = SimpleNamespace(geometry=self.geometry, kv=torch.zeros(numbers, dtype=torch.int16))
+        memory = SimpleNamespace(geometry=self.geometry, kv=torch.zeros(numbers, dtype=torch.int16))
         memory.device, memory.weight_bytes = "cpu", 1
         self._hold([memory])
-        self.caches: Any = LoopCaches(memory)
+        self.caches = LoopCaches(memory)
         self.asked: list[Sequence[Column]] = []  # columns of each pass
 
     @torch.inference_mode()

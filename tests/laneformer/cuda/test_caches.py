@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -72,7 +71,7 @@ class Numbers:
         slots = at // GEOMETRY.splits % GEOMETRY.kv_slots(layer)
         return kv[:, :, at % GEOMETRY.splits, slots].transpose(0, 2).flatten(1)
 
-    def run(self, columns: Sequence[Column], *_: Any) -> list[list[int]]:
+    def run(self, columns: Sequence[Column], *_) -> list[list[int]]:
         return [[self._run(c.sequence, c.position, c.token) for c in columns]]
 
     def _run(self, cache: int, position: int, token: int) -> int:

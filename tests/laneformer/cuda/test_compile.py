@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from typing import Any
 
 import pytest
 
@@ -20,7 +19,7 @@ from laneformer.engine.cuda.planning import plan
 from tests.laneformer.cuda.harness import small_config
 
 
-def small(**shape: Any) -> Geometry:
+def small(**shape) -> Geometry:
     config = small_config(num_hidden_layers=2, swa_layers=(0,))
     return plan(config, "bf16", H200, **{"warps": 2, "blocks_per_lane": 4, **shape})
 
@@ -32,7 +31,7 @@ class Compiler:
         self.runs, self.version = 0, (13, 0)
         monkeypatch.setattr(compiling, "compiler_for", lambda architecture, driver: self)
 
-    def compile(self, source: str, architecture: str, includes: Any) -> bytes:
+    def compile(self, source: str, architecture: str, includes) -> bytes:
         self.runs += 1
         return source.encode() + architecture.encode()
 

@@ -9,7 +9,6 @@ import copy
 import subprocess
 import sys
 import time
-from typing import Any
 
 import numpy as np
 import pytest
@@ -163,7 +162,7 @@ def test_a_closed_engine_says_so(engine):
 # ---- scores ----
 
 
-def reference_logits(model: Any, ids: list[int]) -> np.ndarray:
+def reference_logits(model, ids: list[int]) -> np.ndarray:
     """float32 (n, V): the layers in bf16 as the engine has them, the head in float64."""
     positions = torch.arange(len(ids))
     embedding, masks = model.tok_embeddings(torch.tensor([ids])), model.masks(positions, positions)

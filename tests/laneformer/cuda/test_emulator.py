@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,10 +30,10 @@ class Params(ctypes.Structure):
 class Toys:
     """The toy kernels of one library over arrays that every launch finds fresh."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path):
         self.library = emulator.build(TOYS, [], {"WEIGHTS_BF16": 0}, folder)
 
-    def __call__(self, kernel: str, rounds: int = 1, **launch: Any) -> Report:
+    def __call__(self, kernel: str, rounds: int = 1, **launch) -> Report:
         self.words, self.flag = np.zeros((64, 2), np.uint32), np.zeros(1, np.int32)
         self.given, self.out = np.zeros(64, np.float32), np.full(128, np.nan, np.float32)
         arrays = self.words, self.given[-self.given.ctypes.data % 16 // 4 :], self.out, self.flag

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -258,11 +257,11 @@ class Build:
         return "" if all(map(torch.equal, made, right)) else "numbers"
 
 
-def four_columns(builds: Path, **options: Any) -> EmulatedPasses:
+def four_columns(builds: Path, **options) -> EmulatedPasses:
     return EmulatedPasses(builds, 4, **options)
 
 
-def two_devices(builds: Path, **options: Any) -> EmulatedPasses:
+def two_devices(builds: Path, **options) -> EmulatedPasses:
     return EmulatedPasses(builds, 3, devices=2, blocks_per_lane=2, **options)
 
 

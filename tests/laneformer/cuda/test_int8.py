@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +29,7 @@ from tests.laneformer.engine.test_integer import drawn, packed
 from tests.proofs import CORE_SOURCES, KERNEL_SOURCES
 
 
-def proof(test: Any) -> Any:
+def proof(test):
     return pytest.mark.proof(*KERNEL_SOURCES, *CORE_SOURCES)(needs_emulator(test))
 
 

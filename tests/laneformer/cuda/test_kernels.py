@@ -26,7 +26,7 @@ def text(emulated: EmulatedPasses, count: int) -> list[int]:
     ).tolist()
 
 
-def check(emulated: EmulatedPasses, count: int, seeds: range) -> None:
+def check(emulated: EmulatedPasses, count: int, seeds: range):
     """A text of `count` tokens against the reference; in several columns, and orders of the threads, the same bits;
     and the passes that follow unasked make the tokens of single ones.
     """

@@ -59,7 +59,7 @@ def filled(version: str, geometry: Geometry) -> bytes:
     return bytes((7 * i + 1) % 256 for i in range(ctypes.sizeof(argument_of(version, geometry))))
 
 
-def launch_all(driver: FakeDriver, version: str, kernels: Any = launch) -> list[dict[str, Any]]:
+def launch_all(driver: FakeDriver, version: str, kernels=launch) -> list[dict[str, Any]]:
     driver.launches.clear()
     for geometry in geometries_of(version, driver.card):
         loaded = kernels.Kernels(version, geometry, torch.device("cuda:0"))
@@ -133,10 +133,10 @@ class Choosing(PassDecoder):
 
     late_s = 0.05
 
-    def __init__(self, *given: Any, **options: Any):
+    def __init__(self, *given, **options):
         super().__init__(*given, **options, limit_s=0.1)
 
-    def _launch(self, arguments: Sequence[Any]) -> None:
+    def _launch(self, arguments: Sequence[Any]):
         super()._launch(arguments)
         order, memory = arguments[0].order, self.memories[0]
         for step in range(1 + order.ahead):

@@ -53,12 +53,12 @@ def compile_kernels(version: str, geometry: Geometry, architecture: str, folder:
 # ---- the gates: each raises ----
 
 
-def require_none(sites: Iterable[object], what: str) -> None:
+def require_none(sites: Iterable[object], what: str):
     texts = list(map(str, sites))
     assert not texts, f"{len(texts)} {what}:\n" + "\n".join(texts[:8])
 
 
-def words_are_whole(code: list[Instruction], devices: int) -> None:
+def words_are_whole(code: list[Instruction], devices: int):
     """A word is stored and loaded in one access of 64 bits or more, which all GPUs see.
 
     The compiler may load a word's epoch alone where its value is not used. Flags have 32 bits.
@@ -72,18 +72,18 @@ def words_are_whole(code: list[Instruction], devices: int) -> None:
     require_none((this for this in narrow if this.name in ("ST", "STG")), "stores of part of a word")
 
 
-def nothing_stale_is_read(code: list[Instruction]) -> None:
+def nothing_stale_is_read(code: list[Instruction]):
     """No load through the non-coherent cache, which shows old values of what is written meanwhile."""
     require_none((this for this in code if "CONSTANT" in this.op), "non-coherent loads")
 
 
-def slots_are_consumed(code: list[Instruction]) -> None:
+def slots_are_consumed(code: list[Instruction]):
     """Of what a thread loads from a slot of the ring, all has come before the slot's next copy is issued."""
     pairs = pending_loads(code)
     require_none((f"{load} before {copy}" for copy, load in pairs), "loads not awaited before a copy")
 
 
-def spills_are_few(kernel: Kernel, limits: tuple[int, int, int]) -> None:
+def spills_are_few(kernel: Kernel, limits: tuple[int, int, int]):
     local = sum(this.name in ("LDL", "STL") for this in kernel.code)
     figures = kernel.stack_bytes, local, len(kernel.code)
     within = all(a <= b for a, b in zip(figures, limits, strict=True))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ def one_by_one(passes: EmulatedPasses, ids: list[int]) -> torch.Tensor:
 
 
 def decode(
-    executor: CudaExecutor, prompts: list[list[int]], sampling: Sequence[Sampling], **options: Any
+    executor: CudaExecutor, prompts: list[list[int]], sampling: Sequence[Sampling], **options
 ) -> list[Collected]:
     pairs = zip(prompts, sampling, strict=True)
     return answers(executor, [Request(ids, 9, sampling=s, **options) for ids, s in pairs])

@@ -7,7 +7,6 @@ the tokens of kernels that read the prompt themselves.
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ TEXT = torch.randint(96, (21,), generator=torch.Generator().manual_seed(8)).toli
 class PlainCache:
     """Everything, in the order of its coming: per layer (2, K, T, d)."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.length, self.kept = 0, {}
 
     def update(
@@ -45,7 +44,7 @@ class PlainCache:
         return self.kept[layer_idx][:1], self.kept[layer_idx][1:]
 
 
-def same_streams(model: Any, cache: Any, other: Any, other_cache: Any) -> bool:
+def same_streams(model, cache, other, other_cache) -> bool:
     pairs = zip(prefill.streams(model, TEXT, cache), prefill.streams(other, TEXT, other_cache), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ VOCAB, COUNT = 152, 200  # some threads have three logits, some two
 LOGITS = np.random.default_rng(0).standard_normal(VOCAB).astype(np.float32)
 
 
-def request(temperature: float, seed: int = 0, vocab: int = VOCAB, **filters: Any) -> Request:
+def request(temperature: float, seed: int = 0, vocab: int = VOCAB, **filters) -> Request:
     return make_request(GenerationOptions(temperature=temperature, seed=seed, **filters), [0], vocab)
 
 

@@ -8,7 +8,6 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +33,7 @@ ISAS_BELOW_AMX = (
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def small_config(**overrides: object) -> LaneformerConfig:
+def small_config(**overrides) -> LaneformerConfig:
     """Odd sizes on purpose: nothing is a multiple of the engine's tiles, and the window
     is shorter than prompts.
     """
@@ -62,7 +61,7 @@ def random_model(config: LaneformerConfig, seed: int = 0, dtype: str = "fp32") -
     return model.to(TORCH_DTYPES[dtype])
 
 
-def small_model(seed: Any = 0, dtype: Any = "fp32", **overrides: object) -> Laneformer:
+def small_model(seed=0, dtype="fp32", **overrides) -> Laneformer:
     return random_model(small_config(**overrides), seed, dtype)
 
 
@@ -74,7 +73,7 @@ def tensors_of(model: Laneformer) -> dict[str, Tensor]:
     }
 
 
-def engine_of(model: Laneformer, config: LaneformerConfig | None = None, **options: object) -> Engine:
+def engine_of(model: Laneformer, config: LaneformerConfig | None = None, **options) -> Engine:
     """Keys and values are in fp32 unless asked otherwise: most tests compare with float64 to
     the last few bits.
     """
@@ -108,7 +107,7 @@ def tokens_of(updates: list[Update]) -> list[GeneratedToken]:
     return [token for update in updates for token in update.tokens]
 
 
-def generate_together(engine: Engine, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+def generate_together(engine: Engine, prompts: Sequence[Sequence[int]], **options) -> list[list[int]]:
     """`Engine.generate` for prompts that decode side by side."""
     with engine.batch() as batch:
         tickets = [batch.join(prompt, **options) for prompt in prompts]
@@ -116,11 +115,11 @@ def generate_together(engine: Engine, prompts: Sequence[Sequence[int]], **option
     return [[token.id for token in tokens_of(updates[ticket])] for ticket in tickets]
 
 
-def fix_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+def fix_costs(monkeypatch: pytest.MonkeyPatch):
     """The same for all engines on the CPU that are made from now on."""
     made = CpuDecoder.__init__
 
-    def make(decoder: CpuDecoder, *arguments: Any, **options: Any) -> None:
+    def make(decoder: CpuDecoder, *arguments, **options):
         made(decoder, *arguments, **options)
         decoder.fix_cost(EACH_COLUMN)
 
@@ -145,7 +144,7 @@ def float32_error(model: Laneformer, ids: list[int], reference: np.ndarray) -> f
     return float(np.abs(torch_logits(model, ids, torch.float32) - reference).max())
 
 
-def assert_equal_widths(by_isa: dict[str, np.ndarray]) -> None:
+def assert_equal_widths(by_isa: dict[str, np.ndarray]):
     """Vectors of any width sum in the same order; `portable` does not fuse."""
     wide = [logits for isa, logits in by_isa.items() if isa != "portable"]
     for other in wide[1:]:
@@ -157,7 +156,7 @@ def resident_bytes() -> int:
 
 
 def check_logits(
-    model: Laneformer, ids: list[int], config: LaneformerConfig | None = None, **options: object
+    model: Laneformer, ids: list[int], config: LaneformerConfig | None = None, **options
 ) -> np.ndarray:
     """The engine's logits, checked against float64.
 
@@ -177,7 +176,7 @@ def random_ids(config: LaneformerConfig, length: int, seed: int = 0) -> list[int
     return np.random.default_rng(seed).integers(0, config.vocab_size, length).tolist()
 
 
-def write_folder(folder: Path, model: Laneformer, **config_values: object) -> Path:
+def write_folder(folder: Path, model: Laneformer, **config_values) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     values = {
         "model_type": "laneformer",

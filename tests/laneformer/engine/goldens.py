@@ -48,7 +48,7 @@ class Asked:
 ENGINE_OPTIONS = ("dtype", "math", "kv_dtype")
 
 
-def engine_of(name: str, num_nextn_predict_layers: int = 0, **options: Any) -> Engine:
+def engine_of(name: str, num_nextn_predict_layers: int = 0, **options) -> Engine:
     values = MODELS[name]
     config = small_config(
         max_position_embeddings=300,
@@ -74,7 +74,7 @@ def _request(draw: random.Random, vocab: int, shared: list[list[int]]) -> Asked:
     kind = draw.random()
     if kind < 0.15:
         return Asked(prompt, {"top": draw.randrange(4)}, start=draw.randrange(1, len(prompt) + 1))
-    options: dict[str, Any] = {"max_new_tokens": draw.randrange(1, 25)}
+    options = {"max_new_tokens": draw.randrange(1, 25)}
     for option, value in {
         "temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "seed": draw.randrange(2**63), "logprobs": 2,
         "repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.5, "reuse_prefix": False,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -111,7 +110,7 @@ def test_cost_is_what_passes_took():
 # ---- engines ----
 
 
-def model_with_head(seed: int = 0, dtype: str = "fp32", **overrides: Any) -> Laneformer:
+def model_with_head(seed: int = 0, dtype: str = "fp32", **overrides) -> Laneformer:
     model = small_model(**{"num_nextn_predict_layers": 1, **LONG, **overrides}, seed=seed, dtype=dtype)
     if ids := model.config.draft_vocab_size:
         spread = torch.randperm(model.config.vocab_size, generator=torch.Generator().manual_seed(seed))[:ids]

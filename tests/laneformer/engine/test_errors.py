@@ -36,12 +36,12 @@ def folder(tmp_path):
     return write_folder(tmp_path / "hf", small_model())
 
 
-def change_config(folder, **values) -> None:
+def change_config(folder, **values):
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def change_weights(folder, change) -> None:
+def change_weights(folder, change):
     state = load_file(folder / WEIGHTS)
     change(state)
     save_file(state, folder / WEIGHTS)
@@ -290,7 +290,7 @@ def test_activations_beyond_float32_are_an_error(head, scale):
                 call([1, 2, 3, 4])
 
 
-def cast(folder, dtype, *names: str) -> None:
+def cast(folder, dtype, *names: str):
     change_weights(folder, lambda state: state.update({n: state[n].to(dtype) for n in names or state}))
 
 

@@ -52,7 +52,7 @@ prompts = st.lists(st.integers(0, 263), min_size=1, max_size=96)
 any_prompt = st.one_of(anything, prompts, st.lists(st.integers(-2, 265), max_size=100))
 
 
-def still_works(engine) -> None:
+def still_works(engine):
     assert engine.generate([1, 2, 3], max_new_tokens=4) == engine.expected
 
 

@@ -35,7 +35,7 @@ def ids(name: str) -> list[list[int]]:
     return [answer[:-FIGURES] for answer in GOLDENS[name]]
 
 
-def check_all(name: str, **options: object) -> None:
+def check_all(name: str, **options):
     """Every request one after the other, its statistics too, and all side by side."""
     every = requests(name)
     with engine_of(name, **options) as engine:

@@ -24,7 +24,7 @@ SILENT = Console(quiet=True)
 CONFIG = small_config()
 
 
-def options(**overrides: object) -> Options:
+def options(**overrides) -> Options:
     return Options("test", **{"prompts": 4, "new_tokens": 8, "runs": 5, "threads": (1, 2), **overrides})
 
 

@@ -35,7 +35,7 @@ def while_it_runs(engine: Engine, act: Callable[[], object]) -> threading.Thread
     """`act` from another thread, once a request of this one is at work."""
     decoder = engine._open()
 
-    def wait_and_act() -> None:
+    def wait_and_act():
         until_s = time.monotonic() + 60
         while not decoder.running and time.monotonic() < until_s:
             time.sleep(0.001)

@@ -39,7 +39,7 @@ def files(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.kv"))
 
 
-def until(true: Callable[[], Any]) -> None:
+def until(true: Callable[[], Any]):
     end_s = time.monotonic() + 60
     while not true():
         assert time.monotonic() < end_s, "it has not come"
@@ -79,7 +79,7 @@ def test_a_restart_goes_on_with_the_same_bits(model, talk, tmp_path, threads, kv
                 assert prefixes(engine).counts["hits"] == 1
 
 
-def flip(path: Path, at: int) -> None:
+def flip(path: Path, at: int):
     data = bytearray(path.read_bytes())
     data[at] ^= 4
     path.write_bytes(data)

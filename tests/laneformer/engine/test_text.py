@@ -132,7 +132,7 @@ def interrupt(engine: Engine, call) -> float:
     """CPU seconds from Ctrl-C until the call ended with it."""
     pressed_s = []
 
-    def press() -> None:
+    def press():
         pressed_s.append(time.process_time())
         _thread.interrupt_main()
 

@@ -28,7 +28,7 @@ def stdlib_sources(count: int = 120) -> list[str]:
 
 
 @functools.cache
-def sentencepiece_model(add_dummy_prefix: bool = True, **overrides: object) -> bytes:
+def sentencepiece_model(add_dummy_prefix: bool = True, **overrides) -> bytes:
     model = io.BytesIO()
     options = {
         "model_type": "bpe", "vocab_size": VOCAB_SIZE, "byte_fallback": True, "split_digits": True,
@@ -42,13 +42,13 @@ def sentencepiece_model(add_dummy_prefix: bool = True, **overrides: object) -> b
     return model.getvalue()
 
 
-def small_config(**overrides: object) -> LaneformerConfig:
+def small_config(**overrides) -> LaneformerConfig:
     """Wide enough initialisation that attention and greedy choices depend on the text."""
     values = {"vocab_size": VOCAB_SIZE, "sliding_window": 16, "initializer_range": 0.15, **overrides}
     return LaneformerConfig.from_flavor("tiny", **values)
 
 
-def random_model(seed: int = 0, **overrides: object) -> Laneformer:
+def random_model(seed: int = 0, **overrides) -> Laneformer:
     model = Laneformer(small_config(**overrides)).eval()
     model.init_weights(seed)
     with torch.no_grad():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -27,9 +26,7 @@ OPERATIONS = torch.ops.laneformer
 # --- one join, one norm
 
 
-def exact(
-    h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Tensor | None, how: Join | None
-) -> Any:
+def exact(h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Tensor | None, how: Join | None):
     """Streams and normed streams by the model's formulas, and the partial."""
     streams = h if how is None else join_lanes(h, partial, how, delayed)
     normed = None
@@ -38,9 +35,7 @@ def exact(
     return streams, normed, None if partial is None else partial * 1
 
 
-def draw(
-    how: Join | None, lanes: int, dim: int, dtype: torch.dtype, delay: bool, scale: str, device: str
-) -> Any:
+def draw(how: Join | None, lanes: int, dim: int, dtype: torch.dtype, delay: bool, scale: str, device: str):
     """h, partial, delayed and weight, each or None; the partial with the lane axis in front, as
     a product leaves it.
     """
@@ -57,9 +52,7 @@ def draw(
     return [h, partial, delayed, weight], gradients
 
 
-def results(
-    inputs: list[Tensor | None], gradients: list[Tensor], how: Join | None, function: Any
-) -> list[Tensor]:
+def results(inputs: list[Tensor | None], gradients: list[Tensor], how: Join | None, function) -> list[Tensor]:
     """Outputs (streams, normed) of `function`, then the gradients of all inputs; the partial is
     used a second time.
     """
@@ -69,9 +62,7 @@ def results(
     return [*outputs[:2], *torch.autograd.grad(outputs, wanted, gradients[: len(outputs)])]
 
 
-def fused(
-    h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Tensor | None, how: Join | None
-) -> Any:
+def fused(h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Tensor | None, how: Join | None):
     if how is None:
         return JoinNorm.apply(h, None, None, weight, EPS, False)
     layer = SimpleNamespace(joins=[how], broadcasts=[True])
@@ -105,7 +96,7 @@ def kernel_error(
     delay: bool,
     scale: str,
     device: str = "cpu",
-    reference: Any = exact,
+    reference=exact,
 ) -> float:
     """Of the kernels' results from those of `reference` in float64."""
     inputs, gradients = draw(how, lanes, dim, dtype, delay, scale, device)
@@ -132,11 +123,11 @@ def test_every_join_and_norm_is_the_models(lanes, dtype):
         assert kernel_error(how, lanes, 24, dtype, delay, scale) <= 1, (how, delay, scale)
 
 
-def own_lane_twice(h: Tensor, partial: Tensor, delayed: Tensor, weight: Tensor, how: Join) -> Any:
+def own_lane_twice(h: Tensor, partial: Tensor, delayed: Tensor, weight: Tensor, how: Join):
     return exact(h + delayed, partial, delayed, weight, how)
 
 
-def unscaled(h: Tensor, partial: Tensor, delayed: Tensor, weight: Tensor, how: Join) -> Any:
+def unscaled(h: Tensor, partial: Tensor, delayed: Tensor, weight: Tensor, how: Join):
     streams, _, again = exact(h, partial, delayed, weight, how)
     wrong = streams.detach() * (weight - weight.detach())  # zero, but for its gradient
     return streams, exact(h, partial, delayed, weight.detach(), how)[1] + wrong, again

@@ -30,7 +30,7 @@ from laneformer.titan import lane_axis, parallelize  # noqa: E402
 from laneformer.titan.spec import LaneformerArgs, TitanLaneformer  # noqa: E402
 from tests.laneformer.titan.titan_assets import gradients_of  # noqa: E402
 
-SHAPES: dict[str, Any] = {
+SHAPES = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 5, "num_attention_heads": 16, "head_dim": 2,
     "num_key_value_heads": 8, "num_lanes": 8, "sliding_window": 5, "swa_layers": (0, 1), "vocab_size": 64,
     "max_position_embeddings": 16, "broadcast_delay": 2, "initializer_range": 0.3,
@@ -52,7 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
 BATCH, LENGTH = 2, 12
 
 
-def config(name: str, **change: Any) -> LaneformerConfig:
+def config(name: str, **change) -> LaneformerConfig:
     return LaneformerConfig.from_flavor("tiny", **{**SHAPES, **CASES[name], **change})
 
 
@@ -97,7 +97,7 @@ def one_case(name: str, dtype: str, mesh: DeviceMesh) -> dict[str, Any]:
     return measure(model, mesh.get_local_rank("fsdp"), mesh.size(0))
 
 
-def own_twice(self: lane_axis.LaneAxis, sent: Any, first_only: bool = False) -> torch.Tensor:
+def own_twice(self: lane_axis.LaneAxis, sent, first_only: bool = False) -> torch.Tensor:
     """`receive` with the lane's own partial output, which it has added at once."""
     return lane_axis._Arrive.apply(sent[1], self.group)
 
@@ -131,7 +131,7 @@ RUNS = [
 RANKS = 4
 
 
-def rank_main(rank: int, folder: Path) -> None:
+def rank_main(rank: int, folder: Path):
     store = torch.distributed.FileStore(str(folder / "store"), RANKS)
     torch.distributed.init_process_group("gloo", rank=rank, world_size=RANKS, store=store)
     parallelize.TORCH_DTYPE_MAP["float64"] = torch.float64

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -151,9 +151,7 @@ def test_zeros_and_what_is_not_finite(recipe):
 # --- in a layer
 
 
-def step(
-    recipe: Recipe | None, emulate: bool = True, backend: Any = None, checkpointing: bool = True
-) -> Results:
+def step(recipe: Recipe | None, emulate: bool = True, backend=None, checkpointing: bool = True) -> Results:
     """Losses and gradients of a small model, by name."""
     torch._dynamo.reset()
     model = TitanLaneformer(LaneformerArgs(config=CONFIG))
@@ -167,7 +165,7 @@ def step(
     return train(model, draw_tokens(CONFIG, SEQ_LEN))
 
 
-def assert_same(found: Results, wanted: Results) -> None:
+def assert_same(found: Results, wanted: Results):
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 

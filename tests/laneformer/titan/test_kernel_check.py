@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -30,12 +28,12 @@ COMPILED = (
 )  # fmt: skip
 
 
-def job_of(*flags: str) -> Any:
+def job_of(*flags: str):
     return load_job(["--job.config_file", "configs/debug_phase1.toml", *SHAPE, *flags])
 
 
 def check(
-    job: Any, attention: str = "sdpa", join_norm: str = "plain", float8: Float8 | None = None
+    job, attention: str = "sdpa", join_norm: str = "plain", float8: Float8 | None = None
 ) -> TitanLaneformer:
     with torch.device("meta"):
         model = TitanLaneformer(LaneformerArgs(config=CONFIG, attention=attention, join_norm=join_norm))

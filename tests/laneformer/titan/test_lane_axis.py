@@ -78,11 +78,11 @@ def test_layers_with_an_exchange_of_their_own_are_refused():
 class UnderWay(TorchDispatchMode):
     """Counts the all-reduces that a process asks for, and how many of them are under way at once."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.started, self.now, self.most = 0, 0, 0
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+    def __torch_dispatch__(self, operation, types, args=(), options=None):
         starts, ends = ("_c10d_functional.all_reduce" in str(operation), "wait_tensor" in str(operation))
         self.started, self.now = self.started + starts, self.now + starts - ends
         self.most = max(self.most, self.now)

@@ -25,7 +25,7 @@ COMMS = [
 ]
 
 
-def difference(join_norm: str = "plain", **overrides: object) -> float:
+def difference(join_norm: str = "plain", **overrides) -> float:
     """Of losses and gradients: the training model beside the plain one."""
     plain = build(**overrides)
     model = TitanLaneformer(LaneformerArgs(config=plain.config, join_norm=join_norm)).double()
@@ -73,7 +73,7 @@ def test_a_wrong_weight_is_seen(monkeypatch):
     assert difference() > 1e9 * FLOAT64_TOLERANCE
 
 
-def streams(**overrides: object) -> list[int]:
+def streams(**overrides) -> list[int]:
     """How many streams leave each layer."""
     config = LaneformerConfig(**{**SMALL, **overrides})
     model = TitanLaneformer(LaneformerArgs(config=config))

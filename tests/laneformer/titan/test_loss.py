@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -90,7 +88,7 @@ class CountedRows(TorchDispatchMode):
 
     rows = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.bmm.default and out.shape[-1] == SMALL.vocab_size // SMALL.num_lanes:
             self.rows += out.shape[1] if out.shape[0] == SMALL.num_lanes else 0
@@ -100,11 +98,11 @@ class CountedRows(TorchDispatchMode):
 class LargestTensor(TorchDispatchMode):
     """Bytes of the largest tensor that any operation yields."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.bytes = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         sizes = [t.untyped_storage().nbytes() for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
         self.bytes = max([self.bytes, *sizes])

@@ -28,7 +28,7 @@ TOLERANCE = 1e4 * 2.0**-53
 ROTATED = 2.0**-24  # the same text at other positions: the table of angles is float32
 
 
-def build(steps: int = 1, config: LaneformerConfig = CONFIG, freeze: bool = False, **arguments: Any) -> Any:
+def build(steps: int = 1, config: LaneformerConfig = CONFIG, freeze: bool = False, **arguments):
     training = DraftTraining(steps, WEIGHT, WEIGHT, freeze_base=freeze)
     model = titan_assets.build(config, mtp=training, bos_id=BOS, **arguments).double()
     model.lm_head.chunk_tokens = 16
@@ -42,7 +42,7 @@ def tokens():
     return ids
 
 
-def plain(model: Any) -> Laneformer:
+def plain(model) -> Laneformer:
     twin = Laneformer(model.config).double()
     twin.load_state_dict(model.state_dict())
     return twin

@@ -42,7 +42,7 @@ def kept_values_per_token(model: TitanLaneformer, tokens: torch.Tensor) -> float
     class Stop(Exception):
         pass
 
-    def stop(*_: object) -> None:
+    def stop(*_):
         raise Stop
 
     handle = model.lm_head.register_forward_pre_hook(stop)
@@ -87,7 +87,7 @@ def backward_products(model: TitanLaneformer, tokens: torch.Tensor) -> list[int]
     torch._dynamo.reset()
     found = []
 
-    def count(graph: torch.fx.GraphModule, _: object) -> Callable:
+    def count(graph: torch.fx.GraphModule, _) -> Callable:
         found.append(sum(node.target in products for node in graph.graph.nodes))
         return make_boxed_func(graph)
 

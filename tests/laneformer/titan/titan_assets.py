@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
 ROUNDING = 100 * torch.finfo(torch.float32).eps
 Results = dict[str, Tensor]
 # a windowed layer and a full one; the second receives the first one's outputs, delayed
-SHAPE: dict[str, Any] = {
+SHAPE = {
     "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_lanes": 8, "num_attention_heads": 8,
     "num_key_value_heads": 8, "sliding_window": 24, "swa_layers": (0,), "broadcast_delay": 1, "use_early_comm": False,
     "vocab_size": 512,
@@ -30,7 +29,7 @@ class PlainJoinNorm:
     def __init__(self, wrong: float):
         self.wrong = wrong
 
-    def apply(self, h: Tensor, partial: Any, delayed: Any, weight: Any, eps: float, hand_on: bool) -> Any:
+    def apply(self, h: Tensor, partial, delayed, weight, eps: float, hand_on: bool):
         streams = h if partial is None else join_lanes(h, (1 + self.wrong) * partial, Join.PAST, delayed)
         normed = None
         if weight is not None:
@@ -38,7 +37,7 @@ class PlainJoinNorm:
         return streams, normed, partial if hand_on else None
 
 
-def build(config: LaneformerConfig, **arguments: Any) -> TitanLaneformer:
+def build(config: LaneformerConfig, **arguments) -> TitanLaneformer:
     model = TitanLaneformer(LaneformerArgs(config=config, **arguments))
     model.init_weights()
     return model
