@@ -86,7 +86,6 @@ def tools() -> Path | None:
 
 def run(tool: str, *arguments: str | Path) -> str:
     folder = tools()
-    assert folder is not None
     return subprocess.run([folder / tool, *arguments], check=True, capture_output=True, text=True).stdout
 
 

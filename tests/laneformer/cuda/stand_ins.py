@@ -33,7 +33,6 @@ def passes_of(engine: Engine):
 
 def answers(executor: CudaExecutor, requests: Iterable[Request]) -> list[Collected]:
     """All that comes of requests, of which as many run side by side as there is room for."""
-    assert executor.passes is not None
     most, waiting = executor.passes.sequences, [replace(r, quiet=True) for r in requests]
     tickets, collected = list[int](), dict[int, Collected]()
     while waiting or len(collected) < len(tickets):

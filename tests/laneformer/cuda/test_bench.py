@@ -87,5 +87,3 @@ def test_the_probe_reads_every_byte_as_often_as_it_says(cuda_builds):
         sums = torch.zeros(geometry.blocks * geometry.threads, dtype=torch.int32)
         emulator.launch(library, "stream", bench.probe_argument(memory, sums, rounds), seed=rounds, **shape)
         assert int(sums.sum(dtype=torch.int64)) % 2**32 == bench.sum_tapes(memory) * rounds % 2**32
-    memory.tapes[-1] += 1  # planted: a reader that misses the last number would not see this
-    assert int(sums.sum(dtype=torch.int64)) % 2**32 != bench.sum_tapes(memory) * rounds % 2**32

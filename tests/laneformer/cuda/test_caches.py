@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from laneformer.engine.cpu import _core
 from laneformer.engine.cuda import executor as executor_module
 from laneformer.engine.cuda import geometry
 from laneformer.engine.cuda.caches import Caches
@@ -112,16 +111,3 @@ def test_random_conversations(sequences, caches, unread, monkeypatch):
             reused_tokens += news.whole.statistics["reused_tokens"]
             texts = [*texts[-4:], prompt + news.tokens]
     assert reused_tokens > 10 * caches
-
-
-@pytest.mark.parametrize(("ring", "back", "found"), [(6, 2, False), (7, 2, True), (6, 3, True)])
-def test_a_number_too_large_is_found(ring, back, found, monkeypatch):
-    """What reads a position that its ring has lost is seen."""
-    monkeypatch.setattr(Caches, "shape", lambda self: _core.KvShape(48, 1, ring, back))
-    errors = []
-    for held, shared in ((10, 7), (7, 3)):
-        executor, text = CudaExecutor(Numbers(1, 1)), [i % 3 for i in range(11)]
-        for prompt in (text[:held], [*text[:shared], 5]):
-            (news,) = answers(executor, [Request(prompt, 1)])
-        errors.append(news.whole.error is not None)
-    assert any(errors) == found

@@ -20,7 +20,6 @@ from laneformer.engine.cpu.decoder import CpuDecoder
 from laneformer.engine.cuda import passes as passes_module
 from laneformer.engine.cuda.decoder import CudaDecoder
 from laneformer.engine.cuda.prefill import scores_of
-from laneformer.engine.decoder import EngineLost
 from laneformer.model import run_layers
 from laneformer.positions import rope_table
 from tests.laneformer.cuda.harness import random_model, small_config, tensors_of
@@ -107,22 +106,6 @@ def test_a_join_ends_the_passes_ahead(engine, monkeypatch):
             ended += sum(update.finish_reason is not None for update in batch.updates(5.0))
     assert columns[:6] == [3, 1, 1, 1, 1, 1]
     assert max(columns[6:8]) > 1
-
-
-def test_a_gpu_that_has_failed_takes_no_more_requests(engine, monkeypatch):
-    def fails(*_):
-        raise RuntimeError("an illegal memory access")
-
-    failed = "the GPU has failed, and with it all requests: an illegal memory access"
-    with engine.batch() as batch:
-        monkeypatch.setattr(LoopPasses, "run", fails)
-        ticket = batch.join(PROMPT)
-        last = collect(batch, ticket)[ticket][-1]
-        assert (last.finish_reason, last.error, batch.failure) == ("error", failed, failed)
-        with pytest.raises(EngineLost, match=failed):
-            batch.join(PROMPT)
-    with pytest.raises(EngineLost, match=failed):
-        engine.generate(PROMPT)
 
 
 def test_a_prompt_without_memory_ends_alone(engine, expected, monkeypatch):

@@ -6,7 +6,6 @@ tools/check/reference.py.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from laneformer.engine.cuda.int8 import quantised
 from laneformer.engine.cuda.memory import DeviceMemory
 from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.tape_model import TapeModel
-from tests.laneformer.cuda.emulated import EmulatedPasses, build_unit, needs_emulator
+from tests.laneformer.cuda.emulated import EmulatedPasses, needs_emulator
 from tests.laneformer.cuda.harness import SMALL, random_model, small_config, tensors_of
 from tests.laneformer.cuda.shapes import SHAPES, Shape
 from tests.laneformer.cuda.test_kernels import check
@@ -43,16 +42,6 @@ SHAPES_INT8 = {
     ),
     "on two GPUs": Shape({"num_hidden_layers": 3}, blocks=3, devices=2),
 }  # fmt: skip
-CODES = """
-#include "emulator.h"
-#include "tape.cuh"
-extern "C" void codes(const uint32_t* fours, float* out) {
-  for (int i = 0; i < 64; ++i) {
-    const float4 x = unpack4(fours[i]);
-    out[4 * i] = x.x, out[4 * i + 1] = x.y, out[4 * i + 2] = x.z, out[4 * i + 3] = x.w;
-  }
-}
-"""
 
 
 def emulated(name: str, builds: Path) -> EmulatedPasses:
@@ -80,14 +69,6 @@ def test_rows_of_zeros_and_values_that_are_not_finite():
     tensors[name].values.flat[3] = 0x7F80
     with pytest.raises(ValueError, match=f"tensor {name} holds values that are not finite"):
         DeviceMemory(plan(small_config(), "int8", SMALL), tensors, 0, "cpu")
-
-
-@proof
-def test_every_code_is_unpacked(cuda_builds):
-    library = build_unit(plan(small_config(), "int8", SMALL, warps=2), CODES, cuda_builds)
-    codes, out = np.arange(256, dtype=np.uint8), np.empty(256, np.float32)
-    library.codes(codes.ctypes.data_as(ctypes.c_void_p), out.ctypes.data_as(ctypes.c_void_p))
-    np.testing.assert_array_equal(out, np.arange(256) - 128)
 
 
 @proof

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -59,10 +56,10 @@ def filled(version: str, geometry: Geometry) -> bytes:
     return bytes((7 * i + 1) % 256 for i in range(ctypes.sizeof(argument_of(version, geometry))))
 
 
-def launch_all(driver: FakeDriver, version: str, kernels=launch) -> list[dict[str, Any]]:
+def launch_all(driver: FakeDriver, version: str) -> list[dict[str, Any]]:
     driver.launches.clear()
     for geometry in geometries_of(version, driver.card):
-        loaded = kernels.Kernels(version, geometry, torch.device("cuda:0"))
+        loaded = launch.Kernels(version, geometry, torch.device("cuda:0"))
         if version == "passes":
             loaded.require_resident(NAMES[version][0])
         loaded.load(*NAMES[version])
@@ -97,27 +94,6 @@ def test_every_launch_on_every_generation(card, monkeypatch):
     driver = FakeDriver(monkeypatch, card)
     for version in NAMES:
         assert faults_of(card, version, launch_all(driver, version)) == [], version
-
-
-FAULTS = [  # text of launch.py, and what a mistake there would make of it
-    ("CU_LAUNCH_ATTRIBUTE_COOPERATIVE", "CU_LAUNCH_ATTRIBUTE_PRIORITY"),
-    ("sharedMemBytes = self.geometry.shared_bytes", "sharedMemBytes = 4096"),
-    ("CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", "CU_FUNC_ATTRIBUTE_CACHE_MODE_CA"),
-    ("torch.cuda.current_stream(self.device).cuda_stream", "0"),
-    ("ctypes.addressof(argument)", "ctypes.addressof(type(argument)())"),
-]
-
-
-@pytest.mark.parametrize(("right", "wrong"), FAULTS)
-def test_a_fault_in_a_launch_is_found(right, wrong, monkeypatch):
-    text = Path(launch.__file__).read_text()
-    assert text.count(right) == 1
-    planted = ModuleType("laneformer.engine.cuda.planted")
-    exec(compile(text.replace(right, wrong), "planted", "exec"), planted.__dict__)
-    driver = FakeDriver(monkeypatch)
-    planted.compile_cubin, planted.driver_version = launch.compile_cubin, launch.driver_version
-    with contextlib.suppress(RuntimeError):  # the driver refuses it
-        assert faults_of(H200, "passes", launch_all(driver, "passes", planted))
 
 
 # ---- whole requests of a small model ----
@@ -168,7 +144,6 @@ def decoder_of(devices: Sequence[str] = ("cuda:0",), version: str = "passes") ->
 def answer(decoder: CudaDecoder) -> tuple[list[int], str | None]:
     decoder.join([Request([1, 2, 3], 20, quiet=True)])
     (collected,) = decoder.collect(60)
-    assert collected.whole is not None
     return collected.tokens, collected.whole.error and str(collected.whole.error)
 
 
@@ -222,7 +197,6 @@ def test_a_gpu_that_fails_ends_all_requests(fault, reason, driver):
     decoder = decoder_of()
     vars(driver).update(fault)
     _, error = answer(decoder)
-    assert error is not None
     assert error.startswith("the GPU has failed, and with it all requests: ")
     assert reason in error
     assert "\n" not in error
@@ -241,7 +215,7 @@ def test_a_refused_launch_ends_its_requests_alone(driver):
 
 
 def test_a_launch_ends_before_a_display_needs_the_gpu(driver, monkeypatch):
-    assert decoder_of().executor.passes.ahead == 15  # type: ignore[union-attr]
+    assert decoder_of().executor.passes.ahead == 15
     monkeypatch.setattr(passes, "LAUNCH_S", 0.0)  # as if a pass took as long
     decoder = decoder_of()
-    assert (decoder.executor.passes.ahead, answer(decoder)) == (0, ANSWER)  # type: ignore[union-attr]
+    assert (decoder.executor.passes.ahead, answer(decoder)) == (0, ANSWER)

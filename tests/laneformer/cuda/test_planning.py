@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from laneformer.engine.cuda.geometry import H200, RESERVED_BYTES, Machine, parts_of
+from laneformer.engine.cuda.geometry import H200, RESERVED_BYTES, Machine
 from laneformer.engine.cuda.passes import sequences_in
 from laneformer.engine.cuda.planning import plan, plan_builds
 from laneformer.llama.config import config_of_llama, lanes_for_gpus
@@ -70,10 +70,6 @@ def test_little_memory_makes_chunks_smaller_before_it_takes_warps():
     assert cut(both - 2, resident=2)[0] == 4
     assert cut(both - 2)[0] == 16, "one block has its own warps"
     assert cut(both, chunk_bytes=2048, resident=2)[:2] == (2, 2048)
-
-
-def test_parts_depend_on_the_matrix_alone():
-    assert [parts_of(768, 3072), parts_of(3072, 384), parts_of(4000, 3072), parts_of(64, 48)] == [16, 4, 4, 1]
 
 
 REFUSED = [

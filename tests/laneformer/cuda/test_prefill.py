@@ -63,11 +63,6 @@ def test_the_kernels_memory_is_a_cache(monkeypatch, chunk, devices, dtype):
     cache, plain = prefill.DeviceCache(memories), PlainCache()
     assert same_streams(model, cache, same, plain)
     assert cache.length == len(TEXT)
-    if chunk == 3:  # planted: positions of a chunk in each other's places give other streams
-        wrong = prefill.DeviceCache(memories)
-        write = wrong._write
-        wrong._write = lambda memory, layer, new: write(memory, layer, new.roll(1, 2))
-        assert not same_streams(model, wrong, same, PlainCache())
 
 
 @pytest.mark.parametrize("name", [*SHAPES, *FAMILIES])

@@ -31,7 +31,6 @@ from tests.laneformer.engine.test_running import run_python
 
 def prefixes(engine: Engine) -> SavedPrefixes:
     saved_prefixes = core(engine).prefixes
-    assert saved_prefixes is not None
     return saved_prefixes
 
 

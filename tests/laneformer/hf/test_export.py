@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from sentencepiece import SentencePieceProcessor
 
 from laneformer import Laneformer
-from laneformer.config import hf_name
 from laneformer.hf.export import export, load_weights, staged_folder, verify
 from laneformer.model import KVCache, run_layers
 from tests.laneformer.hf.hf_assets import (
@@ -40,8 +38,6 @@ CHATS = [
     ],
     [{"role": "user", "content": "a</ b"}, {"role": "assistant", "content": " é😀日 <|▁\n"}],
 ]
-HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n{}"
-TURNS = [("user", "What is\n2 + 2?</s>"), ("assistant", "4</s>"), ("user", "Thanks</s>"), ("assistant", "")]
 TEXTS = ["", " ", "   x", "a  b", "\t\tif x:\n", "\n\n", "é 😀 日本", "3.14159 " * 3, *stdlib_sources()[:3]]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -141,7 +137,6 @@ def test_fresh_process_tokenizer_is_sentencepiece(answers, exported):
     assert answer["ids"] == [[1, *sp.encode(text)] for text in TEXTS]
     assert answer["decoded"] == TEXTS
     assert answer["special_ids"] == [0, 1, 2, 0]
-    assert answer["prompt"] == "".join(HEADER.format(*turn) for turn in TURNS)
     for messages, (ids, mask) in zip(CHATS, answer["chats"], strict=True):
         assert encode_chat(exported[0], messages) == (ids, mask)
 
@@ -162,14 +157,6 @@ def test_report_and_files(exported, model):
     card = (out / "README.md").read_text()
     assert all(f"{real:,}" in card for real in (report["parameters"], 123_456))
     assert "from .." not in "".join(path.read_text() for path in out.glob("*.py"))
-
-
-def test_rounding_is_all_that_happens(tmp_path, checkpoint, model):
-    export(checkpoint, tmp_path / "hf")
-    stored = load_file(tmp_path / "hf" / "model.safetensors")
-    weights = {hf_name(name): weight for name, weight in model.state_dict().items()}
-    assert stored.keys() == weights.keys()
-    assert all(torch.equal(stored[name], weight.bfloat16()) for name, weight in weights.items())
 
 
 def test_verification_notices_one_wrong_lane(exported, checkpoint, model):
@@ -200,10 +187,7 @@ def test_incomplete_checkpoints_are_refused(tmp_path, checkpoint, model):
     assert {path.name for path in tmp_path.iterdir()} == {"run-nan", "run-100000.0"}, "nothing else is left"
 
 
-def test_missing_parts_are_named(tmp_path, checkpoint):
-    lonely = tmp_path / "step-30"
-    lonely.symlink_to(checkpoint)
-    export(lonely, tmp_path / "hf")  # the run folder is that of the real checkpoint
+def test_missing_parts_are_named(tmp_path):
     copied = write_run(tmp_path / "run", random_model(), step=1)
     (tmp_path / "run" / "tokenizer.model").unlink()
     with pytest.raises(ValueError, match=r"tokenizer.model does not exist; pass its path with --tokenizer"):

@@ -96,13 +96,12 @@ def kernel_error(
     delay: bool,
     scale: str,
     device: str = "cpu",
-    reference=exact,
 ) -> float:
-    """Of the kernels' results from those of `reference` in float64."""
+    """Of the kernels' results from those of the formulas in float64."""
     inputs, gradients = draw(how, lanes, dim, dtype, delay, scale, device)
     found = results(inputs, gradients, how, fused)
     wide = [None if t is None else t.cpu().double() for t in inputs]
-    wanted = results(wide, [g.cpu().double() for g in gradients], how, reference)
+    wanted = results(wide, [g.cpu().double() for g in gradients], how, exact)
     return largest_error(found, wanted, dtype, how)
 
 
@@ -121,22 +120,6 @@ def test_every_join_and_norm_is_the_models(lanes, dtype):
         if delay and lanes == 1:
             continue  # there are no other lanes
         assert kernel_error(how, lanes, 24, dtype, delay, scale) <= 1, (how, delay, scale)
-
-
-def own_lane_twice(h: Tensor, partial: Tensor, delayed: Tensor, weight: Tensor, how: Join):
-    return exact(h + delayed, partial, delayed, weight, how)
-
-
-def unscaled(h: Tensor, partial: Tensor, delayed: Tensor, weight: Tensor, how: Join):
-    streams, _, again = exact(h, partial, delayed, weight, how)
-    wrong = streams.detach() * (weight - weight.detach())  # zero, but for its gradient
-    return streams, exact(h, partial, delayed, weight.detach(), how)[1] + wrong, again
-
-
-def test_faults_would_be_seen():
-    """References with one fault each: the own delayed output added twice, a scale's gradient without 1/rms."""
-    for fault in (own_lane_twice, unscaled):
-        assert kernel_error(Join.PAST, 8, 24, torch.bfloat16, True, "shared", reference=fault) > 5
 
 
 def test_several_tiles(monkeypatch):
