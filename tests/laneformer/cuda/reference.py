@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 
 from laneformer.engine.cuda.memory import TORCH_TYPES
-from laneformer.model import Laneformer
-from tests.laneformer.cuda.emulated import EmulatedPasses
 
 ALLOWED = 4  # times PyTorch's error
 
@@ -53,7 +51,7 @@ class Expected:
     most: list[Tensor]
 
 
-def kept_at(emulated: EmulatedPasses, layer: int, position: int) -> Tensor:
+def kept_at(emulated, layer: int, position: int) -> Tensor:
     """The key and value of one position, as the kernels keep them: float64 (2, K, d)."""
     splits, slots = emulated.geometry.splits, emulated.geometry.kv_slots(layer)
     heads = [
@@ -63,7 +61,7 @@ def kept_at(emulated: EmulatedPasses, layer: int, position: int) -> Tensor:
     return bits.contiguous().view(TORCH_TYPES[emulated.geometry.half]).double()
 
 
-def read_one_by_one(emulated: EmulatedPasses, ids: list[int]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+def read_one_by_one(emulated, ids: list[int]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """A launch for each token: logits (T, V), and all keys and values (1, K, T, d) of each layer."""
     layers, rows = range(emulated.config.num_hidden_layers), []
     kept: list[list[Tensor]] = [[] for _ in layers]
@@ -76,10 +74,10 @@ def read_one_by_one(emulated: EmulatedPasses, ids: list[int]) -> tuple[Tensor, l
     return torch.cat(rows), [(keys, values) for keys, values in stacked]
 
 
-def expected(emulated: EmulatedPasses, ids: list[int], kept: list[tuple[Tensor, Tensor]]) -> Expected:
+def expected(emulated, ids: list[int], kept: list[tuple[Tensor, Tensor]]) -> Expected:
     """The reference, and how far from it fp32 may be."""
 
-    def run(model: Laneformer) -> tuple[Tensor, Tensor]:
+    def run(model):
         cache = KeptCache(kept)
         logits = model(torch.tensor([ids]), cache)[0]
         return logits.double(), torch.stack(cache.offered)[:, :, 0].double()

@@ -89,7 +89,7 @@ def run(tool: str, *arguments: str | Path) -> str:
     return subprocess.run([folder / tool, *arguments], check=True, capture_output=True, text=True).stdout
 
 
-def read_kernels(cubin: Path) -> dict[str, Kernel]:
+def read_kernels(cubin) -> dict[str, Kernel]:
     parts = re.split(r"^\.text\.(\w+):$", run("nvdisasm", "-c", cubin), flags=re.MULTILINE)
     listings = dict(zip(parts[1::2], parts[2::2], strict=True))
     used = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+)", run("cuobjdump", "-res-usage", cubin))

@@ -7,7 +7,6 @@ chunk, chunks a ring.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from laneformer.config import LaneformerConfig
@@ -49,7 +48,7 @@ class Shape:
     def planned(self) -> Geometry:
         return plan(self.model, self.dtype, self.machine(), **self.plan)
 
-    def emulated(self, builds: Path, **options) -> EmulatedPasses:
+    def emulated(self, builds, **options) -> EmulatedPasses:
         """The kernels of this shape, with `options` for EmulatedPasses."""
         given = {"dtype": self.dtype, "machine": self.machine(), **self.plan, **options}
         return EmulatedPasses(builds, config=self.model, **given)
@@ -137,7 +136,7 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def family(name: str, **given) -> Shape:
+def family(name, **given) -> Shape:
     lanes, values = FAMILIES[name]
     config = config_of_llama({**SIZES, **values}, lanes)
     return Shape({each.name: getattr(config, each.name) for each in fields(config)}, **given)

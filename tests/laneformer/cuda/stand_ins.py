@@ -10,12 +10,10 @@ from types import SimpleNamespace
 import torch
 
 from laneformer import Laneformer
-from laneformer.config import LaneformerConfig
-from laneformer.engine import Engine, device
+from laneformer.engine import device
 from laneformer.engine.cuda import graph
 from laneformer.engine.cuda.caches import Caches
 from laneformer.engine.cuda.decoder import CudaDecoder
-from laneformer.engine.cuda.executor import CudaExecutor
 from laneformer.engine.cuda.passes import Look, PassDecoder
 from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.prefill import logits_of
@@ -26,12 +24,12 @@ from laneformer.positions import rope_table
 from tests.laneformer.cuda.harness import SMALL, as_read, plain_model
 
 
-def passes_of(engine: Engine):
+def passes_of(engine):
     """What runs the engine's passes: one of those below, or on a GPU PassDecoder."""
     return cuda_of(engine).executor.passes
 
 
-def answers(executor: CudaExecutor, requests: Iterable[Request]) -> list[Collected]:
+def answers(executor, requests: Iterable[Request]) -> list[Collected]:
     """All that comes of requests, of which as many run side by side as there is room for."""
     most, waiting = executor.passes.sequences, [replace(r, quiet=True) for r in requests]
     tickets, collected = list[int](), dict[int, Collected]()
@@ -44,7 +42,7 @@ def answers(executor: CudaExecutor, requests: Iterable[Request]) -> list[Collect
     return [collected[ticket] for ticket in tickets]
 
 
-def cuda_of(engine: Engine) -> CudaDecoder:
+def cuda_of(engine) -> CudaDecoder:
     decoder = engine._open()
     assert isinstance(decoder, CudaDecoder)
     return decoder
@@ -64,7 +62,7 @@ class LoopCaches(Caches):
         super().__init__([memory])
         self.ids: dict[int, list[int]] = {}
 
-    def _copy(self, source: int, target: int, count: int):
+    def _copy(self, source: int, target: int, count):
         assert len(self.ids[source]) >= count
         self.ids[target] = self.ids[source][:count]
 
@@ -73,7 +71,7 @@ class LoopPasses(PassDecoder):
     """Passes of up to five columns by the PyTorch model: its logits, and of each column its greedy token."""
 
     def __init__(
-        self, config: LaneformerConfig, tensors, dtype: str, devices = (), cache_bytes = None
+        self, config, tensors, dtype: str, devices = (), cache_bytes = None
     ):  # fmt: skip
         self.config, self.devices = config, devices
         self.geometry = dataclasses.replace(plan(config, dtype, SMALL, warps=2), columns=5)

@@ -31,7 +31,7 @@ def columns(tokens: list[int], position: int, **fields) -> list[Column]:
     return [Column(token, position + i, 2 - i, sampling=WAYS[i], **fields) for i, token in enumerate(tokens)]
 
 
-def start(passes: EmulatedPasses) -> list[int]:
+def start(passes) -> list[int]:
     """The first three ids of all; what each would be followed by. Positions differ: the third starts at 2."""
     passes.forget()
     for i in range(2):
@@ -41,7 +41,7 @@ def start(passes: EmulatedPasses) -> list[int]:
     return [11, 12, 13]
 
 
-def one_by_one(passes: EmulatedPasses, count: int) -> list[list[int]]:
+def one_by_one(passes, count) -> list[list[int]]:
     tokens, rows = start(passes), []
     for i in range(count):
         (tokens,) = passes.run(columns(tokens, 2 + i))

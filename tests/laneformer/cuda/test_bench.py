@@ -1,7 +1,5 @@
 """What `laneformer bench` measures on a GPU, without one: arrivals, bytes, shares, the probe's sums."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -39,7 +39,7 @@ def number_after(before: int, token: int) -> int:
     return (31 * before + token + 1) % 32749
 
 
-def continued(ids: list[int], count: int) -> list[int]:
+def continued(ids: list[int], count) -> list[int]:
     """What follows a text: the sum of all of it decides."""
     number, made = 0, []
     for token in ids[:-1]:

@@ -1,7 +1,5 @@
 """The one table of datasheets: cards are found by what users and drivers call them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

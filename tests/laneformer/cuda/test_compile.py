@@ -27,7 +27,7 @@ def small(**shape) -> Geometry:
 class Compiler:
     """Stands for NVRTC: counts, and makes a cubin of the source."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+    def __init__(self, monkeypatch):
         self.runs, self.version = 0, (13, 0)
         monkeypatch.setattr(compiling, "compiler_for", lambda architecture, driver: self)
 

@@ -46,7 +46,7 @@ def engine(two_gpus):
 
 
 @torch.inference_mode()
-def greedy(prompt: list[int], count: int) -> list[int]:
+def greedy(prompt: list[int], count) -> list[int]:
     loop, ids = LoopPasses(CONFIG, TENSORS, "bf16"), list(prompt)
     for _ in range(count):
         ids.append(int(loop.logits_after(ids)[-1].argmax()))

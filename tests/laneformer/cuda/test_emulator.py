@@ -30,7 +30,7 @@ class Params(ctypes.Structure):
 class Toys:
     """The toy kernels of one library over arrays that every launch finds fresh."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder):
         self.library = emulator.build(TOYS, [], {"WEIGHTS_BF16": 0}, folder)
 
     def __call__(self, kernel: str, rounds: int = 1, **launch) -> Report:

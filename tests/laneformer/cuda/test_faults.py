@@ -200,7 +200,7 @@ RACES = {
 # ---- what the kernels do, with a fault or without: what is compared ----
 
 
-def decode(kernels: EmulatedPasses, seed: int) -> list[torch.Tensor]:
+def decode(kernels, seed) -> list[torch.Tensor]:
     """A text in columns, then passes that follow unasked."""
     kernels.forget()
     ids = test_kernels.text(kernels, 6)
@@ -208,7 +208,7 @@ def decode(kernels: EmulatedPasses, seed: int) -> list[torch.Tensor]:
     return [torch.tensor(tokens), logits]
 
 
-def company(kernels: EmulatedPasses, seed: int) -> list[torch.Tensor]:
+def company(kernels, seed) -> list[torch.Tensor]:
     """Three passes of two sequences, then a launch of two passes of three."""
     kernels.forget()
     kernels.seed, ids, other, rows = seed, text(6), text(6, 2), []
@@ -219,7 +219,7 @@ def company(kernels: EmulatedPasses, seed: int) -> list[torch.Tensor]:
     return [*rows, torch.tensor(ahead)]
 
 
-def launches_of_several(kernels: EmulatedPasses, seed: int) -> list[torch.Tensor]:
+def launches_of_several(kernels, seed) -> list[torch.Tensor]:
     """Four passes, which a column leaves after two, and a launch that the host ends."""
     rows = []
     for cancelled in (0, 1):
@@ -242,13 +242,13 @@ class Build:
     faults: dict[str, Fault]
     seeds: tuple[int, ...]
 
-    def planted(self, builds: Path) -> EmulatedPasses:
+    def planted(self, builds) -> EmulatedPasses:
         """The kernels with all faults in their source, none in force."""
         kernels = self.make(builds)
         plant_all(kernels, builds, [(fault.file, fault.was, fault.now) for fault in self.faults.values()])
         return kernels
 
-    def outcome(self, kernels: EmulatedPasses, seed: int, right: list[torch.Tensor]) -> str:
+    def outcome(self, kernels, seed, right: list[torch.Tensor]) -> str:
         """What the emulator says; "numbers" where it says nothing and what was made differs."""
         try:
             made = self.act(kernels, seed)
@@ -257,11 +257,11 @@ class Build:
         return "" if all(map(torch.equal, made, right)) else "numbers"
 
 
-def four_columns(builds: Path, **options) -> EmulatedPasses:
+def four_columns(builds, **options) -> EmulatedPasses:
     return EmulatedPasses(builds, 4, **options)
 
 
-def two_devices(builds: Path, **options) -> EmulatedPasses:
+def two_devices(builds, **options) -> EmulatedPasses:
     return EmulatedPasses(builds, 3, devices=2, blocks_per_lane=2, **options)
 
 

@@ -29,7 +29,7 @@ TINY = LaneformerConfig.from_flavor("tiny")
 PROMPT = [3, 1, 4, 1, 5]
 
 
-def weights_of(config: LaneformerConfig) -> Weights:
+def weights_of(config) -> Weights:
     return random_weights(config, device="cuda")
 
 

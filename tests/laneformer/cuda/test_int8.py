@@ -44,7 +44,7 @@ SHAPES_INT8 = {
 }  # fmt: skip
 
 
-def emulated(name: str, builds: Path) -> EmulatedPasses:
+def emulated(name, builds) -> EmulatedPasses:
     """A shape with int8 weights, and whatever 16 bits it had beside them."""
     shape = SHAPES_INT8[name]
     return dataclasses.replace(shape, dtype="int8").emulated(builds, half=shape.dtype)

@@ -13,20 +13,20 @@ import pytest
 import torch
 
 from laneformer.engine.cuda.structures import Column
-from tests.laneformer.cuda.emulated import GREEDY, EmulatedPasses, emulator_proof
+from tests.laneformer.cuda.emulated import GREEDY, emulator_proof
 from tests.laneformer.cuda.reference import expected, read_one_by_one
 from tests.laneformer.cuda.shapes import SHAPES, family
 
 pytestmark = emulator_proof
 
 
-def text(emulated: EmulatedPasses, count: int) -> list[int]:
+def text(emulated, count) -> list[int]:
     return torch.randint(
         emulated.config.vocab_size, (count,), generator=torch.Generator().manual_seed(1)
     ).tolist()
 
 
-def check(emulated: EmulatedPasses, count: int, seeds: range):
+def check(emulated, count, seeds: range):
     """A text of `count` tokens against the reference; in several columns, and orders of the threads, the same bits;
     and the passes that follow unasked make the tokens of single ones.
     """

@@ -1,4 +1,4 @@
-"""Launches as they reach a driver that refuses what a real one would, on a card of every generation."""
+"""Launches as they reach the driver, on a card of every generation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from laneformer.engine.cuda.memory import DeviceMemory
 from laneformer.engine.cuda.passes import PassDecoder
 from laneformer.engine.cuda.planning import plan_builds
 from laneformer.engine.decoder import EngineLost, Request
-from tests.laneformer.cuda.cards import CARDS, Card
+from tests.laneformer.cuda.cards import CARDS
 from tests.laneformer.cuda.fake_driver import (
     H200,
     NAMES,
@@ -47,16 +47,16 @@ def test_a_pytorch_for_rocm_is_refused(monkeypatch):
 # ---- every kernel of a version once, of each of its builds ----
 
 
-def geometries_of(version: str, card: Card) -> list[Geometry]:
+def geometries_of(version: str, card) -> list[Geometry]:
     return plan_builds(CONFIG, "bf16", card.machine, version)
 
 
-def filled(version: str, geometry: Geometry) -> bytes:
+def filled(version: str, geometry) -> bytes:
     """An argument's bytes, all of them known."""
     return bytes((7 * i + 1) % 256 for i in range(ctypes.sizeof(argument_of(version, geometry))))
 
 
-def launch_all(driver: FakeDriver, version: str) -> list[dict[str, Any]]:
+def launch_all(driver, version: str) -> list[dict[str, Any]]:
     driver.launches.clear()
     for geometry in geometries_of(version, driver.card):
         loaded = launch.Kernels(version, geometry, torch.device("cuda:0"))
@@ -69,7 +69,7 @@ def launch_all(driver: FakeDriver, version: str) -> list[dict[str, Any]]:
     return driver.launches
 
 
-def faults_of(card: Card, version: str, launches: list[dict[str, Any]]) -> list[str]:
+def faults_of(card, version: str, launches: list[dict[str, Any]]) -> list[str]:
     """What is wrong with them: attributes, sizes, stream, argument; not loaded, or without their shared memory."""
     attributes = {
         "passes": {COOPERATIVE: 1}, "graph": {OVERLAP: int(card.architecture >= 90)}, "probe": {OVERLAP: 0},
@@ -141,13 +141,13 @@ def decoder_of(devices: Sequence[str] = ("cuda:0",), version: str = "passes") ->
     return CudaDecoder(SMALL_CONFIG, TENSORS, "bf16", devices, version=version, cache_bytes=0)
 
 
-def answer(decoder: CudaDecoder) -> tuple[list[int], str | None]:
+def answer(decoder) -> tuple[list[int], str | None]:
     decoder.join([Request([1, 2, 3], 20, quiet=True)])
     (collected,) = decoder.collect(60)
     return collected.tokens, collected.whole.error and str(collected.whole.error)
 
 
-def launches_of(driver: FakeDriver) -> list[tuple[str, dict[int, int]]]:
+def launches_of(driver) -> list[tuple[str, dict[int, int]]]:
     return [(record["name"], record["attributes"]) for record in driver.launches]
 
 

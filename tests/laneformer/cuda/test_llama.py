@@ -1,7 +1,5 @@
 """Models of the Llama family on the CUDA engine: every logit on the emulator, and folders end to end."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

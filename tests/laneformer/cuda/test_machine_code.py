@@ -15,7 +15,7 @@ import pytest
 
 from laneformer.engine.cuda import compile as compiling
 from laneformer.engine.cuda.compile import FOLDER, compile_cubin
-from laneformer.engine.cuda.geometry import Geometry, architecture_name
+from laneformer.engine.cuda.geometry import architecture_name
 from laneformer.engine.cuda.nvrtc import Nvrtc, compilers
 from laneformer.engine.cuda.planning import plan_builds
 from tests.laneformer.cuda import sass
@@ -42,7 +42,7 @@ LIMITS = {
 }
 
 
-def compile_kernels(version: str, geometry: Geometry, architecture: str, folder: Path) -> dict[str, Kernel]:
+def compile_kernels(version: str, geometry, architecture: str, folder) -> dict[str, Kernel]:
     cubin = folder / f"{version}-{architecture}.cubin"
     cubin.write_bytes(compile_cubin(version, geometry, architecture, CUBINS))
     kernels = sass.read_kernels(cubin)
@@ -83,7 +83,7 @@ def slots_are_consumed(code: list[Instruction]):
     require_none((f"{load} before {copy}" for copy, load in pairs), "loads not awaited before a copy")
 
 
-def spills_are_few(kernel: Kernel, limits: tuple[int, int, int]):
+def spills_are_few(kernel, limits: tuple[int, int, int]):
     local = sum(this.name in ("LDL", "STL") for this in kernel.code)
     figures = kernel.stack_bytes, local, len(kernel.code)
     within = all(a <= b for a, b in zip(figures, limits, strict=True))

@@ -1,7 +1,5 @@
 """Which compiler is taken: the newest of those on the machine whose code the driver loads."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -17,17 +17,15 @@ from tests.laneformer.cuda.test_ahead import WAYS
 pytestmark = emulator_proof
 
 
-def text(count: int, seed: int = 1) -> list[int]:
+def text(count, seed=1) -> list[int]:
     return torch.randint(96, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def one_by_one(passes: EmulatedPasses, ids: list[int]) -> torch.Tensor:
+def one_by_one(passes, ids: list[int]) -> torch.Tensor:
     return torch.cat([passes.logits([(token, position, 0)]) for position, token in enumerate(ids)])
 
 
-def decode(
-    executor: CudaExecutor, prompts: list[list[int]], sampling: Sequence[Sampling], **options
-) -> list[Collected]:
+def decode(executor, prompts: list[list[int]], sampling: Sequence[Sampling], **options) -> list[Collected]:
     pairs = zip(prompts, sampling, strict=True)
     return answers(executor, [Request(ids, 9, sampling=s, **options) for ids, s in pairs])
 

@@ -1,7 +1,5 @@
 """What fits a GPU: shared memory, registers, blocks, columns; and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,11 +27,11 @@ VOCAB, COUNT = 152, 200  # some threads have three logits, some two
 LOGITS = np.random.default_rng(0).standard_normal(VOCAB).astype(np.float32)
 
 
-def request(temperature: float, seed: int = 0, vocab: int = VOCAB, **filters) -> Request:
+def request(temperature: float, seed=0, vocab=VOCAB, **filters) -> Request:
     return make_request(GenerationOptions(temperature=temperature, seed=seed, **filters), [0], vocab)
 
 
-def drawn(logits: np.ndarray, how: Request, count: int = COUNT, first: int = 0) -> list[int]:
+def drawn(logits: np.ndarray, how: Request, count=COUNT, first: int = 0) -> list[int]:
     """The core's tokens of `count` positions from `first` on."""
     return [_core.sample(logits, how, [], [], position) for position in range(first, first + count)]
 
@@ -47,12 +46,12 @@ class Picks(ctypes.Structure):
 class Sampler:
     """The sampler's kernel on the emulator."""
 
-    def __init__(self, builds: Path, vocab: int = VOCAB, warps: int = 2):
+    def __init__(self, builds, vocab=VOCAB, warps: int = 2):
         self.geometry = plan(small_config(vocab_size=vocab), "bf16", SMALL, warps=warps)
         self.library = build_unit(self.geometry, '#include "sampler.cu"\n', builds)
 
     def __call__(
-        self, logits: np.ndarray, how: Request, count: int = COUNT, order: int = 0, first: int = 0
+        self, logits: np.ndarray, how: Request, count=COUNT, order: int = 0, first: int = 0
     ) -> list[int]:
         """The kernel's tokens of `count` positions from `first` on."""
         words, tokens = np.zeros(2 * len(logits), np.uint64), np.full(count, -1, np.int32)
@@ -71,7 +70,7 @@ def sampler(cuda_builds):
     return Sampler(cuda_builds)
 
 
-def philox(seed: int, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+def philox(seed, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Philox4x32-10's first word for counters (position, token, 0, 0), broadcast."""
     low = np.uint64(0xFFFFFFFF)
     x = [*np.broadcast_arrays(positions.astype(np.uint64), tokens.astype(np.uint64))]

@@ -4,8 +4,6 @@ Sizes and places are asked of the kernels themselves, built for the CPU. The wei
 every one back, test_kernels.py multiplies by them.
 """
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest

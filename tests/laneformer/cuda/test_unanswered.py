@@ -1,7 +1,5 @@
 """A GPU that does not answer: the server says so, and ends with a status of its own."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
 
 from laneformer import Laneformer, LaneformerConfig
 from laneformer.config import hf_name
-from laneformer.engine import Batch, Engine, GeneratedToken, Update
+from laneformer.engine import Engine, GeneratedToken, Update
 from laneformer.engine.cpu.decoder import CpuDecoder
 from laneformer.tensors import Tensor
 
@@ -45,7 +44,7 @@ def small_config(**overrides) -> LaneformerConfig:
     return LaneformerConfig(**{**values, **overrides})
 
 
-def random_model(config: LaneformerConfig, seed: int = 0, dtype: str = "fp32") -> Laneformer:
+def random_model(config, seed=0, dtype: str = "fp32") -> Laneformer:
     """Weights of unit gain, so that every module matters to the logits, rounded to `dtype`."""
     generator = torch.Generator().manual_seed(seed)
     model = Laneformer(config).eval()
@@ -65,7 +64,7 @@ def small_model(seed=0, dtype="fp32", **overrides) -> Laneformer:
     return random_model(small_config(**overrides), seed, dtype)
 
 
-def tensors_of(model: Laneformer) -> dict[str, Tensor]:
+def tensors_of(model) -> dict[str, Tensor]:
     names = {torch_dtype: name for name, torch_dtype in TORCH_DTYPES.items()} | {torch.int32: "int32"}
     return {
         name: Tensor(names[p.dtype], (p.view(torch.uint16) if p.itemsize == 2 else p).numpy())
@@ -73,7 +72,7 @@ def tensors_of(model: Laneformer) -> dict[str, Tensor]:
     }
 
 
-def engine_of(model: Laneformer, config: LaneformerConfig | None = None, **options) -> Engine:
+def engine_of(model, config: LaneformerConfig | None = None, **options) -> Engine:
     """Keys and values are in fp32 unless asked otherwise: most tests compare with float64 to
     the last few bits.
     """
@@ -82,19 +81,19 @@ def engine_of(model: Laneformer, config: LaneformerConfig | None = None, **optio
     )
 
 
-def core(engine: Engine) -> CpuDecoder:
+def core(engine) -> CpuDecoder:
     decoder = engine._open()
     assert isinstance(decoder, CpuDecoder)
     return decoder
 
 
-def with_fixed_cost(engine: Engine) -> Engine:
+def with_fixed_cost(engine) -> Engine:
     """The same drafts every time, and many of them: each column of a pass costs a little, measured or not."""
     core(engine).fix_cost(EACH_COLUMN)
     return engine
 
 
-def collect(batch: Batch, *tickets: int) -> dict[int, list[Update]]:
+def collect(batch, *tickets: int) -> dict[int, list[Update]]:
     """The updates of all requests until these have ended."""
     updates: dict[int, list[Update]] = {ticket: [] for ticket in tickets}
     while any(not updates[ticket] or updates[ticket][-1].finish_reason is None for ticket in tickets):
@@ -107,7 +106,7 @@ def tokens_of(updates: list[Update]) -> list[GeneratedToken]:
     return [token for update in updates for token in update.tokens]
 
 
-def generate_together(engine: Engine, prompts: Sequence[Sequence[int]], **options) -> list[list[int]]:
+def generate_together(engine, prompts: Sequence[Sequence[int]], **options) -> list[list[int]]:
     """`Engine.generate` for prompts that decode side by side."""
     with engine.batch() as batch:
         tickets = [batch.join(prompt, **options) for prompt in prompts]
@@ -115,29 +114,29 @@ def generate_together(engine: Engine, prompts: Sequence[Sequence[int]], **option
     return [[token.id for token in tokens_of(updates[ticket])] for ticket in tickets]
 
 
-def fix_costs(monkeypatch: pytest.MonkeyPatch):
+def fix_costs(monkeypatch):
     """The same for all engines on the CPU that are made from now on."""
     made = CpuDecoder.__init__
 
-    def make(decoder: CpuDecoder, *arguments, **options):
+    def make(decoder, *arguments, **options):
         made(decoder, *arguments, **options)
         decoder.fix_cost(EACH_COLUMN)
 
     monkeypatch.setattr(CpuDecoder, "__init__", make)
 
 
-def widened(model: Laneformer, dtype: torch.dtype) -> Laneformer:
+def widened(model, dtype: torch.dtype) -> Laneformer:
     wide = Laneformer(model.config).to(dtype).eval()
     wide.load_state_dict(model.state_dict())
     return wide
 
 
 @torch.no_grad()
-def torch_logits(model: Laneformer, ids: list[int], dtype: torch.dtype = torch.float64) -> np.ndarray:
+def torch_logits(model, ids: list[int], dtype: torch.dtype = torch.float64) -> np.ndarray:
     return widened(model, dtype)(torch.tensor([ids]))[0].numpy()
 
 
-def float32_error(model: Laneformer, ids: list[int], reference: np.ndarray) -> float:
+def float32_error(model, ids: list[int], reference: np.ndarray) -> float:
     """The rounding error that float32 arithmetic itself makes on this model: PyTorch's,
     largest over the logits.
     """
@@ -155,9 +154,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def check_logits(
-    model: Laneformer, ids: list[int], config: LaneformerConfig | None = None, **options
-) -> np.ndarray:
+def check_logits(model, ids: list[int], config: LaneformerConfig | None = None, **options) -> np.ndarray:
     """The engine's logits, checked against float64.
 
     Both start from the same weights, so what differs is float32 rounding; the engine sums in another order than
@@ -172,11 +169,11 @@ def check_logits(
     return logits
 
 
-def random_ids(config: LaneformerConfig, length: int, seed: int = 0) -> list[int]:
+def random_ids(config, length: int, seed=0) -> list[int]:
     return np.random.default_rng(seed).integers(0, config.vocab_size, length).tolist()
 
 
-def write_folder(folder: Path, model: Laneformer, **config_values) -> Path:
+def write_folder(folder, model, **config_values) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     values = {
         "model_type": "laneformer",

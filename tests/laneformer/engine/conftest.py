@@ -4,8 +4,6 @@ whose blocks round otherwise.
 test_matrix_unit.py has what holds on that one; tests that name an instruction set get it.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.laneformer.engine.assets import best_below_amx

@@ -3,8 +3,6 @@
 The tolerance: see `check_logits`.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -36,7 +36,7 @@ anything = st.one_of(
 )  # fmt: skip
 
 
-def valid(name: str) -> st.SearchStrategy:
+def valid(name) -> st.SearchStrategy:
     if name in RANGES:
         kind, low, high = RANGES[name]
         return st.integers(int(low), int(min(high, 40))) if kind is int else st.floats(low, min(high, 100.0))

@@ -31,7 +31,7 @@ HEADS = ("vocab_parallel", "replicate", "lane")
 single = np.float32
 
 
-def drawn(rows: int, inputs: int, seed: int = 0) -> np.ndarray:
+def drawn(rows: int, inputs: int, seed=0) -> np.ndarray:
     """Rows of very different magnitude; the first four only of its largest, of both
     signs, in all combinations.
     """
@@ -162,7 +162,7 @@ def test_zeros_stay_zeros_and_small_or_large_weights_are_no_surprise():
             packed(weights)
 
 
-def powers_of_two(model: Laneformer) -> Laneformer:
+def powers_of_two(model) -> Laneformer:
     """Every row in whole multiples of a power of two, 127 of them somewhere: int8 holds such a model exactly."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import pytest
 
-from laneformer.engine import Cancelled, Engine
+from laneformer.engine import Cancelled
 from tests.laneformer.engine.assets import byte_tokenizer, engine_of, small_model
 
 LONG = {"max_position_embeddings": 20_000, "vocab_size": 264}
@@ -31,7 +31,7 @@ def engine():
         yield engine
 
 
-def while_it_runs(engine: Engine, act: Callable[[], object]) -> threading.Thread:
+def while_it_runs(engine, act: Callable[[], object]) -> threading.Thread:
     """`act` from another thread, once a request of this one is at work."""
     decoder = engine._open()
 

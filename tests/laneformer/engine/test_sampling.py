@@ -45,7 +45,7 @@ def draw(logits, options: GenerationOptions, prompt=(0,), output=()) -> int:
     return _core.sample(logits, request, list(prompt), list(output), len(prompt) + len(output) - 1)
 
 
-def draw_many(logits, count: int, **options) -> np.ndarray:
+def draw_many(logits, count, **options) -> np.ndarray:
     drawn = GenerationOptions(**{"temperature": 1.0, "seed": 5, **options})
     request = make_request(drawn, [0], len(logits))
     return np.array([_core.sample(logits, request, [], [], position) for position in range(count)])

@@ -1,7 +1,5 @@
 """A random model, a run folder with its checkpoint, and its export, built once and read only."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -15,7 +15,7 @@ class Blocker:
     """Refuses our packages even where an editable install would find them."""
 
     @staticmethod
-    def find_spec(name: str, path=None, target=None):
+    def find_spec(name, path=None, target=None):
         if name.split(".")[0] in OURS:
             raise ImportError(f"{name} must not be needed")
 
@@ -57,7 +57,7 @@ def generate(path: str, model: torch.nn.Module) -> dict:
     """Greedy tokens of prompts of several lengths, alone and in one left-padded batch; of each, up to its `</s>`."""
     tokenizer, prompts = AutoTokenizer.from_pretrained(path), asked["prompts"]
 
-    def greedy(rows: list, **options) -> list:
+    def greedy(rows, **options):
         batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt")
         out = model.generate(**batch, max_new_tokens=asked["new_tokens"], do_sample=False, **options)
         rows = [row[batch["input_ids"].shape[1] :].tolist() for row in out]

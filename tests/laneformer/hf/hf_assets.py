@@ -22,7 +22,7 @@ FLOAT32_TOLERANCE = 10 * 50 * 2.0**-24
 
 
 @functools.cache
-def stdlib_sources(count: int = 120) -> list[str]:
+def stdlib_sources(count=120) -> list[str]:
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*.py"))[:count]
     return [file.read_text(errors="replace") for file in files]
 
@@ -48,7 +48,7 @@ def small_config(**overrides) -> LaneformerConfig:
     return LaneformerConfig.from_flavor("tiny", **values)
 
 
-def random_model(seed: int = 0, **overrides) -> Laneformer:
+def random_model(seed=0, **overrides) -> Laneformer:
     model = Laneformer(small_config(**overrides)).eval()
     model.init_weights(seed)
     with torch.no_grad():
@@ -58,7 +58,7 @@ def random_model(seed: int = 0, **overrides) -> Laneformer:
     return model
 
 
-def write_run(folder: Path, model: Laneformer, step: int = 30) -> Path:
+def write_run(folder, model, step: int = 30) -> Path:
     """A run folder as training leaves it; the path of its checkpoint."""
     folder.mkdir(parents=True)
     (folder / "model.json").write_text(json.dumps(model.config.to_dict()))

@@ -12,7 +12,6 @@ import pytest
 import torch
 from sentencepiece import SentencePieceProcessor
 
-from laneformer import Laneformer
 from laneformer.hf.export import export, load_weights, staged_folder, verify
 from laneformer.model import KVCache, run_layers
 from tests.laneformer.hf.hf_assets import (
@@ -50,7 +49,7 @@ IDS, PROMPTS = draw_ids(2, 50), [draw_ids(n).tolist() for n in (5, 23, 16)]  # b
 
 
 @torch.no_grad()
-def expected_of(model: Laneformer) -> dict[str, torch.Tensor]:
+def expected_of(model) -> dict[str, torch.Tensor]:
     positions = torch.arange(IDS.shape[1])
     masks, embedding = model.masks(positions, positions), model.tok_embeddings(IDS)
     h, _ = run_layers(model.layers, model.config, embedding, model.rope(positions), masks)
@@ -61,7 +60,7 @@ def expected_of(model: Laneformer) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def greedy(model: Laneformer, prompt: list[int]) -> list[int]:
+def greedy(model, prompt: list[int]) -> list[int]:
     """The training model's own decoding, token by token, up to `</s>`."""
     cache, new, feed = KVCache(model.config.num_hidden_layers), [], prompt
     while len(new) < NEW_TOKENS and new[-1:] != [2]:

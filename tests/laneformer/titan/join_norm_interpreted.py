@@ -41,7 +41,7 @@ def draw(how: Join | None, lanes: int, dim: int, dtype: torch.dtype, delay: bool
     """
     generator = torch.Generator().manual_seed(lanes + dim)
 
-    def normal(*shape: int) -> Tensor:
+    def normal(*shape):
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
     h = normal(2, 3, lanes, dim)

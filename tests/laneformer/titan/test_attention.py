@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -30,7 +29,7 @@ def tokens():
 
 
 @torch.no_grad()
-def losses(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+def losses(model, tokens: torch.Tensor) -> torch.Tensor:
     return model(tokens[:, :-1], tokens[:, 1:])
 
 

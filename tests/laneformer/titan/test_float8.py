@@ -43,7 +43,7 @@ def drawn() -> tuple[Tensor, Tensor, Tensor]:
     """
     generator = torch.Generator().manual_seed(1)
 
-    def draw(*shape: int) -> Tensor:
+    def draw(*shape):
         values = torch.randn(*shape, generator=generator)
         for axis, size in enumerate(shape):
             of_axis = torch.randn(size, generator=generator).exp2()
@@ -61,12 +61,12 @@ def computed(how: Float8) -> Products:
     return Products(y.detach(), x.grad, weight.grad)
 
 
-def exact_and_bounds(recipe: Recipe) -> tuple[Products, Products]:
+def exact_and_bounds(recipe) -> tuple[Products, Products]:
     """The products in float64, and how far float8 may be from each element of them."""
     x, weight, gradient = (t.double() for t in drawn())
     rows, gradients = x[0].transpose(0, 1), gradient[0].transpose(0, 1)  # (L, T, ...)
 
-    def rounding(values: Tensor, dtype: torch.dtype, turned: bool) -> Tensor:
+    def rounding(values, dtype, turned):
         """The largest error of each value. Values that are transposed have been rounded by the other axis'
         scales, too, and may be below the normal ones by either.
         """
@@ -75,7 +75,7 @@ def exact_and_bounds(recipe: Recipe) -> tuple[Products, Products]:
             steps.append(ABSOLUTE[dtype] / recipe.scale(values.mT, dtype).double().mT)
         return torch.maximum(values.abs() * RELATIVE[dtype], steps[-1]) + sum(steps[:-1])
 
-    def product(a: Tensor, b: Tensor, of_a: torch.dtype, turned: bool = False) -> tuple[Tensor, Tensor]:
+    def product(a, b, of_a, turned=False):
         """a (L, M, K), b (L, N, K): their product, and the largest error that both roundings make."""
         off_a, off_b = rounding(a, of_a, turned), rounding(b, E4M3, turned)
         size = (a.abs() + off_a) @ (b.abs() + off_b).mT
@@ -92,7 +92,7 @@ def exact_and_bounds(recipe: Recipe) -> tuple[Products, Products]:
     return arranged(y, d_x, d_w), arranged(*bounds)
 
 
-def off(found: Products, recipe: Recipe) -> list[float]:
+def off(found: Products, recipe) -> list[float]:
     """Of y, d_x and d_w: the largest error in units of what is allowed."""
     exact, allowed = exact_and_bounds(recipe)
     return [float(((f - e).abs() / a).max()) for f, e, a in zip(found, exact, allowed, strict=True)]

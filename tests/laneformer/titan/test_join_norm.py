@@ -39,7 +39,7 @@ def test_in_the_interpreter():
 # --- the kernels for sm_90, by Triton's compiler and ptxas, which need no GPU
 
 
-def compile_for_sm90(kernel, config: LaneformerConfig, **choices) -> tuple[int, int]:
+def compile_for_sm90(kernel, config, **choices) -> tuple[int, int]:
     """Registers of a thread and bytes that it spills."""
     constants = {"L": config.num_lanes, "D": config.hidden_size, **choices}
     constants |= join_norm_kernels.tile(config.num_lanes, config.hidden_size, choices["LANE_SCALES"])

@@ -19,7 +19,7 @@ SMALL = LaneformerConfig.from_flavor(
 )
 
 
-def model_and_batch(config: LaneformerConfig = SMALL) -> tuple[TitanLaneformer, Tensor, Tensor]:
+def model_and_batch(config=SMALL) -> tuple[TitanLaneformer, Tensor, Tensor]:
     """With inputs and labels (2, 48), of which one is ignored."""
     tokens = draw_tokens(config, 48)
     labels = tokens[:, 1:].clone()

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from laneformer import LaneformerConfig
 from laneformer.config import Join
 from laneformer.model import join_lanes
 from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
@@ -37,24 +36,24 @@ class PlainJoinNorm:
         return streams, normed, partial if hand_on else None
 
 
-def build(config: LaneformerConfig, **arguments) -> TitanLaneformer:
+def build(config, **arguments) -> TitanLaneformer:
     model = TitanLaneformer(LaneformerArgs(config=config, **arguments))
     model.init_weights()
     return model
 
 
-def draw_tokens(config: LaneformerConfig, length: int) -> Tensor:
+def draw_tokens(config, length: int) -> Tensor:
     """Two rows of inputs and of labels, one place later: (2, length + 1)."""
     shape, generator = (2, length + 1), torch.Generator().manual_seed(0)
     return torch.randint(3, config.vocab_size, shape, generator=generator)
 
 
-def gradients_of(model: nn.Module) -> Results:
+def gradients_of(model) -> Results:
     named = {n.replace("_checkpoint_wrapped_module.", ""): p.grad for n, p in model.named_parameters()}
     return {name: gradient for name, gradient in named.items() if gradient is not None}
 
 
-def train(model: nn.Module, tokens: Tensor) -> Results:
+def train(model, tokens: Tensor) -> Results:
     """Losses (B, S) and all gradients of a step."""
     model.zero_grad()
     losses = model(tokens[:, :-1], tokens[:, 1:])
