@@ -60,9 +60,9 @@ class EmulatedPasses(PassDecoder):
     late_s = 600.0  # an emulated pass takes seconds
 
     def __init__(
-        self, builds, columns: int, sequences: int = 0, races: bool = False, fewer: Sequence[int] = (),
+        self, builds, columns, sequences = 0, races: bool = False, fewer: Sequence[int] = (),
         config: LaneformerConfig | None = None, tensors = None, machine = SMALL,
-        version: str = "passes", **shape,
+        version = "passes", **shape,
     ):  # fmt: skip
         """`config`: by default small_config; `tensors`: by default a random model's. `shape` for `plan`; `fewer`:
         columns of the builds beside that of `columns`.
@@ -91,7 +91,7 @@ class EmulatedPasses(PassDecoder):
         smaller = [self.build(source_of(self.version, g), self.folder) for g in self.builds[:-1]]
         return [*smaller, self.library]
 
-    def build(self, source: str, builds, folder=FOLDER) -> ctypes.CDLL:
+    def build(self, source, builds, folder=FOLDER) -> ctypes.CDLL:
         """The kernels of this text, which includes those of `folder`."""
         source += "".join(f"EMULATE({kernel}, Decode)\n" for kernel in KERNELS[self.version])
         return emulator.build(source, [folder, *INCLUDES], {"TABLE": "constexpr"}, builds, self.races)

@@ -48,7 +48,7 @@ class Report:
 
 
 def build(
-    source: str,
+    source,
     include_dirs: Sequence[Path],
     defines: Mapping[str, object],
     cache_dir: Path,

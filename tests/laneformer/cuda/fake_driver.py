@@ -36,7 +36,7 @@ class Kernel:
     loaded: bool = False
 
 
-def argument_of(version: str, geometry) -> type[ctypes.Structure]:
+def argument_of(version, geometry) -> type[ctypes.Structure]:
     return Probe if version == "probe" else decode_structure(geometry.devices)
 
 
@@ -60,7 +60,7 @@ class FakeDriver:
         monkeypatch.setattr(launch, "driver_version", lambda: self.version)
         self._replace_torch(monkeypatch)
 
-    def compile(self, version: str, geometry, architecture: str, driver: int) -> list[Kernel]:
+    def compile(self, version, geometry, architecture, driver: int) -> list[Kernel]:
         assert (architecture.rstrip("a"), driver) == (f"sm_{self.card.architecture}", self.version)
         threads, size = 32 * geometry.warps, ctypes.sizeof(argument_of(version, geometry))
         kernels = []

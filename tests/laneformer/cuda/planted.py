@@ -32,6 +32,6 @@ def plant_all(kernels, builds, faults: Iterable[Patch]):
     put_in_force(kernels, 0)  # a library that this process has loaded before keeps its number
 
 
-def put_in_force(kernels, number: int):
+def put_in_force(kernels, number):
     """This fault, and no other; 0: none."""
     ctypes.c_int.in_dll(kernels.library, "planted").value = number

@@ -33,7 +33,7 @@ class KeptCache:
     def __init__(self, kept: list[tuple[Tensor, Tensor]]):
         self.kept, self.offered = kept, list[Tensor]()
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def update(self, key: Tensor, value: Tensor, layer_idx) -> tuple[Tensor, Tensor]:
         self.offered.append(torch.stack((key, value)))
         keys, values = self.kept[layer_idx]
         return keys.to(key), values.to(value)
@@ -51,7 +51,7 @@ class Expected:
     most: list[Tensor]
 
 
-def kept_at(emulated, layer: int, position: int) -> Tensor:
+def kept_at(emulated, layer, position) -> Tensor:
     """The key and value of one position, as the kernels keep them: float64 (2, K, d)."""
     splits, slots = emulated.geometry.splits, emulated.geometry.kv_slots(layer)
     heads = [

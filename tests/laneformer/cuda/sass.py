@@ -50,7 +50,7 @@ def instructions(listing: str) -> list[Instruction]:
     return [Instruction(*found.groups()) for found in map(LINE.match, listing.splitlines()) if found]
 
 
-def pending_loads(code: list[Instruction]) -> list[tuple[Instruction, Instruction]]:
+def pending_loads(code) -> list[tuple[Instruction, Instruction]]:
     """(a copy to shared memory, a 16-byte load from there that nothing has waited for when it starts).
 
     A value is there when an instruction names one of its registers.

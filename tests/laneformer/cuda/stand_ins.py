@@ -48,7 +48,7 @@ def cuda_of(engine) -> CudaDecoder:
     return decoder
 
 
-def pretend_gpu(monkeypatch, decoder, devices: int = 1):
+def pretend_gpu(monkeypatch, decoder, devices=1):
     """As if there were GPUs, on which passes are run by what `decoder` makes."""
     monkeypatch.setitem(graph.DECODERS, "passes", decoder)
     monkeypatch.setattr(device, "why_no_cuda", lambda: None)
@@ -84,7 +84,7 @@ class LoopPasses(PassDecoder):
         self.asked: list[Sequence[Column]] = []  # columns of each pass
 
     @torch.inference_mode()
-    def read(self, ids: Sequence[int], cache: int, position: int, first_row: int) -> Iterator[torch.Tensor]:
+    def read(self, ids: Sequence[int], cache, position, first_row) -> Iterator[torch.Tensor]:
         known = self.caches.ids[cache] = [*self.caches.ids.get(cache, [])[:position], *ids]
         assert len(known) == position + len(ids), "keys and values are missing"
         if first_row < len(known):

@@ -35,7 +35,7 @@ def without_drafts(monkeypatch):
     monkeypatch.setattr(geometry, "MAX_DRAFTS", 0)
 
 
-def number_after(before: int, token: int) -> int:
+def number_after(before: int, token) -> int:
     return (31 * before + token + 1) % 32749
 
 
@@ -55,14 +55,14 @@ class Numbers:
 
     ahead = 0
 
-    def __init__(self, sequences: int, caches: int, unread: int = 64):
+    def __init__(self, sequences, caches: int, unread: int = 64):
         self.config, self.columns, self.sequences, self.unread = CONFIG, sequences, sequences, unread
         kv = torch.zeros(caches * GEOMETRY.lanes_per_device * GEOMETRY.kv_lane, dtype=torch.int16)
         memory = object.__new__(DeviceMemory)
         memory.kv, memory.geometry, memory.device = kv, GEOMETRY, "cpu"
         self.caches = Caches([memory])
 
-    def place(self, cache: int, layer: int, positions: range) -> torch.Tensor:
+    def place(self, cache, layer, positions: range) -> torch.Tensor:
         """(positions, numbers) there."""
         at = torch.tensor([*positions], dtype=torch.int64)
         (memory,) = self.caches.of(cache)
@@ -73,7 +73,7 @@ class Numbers:
     def run(self, columns: Sequence[Column], *_) -> list[list[int]]:
         return [[self._run(c.sequence, c.position, c.token) for c in columns]]
 
-    def _run(self, cache: int, position: int, token: int) -> int:
+    def _run(self, cache, position, token) -> int:
         """The next id. Each layer shows the same numbers, as far back as its window goes."""
         known = self.place(cache, WHOLE, range(position))[:, 0]
         number = number_after(int(known[-1]) if position else 0, token)
@@ -85,7 +85,7 @@ class Numbers:
             memory.kv_layer(layer)[:, :, position % GEOMETRY.splits, slot] = number
         return number % 3
 
-    def read(self, ids: Sequence[int], cache: int, position: int, first_row: int) -> Iterator[torch.Tensor]:
+    def read(self, ids: Sequence[int], cache, position, first_row) -> Iterator[torch.Tensor]:
         for i, token in enumerate(ids):
             self._run(cache, position + i, token)
         yield from ()

@@ -31,7 +31,7 @@ class Compiler:
         self.runs, self.version = 0, (13, 0)
         monkeypatch.setattr(compiling, "compiler_for", lambda architecture, driver: self)
 
-    def compile(self, source: str, architecture: str, includes) -> bytes:
+    def compile(self, source, architecture, includes) -> bytes:
         self.runs += 1
         return source.encode() + architecture.encode()
 

@@ -47,16 +47,16 @@ def test_a_pytorch_for_rocm_is_refused(monkeypatch):
 # ---- every kernel of a version once, of each of its builds ----
 
 
-def geometries_of(version: str, card) -> list[Geometry]:
+def geometries_of(version, card) -> list[Geometry]:
     return plan_builds(CONFIG, "bf16", card.machine, version)
 
 
-def filled(version: str, geometry) -> bytes:
+def filled(version, geometry) -> bytes:
     """An argument's bytes, all of them known."""
     return bytes((7 * i + 1) % 256 for i in range(ctypes.sizeof(argument_of(version, geometry))))
 
 
-def launch_all(driver, version: str) -> list[dict[str, Any]]:
+def launch_all(driver, version) -> list[dict[str, Any]]:
     driver.launches.clear()
     for geometry in geometries_of(version, driver.card):
         loaded = launch.Kernels(version, geometry, torch.device("cuda:0"))
@@ -69,7 +69,7 @@ def launch_all(driver, version: str) -> list[dict[str, Any]]:
     return driver.launches
 
 
-def faults_of(card, version: str, launches: list[dict[str, Any]]) -> list[str]:
+def faults_of(card, version, launches: list[dict[str, Any]]) -> list[str]:
     """What is wrong with them: attributes, sizes, stream, argument; not loaded, or without their shared memory."""
     attributes = {
         "passes": {COOPERATIVE: 1}, "graph": {OVERLAP: int(card.architecture >= 90)}, "probe": {OVERLAP: 0},
@@ -137,7 +137,7 @@ def driver(monkeypatch):
     return FakeDriver(monkeypatch)
 
 
-def decoder_of(devices: Sequence[str] = ("cuda:0",), version: str = "passes") -> CudaDecoder:
+def decoder_of(devices: Sequence[str] = ("cuda:0",), version="passes") -> CudaDecoder:
     return CudaDecoder(SMALL_CONFIG, TENSORS, "bf16", devices, version=version, cache_bytes=0)
 
 

@@ -21,7 +21,7 @@ from laneformer.engine.cuda.planning import plan_builds
 from tests.laneformer.cuda import sass
 from tests.laneformer.cuda.cards import CARDS, MODELS, REGISTERS
 from tests.laneformer.cuda.harness import KERNELS
-from tests.laneformer.cuda.sass import Instruction, Kernel, pending_loads
+from tests.laneformer.cuda.sass import Kernel, pending_loads
 from tests.laneformer.cuda.test_compile import small
 from tests.proofs import CACHE, KERNEL_SOURCES
 
@@ -42,7 +42,7 @@ LIMITS = {
 }
 
 
-def compile_kernels(version: str, geometry, architecture: str, folder) -> dict[str, Kernel]:
+def compile_kernels(version, geometry, architecture, folder) -> dict[str, Kernel]:
     cubin = folder / f"{version}-{architecture}.cubin"
     cubin.write_bytes(compile_cubin(version, geometry, architecture, CUBINS))
     kernels = sass.read_kernels(cubin)
@@ -58,7 +58,7 @@ def require_none(sites: Iterable[object], what: str):
     assert not texts, f"{len(texts)} {what}:\n" + "\n".join(texts[:8])
 
 
-def words_are_whole(code: list[Instruction], devices: int):
+def words_are_whole(code, devices):
     """A word is stored and loaded in one access of 64 bits or more, which all GPUs see.
 
     The compiler may load a word's epoch alone where its value is not used. Flags have 32 bits.
@@ -72,12 +72,12 @@ def words_are_whole(code: list[Instruction], devices: int):
     require_none((this for this in narrow if this.name in ("ST", "STG")), "stores of part of a word")
 
 
-def nothing_stale_is_read(code: list[Instruction]):
+def nothing_stale_is_read(code):
     """No load through the non-coherent cache, which shows old values of what is written meanwhile."""
     require_none((this for this in code if "CONSTANT" in this.op), "non-coherent loads")
 
 
-def slots_are_consumed(code: list[Instruction]):
+def slots_are_consumed(code):
     """Of what a thread loads from a slot of the ring, all has come before the slot's next copy is issued."""
     pairs = pending_loads(code)
     require_none((f"{load} before {copy}" for copy, load in pairs), "loads not awaited before a copy")

@@ -25,7 +25,7 @@ def one_by_one(passes, ids: list[int]) -> torch.Tensor:
     return torch.cat([passes.logits([(token, position, 0)]) for position, token in enumerate(ids)])
 
 
-def decode(executor, prompts: list[list[int]], sampling: Sequence[Sampling], **options) -> list[Collected]:
+def decode(executor, prompts, sampling: Sequence[Sampling], **options) -> list[Collected]:
     pairs = zip(prompts, sampling, strict=True)
     return answers(executor, [Request(ids, 9, sampling=s, **options) for ids, s in pairs])
 

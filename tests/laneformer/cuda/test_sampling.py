@@ -31,7 +31,7 @@ def request(temperature: float, seed=0, vocab=VOCAB, **filters) -> Request:
     return make_request(GenerationOptions(temperature=temperature, seed=seed, **filters), [0], vocab)
 
 
-def drawn(logits: np.ndarray, how: Request, count=COUNT, first: int = 0) -> list[int]:
+def drawn(logits: np.ndarray, how: Request, count=COUNT, first=0) -> list[int]:
     """The core's tokens of `count` positions from `first` on."""
     return [_core.sample(logits, how, [], [], position) for position in range(first, first + count)]
 
@@ -46,13 +46,11 @@ class Picks(ctypes.Structure):
 class Sampler:
     """The sampler's kernel on the emulator."""
 
-    def __init__(self, builds, vocab=VOCAB, warps: int = 2):
+    def __init__(self, builds, vocab=VOCAB, warps=2):
         self.geometry = plan(small_config(vocab_size=vocab), "bf16", SMALL, warps=warps)
         self.library = build_unit(self.geometry, '#include "sampler.cu"\n', builds)
 
-    def __call__(
-        self, logits: np.ndarray, how: Request, count=COUNT, order: int = 0, first: int = 0
-    ) -> list[int]:
+    def __call__(self, logits: np.ndarray, how: Request, count=COUNT, order=0, first=0) -> list[int]:
         """The kernel's tokens of `count` positions from `first` on."""
         words, tokens = np.zeros(2 * len(logits), np.uint64), np.full(count, -1, np.int32)
         argument = Picks(

@@ -169,7 +169,7 @@ def check_logits(model, ids: list[int], config: LaneformerConfig | None = None, 
     return logits
 
 
-def random_ids(config, length: int, seed=0) -> list[int]:
+def random_ids(config, length, seed=0) -> list[int]:
     return np.random.default_rng(seed).integers(0, config.vocab_size, length).tolist()
 
 

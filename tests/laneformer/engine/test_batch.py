@@ -67,7 +67,7 @@ def test_requests_from_many_threads():
             assert reason == "cancelled" if ticket in left and len(ids) < 40 else len(ids) == 40
 
 
-def failing_at(token: int) -> Engine:
+def failing_at(token) -> Engine:
     """One whose activations overflow after this token."""
     model = small_model()
     with torch.no_grad():

@@ -47,7 +47,7 @@ BEST_ISA_ONLY = tuple(KINDS)[8:]
 LENGTHS = (1, 2, 3, 4, 5, 7, 12, 13, 14, 27, 31, 32, 33)  # of blocks of columns, alone and as a rest
 
 
-def isas_of(kind: str) -> tuple[str, ...]:
+def isas_of(kind) -> tuple[str, ...]:
     integer = KINDS[kind][1].get("dtype") == "int4" or KINDS[kind][1].get("math") == "int8"
     isas = usable_isas(ISAS_BELOW_AMX if integer else ("avx512_bf16", "avx512", "avx2", "portable"))
     return isas[:1] if kind in BEST_ISA_ONLY else isas

@@ -37,7 +37,7 @@ def read(pieces: list[str], **options) -> list[tuple[str, str]]:
     return parts
 
 
-def check_pieces(text, expected: list[tuple[str, str]], step: int = 1, **options):
+def check_pieces(text, expected: list[tuple[str, str]], step=1, **options):
     """In one piece, in letters, and in three pieces that end at any multiple of `step`."""
     assert read([text], **options) == expected
     assert read(list(text), **options) == expected

@@ -37,7 +37,7 @@ VARIANTS = {
 }
 
 
-def engine_with(variant: str, link_s: float = 0.0) -> Engine:
+def engine_with(variant, link_s=0.0) -> Engine:
     engine = engine_of(small_model(**VARIANTS[variant], seed=4), threads=2)
     if variant == "ladder":
         core(engine).set_ladder()
@@ -45,7 +45,7 @@ def engine_with(variant: str, link_s: float = 0.0) -> Engine:
     return engine
 
 
-def floor_s(variant: str, link_s: float = LINK_S) -> float:
+def floor_s(variant, link_s=LINK_S) -> float:
     """What a token takes at least where computing takes no time."""
     config = small_config(**VARIANTS[variant])
     assert config.num_hidden_layers == LAYERS

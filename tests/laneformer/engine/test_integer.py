@@ -31,7 +31,7 @@ HEADS = ("vocab_parallel", "replicate", "lane")
 single = np.float32
 
 
-def drawn(rows: int, inputs: int, seed=0) -> np.ndarray:
+def drawn(rows, inputs, seed=0) -> np.ndarray:
     """Rows of very different magnitude; the first four only of its largest, of both
     signs, in all combinations.
     """
@@ -60,7 +60,7 @@ def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.rint(groups * inverse[..., None]).astype(np.int64), scales
 
 
-def unpacked(tape: np.ndarray, rows: int, inputs: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+def unpacked(tape: np.ndarray, rows, inputs, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """Integers (rows, groups, 32), and scales by row and group (int4) or by row (int8), read by kernels.h."""
     tiles, pairs, groups = -(-rows // 32), -(-inputs // 2), -(-inputs // GROUP)
     tape = tape.reshape(tiles, -1)
@@ -79,7 +79,7 @@ def unpacked(tape: np.ndarray, rows: int, inputs: int, dtype: str) -> tuple[np.n
     return LEVELS[bits[:rows]], scales[:rows].astype(single)
 
 
-def defined(tape: np.ndarray, x: np.ndarray, rows: int, dtype: str) -> np.ndarray:
+def defined(tape: np.ndarray, x: np.ndarray, rows, dtype: str) -> np.ndarray:
     """The product (columns, rows): exact sums of integers, then float32 operations that round one at a time."""
     integers, scales = unpacked(tape, rows, x.shape[1], dtype)
     inputs, input_scales = rounded(x)

@@ -75,11 +75,8 @@ def ask_tokenizer(path: str) -> dict:
     """Ids of texts and back; of conversations the text, its ids, and 1 for each that is trained."""
     tokenizer = AutoTokenizer.from_pretrained(path)
     ids = [tokenizer(text)["input_ids"] for text in asked["texts"]]
-    render, options = (
-        tokenizer.apply_chat_template,
-        {"return_dict": True, "return_assistant_tokens_mask": True},
-    )
-    chats = [render(messages, **options) for messages in asked["chats"]]
+    options = {"return_dict": True, "return_assistant_tokens_mask": True}
+    chats = [tokenizer.apply_chat_template(messages, **options) for messages in asked["chats"]]
     names = ("unk_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
     return {
         "ids": ids,

@@ -58,7 +58,7 @@ def random_model(seed=0, **overrides) -> Laneformer:
     return model
 
 
-def write_run(folder, model, step: int = 30) -> Path:
+def write_run(folder, model, step=30) -> Path:
     """A run folder as training leaves it; the path of its checkpoint."""
     folder.mkdir(parents=True)
     (folder / "model.json").write_text(json.dumps(model.config.to_dict()))

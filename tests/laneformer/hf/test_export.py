@@ -41,7 +41,7 @@ TEXTS = ["", " ", "   x", "a  b", "\t\tif x:\n", "\n\n", "é 😀 日本", "3.14
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def draw_ids(*shape: int) -> torch.Tensor:
+def draw_ids(*shape) -> torch.Tensor:
     return torch.randint(3, VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(5))
 
 

@@ -35,7 +35,7 @@ def exact(h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Ten
     return streams, normed, None if partial is None else partial * 1
 
 
-def draw(how: Join | None, lanes: int, dim: int, dtype: torch.dtype, delay: bool, scale: str, device: str):
+def draw(how: Join | None, lanes, dim, dtype: torch.dtype, delay: bool, scale: str, device: str):
     """h, partial, delayed and weight, each or None; the partial with the lane axis in front, as
     a product leaves it.
     """
@@ -90,8 +90,8 @@ def largest_error(
 
 def kernel_error(
     how: Join | None,
-    lanes: int,
-    dim: int,
+    lanes,
+    dim,
     dtype: torch.dtype,
     delay: bool,
     scale: str,

@@ -68,7 +68,7 @@ def build(name) -> TitanLaneformer:
     return model
 
 
-def measure(model, part: int = 0, parts: int = 1) -> dict[str, Any]:
+def measure(model, part=0, parts=1) -> dict[str, Any]:
     """Of one of so many equal parts of the batch."""
     batch, weights = tokens(), torch.linspace(0.5, 1.5, BATCH * LENGTH).view(BATCH, LENGTH)
     labels = batch[:, 1:].clone()
@@ -131,7 +131,7 @@ RUNS = [
 RANKS = 4
 
 
-def rank_main(rank: int, folder):
+def rank_main(rank, folder):
     store = torch.distributed.FileStore(str(folder / "store"), RANKS)
     torch.distributed.init_process_group("gloo", rank=rank, world_size=RANKS, store=store)
     parallelize.TORCH_DTYPE_MAP["float64"] = torch.float64
@@ -150,7 +150,7 @@ def rank_main(rank: int, folder):
     torch.distributed.destroy_process_group()
 
 
-def start_rank(rank: int, folder) -> int:
+def start_rank(rank, folder) -> int:
     """The process id of a fork that runs it."""
     if child := os.fork():
         return child

@@ -19,7 +19,7 @@ CONFIG = LaneformerConfig.from_flavor("tiny", **SHAPE | {"num_attention_heads": 
 SEQ_LEN, BOS = 64, 1
 
 
-def build(kind: str = "sdpa", mask_documents: bool = False) -> TitanLaneformer:
+def build(kind="sdpa", mask_documents: bool = False) -> TitanLaneformer:
     return titan_assets.build(CONFIG, attention=kind, mask_documents=mask_documents, bos_id=BOS)
 
 

@@ -28,7 +28,7 @@ COMPILED = (
 )  # fmt: skip
 
 
-def job_of(*flags: str):
+def job_of(*flags):
     return load_job(["--job.config_file", "configs/debug_phase1.toml", *SHAPE, *flags])
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from laneformer.config import Join
 from laneformer.model import join_lanes
@@ -36,13 +37,26 @@ class PlainJoinNorm:
         return streams, normed, partial if hand_on else None
 
 
+class Watch(TorchDispatchMode):
+    """What `measure` says of every operation and of what it yields."""
+
+    def __init__(self, measure):
+        super().__init__()
+        self.measure, self.values = measure, []
+
+    def __torch_dispatch__(self, operation, types, args=(), options=None):
+        out = operation(*args, **(options or {}))
+        self.values.append(self.measure(operation, out))
+        return out
+
+
 def build(config, **arguments) -> TitanLaneformer:
     model = TitanLaneformer(LaneformerArgs(config=config, **arguments))
     model.init_weights()
     return model
 
 
-def draw_tokens(config, length: int) -> Tensor:
+def draw_tokens(config, length) -> Tensor:
     """Two rows of inputs and of labels, one place later: (2, length + 1)."""
     shape, generator = (2, length + 1), torch.Generator().manual_seed(0)
     return torch.randint(3, config.vocab_size, shape, generator=generator)
