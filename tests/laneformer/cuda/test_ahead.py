@@ -26,7 +26,7 @@ SHAPES = {  # windows of 6: positions go beyond them
 WAYS = Sampling(top_p=1.0), Sampling(7, 2.0, 1.0, 0.0, 0), Sampling(8, 0.7, 0.9, 0.01, 12)
 
 
-def columns(tokens: list[int], position, **fields) -> list[Column]:
+def columns(tokens, position, **fields) -> list[Column]:
     """Of sequences 2, 1, 0 at their own positions: greedy, drawn, drawn with filters."""
     return [Column(token, position + i, 2 - i, sampling=WAYS[i], **fields) for i, token in enumerate(tokens)]
 

@@ -7,7 +7,7 @@ before it.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,7 +18,6 @@ from laneformer.engine.cuda.caches import Caches
 from laneformer.engine.cuda.executor import CudaExecutor
 from laneformer.engine.cuda.memory import DeviceMemory
 from laneformer.engine.cuda.planning import plan
-from laneformer.engine.cuda.structures import Column
 from laneformer.engine.decoder import Request
 from tests.laneformer.cuda.harness import SMALL, small_config
 from tests.laneformer.cuda.stand_ins import answers
@@ -35,11 +34,11 @@ def without_drafts(monkeypatch):
     monkeypatch.setattr(geometry, "MAX_DRAFTS", 0)
 
 
-def number_after(before: int, token) -> int:
+def number_after(before, token) -> int:
     return (31 * before + token + 1) % 32749
 
 
-def continued(ids: list[int], count) -> list[int]:
+def continued(ids, count) -> list[int]:
     """What follows a text: the sum of all of it decides."""
     number, made = 0, []
     for token in ids[:-1]:
@@ -55,14 +54,14 @@ class Numbers:
 
     ahead = 0
 
-    def __init__(self, sequences, caches: int, unread: int = 64):
+    def __init__(self, sequences, caches, unread=64):
         self.config, self.columns, self.sequences, self.unread = CONFIG, sequences, sequences, unread
         kv = torch.zeros(caches * GEOMETRY.lanes_per_device * GEOMETRY.kv_lane, dtype=torch.int16)
         memory = object.__new__(DeviceMemory)
         memory.kv, memory.geometry, memory.device = kv, GEOMETRY, "cpu"
         self.caches = Caches([memory])
 
-    def place(self, cache, layer, positions: range) -> torch.Tensor:
+    def place(self, cache, layer, positions) -> torch.Tensor:
         """(positions, numbers) there."""
         at = torch.tensor([*positions], dtype=torch.int64)
         (memory,) = self.caches.of(cache)
@@ -70,7 +69,7 @@ class Numbers:
         slots = at // GEOMETRY.splits % GEOMETRY.kv_slots(layer)
         return kv[:, :, at % GEOMETRY.splits, slots].transpose(0, 2).flatten(1)
 
-    def run(self, columns: Sequence[Column], *_) -> list[list[int]]:
+    def run(self, columns, *_) -> list[list[int]]:
         return [[self._run(c.sequence, c.position, c.token) for c in columns]]
 
     def _run(self, cache, position, token) -> int:
@@ -85,7 +84,7 @@ class Numbers:
             memory.kv_layer(layer)[:, :, position % GEOMETRY.splits, slot] = number
         return number % 3
 
-    def read(self, ids: Sequence[int], cache, position, first_row) -> Iterator[torch.Tensor]:
+    def read(self, ids, cache, position, first_row) -> Iterator[torch.Tensor]:
         for i, token in enumerate(ids):
             self._run(cache, position + i, token)
         yield from ()

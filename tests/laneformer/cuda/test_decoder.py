@@ -46,7 +46,7 @@ def engine(two_gpus):
 
 
 @torch.inference_mode()
-def greedy(prompt: list[int], count) -> list[int]:
+def greedy(prompt, count) -> list[int]:
     loop, ids = LoopPasses(CONFIG, TENSORS, "bf16"), list(prompt)
     for _ in range(count):
         ids.append(int(loop.logits_after(ids)[-1].argmax()))
@@ -145,7 +145,7 @@ def test_a_closed_engine_says_so(engine):
 # ---- scores ----
 
 
-def reference_logits(model, ids: list[int]) -> np.ndarray:
+def reference_logits(model, ids) -> np.ndarray:
     """float32 (n, V): the layers in bf16 as the engine has them, the head in float64."""
     positions = torch.arange(len(ids))
     embedding, masks = model.tok_embeddings(torch.tensor([ids])), model.masks(positions, positions)

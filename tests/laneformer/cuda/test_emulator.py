@@ -33,7 +33,7 @@ class Toys:
     def __init__(self, folder):
         self.library = emulator.build(TOYS, [], {"WEIGHTS_BF16": 0}, folder)
 
-    def __call__(self, kernel: str, rounds: int = 1, **launch) -> Report:
+    def __call__(self, kernel, rounds=1, **launch) -> Report:
         self.words, self.flag = np.zeros((64, 2), np.uint32), np.zeros(1, np.int32)
         self.given, self.out = np.zeros(64, np.float32), np.full(128, np.nan, np.float32)
         arrays = self.words, self.given[-self.given.ctypes.data % 16 // 4 :], self.out, self.flag

@@ -248,7 +248,7 @@ class Build:
         plant_all(kernels, builds, [(fault.file, fault.was, fault.now) for fault in self.faults.values()])
         return kernels
 
-    def outcome(self, kernels, seed, right: list[torch.Tensor]) -> str:
+    def outcome(self, kernels, seed, right) -> str:
         """What the emulator says; "numbers" where it says nothing and what was made differs."""
         try:
             made = self.act(kernels, seed)

@@ -26,7 +26,7 @@ def text(emulated, count) -> list[int]:
     ).tolist()
 
 
-def check(emulated, count, seeds: range):
+def check(emulated, count, seeds):
     """A text of `count` tokens against the reference; in several columns, and orders of the threads, the same bits;
     and the passes that follow unasked make the tokens of single ones.
     """

@@ -69,7 +69,7 @@ def launch_all(driver, version) -> list[dict[str, Any]]:
     return driver.launches
 
 
-def faults_of(card, version, launches: list[dict[str, Any]]) -> list[str]:
+def faults_of(card, version, launches) -> list[str]:
     """What is wrong with them: attributes, sizes, stream, argument; not loaded, or without their shared memory."""
     attributes = {
         "passes": {COOPERATIVE: 1}, "graph": {OVERLAP: int(card.architecture >= 90)}, "probe": {OVERLAP: 0},
@@ -137,7 +137,7 @@ def driver(monkeypatch):
     return FakeDriver(monkeypatch)
 
 
-def decoder_of(devices: Sequence[str] = ("cuda:0",), version="passes") -> CudaDecoder:
+def decoder_of(devices=("cuda:0",), version="passes") -> CudaDecoder:
     return CudaDecoder(SMALL_CONFIG, TENSORS, "bf16", devices, version=version, cache_bytes=0)
 
 

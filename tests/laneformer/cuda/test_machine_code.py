@@ -83,7 +83,7 @@ def slots_are_consumed(code):
     require_none((f"{load} before {copy}" for copy, load in pairs), "loads not awaited before a copy")
 
 
-def spills_are_few(kernel, limits: tuple[int, int, int]):
+def spills_are_few(kernel, limits):
     local = sum(this.name in ("LDL", "STL") for this in kernel.code)
     figures = kernel.stack_bytes, local, len(kernel.code)
     within = all(a <= b for a, b in zip(figures, limits, strict=True))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
 from laneformer.engine.cuda.executor import CudaExecutor
-from laneformer.engine.decoder import Collected, Request, Sampling
+from laneformer.engine.decoder import Collected, Request
 from tests.laneformer.cuda.emulated import EmulatedPasses, emulator_proof
 from tests.laneformer.cuda.stand_ins import answers
 from tests.laneformer.cuda.test_ahead import WAYS
@@ -21,11 +20,11 @@ def text(count, seed=1) -> list[int]:
     return torch.randint(96, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def one_by_one(passes, ids: list[int]) -> torch.Tensor:
+def one_by_one(passes, ids) -> torch.Tensor:
     return torch.cat([passes.logits([(token, position, 0)]) for position, token in enumerate(ids)])
 
 
-def decode(executor, prompts, sampling: Sequence[Sampling], **options) -> list[Collected]:
+def decode(executor, prompts, sampling, **options) -> list[Collected]:
     pairs = zip(prompts, sampling, strict=True)
     return answers(executor, [Request(ids, 9, sampling=s, **options) for ids, s in pairs])
 

@@ -36,7 +36,7 @@ class PlainCache:
     def __init__(self):
         self.length, self.kept = 0, {}
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key, value, layer_idx) -> tuple[torch.Tensor, torch.Tensor]:
         new = torch.stack((key[0], value[0]))
         self.kept[layer_idx] = torch.cat((self.kept[layer_idx], new), 2) if self.length else new
         return self.kept[layer_idx][:1], self.kept[layer_idx][1:]

@@ -27,11 +27,11 @@ VOCAB, COUNT = 152, 200  # some threads have three logits, some two
 LOGITS = np.random.default_rng(0).standard_normal(VOCAB).astype(np.float32)
 
 
-def request(temperature: float, seed=0, vocab=VOCAB, **filters) -> Request:
+def request(temperature, seed=0, vocab=VOCAB, **filters) -> Request:
     return make_request(GenerationOptions(temperature=temperature, seed=seed, **filters), [0], vocab)
 
 
-def drawn(logits: np.ndarray, how: Request, count=COUNT, first=0) -> list[int]:
+def drawn(logits, how, count=COUNT, first=0) -> list[int]:
     """The core's tokens of `count` positions from `first` on."""
     return [_core.sample(logits, how, [], [], position) for position in range(first, first + count)]
 
@@ -50,7 +50,7 @@ class Sampler:
         self.geometry = plan(small_config(vocab_size=vocab), "bf16", SMALL, warps=warps)
         self.library = build_unit(self.geometry, '#include "sampler.cu"\n', builds)
 
-    def __call__(self, logits: np.ndarray, how: Request, count=COUNT, order=0, first=0) -> list[int]:
+    def __call__(self, logits, how, count=COUNT, order=0, first=0) -> list[int]:
         """The kernel's tokens of `count` positions from `first` on."""
         words, tokens = np.zeros(2 * len(logits), np.uint64), np.full(count, -1, np.int32)
         argument = Picks(
@@ -68,7 +68,7 @@ def sampler(cuda_builds):
     return Sampler(cuda_builds)
 
 
-def philox(seed, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+def philox(seed, positions, tokens) -> np.ndarray:
     """Philox4x32-10's first word for counters (position, token, 0, 0), broadcast."""
     low = np.uint64(0xFFFFFFFF)
     x = [*np.broadcast_arrays(positions.astype(np.uint64), tokens.astype(np.uint64))]

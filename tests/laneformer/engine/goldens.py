@@ -48,7 +48,7 @@ class Asked:
 ENGINE_OPTIONS = ("dtype", "math", "kv_dtype")
 
 
-def engine_of(name, num_nextn_predict_layers: int = 0, **options) -> Engine:
+def engine_of(name, num_nextn_predict_layers=0, **options) -> Engine:
     values = MODELS[name]
     config = small_config(
         max_position_embeddings=300,
@@ -67,7 +67,7 @@ def requests(name) -> list[Asked]:
     return [_request(draw, vocab, shared) for _ in range(REQUESTS)]
 
 
-def _request(draw: random.Random, vocab, shared: list[list[int]]) -> Asked:
+def _request(draw, vocab, shared) -> Asked:
     """Prompts often begin as others do, or repeat themselves; the options are any mixture."""
     prompt = draw.choice(shared)[: draw.choice((0, 1, 20, 60, 140, 200))]
     prompt = prompt + [draw.randrange(vocab) for _ in range(draw.randrange(1, 30))]
@@ -92,14 +92,14 @@ def _request(draw: random.Random, vocab, shared: list[list[int]]) -> Asked:
     return Asked(prompt, options)
 
 
-def mask_of(ids: Sequence[int], vocab) -> np.ndarray:
+def mask_of(ids, vocab) -> np.ndarray:
     mask = np.zeros((vocab + 31) // 32, np.uint32)
     for i in ids:
         mask[i // 32] |= np.uint32(1 << i % 32)
     return mask
 
 
-def join(batch, asked, vocab, masks: int | None = None) -> int:
+def join(batch, asked, vocab, masks=None) -> int:
     """masks: how many come with the request; the others are left to `allow`."""
     if asked.start:
         return batch.score(asked.ids, start=asked.start, **asked.options)
@@ -129,7 +129,7 @@ def alone(engine, asked) -> list[int]:
     return [*ids_of(updates), *vars(updates[-1].statistics).values()]
 
 
-def side_by_side(engine, every: Sequence[Asked], late_masks: bool = False) -> list[list[int]]:
+def side_by_side(engine, every, late_masks=False) -> list[list[int]]:
     """The ids of all, which join in order, as many at a time as there is room for.
 
     late_masks: the mask of a token comes after the token before it.

@@ -24,7 +24,7 @@ ARGUMENTS = '{"city": "Rome"}'
 LLAMA = CallForm('{"name": "', '", "parameters": ', None, "}")
 
 
-def read(pieces: list[str], **options) -> list[tuple[str, str]]:
+def read(pieces, **options) -> list[tuple[str, str]]:
     """Kinds and texts, those of a kind in a row as one."""
     reader = AnswerReader(**options)
     deltas = [delta for piece in pieces for delta in reader.push(piece)] + reader.finish()
@@ -37,7 +37,7 @@ def read(pieces: list[str], **options) -> list[tuple[str, str]]:
     return parts
 
 
-def check_pieces(text, expected: list[tuple[str, str]], step=1, **options):
+def check_pieces(text, expected, step=1, **options):
     """In one piece, in letters, and in three pieces that end at any multiple of `step`."""
     assert read([text], **options) == expected
     assert read(list(text), **options) == expected

@@ -74,7 +74,7 @@ def test_threads_of_one_lane_do_not_wait_for_the_link():
         assert min(after(engine, [1, 2, 3], 3).whole.token_s) < 1.0
 
 
-def module_late_logits(model, ids: list[int]) -> np.ndarray:
+def module_late_logits(model, ids) -> np.ndarray:
     """Ladder Residual by its definition, in float64: a module reads the sums of all modules but the one before it."""
     rows = torch.tensor([ids])
     stream = model.tok_embeddings(rows)[:, :, None].expand(-1, -1, model.config.num_lanes, -1)

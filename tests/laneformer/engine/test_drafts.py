@@ -110,7 +110,7 @@ def test_cost_is_what_passes_took():
 # ---- engines ----
 
 
-def model_with_head(seed=0, dtype: str = "fp32", **overrides) -> Laneformer:
+def model_with_head(seed=0, dtype="fp32", **overrides) -> Laneformer:
     model = small_model(**{"num_nextn_predict_layers": 1, **LONG, **overrides}, seed=seed, dtype=dtype)
     if ids := model.config.draft_vocab_size:
         spread = torch.randperm(model.config.vocab_size, generator=torch.Generator().manual_seed(seed))[:ids]
@@ -118,7 +118,7 @@ def model_with_head(seed=0, dtype: str = "fp32", **overrides) -> Laneformer:
     return model
 
 
-def set_draft_cost(engine, column: float = CHEAP, draft: float = CHEAP) -> Engine:
+def set_draft_cost(engine, column=CHEAP, draft=CHEAP) -> Engine:
     core(engine).fix_cost(column, draft)
     return engine
 

@@ -290,7 +290,7 @@ def test_activations_beyond_float32_are_an_error(head, scale):
                 call([1, 2, 3, 4])
 
 
-def cast(folder, dtype, *names: str):
+def cast(folder, dtype, *names):
     change_weights(folder, lambda state: state.update({n: state[n].to(dtype) for n in names or state}))
 
 

@@ -73,7 +73,7 @@ def test_with_masks_that_come_late():
             assert side_by_side(engine, requests("delay_2"), late_masks=True) == ids("delay_2")
 
 
-def one_by_one(engine, every: list[Asked]) -> list[list[int]]:
+def one_by_one(engine, every) -> list[list[int]]:
     return [alone(engine, asked)[:-FIGURES] for asked in every]
 
 

@@ -60,7 +60,7 @@ def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.rint(groups * inverse[..., None]).astype(np.int64), scales
 
 
-def unpacked(tape: np.ndarray, rows, inputs, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+def unpacked(tape, rows, inputs, dtype) -> tuple[np.ndarray, np.ndarray]:
     """Integers (rows, groups, 32), and scales by row and group (int4) or by row (int8), read by kernels.h."""
     tiles, pairs, groups = -(-rows // 32), -(-inputs // 2), -(-inputs // GROUP)
     tape = tape.reshape(tiles, -1)
@@ -79,7 +79,7 @@ def unpacked(tape: np.ndarray, rows, inputs, dtype: str) -> tuple[np.ndarray, np
     return LEVELS[bits[:rows]], scales[:rows].astype(single)
 
 
-def defined(tape: np.ndarray, x: np.ndarray, rows, dtype: str) -> np.ndarray:
+def defined(tape, x, rows, dtype) -> np.ndarray:
     """The product (columns, rows): exact sums of integers, then float32 operations that round one at a time."""
     integers, scales = unpacked(tape, rows, x.shape[1], dtype)
     inputs, input_scales = rounded(x)

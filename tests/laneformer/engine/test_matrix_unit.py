@@ -31,7 +31,7 @@ LONG = {"max_position_embeddings": 192}
 needs_unit = pytest.mark.skipif(not usable_isas(("amx",)), reason="no matrix unit: see the last test")
 
 
-def long_model(seed, dtype: str = "bf16", **overrides):
+def long_model(seed, dtype="bf16", **overrides):
     return small_model(**LONG, **overrides, seed=seed, dtype=dtype)
 
 

@@ -217,7 +217,7 @@ def models(tmp_path, monkeypatch):
     return folders
 
 
-def start(folder, age_s: float = 0.0) -> Path:
+def start(folder, age_s=0.0) -> Path:
     """The file that a start leaves, used so long ago."""
     with Engine.from_pretrained(folder, threads=1):
         pass

@@ -10,7 +10,6 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -31,7 +30,7 @@ def engine():
         yield engine
 
 
-def while_it_runs(engine, act: Callable[[], object]) -> threading.Thread:
+def while_it_runs(engine, act) -> threading.Thread:
     """`act` from another thread, once a request of this one is at work."""
     decoder = engine._open()
 

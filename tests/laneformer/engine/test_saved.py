@@ -77,7 +77,7 @@ def test_a_restart_goes_on_with_the_same_bits(model, talk, tmp_path, threads, kv
                 assert prefixes(engine).counts["hits"] == 1
 
 
-def flip(path, at: int):
+def flip(path, at):
     data = bytearray(path.read_bytes())
     data[at] ^= 4
     path.write_bytes(data)

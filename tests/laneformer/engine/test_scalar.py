@@ -32,7 +32,7 @@ MODELS = {
 }
 
 
-def scalar_logits(model, ids: list[int]) -> np.ndarray:
+def scalar_logits(model, ids) -> np.ndarray:
     tensors = {name: np.ascontiguousarray(t.values, np.float32) for name, t in tensors_of(model).items()}
     tensors["cosine"], tensors["sine"] = rope_tables(model.config)
     spec = {**core_spec(model.config, {}), "kv_dtype": "fp32"}

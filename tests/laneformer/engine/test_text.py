@@ -24,7 +24,7 @@ def engine():
         yield engine
 
 
-def cut(text, stops: list[str]) -> str:
+def cut(text, stops) -> str:
     """The text before the stop string that is complete first; of two that end together,
     before the longer one.
     """

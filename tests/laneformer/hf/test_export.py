@@ -60,7 +60,7 @@ def expected_of(model) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def greedy(model, prompt: list[int]) -> list[int]:
+def greedy(model, prompt) -> list[int]:
     """The training model's own decoding, token by token, up to `</s>`."""
     cache, new, feed = KVCache(model.config.num_hidden_layers), [], prompt
     while len(new) < NEW_TOKENS and new[-1:] != [2]:

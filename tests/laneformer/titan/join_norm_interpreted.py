@@ -26,7 +26,7 @@ OPERATIONS = torch.ops.laneformer
 # --- one join, one norm
 
 
-def exact(h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Tensor | None, how: Join | None):
+def exact(h, partial, delayed, weight, how):
     """Streams and normed streams by the model's formulas, and the partial."""
     streams = h if how is None else join_lanes(h, partial, how, delayed)
     normed = None
@@ -35,7 +35,7 @@ def exact(h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Ten
     return streams, normed, None if partial is None else partial * 1
 
 
-def draw(how: Join | None, lanes, dim, dtype: torch.dtype, delay: bool, scale: str, device: str):
+def draw(how, lanes, dim, dtype, delay, scale, device):
     """h, partial, delayed and weight, each or None; the partial with the lane axis in front, as
     a product leaves it.
     """
@@ -52,7 +52,7 @@ def draw(how: Join | None, lanes, dim, dtype: torch.dtype, delay: bool, scale: s
     return [h, partial, delayed, weight], gradients
 
 
-def results(inputs: list[Tensor | None], gradients: list[Tensor], how: Join | None, function) -> list[Tensor]:
+def results(inputs, gradients, how, function) -> list[Tensor]:
     """Outputs (streams, normed) of `function`, then the gradients of all inputs; the partial is
     used a second time.
     """
@@ -62,7 +62,7 @@ def results(inputs: list[Tensor | None], gradients: list[Tensor], how: Join | No
     return [*outputs[:2], *torch.autograd.grad(outputs, wanted, gradients[: len(outputs)])]
 
 
-def fused(h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Tensor | None, how: Join | None):
+def fused(h, partial, delayed, weight, how):
     if how is None:
         return JoinNorm.apply(h, None, None, weight, EPS, False)
     layer = SimpleNamespace(joins=[how], broadcasts=[True])
@@ -70,9 +70,7 @@ def fused(h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Ten
     return FusedLayer.join(layer, 0, h, partial, delayed, norm)
 
 
-def largest_error(
-    found: list[Tensor], wanted: list[Tensor], dtype: torch.dtype, how: Join | None = None
-) -> float:
+def largest_error(found, wanted, dtype, how) -> float:
     """In units of what rounding explains, relative to the largest value of each result.
 
     A result is rounded once, half an eps, what it was computed from may have been (the norm reads rounded
@@ -88,15 +86,7 @@ def largest_error(
     )
 
 
-def kernel_error(
-    how: Join | None,
-    lanes,
-    dim,
-    dtype: torch.dtype,
-    delay: bool,
-    scale: str,
-    device: str = "cpu",
-) -> float:
+def kernel_error(how, lanes, dim, dtype, delay, scale, device="cpu") -> float:
     """Of the kernels' results from those of the formulas in float64."""
     inputs, gradients = draw(how, lanes, dim, dtype, delay, scale, device)
     found = results(inputs, gradients, how, fused)

@@ -81,7 +81,7 @@ def measure(model, part=0, parts=1) -> dict[str, Any]:
     return {"losses": losses.detach(), "seen": model.lm_head.seen, "gradients": whole}
 
 
-def one_case(name, dtype: str, mesh) -> dict[str, Any]:
+def one_case(name, dtype, mesh) -> dict[str, Any]:
     job = JobConfig()
     job.training.mixed_precision_param = job.training.mixed_precision_reduce = dtype
     job.activation_checkpoint.mode = name if name in ("full", "selective") else "none"
@@ -97,7 +97,7 @@ def one_case(name, dtype: str, mesh) -> dict[str, Any]:
     return measure(model, mesh.get_local_rank("fsdp"), mesh.size(0))
 
 
-def own_twice(self: lane_axis.LaneAxis, sent, first_only: bool = False) -> torch.Tensor:
+def own_twice(self: lane_axis.LaneAxis, sent, first_only=False) -> torch.Tensor:
     """`receive` with the lane's own partial output, which it has added at once."""
     return lane_axis._Arrive.apply(sent[1], self.group)
 

@@ -13,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from laneformer import LaneformerConfig
 from laneformer.titan import float8
-from laneformer.titan.float8 import RECIPES, Float8, Recipe, check_device, check_shapes, use_float8
+from laneformer.titan.float8 import RECIPES, Float8, check_device, check_shapes, use_float8
 from laneformer.titan.parallelize import apply_selective_checkpointing
 from laneformer.titan.products import lower_keep_to_nothing
 from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
@@ -92,7 +92,7 @@ def exact_and_bounds(recipe) -> tuple[Products, Products]:
     return arranged(y, d_x, d_w), arranged(*bounds)
 
 
-def off(found: Products, recipe) -> list[float]:
+def off(found, recipe) -> list[float]:
     """Of y, d_x and d_w: the largest error in units of what is allowed."""
     exact, allowed = exact_and_bounds(recipe)
     return [float(((f - e).abs() / a).max()) for f, e, a in zip(found, exact, allowed, strict=True)]
@@ -149,7 +149,7 @@ def test_zeros_and_what_is_not_finite(recipe):
 # --- in a layer
 
 
-def step(recipe: Recipe | None, emulate: bool = True, backend=None, checkpointing: bool = True) -> Results:
+def step(recipe, emulate=True, backend=None, checkpointing=True) -> Results:
     """Losses and gradients of a small model, by name."""
     torch._dynamo.reset()
     model = TitanLaneformer(LaneformerArgs(config=CONFIG))

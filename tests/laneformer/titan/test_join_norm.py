@@ -84,7 +84,7 @@ def test_the_kernels_compile_for_sm90_without_spills(flavor, lane_scales):
 # --- which path
 
 
-def job(kind, lane_ranks: int = 1):
+def job(kind, lane_ranks=1):
     parallelism = SimpleNamespace(tensor_parallel_degree=lane_ranks)
     return SimpleNamespace(model=SimpleNamespace(join_norm=kind), parallelism=parallelism)
 

@@ -32,9 +32,7 @@ def job_of(*flags):
     return load_job(["--job.config_file", "configs/debug_phase1.toml", *SHAPE, *flags])
 
 
-def check(
-    job, attention: str = "sdpa", join_norm: str = "plain", float8: Float8 | None = None
-) -> TitanLaneformer:
+def check(job, attention="sdpa", join_norm="plain", float8=None) -> TitanLaneformer:
     with torch.device("meta"):
         model = TitanLaneformer(LaneformerArgs(config=CONFIG, attention=attention, join_norm=join_norm))
         if float8 is not None:

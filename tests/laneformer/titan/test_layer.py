@@ -25,7 +25,7 @@ COMMS = [
 ]
 
 
-def difference(join_norm: str = "plain", **overrides) -> float:
+def difference(join_norm="plain", **overrides) -> float:
     """Of losses and gradients: the training model beside the plain one."""
     plain = build(**overrides)
     model = TitanLaneformer(LaneformerArgs(config=plain.config, join_norm=join_norm)).double()

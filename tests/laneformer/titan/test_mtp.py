@@ -28,7 +28,7 @@ TOLERANCE = 1e4 * 2.0**-53
 ROTATED = 2.0**-24  # the same text at other positions: the table of angles is float32
 
 
-def build(steps=1, config=CONFIG, freeze: bool = False, **arguments):
+def build(steps=1, config=CONFIG, freeze=False, **arguments):
     training = DraftTraining(steps, WEIGHT, WEIGHT, freeze_base=freeze)
     model = titan_assets.build(config, mtp=training, bos_id=BOS, **arguments).double()
     model.lm_head.chunk_tokens = 16
@@ -48,7 +48,7 @@ def plain(model) -> Laneformer:
     return twin
 
 
-def expected_losses(model, tokens: torch.Tensor, steps) -> tuple[Any, list[Any]]:
+def expected_losses(model, tokens, steps) -> tuple[Any, list[Any]]:
     """Sums over all tokens: of the model, and of every step, by a loop over single labels."""
     ids = tokens[:, :-1]
     main = F.cross_entropy(model(ids).flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")

@@ -25,7 +25,7 @@ def tokens():
     return draw_tokens(CONFIG, SEQ_LEN)
 
 
-def kept_values_per_token(model, tokens: torch.Tensor) -> float:
+def kept_values_per_token(model, tokens) -> float:
     """Distinct float32 values, per token, that autograd keeps of the layers (not of
     embedding, norm and head).
     """
@@ -79,7 +79,7 @@ def test_compiled_is_eager_and_keeps_what_the_plan_says(tokens, early):
     assert extra < wide / 2, "one stream more in a layer would be seen"
 
 
-def backward_products(model, tokens: torch.Tensor) -> list[int]:
+def backward_products(model, tokens) -> list[int]:
     """Matrix products in the backward graph of every layer, last layer first, as the partitioner leaves them."""
     products = (torch.ops.aten.bmm.default, torch.ops.aten.mm.default)
     torch._dynamo.reset()
