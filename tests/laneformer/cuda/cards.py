@@ -7,7 +7,6 @@ specifications per compute capability" in the CUDA C++ programming guide.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from laneformer.config import FLAVORS, LaneformerConfig
 from laneformer.engine.cuda.geometry import Machine
@@ -51,7 +50,7 @@ CARDS = {
 }  # fmt: skip
 
 
-def llama(**values: Any) -> LaneformerConfig:
+def llama(**values) -> LaneformerConfig:
     """On one GPU, from what the model's config.json says of it."""
     return config_of_llama(values, lanes_for_gpus(values, 1))
 

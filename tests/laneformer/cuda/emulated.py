@@ -9,7 +9,6 @@ import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ import torch
 from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda.compile import FOLDER, INCLUDES, source_of
 from laneformer.engine.cuda.constants import constants_of
-from laneformer.engine.cuda.geometry import Geometry, Machine
 from laneformer.engine.cuda.graph import graph_launches
 from laneformer.engine.cuda.memory import DeviceMemory, half_of
 from laneformer.engine.cuda.passes import PassDecoder
@@ -44,11 +42,11 @@ class Running:
     def query(self) -> bool:
         return self.launched.done() and self.launched.result() is None
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self.launched.result()
 
 
-def build_unit(geometry: Geometry, text: str, builds: Path) -> ctypes.CDLL:
+def build_unit(geometry, text, builds) -> ctypes.CDLL:
     """The emulated library of a text that includes some of the kernels' headers."""
     source = f"#define GRAPH 0\n{constants_of(geometry)}{text}"
     return emulator.build(source, INCLUDES, {"TABLE": "constexpr"}, builds)
@@ -62,9 +60,9 @@ class EmulatedPasses(PassDecoder):
     late_s = 600.0  # an emulated pass takes seconds
 
     def __init__(
-        self, builds: Path, columns: int, sequences: int = 0, races: bool = False, fewer: Sequence[int] = (),
-        config: LaneformerConfig | None = None, tensors: Any = None, machine: Machine = SMALL,
-        version: str = "passes", **shape: Any,
+        self, builds, columns, sequences = 0, races: bool = False, fewer: Sequence[int] = (),
+        config: LaneformerConfig | None = None, tensors = None, machine = SMALL,
+        version = "passes", **shape,
     ):  # fmt: skip
         """`config`: by default small_config; `tensors`: by default a random model's. `shape` for `plan`; `fewer`:
         columns of the builds beside that of `columns`.
@@ -93,24 +91,24 @@ class EmulatedPasses(PassDecoder):
         smaller = [self.build(source_of(self.version, g), self.folder) for g in self.builds[:-1]]
         return [*smaller, self.library]
 
-    def build(self, source: str, builds: Path, folder: Path = FOLDER) -> ctypes.CDLL:
+    def build(self, source, builds, folder=FOLDER) -> ctypes.CDLL:
         """The kernels of this text, which includes those of `folder`."""
         source += "".join(f"EMULATE({kernel}, Decode)\n" for kernel in KERNELS[self.version])
         return emulator.build(source, [folder, *INCLUDES], {"TABLE": "constexpr"}, builds, self.races)
 
-    def forget(self) -> None:
+    def forget(self):
         """Words as new; keys and values that nobody has written are no numbers."""
         self._reset_words()
         for memory in self.memories:
             memory.kv.fill_(0x7FFF)
 
-    def _launch(self, arguments: Sequence[Any]) -> None:
+    def _launch(self, arguments: Sequence[Any]):
         build = self.build_for(arguments)
         self.launched.append(self.builds[build].columns)
         library = self.libraries[build]
-        self._streams: Any = [Running(functools.partial(self._emulate, arguments, build, library))]
+        self._streams = [Running(functools.partial(self._emulate, arguments, build, library))]
 
-    def _emulate(self, arguments: Sequence[Any], build: int, library: ctypes.CDLL) -> None:
+    def _emulate(self, arguments: Sequence[Any], build: int, library):
         buffers = {
             f"{name} {m.index}": getattr(m, name) for m in self.memories for name in ("lane_words", "inbox")
         }
@@ -131,12 +129,12 @@ class EmulatedPasses(PassDecoder):
             for kernel, argument.layer, argument.module, blocks in graph_launches(self.geometry):
                 emulate(kernel, argument, blocks=blocks)
 
-    def logits(self, columns: Sequence[tuple[int, int, int]], sampling: Sampling = GREEDY) -> torch.Tensor:
+    def logits(self, columns: Sequence[tuple[int, int, int]], sampling=GREEDY) -> torch.Tensor:
         """Of one pass of (token, position, sequence): (columns, V)."""
         return self.picks(columns, sampling)[1]
 
     def picks(
-        self, columns: Sequence[tuple[int, int, int]], sampling: Sampling = GREEDY
+        self, columns: Sequence[tuple[int, int, int]], sampling=GREEDY
     ) -> tuple[list[int], torch.Tensor]:
         """The tokens that they would be followed by, and the logits."""
         rows = torch.full((len(columns), self.config.vocab_size), float("nan"))
@@ -144,7 +142,7 @@ class EmulatedPasses(PassDecoder):
         return picked[0], rows
 
     def decode(
-        self, ids: list[int], count: int = 1, seed: int = 0, sampling: Sampling = GREEDY, stops: Sequence[int] = ()
+        self, ids: list[int], count = 1, seed = 0, sampling = GREEDY, stops: Sequence[int] = ()
     ) -> tuple[list[int], torch.Tensor]:  # fmt: skip
         """Read `ids` from position 0, as many columns at a time as there are, and make up to `count` tokens in one
         more launch: (new tokens, logits (len(ids), V)).

@@ -48,7 +48,7 @@ class Report:
 
 
 def build(
-    source: str,
+    source,
     include_dirs: Sequence[Path],
     defines: Mapping[str, object],
     cache_dir: Path,
@@ -76,8 +76,7 @@ def build(
     ]
     # what the folders hold, not where they are: a copy of the sources is the same build
     parts = [repr((options, compiler())).encode(), source.encode(), *(p.read_bytes() for p in included)]
-    key = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
-    library = cache_dir / f"emulated-{key}.so"
+    library = cache_dir / f"emulated-{key_of(parts)}.so"
     if not library.exists():
         cache_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache_dir) as folder:
@@ -87,11 +86,19 @@ def build(
                 [*command, "-c", unit, "-o", assembled],
                 ["g++", "-shared", assembled, "-o", shared],
             ):
-                done = subprocess.run(step, capture_output=True, text=True)
-                if done.returncode:
-                    raise RuntimeError(f"the emulated kernels do not compile:\n{done.stderr}")
+                compile_step("the emulated unit", step)
             shared.rename(library)
     return ctypes.CDLL(str(library))
+
+
+def key_of(parts: Sequence[bytes]) -> str:
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
+
+
+def compile_step(what: str, command: Sequence[str | Path]):
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{what} does not compile:\n{done.stderr}")
 
 
 @functools.cache
@@ -101,8 +108,7 @@ def precompiled() -> Path:
     It is made once in CACHE, for this compiler and these contents.
     """
     parts = [repr((FLAGS, compiler())).encode(), *((FOLDER / name).read_bytes() for name in MACHINE)]
-    key = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
-    folder = CACHE / "emulated" / f"machine-{key}"
+    folder = CACHE / "emulated" / f"machine-{key_of(parts)}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
@@ -112,9 +118,7 @@ def precompiled() -> Path:
                 "".join(f'#include "{name}"\n' for name in ("math.h", *MACHINE))
             )
             command = ["g++", *FLAGS, f"-I{FOLDER}", "-x", "c++-header", str(made / "machine_first.h")]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"the emulator's machine does not compile:\n{done.stderr}")
+            compile_step("the emulator's machine", command)
             with contextlib.suppress(OSError):  # another process was first
                 made.rename(folder)
     return folder / "machine_first.h"
@@ -126,14 +130,14 @@ def compiler() -> str:
 
 
 def launch(
-    library: ctypes.CDLL,
+    library,
     kernel: str,
     params: ctypes.Structure | Sequence[ctypes.Structure],
     *,
     blocks: int,
-    threads: int,
+    threads,
     shared_bytes: int = 0,
-    seed: int = 0,
+    seed=0,
     watchdog: bool = False,
     names: Mapping[str, tuple[int, int]] | None = None,
     plain: Mapping[str, tuple[int, int]] | None = None,
@@ -166,7 +170,7 @@ def launch(
     return Report(*figures)
 
 
-def plain_accesses(library: ctypes.CDLL) -> tuple[int, int]:
+def plain_accesses(library) -> tuple[int, int]:
     """Checked reads and writes of plain data in the last launch, counted in 4 bytes."""
     figures = (ctypes.c_uint64 * 2)()
     library.emulator_plain_report(figures)

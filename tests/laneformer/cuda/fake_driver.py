@@ -1,4 +1,4 @@
-"""The driver's calls on one card without a GPU: they refuse what a driver would refuse, and keep each launch.
+"""The driver's calls on one card without a GPU: they refuse blocks that cannot be resident, and keep each launch.
 
 Structures and enumerations are those of cuda-bindings. Machine code is what a compiler promises of it: the registers
 of __launch_bounds__, the size of the argument.
@@ -16,13 +16,12 @@ from typing import Any
 import torch
 
 from laneformer.engine.cuda import launch
-from laneformer.engine.cuda.geometry import Geometry
 from laneformer.engine.cuda.structures import Probe, decode_structure
-from tests.laneformer.cuda.cards import CARDS, REGISTERS, Card
+from tests.laneformer.cuda.cards import CARDS, REGISTERS
 from tests.laneformer.cuda.harness import KERNELS
 
 STREAM = 0x5EED
-INVALID_VALUE, NOT_READY, OUT_OF_RESOURCES, TOO_LARGE = 1, 600, 701, 720  # CUresult in cuda.h
+NOT_READY, TOO_LARGE = 600, 720  # CUresult in cuda.h
 H200 = CARDS["H100 SXM, NVL, H200, GH200"]
 NAMES = {**KERNELS, "probe": ("stream",)}
 
@@ -37,14 +36,14 @@ class Kernel:
     loaded: bool = False
 
 
-def argument_of(version: str, geometry: Geometry) -> type[ctypes.Structure]:
+def argument_of(version, geometry) -> type[ctypes.Structure]:
     return Probe if version == "probe" else decode_structure(geometry.devices)
 
 
 class FakeDriver:
     """In the place of the driver, and of what the engine asks of torch.cuda."""
 
-    def __init__(self, monkeypatch: Any, card: Card = H200, version: int = 13000):
+    def __init__(self, monkeypatch, card=H200, version: int = 13000):
         from cuda.bindings import driver
 
         self.driver, self.card, self.version = driver, card, version
@@ -61,7 +60,7 @@ class FakeDriver:
         monkeypatch.setattr(launch, "driver_version", lambda: self.version)
         self._replace_torch(monkeypatch)
 
-    def compile(self, version: str, geometry: Geometry, architecture: str, driver: int) -> list[Kernel]:
+    def compile(self, version, geometry, architecture, driver: int) -> list[Kernel]:
         assert (architecture.rstrip("a"), driver) == (f"sm_{self.card.architecture}", self.version)
         threads, size = 32 * geometry.warps, ctypes.sizeof(argument_of(version, geometry))
         kernels = []
@@ -73,43 +72,35 @@ class FakeDriver:
 
     # ---- what cuda-bindings offers ----
 
-    def cuLibraryLoadData(self, cubin: list[Kernel], *_: Any) -> tuple[Any, ...]:
+    def cuLibraryLoadData(self, cubin: list[Kernel], *_):
         return self._done(cubin)
 
-    def cuLibraryGetKernel(self, library: list[Kernel], name: bytes) -> tuple[Any, ...]:
+    def cuLibraryGetKernel(self, library: list[Kernel], name: bytes):
         self.kernels.append(next(kernel for kernel in library if kernel.name == name.decode()))
         return self._done(self.driver.CUkernel(len(self.kernels) - 1))
 
-    def cuKernelSetAttribute(self, attribute: Any, value: int, kernel: Any, _: int) -> tuple[Any, ...]:
+    def cuKernelSetAttribute(self, attribute, value: int, kernel, _: int):
         attributes = self.driver.CUfunction_attribute
         if attribute == attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES:
-            if value > self.card.shared_block:
-                return self._done(status=INVALID_VALUE)
             self.kernels[int(kernel)].max_shared = value
         if attribute == attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT:
             self.kernels[int(kernel)].carveout = value
         return self._done()
 
-    def cuKernelGetFunction(self, kernel: Any) -> tuple[Any, ...]:
+    def cuKernelGetFunction(self, kernel):
         return self._done(kernel)
 
-    def cuFuncGetAttribute(self, _: Any, function: Any) -> tuple[Any, ...]:
+    def cuFuncGetAttribute(self, _, function):
         self.kernels[int(function)].loaded = True
         return self._done(self.kernels[int(function)].registers)
 
-    def cuOccupancyMaxActiveBlocksPerMultiprocessor(
-        self, function: Any, threads: int, shared: int
-    ) -> tuple[Any, ...]:
+    def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, function, threads, shared: int):
         return self._done(self._resident(self.kernels[int(function)], threads, shared))
 
-    def cuLaunchKernelEx(self, config: Any, handle: Any, pointers: int, _: int) -> tuple[Any, ...]:
+    def cuLaunchKernelEx(self, config, handle, pointers: int, _: int):
         if status := next(self.launch_statuses, 0):
             return self._done(status=status)
         kernel, threads = self.kernels[int(handle)], config.blockDimX
-        if threads > 1024 or config.sharedMemBytes > kernel.max_shared:
-            return self._done(status=INVALID_VALUE)
-        if threads * kernel.registers > REGISTERS:
-            return self._done(status=OUT_OF_RESOURCES)
         resident = self._resident(kernel, threads, config.sharedMemBytes)
         attributes = {int(attribute.id): attribute.value.cooperative for attribute in config.attrs}
         most = min(self.max_blocks, resident * self.card.multiprocessors)
@@ -126,13 +117,13 @@ class FakeDriver:
         })  # fmt: skip
         return self._done()
 
-    def cuGetErrorString(self, status: Any) -> tuple[Any, ...]:
+    def cuGetErrorString(self, status):
         return self._done(f"fake error {int(status)}".encode())
 
-    def _done(self, *values: Any, status: int = 0) -> tuple[Any, ...]:
+    def _done(self, *values, status: int = 0):
         return self.driver.CUresult(status), *values
 
-    def _resident(self, kernel: Kernel, threads: int, shared: int) -> int:
+    def _resident(self, kernel, threads, shared: int) -> int:
         warp_registers = -(-kernel.registers * 32 // 256) * 256
         of_registers = REGISTERS // warp_registers // -(-threads // 32)
         of_shared = self.card.shared_total // (-(-(shared + 1024) // 128) * 128)
@@ -140,14 +131,14 @@ class FakeDriver:
 
     # ---- torch.cuda ----
 
-    def _replace_torch(self, monkeypatch: Any) -> None:
+    def _replace_torch(self, monkeypatch):
         stream = SimpleNamespace(cuda_stream=STREAM, query=self._query, synchronize=lambda: None)
         properties = SimpleNamespace(
             name="fake", major=self.card.architecture // 10, minor=self.card.architecture % 10,
             multi_processor_count=self.card.multiprocessors, shared_memory_per_block_optin=self.card.shared_block,
         )  # fmt: skip
         graph = SimpleNamespace(replay=lambda: None)
-        replaced: dict[str, Any] = {
+        replaced = {
             "get_device_properties": lambda device: properties, "synchronize": lambda *device: None,
             "device": contextlib.nullcontext, "stream": contextlib.nullcontext, "current_stream": lambda device: stream,
             "Stream": lambda device: stream, "mem_get_info": lambda device: (1 << 40, 1 << 40),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,9 +23,9 @@ KERNELS = {
 }
 
 
-def small_config(**changes: Any) -> LaneformerConfig:
+def small_config(**changes) -> LaneformerConfig:
     """Two lanes, four layers, of which two have a window that a short text leaves."""
-    sizes: dict[str, Any] = {
+    sizes = {
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8,
         "num_key_value_heads": 4, "num_lanes": 2, "broadcast_delay": 1, "sliding_window": 6, "swa_layers": (0, 1),
         "max_position_embeddings": 32, "vocab_size": 96,
@@ -34,7 +33,7 @@ def small_config(**changes: Any) -> LaneformerConfig:
     return (FamilyConfig if "variant" in changes else LaneformerConfig)(**{**sizes, **changes})
 
 
-def random_model(config: LaneformerConfig, dtype: str = "bf16", seed: int = 0) -> Laneformer:
+def random_model(config, dtype: str = "bf16", seed=0) -> Laneformer:
     """float64, with weights that 16 bits hold exactly; large enough that every path decides about the logits."""
     generator = torch.Generator().manual_seed(seed)
     model = Laneformer(config).double().requires_grad_(False)
@@ -45,7 +44,7 @@ def random_model(config: LaneformerConfig, dtype: str = "bf16", seed: int = 0) -
     return model
 
 
-def tensors_of(model: Laneformer, dtype: str) -> dict[str, Tensor]:
+def tensors_of(model, dtype: str) -> dict[str, Tensor]:
     """The state dict as the engine reads it from a folder."""
     tensors = {}
     for name, values in model.state_dict().items():
@@ -59,7 +58,7 @@ def tensors_of(model: Laneformer, dtype: str) -> dict[str, Tensor]:
     return tensors
 
 
-def as_stored_in(model: Laneformer, dtype: str) -> Laneformer:
+def as_stored_in(model, dtype: str) -> Laneformer:
     """float64, with the numbers that weights of 8 bits stand for; a tied head is then another matrix."""
     if dtype != "int8":
         return model
@@ -72,7 +71,7 @@ def as_stored_in(model: Laneformer, dtype: str) -> Laneformer:
     return stored
 
 
-def plain_model(config: LaneformerConfig, tensors: dict[str, Tensor], dtype: str) -> Laneformer:
+def plain_model(config, tensors: dict[str, Tensor], dtype: str) -> Laneformer:
     """The PyTorch model in 16 bits."""
     model = Laneformer(config).to(TORCH_TYPES[dtype])
     names = model.state_dict().keys() - {DRAFT_IDS}
@@ -82,7 +81,7 @@ def plain_model(config: LaneformerConfig, tensors: dict[str, Tensor], dtype: str
     return model.eval().requires_grad_(False)
 
 
-def as_read(model: Laneformer) -> Any:
+def as_read(model):
     """A plain model in the place of a TapeModel."""
     weights = {"embedding": model.tok_embeddings.weight, "head": lambda: model.lm_head.weight}
     return SimpleNamespace(

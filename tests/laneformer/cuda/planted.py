@@ -9,14 +9,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from laneformer.engine.cuda.compile import FOLDER, source_of
-from tests.laneformer.cuda.emulated import EmulatedPasses
 
 Patch = tuple[str, str, str]  # file, was, now
 HERE = "HERE"  # in `now`: this fault is in force
 DECLARATION = 'extern "C" {\nint planted = 0;\n}\n'
 
 
-def plant_all(kernels: EmulatedPasses, builds: Path, faults: Iterable[Patch]) -> None:
+def plant_all(kernels, builds, faults: Iterable[Patch]):
     """Build the same shape from sources with these faults, numbered from 1 on; none is in force."""
     with tempfile.TemporaryDirectory() as copy:
         folder = Path(copy)
@@ -33,6 +32,6 @@ def plant_all(kernels: EmulatedPasses, builds: Path, faults: Iterable[Patch]) ->
     put_in_force(kernels, 0)  # a library that this process has loaded before keeps its number
 
 
-def put_in_force(kernels: EmulatedPasses, number: int) -> None:
+def put_in_force(kernels, number):
     """This fault, and no other; 0: none."""
     ctypes.c_int.in_dll(kernels.library, "planted").value = number

@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from laneformer.engine.cuda.memory import TORCH_TYPES
-from laneformer.model import Laneformer
-from tests.laneformer.cuda.emulated import EmulatedPasses
 
 ALLOWED = 4  # times PyTorch's error
 
@@ -36,7 +33,7 @@ class KeptCache:
     def __init__(self, kept: list[tuple[Tensor, Tensor]]):
         self.kept, self.offered = kept, list[Tensor]()
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def update(self, key: Tensor, value: Tensor, layer_idx) -> tuple[Tensor, Tensor]:
         self.offered.append(torch.stack((key, value)))
         keys, values = self.kept[layer_idx]
         return keys.to(key), values.to(value)
@@ -54,7 +51,7 @@ class Expected:
     most: list[Tensor]
 
 
-def kept_at(emulated: EmulatedPasses, layer: int, position: int) -> Tensor:
+def kept_at(emulated, layer, position) -> Tensor:
     """The key and value of one position, as the kernels keep them: float64 (2, K, d)."""
     splits, slots = emulated.geometry.splits, emulated.geometry.kv_slots(layer)
     heads = [
@@ -64,7 +61,7 @@ def kept_at(emulated: EmulatedPasses, layer: int, position: int) -> Tensor:
     return bits.contiguous().view(TORCH_TYPES[emulated.geometry.half]).double()
 
 
-def read_one_by_one(emulated: EmulatedPasses, ids: list[int]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+def read_one_by_one(emulated, ids: list[int]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """A launch for each token: logits (T, V), and all keys and values (1, K, T, d) of each layer."""
     layers, rows = range(emulated.config.num_hidden_layers), []
     kept: list[list[Tensor]] = [[] for _ in layers]
@@ -77,11 +74,11 @@ def read_one_by_one(emulated: EmulatedPasses, ids: list[int]) -> tuple[Tensor, l
     return torch.cat(rows), [(keys, values) for keys, values in stacked]
 
 
-def expected(emulated: EmulatedPasses, ids: list[int], kept: list[tuple[Tensor, Tensor]]) -> Expected:
+def expected(emulated, ids: list[int], kept: list[tuple[Tensor, Tensor]]) -> Expected:
     """The reference, and how far from it fp32 may be."""
 
-    def run(model: Laneformer) -> tuple[Tensor, Tensor]:
-        cache: Any = KeptCache(kept)
+    def run(model):
+        cache = KeptCache(kept)
         logits = model(torch.tensor([ids]), cache)[0]
         return logits.double(), torch.stack(cache.offered)[:, :, 0].double()
 

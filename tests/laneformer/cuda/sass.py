@@ -50,7 +50,7 @@ def instructions(listing: str) -> list[Instruction]:
     return [Instruction(*found.groups()) for found in map(LINE.match, listing.splitlines()) if found]
 
 
-def pending_loads(code: list[Instruction]) -> list[tuple[Instruction, Instruction]]:
+def pending_loads(code) -> list[tuple[Instruction, Instruction]]:
     """(a copy to shared memory, a 16-byte load from there that nothing has waited for when it starts).
 
     A value is there when an instruction names one of its registers.
@@ -86,11 +86,10 @@ def tools() -> Path | None:
 
 def run(tool: str, *arguments: str | Path) -> str:
     folder = tools()
-    assert folder is not None
     return subprocess.run([folder / tool, *arguments], check=True, capture_output=True, text=True).stdout
 
 
-def read_kernels(cubin: Path) -> dict[str, Kernel]:
+def read_kernels(cubin) -> dict[str, Kernel]:
     parts = re.split(r"^\.text\.(\w+):$", run("nvdisasm", "-c", cubin), flags=re.MULTILINE)
     listings = dict(zip(parts[1::2], parts[2::2], strict=True))
     used = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+)", run("cuobjdump", "-res-usage", cubin))

@@ -7,7 +7,6 @@ chunk, chunks a ring.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from laneformer.config import LaneformerConfig
@@ -49,7 +48,7 @@ class Shape:
     def planned(self) -> Geometry:
         return plan(self.model, self.dtype, self.machine(), **self.plan)
 
-    def emulated(self, builds: Path, **options: Any) -> EmulatedPasses:
+    def emulated(self, builds, **options) -> EmulatedPasses:
         """The kernels of this shape, with `options` for EmulatedPasses."""
         given = {"dtype": self.dtype, "machine": self.machine(), **self.plan, **options}
         return EmulatedPasses(builds, config=self.model, **given)
@@ -114,12 +113,12 @@ SHAPES = {
 
 # ---- of the Llama family: lanes, and what differs from SIZES ----
 
-SIZES: dict[str, Any] = {
+SIZES = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 32,
 }  # fmt: skip
-QWEN3: dict[str, Any] = {"model_type": "qwen3", "head_dim": 40, "num_attention_heads": 8}
-LONG_ROPE: dict[str, Any] = {"type": "longrope", "short_factor": [1.5] * 12, "long_factor": [4.0] * 12}
+QWEN3 = {"model_type": "qwen3", "head_dim": 40, "num_attention_heads": 8}
+LONG_ROPE = {"type": "longrope", "short_factor": [1.5] * 12, "long_factor": [4.0] * 12}
 FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
     "smollm 2": (
         1,
@@ -137,7 +136,7 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def family(name: str, **given: Any) -> Shape:
+def family(name, **given) -> Shape:
     lanes, values = FAMILIES[name]
     config = config_of_llama({**SIZES, **values}, lanes)
     return Shape({each.name: getattr(config, each.name) for each in fields(config)}, **given)

@@ -6,17 +6,14 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
 from laneformer import Laneformer
-from laneformer.config import LaneformerConfig
-from laneformer.engine import Engine, device
+from laneformer.engine import device
 from laneformer.engine.cuda import graph
 from laneformer.engine.cuda.caches import Caches
 from laneformer.engine.cuda.decoder import CudaDecoder
-from laneformer.engine.cuda.executor import CudaExecutor
 from laneformer.engine.cuda.passes import Look, PassDecoder
 from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.prefill import logits_of
@@ -27,14 +24,13 @@ from laneformer.positions import rope_table
 from tests.laneformer.cuda.harness import SMALL, as_read, plain_model
 
 
-def passes_of(engine: Engine) -> Any:
+def passes_of(engine):
     """What runs the engine's passes: one of those below, or on a GPU PassDecoder."""
     return cuda_of(engine).executor.passes
 
 
-def answers(executor: CudaExecutor, requests: Iterable[Request]) -> list[Collected]:
+def answers(executor, requests: Iterable[Request]) -> list[Collected]:
     """All that comes of requests, of which as many run side by side as there is room for."""
-    assert executor.passes is not None
     most, waiting = executor.passes.sequences, [replace(r, quiet=True) for r in requests]
     tickets, collected = list[int](), dict[int, Collected]()
     while waiting or len(collected) < len(tickets):
@@ -46,13 +42,13 @@ def answers(executor: CudaExecutor, requests: Iterable[Request]) -> list[Collect
     return [collected[ticket] for ticket in tickets]
 
 
-def cuda_of(engine: Engine) -> CudaDecoder:
+def cuda_of(engine) -> CudaDecoder:
     decoder = engine._open()
     assert isinstance(decoder, CudaDecoder)
     return decoder
 
 
-def pretend_gpu(monkeypatch: Any, decoder: Any, devices: int = 1) -> None:
+def pretend_gpu(monkeypatch, decoder, devices=1):
     """As if there were GPUs, on which passes are run by what `decoder` makes."""
     monkeypatch.setitem(graph.DECODERS, "passes", decoder)
     monkeypatch.setattr(device, "why_no_cuda", lambda: None)
@@ -62,11 +58,11 @@ def pretend_gpu(monkeypatch: Any, decoder: Any, devices: int = 1) -> None:
 class LoopCaches(Caches):
     """The ids whose keys and values each cache would have."""
 
-    def __init__(self, memory: Any):
+    def __init__(self, memory):
         super().__init__([memory])
         self.ids: dict[int, list[int]] = {}
 
-    def _copy(self, source: int, target: int, count: int) -> None:
+    def _copy(self, source: int, target: int, count):
         assert len(self.ids[source]) >= count
         self.ids[target] = self.ids[source][:count]
 
@@ -75,20 +71,20 @@ class LoopPasses(PassDecoder):
     """Passes of up to five columns by the PyTorch model: its logits, and of each column its greedy token."""
 
     def __init__(
-        self, config: LaneformerConfig, tensors: Any, dtype: str, devices: Any = (), cache_bytes: Any = None
+        self, config, tensors, dtype: str, devices = (), cache_bytes = None
     ):  # fmt: skip
         self.config, self.devices = config, devices
         self.geometry = dataclasses.replace(plan(config, dtype, SMALL, warps=2), columns=5)
         self.model: Laneformer = plain_model(config, tensors, "bf16" if dtype == "int8" else dtype)
         numbers = 5 * self.geometry.lanes_per_device * self.geometry.kv_lane
-        memory: Any = SimpleNamespace(geometry=self.geometry, kv=torch.zeros(numbers, dtype=torch.int16))
+        memory = SimpleNamespace(geometry=self.geometry, kv=torch.zeros(numbers, dtype=torch.int16))
         memory.device, memory.weight_bytes = "cpu", 1
         self._hold([memory])
-        self.caches: Any = LoopCaches(memory)
+        self.caches = LoopCaches(memory)
         self.asked: list[Sequence[Column]] = []  # columns of each pass
 
     @torch.inference_mode()
-    def read(self, ids: Sequence[int], cache: int, position: int, first_row: int) -> Iterator[torch.Tensor]:
+    def read(self, ids: Sequence[int], cache, position, first_row) -> Iterator[torch.Tensor]:
         known = self.caches.ids[cache] = [*self.caches.ids.get(cache, [])[:position], *ids]
         assert len(known) == position + len(ids), "keys and values are missing"
         if first_row < len(known):

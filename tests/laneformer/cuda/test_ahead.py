@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from tests.laneformer.cuda.emulated import EmulatedPasses, emulator_proof
 from tests.laneformer.cuda.harness import small_config
 
 pytestmark = emulator_proof
-SHAPES: dict[str, dict[str, Any]] = {  # windows of 6: positions go beyond them
+SHAPES = {  # windows of 6: positions go beyond them
     "delay 0, int8, every lane on its own device": {
         "config": small_config(broadcast_delay=0), "dtype": "int8", "devices": 2, "blocks_per_lane": 2,
     },
@@ -28,12 +26,12 @@ SHAPES: dict[str, dict[str, Any]] = {  # windows of 6: positions go beyond them
 WAYS = Sampling(top_p=1.0), Sampling(7, 2.0, 1.0, 0.0, 0), Sampling(8, 0.7, 0.9, 0.01, 12)
 
 
-def columns(tokens: list[int], position: int, **fields: Any) -> list[Column]:
+def columns(tokens, position, **fields) -> list[Column]:
     """Of sequences 2, 1, 0 at their own positions: greedy, drawn, drawn with filters."""
     return [Column(token, position + i, 2 - i, sampling=WAYS[i], **fields) for i, token in enumerate(tokens)]
 
 
-def start(passes: EmulatedPasses) -> list[int]:
+def start(passes) -> list[int]:
     """The first three ids of all; what each would be followed by. Positions differ: the third starts at 2."""
     passes.forget()
     for i in range(2):
@@ -43,8 +41,8 @@ def start(passes: EmulatedPasses) -> list[int]:
     return [11, 12, 13]
 
 
-def one_by_one(passes: EmulatedPasses, count: int) -> list[list[int]]:
-    tokens, rows = start(passes), list[list[int]]()
+def one_by_one(passes, count) -> list[list[int]]:
+    tokens, rows = start(passes), []
     for i in range(count):
         (tokens,) = passes.run(columns(tokens, 2 + i))
         rows.append(tokens)
@@ -52,7 +50,7 @@ def one_by_one(passes: EmulatedPasses, count: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_tokens_and_keys_are_those_of_single_passes(name: str, cuda_builds: Path) -> None:
+def test_tokens_and_keys_are_those_of_single_passes(name, cuda_builds):
     passes = EmulatedPasses(cuda_builds, 3, **SHAPES[name])
     right, kv = one_by_one(passes, 9), [m.kv.clone() for m in passes.memories]
     first, passes.seed = start(passes), 5
@@ -63,18 +61,16 @@ def test_tokens_and_keys_are_those_of_single_passes(name: str, cuda_builds: Path
 
 
 @pytest.fixture(scope="module")
-def two(cuda_builds: Path) -> EmulatedPasses:
+def two(cuda_builds):
     return EmulatedPasses(cuda_builds, 3, devices=2, blocks_per_lane=2)
 
 
 @pytest.fixture(scope="module")
-def right(two: EmulatedPasses) -> list[list[int]]:
+def right(two):
     return one_by_one(two, 6)
 
 
-def test_lanes_on_two_devices_give_the_bits_of_one(
-    two: EmulatedPasses, right: list[list[int]], cuda_builds: Path
-) -> None:
+def test_lanes_on_two_devices_give_the_bits_of_one(two, right, cuda_builds):
     """Tokens, keys and values; whether greedy, drawn, or with filters, where one block has the scores of all."""
     one = EmulatedPasses(cuda_builds, 3, blocks_per_lane=2)
     assert one_by_one(one, 6) == one_by_one(two, 6) == right
@@ -83,7 +79,7 @@ def test_lanes_on_two_devices_give_the_bits_of_one(
         assert torch.equal(torch.cat(halves), one.memories[0].kv_layer(layer))
 
 
-def test_each_column_ends_by_itself(two: EmulatedPasses, right: list[list[int]]) -> None:
+def test_each_column_ends_by_itself(two, right):
     """At a stop id, at its last token; the launch ends with the last column, before its last pass."""
     wanted, first = columns(start(two), 2), two.memories[0].epoch
     stop = next(i for i in range(1, 5) if right[i][0] not in [row[0] for row in right[:i]])
@@ -98,10 +94,10 @@ def test_each_column_ends_by_itself(two: EmulatedPasses, right: list[list[int]])
     assert two.run(columns(right[4], 7))[0][2] == right[5][2], "and nothing is left that confuses the next"
 
 
-def test_tokens_are_seen_while_the_kernel_runs(two: EmulatedPasses, right: list[list[int]]) -> None:
-    seen: list[int] = []
+def test_tokens_are_seen_while_the_kernel_runs(two, right):
+    seen = []
 
-    def look(rows: list[list[int]]) -> bool:
+    def look(rows):
         seen.append(len(rows))
         return len(rows) >= 2
 
@@ -112,15 +108,15 @@ def test_tokens_are_seen_while_the_kernel_runs(two: EmulatedPasses, right: list[
     assert 1 in seen, "a pass takes a second here"
 
 
-def test_builds_share_tiles_caches_and_words(cuda_builds: Path) -> None:
+def test_builds_share_tiles_caches_and_words(cuda_builds):
     """Passes of 1, 4 and 8 columns alternate over one memory; each gives the bits of the build of eight alone."""
-    shape: dict[str, Any] = {"sequences": 8, "blocks_per_lane": 2, "dtype": "int8"}
+    shape = {"sequences": 8, "blocks_per_lane": 2, "dtype": "int8"}
     eight = EmulatedPasses(cuda_builds, 8, **shape)
     builds = EmulatedPasses(cuda_builds, 8, fewer=(1, 4), **shape)
     rings = zip(builds.builds, (5, 3, 2), strict=True)
     builds.builds = [dataclasses.replace(geometry, chunks=chunks) for geometry, chunks in rings]
     builds.geometry = builds.builds[-1]
-    wanted: list[list[tuple[int, int, int]]] = [
+    wanted = [
         [(5, 0, 3)], [(6 + s, 0, s) for s in range(3)], [(6, 1, 3), *((9, 1, s) for s in range(3)), (1, 0, 6)],
         [(7, 2, 3)], [(7, 3 + i, 3) for i in range(8)], [(8, 2, 1), (4, 2, 0)], [(8, 11, 3)],
     ]  # fmt: skip
@@ -131,7 +127,7 @@ def test_builds_share_tiles_caches_and_words(cuda_builds: Path) -> None:
     assert all(torch.equal(a.kv, b.kv) for a, b in zip(builds.memories, eight.memories, strict=True))
 
 
-def test_what_the_device_cannot_go_on_with_is_refused(two: EmulatedPasses) -> None:
+def test_what_the_device_cannot_go_on_with_is_refused(two):
     plain = columns([1, 2], 0)
     for wanted, logits in (([plain[0], plain[0]], None), (plain, torch.empty(2, 96))):
         with pytest.raises(ValueError, match="passes ahead are of one column a sequence, without logits"):

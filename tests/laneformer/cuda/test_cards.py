@@ -1,7 +1,5 @@
 """The one table of datasheets: cards are found by what users and drivers call them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -9,14 +7,14 @@ import pytest
 from laneformer.engine.cuda.cards import CARDS, card_named, card_of_device
 
 
-def test_every_card_says_what_it_is_and_is_found_by_its_own_name() -> None:
+def test_every_card_says_what_it_is_and_is_found_by_its_own_name():
     for card in CARDS:
         assert card.source, card.name
         assert card_of_device(f"NVIDIA {card.name} 80GB") == card, "a more specific name stands first"
     assert [card.name for card in CARDS if math.isnan(card.peak_flops)] == ["Rubin", "MI450"]
 
 
-def test_cards_are_found_by_the_names_of_users_and_drivers() -> None:
+def test_cards_are_found_by_the_names_of_users_and_drivers():
     users = {"h100": "H100", "a100": "A100-SXM4-80GB", "GH200": "GH200", "rtx 4": "RTX 4090"}
     assert {name: card_named(name).name for name in users} == users
     drivers = {

@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +19,7 @@ from laneformer.engine.cuda.planning import plan
 from tests.laneformer.cuda.harness import small_config
 
 
-def small(**shape: Any) -> Geometry:
+def small(**shape) -> Geometry:
     config = small_config(num_hidden_layers=2, swa_layers=(0,))
     return plan(config, "bf16", H200, **{"warps": 2, "blocks_per_lane": 4, **shape})
 
@@ -29,16 +27,16 @@ def small(**shape: Any) -> Geometry:
 class Compiler:
     """Stands for NVRTC: counts, and makes a cubin of the source."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+    def __init__(self, monkeypatch):
         self.runs, self.version = 0, (13, 0)
         monkeypatch.setattr(compiling, "compiler_for", lambda architecture, driver: self)
 
-    def compile(self, source: str, architecture: str, includes: Any) -> bytes:
+    def compile(self, source, architecture, includes) -> bytes:
         self.runs += 1
         return source.encode() + architecture.encode()
 
 
-def test_a_cubin_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cubin_is_compiled_once(tmp_path, monkeypatch):
     """And again for anything that decides it; nothing else is left in the user's cache."""
     compiler = Compiler(monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -62,7 +60,7 @@ def test_a_cubin_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.skipif(not compilers(), reason="needs the cuda extra: pip install 'laneformer[cuda]'")
-def test_what_does_not_compile_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_compile_is_reported(tmp_path, monkeypatch):
     """With the compiler's own words and the place; nothing is kept."""
     with pytest.raises(RuntimeError, match=r"no compiler .NVRTC. here fits sm_1234; installed: "):
         compile_cubin("passes", small(), "sm_1234", tmp_path)
@@ -76,9 +74,7 @@ def test_what_does_not_compile_is_reported(tmp_path: Path, monkeypatch: pytest.M
     assert not kept.exists()
 
 
-def test_a_folder_that_cannot_be_written_costs_time_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch):
     compiler, folder, file = Compiler(monkeypatch), tmp_path / "cubins", tmp_path / "file"
     file.write_text("not a folder")
     cubin = compile_cubin("passes", small(), "sm_90a", file)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,10 +30,10 @@ class Params(ctypes.Structure):
 class Toys:
     """The toy kernels of one library over arrays that every launch finds fresh."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.library = emulator.build(TOYS, [], {"WEIGHTS_BF16": 0}, folder)
 
-    def __call__(self, kernel: str, rounds: int = 1, **launch: Any) -> Report:
+    def __call__(self, kernel, rounds=1, **launch) -> Report:
         self.words, self.flag = np.zeros((64, 2), np.uint32), np.zeros(1, np.int32)
         self.given, self.out = np.zeros(64, np.float32), np.full(128, np.nan, np.float32)
         arrays = self.words, self.given[-self.given.ctypes.data % 16 // 4 :], self.out, self.flag
@@ -46,14 +45,14 @@ class Toys:
 
 
 @pytest.fixture(scope="module")
-def toys(cuda_builds: Path) -> Toys:
+def toys(cuda_builds):
     return Toys(cuda_builds)
 
 
 WORDS = {"blocks": 2, "threads": 64, "rounds": 10}
 
 
-def test_a_thread_speaks_for_another_behind_a_sync(toys: Toys) -> None:
+def test_a_thread_speaks_for_another_behind_a_sync(toys):
     for seed in SEEDS:
         for kernel in ("acknowledged", "acknowledged_by_a_warp"):
             report = toys(kernel, seed=seed, **WORDS)
@@ -61,7 +60,7 @@ def test_a_thread_speaks_for_another_behind_a_sync(toys: Toys) -> None:
 
 
 OVERWRITTEN, UNORDERED = "overwritten early", "two stores without an order|the epoch does not grow"
-WRONG: list[tuple[str, dict[str, int], str]] = [  # kernel, shape, message: with every seed
+WRONG = [  # kernel, shape, message: with every seed
     ("acknowledged_early", WORDS, OVERWRITTEN),
     ("acknowledged_early_by_a_warp", WORDS, OVERWRITTEN),
     ("acknowledged_before_reading", {**WORDS, "rounds": 2}, OVERWRITTEN),
@@ -78,15 +77,13 @@ WRONG: list[tuple[str, dict[str, int], str]] = [  # kernel, shape, message: with
 
 
 @pytest.mark.parametrize(("kernel", "shape", "message"), WRONG)
-def test_what_is_wrong_is_found_in_every_order(
-    toys: Toys, kernel: str, shape: dict[str, int], message: str
-) -> None:
+def test_what_is_wrong_is_found_in_every_order(toys, kernel, shape, message):
     for seed in SEEDS:
         with pytest.raises(EmulationError, match=message):
             toys(kernel, seed=seed, **shape)
 
 
-def test_a_deadlock_says_who_waits_for_what_and_a_watchdog_ends_it(toys: Toys) -> None:
+def test_a_deadlock_says_who_waits_for_what_and_a_watchdog_ends_it(toys):
     for seed in SEEDS:
         with pytest.raises(EmulationError) as error:
             toys("waits_forever", blocks=2, threads=64, seed=seed)

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -201,7 +200,7 @@ RACES = {
 # ---- what the kernels do, with a fault or without: what is compared ----
 
 
-def decode(kernels: EmulatedPasses, seed: int) -> list[torch.Tensor]:
+def decode(kernels, seed) -> list[torch.Tensor]:
     """A text in columns, then passes that follow unasked."""
     kernels.forget()
     ids = test_kernels.text(kernels, 6)
@@ -209,10 +208,10 @@ def decode(kernels: EmulatedPasses, seed: int) -> list[torch.Tensor]:
     return [torch.tensor(tokens), logits]
 
 
-def company(kernels: EmulatedPasses, seed: int) -> list[torch.Tensor]:
+def company(kernels, seed) -> list[torch.Tensor]:
     """Three passes of two sequences, then a launch of two passes of three."""
     kernels.forget()
-    kernels.seed, ids, other, rows = seed, text(6), text(6, 2), list[torch.Tensor]()
+    kernels.seed, ids, other, rows = seed, text(6), text(6, 2), []
     for i in range(0, 6, 2):
         mine = [(ids[i], i, 1), (ids[i + 1], i + 1, 1)]
         rows.append(kernels.logits([(other[i], i, 3), *mine, (other[i + 1], i + 1, 3)]))
@@ -220,7 +219,7 @@ def company(kernels: EmulatedPasses, seed: int) -> list[torch.Tensor]:
     return [*rows, torch.tensor(ahead)]
 
 
-def launches_of_several(kernels: EmulatedPasses, seed: int) -> list[torch.Tensor]:
+def launches_of_several(kernels, seed) -> list[torch.Tensor]:
     """Four passes, which a column leaves after two, and a launch that the host ends."""
     rows = []
     for cancelled in (0, 1):
@@ -243,13 +242,13 @@ class Build:
     faults: dict[str, Fault]
     seeds: tuple[int, ...]
 
-    def planted(self, builds: Path) -> EmulatedPasses:
+    def planted(self, builds) -> EmulatedPasses:
         """The kernels with all faults in their source, none in force."""
         kernels = self.make(builds)
         plant_all(kernels, builds, [(fault.file, fault.was, fault.now) for fault in self.faults.values()])
         return kernels
 
-    def outcome(self, kernels: EmulatedPasses, seed: int, right: list[torch.Tensor]) -> str:
+    def outcome(self, kernels, seed, right) -> str:
         """What the emulator says; "numbers" where it says nothing and what was made differs."""
         try:
             made = self.act(kernels, seed)
@@ -258,11 +257,11 @@ class Build:
         return "" if all(map(torch.equal, made, right)) else "numbers"
 
 
-def four_columns(builds: Path, **options: Any) -> EmulatedPasses:
+def four_columns(builds, **options) -> EmulatedPasses:
     return EmulatedPasses(builds, 4, **options)
 
 
-def two_devices(builds: Path, **options: Any) -> EmulatedPasses:
+def two_devices(builds, **options) -> EmulatedPasses:
     return EmulatedPasses(builds, 3, devices=2, blocks_per_lane=2, **options)
 
 
@@ -276,7 +275,7 @@ BUILDS = {
 
 
 @pytest.mark.parametrize("name", BUILDS)
-def test_every_fault_is_found(name: str, cuda_builds: Path) -> None:
+def test_every_fault_is_found(name, cuda_builds):
     build = BUILDS[name]
     kernels = build.planted(cuda_builds)
     right = build.act(kernels, 0)
@@ -292,14 +291,14 @@ def test_every_fault_is_found(name: str, cuda_builds: Path) -> None:
 
 # ---- without a fault, and what the checks of others find ----
 
-PLAIN: dict[str, Callable[[Path], EmulatedPasses]] = {
+PLAIN = {
     **{name: partial(SHAPES[name].emulated, races=True) for name in ("delay 0", "wide heads", "at once")},
     "passes ahead on two devices": partial(two_devices, races=True),
 }
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_no_race(name: str, cuda_builds: Path) -> None:
+def test_no_race(name, cuda_builds):
     """On shared memory, keys or values; the rings wrap, but for those of wide heads."""
     kernels = PLAIN[name](cuda_builds)
     ids = test_kernels.text(kernels, 4 if name == "wide heads" else 7)
@@ -310,7 +309,7 @@ def test_no_race(name: str, cuda_builds: Path) -> None:
         assert reads > writes > 10_000
 
 
-def test_wrong_numbers_are_not_within_the_tolerance(cuda_builds: Path) -> None:
+def test_wrong_numbers_are_not_within_the_tolerance(cuda_builds):
     kernels = BUILDS["exchanges"].planted(cuda_builds)
     test_kernels.check(kernels, 11, range(0))
     for number, (name, fault) in enumerate(OF_EXCHANGES.items(), 1):
@@ -328,7 +327,7 @@ HANGS = {  # lane, layer and exchange of those that wait in vain; lane 0 may the
 }
 
 
-def test_a_hang_is_given_up(cuda_builds: Path) -> None:
+def test_a_hang_is_given_up(cuda_builds):
     """All blocks end, a wait in vain is reported, and with words reset the memory decodes again."""
     kernels = BUILDS["exchanges"].planted(cuda_builds)
     right, memory = decode(kernels, 0), kernels.memories[0]
@@ -340,7 +339,6 @@ def test_a_hang_is_given_up(cuda_builds: Path) -> None:
         kernels._streams[0].synchronize()
         kernels.limit_s, kernels.watchdog = 10.0, False
         report = memory.hang()
-        assert report is not None
         assert (report.lane, report.layer, EXCHANGES[report.exchange]) in waits
         assert report.block // kernels.geometry.blocks_per_lane == report.lane
         put_in_force(kernels, 0)
@@ -352,9 +350,7 @@ def test_a_hang_is_given_up(cuda_builds: Path) -> None:
 
 
 @pytest.mark.parametrize("spare", [7, 5])
-def test_what_wrong_drafts_leave_in_a_ring_is_outside_the_window(
-    spare: int, cuda_builds: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_wrong_drafts_leave_in_a_ring_is_outside_the_window(spare, cuda_builds, monkeypatch):
     """Seven wrong drafts a pass; with a ring of fewer spare positions than they need, it is seen."""
     monkeypatch.setattr(geometry, "MAX_DRAFTS", spare)
     shape = {"blocks_per_lane": 2}

@@ -8,8 +8,6 @@ What the logits and tokens are held against, and the planted faults, are those o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -31,12 +29,12 @@ TINY = LaneformerConfig.from_flavor("tiny")
 PROMPT = [3, 1, 4, 1, 5]
 
 
-def weights_of(config: LaneformerConfig) -> Weights:
+def weights_of(config) -> Weights:
     return random_weights(config, device="cuda")
 
 
 @pytest.fixture(scope="module")
-def tiny() -> Iterator[Engine]:
+def tiny():
     with Engine(TINY, tensors_of(weights_of(TINY)), device="cuda") as engine:
         yield engine
 
@@ -71,7 +69,7 @@ def test_a_column_has_the_same_bits_in_any_company():
     """A pass's matrix products are an instruction's columns; no column may depend on another."""
     passes = PassDecoder(TINY, tensors_of(weights_of(TINY)), "bf16")
 
-    def logits(columns: list[tuple[int, int, int]]) -> torch.Tensor:
+    def logits(columns):
         rows = torch.empty(len(columns), TINY.vocab_size, device="cuda")
         passes.run(
             [Column(*column, sampling=Sampling(top_p=1.0)) for column in columns],

@@ -8,26 +8,25 @@ test_faults.py shows that the checks here and in the emulator find planted fault
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from laneformer.engine.cuda.structures import Column
-from tests.laneformer.cuda.emulated import GREEDY, EmulatedPasses, emulator_proof
+from tests.laneformer.cuda.emulated import GREEDY, emulator_proof
 from tests.laneformer.cuda.reference import expected, read_one_by_one
 from tests.laneformer.cuda.shapes import SHAPES, family
 
 pytestmark = emulator_proof
 
 
-def text(emulated: EmulatedPasses, count: int) -> list[int]:
+def text(emulated, count) -> list[int]:
     return torch.randint(
         emulated.config.vocab_size, (count,), generator=torch.Generator().manual_seed(1)
     ).tolist()
 
 
-def check(emulated: EmulatedPasses, count: int, seeds: range) -> None:
+def check(emulated, count, seeds):
     """A text of `count` tokens against the reference; in several columns, and orders of the threads, the same bits;
     and the passes that follow unasked make the tokens of single ones.
     """
@@ -53,7 +52,7 @@ def check(emulated: EmulatedPasses, count: int, seeds: range) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_logit(name: str, cuda_builds: Path) -> None:
+def test_every_logit(name, cuda_builds):
     check(SHAPES[name].emulated(cuda_builds), 11, range(3))
 
 
@@ -65,7 +64,7 @@ GRAPHS = {
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_the_graph_gives_the_same_bits(name: str, cuda_builds: Path) -> None:
+def test_the_graph_gives_the_same_bits(name, cuda_builds):
     """And so does each of its replays: the last tokens are its own. A column that has ended stands still."""
     passes = GRAPHS[name].emulated(cuda_builds)
     graph = GRAPHS[name].emulated(cuda_builds, version="graph")
@@ -81,7 +80,7 @@ def test_the_graph_gives_the_same_bits(name: str, cuda_builds: Path) -> None:
     assert rows[2][1] == -1
 
 
-def test_logits_that_are_no_numbers_choose_a_token(cuda_builds: Path) -> None:
+def test_logits_that_are_no_numbers_choose_a_token(cuda_builds):
     plain = SHAPES["delay 1"].emulated(cuda_builds)
     plain.memories[0].norms.fill_(float("nan"))
     tokens, logits = plain.decode(text(plain, 2), 2)

@@ -1,13 +1,10 @@
-"""Launches as they reach a driver that refuses what a real one would, on a card of every generation."""
+"""Launches as they reach the driver, on a card of every generation."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,7 +20,7 @@ from laneformer.engine.cuda.memory import DeviceMemory
 from laneformer.engine.cuda.passes import PassDecoder
 from laneformer.engine.cuda.planning import plan_builds
 from laneformer.engine.decoder import EngineLost, Request
-from tests.laneformer.cuda.cards import CARDS, Card
+from tests.laneformer.cuda.cards import CARDS
 from tests.laneformer.cuda.fake_driver import (
     H200,
     NAMES,
@@ -41,7 +38,7 @@ CONFIG = LaneformerConfig.from_flavor("2b")
 GENERATIONS = {card.architecture: card for card in CARDS.values()}
 
 
-def test_a_pytorch_for_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pytorch_for_rocm_is_refused(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     with pytest.raises(ValueError, match=r"for AMD GPUs, the CUDA engine for NVIDIA's; use device \"cpu\""):
         describe(torch.device("cuda"))
@@ -50,19 +47,19 @@ def test_a_pytorch_for_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- every kernel of a version once, of each of its builds ----
 
 
-def geometries_of(version: str, card: Card) -> list[Geometry]:
+def geometries_of(version, card) -> list[Geometry]:
     return plan_builds(CONFIG, "bf16", card.machine, version)
 
 
-def filled(version: str, geometry: Geometry) -> bytes:
+def filled(version, geometry) -> bytes:
     """An argument's bytes, all of them known."""
     return bytes((7 * i + 1) % 256 for i in range(ctypes.sizeof(argument_of(version, geometry))))
 
 
-def launch_all(driver: FakeDriver, version: str, kernels: Any = launch) -> list[dict[str, Any]]:
+def launch_all(driver, version) -> list[dict[str, Any]]:
     driver.launches.clear()
     for geometry in geometries_of(version, driver.card):
-        loaded = kernels.Kernels(version, geometry, torch.device("cuda:0"))
+        loaded = launch.Kernels(version, geometry, torch.device("cuda:0"))
         if version == "passes":
             loaded.require_resident(NAMES[version][0])
         loaded.load(*NAMES[version])
@@ -72,7 +69,7 @@ def launch_all(driver: FakeDriver, version: str, kernels: Any = launch) -> list[
     return driver.launches
 
 
-def faults_of(card: Card, version: str, launches: list[dict[str, Any]]) -> list[str]:
+def faults_of(card, version, launches) -> list[str]:
     """What is wrong with them: attributes, sizes, stream, argument; not loaded, or without their shared memory."""
     attributes = {
         "passes": {COOPERATIVE: 1}, "graph": {OVERLAP: int(card.architecture >= 90)}, "probe": {OVERLAP: 0},
@@ -93,31 +90,10 @@ def faults_of(card: Card, version: str, launches: list[dict[str, Any]]) -> list[
 
 
 @pytest.mark.parametrize("card", GENERATIONS.values(), ids=map(str, GENERATIONS))
-def test_every_launch_on_every_generation(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_launch_on_every_generation(card, monkeypatch):
     driver = FakeDriver(monkeypatch, card)
     for version in NAMES:
         assert faults_of(card, version, launch_all(driver, version)) == [], version
-
-
-FAULTS = [  # text of launch.py, and what a mistake there would make of it
-    ("CU_LAUNCH_ATTRIBUTE_COOPERATIVE", "CU_LAUNCH_ATTRIBUTE_PRIORITY"),
-    ("sharedMemBytes = self.geometry.shared_bytes", "sharedMemBytes = 4096"),
-    ("CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", "CU_FUNC_ATTRIBUTE_CACHE_MODE_CA"),
-    ("torch.cuda.current_stream(self.device).cuda_stream", "0"),
-    ("ctypes.addressof(argument)", "ctypes.addressof(type(argument)())"),
-]
-
-
-@pytest.mark.parametrize(("right", "wrong"), FAULTS)
-def test_a_fault_in_a_launch_is_found(right: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = Path(launch.__file__).read_text()
-    assert text.count(right) == 1
-    planted: Any = ModuleType("laneformer.engine.cuda.planted")
-    exec(compile(text.replace(right, wrong), "planted", "exec"), planted.__dict__)
-    driver = FakeDriver(monkeypatch)
-    planted.compile_cubin, planted.driver_version = launch.compile_cubin, launch.driver_version
-    with contextlib.suppress(RuntimeError):  # the driver refuses it
-        assert faults_of(H200, "passes", launch_all(driver, "passes", planted))
 
 
 # ---- whole requests of a small model ----
@@ -133,10 +109,10 @@ class Choosing(PassDecoder):
 
     late_s = 0.05
 
-    def __init__(self, *given: Any, **options: Any):
+    def __init__(self, *given, **options):
         super().__init__(*given, **options, limit_s=0.1)
 
-    def _launch(self, arguments: Sequence[Any]) -> None:
+    def _launch(self, arguments: Sequence[Any]):
         super()._launch(arguments)
         order, memory = arguments[0].order, self.memories[0]
         for step in range(1 + order.ahead):
@@ -150,7 +126,7 @@ class FakeGraph(Choosing, GraphDecoder):
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+def driver(monkeypatch):
     for module, name, value in (
         (passes, "PASS_S", 0.001), (passes, "connect", lambda devices: None), (executor, "RETRIES_S", (0.01, 0.01)),
         (passes, "DeviceMemory", lambda g, tensors, i, _, n: DeviceMemory(g, tensors, i, "cpu", n)),
@@ -161,22 +137,21 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     return FakeDriver(monkeypatch)
 
 
-def decoder_of(devices: Sequence[str] = ("cuda:0",), version: str = "passes") -> CudaDecoder:
+def decoder_of(devices=("cuda:0",), version="passes") -> CudaDecoder:
     return CudaDecoder(SMALL_CONFIG, TENSORS, "bf16", devices, version=version, cache_bytes=0)
 
 
-def answer(decoder: CudaDecoder) -> tuple[list[int], str | None]:
+def answer(decoder) -> tuple[list[int], str | None]:
     decoder.join([Request([1, 2, 3], 20, quiet=True)])
     (collected,) = decoder.collect(60)
-    assert collected.whole is not None
     return collected.tokens, collected.whole.error and str(collected.whole.error)
 
 
-def launches_of(driver: FakeDriver) -> list[tuple[str, dict[int, int]]]:
+def launches_of(driver) -> list[tuple[str, dict[int, int]]]:
     return [(record["name"], record["attributes"]) for record in driver.launches]
 
 
-def test_requests_launch_what_their_version_has(driver: FakeDriver) -> None:
+def test_requests_launch_what_their_version_has(driver):
     """Of passes four launches at load, of which the last makes 16, then the request's; the graph is captured once."""
     assert answer(decoder_of()) == ANSWER
     assert launches_of(driver) == [("pass", {COOPERATIVE: 1})] * (4 + 3)
@@ -186,7 +161,7 @@ def test_requests_launch_what_their_version_has(driver: FakeDriver) -> None:
     assert (names[:3], names[-2:]) == (["qkv", "attention", "output"], ["head", "choose"])
 
 
-def test_two_groups_of_lanes_on_one_gpu_are_launched_plainly(driver: FakeDriver) -> None:
+def test_two_groups_of_lanes_on_one_gpu_are_launched_plainly(driver):
     """Two cooperative launches may run one after the other, and each waits for the other's words."""
     assert answer(decoder_of(TWO)) == ANSWER
     assert {str(record) for record in launches_of(driver)} == {str(("pass", {OVERLAP: 0}))}
@@ -197,9 +172,7 @@ def test_two_groups_of_lanes_on_one_gpu_are_launched_plainly(driver: FakeDriver)
     ("changes", "reason"),
     [({"max_blocks": 16}, "LAUNCH_TOO_LARGE"), ({"registers": {"pass": 255}}, "132 multiprocessors hold 0")],
 )
-def test_the_graph_decodes_where_blocks_cannot_be_resident(
-    changes: dict[str, Any], reason: str, driver: FakeDriver
-) -> None:
+def test_the_graph_decodes_where_blocks_cannot_be_resident(changes, reason, driver):
     """Found at the first launch or before it; said once. Where there is no graph, it is an error."""
     vars(driver).update(changes)
     with pytest.warns(UserWarning, match=f"the graph version decodes, one request at a time.*{reason}"):
@@ -219,12 +192,11 @@ GPU_FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "reason"), GPU_FAULTS)
-def test_a_gpu_that_fails_ends_all_requests(fault: dict[str, Any], reason: str, driver: FakeDriver) -> None:
+def test_a_gpu_that_fails_ends_all_requests(fault, reason, driver):
     """With one sentence, soon; the next one is refused with it, and nobody waits for ever."""
     decoder = decoder_of()
     vars(driver).update(fault)
     _, error = answer(decoder)
-    assert error is not None
     assert error.startswith("the GPU has failed, and with it all requests: ")
     assert reason in error
     assert "\n" not in error
@@ -234,7 +206,7 @@ def test_a_gpu_that_fails_ends_all_requests(fault: dict[str, Any], reason: str, 
     assert decoder.unanswered == (fault.get("stream_status") == NOT_READY)
 
 
-def test_a_refused_launch_ends_its_requests_alone(driver: FakeDriver) -> None:
+def test_a_refused_launch_ends_its_requests_alone(driver):
     decoder = decoder_of()
     driver.launch_statuses = iter([TOO_LARGE] * 3)
     assert "the GPU runs something else beside the engine, try again later: CUDA: " in str(answer(decoder)[1])
@@ -242,10 +214,8 @@ def test_a_refused_launch_ends_its_requests_alone(driver: FakeDriver) -> None:
     assert [answer(decoder), decoder.failure] == [ANSWER, None]
 
 
-def test_a_launch_ends_before_a_display_needs_the_gpu(
-    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert decoder_of().executor.passes.ahead == 15  # type: ignore[union-attr]
+def test_a_launch_ends_before_a_display_needs_the_gpu(driver, monkeypatch):
+    assert decoder_of().executor.passes.ahead == 15
     monkeypatch.setattr(passes, "LAUNCH_S", 0.0)  # as if a pass took as long
     decoder = decoder_of()
-    assert (decoder.executor.passes.ahead, answer(decoder)) == (0, ANSWER)  # type: ignore[union-attr]
+    assert (decoder.executor.passes.ahead, answer(decoder)) == (0, ANSWER)

@@ -1,15 +1,9 @@
 """Models of the Llama family on the CUDA engine: every logit on the emulator, and folders end to end."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
-from laneformer.config import LaneformerConfig
 from laneformer.engine import Engine
 from tests.laneformer.cuda.emulated import EmulatedPasses, needs_emulator
 from tests.laneformer.cuda.shapes import FAMILIES, family
@@ -22,16 +16,16 @@ pytestmark = [pytest.mark.proof(*KERNEL_SOURCES, *CORE_SOURCES), needs_emulator]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_logit(name: str, cuda_builds: Path) -> None:
+def test_every_logit(name, cuda_builds):
     check(family(name).emulated(cuda_builds), 9, range(1))
 
 
-def test_a_folder_end_to_end(tmp_path: Path, cuda_builds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_end_to_end(tmp_path, cuda_builds, monkeypatch):
     """Written and judged by Transformers; prompts through PyTorch on the tapes, tokens by the kernels."""
     values = {"vocab_size": 136, "max_position_embeddings": 48, "tie_word_embeddings": True, "head_dim": 16}
     folder = write_folder(Case("Qwen3", values, torch.bfloat16), tmp_path / "hf")
 
-    def make(config: LaneformerConfig, tensors: Any, dtype: str, *_: Any, **__: Any) -> EmulatedPasses:
+    def make(config, tensors, dtype, *_, **__):
         return EmulatedPasses(cuda_builds, 3, config=config, tensors=tensors, dtype=dtype)
 
     pretend_gpu(monkeypatch, make)

@@ -15,13 +15,13 @@ import pytest
 
 from laneformer.engine.cuda import compile as compiling
 from laneformer.engine.cuda.compile import FOLDER, compile_cubin
-from laneformer.engine.cuda.geometry import Geometry, architecture_name
+from laneformer.engine.cuda.geometry import architecture_name
 from laneformer.engine.cuda.nvrtc import Nvrtc, compilers
 from laneformer.engine.cuda.planning import plan_builds
 from tests.laneformer.cuda import sass
 from tests.laneformer.cuda.cards import CARDS, MODELS, REGISTERS
 from tests.laneformer.cuda.harness import KERNELS
-from tests.laneformer.cuda.sass import Instruction, Kernel, pending_loads
+from tests.laneformer.cuda.sass import Kernel, pending_loads
 from tests.laneformer.cuda.test_compile import small
 from tests.proofs import CACHE, KERNEL_SOURCES
 
@@ -42,7 +42,7 @@ LIMITS = {
 }
 
 
-def compile_kernels(version: str, geometry: Geometry, architecture: str, folder: Path) -> dict[str, Kernel]:
+def compile_kernels(version, geometry, architecture, folder) -> dict[str, Kernel]:
     cubin = folder / f"{version}-{architecture}.cubin"
     cubin.write_bytes(compile_cubin(version, geometry, architecture, CUBINS))
     kernels = sass.read_kernels(cubin)
@@ -53,12 +53,12 @@ def compile_kernels(version: str, geometry: Geometry, architecture: str, folder:
 # ---- the gates: each raises ----
 
 
-def require_none(sites: Iterable[object], what: str) -> None:
+def require_none(sites: Iterable[object], what: str):
     texts = list(map(str, sites))
     assert not texts, f"{len(texts)} {what}:\n" + "\n".join(texts[:8])
 
 
-def words_are_whole(code: list[Instruction], devices: int) -> None:
+def words_are_whole(code, devices):
     """A word is stored and loaded in one access of 64 bits or more, which all GPUs see.
 
     The compiler may load a word's epoch alone where its value is not used. Flags have 32 bits.
@@ -72,18 +72,18 @@ def words_are_whole(code: list[Instruction], devices: int) -> None:
     require_none((this for this in narrow if this.name in ("ST", "STG")), "stores of part of a word")
 
 
-def nothing_stale_is_read(code: list[Instruction]) -> None:
+def nothing_stale_is_read(code):
     """No load through the non-coherent cache, which shows old values of what is written meanwhile."""
     require_none((this for this in code if "CONSTANT" in this.op), "non-coherent loads")
 
 
-def slots_are_consumed(code: list[Instruction]) -> None:
+def slots_are_consumed(code):
     """Of what a thread loads from a slot of the ring, all has come before the slot's next copy is issued."""
     pairs = pending_loads(code)
     require_none((f"{load} before {copy}" for copy, load in pairs), "loads not awaited before a copy")
 
 
-def spills_are_few(kernel: Kernel, limits: tuple[int, int, int]) -> None:
+def spills_are_few(kernel, limits):
     local = sum(this.name in ("LDL", "STL") for this in kernel.code)
     figures = kernel.stack_bytes, local, len(kernel.code)
     within = all(a <= b for a, b in zip(figures, limits, strict=True))
@@ -94,7 +94,7 @@ def spills_are_few(kernel: Kernel, limits: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("place", LIMITS, ids=str)
-def test_the_kernel_of_passes(place: tuple[str, str, str, int], tmp_path: Path) -> None:
+def test_the_kernel_of_passes(place, tmp_path):
     card, model, dtype, devices = place
     geometry = plan_builds(MODELS[model], dtype, CARDS[card].machine, devices=devices)[-1]
     architecture = architecture_name(CARDS[card].architecture)
@@ -108,7 +108,7 @@ def test_the_kernel_of_passes(place: tuple[str, str, str, int], tmp_path: Path) 
     spills_are_few(kernel, LIMITS[place])
 
 
-def test_the_graph_for_the_newest_cards(tmp_path: Path) -> None:
+def test_the_graph_for_the_newest_cards(tmp_path):
     for kernel in compile_kernels("graph", small(), "sm_120a", tmp_path).values():
         slots_are_consumed(kernel.code)
         nothing_stale_is_read(kernel.code)
@@ -131,7 +131,7 @@ STALE = (
 )
 Gate = Callable[[Kernel], None]
 # devices of the build: (file, was, now, the gate that finds it, with this message); all of a build are in one source
-FAULTS: dict[int, list[tuple[str, str, str, Gate, str]]] = {
+FAULTS = {
     1: [
         ("primitives.cuh", 'asm volatile("st.relaxed." SCOPE', TWO_STORES,
          lambda k: words_are_whole(k.code, 1), "stores of words with STRONG.GPU: 0"),
@@ -152,7 +152,7 @@ FAULTS: dict[int, list[tuple[str, str, str, Gate, str]]] = {
 
 
 @pytest.mark.parametrize("devices", FAULTS)
-def test_planted_faults_are_found(devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_faults_are_found(devices, tmp_path, monkeypatch):
     folder = tmp_path / "kernels"
     shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     for file, was, now, *_ in FAULTS[devices]:
@@ -173,7 +173,7 @@ LIBRARIES = {"12.9": "nvidia/cuda_nvrtc/lib/libnvrtc.so.12", "13.0": "nvidia/cu1
 
 
 @pytest.mark.parametrize("version", LIBRARIES)
-def test_an_older_compiler(version: str, tmp_path: Path) -> None:
+def test_an_older_compiler(version, tmp_path):
     library = Path(__file__).resolve().parents[3] / ".venv" / f"nvrtc-{version}" / LIBRARIES[version]
     if not library.is_file():
         pytest.skip(f"make extras brings NVRTC {version}")

@@ -1,11 +1,8 @@
 """Which compiler is taken: the newest of those on the machine whose code the driver loads."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +20,7 @@ INSTALLED = {  # where pip, a toolkit and PyTorch have them
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     compiler = shutil.which("gcc") or pytest.skip("needs gcc")
     folder = tmp_path_factory.mktemp("compilers")
     for path, (major, minor, architectures) in INSTALLED.items():
@@ -39,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def installed(folder, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(folder)])
     monkeypatch.setattr(sys, "prefix", "/nowhere")
     monkeypatch.setattr(nvrtc, "BY_NAME", ())
@@ -49,7 +46,7 @@ def installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     compilers.cache_clear()
 
 
-def test_the_newest_that_the_driver_takes(installed: None) -> None:
+def test_the_newest_that_the_driver_takes(installed):
     versions = [compiler.version for compiler in compilers()]
     assert versions == sorted(versions, reverse=True)
     assert {*versions} >= {(13, 0), (12, 9), (12, 6), (11, 2)}
@@ -61,7 +58,7 @@ def test_the_newest_that_the_driver_takes(installed: None) -> None:
         assert compiler_for(architecture, driver).version == version
 
 
-def test_what_to_install_is_said(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_to_install_is_said(installed, monkeypatch):
     with pytest.raises(RuntimeError, match=r"sm_77; installed: 13.0, 12.9.*: .* nvidia-cuda-nvrtc$"):
         compiler_for("sm_77", None)
     monkeypatch.setattr(nvrtc, "compilers", lambda: ())

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from laneformer.engine.cuda.executor import CudaExecutor
-from laneformer.engine.decoder import Collected, Request, Sampling
+from laneformer.engine.decoder import Collected, Request
 from tests.laneformer.cuda.emulated import EmulatedPasses, emulator_proof
 from tests.laneformer.cuda.stand_ins import answers
 from tests.laneformer.cuda.test_ahead import WAYS
@@ -19,22 +16,20 @@ from tests.laneformer.cuda.test_ahead import WAYS
 pytestmark = emulator_proof
 
 
-def text(count: int, seed: int = 1) -> list[int]:
+def text(count, seed=1) -> list[int]:
     return torch.randint(96, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def one_by_one(passes: EmulatedPasses, ids: list[int]) -> torch.Tensor:
+def one_by_one(passes, ids) -> torch.Tensor:
     return torch.cat([passes.logits([(token, position, 0)]) for position, token in enumerate(ids)])
 
 
-def decode(
-    executor: CudaExecutor, prompts: list[list[int]], sampling: Sequence[Sampling], **options: Any
-) -> list[Collected]:
+def decode(executor, prompts, sampling, **options) -> list[Collected]:
     pairs = zip(prompts, sampling, strict=True)
     return answers(executor, [Request(ids, 9, sampling=s, **options) for ids, s in pairs])
 
 
-def test_batches_and_drafts_change_no_token(cuda_builds: Path) -> None:
+def test_batches_and_drafts_change_no_token(cuda_builds):
     """Greedy, drawn and filtered; prompts of different lengths, read in pieces beside those that decode."""
     prompts = [text(3), [5, 6, 7, 5, 6, 7, 5, 6], text(11, 4)]
     single = EmulatedPasses(cuda_builds, 1)
@@ -56,7 +51,7 @@ def test_batches_and_drafts_change_no_token(cuda_builds: Path) -> None:
     assert proposed > accepted > 6
 
 
-def test_each_option_as_alone(cuda_builds: Path) -> None:
+def test_each_option_as_alone(cuda_builds):
     """What the kernel draws beside what the schedule draws from rows of logits, with drafts among both."""
     ids = [70, 70, 22, 70, 70, 22, 62, 70, 70, 22]
     asked = [

@@ -1,14 +1,11 @@
 """What fits a GPU: shared memory, registers, blocks, columns; and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from laneformer.engine.cuda.geometry import H200, RESERVED_BYTES, Machine, parts_of
+from laneformer.engine.cuda.geometry import H200, RESERVED_BYTES, Machine
 from laneformer.engine.cuda.passes import sequences_in
 from laneformer.engine.cuda.planning import plan, plan_builds
 from laneformer.llama.config import config_of_llama, lanes_for_gpus
@@ -17,7 +14,7 @@ from tests.laneformer.cuda.harness import SMALL, small_config
 from tests.laneformer.cuda.shapes import SIZES
 
 
-def test_both_versions_fit_every_card() -> None:
+def test_both_versions_fit_every_card():
     """With rings of at least two chunks, and registers for two blocks of the graph.
 
     Builds of passes share what is in memory, so it is cut alike, and those of fewer columns have
@@ -42,7 +39,7 @@ def test_both_versions_fit_every_card() -> None:
         assert 2 * last.warps >= plan(config, "bf16", card.machine, columns=1).warps
 
 
-def test_columns_leave_memory_for_the_ring() -> None:
+def test_columns_leave_memory_for_the_ring():
     """The 2b model: eight columns on an H200, fewer where the ring would be too small."""
     builds = plan_builds(MODELS["2b"], "bf16", H200)
     on_a100 = plan_builds(MODELS["2b"], "bf16", Machine(108, 163 << 10, 80))
@@ -55,12 +52,12 @@ def test_columns_leave_memory_for_the_ring() -> None:
     assert [g.chunks for g in eight_bits] == [g.chunks for g in builds]
 
 
-def test_little_memory_makes_chunks_smaller_before_it_takes_warps() -> None:
+def test_little_memory_makes_chunks_smaller_before_it_takes_warps():
     config = small_config()
     fixed = plan(config, "bf16", Machine(8, 2**20, 90), warps=8).fixed_shared_bytes
     ring = 8 * 2 * 8
 
-    def cut(shared: int, **given: int) -> tuple[int, int, int]:
+    def cut(shared, **given):
         geometry = plan(config, "bf16", Machine(8, shared, 90), **given)
         return geometry.warps, geometry.chunk_bytes, geometry.chunks
 
@@ -73,11 +70,7 @@ def test_little_memory_makes_chunks_smaller_before_it_takes_warps() -> None:
     assert cut(both, chunk_bytes=2048, resident=2)[:2] == (2, 2048)
 
 
-def test_parts_depend_on_the_matrix_alone() -> None:
-    assert [parts_of(768, 3072), parts_of(3072, 384), parts_of(4000, 3072), parts_of(64, 48)] == [16, 4, 4, 1]
-
-
-REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+REFUSED = [
     ({}, {"dtype": "fp32"}, r"dtype = 'fp32'.*16 or 8 bits; use 'bf16' or 'fp16' or 'int8'"),
     ({"lm_head_type": "lane"}, {}, r"lm_head_type = 'lane'.*vocab_parallel.*use the CPU"),
     ({}, {"devices": 3}, r"3 devices cannot share 2 lanes evenly; use one of \[1, 2\]"),
@@ -92,14 +85,14 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("config", "options", "message"), REFUSED)
-def test_what_does_not_fit_is_refused(config: dict[str, Any], options: dict[str, Any], message: str) -> None:
+def test_what_does_not_fit_is_refused(config, options, message):
     given = {"dtype": "bf16", "machine": SMALL, "warps": 2, **options}
     with pytest.raises(ValueError, match=message):
         plan(small_config(**config), given.pop("dtype"), given.pop("machine"), **given)
 
 
-def test_lanes_are_shared_evenly_by_gpus() -> None:
-    def lanes(heads: int, kv_heads: int, rows: int, vocabulary: int, gpus: int = 1) -> int:
+def test_lanes_are_shared_evenly_by_gpus():
+    def lanes(heads, kv_heads, rows, vocabulary, gpus=1):
         names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
         return lanes_for_gpus(dict(zip(names, (heads, kv_heads, rows, vocabulary), strict=True)), gpus)
 

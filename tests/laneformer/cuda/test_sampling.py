@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,11 +27,11 @@ VOCAB, COUNT = 152, 200  # some threads have three logits, some two
 LOGITS = np.random.default_rng(0).standard_normal(VOCAB).astype(np.float32)
 
 
-def request(temperature: float, seed: int = 0, vocab: int = VOCAB, **filters: Any) -> Request:
+def request(temperature, seed=0, vocab=VOCAB, **filters) -> Request:
     return make_request(GenerationOptions(temperature=temperature, seed=seed, **filters), [0], vocab)
 
 
-def drawn(logits: np.ndarray, how: Request, count: int = COUNT, first: int = 0) -> list[int]:
+def drawn(logits, how, count=COUNT, first=0) -> list[int]:
     """The core's tokens of `count` positions from `first` on."""
     return [_core.sample(logits, how, [], [], position) for position in range(first, first + count)]
 
@@ -48,13 +46,11 @@ class Picks(ctypes.Structure):
 class Sampler:
     """The sampler's kernel on the emulator."""
 
-    def __init__(self, builds: Path, vocab: int = VOCAB, warps: int = 2):
+    def __init__(self, builds, vocab=VOCAB, warps=2):
         self.geometry = plan(small_config(vocab_size=vocab), "bf16", SMALL, warps=warps)
         self.library = build_unit(self.geometry, '#include "sampler.cu"\n', builds)
 
-    def __call__(
-        self, logits: np.ndarray, how: Request, count: int = COUNT, order: int = 0, first: int = 0
-    ) -> list[int]:
+    def __call__(self, logits, how, count=COUNT, order=0, first=0) -> list[int]:
         """The kernel's tokens of `count` positions from `first` on."""
         words, tokens = np.zeros(2 * len(logits), np.uint64), np.full(count, -1, np.int32)
         argument = Picks(
@@ -68,11 +64,11 @@ class Sampler:
 
 
 @pytest.fixture(scope="module")
-def sampler(cuda_builds: Path) -> Sampler:
+def sampler(cuda_builds):
     return Sampler(cuda_builds)
 
 
-def philox(seed: int, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+def philox(seed, positions, tokens) -> np.ndarray:
     """Philox4x32-10's first word for counters (position, token, 0, 0), broadcast."""
     low = np.uint64(0xFFFFFFFF)
     x = [*np.broadcast_arrays(positions.astype(np.uint64), tokens.astype(np.uint64))]
@@ -90,7 +86,7 @@ def philox(seed: int, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     return x[0]
 
 
-def test_the_noise_is_philoxs() -> None:
+def test_the_noise_is_philoxs():
     """Known answers of Random123 1.14 for an all-zero counter and key; of equal logits, the one with the highest
     of its bits is drawn.
     """
@@ -99,7 +95,7 @@ def test_the_noise_is_philoxs() -> None:
     assert drawn(np.zeros(VOCAB, np.float32), request(1.0, 2**40 + 7)) == bits.argmax(1).tolist()
 
 
-def test_the_noise_is_never_infinite(sampler: Sampler) -> None:
+def test_the_noise_is_never_infinite(sampler):
     """Here token 77's bits are all ones. Rounded up to 1, they would make the least likely token win."""
     position, token, logits = 573060, 77, LOGITS.copy()
     assert philox(0, np.full(1, position), np.full(1, token))[0] >> np.uint64(8) == 2**24 - 1
@@ -108,14 +104,14 @@ def test_the_noise_is_never_infinite(sampler: Sampler) -> None:
     assert tokens == drawn(logits, request(1.0), 1, position) != [token]
 
 
-FILTERS: list[dict[str, Any]] = [
+FILTERS = [
     {"top_k": 7}, {"top_k": 10 * VOCAB}, {"top_p": 0.3}, {"top_p": 1e-6}, {"min_p": 0.4}, {"min_p": 1.0},
     {"top_k": 20, "top_p": 0.6}, {"top_p": 0.5, "min_p": 0.55}, {"top_k": 40, "top_p": 0.9, "min_p": 0.3},
 ]  # fmt: skip
 TIED = LOGITS.copy()  # six tokens share the first place, and the cut would go through them
 TIED[[3, 40, 70, 71, 110, 151]] = 6.0
 ROUNDED = (LOGITS * 8).round() / 8  # ties, as bf16 weights make them
-WAYS: list[tuple[np.ndarray, dict[str, Any]]] = [
+WAYS = [
     *((LOGITS, {"temperature": t, "seed": seed}) for t, seed in ((0.3, 0), (4.0, 2**32 + 5), (0.0, 1))),
     *((LOGITS, {"temperature": 3.0, "seed": 11, **filters}) for filters in FILTERS),
     *((ROUNDED, {"temperature": 0.6, "seed": 12, **filters}) for filters in FILTERS),
@@ -124,13 +120,13 @@ WAYS: list[tuple[np.ndarray, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def test_draws_are_those_of_the_core(sampler: Sampler) -> None:
+def test_draws_are_those_of_the_core(sampler):
     for order, (logits, options) in enumerate(WAYS):
         how = request(**options)
         assert sampler(logits, how, order=order) == drawn(logits, how), options
 
 
-def test_more_logits_than_registers(cuda_builds: Path) -> None:
+def test_more_logits_than_registers(cuda_builds):
     """2,072 of them for 32 threads, which keep 64 each and read the others, the likeliest, again;
     ties are mixed in.
     """
@@ -142,7 +138,7 @@ def test_more_logits_than_registers(cuda_builds: Path) -> None:
         assert sampler(logits, how, 40) == drawn(logits, how, 40), filters
 
 
-def test_broken_logits_give_a_token(sampler: Sampler) -> None:
+def test_broken_logits_give_a_token(sampler):
     """All logits broken, or one: a token of the vocabulary, and no broken one beside those that are numbers."""
     ways = [request(0.0, 1), request(1.0, 1), request(1.0, 1, top_k=9, top_p=0.5)]
     for broken, how in itertools.product((np.nan, np.inf, -np.inf), ways):
@@ -154,9 +150,9 @@ def test_broken_logits_give_a_token(sampler: Sampler) -> None:
         assert broken == np.inf or 77 not in tokens
 
 
-def test_the_whole_kernel_draws_from_its_logits(cuda_builds: Path) -> None:
+def test_the_whole_kernel_draws_from_its_logits(cuda_builds):
     emulated = EmulatedPasses(cuda_builds, 3, blocks_per_lane=2)
-    ids: list[int] = [5, 17, 60]
+    ids = [5, 17, 60]
     how = request(1.0, 9, emulated.config.vocab_size, top_k=8, top_p=0.8)
     tokens, _ = emulated.decode(ids, 6, sampling=how.sampling)
     _, logits = emulated.decode(ids + tokens)

@@ -4,10 +4,7 @@ Sizes and places are asked of the kernels themselves, built for the CPU. The wei
 every one back, test_kernels.py multiplies by them.
 """
 
-from __future__ import annotations
-
 import ctypes
-from pathlib import Path
 
 import pytest
 
@@ -44,7 +41,7 @@ extern "C" void sizes(int64_t* out) {
 @pytest.mark.job
 @needs_emulator
 @pytest.mark.parametrize("name", ["delay 2", "delay 0", "at once"])
-def test_the_kernels_have_the_same_sizes_and_places(name: str, cuda_builds: Path) -> None:
+def test_the_kernels_have_the_same_sizes_and_places(name, cuda_builds):
     """Words, arguments and shared memory, on one device and on two; every pointer that is read
     as float4 is aligned.
     """

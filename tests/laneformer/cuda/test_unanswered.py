@@ -1,10 +1,7 @@
 """A GPU that does not answer: the server says so, and ends with a status of its own."""
 
-from __future__ import annotations
-
 import threading
 import time
-from typing import Any
 
 import httpx
 import pytest
@@ -28,19 +25,19 @@ class Left(BaseException):
     ("error", "status"), [(Unanswered("it has not ended"), 70), (RuntimeError("700"), None)]
 )
 def test_the_server_ends_with_its_status(
-    error: Exception, status: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
+    error, status, monkeypatch, capsys
+):  # fmt: skip
     """At its start it says how many requests share passes."""
 
-    def fails(*_: Any) -> None:
+    def fails(*_):
         raise error
 
-    def leave(code: int) -> None:
+    def leave(code):
         left.append(code)
         raise Left
 
-    left, address, ready = list[int](), list[str](), threading.Event()
-    servers, make = list[app.Server](), app.Server
+    left, address, ready = [], [], threading.Event()
+    servers, make = [], app.Server
     pretend_gpu(monkeypatch, LoopPasses)
     monkeypatch.setattr(app, "UNANSWERED_S", 600.0)  # over when the test says so
     monkeypatch.setattr(app.os, "_exit", leave)
@@ -49,7 +46,7 @@ def test_the_server_ends_with_its_status(
     with Engine(CONFIG, tensors, device="cuda", tokenizer=byte_tokenizer()) as engine:
         monkeypatch.setattr(LoopPasses, "run", fails)
 
-        def serve() -> None:
+        def serve():
             with pytest.raises(Left) if status else pytest.MonkeyPatch.context():
                 app.run(engine, ServerOptions("tiny", port=0), lambda url: (address.append(url), ready.set()))
 

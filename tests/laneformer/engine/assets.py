@@ -8,17 +8,15 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
 
 from laneformer import Laneformer, LaneformerConfig
 from laneformer.config import hf_name
-from laneformer.engine import Batch, Engine, GeneratedToken, Update
+from laneformer.engine import Engine, GeneratedToken, Update
 from laneformer.engine.cpu.decoder import CpuDecoder
 from laneformer.tensors import Tensor
 
@@ -34,7 +32,7 @@ ISAS_BELOW_AMX = (
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def small_config(**overrides: object) -> LaneformerConfig:
+def small_config(**overrides) -> LaneformerConfig:
     """Odd sizes on purpose: nothing is a multiple of the engine's tiles, and the window
     is shorter than prompts.
     """
@@ -46,7 +44,7 @@ def small_config(**overrides: object) -> LaneformerConfig:
     return LaneformerConfig(**{**values, **overrides})
 
 
-def random_model(config: LaneformerConfig, seed: int = 0, dtype: str = "fp32") -> Laneformer:
+def random_model(config, seed=0, dtype: str = "fp32") -> Laneformer:
     """Weights of unit gain, so that every module matters to the logits, rounded to `dtype`."""
     generator = torch.Generator().manual_seed(seed)
     model = Laneformer(config).eval()
@@ -62,11 +60,11 @@ def random_model(config: LaneformerConfig, seed: int = 0, dtype: str = "fp32") -
     return model.to(TORCH_DTYPES[dtype])
 
 
-def small_model(seed: Any = 0, dtype: Any = "fp32", **overrides: object) -> Laneformer:
+def small_model(seed=0, dtype="fp32", **overrides) -> Laneformer:
     return random_model(small_config(**overrides), seed, dtype)
 
 
-def tensors_of(model: Laneformer) -> dict[str, Tensor]:
+def tensors_of(model) -> dict[str, Tensor]:
     names = {torch_dtype: name for name, torch_dtype in TORCH_DTYPES.items()} | {torch.int32: "int32"}
     return {
         name: Tensor(names[p.dtype], (p.view(torch.uint16) if p.itemsize == 2 else p).numpy())
@@ -74,7 +72,7 @@ def tensors_of(model: Laneformer) -> dict[str, Tensor]:
     }
 
 
-def engine_of(model: Laneformer, config: LaneformerConfig | None = None, **options: object) -> Engine:
+def engine_of(model, config: LaneformerConfig | None = None, **options) -> Engine:
     """Keys and values are in fp32 unless asked otherwise: most tests compare with float64 to
     the last few bits.
     """
@@ -83,19 +81,19 @@ def engine_of(model: Laneformer, config: LaneformerConfig | None = None, **optio
     )
 
 
-def core(engine: Engine) -> CpuDecoder:
+def core(engine) -> CpuDecoder:
     decoder = engine._open()
     assert isinstance(decoder, CpuDecoder)
     return decoder
 
 
-def with_fixed_cost(engine: Engine) -> Engine:
+def with_fixed_cost(engine) -> Engine:
     """The same drafts every time, and many of them: each column of a pass costs a little, measured or not."""
     core(engine).fix_cost(EACH_COLUMN)
     return engine
 
 
-def collect(batch: Batch, *tickets: int) -> dict[int, list[Update]]:
+def collect(batch, *tickets: int) -> dict[int, list[Update]]:
     """The updates of all requests until these have ended."""
     updates: dict[int, list[Update]] = {ticket: [] for ticket in tickets}
     while any(not updates[ticket] or updates[ticket][-1].finish_reason is None for ticket in tickets):
@@ -108,7 +106,7 @@ def tokens_of(updates: list[Update]) -> list[GeneratedToken]:
     return [token for update in updates for token in update.tokens]
 
 
-def generate_together(engine: Engine, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+def generate_together(engine, prompts: Sequence[Sequence[int]], **options) -> list[list[int]]:
     """`Engine.generate` for prompts that decode side by side."""
     with engine.batch() as batch:
         tickets = [batch.join(prompt, **options) for prompt in prompts]
@@ -116,36 +114,36 @@ def generate_together(engine: Engine, prompts: Sequence[Sequence[int]], **option
     return [[token.id for token in tokens_of(updates[ticket])] for ticket in tickets]
 
 
-def fix_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+def fix_costs(monkeypatch):
     """The same for all engines on the CPU that are made from now on."""
     made = CpuDecoder.__init__
 
-    def make(decoder: CpuDecoder, *arguments: Any, **options: Any) -> None:
+    def make(decoder, *arguments, **options):
         made(decoder, *arguments, **options)
         decoder.fix_cost(EACH_COLUMN)
 
     monkeypatch.setattr(CpuDecoder, "__init__", make)
 
 
-def widened(model: Laneformer, dtype: torch.dtype) -> Laneformer:
+def widened(model, dtype: torch.dtype) -> Laneformer:
     wide = Laneformer(model.config).to(dtype).eval()
     wide.load_state_dict(model.state_dict())
     return wide
 
 
 @torch.no_grad()
-def torch_logits(model: Laneformer, ids: list[int], dtype: torch.dtype = torch.float64) -> np.ndarray:
+def torch_logits(model, ids: list[int], dtype: torch.dtype = torch.float64) -> np.ndarray:
     return widened(model, dtype)(torch.tensor([ids]))[0].numpy()
 
 
-def float32_error(model: Laneformer, ids: list[int], reference: np.ndarray) -> float:
+def float32_error(model, ids: list[int], reference: np.ndarray) -> float:
     """The rounding error that float32 arithmetic itself makes on this model: PyTorch's,
     largest over the logits.
     """
     return float(np.abs(torch_logits(model, ids, torch.float32) - reference).max())
 
 
-def assert_equal_widths(by_isa: dict[str, np.ndarray]) -> None:
+def assert_equal_widths(by_isa: dict[str, np.ndarray]):
     """Vectors of any width sum in the same order; `portable` does not fuse."""
     wide = [logits for isa, logits in by_isa.items() if isa != "portable"]
     for other in wide[1:]:
@@ -156,9 +154,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def check_logits(
-    model: Laneformer, ids: list[int], config: LaneformerConfig | None = None, **options: object
-) -> np.ndarray:
+def check_logits(model, ids: list[int], config: LaneformerConfig | None = None, **options) -> np.ndarray:
     """The engine's logits, checked against float64.
 
     Both start from the same weights, so what differs is float32 rounding; the engine sums in another order than
@@ -173,11 +169,11 @@ def check_logits(
     return logits
 
 
-def random_ids(config: LaneformerConfig, length: int, seed: int = 0) -> list[int]:
+def random_ids(config, length, seed=0) -> list[int]:
     return np.random.default_rng(seed).integers(0, config.vocab_size, length).tolist()
 
 
-def write_folder(folder: Path, model: Laneformer, **config_values: object) -> Path:
+def write_folder(folder, model, **config_values) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     values = {
         "model_type": "laneformer",

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from laneformer.engine import Batch, Engine, GeneratedToken, Update
+from laneformer.engine import Engine, GeneratedToken, Update
 from tests.laneformer.engine.assets import collect, small_config, with_fixed_cost
 
 FILE = Path(__file__).with_suffix(".json")
@@ -48,7 +48,7 @@ class Asked:
 ENGINE_OPTIONS = ("dtype", "math", "kv_dtype")
 
 
-def engine_of(name: str, num_nextn_predict_layers: int = 0, **options: Any) -> Engine:
+def engine_of(name, num_nextn_predict_layers=0, **options) -> Engine:
     values = MODELS[name]
     config = small_config(
         max_position_embeddings=300,
@@ -61,20 +61,20 @@ def engine_of(name: str, num_nextn_predict_layers: int = 0, **options: Any) -> E
     return with_fixed_cost(Engine.random(config, **defaults | options))
 
 
-def requests(name: str) -> list[Asked]:
+def requests(name) -> list[Asked]:
     draw, vocab = random.Random(name), MODELS[name].get("vocab_size", 100)
     shared = [[draw.randrange(vocab) for _ in range(200)] for _ in range(3)]
     return [_request(draw, vocab, shared) for _ in range(REQUESTS)]
 
 
-def _request(draw: random.Random, vocab: int, shared: list[list[int]]) -> Asked:
+def _request(draw, vocab, shared) -> Asked:
     """Prompts often begin as others do, or repeat themselves; the options are any mixture."""
     prompt = draw.choice(shared)[: draw.choice((0, 1, 20, 60, 140, 200))]
     prompt = prompt + [draw.randrange(vocab) for _ in range(draw.randrange(1, 30))]
     kind = draw.random()
     if kind < 0.15:
         return Asked(prompt, {"top": draw.randrange(4)}, start=draw.randrange(1, len(prompt) + 1))
-    options: dict[str, Any] = {"max_new_tokens": draw.randrange(1, 25)}
+    options = {"max_new_tokens": draw.randrange(1, 25)}
     for option, value in {
         "temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "seed": draw.randrange(2**63), "logprobs": 2,
         "repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.5, "reuse_prefix": False,
@@ -92,14 +92,14 @@ def _request(draw: random.Random, vocab: int, shared: list[list[int]]) -> Asked:
     return Asked(prompt, options)
 
 
-def mask_of(ids: Sequence[int], vocab: int) -> np.ndarray:
+def mask_of(ids, vocab) -> np.ndarray:
     mask = np.zeros((vocab + 31) // 32, np.uint32)
     for i in ids:
         mask[i // 32] |= np.uint32(1 << i % 32)
     return mask
 
 
-def join(batch: Batch, asked: Asked, vocab: int, masks: int | None = None) -> int:
+def join(batch, asked, vocab, masks=None) -> int:
     """masks: how many come with the request; the others are left to `allow`."""
     if asked.start:
         return batch.score(asked.ids, start=asked.start, **asked.options)
@@ -121,7 +121,7 @@ def ids_of_tokens(tokens: Sequence[GeneratedToken]) -> list[int]:
     return [token.id for token in tokens] + [i for token in tokens for i, _ in token.top]
 
 
-def alone(engine: Engine, asked: Asked) -> list[int]:
+def alone(engine, asked) -> list[int]:
     """The ids, then reused positions, passes, draft tokens, and those that were right."""
     with engine.batch() as batch:
         ticket = join(batch, asked, engine.config.vocab_size)
@@ -129,7 +129,7 @@ def alone(engine: Engine, asked: Asked) -> list[int]:
     return [*ids_of(updates), *vars(updates[-1].statistics).values()]
 
 
-def side_by_side(engine: Engine, every: Sequence[Asked], late_masks: bool = False) -> list[list[int]]:
+def side_by_side(engine, every, late_masks=False) -> list[list[int]]:
     """The ids of all, which join in order, as many at a time as there is room for.
 
     late_masks: the mask of a token comes after the token before it.

@@ -38,7 +38,7 @@ def test_requests_from_many_threads():
     options = {"max_new_tokens": 40, "ignore_eos": True}
     with engine_of(small_model(), threads=2) as engine:
         expected = {i: engine.generate([i], **options) for i in range(8)}
-        owner, left, ended = dict[int, int](), set[int](), dict[int, str]()
+        owner, left, ended = {}, set(), {}
 
         def client(i):
             for turn in range(20):
@@ -67,7 +67,7 @@ def test_requests_from_many_threads():
             assert reason == "cancelled" if ticket in left and len(ids) < 40 else len(ids) == 40
 
 
-def failing_at(token: int) -> Engine:
+def failing_at(token) -> Engine:
     """One whose activations overflow after this token."""
     model = small_model()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""No bit depends on threads, on blocks of columns, or on what ran before: one table of models and arithmetics.
+"""No bit depends on threads or on blocks of columns: one table of models and arithmetics.
 
 Requests of every kind, alone and in company, are compared in test_goldens.py; products alone in test_products.py.
 The threads outnumber the cores here, so every wait also meets a peer that is not running.
@@ -9,12 +9,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from laneformer.engine import Engine
 from tests.laneformer.engine.assets import (
     ISAS_BELOW_AMX,
     assert_equal_widths,
     engine_of,
-    generate_together,
     random_ids,
     random_model,
     small_config,
@@ -47,31 +45,24 @@ KINDS = {
 }
 BEST_ISA_ONLY = tuple(KINDS)[8:]
 LENGTHS = (1, 2, 3, 4, 5, 7, 12, 13, 14, 27, 31, 32, 33)  # of blocks of columns, alone and as a rest
-PROMPTS = ((0, 5), (7, 40), (3, 4))
 
 
-def isas_of(kind: str) -> tuple[str, ...]:
+def isas_of(kind) -> tuple[str, ...]:
     integer = KINDS[kind][1].get("dtype") == "int4" or KINDS[kind][1].get("math") == "int8"
     isas = usable_isas(ISAS_BELOW_AMX if integer else ("avx512_bf16", "avx512", "avx2", "portable"))
     return isas[:1] if kind in BEST_ISA_ONLY else isas
 
 
-def sample(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
-    return generate_together(engine, prompts, max_new_tokens=12, temperature=1.0, seed=3)
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_threads_blocks_and_company_change_no_bit(kind):
+def test_threads_and_blocks_change_no_bit(kind):
     overrides, options, dtype = KINDS[kind]
     model = small_model(**overrides, seed=2, dtype=dtype)
     ids = random_ids(model.config, 50)
-    prompts = [ids[first:end] for first, end in PROMPTS]
     by_isa = {}
     for isa in isas_of(kind):
         with engine_of(model, threads=1, isa=isa, **options) as one:
             assert (one.isa, one.threads) == (isa, 1)
             by_isa[isa] = logits = one.logits(ids)
-            alone = [sample(one, [prompt])[0] for prompt in prompts]
             for length in LENGTHS:
                 np.testing.assert_array_equal(one.logits(ids[:length]), logits[:length], str(length))
         for threads in (2, 5, 9):
@@ -79,7 +70,6 @@ def test_threads_blocks_and_company_change_no_bit(kind):
                 assert engine.threads == threads
                 for _ in range(2):
                     np.testing.assert_array_equal(engine.logits(ids), logits, f"{threads} threads")
-                    assert sample(engine, prompts) == alone, f"{threads} threads"
     if kind != "rounded":  # bf16 products sum in an order of their own
         assert_equal_widths(by_isa)
 

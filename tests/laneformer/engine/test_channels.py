@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 
@@ -25,11 +24,11 @@ ARGUMENTS = '{"city": "Rome"}'
 LLAMA = CallForm('{"name": "', '", "parameters": ', None, "}")
 
 
-def read(pieces: list[str], **options: Any) -> list[tuple[str, str]]:
+def read(pieces, **options) -> list[tuple[str, str]]:
     """Kinds and texts, those of a kind in a row as one."""
     reader = AnswerReader(**options)
     deltas = [delta for piece in pieces for delta in reader.push(piece)] + reader.finish()
-    parts: list[tuple[str, str]] = []
+    parts = []
     for kind, text in deltas:
         if parts and parts[-1][0] == kind != "call":
             parts[-1] = kind, parts[-1][1] + text
@@ -38,7 +37,7 @@ def read(pieces: list[str], **options: Any) -> list[tuple[str, str]]:
     return parts
 
 
-def check_pieces(text: str, expected: list[tuple[str, str]], step: int = 1, **options: Any) -> None:
+def check_pieces(text, expected, step=1, **options):
     """In one piece, in letters, and in three pieces that end at any multiple of `step`."""
     assert read([text], **options) == expected
     assert read(list(text), **options) == expected

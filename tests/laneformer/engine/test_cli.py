@@ -38,7 +38,7 @@ def short_bench(monkeypatch):
         monkeypatch.setattr(bench, name, value)
 
 
-def generate(folder, capsys, prompt: str, *flags: str) -> tuple[str, str]:
+def generate(folder, capsys, prompt, *flags) -> tuple[str, str]:
     """What the command prints, without the last line end, and what it says beside that."""
     main(["generate", str(folder), "--prompt", prompt, *flags])
     printed = capsys.readouterr()

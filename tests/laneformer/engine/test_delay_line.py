@@ -37,7 +37,7 @@ VARIANTS = {
 }
 
 
-def engine_with(variant: str, link_s: float = 0.0) -> Engine:
+def engine_with(variant, link_s=0.0) -> Engine:
     engine = engine_of(small_model(**VARIANTS[variant], seed=4), threads=2)
     if variant == "ladder":
         core(engine).set_ladder()
@@ -45,7 +45,7 @@ def engine_with(variant: str, link_s: float = 0.0) -> Engine:
     return engine
 
 
-def floor_s(variant: str, link_s: float = LINK_S) -> float:
+def floor_s(variant, link_s=LINK_S) -> float:
     """What a token takes at least where computing takes no time."""
     config = small_config(**VARIANTS[variant])
     assert config.num_hidden_layers == LAYERS
@@ -74,11 +74,11 @@ def test_threads_of_one_lane_do_not_wait_for_the_link():
         assert min(after(engine, [1, 2, 3], 3).whole.token_s) < 1.0
 
 
-def module_late_logits(model: Laneformer, ids: list[int]) -> np.ndarray:
+def module_late_logits(model, ids) -> np.ndarray:
     """Ladder Residual by its definition, in float64: a module reads the sums of all modules but the one before it."""
     rows = torch.tensor([ids])
     stream = model.tok_embeddings(rows)[:, :, None].expand(-1, -1, model.config.num_lanes, -1)
-    sums: list[torch.Tensor] = []
+    sums = []
     positions = torch.arange(len(ids))
     rope, masks = rope_table(model.config, positions), model.masks(positions, positions)
     for layer, mask in zip(model.layers, masks, strict=True):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -111,7 +110,7 @@ def test_cost_is_what_passes_took():
 # ---- engines ----
 
 
-def model_with_head(seed: int = 0, dtype: str = "fp32", **overrides: Any) -> Laneformer:
+def model_with_head(seed=0, dtype="fp32", **overrides) -> Laneformer:
     model = small_model(**{"num_nextn_predict_layers": 1, **LONG, **overrides}, seed=seed, dtype=dtype)
     if ids := model.config.draft_vocab_size:
         spread = torch.randperm(model.config.vocab_size, generator=torch.Generator().manual_seed(seed))[:ids]
@@ -119,7 +118,7 @@ def model_with_head(seed: int = 0, dtype: str = "fp32", **overrides: Any) -> Lan
     return model
 
 
-def set_draft_cost(engine: Engine, column: float = CHEAP, draft: float = CHEAP) -> Engine:
+def set_draft_cost(engine, column=CHEAP, draft=CHEAP) -> Engine:
     core(engine).fix_cost(column, draft)
     return engine
 
@@ -214,7 +213,7 @@ def test_a_small_model_comes_from_a_folder_and_has_the_same_vocabulary(tmp_path)
 # ---- the head ----
 
 
-def take_drafts(engine: Engine) -> list[tuple[list[int], int, np.ndarray]]:
+def take_drafts(engine) -> list[tuple[list[int], int, np.ndarray]]:
     """The text, the drafts before this one, and its logits (V,): of all since the last call, if there was one."""
     return core(engine).recorded_drafts()
 
@@ -230,7 +229,7 @@ def reference(wide: Laneformer, ids: list[int], drafts: int) -> np.ndarray:
     return logits
 
 
-def largest_error(model: Laneformer, engine: Engine) -> float:
+def largest_error(model, engine) -> float:
     """Of the logits of the last draft of each step, beyond eight times the error that float32 makes of the same draft
     in PyTorch.
     """

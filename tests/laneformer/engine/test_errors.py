@@ -16,6 +16,7 @@ from laneformer.engine import Engine
 from laneformer.engine.cpu.decoder import MAX_THREADS
 from laneformer.engine.cpu.packed_files import FOLDER
 from tests.laneformer.engine.assets import (
+    TORCH_DTYPES,
     engine_of,
     random_ids,
     small_model,
@@ -36,12 +37,12 @@ def folder(tmp_path):
     return write_folder(tmp_path / "hf", small_model())
 
 
-def change_config(folder, **values) -> None:
+def change_config(folder, **values):
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def change_weights(folder, change) -> None:
+def change_weights(folder, change):
     state = load_file(folder / WEIGHTS)
     change(state)
     save_file(state, folder / WEIGHTS)
@@ -51,7 +52,7 @@ def change_weights(folder, change) -> None:
 def refuses(folder):
     """Loading the folder must fail with this message."""
 
-    def check(message: str, **options) -> None:
+    def check(message, **options):
         with pytest.raises(ValueError, match=message):
             Engine.from_pretrained(folder, **options)
 
@@ -243,9 +244,8 @@ def test_values_that_are_not_finite_or_do_not_fit_are_named(folder, refuses):
         assert not list((folder / FOLDER).glob("*")), "such weights are not kept"
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
 def test_conversions_round_as_pytorch_does(dtype):
-    torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     model = small_model()
     with torch.no_grad():  # subnormal in fp16, and ties
         model.layers[0].attention.wq.weight.view(-1)[:4] = torch.tensor(
@@ -256,7 +256,7 @@ def test_conversions_round_as_pytorch_does(dtype):
         seen = converted.logits(ids)
     for name, p in model.named_parameters():
         if not name.endswith("norm.weight"):  # norm scales stay in float32
-            p.data = p.data.to(torch_dtype).float()
+            p.data = p.data.to(TORCH_DTYPES[dtype]).float()
     with engine_of(model) as rounded:
         np.testing.assert_array_equal(rounded.logits(ids), seen)
 
@@ -290,7 +290,7 @@ def test_activations_beyond_float32_are_an_error(head, scale):
                 call([1, 2, 3, 4])
 
 
-def cast(folder, dtype, *names: str) -> None:
+def cast(folder, dtype, *names):
     change_weights(folder, lambda state: state.update({n: state[n].to(dtype) for n in names or state}))
 
 

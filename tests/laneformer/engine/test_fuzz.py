@@ -36,7 +36,7 @@ anything = st.one_of(
 )  # fmt: skip
 
 
-def valid(name: str) -> st.SearchStrategy:
+def valid(name) -> st.SearchStrategy:
     if name in RANGES:
         kind, low, high = RANGES[name]
         return st.integers(int(low), int(min(high, 40))) if kind is int else st.floats(low, min(high, 100.0))
@@ -52,7 +52,7 @@ prompts = st.lists(st.integers(0, 263), min_size=1, max_size=96)
 any_prompt = st.one_of(anything, prompts, st.lists(st.integers(-2, 265), max_size=100))
 
 
-def still_works(engine) -> None:
+def still_works(engine):
     assert engine.generate([1, 2, 3], max_new_tokens=4) == engine.expected
 
 

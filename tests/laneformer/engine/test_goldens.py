@@ -31,11 +31,11 @@ Answer = Callable[[Engine, list[Asked]], list[list[int]]]
 CHEAP = 0.001  # of the cost of a pass: so that drafts are made
 
 
-def ids(name: str) -> list[list[int]]:
+def ids(name) -> list[list[int]]:
     return [answer[:-FIGURES] for answer in GOLDENS[name]]
 
 
-def check_all(name: str, **options: object) -> None:
+def check_all(name, **options):
     """Every request one after the other, its statistics too, and all side by side."""
     every = requests(name)
     with engine_of(name, **options) as engine:
@@ -73,7 +73,7 @@ def test_with_masks_that_come_late():
             assert side_by_side(engine, requests("delay_2"), late_masks=True) == ids("delay_2")
 
 
-def one_by_one(engine: Engine, every: list[Asked]) -> list[list[int]]:
+def one_by_one(engine, every) -> list[list[int]]:
     return [alone(engine, asked)[:-FIGURES] for asked in every]
 
 

@@ -31,7 +31,7 @@ HEADS = ("vocab_parallel", "replicate", "lane")
 single = np.float32
 
 
-def drawn(rows: int, inputs: int, seed: int = 0) -> np.ndarray:
+def drawn(rows, inputs, seed=0) -> np.ndarray:
     """Rows of very different magnitude; the first four only of its largest, of both
     signs, in all combinations.
     """
@@ -60,7 +60,7 @@ def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.rint(groups * inverse[..., None]).astype(np.int64), scales
 
 
-def unpacked(tape: np.ndarray, rows: int, inputs: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+def unpacked(tape, rows, inputs, dtype) -> tuple[np.ndarray, np.ndarray]:
     """Integers (rows, groups, 32), and scales by row and group (int4) or by row (int8), read by kernels.h."""
     tiles, pairs, groups = -(-rows // 32), -(-inputs // 2), -(-inputs // GROUP)
     tape = tape.reshape(tiles, -1)
@@ -79,7 +79,7 @@ def unpacked(tape: np.ndarray, rows: int, inputs: int, dtype: str) -> tuple[np.n
     return LEVELS[bits[:rows]], scales[:rows].astype(single)
 
 
-def defined(tape: np.ndarray, x: np.ndarray, rows: int, dtype: str) -> np.ndarray:
+def defined(tape, x, rows, dtype) -> np.ndarray:
     """The product (columns, rows): exact sums of integers, then float32 operations that round one at a time."""
     integers, scales = unpacked(tape, rows, x.shape[1], dtype)
     inputs, input_scales = rounded(x)
@@ -162,7 +162,7 @@ def test_zeros_stay_zeros_and_small_or_large_weights_are_no_surprise():
             packed(weights)
 
 
-def powers_of_two(model: Laneformer) -> Laneformer:
+def powers_of_two(model) -> Laneformer:
     """Every row in whole multiples of a power of two, 127 of them somewhere: int8 holds such a model exactly."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

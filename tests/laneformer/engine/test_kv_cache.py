@@ -4,8 +4,6 @@ Contexts are longer than two chunks (256 positions each), so that chunks are mer
 windows, and shared out.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

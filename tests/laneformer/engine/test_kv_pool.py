@@ -27,26 +27,24 @@ PAGE = 64
 LONG = {"max_position_embeddings": 1024, "vocab_size": 100}
 
 
-def answer(
-    engine: Engine, prompt: list[int], new: int = 8, **options
-) -> tuple[list[int], list[float | None], int]:
+def answer(engine, prompt, new=8, **options) -> tuple[list[int], list[float | None], int]:
     """Ids, log-probabilities, and how many prompt ids were not read again."""
     result = engine.generate_detailed(prompt, max_new_tokens=new, logprobs=0, ignore_eos=True, **options)
     return result.ids, [token.logprob for token in result.tokens], result.statistics.reused_tokens
 
 
-def reused_as_fresh(engine: Engine, fresh: Engine, prompt: list[int], new: int = 8) -> int:
+def reused_as_fresh(engine, fresh, prompt, new=8) -> int:
     """How many ids were not read again; the answer has the bits of an engine that reads all of them."""
     *seen, reused = answer(engine, prompt, new)
     assert seen == [*answer(fresh, prompt, len(seen[0]), reuse_prefix=False)[:2]]
     return reused
 
 
-def kv_bytes(engine: Engine) -> int:
+def kv_bytes(engine) -> int:
     return core(engine).kv_bytes
 
 
-def bytes_of(positions: int, config: LaneformerConfig | None = None, **options) -> int:
+def bytes_of(positions, config=None, **options) -> int:
     """What one request of so many positions takes."""
     with engine_of(random_model(config or small_config(**LONG)), **options) as engine:
         engine.generate(random_ids(engine.config, positions), max_new_tokens=1)

@@ -17,7 +17,7 @@ from tests.laneformer.engine.assets import (
 SAMPLED = {"temperature": 1.3, "top_k": 30, "seed": 2, "repetition_penalty": 1.4, "logit_bias": {3: 4.0}}
 
 
-def reference(model, ids: list[int]) -> tuple[np.ndarray, float]:
+def reference(model, ids) -> tuple[np.ndarray, float]:
     """log p after every position, float64, and the allowed error: log_softmax adds up to twice the logits' error,
     exp and the sum about 1e-6 of the value.
     """

@@ -4,8 +4,6 @@ The allowance is computed from the arithmetic (tools/check/reference.py); a plan
 thousands of times larger.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

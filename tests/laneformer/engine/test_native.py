@@ -56,7 +56,7 @@ def sources() -> Iterator[Path]:
         yield copy
 
 
-def build(check: str, name: str = "", **definitions: str) -> Path:
+def build(check, name="", **definitions) -> Path:
     """The check program with these sanitizers (or "none"), or with "" the module."""
     own = hashlib.sha256(str(ROOT).encode()).hexdigest()[:8]
     folder = CACHE / f"check-{name or check}"

@@ -31,7 +31,7 @@ IDS = random_ids(small_config(), 30)
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch) -> None:
+def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
 
 
@@ -217,7 +217,7 @@ def models(tmp_path, monkeypatch):
     return folders
 
 
-def start(folder: Path, age_s: float = 0.0) -> Path:
+def start(folder, age_s=0.0) -> Path:
     """The file that a start leaves, used so long ago."""
     with Engine.from_pretrained(folder, threads=1):
         pass

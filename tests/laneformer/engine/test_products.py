@@ -17,7 +17,7 @@ COLUMNS = (2, FEW, 4, 6, 7, 11, 12, 13, 14, 100, 128)
 MATHS = ("exact", "bf16")
 
 
-def multiply(weights: np.ndarray, x: np.ndarray, dtype: str, math: str, isa: str) -> np.ndarray:
+def multiply(weights, x, dtype, math, isa) -> np.ndarray:
     """(columns, rows)."""
     return _core.multiply(weights, x, dtype, math, isa)[1].reshape(len(x), len(weights))
 
@@ -58,7 +58,7 @@ def test_a_column_depends_on_no_other_of_a_block(isa, math):
             np.testing.assert_array_equal(multiply(weights, x[part], "bf16", math, isa), whole[part])
 
 
-def largest_error(isa: str, math: str) -> float:
+def largest_error(isa, math) -> float:
     """Of a sum, in relation to the sum of its terms' magnitudes."""
     rng, worst = np.random.default_rng(3), 0.0
     for rows, inputs in ((1, 1), (16, 31), (31, 32), (33, 33), (64, 65), (136, 200), (40, 1056), (40, 2100)):

@@ -13,9 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from laneformer.engine import GenerationOptions
 from tests.laneformer.engine.assets import random_model, small_config, write_folder
-from tests.laneformer.engine.test_sampling import draw
 from tools.check import engine as check_engine
 from tools.check.engine import Options, check
 from tools.check.reference import random_weights
@@ -24,7 +22,7 @@ SILENT = Console(quiet=True)
 CONFIG = small_config()
 
 
-def options(**overrides: object) -> Options:
+def options(**overrides) -> Options:
     return Options("test", **{"prompts": 4, "new_tokens": 8, "runs": 5, "threads": (1, 2), **overrides})
 
 
@@ -100,16 +98,3 @@ def test_a_folder_from_the_command_line(tmp_path, capsys):
         check_engine.main(["300n"])
     assert ended.value.code == 2
     assert "neither a folder with config.json nor a flavor" in capsys.readouterr().err
-
-
-def test_the_repetition_penalty_is_hugging_faces():
-    from transformers import RepetitionPenaltyLogitsProcessor
-
-    rng = np.random.default_rng(1)
-    for penalty in (0.8, 1.3, 3.0):
-        process = RepetitionPenaltyLogitsProcessor(penalty)
-        for _ in range(50):
-            logits, ids = rng.normal(size=30).astype(np.float32), rng.integers(0, 30, 12).tolist()
-            expected = int(process(torch.tensor([ids]), torch.from_numpy(logits[None]))[0].argmax())
-            penalised = GenerationOptions(repetition_penalty=penalty)
-            assert draw(logits, penalised, ids[:6], ids[6:]) == expected

@@ -10,11 +10,10 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
-from laneformer.engine import Cancelled, Engine
+from laneformer.engine import Cancelled
 from tests.laneformer.engine.assets import byte_tokenizer, engine_of, small_model
 
 LONG = {"max_position_embeddings": 20_000, "vocab_size": 264}
@@ -31,11 +30,11 @@ def engine():
         yield engine
 
 
-def while_it_runs(engine: Engine, act: Callable[[], object]) -> threading.Thread:
+def while_it_runs(engine, act) -> threading.Thread:
     """`act` from another thread, once a request of this one is at work."""
     decoder = engine._open()
 
-    def wait_and_act() -> None:
+    def wait_and_act():
         until_s = time.monotonic() + 60
         while not decoder.running and time.monotonic() < until_s:
             time.sleep(0.001)

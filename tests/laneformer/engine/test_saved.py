@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from laneformer.engine import Engine
 from laneformer.engine.cpu import saved
 from laneformer.engine.cpu.saved import SavedPrefixes
 from tests.laneformer.engine.assets import (
@@ -29,17 +28,16 @@ from tests.laneformer.engine.test_kv_pool import LONG, answer, reused_as_fresh
 from tests.laneformer.engine.test_running import run_python
 
 
-def prefixes(engine: Engine) -> SavedPrefixes:
+def prefixes(engine) -> SavedPrefixes:
     saved_prefixes = core(engine).prefixes
-    assert saved_prefixes is not None
     return saved_prefixes
 
 
-def files(directory: Path) -> list[Path]:
+def files(directory) -> list[Path]:
     return sorted(directory.glob("*.kv"))
 
 
-def until(true: Callable[[], Any]) -> None:
+def until(true: Callable[[], Any]):
     end_s = time.monotonic() + 60
     while not true():
         assert time.monotonic() < end_s, "it has not come"
@@ -79,7 +77,7 @@ def test_a_restart_goes_on_with_the_same_bits(model, talk, tmp_path, threads, kv
                 assert prefixes(engine).counts["hits"] == 1
 
 
-def flip(path: Path, at: int) -> None:
+def flip(path, at):
     data = bytearray(path.read_bytes())
     data[at] ^= 4
     path.write_bytes(data)

@@ -8,7 +8,6 @@ import pytest
 from laneformer.engine.cpu import _core
 from laneformer.engine.cpu.decoder import core_spec
 from laneformer.engine.folder import rope_tables
-from laneformer.model import Laneformer
 from tests.laneformer.engine.assets import (
     engine_of,
     random_ids,
@@ -33,7 +32,7 @@ MODELS = {
 }
 
 
-def scalar_logits(model: Laneformer, ids: list[int]) -> np.ndarray:
+def scalar_logits(model, ids) -> np.ndarray:
     tensors = {name: np.ascontiguousarray(t.values, np.float32) for name, t in tensors_of(model).items()}
     tensors["cosine"], tensors["sine"] = rope_tables(model.config)
     spec = {**core_spec(model.config, {}), "kv_dtype": "fp32"}

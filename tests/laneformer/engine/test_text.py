@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laneformer.engine import Engine, StopStrings, TextStream
+from laneformer.engine import StopStrings, TextStream
 from tests.laneformer.engine.assets import byte_tokenizer, engine_of, small_model
 from tests.laneformer.engine.test_running import while_it_runs
 
@@ -24,7 +24,7 @@ def engine():
         yield engine
 
 
-def cut(text: str, stops: list[str]) -> str:
+def cut(text, stops) -> str:
     """The text before the stop string that is complete first; of two that end together,
     before the longer one.
     """
@@ -128,11 +128,11 @@ def test_a_stream_keeps_its_tokens_when_its_request_is_done_but_not_read():
         engine.generate([2], max_new_tokens=2)
 
 
-def interrupt(engine: Engine, call) -> float:
+def interrupt(engine, call) -> float:
     """CPU seconds from Ctrl-C until the call ended with it."""
     pressed_s = []
 
-    def press() -> None:
+    def press():
         pressed_s.append(time.process_time())
         _thread.interrupt_main()
 

@@ -20,7 +20,7 @@ def token(content: str, **properties: bool) -> dict[str, Any]:
     return {"content": content, **usual, **properties}
 
 
-CASES: dict[str, dict[str, dict[str, Any]]] = {
+CASES = {
     # files beside tokenizer.json, whose added tokens are <begin> (300) and <end> (301)
     "added_tokens_decoder alone": {
         "tokenizer_config": PLAIN | {"added_tokens_decoder": {
@@ -56,7 +56,6 @@ def test_tokens_beside_the_tokenizer_are_those_of_transformers(tmp_path, name):
     for file, values in CASES[name].items():
         (tmp_path / f"{file}.json").write_text(json.dumps(values))
     theirs, ours = PreTrainedTokenizerFast.from_pretrained(tmp_path), read_texts(tmp_path).tokenizer
-    assert ours is not None
     for text in TEXTS:
         ids = theirs.encode(text, add_special_tokens=False)
         assert ours.encode(text, add_special_tokens=False).ids == ids, text
@@ -85,7 +84,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123
 ADAPTER = json.dumps({"base_model_name_or_path": "org/base", "peft_type": "LORA"})
 LLAMA = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
          "num_attention_heads": 1, "vocab_size": 8, "max_position_embeddings": 8}  # fmt: skip
-OTHER_FOLDERS: list[tuple[dict[str, Any], str]] = [
+OTHER_FOLDERS = [
     (
         {"config.json": POINTER},
         r"config\.json is a pointer of Git LFS, not the file itself; run `git lfs pull`",

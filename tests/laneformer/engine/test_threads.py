@@ -1,7 +1,5 @@
 """Threads: how many there may be, where they run, and what they do while they wait."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -15,7 +15,7 @@ class Blocker:
     """Refuses our packages even where an editable install would find them."""
 
     @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> None:
+    def find_spec(name, path=None, target=None):
         if name.split(".")[0] in OURS:
             raise ImportError(f"{name} must not be needed")
 
@@ -57,7 +57,7 @@ def generate(path: str, model: torch.nn.Module) -> dict:
     """Greedy tokens of prompts of several lengths, alone and in one left-padded batch; of each, up to its `</s>`."""
     tokenizer, prompts = AutoTokenizer.from_pretrained(path), asked["prompts"]
 
-    def greedy(rows: list, **options: object) -> list:
+    def greedy(rows, **options):
         batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt")
         out = model.generate(**batch, max_new_tokens=asked["new_tokens"], do_sample=False, **options)
         rows = [row[batch["input_ids"].shape[1] :].tolist() for row in out]
@@ -75,11 +75,8 @@ def ask_tokenizer(path: str) -> dict:
     """Ids of texts and back; of conversations the text, its ids, and 1 for each that is trained."""
     tokenizer = AutoTokenizer.from_pretrained(path)
     ids = [tokenizer(text)["input_ids"] for text in asked["texts"]]
-    render, options = (
-        tokenizer.apply_chat_template,
-        {"return_dict": True, "return_assistant_tokens_mask": True},
-    )
-    chats = [render(messages, **options) for messages in asked["chats"]]
+    options = {"return_dict": True, "return_assistant_tokens_mask": True}
+    chats = [tokenizer.apply_chat_template(messages, **options) for messages in asked["chats"]]
     names = ("unk_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
     return {
         "ids": ids,

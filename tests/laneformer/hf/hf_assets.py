@@ -22,13 +22,13 @@ FLOAT32_TOLERANCE = 10 * 50 * 2.0**-24
 
 
 @functools.cache
-def stdlib_sources(count: int = 120) -> list[str]:
+def stdlib_sources(count=120) -> list[str]:
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*.py"))[:count]
     return [file.read_text(errors="replace") for file in files]
 
 
 @functools.cache
-def sentencepiece_model(add_dummy_prefix: bool = True, **overrides: object) -> bytes:
+def sentencepiece_model(add_dummy_prefix: bool = True, **overrides) -> bytes:
     model = io.BytesIO()
     options = {
         "model_type": "bpe", "vocab_size": VOCAB_SIZE, "byte_fallback": True, "split_digits": True,
@@ -42,13 +42,13 @@ def sentencepiece_model(add_dummy_prefix: bool = True, **overrides: object) -> b
     return model.getvalue()
 
 
-def small_config(**overrides: object) -> LaneformerConfig:
+def small_config(**overrides) -> LaneformerConfig:
     """Wide enough initialisation that attention and greedy choices depend on the text."""
     values = {"vocab_size": VOCAB_SIZE, "sliding_window": 16, "initializer_range": 0.15, **overrides}
     return LaneformerConfig.from_flavor("tiny", **values)
 
 
-def random_model(seed: int = 0, **overrides: object) -> Laneformer:
+def random_model(seed=0, **overrides) -> Laneformer:
     model = Laneformer(small_config(**overrides)).eval()
     model.init_weights(seed)
     with torch.no_grad():
@@ -58,7 +58,7 @@ def random_model(seed: int = 0, **overrides: object) -> Laneformer:
     return model
 
 
-def write_run(folder: Path, model: Laneformer, step: int = 30) -> Path:
+def write_run(folder, model, step=30) -> Path:
     """A run folder as training leaves it; the path of its checkpoint."""
     folder.mkdir(parents=True)
     (folder / "model.json").write_text(json.dumps(model.config.to_dict()))

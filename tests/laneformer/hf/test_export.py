@@ -10,11 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from sentencepiece import SentencePieceProcessor
 
-from laneformer import Laneformer
-from laneformer.config import hf_name
 from laneformer.hf.export import export, load_weights, staged_folder, verify
 from laneformer.model import KVCache, run_layers
 from tests.laneformer.hf.hf_assets import (
@@ -40,13 +37,11 @@ CHATS = [
     ],
     [{"role": "user", "content": "a</ b"}, {"role": "assistant", "content": " é😀日 <|▁\n"}],
 ]
-HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n{}"
-TURNS = [("user", "What is\n2 + 2?</s>"), ("assistant", "4</s>"), ("user", "Thanks</s>"), ("assistant", "")]
 TEXTS = ["", " ", "   x", "a  b", "\t\tif x:\n", "\n\n", "é 😀 日本", "3.14159 " * 3, *stdlib_sources()[:3]]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def draw_ids(*shape: int) -> torch.Tensor:
+def draw_ids(*shape) -> torch.Tensor:
     return torch.randint(3, VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(5))
 
 
@@ -54,7 +49,7 @@ IDS, PROMPTS = draw_ids(2, 50), [draw_ids(n).tolist() for n in (5, 23, 16)]  # b
 
 
 @torch.no_grad()
-def expected_of(model: Laneformer) -> dict[str, torch.Tensor]:
+def expected_of(model) -> dict[str, torch.Tensor]:
     positions = torch.arange(IDS.shape[1])
     masks, embedding = model.masks(positions, positions), model.tok_embeddings(IDS)
     h, _ = run_layers(model.layers, model.config, embedding, model.rope(positions), masks)
@@ -65,7 +60,7 @@ def expected_of(model: Laneformer) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def greedy(model: Laneformer, prompt: list[int]) -> list[int]:
+def greedy(model, prompt) -> list[int]:
     """The training model's own decoding, token by token, up to `</s>`."""
     cache, new, feed = KVCache(model.config.num_hidden_layers), [], prompt
     while len(new) < NEW_TOKENS and new[-1:] != [2]:
@@ -75,9 +70,7 @@ def greedy(model: Laneformer, prompt: list[int]) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def models(
-    model: Laneformer, exported: tuple[Path, dict], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[Laneformer, Path]]:
+def models(model, exported, tmp_path_factory):
     """With their folders. converted: with a tied head, which 4.57 would tie in another shape; late upper layers and
     the flush.
     """
@@ -92,10 +85,10 @@ def models(
     params=[pytest.param("5", marks=pytest.mark.job), pytest.param("4.57", marks=pytest.mark.rotate)],
 )
 def answers(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    models: dict[str, tuple[Laneformer, Path]],
-) -> dict[str, dict]:
+    request,
+    tmp_path_factory,
+    models,
+):
     """Of a fresh process elsewhere, that cannot import anything of ours, to the same questions of each model."""
     version, elsewhere = request.param, tmp_path_factory.mktemp("elsewhere")
     if version == "4.57" and not TRANSFORMERS_4.is_dir():
@@ -143,7 +136,6 @@ def test_fresh_process_tokenizer_is_sentencepiece(answers, exported):
     assert answer["ids"] == [[1, *sp.encode(text)] for text in TEXTS]
     assert answer["decoded"] == TEXTS
     assert answer["special_ids"] == [0, 1, 2, 0]
-    assert answer["prompt"] == "".join(HEADER.format(*turn) for turn in TURNS)
     for messages, (ids, mask) in zip(CHATS, answer["chats"], strict=True):
         assert encode_chat(exported[0], messages) == (ids, mask)
 
@@ -164,14 +156,6 @@ def test_report_and_files(exported, model):
     card = (out / "README.md").read_text()
     assert all(f"{real:,}" in card for real in (report["parameters"], 123_456))
     assert "from .." not in "".join(path.read_text() for path in out.glob("*.py"))
-
-
-def test_rounding_is_all_that_happens(tmp_path, checkpoint, model):
-    export(checkpoint, tmp_path / "hf")
-    stored = load_file(tmp_path / "hf" / "model.safetensors")
-    weights = {hf_name(name): weight for name, weight in model.state_dict().items()}
-    assert stored.keys() == weights.keys()
-    assert all(torch.equal(stored[name], weight.bfloat16()) for name, weight in weights.items())
 
 
 def test_verification_notices_one_wrong_lane(exported, checkpoint, model):
@@ -202,10 +186,7 @@ def test_incomplete_checkpoints_are_refused(tmp_path, checkpoint, model):
     assert {path.name for path in tmp_path.iterdir()} == {"run-nan", "run-100000.0"}, "nothing else is left"
 
 
-def test_missing_parts_are_named(tmp_path, checkpoint):
-    lonely = tmp_path / "step-30"
-    lonely.symlink_to(checkpoint)
-    export(lonely, tmp_path / "hf")  # the run folder is that of the real checkpoint
+def test_missing_parts_are_named(tmp_path):
     copied = write_run(tmp_path / "run", random_model(), step=1)
     (tmp_path / "run" / "tokenizer.model").unlink()
     with pytest.raises(ValueError, match=r"tokenizer.model does not exist; pass its path with --tokenizer"):

@@ -1,7 +1,5 @@
 """HF folder -> DCP checkpoint -> HF folder."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -22,17 +22,17 @@ def wrap(plain: Laneformer) -> LaneformerForCausalLM:
 
 
 @pytest.fixture(scope="module")
-def plain() -> Laneformer:
+def plain():
     return random_model()
 
 
 @pytest.fixture(scope="module")
-def model(plain: Laneformer) -> LaneformerForCausalLM:
+def model(plain):
     return wrap(plain)
 
 
 @pytest.fixture(scope="module")
-def ids() -> torch.Tensor:
+def ids():
     return torch.randint(3, VOCAB_SIZE, (2, 40), generator=torch.Generator().manual_seed(1))
 
 

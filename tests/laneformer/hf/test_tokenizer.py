@@ -20,7 +20,7 @@ from tests.laneformer.hf.hf_assets import sentencepiece_model, stdlib_sources
 SPECIAL_TEXTS = ("<s>", "</s>", "<unk>")
 
 
-def saved(tmp_path: Path, model: bytes) -> tuple[Path, SentencePieceProcessor]:
+def saved(tmp_path, model) -> tuple[Path, SentencePieceProcessor]:
     path = tmp_path / "tokenizer.model"
     path.write_bytes(model)
     return path, SentencePieceProcessor(model_file=str(path))

@@ -4,8 +4,6 @@ count as we do.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer
@@ -20,9 +18,7 @@ NAMES = {"bos_token": {"content": "<begin>"}, "eos_token": "<end>", "chat_templa
          "added_tokens_decoder": {"600": {"content": "<begin>"}}}  # fmt: skip
 
 
-def exported(
-    folder: Path, special: list[str], pattern: dict | None = None, **config
-) -> PreTrainedTokenizerFast:
+def exported(folder, special, pattern=None, **config) -> PreTrainedTokenizerFast:
     path = save(byte_level(stdlib_sources()[:10], special, **(pattern or {})), folder / "given", **config)
     write_tokenizer(path, folder, 512)
     return PreTrainedTokenizerFast.from_pretrained(folder)

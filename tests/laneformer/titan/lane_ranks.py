@@ -21,7 +21,7 @@ from train.job_config import patch_torch_for_cpu
 patch_torch_for_cpu()  # before TorchTitan is imported
 
 import torch  # noqa: E402
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import Replicate  # noqa: E402
 from torchtitan.config import JobConfig  # noqa: E402
 
@@ -30,7 +30,7 @@ from laneformer.titan import lane_axis, parallelize  # noqa: E402
 from laneformer.titan.spec import LaneformerArgs, TitanLaneformer  # noqa: E402
 from tests.laneformer.titan.titan_assets import gradients_of  # noqa: E402
 
-SHAPES: dict[str, Any] = {
+SHAPES = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 5, "num_attention_heads": 16, "head_dim": 2,
     "num_key_value_heads": 8, "num_lanes": 8, "sliding_window": 5, "swa_layers": (0, 1), "vocab_size": 64,
     "max_position_embeddings": 16, "broadcast_delay": 2, "initializer_range": 0.3,
@@ -52,7 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
 BATCH, LENGTH = 2, 12
 
 
-def config(name: str, **change: Any) -> LaneformerConfig:
+def config(name, **change) -> LaneformerConfig:
     return LaneformerConfig.from_flavor("tiny", **{**SHAPES, **CASES[name], **change})
 
 
@@ -62,13 +62,13 @@ def tokens() -> torch.Tensor:
     )
 
 
-def build(name: str) -> TitanLaneformer:
+def build(name) -> TitanLaneformer:
     model = TitanLaneformer(LaneformerArgs(config=config(name)))
     model.lm_head.chunk_tokens, model.lm_head.z_loss_weight = 5, 0.1
     return model
 
 
-def measure(model: TitanLaneformer, part: int = 0, parts: int = 1) -> dict[str, Any]:
+def measure(model, part=0, parts=1) -> dict[str, Any]:
     """Of one of so many equal parts of the batch."""
     batch, weights = tokens(), torch.linspace(0.5, 1.5, BATCH * LENGTH).view(BATCH, LENGTH)
     labels = batch[:, 1:].clone()
@@ -81,7 +81,7 @@ def measure(model: TitanLaneformer, part: int = 0, parts: int = 1) -> dict[str, 
     return {"losses": losses.detach(), "seen": model.lm_head.seen, "gradients": whole}
 
 
-def one_case(name: str, dtype: str, mesh: DeviceMesh) -> dict[str, Any]:
+def one_case(name, dtype, mesh) -> dict[str, Any]:
     job = JobConfig()
     job.training.mixed_precision_param = job.training.mixed_precision_reduce = dtype
     job.activation_checkpoint.mode = name if name in ("full", "selective") else "none"
@@ -97,7 +97,7 @@ def one_case(name: str, dtype: str, mesh: DeviceMesh) -> dict[str, Any]:
     return measure(model, mesh.get_local_rank("fsdp"), mesh.size(0))
 
 
-def own_twice(self: lane_axis.LaneAxis, sent: Any, first_only: bool = False) -> torch.Tensor:
+def own_twice(self: lane_axis.LaneAxis, sent, first_only=False) -> torch.Tensor:
     """`receive` with the lane's own partial output, which it has added at once."""
     return lane_axis._Arrive.apply(sent[1], self.group)
 
@@ -131,7 +131,7 @@ RUNS = [
 RANKS = 4
 
 
-def rank_main(rank: int, folder: Path) -> None:
+def rank_main(rank, folder):
     store = torch.distributed.FileStore(str(folder / "store"), RANKS)
     torch.distributed.init_process_group("gloo", rank=rank, world_size=RANKS, store=store)
     parallelize.TORCH_DTYPE_MAP["float64"] = torch.float64
@@ -150,7 +150,7 @@ def rank_main(rank: int, folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-def start_rank(rank: int, folder: Path) -> int:
+def start_rank(rank, folder) -> int:
     """The process id of a fork that runs it."""
     if child := os.fork():
         return child

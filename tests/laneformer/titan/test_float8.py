@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from laneformer import LaneformerConfig
 from laneformer.titan import float8
-from laneformer.titan.float8 import RECIPES, Float8, Recipe, check_device, check_shapes, use_float8
+from laneformer.titan.float8 import RECIPES, Float8, check_device, check_shapes, use_float8
 from laneformer.titan.parallelize import apply_selective_checkpointing
 from laneformer.titan.products import lower_keep_to_nothing
 from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
@@ -44,7 +43,7 @@ def drawn() -> tuple[Tensor, Tensor, Tensor]:
     """
     generator = torch.Generator().manual_seed(1)
 
-    def draw(*shape: int) -> Tensor:
+    def draw(*shape):
         values = torch.randn(*shape, generator=generator)
         for axis, size in enumerate(shape):
             of_axis = torch.randn(size, generator=generator).exp2()
@@ -59,17 +58,15 @@ def computed(how: Float8) -> Products:
     x.requires_grad_(), weight.requires_grad_()
     y = how(x, weight)
     y.backward(gradient)
-    assert x.grad is not None
-    assert weight.grad is not None
     return Products(y.detach(), x.grad, weight.grad)
 
 
-def exact_and_bounds(recipe: Recipe) -> tuple[Products, Products]:
+def exact_and_bounds(recipe) -> tuple[Products, Products]:
     """The products in float64, and how far float8 may be from each element of them."""
     x, weight, gradient = (t.double() for t in drawn())
     rows, gradients = x[0].transpose(0, 1), gradient[0].transpose(0, 1)  # (L, T, ...)
 
-    def rounding(values: Tensor, dtype: torch.dtype, turned: bool) -> Tensor:
+    def rounding(values, dtype, turned):
         """The largest error of each value. Values that are transposed have been rounded by the other axis'
         scales, too, and may be below the normal ones by either.
         """
@@ -78,7 +75,7 @@ def exact_and_bounds(recipe: Recipe) -> tuple[Products, Products]:
             steps.append(ABSOLUTE[dtype] / recipe.scale(values.mT, dtype).double().mT)
         return torch.maximum(values.abs() * RELATIVE[dtype], steps[-1]) + sum(steps[:-1])
 
-    def product(a: Tensor, b: Tensor, of_a: torch.dtype, turned: bool = False) -> tuple[Tensor, Tensor]:
+    def product(a, b, of_a, turned=False):
         """a (L, M, K), b (L, N, K): their product, and the largest error that both roundings make."""
         off_a, off_b = rounding(a, of_a, turned), rounding(b, E4M3, turned)
         size = (a.abs() + off_a) @ (b.abs() + off_b).mT
@@ -95,14 +92,14 @@ def exact_and_bounds(recipe: Recipe) -> tuple[Products, Products]:
     return arranged(y, d_x, d_w), arranged(*bounds)
 
 
-def off(found: Products, recipe: Recipe) -> list[float]:
+def off(found, recipe) -> list[float]:
     """Of y, d_x and d_w: the largest error in units of what is allowed."""
     exact, allowed = exact_and_bounds(recipe)
     return [float(((f - e).abs() / a).max()) for f, e, a in zip(found, exact, allowed, strict=True)]
 
 
 @pytest.fixture(params=RECIPES.values(), ids=RECIPES)
-def recipe(request: pytest.FixtureRequest) -> Recipe:
+def recipe(request):
     return request.param
 
 
@@ -116,7 +113,7 @@ def test_within_what_rounding_allows(recipe):
     assert all(torch.equal(one, other) for one, other in zip(scaled, again, strict=True))
 
 
-FAULTS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+FAULTS = {
     "a scale applied twice": lambda a, b: (a * a, b),
     "the other operand's scale applied twice": lambda a, b: (a, b * b),
     "operands not scaled back": lambda a, b: (torch.ones_like(a), torch.ones_like(b)),
@@ -132,9 +129,7 @@ def test_a_wrong_scale_is_found(recipe, monkeypatch):
         if "order" in name and not recipe.by_row:
             continue
 
-        def wrong(
-            a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, *others: Any, change: Any = change
-        ) -> None:
+        def wrong(a, b, a_scale, b_scale, *others, change=change):
             multiply(a, b, *(scale.contiguous() for scale in change(a_scale, b_scale)), *others)
 
         monkeypatch.setattr(float8, "scaled_mm", wrong)
@@ -154,9 +149,7 @@ def test_zeros_and_what_is_not_finite(recipe):
 # --- in a layer
 
 
-def step(
-    recipe: Recipe | None, emulate: bool = True, backend: Any = None, checkpointing: bool = True
-) -> Results:
+def step(recipe, emulate=True, backend=None, checkpointing=True) -> Results:
     """Losses and gradients of a small model, by name."""
     torch._dynamo.reset()
     model = TitanLaneformer(LaneformerArgs(config=CONFIG))
@@ -170,7 +163,7 @@ def step(
     return train(model, draw_tokens(CONFIG, SEQ_LEN))
 
 
-def assert_same(found: Results, wanted: Results) -> None:
+def assert_same(found: Results, wanted: Results):
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
@@ -203,9 +196,9 @@ def test_a_compiled_step_is_the_same_and_keeps_its_input_in_float8_alone(recipe)
     """Bit for bit, in one graph a layer. One byte is kept a value of the normed streams and of w2's input; no product
     is computed again.
     """
-    layers: list[tuple[int, int]] = []  # of each, the last first: float8 values kept, and products
+    layers = []  # of each, the last first: float8 values kept, and products
 
-    def see(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    def see(graph, inputs):
         kept = 0
         for node in graph.graph.find_nodes(op="placeholder"):
             value = node.meta["val"]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from laneformer import LaneformerConfig
 from laneformer.titan import float8, fused_layer, kernel_check
@@ -31,13 +28,11 @@ COMPILED = (
 )  # fmt: skip
 
 
-def job_of(*flags: str) -> Any:
+def job_of(*flags):
     return load_job(["--job.config_file", "configs/debug_phase1.toml", *SHAPE, *flags])
 
 
-def check(
-    job: Any, attention: str = "sdpa", join_norm: str = "plain", float8: Float8 | None = None
-) -> TitanLaneformer:
+def check(job, attention="sdpa", join_norm="plain", float8=None) -> TitanLaneformer:
     with torch.device("meta"):
         model = TitanLaneformer(LaneformerArgs(config=CONFIG, attention=attention, join_norm=join_norm))
         if float8 is not None:
@@ -79,7 +74,7 @@ def test_float8_products_are_checked(monkeypatch, recipe, wrong):
     """
     multiply = float8.scaled_mm
 
-    def planted(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, fast: bool, out: Tensor) -> None:
+    def planted(a, b, a_scale, b_scale, fast, out):
         of_weights = a.shape[1] == 2 * 32  # the tokens are summed
         multiply(a, b, a_scale * (1 + wrong * of_weights), b_scale, fast, out)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.config import JobConfig
 from torchtitan.tools.utils import set_default_dtype
 
@@ -21,7 +21,7 @@ from laneformer.titan.lane_axis import check_lane_axis, give_lanes_to_ranks, own
 from laneformer.titan.layer import TitanLayer
 from laneformer.titan.parallelize import checkpoint_and_compile, refuse_other_layers
 from tests.laneformer.titan.lane_ranks import CASES, RUNS, build, config, measure, tokens
-from tests.laneformer.titan.titan_assets import largest_difference
+from tests.laneformer.titan.titan_assets import Watch, largest_difference
 
 ROOT = Path(__file__).resolve().parents[3]
 # of a tensor's largest value. Seen: 1.0e-14; 6.5e-6, which one rank in float32 has as well (6.7e-6)
@@ -30,7 +30,7 @@ LARGE = 1e-3  # what a fault changes
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, dict[str, torch.Tensor]]:
+def alone():
     """Of one process that has all lanes, in float64."""
     with set_default_dtype(torch.float64):
         models = {name: build(name) for name in CASES}
@@ -75,18 +75,9 @@ def test_layers_with_an_exchange_of_their_own_are_refused():
         refuse_other_layers(model)
 
 
-class UnderWay(TorchDispatchMode):
-    """Counts the all-reduces that a process asks for, and how many of them are under way at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.started, self.now, self.most = 0, 0, 0
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), options: Any = None) -> Any:
-        starts, ends = ("_c10d_functional.all_reduce" in str(operation), "wait_tensor" in str(operation))
-        self.started, self.now = self.started + starts, self.now + starts - ends
-        self.most = max(self.most, self.now)
-        return operation(*args, **(options or {}))
+def under_way(operation, out) -> int:
+    """How many more all-reduces are under way than before."""
+    return ("_c10d_functional.all_reduce" in str(operation)) - ("wait_tensor" in str(operation))
 
 
 @pytest.mark.parametrize(("case", "late"), [("present", 0), ("delay-1", 1), ("local-start", 2)])
@@ -103,9 +94,9 @@ def test_late_sums_travel_while_layers_compute(tmp_path, case, late):
         give_lanes_to_ranks(model, init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)))
         checkpoint_and_compile(model, job)
         own_parts(model.tok_embeddings, *model.layers, model.norm, model.lm_head)
-        with UnderWay() as forward:
+        with Watch(under_way) as forward:
             losses = model(tokens()[:, :-1], tokens()[:, 1:])
-        with UnderWay() as backward:
+        with Watch(under_way) as backward:
             losses.sum().backward()
     finally:
         torch.distributed.destroy_process_group()
@@ -113,9 +104,9 @@ def test_late_sums_travel_while_layers_compute(tmp_path, case, late):
     sums = joins.count(Join.PRESENT) + sum(
         model.config.adds_delayed(i, module) for i in range(5) for module in MODULES
     )
-    assert (forward.started, backward.started) == (sums + 2, sums), "the loss has two"
-    assert (forward.now, backward.now) == (0, 0), "all have arrived"
-    assert forward.most == backward.most == 2 * late + 1, "a layer sends before it waits"
+    for changes, started in ((forward.values, sums + 2), (backward.values, sums)):  # the loss has two
+        assert changes.count(1) == changes.count(-1) == started, "all have arrived"
+        assert max(accumulate(changes)) == 2 * late + 1, "a layer sends before it waits"
 
 
 @pytest.mark.parametrize(
@@ -133,7 +124,7 @@ def test_late_sums_travel_while_layers_compute(tmp_path, case, late):
     ],
 )
 def test_what_cannot_be_on_several_ranks_is_named(change, job_change, message):
-    job: Any = JobConfig()
+    job = JobConfig()
     job.model = SimpleNamespace(join_norm="auto", converters=[])
     job.parallelism.tensor_parallel_degree = 2
     for name, value in job_change.items():

@@ -28,7 +28,7 @@ TOLERANCE = 1e4 * 2.0**-53
 ROTATED = 2.0**-24  # the same text at other positions: the table of angles is float32
 
 
-def build(steps: int = 1, config: LaneformerConfig = CONFIG, freeze: bool = False, **arguments: Any) -> Any:
+def build(steps=1, config=CONFIG, freeze=False, **arguments):
     training = DraftTraining(steps, WEIGHT, WEIGHT, freeze_base=freeze)
     model = titan_assets.build(config, mtp=training, bos_id=BOS, **arguments).double()
     model.lm_head.chunk_tokens = 16
@@ -36,19 +36,19 @@ def build(steps: int = 1, config: LaneformerConfig = CONFIG, freeze: bool = Fals
 
 
 @pytest.fixture(scope="module")
-def tokens() -> torch.Tensor:
+def tokens():
     ids = titan_assets.draw_tokens(CONFIG, SEQ_LEN)
     ids[0, 0] = ids[0, 9] = ids[1, 17] = BOS
     return ids
 
 
-def plain(model: Any) -> Laneformer:
+def plain(model) -> Laneformer:
     twin = Laneformer(model.config).double()
     twin.load_state_dict(model.state_dict())
     return twin
 
 
-def expected_losses(model: Laneformer, tokens: torch.Tensor, steps: int) -> tuple[Any, list[Any]]:
+def expected_losses(model, tokens, steps) -> tuple[Any, list[Any]]:
     """Sums over all tokens: of the model, and of every step, by a loop over single labels."""
     ids = tokens[:, :-1]
     main = F.cross_entropy(model(ids).flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")

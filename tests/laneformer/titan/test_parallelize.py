@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from laneformer import Laneformer, LaneformerConfig
 from laneformer.titan import layer as layer_module
 from laneformer.titan.parallelize import apply_selective_checkpointing, shard_dimension
 from laneformer.titan.products import lower_keep_to_nothing
-from laneformer.titan.spec import TitanLaneformer
 from tests.laneformer.titan.titan_assets import ROUNDING, SHAPE, build, draw_tokens, largest_difference, train
 from tools.plan import sums as plan_sums
 
@@ -23,18 +21,18 @@ SEQ_LEN = 64
 
 
 @pytest.fixture(scope="module")
-def tokens() -> torch.Tensor:
+def tokens():
     return draw_tokens(CONFIG, SEQ_LEN)
 
 
-def kept_values_per_token(model: TitanLaneformer, tokens: torch.Tensor) -> float:
+def kept_values_per_token(model, tokens) -> float:
     """Distinct float32 values, per token, that autograd keeps of the layers (not of
     embedding, norm and head).
     """
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    held: dict[int, torch.Tensor] = {}
+    held = {}
 
-    def hold(tensor: torch.Tensor) -> torch.Tensor:
+    def hold(tensor):
         if tensor.untyped_storage().data_ptr() not in weights:
             held[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
@@ -42,7 +40,7 @@ def kept_values_per_token(model: TitanLaneformer, tokens: torch.Tensor) -> float
     class Stop(Exception):
         pass
 
-    def stop(*_: object) -> None:
+    def stop(*_):
         raise Stop
 
     handle = model.lm_head.register_forward_pre_hook(stop)
@@ -81,13 +79,13 @@ def test_compiled_is_eager_and_keeps_what_the_plan_says(tokens, early):
     assert extra < wide / 2, "one stream more in a layer would be seen"
 
 
-def backward_products(model: TitanLaneformer, tokens: torch.Tensor) -> list[int]:
+def backward_products(model, tokens) -> list[int]:
     """Matrix products in the backward graph of every layer, last layer first, as the partitioner leaves them."""
     products = (torch.ops.aten.bmm.default, torch.ops.aten.mm.default)
     torch._dynamo.reset()
-    found: list[int] = []
+    found = []
 
-    def count(graph: torch.fx.GraphModule, _: object) -> Callable:
+    def count(graph, _):
         found.append(sum(node.target in products for node in graph.graph.nodes))
         return make_boxed_func(graph)
 

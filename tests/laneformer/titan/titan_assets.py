@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from laneformer import LaneformerConfig
 from laneformer.config import Join
 from laneformer.model import join_lanes
 from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
@@ -17,7 +16,7 @@ from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
 ROUNDING = 100 * torch.finfo(torch.float32).eps
 Results = dict[str, Tensor]
 # a windowed layer and a full one; the second receives the first one's outputs, delayed
-SHAPE: dict[str, Any] = {
+SHAPE = {
     "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_lanes": 8, "num_attention_heads": 8,
     "num_key_value_heads": 8, "sliding_window": 24, "swa_layers": (0,), "broadcast_delay": 1, "use_early_comm": False,
     "vocab_size": 512,
@@ -30,7 +29,7 @@ class PlainJoinNorm:
     def __init__(self, wrong: float):
         self.wrong = wrong
 
-    def apply(self, h: Tensor, partial: Any, delayed: Any, weight: Any, eps: float, hand_on: bool) -> Any:
+    def apply(self, h: Tensor, partial, delayed, weight, eps: float, hand_on: bool):
         streams = h if partial is None else join_lanes(h, (1 + self.wrong) * partial, Join.PAST, delayed)
         normed = None
         if weight is not None:
@@ -38,24 +37,37 @@ class PlainJoinNorm:
         return streams, normed, partial if hand_on else None
 
 
-def build(config: LaneformerConfig, **arguments: Any) -> TitanLaneformer:
+class Watch(TorchDispatchMode):
+    """What `measure` says of every operation and of what it yields."""
+
+    def __init__(self, measure):
+        super().__init__()
+        self.measure, self.values = measure, []
+
+    def __torch_dispatch__(self, operation, types, args=(), options=None):
+        out = operation(*args, **(options or {}))
+        self.values.append(self.measure(operation, out))
+        return out
+
+
+def build(config, **arguments) -> TitanLaneformer:
     model = TitanLaneformer(LaneformerArgs(config=config, **arguments))
     model.init_weights()
     return model
 
 
-def draw_tokens(config: LaneformerConfig, length: int) -> Tensor:
+def draw_tokens(config, length) -> Tensor:
     """Two rows of inputs and of labels, one place later: (2, length + 1)."""
     shape, generator = (2, length + 1), torch.Generator().manual_seed(0)
     return torch.randint(3, config.vocab_size, shape, generator=generator)
 
 
-def gradients_of(model: nn.Module) -> Results:
+def gradients_of(model) -> Results:
     named = {n.replace("_checkpoint_wrapped_module.", ""): p.grad for n, p in model.named_parameters()}
     return {name: gradient for name, gradient in named.items() if gradient is not None}
 
 
-def train(model: nn.Module, tokens: Tensor) -> Results:
+def train(model, tokens: Tensor) -> Results:
     """Losses (B, S) and all gradients of a step."""
     model.zero_grad()
     losses = model(tokens[:, :-1], tokens[:, 1:])
