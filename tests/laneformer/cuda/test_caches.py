@@ -7,17 +7,20 @@ before it.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 
+from laneformer.engine.cpu import _core
 from laneformer.engine.cuda import executor as executor_module
 from laneformer.engine.cuda import geometry
 from laneformer.engine.cuda.caches import Caches
 from laneformer.engine.cuda.executor import CudaExecutor
 from laneformer.engine.cuda.memory import DeviceMemory
 from laneformer.engine.cuda.planning import plan
+from laneformer.engine.cuda.structures import Column
 from laneformer.engine.decoder import Request
 from tests.laneformer.cuda.harness import SMALL, small_config
 from tests.laneformer.cuda.stand_ins import answers
@@ -34,13 +37,13 @@ def without_drafts(monkeypatch):
     monkeypatch.setattr(geometry, "MAX_DRAFTS", 0)
 
 
-def number_after(before, token) -> int:
+def number_after(before: int, token: int) -> int:
     return (31 * before + token + 1) % 32749
 
 
-def continued(ids, count) -> list[int]:
+def continued(ids: list[int], count: int) -> list[int]:
     """What follows a text: the sum of all of it decides."""
-    number, made = 0, []
+    number, made = 0, list[int]()
     for token in ids[:-1]:
         number = number_after(number, token)
     for _ in range(count):
@@ -54,14 +57,14 @@ class Numbers:
 
     ahead = 0
 
-    def __init__(self, sequences, caches, unread=64):
+    def __init__(self, sequences: int, caches: int, unread: int = 64):
         self.config, self.columns, self.sequences, self.unread = CONFIG, sequences, sequences, unread
         kv = torch.zeros(caches * GEOMETRY.lanes_per_device * GEOMETRY.kv_lane, dtype=torch.int16)
-        memory = object.__new__(DeviceMemory)
+        memory: Any = object.__new__(DeviceMemory)
         memory.kv, memory.geometry, memory.device = kv, GEOMETRY, "cpu"
         self.caches = Caches([memory])
 
-    def place(self, cache, layer, positions) -> torch.Tensor:
+    def place(self, cache: int, layer: int, positions: range) -> torch.Tensor:
         """(positions, numbers) there."""
         at = torch.tensor([*positions], dtype=torch.int64)
         (memory,) = self.caches.of(cache)
@@ -69,10 +72,10 @@ class Numbers:
         slots = at // GEOMETRY.splits % GEOMETRY.kv_slots(layer)
         return kv[:, :, at % GEOMETRY.splits, slots].transpose(0, 2).flatten(1)
 
-    def run(self, columns, *_) -> list[list[int]]:
+    def run(self, columns: Sequence[Column], *_: Any) -> list[list[int]]:
         return [[self._run(c.sequence, c.position, c.token) for c in columns]]
 
-    def _run(self, cache, position, token) -> int:
+    def _run(self, cache: int, position: int, token: int) -> int:
         """The next id. Each layer shows the same numbers, as far back as its window goes."""
         known = self.place(cache, WHOLE, range(position))[:, 0]
         number = number_after(int(known[-1]) if position else 0, token)
@@ -84,7 +87,7 @@ class Numbers:
             memory.kv_layer(layer)[:, :, position % GEOMETRY.splits, slot] = number
         return number % 3
 
-    def read(self, ids, cache, position, first_row) -> Iterator[torch.Tensor]:
+    def read(self, ids: Sequence[int], cache: int, position: int, first_row: int) -> Iterator[torch.Tensor]:
         for i, token in enumerate(ids):
             self._run(cache, position + i, token)
         yield from ()
@@ -110,3 +113,16 @@ def test_random_conversations(sequences, caches, unread, monkeypatch):
             reused_tokens += news.whole.statistics["reused_tokens"]
             texts = [*texts[-4:], prompt + news.tokens]
     assert reused_tokens > 10 * caches
+
+
+@pytest.mark.parametrize(("ring", "back", "found"), [(6, 2, False), (7, 2, True), (6, 3, True)])
+def test_a_number_too_large_is_found(ring, back, found, monkeypatch):
+    """What reads a position that its ring has lost is seen."""
+    monkeypatch.setattr(Caches, "shape", lambda self: _core.KvShape(48, 1, ring, back))
+    errors = []
+    for held, shared in ((10, 7), (7, 3)):
+        executor, text = CudaExecutor(Numbers(1, 1)), [i % 3 for i in range(11)]
+        for prompt in (text[:held], [*text[:shared], 5]):
+            (news,) = answers(executor, [Request(prompt, 1)])
+        errors.append(news.whole.error is not None)
+    assert any(errors) == found

@@ -1,10 +1,13 @@
-"""Launches as they reach the driver, on a card of every generation."""
+"""Launches as they reach a driver, on a card of every generation."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -56,10 +59,10 @@ def filled(version, geometry) -> bytes:
     return bytes((7 * i + 1) % 256 for i in range(ctypes.sizeof(argument_of(version, geometry))))
 
 
-def launch_all(driver, version) -> list[dict[str, Any]]:
+def launch_all(driver, version, kernels=launch) -> list[dict[str, Any]]:
     driver.launches.clear()
     for geometry in geometries_of(version, driver.card):
-        loaded = launch.Kernels(version, geometry, torch.device("cuda:0"))
+        loaded = kernels.Kernels(version, geometry, torch.device("cuda:0"))
         if version == "passes":
             loaded.require_resident(NAMES[version][0])
         loaded.load(*NAMES[version])
@@ -94,6 +97,27 @@ def test_every_launch_on_every_generation(card, monkeypatch):
     driver = FakeDriver(monkeypatch, card)
     for version in NAMES:
         assert faults_of(card, version, launch_all(driver, version)) == [], version
+
+
+FAULTS = [  # text of launch.py, and what a mistake there would make of it
+    ("CU_LAUNCH_ATTRIBUTE_COOPERATIVE", "CU_LAUNCH_ATTRIBUTE_PRIORITY"),
+    ("sharedMemBytes = self.geometry.shared_bytes", "sharedMemBytes = 4096"),
+    ("CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", "CU_FUNC_ATTRIBUTE_CACHE_MODE_CA"),
+    ("torch.cuda.current_stream(self.device).cuda_stream", "0"),
+    ("ctypes.addressof(argument)", "ctypes.addressof(type(argument)())"),
+]
+
+
+@pytest.mark.parametrize(("right", "wrong"), FAULTS)
+def test_a_fault_in_a_launch_is_found(right, wrong, monkeypatch):
+    text = Path(launch.__file__).read_text()
+    assert text.count(right) == 1
+    planted: Any = ModuleType("laneformer.engine.cuda.planted")
+    exec(compile(text.replace(right, wrong), "planted", "exec"), planted.__dict__)
+    driver = FakeDriver(monkeypatch)
+    planted.compile_cubin, planted.driver_version = launch.compile_cubin, launch.driver_version
+    with contextlib.suppress(RuntimeError):  # the driver refuses it
+        assert faults_of(H200, "passes", launch_all(driver, "passes", planted))
 
 
 # ---- whole requests of a small model ----

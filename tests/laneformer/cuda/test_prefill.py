@@ -7,6 +7,7 @@ the tokens of kernels that read the prompt themselves.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -33,16 +34,18 @@ TEXT = torch.randint(96, (21,), generator=torch.Generator().manual_seed(8)).toli
 class PlainCache:
     """Everything, in the order of its coming: per layer (2, K, T, d)."""
 
-    def __init__(self):
-        self.length, self.kept = 0, {}
+    def __init__(self) -> None:
+        self.length, self.kept = 0, dict[int, torch.Tensor]()
 
-    def update(self, key, value, layer_idx) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         new = torch.stack((key[0], value[0]))
         self.kept[layer_idx] = torch.cat((self.kept[layer_idx], new), 2) if self.length else new
         return self.kept[layer_idx][:1], self.kept[layer_idx][1:]
 
 
-def same_streams(model, cache, other, other_cache) -> bool:
+def same_streams(model: Any, cache: Any, other: Any, other_cache: Any) -> bool:
     pairs = zip(prefill.streams(model, TEXT, cache), prefill.streams(other, TEXT, other_cache), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
 
@@ -61,6 +64,11 @@ def test_the_kernels_memory_is_a_cache(monkeypatch, chunk, devices, dtype):
     cache, plain = prefill.DeviceCache(memories), PlainCache()
     assert same_streams(model, cache, same, plain)
     assert cache.length == len(TEXT)
+    if chunk == 3:  # planted: positions of a chunk in each other's places give other streams
+        wrong: Any = prefill.DeviceCache(memories)
+        write = wrong._write
+        wrong._write = lambda memory, layer, new: write(memory, layer, new.roll(1, 2))
+        assert not same_streams(model, wrong, same, PlainCache())
 
 
 @pytest.mark.parametrize("name", [*SHAPES, *FAMILIES])

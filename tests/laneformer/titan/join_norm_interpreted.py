@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,9 @@ OPERATIONS = torch.ops.laneformer
 # --- one join, one norm
 
 
-def exact(h, partial, delayed, weight, how):
+def exact(
+    h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Tensor | None, how: Join | None
+) -> Any:
     """Streams and normed streams by the model's formulas, and the partial."""
     streams = h if how is None else join_lanes(h, partial, how, delayed)
     normed = None
@@ -35,13 +38,15 @@ def exact(h, partial, delayed, weight, how):
     return streams, normed, None if partial is None else partial * 1
 
 
-def draw(how, lanes, dim, dtype, delay, scale, device):
+def draw(
+    how: Join | None, lanes: int, dim: int, dtype: torch.dtype, delay: bool, scale: str, device: str
+) -> Any:
     """h, partial, delayed and weight, each or None; the partial with the lane axis in front, as
     a product leaves it.
     """
     generator = torch.Generator().manual_seed(lanes + dim)
 
-    def normal(*shape):
+    def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
     h = normal(2, 3, lanes, dim)
@@ -52,7 +57,9 @@ def draw(how, lanes, dim, dtype, delay, scale, device):
     return [h, partial, delayed, weight], gradients
 
 
-def results(inputs, gradients, how, function) -> list[Tensor]:
+def results(
+    inputs: list[Tensor | None], gradients: list[Tensor], how: Join | None, function: Any
+) -> list[Tensor]:
     """Outputs (streams, normed) of `function`, then the gradients of all inputs; the partial is
     used a second time.
     """
@@ -62,15 +69,19 @@ def results(inputs, gradients, how, function) -> list[Tensor]:
     return [*outputs[:2], *torch.autograd.grad(outputs, wanted, gradients[: len(outputs)])]
 
 
-def fused(h, partial, delayed, weight, how):
+def fused(
+    h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Tensor | None, how: Join | None
+) -> Any:
     if how is None:
         return JoinNorm.apply(h, None, None, weight, EPS, False)
-    layer = SimpleNamespace(joins=[how], broadcasts=[True])
-    norm = None if weight is None else SimpleNamespace(weight=weight, eps=EPS)
+    layer: Any = SimpleNamespace(joins=[how], broadcasts=[True])
+    norm: Any = None if weight is None else SimpleNamespace(weight=weight, eps=EPS)
     return FusedLayer.join(layer, 0, h, partial, delayed, norm)
 
 
-def largest_error(found, wanted, dtype, how) -> float:
+def largest_error(
+    found: list[Tensor], wanted: list[Tensor], dtype: torch.dtype, how: Join | None = None
+) -> float:
     """In units of what rounding explains, relative to the largest value of each result.
 
     A result is rounded once, half an eps, what it was computed from may have been (the norm reads rounded
@@ -86,12 +97,21 @@ def largest_error(found, wanted, dtype, how) -> float:
     )
 
 
-def kernel_error(how, lanes, dim, dtype, delay, scale, device="cpu") -> float:
-    """Of the kernels' results from those of the formulas in float64."""
+def kernel_error(
+    how: Join | None,
+    lanes: int,
+    dim: int,
+    dtype: torch.dtype,
+    delay: bool,
+    scale: str,
+    device: str = "cpu",
+    reference: Any = exact,
+) -> float:
+    """Of the kernels' results from those of `reference` in float64."""
     inputs, gradients = draw(how, lanes, dim, dtype, delay, scale, device)
     found = results(inputs, gradients, how, fused)
     wide = [None if t is None else t.cpu().double() for t in inputs]
-    wanted = results(wide, [g.cpu().double() for g in gradients], how, exact)
+    wanted = results(wide, [g.cpu().double() for g in gradients], how, reference)
     return largest_error(found, wanted, dtype, how)
 
 
@@ -112,6 +132,22 @@ def test_every_join_and_norm_is_the_models(lanes, dtype):
         assert kernel_error(how, lanes, 24, dtype, delay, scale) <= 1, (how, delay, scale)
 
 
+def own_lane_twice(h: Tensor, partial: Tensor, delayed: Tensor, weight: Tensor, how: Join) -> Any:
+    return exact(h + delayed, partial, delayed, weight, how)
+
+
+def unscaled(h: Tensor, partial: Tensor, delayed: Tensor, weight: Tensor, how: Join) -> Any:
+    streams, _, again = exact(h, partial, delayed, weight, how)
+    wrong = streams.detach() * (weight - weight.detach())  # zero, but for its gradient
+    return streams, exact(h, partial, delayed, weight.detach(), how)[1] + wrong, again
+
+
+def test_faults_would_be_seen():
+    """References with one fault each: the own delayed output added twice, a scale's gradient without 1/rms."""
+    for fault in (own_lane_twice, unscaled):
+        assert kernel_error(Join.PAST, 8, 24, torch.bfloat16, True, "shared", reference=fault) > 5
+
+
 def test_several_tiles(monkeypatch):
     """The hidden axis in tiles, the last one partly outside, as the 2B model's 3,072 columns
     are three of 1,024.
@@ -127,7 +163,7 @@ def test_several_tiles(monkeypatch):
 def test_join_and_norm_in_one_graph_become_one_kernel():
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    def both(h, partial, delayed, weight):
+    def both(h: Tensor, partial: Tensor, delayed: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         streams = OPERATIONS.join(h, partial, delayed)
         normed, rstd = OPERATIONS.rms_norm(streams, weight, EPS)
         return 2 * streams, 3 * normed, rstd, OPERATIONS.rms_norm(h, weight, EPS)[0]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -17,7 +20,7 @@ CONFIG = LaneformerConfig.from_flavor("tiny", **SHAPE | {"num_attention_heads": 
 SEQ_LEN, BOS = 64, 1
 
 
-def build(kind="sdpa", mask_documents=False) -> TitanLaneformer:
+def build(kind: str = "sdpa", mask_documents: bool = False) -> TitanLaneformer:
     return titan_assets.build(CONFIG, attention=kind, mask_documents=mask_documents, bos_id=BOS)
 
 
@@ -27,7 +30,7 @@ def tokens():
 
 
 @torch.no_grad()
-def losses(model, tokens) -> torch.Tensor:
+def losses(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return model(tokens[:, :-1], tokens[:, 1:])
 
 
@@ -39,6 +42,9 @@ def test_flex_attention_is_sdpa(tokens):
     for documents in (False, True):
         plain = losses(build("sdpa", documents), tokens)
         assert (losses(build("flex", documents), tokens) - plain).abs().max() < ROUNDING * plain.max()
+    narrower = build("flex")
+    narrower.config = dataclasses.replace(CONFIG, sliding_window=CONFIG.sliding_window - 1)
+    assert (losses(narrower, tokens) - losses(build(), tokens)).abs().max() > 1e3 * ROUNDING
 
 
 @pytest.mark.job

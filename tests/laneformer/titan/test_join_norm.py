@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def test_in_the_interpreter():
 # --- the kernels for sm_90, by Triton's compiler and ptxas, which need no GPU
 
 
-def compile_for_sm90(kernel, config, **choices) -> tuple[int, int]:
+def compile_for_sm90(kernel: Any, config: LaneformerConfig, **choices: Any) -> tuple[int, int]:
     """Registers of a thread and bytes that it spills."""
     constants = {"L": config.num_lanes, "D": config.hidden_size, **choices}
     constants |= join_norm_kernels.tile(config.num_lanes, config.hidden_size, choices["LANE_SCALES"])
@@ -84,7 +85,7 @@ def test_the_kernels_compile_for_sm90_without_spills(flavor, lane_scales):
 # --- which path
 
 
-def job(kind, lane_ranks=1):
+def job(kind: str, lane_ranks: int = 1) -> Any:
     parallelism = SimpleNamespace(tensor_parallel_degree=lane_ranks)
     return SimpleNamespace(model=SimpleNamespace(join_norm=kind), parallelism=parallelism)
 
