@@ -9,6 +9,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -171,7 +172,10 @@ def test_what_cannot_be_used_is_counted_by_reason(prepare: Callable, arguments: 
         *({"messages": [chat(9)[0], {**chat(9)[1], **mark}]} for mark in ({"weight": 0.5}, {"train": "no"})),
     ]  # fmt: skip
     given = with_messages([chat(n) for n in range(100, 145)]) + bad
-    says = r"source 'chat': 25\.0% of 60 .* \(content 3, .* too_long 1, weight 2\); allowed are 5"
+    says = (
+        r"source 'chat': 25\.0% of 60 .* \(content 3 \(.*/chat\.jsonl, row 53: message 0 has content of type int.*; "
+        r"not_json 2 \(.*chat\.jsonl, row 46: the line is not JSON\);.*weight 2 .*\); allowed are 5"
+    )
     with pytest.raises(ValueError, match=says):
         prepare(given)
     assert not (arguments.out / "chat").exists()
@@ -217,8 +221,8 @@ def test_a_dataset_of_the_hub_is_streamed(monkeypatch: pytest.MonkeyPatch) -> No
         return [(name, split, streaming)]
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert list(rows("org/data:train_sft")) == [("org/data", "train_sft", True)]
-    assert list(rows("org/data")) == [("org/data", "train", True)]
+    assert list(rows("org/data:train_sft")) == [(1, ("org/data", "train_sft", True))]
+    assert list(rows("org/data")) == [(1, ("org/data", "train", True))]
     with pytest.raises(
         ValueError, match="org/away is no file, and the hub does not give such a dataset: no net"
     ):
@@ -229,10 +233,11 @@ def test_a_killed_worker_is_an_error(tokenizer: Path, monkeypatch: pytest.Monkey
     """As the kernel ends it when memory runs out; a pool of `multiprocessing` would wait forever."""
 
     def killing(origin: str) -> Iterator[Any]:
-        yield from with_messages([chat(1)]) * (2 * 16 * ROWS_AT_A_TIME)
+        row = (1, {"messages": chat(1)})
+        yield from [row] * (2 * 16 * ROWS_AT_A_TIME)
         for worker in multiprocessing.active_children():
             worker.kill()
-        yield from with_messages([chat(1)])
+        yield row
 
     monkeypatch.setattr(conversations, "rows", killing)
     opened, special = open_tokenizer(tokenizer)
@@ -297,10 +302,16 @@ def test_killed_while_writing_it_leaves_no_source_and_goes_on(
         ({"conversations": ("missing.jsonl",)}, r"missing\.jsonl does not exist"),
         ({"conversations": ("notes.txt",)}, r"notes\.txt is no \.jsonl, \.jsonl\.gz or \.parquet file"),
         ({"conversations": ("A B=x.jsonl",)}, "the name 'A B' becomes a folder"),
+        ({"conversations": ("data/lang=en/x.jsonl",)}, r"data/lang=en/x\.jsonl does not exist"),
+        ({"conversations": ("tests",)}, r"tests is a folder; give its files, such as tests/\*\.jsonl"),
+        ({"conversations": ("me=~/nowhere.jsonl",)}, rf"{Path.home()}/nowhere\.jsonl does not exist"),
         ({"weights": ("caht=1",)}, "unknown source in --weights 'caht'; did you mean 'chat'"),
         ({"weights": ("chat=x",)}, "source 'chat' needs an integer"),
         ({"holdout": 0.0}, r"--holdout 0\.0 must be from 0\.0001 to 0\.5"),
-        ({"holdout": 0.0001}, "0 held out; both need at least one. Raise --holdout"),
+        (
+            {"holdout": 0.0001},
+            r"and 0 held out, by their hashes; both need at least one: give --holdout 0\.\d+ or more",
+        ),
         ({"seq_len": 4}, "--seq-len 4 must be from 16"),
         ({"max_dropped": 2.0}, "--max-dropped"),
     ],
@@ -308,6 +319,30 @@ def test_killed_while_writing_it_leaves_no_source_and_goes_on(
 def test_what_a_user_can_get_wrong_is_one_sentence(arguments: Arguments, changes: dict, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         run(replace(arguments, **changes))
+
+
+def test_as_many_are_held_out_as_the_refusal_says(prepare: Callable) -> None:
+    few = with_messages([chat(n) for n in range(200, 212)])
+    with pytest.raises(ValueError, match="0 held out") as refused:
+        prepare(few, holdout=0.0001)
+    share = float(re.findall(r"--holdout ([\d.]+)", str(refused.value))[0])
+    with pytest.raises(ValueError, match="0 held out"):
+        prepare(few, holdout=share - 0.0001)
+    assert prepare(few, holdout=share)["kept"] == 12
+
+
+def test_a_path_is_taken_as_it_is(
+    arguments: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with "=" in it, and in capitals."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("lang=en/x.JSONL", "a=b.jsonl.GZ", "~/chat.jsonl"):
+        path = Path(name).expanduser() if name.startswith("~") else tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        lines = write(tmp_path / "given.jsonl", with_messages(CHATS)).read_bytes()
+        path.write_bytes(gzip.compress(lines) if name.endswith("GZ") else lines)
+        given = f"me={name}" if name.startswith("~") else str(path)
+        assert run(replace(arguments, conversations=(given,), out=tmp_path / f"out-{path.name}")).is_file()
 
 
 @pytest.mark.job

@@ -7,11 +7,14 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch.distributed.checkpoint as dcp
 from tokenizers import Tokenizer, models
@@ -31,6 +34,7 @@ from laneformer.serve.tool_calls import ToolCalling, form_of
 from tests.tokenizer_assets import byte_level
 from tests.train.sft import chats
 from train.sft.__main__ import Arguments, run
+from train.sft.conversations import rows
 from train.sft.turns import Conversation, encode
 
 Row = dict[str, Any]
@@ -210,12 +214,13 @@ def test_the_template_goes_with_the_model_and_the_default_is_the_published_one(
     assert "role `tool`" in (exported / "README.md").read_text()
     before = json.loads((data.out / "chat/source.json").read_text())
     plain = replace(data, system_and_tools=False, max_dropped=1)
-    with pytest.raises(ValueError, match=r"rows with tools \(content, role\), give --system-and-tools"):
+    with pytest.raises(ValueError, match=r"rows with tools \(role, tools\), give --system-and-tools"):
         run(replace(plain, max_dropped=0))
     run(plain)  # in the same folder: another template makes the source again
     assert (data.out / "chat_template.jinja").read_bytes() == CHAT_TEMPLATE.read_bytes()
     after = json.loads((data.out / "chat/source.json").read_text())
-    assert (after["system_ignored"], after["dropped"]) == (83, {"duplicate": 3, "role": 3})
+    assert (after["system_ignored"], after["dropped"]) == (83, {"duplicate": 3, "tools": 4})
+    assert after["ignored"] == {"system": 83, "tools": 1}
     assert before["content_sha256"] != after["content_sha256"]
 
 
@@ -225,7 +230,7 @@ def test_without_the_option_ids_and_hashes_are_those_of_before() -> None:
     published = PromptEncoder(tokenizer, {"chat_template": CHAT_TEMPLATE.read_text(), "eos_token": EOS})
     rows = [{"messages": messages} for messages in (ASKED, [SYSTEM, *ASKED], LONG)]
     encoded = [encode(row, published, False, 600, True) for row in rows]
-    assert [(each.key, each.cut, each.system) for each in encoded] == GOLDEN_KEYS
+    assert [(each.key, each.cut, "system" in each.ignored) for each in encoded] == GOLDEN_KEYS
     content = b"".join(each.ids.astype("<u4").tobytes() + each.trained.tobytes() for each in encoded)
     assert hashlib.sha256(content).hexdigest() == GOLDEN_SHA256
 
@@ -266,6 +271,102 @@ def test_tools_are_described_as_by_the_server_for_templates_without_any() -> Non
         use = described.use(request)
         texts = use.messages([{**message, "content": message["content"] or ""} for message in messages])
         assert ChatTemplate(config).render(messages, tools=tools) == ChatTemplate(config).render(texts)
+
+
+def struct(name: str, **arguments: Any) -> Row:
+    """A call whose arguments are values."""
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+OF_TWO = {"type": "object", "properties": {"ticker": {"type": "string"}, "days": {"type": "integer"}}}
+STRUCTS: list[Row] = [  # whose fields differ from row to row; keys of a call's arguments in the order of the schema
+    {"messages": [ASKED[0], turn("assistant", "", tool_calls=[struct("weather", city="Ulm")]), turn("tool", "3")],
+     "tools": TOOLS[1:]},
+    {"messages": [turn("user", "x"), turn("assistant", "", tool_calls=[struct("price", ticker="K", days=3)]),
+                  turn("tool", "9")],
+     "tools": [{"type": "function", "function": {"name": "price", "parameters": OF_TWO}}]},
+    {"messages": [turn("user", "x"), turn("assistant", "", tool_calls=[struct("price", ticker="K")]),
+                  turn("tool", "9", tool_call_id="a")], "tools": TOOLS[:1]},
+    {"messages": [turn("user", "x"), turn("assistant", "", tool_calls=[struct("price", filter={"low": 1})]),
+                  turn("tool", "9")]},
+    {"messages": [turn("user", "x"), turn("assistant", "", tool_calls=[struct("price", filter={"high": [2, 3]})]),
+                  turn("tool", "9")]},
+    {"messages": [turn("user", "x"), turn("assistant", "y", weight=0), turn("user", "z"), turn("assistant", "w")]},
+    {"messages": [SYSTEM, *ASKED]}, {"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]},
+    {"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y", "train": True}], "system": "Be."},
+]  # fmt: skip
+
+
+def test_rows_of_arrow_are_those_of_json_lines(encoder: PromptEncoder, tmp_path: Path) -> None:
+    """Where all structs of a column have all fields: null stands for those that a row has not."""
+    lines, table = tmp_path / "rows.jsonl", tmp_path / "rows.PARQUET"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in STRUCTS))
+    columns = ("messages", "conversations", "tools", "system")
+    of_columns = {name: [row.get(name) for row in STRUCTS] for name in columns}
+    pyarrow.parquet.write_table(pyarrow.table(of_columns), table)
+    assert '"days": null' in json.dumps(pyarrow.parquet.read_table(table).to_pylist())
+    pairs = list(zip(rows(str(lines)), rows(str(table)), strict=True))
+    assert len(pairs) == len(STRUCTS)
+    for (number, ours), (_, theirs) in pairs:
+        expected, found = (encode(row, encoder, True, SEQ_LEN, False) for row in (ours, theirs))
+        assert found.ids.tolist() == expected.ids.tolist(), number
+        assert found.trained.tolist() == expected.trained.tolist()
+        assert (found.key, found.ignored) == (expected.key, expected.ignored)
+
+
+def test_values_that_json_has_not_are_refused(encoder: PromptEncoder) -> None:
+    called = turn("assistant", "", tool_calls=[struct("time", at=datetime(2026, 1, 1))])
+    with pytest.raises(ChatError, match="no valid text or JSON"):
+        encode({"messages": [ASKED[0], called, turn("tool", "9")]}, encoder, True, SEQ_LEN, False)
+
+
+@pytest.mark.parametrize(
+    ("row", "tools", "ignored"),
+    [
+        ({"messages": ASKED}, True, set()),
+        ({"messages": [SYSTEM, *ASKED], "tools": TOOLS}, True, set()),
+        ({"messages": [SYSTEM, *ASKED], "tools": TOOLS}, False, {"system", "tools"}),
+        ({"messages": ASKED, "system": "Be brief."}, False, {"system"}),
+        ({"messages": [ASKED[0], turn("assistant", "4", reasoning_content="2 + 2")]}, False, {"reasoning_content"}),
+        ({"messages": [ASKED[0], turn("assistant", "4", thinking="2 + 2")]}, True, {"thinking"}),
+        ({"messages": [ASKED[0], turn("assistant", "4", reasoning_content="")]}, True, set()),
+        ({"messages": [ASKED[0], turn("assistant", "no", refusal="No.", audio={"id": 1})]}, True, {"refusal", "audio"}),
+        ({"messages": ASKED, "images": ["a.png"], "id": 3, "source": "x"}, False, {"images"}),
+        ({"messages": [turn("user", "x", note="y"), ASKED[1]], "functions": TOOLS}, True, {"functions"}),
+    ],
+)  # fmt: skip
+def test_what_the_template_does_not_show_is_named(
+    encoder: PromptEncoder, prepared_data: Path, row: Row, tools: bool, ignored: set[str]
+) -> None:
+    """Of a row, and of what the assistant said."""
+    chosen = encoder if tools else encoder_of(prepared_data, CHAT_TEMPLATE)
+    assert encode(row, chosen, tools, SEQ_LEN, False).ignored == ignored
+
+
+def test_a_system_beside_the_messages_is_one_of_them(encoder: PromptEncoder) -> None:
+    given, first = (
+        encode(row, encoder, True, SEQ_LEN, False)
+        for row in ({"messages": ASKED, "system": "Be brief.\n"}, {"messages": [SYSTEM, *ASKED]})
+    )
+    assert (given.key, given.ids.tolist()) == (first.key, first.ids.tolist())
+
+
+@pytest.mark.parametrize(
+    ("message", "tools", "says"),
+    [
+        ({"tool_calls": BOTH}, False, "give --system-and-tools"),
+        ({"tool_calls": BOTH, "content": ""}, False, "give --system-and-tools"),
+        ({"function_call": {"name": "time", "arguments": "{}"}}, False, "give --system-and-tools"),
+        ({"function_call": {"name": "time", "arguments": "{}"}}, True, "write it as 'tool_calls'"),
+    ],
+)
+def test_a_reply_is_not_trained_without_its_calls(
+    encoder: PromptEncoder, message: Row, tools: bool, says: str
+) -> None:
+    given = [ASKED[0], {**turn("assistant", "I look:"), **message}, gave("x"), gave("y", 2), ASKED[1]]
+    with pytest.raises(ChatError, match=says) as refused:
+        encode({"messages": given}, encoder, tools, SEQ_LEN, False)
+    assert refused.value.reason == "tools"
 
 
 @pytest.mark.parametrize(
