@@ -326,6 +326,14 @@ class JobSections:
         return self.run / self.checkpoint.folder
 
 
+def stable_steps(schedule: LRScheduler, training_steps: int) -> tuple[int, int]:
+    """First and last step whose checkpoint is after the warmup and before the decay."""
+    total = schedule.total_steps or training_steps
+    ratio, warmup = schedule.decay_ratio, schedule.warmup_steps
+    decay = total - warmup if ratio is None else round(total * ratio)
+    return warmup + 1, min(total, total + 1 - decay)
+
+
 def read_job(arguments: list[str]) -> JobSections:
     """Read `--job.config_file X.toml [--section.key value ...]`; keys of other sections are ignored.
 

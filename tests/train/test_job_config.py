@@ -20,10 +20,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.job
-def test_without_torchrun_a_missing_job_file_is_named(tmp_path: Path) -> None:
-    status, said = forked(tmp_path, "train")
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ((), "--job.config_file is missing"),
+        (
+            ("--job.config_file", "configs/debug_phase1.toml"),
+            "start it with `torchrun --nproc_per_node=N -m train",
+        ),
+    ],
+)
+def test_what_is_missing_without_torchrun_is_named(tmp_path: Path, flags: tuple[str, ...], says: str) -> None:
+    status, said = forked(tmp_path, "train", *flags)
     assert status == REFUSED
-    assert "--job.config_file is missing" in said
+    assert says in said
     assert "Traceback" not in said
 
 

@@ -165,7 +165,7 @@ def pinned(job: JobSections, run: Path, final: Path) -> list[str]:
         str(final / "mixture" / Path(job.mixture.lock).name),
     ]
     if job.checkpoint.initial_load_path:
-        overrides += ["--checkpoint.initial_load_path", str(Path(job.checkpoint.initial_load_path).resolve())]
+        overrides += ["--checkpoint.initial_load_path", os.path.abspath(job.checkpoint.initial_load_path)]
     return overrides
 
 

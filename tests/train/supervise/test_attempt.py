@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pwd
 import signal
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -171,3 +174,21 @@ def test_ranks_stay_beside_their_gpus(
     attempt_module.start_workers(None, 8, ["train"], tmp_path / "logs", env)
     given = run.parse_args(commands[0][commands[0].index("torch.distributed.run") + 1 :])
     assert given.numa_binding == ("node" if binds else None), "as torchrun reads it"
+
+
+def test_a_uid_without_a_name_starts_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in a container with --user: nothing asks for the name."""
+
+    def unknown(*_: object) -> None:
+        raise KeyError("uid not found: 4242")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(os, "getuid", lambda: 4242)
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, env, **_: started.append(env))
+    for nodes in (None, ["n1", "n2"]):
+        monkeypatch.setattr(attempt_module, "node_address", lambda node: node)
+        attempt_module.start_workers(nodes, 1, ["train"], tmp_path / "logs", {})
+    assert {env["TRITON_CACHE_DIR"] for env in started} == {f"{tempfile.gettempdir()}/triton_4242"}
