@@ -371,7 +371,8 @@ def job_file(arguments: list[str]) -> Path:
     if value is None:
         raise ValueError("--job.config_file is missing, for example --job.config_file configs/phase1.toml")
     if not Path(value).is_file():
-        raise ValueError(f"--job.config_file {value} does not exist")
+        what = "is a folder" if Path(value).is_dir() else "does not exist"
+        raise ValueError(f"--job.config_file {value} {what}")
     return Path(value)
 
 

@@ -120,7 +120,7 @@ def name_wandb_run(run: Path) -> None:
     """Set wandb's environment variables unless the user has, so that a restarted run continues
     its own wandb run.
     """
-    name = run.resolve().name
+    name = Path(os.path.abspath(run)).name  # as it is given, whatever is a link
     variables = {"PROJECT": "laneformer", "RUN_NAME": name, "RUN_GROUP": name, "RESUME": "allow"}
     if "WANDB_RUN_ID" not in os.environ:
         variables["RUN_ID"] = read_wandb_id(run)
@@ -175,7 +175,9 @@ def read_run(folder: Path) -> Run:
             f"{folder} is not a run folder: it holds no metrics.jsonl, config.toml or model.json"
         )
     note = folder / NOTE
-    run = Run(folder.resolve().name, note.read_text(encoding="utf-8").strip() if note.is_file() else "")
+    run = Run(
+        Path(os.path.abspath(folder)).name, note.read_text(encoding="utf-8").strip() if note.is_file() else ""
+    )
     rows: list[Row] = []
     for place in places:
         known = {_key(row) for row in rows}  # a run may hold the rows of a phase merged and in its subfolder

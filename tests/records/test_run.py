@@ -211,7 +211,7 @@ def test_a_wandb_run_belongs_to_a_folder_and_not_to_its_path(tmp_path, monkeypat
     run.mkdir()
     assert wandb_id(run, monkeypatch) != first, "a new run at an old path"
     (tmp_path / "link").symlink_to(moved)
-    assert read_wandb_id(tmp_path / "link") == first
+    assert wandb_id(tmp_path / "link", monkeypatch) == first
     assert wandb_id(run, monkeypatch, WANDB_RUN_ID="mine") == "mine"
     with ThreadPoolExecutor(8) as pool:
         assert len(set(pool.map(read_wandb_id, [tmp_path / "many"] * 8))) == 1, (

@@ -109,6 +109,9 @@ def test_packed_conversations_must_not_see_each_other(lock: Path) -> None:
     job.model.mask_documents = True
     assert build_mixture_loader(1, 0, None, job).mixture.packed
     assert json.loads(lock.read_text())["packing"] == CONVERSATIONS
+    job.mixture.lock = str(lock.parent)
+    with pytest.raises(ValueError, match=r"is a folder; give the lock file in it: sft\.lock\.json"):
+        build_mixture_loader(1, 0, None, job)
 
 
 @pytest.mark.rotate
