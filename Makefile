@@ -33,7 +33,7 @@ export CMAKE_CXX_COMPILER_LAUNCHER = $(shell command -v ccache)
 MAKEFLAGS += --jobs=3
 # two of them would fail on each other's lock
 APT := flock /tmp/laneformer-apt.lock apt-get
-# types are checked again where files have changed, in a new clone too
+# types are checked again where files have changed, in a new clone too; two clones that write it at once spoil it
 export MYPY_CACHE_DIR ?= $(CACHE)/mypy
 # a start of a worker imports thousands of modules; compiled once, whatever the environment says
 unexport PYTHONDONTWRITEBYTECODE
@@ -124,7 +124,7 @@ demo: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	mkdir -p $(MYPY_CACHE_DIR) && flock $(MYPY_CACHE_DIR)/lock $(BIN)/mypy
 
 # circles and forbidden imports, lengths, and the ratchet on the size of the tree
 structure: setup

@@ -24,7 +24,6 @@ import tyro
 from rich.console import Console
 
 from data_mixtures import shards
-from data_mixtures.recipe import check_integer
 from data_mixtures.stages import pipeline, stats
 from data_mixtures.stages.run import Options
 from data_mixtures.stages.stage import AGAIN
@@ -76,7 +75,8 @@ class Arguments:
         """The executor that these ask for. ValueError for a wrong number of workers."""
         if self.workers is None:
             return Options(0 if self.executor == "ray" else usable_cpus(), self.executor)
-        check_integer("--workers", self.workers)
+        if self.workers < 1:
+            raise ValueError(f"--workers = {self.workers} must be 1 or more")
         return Options(self.workers, self.executor)
 
     def how(self) -> dict[str, Any]:

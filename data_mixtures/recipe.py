@@ -1,4 +1,4 @@
-"""What a recipe TOML may say, read into frozen dataclasses and checked once; everything after this trusts it.
+"""What a recipe TOML may say, in frozen dataclasses whose types and limits pydantic checks; all after this trusts it.
 
 A recipe names sources (files of one's own, here or behind a URL, and datasets of the hub), a tokenizer, what to filter,
 and one table of integer weights per phase. A key is a field of a dataclass here, with its help text below it:
@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import ConfigDict, Field, Strict
+from pydantic.dataclasses import dataclass
 
 KINDS = ("text", "jsonl", "parquet", "resolved")
 RESERVED_FOLDERS = (
@@ -19,10 +22,15 @@ RESERVED_FOLDERS = (
     "tokenize", "runs", "order", "shuffle",
 )  # fmt: skip
 PACKINGS = ("concat", "best_fit")
-LIMITS = {"seed": (0, 2**63 - 1), "valid_per_10000": (0, 5000), "vocab_size": (300, None)}  # others: from 1
+Positive = Annotated[int, Strict(), Field(ge=1)]
+Share = Annotated[float, Strict(), Field(ge=0, le=1)]
+PartAboveZero = Annotated[float, Strict(), Field(gt=0, le=1)]
+HeldOut = Annotated[int, Strict(), Field(ge=0, le=5000)]  # documents of 10,000
+Switch = Annotated[bool, Strict()]
+_CONFIG = ConfigDict(extra="forbid")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_CONFIG)
 class Input:
     """Files of one kind, in `inputs` of a source."""
 
@@ -41,15 +49,15 @@ class Input:
     """Field (JSON lines) or column (Parquet) that holds the text"""
     exclude: tuple[str, ...] = ()
     """Patterns of paths to leave out, such as */drafts/*"""
-    files: int | None = None
+    files: Positive | None = None
     """Read so many files alone, in the order of a hash of their names: a sample that can be extended"""
-    max_bytes: int | None = None
+    max_bytes: Positive | None = None
     """Cap on the extracted text, in bytes (not of Parquet); one process then reads the input"""
 
     content_url: str = ""
     """Of kind resolved: URL of a content, with {sha1} in it: https, or s3, which takes two requests for each
     """
-    max_missing_share: float = 0.01
+    max_missing_share: Share = 0.01
     """Of kind resolved: share of the contents of a unit (row groups of 500,000 rows) that may be missing"""
 
     def __post_init__(self) -> None:
@@ -65,7 +73,7 @@ class Input:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_CONFIG)
 class Source:
     """Keys of every [sources.NAME]; NAME becomes a folder."""
 
@@ -75,29 +83,29 @@ class Source:
     _: KW_ONLY
     licence: str = ""
     """Terms of the text, as a note"""
-    expected_tokens_b: float | None = None
+    expected_tokens_b: Annotated[float, Strict()] | None = None
     """Billions of tokens, as others counted them; for estimates before there is a count of our own"""
-    valid_per_10000: int | None = None
+    valid_per_10000: HeldOut | None = None
     """Documents held out of training, out of 10,000; default: the recipe's. 0: none. Sources with the same
     figure hold out the same texts; one with a smaller figure trains on some that others hold out
     """
     steps: tuple[str | dict, ...] | None = None
     """Filters of this source in place of those of [filter]"""
-    keep: float = 1.0
+    keep: PartAboveZero = 1.0
     """Share of the documents to prepare: what the shuffle puts first, so a larger one adds to it"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_CONFIG)
 class LocalSource(Source):
     """A source made of files, here or behind a URL."""
 
     inputs: tuple[Input, ...] = ()
     """The files: tables { kind, paths, ... }"""
-    min_bytes: int = 1
+    min_bytes: Positive = 1
     """Refuse a source with less text, which a run would soon repeat"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_CONFIG)
 class HubSource(Source):
     """A source that is a dataset of Parquet files on the Hugging Face hub, or in a --mirror of it."""
 
@@ -109,13 +117,13 @@ class HubSource(Source):
     """Exact names of the folders to read; default: all"""
     text_columns: tuple[str, ...] = ("text",)
     """Names that the column of text may have; exactly one of them must be in the files"""
-    files: int | None = None
+    files: Positive | None = None
     """As `files` of an input, of each folder"""
     gate: str = ""
     """How access is granted, as a note"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_CONFIG)
 class TokenizerFile:
     """[tokenizer] with a path, or tokenizer = "PATH" for the path alone: a tokenizer that is there already."""
 
@@ -130,57 +138,61 @@ class TokenizerFile:
     """Special token of a tokenizer.json that ends each document; default: as for `bos`"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_CONFIG)
 class TokenizerTraining:
     """[tokenizer]: a small sentencepiece BPE, trained on a sample of the sources' own text."""
 
-    vocab_size: int
+    vocab_size: Annotated[int, Strict(), Field(ge=300)]
     """Pieces, 300 or more"""
-    train_bytes: int
+    train_bytes: Positive
     """Size of the sample"""
-    character_coverage: float = 0.9995
+    character_coverage: Share = 0.9995
     """Share of the sample's characters that become pieces; the others go through bytes"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_CONFIG)
 class Filter:
     """[filter]: which documents are kept."""
 
-    min_chars: int = 64
+    min_chars: Positive = 64
     """Shortest document"""
-    max_chars: int = 10_000_000
+    max_chars: Positive = 10_000_000
     """Longest document"""
     steps: tuple[str | dict, ...] = ()
     """Filters of datatrove, in order: names, or { name = ..., argument = ... }. docs/data.md lists them"""
-    repeated_ngrams: bool = False
+    repeated_ngrams: Switch = False
     """Drop documents in which up to 13 tokens are repeated 32 times in a row"""
     benchmarks: Mapping[str, str] = field(default_factory=dict)
     """[filter.benchmarks]: name = file or glob (JSON lines, Parquet); documents with an item are dropped"""
 
+    def __post_init__(self) -> None:
+        if self.max_chars < self.min_chars:
+            raise ValueError(f"max_chars = {self.max_chars} is less than min_chars = {self.min_chars}")
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, config=_CONFIG)
 class Dedup:
     """[dedup]: near copies of documents, over all sources."""
 
-    minhash: bool = False
+    minhash: Switch = False
     """Drop documents of which a near copy stands before, in the recipe's order, or is held out"""
-    contained_share: float = 0.0
+    contained_share: Share = 0.0
     """Leave held-out documents out of validation when this share of their text, by runs of 13 words, stands in
     training, such as 0.3; 0: none
     """
-    n_grams: int = 5
+    n_grams: Positive = 5
     """Words in a row that are compared"""
-    buckets: int = 14
+    buckets: Positive = 14
     """Two documents are near copies when all hashes of one bucket, or band, are equal"""
-    hashes_per_bucket: int = 8
+    hashes_per_bucket: Positive = 8
     """14 buckets of 8 find 65% of the documents that share 72% of their n-grams, 92% of 80%"""
-    numbers: bool = True
+    numbers: Switch = True
     """Whether texts that differ in numbers alone differ; false takes most of generated arithmetic"""
     language: str = ""
     """Of datatrove's word tokenizers, for text without spaces, such as zh or ja; default: spaces"""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
 class Recipe:
     """The keys at the top of a recipe."""
 
@@ -193,26 +205,26 @@ class Recipe:
     whose sum is at most 32,768: the share of a source is its weight over the sum, and the order repeats
     after that many sequences
     """
-    seq_len: int = 4096
+    seq_len: Positive = 4096
     """Tokens of a training sequence"""
     packing: str = "concat"
     """concat: documents in a row, cut every seq_len tokens. best_fit: documents whole in a window where they fit,
     with padding, which is reported and never trained on
     """
-    seed: int = 1
+    seed: Annotated[int, Strict(), Field(ge=0, le=2**63 - 1)] = 1
     """Decides the order of documents"""
-    windows_per_shard: int = 32_768
+    windows_per_shard: Positive = 32_768
     """Sequences of seq_len tokens in one shard file"""
-    valid_per_10000: int = 100
+    valid_per_10000: HeldOut = 100
     """Documents held out of training for validation, out of 10,000, by a fixed range of their hashes;
     0: none. A source whose held-out documents do not fill one sequence has nothing to validate on,
     which the summary shows
     """
-    max_document_chars: int | None = None
+    max_document_chars: Positive | None = None
     """Cut longer documents, after a newline where there is one; default: documents stay whole"""
-    max_dropped_share: float = 0.05
+    max_dropped_share: Share = 0.05
     """Share of a source's documents that may be unreadable or damaged before the preparation stops"""
-    epoch_cap: int = 4
+    epoch_cap: Positive = 4
     """How often a run may read a source, over all phases; a job that would read it more often is refused"""
     filter: Filter = field(default_factory=Filter)
     """The table [filter]"""
@@ -250,10 +262,3 @@ def check_known(what: str, given: Iterable[str], known: Iterable[str]) -> None:
 def nearest(name: str, known: list[str], choice: str) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"{choice} {known}"
-
-
-def check_integer(name: str, value: Any, low: int = 1, high: int | None = None) -> None:
-    integer = isinstance(value, int) and not isinstance(value, bool)
-    if not integer or value < low or (high is not None and value > high):
-        upper = f" to {high}" if high else ""
-        raise ValueError(f"{name} = {value!r} must be an integer from {low}{upper}")

@@ -20,8 +20,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -94,17 +93,6 @@ def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> Json
     sizes = {"bytes": size, "windows": windows_in(tokens, seq_len), "tokens": tokens}
     token_dtype(sizes)
     return {"name": path.name, **sizes, "sha256": whole.hexdigest(), "xxh3_blocks": blocks}
-
-
-def read_blocks(path: Path, size: int) -> Iterator[memoryview]:
-    """The blocks of a file's first bytes, in one buffer; what cannot be read is short or empty."""
-    buffer = memoryview(bytearray(BLOCK_BYTES))
-    for at in range(0, size, BLOCK_BYTES):
-        count = 0
-        with suppress(OSError), path.open("rb", buffering=0) as file:
-            file.seek(at)
-            count = file.readinto(buffer[: size - at])
-        yield buffer[:count]
 
 
 def write_documents(path: Path, columns: Sequence[np.ndarray], origins: Iterable[np.ndarray]) -> Json:

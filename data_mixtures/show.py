@@ -18,9 +18,9 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, starmap, zip_longest
+from itertools import chain, pairwise, starmap
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -37,10 +37,8 @@ from records import skips
 from records.files import read_lines
 
 T = TypeVar("T")
-Condition = Callable[[np.ndarray, pyarrow.Array], np.ndarray]  # ids, origins -> bool, (documents,) each
-Place = tuple[Path, dict[str, int], np.ndarray]
+Batch = tuple[Path, dict[str, int], np.ndarray]  # lock, offsets of its sources, sequence numbers
 CHUNK_TOKENS = 1 << 20
-
 
 _OneOf = Annotated[T | None, tyro.conf.create_mutex_group(required=False, title="what to show")]
 
@@ -79,9 +77,9 @@ def run(given: Question, console: Console) -> None:
     attempts = skips.read_attempts(given.data) if given.data.is_dir() else []
     if given.document or given.origin:
         lock = attempts[-1].lock if attempts else given.data
-        results = find(lock, _condition(given), Console(stderr=True))
+        results = find_documents(lock, given.document, given.origin, Console(stderr=True))
     else:
-        results = chain.from_iterable(starmap(sequences, _places(given, attempts)))
+        results = chain.from_iterable(starmap(read_sequences, _batches(given, attempts)))
     count = 0
     for count, each in enumerate(results, 1):  # noqa: B007
         print(json.dumps(each, ensure_ascii=False)) if given.json else print_text(each, console)
@@ -89,16 +87,7 @@ def run(given: Question, console: Console) -> None:
         raise ValueError("no such document in the training data; held-out documents are in no document index")
 
 
-def _condition(given: Question) -> Condition:
-    if given.origin:
-        return lambda _, origins: pyarrow.compute.match_substring(origins, given.origin).to_numpy(False)
-    if not re.fullmatch(r"[0-9a-f]{16}", given.document or ""):
-        raise ValueError(f"--document {given.document!r} must be 16 hexadecimal digits, as show prints them")
-    return lambda ids, _: ids == np.uint64(int(given.document or "", 16))
-
-
-def _places(given: Question, attempts: list[skips.Reading]) -> list[Place]:
-    """What is to be shown: lock, offsets of its sources, sequence numbers."""
+def _batches(given: Question, attempts: list[skips.Reading]) -> list[Batch]:
     step, sequence = given.step, given.sequence
     if given.bad_step is not None:
         return _refused_batches(given, attempts)
@@ -123,60 +112,55 @@ def _places(given: Question, attempts: list[skips.Reading]) -> list[Place]:
     return [(reading.lock, reading.offsets, numbers) if reading else (given.data, {}, numbers)]
 
 
-def _refused_batches(given: Question, attempts: list[skips.Reading]) -> list[Place]:
-    places = []
+def _refused_batches(given: Question, attempts: list[skips.Reading]) -> list[Batch]:
+    batches = []
     for event in read_lines(given.data / "events.jsonl"):
         if event.get("kind") == "bad_step" and event["step"] == given.bad_step:
             reading = next((each for each in attempts if each.attempt == event["attempt"]), attempts[-1])
-            batch = read_lines(given.data / "bad-steps" / Path(event["batch"]).name)
-            places.append((reading.lock, reading.offsets, np.array([row["sequence"] for row in batch])))
-    if not places:
+            rows = read_lines(given.data / "bad-steps" / Path(event["batch"]).name)
+            batches.append((reading.lock, reading.offsets, np.array([row["sequence"] for row in rows])))
+    if not batches:
         raise ValueError(f"{given.data}: events.jsonl has no refused batch at step {given.bad_step}")
-    return places
+    return batches
 
 
-def sequences(lock: Path, offsets: dict[str, int], numbers: np.ndarray) -> Iterator[Json]:
+def read_sequences(lock: Path, offsets: dict[str, int], numbers: np.ndarray) -> Iterator[Json]:
     """Sequences of a lock with their documents."""
     mixture, pieces = Mixture.open(lock, offsets), tokenizer.load(shards.tokenizer_path(lock.parent))
     for number in numbers.tolist():
         (place,), (tokens,) = mixture.locate(np.array([number])), mixture.sequences(number, 1)[0]
-        starts = tokens == mixture.bos_id
-        if mixture.packed:
-            starts = mixture.flags(number, 1)[0] & BEGINS
-        begins = [0, *(1 + np.flatnonzero(starts[1:])).tolist()]
-        parts = _documents(lock.parent / place["source"], place, begins, mixture)
-        for part, after in zip_longest(parts, parts[1:]):
-            ids = tokens[part["begins"] : after and after["begins"]]
-            part |= {"tokens": len(ids), "text": pieces.decode(ids)}
+        starts = mixture.flags(number, 1)[0] & BEGINS if mixture.packed else tokens == mixture.bos_id
+        # one that begins with the last token, which is only predicted, is the next sequence's
+        begins = [0, *(1 + np.flatnonzero(starts[1:-1])).tolist()]
+        parts = []
+        for begin, end in pairwise([*begins, len(tokens)]):
+            document = _document_at(lock.parent, place, begin, mixture.packed)
+            text = {"tokens": end - begin, "text": pieces.decode(tokens[begin:end])}
+            parts.append({"begins": begin, **document, **text})
         yield {**place, "documents": parts, "tokens": tokens.tolist()}
 
 
-def _documents(folder: Path, place: Json, begins: list[int], mixture: Mixture) -> list[Json]:
-    """What is known of the documents of a window, by where they begin; nothing of parts and padding."""
-    number = [entry["name"] for entry in _manifest(folder)["shards"]].index(place["shard"])
-    documents = []
-    for begin in begins:
-        facts = read_index(folder, number).facts_at(place["token_offset"] + begin)
-        if facts is None and not mixture.packed:
-            if begin == mixture.seq_len:  # the next window's first token, which is in the next shard
-                continue
-            if begin:
-                raise ValueError(f"{folder / place['shard']} does not fit its document index; run verify")
-            facts = _continued(folder, number, place["token_offset"])
-        documents.append({"begins": begin, **(facts or {})})
-    return documents
+def _document_at(data: Path, place: Json, begin: int, packed: bool) -> Json:
+    """The document that holds a token of a sequence, which may have begun in an earlier shard.
 
-
-def _continued(folder: Path, number: int, offset: int) -> Json:
-    """The document that holds a token and began before it; {} if its shard is not here any more."""
+    {} for padding and the rest of a long document in packed windows, and where the earlier shard is gone.
+    """
+    folder, token = data / place["source"], place["token_offset"] + begin
     manifest = _manifest(folder)
     stride = manifest["windows_per_shard"] * manifest["seq_len"]
-    firsts = [shards.shard_number(entry["name"]) * stride for entry in manifest["shards"]]
-    for earlier in range(number, -1, -1):
-        index, token = read_index(folder, earlier), firsts[number] + offset - firsts[earlier]
-        if last := int(np.searchsorted(index.begins, token)):
-            before = token - int(index.begins[last - 1])
-            return {"before": before, **index.facts(last - 1)} if before < index.lengths[last - 1] else {}
+    names = [entry["name"] for entry in manifest["shards"]]
+    number = shards.shard_number(place["shard"])
+    for position in range(names.index(place["shard"]), -1, -1):
+        index = read_index(folder, position)
+        # the same token, counted from the beginning of this shard
+        at = token + (number - shards.shard_number(names[position])) * stride
+        if last := int(np.searchsorted(index.begins, at, side="right")):
+            before = at - int(index.begins[last - 1])
+            if before >= index.lengths[last - 1] or (packed and before):
+                return {}
+            return {**({"before": before} if before else {}), **index.facts(last - 1)}
+        if packed:
+            break
     return {}
 
 
@@ -198,11 +182,6 @@ class Index:
         origin = json.loads(self.origins[i].as_py() or "{}")
         return {"id": f"{self.ids[i]:016x}", "document_tokens": int(self.lengths[i]), "origin": origin}
 
-    def facts_at(self, token: int) -> Json | None:
-        """Of the document whose first token this is, None if it is none's."""
-        i = int(np.searchsorted(self.begins, token))
-        return self.facts(i) if i < len(self.begins) and self.begins[i] == token else None
-
 
 @functools.lru_cache(maxsize=16)
 def read_index(folder: Path, number: int) -> Index:
@@ -217,8 +196,10 @@ def read_index(folder: Path, number: int) -> Index:
     return Index(np.concatenate(begins)[: len(ids)], ids, lengths, origins)
 
 
-def find(lock: Path, condition: Condition, console: Console) -> Iterator[Json]:
-    """The documents that meet a condition, of all sources of a lock."""
+def find_documents(lock: Path, document: str | None, origin: str | None, console: Console) -> Iterator[Json]:
+    """The documents of all sources of a lock with this id, or with this text in their origin."""
+    if not origin and not re.fullmatch(r"[0-9a-f]{16}", document or ""):
+        raise ValueError(f"--document {document!r} must be 16 hexadecimal digits, as show prints them")
     if (content := read_lock(lock))["packing"] == CONVERSATIONS:
         raise ValueError(f"{lock} holds packed conversations, which have no document index")
     folders = [lock.parent / source["name"] for source in content["sources"]]
@@ -226,7 +207,11 @@ def find(lock: Path, condition: Condition, console: Console) -> Iterator[Json]:
     for folder, at in track(places, "searching", console=console, transient=True):
         entry = _manifest(folder)["shards"][at]
         ids, _, origins = shards.read_documents(folder / entry["docs"]["name"])
-        for i in np.flatnonzero(condition(ids, origins)).tolist():
+        if origin:
+            matches = pyarrow.compute.match_substring(origins, origin).to_numpy(False)
+        else:
+            matches = ids == np.uint64(int(document or "", 16))
+        for i in np.flatnonzero(matches).tolist():
             index = read_index(folder, at)
             place = {"source": folder.name, "shard": entry["name"], "token_offset": int(index.begins[i])}
             yield {**place, **index.facts(i)}

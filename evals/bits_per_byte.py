@@ -17,7 +17,6 @@ context of its own window.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -55,19 +54,6 @@ def sums_of_windows(
         yield float(nats.sum()), of_bytes, len(targets), int(bytes_of_target.sum())
 
 
-def score_windows(
-    scorer: Scorer, windows: np.ndarray, token_bytes: np.ndarray, partial: Partial, source: str
-) -> JsonObject:
-    """Score the windows (n, S+1) of one source: bits_per_byte, loss (nats per token), tokens, bytes."""
-    rows = track(windows, description=f"{source:>16}", console=console)
-    sums = partial.complete(source, rows, lambda left: sums_of_windows(scorer, left, token_bytes))
-    nats, nats_of_bytes, tokens, byte_count = (sum(column) for column in zip(*sums, strict=True))
-    if byte_count == 0:
-        raise ValueError(f"no text to score: {tokens} tokens, none of which stands for bytes")
-    value = nats_of_bytes / math.log(2) / byte_count
-    return {"bits_per_byte": value, "loss": nats / tokens, "tokens": tokens, "bytes": byte_count}
-
-
 def bits_per_byte(
     scorer: Scorer,
     windows: dict[str, np.ndarray],
@@ -78,19 +64,27 @@ def bits_per_byte(
     """Score the windows (n, S+1) of every source; the totals weight a source by its bytes, the
     loss by its tokens.
     """
-    sources: dict[str, JsonObject] = {}
+    sources, everything = dict[str, JsonObject](), []
     for name, rows in windows.items():
-        figures = score_windows(scorer, rows, token_bytes, partial, name)
-        sources[name] = {"category": categories[name], **figures}
+        shown = track(rows, description=f"{name:>16}", console=console)
+        sums = partial.complete(name, shown, lambda left: sums_of_windows(scorer, left, token_bytes))
+        sources[name] = {"category": categories[name], **figures_of(sums)}
+        everything += sums
+    whole = figures_of(everything)
+    return {"bits_per_byte": whole["bits_per_byte"], "loss": whole["loss"], "sources": sources}
 
-    def mean(figure: str, weight: str) -> float:
-        total = math.fsum(source[weight] for source in sources.values())
-        return math.fsum(source[figure] * source[weight] for source in sources.values()) / total
 
+def figures_of(sums: list[tuple[float, float, int, int]]) -> JsonObject:
+    """bits_per_byte, loss (nats per token), tokens and bytes of windows by their sums."""
+    nats, nats_of_bytes, tokens, byte_count = (math.fsum(column) for column in zip(*sums, strict=True))
+    if byte_count == 0:
+        raise ValueError(f"no text to score: {tokens:.0f} tokens, none of which stands for bytes")
+    value = nats_of_bytes / math.log(2) / byte_count
     return {
-        "bits_per_byte": mean("bits_per_byte", "bytes"),
-        "loss": mean("loss", "tokens"),
-        "sources": sources,
+        "bits_per_byte": value,
+        "loss": nats / tokens,
+        "tokens": int(tokens),
+        "bytes": int(byte_count),
     }
 
 
@@ -134,27 +128,23 @@ def bytes_per_token(path: Path) -> np.ndarray:
 
     The counts of a text's ids add up to its bytes, plus one for the space that a Llama 2 tokenizer prepends.
     """
-    if path.suffix == ".json":
-        text = path.read_text(encoding="utf-8")
-    else:
-        from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
+    from tokenizers import Tokenizer
 
-        text = tokenizer_from_sentencepiece(path).to_str()
-    content = json.loads(text)
-    model = content["model"]
-    of_bytes = '"ByteLevel"' in json.dumps(content.get("decoder"))  # each character of a piece is one byte
-    if not of_bytes and not model.get("byte_fallback"):
+    from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
+
+    is_json = path.suffix == ".json"
+    tokenizer = Tokenizer.from_file(str(path)) if is_json else tokenizer_from_sentencepiece(path)
+    of_bytes = "ByteLevel" in repr(tokenizer.decoder)  # each character of a piece is one byte
+    if not of_bytes and not getattr(tokenizer.model, "byte_fallback", False):
         raise ValueError(
             f"{path} has neither byte fallback nor bytes as characters, so the bytes of its pieces cannot be counted; "
             "use a SentencePiece BPE with byte fallback, or a byte-level BPE"
         )
-    added = {token["id"]: token for token in content.get("added_tokens", [])}
-    silent = {i for i, token in added.items() if token["special"]}
-    silent.add(model["vocab"].get(model.get("unk_token")))
-    pieces = [*model["vocab"].items(), *((token["content"], i) for i, token in added.items())]
-    counts = np.zeros(max(i for _, i in pieces) + 1, dtype=np.int64)
-    for piece, i in pieces:
-        if i in silent:
+    added = tokenizer.get_added_tokens_decoder()
+    pieces, unknown = tokenizer.get_vocab(), getattr(tokenizer.model, "unk_token", None)
+    counts = np.zeros(max(pieces.values()) + 1, dtype=np.int64)
+    for piece, i in pieces.items():
+        if (i in added and added[i].special) or piece == unknown:
             continue
         if of_bytes and i not in added:
             counts[i] = len(piece)

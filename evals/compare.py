@@ -84,12 +84,12 @@ def accuracies(pairs: list[Pair]) -> JsonObject:
     }  # fmt: skip
 
 
-def files_of(where: str, kind: str) -> list[Path]:
-    """The files of items that a name stands for: one itself, or those of a run's newest checkpoint, RUN,
-    RUN@STEP or RUN@PHASE; the latest record first.
+def file_of(where: str, kind: str) -> Path:
+    """The file of items that a name stands for: itself, or that of the latest record of a run's newest
+    checkpoint, RUN, RUN@STEP or RUN@PHASE.
     """
     if Path(where).is_file():
-        return [Path(where)]
+        return Path(where)
     run, _, at = where.partition("@")
     records = [
         {**record, "items": place / record["items"]}
@@ -101,42 +101,30 @@ def files_of(where: str, kind: str) -> list[Path]:
     if not chosen:
         known = ", ".join(dict.fromkeys(f"{r.get('step')} ({r.get('phase')})" for r in records)) or "none"
         raise ValueError(f"{where}: no record of {kind} with items; steps of {run}/evals.jsonl: {known}")
-    newest = max(record["step"] or 0 for record in chosen)
-    return [r["items"] for r in reversed(chosen) if (r["step"] or 0) == newest]
-
-
-def compare_named(a: str, b: str, kind: str) -> JsonObject:
-    """`compare` of the first evaluations of both that asked the same; ValueError says how those of none did."""
-    problems = []
-    for pair in itertools.product(files_of(a, kind), files_of(b, kind)):
-        try:
-            return compare(*pair)
-        except ValueError as problem:
-            problems.append(problem)
-    raise problems[0]
+    return max(reversed(chosen), key=lambda record: record["step"] or 0)["items"]
 
 
 def plus_minus(row: JsonObject, value: str, error: str) -> str:
     return f"{row[value]:+.4f} ± {row[error]:.4f}" if row.get(value) is not None else ""
 
 
+def row_of(name: str, row: JsonObject, change: str, error: str) -> list[str]:
+    """The columns of a task, of a category, or of all: what they do not have is empty."""
+    n, only_a, only_b = (str(row.get(key, "")) for key in ("n", "only_a", "only_b"))
+    shares = [f"{row[side]:.4f}" if isinstance(row.get(side), float) else "" for side in "ab"]
+    bits = plus_minus(row, "bits_difference", "bits_standard_error")
+    return [name, n, *shares, plus_minus(row, change, error), only_a, only_b, bits]
+
+
 def show(comparison: JsonObject) -> None:
     """Print the differences of tasks, of CORE's categories and of all as a table on stderr."""
     names = f"{Path(comparison['b']).name} minus {Path(comparison['a']).name}"
-    listed = [(task, row, "difference", "standard_error") for task, row in comparison["tasks"].items()]
+    rows = [row_of(task, row, "difference", "standard_error") for task, row in comparison["tasks"].items()]
     for name, row in comparison.get("categories", {}).items():
-        listed.append((f"{name}, centered", row, "centered_v2", "centered_v2_se"))
-    listed.append(("CORE v2" if "core_v2" in comparison else "mean", comparison, "core_v2", "core_v2_se"))
-    rows = []
-    for name, row, *score in listed:
-        change = plus_minus(row, *score) or "tasks missing" * (name == "CORE v2")
-        bits = plus_minus(row, "bits_difference", "bits_standard_error")
-        if name in comparison["tasks"]:
-            shares = (f"{row[side]:.4f}" if side in row else "" for side in "ab")
-            only_a, only_b = (str(row.get(key, "")) for key in ("only_a", "only_b"))
-            rows.append([name, str(row["n"]), *shares, change, only_a, only_b, bits])
-        elif change or bits:
-            rows.append([name, "", "", "", change, "", "", bits])
+        rows.append(row_of(f"{name}, centered", row, "centered_v2", "centered_v2_se"))
+    rows.append(
+        row_of("CORE v2" if comparison["kind"] == "core" else "mean", comparison, "core_v2", "core_v2_se")
+    )
     show_table(f"{names}; ± is a paired standard error", COLUMNS, rows)
 
 
@@ -153,7 +141,7 @@ def main(
         b: that of the later evaluation
         kind: of a run's records: core, lm_eval, code, or gold (validation.gold_items)
     """
-    comparison = compare_named(a, b, kind)
+    comparison = compare(file_of(a, kind), file_of(b, kind))
     show(comparison)
     print(json.dumps(comparison))
 

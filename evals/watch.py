@@ -9,7 +9,7 @@ in one write, with the command line and the checkpoint's time. Those records are
 watcher continues where evals.jsonl ends, and a step that was trained again after a rollback is evaluated
 again. wandb and TensorBoard get the same figures if `[metrics]` enables them (evals.trackers).
 
-A command that fails keeps its finished work and is tried again after growing pauses; a full disk is waited for.
+A command that fails, for a full disk too, keeps its finished work and is tried again after growing pauses.
 
 Exit status: 0 once the run is done and everything is evaluated; 1 if an evaluation failed (its log is in
 RUN/logs/evals, the next start retries it) or `[evals]` cannot run; 85 when asked to stop.
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import json
 import math
 import os
@@ -48,8 +47,6 @@ from records.workers import usable_cpus
 
 SCRATCH = ".evals-watch"
 RETRY_AFTER_S = (60.0, 600.0, 3600.0)  # of a command's failures; after one more it is left to the next start
-FULL_DISK_RETRY_S = 60.0
-LEAST_FREE_BYTES = 2**26  # a command that fails with less has not failed by itself
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
@@ -87,13 +84,8 @@ class Watcher:
             if work:
                 try:
                     self.evaluate(work)
-                except OSError as problem:
-                    if problem.errno not in (errno.ENOSPC, errno.EDQUOT) or over:
-                        # later checkpoints are evaluated all the same
-                        self.fail(work, work.commands, str(problem))
-                    else:
-                        self.say(f"step {work.step}: {problem}; the evaluation waits for space")
-                        time.sleep(FULL_DISK_RETRY_S)
+                except OSError as problem:  # a full disk; later checkpoints are evaluated all the same
+                    self.fail(work, work.commands, str(problem))
             elif over:
                 return 1 if self.failed else 0
             else:
@@ -172,8 +164,6 @@ class Watcher:
                     status = self.call(work.step, words, lock)
                 records = read_lines(out)
                 if status or not records:
-                    if shutil.disk_usage(self.run).free < LEAST_FREE_BYTES:
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.run))
                     self.fail(work, (command,), f"exit status {status}, {len(records)} records")
                     continue
                 move_items(folder / ITEMS, self.run / ITEMS)

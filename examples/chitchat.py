@@ -22,20 +22,19 @@ import tyro
 from records.files import write_atomically
 
 SOURCE = "chitchat-dataset (BYU Chit-Chat Challenge), MIT licence"
+MAX_EXCHANGES, MAX_CHARS = 2, 340
 Message = dict[str, str]
 Exchange = tuple[Message, Message]
 _EMAIL = re.compile(r"\S@\S+\.\w")
 
 
-def main(out: Path, max_exchanges: int = 2, max_chars: int = 340) -> None:
-    """Write {"messages": [...]} lines: stretches of so few exchanges that they fit the demo's
-    window of 256 tokens.
-    """
+def main(out: Path) -> None:
+    """Write {"messages": [...]} lines: stretches of so few exchanges that they fit the demo's window of 256 tokens."""
     data = json.loads(files("chitchat_dataset").joinpath("dataset.json").read_text())
     stretches = [
         stretch
         for one in data.values()
-        for stretch in split(exchanges(one["messages"]), max_exchanges, max_chars)
+        for stretch in split(exchanges(one["messages"]), MAX_EXCHANGES, MAX_CHARS)
     ]
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, "".join(json.dumps({"messages": stretch}) + "\n" for stretch in stretches))
@@ -52,9 +51,8 @@ def exchanges(turns: Iterable[list[dict[str, Any]]]) -> list[Exchange]:
     texts = [" ".join(each["text"].strip() for each in turn).strip() for turn in turns]
     if any(_EMAIL.search(text) for text in texts):
         return []
-    pairs = takewhile(
-        all, zip(texts[::2], texts[1::2], strict=False)
-    )  # a last message without an answer is left out
+    # a last message without an answer is left out
+    pairs = takewhile(all, zip(texts[::2], texts[1::2], strict=False))
     return [
         ({"role": "user", "content": said}, {"role": "assistant", "content": reply}) for said, reply in pairs
     ]

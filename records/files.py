@@ -26,6 +26,7 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja"
 
 
 JsonObject = dict[str, Any]  # such as a line of a run's files
+Skipped = dict[int, type[Exception]]  # numbers of lines that are not JSON; UnicodeDecodeError: not UTF-8
 
 _kept: dict[Path, list[str]] = {}  # lines that wait for room on their disk
 _keeping = threading.Lock()
@@ -119,7 +120,7 @@ def read_lines(path: Path, unreadable: list[int] | None = None) -> list[JsonObje
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    skipped: list[int] = []
+    skipped: Skipped = {}
     values = dict(json_lines(lines, path, skipped))
     objects = {place: value for place, value in values.items() if isinstance(value, dict)}
     if unreadable is not None:
@@ -129,12 +130,12 @@ def read_lines(path: Path, unreadable: list[int] | None = None) -> list[JsonObje
 
 
 def json_lines(
-    lines: Iterable[str | bytes], name: object, skipped: list[int] | None = None
+    lines: Iterable[str | bytes], name: object, skipped: Skipped | None = None
 ) -> Iterator[tuple[int, Any]]:
     """(line number from 1, value) of every line that is not blank, NaN and infinity as None.
 
     Bytes must be UTF-8; `json.loads` would guess the encoding of each line. Raises ValueError with `name` and
-    the line's number for a line that is not JSON, unless `skipped` is given: then it receives the number.
+    the line's number for a line that is not JSON, unless `skipped` is given: then that receives the number.
     """
     for number, line in enumerate(lines, start=1):
         if line.strip():
@@ -144,7 +145,7 @@ def json_lines(
             except (ValueError, RecursionError) as error:  # nested thousands deep is not JSON to us
                 if skipped is None:
                     raise ValueError(f"{name}:{number}: not JSON: {error}") from None
-                skipped.append(number)
+                skipped[number] = type(error)
 
 
 def read_json(path: Path, missing: Any = None) -> Any:

@@ -11,7 +11,7 @@ workers; it alone refuses unknown keys.
 import itertools
 import tomllib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -88,9 +88,9 @@ class Model:
     """Architecture: 2b, 300m or tiny; [architecture] overrides single fields"""
     hf_assets_path: str = "."
     """Unused: the tokenizer comes with [mixture], weights of a Hugging Face folder through tools.import_hf"""
-    attention: Literal["auto", "sdpa", "flex", "varlen"] = "auto"
-    """Attention kernel: sdpa, flex, varlen (flash attention on a GPU), auto (flex if compiled for
-    a GPU, else sdpa); one that fails in a layer at the start of the job is replaced by sdpa, with a warning
+    attention: Literal["auto", "sdpa", "flex"] = "auto"
+    """Attention kernel: sdpa, flex, auto (flex if compiled for a GPU, else sdpa); one that fails in a layer at the
+    start of the job is replaced by sdpa, with a warning
     """
     join_norm: Literal["auto", "triton", "plain"] = "auto"
     """Joins of partial outputs and the norms after them: triton (fused kernels), plain (what the compiler
@@ -353,6 +353,14 @@ def read_job(arguments: list[str]) -> JobSections:
             "`torchrun -m train` with it once, or move the newer checkpoints away"
         )
     return job
+
+
+def job_flags(settings: Mapping[str, Any]) -> list[str]:
+    """The flags of `python -m train` for {"section.key": value}; a tuple is several words."""
+    flags = []
+    for name, value in settings.items():
+        flags += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
+    return flags
 
 
 def read_sections(path: Path) -> dict[str, dict[str, Any]]:

@@ -15,7 +15,7 @@ import pytest
 from examples import corpus
 
 if TYPE_CHECKING:  # as a plugin it must be imported by pytest first, for its asserts
-    from tests.shared import Shared
+    pass
 
 pytest_plugins = ["tests.tiers", "tests.proofs", "tests.schedule", "tests.shared", "pytester"]
 
@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
-def pytester(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+def pytester(pytester, monkeypatch):
     """Pytest's own fixture; its sessions find our plugins and do not know of this session's workers."""
     for name in [name for name in os.environ if name.startswith("PYTEST_")]:
         monkeypatch.delenv(name)
@@ -91,7 +91,7 @@ web = 0
 
 
 @pytest.fixture(scope="session")
-def prepared_data(shared: Shared) -> Path:
+def prepared_data(shared):
     """A data directory with three small sources, a 512-piece tokenizer and the locks of two
     phases, windows of 32.
     """

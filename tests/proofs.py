@@ -5,7 +5,7 @@
 A test so marked takes minutes and asks the same question of the same bytes each time: machine code, an emulator,
 sanitizers, a model checker. Its key is the SHA-256 of its name, of every Python file of this repository that its
 module reaches by imports (conftest files included), of the files that the mark's patterns match, and of the
-compilers, wheels, processor flags and switches below. When it has passed, its key is left in the cache; the next
+compilers, wheels, processor flags and the switch below. When it has passed, its key is left in the cache; the next
 test with this key skips itself and says since when it is proved. Failures and skips leave nothing.
 
     pytestmark = pytest.mark.proof(*CORE_SOURCES, programs=True)
@@ -51,7 +51,6 @@ CORE_SOURCES = (
     "models/laneformer/engine/sampling.h",
     "tests/laneformer/engine/*.cpp", "tests/laneformer/engine/*.h",
 )  # fmt: skip
-SWITCHES = ("SANITIZE", "BELOW_AMX")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -115,11 +114,11 @@ def content_hash(path: Path) -> str:
 
 @functools.cache
 def surroundings() -> str:
-    """Versions of compilers and wheels, the processor's flags, and the switches of the environment."""
+    """Versions of compilers and wheels, the processor's flags, and the one switch of the environment."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else platform.processor()
     flags = re.search("^(flags|Features).*", info, re.MULTILINE)
-    switches = [f"{name}={os.environ.get(name, '')}" for name in SWITCHES]
-    lines = [platform.platform(), sys.version, flags[0] if flags else info, *switches]
+    below = f"BELOW_AMX={os.environ.get('BELOW_AMX', '')}"
+    lines = [platform.platform(), sys.version, flags[0] if flags else info, below]
     for name in COMPILERS:
         path = shutil.which(name)
         done = subprocess.run([path, "--version"], capture_output=True, text=True) if path else None

@@ -76,7 +76,7 @@ def root_of(config: pytest.Config) -> Path:
 
 
 @pytest.fixture(scope="session")
-def shared(pytestconfig: pytest.Config) -> Shared:
+def shared(pytestconfig):
     return Shared(root_of(pytestconfig))
 
 

@@ -29,7 +29,7 @@ PLAIN = {"ropes", "supports", "config", "tensors", "old_spellings", "flops"}
 LAYERS = {"cache", "initialization", "lanes", "mtp", "positions"}
 INSIDE = {
     **dict.fromkeys(PLAIN, PLAIN),
-    **{part: {"config", *LAYERS} for part in (*LAYERS, "model")},
+    **{part: {"config", "ropes", *LAYERS} for part in (*LAYERS, "model")},
     "llama": PLAIN | LAYERS | {"model"},
     "hf": PLAIN | LAYERS | {"llama", "model"},
     "titan": {"config", "flops", "model", "supports"} | LAYERS,

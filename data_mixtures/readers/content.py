@@ -13,15 +13,16 @@ plan makes them wrong.
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import hashlib
 import os
 import random
 import sys
+import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def fetch(
     origins, left_out = _wanted(path, name, groups)
     saved = {sha1 for part in _parts(parts) for sha1 in part.read(["sha1"])["sha1"].to_pylist()}
     ask = [sha1 for sha1 in origins if sha1 not in saved]
-    missing = asyncio.run(_save(settings.content_url, ask, parts))
+    missing = _save(settings.content_url, ask, parts)
     share = missing.total() / max(len(origins), 1)
     if share > settings.max_missing_share:
         raise ValueError(
@@ -122,20 +123,15 @@ def _parts(folder: Path) -> Iterator[pq.ParquetFile]:
             yield part
 
 
-async def _save(url: str, ask: list[bytes], folder: Path) -> Counter[str]:
+def _save(url: str, ask: list[bytes], folder: Path) -> Counter[str]:
     """Save every content that comes; why the others did not. ValueError when nothing answers any more."""
-    # an instance of its own, since it belongs to this event loop
-    system, pattern = fsspec.url_to_fs(url, asynchronous=True, skip_instance_cache=True)
-    session = await system.set_session()
-    bucket = _Bucket(system, pattern)
-    missing: Counter[str] = Counter()
-    try:
+    bucket, missing = _Bucket(url), Counter[str]()
+    with ThreadPoolExecutor(CONNECTIONS) as pool:
         for start in range(0, len(ask), PART_CONTENTS):
             names = ask[start : start + PART_CONTENTS]
-            answers = await asyncio.gather(*map(bucket.content, names))
+            answers = list(pool.map(bucket.content, names))
             pairs = zip(names, answers, strict=True)
-            came = [(sha1, answer) for sha1, answer in pairs if isinstance(answer, bytes)]
-            _save_part(folder, came)
+            _save_part(folder, [(sha1, answer) for sha1, answer in pairs if isinstance(answer, bytes)])
             missing.update(answer for answer in answers if isinstance(answer, str))
             if not sys.stderr.isatty():  # in logs, as of Slurm; a terminal has the bar of all units
                 done = f"{start + len(names):,} of {len(ask):,} contents, {missing.total():,} missing"
@@ -146,8 +142,6 @@ async def _save(url: str, ask: list[bytes], folder: Path) -> Counter[str]:
                     f"{url} does not answer ({dict(missing)}; {bucket.unanswered} contents in a row, {ATTEMPTS} "
                     "attempts each); what came is kept: start again when it does"
                 )
-    finally:
-        await session.close()
     return missing
 
 
@@ -165,39 +159,35 @@ def _save_part(folder: Path, came: list[tuple[bytes, bytes]]) -> None:
 class _Bucket:
     """An fsspec file system whose files are contents."""
 
-    def __init__(self, system: Any, pattern: str) -> None:
-        self.system, self.pattern = system, pattern
-        self.free = asyncio.Semaphore(CONNECTIONS)
+    def __init__(self, url: str) -> None:
+        # s3fs has time-outs of its own
+        options = {"timeout": aiohttp.ClientTimeout(TIMEOUT_S)} if url.startswith("http") else {}
+        self.system, self.pattern = fsspec.url_to_fs(url, **options)
         self.unanswered = 0  # contents in a row
 
     def is_silent(self) -> bool:
         return self.unanswered > 2 * CONNECTIONS
 
-    async def content(self, sha1: bytes) -> bytes | str:
+    def content(self, sha1: bytes) -> bytes | str:
         """The content, or the reason why it is missing."""
         url = self.pattern.format(sha1=sha1.hex())
         answer: bytes | str = "not_asked"
-        async with self.free:  # kept while waiting: a bucket that refuses is asked less often
-            for attempt in range(0 if self.is_silent() else ATTEMPTS):
-                if attempt:
-                    await asyncio.sleep(FIRST_WAIT_S * 2 ** (attempt - 1) * random.uniform(0.5, 1))
-                try:
-                    body = await asyncio.wait_for(self.system._cat_file(url), TIMEOUT_S)
-                    answer = _with_sha1(sha1, body)
-                except FileNotFoundError:
-                    answer = "not_found"
-                except PermissionError:
-                    answer = "http_403"
-                except (
-                    OSError,
-                    aiohttp.ClientError,
-                ) as error:  # OSError: time-outs, damage, and what s3fs raises
-                    status = getattr(error, "status", None)
-                    answer = f"http_{status}" if status else type(error).__name__
-                    if not status or status >= 500 or status in (408, 429):  # which may pass
-                        continue
-                self.unanswered = 0
-                return answer
+        for attempt in range(0 if self.is_silent() else ATTEMPTS):
+            if attempt:  # its thread waits: a bucket that refuses is asked less often
+                time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1) * random.uniform(0.5, 1))
+            try:
+                answer = _with_sha1(sha1, self.system.cat_file(url))
+            except FileNotFoundError:
+                answer = "not_found"
+            except PermissionError:
+                answer = "http_403"
+            except (OSError, aiohttp.ClientError) as error:  # time-outs, damage, and what s3fs raises
+                status = getattr(error, "status", None)
+                answer = f"http_{status}" if status else type(error).__name__
+                if not status or status >= 500 or status in (408, 429):  # which may pass
+                    continue
+            self.unanswered = 0
+            return answer
         self.unanswered += 1
         return answer
 

@@ -20,8 +20,6 @@ from huggingface_hub import HfApi, HfFileSystem, get_token, hf_hub_download
 from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils import disable_progress_bars
 
-NOT_REACHABLE = "not reachable"
-
 
 @dataclass(frozen=True, order=True)
 class File:
@@ -82,25 +80,26 @@ class Hub(Mirror):
         return f"datasets/{repo}@{revision}/{path}"
 
     def revision(self, repo: str, revision: str) -> str:
-        page = f"{self.api.endpoint}/datasets/{repo}"
+        where, page = f"{repo} @ {revision}", f"{self.api.endpoint}/datasets/{repo}"
         token = (
             "the token in HF_TOKEN is not of an account that did" if get_token() else "HF_TOKEN is not set"
         )
         try:
             self.api.auth_check(repo, repo_type="dataset")
-            commit = self.api.dataset_info(repo, revision=revision).sha
+            commit = str(self.api.dataset_info(repo, revision=revision).sha)
         except hub_errors.GatedRepoError as error:
-            raise ValueError(f"gated: accept its agreement at {page} and set HF_TOKEN ({token})") from error
+            raise ValueError(
+                f"{where}: gated: accept its agreement at {page} and set HF_TOKEN ({token})"
+            ) from error
         except hub_errors.RevisionNotFoundError as error:
-            raise ValueError(f"has no revision {revision!r}; see {page}/commits/main") from error
+            raise ValueError(f"{where}: no such revision; see {page}/commits/main") from error
         except hub_errors.RepositoryNotFoundError as error:
-            raise ValueError(f"not found at {page}, or private and {token}") from error
-        except (
-            Exception
-        ) as error:  # no network, a proxy, a server error: the other sources are checked all the same
-            raise ValueError(f"{NOT_REACHABLE} at {page}: {type(error).__name__}: {error}") from error
-        if commit is None or len(commit) != 40:
-            raise ValueError(f"revision {revision!r} has the commit {commit!r} at {page}, not 40 hex digits")
+            raise ValueError(f"{where}: not found at {page}, or private and {token}") from error
+        except Exception as error:  # no network, a proxy, a server error
+            raise ValueError(
+                f"{where}: not reachable at {page}: {type(error).__name__}: {error} "
+                "(without a network, python -m tools.plan JOB.toml estimates what will be read)"
+            ) from error
         return commit
 
     def fetch(self, repo: str, revision: str, path: str, target: Path) -> None:

@@ -31,7 +31,7 @@ import xxhash
 
 from data_mixtures.recipe import Input
 from data_mixtures.shards import Json
-from records.files import json_lines
+from records.files import Skipped, json_lines
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # of this package, by protocol
 ORIGIN_FIELDS = ("id", "url", "repo", "commit_id", "path", "rel_path", "license")
@@ -283,12 +283,12 @@ def read(name: str | os.PathLike[str]) -> str:
 
 def _rows(name: str, field: str, dropped: Dropped, span: tuple[int, int] | None = None) -> Iterator[Document]:
     """The documents of JSON lines; null is an empty text. Unreadable: another encoding than UTF-8."""
-    row, skipped = 0, list[int]()
+    row, skipped = 0, Skipped()
     place = f"{name} from byte {span[0]} on" if span and span[0] else name
     try:
         with open_input(name) as file:
             lines = _between(file, *span) if span else file
-            for number, value in json_lines(_decoded(lines, place, dropped), name, skipped):
+            for number, value in json_lines(_counted(lines, dropped), name, skipped):
                 row += 1
                 if problem := lacks(value, field):
                     dropped.add("no_field", f"{place}:{number} {problem}")
@@ -299,9 +299,10 @@ def _rows(name: str, field: str, dropped: Dropped, span: tuple[int, int] | None 
             raise
         raise Damaged(name, row) from error
     finally:
-        if skipped:
-            hint = f" ({NOT_LINES})" if skipped[0] == 1 else ""
-            dropped.add("not_json", f"{place}:{skipped[0]}{hint}", len(skipped))
+        for number, kind in skipped.items():
+            is_text = kind is not UnicodeDecodeError
+            hint = f" ({NOT_LINES})" if is_text and number == 1 else ""
+            dropped.add("not_json" if is_text else "not_utf8", f"{place}:{number}{hint}")
 
 
 def _between(file: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
@@ -314,17 +315,13 @@ def _between(file: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
         yield line
 
 
-def _decoded(lines: Iterable[bytes], name: str, dropped: Dropped) -> Iterator[str]:
-    """Lines as text; one that is not UTF-8 is counted, and empty. Unreadable: UTF-16 or UTF-32."""
-    for number, line in enumerate(lines, start=1):
-        dropped.lines += 1
-        if number == 1 and _is_wide(line):
+def _counted(lines: Iterable[bytes], dropped: Dropped) -> Iterator[bytes]:
+    """The lines, counted. Unreadable: UTF-16 or UTF-32."""
+    for number, line in enumerate(lines):
+        if number == 0 and _is_wide(line):
             raise Unreadable("not_utf8")
-        try:
-            yield line.decode("utf-8-sig")
-        except UnicodeDecodeError:
-            dropped.add("not_utf8", f"{name}:{number}")
-            yield ""
+        dropped.lines += 1
+        yield line
 
 
 def _is_wide(line: bytes) -> bool:
@@ -340,7 +337,7 @@ def first_problem(name: str, field: str) -> str | None:
             return f"{name} is UTF-16 or UTF-32; convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW"
         if (begin := b"".join(head).lstrip(codecs.BOM_UTF8 + b" \t\r\n")[:2].strip()) in (b"{", b"["):
             return f"{name} begins with {begin.decode()!r} alone on its line: {NOT_LINES}"
-        for number, value in json_lines(head, name, []):
+        for number, value in json_lines(head, name, Skipped()):
             return (problem := lacks(value, field)) and f"{name}:{number} {problem}"
     return None
 

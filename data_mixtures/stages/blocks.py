@@ -8,6 +8,8 @@ documents from where they lie in many such files into one order, in constant mem
 from __future__ import annotations
 
 import functools
+import io
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from data_mixtures.stages.stage import Unit
 BLOCK_BYTES = 1 << 14  # held-out documents lie apart, and each reads one; smaller ones take longer to hash
 HASHES = ".xxh3"
 _SEALED_BYTES = 1 << 24  # read at a time
+_HEADER_BYTES = 256  # of a .npy file
 READ_BYTES = 1 << 28  # put in order at a time: the more, the longer are the slices that are read of each file
 COPY_BYTES = 1 << 20  # returned at a time: few enough to be hashed while they are in the cache
 
@@ -59,6 +62,21 @@ class CheckedFile:
         data = memoryview(bytearray((last - first) * BLOCK_BYTES))
         self.read_blocks(first, last, data)
         return data[begin - first * BLOCK_BYTES : end - first * BLOCK_BYTES]
+
+    def read_rows(self, column: str, low: int, high: int) -> np.ndarray:
+        """Rows with low <= column < high of a .npy file that is sorted by that column."""
+        header = io.BytesIO(self.read(0, _HEADER_BYTES))
+        np.lib.format.read_magic(header)
+        (count,), _, dtype = np.lib.format.read_array_header_1_0(header)
+
+        def rows(first: int, last: int) -> np.ndarray:
+            begin, end = (header.tell() + row * dtype.itemsize for row in (first, last))
+            return np.frombuffer(self.read(begin, end), dtype)
+
+        def key(row: int) -> int:
+            return int(rows(row, row + 1)[column][0])
+
+        return rows(*(bisect_left(range(count), bound, key=key) for bound in (low, high)))
 
     def read_blocks(self, first: int, last: int, into: memoryview) -> None:
         """Blocks first <= i < last, into a buffer with room for whole blocks; that of the file's

@@ -28,25 +28,24 @@ from data_mixtures.stages.documents import ALL, DEDUP, Grouped, files_of_all, of
 from data_mixtures.stages.stage import DOCUMENTS, Stage, Unit
 
 SIGNATURES, BANDS = "signatures", "bands"
-SORTED, BOUNDS = "sorted.bin", "bounds.npy"
-SLICES = 4096  # of all hashes, whose bounds in its rows each group keeps: the most ranges that there can be
+SORTED = "sorted.npy"
 ROWS_PER_RANGE = 1 << 25  # about 1.5 GB while they are compared
-# `share`: in how many of 10,000 documents, by id, one more would hold it out
-_BAND = np.dtype([("hash", "<u8"), ("row", "<u4"), ("share", "<u2")])
-_NUMBER = np.dtype("<i8")
+_BAND = np.dtype([("hash", "<u8"), ("row", "<u4"), ("held_out", "?")])
+_NUMBER = np.dtype([("number", "<u8")])
 _TRAINED = np.uint64(1 << 63)
 
 
 @dataclass(frozen=True)
 class Signatures(Grouped):
-    """sorted.bin: a _BAND row for each band of each document, by hash; bounds.npy: of SLICES ranges."""
+    """sorted.npy: a _BAND row for each band of each document, by hash."""
 
     name = SIGNATURES
 
     def key(self, unit: Unit) -> str:
         settings = asdict(self.recipe.dedup)
         del settings["minhash"], settings["contained_share"]
-        return stage.key_of(self.name, settings, quality.versions(("datatrove", "spacy")), self.files(unit))
+        packages, held_out = quality.versions(("datatrove", "spacy")), self.recipe.held_out_of(unit.source)
+        return stage.key_of(self.name, settings, packages, held_out, self.files(unit))
 
     def work(self, unit: Unit, folder: Path) -> Json:
         sign, lows = signer(self.recipe.dedup), list[int]()
@@ -59,14 +58,12 @@ class Signatures(Grouped):
                 hashes += map(sign, map(bytes.decode, texts), new)
                 lows += new
         rows = np.zeros(len(lows) * self.recipe.dedup.buckets, _BAND)
-        below = np.array([shards.held_out_below(share) for share in range(1, 5001)], np.uint64)
-        shares = np.searchsorted(below, np.array(lows, np.uint64), side="right")
         rows["hash"] = np.concatenate(hashes)
-        for name, values in (("row", np.arange(len(lows))), ("share", shares)):
+        held_out = np.array(lows, np.uint64) < shards.held_out_below(self.recipe.held_out_of(unit.source))
+        for name, values in (("row", np.arange(len(lows))), ("held_out", held_out)):
             rows[name] = np.repeat(values, self.recipe.dedup.buckets)
         rows = rows[np.argsort(rows["hash"], kind="stable")]
-        edges = np.arange(1, SLICES, dtype=np.uint64) << np.uint64(64 - SLICES.bit_length() + 1)
-        write_sorted(folder, rows, np.searchsorted(rows["hash"], edges))
+        write_sorted(folder, rows)
         return {"documents": len(lows)}
 
 
@@ -99,19 +96,10 @@ def signer(settings: recipe.Dedup) -> Callable[[str, int], np.ndarray]:
     return sign
 
 
-def write_sorted(folder: Path, rows: np.ndarray, cuts: np.ndarray) -> None:
-    """Rows that are read in ranges, and where these are cut."""
-    shards.save_array(folder / BOUNDS, np.concatenate([[0], cuts, [len(rows)]]).astype(np.int64))
-    (folder / SORTED).write_bytes(rows.tobytes())
+def write_sorted(folder: Path, rows: np.ndarray) -> None:
+    """Rows of which others read ranges."""
+    shards.save_array(folder / SORTED, rows)
     blocks.seal(folder / SORTED)
-
-
-def read_sorted(work: Stage, made_by: str, unit: Unit, ranges: slice, dtype: np.dtype) -> np.ndarray:
-    """The rows of consecutive ranges of one unit of a stage."""
-    bounds = np.load(stage.checked_file(work.out, made_by, unit, BOUNDS))
-    with blocks.open_files(work.out, made_by, [unit], SORTED) as (file,):
-        begin, end = (int(bounds[place]) * dtype.itemsize for place in (ranges.start, ranges.stop))
-        return np.frombuffer(file.read(begin, end), dtype)
 
 
 @dataclass(frozen=True)
@@ -124,27 +112,23 @@ class Bands(Stage):
         return [Unit(ALL.source, number) for number in range(self.ranges())]
 
     def ranges(self) -> int:
-        """A power of two."""
         count = sum(receipt["counts"]["documents"] for _, receipt, _ in of_all(self, SIGNATURES))
-        parts = -(-count * self.recipe.dedup.buckets // ROWS_PER_RANGE)
-        return min(1 << max(parts - 1, 0).bit_length(), SLICES)
+        return max(-(-count * self.recipe.dedup.buckets // ROWS_PER_RANGE), 1)
 
     def key(self, unit: Unit) -> str:
-        held_out = [self.recipe.held_out_of(each.name) for each in self.recipe.sources]
-        return stage.key_of(self.name, unit.number, self.ranges(), held_out, files_of_all(self, SIGNATURES))
+        return stage.key_of(self.name, unit.number, self.ranges(), files_of_all(self, SIGNATURES))
 
     def work(self, unit: Unit, folder: Path) -> Json:
-        width = SLICES // self.ranges()
-        here = slice(unit.number * width, (unit.number + 1) * width)
-        hashes, ranks, firsts = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)], []
+        low, high = ((unit.number + i) * 2**64 // self.ranges() for i in (0, 1))
+        hashes, ranks = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
         for group, _, first in of_all(self, SIGNATURES):
-            rows = read_sorted(self, SIGNATURES, group, here, _BAND)
-            trained = rows["share"] >= self.recipe.held_out_of(group.source)
+            with blocks.open_files(self.out, SIGNATURES, [group], SORTED) as (file,):
+                rows = file.read_rows("hash", low, high)
             hashes.append(rows["hash"])
-            ranks.append(rows["row"] + np.uint64(first) + trained * _TRAINED)
-            firsts.append(first)
+            trained = np.where(rows["held_out"], np.uint64(0), _TRAINED)
+            ranks.append(rows["row"].astype(np.uint64) + np.uint64(first) + trained)
         later = np.unique(not_first(np.concatenate(hashes), np.concatenate(ranks)) & ~_TRAINED)
-        write_sorted(folder, later.astype(_NUMBER), np.searchsorted(later, np.array(firsts[1:], np.uint64)))
+        write_sorted(folder, later.view(_NUMBER))
         return {"rows": sum(map(len, hashes)), "later": len(later)}
 
 
@@ -171,10 +155,10 @@ class Dedup(Grouped):
         return stage.key_of(self.name, str(unit), self.files(unit), later)
 
     def work(self, unit: Unit, folder: Path) -> Json:
-        groups = list(of_all(self, SIGNATURES))
-        place = next(n for n, (group, *_) in enumerate(groups) if group == unit)
-        _, receipt, first = groups[place]
-        ranges = [read_sorted(self, BANDS, each, slice(place, place + 1), _NUMBER) for each in self._bands()]
-        numbers = np.unique(np.concatenate(ranges)) - first
+        _, receipt, first = next(each for each in of_all(self, SIGNATURES) if each[0] == unit)
+        count = receipt["counts"]["documents"]
+        with blocks.open_files(self.out, BANDS, self._bands(), SORTED) as files:
+            ranges = [file.read_rows("number", first, first + count)["number"] for file in files]
+        numbers = np.unique(np.concatenate(ranges)).astype(np.int64) - first
         documents.write_rows(folder, self.members(unit), numbers)
-        return {"documents": receipt["counts"]["documents"], documents.NEAR_DUPLICATE: len(numbers)}
+        return {"documents": count, documents.NEAR_DUPLICATE: len(numbers)}

@@ -63,31 +63,40 @@ class Fetch(Stage):
 
     def work(self, unit: Unit, folder: Path) -> Json:
         entry, target = stage.planned_unit(self.out, unit), folder / RAW
+        if entry["kind"] == "resolved":
+            return self._fetch_contents(unit, entry, target)
         if entry["kind"] == "local":
             remote = any("://" in name for name, _, _ in entry["files"])
             return _retry(lambda: _read_local(entry, target, self._portable(entry)), target, remote)
-        if entry["kind"] == "resolved":
-            local.check_unchanged(entry["files"])
-            self.remove_parts()
-            parts = folder.parent / f".unit-{unit.number:05d}.parts"
-            content.take_over(stage.unit_folder(self.out, self.name, unit) / RAW, parts)
-            ((path, name),) = self._portable(entry).items()
-            return content.fetch(path, name, entry["row_groups"], Input(**entry["input"]), target, parts)
-        if "row_groups" in entry:
-            return _retry(lambda: _copy_groups(entry, target), target, "://" in entry["file"][0])
         if "file" in entry:
-            return _retry(lambda: _copy(entry, target), target, "://" in entry["file"][0])
-        described = stage.planned(self.out, unit.source)
-        origin, where = hub.origin(self.mirror), f"{described['repo']}/{entry['path']}"
+            copy = _copy_groups if "row_groups" in entry else _copy
+            return _retry(lambda: copy(entry, target), target, "://" in entry["file"][0])
+        return self._download(stage.planned(self.out, unit.source), entry, target)
+
+    def _fetch_contents(self, unit: Unit, entry: Json, target: Path) -> Json:
+        local.check_unchanged(entry["files"])
+        self.remove_parts()
+        parts = target.parents[1] / f".unit-{unit.number:05d}.parts"
+        content.take_over(stage.unit_folder(self.out, self.name, unit) / RAW, parts)
+        ((path, name),) = self._portable(entry).items()
+        return content.fetch(path, name, entry["row_groups"], Input(**entry["input"]), target, parts)
+
+    def _download(self, planned: Json, entry: Json, target: Path) -> Json:
+        """A Parquet file of the hub, or of its mirror."""
+        origin, repo, revision = hub.origin(self.mirror), planned["repo"], planned["revision"]
+        where = f"{repo}/{entry['path']}"
 
         def download() -> Json:
-            origin.fetch(described["repo"], described["revision"], entry["path"], target)
+            origin.fetch(repo, revision, entry["path"], target)
             return check(target, entry, where)
 
         try:
             return _retry(download, target, origin.remote)
-        except Exception as error:
-            raise _for_users(error, f"{where} @ {described['revision']}") from error
+        except (FileNotFoundError, hub_errors.EntryNotFoundError) as error:
+            gone = f"{where} @ {revision} is planned and no longer there"
+            raise ValueError(f"{gone}; has the mirror changed? Delete plan.json and plan again") from error
+        except hub_errors.HfHubHTTPError as error:
+            raise ValueError(f"{where} @ {revision}: {error}") from error
 
     def remove_parts(self) -> None:
         """Delete contents that are in the files of finished units by now."""
@@ -98,26 +107,28 @@ class Fetch(Stage):
 
     def check_room(self, budget_bytes: int | None) -> None:
         """Refuse, before anything is read, what would pass the budget of DIR/fetch or the disk."""
-        todo = Counter[str]()
-        held, links, linked = 0, 0, self.mirror is not None and not hub.origin(self.mirror).remote
+        held = need = links = 0
+        linked = self.mirror is not None and not hub.origin(self.mirror).remote
         for unit in self.units():
             entry = stage.planned_unit(self.out, unit)
-            if not is_done(self, unit):
-                todo[unit.source] += entry.get("bytes", 0)
-                if linked or "://" not in entry.get("file", ["://"])[0]:
-                    links += entry.get("bytes", 0)
-            elif not (receipt := stage.receipt_of(self.out, self.name, unit)).get("freed"):
-                held += sum(file["bytes"] for file in receipt["files"].values())
-        need, listed = sum(todo.values()), ", ".join(f"{name} {size:,}" for name, size in todo.items())
+            if is_done(self, unit):
+                receipt = stage.receipt_of(self.out, self.name, unit)
+                held += (
+                    0 if receipt.get("freed") else sum(file["bytes"] for file in receipt["files"].values())
+                )
+                continue
+            need += entry.get("bytes", 0)
+            if linked or "://" not in entry.get("file", ["://"])[0]:
+                links += entry.get("bytes", 0)
         if budget_bytes is not None and held + need > budget_bytes:
             raise ValueError(
-                f"{held:,} bytes are fetched and {need:,} are to come ({listed}), more than --budget-bytes "
+                f"{held:,} bytes are fetched and {need:,} are to come, more than --budget-bytes "
                 f"{budget_bytes:,}; fetch fewer --sources at a time, and `free` what the next stage has read"
             )
         free = shutil.disk_usage(self.out).free
         if store.of(self.out) is None and need - links > free:
             raise ValueError(
-                f"{need:,} bytes are to be fetched ({listed}), but {self.out} has {free:,} bytes of free disk"
+                f"{need - links:,} bytes are to be fetched, but {self.out} has {free:,} bytes of free disk"
             )
 
 
@@ -186,24 +197,14 @@ def check(path: Path, entry: Json, where: str) -> Json:
 
 
 def _is_transient(error: Exception) -> bool:
-    """Whether another attempt may succeed: not after a refusal or a full disk."""
+    """Whether another attempt may succeed: not after a refusal, what we say ourselves, or a full disk."""
     if isinstance(error, hub_errors.HfHubHTTPError):
         return error.response.status_code not in (401, 403, 404)
-    if isinstance(error, FileNotFoundError | PermissionError | hub_errors.EntryNotFoundError | local.Damaged):
-        return False
-    if isinstance(error, ValueError) and not isinstance(error, Damaged):  # what we say ourselves stays true
+    if isinstance(error, Damaged):
+        return True
+    if isinstance(error, FileNotFoundError | PermissionError | ValueError | local.Damaged):
         return False
     return getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def _for_users(error: Exception, where: str) -> Exception:
-    if isinstance(error, FileNotFoundError | hub_errors.EntryNotFoundError):
-        return ValueError(
-            f"{where} is planned and no longer there; has the mirror changed? Delete plan.json and plan again"
-        )
-    if isinstance(error, Damaged) or getattr(error, "errno", None) is not None:
-        return error
-    return ValueError(f"{where}: {type(error).__name__}: {error}")
 
 
 def _read_local(entry: Json, target: Path, names: Mapping[str, str]) -> Json:

@@ -83,37 +83,13 @@ def _text_column(entry: Json) -> str:
     return entry.get("text_column", "text")
 
 
-class Rows(NamedTuple):
-    """Consecutive rows of a raw file: their texts as the bytes that stand in it, and all that is
-    known of their origin.
-
-    file: the planned path, None where `fields` has the column "origin". first: the number of the first row. before:
-    rows of the input that stand in other raw files.
-    """
-
-    texts: list[bytes | None]
-    file: str | None = None
-    first: int = 0
-    fields: Mapping[str, list[Any]] = {}
-    before: int = 0
-
-    def origin(self, place: int) -> str:
-        if ORIGIN in self.fields:
-            origin = self.fields[ORIGIN][place]
-            return _later(origin, self.before) if self.before else origin
-        fields = {name: values[place] for name, values in self.fields.items()}
-        return origin_of(self.file or "", self.first + place, fields)
-
-
-def _later(origin: str, rows: int) -> str:
-    """An origin whose row is so many rows further down; `"row":` stands in no string of JSON."""
-    return re.sub(r'(?<="row":)\d+', lambda row: str(int(row[0]) + rows), origin, count=1)
+Row = tuple[bytes | None, str]  # a text as the bytes that stand in a raw file, and its origin
 
 
 class Document(NamedTuple):
-    """A text on its way through the filter; place: of its row in `Rows`; utf8: empty after a change of the text."""
+    """A text on its way through the filter; utf8: empty after a change of the text."""
 
-    place: int
+    origin: str
     text: str
     utf8: bytes = b""
     identity: bytes = b""
@@ -137,18 +113,18 @@ class DocumentFilter:
         self._dropped = Counter(dict.fromkeys(REASONS, 0))
         self._contamination: dict[str, Json] = {}
 
-    def select(self, rows: Rows) -> list[tuple[bytes, bytes, str]]:
+    def select(self, rows: Sequence[Row]) -> list[tuple[bytes, bytes, str]]:
         """(id, text as UTF-8, origin) of the documents to keep, in their order."""
-        self._read += len(rows.texts)
-        pieces = [each for place, raw in enumerate(rows.texts) for each in self._pieces(place, raw or b"")]
+        self._read += len(rows)
+        pieces = [each for raw, origin in rows for each in self._pieces(origin, raw or b"")]
         final = self._chosen(self._through(self.before, pieces))
         documents = self._through(self.after, self._clean(final))
-        kept = [(identity, utf8, rows.origin(place)) for place, _, utf8, identity in documents]
+        kept = [(identity, utf8, origin) for origin, _, utf8, identity in documents]
         self._kept += len(kept)
         self._bytes += sum(len(utf8) for _, utf8, _ in kept)
         return kept
 
-    def _pieces(self, place: int, raw: bytes) -> list[Document]:
+    def _pieces(self, origin: str, raw: bytes) -> list[Document]:
         """A row's documents: none, its text, or the pieces of a long one."""
         try:
             text = raw.decode("utf-8")
@@ -166,7 +142,7 @@ class DocumentFilter:
         pieces = [text] if limit is None else list(cut(text, limit))
         self._cut += len(pieces) - 1
         utf8 = raw if len(pieces) == 1 else b""
-        return [Document(place, piece, utf8) for piece in pieces if self._long_enough(piece)]
+        return [Document(origin, piece, utf8) for piece in pieces if self._long_enough(piece)]
 
     def _long_enough(self, text: str) -> bool:
         length = len(text.strip())
@@ -186,7 +162,7 @@ class DocumentFilter:
                     self._dropped[reason] += 1
                     break
             if text != document.text:
-                document = Document(document.place, text)
+                document = Document(document.origin, text)
             if reason is None and (document.utf8 or self._long_enough(text)):
                 left.append(document)
         return left if steps else documents
@@ -194,11 +170,11 @@ class DocumentFilter:
     def _chosen(self, documents: list[Document]) -> list[Document]:
         """With their ids, those in the part of the source that is kept: what the shuffle would put first."""
         chosen = []
-        for place, text, utf8, _ in documents:
+        for origin, text, utf8, _ in documents:
             utf8 = utf8 or text.encode()
             identity = xxhash.xxh3_128_digest(utf8)
             if self.below >= 2**64 or key_of_id(identity, self.recipe.seed) < self.below:
-                chosen.append(Document(place, text, utf8, identity))
+                chosen.append(Document(origin, text, utf8, identity))
         self._dropped["not_kept"] += len(documents) - len(chosen)
         return chosen
 
@@ -246,9 +222,11 @@ def cut(text: str, max_chars: int) -> Iterator[str]:
     yield text[start:]
 
 
-def read_raw(path: Path, column: str, file: str | None = None, before: int = 0) -> Iterator[Rows]:
-    """A raw file in batches of rows; file: the planned path, where its rows are
-    those of the input; before: rows of the input that are in other raw files.
+def read_raw(path: Path, column: str, file: str | None = None, before: int = 0) -> Iterator[list[Row]]:
+    """A raw file in batches of rows.
+
+    file: the planned path, where its rows are those of the input, else None: the column "origin" says
+    where they come from. before: rows of the input that are in other raw files.
     """
     try:
         with pq.ParquetFile(path, memory_map=True) as parquet:
@@ -260,11 +238,25 @@ def read_raw(path: Path, column: str, file: str | None = None, before: int = 0) 
             first = before
             for batch in parquet.iter_batches(_BATCH_ROWS, columns=[column, *more]):
                 texts = batch.column(column).cast(pa.large_binary()).to_pylist()
-                fields = {name: _values(batch.column(name)) for name in more}
-                yield Rows(texts, file, first, fields, before)
+                columns = {name: _values(batch.column(name)) for name in more}
+                rows = []
+                for place, text in enumerate(texts):
+                    fields = {name: values[place] for name, values in columns.items()}
+                    rows.append((text, _origin(file, first + place, fields, before)))
+                yield rows
                 first += batch.num_rows
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"{file or path} cannot be read ({error}); restore or exclude it") from error
+
+
+def _origin(file: str | None, number: int, fields: Mapping[str, Any], before: int) -> str:
+    """Where a row came from; a reader's own origin counts rows of a part of a file."""
+    if ORIGIN not in fields or file is not None:
+        return origin_of(file or "", number, fields)
+    if not before:
+        return fields[ORIGIN]
+    # `"row":` stands in no string of JSON
+    return re.sub(r'(?<="row":)\d+', lambda row: str(int(row[0]) + before), fields[ORIGIN], count=1)
 
 
 def _values(column: pa.Array) -> list[Any]:

@@ -111,7 +111,7 @@ def _plan(context: RunContext) -> None:
         terms, rows = ("revision", "gate", "licence"), []
         for name, each in made.items():
             size = sum(map(plan.size_of, each["units"]))
-            rows.append([name, f"{len(each['units']):,}", f"{size:,}", *(each.get(key, "") for key in terms)])
+            rows.append([name, len(each["units"]), size, *(each.get(key, "") for key in terms)])
         context.console.print(figures(None, ("source", "units", "bytes", *terms), rows))
 
 

@@ -31,6 +31,8 @@ from data_mixtures.stages.stage import PLAN, PLAN_FORMAT, read_plan
 UNIT_BYTES = 64 << 20  # of local files in one unit
 _TEXT = (pyarrow.string(), pyarrow.large_string(), pyarrow.binary(), pyarrow.large_binary())
 S = TypeVar("S", bound=Source)
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = None) -> Json:
@@ -180,36 +182,30 @@ def shared(plan: Json) -> Iterator[str]:
 
 def _plan_hub(origin: hub.Mirror, wanted: list[HubSource]) -> dict[str, Json]:
     """Access first, for all; then files and columns. One error names every source that fails, and why."""
-    revisions, refused = dict[tuple[str, str], str](), dict[str, list[str]]()
+    sources: dict[tuple[str, str], list[str]] = {}
     for each in wanted:
-        asked = each.repo, each.revision
+        sources.setdefault((each.repo, each.revision), []).append(each.name)
+    repositories = {", ".join(names): asked for asked, names in sources.items()}
+    answers = _ask_each(repositories, lambda asked: origin.revision(*asked), "repositories cannot be read")
+    commits = {repositories[names]: commit for names, commit in answers.items()}
+    return _plan_each(wanted, lambda each: _hub(origin, each, commits[each.repo, each.revision]))
+
+
+def _plan_each(wanted: Iterable[S], ask: Callable[[S], Json]) -> dict[str, Json]:
+    return _ask_each({each.name: each for each in wanted}, ask, "sources are not as the recipe says")
+
+
+def _ask_each(wanted: Mapping[str, T], ask: Callable[[T], R], problem: str) -> dict[str, R]:
+    """The answers by name, or one error for all that are refused."""
+    answers, refused = {}, []
+    for name, each in wanted.items():
         try:
-            revisions[asked] = revisions.get(asked) or origin.revision(*asked)
+            answers[name] = ask(each)
         except ValueError as error:
-            refused.setdefault(f"{each.repo} @ {each.revision}: {error}", []).append(each.name)
-    away = sum(hub.NOT_REACHABLE in why for why in refused)
-    counts = {"are not reachable": away, "refuse to be read": len(refused) - away}
-    hint = "estimate without a network what will be read: python -m tools.plan JOB.toml" * bool(away)
-    _stop_at(refused, " and ".join(f"{n} repositories {how}" for how, n in counts.items() if n), hint)
-    return _plan_each(wanted, lambda each: _hub(origin, each, revisions[each.repo, each.revision]))
-
-
-def _plan_each(wanted: list[S], ask: Callable[[S], Json]) -> dict[str, Json]:
-    """One entry for each source, or one error for all."""
-    planned, refused = {}, dict[str, list[str]]()
-    for each in wanted:
-        try:
-            planned[each.name] = ask(each)
-        except ValueError as error:
-            refused.setdefault(str(error), []).append(each.name)
-    _stop_at(refused, f"{len(refused)} sources are not as the recipe says")
-    return planned
-
-
-def _stop_at(refused: dict[str, list[str]], what: str, hint: str = "") -> None:
+            refused.append(f"  {name}: {error}")
     if refused:
-        lines = [f"  {', '.join(names)}: {why}" for why, names in refused.items()]
-        raise ValueError("\n".join([f"{what}; nothing was read:", *lines, *filter(None, [hint])]))
+        raise ValueError("\n".join([f"{len(refused)} {problem}; nothing was read:", *refused]))
+    return answers
 
 
 def _hub(origin: hub.Mirror, each: HubSource, revision: str) -> Json:

@@ -167,15 +167,15 @@ def summary(stage: str, receipts: Mapping[Unit, Json]) -> Table:
             if isinstance(value, int):
                 row[name] += value
     columns = dict.fromkeys(name for row in sums.values() for name in row)
-    rows = [[source, *(f"{row[name]:,}" for name in columns)] for source, row in sums.items()]
+    rows = [[source, *(row[name] for name in columns)] for source, row in sums.items()]
     return figures(stage, ("source", *columns), rows)
 
 
-def figures(title: str | None, head: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
-    """Rows of a name and its figures."""
+def figures(title: str | None, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> Table:
+    """Rows of a name and its figures; integers get separators."""
     table = Table(box=box.SIMPLE, title=title, title_justify="left", pad_edge=False, collapse_padding=True)
     for number, name in enumerate(head):
         table.add_column(name, justify="right" if number else "left", no_wrap=not number)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(f"{each:,}" if isinstance(each, int) else each for each in row))
     return table

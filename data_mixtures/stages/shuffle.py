@@ -51,7 +51,7 @@ class OrderDocuments(Stage):
         low, high = ranges_of(self.out, unit.source)[unit.number]
         with blocks.open_files(self.out, *sorted_runs.made_by(self.out, unit.source), INDEX) as files:
             parts = sorted_runs.read_slices(files, low, high)
-        documents, read = sorted_runs.merge(parts), sum(map(len, parts))
+        documents, read = sorted_runs.drop_duplicates(sorted_runs.in_order(parts)), sum(map(len, parts))
         held_out = documents["low"] < np.uint64(shards.held_out_below(self.recipe.held_out_of(unit.source)))
         counts: Json = {"documents": read, "duplicate": read - len(documents)}
         for name, part in (("train", documents[~held_out]), ("valid", documents[held_out])):

@@ -9,8 +9,6 @@ is a run already.
 
 from __future__ import annotations
 
-import io
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,7 +26,6 @@ from data_mixtures.stages.tokenize import DOCUMENT, INDEX, ORIGINS, SLICED, TOKE
 RUNS = 64
 UNITS_PER_RUN = 128  # each has six files open while it is merged; a process may open 1,024
 DOCUMENTS_PER_RANGE = 1 << 21  # about 500 MB while merging
-_HEADER_BYTES = 256  # of documents.npy
 # what a merge works on; numpy sorts integers of two bytes in one pass
 MERGED = np.dtype([*DOCUMENT.descr, ("unit", "<u2")])
 
@@ -125,7 +122,7 @@ def read_slices(files: Sequence[CheckedFile], low: int, high: int) -> list[np.nd
     """Documents of every run with low <= key < high (MERGED), from its documents.npy."""
     slices = []
     for number, file in enumerate(files):
-        part = with_columns(_between(file, low, high), MERGED)
+        part = with_columns(file.read_rows("key", low, high), MERGED)
         assert (part["key"][1:] >= part["key"][:-1]).all(), f"{file} is not sorted"
         part["unit"] = number
         slices.append(part)
@@ -140,37 +137,13 @@ def with_columns(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return made
 
 
-def _between(file: CheckedFile, low: int, high: int) -> np.ndarray:
-    header = io.BytesIO(file.read(0, _HEADER_BYTES))
-    np.lib.format.read_magic(header)
-    shape, _, dtype = np.lib.format.read_array_header_1_0(header)
-    assert dtype == DOCUMENT, f"{file} has dtype {dtype}"
-    offset = header.tell()
-
-    def rows(first: int, last: int) -> np.ndarray:
-        begin, end = (offset + row * DOCUMENT.itemsize for row in (first, last))
-        return np.frombuffer(file.read(begin, end), DOCUMENT)
-
-    def key(row: int) -> int:
-        return int(rows(row, row + 1)["key"][0])
-
-    return rows(*(bisect_left(range(shape[0]), bound, key=key) for bound in (low, high)))
-
-
-def merge(parts: Iterable[np.ndarray]) -> np.ndarray:
-    """Documents (MERGED) by (key, high, low), the first of those with the same 128-bit id."""
-    return first_of_equals(in_order(parts))
-
-
 def in_order(parts: Iterable[np.ndarray]) -> np.ndarray:
     """Documents (MERGED) by (key, high, low); equal ones stay in the order of the parts."""
     documents = np.concatenate(list(parts))
     return documents[by_key(documents)]
 
 
-def same_id(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    return (left["low"] == right["low"]) & (left["high"] == right["high"])
-
-
-def first_of_equals(documents: np.ndarray) -> np.ndarray:
-    return documents[np.append(True, ~same_id(documents[1:], documents[:-1]))[: len(documents)]]
+def drop_duplicates(documents: np.ndarray) -> np.ndarray:
+    """The first of documents in order that have the same 128-bit id."""
+    new = (np.diff(documents["low"]) != 0) | (np.diff(documents["high"]) != 0)
+    return documents[np.append(True, new)[: len(documents)]]

@@ -7,8 +7,9 @@ of keys brings equal ids together, whatever source they come from.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from rich.table import Table
 
 from data_mixtures import mixture, shards
 from data_mixtures.shards import Json
-from data_mixtures.stages import blocks, sorted_runs, stage
+from data_mixtures.stages import blocks, sorted_runs
 from data_mixtures.stages.run import figures
 from data_mixtures.stages.tokenize import INDEX
 
@@ -32,15 +33,15 @@ FACTS = (
 def write(out: Path, sources: tuple[str, ...], console: Console, workers: int) -> Json:
     """Print, and write stats.json; returns what it holds."""
     manifests = {source: shards.read_manifest(out / source) for source in sources}
-    with ThreadPoolExecutor(workers) as pool:
-        shared = shared_documents(out, sources, pool)
-    facts = {name: {key: manifest[key] for key in FACTS} for name, manifest in manifests.items()}
+    facts = {}
     for name, manifest in manifests.items():
         mean = round(manifest["tokens"] / max(manifest["documents"], 1), 2)
-        facts[name] |= {"mean": mean, "valid_windows": manifest["valid"]["windows"]}
+        more = {"mean": mean, "valid_windows": manifest["valid"]["windows"]}
+        facts[name] = {key: manifest[key] for key in FACTS} | more
+    shared = shared_documents(out, sources, workers)
     result = {"sources": facts, "phases": _phases(out), "shared_documents": shared}
     shards.write_json(out / JSON, result)
-    tables = _shares_table(result), _dropped_table(result), _shared_table(result)
+    tables = _shares_table(result), _dropped_table(facts), _shared_table(result)
     for table in (*sizes_and_lengths(manifests), *tables):
         console.print(table)
     if "unknown" in shared:
@@ -54,8 +55,8 @@ def _phases(out: Path) -> Json:
     phases = {}
     for path in sorted(out.glob("*.lock.json")):
         lock = mixture.read_lock(path)
-        weights = {entry["name"]: entry["weight"] for entry in lock["sources"]}
-        shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
+        total = sum(entry["weight"] for entry in lock["sources"])
+        shares = {entry["name"]: entry["weight"] / total for entry in lock["sources"]}
         phases[lock["phase"]] = {"fingerprint": lock["fingerprint"], "shares": shares}
     return phases
 
@@ -65,12 +66,10 @@ def sizes_and_lengths(manifests: Mapping[str, Json]) -> tuple[Table, Table]:
     sizes, lengths = [], []
     for name, m in manifests.items():
         counts = m["documents"], sum(m["dropped"].values()), m["tokens"], m["bytes"]
-        windows = m["windows"], m["valid"]["windows"]
         per_token = f"{m['bytes'] / max(m['tokens'], 1):.2f}"
-        sizes.append([name, *(f"{n:,}" for n in counts), per_token, *(f"{n:,}" for n in windows)])
+        sizes.append([name, *counts, per_token, m["windows"], m["valid"]["windows"]])
         unused = m["unused"]["train_tokens"], m["unused"].get("padding", 0)
-        of_documents = m["tokens"] // max(m["documents"], 1), m["longest"], m["cut"], *unused
-        lengths.append([name, *(f"{n:,}" for n in of_documents)])
+        lengths.append([name, m["tokens"] // max(m["documents"], 1), m["longest"], m["cut"], *unused])
     head = ("source", "docs", "dropped", "tokens", "bytes", "B/tok", "windows", "valid")
     columns = ("source", "mean", "longest", "cuts", "unused tokens", "padding")
     return figures("Sources", head, sizes), figures("tokens of a document", columns, lengths)
@@ -86,13 +85,12 @@ def _shares_table(stats: Json) -> Table:
     return figures("Shares", ("source", "category", "of all tokens", *phases), rows)
 
 
-def _dropped_table(stats: Json) -> Table:
-    sources = stats["sources"]
+def _dropped_table(sources: Json) -> Table:
     reasons = sorted({name for each in sources.values() for name, count in each["dropped"].items() if count})
     rows = []
     for name, each in sources.items():
-        counts = each["read"], *(each["dropped"].get(reason, 0) for reason in reasons)
-        rows.append([name, *(f"{count:,}" for count in counts), f"{each['kept'] / max(each['read'], 1):.2%}"])
+        counts = [each["dropped"].get(reason, 0) for reason in reasons]
+        rows.append([name, each["read"], *counts, f"{each['kept'] / max(each['read'], 1):.2%}"])
     return figures("Dropped", ("source", "read", *reasons, "kept"), rows)
 
 
@@ -101,36 +99,28 @@ def _shared_table(stats: Json) -> Table:
     for pair in stats["shared_documents"].get("pairs", ())[:PAIRS]:
         count, names = pair["documents"], pair["sources"]
         of = [f"{count / stats['sources'][name]['documents']:.2%}" for name in names]
-        rows.append([", ".join(names), f"{count:,}", *of])
+        rows.append([", ".join(names), count, *of])
     head = ("sources", "documents", "of the first", "of the second")
     return figures("Documents that sources share", head, rows)
 
 
-def shared_documents(out: Path, sources: tuple[str, ...], pool: Executor) -> Json:
+def shared_documents(out: Path, sources: tuple[str, ...], workers: int) -> Json:
     """{"pairs": [{"sources", "documents"}]}: of equal ids; {"unknown": why} when units were deleted."""
-    documents = 0
-    for source in sources:
-        name, units = sorted_runs.made_by(out, source)
-        for unit in units:
-            receipt = stage.read_receipt(out, name, unit)
-            if receipt is None or receipt.get("freed"):
-                return {"unknown": f"{stage.unit_folder(out, name, unit)} is not there any more"}
-            documents += receipt["counts"]["documents"]
-    ranges = sorted_runs.key_ranges(documents)
-    shared = np.sum(list(pool.map(lambda keys: _shared_in_range(out, sources, *keys), ranges)), axis=0)
-    pairs = [
-        {"sources": [sources[a], sources[b]], "documents": int(shared[a, b])} for a, b in np.argwhere(shared)
-    ]
-    return {"pairs": sorted(pairs, key=lambda pair: -pair["documents"])}
+    try:
+        receipts = [receipt for source in sources for receipt in sorted_runs.receipts(out, source)]
+        ranges = sorted_runs.key_ranges(sum(receipt["counts"]["documents"] for receipt in receipts))
+        with ThreadPoolExecutor(workers) as pool:
+            shared = sum(pool.map(lambda keys: _shared_in_range(out, sources, *keys), ranges), Counter())
+    except ValueError as error:
+        return {"unknown": str(error)}
+    return {"pairs": [{"sources": [*pair], "documents": count} for pair, count in shared.most_common()]}
 
 
-def _shared_in_range(out: Path, sources: tuple[str, ...], low: int, high: int) -> np.ndarray:
-    """int64 (sources, sources), upper triangle: common documents with low <= key < high."""
-    ids = []
+def _shared_in_range(out: Path, sources: tuple[str, ...], low: int, high: int) -> Counter[tuple[str, str]]:
+    """How many documents with low <= key < high two sources have in common."""
+    ids = {}
     for source in sources:
         with blocks.open_files(out, *sorted_runs.made_by(out, source), INDEX) as files:
-            ids.append(np.unique(np.concatenate(sorted_runs.read_slices(files, low, high))["low"]))
-    shared = np.zeros((len(sources), len(sources)), dtype=np.int64)
-    for a, b in combinations(range(len(sources)), 2):
-        shared[a, b] = len(np.intersect1d(ids[a], ids[b], assume_unique=True))
-    return shared
+            ids[source] = np.unique(np.concatenate(sorted_runs.read_slices(files, low, high))["low"])
+    pairs = combinations(sources, 2)
+    return Counter({(a, b): len(np.intersect1d(ids[a], ids[b], assume_unique=True)) for a, b in pairs})

@@ -50,20 +50,19 @@ class Tokenize(Stage):
         return stage.key_of(self.name, decides, filtered)
 
     def work(self, unit: Unit, folder: Path) -> Json:
-        try:
-            return self._work(unit, folder, fast=True)
-        except _OtherIds:
-            return self._work(unit, folder, fast=False)
+        return self._work(unit, folder, fast=True) or self._work(unit, folder, fast=False)
 
     def _work(self, unit: Unit, folder: Path, fast: bool) -> Json:
+        """Empty where the fast encoder must not be used for this unit."""
         made = _loaded(shards.tokenizer_path(self.out), tuple(_hashes(self.out)))
-        sample = Sample(made, fast)
-        rows, looping = [], [np.empty(0, bool)]
+        rows, looping, encoded_bytes = [], [np.empty(0, bool)], 0
         wanted = self.recipe.filter.repeated_ngrams
         unsorted = {name: folder / f".{name}.unsorted" for name in (TOKENS, ORIGINS)}
         with unsorted[TOKENS].open("wb") as token_file, unsorted[ORIGINS].open("wb") as origin_file:
             for ids, texts, origins in documents.read_remaining(self.recipe, self.out, unit):
-                sample.check(ids, texts)
+                if fast and not is_exact(made, ids, texts, encoded_bytes):
+                    return {}
+                encoded_bytes += sum(map(len, texts))
                 tokens, lengths = made.encode(texts, fast)
                 token_file.write(tokens.data)
                 origin_file.writelines(origins)
@@ -90,26 +89,18 @@ class Tokenize(Stage):
         return {**totals(ordered), "slow": slow, "dropped": dropped}
 
 
-class _OtherIds(Exception):
-    """The fast encoder gives other ids than the library."""
+def is_exact(made: tokenizer.Tokenizer, ids: list[bytes], texts: list[bytes], before: int) -> bool:
+    """Whether the library gives the ids of the fast encoder for the first documents of a unit, and one of 1,000.
 
-
-class Sample:
-    """Documents of a unit that are encoded by the library too: the first, and one of 1,000 by its id.
-
-    Which they are depends on the unit alone, so whichever worker does it writes the same bytes.
+    before: bytes of the unit's documents before these. Which are compared depends on the unit alone, so
+    whichever worker does it writes the same bytes.
     """
-
-    def __init__(self, made: tokenizer.Tokenizer, fast: bool) -> None:
-        self.made, self.fast, self.bytes = made, fast, 0
-
-    def check(self, ids: list[bytes], texts: list[bytes]) -> None:
-        """_OtherIds where the fast encoder must not be used for this unit."""
-        for identity, text in zip(ids, texts, strict=True) if self.fast else ():
-            chosen = self.bytes < _COMPARED_BYTES or int.from_bytes(identity[-4:], "big") % COMPARED_OF == 0
-            self.bytes += len(text)
-            if chosen and not self.made.is_exact(text.decode("utf-8")[:_COMPARED_CHARS]):
-                raise _OtherIds
+    for identity, text in zip(ids, texts, strict=True):
+        chosen = before < _COMPARED_BYTES or int.from_bytes(identity[-4:], "big") % COMPARED_OF == 0
+        before += len(text)
+        if chosen and not made.is_exact(text.decode("utf-8")[:_COMPARED_CHARS]):
+            return False
+    return True
 
 
 def parts(tokens: np.dtype) -> tuple[tuple[str, str, str, np.dtype], ...]:

@@ -13,22 +13,23 @@ Measurements are in docs/decisions/evaluation.md.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import comb, fsum
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from evals.code.answers import Model, Sampling, collect, prompt_of, settings_of
+from evals.code.answers import Sampling, collect, prompt_of
 from evals.code.sandbox import find_sandbox
 from evals.code.score import EVALPLUS, Dataset, Judge, open_dataset
-from evals.code.selection import longest_beginning, target_function, without_demonstration
+from evals.code.selection import longest_beginning, target_function
 from evals.intervals import wilson
-from evals.scorer import LOCAL, SourceFlags, fast_tokenizer
+from evals.items import Partial
+from evals.scorer import LOCAL, SourceFlags, fast_tokenizer, open_scorer, origin
 from evals.tables import console
 from records.evals import NOWHERE, About, AboutFlags, EvalCommand, optional
 from records.files import JsonObject, file_sha256
@@ -71,53 +72,17 @@ class Scoring:
 Scored = dict[str, list[tuple[bool, bool]]]
 
 
-def evaluate(model: Model, judge: Judge) -> tuple[JsonObject, Scored]:
-    """Score the reference solutions, collect the model's answers and score them: the
-    figures, and each answer's.
-    """
-    dataset = judge.dataset
-    control = judge.control()
-    console.print(f"reference solutions: {control['passed']} of {control['total']} pass")
-    if control["unexpected_failures"]:
-        console.print(
-            f"[red]unexpected failures: {control['unexpected_failures']}; is the machine overloaded?"
-        )
-    answers = collect(dataset, model, judge.folder)
-    rows = solutions(answers, model.chat, dataset)
-    rules, scored = [row["rule"] for row in rows], judge.evaluate(rows, "samples")
-    figures = {
-        "dataset": f"{dataset.name}+",
-        "version": dataset.version,
-        "evalplus": EVALPLUS,
-        "protocol": "greedy" if model.sampling.temperature == 0 else "sampled",
-        **model.settings,
-        "model": model.identity["model"],
-        "problems": len(dataset.problems),
-        **figures_of(scored, model.sampling.n),
-        "control": control,
-        "answers_empty": sum(not row["answer"].strip() for row in answers),
-        "answers_cut": sum(row["finish_reason"] == "length" for row in answers),
-        "selection": {rule: rules.count(rule) for rule in sorted(set(rules))},
-        "sandbox": judge.sandbox,
-    }
-    return figures, scored
-
-
 def solutions(answers: list[JsonObject], chat: bool, dataset: Dataset) -> list[JsonObject]:
-    """A row per answer: the code selected from it, by which rule, and the solution, which is that code without
-    what only shows it at work.
-    """
+    """A row per answer: the code selected from it, and by which rule."""
     problems, rows = {p["task_id"]: p for p in dataset.problems}, []
     for row in answers:
-        problem, text = problems[row["task_id"]], row["answer"]
+        problem = problems[row["task_id"]]
         if chat:
-            code, rule = target_function(text, problem["entry_point"])
+            code, rule = target_function(row["answer"], problem["entry_point"])
         else:
-            whole, rule = prompt_of(problem, chat=False) + text, "completion"
+            whole, rule = prompt_of(problem, chat=False) + row["answer"], "completion"
             code = longest_beginning(whole.split("\n")) or whole
-        solution = without_demonstration(code, problem["entry_point"])
-        head = {"task_id": row["task_id"], "sample": row["sample"]}
-        rows.append({**head, "rule": rule, "selected": code, "solution": solution})
+        rows.append({"task_id": row["task_id"], "sample": row["sample"], "rule": rule, "solution": code})
     return rows
 
 
@@ -173,19 +138,50 @@ def main(
     if (results or about.out) is None or (hf_dir is None) == (source.base_url is None):
         raise ValueError("--results or --out, and either a model folder or --base-url are required")
     data, sandbox = open_dataset(dataset), find_sandbox(scoring.unsafe_no_sandbox)
-    model = Model(hf_dir, source, is_chat(prompt, hf_dir), sampling)
-    folder = results or results_of(about, settings_of(data, model))
+    chat, scorer = is_chat(prompt, hf_dir), open_scorer(hf_dir, source)
+    who = origin(hf_dir, scorer) | {"data_sha256": file_sha256(dataset)}
+    asked = {
+        "model": hf_dir.resolve().name if hf_dir else source.model or "laneformer",
+        "protocol": "greedy" if sampling.temperature == 0 else "sampled",
+        "prompt": "chat" if chat else "completion",
+        **asdict(sampling),
+    }
+    settings_key = hashlib.sha256(repr((who, scorer.max_length, asked)).encode()).hexdigest()[:12]
+    folder = results or results_of(about, settings_key)
     folder.mkdir(parents=True, exist_ok=True)
     judge = Judge(data, sandbox, folder.resolve(), scoring.cache, scoring.parallel)
-    figures, scored = evaluate(model, judge)
-    model.scorer.close()
-    who = model.origin | {"data_sha256": file_sha256(dataset)}
-    asked = ("dataset", "protocol", "prompt", "n", "temperature", "top_p")
-    protocol = {name: figures[name] for name in asked}
-    head = {"kind": "code", "step": about.step, **who, "protocol": protocol}
+    control = score_references(judge)
+    answers = collect(data, scorer, sampling, chat, Partial(folder / "answers.jsonl"), settings_key)
+    scorer.close()
+    rows = solutions(answers, chat, data)
+    scored, rules = judge.evaluate(rows, "samples"), Counter(row["rule"] for row in rows)
+    figures = {
+        "dataset": f"{data.name}+",
+        "version": data.version,
+        "evalplus": EVALPLUS,
+        **asked,
+        "problems": len(data.problems),
+        **figures_of(scored, sampling.n),
+        "control": control,
+        "answers_empty": sum(not row["answer"].strip() for row in answers),
+        "answers_cut": sum(row["finish_reason"] == "length" for row in answers),
+        "selection": dict(sorted(rules.items())),
+        "sandbox": sandbox,
+    }
+    same = ("dataset", "protocol", "prompt", "n", "temperature", "top_p")
+    head = {"kind": "code", "step": about.step, **who, "protocol": {name: figures[name] for name in same}}
     figures["items"] = write_items(about.out, head, item_lines(data, scored))
     figures["results"] = f"{folder.parent.name}/{folder.name}" if results is None else str(results)
     return about.append("code", figures, **who)
+
+
+def score_references(judge: Judge) -> JsonObject:
+    """The figures of the reference solutions, which are also shown."""
+    control = judge.control()
+    console.print(f"reference solutions: {control['passed']} of {control['total']} pass")
+    if failures := control["unexpected_failures"]:
+        console.print(f"[red]unexpected failures: {failures}; is the machine overloaded?")
+    return control
 
 
 def item_lines(dataset: Dataset, scored: Scored) -> list[JsonObject]:
@@ -200,11 +196,10 @@ def item_lines(dataset: Dataset, scored: Scored) -> list[JsonObject]:
     return lines
 
 
-def results_of(about: About, settings: JsonObject) -> Path:
+def results_of(about: About, settings_key: str) -> Path:
     """The folder of these answers beside the records, in items/: each checkpoint and setting has its own."""
     assert about.out is not None
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-    return about.out.parent / ITEMS / f"code-{about.step or 0}-{digest}"
+    return about.out.parent / ITEMS / f"code-{about.step or 0}-{settings_key}"
 
 
 def check_options(options: Sequence[str]) -> None:

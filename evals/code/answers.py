@@ -7,19 +7,17 @@ interrupted run resumes and later scoring starts from the same text.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 from rich.progress import track
 
 from evals.code.score import Dataset
 from evals.items import Partial
-from evals.scorer import Answer, AnyPrompt, Source, open_scorer, origin
+from evals.scorer import AnyPrompt, Scorer
 from evals.tables import console
-from records.files import JsonObject, read_json, write_atomically
+from records.files import JsonObject
 
 INSTRUCTION = (
     "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
@@ -60,85 +58,45 @@ class Sampling:
         return int.from_bytes(digest[:4], "big") >> 1
 
 
-class Model:
-    """What answers problems: a scorer; chat: the prompt is a user message in the
-    folder's (or server's) template.
-    """
-
-    def __init__(self, folder: Path | None, source: Source, chat: bool, sampling: Sampling):
-        self.scorer = open_scorer(folder, source)
-        self.chat, self.sampling, self.parallel = chat, sampling, self.scorer.parallel
-        self.settings = {"prompt": "chat" if chat else "completion", **asdict(sampling)}
-        self.origin = origin(folder, self.scorer)
-        if folder is not None:
-            ran = {key: self.origin[key] for key in ("model_sha256", "backend", "dtype")}
-            self.identity = {"model": folder.resolve().name, **ran, "max_length": self.scorer.max_length}
-        else:
-            self.identity = {"model": source.model or "laneformer", "base_url": source.base_url}
-
-    def answer(self, prompt: str, seed: int, stops: tuple[str, ...]) -> Answer:
-        """The answer to a prompt and its finish reason, "stop" or "length"."""
-        s = self.sampling
-        asked: AnyPrompt = [{"role": "user", "content": prompt}] if self.chat else prompt
-        sampled = {"temperature": s.temperature, "top_p": s.top_p, "seed": seed}
-        return self.scorer.generate(asked, s.max_new_tokens, stops, **sampled)
-
-
 def prompt_of(problem: JsonObject, chat: bool) -> str:
     prompt = problem["prompt"].strip()
     return INSTRUCTION.format(prompt=prompt) if chat else prompt + "\n"
 
 
-def settings_of(dataset: Dataset, model: Model) -> JsonObject:
-    """Everything that answers depend on."""
-    return {**model.identity, "data_md5": dataset.md5, **model.settings}
+def collect(
+    dataset: Dataset, scorer: Scorer, sampling: Sampling, chat: bool, partial: Partial, settings_key: str
+) -> list[JsonObject]:
+    """All answers, ordered by problem and sample; those in `partial` of the same model and settings are reused.
 
-
-def collect(dataset: Dataset, model: Model, folder: Path) -> list[JsonObject]:
-    """All answers, ordered by problem and sample; those already in `folder`/answers.jsonl are reused.
-
-    ValueError if that file comes from another model, data set or sampling.
+    chat: the prompt is a user message in the template of the folder (or server). settings_key: what stands for the
+    model and its settings.
     """
-    check_settings(folder / "settings.json", settings_of(dataset, model))
-    partial = Partial(folder / "answers.jsonl")
-    stops = () if model.chat else STOPS_OF[dataset.name] + STOPS
+    stops = () if chat else STOPS_OF[dataset.name] + STOPS
 
     def answer_problem(problem: JsonObject) -> list[JsonObject]:
-        task, prompt = problem["task_id"], prompt_of(problem, model.chat)
+        task, text = problem["task_id"], prompt_of(problem, chat)
+        prompt: AnyPrompt = [{"role": "user", "content": text}] if chat else text
 
         def answer(samples: Iterator[int]) -> Iterator[JsonObject]:
             for sample in samples:
-                seed = model.sampling.seed_of(task, sample)
-                text, finish = model.answer(prompt, seed, stops)
+                drawn = {
+                    "temperature": sampling.temperature,
+                    "top_p": sampling.top_p,
+                    "seed": sampling.seed_of(task, sample),
+                }
+                text, finish = scorer.generate(prompt, sampling.max_new_tokens, stops, **drawn)
                 yield {
                     "task_id": task,
                     "sample": sample,
-                    "seed": seed,
+                    "seed": drawn["seed"],
                     "finish_reason": finish,
                     "answer": text,
                 }
 
         # each answer is kept where it arrives: when another request fails, none that was given is lost
-        return partial.complete(task, range(model.sampling.n), answer, together=1)
+        return partial.complete(f"{task} {settings_key}", range(sampling.n), answer, together=1)
 
-    with ThreadPoolExecutor(model.parallel) as pool:
+    with ThreadPoolExecutor(scorer.parallel) as pool:
         answered = pool.map(answer_problem, dataset.problems)
         total = len(dataset.problems)
         return [row for rows in track(answered, "answers", total, console=console) for row in rows]
-
-
-def check_settings(path: Path, settings: JsonObject) -> None:
-    """Store the settings of a folder's answers; ValueError if it holds answers with other settings."""
-    if (before := read_json(path)) is None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(settings, indent=1) + "\n")
-        return
-    differing = ", ".join(
-        f"{name} {before.get(name)!r}, not {settings.get(name)!r}"
-        for name in sorted(settings | before)
-        if settings.get(name) != before.get(name)
-    )
-    if differing:
-        raise ValueError(
-            f"{path.parent} holds answers with other settings: {differing}; choose another --results folder"
-        )

@@ -22,10 +22,6 @@ def deep(value: Any) -> Any:
     return tuple(map(deep, value)) if isinstance(value, list) else value
 
 
-def first(arguments: Arguments, change: Callable[[Any], Any]) -> Arguments:
-    return [change(arguments[0]), *arguments[1:]]
-
-
 def sets(items: list[Any]) -> list[Any]:
     return [set(item) if isinstance(item, list) and item else {} for item in items]
 
@@ -43,13 +39,12 @@ CHANGES: dict[tuple[int, ...], Callable[[Arguments], Any]] = {
     (106, 750): lambda a: [a[0], tuple(a[1])],
     (115,): lambda a: [sets(a[0])],
     (124,): lambda a: (float(a[0]), complex(a[1])),
-    (250, 405, 446, 617, 720, 763, 808): lambda a: [tuple(a[0]), a[1]],
+    (250, 307, 405, 446, 617, 720, 763, 808): lambda a: [tuple(a[0]), *a[1:]],
     (252,): lambda a: [complex(a[0])],
     (259, 401, 445): lambda a: tuples(tuples(a, 2), 1),
     (278,): lambda a: [mixed(a[0])],
-    (307,): lambda a: [tuple(a[0]), a[1], a[2]],
     (580, 615, 791): deep,
-    (722,): lambda a: first(a, lambda held: {key: tuple(value) for key, value in held.items()}),
+    (722,): lambda a: [{key: tuple(value) for key, value in a[0].items()}, *a[1:]],
 }  # fmt: skip
 CHANGE_OF = {task: change for tasks, change in CHANGES.items() for task in tasks}
 

@@ -25,14 +25,6 @@ from evals.code.oracle import NOT_NONE, Oracle
 from evals.code.solution import SandboxError, Solution, plain, read
 from records.workers import end_with_parent
 
-PROBE = """
-import os
-def probe():
-    try:
-        os.fork()
-    except PermissionError:
-        return os.getpid()
-"""
 STATUSES = {100: "pass", 101: "fail", 102: "timeout"}  # by exit status; others are no verdict
 TESTS = ("base", "plus")
 SLOWER = 10.0  # than the reference solution; EvalPlus's default of 4 fails right solutions on a slow machine
@@ -176,15 +168,3 @@ def timed_receive(solution: Solution, limit_s: float) -> tuple[float, bytes]:
     started_s = time.monotonic()
     line = solution.receive(limit_s)
     return time.monotonic() - started_s, line
-
-
-def check_sandbox(request: Request) -> None:
-    """SandboxError if a solution could leave its sandbox: it forks, or is not the only process there."""
-    solution = Solution(request, PROBE, "probe", [[]])
-    solution.receive(60.0)
-    process = read(solution.receive(60.0))
-    solution.end()
-    if process != 2:
-        raise SandboxError(
-            f"the sandbox of a solution does not hold: it forks, or its process {process} is not 2"
-        )

@@ -15,6 +15,7 @@ import platform
 import shutil
 import struct
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ HOW = (
     "the rights to make namespaces (docker run --security-opt seccomp=unconfined); --unsafe-no-sandbox runs the "
     "model's code with all your rights"
 )
+PYTHON = Path(sys.executable).resolve()
+PROBE = "import os; print('process', os.getpid(), flush=True); os.fork()"  # which is refused
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
 CLONE, CLONE_THREAD = {"x86_64": 56, "aarch64": 220}, 0x10000
 NEW = (
@@ -110,15 +113,17 @@ def as_nobody(command: Sequence[str]) -> list[str]:
 
 
 def why_not() -> str:
-    """What is missing for the sandbox on this machine; empty when it works."""
+    """What is missing for the sandbox on this machine, or how a process could leave it; empty when it holds."""
     if shutil.which("bwrap") is None:
         return "bubblewrap (bwrap) is not installed"
     with tempfile.TemporaryFile() as rules:
         rules.write(system_call_filter(platform.machine()))
         rules.seek(0)
-        command = [*sandbox_options([]), "--seccomp", str(rules.fileno()), *as_nobody(["true"])]
+        python = ["--seccomp", str(rules.fileno()), *as_nobody([str(PYTHON), "-I", "-S", "-c", PROBE])]
+        command = [*sandbox_options([Path(sys.base_prefix).resolve()]), *python]
         trial = subprocess.run(command, capture_output=True, text=True, timeout=60, pass_fds=[rules.fileno()])
-    return f"{' '.join(command)}: {trial.stderr.strip()}" if trial.returncode else ""
+    holds = trial.stdout == "process 2\n" and "PermissionError" in trial.stderr
+    return "" if holds else f"{' '.join(command)}: {trial.stdout}{trial.stderr.strip()}"
 
 
 def find_sandbox(unsafe: bool = False) -> str:

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy
 from rich.progress import track
 
-from evals.code.judge import TESTS, check_sandbox, judge, make_expected, reference
-from evals.code.sandbox import as_nobody, sandbox_options, system_call_filter
+from evals.code.judge import TESTS, judge, make_expected, reference
+from evals.code.sandbox import PYTHON, as_nobody, sandbox_options, system_call_filter
 from evals.code.solution import SandboxError
 from evals.tables import console
 from records.files import JsonObject, write_atomically
@@ -126,8 +126,6 @@ class Judge:
         with tempfile.TemporaryDirectory(dir=self.folder, prefix=".work-") as work:
             request = self._request(Path(work))
             try:
-                if request["sandbox"]:
-                    check_sandbox(request)
                 for problem, which in itertools.product(problems.values(), TESTS):
                     make_expected(request, problem, which)
                 statuses = judge(request, checks, self.parallel)
@@ -147,8 +145,8 @@ class Judge:
 
     def _request(self, work: Path) -> JsonObject:
         """What a check needs beside the problem and the solution."""
-        python, packages = Path(sys.executable).resolve(), numpy_folder()
-        command = [str(python), "-I", "-S", "-B", "-c", RUNNER.read_text(), str(packages)]
+        packages = numpy_folder()
+        command = [str(PYTHON), "-I", "-S", "-B", "-c", RUNNER.read_text(), str(packages)]
         if self.sandbox == "none":  # all the same a solution ends with its judge
             options, command = [], ["setpriv", "--pdeathsig", "KILL", *command]
         else:

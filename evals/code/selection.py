@@ -3,8 +3,8 @@
 The rule "block": among the fenced blocks that parse and define the requested function at top level with a
 real body, the last one, as answers begin with signatures and end with corrections. Otherwise the rule "text":
 from the first line that can begin a program on, as many lines as parse, if they define it; all of the answer
-if none do. Lines that only show the function at work are left out of both. Code is cut, never printed again:
-a tree that parses may not print (numbers of thousands of digits, deep nesting).
+if none do. Code is cut, never printed again: a tree that parses may not print (numbers of thousands of digits,
+deep nesting). What only shows the function at work is left to evals/code/runner.py.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def has_real_body(code: str, entry_point: str) -> bool:
 
 
 def is_stub(node: ast.stmt) -> bool:
-    if isinstance(node, ast.Raise):
-        return "NotImplementedError" in names(node)
-    return isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Constant)  # a docstring, ...
+    return isinstance(node, ast.Pass | ast.Raise)
 
 
 def longest_beginning(lines: list[str]) -> str:
@@ -96,33 +96,3 @@ def longest_beginning(lines: list[str]) -> str:
         except (ValueError, RecursionError, MemoryError):
             break
     return ""
-
-
-def without_demonstration(code: str, entry_point: str) -> str:
-    """Code without the lines at top level that only use the function: asserts, prints, calls of it, and
-    what stands under `if __name__ == ...`. All other statements stay, so nothing that a function needs is lost.
-    """
-    tree = parse(code)
-    if tree is None or "\r" in code:  # a line's end to Python alone
-        return code
-    shown, needed = set[int](), set[int]()
-    for statement in tree.body:
-        lines = shown if shows(statement, entry_point) else needed
-        lines.update(range(statement.lineno, (statement.end_lineno or 0) + 1))
-    if not shown or shown & needed:  # statements that share a line
-        return code
-    numbered = enumerate(code.split("\n"), 1)
-    return "\n".join(line for number, line in numbered if number not in shown).rstrip("\n")
-
-
-def shows(statement: ast.stmt, entry_point: str) -> bool:
-    if isinstance(statement, ast.Assert):
-        return True
-    if isinstance(statement, ast.If):
-        return isinstance(test := statement.test, ast.Compare) and names(test.left) == {"__name__"}
-    called = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
-    return called and bool({entry_point, "print", "input"} & names(statement))
-
-
-def names(node: ast.AST) -> set[str]:
-    return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}

@@ -225,8 +225,7 @@ def remarks(figures: JsonObject, bundle: Bundle) -> list[str]:
     that are not CORE's.
     """
     absent = [task.label for task in bundle.tasks if bundle.missing(task)]
-    failed = {label: why for label, why in figures["missing"].items() if label not in absent}
-    skipped = [label for label, why in failed.items() if why == NOT_CHOSEN]
+    skipped = [label for label, why in figures["missing"].items() if why == NOT_CHOSEN]
     lines = []
     if absent:
         lines.append(f"{len(absent)} of {len(TASKS)} tasks are not in this bundle: CORE is not computed.")
@@ -234,7 +233,8 @@ def remarks(figures: JsonObject, bundle: Bundle) -> list[str]:
             lines.append(f"Missing: {', '.join(absent)}; copy their files from {WHERE_FROM}.")
     if skipped:
         lines.append(f"{len(skipped)} tasks were not chosen by --tasks: CORE is not computed.")
-    lines += [f"{label} could not be scored: {why}" for label, why in failed.items() if why != NOT_CHOSEN]
-    return lines + [
-        f"{label}: core.yaml sets {values}, unlike CORE" for label, values in figures["differs"].items()
-    ]
+    for label in figures["missing"].keys() - {*absent, *skipped}:
+        lines.append(f"{label} could not be scored: {figures['missing'][label]}")
+    for label, values in figures["differs"].items():
+        lines.append(f"{label}: core.yaml sets {values}, unlike CORE")
+    return lines

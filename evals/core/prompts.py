@@ -59,6 +59,21 @@ def space_evenly(count: int, most: int | None) -> set[int]:
     return {i * count // size for i in range(size)}
 
 
+def options_of(task: Task, row: Row) -> list[tuple[str, str]]:
+    """(context, answer) of each option, of a language_modeling row the only one."""
+    if task.type == "multiple_choice":
+        return [(row["query"], choice) for choice in row["choices"]]
+    if task.type == "schema":
+        return [(context, row["continuation"]) for context in row["context_options"]]
+    return [(row["context"].strip(), row["continuation"])]
+
+
+def write_examples(task: Task, examples: Sequence[Row]) -> list[str]:
+    """The examples with their right answers."""
+    rights = [options_of(task, example)[example.get("gold", 0)] for example in examples]
+    return [f"{context}{task.delimiter}{answer}" for context, answer in rights]
+
+
 # --- nanochat
 
 
@@ -97,27 +112,12 @@ def nanochat_items(
 
 def nanochat_texts(task: Task, row: Row, examples: Sequence[Row]) -> list[str]:
     """The prompt of each option; for a language_modeling task the prompts without and with the answer."""
-    between = task.delimiter
-    answered = [context_and_answer(example, task.type) for example in examples]
-    examples_text = "".join(f"{context}{between}{answer}\n\n" for context, answer in answered)
-    if task.type == "multiple_choice":
-        return [f"{examples_text}{row['query']}{between}{choice}" for choice in row["choices"]]
-    if task.type == "schema":
-        return [
-            f"{examples_text}{context}{between}{row['continuation']}" for context in row["context_options"]
-        ]
-    without = f"{examples_text}{row['context'].strip()}{between}"
-    # the space before the answer belongs to the answer's first token
-    return [without.strip(), without + row["continuation"]]
-
-
-def context_and_answer(row: Row, type_: TaskType) -> tuple[str, str]:
-    """Context and correct answer of an example."""
-    if type_ == "multiple_choice":
-        return row["query"], row["choices"][row["gold"]]
-    if type_ == "schema":
-        return row["context_options"][row["gold"]], row["continuation"]
-    return row["context"].strip(), row["continuation"]
+    examples_text = "".join(f"{example}\n\n" for example in write_examples(task, examples))
+    texts = [f"{examples_text}{context}{task.delimiter}{answer}" for context, answer in options_of(task, row)]
+    if task.type == "language_modeling":
+        # the space before the answer belongs to the answer's first token
+        texts.insert(0, texts[0].removesuffix(row["continuation"]).strip())
+    return texts
 
 
 def answer_spans(sequences: list[list[int]], type_: TaskType) -> list[Prompt]:
@@ -185,27 +185,18 @@ def dclm_prompts(
     task: Task, row: Row, examples: Sequence[Row], encoder: Encoder, needs_space: bool, max_length: int
 ) -> list[Prompt]:
     """The prompt of each option: examples, context and answer, encoded separately."""
-    between = task.delimiter
-    answered = [context_and_answer({k: _stripped(v) for k, v in e.items()}, task.type) for e in examples]
-    examples_text = "\n".join(f"{context}{between}{answer}" for context, answer in answered)
-    row = {name: _stripped(value) for name, value in row.items()}
-    newline = "\n" if examples_text else ""
-    if task.type == "schema":
-        end = between.rstrip() if examples_text else ""
-        contexts = [f"{newline}{context}{end}" for context in row["context_options"]]
-    else:
-        query = row["query" if task.type == "multiple_choice" else "context"]
-        contexts = [f"{newline}{query}{between}".rstrip()]
-    answers = row["choices"] if task.type == "multiple_choice" else [row["continuation"]]
-    if needs_space:
-        answers = [answer if answer.startswith(" ") else f" {answer}" for answer in answers]
+    stripped = [{k: v.strip() if isinstance(v, str) else v for k, v in r.items()} for r in (row, *examples)]
+    examples_text = "\n".join(write_examples(task, stripped[1:]))
     preamble = encoder.encode(examples_text, special_tokens=True)
     if len(preamble) > 1 and preamble[-1] == encoder.eos_id:
         preamble = preamble[:-1]
-    heads = [preamble + encoder.encode(context) for context in contexts]
-    tails = [encoder.encode(answer) for answer in answers]
-    return [crop_prompt(Prompt(head + tail, len(head)), max_length) for head in heads for tail in tails]
-
-
-def _stripped(value: object) -> object:
-    return value.strip() if isinstance(value, str) else value
+    prompts = []
+    for context, answer in options_of(task, stripped[0]):
+        if task.type == "schema":
+            text = context + (task.delimiter.rstrip() if examples_text else "")
+        else:
+            text = f"{context}{task.delimiter}".rstrip()
+        head = preamble + encoder.encode("\n" * bool(examples_text) + text)
+        tail = encoder.encode(f" {answer}" if needs_space and not answer.startswith(" ") else answer)
+        prompts.append(crop_prompt(Prompt(head + tail, len(head)), max_length))
+    return prompts

@@ -6,7 +6,6 @@ has two versions: v1, which older figures (and nanochat's) use, and v2.
 
 from __future__ import annotations
 
-import csv
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -52,12 +51,12 @@ class Bundle:
 
     `eval_data/<topic>/<file>.jsonl`, `local_data/...` or `<topic>/...`. If the folder has a core.yaml, its
     paths, shots and delimiters apply; `differs` lists those that are not CORE's. Baselines are always CORE's,
-    and an eval_meta_data.csv with other baselines is refused. A folder with other rows in this layout is
+    whatever an eval_meta_data.csv says. A folder with other rows in this layout is
     marked by a file NOT_CORE, whose text goes into the record (`not_core`).
     """
 
     def __init__(self, folder: Path):
-        """ValueError if the folder holds no task, or its core.yaml or eval_meta_data.csv cannot be read."""
+        """ValueError if the folder holds no task, or its core.yaml cannot be read."""
         self.folder = folder
         inner = [folder / name for name in ("eval_data", "local_data") if (folder / name).is_dir()]
         self.root = inner[0] if inner else folder
@@ -73,8 +72,6 @@ class Bundle:
             self.tasks = tuple(
                 self._as_configured(t, entries[t.label]) if t.label in entries else t for t in TASKS
             )
-        if (folder / "eval_meta_data.csv").is_file():
-            check_baselines(folder / "eval_meta_data.csv")
         if not any(self.file(task).is_file() for task in self.tasks):
             raise ValueError(
                 f"{folder} holds none of CORE's tasks, such as {self.file(TASKS[0])}; copy the folders of {WHERE_FROM}"
@@ -144,18 +141,6 @@ def read_core_yaml(path: Path) -> dict[str, JsonObject]:
         return {entry.get("label"): entry for entry in reversed(entries)}
     except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} has no list icl_tasks: {error!r}") from None
-
-
-def check_baselines(path: Path) -> None:
-    """Refuse an eval_meta_data.csv whose baselines are neither those of v1 nor those of v2."""
-    with open(path, encoding="utf-8", newline="") as file:
-        rows = {row.get("Eval Task"): row.get("Random baseline") for row in csv.DictReader(file)}
-    for task in TASKS:
-        stated = rows.get(task.label)
-        if stated is not None and float(stated) not in (task.baseline_v1, task.baseline_v2):
-            raise ValueError(
-                f"{path}: {task.label} has the baseline {stated}; CORE v1 has {task.baseline_v1}, v2 {task.baseline_v2}"
-            )
 
 
 def check_row(row: Any, type_: TaskType, where: str) -> Row:

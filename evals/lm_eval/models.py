@@ -2,7 +2,7 @@
 
 Requests are sorted by their ids, so that those with a common prefix (the choices of one question, the shots
 of one task) follow each other. Nothing is truncated silently: a prompt longer than the context is truncated
-from the left, as in lm-eval's own models, but is counted in `cut_prompts` and reported.
+from the left, as in lm-eval's own models, with a warning; the record of evals.lm_eval counts them.
 
 Importing this file registers `laneformer`:
 `lm_eval.simple_evaluate(model="laneformer", model_args="pretrained=DIR")`.
@@ -10,11 +10,12 @@ Importing this file registers `laneformer`:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
-import logging
 import math
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,11 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
-from evals.items import Partial
+from evals.items import WINDOW, Partial
 from evals.scorer import LOCAL, Prompt, Source, fast_tokenizer, open_scorer
 from records.files import JsonObject
 
 MAX_GEN_TOKS = 256  # lm-eval's default where a task names no limit
-log = logging.getLogger(__name__)
 
 
 @register_model("laneformer")
@@ -48,7 +48,7 @@ class ScorerLM(TemplateLM):
         self.tokenizer = fast_tokenizer(self.folder)
         self.add_bos = add_bos and self.tokenizer.bos_token_id is not None
         self.max_length, self.scoring_room = self.scorer.max_length, self.scorer.scoring_room
-        self.cut_prompts = self.prompt_tokens = 0
+        self.prompt_tokens = 0
         self.partial = Partial()  # answers of an evaluation that was interrupted
 
     @property
@@ -66,15 +66,10 @@ class ScorerLM(TemplateLM):
         return str(self.folder).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids of a text; None: add BOS if the model was opened with add_bos and the text does
-        not begin with it.
-        """
-        if add_special_tokens is None:
-            bos = self.tokenizer.bos_token
-            add_special_tokens = self.add_bos and not (bos and string.startswith(bos))
-        ids = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
-        first = [self.tokenizer.bos_token_id] if add_special_tokens and self.add_bos else []
-        return ids if ids[:1] == first else first + ids
+        """Ids of a text; False: without BOS, though the model was opened with add_bos."""
+        ids, bos = self.tokenizer.encode(string, add_special_tokens=False), self.tokenizer.bos_token_id
+        begins = add_special_tokens is False or not self.add_bos or ids[:1] == [bos]
+        return ids if begins else [bos, *ids]
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -98,16 +93,15 @@ class ScorerLM(TemplateLM):
         prompts = [[self._prompt(*requests[i][1:]) for i in item] for item in items]
 
         def answer(left: Iterator[list[Prompt]]) -> Iterator[list[tuple[float, bool]]]:
-            for scores in tqdm(self.scorer.score(left), "scoring", len(items), disable=disable_tqdm):
+            for scores in self.scorer.score(left):
                 yield [(math.fsum(s.logprobs.tolist()), bool(s.greedy.all())) for s in scores]
 
-        scored = self.partial.complete(name_of("scoring", prompts), prompts, answer)
+        scored = self._complete("scoring", prompts, answer, disable_tqdm, WINDOW)
         answers = [(0.0, False)] * len(requests)
         for item, of_item in zip(items, scored, strict=True):
             for i, (nats, greedy) in zip(item, of_item, strict=True):
                 answers[i] = nats, greedy
                 self.cache_hook.add_partial("loglikelihood", requests[i][0], answers[i])
-        self._report_cuts()
         return answers
 
     def _prompt(self, context: list[int], continuation: list[int]) -> Prompt:
@@ -121,10 +115,7 @@ class ScorerLM(TemplateLM):
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """log p of whole texts in nats: every token once, after BOS, in windows of the context's length."""
         texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
-        sums = self.partial.complete(
-            name_of("rolling", texts), tqdm(texts, "rolling", disable=disable_tqdm),
-            lambda left: map(self.scorer.rolling, left), together=1,
-        )  # fmt: skip
+        sums = self._complete("rolling", texts, lambda left: map(self.scorer.rolling, left), disable_tqdm)
         for request, nats in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, nats)
         return sums
@@ -136,16 +127,25 @@ class ScorerLM(TemplateLM):
         prompts = [self.tok_encode(request.args[0]) for request in requests]
         order = in_prefix_order(prompts)
         asked = [(prompts[i], requests[i].args[1]) for i in order]
-        texts = self.partial.complete(
-            name_of("generating", asked), tqdm(asked, "generating", disable=disable_tqdm),
-            lambda left: itertools.starmap(self._generate, left), together=1,
-        )  # fmt: skip
+        generate = functools.partial(itertools.starmap, self._generate)
+        texts = self._complete("generating", asked, generate, disable_tqdm)
         answers = [""] * len(requests)
         for i, text in zip(order, texts, strict=True):
             answers[i] = text
             self.cache_hook.add_partial("generate_until", requests[i].args, text)
-        self._report_cuts()
         return answers
+
+    def _complete(
+        self,
+        what: str,
+        asked: list[Any],
+        answer: Callable[[Iterator[Any]], Iterator[Any]],
+        quiet: bool,
+        together: int = 1,
+    ) -> list[Any]:
+        """The answers to all that is asked; those of an evaluation that was interrupted are not asked again."""
+        name = f"{what}-{hashlib.sha256(repr(asked).encode()).hexdigest()[:16]}"
+        return self.partial.complete(name, tqdm(asked, what, disable=quiet), answer, together)
 
     def _generate(self, prompt: list[int], task_options: JsonObject) -> str:
         options: JsonObject = dict(normalize_gen_kwargs(task_options, MAX_GEN_TOKS))
@@ -161,20 +161,10 @@ class ScorerLM(TemplateLM):
         return self.scorer.generate(ids, limit, [stop for stop in stops if stop], **options).text
 
     def _fitting(self, ids: list[int], room: int) -> list[int]:
-        """The last `room` ids; a cut is counted."""
-        self.cut_prompts += len(ids) > room
+        """The last `room` ids."""
+        if len(ids) > room:
+            warnings.warn(f"prompts lose their head: the context is {self.max_length} tokens", stacklevel=1)
         return ids[-room:]
-
-    def _report_cuts(self) -> None:
-        if self.cut_prompts:
-            log.warning(
-                "%d prompts so far lost their head: the context is %d", self.cut_prompts, self.max_length
-            )
-
-
-def name_of(what: str, asked: object) -> str:
-    """The name under which answers are kept, from all that was asked."""
-    return f"{what}-{hashlib.sha256(repr(asked).encode()).hexdigest()[:16]}"
 
 
 def in_prefix_order(prompts: Sequence[list[int]]) -> list[int]:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import os
 import random
 import tempfile
@@ -46,18 +45,16 @@ RULER_TASKS = (
     "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
     "niah_multiquery", "niah_multivalue", "ruler_vt", "ruler_cwe", "ruler_fwe",
 )  # fmt: skip
-IFEVAL_NEEDS = ("langdetect", "immutabledict")
 ARC_TASKS, IFEVAL = ("arc_easy", "arc_challenge"), "ifeval"
-# by lm-eval's folder; indexing all of its tasks takes half a minute
-FOLDERS = {"arc": ARC_TASKS, "ruler": RULER_TASKS, "gsm8k": ("gsm8k",), IFEVAL: (IFEVAL,)}
+FOLDERS = ("arc", "ruler", "gsm8k", IFEVAL)  # of lm-eval, looked at first: to index all takes seconds
 TABLES = Path("tokenizers") / "punkt_tab" / "english"
 # lm-eval's defaults; the first two determine RULER's texts
 SEEDS = {"random": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}
 DRAWS = 20  # prompt lengths vary by a few tokens with the words drawn
-# hard-coded in lm-eval's ruler/vt_utils.py and ruler/cwe_utils.py: tokens of vt's worked example and of the
-# answers, and the smallest number of units (sentences, words) that is tried
-VT_EXAMPLE_TOKENS, VT_EXAMPLE_UNITS, VT_UNITS, VT_ANSWER_TOKENS = 500, 5, 10, 30
-CWE_UNITS, CWE_ANSWER_TOKENS = 10, 120
+# hard-coded in lm-eval's ruler/vt_utils.py and ruler/cwe_utils.py: tokens of the answers and of vt's worked
+# example, and the smallest number of units (sentences, words) that is tried
+VT_ANSWER_TOKENS, VT_EXAMPLE_TOKENS, VT_EXAMPLE_UNITS, VT_UNITS = 30, 500, 5, 10
+CWE_ANSWER_TOKENS, CWE_UNITS = 120, 10
 RIGHT = ("acc", "exact_match", "prompt_level_strict_acc")  # metrics of an item that are 0 or 1
 
 
@@ -83,32 +80,19 @@ def load_tasks(
     """The stock tasks with their documents, generated from SEEDS as by the `lm_eval` command."""
     import lm_eval.tasks
 
-    check_packages(names)
     check_room(names, lengths, tokenizer)
     random.seed(SEEDS["random"])
     np.random.seed(SEEDS["numpy"])  # noqa: NPY002 - the generator that `ruler_vt` uses
     metadata: Any = {"max_seq_lengths": list(lengths), "tokenizer": str(tokenizer)}
-    own = {name for name in names if Path(name).is_file()}
-    if set(names) - own <= {name for tasks in FOLDERS.values() for name in tasks}:
-        paths: list[str | Path] = [Path(lm_eval.tasks.__file__).parent / folder for folder in FOLDERS]
-        manager = lm_eval.tasks.TaskManager(include_path=paths, include_defaults=False, metadata=metadata)
-    else:
+    stock = {name for name in names if not Path(name).is_file()}
+    folders: list[str | Path] = [Path(lm_eval.tasks.__file__).parent / folder for folder in FOLDERS]
+    manager = lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False, metadata=metadata)
+    if not stock <= {*manager.all_tasks}:
         manager = lm_eval.tasks.TaskManager(metadata=metadata)
-    known = {*manager.all_tasks}
-    if unknown := [name for name in names if name not in known and not Path(name).is_file()]:
-        raise ValueError(
-            f"--tasks: lm-eval has no {', '.join(unknown)}, {choice(unknown[0], sorted(known), most=5)}"
-        )
+    known = sorted(manager.all_tasks)
+    if unknown := sorted(stock - {*known}):
+        raise ValueError(f"--tasks: lm-eval has no {', '.join(unknown)}, {choice(unknown[0], known, most=5)}")
     return manager, list(manager.load(list(names))["tasks"].values())
-
-
-def check_packages(names: Sequence[str]) -> None:
-    """ValueError if IFEval is asked for without the packages that it imports."""
-    lacking = [package for package in IFEVAL_NEEDS if importlib.util.find_spec(package) is None]
-    if IFEVAL in names and lacking:
-        raise ValueError(
-            f"ifeval needs {' and '.join(lacking)}: pip install 'lm-eval[ifeval]', or remove it from --tasks"
-        )
 
 
 def first_documents(task: Task, limit: int | None) -> list[int]:
@@ -173,23 +157,18 @@ def data_folder(data: Path, tasks: Sequence[str]) -> Iterator[None]:
 
 
 def check_present(data: Path, tasks: Sequence[str]) -> None:
-    essays = (f"{ESSAYS}/train.jsonl", 'lines of {"text": ...}')
-    needed = [
-        (
-            ARC_TASKS,
-            "allenai/ai2_arc/README.md",
-            "a README.md that names the files of ARC-Easy and ARC-Challenge",
-        ),
-        (("gsm8k",), "openai/gsm8k/README.md", "a README.md that names the files of main"),
-        ((IFEVAL,), "google/IFEval/ifeval_input_data.jsonl", "the prompts and their instructions"),
-        (RULER_TASKS, *essays),
-    ]
-    if not (data / "nltk_data" / TABLES).is_dir():
-        needed.append(((IFEVAL,), *essays))
-    for of_tasks, name, what in needed:
-        if set(tasks) & set(of_tasks) and not (data / name).is_file():
+    essays, ruler = f"{ESSAYS}/train.jsonl", {*RULER_TASKS}
+    has_tables = (data / "nltk_data" / TABLES).is_dir()
+    needed = {
+        "allenai/ai2_arc/README.md": {*ARC_TASKS},
+        "openai/gsm8k/README.md": {"gsm8k"},
+        "google/IFEval/ifeval_input_data.jsonl": {IFEVAL},
+        essays: ruler if has_tables else ruler | {IFEVAL},
+    }
+    for name, of_tasks in needed.items():
+        if of_tasks & set(tasks) and not (data / name).is_file():
             raise ValueError(
-                f"{data / name} is missing ({what}); download the data set {name.rsplit('/', 1)[0]} from the hub to "
+                f"{data / name} is missing; download the data set {name.rsplit('/', 1)[0]} from the hub to "
                 f"{(data / name).parent}, or run without --data to fetch it"
             )
 
@@ -199,32 +178,23 @@ def use_sentence_tables(data: Path) -> None:
     import nltk
 
     folder = (data / "nltk_data").resolve()
-    if not (folder / TABLES).is_dir():
-        make_sentence_tables(data / ESSAYS / "train.jsonl", folder)
     if str(folder) not in nltk.data.path:
         nltk.data.path.insert(0, str(folder))
+    if not (folder / TABLES).is_dir():
+        make_sentence_tables(data / ESSAYS / "train.jsonl", folder)
 
 
 def make_sentence_tables(essays: Path, folder: Path) -> None:
-    """Train NLTK's Punkt on the essays and write its four tables atomically."""
-    from nltk.tabdata import TabEncoder
-    from nltk.tokenize.punkt import PunktTrainer
+    """Train NLTK's Punkt on the essays and write its tables atomically; NLTK writes nowhere but below its paths."""
+    from nltk.tokenize.punkt import PunktTrainer, save_punkt_params
 
     lines = json_lines(essays.read_bytes().split(b"\n"), essays)
     trained = PunktTrainer("\n".join(essay["text"] for _, essay in lines)).get_params()
-    tables = {
-        "collocations.tab": TabEncoder().tups2tab(sorted(trained.collocations)),
-        "sent_starters.txt": "\n".join(sorted(trained.sent_starters)),
-        "abbrev_types.txt": "\n".join(sorted(trained.abbrev_types)),
-        "ortho_context.tab": TabEncoder().ivdict2tab(dict(sorted(trained.ortho_context.items()))),
-    }
     place = folder / TABLES
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".english-", dir=place.parent) as part_of:
         part = Path(part_of, place.name)
-        part.mkdir()
-        for name, text in tables.items():
-            (part / name).write_text(text, encoding="utf-8")
+        save_punkt_params(trained, str(part))
         part.rename(place)
 
 
@@ -233,44 +203,40 @@ def make_sentence_tables(essays: Path, folder: Path) -> None:
 
 def check_room(names: Sequence[str], lengths: Sequence[int], folder: Path) -> None:
     """ValueError if a RULER task cannot be generated at one of the lengths with the folder's tokenizer."""
-    for name, shortest in (("ruler_vt", shortest_vt), ("ruler_cwe", shortest_cwe)):
-        if name not in names:
-            continue
+    tasks = {"ruler_vt": measure_vt, "ruler_cwe": measure_cwe}
+    for name in tasks.keys() & set(names):
         from lm_eval.tasks.ruler.common_utils import get_tokenizer
 
+        tokenizer = get_tokenizer(str(folder))
         for length in lengths:
-            needed = shortest(get_tokenizer(str(folder)), length)
-            if needed > length:
-                raise ValueError(
-                    f"{name} cannot be generated at a length of {length}: with the tokenizer of {folder} its shortest "
-                    f"prompt and answer take {needed} tokens; use longer --lengths, or remove it from --tasks"
-                )
+            for what, needed, room in tasks[name](tokenizer, length):
+                if needed > room:
+                    raise ValueError(
+                        f"{name} cannot be generated at a length of {length}: with the tokenizer of {folder} {what} "
+                        f"takes {needed} tokens, which must be at most {room}; use longer --lengths, or remove it "
+                        "from --tasks"
+                    )
 
 
-def shortest_vt(tokenizer: Any, length: int) -> int:
-    """Tokens of the shortest variable-tracking prompt, which includes a worked example, and its answer."""
-    from lm_eval.tasks.ruler import vt_utils
+Measured = list[tuple[str, int, int]]  # parts of a prompt: what it is, its tokens, the most that it may have
+
+
+def measure_vt(tokenizer: Any, length: int) -> Measured:
+    """The worked example of variable tracking, and the shortest prompt behind it."""
+    from lm_eval.tasks.ruler.vt_utils import generate_input_output
 
     def longest(units: int, example: bool) -> int:
-        drawn = [vt_utils.generate_input_output(units, 1, 4, is_icl=example) for _ in range(DRAWS)]
+        drawn = [generate_input_output(units, 1, 4, is_icl=example) for _ in range(DRAWS)]
         return max(len(tokenizer(f"{text} {answer}").input_ids) for text, answer in drawn) + VT_ANSWER_TOKENS
 
-    needed = longest(VT_EXAMPLE_UNITS, example=True)
-    if needed > VT_EXAMPLE_TOKENS:
-        raise ValueError(
-            f"ruler_vt cannot be generated: lm-eval allows {VT_EXAMPLE_TOKENS} tokens for its worked example, which "
-            f"takes {needed} with the tokenizer of {tokenizer.name_or_path}; remove it from --tasks"
-        )
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # it prints every attempt
-        (example,) = vt_utils.sys_vartrack_w_noise_random(
-            tokenizer, num_samples=1, max_seq_length=VT_EXAMPLE_TOKENS, incremental=VT_EXAMPLE_UNITS
-        )
-    worked = tokenizer(f"{example['input']} {' '.join(example['outputs'])}\n\n").input_ids
-    return len(worked) + longest(VT_UNITS, example=False)
+    return [
+        ("its worked example", longest(VT_EXAMPLE_UNITS, example=True), VT_EXAMPLE_TOKENS),
+        ("its shortest prompt", longest(VT_UNITS, example=False), length - VT_EXAMPLE_TOKENS),
+    ]
 
 
-def shortest_cwe(tokenizer: Any, length: int) -> int:
-    """Tokens of the shortest common-words prompt for this length, its worked example and its answer."""
+def measure_cwe(tokenizer: Any, length: int) -> Measured:
+    """The shortest common-words prompt for this length, its worked example and its answer."""
     from lm_eval.tasks.ruler import cwe_utils
 
     def count(example: str, text: str, answer: list[str]) -> int:
@@ -280,4 +246,4 @@ def shortest_cwe(tokenizer: Any, length: int) -> int:
     state = cwe_utils.RNG.getstate()  # seeded at import; the documents depend on it
     drawn = [cwe_utils.generate_input_output(CWE_UNITS, length) for _ in range(DRAWS)]
     cwe_utils.RNG.setstate(state)
-    return max(count(*each) for each in drawn)
+    return [("its shortest prompt", max(count(*each) for each in drawn), length)]

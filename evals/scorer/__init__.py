@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import tyro
 
@@ -11,7 +11,6 @@ from evals.scorer.base import (  # noqa: F401 - all that evaluations use stands 
     Answer,
     AnyPrompt,
     Encoder,
-    Kind,
     Prompt,
     Scorer,
     Scores,
@@ -64,8 +63,6 @@ def choose(folder: Path, source: Source = LOCAL) -> tuple[str, str, str]:
             f"backend = 'engine': {folder} is of model_type {model_type!r}; use 'transformers' or 'auto' for all but "
             f"laneformer, {', '.join(FAMILIES)}"
         )
-    if source.backend not in get_args(Kind):
-        raise ValueError(f"backend = {source.backend!r} is unknown; choose from {get_args(Kind)}")
     asked = f"--backend {source.backend}"
     if source.backend == "engine":  # its auto is the CPU, and a list of GPUs shares the model's lanes
         return "engine", source.device, asked

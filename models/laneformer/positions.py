@@ -5,26 +5,18 @@ B batch   S query positions   T key positions   d head dimension
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from .config import LaneformerConfig
+from .ropes import stretch_llama3
 
 
 def rope_frequencies(config: LaneformerConfig, device: torch.device | None = None) -> Tensor:
     """Radians per position of each rotated pair, (d/2,) float32; Llama-3 scaling if the config has it."""
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
-    frequency = 1.0 / (config.rope_theta**exponent)
-    if config.rope_scaling is None:
-        return frequency
-    s: Any = config.rope_scaling
-    turns = s["original_max_position_embeddings"] * frequency / (2 * math.pi)
-    blend = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
-    blend = blend.clamp(0.0, 1.0)  # 0: long wavelengths, stretched by the factor; 1: short ones, kept
-    return frequency * (blend + (1 - blend) / s["factor"])
+    frequency: Tensor = stretch_llama3(1.0 / (config.rope_theta**exponent), config.rope_scaling)
+    return frequency
 
 
 def rope_table(config: LaneformerConfig, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,6 +53,18 @@ def plain(theta: float, rotated: int) -> Rope:
     return Rope(tuple(float32(1 / each) for each in wavelengths(theta, rotated)))
 
 
+def stretch_llama3(frequencies: Any, scaling: Mapping[str, Any] | None) -> Any:
+    """Radians per position, an array of numpy or torch in float32, with Llama 3's scaling if there is one."""
+    if scaling is None:
+        return frequencies
+    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    blend = ((turns - low) / (high - low)).clip(
+        0.0, 1.0
+    )  # 0: long wavelengths, stretched; 1: short ones, kept
+    return frequencies * (blend + (1 - blend) / scaling["factor"])
+
+
 def yarn(given: Mapping[str, Any], theta: float, rotated: int, trained: float) -> Rope:
     """Long wavelengths stretched by the factor, short ones kept (arXiv 2309.00071). trained: positions before."""
     factor = given["factor"]

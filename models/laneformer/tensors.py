@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -39,12 +40,6 @@ def dtype_name(dtype: Any) -> Any:
     """Our name of a type that may be given as torch's ("bfloat16", torch.bfloat16); anything else as it is."""
     name = str(dtype).removeprefix("torch.")
     return next((ours for ours, stored in STORED_TYPES.items() if stored.torch == name), dtype)
-
-
-def type_of(tensors: Mapping[str, Tensor], name: str) -> str:
-    """What the tensor of this name comes as; a GGUF file knows without widening it."""
-    known = getattr(tensors, "type_of", None)
-    return known(name) if known else tensors[name].dtype
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -94,3 +89,42 @@ class Tensor:
 
     dtype: str
     values: np.ndarray
+
+
+class TensorSource(NamedTuple):
+    """A tensor that `load` reads or makes; its type and shape are known before."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    load: Callable[[], Tensor]
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors by name, each made when it is asked for: a model is never in memory twice."""
+
+    def __init__(self, sources: dict[str, TensorSource]):
+        self.sources = sources
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.sources[name].load()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.sources)
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+
+def sources_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSource]:
+    """Where tensors come from."""
+    if isinstance(tensors, LazyTensors):
+        return tensors.sources
+    return {
+        name: TensorSource(tensor.dtype, tensor.values.shape, partial(tensors.__getitem__, name))
+        for name, tensor in tensors.items()
+    }
+
+
+def type_of(tensors: Mapping[str, Tensor], name: str) -> str:
+    """What the tensor of this name comes as, without making it."""
+    return tensors.sources[name].dtype if isinstance(tensors, LazyTensors) else tensors[name].dtype

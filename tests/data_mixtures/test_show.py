@@ -69,7 +69,7 @@ def test_every_document_of_a_window_is_named(run, lock: Path, prepared_data: Pat
     for window in windows:
         tokens, parts, first = window["tokens"], window["documents"], first_token(window)
         assert tokens == opened.sequences(window["sequence"], 1)[0][0].tolist()
-        end = first + SEQ_LEN + 1
+        end = first + SEQ_LEN  # the last token is only predicted
         expected = [
             (max(begin, first) - first, begin, length, name)
             for begin, length, name in of_sources[window["source"]]

@@ -86,12 +86,7 @@ SCORERS = {
 
 
 @pytest.mark.parametrize("name", SCORERS)
-def test_scores_are_pytorchs(
-    written,
-    name,
-    monkeypatch,
-    capsys,
-):
+def test_scores_are_pytorchs(written, name, monkeypatch, capsys):
     monkeypatch.setattr("builtins.input", lambda question: pytest.fail(question))  # whether code may run
     (source, backend, dtype), (folder, model) = SCORERS[name], written[name.split()[0]]
     scorer = open_scorer(folder, source)
@@ -132,6 +127,7 @@ def test_options_behind_a_long_prefix_are_read_in_two_passes(written, monkeypatc
 
 
 def test_passes_become_smaller_where_memory_ends(llama, monkeypatch):
+    """Of a model whose state cannot be copied, so that every prompt is read whole."""
     scorer = TransformersScorer(llama.folder, "cpu")
     fits, passes, score = 2, [], scorer._score
 
@@ -139,21 +135,17 @@ def test_passes_become_smaller_where_memory_ends(llama, monkeypatch):
         passes.append(len(prompts))
         if len(prompts) > fits:
             raise torch.OutOfMemoryError
+        assert not offset
         return score(prompts, offset)
 
+    monkeypatch.setitem(hf_scorer.WORTH_A_PASS, "cpu", 1)
+    monkeypatch.setattr(scorer, "_keeps_prefix", False)
     monkeypatch.setattr(scorer, "_score", score_few)
     check(scorer, llama.model)
     assert max(passes) > fits
     fits = 0
     with pytest.raises(torch.OutOfMemoryError):
         score_one(scorer, [1, 5, 6], 1)
-
-
-def test_a_model_whose_state_cannot_be_copied_reads_everything(llama, monkeypatch):
-    monkeypatch.setitem(hf_scorer.WORTH_A_PASS, "cpu", 1)
-    scorer = TransformersScorer(llama.folder, "cpu")
-    scorer._keeps_prefix = False
-    check(scorer, llama.model)
 
 
 def test_both_backends_score_a_rolling_text_alike(written):
@@ -238,9 +230,7 @@ def test_bad_input(tmp_path):
     in_8_bits = open_scorer(tmp_path, Source("engine", "cpu", dtype="int8"))  # which reads a Llama, too
     assert in_8_bits.dtype == "int8"
     in_8_bits.close()
-    unknown = "onnx"
     for source, reason in (
-        (Source(unknown), "backend = 'onnx' is unknown"),
         (Source("transformers", "cpu", dtype="int8"), "dtype = 'int8'"),
         (Source(dtype="int8", base_url="http://127.0.0.1:9"), "dtype = 'int8'"),
     ):

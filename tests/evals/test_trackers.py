@@ -1,13 +1,14 @@
 """Evaluations in the real wandb (offline) and TensorBoard, read back: the same names, steps and values."""
 
 import json
-import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from evals.trackers import SETTINGS, Trackers, scalars
+from evals.trackers import Trackers, scalars
+from records.files import JsonObject
 from records.job import Job, JobSections, Metrics
 
 TEXTS = [{"name": n, "prompt": f"{n}?", "greedy": "<b>yes</b>\nno", "sampled": "é"} for n in ("fact", "code")]
@@ -37,39 +38,27 @@ def job_of(run: Path) -> JobSections:
     return JobSections(Job(str(run)), metrics=Metrics(enable_wandb=True, enable_tensorboard=True))
 
 
-def wandb_records(path: Path):
-    """The protobuf records of a .wandb file: after 7 bytes of its own a LevelDB log, blocks of 32 KiB."""
-    from wandb.proto.wandb_internal_pb2 import Record
+def spy_on_wandb(monkeypatch) -> list[tuple[Any, list[JsonObject]]]:
+    """Each offline run from now on, and the rows that it is given."""
+    import wandb
 
-    data, at, whole = path.read_bytes(), 7, b""
-    while at + 7 <= len(data):
-        room = 32768 - at % 32768
-        if room < 7:
-            at += room
-            continue
-        _, length, kind = struct.unpack_from(
-            "<IHB", data, at
-        )  # checksum, bytes, 1 whole 2 first 3 middle 4 last
-        whole += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):
-            yield Record.FromString(whole)
-            whole = b""
+    started: list[tuple[Any, list[JsonObject]]] = []
+    start = wandb.init
 
+    def init(**options):
+        run, rows = start(**options), list[JsonObject]()
+        log = run.log
 
-def read_wandb(run: Path):
-    written = (run / "tb/evals/wandb").glob("offline-run-*/*.wandb")
-    newest = max(written, key=lambda path: path.stat().st_mtime)
-    records, logged = list(wandb_records(newest)), []
-    (about,) = [record.run for record in records if record.HasField("run")]
-    assert (about.display_name, about.run_group, about.job_type) == (f"{run.name}-evals", run.name, "evals")
-    for record in records:
-        if record.HasField("history"):
-            items = [i for i in record.history.item if i.nested_key[:1] != ["samples"]]  # a table: below
-            row = {"/".join([i.key, *i.nested_key]).strip("/"): json.loads(i.value_json) for i in items}
-            step = row.pop("step")
-            logged += [(k, step, v) for k, v in row.items() if not k.startswith("_") and k != "tokens_total"]
-    return sorted(logged)
+        def keep(row, step):
+            rows.append(row)
+            log(row, step=step)
+
+        run.log = keep
+        started.append((run, rows))
+        return run
+
+    monkeypatch.setattr(wandb, "init", init)
+    return started
 
 
 def read_tensorboard(run: Path):
@@ -83,7 +72,7 @@ def read_tensorboard(run: Path):
 @pytest.mark.job
 def test_the_same_values_everywhere_once(tmp_path, monkeypatch):
     """Two starts, a checkpoint evaluated late in between: each tracker has every figure once, at its step."""
-    run, log = tmp_path / "tracked", []
+    run, log, started = tmp_path / "tracked", [], spy_on_wandb(monkeypatch)
     monkeypatch.setenv("WANDB_MODE", "offline")
     early, late = (
         [{"kind": kind, "step": step, "tokens_total": 9, "time": 1.0, **r} for kind, r in RECORDS.items()]
@@ -94,7 +83,10 @@ def test_the_same_values_everywhere_once(tmp_path, monkeypatch):
     assert not log
     expected = sorted((name, r["step"], value) for r in early + late for name, value in scalars(r).items())
     assert len(expected) == 2 * 11
-    assert read_wandb(run) == expected
+    board, rows = started[-1]  # an offline run holds all
+    assert (board.name, board.group, board.job_type) == (f"{run.name}-evals", run.name, "evals")
+    others = {"step", "tokens_total", "samples"}
+    assert sorted((k, row["step"], row[k]) for row in rows for k in row.keys() - others) == expected
     assert read_tensorboard(run) == [(name, step, float(np.float32(value))) for name, step, value in expected]
     tables = (run / "tb/evals/wandb").glob("offline-run-*/files/media/table/samples_*.table.json")
     for path in tables:
@@ -116,20 +108,6 @@ def test_names_tell_what_cannot_be_compared():
     }  # fmt: skip
     no_core = scalars({"kind": "core", **CORE, "core_v2": None, "core_v2_se": None})
     assert not [name for name in no_core if "core_v" in name], "no CORE, no figure"
-
-
-@pytest.mark.parametrize("kind", SETTINGS)
-def test_every_setting_gives_another_name(kind):
-    """Two records that differ in one setting, of whatever type, are never points of one curve."""
-    figure = {"lm_eval": "tasks", "code": "pass@1", "core": "core_v1", "bits_per_byte": "loss"}.get(
-        kind, "ttft_s"
-    )
-    asked = {"kind": kind, figure: {"arc": 1.0} if kind == "lm_eval" else 1.0}
-    changes = [{}, *({key: value} for key in SETTINGS[kind] for value in ("text", True, False, 7))]
-    names = [name for change in changes for name in scalars(asked | change)]
-    texts = len(SETTINGS[kind]) - 1  # a text stands for itself, whatever setting it is of
-    assert len(names) == len(changes) == len(set(names)) + texts
-    assert scalars(asked | dict.fromkeys(SETTINGS[kind])) == scalars(asked)
 
 
 def test_records_of_any_age_and_kind():

@@ -145,23 +145,6 @@ def test_a_command_is_given_up_after_its_retries(tmp_path, monkeypatch):
     assert not (tmp_path / ".evals-watch/step-10-0").exists(), "its checkpoint is gone"
 
 
-@pytest.mark.parametrize("raises", [True, False], ids=["a write", "a command"])
-def test_an_evaluation_waits_for_space(tmp_path, monkeypatch, raises):
-    usage, waited_s, dying = shutil.disk_usage(tmp_path), [], Dying(0)
-
-    def fill_disk_once(watcher, step, words):
-        if waited_s:
-            return dying(watcher, step, words)
-        return raise_full_disk() if raises else int(words[0] != EXPORT)
-
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
-    monkeypatch.setattr(time, "sleep", waited_s.append)
-    save(tmp_path, 10)
-    assert Played(tmp_path, fill_disk_once).watch(once=False, every_s=0.01) == 0
-    assert (waited_s, evaluated(tmp_path)) == ([60.0], speed_at(10))
-    assert not (tmp_path / "events.jsonl").exists(), "nothing has failed"
-
-
 def test_a_step_that_was_trained_again_is_evaluated_again(tmp_path):
     folder = save(tmp_path, 10)
     Played(tmp_path).look_once()

@@ -19,7 +19,7 @@ import tyro
 from laneformer import LaneformerConfig
 from records.events import BAD_STEP, DONE, STOPPED, read_outcome
 from records.files import hold_lock, read_lines
-from records.job import read_job, read_sections
+from records.job import job_flags, read_job, read_sections
 from tests.records.lines import write_lines
 from tests.train.runs import ask
 from tools import ablate
@@ -173,8 +173,7 @@ def command(out: Path, lock: Path, *words: str) -> list[str]:
         "architecture.max_position_embeddings": 32, "architecture.num_hidden_layers": 3,
         "lr_scheduler.warmup_steps": 1, "mixture.lock": lock,
     }  # fmt: skip
-    flags = [word for name, value in shapes.items() for word in (f"--{name}", str(value))]
-    return [sys.executable, "-m", "tools.ablate", str(SHIPPED), "--out", str(out), *flags, *words]
+    return [sys.executable, "-m", "tools.ablate", str(SHIPPED), "--out", str(out), *job_flags(shapes), *words]
 
 
 def run(out: Path, lock: Path, *words: str, then: Callable[[], None] | None = None) -> tuple[int, str]:

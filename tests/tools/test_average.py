@@ -31,7 +31,7 @@ STEPS = (10, 20, 30)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     """A run with the checkpoints of three models, and optimizer state beside the weights."""
     run = tmp_path_factory.mktemp("runs") / "trained"
     for seed, step in enumerate(STEPS):
@@ -147,7 +147,7 @@ def test_a_run_is_whole_behind_links_and_what_it_lacks_is_named(trained, tmp_pat
 
 
 @pytest.mark.job
-def test_interrupted_it_leaves_nothing(trained: Path, tmp_path: Path) -> None:
+def test_interrupted_it_leaves_nothing(trained, tmp_path):
     """A SIGTERM while the tensors are written: neither the folder nor its temporary one stays behind."""
     program = (
         "import runpy, signal, sys; import torch.distributed.checkpoint as dcp; load = dcp.load;"

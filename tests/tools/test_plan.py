@@ -24,7 +24,7 @@ JOB = sums.Job(
     LaneformerConfig(), 4096, 620_000, global_batch=1536, local_batch=8, shard=8, replicate=24,
     checkpoint_interval=500, keep_latest=5,
 )  # fmt: skip
-CLUSTER = sums.Cluster(192, 8, card_named("h100"), 50e9, 17_000)
+CLUSTER = sums.Cluster(192, 8, card_named("h100"), 17_000)
 BOTH, LONG = "configs/phase1.toml configs/phase2.toml", "configs/phase3.toml --gpus 64 --mfu 25"
 COMMANDS = {
     "nemotron": f"{BOTH} --metrics.gpu_hour_price 2.5",

@@ -15,7 +15,8 @@ from typing import Any
 
 from laneformer import LaneformerConfig
 from records.checkpoints import check_complete
-from tests.train.runs import flags, forked, limit_open_files, metrics
+from records.job import job_flags
+from tests.train.runs import forked, limit_open_files, metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, EVERY = 2, 1
@@ -65,7 +66,7 @@ def train(
     warm: its processes are forked by the fork server; otherwise all is really started.
     """
     settings = {"job.dump_folder": folder, "mixture.lock": lock, **SHAPES, **DEVIATIONS, **changes}
-    program = [*launcher, "--job.config_file", f"configs/{config}.toml", *flags(settings)]
+    program = [*launcher, "--job.config_file", f"configs/{config}.toml", *job_flags(settings)]
     env = {"WANDB_MODE": "offline", **env}
     if warm:
         status, said = forked(folder.parent, *program, name=folder.name, **env)

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from data_mixtures.mixture import Mixture
 from laneformer import Laneformer, LaneformerConfig
+from records.job import job_flags
 
 ROOT = Path(__file__).resolve().parents[2]
 SEQ_LEN, GLOBAL_BATCH, STEPS = 32, 4, 4
@@ -67,16 +68,7 @@ def toy(run: Path, lock: Path, settings: Mapping[str, Any], config: str = "debug
         "training.seq_len": SEQ_LEN, "training.local_batch_size": 2, **shapes,
         "architecture.swa_layers": (0, 1, 2), **settings,
     }  # fmt: skip
-    return flags(merged)
-
-
-def flags(settings: Mapping[str, Any]) -> list[str]:
-    """Of the command line; a tuple has several values."""
-    return [
-        word
-        for name, value in settings.items()
-        for word in (f"--{name}", *map(str, value if isinstance(value, tuple) else (value,)))
-    ]
+    return job_flags(merged)
 
 
 def launch(

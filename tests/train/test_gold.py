@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from evals import gold
-from evals.compare import compare_named
+from evals.compare import compare, file_of
 from evals.core.evaluate import Settings
 from laneformer import Laneformer
 from records.files import read_lines
@@ -67,7 +67,7 @@ def test_the_loop_measures_what_a_plain_model_has_and_goes_on_after_a_restart(
     assert measured == pytest.approx(bits, rel=1e-5)
     assert last["gold_bits_per_byte"] == pytest.approx(np.mean([*bits.values()]), rel=1e-5)
     assert start["change"] is None
-    paired = compare_named(f"{run}@3", f"{run}@6", "gold")
+    paired = compare(*(file_of(f"{run}@{step}", "gold") for step in (3, 6)))
     names = ("bits_difference", "bits_standard_error")
     assert last["change"] == {"since": 3, **{name: paired[name] for name in names}}
     assert last["change"]["bits_difference"] < 0 < last["change"]["bits_standard_error"]

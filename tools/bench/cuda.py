@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import http.client
 import importlib.util
 import json
 import socket
@@ -28,6 +27,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 from laneformer import LaneformerConfig
 from laneformer.engine.device import driver_version, why_no_cuda
@@ -99,11 +99,11 @@ def decode(flavor: str) -> Figures:
     """What `laneformer bench --device cuda` says, at three depths."""
     from laneformer import Engine
     from laneformer.engine.bench import benchmark
-    from laneformer.engine.cuda.bench import EDGE_TOKENS
+    from laneformer.engine.cuda.bench import MIN_TOKENS
 
     context = LaneformerConfig.from_flavor(flavor).max_position_embeddings
     with Engine.random(flavor, "bf16", device=DEVICE) as engine:
-        for depth in (0, context // 2, context - 2 * EDGE_TOKENS):
+        for depth in (0, context // 2, context - MIN_TOKENS):
             figures = benchmark(engine, depth, functools.partial(print, file=sys.stderr))
             yield f"depth {depth}", {name: figures[name] for name in COLUMNS}
 
@@ -178,45 +178,35 @@ def served(flavor: str, command: Sequence[str]) -> Figures:
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log, cwd=ROOT)
         try:
-            wait_until_it_answers(process, port, log)
-            speeds = [streamed(port) for _ in range(TRIALS + 1)]
+            address = f"http://127.0.0.1:{port}/v1"
+            wait_until_it_answers(process, address, log)
+            speeds = [streamed(address) for _ in range(TRIALS + 1)]
             yield "at the client", speed(flavor, statistics.median(speeds[1:]))
         finally:
             process.kill()
             process.wait()
 
 
-def wait_until_it_answers(process: subprocess.Popen, port: int, log: Any) -> None:
+def wait_until_it_answers(process: subprocess.Popen, address: str, log: Any) -> None:
     """RuntimeError with its last lines where it does not come up."""
     end = time.monotonic() + START_S
     while True:
-        with (
-            contextlib.suppress(OSError),
-            contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as connection,
-        ):
-            connection.request("GET", "/v1/models")
-            if connection.getresponse().status == 200:
-                return
+        with contextlib.suppress(OSError), urlopen(f"{address}/models", timeout=START_S):
+            return
         if process.poll() is not None or time.monotonic() > end:
             log.seek(0)
             raise RuntimeError(f"the server did not start: {log.read()[-1500:]}")
         time.sleep(0.1)
 
 
-def streamed(port: int) -> float:
+def streamed(address: str) -> float:
     """Tokens/s of one greedy answer of TOKENS tokens after its first text."""
-    body = {
-        "model": "model",
-        "prompt": [5],
-        "max_tokens": TOKENS,
-        "temperature": 0,
-        "stream": True,
-        "ignore_eos": True,
-    }
+    length = {"max_tokens": TOKENS, "ignore_eos": True}
+    body = {"model": "model", "prompt": [5], "temperature": 0, "stream": True, **length}
+    headers = {"Content-Type": "application/json"}
     times = []
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        for line in connection.getresponse():
+    with urlopen(Request(f"{address}/completions", json.dumps(body).encode(), headers), timeout=60) as answer:
+        for line in answer:
             if line.startswith(b"data: {") and any(c.get("text") for c in json.loads(line[6:])["choices"]):
                 times.append(time.perf_counter())
     if len(times) < 2:
@@ -248,12 +238,8 @@ def serve(flavor: str, port: int, device: str = DEVICE) -> None:
 def write_llama(config: LaneformerConfig, folder: Path) -> None:
     """A folder without weights: a Llama whose matrices have as many numbers."""
     folder.mkdir(parents=True, exist_ok=True)
-    values: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "torch_dtype": "bfloat16",
-    }
-    values |= {"hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2, **llama_config(config)}
+    kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16"}
+    values = {**kind, "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2, **llama_config(config)}
     (folder / "config.json").write_text(json.dumps(values))
     made_up_tokenizer(config.vocab_size).save(str(folder / "tokenizer.json"))
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": " w2", "bos_token": " w1"}
@@ -299,21 +285,16 @@ def run_part(part: Part, figures: Result, save: Any) -> None:
 
 def markdown(report: Result) -> str:
     """The page; `report["parts"]`: figures by title, of those parts that have begun."""
-    lines = [
-        START,
-        f"## {report['date']}: {report['gpu']}",
-        f"    {report['command']}",
-        f"Commit {report['commit']}.",
-    ]
+    head = f"## {report['date']}: {report['gpu']}"
+    lines = [START, head, f"    {report['command']}", f"Commit {report['commit']}."]
     for title, figures in report["parts"].items():
-        lines.append(
-            f"### {title}" + ("" if not title.startswith("Correctness") else f": {verdict_of(figures)}")
-        )
-        rows = [{"": name, **value} for name, value in figures.items() if isinstance(value, dict)]
-        values = [
-            {"": name, "value": value} for name, value in figures.items() if not isinstance(value, dict)
-        ]
-        lines += [records(table) for table in (rows, values) if table]
+        verdict = f": {verdict_of(figures)}" if title.startswith("Correctness") else ""
+        lines.append(f"### {title}{verdict}")
+        tables: dict[bool, list[Result]] = {True: [], False: []}  # speeds in columns, and figures alone
+        for name, value in figures.items():
+            wide = isinstance(value, dict)
+            tables[wide].append({"": name, **(value if wide else {"value": value})})
+        lines += [records(rows) for rows in tables.values() if rows]
     return "\n\n".join(lines) + "\n"
 
 

@@ -32,6 +32,7 @@ if not torch.accelerator.is_available():
 
 from laneformer import LaneformerConfig
 from laneformer.engine.cuda.cards import card_of_device
+from records.job import job_flags
 from tools.bench import harness
 from tools.bench.harness import Result, spread
 from tools.markdown import records
@@ -137,8 +138,9 @@ def run_job(name: str, options: Options, batch: int, lock: Path, run: Path) -> s
         "training.global_batch_size": batch * options.gpus,
         "training.steps": options.warmup + options.steps,
     }  # fmt: skip
-    flags = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
-    flags += shlex.split(f"{FLAGS} {options.both} {options.ours if name == 'laneformer' else ''}")
+    flags = job_flags(settings) + shlex.split(
+        f"{FLAGS} {options.both} {options.ours if name == 'laneformer' else ''}"
+    )
     ranks = [
         "torch.distributed.run",
         "--standalone",

@@ -57,9 +57,9 @@ class Measure:
         return self.value <= self.limit
 
 
-def measures(root: Path = ROOT) -> list[Measure]:
-    """Every measure of the checkout at `root` with its limit."""
-    arrows = edges(root)
+def measures() -> list[Measure]:
+    """Every measure of this checkout with its limit."""
+    arrows = edges(ROOT)
     broken = {
         "import circles of modules": [" <-> ".join(group) for group in circles(arrows)],
         "import circles of folders": [" <-> ".join(group) for group in circles(folder_edges(arrows))],
@@ -67,8 +67,8 @@ def measures(root: Path = ROOT) -> list[Measure]:
     }
     return [
         *(Measure(name, len(rows), 0, rows) for name, rows in broken.items()),
-        *length_measures(root),
-        *ratchet_measures(root),
+        *length_measures(ROOT),
+        *ratchet_measures(ROOT),
     ]
 
 
@@ -154,17 +154,16 @@ def lengths_in(path: Path) -> Iterator[tuple[str, int, str]]:
             yield "function", lines, f":{function.start_line} {function.name}"
 
 
-def main(root: Path = ROOT, write: bool = False) -> None:
+def main(write: bool = False) -> None:
     """Check the size and the structure of the tree.
 
     Args:
-        root: Checkout to check.
         write: Write the counts of today into size.json, and check nothing.
     """
     if write:
-        (root / SIZE_FILE).write_text(json.dumps(count_sizes(root), indent=2) + "\n")
+        (ROOT / SIZE_FILE).write_text(json.dumps(count_sizes(ROOT), indent=2) + "\n")
         return
-    rows = measures(root)
+    rows = measures()
     columns = ("measure", "value", "limit", "holds")
     print(table(columns, [(row.name, row.value, row.limit, row.ok) for row in rows]))
     for row in rows:

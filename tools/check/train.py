@@ -34,6 +34,7 @@ if not torch.accelerator.is_available():
 from laneformer import LaneformerConfig
 from laneformer.titan.float8 import CAPABILITY
 from records.files import read_lines
+from records.job import job_flags
 from tools.check.gates import MARGIN, run_check, verdict
 from tools.check.killed_job import KILL_AT
 from tools.markdown import records
@@ -119,10 +120,8 @@ class Jobs:
         }  # fmt: skip
         if options.device == "cpu":  # no pinned memory; and minutes of g++
             settings |= {"checkpoint.async_mode": "async", "compile.backend": "eager"}
-        flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-        for name, value in options.architecture.items():
-            flags += [f"--architecture.{name}", *map(str, value if isinstance(value, tuple) else (value,))]
-        return [*flags, "--metrics.no-enable_tensorboard", "--metrics.no-enable_wandb", *more]
+        settings |= {f"architecture.{name}": value for name, value in options.architecture.items()}
+        return [*job_flags(settings), "--metrics.no-enable_tensorboard", "--metrics.no-enable_wandb", *more]
 
     def rows(self, name: str, *more: str, ranks: int = 1, killed: bool = False) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl of one job. RuntimeError where it does not end as it is to."""

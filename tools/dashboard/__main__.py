@@ -24,6 +24,7 @@ from tools.dashboard import evaluations, training
 from tools.dashboard.header import header, tiles_of
 from tools.dashboard.page import html_page, utc
 
+EVERY_S = 60.0  # from one page to the next
 CARDS: dict[str, Callable[[Run], str]] = {  # in the order of the page, by their names in the jump links
     "CORE": evaluations.core_card,
     "Training": training.training_card,
@@ -93,22 +94,18 @@ def main(
     run_dirs: Annotated[tuple[Path, ...], tyro.conf.Positional],
     out: Path = Path("dashboard.html"),
     serve: bool = False,
-    every_s: float = 60.0,
 ) -> None:
     """Draw one or more run folders as one HTML file that needs no network.
 
     Args:
         run_dirs: run folders; the losses of several are drawn over each other
         out: HTML file to write
-        serve: write the file again and again, until interrupted; reload it in the browser
-        every_s: with --serve, seconds from one page to the next; drawing takes at most a fifth of the time
+        serve: write the file again every minute, until interrupted; reload it in the browser
     """
     if not run_dirs:
         raise ValueError(
             "no run folder given; for example: python -m tools.dashboard runs/demo --out dashboard.html"
         )
-    if not every_s > 0:
-        raise ValueError(f"--every-s {every_s} is not above 0; give a number of seconds, such as 60")
     while True:
         began = time.monotonic()
         for run in write_page(run_dirs, out, time.time()):
@@ -118,7 +115,7 @@ def main(
         if not serve:
             return
         # a login node is shared: at most a fifth of one core
-        time.sleep(max(every_s, 4 * (time.monotonic() - began)))
+        time.sleep(max(EVERY_S, 4 * (time.monotonic() - began)))
 
 
 if __name__ == "__main__":

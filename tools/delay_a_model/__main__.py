@@ -24,13 +24,14 @@ from laneformer.engine.folder import read_checkpoint
 from laneformer.hf.export import load_weights
 from records.checkpoints import newest_saved_step
 from records.files import write_atomically
+from records.job import job_flags
 
 from . import adapter
 from .apply import apply, sha256_of
 from .export import late_architecture, model_card, write_folder
 from .job_config import Late
 from .lanes import cut
-from .recovery import check, job_flags, load_adapter, prepare_text, train, write_dense
+from .recovery import check, load_adapter, prepare_text, train, write_dense
 
 ORIGIN = "origin.json"
 
@@ -68,7 +69,14 @@ def begin(path: Path, config: Path, out: Path) -> tuple[Late, int, list[str]]:
     refuse_other_origin(out / ORIGIN, origin)
     write_dense(model, late, out / "dense")
     lock = prepare_text(late, seq_len, checkpoint, out)
-    return late, steps, job_flags(config, out, lock)
+    flags = {
+        "job.config_file": config,
+        "job.dump_folder": out / "run",
+        "mixture.lock": lock,
+        "late.dense": out / "dense",
+        "checkpoint.initial_load_path": out / "dense" / "checkpoint" / "step-0",
+    }
+    return late, steps, job_flags(flags)
 
 
 def refuse_other_origin(path: Path, origin: dict[str, Any]) -> None:

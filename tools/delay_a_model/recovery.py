@@ -69,18 +69,6 @@ def write_dense(model: Laneformer, late: Late, folder: Path) -> None:
     write_atomically(done, json.dumps(model.config.to_dict(), indent=2) + "\n")
 
 
-def job_flags(config: Path, out: Path, lock: Path) -> list[str]:
-    """Arguments of `python -m train`: the config, and the places of OUT."""
-    places = {
-        "job.config_file": config,
-        "job.dump_folder": out / "run",
-        "mixture.lock": lock,
-        "late.dense": out / "dense",
-        "checkpoint.initial_load_path": out / "dense" / "checkpoint" / "step-0",
-    }
-    return [word for name, value in places.items() for word in (f"--{name}", str(value))]
-
-
 def train(flags: Sequence[str]) -> None:
     """Start or continue the run, on one device. ValueError where it does not reach its last step."""
     command = [sys.executable, "-m", "train.supervise", "--nproc-per-node", "1", *flags]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from records.events import STOPPED, STOPPED_UNSAVED
 
-SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|WEBHOOK", re.IGNORECASE)
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|WEBHOOK", re.IGNORECASE)
 # None: Slurm no longer knows the job. Any other state counts as alive
 ENDED = (None, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE",
          "PREEMPTED", "REVOKED")  # fmt: skip

@@ -35,10 +35,10 @@ from typing import Any
 from data_mixtures.mixture import read_lock
 from data_mixtures.shards import tokenizer_files
 from records.files import file_sha256
-from records.job import JobSections, read_job
+from records.job import JobSections, job_flags, read_job
+from tools.launch.script import SECRET
 
 ROOT = Path(__file__).resolve().parents[2]
-SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|WEBHOOK", re.IGNORECASE)
 KEPT_VARIABLES = re.compile(
     r"^(CUDA|NCCL|TORCH|PYTORCH|OMP|MKL|GLOO|UCX|FI_|OFI|SLURM|TRITON|WANDB|HF_|LD_LIBRARY_PATH$|PATH$|LOADEDMODULES$)"
 )
@@ -158,15 +158,10 @@ def resolve(snapshot: Path, config: Path, overrides: list[str]) -> str:
 
 def pinned(job: JobSections, run: Path, final: Path) -> list[str]:
     """Overrides that make the job's paths absolute and its mixture the snapshot's copy."""
-    overrides = [
-        "--job.dump_folder",
-        str(run),
-        "--mixture.lock",
-        str(final / "mixture" / Path(job.mixture.lock).name),
-    ]
-    if job.checkpoint.initial_load_path:
-        overrides += ["--checkpoint.initial_load_path", os.path.abspath(job.checkpoint.initial_load_path)]
-    return overrides
+    paths = {"job.dump_folder": run, "mixture.lock": final / "mixture" / Path(job.mixture.lock).name}
+    if parent := job.checkpoint.initial_load_path:
+        paths["checkpoint.initial_load_path"] = os.path.abspath(parent)
+    return job_flags(paths)
 
 
 def copy_mixture(lock_path: Path, folder: Path) -> str:

@@ -59,8 +59,6 @@ class Options:
     """Expected speed; the default is the published run's."""
     mfu: float | None = None
     """Expected speed as a percentage of the GPU's dense BF16 FLOPs, in place of tokens per second."""
-    network_gbit_per_s: float = 400
-    """Network bandwidth of each GPU, in each direction."""
     data: Path | None = None
     """Data folder whose plan.json lists the files of the sources, for `files` (python -m data_mixtures plan).
     """
@@ -110,8 +108,7 @@ def plan_phase(options: Options, path: Path, overrides: list[str], taken: dict[s
     job, rate = read_sizes(titan_job, options.gpus), options.tokens_per_s_per_gpu
     if options.mfu is not None:
         rate = sums.tokens_per_s_at(options.mfu, job, card)
-    nic_bytes_per_s = options.network_gbit_per_s * 1e9 / 8
-    cluster = sums.Cluster(options.gpus, options.gpus_per_node, card, nic_bytes_per_s, rate)
+    cluster = sums.Cluster(options.gpus, options.gpus_per_node, card, rate)
     sums.check(job, cluster)
     compute: Result = sums.compute(job, cluster)
     memory, gold = sums.memory(job), gold_cost(titan_job)

@@ -25,6 +25,7 @@ from train.job_checks import batch_problem
 Facts = dict[str, float]
 FP32, BF16 = 4, 2
 USABLE = 0.92  # of a GPU's memory; the rest is CUDA's context, NCCL's buffers and the allocator's gaps: an estimate
+NIC_BYTES_PER_S = 400e9 / 8  # of each GPU and direction: 400 Gbit/s
 RESTART_S = 600  # from a failure to the first step of the next attempt: an estimate
 LAYERS_IN_FLIGHT = 2  # FSDP gathers one layer while another one computes
 # streams beside the kept activations at the peak, in the last layer's backward pass: the gradient that enters
@@ -39,7 +40,6 @@ class Cluster:
     gpus: int
     gpus_per_node: int
     gpu: Card
-    nic_bytes_per_s: float  # per GPU
     tokens_per_s_per_gpu: float
 
 
@@ -245,5 +245,5 @@ def traffic(job: Job, cluster: Cluster) -> Facts:
         "nic_bytes": nic,
         "lanes_s": lanes / cluster.gpu.link_bytes_per_s,
         "nvlink_s": within / cluster.gpu.link_bytes_per_s,
-        "nic_s": nic / cluster.nic_bytes_per_s,
+        "nic_s": nic / NIC_BYTES_PER_S,
     }

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from laneformer.chat import ChatError
 from laneformer.prompts import PromptEncoder
-from records.files import json_lines
+from records.files import Skipped, json_lines
 from records.workers import end_with_parent
 
 from .turns import Conversation, encode
@@ -76,7 +76,7 @@ def _without_absent(value: Any) -> Any:
 
 def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
     # not through `datasets`, which ends at the first broken line
-    broken: list[int] = []
+    broken: Skipped = {}
     with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb") as file:
         try:
             yield from json_lines(file, path, broken)

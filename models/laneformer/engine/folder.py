@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from ..config import LaneformerConfig, plain_name
 from ..llama.config import lanes_for, lanes_for_gpus
@@ -23,6 +24,7 @@ from ..llama.tensors import laneformer_of
 from ..llama.tokenizer import tokenizer_of
 from ..llama.variant import variant_of
 from ..old_spellings import MODEL_TYPES, modern_spelling
+from ..ropes import plain, stretch_llama3
 from ..tensors import AS_IN_FILE, STORED_TYPES, Tensor, check_shapes, weight_files
 from .decoder import KV_BYTES
 from .machine import memory_bytes, this_machine
@@ -113,7 +115,7 @@ def read_gguf(path: Path, lanes: int | None, threads: int | None, dtype: str, gp
     """
     file = GgufFile(path, dtype, blocks=not gpus)
     lanes = default_lanes(file.config, threads, gpus) if lanes is None else lanes
-    config, tensors = laneformer_of(file.config, file, lanes)
+    config, tensors = laneformer_of(file.config, file, lanes, from_gguf=True)
     tokenizer, tokenizer_config, sampling = text_files(path.parent)
     if tokenizer is None:
         tokenizer, tokenizer_config, sampling = tokenizer_of(file.metadata), file.tokenizer_config(), {}
@@ -190,44 +192,27 @@ def eos_ids(folder: Path, config_values: dict[str, Any], config: LaneformerConfi
 
 def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Names and mapped tensors of one file; ValueError when it is cut short or holds another element type."""
-    size = path.stat().st_size
-    if size < 8:
-        raise ValueError(f"{path} is truncated: {size} bytes")
-    raw = np.memmap(path, np.uint8, "r")
-    header_bytes = int.from_bytes(raw[:8].tobytes(), "little")
-    start = 8 + header_bytes
-    if start > size:
-        raise ValueError(
-            f"{path} is truncated or not safetensors: its header of {header_bytes} bytes exceeds the file"
-        )
     try:
-        header = json.loads(raw[8:start].tobytes())
-        entries = [
-            (name, e["dtype"], e["shape"], *e["data_offsets"])
-            for name, e in header.items()
-            if name[:2] != "__"
-        ]
-        for name, _, shape, begin, end in entries:
-            if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
-                raise ValueError(
-                    f"tensor {name} has shape {shape} and offsets {begin}, {end}: not all whole numbers"
-                )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} has no valid safetensors header: {error!r}") from None
+        safe_open(path, "np")  # checks the header: every tensor's bytes follow those of the one before
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is truncated, or has no valid safetensors header: {error}") from None
+    raw = np.memmap(path, np.uint8, "r")
+    start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
     types = {stored.safetensors: (dtype, stored.element) for dtype, stored in STORED_TYPES.items()}
-    for name, kind, shape, begin, end in entries:
-        if kind not in types:
-            raise ValueError(f"{path}: tensor {name} has type {kind}; the engine reads {sorted(types)}")
-        dtype, element = types[kind]
-        if start + end > size:
-            raise ValueError(f"{path} is truncated: tensor {name} ends at byte {start + end} of {size}")
-        if end - begin != int(np.prod(shape)) * np.dtype(element).itemsize:
-            raise ValueError(f"{path}: tensor {name} of shape {shape} does not fill its {end - begin} bytes")
-        data = raw[start + begin : start + end]
-        # the format does not promise alignment, and numpy needs it to reinterpret bytes without a copy
-        aligned = (start + begin) % np.dtype(element).itemsize == 0
-        values = data.view(element) if aligned else np.frombuffer(data.tobytes(), element)
-        yield name, Tensor(dtype, values.reshape(shape))
+    for name, entry in json.loads(raw[8:start].tobytes()).items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in types:
+            raise ValueError(
+                f"{path}: tensor {name} has type {entry['dtype']}; the engine reads {sorted(types)}"
+            )
+        dtype, element = types[entry["dtype"]]
+        begin, end = entry["data_offsets"]
+        values = raw[start + begin : start + end].view(element).reshape(entry["shape"])
+        yield (
+            name,
+            Tensor(dtype, np.require(values, requirements="A")),
+        )  # a copy where the file is not aligned
 
 
 def read_tokenizer(folder: Path) -> Tokenizer | None:
@@ -259,15 +244,8 @@ def rope_tables(config: LaneformerConfig) -> tuple[np.ndarray, np.ndarray]:
             np.stack([table[i] * scale for table, scale in zip(tables, scales, strict=True)]) for i in (0, 1)
         )
         return cosine, sine
-    exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    frequency = np.float32(1) / np.power(config.rope_theta, exponent.astype(np.float64)).astype(np.float32)
-    if config.rope_scaling is not None:
-        s: Any = config.rope_scaling
-        turns = s["original_max_position_embeddings"] * frequency / np.float32(2 * np.pi)
-        blend = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
-        blend = blend.clip(0, 1).astype(np.float32)
-        frequency = frequency * (blend + (1 - blend) / np.float32(s["factor"]))
-    return cos_and_sin(frequency, context)
+    frequency = np.array(plain(config.rope_theta, config.head_dim).frequencies, np.float32)
+    return cos_and_sin(stretch_llama3(frequency, config.rope_scaling), context)
 
 
 def cos_and_sin(frequency: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:

@@ -15,6 +15,7 @@ from .decoder import Decoder
 from .device import cuda_devices
 from .draft_model import DraftSource, load_draft_model
 from .folder import read_checkpoint, with_context
+from .options import one_of
 
 
 def read_model(
@@ -64,9 +65,7 @@ def read_model(
 
 def random_tensors(config: LaneformerConfig, dtype: str, seed: int) -> RandomTensors:
     """Of the config's shapes; int8 and int4 are made of the bf16 weights of the same seed."""
-    drawn = tuple(name for name in MATRIX_DTYPES if name != AS_IN_FILE)
-    if dtype not in drawn:
-        raise ValueError(f"dtype = {dtype!r} is unknown; random weights are one of {drawn}")
+    one_of("dtype of random weights", dtype, [name for name in MATRIX_DTYPES if name != AS_IN_FILE])
     return RandomTensors(config, "bf16" if dtype in ("int8", "int4") else dtype, seed)
 
 
@@ -81,8 +80,7 @@ def load_decoder(
 ) -> Decoder:
     """The model on its device; ValueError for options that the device does not have."""
     dtype = dtype_name(dtype)
-    if dtype not in ("auto", *MATRIX_DTYPES):
-        raise ValueError(f"dtype = {dtype!r} is unknown; choose from {('auto', *MATRIX_DTYPES)}")
+    one_of("dtype", dtype, ("auto", *MATRIX_DTYPES))
     devices = cuda_devices(device)
     if devices:
         return load_cuda_decoder(config, tensors, dtype, devices, draft, **options)

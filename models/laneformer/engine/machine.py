@@ -142,11 +142,6 @@ def file_system(path: Path, root: Path = Path("/")) -> str:
     return next((mount[mount.index("-") + 1] for mount in mounts if mount[2] == name), "")
 
 
-def boot() -> str:
-    """Another one after every start of the system; empty where it does not tell."""
-    return text(Path("/proc/sys/kernel/random/boot_id"))
-
-
 def cpu_list(listed: str) -> set[int]:
     """ "0-3,8" -> {0, 1, 2, 3, 8}"""
     ranges = [part.partition("-") for part in listed.split(",") if part]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,6 +124,11 @@ class GenerationOptions:
                 hint = f"did you mean {near[0]!r}?" if near else f"choose from {known}"
                 raise ValueError(f"unknown option {name!r}; {hint}")
         return cls(**options)
+
+
+def one_of(name: str, value: Any, choices: Iterable[str]) -> None:
+    if value not in (known := tuple(choices)):
+        raise ValueError(f"{name} = {value!r} is unknown; choose from {known}")
 
 
 def check_flag(name: str, value: object) -> None:

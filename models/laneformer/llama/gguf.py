@@ -8,17 +8,17 @@ Transformers.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..tensors import AS_IN_FILE, Tensor
+from ..tensors import AS_IN_FILE, LazyTensors, Tensor, TensorSource
 from .config import why_not
 from .gguf_values import ARCHITECTURES, LONGROPE, ROPE_FACTORS, config_values
 
@@ -70,7 +70,7 @@ ENDS = (
 )  # of turns and texts
 
 
-class GgufFile(Mapping[str, Tensor]):
+class GgufFile(LazyTensors):
     """Tensors by their Hugging Face names, made when they are asked for; `metadata` is the file's.
 
     dtype: what the engine will hold matrices in: "gguf" for their blocks as they are; decides how the embedding of a
@@ -91,18 +91,30 @@ class GgufFile(Mapping[str, Tensor]):
                 f"{path}: architecture {self.architecture!r} is not read"
                 f"{why_not(str(self.architecture), ARCHITECTURES, {})}; {tuple(ARCHITECTURES)} are"
             )
-        self._stored: dict[str, ReaderTensor] = {hf_name(t.name, self.architecture): t for t in tensors}
+        stored: dict[str, ReaderTensor] = {hf_name(t.name, self.architecture): t for t in tensors}
         for tensor in tensors:
             if (kind := tensor.tensor_type.name) not in (*STORED, *QUANTIZED):
                 raise ValueError(
                     f"{path}: {tensor.name} is {kind}; the engine reads {[*STORED, *QUANTIZED]}. Of the smallest files "
                     "of a model take Q4_K_M or IQ4_XS"
                 )
-        self.dtype = self._best_dtype(blocks) if dtype == "auto" else dtype
-        self.config = config_values(self.metadata, self._stored, self.eos_ids())
+        self.dtype = best_dtype(stored, blocks) if dtype == "auto" else dtype
+        self.config = config_values(self.metadata, stored, self.eos_ids())
+        self.sources = {
+            name: self._source(name, tensor) for name, tensor in stored.items() if name not in NO_WEIGHTS
+        }
 
-    def __getitem__(self, name: str) -> Tensor:
-        stored, kind = self._stored[name], self.type_of(name)
+    def _source(self, name: str, stored: ReaderTensor) -> TensorSource:
+        kind = stored.tensor_type.name
+        if kind in STORED or self.dtype == AS_IN_FILE:
+            dtype = STORED.get(kind, kind.lower())
+        else:  # an embedding is held as it comes
+            half = name.startswith("model.embed") and self.dtype not in ("bf16", "fp32")
+            dtype = "fp16" if half else "fp32"
+        shape = tuple(int(n) for n in reversed(stored.shape))
+        return TensorSource(dtype, shape, functools.partial(self._load, name, stored, dtype))
+
+    def _load(self, name: str, stored: ReaderTensor, kind: str) -> Tensor:
         data = stored.data
         if self.architecture in PERMUTED and (heads := self._heads(name)):
             rows = data.reshape(
@@ -115,36 +127,10 @@ class GgufFile(Mapping[str, Tensor]):
             return Tensor(kind, data)
         return Tensor(kind, widened(data, stored.tensor_type, kind))
 
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self._stored if name not in NO_WEIGHTS)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Known without widening anything."""
-        return {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._stored.items()}
-
     def _heads(self, name: str) -> int:
         """Heads of a query or key projection, whose rows the converter permutes; 0 for other tensors."""
         key = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2], "")
         return int(self.config.get(key, 0))
-
-    def type_of(self, name: str) -> str:
-        """What the tensor of this name comes as."""
-        kind = self._stored[name].tensor_type.name
-        if kind in STORED or self.dtype == AS_IN_FILE:
-            return STORED.get(kind, kind.lower())
-        half = name.startswith("model.embed") and self.dtype not in ("bf16", "fp32")  # it is held as it comes
-        return "fp16" if half else "fp32"
-
-    def _best_dtype(self, blocks: bool) -> str:
-        """What dtype="auto" means: the type of most weights, and of quantised ones where blocks are not held int8."""
-        sizes: Counter[str] = Counter()
-        for name, tensor in self._stored.items():
-            sizes[tensor.tensor_type.name] += int(tensor.n_elements) if ".layers." in name else 0
-        return STORED.get(sizes.most_common(1)[0][0], AS_IN_FILE if blocks else "int8")
 
     def eos_ids(self) -> list[int]:
         """Where generation stops: the ids that the file names, and control tokens known to
@@ -170,6 +156,14 @@ class GgufFile(Mapping[str, Tensor]):
             f"{short}_token": pieces[i] for short, i in ids.items() if i is not None and i < len(pieces)
         }
         return {**tokens, "chat_template": {"default": default, **named} if default else named}
+
+
+def best_dtype(stored: dict[str, ReaderTensor], blocks: bool) -> str:
+    """What dtype="auto" means: the type of most weights, and of quantised ones where blocks are not held int8."""
+    sizes: Counter[str] = Counter()
+    for name, tensor in stored.items():
+        sizes[tensor.tensor_type.name] += int(tensor.n_elements) if ".layers." in name else 0
+    return STORED.get(sizes.most_common(1)[0][0], AS_IN_FILE if blocks else "int8")
 
 
 def widened(data: np.ndarray, kind: Any, dtype: str) -> np.ndarray:

@@ -11,17 +11,17 @@ the pairs (2j, 2j+1).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from ..config import EMBEDDING, HEAD, LaneformerConfig
-from ..tensors import STORED_TYPES, Tensor, check_shapes, type_of
-from .config import FAMILIES, Family, config_of_llama, logits_factor, text_values
-from .interleaved import InterleavedExperts
-from .stacked import StackedExperts
+from ..tensors import STORED_TYPES, LazyTensors, Tensor, TensorSource, check_shapes, sources_of
+from .config import FAMILIES, config_of_llama, logits_factor, text_values
+from .experts import Sources, split_experts, stack_experts
 from .variant import ROUTER, variant_of
 
 WHOLE = {EMBEDDING: "model.embed_tokens.weight", "norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
@@ -34,7 +34,6 @@ PARTS = {
     "attention.sinks": "self_attn.sinks",
 }  # fmt: skip
 FFN_NORM = {"pre": "post_attention_layernorm", "both": "pre_feedforward_layernorm"}  # by `norm_placement`
-FUSED = {"self_attn.qkv_proj": ("wq", "wk", "wv"), "mlp.gate_up_proj": ("w1", "w3")}
 NESTED = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")  # of a text model beside a vision tower
 OTHER_TOWER = re.compile(r"^(?:model\.)?(?:vision_tower|multi_modal_projector)\.")
 COLUMNS = ("attention.wo", "feed_forward.w2")  # where a lane owns columns
@@ -45,60 +44,95 @@ IGNORED = re.compile(
 
 
 def laneformer_of(
-    values: Mapping[str, Any], tensors: Mapping[str, Tensor], lanes: int
+    values: Mapping[str, Any], tensors: Mapping[str, Tensor], lanes: int, from_gguf: bool = False
 ) -> tuple[LaneformerConfig, LlamaTensors]:
     """A model of one of the families as a Laneformer with delay 0 and `lanes` lanes (see `lanes_for`).
 
-    values: its config.json. tensors: named and shaped as in Hugging Face's folders. ValueError names what is
-    missing, misshapen or not supported.
+    values: its config.json. tensors: named and shaped as in Hugging Face's folders; from_gguf: with stacked experts,
+    and norms as they are multiplied. ValueError names what is missing, misshapen or not supported.
     """
-    config = config_of_llama(values, lanes)
+    config, sources = config_of_llama(values, lanes), sources_of(tensors)
     if values is not text_values(values):
-        values, tensors = text_values(values), text_tensors(tensors)
+        values, sources = text_values(values), text_sources(sources)
     family = FAMILIES[values["model_type"]]
-    if variant_of(config).experts and not hasattr(tensors, "shapes"):
-        tensors = InterleavedExperts(tensors) if family.interleaved else StackedExperts(tensors)
-    return config, LlamaTensors(config, family, tensors, logits_factor(values))
+    if family.fused:
+        sources = split_fused(sources, config)
+    if variant_of(config).experts and not from_gguf:
+        sources = split_experts(sources) if family.interleaved else stack_experts(sources)
+    norm_offset = 0.0 if from_gguf else family.norm_offset
+    return config, LlamaTensors(config, sources, norm_offset, logits_factor(values))
 
 
-def text_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def text_sources(sources: Sources) -> Sources:
     """Those of the text model, named as if it were alone."""
-    of_text = {name: tensor for name, tensor in tensors.items() if not OTHER_TOWER.match(name)}
+    of_text = {name: source for name, source in sources.items() if not OTHER_TOWER.match(name)}
     return {
-        NESTED.sub("" if "lm_head" in name else "model.", name): tensor for name, tensor in of_text.items()
+        NESTED.sub("" if "lm_head" in name else "model.", name): source for name, source in of_text.items()
     }
 
 
-class LlamaTensors(Mapping[str, Tensor]):
-    """Tensors named and shaped as `config.tensor_shapes` says, made of Hugging Face's on access."""
+def split_fused(sources: Sources, config: LaneformerConfig) -> Sources:
+    """Phi's matrices, of which one holds the rows of several, as those of other families."""
+    d, kv, f = config.hidden_size, config.head_dim * config.num_key_value_heads, config.intermediate_size
+    fused = {
+        "qkv_proj": {"q_proj": config.query_size, "k_proj": kv, "v_proj": kv},
+        "gate_up_proj": {"gate_proj": f, "up_proj": f},
+    }
+    split: Sources = {}
+    for name, source in sources.items():
+        module = name.split(".")[-2]
+        if module not in fused:
+            split[name] = source
+            continue
+        check_shapes("the checkpoint", {name: source.shape}, {name: (sum(fused[module].values()), d)})
+        first = 0
+        for part, rows in fused[module].items():
+            load = functools.partial(load_rows, source, slice(first, first + rows))
+            split[name.replace(module, part)] = TensorSource(source.dtype, (rows, d), load)
+            first += rows
+    return split
 
-    def __init__(
-        self, config: LaneformerConfig, family: Family, tensors: Mapping[str, Tensor], logits: float = 1.0
-    ):
-        self.config, self.family, self.tensors, self.logits = config, family, tensors, logits
-        self.shapes = config.tensor_shapes()
+
+def load_rows(source: TensorSource, rows: slice) -> Tensor:
+    tensor = source.load()
+    return dataclasses.replace(tensor, values=tensor.values[rows])
+
+
+class LlamaTensors(LazyTensors):
+    """Tensors named and shaped as `config.tensor_shapes` says, made of Hugging Face's on access.
+
+    norm_offset: added to norms' weights; logits: what the last norm is multiplied with.
+    """
+
+    def __init__(self, config: LaneformerConfig, stored: Sources, norm_offset: float, logits: float):
+        self.config, self.stored = config, stored
+        self.norm_offset, self.logits = norm_offset, logits
         self.variant = variant_of(config)
         ropes = self.variant.ropes
         self.rotated = 2 * len(ropes[0].frequencies) if ropes else config.head_dim  # of a head's rows
-        # a GGUF file has norms as they are multiplied; it knows its shapes, and widens a tensor when it is asked for
-        self.norm_offset = 0.0 if hasattr(tensors, "shapes") else family.norm_offset
-        known = getattr(tensors, "shapes", None) or {name: tensors[name].values.shape for name in tensors}
-        stored_shapes = {name: known[name] for name in tensors if not IGNORED.fullmatch(name)}
-        if config.tie_word_embeddings and stored_shapes.pop(HEAD, None):
+        shapes = config.tensor_shapes()
+        given = {name: source.shape for name, source in stored.items() if not IGNORED.fullmatch(name)}
+        if config.tie_word_embeddings and given.pop(HEAD, ()):
             self._expect_tied()
-        expected: dict[str, tuple[int, ...]] = {}
-        for name in self.shapes:
-            source, rows = self._source_of(name), self._source_shape(name)
-            before = expected.get(source, (0,))[0] if self.family.fused else 0
-            expected[source] = (before + rows[0], *rows[1:])
-        check_shapes("the checkpoint", stored_shapes, expected)
+        names = {name: self._source_of(name) for name in shapes}
+        expected = {names[name]: self._source_shape(name, shape) for name, shape in shapes.items()}
+        check_shapes("the checkpoint", given, expected)
+        super().__init__({
+            name: TensorSource(stored[names[name]].dtype, shape, functools.partial(self._translate, name, shape))
+            for name, shape in shapes.items()
+        })  # fmt: skip
 
-    def __getitem__(self, name: str) -> Tensor:
-        shape, (part, _) = self.shapes[name], part_of(name)
-        stored = self.tensors[self._source_of(name)]
-        values = stored.values[self._rows_of(name)]
+    @property
+    def has_blocks(self) -> bool:
+        """Whether a folder's matrices are in blocks."""
+        return any(source.dtype not in STORED_TYPES for source in self.sources.values())
+
+    def _translate(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        part, kind = part_of(name)
+        stored = self.stored[self._source_of(name)].load()
         if part.endswith("norm"):
-            stored, values = self._norm(name, stored)
+            stored = self._norm(name, stored)
+        values = stored.values
         if part in ROTATED:
             heads = values.reshape(-1, self.config.head_dim, *values.shape[1:])
             halves = (
@@ -108,47 +142,20 @@ class LlamaTensors(Mapping[str, Tensor]):
             values = np.concatenate((pairs, heads[:, self.rotated :]), 1).reshape(values.shape)
         if stored.dtype not in STORED_TYPES:  # blocks, of which the engine cuts the lanes' rows or columns
             return dataclasses.replace(stored, values=values)
-        if part in COLUMNS and name.endswith(".weight"):
-            *stacked, lanes, rows, columns = shape
-            values = values.reshape(*stacked, rows, lanes, columns).swapaxes(-3, -2)
+        if part in COLUMNS and kind == "weight":
+            *experts, lanes, rows, columns = shape
+            values = values.reshape(*experts, rows, lanes, columns).swapaxes(-3, -2)
         return dataclasses.replace(stored, values=values.reshape(shape))
 
-    @property
-    def has_blocks(self) -> bool:
-        """Whether a folder's matrices are in blocks."""
-        return bool(getattr(self.tensors, "has_blocks", False))
-
-    def type_of(self, name: str) -> str:
-        """What the tensor of this name comes as, without widening it."""
-        return type_of(self.tensors, self._source_of(name))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shapes)
-
-    def __len__(self) -> int:
-        return len(self.shapes)
-
-    def _norm(self, name: str, stored: Tensor) -> tuple[Tensor, np.ndarray]:
+    def _norm(self, name: str, stored: Tensor) -> Tensor:
         """A norm's weights with what is folded into them, in float32."""
         factor = self.logits if name == "norm.weight" else 1.0
         if not self.norm_offset and factor == 1.0:
-            return stored, stored.values
-        values = np.float32(factor) * (np.float32(self.norm_offset) + widened(stored))
-        return Tensor("fp32", values), values
+            return stored
+        return Tensor("fp32", np.float32(factor) * (np.float32(self.norm_offset) + widened(stored)))
 
-    def _rows_of(self, name: str) -> slice:
-        """Of the source: all of them, or those of this matrix in a fused one."""
-        whole = self._source_of(name)
-        for fused, parts in FUSED.items() if self.family.fused else ():
-            if f".{fused}." in whole:
-                rows = {p: self._source_shape(name.replace(name.split(".")[-2], p))[0] for p in parts}
-                at = parts.index(name.split(".")[-2])
-                first = sum(rows[p] for p in parts[:at])
-                return slice(first, first + rows[parts[at]])
-        return slice(None)
-
-    def _source_shape(self, name: str) -> tuple[int, ...]:
-        shape, (part, kind) = self.shapes[name], part_of(name)
+    def _source_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        part, kind = part_of(name)
         if kind == "bias":
             return shape if part in (*COLUMNS, ROUTER) else (*shape[:-2], shape[-2] * shape[-1])
         if part in COLUMNS:
@@ -162,14 +169,12 @@ class LlamaTensors(Mapping[str, Tensor]):
         source = source_of(name, self.variant.norm_placement)
         if self.variant.experts and ROUTER not in name:
             source = source.replace(".mlp.", ".mlp.experts.")
-        for fused, parts in FUSED.items() if self.family.fused else ():
-            if name.split(".")[-2] in parts:
-                return f"{source.rpartition('.self_attn.' if 'self' in fused else '.mlp.')[0]}.{fused}.weight"
         return source
 
     def _expect_tied(self) -> None:
         """Some files hold the tied head as well."""
-        if not np.array_equal(self.tensors[HEAD].values, self.tensors[WHOLE[EMBEDDING]].values):
+        head, embedding = (self.stored[WHOLE[name]].load().values for name in (HEAD, EMBEDDING))
+        if not np.array_equal(head, embedding):
             raise ValueError(
                 "tie_word_embeddings = True, but lm_head.weight is not the embedding; set it to false"
             )

@@ -15,7 +15,6 @@ from ..config import HEAD_NORMS, NORMS, LaneformerConfig
 from ..ropes import Rope
 
 GATES = ("silu", "gelu_pytorch_tanh", "swiglu_oai")  # in the order of the engine's (cpu/csrc/kernels.h)
-NORM_PLACES = ("pre", "post", "both")
 POST_NORMS = ("attention.post_norm", "feed_forward.post_norm")  # of modules' outputs, by `norm_placement`
 ROUTER = "feed_forward.router"  # of a mixture of experts
 
@@ -37,12 +36,12 @@ class Experts(NamedTuple):
 class Variant:
     """Differences from a Laneformer; without arguments there is none.
 
-    hidden_act: of the MLP's gate. norm_placement: "pre" norms a module's input, "post" the sum of its lanes' outputs.
-    joint_qk_norm: with `qk_norm`, one norm of all heads' queries and one of their keys, on one lane. attention_scale:
-    what scores are multiplied with, None for 1 / sqrt(head_dim). query_growth (g, n): queries at position p are
-    multiplied with 1 + g log(1 + p // n), which needs ropes. ropes: in place of `rope_theta` and `rope_scaling`; of
-    all layers, or of those that see everything and those with a window. experts: None for a dense MLP.
-    attention_sinks: a score of each query head that joins every softmax and takes no value. output_bias: of
+    hidden_act: of the MLP's gate. norm_placement: "pre" norms a module's input, "post" the sum of its lanes' outputs,
+    "both" does both. joint_qk_norm: with `qk_norm`, one norm of all heads' queries and one of their keys, on one lane.
+    attention_scale: what scores are multiplied with, None for 1 / sqrt(head_dim). query_growth (g, n): queries at
+    position p are multiplied with 1 + g log(1 + p // n), which needs ropes. ropes: in place of `rope_theta` and
+    `rope_scaling`; of all layers, or of those that see everything and those with a window. experts: None for a dense
+    MLP. attention_sinks: a score of each query head that joins every softmax and takes no value. output_bias: of
     attention's output, as `attention_bias` is of its inputs.
     """
 
@@ -65,13 +64,6 @@ class Variant:
         object.__setattr__(self, "ropes", tuple(Rope(tuple(f), s, tuple(t), n) for f, s, t, n in self.ropes))
         if self.query_growth is not None:
             object.__setattr__(self, "query_growth", tuple(self.query_growth))
-        for name, known in (("hidden_act", GATES), ("norm_placement", NORM_PLACES)):
-            if (value := getattr(self, name)) not in known:
-                raise ValueError(f"{name} = {value!r} is unknown; choose from {known}")
-        scales = {"attention_scale": self.attention_scale or 1.0, "embedding_scale": self.embedding_scale}
-        for name, scale in scales.items():
-            if not scale > 0:
-                raise ValueError(f"{name} = {scale!r} must be greater than 0")
 
     @property
     def pre_norms(self) -> bool:
@@ -104,10 +96,6 @@ class FamilyConfig(LaneformerConfig):
             raise ValueError(
                 f"{', '.join(changed)} need broadcast_delay = 0, replicated_rmsn_scale, no head that drafts; "
                 "joint_qk_norm num_lanes = 1"
-            )
-        if self.variant.ropes and (self.rope_scaling or self.window_rope_theta):
-            raise ValueError(
-                "ropes of a variant take the place of rope_scaling and window_rope_theta: leave those out"
             )
 
     @functools.cached_property

@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..engine.bench import probe, slower_link
 from ..engine.decoder import CUDA
-from ..engine.requests import checked_ids
 from .options import ServerOptions
-from .scheduler import Scheduler
 
 try:
     import uvicorn
@@ -40,6 +38,7 @@ try:
     from .context import ServingContext
     from .endpoints import Access, Endpoints
     from .metrics import Metrics
+    from .scheduler import Scheduler
     from .schema import CompletionRequest, ConversationRequest
     from .sending import STATUS, error_response
 except ModuleNotFoundError as error:
@@ -190,10 +189,7 @@ class Detokenize(Body):
 
 
 def detokenize(body: Detokenize, context: ServingContext) -> dict[str, Any]:
-    try:
-        ids = checked_ids(body.tokens, context.vocab_size, "tokens")
-    except ValueError as error:
-        raise RequestError(str(error), "tokens") from None
+    ids = context.check_ids(body.tokens, "tokens", "tokens")
     return {"content": context.tokenizer.decode(ids, skip_special_tokens=False)}
 
 

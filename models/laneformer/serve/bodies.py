@@ -1,7 +1,7 @@
 """Bodies of requests: JSON, read apart from the event loop; every field is used, taken without effect, or refused.
 
-null stands for an absent field. What a client sends that changes nothing is named in the header `warnings`
-of the answer; what would change it, and is not supported, is refused by name.
+null stands for an absent field, and an empty text, list or object asks for nothing. What a client sends that
+changes nothing is named in the header `warnings` of the answer; all else is refused by name.
 """
 
 from __future__ import annotations
@@ -9,19 +9,20 @@ from __future__ import annotations
 import difflib
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from json import decoder, scanner
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
+from .fields import Values
+
 MAX_UNUSED = 64  # names of one request
-AT_ONCE = 50_000  # values of JSON that C reads in one go: meanwhile no other thread runs
 MAX_VALUES = 2**20  # of JSON, about, whatever the context
-TYPO = 0.85  # likeness of an unknown name to a known one that was meant
 SHOWN_CHARS = 80  # of a value or a name
+EMPTY: tuple[Any, ...] = ("", [], {})  # ask for nothing
 
 
 class RequestError(ValueError):
@@ -33,14 +34,26 @@ class RequestError(ValueError):
         super().__init__(message)
         self.param, self.code, self.status = param, code, status
 
+    def rename(self, name: str, own_name: str) -> RequestError:
+        """By another name of its field, or of a part of it; a pattern of `re`."""
+        message, param = (re.sub(name, own_name, text, count=1) for text in (str(self), self.param or ""))
+        return RequestError(message, param or None, self.code, self.status)
+
 
 @dataclass
 class Reading:
-    """How a body is read. strict: refuses unknown fields. unused: names of fields without effect so far."""
+    """How a body is read. strict: refuses fields without effect. unused: the names of those so far."""
 
     strict: bool = True
     max_values: int = MAX_VALUES  # of JSON, about: while they are checked no other thread runs
     unused: dict[str, None] = field(default_factory=dict)
+
+    def pass_over(self, name: str, message: str, place: str = "") -> None:
+        """A field without effect. message: why, where it is refused."""
+        if self.strict:
+            refuse(name, message, "unknown_parameter")
+        if len(self.unused) < MAX_UNUSED:
+            self.unused[place + name[:SHOWN_CHARS]] = None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -53,68 +66,63 @@ STRICTLY = Reading()
 
 
 class Body(BaseModel):
-    """A JSON object with known fields of exact types.
+    """A JSON object with known fields of exact types; the tables of others are as in fields.py.
 
-    refused: further known ones, and what to do instead. unused: those without effect, and the values that
-    ask for none, so that they need no warning; None: all do. neutral: those that would change the answer,
-    and the values with which they do not. renamed: other servers' names of fields. place: of the object.
-    closed: all others are refused.
+    place: of the object. is_open: unknown names have no effect, but for those that are as like a known one as `typo`.
+    own_names: for names in errors, as patterns and replacements of `re`.
     """
 
     model_config = ConfigDict(strict=True)
-    refused: ClassVar[Mapping[str, str]] = {}
-    unused: ClassVar[Mapping[str, Sequence[Any] | None]] = {}
+    harmless: ClassVar[Mapping[str, Values]] = {}
     neutral: ClassVar[Mapping[str, Sequence[Any]]] = {}
+    refused: ClassVar[Mapping[str, str]] = {}
     renamed: ClassVar[Mapping[str, str]] = {}
     place: ClassVar[str] = ""
-    closed: ClassVar[bool] = False
+    is_open: ClassVar[bool] = False
+    typo: ClassVar[float] = 0.8
+    own_names: ClassVar[Mapping[str, str]] = {}
+    known: ClassVar[frozenset[str]]  # names of fields
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        cls.known = frozenset(field.alias or name for name, field in cls.model_fields.items())
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, data: Any, info: ValidationInfo) -> Any:
+    def _take_fields(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             return data
         reading, fields = info.context or STRICTLY, {}
         for name, value in data.items():
             if value is None:
                 continue
-            if name in cls.model_fields:
+            if name in cls.known:
                 fields[name] = value
-            elif name in cls.refused:
-                refuse(name, f"{name} is not supported: {cls.refused[name]}", "unsupported_parameter")
-            elif name in cls.renamed and not reading.strict:
-                fields.setdefault(cls.renamed[name], value)
-                reading.unused[cls.place + name] = None
-            elif cls._harmless(name, value):
-                continue
-            elif cls.place + name not in reading.unused:
-                cls._take(name, value, reading)
+            elif (own_name := cls.renamed.get(name)) in cls.known:
+                fields.setdefault(own_name, value)
+            elif value not in EMPTY and not is_one_of(value, cls.neutral.get(name)):
+                cls._take_unused(name, value, reading)
         return fields
 
     @classmethod
-    def _harmless(cls, name: str, value: Any) -> bool:
-        values = cls.unused.get(name, cls.neutral.get(name, ()))
-        return values is None or any(
-            value == other and isinstance(value, bool) == isinstance(other, bool) for other in values
-        )
-
-    @classmethod
-    def _take(cls, name: str, value: Any, reading: Reading) -> None:
-        """A field that is not used."""
-        spelled = f"{name[:SHOWN_CHARS]} = {quote(value)}"
-        if name in cls.neutral or (reading.strict and name in cls.unused):
-            allowed = [*(cls.neutral.get(name) or cls.unused[name] or ())]
-            refuse(name, f"{spelled} is not supported; use one of {allowed}, or leave it out")
-        if name not in cls.unused:
-            likeness = 0.6 if reading.strict else TYPO
-            names = [*cls.model_fields, *cls.refused]
-            near = difflib.get_close_matches(name[:SHOWN_CHARS], names, n=1, cutoff=likeness)
-            hint = (
-                f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(cls.model_fields))}"
-            )
-            if near or reading.strict or cls.closed or len(reading.unused) >= MAX_UNUSED:
-                refuse(name, f"{name[:SHOWN_CHARS]} is unknown; {hint}", "unknown_parameter")
-        reading.unused[cls.place + name[:SHOWN_CHARS]] = None
+    def _take_unused(cls, name: str, value: Any, reading: Reading) -> None:
+        if name in cls.harmless:
+            silent = cls.harmless[name]
+            if silent is not None and not is_one_of(value, silent):
+                reading.pass_over(name, f"{name} = {quote(value)} has no effect; leave it out", cls.place)
+        elif name in cls.neutral:
+            allowed = f"use one of {cls.neutral[name]}, or leave it out"
+            refuse(name, f"{name} = {quote(value)} is not supported; {allowed}")
+        elif name in cls.refused:
+            refuse(name, f"{name} is not supported: {cls.refused[name]}", "unsupported_parameter")
+        else:
+            shown = name[:SHOWN_CHARS]
+            near = difflib.get_close_matches(shown, cls.known, n=1, cutoff=cls.typo)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(cls.known))}"
+            message = f"{shown} is unknown; {hint}"
+            if near or not cls.is_open:
+                refuse(name, message, "unknown_parameter")
+            reading.pass_over(name, message, cls.place)
 
     @classmethod
     def read(cls, raw: bytes, reading: Reading) -> Self:
@@ -131,24 +139,32 @@ class Body(BaseModel):
         try:
             return cls.model_validate(value, context=reading)
         except ValidationError as error:
-            raise explain_errors(error.errors(include_url=False)) from None
+            refusal = explain_errors(error.errors(include_url=False))
+            for name, own_name in cls.renamed.items():
+                if refusal.param == own_name and name in value:
+                    refusal = refusal.rename(own_name, name)
+            raise refusal from None
+
+    def rename(self, error: RequestError) -> RequestError:
+        """With the names of this body's API."""
+        for pattern, own_name in self.own_names.items():
+            error = error.rename(pattern, own_name)
+        return error
 
 
-class _Yielding(json.JSONDecoder):
-    """Reads JSON in Python, so that other threads run meanwhile; strings at C's speed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parse_object, self.parse_array = decoder.JSONObject, decoder.JSONArray  # type: ignore[attr-defined]
-        self.scan_once = scanner.py_make_scanner(self)  # type: ignore[attr-defined]
+def is_one_of(value: Any, values: Sequence[Any] | None) -> bool:
+    """JSON's true is not 1."""
+    return any(
+        value == other and isinstance(value, bool) == isinstance(other, bool) for other in values or ()
+    )
 
 
-def parse_json(raw: bytes, max_values: int = MAX_VALUES) -> Any:
+def parse_json(raw: bytes, max_values: int) -> Any:
     text = raw.decode()
     values = sum(map(text.count, ",[{"))
     if values > max_values:
         raise ValueError(f"it has about {values:,} values; at most {max_values:,} fit this model's context")
-    return json.loads(text, cls=_Yielding if values > AT_ONCE else None)
+    return json.loads(text)
 
 
 def refuse(name: str, message: str, code: str = "invalid_value") -> None:
@@ -174,7 +190,9 @@ def explain_errors(errors: Sequence[Any]) -> RequestError:
         path = path[: path.index(expected) + 1]  # pydantic goes on with the type that it tried
     if error["type"] == "refused":
         refused = error["ctx"]
-        param = spell_path(path if expected else [*path, refused["field"]])
+        if not expected and path[-1:] != [refused["field"]]:
+            path.append(refused["field"])
+        param = spell_path(path)
         return RequestError(refused["message"], param, refused["code"])
     if not path:
         return RequestError(f"the body is not a JSON object: {error['msg']}", None, "invalid_json")

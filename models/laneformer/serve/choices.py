@@ -7,17 +7,18 @@ submitted than can decode.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import NamedTuple
 
-from ..engine import GeneratedToken, GenerationOptions, PromptLogprobs
+from ..engine import Batch, GeneratedToken, GenerationOptions, PromptLogprobs
+from ..engine.decoder import Request
 from ..engine.options import batch_seeds
 from ..engine.text import StopStrings, TextStream
-from .bodies import RequestError
 from .context import ServingContext
-from .scheduler import Grammar, Running, Scored, Wanted
+from .grammar import AnswerGrammar
+from .scheduler import Running
+from .schema import refusal_of
 
 
 class Written(NamedTuple):
@@ -113,7 +114,7 @@ class Choices:
     def __init__(
         self, context: ServingContext, prompts: Sequence[list[int]], n: int, options: GenerationOptions | None,
         stops: Sequence[str] = (), score_top: int | None = None,
-        grammar: Grammar | None = None, with_control_tokens: bool = False,
+        grammar: AnswerGrammar | None = None, with_control_tokens: bool = False,
     ):  # fmt: skip
         """options: None to generate nothing. score_top: score the prompts, with this many likeliest ids.
         grammar: every choice gets a copy. with_control_tokens: spell them out in the text.
@@ -131,8 +132,7 @@ class Choices:
 
     def begin(self) -> None:
         """On the event loop. RequestError for what the engine refuses; further errors as of `Scheduler.submit`."""
-        if wanted := self._scoring_request(0) or self._generation_request(0):
-            self._ready = self._submit(wanted)
+        self._ready = self._score(0) or self._generate(0)
 
     def cancel(self) -> None:
         """End everything that still waits or runs. Safe to call again."""
@@ -178,13 +178,12 @@ class Choices:
 
     async def _choice(self, choice: int) -> AsyncGenerator[Piece, None]:
         async with self._room:
-            if scored := self._scoring_request(choice):
-                running = self._submit(scored)
+            if running := self._score(choice):
                 async for _ in running:
                     pass
                 yield Piece(choice, scores=running.scores)
-            if wanted := self._generation_request(choice):
-                running = self._generating[choice] = self._submit(wanted)
+            if running := self._generate(choice):
+                self._generating[choice] = running
                 async for piece in self._written(choice, running):
                     yield piece
             else:
@@ -209,25 +208,30 @@ class Choices:
         reason = running.finish_reason if writing.stop is None else "stop"
         yield Piece(choice, text, written, (), reason, stop=writing.stop)
 
-    def _scoring_request(self, choice: int) -> Scored | None:
-        ids = self.prompts[choice // self.n]
-        return Scored(ids, 1, self._score_top) if self._score_top is not None and len(ids) > 1 else None
+    def _score(self, choice: int) -> Running | None:
+        ids, top = self.prompts[choice // self.n], self._score_top
+        if top is None or len(ids) < 2:
+            return None
+        return self._submit(lambda batch: batch.scoring(ids, top=top))
 
-    def _generation_request(self, choice: int) -> Wanted | None:
+    def _generate(self, choice: int) -> Running | None:
         if self.options is None:
             return None
         assert isinstance(self.options.seed, int)
-        options = dataclasses.replace(self.options, seed=batch_seeds(self.options.seed, choice + 1)[choice])
-        grammar = self._grammar and self._grammar.copy()
-        return Wanted(self.prompts[choice // self.n], options, grammar=grammar)
+        seed = batch_seeds(self.options.seed, choice + 1)[choice]
+        options = {**vars(self.options), "seed": seed, "masked": self._grammar is not None}
+        prompt = self.prompts[choice // self.n]
+        return self._submit(lambda batch: batch.generation(prompt, **options), self._grammar)
 
-    def _submit(self, wanted: Wanted | Scored) -> Running:
+    def _submit(self, make: Callable[[Batch], Request], grammar: AnswerGrammar | None = None) -> Running:
         if self._ready is not None:  # this is the first choice's first request
             running, self._ready = self._ready, None
             return running
+        scheduler = self.context.scheduler
         try:
-            submit = self.context.scheduler.submit
-            self._runs.append(submit(wanted, admitted=True) if self._runs else submit(wanted))
+            request = make(scheduler.batch)
         except ValueError as error:
-            raise RequestError(str(error)) from None
+            raise refusal_of(error) from None
+        own_grammar = grammar and grammar.copy()
+        self._runs.append(scheduler.submit(request, own_grammar, admitted=bool(self._runs)))
         return self._runs[-1]

@@ -17,7 +17,7 @@ from ..engine.requests import checked_ids
 from ..prompts import SECRET_DIGITS, PromptEncoder
 from .bodies import MAX_VALUES, RequestError
 from .grammar import Grammars
-from .schema import Sampled
+from .schema import Sampling
 from .tool_calls import ToolCalling
 
 if TYPE_CHECKING:
@@ -81,18 +81,23 @@ class ServingContext:
             )  # fmt: skip
         return text
 
-    def room(self, request: Sampled, prompts: Sequence[Sequence[int]], wanted: int | None, param: str) -> int:
+    def check_ids(self, ids: Sequence[int], name: str, param: str) -> list[int]:
+        try:
+            return checked_ids(ids, self.vocab_size, name)
+        except ValueError as error:
+            raise RequestError(str(error), param) from None
+
+    def room(
+        self, request: Sampling, prompts: Sequence[Sequence[int]], wanted: int | None, param: str
+    ) -> int:
         """The limit of new tokens: what is wanted, but no more than the longest prompt leaves of the context.
 
         RequestError for ids that do not exist, and where it does not fit. Any name of a model is taken: there
         is one, and clients have names in their settings that nobody chose.
         """
         for i, ids in enumerate(prompts):
-            try:
-                if not checked_ids(ids, self.vocab_size, f"{param}[{i}]"):
-                    raise ValueError(f"{param}[{i}] has no tokens; send at least one")
-            except ValueError as error:
-                raise RequestError(str(error), param) from None
+            if not self.check_ids(ids, f"{param}[{i}]", param):
+                raise RequestError(f"{param}[{i}] has no tokens; send at least one", param)
         longest = max(map(len, prompts))
         room = self.context_tokens - longest
         if room < (wanted != 0):

@@ -16,8 +16,9 @@ from ..engine.text import TextStream
 from .bodies import RequestError
 from .choices import Choices, Piece
 from .context import ServingContext
-from .grammar import Grammar, ReasoningBudget
-from .schema import ConversationRequest, texts_of
+from .grammar import AnswerGrammar, Grammar, ReasoningBudget
+from .parts import texts_of
+from .schema import ConversationRequest
 from .tool_calls import ToolUse
 
 UNLIMITED = -1  # a budget of tokens
@@ -103,22 +104,17 @@ class Conversation:
             yield self.answers[piece.choice].push(piece)
 
     def _grammar(self, tools: ToolUse) -> Grammar | None:
-        form = self.request.response_format
-        try:
-            calls = tools.grammar()
-            if form is None or form.type == "text":
-                return calls
-            grammar = self.context.grammars.of_schema(*form.schema_and_place())
-        except ValueError as error:
-            raise RequestError(str(error)) from None
+        form, calls = self.request.response_format, tools.grammar()
+        if form.type == "text":
+            return calls
         if calls:
             message = "response_format cannot be combined with tools; send one of them"
             raise RequestError(message, "response_format")
-        return grammar
+        return self.context.grammars.of_schema(*form.schema_and_place())
 
     def _with_budget(
         self, reader: Callable[[], AnswerReader], grammar: Grammar | None
-    ) -> Grammar | ReasoningBudget | None:
+    ) -> AnswerGrammar | None:
         """The grammar, or one that also ends a reasoning that takes too long."""
         context, tokens = self.context, self.request.reasoning_budget
         tokens = context.reasoning_budget if tokens is None else tokens
@@ -131,12 +127,12 @@ class Conversation:
         stream = partial(TextStream, tokenizer, (), not self.reads_control)
         return ReasoningBudget(tokens, reader, ids, stream, context.vocab_size, grammar)
 
-    def _choices(self, grammar: Grammar | ReasoningBudget | None) -> Choices:
+    def _choices(self, grammar: AnswerGrammar | None) -> Choices:
         request, context = self.request, self.context
         wanted = request.max_completion_tokens or request.max_tokens
         limit = context.room(request, [self.prompt], wanted, "messages")
         logprobs = request.top_logprobs or 0 if request.logprobs else None
-        options = request.options(context.conversation_defaults, limit, logprobs)
+        options = request.generation_options(context.conversation_defaults, limit, logprobs)
         if request.prediction is not None:
             expected = "".join(texts_of(request.prediction.content))
             ids = context.prompts.text(context.check_length(expected, "prediction"), False)
@@ -149,16 +145,18 @@ class Conversation:
 
 def prepare_prompt(request: ConversationRequest, context: ServingContext) -> tuple[ToolUse, list[int]]:
     """The tools, and the prompt's ids."""
+    tools = context.tool_calling.use(request)
+    messages = [message.plain() for message in request.messages]
     try:
-        tools = context.tool_calling.use(request)
         rendered = context.prompts.render(
-            tools.messages([message.plain() for message in request.messages]),
+            tools.messages(messages),
             tools=tools.template_tools,
             add_generation_prompt=request.add_generation_prompt,
             variables=request.chat_template_kwargs,
         )
-        return tools, context.prompts.encode(context.check_length(rendered, "messages"))
+        ids = context.prompts.encode(context.check_length(rendered, "messages"))
     except RequestError:
         raise
     except Exception as error:  # a template is the makers' program, run on a client's data
         raise RequestError(str(error), "messages") from None
+    return tools, ids

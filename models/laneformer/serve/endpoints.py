@@ -148,7 +148,15 @@ class Endpoints:
             raw, reading = await request.body(), Reading(self.options.strict, self.context.max_values)
             if not any_type:
                 check_type(request.headers.get("content-type", "application/json"))
-            answer = await self._apart(lambda: make(body.read(raw, reading), self.context))
+
+            def answer_in_thread() -> Answer | dict[str, Any]:
+                asked = body.read(raw, reading)
+                try:
+                    return make(asked, self.context)
+                except RequestError as error:
+                    raise asked.rename(error) from None
+
+            answer = await self._apart(answer_in_thread)
             if not isinstance(answer, Answer):
                 return JSONResponse(answer, headers=reading.headers)
             answer.begin()

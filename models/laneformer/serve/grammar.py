@@ -19,6 +19,7 @@ import numpy as np
 
 from ..engine.channels import ANSWER, CHANNEL, CONSTRAIN, MESSAGE, NEXT, AnswerReader
 from ..engine.text import TextStream
+from .bodies import RequestError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -35,7 +36,7 @@ COMPILED_WITH = {"whitespace_pattern": r"( |\n( {0,32}|\t{0,16}))"}
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer. ValueError for those that are wrong, or too
+    """Compiles grammars for one tokenizer. RequestError for those that are wrong, or too
     large, or without llguidance.
 
     vocab_size: V, rows of the embedding table, which may be more than the tokenizer has ids. eos_ids:
@@ -73,7 +74,7 @@ class Grammars:
     def of_schema(self, schema: Any, what: str) -> Grammar:
         """JSON that the schema allows, keys in its order; `what` names it in errors."""
         rule = self.json_rule(schema, what)
-        return self.of_lark(self.in_harmony(f"final {rule}") if self.harmony else f"start: {rule}")
+        return self.of_lark(self.in_harmony(f"final {rule}") if self.harmony else f"start: {rule}", what)
 
     def in_harmony(self, answer: str) -> str:
         """Rules of an answer: one reasoning or none, then `answer`. In that, `final` begins a message for
@@ -88,24 +89,22 @@ class Grammars:
             TEXT: /(.|\\n)*/"""
 
     def json_rule(self, schema: Any, what: str, lenient: bool = False) -> str:
-        """The part of a Lark grammar that stands for JSON of a schema; ValueError says where
+        """The part of a Lark grammar that stands for JSON of a schema; RequestError says where
         the schema is wrong. lenient: what no grammar can demand is left out.
         """
-        if not isinstance(schema, dict | bool):
-            raise ValueError(f"{what} = {schema!r:.80} must be a JSON schema: an object, true or false")
-        try:
+        with name_in_errors(what):
+            if not isinstance(schema, dict | bool):
+                raise ValueError(f"{what} = {schema!r:.80} must be a JSON schema: an object, true or false")
             if isinstance(schema, dict):
                 schema = {**schema, "x-guidance": COMPILED_WITH | {"lenient": lenient}}
             rule = f"%json {json.dumps(schema)}"
-            self._check_size(rule, what)
+            check_size(rule, what)
             if math.lcm(*_multiples(schema)) > MAX_MULTIPLE:
                 raise ValueError(
                     f"{what}: the least common multiple of all multipleOf is above {MAX_MULTIPLE:,}"
                 )
             if error := self._error(schema):
                 raise ValueError(f"{what}{self._place(schema, error)[:SHOWN_CHARS]}: {error[:SHOWN_CHARS]}")
-        except RecursionError:
-            raise ValueError(f"{what} is nested too deeply") from None
         return rule
 
     @cached_property
@@ -129,18 +128,15 @@ class Grammars:
         ids = [i for name, i in self._control.items() if not added[i].special and name != but]
         return f"<[{','.join(map(str, ids))}]>" if ids else ""
 
-    def of_lark(self, lark: str) -> Grammar:
+    def of_lark(self, lark: str, what: str = "tools") -> Grammar:
         """A grammar in llguidance's variant of Lark's syntax, made of rules that have been checked."""
-        self._check_size(lark, "the schemas of a request together")
-        matcher = self._matcher(lark)
-        matcher.compute_bitmask()
-        if matcher.is_error():
-            raise ValueError(f"the schema allows no answer: {matcher.get_error()[:SHOWN_CHARS]}")
-        return Grammar(matcher, self.vocab_size, self._tokenizer.vocab_size, self.eos_ids)
-
-    def _check_size(self, text: str, what: str) -> None:
-        if len(text) > MAX_SCHEMA_BYTES:
-            raise ValueError(f"{what}: {len(text):,} bytes of JSON; at most {MAX_SCHEMA_BYTES:,} are allowed")
+        with name_in_errors(what):
+            check_size(lark, "the schemas of a request together")
+            matcher = self._matcher(lark)
+            matcher.compute_bitmask()
+            if matcher.is_error():
+                raise ValueError(f"the schema allows no answer: {matcher.get_error()[:SHOWN_CHARS]}")
+            return Grammar(matcher, self.vocab_size, self._tokenizer.vocab_size, self.eos_ids)
 
     def _matcher(self, grammar: str) -> LLMatcher:
         tokenizer = self._tokenizer  # first: it names the extra
@@ -160,6 +156,22 @@ class Grammars:
         return max(
             (place for place, part in parts if self._error(shared | part) == error), key=len, default=""
         )
+
+
+@contextlib.contextmanager
+def name_in_errors(what: str) -> Iterator[None]:
+    """The field to which a client's mistake belongs."""
+    try:
+        yield
+    except RecursionError:
+        raise RequestError(f"{what} is nested too deeply", what) from None
+    except ValueError as error:
+        raise RequestError(str(error), what) from None
+
+
+def check_size(text: str, what: str) -> None:
+    if len(text) > MAX_SCHEMA_BYTES:
+        raise ValueError(f"{what}: {len(text):,} bytes of JSON; at most {MAX_SCHEMA_BYTES:,} are allowed")
 
 
 def _multiples(schema: Any) -> Iterator[int]:
@@ -194,7 +206,7 @@ class Grammar:
         return Grammar(self._matcher.deep_copy(), self._vocab_size, self._words * WORD_BITS, self._eos_ids)
 
     def mask(self, index: int) -> np.ndarray:
-        """As of the scheduler's `Grammar`."""
+        """The ids that new token `index` may be: bit id % 32 of word id // 32, uint32 (ceil(V / 32),)."""
         assert index == self._accepted, f"the mask of token {index} after {self._accepted} were accepted"
         words = np.zeros(self._words, np.uint32)
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
@@ -251,3 +263,6 @@ class ReasoningBudget:
             self._left = self._left[1:]
         else:
             self._reader.push(self._stream.push(token_id))
+
+
+AnswerGrammar = Grammar | ReasoningBudget

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
-    HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
 )
 from prometheus_client.registry import Collector
 
 from .scheduler import Scheduler
-from .totals import SECONDS, Distribution
 
 COUNTERS = {
     "prompt_tokens": "Tokens of prompts",
@@ -61,8 +58,7 @@ class Metrics(Collector):
         for name, text in COUNTERS.items():
             if name in known:
                 yield CounterMetricFamily(f"laneformer_{name}", text, known[name])
-        yield histogram("time_to_first_token", "From arrival to the first token", totals.first_token)
-        yield histogram("token_gap", "Between the tokens of a request", totals.gap)
+        yield from (*totals.first_token.collect(), *totals.gap.collect())
         ended = CounterMetricFamily("laneformer_ended", "Requests by their end", labels=["reason"])
         for reason, count in list(totals.ended.items()):
             ended.add_metric([reason], count)
@@ -80,9 +76,3 @@ class Metrics(Collector):
 
 def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"laneformer_{name}", text, value)
-
-
-def histogram(name: str, text: str, times: Distribution) -> HistogramMetricFamily:
-    bounds = [*map(str, SECONDS), "+Inf"]
-    buckets = list(zip(bounds, accumulate(times.counts), strict=True))
-    return HistogramMetricFamily(f"laneformer_{name}_seconds", text, buckets, times.sum_s)

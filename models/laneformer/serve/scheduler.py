@@ -16,17 +16,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from ..engine import GeneratedToken, GenerationOptions, PromptLogprobs, Statistics, Update
+from ..engine import GeneratedToken, PromptLogprobs, Statistics, Update
 from ..engine.decoder import CUDA, Request
 from .totals import Totals
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from ..engine import Engine
+    from .grammar import AnswerGrammar
 
 IDLE_S = 10.0  # without requests
 COLLECT_S = 0.005  # longest delay of a join while others decode and none of them has news
@@ -60,40 +58,6 @@ class EngineError(RuntimeError):
     """The engine could not finish the request."""
 
 
-class Grammar(Protocol):
-    """Which tokens may come next; called on the engine's thread."""
-
-    def mask(self, index: int) -> np.ndarray:
-        """The ids that new token `index` may be: bit id % 32 of word id // 32, uint32 (ceil(V / 32),)."""
-
-    def accept(self, token_id: int) -> None: ...
-
-    def copy(self) -> Grammar:
-        """For another answer, from the beginning."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A request to generate. deadline_s: from now to its end, waiting included;
-    None: the scheduler's default.
-    """
-
-    prompt_ids: Sequence[int]
-    options: GenerationOptions
-    deadline_s: float | None = None
-    grammar: Grammar | None = None
-
-
-@dataclass(frozen=True)
-class Scored:
-    """A request to score ids[start:], as `Engine.logprobs` does."""
-
-    ids: Sequence[int]
-    start: int = 1
-    top: int = 0
-    deadline_s: float | None = None
-
-
 class Running:
     """A request that waits, runs, or has ended: `async for tokens in running` yields the
     tokens that have come.
@@ -103,10 +67,10 @@ class Running:
     times are of time.monotonic(). All methods are for the event loop's thread.
     """
 
-    def __init__(self, scheduler: Scheduler, request: Request, grammar: Grammar | None):
+    def __init__(self, scheduler: Scheduler, request: Request, grammar: AnswerGrammar | None):
         self.request, self.grammar = request, grammar
         self.submitted_s = time.monotonic()
-        self.started_s = self.first_token_s = self.last_token_s = self.ended_s = None  # type: float | None
+        self.started_s = self.first_token_s = self.last_token_s = None  # type: float | None
         self.generated_tokens, self.processor_s = 0, 0.0  # the latter: of this process at the first token
         self.finish_reason: str | None = None
         self.statistics: Statistics | None = None
@@ -161,9 +125,9 @@ class Running:
         totals = self._scheduler.totals
         if self.last_token_s is None:
             self.first_token_s, self.processor_s = now_s, time.process_time()
-            totals.first_token.add(now_s - self.submitted_s)
+            totals.first_token.observe(now_s - self.submitted_s)
         else:
-            totals.gap.add(now_s - self.last_token_s)
+            totals.gap.observe(now_s - self.last_token_s)
         self.last_token_s = now_s
         self.generated_tokens += tokens
         totals.generated_tokens += tokens
@@ -189,8 +153,8 @@ class Running:
 class Scheduler:
     """Runs requests on an engine, in the order of their submission; `close` gives the engine back.
 
-    Up to `max_joined` decode side by side, `max_waiting` wait. deadline_s: of requests that name
-    none; None: no end. when_idle: called on the engine's thread, once each time that nobody has asked for IDLE_S.
+    Up to `max_joined` decode side by side, `max_waiting` wait. deadline_s: of a request, its waiting included.
+    when_idle: called on the engine's thread, once each time that nobody has asked for IDLE_S.
     """
 
     def __init__(
@@ -203,8 +167,8 @@ class Scheduler:
         """RuntimeError while the engine runs a request of somebody else."""
         self._when_idle = when_idle
         self.engine, self.max_waiting, self.deadline_s = engine, max_waiting, deadline_s
-        self._batch = engine.batch()
-        self.max_joined = self._batch.max_joined
+        self.batch = engine.batch()
+        self.max_joined = self.batch.max_joined
         self.totals = Totals()
         self.failure: str | None = None  # of the thread: nothing runs any more
         self.unanswered = False  # as the device does not answer any more
@@ -222,20 +186,13 @@ class Scheduler:
         self._thread = threading.Thread(target=self._serve, name="laneformer-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, wanted: Wanted | Scored, admitted: bool = False) -> Running:
-        """Queue a request. ValueError for what the engine would refuse; Busy, Stopping,
-        EngineError. On a loop.
+    def submit(
+        self, request: Request, grammar: AnswerGrammar | None = None, admitted: bool = False
+    ) -> Running:
+        """Queue a request of `batch`; Busy, Stopping, EngineError. On a loop.
 
         admitted: it belongs to an answer that has been let in, so there is room for it.
         """
-        grammar = None
-        if isinstance(wanted, Scored):
-            request = self._batch.scoring(wanted.ids, start=wanted.start, top=wanted.top)
-        else:
-            grammar = wanted.grammar
-            request = self._batch.generation(
-                wanted.prompt_ids, masked=grammar is not None, **vars(wanted.options)
-            )
         self._loop = asyncio.get_running_loop()
         running = Running(self, request, grammar)
         with self._changed:
@@ -248,10 +205,11 @@ class Scheduler:
                 raise Busy(self.max_waiting, max(1, min(LONGEST_RETRY_S, one_ends_s)))
             self.waiting.append(running)
             self._changed.notify()
-        deadline_s = self.deadline_s if wanted.deadline_s is None else wanted.deadline_s
-        if deadline_s is not None:
-            late = DeadlineExceeded(f"the request was not finished within its deadline of {deadline_s:g} s")
-            running._deadline = self._loop.call_later(deadline_s, running.cancel, late)
+        if self.deadline_s is not None:
+            late = DeadlineExceeded(
+                f"the request was not finished within its deadline of {self.deadline_s:g} s"
+            )
+            running._deadline = self._loop.call_later(self.deadline_s, running.cancel, late)
         return running
 
     async def stop(self, grace_s: float) -> None:
@@ -274,7 +232,7 @@ class Scheduler:
         with self._lock:
             running.left = True
             if running.ticket is not None:
-                self._batch.leave(running.ticket)
+                self.batch.leave(running.ticket)
             elif running in self.waiting:
                 self.waiting.remove(running)
                 running._receive(Update(-1, [], "cancelled"))
@@ -286,12 +244,12 @@ class Scheduler:
             while not self._closing:
                 self._admit()
                 self._hand_over(self._collect())
-                if self._batch.failure is not None:
-                    raise RuntimeError(self._batch.failure)
+                if self.batch.failure is not None:
+                    raise RuntimeError(self.batch.failure)
         except BaseException as error:
             log.exception("the engine's thread has failed")
             self.failure = f"the engine's thread has failed: {error!r}"
-            self.unanswered = self._batch.unanswered
+            self.unanswered = self.batch.unanswered
         with self._lock:
             self._closing = True
             left = [*self.waiting, *self.running]
@@ -300,7 +258,7 @@ class Scheduler:
         self._hand_over(
             [(running, Update(-1, [], "error", error=self.failure or "it is closed")) for running in left]
         )
-        self._batch.close()
+        self.batch.close()
 
     def _admit(self) -> None:
         """Admit requests from the head of the queue while there is room; blocks while none is running or waiting."""
@@ -320,13 +278,13 @@ class Scheduler:
         return bool(self.waiting or self.running or self._closing)
 
     def _join(self, running: Running) -> None:
-        ticket = self._batch.begin(running.request)
+        ticket = self.batch.begin(running.request)
         running.started_s = time.monotonic()
         self._joined[ticket] = running
         with self._lock:
             running.ticket = ticket
             if running.left:
-                self._batch.leave(ticket)
+                self.batch.leave(ticket)
         self._allow(running, [])
 
     def _collect(self) -> list[tuple[Running, Update]]:
@@ -335,12 +293,11 @@ class Scheduler:
         ):  # a draw that waits for a mask cannot
             time.sleep(max(0.0, self._handed_s + PACE_S - time.monotonic()))
         news = []
-        for update in self._batch.updates(COLLECT_S):
+        for update in self.batch.updates(COLLECT_S):
             running, now_s = self._joined[update.ticket], time.monotonic()
             if update.tokens:
                 running._count_tokens(len(update.tokens), now_s)
             if update.finish_reason is not None:
-                running.ended_s = now_s
                 running._count_end(update.statistics or Statistics())
                 self._request_s += RATE_WEIGHT * (now_s - (running.started_s or now_s) - self._request_s)
                 del self._joined[update.ticket]
@@ -360,11 +317,11 @@ class Scheduler:
             for token in tokens:
                 running.grammar.accept(token.id)
             mask = running.grammar.mask(running.generated_tokens)
-            self._batch.allow(running.ticket, running.generated_tokens, mask)
+            self.batch.allow(running.ticket, running.generated_tokens, mask)
         except Exception as error:
             log.exception("the grammar of a request has failed")
             running.error = EngineError(f"the grammar of the request has failed: {error}")
-            self._batch.leave(running.ticket)
+            self.batch.leave(running.ticket)
 
     def _hand_over(self, news: list[tuple[Running, Update]]) -> None:
         """Give news to the event loop, with one wake-up for all that it has not read yet."""

@@ -1,33 +1,40 @@
-"""The fields of OpenAI's two endpoints: each is used, without effect, or refused by name.
+"""The fields of requests: what all APIs share, and those of OpenAI's two endpoints, into which others translate.
 
 Fields beyond OpenAI's have the names that other servers gave them.
 """
 
 from __future__ import annotations
 
-import json
-import re
 import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
-from ..chat import ASSISTANT, SYSTEM
 from ..engine import GenerationOptions
 from ..engine.options import BIAS_RANGE, MAX_DRAFT_TOKENS, MAX_LOGPROBS, RANGES
 from .bodies import STRICTLY, Body, RequestError, refuse
+from .fields import HARMLESS, NEUTRAL, REFUSED, RENAMED
+from .parts import (
+    MAX_PARTS,
+    Effort,
+    Message,
+    Prediction,
+    Reasoning,
+    ResponseFormat,
+    Thinking,
+    Tool,
+    ToolChoice,
+)
 
 DEFAULT_TOKENS = 16  # of a completion: OpenAI's
 MAX_CHOICES = 128  # of one request, all its prompts together
-MAX_PARTS = 2**12  # of a content, and tools: the longer a list, the longer its check holds up other threads
 MAX_MESSAGES = 2**16
 MAX_TOOLS = 128
-NAME = r"^[a-zA-Z0-9_-]{1,64}$"  # of schemas and functions, as OpenAI allows them
-NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-EFFORTS = "low", "medium", "high"  # of reasoning
 MAX_STOPS = 16  # OpenAI has 4; evaluations send more
 MIN_TOP_P = 1e-12  # for 0, which OpenAI allows: the likeliest token alone
+NO_SEED = -1  # as other servers have it
+OWN_NAMES = {"stop_ids": "stop_token_ids", "min_new_tokens": "min_tokens"}  # of the engine's options
 
 Text = Annotated[str, Field(min_length=1)]
 Ids = Annotated[list[int], Field(fail_fast=True)]
@@ -43,11 +50,10 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Biases = dict[
     Annotated[str, Field(pattern=r"^[0-9]+$")], Annotated[float, Field(ge=BIAS_RANGE[0], le=BIAS_RANGE[1])]
 ]
-Objects = Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 def as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+    return [value] * (value != "") if isinstance(value, str) else value
 
 
 def as_prompts(value: Any) -> list[str | Ids]:
@@ -64,33 +70,16 @@ def as_prompts(value: Any) -> list[str | Ids]:
     return value
 
 
-class StreamOptions(Body):
-    place = "stream_options."
-    unused = {"include_obfuscation": [False]}
+class Sampling(Body):
+    """How tokens are drawn, in all APIs."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False  # usage so far in every chunk
+    renamed = RENAMED
 
-
-class Sampled(Body):
-    """What both endpoints know."""
-
-    unused = {"user": None}
-    neutral = {
-        "typical_p": [1], "tfs_z": [1], "top_a": [0], "mirostat": [0], "xtc_probability": [0],
-        "dry_multiplier": [0], "dynatemp_range": [0],
-    }  # fmt: skip
-    renamed = {"repeat_penalty": "repetition_penalty"}
-
-    model: str | None = None
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
     logit_bias: Annotated[Biases, Field(max_length=MAX_PARTS)] = {}
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: Annotated[list[Text], Field(max_length=MAX_STOPS), BeforeValidator(as_list, str | list[str])] = []
-    stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Share | None = None
     # beyond OpenAI's
@@ -101,18 +90,8 @@ class Sampled(Body):
     min_tokens: Count = 0
     stop_token_ids: Ids = []
     speculate: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = None
-    return_token_ids: bool = False
 
-    @model_validator(mode="after")
-    def _check_stream_options(self, info: ValidationInfo) -> Self:
-        if "stream_options" in self.model_fields_set and not self.stream:
-            reading = info.context or STRICTLY
-            if reading.strict:
-                refuse("stream_options", "stream_options needs stream = true")
-            reading.unused["stream_options"] = None
-        return self
-
-    def options(
+    def generation_options(
         self, defaults: Mapping[str, Any], max_new_tokens: int, logprobs: int | None
     ) -> GenerationOptions:
         """For the engine; defaults: for what the request leaves open."""
@@ -128,7 +107,7 @@ class Sampled(Body):
                 frequency_penalty=self.frequency_penalty,
                 presence_penalty=self.presence_penalty,
                 ignore_eos=self.ignore_eos,
-                seed=secrets.randbits(64) if self.seed is None else self.seed % 2**64,
+                seed=secrets.randbits(64) if self.seed in (None, NO_SEED) else self.seed % 2**64,
                 max_new_tokens=max_new_tokens,
                 min_new_tokens=self.min_tokens,
                 logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
@@ -136,13 +115,52 @@ class Sampled(Body):
                 logprobs=logprobs,
             )
         except ValueError as error:
-            raise RequestError(str(error)) from None
+            raise refusal_of(error) from None
 
 
-class CompletionRequest(Sampled):
+def refusal_of(error: ValueError) -> RequestError:
+    """What the engine refuses, whose messages begin with its option, by the request's name of it."""
+    option, _, reason = str(error).partition(" ")
+    name = OWN_NAMES.get(option, option)
+    return RequestError(f"{name} {reason}", name)
+
+
+class StreamOptions(Body):
+    place = "stream_options."
+    harmless = {"include_obfuscation": [False]}
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False  # usage so far in every chunk
+
+
+class Request(Sampling):
+    """What every API knows."""
+
+    harmless = HARMLESS
+    neutral = NEUTRAL
+    refused = REFUSED
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+
+    @model_validator(mode="after")
+    def _check_stream_options(self, info: ValidationInfo) -> Self:
+        if "stream_options" in self.model_fields_set and not self.stream:
+            reading = info.context or STRICTLY
+            reading.pass_over("stream_options", "stream_options needs stream = true")
+        return self
+
+
+class OpenAIRequest(Request):
+    """What OpenAI's two endpoints know."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    return_token_ids: bool = False
+
+
+class CompletionRequest(OpenAIRequest):
     """/v1/completions."""
-
-    refused = {"suffix": "the model continues text and fills no gaps; send a prompt alone"}
 
     prompt: Annotated[list[Any], BeforeValidator(as_prompts, str | list[str] | Ids | list[Ids])]
     best_of: int | None = None
@@ -173,170 +191,8 @@ class CompletionRequest(Sampled):
         return self
 
 
-class Called(Body):
-    place = "messages[].tool_calls[].function."
-    unused = {"parsed_arguments": None}  # of the openai client's own, sent back
-
-    name: str
-    arguments: str
-
-
-class ToolCall(Body):
-    place = "messages[].tool_calls[]."
-    unused = {"index": None}  # left in by programs that put deltas together
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: Called
-
-
-class Function(Body):
-    place, closed = "tools[].function.", True
-
-    name: Annotated[str, Field(pattern=NAME)]
-    description: str = ""
-    parameters: dict[str, Any] = NO_PARAMETERS
-    strict: bool = False  # arguments follow the schema anyway
-
-    @model_validator(mode="after")
-    def _takes_an_object(self) -> Self:
-        if self.parameters.get("type") != "object":
-            refuse("parameters", "parameters must be a JSON schema of type 'object'")
-        return self
-
-    def plain(self) -> dict[str, Any]:
-        """For a template."""
-        return self.model_dump(exclude={"strict"})
-
-
-class Tool(Body):
-    place = "tools[]."
-
-    type: Literal["function"]
-    function: Function
-
-
-class ResponseFormat(Body):
-    place, closed = "response_format.", True
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    json_schema: dict[str, Any] = {}
-
-    @model_validator(mode="after")
-    def _has_a_name(self) -> Self:
-        name = self.json_schema.get("name")
-        if self.type == "json_schema" and not (isinstance(name, str) and re.fullmatch(NAME, name)):
-            refuse("json_schema.name", f"json_schema.name = {name!r:.80} must match {NAME}")
-        return self
-
-    def schema_and_place(self) -> tuple[Any, str]:
-        """The JSON schema of the answer, and how errors call it."""
-        if self.type == "json_object":
-            return {"type": "object"}, "response_format"
-        return self.json_schema.get("schema"), "response_format.json_schema.schema"
-
-
-class FunctionName(Body):
-    place = "tool_choice.function."
-
-    name: str
-
-
-class ToolChoice(Body):
-    """The one tool that is to be called."""
-
-    place = "tool_choice."
-
-    type: Literal["function"]
-    function: FunctionName
-
-
-class TextPart(Body):
-    place = "messages[].content[]."
-    unused = {"cache_control": None}
-
-    type: Literal["text"]
-    text: str
-
-
-Content = str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None
-
-
-def texts_of(content: Content) -> list[str]:
-    return [part.text for part in content] if isinstance(content, list) else [content or ""]
-
-
-class Prediction(Body):
-    """What most of the answer is expected to be: drafts are taken from it, the answer stays the same."""
-
-    type: Literal["content"] = "content"
-    content: Content
-
-
-class Message(Body):
-    refused = {
-        "audio": "the model reads text only",
-        "refusal": "send what the assistant wrote as content",
-        "function_call": "use tool_calls",
-    }
-    place = "messages[]."
-    renamed = {"reasoning": "reasoning_content"}
-    unused = {"annotations": [[]], "parsed": None}  # of our own answers and the openai client's, sent back
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content = None
-    name: str | None = None
-    tool_calls: list[ToolCall] = []
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-
-    @model_validator(mode="after")
-    def _has_content(self) -> Self:
-        if self.content is None and not self.tool_calls and self.role != ASSISTANT:
-            refuse("content", f"content is missing in a message of the role {self.role!r}; send text")
-        if self.tool_calls and self.role != ASSISTANT:
-            refuse("tool_calls", f"tool_calls are an assistant's, not of the role {self.role!r}")
-        return self
-
-    def plain(self) -> dict[str, Any]:
-        """For a template: content as one text, a developer as the system, arguments as values."""
-        without = None if self.tool_calls else {"tool_calls"}
-        message = self.model_dump(exclude_none=True, exclude=without)
-        message["role"] = SYSTEM if self.role == "developer" else self.role
-        message["content"] = "\n".join(texts_of(self.content))
-        for call in message.get("tool_calls", []):
-            function = call["function"]
-            try:
-                function["arguments"] = json.loads(function["arguments"] or "{}")
-            except (ValueError, RecursionError):
-                reason = (
-                    f"arguments of a call of {function['name']!r} are no JSON: {function['arguments'][:80]!r}"
-                )
-                raise RequestError(reason, "messages") from None
-        return message
-
-
-class ConversationRequest(Sampled):
+class ConversationRequest(OpenAIRequest):
     """/v1/chat/completions."""
-
-    refused = {
-        "audio": "the model writes text only",
-        "functions": "use tools",
-        "function_call": "use tool_choice",
-        "moderation": "answers are not moderated",
-        "web_search_options": "the model cannot search",
-    }
-    neutral = {**Sampled.neutral, "modalities": [["text"]]}
-    renamed = {
-        **Sampled.renamed,
-        "thinking_token_budget": "reasoning_budget",
-        "thinking_budget": "reasoning_budget",
-    }
-    unused = {
-        **Sampled.unused, "metadata": None, "prompt_cache_key": None, "prompt_cache_options": None,
-        "prompt_cache_retention": ["in_memory"], "reasoning_effort": ["none", *EFFORTS],
-        "safety_identifier": None, "service_tier": ["auto", "default"], "store": [False], "verbosity": ["medium"],
-    }  # fmt: skip
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     logprobs: bool = False
@@ -346,21 +202,15 @@ class ConversationRequest(Sampled):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool = True
-    response_format: ResponseFormat | None = None
+    response_format: ResponseFormat = ResponseFormat()
     prediction: Prediction | None = None
+    reasoning_effort: Effort | None = None
     # beyond OpenAI's
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = {}
+    reasoning: Reasoning = Reasoning()
     reasoning_budget: Annotated[int, Field(ge=-1)] | None = None  # most tokens of reasoning; -1: any number
-
-    @model_validator(mode="before")
-    @classmethod
-    def _effort(cls, data: Any) -> Any:
-        """As variables of templates, which know them or not."""
-        effort = data.get("reasoning_effort") if isinstance(data, dict) else None
-        if effort == "none":
-            return {"chat_template_kwargs": {"enable_thinking": False}, **data}
-        return {"chat_template_kwargs": {"reasoning_effort": effort}, **data} if effort in EFFORTS else data
+    thinking: Thinking = Thinking()
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -371,14 +221,25 @@ class ConversationRequest(Sampled):
                 f"max_tokens = {old} contradicts max_completion_tokens = {most}; send one of them",
             )
         self._check_tools()
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             refuse("top_logprobs", "top_logprobs needs logprobs = true")
         for name in {"messages", "tools", "add_generation_prompt"} & self.chat_template_kwargs.keys():
             refuse(
                 "chat_template_kwargs",
                 f"chat_template_kwargs has {name!r}, which is a field of the request itself",
             )
+        self._set_reasoning()
         return self
+
+    def _set_reasoning(self) -> None:
+        """Whether and how much to reason, as variables of templates, which know them or not, and as a budget."""
+        effort = self.reasoning_effort or self.reasoning.effort
+        variables: dict[str, Any] = {"reasoning_effort": effort} if effort else {}
+        if effort == "none" or self.thinking.type == "disabled":
+            variables = {"enable_thinking": False}
+        self.chat_template_kwargs = variables | self.chat_template_kwargs
+        if self.reasoning_budget is None:
+            self.reasoning_budget = self.thinking.budget_tokens
 
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools]

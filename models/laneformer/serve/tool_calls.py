@@ -20,7 +20,8 @@ from ..chat import ASSISTANT, SYSTEM, USER, ChatError
 from ..engine.channels import CHANNEL, FUNCTIONS, HARMONY, HERMES, CallForm, speaks_harmony
 from ..prompts import ChatTemplate
 from .grammar import Grammar, Grammars
-from .schema import NO_PARAMETERS, ConversationRequest, ToolChoice
+from .parts import NO_PARAMETERS, ToolChoice
+from .schema import ConversationRequest
 
 PROBE_ID = "probed001"  # nine letters and digits: what Mistral's templates take
 PROBE_SAID = f', "id": "{PROBE_ID}"'  # they show it, but the model does not write it

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
+
+from prometheus_client import Histogram
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+times = partial(Histogram, buckets=SECONDS, registry=None)
 
 
-class Distribution:
-    """How many values were at most each of SECONDS and above the one before; the last count:
-    above all of them.
-    """
+def times_to_first_token() -> Histogram:
+    return times("laneformer_time_to_first_token_seconds", "From arrival to the first token")
 
-    def __init__(self) -> None:
-        self.counts, self.sum_s = [0] * (len(SECONDS) + 1), 0.0
 
-    def add(self, value_s: float) -> None:
-        self.counts[bisect_left(SECONDS, value_s)] += 1
-        self.sum_s += value_s
+def token_gaps() -> Histogram:
+    return times("laneformer_token_gap_seconds", "Between the tokens of a request")
 
 
 @dataclass
@@ -31,8 +29,8 @@ class Totals:
     generated_tokens: int = 0
     proposed_tokens: int = 0
     accepted_tokens: int = 0
-    first_token: Distribution = field(default_factory=Distribution)  # from the submission
-    gap: Distribution = field(default_factory=Distribution)  # between tokens of one request
+    first_token: Histogram = field(default_factory=times_to_first_token)
+    gap: Histogram = field(default_factory=token_gaps)
     ended: Counter[str] = field(default_factory=Counter)  # by finish reason; of the event loop's thread
     tokens_per_s: float = 0.0
     passes_per_s: float = 0.0

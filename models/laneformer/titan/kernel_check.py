@@ -45,25 +45,30 @@ def with_working_kernels(model: Any, job: JobConfig, prepare: Prepare) -> Any:
     kernels there is nothing to check. Raises what the plain layer raises.
     """
     model.fallback = ""
-    compiled = job.compile.enable and "model" in job.compile.components
+    args, compiled = model.model_args, job.compile.enable and "model" in job.compile.components
     scaled = model.float8 is not None and not model.float8.emulate
-    kernels = (model.model_args.attention, model.model_args.join_norm) != ("sdpa", "plain") or scaled
+    kernels = scaled or (args.attention, args.join_norm) != ("sdpa", "plain")
     ours = [i for i, layer in enumerate(model.layers) if type(layer) in (TitanLayer, FusedLayer)]
     if not ours or not (kernels or (compiled and torch.cuda.is_available())):
         return model
     # the last one with a window has a mask, and delayed outputs to add
     layer = max(ours, key=lambda i: (i in model.config.swa_layers, i))
-    problem = on_any_rank(layer_problem(model, layer, job, prepare))
+    problems = [layer_problem(model, layer, job, prepare)]
+    if dist.is_initialized():
+        problems *= dist.get_world_size()
+        dist.all_gather_object(problems, problems[0])
     forget_compiled()  # the job's shapes are the first that its layers see
-    if not problem:
+    failed = next((rank for rank, problem in enumerate(problems) if problem), None)
+    if failed is None:
         return model
     # float8 products that fail are the job's type's: to emulate them takes longer than that
     plain = plain_model(model, job, None if scaled else model.float8)
-    chosen = f"model.attention = {model.model_args.attention}, model.join_norm = {model.model_args.join_norm}"
-    plain.fallback = f"{chosen} failed: {problem}; this job trains with plain layers instead, more slowly"
+    plain.fallback = (
+        f"model.attention = {args.attention}, model.join_norm = {args.join_norm} failed: {problems[failed]} "
+        f"(on rank {failed}); this job trains with plain layers instead, more slowly"
+    )
     logger.warning(f"Kernels: {plain.fallback}")
-    if compiled:
-        job.compile.components = [part for part in job.compile.components if part != "model"]
+    job.compile.components = [part for part in job.compile.components if part != "model"]
     return plain
 
 
@@ -76,30 +81,22 @@ def plain_model(model: Any, job: JobConfig, float8: Float8 | None) -> Any:
     return plain
 
 
-def on_any_rank(problem: str) -> str:
-    """The problem of the first rank that has one, equal on all ranks; "" if none has."""
-    if not dist.is_initialized():
-        return problem
-    problems = [problem] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    return next((f"{each} (on rank {rank})" for rank, each in enumerate(problems) if each), "")
-
-
 def layer_problem(model: Any, layer: int, job: JobConfig, prepare: Prepare) -> str:
     """Why the kernels cannot be used: an exception, or how wrong they are; "" if all is well."""
-    dtype, rows = TORCH_DTYPE_MAP[job.training.mixed_precision_param], job.training.local_batch_size
+    dtype = TORCH_DTYPE_MAP[job.training.mixed_precision_param]
     plain = plain_model(model, job, model.float8 and replace(model.float8, emulate=True))
-    expected = results(plain, layer, job, WIDER[dtype])
-    rounding = largest_error(results(plain, layer, job, dtype), expected)
+    expected = run_layer(plain, layer, job, WIDER[dtype])
+    rounding = largest_error(run_layer(plain, layer, job, dtype), expected)
     allowed = MARGIN * max(rounding, torch.finfo(dtype).eps)
     try:
-        error = largest_error(results(model, layer, job, dtype, rows, prepare), expected)
+        rows = job.training.local_batch_size
+        error = largest_error(run_layer(model, layer, job, dtype, rows, prepare), expected)
     except Exception as raised:
         return f"a layer's kernels fail: {type(raised).__name__}: {' '.join(str(raised).split())[:300]}"
     return "" if error <= allowed else f"layer {layer} is off by {error:.2g}, {allowed:.2g} is allowed"
 
 
-def results(
+def run_layer(
     model: Any, index: int, job: JobConfig, dtype: torch.dtype, rows: int = 1, prepare: Prepare | None = None
 ) -> list[Tensor]:
     """A layer's outputs and the gradients of its inputs for the first row, the weights' gradients over the rows."""
@@ -107,8 +104,8 @@ def results(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(0)
 
-    def draw(*shape: int, std: float = 1.0, mean: float = 0.0) -> Tensor:
-        drawn = mean + std * torch.randn(*shape, generator=generator, device=device)
+    def draw(*shape: int, scale: float = 1.0, mean: float = 0.0) -> Tensor:
+        drawn = mean + scale * torch.randn(*shape, generator=generator, device=device)
         return drawn.bfloat16().to(dtype)  # the same numbers in every type
 
     model.layers = nn.ModuleList([model.layers[index]])
@@ -117,14 +114,15 @@ def results(
     layer = model.layers[0].to_empty(device=device).to(dtype)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
-            scale = name.endswith("norm.weight")  # scales that are all one would hide a missing one
-            std, mean = (0.2, 1.0) if scale else (parameter.shape[-1] ** -0.5, 0.0)
-            parameter.copy_(draw(*parameter.shape, std=std, mean=mean))
+            # scales that are all one would hide a missing one
+            own = (0.25, 1.0) if name.endswith("norm.weight") else (parameter.shape[-1] ** -0.5, 0.0)
+            parameter.copy_(draw(*parameter.shape, scale=own[0], mean=own[1]))
 
     lanes = [1 if config.equal_streams(index) else config.num_lanes]  # of the streams, and of what is delayed
     lanes += [config.num_lanes * config.adds_delayed(index, module) for module in MODULES]
-    drawn = [draw(1, length, n, config.hidden_size).repeat(rows, 1, 1, 1).requires_grad_() for n in lanes]
-    h, *delayed = (x if n else None for x, n in zip(drawn, lanes, strict=True))
+    inputs = [draw(1, length, n, config.hidden_size).repeat(rows, 1, 1, 1) for n in lanes if n]
+    leaves = iter([x.requires_grad_() for x in inputs])
+    h, *delayed = (next(leaves) if n else None for n in lanes)
     positions = torch.arange(length, device=device)
     ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
     documents = ids + (positions >= length // 3) if job.model.mask_documents else None
@@ -132,7 +130,6 @@ def results(
     streams, partials = layer(h, tuple(delayed), rope_table(config, positions), mask)
 
     outputs = [out for out in (streams, *partials) if out is not None]
-    inputs = [x for x in (h, *delayed) if x is not None]
     seeds = [draw(1, *out.shape[1:]).expand_as(out) for out in outputs]
     gradients = torch.autograd.grad(outputs, [*inputs, *layer.parameters()], seeds)
     of_rows = [*outputs, *gradients[: len(inputs)]]

@@ -27,19 +27,6 @@ from .private_torch import arrived, start_reduction
 OPTION = "parallelism.tensor_parallel_degree"
 
 
-class _Sum(torch.autograd.Function):
-    """An all-reduce; of the gradients, too, as each rank has those of its own lanes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return arrived(start_reduction(x, group))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return arrived(start_reduction(gradient, ctx.group)), None
-
-
 class _Start(torch.autograd.Function):
     """An all-reduce that begins; in the backward pass the gradients' one, which `_Arrive` began, ends."""
 
@@ -75,7 +62,7 @@ class LaneAxis(Lanes):
         self.group = mesh.get_group().group_name
 
     def sum(self, partial: Tensor) -> Tensor:
-        return _Sum.apply(_own_sum(partial), self.group)
+        return _Arrive.apply(_Start.apply(_own_sum(partial), self.group), self.group)
 
     def send(self, partial: Tensor) -> Any:
         return partial, _Start.apply(_own_sum(partial), self.group)

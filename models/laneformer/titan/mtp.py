@@ -19,7 +19,7 @@ from ..config import LaneformerConfig
 from ..model import deliver, run_layers
 from ..mtp import draft_mask
 from ..positions import rope_table
-from .attention import draft_blocks
+from .attention import document_blocks
 from .loss import IGNORE_INDEX
 
 VALIDATED_STEPS = 3  # positions whose acceptance is measured, whatever the number trained
@@ -122,7 +122,7 @@ def step_labels(labels: Tensor, documents: Tensor | None, bos_id: int | None, st
 def step_mask(step: int, positions: Tensor, first: Any, documents: Tensor | None) -> Tensor | BlockMask:
     """Step k's mask (S, k S), k at least 2: for FlexAttention where step 1's is."""
     if isinstance(first, BlockMask) and documents is not None:
-        return draft_blocks(documents, step)
+        return document_blocks(documents, step=step)
     seen = draft_mask(len(positions), step, positions.device)
     if documents is None:
         return seen

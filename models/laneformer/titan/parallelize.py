@@ -47,7 +47,6 @@ KEPT_OPS = EXCHANGES | {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.higher_order.flex_attention,
-    torch.ops.torch_attn._varlen_attn.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }
 

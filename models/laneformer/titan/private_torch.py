@@ -14,7 +14,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass as GraphPass
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 __all__ = ["EXCHANGES", "GraphPass", "allow_variants", "arrived", "checkpoint_wrapper", "forget_compiled",
-           "lower_to_nothing", "pass_after_autograd", "start_reduction", "varies"]  # fmt: skip
+           "lower_to_nothing", "pass_after_autograd", "start_reduction"]  # fmt: skip
 # what a lane's rank gets from others: under checkpointing never asked for again
 EXCHANGES = frozenset(
     {torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.wait_tensor.default}
@@ -26,11 +26,7 @@ def lower_to_nothing(operation: Any) -> None:
     from torch._inductor.lowering import lowerings, register_lowering
 
     if operation not in lowerings:
-        register_lowering(operation, type_promotion_kind=None)(_as_it_is)
-
-
-def _as_it_is(x: Any) -> Any:
-    return x
+        register_lowering(operation, type_promotion_kind=None)(lambda x: x)
 
 
 def pass_after_autograd(graph_pass: GraphPass) -> None:
@@ -41,11 +37,6 @@ def pass_after_autograd(graph_pass: GraphPass) -> None:
 def allow_variants(count: int) -> None:
     """How often one function may be compiled; Dynamo's own limit is 8."""
     torch._dynamo.config.recompile_limit = count
-
-
-def varies(x: Tensor, dimension: int) -> None:
-    """Another size of this dimension must not compile anything again."""
-    torch._dynamo.mark_dynamic(x, dimension)
 
 
 def start_reduction(x: Tensor, group: str, how: str = "sum") -> Tensor:

@@ -70,9 +70,9 @@ def test_a_bucket_that_does_not_answer_ends_the_unit_and_keeps_what_came(tmp_pat
     with FakeBucket(CONTENTS, slow_s=0.002) as bucket:
         system = content._Bucket.content
 
-        async def content_then_down(self, name):
+        def content_then_down(self, name):
             bucket.down = sum(bucket.asked.values()) > 150
-            return await system(self, name)
+            return system(self, name)
 
         monkeypatch.setattr(content._Bucket, "content", content_then_down)
         with pytest.raises(ValueError, match=r"does not answer \(.*http_503.* contents in a row"):

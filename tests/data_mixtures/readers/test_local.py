@@ -31,18 +31,10 @@ def texts(source_input: Input, *paths, dropped: local.Dropped | None = None) -> 
     return [text for text, *_ in rows]
 
 
-@pytest.mark.parametrize(
-    ("name", "raw", "reason"),
-    [
-        ("file", b"a\0b", "not_text"),
-        ("file.gz", gzip.compress(b"hello" * 100, mtime=0)[:20], "damaged"),
-        ("file.gz", b"", "damaged"),
-    ],
-)
-def test_unreadable_files_give_a_reason(name, raw, reason, tmp_path):
-    (tmp_path / name).write_bytes(raw)
-    with pytest.raises(local.Unreadable, match=reason):
-        local.read(tmp_path / name)
+def test_a_binary_file_gives_a_reason(tmp_path):
+    (tmp_path / "file").write_bytes(b"a\0b")
+    with pytest.raises(local.Unreadable, match="not_text"):
+        local.read(tmp_path / "file")
 
 
 @pytest.mark.parametrize("suffix", ["", ".zst"])

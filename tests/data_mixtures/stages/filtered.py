@@ -14,6 +14,7 @@ from data_mixtures import recipe, shards
 from data_mixtures.stages import decontaminate, filter, stage
 
 Texts = dict[str, list[Any]]
+NONE = recipe.TokenizerFile("none")
 
 
 def make_unit_folder(out: Path, name: str, unit: stage.Unit) -> Path:
@@ -62,7 +63,9 @@ def do_all(done: Any) -> int:
     return len(todo)
 
 
-def make_recipe(sources: Iterable[str], tokenizer: Any, **limits: Any) -> recipe.Recipe:
+def make_recipe(
+    sources: Iterable[str], tokenizer: recipe.TokenizerTraining | recipe.TokenizerFile = NONE, **limits: Any
+) -> recipe.Recipe:
     local = tuple(recipe.LocalSource(name, "web", ()) for name in sources)
     return recipe.Recipe(
         seed=11, seq_len=32, windows_per_shard=40, valid_per_10000=1000, max_document_chars=5000, epoch_cap=3,

@@ -35,7 +35,7 @@ def texts_of(seed: int, families: int, copies: int) -> list[str]:
 
 
 def with_dedup(sources, **settings) -> recipe.Recipe:
-    return replace(make_recipe(sources, Path("none")), dedup=recipe.Dedup(minhash=True, **settings))
+    return replace(make_recipe(sources), dedup=recipe.Dedup(minhash=True, **settings))
 
 
 def flat(texts: Texts) -> list[str]:

@@ -19,7 +19,7 @@ QUESTION = "Which of the seven lakes behind the old mountain freezes first in a 
 SENTENCE = "a text of some length, with ümläuts, 東京 and </s>, long enough to stay here."
 GOOD = [f"Number {i}: {SENTENCE}" for i in range(250)]
 BAD = [b"\xff\xfe broken" * 9, None, "", " \n\t " * 30, "short", "x" * 3000, f"He asked: {QUESTION} So."]
-RECIPE = make_recipe(["notes"], Path("none"), max_chars=2000)
+RECIPE = make_recipe(["notes"], max_chars=2000)
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def out(tmp_path: Path) -> Path:
 
 def recipe_with(out: Path, sources=("notes",), **limits):
     quiz = {"quiz": str(out.parent / "quiz.jsonl")}
-    return make_recipe(sources, Path("none"), max_chars=2000, benchmarks=quiz, **limits)
+    return make_recipe(sources, max_chars=2000, benchmarks=quiz, **limits)
 
 
 def documents(done: filter.Filter, number: int = 0):
@@ -86,7 +86,7 @@ def test_a_missing_column_and_a_file_without_rows(out):
 def filter_parquet(out: Path, columns: dict[str, list], **entry: str) -> filter.Filter:
     """The filter of one unit that was copied as it is, done; `entry` is added to its plan."""
     write_raw(out, {"notes": [columns]}, **{"kind": "parquet", "text_column": "text", **entry})
-    done = filter.Filter(make_recipe(["notes"], Path("none"), max_chars=20_000), out, ("notes",))
+    done = filter.Filter(make_recipe(["notes"], max_chars=20_000), out, ("notes",))
     do_all(done)
     return done
 

@@ -84,13 +84,12 @@ def test_show_names_the_documents_of_a_window(data, monkeypatch):
             return text_of([int(i) for i in ids if i])
 
     monkeypatch.setattr(show.tokenizer, "load", lambda path: Decoder())
-    found = next(show.sequences(data / "phase1.lock.json", {}, np.array([3])))
+    found = next(show.read_sequences(data / "phase1.lock.json", {}, np.array([3])))
     whole = [part for part in found["documents"] if part.get("document_tokens", 99) == part["tokens"]]
     assert whole
     assert all(part["text"] in TEXTS for part in whole)
-    identity = np.uint64(int(whole[0]["id"], 16))
     lock = data / "phase1.lock.json"
-    (place,) = show.find(lock, lambda ids, _: ids == identity, Console(quiet=True))
+    (place,) = show.find_documents(lock, whole[0]["id"], None, Console(quiet=True))
     offset = found["token_offset"] + whole[0]["begins"]
     assert (place["shard"], place["token_offset"]) == (found["shard"], offset)
 

@@ -57,5 +57,5 @@ def test_what_cannot_be_counted_is_said(data):
     stage.free(data, "tokenize", Unit("sums", 1))
     console = Console(record=True, width=160)
     unknown = stats.write(data, SOURCES, console, 1)["shared_documents"]["unknown"]
-    assert "sums/unit-00001 is not there any more" in unknown
+    assert "sums/unit-00001 was freed" in unknown
     assert "not counted: " in console.export_text()

@@ -48,9 +48,9 @@ def other_docs(path: Path) -> None:
     ("file", "damage", "lines"),
     [
         ("notes/shard-00001.bin", lambda path: path.write_bytes(path.read_bytes()[:200]),
-         ["block 1 does not", "200 bytes, 322 in the manifest"]),
+         ["block 1 does not", "block 2 cannot be read", "200 bytes, 322 in the manifest"]),
         ("notes/shard-00001.bin", lambda path: path.write_bytes(path.read_bytes() + b"x" * 80),
-         ["block 2 does not", "block 3 lies behind the end", "402 bytes"]),
+         ["block 2 does not", "402 bytes"]),
         ("sums/shard-00000.bin", Path.unlink, ["missing; 322 bytes"]),
         ("sums/shard-00002.docs.zst", Path.unlink, ["missing"]),
         ("sums/shard-00002.docs.zst", lambda path: flip(path, 1), ["cannot be unpacked"]),
@@ -73,18 +73,16 @@ def edit_manifest(data: Path, **fields) -> None:
 
 
 def test_a_foreign_shard_with_a_fitting_manifest_is_seen_by_its_documents(data):
-    """Hashes say only that file and manifest fit each other; an index must fit the
-    tokens, and its neighbours.
-    """
+    """Hashes say only that file and manifest fit each other; an index must fit the tokens."""
     path = data / "notes/shard-00002.docs.zst"
     ids, lengths, _ = shards.read_documents(path)
 
-    def damage_with(ids: np.ndarray, lengths: np.ndarray, **fields) -> list[str]:
+    def damage_with(ids: np.ndarray, lengths: np.ndarray) -> list[str]:
         """With this index of shard 2, which its manifest agrees with."""
         docs = write_documents(path, ids, lengths)
         entries = shards.read_manifest(data / "notes")["shards"]
         entries[2] = {**entries[2], "docs": docs}
-        edit_manifest(data, shards=entries, **fields)
+        edit_manifest(data, shards=entries)
         return damage_of(data)
 
     for fewer, message in (
@@ -96,21 +94,14 @@ def test_a_foreign_shard_with_a_fitting_manifest_is_seen_by_its_documents(data):
     held_out = np.array([5, *ids[1:]], ids.dtype)
     lines = damage_with(held_out, lengths)
     assert any("shard-00002.docs.zst: lists documents that are held out" in line for line in lines)
-    longer = np.array([*lengths[:-1], lengths[-1] + 1])  # one token more than the next shard agrees with
-    lines = damage_with(ids, longer, read=0)
-    later = r"notes/source\.json: shard 2 lists documents up to token \d+, shard 3 from"
-    assert any(re.match(later, line) for line in lines)
-    assert any("notes/source.json: 0 documents read are not those kept and dropped" in line for line in lines)
 
 
 def test_every_damage_has_its_remedy(data):
     last = len(shards.read_manifest(data / "notes")["shards"])
     for path, unit in (
         ("notes/shard-00003.bin", "notes/unit-00003"),
-        ("sums/shard-00001.docs.zst", "sums/unit-00001"),
         ("notes/valid.bin", f"notes/unit-{last:05d}"),
         ("sums/shard-00099.bin", "sums/unit-00099"),
-        ("tokenizer.model", ""),
         ("phase1.lock.json", ""),
     ):
         commands = verify.remedy(Path("a recipe.toml"), data, [verify.Damage(data / path, "is damaged")])

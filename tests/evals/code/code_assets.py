@@ -53,16 +53,6 @@ HOSTILE = {
     "kill everything": "import ctypes, os\ndef double(x):\n    for pid in (os.getppid(), -1, *range(2, 40000)):\n"
     "        ctypes.CDLL(None).kill(pid, 9)\n    os._exit(0)\n",
 }
-# behind the function, where nobody reads: right for EvalPlus, which takes the function alone
-BEHIND = (
-    "def main():\n    print(double(int(input())))\nmain()",
-    "import sys, unittest\nsys.exit(unittest.main())",
-    "assert double(1) == 3",
-    "raise SystemExit",
-    "for line in open('input.txt'):\n    print(double(int(line)))",
-)
-
-
 # each would be found right if it could decide, or read, what is right; what it returns is wrong
 WALK = """
 import gc, sys

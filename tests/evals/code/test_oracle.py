@@ -16,20 +16,16 @@ needs_evalplus = pytest.mark.skipif(not EVALPLUS.exists(), reason="no EvalPlus h
 NAN, INF = float("nan"), float("inf")
 VALUES = [  # expected, right, wrong
     (2, [2, 2.0, True + 1], [2 + 1e-9, "2", None, -2, [2]]),
-    (-(2**70), [-(2**70)], [2**70, str(-(2**70))]),
     (True, [True, 1, 1.0], [False, None, "True"]),
     (None, [None], [0, "", False, []]),
     (0.5, [0.5, 0.5 + 9e-7], [0.5 + 2e-6, "0.5", 0.5 + 0.1j]),
-    (1e-9, [1e-9, 2e-9], [1e-5, 0]),
     (INF, [INF], [-INF, 1e300]),
     (2 + 1j, [2 + 1j], [2, 2 - 1j]),
     ("ab", ["ab"], ["ab ", "AB", ["a", "b"], b"ab"]),
     ([0.5, 1e9], [[0.5, 1e9 + 50]], [(0.5, 1e9), [0.5], [0.5, 1e9 + 200], [[0.5, 1e9]]]),
-    ([[0.5], [1.5]], [[[0.5], [1.5]]], [[[0.5], [1.6]], [[0.5]], [0.5, 1.5]]),
     ([1, 0.5], [[1, 0.5]], [[1, 0.5 + 1e-8], (1, 0.5)]),
     ((1, 2), [(1, 2), (1.0, 2)], [[1, 2], (2, 1), (1,)]),
     ({"a": 1}, [{"a": 1}, {"a": True}], [{}, {"a": 2}, [("a", 1)], {"a": 1, "b": 0}]),
-    ({1, 2}, [{1, 2}, frozenset({1, 2})], [[1, 2], {1}]),
     ([], [[]], [(), None, [0]]),
 ]
 RULES = [  # of a data set, a function, a tolerance
@@ -37,7 +33,6 @@ RULES = [  # of a data set, a function, a tolerance
     ("humaneval", "f", 0.1, 2.0, [2.05, 2], [2.2, None]),
     ("humaneval", "f", 0.1, [[0.5], [1.5]], [[[0.5], [1.55]]], [[[0.5], [1.7]], [[0.5]], [0.5, 1.5]]),
     ("mbpp", "Diff", 0, [1, 2], [[2, 1, 1], {1, 2}], [[1], [1, 2, 3], None]),
-    ("mbpp", "similar_elements", 0, (3, 4), [(4, 3), [3, 4, 4]], [(3,)]),
     ("humaneval", "Diff", 0, [1, 2], [[1, 2]], [[2, 1]]),
     ("mbpp", "check_str", 0, True, [True, "match"], [False, None]),
     ("humaneval", "check_str", 0, True, [True], ["match", None]),

@@ -19,7 +19,6 @@ from evals.code.score import LIMITS, Judge, numpy_folder, open_dataset, referenc
 from evals.code.solution import SandboxError
 from tests.evals.code.code_assets import (
     ANSWER,
-    BEHIND,
     EQUAL,
     FLOAT_LIES,
     HOSTILE,
@@ -119,12 +118,12 @@ def test_hostile_solutions_fail_and_harm_nobody(tmp_path, monkeypatch):
 
 @needs_sandbox
 def test_solutions_that_lie_about_their_tests_are_wrong(tmp_path):
-    """What is equal to the expected value is right all the same, whatever its type and whatever stands behind it."""
+    """What is equal to the expected value is right all the same, whatever its type."""
     third = problem(904, "third", "return x / 3", [[1]], [[2]])
     counts = problem(905, "counts", "return {c: x.count(c) for c in x}", [["aab"]], [["b"], [""]])
     wrong = {900: LIES, 904: FLOAT_LIES, 905: UNEQUAL}
     right = {
-        900: {end: f"{ANSWER}\n{end}" for end in BEHIND},
+        900: {"before what raises": f"{ANSWER}\nimport sys, unittest\nsys.exit(unittest.main())"},
         904: {"it": reference(third), "near": "def third(x):\n    return x / 3 + 1e-9\n"},
         905: {"it": reference(counts), **EQUAL},
     }

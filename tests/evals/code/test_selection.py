@@ -1,8 +1,8 @@
-"""Which code is selected from an answer, by which rule, and what is left out of it."""
+"""Which code is selected from an answer, and by which rule."""
 
 import time
 
-from evals.code.selection import target_function, without_demonstration
+from evals.code.selection import target_function
 
 ADD = "def add(a, b):\n    return a + b"
 STUB = 'def add(a, b):\n    """The sum of a and b."""'
@@ -86,30 +86,3 @@ def test_endless_answers_are_read_in_time():
         assert target_function(answer, "add")[1] == "text"
     assert target_function(noise, "add")[0] == noise
     assert time.process_time() - began_s < 60
-
-
-SHOWN = [
-    "assert add(1, 2) == 4", "print(add(1, 2))", "add(1, 2)", "print('done')", "input()",
-    "if __name__ == '__main__':\n    main()",
-]  # fmt: skip
-NEEDED = [  # what EvalPlus's sanitize takes away, or reorders: right code was scored as wrong
-    "MOD, INF = 10**9 + 7, float('inf')", "DIRS = [(0, 1)]\nDIRS += [(1, 0)]", "memo = {}\nmemo[0] = 1",
-    "try:\n    from math import comb\nexcept ImportError:\n    comb = None", "if True:\n    ONE = 1",
-    "import sys\nsys.setrecursionlimit(10000)", "for i in range(3):\n    last = i",
-    "from functools import cache\n\n@cache\ndef one():\n    pass",
-]  # fmt: skip
-
-
-def test_what_only_shows_the_function_is_left_out():
-    for shown in SHOWN:
-        assert without_demonstration(f"{ADD}\n\n{shown}", "add") == ADD
-        assert without_demonstration(f"{shown}\n# 1\n{ADD}", "add") == f"# 1\n{ADD}", "all else to the letter"
-
-
-def test_what_a_function_may_need_stays():
-    for needed in NEEDED:
-        code = f"{needed}\n\n{ADD}"
-        assert without_demonstration(code, "add") == code
-        assert without_demonstration(f"{code}\nadd(1, 2)", "add") == code
-    for whole in (f"print(1); ONE = 1\n{ADD}", f"print(1)\r{ADD}", "def add(a, b"):
-        assert without_demonstration(whole, "add") == whole

@@ -67,3 +67,31 @@ def test_a_process_that_does_not_begin_is_no_sandbox():
     request = {"sandbox": [], "filter": "/dev/null", "limits": {}, "runner": ["false"]}
     with pytest.raises(SandboxError, match="a sandbox did not start"):
         Solution(request, "", "f", [])
+
+
+ADD = "def add(a, b):\n    return a + b"
+AROUND = [  # what stands around a function and must not fail it
+    "assert add(1, 2) == 4", "print(add(1, 2))", "add('a', 1)", "input()", "n = int(input())", "raise SystemExit",
+    "if __name__ == '__main__':\n    main()", "import no_such_package", "for line in open('input.txt'):\n    add(line)",
+    "def main():\n    print(add(int(input()), 1))\nmain()", "import sys, unittest\nsys.exit(unittest.main())",
+]  # fmt: skip
+NEEDED = [  # (what a function may need, a name that it defines)
+    ("MOD, INF = 10**9 + 7, float('inf')", "INF"), ("DIRS = [(0, 1)]\nDIRS += [(1, 0)]", "DIRS"),
+    ("memo = {}\nmemo[0] = 1", "memo"), ("try:\n    import nothing\nexcept ImportError:\n    comb = None", "comb"),
+    ("for i in range(3):\n    last = i", "last"),
+    ("from functools import cache\n\n@cache\ndef one():\n    pass", "one"),
+]  # fmt: skip
+
+
+def test_a_function_is_defined_whatever_stands_around_it():
+    for code in AROUND:
+        for program in (f"{ADD}\n\n{code}\n\nlater = 1", f"{code}\n{ADD}\n\nlater = 1"):
+            function = runner.define_function(program, "add")
+            assert (function(1, 2), function.__globals__["later"]) == (3, 1), program
+    endless = "def main():\n    while True: pass\nmain()"
+    assert runner.define_function(f"{ADD}\n{endless}", "add")(1, 2) == 3, "calls behind it do not run"
+    for needed, name in NEEDED:
+        for program in (f"{needed}\n\n{ADD}", f"{ADD}\n\n{needed}"):
+            assert name in runner.define_function(program, "add").__globals__
+    with pytest.raises(KeyError):
+        runner.define_function("def other(): pass", "add")

@@ -1,6 +1,7 @@
 """CORE from rows to record, by real small models: answers against plain log-softmax sums, missing tasks, resuming."""
 
 import dataclasses
+import itertools
 import re
 import shutil
 from io import StringIO
@@ -14,30 +15,37 @@ from rich.console import Console
 
 from evals.core import evaluate as core
 from evals.core.__main__ import main
-from evals.core.evaluate import Settings, judge_item, remarks, score_task, task_figures
-from evals.core.prompts import Item, items
+from evals.core.evaluate import ItemAnswer, Settings, judge_item, remarks, score_task, task_figures
+from evals.core.prompts import Item, Protocol, items
 from evals.core.tasks import TASKS, Bundle
 from evals.items import Partial
-from evals.scorer import Prompt, Scores, Source, open_scorer
+from evals.scorer import Prompt, Scorer, Scores, Source, open_scorer
 from records.evals import NOWHERE, About
 from records.files import read_lines
 from records.items import read_items
-from tests.evals.core.core_assets import ROWS, score_one, task, write_bundle, write_laneformer, write_llama
-from tests.evals.reference import logits_of, scores_of
+from tests.evals.core.core_assets import ROWS, task, write_bundle, write_laneformer, write_llama
+from tests.evals.reference import scores_of
 
 LABELS = ["copa", "winograd", "coqa"]
 
 
-def answer_by_hand(model: torch.nn.Module, item: Item) -> tuple[bool, float]:
-    """Whether an item is judge_item right, from one pass over each whole prompt; and how close the call was."""
-    if len(item.prompts) == 1:
-        ids, start = item.prompts[0]
-        best = logits_of(model, ids)[start - 1 : -1].topk(2)
-        right = best.indices[:, 0].tolist() == ids[start:]
-        return right, float((best.values[:, 0] - best.values[:, 1]).min())
-    losses = [-scores_of(model, *prompt).logprobs.mean() for prompt in item.prompts]
-    first, second = sorted(losses)[:2]
-    return losses[item.gold] == first, second - first
+def check_answer(model: torch.nn.Module, scorer: Scorer, item: Item, answer: ItemAnswer) -> bool:
+    """Compare an answer with one float64 pass over each whole prompt; whether it is right."""
+    scores, right = [scores_of(model, *prompt) for prompt in item.prompts], answer["right"]
+    losses, gold = [-each.logprobs.mean() for each in scores], answer["gold"]
+    if len(scores) == 1:
+        assert right == scores[0].greedy.all()
+    else:
+        first, second = sorted(losses)[:2]
+        # float32 on this model is off by about 1e-5; the rows are no ties
+        assert second - first > 1e-3
+        assert (right, gold) == (losses[item.gold] == first, item.gold)
+    ids, start = item.prompts[gold]
+    assert answer["losses"] == pytest.approx(losses, abs=1e-4)
+    assert answer["nats"] == pytest.approx(losses[gold] * (len(ids) - start), abs=1e-4 * len(ids))
+    text = scorer._tokenizer.decode(ids[start:])
+    assert answer["bytes"] - len(text.encode()) in (0, 1), "a space"
+    return right
 
 
 @pytest.mark.parametrize("write", [write_laneformer, write_llama], ids=["engine", "transformers"])
@@ -45,21 +53,15 @@ def test_answers_of_each_type_against_plain_sums(tmp_path, write):
     model = write(tmp_path / "model")
     scorer = open_scorer(tmp_path / "model", Source(device="cpu"))
     bundle, choices = write_bundle(tmp_path, LABELS), []
-    protocols = ("nanochat", "dclm")
-    for protocol in protocols:
-        for label in LABELS:
-            for chosen in (task(label), dataclasses.replace(task(label), shots=2)):
-                right = []
-                for item in items(chosen, ROWS[chosen.type], protocol, scorer, scorer.max_length):
-                    expected, margin = answer_by_hand(model, item)
-                    # float32 on this model is off by about 1e-5; the rows are no ties
-                    assert margin > 1e-3
-                    right.append(expected)
-                answers = score_task(chosen, bundle, Settings(protocol), scorer, Partial())
-                assert [answer["right"] for answer in answers] == right
-                figures = task_figures(chosen, answers, len(right))
-                assert figures["accuracy"] == pytest.approx(sum(right) / len(right), rel=1e-15)
-                choices += right if chosen.type != "language_modeling" else []
+    protocols: tuple[Protocol, ...] = ("nanochat", "dclm")
+    for protocol, label, shots in itertools.product(protocols, LABELS, (None, 2)):
+        chosen = task(label) if shots is None else dataclasses.replace(task(label), shots=shots)
+        asked = [*items(chosen, ROWS[chosen.type], protocol, scorer, scorer.max_length)]
+        answers = score_task(chosen, bundle, Settings(protocol), scorer, Partial())
+        right = [check_answer(model, scorer, *pair) for pair in zip(asked, answers, strict=True)]
+        figures = task_figures(chosen, answers, len(right))
+        assert figures["accuracy"] == pytest.approx(sum(right) / len(right), rel=1e-15)
+        choices += right if chosen.type != "language_modeling" else []
     assert 0.2 < sum(choices) / len(choices) < 0.8, "a random model is right by chance, not always or never"
     scorer.close()
 
@@ -152,31 +154,19 @@ def test_answers_of_another_model_or_data_are_not_taken(tmp_path, monkeypatch):
 
 
 def test_the_answer_to_every_item_is_kept(folder, tmp_path):
-    """They give the record's figures again, and the gold answer's bits without another pass."""
-    bundle, out = write_bundle(tmp_path, LABELS), tmp_path / "run/evals.jsonl"
-    record = run(folder, tmp_path, about=About(out, 7))
-    head, lines = read_items(out.parent / record["items"])
+    """They give the record's figures again."""
+    write_bundle(tmp_path, LABELS)
+    about = About(tmp_path / "run/evals.jsonl", 7)
+    record = run(folder, tmp_path, about=about)
+    head, lines = read_items(tmp_path / "run" / record["items"])
     assert record["items"].startswith("items/core-7-")
     assert (head["model_sha256"], head["data_sha256"]) == (record["model_sha256"], record["data_sha256"])
-    scorer = open_scorer(folder, Source(device="cpu"))
     for label, figures in record["tasks"].items():
         own = [line for (name, _), line in lines.items() if name == label]
         assert task_figures(task(label), own, figures["n_total"]) == figures
-        nats = size = 0.0
-        rows = items(task(label), bundle.rows(task(label)), "nanochat", scorer, scorer.max_length)
-        for item, line in zip(rows, own, strict=True):
-            scores = [score_one(scorer, *prompt).logprobs for prompt in item.prompts]
-            assert line["losses"] == pytest.approx([-each.mean() for each in scores], rel=1e-6)
-            gold = item.gold if len(scores) > 1 else 0
-            ids, start = item.prompts[gold]
-            text = scorer._tokenizer.decode(ids[start:])
-            assert line["bytes"] - len(text.encode()) in (0, 1), "a space"
-            nats -= scores[gold].sum()
-            size += line["bytes"]
-        assert figures["gold_bits_per_byte"] == pytest.approx(nats / np.log(2) / size, rel=1e-12)
-    scorer.close()
-    again = run(folder, tmp_path, about=About(out, 7))
-    assert again["items"] == record["items"], "named by its content"
+        bits = sum(line["nats"] for line in own) / np.log(2) / sum(line["bytes"] for line in own)
+        assert figures["gold_bits_per_byte"] == pytest.approx(bits, rel=1e-12)
+    assert run(folder, tmp_path, about=about)["items"] == record["items"], "named by its content"
 
 
 def test_bad_input(folder, tmp_path):

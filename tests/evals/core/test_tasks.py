@@ -62,19 +62,6 @@ icl_tasks:
         Bundle(tmp_path)
 
 
-def test_baselines_of_a_bundle(tmp_path):
-    write_bundle(tmp_path, ["copa"])
-    path = tmp_path / "eval_meta_data.csv"
-    for value in ("20", "40.3"):
-        path.write_text(
-            f"Eval Task,Task Category,Random baseline\ncopa,commonsense,50\ncommonsense_qa,x,{value}\n"
-        )
-        Bundle(tmp_path)
-    path.write_text("Eval Task,Random baseline\ncommonsense_qa,25\n")
-    with pytest.raises(ValueError, match=r"commonsense_qa has the baseline 25; CORE v1 has 20, v2 40\.3"):
-        Bundle(tmp_path)
-
-
 BAD_ROWS = [
     ("copa", "{", r"copa\.jsonl:1: not JSON"),
     ("copa", '["a"]', "needs 'query' of type str"),

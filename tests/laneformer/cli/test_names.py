@@ -1,16 +1,14 @@
-"""Models by name: fetched from a hub that speaks Hugging Face's protocol, and found where other programs keep them."""
+"""Models by name: fetched once from Hugging Face, and found where other programs keep them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import shutil
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from laneformer.cli import main, names
 from laneformer.cli.names import choose_gguf_file, display_name, locate_model
@@ -20,101 +18,52 @@ TALKER = "someone/talker-1B"
 GENERATE = ["--prompt", "hi", "--threads=1", "--max-new-tokens=4", "--no-cache"]
 
 
-class Hub(ThreadingHTTPServer):
-    """A repository of a folder's files, as huggingface.co answers for it; any other is not there."""
+def lay_out_hub(files: list[str], source: Path, cache: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    """Hugging Face with these files in one repository, which its library lays into a cache; what is fetched."""
+    fetched: list[str] = []
 
-    def __init__(self, folder: Path):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.files = {file.name: file for file in folder.glob("*") if file.is_file()}
-        self.fetched: list[str] = []
+    def list_repo_files(_: object, repository: str) -> list[str]:
+        if repository != TALKER:
+            raise OSError("there is no such repository\nand more")
+        return files
 
+    def snapshot_download(repository: str, **patterns: list[str]) -> str:
+        folder = cache / f"models--{repository.replace('/', '--')}"
+        revision = folder / "snapshots" / COMMIT
+        revision.mkdir(parents=True)
+        for name in filter_repo_objects(files, **patterns):
+            shutil.copy(source / name, revision)
+            fetched.append(name)
+        (folder / "refs").mkdir()
+        (folder / "refs/main").write_text(COMMIT)
+        return str(revision)
 
-class Handler(BaseHTTPRequestHandler):
-    server: Hub
-
-    def do_GET(self) -> None:
-        path, files = self.path.partition("?")[0], self.server.files
-        name = path.rpartition("/")[2]
-        if path.startswith(f"/api/models/{TALKER}/tree/"):
-            self.answer(json.dumps(self.entries()).encode())
-        elif path.startswith(f"/api/models/{TALKER}"):
-            described = {"id": TALKER, "sha": COMMIT, "siblings": self.entries()}
-            self.answer(json.dumps(described).encode())
-        elif path.startswith(f"/{TALKER}/resolve/") and name in files:
-            if self.command == "GET":
-                self.server.fetched.append(name)
-            self.answer(files[name].read_bytes())
-        else:
-            self.answer(b"", 404, {"X-Error-Code": "RepoNotFound"})
-
-    do_HEAD = do_GET
-
-    def entries(self) -> list[dict[str, object]]:
-        return [
-            {"path": name, "rfilename": name, "type": "file", "size": file.stat().st_size, "oid": "0" * 40}
-            for name, file in self.server.files.items()
-        ]  # fmt: skip
-
-    def answer(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        tag, length = f'"{hashlib.sha1(body).hexdigest()}"', str(len(body))
-        self.send_response(status)
-        for header in {
-            "ETag": tag,
-            "X-Repo-Commit": COMMIT,
-            "Content-Length": length,
-            **(headers or {}),
-        }.items():
-            self.send_header(*header)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def hub(folder: Path, tmp_path: Path) -> Iterator[Hub]:
-    source = Path(shutil.copytree(folder, tmp_path / "hub", ignore=shutil.ignore_patterns(".packed")))
-    (source / "README.md").write_text("not needed")
-    with Hub(source) as hub:
-        threading.Thread(target=hub.serve_forever, daemon=True).start()
-        yield hub
-        hub.shutdown()
-
-
-def use_hub(monkeypatch: pytest.MonkeyPatch, address: str, cache: Path) -> None:
-    """What HF_ENDPOINT, HF_HUB_CACHE and HF_HUB_DISABLE_XET say at the start of a process."""
-    template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    monkeypatch.setattr(names.constants, "ENDPOINT", address)
-    monkeypatch.setattr(names.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(names.constants, "HF_HUB_CACHE", str(cache))
-    monkeypatch.setattr(names.constants, "HF_HUB_DISABLE_XET", True)
+    patch.setattr(names.constants, "HF_HUB_CACHE", str(cache))
+    patch.setattr(names.huggingface_hub.HfApi, "list_repo_files", list_repo_files)
+    patch.setattr(names.huggingface_hub, "snapshot_download", snapshot_download)
+    return fetched
 
 
 @pytest.mark.job
-def test_a_name_is_fetched_once_listed_and_told_where_it_cannot_be(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_name_is_fetched_once_listed_and_told_where_it_cannot_be(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    addresses = f"http://127.0.0.1:{hub.server_port}", "http://127.0.0.1:9"
+    files = [file.name for file in folder.iterdir() if file.is_file()]
+    others = ["README.md", "original/model.safetensors"]
+    fetched = lay_out_hub([*files, *others], folder, tmp_path / "cache", monkeypatch)
     printed = []
-    for address, flags in zip((*addresses, addresses[1]), ([], [], ["--draft", TALKER]), strict=True):
-        use_hub(monkeypatch, address, tmp_path / "cache")
+    for flags in ([], ["--draft", TALKER]):
         main(["generate", TALKER, *GENERATE, *flags])
         printed.append(capsys.readouterr().out)
-    assert len(set(printed)) == 1, "without a network what is there is used"
-    assert {"config.json", "model.safetensors"} < set(hub.fetched)
-    assert len(set(hub.fetched)) == len(hub.fetched)
-    assert "README.md" not in hub.fetched
+    assert printed[0] == printed[1]
+    assert sorted(fetched) == sorted(files), "once, and nothing else"
     main(["models", "--json"])
     assert TALKER in [json.loads(line)["name"] for line in capsys.readouterr().out.splitlines()]
-    for address in addresses:
-        use_hub(monkeypatch, address, tmp_path / "cache")
-        with pytest.raises(SystemExit) as exit_info:
-            main(["generate", "someone/else", *GENERATE])
-        assert exit_info.value.code == 2
-        assert "hf download someone/else --local-dir else" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as exit_info:
+        main(["generate", "someone/else", *GENERATE])
+    assert exit_info.value.code == 2
+    error = capsys.readouterr().err
+    assert "there is no such repository. Where" in error
+    assert "hf download someone/else --local-dir else" in error
 
 
 def test_models_of_other_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,40 +27,25 @@ from laneformer.engine.cuda.structures import Column, GraphState
 from laneformer.engine.decoder import Sampling
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import KERNELS, SMALL, as_stored_in, random_model, small_config, tensors_of
-from tests.laneformer.cuda.stand_ins import pretend_gpu
 from tests.proofs import KERNEL_SOURCES
 
 GREEDY = Sampling(top_p=1.0)
+THREADS = ThreadPoolExecutor()
 needs_emulator = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
 emulator_proof = [pytest.mark.proof(*KERNEL_SOURCES), needs_emulator]
 
 
 class Running:
-    """What a torch stream says of a launch; here the launch is a thread. Its error comes out
-    where a GPU's would.
-    """
+    """What a torch stream says of a launch; here the launch is a thread. Its error comes out where a GPU's would."""
 
-    def __init__(self, launch: Callable[[], object]):
-        self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, args=(launch,))
-        self.thread.start()
-
-    def _run(self, launch: Callable[[], object]) -> None:
-        try:
-            launch()
-        except BaseException as error:
-            self.error = error
+    def __init__(self, launch: Callable[[], None]):
+        self.launched = THREADS.submit(launch)
 
     def query(self) -> bool:
-        if self.thread.is_alive():
-            return False
-        if self.error:
-            raise self.error
-        return True
+        return self.launched.done() and self.launched.result() is None
 
     def synchronize(self) -> None:
-        self.thread.join()
-        self.query()
+        self.launched.result()
 
 
 def build_unit(geometry: Geometry, text: str, builds: Path) -> ctypes.CDLL:
@@ -70,21 +55,21 @@ def build_unit(geometry: Geometry, text: str, builds: Path) -> ctypes.CDLL:
 
 
 class EmulatedPasses(PassDecoder):
-    """`missing_blocks`: for whose words the others wait in vain; they, and with `watchdog` all, are given up by the
-    kernels' own time-out. `launched`: columns of each launch's build."""
+    """`watchdog`: what waits in vain is given up by the kernels' own time-out. `launched`: columns of each launch's
+    build."""
 
-    missing_blocks, watchdog = 0, False
+    watchdog = False
     late_s = 600.0  # an emulated pass takes seconds
 
     def __init__(
-        self, builds: Path, columns: int, seed: int = 0, changes: dict[str, Any] | None = None, sequences: int = 0,
-        races: bool = False, fewer: Sequence[int] = (), config: LaneformerConfig | None = None, tensors: Any = None,
-        machine: Machine = SMALL, version: str = "passes", **shape: Any,
+        self, builds: Path, columns: int, sequences: int = 0, races: bool = False, fewer: Sequence[int] = (),
+        config: LaneformerConfig | None = None, tensors: Any = None, machine: Machine = SMALL,
+        version: str = "passes", **shape: Any,
     ):  # fmt: skip
-        """`config`: by default small_config, with `changes`; `tensors`: by default a random model's. `shape` for
-        `plan`; `fewer`: columns of the builds beside that of `columns`.
+        """`config`: by default small_config; `tensors`: by default a random model's. `shape` for `plan`; `fewer`:
+        columns of the builds beside that of `columns`.
         """
-        self.config, self.limit_s, self.seed = config or small_config(**(changes or {})), 10.0, seed
+        self.config, self.limit_s, self.seed = config or small_config(), 10.0, 0
         dtype, self.races, self.version = shape.pop("dtype", "bf16"), races, version
         shape = {"warps": 2, "chunk_bytes": 512, **shape}
         shape |= {} if tensors is None else {"half": half_of(tensors)}
@@ -132,13 +117,13 @@ class EmulatedPasses(PassDecoder):
         caches = {f"keys and values {m.index}": m.kv for m in self.memories if self.races}
         emulate = functools.partial(
             emulator.launch, library,
-            threads=32 * self.geometry.warps, watchdog=self.watchdog or self.missing_blocks > 0,
+            threads=32 * self.geometry.warps, watchdog=self.watchdog,
             shared_bytes=self.builds[build].shared_bytes, seed=self.seed + self.passes,
             names={name: (tensor.data_ptr(), tensor.nbytes) for name, tensor in buffers.items()},
             plain={name: (tensor.data_ptr(), tensor.nbytes) for name, tensor in caches.items()},
         )  # fmt: skip
         if self.version == "passes":
-            emulate("pass", arguments, blocks=self.geometry.blocks - self.missing_blocks)
+            emulate("pass", arguments, blocks=self.geometry.blocks)
             return
         argument, state = arguments[0], GraphState.of(arguments[0].order)
         ctypes.memmove(argument.graph, ctypes.addressof(state), ctypes.sizeof(state))
@@ -173,12 +158,3 @@ class EmulatedPasses(PassDecoder):
             return [token], torch.cat(parts)
         last = Column(token, len(ids), 0, 0, len(stops), tuple(stops), sampling)
         return [token, *(row[0] for row in self.run([last], count - 2))], torch.cat(parts)
-
-
-def emulated_engine(monkeypatch: Any, builds: Path, columns: int = 3, **options: Any) -> None:
-    """As if there were one GPU: engines run EmulatedPasses, with `options`."""
-
-    def make(config: LaneformerConfig, tensors: Any, dtype: str, *_: Any, **__: Any) -> EmulatedPasses:
-        return EmulatedPasses(builds, columns, config=config, tensors=tensors, dtype=dtype, **options)
-
-    pretend_gpu(monkeypatch, make)

@@ -3,34 +3,27 @@ that the kernels kept.
 
 Two checks take the place of one loose tolerance. The reference attends to the kernels' own keys and values, so a number
 that fp32 has rounded to the other side costs nothing later on; and each of those must be a 16-bit rounding of the
-reference's, give or take the error of fp32. That error is found by making it: the reference is computed again with an
-error in each of its numbers, random in sign and as large as fp32 can be expected to make it. That is sqrt(n) u sum
-|terms| for n terms in any order (Higham and Mary 2019, A New Approach to Probabilistic Rounding Error Analysis;
-u = 2^-24). The kernels' own errors are of random size too, so they stay below the largest of a few such draws.
+reference's, give or take the error of fp32. That error is PyTorch's own: the same model in float32. The kernels sum in
+another order, which changes an error's value but not its size: four times PyTorch's largest is allowed, as of the CPU
+engine (tests/laneformer/engine/assets.py).
 
     T positions   K KV heads   d head dimension   V vocabulary
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from laneformer.engine.cuda.memory import TORCH_TYPES
-from laneformer.model import LaneAttention, Laneformer, LaneLinear, LaneRMSNorm, LMHead
+from laneformer.model import Laneformer
 from tests.laneformer.cuda.emulated import EmulatedPasses
 
-UNIT = 2.0**-24  # half a step of fp32 at 1
-AROUND = (
-    32  # roundings of a term beside its sum: norm scale, 1 / rms, SiLU, joins, angles of positions below 32
-)
-DRAWS = 8
+ALLOWED = 4  # times PyTorch's error
 
 
 class KeptCache:
@@ -45,7 +38,8 @@ class KeptCache:
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         self.offered.append(torch.stack((key, value)))
-        return self.kept[layer_idx]
+        keys, values = self.kept[layer_idx]
+        return keys.to(key), values.to(value)
 
 
 @dataclass
@@ -86,60 +80,15 @@ def read_one_by_one(emulated: EmulatedPasses, ids: list[int]) -> tuple[Tensor, l
 def expected(emulated: EmulatedPasses, ids: list[int], kept: list[tuple[Tensor, Tensor]]) -> Expected:
     """The reference, and how far from it fp32 may be."""
 
-    def run() -> tuple[Tensor, Tensor]:
+    def run(model: Laneformer) -> tuple[Tensor, Tensor]:
         cache: Any = KeptCache(kept)
-        logits = emulated.model(torch.tensor([ids]), cache)[0]
-        return logits, torch.stack(cache.offered)[:, :, 0]
+        logits = model(torch.tensor([ids]), cache)[0]
+        return logits.double(), torch.stack(cache.offered)[:, :, 0].double()
 
-    logits, offered = run()
-    draws = []
-    for seed in range(DRAWS):
-        with worst_roundings(emulated.model, torch.Generator().manual_seed(seed)):
-            draws.append(run())
-    tolerance = max(float((drawn - logits).abs().max()) for drawn, _ in draws)
+    logits, offered = run(emulated.model)
+    rounded_logits, rounded = run(copy.deepcopy(emulated.model).float())
     # one bound for a layer's keys and one for its values
-    off = torch.stack([(drawn - offered).abs().amax((2, 3, 4), keepdim=True) for _, drawn in draws]).amax(0)
+    off = ALLOWED * (rounded - offered).abs().amax((2, 3, 4), keepdim=True)
     dtype = TORCH_TYPES[emulated.geometry.half]
     least, most = ((offered + sign * off).to(dtype).double() for sign in (-1, 1))
-    return Expected(logits, tolerance, list(least), list(most))
-
-
-@contextmanager
-def worst_roundings(model: Laneformer, generator: torch.Generator) -> Iterator[None]:
-    """The model with an error such as fp32 makes in each number that it computes."""
-
-    def off(size: Tensor, roundings: int) -> Tensor:
-        signs = 2 * torch.randint(0, 2, size.shape, generator=generator) - 1
-        return math.sqrt(roundings + AROUND) * UNIT * size * signs
-
-    def linear(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-        (x,), weight = inputs, module.weight
-        return output + off(torch.einsum("bsli,loi->bslo", x.abs(), weight.abs()), x.shape[-1])
-
-    def norm(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-        return output + off(output.abs(), output.shape[-1])
-
-    def head(module: nn.Module, inputs: tuple[Tensor, LaneRMSNorm, Tensor], output: Tensor) -> Tensor:
-        x, weight = (
-            inputs[1](inputs[0]),
-            inputs[2].view(module.shape) if module.weight is None else module.weight,
-        )
-        return output + off(torch.einsum("bsli,loi->bslo", x.abs(), weight.abs()).flatten(2), x.shape[-1])
-
-    hooks: dict[type, Any] = {LaneLinear: linear, LaneRMSNorm: norm, LMHead: head}
-    handles = [m.register_forward_hook(hooks[type(m)]) for m in model.modules() if type(m) in hooks]
-    attentions: list[Any] = [m for m in model.modules() if isinstance(m, LaneAttention)]
-    for attention in attentions:  # the products of queries and keys are off by no more than the queries are
-
-        def attend(
-            query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, exact: Any = attention.attend
-        ) -> Any:
-            output = exact(query, key, value, mask)
-            return output + off(exact(query, key, value.abs(), mask), query.shape[-1] + key.shape[-2])
-
-        attention.attend = attend
-    yield
-    for handle in handles:
-        handle.remove()
-    for attention in attentions:
-        del attention.attend
+    return Expected(logits, ALLOWED * float((rounded_logits - logits).abs().max()), list(least), list(most))

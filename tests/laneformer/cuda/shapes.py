@@ -1,5 +1,4 @@
-"""Shapes for the decode kernels on the emulator: a table that meets every rule of the
-kernels, and random ones.
+"""Shapes for the decode kernels on the emulator: a table that meets every rule of the kernels.
 
 A shape is what changes of the small model, and how a GPU is shared out: blocks a lane, warps a block, bytes a
 chunk, chunks a ring.
@@ -7,8 +6,6 @@ chunk, chunks a ring.
 
 from __future__ import annotations
 
-import contextlib
-import random
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -144,35 +141,3 @@ def family(name: str, **given: Any) -> Shape:
     lanes, values = FAMILIES[name]
     config = config_of_llama({**SIZES, **values}, lanes)
     return Shape({each.name: getattr(config, each.name) for each in fields(config)}, **given)
-
-
-def drawn(seed: int) -> Shape:
-    """A random shape that the kernels take, small enough for the emulator."""
-    draw = random.Random(seed)
-    lanes = draw.choice((1, 2, 2, 3, 4, 8))
-    while True:
-        shape = draw_any(draw, lanes)
-        small = shape.model.hidden_size <= 192 and shape.model.num_lanes * shape.blocks * shape.warps <= 32
-        with contextlib.suppress(ValueError):
-            shape.planned()
-            if small:
-                return shape
-
-
-def draw_any(draw: random.Random, lanes: int) -> Shape:
-    kv_heads, group = draw.randint(1, 3), draw.randint(1, 3)
-    heads, layers = lanes * kv_heads * group, draw.randint(1, 6)
-    config = {
-        "num_lanes": lanes, "num_attention_heads": heads, "num_key_value_heads": lanes * kv_heads,
-        "hidden_size": heads * draw.choice((8, 16, 24, 40)), "intermediate_size": lanes * 8 * draw.randint(1, 12),
-        "num_hidden_layers": layers, "broadcast_delay": draw.randint(0, 4), "sliding_window": draw.randint(1, 8),
-        "swa_layers": tuple(i for i in range(layers) if draw.random() < 0.5),
-        "vocab_size": lanes * 8 * draw.randint(1, 8),
-        **{name: draw.random() < 0.7 for name in (
-            "use_early_comm", "use_attention_comm", "use_mlp_comm", "replicated_rmsn_scale", "rebroadcast_early"
-        )},
-    }  # fmt: skip
-    return Shape(
-        config, draw.choice(("bf16", "fp16")), draw.randint(1, 5), draw.randint(1, 4), draw.choice((512, 1024, 2048)),
-        draw.choice((None, 2, 3, 5)), draw.choice([n for n in (1, 2, 4) if lanes % n == 0]),
-    )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -32,12 +32,12 @@ def passes_of(engine: Engine) -> Any:
     return cuda_of(engine).executor.passes
 
 
-def answers(executor: CudaExecutor, requests: Sequence[Request]) -> list[Collected]:
+def answers(executor: CudaExecutor, requests: Iterable[Request]) -> list[Collected]:
     """All that comes of requests, of which as many run side by side as there is room for."""
     assert executor.passes is not None
     most, waiting = executor.passes.sequences, [replace(r, quiet=True) for r in requests]
     tickets, collected = list[int](), dict[int, Collected]()
-    while len(collected) < len(requests):
+    while waiting or len(collected) < len(tickets):
         room = most - (len(tickets) - len(collected))
         tickets += executor.schedule.join(waiting[:room])
         waiting = waiting[room:]

@@ -6,7 +6,6 @@ What the schedule decides is told by the tests of the CPU engine, which shares i
 from __future__ import annotations
 
 import copy
-import json
 import subprocess
 import sys
 import time
@@ -17,24 +16,19 @@ import numpy as np
 import pytest
 import torch
 
-from laneformer.cli import main
 from laneformer.engine import Cancelled, Engine, device
+from laneformer.engine.bench import benchmark
 from laneformer.engine.cpu.decoder import CpuDecoder
 from laneformer.engine.cuda import passes as passes_module
 from laneformer.engine.cuda.decoder import CudaDecoder
-from laneformer.engine.cuda.executor import CudaExecutor
 from laneformer.engine.cuda.prefill import scores_of
 from laneformer.engine.decoder import EngineLost
 from laneformer.model import run_layers
 from laneformer.positions import rope_table
 from tests.laneformer.cuda.harness import random_model, small_config, tensors_of
 from tests.laneformer.cuda.stand_ins import LoopPasses, cuda_of, passes_of, pretend_gpu
-from tests.laneformer.engine.assets import (
-    byte_tokenizer,
-    collect,
-    tokens_of,
-    write_folder,
-)
+from tests.laneformer.engine.assets import byte_tokenizer, collect, tokens_of, write_folder
+from tests.laneformer.engine.goldens import mask_of
 
 CONFIG = small_config(vocab_size=264, max_position_embeddings=48)
 MODEL = random_model(CONFIG)
@@ -80,6 +74,22 @@ def test_every_way_to_generate_gives_the_same_tokens(engine, expected):
     # more stop ids than the kernels take: the schedule draws
     others = [i for i in range(264) if i not in expected]
     assert engine.generate(PROMPT, max_new_tokens=12, stop_ids=others) == expected
+
+
+def test_a_request_draws_from_what_its_masks_allow(engine, expected):
+    """Beside one without masks, which draws as alone."""
+    with engine.batch() as batch:
+        masked, plain = (
+            batch.join(PROMPT, masked=True, max_new_tokens=2),
+            batch.join(PROMPT, max_new_tokens=12),
+        )
+        for index, ids in enumerate(([40, 41], [9])):
+            batch.allow(masked, index, mask_of(ids, 264))
+        updates = collect(batch, masked, plain)
+    first, second = (token.id for token in tokens_of(updates[masked]))
+    assert first in (40, 41)
+    assert second == 9
+    assert [token.id for token in tokens_of(updates[plain])] == expected
 
 
 def test_a_join_ends_the_passes_ahead(engine, monkeypatch):
@@ -274,18 +284,6 @@ def test_auto_without_a_gpu_does_not_import_torch():
     assert done.stdout == "False\n", done.stderr
 
 
-def test_bench_measures_the_decoder(capsys, monkeypatch):
-    asked = []
-    figures = {"tokens_per_s": 9.0, "percent_of_probe": 80.0, "probe_bytes_per_s": 4e12, "prefill_tokens_per_s": 7.0,
-               "ttft_s": 0.1, "dtype": "bf16", "device": "H200"}  # fmt: skip
-
-    def measure(executor: CudaExecutor, depth: int, progress: Any) -> dict[str, Any]:
-        asked.append((type(executor), depth))
-        return {**figures}
-
-    monkeypatch.setattr("laneformer.engine.cuda.bench.benchmark", measure)
-    main(["bench", "--random-weights", "tiny", "--device", "cuda", "--depth", "0", "30"])
-    printed = capsys.readouterr()
-    assert asked == [(CudaExecutor, 0), (CudaExecutor, 30)]
-    assert json.loads(printed.out) == {**figures, "depths": [figures], "model": "tiny"}
-    assert "4000.0 GB/s that H200 read" in " ".join(printed.err.split())
+def test_bench_measures_the_decoder(engine, monkeypatch):
+    monkeypatch.setattr("laneformer.engine.cuda.bench.benchmark", lambda *asked: asked)
+    assert benchmark(engine, 30, print) == (cuda_of(engine).executor, 30, print)

@@ -183,8 +183,8 @@ RACES = {
         f"race: (read|write) of byte [0-9]+ of keys and values 0, in no order after the (read|write) of {BY}",
     ),
     "a chunk is read before it has come": Fault(
-        "tape.cuh", "if (at == 0) wait_for",
-        "if (at == 0 && !HERE) wait_for", f"race: read {SHARED} a copy that this lane",
+        "tape.cuh", "if (at == 0) wait_full",
+        "if (at == 0 && !HERE) wait_full", f"race: read {SHARED} a copy that this lane",
     ),
     # the barrier of a warp before it is filled is not alone: products of the whole warp lie between
     "a chunk is filled that has not been read": Fault(

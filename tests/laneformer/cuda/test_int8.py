@@ -16,18 +16,17 @@ import pytest
 import torch
 
 from laneformer.config import HEAD, LaneformerConfig
-from laneformer.engine import Engine
 from laneformer.engine.cuda.bench import weight_bytes
 from laneformer.engine.cuda.geometry import H200, OPS
 from laneformer.engine.cuda.int8 import quantised
-from laneformer.engine.cuda.memory import DeviceMemory, joined
+from laneformer.engine.cuda.memory import DeviceMemory
 from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.tape_model import TapeModel
 from tests.laneformer.cuda.emulated import EmulatedPasses, build_unit, needs_emulator
 from tests.laneformer.cuda.harness import SMALL, random_model, small_config, tensors_of
-from tests.laneformer.cuda.shapes import SHAPES, Shape, family
+from tests.laneformer.cuda.shapes import SHAPES, Shape
 from tests.laneformer.cuda.test_kernels import check
-from tests.laneformer.engine.test_int8 import first_matrix
+from tests.laneformer.engine.test_integer import drawn, packed
 from tests.proofs import CORE_SOURCES, KERNEL_SOURCES
 
 
@@ -37,7 +36,6 @@ def proof(test: Any) -> Any:
 
 SHAPES_INT8: dict[str, Shape] = {
     "fp16 beside it": SHAPES["delay 0"],
-    "one lane": Shape({"num_lanes": 1, "broadcast_delay": 0, "num_key_value_heads": 2, "num_hidden_layers": 3}),
     # tapes that end within a chunk; most warps have no tile of some matrix
     "eight lanes": Shape(
         {"num_lanes": 8, "broadcast_delay": 2, "hidden_size": 128, "intermediate_size": 768, "num_key_value_heads": 8,
@@ -45,7 +43,6 @@ SHAPES_INT8: dict[str, Shape] = {
         blocks=1, warps=3, chunk_bytes=1024,
     ),
     "on two GPUs": Shape({"num_hidden_layers": 3}, blocks=3, devices=2),
-    "tied, with biases": family("qwen 2"),
 }  # fmt: skip
 CODES = """
 #include "emulator.h"
@@ -66,15 +63,10 @@ def emulated(name: str, builds: Path) -> EmulatedPasses:
 
 
 def test_int8_numbers_are_the_cpus() -> None:
-    """All integers and scales of the first lane's first matrix, from both engines' tapes."""
-    config = small_config()
-    tensors = tensors_of(random_model(config), "bf16")
-    with Engine(config, tensors, dtype="int8", threads=1, device="cpu") as engine:
-        integers, scales = first_matrix(engine)
-    values = [tensors[f"layers.0.attention.{w}.weight"].values for w in ("wq", "wk", "wv")]
-    parts = [quantised(torch.from_numpy(v.view(np.int16)).view(torch.bfloat16).float()) for v in values]
-    numbers, own = (joined("qkv", of_all)[0] for of_all in zip(*parts, strict=True))
-    np.testing.assert_array_equal((numbers ^ -128).numpy(), integers)
+    weights = drawn(72, 96)
+    integers, scales = packed(weights, "int8")
+    numbers, own = quantised(torch.from_numpy(weights))
+    np.testing.assert_array_equal((numbers ^ -128).numpy(), integers.reshape(weights.shape))
     np.testing.assert_array_equal(own.numpy(), scales)
 
 

@@ -1,28 +1,44 @@
-"""Launches as they reach a driver that refuses what a real one would, on a card of every generation.
-
-fake_driver.c stands in for libcuda.so.1 in a process of its own (fake_run.py); cuda-bindings and launch.py
-are the real ones. The drivers' rules that it knows are written down there.
-"""
+"""Launches as they reach a driver that refuses what a real one would, on a card of every generation."""
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
-import sys
+import contextlib
+import ctypes
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from laneformer.config import LaneformerConfig
+from laneformer.engine.cuda import executor, graph, launch, passes
+from laneformer.engine.cuda.decoder import CudaDecoder
+from laneformer.engine.cuda.geometry import Geometry
+from laneformer.engine.cuda.graph import GraphDecoder
 from laneformer.engine.cuda.launch import describe
+from laneformer.engine.cuda.memory import DeviceMemory
+from laneformer.engine.cuda.passes import PassDecoder
+from laneformer.engine.cuda.planning import plan_builds
+from laneformer.engine.decoder import EngineLost, Request
 from tests.laneformer.cuda.cards import CARDS, Card
-from tests.laneformer.cuda.fake_run import H200, NAMES, STREAM, filled, geometries_of
+from tests.laneformer.cuda.fake_driver import (
+    H200,
+    NAMES,
+    NOT_READY,
+    STREAM,
+    TOO_LARGE,
+    FakeDriver,
+    argument_of,
+)
+from tests.laneformer.cuda.harness import random_model, small_config, tensors_of
 
-pytestmark = pytest.mark.job
-ROOT = Path(__file__).resolve().parents[3]
+pytest.importorskip("cuda.bindings.driver")
 COOPERATIVE, OVERLAP = 2, 6  # CUlaunchAttributeID in cuda.h
+CONFIG = LaneformerConfig.from_flavor("2b")
+GENERATIONS = {card.architecture: card for card in CARDS.values()}
 
 
 def test_a_pytorch_for_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,133 +47,205 @@ def test_a_pytorch_for_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         describe(torch.device("cuda"))
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What fake_run.py prints."""
-    pytest.importorskip("cuda.bindings.driver")
-    compiler = shutil.which("gcc") or pytest.skip("needs gcc")
-    library = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
-    source = Path(__file__).with_name("fake_driver.c")
-    options = ["-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-Wl,-soname,{library.name}"]
-    subprocess.run([compiler, *options, str(source), "-o", str(library), "-ldl"], check=True)
-    command = [sys.executable, "-m", "tests.laneformer.cuda.fake_run", str(library)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+# ---- every kernel of a version once, of each of its builds ----
+
+
+def geometries_of(version: str, card: Card) -> list[Geometry]:
+    return plan_builds(CONFIG, "bf16", card.machine, version)
+
+
+def filled(version: str, geometry: Geometry) -> bytes:
+    """An argument's bytes, all of them known."""
+    return bytes((7 * i + 1) % 256 for i in range(ctypes.sizeof(argument_of(version, geometry))))
+
+
+def launch_all(driver: FakeDriver, version: str, kernels: Any = launch) -> list[dict[str, Any]]:
+    driver.launches.clear()
+    for geometry in geometries_of(version, driver.card):
+        loaded = kernels.Kernels(version, geometry, torch.device("cuda:0"))
+        if version == "passes":
+            loaded.require_resident(NAMES[version][0])
+        loaded.load(*NAMES[version])
+        argument = argument_of(version, geometry).from_buffer_copy(filled(version, geometry))
+        for name in NAMES[version]:
+            loaded.launch(name, argument, 1 if name == "choose" else None)
+    return driver.launches
 
 
 def faults_of(card: Card, version: str, launches: list[dict[str, Any]]) -> list[str]:
-    """What is wrong with the launches of all kernels of a version; each build has run once, in order."""
-    attribute = {
-        "passes": [COOPERATIVE, 1], "graph": [OVERLAP, int(card.architecture >= 90)],
-        "probe": [OVERLAP, 0],
+    """What is wrong with them: attributes, sizes, stream, argument; not loaded, or without their shared memory."""
+    attributes = {
+        "passes": {COOPERATIVE: 1}, "graph": {OVERLAP: int(card.architecture >= 90)}, "probe": {OVERLAP: 0},
     }[version]  # fmt: skip
     wanted = [(name, geometry) for geometry in geometries_of(version, card) for name in NAMES[version]]
-    found = [] if [launch["kernel"] for launch in launches] == [name for name, _ in wanted] else ["kernels"]
-    for launch, (_, geometry) in zip(launches, wanted, strict=False):
+    faults = []
+    for record, (name, geometry) in itertools.zip_longest(launches, wanted):
         right = {
-            "grid": [1 if launch["kernel"] == "choose" else geometry.blocks, 1, 1],
+            "name": name, "grid": [1 if name == "choose" else geometry.blocks, 1, 1],
             "block": [32 * geometry.warps, 1, 1], "shared": geometry.shared_bytes,
-            "max_shared": geometry.shared_bytes, "stream": STREAM, "loaded": 1, "carveout": 100,
-            "attributes": [attribute], "argument": filled(version, geometry).hex(),
+            "max_shared": geometry.shared_bytes, "stream": STREAM, "loaded": True, "carveout": 100,
+            "attributes": attributes, "argument": filled(version, geometry),
         }  # fmt: skip
-        found += [key for key, value in right.items() if launch[key] != value]
-        if launch["kernel"] != "choose" and launch["resident"] < (2 if version == "graph" else 1):
-            found.append("resident")
-    return found
+        faults += [key for key, value in right.items() if record[key] != value]
+        if name != "choose" and record["resident"] < (2 if version == "graph" else 1):
+            faults.append("resident")
+    return faults
 
 
-def test_every_launch_on_every_generation(made: dict[str, Any]) -> None:
-    """Attributes, sizes, stream and argument; loaded and given its shared memory before."""
-    for name, versions in made["cards"].items():
-        for version, launches in versions.items():
-            assert faults_of(CARDS[name], version, launches) == [], f"{version} on {name}"
-        assert set(versions) == set(NAMES)
+@pytest.mark.parametrize("card", GENERATIONS.values(), ids=map(str, GENERATIONS))
+def test_every_launch_on_every_generation(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver(monkeypatch, card)
+    for version in NAMES:
+        assert faults_of(card, version, launch_all(driver, version)) == [], version
 
 
-def test_every_fault_in_a_launch_is_found(made: dict[str, Any]) -> None:
-    for fault, launches in made["planted"].items():
-        if isinstance(launches, str):  # the driver refused
-            assert "CUDA_ERROR_INVALID_VALUE" in launches, fault
-        else:
-            assert faults_of(H200, "passes", launches[:3]) or faults_of(H200, "graph", launches[3:]), fault
+FAULTS = [  # text of launch.py, and what a mistake there would make of it
+    ("CU_LAUNCH_ATTRIBUTE_COOPERATIVE", "CU_LAUNCH_ATTRIBUTE_PRIORITY"),
+    ("sharedMemBytes = self.geometry.shared_bytes", "sharedMemBytes = 4096"),
+    ("CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", "CU_FUNC_ATTRIBUTE_CACHE_MODE_CA"),
+    ("torch.cuda.current_stream(self.device).cuda_stream", "0"),
+    ("ctypes.addressof(argument)", "ctypes.addressof(type(argument)())"),
+]
 
 
-TOKENS = [(2 + i) * 7 % 96 for i in range(20)]  # fake_run.py: Choosing
-ANSWER = {"tokens": TOKENS, "error": None}
+@pytest.mark.parametrize(("right", "wrong"), FAULTS)
+def test_a_fault_in_a_launch_is_found(right: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = Path(launch.__file__).read_text()
+    assert text.count(right) == 1
+    planted: Any = ModuleType("laneformer.engine.cuda.planted")
+    exec(compile(text.replace(right, wrong), "planted", "exec"), planted.__dict__)
+    driver = FakeDriver(monkeypatch)
+    planted.compile_cubin, planted.driver_version = launch.compile_cubin, launch.driver_version
+    with contextlib.suppress(RuntimeError):  # the driver refuses it
+        assert faults_of(H200, "passes", launch_all(driver, "passes", planted))
 
 
-def kernels_and_attributes(request: dict[str, Any]) -> list[tuple[str, list[list[int]]]]:
-    return [(launch["kernel"], launch["attributes"]) for launch in request["launches"]]
+# ---- whole requests of a small model ----
+
+SMALL_CONFIG = small_config()
+TENSORS = tensors_of(random_model(SMALL_CONFIG), "bf16")
+ANSWER = ([(2 + i) * 7 % 96 for i in range(20)], None)  # tokens, error
+TWO = ("cuda:0", "cuda:0")
 
 
-def test_requests_launch_what_their_version_has(made: dict[str, Any]) -> None:
-    """Of passes four launches at load, of which the last makes 16, then the request's; the graph is captured once.
-    The compiler is asked for what the driver takes.
-    """
-    requests = made["requests"]
-    one = kernels_and_attributes(requests["passes"])
-    assert (len(one), set(map(str, one))) == (4 + 3, {str(("pass", [[COOPERATIVE, 1]]))})
-    names = [name for name, _ in kernels_and_attributes(requests["graph"])]
+class Choosing(PassDecoder):
+    """Launches have chosen tokens: each a number of its position."""
+
+    late_s = 0.05
+
+    def __init__(self, *given: Any, **options: Any):
+        super().__init__(*given, **options, limit_s=0.1)
+
+    def _launch(self, arguments: Sequence[Any]) -> None:
+        super()._launch(arguments)
+        order, memory = arguments[0].order, self.memories[0]
+        for step in range(1 + order.ahead):
+            for i, column in enumerate(order.columns[: order.column_count]):
+                token = (column.position + step) * 7 % self.config.vocab_size
+                memory.picks[step, i] = (order.epoch + step + 1) << 32 | token
+
+
+class FakeGraph(Choosing, GraphDecoder):
+    pass
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    for module, name, value in (
+        (passes, "PASS_S", 0.001), (passes, "connect", lambda devices: None), (executor, "RETRIES_S", (0.01, 0.01)),
+        (passes, "DeviceMemory", lambda g, tensors, i, _, n: DeviceMemory(g, tensors, i, "cpu", n)),
+        (graph, "DECODERS", {"passes": Choosing, "graph": FakeGraph}),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr("laneformer.engine.cuda.decoder.DECODERS", graph.DECODERS)
+    return FakeDriver(monkeypatch)
+
+
+def decoder_of(devices: Sequence[str] = ("cuda:0",), version: str = "passes") -> CudaDecoder:
+    return CudaDecoder(SMALL_CONFIG, TENSORS, "bf16", devices, version=version, cache_bytes=0)
+
+
+def answer(decoder: CudaDecoder) -> tuple[list[int], str | None]:
+    decoder.join([Request([1, 2, 3], 20, quiet=True)])
+    (collected,) = decoder.collect(60)
+    assert collected.whole is not None
+    return collected.tokens, collected.whole.error and str(collected.whole.error)
+
+
+def launches_of(driver: FakeDriver) -> list[tuple[str, dict[int, int]]]:
+    return [(record["name"], record["attributes"]) for record in driver.launches]
+
+
+def test_requests_launch_what_their_version_has(driver: FakeDriver) -> None:
+    """Of passes four launches at load, of which the last makes 16, then the request's; the graph is captured once."""
+    assert answer(decoder_of()) == ANSWER
+    assert launches_of(driver) == [("pass", {COOPERATIVE: 1})] * (4 + 3)
+    driver.launches.clear()
+    assert answer(decoder_of(version="graph")) == ANSWER
+    names = [name for name, _ in launches_of(driver)]
     assert (names[:3], names[-2:]) == (["qkv", "attention", "output"], ["head", "choose"])
-    for case in ("passes", "graph", "an older driver"):
-        assert (requests[case]["answers"], requests[case]["warnings"]) == ([ANSWER], [])
-    assert "CUDA_ERROR_INVALID_IMAGE" in requests["an image that is too new"]["error"]
 
 
-def test_two_groups_of_lanes_on_one_gpu_are_launched_plainly(made: dict[str, Any]) -> None:
+def test_two_groups_of_lanes_on_one_gpu_are_launched_plainly(driver: FakeDriver) -> None:
     """Two cooperative launches may run one after the other, and each waits for the other's words."""
-    request = made["requests"]["shared"]
-    assert set(map(str, kernels_and_attributes(request))) == {str(("pass", [[OVERLAP, 0]]))}
-    assert sum(launch["grid"][0] for launch in request["launches"][:2]) <= H200.multiprocessors
-    assert request["error"] is None
-
-
-def test_the_graph_decodes_where_blocks_cannot_be_resident(made: dict[str, Any]) -> None:
-    """Found at the first launch or before it; said once. Where there is no graph, it is an error."""
-    requests = made["requests"]
-    reasons = {"others are there": "LAUNCH_TOO_LARGE", "too many registers": "132 multiprocessors hold 0"}
-    for case, reason in reasons.items():
-        request = requests[case]
-        assert kernels_and_attributes(request) == kernels_and_attributes(requests["graph"])
-        (warning,) = request["warnings"]
-        assert "the graph version decodes, one request at a time" in warning
-        assert reason in warning
-        assert request["answers"] == [ANSWER]
-    shared = requests["too many registers, shared"]
-    assert (shared["launches"], "use whole GPUs" in shared["error"]) == ([], True)
+    assert answer(decoder_of(TWO)) == ANSWER
+    assert {str(record) for record in launches_of(driver)} == {str(("pass", {OVERLAP: 0}))}
+    assert sum(record["grid"][0] for record in driver.launches[:2]) <= H200.multiprocessors
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason"),
-    [
-        ("a stuck stream", "the pass kernel has not ended within 0."),
-        ("an illegal address", "CUDA error: fake error 700"),
-        ("a launch that fails", "CUDA_ERROR_ILLEGAL_ADDRESS"),
-    ],
+    ("changes", "reason"),
+    [({"max_blocks": 16}, "LAUNCH_TOO_LARGE"), ({"registers": {"pass": 255}}, "132 multiprocessors hold 0")],
 )
-def test_a_gpu_that_fails_ends_all_requests(made: dict[str, Any], fault: str, reason: str) -> None:
+def test_the_graph_decodes_where_blocks_cannot_be_resident(
+    changes: dict[str, Any], reason: str, driver: FakeDriver
+) -> None:
+    """Found at the first launch or before it; said once. Where there is no graph, it is an error."""
+    vars(driver).update(changes)
+    with pytest.warns(UserWarning, match=f"the graph version decodes, one request at a time.*{reason}"):
+        decoder = decoder_of()
+    assert answer(decoder) == ANSWER
+    assert {name for name, _ in launches_of(driver)} == {*NAMES["graph"]}
+    if "registers" in changes:
+        with pytest.raises(RuntimeError, match="use whole GPUs"):
+            decoder_of(TWO)
+
+
+GPU_FAULTS = [
+    ({"stream_status": NOT_READY}, "the pass kernel has not ended within 0."),
+    ({"stream_status": 700}, "CUDA error: fake error 700"),
+    ({"launch_statuses": itertools.repeat(700)}, "CUDA_ERROR_ILLEGAL_ADDRESS"),
+]
+
+
+@pytest.mark.parametrize(("fault", "reason"), GPU_FAULTS)
+def test_a_gpu_that_fails_ends_all_requests(fault: dict[str, Any], reason: str, driver: FakeDriver) -> None:
     """With one sentence, soon; the next one is refused with it, and nobody waits for ever."""
-    request = made["requests"][fault]
-    first, second = request["answers"]
-    assert first["error"].startswith("the GPU has failed, and with it all requests: ")
-    assert reason in first["error"]
-    assert "\n" not in first["error"]
-    assert second == {"refused": first["error"]}
-    assert request["failure"] == first["error"]
-    assert request["unanswered"] == (fault == "a stuck stream")
+    decoder = decoder_of()
+    vars(driver).update(fault)
+    _, error = answer(decoder)
+    assert error is not None
+    assert error.startswith("the GPU has failed, and with it all requests: ")
+    assert reason in error
+    assert "\n" not in error
+    with pytest.raises(EngineLost) as refused:
+        answer(decoder)
+    assert str(refused.value) == decoder.failure == error
+    assert decoder.unanswered == (fault.get("stream_status") == NOT_READY)
 
 
-def test_a_refused_launch_ends_its_requests_alone(made: dict[str, Any]) -> None:
-    request = made["requests"]["a launch is refused"]
-    for answer in request["answers"]:
-        assert "the GPU runs something else beside the engine, try again later: CUDA: " in answer["error"]
-    assert (request["failure"], request["error"]) == (None, None)
-    assert made["requests"]["launches are refused for a while"]["answers"] == [ANSWER] * 2
+def test_a_refused_launch_ends_its_requests_alone(driver: FakeDriver) -> None:
+    decoder = decoder_of()
+    driver.launch_statuses = iter([TOO_LARGE] * 3)
+    assert "the GPU runs something else beside the engine, try again later: CUDA: " in str(answer(decoder)[1])
+    driver.launch_statuses = iter([TOO_LARGE] * 2)  # for a while: it is tried again
+    assert [answer(decoder), decoder.failure] == [ANSWER, None]
 
 
-def test_a_displays_time_limit_makes_launches_shorter(made: dict[str, Any]) -> None:
-    requests = made["requests"]
-    slow, fast = requests["a display's time limit"], requests["a display's time limit, fast"]
-    assert (slow["ahead"], fast["ahead"], requests["passes"]["ahead"]) == (0, 15, 15)
-    assert slow["answers"] == [ANSWER]
+def test_a_launch_ends_before_a_display_needs_the_gpu(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert decoder_of().executor.passes.ahead == 15  # type: ignore[union-attr]
+    monkeypatch.setattr(passes, "LAUNCH_S", 0.0)  # as if a pass took as long
+    decoder = decoder_of()
+    assert (decoder.executor.passes.ahead, answer(decoder)) == (0, ANSWER)  # type: ignore[union-attr]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from laneformer.config import LaneformerConfig
 from laneformer.engine import Engine
-from tests.laneformer.cuda.emulated import emulated_engine, needs_emulator
+from tests.laneformer.cuda.emulated import EmulatedPasses, needs_emulator
 from tests.laneformer.cuda.shapes import FAMILIES, family
-from tests.laneformer.cuda.stand_ins import passes_of
+from tests.laneformer.cuda.stand_ins import passes_of, pretend_gpu
 from tests.laneformer.cuda.test_kernels import check
 from tests.laneformer.llama.folders import Case, logits_of, reference, relative_error, write_folder
 from tests.proofs import CORE_SOURCES, KERNEL_SOURCES
@@ -28,7 +30,11 @@ def test_a_folder_end_to_end(tmp_path: Path, cuda_builds: Path, monkeypatch: pyt
     """Written and judged by Transformers; prompts through PyTorch on the tapes, tokens by the kernels."""
     values = {"vocab_size": 136, "max_position_embeddings": 48, "tie_word_embeddings": True, "head_dim": 16}
     folder = write_folder(Case("Qwen3", values, torch.bfloat16), tmp_path / "hf")
-    emulated_engine(monkeypatch, cuda_builds)
+
+    def make(config: LaneformerConfig, tensors: Any, dtype: str, *_: Any, **__: Any) -> EmulatedPasses:
+        return EmulatedPasses(cuda_builds, 3, config=config, tensors=tensors, dtype=dtype)
+
+    pretend_gpu(monkeypatch, make)
     ids = [(7 * i + 3) % 136 for i in range(20)]
     judge = reference(folder)
     with Engine.from_pretrained(folder, device="cuda") as engine:

@@ -21,7 +21,7 @@ from laneformer.engine.cuda.planning import plan_builds
 from tests.laneformer.cuda import sass
 from tests.laneformer.cuda.cards import CARDS, MODELS, REGISTERS
 from tests.laneformer.cuda.harness import KERNELS
-from tests.laneformer.cuda.sass import Instruction, Kernel, instructions, pending_loads
+from tests.laneformer.cuda.sass import Instruction, Kernel, pending_loads
 from tests.laneformer.cuda.test_compile import small
 from tests.proofs import CACHE, KERNEL_SOURCES
 
@@ -165,20 +165,6 @@ def test_planted_faults_are_found(devices: int, tmp_path: Path, monkeypatch: pyt
     for *_, gate, message in FAULTS[devices]:
         with pytest.raises(AssertionError, match=message):
             gate(kernel)
-
-
-def test_loads_that_a_copy_overtakes() -> None:
-    def listing(*lines: str) -> list[Instruction]:
-        return instructions("\n".join(f"        /*0010*/   {line} ;" for line in lines))
-
-    (load,) = listing("@!P1 LDG.E.64.STRONG.GPU R4, desc[UR6][R2.64+0x10]")
-    assert (load.name, load.bits, load.registers) == ("LDG", 64, {"R4", "R2", "R3"})
-    code = listing(
-        "LDS.128 R4, [R0]", "LDS.128 R8, [R0+0x10]", "FADD R1, R5, R1", "UBLKCP.S.G [UR4], [UR6], UR8", "EXIT"
-    )
-    assert [str(load) for _, load in pending_loads(code)] == ["LDS.128 R8, [R0+0x10]"]
-    code = listing("LDS R9, [R0]", "LDS.128 R4, [R0]", "MOV R7, RZ", "LDGSTS.E.BYPASS.128 [R0], [R2.64]")
-    assert pending_loads(code) == []  # its register is written again: the load has come
 
 
 # ---- older compilers, which `make extras` installs each in a folder of its own ----

@@ -1,7 +1,7 @@
 """Words, arguments and shared memory: what Python lays out is what the kernels read.
 
 Sizes and places are asked of the kernels themselves, built for the CPU. The weights of a tape: test_prefill.py reads
-every one back, test_columns.py multiplies by it.
+every one back, test_kernels.py multiplies by them.
 """
 
 from __future__ import annotations

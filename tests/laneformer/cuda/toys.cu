@@ -1,12 +1,12 @@
-// Toy kernels for the emulator's own test: right ones, and wrong ones that a real GPU might let pass.
+// Toy kernels for the emulator's own test: most of them wrong in a way that a real GPU might let pass.
 #include "emulator.h"
 
 struct Params {
-  Word* words;  // [2 sides][depth][32 lanes]
+  Word* words;  // [2][32 lanes]
   const float* in;
   float* out;
   int* flag;
-  int rounds, depth, side;
+  int rounds;
 };
 
 DEVICE float take(const Params& p, const Word* at, uint32_t epoch) {
@@ -25,38 +25,6 @@ DEVICE float warp_sum(float x) {
   for (int mask = 16; mask; mask /= 2) x += shuffle_xor(x, mask);
   return x;
 }
-
-extern "C" __global__ void __launch_bounds__(128) block_sum(const __grid_constant__ Params p) {
-  float* sums = reinterpret_cast<float*>(dynamic_shared());
-  const int at = block_index() * 128 + thread_index();
-  for (int round = 0; round < p.rounds; ++round) {
-    const float sum = warp_sum(p.in[at] + round);
-    if (thread_index() % 32 == 0) sums[thread_index() / 32] = sum;
-    sync_block();
-    p.out[at] = sums[0] + sums[1] + sums[2] + sums[3];
-    sync_block();  // else a fast warp writes the next sum early
-  }
-}
-extern "C" __global__ void hasty_sum(const Params p) {
-  float* sums = reinterpret_cast<float*>(dynamic_shared());
-  const float sum = warp_sum(p.in[thread_index()]);
-  if (thread_index() % 32 == 0) sums[thread_index() / 32] = sum;
-  p.out[thread_index()] = sums[0] + sums[1] + sums[2] + sums[3];
-}
-
-// Both sides give and take: with two slots, a side that took round n knows that the other took round n - 1.
-DEVICE void exchange(const Params& p, int side) {
-  const int lane = thread_index();
-  float value = side + 1;
-  for (int round = 1; round <= p.rounds; ++round) {
-    const int slot = round % p.depth * 32 + lane;
-    store_word(p.words + side * p.depth * 32 + slot, value, round);
-    value += 0.5f * take(p, p.words + (1 - side) * p.depth * 32 + slot, round);
-  }
-  p.out[side * 32 + lane] = value;
-}
-extern "C" __global__ void ping_pong(const Params p) { exchange(p, block_index()); }
-extern "C" __global__ void ping_pong_of_grids(const Params p) { exchange(p, p.side); }
 
 // Another thread tells that thread 0 has read: true only behind a sync of the two.
 enum Behind { the_reader_itself, nothing, warp_sync, block_sync };
@@ -102,30 +70,6 @@ extern "C" __global__ void waits_forever(const Params p) {
   sync_block();
 }
 
-// A ring of `depth` slots of 512 bytes over `rounds` chunks; wrong: 0 nothing, 1 no wait, 2 refills with no sync
-DEVICE void stream(const Params& p, int wrong) {
-  auto* full = reinterpret_cast<uint64_t*>(dynamic_shared());
-  auto* slots = reinterpret_cast<float*>(dynamic_shared() + 128);
-  const int lane = thread_index();
-  if (lane < p.depth) init_full(full + lane);
-  fence_full();
-  sync_warp();
-  float sum = 0;
-  for (int chunk = 0; chunk < p.depth; ++chunk) copy_chunk(slots + chunk * 128, p.in + chunk * 128, 512, full + chunk);
-  for (int chunk = 0; chunk < p.rounds; ++chunk) {
-    const int slot = chunk % p.depth;
-    if (wrong != 1) wait_full(full + slot, chunk / p.depth & 1);
-    for (int i = 0; i < 4; ++i) sum += slots[slot * 128 + i * 32 + lane];
-    if (wrong != 2) sync_warp();
-    const int next = chunk + p.depth;
-    if (next < p.rounds) copy_chunk(slots + slot * 128, p.in + next * 128, 512, full + slot);
-  }
-  p.out[lane] = sum;
-}
-extern "C" __global__ void ring(const Params p) { stream(p, 0); }
-extern "C" __global__ void ring_without_wait(const Params p) { stream(p, 1); }
-extern "C" __global__ void ring_without_sync(const Params p) { stream(p, 2); }
-
 extern "C" __global__ void copies_unawaited(const Params p) {
   auto* full = reinterpret_cast<uint64_t*>(dynamic_shared());
   if (thread_index() == 0) init_full(full);
@@ -143,24 +87,6 @@ extern "C" __global__ void leaves_early(const Params p) {
 }
 extern "C" __global__ void writes_outside(const Params p) { dynamic_shared()[64 + thread_index()] = 0; }
 
-extern "C" __global__ void halves(const Params p) {
-  auto* pairs = reinterpret_cast<uint32_t*>(p.out);
-  for (int i = thread_index(); i < p.rounds; i += 32) pairs[i] = pack_halves(p.in[2 * i], p.in[2 * i + 1]);
-}
-extern "C" __global__ void bf16_halves(const Params p) {
-  auto* pairs = reinterpret_cast<uint32_t*>(p.out);
-  for (int i = thread_index(); i < p.rounds; i += 32) pairs[i] = bf16_of(p.in[2 * i + 1]) << 16 | bf16_of(p.in[2 * i]);
-}
-extern "C" __global__ void floats(const Params p) {
-  auto* pairs = reinterpret_cast<const uint32_t*>(p.in);
-  for (int i = thread_index(); i < p.rounds; i += 32)
-    p.out[2 * i] = low_half(pairs[i]), p.out[2 * i + 1] = high_half(pairs[i]);
-}
-
-EMULATE(block_sum, Params)
-EMULATE(hasty_sum, Params)
-EMULATE(ping_pong, Params)
-EMULATE(ping_pong_of_grids, Params)
 EMULATE(acknowledged, Params)
 EMULATE(acknowledged_by_a_warp, Params)
 EMULATE(acknowledged_early, Params)
@@ -170,13 +96,7 @@ EMULATE(overwrites_late, Params)
 EMULATE(two_writers, Params)
 EMULATE(two_lanes_write, Params)
 EMULATE(waits_forever, Params)
-EMULATE(ring, Params)
-EMULATE(ring_without_wait, Params)
-EMULATE(ring_without_sync, Params)
 EMULATE(copies_unawaited, Params)
 EMULATE(diverges, Params)
 EMULATE(leaves_early, Params)
 EMULATE(writes_outside, Params)
-EMULATE(halves, Params)
-EMULATE(bf16_halves, Params)
-EMULATE(floats, Params)

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from laneformer.engine import Batch, Engine, Update
-from tests.laneformer.engine.assets import small_config, with_fixed_cost
+from laneformer.engine import Batch, Engine, GeneratedToken, Update
+from tests.laneformer.engine.assets import collect, small_config, with_fixed_cost
 
 FILE = Path(__file__).with_suffix(".json")
 REQUESTS = 34  # of each model
@@ -114,31 +114,19 @@ def ids_of(updates: Sequence[Update]) -> list[int]:
     assert updates[-1].error is None
     if (scores := updates[-1].scores) is not None:
         return scores.top_ids.ravel().tolist()
-    tokens = [token for update in updates for token in update.tokens]
+    return ids_of_tokens([token for update in updates for token in update.tokens])
+
+
+def ids_of_tokens(tokens: Sequence[GeneratedToken]) -> list[int]:
     return [token.id for token in tokens] + [i for token in tokens for i, _ in token.top]
 
 
 def alone(engine: Engine, asked: Asked) -> list[int]:
     """The ids, then reused positions, passes, draft tokens, and those that were right."""
-    if asked.start or asked.masks:
-        with engine.batch() as batch:
-            ticket, updates = join(batch, asked, engine.config.vocab_size), list[Update]()
-            while not updates or updates[-1].finish_reason is None:
-                updates += [update for update in batch.updates(10.0) if update.ticket == ticket]
-        found, statistics = ids_of(updates), updates[-1].statistics
-    else:
-        result = engine.generate_detailed(asked.ids, **asked.options)
-        found, statistics = (
-            result.ids + [i for token in result.tokens for i, _ in token.top],
-            result.statistics,
-        )
-    assert statistics is not None
-    return [*found, *vars(statistics).values()]
-
-
-def streamed(engine: Engine, asked: Asked) -> list[int]:
-    tokens = list(engine.stream_detailed(asked.ids, **asked.options))
-    return [token.id for token in tokens] + [i for token in tokens for i, _ in token.top]
+    with engine.batch() as batch:
+        ticket = join(batch, asked, engine.config.vocab_size)
+        updates = collect(batch, ticket)[ticket]
+    return [*ids_of(updates), *vars(updates[-1].statistics).values()]
 
 
 def side_by_side(engine: Engine, every: Sequence[Asked], late_masks: bool = False) -> list[list[int]]:

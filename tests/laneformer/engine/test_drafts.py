@@ -5,10 +5,8 @@ That no request's tokens depend on them: test_goldens.py; log-probabilities: tes
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -32,7 +30,6 @@ from tests.laneformer.engine.assets import (
 LONGEST = 64  # ids that agree
 LONG = {"max_position_embeddings": 256}
 CHEAP = 0.001  # of the cost of a pass: so that many are made
-SOURCES = ("text", "model", "head")
 
 
 def longest_end(text: list[int], other: list[int], own: bool) -> tuple[int, int]:
@@ -127,22 +124,6 @@ def set_draft_cost(engine: Engine, column: float = CHEAP, draft: float = CHEAP) 
     return engine
 
 
-@contextlib.contextmanager
-def drafting(source: str, draft: float = CHEAP, threads: int = 2, **overrides: Any) -> Iterator[Engine]:
-    """An engine whose drafts come from there, and cost as much."""
-    with contextlib.ExitStack() as opened:
-        if source == "head":
-            model = model_with_head(draft_vocab_size=40, **overrides)
-        else:
-            model = small_model(**LONG, **overrides)
-        engine = opened.enter_context(engine_of(model, threads=threads))
-        if source == "model":
-            small = small_model(**LONG, **{**overrides, "num_hidden_layers": 3, "swa_layers": ()}, seed=1)
-            other = opened.enter_context(engine_of(small, threads=threads))
-            core(engine).draft_with(core(other))
-        yield set_draft_cost(engine, draft=draft)
-
-
 @pytest.mark.parametrize("each_column", [0.0, 0.25, 2.0])
 def test_as_many_drafts_are_tried_as_their_columns_are_worth(each_column):
     with engine_of(small_model(vocab_size=100, max_position_embeddings=192)) as engine:
@@ -163,8 +144,6 @@ def test_a_prediction_is_drafted_and_changes_no_token():
         predicted = engine.generate_detailed(prompt, **options, prediction=plain)
         assert predicted.ids == plain
         assert predicted.statistics.accepted_tokens > 40
-        with pytest.raises(ValueError, match="prediction holds 1000"):
-            engine.generate(prompt, prediction=[1000])
 
 
 @pytest.mark.parametrize(("each_column", "temperature"), [(0.05, 1.0), (0.25, 0.0), (0.6, 1.0)])
@@ -179,17 +158,22 @@ def test_drafts_cost_next_to_nothing_where_they_fail(each_column, temperature):
             assert done.passes + each_column * done.proposed_tokens < 1.03 * 400
 
 
-@pytest.mark.parametrize("source", SOURCES[1:])
+@pytest.mark.parametrize("source", ["model", "head"])
 def test_drafts_that_do_not_pay_are_not_made(source):
-    with drafting(source, draft=2.0) as engine:
-        take_drafts(engine)
+    own = model_with_head(draft_vocab_size=40) if source == "head" else small_model(**LONG)
+    small = small_model(**LONG, num_hidden_layers=3, swa_layers=(), seed=1)
+    with engine_of(own) as engine, engine_of(small) as other:
+        if source == "model":
+            core(engine).draft_with(core(other))
+        take_drafts(set_draft_cost(engine, draft=2.0))
         engine.generate(random_ids(engine.config, 30, 3), max_new_tokens=60, reuse_prefix=False)
         assert not take_drafts(engine)
 
 
 def test_forced_acceptance_is_what_was_asked_for(monkeypatch):
     monkeypatch.setattr(bench, "DRAFTED_ROUNDS", 2)
-    with drafting("text") as engine:
+    with engine_of(small_model(**LONG), threads=2) as engine:
+        set_draft_cost(engine)
         figures = bench.synthetic(engine, [1.0, 0.5])
         assert 2.3 < figures["tokens_a_pass"] < 2.7  # 2.5 on the average, 76 draws
         assert figures["speed_up"] > 0

@@ -11,12 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from laneformer.config import hf_name
 from laneformer.engine import Engine
 from laneformer.engine.cpu.decoder import MAX_THREADS
+from laneformer.engine.cpu.packed_files import FOLDER
 from tests.laneformer.engine.assets import (
     engine_of,
     random_ids,
-    small_config,
     small_model,
     write_folder,
 )
@@ -77,6 +78,7 @@ OPTIONS = [
     ({"top_p": 0}, "top_p"),
     ({"top_k": 2.5}, "integer"),
     ({"stop_ids": [100]}, "stop_ids holds 100"),
+    ({"prediction": [1000]}, "prediction holds 1000"),
     ({"ignore_eos": "yes"}, "ignore_eos"),
 ]
 PROMPTS = [
@@ -90,46 +92,58 @@ PROMPTS = [
 ]
 
 
+SCORING = [
+    ({"start": 0}, "start = 0 is outside 1 to 5"),
+    ({"top": -1}, "top = -1 is outside 0 to 100"),
+    ({"top": 1.5}, "top = 1.5 must be an integer"),
+    ({"reuse_prefix": None}, "reuse_prefix = None must be True or False"),
+]
+
+
 def test_options_and_prompts(engine):
     for options, message in OPTIONS:
         with pytest.raises(ValueError, match=message):
             engine.generate([1], **options)
+    for options, message in SCORING:
+        with pytest.raises(ValueError, match=message):
+            engine.logprobs([1, 2, 3, 4, 5], **options)
     for ids, message in PROMPTS:
-        for call in (engine.generate, engine.stream, engine.logits, engine.logprobs):
-            if call == engine.logprobs and len(ids) == 97:
-                continue  # the last id is only predicted, so one more fits
+        for call in (engine.generate, engine.stream, engine.logits):
             with pytest.raises(ValueError, match=message):
                 call(ids)
-
-
-def test_scoring_takes_one_id_more_than_the_context(engine):
-    assert len(engine.logprobs([1] * 97)) == 96
+    assert len(engine.logprobs([1] * 97)) == 96  # the last id is only predicted
     with pytest.raises(ValueError, match="98 tokens, more than the 97 that fit"):
         engine.logprobs([1] * 98)
 
 
-def test_engine_options(refuses):
-    for options, message in (
-        ({"device": "cuda:x"}, "device = 'cuda:x' is unknown"),
-        ({"device": "tpu"}, "device = 'tpu'"),
-        ({"dtype": "int3"}, "dtype = 'int3'"),
-        ({"dtype": torch.float64}, "dtype = torch.float64 is unknown"),
-        ({"threads": MAX_THREADS + 1}, f"must be an integer from 1 to {MAX_THREADS}"),
-        ({"isa": "sse9"}, "isa = 'sse9' cannot run here"),
-        ({"kv_dtype": "int4"}, "kv_dtype = 'int4' is unknown"),
-        ({"cache_bytes": -1}, "cache_bytes = -1 must be an integer from 0"),
-        ({"cache_bytes": "1g"}, "cache_bytes = '1g' must be an integer from 0"),
-        ({"context_tokens": 2**31 - 1}, "2147483647 needs [0-9,.]+ GB .* this machine has [0-9,.]+ GB"),
-    ):
+CHOICES = r"choose from \('auto', .*'int8', 'int4', 'gguf'\)"
+ENGINE_OPTIONS = [
+    ({"device": "cuda:x"}, "device = 'cuda:x' is unknown"),
+    ({"device": "tpu"}, "device = 'tpu'"),
+    ({"dtype": "int3"}, f"dtype = 'int3' is unknown; {CHOICES}"),
+    ({"dtype": torch.float64}, "dtype = torch.float64 is unknown"),
+    ({"math": "int3"}, r"'int3' is unknown; choose from \('auto', 'fast', 'exact', 'bf16', 'int8'\)"),
+    ({"dtype": "int8", "math": "bf16"}, "math = 'bf16' needs bf16 weights, these are int8"),
+    ({"dtype": "int4", "math": "exact"}, r"math = 'exact' needs .* these are int4; use math = 'int8'"),
+    ({"math": "int8"}, "math = 'int8' needs int8 or int4 or gguf weights, these are fp32"),
+    ({"threads": MAX_THREADS + 1}, f"threads = {MAX_THREADS + 1} is outside 1 to {MAX_THREADS}"),
+    ({"isa": "sse9"}, "isa = 'sse9' cannot run here"),
+    ({"kv_dtype": "int4"}, "kv_dtype = 'int4' is unknown"),
+    ({"cache_bytes": -1}, "cache_bytes = -1 is outside 0"),
+    ({"cache_bytes": "1g"}, "cache_bytes = '1g' must be an integer"),
+    ({"cache_dir_bytes": -1}, "cache_dir_bytes = -1 is outside 0"),
+    ({"cache_dir": "/proc/nothing"}, "cannot be used.*choose a directory"),
+    ({"cache_dir": "x", "device": "cuda:0"}, "use device = 'cpu'"),
+    ({"context_tokens": 2**31 - 1}, "2147483647 needs [0-9,.]+ GB .* this machine has [0-9,.]+ GB"),
+]
+
+
+def test_engine_options(refuses, monkeypatch):
+    for options, message in ENGINE_OPTIONS:
+        if "cache_dir" in options:
+            devices = "laneformer.engine.loading.cuda_devices"
+            monkeypatch.setattr(devices, lambda device: [0] if "cuda" in device else [])
         refuses(message, **options)
-
-
-def test_a_closed_engine_says_so():
-    engine = engine_of(small_model())
-    engine.close()
-    engine.close()
-    with pytest.raises(ValueError, match="closed"):
-        engine.generate([1])
 
 
 def test_missing_files(tmp_path, folder, refuses):
@@ -165,53 +179,63 @@ def test_configs(folder, refuses):
 def test_a_misspelt_key_is_refused_and_bookkeeping_is_not(folder, refuses):
     change_config(folder, transformers_version="5.0", auto_map={}, torch_dtype="float32", use_cache=True)
     Engine.from_pretrained(folder).close()
-    values = json.loads((folder / "config.json").read_text())
-    values["broadcast_dely"] = values.pop("broadcast_delay")
-    (folder / "config.json").write_text(json.dumps(values))
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace("broadcast_delay", "broadcast_dely"))
     refuses("did you mean 'broadcast_delay'")
 
 
-def test_truncated_weights(folder, refuses):
-    whole = (folder / WEIGHTS).read_bytes()
-    for size in (0, 7, 9, 500, len(whole) // 2, len(whole) - 1):
-        (folder / WEIGHTS).write_bytes(whole[:size])
-        refuses("truncated")
-    (folder / WEIGHTS).write_bytes(b"\x10" + bytes(7) + b"not json at all!" + bytes(64))
-    refuses("no valid safetensors header")
-
-
-def test_values_that_are_not_finite_or_do_not_fit_are_named(folder, refuses):
-    whole = (folder / WEIGHTS).read_bytes()
-    for name, value in (
-        ("model.layers.1.attention.wk.weight", "nan"),
-        ("model.tok_embeddings.weight", "nan"),
-        ("lm_head.weight", "nan"),
-        ("model.norm.weight", "inf"),
-    ):
-        (folder / WEIGHTS).write_bytes(whole)
-        change_weights(folder, lambda state: state[name].view(-1)[-1].fill_(float(value)))  # noqa: B023
-        refuses(rf"tensor {name.removeprefix('model.')} holds values that are not finite")
-    (folder / WEIGHTS).write_bytes(whole)
-    change_weights(folder, lambda state: state["model.layers.0.attention.wq.weight"][0, 0, 0].fill_(1e5))
-    refuses("too large for the dtype", dtype="fp16")
-
-
-def test_wrong_shapes_types_and_offsets(folder, refuses):
-    raw = (folder / WEIGHTS).read_bytes()
-    norm = "model.norm.weight"
+def test_weights_that_are_no_safetensors(folder, refuses):
+    whole, norm = (folder / WEIGHTS).read_bytes(), "model.norm.weight"
+    size = int.from_bytes(whole[:8], "little")
+    damaged = [whole[:length] for length in (0, 7, 9, 500, len(whole) // 2, len(whole) - 1)]
+    damaged.append(b"\x10" + bytes(7) + b"not json at all!" + bytes(64))
+    for values in ({"data_offsets": [0, -8]}, {"shape": [48.0]}):
+        header = json.loads(whole[8 : 8 + size])
+        header[norm].update(values)
+        text = json.dumps(header).encode()
+        damaged.append(len(text).to_bytes(8, "little") + text + whole[8 + size :])
+    for data in damaged:
+        (folder / WEIGHTS).write_bytes(data)
+        refuses(r"model\.safetensors is truncated, or has no valid safetensors header")
     for tensor, message in (
         (torch.ones(47), r"norm\.weight has shape \(47,\)"),
         (torch.ones(48, dtype=torch.int64), "type I64"),
     ):
+        (folder / WEIGHTS).write_bytes(whole)
         change_weights(folder, lambda state: state.update({norm: tensor}))  # noqa: B023
         refuses(message)
-    size = int.from_bytes(raw[:8], "little")
-    for values in ({"data_offsets": [0, -8]}, {"shape": [48.0]}):
-        header = json.loads(raw[8 : 8 + size])
-        header[norm].update(values)
-        text = json.dumps(header).encode()
-        (folder / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])
-        refuses(r"tensor model\.norm\.weight .* not all whole numbers")
+
+
+def test_tensors_may_begin_at_any_byte(folder):
+    whole = (folder / WEIGHTS).read_bytes()
+    size = int.from_bytes(whole[:8], "little")
+    expected = logits_of(folder)
+    odd = (size + 1).to_bytes(8, "little") + whole[8 : 8 + size] + b" " + whole[8 + size :]
+    (folder / WEIGHTS).write_bytes(odd)
+    np.testing.assert_array_equal(logits_of(folder), expected)
+
+
+def logits_of(folder) -> np.ndarray:
+    with Engine.from_pretrained(folder, cache=False) as engine:
+        return engine.logits([1, 2, 3])
+
+
+def test_values_that_are_not_finite_or_do_not_fit_are_named(folder, refuses):
+    whole = (folder / WEIGHTS).read_bytes()
+    for name, value, dtype in (
+        ("layers.1.attention.wk.weight", "nan", "auto"),
+        ("tok_embeddings.weight", "nan", "auto"),
+        ("lm_head.weight", "nan", "auto"),
+        ("norm.weight", "inf", "auto"),
+        ("layers.2.feed_forward.w3.weight", "nan", "int8"),
+        ("layers.2.feed_forward.w3.weight", "inf", "int8"),
+        ("layers.2.feed_forward.w3.weight", "-inf", "int4"),
+        ("layers.0.attention.wq.weight", "1e5", "fp16"),
+    ):
+        (folder / WEIGHTS).write_bytes(whole)
+        change_weights(folder, lambda state: state[hf_name(name)].view(-1)[-1].fill_(float(value)))  # noqa: B023
+        refuses(rf"tensor {name} holds values that are not finite", dtype=dtype)
+        assert not list((folder / FOLDER).glob("*")), "such weights are not kept"
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
@@ -233,7 +257,7 @@ def test_conversions_round_as_pytorch_does(dtype):
 
 
 def test_sharded_checkpoints(folder, refuses):
-    state = load_file(folder / WEIGHTS)
+    expected, state = logits_of(folder), load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
     names = sorted(state)
     parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
@@ -241,8 +265,7 @@ def test_sharded_checkpoints(folder, refuses):
         save_file({name: state[name] for name in part}, folder / file)
     index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with Engine.from_pretrained(folder) as engine, engine_of(small_model()) as whole:
-        np.testing.assert_array_equal(engine.logits([1, 2, 3]), whole.logits([1, 2, 3]))
+    np.testing.assert_array_equal(logits_of(folder), expected)
     (folder / "model-00002-of-00002.safetensors").unlink()
     refuses("files that are missing")
 
@@ -257,32 +280,19 @@ def test_activations_beyond_float32_are_an_error(head, scale):
     with torch.no_grad():
         (model.lm_head if scale > 1e35 else model.layers[2].feed_forward.w2).weight.mul_(scale)
     with engine_of(model, threads=3) as engine:
-        calls = (
-            engine.generate,
-            engine.logits,
-            lambda ids: engine.logprobs([*ids, 4]),
-        )
-        for call in calls:
+        for call in (engine.generate, engine.logits, engine.logprobs):
             with pytest.raises(OverflowError, match="infinite, NaN, or beyond what float32 can square"):
-                call([1, 2, 3])
-
-
-def test_dtypes_as_torch_spells_them(folder):
-    for dtype in ("bfloat16", torch.bfloat16, "bf16"):
-        with Engine.from_pretrained(folder, dtype=dtype) as engine:
-            assert engine.dtype == "bf16"
-    assert Engine.random(small_config(), dtype="float32").dtype == "fp32"
+                call([1, 2, 3, 4])
 
 
 def cast(folder, dtype, *names: str) -> None:
-    def change(state) -> None:
-        for name in names or list(state):
-            state[name] = state[name].to(dtype)
-
-    change_weights(folder, change)
+    change_weights(folder, lambda state: state.update({n: state[n].to(dtype) for n in names or state}))
 
 
 def test_the_automatic_dtype_is_that_of_the_layers(folder, refuses):
+    """And torch's names of types are known."""
+    for dtype in ("bfloat16", torch.bfloat16, "bf16"):
+        assert Engine.from_pretrained(folder, dtype=dtype).dtype == "bf16"
     cast(folder, torch.bfloat16, "lm_head.weight")
     assert Engine.from_pretrained(folder).dtype == "fp32"
     cast(folder, torch.bfloat16)

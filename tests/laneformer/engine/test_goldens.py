@@ -20,9 +20,9 @@ from tests.laneformer.engine.goldens import (
     alone,
     engine_of,
     goldens,
+    ids_of_tokens,
     requests,
     side_by_side,
-    streamed,
 )
 
 GOLDENS = goldens()
@@ -58,11 +58,13 @@ def test_on_every_instruction_set(name):
             check_all(name, threads=threads, isa=isa)
 
 
-def test_as_streams():
+def test_as_streams_and_at_once():
     with engine_of("delay_2", threads=3) as engine:
         for asked, expected in zip(requests("delay_2"), ids("delay_2"), strict=True):
             if not asked.start and not asked.masks:
-                assert streamed(engine, asked) == expected
+                tokens = list(engine.stream_detailed(asked.ids, **asked.options))
+                result = engine.generate_detailed(asked.ids, **asked.options | {"reuse_prefix": False})
+                assert ids_of_tokens(tokens) == ids_of_tokens(result.tokens) == expected
 
 
 def test_with_masks_that_come_late():

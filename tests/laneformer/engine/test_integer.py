@@ -1,27 +1,33 @@
-"""Integer products: int4 weights, int8 and int4 weights with activations rounded to int8.
+"""Weights in int8 and int4, products with activations rounded to int8, and engines of such weights.
 
-The definition is written down here, in numpy, and every instruction set has to give its bits. Engines with such
-weights: test_int8.py; that threads and blocks change no bit of theirs: test_bits.py.
+The definition is written down here, in numpy, and every instruction set has to give its bits. That threads and blocks
+change no bit: test_bits.py.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+from laneformer import Laneformer
 from laneformer.engine.cpu import _core
 from laneformer.engine.cpu.decoder import chosen_math
 from tests.laneformer.engine.assets import (
     ISAS_BELOW_AMX,
     engine_of,
     random_ids,
+    random_model,
+    small_config,
     small_model,
     usable_isas,
 )
+from tools.check.reference import dequantised
 
 ISAS = usable_isas(ISAS_BELOW_AMX)
 LEVELS = np.array([0, 14, 26, 35, 43, 51, 58, 64, 70, 76, 82, 89, 96, 104, 114, 127]) - 69
-GROUP = 32
+GROUP, LARGEST = 32, 127
+HEADS = ("vocab_parallel", "replicate", "lane")
 single = np.float32
 
 
@@ -109,10 +115,22 @@ def test_inputs_too_small_for_a_scale_are_zeros():
     np.testing.assert_array_equal(product[:32], 0)
 
 
-def packed(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Levels (rows, groups, 32) and scales (rows, groups) of int4."""
-    tape, _ = _core.multiply(weights, weights[:1], "int4", "int8", "portable")
-    return unpacked(tape, *weights.shape, "int4")
+def packed(weights: np.ndarray, dtype: str = "int4") -> tuple[np.ndarray, np.ndarray]:
+    """Integers (rows, groups, 32), and scales by row and group (int4) or by row (int8)."""
+    tape, _ = _core.multiply(weights, weights[:1], dtype, "int8", "portable")
+    return unpacked(tape, *weights.shape, dtype)
+
+
+def test_int8_holds_every_weight_rounded_once():
+    """To whole multiples of a row's scale, as tools.check.reference has it; rows too small for a scale are zeros."""
+    weights = drawn(72, 96)
+    weights[5], weights[6] = 0.0, 1e-37  # which over 127 is no normal number any more
+    integers, scales = packed(weights, "int8")
+    steps = np.abs(weights).max(1).astype(np.float64) / LARGEST
+    steps[steps < np.finfo(single).tiny] = 0
+    np.testing.assert_allclose(scales, steps, rtol=2**-24)  # one rounding to float32
+    meant = dequantised({"w": torch.from_numpy(weights)})["w"].numpy()
+    np.testing.assert_array_equal(integers.reshape(weights.shape) * scales[:, None].astype(np.float64), meant)
 
 
 def test_the_scales_are_nearly_the_best_ones():
@@ -144,7 +162,29 @@ def test_zeros_stay_zeros_and_small_or_large_weights_are_no_surprise():
             packed(weights)
 
 
-@pytest.mark.parametrize("head", ["vocab_parallel", "replicate", "lane"])
+def powers_of_two(model: Laneformer) -> Laneformer:
+    """Every row in whole multiples of a power of two, 127 of them somewhere: int8 holds such a model exactly."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "norm" not in name and "embeddings" not in name:
+                integers = torch.randint(-LARGEST, LARGEST + 1, p.shape, generator=generator)
+                integers[..., 3] = -LARGEST
+                p.copy_(integers * 2.0 ** -torch.randint(7, 11, (*p.shape[:-1], 1), generator=generator))
+    return model
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_model_that_int8_holds_gives_the_bits_of_fp32(head):
+    """Sums of integers, scaled at their end by a power of two, round as the sums of the scaled weights do."""
+    model = powers_of_two(small_model(lm_head_type=head))
+    ids = random_ids(model.config, 50)
+    for isa in usable_isas():
+        with engine_of(model, isa=isa) as single, engine_of(model, dtype="int8", isa=isa) as small:
+            np.testing.assert_array_equal(small.logits(ids), single.logits(ids))
+
+
+@pytest.mark.parametrize("head", HEADS)
 def test_logits_are_near_those_of_exact_activations(head):
     """Rounded to int8 in groups, activations cost about a hundredth of the logits' spread; more is a fault."""
     model = small_model(lm_head_type=head, seed=1, dtype="bf16")
@@ -167,3 +207,15 @@ def test_logits_are_near_those_of_exact_activations(head):
 def test_what_is_fast_depends_on_the_weights_and_the_cpu(monkeypatch, dtype, isa, auto, fast):
     monkeypatch.setattr(_core, "isa_of", lambda asked: isa)
     assert (chosen_math("auto", dtype, "auto"), chosen_math("fast", dtype, "auto")) == (auto, fast)
+
+
+def test_a_weight_takes_a_byte_or_half_of_one_and_the_embedding_keeps_its_type():
+    """int4: but for the outer layers and the head. Scales and padding to tiles come on top."""
+    wide = small_config(hidden_size=256, intermediate_size=512, num_hidden_layers=12, swa_layers=())
+    bytes_of = {}
+    for dtype in ("bf16", "int8", "int4"):
+        with engine_of(random_model(wide, dtype="bf16"), dtype=dtype, threads=2) as engine:
+            bytes_of[dtype] = engine.weight_bytes
+            assert engine._open().part(2).nbytes == 2 * wide.vocab_size * wide.hidden_size
+    assert 0.5 < bytes_of["int8"] / bytes_of["bf16"] < 0.53
+    assert 0.3 < bytes_of["int4"] / bytes_of["bf16"] < 0.36

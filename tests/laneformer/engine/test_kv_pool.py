@@ -14,7 +14,6 @@ from tests.laneformer.engine.assets import (
     collect,
     core,
     engine_of,
-    generate_together,
     random_ids,
     random_model,
     resident_bytes,
@@ -124,15 +123,6 @@ def test_positions_between_starts_go_first():
         for kept, start in ((760, 649), (650, 649), (640, 449), (460, 449), (380, 299), (250, 0)):
             prompt = [*talk[:kept], (talk[kept] + 1) % 100]
             assert start <= reused_as_fresh(engine, fresh, prompt, 1) <= -(-start // PAGE) * PAGE
-
-
-def test_choices_of_one_prompt_read_it_once():
-    model = small_model(**LONG, seed=6)
-    prompt = random_ids(model.config, 300)
-    with engine_of(model, threads=2) as engine:
-        generate_together(engine, [prompt] * 3, max_new_tokens=12, temperature=1.0, seeds=[1, 2, 3])
-        assert engine.statistics.reused_tokens == 2 * 299
-        assert engine.statistics.passes == 3 + 12  # the others' first tokens come one pass later
 
 
 def test_a_request_copies_from_one_that_runs():

@@ -65,15 +65,3 @@ def test_prompt_logprobs_with_the_likeliest_ids(head):
     np.testing.assert_array_equal(scores.is_greedy, scores.top_ids[:, 0] == ids[1:])
     np.testing.assert_array_equal(scores.top_ids, np.argsort(-logp[:-1], 1, kind="stable")[:, :3])
     assert np.abs(scores.top_logprobs - np.take_along_axis(logp[:-1], scores.top_ids, 1)).max() <= allowed
-
-
-def test_bad_options():
-    with engine_of(small_model()) as engine:
-        for options, message in (
-            ({"start": 0}, "start = 0 is outside 1 to 5"),
-            ({"top": -1}, "top = -1 is outside 0 to 100"),
-            ({"top": 1.5}, "top = 1.5 must be an integer"),
-            ({"reuse_prefix": None}, "reuse_prefix = None must be True or False"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                engine.logprobs([1, 2, 3, 4, 5], **options)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,10 +14,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from laneformer.engine import Engine, machine
-from laneformer.engine.cpu import _core, packed
+from laneformer.engine.cpu import _core, packed, packed_files
 from laneformer.engine.cpu import decoder as cpu_decoder
+from laneformer.engine.cpu.cache_files import hold
 from laneformer.engine.cpu.packed import ALIGNMENT, PackedWeights
-from laneformer.engine.cpu.packed_files import FOLDER
+from laneformer.engine.cpu.packed_files import BUDGET, FOLDER, SOURCE, list_packed
 from tests.laneformer.engine.assets import (
     engine_of,
     random_ids,
@@ -27,9 +30,13 @@ from tests.laneformer.engine.assets import (
 IDS = random_ids(small_config(), 30)
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+
+
+@pytest.fixture
+def folder(tmp_path):
     return write_folder(tmp_path / "hf", small_model(dtype="bf16"))
 
 
@@ -55,43 +62,26 @@ def logits_of(folder, **options) -> np.ndarray:
 
 
 def only_file(folder):
-    files = sorted((folder / FOLDER).iterdir())
-    assert [path.suffix for path in files] == [".bin", ".checked"], files
-    return files[0]
-
-
-def only_parts(folder) -> int:
-    return len(packed.read_header(only_file(folder))[1]["parts"])
+    (path,) = (folder / FOLDER).glob("*.bin")
+    return path
 
 
 def test_a_second_start_maps_what_the_first_packed(folder, loads, hashed):
+    """And compares it with its hashes: every tape and the embedding once, and again where the file was touched."""
     expected = engine_of(small_model(dtype="bf16")).logits(IDS)
-    for start in range(3):
+    compared = []
+    for start in range(6):
         np.testing.assert_array_equal(logits_of(folder), expected)
-        assert loads[-1] == (start > 0)
-        assert bool(hashed) == (start == 0), "a checked file is not read twice"
+        compared.append(len(hashed))
         del hashed[:]
-    os.utime(only_file(folder))  # touched: every tape and the embedding, once
-    for _ in range(2):
-        logits_of(folder)
-    assert len(hashed) == only_parts(folder)
-    only_file(folder).with_suffix(".checked").write_text("no list of stamps")
-    logits_of(folder)
-    assert len(hashed) == 2 * only_parts(folder)
-    assert loads == [False, True, True, True, True, True]
-
-
-def test_a_file_that_may_not_have_reached_the_disk_is_compared_after_a_reboot(
-    folder, loads, hashed, monkeypatch
-):
-    logits_of(folder)
-    for boot in "another one", "and one more":
-        del hashed[:]
-        monkeypatch.setattr(packed, "boot", lambda boot=boot: boot)
-        logits_of(folder)
-        # once: then it is on the disk
-        assert len(hashed) == (only_parts(folder) if boot == "another one" else 0)
-    assert loads == [False, True, True]
+        if start == 2:
+            os.utime(only_file(folder))
+        if start == 4:
+            only_file(folder).with_suffix(".checked").write_text("no list of stamps")
+    parts = len(packed.read_header(only_file(folder))[1]["parts"])
+    assert compared[0] > parts, "the weights, too"
+    assert compared[1:] == [parts, 0, parts, 0, parts]
+    assert loads == [False] + [True] * 5
 
 
 def test_what_changes_the_tapes_has_a_file_of_its_own(folder, loads):
@@ -144,7 +134,6 @@ def test_damage_is_found_and_repaired(folder, loads, damage):
     for _ in range(2):
         np.testing.assert_array_equal(logits_of(folder), expected)
     assert loads == [False, False, True]
-    only_file(folder)
 
 
 def test_without_room_on_the_disk_nothing_is_kept(folder, loads, monkeypatch):
@@ -152,17 +141,6 @@ def test_without_room_on_the_disk_nothing_is_kept(folder, loads, monkeypatch):
     np.testing.assert_array_equal(logits_of(folder), logits_of(folder))
     assert loads == [False, False]
     assert not list((folder / FOLDER).iterdir())
-
-
-def test_bad_values_are_never_kept(folder):
-    path = folder / "model.safetensors"
-    state = load_file(path)
-    state["model.layers.4.feed_forward.w2.weight"][0, 0, 0] = float("nan")
-    save_file(state, path)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="not finite"):
-            logits_of(folder)
-    assert not (folder / FOLDER).exists()
 
 
 def test_the_hash_sees_every_word_and_their_order():
@@ -186,7 +164,8 @@ def test_the_four_plans_used_last_stay(folder, loads):
     logits_of(folder, threads=1)  # used again: 2 is now the oldest
     logits_of(folder, threads=1, context_tokens=64)  # packs nothing else
     logits_of(folder, threads=5)
-    assert len(list(directory.glob("*.bin"))) == len(list(directory.glob("*.checked"))) == 4
+    assert len(list(directory.glob("*.bin"))) == 4
+    assert len(list(directory.glob("*.checked"))) == 1, "those that were read again"
     del loads[:]
     for threads in (1, 3, 4, 5, 2):
         logits_of(folder, threads=threads)
@@ -224,3 +203,100 @@ def test_the_file_system_of_a_path(tmp_path):
     (tmp_path / "proc/self/mountinfo").write_text(lines)
     assert machine.file_system(tmp_path, root=tmp_path) == "tmpfs"
     assert machine.file_system(tmp_path, root=tmp_path / "nowhere") == ""
+
+
+# ---- which files stay: within one budget over all models, those used last, and never without their model ----
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    """Three folders, of which the last takes no files."""
+    monkeypatch.delenv(BUDGET, raising=False)
+    folders = [write_folder(tmp_path / name, small_model()) for name in "abc"]
+    (folders[2] / FOLDER).write_text("a file where the directory would be")
+    return folders
+
+
+def start(folder: Path, age_s: float = 0.0) -> Path:
+    """The file that a start leaves, used so long ago."""
+    with Engine.from_pretrained(folder, threads=1):
+        pass
+    path = next(one.path for one in list_packed() if one.source == folder)
+    used_s = path.stat().st_mtime - age_s
+    os.utime(path, (used_s, used_s))
+    return path
+
+
+def test_the_files_used_longest_ago_leave_first(models, monkeypatch):
+    first, second = start(models[0], 100.0), start(models[1], 200.0)
+    second.with_suffix(".checked").touch()
+    os.utime(second.with_suffix(".checked"), (0, 0))
+    size = first.stat().st_size
+    assert [one.path for one in list_packed()] == [second, first]
+    monkeypatch.setenv(BUDGET, str(2 * size + 1))
+    third = start(models[2])
+    assert [one.path for one in list_packed()] == [first, third]
+    assert not second.with_suffix(".checked").exists()
+    assert sum(one.bytes for one in list_packed()) == 2 * size
+
+
+def test_a_file_that_an_engine_has_mapped_stays(models, monkeypatch):
+    first, second = start(models[0], 200.0), start(models[1], 100.0)
+    monkeypatch.setenv(BUDGET, str(2 * first.stat().st_size + 1))
+    with Engine.from_pretrained(models[0], threads=1) as engine:
+        os.utime(first.with_suffix(".checked"), (0, 0))  # whatever it says of its use
+        expected = engine.logits([1, 2, 3])
+        third = start(models[2])
+        assert {one.path for one in list_packed()} == {first, third}
+        assert (engine.logits([1, 2, 3]) == expected).all()
+    assert not second.exists()
+    del engine
+    assert packed_files.remove(first), "the lock ended with the mapping"
+
+
+def test_what_has_lost_its_model_is_removed(models):
+    path = start(models[2])
+    assert (path.parent / SOURCE).read_text() == str(models[2])
+    shutil.rmtree(models[2])
+    foreign = path.parent.parent / "0123456789abcdef" / "0.bin"  # of a version that did not say whose it is
+    foreign.parent.mkdir()
+    foreign.write_bytes(b"12345678901")
+    named = foreign.with_name("1.bin")  # of this layout: nothing says whose
+    shutil.copyfile(path, named)
+    other = foreign.parent.parent / "cubins" / "0.bin"  # of another cache
+    other.parent.mkdir()
+    other.write_bytes(b"12345678901")
+    start(models[0])
+    assert not path.parent.exists()
+    assert not foreign.parent.exists()
+    assert other.exists()
+
+
+def test_what_nobody_can_use_is_removed_of_every_model(models):
+    first = start(models[0])
+    old, part, mark = (first.with_name(f"0{suffix}") for suffix in (".bin", ".7.part", ".checked"))
+    young = first.with_name("0.8.part")  # its writer lives
+    old.write_bytes(b"12345678901")
+    for path in (part, young):
+        path.write_bytes(b"unfinished")
+    (lost := first.with_name("1.checked")).write_text("")
+    mark.write_text("")
+    with young.open("rb") as writing:
+        hold(writing)
+        second = start(models[1])
+    assert sorted(first.parent.iterdir()) == sorted([first, young])
+    assert {one.path for one in list_packed()} == {first, second}
+    assert not lost.exists()
+
+
+def test_a_file_larger_than_the_budget_is_not_kept(models, monkeypatch):
+    monkeypatch.setenv(BUDGET, "1000")
+    with Engine.from_pretrained(models[0], threads=1) as engine:
+        engine.logits([1])
+    assert list_packed() == []
+    assert not list((models[0] / FOLDER).iterdir())
+    monkeypatch.setenv(BUDGET, "32 GB")
+    with pytest.raises(
+        ValueError, match="LANEFORMER_PACKED_BYTES = '32 GB' must be a number of bytes, such as"
+    ):
+        Engine.from_pretrained(models[1], threads=1)

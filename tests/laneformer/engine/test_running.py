@@ -63,6 +63,10 @@ def test_unfinished_work_never_looks_finished(engine, call, end):
         CALLS[call](engine)
     if end == "cancel":
         assert len(engine.generate([1], max_new_tokens=5)) == 5, "the next request is another one"
+        return
+    engine.close()
+    with pytest.raises(ValueError, match="this engine is closed"):
+        engine.generate([1])
 
 
 def test_a_cancelled_generation_says_so_and_keeps_its_tokens(engine):

@@ -40,10 +40,9 @@ def probabilities(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.
     return weights / weights.sum()
 
 
-def draw(logits, options: GenerationOptions, prompt=(0,), output=(), position=None) -> int:
-    position = len(prompt) + len(output) - 1 if position is None else position
+def draw(logits, options: GenerationOptions, prompt=(0,), output=()) -> int:
     request = make_request(options, [0], len(logits))
-    return _core.sample(logits, request, list(prompt), list(output), position)
+    return _core.sample(logits, request, list(prompt), list(output), len(prompt) + len(output) - 1)
 
 
 def draw_many(logits, count: int, **options) -> np.ndarray:

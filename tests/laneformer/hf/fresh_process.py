@@ -86,7 +86,6 @@ def ask_tokenizer(path: str) -> dict:
         "decoded": [tokenizer.decode(row[1:]) for row in ids],
         "special_ids": [getattr(tokenizer, name) for name in names],
         "chats": [(chat["input_ids"], chat["assistant_masks"]) for chat in chats],
-        "prompt": render(asked["chats"][0], tokenize=False, add_generation_prompt=True),
     }
 
 

@@ -6,17 +6,25 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from laneformer.hf.export import export
-from laneformer.hf.load_folder import import_folder
+from laneformer.hf.load_folder import import_folder, read_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_import_and_export_give_the_same_bits(tmp_path, checkpoint, dtype):
-    export(checkpoint, tmp_path / "hf", dtype, max_shard_bytes=1_000_000)
+def test_import_and_export_give_the_same_bits(tmp_path, checkpoint, model, dtype):
+    """Of weights that are rounded, and nothing else; a link's run folder is that of the real checkpoint."""
+    linked = tmp_path / "step-30"
+    linked.symlink_to(checkpoint)
+    export(linked, tmp_path / "hf", dtype, max_shard_bytes=1_000_000)
     assert len(list((tmp_path / "hf").glob("model-*-of-*.safetensors"))) > 2
+    stored = read_weights(tmp_path / "hf", model.config)
+    rounded = {name: weight.to(getattr(torch, dtype)) for name, weight in model.state_dict().items()}
+    assert stored.keys() == rounded.keys()
+    assert all(torch.equal(stored[name], weight) for name, weight in rounded.items())
     report = import_folder(tmp_path / "hf", tmp_path / "run")
     assert (report["dtype"], report["tokenizer"]) == (dtype, True)
     export(Path(report["checkpoint"]), tmp_path / "again", dtype, max_shard_bytes=1_000_000)

@@ -57,17 +57,13 @@ def test_spaces_of_equal_score(tmp_path):
         assert tokenizer.encode(text, add_special_tokens=False).ids == sp.encode(text)
 
 
-def test_text_that_spells_a_special_token(tmp_path):
+def test_special_tokens_and_wrong_merges(tmp_path):
+    """Text that spells a special token becomes it, which SentencePiece reads as plain characters."""
     path, sp = saved(tmp_path, sentencepiece_model())
     tokenizer = tokenizer_from_sentencepiece(path)
     ids = tokenizer.encode("a</s>b", add_special_tokens=False).ids
     assert ids == [*sp.encode("a"), sp.eos_id(), *sp.encode("b")]
-    assert sp.eos_id() not in sp.encode("a</s>b")  # SentencePiece reads it as plain characters
-
-
-def test_wrong_merges_are_noticed(tmp_path):
-    path, sp = saved(tmp_path, sentencepiece_model())
-    tokenizer = tokenizer_from_sentencepiece(path)
+    assert sp.eos_id() not in sp.encode("a</s>b")
     vocab = {sp.id_to_piece(i): i for i in range(len(sp))}
     tokenizer.model = models.BPE(vocab, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     with pytest.raises(ValueError, match="SentencePiece gives"):

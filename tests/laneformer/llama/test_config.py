@@ -34,6 +34,7 @@ def test_defaults_are_those_of_the_first_llama():
     assert (config.num_lanes, config.broadcast_delay, config.lm_head_type) == (2, 0, "vocab_parallel")
     assert (config.swa_layers, config.rope_scaling, config.tie_word_embeddings) == ((), None, False)
     assert not config.borrowed()
+    assert config_of_llama(LLAMA, 4).lm_head_type == "replicate", "lanes that do not divide the vocabulary"
 
 
 def sizes(heads: int, kv_heads: int | None, width: int) -> dict[str, Any]:
@@ -50,10 +51,6 @@ def sizes(heads: int, kv_heads: int | None, width: int) -> dict[str, Any]:
 )
 def test_lanes_share_the_threads_evenly(of, lanes):
     assert {threads: lanes_for(of, threads) for threads in lanes} == lanes
-
-
-def test_a_vocabulary_that_the_lanes_do_not_divide_has_a_replicated_head():
-    assert config_of_llama(LLAMA, 4).lm_head_type == "replicate"
 
 
 @pytest.mark.parametrize(
@@ -126,25 +123,19 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "qwen2_moe", "num_experts": 8},
      r"'qwen2_moe' is not supported \(a mixture of experts\); the nearest that is: 'qwen3_moe'; supp"),
     ({"model_type": "qwen3_5", "text_config": {"linear_num_key_heads": 16}}, QWEN35 + "'qwen3'; supp"),
-    ({"model_type": "qwen3_5_text", "layer_types": ["full_attention"] * 3}, QWEN35 + "'qwen3'; supp"),
     ({"model_type": "qwen3_5_moe_text", "num_experts": 8}, QWEN35 + "'qwen3_moe'; supp"),
-    ({"model_type": "qwen3_next"}, QWEN35 + "'qwen3_moe'; supp"),
     ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, r"\(multi-head latent attention\)"),
     ({"model_type": "gemma2", "attn_logit_softcapping": 50.0},
      r"\(logit soft-capping\); the nearest that is: 'gemma3'; supported are folders of"),
     ({"model_type": "bloom"}, r"'bloom' is not supported; supported are .* llama, mistral, .*qwen2"),
-    ({"model_type": "mixtral", "num_local_experts": 8}, "a mixture of experts"),
     ({"model_type": None}, "model_type = None is not supported"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "only LlamaForCausalLM"),
     # experts
     (QWEN3_MOE | {"decoder_sparse_step": 2}, r"step = 2 is not .* .dense layers among .*; only 1"),
     (QWEN3_MOE | {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] is not supported .dense layers"),
     (QWEN3_MOE | {"num_experts_per_tok": 9}, r"total=8, active=9.* must be from 1 to `total`"),
-    (QWEN3_MOE | {"n_shared_experts": 1}, r"n_shared_experts = 1 is not supported .a mixture of exp"),
     ({"num_experts": 4}, "num_experts = 4 is not supported .a mixture of experts."),
     (GPT_OSS | {"swiglu_limit": 5.0}, r"swiglu_limit = 5.0 .*only 7.0"),
-    (GPT_OSS | {"swiglu_alpha": 1.0}, r"swiglu_alpha = 1.0 .*1.702"),
-    (GPT_OSS | {"attention_bias": False}, r"attention_bias = False .*only True"),
     (GPT_OSS | {"quantization_config": {"quant_method": "fp8"}}, r"quant_method 'fp8'; supported is 'mxfp4'"),
     # RoPE
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
@@ -154,34 +145,26 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
      r"long_factor and short_factor hold \[6, 8\] numbers; 8 pairs rotate"),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention.* is not supported"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"rope_scaling lacks \['low_freq_fac"),
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported; only 1.0"),
     # all else
     ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; only 'silu'"),
     ({"mlp_bias": True},
      "mlp_bias = True is not supported .a bias of the output projection or of the MLP.; only"),
-    ({"attention_bias": True}, "attention_bias = True is not supported"),
     ({"quantization_config": {"quant_method": "awq"}}, "quantized safetensors"),
-    ({"final_logit_softcapping": 30.0}, "logit soft-capping"),
     ({"residual_multiplier": 0.2}, "multiplier = 0.2 is not supported; it may change what the"),
     ({"sliding_window": 4096}, "sliding_window = 4096 is not supported"),
     ({"layer_types": ["full_attention"] * 3 + ["linear_attention"]}, r"holds \['linear_attention'\]"),
     ({"layer_types": ["full_attention"] * 3}, "3 entries for 4 layers"),
     # values
-    ({"num_attention_heads": [4, 4, 2, 2]}, r"heads = \[4, 4, 2, 2\] must be a positive integer"),
     ({"hidden_size": None}, r"config.json lacks \['hidden_size'\]"),
     ({"rms_norm_eps": "small"}, "config.json holds a value of the wrong type"),
-    ({"hidden_size": 66}, "hidden_size = 66 is not divisible"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("values", "message"), REFUSALS)
 def test_refusals(values, message):
+    config_of_llama({**LLAMA, "_name_or_path": "x", "torch_dtype": "bfloat16", "some_new_switch": None}, 1)
     with pytest.raises(ValueError, match=message):
         config_of_llama(LLAMA | values, 1)
-
-
-def test_what_changes_nothing_passes():
-    config_of_llama({**LLAMA, "_name_or_path": "x", "torch_dtype": "bfloat16", "some_new_switch": None}, 1)
 
 
 def tensors_of(values: dict[str, Any]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,14 +53,20 @@ with Engine.from_pretrained(folder, **engine_options) as engine:
 """
 
 
-def write_model(folder: Path, **sizes: Any) -> Path:
-    """A random model whose ids beyond the tokenizer's are padding, as many models have."""
-    tokenizer = byte_level(TEXTS * 20, SPECIAL, vocab_size=400)
+def write_model(
+    folder: Path,
+    more: Sequence[str] = (),
+    template: str = TEMPLATE,
+    ends: Sequence[str] = SPECIAL[2:],
+    **sizes: Any,
+) -> Path:
+    """A random model whose ids beyond the tokenizer's are padding, as many models have. more: control tokens."""
+    tokenizer = byte_level(TEXTS * 20, [*SPECIAL, *more], vocab_size=400)
     vocab_size = tokenizer.get_vocab_size()
     config = small_config(vocab_size=vocab_size + -vocab_size % 4, **sizes)
-    write_folder(folder, random_model(config), eos_token_id=tokenizer.token_to_id("<|im_end|>"))
+    write_folder(folder, random_model(config), eos_token_id=[tokenizer.token_to_id(end) for end in ends])
     save(
-        tokenizer, folder, chat_template=TEMPLATE, eos_token="<|im_end|>", bos_token="<|endoftext|>",
+        tokenizer, folder, chat_template=template, eos_token="<|im_end|>", bos_token="<|endoftext|>",
         tokenizer_class="PreTrainedTokenizerFast",
     )  # fmt: skip
     (folder / "generation_config.json").write_text('{"do_sample": false}')

@@ -85,8 +85,8 @@ def served(model_folder: Path) -> Iterator[TestClient]:
 
 
 @pytest.fixture(scope="module")
-def harmony(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
-    folder = harmony_folder(model_folder, tmp_path_factory.mktemp("harmony") / "model")
+def harmony(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    folder = harmony_folder(tmp_path_factory.mktemp("harmony"))
     with in_process(folder, engine={"context_tokens": 2048}) as client:
         yield client
 
@@ -143,17 +143,40 @@ def test_what_no_api_can_do_is_refused(served: TestClient) -> None:
         assert "embeddings are not supported" in str(post(served, path, 400, input="a")["error"])
 
 
-def test_what_has_no_effect_is_named(served: TestClient) -> None:
-    search = {"type": "web_search"}
-    for path, body in (
-        ("/v1/responses", {"input": "Hello", "tools": [search], "truncation": "auto"}),
-        ("/v1/messages", {"messages": HELLO, "tools": [search], "context_management": {}}),
-    ):
-        answer = served.post(path, json={**body, "stream": True})
-        assert answer.status_code == 200, answer.text
-        names = answer.headers["warnings"].split(", ")
-        assert len(names) == 2
-        assert "tools[].web_search" in names
+BAD = '{"type": "object", "properties": {"x": {"type": "y"}}}'
+# path, a field that is wrong beside a good conversation, and the name in the error
+WRONG = """
+chat/completions | "tools": [{"type": "function", "function": {"name": "f", "parameters": BAD}}] \
+| tools[0].function.parameters
+chat/completions | "tool_choice": {"type": "function", "function": {"name": "g"}} | tool_choice
+chat/completions | "response_format": {"type": "json_object", "schema": BAD} | response_format.schema
+chat/completions | "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": BAD}} \
+| response_format.json_schema.schema
+responses | "tools": [{"type": "function", "name": "f", "parameters": BAD}] | tools[0].parameters
+responses | "tools": [{"type": "function"}] | tools[0].name
+responses | "tool_choice": "required" | tool_choice
+responses | "text": {"format": {"type": "json_schema", "schema": BAD}} | text.format.schema
+responses | "input": [{"role": "robot", "content": "a"}] | input
+responses | "max_output_tokens": 0 | max_output_tokens
+messages | "tools": [{"name": "f", "input_schema": BAD}] | tools[0].input_schema
+messages | "output_config": {"format": {"type": "json_schema", "schema": BAD}} | output_config.format.schema
+messages | "thinking": {"budget_tokens": "a"} | thinking.budget_tokens
+messages | "stop_sequences": 3 | stop_sequences
+api/chat | "format": BAD | format
+api/chat | "options": {"temperature": "hot"} | options.temperature
+api/chat | "messages": [{"role": "robot"}] | messages
+"""
+
+
+@pytest.mark.parametrize("row", WRONG.strip().splitlines())
+def test_errors_name_the_apis_own_field(served: TestClient, row: str) -> None:
+    path, field, name = row.replace("BAD", BAD).split(" | ")
+    base = {"input": "a"} if path == "responses" else {"messages": HELLO}
+    fields = {**base, **json.loads(f"{{{field}}}")}
+    error = post(served, f"/{path}" if path.startswith("api") else f"/v1/{path}", 400, **fields)["error"]
+    message = error if isinstance(error, str) else error["message"]
+    assert message.startswith(name)
+    assert not isinstance(error, dict) or error.get("param", name) == name
 
 
 def test_errors_have_each_apis_form(served: TestClient) -> None:

@@ -172,5 +172,7 @@ def test_refusals(api):
     assert "outside the vocabulary" in api.refusal(prompt=[[5], [10**6]])["message"]
     assert "prompt[1] has no tokens" in api.refusal(prompt=[[5], []])["message"]
     assert api.refusal(prompt="a", min_tokens=20)["param"] == "min_tokens"
-    assert "stop_ids holds" in api.refusal(prompt="a", stop_token_ids=[10**6])["message"]
+    for name, ids in {"stop_token_ids": [10**6], "logit_bias": {str(10**6): 1}}.items():
+        error = api.refusal(prompt="a", **{name: ids})
+        assert (error["param"], f"{name} holds" in error["message"]) == (name, True)
     assert api.post(model="gpt-4", prompt="a", max_tokens=1)["model"] == "tiny", "any name is taken"

@@ -19,10 +19,9 @@ from laneformer.serve.tool_calls import ToolCalling
 from tests.laneformer.serve.conftest import in_process
 from tests.laneformer.serve.endpoint import Endpoint, conversations, request_with
 from tests.laneformer.serve.grammar_assets import tokens_allowed
-from tests.laneformer.serve.harmony_assets import CONTROL, gpt_oss_template, harmony_folder
+from tests.laneformer.serve.harmony_assets import CONTROL, GPT_OSS, harmony_folder
 
 BUDGET = 25  # tokens of reasoning, more than its header takes
-TEMPLATE = gpt_oss_template()
 ANALYSIS, FINAL = f"{CHANNEL}analysis{MESSAGE}", f"{CHANNEL}final{MESSAGE}"
 THOUGHT = f"{ANALYSIS}They greet.{NEXT}"
 CALLED = f"{CHANNEL}commentary to=functions.weather {CONSTRAIN}json{MESSAGE}"
@@ -35,8 +34,8 @@ ROME: list[Any] = [{"role": "user", "content": "How warm is it in Rome?"}]
 
 
 @pytest.fixture(scope="module")
-def folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return harmony_folder(model_folder, tmp_path_factory.mktemp("harmony") / "model")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return harmony_folder(tmp_path_factory.mktemp("harmony"))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,7 @@ def known(folder: Path) -> Grammars:
 
 
 def test_a_conversation_in_its_own_template(known: Grammars) -> None:
-    calling = ToolCalling({"chat_template": TEMPLATE}, known)
+    calling = ToolCalling({"chat_template": GPT_OSS}, known)
     assert (calling.form, calling.described) == (HARMONY, False)
     use, call = calling.use(request_with(TOOLS)), {"name": "weather", "arguments": {"city": "Rome"}}
     calls = [{"id": i, "type": "function", "function": call} for i in ("a", "b")]
@@ -60,7 +59,7 @@ def test_a_conversation_in_its_own_template(known: Grammars) -> None:
         {"role": "tool", "tool_call_id": "b", "content": "second"},
         {"role": "tool", "tool_call_id": "a", "content": "first"},
     ]
-    text = ChatTemplate({"chat_template": TEMPLATE}).render(
+    text = ChatTemplate({"chat_template": GPT_OSS}).render(
         use.messages(sent), tools=use.template_tools, add_generation_prompt=True
     )
     assert "type weather = (_: {" in text
@@ -93,7 +92,7 @@ def fits(known: Grammars, grammar: Any, text: str) -> bool:
 
 
 def test_grammars_leave_room_for_reasoning(known: Grammars) -> None:
-    calling = ToolCalling({"chat_template": TEMPLATE}, known)
+    calling = ToolCalling({"chat_template": GPT_OSS}, known)
     auto, required = (calling.use(request_with(TOOLS, choice)).grammar() for choice in ("auto", "required"))
     role = f" to=functions.weather{CHANNEL}commentary"
     calls = [CALLED + ARGUMENTS, f"{role} json{MESSAGE}{ARGUMENTS}", f"{role}{MESSAGE}{ARGUMENTS}"]

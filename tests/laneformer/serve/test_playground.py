@@ -84,9 +84,9 @@ HOSTILE = [
 
 @pytest.fixture(scope="module")
 def stand_in() -> Iterator[StandIn]:
-    with StandIn() as server:
-        yield server
-        server.shutdown()
+    server = StandIn()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from laneformer.cli import main
+from laneformer.serve.fields import REFUSED
 from laneformer.serve.options import ServerOptions
 from laneformer.serve.schema import CompletionRequest, ConversationRequest
 from tests.laneformer.serve.conftest import ROOT, Server, start
@@ -86,7 +87,7 @@ def test_every_route_field_and_flag_is_told(tiny: TestClient, capsys: pytest.Cap
     for route in tiny.get("/openapi.json").json()["paths"]:
         assert f"{route.replace('{name}', 'NAME')}`" in GUIDE, route
     for request in (CompletionRequest, ConversationRequest):
-        for name in {*request.model_fields, *request.refused}:
+        for name in {*request.known, *REFUSED}:
             assert f"`{name}`" in GUIDE or f"`{name}: " in GUIDE or f" {name} " in GUIDE, name
     with pytest.raises(SystemExit):
         main(["serve", "--help"])

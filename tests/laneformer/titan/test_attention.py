@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
-from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import create_block_mask
 
 from laneformer import LaneformerConfig
@@ -48,58 +47,6 @@ def test_flex_attention_is_sdpa(tokens):
     assert (losses(narrower, tokens) - losses(build(), tokens)).abs().max() > 1e3 * ROUNDING
 
 
-def seen_keys(ends: torch.Tensor, window: list[int]) -> torch.Tensor:
-    """Of rows laid end to end, bool (rows, rows): keys of the same segment, at most
-    window[0] before, [1] behind.
-    """
-    at = torch.arange(int(ends[-1]))
-    segment = torch.bucketize(at, ends, right=True)
-    distance = at[:, None] - at[None, :]
-    within = (distance >= -window[1]) & ((distance <= window[0]) if window[0] >= 0 else True)
-    return within & (segment[:, None] == segment[None, :])
-
-
-def probabilities(q: torch.Tensor, k: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """q and k (rows, heads, d) with as many heads -> (heads, rows, rows)."""
-    scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
-    return scores.masked_fill(~seen, float("-inf")).softmax(-1)
-
-
-calls: list[int] = []  # of the kernel below
-
-
-@varlen._varlen_attn.register_kernel("cpu")
-def _(q, k, v, ends, ends_k, longest, longest_k, causal, scale, window, *others):
-    """What PyTorch documents, as a kernel for CPUs, of which it has none: all around it is what
-    runs on a GPU.
-    """
-    assert ends.dtype == torch.int32
-    assert ends.diff().max() <= longest
-    calls.append(len(ends))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    out = torch.einsum("hqk,khd->qhd", probabilities(q, k, seen_keys(ends, window)), v)
-    return out.contiguous(), q.new_zeros(q.shape[1], len(q)), torch.zeros(2, dtype=torch.uint64)
-
-
-@pytest.mark.parametrize("documents", [False, True])
-def test_varlen_attention_is_sdpa(tokens, documents):
-    """Layout, windows and ends of the documents, compiled; the kernel itself needs a GPU."""
-    torch._dynamo.reset()
-    model, compiled = build("varlen", documents), CompileCounter()
-    for layer in model.layers:
-        layer.compile(backend=compiled, fullgraph=True)
-    for boundaries in ((20,), (20, 40), (5, 20, 50)):
-        packed = tokens.clone()
-        packed[0, boundaries] = packed[1, 40] = packed[1, 0] = BOS
-        calls.clear()
-        plain = losses(build("sdpa", documents), packed)
-        assert (losses(model, packed) - plain).abs().max() < ROUNDING * plain.max()
-        assert len(calls) == (2 if documents else 1), "of a windowed and a full layer"
-        if boundaries == (20,):
-            graphs = compiled.frame_count
-    assert compiled.frame_count == graphs == 2, "other documents compile nothing again"
-
-
 @pytest.mark.job
 def test_block_masks_are_compiled_once(tokens, monkeypatch):
     """As on a GPU: other documents in the next batch compile nothing again, and the masks are the plain ones."""
@@ -117,14 +64,3 @@ def test_block_masks_are_compiled_once(tokens, monkeypatch):
     monkeypatch.setattr(attention, "_block_mask_builder", lambda _: create_block_mask)
     wanted = [mask.to_dense() for mask in attention.training_masks(CONFIG, inputs, "flex", documents)]
     assert all(map(torch.equal, found, wanted))
-
-
-def test_a_document_does_not_see_the_one_before(tokens):
-    first, second = tokens.clone(), tokens.clone()
-    for batch in (first, second):
-        batch[:, 30] = BOS
-    second[:, :30] = second[:, :30].flip(1)
-    masked, open_ = build(mask_documents=True), build()
-    after = slice(30, None)
-    assert torch.equal(losses(masked, first)[:, after], losses(masked, second)[:, after])
-    assert not torch.equal(losses(open_, first)[:, after], losses(open_, second)[:, after])

@@ -23,6 +23,12 @@ CONFIG = LaneformerConfig.from_flavor(
     sliding_window=8, swa_layers=(0, 1, 2), vocab_size=512, use_early_comm=False,
 )  # fmt: skip
 SHAPE = ("--training.seq_len", "32", "--training.local_batch_size", "2", "--training.global_batch_size", "2")
+PRECISION = "--training.mixed_precision_param"
+# with selective checkpointing, through autograd's compiler, as a job runs it; a whole micro-batch of documents
+COMPILED = (
+    "--compile.enable", "--compile.backend", "aot_eager", "--activation_checkpoint.mode", "selective",
+    "--activation_checkpoint.selective_ac_option", "op", "--model.mask_documents",
+)  # fmt: skip
 
 
 def job_of(*flags: str) -> Any:
@@ -39,20 +45,24 @@ def check(
     return with_working_kernels(model, job, checkpoint_and_compile)
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
-    monkeypatch.setattr(fused_layer, "JoinNorm", PlainJoinNorm(wrong))
-
-
-@pytest.mark.parametrize(("precision", "wrong"), [("float32", 1e-4), ("bfloat16", 0.05)])
-def test_a_wrong_kernel_is_replaced(monkeypatch, precision, wrong):
+@pytest.mark.parametrize(
+    ("flags", "wrong"),
+    [
+        ((PRECISION, "float32"), 1e-4),
+        ((PRECISION, "bfloat16"), 0.05),
+        pytest.param(COMPILED, 1e-4, marks=pytest.mark.job),
+    ],
+    ids=("float32", "bfloat16", "compiled"),
+)
+def test_a_wrong_kernel_is_replaced(monkeypatch, flags, wrong):
     """By a few per cent in bfloat16; one that is right stays."""
-    job = job_of("--training.mixed_precision_param", precision)
-    plant(monkeypatch, 0.0)
-    model = check(job, join_norm="triton")
-    assert (model.fallback, model.model_args.join_norm) == ("", "triton")
-    plant(monkeypatch, wrong)
-    model = check(job, join_norm="triton")
-    assert model.model_args.join_norm == "plain"
+    for error in (0.0, wrong):
+        job = job_of(*flags)
+        monkeypatch.setattr(fused_layer, "JoinNorm", PlainJoinNorm(error))
+        model = check(job, join_norm="triton")
+        assert bool(model.fallback) == bool(error), model.fallback
+        assert model.model_args.join_norm == ("plain" if error else "triton")
+        assert job.compile.components == (["loss"] if error else ["model", "loss"])
     assert {type(layer) for layer in model.layers} == {kernel_check.TitanLayer}
     assert {p.dtype for p in model.parameters()} == {torch.float32}, "the job's, not the check's"
     assert "model.join_norm = triton failed: layer 2 is off by" in model.fallback
@@ -67,7 +77,6 @@ def test_float8_products_are_checked(monkeypatch, recipe, wrong):
     What bfloat16 rounds otherwise than float32 may be another float8 value, so the check allows a fifth to a
     quarter: a scale that is wrong is wrong by a factor. Here one gradient is off by half.
     """
-    plant(monkeypatch, 0.0)
     multiply = float8.scaled_mm
 
     def planted(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, fast: bool, out: Tensor) -> None:
@@ -75,8 +84,8 @@ def test_float8_products_are_checked(monkeypatch, recipe, wrong):
         multiply(a, b, a_scale * (1 + wrong * of_weights), b_scale, fast, out)
 
     monkeypatch.setattr(float8, "scaled_mm", planted)
-    job = job_of("--training.mixed_precision_param", "bfloat16")
-    model = check(job, join_norm="triton", float8=Float8(RECIPES[recipe], emulate=False))
+    job = job_of(PRECISION, "bfloat16")
+    model = check(job, float8=Float8(RECIPES[recipe], emulate=False))
     assert isinstance(model.layers[0].feed_forward, Float8FeedForward) == (not wrong), model.fallback
     assert bool(model.fallback) == bool(wrong)
 
@@ -87,31 +96,17 @@ def test_plain_kernels_and_emulated_products_cost_nothing(monkeypatch):
     assert check(job_of(), float8=Float8(RECIPES["rowwise"], emulate=True)).fallback == ""
 
 
-@pytest.mark.parametrize(("attention", "join_norm", "reason"), [
-    ("sdpa", "triton", "0 active drivers"), ("flex", "plain", "FlexAttention does not support backward on CPU"),
-])  # fmt: skip
-def test_kernels_that_raise_are_replaced(attention, join_norm, reason):
-    """Without a GPU Triton's kernels do, and FlexAttention's backward pass."""
-    model = check(job_of(), attention, join_norm)
-    assert (model.model_args.attention, model.model_args.join_norm) == ("sdpa", "plain")
-    assert reason in model.fallback
-
-
-@pytest.mark.job
-@pytest.mark.parametrize("wrong", [0.0, 1e-4])
-def test_what_is_compiled_is_checked_compiled(monkeypatch, wrong):
-    """With selective checkpointing, through autograd's compiler, as a job runs it; a whole micro-batch of documents."""
-    plant(monkeypatch, wrong)
-    job = job_of(
-        "--compile.enable", "--compile.backend", "aot_eager", "--activation_checkpoint.mode", "selective",
-        "--activation_checkpoint.selective_ac_option", "op", "--model.mask_documents",
-    )  # fmt: skip
-    model = check(job, join_norm="triton")
-    assert model.model_args.join_norm == ("plain" if wrong else "triton"), model.fallback
-    assert job.compile.components == (["loss"] if wrong else ["model", "loss"])
-
-
-def test_a_plain_layer_that_fails_ends_the_job(monkeypatch):
+def test_what_raises(monkeypatch):
+    """Kernels are replaced: without a GPU Triton's raise, and FlexAttention's backward pass. A plain layer's
+    exception ends the job.
+    """
+    for attention, join_norm, reason in (
+        ("sdpa", "triton", "0 active drivers"),
+        ("flex", "plain", "FlexAttention does not support backward on CPU"),
+    ):
+        model = check(job_of(), attention, join_norm)
+        assert (model.model_args.attention, model.model_args.join_norm) == ("sdpa", "plain")
+        assert reason in model.fallback
     monkeypatch.setattr(kernel_check, "rope_table", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         check(job_of(), join_norm="triton")

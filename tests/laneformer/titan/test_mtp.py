@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
 from laneformer import Laneformer, LaneformerConfig
-from laneformer.titan.attention import document_ids, draft_blocks
+from laneformer.titan.attention import document_blocks, document_ids
 from laneformer.titan.loss import IGNORE_INDEX
 from laneformer.titan.mtp import DraftTraining, step_labels, step_mask
 from tests.laneformer.drafts import draft_logits
@@ -138,7 +138,7 @@ def test_the_weight_falls_once():
 def test_flex_masks_are_the_dense_ones(tokens):
     documents = document_ids(tokens[:, :-1], BOS)
     dense = step_mask(3, torch.arange(SEQ_LEN), None, documents)
-    blocks = step_mask(3, torch.arange(SEQ_LEN), draft_blocks(documents, 1), documents)
+    blocks = step_mask(3, torch.arange(SEQ_LEN), document_blocks(documents), documents)
     assert isinstance(dense, torch.Tensor)
     assert isinstance(blocks, BlockMask)
     places = torch.meshgrid(*(torch.arange(n) for n in (2, 1, SEQ_LEN, 3 * SEQ_LEN)), indexing="ij")

@@ -11,11 +11,8 @@ from typing import Any
 import pytest
 
 from laneformer import LaneformerConfig
-from tests.tools.check.test_cuda import CONFIG, PlainDecoder
 from tools.bench import cuda
 from tools.bench.cuda import Part, markdown, run_part
-from tools.check import cuda as check_cuda
-from tools.check.reference import weights_of
 
 FIGURE = 'print(\'figure ["depth 0", {"tokens_per_s": 900.0}]\', flush=True)'
 
@@ -46,27 +43,6 @@ def test_all_parts_fit_into_eight_minutes_and_have_a_function():
     parts = cuda.parts_of("2b")
     assert sum(part.limit_s for part in parts) <= 8 * 60
     assert all(callable(getattr(cuda, part.function)) for part in parts)
-
-
-@pytest.mark.job
-def test_the_verdict_is_of_a_sound_engine_and_of_no_other(monkeypatch):
-    for name, value in {"DEVICE": "cpu", "PROMPTS": 2, "RUNS": 2}.items():
-        monkeypatch.setattr(check_cuda, name, value)
-    monkeypatch.setattr(LaneformerConfig, "from_flavor", lambda flavor: CONFIG)
-    decoders = list[PlainDecoder]()
-
-    def make_sound(config: LaneformerConfig, tensors: Any, version: str = "passes") -> PlainDecoder:
-        return PlainDecoder(config, weights_of(tensors))
-
-    def make_deaf(config: LaneformerConfig, tensors: Any, version: str = "passes") -> PlainDecoder:
-        """The first model again, whatever is asked for."""
-        decoders.append(make_sound(config, tensors))
-        return decoders[0]
-
-    monkeypatch.setattr(check_cuda, "make_decoder", make_sound)
-    assert cuda.verdict_of(dict(cuda.verdict("tiny"))) == "all checks hold"
-    monkeypatch.setattr(check_cuda, "make_decoder", make_deaf)
-    assert cuda.verdict_of(dict(cuda.verdict("tiny"))) == "FAILED (planted faults are refused)"
 
 
 HEAD = {"date": "2026-01-01 00:00 UTC", "command": "x", "commit": "abc", "gpu": "NVIDIA H200"}

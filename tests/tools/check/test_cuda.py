@@ -14,7 +14,7 @@ import torch
 from laneformer import LaneformerConfig
 from laneformer.engine.cuda.structures import Column
 from tools.check import cuda
-from tools.check.cuda import check, check_faults, compare, greedy_prompts, reference
+from tools.check.cuda import check, compare, greedy_prompts, reference
 from tools.check.reference import plain_model, random_weights, weights_of
 
 SMALL = {
@@ -78,30 +78,37 @@ def test_the_verdict_holds_for_a_sound_engine_and_for_no_other():
     weights = random_weights(CONFIG)
     truth = reference(CONFIG, weights, 12, prompts=greedy_prompts(CONFIG, 2))
     sound = PlainDecoder(CONFIG, weights)
-    report = check({"passes": lambda: sound, "graph": lambda: sound}, truth, 2, 3, lambda text: None)
-    assert all(report["passed"].values()), report["passed"]
-    assert len(report["passed"]) == 10
+    passed = dict(check({"passes": lambda: sound, "graph": lambda: sound}, truth, 2, 3))
+    assert len(passed) == 12
+    assert False not in passed.values()
     fewer = PlainDecoder(CONFIG, weights, warps=8)
-    unlike = {"passes": lambda: sound, "graph": lambda: fewer}
-    passed = check(unlike, truth, 1, 1, lambda text: None)["passed"]
-    assert all(passed.values())
+    passed = dict(check({"passes": lambda: sound, "graph": lambda: fewer}, truth, 1, 1))
+    assert False not in passed.values()
     assert not any(name.startswith("both") for name in passed), "sums of other warps are other sums"
 
     broken = {"passes": lambda: Hanging(CONFIG, weights), "graph": lambda: Unsteady(CONFIG, weights)}
-    passed = check(broken, truth, 1, 3, lambda text: None)["passed"]
-    assert not passed["passes: runs"]
-    assert passed["graph: greedy tokens"]
-    assert not passed["graph: 3 equal runs"]
+    passed = dict(check(broken, truth, 1, 3))
+    failed = {name for name, value in passed.items() if value is False}
+    assert failed == {"passes: runs", "graph: 3 equal runs"}
+    assert passed["passes ended"] == "waited in vain"
     assert not any(name.startswith("both") for name in passed)
 
 
-def test_planted_faults_are_refused_and_a_deaf_gate_is_noticed():
+@pytest.mark.parametrize("deaf", [False, True])
+def test_planted_faults_are_refused_and_a_deaf_gate_is_noticed(monkeypatch, deaf):
+    """As the command does it; deaf: the first model again, whatever is asked for."""
     weights = random_weights(CONFIG)
-    report = check_faults(CONFIG, weights, lambda config, tensors: PlainDecoder(config, weights_of(tensors)))
-    assert report["holds"]
-    assert len(report["faults"]) == 4
-    deaf = check_faults(CONFIG, weights, lambda config, tensors: PlainDecoder(CONFIG, weights))
-    assert not deaf["holds"]
+
+    def make(config: LaneformerConfig, tensors: Any, version: str = "") -> PlainDecoder:
+        return PlainDecoder(CONFIG, weights) if deaf else PlainDecoder(config, weights_of(tensors))
+
+    for name, value in {"DEVICE": "cpu", "PROMPTS": 1, "RUNS": 2, "make_decoder": make}.items():
+        monkeypatch.setattr(cuda, name, value)
+    monkeypatch.setattr(LaneformerConfig, "from_flavor", lambda flavor: CONFIG)
+    figures = dict(cuda.check_flavor("tiny"))
+    failed = [name for name, value in figures.items() if value is False]
+    assert failed == ["planted faults are refused"] * deaf
+    assert len(figures) == 14
 
 
 def test_logits_that_are_no_numbers_are_refused():

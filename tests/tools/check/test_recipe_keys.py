@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 import typing
 from pathlib import Path
 from typing import Any
 
 import docstring_parser
 
-from data_mixtures import recipe, recipe_file
+from data_mixtures import recipe
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/recipe-keys.md"
 CLASSES = (
@@ -48,13 +49,24 @@ def section(cls: Any) -> str:
     """A heading and a table of the keys that a class adds to its base."""
     texts, hints = help_texts(cls), typing.get_type_hints(cls)
     rows = [
-        f"| `{field.name}` | {recipe_file.in_toml(hints[field.name])} | {default(field)} | {texts[field.name]} |"
+        f"| `{field.name}` | {in_toml(hints[field.name])} | {default(field)} | {texts[field.name]} |"
         for field in dataclasses.fields(cls)
         if field.name in texts
     ]
     title, _, more = (cls.__doc__ or "").rstrip(".").partition(": ")
     heading = f"## {title}" + (f"\n\n{more[:1].upper()}{more[1:]}." if more else "")
     return "\n".join([heading, "", "| key | type | default | |", "|---|---|---|---|", *rows, ""])
+
+
+def in_toml(hint: Any) -> str:
+    """A field's type in the words of TOML."""
+    kinds = typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(in_toml(kind) for kind in kinds if kind is not type(None)))
+    if typing.get_origin(hint) is tuple:
+        return f"list of {in_toml(kinds[0])}s"
+    names = {str: "string", Path: "string", int: "integer", float: "number", bool: "boolean"}
+    return names.get(hint, "table")
 
 
 def default(field: dataclasses.Field[Any]) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.tools.dashboard import made_up_run
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return made_up_run.write_run(tmp_path_factory.mktemp("runs") / "made-up", steps=60)

@@ -1,13 +1,12 @@
 """A run folder with invented figures, for looking at and testing the dashboard only; never a result.
 
-Two phases, attempts that fall back to a checkpoint, and noise: `python -m tests.tools.dashboard.made_up_run FOLDER`.
+Two phases, and attempts that fall back to a checkpoint: `python -m tests.tools.dashboard.made_up_run FOLDER`.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import random
 import re
 import sys
 from pathlib import Path
@@ -44,7 +43,8 @@ currency = "EUR"
 LR = {"phase1": 4e-4, "phase2": 2e-4}
 IDENTITY = {"code_version": "0123456789ab", "tokenizer_sha256": "ab" * 32, "data_sha256": "cd" * 32}
 STEADY = {"seconds": 19.4, "data_s": 0.01, "checkpoint_s": 2.1, "memory_gib": 58.0, "mfu": 38, "tokens_per_s": 3.2e6,
-          "tokens_per_s_per_device": 16_700, "grad_norm": 0.25, "z_loss": 90, "max_logit": 14}  # fmt: skip
+          "tokens_per_s_per_device": 16_700, "z_loss": 90, "max_logit": 14,
+          "layer_grad_norm": [0.06, 0.07], "loss_z": 0.3, "grad_norm_z": -0.2}  # fmt: skip
 SPEED = {"tokens_per_s": 131.7, "percent_of_probe": 74.4}
 
 
@@ -60,14 +60,14 @@ def chart_of(card: str) -> Json:
     return chart
 
 
-def row_of(rng: random.Random, phase: str, step: int, steps: int) -> Json:
+def row_of(phase: str, step: int, steps: int) -> Json:
+    """Of a loss that falls in phase 1; every second row is 0.04 higher."""
     loss = 1.9 + 6.4 * math.exp(-8 * step / steps) * (phase == "phase1")
-    by_source = {name: loss + 0.4 * i + rng.gauss(0, 0.05) for i, name in enumerate(TRAINED)}
-    tokens = step * TOKENS_A_STEP
+    by_source = {name: loss + 0.4 * i for i, name in enumerate(TRAINED)}
     row: Json = {
-        "step": step, "phase": phase, "tokens": tokens, "loss": loss + rng.gauss(0, 0.02), "lr": LR[phase],
-        "loss_by_source": by_source, "layer_grad_norm": [0.06, 0.07], "loss_z": rng.gauss(0, 1),
-        "grad_norm_z": rng.gauss(0, 1), **{name: mean * rng.gauss(1, 0.008) for name, mean in STEADY.items()},
+        "step": step, "phase": phase, "tokens": step * TOKENS_A_STEP, "loss": loss + 0.04 * (step % 2),
+        "lr": LR[phase], "loss_by_source": by_source, **STEADY,
+        "grad_norm": 0.25 + 0.01 * (step % 3),
     }  # fmt: skip
     if step % (steps // 20) == 0:
         by_position = {name: {"0": v + 0.6, "16": v + 0.3, "32": v} for name, v in by_source.items()}
@@ -76,43 +76,40 @@ def row_of(rng: random.Random, phase: str, step: int, steps: int) -> Json:
     return row
 
 
-def rows_of(steps: int, every: int, seconds_a_row: float) -> list[Json]:
-    rng, rows = random.Random(7), list[Json]()
+def rows_of(steps: int) -> list[Json]:
+    rows = list[Json]()
     for place, (phase, attempt, first, last) in enumerate(PLAN):
         length, before = (steps, 0) if phase == "phase1" else (steps // 2, steps * TOKENS_A_STEP)
-        for step in range(int(first * length) + every, int(last * length) + 1, every):
-            row, time = row_of(rng, phase, step, length), START + 120 * place + seconds_a_row * len(rows)
+        for step in range(int(first * length) + 1, int(last * length) + 1):
+            row, time = row_of(phase, step, length), START + 120 * place + 4.0 * len(rows)
             rows.append({**row, "tokens_total": before + row["tokens"], "attempt": attempt, "time": time})
     return rows
 
 
-def evaluations(steps: int, checkpoints: int) -> list[Json]:
-    """Code and questions are asked of every third checkpoint and the last."""
-    records, rng, origin = list[Json](), random.Random(11), Json()
-    for count in range(1, checkpoints + 1):
-        share, step = count / checkpoints, int(count / checkpoints * 1.5 * steps)
+def evaluations(steps: int) -> list[Json]:
+    """Of six checkpoints; code and questions are asked of the third and the last."""
+    records, origin = list[Json](), Json()
+    for count in range(1, 7):
+        share, step = count / 6, int(count / 6 * 1.5 * steps)
         late = step > steps
         origin = {"step": step - late * steps, "tokens_total": step * TOKENS_A_STEP, "time": START + 3600 * count,
                   "phase": "phase2" if late else "phase1", **IDENTITY}  # fmt: skip
         bits = {name: {"bits_per_byte": 1.02 - 0.08 * i + 0.08 / share} for i, name in enumerate(SOURCES)}
-        records.append(
-            {**origin, "kind": "bits_per_byte", "bits_per_byte": 0.9 + 0.08 / share, "sources": bits}
-        )
-        records.append({**origin, **core_record(rng, share)})
-        if count % 3 == 0 or count == checkpoints:
+        whole = {"kind": "bits_per_byte", "bits_per_byte": 0.9 + 0.08 / share, "sources": bits}
+        records += [{**origin, **whole}, {**origin, **core_record(share)}]
+        if count % 3 == 0:
             records += scores(origin, share)
     return [*records, {**origin, "kind": "decode_speed", **SPEED}]
 
 
-def core_record(rng: random.Random, share: float) -> Json:
+def core_record(share: float) -> Json:
     tasks: dict[str, Json] = {}
     for task in TASKS:
-        guessing = task.baseline_v2 / 100
-        accuracy = max(0.0, guessing + (1 - guessing) * 0.3 * share + rng.gauss(0, 0.013))
+        guessing, skill = task.baseline_v2 / 100, 0.3 * share
         tasks[task.label] = {
-            "accuracy": accuracy, "standard_error": math.sqrt(accuracy * (1 - accuracy) / 500), "n": 500,
-            "centered_v2": (accuracy - guessing) / (1 - guessing), "baseline_v2": task.baseline_v2,
-            "gold_bits_per_byte": 1.6 - 0.7 * share + rng.gauss(0, 0.04), "shots": task.shots, "n_total": 2000,
+            "accuracy": guessing + (1 - guessing) * skill, "standard_error": 0.02, "n": 500, "n_total": 2000,
+            "centered_v2": skill, "baseline_v2": task.baseline_v2, "gold_bits_per_byte": 1.6 - 0.7 * share,
+            "shots": task.shots,
         }  # fmt: skip
     figures = {"core_v1": 0.31 * share, "core_v1_se": 0.006, "core_v2": 0.3 * share, "core_v2_se": 0.0065}
     record = {"kind": "core", "protocol": "nanochat", "seed": 1234, "limit": 500, "tasks": tasks}
@@ -137,25 +134,22 @@ def scores(origin: Json, share: float) -> list[Json]:
     ]
 
 
-def events(steps: int, rows: list[Json]) -> list[Json]:
+def events(steps: int) -> list[Json]:
     """Of phase 1, each on two ranks."""
-    ends = {row["attempt"]: row["time"] for row in rows if row["phase"] == "phase1"}
     kinds = [("signal", 1, 0.35, "SIGUSR1 ten minutes before the time limit"), ("roll_back", 2, 0.7, "loss z 11.2"),
              ("checkpoint_saved", 3, 0.9, None)]  # fmt: skip
     return [
-        {"time": ends[attempt] + 1, "attempt": attempt, "step": int(share * steps), "kind": kind, "rank": rank,
+        {"time": START, "attempt": attempt, "step": int(share * steps), "kind": kind, "rank": rank,
          "host": "node-07", "reason": reason}
         for kind, attempt, share, reason in kinds for rank in range(2)
     ]  # fmt: skip
 
 
-def write_run(
-    folder: Path, steps: int = 2000, every: int = 1, checkpoints: int = 6, seconds_a_row: float = 4.0
-) -> Path:
-    rows = rows_of(steps, every, seconds_a_row)
+def write_run(folder: Path, steps: int = 2000) -> Path:
+    rows = rows_of(steps)
     write_lines(folder / "metrics.jsonl", rows)
-    write_lines(folder / "evals.jsonl", evaluations(steps, checkpoints))
-    write_lines(folder / "phase1/events.jsonl", events(steps, rows))
+    write_lines(folder / "evals.jsonl", evaluations(steps))
+    write_lines(folder / "phase1/events.jsonl", events(steps))
     (folder / "note.txt").write_text("Synthetic figures: no such run took place.")
     for phase, length in (("phase1", steps), ("phase2", steps // 2)):
         began = {row["attempt"]: row["time"] - 60 for row in reversed(rows) if row["phase"] == phase}
@@ -168,11 +162,6 @@ def write_run(
         (folder / phase / "model.json").write_text(json.dumps(MODEL))
         (folder / phase / "config.toml").write_text(CONFIG.format(phase=phase, steps=length, lr=LR[phase]))
     return folder
-
-
-def write_published(folder: Path) -> Path:
-    """A run in the published shape: 930,000 steps in two phases, 21 days, 200 evaluated checkpoints."""
-    return write_run(folder, 620_000, 10, 200, seconds_a_row=21 * 86400 / 93_000)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The page under a reader's hands, in a real browser: legends, zoom, scales, downloads; phones; the published size."""
+"""The page under a reader's hands, in a real browser: legends, zoom, scales, downloads; phones."""
 
 from __future__ import annotations
 
@@ -136,20 +136,3 @@ def test_the_data_of_a_chart_can_be_downloaded_and_nothing_is_wider_than_a_phone
         assert page.run("document.documentElement.scrollWidth") <= width
     page.size(1400, 1000)
     assert page.console == []
-
-
-@pytest.mark.rotate
-@needs_browser
-def test_a_run_of_930_000_steps_and_200_checkpoints(tmp_path):
-    folder, out = made_up_run.write_published(tmp_path / "synthetic-2b"), tmp_path / "2b.html"
-    [run] = write_page([folder], out, now=NOW)
-    assert len(run.kept_rows) == 93_000
-    assert out.stat().st_size < 12e6, "plotly.js is 4.8 MB of it"
-    page = Page(tmp_path / "profile")
-    for width, dark in ((1400, False), (390, True)):
-        page.size(width, 1000, dark)
-        page.call("Page.navigate", url="about:blank")
-        open_page(page, out)
-        assert page.run("document.documentElement.scrollWidth") <= width
-        assert page.console == []
-    page.close()

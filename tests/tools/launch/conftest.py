@@ -6,17 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.shared import Shared
 from tests.tools.launch.launch_assets import SMALL, launch, make_checkout
 
 
 @pytest.fixture(scope="session")
-def checkout(shared: Shared) -> Path:
+def checkout(shared):
     return shared("checkout", make_checkout)
 
 
 @pytest.fixture(scope="session")
-def undisturbed(checkout: Path, prepared_data: Path, shared: Shared) -> Path:
+def undisturbed(checkout, prepared_data, shared):
     """The run folder of 40 steps of phase 1 on two ranks, `--local`, from a snapshot."""
     lock = prepared_data / "phase1.lock.json"
     return shared("undisturbed", lambda folder: run_undisturbed(checkout, lock, folder / "run")) / "run"

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from records.job import job_flags
 from tests.train import runs
 from tools.launch.script import Cluster, batch_script
 
@@ -44,7 +45,7 @@ SETTINGS = {
     "checkpoint.async_mode": "disabled", "experimental.custom_import": "train.paced", "training.steps": 40,
     "checkpoint.interval": 8,
 }  # fmt: skip
-SMALL = (*runs.flags(ARCHITECTURE | SETTINGS), "--metrics.no-enable_tensorboard")
+SMALL = (*job_flags(ARCHITECTURE | SETTINGS), "--metrics.no-enable_tensorboard")
 
 
 def make_checkout(folder: Path) -> Path:

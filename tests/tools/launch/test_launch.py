@@ -52,7 +52,7 @@ Call = Callable[..., None]
 
 
 @pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def repository(tmp_path, monkeypatch):
     """What is launched, in the place of this checkout."""
     folder = tmp_path / "repository"
     for package in ("train", "data_mixtures", "models/laneformer"):
@@ -66,19 +66,19 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def queue(tmp_path, monkeypatch):
     """An sbatch that takes everything as job 41, or nothing if REFUSE is set."""
     write_program(tmp_path / "bin/sbatch", SBATCH)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
 
 
 @pytest.fixture
-def lock(tmp_path: Path) -> Path:
+def lock(tmp_path):
     return write_synthetic_lock(tmp_path / "data", 4, 16, 512)
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch) -> Call:
+def call(monkeypatch):
     """`python -m tools.launch ...` in this process."""
 
     def run(*arguments: object) -> None:
@@ -89,8 +89,8 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Call:
 
 
 def test_a_snapshot_holds_all_that_the_job_runs_from_and_nothing_else_runs(
-    repository: Path, queue: None, lock: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    repository, queue, lock, call, tmp_path, monkeypatch
+):
     for name, value in (("HF_TOKEN", "hush"), ("NCCL_DEBUG", "WARN")):
         monkeypatch.setenv(name, value)
     call(PHASE1, "--run", tmp_path / "run", *ONE_GPU, "--mixture.lock", lock)
@@ -137,9 +137,9 @@ def test_a_snapshot_holds_all_that_the_job_runs_from_and_nothing_else_runs(
 
 
 def test_a_dirty_checkout_is_refused_or_kept_whole(
-    repository: Path, queue: None, lock: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    repository, queue, lock, call, tmp_path, monkeypatch,
+    capsys,
+):  # fmt: skip
     (repository / "train/new_file.py").write_text("NEW = 1\n")
     (repository / "train/__init__.py").write_text('"""Changed."""\n')
     run = tmp_path / "run"
@@ -165,9 +165,7 @@ def test_a_dirty_checkout_is_refused_or_kept_whole(
     assert git(repository, "status", "--porcelain") == before, "the staging area is untouched"
 
 
-def test_a_refused_launch_leaves_nothing(
-    repository: Path, queue: None, lock: Path, call: Call, tmp_path: Path
-) -> None:
+def test_a_refused_launch_leaves_nothing(repository, queue, lock, call, tmp_path):
     edited = tmp_path / "edited.lock.json"
     edited.write_text(lock.read_text().replace('"seed": 1', '"seed": 8'))
     run = tmp_path / "run"
@@ -199,9 +197,7 @@ def write_parent(run: Path) -> Path:
     return run
 
 
-def test_options_of_the_parent_are_defaults_that_any_value_replaces(
-    call: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_of_the_parent_are_defaults_that_any_value_replaces(call, tmp_path, capsys):
     """Also one that equals the default of a run without a parent."""
     parent = write_parent(tmp_path / "phase1")
     run = tmp_path / "run"
@@ -234,7 +230,7 @@ def test_options_of_the_parent_are_defaults_that_any_value_replaces(
     assert not run.exists(), "a dry run prints, and leaves nothing"
 
 
-def test_the_next_phase_needs_the_final_checkpoint(tmp_path: Path) -> None:
+def test_the_next_phase_needs_the_final_checkpoint(tmp_path):
     parent = write_parent(tmp_path / "phase1")
     start = next_phase(parent, PHASE2)
     assert start.checkpoint == str(parent / "checkpoint/step-40")
@@ -246,7 +242,7 @@ def test_the_next_phase_needs_the_final_checkpoint(tmp_path: Path) -> None:
         next_phase(tmp_path, PHASE2)
 
 
-def test_a_decay_starts_in_the_stable_part(tmp_path: Path) -> None:
+def test_a_decay_starts_in_the_stable_part(tmp_path):
     assert stable_steps(LRScheduler(2, None, 0.25), 40) == (3, 31)
     assert stable_steps(LRScheduler(2000, None, 0.1), 620_000) == (2001, 558_001)
     assert stable_steps(LRScheduler(2, None, 0.0), 40) == (3, 40)
@@ -273,7 +269,7 @@ def test_a_decay_starts_in_the_stable_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.rotate
-def test_decay_branch(undisturbed: Path, checkout: Path, tmp_path: Path) -> None:
+def test_decay_branch(undisturbed, checkout, tmp_path):
     """From step 24 of the stable part the rate falls to its minimum at step 28; up to 24 it is the parent's run."""
     run, parent = tmp_path / "branch", undisturbed / "checkpoint/step-24"
     done = launch(checkout, "--decay-from", str(parent), "--steps", "4", "--run", str(run), "--local")
@@ -303,7 +299,7 @@ def test_decay_branch(undisturbed: Path, checkout: Path, tmp_path: Path) -> None
 # --- the batch script
 
 
-def test_batch_script_asks_for_what_was_said(tmp_path: Path) -> None:
+def test_batch_script_asks_for_what_was_said(tmp_path):
     text = batch_script(tmp_path / "snap", tmp_path / "runs/one", CLUSTER, "afterok:7")
     directives = {line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")}
     assert directives == {
@@ -353,9 +349,7 @@ def run_script(folder: Path, code: int, cluster: Cluster, number: int) -> int:
         (signal.SIGUSR1, 86, True, []),
     ],
 )
-def test_script_hands_signals_on_and_requeues(
-    tmp_path: Path, number: int, code: int, requeue: bool, asked: list[str]
-) -> None:
+def test_script_hands_signals_on_and_requeues(tmp_path, number, code, requeue, asked):
     cluster = Cluster(nodes=2, gpus_per_node=8, spares=1, requeue=requeue)
     assert run_script(tmp_path, code, cluster, number) == code
     lines = (tmp_path / "asked").read_text().splitlines()
@@ -365,7 +359,7 @@ def test_script_hands_signals_on_and_requeues(
     assert f"-P -m train.supervise {nodes} --job.config_file" in arguments
 
 
-def test_watch_asks_again_where_the_controller_does_not_answer(tmp_path: Path) -> None:
+def test_watch_asks_again_where_the_controller_does_not_answer(tmp_path):
     (tmp_path / "pulse").touch()
     asked = tmp_path / "asked"
     write_program(tmp_path / "scontrol", f'#!/bin/bash\necho "$@" >> {asked}\n[ $(wc -l < {asked}) = 3 ]\n')

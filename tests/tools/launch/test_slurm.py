@@ -99,7 +99,7 @@ class Launcher:
 
 
 @pytest.fixture(scope="module")
-def story(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Story:
+def story(prepared_data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("slurm")
     (folder / "cluster").mkdir()
     with SlurmCluster(folder / "cluster") as cluster:
@@ -132,13 +132,13 @@ def supervisor(run: Path, kind: str) -> list[dict]:
     return [event for event in records(run / "events.jsonl") if event["kind"] == f"supervisor_{kind}"]
 
 
-def test_both_jobs_ended_well(story: Story) -> None:
+def test_both_jobs_ended_well(story):
     for job in (story.job1, story.job2):
         assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), job
     assert "is RUNNING; scancel it first" in story.refused or "is PENDING; scancel it first" in story.refused
 
 
-def test_warning_puts_the_job_back_into_the_queue(story: Story) -> None:
+def test_warning_puts_the_job_back_into_the_queue(story):
     assert story.requeued["Requeue"] == "1"
     assert story.requeued["JobId"] == story.job1["JobId"]
     assert story.job1["Restarts"] == "1"
@@ -148,17 +148,17 @@ def test_warning_puts_the_job_back_into_the_queue(story: Story) -> None:
     assert supervisor(story.phase1, "end")[0]["code"] == 85
 
 
-def test_spare_takes_the_place_of_a_lost_node(story: Story) -> None:
+def test_spare_takes_the_place_of_a_lost_node(story):
     nodes = [event["nodes"] for event in supervisor(story.phase1, "start")]
     assert nodes == [["n1", "n2"], ["n1", "n2"], ["n1", "n3"]]
     assert [event["node"] for event in supervisor(story.phase1, "bad_node")] == ["n2"]
 
 
-def test_it_is_the_undisturbed_run_bit_for_bit(story: Story, undisturbed: Path) -> None:
+def test_it_is_the_undisturbed_run_bit_for_bit(story, undisturbed):
     assert_same(story.phase1, undisturbed, 40)
 
 
-def test_job_runs_from_its_snapshot(story: Story) -> None:
+def test_job_runs_from_its_snapshot(story):
     workers = story.code.read_text().splitlines()
     assert len(workers) == 2 * (3 + 1), "three starts of phase 1, one of phase 2, two ranks each"
     snapshots = [run / "snapshot" for run in (story.phase1, story.phase2)]
@@ -168,7 +168,7 @@ def test_job_runs_from_its_snapshot(story: Story) -> None:
     assert {attempt["code_version"] for attempt in records(story.phase1 / "attempts.jsonl")} == {version}
 
 
-def test_phase_two_waits_and_leaves_out_a_bad_node(story: Story) -> None:
+def test_phase_two_waits_and_leaves_out_a_bad_node(story):
     assert story.waiting["JobState"] == "PENDING"
     assert story.waiting["Dependency"].startswith(f"afterok:{story.job1['JobId']}")
     (first,) = supervisor(story.phase2, "bad_node")
@@ -182,7 +182,7 @@ def test_phase_two_waits_and_leaves_out_a_bad_node(story: Story) -> None:
     assert launched["parent"] == str(story.phase1)
 
 
-def test_loss_of_the_first_node_puts_the_job_back_into_the_queue(tmp_path: Path) -> None:
+def test_loss_of_the_first_node_puts_the_job_back_into_the_queue(tmp_path):
     """Slurm itself would let the job run on without anybody to lead it. The supervisor is
     a stand-in that waits.
     """

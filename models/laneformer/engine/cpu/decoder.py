@@ -27,16 +27,17 @@ from ...config import (
     NORMS,
     LaneformerConfig,
 )
-from ...llama.variant import GATES, POST_NORMS, ROUTER, Variant, variant_of
+from ...llama.variant import GATES, POST_NORMS, ROUTER, variant_of
 from ...tensors import AS_IN_FILE, FIRST_MATRIX, Tensor, type_of
 from ..decoder import KV_BYTES, Collected, DraftHead, DraftModel, Ended, Request
 from ..folder import query_scales, rope_tables
 from ..machine import Machine, free_memory_bytes, this_machine
+from ..options import in_range, one_of
 from . import _core
 from .packed import LAYOUT_VERSION, PackedWeights
 from .saved import DEFAULT_BYTES, SavedPrefixes, max_reusable, model_key
 
-MAX_THREADS = 1024
+MAX_THREADS, MAX_BYTES = 1024, 2**63 - 1
 CACHED_SHARE = 4  # of the memory that is left, for keys and values
 GROUP_INPUTS = 32  # that blocks give a scale
 EXPERTS = ("experts", "active", "normed_weights", "expert_bias")  # in the core's words
@@ -102,12 +103,13 @@ class CpuDecoder(_core.Decoder):
         cache_dir_bytes: int = DEFAULT_BYTES,
         packed: PackedWeights | None = None,
     ):
-        if math not in (*CHOSEN_MATHS, *MATHS):
-            raise ValueError(f"math = {math!r} is unknown; choose from {(*CHOSEN_MATHS, *MATHS)}")
-        if threads is not None and (type(threads) is not int or not 1 <= threads <= MAX_THREADS):
-            raise ValueError(
-                f"threads = {threads!r} must be an integer from 1 to {MAX_THREADS}, or None for all cores"
-            )
+        one_of("math", math, (*CHOSEN_MATHS, *MATHS))
+        one_of("kv_dtype", kv_dtype, ("auto", *KV_BYTES))
+        if threads is not None:
+            in_range("threads", threads, int, 1, MAX_THREADS)
+        if cache_bytes is not None:
+            in_range("cache_bytes", cache_bytes, int, 0, MAX_BYTES)
+        in_range("cache_dir_bytes", cache_dir_bytes, int, 0, MAX_BYTES)
         self.config, self.chosen = config, dtype != "auto"
         self.dtype = dtype if self.chosen else tensors[FIRST_MATRIX].dtype
         isa = isa or os.environ.get("LANEFORMER_ISA") or "auto"
@@ -118,9 +120,6 @@ class CpuDecoder(_core.Decoder):
             raise ValueError(
                 f"math = {math!r} needs {needed} weights, these are {self.dtype}; use math = {fitting}"
             )
-        if kv_dtype not in ("auto", *KV_BYTES):
-            raise ValueError(f"kv_dtype = {kv_dtype!r} is unknown; choose from {('auto', *KV_BYTES)}")
-        check_sizes(cache_bytes, cache_dir_bytes)
         self.kv_dtype = kv_dtype if kv_dtype != "auto" else "fp32" if self.dtype == "fp32" else "fp16"
         embedding, held = self.dtype, held_types(config, tensors) if self.dtype == AS_IN_FILE else []
         if self.dtype in ("int8", "int4", AS_IN_FILE):
@@ -240,15 +239,6 @@ def planned_threads(machine: Machine, lanes: int) -> int:
     return min(range(1, machine.threads + 1), key=lambda n: (_core.largest_share(lanes, n), n))
 
 
-def check_sizes(cache_bytes: int | None, cache_dir_bytes: int) -> None:
-    if cache_bytes is not None and (type(cache_bytes) is not int or cache_bytes < 0):
-        raise ValueError(
-            f"cache_bytes = {cache_bytes!r} must be an integer from 0, or None for a share of the memory"
-        )
-    if type(cache_dir_bytes) is not int or cache_dir_bytes < 0:
-        raise ValueError(f"cache_dir_bytes = {cache_dir_bytes!r} must be an integer from 0")
-
-
 def chosen_math(math: str, dtype: str, isa: str) -> str:
     """What "auto" or "fast" means for weights of this dtype: "auto" is exact where such weights permit it,
     "fast" what this CPU reads prompts with fastest.
@@ -298,9 +288,15 @@ def core_spec(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> dict[s
     decided by config.py, once per layer. The head that drafts has the layer after the last one.
     """
     layers = range(config.num_hidden_layers + config.num_nextn_predict_layers)
+    variant = variant_of(config)
     return {
         **dataclasses.asdict(config),
-        **variant_spec(variant_of(config)),
+        **vars(variant),
+        **dict(zip(EXPERTS, variant.experts or (0, 0, False, False), strict=True)),
+        "pre_norms": variant.pre_norms,
+        "post_norms": variant.post_norms,
+        "gate": GATES.index(variant.hidden_act),
+        "attention_scale": variant.attention_scale or 0.0,
         "rope": [-1 if i in config.nope_layers else config.rope_of(i) for i in layers],
         "ropes": max(1, len(config.ropes)),
         "held": [],
@@ -311,20 +307,6 @@ def core_spec(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> dict[s
         "adds_delayed": [[int(config.adds_delayed(i, m)) for i in layers] for m in MODULES],
         "delivers": [[int(config.delivers(i, m)) for i in layers] for m in MODULES],
         "draft_ids": tensors[DRAFT_IDS].values.tolist() if config.draft_vocab_size else [],
-    }
-
-
-def variant_spec(variant: Variant) -> dict[str, Any]:
-    return {
-        "pre_norms": variant.pre_norms,
-        "post_norms": variant.post_norms,
-        "joint_qk_norm": variant.joint_qk_norm,
-        "gate": GATES.index(variant.hidden_act),
-        "attention_scale": variant.attention_scale or 0.0,
-        "embedding_scale": variant.embedding_scale,
-        "attention_sinks": variant.attention_sinks,
-        "output_bias": variant.output_bias,
-        **dict(zip(EXPERTS, variant.experts or (0, 0, False, False), strict=True)),
     }
 
 

@@ -3,9 +3,8 @@
 A file holds one thread plan's tapes and the embedding, each at a multiple of 2 MiB so that the kernel can map
 it with huge pages; where the file system has none, they are copied. Its name is a hash of the layout, dtype
 and thread plan; its header holds hashes of the safetensors that it was made from and of every part. A file is
-read through and compared with them once, and again whenever its inode says that it was touched since
-(`.checked` beside it); so a start need not read the weights twice. Nobody waits until a new file is on the
-disk: a crash before that is a reboot, after which it is compared. Anything that does not fit is packed again.
+read through and compared with them by the first start that maps it, and again whenever its inode says that it was
+touched since (`.checked` beside it, written when all of it is on the disk). Anything that does not fit is packed again.
 Which files stay: packed_files.py.
 """
 
@@ -23,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ..machine import boot, file_system, memory_bytes, this_machine
+from ..machine import file_system, memory_bytes, this_machine
 from . import _core
 from .cache_files import hold
 from .packed_files import BUDGET, FOLDER, own_directory, packed_bytes, register, remove_others
@@ -91,11 +90,13 @@ class PackedWeights:
 
     def _is_intact(self, path: Path, parts: list[np.ndarray], header: dict[str, Any]) -> bool:
         before = stamps([path])
-        intact = [_core.content_hash(part) for part in parts] == [digest for _, _, digest in header["parts"]]
-        if intact:
-            sync(path)
-            remember_checked(path, before)
-        return intact
+        if [_core.content_hash(part) for part in parts] != [digest for _, _, digest in header["parts"]]:
+            return False
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+        with contextlib.suppress(OSError):  # a read-only folder: the next start compares again
+            path.with_suffix(".checked").write_text(json.dumps(before))
+        return True
 
     def _is_source_of(self, header: dict[str, Any]) -> bool:
         """Untouched files need not be read; others are compared."""
@@ -134,10 +135,7 @@ class PackedWeights:
                     file.seek(at)
                     file.write(part.data)
                 file.truncate(end)
-            if not boot():
-                sync(unfinished)
             os.replace(unfinished, path)
-            remember_checked(path, stamps([path]), boot())
         finally:
             unfinished.unlink(missing_ok=True)
 
@@ -153,28 +151,11 @@ def stamps(files: list[Path]) -> list[list[int]]:
 
 
 def is_checked(path: Path) -> bool:
-    """Whether the file has not been touched since its hashes were last compared, nor lost what was not on the
-    disk.
-    """
+    """Whether the file has not been touched since its hashes were last compared."""
     try:
-        seen, until = json.loads(path.with_suffix(".checked").read_text())
-        return bool(seen == stamps([path]) and until in ("", boot()))
-    except (OSError, ValueError, TypeError):
+        return bool(json.loads(path.with_suffix(".checked").read_text()) == stamps([path]))
+    except (OSError, ValueError):
         return False
-
-
-def remember_checked(path: Path, seen: list[list[int]], until: str = "") -> None:
-    """until: the boot after which it is to be compared again; empty: it is on the disk."""
-    try:
-        path.with_suffix(".checked").write_text(json.dumps([seen, until]))
-    except OSError as error:  # a read-only folder: the next start compares again
-        log.info("%s cannot be marked as checked: %s", path, error)
-
-
-def sync(path: Path) -> None:
-    """Wait until the file is on the disk."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 def mark_used(path: Path) -> None:

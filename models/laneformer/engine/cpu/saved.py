@@ -31,7 +31,7 @@ from ...llama.variant import ROUTER
 from ...tensors import Tensor
 from ..decoder import Request
 from . import _core
-from .saved_file import Damaged, Layout, Prefix, write
+from .saved_file import FORMAT_VERSION, Damaged, Layout, Prefix, write
 from .saved_folder import SavedFolder, TooLarge
 
 DEFAULT_BYTES = 10 * 10**9
@@ -140,17 +140,16 @@ class SavedPrefixes:
                 return False
             cache, ids, starts, dropped = found
             part, done, prefix = None, False, Prefix(ids, starts, dropped)
+            read = functools.partial(self.decoder.segment, cache)
             try:
                 part = self.folder.part(prefix)
-                read = functools.partial(self.decoder.segment, cache)
                 write(part, self.folder.key, prefix, self.layout, read, functools.partial(self._yield, what))
                 done = True
-            except TooLarge as error:
-                part, done = None, True  # it is not tried again before it has grown
-                self._tell(error)
-            except (Interrupted, OSError) as error:
-                if isinstance(error, OSError):
-                    self._tell(f"prefixes cannot be saved in {self.folder.directory}: {error}")
+            except Interrupted:
+                pass
+            except OSError as error:
+                done = isinstance(error, TooLarge)  # it is not tried again before it has grown
+                self._tell(f"prefixes cannot be saved in {self.folder.directory}: {error}")
             finally:
                 whole = self.decoder.saved(done)
                 if part is not None:
@@ -197,6 +196,7 @@ def model_key(
     packed = (EMBEDDING, HEAD, *(f"{matrix}.weight" for matrix in (*MATRICES, ROUTER)))
     others: Sequence[str] = [name for name in sorted(config.tensor_shapes()) if not name.endswith(packed)]
     known: dict[str, Any] = {
+        "format": FORMAT_VERSION,
         "config": config.to_dict(),
         "arithmetic": [decoder.isa, *arithmetic],
         "parts": [_core.content_hash(decoder.part(i)) for i in range(decoder.parts)],

@@ -1,6 +1,6 @@
 """A file with the keys and values of one prefix.
 
-    magic | ids, int32 (n,) | pieces of the segments | header, JSON | its hash, 32 characters | its length, 8 bytes
+    pieces of the segments | header with the ids, JSON | its hash, 32 characters | its length, 8 bytes
 
 A segment is the keys, or values, of one KV head of a layer (csrc/kv_memory.h), in an order that does not depend
 on the threads; layers with windows have only the pages that a likely start needs. Every
@@ -17,15 +17,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from . import _core
 from .cache_files import hold
 
-MAGIC = b"laneformer kv 1\n"
-TAIL = 32 + 8
+FORMAT_VERSION = 2  # of this file
+TAIL_BYTES = 32 + 8
 PIECE_BYTES = 4 << 20  # hashed by one thread, and written without a pause
 BLOCK = 16  # positions whose keys lie together
 
@@ -83,8 +83,6 @@ def write(
     """segment: its bytes, uint8. between: is told the seconds of each piece. The file is locked meanwhile."""
     with open(path, "wb", opener=for_owner) as file:
         hold(file, alone=True)
-        file.write(MAGIC)
-        file.write(prefix.ids.data)
         digests = []
         for index, first, end in layout.pieces(len(prefix.ids), prefix.dropped):
             began_s, piece = time.monotonic(), segment(index)[first:end]
@@ -93,8 +91,7 @@ def write(
             between(time.monotonic() - began_s)
         header = {
             "key": key,
-            "positions": len(prefix.ids),
-            "ids": _core.content_hash(prefix.ids),
+            "ids": prefix.ids.tolist(),
             "starts": prefix.starts,
             "dropped": prefix.dropped.tolist(),
             "pieces": digests,
@@ -105,43 +102,29 @@ def write(
 
 def file_bytes(prefix: Prefix, layout: Layout) -> int:
     """Of its file, nearly: without the header."""
-    pieces = layout.pieces(len(prefix.ids), prefix.dropped)
-    return len(MAGIC) + prefix.ids.nbytes + sum(end - first for _, first, end in pieces)
+    return sum(end - first for _, first, end in layout.pieces(len(prefix.ids), prefix.dropped))
 
 
 class SavedFile:
-    """A file whose header and ids are intact; Damaged where they are not, or of another key than this."""
+    """A file whose header is intact; Damaged where it is not, or of another key than this."""
 
     def __init__(self, path: Path, key: str, layout: Layout):
         self.path, self.layout = path, layout
         with open(path, "rb") as file:
             self.bytes = os.fstat(file.fileno()).st_size
-            try:
-                header, end = read_header(file.read, file.seek, self.bytes)
-                if header["key"] != key:
-                    raise Damaged("it is of another model, or of another build of the engine")
-                file.seek(len(MAGIC))
-                ids = np.frombuffer(file.read(4 * header["positions"]), np.int32)
-                self.prefix = Prefix(ids, header["starts"], np.array(header["dropped"], np.uint8))
-                self.digests = header["pieces"]
-                self._pieces = layout.pieces(len(ids), self.prefix.dropped)
-                if (
-                    _core.content_hash(ids) != header["ids"]
-                    or file_bytes(self.prefix, layout) != end
-                    or len(self.digests) != len(self._pieces)
-                ):
-                    raise Damaged("its ids or its length are not those of its header")
-            except Damaged:
-                raise
-            except (ValueError, TypeError, KeyError) as error:
-                raise Damaged(f"its header cannot be read: {error!r}") from None
+            header = read_header(file, self.bytes)
+        if header["key"] != key:
+            raise Damaged("it is of another model, or of another build of the engine")
+        ids, dropped = np.array(header["ids"], np.int32), np.array(header["dropped"], np.uint8)
+        self.prefix = Prefix(ids, header["starts"], dropped)
+        self.pieces = list(zip(layout.pieces(len(ids), dropped), header["pieces"], strict=True))
 
     def fill(self, positions: int, segment: Callable[[int], np.ndarray]) -> None:
         """Keys and values of the first positions; Damaged where a piece of them is not what was written."""
-        at = len(MAGIC) + self.prefix.ids.nbytes
+        at = 0
         needed = -(-positions // BLOCK) * BLOCK * self.layout.position_bytes
         with open(self.path, "rb") as file:
-            for (index, first, end), digest in zip(self._pieces, self.digests, strict=True):
+            for (index, first, end), digest in self.pieces:
                 if first < needed:
                     piece = segment(index)[first:end]
                     file.seek(at)
@@ -150,22 +133,16 @@ class SavedFile:
                 at += end - first
 
 
-def read_header(
-    read: Callable[[int], bytes], seek: Callable[[int], int], size: int
-) -> tuple[dict[str, Any], int]:
-    """And where it begins."""
-    if read(len(MAGIC)) != MAGIC or size < len(MAGIC) + TAIL:
-        raise Damaged("it does not begin as such files do")
-    seek(size - TAIL)
-    digest, length = read(32), int.from_bytes(read(8), "little")
-    begin = size - TAIL - length
-    if length == 0 or begin < len(MAGIC):
-        raise Damaged("it is cut")
-    seek(begin)
-    text = read(length)
-    if hash_of(text) != digest:
-        raise Damaged("it is cut, or its header was changed")
-    return json.loads(text), begin
+def read_header(file: IO[bytes], size: int) -> dict[str, Any]:
+    file.seek(max(0, size - TAIL_BYTES))
+    tail = file.read(TAIL_BYTES)
+    begin = size - TAIL_BYTES - int.from_bytes(tail[32:], "little")
+    if begin >= 0:
+        file.seek(begin)
+        text = file.read(size - TAIL_BYTES - begin)
+        if text and hash_of(text) == tail[:32]:
+            return json.loads(text)
+    raise Damaged("it is cut, or its header was changed")
 
 
 def runs_of_zeros(dropped: np.ndarray, page: int, positions: int) -> Iterator[tuple[int, int]]:

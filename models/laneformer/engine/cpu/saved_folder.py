@@ -23,7 +23,7 @@ KEY_DIGITS = 16  # of a name
 log = logging.getLogger(__name__)
 
 
-class TooLarge(Exception):
+class TooLarge(OSError):
     """One file would be beyond the limit."""
 
 

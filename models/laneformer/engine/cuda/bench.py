@@ -30,53 +30,44 @@ from .structures import PASSES_PER_LAUNCH, Probe
 from .tape import tape_starts
 
 TOKENS = 256
-EDGE_TOKENS = 3 * PASSES_PER_LAUNCH  # the first and the last of a run, to be reported apart
+MIN_TOKENS = 6 * PASSES_PER_LAUNCH  # of the context, left to decode
 RUNS = 5
-PROBES = ("stream", "loads")  # kernels of probe.cu
 # of one launch: far more than any cache, and milliseconds, so that its start does not count
 PROBED_BYTES = 8 << 30
 LONGEST_S = 60.0  # without news of a request
 
 
 def benchmark(
-    executor: CudaExecutor,
-    depth: int = 0,
-    progress: Callable[[str], None] = print,
-    probe_bytes_per_s: float | None = None,
+    executor: CudaExecutor, depth: int = 0, progress: Callable[[str], None] = print
 ) -> dict[str, Any]:
     """Figures of single-request decoding after `depth` cached positions; the keys are
-    those of `laneformer bench`.
-
-    `probe_bytes_per_s`: of all GPUs together; measured when it is not given. ValueError for
-    a depth without room.
+    those of `laneformer bench`. ValueError for a depth without room.
     """
     passes: Any = executor.passes
     config, context = passes.config, passes.config.max_position_embeddings
-    in_range("depth", depth, int, 0, context - 2 * EDGE_TOKENS)
+    in_range("depth", depth, int, 0, context - MIN_TOKENS)
     gpus = len(set(passes.devices))
-    if probe_bytes_per_s is None:
-        progress("read probe")
-        probe_bytes_per_s = gpus * max(read_bandwidth(passes.memories[0]).values())
+    progress("read probe")
+    probe_bytes_per_s = gpus * read_bandwidth(passes.memories[0])
     progress("prefill")
     ttft_s, prefill_tokens_per_s = measure_prefill(executor, depth)
 
     prompt = random_prompt(config, max(depth, 1))
     tokens = min(TOKENS, context - len(prompt))
     progress(f"{RUNS} runs of {tokens} tokens")
-    arrivals(executor, prompt, 2 * EDGE_TOKENS)  # warm: code, clocks
-    runs = [speeds(arrivals(executor, prompt, tokens)) for _ in range(RUNS)]
-    medians = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    arrivals(executor, prompt, MIN_TOKENS)  # warm: code, clocks
+    runs = [rate_of(arrivals(executor, prompt, tokens)) for _ in range(RUNS)]
+    tokens_per_s = statistics.median(runs)
     bytes_per_token = weight_bytes(passes.geometry) + config.cached_bytes(len(prompt) + tokens / 2, 2)
     name = torch.cuda.get_device_name(passes.devices[0])
     return {
-        **medians,
-        "runs_tokens_per_s": [run["tokens_per_s"] for run in runs],
+        "tokens_per_s": tokens_per_s,
+        "runs_tokens_per_s": runs,
         "bytes_per_token": int(bytes_per_token),
         "tape_bytes_per_token": sum(memory.weight_bytes for memory in passes.memories),
         "probe_bytes_per_s": probe_bytes_per_s,
         **shares(
-            medians["tokens_per_s"], bytes_per_token, probe_bytes_per_s, datasheet(name), gpus,
-            config.num_hidden_layers,
+            tokens_per_s, bytes_per_token, probe_bytes_per_s, datasheet(name), gpus, config.num_hidden_layers
         ),
         "prefill_tokens_per_s": prefill_tokens_per_s,
         "ttft_s": ttft_s,
@@ -124,17 +115,8 @@ def arrivals(executor: CudaExecutor, prompt: list[int], tokens: int, **options: 
     raise RuntimeError(f"no news of a request for {LONGEST_S:g} s")
 
 
-def speeds(times: np.ndarray) -> dict[str, float]:
-    """Tokens/s between the arrivals of one run: of all, of the first and of the last."""
-    return {
-        "tokens_per_s": rate_of(times),
-        "first_tokens_per_s": rate_of(times[:EDGE_TOKENS]),
-        "last_tokens_per_s": rate_of(times[-EDGE_TOKENS:]),
-    }
-
-
 def rate_of(times: np.ndarray) -> float:
-    """Of the tokens that came after the first ones, which came together."""
+    """Tokens/s of one run: of those that came after the first ones, which came together."""
     return float((times > times[0]).sum() / (times[-1] - times[0]))
 
 
@@ -175,18 +157,16 @@ def weight_bytes(geometry: Geometry) -> int:
 
 def probe_argument(memory: DeviceMemory, sums: torch.Tensor, rounds: int) -> Probe:
     """Read the device's tapes `rounds` times; `sums`: int32, one for each thread of the launch."""
-    return Probe(
-        memory.tapes.data_ptr(), memory.tape_at.data_ptr(), sums.data_ptr(), memory.tapes.nbytes, rounds
-    )
+    return Probe(memory.tapes.data_ptr(), memory.tape_at.data_ptr(), sums.data_ptr(), rounds)
 
 
-def expected_sum(memory: DeviceMemory, rounds: int) -> int:
-    """What the threads' sums must add up to, modulo 2^32."""
-    return int(memory.tapes.view(torch.int32).sum(dtype=torch.int64)) * rounds % 2**32
+def sum_tapes(memory: DeviceMemory) -> int:
+    return int(memory.tapes.view(torch.int32).sum(dtype=torch.int64))
 
 
-def read_bandwidth(memory: DeviceMemory) -> dict[str, float]:
-    """Bytes/s of each kernel, the best of RUNS; RuntimeError if one of them has not read everything.
+def read_bandwidth(memory: DeviceMemory) -> float:
+    """Bytes/s of the tapes, the best of RUNS by the decode kernels' own ring of chunks and by the plain loads of
+    torch.sum. RuntimeError where the ring has not read everything.
 
     The weights of small models stay in the L2, and so the figure is the L2's.
     """
@@ -194,21 +174,25 @@ def read_bandwidth(memory: DeviceMemory) -> dict[str, float]:
     kernels = Kernels("probe", geometry, memory.device)
     sums = torch.zeros(geometry.blocks * geometry.threads, dtype=torch.int32, device=memory.device)
     rounds = math.ceil(PROBED_BYTES / size)
-    argument, expected = probe_argument(memory, sums, rounds), expected_sum(memory, rounds)
-    best = {}
-    for name in PROBES:
-        seconds = []
-        for _ in range(RUNS + 1):
-            sums.zero_()
-            with torch.cuda.device(memory.device):
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                kernels.launch(name, argument)
-                end.record()
-                end.synchronize()
-            seconds.append(start.elapsed_time(end) / 1000)
-            found = int(sums.sum(dtype=torch.int64)) % 2**32
-            if found != expected:
-                raise RuntimeError(f"the {name} probe read something else: sum {found}, expected {expected}")
-        best[name] = rounds * size / min(seconds[1:])  # the first loads the code
-    return best
+    argument, words = probe_argument(memory, sums, rounds), memory.tapes.view(torch.int32)
+    ways: list[Callable[[], object]] = [
+        lambda: kernels.launch("stream", argument),
+        lambda: [words.sum(dtype=torch.int64) for _ in range(rounds)],
+    ]
+    seconds = min(elapsed_s(read, memory.device) for read in ways for _ in range(RUNS))
+    total, expected = (
+        value % 2**32 for value in (int(sums.sum(dtype=torch.int64)), sum_tapes(memory) * rounds)
+    )
+    if total != expected:
+        raise RuntimeError(f"the read probe read something else: sum {total}, expected {expected}")
+    return rounds * size / seconds
+
+
+def elapsed_s(work: Callable[[], object], device: torch.device) -> float:
+    with torch.cuda.device(device):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+    return float(start.elapsed_time(end)) / 1000

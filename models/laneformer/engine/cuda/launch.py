@@ -35,14 +35,6 @@ def describe(device: torch.device) -> Machine:
     return Machine(properties.multi_processor_count, properties.shared_memory_per_block_optin, architecture)
 
 
-def has_time_limit(device: torch.device) -> bool:
-    """Whether this GPU shows a display, whose driver ends a launch that takes some seconds."""
-    from cuda.bindings import driver
-
-    limit = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT
-    return bool(check(driver.cuDeviceGetAttribute(limit, device.index or 0)))
-
-
 def share_of(devices: Sequence[torch.device]) -> tuple[Machine, int]:
     """What each of these has of its GPU, and how often the GPU is named that is named most often."""
     machine, sharing = describe(devices[0]), max(map(list(devices).count, devices))

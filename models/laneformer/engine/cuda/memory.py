@@ -59,7 +59,7 @@ class DeviceMemory:
         self.rope = self._put(turns(config))
         self.norms = self._put(norm_scales(config, tensors))
         self.biases = self._put(biases(config, tensors))
-        self.head_norms = self._put(head_scales(config, tensors))
+        self.head_norms = self._put(head_norms(config, tensors))
         numbers = sequences * geometry.lanes_per_device * geometry.kv_lane
         try:
             self.kv = self._zeros(numbers, torch.int16)
@@ -168,6 +168,11 @@ def joined(op: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([*parts], 2).flatten(1, 2) if op == "gate_up" else torch.cat([*parts], 1)
 
 
+def split_rows(op: str, matrix: torch.Tensor, rows: Sequence[int]) -> Sequence[torch.Tensor]:
+    """The tensors, of as many rows each, of which `joined` makes this matrix: views."""
+    return matrix.unflatten(1, (-1, 2)).unbind(2) if op == "gate_up" else matrix.split([*rows], 1)
+
+
 def lane_matrices(
     geometry: Geometry, tensors: Mapping[str, Tensor], op: str, layer: int, lanes: slice
 ) -> list[torch.Tensor]:
@@ -218,18 +223,19 @@ def turns(config: LaneformerConfig) -> torch.Tensor:
 
 def biases(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torch.Tensor:
     """float32 (layers, L, rows of a lane's qkv matrix); empty where there are none."""
-    layers = range(config.num_hidden_layers if config.attention_bias else 0)
-    rows = [torch.cat([finite(tensors, f"layers.{i}.{name}.bias") for name in BIASED], 1) for i in layers]
-    return torch.stack(rows) if rows else torch.empty(0)
+    if not config.attention_bias:
+        return torch.empty(0)
+    layers = range(config.num_hidden_layers)
+    parts = [torch.stack([finite(tensors, f"layers.{i}.{name}.bias") for i in layers]) for name in BIASED]
+    return torch.cat(parts, 2)
 
 
-def head_scales(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torch.Tensor:
-    """float32 (layers, 2, d): the norms of queries and of keys; empty where there are none."""
-    layers = range(config.num_hidden_layers if config.qk_norm else 0)
-    rows = [
-        torch.stack([finite(tensors, f"layers.{i}.{name}.weight") for name in HEAD_NORMS]) for i in layers
-    ]
-    return torch.stack(rows) if rows else torch.empty(0)
+def head_norms(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torch.Tensor:
+    """float32 (layers, 2, d), flat: the norms of queries and of keys; empty where there are none."""
+    if not config.qk_norm:
+        return torch.empty(0)
+    names = [f"layers.{i}.{norm}.weight" for i in range(config.num_hidden_layers) for norm in HEAD_NORMS]
+    return torch.stack([finite(tensors, name) for name in names]).unflatten(0, (-1, 2))
 
 
 def finite(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -9,6 +9,7 @@ Each pass is one kernel (passes.cu); graph.py has the version that replays a gra
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import functools
 import time
@@ -23,7 +24,7 @@ from ...tensors import Tensor
 from ..decoder import RequestFailed, Unanswered
 from .caches import MAX_CACHES, Caches
 from .geometry import Geometry
-from .launch import Kernels, has_time_limit, share_of
+from .launch import Kernels, share_of
 from .memory import DeviceMemory, half_of
 from .planning import plan_builds
 from .prefill import DeviceCache, read_prompt
@@ -38,7 +39,7 @@ COLUMN_TOKENS = 8
 POLL_S = 0.00005
 PASS_S = 0.02  # far longer than any pass takes
 LATE_S = 1.0  # a kernel that gives up a wait by itself says who waited for what: it comes first
-LAUNCH_S = 0.1  # of a launch at most where a display limits it, to 2 s or more
+LAUNCH_S = 1.0  # of a launch at most: the driver of a GPU with a display ends one after 2 s or more
 
 
 def sequences_in(free: int, geometry: Geometry, cache_bytes: int | None) -> int:
@@ -62,13 +63,11 @@ def sequences_in(free: int, geometry: Geometry, cache_bytes: int | None) -> int:
 
 def fit_builds(builds: list[Geometry], free: int, cache_bytes: int | None) -> tuple[list[Geometry], int]:
     """The builds whose columns have memory, and for how many sequences; ValueError where none has."""
-    while True:
-        try:
+    while len(builds) > 1:
+        with contextlib.suppress(ValueError):
             return builds, sequences_in(free, builds[-1], cache_bytes)
-        except ValueError:
-            if len(builds) == 1:
-                raise
         builds = builds[:-1]
+    return builds, sequences_in(free, builds[-1], cache_bytes)
 
 
 class PassDecoder:
@@ -133,9 +132,7 @@ class PassDecoder:
             (row,) = self.run([Column(single[-1] if single else 0, position, 0)])
             pass_s = time.monotonic() - start_s
             single += row
-        most = PASSES_PER_LAUNCH - 1
-        if any(has_time_limit(device) for device in self.devices):
-            most = min(most, int(LAUNCH_S / pass_s))
+        most = min(PASSES_PER_LAUNCH - 1, int(LAUNCH_S / pass_s))
         try:
             rows = self.run([column], most)
             right = len(rows) == 1 + most and [token for (token,) in rows][:3] == single[: 1 + most]

@@ -87,9 +87,9 @@ def decode_structure(devices: int) -> type[ctypes.Structure]:
 
 
 class Probe(ctypes.Structure):
-    """The argument of the kernels that read all tapes (probe.cu: Probe)."""
+    """The argument of the kernel that reads all tapes (probe.cu: Probe)."""
 
     _fields_ = [
         ("tapes", ctypes.c_void_p), ("tape_at", ctypes.c_void_p), ("sums", ctypes.c_void_p),
-        ("bytes", ctypes.c_uint64), ("rounds", ctypes.c_int),
+        ("rounds", ctypes.c_int),
     ]  # fmt: skip

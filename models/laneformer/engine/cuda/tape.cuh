@@ -77,14 +77,10 @@ struct Tape {
   template <int Count>
   DEVICE void need() {
     static_assert(Count * kSegmentBytes <= kChunkBytes);
-    if (at == 0) wait_for(slot, parity);
+    if (at == 0) wait_full(full + slot, parity);
     if (at + Count * kSegmentBytes <= kChunkBytes) return;
     const bool last = slot + 1 == kChunks;
-    wait_for(last ? 0 : slot + 1, parity ^ last);
-  }
-
-  DEVICE void wait_for(uint32_t of_ring, uint32_t at_parity) {
-    wait_full(full + of_ring, at_parity);
+    wait_full(full + (last ? 0 : slot + 1), parity ^ last);
   }
 
   // this thread's numbers from a segment that is there

@@ -71,16 +71,17 @@ def tape_starts(geometry: Geometry) -> np.ndarray:
     return np.cumsum([0, *np.tile(chunks, geometry.lanes_per_device)]) * geometry.chunk_bytes
 
 
-def segments_of(geometry: Geometry) -> Iterator[tuple[str, int, int, np.ndarray]]:
-    """For each matrix (op, layer, lane of the device): its segments among a device's, in the order of `order`."""
-    warps, following = geometry.warps_per_lane, tape_starts(geometry)[:-1] // SEGMENT_BYTES
+def segments_of(geometry: Geometry) -> Iterator[tuple[str, int, np.ndarray]]:
+    """For each matrix (op, layer): its segments on a device, int64 (lanes, segments), in the order of `order`."""
     counts = {op: segment_counts(geometry, op) for op in OPS}
+    warps = {op: np.arange(len(count)).repeat(count) for op, count in counts.items()}  # of each segment
+    places = {
+        op: np.concatenate([*map(np.arange, count)]) for op, count in counts.items()
+    }  # in its warp's run
+    following = tape_starts(geometry)[:-1].reshape(geometry.lanes_per_device, -1) // SEGMENT_BYTES
     for op, layer in steps(geometry):
-        for lane in range(geometry.lanes_per_device):
-            starts = following[lane * warps : (lane + 1) * warps]  # a view: the next segment of each tape
-            runs = zip(starts, counts[op], strict=True)
-            yield op, layer, lane, np.concatenate([np.arange(at, at + count) for at, count in runs])
-            starts += counts[op]
+        yield op, layer, following[:, warps[op]] + places[op]
+        following = following + counts[op]
 
 
 def pack(geometry: Geometry, matrices: LaneMatrices, device: torch.device | str) -> torch.Tensor:
@@ -88,9 +89,8 @@ def pack(geometry: Geometry, matrices: LaneMatrices, device: torch.device | str)
     kind, size = NUMBERS[geometry.number_bytes], SEGMENT_BYTES // geometry.number_bytes
     tapes = torch.zeros(int(tape_starts(geometry)[-1]) // geometry.number_bytes, dtype=kind, device=device)
     orders = {op: torch.from_numpy(order(geometry, geometry.matrix(op))).to(device) for op in OPS}
-    for op, layer, lane, segments in segments_of(geometry):
-        if lane == 0:
-            of_lanes = matrices(op, layer)
-        numbers = of_lanes[lane].to(device).view(kind).flatten()[orders[op]]
-        tapes.view(-1, size)[torch.from_numpy(segments).to(device)] = numbers.view(-1, size)
+    for op, layer, segments in segments_of(geometry):
+        for lane, places in zip(matrices(op, layer), torch.from_numpy(segments).to(device), strict=True):
+            numbers = lane.to(device).view(kind).flatten()[orders[op]]
+            tapes.view(-1, size)[places] = numbers.view(-1, size)
     return tapes

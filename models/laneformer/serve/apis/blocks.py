@@ -9,34 +9,35 @@ from typing import Any
 
 from pydantic import AfterValidator, ValidationInfo
 
-from ..bodies import SHOWN_CHARS, STRICTLY, Body, Reading, RequestError, refuse
+from ..bodies import SHOWN_CHARS, STRICTLY, Reading, RequestError
 from ..context import ServingContext
 from ..conversation import Block, Conversation, Part
-from ..schema import ConversationRequest
+from ..schema import ConversationRequest, Limit, Request, Sampling
 from ..sending import Answer
 from .openai import usage_of
 
 
-class TranslatedRequest(Body):
+class TranslatedRequest(Request):
     """A body that is a chat completion in other words."""
 
-    model: str | None = None
-    stream: bool = False
+    max_tokens: Limit = None
 
     def fields(self) -> dict[str, Any]:
-        """Of the ConversationRequest."""
+        """Of the ConversationRequest, beside those that all APIs share."""
         raise NotImplementedError
 
     def conversation(self) -> ConversationRequest:
         try:
-            fields = self.fields()
-        except (
-            AttributeError,
-            TypeError,
-        ) as error:  # a value in the place of an object, or the other way round
+            fields = sampling_of(self) | self.fields()
+        except (AttributeError, TypeError) as error:  # a value in the place of an object
             message = f"a part of the body has another form than it may have: {error}"
             raise RequestError(message) from None
         return ConversationRequest.from_fields(fields, Reading(strict=False))
+
+
+def sampling_of(body: Sampling) -> dict[str, Any]:
+    """What a body says of how tokens are drawn, and how many."""
+    return body.model_dump(include={*Sampling.model_fields, "max_tokens"}, exclude_unset=True)
 
 
 class BlockAnswer(Answer):
@@ -135,11 +136,10 @@ def own_tools(kind: str) -> AfterValidator:
 
     def leave_out_others(tools: list[dict[str, Any]], info: ValidationInfo) -> list[dict[str, Any]]:
         reading: Reading = info.context or STRICTLY
-        for other in [str(tool.get("type", kind))[:SHOWN_CHARS] for tool in tools]:
-            if other != kind and reading.strict:
-                refuse("tools", f"tools has one of the type {other!r}; allowed is {kind!r}")
+        for other in {str(tool.get("type", kind))[:SHOWN_CHARS]: None for tool in tools}:
             if other != kind:
-                reading.unused[f"tools[].{other}"] = None
+                message = f"tools has one of the type {other!r}; allowed is {kind!r}"
+                reading.pass_over(f"tools[].{other}", message)
         return [tool for tool in tools if tool.get("type", kind) == kind]
 
     return AfterValidator(leave_out_others)

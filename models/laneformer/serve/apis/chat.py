@@ -12,6 +12,7 @@ from ..choices import Piece
 from ..context import ServingContext
 from ..conversation import Block, Conversation
 from ..schema import ConversationRequest
+from .blocks import function_call
 from .openai import OpenAIAnswer, conversation_logprobs, usage_of
 
 BEGIN: dict[str, Any] = {"role": ASSISTANT, "content": "", "refusal": None}
@@ -54,7 +55,7 @@ class ConversationAnswer(OpenAIAnswer):
         message = {**BEGIN, "content": text, "annotations": []}
         if reasoning:
             message["reasoning_content"] = reasoning
-        if calls := [call_of(block, block.text) for block in answer.calls()]:
+        if calls := [function_call(block.id, block.name, block.text) for block in answer.calls()]:
             message |= {"content": text if text.strip() else None, "tool_calls": calls}
         return {"message": message}
 
@@ -67,10 +68,5 @@ class ConversationAnswer(OpenAIAnswer):
         if block.kind == "text":
             return {"content": text}
         index = self.conversation.answers[choice].calls().index(block)
-        call = {"function": {"arguments": text}} if text else call_of(block, "")
+        call = {"function": {"arguments": text}} if text else function_call(block.id, block.name, "")
         return {"tool_calls": [{"index": index, **call}]}
-
-
-def call_of(block: Block, arguments: str) -> dict[str, Any]:
-    function = {"name": block.name, "arguments": arguments}
-    return {"id": block.id, "type": "function", "function": function}

@@ -20,7 +20,11 @@ class CompletionAnswer(OpenAIAnswer):
         prompts = [encode(prompt, context) for prompt in request.prompt]
         wanted = None if request.max_tokens == UNTIL_THE_END else request.max_tokens
         limit = context.room(request, prompts, wanted, "prompt")
-        options = request.options(context.completion_defaults, limit, request.logprobs) if limit else None
+        options = (
+            request.generation_options(context.completion_defaults, limit, request.logprobs)
+            if limit
+            else None
+        )
         score_top = request.logprobs if request.echo else None
         choices = Choices(context, prompts, request.n, options, request.stop, score_top)
         super().__init__(request, choices, "cmpl", "text_completion")

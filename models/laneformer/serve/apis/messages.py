@@ -12,7 +12,8 @@ from ...chat import ASSISTANT, SYSTEM, USER
 from ..bodies import Body, RequestError
 from ..context import ServingContext
 from ..conversation import Block, prepare_prompt
-from ..schema import MAX_MESSAGES, Limit, Objects
+from ..parts import Effort, Objects, ResponseFormat, Thinking
+from ..schema import MAX_MESSAGES
 from ..sending import ClientError
 from .blocks import (
     BlockAnswer,
@@ -35,46 +36,54 @@ DELTAS = {
 
 
 class Turn(Body):
-    place = "messages[]."
+    place, is_open = "messages[].", True
 
     role: Literal["user", "assistant", "system"]
     content: str | Objects
 
 
+class ToolUseChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class OutputConfig(Body):
+    effort: Effort | None = None
+    format: ResponseFormat = ResponseFormat()
+
+
 class MessagesRequest(TranslatedRequest):
-    refused = {"mcp_servers": "the server calls no others; send tools", "container": "nothing is run here"}
-    unused = {"metadata": None, "service_tier": None, "betas": None, "cache_control": None}
+    renamed = {**TranslatedRequest.renamed, "stop_sequences": "stop"}
+    own_names = {
+        r"^messages\S*": "messages",
+        r"^(tools\S*?)\.function\.parameters": r"\1.input_schema",
+        r"^(tools\S*?|tool_choice)\.function": r"\1",
+        r"^response_format": "output_config.format",
+    }
 
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    output_config: OutputConfig = OutputConfig()
     system: str | Objects | None = None
-    max_tokens: Limit = None
-    stop_sequences: list[str] = []
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
     tools: Annotated[Objects, own_tools("custom")] = []
-    tool_choice: dict[str, Any] = {}
-    thinking: dict[str, Any] = {}
+    tool_choice: ToolUseChoice = ToolUseChoice(type="auto")
+    thinking: Thinking = Thinking()
 
     def fields(self) -> dict[str, Any]:
-        """Of a chat completion."""
         system = text_of(self.system, ["text"], "system")
         messages = [{"role": SYSTEM, "content": system}] if system else []
         for turn in self.messages:
             messages += translate_turn(turn)
-        choice: Any = self.tool_choice.get("type")
-        if choice == "tool":
-            choice = {"type": "function", "function": {"name": self.tool_choice.get("name")}}
+        choice = self.tool_choice
+        named = {"type": "function", "function": {"name": choice.name}}
         return {
             "messages": messages,
-            "max_tokens": self.max_tokens,
-            "stop": self.stop_sequences,
             "tools": [function_tool(tool, "input_schema") for tool in self.tools],
-            "tool_choice": CHOICES.get(choice, choice) if isinstance(choice, str) else choice,
-            "parallel_tool_calls": not self.tool_choice.get("disable_parallel_tool_use"),
-            "reasoning_effort": "none" if self.thinking.get("type") == "disabled" else None,
-            "reasoning_budget": self.thinking.get("budget_tokens"),
-            **{name: getattr(self, name) for name in ("temperature", "top_k", "top_p")},
+            "tool_choice": CHOICES.get(choice.type, named),
+            "parallel_tool_calls": not choice.disable_parallel_tool_use,
+            "reasoning_effort": self.output_config.effort,
+            "response_format": self.output_config.format,
+            "thinking": self.thinking,
         }
 
 

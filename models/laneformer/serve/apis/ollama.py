@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator
 
 from ...chat import ASSISTANT, SYSTEM, USER
-from ..bodies import Body, RequestError
+from ..bodies import Body
 from ..context import ServingContext
 from ..conversation import Block
 from ..endpoints import Endpoints
-from ..schema import Objects
+from ..fields import HARMLESS, NEUTRAL, REFUSED, RENAMED
+from ..parts import Objects
+from ..schema import Sampling
 from ..sending import Answer, ClientError
-from .blocks import BlockAnswer, TranslatedRequest, arguments_of, function_call
+from .blocks import BlockAnswer, TranslatedRequest, arguments_of, function_call, sampling_of
 
 VERSION = "0.14.0"  # of the API, which clients compare
 FOR_EVER = "9999-12-31T23:59:59Z"
@@ -23,41 +28,51 @@ SECOND_NS = 1e9
 
 
 class Message(Body):
-    place = "messages[]."
+    place, is_open = "messages[].", True
+    refused = {"images": REFUSED["images"]}
 
     role: str
     content: str = ""
     thinking: str | None = None
-    images: list[Any] = []
     tool_calls: Objects = []
     tool_name: str | None = None
     tool_call_id: str | None = None
 
 
+class Options(Sampling):
+    """Of one request; those that nobody knows have no effect, as in Ollama."""
+
+    place, is_open, typo = "options.", True, 1.0
+    harmless, neutral = HARMLESS, NEUTRAL
+    refused = {**REFUSED, "format": "send it beside the options"}
+    renamed = {**RENAMED, "num_predict": "max_tokens"}
+
+    max_tokens: Annotated[int | None, AfterValidator(lambda most: most if most and most > 0 else None)] = None
+
+
 class OllamaRequest(TranslatedRequest):
     """What /api/chat and /api/generate have in common."""
 
-    unused = {"keep_alive": None, "truncate": None, "shift": None}
-    neutral = {"logprobs": [False], "top_logprobs": [0]}
+    own_names = {r"^messages\S*": "messages", r"^response_format(\.schema)?": "format"}
 
     stream: bool = True
-    options: dict[str, Any] = {}
-    format: str | dict[str, Any] | None = None
+    options: Options = Options()
+    format: Literal["json", ""] | dict[str, Any] = ""
     think: bool | str | None = None
 
-    def common(self) -> dict[str, Any]:
-        """Of a chat completion. Options about the machine, which those do not know, have no effect."""
-        form: Any = None
-        if self.format == "json":
-            form = {"type": "json_object"}
-        elif self.format:
-            form = {"type": "json_schema", "json_schema": {"name": "format", "schema": self.format}}
-        options = dict(self.options)
-        if (limit := options.pop("num_predict", None)) is not None:
-            options["max_tokens"] = max(limit, -1) if isinstance(limit, int) else limit
-        think: Any = None if self.think is None else {"enable_thinking": self.think is not False}
-        think = {**think, "reasoning_effort": self.think} if isinstance(self.think, str) else think
-        return {**options, "response_format": form, "chat_template_kwargs": think}
+    def fields(self) -> dict[str, Any]:
+        form: dict[str, Any] = {"schema": self.format} if isinstance(self.format, dict) else {}
+        variables = {} if self.think is None else {"enable_thinking": self.think is not False}
+        return {
+            **sampling_of(self.options),
+            "messages": self.messages_of_chat(),
+            "response_format": {"type": "json_object", **form} if self.format else {},
+            "chat_template_kwargs": variables,
+            "reasoning_effort": self.think if isinstance(self.think, str) else None,
+        }
+
+    def messages_of_chat(self) -> list[dict[str, Any]]:
+        raise NotImplementedError
 
 
 class ChatRequest(OllamaRequest):
@@ -65,38 +80,35 @@ class ChatRequest(OllamaRequest):
     tools: Objects = []
 
     def fields(self) -> dict[str, Any]:
-        messages = [translate_message(message) for message in self.messages]
-        return {**self.common(), "tools": self.tools, "messages": messages}
+        return {**super().fields(), "tools": self.tools}
+
+    def messages_of_chat(self) -> list[dict[str, Any]]:
+        return [translate_message(message) for message in self.messages]
 
 
 class GenerateRequest(OllamaRequest):
-    refused = {
-        "suffix": "the model fills no gaps",
-        "template": "the model's own is used",
-        "context": "send the conversation to /api/chat",
-    }
-    neutral = {**OllamaRequest.neutral, "raw": [False], "images": [[]]}
+    own_names = {**OllamaRequest.own_names, r"^messages": "prompt"}
 
     prompt: str = ""
-    system: str | None = None
+    system: str = ""
 
-    def fields(self) -> dict[str, Any]:
+    def messages_of_chat(self) -> list[dict[str, Any]]:
         system = [{"role": SYSTEM, "content": self.system}] if self.system else []
-        return {**self.common(), "messages": [*system, {"role": USER, "content": self.prompt}]}
+        return [*system, {"role": USER, "content": self.prompt}]
 
 
 def translate_message(sent: Message) -> dict[str, Any]:
-    if sent.images:
-        raise RequestError("images: the model reads text only", "messages")
-    message: dict[str, Any] = {"role": sent.role, "content": sent.content}
-    message |= {"reasoning_content": sent.thinking} if sent.thinking else {}
-    if sent.role == "tool":
-        message |= {"name": sent.tool_name, "tool_call_id": sent.tool_call_id}
-    if calls := [one.get("function") or {} for one in sent.tool_calls]:
-        message["tool_calls"] = [
-            function_call(None, c.get("name"), json.dumps(c.get("arguments") or {})) for c in calls
-        ]
-    return message
+    calls = [call.get("function") or {} for call in sent.tool_calls]
+    return {
+        "role": sent.role,
+        "content": sent.content,
+        "reasoning_content": sent.thinking,
+        "name": sent.tool_name,
+        "tool_call_id": sent.tool_call_id,
+        "tool_calls": [
+            function_call(None, call.get("name"), json.dumps(call.get("arguments") or {})) for call in calls
+        ],
+    }
 
 
 class OllamaAnswer(BlockAnswer):
@@ -106,21 +118,7 @@ class OllamaAnswer(BlockAnswer):
 
     def __init__(self, request: ChatRequest | GenerateRequest, context: ServingContext):
         super().__init__(request, context)
-        self.chat = isinstance(request, ChatRequest)
-
-    def line(self, text: str, thinking: str, calls: list[Block], **more: Any) -> dict[str, Any]:
-        fixed = {"model": self.model, "created_at": now()}
-        thought = {"thinking": thinking} if thinking else {}
-        if not self.chat:
-            return {**fixed, "response": text, **thought, "done": False, **more}
-        tool_calls = [{"function": {"name": c.name, "arguments": arguments_of(c)}} for c in calls]
-        message = {
-            "role": ASSISTANT,
-            "content": text,
-            **thought,
-            **({"tool_calls": tool_calls} if tool_calls else {}),
-        }
-        return {**fixed, "message": message, "done": False, **more}
+        self.line = partial(line_of, isinstance(request, ChatRequest), self.model)
 
     def end(self) -> dict[str, Any]:
         used, now_s = self.used, time.time()
@@ -137,23 +135,42 @@ class OllamaAnswer(BlockAnswer):
         }
 
     def whole_answer(self) -> dict[str, Any]:
-        text, thinking = self.answer.text_of("text"), self.answer.text_of("reasoning")
-        return self.line(text, thinking, self.answer.calls(), **self.end())
+        answer = self.answer
+        return self.line(answer.text_of("text"), answer.text_of("reasoning"), answer.calls(), **self.end())
 
     def more(self, block: Block, text: str) -> str:
         if block.kind == "call":
             return ""
-        both = (text, "") if block.kind == "text" else ("", text)
-        return json.dumps(self.line(*both, [])) + "\n"
+        line = self.line(text) if block.kind == "text" else self.line(thinking=text)
+        return json.dumps(line) + "\n"
 
     def end_of(self, block: Block) -> str:
-        return json.dumps(self.line("", "", [block])) + "\n" if block.kind == "call" else ""
+        return json.dumps(self.line(calls=[block])) + "\n" if block.kind == "call" else ""
 
     def closing(self) -> str:
-        return json.dumps(self.line("", "", [], **self.end())) + "\n"
+        return json.dumps(self.line(**self.end())) + "\n"
 
     def failure_events(self, error: ClientError) -> str:
         return json.dumps(error.body("/api/")) + "\n"
+
+
+def line_of(
+    chat: bool,
+    model: str | None,
+    text: str = "",
+    thinking: str = "",
+    calls: Sequence[Block] = (),
+    **more: Any,
+) -> dict[str, Any]:
+    """A part of an answer, or all of it."""
+    answer: dict[str, Any] = {
+        "content" if chat else "response": text,
+        **({"thinking": thinking} if thinking else {}),
+    }
+    if chat:
+        tool_calls = [{"function": {"name": c.name, "arguments": arguments_of(c)}} for c in calls]
+        answer = {"message": {"role": ASSISTANT, **answer, **({"tool_calls": tool_calls} if calls else {})}}
+    return {"model": model, "created_at": now(), **answer, "done": False, **more}
 
 
 def now() -> str:
@@ -162,15 +179,14 @@ def now() -> str:
 
 def answer(request: ChatRequest | GenerateRequest, context: ServingContext) -> Answer | dict[str, Any]:
     """Without a message it is asked whether the model is loaded."""
-    if not (request.messages if isinstance(request, ChatRequest) else request.prompt):
-        chat = isinstance(request, ChatRequest)
-        empty = {"message": {"role": ASSISTANT, "content": ""}} if chat else {"response": ""}
-        return {"model": request.model, "created_at": now(), **empty, "done": True, "done_reason": "load"}
+    asked = request.messages if isinstance(request, ChatRequest) else request.prompt
+    if not asked:
+        return line_of(isinstance(request, ChatRequest), request.model, done=True, done_reason="load")
     return OllamaAnswer(request, context)
 
 
 class ShowRequest(Body):
-    unused = {"verbose": None, "name": None}
+    is_open, harmless = True, {"verbose": None, "name": None}
 
     model: str | None = None
 

@@ -6,10 +6,10 @@ import uuid
 from typing import Annotated, Any, Literal
 
 from ...chat import ASSISTANT, SYSTEM
-from ..bodies import RequestError
+from ..bodies import Body, RequestError
 from ..context import ServingContext
 from ..conversation import Block
-from ..schema import Limit, Objects
+from ..parts import Objects, Reasoning, ResponseFormat
 from ..sending import ClientError
 from .blocks import (
     BlockAnswer,
@@ -23,48 +23,47 @@ from .blocks import (
 
 TEXTS = ["input_text", "output_text", "text", "summary_text", "reasoning_text"]
 CALL = "function_call"
-STATELESS = "nothing is stored; send the whole conversation as input"
 NAMES = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 
 
+class TextOptions(Body):
+    harmless = {"verbosity": ["medium"]}
+
+    format: ResponseFormat = ResponseFormat()
+
+
+class NamedFunction(Body):
+    type: Literal["function"]
+    name: str
+
+
 class ResponsesRequest(TranslatedRequest):
-    refused = {"conversation": STATELESS, "previous_response_id": STATELESS, "prompt": "send input instead"}
-    neutral = {"background": [False]}
-    unused = {
-        "include": None, "max_tool_calls": None, "metadata": None, "moderation": None, "prompt_cache_key": None,
-        "prompt_cache_options": None, "prompt_cache_retention": None, "safety_identifier": None, "user": None,
-        "service_tier": ["auto", "default"], "store": None, "stream_options": None, "truncation": ["disabled"],
-    }  # fmt: skip
+    renamed = {**TranslatedRequest.renamed, "max_output_tokens": "max_tokens"}
+    own_names = {
+        r"^messages\S*": "input",
+        r"^(tools\S*?|tool_choice)\.function": r"\1",
+        r"^response_format": "text.format",
+    }
 
     input: str | Objects
     instructions: str | None = None
-    max_output_tokens: Limit = None
     parallel_tool_calls: bool = True
-    reasoning: dict[str, Any] = {}
-    temperature: float | None = None
-    text: dict[str, Any] = {}
-    tool_choice: str | dict[str, Any] = "auto"
+    reasoning: Reasoning = Reasoning()
+    text: TextOptions = TextOptions()
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
     tools: Annotated[Objects, own_tools("function")] = []
-    top_logprobs: Literal[0] | None = None
-    top_p: float | None = None
-    top_k: int | None = None
 
     def fields(self) -> dict[str, Any]:
-        """Of a chat completion."""
-        choice, form = self.tool_choice, self.text.get("format")
-        if isinstance(choice, dict):
-            choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
-        if form and form.get("type") == "json_schema":
-            form = {"type": "json_schema", "json_schema": form}
-        tools = [function_tool(tool, "parameters") for tool in self.tools]
+        choice: Any = self.tool_choice
+        if isinstance(choice, NamedFunction):
+            choice = {"type": "function", "function": {"name": choice.name}}
         return {
             "messages": self.messages(),
-            "max_tokens": self.max_output_tokens,
-            "tools": tools,
-            "tool_choice": choice if tools or choice != "auto" else None,
-            "response_format": form,
-            "reasoning_effort": self.reasoning.get("effort"),
-            **{n: getattr(self, n) for n in ("parallel_tool_calls", "temperature", "top_p", "top_k")},
+            "tools": [function_tool(tool, "parameters") for tool in self.tools],
+            "tool_choice": choice,
+            "response_format": self.text.format,
+            "reasoning": self.reasoning,
+            "parallel_tool_calls": self.parallel_tool_calls,
         }
 
     def messages(self) -> list[dict[str, Any]]:
@@ -112,11 +111,11 @@ class ResponsesAnswer(BlockAnswer):
         return {
             "id": self.id, "object": "response", "created_at": int(self.begun_s), "status": status, "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": request.instructions, "max_output_tokens": request.max_output_tokens,
+            "instructions": request.instructions, "max_output_tokens": request.max_tokens,
             "model": self.model, "output": [], "previous_response_id": None,
             "parallel_tool_calls": request.parallel_tool_calls, "store": False, "background": False,
-            "reasoning": {"effort": request.reasoning.get("effort"), "summary": None}, "truncation": "disabled",
-            "text": {"format": {"type": "text"}, **request.text}, "tool_choice": request.tool_choice,
+            "reasoning": {"effort": request.reasoning.effort, "summary": None}, "truncation": "disabled",
+            **request.model_dump(include={"text", "tool_choice"}, by_alias=True, exclude_none=True),
             "tools": [{"strict": None, "parameters": None, **tool} for tool in request.tools],
             "temperature": options and options.temperature, "top_p": options and options.top_p,
             "usage": None, "metadata": {}, **more,

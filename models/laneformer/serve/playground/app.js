@@ -220,7 +220,7 @@ function notice({ status, message, retryAfterS }, again) {
 
 // --- speed and settings ----------------------------------------------------------------------------------------------
 
-function drawSpeed({ tokens, tokens_per_s, ttft_ms, gap_p50_ms, gap_p99_ms, cached_tokens, prompt_tokens }) {
+function drawSpeed({ tokens, tokens_per_s, ttft_ms, gap_p50_ms, gap_p99_ms, cached_tokens, prompt_tokens, accepted_tokens }) {
   if (!tokens) return;  // the last answer's stay until there are new ones
   const limit = machine.limit_tokens_per_s, percent = limit && tokens_per_s ? Math.round((100 * tokens_per_s) / limit) : 0;
   const of = `this machine’s memory limit of ${shown.rate(limit)} tokens/s`;
@@ -229,7 +229,7 @@ function drawSpeed({ tokens, tokens_per_s, ttft_ms, gap_p50_ms, gap_p99_ms, cach
   $("gauge").hidden = $("limit").hidden = !limit;
   const share = machine.processor_share;
   if (share < BUSY) $("limit").textContent = `${percent}% of ${of}. Other programs keep this machine busy: the engine had ${Math.round(100 * share)}% of its processors’ time.`;
-  else $("limit").textContent = percent > 100 ? `${percent}% of ${of}: drafts give several tokens a read` : `${percent}% of ${of}`;
+  else $("limit").textContent = percent > 100 && accepted_tokens ? `${percent}% of ${of}: drafts give several tokens a read` : `${percent}% of ${of}`;
   $("gauge").setAttribute("aria-valuenow", Math.min(100, percent));
   $("gauge").firstChild.style.transform = `scaleX(${Math.min(100, percent) / 100})`;
 }

@@ -1,0 +1,125 @@
+"""Stacks a folder's experts: whatever form they are stored in, one tensor (E, rows, inputs) a layer and part.
+
+Most folders hold a tensor for each expert. gpt-oss's hold them stacked, gate and up projection as one matrix whose even
+rows are gates and whose odd rows are ups. In 16 bits that matrix is transposed, (E, in, out). As MXFP4 (OCP
+Microscaling Formats) it is `_blocks` (E, out, in / 32, 16), bytes of two inputs each, and `_scales` (E, out, in / 32),
+and comes as rows of the blocks of GGUF files.
+
+E experts
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+import numpy as np
+
+from ..tensors import Tensor, TensorSource
+
+INPUTS = 32  # of a block of MXFP4
+EXPERT = re.compile(r"(?P<stem>.*\.experts)\.(?P<number>\d+)\.(?P<part>.*)")
+FUSED = ".mlp.experts."
+ROWS = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2), "down_proj": slice(None)}
+RENAMED = {".self_attn.sinks": ".self_attn.sinks.weight", ".mlp.router.": ".mlp.gate."}
+Sources = dict[str, TensorSource]
+
+
+def stack_experts(sources: Sources) -> Sources:
+    """`layer.experts.0.part`, `layer.experts.1.part`, ... as `layer.experts.part`, (E, ...); others as they are.
+
+    ValueError where an expert is missing, or of another shape or type than the first.
+    """
+    stacked = {name: source for name, source in sources.items() if not EXPERT.fullmatch(name)}
+    numbers: dict[str, dict[int, TensorSource]] = defaultdict(dict)
+    for match in filter(None, map(EXPERT.fullmatch, sources)):
+        numbers[f"{match['stem']}.{match['part']}"][int(match["number"])] = sources[match[0]]
+    for name, experts in numbers.items():
+        if missing := set(range(max(experts) + 1)) - experts.keys():
+            raise ValueError(f"{name}: the experts {sorted(missing)} are missing")
+        kinds = {(expert.dtype, expert.shape) for expert in experts.values()}
+        if len(kinds) > 1:
+            raise ValueError(f"{name}: experts differ, such as {' and '.join(map(str, sorted(kinds)[:2]))}")
+        stacked[name] = stack([experts[i] for i in sorted(experts)])
+    return stacked
+
+
+def stack(experts: list[TensorSource]) -> TensorSource:
+    dtype, shape, _ = experts[0]
+    load = lambda: Tensor(dtype, np.stack([expert.load().values for expert in experts]))  # noqa: E731
+    return TensorSource(dtype, (len(experts), *shape), load)
+
+
+def split_experts(sources: Sources) -> Sources:
+    """gpt-oss's `experts.gate_up_proj` and `experts.down_proj` as `experts.gate_proj.weight`, (E, rows, inputs), and
+    so on; others as they are, by the names of other mixtures of experts.
+    """
+    split: Sources = {}
+    for name in sources:
+        stem, _, part = name.partition(FUSED)
+        if not part:
+            split[new_name(name)] = sources[name]
+        elif not part.endswith("_scales"):
+            kind = "bias" if part.endswith("_bias") else "weight"
+            whole = part.removesuffix("_bias").removesuffix("_blocks")
+            for own in ("gate_proj", "up_proj") if whole == "gate_up_proj" else (whole,):
+                split[f"{stem}{FUSED}{own}.{kind}"] = stacked_rows(sources, name, ROWS.get(own, slice(None)))
+    return split
+
+
+def new_name(name: str) -> str:
+    for old, new in RENAMED.items():
+        name = name.replace(old, new)
+    return name
+
+
+def choose_rows(source: TensorSource, rows: slice) -> TensorSource:
+    """Those rows of every expert."""
+    count, total, *inputs = source.shape
+
+    def load() -> Tensor:
+        tensor = source.load()
+        return Tensor(tensor.dtype, tensor.values[:, rows])
+
+    return TensorSource(source.dtype, (count, len(range(total)[rows]), *inputs), load)
+
+
+def stacked_rows(sources: Sources, name: str, rows: slice) -> TensorSource:
+    """Those rows of one of gpt-oss's tensors as (E, rows, inputs), or of a bias (E, rows)."""
+    dtype, shape, load = sources[name]
+    if name.endswith("_blocks"):
+        return join_blocks(name, sources, rows)
+    if len(shape) == 2:
+        return choose_rows(sources[name], rows)
+    if len(shape) != 3:
+        raise ValueError(f"{name} has shape {shape}; experts' matrices have 3 dimensions, biases 2")
+    turned = lambda: Tensor(dtype, load().values.swapaxes(1, 2))  # noqa: E731
+    return choose_rows(TensorSource(dtype, (shape[0], shape[2], shape[1]), turned), rows)
+
+
+def join_blocks(name: str, sources: Sources, rows: slice) -> TensorSource:
+    """MXFP4's values with their scales, in rows of GGUF's blocks."""
+    other = name.removesuffix("_blocks") + "_scales"
+    if other not in sources:
+        raise ValueError(f"the checkpoint holds {name}, but not {other}")
+    blocks, scales = sources[name], sources[other]
+    if len(blocks.shape) != 4 or (*scales.shape, INPUTS // 2) != blocks.shape:
+        raise ValueError(
+            f"{name} of shape {blocks.shape} needs scales of shape {blocks.shape[:-1]}, not {scales.shape}, and "
+            f"{INPUTS // 2} bytes a block"
+        )
+    blocks, scales = choose_rows(blocks, rows), choose_rows(scales, rows)
+    load = lambda: Tensor("mxfp4", as_gguf(blocks.load().values, scales.load().values))  # noqa: E731
+    return TensorSource("mxfp4", (*blocks.shape[:2], INPUTS * blocks.shape[2]), load)
+
+
+def as_gguf(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Blocks (..., G, 16), whose byte i has inputs 2i and 2i + 1, with their exponents (..., G), as rows of
+    ggml's blocks, (..., 17 G): an exponent, then bytes of the inputs i and i + 16.
+    """
+    rows = np.empty((*blocks.shape[:-1], 17), np.uint8)
+    first, second = blocks[..., :8], blocks[..., 8:]
+    rows[..., 0] = scales
+    rows[..., 1::2] = first & 15 | second << 4
+    rows[..., 2::2] = first >> 4 | second & 0xF0
+    return rows.reshape(*blocks.shape[:-2], -1)

@@ -1,0 +1,386 @@
+"""Fields of every API: used, harmless, or refused by their name; what asks for nothing passes."""
+
+from __future__ import annotations
+
+import json
+import typing
+from typing import Any
+
+import pytest
+
+from laneformer.serve.apis.messages import MessagesRequest
+from laneformer.serve.apis.ollama import ChatRequest, GenerateRequest
+from laneformer.serve.apis.responses import ResponsesRequest
+from laneformer.serve.bodies import Reading, RequestError
+from laneformer.serve.fields import HARMLESS, NEUTRAL, REFUSED
+from laneformer.serve.schema import CompletionRequest, ConversationRequest, Request
+
+HELLO = [{"role": "user", "content": "Hi"}]
+BODIES: dict[str, tuple[type[Request], dict[str, Any]]] = {
+    "completions": (CompletionRequest, {"prompt": "Hi"}),
+    "chat": (ConversationRequest, {"messages": HELLO}),
+    "responses": (ResponsesRequest, {"input": "Hi"}),
+    "messages": (MessagesRequest, {"messages": HELLO, "max_tokens": 9}),
+    "ollama": (ChatRequest, {"messages": HELLO}),
+    "generate": (GenerateRequest, {"prompt": "Hi"}),
+}
+EVERY = pytest.mark.parametrize("api", BODIES)
+
+
+def read(api: str, strict: bool = False, **fields: Any) -> tuple[Any, str]:
+    """The body, and the names in the header `warnings`."""
+    (body, base), reading = BODIES[api], Reading(strict)
+    asked = body.read(json.dumps({**base, **fields}).encode(), reading)
+    if hasattr(asked, "conversation"):
+        asked.conversation()
+    return asked, reading.headers.get("warnings", "")
+
+
+def body_of(api: str, **fields: Any) -> Any:
+    return read(api, **fields)[0]
+
+
+def refusal_of(api: str, **fields: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        read(api, **fields)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def param_of(api: str, **fields: Any) -> str | None:
+    return refusal_of(api, **fields).param
+
+
+@pytest.mark.parametrize(
+    ("api", "module", "parameters"),
+    [
+        ("completions", "completion_create_params", "CompletionCreateParamsNonStreaming"),
+        ("chat", "chat.completion_create_params", "CompletionCreateParamsNonStreaming"),
+        ("responses", "responses.response_create_params", "ResponseCreateParamsNonStreaming"),
+    ],
+)
+def test_every_parameter_of_the_client_is_known(api: str, module: str, parameters: str) -> None:
+    """An update of the client that brings a new one fails here: support it, or write it in fields.py."""
+    import importlib
+
+    names = typing.get_type_hints(getattr(importlib.import_module(f"openai.types.{module}"), parameters))
+    body = BODIES[api][0]
+    assert (
+        names.keys() <= body.known | body.renamed.keys() | HARMLESS.keys() | NEUTRAL.keys() | REFUSED.keys()
+    )
+
+
+# would change the answer
+IGNORED_ELSEWHERE = """
+guided_json guided_regex structured_outputs grammar json_schema bad_words allowed_token_ids n_predict max_new_tokens
+stop_words logits_processors chat_template documents prompt_logprobs suffixes xyzzy
+"""
+
+
+@EVERY
+@pytest.mark.parametrize("name", IGNORED_ELSEWHERE.split())
+def test_what_is_not_known_is_refused_by_its_name(api: str, name: str) -> None:
+    assert param_of(api, **{name: {"any": "value"}}) == name
+
+
+NESTED = """
+chat | {"response_format": {"type": "json_object", "scheme": {}, "x": 1}} | response_format.x
+chat | {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schemas": {"a": 1}}}} | \
+response_format.json_schema.schemas
+chat | {"thinking": {"type": "enabled", "tokens": 3}} | thinking.tokens
+chat | {"reasoning": {"max_tokens": 3}} | reasoning.max_tokens
+chat | {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}, "mode": "auto"}} | tool_choice
+chat | {"stream": true, "stream_options": {"include_everything": true}} | stream_options.include_everything
+chat | {"prediction": {"content": "a", "exact": true}} | prediction.exact
+completions | {"response_format": {"type": "json_object"}} | response_format
+completions | {"stream": true, "stream_options": {"usage": true}} | stream_options.usage
+responses | {"text": {"format": {"type": "json_object", "grammar": "a"}}} | text.format.grammar
+responses | {"text": {"maximum": 3}} | text.maximum
+responses | {"reasoning": {"budget": 3}} | reasoning.budget
+responses | {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}} | tool_choice
+responses | {"stream": true, "stream_options": {"obfuscate": 3}} | stream_options.obfuscate
+messages | {"thinking": {"type": "enabled", "budget": 1024}} | thinking.budget
+messages | {"tool_choice": {"type": "any", "names": ["f"]}} | tool_choice
+messages | {"output_config": {"format": {"type": "json_schema", "regex": "a"}}} | output_config.format.regex
+messages | {"output_format": {"type": "json_schema", "schema": {}}} | output_format
+ollama | {"options": {"format": "json"}} | options.format
+ollama | {"options": {"n": 2}} | options.n
+ollama | {"options": {"mirostat": 2}} | options.mirostat
+ollama | {"raw": true} | raw
+generate | {"template": "{{ .Prompt }}"} | template
+"""
+TOOL = '{"type": "function", "function": {"name": "f"}}'
+
+
+def rows(table: str) -> list[tuple[str, dict[str, Any], str]]:
+    cases = []
+    for row in table.strip().splitlines():
+        apis, fields, expected = row.replace("TOOL", TOOL).split(" | ", 2)
+        cases += [(api, json.loads(fields), expected) for api in apis.split("+")]
+    return cases
+
+
+@pytest.mark.parametrize(("api", "fields", "param"), rows(NESTED))
+def test_so_is_a_key_that_nobody_reads(api: str, fields: dict[str, Any], param: str) -> None:
+    assert param_of(api, **fields) == param
+
+
+# the parameter that an error names, and a part of its message
+WRONG = """
+completions+chat | {"max_token": 3} | max_token | did you mean 'max_tokens'?
+completions+chat | {"temperature": 2.5} | temperature | temperature = 2.5: input should be less than or equal to 2
+completions+chat | {"temperature": NaN} | temperature | NaN
+completions+chat | {"n": 0} | n | n = 0: input should be greater than or equal to 1
+completions+chat | {"n": true} | n | valid integer
+completions+chat | {"max_tokens": 1.5} | max_tokens | valid integer
+completions+chat | {"stop": ["a", ""]} | stop | none of them empty
+completions+chat | {"stop": 3} | stop | stop = 3: it must be a text, or a list
+completions+chat | {"logit_bias": {"one": 1}} | logit_bias.one.[key] | string should match
+completions+chat | {"logit_bias": {"1": 101}} | logit_bias.1 | less than or equal to 100
+completions+chat | {"stream": true, "stream_options": {"include_usages": true}} | stream_options.include_usages \
+| did you mean
+completions+chat | {"stop_token_ids": ["a"]} | stop_token_ids[0] | valid integer
+completions | {"prompt": [1, "a"]} | prompt | a list of token ids
+completions | {"prompt": []} | prompt | 0 choices; 1 to 128 fit
+completions | {"prompt": ["a", "b"], "n": 65} | prompt | 2 prompts, n = 65: 130 choices
+completions | {"max_tokens": 0} | max_tokens | needs echo = true
+completions | {"best_of": 3, "n": 2} | best_of | must equal n = 2
+chat | {"messages": []} | messages | at least 1 item
+chat | {"messages": [{"role": "robot", "content": "Hi"}]} | messages[0].role | 'developer', 'user'
+chat | {"messages": [{"content": "Hi"}]} | messages[0].role | is missing
+chat | {"messages": [{"role": "user"}]} | messages[0].content | content is missing
+chat | {"messages": [{"role": "user", "content": 3}]} | messages[0].content | a text, or a list of parts
+chat | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]} | messages[0].content \
+| image_url
+chat | {"messages": [{"role": "user", "content": "a", "contents": "b"}]} | messages[0].contents | 'content'
+chat | {"messages": [{"role": "user", "content": "a", "tool_calls": [{"function": {"name": "f", "arguments": ""}}]}]} \
+| \
+messages[0].tool_calls | an assistant's
+chat | {"max_tokens": 3, "max_completion_tokens": 4} | max_tokens | contradicts
+chat | {"top_logprobs": 2} | top_logprobs | needs logprobs = true
+chat | {"chat_template_kwargs": {"tools": []}} | chat_template_kwargs | a field of the request
+chat | {"tools": [{"type": "custom"}]} | tools[0].type | 'function'
+chat | {"tools": [{"type": "function", "function": {"name": "a b"}}]} | tools[0].function.name | should match pattern
+chat | {"tools": [TOOL, TOOL]} | tools | two functions of one name
+chat | {"tools": [{"type": "function", "function": {"name": "f", "parametres": {"a": 1}}}]} \
+| tools[0].function.parametres | \
+did you mean 'parameters'
+chat | {"tools": [{"type": "function", "function": {"name": "f", "returns": {"a": 1}}}]} | tools[0].function.returns \
+| \
+is unknown
+chat | {"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]} | tools[0].function.strict \
+| valid boolean
+chat | {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]} | \
+tools[0].function.parameters | of type 'object'
+chat | {"tools": [TOOL], "tool_choice": "any"} | tool_choice | it must be 'none', 'auto', 'required'
+chat | {"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}} | tool_choice | it must be 'none'
+chat | {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}} | tool_choice | \
+names 'g', but the tools are ['f']
+chat | {"tool_choice": "required"} | tool_choice | needs tools
+chat | {"response_format": {"type": "xml"}} | response_format.type | 'json_object'
+chat | {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}} | response_format.json_schema.name \
+| missing
+chat | {"response_format": {"type": "json_schema", "json_schema": {"name": "a b"}}} \
+| response_format.json_schema.name | match
+chat | {"response_format": {"type": "text", "schema": {"type": "object"}}} | response_format.type | takes no schema
+"""
+
+
+@pytest.mark.parametrize(("api", "fields", "expected"), rows(WRONG))
+def test_wrong_values_name_field_value_and_what_is_allowed(
+    api: str, fields: dict[str, Any], expected: str
+) -> None:
+    param, message = expected.split(" | ")
+    error = refusal_of(api, **fields)
+    assert error.param == param
+    assert message in str(error)
+
+
+@EVERY
+def test_what_asks_for_nothing_passes(api: str) -> None:
+    body = BODIES[api][0]
+    for name in {*REFUSED, *HARMLESS, *NEUTRAL} - body.known - body.renamed.keys():
+        for empty in ("", [], {}, None):
+            assert read(api, **{name: empty})[1] == ""
+    for name in NEUTRAL.keys() - body.known - body.renamed.keys():
+        for value in NEUTRAL[name]:
+            assert read(api, **{name: value})[1] == ""
+        assert param_of(api, **{name: "another"}) == name
+    for name in REFUSED.keys() - body.known:
+        assert param_of(api, **{name: {"any": "value"}}) == name
+    assert read(api, stop="")[0].stop == []
+    everything = dict.fromkeys(body.known - BODIES[api][1].keys() - {"max_tokens"})
+    assert body_of(api, **everything) == body_of(api), "null is as absent"
+
+
+# and the names in the header
+WITHOUT_EFFECT = """
+chat | {"reasoning_effort": "ultra", "keep_alive": "5m", "ttl": 3} | ttl, reasoning_effort
+chat | {"service_tier": "flex", "verbosity": "low"} | service_tier, verbosity
+chat | {"cache_prompt": true, "drop_params": true} | cache_prompt, drop_params
+chat | {"stream_options": {"include_usage": true}} | stream_options
+chat | {"messages": [{"role": "user", "content": "a", "id": "1"}, {"role": "assistant", "id": "2"}]} | messages[].id
+chat | {"messages": [{"role": "user", "content": "a", "b, c\\r\\nd: \\u00e9": 1}]} | messages[].b c\\r\\nd: \\u00e9
+chat | {"stream": true, "stream_options": {"include_obfuscation": true}} | stream_options.include_obfuscation
+responses | {"store": true, "truncation": "auto", "reasoning": {"effort": "xhigh"}} | store, truncation, effort
+responses | {"tools": [{"type": "web_search"}]} | tools[].web_search
+messages | {"context_management": {"edits": []}, "speed": "fast"} | context_management, speed
+messages | {"output_config": {"effort": "max"}} | effort
+ollama | {"options": {"num_ctx": 4096, "temprature": 1}} | options.num_ctx, options.temprature
+"""
+
+
+@pytest.mark.parametrize(("api", "fields", "warnings"), rows(WITHOUT_EFFECT))
+def test_what_changes_nothing_is_named_and_strictly_refused(
+    api: str, fields: dict[str, Any], warnings: str
+) -> None:
+    assert read(api, **fields)[1] == warnings
+    with pytest.raises(RequestError):
+        read(api, strict=True, **fields)
+
+
+def test_programs_extras_pass_unnamed() -> None:
+    """What their sources send of bookkeeping."""
+    extras = {
+        "metadata": {"a": 1},
+        "user": "me",
+        "store": False,
+        "service_tier": "auto",
+        "prompt_cache_key": "k",
+    }
+    for api in BODIES:
+        assert read(api, **extras)[1] == ""
+    codex = {
+        "include": ["reasoning.encrypted_content"],
+        "client_metadata": {"a": "b"},
+        "text": {"verbosity": "medium"},
+    }
+    codex |= {
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+    }
+    assert read("responses", strict=True, **codex)[1] == ""
+    claude = {
+        "thinking": {"type": "adaptive", "display": "summarized"},
+        "output_config": {"effort": "medium"},
+    }
+    assert read("messages", strict=True, **claude, betas=["a"])[1] == ""
+
+
+def chat_of(api: str, **fields: Any) -> ConversationRequest:
+    asked = read(api, **fields)[0]
+    return asked.conversation() if hasattr(asked, "conversation") else asked
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("api", "fields"),
+    [
+        ("chat", {"response_format": {"type": "json_object", "schema": SCHEMA}}),
+        ("chat", {"response_format": {"type": "json_schema", "schema": SCHEMA}}),
+        ("chat", {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}}),
+        ("responses", {"text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True}}}),
+        ("messages", {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
+        ("ollama", {"format": SCHEMA}),
+        ("generate", {"format": SCHEMA}),
+    ],
+)  # fmt: skip
+def test_each_apis_schema_is_enforced(api: str, fields: dict[str, Any]) -> None:
+    assert chat_of(api, **fields).response_format.schema_and_place()[0] == SCHEMA
+
+
+def test_reasoning_in_each_apis_words() -> None:
+    low, none = {"reasoning_effort": "low"}, {"enable_thinking": False}
+    for api, fields, expected in (
+        ("chat", {"reasoning_effort": "low"}, low),
+        ("chat", {"reasoning": {"effort": "none"}}, none),
+        ("chat", {"thinking": {"type": "disabled"}}, none),
+        ("chat", {"reasoning_effort": "high", "chat_template_kwargs": low}, low),
+        ("responses", {"reasoning": {"effort": "low"}}, low),
+        ("messages", {"thinking": {"type": "disabled"}}, none),
+        ("messages", {"output_config": {"effort": "low"}}, low),
+        ("ollama", {"think": False}, none),
+        ("ollama", {"think": "low"}, {"enable_thinking": True, **low}),
+    ):
+        assert chat_of(api, **fields).chat_template_kwargs == expected
+    budget = {"thinking": {"type": "enabled", "budget_tokens": 7}}
+    for api, fields in (("chat", budget), ("messages", budget), ("chat", {"thinking_budget": 7})):
+        assert chat_of(api, **fields).reasoning_budget == 7
+
+
+def test_other_names_of_fields() -> None:
+    assert read("completions", repeat_penalty=1.1, strict=True)[0].repetition_penalty == 1.1
+    answered = [{"role": "assistant", "content": "4", "reasoning": "2 and 2"}]
+    assert read("chat", messages=answered)[0].messages[0].reasoning_content == "2 and 2"
+    assert chat_of("messages", stop_sequences=["a"]).stop == ["a"]
+    assert chat_of("responses", max_output_tokens=7).max_tokens == 7
+    assert param_of("responses", max_output_tokens="many") == "max_output_tokens"
+
+
+@pytest.mark.parametrize("limit", [0, -1, -2])
+def test_ollamas_limits_below_one_are_none(limit: int) -> None:
+    asked = chat_of("ollama", options={"num_predict": limit, "repeat_penalty": 1.5, "stop": "a", "seed": -1})
+    assert (asked.max_tokens, asked.repetition_penalty, asked.stop, asked.n) == (None, 1.5, ["a"], 1)
+    assert chat_of("ollama", options={"num_predict": 3}).max_tokens == 3
+
+
+@EVERY
+def test_a_seed_of_minus_one_is_none(api: str) -> None:
+    fields = {"seed": -1} if api != "ollama" else {"options": {"seed": -1}}
+    asked = chat_of(api, **fields)
+    assert len({asked.generation_options({}, 1, None).seed for _ in range(2)}) == 2
+    fields = json.loads(json.dumps(fields).replace("-1", "-2"))
+    assert chat_of(api, **fields).generation_options({}, 1, None).seed == 2**64 - 2
+
+
+def test_options_of_the_engine():
+    defaults = {"temperature": 0.6, "top_p": 0.9, "top_k": 40}
+    body = body_of("completions", temperature=0.0, top_k=-1, seed=-2, logit_bias={"3": 5}, min_tokens=2,
+                  stop_token_ids=[7], speculate=3, ignore_eos=True, repetition_penalty=1.5, min_p=0.1)  # fmt: skip
+    options = body.generation_options(defaults, 9, 4)
+    assert (options.temperature, options.top_p, options.top_k, options.min_p) == (0.0, 0.9, 0, 0.1)
+    assert (options.seed, options.max_new_tokens, options.min_new_tokens) == (2**64 - 2, 9, 2)
+    assert (options.logit_bias, options.stop_ids, options.logprobs) == ({3: 5.0}, [7], 4)
+    assert (options.speculate, options.ignore_eos, options.repetition_penalty) == (3, True, 1.5)
+    plain = body_of("chat")
+    assert plain.generation_options({}, 1, None).temperature == 0.0
+    assert plain.generation_options(defaults, 1, None).temperature == 0.6
+    for random in (plain, body_of("completions", seed=-1)):
+        assert random.generation_options({}, 1, None).seed != random.generation_options({}, 1, None).seed
+    assert body_of("chat", top_p=0).generation_options({}, 1, None).top_p > 0
+    with pytest.raises(RequestError, match="min_tokens"):
+        body.generation_options({}, 1, None)
+
+
+def test_messages_as_a_template_sees_them():
+    function = {"name": "f", "arguments": '{"a": [1]}', "parsed_arguments": {"a": [1]}}
+    call = {"id": "1", "type": "function", "function": function}
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    # with what the openai client's `parse` adds
+    assistant = {"role": "assistant", "content": None, "refusal": None, "annotations": [], "parsed": {}}
+    result = {"role": "tool", "content": "3", "tool_call_id": "1", "name": "f"}
+    body = body_of(
+        "chat",
+        messages=[{"role": "developer", "content": parts}, {**assistant, "tool_calls": [call]}, result],
+    )
+    system, answer, tool = (message.plain() for message in body.messages)
+    assert system == {"role": "system", "content": "a\nb"}
+    called = [{**call, "function": {"name": "f", "arguments": {"a": [1]}}}]
+    assert answer == {"role": "assistant", "content": "", "tool_calls": called}
+    assert tool == result
+    call["function"]["arguments"] = "{"
+    broken = body_of("chat", messages=[{"role": "assistant", "tool_calls": [call]}])
+    with pytest.raises(RequestError, match="arguments of a call of 'f' are no JSON"):
+        broken.messages[0].plain()
+
+
+def test_a_body_has_no_more_values_than_the_context_can_need():
+    """They are checked in one go, meanwhile /health waits."""
+    ids = json.dumps({"prompt": [7] * 2000}).encode()
+    message = "it has about 2,001 values; at most 1,000 fit this model's context"
+    with pytest.raises(RequestError, match=message):
+        CompletionRequest.read(ids, Reading(max_values=1000))
+    CompletionRequest.read(ids, Reading(max_values=3000))
