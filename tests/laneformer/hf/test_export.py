@@ -41,8 +41,6 @@ CHATS = [
     ],
     [{"role": "user", "content": "a</ b"}, {"role": "assistant", "content": " é😀日 <|▁\n"}],
 ]
-HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n{}"
-TURNS = [("user", "What is\n2 + 2?</s>"), ("assistant", "4</s>"), ("user", "Thanks</s>"), ("assistant", "")]
 TEXTS = ["", " ", "   x", "a  b", "\t\tif x:\n", "\n\n", "é 😀 日本", "3.14159 " * 3, *stdlib_sources()[:3]]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -144,7 +142,6 @@ def test_fresh_process_tokenizer_is_sentencepiece(answers, exported):
     assert answer["ids"] == [[1, *sp.encode(text)] for text in TEXTS]
     assert answer["decoded"] == TEXTS
     assert answer["special_ids"] == [0, 1, 2, 0]
-    assert answer["prompt"] == "".join(HEADER.format(*turn) for turn in TURNS)
     for messages, (ids, mask) in zip(CHATS, answer["chats"], strict=True):
         assert encode_chat(exported[0], messages) == (ids, mask)
 
