@@ -105,7 +105,7 @@ def kept_of(rows: list[dict[str, Any]], starts: dict[tuple[str, int], int] | Non
 
 
 @given(histories(), st.randoms())
-def test_what_counts_is_what_led_to_the_newest_state(played: tuple, random: Any) -> None:
+def test_what_counts_is_what_led_to_the_newest_state(played, random):
     """Whatever the order of the lines of different attempts."""
     rows, starts, history = played
     assert kept_of(rows, starts) == history
@@ -117,7 +117,7 @@ def test_what_counts_is_what_led_to_the_newest_state(played: tuple, random: Any)
 
 
 @given(histories())
-def test_without_starts_no_step_counts_twice_and_the_last_attempt_wins(played: tuple) -> None:
+def test_without_starts_no_step_counts_twice_and_the_last_attempt_wins(played):
     rows, _, _ = played
     kept = kept_of(rows, None)
     steps = [step for step, _ in kept]

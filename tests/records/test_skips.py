@@ -17,7 +17,7 @@ WINDOWS = st.lists(
 
 
 @given(WINDOWS, st.integers(0, 40), st.integers(1, 30))
-def test_numbers_are_those_in_no_window(windows: list[tuple[int, int]], first: int, count: int) -> None:
+def test_numbers_are_those_in_no_window(windows, first, count):
     out = {g for a, b in windows for g in range(a, b)}
     kept = [g for g in range(200) if g not in out]
     skips = SkipList(windows)
@@ -26,7 +26,7 @@ def test_numbers_are_those_in_no_window(windows: list[tuple[int, int]], first: i
 
 
 @given(st.sets(st.integers(0, 50)))
-def test_windows_of_is_the_way_back(numbers: set[int]) -> None:
+def test_windows_of_is_the_way_back(numbers):
     ordered = np.array(sorted(numbers), dtype=np.int64)
     assert sorted(numbers) == [g for first, last in windows_of(ordered) for g in range(first, last)]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +35,7 @@ def draw(steps: int, seed: int) -> list[dict[str, Any]]:
 
 @pytest.mark.rotate
 @pytest.mark.timeout(1800)
-def test_chaos(reference: Path, prepared_data: Path, tmp_path: Path) -> None:
+def test_chaos(reference, prepared_data, tmp_path):
     steps, seed = int(os.environ.get("CHAOS_STEPS", STEPS)), int(os.environ.get("CHAOS_SEED", "4"))
     lock, faults = prepared_data / "phase1.lock.json", draw(steps, seed)
     print(faults)

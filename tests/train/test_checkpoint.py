@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import tomli
@@ -41,8 +40,8 @@ pytestmark = pytest.mark.job
 
 
 def test_resume_is_bit_exact_from_the_last_checkpoint_without_a_flipped_bit(
-    whole_run: Path, prepared_data: Path, tmp_path: Path
-) -> None:
+    whole_run, prepared_data, tmp_path
+):
     """Every rank hashes what it writes; one flipped bit in a data file, and the checkpoint before is used."""
     run = tmp_path / "flipped"
     shutil.copytree(whole_run, run)
@@ -62,7 +61,7 @@ def test_resume_is_bit_exact_from_the_last_checkpoint_without_a_flipped_bit(
     assert len(list((run / "checkpoint-aside").glob("step-4.*"))) == 1
 
 
-def test_another_architecture_is_refused(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+def test_another_architecture_is_refused(whole_run, prepared_data, tmp_path):
     """Neither a restart nor a new phase goes on with a model that computes something else, or lacks layers."""
     run, lock = tmp_path / "other", prepared_data / "phase1.lock.json"
     copy_stopped_at(2, whole_run, run)
@@ -86,7 +85,7 @@ def test_another_architecture_is_refused(whole_run: Path, prepared_data: Path, t
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "layers": "full"}
 
 
-def test_a_phase_goes_on_with_another_rope(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+def test_a_phase_goes_on_with_another_rope(whole_run, prepared_data, tmp_path):
     """Only what is said changes: its first loss is that of the same weights with YaRN on full layers, one of them
     without rotation, and windows' own base; each of these alone is refused where the job does not name it.
     """
@@ -119,7 +118,7 @@ def test_a_phase_goes_on_with_another_rope(whole_run: Path, prepared_data: Path,
     assert abs(rows[0]["loss"] - losses[0]) < rounding < abs(losses[0] - losses[1])
 
 
-def test_phase_switch_keeps_the_model(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+def test_phase_switch_keeps_the_model(whole_run, prepared_data, tmp_path):
     """The first loss of phase 2 is the loss of phase 1's last weights on that batch;
     the schedule starts again.
     """
@@ -147,7 +146,7 @@ def test_phase_switch_keeps_the_model(whole_run: Path, prepared_data: Path, tmp_
     assert "state.tok_embeddings.weight.exp_avg" in optimizer
 
 
-def test_never_random_weights_by_accident(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+def test_never_random_weights_by_accident(whole_run, prepared_data, tmp_path):
     """A parent that is missing; a run whose checkpoints were lost. (Damaged ones: tests/records.)"""
     locks = [prepared_data / f"phase{n}.lock.json" for n in (1, 2)]
     missing = ("--checkpoint.initial_load_path", str(tmp_path / "nowhere/checkpoint/step-9"))

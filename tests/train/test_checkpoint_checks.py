@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,9 +37,7 @@ def job(steps: int, **schedule: Any) -> Any:
         (240, 200, {"total_steps": 300}, "is at step 240 already"),
     ],
 )  # fmt: skip
-def test_the_rate_does_not_jump(
-    tmp_path: Path, step: int, steps: int, schedule: dict, says: str | None
-) -> None:
+def test_the_rate_does_not_jump(tmp_path, step, steps, schedule, says):
     """A run of 300 steps whose decay begins at 240."""
     (tmp_path / "config.toml").write_text(tomli_w.dumps(job(300).to_dict()))
     if says is None:
@@ -51,5 +48,5 @@ def test_the_rate_does_not_jump(
     assert says in str(refused.value)
 
 
-def test_a_folder_without_a_config_goes_on(tmp_path: Path) -> None:
+def test_a_folder_without_a_config_goes_on(tmp_path):
     check_steps(tmp_path, 300, job(600))

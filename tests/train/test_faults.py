@@ -47,11 +47,11 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in read_lines(run / "events.jsonl") if event["kind"] == kind]
 
 
-def test_nothing_is_different_in_the_end(disturbed: tuple[Path, str], reference: Path) -> None:
+def test_nothing_is_different_in_the_end(disturbed, reference):
     assert_same(disturbed[0], reference, STEPS)
 
 
-def test_every_fault_is_on_record(disturbed: tuple[Path, str]) -> None:
+def test_every_fault_is_on_record(disturbed):
     run, said = disturbed
     ends = [(e["code"], e["step"]) for e in events(run, "supervisor_end")]
     assert [code for code, _ in ends] == [1, 1, 1, 86, 1, 85, 1, 85, 0], said
@@ -60,13 +60,13 @@ def test_every_fault_is_on_record(disturbed: tuple[Path, str]) -> None:
     assert json.loads((run / "outcome.json").read_text())["code"] == 0
 
 
-def test_the_hang_names_the_rank_and_keeps_the_stacks(disturbed: tuple[Path, str]) -> None:
+def test_the_hang_names_the_rank_and_keeps_the_stacks(disturbed):
     (hang,) = events(disturbed[0], "hang")
     assert [fact["rank"] for fact in hang["laggards"]] == [0]
     assert "train_step" in (Path(hang["stacks"]) / "rank-1.stacks").read_text()
 
 
-def test_a_refused_batch_is_named(disturbed: tuple[Path, str]) -> None:
+def test_a_refused_batch_is_named(disturbed):
     (event,) = events(disturbed[0], "bad_step")
     assert (event["step"], event["grad_norm"]) == (13, "nan")
     batch = read_lines(Path(event["batch"]))
@@ -74,7 +74,7 @@ def test_a_refused_batch_is_named(disturbed: tuple[Path, str]) -> None:
     assert {place["source"] for place in batch} <= {"web", "code"}
 
 
-def test_checkpoints_that_remain(disturbed: tuple[Path, str]) -> None:
+def test_checkpoints_that_remain(disturbed):
     run, _ = disturbed
     steps = {int(path.name.removeprefix("step-")) for path in (run / "checkpoint").glob("step-*")}
     assert {10, 30, 35, STEPS} <= steps, "multiples of keep_every_steps stay"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from laneformer.titan.float8 import RECIPES
@@ -15,7 +13,7 @@ CONVERTED = ("--model.converters", "quantize.linear.float8")
 
 @pytest.mark.rotate
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_ranks_change_nothing(recipe: str, whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+def test_ranks_change_nothing(recipe, whole_run, prepared_data, tmp_path):
     """With equal micro-batches, as scales are theirs: one rank takes two, two ranks one each."""
     lock, run = prepared_data / "phase1.lock.json", tmp_path / "two"
     job = (*CONVERTED, "--quantize.linear.float8.emulate", "--quantize.linear.float8.recipe_name", recipe)

@@ -42,9 +42,7 @@ def plain_nats(model: Laneformer, line: dict[str, Any]) -> float:
 
 
 @pytest.mark.rotate
-def test_the_loop_measures_what_a_plain_model_has_and_goes_on_after_a_restart(
-    items: Path, prepared_data: Path, tmp_path: Path
-) -> None:
+def test_the_loop_measures_what_a_plain_model_has_and_goes_on_after_a_restart(items, prepared_data, tmp_path):
     """Two shards of two lane ranks; then one rank from step 4 on."""
     run, lock = tmp_path / "run", prepared_data / "phase1.lock.json"
     lanes = ("--parallelism.tensor_parallel_degree", "2", "--parallelism.data_parallel_shard_degree", "2")
@@ -89,9 +87,7 @@ def job(items: Path, data: Path, **training: int) -> Any:
     return sections
 
 
-def test_the_share_of_the_compute_is_known_before(
-    items: Path, prepared_data: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_share_of_the_compute_is_known_before(items, prepared_data, caplog):
     """A pass counts as a third of a sequence of a step."""
     count = len(read_items(items)[1])
     assert gold_cost(job(items, prepared_data)) == {"items": count, "share": count / (3 * 500 * 1536)}
@@ -100,9 +96,7 @@ def test_the_share_of_the_compute_is_known_before(
     assert "of the training; raise validation.freq" in caplog.text
 
 
-def test_files_of_another_tokenizer_or_length_are_refused(
-    items: Path, prepared_data: Path, tmp_path: Path
-) -> None:
+def test_files_of_another_tokenizer_or_length_are_refused(items, prepared_data, tmp_path):
     with pytest.raises(ValueError, match=r"items of 3\d tokens, training.seq_len is 8; make it again with"):
         GoldItems(job(items, prepared_data, seq_len=8))
     head, lines = read_items(items)
@@ -112,9 +106,7 @@ def test_files_of_another_tokenizer_or_length_are_refused(
         GoldItems(job(other, prepared_data))
 
 
-def test_the_command_writes_the_same_bytes_each_time(
-    items: Path, prepared_data: Path, tmp_path: Path
-) -> None:
+def test_the_command_writes_the_same_bytes_each_time(items, prepared_data, tmp_path):
     said = gold.main(prepared_data, BUNDLE, tmp_path / "gold.jsonl.gz", Settings(limit=4))
     assert (said["tasks"] >= 4, said["longest_tokens"] <= SEQ_LEN) == (True, True)
     assert (tmp_path / "gold.jsonl.gz").read_bytes() == items.read_bytes()

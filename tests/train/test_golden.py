@@ -6,7 +6,6 @@ On a GPU for which none are kept, the reference is the same job compiled: other 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -41,12 +40,12 @@ def disagreement(losses: list[float], reference: Reference) -> float:
     return max(abs(a - b) / tolerance for a, b, tolerance in zip(losses, *reference, strict=True))
 
 
-def test_golden_losses(reference: Reference, tmp_path: Path) -> None:
+def test_golden_losses(reference, tmp_path):
     losses = golden_losses(tmp_path)
     assert disagreement(losses, reference) <= 1
     assert losses[-1] < losses[0] - 0.3, "a run that learns nothing would notice nothing"
 
 
-def test_a_small_change_is_seen(reference: Reference, tmp_path: Path) -> None:
+def test_a_small_change_is_seen(reference, tmp_path):
     """A learning rate one part in a thousand off is far outside of the tolerance."""
     assert disagreement(golden_losses(tmp_path, *PLANTED), reference) > 10

@@ -34,9 +34,7 @@ def windows(run: Path) -> list[list[int]]:
 
 
 @pytest.mark.job
-def test_skipped_in_place_equals_skipped_from_the_start(
-    prepared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_skipped_in_place_equals_skipped_from_the_start(prepared_data, tmp_path, capsys):
     """And `data_mixtures show` shows the batch that was refused."""
     lock, steps = prepared_data / "phase1.lock.json", 8
     faults = [{**NAN, "step": 4}, {**NAN, "step": 4}, {**NAN, "step": 6}]
@@ -67,14 +65,7 @@ def test_skipped_in_place_equals_skipped_from_the_start(
     [(SKIP, (4, 4, 5), 6, 7), (ROLL_BACK, (5,), 3, 5)],
     ids=["the third of two that may be skipped", "a window of two steps"],
 )
-def test_a_roll_back_leaves_out_what_it_goes_back_over(
-    prepared_data: Path,
-    tmp_path: Path,
-    policy: tuple[str, ...],
-    steps: tuple[int, ...],
-    first: int,
-    last: int,
-) -> None:
+def test_a_roll_back_leaves_out_what_it_goes_back_over(prepared_data, tmp_path, policy, steps, first, last):
     """The refused batch, and with skip_steps those before it that no checkpoint has seen."""
     faults = [{**NAN, "step": step} for step in steps]
     job = faulty(
@@ -110,7 +101,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.job
-def test_a_full_disk_ends_nothing_and_is_named(prepared_data: Path, tmp_path: Path, small_disk: Path) -> None:
+def test_a_full_disk_ends_nothing_and_is_named(prepared_data, tmp_path, small_disk):
     """Rows wait in memory; the save fails and is taken back; the numbers are those of an undisturbed run."""
     lock, steps = prepared_data / "phase1.lock.json", 9
     faults = [{"kind": "fill_disk", "step": 3}, {"kind": "empty_disk", "step": 7, "rank": 0}]
@@ -132,7 +123,7 @@ def old_checkpoint(folder: Path) -> None:
     (folder / "__0_0.distcp").write_bytes(bytes(2 << 20))
 
 
-def test_room_is_made_of_what_the_run_has_put_aside_alone(tmp_path: Path) -> None:
+def test_room_is_made_of_what_the_run_has_put_aside_alone(tmp_path):
     for name in (
         "checkpoint/step-3",
         "checkpoint/.trash-step-1.1",
@@ -149,9 +140,7 @@ def test_room_is_made_of_what_the_run_has_put_aside_alone(tmp_path: Path) -> Non
 
 
 @pytest.mark.job
-def test_a_full_disk_loses_what_was_put_aside_and_is_tried_again(
-    prepared_data: Path, tmp_path: Path, small_disk: Path
-) -> None:
+def test_a_full_disk_loses_what_was_put_aside_and_is_tried_again(prepared_data, tmp_path, small_disk):
     """Saves of steps 3, 6 and 7 are refused, though one failed save would end the job; 4 finds the room of
     what was put aside, 8 that of a disk which somebody has cleared.
     """
@@ -170,7 +159,7 @@ def test_a_full_disk_loses_what_was_put_aside_and_is_tried_again(
     assert {path.name for path in (run / "checkpoint").iterdir()} == {"step-4", "step-8"}
 
 
-def test_a_disk_that_fills_within_a_tensor_is_named(small_disk: Path) -> None:
+def test_a_disk_that_fills_within_a_tensor_is_named(small_disk):
     """torch's writer says "unexpected pos 704 vs 598" there."""
     state = {"tensor": torch.zeros(6 << 20)}  # 24 MB
     writer = HashingWriter(str(small_disk / "step-1"), "{}")
@@ -178,9 +167,7 @@ def test_a_disk_that_fills_within_a_tensor_is_named(small_disk: Path) -> None:
         dcp.save(state, storage_writer=writer, no_dist=True)
 
 
-def test_failed_saves_end_the_job_where_the_disk_is_not_full_or_its_step_is_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_saves_end_the_job_where_the_disk_is_not_full_or_its_step_is_the_last(tmp_path, monkeypatch):
     monkeypatch.setattr("train.failed_saves.on_rank_zero", lambda decide: decide())
     failed = FailedSaves(tmp_path, tmp_path / "checkpoint", most=2)
     failed.judge(2, "RuntimeError: x")
@@ -198,9 +185,7 @@ def test_failed_saves_end_the_job_where_the_disk_is_not_full_or_its_step_is_the_
 
 
 @pytest.mark.job
-def test_another_batch_size_from_a_checkpoint_on(
-    reference: Path, prepared_data: Path, tmp_path: Path
-) -> None:
+def test_another_batch_size_from_a_checkpoint_on(reference, prepared_data, tmp_path):
     """Ten steps of 4 sequences, then two of 8: no sequence twice, none left out, tokens as they were read."""
     lock, run = prepared_data / "phase1.lock.json", tmp_path / "run"
     copy_stopped_at(10, reference, run)

@@ -30,14 +30,14 @@ ROOT = Path(__file__).resolve().parents[2]
         ),
     ],
 )
-def test_what_is_missing_without_torchrun_is_named(tmp_path: Path, flags: tuple[str, ...], says: str) -> None:
+def test_what_is_missing_without_torchrun_is_named(tmp_path, flags, says):
     status, said = forked(tmp_path, "train", *flags)
     assert status == REFUSED
     assert says in said
     assert "Traceback" not in said
 
 
-def test_every_config_builds_its_model() -> None:
+def test_every_config_builds_its_model():
     """But for the jobs that delay a dense model: they need its folder (tests/tools/test_delay_a_model.py)."""
     from train.spec import SPEC, register
 
@@ -57,7 +57,7 @@ def test_every_config_builds_its_model() -> None:
         assert parameters == config.parameter_count()["total"], path
 
 
-def test_phases_agree_where_they_must() -> None:
+def test_phases_agree_where_they_must():
     one, two, three = (tomllib.loads((ROOT / f"configs/phase{n}.toml").read_text()) for n in (1, 2, 3))
     for section, key in (("model", "flavor"), ("training", "seq_len"), ("training", "global_batch_size")):
         assert one[section][key] == two[section][key], key

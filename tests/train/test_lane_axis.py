@@ -44,7 +44,7 @@ def on_lanes(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return run
 
 
-def test_every_figure_is_that_of_whole_ranks(on_lanes: Path, logged_run: Path) -> None:
+def test_every_figure_is_that_of_whole_ranks(on_lanes, logged_run):
     """Losses, norms, streams and validation, and after six steps the weights."""
     rows, others = metrics(on_lanes), metrics(logged_run)
     assert [row["step"] for row in rows] == [row["step"] for row in others] == list(range(1, LAST + 1))
@@ -63,9 +63,7 @@ def test_every_figure_is_that_of_whole_ranks(on_lanes: Path, logged_run: Path) -
 
 
 @pytest.mark.parametrize(("lanes", "ranks"), [(4, 4), (1, 1)])
-def test_a_run_goes_on_with_other_ranks(
-    on_lanes: Path, prepared_data: Path, tmp_path: Path, lanes: int, ranks: int
-) -> None:
+def test_a_run_goes_on_with_other_ranks(on_lanes, prepared_data, tmp_path, lanes, ranks):
     """From the checkpoint of step 4."""
     run = tmp_path / "run"
     copy_stopped_at(4, on_lanes, run)
@@ -77,6 +75,6 @@ def test_a_run_goes_on_with_other_ranks(
     assert read_lines(run / "attempts.jsonl")[-1]["world_size"] == ranks
 
 
-def test_ranks_and_lanes_have_to_fit(prepared_data: Path, tmp_path: Path) -> None:
+def test_ranks_and_lanes_have_to_fit(prepared_data, tmp_path):
     said = fail(tmp_path / "a", prepared_data / "phase1.lock.json", *mesh(2, 2), ranks=2)
     assert "times tensor_parallel_degree = 2; start 4" in said

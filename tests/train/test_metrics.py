@@ -23,7 +23,7 @@ from train.metrics import Z_WINDOW, RunMetrics
 
 
 @pytest.mark.job
-def test_the_first_step_by_source_is_the_plain_models(logged_run: Path, prepared_data: Path) -> None:
+def test_the_first_step_by_source_is_the_plain_models(logged_run, prepared_data):
     model = Laneformer(SMALL)
     model.init_weights(seed=1)
     mixture = Mixture.open(prepared_data / "phase1.lock.json")
@@ -40,7 +40,7 @@ def test_the_first_step_by_source_is_the_plain_models(logged_run: Path, prepared
 
 
 @pytest.mark.job
-def test_rows_hold_what_the_hardware_did(logged_run: Path) -> None:
+def test_rows_hold_what_the_hardware_did(logged_run):
     rows = metrics(logged_run)
     assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6]
     for row in rows:
@@ -57,7 +57,7 @@ def test_rows_hold_what_the_hardware_did(logged_run: Path) -> None:
 
 
 @pytest.mark.job
-def test_rows_say_what_the_job_has_used_and_when_it_ends(logged_run: Path) -> None:
+def test_rows_say_what_the_job_has_used_and_when_it_ends(logged_run):
     rows, (start,) = metrics(logged_run), read_lines(logged_run / "attempts.jsonl")
     for row in rows:
         hours = (
@@ -78,7 +78,7 @@ def test_rows_say_what_the_job_has_used_and_when_it_ends(logged_run: Path) -> No
 
 
 @pytest.mark.job
-def test_tensorboard_holds_the_scalars(logged_run: Path) -> None:
+def test_tensorboard_holds_the_scalars(logged_run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (events,) = {path.parent for path in (logged_run / "tb").rglob("events.out*")}
@@ -117,7 +117,7 @@ def append(path: Path, *rows: dict) -> None:
         append_line(path, json.dumps(row))
 
 
-def test_gpu_hours_go_on_after_a_restart(restarted: RunMetrics) -> None:
+def test_gpu_hours_go_on_after_a_restart(restarted):
     """What earlier attempts held, and this one from the moment at which the supervisor announced it."""
     run = restarted.path.parent
     append(run / "attempts.jsonl", {"attempt": 1, "time": 1000.0, "world_size": 4})
@@ -129,7 +129,7 @@ def test_gpu_hours_go_on_after_a_restart(restarted: RunMetrics) -> None:
     assert list(restarted.rates) == [50.0]
 
 
-def test_z_scores_go_on_after_a_restart(restarted: RunMetrics) -> None:
+def test_z_scores_go_on_after_a_restart(restarted):
     """From the rows that led to the step where the attempt begins; those behind it are taken back."""
     steps = [(1, 1.0), (2, 2.0), (3, None), (4, 4.0), (2, 2.5), (3, 3.5), (4, 4.5)]
     append(restarted.path, *({"step": step, "loss": loss, "grad_norm": 0.5} for step, loss in steps))
@@ -142,7 +142,7 @@ def test_z_scores_go_on_after_a_restart(restarted: RunMetrics) -> None:
 
 
 @pytest.mark.job
-def test_layers_and_logits_are_the_plain_models(logged_run: Path, prepared_data: Path) -> None:
+def test_layers_and_logits_are_the_plain_models(logged_run, prepared_data):
     """Gradient norms by layer of the whole step, streams of the first micro-batch, logits of all:
     two ranks as one.
     """

@@ -22,7 +22,7 @@ def with_head(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return run
 
 
-def test_trained_with_the_model(with_head: Path) -> None:
+def test_trained_with_the_model(with_head):
     """Every step logs the loss of the draft, every validation three losses and how often drafts are right."""
     rows = metrics(with_head)
     assert all(len(row["draft_loss"]) == 1 and row["draft_loss"][0] > 1 for row in rows)
@@ -35,7 +35,7 @@ def test_trained_with_the_model(with_head: Path) -> None:
     assert after < before
 
 
-def test_ranks_change_no_step(with_head: Path, prepared_data: Path, tmp_path: Path) -> None:
+def test_ranks_change_no_step(with_head, prepared_data, tmp_path):
     """One rank goes on from the same start to the same losses: the head is sharded, and runs twice."""
     train_logged(tmp_path / "alone", prepared_data / "phase1.lock.json", *HEAD, ranks=1)
     for ours, theirs in zip(metrics(tmp_path / "alone"), metrics(with_head), strict=True):
@@ -44,8 +44,8 @@ def test_ranks_change_no_step(with_head: Path, prepared_data: Path, tmp_path: Pa
 
 
 def test_a_checkpoint_without_the_head_is_a_start_and_no_restart(
-    logged_run: Path, with_head: Path, prepared_data: Path, tmp_path: Path
-) -> None:
+    logged_run, with_head, prepared_data, tmp_path
+):
     """The base stays as it was, bit for bit; the head has moved."""
     parent = logged_run / f"checkpoint/step-{STEPS}"
     start = ("--checkpoint.initial_load_path", str(parent), "--checkpoint.initial_load_model_only")

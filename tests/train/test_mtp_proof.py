@@ -48,7 +48,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return job(folder / "base", "debug_phase1", folder / "data/phase1.lock.json", BASE_STEPS)
 
 
-def test_first_drafts_are_accepted(base: Path) -> None:
+def test_first_drafts_are_accepted(base):
     folder = base.parents[2]
     shapes = (
         "--model.flavor", "tiny", "--training.seq_len", SEQ_LEN, "--training.local_batch_size", 8,

@@ -15,7 +15,7 @@ SETTINGS = {"name": "AdamW", "lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-
             "implementation": "for-loop", "early_step_in_backward": False}  # fmt: skip
 
 
-def test_groups_and_settings() -> None:
+def test_groups_and_settings():
     model = Laneformer(CONFIG)
     container = build_laneformer_optimizers([model], Section(**SETTINGS), None)  # type: ignore[arg-type]
     (optimizer,) = container.optimizers
@@ -36,7 +36,7 @@ def test_groups_and_settings() -> None:
 
 
 @pytest.mark.parametrize("kind", ["linear", "sqrt", "cosine"])
-def test_the_rate_stays_at_its_minimum(kind: str) -> None:
+def test_the_rate_stays_at_its_minimum(kind):
     container = build_laneformer_optimizers([torch.nn.Linear(2, 2)], Section(**SETTINGS), None)  # type: ignore[arg-type]
     section = Section(warmup_steps=5, total_steps=30, decay_ratio=0.5, decay_type=kind, min_lr_factor=0.1)
     schedule = build_clamped_lr_schedulers(container, section, 30).schedulers[0]

@@ -10,7 +10,6 @@ replicas of two shards under the supervisor, and a rank that dies.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,12 +21,12 @@ from tests.train.runs import metrics
 
 
 @pytest.mark.job
-def test_short_form(shipped_run: Path) -> None:
+def test_short_form(shipped_run):
     assert_trained("phase1", shipped_run)
 
 
 @pytest.mark.rotate
-def test_supervised_replicas_survive_a_killed_rank(prepared_data: Path, tmp_path: Path) -> None:
+def test_supervised_replicas_survive_a_killed_rank(prepared_data, tmp_path):
     """One of four ranks, after the first checkpoint; only the second attempt validates."""
     plan, lock = tmp_path / "faults.json", prepared_data / "phase1.lock.json"
     plan.write_text(json.dumps([{"kind": "kill", "step": EVERY + 1, "rank": 1}]))
@@ -39,7 +38,7 @@ def test_supervised_replicas_survive_a_killed_rank(prepared_data: Path, tmp_path
 
 
 @pytest.mark.rotate
-def test_phases_2_and_3_go_on_from_there(shipped_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+def test_phases_2_and_3_go_on_from_there(shipped_run, prepared_data, tmp_path):
     """Phase 3 has another rope, its sources from their beginnings and, as with 80 GB, the lanes on several ranks."""
     parent, lock = shipped_run, prepared_data / "phase2.lock.json"
     sources = ",".join(source["name"] for source in json.loads(lock.read_text())["sources"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ def shown(capsys: pytest.CaptureFixture[str], *given: Any) -> list[dict[str, Any
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_a_run_is_shown_as_it_read_with_skips_and_phases(prepared_data: Path, tmp_path: Path, capsys):
+def test_a_run_is_shown_as_it_read_with_skips_and_phases(prepared_data, tmp_path, capsys):
     """Attempts as the trainer records them; the batches are those of its loader."""
     lock, skips = prepared_data / "phase2.lock.json", [(5, 9)]
     offsets = {"web": 40, "code": 170}

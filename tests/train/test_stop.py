@@ -18,7 +18,7 @@ from tests.train.supervised import faulty
 
 
 @pytest.mark.job
-def test_a_stop_whose_save_fails_is_no_85(prepared_data: Path, tmp_path: Path) -> None:
+def test_a_stop_whose_save_fails_is_no_85(prepared_data, tmp_path):
     """Signalled in step 3; the disk is full from step 2 on. (A stop that saves: test_faults.py.)"""
     faults: list[dict[str, Any]] = [{"kind": "usr1", "step": 3, "rank": 1}, {"kind": "full_disk", "step": 2}]
     done = faulty(tmp_path, prepared_data / "phase1.lock.json", 6, 5, faults, fails=True)
@@ -31,7 +31,7 @@ def test_a_stop_whose_save_fails_is_no_85(prepared_data: Path, tmp_path: Path) -
 
 
 @pytest.mark.job
-def test_a_signal_to_all_processes_saves_as_well(prepared_data: Path, tmp_path: Path) -> None:
+def test_a_signal_to_all_processes_saves_as_well(prepared_data, tmp_path):
     """In step 3, when those are there that have written the checkpoint of step 2 in the background."""
     done = run_with_writers(
         prepared_data, tmp_path, {"kind": "sigterm_step", "step": 3, "rank": None}, fails=True
@@ -42,7 +42,7 @@ def test_a_signal_to_all_processes_saves_as_well(prepared_data: Path, tmp_path: 
 
 
 @pytest.mark.rotate
-def test_a_writer_that_is_killed_costs_one_checkpoint(prepared_data: Path, tmp_path: Path) -> None:
+def test_a_writer_that_is_killed_costs_one_checkpoint(prepared_data, tmp_path):
     """One rank's, in step 3: the save of step 4 fails, that of step 6 has new writers on all ranks."""
     run_with_writers(prepared_data, tmp_path, {"kind": "kill_writer", "step": 3, "rank": 1}, fails=False)
     failed = [e["step"] for e in read_lines(tmp_path / "run/events.jsonl") if e["kind"] == "save_failed"]
@@ -64,7 +64,7 @@ def run_with_writers(
 
 
 @pytest.mark.job
-def test_all_ranks_pass_the_same_marks(prepared_data: Path, tmp_path: Path) -> None:
+def test_all_ranks_pass_the_same_marks(prepared_data, tmp_path):
     """A hang blames the rank that has passed fewest, so every place where ranks wait for each other has one."""
     faulty(tmp_path, prepared_data / "phase1.lock.json", 2, 2, [], "--validation.freq", "2")
     first, second = (json.loads((tmp_path / f"marks.{rank}.json").read_text()) for rank in range(2))

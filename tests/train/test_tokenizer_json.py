@@ -42,7 +42,7 @@ print(json.dumps({"ids": ids, "new": new, "special": special,
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_from_a_recipe_to_a_model_that_others_load(tmp_path: Path) -> None:
+def test_from_a_recipe_to_a_model_that_others_load(tmp_path):
     stdlib = Path(sysconfig.get_path("stdlib"))
     texts = [path.read_text(encoding="utf-8") for path in sorted(stdlib.glob("[a-f]*.py"))]
     given = byte_level(texts[:20], ["<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"], 600, unused=65_536)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +26,7 @@ BOS = 1
 
 
 @pytest.mark.job
-def test_run_folder_and_metrics(whole_run: Path, prepared_data: Path) -> None:
+def test_run_folder_and_metrics(whole_run, prepared_data):
     rows = metrics(whole_run)
     assert [r["step"] for r in rows] == [1, 2, 3, 4]
     assert all(r["attempt"] == 1 and r["phase"] == "phase1" for r in rows)
@@ -42,8 +41,8 @@ def test_run_folder_and_metrics(whole_run: Path, prepared_data: Path) -> None:
 
 @pytest.mark.job
 def test_neither_recomputed_layers_nor_kernels_that_are_replaced_change_a_bit(
-    whole_run: Path, prepared_data: Path, tmp_path: Path
-) -> None:
+    whole_run, prepared_data, tmp_path
+):
     """A kernel that is wrong on one rank is replaced on all; a warning and an event name what failed."""
     run, lock = tmp_path / "planted", prepared_data / "phase1.lock.json"
     recomputed = (
@@ -63,7 +62,7 @@ def test_neither_recomputed_layers_nor_kernels_that_are_replaced_change_a_bit(
 
 
 @pytest.mark.job
-def test_hybrid_sharding_is_the_same_job(logged_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+def test_hybrid_sharding_is_the_same_job(logged_run, prepared_data, tmp_path):
     """Two replicas of two shards and two micro-batches, as the 2B recipe has: the losses of plain FSDP, to rounding."""
     hybrid = (
         "--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "2",
@@ -80,7 +79,7 @@ def test_hybrid_sharding_is_the_same_job(logged_run: Path, prepared_data: Path, 
 
 
 @pytest.mark.job
-def test_a_start_warns_of_nothing(logged_run: Path) -> None:
+def test_a_start_warns_of_nothing(logged_run):
     """What a user reads there is to be about the job; a warning that is new needs an answer or a reason."""
     (log,) = logged_run.parent.glob(f"{logged_run.name}.*.log")
     lines = log.read_text().splitlines()
@@ -90,7 +89,7 @@ def test_a_start_warns_of_nothing(logged_run: Path) -> None:
     assert [line for line in warnings if of_so_few_steps not in line] == []
 
 
-def test_a_vocabulary_that_the_model_lacks_is_refused() -> None:
+def test_a_vocabulary_that_the_model_lacks_is_refused():
     from train.trainer import check_vocabulary
 
     loader = SimpleNamespace(lock="lock.json", mixture=SimpleNamespace(vocab_size=66139))

@@ -55,9 +55,7 @@ def plain_loss(
 
 
 @pytest.mark.job
-def test_the_mean_is_over_all_trained_tokens_of_the_global_batch(
-    whole: Path, lock: Path, parent: Path
-) -> None:
+def test_the_mean_is_over_all_trained_tokens_of_the_global_batch(whole, lock, parent):
     """Loss and gradient of the first step, from the parent's weights; the ranks have
     different numbers of labels.
     """
@@ -80,7 +78,7 @@ def test_the_mean_is_over_all_trained_tokens_of_the_global_batch(
 
 
 @pytest.mark.job
-def test_held_out_loss_is_that_of_answers(whole: Path, lock: Path) -> None:
+def test_held_out_loss_is_that_of_answers(whole, lock):
     found = valid_windows(lock.parent, "identity", 5), valid_windows(lock.parent, "identity", 5, flags=True)
     losses, count, _ = plain_loss(whole, STEPS, *(each.astype(np.int64) for each in found))
     row = metrics(whole)[-1]
@@ -89,14 +87,14 @@ def test_held_out_loss_is_that_of_answers(whole: Path, lock: Path) -> None:
 
 
 @pytest.mark.job
-def test_resumed_it_is_the_same_run(whole: Path, lock: Path, parent: Path, tmp_path: Path) -> None:
+def test_resumed_it_is_the_same_run(whole, lock, parent, tmp_path):
     resumed = tmp_path / "resumed"
     copy_stopped_at(2, whole, resumed)
     succeed(resumed, lock, *flags(parent), config="debug_sft")
     assert_same(resumed, whole, STEPS)
 
 
-def test_packed_conversations_must_not_see_each_other(lock: Path) -> None:
+def test_packed_conversations_must_not_see_each_other(lock):
     job = SimpleNamespace(
         job=SimpleNamespace(dump_folder=str(lock.parent / "run")),
         mixture=job_sections.Mixture(lock=str(lock)),
@@ -115,7 +113,7 @@ def test_packed_conversations_must_not_see_each_other(lock: Path) -> None:
 
 
 @pytest.mark.rotate
-def test_shipped_job(shipped_run: Path, lock: Path, tmp_path: Path) -> None:
+def test_shipped_job(shipped_run, lock, tmp_path):
     """configs/sft.toml on two ranks with shapes shrunk: compiled, bfloat16, checkpointed, validated."""
     start = shipped_run / f"checkpoint/step-{production.STEPS}"
     more = {"training.seq_len": chats.SEQ_LEN, "checkpoint.initial_load_path": start}

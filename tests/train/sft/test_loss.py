@@ -59,7 +59,7 @@ def wide_rope_table(config, positions):  # type: ignore[no-untyped-def]
     return angle.cos()[:, :, None], angle.sin()[:, :, None]
 
 
-def test_packed_losses_are_those_of_each_conversation_alone(windows: tuple[np.ndarray, np.ndarray]) -> None:
+def test_packed_losses_are_those_of_each_conversation_alone(windows):
     """In float64 to its rounding, though positions go on across conversations:
     attention sees their differences.
     """

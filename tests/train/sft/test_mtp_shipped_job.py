@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
@@ -27,7 +26,7 @@ print(made.shape, *model.model.mtp.draft_ids.shape)
 
 
 @pytest.mark.rotate
-def test_shipped_job(shipped_run: Path, lock: Path, prepared_data: Path, tmp_path: Path) -> None:
+def test_shipped_job(shipped_run, lock, prepared_data, tmp_path):
     """On two ranks with shapes shrunk, from a checkpoint without the head."""
     start = shipped_run / f"checkpoint/step-{production.STEPS}"
     changes = {"checkpoint.initial_load_path": start, "training.seq_len": chats.SEQ_LEN}

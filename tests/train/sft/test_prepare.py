@@ -108,7 +108,7 @@ def to_train_on(arguments: Arguments) -> tuple[list[str], list[str]]:
     return texts(mixture.sequences(0, count)[0], mixture.flags(0, count), arguments.tokenizer)
 
 
-def test_every_conversation_is_trained_or_held_out_and_only_answers_count(arguments: Arguments) -> None:
+def test_every_conversation_is_trained_or_held_out_and_only_answers_count(arguments):
     run(arguments)
     (whole, trained), (whole_held, trained_held) = to_train_on(arguments), held_out(arguments)
     assert 3 <= len(whole_held) <= 30
@@ -125,9 +125,7 @@ def in_sharegpt(turn: Turn) -> Turn:
     return {"from": names[turn["role"]], "value": turn["content"], **rest}
 
 
-def test_one_text_gives_the_same_bytes_in_any_order_and_form_and_from_any_workers(
-    arguments: Arguments, tmp_path: Path
-) -> None:
+def test_one_text_gives_the_same_bytes_in_any_order_and_form_and_from_any_workers(arguments, tmp_path):
     """Shuffled with copies, as ShareGPT's turns, in Parquet, in text parts; and behind system messages, which the
     template ignores, also where the model is served.
     """
@@ -162,7 +160,7 @@ def test_one_text_gives_the_same_bytes_in_any_order_and_form_and_from_any_worker
         assert {key: manifest(other)[key] for key in expected} == expected
 
 
-def test_what_cannot_be_used_is_counted_by_reason(prepare: Callable, arguments: Arguments) -> None:
+def test_what_cannot_be_used_is_counted_by_reason(prepare, arguments):
     bad = [
         "{broken", {"text": "x"}, {"messages": [{"role": "tool", "content": "x"}]}, {"messages": chat(1)[1:]},
         {"messages": [{"role": "user", "content": " "}]}, {"messages": chat(1)[:1]}, {"messages": chat(5, 40)},
@@ -189,9 +187,7 @@ def test_what_cannot_be_used_is_counted_by_reason(prepare: Callable, arguments: 
 
 @pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
 @pytest.mark.parametrize("form", ["messages", "conversations"])
-def test_what_the_user_excludes_is_context_and_not_trained(
-    prepare: Callable, arguments: Arguments, mark: Turn, form: str
-) -> None:
+def test_what_the_user_excludes_is_context_and_not_trained(prepare, arguments, mark, form):
     """Each conversation's first answer; the second one says explicitly what is the default."""
     given = []
     for number in range(60):
@@ -212,7 +208,7 @@ def test_what_the_user_excludes_is_context_and_not_trained(
     assert {text.replace("</s>", "").strip() for text in trained} <= second
 
 
-def test_a_dataset_of_the_hub_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_of_the_hub_is_streamed(monkeypatch):
     import datasets
 
     def load_dataset(name: str, split: str, streaming: bool) -> list[tuple]:
@@ -229,7 +225,7 @@ def test_a_dataset_of_the_hub_is_streamed(monkeypatch: pytest.MonkeyPatch) -> No
         list(rows("org/away"))
 
 
-def test_a_killed_worker_is_an_error(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_worker_is_an_error(tokenizer, monkeypatch):
     """As the kernel ends it when memory runs out; a pool of `multiprocessing` would wait forever."""
 
     def killing(origin: str) -> Iterator[Any]:
@@ -246,9 +242,7 @@ def test_a_killed_worker_is_an_error(tokenizer: Path, monkeypatch: pytest.Monkey
         list(encode_all("x", opened, template, False, SEQ_LEN, False, 2))
 
 
-def test_sources_are_mixed_by_weight_and_the_same_conversation_is_held_out_of_all(
-    arguments: Arguments, tmp_path: Path
-) -> None:
+def test_sources_are_mixed_by_weight_and_the_same_conversation_is_held_out_of_all(arguments, tmp_path):
     me = write(tmp_path / "me.jsonl", with_messages([chat(n, 1 + n % 2) for n in range(220)]))
     both = replace(
         arguments, conversations=(*arguments.conversations, f"me={me}"), weights=("me=3", "chat=1")
@@ -260,9 +254,7 @@ def test_sources_are_mixed_by_weight_and_the_same_conversation_is_held_out_of_al
     assert [each["weight"] for each in by_size] == [each["windows"] for each in by_size]
 
 
-def test_a_finished_source_is_kept_and_a_damaged_or_other_one_made_again(
-    arguments: Arguments, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_source_is_kept_and_a_damaged_or_other_one_made_again(arguments, monkeypatch):
     lock, made, read = run(arguments).read_bytes(), list[str](), source._read
     monkeypatch.setattr(source, "_read", lambda *given: made.append("read") or read(*given))
     assert run(arguments).read_bytes() == lock
@@ -279,9 +271,7 @@ def test_a_finished_source_is_kept_and_a_damaged_or_other_one_made_again(
     assert made == ["read", "read"]
 
 
-def test_killed_while_writing_it_leaves_no_source_and_goes_on(
-    arguments: Arguments, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_while_writing_it_leaves_no_source_and_goes_on(arguments, monkeypatch):
     def fail(*_: object) -> None:
         raise OSError(28, "No space left")
 
@@ -316,12 +306,12 @@ def test_killed_while_writing_it_leaves_no_source_and_goes_on(
         ({"max_dropped": 2.0}, "--max-dropped"),
     ],
 )
-def test_what_a_user_can_get_wrong_is_one_sentence(arguments: Arguments, changes: dict, says: str) -> None:
+def test_what_a_user_can_get_wrong_is_one_sentence(arguments, changes, says):
     with pytest.raises(ValueError, match=says):
         run(replace(arguments, **changes))
 
 
-def test_as_many_are_held_out_as_the_refusal_says(prepare: Callable) -> None:
+def test_as_many_are_held_out_as_the_refusal_says(prepare):
     few = with_messages([chat(n) for n in range(200, 212)])
     with pytest.raises(ValueError, match="0 held out") as refused:
         prepare(few, holdout=0.0001)
@@ -331,9 +321,7 @@ def test_as_many_are_held_out_as_the_refusal_says(prepare: Callable) -> None:
     assert prepare(few, holdout=share)["kept"] == 12
 
 
-def test_a_path_is_taken_as_it_is(
-    arguments: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_is_taken_as_it_is(arguments, tmp_path, monkeypatch):
     """Also with "=" in it, and in capitals."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("lang=en/x.JSONL", "a=b.jsonl.GZ", "~/chat.jsonl"):
@@ -346,7 +334,7 @@ def test_a_path_is_taken_as_it_is(
 
 
 @pytest.mark.job
-def test_as_commands(tmp_path: Path, tokenizer: Path) -> None:
+def test_as_commands(tmp_path, tokenizer):
     """Identity conversations to a mixture, from the shell: the messages of both programs."""
 
     def command(*parts: str) -> subprocess.CompletedProcess[str]:

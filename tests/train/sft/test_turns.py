@@ -149,9 +149,7 @@ def with_values(row: Row) -> tuple[list[Row], Any]:
     return row["messages"], json.loads(tools) if isinstance(tools, str) else tools
 
 
-def test_the_same_ids_in_training_transformers_and_the_server(
-    exported: Path, trained: list[Conversation]
-) -> None:
+def test_the_same_ids_in_training_transformers_and_the_server(exported, trained):
     """But that Transformers ends a turn where a text spells "</s>" (docs/decisions/sft.md)."""
     from transformers import PreTrainedTokenizerFast
 
@@ -185,9 +183,7 @@ def test_the_same_ids_in_training_transformers_and_the_server(
         assert out["assistant_masks"] == same.trained.astype(int).tolist()
 
 
-def test_calls_and_answers_are_trained_and_nothing_else(
-    trained: list[Conversation], encoder: PromptEncoder, prepared_data: Path
-) -> None:
+def test_calls_and_answers_are_trained_and_nothing_else(trained, encoder, prepared_data):
     tokenizer, _ = open_tokenizer(prepared_data / "tokenizer.model")
     found = trained[4]
     edges = np.flatnonzero(np.diff(found.trained.astype(int))) + 1
@@ -205,9 +201,7 @@ def test_calls_and_answers_are_trained_and_nothing_else(
     assert found.trained.sum() - fewer.trained.sum() == len(pieces[1])
 
 
-def test_the_template_goes_with_the_model_and_the_default_is_the_published_one(
-    data: Arguments, exported: Path, tmp_path: Path
-) -> None:
+def test_the_template_goes_with_the_model_and_the_default_is_the_published_one(data, exported, tmp_path):
     import_folder(exported, tmp_path / "run")
     for folder in (data.out, exported, tmp_path / "run"):
         assert (folder / "chat_template.jinja").read_bytes() == TOOLS_TEMPLATE.read_bytes()
@@ -224,7 +218,7 @@ def test_the_template_goes_with_the_model_and_the_default_is_the_published_one(
     assert before["content_sha256"] != after["content_sha256"]
 
 
-def test_without_the_option_ids_and_hashes_are_those_of_before() -> None:
+def test_without_the_option_ids_and_hashes_are_those_of_before():
     """Taken from the code before there was the option."""
     tokenizer = byte_level(["What is it? It is 7. "] * 9, ["<s>", EOS], 300)
     published = PromptEncoder(tokenizer, {"chat_template": CHAT_TEMPLATE.read_text(), "eos_token": EOS})
@@ -235,9 +229,7 @@ def test_without_the_option_ids_and_hashes_are_those_of_before() -> None:
     assert hashlib.sha256(content).hexdigest() == GOLDEN_SHA256
 
 
-def test_a_conversation_without_system_and_tools_is_the_published_one(
-    encoder: PromptEncoder, prepared_data: Path
-) -> None:
+def test_a_conversation_without_system_and_tools_is_the_published_one(encoder, prepared_data):
     """So it is held out by the same hash, whatever the template."""
     published = encoder_of(prepared_data, CHAT_TEMPLATE)
     for messages in (ASKED, LONG):
@@ -248,7 +240,7 @@ def test_a_conversation_without_system_and_tools_is_the_published_one(
         assert ours.trained.tolist() == theirs.trained.tolist()
 
 
-def test_long_ones_are_cut_behind_answers_and_not_behind_calls(encoder: PromptEncoder) -> None:
+def test_long_ones_are_cut_behind_answers_and_not_behind_calls(encoder):
     whole = encode(ROWS[4], encoder, True, SEQ_LEN, True)
     assert not whole.cut
     cut = encode(ROWS[4], encoder, True, len(whole.ids) - 1, True)
@@ -259,7 +251,7 @@ def test_long_ones_are_cut_behind_answers_and_not_behind_calls(encoder: PromptEn
         encode(ROWS[4], encoder, True, len(cut.ids) - 1, True)
 
 
-def test_tools_are_described_as_by_the_server_for_templates_without_any() -> None:
+def test_tools_are_described_as_by_the_server_for_templates_without_any():
     """One wording of tools, calls and results: the server's own, in the template of before with a system."""
     config = {"chat_template": TOOLS_TEMPLATE.read_text(), "eos_token": EOS}
     assert form_of(ChatTemplate(config), TOOLS) == HERMES, "the form that a server forces"
@@ -297,7 +289,7 @@ STRUCTS: list[Row] = [  # whose fields differ from row to row; keys of a call's 
 ]  # fmt: skip
 
 
-def test_rows_of_arrow_are_those_of_json_lines(encoder: PromptEncoder, tmp_path: Path) -> None:
+def test_rows_of_arrow_are_those_of_json_lines(encoder, tmp_path):
     """Where all structs of a column have all fields: null stands for those that a row has not."""
     lines, table = tmp_path / "rows.jsonl", tmp_path / "rows.PARQUET"
     lines.write_text("".join(json.dumps(row) + "\n" for row in STRUCTS))
@@ -314,7 +306,7 @@ def test_rows_of_arrow_are_those_of_json_lines(encoder: PromptEncoder, tmp_path:
         assert (found.key, found.ignored) == (expected.key, expected.ignored)
 
 
-def test_values_that_json_has_not_are_refused(encoder: PromptEncoder) -> None:
+def test_values_that_json_has_not_are_refused(encoder):
     called = turn("assistant", "", tool_calls=[struct("time", at=datetime(2026, 1, 1))])
     with pytest.raises(ChatError, match="no valid text or JSON"):
         encode({"messages": [ASKED[0], called, turn("tool", "9")]}, encoder, True, SEQ_LEN, False)
@@ -335,15 +327,13 @@ def test_values_that_json_has_not_are_refused(encoder: PromptEncoder) -> None:
         ({"messages": [turn("user", "x", note="y"), ASKED[1]], "functions": TOOLS}, True, {"functions"}),
     ],
 )  # fmt: skip
-def test_what_the_template_does_not_show_is_named(
-    encoder: PromptEncoder, prepared_data: Path, row: Row, tools: bool, ignored: set[str]
-) -> None:
+def test_what_the_template_does_not_show_is_named(encoder, prepared_data, row, tools, ignored):
     """Of a row, and of what the assistant said."""
     chosen = encoder if tools else encoder_of(prepared_data, CHAT_TEMPLATE)
     assert encode(row, chosen, tools, SEQ_LEN, False).ignored == ignored
 
 
-def test_a_system_beside_the_messages_is_one_of_them(encoder: PromptEncoder) -> None:
+def test_a_system_beside_the_messages_is_one_of_them(encoder):
     given, first = (
         encode(row, encoder, True, SEQ_LEN, False)
         for row in ({"messages": ASKED, "system": "Be brief.\n"}, {"messages": [SYSTEM, *ASKED]})
@@ -360,9 +350,7 @@ def test_a_system_beside_the_messages_is_one_of_them(encoder: PromptEncoder) -> 
         ({"function_call": {"name": "time", "arguments": "{}"}}, True, "write it as 'tool_calls'"),
     ],
 )
-def test_a_reply_is_not_trained_without_its_calls(
-    encoder: PromptEncoder, message: Row, tools: bool, says: str
-) -> None:
+def test_a_reply_is_not_trained_without_its_calls(encoder, message, tools, says):
     given = [ASKED[0], {**turn("assistant", "I look:"), **message}, gave("x"), gave("y", 2), ASKED[1]]
     with pytest.raises(ChatError, match=says) as refused:
         encode({"messages": given}, encoder, tools, SEQ_LEN, False)
@@ -388,15 +376,13 @@ def test_a_reply_is_not_trained_without_its_calls(
         (["x"], None, "fields", "message 0 is 'x'"),
     ],
 )  # fmt: skip
-def test_what_no_server_could_answer_is_refused(
-    encoder: PromptEncoder, messages: list[Any], tools: Any, reason: str, says: str
-) -> None:
+def test_what_no_server_could_answer_is_refused(encoder, messages, tools, reason, says):
     with pytest.raises(ChatError, match=says) as refused:
         encode({"messages": messages, "tools": tools}, encoder, True, SEQ_LEN, False)
     assert refused.value.reason == reason
 
 
-def test_a_token_across_the_edge_of_an_answer_is_refused() -> None:
+def test_a_token_across_the_edge_of_an_answer_is_refused():
     joining = models.BPE({"<unk>": 0, "\n": 1, "a": 2, "\na": 3}, [("\n", "a")], unk_token="<unk>")
     template = "{% for m in messages %}{{ '\n' }}{% generation %}{{ 'a' }}{% endgeneration %}{% endfor %}"
     with pytest.raises(ValueError, match="across the beginning or end of an answer"):

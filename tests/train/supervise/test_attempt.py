@@ -9,7 +9,6 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 import pytest
@@ -50,7 +49,7 @@ def begin(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> Callable[..., At
     return begin
 
 
-def test_a_second_request_kills_what_does_not_end(begin: Callable, job: JobSections, tmp_path: Path) -> None:
+def test_a_second_request_kills_what_does_not_end(begin, job, tmp_path):
     """The workers never end; their children, in sessions of their own as torchrun's are, must die too."""
 
     def look() -> None:
@@ -67,7 +66,7 @@ def test_a_second_request_kills_what_does_not_end(begin: Callable, job: JobSecti
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_no_worker_is_left_when_the_supervisor_stumbles(begin: Callable) -> None:
+def test_no_worker_is_left_when_the_supervisor_stumbles(begin):
     """A stale file handle while it looks: the error goes up, the workers do not live on."""
 
     def stumble() -> None:
@@ -79,7 +78,7 @@ def test_no_worker_is_left_when_the_supervisor_stumbles(begin: Callable) -> None
     assert attempt.workers.poll() == -signal.SIGKILL
 
 
-def test_workers_that_do_not_exit_keep_their_outcome(begin: Callable, job: JobSections) -> None:
+def test_workers_that_do_not_exit_keep_their_outcome(begin, job):
     """A bad step whose processes then hang is a bad step, not a hang."""
     job.resilience.hang_timeout_s = job.resilience.start_timeout_s = 0.5
     attempt = begin("exec sleep 600")
@@ -88,9 +87,7 @@ def test_workers_that_do_not_exit_keep_their_outcome(begin: Callable, job: JobSe
     assert not read_lines(job.run / "events.jsonl"), "no hang is recorded"
 
 
-def test_dead_workers_are_a_crash_however_long_torchrun_lives(
-    begin: Callable, job: JobSections, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_dead_workers_are_a_crash_however_long_torchrun_lives(begin, job, monkeypatch, tmp_path):
     """All ranks have died, and torchrun takes longer than the hang timeout to exit: no rank is to blame for a hang."""
     seen = tmp_path / "seen"
 
@@ -114,13 +111,11 @@ def test_dead_workers_are_a_crash_however_long_torchrun_lives(
         (85, "exit status 85"),
     ],
 )
-def test_exit_statuses_in_words(status: int, words: str) -> None:
+def test_exit_statuses_in_words(status, words):
     assert exit_words(status) == words
 
 
-def test_a_crash_names_its_node_its_signal_and_the_full_disk(
-    begin: Callable, job: JobSections, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_names_its_node_its_signal_and_the_full_disk(begin, job, monkeypatch):
     """The disk of the run folder is full, so no worker could say why: 8 ranks on two nodes, rank 5 was killed."""
     usage = type("Usage", (), {"free": 4096, "total": 60 << 20})
     monkeypatch.setattr("train.supervise.attempt.shutil.disk_usage", lambda path: usage)
@@ -134,7 +129,7 @@ def test_a_crash_names_its_node_its_signal_and_the_full_disk(
     assert f"the disk of {job.run} is full: 4 KiB of 60 MiB free" in ended.reason
 
 
-def test_an_abort_of_the_watchdog_blames_the_rank_that_is_waited_for(begin: Callable) -> None:
+def test_an_abort_of_the_watchdog_blames_the_rank_that_is_waited_for(begin):
     """NCCL's watchdog speaks before the hang timeout: rank 0 aborts, since rank 5 does not come out of its save."""
     report = REPORT + "  rank      : 0 (local_rank: 0)\n  exitcode  : -6 (pid: 77)\n"
     attempt = begin("false", ["n1", "n2"], 4, console=report)
@@ -160,9 +155,7 @@ def test_an_abort_of_the_watchdog_blames_the_rank_that_is_waited_for(begin: Call
         ("numactl", 0, True, False),
     ],
 )
-def test_ranks_stay_beside_their_gpus(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, numactl: str | None, trial: int, off: bool, binds: bool
-) -> None:
+def test_ranks_stay_beside_their_gpus(monkeypatch, tmp_path, numactl, trial, off, binds):
     """torchrun binds them where there are GPUs and numactl and a trial works; else its flag would end the job."""
     commands: list[list[str]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda command, **_: commands.append(command))
@@ -176,7 +169,7 @@ def test_ranks_stay_beside_their_gpus(
     assert given.numa_binding == ("node" if binds else None), "as torchrun reads it"
 
 
-def test_a_uid_without_a_name_starts_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_uid_without_a_name_starts_workers(monkeypatch, tmp_path):
     """As in a container with --user: nothing asks for the name."""
 
     def unknown(*_: object) -> None:

@@ -24,7 +24,7 @@ from train.supervise.lock import hold_rank, hold_run, no_ranks
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_one_job_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_job_a_run(tmp_path, monkeypatch):
     lock = hold_run(tmp_path)
     no_ranks(tmp_path)
     with pytest.raises(ValueError, match=f"another supervisor .*held by process {os.getpid()} on "):
@@ -41,7 +41,7 @@ def test_one_job_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hold_run(tmp_path).close()
 
 
-def test_a_lock_is_waited_for(tmp_path: Path) -> None:
+def test_a_lock_is_waited_for(tmp_path):
     first = hold_lock(tmp_path / "lock", "taken")
     with pytest.raises(ValueError, match=f"taken .held by process {os.getpid()} on "):
         hold_lock(tmp_path / "lock", "taken")
@@ -62,14 +62,7 @@ def test_a_lock_is_waited_for(tmp_path: Path) -> None:
          r"OutOfMemoryError: lower training.local_batch_size \(.* 1.5 GiB"),
     ],
 )  # fmt: skip
-def test_what_is_refused(
-    problem: Exception,
-    starting: bool,
-    code: int,
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_is_refused(problem, starting, code, said, tmp_path, capsys):
     refused = starting and not isinstance(problem, RuntimeError)
     with (
         pytest.raises(SystemExit if refused else type(problem)) as ended,
@@ -85,9 +78,7 @@ def test_what_is_refused(
         assert outcome["reason"] in line
 
 
-def test_a_rank_that_finds_what_rank_0_does_not_speaks_for_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_finds_what_rank_0_does_not_speaks_for_itself(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setattr("records.events.OTHER_RANKS_S", 0.0)
     with pytest.raises(SystemExit), crash_on_record(tmp_path, 1, lambda: 0, lambda: True):
@@ -99,7 +90,7 @@ def test_a_rank_that_finds_what_rank_0_does_not_speaks_for_itself(
 
 
 @pytest.mark.job
-def test_workers_outlive_their_supervisor_and_keep_others_out(prepared_data: Path, tmp_path: Path) -> None:
+def test_workers_outlive_their_supervisor_and_keep_others_out(prepared_data, tmp_path):
     """The supervisor is SIGKILLed while its workers wait for a stopped rank."""
     lock, run = prepared_data / "phase1.lock.json", tmp_path / "run"
     faults = [{"kind": "stop", "step": 3, "rank": 1}]

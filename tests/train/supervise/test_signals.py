@@ -29,7 +29,7 @@ print("saved", flush=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_two_signals_at_once_are_one_request(number: signal.Signals) -> None:
+def test_two_signals_at_once_are_one_request(number):
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, "60", "poll"], cwd=ROOT, stdout=-1, text=True
     ) as process:
@@ -42,7 +42,7 @@ def test_two_signals_at_once_are_one_request(number: signal.Signals) -> None:
     assert process.returncode == 0
 
 
-def test_the_deadline_ends_what_hangs() -> None:
+def test_the_deadline_ends_what_hangs():
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, "0.2", "hang"], cwd=ROOT, stdout=-1, text=True
     ) as process:
