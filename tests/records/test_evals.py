@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ from records.evals import (
     code_at_start,
     with_current_names,
 )
-from records.files import read_lines
+from records.files import read_json, read_lines
 
 
 def add(path: Path | None, **figures: Any) -> dict[str, Any]:
@@ -67,7 +66,7 @@ def test_the_code_is_that_of_the_start(tmp_path, monkeypatch):
 
     EvalCommand("slow", slow).run()
     code_at_start.cache_clear()
-    assert json.loads((tmp_path / "evals.jsonl").read_text())["code_version"] == "a" * 12
+    assert read_json(tmp_path / "evals.jsonl")["code_version"] == "a" * 12
 
 
 def measure(number: int, about: AboutFlags = About()) -> dict[str, Any] | None:  # noqa: B008

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from records.files import read_json
 from records.skips import SkipList, leave_out, read_skip_list, windows_of
 
 WINDOWS = st.lists(
@@ -41,7 +40,7 @@ def test_the_run_folder_remembers(tmp_path):
     leave_out(tmp_path, [[8, 12]], "step 3: the loss is nan")
     leave_out(tmp_path, [[20, 24]], "step 6: the loss is nan")
     assert read_skip_list(tmp_path, [(0, 2)]).windows == [(0, 2), (8, 12), (20, 24)]
-    entries = json.loads((tmp_path / "skip_sequences.json").read_text())
+    entries = read_json(tmp_path / "skip_sequences.json")
     assert [entry["reason"][:6] for entry in entries] == ["step 3", "step 6"]
 
 

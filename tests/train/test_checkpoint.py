@@ -4,7 +4,6 @@ starts that must fail.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from dataclasses import replace
@@ -17,8 +16,8 @@ import torch
 from data_mixtures.mixture import Mixture
 from laneformer import Laneformer, LaneformerConfig
 from records.checkpoints import read_checksums
-from records.events import REFUSED
-from records.files import read_lines
+from records.events import REFUSED, read_outcome
+from records.files import read_json, read_lines
 from tests.train.runs import (
     GLOBAL_BATCH,
     ROOT,
@@ -39,9 +38,7 @@ from tests.train.supervised import assert_same
 pytestmark = pytest.mark.job
 
 
-def test_resume_is_bit_exact_from_the_last_checkpoint_without_a_flipped_bit(
-    whole_run, prepared_data, tmp_path
-):
+def test_resume_is_bit_exact_from_the_last_checkpoint_without_a_flipped_bit(whole_run, phase1, tmp_path):
     """Every rank hashes what it writes; one flipped bit in a data file, and the checkpoint before is used."""
     run = tmp_path / "flipped"
     shutil.copytree(whole_run, run)
@@ -52,7 +49,7 @@ def test_resume_is_bit_exact_from_the_last_checkpoint_without_a_flipped_bit(
     content = bytearray((newest / "__1_0.distcp").read_bytes())
     content[len(content) // 2] ^= 1
     (newest / "__1_0.distcp").write_bytes(content)
-    job = launch(run, prepared_data / "phase1.lock.json")
+    job = launch(run, phase1)
     assert "__1_0.distcp is damaged" in job.stdout
     rows = metrics(run)[-2:]
     assert [(row["step"], row["attempt"]) for row in rows] == [(3, 2), (4, 2)]
@@ -61,24 +58,24 @@ def test_resume_is_bit_exact_from_the_last_checkpoint_without_a_flipped_bit(
     assert len(list((run / "checkpoint-aside").glob("step-4.*"))) == 1
 
 
-def test_another_architecture_is_refused(whole_run, prepared_data, tmp_path):
+def test_another_architecture_is_refused(whole_run, phase1, tmp_path):
     """Neither a restart nor a new phase goes on with a model that computes something else, or lacks layers."""
-    run, lock = tmp_path / "other", prepared_data / "phase1.lock.json"
+    run = tmp_path / "other"
     copy_stopped_at(2, whole_run, run)
     before = (run / "model.json").read_text()
-    said = fail(run, lock, "--architecture.rope_theta", "5e5", "--architecture.broadcast_delay", "1")
+    said = fail(run, phase1, "--architecture.rope_theta", "5e5", "--architecture.broadcast_delay", "1")
     assert "broadcast_delay = 2 (this job: 1), rope_theta = 10000.0 (this job: 500000.0)" in said
     assert "Traceback" not in said
     assert said.count("The job is refused") == 1
     assert (run / "model.json").read_text() == before
-    outcome = json.loads((run / "outcome.json").read_text())
+    outcome = read_outcome(run)
     assert (outcome["step"], outcome["code"]) == (0, REFUSED), "what the supervisor does not try again"
     fewer = ("--training.steps", "1", "--lr_scheduler.total_steps", "1")
-    assert "is at step 2 already; raise training.steps" in fail(run, lock, *fewer, ranks=1)
+    assert "is at step 2 already; raise training.steps" in fail(run, phase1, *fewer, ranks=1)
     for path in (run / "model.json", *run.glob("checkpoint/*/model.json")):
         path.unlink()  # as of old
     (run / "checkpoint/step-2/checksums.json").unlink()
-    said = fail(run, lock, "--architecture.num_hidden_layers", "3", ranks=1)
+    said = fail(run, phase1, "--architecture.num_hidden_layers", "3", ranks=1)
     assert "holds 9 tensors this architecture has not, such as layers.3." in said
 
 
@@ -106,7 +103,7 @@ def test_a_phase_goes_on_with_another_rope(whole_run, prepared_data, tmp_path):
     allowed = ("rope_scaling", "rope_theta", "window_rope_theta", "nope_layers")
     rows = succeed(run, lock, *arguments, "--checkpoint.allow_changes", *allowed, config=path)
     own = replace(SMALL, rope_scaling=YARN, nope_layers=(3,), rope_theta=1e3, window_rope_theta=1e4)
-    assert LaneformerConfig.from_dict(json.loads((run / "model.json").read_text())) == own
+    assert LaneformerConfig.from_dict(read_json(run / "model.json")) == own
     used = Mixture.open(prepared_data / "phase1.lock.json").windows_per_source(STEPS * GLOBAL_BATCH)
     mixture = Mixture.open(lock, {k: used[k] for k in Mixture.open(lock).source_names if k in used})
     losses = []
@@ -136,7 +133,7 @@ def test_phase_switch_keeps_the_model(whole_run, prepared_data, tmp_path):
     assert rows[0]["phase"] == "phase2"
     assert rows[0]["lr"] == 1.5e-3, "the schedule and the learning rate are phase 2's"
     assert rows[0]["tokens_total"] == (STEPS + 1) * GLOBAL_BATCH * SEQ_LEN
-    assert json.loads((run / "lineage.json").read_text())["parent"] == str(parent)
+    assert read_json(run / "lineage.json")["parent"] == str(parent)
     # DCP brings the old settings along with the moments; the checkpoint must hold this job's, and
     # the moments too
     optimizer = saved(run)["optimizer"]

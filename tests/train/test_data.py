@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 pytest.importorskip("torchtitan")
 from data_mixtures.mixture import Mixture, pin
+from records.files import read_json
 from records.skips import SkipList
 from train.data import READ_AHEAD_BATCHES, MixtureLoader, read_ahead
 
@@ -24,15 +25,15 @@ GLOBAL_BATCH = 32
 
 
 @pytest.fixture(scope="module")
-def lock(prepared_data: Path) -> Path:
+def lock(prepared_data) -> Path:
     return prepared_data / "phase1.lock.json"
 
 
 @pytest.fixture(scope="module")
-def wrap(lock: Path) -> int:
+def wrap(lock) -> int:
     """The first sequence that is the second reading of a source."""
     mixture = Mixture.open(lock)
-    windows = {entry["name"]: entry["windows"] for entry in json.loads(lock.read_text())["sources"]}
+    windows = {entry["name"]: entry["windows"] for entry in read_json(lock)["sources"]}
     for number in range(sum(windows.values())):
         used = mixture.windows_per_source(number + 1)
         if any(used[name] > windows[name] for name in used):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ FEW, MANY = (
 
 
 @pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[DeviceMesh]:
+def one_rank(tmp_path) -> Iterator[DeviceMesh]:
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
     yield init_device_mesh("cpu", (1,))

@@ -27,7 +27,7 @@ BUNDLE = Path("evals/core/demo_bundle")
 
 
 @pytest.fixture(scope="module")
-def items(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def items(prepared_data, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("gold") / "gold.jsonl.gz"
     gold.main(prepared_data, BUNDLE, out, Settings(limit=4))
     return out
@@ -42,11 +42,11 @@ def plain_nats(model: Laneformer, line: dict[str, Any]) -> float:
 
 
 @pytest.mark.rotate
-def test_the_loop_measures_what_a_plain_model_has_and_goes_on_after_a_restart(items, prepared_data, tmp_path):
+def test_the_loop_measures_what_a_plain_model_has_and_goes_on_after_a_restart(items, phase1, tmp_path):
     """Two shards of two lane ranks; then one rank from step 4 on."""
-    run, lock = tmp_path / "run", prepared_data / "phase1.lock.json"
+    run = tmp_path / "run"
     lanes = ("--parallelism.tensor_parallel_degree", "2", "--parallelism.data_parallel_shard_degree", "2")
-    rows = train_logged(run, lock, "--validation.gold_items", str(items), *lanes, ranks=4)
+    rows = train_logged(run, phase1, "--validation.gold_items", str(items), *lanes, ranks=4)
     start, middle, last = read_lines(run / "evals.jsonl")
     assert [(r["step"], r["tokens_total"]) for r in (start, middle, last)] == [
         (0, 0), (3, rows[2]["tokens"]), (6, rows[5]["tokens"]),
@@ -71,7 +71,7 @@ def test_the_loop_measures_what_a_plain_model_has_and_goes_on_after_a_restart(it
     assert last["change"]["bits_difference"] < 0 < last["change"]["bits_standard_error"]
 
     shutil.rmtree(run / "checkpoint/step-6")
-    train_logged(run, lock, "--validation.gold_items", str(items), ranks=1)
+    train_logged(run, phase1, "--validation.gold_items", str(items), ranks=1)
     *_, again = records = read_lines(run / "evals.jsonl")
     assert [r["step"] for r in records] == [0, 3, 6, 6], "step 0 is measured at the start only"
     assert again["change"]["since"] == 3

@@ -10,15 +10,16 @@ import json
 import pytest
 import torch
 
+from records.files import read_json
 from tests.train.golden_run import PLANTED, ROOT, STEPS, golden_losses, golden_path
 
 pytestmark = pytest.mark.job
-CPU = json.loads((ROOT / "tests/train/golden/cpu.json").read_text())
+CPU = read_json(ROOT / "tests/train/golden/cpu.json")
 Reference = tuple[list[float], list[float]]  # losses, tolerances
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+def reference(tmp_path_factory) -> Reference:
     """Absolute tolerance, step by step: what another order of summation changed when the losses
     were kept, times 8.
 

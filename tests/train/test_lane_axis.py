@@ -36,11 +36,11 @@ def difference(row: dict, other: dict) -> float:
 
 
 @pytest.fixture(scope="module")
-def on_lanes(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def on_lanes(phase1, tmp_path_factory) -> Path:
     """Six steps of two lane ranks in each of two shards; each layer is computed twice."""
     run = tmp_path_factory.mktemp("lanes") / "run"
     more = ("--activation_checkpoint.mode", "full")
-    train_logged(run, prepared_data / "phase1.lock.json", *mesh(2, 2), *more, ranks=4)
+    train_logged(run, phase1, *mesh(2, 2), *more, ranks=4)
     return run
 
 
@@ -63,11 +63,11 @@ def test_every_figure_is_that_of_whole_ranks(on_lanes, logged_run):
 
 
 @pytest.mark.parametrize(("lanes", "ranks"), [(4, 4), (1, 1)])
-def test_a_run_goes_on_with_other_ranks(on_lanes, prepared_data, tmp_path, lanes, ranks):
+def test_a_run_goes_on_with_other_ranks(on_lanes, phase1, tmp_path, lanes, ranks):
     """From the checkpoint of step 4."""
     run = tmp_path / "run"
     copy_stopped_at(4, on_lanes, run)
-    train_logged(run, prepared_data / "phase1.lock.json", *mesh(lanes, ranks // lanes), ranks=ranks)
+    train_logged(run, phase1, *mesh(lanes, ranks // lanes), ranks=ranks)
     row, other = metrics(run)[-1], metrics(on_lanes)[-1]
     assert (row["step"], row["attempt"], row["tokens"]) == (LAST, 2, other["tokens"])
     assert abs(row["loss"] - other["loss"]) < 1e-5
@@ -75,6 +75,6 @@ def test_a_run_goes_on_with_other_ranks(on_lanes, prepared_data, tmp_path, lanes
     assert read_lines(run / "attempts.jsonl")[-1]["world_size"] == ranks
 
 
-def test_ranks_and_lanes_have_to_fit(prepared_data, tmp_path):
-    said = fail(tmp_path / "a", prepared_data / "phase1.lock.json", *mesh(2, 2), ranks=2)
+def test_ranks_and_lanes_have_to_fit(phase1, tmp_path):
+    said = fail(tmp_path / "a", phase1, *mesh(2, 2), ranks=2)
     assert "times tensor_parallel_degree = 2; start 4" in said

@@ -13,6 +13,7 @@ from rich.console import Console
 pytest.importorskip("torchtitan")
 from data_mixtures import show
 from records.skips import SkipList, leave_out
+from tests.records.lines import write_lines
 from tests.train.supervised import GLOBAL_BATCH
 from train.data import LoaderState, MixtureLoader
 
@@ -44,7 +45,7 @@ def test_a_run_is_shown_as_it_read_with_skips_and_phases(prepared_data, tmp_path
             "skip_sequences": [],
         },
     ]
-    (tmp_path / "attempts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in attempts))
+    write_lines(tmp_path / "attempts.jsonl", attempts)
     leave_out(tmp_path, skips, "step 2: the loss is nan")
     for step in range(1, 7):
         assert [each["tokens"] for each in shown(capsys, tmp_path, "--step", step)] == batches[step - 1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from laneformer import LaneformerConfig
-from records.files import read_lines
+from records.files import read_json, read_lines
 from tests.train import logged
 from tests.train.logged import train_logged
 from tests.train.runs import (
@@ -36,15 +35,13 @@ def test_run_folder_and_metrics(whole_run, prepared_data):
     assert rows[0]["mfu"] is None, "a CPU has no datasheet peak to compare with"
     for name in ("config.toml", "model.json", "lineage.json", "attempts.jsonl", "tokenizer.model"):
         assert (whole_run / name).is_file(), name
-    assert LaneformerConfig.from_dict(json.loads((whole_run / "model.json").read_text())) == SMALL
+    assert LaneformerConfig.from_dict(read_json(whole_run / "model.json")) == SMALL
 
 
 @pytest.mark.job
-def test_neither_recomputed_layers_nor_kernels_that_are_replaced_change_a_bit(
-    whole_run, prepared_data, tmp_path
-):
+def test_neither_recomputed_layers_nor_kernels_that_are_replaced_change_a_bit(whole_run, phase1, tmp_path):
     """A kernel that is wrong on one rank is replaced on all; a warning and an event name what failed."""
-    run, lock = tmp_path / "planted", prepared_data / "phase1.lock.json"
+    run = tmp_path / "planted"
     recomputed = (
         "--activation_checkpoint.mode",
         "selective",
@@ -52,7 +49,7 @@ def test_neither_recomputed_layers_nor_kernels_that_are_replaced_change_a_bit(
         "op",
     )
     planted = ("--experimental.custom_import", "tests.train.planted_kernels", "--training.steps", "2")
-    job = launch(run, lock, *recomputed, *planted)
+    job = launch(run, phase1, *recomputed, *planted)
     for name in ("loss", "grad_norm"):
         assert [row[name] for row in metrics(run)] == [row[name] for row in metrics(whole_run)[:2]]
     assert job.stdout.count("this job trains with plain layers instead") == 2, "of each rank"
@@ -62,18 +59,18 @@ def test_neither_recomputed_layers_nor_kernels_that_are_replaced_change_a_bit(
 
 
 @pytest.mark.job
-def test_hybrid_sharding_is_the_same_job(logged_run, prepared_data, tmp_path):
+def test_hybrid_sharding_is_the_same_job(logged_run, phase1, tmp_path):
     """Two replicas of two shards and two micro-batches, as the 2B recipe has: the losses of plain FSDP, to rounding."""
     hybrid = (
         "--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "2",
         "--training.local_batch_size", "1", "--experimental.custom_import", "tests.train.production_facts",
         "--validation.no-enable",
     )  # fmt: skip
-    rows = train_logged(tmp_path / "hsdp", prepared_data / "phase1.lock.json", *hybrid, ranks=4)
+    rows = train_logged(tmp_path / "hsdp", phase1, *hybrid, ranks=4)
     for row, whole in zip(rows[:2], metrics(logged_run)[:2], strict=True):
         assert abs(row["loss"] - whole["loss"]) < 1e-5
         assert abs(row["grad_norm"] - whole["grad_norm"]) < 1e-3 * whole["grad_norm"]
-    exchanges = json.loads((tmp_path / "hsdp/facts.json").read_text())["reductions"]
+    exchanges = read_json(tmp_path / "hsdp/facts.json")["reductions"]
     once = "of embedding, each layer, norm with head: once a step"
     assert exchanges == [SMALL.num_hidden_layers + 2] * logged.STEPS, once
 

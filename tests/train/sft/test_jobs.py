@@ -4,7 +4,6 @@ and its data refused.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +14,7 @@ import torch
 from data_mixtures.mixture import CONVERSATIONS, TRAINED, Mixture, valid_windows
 from laneformer.hf.tokenizer import CHAT_TEMPLATE
 from records import job as job_sections
+from records.files import read_json
 from tests.train import production
 from tests.train.runs import copy_stopped_at, metrics, succeed, weights
 from tests.train.sft import chats
@@ -33,7 +33,7 @@ def flags(parent: Path, steps: int = STEPS) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def whole(lock: Path, parent: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(lock, parent, tmp_path_factory) -> Path:
     """configs/debug_sft.toml on two ranks."""
     run = tmp_path_factory.mktemp("sft") / "whole"
     succeed(run, lock, *flags(parent), config="debug_sft")
@@ -106,7 +106,7 @@ def test_packed_conversations_must_not_see_each_other(lock):
         build_mixture_loader(1, 0, None, job)
     job.model.mask_documents = True
     assert build_mixture_loader(1, 0, None, job).mixture.packed
-    assert json.loads(lock.read_text())["packing"] == CONVERSATIONS
+    assert read_json(lock)["packing"] == CONVERSATIONS
     job.mixture.lock = str(lock.parent)
     with pytest.raises(ValueError, match=r"is a folder; give the lock file in it: sft\.lock\.json"):
         build_mixture_loader(1, 0, None, job)

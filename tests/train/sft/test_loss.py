@@ -5,7 +5,6 @@ of the batch alike.
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -21,7 +20,7 @@ WINDOWS = 6
 
 
 @pytest.fixture(scope="module")
-def windows(lock: Path) -> tuple[np.ndarray, np.ndarray]:
+def windows(lock) -> tuple[np.ndarray, np.ndarray]:
     mixture = Mixture.open(lock)
     return mixture.sequences(0, WINDOWS)[0], mixture.flags(0, WINDOWS)
 

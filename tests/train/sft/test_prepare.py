@@ -25,6 +25,7 @@ import sentencepiece
 
 from data_mixtures.mixture import BEGINS, TRAINED, Mixture, valid_windows
 from laneformer.hf.tokenizer import CHAT_TEMPLATE, open_tokenizer
+from records.files import read_json
 from train.sft import conversations, source
 from train.sft.__main__ import Arguments, run
 from train.sft.conversations import ROWS_AT_A_TIME, encode_all, rows
@@ -35,11 +36,10 @@ Turn = dict[str, Any]
 
 
 def chat(number: int, turns: int = 1) -> list[Turn]:
-    pairs = [(f"What is {number} + {turn}?", f"It is {number + turn}.") for turn in range(turns)]
     return [
         {"role": role, "content": text}
-        for pair in pairs
-        for role, text in zip(("user", "assistant"), pair, strict=True)
+        for turn in range(turns)
+        for role, text in (("user", f"What is {number} + {turn}?"), ("assistant", f"It is {number + turn}."))
     ]
 
 
@@ -57,18 +57,18 @@ def with_messages(chats: list[list[Turn]]) -> list[Turn]:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(prepared_data: Path) -> Path:
+def tokenizer(prepared_data) -> Path:
     return prepared_data / "tokenizer.model"
 
 
 @pytest.fixture
-def arguments(tmp_path: Path, tokenizer: Path) -> Arguments:
+def arguments(tmp_path, tokenizer) -> Arguments:
     path = write(tmp_path / "chat.jsonl", with_messages(CHATS))
     return Arguments((str(path),), tokenizer, tmp_path / "out", seq_len=SEQ_LEN, holdout=0.1, workers=1)
 
 
 @pytest.fixture
-def prepare(arguments: Arguments, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def prepare(arguments, tmp_path) -> Callable[..., dict[str, Any]]:
     """Make a source of these rows in place of the fixture's: its manifest."""
 
     def prepare(rows: list[Any], **changes: Any) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def prepare(arguments: Arguments, tmp_path: Path) -> Callable[..., dict[str, Any
 
 
 def manifest(arguments: Arguments) -> dict[str, Any]:
-    return json.loads((arguments.out / "chat/source.json").read_text())
+    return read_json(arguments.out / "chat/source.json")
 
 
 def texts(windows: np.ndarray, flags: np.ndarray, tokenizer: Path) -> tuple[list[str], list[str]]:

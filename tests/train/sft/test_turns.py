@@ -31,6 +31,8 @@ from laneformer.serve.conversation import prepare_prompt
 from laneformer.serve.grammar import Grammars
 from laneformer.serve.schema import ConversationRequest
 from laneformer.serve.tool_calls import ToolCalling, form_of
+from records.files import read_json
+from tests.records.lines import write_lines
 from tests.tokenizer_assets import byte_level
 from tests.train.sft import chats
 from train.sft.__main__ import Arguments, run
@@ -90,15 +92,14 @@ GOLDEN_SHA256 = "988d062f60704df706047f2dc27e58a0e72ee856dbd29449c52b87502fcfd75
 
 
 @pytest.fixture(scope="module")
-def data(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Arguments:
+def data(prepared_data, tmp_path_factory) -> Arguments:
     """A folder of `train.sft --system-and-tools`, with the rows above among others."""
     folder = tmp_path_factory.mktemp("tools")
     others = [
         {"messages": [turn("system", f"You are {n}."), turn("user", "Who?"), turn("assistant", f"I am {n}.")]}
         for n in range(80)
     ]
-    path = folder / "chat.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS + others))
+    path = write_lines(folder / "chat.jsonl", ROWS + others)
     given = Arguments(
         (str(path),), prepared_data / "tokenizer.model", folder / "data", system_and_tools=True, seq_len=SEQ_LEN,
         holdout=0.1, workers=1,
@@ -108,7 +109,7 @@ def data(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Argum
 
 
 @pytest.fixture(scope="module")
-def exported(data: Arguments) -> Path:
+def exported(data) -> Path:
     """What `export` makes of a run on that data, whose folder has what attempt_record.describe_run copies."""
     run = data.out.parent / "run"
     run.mkdir()
@@ -121,7 +122,7 @@ def exported(data: Arguments) -> Path:
 
 
 @pytest.fixture(scope="module")
-def encoder(prepared_data: Path) -> PromptEncoder:
+def encoder(prepared_data) -> PromptEncoder:
     return encoder_of(prepared_data, TOOLS_TEMPLATE)
 
 
@@ -131,7 +132,7 @@ def encoder_of(data: Path, template: Path) -> PromptEncoder:
 
 
 @pytest.fixture(scope="module")
-def trained(encoder: PromptEncoder) -> list[Conversation]:
+def trained(encoder) -> list[Conversation]:
     return [encode(row, encoder, True, SEQ_LEN, False) for row in ROWS]
 
 
@@ -161,20 +162,14 @@ def test_the_same_ids_in_training_transformers_and_the_server(exported, trained)
         tool_calling=ToolCalling(config, Grammars(tokenizer, tokenizer.get_vocab_size(), [2])),
     )  # fmt: skip
     for row, ours in zip(ROWS, trained, strict=True):
-        messages, tools = with_values(row)
+        _, tools = with_values(row)
         # as a client sends it
         request = ConversationRequest.model_validate(
             {"messages": row["messages"], "tools": tools or [], "add_generation_prompt": False}
         )
         assert prepare_prompt(request, context)[1] == ours.ids.tolist()  # type: ignore[arg-type]
-        for message in messages:
-            message["content"] = message["content"] and message["content"].replace(EOS, "")
-        given = {
-            **row,
-            "messages": [
-                {**m, "content": c["content"]} for m, c in zip(row["messages"], messages, strict=True)
-            ],
-        }
+        given = json.loads(json.dumps(row).replace(EOS, ""))
+        messages, tools = with_values(given)
         same = encode(given, context.prompts, True, SEQ_LEN, False)
         out = theirs.apply_chat_template(
             messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
@@ -206,13 +201,13 @@ def test_the_template_goes_with_the_model_and_the_default_is_the_published_one(d
     for folder in (data.out, exported, tmp_path / "run"):
         assert (folder / "chat_template.jinja").read_bytes() == TOOLS_TEMPLATE.read_bytes()
     assert "role `tool`" in (exported / "README.md").read_text()
-    before = json.loads((data.out / "chat/source.json").read_text())
+    before = read_json(data.out / "chat/source.json")
     plain = replace(data, system_and_tools=False, max_dropped=1)
     with pytest.raises(ValueError, match=r"rows with tools \(role, tools\), give --system-and-tools"):
         run(replace(plain, max_dropped=0))
     run(plain)  # in the same folder: another template makes the source again
     assert (data.out / "chat_template.jinja").read_bytes() == CHAT_TEMPLATE.read_bytes()
-    after = json.loads((data.out / "chat/source.json").read_text())
+    after = read_json(data.out / "chat/source.json")
     assert (after["system_ignored"], after["dropped"]) == (83, {"duplicate": 3, "tools": 4})
     assert after["ignored"] == {"system": 83, "tools": 1}
     assert before["content_sha256"] != after["content_sha256"]
@@ -291,8 +286,7 @@ STRUCTS: list[Row] = [  # whose fields differ from row to row; keys of a call's 
 
 def test_rows_of_arrow_are_those_of_json_lines(encoder, tmp_path):
     """Where all structs of a column have all fields: null stands for those that a row has not."""
-    lines, table = tmp_path / "rows.jsonl", tmp_path / "rows.PARQUET"
-    lines.write_text("".join(json.dumps(row) + "\n" for row in STRUCTS))
+    lines, table = write_lines(tmp_path / "rows.jsonl", STRUCTS), tmp_path / "rows.PARQUET"
     columns = ("messages", "conversations", "tools", "system")
     of_columns = {name: [row.get(name) for row in STRUCTS] for name in columns}
     pyarrow.parquet.write_table(pyarrow.table(of_columns), table)

@@ -12,7 +12,6 @@ import pytest
 
 from records.events import record_event
 from records.files import read_lines
-from records.job import JobSections
 from train.supervise.alerts import Alerts
 from train.supervise.supervisor import Options, Supervisor
 
@@ -24,9 +23,7 @@ def answer() -> threading.Event:
 
 
 @pytest.fixture
-def posts(
-    job: JobSections, answer: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[list[dict[str, Any]]]:
+def posts(job, answer, monkeypatch) -> Iterator[list[dict[str, Any]]]:
     """What a server of the job's webhook receives; a text that holds "hang" waits for `answer`."""
     received: list[dict[str, Any]] = []
 

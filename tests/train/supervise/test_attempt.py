@@ -16,7 +16,6 @@ from torch.distributed import run
 
 from records.events import BAD_STEP, write_outcome
 from records.files import read_lines
-from records.job import JobSections
 from train.supervise import attempt as attempt_module
 from train.supervise import heartbeat
 from train.supervise.attempt import Attempt, Ended, exit_words
@@ -26,7 +25,7 @@ REPORT = "Root Cause (first observed failure):\n[0]:\n  host      : a.long.name\
 
 
 @pytest.fixture
-def begin(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Attempt]:
+def begin(job, monkeypatch) -> Callable[..., Attempt]:
     """Start an attempt whose workers are this shell command; console: what torchrun has said."""
 
     def begin(

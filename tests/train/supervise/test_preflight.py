@@ -54,11 +54,11 @@ def test_a_node_says_what_it_has_and_what_it_lacks(prepared_data, tmp_path):
     ("gpus", "free_gib", "refused"), [(8, 1 / 16, True), (8, 14, True), (8, 30, False), (4, 14, False)]
 )
 def test_shared_memory_holds_the_nodes_part_of_what_a_save_stages(
-    gpus, free_gib, refused, prepared_data, tmp_path, monkeypatch
+    gpus, free_gib, refused, phase1, tmp_path, monkeypatch
 ):
     """A container has 64 MB, in which the saves of the 2B end with SIGBUS; two nodes stage half each."""
     JOB.job.dump_folder = str(tmp_path / "run")
-    JOB.mixture.lock = str(prepared_data / "phase1.lock.json")
+    JOB.mixture.lock = str(phase1)
     free = {preflight.SHARED_MEMORY: free_gib}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(free.get(Path(path), 1000) * GIB))
     if refused:

@@ -30,7 +30,7 @@ Life = tuple[int, int, str, int | None] | OSError
 
 
 @pytest.fixture
-def supervise(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int]]:
+def supervise(job, monkeypatch) -> Callable[..., tuple[int, int]]:
     """Run a supervisor whose attempts live these lives: (its exit status, how many attempts it made)."""
     job.resilience.backoff_s = 0.0
     job.checkpoints.mkdir()
@@ -125,7 +125,7 @@ def test_policies_after_a_refused_step(supervise, job, policy, starts):
 
 
 @pytest.fixture
-def healthy(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def healthy(monkeypatch) -> SimpleNamespace:
     """Pre-flight's answers: bad nodes, and what the exchanges say, one after another."""
     answers = SimpleNamespace(bad={}, problems=[])
 
