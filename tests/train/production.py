@@ -16,9 +16,8 @@ from laneformer import LaneformerConfig
 from records.checkpoints import check_complete
 from records.files import read_json
 from records.job import job_flags
-from tests.train.runs import forked, limit_open_files, metrics
+from tests.train.runs import ROOT, forked, limit_open_files, metrics
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS, EVERY = 2, 1
 SHAPES = {  # widths and lengths; layers, lanes, window pattern and delay stay those of the 2B flavor
     "architecture.hidden_size": 32,

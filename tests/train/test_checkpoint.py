@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import tomli
@@ -79,6 +80,13 @@ def test_another_architecture_is_refused(whole_run, phase1, tmp_path):
     assert "holds 9 tensors this architecture has not, such as layers.3." in said
 
 
+def second_mixture(data: Path) -> Mixture:
+    """Phase 2 as it goes on behind `whole_run`."""
+    used = Mixture.open(data / "phase1.lock.json").windows_per_source(STEPS * GLOBAL_BATCH)
+    lock = data / "phase2.lock.json"
+    return Mixture.open(lock, {k: used[k] for k in Mixture.open(lock).source_names if k in used})
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "layers": "full"}
 
 
@@ -104,8 +112,7 @@ def test_a_phase_goes_on_with_another_rope(whole_run, prepared_data, tmp_path):
     rows = succeed(run, lock, *arguments, "--checkpoint.allow_changes", *allowed, config=path)
     own = replace(SMALL, rope_scaling=YARN, nope_layers=(3,), rope_theta=1e3, window_rope_theta=1e4)
     assert LaneformerConfig.from_dict(read_json(run / "model.json")) == own
-    used = Mixture.open(prepared_data / "phase1.lock.json").windows_per_source(STEPS * GLOBAL_BATCH)
-    mixture = Mixture.open(lock, {k: used[k] for k in Mixture.open(lock).source_names if k in used})
+    mixture = second_mixture(prepared_data)
     losses = []
     for config in (own, SMALL):
         model = Laneformer(config)
@@ -125,10 +132,7 @@ def test_phase_switch_keeps_the_model(whole_run, prepared_data, tmp_path):
     rows = succeed(run, lock, *arguments, config="debug_phase2")
     model = Laneformer(SMALL)
     model.load_state_dict(weights(whole_run))
-    used = Mixture.open(prepared_data / "phase1.lock.json").windows_per_source(STEPS * GLOBAL_BATCH)
-    mixture = Mixture.open(lock)
-    mixture = Mixture.open(lock, {k: used[k] for k in mixture.source_names if k in used})
-    expected = batch_loss(model, mixture)
+    expected = batch_loss(model, second_mixture(prepared_data))
     assert abs(rows[0]["loss"] - expected) < 8 * torch.finfo(torch.float32).eps * expected
     assert rows[0]["phase"] == "phase2"
     assert rows[0]["lr"] == 1.5e-3, "the schedule and the learning rate are phase 2's"

@@ -20,7 +20,6 @@ from records.files import read_json
 from records.skips import SkipList
 from train.data import READ_AHEAD_BATCHES, MixtureLoader, read_ahead
 
-ROOT = Path(__file__).resolve().parents[2]
 GLOBAL_BATCH = 32
 
 

@@ -6,17 +6,15 @@ import copy
 import operator
 import re
 import tomllib
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.train.runs import forked
+from tests.train.runs import ROOT, forked
 from train.job_checks import check_local_ranks
 from train.job_config import check_with_model, load_job
 
-ROOT = Path(__file__).resolve().parents[2]
 TOY = (ROOT / "configs/debug_phase1.toml").read_text()
 # a setting, its text in a job file, and what the refusal has to say beside both
 BAD = (

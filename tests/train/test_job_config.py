@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import tomllib
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +12,8 @@ from data_mixtures import recipe_file
 from laneformer import LaneformerConfig
 from records.events import REFUSED
 from tests.records.test_job import JOBS
-from tests.train.runs import forked
+from tests.train.runs import ROOT, forked
 from train.job_config import load_job
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.job

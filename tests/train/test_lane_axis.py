@@ -12,10 +12,15 @@ from records.files import read_lines
 from tests.train import logged
 from tests.train.logged import train_logged
 from tests.train.runs import SMALL, copy_stopped_at, fail, metrics, weights
+from train.metrics import _flat
 
 pytestmark = pytest.mark.job
 EPSILON = torch.finfo(torch.float32).eps
 LAST = logged.STEPS
+FIGURES = (
+    "loss", "max_loss", "grad_norm", "z_loss", "max_logit", "valid_loss", "layer_grad_norm", "layer_stream_rms",
+    "loss_by_source", "valid_loss_by_source",
+)  # fmt: skip
 
 
 def mesh(lanes: int, shards: int) -> tuple[str, ...]:
@@ -25,14 +30,10 @@ def mesh(lanes: int, shards: int) -> tuple[str, ...]:
 
 def difference(row: dict, other: dict) -> float:
     """Largest relative one of what a step logs of the model."""
-    validated = ["valid_loss"] * ("valid_loss" in other)
-    names = ["loss", "max_loss", "grad_norm", "z_loss", "max_logit", *validated]
-    pairs = [(row[name], other[name]) for name in names]
-    for name in ("layer_grad_norm", "layer_stream_rms"):
-        pairs += zip(row[name], other[name], strict=True)
-    for name in ("loss_by_source", "valid_loss_by_source"):
-        pairs += [(row[name][source], value) for source, value in other.get(name, {}).items()]
-    return max(abs(a - b) / abs(b) for a, b in pairs)
+    ours, theirs = (
+        _flat({name: value for name, value in each.items() if name in FIGURES}) for each in (row, other)
+    )
+    return max(abs(ours[name] - value) / abs(value) for name, value in theirs.items())
 
 
 @pytest.fixture(scope="module")

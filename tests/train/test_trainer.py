@@ -21,8 +21,6 @@ from tests.train.runs import (
     metrics,
 )  # fmt: skip
 
-BOS = 1
-
 
 @pytest.mark.job
 def test_run_folder_and_metrics(whole_run, prepared_data):

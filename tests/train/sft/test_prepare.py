@@ -26,11 +26,11 @@ import sentencepiece
 from data_mixtures.mixture import BEGINS, TRAINED, Mixture, valid_windows
 from laneformer.hf.tokenizer import CHAT_TEMPLATE, open_tokenizer
 from records.files import read_json
+from tests.train.runs import ROOT
 from train.sft import conversations, source
 from train.sft.__main__ import Arguments, run
 from train.sft.conversations import ROWS_AT_A_TIME, encode_all, rows
 
-ROOT = Path(__file__).resolve().parents[3]
 SEQ_LEN = 256
 Turn = dict[str, Any]
 

@@ -9,18 +9,15 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
 from records.events import CRASHED, REFUSED, SUPERVISED, crash_on_record, read_outcome
 from records.files import hold_lock, read_json
-from tests.train.runs import run_job
+from tests.train.runs import ROOT, run_job
 from tests.train.supervised import arguments, supervise
 from train.supervise.lock import hold_rank, hold_run, no_ranks
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_one_job_a_run(tmp_path, monkeypatch):

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,11 +19,11 @@ from rich.console import Console
 from records.events import BAD_STEP, CRASHED, DONE, REFUSED, STOPPED, STOPPED_UNSAVED
 from records.files import read_lines
 from records.job import JobSections, read_job
+from tests.train.runs import ROOT
 from train.supervise import __main__ as command
 from train.supervise.attempt import Attempt, Ended
 from train.supervise.supervisor import Options, Supervisor
 
-ROOT = Path(__file__).resolve().parents[3]
 # code, step, reason, step of the checkpoint that it saves; or why it cannot be started
 Life = tuple[int, int, str, int | None] | OSError
 
