@@ -27,6 +27,7 @@ import torch
 
 from data_mixtures.recipe import check_known
 from laneformer.config import LaneformerConfig
+from records.files import without_none
 from records.job import JobSections, job_file, read_sections
 
 # every field of LaneformerConfig, None by default: `--architecture.broadcast_delay 0` changes the flavor
@@ -119,13 +120,7 @@ def patch_torch_for_cpu() -> None:
 
 def resolved_toml(job: Any) -> str:
     """The job as TOML; fields that are None are left out, as TOML has no null."""
-    return tomli_w.dumps(_without_none(job.to_dict()))
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _without_none(v) for k, v in value.items() if v is not None}
-    return [_without_none(v) for v in value] if isinstance(value, list | tuple) else value
+    return tomli_w.dumps(without_none(job.to_dict()))
 
 
 if __name__ == "__main__":

@@ -162,6 +162,6 @@ def noted_close(self: Heartbeat) -> None:
     close(self)
 
 
-Heartbeat.enter, Heartbeat.close = noted_enter, noted_close  # type: ignore[method-assign]
-LaneformerTrainer.train_step = broken_step  # type: ignore[method-assign]
-HashingWriter.finish = broken_finish  # type: ignore[method-assign]
+Heartbeat.enter, Heartbeat.close = noted_enter, noted_close
+LaneformerTrainer.train_step = broken_step
+HashingWriter.finish = broken_finish

@@ -100,8 +100,6 @@ def run_job(
 def ask(job: dict[str, Any], meanwhile: Callable[[], None] = lambda: None) -> Any:
     """The fork server's answer to a job; `meanwhile` is called when it has the job."""
     server = fork_server()
-    assert server.stdin is not None
-    assert server.stdout is not None
     print(json.dumps(job), file=server.stdin, flush=True)
     try:
         meanwhile()

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from laneformer.chat import ChatError
 from laneformer.prompts import PromptEncoder
-from records.files import Skipped, json_lines
+from records.files import Skipped, json_lines, without_none
 from records.workers import end_with_parent
 
 from .turns import Conversation, encode
@@ -62,16 +62,8 @@ def rows(origin: str) -> Iterator[tuple[int, Any]]:
         raise ValueError(
             f"{origin} is no .jsonl, .jsonl.gz or .parquet file and no dataset of the hub (ORG/NAME)"
         )
-    yield from enumerate(map(_without_absent, of_arrow), 1)
-
-
-def _without_absent(value: Any) -> Any:
-    """A value of Arrow without null fields: all structs of a column have the same fields there, so that null stands
-    for a field that the row has not.
-    """
-    if isinstance(value, dict):
-        return {name: _without_absent(each) for name, each in value.items() if each is not None}
-    return [_without_absent(each) for each in value] if isinstance(value, list) else value
+    # all structs of a column have the same fields there: null stands for one that the row has not
+    yield from enumerate(map(without_none, of_arrow), 1)
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:

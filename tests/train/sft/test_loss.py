@@ -51,7 +51,7 @@ def alone(windows: tuple[np.ndarray, np.ndarray]) -> torch.Tensor:
     return losses
 
 
-def wide_rope_table(config, positions):  # type: ignore[no-untyped-def]
+def wide_rope_table(config, positions):
     """`rope_table` in float64: angles of large positions lose digits in float32."""
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     angle = positions[None, :, None].double() / config.rope_theta**exponent

@@ -211,14 +211,14 @@ def test_what_the_user_excludes_is_context_and_not_trained(prepare, arguments, m
 def test_a_dataset_of_the_hub_is_streamed(monkeypatch):
     import datasets
 
-    def load_dataset(name: str, split: str, streaming: bool) -> list[tuple]:
+    def load_dataset(name: str, split: str, streaming: bool) -> list[list]:
         if name == "org/away":
             raise ConnectionError("no network")
-        return [(name, split, streaming)]
+        return [[name, split, streaming]]
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert list(rows("org/data:train_sft")) == [(1, ("org/data", "train_sft", True))]
-    assert list(rows("org/data")) == [(1, ("org/data", "train", True))]
+    assert list(rows("org/data:train_sft")) == [(1, ["org/data", "train_sft", True])]
+    assert list(rows("org/data")) == [(1, ["org/data", "train", True])]
     with pytest.raises(
         ValueError, match="org/away is no file, and the hub does not give such a dataset: no net"
     ):

@@ -156,7 +156,6 @@ def test_the_same_ids_in_training_transformers_and_the_server(exported, trained)
 
     theirs = PreTrainedTokenizerFast.from_pretrained(exported)
     tokenizer, config, _ = text_files(exported)  # as the engine reads them
-    assert tokenizer is not None
     context = SimpleNamespace(
         prompts=PromptEncoder(tokenizer, config), check_length=lambda text, _: text,
         tool_calling=ToolCalling(config, Grammars(tokenizer, tokenizer.get_vocab_size(), [2])),
@@ -167,7 +166,7 @@ def test_the_same_ids_in_training_transformers_and_the_server(exported, trained)
         request = ConversationRequest.model_validate(
             {"messages": row["messages"], "tools": tools or [], "add_generation_prompt": False}
         )
-        assert prepare_prompt(request, context)[1] == ours.ids.tolist()  # type: ignore[arg-type]
+        assert prepare_prompt(request, context)[1] == ours.ids.tolist()
         given = json.loads(json.dumps(row).replace(EOS, ""))
         messages, tools = with_values(given)
         same = encode(given, context.prompts, True, SEQ_LEN, False)
