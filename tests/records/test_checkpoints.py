@@ -71,7 +71,7 @@ def test_one_that_is_deleted_meanwhile_is_not_complete(folder, monkeypatch):
     path, stat = folder / "step-10", Path.stat
     (path / "__1_0.distcp").write_bytes(b"")
 
-    def then_deleted(self: Path, **options: bool) -> os.stat_result:
+    def then_deleted(self, **options):
         found = stat(self, **options)
         if self.suffix == ".distcp" and self.parent == path:
             monkeypatch.undo()
@@ -121,7 +121,7 @@ def test_a_flipped_bit_in_the_index_never_crashes_the_start(tmp_path):
     index = newest / ".metadata"
     good = index.read_bytes()
 
-    def read_with_a_flipped_bit() -> Path | None:
+    def read_with_a_flipped_bit():
         index.write_bytes(good)
         flip(index, chance)
         return newest_complete_checkpoint(folder)

@@ -59,7 +59,7 @@ def test_the_code_is_that_of_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["x"])
     code_at_start.cache_clear()
 
-    def slow() -> dict[str, Any]:
+    def slow():
         """Somebody commits while this runs."""
         checkout.append("b" * 12)
         return add(tmp_path / "evals.jsonl", score=0.5)

@@ -220,7 +220,7 @@ def test_a_wandb_run_belongs_to_a_folder_and_not_to_its_path(tmp_path, monkeypat
 
 
 def test_a_full_disk_has_an_id_as_well(tmp_path, monkeypatch):
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("records.run.write_atomically", fail)

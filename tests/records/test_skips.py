@@ -49,7 +49,7 @@ def test_the_loader_goes_on_behind_a_window_and_refuses_a_contradiction(prepared
     pytest.importorskip("torchtitan")
     from train.data import MixtureLoader
 
-    def loader(*windows: tuple[int, int]) -> MixtureLoader:
+    def loader(*windows):
         return MixtureLoader(prepared_data / "phase1.lock.json", 0, 2, 2, 1, SkipList(windows))
 
     ahead = loader((5, 9))

@@ -230,7 +230,7 @@ def test_damage_ends_the_batches_at_its_own(prepared_data, tmp_path):
 def test_readers_keep_the_order_and_their_bound_and_end_with_the_iterator(threads):
     started: list[int] = []
 
-    def read(number: int) -> int:
+    def read(number):
         started.append(number)
         return number
 
@@ -253,7 +253,7 @@ def test_readers_keep_the_order_and_their_bound_and_end_with_the_iterator(thread
 def test_what_a_reader_raises_reaches_the_training_thread(problem):
     """The very object, so that the run folder's reason is the reader's; also what is no Exception."""
 
-    def read(number: int) -> int:
+    def read(number):
         if number == 3:
             raise problem
         return number

@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def arguments(tmp_path, tokenizer) -> Arguments:
 def prepare(arguments, tmp_path) -> Callable[..., dict[str, Any]]:
     """Make a source of these rows in place of the fixture's: its manifest."""
 
-    def prepare(rows: list[Any], **changes: Any) -> dict[str, Any]:
+    def prepare(rows, **changes):
         path = write(tmp_path / "chat.jsonl", rows)
         run(replace(arguments, conversations=(str(path),), **changes))
         return manifest(arguments)
@@ -211,7 +211,7 @@ def test_what_the_user_excludes_is_context_and_not_trained(prepare, arguments, m
 def test_a_dataset_of_the_hub_is_streamed(monkeypatch):
     import datasets
 
-    def load_dataset(name: str, split: str, streaming: bool) -> list[list]:
+    def load_dataset(name, split, streaming):
         if name == "org/away":
             raise ConnectionError("no network")
         return [[name, split, streaming]]
@@ -228,7 +228,7 @@ def test_a_dataset_of_the_hub_is_streamed(monkeypatch):
 def test_a_killed_worker_is_an_error(tokenizer, monkeypatch):
     """As the kernel ends it when memory runs out; a pool of `multiprocessing` would wait forever."""
 
-    def killing(origin: str) -> Iterator[Any]:
+    def killing(origin):
         row = (1, {"messages": chat(1)})
         yield from [row] * (2 * 16 * ROWS_AT_A_TIME)
         for worker in multiprocessing.active_children():
@@ -272,7 +272,7 @@ def test_a_finished_source_is_kept_and_a_damaged_or_other_one_made_again(argumen
 
 
 def test_killed_while_writing_it_leaves_no_source_and_goes_on(arguments, monkeypatch):
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise OSError(28, "No space left")
 
     with monkeypatch.context() as patch:
@@ -337,7 +337,7 @@ def test_a_path_is_taken_as_it_is(arguments, tmp_path, monkeypatch):
 def test_as_commands(tmp_path, tokenizer):
     """Identity conversations to a mixture, from the shell: the messages of both programs."""
 
-    def command(*parts: str) -> subprocess.CompletedProcess[str]:
+    def command(*parts):
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.run(
             [sys.executable, "-m", *parts], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300

@@ -28,7 +28,7 @@ def posts(job, answer, monkeypatch) -> Iterator[list[dict[str, Any]]]:
     received: list[dict[str, Any]] = []
 
     class Server(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
+        def do_POST(self):
             post = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             received.append(post)
             text = post["text"]
@@ -39,7 +39,7 @@ def posts(job, answer, monkeypatch) -> Iterator[list[dict[str, Any]]]:
             self.send_response(500 if "broken" in text else 200)
             self.end_headers()
 
-        def log_message(self, *arguments: Any) -> None:
+        def log_message(self, *arguments):
             pass
 
     server = ThreadingHTTPServer(("localhost", 0), Server)
@@ -111,7 +111,7 @@ def test_a_hanging_server_delays_nothing(job, posts, answer, monkeypatch):
     job.alerts.timeout_s = 100.0
     monkeypatch.setattr("train.supervise.signals.StopSignals.install", lambda self: None)
 
-    def no_start(*_: Any) -> None:
+    def no_start(*_):
         assert not answer.is_set()
         raise OSError("this will hang")
 

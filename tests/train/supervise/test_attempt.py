@@ -28,13 +28,7 @@ REPORT = "Root Cause (first observed failure):\n[0]:\n  host      : a.long.name\
 def begin(job, monkeypatch) -> Callable[..., Attempt]:
     """Start an attempt whose workers are this shell command; console: what torchrun has said."""
 
-    def begin(
-        command: str,
-        nodes: list[str] | None = None,
-        per_node: int = 1,
-        console: str = "",
-        **options: Callable,
-    ) -> Attempt:
+    def begin(command, nodes=None, per_node=1, console="", **options):
         started = ["sh", "-c", command]
         monkeypatch.setattr(
             attempt_module, "start_workers", lambda *_: subprocess.Popen(started, start_new_session=True)
@@ -51,7 +45,7 @@ def begin(job, monkeypatch) -> Callable[..., Attempt]:
 def test_a_second_request_kills_what_does_not_end(begin, job, tmp_path):
     """The workers never end; their children, in sessions of their own as torchrun's are, must die too."""
 
-    def look() -> None:
+    def look():
         if (tmp_path / "pid").exists():
             attempt.stop.asked = "SIGTERM"
         if (job.run / "stop").exists():  # they were asked first
@@ -68,7 +62,7 @@ def test_a_second_request_kills_what_does_not_end(begin, job, tmp_path):
 def test_no_worker_is_left_when_the_supervisor_stumbles(begin):
     """A stale file handle while it looks: the error goes up, the workers do not live on."""
 
-    def stumble() -> None:
+    def stumble():
         raise OSError(116, "Stale file handle")
 
     attempt = begin("exec sleep 600", on_look=stumble)
@@ -90,7 +84,7 @@ def test_dead_workers_are_a_crash_however_long_torchrun_lives(begin, job, monkey
     """All ranks have died, and torchrun takes longer than the hang timeout to exit: no rank is to blame for a hang."""
     seen = tmp_path / "seen"
 
-    def look(self: heartbeat.HangWatch) -> float | None:
+    def look(self):
         """A hang, once the workers were seen and are gone."""
         return 99.0 if seen.exists() and attempt._workers_are_gone() else None
 
@@ -171,7 +165,7 @@ def test_ranks_stay_beside_their_gpus(monkeypatch, tmp_path, numactl, trial, off
 def test_a_uid_without_a_name_starts_workers(monkeypatch, tmp_path):
     """As in a container with --user: nothing asks for the name."""
 
-    def unknown(*_: object) -> None:
+    def unknown(*_):
         raise KeyError("uid not found: 4242")
 
     monkeypatch.setattr(pwd, "getpwuid", unknown)

@@ -90,7 +90,7 @@ def test_workers_outlive_their_supervisor_and_keep_others_out(phase1, tmp_path):
     faults = [{"kind": "stop", "step": 3, "rank": 1}]
     job = [*arguments(run, phase1, steps=6, interval=2), "--resilience.hang_timeout_s", "600"]
 
-    def kill() -> None:
+    def kill():
         while not list(tmp_path.glob("faults.*.done")):
             time.sleep(0.1)
         os.kill(int((tmp_path / "supervisor.pid").read_text()), signal.SIGKILL)

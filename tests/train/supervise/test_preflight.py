@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -30,7 +29,7 @@ JOB = read_job(["--job.config_file", "configs/phase1.toml"])
 def test_a_node_says_what_it_has_and_what_it_lacks(prepared_data, tmp_path):
     run, data = tmp_path / "run", shutil.copytree(prepared_data, tmp_path / "data")
 
-    def ask(*options: str) -> dict[str, Any]:
+    def ask(*options):
         status, said = forked(
             tmp_path, "train.supervise.preflight", *options, "--job.config_file", "configs/debug_phase1.toml",
             "--job.dump_folder", str(run), "--mixture.lock", str(data / "phase1.lock.json"),
@@ -91,7 +90,7 @@ def test_other_nodes_must_reach_this_one_where_gloo_listens(interfaces, nodes, n
         "eth1": [Address(psutil.AF_LINK, "00:01")],
     }
 
-    def lookup(host: str, *_: object, **__: object) -> list:
+    def lookup(host, *_, **__):
         if not name_means:
             raise socket.gaierror("Name or service not known")
         return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0)) for address in name_means]

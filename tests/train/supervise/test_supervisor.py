@@ -34,10 +34,10 @@ def supervise(job, monkeypatch) -> Callable[..., tuple[int, int]]:
     job.resilience.backoff_s = 0.0
     job.checkpoints.mkdir()
 
-    def run(*lives: Life, nodes: str | None = None, spares: int = 0) -> tuple[int, int]:
+    def run(*lives, nodes=None, spares=0):
         begun: list[Life] = []
 
-        def start_workers(*arguments: Any) -> subprocess.Popen:
+        def start_workers(*arguments):
             life = lives[len(begun)]
             begun.append(life)
             if isinstance(life, OSError):
@@ -107,7 +107,7 @@ def test_long_attempts_for_the_same_reason_do_not_end_it(supervise, job):
     ("code", "status"), [(CRASHED, STOPPED_UNSAVED), (STOPPED_UNSAVED, STOPPED_UNSAVED), (STOPPED, STOPPED)]
 )
 def test_a_stop_that_saved_nothing_is_no_85(supervise, monkeypatch, code, status):
-    def run_attempt(self: Supervisor, checkpoint_step: int) -> Ended:
+    def run_attempt(self, checkpoint_step):
         self.stop.asked = "SIGTERM"
         return Ended(code, 7, "asked meanwhile")
 
@@ -128,7 +128,7 @@ def healthy(monkeypatch) -> SimpleNamespace:
     """Pre-flight's answers: bad nodes, and what the exchanges say, one after another."""
     answers = SimpleNamespace(bad={}, problems=[])
 
-    def exchange_problem(nodes: list[str], *_: Any) -> str:
+    def exchange_problem(nodes, *_):
         problem = answers.problems.pop(0) if answers.problems else ""
         if isinstance(problem, Exception):
             raise problem
@@ -175,7 +175,7 @@ def test_nodes_that_do_not_connect_are_not_started(supervise, job, healthy):
 def test_a_node_on_which_the_job_crashes_twice_is_chosen_last(supervise, job, healthy, monkeypatch):
     watch = Attempt.watch
 
-    def failing_on_b(self: Attempt) -> Ended:
+    def failing_on_b(self):
         ended = watch(self)
         at_b = ended.code == CRASHED and self.nodes is not None and "b" in self.nodes
         return replace(ended, failed_node="b") if at_b else ended
@@ -201,7 +201,7 @@ def test_the_supervisor_imports_no_torch():
     ("flag", "gpus", "workers"), [([], 0, 1), ([], 8, 8), (["--nproc-per-node", "3"], 8, 3)]
 )
 def test_a_worker_for_each_gpu_unless_told_otherwise(tmp_path, monkeypatch, flag, gpus, workers):
-    def supervisor(job: JobSections, options: Options, arguments: list[str]) -> SimpleNamespace:
+    def supervisor(job, options, arguments):
         return SimpleNamespace(run=lambda: options.nproc_per_node)
 
     monkeypatch.setattr(command, "Supervisor", supervisor)
