@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from records.checkpoints import run_folder
 from records.files import JsonObject, read_json
 
 Row = dict[str, Any]  # a logged step
@@ -71,7 +72,7 @@ def steps_before(lineage: JsonObject) -> int:
     if not named:
         return 0
     try:
-        above = read_json(parent.parent.parent / "lineage.json", {})
+        above = read_json(run_folder(parent) / "lineage.json", {})
     except (OSError, ValueError):
         above = {}
     further = isinstance(above, dict) and above.get("parent") != lineage.get("parent")  # not the run itself

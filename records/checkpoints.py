@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import logging
+import os
 import pickle
 import re
 import shutil
@@ -24,6 +25,7 @@ from records.files import JsonObject, file_sha256, read_json, write_atomically
 
 BYTES_PER_PARAMETER = 12  # float32: the weight, and AdamW's two moments
 STEP_FOLDER = re.compile(r"step-(\d+)$")
+RUN_FILES = ("config.toml", "model.json", "lineage.json", "metrics.jsonl")  # any of these makes a run folder
 TRASH = ".trash-"
 CHECKSUMS, ARCHITECTURE = "checksums.json", "model.json"
 logger = logging.getLogger()
@@ -33,6 +35,24 @@ def step_folders(folder: Path) -> dict[int, Path]:
     """{N: path} of every `step-N` in the checkpoint folder, complete or not, newest first."""
     folders = {int(m[1]): path for path in folder.glob("step-*") if (m := STEP_FOLDER.search(path.name))}
     return dict(sorted(folders.items(), reverse=True))
+
+
+def locate_checkpoint(checkpoint: Path) -> Path:
+    """RUN/checkpoint/step-N as an absolute path within its run, where any part may be a link: as it is given, else,
+    where that lies in no run, as links lead.
+    """
+    given, real = Path(os.path.abspath(checkpoint)), checkpoint.resolve()
+    return real if _is_in_run(real) and not _is_in_run(given) else given
+
+
+def _is_in_run(checkpoint: Path) -> bool:
+    run = checkpoint.parent.parent
+    return bool(STEP_FOLDER.match(checkpoint.name)) and any((run / name).is_file() for name in RUN_FILES)
+
+
+def run_folder(checkpoint: Path) -> Path:
+    """The run folder of a checkpoint, whether or not there is one."""
+    return locate_checkpoint(checkpoint).parent.parent
 
 
 def newest_saved_step(folder: Path) -> int:
@@ -141,7 +161,7 @@ def write_checksums(folder: Path) -> None:
 def read_architecture(checkpoint: Path) -> JsonObject | None:
     """The model's config, from the checkpoint itself or from its run folder; None if neither says."""
     own = read_json(checkpoint / ARCHITECTURE)
-    return own or read_json(checkpoint.resolve().parent.parent / ARCHITECTURE)
+    return own or read_json(run_folder(checkpoint) / ARCHITECTURE)
 
 
 def superseded(folder: Path, keep_latest: int, keep_every_steps: int) -> list[Path]:

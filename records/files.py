@@ -153,6 +153,13 @@ def read_json(path: Path, missing: Any = None) -> Any:
     return json.loads(path.read_bytes()) if path.is_file() else missing
 
 
+def without_none(value: Any) -> Any:
+    """A value as JSON has it without the fields that are None, at any depth."""
+    if isinstance(value, dict):
+        return {name: without_none(each) for name, each in value.items() if each is not None}
+    return [without_none(each) for each in value] if isinstance(value, list | tuple) else value
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a temporary file, flush it to disk and rename it: readers see the old file or the new
     one, never a part.

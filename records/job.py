@@ -326,6 +326,14 @@ class JobSections:
         return self.run / self.checkpoint.folder
 
 
+def stable_steps(schedule: LRScheduler, training_steps: int) -> tuple[int, int]:
+    """First and last step whose checkpoint is after the warmup and before the decay."""
+    total = schedule.total_steps or training_steps
+    ratio, warmup = schedule.decay_ratio, schedule.warmup_steps
+    decay = total - warmup if ratio is None else round(total * ratio)
+    return warmup + 1, min(total, total + 1 - decay)
+
+
 def read_job(arguments: list[str]) -> JobSections:
     """Read `--job.config_file X.toml [--section.key value ...]`; keys of other sections are ignored.
 
@@ -371,7 +379,8 @@ def job_file(arguments: list[str]) -> Path:
     if value is None:
         raise ValueError("--job.config_file is missing, for example --job.config_file configs/phase1.toml")
     if not Path(value).is_file():
-        raise ValueError(f"--job.config_file {value} does not exist")
+        what = "is a folder" if Path(value).is_dir() else "does not exist"
+        raise ValueError(f"--job.config_file {value} {what}")
     return Path(value)
 
 

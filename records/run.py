@@ -10,17 +10,24 @@ the last row counts.
 from __future__ import annotations
 
 import bisect
-import hashlib
 import json
 import math
 import os
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from records.attempts import Row, Segment, merge_attempts, place_on_one_axis
-from records.files import JsonObject, read_json, read_lines
+from records.files import (
+    JsonObject,
+    hold_lock,
+    read_json,
+    read_lines,
+    survive_full_disk,
+    write_atomically,
+)
 from records.job import read_sections
 
 FIGURES = (
@@ -113,16 +120,23 @@ def name_wandb_run(run: Path) -> None:
     """Set wandb's environment variables unless the user has, so that a restarted run continues
     its own wandb run.
     """
-    name, identity = run.resolve().name, hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
-    variables = {
-        "PROJECT": "laneformer",
-        "RUN_NAME": name,
-        "RUN_GROUP": name,
-        "RUN_ID": identity,
-        "RESUME": "allow",
-    }
+    name = Path(os.path.abspath(run)).name  # as it is given, whatever is a link
+    variables = {"PROJECT": "laneformer", "RUN_NAME": name, "RUN_GROUP": name, "RESUME": "allow"}
+    if "WANDB_RUN_ID" not in os.environ:
+        variables["RUN_ID"] = read_wandb_id(run)
     for key, value in variables.items():
         os.environ.setdefault(f"WANDB_{key}", value)
+
+
+def read_wandb_id(run: Path) -> str:
+    """Drawn once for a run folder and kept in it: its path may be that of an earlier run, or of one in another
+    container.
+    """
+    path, drawn = run / "wandb-id.txt", secrets.token_hex(8)
+    with survive_full_disk(path), hold_lock(run / ".wandb-id.lock", "wandb's id is being drawn", 60):
+        if not path.is_file():
+            write_atomically(path, drawn)
+    return path.read_text() if path.is_file() else drawn
 
 
 def _clean(row: JsonObject, folder: str) -> JsonObject | None:
@@ -161,7 +175,9 @@ def read_run(folder: Path) -> Run:
             f"{folder} is not a run folder: it holds no metrics.jsonl, config.toml or model.json"
         )
     note = folder / NOTE
-    run = Run(folder.resolve().name, note.read_text(encoding="utf-8").strip() if note.is_file() else "")
+    run = Run(
+        Path(os.path.abspath(folder)).name, note.read_text(encoding="utf-8").strip() if note.is_file() else ""
+    )
     rows: list[Row] = []
     for place in places:
         known = {_key(row) for row in rows}  # a run may hold the rows of a phase merged and in its subfolder

@@ -35,12 +35,14 @@ from laneformer.hf.export import checkpoint_step, staged_folder
 from records.checkpoints import (
     check_complete,
     check_contents,
+    locate_checkpoint,
     read_architecture,
     read_metadata,
+    run_folder,
     step_folders,
     write_checksums,
 )
-from records.files import read_lines
+from records.files import read_json, read_lines
 from records.job import read_sections
 
 KEPT = ("step", "phase", "attempt", "tokens", "tokens_total", "time")  # of a row of metrics.jsonl
@@ -104,7 +106,9 @@ def average(
         for name, shape in config.tensor_shapes().items()
     }
     with staged_folder(out, overwrite) as folder:
-        averaged = {str(each.resolve()): weight for each, weight in zip(chosen, weights, strict=True)}
+        averaged = {
+            str(locate_checkpoint(each)): weight for each, weight in zip(chosen, weights, strict=True)
+        }
         describe(folder, path, step, averaged)
         target = folder / f"checkpoint/step-{step}"
         dcp.save(empty, checkpoint_id=target, planner=MeanPlanner(chosen, weights), no_dist=True)
@@ -146,7 +150,7 @@ def check(checkpoints: Sequence[Path], weights: Sequence[float], force: bool) ->
         raise ValueError(f"{first} has no model.json, nor has its run folder; give a checkpoint of `train`")
     for path in others:
         theirs = read_architecture(path) or {}
-        run, other = (each.resolve().parent.parent for each in (first, path))
+        run, other = (run_folder(each).resolve() for each in (first, path))
         differing = sorted(key for key in model | theirs if model.get(key) != theirs.get(key))
         if (run != other or differing) and not force:
             what = f"models that differ in {', '.join(differing)}" if differing else "two runs"
@@ -165,11 +169,19 @@ def check(checkpoints: Sequence[Path], weights: Sequence[float], force: bool) ->
 
 def describe(folder: Path, newest: Path, step: int, averaged: dict[str, float]) -> None:
     """The files beside the checkpoint, so that it is exported, evaluated and continued like any other."""
-    run = newest.resolve().parent.parent
-    for path in (run / "model.json", *tokenizer_files(run)):
-        if path.is_file():
-            shutil.copy(path, folder)
-    lineage = json.loads((run / "lineage.json").read_text()) if (run / "lineage.json").is_file() else {}
+    run = run_folder(newest)
+    if not (tokenizer := tokenizer_files(run)):
+        raise ValueError(
+            f"{run} has no tokenizer.model or tokenizer.json; copy it there from the data folder"
+        )
+    for path in (run / "model.json", *tokenizer):
+        if not path.is_file():
+            raise ValueError(f"{path} does not exist; bring it back")
+        shutil.copy(path, folder)
+    for name in ("lineage.json", "config.toml", "metrics.jsonl"):
+        if not (run / name).is_file():  # of an imported run
+            print(f"{run} has no {name}: what it says is missing from the average, too", file=sys.stderr)
+    lineage = read_json(run / "lineage.json", {})
     (folder / "lineage.json").write_text(json.dumps({**lineage, "averaged": averaged}, indent=2) + "\n")
     if (run / "config.toml").is_file():  # evals.watch takes the last step whatever evals.every_steps is
         job = read_sections(run / "config.toml")

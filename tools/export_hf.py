@@ -8,6 +8,7 @@ The model card states the training progress that the run's metrics.jsonl holds f
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import tyro
 
 from data_mixtures.mixture import TRAINED, Mixture, read_lock
 from laneformer.hf.export import DType, Progress, checkpoint_step, export
-from records.checkpoints import check_contents
+from records.checkpoints import check_contents, run_folder
 from records.files import read_lines
 from records.job import read_sections
 
@@ -60,7 +61,7 @@ def main(
 def frequent_ids(checkpoint: Path, lock: Path | None, count: int) -> tuple[int, ...]:
     """The ids that a mixture's first windows have most often, of conversations those that are trained."""
     if lock is None:
-        job = checkpoint.resolve().parent.parent / "config.toml"
+        job = run_folder(checkpoint) / "config.toml"
         path = read_sections(job).get("mixture", {}).get("lock") if job.is_file() else None
         if path is None:
             raise ValueError(f"{job} does not say what data the run read; give its lock file as --draft-lock")
@@ -90,7 +91,10 @@ def training_progress(checkpoint: Path) -> Progress:
     step; None where unknown.
     """
     step = checkpoint_step(checkpoint)
-    rows = read_lines(checkpoint.resolve().parent.parent / "metrics.jsonl") if step is not None else []
+    path = run_folder(checkpoint) / "metrics.jsonl"
+    rows = read_lines(path) if step is not None else []
+    if not rows:
+        print(f"no rows in {path}: the model card says nothing of the training's progress", file=sys.stderr)
     known: dict[str, Any] = {}
     for row in rows:
         if row.get("step") == step:

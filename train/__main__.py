@@ -41,6 +41,10 @@ def main() -> None:
     try:
         job = load_job(sys.argv[1:])
         check_local_ranks()
+        if "WORLD_SIZE" not in os.environ:
+            raise ValueError(
+                "start it with `torchrun --nproc_per_node=N -m train ...`, or with `python -m train.supervise ...`"
+            )
     except (Exception, SystemExit) as problem:
         if isinstance(problem, SystemExit):  # of a flag's parser, or --help
             problem = ValueError("see the message above") if problem.code else sys.exit()

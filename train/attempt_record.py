@@ -13,6 +13,7 @@ import torch
 
 from data_mixtures.shards import tokenizer_files
 from laneformer.config import LaneformerConfig
+from records.checkpoints import locate_checkpoint, run_folder
 from records.files import append_or_keep, code_version, survive_full_disk, write_atomically
 
 from .data import MixtureLoader
@@ -42,8 +43,8 @@ def describe_attempt(
             write_atomically(run / path.name, path.read_bytes())
         if not lineage.is_file():
             # a run whose lineage.json was lost starts from its own checkpoint, which is no parent
-            other = source is not None and run.resolve() not in source.resolve().parents
-            parent = str(source.resolve()) if source and other else None
+            other = source is not None and run_folder(source).resolve() != run.resolve()
+            parent = str(locate_checkpoint(source)) if source and other else None
             facts = {"parent": parent, "tokens_before": loader.tokens_before()}
             write_atomically(lineage, json.dumps(facts, indent=2) + "\n")
     line = {

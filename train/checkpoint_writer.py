@@ -72,11 +72,9 @@ class HashingFileSystem(FileSystem):
 
     def rename(self, path: Any, new_path: Any) -> None:
         """Of `.metadata`, which makes the checkpoint complete: all checksums are known by now."""
-        sums = {name: digest for name, digest in self.sums.items() if name != Path(path).name}
-        sums[Path(new_path).name] = self.sums[Path(path).name]
-        write_atomically(
-            Path(new_path).with_name(CHECKSUMS), json.dumps(sums, indent=0, sort_keys=True) + "\n"
-        )
+        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+        listing = json.dumps(self.sums, indent=0, sort_keys=True) + "\n"
+        write_atomically(Path(new_path).with_name(CHECKSUMS), listing)
         super().rename(path, new_path)
 
 

@@ -304,6 +304,9 @@ def build_mixture_loader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_c
     """
     section = job_config.mixture
     lock = Path(section.lock)
+    if lock.is_dir():
+        locks = ", ".join(sorted(path.name for path in lock.glob("*.lock.json"))) or "it has none"
+        raise ValueError(f"mixture.lock = {section.lock!r} is a folder; give the lock file in it: {locks}")
     if not lock.is_file():
         raise ValueError(
             f"mixture.lock = {section.lock!r} does not exist; `python -m data_mixtures.prepare` writes one"

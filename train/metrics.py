@@ -70,7 +70,8 @@ class RunMetrics(MetricsProcessor):
         self, job_config: Any, parallel_dims: ParallelDims, model_args: Any = None, tag: str | None = None
     ):
         """TorchTitan's arguments. A restarted run continues its own wandb run, offline or online."""
-        name_wandb_run(Path(job_config.job.dump_folder))
+        if job_config.metrics.enable_wandb and torch.distributed.get_rank() == 0:
+            name_wandb_run(Path(job_config.job.dump_folder))
         super().__init__(job_config, parallel_dims, tag)
         self.path = Path(job_config.job.dump_folder) / "metrics.jsonl"
         self.last_logged_tokens = 0

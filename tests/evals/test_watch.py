@@ -19,7 +19,8 @@ from evals.watch import Watcher, only_watcher
 from records.events import DONE, STOPPED, write_outcome
 from records.files import hold_lock, read_lines
 from records.job import Checkpoint, Evals, Job, JobSections, Training
-from tests.train.supervised import ROOT, arguments, environment
+from tests.train.runs import ROOT
+from tests.train.supervised import arguments, environment
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 COMMANDS = ["decode_speed", "bits_per_byte --data x"]

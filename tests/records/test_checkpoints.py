@@ -14,8 +14,11 @@ from records.checkpoints import (
     check_complete,
     check_contents,
     clear_branch,
+    locate_checkpoint,
     newest_complete_checkpoint,
     newest_saved_step,
+    read_architecture,
+    run_folder,
     step_folders,
     superseded,
     to_trash,
@@ -68,7 +71,7 @@ def test_one_that_is_deleted_meanwhile_is_not_complete(folder, monkeypatch):
     path, stat = folder / "step-10", Path.stat
     (path / "__1_0.distcp").write_bytes(b"")
 
-    def then_deleted(self: Path, **options: bool) -> os.stat_result:
+    def then_deleted(self, **options):
         found = stat(self, **options)
         if self.suffix == ".distcp" and self.parent == path:
             monkeypatch.undo()
@@ -118,7 +121,7 @@ def test_a_flipped_bit_in_the_index_never_crashes_the_start(tmp_path):
     index = newest / ".metadata"
     good = index.read_bytes()
 
-    def read_with_a_flipped_bit() -> Path | None:
+    def read_with_a_flipped_bit():
         index.write_bytes(good)
         flip(index, chance)
         return newest_complete_checkpoint(folder)
@@ -148,3 +151,32 @@ def test_damage_of_the_same_size_is_found(folder, caplog):
     victim.unlink()
     with pytest.raises(ValueError, match="cannot be read"):
         check_contents(path)
+
+
+LINKED = {  # path of a link: what it leads to
+    "checkpoint folder": {"runs/x/checkpoint": "scratch/ck"},
+    "step": {"runs/x/checkpoint/step-5": "scratch/ck/step-5"},
+    "step of another name": {"runs/x/checkpoint/step-5": "scratch/moved"},
+    "run": {"runs/x": "scratch/run"},
+    "both": {"runs/x": "scratch/run", "scratch/run/checkpoint": "scratch/ck"},
+    "to a step": {"best": "runs/x/checkpoint/step-5"},
+    "none": {},
+}
+
+
+@pytest.mark.parametrize("links", LINKED.values(), ids=LINKED)
+def test_a_checkpoint_belongs_to_its_run_whatever_is_a_link(tmp_path, links, monkeypatch):
+    for path, target in links.items():
+        if path != "best":
+            (tmp_path / target).mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).symlink_to(tmp_path / target)
+    checkpoint = tmp_path / "runs/x/checkpoint/step-5"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "runs/x/model.json").write_text('{"a": 1}')
+    given = tmp_path / "best" if "best" in links else checkpoint
+    monkeypatch.chdir(tmp_path)
+    for path in (given, given.relative_to(tmp_path)):
+        assert locate_checkpoint(path) == checkpoint
+        assert run_folder(path) == tmp_path / "runs/x"
+        assert read_architecture(path) == {"a": 1}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -21,7 +20,7 @@ from records.evals import (
     code_at_start,
     with_current_names,
 )
-from records.files import read_lines
+from records.files import read_json, read_lines
 
 
 def add(path: Path | None, **figures: Any) -> dict[str, Any]:
@@ -78,14 +77,14 @@ def test_the_code_is_that_of_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["x"])
     code_at_start.cache_clear()
 
-    def slow() -> dict[str, Any]:
+    def slow():
         """Somebody commits while this runs."""
         checkout.append("b" * 12)
         return add(tmp_path / "evals.jsonl", score=0.5)
 
     EvalCommand("slow", slow).run()
     code_at_start.cache_clear()
-    assert json.loads((tmp_path / "evals.jsonl").read_text())["code_version"] == "a" * 12
+    assert read_json(tmp_path / "evals.jsonl")["code_version"] == "a" * 12
 
 
 def measure(number: int, about: AboutFlags = About()) -> dict[str, Any] | None:  # noqa: B008

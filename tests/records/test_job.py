@@ -71,8 +71,9 @@ def test_it_needs_neither_torch_nor_any_package_of_ours():
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
     path = tmp_path / "job.toml"
-    with pytest.raises(ValueError, match=r"job\.toml does not exist"):
-        read_job(["--job.config_file", str(path)])
+    for missing, says in ((path, r"job\.toml does not exist"), (tmp_path, "is a folder")):
+        with pytest.raises(ValueError, match=says):
+            read_job(["--job.config_file", str(missing)])
     path.write_text("[job\n")
     with pytest.raises(ValueError, match=r"job\.toml is not valid TOML"):
         read_job(["--job.config_file", str(path)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from records.attempts import merge_attempts
-from records.run import read_run
+from records.run import name_wandb_run, read_run, read_wandb_id
 from tests.records.lines import write_lines
 
 
@@ -103,7 +105,7 @@ def kept_of(rows: list[dict[str, Any]], starts: dict[tuple[str, int], int] | Non
 
 
 @given(histories(), st.randoms())
-def test_what_counts_is_what_led_to_the_newest_state(played: tuple, random: Any) -> None:
+def test_what_counts_is_what_led_to_the_newest_state(played, random):
     """Whatever the order of the lines of different attempts."""
     rows, starts, history = played
     assert kept_of(rows, starts) == history
@@ -115,7 +117,7 @@ def test_what_counts_is_what_led_to_the_newest_state(played: tuple, random: Any)
 
 
 @given(histories())
-def test_without_starts_no_step_counts_twice_and_the_last_attempt_wins(played: tuple) -> None:
+def test_without_starts_no_step_counts_twice_and_the_last_attempt_wins(played):
     rows, _, _ = played
     kept = kept_of(rows, None)
     steps = [step for step, _ in kept]
@@ -186,3 +188,40 @@ def test_a_run_that_names_itself_as_its_parent_is_read_and_another_folder_refuse
     own = {"parent": str(tmp_path / "run/checkpoint/step-50"), "tokens_before": 0}
     (tmp_path / "run/lineage.json").write_text(json.dumps(own))
     assert len(read_run(tmp_path / "run").kept_rows) == 2
+
+
+def wandb_id(run: Path, monkeypatch: pytest.MonkeyPatch, **given: str) -> str:
+    """Of a process that starts in the run folder."""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "environ", given)
+        name_wandb_run(run)
+        assert os.environ["WANDB_RUN_NAME"] == run.name
+        return os.environ["WANDB_RUN_ID"]
+
+
+def test_a_wandb_run_belongs_to_a_folder_and_not_to_its_path(tmp_path, monkeypatch):
+    run, other = tmp_path / "run", tmp_path / "container/run"
+    for folder in (run, other):
+        folder.mkdir(parents=True)
+    first = wandb_id(run, monkeypatch)
+    assert wandb_id(run, monkeypatch) == first, "a restart continues"
+    assert wandb_id(other, monkeypatch) != first
+    moved = run.rename(tmp_path / "elsewhere")
+    assert wandb_id(moved, monkeypatch) == first
+    run.mkdir()
+    assert wandb_id(run, monkeypatch) != first, "a new run at an old path"
+    (tmp_path / "link").symlink_to(moved)
+    assert wandb_id(tmp_path / "link", monkeypatch) == first
+    assert wandb_id(run, monkeypatch, WANDB_RUN_ID="mine") == "mine"
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(read_wandb_id, [tmp_path / "many"] * 8))) == 1, (
+            "drawn once by all that start together"
+        )
+
+
+def test_a_full_disk_has_an_id_as_well(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("records.run.write_atomically", fail)
+    assert wandb_id(tmp_path, monkeypatch) != wandb_id(tmp_path, monkeypatch)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from records.files import read_json
 from records.skips import SkipList, leave_out, read_skip_list, windows_of
 
 WINDOWS = st.lists(
@@ -17,7 +16,7 @@ WINDOWS = st.lists(
 
 
 @given(WINDOWS, st.integers(0, 40), st.integers(1, 30))
-def test_numbers_are_those_in_no_window(windows: list[tuple[int, int]], first: int, count: int) -> None:
+def test_numbers_are_those_in_no_window(windows, first, count):
     out = {g for a, b in windows for g in range(a, b)}
     kept = [g for g in range(200) if g not in out]
     skips = SkipList(windows)
@@ -26,7 +25,7 @@ def test_numbers_are_those_in_no_window(windows: list[tuple[int, int]], first: i
 
 
 @given(st.sets(st.integers(0, 50)))
-def test_windows_of_is_the_way_back(numbers: set[int]) -> None:
+def test_windows_of_is_the_way_back(numbers):
     ordered = np.array(sorted(numbers), dtype=np.int64)
     assert sorted(numbers) == [g for first, last in windows_of(ordered) for g in range(first, last)]
 
@@ -41,7 +40,7 @@ def test_the_run_folder_remembers(tmp_path):
     leave_out(tmp_path, [[8, 12]], "step 3: the loss is nan")
     leave_out(tmp_path, [[20, 24]], "step 6: the loss is nan")
     assert read_skip_list(tmp_path, [(0, 2)]).windows == [(0, 2), (8, 12), (20, 24)]
-    entries = json.loads((tmp_path / "skip_sequences.json").read_text())
+    entries = read_json(tmp_path / "skip_sequences.json")
     assert [entry["reason"][:6] for entry in entries] == ["step 3", "step 6"]
 
 
@@ -50,7 +49,7 @@ def test_the_loader_goes_on_behind_a_window_and_refuses_a_contradiction(prepared
     pytest.importorskip("torchtitan")
     from train.data import MixtureLoader
 
-    def loader(*windows: tuple[int, int]) -> MixtureLoader:
+    def loader(*windows):
         return MixtureLoader(prepared_data / "phase1.lock.json", 0, 2, 2, 1, SkipList(windows))
 
     ahead = loader((5, 9))

@@ -121,6 +121,31 @@ def test_what_is_refused(trained, tmp_path):
     check_contents(out / "checkpoint/step-30")
 
 
+def test_a_run_is_whole_behind_links_and_what_it_lacks_is_named(trained, tmp_path, capsys):
+    """The checkpoint folder moved to another disk, then one step; and each file of the run gone."""
+    run = shutil.copytree(trained, tmp_path / "run")
+    average((run,), tmp_path / "plain", last=2)
+    scratch = (run / "checkpoint").rename(tmp_path / "scratch")
+    (run / "checkpoint").symlink_to(scratch)
+    (scratch / "step-20").rename(tmp_path / "moved")
+    (scratch / "step-20").symlink_to(tmp_path / "moved")
+    average((run,), tmp_path / "linked", last=2)
+    assert capsys.readouterr().err == ""
+    for path in (tmp_path / "plain").iterdir():
+        if path.is_file() and path.name != "lineage.json":  # which names the run
+            assert (tmp_path / "linked" / path.name).read_bytes() == path.read_bytes()
+    lineages = [json.loads((tmp_path / name / "lineage.json").read_text()) for name in ("plain", "linked")]
+    assert lineages[0] == lineages[1]
+    for name in ("lineage.json", "config.toml", "metrics.jsonl"):
+        (run / name).unlink()
+        average((run,), tmp_path / f"without-{name}", last=2)
+        assert f"{run} has no {name}" in capsys.readouterr().err
+    (run / "tokenizer.model").unlink()
+    with pytest.raises(ValueError, match=r"run has no tokenizer\.model or tokenizer\.json"):
+        average((run,), tmp_path / "out", last=2)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.job
 def test_interrupted_it_leaves_nothing(trained, tmp_path):
     """A SIGTERM while the tensors are written: neither the folder nor its temporary one stays behind."""

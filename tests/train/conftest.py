@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.shared import Shared
 from tests.train import production
 from tests.train.logged import train_logged
 from tests.train.runs import succeed
@@ -14,36 +13,39 @@ from tests.train.supervised import INTERVAL, STEPS, undisturbed
 
 
 @pytest.fixture(scope="session")
-def reference(prepared_data: Path, shared: Shared) -> Path:
-    """Run folder of STEPS undisturbed steps on two ranks."""
-    lock = prepared_data / "phase1.lock.json"
-    return shared("reference", lambda folder: undisturbed(folder, lock, STEPS, INTERVAL)) / "run"
+def phase1(prepared_data) -> Path:
+    """The lock file of the first phase."""
+    return prepared_data / "phase1.lock.json"
 
 
 @pytest.fixture(scope="session")
-def whole_run(prepared_data: Path, shared: Shared) -> Path:
+def reference(phase1, shared) -> Path:
+    """Run folder of STEPS undisturbed steps on two ranks."""
+    return shared("reference", lambda folder: undisturbed(folder, phase1, STEPS, INTERVAL)) / "run"
+
+
+@pytest.fixture(scope="session")
+def whole_run(phase1, shared) -> Path:
     """Four uninterrupted steps of phase 1 on two ranks."""
-    lock = prepared_data / "phase1.lock.json"
     return (
-        shared("whole_run", lambda folder: succeed(folder / "whole", lock, "--metrics.enable_wandb"))
+        shared("whole_run", lambda folder: succeed(folder / "whole", phase1, "--metrics.enable_wandb"))
         / "whole"
     )
 
 
 @pytest.fixture(scope="session")
-def logged_run(prepared_data: Path, shared: Shared) -> Path:
+def logged_run(phase1, shared) -> Path:
     """Six steps on two ranks, two micro-batches each; validation every third, a checkpoint every second."""
-    lock = prepared_data / "phase1.lock.json"
     job = ("--metrics.enable_wandb", "--metrics.gpu_hour_price", "3600", "--metrics.currency", "EUR")
-    return shared("logged_run", lambda folder: train_logged(folder / "seen", lock, *job)) / "seen"
+    return shared("logged_run", lambda folder: train_logged(folder / "seen", phase1, *job)) / "seen"
 
 
 @pytest.fixture(scope="session")
-def shipped_run(prepared_data: Path, shared: Shared) -> Path:
+def shipped_run(phase1, shared) -> Path:
     """configs/phase1.toml on two ranks, started as a user starts it (tests/train/production.py)."""
-    lock, launcher = prepared_data / "phase1.lock.json", production.torchrun(2)
+    launcher = production.torchrun(2)
     made = shared(
         "shipped_run",
-        lambda folder: production.train(launcher, "phase1", folder / "run", lock, {}, warm=False),
+        lambda folder: production.train(launcher, "phase1", folder / "run", phase1, {}, warm=False),
     )
     return made / "run"

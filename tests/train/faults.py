@@ -25,6 +25,7 @@ from torchtitan.distributed import utils as dist_utils
 
 import train.spec  # noqa: F401 - what custom_import names otherwise
 from records.checkpoints import step_folders
+from records.files import read_json
 from train import failed_saves
 from train.checkpoint_writer import HashingWriter
 from train.supervise.heartbeat import Heartbeat
@@ -44,7 +45,7 @@ failed_saves.RETRY_S = 0.0  # at every step
 
 def due(step: int, of_save: bool = False) -> str | None:
     """The kind of fault that this rank has to commit now, in a step or in its save, marked as done."""
-    for index, fault in enumerate(json.loads(PLAN.read_text())):
+    for index, fault in enumerate(read_json(PLAN)):
         if (
             fault["step"] == step
             and fault["kind"].startswith("kill_all") == of_save
@@ -71,7 +72,7 @@ def fill(path: Path) -> None:
 
 def kill_all() -> None:
     """SIGKILL to both workers at once, this one last."""
-    beats = [json.loads(p.read_text()) for p in (run_folder() / "heartbeats").glob("rank-*.json")]
+    beats = [read_json(p) for p in (run_folder() / "heartbeats").glob("rank-*.json")]
     for beat in sorted(beats, key=lambda beat: beat["pid"] == os.getpid()):
         os.kill(beat["pid"], signal.SIGKILL)
 
@@ -161,6 +162,6 @@ def noted_close(self: Heartbeat) -> None:
     close(self)
 
 
-Heartbeat.enter, Heartbeat.close = noted_enter, noted_close  # type: ignore[method-assign]
-LaneformerTrainer.train_step = broken_step  # type: ignore[method-assign]
-HashingWriter.finish = broken_finish  # type: ignore[method-assign]
+Heartbeat.enter, Heartbeat.close = noted_enter, noted_close
+LaneformerTrainer.train_step = broken_step
+HashingWriter.finish = broken_finish

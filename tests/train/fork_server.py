@@ -181,7 +181,7 @@ def end_all(running: list[subprocess.Popen], with_stacks: bool) -> None:
         process.kill()
 
 
-subprocess.Popen = Popen  # type: ignore[misc] - before torch's agent takes it by name
+subprocess.Popen = Popen  # before torch's agent takes it by name
 
 for name in (
     "train.__main__",  # patches torch for CPUs before TorchTitan is imported

@@ -18,10 +18,9 @@ from pathlib import Path
 
 import torch
 
-from tests.train.runs import SEQ_LEN, SMALL, fork_server, metrics, run_job, toy
+from tests.train.runs import ROOT, SEQ_LEN, SMALL, fork_server, metrics, run_job, toy
 from tools.synthetic import write_synthetic_lock
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS, GLOBAL_BATCH = 20, 8
 PLANTED = ("--optimizer.lr", "3.003e-3")  # one part in a thousand off, which the test must see
 NARROW_VECTORS = {

@@ -8,6 +8,6 @@ import train.spec  # noqa: F401 - what custom_import names otherwise
 from laneformer.titan import fused_layer, parallelize, spec
 from tests.laneformer.titan.titan_assets import PlainJoinNorm
 
-fused_layer.JoinNorm = PlainJoinNorm(0.01 if os.environ.get("RANK") == "1" else 0.0)  # type: ignore
+fused_layer.JoinNorm = PlainJoinNorm(0.01 if os.environ.get("RANK") == "1" else 0.0)
 parallelize.check_kernels = lambda: None
 spec.choose_join_norm = lambda job: "triton"

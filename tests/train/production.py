@@ -4,7 +4,6 @@ the production tests run.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -15,10 +14,10 @@ from typing import Any
 
 from laneformer import LaneformerConfig
 from records.checkpoints import check_complete
+from records.files import read_json
 from records.job import job_flags
-from tests.train.runs import forked, limit_open_files, metrics
+from tests.train.runs import ROOT, forked, limit_open_files, metrics
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS, EVERY = 2, 1
 SHAPES = {  # widths and lengths; layers, lanes, window pattern and delay stay those of the 2B flavor
     "architecture.hidden_size": 32,
@@ -111,7 +110,7 @@ def assert_nothing_else_deviates(config: str, folder: Path, *more: str) -> None:
         if resolved[section].get(key) != value
     }
     assert different <= {*PLACES, *SHAPES, *DEVIATIONS, *more}
-    model = json.loads((folder / "model.json").read_text())
+    model = read_json(folder / "model.json")
     flavor = LaneformerConfig.from_flavor("2b", **shipped.get("architecture", {})).to_dict()
     assert model.keys() == flavor.keys()
     changed = {key for key in flavor if model[key] != flavor[key]}
@@ -122,7 +121,7 @@ def assert_nothing_else_deviates(config: str, folder: Path, *more: str) -> None:
 
 def assert_prepared_as_the_job_file_says(folder: Path) -> None:
     """Compiled, checkpointed, cast and saved as in the 2B run, and each step in its order."""
-    seen = json.loads((folder / "facts.json").read_text())
+    seen = read_json(folder / "facts.json")
     layers = LaneformerConfig.from_flavor("2b").num_hidden_layers
     assert seen["layers"] == seen["checkpointed"] == seen["compiled"] == layers
     assert seen["norm_compiled"]

@@ -26,7 +26,7 @@ from train.trainer import LaneformerTrainer
 
 if not torch.cuda.is_available():
     # the staging of async_with_pinned_mem, and its process that writes, without pinned memory and streams
-    checkpoint.StagingOptions = lambda *wanted: StagingOptions(False, True, True, False)  # type: ignore[assignment,misc]
+    checkpoint.StagingOptions = lambda *wanted: StagingOptions(False, True, True, False)
 if "LANEFORMER_FAULTS" in os.environ:
     import tests.train.faults  # noqa: F401
 
@@ -62,8 +62,8 @@ def record_order(trainer: LaneformerTrainer) -> list[str]:
         reductions.append(0)
         move(*arguments, **options)
 
-    trainer.checkpointer.maybe_wait_for_staging = recorded_wait  # type: ignore[method-assign]
-    trainer.optimizers.step = recorded_move  # type: ignore[method-assign]
+    trainer.checkpointer.maybe_wait_for_staging = recorded_wait
+    trainer.optimizers.step = recorded_move
     return order
 
 
@@ -109,4 +109,4 @@ def recorded_train(self: LaneformerTrainer) -> None:
 
 torch.distributed.all_reduce = counted_all_reduce
 dist_utils.set_pg_timeouts = recorded_set_pg_timeouts
-LaneformerTrainer.train = recorded_train  # type: ignore[method-assign]
+LaneformerTrainer.train = recorded_train

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from data_mixtures.mixture import Mixture
 from laneformer import Laneformer, LaneformerConfig
+from records.files import read_lines
 from records.job import job_flags
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,8 +100,6 @@ def run_job(
 def ask(job: dict[str, Any], meanwhile: Callable[[], None] = lambda: None) -> Any:
     """The fork server's answer to a job; `meanwhile` is called when it has the job."""
     server = fork_server()
-    assert server.stdin is not None
-    assert server.stdout is not None
     print(json.dumps(job), file=server.stdin, flush=True)
     try:
         meanwhile()
@@ -143,7 +142,7 @@ def fail(run: Path, lock: Path, *overrides: str, **options) -> str:
 
 
 def metrics(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return read_lines(run / "metrics.jsonl")
 
 
 def saved(run: Path, step: int = STEPS) -> dict[str, Any]:

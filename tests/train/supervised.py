@@ -13,7 +13,6 @@ import torch
 
 from tests.train.runs import GLOBAL_BATCH, forked, metrics, run_job, saved, toy
 
-ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
 HANG_TIMEOUT_S = 30  # a step of a toy on a busy machine is no hang; a stopped rank costs this, asleep
 STEPS, INTERVAL = 40, 5  # of the reference run, and between checkpoints

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,15 +35,15 @@ def draw(steps: int, seed: int) -> list[dict[str, Any]]:
 
 @pytest.mark.rotate
 @pytest.mark.timeout(1800)
-def test_chaos(reference: Path, prepared_data: Path, tmp_path: Path) -> None:
+def test_chaos(reference, phase1, tmp_path):
     steps, seed = int(os.environ.get("CHAOS_STEPS", STEPS)), int(os.environ.get("CHAOS_SEED", "4"))
-    lock, faults = prepared_data / "phase1.lock.json", draw(steps, seed)
+    faults = draw(steps, seed)
     print(faults)
     if steps != STEPS:
-        reference = undisturbed(tmp_path / "reference", lock, steps, INTERVAL)
+        reference = undisturbed(tmp_path / "reference", phase1, steps, INTERVAL)
     status = 85
     while status == 85:  # as sbatch would: asked to stop means start again
-        run, status, said = supervise(tmp_path / "chaos", lock, steps, INTERVAL, faults)
+        run, status, said = supervise(tmp_path / "chaos", phase1, steps, INTERVAL, faults)
     assert status == 0, said
     assert_same(run, reference, steps)
     done = {path.name.split(".")[1] for path in (tmp_path / "chaos").glob("faults.*.done")}

@@ -4,7 +4,6 @@ starts that must fail.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from dataclasses import replace
@@ -18,8 +17,8 @@ import torch
 from data_mixtures.mixture import Mixture
 from laneformer import Laneformer, LaneformerConfig
 from records.checkpoints import read_checksums
-from records.events import REFUSED
-from records.files import read_lines
+from records.events import REFUSED, read_outcome
+from records.files import read_json, read_lines
 from tests.train.runs import (
     GLOBAL_BATCH,
     ROOT,
@@ -40,9 +39,7 @@ from tests.train.supervised import assert_same
 pytestmark = pytest.mark.job
 
 
-def test_resume_is_bit_exact_from_the_last_checkpoint_without_a_flipped_bit(
-    whole_run: Path, prepared_data: Path, tmp_path: Path
-) -> None:
+def test_resume_is_bit_exact_from_the_last_checkpoint_without_a_flipped_bit(whole_run, phase1, tmp_path):
     """Every rank hashes what it writes; one flipped bit in a data file, and the checkpoint before is used."""
     run = tmp_path / "flipped"
     shutil.copytree(whole_run, run)
@@ -53,7 +50,7 @@ def test_resume_is_bit_exact_from_the_last_checkpoint_without_a_flipped_bit(
     content = bytearray((newest / "__1_0.distcp").read_bytes())
     content[len(content) // 2] ^= 1
     (newest / "__1_0.distcp").write_bytes(content)
-    job = launch(run, prepared_data / "phase1.lock.json")
+    job = launch(run, phase1)
     assert "__1_0.distcp is damaged" in job.stdout
     rows = metrics(run)[-2:]
     assert [(row["step"], row["attempt"]) for row in rows] == [(3, 2), (4, 2)]
@@ -62,29 +59,38 @@ def test_resume_is_bit_exact_from_the_last_checkpoint_without_a_flipped_bit(
     assert len(list((run / "checkpoint-aside").glob("step-4.*"))) == 1
 
 
-def test_another_architecture_is_refused(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+def test_another_architecture_is_refused(whole_run, phase1, tmp_path):
     """Neither a restart nor a new phase goes on with a model that computes something else, or lacks layers."""
-    run, lock = tmp_path / "other", prepared_data / "phase1.lock.json"
+    run = tmp_path / "other"
     copy_stopped_at(2, whole_run, run)
     before = (run / "model.json").read_text()
-    said = fail(run, lock, "--architecture.rope_theta", "5e5", "--architecture.broadcast_delay", "1")
+    said = fail(run, phase1, "--architecture.rope_theta", "5e5", "--architecture.broadcast_delay", "1")
     assert "broadcast_delay = 2 (this job: 1), rope_theta = 10000.0 (this job: 500000.0)" in said
     assert "Traceback" not in said
     assert said.count("The job is refused") == 1
     assert (run / "model.json").read_text() == before
-    outcome = json.loads((run / "outcome.json").read_text())
+    outcome = read_outcome(run)
     assert (outcome["step"], outcome["code"]) == (0, REFUSED), "what the supervisor does not try again"
+    fewer = ("--training.steps", "1", "--lr_scheduler.total_steps", "1")
+    assert "is at step 2 already; raise training.steps" in fail(run, phase1, *fewer, ranks=1)
     for path in (run / "model.json", *run.glob("checkpoint/*/model.json")):
         path.unlink()  # as of old
     (run / "checkpoint/step-2/checksums.json").unlink()
-    said = fail(run, lock, "--architecture.num_hidden_layers", "3", ranks=1)
+    said = fail(run, phase1, "--architecture.num_hidden_layers", "3", ranks=1)
     assert "holds 9 tensors this architecture has not, such as layers.3." in said
+
+
+def second_mixture(data: Path) -> Mixture:
+    """Phase 2 as it goes on behind `whole_run`."""
+    used = Mixture.open(data / "phase1.lock.json").windows_per_source(STEPS * GLOBAL_BATCH)
+    lock = data / "phase2.lock.json"
+    return Mixture.open(lock, {k: used[k] for k in Mixture.open(lock).source_names if k in used})
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "layers": "full"}
 
 
-def test_a_phase_goes_on_with_another_rope(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+def test_a_phase_goes_on_with_another_rope(whole_run, prepared_data, tmp_path):
     """Only what is said changes: its first loss is that of the same weights with YaRN on full layers, one of them
     without rotation, and windows' own base; each of these alone is refused where the job does not name it.
     """
@@ -105,9 +111,8 @@ def test_a_phase_goes_on_with_another_rope(whole_run: Path, prepared_data: Path,
     allowed = ("rope_scaling", "rope_theta", "window_rope_theta", "nope_layers")
     rows = succeed(run, lock, *arguments, "--checkpoint.allow_changes", *allowed, config=path)
     own = replace(SMALL, rope_scaling=YARN, nope_layers=(3,), rope_theta=1e3, window_rope_theta=1e4)
-    assert LaneformerConfig.from_dict(json.loads((run / "model.json").read_text())) == own
-    used = Mixture.open(prepared_data / "phase1.lock.json").windows_per_source(STEPS * GLOBAL_BATCH)
-    mixture = Mixture.open(lock, {k: used[k] for k in Mixture.open(lock).source_names if k in used})
+    assert LaneformerConfig.from_dict(read_json(run / "model.json")) == own
+    mixture = second_mixture(prepared_data)
     losses = []
     for config in (own, SMALL):
         model = Laneformer(config)
@@ -117,7 +122,7 @@ def test_a_phase_goes_on_with_another_rope(whole_run: Path, prepared_data: Path,
     assert abs(rows[0]["loss"] - losses[0]) < rounding < abs(losses[0] - losses[1])
 
 
-def test_phase_switch_keeps_the_model(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+def test_phase_switch_keeps_the_model(whole_run, prepared_data, tmp_path):
     """The first loss of phase 2 is the loss of phase 1's last weights on that batch;
     the schedule starts again.
     """
@@ -127,15 +132,12 @@ def test_phase_switch_keeps_the_model(whole_run: Path, prepared_data: Path, tmp_
     rows = succeed(run, lock, *arguments, config="debug_phase2")
     model = Laneformer(SMALL)
     model.load_state_dict(weights(whole_run))
-    used = Mixture.open(prepared_data / "phase1.lock.json").windows_per_source(STEPS * GLOBAL_BATCH)
-    mixture = Mixture.open(lock)
-    mixture = Mixture.open(lock, {k: used[k] for k in mixture.source_names if k in used})
-    expected = batch_loss(model, mixture)
+    expected = batch_loss(model, second_mixture(prepared_data))
     assert abs(rows[0]["loss"] - expected) < 8 * torch.finfo(torch.float32).eps * expected
     assert rows[0]["phase"] == "phase2"
     assert rows[0]["lr"] == 1.5e-3, "the schedule and the learning rate are phase 2's"
     assert rows[0]["tokens_total"] == (STEPS + 1) * GLOBAL_BATCH * SEQ_LEN
-    assert json.loads((run / "lineage.json").read_text())["parent"] == str(parent)
+    assert read_json(run / "lineage.json")["parent"] == str(parent)
     # DCP brings the old settings along with the moments; the checkpoint must hold this job's, and
     # the moments too
     optimizer = saved(run)["optimizer"]
@@ -145,7 +147,7 @@ def test_phase_switch_keeps_the_model(whole_run: Path, prepared_data: Path, tmp_
     assert "state.tok_embeddings.weight.exp_avg" in optimizer
 
 
-def test_never_random_weights_by_accident(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+def test_never_random_weights_by_accident(whole_run, prepared_data, tmp_path):
     """A parent that is missing; a run whose checkpoints were lost. (Damaged ones: tests/records.)"""
     locks = [prepared_data / f"phase{n}.lock.json" for n in (1, 2)]
     missing = ("--checkpoint.initial_load_path", str(tmp_path / "nowhere/checkpoint/step-9"))

@@ -16,23 +16,23 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 pytest.importorskip("torchtitan")
 from data_mixtures.mixture import Mixture, pin
+from records.files import read_json
 from records.skips import SkipList
 from train.data import READ_AHEAD_BATCHES, MixtureLoader, read_ahead
 
-ROOT = Path(__file__).resolve().parents[2]
 GLOBAL_BATCH = 32
 
 
 @pytest.fixture(scope="module")
-def lock(prepared_data: Path) -> Path:
+def lock(prepared_data) -> Path:
     return prepared_data / "phase1.lock.json"
 
 
 @pytest.fixture(scope="module")
-def wrap(lock: Path) -> int:
+def wrap(lock) -> int:
     """The first sequence that is the second reading of a source."""
     mixture = Mixture.open(lock)
-    windows = {entry["name"]: entry["windows"] for entry in json.loads(lock.read_text())["sources"]}
+    windows = {entry["name"]: entry["windows"] for entry in read_json(lock)["sources"]}
     for number in range(sum(windows.values())):
         used = mixture.windows_per_source(number + 1)
         if any(used[name] > windows[name] for name in used):
@@ -78,7 +78,7 @@ def places(loader: MixtureLoader) -> list[tuple[str, int]]:
     return [(window["shard"], window["token_offset"]) for window in found]
 
 
-def test_offsets_belong_to_content_and_not_to_a_name(prepared_data: Path, lock: Path) -> None:
+def test_offsets_belong_to_content_and_not_to_a_name(prepared_data, lock):
     """A third phase whose source `code` is another one: it starts at its beginning, and counts are kept apart.
     A fourth one goes on in phase 1's `code`.
     """
@@ -114,7 +114,7 @@ def test_offsets_belong_to_content_and_not_to_a_name(prepared_data: Path, lock: 
     assert last.tokens_before() == 7 * GLOBAL_BATCH * 32
 
 
-def test_tokens_of_a_phase_with_windows_of_another_length_stay_what_they_were(lock: Path) -> None:
+def test_tokens_of_a_phase_with_windows_of_another_length_stay_what_they_were(lock):
     """Phase 3 of long windows behind phase 1 and 2 of short ones, through a checkpoint of each."""
     (one,) = job(lock, 1, 1)
     before = {"windows": 10, "windows_left_out": 2, "contents": "0" * 64, "lengths": 512, "read": []}
@@ -129,7 +129,7 @@ def test_tokens_of_a_phase_with_windows_of_another_length_stay_what_they_were(lo
     assert next_phase.tokens_before() == 8 * 512 + 3 * GLOBAL_BATCH * 32
 
 
-def test_other_weights_are_refused_and_unchanged_data_continues(prepared_data: Path, tmp_path: Path) -> None:
+def test_other_weights_are_refused_and_unchanged_data_continues(prepared_data, tmp_path):
     """A source may grow where nothing that was read of it changed; else the error says what would repeat."""
     data = tmp_path / "data"
     shutil.copytree(prepared_data, data)
@@ -151,7 +151,7 @@ def test_other_weights_are_refused_and_unchanged_data_continues(prepared_data: P
         grown.load_state_dict(state)
 
 
-def test_any_cut_and_resumes_with_other_world_sizes_give_the_same_batches(lock: Path, wrap: int) -> None:
+def test_any_cut_and_resumes_with_other_world_sizes_give_the_same_batches(lock, wrap):
     """Four lives of one run, across the end of an epoch with a left-out window at it, while readers are ahead."""
     start, out = (wrap // GLOBAL_BATCH - 3) * GLOBAL_BATCH, range(wrap - 3, wrap + 7)
     state, parts, read = None, [], []
@@ -176,7 +176,7 @@ def test_any_cut_and_resumes_with_other_world_sizes_give_the_same_batches(lock: 
     assert last.state_dict()["mixture"] == state, "loading and saving changes nothing"
 
 
-def test_counts_are_those_of_the_batches_across_phases_and_windows(prepared_data: Path, lock: Path) -> None:
+def test_counts_are_those_of_the_batches_across_phases_and_windows(prepared_data, lock):
     """Used up, left out and trained on, by source: counted one by one, and as the loader computes them."""
     left_out = [(10, 25), (70, 71)]
     (one,) = job(lock, 1, 2, windows=left_out)
@@ -227,10 +227,10 @@ def test_damage_ends_the_batches_at_its_own(prepared_data, tmp_path):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_readers_keep_the_order_and_their_bound_and_end_with_the_iterator(threads: int) -> None:
+def test_readers_keep_the_order_and_their_bound_and_end_with_the_iterator(threads):
     started: list[int] = []
 
-    def read(number: int) -> int:
+    def read(number):
         started.append(number)
         return number
 
@@ -250,10 +250,10 @@ def test_readers_keep_the_order_and_their_bound_and_end_with_the_iterator(thread
 @pytest.mark.parametrize(
     "problem", [TypeError("no batch 3"), CheckpointException("no batch 3", {}), SystemExit(3)]
 )
-def test_what_a_reader_raises_reaches_the_training_thread(problem: BaseException) -> None:
+def test_what_a_reader_raises_reaches_the_training_thread(problem):
     """The very object, so that the run folder's reason is the reader's; also what is no Exception."""
 
-    def read(number: int) -> int:
+    def read(number):
         if number == 3:
             raise problem
         return number

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ FEW, MANY = (
 
 
 @pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[DeviceMesh]:
+def one_rank(tmp_path) -> Iterator[DeviceMesh]:
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
     yield init_device_mesh("cpu", (1,))
@@ -59,7 +58,7 @@ def watched_steps(layers: int, mesh: DeviceMesh) -> int:
 
 
 @pytest.mark.job
-def test_watched_streams_compile_nothing_for_each_layer(one_rank: DeviceMesh) -> None:
+def test_watched_streams_compile_nothing_for_each_layer(one_rank):
     graphs = watched_steps(FEW, one_rank)
     assert graphs > 1, "layers are compiled"
     assert watched_steps(MANY, one_rank) == graphs

@@ -6,12 +6,12 @@ own refusal to write more (RLIMIT_FSIZE, EFBIG); nothing is simulated but the mo
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from records.events import read_outcome
 from records.files import read_lines
 from tests.train.runs import GLOBAL_BATCH
 from tests.train.supervised import INTERVAL, STEPS, assert_same, curve, supervise
@@ -31,13 +31,13 @@ FAULTS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def disturbed(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def disturbed(phase1, tmp_path_factory) -> tuple[Path, str]:
     """The run that met every fault, and what its supervisors said."""
-    folder, lock = tmp_path_factory.mktemp("disturbed"), prepared_data / "phase1.lock.json"
-    run, status, said = supervise(folder, lock, STEPS, INTERVAL, FAULTS)
+    folder = tmp_path_factory.mktemp("disturbed")
+    run, status, said = supervise(folder, phase1, STEPS, INTERVAL, FAULTS)
     assert status == 85, f"the supervisor was to save and end with 85\n{said}"
     assert max(curve(run)) == 31, "saved at the step boundary"
-    run, status, said = supervise(folder, lock, STEPS, INTERVAL, FAULTS)
+    run, status, said = supervise(folder, phase1, STEPS, INTERVAL, FAULTS)
     assert status == 0, said
     assert len(list(folder.glob("faults.*.done"))) >= len(FAULTS), "a fault was never committed"
     return run, said
@@ -47,26 +47,26 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in read_lines(run / "events.jsonl") if event["kind"] == kind]
 
 
-def test_nothing_is_different_in_the_end(disturbed: tuple[Path, str], reference: Path) -> None:
+def test_nothing_is_different_in_the_end(disturbed, reference):
     assert_same(disturbed[0], reference, STEPS)
 
 
-def test_every_fault_is_on_record(disturbed: tuple[Path, str]) -> None:
+def test_every_fault_is_on_record(disturbed):
     run, said = disturbed
     ends = [(e["code"], e["step"]) for e in events(run, "supervisor_end")]
     assert [code for code, _ in ends] == [1, 1, 1, 86, 1, 85, 1, 85, 0], said
     assert [step for code, step in ends if code in (85, 86, 0)] == [13, 24, 31, STEPS]
     assert [a["step"] for a in read_lines(run / "attempts.jsonl")] == [0, 0, 5, 5, 10, 15, 24, 24, 31]
-    assert json.loads((run / "outcome.json").read_text())["code"] == 0
+    assert read_outcome(run)["code"] == 0
 
 
-def test_the_hang_names_the_rank_and_keeps_the_stacks(disturbed: tuple[Path, str]) -> None:
+def test_the_hang_names_the_rank_and_keeps_the_stacks(disturbed):
     (hang,) = events(disturbed[0], "hang")
     assert [fact["rank"] for fact in hang["laggards"]] == [0]
     assert "train_step" in (Path(hang["stacks"]) / "rank-1.stacks").read_text()
 
 
-def test_a_refused_batch_is_named(disturbed: tuple[Path, str]) -> None:
+def test_a_refused_batch_is_named(disturbed):
     (event,) = events(disturbed[0], "bad_step")
     assert (event["step"], event["grad_norm"]) == (13, "nan")
     batch = read_lines(Path(event["batch"]))
@@ -74,7 +74,7 @@ def test_a_refused_batch_is_named(disturbed: tuple[Path, str]) -> None:
     assert {place["source"] for place in batch} <= {"web", "code"}
 
 
-def test_checkpoints_that_remain(disturbed: tuple[Path, str]) -> None:
+def test_checkpoints_that_remain(disturbed):
     run, _ = disturbed
     steps = {int(path.name.removeprefix("step-")) for path in (run / "checkpoint").glob("step-*")}
     assert {10, 30, 35, STEPS} <= steps, "multiples of keep_every_steps stay"

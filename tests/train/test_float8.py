@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from laneformer.titan.float8 import RECIPES
@@ -15,16 +13,16 @@ CONVERTED = ("--model.converters", "quantize.linear.float8")
 
 @pytest.mark.rotate
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_ranks_change_nothing(recipe: str, whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+def test_ranks_change_nothing(recipe, whole_run, phase1, tmp_path):
     """With equal micro-batches, as scales are theirs: one rank takes two, two ranks one each."""
-    lock, run = prepared_data / "phase1.lock.json", tmp_path / "two"
+    run = tmp_path / "two"
     job = (*CONVERTED, "--quantize.linear.float8.emulate", "--quantize.linear.float8.recipe_name", recipe)
-    two = succeed(run, lock, *job)
+    two = succeed(run, phase1, *job)
     assert read_sections(run / "config.toml")["model"]["converters"] == ["quantize.linear.float8"]
     losses = [row["loss"] for row in two]
     plain = [row["loss"] for row in metrics(whole_run)]
     assert losses != plain
     assert losses == pytest.approx(plain, rel=0.005), "float8, and nothing but float8"
 
-    one = succeed(tmp_path / "one", lock, *job, ranks=1)
+    one = succeed(tmp_path / "one", phase1, *job, ranks=1)
     assert [row["loss"] for row in one] == pytest.approx(losses, rel=1e-6)

@@ -27,7 +27,7 @@ BUNDLE = Path("evals/core/demo_bundle")
 
 
 @pytest.fixture(scope="module")
-def items(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def items(prepared_data, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("gold") / "gold.jsonl.gz"
     gold.main(prepared_data, BUNDLE, out, Settings(limit=4))
     return out
@@ -42,13 +42,11 @@ def plain_nats(model: Laneformer, line: dict[str, Any]) -> float:
 
 
 @pytest.mark.rotate
-def test_the_loop_measures_what_a_plain_model_has_and_goes_on_after_a_restart(
-    items: Path, prepared_data: Path, tmp_path: Path
-) -> None:
+def test_the_loop_measures_what_a_plain_model_has_and_goes_on_after_a_restart(items, phase1, tmp_path):
     """Two shards of two lane ranks; then one rank from step 4 on."""
-    run, lock = tmp_path / "run", prepared_data / "phase1.lock.json"
+    run = tmp_path / "run"
     lanes = ("--parallelism.tensor_parallel_degree", "2", "--parallelism.data_parallel_shard_degree", "2")
-    rows = train_logged(run, lock, "--validation.gold_items", str(items), *lanes, ranks=4)
+    rows = train_logged(run, phase1, "--validation.gold_items", str(items), *lanes, ranks=4)
     start, middle, last = read_lines(run / "evals.jsonl")
     assert [(r["step"], r["tokens_total"]) for r in (start, middle, last)] == [
         (0, 0), (3, rows[2]["tokens"]), (6, rows[5]["tokens"]),
@@ -73,7 +71,7 @@ def test_the_loop_measures_what_a_plain_model_has_and_goes_on_after_a_restart(
     assert last["change"]["bits_difference"] < 0 < last["change"]["bits_standard_error"]
 
     shutil.rmtree(run / "checkpoint/step-6")
-    train_logged(run, lock, "--validation.gold_items", str(items), ranks=1)
+    train_logged(run, phase1, "--validation.gold_items", str(items), ranks=1)
     *_, again = records = read_lines(run / "evals.jsonl")
     assert [r["step"] for r in records] == [0, 3, 6, 6], "step 0 is measured at the start only"
     assert again["change"]["since"] == 3
@@ -89,9 +87,7 @@ def job(items: Path, data: Path, **training: int) -> Any:
     return sections
 
 
-def test_the_share_of_the_compute_is_known_before(
-    items: Path, prepared_data: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_share_of_the_compute_is_known_before(items, prepared_data, caplog):
     """A pass counts as a third of a sequence of a step."""
     count = len(read_items(items)[1])
     assert gold_cost(job(items, prepared_data)) == {"items": count, "share": count / (3 * 500 * 1536)}
@@ -100,9 +96,7 @@ def test_the_share_of_the_compute_is_known_before(
     assert "of the training; raise validation.freq" in caplog.text
 
 
-def test_files_of_another_tokenizer_or_length_are_refused(
-    items: Path, prepared_data: Path, tmp_path: Path
-) -> None:
+def test_files_of_another_tokenizer_or_length_are_refused(items, prepared_data, tmp_path):
     with pytest.raises(ValueError, match=r"items of 3\d tokens, training.seq_len is 8; make it again with"):
         GoldItems(job(items, prepared_data, seq_len=8))
     head, lines = read_items(items)
@@ -112,9 +106,7 @@ def test_files_of_another_tokenizer_or_length_are_refused(
         GoldItems(job(other, prepared_data))
 
 
-def test_the_command_writes_the_same_bytes_each_time(
-    items: Path, prepared_data: Path, tmp_path: Path
-) -> None:
+def test_the_command_writes_the_same_bytes_each_time(items, prepared_data, tmp_path):
     said = gold.main(prepared_data, BUNDLE, tmp_path / "gold.jsonl.gz", Settings(limit=4))
     assert (said["tasks"] >= 4, said["longest_tokens"] <= SEQ_LEN) == (True, True)
     assert (tmp_path / "gold.jsonl.gz").read_bytes() == items.read_bytes()

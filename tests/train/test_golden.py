@@ -6,20 +6,20 @@ On a GPU for which none are kept, the reference is the same job compiled: other 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
+from records.files import read_json
 from tests.train.golden_run import PLANTED, ROOT, STEPS, golden_losses, golden_path
 
 pytestmark = pytest.mark.job
-CPU = json.loads((ROOT / "tests/train/golden/cpu.json").read_text())
+CPU = read_json(ROOT / "tests/train/golden/cpu.json")
 Reference = tuple[list[float], list[float]]  # losses, tolerances
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+def reference(tmp_path_factory) -> Reference:
     """Absolute tolerance, step by step: what another order of summation changed when the losses
     were kept, times 8.
 
@@ -41,12 +41,12 @@ def disagreement(losses: list[float], reference: Reference) -> float:
     return max(abs(a - b) / tolerance for a, b, tolerance in zip(losses, *reference, strict=True))
 
 
-def test_golden_losses(reference: Reference, tmp_path: Path) -> None:
+def test_golden_losses(reference, tmp_path):
     losses = golden_losses(tmp_path)
     assert disagreement(losses, reference) <= 1
     assert losses[-1] < losses[0] - 0.3, "a run that learns nothing would notice nothing"
 
 
-def test_a_small_change_is_seen(reference: Reference, tmp_path: Path) -> None:
+def test_a_small_change_is_seen(reference, tmp_path):
     """A learning rate one part in a thousand off is far outside of the tolerance."""
     assert disagreement(golden_losses(tmp_path, *PLANTED), reference) > 10

@@ -19,7 +19,7 @@ def seasoned(**settings: float) -> Guard:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_non_finite_is_always_refused(value: float) -> None:
+def test_non_finite_is_always_refused(value):
     guard = Guard(Resilience())
     with pytest.raises(BadStep, match="the loss is"):
         guard.check(value, 1.0)
@@ -27,7 +27,7 @@ def test_non_finite_is_always_refused(value: float) -> None:
         guard.check(3.0, value)
 
 
-def test_spikes_above_the_limit_only() -> None:
+def test_spikes_above_the_limit_only():
     guard = seasoned(max_loss_z=10.0, max_grad_norm_z=10.0)
     guard.check(2.0, 1.0)  # a loss that falls is no spike
     guard.check(3.05, 1.2)
@@ -40,7 +40,7 @@ def test_spikes_above_the_limit_only() -> None:
     seasoned().check(4.0, 9.0)  # limits of 0 let spikes through
 
 
-def test_its_memory_survives_a_restart() -> None:
+def test_its_memory_survives_a_restart():
     restarted = Guard(Resilience(spike_window=32, max_loss_z=10.0))
     restarted.load_state_dict(seasoned().state_dict())
     with pytest.raises(BadStep):
@@ -48,7 +48,7 @@ def test_its_memory_survives_a_restart() -> None:
     Guard(Resilience(spike_window=32, max_loss_z=10.0)).check(4.0, 1.0)  # without memory it is blind
 
 
-def test_z_scores_find_a_spike_after_a_spike() -> None:
+def test_z_scores_find_a_spike_after_a_spike():
     z = RunningZ(128)
     noise = np.random.default_rng(0).normal(2.0, 0.1, 128)
     scores = []

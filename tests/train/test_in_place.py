@@ -4,7 +4,6 @@ room, another batch size.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -17,7 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from data_mixtures.mixture import Mixture
-from records.files import read_lines
+from records.events import read_outcome
+from records.files import read_json, read_lines
 from tests.train.runs import GLOBAL_BATCH, SEQ_LEN, copy_stopped_at, run_job
 from tests.train.supervised import RANKS, arguments, assert_same, faulty, undisturbed
 from tests.train.test_show import shown
@@ -30,34 +30,32 @@ NAN = {"kind": "nan"}
 
 
 def windows(run: Path) -> list[list[int]]:
-    return [entry["window"] for entry in json.loads((run / "skip_sequences.json").read_text())]
+    return [entry["window"] for entry in read_json(run / "skip_sequences.json")]
 
 
 @pytest.mark.job
-def test_skipped_in_place_equals_skipped_from_the_start(
-    prepared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_skipped_in_place_equals_skipped_from_the_start(phase1, tmp_path, capsys):
     """And `data_mixtures show` shows the batch that was refused."""
-    lock, steps = prepared_data / "phase1.lock.json", 8
+    steps = 8
     faults = [{**NAN, "step": 4}, {**NAN, "step": 4}, {**NAN, "step": 6}]
     more = (*SKIP, "--resilience.spike_window", "4", "--resilience.max_skips", "3")
-    faulty(tmp_path / "a", lock, steps, 5, faults, *more)
+    faulty(tmp_path / "a", phase1, steps, 5, faults, *more)
     run = tmp_path / "a/run"
     size = GLOBAL_BATCH
     assert windows(run) == [[3 * size, 4 * size], [4 * size, 5 * size], [7 * size, 8 * size]]
     refused = [event for event in read_lines(run / "events.jsonl") if event["kind"] == "bad_step"]
     assert [event["step"] for event in refused] == [4, 4, 6]
-    command, mixture = refused[2]["show"].split(), Mixture.open(lock)
+    command, mixture = refused[2]["show"].split(), Mixture.open(phase1)
     assert command[:4] == ["python", "-m", "data_mixtures", "show"]
     tokens = [each["tokens"] for each in shown(capsys, *command[4:])]
     assert tokens == mixture.sequences(7 * size, size)[0].tolist()
     planned = undisturbed(
-        tmp_path / "b", lock, steps, 5, "--resilience.skip_sequences", *(str(n) for n in (12, 20, 28, 32))
+        tmp_path / "b", phase1, steps, 5, "--resilience.skip_sequences", *(str(n) for n in (12, 20, 28, 32))
     )
     assert_same(run, planned, steps)
     # killed after the checkpoint of step 5: the restart reads what this run has read
     shutil.rmtree(run / "checkpoint/step-8")
-    run_job(run, [*arguments(run, lock, steps, 5), *more], RANKS)
+    run_job(run, [*arguments(run, phase1, steps, 5), *more], RANKS)
     assert_same(run, planned, steps)
 
 
@@ -67,19 +65,12 @@ def test_skipped_in_place_equals_skipped_from_the_start(
     [(SKIP, (4, 4, 5), 6, 7), (ROLL_BACK, (5,), 3, 5)],
     ids=["the third of two that may be skipped", "a window of two steps"],
 )
-def test_a_roll_back_leaves_out_what_it_goes_back_over(
-    prepared_data: Path,
-    tmp_path: Path,
-    policy: tuple[str, ...],
-    steps: tuple[int, ...],
-    first: int,
-    last: int,
-) -> None:
+def test_a_roll_back_leaves_out_what_it_goes_back_over(phase1, tmp_path, policy, steps, first, last):
     """The refused batch, and with skip_steps those before it that no checkpoint has seen."""
     faults = [{**NAN, "step": step} for step in steps]
     job = faulty(
         tmp_path,
-        prepared_data / "phase1.lock.json",
+        phase1,
         8,
         2 if policy is SKIP else 3,
         faults,
@@ -88,13 +79,13 @@ def test_a_roll_back_leaves_out_what_it_goes_back_over(
     )
     assert job.returncode == 86
     run, size = tmp_path / "run", GLOBAL_BATCH
-    assert json.loads((run / "outcome.json").read_text())["code"] == 86
+    assert read_outcome(run)["code"] == 86
     assert windows(run)[-1] == [first * size, last * size]
     assert len(windows(run)) == len(steps)
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path) -> Iterator[Path]:
     """A file system of 16 MB, where the run a/run lies: room for seven steps, full in a moment."""
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -110,12 +101,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.job
-def test_a_full_disk_ends_nothing_and_is_named(prepared_data: Path, tmp_path: Path, small_disk: Path) -> None:
+def test_a_full_disk_ends_nothing_and_is_named(phase1, tmp_path, small_disk):
     """Rows wait in memory; the save fails and is taken back; the numbers are those of an undisturbed run."""
-    lock, steps = prepared_data / "phase1.lock.json", 9
+    steps = 9
     faults = [{"kind": "fill_disk", "step": 3}, {"kind": "empty_disk", "step": 7, "rank": 0}]
     more = ("--metrics.enable_tensorboard", "--resilience.max_failed_saves", "1")
-    job = faulty(tmp_path / "a", lock, steps, 3, faults, *more)
+    job = faulty(tmp_path / "a", phase1, steps, 3, faults, *more)
     assert f"(disk {small_disk}, 0 of 0.0168 GB free)" in job.stdout
     assert len(re.findall(r"step:  9 .*loss:", job.stdout)) == 1, "of all ranks, one says so"
     run = tmp_path / "a/run"
@@ -123,7 +114,7 @@ def test_a_full_disk_ends_nothing_and_is_named(prepared_data: Path, tmp_path: Pa
     kinds = {e["kind"]: e for e in read_lines(run / "events.jsonl")}
     assert 3 <= kinds["disk_full"]["step"] < 7, "the first row for which the file's last page had no room"
     assert 3 <= kinds["save_failed"]["step"] <= 7
-    assert_same(run, undisturbed(tmp_path / "b", lock, steps, 3), steps)
+    assert_same(run, undisturbed(tmp_path / "b", phase1, steps, 3), steps)
 
 
 def old_checkpoint(folder: Path) -> None:
@@ -132,7 +123,7 @@ def old_checkpoint(folder: Path) -> None:
     (folder / "__0_0.distcp").write_bytes(bytes(2 << 20))
 
 
-def test_room_is_made_of_what_the_run_has_put_aside_alone(tmp_path: Path) -> None:
+def test_room_is_made_of_what_the_run_has_put_aside_alone(tmp_path):
     for name in (
         "checkpoint/step-3",
         "checkpoint/.trash-step-1.1",
@@ -149,18 +140,16 @@ def test_room_is_made_of_what_the_run_has_put_aside_alone(tmp_path: Path) -> Non
 
 
 @pytest.mark.job
-def test_a_full_disk_loses_what_was_put_aside_and_is_tried_again(
-    prepared_data: Path, tmp_path: Path, small_disk: Path
-) -> None:
+def test_a_full_disk_loses_what_was_put_aside_and_is_tried_again(phase1, tmp_path, small_disk):
     """Saves of steps 3, 6 and 7 are refused, though one failed save would end the job; 4 finds the room of
     what was put aside, 8 that of a disk which somebody has cleared.
     """
-    run, lock = tmp_path / "a/run", prepared_data / "phase1.lock.json"
+    run = tmp_path / "a/run"
     faults = [{"kind": "fill_disk", "step": step} for step in (3, 5)]
     faults += [{"kind": "empty_disk", "step": 8, "rank": 0}]
     old_checkpoint(run / "checkpoint-aside/step-5.20260101T000000-1")
     more = ("--resilience.max_failed_saves", "1", "--checkpoint.async_mode", "disabled")
-    faulty(tmp_path / "a", lock, 8, 3, faults, *more)
+    faulty(tmp_path / "a", phase1, 8, 3, faults, *more)
     events = read_lines(run / "events.jsonl")
     failed = [(event["step"], event["in_a_row"]) for event in events if event["kind"] == "save_failed"]
     assert failed == [(3, 0), (6, 0), (7, 0)]
@@ -170,7 +159,7 @@ def test_a_full_disk_loses_what_was_put_aside_and_is_tried_again(
     assert {path.name for path in (run / "checkpoint").iterdir()} == {"step-4", "step-8"}
 
 
-def test_a_disk_that_fills_within_a_tensor_is_named(small_disk: Path) -> None:
+def test_a_disk_that_fills_within_a_tensor_is_named(small_disk):
     """torch's writer says "unexpected pos 704 vs 598" there."""
     state = {"tensor": torch.zeros(6 << 20)}  # 24 MB
     writer = HashingWriter(str(small_disk / "step-1"), "{}")
@@ -178,9 +167,7 @@ def test_a_disk_that_fills_within_a_tensor_is_named(small_disk: Path) -> None:
         dcp.save(state, storage_writer=writer, no_dist=True)
 
 
-def test_failed_saves_end_the_job_where_the_disk_is_not_full_or_its_step_is_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_saves_end_the_job_where_the_disk_is_not_full_or_its_step_is_the_last(tmp_path, monkeypatch):
     monkeypatch.setattr("train.failed_saves.on_rank_zero", lambda decide: decide())
     failed = FailedSaves(tmp_path, tmp_path / "checkpoint", most=2)
     failed.judge(2, "RuntimeError: x")
@@ -198,14 +185,12 @@ def test_failed_saves_end_the_job_where_the_disk_is_not_full_or_its_step_is_the_
 
 
 @pytest.mark.job
-def test_another_batch_size_from_a_checkpoint_on(
-    reference: Path, prepared_data: Path, tmp_path: Path
-) -> None:
+def test_another_batch_size_from_a_checkpoint_on(reference, phase1, tmp_path):
     """Ten steps of 4 sequences, then two of 8: no sequence twice, none left out, tokens as they were read."""
-    lock, run = prepared_data / "phase1.lock.json", tmp_path / "run"
+    run = tmp_path / "run"
     copy_stopped_at(10, reference, run)
-    run_job(run, [*arguments(run, lock, 12, 4), "--training.global_batch_size", "8"], RANKS)
-    mixture = Mixture.open(lock)
+    run_job(run, [*arguments(run, phase1, 12, 4), "--training.global_batch_size", "8"], RANKS)
+    mixture = Mixture.open(phase1)
     for row, count in zip(read_lines(run / "metrics.jsonl")[-2:], (48, 56), strict=True):
         assert row["tokens_total"] == row["tokens"] == count * SEQ_LEN
         used = mixture.windows_per_source(count)

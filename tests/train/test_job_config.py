@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import tomllib
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,21 +12,29 @@ from data_mixtures import recipe_file
 from laneformer import LaneformerConfig
 from records.events import REFUSED
 from tests.records.test_job import JOBS
-from tests.train.runs import forked
+from tests.train.runs import ROOT, forked
 from train.job_config import load_job
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.job
-def test_without_torchrun_a_missing_job_file_is_named(tmp_path: Path) -> None:
-    status, said = forked(tmp_path, "train")
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ((), "--job.config_file is missing"),
+        (
+            ("--job.config_file", "configs/debug_phase1.toml"),
+            "start it with `torchrun --nproc_per_node=N -m train",
+        ),
+    ],
+)
+def test_what_is_missing_without_torchrun_is_named(tmp_path, flags, says):
+    status, said = forked(tmp_path, "train", *flags)
     assert status == REFUSED
-    assert "--job.config_file is missing" in said
+    assert says in said
     assert "Traceback" not in said
 
 
-def test_every_config_builds_its_model() -> None:
+def test_every_config_builds_its_model():
     """But for the jobs that delay a dense model: they need its folder (tests/tools/test_delay_a_model.py)."""
     from train.spec import SPEC, register
 
@@ -47,7 +54,7 @@ def test_every_config_builds_its_model() -> None:
         assert parameters == config.parameter_count()["total"], path
 
 
-def test_phases_agree_where_they_must() -> None:
+def test_phases_agree_where_they_must():
     one, two, three = (tomllib.loads((ROOT / f"configs/phase{n}.toml").read_text()) for n in (1, 2, 3))
     for section, key in (("model", "flavor"), ("training", "seq_len"), ("training", "global_batch_size")):
         assert one[section][key] == two[section][key], key

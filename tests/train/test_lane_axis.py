@@ -12,10 +12,15 @@ from records.files import read_lines
 from tests.train import logged
 from tests.train.logged import train_logged
 from tests.train.runs import SMALL, copy_stopped_at, fail, metrics, weights
+from train.metrics import _flat
 
 pytestmark = pytest.mark.job
 EPSILON = torch.finfo(torch.float32).eps
 LAST = logged.STEPS
+FIGURES = (
+    "loss", "max_loss", "grad_norm", "z_loss", "max_logit", "valid_loss", "layer_grad_norm", "layer_stream_rms",
+    "loss_by_source", "valid_loss_by_source",
+)  # fmt: skip
 
 
 def mesh(lanes: int, shards: int) -> tuple[str, ...]:
@@ -25,26 +30,22 @@ def mesh(lanes: int, shards: int) -> tuple[str, ...]:
 
 def difference(row: dict, other: dict) -> float:
     """Largest relative one of what a step logs of the model."""
-    validated = ["valid_loss"] * ("valid_loss" in other)
-    names = ["loss", "max_loss", "grad_norm", "z_loss", "max_logit", *validated]
-    pairs = [(row[name], other[name]) for name in names]
-    for name in ("layer_grad_norm", "layer_stream_rms"):
-        pairs += zip(row[name], other[name], strict=True)
-    for name in ("loss_by_source", "valid_loss_by_source"):
-        pairs += [(row[name][source], value) for source, value in other.get(name, {}).items()]
-    return max(abs(a - b) / abs(b) for a, b in pairs)
+    ours, theirs = (
+        _flat({name: value for name, value in each.items() if name in FIGURES}) for each in (row, other)
+    )
+    return max(abs(ours[name] - value) / abs(value) for name, value in theirs.items())
 
 
 @pytest.fixture(scope="module")
-def on_lanes(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def on_lanes(phase1, tmp_path_factory) -> Path:
     """Six steps of two lane ranks in each of two shards; each layer is computed twice."""
     run = tmp_path_factory.mktemp("lanes") / "run"
     more = ("--activation_checkpoint.mode", "full")
-    train_logged(run, prepared_data / "phase1.lock.json", *mesh(2, 2), *more, ranks=4)
+    train_logged(run, phase1, *mesh(2, 2), *more, ranks=4)
     return run
 
 
-def test_every_figure_is_that_of_whole_ranks(on_lanes: Path, logged_run: Path) -> None:
+def test_every_figure_is_that_of_whole_ranks(on_lanes, logged_run):
     """Losses, norms, streams and validation, and after six steps the weights."""
     rows, others = metrics(on_lanes), metrics(logged_run)
     assert [row["step"] for row in rows] == [row["step"] for row in others] == list(range(1, LAST + 1))
@@ -63,13 +64,11 @@ def test_every_figure_is_that_of_whole_ranks(on_lanes: Path, logged_run: Path) -
 
 
 @pytest.mark.parametrize(("lanes", "ranks"), [(4, 4), (1, 1)])
-def test_a_run_goes_on_with_other_ranks(
-    on_lanes: Path, prepared_data: Path, tmp_path: Path, lanes: int, ranks: int
-) -> None:
+def test_a_run_goes_on_with_other_ranks(on_lanes, phase1, tmp_path, lanes, ranks):
     """From the checkpoint of step 4."""
     run = tmp_path / "run"
     copy_stopped_at(4, on_lanes, run)
-    train_logged(run, prepared_data / "phase1.lock.json", *mesh(lanes, ranks // lanes), ranks=ranks)
+    train_logged(run, phase1, *mesh(lanes, ranks // lanes), ranks=ranks)
     row, other = metrics(run)[-1], metrics(on_lanes)[-1]
     assert (row["step"], row["attempt"], row["tokens"]) == (LAST, 2, other["tokens"])
     assert abs(row["loss"] - other["loss"]) < 1e-5
@@ -77,6 +76,6 @@ def test_a_run_goes_on_with_other_ranks(
     assert read_lines(run / "attempts.jsonl")[-1]["world_size"] == ranks
 
 
-def test_ranks_and_lanes_have_to_fit(prepared_data: Path, tmp_path: Path) -> None:
-    said = fail(tmp_path / "a", prepared_data / "phase1.lock.json", *mesh(2, 2), ranks=2)
+def test_ranks_and_lanes_have_to_fit(phase1, tmp_path):
+    said = fail(tmp_path / "a", phase1, *mesh(2, 2), ranks=2)
     assert "times tensor_parallel_degree = 2; start 4" in said

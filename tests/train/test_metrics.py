@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from collections import deque
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +12,9 @@ import torch
 
 from data_mixtures.mixture import Mixture
 from laneformer import Laneformer
-from records.files import append_line, read_lines
+from records.files import read_lines
 from records.usage import money
+from tests.records.lines import write_lines
 from tests.train.logged import EPSILON, GLOBAL_BATCH, STEPS, plain_loss
 from tests.train.runs import SEQ_LEN, SMALL, metrics
 from train.guard import RunningZ
@@ -23,10 +22,10 @@ from train.metrics import Z_WINDOW, RunMetrics
 
 
 @pytest.mark.job
-def test_the_first_step_by_source_is_the_plain_models(logged_run: Path, prepared_data: Path) -> None:
+def test_the_first_step_by_source_is_the_plain_models(logged_run, phase1):
     model = Laneformer(SMALL)
     model.init_weights(seed=1)
-    mixture = Mixture.open(prepared_data / "phase1.lock.json")
+    mixture = Mixture.open(phase1)
     tokens, source = mixture.sequences(0, GLOBAL_BATCH)
     logged = metrics(logged_run)[0]["loss_by_source"]
     for index, name in enumerate(mixture.source_names):
@@ -40,7 +39,7 @@ def test_the_first_step_by_source_is_the_plain_models(logged_run: Path, prepared
 
 
 @pytest.mark.job
-def test_rows_hold_what_the_hardware_did(logged_run: Path) -> None:
+def test_rows_hold_what_the_hardware_did(logged_run):
     rows = metrics(logged_run)
     assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6]
     for row in rows:
@@ -57,7 +56,7 @@ def test_rows_hold_what_the_hardware_did(logged_run: Path) -> None:
 
 
 @pytest.mark.job
-def test_rows_say_what_the_job_has_used_and_when_it_ends(logged_run: Path) -> None:
+def test_rows_say_what_the_job_has_used_and_when_it_ends(logged_run):
     rows, (start,) = metrics(logged_run), read_lines(logged_run / "attempts.jsonl")
     for row in rows:
         hours = (
@@ -78,7 +77,7 @@ def test_rows_say_what_the_job_has_used_and_when_it_ends(logged_run: Path) -> No
 
 
 @pytest.mark.job
-def test_tensorboard_holds_the_scalars(logged_run: Path) -> None:
+def test_tensorboard_holds_the_scalars(logged_run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (events,) = {path.parent for path in (logged_run / "tb").rglob("events.out*")}
@@ -103,7 +102,7 @@ def test_tensorboard_holds_the_scalars(logged_run: Path) -> None:
 
 
 @pytest.fixture
-def restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunMetrics:
+def restarted(tmp_path, monkeypatch) -> RunMetrics:
     """The metrics of a new attempt in an empty run folder."""
     metrics = object.__new__(RunMetrics)
     metrics.path, metrics.rates, metrics.began = tmp_path / "metrics.jsonl", deque(), 0.0
@@ -112,27 +111,22 @@ def restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunMetrics:
     return metrics
 
 
-def append(path: Path, *rows: dict) -> None:
-    for row in rows:
-        append_line(path, json.dumps(row))
-
-
-def test_gpu_hours_go_on_after_a_restart(restarted: RunMetrics) -> None:
+def test_gpu_hours_go_on_after_a_restart(restarted):
     """What earlier attempts held, and this one from the moment at which the supervisor announced it."""
     run = restarted.path.parent
-    append(run / "attempts.jsonl", {"attempt": 1, "time": 1000.0, "world_size": 4})
-    append(run / "events.jsonl", {"kind": "supervisor_start", "attempt": 2, "time": 9000.0})
-    append(restarted.path, {"step": 7, "attempt": 1, "time": 4600.0, "tokens_per_s_per_device": 50.0})
+    write_lines(run / "attempts.jsonl", [{"attempt": 1, "time": 1000.0, "world_size": 4}])
+    write_lines(run / "events.jsonl", [{"kind": "supervisor_start", "attempt": 2, "time": 9000.0}])
+    write_lines(restarted.path, [{"step": 7, "attempt": 1, "time": 4600.0, "tokens_per_s_per_device": 50.0}])
     restarted.begin_attempt(attempt=2, step=5, tokens=50, tokens_before=0)
     assert (restarted.gpu_hours_before, restarted.began, list(restarted.rates)) == (4.0, 9000.0, [])
     restarted.begin_attempt(attempt=2, step=7, tokens=70, tokens_before=0)
     assert list(restarted.rates) == [50.0]
 
 
-def test_z_scores_go_on_after_a_restart(restarted: RunMetrics) -> None:
+def test_z_scores_go_on_after_a_restart(restarted):
     """From the rows that led to the step where the attempt begins; those behind it are taken back."""
     steps = [(1, 1.0), (2, 2.0), (3, None), (4, 4.0), (2, 2.5), (3, 3.5), (4, 4.5)]
-    append(restarted.path, *({"step": step, "loss": loss, "grad_norm": 0.5} for step, loss in steps))
+    write_lines(restarted.path, ({"step": step, "loss": loss, "grad_norm": 0.5} for step, loss in steps))
     with open(restarted.path, "a") as file:
         file.write('{"step": 5, "lo')
     restarted.begin_attempt(attempt=2, step=3, tokens=30, tokens_before=0)
@@ -142,14 +136,14 @@ def test_z_scores_go_on_after_a_restart(restarted: RunMetrics) -> None:
 
 
 @pytest.mark.job
-def test_layers_and_logits_are_the_plain_models(logged_run: Path, prepared_data: Path) -> None:
+def test_layers_and_logits_are_the_plain_models(logged_run, phase1):
     """Gradient norms by layer of the whole step, streams of the first micro-batch, logits of all:
     two ranks as one.
     """
     (row, *_) = metrics(logged_run)
     model = Laneformer(SMALL)
     model.init_weights(seed=1)
-    tokens = torch.from_numpy(Mixture.open(prepared_data / "phase1.lock.json").sequences(0, GLOBAL_BATCH)[0])
+    tokens = torch.from_numpy(Mixture.open(phase1).sequences(0, GLOBAL_BATCH)[0])
     streams: list[torch.Tensor] = []
     for layer in model.layers:
         layer.register_forward_hook(lambda _, __, outputs: streams.append(outputs[0]))

@@ -16,13 +16,13 @@ HEAD = ("--architecture.num_nextn_predict_layers", "1")
 
 
 @pytest.fixture(scope="module")
-def with_head(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def with_head(phase1, tmp_path_factory) -> Path:
     run = tmp_path_factory.mktemp("with_head") / "run"
-    train_logged(run, prepared_data / "phase1.lock.json", *HEAD)
+    train_logged(run, phase1, *HEAD)
     return run
 
 
-def test_trained_with_the_model(with_head: Path) -> None:
+def test_trained_with_the_model(with_head):
     """Every step logs the loss of the draft, every validation three losses and how often drafts are right."""
     rows = metrics(with_head)
     assert all(len(row["draft_loss"]) == 1 and row["draft_loss"][0] > 1 for row in rows)
@@ -35,23 +35,21 @@ def test_trained_with_the_model(with_head: Path) -> None:
     assert after < before
 
 
-def test_ranks_change_no_step(with_head: Path, prepared_data: Path, tmp_path: Path) -> None:
+def test_ranks_change_no_step(with_head, phase1, tmp_path):
     """One rank goes on from the same start to the same losses: the head is sharded, and runs twice."""
-    train_logged(tmp_path / "alone", prepared_data / "phase1.lock.json", *HEAD, ranks=1)
+    train_logged(tmp_path / "alone", phase1, *HEAD, ranks=1)
     for ours, theirs in zip(metrics(tmp_path / "alone"), metrics(with_head), strict=True):
         assert abs(ours["draft_loss"][0] - theirs["draft_loss"][0]) < 1e-4
         assert abs(ours["grad_norm"] - theirs["grad_norm"]) < 1e-3 * theirs["grad_norm"]
 
 
-def test_a_checkpoint_without_the_head_is_a_start_and_no_restart(
-    logged_run: Path, with_head: Path, prepared_data: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_without_the_head_is_a_start_and_no_restart(logged_run, with_head, phase1, tmp_path):
     """The base stays as it was, bit for bit; the head has moved."""
     parent = logged_run / f"checkpoint/step-{STEPS}"
     start = ("--checkpoint.initial_load_path", str(parent), "--checkpoint.initial_load_model_only")
     frozen = ("--mtp.freeze_base", "--mtp.steps", "3", "--mtp.loss_weight", "1.0")
-    run, lock = tmp_path / "after", prepared_data / "phase1.lock.json"
-    train_logged(run, lock, *HEAD, *frozen, *start)
+    run = tmp_path / "after"
+    train_logged(run, phase1, *HEAD, *frozen, *start)
     rows = metrics(run)
     assert all(len(row["draft_loss"]) == 3 for row in rows)
     first, last = (row["valid_draft_loss"][0] for row in rows if "valid_loss" in row)

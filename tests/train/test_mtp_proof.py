@@ -42,13 +42,13 @@ def job(run: Path, config: str, lock: Path, steps: int, *overrides: object) -> P
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("proof")
     command("data_mixtures.prepare", "data_mixtures/demo.toml", "--out", folder / "data", "--workers", 1)
     return job(folder / "base", "debug_phase1", folder / "data/phase1.lock.json", BASE_STEPS)
 
 
-def test_first_drafts_are_accepted(base: Path) -> None:
+def test_first_drafts_are_accepted(base):
     folder = base.parents[2]
     shapes = (
         "--model.flavor", "tiny", "--training.seq_len", SEQ_LEN, "--training.local_batch_size", 8,

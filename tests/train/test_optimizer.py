@@ -15,9 +15,9 @@ SETTINGS = {"name": "AdamW", "lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-
             "implementation": "for-loop", "early_step_in_backward": False}  # fmt: skip
 
 
-def test_groups_and_settings() -> None:
+def test_groups_and_settings():
     model = Laneformer(CONFIG)
-    container = build_laneformer_optimizers([model], Section(**SETTINGS), None)  # type: ignore[arg-type]
+    container = build_laneformer_optimizers([model], Section(**SETTINGS), None)
     (optimizer,) = container.optimizers
     matrices, scales = optimizer.param_groups
     names = {id(p): name for name, p in model.named_parameters()}
@@ -29,15 +29,15 @@ def test_groups_and_settings() -> None:
     for group in optimizer.param_groups:  # as DCP leaves them
         group.update(lr=9.0, initial_lr=9.0, betas=(0.1, 0.1), eps=1.0, weight_decay=9.0)
     wanted = Section(**{**SETTINGS, "lr": 2e-3, "weight_decay": 0.2})
-    apply_optimizer_settings(container, Section(schedulers=[schedule]), wanted)  # type: ignore[arg-type]
+    apply_optimizer_settings(container, Section(schedulers=[schedule]), wanted)
     assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 1e-3]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
     assert all(group["betas"] == (0.9, 0.95) and group["eps"] == 1e-8 for group in optimizer.param_groups)
 
 
 @pytest.mark.parametrize("kind", ["linear", "sqrt", "cosine"])
-def test_the_rate_stays_at_its_minimum(kind: str) -> None:
-    container = build_laneformer_optimizers([torch.nn.Linear(2, 2)], Section(**SETTINGS), None)  # type: ignore[arg-type]
+def test_the_rate_stays_at_its_minimum(kind):
+    container = build_laneformer_optimizers([torch.nn.Linear(2, 2)], Section(**SETTINGS), None)
     section = Section(warmup_steps=5, total_steps=30, decay_ratio=0.5, decay_type=kind, min_lr_factor=0.1)
     schedule = build_clamped_lr_schedulers(container, section, 30).schedulers[0]
     (factor, _) = schedule.lr_lambdas

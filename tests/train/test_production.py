@@ -10,46 +10,45 @@ replicas of two shards under the supervisor, and a rank that dies.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from records.files import read_lines
+from records.files import read_json, read_lines
 from tests.train import production
 from tests.train.production import EVERY, HYBRID, STEPS, assert_trained
 from tests.train.runs import metrics
 
 
 @pytest.mark.job
-def test_short_form(shipped_run: Path) -> None:
+def test_short_form(shipped_run):
     assert_trained("phase1", shipped_run)
 
 
 @pytest.mark.rotate
-def test_supervised_replicas_survive_a_killed_rank(prepared_data: Path, tmp_path: Path) -> None:
+def test_supervised_replicas_survive_a_killed_rank(phase1, tmp_path):
     """One of four ranks, after the first checkpoint; only the second attempt validates."""
-    plan, lock = tmp_path / "faults.json", prepared_data / "phase1.lock.json"
+    plan = tmp_path / "faults.json"
     plan.write_text(json.dumps([{"kind": "kill", "step": EVERY + 1, "rank": 1}]))
     launcher = ["train.supervise", "--nproc-per-node", "4"]
     changes = {**HYBRID, "resilience.backoff_s": 0.1, "validation.freq": STEPS}
-    run = production.train(launcher, "phase1", tmp_path / "run", lock, changes, LANEFORMER_FAULTS=str(plan))
+    run = production.train(launcher, "phase1", tmp_path / "run", phase1, changes, LANEFORMER_FAULTS=str(plan))
     assert [attempt["step"] for attempt in read_lines(run / "attempts.jsonl")] == [0, EVERY]
     assert_trained("phase1", run, "resilience.backoff_s", validated=[STEPS])
 
 
 @pytest.mark.rotate
-def test_phases_2_and_3_go_on_from_there(shipped_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+def test_phases_2_and_3_go_on_from_there(shipped_run, prepared_data, tmp_path):
     """Phase 3 has another rope, its sources from their beginnings and, as with 80 GB, the lanes on several ranks."""
     parent, lock = shipped_run, prepared_data / "phase2.lock.json"
-    sources = ",".join(source["name"] for source in json.loads(lock.read_text())["sources"])
+    sources = ",".join(source["name"] for source in read_json(lock)["sources"])
     of_phase_3 = {"mixture.begin_again": sources, "parallelism.tensor_parallel_degree": 2}
     phases: tuple[tuple[str, int, dict[str, Any]], ...] = (("phase2", 2, {}), ("phase3", 4, of_phase_3))
     for phase, ranks, changes in phases:
         start = parent / f"checkpoint/step-{STEPS}"
         more = {**changes, "checkpoint.initial_load_path": start}
         run = production.train(production.torchrun(ranks), phase, tmp_path / phase, lock, more)
-        assert json.loads((run / "lineage.json").read_text())["parent"] == str(start)
+        assert read_json(run / "lineage.json")["parent"] == str(start)
         assert metrics(run)[0]["tokens_total"] > metrics(parent)[-1]["tokens_total"]
         assert_trained(phase, run, "mixture.begin_again")
         parent = run

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from rich.console import Console
 pytest.importorskip("torchtitan")
 from data_mixtures import show
 from records.skips import SkipList, leave_out
+from tests.records.lines import write_lines
 from tests.train.supervised import GLOBAL_BATCH
 from train.data import LoaderState, MixtureLoader
 
@@ -24,7 +24,7 @@ def shown(capsys: pytest.CaptureFixture[str], *given: Any) -> list[dict[str, Any
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_a_run_is_shown_as_it_read_with_skips_and_phases(prepared_data: Path, tmp_path: Path, capsys):
+def test_a_run_is_shown_as_it_read_with_skips_and_phases(prepared_data, tmp_path, capsys):
     """Attempts as the trainer records them; the batches are those of its loader."""
     lock, skips = prepared_data / "phase2.lock.json", [(5, 9)]
     offsets = {"web": 40, "code": 170}
@@ -45,7 +45,7 @@ def test_a_run_is_shown_as_it_read_with_skips_and_phases(prepared_data: Path, tm
             "skip_sequences": [],
         },
     ]
-    (tmp_path / "attempts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in attempts))
+    write_lines(tmp_path / "attempts.jsonl", attempts)
     leave_out(tmp_path, skips, "step 2: the loss is nan")
     for step in range(1, 7):
         assert [each["tokens"] for each in shown(capsys, tmp_path, "--step", step)] == batches[step - 1]

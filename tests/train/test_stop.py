@@ -4,7 +4,6 @@ mark on their way.
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,17 @@ from typing import Any
 import pytest
 
 from records.checkpoints import check_complete
-from records.events import STOPPED, STOPPED_UNSAVED
-from records.files import read_lines
+from records.events import STOPPED, STOPPED_UNSAVED, read_outcome
+from records.files import read_json, read_lines
 from tests.train.supervised import faulty
 
 
 @pytest.mark.job
-def test_a_stop_whose_save_fails_is_no_85(prepared_data: Path, tmp_path: Path) -> None:
+def test_a_stop_whose_save_fails_is_no_85(phase1, tmp_path):
     """Signalled in step 3; the disk is full from step 2 on. (A stop that saves: test_faults.py.)"""
     faults: list[dict[str, Any]] = [{"kind": "usr1", "step": 3, "rank": 1}, {"kind": "full_disk", "step": 2}]
-    done = faulty(tmp_path, prepared_data / "phase1.lock.json", 6, 5, faults, fails=True)
-    outcome = json.loads((tmp_path / "run/outcome.json").read_text())
+    done = faulty(tmp_path, phase1, 6, 5, faults, fails=True)
+    outcome = read_outcome(tmp_path / "run")
     assert (done.returncode, outcome["code"], outcome["step"]) == (84, STOPPED_UNSAVED, 3), done.stdout[
         -3000:
     ]
@@ -31,18 +30,18 @@ def test_a_stop_whose_save_fails_is_no_85(prepared_data: Path, tmp_path: Path) -
 
 
 @pytest.mark.job
-def test_a_signal_to_all_processes_saves_as_well(prepared_data: Path, tmp_path: Path) -> None:
+def test_a_signal_to_all_processes_saves_as_well(prepared_data, tmp_path):
     """In step 3, when those are there that have written the checkpoint of step 2 in the background."""
     done = run_with_writers(
         prepared_data, tmp_path, {"kind": "sigterm_step", "step": 3, "rank": None}, fails=True
     )
-    outcome = json.loads((tmp_path / "run/outcome.json").read_text())
+    outcome = read_outcome(tmp_path / "run")
     assert (outcome["code"], outcome["step"]) == (STOPPED, 3), outcome["reason"] + done.stdout[-3000:]
     check_complete(tmp_path / "run/checkpoint/step-3")
 
 
 @pytest.mark.rotate
-def test_a_writer_that_is_killed_costs_one_checkpoint(prepared_data: Path, tmp_path: Path) -> None:
+def test_a_writer_that_is_killed_costs_one_checkpoint(prepared_data, tmp_path):
     """One rank's, in step 3: the save of step 4 fails, that of step 6 has new writers on all ranks."""
     run_with_writers(prepared_data, tmp_path, {"kind": "kill_writer", "step": 3, "rank": 1}, fails=False)
     failed = [e["step"] for e in read_lines(tmp_path / "run/events.jsonl") if e["kind"] == "save_failed"]
@@ -64,10 +63,10 @@ def run_with_writers(
 
 
 @pytest.mark.job
-def test_all_ranks_pass_the_same_marks(prepared_data: Path, tmp_path: Path) -> None:
+def test_all_ranks_pass_the_same_marks(phase1, tmp_path):
     """A hang blames the rank that has passed fewest, so every place where ranks wait for each other has one."""
-    faulty(tmp_path, prepared_data / "phase1.lock.json", 2, 2, [], "--validation.freq", "2")
-    first, second = (json.loads((tmp_path / f"marks.{rank}.json").read_text()) for rank in range(2))
+    faulty(tmp_path, phase1, 2, 2, [], "--validation.freq", "2")
+    first, second = (read_json(tmp_path / f"marks.{rank}.json") for rank in range(2))
     assert first == second
     parts = (
         "reading the data",

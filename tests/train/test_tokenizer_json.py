@@ -19,6 +19,7 @@ from data_mixtures.stages.run import Options
 from evals.bits_per_byte import main as bits_per_byte
 from laneformer import Engine
 from laneformer.hf.export import export
+from tests.records.lines import write_lines
 from tests.tokenizer_assets import byte_level, save
 from tests.train.runs import succeed
 from tests.train.sft import chats
@@ -42,13 +43,13 @@ print(json.dumps({"ids": ids, "new": new, "special": special,
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_from_a_recipe_to_a_model_that_others_load(tmp_path: Path) -> None:
+def test_from_a_recipe_to_a_model_that_others_load(tmp_path):
     stdlib = Path(sysconfig.get_path("stdlib"))
     texts = [path.read_text(encoding="utf-8") for path in sorted(stdlib.glob("[a-f]*.py"))]
     given = byte_level(texts[:20], ["<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"], 600, unused=65_536)
     path, data = save(given, tmp_path / "given"), tmp_path / "data"
     rows = [part for text in texts for part in text.split("\ndef ")]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"content": row}) + "\n" for row in rows))
+    write_lines(tmp_path / "a.jsonl", ({"content": row} for row in rows))
     (tmp_path / "recipe.toml").write_text(
         f'tokenizer = "{path}"\nseq_len = 32\nvalid_per_10000 = 500\n[sources.mine]\n'
         'inputs = [{ kind = "jsonl", field = "content", paths = ["a.jsonl"] }]\n[phase1]\nmine = 1\n'

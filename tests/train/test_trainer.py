@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from laneformer import LaneformerConfig
-from records.files import read_lines
+from records.files import read_json, read_lines
 from tests.train import logged
 from tests.train.logged import train_logged
 from tests.train.runs import (
@@ -23,11 +21,9 @@ from tests.train.runs import (
     metrics,
 )  # fmt: skip
 
-BOS = 1
-
 
 @pytest.mark.job
-def test_run_folder_and_metrics(whole_run: Path, prepared_data: Path) -> None:
+def test_run_folder_and_metrics(whole_run, prepared_data):
     rows = metrics(whole_run)
     assert [r["step"] for r in rows] == [1, 2, 3, 4]
     assert all(r["attempt"] == 1 and r["phase"] == "phase1" for r in rows)
@@ -37,15 +33,13 @@ def test_run_folder_and_metrics(whole_run: Path, prepared_data: Path) -> None:
     assert rows[0]["mfu"] is None, "a CPU has no datasheet peak to compare with"
     for name in ("config.toml", "model.json", "lineage.json", "attempts.jsonl", "tokenizer.model"):
         assert (whole_run / name).is_file(), name
-    assert LaneformerConfig.from_dict(json.loads((whole_run / "model.json").read_text())) == SMALL
+    assert LaneformerConfig.from_dict(read_json(whole_run / "model.json")) == SMALL
 
 
 @pytest.mark.job
-def test_neither_recomputed_layers_nor_kernels_that_are_replaced_change_a_bit(
-    whole_run: Path, prepared_data: Path, tmp_path: Path
-) -> None:
+def test_neither_recomputed_layers_nor_kernels_that_are_replaced_change_a_bit(whole_run, phase1, tmp_path):
     """A kernel that is wrong on one rank is replaced on all; a warning and an event name what failed."""
-    run, lock = tmp_path / "planted", prepared_data / "phase1.lock.json"
+    run = tmp_path / "planted"
     recomputed = (
         "--activation_checkpoint.mode",
         "selective",
@@ -53,7 +47,7 @@ def test_neither_recomputed_layers_nor_kernels_that_are_replaced_change_a_bit(
         "op",
     )
     planted = ("--experimental.custom_import", "tests.train.planted_kernels", "--training.steps", "2")
-    job = launch(run, lock, *recomputed, *planted)
+    job = launch(run, phase1, *recomputed, *planted)
     for name in ("loss", "grad_norm"):
         assert [row[name] for row in metrics(run)] == [row[name] for row in metrics(whole_run)[:2]]
     assert job.stdout.count("this job trains with plain layers instead") == 2, "of each rank"
@@ -63,24 +57,24 @@ def test_neither_recomputed_layers_nor_kernels_that_are_replaced_change_a_bit(
 
 
 @pytest.mark.job
-def test_hybrid_sharding_is_the_same_job(logged_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+def test_hybrid_sharding_is_the_same_job(logged_run, phase1, tmp_path):
     """Two replicas of two shards and two micro-batches, as the 2B recipe has: the losses of plain FSDP, to rounding."""
     hybrid = (
         "--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "2",
         "--training.local_batch_size", "1", "--experimental.custom_import", "tests.train.production_facts",
         "--validation.no-enable",
     )  # fmt: skip
-    rows = train_logged(tmp_path / "hsdp", prepared_data / "phase1.lock.json", *hybrid, ranks=4)
+    rows = train_logged(tmp_path / "hsdp", phase1, *hybrid, ranks=4)
     for row, whole in zip(rows[:2], metrics(logged_run)[:2], strict=True):
         assert abs(row["loss"] - whole["loss"]) < 1e-5
         assert abs(row["grad_norm"] - whole["grad_norm"]) < 1e-3 * whole["grad_norm"]
-    exchanges = json.loads((tmp_path / "hsdp/facts.json").read_text())["reductions"]
+    exchanges = read_json(tmp_path / "hsdp/facts.json")["reductions"]
     once = "of embedding, each layer, norm with head: once a step"
     assert exchanges == [SMALL.num_hidden_layers + 2] * logged.STEPS, once
 
 
 @pytest.mark.job
-def test_a_start_warns_of_nothing(logged_run: Path) -> None:
+def test_a_start_warns_of_nothing(logged_run):
     """What a user reads there is to be about the job; a warning that is new needs an answer or a reason."""
     (log,) = logged_run.parent.glob(f"{logged_run.name}.*.log")
     lines = log.read_text().splitlines()
@@ -90,7 +84,7 @@ def test_a_start_warns_of_nothing(logged_run: Path) -> None:
     assert [line for line in warnings if of_so_few_steps not in line] == []
 
 
-def test_a_vocabulary_that_the_model_lacks_is_refused() -> None:
+def test_a_vocabulary_that_the_model_lacks_is_refused():
     from train.trainer import check_vocabulary
 
     loader = SimpleNamespace(lock="lock.json", mixture=SimpleNamespace(vocab_size=66139))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -18,7 +16,7 @@ from train.validate import deal_out, octave_sums, octaves
 
 
 @pytest.mark.job
-def test_validation_is_the_checkpoints_loss_in_one_process(logged_run: Path, prepared_data: Path) -> None:
+def test_validation_is_the_checkpoints_loss_in_one_process(logged_run, prepared_data):
     """Fifteen windows on two ranks of four: one more is padded, which must not count."""
     rows = metrics(logged_run)
     assert [r["step"] for r in rows if "valid_loss" in r] == [3, 6]
@@ -37,7 +35,7 @@ def test_validation_is_the_checkpoints_loss_in_one_process(logged_run: Path, pre
     assert abs(rows[2]["valid_loss"] - total) > rounding, "step 3 has other weights"
 
 
-def test_a_position_counts_from_the_beginning_of_its_document() -> None:
+def test_a_position_counts_from_the_beginning_of_its_document():
     """Two documents of 40 and 24 tokens in a window, then one of 64; every fourth token is untrained."""
     assert octaves(64) == [0, 16, 32]
     assert octaves(65) == [0, 16, 32, 64]
@@ -58,7 +56,7 @@ def test_a_position_counts_from_the_beginning_of_its_document() -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 5))
-def test_every_held_out_window_is_read_once_whatever_the_ranks(windows: int, ranks: int, batch: int) -> None:
+def test_every_held_out_window_is_read_once_whatever_the_ranks(windows, ranks, batch):
     rows = np.arange(windows)
     dealt = [deal_out([rows[:, None]], np.zeros_like(rows), ranks, rank, batch) for rank in range(ranks)]
     assert len({len(of_rank) for of_rank in dealt}) == 1

@@ -23,8 +23,9 @@ from typing import Any
 import tyro
 from rich.console import Console
 
+from records.checkpoints import locate_checkpoint, run_folder
 from records.files import append_line, read_lines
-from records.job import JobSections, LRScheduler, read_job
+from records.job import JobSections, read_job, stable_steps
 from tools.launch.script import ENDED, Cluster, batch_script, job_state, submit
 from tools.launch.snapshot import remove, take_snapshot
 
@@ -94,7 +95,7 @@ def launch(options: Options, overrides: list[str]) -> None:
             f"{owned[0]} is set by the launcher; give the run folder as --run, the job file as an argument"
         )
     start = choose_start(options)
-    run = run_folder(options, start)
+    run = folder_of(options, start)
     cluster = cluster_of(options)
     if not options.dry_run:
         refuse_second_job(run)
@@ -145,7 +146,7 @@ def choose_start(options: Options) -> Start:
         if config:
             raise ValueError(f"--decay-from uses the run's own job file; remove {config}")
         assert options.steps is not None
-        return decay_branch(options.decay_from.resolve(), options.steps)
+        return decay_branch(options.decay_from, options.steps)
     if config is None:
         raise ValueError(
             "no job file; for example: python -m tools.launch configs/phase1.toml --nodes 24 ..."
@@ -153,7 +154,7 @@ def choose_start(options: Options) -> Start:
     return Start(config)
 
 
-def run_folder(options: Options, start: Start) -> Path:
+def folder_of(options: Options, start: Start) -> Path:
     """--run, else the decay branch's own name, else job.dump_folder. Raises ValueError when
     it is the parent's.
     """
@@ -163,14 +164,14 @@ def run_folder(options: Options, start: Start) -> Path:
         folder = Path(options.run) if "/" in options.run else Path("runs") / options.run
     else:
         folder = start.run or read_job(["--job.config_file", str(start.config)]).run
-    if folder.resolve() == start.parent:
+    if start.parent and folder.resolve() == start.parent.resolve():
         raise ValueError(f"{folder} is the run to start from; name the new one with --run")
     return folder.resolve()
 
 
 def parents_cluster(options: Options) -> dict[str, Any]:
     """The Slurm options of the run to start from; {} without one."""
-    run = options.phase_switch or (options.decay_from and options.decay_from.resolve().parent.parent)
+    run = options.phase_switch or (options.decay_from and run_folder(options.decay_from))
     asked = dict((last_launch(run) or {}).get("cluster", {})) if run else {}
     return asked and asked | {"env": tuple(asked.get("env", ()))}
 
@@ -243,6 +244,7 @@ def decay_branch(checkpoint: Path, steps: int) -> Start:
     The schedule is rebuilt from the job file at every start, so the branch only overrides numbers. TorchTitan
     reaches the minimum one step after total_steps; one less reaches it at the last step of the run.
     """
+    checkpoint = locate_checkpoint(checkpoint)
     run = checkpoint.parent.parent
     job_file, job = resolved_job(run)
     named = re.fullmatch(r"step-(\d+)", checkpoint.name)
@@ -266,14 +268,6 @@ def decay_branch(checkpoint: Path, steps: int) -> Start:
     branch = run.with_name(f"{run.name}-decay-{at}+{steps}")
     skip_list = next(run.glob("skip_sequences.json"), None)
     return Start(job_file, overrides, run, str(checkpoint), None, branch, skip_list)
-
-
-def stable_steps(schedule: LRScheduler, training_steps: int) -> tuple[int, int]:
-    """First and last step whose checkpoint is after the warmup and before the decay."""
-    total = schedule.total_steps or training_steps
-    ratio, warmup = schedule.decay_ratio, schedule.warmup_steps
-    decay = total - warmup if ratio is None else round(total * ratio)
-    return warmup + 1, min(total, total + 1 - decay)
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def pinned(job: JobSections, run: Path, final: Path) -> list[str]:
     """Overrides that make the job's paths absolute and its mixture the snapshot's copy."""
     paths = {"job.dump_folder": run, "mixture.lock": final / "mixture" / Path(job.mixture.lock).name}
     if parent := job.checkpoint.initial_load_path:
-        paths["checkpoint.initial_load_path"] = Path(parent).resolve()
+        paths["checkpoint.initial_load_path"] = Path(os.path.abspath(parent))
     return job_flags(paths)
 
 

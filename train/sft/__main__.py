@@ -29,7 +29,7 @@ from laneformer.hf.tokenizer import CHAT_TEMPLATE, TOOLS_TEMPLATE, open_tokenize
 from records.files import hold_lock
 from records.workers import usable_cpus
 
-from .source import Rules, prepare
+from .source import Rules, list_dropped, prepare
 
 PHASE = "sft"
 RANGES = {
@@ -134,12 +134,12 @@ def _by_name(given: tuple[str, ...]) -> dict[str, list[str]]:
     """Origins by the name of their source."""
     sources: dict[str, list[str]] = {}
     for each in given:
-        name, equals, origin = each.partition("=")
-        if not equals:
+        name, _, origin = each.partition("=")
+        if not origin or "/" in name or Path(each).exists():
             name, origin = re.sub(r"[^a-z0-9._-]+", "-", Path(each).name.split(".")[0].lower()), each
         if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
             raise ValueError(f"{each!r}: the name {name!r} becomes a folder: use a-z, 0-9, '-', '_' and '.'")
-        sources.setdefault(name, []).append(origin)
+        sources.setdefault(name, []).append(str(Path(origin).expanduser()))  # no shell does that behind NAME=
     if not sources:
         raise ValueError("no conversations are given; name at least one file")
     return sources
@@ -163,11 +163,14 @@ def _weights(given: tuple[str, ...], windows: dict[str, int]) -> dict[str, int]:
 def _summary(manifest: dict[str, Any]) -> str:
     valid, trained = manifest["valid"], manifest["trained_tokens"] / manifest["tokens"]
     room = (manifest["windows"] + valid["windows"]) * manifest["seq_len"]
-    dropped = ", ".join(f"{reason} {count:,}" for reason, count in manifest["dropped"].items()) or "none"
+    ignored = ", ".join(
+        f"{name} {count:,}" for name, count in manifest["ignored"].items() if name != "system"
+    )
+    unseen = f"fields that the template does not show: {ignored}; " if ignored else ""
     return (
         f"{manifest['source']}: {manifest['read']:,} conversations read, {manifest['kept']:,} kept, "
         f"{manifest['cut']:,} of them cut; {manifest['system_ignored']:,} without their system message; "
-        f"dropped: {dropped}; {manifest['tokens']:,} tokens, {trained:.1%} trained; "
+        f"{unseen}dropped: {list_dropped(manifest)}; {manifest['tokens']:,} tokens, {trained:.1%} trained; "
         f"{manifest['windows']:,} windows and {valid['windows']:,} held out, {manifest['tokens'] / room:.1%} full"
     )
 

@@ -10,13 +10,13 @@ from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
 from laneformer.chat import ChatError
 from laneformer.prompts import PromptEncoder
-from records.files import Skipped, json_lines
+from records.files import Skipped, json_lines, without_none
 from records.workers import end_with_parent
 
 from .turns import Conversation, encode
@@ -24,14 +24,23 @@ from .turns import Conversation, encode
 ROWS_AT_A_TIME = 64  # to a worker process
 
 
-def rows(origin: str) -> Iterator[Any]:
-    """Rows of a .jsonl or .jsonl.gz file, a .parquet file, or a dataset of the
+class Refusal(NamedTuple):
+    """Why a row cannot be used. reason: one word, to count by; words: with the row's number."""
+
+    reason: str
+    words: str
+
+
+def rows(origin: str) -> Iterator[tuple[int, Any]]:
+    """The rows, with their numbers from 1, of a .jsonl or .jsonl.gz file, a .parquet file, or a dataset of the
     hub, ORG/NAME or ORG/NAME:SPLIT.
 
     None for a line that is not JSON. ValueError for a file that is missing, damaged or of another kind.
     """
     path = Path(origin)
-    suffix = path.name.removesuffix(".gz").rpartition(".")[2]
+    suffix = path.name.lower().removesuffix(".gz").rpartition(".")[2]
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; give its files, such as {path}/*.jsonl")
     if suffix in ("jsonl", "json", "ndjson", "parquet") and not path.is_file():
         raise ValueError(f"{path} does not exist")
     if suffix in ("jsonl", "json", "ndjson"):
@@ -40,11 +49,11 @@ def rows(origin: str) -> Iterator[Any]:
     import datasets  # seconds of imports, which JSON lines do not need
 
     if suffix == "parquet":
-        yield from datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+        of_arrow = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
     elif origin.count("/") == 1 and not path.exists():
         name, _, split = origin.partition(":")
         try:
-            yield from datasets.load_dataset(name, split=split or "train", streaming=True)
+            of_arrow = datasets.load_dataset(name, split=split or "train", streaming=True)
         except (OSError, datasets.exceptions.DatasetsError) as problem:
             raise ValueError(
                 f"{origin} is no file, and the hub does not give such a dataset: {problem}"
@@ -53,18 +62,19 @@ def rows(origin: str) -> Iterator[Any]:
         raise ValueError(
             f"{origin} is no .jsonl, .jsonl.gz or .parquet file and no dataset of the hub (ORG/NAME)"
         )
+    # all structs of a column have the same fields there: null stands for one that the row has not
+    yield from enumerate(map(without_none, of_arrow), 1)
 
 
-def _json_rows(path: Path) -> Iterator[Any]:
+def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
     # not through `datasets`, which ends at the first broken line
     broken: Skipped = {}
-    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+    with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb") as file:
         try:
-            for _, row in json_lines(file, path, broken):
-                yield row
+            yield from json_lines(file, path, broken)
         except (gzip.BadGzipFile, zlib.error, EOFError) as error:
             raise ValueError(f"{path} is damaged or truncated: {error}") from error
-    yield from [None] * len(broken)
+    yield from ((number, None) for number in broken)
 
 
 _worker: tuple[PromptEncoder, bool, int, bool]
@@ -80,18 +90,19 @@ def _start_worker(
     _worker = encoder, system_and_tools, longest, cut
 
 
-def _encode_row(row: Any) -> Conversation | str:
+def _encode_row(numbered: tuple[int, Any]) -> Conversation | Refusal:
+    number, row = numbered
     try:
         return encode(row, *_worker)
     except ChatError as problem:
-        return problem.reason
+        return Refusal(problem.reason, f"row {number}: {problem}")
 
 
 def encode_all(
     origin: str, tokenizer: Tokenizer, template: dict[str, str], system_and_tools: bool, longest: int, cut: bool,
     workers: int,
-) -> Iterator[Conversation | str]:  # fmt: skip
-    """Every row of an origin in its order: the conversation, or the reason why it is none.
+) -> Iterator[Conversation | Refusal]:  # fmt: skip
+    """Every row of an origin in its order: the conversation, or why it is none.
 
     template: of a tokenizer_config.json, "chat_template" and its tokens.
     """

@@ -19,12 +19,12 @@ import numpy as np
 from data_mixtures import packing, shards
 from records.files import file_sha256
 
-from .conversations import encode_all
+from .conversations import Refusal, encode_all
 from .turns import Conversation
 
 WINDOWS_PER_SHARD = 8192
 FLAGS = ".flags.bin"
-EXCLUDED_BY = ["weight", "train"]  # keys of a message; sources made before they were read are made again
+READING = 2  # how rows are read: sources that were made in another way are made again
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def prepare(
         **asdict(rules),
         "origins": hashes,
         **token_facts,
-        "excluded_by": EXCLUDED_BY,
+        "reading": READING,
         "chat_template_sha256": hashlib.sha256(template["chat_template"].encode()).hexdigest(),
     }
     if None not in hashes and (manifest := _finished(folder, facts)):
@@ -69,9 +69,15 @@ def prepare(
     train = [each for each in conversations if each.key % 2**64 >= limit]
     valid = [each for each in conversations if each.key % 2**64 < limit]
     if not train or not valid:
+        lowest = min((each.key % 2**64 for each in conversations), default=0)
+        fix = (
+            f"give --holdout {(lowest * 10_000 // 2**64 + 1) / 10_000} or more"
+            if train
+            else "add conversations"
+        )
         raise ValueError(
-            f"source {folder.name!r} has {len(train)} conversations to train on and {len(valid)} held out; "
-            "both need at least one. Raise --holdout, or add conversations"
+            f"source {folder.name!r} has {len(train)} conversations to train on and {len(valid)} held out, by their "
+            f"hashes; both need at least one: {fix}"
         )
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
@@ -116,17 +122,18 @@ def _read(
 ) -> tuple[list[Conversation], dict[str, Any]]:
     """The conversations in the order of their keys, each once, and the counts of source.json."""
     by_key: dict[int, Conversation] = {}
-    reasons: Counter[str] = Counter()
-    read = system_ignored = 0
+    reasons, ignored, examples = Counter[str](), Counter[str](), dict[str, str]()
+    read = 0
     for origin in origins:
         for each in encode_all(
             origin, tokenizer, template, rules.system_and_tools, rules.seq_len, rules.cut_long, workers
         ):
             read += 1
-            if isinstance(each, str):
-                reasons[each] += 1
+            if isinstance(each, Refusal):
+                reasons[each.reason] += 1
+                examples.setdefault(each.reason, f"{origin}, {each.words}")
                 continue
-            system_ignored += each.system
+            ignored.update(each.ignored)
             first = by_key.setdefault(each.key, each)
             if first is not each:
                 reasons["duplicate"] += 1
@@ -135,7 +142,8 @@ def _read(
     ordered = [by_key[key] for key in sorted(by_key)]
     counts = {
         "read": read, "kept": len(ordered), "cut": sum(each.cut for each in ordered),
-        "system_ignored": system_ignored, "dropped": dict(sorted(reasons.items())),
+        "system_ignored": ignored["system"], "ignored": dict(sorted(ignored.items())),
+        "dropped": dict(sorted(reasons.items())), "examples": examples,
     }  # fmt: skip
     return ordered, counts
 
@@ -144,12 +152,18 @@ def _check_dropped(name: str, counts: dict[str, Any], max_dropped: float) -> Non
     lost = {reason: count for reason, count in counts["dropped"].items() if reason != "duplicate"}
     share = sum(lost.values()) / max(counts["read"], 1)
     if share > max_dropped:
-        listed = ", ".join(f"{reason} {count:,}" for reason, count in lost.items())
         raise ValueError(
-            f"source {name!r}: {share:.1%} of {counts['read']:,} conversations cannot be used ({listed}); allowed are "
-            f"{max_dropped:.1%}. Mend them, or raise --max-dropped; if too_long, raise --seq-len or give --cut-long; "
-            "of rows with tools (content, role), give --system-and-tools"
+            f"source {name!r}: {share:.1%} of {counts['read']:,} conversations cannot be used "
+            f"({list_dropped(counts)}); allowed are {max_dropped:.1%}. Mend them, or raise --max-dropped; if too_long, "
+            "raise --seq-len or give --cut-long; of rows with tools (role, tools), give --system-and-tools"
         )
+
+
+def list_dropped(counts: dict[str, Any]) -> str:
+    """Each reason with its number of rows, and the first of them."""
+    examples = {reason: f" ({words})" for reason, words in counts["examples"].items()}
+    each = (f"{reason} {count:,}{examples.get(reason, '')}" for reason, count in counts["dropped"].items())
+    return "; ".join(each) or "none"
 
 
 def _write(

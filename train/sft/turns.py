@@ -20,18 +20,20 @@ from laneformer.prompts import PromptEncoder
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # where they are not those of OpenAI
 Message = dict[str, Any]
 DEVELOPER = "developer"  # OpenAI's newer name of the system
+OF_ROW = ("system", "tools", "functions", "images", "audios", "videos")  # beside the messages
+OF_MESSAGE = ("role", "content", "from", "value", "weight", "train", "name", "id", "tool_calls")
 
 
 class Conversation(NamedTuple):
     """ids: uint32 (n,); trained: bool (n,); key: a 128-bit hash of roles, texts and tools; cut: whether
-    its end is missing; system: whether a system message was ignored.
+    its end is missing; ignored: fields of the row, and of what the assistant said, that the template does not show.
     """
 
     key: int
     ids: np.ndarray
     trained: np.ndarray
     cut: bool = False
-    system: bool = False
+    ignored: frozenset[str] = frozenset()
 
 
 def encode(row: Any, encoder: PromptEncoder, system_and_tools: bool, longest: int, cut: bool) -> Conversation:
@@ -42,14 +44,22 @@ def encode(row: Any, encoder: PromptEncoder, system_and_tools: bool, longest: in
     for tools. cut: keep the first exchanges of a conversation that is too long, as many as fit.
     """
     given = read_messages(row)
-    tools = _tools(row.get("tools")) if system_and_tools else []
-    turns = given if system_and_tools else [message for message in given if not _is_system(message)]
+    ignored = {name for name in OF_ROW if row.get(name)}
+    for message in given:
+        if isinstance(message, Mapping) and message.get("role") == ASSISTANT:
+            ignored |= {name for name, value in message.items() if value and name not in OF_MESSAGE}
+    if system_and_tools:
+        turns, tools = given, _tools(row.get("tools"))
+        ignored -= {"system", "tools"}
+    else:
+        turns, tools = [message for message in given if not _is_system(message)], []
+        ignored |= {"system"} if len(turns) < len(given) else set()
     messages = [_plain(message, number, system_and_tools) for number, message in enumerate(turns)]
     _check_order(messages)
     try:
         json.dumps([messages, tools], ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # JSON can hold lone surrogates
-        raise ChatError("content", "the conversation has text that is no valid text") from None
+    except (UnicodeEncodeError, TypeError):  # JSON can hold lone surrogates, Arrow dates and bytes
+        raise ChatError("content", "the conversation has a value that is no valid text or JSON") from None
     ids, answers = encoder.training(messages, tools)
     replies = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
     trained, fitting = np.zeros(len(ids), dtype=bool), (0, 0)
@@ -68,7 +78,7 @@ def encode(row: Any, encoder: PromptEncoder, system_and_tools: bool, longest: in
     ]
     key = xxhash.xxh3_128_intdigest(json.dumps(texts + tools).encode())
     array = np.array(ids[:end], dtype=np.uint32)
-    return Conversation(key, array, trained[:end], count < len(messages), len(turns) < len(given))
+    return Conversation(key, array, trained[:end], count < len(messages), frozenset(ignored))
 
 
 def read_messages(row: Any) -> list[dict[str, Any]]:
@@ -76,15 +86,19 @@ def read_messages(row: Any) -> list[dict[str, Any]]:
     if row is None:
         raise ChatError("not_json", "the line is not JSON")
     if isinstance(row, dict) and isinstance(row.get("messages"), list):
-        return [_with_one_text(message) for message in row["messages"]]
-    if isinstance(row, dict) and isinstance(turns := row.get("conversations"), list):
+        messages = [_with_one_text(message) for message in row["messages"]]
+    elif isinstance(row, dict) and isinstance(turns := row.get("conversations"), list):
         if any(not isinstance(turn, dict) or not {"from", "value"} <= turn.keys() for turn in turns):
             raise ChatError("fields", "every turn of 'conversations' needs the fields 'from' and 'value'")
-        return [
+        messages = [
             {**turn, "role": SHAREGPT_ROLES.get(str(turn["from"]), turn["from"]), "content": turn["value"]}
             for turn in turns
         ]
-    raise ChatError("fields", "a row needs a list 'messages' or 'conversations'")
+    else:
+        raise ChatError("fields", "a row needs a list 'messages' or 'conversations'")
+    if isinstance(system := row.get("system"), str) and system:  # as ShareGPT has it
+        messages.insert(0, {"role": SYSTEM, "content": system})
+    return messages
 
 
 def _with_one_text(message: Any) -> Any:
@@ -148,7 +162,16 @@ def _plain(message: Any, number: int, system_and_tools: bool) -> Message:
             "content", f"message {number} has content of type {type(text).__name__}; it needs text"
         )
     plain: Message = {"role": role, "content": text or ""}
-    calls = message.get("tool_calls") if system_and_tools else None
+    calls = message.get("tool_calls")
+    if message.get("function_call") or (calls and not system_and_tools):
+        fix = (
+            "write it as 'tool_calls'"
+            if system_and_tools
+            else "give --system-and-tools, or leave the row out"
+        )
+        raise ChatError(
+            "tools", f"message {number} calls a tool, which would be left out of what is trained; {fix}"
+        )
     if calls:
         plain["tool_calls"] = [_call(call, number) for call in calls]
     if role == TOOL:

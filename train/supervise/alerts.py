@@ -49,7 +49,7 @@ class Alerts:
         new, self.seen = events[self.seen :], len(events)
         for event in new:
             if event.get("kind") in OF_WORKERS:
-                step, reason = event.get("step"), event.get("reason") or event.get("path")
+                step, reason = event.get("step"), event.get("reason")
                 text = f"step {step}: {reason}" if step is not None else str(reason)
                 self.send(event["kind"], text, step=step)
 

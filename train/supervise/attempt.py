@@ -10,7 +10,6 @@ of passing them on.
 
 from __future__ import annotations
 
-import getpass
 import os
 import random
 import re
@@ -275,8 +274,8 @@ def start_workers(
             launcher = [*srun(nodes), "--kill-on-bad-exit=1", *join, *torchrun]
         env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **more_env}
         env.setdefault("OMP_NUM_THREADS", "1")
-        # its own default is the home folder, often NFS
-        env.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"triton_{getpass.getuser()}"))
+        # its own default is the home folder, often NFS; by number, as in a container a uid may have no name
+        env.setdefault("TRITON_CACHE_DIR", f"{tempfile.gettempdir()}/triton_{os.getuid()}")
         with open(log_folder / "console.log", "ab") as log:
             return subprocess.Popen(
                 [*launcher, "-m", *program], env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,

@@ -92,7 +92,7 @@ def read_heartbeats(folder: Path) -> dict[int, dict[str, Any]]:
         with contextlib.suppress(OSError, ValueError):
             beat = json.loads(path.read_text())
             beats[beat["rank"]] = beat
-    return dict(sorted(beats.items()))
+    return beats
 
 
 class HangWatch:

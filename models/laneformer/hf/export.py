@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import time
@@ -94,7 +95,7 @@ def export(
         out, step, parameters, dtype, weight_bytes, hf_max_logit_diff (both in float32 compute), seconds.
     """
     started = time.monotonic()
-    run_folder = checkpoint.resolve().parent.parent
+    run_folder = locate_checkpoint(checkpoint).parent.parent
     config_path, json_path = config or run_folder / "model.json", run_folder / "tokenizer.json"
     tokenizer_path = tokenizer or (json_path if json_path.is_file() else run_folder / "tokenizer.model")
     require({"--config": config_path, "--tokenizer": tokenizer_path})
@@ -155,9 +156,16 @@ def copy_tokenizer(
     return special, {name: i for name, i in ids.items() if i is not None}
 
 
+def locate_checkpoint(checkpoint: Path) -> Path:
+    """RUN/checkpoint/step-N as an absolute path: as it is given, else, where that is in no run, as links lead."""
+    given = Path(os.path.abspath(checkpoint))
+    in_run = given.name.startswith("step-") and (given.parent.parent / "model.json").is_file()
+    return given if in_run else checkpoint.resolve()
+
+
 def checkpoint_step(checkpoint: Path) -> int | None:
     """N of a folder `step-N`; None for any other name."""
-    match = re.fullmatch(r"step-(\d+)", checkpoint.resolve().name)
+    match = re.fullmatch(r"step-(\d+)", locate_checkpoint(checkpoint).name)
     return int(match[1]) if match else None
 
 

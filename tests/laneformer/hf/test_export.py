@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -186,7 +187,21 @@ def test_incomplete_checkpoints_are_refused(tmp_path, checkpoint, model):
     assert {path.name for path in tmp_path.iterdir()} == {"run-nan", "run-100000.0"}, "nothing else is left"
 
 
-def test_missing_parts_are_named(tmp_path):
+def test_missing_parts_are_named(tmp_path, checkpoint):
+    lonely = tmp_path / "step-30"
+    lonely.symlink_to(checkpoint)
+    export(lonely, tmp_path / "hf")  # the run folder is that of the real checkpoint
+    run = checkpoint.parent.parent
+    moved = tmp_path / "moved"
+    shutil.copytree(run, moved, ignore=shutil.ignore_patterns("checkpoint"))
+    (moved / "checkpoint").symlink_to(checkpoint.parent)
+    assert export(moved / "checkpoint/step-30", tmp_path / "hf-moved")["step"] == 30
+    (moved / "checkpoint").unlink()
+    (moved / "checkpoint").mkdir()
+    (moved / "checkpoint/step-31").symlink_to(checkpoint)
+    assert export(moved / "checkpoint/step-31", tmp_path / "hf-step")["step"] == 31, (
+        "by the name as it is given"
+    )
     copied = write_run(tmp_path / "run", random_model(), step=1)
     (tmp_path / "run" / "tokenizer.model").unlink()
     with pytest.raises(ValueError, match=r"tokenizer.model does not exist; pass its path with --tokenizer"):

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from records.files import append_line, code_version
-from records.job import LRScheduler
+from records.job import LRScheduler, stable_steps
 from tests.tools.launch.launch_assets import (
     ROOT,
     commit,
@@ -29,7 +29,7 @@ from tests.tools.launch.launch_assets import (
     write_program,
 )
 from tools.launch import snapshot as snapshots
-from tools.launch.__main__ import decay_branch, final_checkpoint, main, next_phase, stable_steps
+from tools.launch.__main__ import decay_branch, final_checkpoint, main, next_phase
 from tools.launch.script import WATCHER, Cluster, batch_script
 from tools.synthetic import write_synthetic_lock
 
@@ -262,6 +262,10 @@ def test_a_decay_starts_in_the_stable_part(tmp_path):
     start = decay_branch(by_hand / "checkpoint/step-24", 4)
     assert start.skip_list == by_hand / "skip_sequences.json", "data that the parent left out stays out"
     assert start.run == tmp_path / "by_hand-decay-24+4"
+    (tmp_path / "scratch/step-24").mkdir(parents=True)
+    (by_hand / "checkpoint").symlink_to(tmp_path / "scratch")
+    linked = decay_branch(by_hand / "checkpoint/step-24", 4)
+    assert (linked.parent, linked.checkpoint) == (by_hand, str(by_hand / "checkpoint/step-24"))
 
 
 @pytest.mark.rotate

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from laneformer import Laneformer, LaneformerConfig
 from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
+from tests.records.lines import write_lines
 from tests.train import runs
 from train.data import inputs_and_labels
 from train.sft import identity
@@ -33,8 +33,7 @@ def conversations(count: int) -> list[list[dict[str, str]]]:
 
 def prepare(folder: Path, tokenizer: Path, count: int, seq_len: int = SEQ_LEN) -> Path:
     """The lock file of a mixture of `count` conversations, less those that are too long for a window."""
-    rows = folder / "identity.jsonl"
-    rows.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in conversations(count)))
+    rows = write_lines(folder / "identity.jsonl", ({"messages": turns} for turns in conversations(count)))
     given = Arguments(
         (str(rows),),
         tokenizer,

@@ -6,21 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.shared import Shared
 from tests.train.runs import STEPS, succeed
 from tests.train.sft import chats
 
 
 @pytest.fixture(scope="session")
-def lock(prepared_data: Path, shared: Shared) -> Path:
+def lock(prepared_data, shared) -> Path:
     """A mixture of packed conversations in windows of chats.SEQ_LEN tokens."""
     tokenizer = prepared_data / "tokenizer.model"
     return shared("chats", lambda folder: chats.prepare(folder, tokenizer, 300)) / "data/sft.lock.json"
 
 
 @pytest.fixture(scope="session")
-def parent(prepared_data: Path, shared: Shared) -> Path:
+def parent(phase1, shared) -> Path:
     """The last checkpoint of a short phase 1."""
-    lock, flags = prepared_data / "phase1.lock.json", (*chats.FLAGS[:4], "--validation.no-enable")
-    made = shared("parent", lambda folder: succeed(folder / "run", lock, *flags, ranks=1))
+    flags = (*chats.FLAGS[:4], "--validation.no-enable")
+    made = shared("parent", lambda folder: succeed(folder / "run", phase1, *flags, ranks=1))
     return made / f"run/checkpoint/step-{STEPS}"

@@ -12,14 +12,14 @@ from train.sft.identity import EXAMPLE, conversations
 TABLE = tomllib.loads(EXAMPLE.read_text())
 
 
-def test_they_are_different_and_a_function_of_the_seed() -> None:
+def test_they_are_different_and_a_function_of_the_seed():
     made = conversations(TABLE, 500, seed=1)
     assert made == conversations(TABLE, 500, seed=1) != conversations(TABLE, 500, seed=2)
     assert len({json.dumps(each) for each in made}) == 500
     assert {len(each) for each in made} == {2, 4}
 
 
-def test_facts_are_put_in_everywhere() -> None:
+def test_facts_are_put_in_everywhere():
     changed = {**TABLE, "facts": {"name": "Ada", "maker": "Acme", "kind": "a test"}}
     text = json.dumps(conversations(changed, 300, seed=1))
     assert "Ada" in text
@@ -39,6 +39,6 @@ def test_facts_are_put_in_everywhere() -> None:
         ({"topics": [{"questions": ["Who?"], "answers": ["Me."]}]}, "add questions"),
     ],
 )
-def test_a_wrong_table_is_named(changes: dict, says: str) -> None:
+def test_a_wrong_table_is_named(changes, says):
     with pytest.raises(ValueError, match=says):
         conversations({**TABLE, **changes}, 300, seed=1)

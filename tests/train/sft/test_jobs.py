@@ -4,7 +4,6 @@ and its data refused.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +14,7 @@ import torch
 from data_mixtures.mixture import CONVERSATIONS, TRAINED, Mixture, valid_windows
 from laneformer.hf.tokenizer import CHAT_TEMPLATE
 from records import job as job_sections
+from records.files import read_json
 from tests.train import production
 from tests.train.runs import copy_stopped_at, metrics, succeed, weights
 from tests.train.sft import chats
@@ -33,7 +33,7 @@ def flags(parent: Path, steps: int = STEPS) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def whole(lock: Path, parent: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(lock, parent, tmp_path_factory) -> Path:
     """configs/debug_sft.toml on two ranks."""
     run = tmp_path_factory.mktemp("sft") / "whole"
     succeed(run, lock, *flags(parent), config="debug_sft")
@@ -55,9 +55,7 @@ def plain_loss(
 
 
 @pytest.mark.job
-def test_the_mean_is_over_all_trained_tokens_of_the_global_batch(
-    whole: Path, lock: Path, parent: Path
-) -> None:
+def test_the_mean_is_over_all_trained_tokens_of_the_global_batch(whole, lock, parent):
     """Loss and gradient of the first step, from the parent's weights; the ranks have
     different numbers of labels.
     """
@@ -80,7 +78,7 @@ def test_the_mean_is_over_all_trained_tokens_of_the_global_batch(
 
 
 @pytest.mark.job
-def test_held_out_loss_is_that_of_answers(whole: Path, lock: Path) -> None:
+def test_held_out_loss_is_that_of_answers(whole, lock):
     found = valid_windows(lock.parent, "identity", 5), valid_windows(lock.parent, "identity", 5, flags=True)
     losses, count, _ = plain_loss(whole, STEPS, *(each.astype(np.int64) for each in found))
     row = metrics(whole)[-1]
@@ -89,14 +87,14 @@ def test_held_out_loss_is_that_of_answers(whole: Path, lock: Path) -> None:
 
 
 @pytest.mark.job
-def test_resumed_it_is_the_same_run(whole: Path, lock: Path, parent: Path, tmp_path: Path) -> None:
+def test_resumed_it_is_the_same_run(whole, lock, parent, tmp_path):
     resumed = tmp_path / "resumed"
     copy_stopped_at(2, whole, resumed)
     succeed(resumed, lock, *flags(parent), config="debug_sft")
     assert_same(resumed, whole, STEPS)
 
 
-def test_packed_conversations_must_not_see_each_other(lock: Path) -> None:
+def test_packed_conversations_must_not_see_each_other(lock):
     job = SimpleNamespace(
         job=SimpleNamespace(dump_folder=str(lock.parent / "run")),
         mixture=job_sections.Mixture(lock=str(lock)),
@@ -108,11 +106,14 @@ def test_packed_conversations_must_not_see_each_other(lock: Path) -> None:
         build_mixture_loader(1, 0, None, job)
     job.model.mask_documents = True
     assert build_mixture_loader(1, 0, None, job).mixture.packed
-    assert json.loads(lock.read_text())["packing"] == CONVERSATIONS
+    assert read_json(lock)["packing"] == CONVERSATIONS
+    job.mixture.lock = str(lock.parent)
+    with pytest.raises(ValueError, match=r"is a folder; give the lock file in it: sft\.lock\.json"):
+        build_mixture_loader(1, 0, None, job)
 
 
 @pytest.mark.rotate
-def test_shipped_job(shipped_run: Path, lock: Path, tmp_path: Path) -> None:
+def test_shipped_job(shipped_run, lock, tmp_path):
     """configs/sft.toml on two ranks with shapes shrunk: compiled, bfloat16, checkpointed, validated."""
     start = shipped_run / f"checkpoint/step-{production.STEPS}"
     more = {"training.seq_len": chats.SEQ_LEN, "checkpoint.initial_load_path": start}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from train.data import MixtureLoader
 GLOBAL_BATCH, STEPS = 8, 3
 
 
-def test_any_cut_has_the_same_labels_and_documents(lock: Path) -> None:
+def test_any_cut_has_the_same_labels_and_documents(lock):
     """Four ranks, across the end of an epoch, at which windows are left out."""
     ranks, mixture = 4, Mixture.open(lock)
     epoch = sum(source["windows"] for source in read_lock(lock)["sources"])
@@ -45,6 +44,6 @@ def test_any_cut_has_the_same_labels_and_documents(lock: Path) -> None:
     assert [place["token_offset"] % chats.SEQ_LEN for place in places] == [0, 0, 0]
 
 
-def test_conversations_have_no_document_index(lock: Path) -> None:
+def test_conversations_have_no_document_index(lock):
     with pytest.raises(ValueError, match="packed conversations, which have no document index"):
         show.run(tyro.cli(show.Question, args=[str(lock), "--origin", "x"]), Console())

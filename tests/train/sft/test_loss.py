@@ -5,7 +5,6 @@ of the batch alike.
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -21,7 +20,7 @@ WINDOWS = 6
 
 
 @pytest.fixture(scope="module")
-def windows(lock: Path) -> tuple[np.ndarray, np.ndarray]:
+def windows(lock) -> tuple[np.ndarray, np.ndarray]:
     mixture = Mixture.open(lock)
     return mixture.sequences(0, WINDOWS)[0], mixture.flags(0, WINDOWS)
 
@@ -52,14 +51,14 @@ def alone(windows: tuple[np.ndarray, np.ndarray]) -> torch.Tensor:
     return losses
 
 
-def wide_rope_table(config, positions):  # type: ignore[no-untyped-def]
+def wide_rope_table(config, positions):
     """`rope_table` in float64: angles of large positions lose digits in float32."""
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     angle = positions[None, :, None].double() / config.rope_theta**exponent
     return angle.cos()[:, :, None], angle.sin()[:, :, None]
 
 
-def test_packed_losses_are_those_of_each_conversation_alone(windows: tuple[np.ndarray, np.ndarray]) -> None:
+def test_packed_losses_are_those_of_each_conversation_alone(windows):
     """In float64 to its rounding, though positions go on across conversations:
     attention sees their differences.
     """

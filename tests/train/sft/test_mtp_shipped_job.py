@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from laneformer.config import DRAFT_IDS, hf_name
 from laneformer.hf.load_folder import import_folder
+from records.files import read_json
 from tests.train import production
 from tests.train.runs import metrics
 from tests.train.sft import chats
@@ -27,7 +26,7 @@ print(made.shape, *model.model.mtp.draft_ids.shape)
 
 
 @pytest.mark.rotate
-def test_shipped_job(shipped_run: Path, lock: Path, prepared_data: Path, tmp_path: Path) -> None:
+def test_shipped_job(shipped_run, lock, prepared_data, tmp_path):
     """On two ranks with shapes shrunk, from a checkpoint without the head."""
     start = shipped_run / f"checkpoint/step-{production.STEPS}"
     changes = {"checkpoint.initial_load_path": start, "training.seq_len": chats.SEQ_LEN}
@@ -43,10 +42,10 @@ def test_shipped_job(shipped_run: Path, lock: Path, prepared_data: Path, tmp_pat
     subprocess.run([sys.executable, "-m", *map(str, [*command, *tokenizer])], check=True)
     ids = load_file(out / "model.safetensors")[hf_name(DRAFT_IDS)]
     assert ids.tolist() == sorted(set(ids.tolist()))
-    assert json.loads((out / "config.json").read_text())["draft_vocab_size"] == len(ids) == 64
+    assert read_json(out / "config.json")["draft_vocab_size"] == len(ids) == 64
     loaded = subprocess.run(
         [sys.executable, "-c", LOADED, str(out)], capture_output=True, text=True, cwd=tmp_path
     )
     assert loaded.stdout.split() == ["torch.Size([1,", "7])", "64"], loaded.stderr
     import_folder(out, tmp_path / "imported")
-    assert json.loads((tmp_path / "imported/model.json").read_text())["draft_vocab_size"] == 0
+    assert read_json(tmp_path / "imported/model.json")["draft_vocab_size"] == 0

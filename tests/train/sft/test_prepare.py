@@ -9,9 +9,10 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,21 +25,21 @@ import sentencepiece
 
 from data_mixtures.mixture import BEGINS, TRAINED, Mixture, valid_windows
 from laneformer.hf.tokenizer import CHAT_TEMPLATE, open_tokenizer
+from records.files import read_json
+from tests.train.runs import ROOT
 from train.sft import conversations, source
 from train.sft.__main__ import Arguments, run
 from train.sft.conversations import ROWS_AT_A_TIME, encode_all, rows
 
-ROOT = Path(__file__).resolve().parents[3]
 SEQ_LEN = 256
 Turn = dict[str, Any]
 
 
 def chat(number: int, turns: int = 1) -> list[Turn]:
-    pairs = [(f"What is {number} + {turn}?", f"It is {number + turn}.") for turn in range(turns)]
     return [
         {"role": role, "content": text}
-        for pair in pairs
-        for role, text in zip(("user", "assistant"), pair, strict=True)
+        for turn in range(turns)
+        for role, text in (("user", f"What is {number} + {turn}?"), ("assistant", f"It is {number + turn}."))
     ]
 
 
@@ -56,21 +57,21 @@ def with_messages(chats: list[list[Turn]]) -> list[Turn]:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(prepared_data: Path) -> Path:
+def tokenizer(prepared_data) -> Path:
     return prepared_data / "tokenizer.model"
 
 
 @pytest.fixture
-def arguments(tmp_path: Path, tokenizer: Path) -> Arguments:
+def arguments(tmp_path, tokenizer) -> Arguments:
     path = write(tmp_path / "chat.jsonl", with_messages(CHATS))
     return Arguments((str(path),), tokenizer, tmp_path / "out", seq_len=SEQ_LEN, holdout=0.1, workers=1)
 
 
 @pytest.fixture
-def prepare(arguments: Arguments, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def prepare(arguments, tmp_path) -> Callable[..., dict[str, Any]]:
     """Make a source of these rows in place of the fixture's: its manifest."""
 
-    def prepare(rows: list[Any], **changes: Any) -> dict[str, Any]:
+    def prepare(rows, **changes):
         path = write(tmp_path / "chat.jsonl", rows)
         run(replace(arguments, conversations=(str(path),), **changes))
         return manifest(arguments)
@@ -79,7 +80,7 @@ def prepare(arguments: Arguments, tmp_path: Path) -> Callable[..., dict[str, Any
 
 
 def manifest(arguments: Arguments) -> dict[str, Any]:
-    return json.loads((arguments.out / "chat/source.json").read_text())
+    return read_json(arguments.out / "chat/source.json")
 
 
 def texts(windows: np.ndarray, flags: np.ndarray, tokenizer: Path) -> tuple[list[str], list[str]]:
@@ -107,7 +108,7 @@ def to_train_on(arguments: Arguments) -> tuple[list[str], list[str]]:
     return texts(mixture.sequences(0, count)[0], mixture.flags(0, count), arguments.tokenizer)
 
 
-def test_every_conversation_is_trained_or_held_out_and_only_answers_count(arguments: Arguments) -> None:
+def test_every_conversation_is_trained_or_held_out_and_only_answers_count(arguments):
     run(arguments)
     (whole, trained), (whole_held, trained_held) = to_train_on(arguments), held_out(arguments)
     assert 3 <= len(whole_held) <= 30
@@ -124,9 +125,7 @@ def in_sharegpt(turn: Turn) -> Turn:
     return {"from": names[turn["role"]], "value": turn["content"], **rest}
 
 
-def test_one_text_gives_the_same_bytes_in_any_order_and_form_and_from_any_workers(
-    arguments: Arguments, tmp_path: Path
-) -> None:
+def test_one_text_gives_the_same_bytes_in_any_order_and_form_and_from_any_workers(arguments, tmp_path):
     """Shuffled with copies, as ShareGPT's turns, in Parquet, in text parts; and behind system messages, which the
     template ignores, also where the model is served.
     """
@@ -161,7 +160,7 @@ def test_one_text_gives_the_same_bytes_in_any_order_and_form_and_from_any_worker
         assert {key: manifest(other)[key] for key in expected} == expected
 
 
-def test_what_cannot_be_used_is_counted_by_reason(prepare: Callable, arguments: Arguments) -> None:
+def test_what_cannot_be_used_is_counted_by_reason(prepare, arguments):
     bad = [
         "{broken", {"text": "x"}, {"messages": [{"role": "tool", "content": "x"}]}, {"messages": chat(1)[1:]},
         {"messages": [{"role": "user", "content": " "}]}, {"messages": chat(1)[:1]}, {"messages": chat(5, 40)},
@@ -171,7 +170,10 @@ def test_what_cannot_be_used_is_counted_by_reason(prepare: Callable, arguments: 
         *({"messages": [chat(9)[0], {**chat(9)[1], **mark}]} for mark in ({"weight": 0.5}, {"train": "no"})),
     ]  # fmt: skip
     given = with_messages([chat(n) for n in range(100, 145)]) + bad
-    says = r"source 'chat': 25\.0% of 60 .* \(content 3, .* too_long 1, weight 2\); allowed are 5"
+    says = (
+        r"source 'chat': 25\.0% of 60 .* \(content 3 \(.*/chat\.jsonl, row 53: message 0 has content of type int.*; "
+        r"not_json 2 \(.*chat\.jsonl, row 46: the line is not JSON\);.*weight 2 .*\); allowed are 5"
+    )
     with pytest.raises(ValueError, match=says):
         prepare(given)
     assert not (arguments.out / "chat").exists()
@@ -185,9 +187,7 @@ def test_what_cannot_be_used_is_counted_by_reason(prepare: Callable, arguments: 
 
 @pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
 @pytest.mark.parametrize("form", ["messages", "conversations"])
-def test_what_the_user_excludes_is_context_and_not_trained(
-    prepare: Callable, arguments: Arguments, mark: Turn, form: str
-) -> None:
+def test_what_the_user_excludes_is_context_and_not_trained(prepare, arguments, mark, form):
     """Each conversation's first answer; the second one says explicitly what is the default."""
     given = []
     for number in range(60):
@@ -208,31 +208,32 @@ def test_what_the_user_excludes_is_context_and_not_trained(
     assert {text.replace("</s>", "").strip() for text in trained} <= second
 
 
-def test_a_dataset_of_the_hub_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_of_the_hub_is_streamed(monkeypatch):
     import datasets
 
-    def load_dataset(name: str, split: str, streaming: bool) -> list[tuple]:
+    def load_dataset(name, split, streaming):
         if name == "org/away":
             raise ConnectionError("no network")
-        return [(name, split, streaming)]
+        return [[name, split, streaming]]
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert list(rows("org/data:train_sft")) == [("org/data", "train_sft", True)]
-    assert list(rows("org/data")) == [("org/data", "train", True)]
+    assert list(rows("org/data:train_sft")) == [(1, ["org/data", "train_sft", True])]
+    assert list(rows("org/data")) == [(1, ["org/data", "train", True])]
     with pytest.raises(
         ValueError, match="org/away is no file, and the hub does not give such a dataset: no net"
     ):
         list(rows("org/away"))
 
 
-def test_a_killed_worker_is_an_error(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_worker_is_an_error(tokenizer, monkeypatch):
     """As the kernel ends it when memory runs out; a pool of `multiprocessing` would wait forever."""
 
-    def killing(origin: str) -> Iterator[Any]:
-        yield from with_messages([chat(1)]) * (2 * 16 * ROWS_AT_A_TIME)
+    def killing(origin):
+        row = (1, {"messages": chat(1)})
+        yield from [row] * (2 * 16 * ROWS_AT_A_TIME)
         for worker in multiprocessing.active_children():
             worker.kill()
-        yield from with_messages([chat(1)])
+        yield row
 
     monkeypatch.setattr(conversations, "rows", killing)
     opened, special = open_tokenizer(tokenizer)
@@ -241,9 +242,7 @@ def test_a_killed_worker_is_an_error(tokenizer: Path, monkeypatch: pytest.Monkey
         list(encode_all("x", opened, template, False, SEQ_LEN, False, 2))
 
 
-def test_sources_are_mixed_by_weight_and_the_same_conversation_is_held_out_of_all(
-    arguments: Arguments, tmp_path: Path
-) -> None:
+def test_sources_are_mixed_by_weight_and_the_same_conversation_is_held_out_of_all(arguments, tmp_path):
     me = write(tmp_path / "me.jsonl", with_messages([chat(n, 1 + n % 2) for n in range(220)]))
     both = replace(
         arguments, conversations=(*arguments.conversations, f"me={me}"), weights=("me=3", "chat=1")
@@ -255,9 +254,7 @@ def test_sources_are_mixed_by_weight_and_the_same_conversation_is_held_out_of_al
     assert [each["weight"] for each in by_size] == [each["windows"] for each in by_size]
 
 
-def test_a_finished_source_is_kept_and_a_damaged_or_other_one_made_again(
-    arguments: Arguments, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_source_is_kept_and_a_damaged_or_other_one_made_again(arguments, monkeypatch):
     lock, made, read = run(arguments).read_bytes(), list[str](), source._read
     monkeypatch.setattr(source, "_read", lambda *given: made.append("read") or read(*given))
     assert run(arguments).read_bytes() == lock
@@ -274,10 +271,8 @@ def test_a_finished_source_is_kept_and_a_damaged_or_other_one_made_again(
     assert made == ["read", "read"]
 
 
-def test_killed_while_writing_it_leaves_no_source_and_goes_on(
-    arguments: Arguments, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
+def test_killed_while_writing_it_leaves_no_source_and_goes_on(arguments, monkeypatch):
+    def fail(*_):
         raise OSError(28, "No space left")
 
     with monkeypatch.context() as patch:
@@ -297,24 +292,52 @@ def test_killed_while_writing_it_leaves_no_source_and_goes_on(
         ({"conversations": ("missing.jsonl",)}, r"missing\.jsonl does not exist"),
         ({"conversations": ("notes.txt",)}, r"notes\.txt is no \.jsonl, \.jsonl\.gz or \.parquet file"),
         ({"conversations": ("A B=x.jsonl",)}, "the name 'A B' becomes a folder"),
+        ({"conversations": ("data/lang=en/x.jsonl",)}, r"data/lang=en/x\.jsonl does not exist"),
+        ({"conversations": ("tests",)}, r"tests is a folder; give its files, such as tests/\*\.jsonl"),
+        ({"conversations": ("me=~/nowhere.jsonl",)}, rf"{Path.home()}/nowhere\.jsonl does not exist"),
         ({"weights": ("caht=1",)}, "unknown source in --weights 'caht'; did you mean 'chat'"),
         ({"weights": ("chat=x",)}, "source 'chat' needs an integer"),
         ({"holdout": 0.0}, r"--holdout 0\.0 must be from 0\.0001 to 0\.5"),
-        ({"holdout": 0.0001}, "0 held out; both need at least one. Raise --holdout"),
+        (
+            {"holdout": 0.0001},
+            r"and 0 held out, by their hashes; both need at least one: give --holdout 0\.\d+ or more",
+        ),
         ({"seq_len": 4}, "--seq-len 4 must be from 16"),
         ({"max_dropped": 2.0}, "--max-dropped"),
     ],
 )
-def test_what_a_user_can_get_wrong_is_one_sentence(arguments: Arguments, changes: dict, says: str) -> None:
+def test_what_a_user_can_get_wrong_is_one_sentence(arguments, changes, says):
     with pytest.raises(ValueError, match=says):
         run(replace(arguments, **changes))
 
 
+def test_as_many_are_held_out_as_the_refusal_says(prepare):
+    few = with_messages([chat(n) for n in range(200, 212)])
+    with pytest.raises(ValueError, match="0 held out") as refused:
+        prepare(few, holdout=0.0001)
+    share = float(re.findall(r"--holdout ([\d.]+)", str(refused.value))[0])
+    with pytest.raises(ValueError, match="0 held out"):
+        prepare(few, holdout=share - 0.0001)
+    assert prepare(few, holdout=share)["kept"] == 12
+
+
+def test_a_path_is_taken_as_it_is(arguments, tmp_path, monkeypatch):
+    """Also with "=" in it, and in capitals."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("lang=en/x.JSONL", "a=b.jsonl.GZ", "~/chat.jsonl"):
+        path = Path(name).expanduser() if name.startswith("~") else tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        lines = write(tmp_path / "given.jsonl", with_messages(CHATS)).read_bytes()
+        path.write_bytes(gzip.compress(lines) if name.endswith("GZ") else lines)
+        given = f"me={name}" if name.startswith("~") else str(path)
+        assert run(replace(arguments, conversations=(given,), out=tmp_path / f"out-{path.name}")).is_file()
+
+
 @pytest.mark.job
-def test_as_commands(tmp_path: Path, tokenizer: Path) -> None:
+def test_as_commands(tmp_path, tokenizer):
     """Identity conversations to a mixture, from the shell: the messages of both programs."""
 
-    def command(*parts: str) -> subprocess.CompletedProcess[str]:
+    def command(*parts):
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.run(
             [sys.executable, "-m", *parts], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300

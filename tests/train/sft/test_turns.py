@@ -7,11 +7,14 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch.distributed.checkpoint as dcp
 from tokenizers import Tokenizer, models
@@ -28,9 +31,12 @@ from laneformer.serve.conversation import prepare_prompt
 from laneformer.serve.grammar import Grammars
 from laneformer.serve.schema import ConversationRequest
 from laneformer.serve.tool_calls import ToolCalling, form_of
+from records.files import read_json
+from tests.records.lines import write_lines
 from tests.tokenizer_assets import byte_level
 from tests.train.sft import chats
 from train.sft.__main__ import Arguments, run
+from train.sft.conversations import rows
 from train.sft.turns import Conversation, encode
 
 Row = dict[str, Any]
@@ -86,15 +92,14 @@ GOLDEN_SHA256 = "988d062f60704df706047f2dc27e58a0e72ee856dbd29449c52b87502fcfd75
 
 
 @pytest.fixture(scope="module")
-def data(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Arguments:
+def data(prepared_data, tmp_path_factory) -> Arguments:
     """A folder of `train.sft --system-and-tools`, with the rows above among others."""
     folder = tmp_path_factory.mktemp("tools")
     others = [
         {"messages": [turn("system", f"You are {n}."), turn("user", "Who?"), turn("assistant", f"I am {n}.")]}
         for n in range(80)
     ]
-    path = folder / "chat.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS + others))
+    path = write_lines(folder / "chat.jsonl", ROWS + others)
     given = Arguments(
         (str(path),), prepared_data / "tokenizer.model", folder / "data", system_and_tools=True, seq_len=SEQ_LEN,
         holdout=0.1, workers=1,
@@ -104,7 +109,7 @@ def data(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Argum
 
 
 @pytest.fixture(scope="module")
-def exported(data: Arguments) -> Path:
+def exported(data) -> Path:
     """What `export` makes of a run on that data, whose folder has what attempt_record.describe_run copies."""
     run = data.out.parent / "run"
     run.mkdir()
@@ -117,7 +122,7 @@ def exported(data: Arguments) -> Path:
 
 
 @pytest.fixture(scope="module")
-def encoder(prepared_data: Path) -> PromptEncoder:
+def encoder(prepared_data) -> PromptEncoder:
     return encoder_of(prepared_data, TOOLS_TEMPLATE)
 
 
@@ -127,7 +132,7 @@ def encoder_of(data: Path, template: Path) -> PromptEncoder:
 
 
 @pytest.fixture(scope="module")
-def trained(encoder: PromptEncoder) -> list[Conversation]:
+def trained(encoder) -> list[Conversation]:
     return [encode(row, encoder, True, SEQ_LEN, False) for row in ROWS]
 
 
@@ -145,9 +150,7 @@ def with_values(row: Row) -> tuple[list[Row], Any]:
     return row["messages"], json.loads(tools) if isinstance(tools, str) else tools
 
 
-def test_the_same_ids_in_training_transformers_and_the_server(
-    exported: Path, trained: list[Conversation]
-) -> None:
+def test_the_same_ids_in_training_transformers_and_the_server(exported, trained):
     """But that Transformers ends a turn where a text spells "</s>" (docs/decisions/sft.md)."""
     from transformers import PreTrainedTokenizerFast
 
@@ -159,20 +162,14 @@ def test_the_same_ids_in_training_transformers_and_the_server(
         tool_calling=ToolCalling(config, Grammars(tokenizer, tokenizer.get_vocab_size(), [2])),
     )  # fmt: skip
     for row, ours in zip(ROWS, trained, strict=True):
-        messages, tools = with_values(row)
+        _, tools = with_values(row)
         # as a client sends it
         request = ConversationRequest.model_validate(
             {"messages": row["messages"], "tools": tools or [], "add_generation_prompt": False}
         )
-        assert prepare_prompt(request, context)[1] == ours.ids.tolist()  # type: ignore[arg-type]
-        for message in messages:
-            message["content"] = message["content"] and message["content"].replace(EOS, "")
-        given = {
-            **row,
-            "messages": [
-                {**m, "content": c["content"]} for m, c in zip(row["messages"], messages, strict=True)
-            ],
-        }
+        assert prepare_prompt(request, context)[1] == ours.ids.tolist()
+        given = json.loads(json.dumps(row).replace(EOS, ""))
+        messages, tools = with_values(given)
         same = encode(given, context.prompts, True, SEQ_LEN, False)
         out = theirs.apply_chat_template(
             messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
@@ -181,9 +178,7 @@ def test_the_same_ids_in_training_transformers_and_the_server(
         assert out["assistant_masks"] == same.trained.astype(int).tolist()
 
 
-def test_calls_and_answers_are_trained_and_nothing_else(
-    trained: list[Conversation], encoder: PromptEncoder, prepared_data: Path
-) -> None:
+def test_calls_and_answers_are_trained_and_nothing_else(trained, encoder, prepared_data):
     tokenizer, _ = open_tokenizer(prepared_data / "tokenizer.model")
     found = trained[4]
     edges = np.flatnonzero(np.diff(found.trained.astype(int))) + 1
@@ -201,38 +196,35 @@ def test_calls_and_answers_are_trained_and_nothing_else(
     assert found.trained.sum() - fewer.trained.sum() == len(pieces[1])
 
 
-def test_the_template_goes_with_the_model_and_the_default_is_the_published_one(
-    data: Arguments, exported: Path, tmp_path: Path
-) -> None:
+def test_the_template_goes_with_the_model_and_the_default_is_the_published_one(data, exported, tmp_path):
     import_folder(exported, tmp_path / "run")
     for folder in (data.out, exported, tmp_path / "run"):
         assert (folder / "chat_template.jinja").read_bytes() == TOOLS_TEMPLATE.read_bytes()
     assert "role `tool`" in (exported / "README.md").read_text()
-    before = json.loads((data.out / "chat/source.json").read_text())
+    before = read_json(data.out / "chat/source.json")
     plain = replace(data, system_and_tools=False, max_dropped=1)
-    with pytest.raises(ValueError, match=r"rows with tools \(content, role\), give --system-and-tools"):
+    with pytest.raises(ValueError, match=r"rows with tools \(role, tools\), give --system-and-tools"):
         run(replace(plain, max_dropped=0))
     run(plain)  # in the same folder: another template makes the source again
     assert (data.out / "chat_template.jinja").read_bytes() == CHAT_TEMPLATE.read_bytes()
-    after = json.loads((data.out / "chat/source.json").read_text())
-    assert (after["system_ignored"], after["dropped"]) == (83, {"duplicate": 3, "role": 3})
+    after = read_json(data.out / "chat/source.json")
+    assert (after["system_ignored"], after["dropped"]) == (83, {"duplicate": 3, "tools": 4})
+    assert after["ignored"] == {"system": 83, "tools": 1}
     assert before["content_sha256"] != after["content_sha256"]
 
 
-def test_without_the_option_ids_and_hashes_are_those_of_before() -> None:
+def test_without_the_option_ids_and_hashes_are_those_of_before():
     """Taken from the code before there was the option."""
     tokenizer = byte_level(["What is it? It is 7. "] * 9, ["<s>", EOS], 300)
     published = PromptEncoder(tokenizer, {"chat_template": CHAT_TEMPLATE.read_text(), "eos_token": EOS})
     rows = [{"messages": messages} for messages in (ASKED, [SYSTEM, *ASKED], LONG)]
     encoded = [encode(row, published, False, 600, True) for row in rows]
-    assert [(each.key, each.cut, each.system) for each in encoded] == GOLDEN_KEYS
+    assert [(each.key, each.cut, "system" in each.ignored) for each in encoded] == GOLDEN_KEYS
     content = b"".join(each.ids.astype("<u4").tobytes() + each.trained.tobytes() for each in encoded)
     assert hashlib.sha256(content).hexdigest() == GOLDEN_SHA256
 
 
-def test_a_conversation_without_system_and_tools_is_the_published_one(
-    encoder: PromptEncoder, prepared_data: Path
-) -> None:
+def test_a_conversation_without_system_and_tools_is_the_published_one(encoder, prepared_data):
     """So it is held out by the same hash, whatever the template."""
     published = encoder_of(prepared_data, CHAT_TEMPLATE)
     for messages in (ASKED, LONG):
@@ -243,7 +235,7 @@ def test_a_conversation_without_system_and_tools_is_the_published_one(
         assert ours.trained.tolist() == theirs.trained.tolist()
 
 
-def test_long_ones_are_cut_behind_answers_and_not_behind_calls(encoder: PromptEncoder) -> None:
+def test_long_ones_are_cut_behind_answers_and_not_behind_calls(encoder):
     whole = encode(ROWS[4], encoder, True, SEQ_LEN, True)
     assert not whole.cut
     cut = encode(ROWS[4], encoder, True, len(whole.ids) - 1, True)
@@ -254,7 +246,7 @@ def test_long_ones_are_cut_behind_answers_and_not_behind_calls(encoder: PromptEn
         encode(ROWS[4], encoder, True, len(cut.ids) - 1, True)
 
 
-def test_tools_are_described_as_by_the_server_for_templates_without_any() -> None:
+def test_tools_are_described_as_by_the_server_for_templates_without_any():
     """One wording of tools, calls and results: the server's own, in the template of before with a system."""
     config = {"chat_template": TOOLS_TEMPLATE.read_text(), "eos_token": EOS}
     assert form_of(ChatTemplate(config), TOOLS) == HERMES, "the form that a server forces"
@@ -266,6 +258,97 @@ def test_tools_are_described_as_by_the_server_for_templates_without_any() -> Non
         use = described.use(request)
         texts = use.messages([{**message, "content": message["content"] or ""} for message in messages])
         assert ChatTemplate(config).render(messages, tools=tools) == ChatTemplate(config).render(texts)
+
+
+def struct(name: str, **arguments: Any) -> Row:
+    """A call whose arguments are values."""
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+OF_TWO = {"type": "object", "properties": {"ticker": {"type": "string"}, "days": {"type": "integer"}}}
+STRUCTS: list[Row] = [  # whose fields differ from row to row; keys of a call's arguments in the order of the schema
+    {"messages": [ASKED[0], turn("assistant", "", tool_calls=[struct("weather", city="Ulm")]), turn("tool", "3")],
+     "tools": TOOLS[1:]},
+    {"messages": [turn("user", "x"), turn("assistant", "", tool_calls=[struct("price", ticker="K", days=3)]),
+                  turn("tool", "9")],
+     "tools": [{"type": "function", "function": {"name": "price", "parameters": OF_TWO}}]},
+    {"messages": [turn("user", "x"), turn("assistant", "", tool_calls=[struct("price", ticker="K")]),
+                  turn("tool", "9", tool_call_id="a")], "tools": TOOLS[:1]},
+    {"messages": [turn("user", "x"), turn("assistant", "", tool_calls=[struct("price", filter={"low": 1})]),
+                  turn("tool", "9")]},
+    {"messages": [turn("user", "x"), turn("assistant", "", tool_calls=[struct("price", filter={"high": [2, 3]})]),
+                  turn("tool", "9")]},
+    {"messages": [turn("user", "x"), turn("assistant", "y", weight=0), turn("user", "z"), turn("assistant", "w")]},
+    {"messages": [SYSTEM, *ASKED]}, {"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]},
+    {"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y", "train": True}], "system": "Be."},
+]  # fmt: skip
+
+
+def test_rows_of_arrow_are_those_of_json_lines(encoder, tmp_path):
+    """Where all structs of a column have all fields: null stands for those that a row has not."""
+    lines, table = write_lines(tmp_path / "rows.jsonl", STRUCTS), tmp_path / "rows.PARQUET"
+    columns = ("messages", "conversations", "tools", "system")
+    of_columns = {name: [row.get(name) for row in STRUCTS] for name in columns}
+    pyarrow.parquet.write_table(pyarrow.table(of_columns), table)
+    assert '"days": null' in json.dumps(pyarrow.parquet.read_table(table).to_pylist())
+    pairs = list(zip(rows(str(lines)), rows(str(table)), strict=True))
+    assert len(pairs) == len(STRUCTS)
+    for (number, ours), (_, theirs) in pairs:
+        expected, found = (encode(row, encoder, True, SEQ_LEN, False) for row in (ours, theirs))
+        assert found.ids.tolist() == expected.ids.tolist(), number
+        assert found.trained.tolist() == expected.trained.tolist()
+        assert (found.key, found.ignored) == (expected.key, expected.ignored)
+
+
+def test_values_that_json_has_not_are_refused(encoder):
+    called = turn("assistant", "", tool_calls=[struct("time", at=datetime(2026, 1, 1))])
+    with pytest.raises(ChatError, match="no valid text or JSON"):
+        encode({"messages": [ASKED[0], called, turn("tool", "9")]}, encoder, True, SEQ_LEN, False)
+
+
+@pytest.mark.parametrize(
+    ("row", "tools", "ignored"),
+    [
+        ({"messages": ASKED}, True, set()),
+        ({"messages": [SYSTEM, *ASKED], "tools": TOOLS}, True, set()),
+        ({"messages": [SYSTEM, *ASKED], "tools": TOOLS}, False, {"system", "tools"}),
+        ({"messages": ASKED, "system": "Be brief."}, False, {"system"}),
+        ({"messages": [ASKED[0], turn("assistant", "4", reasoning_content="2 + 2")]}, False, {"reasoning_content"}),
+        ({"messages": [ASKED[0], turn("assistant", "4", thinking="2 + 2")]}, True, {"thinking"}),
+        ({"messages": [ASKED[0], turn("assistant", "4", reasoning_content="")]}, True, set()),
+        ({"messages": [ASKED[0], turn("assistant", "no", refusal="No.", audio={"id": 1})]}, True, {"refusal", "audio"}),
+        ({"messages": ASKED, "images": ["a.png"], "id": 3, "source": "x"}, False, {"images"}),
+        ({"messages": [turn("user", "x", note="y"), ASKED[1]], "functions": TOOLS}, True, {"functions"}),
+    ],
+)  # fmt: skip
+def test_what_the_template_does_not_show_is_named(encoder, prepared_data, row, tools, ignored):
+    """Of a row, and of what the assistant said."""
+    chosen = encoder if tools else encoder_of(prepared_data, CHAT_TEMPLATE)
+    assert encode(row, chosen, tools, SEQ_LEN, False).ignored == ignored
+
+
+def test_a_system_beside_the_messages_is_one_of_them(encoder):
+    given, first = (
+        encode(row, encoder, True, SEQ_LEN, False)
+        for row in ({"messages": ASKED, "system": "Be brief.\n"}, {"messages": [SYSTEM, *ASKED]})
+    )
+    assert (given.key, given.ids.tolist()) == (first.key, first.ids.tolist())
+
+
+@pytest.mark.parametrize(
+    ("message", "tools", "says"),
+    [
+        ({"tool_calls": BOTH}, False, "give --system-and-tools"),
+        ({"tool_calls": BOTH, "content": ""}, False, "give --system-and-tools"),
+        ({"function_call": {"name": "time", "arguments": "{}"}}, False, "give --system-and-tools"),
+        ({"function_call": {"name": "time", "arguments": "{}"}}, True, "write it as 'tool_calls'"),
+    ],
+)
+def test_a_reply_is_not_trained_without_its_calls(encoder, message, tools, says):
+    given = [ASKED[0], {**turn("assistant", "I look:"), **message}, gave("x"), gave("y", 2), ASKED[1]]
+    with pytest.raises(ChatError, match=says) as refused:
+        encode({"messages": given}, encoder, tools, SEQ_LEN, False)
+    assert refused.value.reason == "tools"
 
 
 @pytest.mark.parametrize(
@@ -287,15 +370,13 @@ def test_tools_are_described_as_by_the_server_for_templates_without_any() -> Non
         (["x"], None, "fields", "message 0 is 'x'"),
     ],
 )  # fmt: skip
-def test_what_no_server_could_answer_is_refused(
-    encoder: PromptEncoder, messages: list[Any], tools: Any, reason: str, says: str
-) -> None:
+def test_what_no_server_could_answer_is_refused(encoder, messages, tools, reason, says):
     with pytest.raises(ChatError, match=says) as refused:
         encode({"messages": messages, "tools": tools}, encoder, True, SEQ_LEN, False)
     assert refused.value.reason == reason
 
 
-def test_a_token_across_the_edge_of_an_answer_is_refused() -> None:
+def test_a_token_across_the_edge_of_an_answer_is_refused():
     joining = models.BPE({"<unk>": 0, "\n": 1, "a": 2, "\na": 3}, [("\n", "a")], unk_token="<unk>")
     template = "{% for m in messages %}{{ '\n' }}{% generation %}{{ 'a' }}{% endgeneration %}{% endfor %}"
     with pytest.raises(ValueError, match="across the beginning or end of an answer"):

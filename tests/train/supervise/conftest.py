@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from records.job import JobSections
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> JobSections:
+def job(tmp_path) -> JobSections:
     job = JobSections()
     job.job.dump_folder = str(tmp_path / "run")
     job.run.mkdir()

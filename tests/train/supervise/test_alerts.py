@@ -6,14 +6,12 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from records.events import record_event
 from records.files import read_lines
-from records.job import JobSections
 from train.supervise.alerts import Alerts
 from train.supervise.supervisor import Options, Supervisor
 
@@ -25,14 +23,12 @@ def answer() -> threading.Event:
 
 
 @pytest.fixture
-def posts(
-    job: JobSections, answer: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[list[dict[str, Any]]]:
+def posts(job, answer, monkeypatch) -> Iterator[list[dict[str, Any]]]:
     """What a server of the job's webhook receives; a text that holds "hang" waits for `answer`."""
     received: list[dict[str, Any]] = []
 
     class Server(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
+        def do_POST(self):
             post = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             received.append(post)
             text = post["text"]
@@ -43,7 +39,7 @@ def posts(
             self.send_response(500 if "broken" in text else 200)
             self.end_headers()
 
-        def log_message(self, *arguments: Any) -> None:
+        def log_message(self, *arguments):
             pass
 
     server = ThreadingHTTPServer(("localhost", 0), Server)
@@ -55,7 +51,7 @@ def posts(
     server.shutdown()
 
 
-def test_a_kind_is_sent_once_and_counted(job: JobSections, posts: list[dict[str, Any]]) -> None:
+def test_a_kind_is_sent_once_and_counted(job, posts):
     alerts = Alerts(job)
     for number in range(3):
         alerts.send("bad_node", f"n{number}", step=7)
@@ -70,7 +66,7 @@ def test_a_kind_is_sent_once_and_counted(job: JobSections, posts: list[dict[str,
     assert posts[-1]["text"] == "run: bad node: n9 (2 more of this kind since the last alert)"
 
 
-def test_workers_reports_become_alerts(job: JobSections, posts: list[dict[str, Any]]) -> None:
+def test_workers_reports_become_alerts(job, posts):
     job.alerts.min_interval_s = 0.0
     assert Alerts(job).missing() is None
     record_event(job.run, "save_failed", step=1, reason="of an earlier supervisor")
@@ -83,7 +79,7 @@ def test_workers_reports_become_alerts(job: JobSections, posts: list[dict[str, A
     assert [post["text"] for post in posts] == ["run: save failed: step 3: No space left on device"]
 
 
-def test_a_command_gets_the_text(job: JobSections, tmp_path: Path) -> None:
+def test_a_command_gets_the_text(job, tmp_path):
     job.alerts.command = f"cat > {tmp_path}/mail"
     job.alerts.webhook_env = "NOT_SET_ANYWHERE"
     alerts = Alerts(job)
@@ -93,9 +89,7 @@ def test_a_command_gets_the_text(job: JobSections, tmp_path: Path) -> None:
     assert (tmp_path / "mail").read_text() == "run: hang: no rank finished a step"
 
 
-def test_failures_are_events_without_the_url(
-    job: JobSections, posts: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failures_are_events_without_the_url(job, posts, monkeypatch):
     job.alerts.command = "echo no mail here >&2; exit 3"
     alerts = Alerts(job)
     alerts.send("crash", "broken")
@@ -109,9 +103,7 @@ def test_failures_are_events_without_the_url(
     assert "a-secret" not in "".join(reasons)
 
 
-def test_a_hanging_server_delays_nothing(
-    job: JobSections, posts: list, answer: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hanging_server_delays_nothing(job, posts, answer, monkeypatch):
     """Three crashes, then the supervisor gives up, while the first alert waits for its answer: it comes only when the
     last alert is there.
     """
@@ -119,7 +111,7 @@ def test_a_hanging_server_delays_nothing(
     job.alerts.timeout_s = 100.0
     monkeypatch.setattr("train.supervise.signals.StopSignals.install", lambda self: None)
 
-    def no_start(*_: Any) -> None:
+    def no_start(*_):
         assert not answer.is_set()
         raise OSError("this will hang")
 
@@ -129,7 +121,7 @@ def test_a_hanging_server_delays_nothing(
     assert answer.is_set()
 
 
-def test_what_is_never_answered_ends_with_the_process(job: JobSections) -> None:
+def test_what_is_never_answered_ends_with_the_process(job):
     alerts, never = Alerts(job), threading.Event()
     job.alerts.timeout_s = 0.05
     alerts.threads = [threading.Thread(target=never.wait, daemon=True)]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import pwd
 import signal
 import subprocess
+import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 import pytest
@@ -14,7 +16,6 @@ from torch.distributed import run
 
 from records.events import BAD_STEP, write_outcome
 from records.files import read_lines
-from records.job import JobSections
 from train.supervise import attempt as attempt_module
 from train.supervise import heartbeat
 from train.supervise.attempt import Attempt, Ended, exit_words
@@ -24,16 +25,10 @@ REPORT = "Root Cause (first observed failure):\n[0]:\n  host      : a.long.name\
 
 
 @pytest.fixture
-def begin(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Attempt]:
+def begin(job, monkeypatch) -> Callable[..., Attempt]:
     """Start an attempt whose workers are this shell command; console: what torchrun has said."""
 
-    def begin(
-        command: str,
-        nodes: list[str] | None = None,
-        per_node: int = 1,
-        console: str = "",
-        **options: Callable,
-    ) -> Attempt:
+    def begin(command, nodes=None, per_node=1, console="", **options):
         started = ["sh", "-c", command]
         monkeypatch.setattr(
             attempt_module, "start_workers", lambda *_: subprocess.Popen(started, start_new_session=True)
@@ -47,10 +42,10 @@ def begin(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> Callable[..., At
     return begin
 
 
-def test_a_second_request_kills_what_does_not_end(begin: Callable, job: JobSections, tmp_path: Path) -> None:
+def test_a_second_request_kills_what_does_not_end(begin, job, tmp_path):
     """The workers never end; their children, in sessions of their own as torchrun's are, must die too."""
 
-    def look() -> None:
+    def look():
         if (tmp_path / "pid").exists():
             attempt.stop.asked = "SIGTERM"
         if (job.run / "stop").exists():  # they were asked first
@@ -64,10 +59,10 @@ def test_a_second_request_kills_what_does_not_end(begin: Callable, job: JobSecti
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_no_worker_is_left_when_the_supervisor_stumbles(begin: Callable) -> None:
+def test_no_worker_is_left_when_the_supervisor_stumbles(begin):
     """A stale file handle while it looks: the error goes up, the workers do not live on."""
 
-    def stumble() -> None:
+    def stumble():
         raise OSError(116, "Stale file handle")
 
     attempt = begin("exec sleep 600", on_look=stumble)
@@ -76,7 +71,7 @@ def test_no_worker_is_left_when_the_supervisor_stumbles(begin: Callable) -> None
     assert attempt.workers.poll() == -signal.SIGKILL
 
 
-def test_workers_that_do_not_exit_keep_their_outcome(begin: Callable, job: JobSections) -> None:
+def test_workers_that_do_not_exit_keep_their_outcome(begin, job):
     """A bad step whose processes then hang is a bad step, not a hang."""
     job.resilience.hang_timeout_s = job.resilience.start_timeout_s = 0.5
     attempt = begin("exec sleep 600")
@@ -85,13 +80,11 @@ def test_workers_that_do_not_exit_keep_their_outcome(begin: Callable, job: JobSe
     assert not read_lines(job.run / "events.jsonl"), "no hang is recorded"
 
 
-def test_dead_workers_are_a_crash_however_long_torchrun_lives(
-    begin: Callable, job: JobSections, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_dead_workers_are_a_crash_however_long_torchrun_lives(begin, job, monkeypatch, tmp_path):
     """All ranks have died, and torchrun takes longer than the hang timeout to exit: no rank is to blame for a hang."""
     seen = tmp_path / "seen"
 
-    def look(self: heartbeat.HangWatch) -> float | None:
+    def look(self):
         """A hang, once the workers were seen and are gone."""
         return 99.0 if seen.exists() and attempt._workers_are_gone() else None
 
@@ -111,13 +104,11 @@ def test_dead_workers_are_a_crash_however_long_torchrun_lives(
         (85, "exit status 85"),
     ],
 )
-def test_exit_statuses_in_words(status: int, words: str) -> None:
+def test_exit_statuses_in_words(status, words):
     assert exit_words(status) == words
 
 
-def test_a_crash_names_its_node_its_signal_and_the_full_disk(
-    begin: Callable, job: JobSections, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_names_its_node_its_signal_and_the_full_disk(begin, job, monkeypatch):
     """The disk of the run folder is full, so no worker could say why: 8 ranks on two nodes, rank 5 was killed."""
     usage = type("Usage", (), {"free": 4096, "total": 60 << 20})
     monkeypatch.setattr("train.supervise.attempt.shutil.disk_usage", lambda path: usage)
@@ -131,7 +122,7 @@ def test_a_crash_names_its_node_its_signal_and_the_full_disk(
     assert f"the disk of {job.run} is full: 4 KiB of 60 MiB free" in ended.reason
 
 
-def test_an_abort_of_the_watchdog_blames_the_rank_that_is_waited_for(begin: Callable) -> None:
+def test_an_abort_of_the_watchdog_blames_the_rank_that_is_waited_for(begin):
     """NCCL's watchdog speaks before the hang timeout: rank 0 aborts, since rank 5 does not come out of its save."""
     report = REPORT + "  rank      : 0 (local_rank: 0)\n  exitcode  : -6 (pid: 77)\n"
     attempt = begin("false", ["n1", "n2"], 4, console=report)
@@ -157,9 +148,7 @@ def test_an_abort_of_the_watchdog_blames_the_rank_that_is_waited_for(begin: Call
         ("numactl", 0, True, False),
     ],
 )
-def test_ranks_stay_beside_their_gpus(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, numactl: str | None, trial: int, off: bool, binds: bool
-) -> None:
+def test_ranks_stay_beside_their_gpus(monkeypatch, tmp_path, numactl, trial, off, binds):
     """torchrun binds them where there are GPUs and numactl and a trial works; else its flag would end the job."""
     commands: list[list[str]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda command, **_: commands.append(command))
@@ -171,3 +160,21 @@ def test_ranks_stay_beside_their_gpus(
     attempt_module.start_workers(None, 8, ["train"], tmp_path / "logs", env)
     given = run.parse_args(commands[0][commands[0].index("torch.distributed.run") + 1 :])
     assert given.numa_binding == ("node" if binds else None), "as torchrun reads it"
+
+
+def test_a_uid_without_a_name_starts_workers(monkeypatch, tmp_path):
+    """As in a container with --user: nothing asks for the name."""
+
+    def unknown(*_):
+        raise KeyError("uid not found: 4242")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(os, "getuid", lambda: 4242)
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, env, **_: started.append(env))
+    for nodes in (None, ["n1", "n2"]):
+        monkeypatch.setattr(attempt_module, "node_address", lambda node: node)
+        attempt_module.start_workers(nodes, 1, ["train"], tmp_path / "logs", {})
+    assert {env["TRITON_CACHE_DIR"] for env in started} == {f"{tempfile.gettempdir()}/triton_4242"}

@@ -71,15 +71,13 @@ EXCHANGE, READING = (42, "the exchange of step 8"), (40, "reading the data of st
     ids=["never arrived", "all in one place", "most behind", "silent, whatever the clocks say", "never reported",
          "a dead file system"],
 )  # fmt: skip
-def test_who_is_blamed_for_a_hang(
-    tmp_path: Path, marks: list[tuple[int, str] | None], dead: tuple[int, ...], blamed: list[int], words: str
-) -> None:
+def test_who_is_blamed_for_a_hang(tmp_path, marks, dead, blamed, words):
     ranks, said = blamed_after_a_hang(tmp_path, marks, dead)
     assert ranks == blamed
     assert said.startswith(words)
 
 
-def test_a_worker_writes_what_it_does(tmp_path: Path) -> None:
+def test_a_worker_writes_what_it_does(tmp_path):
     heartbeat = Heartbeat(tmp_path, rank=3, hang_timeout_s=0.3, start_timeout_s=60)
     heartbeat.beat(5)
     heartbeat.enter("the exchange of step 6")

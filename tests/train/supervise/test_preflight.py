@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -27,10 +26,10 @@ JOB = read_job(["--job.config_file", "configs/phase1.toml"])
 
 
 @pytest.mark.rotate
-def test_a_node_says_what_it_has_and_what_it_lacks(prepared_data: Path, tmp_path: Path) -> None:
+def test_a_node_says_what_it_has_and_what_it_lacks(prepared_data, tmp_path):
     run, data = tmp_path / "run", shutil.copytree(prepared_data, tmp_path / "data")
 
-    def ask(*options: str) -> dict[str, Any]:
+    def ask(*options):
         status, said = forked(
             tmp_path, "train.supervise.preflight", *options, "--job.config_file", "configs/debug_phase1.toml",
             "--job.dump_folder", str(run), "--mixture.lock", str(data / "phase1.lock.json"),
@@ -54,11 +53,11 @@ def test_a_node_says_what_it_has_and_what_it_lacks(prepared_data: Path, tmp_path
     ("gpus", "free_gib", "refused"), [(8, 1 / 16, True), (8, 14, True), (8, 30, False), (4, 14, False)]
 )
 def test_shared_memory_holds_the_nodes_part_of_what_a_save_stages(
-    gpus: int, free_gib: float, refused: bool, prepared_data: Path, tmp_path: Path, monkeypatch
-) -> None:
+    gpus, free_gib, refused, phase1, tmp_path, monkeypatch
+):
     """A container has 64 MB, in which the saves of the 2B end with SIGBUS; two nodes stage half each."""
     JOB.job.dump_folder = str(tmp_path / "run")
-    JOB.mixture.lock = str(prepared_data / "phase1.lock.json")
+    JOB.mixture.lock = str(phase1)
     free = {preflight.SHARED_MEMORY: free_gib}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(free.get(Path(path), 1000) * GIB))
     if refused:
@@ -83,9 +82,7 @@ def test_shared_memory_holds_the_nodes_part_of_what_a_save_stages(
         ("eth0,eth1", "1", ["10.0.0.7"], r"but eth1 has no address on this node; export .* one of eth0, ib0"),
     ],
 )
-def test_other_nodes_must_reach_this_one_where_gloo_listens(
-    interfaces: str, nodes: str, name_means: list[str], says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_nodes_must_reach_this_one_where_gloo_listens(interfaces, nodes, name_means, says, monkeypatch):
     found = {
         "lo": [Address(socket.AF_INET, "127.0.0.1"), Address(socket.AF_INET6, "::1")],
         "eth0": [Address(psutil.AF_LINK, "00:00"), Address(socket.AF_INET, "10.0.0.7")],
@@ -93,7 +90,7 @@ def test_other_nodes_must_reach_this_one_where_gloo_listens(
         "eth1": [Address(psutil.AF_LINK, "00:01")],
     }
 
-    def lookup(host: str, *_: object, **__: object) -> list:
+    def lookup(host, *_, **__):
         if not name_means:
             raise socket.gaierror("Name or service not known")
         return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0)) for address in name_means]
@@ -127,7 +124,7 @@ print(json.dumps({{"node": node, "ok": reason is None, "reason": reason, "gpus":
 """
 
 
-def test_bad_nodes_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_nodes_are_told_apart(tmp_path, monkeypatch):
     srun = tmp_path / "srun"
     srun.write_text(SRUN.format(python=sys.executable))
     srun.chmod(0o755)
@@ -144,7 +141,7 @@ def test_bad_nodes_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.rotate
 @pytest.mark.parametrize("interface", ["lo", "none"])
-def test_ranks_count_themselves(interface: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_count_themselves(interface, tmp_path, monkeypatch):
     """Two real ranks under torchrun; gloo's own words where it does not connect them."""
     env = {"GLOO_SOCKET_IFNAME": interface}
     monkeypatch.setattr(
@@ -171,9 +168,7 @@ def test_ranks_count_themselves(interface: str, tmp_path: Path, monkeypatch: pyt
         ({}, None),
     ],
 )  # NCCL's watchdog ends a process without an exception
-def test_what_hangs_is_known_by_what_its_ranks_had_begun(
-    notes: dict[str, str], says: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_hangs_is_known_by_what_its_ranks_had_begun(notes, says, tmp_path, monkeypatch):
     monkeypatch.setattr(preflight, "start_workers", lambda *_: subprocess.Popen(["sleep", "60"]))
     monkeypatch.setattr(preflight, "EXCHANGE_DEADLINE_S", 0.2)
     for name, text in notes.items():

@@ -7,6 +7,8 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -28,13 +30,18 @@ print("saved", flush=True)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_two_signals_at_once_are_one_request(number: signal.Signals) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, "60", "poll"], cwd=ROOT, stdout=-1, text=True
-    ) as process:
-        assert process.stdout is not None
+@contextmanager
+def started(*arguments: str) -> Iterator[subprocess.Popen]:
+    """PROGRAM when it is ready for signals."""
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    with subprocess.Popen(command, cwd=ROOT, stdout=-1, text=True) as process:
         assert process.stdout.readline() == "ready\n"
+        yield process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_two_signals_at_once_are_one_request(number):
+    with started("60", "poll") as process:
         process.send_signal(number)
         assert process.stdout.readline() == f"{number.name}\n"
         process.send_signal(number)
@@ -42,11 +49,7 @@ def test_two_signals_at_once_are_one_request(number: signal.Signals) -> None:
     assert process.returncode == 0
 
 
-def test_the_deadline_ends_what_hangs() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, "0.2", "hang"], cwd=ROOT, stdout=-1, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+def test_the_deadline_ends_what_hangs():
+    with started("0.2", "hang") as process:
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 1

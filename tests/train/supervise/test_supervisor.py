@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,25 +19,25 @@ from rich.console import Console
 from records.events import BAD_STEP, CRASHED, DONE, REFUSED, STOPPED, STOPPED_UNSAVED
 from records.files import read_lines
 from records.job import JobSections, read_job
+from tests.train.runs import ROOT
 from train.supervise import __main__ as command
 from train.supervise.attempt import Attempt, Ended
 from train.supervise.supervisor import Options, Supervisor
 
-ROOT = Path(__file__).resolve().parents[3]
 # code, step, reason, step of the checkpoint that it saves; or why it cannot be started
 Life = tuple[int, int, str, int | None] | OSError
 
 
 @pytest.fixture
-def supervise(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int]]:
+def supervise(job, monkeypatch) -> Callable[..., tuple[int, int]]:
     """Run a supervisor whose attempts live these lives: (its exit status, how many attempts it made)."""
     job.resilience.backoff_s = 0.0
     job.checkpoints.mkdir()
 
-    def run(*lives: Life, nodes: str | None = None, spares: int = 0) -> tuple[int, int]:
+    def run(*lives, nodes=None, spares=0):
         begun: list[Life] = []
 
-        def start_workers(*arguments: Any) -> subprocess.Popen:
+        def start_workers(*arguments):
             life = lives[len(begun)]
             begun.append(life)
             if isinstance(life, OSError):
@@ -86,16 +85,12 @@ LIMIT: list[Life] = [
     ids=["crashes", "stopped workers are no failure", "a missing file", "no progress", "refused settings",
          "a full disk below its log", "other reasons between", "as at every validation, whatever the progress"],
 )  # fmt: skip
-def test_what_is_started_again_and_what_is_not(
-    supervise: Callable, job: JobSections, lives: list[Life], code: int, said: str
-) -> None:
+def test_what_is_started_again_and_what_is_not(supervise, job, lives, code, said):
     assert supervise(*lives, *3 * [END] * (code != DONE)) == (code, len(lives))
     assert said in read_lines(job.run / "events.jsonl")[-1]["text"]
 
 
-def test_a_full_disk_below_its_log_does_not_end_the_supervisor(
-    supervise: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_below_its_log_does_not_end_the_supervisor(supervise, monkeypatch):
     with open("/dev/full", "w", buffering=1) as log:
         monkeypatch.setattr("train.supervise.supervisor.console", Console(file=log))
         assert supervise((CRASHED, 7, "", 5), END) == (DONE, 2)
@@ -103,7 +98,7 @@ def test_a_full_disk_below_its_log_does_not_end_the_supervisor(
             log.close()
 
 
-def test_long_attempts_for_the_same_reason_do_not_end_it(supervise: Callable, job: JobSections) -> None:
+def test_long_attempts_for_the_same_reason_do_not_end_it(supervise, job):
     job.resilience.same_reason_hours = 0.0  # every attempt is a long one
     assert supervise(*LIMIT, END) == (DONE, 4)
 
@@ -111,10 +106,8 @@ def test_long_attempts_for_the_same_reason_do_not_end_it(supervise: Callable, jo
 @pytest.mark.parametrize(
     ("code", "status"), [(CRASHED, STOPPED_UNSAVED), (STOPPED_UNSAVED, STOPPED_UNSAVED), (STOPPED, STOPPED)]
 )
-def test_a_stop_that_saved_nothing_is_no_85(
-    supervise: Callable, monkeypatch: pytest.MonkeyPatch, code: int, status: int
-) -> None:
-    def run_attempt(self: Supervisor, checkpoint_step: int) -> Ended:
+def test_a_stop_that_saved_nothing_is_no_85(supervise, monkeypatch, code, status):
+    def run_attempt(self, checkpoint_step):
         self.stop.asked = "SIGTERM"
         return Ended(code, 7, "asked meanwhile")
 
@@ -125,19 +118,17 @@ def test_a_stop_that_saved_nothing_is_no_85(
 @pytest.mark.parametrize(
     ("policy", "starts"), [("stop", 1), ("rollback", 2), ("rollback_and_skip", 2), ("skip", 2)]
 )
-def test_policies_after_a_refused_step(
-    supervise: Callable, job: JobSections, policy: Any, starts: int
-) -> None:
+def test_policies_after_a_refused_step(supervise, job, policy, starts):
     job.resilience.on_bad_step = policy
     assert supervise(BAD, END) == (BAD_STEP if policy == "stop" else DONE, starts)
 
 
 @pytest.fixture
-def healthy(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def healthy(monkeypatch) -> SimpleNamespace:
     """Pre-flight's answers: bad nodes, and what the exchanges say, one after another."""
     answers = SimpleNamespace(bad={}, problems=[])
 
-    def exchange_problem(nodes: list[str], *_: Any) -> str:
+    def exchange_problem(nodes, *_):
         problem = answers.problems.pop(0) if answers.problems else ""
         if isinstance(problem, Exception):
             raise problem
@@ -151,9 +142,7 @@ def healthy(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return answers
 
 
-def test_a_bad_node_is_left_out_and_a_spare_takes_its_place(
-    supervise: Callable, job: JobSections, healthy: Any
-) -> None:
+def test_a_bad_node_is_left_out_and_a_spare_takes_its_place(supervise, job, healthy):
     healthy.bad = {"b": "7 GPUs, not 8"}
     assert supervise(END, nodes="a,b,c", spares=1) == (DONE, 1)
     assert events(job, "bad_node", "node") == ["b"]
@@ -166,9 +155,7 @@ def events(job: JobSections, kind: str, key: str) -> list[Any]:
     return [e[key] for e in read_lines(job.run / "events.jsonl") if e["kind"] == f"supervisor_{kind}"]
 
 
-def test_nodes_that_do_not_connect_are_not_started(
-    supervise: Callable, job: JobSections, healthy: Any
-) -> None:
+def test_nodes_that_do_not_connect_are_not_started(supervise, job, healthy):
     """A setting ends a run that never trained at once, with the sentence; one that did may see its network again."""
     problem = "gloo does not connect these nodes (a does not reach b); export GLOO_SOCKET_IFNAME"
     healthy.problems = [problem]
@@ -185,12 +172,10 @@ def test_nodes_that_do_not_connect_are_not_started(
     assert events(job, "network", "text")[-1] == "not tried: no result within 480 s"
 
 
-def test_a_node_on_which_the_job_crashes_twice_is_chosen_last(
-    supervise: Callable, job: JobSections, healthy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_on_which_the_job_crashes_twice_is_chosen_last(supervise, job, healthy, monkeypatch):
     watch = Attempt.watch
 
-    def failing_on_b(self: Attempt) -> Ended:
+    def failing_on_b(self):
         ended = watch(self)
         at_b = ended.code == CRASHED and self.nodes is not None and "b" in self.nodes
         return replace(ended, failed_node="b") if at_b else ended
@@ -201,12 +186,12 @@ def test_a_node_on_which_the_job_crashes_twice_is_chosen_last(
     assert events(job, "start", "nodes") == [["a", "b"], ["a", "b"], ["a", "c"], ["a", "c"]]
 
 
-def test_what_no_restart_could_do_is_refused() -> None:
+def test_what_no_restart_could_do_is_refused():
     with pytest.raises(ValueError, match="at every restart"):
         read_job(["--job.config_file=configs/phase1.toml", "--checkpoint.load_step", "5"])
 
 
-def test_the_supervisor_imports_no_torch() -> None:
+def test_the_supervisor_imports_no_torch():
     """It has to outlive a broken installation of the workers, and starts in a fraction of a second."""
     program = "import sys, train.supervise.__main__; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
@@ -215,10 +200,8 @@ def test_the_supervisor_imports_no_torch() -> None:
 @pytest.mark.parametrize(
     ("flag", "gpus", "workers"), [([], 0, 1), ([], 8, 8), (["--nproc-per-node", "3"], 8, 3)]
 )
-def test_a_worker_for_each_gpu_unless_told_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: list[str], gpus: int, workers: int
-) -> None:
-    def supervisor(job: JobSections, options: Options, arguments: list[str]) -> SimpleNamespace:
+def test_a_worker_for_each_gpu_unless_told_otherwise(tmp_path, monkeypatch, flag, gpus, workers):
+    def supervisor(job, options, arguments):
         return SimpleNamespace(run=lambda: options.nproc_per_node)
 
     monkeypatch.setattr(command, "Supervisor", supervisor)
