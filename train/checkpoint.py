@@ -116,9 +116,7 @@ class PhaseCheckpointManager(CheckpointManager):
             super().maybe_wait_for_staging()
 
     def load(self, step: int = -1) -> bool:
-        """Restore the job's state. Returns whether anything was loaded. Raises ValueError where
-        that is not safe.
-        """
+        """Restore the job's state. Returns whether anything was loaded; ValueError where that is not safe."""
         if not self.enable:
             require_fresh_start(self.allow_fresh_start, "checkpoint.enable = false")
             return False

@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from rich.console import Console
 
 from data_mixtures import mixture, prepare, shards
 from data_mixtures.stages.run import Options
-from tests.shared import Shared
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
@@ -140,13 +138,13 @@ def flip(path: Path, byte: int | None = None) -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny_folder(shared: Shared) -> Path:
+def tiny_folder(shared):
     """RECIPE prepared once in out/, for tests that only read."""
     return shared("tiny_folder", lambda folder: prepare_folder(write_recipe(folder), folder / "out"))
 
 
 @pytest.fixture
-def tiny_copy(tiny_folder: Path, tmp_path: Path) -> Path:
+def tiny_copy(tiny_folder, tmp_path):
     """A copy of it in tmp_path with a recipe of its own; its text is planned anew at the next start."""
     for name in ("notes", "sums.jsonl", "out"):
         # links stay links: published shards are those of the stage shuffle
@@ -156,12 +154,12 @@ def tiny_copy(tiny_folder: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def recipe_path(tmp_path: Path) -> Path:
+def recipe_path(tmp_path):
     return write_recipe(tmp_path)
 
 
 @pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[fsspec.AbstractFileSystem]:
+def s3(monkeypatch):
     """A server that speaks S3, empty but for s3://bucket; where it is, the environment says."""
     moto = pytest.importorskip("moto.server")
     server = moto.ThreadedMotoServer("127.0.0.1", 0)
@@ -197,7 +195,7 @@ def write_counting(folder: Path, source: str, count: int, begin: int, seq_len: i
 
 
 @pytest.fixture
-def counting_data(tmp_path: Path):
+def counting_data(tmp_path):
     """A folder whose source s has the tokens s*1000, s*1000+1, ...: its window i starts at s*1000 + i*S."""
 
     def make(windows=(50, 23, 9), weights=(6, 3, 1), phase2=(1, 0, 4), seq_len=4, cap=3, per_shard=8) -> Path:

@@ -18,7 +18,6 @@ from data_mixtures.stages import pipeline, sorted_runs
 from data_mixtures.stages.run import Options
 from tests.data_mixtures.conftest import files_of, flip, prepare_folder, run_shell
 from tests.data_mixtures.stages.hub_assets import REPO, recipe, write_mirror, write_parquet
-from tests.shared import Shared
 
 IN_A_ROW = (*pipeline.TO_SHARDS, "manifest")
 
@@ -31,7 +30,7 @@ def make_prepared(folder: Path) -> None:
 
 
 @pytest.fixture
-def folder(shared: Shared, tmp_path: Path) -> Path:
+def folder(shared, tmp_path):
     """tmp_path with hub.toml, its mirror, and whole/, which `prepare` made of them."""
     made = shared("two_hub_sources", make_prepared)
     subprocess.run(["cp", "-a", f"{made}/.", tmp_path], check=True)  # links stay links
@@ -39,7 +38,7 @@ def folder(shared: Shared, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def run(folder, capsys, monkeypatch):
     """Run one stage as its command does, on one process; returns what was printed."""
     monkeypatch.setenv("COLUMNS", "160")
 

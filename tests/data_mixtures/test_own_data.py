@@ -48,7 +48,7 @@ def write_json_lines(path: Path, texts: list[str]) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """What RECIPE reads, the Parquet in b/ instead of a bucket."""
     # 300 ids in all, which four lanes divide
     save(byte_level(write_text(0, 5), ["<|endoftext|>"], 299), tmp_path)
@@ -85,7 +85,7 @@ def origins_of(folder: Path, source: str, unit: int) -> list[dict]:
     return [json.loads(each) for each in pq.read_table(path)["origin"].to_pylist()]
 
 
-def test_the_shortest_recipe_makes_a_mixture(folder: Path) -> None:
+def test_the_shortest_recipe_makes_a_mixture(folder):
     printed = run(folder, RECIPE.replace("s3://bucket", f"file://{folder}"))
     assert "mine 60.00 %, yours 40.00 %" in printed
     tokens, source = Mixture.open(folder / "out/phase1.lock.json").sequences(0, 10)
@@ -115,7 +115,7 @@ def write_awkward_lines(path: Path) -> None:
 
 
 @pytest.mark.job
-def test_large_files_are_split_into_units_and_nothing_else_changes(folder: Path, monkeypatch) -> None:
+def test_large_files_are_split_into_units_and_nothing_else_changes(folder, monkeypatch):
     """Byte ranges of JSON lines, row groups of Parquet: whatever the size of a unit, the same shards and origins."""
     write_awkward_lines(folder / "corpus/all.jsonl")
     (folder / "corpus/small.jsonl").write_text(json.dumps({"content": write_text(22, 1)[0]}))
@@ -142,7 +142,7 @@ def test_large_files_are_split_into_units_and_nothing_else_changes(folder: Path,
     assert all(json.loads(lines[each["row"]]).get("url") == each.get("url") for each in rows)
 
 
-def test_a_missing_field_or_column_is_named_before_anything_is_read(folder: Path) -> None:
+def test_a_missing_field_or_column_is_named_before_anything_is_read(folder):
     wrong = [each.replace("content", "body") for each in (JSONL, PARQUET)]
     with pytest.raises(ValueError, match="2 sources are not as the recipe says; nothing was read") as caught:
         run(folder, own(*wrong, JSONL))
@@ -159,7 +159,7 @@ def test_a_missing_field_or_column_is_named_before_anything_is_read(folder: Path
             run(folder, own(f'{{ kind = "text", paths = [{paths}] }}'))
 
 
-def test_too_much_that_cannot_be_read_stops_the_run(folder: Path) -> None:
+def test_too_much_that_cannot_be_read_stops_the_run(folder):
     (folder / "texts").mkdir()
     for number in range(30):
         encoding = "utf-16" if number % 3 == 0 else "utf-8"
@@ -177,7 +177,7 @@ def test_too_much_that_cannot_be_read_stops_the_run(folder: Path) -> None:
         run(folder, own(PARQUET))
 
 
-def test_a_truncated_file_counts_whole(folder: Path) -> None:
+def test_a_truncated_file_counts_whole(folder):
     for number in range(30):
         write_json_lines(folder / f"corpus/{number}.jsonl.gz", write_text(100 + number, 6))
     victim = folder / "corpus/7.jsonl.gz"
@@ -193,7 +193,7 @@ def test_a_truncated_file_counts_whole(folder: Path) -> None:
         run(folder, own(JSONL))
 
 
-def test_a_file_in_two_sources_is_reported(folder: Path) -> None:
+def test_a_file_in_two_sources_is_reported(folder):
     printed = run(folder, own(JSONL, JSONL.replace("*", "1"), PARQUET))
     shared = (
         f"note: 1 files are in s0 and s1, whose shares then hold the same text: {folder}/corpus/1.jsonl.gz"
@@ -202,7 +202,7 @@ def test_a_file_in_two_sources_is_reported(folder: Path) -> None:
 
 
 @pytest.mark.job  # a server that speaks S3 takes seconds to be imported
-def test_parquet_in_a_bucket_is_split_as_on_a_disk(folder: Path, s3, monkeypatch) -> None:
+def test_parquet_in_a_bucket_is_split_as_on_a_disk(folder, s3, monkeypatch):
     table = pa.table({"content": write_text(23, 50, 90)})
     pq.write_table(table, folder / "b/large.parquet", row_group_size=7)
     s3.put(str(folder / "b/large.parquet"), "bucket/b/large.parquet")
@@ -223,7 +223,7 @@ def blocks(language: str) -> list[str]:
     return [code for name, code in code_blocks("own-data.md") if name == language]
 
 
-def test_the_page_shows_recipes_that_load(tmp_path: Path) -> None:
+def test_the_page_shows_recipes_that_load(tmp_path):
     whole, inputs, hub, tokenizer = blocks("toml")
     assert len(whole.splitlines()) <= 12
     tables = [f"[sources.s{n}]\n{line}\n" for n, line in enumerate(inputs.splitlines())]
@@ -235,7 +235,7 @@ def test_the_page_shows_recipes_that_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.rotate
-def test_the_page_from_files_to_steps(folder: Path) -> None:
+def test_the_page_from_files_to_steps(folder):
     """All commands of the page as they stand."""
     write_json_lines(folder / "corpus/more.jsonl.gz", write_text(50, 1500, 60))
     (folder / "notes/deep").mkdir(parents=True)

@@ -14,7 +14,7 @@ LENGTHS = st.lists(st.integers(1, SIZE), max_size=80)
 
 
 @given(LENGTHS)
-def test_each_item_went_where_the_least_room_was(lengths: list[int]) -> None:
+def test_each_item_went_where_the_least_room_was(lengths):
     """Against the definition, computed slowly: fills after every item in decreasing order."""
     fills: list[int] = []
     for length in sorted(lengths, reverse=True):
@@ -26,7 +26,7 @@ def test_each_item_went_where_the_least_room_was(lengths: list[int]) -> None:
 
 
 @given(st.lists(st.integers(2, 5 * SIZE), max_size=40))
-def test_documents_are_whole_where_they_fit_and_each_token_is_a_label_once(lengths: list[int]) -> None:
+def test_documents_are_whole_where_they_fit_and_each_token_is_a_label_once(lengths):
     documents = [1 + np.arange(size, dtype=np.uint16) + 1000 * n for n, size in enumerate(lengths)]
     stream = np.concatenate([np.empty(0, np.uint16), *documents])
     made = best_fit(stream, np.array(lengths, np.int64), np.arange(len(lengths)), SIZE, seed=3)

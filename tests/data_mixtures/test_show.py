@@ -18,7 +18,7 @@ SEQ_LEN, WINDOWS_PER_SHARD = 32, 64  # of prepared_data
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]):
+def run(capsys):
     """Run `show` as its command does; returns the objects that --json prints, or else the text."""
 
     def call(*arguments: Any) -> Any:
@@ -31,7 +31,7 @@ def run(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.fixture
-def lock(prepared_data: Path) -> Path:
+def lock(prepared_data):
     return prepared_data / "phase1.lock.json"
 
 
@@ -55,7 +55,7 @@ def documents_of(folder: Path) -> list[tuple[int, int, str]]:
     return documents
 
 
-def test_every_document_of_a_window_is_named(run, lock: Path, prepared_data: Path) -> None:
+def test_every_document_of_a_window_is_named(run, lock, prepared_data):
     """Windows of all shards; documents longer than a window, that begin in another shard, at
     a window's first token.
     """
@@ -87,7 +87,7 @@ def test_every_document_of_a_window_is_named(run, lock: Path, prepared_data: Pat
     assert from_other_shards
 
 
-def test_text_says_where_a_sequence_and_its_documents_lie(run, lock: Path) -> None:
+def test_text_says_where_a_sequence_and_its_documents_lie(run, lock):
     (window,) = run(lock, "--sequence", 11, "--json")
     text = run(lock, "--sequence", 11)
     place = f"{window['source']}/{window['shard']}, token {window['token_offset']:,}"
@@ -99,7 +99,7 @@ def test_text_says_where_a_sequence_and_its_documents_lie(run, lock: Path) -> No
     assert run(lock, "--sequence", 3 * 10**3, "--json")[0]["epoch"] >= 1
 
 
-def test_documents_are_found_by_id_and_by_where_they_came_from(run, lock: Path, prepared_data: Path) -> None:
+def test_documents_are_found_by_id_and_by_where_they_came_from(run, lock, prepared_data):
     begin, length, name = documents_of(prepared_data / "code")[7]
     (document,) = run(lock, "--document", name, "--json")
     assert (document["source"], document["document_tokens"]) == ("code", length)
@@ -129,6 +129,6 @@ def test_documents_are_found_by_id_and_by_where_they_came_from(run, lock: Path, 
         ("--origin https://nowhere", "no such document"),
     ],
 )
-def test_what_cannot_be_shown_is_said(run, lock: Path, more: str, message: str) -> None:
+def test_what_cannot_be_shown_is_said(run, lock, more, message):
     with pytest.raises(ValueError, match=message):
         run(lock, *more.split())

@@ -13,7 +13,6 @@ import pytest
 from data_mixtures import __main__ as commands
 from data_mixtures import store
 from tests.data_mixtures.conftest import files_of, prepare_folder, write_recipe
-from tests.shared import Shared
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = Path("s3://bucket/data")
@@ -26,7 +25,7 @@ def make_few_shards(folder: Path) -> None:
 
 
 @pytest.fixture
-def recipe(shared: Shared, tmp_path, monkeypatch) -> Path:
+def recipe(shared, tmp_path, monkeypatch):
     """A recipe beside out/, which is what it makes; copies of a store are made in tmp_path."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -27,7 +27,7 @@ PARTS = [" ", "\n\n", "\r\n", *SOME_PARTS.split(" ")]
 
 
 @pytest.fixture(scope="module")
-def llama_3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llama_3(tmp_path_factory):
     return save(byte_level([TEXT], LLAMA_3), tmp_path_factory.mktemp("llama-3"))
 
 
@@ -37,7 +37,7 @@ load_once = functools.cache(tokenizer.load)
 @example(TEXT)
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(PARTS), max_size=30).map("".join) | st.text(max_size=50))
-def test_text_is_text_and_comes_back(llama_3: Path, text: str) -> None:
+def test_text_is_text_and_comes_back(llama_3, text):
     made, texts = load_once(llama_3), [text, "", text[1:]]
     tokens, lengths = made.encode(texts)
     assert (tokens < 600).sum() == len(tokens) - 6, "two control ids a document, and none of its text"
@@ -66,7 +66,7 @@ QWEN = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
         (["<begin>", "<end>"], {}, {"eos": "<end>"}, ["<end>", "<end>"]),
     ],
 )
-def test_what_begins_and_ends_a_document(tmp_path: Path, special, config, given_names, expected) -> None:
+def test_what_begins_and_ends_a_document(tmp_path, special, config, given_names, expected):
     made = tokenizer.load(save(byte_level(["a b"], special, 300), tmp_path, **config), **given_names)
     assert [made.bos_id, made.eos_id] == [special.index(each) + 257 for each in expected]
     tokens, lengths = made.encode(["a b", "b"])
@@ -75,7 +75,7 @@ def test_what_begins_and_ends_a_document(tmp_path: Path, special, config, given_
     assert (tokens[lengths.cumsum() - 1] == made.eos_id).all() != one, "one separator, in front of a document"
 
 
-def test_unknown_names_are_refused(tmp_path: Path) -> None:
+def test_unknown_names_are_refused(tmp_path):
     for number, (special, names, message) in enumerate(
         [
             (["<begin>"], {}, r"bos = None, eos = None; name them in the recipe, .* \['<begin>'\]"),
@@ -91,7 +91,7 @@ def test_unknown_names_are_refused(tmp_path: Path) -> None:
         tokenizer.load(tmp_path / "other.json")
 
 
-def test_text_that_becomes_a_control_id_is_refused(tmp_path: Path) -> None:
+def test_text_that_becomes_a_control_id_is_refused(tmp_path):
     """A Unigram that has </s> among its pieces finds it in text, whatever the added tokens say."""
     pieces = [("<unk>", 0.0), ("</s>", 0.0), ("<", -3.0), ("/", -3.0), ("s", -3.0), (">", -3.0), ("a", -1.0)]
     made = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
@@ -102,7 +102,7 @@ def test_text_that_becomes_a_control_id_is_refused(tmp_path: Path) -> None:
         read.encode(["a", "a</s>a", "s"])
 
 
-def test_a_large_vocabulary_takes_4_bytes(tmp_path: Path) -> None:
+def test_a_large_vocabulary_takes_4_bytes(tmp_path):
     """With 70,000 ids, the last of which is a word that text is full of; shards of 4 bytes: test_shuffle."""
     large = byte_level([TEXT], LLAMA_3, unused=70_000 - 604)
     large.add_tokens([AddedToken("argument", normalized=False)])
@@ -114,7 +114,7 @@ def test_a_large_vocabulary_takes_4_bytes(tmp_path: Path) -> None:
     assert facts.items() <= tokenizer.facts(tmp_path / "tokenizer.json").items()
 
 
-def test_a_unit_whose_sample_differs_is_encoded_by_the_library(tmp_path: Path, monkeypatch) -> None:
+def test_a_unit_whose_sample_differs_is_encoded_by_the_library(tmp_path, monkeypatch):
     """A planted encoder that is wrong for one document of 300: seen by the sample, and the bytes are the library's."""
     words = "some words that are long enough to be kept by the filter"
     texts = {"a": [[f"{words}, {n} of them or so" for n in range(300)]]}
@@ -150,7 +150,7 @@ def work_in(work: tokenize.Tokenize, folder: Path) -> dict:
     return work.work(tokenize.Unit("a", 0), folder)
 
 
-def test_a_tokenizer_json_is_brought_along_with_its_names(tmp_path: Path) -> None:
+def test_a_tokenizer_json_is_brought_along_with_its_names(tmp_path):
     out, texts = tmp_path / "out", {"a": [[TEXT[:3000]]]}
     path = save(
         byte_level([TEXT], LLAMA_3), tmp_path / "given", bos_token=LLAMA_3[0], eos_token=LLAMA_3[1], more=1

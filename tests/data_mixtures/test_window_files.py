@@ -30,15 +30,13 @@ def read(files: WindowFiles, window: int, file: int = 0, seq_len: int = SEQ_LEN)
 
 
 @pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_blocks(monkeypatch):
     monkeypatch.setattr(shards, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(window_files, "CHUNK_BYTES", 24)  # does not divide a block
 
 
 @pytest.mark.parametrize("byte", [0, 63, 64, 135, 185])
-def test_one_flipped_bit_fails_every_window_of_its_block_and_no_other(
-    small_blocks: None, tmp_path: Path, byte: int
-) -> None:
+def test_one_flipped_bit_fails_every_window_of_its_block_and_no_other(small_blocks, tmp_path, byte):
     path, entry = write(tmp_path / "shard-00007.bin")
     flip(Path(path), byte)
     files, bad = WindowFiles([(path, entry)], SEQ_LEN), byte // BLOCK
@@ -51,7 +49,7 @@ def test_one_flipped_bit_fails_every_window_of_its_block_and_no_other(
             assert read(files, window)[0] == window * SEQ_LEN
 
 
-def test_a_file_that_shrinks_or_goes_is_an_error_not_a_crash(small_blocks: None, tmp_path: Path) -> None:
+def test_a_file_that_shrinks_or_goes_is_an_error_not_a_crash(small_blocks, tmp_path):
     (short, entry), gone = write(tmp_path / "short"), write(tmp_path / "gone")
     files = WindowFiles([(short, entry), gone], SEQ_LEN)
     os.truncate(short, 100)
@@ -63,7 +61,7 @@ def test_a_file_that_shrinks_or_goes_is_an_error_not_a_crash(small_blocks: None,
         read(files, 0, file=1)
 
 
-def test_open_files_stay_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_files_stay_few(tmp_path, monkeypatch):
     """A map keeps a descriptor: without a bound, a corpus of 11,000 shards would need as many."""
     monkeypatch.setattr(window_files, "OPEN_FILES", 10)
     files = WindowFiles([write(tmp_path / f"{i}", windows=3) for i in range(200)], SEQ_LEN)
@@ -74,7 +72,7 @@ def test_open_files_stay_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(os.listdir("/proc/self/fd")) - before <= 10
 
 
-def test_held_out_windows_are_checked(counting_data, tmp_path: Path) -> None:
+def test_held_out_windows_are_checked(counting_data, tmp_path):
     data = counting_data()
     shutil.copy(data / "s1/valid.bin", tmp_path / "whole")
     flip(data / "s1/valid.bin", 3)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.proofs import CACHE
 
 
 @pytest.fixture(scope="session")
-def cuda_builds() -> Path:
+def cuda_builds():
     """A folder for built kernels, kept from run to run: each is named by a hash of all that decides it."""
     return CACHE / "emulated"

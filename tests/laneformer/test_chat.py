@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +16,7 @@ TEXTS = st.text(
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["dummy_prefix", "no_prefix"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer")
     (path / "tokenizer.model").write_bytes(sentencepiece_model(request.param))
     write_tokenizer(path / "tokenizer.model", path, 512)

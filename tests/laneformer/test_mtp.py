@@ -33,7 +33,7 @@ def difference(model: Laneformer, plant: str = "") -> float:
 
 
 @pytest.fixture(autouse=True)
-def rope_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+def rope_in_float64(monkeypatch):
     """So that the comparison in float64 does not wait on the float32 table of the model."""
     monkeypatch.setattr("laneformer.model.rope_table", exact_rope)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.train import production
@@ -13,19 +11,19 @@ from tests.train.supervised import INTERVAL, STEPS, undisturbed
 
 
 @pytest.fixture(scope="session")
-def phase1(prepared_data) -> Path:
+def phase1(prepared_data):
     """The lock file of the first phase."""
     return prepared_data / "phase1.lock.json"
 
 
 @pytest.fixture(scope="session")
-def reference(phase1, shared) -> Path:
+def reference(phase1, shared):
     """Run folder of STEPS undisturbed steps on two ranks."""
     return shared("reference", lambda folder: undisturbed(folder, phase1, STEPS, INTERVAL)) / "run"
 
 
 @pytest.fixture(scope="session")
-def whole_run(phase1, shared) -> Path:
+def whole_run(phase1, shared):
     """Four uninterrupted steps of phase 1 on two ranks."""
     return (
         shared("whole_run", lambda folder: succeed(folder / "whole", phase1, "--metrics.enable_wandb"))
@@ -34,14 +32,14 @@ def whole_run(phase1, shared) -> Path:
 
 
 @pytest.fixture(scope="session")
-def logged_run(phase1, shared) -> Path:
+def logged_run(phase1, shared):
     """Six steps on two ranks, two micro-batches each; validation every third, a checkpoint every second."""
     job = ("--metrics.enable_wandb", "--metrics.gpu_hour_price", "3600", "--metrics.currency", "EUR")
     return shared("logged_run", lambda folder: train_logged(folder / "seen", phase1, *job)) / "seen"
 
 
 @pytest.fixture(scope="session")
-def shipped_run(phase1, shared) -> Path:
+def shipped_run(phase1, shared):
     """configs/phase1.toml on two ranks, started as a user starts it (tests/train/production.py)."""
     launcher = production.torchrun(2)
     made = shared(

@@ -24,12 +24,12 @@ GLOBAL_BATCH = 32
 
 
 @pytest.fixture(scope="module")
-def lock(prepared_data) -> Path:
+def lock(prepared_data):
     return prepared_data / "phase1.lock.json"
 
 
 @pytest.fixture(scope="module")
-def wrap(lock) -> int:
+def wrap(lock):
     """The first sequence that is the second reading of a source."""
     mixture = Mixture.open(lock)
     windows = {entry["name"]: entry["windows"] for entry in read_json(lock)["sources"]}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -26,7 +24,7 @@ FEW, MANY = (
 
 
 @pytest.fixture
-def one_rank(tmp_path) -> Iterator[DeviceMesh]:
+def one_rank(tmp_path):
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
     yield init_device_mesh("cpu", (1,))

@@ -31,7 +31,7 @@ FAULTS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def disturbed(phase1, tmp_path_factory) -> tuple[Path, str]:
+def disturbed(phase1, tmp_path_factory):
     """The run that met every fault, and what its supervisors said."""
     folder = tmp_path_factory.mktemp("disturbed")
     run, status, said = supervise(folder, phase1, STEPS, INTERVAL, FAULTS)

@@ -27,7 +27,7 @@ BUNDLE = Path("evals/core/demo_bundle")
 
 
 @pytest.fixture(scope="module")
-def items(prepared_data, tmp_path_factory) -> Path:
+def items(prepared_data, tmp_path_factory):
     out = tmp_path_factory.mktemp("gold") / "gold.jsonl.gz"
     gold.main(prepared_data, BUNDLE, out, Settings(limit=4))
     return out

@@ -19,7 +19,7 @@ Reference = tuple[list[float], list[float]]  # losses, tolerances
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory) -> Reference:
+def reference(tmp_path_factory):
     """Absolute tolerance, step by step: what another order of summation changed when the losses
     were kept, times 8.
 

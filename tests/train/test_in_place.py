@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -85,7 +84,7 @@ def test_a_roll_back_leaves_out_what_it_goes_back_over(phase1, tmp_path, policy,
 
 
 @pytest.fixture
-def small_disk(tmp_path) -> Iterator[Path]:
+def small_disk(tmp_path):
     """A file system of 16 MB, where the run a/run lies: room for seven steps, full in a moment."""
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -98,7 +98,7 @@ TOGETHER: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 @pytest.fixture(scope="module")
-def toy() -> Any:
+def toy():
     return load_job(["--job.config_file", "configs/debug_phase1.toml"])
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -37,7 +35,7 @@ def difference(row: dict, other: dict) -> float:
 
 
 @pytest.fixture(scope="module")
-def on_lanes(phase1, tmp_path_factory) -> Path:
+def on_lanes(phase1, tmp_path_factory):
     """Six steps of two lane ranks in each of two shards; each layer is computed twice."""
     run = tmp_path_factory.mktemp("lanes") / "run"
     more = ("--activation_checkpoint.mode", "full")

@@ -102,7 +102,7 @@ def test_tensorboard_holds_the_scalars(logged_run):
 
 
 @pytest.fixture
-def restarted(tmp_path, monkeypatch) -> RunMetrics:
+def restarted(tmp_path, monkeypatch):
     """The metrics of a new attempt in an empty run folder."""
     metrics = object.__new__(RunMetrics)
     metrics.path, metrics.rates, metrics.began = tmp_path / "metrics.jsonl", deque(), 0.0

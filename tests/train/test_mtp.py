@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,7 +14,7 @@ HEAD = ("--architecture.num_nextn_predict_layers", "1")
 
 
 @pytest.fixture(scope="module")
-def with_head(phase1, tmp_path_factory) -> Path:
+def with_head(phase1, tmp_path_factory):
     run = tmp_path_factory.mktemp("with_head") / "run"
     train_logged(run, phase1, *HEAD)
     return run

@@ -42,7 +42,7 @@ def job(run: Path, config: str, lock: Path, steps: int, *overrides: object) -> P
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
+def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("proof")
     command("data_mixtures.prepare", "data_mixtures/demo.toml", "--out", folder / "data", "--workers", 1)
     return job(folder / "base", "debug_phase1", folder / "data/phase1.lock.json", BASE_STEPS)

@@ -22,7 +22,7 @@ GATED = {"name": "gated", "repo": "nobody/Gated", "configs": '["data"]'}
 
 
 @pytest.fixture
-def hub(tmp_path: Path):
+def hub(tmp_path):
     write_mirror(tmp_path / "served")
     write_parquet(tmp_path / "served/nobody/Gated/data/part_0.parquet", 0)
     with FakeHub(tmp_path / "served") as served:

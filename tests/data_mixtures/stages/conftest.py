@@ -10,7 +10,6 @@ import pytest
 from data_mixtures import shards
 from data_mixtures.stages import sorted_runs
 from tests.data_mixtures.stages.shuffle_assets import TWO_SOURCES, TWO_TEXTS, prepared
-from tests.shared import Shared
 
 
 def make_two_sources(folder: Path) -> None:
@@ -21,7 +20,7 @@ def make_two_sources(folder: Path) -> None:
 
 
 @pytest.fixture
-def data(shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def data(shared, tmp_path, monkeypatch):
     """A copy of two sources of several shards, with blocks of 128 bytes: three a shard of 322 bytes."""
     made = shared("two_sources", make_two_sources) / "data"
     monkeypatch.setattr(shards, "BLOCK_BYTES", 128)

@@ -23,7 +23,7 @@ RECIPE = make_recipe(["notes"], max_chars=2000)
 
 
 @pytest.fixture
-def out(tmp_path: Path) -> Path:
+def out(tmp_path):
     write_lines(tmp_path / "quiz.jsonl", [QUESTION], "question")
     return tmp_path / "out"
 

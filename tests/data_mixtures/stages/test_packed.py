@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -60,7 +59,7 @@ def test_shards_are_those_of_the_reference(tmp_path, monkeypatch, texts):
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
+def data(tmp_path_factory):
     return prepared(tmp_path_factory.mktemp("packed"), PLAN, {"notes": TEXTS})
 
 

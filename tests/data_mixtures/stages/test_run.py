@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
-def toy(tmp_path: Path) -> Toy:
+def toy(tmp_path):
     (tmp_path / "faults").mkdir()
     return Toy(tmp_path / "out", tmp_path / "faults")
 

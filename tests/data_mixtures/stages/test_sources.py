@@ -27,7 +27,7 @@ LONGER = {"name": "longer", "configs": '["4plus_MIND"]'}
 
 
 @pytest.fixture
-def mirror(tmp_path: Path) -> Path:
+def mirror(tmp_path):
     write_mirror(tmp_path / "mirror")
     return tmp_path / "mirror"
 
@@ -185,7 +185,7 @@ def write_local_recipe(folder: Path, *inputs: str) -> Path:
 
 
 @pytest.fixture
-def notes(tmp_path: Path) -> Path:
+def notes(tmp_path):
     (tmp_path / "notes").mkdir()
     for number in range(30):
         (tmp_path / f"notes/{number}.txt").write_text(f"note {number} is about this and that\n" * 30)

@@ -118,7 +118,7 @@ def units_done(folder: Path) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("golden")
     write(folder / "in")
     units_done(folder)
@@ -126,7 +126,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", [name for name, _ in GOLDEN])
-def test_results_of_a_stage_are_those_of_its_format(out: Path, name: str) -> None:
+def test_results_of_a_stage_are_those_of_its_format(out, name):
     key = (name, stage.FORMATS[name])
     assert key in GOLDEN, f"add the hash of format {key[1]} of {name!r}: {digest(out, name)}"
     assert digest(out, name) == GOLDEN[key], (
@@ -147,7 +147,7 @@ def test_results_of_a_stage_are_those_of_its_format(out: Path, name: str) -> Non
          "signatures bands dedup held_out scan contained tokenize runs order shuffle"),
     ],
 )  # fmt: skip
-def test_a_changed_recipe_makes_the_units_again_that_depend_on_it(out: Path, tmp_path, old, new, again):
+def test_a_changed_recipe_makes_the_units_again_that_depend_on_it(out, tmp_path, old, new, again):
     shutil.copytree(out.parent, tmp_path / "copy")
     (tmp_path / "copy/in/other.jsonl").write_text(json.dumps({"question": f"{QUESTION} and seas"}))
     (tmp_path / "copy/in/recipe.toml").write_text(RECIPE.replace(old, new))
@@ -156,7 +156,7 @@ def test_a_changed_recipe_makes_the_units_again_that_depend_on_it(out: Path, tmp
     assert [name for name, count in done.items() if count] == again.split()
 
 
-def test_a_higher_format_makes_units_again_and_other_code_does_not(out: Path, monkeypatch) -> None:
+def test_a_higher_format_makes_units_again_and_other_code_does_not(out, monkeypatch):
     receipts = [path.stat().st_mtime_ns for path in sorted(out.rglob(stage.RECEIPT))]
     assert stage.receipt_of(out, "filter", stage.Unit("web", 0))["code"] == stage.code_sha256()
     monkeypatch.setattr(stage, "code_sha256", lambda: "other code")

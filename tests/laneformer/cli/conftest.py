@@ -9,7 +9,6 @@ from tokenizers import AddedToken, Tokenizer
 
 from laneformer import Laneformer
 from tests.laneformer.engine.assets import byte_tokenizer, random_model, small_config, write_folder
-from tests.shared import Shared
 
 BEGIN, END = 266, 267
 TEMPLATE = (
@@ -36,7 +35,7 @@ def talker(path: Path, model: Laneformer) -> Path:
 
 
 @pytest.fixture(scope="session")
-def folder(shared: Shared) -> Path:
+def folder(shared):
     """A model that talks nonsense: bytes and letters, one in 268 of them the end of its message."""
     config = small_config(vocab_size=268, max_position_embeddings=4096)
     return shared("talker", lambda folder: talker(folder, random_model(config)))

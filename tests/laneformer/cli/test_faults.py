@@ -30,7 +30,7 @@ FAST = "--threads 1 --no-cache"
 
 
 @pytest.fixture
-def own(folder: Path, tmp_path: Path) -> Path:
+def own(folder, tmp_path):
     """A copy that a test may damage."""
     return Path(shutil.copytree(folder, tmp_path / "own", ignore=shutil.ignore_patterns(".packed")))
 

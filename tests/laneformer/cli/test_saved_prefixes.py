@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -21,7 +20,7 @@ def complete(server: Server, prompt: list[int]) -> tuple[str, int]:
 
 
 @pytest.fixture
-def serve(folder: Path) -> Iterator[Callable[..., Server]]:
+def serve(folder):
     """`serve(cache_dir, *flags)`: the command in a process."""
     servers: list[Server] = []
 

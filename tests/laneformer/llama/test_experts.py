@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,17 +43,17 @@ Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return write_folder(CASES["qwen3-moe"], tmp_path_factory.mktemp("experts"))
 
 
 @pytest.fixture(scope="module")
-def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gpt_oss(tmp_path_factory):
     return write_folder(CASES["gpt-oss"], tmp_path_factory.mktemp("gpt_oss"))
 
 
 @pytest.fixture(scope="module")
-def blocks(gpt_oss: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def blocks(gpt_oss, tmp_path_factory):
     """The folder with experts in MXFP4, as OpenAI's, and with the same numbers in bf16, as Transformers writes it."""
     paths = tmp_path_factory.mktemp("mxfp4"), tmp_path_factory.mktemp("bf16")
     stored = load_file(gpt_oss / "model.safetensors")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import tracemalloc
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,23 +29,23 @@ from tests.laneformer.llama.folders import (
 )
 
 if TYPE_CHECKING:
-    import transformers
+    pass
 
 TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @pytest.fixture(scope="module", params=CASES)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(request, tmp_path_factory):
     return write_folder(CASES[request.param], tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")
-def truth(folder: Path) -> transformers.PreTrainedModel:
+def truth(folder):
     return reference(folder)
 
 
 @pytest.fixture
-def tied(tmp_path: Path) -> Path:
+def tied(tmp_path):
     return write_folder(CASES["llama-tied"], tmp_path / "tied")
 
 

@@ -6,7 +6,6 @@ Opt-in: LANEFORMER_SMOLLM2 names the folder that `python -m tests.smollm2` makes
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from laneformer import Engine
 from tests.laneformer.llama.folders import logits_of, reference, relative_error
 
 if TYPE_CHECKING:
-    import transformers
+    pass
 
 STARTS = ("The capital of France", "def fibonacci(n):", "Once upon a time", "Water boils when", "The three laws of",
           "She opened the letter and", "In 1969,", "A list of fruits:", "To be or not", "Dear Sir,")  # fmt: skip
@@ -26,20 +25,20 @@ pytestmark = pytest.mark.rotate
 
 
 @pytest.fixture(scope="module")
-def folder() -> Path:
+def folder():
     if "LANEFORMER_SMOLLM2" not in os.environ:
         pytest.skip("LANEFORMER_SMOLLM2 is not set: python -m tests.smollm2 makes its folder")
     return Path(os.environ["LANEFORMER_SMOLLM2"])
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[Engine]:
+def engine(folder):
     with Engine.from_pretrained(folder, device="cpu", dtype="fp32", cache=False) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def truth(folder: Path) -> transformers.PreTrainedModel:
+def truth(folder):
     return reference(folder)
 
 

@@ -20,7 +20,6 @@ import pytest
 
 from laneformer.engine import Engine
 from tests.laneformer.engine.assets import random_model, small_config, with_fixed_cost, write_folder
-from tests.shared import Shared
 from tests.tokenizer_assets import byte_level, save
 
 if TYPE_CHECKING:
@@ -73,13 +72,13 @@ def write_model(
 
 
 @pytest.fixture(scope="session")
-def model_folder(shared: Shared) -> Path:
+def model_folder(shared):
     """A model of some ten thousand tokens a second, with sliding windows; its context is 512 tokens."""
     return shared("served", lambda folder: write_model(folder, max_position_embeddings=512))
 
 
 @pytest.fixture(scope="session")
-def slow_folder(shared: Shared) -> Path:
+def slow_folder(shared):
     """A model of a thousand tokens a second at most: its 8,192 tokens run while a test looks."""
     sizes = {"hidden_size": 320, "intermediate_size": 704, "num_hidden_layers": 8}
     return shared("served_slowly", lambda folder: write_model(folder, max_position_embeddings=8192, **sizes))
@@ -114,13 +113,13 @@ def in_process(folder: Path, engine: dict[str, Any] | None = None, **options: An
 
 
 @pytest.fixture(scope="module")
-def tiny(model_folder: Path) -> Iterator[TestClient]:
+def tiny(model_folder):
     with in_process(model_folder) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def engine(model_folder: Path) -> Iterator[Engine]:
+def engine(model_folder):
     """What the answers are compared with."""
     with Engine.from_pretrained(model_folder, threads=1, cache=False) as engine:
         yield engine
@@ -188,7 +187,7 @@ def launch(*arguments: str) -> Server:
 
 
 @pytest.fixture
-def server() -> Iterator[Callable[..., Server]]:
+def server():
     """`server(folder, prelude, engine={...}, **options)`: one for this test alone; several may run."""
     servers: list[Server] = []
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,21 +70,21 @@ def post(client: TestClient, path: str, status: int = 200, **body: Any) -> Any:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _script() -> Iterator[None]:
+def _script():
     with pytest.MonkeyPatch.context() as patch:
         play(SCRIPT, patch)
         yield
 
 
 @pytest.fixture(scope="module")
-def served(model_folder: Path) -> Iterator[TestClient]:
+def served(model_folder):
     with in_process(model_folder, engine={"context_tokens": 2048}, api_key="k") as client:
         client.headers["x-api-key"] = "k"
         yield client
 
 
 @pytest.fixture(scope="module")
-def harmony(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+def harmony(tmp_path_factory):
     folder = harmony_folder(tmp_path_factory.mktemp("harmony"))
     with in_process(folder, engine={"context_tokens": 2048}) as client:
         yield client
@@ -93,9 +92,7 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
 
 @pytest.mark.parametrize("model", ["served", "harmony"])
 @pytest.mark.parametrize("form", json.loads(FORMS.read_text()), ids=lambda form: form["path"])
-def test_answers_have_each_apis_form(
-    request: pytest.FixtureRequest, model: str, form: dict[str, Any]
-) -> None:
+def test_answers_have_each_apis_form(request, model, form):
     client = request.getfixturevalue(model)
     for body, expected in zip(form["bodies"], form["answers"], strict=True):
         answer = client.post(form["path"], json={**form["fields"], **body})
@@ -108,7 +105,7 @@ def test_answers_have_each_apis_form(
     assert outline(lines) == outline(form["stream"]), "texts may be cut elsewhere"
 
 
-def test_reasoning_is_counted(served: TestClient) -> None:
+def test_reasoning_is_counted(served):
     usage = post(served, "/v1/chat/completions", messages=HELLO)["usage"]
     assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] < usage["completion_tokens"]
     usage = post(served, "/v1/responses", input="Hello")["usage"]
@@ -119,7 +116,7 @@ def test_reasoning_is_counted(served: TestClient) -> None:
     assert post(served, "/api/generate", prompt="Hello", stream=False)["eval_count"] > 0
 
 
-def test_responses_through_the_strict_client(served: TestClient) -> None:
+def test_responses_through_the_strict_client(served):
     client = strict_client(served, "k")
     options: Any = {"model": "any", "instructions": "Be kind.", "max_output_tokens": 90}
     answer = client.responses.create(input="Hello", **options)
@@ -130,7 +127,7 @@ def test_responses_through_the_strict_client(served: TestClient) -> None:
         assert [event.type for event in stream][-1] == "response.completed"
 
 
-def test_embeddings_are_refused(served: TestClient) -> None:
+def test_embeddings_are_refused(served):
     for path in ("/v1/embeddings", "/api/embed"):
         assert "embeddings are not supported" in str(post(served, path, 400, input="a")["error"])
 
@@ -169,7 +166,7 @@ api/chat | "messages": [{"role": "assistant", "tool_calls": [{"function": 3}]}] 
 
 
 @pytest.mark.parametrize("row", WRONG.strip().splitlines())
-def test_errors_name_the_apis_own_field(served: TestClient, row: str) -> None:
+def test_errors_name_the_apis_own_field(served, row):
     path, field, name = row.replace("BAD", BAD).replace("HEAVY", HEAVY).split(" | ")
     base = {"input": "a"} if path == "responses" else {"messages": HELLO}
     fields = {**base, **json.loads(f"{{{field}}}")}
@@ -192,9 +189,7 @@ FUNCTION = {"type": "function", "function": {"name": "f", "parameters": PARAMETE
         ("/api/chat", FUNCTION, "function.parameters"),
     ],
 )
-def test_a_keyword_that_no_grammar_knows_is_named(
-    served: TestClient, path: str, tool: Any, place: str
-) -> None:
+def test_a_keyword_that_no_grammar_knows_is_named(served, path, tool, place):
     asked = {"input": "Rome?"} if path == "/v1/responses" else {"messages": ROME, "max_tokens": 9}
     body = {**asked, "tools": [tool]}
     answer = served.post(path, json={"model": "tiny", "stream": False, **body})
@@ -202,7 +197,7 @@ def test_a_keyword_that_no_grammar_knows_is_named(
     assert f"tools[0].{place}.properties.mail.pattern" in answer.headers["warnings"].split(", ")
 
 
-def test_errors_have_each_apis_form(served: TestClient) -> None:
+def test_errors_have_each_apis_form(served):
     wrong = post(served, "/v1/messages", 400, messages=[])
     assert (wrong["type"], wrong["error"]["type"]) == ("error", "invalid_request_error")
     assert "messages" in post(served, "/api/chat", 400, messages=3)["error"]
@@ -210,7 +205,7 @@ def test_errors_have_each_apis_form(served: TestClient) -> None:
         assert served.post(path, json={}, headers={"x-api-key": "other"}).status_code == 401
 
 
-def test_ollama_knows_the_model(served: TestClient) -> None:
+def test_ollama_knows_the_model(served):
     assert post(served, "/api/generate", model="tiny")["done_reason"] == "load"
     # without a content type, as curl -d sends it
     assert served.post("/api/chat", content=json.dumps({"messages": HELLO})).status_code == 200

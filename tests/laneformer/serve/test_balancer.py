@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +67,7 @@ def write_configuration(folder: Path, servers: dict[str, Server], sockets: list[
 
 
 @pytest.fixture
-def balanced(slow_folder: Path, tmp_path: Path) -> Iterator[Balanced]:
+def balanced(slow_folder, tmp_path):
     with ThreadPoolExecutor(len(NAMES)) as pool:
         starts = [pool.submit(start, slow_folder, model_name=name, grace_s=60.0) for name in NAMES]
         servers = dict(zip(NAMES, (one.result() for one in starts), strict=True))

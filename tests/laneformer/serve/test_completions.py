@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 
 from laneformer.engine.options import batch_seeds
-from tests.laneformer.serve.endpoint import Endpoint, completions
+from tests.laneformer.serve.endpoint import completions
 
 TEXT = "The quick brown fox"
 
 
 @pytest.fixture(scope="module")
-def api(tiny) -> Endpoint:
+def api(tiny):
     return completions(tiny)
 
 
 @pytest.fixture(scope="module")
-def ids(engine) -> list[int]:
+def ids(engine):
     return engine.tokenizer.encode(TEXT).ids
 
 

@@ -17,7 +17,7 @@ from tests.laneformer.serve.endpoint import TALK, Endpoint, completions, convers
 
 
 @pytest.fixture(scope="module")
-def api(tiny) -> Endpoint:
+def api(tiny):
     return conversations(tiny)
 
 

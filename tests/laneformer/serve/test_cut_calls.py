@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,7 +26,7 @@ def called(arguments: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def client(model_folder: Path) -> Iterator[TestClient]:
+def client(model_folder):
     """Of a model that answers by the system's rules: what it writes, and why it ends."""
     script = [
         ("rule cut", called(CUT), "length"),
@@ -63,7 +61,7 @@ CASES: dict[str, tuple[bool, bool, str]] = {
 
 
 @pytest.mark.parametrize("rule", CASES)
-def test_each_api_says_whether_a_call_is_whole(client: TestClient, rule: str) -> None:
+def test_each_api_says_whether_a_call_is_whole(client, rule):
     is_whole, is_complete, reason = CASES[rule]
     tools = {"tools": [{"type": "function", **FUNCTION}], "instructions": f"rule {rule}"}
     response = post(client, "/v1/responses", input=ASK, **tools)
@@ -97,13 +95,13 @@ def test_each_api_says_whether_a_call_is_whole(client: TestClient, rule: str) ->
     assert (ollama["message"]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}) == is_whole
 
 
-def test_a_text_that_is_cut_is_incomplete(client: TestClient) -> None:
+def test_a_text_that_is_cut_is_incomplete(client):
     (item,) = post(client, "/v1/responses", input=ASK, instructions="rule text")["output"]
     assert (item["status"], item["content"][0]["text"]) == ("incomplete", "It is wa")
 
 
 @pytest.mark.parametrize("rule", ["cut", "stopped", "nothing", "half"])
-def test_our_own_answer_can_be_sent_back(client: TestClient, rule: str) -> None:
+def test_our_own_answer_can_be_sent_back(client, rule):
     """In the API that gave it, by a client that changes nothing."""
     system, more = [{"role": "system", "content": f"rule {rule}"}], [{"role": "user", "content": "Go on."}]
     chat = post(client, "/v1/chat/completions", messages=system + ASK, tools=TOOLS)["choices"][0]["message"]

@@ -30,7 +30,7 @@ def valid(kind: str, ids: list[int], schema: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_every_answer_is_valid(kind: str) -> None:
+def test_every_answer_is_valid(kind):
     with batch_of(kind) as batch:
         for name, schema in SCHEMAS.items():
             answers = [
@@ -63,7 +63,7 @@ class Forgetful(Grammar):
 
 
 @pytest.mark.parametrize("planted", [Shifted, Late, Forgetful])
-def test_planted_faults_show(planted: type[Grammar]) -> None:
+def test_planted_faults_show(planted):
     for seed in range(3):
         grammar = grammars().of_schema(SCHEMAS["flat"], "schema")
         grammar.__class__ = planted
@@ -76,7 +76,7 @@ def test_planted_faults_show(planted: type[Grammar]) -> None:
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_a_complete_answer_leaves_only_the_ends(kind: str) -> None:
+def test_a_complete_answer_leaves_only_the_ends(kind):
     known = grammars(kind)
     grammar = known.of_schema({"const": True}, "schema")
     size = known.tokenizer.get_vocab_size()
@@ -95,7 +95,7 @@ def test_a_complete_answer_leaves_only_the_ends(kind: str) -> None:
     grammar.mask(index + 2)
 
 
-def test_a_table_smaller_than_the_tokenizer() -> None:
+def test_a_table_smaller_than_the_tokenizer():
     known = grammars()
     small = Grammars(known.tokenizer, 300, known.eos_ids)
     mask = small.of_lark("start: /(.|\\n)*/").mask(0)
@@ -103,7 +103,7 @@ def test_a_table_smaller_than_the_tokenizer() -> None:
     assert max(allowed(mask)) == 299
 
 
-def test_white_space_is_bounded() -> None:
+def test_white_space_is_bounded():
     grammar, known = grammars().of_schema({"type": "object"}, "schema"), grammars()
     blank = {
         i for i in range(known.tokenizer.get_vocab_size()) if not known.tokenizer.decode([i]).strip(" \n")
@@ -134,19 +134,19 @@ def test_white_space_is_bounded() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )  # fmt: skip
-def test_bad_schemas_are_refused_with_their_place(schema: Any, message: str) -> None:
+def test_bad_schemas_are_refused_with_their_place(schema, message):
     with pytest.raises(ValueError, match=message) as error:
         grammars().of_schema(schema, "s")
     assert len(str(error.value)) < 700
 
 
-def test_a_schema_cannot_change_how_it_is_compiled() -> None:
+def test_a_schema_cannot_change_how_it_is_compiled():
     lenient = {"type": "string", "format": "zip", "x-guidance": {"lenient": True}}
     with pytest.raises(ValueError, match="Unknown format"):
         grammars().of_schema(lenient, "schema")
 
 
-def test_models_without_an_end_and_machines_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_without_an_end_and_machines_without_the_package(monkeypatch):
     known = grammars()
     with pytest.raises(ValueError, match="end-of-text id"):
         Grammars(known.tokenizer, known.vocab_size, ()).of_schema({}, "schema")

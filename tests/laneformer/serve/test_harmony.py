@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -17,7 +15,7 @@ from laneformer.prompts import ChatTemplate
 from laneformer.serve.grammar import Grammars
 from laneformer.serve.tool_calls import ToolCalling
 from tests.laneformer.serve.conftest import in_process
-from tests.laneformer.serve.endpoint import Endpoint, conversations, request_with
+from tests.laneformer.serve.endpoint import conversations, request_with
 from tests.laneformer.serve.grammar_assets import tokens_allowed
 from tests.laneformer.serve.harmony_assets import CONTROL, GPT_OSS, harmony_folder
 
@@ -34,19 +32,19 @@ ROME: list[Any] = [{"role": "user", "content": "How warm is it in Rome?"}]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return harmony_folder(tmp_path_factory.mktemp("harmony"))
 
 
 @pytest.fixture(scope="module")
-def known(folder: Path) -> Grammars:
+def known(folder):
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_truncation()
     size = json.loads((folder / "config.json").read_text())["vocab_size"]
     return Grammars(tokenizer, size, [tokenizer.token_to_id(name) for name in ENDS[1:]], harmony=True)
 
 
-def test_a_conversation_in_its_own_template(known: Grammars) -> None:
+def test_a_conversation_in_its_own_template(known):
     calling = ToolCalling({"chat_template": GPT_OSS}, known)
     assert (calling.form, calling.described) == (HARMONY, False)
     use, call = calling.use(request_with(TOOLS)), {"name": "weather", "arguments": {"city": "Rome"}}
@@ -91,7 +89,7 @@ def fits(known: Grammars, grammar: Any, text: str) -> bool:
     return begins(known, grammar, text, known.eos_ids[0])
 
 
-def test_grammars_leave_room_for_reasoning(known: Grammars) -> None:
+def test_grammars_leave_room_for_reasoning(known):
     calling = ToolCalling({"chat_template": GPT_OSS}, known)
     auto, required = (calling.use(request_with(TOOLS, choice)).grammar() for choice in ("auto", "required"))
     role = f" to=functions.weather{CHANNEL}commentary"
@@ -113,12 +111,12 @@ def test_grammars_leave_room_for_reasoning(known: Grammars) -> None:
 
 
 @pytest.fixture(scope="module")
-def api(folder: Path) -> Iterator[Endpoint]:
+def api(folder):
     with in_process(folder, engine={"context_tokens": 2048}) as client:
         yield conversations(client)
 
 
-def test_calls_of_random_weights_are_valid(api: Endpoint) -> None:
+def test_calls_of_random_weights_are_valid(api):
     """Through the real decode loop: control tokens are read, and stop ids end the answer."""
     calls = []
     for seed in range(4):
@@ -132,7 +130,7 @@ def test_calls_of_random_weights_are_valid(api: Endpoint) -> None:
         jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
 
 
-def test_a_budget_ends_the_reasoning_before_an_answer_of_a_schema(api: Endpoint, known: Grammars) -> None:
+def test_a_budget_ends_the_reasoning_before_an_answer_of_a_schema(api, known):
     head, ending = (ids_of(known, text) for text in (ANALYSIS, NEXT))
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [17]}}}
     choice = api.choice(

@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,7 +72,7 @@ async def until(condition: Callable[[], object], timeout_s: float = 120.0) -> No
 
 
 @pytest.fixture(scope="module")
-def slow(slow_folder: Path) -> Iterator[FastAPI]:
+def slow(slow_folder):
     with in_process(slow_folder, max_waiting=1, keep_alive_s=0.05) as client:
         yield client.app
 

@@ -14,8 +14,6 @@ from tests.laneformer.serve.endpoint import TALK, on_a_loop
 
 if TYPE_CHECKING:
     import httpx
-    from fastapi import FastAPI
-    from fastapi.testclient import TestClient
 
 DIGITS = "0123456789" * 400_000  # 4 MB, which take seconds to encode
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
@@ -23,7 +21,7 @@ WAIT_S = 120.0
 
 
 @pytest.fixture(scope="module")
-def app(tiny: TestClient) -> FastAPI:
+def app(tiny):
     return tiny.app
 
 

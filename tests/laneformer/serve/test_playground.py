@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 
 import pytest
 
@@ -82,14 +81,14 @@ HOSTILE = [
 
 
 @pytest.fixture(scope="module")
-def stand_in() -> Iterator[StandIn]:
+def stand_in():
     server = StandIn()
     yield server
     server.close()
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+def browser(tmp_path_factory):
     page = Page(tmp_path_factory.mktemp("profile"))
     page.size(1400, 900)
     yield page
@@ -97,7 +96,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 
 @pytest.fixture
-def page(browser: Page, stand_in: StandIn) -> Page:
+def page(browser, stand_in):
     """The page in its first state."""
     stand_in.reset()
     browser.size(1400, 900)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +23,7 @@ def with_final(content: Any, **more: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", [*OURS, "smollm2", "mistral"])
-def test_the_prompt_is_that_of_transformers(name: str) -> None:
+def test_the_prompt_is_that_of_transformers(name):
     """Also where a template strips contents, and the last one ends in white space."""
     own = {"smollm2": SMOLLM2, "mistral": MISTRAL}
     template = own.get(name) or (TEMPLATES / f"{name}.jinja").read_text()
@@ -37,12 +35,12 @@ def test_the_prompt_is_that_of_transformers(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def chat(tiny: Any) -> Endpoint:
+def chat(tiny):
     return conversations(tiny)
 
 
 @pytest.fixture(scope="module")
-def anthropic(tiny: Any) -> Endpoint:
+def anthropic(tiny):
     return Endpoint(tiny, "/v1/messages", max_tokens=12, **GREEDY)
 
 
@@ -51,7 +49,7 @@ def prompt_up_to(engine: Engine, text: str) -> list[int]:
     return engine.tokenizer.encode(opened + text, add_special_tokens=False).ids
 
 
-def test_chat_completions_go_on_where_they_are_asked(chat: Endpoint, engine: Engine) -> None:
+def test_chat_completions_go_on_where_they_are_asked(chat, engine):
     ids = prompt_up_to(engine, BEGUN)
     for content in (BEGUN, [{"type": "text", "text": BEGUN}]):
         body = {"messages": with_final(content), "max_tokens": 12, "return_token_ids": True, **ONWARDS}
@@ -62,7 +60,7 @@ def test_chat_completions_go_on_where_they_are_asked(chat: Endpoint, engine: Eng
     assert len(again["prompt_token_ids"]) > len(ids) + 2, "a new turn is opened"
 
 
-def test_messages_go_on(anthropic: Endpoint, engine: Engine) -> None:
+def test_messages_go_on(anthropic, engine):
     """Only what is new is the answer, and only it counts as output; stop sequences and streams as ever."""
     ids = prompt_up_to(engine, BEGUN)
     text = engine.generate_text(ids, max_new_tokens=12)
@@ -109,7 +107,7 @@ REFUSED_CHATS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_cannot_go_on_is_refused(chat: Endpoint, anthropic: Endpoint) -> None:
+def test_what_cannot_go_on_is_refused(chat, anthropic):
     for content, reason in REFUSED_MESSAGES:
         answer = anthropic.ask(messages=with_final(content))
         assert (answer.status_code, reason in answer.text) == (400, True), answer.text
@@ -124,13 +122,13 @@ def test_what_cannot_go_on_is_refused(chat: Endpoint, anthropic: Endpoint) -> No
 
 
 @pytest.fixture(scope="module")
-def scripted(model_folder: Path) -> Iterator[Endpoint]:
+def scripted(model_folder):
     with pytest.MonkeyPatch.context() as patch, in_process(model_folder) as client:
         play([("", "it is warm.</think>It is warm."), ("Warm", "It is warm.")], patch)
         yield conversations(client)
 
 
-def test_a_reasoning_that_was_begun_goes_on(scripted: Endpoint) -> None:
+def test_a_reasoning_that_was_begun_goes_on(scripted):
     message = scripted.choice(messages=with_final("<think>They say"), **ONWARDS)["message"]
     assert (message["reasoning_content"], message["content"]) == ("it is warm.", "It is warm.")
     message = scripted.choice(messages=with_final("<think>x</think>Warm: "), **ONWARDS)["message"]

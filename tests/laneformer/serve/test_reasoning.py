@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,7 @@ BUDGET, TOKENS = 6, 40
 
 
 @pytest.fixture(scope="module")
-def folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(model_folder, tmp_path_factory):
     """A model whose template opens the reasoning, which it would not end by itself."""
     folder = Path(shutil.copytree(model_folder, tmp_path_factory.mktemp("thinking") / "model"))
     config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -33,7 +32,7 @@ def folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.fixture(scope="module")
-def client(folder: Path) -> Iterator[TestClient]:
+def client(folder):
     with in_process(folder) as client:
         yield client
 
@@ -43,7 +42,7 @@ def thinking(client: TestClient) -> Endpoint:
     return Endpoint(client, "/v1/chat/completions", **fields)
 
 
-def test_a_reasoning_ends_where_its_budget_does(client: TestClient, folder: Path) -> None:
+def test_a_reasoning_ends_where_its_budget_does(client, folder):
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ending = tokenizer.encode(ENDING, add_special_tokens=False).ids
     api = thinking(client)
@@ -65,7 +64,7 @@ def test_a_reasoning_ends_where_its_budget_does(client: TestClient, folder: Path
         assert unlimited["token_ids"] == free["token_ids"]
 
 
-def test_an_answer_without_reasoning_has_no_budget(client: TestClient) -> None:
+def test_an_answer_without_reasoning_has_no_budget(client):
     quiet = {"chat_template_kwargs": {"enable_thinking": False}}
     limited, free = (thinking(client).choice(**quiet, **fields) for fields in ({"reasoning_budget": 1}, {}))
     assert limited == free

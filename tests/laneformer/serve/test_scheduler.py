@@ -5,24 +5,22 @@ from __future__ import annotations
 import asyncio
 import itertools
 import queue
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from laneformer.engine import Engine
 from laneformer.serve.scheduler import SHARE_TOKENS, Running, Scheduler
 from tests.laneformer.engine.assets import engine_of, random_model, small_config
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
+def engine():
     with engine_of(random_model(small_config(max_position_embeddings=512)), threads=1) as engine:
         yield engine
 
 
 @pytest.fixture
-def scheduler(engine: Engine) -> Iterator[Scheduler]:
+def scheduler(engine):
     scheduler = Scheduler(engine, max_waiting=3)
     yield scheduler
     scheduler.close()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +11,7 @@ from tests.laneformer.serve.conftest import in_process
 from tests.laneformer.serve.endpoint import error_of, on_a_loop
 
 if TYPE_CHECKING:
-    from fastapi.testclient import TestClient
+    pass
 
 KEY = {"authorization": "Bearer sesame"}
 MAX_BODY_BYTES = 4 * 2**20
@@ -105,7 +104,7 @@ def test_a_body_may_be_so_long(tiny):
 
 
 @pytest.fixture(scope="module")
-def named(model_folder: Path) -> Iterator[TestClient]:
+def named(model_folder):
     options = {"host_names": ["Playground.example"], "allowed_origins": ["https://notes.example"]}
     with in_process(model_folder, api_key="sesame", **options) as client:
         yield client

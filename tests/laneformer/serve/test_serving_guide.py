@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,7 +30,7 @@ needs_clients = pytest.mark.skipif(not CLIENTS.is_dir(), reason=f"no litellm: ma
 
 
 @pytest.fixture(scope="module")
-def served(model_folder: Path) -> Iterator[Server]:
+def served(model_folder):
     server = start(model_folder, model_name=NAME)
     yield server
     assert server.stop() == 0, server.output()

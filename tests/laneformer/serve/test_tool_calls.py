@@ -105,7 +105,7 @@ def calling(name: str, kind: str = "bytes") -> ToolCalling:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_forms_are_read_from_templates(name: str) -> None:
+def test_forms_are_read_from_templates(name):
     read, (_, form) = calling(name), FORMS[name]
     assert (read.form, read.described) == (form or HERMES, form is None)
 
@@ -125,7 +125,7 @@ def spelled(form: CallForm, calls: list[dict[str, Any]]) -> str:
         ("kimi k2 by ids", ["functions.get_weather:0", "functions.add:1"]),
     ],
 )
-def test_the_id_that_a_model_writes_is_its_calls(name: str, ids: list[str]) -> None:
+def test_the_id_that_a_model_writes_is_its_calls(name, ids):
     """The first one of several alike, too."""
     form = calling(name).form
 
@@ -147,7 +147,7 @@ def test_the_id_that_a_model_writes_is_its_calls(name: str, ids: list[str]) -> N
 @pytest.mark.parametrize(
     "name", ["mistral", "new mistral", "mistral 3.2", "kimi k2", "textual", "qwen3", "llama 3.1"]
 )
-def test_calls_go_back_as_transformers_renders_them(name: str) -> None:
+def test_calls_go_back_as_transformers_renders_them(name):
     """And as the model wrote them: the form, with the arguments, is in the text."""
     from transformers import PreTrainedTokenizerFast
 
@@ -172,7 +172,7 @@ def test_calls_go_back_as_transformers_renders_them(name: str) -> None:
     assert messages[1]["tool_calls"] == calls, "what the client sent is not changed"
 
 
-def test_templates_without_tools_get_them_described() -> None:
+def test_templates_without_tools_get_them_described():
     use = calling("smollm2").use(request_with(TOOLS))
     assert use.template_tools == []
     assistant = {"role": "assistant", "content": "So:", "tool_calls": CALLS}
@@ -193,7 +193,7 @@ def test_templates_without_tools_get_them_described() -> None:
     assert calling("smollm2").use(request_with(TOOLS, "none")).messages([own]) == [own]
 
 
-def test_templates_without_system_messages_get_tools_in_the_first_question() -> None:
+def test_templates_without_system_messages_get_tools_in_the_first_question():
     (user,) = calling("gemma").use(request_with(TOOLS)).messages([{"role": "user", "content": "?"}])
     assert user["role"] == "user"
     assert user["content"].endswith("</tool_call>\n\n?")
@@ -220,7 +220,7 @@ NAMED = {"type": "function", "function": {"name": "get_weather"}}
 @pytest.mark.parametrize(
     "name", ["smollm2", "mistral", "mistral 3.2", "kimi k2", "textual", "qwen3", "llama 3.1"]
 )
-def test_every_call_is_valid(name: str, kind: str) -> None:
+def test_every_call_is_valid(name, kind):
     tool = calling(name, kind)
     with batch_of(kind) as batch:
         for choice, parallel in (("required", True), ("required", False), (NAMED, True), ("auto", True)):
@@ -248,7 +248,7 @@ def test_every_call_is_valid(name: str, kind: str) -> None:
 @pytest.mark.parametrize(
     "name", ["smollm2", "mistral", "mistral 3.2", "kimi k2", "textual", "qwen3", "llama 3.1"]
 )
-def test_auto_lets_text_be_text_until_a_call_begins(name: str, kind: str) -> None:
+def test_auto_lets_text_be_text_until_a_call_begins(name, kind):
     """What a model would write is forced through the grammar; behind the marker it has no choice but a call."""
     use = calling(name, kind).use(request_with(TOOLS))
     end, form = grammars(kind).eos_ids[0], use.calling.form
@@ -279,7 +279,7 @@ def ids_of(kind: str, text: str) -> list[int]:
     return ids
 
 
-def test_without_tools_there_is_nothing_to_force() -> None:
+def test_without_tools_there_is_nothing_to_force():
     for request in (request_with([]), request_with(TOOLS, "none")):
         use = calling("qwen3").use(request)
         assert (use.template_tools, use.grammar(), use.form) == ([], None, None)
@@ -307,9 +307,7 @@ REFUSED: list[tuple[dict[str, Any], str, Any]] = [
 
 
 @pytest.mark.parametrize(("schema", "keyword", "value"), REFUSED)
-def test_what_a_grammar_cannot_demand_of_a_tool_is_left_out_and_named(
-    schema: dict[str, Any], keyword: str, value: Any
-) -> None:
+def test_what_a_grammar_cannot_demand_of_a_tool_is_left_out_and_named(schema, keyword, value):
     """The rest of its schema still holds. In a response format it is refused."""
     properties = {"x": schema, "n": {"type": "integer"}}
     parameters = {"type": "object", "properties": properties, "required": ["x", "n"]}
@@ -327,7 +325,7 @@ def test_what_a_grammar_cannot_demand_of_a_tool_is_left_out_and_named(
         grammars().of_schema(parameters, "response_format")
 
 
-def test_tools_beyond_the_limits_are_refused() -> None:
+def test_tools_beyond_the_limits_are_refused():
     parameters = {"type": "object", "title": "x" * 9000}
     functions = [{"name": f"f{i}", "parameters": parameters} for i in range(9)]
     tools = [{"type": "function", "function": function} for function in functions]

@@ -32,7 +32,7 @@ class Person(BaseModel):
     hobbies: list[str] = Field(max_length=4)
 
 
-def test_a_question_is_answered_with_a_tool_and_a_description_with_json() -> None:
+def test_a_question_is_answered_with_a_tool_and_a_description_with_json():
     import openai
 
     tools: list[Any] = [openai.pydantic_function_tool(GetWeather, name="get_weather")]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.train.runs import STEPS, succeed
@@ -11,14 +9,14 @@ from tests.train.sft import chats
 
 
 @pytest.fixture(scope="session")
-def lock(prepared_data, shared) -> Path:
+def lock(prepared_data, shared):
     """A mixture of packed conversations in windows of chats.SEQ_LEN tokens."""
     tokenizer = prepared_data / "tokenizer.model"
     return shared("chats", lambda folder: chats.prepare(folder, tokenizer, 300)) / "data/sft.lock.json"
 
 
 @pytest.fixture(scope="session")
-def parent(phase1, shared) -> Path:
+def parent(phase1, shared):
     """The last checkpoint of a short phase 1."""
     flags = (*chats.FLAGS[:4], "--validation.no-enable")
     made = shared("parent", lambda folder: succeed(folder / "run", phase1, *flags, ranks=1))

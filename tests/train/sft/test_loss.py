@@ -20,7 +20,7 @@ WINDOWS = 6
 
 
 @pytest.fixture(scope="module")
-def windows(lock) -> tuple[np.ndarray, np.ndarray]:
+def windows(lock):
     mixture = Mixture.open(lock)
     return mixture.sequences(0, WINDOWS)[0], mixture.flags(0, WINDOWS)
 

@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,18 +56,18 @@ def with_messages(chats: list[list[Turn]]) -> list[Turn]:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(prepared_data) -> Path:
+def tokenizer(prepared_data):
     return prepared_data / "tokenizer.model"
 
 
 @pytest.fixture
-def arguments(tmp_path, tokenizer) -> Arguments:
+def arguments(tmp_path, tokenizer):
     path = write(tmp_path / "chat.jsonl", with_messages(CHATS))
     return Arguments((str(path),), tokenizer, tmp_path / "out", seq_len=SEQ_LEN, holdout=0.1, workers=1)
 
 
 @pytest.fixture
-def prepare(arguments, tmp_path) -> Callable[..., dict[str, Any]]:
+def prepare(arguments, tmp_path):
     """Make a source of these rows in place of the fixture's: its manifest."""
 
     def prepare(rows, **changes):

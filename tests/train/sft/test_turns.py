@@ -37,7 +37,7 @@ from tests.tokenizer_assets import byte_level
 from tests.train.sft import chats
 from train.sft.__main__ import Arguments, run
 from train.sft.conversations import rows
-from train.sft.turns import Conversation, encode
+from train.sft.turns import encode
 
 Row = dict[str, Any]
 SEQ_LEN, EOS = 2048, "</s>"
@@ -92,7 +92,7 @@ GOLDEN_SHA256 = "988d062f60704df706047f2dc27e58a0e72ee856dbd29449c52b87502fcfd75
 
 
 @pytest.fixture(scope="module")
-def data(prepared_data, tmp_path_factory) -> Arguments:
+def data(prepared_data, tmp_path_factory):
     """A folder of `train.sft --system-and-tools`, with the rows above among others."""
     folder = tmp_path_factory.mktemp("tools")
     others = [
@@ -109,7 +109,7 @@ def data(prepared_data, tmp_path_factory) -> Arguments:
 
 
 @pytest.fixture(scope="module")
-def exported(data) -> Path:
+def exported(data):
     """What `export` makes of a run on that data, whose folder has what attempt_record.describe_run copies."""
     run = data.out.parent / "run"
     run.mkdir()
@@ -122,7 +122,7 @@ def exported(data) -> Path:
 
 
 @pytest.fixture(scope="module")
-def encoder(prepared_data) -> PromptEncoder:
+def encoder(prepared_data):
     return encoder_of(prepared_data, TOOLS_TEMPLATE)
 
 
@@ -132,7 +132,7 @@ def encoder_of(data: Path, template: Path) -> PromptEncoder:
 
 
 @pytest.fixture(scope="module")
-def trained(encoder) -> list[Conversation]:
+def trained(encoder):
     return [encode(row, encoder, True, SEQ_LEN, False) for row in ROWS]
 
 

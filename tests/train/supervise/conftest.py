@@ -8,7 +8,7 @@ from records.job import JobSections
 
 
 @pytest.fixture
-def job(tmp_path) -> JobSections:
+def job(tmp_path):
     job = JobSections()
     job.job.dump_folder = str(tmp_path / "run")
     job.run.mkdir()

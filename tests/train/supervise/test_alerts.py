@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -17,13 +16,13 @@ from train.supervise.supervisor import Options, Supervisor
 
 
 @pytest.fixture
-def answer() -> threading.Event:
+def answer():
     """Set when somebody gives up."""
     return threading.Event()
 
 
 @pytest.fixture
-def posts(job, answer, monkeypatch) -> Iterator[list[dict[str, Any]]]:
+def posts(job, answer, monkeypatch):
     """What a server of the job's webhook receives; a text that holds "hang" waits for `answer`."""
     received: list[dict[str, Any]] = []
 

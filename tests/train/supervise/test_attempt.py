@@ -8,7 +8,6 @@ import pwd
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable
 
 import psutil
 import pytest
@@ -25,7 +24,7 @@ REPORT = "Root Cause (first observed failure):\n[0]:\n  host      : a.long.name\
 
 
 @pytest.fixture
-def begin(job, monkeypatch) -> Callable[..., Attempt]:
+def begin(job, monkeypatch):
     """Start an attempt whose workers are this shell command; console: what torchrun has said."""
 
     def begin(command, nodes=None, per_node=1, console="", **options):

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
@@ -29,7 +28,7 @@ Life = tuple[int, int, str, int | None] | OSError
 
 
 @pytest.fixture
-def supervise(job, monkeypatch) -> Callable[..., tuple[int, int]]:
+def supervise(job, monkeypatch):
     """Run a supervisor whose attempts live these lives: (its exit status, how many attempts it made)."""
     job.resilience.backoff_s = 0.0
     job.checkpoints.mkdir()
@@ -124,7 +123,7 @@ def test_policies_after_a_refused_step(supervise, job, policy, starts):
 
 
 @pytest.fixture
-def healthy(monkeypatch) -> SimpleNamespace:
+def healthy(monkeypatch):
     """Pre-flight's answers: bad nodes, and what the exchanges say, one after another."""
     answers = SimpleNamespace(bad={}, problems=[])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,14 +20,14 @@ AGENTS = Path(sys.prefix) / "agents" / "node_modules" / ".bin"  # codex, claude
 
 
 @pytest.fixture(scope="module")
-def asked(model_folder: Path) -> Iterator[Asked]:
+def asked(model_folder):
     server = start(model_folder, engine={"context_tokens": 1024}, api_key=KEY)  # room for tools
     yield Asked(server.url, "tiny", KEY)
     assert server.stop() == 0, server.output()
 
 
 @pytest.fixture(scope="session")
-def other_python() -> Callable[..., str]:
+def other_python():
     """`other_python(*arguments, cwd)`: stdout of Python with the packages of .venv/clients before its own."""
     if not PYTHON_CLIENTS.is_dir():
         pytest.skip(f"no {PYTHON_CLIENTS}: make {PYTHON_CLIENTS.relative_to(Path.cwd())}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,14 +98,14 @@ print(json.dumps(asyncio.run(asked())))
 
 
 @pytest.fixture(scope="module")
-def note(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def note(tmp_path_factory):
     path = tmp_path_factory.mktemp("work") / "note.txt"
     path.write_text("the secret is seven\n")
     return path
 
 
 @pytest.fixture(scope="module")
-def served(note: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def served(note, tmp_path_factory):
     """With a context for the prompts of agents."""
     sizes = {"max_position_embeddings": 262_144}
     folder = write_model(tmp_path_factory.mktemp("served") / "long", **sizes)

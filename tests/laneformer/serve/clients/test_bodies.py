@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from tests.laneformer.serve.conftest import in_process
 from tests.laneformer.serve.endpoint import data_of
 
 if TYPE_CHECKING:
-    from fastapi.testclient import TestClient
+    pass
 
 BODIES: dict[str, list[dict[str, Any]]] = json.loads(
     Path(__file__).with_name("program_bodies.json").read_text()
@@ -21,7 +20,7 @@ BODIES: dict[str, list[dict[str, Any]]] = json.loads(
 
 
 @pytest.fixture(scope="module")
-def client(model_folder: Path) -> Iterator[TestClient]:
+def client(model_folder):
     with in_process(model_folder, engine={"context_tokens": 1024}) as client:  # room for tools
         yield client
 
