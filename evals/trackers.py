@@ -121,12 +121,13 @@ class Trackers:
         """Send each tracker the records of evals.jsonl that it lacks."""
         about = [(n, each) for n, each in enumerate(records) if number(each.get("step")) is not None]
         for name, send in list(self.senders.items()):
-            given = self.read_counts().get(name, 0)
+            counts = self.read_counts()
+            given = counts.get(name, 0)
             if given == len(records):
                 continue
             try:
                 send(self.run, self.folder, about, 0 if given > len(records) else given)
-                write_atomically(self.run / SENT, json.dumps({**self.read_counts(), name: len(records)}))
+                write_atomically(self.run / SENT, json.dumps({**counts, name: len(records)}))
             except Exception as problem:  # whatever a tracker's package raises, evaluations continue
                 del self.senders[name]
                 self.say(f"{name} got no evaluations: {problem}; a later start sends them")

@@ -120,7 +120,7 @@ class Watcher:
 
     def is_due(self, task: tuple[int, float, str]) -> bool:
         """Whether a command without a record is to be run now."""
-        failures = self.failed.get(task, [])
+        failures = self.failed.get(task)
         if not failures:
             return True
         if self.once or len(failures) > len(RETRY_AFTER_S):

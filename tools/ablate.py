@@ -114,12 +114,11 @@ def read_plan(options: Options) -> Plan:
     check_known("baseline", [values["baseline"]], variants)
     if options.workers < 1:
         raise ValueError(f"--workers is {options.workers}; use 1 or more")
-    names = options.variants or variants
     return Plan(
         job=values["job"],
         baseline=values["baseline"],
         seeds=list(dict.fromkeys(options.seeds or values["seeds"])),
-        variants={name: variants[name] for name in names},
+        variants={name: variants[name] for name in options.variants or variants},
     )
 
 
@@ -239,8 +238,8 @@ def compare(rows: Sequence[dict[str, Any]], baseline: str) -> str:
 
     losses: dict[str, dict[int, float]] = defaultdict(dict)
     for row in rows:
-        diverged = row["valid_loss"] is None
-        losses[row["variant"]][row["seed"]] = math.inf if diverged else row["valid_loss"]
+        loss = row["valid_loss"]  # None of a run that diverged
+        losses[row["variant"]][row["seed"]] = math.inf if loss is None else loss
     if baseline not in losses:
         raise ValueError(f"there are no results of {baseline}, the baseline, yet; train it")
     lines = []

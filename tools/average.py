@@ -197,8 +197,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the half-written folder is deleted
     try:
         print(json.dumps(tyro.cli(average, prog="python -m tools.average")))
-    except (
-        ValueError,
-        CheckpointException,
-    ) as error:  # DCP's holds a traceback, the interruption or a full disk last
+    # DCP's holds a traceback, the interruption or a full disk last
+    except (ValueError, CheckpointException) as error:
         raise SystemExit(f"average: {str(error).strip().splitlines()[-1]}; nothing was written") from None

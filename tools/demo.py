@@ -66,7 +66,9 @@ def main(
     stage("4/8  fine-tuning on conversations of people, from the last checkpoint of phase 2")
     lock = prepare_conversations(out)
     third = train(out, "sft", lock, steps3, ranks, second, "--optimizer.lr", "3e-3")
-    merge_metrics(out)
+    with open(out / "metrics.jsonl", "w") as merged:  # for a reader who wants the run as one curve
+        for phase in PHASES:
+            merged.write((out / phase / "metrics.jsonl").read_text())
     stage("5/8  checkpoints -> Hugging Face folders, before and after fine-tuning")
     base, final = out / "phase2/hf", out / "hf"
     export(second, base)
@@ -85,14 +87,16 @@ def main(
         f"user:      {QUESTION}\nassistant: {reply(final, QUESTION)}", markup=False, highlight=False
     )
     console.print(f"everything is in {out}/; open {out}/dashboard.html")
-    rest = {
+    figures = {
+        **training_figures(out),
         "hf_max_logit_diff": exported["hf_max_logit_diff"],
         "engine_matches_hf": greedy["same"] == greedy["prompts"],
         **chat,
         **measured,
+        "seconds": round(time.monotonic() - started, 1),
+        "out": str(out),
     }
-    rest |= {"seconds": round(time.monotonic() - started, 1), "out": str(out)}
-    print(json.dumps(training_figures(out) | rest))
+    print(json.dumps(figures))
 
 
 def clear(out: Path) -> None:
@@ -166,7 +170,7 @@ def run(*arguments: Any) -> dict[str, Any]:
 
 
 def train(
-    out: Path, phase: str, lock: Path, steps: int, ranks: int, parent: Path | None = None, *overrides: str
+    out: Path, phase: str, lock: Path, steps: int, ranks: int, parent: Path | None, *overrides: str
 ) -> Path:
     """One phase under torchrun, its log beside its checkpoints, its progress from the metrics it writes; returns its
     last checkpoint.
@@ -200,13 +204,6 @@ def train(
             f"training {phase} failed with exit status {process.returncode}; the whole log is {log}"
         )
     return folder / f"checkpoint/step-{steps}"
-
-
-def merge_metrics(out: Path) -> None:
-    """All phases in one file, for a reader who wants the run as one curve."""
-    with open(out / "metrics.jsonl", "w") as merged:
-        for phase in PHASES:
-            merged.write((out / phase / "metrics.jsonl").read_text())
 
 
 def held_out_conversations(data: Path, source: str = "chitchat") -> list[tuple[list[int], Any]]:

@@ -54,8 +54,8 @@ def main(
     check_contents(checkpoint)
     progress = training_progress(checkpoint)
     ids = frequent_ids(checkpoint, draft_lock, draft_vocab_size) if draft_vocab_size else ()
-    made = export(checkpoint, out, dtype, config, tokenizer, overwrite, progress=progress, draft_ids=ids)
-    print(json.dumps(made))
+    facts = export(checkpoint, out, dtype, config, tokenizer, overwrite, progress=progress, draft_ids=ids)
+    print(json.dumps(facts))
 
 
 def frequent_ids(checkpoint: Path, lock: Path | None, count: int) -> tuple[int, ...]:

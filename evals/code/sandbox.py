@@ -34,9 +34,8 @@ PYTHON = Path(sys.executable).resolve()
 PROBE = "import os; print('process', os.getpid(), flush=True); os.fork()"  # which is refused
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
 CLONE, CLONE_THREAD = {"x86_64": 56, "aarch64": 220}, 0x10000
-NEW = (
-    403  # system calls from here on came in 2019 or later: the C library does without where they do not exist
-)
+# system calls from here on came in 2019 or later: the C library does without where they do not exist
+NEW = 403
 
 
 def system_call_filter(machine: str) -> bytes:
@@ -80,11 +79,9 @@ def sandbox_options(readable: Sequence[Path]) -> list[str]:
         "--unshare-ipc",
         "--unshare-uts",
         "--die-with-parent",
+        "--new-session",  # not --as-pid-1: a change of user cancels --die-with-parent in the process itself
     ]
-    command += [
-        "--new-session"
-    ]  # not --as-pid-1: a change of user cancels --die-with-parent in the process itself
-    shown = [Path(path) for path in (*SYSTEM, *DEVICES)] + list(readable)
+    shown = [Path(path) for path in (*SYSTEM, *DEVICES, *readable)]
     for parent in sorted({parent for path in shown for parent in path.parents} - {Path("/")}):
         command += ["--perms", "0755", "--dir", str(parent)]  # else only root may pass
     for path in SYSTEM:
@@ -106,10 +103,9 @@ def as_nobody(command: Sequence[str]) -> list[str]:
     """A command for the inside of a sandbox: root becomes nobody, as limits on a user's threads do
     not hold for it.
     """
-    change = (
-        ["setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups", "--"] if os.geteuid() == 0 else []
-    )
-    return [*change, *command]
+    if os.geteuid() == 0:
+        return ["setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups", "--", *command]
+    return list(command)
 
 
 def why_not() -> str:

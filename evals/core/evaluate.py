@@ -85,12 +85,12 @@ def score_task(
     fit into the model's context.
     """
     rows, limit = bundle.rows(task), settings.limit
-    total = len(rows) if limit is None else min(limit, len(rows))
     room = min(scorer.max_length, scorer.scoring_room)
 
     def answer(left: Iterator[Item]) -> Iterator[ItemAnswer]:
         scored = score_each(scorer, left, lambda item: item.prompts)
-        for item, scores in track(scored, f"{task.label:>32}", total, console=console, transient=True):
+        asked = len(rows[:limit])
+        for item, scores in track(scored, f"{task.label:>32}", asked, console=console, transient=True):
             yield judge_item(scorer, item, scores)
 
     return partial.complete(task.label, items(task, rows, settings.protocol, scorer, room, limit), answer)

@@ -27,6 +27,7 @@ import io
 import os
 import random
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,11 +101,10 @@ def load_tasks(
 
 def first_documents(task: Task, limit: int | None) -> list[int]:
     """Indices of a task's first `limit` documents, per length if it has several."""
-    seen: dict[Any, int] = {}
-    chosen = []
+    seen, chosen = Counter[Any](), []
     for i, document in enumerate(task.eval_docs):
         length = document.get("max_length")
-        seen[length] = seen.get(length, 0) + 1
+        seen[length] += 1
         if limit is None or seen[length] <= limit:
             chosen.append(i)
     return chosen

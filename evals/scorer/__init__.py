@@ -58,13 +58,13 @@ def choose(folder: Path, source: Source = LOCAL) -> tuple[str, str, str]:
     from laneformer.llama.config import FAMILIES
 
     model_type = read_config(folder).get("model_type")
-    if source.backend == "engine" and model_type not in ("laneformer", *FAMILIES):
-        raise ValueError(
-            f"backend = 'engine': {folder} is of model_type {model_type!r}; use 'transformers' or 'auto' for all but "
-            f"laneformer, {', '.join(FAMILIES)}"
-        )
     asked = f"--backend {source.backend}"
     if source.backend == "engine":  # its auto is the CPU, and a list of GPUs shares the model's lanes
+        if model_type not in ("laneformer", *FAMILIES):
+            raise ValueError(
+                f"backend = 'engine': {folder} is of model_type {model_type!r}; use 'transformers' or 'auto' for all "
+                f"but laneformer, {', '.join(FAMILIES)}"
+            )
         return "engine", source.device, asked
     device = resolve_device(source.device)
     if "," in device:

@@ -173,10 +173,8 @@ class Scorer(Encoder):
         for begin in range(1, len(whole), room):
             end = min(begin + room, len(whole))
             first = max(0, end - room - 1)
-            windows.append(Prompt(whole[first:end], begin - first))
-        return math.fsum(
-            float(s.logprobs.sum()) for scores in self.score([w] for w in windows) for s in scores
-        )
+            windows.append([Prompt(whole[first:end], begin - first)])
+        return math.fsum(float(scores.logprobs.sum()) for (scores,) in self.score(windows))
 
     def check_prompt(self, prompt: Prompt) -> Prompt:
         if not 1 <= prompt.start <= len(prompt.ids) <= self.scoring_room:

@@ -111,11 +111,8 @@ class EndpointScorer(Scorer):
                 reason = f"HTTP {error.code}: {error.read(500).decode(errors='replace')}"
                 if error.code not in TRY_AGAIN:
                     raise ValueError(f"{url} refused the request, {reason}") from None
-            except (
-                OSError,
-                ValueError,
-                HTTPException,
-            ) as error:  # no connection, a timeout, not JSON, half a reply
+            # no connection, a timeout, not JSON, half a reply
+            except (OSError, ValueError, HTTPException) as error:
                 reason = repr(error)
         raise ValueError(f"{url} gave no answer in {ATTEMPTS} attempts ({reason}); run again to continue")
 

@@ -37,7 +37,7 @@ Place = tuple[int, int]  # (item, option)
 
 
 def pack_prompts(
-    items: Sequence[Sequence[Prompt]], device_type: str, keeps_prefix: bool = True
+    items: Sequence[Sequence[Prompt]], device_type: str, keeps_prefix: bool
 ) -> Iterator[tuple[list[Place], int]]:
     """The passes that score a window of items on "cuda" or "cpu": places of the prompts that are read together, and
     how many ids of a common prefix a pass of its own reads before. Prompts with nothing to score are in none.

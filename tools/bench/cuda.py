@@ -316,8 +316,11 @@ def main(arguments: list[str]) -> None:
             f"cuda: {reason}. On a CPU, python -m tools.bench decode measures the CPU engine", file=sys.stderr
         )
         raise SystemExit(2)
+    import torch
+
     report = stamp("cuda", arguments)
-    report |= {"commit": options.commit or report["commit"], "gpu": gpu_name(), "parts": {}}
+    gpu = torch.cuda.get_device_name(0)
+    report |= {"commit": options.commit or report["commit"], "gpu": gpu, "parts": {}}
 
     def save() -> None:
         if options.out is not None:
@@ -327,12 +330,6 @@ def main(arguments: list[str]) -> None:
     for part in parts_of(options.flavor):
         run_part(part, report["parts"].setdefault(part.title, {}), save)
     print(json.dumps(report))
-
-
-def gpu_name() -> str:
-    import torch
-
-    return torch.cuda.get_device_name(0)
 
 
 if __name__ == "__main__":  # one part, or our server: serve FLAVOR [DEVICE] --port PORT

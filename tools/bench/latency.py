@@ -84,7 +84,9 @@ def measure_shape(shape: str, options: Options, console: Any) -> Result:
     engines: dict[str, Engine] = {}
     try:
         for name, config in configs.items():
-            engines[name] = open_engine(name, config)
+            engines[name] = Engine.random(config, "bf16", threads=LANES, device="cpu", pin=True)
+        decoder: Any = engines[LADDER]._open()
+        decoder.set_ladder()
         for number, order in enumerate(alternate(configs, 1 + options.rounds)):  # the first one warms
             console.print(f"{shape}: round {number} of {options.rounds}")
             for name in order:
@@ -112,14 +114,6 @@ def config_of(shape: str, name: str, **overrides: Any) -> LaneformerConfig:
     flavor, own = SHAPES[shape]
     values = {"num_lanes": LANES, **own, **VARIANTS[name], **overrides}
     return LaneformerConfig.from_flavor(flavor, **values)
-
-
-def open_engine(name: str, config: LaneformerConfig) -> Engine:
-    engine = Engine.random(config, "bf16", threads=LANES, device="cpu", pin=True)
-    if name == LADDER:
-        decoder: Any = engine._open()
-        decoder.set_ladder()
-    return engine
 
 
 def predict(

@@ -69,14 +69,10 @@ class Reference:
         tuple[int, ...], tuple[list[int], list[float]]
     ]  # of prompts: tokens and leads of float32
 
-    def greedy(self, prompt: list[int], new_tokens: int) -> tuple[list[int], list[float]]:
-        tokens, leads = self.continuations[tuple(prompt)]
-        return tokens[:new_tokens], leads[:new_tokens]
-
 
 def reference(
     config: LaneformerConfig, weights: Weights, length: int, positions: Sequence[int] | slice = slice(None),
-    prompts: Sequence[list[int]] = (), new_tokens: int = NEW_TOKENS,
+    prompts: Sequence[list[int]] = (),
 ) -> Reference:  # fmt: skip
     """Both models on one random text: their logits at `positions`; and greedy continuations of `prompts`.
 
@@ -86,7 +82,7 @@ def reference(
     ids = np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()
     model = hf_model(config, weights, torch.float32)
     single = hf_logits(model, ids)[positions]
-    made = {tuple(prompt): hf_greedy(model, prompt, new_tokens) for prompt in prompts}
+    made = {tuple(prompt): hf_greedy(model, prompt, NEW_TOKENS) for prompt in prompts}
     del model
     half = hf_logits(hf_model(config, weights, torch.bfloat16), ids)[positions]
     errors, worst = relative_errors(half, single), float(np.abs(half - single).max())
@@ -95,10 +91,6 @@ def reference(
 
 def greedy_prompts(config: LaneformerConfig, count: int) -> list[list[int]]:
     return random_prompts(config, count, PROMPT_LENGTHS, NEW_TOKENS)
-
-
-def scored_length(config: LaneformerConfig) -> int:
-    return length_beyond_windows(config, BEYOND_WINDOW)
 
 
 def read(decoder: PassDecoder, ids: list[int], start: int, logits: torch.Tensor | None = None) -> int:
@@ -154,18 +146,18 @@ def check_greedy(decoder: PassDecoder, truth: Reference, worst: float, count: in
         return 2 * (min(worst, truth.worst) if len(prompt) <= decoder.unread else truth.worst)
 
     prompts = greedy_prompts(decoder.config, count)
-    return compare_greedy(prompts, lambda prompt: greedy(decoder, prompt), truth.greedy, tie_of)
+    return compare_greedy(
+        prompts,
+        lambda prompt: greedy(decoder, prompt),
+        lambda prompt, _: truth.continuations[tuple(prompt)],
+        tie_of,
+    )
 
 
 def differing_runs(decoder: PassDecoder, ids: list[int], runs: int) -> int:
     """How many of `runs` differ from the first in a bit of the logits."""
     first = score(decoder, ids).tobytes()
     return sum(score(decoder, ids).tobytes() != first for _ in range(runs - 1))
-
-
-def one_launch_is_many(decoder: PassDecoder, prompt: list[int]) -> bool:
-    """Whether launches of several passes give the tokens of launches of one."""
-    return greedy(decoder, prompt) == greedy(decoder, prompt, most=1)
 
 
 def check_faults(config: LaneformerConfig, weights: Weights, make: MakeDecoder) -> bool:
@@ -194,12 +186,11 @@ def check(
             texts = check_greedy(decoder, truth, near["worst"], count)
             yield f"{version}: greedy tokens", texts["unexplained"] == 0
             yield f"{version}: {runs} equal runs", differing_runs(decoder, truth.ids[:16], runs) == 0
-            yield f"{version}: launch lengths", one_launch_is_many(decoder, truth.ids[:4])
+            prompt = truth.ids[:4]
+            yield f"{version}: launch lengths", greedy(decoder, prompt) == greedy(decoder, prompt, most=1)
             results.append((decoder.geometry.warps, texts["ids"], logits))
-        except (
-            RuntimeError,
-            ValueError,
-        ) as error:  # a hang, a fault of the GPU, a version that cannot be made
+        # a hang, a fault of the GPU, a version that cannot be made
+        except (RuntimeError, ValueError) as error:
             yield f"{version}: runs", False
             yield f"{version} ended", str(error)
     if len({warps for warps, *_ in results}) == 1 < len(results):  # sums over a block depend on its warps
@@ -216,7 +207,8 @@ def check_flavor(flavor: str) -> Figures:
     """Names and values of all figures: False where a check fails; the planted faults last, since they take longest."""
     config = LaneformerConfig.from_flavor(flavor)
     weights = random_weights(config, device=DEVICE)
-    truth = reference(config, weights, scored_length(config), prompts=greedy_prompts(config, PROMPTS))
+    length = length_beyond_windows(config, BEYOND_WINDOW)
+    truth = reference(config, weights, length, prompts=greedy_prompts(config, PROMPTS))
     yield "relative error, bf16 of Transformers", truth.error
     tensors = tensors_of(weights)
     makers = {version: functools.partial(make_decoder, config, tensors, version) for version in DECODERS}

@@ -115,8 +115,10 @@ def check(config: LaneformerConfig, weights: Weights, options: Options, console:
     by_depth: dict[Any, dict[str, float]] = {
         p + 1: {name: error[p] for name, error in errors.items() if p < len(error)} for p in positions
     }
-    by_row = {**by_depth, "worst": worst}
-    rows = [{"depth": d, **{name: row.get(name) for name in errors}} for d, row in by_row.items()]
+    rows = [
+        {"depth": depth, **{name: row.get(name) for name in errors}}
+        for depth, row in {**by_depth, "worst": worst}.items()
+    ]
     tables = {
         "Modules' partial outputs against float64, worst of layers and lanes": modules["by_depth"],
         "Relative error of the logits": rows,

@@ -167,7 +167,7 @@ def main(write: bool = False) -> None:
     columns = ("measure", "value", "limit", "holds")
     print(table(columns, [(row.name, row.value, row.limit, row.ok) for row in rows]))
     for row in rows:
-        if not row.ok and row.excess:
+        if row.excess:
             print(f"\n{row.name}:", *row.excess, sep="\n  ")
     raise SystemExit(any(not row.ok for row in rows))
 

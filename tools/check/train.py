@@ -55,7 +55,7 @@ PLAIN = (
     "--validation.no-enable", "--training.local_batch_size", "1",
 )  # fmt: skip
 FLOAT8_FLAGS = ("--model.converters", FLOAT8, f"--{FLOAT8}.recipe_name", "rowwise")
-COMPARED = ("loss", "grad_norm", "tokens", "lr")
+COMPARED = ("loss", "grad_norm", "tokens", "lr", "valid_loss")
 TIMEOUT_S = 900
 
 
@@ -160,10 +160,10 @@ def measure(options: Options, console: Console) -> dict[str, Any]:
         gates |= resumed(jobs, whole)
         gates |= memory(options, whole)
     report = verdict({name: gate for name, gate in gates.items() if gate[0] is not None})
-    open_questions = [name for name, gate in gates.items() if gate[0] is None]
     report["gates"] += [
         {"check": name, "figure": "not yet measured", "allowed": None, "holds": None}
-        for name in open_questions
+        for name, gate in gates.items()
+        if gate[0] is None
     ]
     return {**report, "figures": figures}
 
@@ -177,10 +177,12 @@ def losses(jobs: Jobs, whole: list[dict[str, Any]]) -> tuple[Gates, dict[str, An
     nproc = jobs.options.nproc
     if nproc > 1:
         replicas = 2 if nproc > 2 else 1  # shards of one are refused
-        mesh = "--parallelism.data_parallel_replicate_degree", str(replicas)
-        more = ["--training.local_batch_size", str(jobs.options.global_batch // nproc)]
+        more = [
+            "--parallelism.data_parallel_replicate_degree", str(replicas),
+            "--training.local_batch_size", str(jobs.options.global_batch // nproc),
+        ]  # fmt: skip
         more += [] if jobs.options.device == "cuda" else ["--compile.no-enable"]  # shards and replicas alone
-        sharded = jobs.rows("sharded", *mesh, *more, ranks=nproc)
+        sharded = jobs.rows("sharded", *more, ranks=nproc)
         errors[f"losses of {replicas} x {nproc // replicas} ranks"] = furthest(sharded, exact)
     gates: Gates = {name: (error, allowed, error <= allowed) for name, error in errors.items()}
     gates["kernels replaced at the start"] = replaced(jobs.folder / "whole")
@@ -246,8 +248,7 @@ def resumed(jobs: Jobs, whole: list[dict[str, Any]]) -> Gates:
 def differing(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> int:
     """Steps of which a compared figure differs in a bit."""
     pairs = zip(rows, others, strict=True)
-    keys = (*COMPARED, "valid_loss")
-    return sum(any(row.get(key) != other.get(key) for key in keys) for row, other in pairs)
+    return sum(any(row.get(key) != other.get(key) for key in COMPARED) for row, other in pairs)
 
 
 def memory(options: Options, whole: list[dict[str, Any]]) -> Gates:

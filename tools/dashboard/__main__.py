@@ -84,9 +84,8 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 def write_page(folders: Sequence[Path], out: Path, now: float) -> list[Run]:
     """Write the page of these run folders to `out`, whole or not at all; returns what was read."""
     runs = read_runs(folders)
-    text = page(runs, now)
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, text)
+    write_atomically(out, page(runs, now))
     return runs
 
 

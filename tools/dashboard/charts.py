@@ -76,8 +76,7 @@ def thin(points: Points) -> Points:
         bucket = range(start, min(start + width, len(points)))
         known = [i for i in bucket if points[i][1] is not None]
         # a bucket without any figure stays a gap
-        extremes = {choose(known, key=lambda i: points[i][1]) for choose in (min, max)} if known else {start}
-        chosen |= extremes
+        chosen |= {choose(known, key=lambda i: points[i][1]) for choose in (min, max)} if known else {start}
     return [points[i] for i in sorted(chosen)]
 
 
@@ -159,13 +158,13 @@ def marks_of(run: Run) -> Json:
 
 def rows_part(run: Run, panel: Panel, **look: Any) -> tuple[Panel, list[Json]]:
     """The panel of a figure of logged rows, by phase."""
-    look = {"width": 1.2, **look}
     return panel, [
         curve(
             panel.title,
             [(row, row.get(panel.key)) for row in run.rows_of(phase)],
             colour(i),
             group=phase,
+            width=1.2,
             **look,
         )
         for i, phase in enumerate(run.phases)

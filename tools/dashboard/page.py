@@ -99,14 +99,14 @@ def measured(value: Any, form: str = ",.0f", unit: str = "") -> str:
     return none() if known is None else f"{known:{form}}{unit}"
 
 
-def short(value: Any, unit: str = "") -> str:
+def short(value: Any) -> str:
     """A large figure with three digits and its SI prefix: 1234567 -> 1.23 M."""
     known, power = number(value), 0
     if known is None:
         return none()
     while abs(known) >= 999.5 and power < 4:
         known, power = known / 1000, power + 1
-    return f"{known:.3g} {' kMGT'[power].strip()}{unit}".strip()
+    return f"{known:.3g} {' kMGT'[power]}".strip()
 
 
 def percent(share: Any, form: str = ".1f") -> str:

@@ -129,8 +129,12 @@ def write_interpreter(env: Path) -> None:
     packages_folder.mkdir(parents=True)
     up = os.path.relpath(env.parent / "code", packages_folder)
     ours, standard = {ROOT, ROOT / "models"}, Path(os.__file__).parent
-    installed = [p for p in map(Path, sys.path) if p.is_absolute() and p.is_dir() and p.resolve() not in ours]
-    installed = [p for p in installed if p != standard and p.name != "lib-dynload"]
+    installed = [
+        path
+        for path in map(Path, sys.path)
+        if path.is_absolute() and path.is_dir() and path.resolve() not in ours
+        and path != standard and path.name != "lib-dynload"
+    ]  # fmt: skip
     # a path in a .pth file is searched, but its own .pth files are not executed, so no import
     # hook is inherited
     (packages_folder / "snapshot.pth").write_text(
