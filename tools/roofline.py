@@ -65,7 +65,7 @@ def token_s(
     link_s: float,
     *,
     head_s: float = 0.0,
-    modules_late: int = 0,
+    modules_late: int,
     ends: int = 1,
 ) -> float:
     """Seconds of a token.

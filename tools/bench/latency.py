@@ -125,11 +125,6 @@ def predict(
     return [1 / (1 / speed + each_s - tokens_s[0]) for each_s in tokens_s]
 
 
-def hidden_s(name: str, module_s: tuple[float, float]) -> float:
-    """The latency up to which joins after the early layers wait for nothing."""
-    return VARIANTS[name]["broadcast_delay"] * sum(module_s) + (min(module_s) if name == LADDER else 0.0)
-
-
 def section(options: Options, result: Result) -> tuple[str, str]:
     parts = []
     for model in result["models"]:
@@ -143,6 +138,9 @@ def section(options: Options, result: Result) -> tuple[str, str]:
         for name, speeds in model["tokens_per_s"].items():
             pairs = zip(speeds, model["predicted"][name], strict=True)
             cells = [f"{speed:.4g} ({predicted:.4g})" for speed, predicted in pairs]
-            rows.append([name, 1e6 * hidden_s(name, module_s), *cells])
+            # the latency up to which joins after the early layers wait for nothing
+            hidden_s = VARIANTS[name]["broadcast_delay"] * sum(module_s)
+            hidden_s += min(module_s) if name == LADDER else 0.0
+            rows.append([name, 1e6 * hidden_s, *cells])
         parts.append(table(["link, us", "hides, us", *(f"{link:g}" for link in model["link_us"])], rows))
     return "tokens/s against the latency of the link", "\n\n".join(parts)

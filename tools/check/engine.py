@@ -57,12 +57,10 @@ class Options(ModelOptions):
     """The engine's arithmetic; with bf16 the allowed error is that of Transformers in bf16."""
 
 
-def measure(options: Options, console: Console) -> dict[str, Any]:
-    return check(*load(options.model), options, console)
-
-
 def main(arguments: list[str] | None = None) -> None:
-    run_check("engine", Options, measure, arguments)
+    run_check(
+        "engine", Options, lambda options, console: check(*load(options.model), options, console), arguments
+    )
 
 
 class Truth(NamedTuple):

@@ -35,14 +35,13 @@ from laneformer import LaneformerConfig
 from laneformer.titan.float8 import CAPABILITY
 from records.files import read_lines
 from records.job import job_flags
-from tools.check.gates import MARGIN, run_check, verdict
+from tools.check.gates import MARGIN, ROOT, run_check, verdict
 from tools.check.killed_job import KILL_AT
 from tools.markdown import records
 from tools.plan import sums
 from tools.synthetic import write_synthetic_lock
 from train.job_checks import FLOAT8
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS, SAVES_EVERY, KILLED_AT = 20, 10, 14
 WARMUP = 5  # steps that compile
 ARCHITECTURE: dict[str, Any] = {"num_hidden_layers": 4, "broadcast_delay": 1, "swa_layers": (0, 1, 2)}

@@ -93,7 +93,7 @@ def chart(content: dict[str, Any], name: str) -> str:
     return f'<div class="figure"><div class="tools"></div><div class="chart">{place}</div></div>'
 
 
-def measured(value: Any, form: str = ",.0f", unit: str = "") -> str:
+def measured(value: Any, form: str, unit: str = "") -> str:
     """A figure as text, or "not measured"."""
     known = number(value)
     return none() if known is None else f"{known:{form}}{unit}"
