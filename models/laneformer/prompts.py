@@ -244,7 +244,8 @@ class ChatTemplate:
         """
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
         values = {"messages": messages, "tools": tools, "documents": None, **self._tokens, **variables}
-        plain = json.loads(json.dumps({**values, "add_generation_prompt": add_generation_prompt}))
+        values["add_generation_prompt"] = add_generation_prompt
+        plain = json.loads(json.dumps(values))
         try:
             return self._templates[name].render(plain)
         except (self._error, TypeError) as error:

@@ -59,9 +59,8 @@ def stretch_llama3(frequencies: Any, scaling: Mapping[str, Any] | None) -> Any:
         return frequencies
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    blend = ((turns - low) / (high - low)).clip(
-        0.0, 1.0
-    )  # 0: long wavelengths, stretched; 1: short ones, kept
+    # 0: long wavelengths, stretched; 1: short ones, kept
+    blend = ((turns - low) / (high - low)).clip(0.0, 1.0)
     return frequencies * (blend + (1 - blend) / scaling["factor"])
 
 

@@ -23,9 +23,8 @@ from ..prompts import PromptEncoder
 
 Message = dict[str, str]  # "role" and "content"
 MAX_USED = 7 / 8  # of the context, before a reply; beyond it the oldest turns go
-KEPT = (
-    1 / 2
-)  # of the context, when turns must go: what stays is read again, so it should not happen at every message
+# of the context, when turns must go: what stays is read again, so it should not happen at every message
+KEPT = 1 / 2
 
 
 @dataclass
@@ -96,9 +95,8 @@ class Conversation:
             return Reply(messages, rendered, last.prompt)
         if last and rendered.startswith(last.rendered):
             rest = rendered[len(last.rendered) :]
-            reply_text = (
-                last.text if rest.startswith(last.text) else last.text.strip()
-            )  # some templates strip
+            # some templates strip
+            reply_text = last.text if rest.startswith(last.text) else last.text.strip()
             closing = self.encoder.encode(rest[len(reply_text) :]) if rest.startswith(reply_text) else []
             if closing and closing[0] in self.engine.eos_ids:
                 body = last.ids[:-1] if last.ids[-1] in self.engine.eos_ids else last.ids

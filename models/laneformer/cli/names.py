@@ -27,13 +27,8 @@ from ..engine.home import home
 FILES = ["*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer*", "*.model", "*.jinja",
          "special_tokens_map.json", "added_tokens.json"]  # fmt: skip
 FOREIGN = ["original/*", "*/original/*", "consolidated*"]  # the makers' own formats, once more as large
-PREFERRED = (
-    "Q4_K_M",
-    "Q4_0",
-    "Q8_0",
-    "BF16",
-    "F16",
-)  # of a repository of GGUF files, where none is asked for
+# of a repository of GGUF files, where none is asked for
+PREFERRED = ("Q4_K_M", "Q4_0", "Q8_0", "BF16", "F16")
 REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
 FIRST = re.compile(r"-00001-of-(?=\d{5}\.gguf$)")

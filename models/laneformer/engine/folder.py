@@ -225,10 +225,8 @@ def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
         dtype, element = types[entry["dtype"]]
         begin, end = entry["data_offsets"]
         values = raw[start + begin : start + end].view(element).reshape(entry["shape"])
-        yield (
-            name,
-            Tensor(dtype, np.require(values, requirements="A")),
-        )  # a copy where the file is not aligned
+        # a copy where the file is not aligned
+        yield name, Tensor(dtype, np.require(values, requirements="A"))
 
 
 def rope_tables(config: LaneformerConfig) -> tuple[np.ndarray, np.ndarray]:

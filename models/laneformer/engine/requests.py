@@ -74,9 +74,6 @@ def make_request(
     """For a checked prompt; ids in the options are checked here."""
     biased = checked_ids(list(options.logit_bias), vocab_size, "logit_bias")
     stops = checked_ids(options.stop_ids, vocab_size, "stop_ids")
-    logprobs = options.logprobs
-    if logprobs is not None:
-        logprobs = min(logprobs, vocab_size)
     return Request(
         prompt,
         **{name: getattr(options, name) for name in SAME_FIELDS},
@@ -84,7 +81,7 @@ def make_request(
         logit_bias=list(zip(biased, options.logit_bias.values(), strict=True)),
         prediction=checked_ids(options.prediction, vocab_size, "prediction"),
         stop_ids=stops if options.ignore_eos else [*stops, *eos_ids],
-        logprobs=logprobs,
+        logprobs=options.logprobs and min(options.logprobs, vocab_size),
     )
 
 

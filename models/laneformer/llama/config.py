@@ -353,12 +353,8 @@ def windows(
         windowed = tuple(i for i in layers if (i + 1) % every)
     else:
         windowed = nope if family.windowed == "nope" else tuple(layers)
-    blind = read["model_type"] in (
-        "mistral",
-        "ministral3",
-        "phi3",
-        "qwen3_moe",
-    )  # Transformers does not look at layer_types
+    # Transformers does not look at layer_types
+    blind = read["model_type"] in ("mistral", "ministral3", "phi3", "qwen3_moe")
     if blind and window and windowed != tuple(layers):
         raise ValueError(
             f"layer_types of model_type {read['model_type']!r} must all be 'sliding_attention', "

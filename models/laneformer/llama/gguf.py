@@ -26,12 +26,8 @@ from .vocabulary import Vocabulary
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
-PERMUTED = (
-    "llama",
-    "smollm3",
-    "granite",
-    "mistral3",
-)  # whose rows of queries and keys the converter permutes
+# whose rows of queries and keys the converter permutes
+PERMUTED = ("llama", "smollm3", "granite", "mistral3")
 STORED = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 QUANTIZED = ("Q8_0", "Q6_K", "Q5_0", "Q5_1", "Q5_K", "Q4_0", "Q4_1", "Q4_K", "IQ4_NL", "IQ4_XS",
              "MXFP4")  # fmt: skip
@@ -117,9 +113,8 @@ class GgufFile(LazyTensors):
     def _load(self, name: str, stored: ReaderTensor, kind: str) -> Tensor:
         data = stored.data
         if self.architecture in PERMUTED and (heads := self._heads(name)):
-            rows = data.reshape(
-                heads, -1, 2, *data.shape[1:]
-            )  # the converter made pairs of a head's two halves
+            # the converter made pairs of a head's two halves
+            rows = data.reshape(heads, -1, 2, *data.shape[1:])
             data = rows.swapaxes(1, 2).reshape(data.shape)
         if stored.tensor_type.name in STORED:
             return Tensor(kind, data if kind == "fp32" else data.view(np.uint16))

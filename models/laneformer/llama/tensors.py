@@ -38,9 +38,8 @@ NESTED = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")  # of a text m
 OTHER_TOWER = re.compile(r"^(?:model\.)?(?:vision_tower|multi_modal_projector)\.")
 COLUMNS = ("attention.wo", "feed_forward.w2")  # where a lane owns columns
 ROTATED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
-IGNORED = re.compile(
-    r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
-)  # of old files; a function of the config
+# of old files; a function of the config
+IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 def laneformer_of(

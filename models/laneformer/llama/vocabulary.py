@@ -11,13 +11,8 @@ from typing import Any
 PREFIX, TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # token types
 DEFAULTS = {"bos": 1, "eos": 2, "unknown": 0}  # ids of SentencePiece's vocabularies
-BEGINS_WITH_BOS = (
-    "llama-bpe",
-    "llama3",
-    "llama-v3",
-    "falcon3",
-    "tekken",
-)  # pre-tokenizers, unless the file says
+# pre-tokenizers, unless the file says
+BEGINS_WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
 # of turns and texts, by their text: files often name one end alone, and mark others as ordinary pieces
 ENDS = frozenset({
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
@@ -25,10 +20,8 @@ ENDS = frozenset({
     "<|fim_pad|>", "<fim_pad>", "<|repo_name|>", "<reponame>", "<|file_sep|>",
 })  # fmt: skip
 NAMED_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-HARMONY_ENDS, HARMONY_TURN = (
-    {"<|return|>", "<|call|>"},
-    "<|end|>",
-)  # the latter ends a message, not the answer
+# the latter ends a message, not the answer
+HARMONY_ENDS, HARMONY_TURN = {"<|return|>", "<|call|>"}, "<|end|>"
 BESIDE = "Put the model's tokenizer.json beside the file: it is used then"
 
 

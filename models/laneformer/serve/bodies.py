@@ -201,9 +201,8 @@ EXPECTED = {  # of fields with several types
 
 def explain_errors(errors: Sequence[Any]) -> RequestError:
     """What a client is told about a bad body; `errors` as of pydantic's validation error."""
-    error = next(
-        (e for e in errors if e["type"] == "refused"), errors[0]
-    )  # a better reason than a type of several
+    # a better reason than a type of several
+    error = next((e for e in errors if e["type"] == "refused"), errors[0])
     path = list(error["loc"])
     expected = next((name for name in path if name in EXPECTED), None)
     if expected is not None:

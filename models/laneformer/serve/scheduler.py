@@ -293,9 +293,8 @@ class Scheduler:
         self._allow(running, [])
 
     def _collect(self) -> list[tuple[Running, Update]]:
-        if not any(
-            running.grammar for running in self._joined.values()
-        ):  # a draw that waits for a mask cannot
+        # a draw that waits for a mask cannot
+        if not any(running.grammar for running in self._joined.values()):
             time.sleep(max(0.0, self._handed_s + PACE_S - time.monotonic()))
         news = []
         for update in self.batch.updates(COLLECT_S):

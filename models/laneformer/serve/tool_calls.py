@@ -162,9 +162,9 @@ class ToolUse:
             return []
         return [{"type": "function", "function": function} for function in self.functions]
 
-    def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Messages with text as content, and calls with arguments as values, as the template takes them."""
-        copies = copy.deepcopy([dict(message) for message in messages])
+        copies = copy.deepcopy(list(messages))
         if self.calling.described:
             return self._without_tools(copies)
         if self.calling.form is HARMONY:

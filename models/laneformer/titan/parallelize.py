@@ -186,6 +186,5 @@ def apply_fsdp(model: Laneformer, mesh: DeviceMesh, job_config: JobConfig) -> No
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # the loss is already divided by the global token count
-            module.set_force_sum_reduction_for_comms(
-                True
-            )  # gloo lacks PREMUL_SUM, and NCCL is faster with SUM
+            # gloo lacks PREMUL_SUM, and NCCL is faster with SUM
+            module.set_force_sum_reduction_for_comms(True)

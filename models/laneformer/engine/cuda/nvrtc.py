@@ -15,13 +15,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-PLACES = (
-    "nvidia/*/lib",
-    "torch/lib",
-    "lib",
-    "lib64",
-    "targets/*/lib",
-)  # in packages, environments and toolkits
+# in packages, environments and toolkits
+PLACES = ("nvidia/*/lib", "torch/lib", "lib", "lib64", "targets/*/lib")
 OPTIONS = ("--std=c++17", "--fmad=false")  # of all units
 BY_NAME = ("libnvrtc.so.13", "libnvrtc.so.12")  # where the loader looks
 
@@ -76,9 +71,8 @@ def compilers() -> tuple[Nvrtc, ...]:
     """Those that are installed, the newest first."""
     found: dict[tuple[int, int], Nvrtc] = {}
     for path in libraries():
-        with contextlib.suppress(
-            OSError, AttributeError
-        ):  # a file that is not for this machine, a dangling link
+        # a file that is not for this machine, a dangling link
+        with contextlib.suppress(OSError, AttributeError):
             compiler = Nvrtc(path)
             found.setdefault(compiler.version, compiler)
     return tuple(found[version] for version in sorted(found, reverse=True))
@@ -89,9 +83,8 @@ def libraries() -> Iterator[str]:
     roots = [*sys.path, sys.prefix, *toolkits, *map(str, Path("/usr/local").glob("cuda*"))]
     for root in dict.fromkeys(filter(None, roots)):
         for place in PLACES:
-            yield from map(
-                str, sorted(Path(root).glob(f"{place}/libnvrtc[.-][!b]*"))
-            )  # libnvrtc-builtins is a part
+            # libnvrtc-builtins is a part
+            yield from map(str, sorted(Path(root).glob(f"{place}/libnvrtc[.-][!b]*")))
     yield from BY_NAME
 
 

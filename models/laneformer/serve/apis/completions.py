@@ -7,7 +7,6 @@ from typing import Any
 
 from ...engine import GeneratedToken
 from ...engine.text import TextStream
-from ..bodies import RequestError
 from ..choices import Choices, Piece, Written
 from ..context import ServingContext
 from ..schema import UNTIL_THE_END, CompletionRequest
@@ -81,7 +80,4 @@ class CompletionAnswer(OpenAIAnswer):
 def encode(prompt: str | list[int], context: ServingContext) -> list[int]:
     if not isinstance(prompt, str):
         return prompt
-    try:
-        return context.prompts.text(context.check_length(prompt, "prompt"))
-    except (TypeError, UnicodeError) as error:  # half a surrogate pair
-        raise RequestError(f"the prompt is no text: {error}", "prompt") from None
+    return context.prompts.text(context.check_length(prompt, "prompt"))

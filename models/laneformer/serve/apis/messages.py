@@ -79,9 +79,9 @@ class MessagesRequest(TranslatedRequest):
             if self.output_config.format.type != "text":
                 reason = "the final assistant message, which the answer continues, cannot be combined with a format"
                 raise RequestError(reason, "output_config.format")
-        if continues and not messages[-1]["content"]:  # it is begun
-            messages.pop()
-            continues = False
+            if not messages[-1]["content"]:  # it is begun
+                messages.pop()
+                continues = False
         choice = self.tool_choice
         named = {"type": "function", "function": {"name": choice.name}}
         return {

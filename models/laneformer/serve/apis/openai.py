@@ -68,11 +68,10 @@ class OpenAIAnswer(Answer):
         if self.with_ids:
             prompt = self.choices.prompts[piece.choice // self.choices.n] if first else None
             ids = {"token_ids": list(piece.ids), "prompt_token_ids": prompt}
-        scores = self.scores(piece) if scored else None
         return {
             "index": piece.choice,
             **content,
-            "logprobs": scores,
+            "logprobs": self.scores(piece) if scored else None,
             "finish_reason": piece.finish_reason,
             **ids,
         }
@@ -127,9 +126,8 @@ def completion_logprobs(context: ServingContext, written: Iterable[Written]) -> 
         top: dict[str, float] = {}
         for i, logprob in ((token.id, token.logprob), *token.top):
             text = context.token_text(i)
-            top[text] = max(
-                finite(logprob), top.get(text, MIN_LOGPROB)
-            )  # of ids spelled alike, the likeliest
+            # of ids spelled alike, the likeliest
+            top[text] = max(finite(logprob), top.get(text, MIN_LOGPROB))
         scored = token.logprob is not None
         scores["text_offset"].append(offset)
         scores["token_logprobs"].append(finite(token.logprob) if scored else None)
