@@ -12,13 +12,6 @@ from .config import LaneformerConfig
 from .ropes import stretch_llama3
 
 
-def rope_frequencies(config: LaneformerConfig, device: torch.device | None = None) -> Tensor:
-    """Radians per position of each rotated pair, (d/2,) float32; Llama-3 scaling if the config has it."""
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
-    frequency: Tensor = stretch_llama3(1.0 / (config.rope_theta**exponent), config.rope_scaling)
-    return frequency
-
-
 def rope_table(config: LaneformerConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin, each (B or 1, S, 1, d/2) float32, for integer positions (S,) or (B, S).
 
@@ -27,11 +20,13 @@ def rope_table(config: LaneformerConfig, positions: Tensor) -> tuple[Tensor, Ten
     positions = positions if positions.dim() == 2 else positions[None]
     at = positions[..., None].float()
     if not config.ropes:
-        angle = at * rope_frequencies(config, positions.device)
+        pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=positions.device)
+        frequency = 1.0 / config.rope_theta ** (pairs / config.head_dim)
+        angle = at * stretch_llama3(frequency, config.rope_scaling)
         return angle.cos()[:, :, None], angle.sin()[:, :, None]
-    pairs = [rope.of_pairs(config.max_position_embeddings, config.head_dim // 2) for rope in config.ropes]
+    ropes = [rope.of_pairs(config.max_position_embeddings, config.head_dim // 2) for rope in config.ropes]
     # copied without waiting: the host stays ahead of a GPU
-    numbers = torch.tensor(pairs, dtype=torch.float32, device="cpu").to(positions.device, non_blocking=True)
+    numbers = torch.tensor(ropes, dtype=torch.float32, device="cpu").to(positions.device, non_blocking=True)
     frequency, scale = numbers.unbind(1)
     angle, scale = at * frequency[:, None, None], scale[:, None, None]
     return (angle.cos() * scale)[..., None, :], (angle.sin() * scale)[..., None, :]

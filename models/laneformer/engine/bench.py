@@ -99,7 +99,7 @@ def prompt_speed(engine: Engine, length: int) -> dict[str, float]:
     products = sum(
         math.prod(shape) * (taken if "feed_forward" in name else 1.0)
         for name, shape in shapes
-        if name.startswith("layers.") and is_matrix(name)
+        if name.startswith("layers.") and any(f".{matrix}.weight" in name for matrix in MATRICES)
     )
     tokens_per_s = length / np.array(first_s)
     return {
@@ -108,10 +108,6 @@ def prompt_speed(engine: Engine, length: int) -> dict[str, float]:
         "probe_products_per_s": float(np.median(probe)),
         **spread("percent_of_product_probe", 100 * products * tokens_per_s / probe),
     }
-
-
-def is_matrix(name: str) -> bool:
-    return any(f".{matrix}.weight" in name for matrix in MATRICES)
 
 
 def after(

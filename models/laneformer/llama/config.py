@@ -235,11 +235,6 @@ def scales(read: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def logits_factor(values: Mapping[str, Any]) -> float:
-    """What the final norm is multiplied with, for the logits."""
-    return 1.0 / values.get("logits_scaling", 1.0)
-
-
 def lanes_for(values: Mapping[str, Any], threads: int) -> int:
     """Lanes for a model that has none of its own: one a thread, or a group of threads for
     each of fewer lanes.

@@ -86,10 +86,6 @@ def rope_of(given: Mapping[str, Any], read: Mapping[str, Any], head_dim: int) ->
     )
 
 
-def as_numbers(frequencies: np.ndarray) -> tuple[float, ...]:
-    return tuple(frequencies.astype(np.float32).tolist())
-
-
 def longrope(given: Mapping[str, Any], wavelength: np.ndarray, trained: int, factor: float) -> Rope:
     """Each wavelength times a factor of its own, other ones in a context within what was trained (arXiv 2402.13753).
 
@@ -104,5 +100,5 @@ def longrope(given: Mapping[str, Any], wavelength: np.ndarray, trained: int, fac
             raise ValueError(
                 f"long_factor and short_factor hold {[len(f) for f in factors]} numbers; {len(wavelength)} pairs rotate"
             )
-    long, short = (as_numbers(1 / (values * wavelength)) for values in factors)
+    long, short = (tuple((1 / (values * wavelength)).astype(np.float32).tolist()) for values in factors)
     return Rope(long, float(scale), short, trained)

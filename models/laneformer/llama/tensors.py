@@ -20,7 +20,7 @@ import numpy as np
 
 from ..config import EMBEDDING, HEAD, LaneformerConfig
 from ..tensors import STORED_TYPES, LazyTensors, Tensor, TensorSource, check_shapes, sources_of
-from .config import FAMILIES, config_of_llama, logits_factor, text_values
+from .config import FAMILIES, config_of_llama, text_values
 from .experts import Sources, split_experts, stack_experts
 from .variant import ROUTER, variant_of
 
@@ -59,7 +59,7 @@ def laneformer_of(
     if variant_of(config).experts and not from_gguf:
         sources = split_experts(sources) if family.interleaved else stack_experts(sources)
     norm_offset = 0.0 if from_gguf else family.norm_offset
-    return config, LlamaTensors(config, sources, norm_offset, logits_factor(values))
+    return config, LlamaTensors(config, sources, norm_offset, 1.0 / values.get("logits_scaling", 1.0))
 
 
 def text_sources(sources: Sources) -> Sources:

@@ -149,8 +149,10 @@ class Endpoints:
 
         async def endpoint(request: Request) -> Response:
             raw, reading = await request.body(), Reading(self.options.strict, self.context.max_values)
-            if not any_type:
-                check_type(request.headers.get("content-type", "application/json"))
+            kind = request.headers.get("content-type", "application/json")
+            if not any_type and kind.partition(";")[0].strip().lower() != "application/json":
+                message = f"the body has the content type {kind[:80]!r}; send application/json"
+                raise RequestError(message, None, "invalid_json")
 
             def answer_in_thread() -> Answer | dict[str, Any]:
                 asked = body.read(raw, reading)
@@ -191,9 +193,3 @@ class Endpoints:
         )
         described.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
         return described
-
-
-def check_type(kind: str) -> None:
-    if kind.partition(";")[0].strip().lower() != "application/json":
-        message = f"the body has the content type {kind[:80]!r}; send application/json"
-        raise RequestError(message, None, "invalid_json")

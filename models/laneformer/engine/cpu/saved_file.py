@@ -81,7 +81,8 @@ def write(
     between: Callable[[float], None],
 ) -> None:
     """segment: its bytes, uint8. between: is told the seconds of each piece. The file is locked meanwhile."""
-    with open(path, "wb", opener=for_owner) as file:
+    # prompts are private: nobody else reads the file
+    with open(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         hold(file, alone=True)
         digests = []
         for index, first, end in layout.pieces(len(prefix.ids), prefix.dropped):
@@ -154,8 +155,3 @@ def runs_of_zeros(dropped: np.ndarray, page: int, positions: int) -> Iterator[tu
 
 def hash_of(text: bytes) -> bytes:
     return _core.content_hash(np.frombuffer(text, np.uint8)).encode()
-
-
-def for_owner(path: str, flags: int) -> int:
-    """Prompts are private: nobody else reads the file."""
-    return os.open(path, flags, 0o600)

@@ -20,12 +20,8 @@ class Card:
     peak_flops: float = math.nan  # bf16, dense; NaN where its maker does not say
 
 
-def read_cards() -> list[Card]:
-    text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
-    return [Card(name, **row) for name, row in tomllib.loads(text).items()]  # noqa: TID251 neither job nor recipe
-
-
-CARDS = read_cards()
+TEXT = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+CARDS = [Card(name, **row) for name, row in tomllib.loads(TEXT).items()]  # noqa: TID251 neither job nor recipe
 
 
 def card_named(name: str) -> Card:

@@ -126,10 +126,6 @@ class Geometry:
         return min(MAX_SPLITS, max(1, self.blocks_per_lane // self.config.kv_heads_per_lane))
 
     @property
-    def warps_per_lane(self) -> int:
-        return self.blocks_per_lane * self.warps
-
-    @property
     def threads(self) -> int:
         """Of a block."""
         return self.warps * WARP_THREADS

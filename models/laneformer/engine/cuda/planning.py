@@ -136,7 +136,7 @@ def check_matrices(geometry: Geometry) -> None:
                 f"the {op} matrix of a lane, {matrix.rows} x {matrix.columns}, cannot be cut: columns must be a "
                 f"multiple of {multiple} and rows of {TILE}; use the CPU engine"
             )
-        if matrix.units * geometry.warps_per_lane >= 2**31:
+        if matrix.units * geometry.blocks_per_lane * geometry.warps >= 2**31:
             raise ValueError(
                 f"the {op} matrix has {matrix.rows} rows a lane, too many to be numbered in 32 bits"
             )
