@@ -28,9 +28,8 @@ HEAD = "lm_head.weight"
 LM_HEAD_TYPES = ("vocab_parallel", "replicate", "lane")
 MTP = "mtp."  # begins the names of the tensors of the head for multi-token prediction
 HEAD_FIELDS = ["num_nextn_predict_layers", "draft_vocab_size", "deliver_tail"]
-DRAFT_IDS = (
-    "mtp.draft_ids"  # int32, ascending: the rows of the head that drafts are scored with; no parameter
-)
+# int32, ascending: the rows of the head that drafts are scored with; no parameter
+DRAFT_IDS = "mtp.draft_ids"
 
 
 class Join(str, enum.Enum):  # noqa: UP042  (StrEnum needs Python 3.11, exported folders also run on 3.10)
@@ -239,7 +238,12 @@ class LaneformerConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LaneformerConfig:
         """From a `config.json` dictionary without its Hugging Face bookkeeping; unknown keys are refused."""
-        _refuse_unknown_keys(values, [f.name for f in dataclasses.fields(cls)])
+        known = [f.name for f in dataclasses.fields(cls)]
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"unknown config key {key!r}{hint}")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -263,14 +267,6 @@ def _matrix_shapes(config: LaneformerConfig) -> dict[str, tuple[int, ...]]:
         part = name.split(".")[1]
         shapes[name] = (lanes, rows[part] // lanes, d) if part in rows else (lanes, d, columns[part] // lanes)
     return shapes
-
-
-def _refuse_unknown_keys(values: dict[str, Any], known: list[str]) -> None:
-    for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"unknown config key {key!r}{hint}")
 
 
 def _check_sizes(config: LaneformerConfig) -> None:

@@ -64,9 +64,10 @@ def laneformer_of(
 
 def text_sources(sources: Sources) -> Sources:
     """Those of the text model, named as if it were alone."""
-    of_text = {name: source for name, source in sources.items() if not OTHER_TOWER.match(name)}
     return {
-        NESTED.sub("" if "lm_head" in name else "model.", name): source for name, source in of_text.items()
+        NESTED.sub("" if "lm_head" in name else "model.", name): source
+        for name, source in sources.items()
+        if not OTHER_TOWER.match(name)
     }
 
 
@@ -111,8 +112,12 @@ class LlamaTensors(LazyTensors):
         self.rotated = 2 * len(ropes[0].frequencies) if ropes else config.head_dim  # of a head's rows
         shapes = config.tensor_shapes()
         given = {name: source.shape for name, source in stored.items() if not IGNORED.fullmatch(name)}
-        if config.tie_word_embeddings and given.pop(HEAD, ()):
-            self._expect_tied()
+        if config.tie_word_embeddings and given.pop(HEAD, ()):  # some files hold the tied head as well
+            head, embedding = (stored[WHOLE[name]].load().values for name in (HEAD, EMBEDDING))
+            if not np.array_equal(head, embedding):
+                raise ValueError(
+                    "tie_word_embeddings = True, but lm_head.weight is not the embedding; set it to false"
+                )
         names = {name: self._source_of(name) for name in shapes}
         expected = {names[name]: self._source_shape(name, shape) for name, shape in shapes.items()}
         check_shapes("the checkpoint", given, expected)
@@ -169,14 +174,6 @@ class LlamaTensors(LazyTensors):
         if self.variant.experts and ROUTER not in name:
             source = source.replace(".mlp.", ".mlp.experts.")
         return source
-
-    def _expect_tied(self) -> None:
-        """Some files hold the tied head as well."""
-        head, embedding = (self.stored[WHOLE[name]].load().values for name in (HEAD, EMBEDDING))
-        if not np.array_equal(head, embedding):
-            raise ValueError(
-                "tie_word_embeddings = True, but lm_head.weight is not the embedding; set it to false"
-            )
 
 
 def widened(tensor: Tensor) -> np.ndarray:

@@ -31,7 +31,7 @@ class RequestError(ValueError):
     """A request that cannot be answered: the client's fault. status: of HTTP; the others are OpenAI's fields."""
 
     def __init__(
-        self, message: str, param: str | None = None, code: str | None = "invalid_value", status: int = 400
+        self, message: str, param: str | None, code: str | None = "invalid_value", status: int = 400
     ):
         super().__init__(message)
         self.param, self.code, self.status_code = param, code, status

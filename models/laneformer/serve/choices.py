@@ -113,7 +113,7 @@ class Choices:
 
     def __init__(
         self, context: ServingContext, prompts: Sequence[list[int]], n: int, options: GenerationOptions | None,
-        stops: Sequence[str] = (), score_top: int | None = None,
+        stops: Sequence[str], score_top: int | None = None,
         grammar: AnswerGrammar | None = None, with_control_tokens: bool = False,
     ):  # fmt: skip
         """options: None to generate nothing. score_top: score the prompts, with this many likeliest ids.
@@ -195,7 +195,7 @@ class Choices:
         prompt = self.prompts[choice // self.n]
         stream = TextStream(self.context.tokenizer, prompt, skip_special_tokens=not self._control)
         detailed, scores_stop = self.options.logprobs is not None, self._score_top is not None
-        writing = Writing(stream, self._stops, self.context.stop_ids(self.options), detailed, scores_stop)
+        writing = Writing(stream, self._stops, running.request.stop_ids, detailed, scores_stop)
         async for tokens in running:
             if writing.stop is not None:
                 continue  # they came before the engine heard of it

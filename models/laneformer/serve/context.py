@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Sequence
 
 from .. import __version__
-from ..engine import Engine, GenerationOptions
+from ..engine import Engine
 from ..engine.channels import BEGIN, speaks_harmony
 from ..engine.options import conversation_defaults
 from ..engine.requests import checked_ids
@@ -38,7 +38,7 @@ class ServingContext:
             raise ValueError("a server needs a tokenizer, but the model folder holds no tokenizer.json")
         self.scheduler, self.model, self.tokenizer = scheduler, model, engine.tokenizer
         self.vocab_size, self.context_tokens = engine.config.vocab_size, engine.config.max_position_embeddings
-        self.eos_ids, self.reasoning_budget = engine.eos_ids, budget
+        self.reasoning_budget = budget
         self.harmony = speaks_harmony(engine.tokenizer_config)
         self.reasons = BEGIN in str(engine.tokenizer_config.get("chat_template"))
         self.completion_defaults = {**engine.sampling_defaults, "speculate": speculate}
@@ -105,9 +105,6 @@ class ServingContext:
                 f"min_tokens = {request.min_tokens} exceeds the limit of {limit} tokens", "min_tokens"
             )
         return limit
-
-    def stop_ids(self, options: GenerationOptions) -> list[int]:
-        return [*options.stop_ids, *(() if options.ignore_eos else self.eos_ids)]
 
     def token_text(self, token_id: int) -> str:
         """A token as text; where its bytes are no text of their own, OpenAI's spelling of them."""

@@ -180,8 +180,7 @@ class Message(Body):
 
     def plain(self) -> dict[str, Any]:
         """For a template: content as one text, a developer as the system, arguments as values."""
-        without = None if self.tool_calls else {"tool_calls"}
-        message = self.model_dump(exclude_none=True, exclude=without)
+        message = self.model_dump(exclude_none=True, exclude=None if self.tool_calls else {"tool_calls"})
         message["role"] = SYSTEM if self.role == "developer" else self.role
         message["content"] = "\n".join(texts_of(self.content))
         for call in message.get("tool_calls", []):

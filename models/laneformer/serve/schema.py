@@ -147,8 +147,7 @@ class Request(Sampling):
     @model_validator(mode="after")
     def _check_stream_options(self, info: ValidationInfo) -> Self:
         if "stream_options" in self.model_fields_set and not self.stream:
-            reading = info.context or STRICTLY
-            reading.pass_over("stream_options", "stream_options needs stream = true")
+            (info.context or STRICTLY).pass_over("stream_options", "stream_options needs stream = true")
         return self
 
 

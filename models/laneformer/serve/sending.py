@@ -57,8 +57,8 @@ def error_response(error: Exception, path: str) -> Response:
     if isinstance(error, Busy):
         headers = {"Retry-After": str(error.retry_after_s)}
     answer = ClientError.of(error)
-    body = json.dumps(answer.body(path))  # ASCII: a message may quote half a surrogate pair
-    return Response(body, answer.status, headers, "application/json")
+    # ASCII: a message may quote half a surrogate pair
+    return Response(json.dumps(answer.body(path)), answer.status, headers, "application/json")
 
 
 class Answer:

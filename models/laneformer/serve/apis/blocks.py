@@ -146,7 +146,7 @@ def own_tools(kind: str) -> AfterValidator:
 
 def function_tool(tool: dict[str, Any], parameters: str) -> dict[str, Any]:
     """A tool as chat completions have it. parameters: the field of its schema."""
-    function = {name: tool.get(name) for name in ("name", "description")}
+    function = {"name": tool.get("name"), "description": tool.get("description")}
     return {"type": "function", "function": {**function, "parameters": tool.get(parameters)}}
 
 

@@ -191,8 +191,7 @@ def content_of(block: Block, text: str) -> dict[str, Any]:
         return {"type": "thinking", "thinking": text, "signature": ""}
     if block.kind == "text":
         return {"type": "text", "text": text, "citations": None}
-    arguments = arguments_of(text)
-    return {"type": "tool_use", "id": block.id, "name": block.name, "input": arguments}
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": arguments_of(text)}
 
 
 def count_tokens(request: MessagesRequest, context: ServingContext) -> dict[str, int]:
