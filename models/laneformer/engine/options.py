@@ -18,9 +18,8 @@ MAX_LOGPROBS = 100
 MIN_TEMPERATURE = 1e-6  # colder draws are greedy
 # of conversations with a model whose makers do not say: llama.cpp's defaults; greedy chats end in loops
 CONVERSATION_SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
-SEED_STEP = (
-    0x9E3779B97F4A7C15  # odd, so all seeds of a batch differ; far apart, so neighbouring seeds share none
-)
+# odd, so all seeds of a batch differ; far apart, so neighbouring seeds share none
+SEED_STEP = 0x9E3779B97F4A7C15
 BIAS_RANGE = (-100.0, 100.0)  # OpenAI's: enough to forbid an id or to force it
 RANGES: dict[str, tuple[type, float, float]] = {
     "max_new_tokens": (int, 1, 2**31 - 1),

@@ -46,8 +46,7 @@ def open_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, str]]:
     """
     if path.suffix == ".json":
         return _tokenizer_from_json(path)
-    tokenizer = tokenizer_from_sentencepiece(path)
-    return tokenizer, _special_of(_sentencepiece(path))
+    return tokenizer_from_sentencepiece(path), _special_of(_sentencepiece(path))
 
 
 def _sentencepiece(model: Path | str) -> SentencePieceProcessor:

@@ -137,9 +137,8 @@ class TitanHead(LMHead):
         self.lanes, self.chunk_tokens = Lanes(config.num_lanes), CHUNK_TOKENS
         self.compile_backend: str | None = None  # set by parallelize when compile.components has "loss"
         self.z_loss_weight = 0.0  # set by the trainer
-        self.seen: tuple[Tensor, Tensor] | None = (
-            None  # log-denominators and largest logits (N,) of the last losses
-        )
+        # log-denominators and largest logits (N,) of the last losses
+        self.seen: tuple[Tensor, Tensor] | None = None
         self.chosen: Tensor | None = None  # in evaluation of a model with drafts: likeliest ids (B, S)
         self.keep_chosen = config.num_nextn_predict_layers > 0
 

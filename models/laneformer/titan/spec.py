@@ -39,9 +39,8 @@ class LaneformerArgs(BaseModelArgs):
     attention: str = "sdpa"
     join_norm: str = "plain"
     mask_documents: bool = False
-    bos_id: int | None = (
-        None  # the id that begins a document, which `mask_documents` needs; the data says which it is
-    )
+    # the id that begins a document, which `mask_documents` needs; the data says which it is
+    bos_id: int | None = None
     mtp: DraftTraining = field(default_factory=DraftTraining)
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:

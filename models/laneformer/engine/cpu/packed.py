@@ -85,7 +85,8 @@ class PackedWeights:
             decoder.map_part(i, part)
         if this_machine().nodes > 1 or file_system(path) in SMALL_PAGES:
             decoder.copy_parts()
-        mark_used(path)
+        with contextlib.suppress(OSError):  # a read-only folder
+            os.utime(path.with_suffix(".checked"))
         return True
 
     def _is_intact(self, path: Path, parts: list[np.ndarray], header: dict[str, Any]) -> bool:
@@ -156,11 +157,6 @@ def is_checked(path: Path) -> bool:
         return bool(json.loads(path.with_suffix(".checked").read_text()) == stamps([path]))
     except (OSError, ValueError):
         return False
-
-
-def mark_used(path: Path) -> None:
-    with contextlib.suppress(OSError):  # a read-only folder
-        os.utime(path.with_suffix(".checked"))
 
 
 def read_header(path: Path) -> tuple[np.ndarray, dict[str, Any]]:

@@ -24,8 +24,7 @@ INCLUDES = (FOLDER, FOLDER.parent)  # there is sampling.h, which the C++ core sh
 
 def source_of(version: str, geometry: Geometry) -> str:
     """One translation unit: the geometry's constants, then the kernels of a version, or of the probe."""
-    graph = int(version == "graph")
-    return f'#define GRAPH {graph}\n{constants_of(geometry)}#include "{version}.cu"\n'
+    return f'#define GRAPH {version == "graph":d}\n{constants_of(geometry)}#include "{version}.cu"\n'
 
 
 def compile_cubin(

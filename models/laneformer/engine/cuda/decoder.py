@@ -140,10 +140,10 @@ def make_passes(
     except NotResident as error:
         if len(devices) > 1:
             raise RuntimeError(f"{error}; the graph version cannot run instead: use whole GPUs") from error
-        reason = (
-            f"the graph version decodes, one request at a time, as the kernel of passes cannot run: {error}"
+        warnings.warn(
+            f"the graph version decodes, one request at a time, as the kernel of passes cannot run: {error}",
+            stacklevel=4,
         )
-        warnings.warn(reason, stacklevel=4)
     return DECODERS["graph"](config, tensors, dtype, devices, cache_bytes=cache_bytes)
 
 

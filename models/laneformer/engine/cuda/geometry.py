@@ -159,8 +159,8 @@ class Geometry:
     def kv_slots(self, layer: int) -> int:
         """Positions that one split keeps: the window's, or all."""
         context = self.config.max_position_embeddings
-        more = MAX_DRAFTS  # they write before they turn out wrong
-        return -(-min((self.config.window(layer) or context) + more, context) // self.splits)
+        # drafts write before they turn out wrong
+        return -(-min((self.config.window(layer) or context) + MAX_DRAFTS, context) // self.splits)
 
     def kv_layer(self, layer: int) -> int:
         """Numbers of keys and values that one lane keeps of a layer."""

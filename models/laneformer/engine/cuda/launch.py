@@ -91,14 +91,10 @@ class Kernels:
 
         registers = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS
         with torch.cuda.device(self.device):
-            for (
-                name
-            ) in names:  # who asks for a number of the code has it loaded; cuFuncLoad needs a driver of 12.4
-                check(
-                    driver.cuFuncGetAttribute(
-                        registers, check(driver.cuKernelGetFunction(self._kernel(name)))
-                    )
-                )
+            # who asks for a number of the code has it loaded; cuFuncLoad needs a driver of 12.4
+            for name in names:
+                function = check(driver.cuKernelGetFunction(self._kernel(name)))
+                check(driver.cuFuncGetAttribute(registers, function))
 
     def require_resident(self, name: str, launches: int = 1) -> None:
         """NotResident: the GPU cannot hold all blocks of so many launches at once."""

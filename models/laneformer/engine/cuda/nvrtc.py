@@ -26,9 +26,8 @@ class Nvrtc:
 
     def __init__(self, library: str):
         """OSError or AttributeError where it cannot be loaded."""
-        if Path(
-            library
-        ).is_absolute():  # NVRTC 13.0 does not look beside itself for the part that it opens by name
+        # NVRTC 13.0 does not look beside itself for the part that it opens by name
+        if Path(library).is_absolute():
             for part in Path(library).parent.glob("libnvrtc-builtins.so.*"):
                 with contextlib.suppress(OSError):  # without it a compilation fails, and says why
                     c.CDLL(str(part))

@@ -71,8 +71,7 @@ class DeviceCache:
         split, slot, start = self._places(memory, layer, 0, self.length)
         kv = memory.kv_layer(layer)
         there = kv[:, :, split, slot].permute(3, 0, 1, 2, 4).flatten(1, 2)  # (2, K, positions, d)
-        padded = torch.nn.functional.pad(there, (0, 0, start, 0))
-        return padded.view(TORCH_TYPES[memory.geometry.half])
+        return F.pad(there, (0, 0, start, 0)).view(TORCH_TYPES[memory.geometry.half])
 
 
 @torch.inference_mode()
