@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
-Encode = Callable[[Sequence[str] | Sequence[bytes]], tuple[np.ndarray, np.ndarray]]
+Texts = Sequence[str] | Sequence[bytes]
+Encoded = tuple[np.ndarray, np.ndarray]  # ids of all texts in a row, and how many each has
+Encode = Callable[[Texts], Encoded]
 # where encoders differ: spaces, line ends, cases, numbers, normal forms, scripts, signs, words of specials
 PROBES = (
     "", " ", "  ", "\n", "\n\n\n", " \n \n", "\t\tx\r\n\r\n y", "a", " a", "a  b   c ", "\u00a0x\u2003y\u3000z",
@@ -64,7 +66,7 @@ def _encoder(converted: Callable[[], dict[str, Any]]) -> Encode | None:
         logging.getLogger(__name__).debug("no fast encoder: %s", why)
         return None
 
-    def encode(texts: Sequence[str] | Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    def encode(texts: Texts) -> Encoded:
         rows = backend.encode_batch(list(texts), parallel=False)
         lengths = np.asarray(awkward.num(rows, axis=1), np.int64)
         return np.asarray(awkward.flatten(rows), np.uint32), lengths

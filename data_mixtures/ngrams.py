@@ -31,6 +31,8 @@ _LONGEST = 256  # bytes of a word that are hashed, besides its last eight and it
 # masks for eight bytes, of which the first n belong to a word
 _FIRST = np.array([(1 << 8 * n) - 1 for n in range(_EIGHT + 1)], np.uint64)
 _TABLE_ENTRIES = 4, 16  # a hash; the first table stays in the cache, the second sees a fifth of the words
+Pair = tuple[np.ndarray, np.ndarray]  # columns of the same length, or words and their bounds
+Triple = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Index:
         needed = (np.bincount(owners, minlength=count) + 1).astype(np.int32) // 2
         return cls(np.unique(heads), unique, first, owners.astype(np.int32), needed)
 
-    def find_passages(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    def find_passages(self, texts: list[str]) -> Pair:
         """(text, passage) of everything that these texts hold, int64."""
         text, gram = _distinct_pairs(*self.find_grams(texts))[:2]
         counts = self.first[gram + 1] - self.first[gram]
@@ -69,7 +71,7 @@ class Index:
         enough = grams >= self.needed[passage]
         return text[enough], passage[enough]
 
-    def find_grams(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    def find_grams(self, texts: list[str]) -> Pair:
         """(text, place in `grams`) of all that these texts have, with repeats."""
         pairs, first = [np.empty((2, 0), np.int64)], 0
         for window in _windows(texts):
@@ -79,7 +81,7 @@ class Index:
         text, place = np.concatenate(pairs, axis=1)
         return text, place
 
-    def _find_in_window(self, words: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _find_in_window(self, words: np.ndarray, bounds: np.ndarray) -> Pair:
         """The same, where text i is words[bounds[i] : bounds[i + 1]]."""
         heads = words
         for span in (1, 2, 4):  # a head is 8 words: two halves of 4, which are two of 2
@@ -120,7 +122,7 @@ class _Known:
             self._tables.append((table, shifts))
             done += bits
 
-    def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def find(self, hashes: np.ndarray) -> Pair:
         """(places of those that are known, their places among the known)."""
         at = np.arange(len(hashes))
         for table, shifts in self._tables:
@@ -132,7 +134,7 @@ class _Known:
         return at[inside], place[inside]
 
 
-def passage_grams(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def passage_grams(texts: list[str]) -> Triple:
     """What stands for each text as a passage: all its 13-grams, or the whole of a short one.
 
     (head uint64, gram uint64, number of the text), in a row over all texts.
@@ -168,7 +170,7 @@ def _power(exponent: int) -> np.uint64:
     return np.uint64(pow(_WORD, exponent, 1 << 64))
 
 
-def _distinct_pairs(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _distinct_pairs(first: np.ndarray, second: np.ndarray) -> Triple:
     """(first, second, how often) of the distinct pairs, sorted; int64, below 2**31 each."""
     pairs, counts = np.unique(first << 32 | second, return_counts=True)
     return pairs >> 32, pairs & 0xFFFFFFFF, counts
@@ -188,7 +190,7 @@ def _windows(texts: list[str]) -> Iterator[list[str]]:
         yield window
 
 
-def _word_hashes(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+def _word_hashes(texts: list[str]) -> Pair:
     """Hashes of words, uint64, and bounds (texts + 1,): text i has hashes[bounds[i]:bounds[i + 1]]."""
     parts = [_fold(text) for text in texts]
     data = np.frombuffer(b"\0".join(parts), np.uint8)
@@ -229,7 +231,7 @@ def _hash_words(data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.nd
     return hashes
 
 
-def _runs(characters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _runs(characters: np.ndarray) -> Pair:
     """(starts, ends) of the words."""
     inside = np.zeros(len(characters) + 2, bool)
     np.not_equal(characters, 0, out=inside[1:-1])

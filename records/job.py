@@ -379,8 +379,7 @@ def job_file(arguments: list[str]) -> Path:
     if value is None:
         raise ValueError("--job.config_file is missing, for example --job.config_file configs/phase1.toml")
     if not Path(value).is_file():
-        what = "is a folder" if Path(value).is_dir() else "does not exist"
-        raise ValueError(f"--job.config_file {value} {what}")
+        raise ValueError(f"--job.config_file {value} does not exist, or is a folder")
     return Path(value)
 
 

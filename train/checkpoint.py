@@ -29,7 +29,7 @@ from laneformer.tensors import check_shapes
 from records import checkpoints
 from records.events import record_event
 
-from .checkpoint_checks import Contents, check_steps, first_problem, on_rank_zero, require_nothing_lost
+from .checkpoint_checks import Contents, first_problem, on_rank_zero, require_nothing_lost
 from .checkpoint_writer import HashingWriter, end_background
 from .failed_saves import FailedSaves
 from .optimizer import apply_optimizer_settings
@@ -102,7 +102,7 @@ class PhaseCheckpointManager(CheckpointManager):
         self.run = Path(job_config.job.dump_folder)
         self.keep_every_steps = resilience.keep_every_steps
         self.failed = FailedSaves(self.run, self.run / section.folder, resilience.max_failed_saves)
-        self.job_config, self.optimizer_config = job_config, job_config.optimizer
+        self.optimizer_config = job_config.optimizer
         self.allow_fresh_start = section.allow_fresh_start
         # checkpoint of another run, to continue from with all states
         self.resume_from = Path(section.initial_load_path) if section.initial_load_all_states else None
@@ -124,8 +124,6 @@ class PhaseCheckpointManager(CheckpointManager):
         own = folder / f"step-{step}" if step != -1 else self.contents.newest_undamaged(folder)
         if own is not None:
             self.contents.check(own, self.architecture)
-            reached = int(own.name.removeprefix("step-"))
-            on_rank_zero(lambda: check_steps(self.run, reached, self.job_config))
         else:
             on_rank_zero(lambda: require_nothing_lost(self.run, folder, self.interval * self.failed.most))
         if not self.load_only:

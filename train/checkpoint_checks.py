@@ -6,7 +6,7 @@ All functions that look at the shared disk are collectives: every rank calls the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from torchtitan.tools.logging import logger
 from laneformer.config import LaneformerConfig
 from records import checkpoints
 from records.files import read_lines
-from records.job import LRScheduler, read_sections, stable_steps
 
 
 class Contents:
@@ -81,40 +80,6 @@ def require_nothing_lost(run: Path, folder: Path, steps: int) -> None:
             f"{run / 'metrics.jsonl'} ends at step {reached}, but {folder} holds no complete checkpoint: "
             "the job would begin again; bring the checkpoints back, or move the run folder away"
         )
-
-
-def check_steps(run: Path, step: int, job: Any) -> None:
-    """ValueError where a run's checkpoint is beyond the job's last step, or where the learning rate would jump there:
-    the schedule is not the one that the run had so far, and one of the two has begun to decay.
-    """
-    if step > job.training.steps:
-        raise ValueError(
-            f"training.steps = {job.training.steps}, but {run} is at step {step} already; raise training.steps, or "
-            "move the newer checkpoints away"
-        )
-    before = read_sections(run / "config.toml") if (run / "config.toml").is_file() else job.to_dict()
-    old, new = (schedule_of(each) for each in (before, job.to_dict()))
-    names = ("warmup_steps", "total_steps", "decay_ratio")
-    stable = [stable_steps(LRScheduler(**{name: each[name] for name in names}), 0) for each in (old, new)]
-    if old != new and step > min(last for _, last in stable):
-        first, last = stable[0]
-        listing = ", ".join(f"lr_scheduler.{name} = {new[name]} (before: {old[name]})" for name in new
-                            if new[name] != old[name])  # fmt: skip
-        raise ValueError(
-            f"the learning rate of {run} would jump at step {step}: {listing}, and the decay had begun behind step "
-            f"{min(last for _, last in stable)}. To train longer, start from a checkpoint of the stable part, steps "
-            f"{first} to {last} (`python -m tools.launch --decay-from`, or a new run with "
-            f"checkpoint.initial_load_all_states); to go on as before, set lr_scheduler.total_steps = "
-            f"{old['total_steps']}"
-        )
-
-
-def schedule_of(job: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides the learning rate's factor at each step."""
-    section = job["lr_scheduler"]
-    names = ("warmup_steps", "decay_ratio", "decay_type", "min_lr_factor")
-    total = section.get("total_steps") or job["training"]["steps"]
-    return {"total_steps": total, **{name: section.get(name) for name in names}}
 
 
 def check_architecture(checkpoint: Path, config: LaneformerConfig, allowed: Sequence[str]) -> None:

@@ -18,17 +18,15 @@ import resource
 import sys
 import typing
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import tomli_w
 import torch
 
-from data_mixtures.recipe import check_known
 from laneformer.config import LaneformerConfig
 from records.files import without_none
-from records.job import JobSections, job_file, read_sections
+from records.job import JobSections, job_file
 
 # every field of LaneformerConfig, None by default: `--architecture.broadcast_delay 0` changes the flavor
 Architecture = dataclasses.make_dataclass(
@@ -55,24 +53,13 @@ def load_job(arguments: list[str]) -> Any:
     Raises ValueError for a missing file, an unknown key, or what `train.job_checks` refuses; a flag that
     cannot be parsed ends the process.
     """
-    path = job_file(arguments)
+    job_file(arguments)
     patch_torch_for_cpu()
     from torchtitan.config import ConfigManager
 
-    manager, values = ConfigManager(), read_sections(path)
-    check_keys(path, values, manager._maybe_add_custom_config(arguments, values))
-    job = manager.parse_args(arguments)
+    job = ConfigManager().parse_args(arguments)
     check_with_model(job)
     return job
-
-
-def check_keys(path: Path, values: dict[str, Any], kind: Any, section: str = "") -> None:
-    """ValueError for a section or key of a job file that no job has, with the nearest one."""
-    kinds = {each.name: each.type for each in dataclasses.fields(kind)}
-    check_known(f"key of [{section}] in {path}" if section else f"section of {path}", values, kinds)
-    for name, value in values.items():
-        if isinstance(value, dict) and dataclasses.is_dataclass(kinds[name]):
-            check_keys(path, value, kinds[name], f"{section}.{name}".lstrip("."))
 
 
 def check_with_model(job: Any) -> None:

@@ -81,7 +81,7 @@ def sandbox_options(readable: Sequence[Path]) -> list[str]:
         "--die-with-parent",
         "--new-session",  # not --as-pid-1: a change of user cancels --die-with-parent in the process itself
     ]
-    shown = [Path(path) for path in (*SYSTEM, *DEVICES, *readable)]
+    shown = [*map(Path, SYSTEM), *map(Path, DEVICES), *readable]
     for parent in sorted({parent for path in shown for parent in path.parents} - {Path("/")}):
         command += ["--perms", "0755", "--dir", str(parent)]  # else only root may pass
     for path in SYSTEM:

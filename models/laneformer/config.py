@@ -238,12 +238,7 @@ class LaneformerConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LaneformerConfig:
         """From a `config.json` dictionary without its Hugging Face bookkeeping; unknown keys are refused."""
-        known = [f.name for f in dataclasses.fields(cls)]
-        for key in values:
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"unknown config key {key!r}{hint}")
+        _refuse_unknown_keys(values, [f.name for f in dataclasses.fields(cls)])
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -267,6 +262,15 @@ def _matrix_shapes(config: LaneformerConfig) -> dict[str, tuple[int, ...]]:
         part = name.split(".")[1]
         shapes[name] = (lanes, rows[part] // lanes, d) if part in rows else (lanes, d, columns[part] // lanes)
     return shapes
+
+
+def _refuse_unknown_keys(values: dict[str, Any], known: list[str]) -> None:
+    for key in values:
+        if key not in known:
+            hints = "".join(
+                f"; did you mean {near!r}?" for near in difflib.get_close_matches(key, known, n=1)
+            )
+            raise ValueError(f"unknown config key {key!r}{hints}")
 
 
 def _check_sizes(config: LaneformerConfig) -> None:

@@ -71,8 +71,6 @@ def test_another_architecture_is_refused(whole_run, phase1, tmp_path):
     assert (run / "model.json").read_text() == before
     outcome = read_outcome(run)
     assert (outcome["step"], outcome["code"]) == (0, REFUSED), "what the supervisor does not try again"
-    fewer = ("--training.steps", "1", "--lr_scheduler.total_steps", "1")
-    assert "is at step 2 already; raise training.steps" in fail(run, phase1, *fewer, ranks=1)
     for path in (run / "model.json", *run.glob("checkpoint/*/model.json")):
         path.unlink()  # as of old
     (run / "checkpoint/step-2/checksums.json").unlink()

@@ -68,7 +68,11 @@ def prepare(
     limit = shards.held_out_below(rules.valid_per_10000)
     train = [each for each in conversations if each.key % 2**64 >= limit]
     valid = [each for each in conversations if each.key % 2**64 < limit]
-    _check_split(folder.name, train, valid)
+    if not train or not valid:
+        raise ValueError(
+            f"source {folder.name!r} has {len(train)} conversations to train on and {len(valid)} held out, by their "
+            "hashes; both need at least one: add conversations, or raise --holdout"
+        )
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
     partial.mkdir(parents=True)
@@ -89,20 +93,6 @@ def prepare(
     shards.write_manifest(partial, manifest)
     shards.publish(partial, folder)
     return manifest
-
-
-def _check_split(name: str, train: list[Conversation], valid: list[Conversation]) -> None:
-    """ValueError unless some conversations are trained and some held out."""
-    if train and valid:
-        return
-    lowest = min((each.key % 2**64 for each in train), default=0)
-    fix = (
-        f"give --holdout {(lowest * 10_000 // 2**64 + 1) / 10_000} or more" if train else "add conversations"
-    )
-    raise ValueError(
-        f"source {name!r} has {len(train)} conversations to train on and {len(valid)} held out, by their "
-        f"hashes; both need at least one: {fix}"
-    )
 
 
 def _finished(folder: Path, facts: dict[str, Any]) -> dict[str, Any] | None:

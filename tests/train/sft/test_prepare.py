@@ -299,7 +299,7 @@ def test_killed_while_writing_it_leaves_no_source_and_goes_on(arguments, monkeyp
         ({"holdout": 0.0}, r"--holdout 0\.0 must be from 0\.0001 to 0\.5"),
         (
             {"holdout": 0.0001},
-            r"and 0 held out, by their hashes; both need at least one: give --holdout 0\.\d+ or more",
+            r"and 0 held out, by their hashes; both need at least one: add conversations, or raise --holdout",
         ),
         ({"seq_len": 4}, "--seq-len 4 must be from 16"),
         ({"max_dropped": 2.0}, "--max-dropped"),
