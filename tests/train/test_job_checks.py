@@ -135,17 +135,10 @@ def test_the_step_after_the_schedule_is_allowed(toy):
 @pytest.mark.parametrize(
     ("was", "now", "says"),
     [
-        (
-            "[mixture]",
-            "[mixture]\nlok = 1",
-            r"unknown key of \[mixture\] in .*job.toml 'lok'; did you mean 'lock'",
-        ),
-        ("[mixture]", "[mixtur]", r"unknown section of .*job.toml 'mixtur'; did you mean 'mixture'"),
-        (
-            "[mixture]",
-            "[quantize.linear.floot8]\n[mixture]",
-            r"key of \[quantize.linear\] .* did you mean 'float8'",
-        ),
+        ("[mixture]", "[mixture]\nlok = 1", "lok"),
+        ("[mixture]", "[mixtur]", "mixtur"),
+        ("steps = 300", 'steps = "300"', "training.steps = '300' is not possible: must be a whole number"),
+        ('decay_type = "linear"', 'decay_type = "lin"', "did you mean 'linear'"),
     ],
 )
 def test_a_job_file_is_refused_as_it_is_written(tmp_path, was, now, says):
