@@ -9,7 +9,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -308,16 +307,6 @@ def test_killed_while_writing_it_leaves_no_source_and_goes_on(arguments, monkeyp
 def test_what_a_user_can_get_wrong_is_one_sentence(arguments, changes, says):
     with pytest.raises(ValueError, match=says):
         run(replace(arguments, **changes))
-
-
-def test_as_many_are_held_out_as_the_refusal_says(prepare):
-    few = with_messages([chat(n) for n in range(200, 212)])
-    with pytest.raises(ValueError, match="0 held out") as refused:
-        prepare(few, holdout=0.0001)
-    share = float(re.findall(r"--holdout ([\d.]+)", str(refused.value))[0])
-    with pytest.raises(ValueError, match="0 held out"):
-        prepare(few, holdout=share - 0.0001)
-    assert prepare(few, holdout=share)["kept"] == 12
 
 
 def test_a_path_is_taken_as_it_is(arguments, tmp_path, monkeypatch):
