@@ -30,7 +30,9 @@ def cluster(monkeypatch):
 
     folder = tempfile.mkdtemp(prefix="ray")  # pytest's own is too long for a socket's name
     node = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
-    made = Cluster(initialize_head=True, head_node_args={**node, "temp_dir": folder})
+    # given as temp_dir, Ray also writes to /tmp/ray, which not every machine has
+    monkeypatch.setenv("RAY_TMPDIR", folder)
+    made = Cluster(initialize_head=True, head_node_args=dict(node))
     node.pop("include_dashboard")
     made.add_node(**node)
     monkeypatch.setenv("RAY_ADDRESS", made.address)
