@@ -98,16 +98,14 @@ def commit(self: LaneformerTrainer) -> None:
         if self.checkpointer.save_future is not None:
             wait([self.checkpointer.save_future])
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    saving = self.checkpointer.save_future
+    if saving is not None and any(fault["step"] == self.step for fault in read_json(PLAN)):
+        wait([saving])  # what kills in that save comes first, else this fault is lost with it
     kind = due(self.step)
     if kind in ("kill", "stop"):
-        if self.checkpointer.save_future is not None:
-            wait(
-                [self.checkpointer.save_future]
-            )  # tests count on it; a save cut short is kill_all_before_metadata
         os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
     elif kind in ("usr1", "sigterm_step"):
         if kind == "sigterm_step":  # as Slurm signals all processes of a step
-            wait([self.checkpointer.save_future])  # by then its process has begun
             for process in psutil.Process().children(recursive=True):
                 process.terminate()
         os.kill(os.getpid(), signal.SIGUSR1)
