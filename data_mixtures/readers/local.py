@@ -288,7 +288,7 @@ def _rows(name: str, field: str, dropped: Dropped, span: tuple[int, int] | None 
     try:
         with open_input(name) as file:
             lines = _between(file, *span) if span else file
-            for number, value in json_lines(_counted(lines, dropped), name, skipped):
+            for number, value in json_lines(_count_lines(lines, dropped), name, skipped):
                 row += 1
                 if problem := lacks(value, field):
                     dropped.add("no_field", f"{place}:{number} {problem}")
@@ -315,7 +315,7 @@ def _between(file: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
         yield line
 
 
-def _counted(lines: Iterable[bytes], dropped: Dropped) -> Iterator[bytes]:
+def _count_lines(lines: Iterable[bytes], dropped: Dropped) -> Iterator[bytes]:
     """The lines, counted. Unreadable: UTF-16 or UTF-32."""
     for number, line in enumerate(lines):
         if number == 0 and _is_wide(line):

@@ -31,7 +31,7 @@ FAULTS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def disturbed(phase1, tmp_path_factory):
+def disturbed_run(phase1, tmp_path_factory):
     """The run that met every fault, and what its supervisors said."""
     folder = tmp_path_factory.mktemp("disturbed")
     run, status, said = supervise(folder, phase1, STEPS, INTERVAL, FAULTS)
@@ -47,12 +47,12 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in read_lines(run / "events.jsonl") if event["kind"] == kind]
 
 
-def test_nothing_is_different_in_the_end(disturbed, reference):
-    assert_same(disturbed[0], reference, STEPS)
+def test_nothing_is_different_in_the_end(disturbed_run, reference):
+    assert_same(disturbed_run[0], reference, STEPS)
 
 
-def test_every_fault_is_on_record(disturbed):
-    run, said = disturbed
+def test_every_fault_is_on_record(disturbed_run):
+    run, said = disturbed_run
     ends = [(e["code"], e["step"]) for e in events(run, "supervisor_end")]
     assert [code for code, _ in ends] == [1, 1, 1, 86, 1, 85, 1, 85, 0], said
     assert [step for code, step in ends if code in (85, 86, 0)] == [13, 24, 31, STEPS]
@@ -60,22 +60,22 @@ def test_every_fault_is_on_record(disturbed):
     assert read_outcome(run)["code"] == 0
 
 
-def test_the_hang_names_the_rank_and_keeps_the_stacks(disturbed):
-    (hang,) = events(disturbed[0], "hang")
+def test_the_hang_names_the_rank_and_keeps_the_stacks(disturbed_run):
+    (hang,) = events(disturbed_run[0], "hang")
     assert [fact["rank"] for fact in hang["laggards"]] == [0]
     assert "train_step" in (Path(hang["stacks"]) / "rank-1.stacks").read_text()
 
 
-def test_a_refused_batch_is_named(disturbed):
-    (event,) = events(disturbed[0], "bad_step")
+def test_a_refused_batch_is_named(disturbed_run):
+    (event,) = events(disturbed_run[0], "bad_step")
     assert (event["step"], event["grad_norm"]) == (13, "nan")
     batch = read_lines(Path(event["batch"]))
     assert [place["sequence"] for place in batch] == list(range(12 * GLOBAL_BATCH, 13 * GLOBAL_BATCH))
     assert {place["source"] for place in batch} <= {"web", "code"}
 
 
-def test_checkpoints_that_remain(disturbed):
-    run, _ = disturbed
+def test_checkpoints_that_remain(disturbed_run):
+    run, _ = disturbed_run
     steps = {int(path.name.removeprefix("step-")) for path in (run / "checkpoint").glob("step-*")}
     assert {10, 30, 35, STEPS} <= steps, "multiples of keep_every_steps stay"
     assert not steps & {5, 15, 20, 24}, "superseded, or failed on the full disk"

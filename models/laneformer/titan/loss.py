@@ -69,7 +69,7 @@ def logits_gradient(
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any], backend: str | None) -> Callable[..., Any]:
+def _compile(function: Callable[..., Any], backend: str | None) -> Callable[..., Any]:
     return torch.compile(function, backend=backend, fullgraph=True) if backend else function
 
 
@@ -92,7 +92,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         z_loss_weight: float = 0.0,
         axis: LaneAxis | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        function = _compiled(softmax_parts, backend)
+        function = _compile(softmax_parts, backend)
         ctx.first = 0 if axis is None else axis.first * weight.shape[1]
         parts = [
             function(torch.bmm(part.transpose(0, 1), weight.mT), label, ctx.first)
@@ -110,7 +110,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, labels, denominators = ctx.saved_tensors
-        function = _compiled(logits_gradient, ctx.backend)
+        function = _compile(logits_gradient, ctx.backend)
         x_gradient = torch.empty_like(x)
         # summed over the chunks in float32 at least: in bfloat16 every chunk would round the sum again
         weight_gradient = torch.zeros(weight.shape, dtype=denominators.dtype, device=weight.device)

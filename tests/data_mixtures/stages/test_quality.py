@@ -30,7 +30,7 @@ def run(step, text: str = PROSE):
     return load(step)[0](text)
 
 
-def counted(out: Path, texts: list[str], of_recipe: tuple, **of_source):
+def filter_texts(out: Path, texts: list[str], of_recipe: tuple, **of_source):
     """The table, the counts and the stage of a filter with these steps."""
     recipe = make_recipe(["notes"], steps=of_recipe)
     sources = (replace(recipe.sources[0], **of_source),)
@@ -52,7 +52,7 @@ def test_formatters_give_the_same_whatever_came_before():
 def test_what_a_step_drops_is_counted_under_its_name_and_changed_text_has_its_own_id(tmp_path):
     pattern = {"name": "regex", "regex_exp": "forbidden"}
     texts = [MAIL, PROSE, "A forbidden text that goes on for long enough. " * 3, "-----\n" * 30, PROSE]
-    table, counts, _ = counted(tmp_path / "a", texts, ("symbol_lines", pattern, "pii"))
+    table, counts, _ = filter_texts(tmp_path / "a", texts, ("symbol_lines", pattern, "pii"))
     assert counts["dropped"] | {"regex": 1, "empty": 1} == counts["dropped"]
     assert (counts["read"], counts["kept"]) == (5, 3)
     kept = table.column("text").to_pylist()
@@ -78,9 +78,9 @@ def test_each_bucket_of_the_long_mixture_gets_exactly_its_own_documents():
 
 def test_a_source_has_steps_of_its_own_and_what_is_kept_is_judged_by_the_text_as_it_is_written(tmp_path):
     texts = [f"{MAIL} ({i})" for i in range(40)]
-    _, counts, _ = counted(tmp_path / "a", texts, ("pii",), steps=())
+    _, counts, _ = filter_texts(tmp_path / "a", texts, ("pii",), steps=())
     assert counts["kept"] == 40
-    table, counts, done = counted(tmp_path / "b", texts, ("pii",), keep=0.5)
+    table, counts, done = filter_texts(tmp_path / "b", texts, ("pii",), keep=0.5)
     keys = [filter.key_of_id(each, done.recipe.seed) for each in table.column("doc_id").to_pylist()]
     assert 8 < len(keys) < 32
     assert max(keys) < 2**63

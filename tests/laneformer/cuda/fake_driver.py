@@ -48,9 +48,8 @@ class FakeDriver:
 
         self.driver, self.card, self.version = driver, card, version
         self.max_blocks = 1 << 30  # of a cooperative launch: fewer where others use the GPU as well
-        self.registers: dict[
-            str, int
-        ] = {}  # of a kernel's thread; of others as many as __launch_bounds__ allow
+        # of a kernel's thread; of others as many as __launch_bounds__ allow
+        self.registers: dict[str, int] = {}
         self.launch_statuses: Iterator[int] = iter(())  # of the next launches
         self.stream_status = 0
         self.kernels, self.launches = list[Kernel](), list[dict[str, Any]]()
@@ -73,11 +72,11 @@ class FakeDriver:
     # ---- what cuda-bindings offers ----
 
     def cuLibraryLoadData(self, cubin: list[Kernel], *_):
-        return self._done(cubin)
+        return self._return_status(cubin)
 
     def cuLibraryGetKernel(self, library: list[Kernel], name: bytes):
         self.kernels.append(next(kernel for kernel in library if kernel.name == name.decode()))
-        return self._done(self.driver.CUkernel(len(self.kernels) - 1))
+        return self._return_status(self.driver.CUkernel(len(self.kernels) - 1))
 
     def cuKernelSetAttribute(self, attribute, value: int, kernel, _: int):
         attributes = self.driver.CUfunction_attribute
@@ -85,21 +84,21 @@ class FakeDriver:
             self.kernels[int(kernel)].max_shared = value
         if attribute == attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT:
             self.kernels[int(kernel)].carveout = value
-        return self._done()
+        return self._return_status()
 
     def cuKernelGetFunction(self, kernel):
-        return self._done(kernel)
+        return self._return_status(kernel)
 
     def cuFuncGetAttribute(self, _, function):
         self.kernels[int(function)].loaded = True
-        return self._done(self.kernels[int(function)].registers)
+        return self._return_status(self.kernels[int(function)].registers)
 
     def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, function, threads, shared: int):
-        return self._done(self._resident(self.kernels[int(function)], threads, shared))
+        return self._return_status(self._resident(self.kernels[int(function)], threads, shared))
 
     def cuLaunchKernelEx(self, config, handle, pointers: int, _: int):
         if status := next(self.launch_statuses, 0):
-            return self._done(status=status)
+            return self._return_status(status=status)
         kernel, threads = self.kernels[int(handle)], config.blockDimX
         resident = self._resident(kernel, threads, config.sharedMemBytes)
         attributes = {int(attribute.id): attribute.value.cooperative for attribute in config.attrs}
@@ -108,19 +107,19 @@ class FakeDriver:
             attributes.get(int(self.driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE))
             and config.gridDimX > most
         ):
-            return self._done(status=TOO_LARGE)
+            return self._return_status(status=TOO_LARGE)
         argument = ctypes.string_at(ctypes.c_void_p.from_address(pointers).value, kernel.argument_bytes)
         self.launches.append({
             **vars(kernel), "grid": [config.gridDimX, config.gridDimY, config.gridDimZ],
             "block": [threads, config.blockDimY, config.blockDimZ], "shared": config.sharedMemBytes,
             "stream": int(config.hStream), "resident": resident, "attributes": attributes, "argument": argument,
         })  # fmt: skip
-        return self._done()
+        return self._return_status()
 
     def cuGetErrorString(self, status):
-        return self._done(f"fake error {int(status)}".encode())
+        return self._return_status(f"fake error {int(status)}".encode())
 
-    def _done(self, *values, status: int = 0):
+    def _return_status(self, *values, status: int = 0):
         return self.driver.CUresult(status), *values
 
     def _resident(self, kernel, threads, shared: int) -> int:

@@ -31,7 +31,7 @@ def request(temperature, seed=0, vocab=VOCAB, **filters) -> Request:
     return make_request(GenerationOptions(temperature=temperature, seed=seed, **filters), [0], vocab)
 
 
-def drawn(logits, how, count=COUNT, first=0) -> list[int]:
+def draw_tokens(logits, how, count=COUNT, first=0) -> list[int]:
     """The core's tokens of `count` positions from `first` on."""
     return [_core.sample(logits, how, [], [], position) for position in range(first, first + count)]
 
@@ -92,7 +92,7 @@ def test_the_noise_is_philoxs():
     """
     assert philox(0, np.zeros(1), np.zeros(1))[0] == 0x6627E8D5
     bits = philox(2**40 + 7, np.arange(COUNT)[:, None], np.arange(VOCAB)[None]) >> np.uint64(9)
-    assert drawn(np.zeros(VOCAB, np.float32), request(1.0, 2**40 + 7)) == bits.argmax(1).tolist()
+    assert draw_tokens(np.zeros(VOCAB, np.float32), request(1.0, 2**40 + 7)) == bits.argmax(1).tolist()
 
 
 def test_the_noise_is_never_infinite(sampler):
@@ -101,7 +101,7 @@ def test_the_noise_is_never_infinite(sampler):
     assert philox(0, np.full(1, position), np.full(1, token))[0] >> np.uint64(8) == 2**24 - 1
     logits[token] = -30
     tokens = sampler(logits, request(1.0), 1, first=position)
-    assert tokens == drawn(logits, request(1.0), 1, position) != [token]
+    assert tokens == draw_tokens(logits, request(1.0), 1, position) != [token]
 
 
 FILTERS = [
@@ -123,7 +123,7 @@ WAYS = [
 def test_draws_are_those_of_the_core(sampler):
     for order, (logits, options) in enumerate(WAYS):
         how = request(**options)
-        assert sampler(logits, how, order=order) == drawn(logits, how), options
+        assert sampler(logits, how, order=order) == draw_tokens(logits, how), options
 
 
 def test_more_logits_than_registers(cuda_builds):
@@ -135,7 +135,7 @@ def test_more_logits_than_registers(cuda_builds):
     sampler = Sampler(cuda_builds, 2072, 1)
     for filters in ({"top_k": 300, "top_p": 0.5}, {"top_k": 2000}):
         how = request(2.0, 4, 2072, **filters)
-        assert sampler(logits, how, 40) == drawn(logits, how, 40), filters
+        assert sampler(logits, how, 40) == draw_tokens(logits, how, 40), filters
 
 
 def test_broken_logits_give_a_token(sampler):
@@ -156,4 +156,4 @@ def test_the_whole_kernel_draws_from_its_logits(cuda_builds):
     how = request(1.0, 9, emulated.config.vocab_size, top_k=8, top_p=0.8)
     tokens, _ = emulated.decode(ids, 6, sampling=how.sampling)
     _, logits = emulated.decode(ids + tokens)
-    assert tokens == [drawn(logits[at].numpy(), how, 1, at)[0] for at in range(2, 8)]
+    assert tokens == [draw_tokens(logits[at].numpy(), how, 1, at)[0] for at in range(2, 8)]

@@ -31,7 +31,7 @@ HEADS = ("vocab_parallel", "replicate", "lane")
 single = np.float32
 
 
-def drawn(rows, inputs, seed=0) -> np.ndarray:
+def draw_weights(rows, inputs, seed=0) -> np.ndarray:
     """Rows of very different magnitude; the first four only of its largest, of both
     signs, in all combinations.
     """
@@ -79,7 +79,7 @@ def unpacked(tape, rows, inputs, dtype) -> tuple[np.ndarray, np.ndarray]:
     return LEVELS[bits[:rows]], scales[:rows].astype(single)
 
 
-def defined(tape, x, rows, dtype) -> np.ndarray:
+def multiply_by_definition(tape, x, rows, dtype) -> np.ndarray:
     """The product (columns, rows): exact sums of integers, then float32 operations that round one at a time."""
     integers, scales = unpacked(tape, rows, x.shape[1], dtype)
     inputs, input_scales = rounded(x)
@@ -95,9 +95,9 @@ def defined(tape, x, rows, dtype) -> np.ndarray:
 @pytest.mark.parametrize("isa", ISAS)
 def test_products_have_the_bits_of_their_definition(isa, dtype):
     for rows, inputs in ((32, 32), (40, 34), (5, 8), (70, 96), (33, 136), (64, 12), (96, 576)):
-        weights, x = drawn(rows, inputs), drawn(13, inputs, seed=1)
+        weights, x = draw_weights(rows, inputs), draw_weights(13, inputs, seed=1)
         tape, _ = _core.multiply(weights, x, dtype, "int8", isa)
-        expected = defined(tape, x, rows, dtype)
+        expected = multiply_by_definition(tape, x, rows, dtype)
         for columns in (1, 2, 3, 4, 5, 6, 7, 8, 13):
             same, product = _core.multiply(weights, x[:columns], dtype, "int8", isa)
             np.testing.assert_array_equal(same, tape)
@@ -109,9 +109,9 @@ def test_products_have_the_bits_of_their_definition(isa, dtype):
 def test_inputs_too_small_for_a_scale_are_zeros():
     x = np.full((2, 64), 1e-37, single)
     x[1, :32] = 3.0
-    weights = drawn(32, 64)
+    weights = draw_weights(32, 64)
     tape, product = _core.multiply(weights, x, "int4", "int8", "auto")
-    np.testing.assert_array_equal(product.reshape(2, 32), defined(tape, x, 32, "int4"))
+    np.testing.assert_array_equal(product.reshape(2, 32), multiply_by_definition(tape, x, 32, "int4"))
     np.testing.assert_array_equal(product[:32], 0)
 
 
@@ -123,7 +123,7 @@ def packed(weights: np.ndarray, dtype: str = "int4") -> tuple[np.ndarray, np.nda
 
 def test_int8_holds_every_weight_rounded_once():
     """To whole multiples of a row's scale, as tools.check.reference has it; rows too small for a scale are zeros."""
-    weights = drawn(72, 96)
+    weights = draw_weights(72, 96)
     weights[5], weights[6] = 0.0, 1e-37  # which over 127 is no normal number any more
     integers, scales = packed(weights, "int8")
     steps = np.abs(weights).max(1).astype(np.float64) / LARGEST

@@ -70,7 +70,7 @@ def post(client: TestClient, path: str, status: int = 200, **body: Any) -> Any:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _script():
+def play_script():
     with pytest.MonkeyPatch.context() as patch:
         play(SCRIPT, patch)
         yield

@@ -67,7 +67,7 @@ def write_configuration(folder: Path, servers: dict[str, Server], sockets: list[
 
 
 @pytest.fixture
-def balanced(slow_folder, tmp_path):
+def balancer(slow_folder, tmp_path):
     with ThreadPoolExecutor(len(NAMES)) as pool:
         starts = [pool.submit(start, slow_folder, model_name=name, grace_s=60.0) for name in NAMES]
         servers = dict(zip(NAMES, (one.result() for one in starts), strict=True))
@@ -75,10 +75,10 @@ def balanced(slow_folder, tmp_path):
     file = write_configuration(tmp_path, servers, sockets)
     process = subprocess.Popen([str(HAPROXY), "-f", file, "-db"], pass_fds=[s.fileno() for s in sockets])
     url, metrics = (f"http://127.0.0.1:{s.getsockname()[1]}" for s in sockets)
-    balanced = Balanced(url, f"{metrics}/metrics", servers)
+    balancer = Balanced(url, f"{metrics}/metrics", servers)
     try:
         wait_until(lambda: httpx.get(f"{url}/health").status_code == 200)
-        yield balanced
+        yield balancer
     finally:
         process.terminate()
         process.wait(60)
@@ -108,40 +108,40 @@ def stream(url: str, ids: list[int], begun: threading.Event) -> str:
 
 @pytest.mark.rotate
 @pytest.mark.skipif(HAPROXY is None, reason="no haproxy on this machine: apt-get install haproxy")
-def test_one_is_drained_one_is_killed_and_no_conversation_ends(balanced):
-    wait_until(lambda: balanced.healthy() == set(NAMES))
+def test_one_is_drained_one_is_killed_and_no_conversation_ends(balancer):
+    wait_until(lambda: balancer.healthy() == set(NAMES))
     talks = [[{"role": "system", "content": "Be brief."}] for _ in range(TALKS)]
-    homes = [balanced.say(talk, f"Question {i} of somebody")[0] for i, talk in enumerate(talks)]
+    homes = [balancer.say(talk, f"Question {i} of somebody")[0] for i, talk in enumerate(talks)]
     assert len(set(homes)) > 1, "the conversations are spread"
     for _ in range(2):
         for talk, home in zip(talks, homes, strict=True):
-            name, cached = balanced.say(talk, "And then?")
+            name, cached = balancer.say(talk, "And then?")
             assert name == home
             assert cached > 10, "its prefix is there"
 
     ids: list[int] = []
     begun = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        end = pool.submit(stream, balanced.url, ids, begun)
+        end = pool.submit(stream, balancer.url, ids, begun)
         assert begun.wait(60)
         running = {
             name: count_of(httpx.get(f"{server.url}/metrics").text, "running")
-            for name, server in balanced.servers.items()
+            for name, server in balancer.servers.items()
         }
         drained = max(running, key=running.__getitem__)
-        balanced.servers[drained].process.send_signal(signal.SIGTERM)
-        after = [balanced.say(talk, "And now?")[0] for talk in talks]
+        balancer.servers[drained].process.send_signal(signal.SIGTERM)
+        after = [balancer.say(talk, "And now?")[0] for talk in talks]
         assert end.result(120) == "length"
     assert len(ids) == STREAM_TOKENS, "no token is lost"
-    assert balanced.servers[drained].process.wait(60) == 0
+    assert balancer.servers[drained].process.wait(60) == 0
     assert drained not in after
     assert all(new == old for new, old in zip(after, homes, strict=True) if old != drained), "others stay"
 
     killed = after[0]
-    balanced.servers[killed].kill()
+    balancer.servers[killed].kill()
     (left,) = set(NAMES) - {drained, killed}
-    assert {balanced.say(talk, "Still there?")[0] for talk in talks} == {left}
-    wait_until(lambda: balanced.healthy() == {left})
+    assert {balancer.say(talk, "Still there?")[0] for talk in talks} == {left}
+    wait_until(lambda: balancer.healthy() == {left})
 
 
 def test_prometheus_asks_what_is_there():

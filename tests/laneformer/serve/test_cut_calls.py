@@ -21,7 +21,7 @@ FUNCTION = {"name": "weather", "parameters": PARAMETERS}
 TOOLS = [{"type": "function", "function": FUNCTION}]
 
 
-def called(arguments: str) -> str:
+def write_call(arguments: str) -> str:
     return f'<tool_call>\n{{"name": "weather", "arguments": {arguments}'
 
 
@@ -29,13 +29,13 @@ def called(arguments: str) -> str:
 def client(model_folder):
     """Of a model that answers by the system's rules: what it writes, and why it ends."""
     script = [
-        ("rule cut", called(CUT), "length"),
-        ("rule stopped", called(CUT), "stop"),
-        ("rule between", called(WHOLE), "length"),
-        ("rule whole", called(WHOLE) + "}\n</tool_call>", "stop"),
-        ("rule nothing", called(""), "length"),
+        ("rule cut", write_call(CUT), "length"),
+        ("rule stopped", write_call(CUT), "stop"),
+        ("rule between", write_call(WHOLE), "length"),
+        ("rule whole", write_call(WHOLE) + "}\n</tool_call>", "stop"),
+        ("rule nothing", write_call(""), "length"),
         ("rule text", "It is wa", "length"),
-        ("rule half", called('{"city": "\\ud83d"}'), "length"),
+        ("rule half", write_call('{"city": "\\ud83d"}'), "length"),
         ("Go on.", "Good.", "stop"),
     ]
     with pytest.MonkeyPatch.context() as patch:

@@ -79,7 +79,7 @@ class TapeModel:
     def layers(self) -> Iterator[LaneformerLayer]:
         for i, layer in enumerate(self._plain.layers):
             for op, matrix in self._matrices.items():
-                self._read(op, i, matrix)
+                self._read_matrix(op, i, matrix)
             yield layer  # type: ignore[misc]
 
     def head(self) -> torch.Tensor:
@@ -87,10 +87,10 @@ class TapeModel:
         if self.config.tie_word_embeddings and not self._scales:
             return self.embedding.view(self.config.head_shape)
         weight = self._empty(OPS[-1])
-        self._read(OPS[-1], 0, weight)
+        self._read_matrix(OPS[-1], 0, weight)
         return weight[:, : self.config.head_shape[1]]
 
-    def _read(self, op: str, layer: int, matrix: torch.Tensor) -> None:
+    def _read_matrix(self, op: str, layer: int, matrix: torch.Tensor) -> None:
         """Fill the matrix (L, rows, columns) with the numbers of this layer."""
         for i, memory in enumerate(self._memories):
             own = matrix.split(self._geometry.lanes_per_device)[i]

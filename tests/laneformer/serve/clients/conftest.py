@@ -20,7 +20,7 @@ AGENTS = Path(sys.prefix) / "agents" / "node_modules" / ".bin"  # codex, claude
 
 
 @pytest.fixture(scope="module")
-def asked(model_folder):
+def endpoint(model_folder):
     server = start(model_folder, engine={"context_tokens": 1024}, api_key=KEY)  # room for tools
     yield Asked(server.url, "tiny", KEY)
     assert server.stop() == 0, server.output()

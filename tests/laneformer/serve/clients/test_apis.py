@@ -88,12 +88,12 @@ def weather(city: str) -> str:
     "Of a city."
     return f"it is 21 degrees in {city}"
 agent = Agent(name="a", instructions="Be kind.", tools=[weather], model="any")
-async def asked():
+async def ask():
     whole = await Runner.run(agent, "The weather in Rome?")
     run = Runner.run_streamed(agent, "The weather in Rome?")
     kinds = {event.type async for event in run.stream_events()}
     return whole.final_output, run.final_output, sorted(kinds)
-print(json.dumps(asyncio.run(asked())))
+print(json.dumps(asyncio.run(ask())))
 """
 
 

@@ -17,24 +17,26 @@ FOLDER = Path(__file__).parent
 
 @pytest.mark.job
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_openai(asked, check):
-    check(asked)
+def test_openai(endpoint, check):
+    check(endpoint)
 
 
 @pytest.mark.rotate
-def test_the_previous_major(asked, other_python):
-    printed = other_python(openai_checks.__file__, asked.url, asked.model, asked.key)
+def test_the_previous_major(endpoint, other_python):
+    printed = other_python(openai_checks.__file__, endpoint.url, endpoint.model, endpoint.key)
     assert printed.split()[-1].startswith("2.")
 
 
 @pytest.mark.rotate
-def test_node(asked):
+def test_node(endpoint):
     if shutil.which("node") is None or not NODE_CLIENTS.is_dir():
         pytest.skip(f"no Node.js, or no {NODE_CLIENTS.name}: make .venv/{NODE_CLIENTS.name}")
     program = NODE_CLIENTS / "openai_session.mjs"  # where node finds the package
     shutil.copy(FOLDER / "openai_session.mjs", program)
-    told = json.loads(output(["node", str(program), asked.url, asked.model, asked.key], timeout_s=60))
-    content = asked.content()
+    told = json.loads(
+        output(["node", str(program), endpoint.url, endpoint.model, endpoint.key], timeout_s=60)
+    )
+    content = endpoint.content()
     assert told["models"] == ["tiny"]
     assert told["content"] == told["streamed"] == told["helper"] == content
     assert told["usage"]["completion_tokens"] <= 24

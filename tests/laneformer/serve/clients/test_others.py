@@ -36,23 +36,23 @@ NARROWED: dict[str, Any] = {
 }
 
 
-def test_litellm(asked, other_python):
-    printed = other_python("-c", LITELLM, asked.url, asked.model, asked.key).splitlines()[-1]
+def test_litellm(endpoint, other_python):
+    printed = other_python("-c", LITELLM, endpoint.url, endpoint.model, endpoint.key).splitlines()[-1]
     whole, streamed, later, tokens, text, refused = json.loads(printed)
-    assert whole == streamed == later == asked.content()
+    assert whole == streamed == later == endpoint.content()
     assert 0 < tokens <= 24
-    with asked.sync() as client:
+    with endpoint.sync() as client:
         given: dict[str, Any] = {"prompt": "import os", "max_tokens": 8, "temperature": 0}
-        assert text == client.completions.create(model=asked.model, **given).choices[0].text
+        assert text == client.completions.create(model=endpoint.model, **given).choices[0].text
     assert refused
 
 
-def test_no_body_makes_a_5xx(asked, other_python, tmp_path):
+def test_no_body_makes_a_5xx(endpoint, other_python, tmp_path):
     """Schemathesis draws bodies, headers and methods from the application's own OpenAPI, right ones and
     wrong ones.
     """
-    key = f"Authorization: Bearer {asked.key}"
-    described = httpx.get(f"{asked.url}/openapi.json", headers=dict([key.split(": ")])).json()
+    key = f"Authorization: Bearer {endpoint.key}"
+    described = httpx.get(f"{endpoint.url}/openapi.json", headers=dict([key.split(": ")])).json()
     for schema in described["components"]["schemas"].values():
         properties = schema.get("properties", {})
         properties |= {name: narrow for name, narrow in NARROWED.items() if name in properties}
@@ -60,9 +60,9 @@ def test_no_body_makes_a_5xx(asked, other_python, tmp_path):
     (tmp_path / "schemathesis.toml").write_text("")
     other_python(
         "-m", "schemathesis.cli", "--config-file", str(tmp_path / "schemathesis.toml"), "run",
-        str(tmp_path / "openapi.json"), "--url", asked.url, "--header", key,
+        str(tmp_path / "openapi.json"), "--url", endpoint.url, "--header", key,
         "--checks", "not_a_server_error", "--seed", "1", "--phases", "coverage,fuzzing", "--max-time", "45",
         "--request-timeout", "20", cwd=tmp_path,
     )  # fmt: skip
-    assert asked.becomes_idle()
-    assert asked.content(), "it still answers"
+    assert endpoint.becomes_idle()
+    assert endpoint.content(), "it still answers"
