@@ -94,7 +94,7 @@ def recorded_train(self: LaneformerTrainer) -> None:
             "compiled": sum(layer._compiled_call_impl is not None for layer in model.layers),
             "norm_compiled": model.norm._compiled_call_impl is not None,
             "graphs": counters["stats"]["unique_graphs"],
-            "loss_graphs": loss._compiled.cache_info().currsize,  # losses, and their gradient
+            "loss_graphs": loss._compile.cache_info().currsize,  # losses, and their gradient
             "streams": sorted(computed),
             "policies": sorted(policies(model)),
             "weights": weights,
