@@ -50,7 +50,9 @@ def run(arguments: Sequence[str]) -> None:
 
 def open_run(given: Arguments, sources: str) -> AbstractContextManager[pipeline.RunContext]:
     console = Console(highlight=False)
-    return pipeline.open_run(given.recipe, given.out, given.options(), console, sources, **given.how())
+    return pipeline.open_run(
+        given.recipe, given.out, given.options(), console, sources, **given.how()
+    )
 
 
 def check_on_disk(given: Arguments, command: str) -> None:
@@ -88,7 +90,9 @@ def stats(given: Given, sources: Sources = "") -> None:
         statistics.write(context.out, context.sources, context.console, context.threads)
 
 
-def free(given: Given, stage: Literal["fetch", "filter", "tokenize", "runs"], sources: Sources = "") -> None:
+def free(
+    given: Given, stage: Literal["fetch", "filter", "tokenize", "runs"], sources: Sources = ""
+) -> None:
     """Delete the files of a stage, if the stage that reads them has done all units.
 
     Args:

@@ -53,7 +53,9 @@ def as_dataset(
     """
     _open_mixture(lock).check_epochs(sequences)
     numbers = [range(start + rank, sequences, world)]
-    made = datasets.IterableDataset.from_generator(_rows, gen_kwargs={"lock": str(lock), "numbers": numbers})
+    made = datasets.IterableDataset.from_generator(
+        _rows, gen_kwargs={"lock": str(lock), "numbers": numbers}
+    )
     assert isinstance(made, datasets.IterableDataset)
     return made
 
@@ -88,5 +90,9 @@ class MixtureNode(BaseNode[Row]):
 
     def get_state(self) -> dict[str, Any]:
         used = self.mixture.windows_per_source(self.sequences)
-        read = {name: self.mixture.read_files(name, windows) for name, windows in used.items() if windows}
+        read = {
+            name: self.mixture.read_files(name, windows)
+            for name, windows in used.items()
+            if windows
+        }
         return {"sequences": self.sequences, "rule": self.mixture.rule, "read": read}

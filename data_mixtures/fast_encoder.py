@@ -22,15 +22,35 @@ Encoded = tuple[np.ndarray, np.ndarray]  # ids of all texts in a row, and how ma
 Encode = Callable[[Texts], Encoded]
 # where encoders differ: spaces, line ends, cases, numbers, normal forms, scripts, signs, words of specials
 PROBES = (
-    "", " ", "  ", "\n", "\n\n\n", " \n \n", "\t\tx\r\n\r\n y", "a", " a", "a  b   c ", "\u00a0x\u2003y\u3000z",
-    "It's I'LL we'd they'Re 'tis", "3.14159 12345678 1,000,000 ٣٤٥ ½ ²", "HTMLParser camelCase SHOUT_case x86_64",
-    "def f(x):\n    return x[0] + 1  # why?\n\n\nclass A: pass\n", "https://a.b/c?d=e&f=g#h !!!???... --- ==> ->",
-    "Å A\u030a ﬁ ǅ ß İ ı ſ", "日本語の文章です。 한국어 ไทย עברית العربية हिन्दी Ελληνικά русский",
+    "",
+    " ",
+    "  ",
+    "\n",
+    "\n\n\n",
+    " \n \n",
+    "\t\tx\r\n\r\n y",
+    "a",
+    " a",
+    "a  b   c ",
+    "\u00a0x\u2003y\u3000z",
+    "It's I'LL we'd they'Re 'tis",
+    "3.14159 12345678 1,000,000 ٣٤٥ ½ ²",
+    "HTMLParser camelCase SHOUT_case x86_64",
+    "def f(x):\n    return x[0] + 1  # why?\n\n\nclass A: pass\n",
+    "https://a.b/c?d=e&f=g#h !!!???... --- ==> ->",
+    "Å A\u030a ﬁ ǅ ß İ ı ſ",
+    "日本語の文章です。 한국어 ไทย עברית العربية हिन्दी Ελληνικά русский",
     "😀👩‍👩‍👧 🇩🇪 \U0001f9d1\u200d\U0001f680",
-    "x" * 300, " " * 300, "=" * 300, "ab" * 200, "0" * 300, "\u2581 \u2581\u2581x",
-    "\ufeffx\u200by\u00ad", "e\u0301\u0301",
+    "x" * 300,
+    " " * 300,
+    "=" * 300,
+    "ab" * 200,
+    "0" * 300,
+    "\u2581 \u2581\u2581x",
+    "\ufeffx\u200by\u00ad",
+    "e\u0301\u0301",
     "<s> </s> <unk> <pad> <0x0A> <|endoftext|> <|begin_of_text|> <|im_end|> [INST] [/INST]",
-)  # fmt: skip
+)
 
 
 def of_json(path: Path) -> Encode | None:
@@ -50,7 +70,9 @@ def of_sentencepiece(model: bytes) -> Encode | None:
         special = {each["content"] for each in spec["added_tokens"] if each["special"]}
         never = special | {spec["model"]["unk_token"]} | {f"<0x{byte:02X}>" for byte in range(256)}
         spec["added_tokens"] = [each for each in spec["added_tokens"] if not each["special"]]
-        spec["model"]["merges"] = [pair for pair in spec["model"]["merges"] if "".join(pair) not in never]
+        spec["model"]["merges"] = [
+            pair for pair in spec["model"]["merges"] if "".join(pair) not in never
+        ]
         return spec
 
     return _encoder(converted)
@@ -62,7 +84,9 @@ def _encoder(converted: Callable[[], dict[str, Any]]) -> Encode | None:
         import gigatoken
 
         backend = gigatoken.Tokenizer.from_json(json.dumps(converted()))
-    except Exception as why:  # a package that is missing, or what it does not support, in errors of any kind
+    except (
+        Exception
+    ) as why:  # a package that is missing, or what it does not support, in errors of any kind
         logging.getLogger(__name__).debug("no fast encoder: %s", why)
         return None
 

@@ -22,13 +22,18 @@ from data_mixtures.recipe import PACKINGS, check_known
 from data_mixtures.shards import Json
 from data_mixtures.window_files import TokenFile, WindowFiles
 
-PACKING = PACKINGS[0]  # documents in a row, cut every seq_len tokens; the id `bos_id` marks where one begins
+PACKING = PACKINGS[
+    0
+]  # documents in a row, cut every seq_len tokens; the id `bos_id` marks where one begins
 # Other packings: whole documents, or conversations, in the first S tokens of each window. Beside each file of tokens
 # lies one of the same form, with the flags of the tokens; its entry is "flags" in theirs.
 CONVERSATIONS = "conversations"
 _LABELS = ("category", "epoch_cap")  # of a source in a lock: they decide no sequence
 PLACE = "sequence", "source", "shard", "token_offset", "epoch"  # of a sequence
-TRAINED, BEGINS = 1, 2  # flags: it counts as a label; it is the first token of a conversation, or of padding
+TRAINED, BEGINS = (
+    1,
+    2,
+)  # flags: it counts as a label; it is the first token of a conversation, or of padding
 
 
 def pin(
@@ -43,7 +48,11 @@ def pin(
     """Write data_dir/<phase>.lock.json: these sources, with these weights, as their content is now."""
     first = shards.read_manifest(data_dir / next(iter(weights)))
     lock: Json = {"format": shards.FORMAT, "phase": phase, "seed": seed, "seq_len": seq_len}
-    lock |= {"packing": packing, "order": order.RULE, **{key: first[key] for key in shards.TOKENIZER_FACTS}}
+    lock |= {
+        "packing": packing,
+        "order": order.RULE,
+        **{key: first[key] for key in shards.TOKENIZER_FACTS},
+    }
     lock["sources"] = [source_entry(data_dir, *each, epoch_cap, lock) for each in weights.items()]
     path = data_dir / f"{phase}.lock.json"
     shards.write_json(path, {**lock, "fingerprint": fingerprint(lock)})
@@ -59,8 +68,15 @@ def source_entry(data_dir: Path, name: str, weight: int, epoch_cap: int, lock: J
             f"{', '.join(facts)} differ. Prepare all sources with one recipe"
         )
     if ("flags" in manifest["valid"]) == (lock["packing"] == PACKING):
-        raise ValueError(f"{data_dir / name} was packed otherwise than {lock['packing']!r}; prepare it again")
-    entry = {"name": name, "category": manifest["category"], "weight": weight, "windows": manifest["windows"]}
+        raise ValueError(
+            f"{data_dir / name} was packed otherwise than {lock['packing']!r}; prepare it again"
+        )
+    entry = {
+        "name": name,
+        "category": manifest["category"],
+        "weight": weight,
+        "windows": manifest["windows"],
+    }
     return {**entry, "epoch_cap": epoch_cap, "content_sha256": manifest["content_sha256"]}
 
 
@@ -69,7 +85,9 @@ def fingerprint(lock: Json) -> str:
     content = {key: value for key, value in lock.items() if key != "fingerprint"}
     sources = lock["sources"]
     content["sources"] = [{k: v for k, v in entry.items() if k not in _LABELS} for entry in sources]
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 def _digest(value: Any) -> str:
@@ -86,7 +104,9 @@ def read_lock(path: Path) -> Json:
             "and prepare again instead"
         )
     if lock["order"] != order.RULE:
-        raise ValueError(f"{path} has the order {lock['order']!r}, this code reads the order {order.RULE!r}")
+        raise ValueError(
+            f"{path} has the order {lock['order']!r}, this code reads the order {order.RULE!r}"
+        )
     return lock
 
 
@@ -103,7 +123,9 @@ class Mixture:
         self.vocab_size: int = lock["vocab_size"]
         self.bos_id: int = lock["bos_id"]
         self.source_names: tuple[str, ...] = tuple(source["name"] for source in sources)
-        self.contents: dict[str, str] = {source["name"]: source["content_sha256"] for source in sources}
+        self.contents: dict[str, str] = {
+            source["name"]: source["content_sha256"] for source in sources
+        }
         self.categories: dict[str, str] = {source["name"]: source["category"] for source in sources}
         self.weights: tuple[int, ...] = tuple(source["weight"] for source in sources)
         self._places, self._ranks = order.pattern(self.weights)
@@ -125,7 +147,9 @@ class Mixture:
         # first of them
         owners = np.searchsorted(self._source_begins, self._file_begins, side="right") - 1
         steps = []
-        for owner, name, count in zip(owners.tolist(), self._file_names, lengths.tolist(), strict=True):
+        for owner, name, count in zip(
+            owners.tolist(), self._file_names, lengths.tolist(), strict=True
+        ):
             first = order.begin(self.seed, self.source_names[owner], name, count)
             steps.append((count, order.stride(count), first))
         self._steps = np.array(steps, dtype=np.int64)
@@ -138,7 +162,9 @@ class Mixture:
         """
         path = Path(lock_path)
         lock = read_lock(path)
-        mixture = cls(lock, [file for entry in lock["sources"] for file in _open_source(path, entry)])
+        mixture = cls(
+            lock, [file for entry in lock["sources"] for file in _open_source(path, entry)]
+        )
         return mixture.starting_at(offsets) if offsets else mixture
 
     def starting_at(self, offsets: Mapping[str, int]) -> Mixture:
@@ -146,9 +172,13 @@ class Mixture:
         check_known("source in offsets:", offsets, self.source_names)
         for name, offset in offsets.items():
             if offset < 0:
-                raise ValueError(f"offset of {name!r} is {offset}; it counts windows: never negative")
+                raise ValueError(
+                    f"offset of {name!r} is {offset}; it counts windows: never negative"
+                )
         moved = copy.copy(self)
-        moved._offsets = np.array([offsets.get(name, 0) for name in self.source_names], dtype=np.int64)
+        moved._offsets = np.array(
+            [offsets.get(name, 0) for name in self.source_names], dtype=np.int64
+        )
         return moved
 
     def sequences(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -159,7 +189,9 @@ class Mixture:
         if first < 0 or count < 0:
             raise ValueError(f"sequences({first}, {count}): first and count must not be negative")
         self.check_epochs(first + count)
-        source_index, files, windows, _ = self._find(np.arange(first, first + count, dtype=np.int64))
+        source_index, files, windows, _ = self._find(
+            np.arange(first, first + count, dtype=np.int64)
+        )
         return self._read(self._files, files, windows), source_index
 
     def flags(self, first: int, count: int) -> np.ndarray:
@@ -177,7 +209,9 @@ class Mixture:
     def locate(self, numbers: np.ndarray) -> list[Json]:
         """Where sequences (int64 (n,)) lie: source, shard file, offset of the first token in it; epoch."""
         places = []
-        for number, source, file, window, epoch in np.stack([numbers, *self._find(numbers)], axis=1).tolist():
+        for number, source, file, window, epoch in np.stack(
+            [numbers, *self._find(numbers)], axis=1
+        ).tolist():
             names = self.source_names[source], self._file_names[file]
             place = number, *names, window * self.seq_len, epoch
             places.append(dict(zip(PLACE, place, strict=True)))
@@ -206,7 +240,9 @@ class Mixture:
     def rule(self) -> str:
         """Identity (hex) of how sequences are drawn: weights, seed and cuts, not the text."""
         weights = [pair for pair in zip(self.source_names, self.weights, strict=True) if pair[1]]
-        return _digest([order.RULE, self._decides, [[0, weights]]])  # 0: folders of before had segments
+        return _digest(
+            [order.RULE, self._decides, [[0, weights]]]
+        )  # 0: folders of before had segments
 
     def read_files(self, source: str, windows: int) -> list[str]:
         """Identities (hex) of what decides the first windows that are read of a source: its files.
@@ -218,7 +254,9 @@ class Mixture:
         first = int(np.searchsorted(self._file_begins, begin))
         last = int(np.searchsorted(self._file_begins, begin + min(windows, total)))
         whole = [f"all {total}"] if windows > total else []
-        files = [_digest([self._decides, source, *self._file(number)]) for number in range(first, last)]
+        files = [
+            _digest([self._decides, source, *self._file(number)]) for number in range(first, last)
+        ]
         return files + whole
 
     def _file(self, number: int) -> list[Any]:

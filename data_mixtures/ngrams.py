@@ -23,14 +23,19 @@ import numpy as np
 GRAM_WORDS = 13
 SHORTEST_WORDS = 8
 _TELLING_WORDS = 3  # of two letters or more, that a gram needs: no alphabets, no lists of numbers
-WINDOW_CHARS = 1 << 19  # of texts at a time: enough that what a window costs besides its characters is little
+WINDOW_CHARS = (
+    1 << 19
+)  # of texts at a time: enough that what a window costs besides its characters is little
 _CODE_POINTS, _ASSIGNED = 0x110000, 0x40000  # no letter is above the fourth plane
 _BYTES, _WORD = 0x5851F42D4C957F2D, 0xD6E8FEB86659FD93  # odd multipliers of the two polynomials
 _EIGHT = 8
 _LONGEST = 256  # bytes of a word that are hashed, besides its last eight and its length
 # masks for eight bytes, of which the first n belong to a word
 _FIRST = np.array([(1 << 8 * n) - 1 for n in range(_EIGHT + 1)], np.uint64)
-_TABLE_ENTRIES = 4, 16  # a hash; the first table stays in the cache, the second sees a fifth of the words
+_TABLE_ENTRIES = (
+    4,
+    16,
+)  # a hash; the first table stays in the cache, the second sees a fifth of the words
 Pair = tuple[np.ndarray, np.ndarray]  # columns of the same length, or words and their bounds
 Triple = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -65,7 +70,9 @@ class Index:
         """(text, passage) of everything that these texts hold, int64."""
         text, gram = _distinct_pairs(*self.find_grams(texts))[:2]
         counts = self.first[gram + 1] - self.first[gram]
-        at = np.arange(counts.sum()) + np.repeat(self.first[gram] - np.cumsum(counts) + counts, counts)
+        at = np.arange(counts.sum()) + np.repeat(
+            self.first[gram] - np.cumsum(counts) + counts, counts
+        )
         passage = self.passages[at].astype(np.int64)
         text, passage, grams = _distinct_pairs(np.repeat(text, counts), passage)
         enough = grams >= self.needed[passage]
@@ -203,7 +210,9 @@ def _fold(text: str) -> bytes:
     """The UTF-8 of the lower case of a word's characters, zeros for every other one."""
     if text.isascii():
         return text.encode("ascii").translate(_folded_ascii())
-    return _lower(text).tobytes().decode("utf-32-le", "surrogatepass").encode("utf-8", "surrogatepass")
+    return (
+        _lower(text).tobytes().decode("utf-32-le", "surrogatepass").encode("utf-8", "surrogatepass")
+    )
 
 
 def _lower(text: str) -> np.ndarray:
@@ -224,7 +233,9 @@ def _hash_words(data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.nd
         more = eight[starts[at] + done] & _FIRST.take(left[at] - done, mode="clip")
         hashes[at] = hashes[at] * np.uint64(_BYTES) + more
         at = at[left[at] > done + _EIGHT]
-    hashes[at] = hashes[at] * np.uint64(_BYTES) + (eight[ends[at] - _EIGHT] ^ left[at].astype(np.uint64))
+    hashes[at] = hashes[at] * np.uint64(_BYTES) + (
+        eight[ends[at] - _EIGHT] ^ left[at].astype(np.uint64)
+    )
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         # splitmix64's bijection: each of 64 bits reaches every bit of the result
         hashes = (hashes ^ (hashes >> np.uint64(shift))) * np.uint64(factor)

@@ -45,7 +45,11 @@ def pattern(weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     for r in range(total):
         lead += w
         # of the sources at least 1/slack behind, the one that would first be too late
-        s = int(np.where(slack * lead >= total, deadline, _NEVER).argmin()) if len(active) > 1 else 0
+        s = (
+            int(np.where(slack * lead >= total, deadline, _NEVER).argmin())
+            if len(active) > 1
+            else 0
+        )
         places[r], ranks[r] = active[s], served[s]
         served[s] += 1
         lead[s] -= total
@@ -66,13 +70,17 @@ def _check_weights(weights: Sequence[int]) -> None:
         if not isinstance(weight, int | np.integer) or isinstance(weight, bool) or weight < 0:
             raise ValueError(f"weight {i} = {weight!r} must be an integer >= 0")
     if not 0 < sum(weights) <= MAX_WEIGHT_SUM:
-        raise ValueError(f"the weights sum to {sum(weights)}; the sum must be between 1 and {MAX_WEIGHT_SUM}")
+        raise ValueError(
+            f"the weights sum to {sum(weights)}; the sum must be between 1 and {MAX_WEIGHT_SUM}"
+        )
 
 
 def served(weights: Sequence[int], places: np.ndarray, sequences: int) -> np.ndarray:
     """How many of the first `sequences` sequences come from each source: closed form, int64 (sources,)."""
     blocks, rest = divmod(sequences, len(places))
-    return blocks * np.asarray(weights, dtype=np.int64) + np.bincount(places[:rest], minlength=len(weights))
+    return blocks * np.asarray(weights, dtype=np.int64) + np.bincount(
+        places[:rest], minlength=len(weights)
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -108,7 +116,8 @@ def begin(seed: int, source: str, shard: str, windows: int) -> int:
 def round_keys(seed: int, source: str, epoch: int) -> tuple[int, ...]:
     """The 64-bit keys of one source's permutation in one epoch."""
     return tuple(
-        xxhash.xxh3_64_intdigest(f"{seed}/{source}/{epoch}/{i}".encode()) for i in range(FEISTEL_ROUNDS)
+        xxhash.xxh3_64_intdigest(f"{seed}/{source}/{epoch}/{i}".encode())
+        for i in range(FEISTEL_ROUNDS)
     )
 
 

@@ -47,7 +47,9 @@ class Packed(NamedTuple):
 def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
     """Indices of the items in each window of `size`; every length is from 1 to size."""
     windows: list[list[int]] = []
-    with_room: list[list[int]] = [[] for _ in range(size + 1)]  # windows by the room that they have left
+    with_room: list[list[int]] = [
+        [] for _ in range(size + 1)
+    ]  # windows by the room that they have left
     rooms = 0  # bit r: some window has room r
     for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[item]
@@ -70,7 +72,9 @@ def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 def shuffled(windows: list[list[int]], keys: Sequence[int], seed: int) -> list[list[int]]:
     """The windows in an order that first texts and the seed decide, in which epoch 0 reads them."""
-    return sorted(windows, key=lambda window: xxhash.xxh3_64_intdigest(f"{seed}/{keys[window[0]]}".encode()))
+    return sorted(
+        windows, key=lambda window: xxhash.xxh3_64_intdigest(f"{seed}/{keys[window[0]]}".encode())
+    )
 
 
 def streams(
@@ -90,7 +94,9 @@ def streams(
     return tokens, flags
 
 
-def best_fit(stream: np.ndarray, lengths: np.ndarray, keys: np.ndarray, size: int, seed: int) -> Packed:
+def best_fit(
+    stream: np.ndarray, lengths: np.ndarray, keys: np.ndarray, size: int, seed: int
+) -> Packed:
     """Documents that lie in `stream` one after the other, in windows. keys: their ids.
 
     A longer document than a window is cut into whole windows and a rest, which share one token with the
@@ -98,7 +104,9 @@ def best_fit(stream: np.ndarray, lengths: np.ndarray, keys: np.ndarray, size: in
     """
     later, ends = np.arange(size) > 0, np.cumsum(lengths, dtype=np.int64)
     pieces, owners, first = list[Piece](), list[int](), list[bool]()
-    for document, (begin, end) in enumerate(zip((ends - lengths).tolist(), ends.tolist(), strict=True)):
+    for document, (begin, end) in enumerate(
+        zip((ends - lengths).tolist(), ends.tolist(), strict=True)
+    ):
         for at in range(begin, max(end - 1, begin + 1), size - 1):
             ids = stream[at : min(at + size, end)]
             pieces.append(Piece(ids, later[: len(ids)]))
@@ -107,6 +115,8 @@ def best_fit(stream: np.ndarray, lengths: np.ndarray, keys: np.ndarray, size: in
     windows = pack([len(each.ids) for each in pieces], size)
     windows = shuffled(windows, keys[owners].tolist() if owners else [], seed)
     order = [owners[item] for window in windows for item in window if first[item]]
-    tokens, flags = streams(windows, pieces, size, stream.dtype) if windows else (stream[:0], stream[:0])
+    tokens, flags = (
+        streams(windows, pieces, size, stream.dtype) if windows else (stream[:0], stream[:0])
+    )
     padding = len(windows) * size - sum(len(each.ids) for each in pieces)
     return Packed(tokens, flags, np.array(order, np.int64), padding)

@@ -47,7 +47,9 @@ def prepare(recipe_path: Path, out: Path, options: Options, console: Console, **
         console.print(table)
     for phase, weights in context.recipe.phases.items():
         total = sum(weights.values())
-        shares = ", ".join(f"{name} {100 * weight / total:.2f} %" for name, weight in weights.items())
+        shares = ", ".join(
+            f"{name} {100 * weight / total:.2f} %" for name, weight in weights.items()
+        )
         console.print(f"{out / phase}.lock.json: {shares}", soft_wrap=True)
     console.print(f"took {time.monotonic() - started:.1f} s")
 
@@ -102,7 +104,9 @@ def run(given: tyro.conf.OmitArgPrefixes[Arguments]) -> None:
 
 
 def main() -> int:
-    return run_command(lambda: tyro.cli(run, prog="python -m data_mixtures.prepare", description=__doc__))
+    return run_command(
+        lambda: tyro.cli(run, prog="python -m data_mixtures.prepare", description=__doc__)
+    )
 
 
 if __name__ == "__main__":

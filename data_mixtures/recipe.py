@@ -18,9 +18,20 @@ from pydantic.dataclasses import dataclass
 
 KINDS = ("text", "jsonl", "parquet", "resolved")
 RESERVED_FOLDERS = (
-    "corpus", "fetch", "filter", "signatures", "bands", "dedup", "held_out", "scan", "contained",
-    "tokenize", "runs", "order", "shuffle",
-)  # fmt: skip
+    "corpus",
+    "fetch",
+    "filter",
+    "signatures",
+    "bands",
+    "dedup",
+    "held_out",
+    "scan",
+    "contained",
+    "tokenize",
+    "runs",
+    "order",
+    "shuffle",
+)
 PACKINGS = ("concat", "best_fit")
 Positive = Annotated[int, Strict(), Field(ge=1)]
 Share = Annotated[float, Strict(), Field(ge=0, le=1)]
@@ -65,7 +76,9 @@ class Input:
         if not self.paths:
             raise ValueError(f"input kind {self.kind!r} needs paths = [glob, ...], got paths = []")
         if self.kind == "parquet" and self.max_bytes is not None:
-            raise ValueError("max_bytes caps text that is extracted, Parquet is read as it is; use files = N")
+            raise ValueError(
+                "max_bytes caps text that is extracted, Parquet is read as it is; use files = N"
+            )
         if (self.kind == "resolved") != ("{sha1}" in self.content_url):
             url = f"content_url = {self.content_url!r}"
             raise ValueError(
@@ -167,7 +180,9 @@ class Filter:
 
     def __post_init__(self) -> None:
         if self.max_chars < self.min_chars:
-            raise ValueError(f"max_chars = {self.max_chars} is less than min_chars = {self.min_chars}")
+            raise ValueError(
+                f"max_chars = {self.max_chars} is less than min_chars = {self.min_chars}"
+            )
 
 
 @dataclass(frozen=True, config=_CONFIG)

@@ -24,7 +24,7 @@ from data_mixtures.recipe import (
     TokenizerTraining,
     check_known,
     nearest,
-)  # fmt: skip
+)
 
 T = TypeVar("T")
 Table = dict[str, Any]
@@ -116,9 +116,13 @@ def _explain(error: ValidationError) -> str:
 
 def _source(name: str, values: Table) -> LocalSource | HubSource:
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
-        raise ValueError(f"source name {name!r} becomes a folder: use lower-case letters, digits, - _ and .")
+        raise ValueError(
+            f"source name {name!r} becomes a folder: use lower-case letters, digits, - _ and ."
+        )
     if name in RESERVED_FOLDERS:
-        raise ValueError(f"source name {name!r} is that of a stage's folder beside it; choose another")
+        raise ValueError(
+            f"source name {name!r} is that of a stage's folder beside it; choose another"
+        )
     if not isinstance(values, dict) or ("inputs" in values) == ("repo" in values):
         raise ValueError(
             f"source {name!r} needs either inputs = [{{ kind = ..., paths = [...] }}] or repo = 'owner/name'"
@@ -139,7 +143,9 @@ def _weights(phase: str, weights: Mapping[str, int], names: list[str]) -> dict[s
     check_known(f"source in [{phase}]:", weights, names)
     missing = [name for name in names if name not in weights]
     if missing:
-        raise ValueError(f"[{phase}] gives no weight to {missing}; write 0 for a source that it does not use")
+        raise ValueError(
+            f"[{phase}] gives no weight to {missing}; write 0 for a source that it does not use"
+        )
     try:
         order.pattern([weights[name] for name in names])
     except ValueError as error:

@@ -31,7 +31,9 @@ import xxhash
 
 from records.files import write_atomically
 
-Json = dict[str, Any]  # an object of a JSON file: a manifest, lock, plan or receipt, or a part of one
+Json = dict[
+    str, Any
+]  # an object of a JSON file: a manifest, lock, plan or receipt, or a part of one
 FORMAT = 2
 BLOCK_BYTES = 16 << 20  # the unit of integrity checks while reading
 MANIFEST = "source.json"
@@ -74,7 +76,14 @@ def write_windows(path: Path, tokens: np.ndarray, seq_len: int) -> Json:
 
 def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> Json:
     """Write windows whose tokens come in pieces, all uint16 or all uint32; the file's entry."""
-    whole, block, blocks, room, size, tokens = hashlib.sha256(), xxhash.xxh3_64(), [], BLOCK_BYTES, 0, 0
+    whole, block, blocks, room, size, tokens = (
+        hashlib.sha256(),
+        xxhash.xxh3_64(),
+        [],
+        BLOCK_BYTES,
+        0,
+        0,
+    )
     with path.open("wb") as file:
         for piece in pieces:
             assert piece.dtype.kind == "u", f"tokens are {piece.dtype}, not unsigned integers"
@@ -95,13 +104,20 @@ def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> Json
     return {"name": path.name, **sizes, "sha256": whole.hexdigest(), "xxh3_blocks": blocks}
 
 
-def write_documents(path: Path, columns: Sequence[np.ndarray], origins: Iterable[np.ndarray]) -> Json:
+def write_documents(
+    path: Path, columns: Sequence[np.ndarray], origins: Iterable[np.ndarray]
+) -> Json:
     """The document index, with a hash of its uncompressed bytes, on which the zstd version has no influence.
 
     columns: ids, lengths in tokens, lengths of origins in bytes. origins: their bytes together, in pieces.
     """
     whole, (ids, lengths, sizes) = hashlib.sha256(), columns
-    head = np.array([len(ids)], "<u8"), ids.astype("<u8"), lengths.astype("<u4"), sizes.astype("<u4")
+    head = (
+        np.array([len(ids)], "<u8"),
+        ids.astype("<u8"),
+        lengths.astype("<u4"),
+        sizes.astype("<u4"),
+    )
     with pyarrow.CompressedOutputStream(str(path), "zstd") as stream:
         for data in chain(head, origins):
             whole.update(data.data)
@@ -151,7 +167,10 @@ def content_sha256(manifest: Json) -> str:
 
 def write_manifest(folder: Path, manifest: Json) -> None:
     """Write source.json; its format and content_sha256 are added here."""
-    write_json(folder / MANIFEST, {"format": FORMAT, **manifest, "content_sha256": content_sha256(manifest)})
+    write_json(
+        folder / MANIFEST,
+        {"format": FORMAT, **manifest, "content_sha256": content_sha256(manifest)},
+    )
 
 
 def tokenizer_path(folder: Path) -> Path:
@@ -196,7 +215,9 @@ def read_manifests(data: Path) -> dict[str, Json]:
     """The manifests of all sources of a folder, by name; what a killed publication left is hidden."""
     folders = sorted(path.parent for path in data.glob(f"[!.]*/{MANIFEST}"))
     if not folders:
-        raise ValueError(f"{data} holds no <source>/{MANIFEST}; create it: python -m data_mixtures.prepare")
+        raise ValueError(
+            f"{data} holds no <source>/{MANIFEST}; create it: python -m data_mixtures.prepare"
+        )
     return {folder.name: read_manifest(folder) for folder in folders}
 
 
@@ -208,7 +229,10 @@ def check_format(path: Path, content: Json) -> None:
 
 def files_of(entry: Json) -> tuple[str, ...]:
     """Names of the files that an entry of the manifest describes."""
-    return (entry["name"], *(entry[part]["name"] for part in ("parity", "docs", "flags") if part in entry))
+    return (
+        entry["name"],
+        *(entry[part]["name"] for part in ("parity", "docs", "flags") if part in entry),
+    )
 
 
 def check_sizes(folder: Path, manifest: Json) -> None:
@@ -218,9 +242,13 @@ def check_sizes(folder: Path, manifest: Json) -> None:
         try:  # one question a file: there may be thousands, on a file system far away
             size = os.stat(path).st_size
         except FileNotFoundError:
-            raise MissingFile(f"{path} is missing, {expected} bytes in its manifest. {PREPARE}") from None
+            raise MissingFile(
+                f"{path} is missing, {expected} bytes in its manifest. {PREPARE}"
+            ) from None
         if size != expected:
-            raise ValueError(f"{path} has {size} bytes, its manifest says {expected}: truncated. {PREPARE}")
+            raise ValueError(
+                f"{path} has {size} bytes, its manifest says {expected}: truncated. {PREPARE}"
+            )
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -238,7 +266,9 @@ def save_array(path: Path, array: np.ndarray) -> None:
 def write_array_header(file: BinaryIO, dtype: np.dtype, rows: int) -> None:
     """The header of a .npy file of one dimension."""
     descr = np.lib.format.dtype_to_descr(dtype)
-    np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": (rows,)})
+    np.lib.format.write_array_header_1_0(
+        file, {"descr": descr, "fortran_order": False, "shape": (rows,)}
+    )
 
 
 def publish(partial: Path, final: Path) -> None:

@@ -73,7 +73,9 @@ def command(question: tyro.conf.OmitArgPrefixes[Question]) -> None:
 def run(given: Question, console: Console) -> None:
     """ValueError for everything that a user can fix."""
     if not given.data.exists():
-        raise ValueError(f"{given.data} does not exist; give a lock file (phase1.lock.json) or a run folder")
+        raise ValueError(
+            f"{given.data} does not exist; give a lock file (phase1.lock.json) or a run folder"
+        )
     attempts = skips.read_attempts(given.data) if given.data.is_dir() else []
     if given.document or given.origin:
         lock = attempts[-1].lock if attempts else given.data
@@ -84,14 +86,20 @@ def run(given: Question, console: Console) -> None:
     for count, each in enumerate(results, 1):  # noqa: B007
         print(json.dumps(each, ensure_ascii=False)) if given.json else print_text(each, console)
     if not count:
-        raise ValueError("no such document in the training data; held-out documents are in no document index")
+        raise ValueError(
+            "no such document in the training data; held-out documents are in no document index"
+        )
 
 
 def _batches(given: Question, attempts: list[skips.Reading]) -> list[Batch]:
     step, sequence = given.step, given.sequence
     if given.bad_step is not None:
         return _refused_batches(given, attempts)
-    if (step is None and sequence is None) or (step is not None and step < 1) or (sequence or 0) < 0:
+    if (
+        (step is None and sequence is None)
+        or (step is not None and step < 1)
+        or (sequence or 0) < 0
+    ):
         raise ValueError(
             "give --step N (from 1), --sequence I (from 0), --bad-step N, --document ID or --origin TEXT"
         )
@@ -107,7 +115,9 @@ def _batches(given: Question, attempts: list[skips.Reading]) -> list[Batch]:
         raise ValueError("--step of a lock file needs --global-batch; or give the run folder")
     if step is not None and sequence is not None:
         if sequence >= len(numbers):
-            raise ValueError(f"--sequence {sequence}: a step has {len(numbers)} sequences, counted from 0")
+            raise ValueError(
+                f"--sequence {sequence}: a step has {len(numbers)} sequences, counted from 0"
+            )
         numbers = numbers[sequence : sequence + 1]
     return [(reading.lock, reading.offsets, numbers) if reading else (given.data, {}, numbers)]
 
@@ -116,20 +126,31 @@ def _refused_batches(given: Question, attempts: list[skips.Reading]) -> list[Bat
     batches = []
     for event in read_lines(given.data / "events.jsonl"):
         if event.get("kind") == "bad_step" and event["step"] == given.bad_step:
-            reading = next((each for each in attempts if each.attempt == event["attempt"]), attempts[-1])
+            reading = next(
+                (each for each in attempts if each.attempt == event["attempt"]), attempts[-1]
+            )
             rows = read_lines(given.data / "bad-steps" / Path(event["batch"]).name)
-            batches.append((reading.lock, reading.offsets, np.array([row["sequence"] for row in rows])))
+            batches.append(
+                (reading.lock, reading.offsets, np.array([row["sequence"] for row in rows]))
+            )
     if not batches:
-        raise ValueError(f"{given.data}: events.jsonl has no refused batch at step {given.bad_step}")
+        raise ValueError(
+            f"{given.data}: events.jsonl has no refused batch at step {given.bad_step}"
+        )
     return batches
 
 
 def read_sequences(lock: Path, offsets: dict[str, int], numbers: np.ndarray) -> Iterator[Json]:
     """Sequences of a lock with their documents."""
-    mixture, pieces = Mixture.open(lock, offsets), tokenizer.load(shards.tokenizer_path(lock.parent))
+    mixture, pieces = (
+        Mixture.open(lock, offsets),
+        tokenizer.load(shards.tokenizer_path(lock.parent)),
+    )
     for number in numbers.tolist():
         (place,), (tokens,) = mixture.locate(np.array([number])), mixture.sequences(number, 1)[0]
-        starts = mixture.flags(number, 1)[0] & BEGINS if mixture.packed else tokens == mixture.bos_id
+        starts = (
+            mixture.flags(number, 1)[0] & BEGINS if mixture.packed else tokens == mixture.bos_id
+        )
         # one that begins with the last token, which is only predicted, is the next sequence's
         begins = [0, *(1 + np.flatnonzero(starts[1:-1])).tolist()]
         parts = []
@@ -180,7 +201,11 @@ class Index:
 
     def facts(self, i: int) -> Json:
         origin = json.loads(self.origins[i].as_py() or "{}")
-        return {"id": f"{self.ids[i]:016x}", "document_tokens": int(self.lengths[i]), "origin": origin}
+        return {
+            "id": f"{self.ids[i]:016x}",
+            "document_tokens": int(self.lengths[i]),
+            "origin": origin,
+        }
 
 
 @functools.lru_cache(maxsize=16)
@@ -196,10 +221,14 @@ def read_index(folder: Path, number: int) -> Index:
     return Index(np.concatenate(begins)[: len(ids)], ids, lengths, origins)
 
 
-def find_documents(lock: Path, document: str | None, origin: str | None, console: Console) -> Iterator[Json]:
+def find_documents(
+    lock: Path, document: str | None, origin: str | None, console: Console
+) -> Iterator[Json]:
     """The documents of all sources of a lock with this id, or with this text in their origin."""
     if not origin and not re.fullmatch(r"[0-9a-f]{16}", document or ""):
-        raise ValueError(f"--document {document!r} must be 16 hexadecimal digits, as show prints them")
+        raise ValueError(
+            f"--document {document!r} must be 16 hexadecimal digits, as show prints them"
+        )
     if (content := read_lock(lock))["packing"] == CONVERSATIONS:
         raise ValueError(f"{lock} holds packed conversations, which have no document index")
     folders = [lock.parent / source["name"] for source in content["sources"]]
@@ -213,7 +242,11 @@ def find_documents(lock: Path, document: str | None, origin: str | None, console
             matches = ids == np.uint64(int(document or "", 16))
         for i in np.flatnonzero(matches).tolist():
             index = read_index(folder, at)
-            place = {"source": folder.name, "shard": entry["name"], "token_offset": int(index.begins[i])}
+            place = {
+                "source": folder.name,
+                "shard": entry["name"],
+                "token_offset": int(index.begins[i]),
+            }
             yield {**place, **index.facts(i)}
 
 

@@ -27,7 +27,9 @@ from records.files import hold_lock, host_name
 
 MARK, RECEIPT, MANIFEST, LOCK = ".url", "receipt.json", "source.json", ".lock"
 KEPT_BYTES = 4 << 30
-Place = tuple[str, str]  # a URL, and a name of the moment: what a worker has of an earlier one is not used
+Place = tuple[
+    str, str
+]  # a URL, and a name of the moment: what a worker has of an earlier one is not used
 
 
 class Store:
@@ -36,10 +38,14 @@ class Store:
     def __init__(self, here: Path, url: str) -> None:
         self.here, self.url = here, url
         with explained(url, "written"):
-            self.system, self.root = fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
+            self.system, self.root = fsspec.url_to_fs(
+                url, use_listings_cache=False, skip_instance_cache=True
+            )
         self._kept: dict[Path, int] = {}  # data here, oldest first
         self._listed: set[Path] = set()  # folders all of whose receipts are here
-        self._saved: dict[str, tuple[int, int]] = {}  # small files of the folder itself, as they are there
+        self._saved: dict[
+            str, tuple[int, int]
+        ] = {}  # small files of the folder itself, as they are there
 
     def name(self, path: Path) -> str:
         return f"{self.root}/{path.relative_to(self.here)}"
@@ -79,7 +85,9 @@ class Store:
         if again or folder not in self._listed:
             for unit in folder.glob("unit-*"):  # those that are gone there
                 (unit / RECEIPT).unlink(missing_ok=True)
-            self._write(each for each in self.system.find(self.name(folder)) if each.endswith(f"/{RECEIPT}"))
+            self._write(
+                each for each in self.system.find(self.name(folder)) if each.endswith(f"/{RECEIPT}")
+            )
             self._listed.add(folder)
             if folder.is_dir():
                 os.utime(folder)  # its time tells readers that receipts changed
@@ -149,7 +157,9 @@ class Store:
             holder = self.system.cat_file(lock).decode()
             if not holder.endswith(f" on {host_name()}"):
                 busy = f"another process is preparing {self.url} (held by {holder})"
-                raise ValueError(f"{busy}; wait for it, or delete {self.url}/{LOCK} if it is gone") from None
+                raise ValueError(
+                    f"{busy}; wait for it, or delete {self.url}/{LOCK} if it is gone"
+                ) from None
             self.system.pipe_file(lock, holder_name.encode())
         try:
             yield
@@ -188,7 +198,9 @@ def copied(url: str) -> Iterator[Path]:
             finally:
                 store.save()
                 store.drop(0)
-                shutil.rmtree(_workers_folder(), ignore_errors=True)  # of units that ran in this process
+                shutil.rmtree(
+                    _workers_folder(), ignore_errors=True
+                )  # of units that ran in this process
                 _remove_left()
 
 
@@ -234,5 +246,9 @@ def _scratch() -> Path:
 def open_part(out: Path, path: Path) -> BinaryIO:
     """A file to read parts of, here or there. FileNotFoundError."""
     store = of(out)
-    found: Any = store.system.open(store.name(path), "rb", cache_type="none") if store else path.open("rb", 0)
+    found: Any = (
+        store.system.open(store.name(path), "rb", cache_type="none")
+        if store
+        else path.open("rb", 0)
+    )
     return found

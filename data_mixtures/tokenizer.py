@@ -31,16 +31,27 @@ from records.files import file_sha256
 
 # begin and end of a document in well-known vocabularies
 KNOWN_NAMES = (
-    ("<s>", "</s>"), ("<|begin_of_text|>", "<|end_of_text|>"), ("<bos>", "<eos>"), ("[BOS]", "[EOS]"),
-    ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"), ("<|endoftext|>", "<|endoftext|>"),
-)  # fmt: skip
-MAX_LINE_BYTES = 65_536  # longer lines are left out of the training sample, as sentencepiece would do
+    ("<s>", "</s>"),
+    ("<|begin_of_text|>", "<|end_of_text|>"),
+    ("<bos>", "<eos>"),
+    ("[BOS]", "[EOS]"),
+    ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+    ("<|endoftext|>", "<|endoftext|>"),
+)
+MAX_LINE_BYTES = (
+    65_536  # longer lines are left out of the training sample, as sentencepiece would do
+)
 _PROBED = 1000
 
 
 def train(texts: Iterable[str], training: TokenizerTraining) -> bytes:
     """A serialized model from texts, line by line (so a newline stays the byte piece <0x0A>, as in Llama-2)."""
-    lines = (line for text in texts for line in text.split("\n") if 0 < len(line.encode()) <= MAX_LINE_BYTES)
+    lines = (
+        line
+        for text in texts
+        for line in text.split("\n")
+        if 0 < len(line.encode()) <= MAX_LINE_BYTES
+    )
     model, size = io.BytesIO(), training.vocab_size
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -64,7 +75,9 @@ def train(texts: Iterable[str], training: TokenizerTraining) -> bytes:
             minloglevel=1,
         )
     except RuntimeError as error:  # sentencepiece's only kind of error
-        raise ValueError(f"no tokenizer of {size} pieces can be trained on this text: {error}") from error
+        raise ValueError(
+            f"no tokenizer of {size} pieces can be trained on this text: {error}"
+        ) from error
     return model.getvalue()
 
 
@@ -74,7 +87,9 @@ def load(path: Path, bos: str | None = None, eos: str | None = None) -> Tokenize
     ValueError for a file that cannot be read, or where these tokens cannot be found.
     """
     if not path.is_file():
-        raise ValueError(f"tokenizer {path} does not exist; give a tokenizer.json or a sentencepiece model")
+        raise ValueError(
+            f"tokenizer {path} does not exist; give a tokenizer.json or a sentencepiece model"
+        )
     if path.suffix == ".json":
         return JsonTokenizer(path, bos, eos)
     if bos or eos:
@@ -96,7 +111,12 @@ def facts(path: Path) -> dict[str, Any]:
     """What source.json and the lock say of a tokenizer."""
     made = load(path)
     ids = {"vocab_size": made.vocab_size, "token_bytes": made.dtype.itemsize}
-    return {"tokenizer_sha256": file_sha256(path), **ids, "bos_id": made.bos_id, "eos_id": made.eos_id}
+    return {
+        "tokenizer_sha256": file_sha256(path),
+        **ids,
+        "bos_id": made.bos_id,
+        "eos_id": made.eos_id,
+    }
 
 
 class Tokenizer(abc.ABC):
@@ -107,7 +127,9 @@ class Tokenizer(abc.ABC):
 
     names: tuple[str, str] | None = None
 
-    def __init__(self, vocab_size: int, bos_id: int, eos_id: int, control_ids: Iterable[int]) -> None:
+    def __init__(
+        self, vocab_size: int, bos_id: int, eos_id: int, control_ids: Iterable[int]
+    ) -> None:
         self.vocab_size, self.bos_id, self.eos_id = vocab_size, bos_id, eos_id
         self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
         self._is_control = np.zeros(vocab_size, dtype=bool)
@@ -165,15 +187,22 @@ class Tokenizer(abc.ABC):
             )
         lengths = sizes + 1 + self._ends
         ends = np.cumsum(lengths)
-        tokens, is_text = np.empty(int(lengths.sum()), self.dtype), np.ones(int(lengths.sum()), bool)
+        tokens, is_text = (
+            np.empty(int(lengths.sum()), self.dtype),
+            np.ones(int(lengths.sum()), bool),
+        )
         for at, token in ((ends - lengths, self.bos_id), *[(ends - 1, self.eos_id)] * self._ends):
             tokens[at], is_text[at] = token, False
         tokens[is_text] = ids
         return tokens, lengths.astype(np.uint32)
 
-    def _reference_ids(self, texts: Sequence[str] | Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    def _reference_ids(
+        self, texts: Sequence[str] | Sequence[bytes]
+    ) -> tuple[np.ndarray, np.ndarray]:
         ids = [np.array(self.reference(_decoded(text)), np.uint32) for text in texts]
-        return np.concatenate([np.empty(0, np.uint32), *ids]), np.array(list(map(len, ids)), np.int64)
+        return np.concatenate([np.empty(0, np.uint32), *ids]), np.array(
+            list(map(len, ids)), np.int64
+        )
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, control ids left out."""
@@ -191,7 +220,9 @@ class JsonTokenizer(Tokenizer):
         try:
             self._made = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
-            raise ValueError(f"{path} cannot be read as a Hugging Face tokenizer.json: {error}") from error
+            raise ValueError(
+                f"{path} cannot be read as a Hugging Face tokenizer.json: {error}"
+            ) from error
         self._path = path
         self._made.no_truncation()
         self._made.no_padding()
@@ -217,18 +248,26 @@ class JsonTokenizer(Tokenizer):
         return self._made.decode(ids, skip_special_tokens=False)
 
 
-def _begin_and_end(path: Path, bos: str | None, eos: str | None, special: dict[str, int]) -> tuple[str, str]:
+def _begin_and_end(
+    path: Path, bos: str | None, eos: str | None, special: dict[str, int]
+) -> tuple[str, str]:
     """The names of the tokens that begin and end a document. ValueError when they are not known."""
     names: dict[str, Any] = {}
     for file in ("special_tokens_map.json", shards.TOKENIZER_CONFIG):
         if (beside := path.with_name(file)).is_file():
             values = json.loads(beside.read_text(encoding="utf-8"))
             names |= {name: values[name] for name in ("bos_token", "eos_token") if values.get(name)}
-    names = {name: each["content"] if isinstance(each, dict) else each for name, each in names.items()}
+    names = {
+        name: each["content"] if isinstance(each, dict) else each for name, each in names.items()
+    }
     known = next((pair for pair in KNOWN_NAMES if special.keys() >= set(pair)), (None, None))
     eos = eos or names.get("eos_token") or (None if bos else known[1])
     bos = bos or (
-        names.get("bos_token", eos) if "eos_token" in names else known[0] if eos == known[1] else eos
+        names.get("bos_token", eos)
+        if "eos_token" in names
+        else known[0]
+        if eos == known[1]
+        else eos
     )
     if bos not in special or eos not in special:
         raise ValueError(
@@ -260,7 +299,9 @@ class SentencepieceTokenizer(Tokenizer):
     def _spelled(self) -> list[str]:
         # what is given by a user has the score 0, as control pieces have, and the first of those that are trained
         made = self._processor
-        ids = (i for i in range(made.vocab_size()) if not made.is_byte(i) and made.get_score(i) == 0)
+        ids = (
+            i for i in range(made.vocab_size()) if not made.is_byte(i) and made.get_score(i) == 0
+        )
         return [made.id_to_piece(i) for i in ids]
 
     def decode_ids(self, ids: list[int]) -> str:

@@ -19,7 +19,9 @@ import xxhash
 from data_mixtures import shards
 from data_mixtures.shards import Json
 
-OPEN_FILES = 256  # a map holds a file descriptor: a process has 1,024, a 6T-token corpus 11,000 shards
+OPEN_FILES = (
+    256  # a map holds a file descriptor: a process has 1,024, a 6T-token corpus 11,000 shards
+)
 CHUNK_BYTES = 1 << 20  # stays in a core's own cache between reading and hashing
 CHECKS_AT_A_TIME = 64  # making a lock takes 20 us
 DIGEST_BYTES = 8
@@ -43,7 +45,9 @@ class WindowFiles:
                     f"the manifest of {path} has {count} block hashes for {size} bytes, one for each "
                     f"{shards.BLOCK_BYTES} is needed; prepare the data again"
                 )
-        self._checked = [bytearray(count) for count in blocks]  # by file, a byte a block; 1: it is good
+        self._checked = [
+            bytearray(count) for count in blocks
+        ]  # by file, a byte a block; 1: it is good
         self._checking = [threading.Lock() for _ in range(CHECKS_AT_A_TIME)]
         # one that is left out while a thread still reads it stays open for that thread
         self._map = functools.lru_cache(OPEN_FILES)(self._open_map)
@@ -53,7 +57,9 @@ class WindowFiles:
         first = window * self.seq_len
         end = first + self.seq_len + 1
         checked, width = self._checked[file], self._dtypes[file].itemsize
-        for block in range(first * width // shards.BLOCK_BYTES, (end * width - 1) // shards.BLOCK_BYTES + 1):
+        for block in range(
+            first * width // shards.BLOCK_BYTES, (end * width - 1) // shards.BLOCK_BYTES + 1
+        ):
             if not checked[block]:
                 self._check(file, block)
         out[:] = self._map(file)[first:end]

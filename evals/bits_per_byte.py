@@ -30,7 +30,15 @@ from data_mixtures.shards import read_manifests, tokenizer_path
 from evals.items import Partial, partial_beside
 from evals.scorer import LOCAL, Prompt, Scorer, SourceFlags, open_scorer, origin, score_each
 from evals.tables import console, show_table
-from records.evals import NOWHERE, AboutFlags, EvalCommand, Limit, ModelFolder, check_range, code_at_start
+from records.evals import (
+    NOWHERE,
+    AboutFlags,
+    EvalCommand,
+    Limit,
+    ModelFolder,
+    check_range,
+    code_at_start,
+)
 from records.files import JsonObject, file_sha256
 
 SPACE = "\u2581"  # ▁, SentencePiece's visible space
@@ -67,7 +75,9 @@ def bits_per_byte(
     sources, everything = dict[str, JsonObject](), []
     for name, rows in windows.items():
         shown = track(rows, description=f"{name:>16}", console=console)
-        sums = partial.complete(name, shown, lambda left: sums_of_windows(scorer, left, token_bytes))
+        sums = partial.complete(
+            name, shown, lambda left: sums_of_windows(scorer, left, token_bytes)
+        )
         sources[name] = {"category": categories[name], **figures_of(sums)}
         everything += sums
     whole = figures_of(everything)
@@ -76,7 +86,9 @@ def bits_per_byte(
 
 def figures_of(sums: list[tuple[float, float, int, int]]) -> JsonObject:
     """bits_per_byte, loss (nats per token), tokens and bytes of windows by their sums."""
-    nats, nats_of_bytes, tokens, byte_count = (math.fsum(column) for column in zip(*sums, strict=True))
+    nats, nats_of_bytes, tokens, byte_count = (
+        math.fsum(column) for column in zip(*sums, strict=True)
+    )
     if byte_count == 0:
         raise ValueError(f"no text to score: {tokens:.0f} tokens, none of which stands for bytes")
     value = nats_of_bytes / math.log(2) / byte_count
@@ -160,7 +172,11 @@ def show(figures: JsonObject) -> None:
     columns = ("source", "category", "bits/byte", "loss", "tokens", "bytes")
     rows = []
     for name, source in figures["sources"].items():
-        numbers = (f"{source['bits_per_byte']:.4f}", f"{source['loss']:.4f}", f"{source['tokens']:,}")
+        numbers = (
+            f"{source['bits_per_byte']:.4f}",
+            f"{source['loss']:.4f}",
+            f"{source['tokens']:,}",
+        )
         rows.append([name, source["category"], *numbers, f"{source['bytes']:,}"])
     rows.append(["all", "", f"{figures['bits_per_byte']:.4f}", f"{figures['loss']:.4f}", "", ""])
     show_table("Bits per byte, held-out text", columns, rows, texts=2)

@@ -26,7 +26,9 @@ def check(job: JobSections, here: bool = False) -> None:
             f"evals.every_steps = {section.every_steps} selects no checkpoint; set [evals] every_steps"
         )
     if not section.commands:
-        raise ValueError('evals.commands is empty; for example commands = ["bits_per_byte --data data/demo"]')
+        raise ValueError(
+            'evals.commands is empty; for example commands = ["bits_per_byte --data data/demo"]'
+        )
     for command in section.commands:
         _, kind, options = read_command(command)
         try:
@@ -67,5 +69,7 @@ def choice(name: str, names: Sequence[str], most: int = 99) -> str:
     names only the nearest.
     """
     near = difflib.get_close_matches(name, names, n=1)
-    all_of_them = f"choose from {', '.join(names)}" if len(names) <= most else f"but {len(names):,} others"
+    all_of_them = (
+        f"choose from {', '.join(names)}" if len(names) <= most else f"but {len(names):,} others"
+    )
     return f"{all_of_them}{f'; nearest: {near[0]}' if near else ''}"

@@ -29,8 +29,14 @@ from records.run import places_of
 
 # two files that differ in one of these asked other things, or in another way
 SHARED = (
-    "kind", "protocol", "limit", "num_fewshot", "chat_template", "haystack", "data_sha256",
-)  # fmt: skip
+    "kind",
+    "protocol",
+    "limit",
+    "num_fewshot",
+    "chat_template",
+    "haystack",
+    "data_sha256",
+)
 COLUMNS = ("task", "n", "a", "b", "b - a", "only a right", "only b right", "gold bits/byte")
 
 
@@ -74,14 +80,18 @@ def accuracies(pairs: list[Pair]) -> JsonObject:
         groups.setdefault(line_a.get("group", ""), []).append(rights)
     sides = [tuple(zip(*group, strict=True)) for group in groups.values()]
     changes = [paired(before, after, added=1) for before, after in sides]
-    means = [math.fsum(math.fsum(each[side]) / len(each[side]) for each in sides) for side in (0, 1)]
+    means = [
+        math.fsum(math.fsum(each[side]) / len(each[side]) for each in sides) for side in (0, 1)
+    ]
     a, b = zip(*itertools.chain(*groups.values()), strict=True)
     return {
-        "a": means[0] / len(sides), "b": means[1] / len(sides),
+        "a": means[0] / len(sides),
+        "b": means[1] / len(sides),
         "difference": math.fsum(change for change, _ in changes) / len(sides),
         "standard_error": error_of_mean(error for _, error in changes),
-        "only_a": sum(map(operator.gt, a, b)), "only_b": sum(map(operator.lt, a, b)),
-    }  # fmt: skip
+        "only_a": sum(map(operator.gt, a, b)),
+        "only_b": sum(map(operator.lt, a, b)),
+    }
 
 
 def file_of(where: str, kind: str) -> Path:
@@ -99,8 +109,13 @@ def file_of(where: str, kind: str) -> Path:
     ]
     chosen = [r for r in records if at in ("", str(r.get("step")), r.get("phase"))]
     if not chosen:
-        known = ", ".join(dict.fromkeys(f"{r.get('step')} ({r.get('phase')})" for r in records)) or "none"
-        raise ValueError(f"{where}: no record of {kind} with items; steps of {run}/evals.jsonl: {known}")
+        known = (
+            ", ".join(dict.fromkeys(f"{r.get('step')} ({r.get('phase')})" for r in records))
+            or "none"
+        )
+        raise ValueError(
+            f"{where}: no record of {kind} with items; steps of {run}/evals.jsonl: {known}"
+        )
     return max(reversed(chosen), key=lambda record: record["step"] or 0)["items"]
 
 
@@ -119,11 +134,19 @@ def row_of(name: str, row: JsonObject, change: str, error: str) -> list[str]:
 def show(comparison: JsonObject) -> None:
     """Print the differences of tasks, of CORE's categories and of all as a table on stderr."""
     names = f"{Path(comparison['b']).name} minus {Path(comparison['a']).name}"
-    rows = [row_of(task, row, "difference", "standard_error") for task, row in comparison["tasks"].items()]
+    rows = [
+        row_of(task, row, "difference", "standard_error")
+        for task, row in comparison["tasks"].items()
+    ]
     for name, row in comparison.get("categories", {}).items():
         rows.append(row_of(f"{name}, centered", row, "centered_v2", "centered_v2_se"))
     rows.append(
-        row_of("CORE v2" if comparison["kind"] == "core" else "mean", comparison, "core_v2", "core_v2_se")
+        row_of(
+            "CORE v2" if comparison["kind"] == "core" else "mean",
+            comparison,
+            "core_v2",
+            "core_v2_se",
+        )
     )
     show_table(f"{names}; ± is a paired standard error", COLUMNS, rows)
 

@@ -31,7 +31,9 @@ def contamination(data: Path) -> JsonObject:
     benchmarks = {}
     for name in sorted({*known, *(name for found in by_source.values() for name in found)}):
         held = {
-            source: found[name] for source, found in by_source.items() if found.get(name, {}).get("documents")
+            source: found[name]
+            for source, found in by_source.items()
+            if found.get(name, {}).get("documents")
         }
         items = known[name].items if name in known else None
         touched = sum(counts["items"] for counts in held.values())
@@ -48,8 +50,17 @@ def contamination(data: Path) -> JsonObject:
 
 def show(figures: JsonObject) -> None:
     """Print the figures as a table on stderr."""
-    title = "Evaluation items found in the training text; documents that contained them were dropped"
-    columns = ("benchmark", "in sources", "items", "searchable", "found (at most)", "documents dropped")
+    title = (
+        "Evaluation items found in the training text; documents that contained them were dropped"
+    )
+    columns = (
+        "benchmark",
+        "in sources",
+        "items",
+        "searchable",
+        "found (at most)",
+        "documents dropped",
+    )
     rows = []
     for name, found in figures["benchmarks"].items():
         counts = (found[key] for key in ("items", "searchable", "touched", "documents_dropped"))
@@ -73,7 +84,9 @@ def main(data: Path, about: AboutFlags = NOWHERE) -> JsonObject:
     return about.append(
         "contamination",
         figures,
-        data_sha256=hashlib.sha256(json.dumps(figures["manifests"], sort_keys=True).encode()).hexdigest(),
+        data_sha256=hashlib.sha256(
+            json.dumps(figures["manifests"], sort_keys=True).encode()
+        ).hexdigest(),
         **NO_MODEL | {"tokenizer_sha256": sources[0].get("tokenizer_sha256")},
     )
 

@@ -20,7 +20,16 @@ def main(hf_dir: ModelFolder, about: AboutFlags = NOWHERE, device: str = "auto")
     Args:
         device: device that runs the engine: auto, cpu or cuda
     """
-    command = [sys.executable, "-m", "laneformer.cli", "bench", str(hf_dir), "--device", device, "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "laneformer.cli",
+        "bench",
+        str(hf_dir),
+        "--device",
+        device,
+        "--json",
+    ]
     bench = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if bench.returncode:
         raise SystemExit(f"{' '.join(command[1:])} failed with exit status {bench.returncode}")

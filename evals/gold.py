@@ -40,7 +40,10 @@ def encoder_of(tokenizer: Path) -> Encoder:
 
     with tempfile.TemporaryDirectory() as folder:
         made, special = write_tokenizer(tokenizer, Path(folder), 0)
-        ids = {f"{name}_token_id": made.token_to_id(special[f"{name}_token"]) for name in ("bos", "eos")}
+        ids = {
+            f"{name}_token_id": made.token_to_id(special[f"{name}_token"])
+            for name in ("bos", "eos")
+        }
         (Path(folder) / "config.json").write_text(json.dumps(ids))
         return Encoder(Path(folder))
 

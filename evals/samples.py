@@ -53,7 +53,9 @@ def main(
         for name, heat in (("greedy", 0.0), ("sampled", temperature)):
             try:
                 text: AnyPrompt = prompt.get("messages") or prompt["text"]
-                written[name] = scorer.generate(text, max_new_tokens, temperature=heat, seed=seed).text
+                written[name] = scorer.generate(
+                    text, max_new_tokens, temperature=heat, seed=seed
+                ).text
             except ValueError as error:
                 raise ValueError(f"prompt {prompt['name']!r}: {error}") from None
         samples.append({"name": prompt["name"], "prompt": plain_text(prompt), **written})
@@ -61,7 +63,12 @@ def main(
     scorer.close()
     return about.append(
         "samples",
-        {"samples": samples, "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed},
+        {
+            "samples": samples,
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "seed": seed,
+        },
         data_sha256=hashlib.sha256(json.dumps(asked).encode()).hexdigest(),
         **origin(hf_dir, scorer),
     )
@@ -72,17 +79,26 @@ def read_prompts(path: Path) -> list[JsonObject]:
     prompts = []
     for number, prompt in json_lines(path.read_bytes().split(b"\n"), path):
         named = isinstance(prompt, dict) and isinstance(prompt.get("name"), str)
-        if not named or isinstance(prompt.get("text"), str) == isinstance(prompt.get("messages"), list):
-            raise ValueError(f'{path}:{number}: not {{"name", "text"}} or {{"name", "messages"}}: {prompt}')
+        if not named or isinstance(prompt.get("text"), str) == isinstance(
+            prompt.get("messages"), list
+        ):
+            raise ValueError(
+                f'{path}:{number}: not {{"name", "text"}} or {{"name", "messages"}}: {prompt}'
+            )
         prompts.append(prompt)
     if len({prompt["name"] for prompt in prompts}) < max(1, len(prompts)):
-        raise ValueError(f"{path} holds no prompts, or two of one name; give each a name of its own")
+        raise ValueError(
+            f"{path} holds no prompts, or two of one name; give each a name of its own"
+        )
     return prompts
 
 
 def plain_text(prompt: JsonObject) -> str:
     """A prompt as it is shown to people."""
-    return "\n".join(f"{m['role']}: {m['content']}" for m in prompt.get("messages") or ()) or prompt["text"]
+    return (
+        "\n".join(f"{m['role']}: {m['content']}" for m in prompt.get("messages") or ())
+        or prompt["text"]
+    )
 
 
 COMMAND = EvalCommand("samples", main, reads=("--prompts",))

@@ -12,7 +12,9 @@ console = Console(stderr=True)
 console.width = max(console.width, 80)  # what is narrower wraps lines, and loses no column
 
 
-def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> None:
+def show_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1
+) -> None:
     """Print a table. The first `texts` columns are text, aligned left; the others numbers, aligned right."""
     table = Table(title=title, box=SIMPLE, padding=(0, 0))
     for place, name in enumerate(columns):

@@ -37,13 +37,24 @@ FIGURES = {
 SETTINGS = {
     "core": ("not_core", "protocol", "limit"),
     "bits_per_byte": ("limit",),
-    "code": ("dataset", "protocol", "prompt", "problems", "n", "temperature", "top_p", "max_new_tokens"),
+    "code": (
+        "dataset",
+        "protocol",
+        "prompt",
+        "problems",
+        "n",
+        "temperature",
+        "top_p",
+        "max_new_tokens",
+    ),
     "lm_eval": ("num_fewshot", "limit", "add_bos", "chat_template", "haystack"),
     "decode_speed": ("device", "dtype"),
 }
 
 
-Numbered = Sequence[tuple[int, JsonObject]]  # records of checkpoints with their places in evals.jsonl
+Numbered = Sequence[
+    tuple[int, JsonObject]
+]  # records of checkpoints with their places in evals.jsonl
 
 
 def scalars(record: JsonObject) -> dict[str, float]:
@@ -56,11 +67,16 @@ def scalars(record: JsonObject) -> dict[str, float]:
     record, kind = with_current_names(record), str(record.get("kind"))
     asked = [(key, record.get(key)) for key in SETTINGS.get(kind, ())]
     words = [
-        value if isinstance(value, str) else f"{key}-{value}" for key, value in asked if value is not None
+        value if isinstance(value, str) else f"{key}-{value}"
+        for key, value in asked
+        if value is not None
     ]
     pairs = [pair for key, value in record.items() for pair in numbers_in(key, value)]
     figures = {path: value for path, value in pairs if re.fullmatch(FIGURES.get(kind, ""), path)}
-    plain = {"/".join([kind, *words, path]).replace("+", "_plus"): value for path, value in figures.items()}
+    plain = {
+        "/".join([kind, *words, path]).replace("+", "_plus"): value
+        for path, value in figures.items()
+    }
     return {re.sub(r"[^-./\w]+", "_", name): value for name, value in plain.items()}
 
 
@@ -78,14 +94,23 @@ def send_to_wandb(run: Path, folder: Path, records: Numbered, given: int) -> Non
     name, identity, group = (os.environ[f"WANDB_RUN_{word}"] for word in ("NAME", "ID", "GROUP"))
     quiet = wandb.Settings(console="off", silent=True, x_disable_stats=True)
     board = wandb.init(
-        entity=os.getenv("WANDB_TEAM"), project=os.environ["WANDB_PROJECT"], group=group, job_type="evals",
-        name=f"{name}-evals", id=f"{identity}-evals", resume="allow", dir=folder, settings=quiet,
-    )  # fmt: skip
+        entity=os.getenv("WANDB_TEAM"),
+        project=os.environ["WANDB_PROJECT"],
+        group=group,
+        job_type="evals",
+        name=f"{name}-evals",
+        id=f"{identity}-evals",
+        resume="allow",
+        dir=folder,
+        settings=quiet,
+    )
     board.define_metric("*", step_metric="step")
     for count, record in records:
         figures: JsonObject = {**scalars(record)}
         if texts := record.get("samples"):
-            figures["samples"] = wandb.Table(list(texts[0]), [list(text.values()) for text in texts])
+            figures["samples"] = wandb.Table(
+                list(texts[0]), [list(text.values()) for text in texts]
+            )
         if figures and (board.offline or count >= given):
             tokens = int(number(record.get("tokens_total")) or 0)
             board.log({"step": int(record["step"]), "tokens_total": tokens, **figures}, step=count)
@@ -100,7 +125,10 @@ def send_to_tensorboard(run: Path, folder: Path, records: Numbered, given: int) 
     writer = EventFileWriter(str(folder))
     for count, record in records:
         if count >= given:
-            values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(record).items()]
+            values = [
+                Summary.Value(tag=name, simple_value=value)
+                for name, value in scalars(record).items()
+            ]
             step, time = int(record["step"]), number(record.get("time"))
             writer.add_event(Event(step=step, wall_time=time, summary=Summary(value=values)))
     writer.close()
@@ -119,7 +147,9 @@ class Trackers:
 
     def give(self, records: Sequence[JsonObject]) -> None:
         """Send each tracker the records of evals.jsonl that it lacks."""
-        about = [(n, each) for n, each in enumerate(records) if number(each.get("step")) is not None]
+        about = [
+            (n, each) for n, each in enumerate(records) if number(each.get("step")) is not None
+        ]
         for name, send in list(self.senders.items()):
             counts = self.read_counts()
             given = counts.get(name, 0)
@@ -128,7 +158,9 @@ class Trackers:
             try:
                 send(self.run, self.folder, about, 0 if given > len(records) else given)
                 write_atomically(self.run / SENT, json.dumps({**counts, name: len(records)}))
-            except Exception as problem:  # whatever a tracker's package raises, evaluations continue
+            except (
+                Exception
+            ) as problem:  # whatever a tracker's package raises, evaluations continue
                 del self.senders[name]
                 self.say(f"{name} got no evaluations: {problem}; a later start sends them")
 

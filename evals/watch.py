@@ -46,7 +46,11 @@ from records.job import JobSections, read_job
 from records.workers import usable_cpus
 
 SCRATCH = ".evals-watch"
-RETRY_AFTER_S = (60.0, 600.0, 3600.0)  # of a command's failures; after one more it is left to the next start
+RETRY_AFTER_S = (
+    60.0,
+    600.0,
+    3600.0,
+)  # of a command's failures; after one more it is left to the next start
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
@@ -84,7 +88,9 @@ class Watcher:
             if work:
                 try:
                     self.evaluate(work)
-                except OSError as problem:  # a full disk; later checkpoints are evaluated all the same
+                except (
+                    OSError
+                ) as problem:  # a full disk; later checkpoints are evaluated all the same
                     self.fail(work, work.commands, str(problem))
             elif over:
                 return 1 if self.failed else 0
@@ -97,19 +103,30 @@ class Watcher:
         for step, folder in step_folders(self.job.checkpoints).items():
             with contextlib.suppress(OSError):  # not saved yet, or being deleted
                 saved = (folder / ".metadata").stat().st_mtime
-                commands = [c for c in self.job.evals.commands if evaluated.get((step, c), 0.0) < saved]
+                commands = [
+                    c for c in self.job.evals.commands if evaluated.get((step, c), 0.0) < saved
+                ]
                 unfinished |= {self.work_folder(step, command).name for command in commands}
-                missing = tuple(command for command in commands if self.is_due((step, saved, command)))
+                missing = tuple(
+                    command for command in commands if self.is_due((step, saved, command))
+                )
                 if missing and wanted(step, self.job.evals.every_steps, self.job.training.steps):
                     waiting.append(Work(step, folder, saved, missing))
         for folder in (self.run / SCRATCH).glob("step-*-*"):
-            if folder.name not in unfinished:  # its records, or its checkpoint's end, came in between
+            if (
+                folder.name not in unfinished
+            ):  # its records, or its checkpoint's end, came in between
                 shutil.rmtree(folder, ignore_errors=True)
         for step in sorted(self.waiting - {work.step for work in waiting}):
             if not (self.job.checkpoints / f"step-{step}").is_dir():
-                self.say(f"step {step} was deleted before it was evaluated; see resilience.keep_every_steps")
+                self.say(
+                    f"step {step} was deleted before it was evaluated; see resilience.keep_every_steps"
+                )
                 record_event(
-                    self.run, "evaluation_skipped", step=step, reason="the checkpoint was deleted meanwhile"
+                    self.run,
+                    "evaluation_skipped",
+                    step=step,
+                    reason="the checkpoint was deleted meanwhile",
                 )
         self.waiting = {work.step for work in waiting}
         for work in waiting if self.job.evals.newest_first else reversed(waiting):
@@ -144,8 +161,16 @@ class Watcher:
         """Export one checkpoint and run its commands; failures are reported and do not end the watcher."""
         begun = time.monotonic()
         with scratch_folder(self.run) as scratch:
-            hf = scratch / f"{os.getpid()}/hf"  # the export of a watcher that was killed may still be running
-            export = ["laneformer.hf.export", "--checkpoint", str(work.checkpoint), "--out", str(hf)]
+            hf = (
+                scratch / f"{os.getpid()}/hf"
+            )  # the export of a watcher that was killed may still be running
+            export = [
+                "laneformer.hf.export",
+                "--checkpoint",
+                str(work.checkpoint),
+                "--out",
+                str(hf),
+            ]
             if self.call(work.step, [*export, "--dtype", self.job.evals.dtype]):
                 if work.checkpoint.is_dir():
                     self.fail(work, work.commands, "the export failed")
@@ -168,7 +193,9 @@ class Watcher:
                     continue
                 move_items(folder / ITEMS, self.run / ITEMS)
                 marks = {"command": command, "checkpoint_time": work.saved}
-                append_line(self.records, "\n".join(json.dumps(record | marks) for record in records))
+                append_line(
+                    self.records, "\n".join(json.dumps(record | marks) for record in records)
+                )
                 self.say(f"step {work.step}: {command}")
                 self.failed.pop((work.step, work.saved, command), None)
                 shutil.rmtree(folder, ignore_errors=True)
@@ -176,7 +203,11 @@ class Watcher:
 
     def progress(self, step: int) -> tuple[int | None, str | None]:
         """(tokens_total, phase) at a step, from the nearest logged step; None before the first one."""
-        rows = [row for row in read_lines(self.run / "metrics.jsonl") if row.get("step") and "tokens" in row]
+        rows = [
+            row
+            for row in read_lines(self.run / "metrics.jsonl")
+            if row.get("step") and "tokens" in row
+        ]
         if not rows:
             return None, None
         row = min(reversed(rows), key=lambda row: abs(row["step"] - step))
@@ -193,9 +224,12 @@ class Watcher:
             file.write(f"$ python -m {shlex.join(words)}\n")
             file.flush()
             process = subprocess.Popen(
-                [sys.executable, "-m", *words], stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+                [sys.executable, "-m", *words],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
                 pass_fds=[lock.fileno() for lock in locks],
-            )  # fmt: skip
+            )
             try:
                 return process.wait()
             finally:
@@ -208,7 +242,9 @@ class Watcher:
         for command in commands:
             self.failed.setdefault((work.step, work.saved, command), []).append(time.monotonic())
             self.say(f"step {work.step}: {command} FAILED: {reason}, see {log}")
-            record_event(self.run, "evaluation_failed", step=work.step, reason=f"{command}: {reason}")
+            record_event(
+                self.run, "evaluation_failed", step=work.step, reason=f"{command}: {reason}"
+            )
 
     def say(self, text: str) -> None:
         console.print(f"{time.strftime('%H:%M:%S')}  {text}", markup=False)
@@ -263,16 +299,22 @@ def yield_to_training(cpus: str | None, gpu: str | None) -> None:
 
 def main() -> int:
     """Watch one run; returns the exit status. All flags but the watcher's own are the job's."""
-    parser = argparse.ArgumentParser(prog="python -m evals.watch", allow_abbrev=False, description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m evals.watch", allow_abbrev=False, description=__doc__
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "--run", type=Path, help="run folder whose config.toml is read instead of --job.config_file"
     )
-    parser.add_argument("--once", action="store_true", help="evaluate the existing checkpoints, then exit")
+    parser.add_argument(
+        "--once", action="store_true", help="evaluate the existing checkpoints, then exit"
+    )
     parser.add_argument(
         "--every-s", type=float, default=30.0, help="seconds between two looks for checkpoints"
     )
-    parser.add_argument("--cpus", help="cores to run on, such as 28-31; default: the inherited ones")
+    parser.add_argument(
+        "--cpus", help="cores to run on, such as 28-31; default: the inherited ones"
+    )
     parser.add_argument("--gpu", help="GPU to run on, as in CUDA_VISIBLE_DEVICES")
     options, rest = parser.parse_known_args()
     if options.run is not None:

@@ -37,7 +37,9 @@ def main(out: Path) -> None:
         for stretch in split(exchanges(one["messages"]), MAX_EXCHANGES, MAX_CHARS)
     ]
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, "".join(json.dumps({"messages": stretch}) + "\n" for stretch in stretches))
+    write_atomically(
+        out, "".join(json.dumps({"messages": stretch}) + "\n" for stretch in stretches)
+    )
     print(f"{out}: {len(stretches):,} conversations from {SOURCE}", file=sys.stderr)
 
 
@@ -54,7 +56,8 @@ def exchanges(turns: Iterable[list[dict[str, Any]]]) -> list[Exchange]:
     # a last message without an answer is left out
     pairs = takewhile(all, zip(texts[::2], texts[1::2], strict=False))
     return [
-        ({"role": "user", "content": said}, {"role": "assistant", "content": reply}) for said, reply in pairs
+        ({"role": "user", "content": said}, {"role": "assistant", "content": reply})
+        for said, reply in pairs
     ]
 
 

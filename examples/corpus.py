@@ -29,9 +29,22 @@ from records.files import write_atomically
 Texts = Iterator[str]
 MIN_DOCSTRING_CHARS = 100
 DOCUMENTED = (
-    "torch", "numpy", "sympy", "networkx", "pandas", "pip", "huggingface_hub", "datasets", "fsspec", "setuptools",
-    "rich", "aiohttp", "jinja2", "hypothesis", "tokenizers",
-)  # fmt: skip
+    "torch",
+    "numpy",
+    "sympy",
+    "networkx",
+    "pandas",
+    "pip",
+    "huggingface_hub",
+    "datasets",
+    "fsspec",
+    "setuptools",
+    "rich",
+    "aiohttp",
+    "jinja2",
+    "hypothesis",
+    "tokenizers",
+)
 _Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -47,7 +60,8 @@ def write(out: Path, sources: Mapping[str, Iterable[tuple[Texts, int | None]]]) 
         if not (path := out / f"{name}.jsonl").is_file():
             documents = (each for texts, max_bytes in parts for each in capped(texts, max_bytes))
             write_atomically(
-                path, "".join(json.dumps({"text": each}) + "\n" for each in documents if each.strip())
+                path,
+                "".join(json.dumps({"text": each}) + "\n" for each in documents if each.strip()),
             )
 
 
@@ -61,7 +75,10 @@ def capped(texts: Texts, max_bytes: int | None) -> Texts:
 
 
 def read(
-    reader: Callable[[Path], list[str]], *paths: str, exclude: tuple[str, ...] = (), beside: Path = Path()
+    reader: Callable[[Path], list[str]],
+    *paths: str,
+    exclude: tuple[str, ...] = (),
+    beside: Path = Path(),
 ) -> Texts:
     """The documents of all files of these globs that can be read, in an order of their names from `beside`."""
     for name, _, _ in local.find(
@@ -147,7 +164,9 @@ def metadata(path: Path) -> list[str]:
 
 def topics(path: Path) -> list[str]:
     """The Python reference manual as `help()` holds it: one string per topic."""
-    assignments = [node.value for node in ast.parse(local.read(path)).body if isinstance(node, ast.Assign)]
+    assignments = [
+        node.value for node in ast.parse(local.read(path)).body if isinstance(node, ast.Assign)
+    ]
     values = ast.literal_eval(assignments[0])
     return [values[name] for name in sorted(values)]
 
@@ -164,7 +183,9 @@ def doctests(path: Path) -> list[str]:
             for example in doctest.DocTestParser().get_examples(docstring):
                 pending += example.source
                 if example.want:
-                    parts.append(f"Question: What does Python print?\n{pending}Answer:\n{example.want}")
+                    parts.append(
+                        f"Question: What does Python print?\n{pending}Answer:\n{example.want}"
+                    )
                     pending = ""
         if parts:
             about = " ".join(docstring.split("\n\n")[0].split())
@@ -204,7 +225,10 @@ def definitions(path: str, text: str) -> Iterator[tuple[str, str]]:
 
 def _module_name(path: str) -> str:
     parts = PurePath(path).with_suffix("").parts
-    root = max((i for i, part in enumerate(parts) if part in ("site-packages", "dist-packages")), default=-1)
+    root = max(
+        (i for i, part in enumerate(parts) if part in ("site-packages", "dist-packages")),
+        default=-1,
+    )
     return ".".join(part for part in parts[root + 1 :] if part not in ("__init__", "/"))
 
 
@@ -216,7 +240,10 @@ def _without_examples(docstring: str) -> str:
             lines.append(line)
     # the headings of sections that held nothing else
     return re.sub(
-        r"^[ \t]*Examples?:*[ \t]*\n([ \t]*[=-]{3,}[ \t]*\n)?", "", "\n".join(lines), flags=re.MULTILINE
+        r"^[ \t]*Examples?:*[ \t]*\n([ \t]*[=-]{3,}[ \t]*\n)?",
+        "",
+        "\n".join(lines),
+        flags=re.MULTILINE,
     )
 
 
@@ -233,12 +260,20 @@ def demo() -> dict[str, list[tuple[Texts, int | None]]]:
     modules = [f"{{site_packages}}/{package}/**/*.py" for package in tested]
     documented = [f"{{site_packages}}/{package}/**/*.py" for package in DOCUMENTED]
     texts = ("README*", "*.txt", "*.txt.gz", "*.md", "*.md.gz", "FAQ*")
-    manuals = [*(f"/usr/share/doc/**/{pattern}" for pattern in texts), "/usr/share/vim/vim*/doc/usr_*.txt"]
-    translated = read(man, "/usr/share/man/[a-z][a-z]*/man[1-8]/*", exclude=("/usr/share/man/man*",))
+    manuals = [
+        *(f"/usr/share/doc/**/{pattern}" for pattern in texts),
+        "/usr/share/vim/vim*/doc/usr_*.txt",
+    ]
+    translated = read(
+        man, "/usr/share/man/[a-z][a-z]*/man[1-8]/*", exclude=("/usr/share/man/man*",)
+    )
     return {
         "web": [
             (read(docstrings, *documented, exclude=("*/tests/*", "*/test_*")), 4_000_000),
-            (read(plain, *manuals, exclude=("*hangelog*", "*copyright*", "*google-cloud*")), 2_000_000),
+            (
+                read(plain, *manuals, exclude=("*hangelog*", "*copyright*", "*google-cloud*")),
+                2_000_000,
+            ),
             (read(metadata, "{site_packages}/*.dist-info/METADATA"), 1_000_000),
             (read(topics, "{stdlib}/pydoc_data/topics.py"), 1_000_000),
             (read(man, "/usr/share/man/man[2-7]/*", exclude=("*.3ssl*", "*.3pm*")), 3_000_000),

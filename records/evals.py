@@ -40,7 +40,12 @@ def optional(metavar: str, default: str) -> Any:
 
 
 Limit = Annotated[int | None, optional("INT", "all")]
-SERVER = ("--base-url", "--model", "--concurrency", "--timeout-s")  # of no use for a checkpoint's own files
+SERVER = (
+    "--base-url",
+    "--model",
+    "--concurrency",
+    "--timeout-s",
+)  # of no use for a checkpoint's own files
 FRAME = re.compile(r"[╭╮╰╯│─]+|-{9,}")  # around tyro's messages
 
 
@@ -78,9 +83,16 @@ class About:
         measured is left out or null.
         """
         if taken := sorted(set(figures) & set(PROVENANCE)):
-            raise ValueError(f"figures of {kind!r} use the provenance names {taken}; rename these figures")
+            raise ValueError(
+                f"figures of {kind!r} use the provenance names {taken}; rename these figures"
+            )
         seconds = round(time.perf_counter() - BEGAN, 3)
-        values = {"kind": kind, "time": time.time(), "seconds": seconds, "code_version": code_at_start()}
+        values = {
+            "kind": kind,
+            "time": time.time(),
+            "seconds": seconds,
+            "code_version": code_at_start(),
+        }
         values |= vars(self) | provenance
         record = {name: values[name] for name in PROVENANCE} | figures
         try:
@@ -96,7 +108,12 @@ class About:
     def flags(self) -> list[str]:
         """These options as command-line arguments."""
         given = {flag(name): value for name, value in vars(self).items()}
-        return [part for name, value in given.items() if value is not None for part in (name, str(value))]
+        return [
+            part
+            for name, value in given.items()
+            if value is not None
+            for part in (name, str(value))
+        ]
 
 
 def check_writable(out: Path) -> None:
@@ -104,7 +121,9 @@ def check_writable(out: Path) -> None:
     place = next(path for path in (out, *out.absolute().parents) if path.exists())
     if place.is_dir() == (place == out) or not os.access(place, os.W_OK):
         what = "is a folder" if place == out and out.is_dir() else f"cannot be written ({place})"
-        raise ValueError(f"--out {out} {what}; name a file to append to, such as runs/demo/evals.jsonl")
+        raise ValueError(
+            f"--out {out} {what}; name a file to append to, such as runs/demo/evals.jsonl"
+        )
 
 
 NOWHERE = About()
@@ -112,7 +131,7 @@ PLAIN = (tyro.conf.OmitArgPrefixes,)  # --limit, not --settings.limit
 AboutFlags = Annotated[  # --out, --step, ... as flags of the command itself
     About,
     tyro.conf.arg(name="record", help="where the record goes, and which checkpoint it is about"),
-]  # fmt: skip
+]
 ModelFolder = Annotated[
     Path,
     tyro.conf.Positional,
@@ -147,17 +166,26 @@ class EvalCommand:
         if record is not None:
             print(json.dumps(record))
 
-    def arguments(self, folder: Path, options: Sequence[str], about: About, device: str) -> list[str]:
+    def arguments(
+        self, folder: Path, options: Sequence[str], about: About, device: str
+    ) -> list[str]:
         """Arguments that evaluate a model folder. `{step}` in an option is replaced; device
         "auto" is left out.
         """
         chosen = [option.replace("{step}", str(about.step)) for option in options]
-        return [str(folder), *chosen, *about.flags(), *(["--device", device] if device != "auto" else [])]
+        return [
+            str(folder),
+            *chosen,
+            *about.flags(),
+            *(["--device", device] if device != "auto" else []),
+        ]
 
     def check(self, options: Sequence[str]) -> None:
         """Raise ValueError if the command cannot evaluate a checkpoint with these options."""
         if "hf_dir" not in inspect.signature(self.main).parameters:
-            raise ValueError("it does not evaluate a model, so run it once, not at every checkpoint")
+            raise ValueError(
+                "it does not evaluate a model, so run it once, not at every checkpoint"
+            )
         for name in flags_in(options):
             if name in map(flag, vars(NOWHERE)):
                 raise ValueError(f"{name} is set by the watcher; remove it")

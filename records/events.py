@@ -28,7 +28,9 @@ from records.files import (
 # how a worker or the supervisor ends: exit status, and `code` in outcome.json; any other status is a crash
 DONE = 0  # training.steps reached
 CRASHED = 1
-STOPPED_UNSAVED = 84  # stopped on request, but without a new checkpoint; starting again repeats steps
+STOPPED_UNSAVED = (
+    84  # stopped on request, but without a new checkpoint; starting again repeats steps
+)
 STOPPED = 85  # stopped on request with a checkpoint saved; start again to continue
 BAD_STEP = 86  # the guard refused a step; its batch is recorded in events.jsonl
 REFUSED = 87  # the settings cannot work; starting again does not help
@@ -41,7 +43,7 @@ REASON_CHARS = 2000
 ADVICE = {  # by name of an exception: the setting that mends it
     "OutOfMemoryError": "lower training.local_batch_size (the batch stays training.global_batch_size, in more "
     "pieces), or raise parallelism.data_parallel_shard_degree; `python -m tools.plan` counts both. "
-}  # fmt: skip
+}
 OTHER_RANKS_S = 1.0  # until rank 0 has said what every rank found
 
 
@@ -115,7 +117,9 @@ def refuse(run: Path | None, attempt: int, problem: BaseException) -> NoReturn:
     reason = str(problem)
     if not isinstance(problem, ValueError):  # not written for people: the place says more
         place = traceback.extract_tb(problem.__traceback__)[-1]
-        reason = f"{type(problem).__name__}: {problem} ({place.filename}:{place.lineno}: {place.line})"
+        reason = (
+            f"{type(problem).__name__}: {problem} ({place.filename}:{place.lineno}: {place.line})"
+        )
     reason = " ".join(reason.split())[:REASON_CHARS]
     code, rank = CRASHED if isinstance(problem, OSError) else REFUSED, os.environ.get("RANK", "0")
     if rank != "0":
@@ -125,5 +129,9 @@ def refuse(run: Path | None, attempt: int, problem: BaseException) -> NoReturn:
         write_outcome(run, attempt, code, 0, reason)
     if rank == "0" or known is None or known["reason"] != reason:
         what = "The job is refused" if code == REFUSED else "The job cannot start"
-        print(f"{what}: {f'rank {rank}: ' if rank != '0' else ''}{reason}", file=sys.stderr, flush=True)
+        print(
+            f"{what}: {f'rank {rank}: ' if rank != '0' else ''}{reason}",
+            file=sys.stderr,
+            flush=True,
+        )
     raise SystemExit(code)

@@ -26,7 +26,9 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja"
 
 
 JsonObject = dict[str, Any]  # such as a line of a run's files
-Skipped = dict[int, type[Exception]]  # numbers of lines that are not JSON; UnicodeDecodeError: not UTF-8
+Skipped = dict[
+    int, type[Exception]
+]  # numbers of lines that are not JSON; UnicodeDecodeError: not UTF-8
 
 _kept: dict[Path, list[str]] = {}  # lines that wait for room on their disk
 _keeping = threading.Lock()
@@ -53,7 +55,9 @@ def _write_at(file: FileIO, start: int, content: bytes) -> None:
     """
     try:
         file.seek(start)
-        if file.write(content) != len(content):  # the kernel writes what still fits and says how much it was
+        if file.write(content) != len(
+            content
+        ):  # the kernel writes what still fits and says how much it was
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
         os.fsync(file.fileno())
     except OSError:
@@ -88,7 +92,9 @@ def survive_full_disk(path: Path) -> Iterator[None]:
         mount = next(each for each in (place, *place.parents) if os.path.ismount(each))
         usage = shutil.disk_usage(place)
         free = f"{usage.free / 1e9:.3g} of {usage.total / 1e9:.3g} GB free"
-        logging.getLogger().warning(f"{path} cannot be written: {problem.strerror} (disk {mount}, {free})")
+        logging.getLogger().warning(
+            f"{path} cannot be written: {problem.strerror} (disk {mount}, {free})"
+        )
 
 
 def replace_last_line(path: Path, old: str, new: str) -> None:
@@ -241,7 +247,9 @@ def code_version(folder: Path) -> str:
             return (parent / "CODE_VERSION").read_text().strip()
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=30
+        )
         return done.stdout.strip()
 
     try:

@@ -24,7 +24,9 @@ Pair = tuple[JsonObject, JsonObject]  # an item in two files
 
 def items_file(head: JsonObject, items: Iterable[JsonObject]) -> bytes:
     """The content of such a file, the same for the same items."""
-    return gzip.compress("".join(json.dumps(line) + "\n" for line in (head, *items)).encode(), mtime=0)
+    return gzip.compress(
+        "".join(json.dumps(line) + "\n" for line in (head, *items)).encode(), mtime=0
+    )
 
 
 def write_items(out: Path | None, head: JsonObject, items: Iterable[JsonObject]) -> str | None:
@@ -76,7 +78,9 @@ def bits_change(pairs: Sequence[Pair]) -> JsonObject:
     """How the gold bits per byte of a task differ, later minus earlier; {} where it has none."""
     if not (size := sum(line.get("bytes", 0) for line, _ in pairs)):
         return {}
-    a, b = ([pair[side]["nats"] / math.log(2) * len(pairs) / size for pair in pairs] for side in (0, 1))
+    a, b = (
+        [pair[side]["nats"] / math.log(2) * len(pairs) / size for pair in pairs] for side in (0, 1)
+    )
     change, error = paired(a, b)
     return {"bits_difference": change, "bits_standard_error": error}
 

@@ -19,9 +19,14 @@ from typing import Any, Literal
 import tyro
 
 Change = Literal[
-    "rope_theta", "window_rope_theta", "rope_scaling", "nope_layers", "sliding_window", "swa_layers",
+    "rope_theta",
+    "window_rope_theta",
+    "rope_scaling",
+    "nope_layers",
+    "sliding_window",
+    "swa_layers",
     "max_position_embeddings",
-]  # fmt: skip
+]
 
 
 @dataclass
@@ -218,7 +223,9 @@ class Resilience:
     def __post_init__(self) -> None:
         if self.unclean_policy is not None:
             warnings.warn(
-                "resilience.unclean_policy is now called resilience.on_bad_step", FutureWarning, stacklevel=2
+                "resilience.unclean_policy is now called resilience.on_bad_step",
+                FutureWarning,
+                stacklevel=2,
             )
             self.on_bad_step, self.unclean_policy = self.unclean_policy, None
         self.skip_sequences = [
@@ -345,8 +352,12 @@ def read_job(arguments: list[str]) -> JobSections:
     for section in fields(JobSections):
         kind: Any = section.type
         known = {f.name for f in fields(kind)}
-        sections[section.name] = kind(**{k: v for k, v in values.get(section.name, {}).items() if k in known})
-    job, _ = tyro.cli(JobSections, args=arguments, default=JobSections(**sections), return_unknown_args=True)
+        sections[section.name] = kind(
+            **{k: v for k, v in values.get(section.name, {}).items() if k in known}
+        )
+    job, _ = tyro.cli(
+        JobSections, args=arguments, default=JobSections(**sections), return_unknown_args=True
+    )
     if job.checkpoint.load_step != -1:
         raise ValueError(
             f"checkpoint.load_step = {job.checkpoint.load_step} would go back to that step at every restart; run "
@@ -375,9 +386,13 @@ def read_sections(path: Path) -> dict[str, dict[str, Any]]:
 
 def job_file(arguments: list[str]) -> Path:
     """The value of --job.config_file. Raises ValueError if it is missing or no file."""
-    value = option_value("--job.config_file", arguments) or option_value("--job.config-file", arguments)
+    value = option_value("--job.config_file", arguments) or option_value(
+        "--job.config-file", arguments
+    )
     if value is None:
-        raise ValueError("--job.config_file is missing, for example --job.config_file configs/phase1.toml")
+        raise ValueError(
+            "--job.config_file is missing, for example --job.config_file configs/phase1.toml"
+        )
     if not Path(value).is_file():
         raise ValueError(f"--job.config_file {value} does not exist, or is a folder")
     return Path(value)

@@ -31,10 +31,25 @@ from records.files import (
 from records.job import read_sections
 
 FIGURES = (
-    "loss", "lr", "grad_norm", "tokens", "tokens_total", "tokens_per_s", "tokens_per_s_per_device", "mfu", "time",
-    "seconds", "data_s", "loss_z", "grad_norm_z", "checkpoint_s", "memory_gib", "valid_loss",
-    "z_loss", "max_logit",
-)  # fmt: skip
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens",
+    "tokens_total",
+    "tokens_per_s",
+    "tokens_per_s_per_device",
+    "mfu",
+    "time",
+    "seconds",
+    "data_s",
+    "loss_z",
+    "grad_norm_z",
+    "checkpoint_s",
+    "memory_gib",
+    "valid_loss",
+    "z_loss",
+    "max_logit",
+)
 BY_SOURCE = (  # {source: figure}, of positions {source: {first position of an octave: figure}}
     "loss_by_source",
     "valid_loss_by_source",
@@ -133,7 +148,10 @@ def read_wandb_id(run: Path) -> str:
     container.
     """
     path, drawn = run / "wandb-id.txt", secrets.token_hex(8)
-    with survive_full_disk(path), hold_lock(run / ".wandb-id.lock", "wandb's id is being drawn", 60):
+    with (
+        survive_full_disk(path),
+        hold_lock(run / ".wandb-id.lock", "wandb's id is being drawn", 60),
+    ):
         if not path.is_file():
             write_atomically(path, drawn)
     return path.read_text() if path.is_file() else drawn
@@ -143,7 +161,11 @@ def _clean(row: JsonObject, folder: str) -> JsonObject | None:
     step, attempt = number(row.get("step")), number(row.get("attempt"))
     if step is None:
         return None
-    identity = {"step": int(step), "attempt": int(attempt or 1), "phase": str(row.get("phase") or folder)}
+    identity = {
+        "step": int(step),
+        "attempt": int(attempt or 1),
+        "phase": str(row.get("phase") or folder),
+    }
     figures: JsonObject = {key: number(row.get(key)) for key in FIGURES}
     for key in BY_SOURCE:
         by_source = row.get(key)
@@ -176,17 +198,21 @@ def read_run(folder: Path) -> Run:
         )
     note = folder / NOTE
     run = Run(
-        Path(os.path.abspath(folder)).name, note.read_text(encoding="utf-8").strip() if note.is_file() else ""
+        Path(os.path.abspath(folder)).name,
+        note.read_text(encoding="utf-8").strip() if note.is_file() else "",
     )
     rows: list[Row] = []
     for place in places:
-        known = {_key(row) for row in rows}  # a run may hold the rows of a phase merged and in its subfolder
+        known = {
+            _key(row) for row in rows
+        }  # a run may hold the rows of a phase merged and in its subfolder
         of_place = _read_place(run, place, "training" if place == folder else place.name)
         rows += [row for row in of_place if _key(row) not in known]
     starts = {
         (start["phase"], int(attempt)): int(step)
         for start in run.attempts
-        if (attempt := number(start["attempt"])) is not None and (step := number(start["step"])) is not None
+        if (attempt := number(start["attempt"])) is not None
+        and (step := number(start["step"])) is not None
     }
     run.segments = merge_attempts(rows, starts)
     steps_before = place_on_one_axis(run.segments, run.lineages)
@@ -216,7 +242,9 @@ def _read_place(run: Run, place: Path, name: str) -> list[Row]:
     metrics, evals, events, attempts = lines
     rows = [row for row in (_clean(row, name) for row in metrics) if row]
     if len(rows) < len(metrics):
-        run.problems.append(f"metrics.jsonl: {len(metrics) - len(rows)} row(s) without a step skipped")
+        run.problems.append(
+            f"metrics.jsonl: {len(metrics) - len(rows)} row(s) without a step skipped"
+        )
     run.evals += [record for record in map(as_record, evals) if record not in run.evals]
     run.attempts += [as_record({"phase": phase, **start}) for start in attempts]
     run.events += [as_record({"phase": phase, **event}) for event in events]
@@ -249,8 +277,14 @@ def _place_record(record: Record, rows: list[Row], steps_before: float) -> None:
     step = near["step"] if step is None else step
     record["x_step"] = steps_before + step
     record["x_time"] = time if near["time"] is None else near["time"]
-    if record["x_tokens"] is None and None not in (near["x_tokens"], near["tokens"]) and near["step"]:
-        record["x_tokens"] = near["x_tokens"] + (step - near["step"]) * near["tokens"] / near["step"]
+    if (
+        record["x_tokens"] is None
+        and None not in (near["x_tokens"], near["tokens"])
+        and near["step"]
+    ):
+        record["x_tokens"] = (
+            near["x_tokens"] + (step - near["step"]) * near["tokens"] / near["step"]
+        )
 
 
 def _read_object(path: Path, warnings: list[str]) -> JsonObject:

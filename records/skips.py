@@ -69,7 +69,10 @@ def read_skip_list(run: Path, from_job_file: Iterable[Sequence[int]]) -> SkipLis
 def leave_out(run: Path, windows: Iterable[Sequence[int]], reason: str) -> bool:
     """Add windows to RUN/skip_sequences.json, with their reason and an event; whether there was room for that."""
     with survive_full_disk(run / FILE):
-        entries = [*_entries(run), *({"window": list(window), "reason": reason} for window in windows)]
+        entries = [
+            *_entries(run),
+            *({"window": list(window), "reason": reason} for window in windows),
+        ]
         write_atomically(run / FILE, json.dumps(entries, indent=2) + "\n")
         record_event(run, "skip", windows=list(windows), reason=reason)
         return True
@@ -109,10 +112,12 @@ def read_attempts(run: Path) -> list[Reading]:
     return [
         Reading(
             **{**each["data"], "lock": Path(each["data"]["lock"])},
-            attempt=each["attempt"], step=each["step"], skips=SkipList([*each["skip_sequences"], *later]),
+            attempt=each["attempt"],
+            step=each["step"],
+            skips=SkipList([*each["skip_sequences"], *later]),
         )
         for each in attempts
-    ]  # fmt: skip
+    ]
 
 
 def attempt_of(attempts: Sequence[Reading], step: int) -> Reading:

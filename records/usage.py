@@ -45,10 +45,18 @@ def spans_of(records: Iterable[JsonObject]) -> list[Span]:
 
     An attempt that failed before its line in attempts.jsonl has a number that the next start has again.
     """
-    known = [r for r in records if number(r.get("time")) is not None and number(r.get("attempt")) is not None]
+    known = [
+        r
+        for r in records
+        if number(r.get("time")) is not None and number(r.get("attempt")) is not None
+    ]
     spans: list[Span] = []
     for record in sorted(known, key=lambda r: r["time"]):
-        attempt, time, starts = int(record["attempt"]), float(record["time"]), "world_size" in record
+        attempt, time, starts = (
+            int(record["attempt"]),
+            float(record["time"]),
+            "world_size" in record,
+        )
         last = spans[-1] if spans else Span(-1, time, time, over=True)
         again = starts and (last.over or last.gpus is not None)
         if record.get("kind") == "supervisor_start" or attempt != last.attempt or again:
@@ -128,6 +136,8 @@ def usage_of(run: Run) -> Usage:
 
 def tokens_left(training: JsonObject, rows: Sequence[JsonObject]) -> float | None:
     """Tokens of a phase after its last row; None where its config does not say it."""
-    steps, batch, length = (number(training.get(key)) for key in ("steps", "global_batch_size", "seq_len"))
+    steps, batch, length = (
+        number(training.get(key)) for key in ("steps", "global_batch_size", "seq_len")
+    )
     done = rows[-1]["step"] if rows else 0
     return max(0.0, steps - done) * batch * length if steps and batch and length else None

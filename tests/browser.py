@@ -12,15 +12,24 @@ from typing import Any
 
 import pytest
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 needs_browser = pytest.mark.skipif(
     CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium"
 )
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
     "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--enable-logging=stderr", "--v=0",
-)  # fmt: skip
+    "--disable-component-update",
+    "--disable-sync",
+    "--enable-logging=stderr",
+    "--v=0",
+)
 
 
 class Page:
@@ -82,7 +91,9 @@ class Page:
             details = params["exceptionDetails"]
             self.console.append(details.get("exception", {}).get("description", details["text"]))
         elif method == "Log.entryAdded":
-            self.console.append(f"{params['entry']['text']} {params['entry'].get('url', '')}".strip())
+            self.console.append(
+                f"{params['entry']['text']} {params['entry'].get('url', '')}".strip()
+            )
 
     def open(self, address: str) -> None:
         """Navigate there and wait until the page has loaded.
@@ -97,16 +108,22 @@ class Page:
 
     def run(self, expression: str) -> Any:
         """The value of a JavaScript expression, awaited if it is a promise; RuntimeError where it throws."""
-        done = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        done = self.call(
+            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
+        )
         if "exceptionDetails" in done:
-            raise RuntimeError(f"{expression}: {done['exceptionDetails']['exception'].get('description')}")
+            raise RuntimeError(
+                f"{expression}: {done['exceptionDetails']['exception'].get('description')}"
+            )
         return done["result"].get("value")
 
     def until(self, expression: str, limit_s: float = 120) -> None:
         """Wait until an expression is true."""
         end = time.monotonic() + limit_s
         while not self.run(f"Boolean({expression})"):
-            assert time.monotonic() < end, f"not within {limit_s} s: {expression}; console: {self.console}"
+            assert time.monotonic() < end, (
+                f"not within {limit_s} s: {expression}; console: {self.console}"
+            )
             time.sleep(0.02)
 
     def click(self, selector: str) -> None:
@@ -120,7 +137,9 @@ class Page:
         """A key, by its name of KeyboardEvent.key; `text`: what it writes."""
         code = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowUp": 38}.get(key, ord(key[0]))
         both = {"key": key, "windowsVirtualKeyCode": code, "modifiers": modifiers}
-        self.call("Input.dispatchKeyEvent", type="keyDown", **both, **({"text": text} if text else {}))
+        self.call(
+            "Input.dispatchKeyEvent", type="keyDown", **both, **({"text": text} if text else {})
+        )
         self.call("Input.dispatchKeyEvent", type="keyUp", **both)
 
     def size(self, width: int, height: int, dark: bool = False) -> None:

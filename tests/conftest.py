@@ -102,7 +102,14 @@ def prepare(folder: Path) -> None:
     recipe = folder / "recipe.toml"
     recipe.write_text(RECIPE)
     corpus.write(folder, {"web": [(corpus.read(corpus.docstrings, "{stdlib}/*.py"), 70_000)]})
-    command = [sys.executable, "-m", "data_mixtures.prepare", str(recipe), "--out", str(folder / "out")]
+    command = [
+        sys.executable,
+        "-m",
+        "data_mixtures.prepare",
+        str(recipe),
+        "--out",
+        str(folder / "out"),
+    ]
     command += ["--workers", "1"]  # so little text is done before other processes have started
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

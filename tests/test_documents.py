@@ -50,7 +50,10 @@ class Parsed(BaseException):
 
 def stop_after_parsing() -> None:
     """From now on every program of this process ends where tyro or argparse has read its arguments."""
-    for parser, name in ((TyroBackend, "parse_args"), (argparse.ArgumentParser, "parse_known_args")):
+    for parser, name in (
+        (TyroBackend, "parse_args"),
+        (argparse.ArgumentParser, "parse_known_args"),
+    ):
         setattr(parser, name, then_stop(getattr(parser, name)))
 
 
@@ -68,7 +71,9 @@ def fenced_commands(page: Path) -> Iterator[tuple[str, list[str]]]:
         for line in block.replace("\\\n", " ").splitlines() if language in ("", "bash") else ():
             # of `sbatch --wrap "..."` the command in quotes; a variable's value is not known
             line = re.sub(r'--wrap "(.*)"', r"; \1", re.sub(r"\$\w+", "1", line))
-            start = re.search(r"(?:^|python3? |torchrun .*?|[|;] |=\S+ )((?:-m|laneformer|make) .*)", line)
+            start = re.search(
+                r"(?:^|python3? |torchrun .*?|[|;] |=\S+ )((?:-m|laneformer|make) .*)", line
+            )
             if start is None:
                 continue
             words = shlex.shlex(start[1], posix=True, punctuation_chars="|&;")
@@ -108,7 +113,11 @@ def run_parser(module: str, arguments: list[str]) -> str | None:
         own = [*parsed.rest][:1]
         return None if not own or "." in own[0] else f"unknown argument {own[0]}"
     except SystemExit as end:
-        return None if end.code in (0, None) else " ".join(f"{end.code} {output.getvalue()}".split())[:300]
+        return (
+            None
+            if end.code in (0, None)
+            else " ".join(f"{end.code} {output.getvalue()}".split())[:300]
+        )
     except ImportError as error:
         return str(error)
     return "ended without a parser"
@@ -141,7 +150,11 @@ def test_every_fenced_command_is_parsed_by_its_program(tmp_path):
     found = [line for line in output.splitlines() if line.startswith("planted.md")]
     assert len(found) == len(planted), output
     assert all(words in output for words in planted.values()), output
-    assert not [line for line in output.splitlines() if re.match(r"[\w-]+\.md: ", line) and line not in found]
+    assert not [
+        line
+        for line in output.splitlines()
+        if re.match(r"[\w-]+\.md: ", line) and line not in found
+    ]
 
 
 # --- names and links anywhere on a page
@@ -158,14 +171,18 @@ def faults_of(page: Path) -> Iterator[str]:
     """
     text = re.sub("<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     commands = "" if FROZEN in text else text
-    modules = {name for name in re.findall(r"-m ([\w.]+\w)", commands) if name.split(".")[0] in OURS}
+    modules = {
+        name for name in re.findall(r"-m ([\w.]+\w)", commands) if name.split(".")[0] in OURS
+    }
     yield from (name for name in modules if not exists(name) and not name.endswith(".NAME"))
     for command, names in NAMES.items():
         named = re.findall(rf"python -m {re.escape(command)} ([a-z]\w*)", commands)
         yield from (f"{command} {name}" for name in named if name not in names)
     files = re.findall(r"(?:configs|data_mixtures|examples)/[\w-]+\.toml", commands)
     yield from (name for name in files if not (ROOT / name).is_file())
-    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    links = [
+        link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link
+    ]
     yield from (link for link in links if link and not (page.parent / link).exists())
 
 
@@ -185,7 +202,12 @@ def test_what_leads_nowhere_is_named(tmp_path):
     page = tmp_path / "page.md"
     commands = "`python -m tools.gone x`, `python -m tools.check int8`, configs/gone.toml"
     page.write_text(f"{commands}, [here](page.md#a) and [there](gone.md)")
-    assert list(faults_of(page)) == ["tools.gone", "tools.check int8", "configs/gone.toml", "gone.md"]
+    assert list(faults_of(page)) == [
+        "tools.gone",
+        "tools.check int8",
+        "configs/gone.toml",
+        "gone.md",
+    ]
     # a package without a __main__ cannot be run, nor a module without a main
     modules = ("evals.core", "evals.gone.further", "records", "records.files")
     assert [exists(module) for module in modules] == [True, False, False, False]
@@ -196,8 +218,13 @@ def test_no_page_promises_an_index():
     registers.
     """
     promise = re.compile(r"(pipx?|uv)\b.*\b(install|run)\b[^.\n]*?[\s\"']laneformer\b(?!-)")
-    found = [f"{page.name}: {line}" for page in PAGES if page.name != "release.md"
-             for line in page.read_text().splitlines() if promise.search(line)]  # fmt: skip
+    found = [
+        f"{page.name}: {line}"
+        for page in PAGES
+        if page.name != "release.md"
+        for line in page.read_text().splitlines()
+        if promise.search(line)
+    ]
     assert found == [], "say `pip install .` from a checkout"
 
 
@@ -211,8 +238,15 @@ def test_files_named_by_the_architecture_page_exist():
 
 
 def test_help_names_the_command_and_not_the_file_of_this_machine():
-    ran = [path for top in ("tools", "examples", "train", "evals") for path in (ROOT / top).rglob("*.py")]
-    calls = {p: re.findall(r"tyro\.cli\((?:[^()]|\([^()]*\))*\)", p.read_text(encoding="utf-8")) for p in ran}
+    ran = [
+        path
+        for top in ("tools", "examples", "train", "evals")
+        for path in (ROOT / top).rglob("*.py")
+    ]
+    calls = {
+        p: re.findall(r"tyro\.cli\((?:[^()]|\([^()]*\))*\)", p.read_text(encoding="utf-8"))
+        for p in ran
+    }
     assert not [p for p, found in calls.items() if any("prog=" not in each for each in found)]
 
 
@@ -225,16 +259,27 @@ def test_a_list_of_commands_names_them(command, word, status, monkeypatch, capsy
     assert ended.value.code == status
     package = command.__name__.removesuffix(".__main__")
     printed = capsys.readouterr().err
-    assert all(name in printed and importlib.util.find_spec(f"{package}.{name}") for name in NAMES[package])
+    assert all(
+        name in printed and importlib.util.find_spec(f"{package}.{name}") for name in NAMES[package]
+    )
 
 
 # --- docs/start.md
 
-SECTIONS = re.findall(r"^## ([^\n]*)\n.*?^```\n(.*?)^```", (ROOT / "docs/start.md").read_text(), re.M | re.S)
+SECTIONS = re.findall(
+    r"^## ([^\n]*)\n.*?^```\n(.*?)^```", (ROOT / "docs/start.md").read_text(), re.M | re.S
+)
 
 
 def test_the_first_page_has_ten_lines_for_each_kind_of_machine():
-    assert [name for name, _ in SECTIONS] == ["Chat", "Serving", "A laptop", "One GPU", "Eight GPUs", "Slurm"]
+    assert [name for name, _ in SECTIONS] == [
+        "Chat",
+        "Serving",
+        "A laptop",
+        "One GPU",
+        "Eight GPUs",
+        "Slurm",
+    ]
     assert all(len(block.splitlines()) <= 10 for _, block in SECTIONS)
 
 
@@ -243,14 +288,23 @@ def test_the_first_page_has_ten_lines_for_each_kind_of_machine():
 def test_chat_and_serving_are_executed(name, tmp_path):
     """All but `make chat`, which has a test of its own; serving goes on with the model of the chat."""
     model = write_model(tmp_path, max_position_embeddings=512)
-    lines = [line for line in dict(SECTIONS)[name].splitlines() if not line.startswith(("make", "MODEL="))]
+    lines = [
+        line
+        for line in dict(SECTIONS)[name].splitlines()
+        if not line.startswith(("make", "MODEL="))
+    ]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     with hold_port() as holder:
         script = "\n".join([f"MODEL={model}", *lines]).replace("8000", str(holder.getsockname()[1]))
         done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", script], cwd=ROOT, env={**os.environ, "PATH": path},
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
+            ["bash", "-euo", "pipefail", "-c", script],
+            cwd=ROOT,
+            env={**os.environ, "PATH": path},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     if name == "Serving":
         assert '{"status":"ok"}' in done.stdout

@@ -20,15 +20,24 @@ def test_make_chat(tmp_path):
     if not (ROOT / ".venv" / ".engine-ready").exists():
         pytest.skip("this checkout was not set up by make, which would begin with that")
     browser = tmp_path / "browser"
-    browser.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/part; mv {tmp_path}/part {tmp_path}/opened\n')
+    browser.write_text(
+        f'#!/bin/sh\necho "$1" > {tmp_path}/part; mv {tmp_path}/part {tmp_path}/opened\n'
+    )
     browser.chmod(0o755)
     make = subprocess.Popen(
-        ["make", "chat"], cwd=ROOT, env={**os.environ, "BROWSER": f"{browser} %s"}, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        ["make", "chat"],
+        cwd=ROOT,
+        env={**os.environ, "BROWSER": f"{browser} %s"},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
         assert make.stdout is not None
-        address = next(line.split()[-1] for line in make.stdout if line.startswith("laneformer serves "))
+        address = next(
+            line.split()[-1] for line in make.stdout if line.startswith("laneformer serves ")
+        )
         until = time.monotonic() + 20
         while not (tmp_path / "opened").exists() and time.monotonic() < until:
             time.sleep(0.05)
@@ -38,7 +47,9 @@ def test_make_chat(tmp_path):
         messages = [{"role": "user", "content": "Where is the Eiffel Tower?"}]
         body = {"messages": messages, "max_tokens": 16, "temperature": 0}
         request = urllib.request.Request(
-            f"{address}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            f"{address}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=300) as answer:
             assert "Paris" in json.load(answer)["choices"][0]["message"]["content"]

@@ -53,7 +53,10 @@ def test_a_proof_is_not_repeated_and_nothing_else_is_skipped(checkout, pytester,
     monkeypatch.setenv("LANEFORMER_CACHE", str(checkout / "cache"))
     monkeypatch.delenv("ROTATE_UNTIL", raising=False)  # of the run that this test belongs to
     monkeypatch.setenv("PYTHONPATH", str(checkout))
-    for outcomes in ({"passed": 1, "failed": 1, "skipped": 1}, {"passed": 0, "failed": 1, "skipped": 2}):
+    for outcomes in (
+        {"passed": 1, "failed": 1, "skipped": 1},
+        {"passed": 0, "failed": 1, "skipped": 2},
+    ):
         pytester.runpytest_subprocess("-p", "no:cacheprovider", "tests/test_it.py").assert_outcomes(
             **outcomes
         )
@@ -62,7 +65,13 @@ def test_a_proof_is_not_repeated_and_nothing_else_is_skipped(checkout, pytester,
 @pytest.mark.parametrize("programs", [False, True])
 def test_one_changed_byte_of_an_input_is_another_proof(checkout, programs):
     """Programs that are compiled depend on no conftest file."""
-    for name in ("kernels/a.cu", "tests/helper.py", "tests/test_it.py", "tests/conftest.py", "pytest.ini"):
+    for name in (
+        "kernels/a.cu",
+        "tests/helper.py",
+        "tests/test_it.py",
+        "tests/conftest.py",
+        "pytest.ini",
+    ):
         before = key(checkout, programs)
         (checkout / name).write_text(FILES[name] + "\n")
         same = name == "pytest.ini" or (programs and name == "tests/conftest.py")
@@ -78,7 +87,11 @@ def test_an_input_that_matches_nothing_is_an_error(checkout):
 def test_imports_are_followed_through_packages_and_in_functions():
     module = ROOT / "tests/laneformer/cuda/test_machine_code.py"
     names = {str(path.relative_to(ROOT)) for path in proofs.reached(module)}
-    assert {"tests/conftest.py", "tests/laneformer/cuda/sass.py", "models/laneformer/config.py"} <= names
+    assert {
+        "tests/conftest.py",
+        "tests/laneformer/cuda/sass.py",
+        "models/laneformer/config.py",
+    } <= names
     assert "models/laneformer/engine/cuda/planning.py" in names
     assert "tests/train/runs.py" not in names
 
@@ -88,4 +101,6 @@ def test_every_proof_reaches_what_it_names():
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         text = path.read_text(encoding="utf-8")
         if "mark.proof(" in text and path.parent.name == "cuda":
-            assert "KERNEL_SOURCES" in text, f"{path} imports the CUDA engine: its kernels are inputs"
+            assert "KERNEL_SOURCES" in text, (
+                f"{path} imports the CUDA engine: its kernels are inputs"
+            )

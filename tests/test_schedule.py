@@ -29,9 +29,12 @@ import os, pytest
 def test_(n): open(f"{__file__}.log", "a").write(os.environ["PYTEST_XDIST_WORKER"] + " ")
 """
 DURATIONS = {
-    "test_long.py::test_alone": 50, "test_long.py::test_one": 40, "test_long.py::test_last[with ] and @]": 200,
-    "test_long.py::test_proved": 300, "test_short.py::test_a": 1,
-}  # fmt: skip
+    "test_long.py::test_alone": 50,
+    "test_long.py::test_one": 40,
+    "test_long.py::test_last[with ] and @]": 200,
+    "test_long.py::test_proved": 300,
+    "test_short.py::test_a": 1,
+}
 PLUGIN = "import pathlib\nfrom tests import schedule\nschedule.DURATIONS = pathlib.Path('durations.json')\n"
 
 
@@ -46,7 +49,9 @@ def run(pytester, workers, durations, **files):
     pytester.makeini("[pytest]\nmarkers =\n proof: one\n")
     pytester.makepyfile(**files)
     (pytester.path / "durations.json").write_text(json.dumps(durations))
-    options = f"-v -p tests.schedule -p tests.tiers --dist loadgroup --no-loadscope-reorder -n {workers}"
+    options = (
+        f"-v -p tests.schedule -p tests.tiers --dist loadgroup --no-loadscope-reorder -n {workers}"
+    )
     return pytester.runpytest_subprocess(*options.split())
 
 

@@ -43,7 +43,8 @@ INSIDE = {
 ONLY_IN = {
     "torchtitan": {"titan"},
     "transformers": {"hf"},
-    "torch": LAYERS | {"model", "llama/layers.py", "hf", "titan", "engine/cuda", "engine/device.py"},
+    "torch": LAYERS
+    | {"model", "llama/layers.py", "hf", "titan", "engine/cuda", "engine/device.py"},
 }
 
 
@@ -60,7 +61,9 @@ def test_nobody_imports_a_second_copy_of_laneformer():
     assert len(modules(ROOT)) > 100
     assert len(edges(ROOT)) > 200
     for module, path in modules(ROOT).items():
-        names = [name for name, _ in imported(ast.parse(path.read_text()), package_of(module, path))]
+        names = [
+            name for name, _ in imported(ast.parse(path.read_text()), package_of(module, path))
+        ]
         assert not any(name.startswith("models.") for name in names), path
 
 
@@ -72,9 +75,16 @@ def test_arrows_inside_laneformer():
         if part == "__init__":
             continue
         package = package_of(module, path)
-        names = [f"{target}.{name}" for target, name in imported(ast.parse(path.read_text()), package)]
-        used = {name.split(".")[1] for name in names if name.startswith("laneformer.")} - {part, parts[0]}
-        used = {name for name in used if (folder / name).is_dir() or (folder / f"{name}.py").is_file()}
+        names = [
+            f"{target}.{name}" for target, name in imported(ast.parse(path.read_text()), package)
+        ]
+        used = {name.split(".")[1] for name in names if name.startswith("laneformer.")} - {
+            part,
+            parts[0],
+        }
+        used = {
+            name for name in used if (folder / name).is_dir() or (folder / f"{name}.py").is_file()
+        }
         assert used <= INSIDE[part], f"{'/'.join(parts)} imports {used - INSIDE[part]}"
         for library, allowed in ONLY_IN.items():
             if any(name.split(".")[0] == library for name in names):
@@ -89,18 +99,29 @@ def test_arrows_inside_laneformer():
         ({"train/a.py": "run([python, '-m', 'evals.b'])"}, "train.a names evals.b"),
         ({"train/a.py": "COMMAND = 'evals.b'"}, "train.a names evals.b"),
         ({"train/a.py": "run(f'evals.{name}')"}, "train.a names evals"),
-        ({"records/a.py": "run('--experimental.custom_import', 'evals.b')"}, "records.a names evals.b"),
+        (
+            {"records/a.py": "run('--experimental.custom_import', 'evals.b')"},
+            "records.a names evals.b",
+        ),
         ({"records/a.py": "import evals"}, "records.a imports evals"),
         ({"models/laneformer/x/a.py": "from records import c"}, "laneformer.x.a imports records"),
         ({"data_mixtures/a.toml": 'reader = "evals.b:read"\n'}, "data_mixtures names evals.b"),
         ({"evals/a.py": "run(['-m', 'tools'])"}, "evals.a names tools.__main__"),
         ({"train/a.py": "run('-m', 'evals.watch')", "evals/watch.py": ""}, None),
         ({"train/a.py": "import evals.watch", "evals/watch.py": ""}, "train.a imports evals.watch"),
-        ({"train/a.py": "'''Read by `python -m evals.b`.'''\nERROR = 'run python -m evals.b'"}, None),
+        (
+            {"train/a.py": "'''Read by `python -m evals.b`.'''\nERROR = 'run python -m evals.b'"},
+            None,
+        ),
     ],
 )
 def test_planted_arrows_are_found(tmp_path, files, broken):
-    ground = {"evals/__init__.py": "", "evals/b.py": "", "tools/__init__.py": "", "tools/__main__.py": ""}
+    ground = {
+        "evals/__init__.py": "",
+        "evals/b.py": "",
+        "tools/__init__.py": "",
+        "tools/__main__.py": "",
+    }
     assert broken_arrows(plant(tmp_path, ground | files)) == [broken][: broken is not None]
 
 
@@ -130,7 +151,11 @@ def commit(root: Path, sizes: dict[str, int]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(sizes, indent=2) + "\n")
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    for command in (["init", "-q"], ["add", structure.SIZE_FILE], [*identity, "commit", "-qm", "sizes"]):
+    for command in (
+        ["init", "-q"],
+        ["add", structure.SIZE_FILE],
+        [*identity, "commit", "-qm", "sizes"],
+    ):
         subprocess.run(["git", *command], cwd=root, check=True)
 
 
@@ -144,7 +169,9 @@ def test_the_ratchet_holds_the_smallest_size_that_history_has_seen(tmp_path):
     source.parent.mkdir()
     for tokens, ok in ((405, True), (408, False)):
         source.write_text("x = 1\n" * (tokens // 3))
-        row = {row.name: row for row in structure.ratchet_measures(tmp_path)}["python tokens of source"]
+        row = {row.name: row for row in structure.ratchet_measures(tmp_path)}[
+            "python tokens of source"
+        ]
         assert (row.value, row.limit, row.ok) == (tokens, 406, ok)
     shutil.rmtree(tmp_path / ".git")
     assert structure.smallest_sizes(tmp_path)[name] == 2000, "a tarball has the file alone"
@@ -152,9 +179,14 @@ def test_the_ratchet_holds_the_smallest_size_that_history_has_seen(tmp_path):
 
 def test_sizes_count_source_tests_and_native_lines_apart(tmp_path):
     texts = {
-        "train/a.py": 'x = f(1, "a")\n', "tests/b.py": "x = 1\n", "examples/c.py": "y = 2\n",
-        "models/laneformer/d.cu": "//\n//\n", "tests/e.h": "//\n", "records/f.js": "x\n", "train/g.md": "z\n",
-    }  # fmt: skip
+        "train/a.py": 'x = f(1, "a")\n',
+        "tests/b.py": "x = 1\n",
+        "examples/c.py": "y = 2\n",
+        "models/laneformer/d.cu": "//\n//\n",
+        "tests/e.h": "//\n",
+        "records/f.js": "x\n",
+        "train/g.md": "z\n",
+    }
     plant(tmp_path, texts)
     assert list(structure.count_sizes(tmp_path).values()) == [8, 6, 3]
 
@@ -171,9 +203,10 @@ def test_tokens_are_what_a_reader_has_to_read():
 def test_long_files_functions_and_classes_are_found(tmp_path):
     line = "        x = 1\n"
     texts = {
-        "train/a.py": "class A:\n    def f():\n" + line * 300, "train/b.py": "def g():\n" + line[4:] * 59,
+        "train/a.py": "class A:\n    def f():\n" + line * 300,
+        "train/b.py": "def g():\n" + line[4:] * 59,
         "train/c.cu": "void h(int n) {\n" + "  run([] { return 1; });\n" * 60 + "}\nvoid h() {}\n",
-    }  # fmt: skip
+    }
     plant(tmp_path, texts)
     excess = {row.name: row.excess for row in structure.length_measures(tmp_path)}
     assert excess == {
@@ -194,7 +227,10 @@ def test_private_names_of_torch_stand_in_one_file():
         for name in private.findall(path.read_text())
         if not name.startswith("torch.ops.")  # operators, which the policy of checkpoints names
     }
-    assert {(path, name) for path, name in found if not path.endswith("titan/private_torch.py")} == {
-        ("train/diagnostics.py", "torch._foreach_norm"), ("train/job_config.py", "torch._utils"),
-    }  # fmt: skip
+    assert {
+        (path, name) for path, name in found if not path.endswith("titan/private_torch.py")
+    } == {
+        ("train/diagnostics.py", "torch._foreach_norm"),
+        ("train/job_config.py", "torch._utils"),
+    }
     assert len(found) == 6, "the file is read"

@@ -19,7 +19,9 @@ def test_rotating(n): pass
 
 def test_the_eighths_make_the_whole_and_today_is_one_of_them():
     names = [f"tests/test_x.py::test_{i}" for i in range(200)]
-    eighths = [{name for name in names if tiers.is_chosen(name, str(i))} for i in range(tiers.EIGHTHS)]
+    eighths = [
+        {name for name in names if tiers.is_chosen(name, str(i))} for i in range(tiers.EIGHTHS)
+    ]
     assert set().union(*eighths) == set(names)
     assert sum(map(len, eighths)) == len(names)
     assert {name for name in names if tiers.is_chosen(name, "today")} in eighths

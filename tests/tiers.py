@@ -96,4 +96,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
         if left_out:
             terminalreporter.section(f"{left_out.total()} {reason}")
-            terminalreporter.write_line(", ".join(f"{file} {n}" for file, n in sorted(left_out.items())))
+            terminalreporter.write_line(
+                ", ".join(f"{file} {n}" for file, n in sorted(left_out.items()))
+            )

@@ -8,7 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from laneformer.engine.text_files import read_texts
 from laneformer.prompts import PromptEncoder
@@ -37,7 +46,9 @@ def byte_level(
     made.pre_tokenizer = pre_tokenizers.Sequence([split, plain]) if split else plain
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False
+    )
     made.train_from_iterator(texts, trainer)
     spec = json.loads(made.to_str())
     spec["model"]["vocab"] |= {f"unused {n}": made.get_vocab_size() + n for n in range(unused)}
@@ -67,7 +78,9 @@ def prompt_encoder(folder: Path) -> PromptEncoder:
     return PromptEncoder(tokenizer, config)
 
 
-def encode_chat(folder: Path, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
+def encode_chat(
+    folder: Path, messages: Sequence[Mapping[str, Any]]
+) -> tuple[list[int], list[bool]]:
     """Ids of a conversation in a folder's chat template, and which of them are trained."""
     ids, answers = prompt_encoder(folder).training(messages)
     return ids, [any(begin <= place < end for begin, end in answers) for place in range(len(ids))]

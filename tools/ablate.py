@@ -34,7 +34,14 @@ from rich.progress import Progress
 from data_mixtures.mixture import Mixture
 from data_mixtures.recipe import check_known
 from records.events import BAD_STEP, DONE
-from records.files import append_line, code_version, hold_lock, read_json, read_lines, write_atomically
+from records.files import (
+    append_line,
+    code_version,
+    hold_lock,
+    read_json,
+    read_lines,
+    write_atomically,
+)
 from records.job import read_job, read_sections
 from tools.markdown import table
 
@@ -83,7 +90,9 @@ def main() -> None:
     options, shared = tyro.cli(
         Options, prog="python -m tools.ablate", description=__doc__, return_unknown_args=True
     )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the runs save, whoever ends this command
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # the runs save, whoever ends this command
     results = options.out / "results.jsonl"
     try:
         plan = read_plan(options)
@@ -126,7 +135,9 @@ def plan_runs(plan: Plan, out: Path, shared: Sequence[str]) -> list[Run]:
     """All variants of one seed after those of another. ValueError for an option that no section of a job has."""
     for word in shared:
         if word.startswith("--") and "." not in word:
-            raise ValueError(f"unknown option {word}; see --help, or write --section.key for the trainer")
+            raise ValueError(
+                f"unknown option {word}; see --help, or write --section.key for the trainer"
+            )
     job = ["--job.config_file", plan.job, *shared]
     training = read_job(job).training
     windows = training.steps * training.global_batch_size
@@ -174,7 +185,9 @@ def train(runs: Sequence[Run], results: Path, workers: int, keep_checkpoints: bo
     commit = code_version(ROOT)
     running: list[tuple[Run, subprocess.Popen[bytes]]] = []
     with Progress(console=Console(stderr=True)) as progress:
-        bar = progress.add_task(f"runs -> {results}", total=len(runs), completed=len(runs) - len(left))
+        bar = progress.add_task(
+            f"runs -> {results}", total=len(runs), completed=len(runs) - len(left)
+        )
         try:
             while left or running:
                 while left and len(running) < workers:
@@ -183,7 +196,11 @@ def train(runs: Sequence[Run], results: Path, workers: int, keep_checkpoints: bo
                 time.sleep(POLL_S)
                 for run, process in [pair for pair in running if pair[1].poll() is not None]:
                     running.remove((run, process))
-                    row = {**read_result(run, process.returncode), "commit": commit, "time": time.time()}
+                    row = {
+                        **read_result(run, process.returncode),
+                        "commit": commit,
+                        "time": time.time(),
+                    }
                     append_line(results, json.dumps(row))
                     if not keep_checkpoints:
                         shutil.rmtree(run.folder / "checkpoint", ignore_errors=True)
@@ -199,7 +216,10 @@ def start(run: Run) -> subprocess.Popen[bytes]:
     """The trainer as the only rank of a job, which goes on at its newest checkpoint."""
     run.folder.mkdir(parents=True, exist_ok=True)
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # 0: any free port, as no other rank asks for it
+    place = {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+    }  # 0: any free port, as no other rank asks for it
     with open(run.folder / "train.log", "ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "train", *run.flags],

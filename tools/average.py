@@ -107,14 +107,19 @@ def average(
     }
     with staged_folder(out, overwrite) as folder:
         averaged = {
-            str(locate_checkpoint(each)): weight for each, weight in zip(chosen, weights, strict=True)
+            str(locate_checkpoint(each)): weight
+            for each, weight in zip(chosen, weights, strict=True)
         }
         describe(folder, path, step, averaged)
         target = folder / f"checkpoint/step-{step}"
         dcp.save(empty, checkpoint_id=target, planner=MeanPlanner(chosen, weights), no_dist=True)
         write_checksums(target)
     seconds = round(time.monotonic() - started, 2)
-    return {"checkpoint": str(out / f"checkpoint/step-{step}"), "averaged": len(chosen), "seconds": seconds}
+    return {
+        "checkpoint": str(out / f"checkpoint/step-{step}"),
+        "averaged": len(chosen),
+        "seconds": seconds,
+    }
 
 
 def newest(runs: Sequence[Path], count: int) -> list[Path]:
@@ -144,10 +149,14 @@ def check(checkpoints: Sequence[Path], weights: Sequence[float], force: bool) ->
             f"{len(checkpoints)} checkpoints given; give two or more different ones, or a run and --last N"
         )
     if len(weights) != len(checkpoints) or min(weights) <= 0:
-        raise ValueError(f"--weights {weights}: give {len(checkpoints)} positive numbers, one a checkpoint")
+        raise ValueError(
+            f"--weights {weights}: give {len(checkpoints)} positive numbers, one a checkpoint"
+        )
     first, *others = checkpoints
     if (model := read_architecture(first)) is None:
-        raise ValueError(f"{first} has no model.json, nor has its run folder; give a checkpoint of `train`")
+        raise ValueError(
+            f"{first} has no model.json, nor has its run folder; give a checkpoint of `train`"
+        )
     for path in others:
         theirs = read_architecture(path) or {}
         run, other = (run_folder(each).resolve() for each in (first, path))
@@ -180,10 +189,17 @@ def describe(folder: Path, newest: Path, step: int, averaged: dict[str, float]) 
         shutil.copy(path, folder)
     for name in ("lineage.json", "config.toml", "metrics.jsonl"):
         if not (run / name).is_file():  # of an imported run
-            print(f"{run} has no {name}: what it says is missing from the average, too", file=sys.stderr)
+            print(
+                f"{run} has no {name}: what it says is missing from the average, too",
+                file=sys.stderr,
+            )
     lineage = read_json(run / "lineage.json", {})
-    (folder / "lineage.json").write_text(json.dumps({**lineage, "averaged": averaged}, indent=2) + "\n")
-    if (run / "config.toml").is_file():  # evals.watch takes the last step whatever evals.every_steps is
+    (folder / "lineage.json").write_text(
+        json.dumps({**lineage, "averaged": averaged}, indent=2) + "\n"
+    )
+    if (
+        run / "config.toml"
+    ).is_file():  # evals.watch takes the last step whatever evals.every_steps is
         job = read_sections(run / "config.toml")
         job["training"]["steps"] = step
         (folder / "config.toml").write_text(tomli_w.dumps(job))
@@ -194,9 +210,13 @@ def describe(folder: Path, newest: Path, step: int, averaged: dict[str, float]) 
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the half-written folder is deleted
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # so that the half-written folder is deleted
     try:
         print(json.dumps(tyro.cli(average, prog="python -m tools.average")))
     # DCP's holds a traceback, the interruption or a full disk last
     except (ValueError, CheckpointException) as error:
-        raise SystemExit(f"average: {str(error).strip().splitlines()[-1]}; nothing was written") from None
+        raise SystemExit(
+            f"average: {str(error).strip().splitlines()[-1]}; nothing was written"
+        ) from None

@@ -52,7 +52,9 @@ def main(
     """
     ranks = ranks or min(2, torch.cuda.device_count() or 2)  # two fill a step
     started = time.monotonic()
-    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # Transformers shows one for every model that it loads
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = (
+        "1"  # Transformers shows one for every model that it loads
+    )
     clear(out)
     stage("1/8  real text -> tokens, shards, mixture locks")
     run("-m", "data_mixtures.prepare", "data_mixtures/demo.toml", "--out", out / "data")
@@ -62,7 +64,9 @@ def main(
     stage(f"2/8  phase 1: broad mixture, {ranks} FSDP ranks")
     first = train(out, "phase1", out / "data/phase1.lock.json", steps1, ranks, None, *measured_too)
     stage("3/8  phase 2: code and reasoning, from the last checkpoint of phase 1")
-    second = train(out, "phase2", out / "data/phase2.lock.json", steps2, ranks, first, *measured_too)
+    second = train(
+        out, "phase2", out / "data/phase2.lock.json", steps2, ranks, first, *measured_too
+    )
     stage("4/8  fine-tuning on conversations of people, from the last checkpoint of phase 2")
     lock = prepare_conversations(out)
     third = train(out, "sft", lock, steps3, ranks, second, "--optimizer.lr", "3e-3")
@@ -73,7 +77,9 @@ def main(
     base, final = out / "phase2/hf", out / "hf"
     export(second, base)
     exported = export(third, final)
-    stage("6/8  the decode engine against Transformers, token for token; replies to held-out conversations")
+    stage(
+        "6/8  the decode engine against Transformers, token for token; replies to held-out conversations"
+    )
     options = ("--trust-remote-code", "--new-tokens", NEW_TOKENS, "--json")
     greedy = run("-m", "tools.check", "published", final, *options)["greedy"]
     chat = chat_figures(base, final, held_out_conversations(lock.parent))
@@ -121,7 +127,9 @@ def prepare_conversations(out: Path) -> Path:
 
 
 def export(checkpoint: Path, out: Path) -> dict[str, Any]:
-    return run("-m", "tools.export_hf", "--checkpoint", checkpoint, "--out", out, "--dtype", "float32")
+    return run(
+        "-m", "tools.export_hf", "--checkpoint", checkpoint, "--out", out, "--dtype", "float32"
+    )
 
 
 def evaluate(out: Path, base: Path, final: Path, steps2: int, steps3: int) -> dict[str, Any]:
@@ -179,11 +187,24 @@ def train(
     folder.mkdir(parents=True)
     log = folder / "train.log"
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m", "train",
-        "--job.config_file", f"configs/debug_{phase}.toml", "--job.dump_folder", str(folder),
-        "--mixture.lock", str(lock), "--training.steps", str(steps),
-        *(("--checkpoint.initial_load_path", str(parent)) if parent else ()), *overrides,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={ranks}",
+        "-m",
+        "train",
+        "--job.config_file",
+        f"configs/debug_{phase}.toml",
+        "--job.dump_folder",
+        str(folder),
+        "--mixture.lock",
+        str(lock),
+        "--training.steps",
+        str(steps),
+        *(("--checkpoint.initial_load_path", str(parent)) if parent else ()),
+        *overrides,
+    ]
     console.print(f"python {' '.join(command[1:])}\n(log: {log})", markup=False, highlight=False)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with open(log, "w") as file, Progress(console=console) as progress:
@@ -194,12 +215,16 @@ def train(
                     time.sleep(0.5)
                     for row in read_lines(folder / "metrics.jsonl")[-1:]:
                         figures = f"loss {row['loss'] or math.nan:.3f}, {row['tokens_per_s']:,.0f} tokens/s"
-                        progress.update(task, completed=row["step"], description=f"{phase}: {figures}")
+                        progress.update(
+                            task, completed=row["step"], description=f"{phase}: {figures}"
+                        )
             except BaseException:
                 process.terminate()
                 raise
     if process.returncode:
-        console.print("".join(log.read_text().splitlines(keepends=True)[-40:]), markup=False, highlight=False)
+        console.print(
+            "".join(log.read_text().splitlines(keepends=True)[-40:]), markup=False, highlight=False
+        )
         raise SystemExit(
             f"training {phase} failed with exit status {process.returncode}; the whole log is {log}"
         )
@@ -210,16 +235,22 @@ def held_out_conversations(data: Path, source: str = "chitchat") -> list[tuple[l
     """The first held-out conversations of a packed source: token ids (n,), and bool (n,), which of them were
     said by the assistant.
     """
-    tokens, flags = (valid_windows(data, source, flags=each)[:, :-1].ravel() for each in (False, True))
+    tokens, flags = (
+        valid_windows(data, source, flags=each)[:, :-1].ravel() for each in (False, True)
+    )
     begins = np.flatnonzero(flags & BEGINS)
-    pieces = zip(np.split(tokens, begins[1:]), np.split(flags & TRAINED > 0, begins[1:]), strict=True)
+    pieces = zip(
+        np.split(tokens, begins[1:]), np.split(flags & TRAINED > 0, begins[1:]), strict=True
+    )
     conversations = [
         (ids.tolist(), is_reply) for ids, is_reply in pieces if is_reply.any()
     ]  # the rest is padding
     return conversations[:REPLIES]
 
 
-def chat_figures(base: Path, final: Path, conversations: list[tuple[list[int], Any]]) -> dict[str, Any]:
+def chat_figures(
+    base: Path, final: Path, conversations: list[tuple[list[int], Any]]
+) -> dict[str, Any]:
     """Loss on what people replied in held-out conversations, before and after; and how many own replies end."""
     before, after = (held_out_loss(folder, conversations) for folder in (base, final))
     with Engine.from_pretrained(final, device="cpu") as engine:
@@ -227,7 +258,8 @@ def chat_figures(base: Path, final: Path, conversations: list[tuple[list[int], A
         replies = [engine.generate(prompt, max_new_tokens=REPLY_TOKENS) for prompt in prompts]
     ended = sum(reply[-1] in engine.eos_ids for reply in replies)
     console.print(
-        f"held-out loss {before:.3f} -> {after:.3f}; {ended} of {len(replies)} replies end", highlight=False
+        f"held-out loss {before:.3f} -> {after:.3f}; {ended} of {len(replies)} replies end",
+        highlight=False,
     )
     return {
         "chat_loss_before": round(before, 4),

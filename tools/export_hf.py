@@ -54,7 +54,9 @@ def main(
     check_contents(checkpoint)
     progress = training_progress(checkpoint)
     ids = frequent_ids(checkpoint, draft_lock, draft_vocab_size) if draft_vocab_size else ()
-    facts = export(checkpoint, out, dtype, config, tokenizer, overwrite, progress=progress, draft_ids=ids)
+    facts = export(
+        checkpoint, out, dtype, config, tokenizer, overwrite, progress=progress, draft_ids=ids
+    )
     print(json.dumps(facts))
 
 
@@ -64,7 +66,9 @@ def frequent_ids(checkpoint: Path, lock: Path | None, count: int) -> tuple[int, 
         job = run_folder(checkpoint) / "config.toml"
         path = read_sections(job).get("mixture", {}).get("lock") if job.is_file() else None
         if path is None:
-            raise ValueError(f"{job} does not say what data the run read; give its lock file as --draft-lock")
+            raise ValueError(
+                f"{job} does not say what data the run read; give its lock file as --draft-lock"
+            )
         lock = Path(path)
     given = Mixture.open(lock)
     counts = np.zeros(given.vocab_size, dtype=np.int64)
@@ -94,11 +98,18 @@ def training_progress(checkpoint: Path) -> Progress:
     path = run_folder(checkpoint) / "metrics.jsonl"
     rows = read_lines(path) if step is not None else []
     if not rows:
-        print(f"no rows in {path}: the model card says nothing of the training's progress", file=sys.stderr)
+        print(
+            f"no rows in {path}: the model card says nothing of the training's progress",
+            file=sys.stderr,
+        )
     known: dict[str, Any] = {}
     for row in rows:
         if row.get("step") == step:
-            known |= {key: row[key] for key in ("phase", "tokens_total", "loss") if row.get(key) is not None}
+            known |= {
+                key: row[key]
+                for key in ("phase", "tokens_total", "loss")
+                if row.get(key) is not None
+            }
     return Progress(step=step, **known)
 
 

@@ -54,7 +54,9 @@ VARIANTS: dict[str, tuple[dict[str, Any], int]] = {
 def awaited(config: LaneformerConfig, layer: int, module: int) -> int | None:
     """How many layers ago the outputs left that a join awaits: 0 for an all-reduce, None where it awaits nothing."""
     flushes = config.flush and (layer, module) == (config.num_hidden_layers - 1, 1)
-    if config.join(layer, MODULES[module]) is Join.PRESENT or (flushes and config.delivers(layer, "mlp")):
+    if config.join(layer, MODULES[module]) is Join.PRESENT or (
+        flushes and config.delivers(layer, "mlp")
+    ):
         return 0
     return config.broadcast_delay if config.adds_delayed(layer, MODULES[module]) else None
 
@@ -91,7 +93,9 @@ def token_s(
 
 def split_layer(config: LaneformerConfig, layer_s: float) -> tuple[float, float]:
     """Seconds of attention and MLP: those of a layer, by their weights."""
-    attention = 2 * config.hidden_size * (config.query_size + config.head_dim * config.num_key_value_heads)
+    attention = (
+        2 * config.hidden_size * (config.query_size + config.head_dim * config.num_key_value_heads)
+    )
     share = attention / config.parameter_count()["layer"]
     return share * layer_s, (1 - share) * layer_s
 
@@ -128,7 +132,9 @@ def project(gpu: str) -> list[Row]:
     for gpus in (1, 2, 4, 8, 16):
         for link in {1: ["none"], 16: ["between_nodes"]}.get(gpus, ["nccl", "custom", "one_shot"]):
             row: Row = {"gpus": gpus, "nodes": -(-gpus // NODE_GPUS), "link": link}
-            speeds = {name: tokens_per_s(name, card, gpus, LINKS_S[link], cost_s) for name in VARIANTS}
+            speeds = {
+                name: tokens_per_s(name, card, gpus, LINKS_S[link], cost_s) for name in VARIANTS
+            }
             rows.append(row | speeds)
     return rows
 

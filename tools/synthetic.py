@@ -40,7 +40,9 @@ def write_synthetic_lock(folder: Path, windows: int, seq_len: int, vocab_size: i
     source = folder / SOURCE
     source.mkdir(parents=True)
     # a shard ends with the first token of the next window
-    shard = shards.write_windows(source / "shard-00000.bin", tokens[: windows * seq_len + 1], seq_len)
+    shard = shards.write_windows(
+        source / "shard-00000.bin", tokens[: windows * seq_len + 1], seq_len
+    )
     valid = shards.write_windows(source / shards.VALID, tokens[windows * seq_len :], seq_len)
     values = ("", vocab_size, tokens.itemsize, *range(1, FIRST_TOKEN))
     facts = dict(zip(shards.TOKENIZER_FACTS, values, strict=True))

@@ -34,7 +34,9 @@ class BadSteps:
         """
         windows, section = self._last_read(self.batch_size), self.section
         if torch.distributed.get_rank() == 0:
-            self._record(problem, step, windows[0][0], {"loss": repr(loss), "grad_norm": repr(grad_norm)})
+            self._record(
+                problem, step, windows[0][0], {"loss": repr(loss), "grad_norm": repr(grad_norm)}
+            )
         self.steps = [*(each for each in self.steps if each > step - section.spike_window), step]
         if section.on_bad_step != "skip" or len(self.steps) > section.max_skips:
             raise problem
@@ -42,11 +44,18 @@ class BadSteps:
         if not on_rank_zero(lambda: leave_out(self.run, windows, reason)):
             raise BadStep(f"{problem}; {self.run} has no room to record that its batch is skipped")
         self.loader.leave_out(windows)
-        logger.warning(f"{reason}; sequences {windows} are skipped, {len(self.steps)} of {section.max_skips}")
+        logger.warning(
+            f"{reason}; sequences {windows} are skipped, {len(self.steps)} of {section.max_skips}"
+        )
 
-    def leave_out_last(self, problem: BadStep, step: int, started_at: int, checkpoints: str) -> None:
+    def leave_out_last(
+        self, problem: BadStep, step: int, started_at: int, checkpoints: str
+    ) -> None:
         """Leave out the data that a rollback skips: the last skip_steps steps, but none that a checkpoint has seen."""
-        if torch.distributed.get_rank() == 0 and self.section.on_bad_step in ("skip", "rollback_and_skip"):
+        if torch.distributed.get_rank() == 0 and self.section.on_bad_step in (
+            "skip",
+            "rollback_and_skip",
+        ):
             saved = max(started_at, newest_saved_step(Path(checkpoints)))
             windows = self._last_read(min(self.section.skip_steps, step - saved) * self.batch_size)
             leave_out(self.run, windows, f"step {step}: {problem}")
@@ -59,7 +68,9 @@ class BadSteps:
         path = self.run / "bad-steps" / f"step-{step}.attempt-{self.attempt}.{first}.json"
         with survive_full_disk(path):
             path.parent.mkdir(exist_ok=True)
-            batch = self.loader.locate(self.loader.state.sequences - self.batch_size, self.batch_size)
+            batch = self.loader.locate(
+                self.loader.state.sequences - self.batch_size, self.batch_size
+            )
             write_atomically(path, "".join(json.dumps(place) + "\n" for place in batch))
         show = f"python -m data_mixtures show {self.run} --bad-step {step}"
         facts = {**figures, "reason": str(problem), "batch": str(path), "show": show}

@@ -21,7 +21,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torchtitan.components.checkpoint import DATALOADER, MODEL, OPTIMIZER, AsyncMode, CheckpointManager
+from torchtitan.components.checkpoint import (
+    DATALOADER,
+    MODEL,
+    OPTIMIZER,
+    AsyncMode,
+    CheckpointManager,
+)
 from torchtitan.tools.logging import logger
 
 from laneformer.config import HEAD_FIELDS, MTP, LaneformerConfig
@@ -96,7 +102,9 @@ class PhaseCheckpointManager(CheckpointManager):
         passes to its CheckpointManager.
         """
         super().__init__(**titan)
-        atexit.register(end_background)  # runs before multiprocessing's own, which was registered earlier
+        atexit.register(
+            end_background
+        )  # runs before multiprocessing's own, which was registered earlier
         section, resilience = job_config.checkpoint, job_config.resilience
         self.architecture, self.allow_changes = architecture(), section.allow_changes
         self.run = Path(job_config.job.dump_folder)
@@ -105,7 +113,9 @@ class PhaseCheckpointManager(CheckpointManager):
         self.optimizer_config = job_config.optimizer
         self.allow_fresh_start = section.allow_fresh_start
         # checkpoint of another run, to continue from with all states
-        self.resume_from = Path(section.initial_load_path) if section.initial_load_all_states else None
+        self.resume_from = (
+            Path(section.initial_load_path) if section.initial_load_all_states else None
+        )
         self.stopping, self.after_save = stopping, after_save
         self.times = CheckpointTimes()
         self.contents = Contents()
@@ -125,11 +135,15 @@ class PhaseCheckpointManager(CheckpointManager):
         if own is not None:
             self.contents.check(own, self.architecture)
         else:
-            on_rank_zero(lambda: require_nothing_lost(self.run, folder, self.interval * self.failed.most))
+            on_rank_zero(
+                lambda: require_nothing_lost(self.run, folder, self.interval * self.failed.most)
+            )
         if not self.load_only:
             on_rank_zero(lambda: clear_branch(self.run, folder, own))
         if own is None and self.resume_from is not None:
-            own = self.resume_from  # a branch: the first start is a restart from another run's checkpoint
+            own = (
+                self.resume_from
+            )  # a branch: the first start is a restart from another run's checkpoint
             self.contents.check(own, self.architecture, self.allow_changes)
         if own is not None:
             self._load(own, list(self.states))
@@ -209,7 +223,9 @@ class PhaseCheckpointManager(CheckpointManager):
         """
         step, self.pending_step = self.pending_step, None
         assert step is not None, "a save is pending"
-        enter(f"the verdict on the save of step {step}")  # a rank whose save never ends has not come here
+        enter(
+            f"the verdict on the save of step {step}"
+        )  # a rank whose save never ends has not come here
         problem = first_problem(problem)
         self.retrying = False
         if problem:
@@ -220,7 +236,9 @@ class PhaseCheckpointManager(CheckpointManager):
     def _purge_stale_checkpoints(self) -> None:
         """Called by TorchTitan after each dispatch; its thread deletes what is handed to it."""
         if self.keep_latest_k > 0 and torch.distributed.get_rank() == 0:
-            for path in checkpoints.superseded(Path(self.folder), self.keep_latest_k, self.keep_every_steps):
+            for path in checkpoints.superseded(
+                Path(self.folder), self.keep_latest_k, self.keep_every_steps
+            ):
                 self.purge_queue.put(str(checkpoints.to_trash(path)))
 
     def _start_phase(self, parent: Path) -> None:
@@ -234,18 +252,25 @@ class PhaseCheckpointManager(CheckpointManager):
             self.dcp_load(state, str(parent), from_hf=False, from_quantized=False)
             self.states[DATALOADER].begin_after(json.loads(state[DATALOADER]["mixture"]))
         read = " and ".join(wanted)
-        logger.info(f"New phase from {parent}: {read}; schedule, settings and data order are this job's")
+        logger.info(
+            f"New phase from {parent}: {read}; schedule, settings and data order are this job's"
+        )
 
     def _load(self, folder: Path, names: list[str], adds_head: bool = False) -> set[str]:
         """Load these states, but no head that drafts where it is added; returns the checkpoint's names."""
         stored = checkpoints.read_metadata(folder).state_dict_metadata
         states = self._flattened_model_states_sd({name: self.states[name] for name in names})
-        states, model = (without_head(s, adds_head) for s in (states, self.states[MODEL].state_dict()))
+        states, model = (
+            without_head(s, adds_head) for s in (states, self.states[MODEL].state_dict())
+        )
         others = tuple(f"{name}." for name in self.states if name != MODEL)
         shapes = {name: entry.size for name, entry in stored.items() if not name.startswith(others)}
         expected = {name: tensor.shape for name, tensor in model.items()}
         check_shapes(
-            str(folder), shapes, expected, "; set model.flavor and [architecture] to the checkpoint's"
+            str(folder),
+            shapes,
+            expected,
+            "; set model.flavor and [architecture] to the checkpoint's",
         )
         logger.info(f"Loading {', '.join(names)} from {folder}")
         self.dcp_load(states, str(folder), from_hf=False, from_quantized=False)
@@ -264,7 +289,9 @@ class PhaseCheckpointManager(CheckpointManager):
         to_hf: bool = False,
     ) -> Any:
         """TorchTitan's, with our writer in place of the one that DCP derives from the folder's name."""
-        writer = HashingWriter(checkpoint_id, json.dumps(self.architecture.to_dict(), indent=2) + "\n")
+        writer = HashingWriter(
+            checkpoint_id, json.dumps(self.architecture.to_dict(), indent=2) + "\n"
+        )
         if async_mode == AsyncMode.DISABLED:
             dcp.save(state_dict, storage_writer=writer)
             return None
@@ -272,7 +299,9 @@ class PhaseCheckpointManager(CheckpointManager):
         if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
             background["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
             background["async_stager"] = self.stager
-        return dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg, **background)
+        return dcp.async_save(
+            state_dict, storage_writer=writer, process_group=self.pg, **background
+        )
 
 
 def without_head(states: dict[str, Any], adds_head: bool) -> dict[str, Any]:

@@ -35,7 +35,9 @@ class Contents:
             logger.warning(f"Skipping a checkpoint: {problem}")
             damaged.append(newest)
 
-    def check(self, checkpoint: Path, config: LaneformerConfig, allow_changes: Sequence[str] = ()) -> None:
+    def check(
+        self, checkpoint: Path, config: LaneformerConfig, allow_changes: Sequence[str] = ()
+    ) -> None:
         """ValueError for a checkpoint that is incomplete, damaged, or of another architecture.
 
         allow_changes: fields of the architecture that may differ.
@@ -58,7 +60,9 @@ class Contents:
         problem = first_problem(problem)
         if problem is None:
             self.undamaged.add(checkpoint)
-            logger.info(f"The contents of {checkpoint} are as saved ({time.perf_counter() - started:.1f} s)")
+            logger.info(
+                f"The contents of {checkpoint} are as saved ({time.perf_counter() - started:.1f} s)"
+            )
         return problem
 
 
@@ -93,7 +97,9 @@ def check_architecture(checkpoint: Path, config: LaneformerConfig, allowed: Sequ
     there, here = asdict(LaneformerConfig.from_dict(stored)), asdict(config)
     different = [name for name in here if there[name] != here[name] and name not in allowed]
     if different:
-        listing = ", ".join(f"{name} = {there[name]} (this job: {here[name]})" for name in different)
+        listing = ", ".join(
+            f"{name} = {there[name]} (this job: {here[name]})" for name in different
+        )
         raise ValueError(
             f"{checkpoint} was trained with another architecture: {listing}; set [model] and [architecture] to the "
             "checkpoint's values, or, for a new phase that means the change, name the fields in "

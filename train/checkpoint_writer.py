@@ -37,7 +37,9 @@ KILLED_S = 30.0  # more: it hangs in a file system, and ends when that answers
 class Hashing:
     """A binary stream that is written from its beginning to its end, and its SHA-256."""
 
-    problem: OSError | None = None  # torch's writer makes a RuntimeError of it that names no full disk
+    problem: OSError | None = (
+        None  # torch's writer makes a RuntimeError of it that names no full disk
+    )
 
     def __init__(self, stream: Any):
         self.stream, self.sha256 = stream, hashlib.sha256()
@@ -85,7 +87,9 @@ class HashedResult(WriteResult):
     sha256: str = ""
 
 
-class HashingWriter(_FileSystemWriter):  # FileSystemWriter is a stager as well, which async_save would use
+class HashingWriter(
+    _FileSystemWriter
+):  # FileSystemWriter is a stager as well, which async_save would use
     """Writes the checkpoint folder `path`; architecture: the text of its model.json."""
 
     def __init__(self, path: str, architecture: str):
@@ -103,12 +107,17 @@ class HashingWriter(_FileSystemWriter):  # FileSystemWriter is a stager as well,
         results = super().write_data(plan, planner).wait()
         future: Future[list[WriteResult]] = Future()
         future.set_result(
-            [HashedResult(**vars(r), sha256=self.fs.sums[r.storage_data.relative_path]) for r in results]
+            [
+                HashedResult(**vars(r), sha256=self.fs.sums[r.storage_data.relative_path])
+                for r in results
+            ]
         )
         return future
 
     def finish(self, metadata: Any, results: list[list[Any]]) -> None:
-        self.fs.sums |= {r.storage_data.relative_path: r.sha256 for of_rank in results for r in of_rank}
+        self.fs.sums |= {
+            r.storage_data.relative_path: r.sha256 for of_rank in results for r in of_rank
+        }
         with self.fs.create_stream(Path(self.path) / ARCHITECTURE, "wb") as stream:
             stream.write(self.architecture.encode())
         super().finish(metadata, results)

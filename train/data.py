@@ -34,7 +34,9 @@ class LoaderState:
     """What a checkpoint holds of the data: equal on all ranks, whatever their number."""
 
     sequences: int = 0  # positions that the trainer has taken, all ranks together
-    contents: dict[str, str] = field(default_factory=dict)  # SHA-256 by source, of all phases so far
+    contents: dict[str, str] = field(
+        default_factory=dict
+    )  # SHA-256 by source, of all phases so far
     # of what earlier phases used up, by source:
     offsets: dict[str, int] = field(default_factory=dict)  # windows
     left_out: dict[str, int] = field(default_factory=dict)  # those among them that were skipped
@@ -76,7 +78,9 @@ class MixtureLoader(BaseDataLoader):
         numbers = skips.numbers(first + self.local.start, len(self.local))
         runs = [(begin, end - begin) for begin, end in windows_of(numbers)]
         parts = [self.mixture.sequences(*run) for run in runs]
-        tokens, source = (torch.from_numpy(np.concatenate(each)) for each in zip(*parts, strict=True))
+        tokens, source = (
+            torch.from_numpy(np.concatenate(each)) for each in zip(*parts, strict=True)
+        )
         flags = None
         if self.mixture.packed:
             flags = torch.from_numpy(np.concatenate([self.mixture.flags(*run) for run in runs]))
@@ -115,10 +119,14 @@ class MixtureLoader(BaseDataLoader):
 
         self.begin_at(
             LoaderState(
-                0, renamed("contents") | now, renamed("windows"), renamed("windows_left_out"),
-                renamed("lengths"), renamed("read"),
+                0,
+                renamed("contents") | now,
+                renamed("windows"),
+                renamed("windows_left_out"),
+                renamed("lengths"),
+                renamed("read"),
             )
-        )  # fmt: skip
+        )
 
     def begin_at(self, state: LoaderState) -> None:
         """Start every source after the windows that earlier phases used."""
@@ -154,7 +162,10 @@ class MixtureLoader(BaseDataLoader):
         """Those among them that were skipped: what was trained on is the difference."""
         left_out = dict(self.state.left_out)
         for first, last in self.skips.until(self.used):
-            before, after = self.mixture.windows_per_source(first), self.mixture.windows_per_source(last)
+            before, after = (
+                self.mixture.windows_per_source(first),
+                self.mixture.windows_per_source(last),
+            )
             for name in after:
                 left_out[name] = left_out.get(name, 0) + after[name] - before[name]
         return left_out
@@ -180,7 +191,9 @@ class MixtureLoader(BaseDataLoader):
         source used so far.
         """
         windows = self.mixture.windows_per_source(self.used)
-        read = {name: self.mixture.read_files(name, count) for name, count in windows.items() if count}
+        read = {
+            name: self.mixture.read_files(name, count) for name, count in windows.items() if count
+        }
         state = {
             **asdict(self.state),
             "skip_sequences": self.skips.until(self.used),
@@ -285,7 +298,9 @@ def read_ahead(read: Callable[[int], T], threads: int) -> Iterator[T]:
     # not ParallelMapper: it sets torch's thread count to 1 for every thread that starts later
     nodes = [
         Prefetcher(
-            Mapper(IterableWrapper(count(first, threads)), attempt), READ_AHEAD_BATCHES, snapshot_frequency=0
+            Mapper(IterableWrapper(count(first, threads)), attempt),
+            READ_AHEAD_BATCHES,
+            snapshot_frequency=0,
         )
         for first in range(threads)
     ]
@@ -298,7 +313,9 @@ def read_ahead(read: Callable[[int], T], threads: int) -> Iterator[T]:
         yield result
 
 
-def build_mixture_loader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> MixtureLoader:
+def build_mixture_loader(
+    dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any
+) -> MixtureLoader:
     """TorchTitan's dataloader builder. Raises ValueError when mixture, sequence length or
     vocabulary do not fit.
     """
@@ -306,7 +323,9 @@ def build_mixture_loader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_c
     lock = Path(section.lock)
     if lock.is_dir():
         locks = ", ".join(sorted(path.name for path in lock.glob("*.lock.json"))) or "it has none"
-        raise ValueError(f"mixture.lock = {section.lock!r} is a folder; give the lock file in it: {locks}")
+        raise ValueError(
+            f"mixture.lock = {section.lock!r} is a folder; give the lock file in it: {locks}"
+        )
     if not lock.is_file():
         raise ValueError(
             f"mixture.lock = {section.lock!r} does not exist; `python -m data_mixtures.prepare` writes one"

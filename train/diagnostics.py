@@ -38,14 +38,18 @@ class Diagnostics:
         """Watch the next micro-batch's streams; every micro-batch adds its logits."""
         self.watching = True
         self.mean_squares: list[Tensor] = []
-        self.logits: list[Tensor] = []  # (3,): sum of squared log-denominators, tokens, largest logit
+        self.logits: list[
+            Tensor
+        ] = []  # (3,): sum of squared log-denominators, tokens, largest logit
         self.drafts: list[
             Tensor
         ] = []  # (2 K,): sums of loss, and of tokens, of each step of the head that drafts
 
     def _see_stream(self, layer: nn.Module, inputs: Any, outputs: Any) -> None:
         if self.watching:
-            stream = outputs[0].detach()  # (B, S, L, D); the norm of a wide tensor without a wide copy of it
+            stream = outputs[
+                0
+            ].detach()  # (B, S, L, D); the norm of a wide tensor without a wide copy of it
             square = torch.linalg.vector_norm(stream, dtype=torch.float32).double().square()
             self.mean_squares.append(square / stream.numel())
 
@@ -114,5 +118,6 @@ def ratios(*sums: float) -> list[float]:
     """(a, b, ..., of a, of b, ...) -> [a / of a, b / of b, ...]; NaN where there was nothing."""
     half = len(sums) // 2
     return [
-        value / count if count else math.nan for value, count in zip(sums[:half], sums[half:], strict=True)
+        value / count if count else math.nan
+        for value, count in zip(sums[:half], sums[half:], strict=True)
     ]

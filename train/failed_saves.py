@@ -28,7 +28,9 @@ class FailedSaves:
 
     problem: str | None = None  # of the last save
     in_a_row: int = 0  # those on a full disk left out
-    retry_at_s: float | None = None  # on the monotonic clock; None: the disk is not known to be full
+    retry_at_s: float | None = (
+        None  # on the monotonic clock; None: the disk is not known to be full
+    )
 
     def __init__(self, run: Path, folder: Path, most: int):
         """most: failures in a row that end the job."""
@@ -74,14 +76,21 @@ class FailedSaves:
         partial = self.folder / f"step-{step}"
         if partial.is_dir():
             shutil.rmtree(checkpoints.to_trash(partial), ignore_errors=True)
-        record_event(self.run, "save_failed", step=step, in_a_row=self.in_a_row, reason=self.problem)
+        record_event(
+            self.run, "save_failed", step=step, in_a_row=self.in_a_row, reason=self.problem
+        )
         return full and make_room(self.run, self.folder)
 
 
 def make_room(run: Path, folder: Path) -> bool:
     """Delete the checkpoints that this run has put aside or is deleting; whether any of them is gone."""
-    aside = [*folder.glob(f"{checkpoints.TRASH}*"), *folder.with_name(f"{folder.name}-aside").glob("*")]
+    aside = [
+        *folder.glob(f"{checkpoints.TRASH}*"),
+        *folder.with_name(f"{folder.name}-aside").glob("*"),
+    ]
     for path in aside:
         shutil.rmtree(path, ignore_errors=True)
-        record_event(run, "checkpoint_removed", checkpoint=path.name, what="deleted: the disk is full")
+        record_event(
+            run, "checkpoint_removed", checkpoint=path.name, what="deleted: the disk is full"
+        )
     return any(not path.exists() for path in aside)

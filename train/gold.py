@@ -53,7 +53,9 @@ class GoldItems:
         self.lines = list(lines.values())
         # of the training compute
         self.share = len(lines) / PASSES / job.validation.freq / job.training.global_batch_size
-        content = json.dumps([[line[key] for key in ("task", "item", "ids", "start")] for line in self.lines])
+        content = json.dumps(
+            [[line[key] for key in ("task", "item", "ids", "start")] for line in self.lines]
+        )
         self.sha256 = hashlib.sha256(content.encode()).hexdigest()
 
     def rows(self, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -78,12 +80,18 @@ class GoldItems:
         bits = {task: gold_bits(lines) for task, lines in by_task.items()}
         known = [value for value in bits.values() if value is not None]
         mean = math.fsum(known) / len(known)
-        scalars = {"gold_bits_per_byte": mean, **{f"{KIND}/{task}": value for task, value in bits.items()}}
+        scalars = {
+            "gold_bits_per_byte": mean,
+            **{f"{KIND}/{task}": value for task, value in bits.items()},
+        }
         metrics.survive(lambda: metrics.logger.log(scalars, step))
         if torch.distributed.get_rank() == 0:
             row = metrics.row
             tokens = row["tokens_total"] if row.get("step") == step else metrics.tokens_before
-            tasks = {task: {"gold_bits_per_byte": bits[task], "n": len(by_task[task])} for task in by_task}
+            tasks = {
+                task: {"gold_bits_per_byte": bits[task], "n": len(by_task[task])}
+                for task in by_task
+            }
             figures = {"gold_bits_per_byte": mean, "tasks": tasks}
             with survive_full_disk(self.run):
                 self.write_record(step, tokens, figures, by_task, seconds)
@@ -98,13 +106,19 @@ class GoldItems:
     ) -> None:
         out = self.run / "evals.jsonl"
         asked = {"protocol": self.head["protocol"], "limit": max(map(len, by_task.values()))}
-        who = NO_MODEL | {"tokenizer_sha256": self.head["tokenizer_sha256"], "device": utils.device_type}
+        who = NO_MODEL | {
+            "tokenizer_sha256": self.head["tokenizer_sha256"],
+            "device": utils.device_type,
+        }
         who |= {"data_sha256": self.sha256}
         change = self.change(out, step, by_task)
         lines = [line for of_task in by_task.values() for line in of_task]
         items = write_items(out, {"kind": KIND, "step": step, **asked, **who}, lines)
         About(out, step, tokens, self.phase).append(
-            KIND, {**asked, **figures, "change": change, "items": items}, **who, seconds=round(seconds, 3)
+            KIND,
+            {**asked, **figures, "change": change, "items": items},
+            **who,
+            seconds=round(seconds, 3),
         )
         text = f"gold bits per byte  step: {step}  {figures['gold_bits_per_byte']:.4f}"
         if change:
@@ -112,11 +126,15 @@ class GoldItems:
             text += f"  since step {change['since']}: {bits:+.4f} ± {error:.4f}"
         logger.info(f"{text}  {seconds:.1f} s")
 
-    def change(self, out: Path, step: int, by_task: dict[str, list[JsonObject]]) -> JsonObject | None:
+    def change(
+        self, out: Path, step: int, by_task: dict[str, list[JsonObject]]
+    ) -> JsonObject | None:
         """The difference from the newest earlier step of this phase with the same items."""
         same = {"kind": KIND, "phase": self.phase, "data_sha256": self.sha256}
         earlier = [
-            record for record in read_lines(out) if same.items() <= record.items() and record["step"] < step
+            record
+            for record in read_lines(out)
+            if same.items() <= record.items() and record["step"] < step
         ]
         if not earlier:
             return None

@@ -77,7 +77,9 @@ class Guard:
 
     def state_dict(self) -> str:
         """JSON for the checkpoint: without the window a restarted guard would detect no spike at first."""
-        return json.dumps({"loss": list(self.loss.values), "grad_norm": list(self.grad_norm.values)})
+        return json.dumps(
+            {"loss": list(self.loss.values), "grad_norm": list(self.grad_norm.values)}
+        )
 
     def load_state_dict(self, state: str) -> None:
         values = json.loads(state)

@@ -64,4 +64,8 @@ class InLoop:
                 end_workers(process, END_S)  # and what it started
                 late = f"ended after {self.limit_s:.0f} s; raise resilience.hang_timeout_s"
                 return None if stopping else late
-        return f"exit status {process.returncode}, see {self.run}/logs/evals" if process.returncode else None
+        return (
+            f"exit status {process.returncode}, see {self.run}/logs/evals"
+            if process.returncode
+            else None
+        )

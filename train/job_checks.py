@@ -37,7 +37,10 @@ ONLY: dict[str, tuple[Any, str]] = {
         "w1, w2 and w3 of every layer are in float8, and nothing else",
     ),
     "quantize.linear.float8.enable_fsdp_float8_all_gather": (False, "weights travel in bfloat16"),
-    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": (False, "weights travel in bfloat16"),
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": (
+        False,
+        "weights travel in bfloat16",
+    ),
     "optimizer.early_step_in_backward": (False, "the guard judges a step before the weights move"),
     "training.enable_cpu_offload": (False, "gradients and moments stay on the GPU"),
     "parallelism.enable_async_tensor_parallel": (
@@ -49,7 +52,10 @@ ONLY: dict[str, tuple[Any, str]] = {
     "parallelism.expert_parallel_degree": (1, "the Laneformer has no experts"),
     "fault_tolerance.enable": (False, "`python -m train.supervise` restarts jobs"),
     "checkpoint.create_seed_checkpoint": (False, "every world size starts from the same weights"),
-    "checkpoint.last_save_in_hf": (False, "`python -m tools.export_hf` writes Hugging Face folders"),
+    "checkpoint.last_save_in_hf": (
+        False,
+        "`python -m tools.export_hf` writes Hugging Face folders",
+    ),
     "checkpoint.initial_load_in_hf": (
         False,
         "`python -m tools.import_hf --hf DIR --out RUN_DIR` makes a checkpoint of the folder, for "
@@ -84,15 +90,28 @@ BOUNDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "optimizer.lr optimizer.eps training.max_norm resilience.hang_timeout_s resilience.start_timeout_s "
         "resilience.stop_deadline_s",
     ),
-    ("between 0 and 1", lambda value: 0 <= value <= 1,
-     "lr_scheduler.decay_ratio lr_scheduler.min_lr_factor mtp.lower_at"),
+    (
+        "between 0 and 1",
+        lambda value: 0 <= value <= 1,
+        "lr_scheduler.decay_ratio lr_scheduler.min_lr_factor mtp.lower_at",
+    ),
     ("at least 0 and below 1", lambda value: 0 <= value < 1, "optimizer.beta1 optimizer.beta2"),
-    ("at least 4", lambda value: value >= 4, "resilience.spike_window"),  # a z-score of fewer has no meaning
-    ("0 (keep all) or at least 2, as the newest may be half written", lambda value: value == 0 or value >= 2,
-     "checkpoint.keep_latest_k"),
-    ("at least 1, or -1 for all that remain", lambda value: value >= 1 or value == -1,
-     "parallelism.data_parallel_shard_degree"),
-)  # fmt: skip
+    (
+        "at least 4",
+        lambda value: value >= 4,
+        "resilience.spike_window",
+    ),  # a z-score of fewer has no meaning
+    (
+        "0 (keep all) or at least 2, as the newest may be half written",
+        lambda value: value == 0 or value >= 2,
+        "checkpoint.keep_latest_k",
+    ),
+    (
+        "at least 1, or -1 for all that remain",
+        lambda value: value >= 1 or value == -1,
+        "parallelism.data_parallel_shard_degree",
+    ),
+)
 
 
 def check_job(job: Any, world_size: int | None = None) -> None:
@@ -122,7 +141,9 @@ def wrong_types(section: Any, prefix: str = "") -> Iterator[str]:
             yield from wrong_types(value, f"{name}.")
         elif not fits(value, hint):
             choices = sorted(literals(hint))
-            yield refusal(name, value, one_of(value, choices) if choices else f"must be {words(hint)}")
+            yield refusal(
+                name, value, one_of(value, choices) if choices else f"must be {words(hint)}"
+            )
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -136,7 +157,9 @@ def fits(value: Any, hint: Any) -> bool:
         element = arguments[0] if arguments else Any
         return isinstance(value, list | tuple) and all(fits(each, element) for each in value)
     if hint in (int, float):
-        return isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
+        return isinstance(value, int if hint is int else int | float) and not isinstance(
+            value, bool
+        )
     return not isinstance(hint, type) or isinstance(value, hint)
 
 
@@ -151,11 +174,17 @@ def literals(hint: Any) -> set[str]:
 
 
 def words(hint: Any) -> str:
-    return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(hint, str(hint))
+    return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(
+        hint, str(hint)
+    )
 
 
 def one_of(value: Any, choices: list[str]) -> str:
-    wrong = next((each for each in value if each not in choices), value) if isinstance(value, list) else value
+    wrong = (
+        next((each for each in value if each not in choices), value)
+        if isinstance(value, list)
+        else value
+    )
     near = [choice for choice in choices if choice.lower() == str(wrong).lower()]
     near = near or difflib.get_close_matches(str(wrong), choices, n=1, cutoff=0.4)
     return f"choose from {', '.join(choices)}" + (f"; did you mean {near[0]!r}?" if near else "")
@@ -173,7 +202,9 @@ def wrong_values(job: Any) -> Iterator[str]:
 
     for name, choices in CHOICES.items():
         value = value_of(name)
-        if value is not None and not set(value if isinstance(value, list) else [value]) <= set(choices):
+        if value is not None and not set(value if isinstance(value, list) else [value]) <= set(
+            choices
+        ):
             yield refusal(name, value, one_of(value, list(choices)))
     for name, (only, why) in ONLY.items():
         if value_of(name) != only:
@@ -197,7 +228,9 @@ def contradictions(job: Any) -> Iterator[str]:
         )
     if total is not None and schedule.warmup_steps > total:
         yield refusal(
-            "lr_scheduler.warmup_steps", schedule.warmup_steps, f"total_steps is {total}; it must be less"
+            "lr_scheduler.warmup_steps",
+            schedule.warmup_steps,
+            f"total_steps is {total}; it must be less",
         )
     if (
         job.model.converters
@@ -205,9 +238,10 @@ def contradictions(job: Any) -> Iterator[str]:
         and job.training.mixed_precision_param != "bfloat16"
     ):
         yield refusal(
-            "training.mixed_precision_param", job.training.mixed_precision_param,
+            "training.mixed_precision_param",
+            job.training.mixed_precision_param,
             f"float8 products give bfloat16; set it, or {FLOAT8}.emulate = true",
-        )  # fmt: skip
+        )
     if section.initial_load_all_states and not section.initial_load_path:
         yield "checkpoint.initial_load_all_states = True needs checkpoint.initial_load_path, where to go on from"
     if job.mtp.freeze_base and section.initial_load_path and not section.initial_load_model_only:
@@ -233,23 +267,32 @@ def contradictions(job: Any) -> Iterator[str]:
 def misfits(job: Any, world_size: int | None) -> Iterator[str]:
     """Batch and mesh that do not fit each other, or the number of workers."""
     training, parallelism = job.training, job.parallelism
-    replicas, shards = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
+    replicas, shards = (
+        parallelism.data_parallel_replicate_degree,
+        parallelism.data_parallel_shard_degree,
+    )
     lane_ranks = parallelism.tensor_parallel_degree
     ranks = world_size or (replicas * shards * lane_ranks if shards != -1 else None)
     if ranks is None:
         return
-    if ranks % (replicas * lane_ranks) or (shards != -1 and replicas * shards * lane_ranks != ranks):
+    if ranks % (replicas * lane_ranks) or (
+        shards != -1 and replicas * shards * lane_ranks != ranks
+    ):
         lanes = f" times tensor_parallel_degree = {lane_ranks}" if lane_ranks > 1 else ""
         yield (
             f"{ranks} workers do not form a mesh of data_parallel_replicate_degree = {replicas} times "
             f"data_parallel_shard_degree = {shards}{lanes}; start {replicas * max(shards, 1) * lane_ranks}, or "
             "change the degrees"
         )
-    if problem := batch_problem(training.global_batch_size, training.local_batch_size, ranks, lane_ranks):
+    if problem := batch_problem(
+        training.global_batch_size, training.local_batch_size, ranks, lane_ranks
+    ):
         yield problem
 
 
-def batch_problem(global_batch: int, local_batch: int, ranks: int, lane_ranks: int = 1) -> str | None:
+def batch_problem(
+    global_batch: int, local_batch: int, ranks: int, lane_ranks: int = 1
+) -> str | None:
     """Why a step's sequences cannot be dealt to the ranks in whole micro-batches; None if they can.
 
     lane_ranks: that share each sequence, by its lanes.

@@ -71,7 +71,9 @@ def check_with_model(job: Any) -> None:
         importlib.import_module(job.experimental.custom_import)
         from torchtitan.protocols.train_spec import get_train_spec
 
-        copy.copy(get_train_spec(job.model.name).model_args[job.model.flavor]).update_from_config(job)
+        copy.copy(get_train_spec(job.model.name).model_args[job.model.flavor]).update_from_config(
+            job
+        )
 
 
 def patch_torch_for_cpu() -> None:
@@ -91,7 +93,9 @@ def patch_torch_for_cpu() -> None:
     torch._utils._get_available_device_type = lambda: "cpu"
     cpu: Any = torch.cpu
     cpu.get_device_name = lambda device=None: "cpu"
-    cpu.get_device_properties = lambda device=None: SimpleNamespace(name="cpu", total_memory=memory_bytes)
+    cpu.get_device_properties = lambda device=None: SimpleNamespace(
+        name="cpu", total_memory=memory_bytes
+    )
     cpu.memory_stats = memory_stats
     cpu.reset_peak_memory_stats = lambda device=None: None
     cpu.empty_cache = lambda: None
@@ -102,7 +106,9 @@ def patch_torch_for_cpu() -> None:
             activities=[activity for activity in activities if activity is not None], **options
         )
     )
-    cpu.current_device = lambda: 0  # torch.cpu's own returns "cpu", which barrier(device_ids=...) refuses
+    cpu.current_device = lambda: (
+        0
+    )  # torch.cpu's own returns "cpu", which barrier(device_ids=...) refuses
 
 
 def resolved_toml(job: Any) -> str:

@@ -53,7 +53,9 @@ def loss_sums_by_source(
     return sums
 
 
-def mean_by_source(sums: torch.Tensor, names: tuple[str, ...], mesh: DeviceMesh | None) -> dict[str, float]:
+def mean_by_source(
+    sums: torch.Tensor, names: tuple[str, ...], mesh: DeviceMesh | None
+) -> dict[str, float]:
     """Mean loss of each source over all ranks of the mesh; without the sources that have no
     token in the step.
     """
@@ -67,7 +69,11 @@ class RunMetrics(MetricsProcessor):
     """TorchTitan's console, TensorBoard and wandb loggers, and the run's own metrics.jsonl (rank 0)."""
 
     def __init__(
-        self, job_config: Any, parallel_dims: ParallelDims, model_args: Any = None, tag: str | None = None
+        self,
+        job_config: Any,
+        parallel_dims: ParallelDims,
+        model_args: Any = None,
+        tag: str | None = None,
     ):
         """TorchTitan's arguments. A restarted run continues its own wandb run, offline or online."""
         if job_config.metrics.enable_wandb and torch.distributed.get_rank() == 0:
@@ -78,7 +84,9 @@ class RunMetrics(MetricsProcessor):
         self.disk_full = False
         self.row: dict[str, Any] = {}  # the last one written
         self.loss_z, self.grad_norm_z = RunningZ(Z_WINDOW), RunningZ(Z_WINDOW)
-        self.rates: deque[float] = deque(maxlen=RECENT)  # tokens per second and device of the last rows
+        self.rates: deque[float] = deque(
+            maxlen=RECENT
+        )  # tokens per second and device of the last rows
         self.began, self.gpu_hours_before = time.time(), 0.0
 
     def begin_attempt(self, attempt: int, step: int, tokens: int, tokens_before: int) -> None:
@@ -167,15 +175,21 @@ class RunMetrics(MetricsProcessor):
         reset = f"{plain.reset}  {self._progress_text(row)}".rstrip()
         self.color = type("", (type(plain),), {"reset": reset})()
         extra = {"n_tokens_seen": row["tokens"], "lr": row["lr"], **_scalars(row)}
-        self.survive(lambda: self.log(row["step"], row["loss"], row["max_loss"], row["grad_norm"], extra))
+        self.survive(
+            lambda: self.log(row["step"], row["loss"], row["max_loss"], row["grad_norm"], extra)
+        )
 
     def _append(self, row: dict[str, Any]) -> None:
         """Write a row, or keep it in memory while the disk is full."""
         self.row = row
         written = append_or_keep(self.path, _json_line(row))
-        if not written and not self.disk_full:  # the event waits for room as well, with the time of now
+        if (
+            not written and not self.disk_full
+        ):  # the event waits for room as well, with the time of now
             reason = f"no room for {self.path}; its rows wait in memory"
-            record_event(self.path.parent, "disk_full", attempt=self.attempt, step=row["step"], reason=reason)
+            record_event(
+                self.path.parent, "disk_full", attempt=self.attempt, step=row["step"], reason=reason
+            )
         self.disk_full = not written
 
     def survive(self, log: Callable[[], None]) -> None:
@@ -187,10 +201,16 @@ class RunMetrics(MetricsProcessor):
             self.logger = BaseLogger()
             log()
 
-    def _progress(self, step: int, tokens_per_s_per_device: float | None) -> dict[str, float | None]:
+    def _progress(
+        self, step: int, tokens_per_s_per_device: float | None
+    ) -> dict[str, float | None]:
         """GPU-hours of this job so far, its restarts included, what is left of them, and when it ends."""
         self.rates.append(tokens_per_s_per_device or 0.0)
-        training, devices, now = self.job_config.training, torch.distributed.get_world_size(), time.time()
+        training, devices, now = (
+            self.job_config.training,
+            torch.distributed.get_world_size(),
+            time.time(),
+        )
         tokens_left = (training.steps - step) * training.global_batch_size * training.seq_len
         left_s = seconds_left(list(self.rates), tokens_left, devices)
         used = self.gpu_hours_before + devices * (now - self.began) / 3600
@@ -239,7 +259,9 @@ class RunMetrics(MetricsProcessor):
         loss = figures["valid_loss"]
         logger.info(f"validation  step: {step}  loss: {loss:.4f}{drafted}  {seconds:.1f} s")
         if torch.distributed.get_rank() == 0:
-            assert self.row["step"] == step, f"validation at step {step}, the last row is {self.row['step']}"
+            assert self.row["step"] == step, (
+                f"validation at step {step}, the last row is {self.row['step']}"
+            )
             row = {**self.row, **figures, "valid_s": seconds}
             replace_last_line(self.path, _json_line(self.row), _json_line(row))
             self.row = row
@@ -249,9 +271,24 @@ def _scalars(row: dict[str, Any]) -> dict[str, float]:
     """The scalars that TensorBoard and wandb get beyond TorchTitan's own; figures by
     source are named group/source.
     """
-    keys = ("loss_z", "grad_norm_z", "tokens_total", "tokens_per_s", "checkpoint_s", "checkpoint_total_s",
-            "gpu_hours", "gpu_hours_left", "cost", "z_loss", "max_logit", "loss_by_source",
-            "tokens_by_source", "layer_grad_norm", "layer_stream_rms", "draft_loss")  # fmt: skip
+    keys = (
+        "loss_z",
+        "grad_norm_z",
+        "tokens_total",
+        "tokens_per_s",
+        "checkpoint_s",
+        "checkpoint_total_s",
+        "gpu_hours",
+        "gpu_hours_left",
+        "cost",
+        "z_loss",
+        "max_logit",
+        "loss_by_source",
+        "tokens_by_source",
+        "layer_grad_norm",
+        "layer_stream_rms",
+        "draft_loss",
+    )
     return _flat({key: row[key] for key in keys if row.get(key) is not None})
 
 

@@ -29,7 +29,9 @@ def build_laneformer_optimizers(
     return container
 
 
-def build_clamped_lr_schedulers(optimizers: OptimizersContainer, section: Any, training_steps: int) -> Any:
+def build_clamped_lr_schedulers(
+    optimizers: OptimizersContainer, section: Any, training_steps: int
+) -> Any:
     """TorchTitan's schedules, but no rate falls below the minimum: its line would go on below zero."""
     container = build_lr_schedulers(optimizers, section, training_steps)
     for scheduler in container.schedulers:
@@ -56,8 +58,13 @@ def apply_optimizer_settings(
     lr = optimizer_config.lr
     for optimizer, scheduler in zip(optimizers.optimizers, schedulers.schedulers, strict=True):
         scheduler.base_lrs = [lr] * len(optimizer.param_groups)
-        decays = (optimizer_config.weight_decay, 0.0)  # build_laneformer_optimizers: matrices, norm scales
-        for group, lr_lambda, decay in zip(optimizer.param_groups, scheduler.lr_lambdas, decays, strict=True):
+        decays = (
+            optimizer_config.weight_decay,
+            0.0,
+        )  # build_laneformer_optimizers: matrices, norm scales
+        for group, lr_lambda, decay in zip(
+            optimizer.param_groups, scheduler.lr_lambdas, decays, strict=True
+        ):
             group["initial_lr"] = lr
             group["lr"] = lr * lr_lambda(scheduler.last_epoch)
             group["betas"] = (optimizer_config.beta1, optimizer_config.beta2)

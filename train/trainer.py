@@ -109,7 +109,9 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         if torch.distributed.get_rank() == 0:
             source = self.checkpointer.started_from
             model = self.model_args.config
-            describe_attempt(self.run, self.attempt, self.step, self.job_config, model, loader, source)
+            describe_attempt(
+                self.run, self.attempt, self.step, self.job_config, model, loader, source
+            )
         if self.step == 0 and self.job_config.validation.enable:
             self.validator.measure_gold(self.model_parts[0], 0)
         self.starting = False
@@ -124,10 +126,14 @@ class LaneformerTrainer(torchtitan.train.Trainer):
                 super().train()
             except BadStep as problem:
                 self.checkpointer.finish()  # a save under way is of an earlier, clean step
-                self.bad_steps.leave_out_last(problem, self.step, self.started_at, self.checkpointer.folder)
+                self.bad_steps.leave_out_last(
+                    problem, self.step, self.started_at, self.checkpointer.folder
+                )
                 self._end(BAD_STEP, str(problem))
             if self.step < self.job_config.training.steps and self.stopping:
-                self._end(STOPPED, signals.WORKER.asked or "another rank, or the file `stop`, asked")
+                self._end(
+                    STOPPED, signals.WORKER.asked or "another rank, or the file `stop`, asked"
+                )
             self.heartbeat.close()
             self._leave_outcome(DONE, "training.steps reached")
 
@@ -182,7 +188,9 @@ class LaneformerTrainer(torchtitan.train.Trainer):
                     self.guard.check(loss, grad_norm)
                     break
                 except BadStep as problem:
-                    self.bad_steps.leave_out(problem, self.step, loss, grad_norm)  # raises if it may not
+                    self.bad_steps.leave_out(
+                        problem, self.step, loss, grad_norm
+                    )  # raises if it may not
                     self.heartbeat.beat(self.step - 1)
             lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
             self.checkpointer.maybe_wait_for_staging()
@@ -190,9 +198,16 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             self.lr_schedulers.step()
             if logged:
                 self.metrics_processor.log_step(
-                    self.step, loss, max_loss, grad_norm, lr, sums_by_source, self.dataloader,
-                    self.checkpointer.times, self.diagnostics.gather(),
-                )  # fmt: skip
+                    self.step,
+                    loss,
+                    max_loss,
+                    grad_norm,
+                    lr,
+                    sums_by_source,
+                    self.dataloader,
+                    self.checkpointer.times,
+                    self.diagnostics.gather(),
+                )
         if self.first_step_of_process and self.step != 1:
             # TorchTitan shortens the timeout after step 1 only, so a resumed job would keep the long one
             timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
@@ -270,5 +285,7 @@ def exchange(
     """
     mine = torch.stack([loss / alike, loss * share, grad_norm, torch.full_like(loss, float(stop))])
     everyone = gather_ranks(mine.float())
-    total, _, highest, norm, stops = torch.cat([everyone[:, :1].sum(dim=0), everyone.amax(dim=0)]).tolist()
+    total, _, highest, norm, stops = torch.cat(
+        [everyone[:, :1].sum(dim=0), everyone.amax(dim=0)]
+    ).tolist()
     return total, highest, norm, stops > 0

@@ -46,7 +46,8 @@ def held_out(lock_path: Path, windows_per_source: int) -> dict[str, list[np.ndar
     weights = {source["name"]: source["weight"] for source in lock["sources"]}
     parts = (False, True) if lock["packing"] != PACKING else (False,)
     windows_of = {
-        name: [valid_windows(folder, name, windows_per_source, flags) for flags in parts] for name in weights
+        name: [valid_windows(folder, name, windows_per_source, flags) for flags in parts]
+        for name in weights
     }
     without = [name for name, (windows, *_) in windows_of.items() if not len(windows)]
     if not sum(weight for name, weight in weights.items() if name not in without):
@@ -93,7 +94,9 @@ class HeldOutValidator(BaseValidator):
         self.context, self.metrics = validation_context, metrics_processor
         self.mesh = parallel_dims.get_optional_mesh("loss")
 
-        deal = functools.partial(deal_out, ranks=dp_world_size, rank=dp_rank, batch=section.local_batch_size)
+        deal = functools.partial(
+            deal_out, ranks=dp_world_size, rank=dp_rank, batch=section.local_batch_size
+        )
         sources = held_out(lock, section.windows_per_source)
         weights = {source["name"]: source["weight"] for source in read_lock(lock)["sources"]}
         self.names, self.weights = list(sources), [weights[name] for name in sources]
@@ -145,7 +148,10 @@ class HeldOutValidator(BaseValidator):
             places = octave_sums(losses, labels, documents, self.octaves)
             return torch.cat([places, draft_sums(drafted, len(losses))], 1)
 
-        batches = ((inputs_and_labels(*map(on_device, streams)), source) for *streams, source in self.windows)
+        batches = (
+            (inputs_and_labels(*map(on_device, streams)), source)
+            for *streams, source in self.windows
+        )
         sums = self.sum_rows(model, batches, len(self.names), figures)
         self.metrics.log_held_out(step, time.perf_counter() - started, self._figures(sums))
         self.measure_gold(model, step)
@@ -157,10 +163,14 @@ class HeldOutValidator(BaseValidator):
         started = time.perf_counter()
         enter(f"the gold bits per byte after step {step}")
         batches = (
-            (({"input": on_device(tokens)}, on_device(labels)), item) for tokens, labels, item in self.answers
+            (({"input": on_device(tokens)}, on_device(labels)), item)
+            for tokens, labels, item in self.answers
         )
         nats = self.sum_rows(
-            model, batches, len(self.gold.lines), lambda losses, *_: sequence_losses(losses)[:, None]
+            model,
+            batches,
+            len(self.gold.lines),
+            lambda losses, *_: sequence_losses(losses)[:, None],
         )
         seconds = time.perf_counter() - started
         self.metrics.time_last_log += seconds  # counts in no throughput
@@ -177,7 +187,8 @@ class HeldOutValidator(BaseValidator):
             "valid_loss_by_position": {name: self._by_octave(row) for name, row in of.items()},
             **{
                 f"valid_{name}": [
-                    self._weighted(column) for column in zip(*(each[name] for each in drafts), strict=True)
+                    self._weighted(column)
+                    for column in zip(*(each[name] for each in drafts), strict=True)
                 ]
                 for name in drafts[0]
             },
@@ -189,7 +200,9 @@ class HeldOutValidator(BaseValidator):
         return {first: loss / tokens for first, loss, tokens in bins if tokens}
 
     def _weighted(self, by_source: Sequence[float]) -> float:
-        return sum(w * value for w, value in zip(self.weights, by_source, strict=True)) / sum(self.weights)
+        return sum(w * value for w, value in zip(self.weights, by_source, strict=True)) / sum(
+            self.weights
+        )
 
 
 def on_device(part: torch.Tensor) -> torch.Tensor:
@@ -198,11 +211,17 @@ def on_device(part: torch.Tensor) -> torch.Tensor:
 
 def octaves(seq_len: int) -> list[int]:
     """The first position of each bin of positions below seq_len: 0, 16, 32, 64 ..."""
-    return [0, *(1 << power for power in range(FIRST_OCTAVE.bit_length() - 1, (seq_len - 1).bit_length()))]
+    return [
+        0,
+        *(1 << power for power in range(FIRST_OCTAVE.bit_length() - 1, (seq_len - 1).bit_length())),
+    ]
 
 
 def octave_sums(
-    losses: torch.Tensor, labels: torch.Tensor, documents: torch.Tensor | None, firsts: Sequence[int]
+    losses: torch.Tensor,
+    labels: torch.Tensor,
+    documents: torch.Tensor | None,
+    firsts: Sequence[int],
 ) -> torch.Tensor:
     """Losses and labels (B, S) -> for each sequence the sums of the loss, then the numbers of tokens, in the
     n bins of positions that `firsts` begin, float64 (B, 2 n). A position counts from the beginning of the
@@ -239,4 +258,7 @@ def draft_figures(sums: list[float]) -> dict[str, list[float]]:
     steps = len(sums) // 3
     losses, tokens, accepted = (sums[i * steps : (i + 1) * steps] for i in range(3))
     before = [tokens[0], *accepted]
-    return {"draft_loss": ratios(*losses, *tokens), "acceptance": ratios(*accepted, *before[:steps])}
+    return {
+        "draft_loss": ratios(*losses, *tokens),
+        "acceptance": ratios(*accepted, *before[:steps]),
+    }

@@ -36,8 +36,12 @@ from data_mixtures.readers import local
 from data_mixtures.readers.local import ORIGIN_FIELDS, grouped, origin
 from data_mixtures.recipe import Input
 
-UNIT_ROWS = 500_000  # of one unit, at least; its receipt says that they have come or are counted as missing
-PART_CONTENTS = 10_000  # asked for at a time and then saved: as much a kill may lose, and is in memory
+UNIT_ROWS = (
+    500_000  # of one unit, at least; its receipt says that they have come or are counted as missing
+)
+PART_CONTENTS = (
+    10_000  # asked for at a time and then saved: as much a kill may lose, and is in memory
+)
 CONNECTIONS = 64  # of one process
 TIMEOUT_S = 60.0
 ATTEMPTS = 6
@@ -79,21 +83,27 @@ def take_over(raw: Path, parts: Path) -> None:
         return
     with pq.ParquetFile(raw) as old:
         for batch in old.iter_batches(PART_CONTENTS, columns=["text"]):
-            _save_part(parts, [(_sha1(content), content) for content in batch.column(0).to_pylist()])
+            _save_part(
+                parts, [(_sha1(content), content) for content in batch.column(0).to_pylist()]
+            )
 
 
 @contextmanager
 def _open_resolved(path: str) -> Iterator[pq.ParquetFile]:
     with local.open_input(path) as file, pq.ParquetFile(file) as parquet:
         if "sha1" not in (names := parquet.schema_arrow.names):
-            raise ValueError(f"{path} has no column sha1 (hex or bytes); its columns: {', '.join(names)}")
+            raise ValueError(
+                f"{path} has no column sha1 (hex or bytes); its columns: {', '.join(names)}"
+            )
         yield parquet
 
 
 def units(path: str) -> list[list[int]]:
     """Row groups of a resolved file that make a unit each, by its footer. ValueError when it has no sha1."""
     with _open_resolved(path) as parquet:
-        sizes = [parquet.metadata.row_group(number).num_rows for number in range(parquet.num_row_groups)]
+        sizes = [
+            parquet.metadata.row_group(number).num_rows for number in range(parquet.num_row_groups)
+        ]
     return list(grouped(range(len(sizes)), lambda number: sizes[number], UNIT_ROWS))
 
 
@@ -105,7 +115,9 @@ def _wanted(path: str, name: str, groups: Sequence[int]) -> tuple[dict[bytes, st
         columns = ["sha1", *(each for each in ORIGIN_FIELDS if each in parquet.schema_arrow.names)]
         first = sum(parquet.metadata.row_group(number).num_rows for number in range(groups[0]))
         batches = parquet.iter_batches(row_groups=groups, columns=columns)
-        for row, fields in enumerate((row for batch in batches for row in batch.to_pylist()), start=first):
+        for row, fields in enumerate(
+            (row for batch in batches for row in batch.to_pylist()), start=first
+        ):
             sha1 = fields.pop("sha1")
             sha1 = bytes.fromhex(sha1) if isinstance(sha1, str) else sha1
             if not sha1 or sha1 in origins:
@@ -131,10 +143,14 @@ def _save(url: str, ask: list[bytes], folder: Path) -> Counter[str]:
             names = ask[start : start + PART_CONTENTS]
             answers = list(pool.map(bucket.content, names))
             pairs = zip(names, answers, strict=True)
-            _save_part(folder, [(sha1, answer) for sha1, answer in pairs if isinstance(answer, bytes)])
+            _save_part(
+                folder, [(sha1, answer) for sha1, answer in pairs if isinstance(answer, bytes)]
+            )
             missing.update(answer for answer in answers if isinstance(answer, str))
             if not sys.stderr.isatty():  # in logs, as of Slurm; a terminal has the bar of all units
-                done = f"{start + len(names):,} of {len(ask):,} contents, {missing.total():,} missing"
+                done = (
+                    f"{start + len(names):,} of {len(ask):,} contents, {missing.total():,} missing"
+                )
                 place = f"{folder.parent.name}/{folder.stem.lstrip('.')}"
                 print(f"fetch {place}: {done}", file=sys.stderr, flush=True)
             if bucket.is_silent():
@@ -149,7 +165,9 @@ def _save_part(folder: Path, came: list[tuple[bytes, bytes]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"part-{len(list(folder.glob('part-*.parquet'))):06d}.parquet"
     partial = path.with_suffix(".partial")
-    table = pa.Table.from_pylist([{"sha1": sha1, "content": content} for sha1, content in came], schema=PART)
+    table = pa.Table.from_pylist(
+        [{"sha1": sha1, "content": content} for sha1, content in came], schema=PART
+    )
     pq.write_table(table, partial, compression="zstd", row_group_size=_BATCH)
     with partial.open("rb") as file:
         os.fsync(file.fileno())
@@ -181,7 +199,10 @@ class _Bucket:
                 answer = "not_found"
             except PermissionError:
                 answer = "http_403"
-            except (OSError, aiohttp.ClientError) as error:  # time-outs, damage, and what s3fs raises
+            except (
+                OSError,
+                aiohttp.ClientError,
+            ) as error:  # time-outs, damage, and what s3fs raises
                 status = getattr(error, "status", None)
                 answer = f"http_{status}" if status else type(error).__name__
                 if not status or status >= 500 or status in (408, 429):  # which may pass
@@ -217,7 +238,9 @@ def _write(target: Path, parts: Path, origins: dict[bytes, str]) -> dict[str, in
             for batch in part.iter_batches(_BATCH):
                 pairs = list(zip(*map(pa.Array.to_pylist, batch.columns), strict=True))
                 if any(_sha1(content) != sha1 for sha1, content in pairs):
-                    raise ValueError(f"{parts} was damaged on disk; delete this folder and start again")
+                    raise ValueError(
+                        f"{parts} was damaged on disk; delete this folder and start again"
+                    )
                 rows = [(content, origins[sha1]) for sha1, content in pairs if sha1 in origins]
                 columns = [[content for content, _ in rows], [origin for _, origin in rows]]
                 writer.write_batch(pa.record_batch(columns, schema=RAW))

@@ -82,7 +82,9 @@ class Hub(Mirror):
     def revision(self, repo: str, revision: str) -> str:
         where, page = f"{repo} @ {revision}", f"{self.api.endpoint}/datasets/{repo}"
         token = (
-            "the token in HF_TOKEN is not of an account that did" if get_token() else "HF_TOKEN is not set"
+            "the token in HF_TOKEN is not of an account that did"
+            if get_token()
+            else "HF_TOKEN is not set"
         )
         try:
             self.api.auth_check(repo, repo_type="dataset")
@@ -106,7 +108,9 @@ class Hub(Mirror):
         disable_progress_bars()  # `run` shows its own
         folder = target.with_name("download")
         try:
-            got = hf_hub_download(repo, path, repo_type="dataset", revision=revision, local_dir=folder)
+            got = hf_hub_download(
+                repo, path, repo_type="dataset", revision=revision, local_dir=folder
+            )
             os.replace(got, target)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -116,7 +120,9 @@ def copy_or_link(system: Any, source: str, target: Path) -> None:
     """A file of an fsspec file system; a link needs no space."""
     if is_local(system) and os.path.exists(source):
         with suppress(OSError):  # another disk, or a file system without links
-            return os.link(os.path.realpath(source), target)  # Linux would link a symbolic link itself
+            return os.link(
+                os.path.realpath(source), target
+            )  # Linux would link a symbolic link itself
     system.get_file(source, str(target))
 
 

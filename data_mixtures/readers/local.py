@@ -40,8 +40,19 @@ T = TypeVar("T")
 CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 UNREADABLE = (
-    ".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".xz", ".7z", ".zip", ".tar", ".tgz", ".pdf",
-)  # fmt: skip
+    ".csv",
+    ".tsv",
+    ".arrow",
+    ".feather",
+    ".orc",
+    ".avro",
+    ".xz",
+    ".7z",
+    ".zip",
+    ".tar",
+    ".tgz",
+    ".pdf",
+)
 # reasons for which a file or line was not read, besides those for which `filter` may drop a text that was
 DAMAGE = ("damaged", "not_utf8", "not_text", "too_large", "not_json", "no_field", "no_permission")
 NOT_LINES = (
@@ -93,7 +104,9 @@ def find(source_input: Input, roots: Mapping[str, str], all_match: bool = True) 
         raise ValueError(f"no file matches {', '.join(without)}")
     for name in found:
         if name.encode(errors="ignore").decode() != name:  # the plan is JSON
-            raise ValueError(f"the name of the file {name!r} is not UTF-8; rename it, or exclude it")
+            raise ValueError(
+                f"the name of the file {name!r} is not UTF-8; rename it, or exclude it"
+            )
     places = [(portable(name, roots), file) for name, file in found.items()]
     places.sort(key=lambda place: (xxhash.xxh3_64_intdigest(os.fsencode(place[0])), place[0]))
     return [file for _, file in places[: source_input.files]]
@@ -107,7 +120,9 @@ def _in_place(pattern: str, roots: Mapping[str, str]) -> str:
 
 def portable(path: str, roots: Mapping[str, str]) -> str:
     """A file's name in plans and origins, the same in another folder; beside the recipe, from there on."""
-    for name, root in sorted(roots.items(), key=lambda item: -len(item[1])):  # one may contain the other
+    for name, root in sorted(
+        roots.items(), key=lambda item: -len(item[1])
+    ):  # one may contain the other
         if path.startswith(root + os.sep):
             return path[len(root) + 1 :] if name == "recipe" else name + path[len(root) :]
     return path
@@ -144,7 +159,9 @@ def _described(name: str, info: Json) -> Listed:
 
 def check_unchanged(files: Iterable[Listed]) -> None:
     """ValueError names a file that is not as it was planned."""
-    again = "start again with `plan`, which lists the files again, or with `prepare`, which plans first"
+    again = (
+        "start again with `plan`, which lists the files again, or with `prepare`, which plans first"
+    )
     for name, size, version in files:
         try:
             _, now_bytes, now = _listed(name)
@@ -166,7 +183,9 @@ def check_kind(source_input: Input, files: Iterable[Listed]) -> None:
         plain, codec = _unpacked_name(name)
         suffix = os.path.splitext(plain)[1].lower()
         if suffix in UNREADABLE or (codec and wanted == "parquet"):
-            raise ValueError(f"{name} is not read; convert it to Parquet, JSON lines or text, or exclude it")
+            raise ValueError(
+                f"{name} is not read; convert it to Parquet, JSON lines or text, or exclude it"
+            )
         if SUFFIXES.get(suffix, wanted) != wanted:
             mends = f"its input has kind = {source_input.kind!r}; correct it, or exclude it"
             raise ValueError(f"{name} is {SUFFIXES[suffix]}, {mends}")
@@ -188,7 +207,9 @@ def open_input(name: str) -> Iterator[BinaryIO]:
             yield cast(BinaryIO, raw)
             return
         try:
-            with io.BufferedReader(cast(Any, pyarrow.CompressedInputStream(raw, codec)), 1 << 20) as unpacked:
+            with io.BufferedReader(
+                cast(Any, pyarrow.CompressedInputStream(raw, codec)), 1 << 20
+            ) as unpacked:
                 if not unpacked.peek(1) and not raw.tell():  # an empty file has no end either
                     raise Unreadable("damaged")
                 yield unpacked
@@ -209,7 +230,9 @@ class Dropped(Counter[str]):
         super().__init__()
         self.examples: dict[str, str] = {}
         self.lines = 0  # of JSON lines that were read
-        self.surrogates = 0  # documents that lost lone surrogates, which JSON can hold and UTF-8 cannot
+        self.surrogates = (
+            0  # documents that lost lone surrogates, which JSON can hold and UTF-8 cannot
+        )
         self.files: set[str] = set()  # that are lost as a whole
 
     def add(self, reason: str, where: str, count: int = 1) -> None:
@@ -281,7 +304,9 @@ def read(name: str | os.PathLike[str]) -> str:
     return text.replace("\r\n", "\n")
 
 
-def _rows(name: str, field: str, dropped: Dropped, span: tuple[int, int] | None = None) -> Iterator[Document]:
+def _rows(
+    name: str, field: str, dropped: Dropped, span: tuple[int, int] | None = None
+) -> Iterator[Document]:
     """The documents of JSON lines; null is an empty text. Unreadable: another encoding than UTF-8."""
     row, skipped = 0, Skipped()
     place = f"{name} from byte {span[0]} on" if span and span[0] else name
@@ -335,7 +360,10 @@ def first_problem(name: str, field: str) -> str | None:
         head = list(itertools.islice(file, 100))
         if head and _is_wide(head[0]):
             return f"{name} is UTF-16 or UTF-32; convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW"
-        if (begin := b"".join(head).lstrip(codecs.BOM_UTF8 + b" \t\r\n")[:2].strip()) in (b"{", b"["):
+        if (begin := b"".join(head).lstrip(codecs.BOM_UTF8 + b" \t\r\n")[:2].strip()) in (
+            b"{",
+            b"[",
+        ):
             return f"{name} begins with {begin.decode()!r} alone on its line: {NOT_LINES}"
         for number, value in json_lines(head, name, Skipped()):
             return (problem := lacks(value, field)) and f"{name}:{number} {problem}"
@@ -369,7 +397,9 @@ def origin(file: str, row: int, fields: Mapping[str, Any]) -> str:
         if (value := fields.get(name)) is not None:
             text += f',"{name}":{_encoded(value)}'
     whole = f"{text}}}"
-    return whole.encode(errors="replace").decode()  # JSON lines may hold lone surrogates, which UTF-8 cannot
+    return whole.encode(
+        errors="replace"
+    ).decode()  # JSON lines may hold lone surrogates, which UTF-8 cannot
 
 
 def grouped(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:

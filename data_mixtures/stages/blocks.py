@@ -24,11 +24,15 @@ from data_mixtures import store
 from data_mixtures.stages import stage
 from data_mixtures.stages.stage import Unit
 
-BLOCK_BYTES = 1 << 14  # held-out documents lie apart, and each reads one; smaller ones take longer to hash
+BLOCK_BYTES = (
+    1 << 14
+)  # held-out documents lie apart, and each reads one; smaller ones take longer to hash
 HASHES = ".xxh3"
 _SEALED_BYTES = 1 << 24  # read at a time
 _HEADER_BYTES = 256  # of a .npy file
-READ_BYTES = 1 << 28  # put in order at a time: the more, the longer are the slices that are read of each file
+READ_BYTES = (
+    1 << 28
+)  # put in order at a time: the more, the longer are the slices that are read of each file
 COPY_BYTES = 1 << 20  # returned at a time: few enough to be hashed while they are in the cache
 
 
@@ -41,7 +45,9 @@ def seal(path: Path) -> None:
 
 def _hashes(data: memoryview) -> np.ndarray:
     digest = xxhash.xxh3_64_intdigest
-    return np.array([digest(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)], "<u8")
+    return np.array(
+        [digest(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)], "<u8"
+    )
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,9 @@ def read_at(file: Any, place: int, into: memoryview) -> int:
 
 
 @contextmanager
-def open_files(out: Path, made_by: str, units: Iterable[Unit], name: str) -> Iterator[list[CheckedFile]]:
+def open_files(
+    out: Path, made_by: str, units: Iterable[Unit], name: str
+) -> Iterator[list[CheckedFile]]:
     """That file of each unit. ValueError when one is not there, or was freed."""
     with ExitStack() as stack:
         files = []
@@ -124,7 +132,11 @@ def open_files(out: Path, made_by: str, units: Iterable[Unit], name: str) -> Ite
 
 
 def gather(
-    files: Sequence[CheckedFile], units: np.ndarray, starts: np.ndarray, lengths: np.ndarray, dtype: np.dtype
+    files: Sequence[CheckedFile],
+    units: np.ndarray,
+    starts: np.ndarray,
+    lengths: np.ndarray,
+    dtype: np.dtype,
 ) -> Iterator[np.ndarray]:
     """Documents one after the other, in pieces of dtype.
 
@@ -174,7 +186,9 @@ def _in_order(
     firsts, lasts = first[reads], last[np.append(reads[1:], len(new)) - 1]
     places = BLOCK_BYTES * np.append(0, np.cumsum(lasts - firsts))
     buffer = _buffer(max(READ_BYTES + (len(files) + 1) * BLOCK_BYTES, int(places[-1])))
-    for number, *read, at, until in zip(unit[reads], firsts, lasts, places[:-1], places[1:], strict=True):
+    for number, *read, at, until in zip(
+        unit[reads], firsts, lasts, places[:-1], places[1:], strict=True
+    ):
         files[number].read_blocks(int(read[0]), int(read[1]), buffer[at:until].data)
     shift = (places[:-1] - BLOCK_BYTES * firsts)[np.cumsum(new) - 1]
     # document k is value 2 k, what lies behind it 2 k + 1
@@ -188,11 +202,15 @@ def taken(offsets: np.ndarray, data: np.ndarray, chosen: np.ndarray) -> Iterator
     """Values of a buffer one after the other, in pieces; value k is data[offsets[k] : offsets[k + 1]]."""
     # Arrow copies values of any length at the speed of memory
     buffers = [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(data)]
-    values = pyarrow.LargeBinaryArray.from_buffers(pyarrow.large_binary(), len(offsets) - 1, buffers)
+    values = pyarrow.LargeBinaryArray.from_buffers(
+        pyarrow.large_binary(), len(offsets) - 1, buffers
+    )
     sizes = np.diff(offsets)[chosen]
     for piece in _pieces(sizes, COPY_BYTES):
         if size := int(sizes[piece].sum()):
-            yield np.frombuffer(values.take(pyarrow.array(chosen[piece])).buffers()[2], np.uint8, size)
+            yield np.frombuffer(
+                values.take(pyarrow.array(chosen[piece])).buffers()[2], np.uint8, size
+            )
 
 
 @functools.lru_cache(maxsize=1)

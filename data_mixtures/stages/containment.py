@@ -36,7 +36,9 @@ _GRAM = np.dtype([("head", "<u8"), ("gram", "<u8"), ("document", "<u4")])
 class _Texts(Grouped):
     def decides(self, unit: Unit) -> list[Any]:
         """What keys say about the documents of a group, and which of them are held out."""
-        near = [documents.near_copies(self.recipe, self.out, each) for each, _ in self.members(unit)]
+        near = [
+            documents.near_copies(self.recipe, self.out, each) for each, _ in self.members(unit)
+        ]
         digests = [xxhash.xxh3_64_hexdigest(rows.tobytes()) for rows in near]
         return [self.recipe.held_out_of(unit.source), self.files(unit), digests]
 
@@ -48,8 +50,13 @@ class _Texts(Grouped):
             numbers = first + np.delete(np.arange(receipt["counts"]["kept"]), near)
             path = stage.checked_file(self.out, "filter", member, DOCUMENTS)
             for ids, texts, _ in documents.read_documents(path, near):
-                here = np.array([(int.from_bytes(each[8:], "big") < below) == held_out for each in ids], bool)
-                yield numbers[: len(ids)][here], [texts[place].decode() for place in np.flatnonzero(here)]
+                here = np.array(
+                    [(int.from_bytes(each[8:], "big") < below) == held_out for each in ids], bool
+                )
+                yield (
+                    numbers[: len(ids)][here],
+                    [texts[place].decode() for place in np.flatnonzero(here)],
+                )
                 numbers = numbers[len(ids) :]
             first += receipt["counts"]["kept"]
 
@@ -93,7 +100,9 @@ def _index(work: Stage) -> tuple[ngrams.Index, np.ndarray]:
 
 
 @functools.lru_cache(maxsize=1)
-def _built(out: Path, groups: tuple[tuple[Unit, int], ...], _: str) -> tuple[ngrams.Index, np.ndarray]:
+def _built(
+    out: Path, groups: tuple[tuple[Unit, int], ...], _: str
+) -> tuple[ngrams.Index, np.ndarray]:
     rows = [np.load(stage.checked_file(out, HELD_OUT, group, GRAMS)) for group, _ in groups]
     pairs = zip(groups, rows, strict=True)
     owners = [first + each["document"].astype(np.int64) for (_, first), each in pairs]
@@ -143,7 +152,11 @@ class Contained(Grouped):
             bits |= np.load(stage.checked_file(self.out, SCAN, group, FOUND))
         found = np.unpackbits(bits, count=len(first) - 1).astype(bool)
         in_training = passages[np.repeat(found, np.diff(first))]
-        runs, of_training = (np.bincount(each, minlength=len(numbers)) for each in (passages, in_training))
+        runs, of_training = (
+            np.bincount(each, minlength=len(numbers)) for each in (passages, in_training)
+        )
         contained = numbers[of_training >= self.recipe.dedup.contained_share * runs]
-        documents.write_rows(folder, [each for group in groups for each in self.members(group)], contained)
+        documents.write_rows(
+            folder, [each for group in groups for each in self.members(group)], contained
+        )
         return {"held_out": len(numbers), "contained": len(contained)}

@@ -66,18 +66,28 @@ def make_index(benchmarks: Mapping[str, str], out: Path) -> None:
         path.unlink(missing_ok=True)
         return
     files = {name: _files(name, pattern) for name, pattern in benchmarks.items()}
-    hashes = {name: {f"{i} {p.name}": file_sha256(p) for i, p in enumerate(files[name])} for name in files}
+    hashes = {
+        name: {f"{i} {p.name}": file_sha256(p) for i, p in enumerate(files[name])} for name in files
+    }
     code = stage.key_of("benchmarks")
     header = _header(path)
-    if header and header["code"] == code and {b["name"]: b["files"] for b in header["benchmarks"]} == hashes:
+    if (
+        header
+        and header["code"] == code
+        and {b["name"]: b["files"] for b in header["benchmarks"]} == hashes
+    ):
         return
     items = {name: list(chain.from_iterable(map(_items, paths))) for name, paths in files.items()}
     index, owners = build(chain.from_iterable(items.values()))
     searchable = np.unique(owners[index.needed > 0])
     ends = np.cumsum([len(of) for of in items.values()])
-    inside = np.bincount(np.searchsorted(ends, searchable, side="right"), minlength=len(items)).tolist()
+    inside = np.bincount(
+        np.searchsorted(ends, searchable, side="right"), minlength=len(items)
+    ).tolist()
     counts = zip(items, inside, strict=True)
-    described = [asdict(Benchmark(name, len(items[name]), count, hashes[name])) for name, count in counts]
+    described = [
+        asdict(Benchmark(name, len(items[name]), count, hashes[name])) for name, count in counts
+    ]
     text = json.dumps({"code": code, "benchmarks": described}).encode()
     archive = io.BytesIO()
     np.savez(archive, header=np.frombuffer(text, np.uint8), items=owners, **vars(index))
@@ -144,7 +154,9 @@ def _items(path: Path) -> Iterator[list[str]]:
     """The passages of every item of a file."""
     rows: Iterable[Any] = (item for _, item in json_objects(path))
     if path.suffix == ".parquet":
-        rows = (row for batch in pq.ParquetFile(path).iter_batches(1024) for row in batch.to_pylist())
+        rows = (
+            row for batch in pq.ParquetFile(path).iter_batches(1024) for row in batch.to_pylist()
+        )
     return (list(strings(row)) for row in rows)
 
 

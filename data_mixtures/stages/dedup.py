@@ -44,7 +44,10 @@ class Signatures(Grouped):
     def key(self, unit: Unit) -> str:
         settings = asdict(self.recipe.dedup)
         del settings["minhash"], settings["contained_share"]
-        packages, held_out = quality.versions(("datatrove", "spacy")), self.recipe.held_out_of(unit.source)
+        packages, held_out = (
+            quality.versions(("datatrove", "spacy")),
+            self.recipe.held_out_of(unit.source),
+        )
         return stage.key_of(self.name, settings, packages, held_out, self.files(unit))
 
     def work(self, unit: Unit, folder: Path) -> Json:
@@ -59,7 +62,9 @@ class Signatures(Grouped):
                 lows += new
         rows = np.zeros(len(lows) * self.recipe.dedup.buckets, _BAND)
         rows["hash"] = np.concatenate(hashes)
-        held_out = np.array(lows, np.uint64) < shards.held_out_below(self.recipe.held_out_of(unit.source))
+        held_out = np.array(lows, np.uint64) < shards.held_out_below(
+            self.recipe.held_out_of(unit.source)
+        )
         for name, values in (("row", np.arange(len(lows))), ("held_out", held_out)):
             rows[name] = np.repeat(values, self.recipe.dedup.buckets)
         rows = rows[np.argsort(rows["hash"], kind="stable")]
@@ -91,7 +96,9 @@ def signer(settings: recipe.Dedup) -> Callable[[str, int], np.ndarray]:
         if not shingles.size:
             return np.full(settings.buckets, low, np.uint64)
         bands = enumerate(np.array(step.get_signature(shingles), "<u8"))
-        return np.array([xxhash.xxh3_64_intdigest(each.data, seed=band) for band, each in bands], np.uint64)
+        return np.array(
+            [xxhash.xxh3_64_intdigest(each.data, seed=band) for band, each in bands], np.uint64
+        )
 
     return sign
 

@@ -27,7 +27,10 @@ NEAR_DUPLICATE = "near_duplicate"
 ALL = Unit("all", 0)
 ROWS, UNITS = "rows.npy", "units.json"
 MAX_PERIOD, TIMES = 13, 32  # of repeated n-grams: tokens, and how often in a row
-GROUPS, UNITS_PER_GROUP = 64, 128  # of a source, at most; a group's signatures stay below half a gigabyte
+GROUPS, UNITS_PER_GROUP = (
+    64,
+    128,
+)  # of a source, at most; a group's signatures stay below half a gigabyte
 _BATCH_ROWS = 256
 COLUMNS = ("doc_id", "text", "origin")
 Documents = tuple[list[bytes], list[bytes], list[bytes]]  # ids, texts as UTF-8, origins
@@ -52,7 +55,9 @@ class Grouped(Stage):
     def members(self, unit: Unit) -> list[tuple[Unit, Json]]:
         """The filtered units of a group, with their receipts."""
         size = _units_per_group(self.out, unit.source)
-        group = stage.planned_units(self.out, unit.source)[unit.number * size : (unit.number + 1) * size]
+        group = stage.planned_units(self.out, unit.source)[
+            unit.number * size : (unit.number + 1) * size
+        ]
         return [(each, stage.receipt_of(self.out, "filter", each)) for each in group]
 
     def files(self, unit: Unit) -> list[Json]:
@@ -91,13 +96,18 @@ def _rows(out: Path, made_by: str, group: Unit, unit: Unit) -> np.ndarray:
     folder, _ = stage.result(out, made_by, group)
     rows, places = _loaded(folder / UNITS)
     if str(unit) not in places:
-        raise ValueError(f"{folder} does not know {unit}, which was planned later; run {DEDUP!r} again")
+        raise ValueError(
+            f"{folder} does not know {unit}, which was planned later; run {DEDUP!r} again"
+        )
     return rows[slice(*places[str(unit)])]
 
 
 @stage.cache_by_file
 def _loaded(path: Path) -> tuple[np.ndarray, dict[str, list[int]]]:
-    out, made_by, source, number = path.parents[3], *path.parts[-4:-1]  # DIR/dedup/web/unit-00000/units.json
+    out, made_by, source, number = (
+        path.parents[3],
+        *path.parts[-4:-1],
+    )  # DIR/dedup/web/unit-00000/units.json
     group = Unit(source, shards.shard_number(number))
     rows, units = (stage.checked_file(out, made_by, group, name) for name in (ROWS, UNITS))
     return np.load(rows), shards.read_json(units, "start again")
@@ -114,7 +124,9 @@ def near_copies(recipe: Recipe, out: Path, unit: Unit) -> np.ndarray:
 def left_out(recipe: Recipe, out: Path, unit: Unit) -> Mapping[str, np.ndarray]:
     """By reason, the rows of a unit's documents.parquet that tokenize does not read."""
     rows = {NEAR_DUPLICATE: near_copies(recipe, out, unit)}
-    return rows | ({CONTAINED: _rows(out, CONTAINED, ALL, unit)} if recipe.dedup.contained_share else {})
+    return rows | (
+        {CONTAINED: _rows(out, CONTAINED, ALL, unit)} if recipe.dedup.contained_share else {}
+    )
 
 
 def read_remaining(recipe: Recipe, out: Path, unit: Unit) -> Iterator[Documents]:
@@ -131,7 +143,9 @@ def read_documents(path: Path, without: Any = ()) -> Iterator[Documents]:
         for batch in parquet.iter_batches(_BATCH_ROWS):
             here, first = stays[first : first + batch.num_rows], first + batch.num_rows
             batch = batch if here.all() else batch.filter(pa.array(here))
-            ids, texts, origins = (batch.column(name).cast(pa.binary()).to_pylist() for name in COLUMNS)
+            ids, texts, origins = (
+                batch.column(name).cast(pa.binary()).to_pylist() for name in COLUMNS
+            )
             yield ids, texts, origins
 
 
@@ -145,7 +159,9 @@ def with_repeats(tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """
     ends = np.cumsum(lengths, dtype=np.int64)
     has_run = np.zeros(len(lengths), bool)
-    for period in range(1, MAX_PERIOD + 1):  # in a run, token i equals token i + period, which sums tell
+    for period in range(
+        1, MAX_PERIOD + 1
+    ):  # in a run, token i equals token i + period, which sums tell
         shortest = (TIMES - 1) * period
         equal = np.cumsum(np.append(False, tokens[:-period] == tokens[period:]), dtype=np.int32)
         starts = np.flatnonzero(equal[shortest:] - equal[:-shortest] == shortest)

@@ -34,7 +34,9 @@ from records.files import file_sha256
 TEXT_SCHEMA = pyarrow.schema([("text", pyarrow.string()), ("origin", pyarrow.string())])
 ROW_GROUP_BYTES = 8 << 20
 ATTEMPTS = 5
-FIRST_WAIT_S = 2.0  # doubled with every attempt; with random jitter, so that workers do not ask together
+FIRST_WAIT_S = (
+    2.0  # doubled with every attempt; with random jitter, so that workers do not ask together
+)
 
 
 class Damaged(ValueError):
@@ -79,7 +81,9 @@ class Fetch(Stage):
         parts = target.parents[1] / f".unit-{unit.number:05d}.parts"
         content.take_over(stage.unit_folder(self.out, self.name, unit) / RAW, parts)
         ((path, name),) = self._portable(entry).items()
-        return content.fetch(path, name, entry["row_groups"], Input(**entry["input"]), target, parts)
+        return content.fetch(
+            path, name, entry["row_groups"], Input(**entry["input"]), target, parts
+        )
 
     def _download(self, planned: Json, entry: Json, target: Path) -> Json:
         """A Parquet file of the hub, or of its mirror."""
@@ -94,7 +98,9 @@ class Fetch(Stage):
             return _retry(download, target, origin.remote)
         except (FileNotFoundError, hub_errors.EntryNotFoundError) as error:
             gone = f"{where} @ {revision} is planned and no longer there"
-            raise ValueError(f"{gone}; has the mirror changed? Delete plan.json and plan again") from error
+            raise ValueError(
+                f"{gone}; has the mirror changed? Delete plan.json and plan again"
+            ) from error
         except hub_errors.HfHubHTTPError as error:
             raise ValueError(f"{where} @ {revision}: {error}") from error
 
@@ -114,7 +120,9 @@ class Fetch(Stage):
             if is_done(self, unit):
                 receipt = stage.receipt_of(self.out, self.name, unit)
                 held += (
-                    0 if receipt.get("freed") else sum(file["bytes"] for file in receipt["files"].values())
+                    0
+                    if receipt.get("freed")
+                    else sum(file["bytes"] for file in receipt["files"].values())
                 )
                 continue
             need += entry.get("bytes", 0)
@@ -157,10 +165,16 @@ def _copy_groups(entry: Json, target: Path) -> Json:
     """Row groups of a Parquet file of one's own: the text, and what is known of its origin."""
     name, rows = entry["file"][0], 0
     local.check_unchanged([entry["file"]])
-    with _complete(name), local.open_input(name) as file, pyarrow.parquet.ParquetFile(file) as parquet:
+    with (
+        _complete(name),
+        local.open_input(name) as file,
+        pyarrow.parquet.ParquetFile(file) as parquet,
+    ):
         schema = parquet.schema_arrow
         plan.text_column(schema, (entry["text_column"],), name)
-        chosen = [each for each in schema.names if each in (entry["text_column"], *local.ORIGIN_FIELDS)]
+        chosen = [
+            each for each in schema.names if each in (entry["text_column"], *local.ORIGIN_FIELDS)
+        ]
         plain = pyarrow.schema([schema.field(each) for each in chosen])
         with pyarrow.parquet.ParquetWriter(target, plain, compression="zstd") as writer:
             for number in entry["row_groups"]:
@@ -250,7 +264,9 @@ def _write(entry: Json, names: Mapping[str, str], target: Path, dropped: local.D
     return {"documents": documents, "bytes": size}
 
 
-def check_dropped(recipe: Recipe, out: Path, sources: tuple[str, ...], stages: tuple[str, ...]) -> None:
+def check_dropped(
+    recipe: Recipe, out: Path, sources: tuple[str, ...], stages: tuple[str, ...]
+) -> None:
     """ValueError for a source of which these stages could not read more than the recipe's max_dropped_share."""
     for source in sources:
         fetched, entries = stage.counts(out, "fetch", source), stage.planned(out, source)["units"]
@@ -261,8 +277,12 @@ def check_dropped(recipe: Recipe, out: Path, sources: tuple[str, ...], stages: t
                 for reason in local.DAMAGE:
                     if count := counts.get("dropped", {}).get(reason):
                         lost[reason] += count
-                        examples.setdefault(reason, dict(counts.get("examples", ())).get(reason, place))
-        read = sum(counts["documents"] + sum(counts.get("dropped", {}).values()) for counts in fetched)
+                        examples.setdefault(
+                            reason, dict(counts.get("examples", ())).get(reason, place)
+                        )
+        read = sum(
+            counts["documents"] + sum(counts.get("dropped", {}).values()) for counts in fetched
+        )
         # a file that is lost is one document at least, and nobody knows how many more
         names = "lost_file_bytes", "file_bytes"
         gone, size = (sum(counts.get(name, 0) for counts in fetched) for name in names)
@@ -289,4 +309,6 @@ def check_enough(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
                 "paths with such text to its inputs, or lower min_bytes"
             )
         if isinstance(each, HubSource) and not sum(count["documents"] for count in counts):
-            raise ValueError(f"source {each.name!r} has {len(counts)} files of {each.repo}, and not one row")
+            raise ValueError(
+                f"source {each.name!r} has {len(counts)} files of {each.repo}, and not one row"
+            )

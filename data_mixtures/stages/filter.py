@@ -49,7 +49,10 @@ class Filter(Stage):
     name = "filter"
 
     def key(self, unit: Unit) -> str:
-        entry, files = stage.planned_unit(self.out, unit), stage.receipt_of(self.out, "fetch", unit)["files"]
+        entry, files = (
+            stage.planned_unit(self.out, unit),
+            stage.receipt_of(self.out, "fetch", unit)["files"],
+        )
         recipe, keep = self.recipe, self.recipe.source(unit.source).keep
         limits = [recipe.filter.min_chars, recipe.filter.max_chars, recipe.max_document_chars]
         part = [keep, recipe.seed] if keep < 1 else []
@@ -74,8 +77,13 @@ class Filter(Stage):
         if not entry.get("range", [0])[0]:
             return entry.get("first_row", 0)
         units = stage.planned(self.out, unit.source)["units"][: unit.number]
-        same = [each["number"] for each in units if "range" in each and each["files"] == entry["files"]]
-        return sum(stage.receipt_of(self.out, "fetch", Unit(unit.source, n))["counts"]["lines"] for n in same)
+        same = [
+            each["number"] for each in units if "range" in each and each["files"] == entry["files"]
+        ]
+        return sum(
+            stage.receipt_of(self.out, "fetch", Unit(unit.source, n))["counts"]["lines"]
+            for n in same
+        )
 
 
 def _text_column(entry: Json) -> str:
@@ -185,7 +193,9 @@ class DocumentFilter:
         for items in filter(None, held):
             self._dropped["contaminated"] += 1
             for name in {name for name, _ in items}:
-                self._contamination.setdefault(name, {"documents": 0, "items": Counter()})["documents"] += 1
+                self._contamination.setdefault(name, {"documents": 0, "items": Counter()})[
+                    "documents"
+                ] += 1
             for name, number in items:
                 self._contamination[name]["items"][number] += 1
         return [each for each, items in zip(documents, held, strict=True) if not items]
@@ -200,15 +210,25 @@ class DocumentFilter:
         documents that hold it}}}
         """
         read = self._read + self._cut
-        assert read == self._kept + self._dropped.total(), "documents read must be kept or counted as dropped"
+        assert read == self._kept + self._dropped.total(), (
+            "documents read must be kept or counted as dropped"
+        )
         contamination = {
-            name: {**each, "items": {str(number): count for number, count in sorted(each["items"].items())}}
+            name: {
+                **each,
+                "items": {str(number): count for number, count in sorted(each["items"].items())},
+            }
             for name, each in sorted(self._contamination.items())
         }
         return {
-            "read": read, "cut": self._cut, "kept": self._kept, "bytes": self._bytes, "nuls": self._nuls,
-            "dropped": dict(self._dropped), "contamination": contamination,
-        }  # fmt: skip
+            "read": read,
+            "cut": self._cut,
+            "kept": self._kept,
+            "bytes": self._bytes,
+            "nuls": self._nuls,
+            "dropped": dict(self._dropped),
+            "contamination": contamination,
+        }
 
 
 def cut(text: str, max_chars: int) -> Iterator[str]:
@@ -222,7 +242,9 @@ def cut(text: str, max_chars: int) -> Iterator[str]:
     yield text[start:]
 
 
-def read_raw(path: Path, column: str, file: str | None = None, before: int = 0) -> Iterator[list[Row]]:
+def read_raw(
+    path: Path, column: str, file: str | None = None, before: int = 0
+) -> Iterator[list[Row]]:
     """A raw file in batches of rows.
 
     file: the planned path, where its rows are those of the input, else None: the column "origin" says
@@ -232,7 +254,9 @@ def read_raw(path: Path, column: str, file: str | None = None, before: int = 0) 
         with pq.ParquetFile(path, memory_map=True) as parquet:
             names = parquet.schema_arrow.names
             if column not in names:
-                raise ValueError(f"{path} has no column {column!r}; its columns: {', '.join(names)}")
+                raise ValueError(
+                    f"{path} has no column {column!r}; its columns: {', '.join(names)}"
+                )
             origin_fields = (ORIGIN,) if file is None else ORIGIN_FIELDS
             more = [name for name in origin_fields if name in names and name != column]
             first = before
@@ -246,7 +270,9 @@ def read_raw(path: Path, column: str, file: str | None = None, before: int = 0) 
                 yield rows
                 first += batch.num_rows
     except (OSError, pa.ArrowException) as error:
-        raise ValueError(f"{file or path} cannot be read ({error}); restore or exclude it") from error
+        raise ValueError(
+            f"{file or path} cannot be read ({error}); restore or exclude it"
+        ) from error
 
 
 def _origin(file: str | None, number: int, fields: Mapping[str, Any], before: int) -> str:
@@ -261,9 +287,14 @@ def _origin(file: str | None, number: int, fields: Mapping[str, Any], before: in
 
 def _values(column: pa.Array) -> list[Any]:
     """What a column holds; the strings of a Parquet file need not be UTF-8."""
-    raw = column.cast(pa.large_binary()) if column.type in (pa.string(), pa.large_string()) else column
+    raw = (
+        column.cast(pa.large_binary())
+        if column.type in (pa.string(), pa.large_string())
+        else column
+    )
     return [
-        value.decode(errors="replace") if isinstance(value, bytes) else value for value in raw.to_pylist()
+        value.decode(errors="replace") if isinstance(value, bytes) else value
+        for value in raw.to_pylist()
     ]
 
 
@@ -273,10 +304,17 @@ def write(path: Path, batches: Iterable[list[tuple[bytes, bytes, str]]]) -> None
     """
     documents = itertools.chain.from_iterable(batches)
     with pq.ParquetWriter(
-        path, SCHEMA, compression="zstd", compression_level=1, use_dictionary=False, write_statistics=False
+        path,
+        SCHEMA,
+        compression="zstd",
+        compression_level=1,
+        use_dictionary=False,
+        write_statistics=False,
     ) as writer:
         for group in grouped(documents, lambda document: len(document[1]), _ROW_GROUP_BYTES):
             ids, texts, origins = zip(*group, strict=True)
             strings = pa.array(texts, pa.binary()).view(pa.string())  # they are UTF-8
             columns = [pa.array(ids, pa.binary(16)), strings, pa.array(origins, pa.string())]
-            writer.write_table(pa.Table.from_arrays(columns, schema=SCHEMA), row_group_size=len(texts))
+            writer.write_table(
+                pa.Table.from_arrays(columns, schema=SCHEMA), row_group_size=len(texts)
+            )

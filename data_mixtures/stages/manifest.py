@@ -30,7 +30,16 @@ from records.files import code_version, file_sha256
 
 # what decides the data of a source beside its plan; kept in source.json, so that a change is seen before
 # it is made
-_DECIDES = ("seed", "seq_len", "windows_per_shard", "max_document_chars", "filter", "dedup", "steps", "keep")
+_DECIDES = (
+    "seed",
+    "seq_len",
+    "windows_per_shard",
+    "max_document_chars",
+    "filter",
+    "dedup",
+    "steps",
+    "keep",
+)
 
 
 def write(
@@ -48,7 +57,9 @@ def write(
     for phase, weights in recipe.phases.items():
         missing = [name for name in weights if not (out / name / shards.MANIFEST).is_file()]
         absent = f"{phase} is not pinned yet: {', '.join(missing)} not prepared"
-        console.print(absent if missing else f"{mixture.pin(out, phase, weights, *how)}", soft_wrap=True)
+        console.print(
+            absent if missing else f"{mixture.pin(out, phase, weights, *how)}", soft_wrap=True
+        )
     return made
 
 
@@ -56,7 +67,11 @@ def check_pinned(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
     """ValueError when a recipe, or its plan, asks for other data than what is published and pinned by a lock."""
     for source in sources:
         published = _manifest(out / source)
-        locks = [name for name, pin in _pins(out, source).items() if pin == published.get("content_sha256")]
+        locks = [
+            name
+            for name, pin in _pins(out, source).items()
+            if pin == published.get("content_sha256")
+        ]
         now, then = _decides(recipe, out, source), published.get("recipe", {})
         other = [key for key in then if now.get(key, then[key]) != then[key]]
         if locks and other:
@@ -97,7 +112,10 @@ def _pins(out: Path, source: str) -> dict[str, str]:
     by_lock: dict[str, str] = {}
     for path in sorted(out.glob("*.lock.json")):
         with suppress(ValueError):  # one that is broken pins nothing
-            pins = {entry["name"]: entry["content_sha256"] for entry in mixture.read_lock(path)["sources"]}
+            pins = {
+                entry["name"]: entry["content_sha256"]
+                for entry in mixture.read_lock(path)["sources"]
+            }
             if source in pins:
                 by_lock[path.name] = pins[source]
     return by_lock
@@ -107,7 +125,9 @@ def _refuse_other_data(out: Path, source: str, description: Json) -> None:
     """ValueError when a lock pins data of a source that this description would replace by other data."""
     published, new = _manifest(out / source), shards.content_sha256(description)
     pins = _pins(out, source).items()
-    if locks := [name for name, pin in pins if pin != new and pin == published.get("content_sha256", pin)]:
+    if locks := [
+        name for name, pin in pins if pin != new and pin == published.get("content_sha256", pin)
+    ]:
         raise ValueError(
             f"{out / source} holds data that {', '.join(locks)} pins, and other data was prepared for it; it was not "
             "published. --replace does that, and a run of that lock cannot go on; or use another --out"
@@ -157,18 +177,27 @@ def _is_copy(link: Path, path: Path) -> bool:
 
 
 def _publish_there(
-    there: store.Store, out: Path, source: str, description: Json, written: tuple[Json, ...], replace: bool
+    there: store.Store,
+    out: Path,
+    source: str,
+    description: Json,
+    written: tuple[Json, ...],
+    replace: bool,
 ) -> str:
     """Where nothing can be linked: files move from their units, and source.json is written last."""
     final, sizes, known = out / source, there.sizes(out / source), {shards.MANIFEST}
     left = dict[Unit, Json]()
-    for unit, receipt in ((Unit(source, number), receipt) for number, receipt in enumerate(written)):
+    for unit, receipt in (
+        (Unit(source, number), receipt) for number, receipt in enumerate(written)
+    ):
         known |= receipt["files"].keys()
         if not receipt.get("freed"):
             left[unit] = receipt["files"]
         elif any(sizes.get(name) != entry["bytes"] for name, entry in receipt["files"].items()):
             stage.forget(out, shuffle.SHUFFLE, unit)
-            raise ValueError(f"{there.url}/{source} lacks files of {unit}; start again: it makes them")
+            raise ValueError(
+                f"{there.url}/{source} lacks files of {unit}; start again: it makes them"
+            )
     published = _manifest(final)
     same = published.get("content_sha256") == shards.content_sha256(description) and not left
     made_by = {"code_version": published["code_version"]} if same else {}
@@ -192,7 +221,9 @@ _code_version = functools.cache(functools.partial(code_version, Path(__file__).p
 
 def _link(path: Path, link: Path) -> None:
     if not path.is_file():
-        raise ValueError(f"{path} is missing, so {link.name} is not published; run {shuffle.SHUFFLE!r} again")
+        raise ValueError(
+            f"{path} is missing, so {link.name} is not published; run {shuffle.SHUFFLE!r} again"
+        )
     try:
         os.link(path, link)
     except OSError:  # another file system, or one without hard links
@@ -232,7 +263,11 @@ def _token_facts(out: Path, source: str, entries: tuple[Json, ...]) -> Json:
 
 def _counts(out: Path, source: str) -> Json:
     """Documents, tokens and bytes that are kept, and all that was read, with what was dropped by reason."""
-    fetched = stage.counts(out, "fetch", source) if stage.read_receipt(out, "fetch", Unit(source, 0)) else []
+    fetched = (
+        stage.counts(out, "fetch", source)
+        if stage.read_receipt(out, "fetch", Unit(source, 0))
+        else []
+    )
     filtered, tokenized = (stage.counts(out, name, source) for name in ("filter", "tokenize"))
     ordered = _ordered(out, source)
     parts = [each[part] for each in ordered for part in ("train", "valid")]
@@ -246,7 +281,9 @@ def _counts(out: Path, source: str) -> Json:
     dropped["duplicate"] = sum(counts["duplicate"] for counts in ordered)
     known = sum(counts["documents"] + sum(counts["dropped"].values()) for counts in tokenized)
     if known != sum(counts["kept"] for counts in filtered):
-        raise ValueError(f"source {source!r} was filtered again after it was tokenized; run the later stages")
+        raise ValueError(
+            f"source {source!r} was filtered again after it was tokenized; run the later stages"
+        )
     if read != kept["documents"] + dropped.total():
         raise ValueError(
             f"source {source!r}: {read} documents were read, {kept['documents']} are kept and {dropped.total()} are "
@@ -292,4 +329,6 @@ def _contamination(out: Path, source: str) -> Json:
         for benchmark, found in counts["contamination"].items():
             documents[benchmark] += found["documents"]
             items.setdefault(benchmark, set()).update(found["items"])
-    return {name: {"documents": documents[name], "items": len(items[name])} for name in sorted(items)}
+    return {
+        name: {"documents": documents[name], "items": len(items[name])} for name in sorted(items)
+    }

@@ -18,7 +18,9 @@ from data_mixtures.shards import Json
 from data_mixtures.stages.stage import AGAIN, Stage, Unit, attempt
 
 RETRIES = 3  # of a unit whose node or worker was lost
-OBJECT_STORE_BYTES = 80 << 20  # of a cluster that is started here: tasks return a failure or nothing
+OBJECT_STORE_BYTES = (
+    80 << 20
+)  # of a cluster that is started here: tasks return a failure or nothing
 
 
 def outcomes(stage: Stage, units: list[Unit], workers: int) -> Generator[Json | None]:
@@ -62,6 +64,8 @@ def _connected() -> Any:
         missing = f"--executor ray needs a package that is missing ({error})"
         raise ValueError(f"{missing}: pip install 'laneformer[ray]'") from error
     if not ray.is_initialized():
-        here: Json = {} if os.environ.get("RAY_ADDRESS") else {"object_store_memory": OBJECT_STORE_BYTES}
+        here: Json = (
+            {} if os.environ.get("RAY_ADDRESS") else {"object_store_memory": OBJECT_STORE_BYTES}
+        )
         ray.init(log_to_driver=False, logging_level=logging.WARNING, **here)
     return ray

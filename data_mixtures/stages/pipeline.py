@@ -88,7 +88,9 @@ def do(context: RunContext, name: str) -> None:
 
 def publish(context: RunContext) -> dict[str, str]:
     """The stage `manifest`: "built" or "reused" by source."""
-    return manifest.write(context.recipe, context.out, context.sources, context.console, context.replace)
+    return manifest.write(
+        context.recipe, context.out, context.sources, context.console, context.replace
+    )
 
 
 def check(recipe: Recipe, out: Path) -> None:

@@ -68,7 +68,9 @@ def _write_corpus(module: str, folder: Path) -> None:
 def _spec(each: HubSource) -> Json:
     """What of a source decides its files and columns; not what others counted, nor its category."""
     names = ("repo", "revision", "configs", "files", "text_columns", "licence", "gate")
-    return json.loads(json.dumps({name: getattr(each, name) for name in names}))  # as plan.json has it
+    return json.loads(
+        json.dumps({name: getattr(each, name) for name in names})
+    )  # as plan.json has it
 
 
 def _hash(decides: Any) -> str:
@@ -76,7 +78,9 @@ def _hash(decides: Any) -> str:
 
 
 def _numbered(each: Source, entries: Iterable[Json]) -> list[Json]:
-    return [{"source": each.name, "number": number, **entry} for number, entry in enumerate(entries)]
+    return [
+        {"source": each.name, "number": number, **entry} for number, entry in enumerate(entries)
+    ]
 
 
 def _local(each: LocalSource, roots: Mapping[str, str]) -> Json:
@@ -134,7 +138,9 @@ def _ranges(group: list[local.Listed]) -> list[Json]:
     if large[1] <= UNIT_BYTES or not local.can_seek(large[0]):
         return [{}]
     begins = range(0, large[1], UNIT_BYTES)
-    ranges = [{"files": [large], "range": [begin, min(begin + UNIT_BYTES, large[1])]} for begin in begins]
+    ranges = [
+        {"files": [large], "range": [begin, min(begin + UNIT_BYTES, large[1])]} for begin in begins
+    ]
     return [{"files": small}, *ranges] if small else ranges
 
 
@@ -145,12 +151,20 @@ def _row_groups(name: str, size: int) -> list[Json]:
     try:
         with local.open_input(name) as file:
             metadata = pyarrow.parquet.read_metadata(file)
-    except (pyarrow.ArrowInvalid, FileNotFoundError, PermissionError):  # `fetch` says what is wrong with it
+    except (
+        pyarrow.ArrowInvalid,
+        FileNotFoundError,
+        PermissionError,
+    ):  # `fetch` says what is wrong with it
         return [{}]
     parts, first = list[Json](), 0
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    for numbers in local.grouped(range(len(groups)), lambda n: groups[n].total_byte_size, UNIT_BYTES):
-        size, rows = (sum(getattr(groups[n], of) for n in numbers) for of in ("total_byte_size", "num_rows"))
+    for numbers in local.grouped(
+        range(len(groups)), lambda n: groups[n].total_byte_size, UNIT_BYTES
+    ):
+        size, rows = (
+            sum(getattr(groups[n], of) for n in numbers) for of in ("total_byte_size", "num_rows")
+        )
         parts.append({"row_groups": numbers, "first_row": first, "bytes": size})
         first += rows
     return parts if len(parts) > 1 else [{}]
@@ -161,7 +175,9 @@ def _check_field(source_input: Input, name: str) -> None:
     if source_input.kind == "parquet":
         with local.open_input(name) as file:
             _column_of(file, (source_input.field,), name)
-    elif source_input.kind == "jsonl" and (problem := local.first_problem(name, source_input.field)):
+    elif source_input.kind == "jsonl" and (
+        problem := local.first_problem(name, source_input.field)
+    ):
         raise ValueError(problem)
 
 
@@ -186,13 +202,17 @@ def _plan_hub(origin: hub.Mirror, wanted: list[HubSource]) -> dict[str, Json]:
     for each in wanted:
         sources.setdefault((each.repo, each.revision), []).append(each.name)
     repositories = {", ".join(names): asked for asked, names in sources.items()}
-    answers = _ask_each(repositories, lambda asked: origin.revision(*asked), "repositories cannot be read")
+    answers = _ask_each(
+        repositories, lambda asked: origin.revision(*asked), "repositories cannot be read"
+    )
     commits = {repositories[names]: commit for names, commit in answers.items()}
     return _plan_each(wanted, lambda each: _hub(origin, each, commits[each.repo, each.revision]))
 
 
 def _plan_each(wanted: Iterable[S], ask: Callable[[S], Json]) -> dict[str, Json]:
-    return _ask_each({each.name: each for each in wanted}, ask, "sources are not as the recipe says")
+    return _ask_each(
+        {each.name: each for each in wanted}, ask, "sources are not as the recipe says"
+    )
 
 
 def _ask_each(wanted: Mapping[str, T], ask: Callable[[T], R], problem: str) -> dict[str, R]:
@@ -216,9 +236,13 @@ def _hub(origin: hub.Mirror, each: HubSource, revision: str) -> Json:
             near = nearest(config, origin.folders(each.repo, revision), "its folders:")
             raise ValueError(f"{each.repo} @ {revision} has no Parquet file in {config}/; {near}")
         if each.files is not None:
-            files = sorted(files, key=lambda file: xxhash.xxh3_64_intdigest(file.path.encode()))[: each.files]
+            files = sorted(files, key=lambda file: xxhash.xxh3_64_intdigest(file.path.encode()))[
+                : each.files
+            ]
         with origin.open(each.repo, revision, files[0].path) as opened:
-            column = _column_of(opened, each.text_columns, f"{each.repo} @ {revision}: {files[0].path}")
+            column = _column_of(
+                opened, each.text_columns, f"{each.repo} @ {revision}: {files[0].path}"
+            )
         entries += [{"kind": "parquet", **asdict(file), "text_column": column} for file in files]
     units = _numbered(each, entries)
     facts = {"kind": "hub", "category": each.category, "repo": each.repo, "revision": revision}

@@ -44,7 +44,14 @@ PACKAGES = (
     "fasttext-numpy2-wheel",
     "ftfy",
 )  # whose versions may change what a step does
-_NOT_OFFERED = ("self", "exclusion_writer", "backend", "model_url", "label_only", "save_labels_in_metadata")
+_NOT_OFFERED = (
+    "self",
+    "exclusion_writer",
+    "backend",
+    "model_url",
+    "label_only",
+    "save_labels_in_metadata",
+)
 _TRIAL = "A text to try the step with, so that what it needs is missed before the first document and not after hours."
 
 
@@ -60,7 +67,9 @@ class Step:
         try:
             return self.run(text)
         except Exception as error:
-            raise ValueError(f"filter step {self.name!r} fails at {text[:80]!r}: {error}") from error
+            raise ValueError(
+                f"filter step {self.name!r} fails at {text[:80]!r}: {error}"
+            ) from error
 
 
 def steps_of(recipe: Recipe, source: str) -> list[Json]:
@@ -69,7 +78,8 @@ def steps_of(recipe: Recipe, source: str) -> list[Json]:
     given = recipe.filter.steps if own is None else own
     tables = [{"name": each} if isinstance(each, str) else dict(each) for each in given]
     return [
-        {**each, "model": str(recipe.folder / each["model"])} if "model" in each else each for each in tables
+        {**each, "model": str(recipe.folder / each["model"])} if "model" in each else each
+        for each in tables
     ]
 
 
@@ -84,14 +94,22 @@ def _load(arguments: Json) -> Step:
     where, changes = CLASSES[name]
     module, _, kind = where.partition(".")
     made = getattr(importlib.import_module(f"datatrove.pipeline.{module}"), kind)
-    known = [each for each in inspect.signature(made.__init__).parameters if each not in _NOT_OFFERED]
-    check_known(f"argument of filter step {name!r}:", arguments, known + ["model"] * (name in MODELS))
+    known = [
+        each for each in inspect.signature(made.__init__).parameters if each not in _NOT_OFFERED
+    ]
+    check_known(
+        f"argument of filter step {name!r}:", arguments, known + ["model"] * (name in MODELS)
+    )
     try:
         step = Step(name, changes, _runner(name, made, arguments))
         step.run(_TRIAL)
     except ImportError as error:
-        raise ValueError(f"filter step {name!r}: {error}; pip install 'laneformer[quality]'") from error
-    except Exception as error:  # datatrove's classes check little, so wrong values fail in many ways
+        raise ValueError(
+            f"filter step {name!r}: {error}; pip install 'laneformer[quality]'"
+        ) from error
+    except (
+        Exception
+    ) as error:  # datatrove's classes check little, so wrong values fail in many ways
         raise ValueError(f"filter step {name!r} with {arguments}: {error}") from error
     return step
 
@@ -126,10 +144,15 @@ def _with_model(name: str, made: Any, arguments: Json) -> Any:
 
     model = _FastText(str(path))
     if name == "fasttext":
-        step._model, wanted = model, [label for label, _ in step.keep_labels or step.remove_labels or ()]
+        step._model, wanted = (
+            model,
+            [label for label, _ in step.keep_labels or step.remove_labels or ()],
+        )
     else:
         step.model._model, wanted = model, step.languages or []
-    check_known(f"label of {path}", wanted, [label.removeprefix("__label__") for label in model.labels])
+    check_known(
+        f"label of {path}", wanted, [label.removeprefix("__label__") for label in model.labels]
+    )
     return step
 
 
@@ -144,4 +167,7 @@ def identity(steps: list[Json]) -> Any:
 
 def versions(packages: Iterable[str]) -> list[str | None]:
     """Installed versions, None for a package that is not there."""
-    return [next((each.version for each in metadata.distributions(name=name)), None) for name in packages]
+    return [
+        next((each.version for each in metadata.distributions(name=name)), None)
+        for name in packages
+    ]

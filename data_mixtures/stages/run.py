@@ -85,7 +85,9 @@ def _in_parallel(
         except BrokenProcessPool as broken:
             pool.shutdown()  # it ends the other workers, with SIGTERM
             killed = [each for each in family if each.exitcode not in (0, -signal.SIGTERM)]
-            at = sorted(filter(None, ((logs / "workers" / str(each.pid)).read_text() for each in killed)))
+            at = sorted(
+                filter(None, ((logs / "workers" / str(each.pid)).read_text() for each in killed))
+            )
             status = ", ".join(str(each.exitcode) for each in killed)
             raise ValueError(
                 f"{stage.name}: the worker at {', '.join(at) or 'no unit'} was killed (exit status {status}; -9 is "
@@ -123,14 +125,22 @@ def run_units(stage: Stage, options: Options, console: Console) -> dict[Unit, Js
     _read_receipts(stage, units)
     todo = [unit for unit in units if not is_done(stage, unit)]
     done = len(units) - len(todo)
-    text_columns = progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.BarColumn()
+    text_columns = (
+        progress.SpinnerColumn(),
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+    )
     columns = *text_columns, progress.MofNCompleteColumn(), progress.TimeElapsedColumn()
-    with progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with progress.Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task(stage.name, total=len(units), completed=done)
         _run(stage, todo, options, lambda finished: bar.update(task, completed=done + finished))
     _read_receipts(stage, units)
     for unit in todo:
-        assert is_done(stage, unit), f"{stage.name} {unit} was run and is not done: did its key change?"
+        assert is_done(stage, unit), (
+            f"{stage.name} {unit} was run and is not done: did its key change?"
+        )
     _remove_others(stage, units)
     took = f"{time.monotonic() - started:.1f} s"
     console.print(f"{stage.name:9}{len(todo):6} units done, {done} as before, {took}")
@@ -173,7 +183,9 @@ def summary(stage: str, receipts: Mapping[Unit, Json]) -> Table:
 
 def figures(title: str | None, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> Table:
     """Rows of a name and its figures; integers get separators."""
-    table = Table(box=box.SIMPLE, title=title, title_justify="left", pad_edge=False, collapse_padding=True)
+    table = Table(
+        box=box.SIMPLE, title=title, title_justify="left", pad_edge=False, collapse_padding=True
+    )
     for number, name in enumerate(head):
         table.add_column(name, justify="right" if number else "left", no_wrap=not number)
     for row in rows:

@@ -41,18 +41,31 @@ class OrderDocuments(Stage):
     name = ORDER
 
     def units(self) -> list[Unit]:
-        return [Unit(source, n) for source in self.sources for n in range(len(ranges_of(self.out, source)))]
+        return [
+            Unit(source, n)
+            for source in self.sources
+            for n in range(len(ranges_of(self.out, source)))
+        ]
 
     def key(self, unit: Unit) -> str:
-        indexes = [receipt["files"][INDEX] for receipt in sorted_runs.receipts(self.out, unit.source)]
+        indexes = [
+            receipt["files"][INDEX] for receipt in sorted_runs.receipts(self.out, unit.source)
+        ]
         return stage.key_of(self.name, unit.number, self.recipe.held_out_of(unit.source), indexes)
 
     def work(self, unit: Unit, folder: Path) -> Json:
         low, high = ranges_of(self.out, unit.source)[unit.number]
-        with blocks.open_files(self.out, *sorted_runs.made_by(self.out, unit.source), INDEX) as files:
+        with blocks.open_files(
+            self.out, *sorted_runs.made_by(self.out, unit.source), INDEX
+        ) as files:
             parts = sorted_runs.read_slices(files, low, high)
-        documents, read = sorted_runs.drop_duplicates(sorted_runs.in_order(parts)), sum(map(len, parts))
-        held_out = documents["low"] < np.uint64(shards.held_out_below(self.recipe.held_out_of(unit.source)))
+        documents, read = (
+            sorted_runs.drop_duplicates(sorted_runs.in_order(parts)),
+            sum(map(len, parts)),
+        )
+        held_out = documents["low"] < np.uint64(
+            shards.held_out_below(self.recipe.held_out_of(unit.source))
+        )
         counts: Json = {"documents": read, "duplicate": read - len(documents)}
         for name, part in (("train", documents[~held_out]), ("valid", documents[held_out])):
             shards.save_array(folder / f"{name}.npy", with_columns(part, _PLACED))
@@ -117,7 +130,9 @@ class WriteShards(Stage):
             return {**entry, "documents": self._count(unit.source, part, "documents")}
         if not entry["windows"]:  # no document begins in this part of the stream
             return entry
-        with blocks.open_files(self.out, *sorted_runs.made_by(self.out, unit.source), ORIGINS) as files:
+        with blocks.open_files(
+            self.out, *sorted_runs.made_by(self.out, unit.source), ORIGINS
+        ) as files:
             where = index["unit"], index["origin"], index["origin_bytes"]
             origins = blocks.gather(files, *where, np.dtype("u1"))
             if order is not None:
@@ -160,7 +175,13 @@ class WriteShards(Stage):
         return {**entry, "flags": flags, "padding": packed.padding}, index, packed.order
 
     def _tokens(
-        self, source: str, part: str, first: int, last: int, begins: list[np.ndarray], whole: bool = False
+        self,
+        source: str,
+        part: str,
+        first: int,
+        last: int,
+        begins: list[np.ndarray],
+        whole: bool = False,
     ) -> Iterator[np.ndarray]:
         """Tokens first <= i < last of a source, or of documents that begin there, which `begins` gets."""
         at, dtype = 0, sorted_runs.dtype_of(self.out, source)

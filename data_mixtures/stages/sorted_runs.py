@@ -83,7 +83,10 @@ class Runs(Stage):
         names = "documents", "tokens", "bytes"
         total = {name: sum(each["counts"][name] for each in made) for name in names}
         with ExitStack() as stack:
-            read = {n: stack.enter_context(blocks.open_files(self.out, "tokenize", group, n)) for n in SLICED}
+            read = {
+                n: stack.enter_context(blocks.open_files(self.out, "tokenize", group, n))
+                for n in SLICED
+            }
             written = {name: stack.enter_context((folder / name).open("wb")) for name in SLICED}
             shards.write_array_header(written[INDEX], DOCUMENT, total["documents"])
             at = {TOKENS: 0, ORIGINS: 0}
@@ -91,7 +94,9 @@ class Runs(Stage):
                 rows = in_order(read_slices(read[INDEX], *keys))
                 for name, start, length, dtype in parts(token_dtype(made)):
                     lengths = rows[length].astype(np.int64)
-                    for piece in blocks.gather(read[name], rows["unit"], rows[start], lengths, dtype):
+                    for piece in blocks.gather(
+                        read[name], rows["unit"], rows[start], lengths, dtype
+                    ):
                         written[name].write(piece.data)
                     rows[start] = at[name] + np.cumsum(lengths) - lengths
                     at[name] += int(lengths.sum())

@@ -37,14 +37,29 @@ PLAN_FORMAT = 1
 RAW = "raw.parquet"  # of fetch
 DOCUMENTS = "documents.parquet"  # of filter
 AGAIN = "run the same command again: it continues with the unfinished units"
-FOR_USERS = ValueError, OSError  # their message alone says what to do: wrong input, a disk or network
+FOR_USERS = (
+    ValueError,
+    OSError,
+)  # their message alone says what to do: wrong input, a disk or network
 T = TypeVar("T")
 # of what each stage makes, raised when other code gives other results: a test holds the hashes of these. Other code
 # that gives the same results makes nothing again
 FORMATS = {
-    "benchmarks": 2, "fetch": 1, "filter": 1, "signatures": 3, "bands": 2, "dedup": 2, "held_out": 1, "scan": 1,
-    "contained": 1, "tokenizer": 1, "tokenize": 1, "runs": 1, "order": 1, "shuffle": 1,
-}  # fmt: skip
+    "benchmarks": 2,
+    "fetch": 1,
+    "filter": 1,
+    "signatures": 3,
+    "bands": 2,
+    "dedup": 2,
+    "held_out": 1,
+    "scan": 1,
+    "contained": 1,
+    "tokenizer": 1,
+    "tokenize": 1,
+    "runs": 1,
+    "order": 1,
+    "shuffle": 1,
+}
 
 
 @dataclass(frozen=True, order=True)
@@ -94,13 +109,17 @@ def cache_by_file(read: Callable[[Path], T]) -> Callable[[Path], T]:
     return latest
 
 
-sha256_of = cache_by_file(file_sha256)  # of a large tokenizer.json it takes 0.1 s, and each unit asks
+sha256_of = cache_by_file(
+    file_sha256
+)  # of a large tokenizer.json it takes 0.1 s, and each unit asks
 
 
 def read_plan(out: Path) -> Json:
     """plan.json: {"format", "sources": {name: {..., "plan_hash", "units": [...]}}}. ValueError if none."""
     if not (path := out / PLAN).is_file():
-        raise ValueError(f"{path} does not exist; run `python -m data_mixtures plan RECIPE --out {out}`")
+        raise ValueError(
+            f"{path} does not exist; run `python -m data_mixtures plan RECIPE --out {out}`"
+        )
     return _read_plan(path)
 
 
@@ -117,7 +136,9 @@ def _read_plan(path: Path) -> Json:
 def planned(out: Path, source: str) -> Json:
     """What is planned for a source. ValueError when the plan lacks it."""
     if source not in (sources := read_plan(out)["sources"]):
-        raise ValueError(f"{out / PLAN} lacks source {source!r}; plan it: python -m data_mixtures plan")
+        raise ValueError(
+            f"{out / PLAN} lacks source {source!r}; plan it: python -m data_mixtures plan"
+        )
     return sources[source]
 
 

@@ -26,8 +26,17 @@ from data_mixtures.stages.tokenize import INDEX
 JSON = "stats.json"
 PAIRS = 40  # of sources that share documents are shown
 FACTS = (
-    "category", "read", "kept", "dropped", "contamination", "documents", "tokens", "bytes", "longest", "windows",
-)  # fmt: skip
+    "category",
+    "read",
+    "kept",
+    "dropped",
+    "contamination",
+    "documents",
+    "tokens",
+    "bytes",
+    "longest",
+    "windows",
+)
 
 
 def write(out: Path, sources: tuple[str, ...], console: Console, workers: int) -> Json:
@@ -69,7 +78,9 @@ def sizes_and_lengths(manifests: Mapping[str, Json]) -> tuple[Table, Table]:
         per_token = f"{m['bytes'] / max(m['tokens'], 1):.2f}"
         sizes.append([name, *counts, per_token, m["windows"], m["valid"]["windows"]])
         unused = m["unused"]["train_tokens"], m["unused"].get("padding", 0)
-        lengths.append([name, m["tokens"] // max(m["documents"], 1), m["longest"], m["cut"], *unused])
+        lengths.append(
+            [name, m["tokens"] // max(m["documents"], 1), m["longest"], m["cut"], *unused]
+        )
     head = ("source", "docs", "dropped", "tokens", "bytes", "B/tok", "windows", "valid")
     columns = ("source", "mean", "longest", "cuts", "unused tokens", "padding")
     return figures("Sources", head, sizes), figures("tokens of a document", columns, lengths)
@@ -80,13 +91,18 @@ def _shares_table(stats: Json) -> Table:
     total = sum(each["tokens"] for each in sources.values())
     rows = []
     for name, each in sources.items():
-        shares = [each["tokens"] / total, *(phase["shares"].get(name, 0) for phase in phases.values())]
+        shares = [
+            each["tokens"] / total,
+            *(phase["shares"].get(name, 0) for phase in phases.values()),
+        ]
         rows.append([name, each["category"], *(f"{share:.2%}" for share in shares)])
     return figures("Shares", ("source", "category", "of all tokens", *phases), rows)
 
 
 def _dropped_table(sources: Json) -> Table:
-    reasons = sorted({name for each in sources.values() for name, count in each["dropped"].items() if count})
+    reasons = sorted(
+        {name for each in sources.values() for name, count in each["dropped"].items() if count}
+    )
     rows = []
     for name, each in sources.items():
         counts = [each["dropped"].get(reason, 0) for reason in reasons]
@@ -110,17 +126,27 @@ def shared_documents(out: Path, sources: tuple[str, ...], workers: int) -> Json:
         receipts = [receipt for source in sources for receipt in sorted_runs.receipts(out, source)]
         ranges = sorted_runs.key_ranges(sum(receipt["counts"]["documents"] for receipt in receipts))
         with ThreadPoolExecutor(workers) as pool:
-            shared = sum(pool.map(lambda keys: _shared_in_range(out, sources, *keys), ranges), Counter())
+            shared = sum(
+                pool.map(lambda keys: _shared_in_range(out, sources, *keys), ranges), Counter()
+            )
     except ValueError as error:
         return {"unknown": str(error)}
-    return {"pairs": [{"sources": [*pair], "documents": count} for pair, count in shared.most_common()]}
+    return {
+        "pairs": [{"sources": [*pair], "documents": count} for pair, count in shared.most_common()]
+    }
 
 
-def _shared_in_range(out: Path, sources: tuple[str, ...], low: int, high: int) -> Counter[tuple[str, str]]:
+def _shared_in_range(
+    out: Path, sources: tuple[str, ...], low: int, high: int
+) -> Counter[tuple[str, str]]:
     """How many documents with low <= key < high two sources have in common."""
     ids = {}
     for source in sources:
         with blocks.open_files(out, *sorted_runs.made_by(out, source), INDEX) as files:
-            ids[source] = np.unique(np.concatenate(sorted_runs.read_slices(files, low, high))["low"])
+            ids[source] = np.unique(
+                np.concatenate(sorted_runs.read_slices(files, low, high))["low"]
+            )
     pairs = combinations(sources, 2)
-    return Counter({(a, b): len(np.intersect1d(ids[a], ids[b], assume_unique=True)) for a, b in pairs})
+    return Counter(
+        {(a, b): len(np.intersect1d(ids[a], ids[b], assume_unique=True)) for a, b in pairs}
+    )

@@ -44,9 +44,16 @@ class Tokenize(Stage):
 
     def key(self, unit: Unit) -> str:
         filtered = stage.receipt_of(self.out, "filter", unit)["files"][DOCUMENTS]
-        rows = np.concatenate(list(documents.left_out(self.recipe, self.out, unit).values())).tobytes()
+        rows = np.concatenate(
+            list(documents.left_out(self.recipe, self.out, unit).values())
+        ).tobytes()
         left_out = xxhash.xxh3_64_hexdigest(rows) if rows else ""
-        decides = [self.recipe.filter.repeated_ngrams, self.recipe.seed, _hashes(self.out), left_out]
+        decides = [
+            self.recipe.filter.repeated_ngrams,
+            self.recipe.seed,
+            _hashes(self.out),
+            left_out,
+        ]
         return stage.key_of(self.name, decides, filtered)
 
     def work(self, unit: Unit, folder: Path) -> Json:
@@ -76,7 +83,10 @@ class Tokenize(Stage):
         for name, start, length, dtype in parts(made.dtype):
             ordered[start] = np.cumsum(ordered[length], dtype=np.int64) - ordered[length]
             write_ordered(
-                folder / name, unsorted[name], unit_documents[length] * np.int64(dtype.itemsize), order
+                folder / name,
+                unsorted[name],
+                unit_documents[length] * np.int64(dtype.itemsize),
+                order,
             )
             unsorted[name].unlink()
         shards.save_array(folder / INDEX, ordered)
@@ -173,7 +183,9 @@ def make_tokenizer(recipe: Recipe, out: Path) -> None:
         shards.write_json(out / shards.TOKENIZER_CONFIG, config)
         write_atomically(out / shards.TOKENIZER_JSON, Path(given.path).read_bytes())
     elif (out / shards.TOKENIZER_JSON).exists():
-        raise ValueError(f"{out / shards.TOKENIZER_JSON} is not this recipe's, and would be used; remove it")
+        raise ValueError(
+            f"{out / shards.TOKENIZER_JSON} is not this recipe's, and would be used; remove it"
+        )
     elif isinstance(given, TokenizerTraining):
         model = tokenizer.train(training_sample(recipe, out, given.train_bytes), given)
         write_atomically(out / shards.TOKENIZER_MODEL, model)
@@ -185,12 +197,16 @@ def make_tokenizer(recipe: Recipe, out: Path) -> None:
 def _tokenizer_key(recipe: Recipe, out: Path) -> str:
     given = recipe.tokenizer
     if isinstance(given, TokenizerFile):
-        return stage.key_of("tokenizer", file_sha256(Path(given.path)), tokenizer.load_given(given).names)
+        return stage.key_of(
+            "tokenizer", file_sha256(Path(given.path)), tokenizer.load_given(given).names
+        )
     made = (stage.receipts(out, "filter", source.name) for source in recipe.sources)
     files = [[receipt["files"][DOCUMENTS] for receipt in of_source] for of_source in made]
     left_out = None
     if recipe.dedup.minhash:
-        units = [unit for source in recipe.sources for unit in stage.planned_units(out, source.name)]
+        units = [
+            unit for source in recipe.sources for unit in stage.planned_units(out, source.name)
+        ]
         rows = [documents.near_copies(recipe, out, unit).tobytes() for unit in units]
         left_out = [xxhash.xxh3_64_hexdigest(each) for each in rows]
     return stage.key_of("tokenizer", asdict(given), recipe.seed, _held_out(recipe), files, left_out)
@@ -214,10 +230,14 @@ def training_sample(recipe: Recipe, out: Path, train_bytes: int) -> list[str]:
     return sample
 
 
-def first_documents(documents: Iterable[tuple[bytes, bytes]], budget: int, recipe: Recipe) -> list[str]:
+def first_documents(
+    documents: Iterable[tuple[bytes, bytes]], budget: int, recipe: Recipe
+) -> list[str]:
     """Of (id, text) in any order: those that training sees first, until they have `budget` bytes together."""
     held_out = shards.held_out_below(_held_out(recipe))
-    heap: list[tuple[int, int, bytes]] = []  # negative, so that the last in the shuffle's order comes first
+    heap: list[
+        tuple[int, int, bytes]
+    ] = []  # negative, so that the last in the shuffle's order comes first
     ids, size = set[int](), 0
     for identity, text in documents:
         number = int.from_bytes(identity, "big")

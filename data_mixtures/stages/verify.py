@@ -72,7 +72,9 @@ def _check_file(folder: Path, manifest: Json, entry: Json) -> list[Damage]:
     """The tokens of a file, its flags, its document index, and this against the tokens."""
     damage, begins = _check_tokens(folder / entry["name"], entry, manifest["bos_id"])
     if "flags" in entry:
-        damage += _check_tokens(folder / entry["flags"]["name"], entry["flags"], manifest["bos_id"])[0]
+        damage += _check_tokens(
+            folder / entry["flags"]["name"], entry["flags"], manifest["bos_id"]
+        )[0]
     if "docs" in entry:
         path = folder / entry["docs"]["name"]
         try:
@@ -102,7 +104,9 @@ def _check_index(path: Path, manifest: Json, entry: Json, begins: np.ndarray | N
         raise ValueError(f"lists {len(ids)} documents, {len(begins)} begin in {entry['name']}")
     # of packed windows, documents do not lie in a row
     if "flags" not in entry and not np.array_equal(np.diff(begins), lengths[:-1]):
-        raise ValueError(f"its documents do not begin where {entry['name']} has {manifest['bos_id']}")
+        raise ValueError(
+            f"its documents do not begin where {entry['name']} has {manifest['bos_id']}"
+        )
 
 
 def _check_tokens(path: Path, entry: Json, bos_id: int) -> tuple[list[Damage], np.ndarray | None]:
@@ -121,9 +125,13 @@ def _check_tokens(path: Path, entry: Json, bos_id: int) -> tuple[list[Damage], n
         tokens = np.frombuffer(block, dtype, len(block) // dtype.itemsize)
         begins.append(np.flatnonzero(tokens == bos_id) + at // dtype.itemsize)
     if (size := path.stat().st_size) != entry["bytes"]:
-        damage.append(Damage(path, f"{size} bytes, {entry['bytes']} in the manifest: truncated or foreign"))
+        damage.append(
+            Damage(path, f"{size} bytes, {entry['bytes']} in the manifest: truncated or foreign")
+        )
     elif whole.hexdigest() != entry["sha256"] and not damage:
-        damage.append(Damage(path, f"sha256 {whole.hexdigest()}, {entry['sha256']} in the manifest"))
+        damage.append(
+            Damage(path, f"sha256 {whole.hexdigest()}, {entry['sha256']} in the manifest")
+        )
     return damage, None if damage else np.concatenate(begins)
 
 
@@ -158,7 +166,9 @@ def _check_locks(out: Path, manifests: dict[str, Json]) -> list[Damage]:
         for entry in lock["sources"]:
             name = entry["name"]
             if name in manifests and manifests[name]["content_sha256"] != entry["content_sha256"]:
-                damage.append(Damage(path, f"pins other data than that of {out / name / shards.MANIFEST}"))
+                damage.append(
+                    Damage(path, f"pins other data than that of {out / name / shards.MANIFEST}")
+                )
     return damage
 
 
@@ -173,10 +183,16 @@ def remedy(recipe_path: Path, out: Path, damage: Iterable[Damage]) -> list[str]:
         if path.parent == out or path.name == shards.MANIFEST:
             continue
         number = int(shard[1]) if (shard := re.match(r"shard-(\d+)\.", path.name)) else None
-        if path.name in (shards.VALID, shuffle.flags_name(shards.VALID)):  # its unit follows the shards'
+        if path.name in (
+            shards.VALID,
+            shuffle.flags_name(shards.VALID),
+        ):  # its unit follows the shards'
             number = len(shards.read_manifest(path.parent)["shards"])
         if number is not None:
             gone[stage.unit_folder(out, shuffle.SHUFFLE, Unit(path.parent.name, number))] = None
         gone[path] = None
     removal = [shlex.join(["rm", "-rf", *map(str, gone)])] if gone else []
-    return [*removal, f"python -m data_mixtures.prepare {shlex.join([str(recipe_path), '--out', str(out)])}"]
+    return [
+        *removal,
+        f"python -m data_mixtures.prepare {shlex.join([str(recipe_path), '--out', str(out)])}",
+    ]

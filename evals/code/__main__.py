@@ -60,7 +60,9 @@ def is_chat(prompt: Prompting, hf_dir: Path | None) -> bool:
 class Scoring:
     """How solutions are tested."""
 
-    parallel: int = max(1, usable_cpus() // 2)  # on too few cores (--cpus, Slurm) right ones time out
+    parallel: int = max(
+        1, usable_cpus() // 2
+    )  # on too few cores (--cpus, Slurm) right ones time out
     """solutions tested concurrently"""
     unsafe_no_sandbox: bool = False
     """run the model's code with your own rights, without any sandbox"""
@@ -85,7 +87,9 @@ def solutions(answers: list[JsonObject], chat: bool, dataset: Dataset) -> list[J
         else:
             whole, rule = prompt_of(problem, chat=False) + row["answer"], "completion"
             code = longest_beginning(whole.split("\n")) or whole
-        rows.append({"task_id": row["task_id"], "sample": row["sample"], "rule": rule, "solution": code})
+        rows.append(
+            {"task_id": row["task_id"], "sample": row["sample"], "rule": rule, "solution": code}
+        )
     return rows
 
 
@@ -123,7 +127,9 @@ def main(
     ] = None,
     *,
     dataset: Path,
-    results: Annotated[Path | None, optional("DIR", "a folder of its own in items/ beside --out")] = None,
+    results: Annotated[
+        Path | None, optional("DIR", "a folder of its own in items/ beside --out")
+    ] = None,
     prompt: Prompting = "auto",
     source: SourceFlags = LOCAL,
     sampling: Annotated[Sampling, tyro.conf.arg(help="how answers are generated")] = GREEDY,
@@ -172,7 +178,12 @@ def main(
         "sandbox": sandbox,
     }
     same = ("dataset", "protocol", "prompt", "n", "temperature", "top_p")
-    head = {"kind": "code", "step": about.step, **who, "protocol": {name: figures[name] for name in same}}
+    head = {
+        "kind": "code",
+        "step": about.step,
+        **who,
+        "protocol": {name: figures[name] for name in same},
+    }
     figures["items"] = write_items(about.out, head, item_lines(data, scored))
     figures["results"] = f"{folder.parent.name}/{folder.name}" if results is None else str(results)
     return about.append("code", figures, **who)
@@ -195,7 +206,9 @@ def item_lines(dataset: Dataset, scored: Scored) -> list[JsonObject]:
     for tests, task in enumerate((dataset.name, f"{dataset.name}+")):
         for number, problem in enumerate(dataset.problems):
             passed = [sample[tests] for sample in scored[problem["task_id"]]]
-            lines.append({"task": task, "item": number, "right": sum(passed) / len(passed), "losses": []})
+            lines.append(
+                {"task": task, "item": number, "right": sum(passed) / len(passed), "losses": []}
+            )
     return lines
 
 
@@ -209,7 +222,9 @@ def check_options(options: Sequence[str]) -> None:
     """Raise ValueError if checkpoints cannot be evaluated so: one folder for all of them."""
     results = option_value("--results", options)
     if results and "{step}" not in results:
-        raise ValueError(f"--results {results} must contain {{step}}, such as --results {results}/{{step}}")
+        raise ValueError(
+            f"--results {results} must contain {{step}}, such as --results {results}/{{step}}"
+        )
 
 
 def check_here(options: Sequence[str]) -> None:

@@ -66,7 +66,12 @@ def prompt_of(problem: JsonObject, chat: bool) -> str:
 
 
 def collect(
-    dataset: Dataset, scorer: Scorer, sampling: Sampling, chat: bool, partial: Partial, settings_key: str
+    dataset: Dataset,
+    scorer: Scorer,
+    sampling: Sampling,
+    chat: bool,
+    partial: Partial,
+    settings_key: str,
 ) -> list[JsonObject]:
     """All answers, ordered by problem and sample; those in `partial` of the same model and settings are reused.
 

@@ -33,7 +33,9 @@ REFERENCE_S = 600.0  # for one input
 SMALL_PROCESSES = multiprocessing.get_context("forkserver")  # this one may hold a model
 SMALL_PROCESSES.set_forkserver_preload([__name__])
 
-Request = dict[str, Any]  # of score.py: what runs a solution, limits, data set, folder of expected outputs
+Request = dict[
+    str, Any
+]  # of score.py: what runs a solution, limits, data set, folder of expected outputs
 Problem = dict[str, Any]
 
 
@@ -102,7 +104,9 @@ def judge(
     try:
         while True:
             for place, arguments in itertools.islice(waiting, parallel - len(running)):
-                process = SMALL_PROCESSES.Process(target=exit_with_status, args=(request, *arguments))
+                process = SMALL_PROCESSES.Process(
+                    target=exit_with_status, args=(request, *arguments)
+                )
                 process.start()
                 running[process.sentinel] = place, process
             if not running:
@@ -127,7 +131,9 @@ def exit_with_status(request: Request, problem: Problem, which: str, code: str) 
     exit_status, limits = 1, request["limits"]
     try:
         held_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        memory_bytes = held_bytes + 2 * limits["memory_bytes"]  # what is expected, and what is returned
+        memory_bytes = (
+            held_bytes + 2 * limits["memory_bytes"]
+        )  # what is expected, and what is returned
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
         resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_s"], limits["cpu_s"]))
         verdict = check(request, problem, which, code)

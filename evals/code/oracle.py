@@ -14,14 +14,22 @@ FLOAT_ATOL = 1e-06  # where a data set gives none and floats are expected
 # MBPP: what is returned cannot be stored, or any order is right
 NOT_NONE = ("check_str", "text_match_three", "text_starta_endb")
 AS_SETS = (
-    "similar_elements", "find_char_long", "common_in_nested_lists", "extract_singly", "larg_nnum",
-    "intersection_array", "find_dissimilar", "Diff",
-)  # fmt: skip
+    "similar_elements",
+    "find_char_long",
+    "common_in_nested_lists",
+    "extract_singly",
+    "larg_nnum",
+    "intersection_array",
+    "find_dissimilar",
+    "Diff",
+)
 # MBPP: also right, by the words of the task
 ALSO_RIGHT: dict[str, Callable[[Any, list[Any], float], bool]] = {
     "are_equivalent": lambda output, arguments, atol: True,
     "sum_div": lambda output, arguments, atol: output == 0,
-    "surface_Area": lambda output, arguments, atol: abs(output - pyramid_surface(*arguments)) <= atol,
+    "surface_Area": lambda output, arguments, atol: (
+        abs(output - pyramid_surface(*arguments)) <= atol
+    ),
     "digit_distance_nums": lambda output, arguments, atol: output == digit_distance(*arguments),
 }
 
@@ -34,7 +42,9 @@ def pyramid_surface(base: float, height: float) -> int:
 def digit_distance(a: int, b: int) -> int:
     """Sum of the differences of digits, the shorter number filled with zeros (Mbpp/558)."""
     width = max(len(str(a)), len(str(b)))
-    return sum(abs(int(x) - int(y)) for x, y in zip(str(a).zfill(width), str(b).zfill(width), strict=True))
+    return sum(
+        abs(int(x) - int(y)) for x, y in zip(str(a).zfill(width), str(b).zfill(width), strict=True)
+    )
 
 
 def are_floats(value: Any) -> bool:

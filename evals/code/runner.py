@@ -22,7 +22,15 @@ from typing import Any
 KINDS: tuple[Any, ...] = (int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
 PART = 4096  # items
 MAX_INT = 1 << 63  # of numbers that Python reads from text whatever its limit on digits
-MAY_SHOW = ("Assign", "AnnAssign", "AugAssign", "For", "If", "With", "Try")  # where they name the function
+MAY_SHOW = (
+    "Assign",
+    "AnnAssign",
+    "AugAssign",
+    "For",
+    "If",
+    "With",
+    "Try",
+)  # where they name the function
 EXACT = ("Fraction", "Decimal")  # names, as every import here delays every solution
 
 
@@ -44,7 +52,9 @@ def plain(value: Any) -> Any:
     for builtin in KINDS:
         if isinstance(value, builtin):
             return {"like": [builtin.__name__, plain(builtin(value))]}
-    return {"like": ["items", plain(list(value))] if isinstance(value, Iterable) else ["object", None]}
+    return {
+        "like": ["items", plain(list(value))] if isinstance(value, Iterable) else ["object", None]
+    }
 
 
 def are_plain(items: Sequence[Any]) -> bool:
@@ -74,9 +84,14 @@ def content(kind: str, value: Any) -> Any:
 
 def limit_process(limits: dict[str, int]) -> None:
     values = {
-        "AS": limits["memory_bytes"], "STACK": limits["memory_bytes"], "CPU": limits["cpu_s"],
-        "NPROC": limits["threads"], "NOFILE": 256, "FSIZE": 0, "CORE": 0,
-    }  # fmt: skip
+        "AS": limits["memory_bytes"],
+        "STACK": limits["memory_bytes"],
+        "CPU": limits["cpu_s"],
+        "NPROC": limits["threads"],
+        "NOFILE": 256,
+        "FSIZE": 0,
+        "CORE": 0,
+    }
     for name, value in values.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
 
@@ -93,7 +108,9 @@ def define_function(code: str, entry_point: str) -> Any:
         program.body = [statement]
         with contextlib.suppress(BaseException):
             compiled = compile(program, "solution", "exec")
-            if entry_point not in names or not only_shows(statement, compiled.co_names, entry_point):
+            if entry_point not in names or not only_shows(
+                statement, compiled.co_names, entry_point
+            ):
                 exec(compiled, names)
     return names[entry_point]
 

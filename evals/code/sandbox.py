@@ -52,11 +52,19 @@ def system_call_filter(machine: str) -> bytes:
     number, architecture, first_argument = 0, 4, 16
     allow, refuse, missing = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
     # (operation, instructions to skip if true, if false, operand)
-    program = [(load, 0, 0, architecture), (equal, 1, 0, ARCHITECTURES[machine]), (ret, 0, 0, refuse)]
+    program = [
+        (load, 0, 0, architecture),
+        (equal, 1, 0, ARCHITECTURES[machine]),
+        (ret, 0, 0, refuse),
+    ]
     program += [(load, 0, 0, number)]
     for allowed in numbers(machine):
         program += [(equal, 0, 1, allowed), (ret, 0, 0, allow)]
-    program += [(equal, 0, 3, CLONE[machine]), (load, 0, 0, first_argument), (any_bit, 0, 1, CLONE_THREAD)]
+    program += [
+        (equal, 0, 3, CLONE[machine]),
+        (load, 0, 0, first_argument),
+        (any_bit, 0, 1, CLONE_THREAD),
+    ]
     program += [(ret, 0, 0, allow), (load, 0, 0, number)]
     # the x32 numbers of x86_64 are refused as they are
     program += [
@@ -115,9 +123,15 @@ def why_not() -> str:
     with tempfile.TemporaryFile() as rules:
         rules.write(system_call_filter(platform.machine()))
         rules.seek(0)
-        python = ["--seccomp", str(rules.fileno()), *as_nobody([str(PYTHON), "-I", "-S", "-c", PROBE])]
+        python = [
+            "--seccomp",
+            str(rules.fileno()),
+            *as_nobody([str(PYTHON), "-I", "-S", "-c", PROBE]),
+        ]
         command = [*sandbox_options([Path(sys.base_prefix).resolve()]), *python]
-        trial = subprocess.run(command, capture_output=True, text=True, timeout=60, pass_fds=[rules.fileno()])
+        trial = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, pass_fds=[rules.fileno()]
+        )
     holds = trial.stdout == "process 2\n" and "PermissionError" in trial.stderr
     return "" if holds else f"{' '.join(command)}: {trial.stdout}{trial.stderr.strip()}"
 

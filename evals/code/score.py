@@ -35,8 +35,15 @@ VERSIONS = {
 }
 PREFIXES = ("HumanEval", "Mbpp")  # of task ids, such as HumanEval/0
 FIELDS = (
-    "task_id", "prompt", "entry_point", "canonical_solution", "base_input", "plus_input", "contract", "atol",
-)  # fmt: skip
+    "task_id",
+    "prompt",
+    "entry_point",
+    "canonical_solution",
+    "base_input",
+    "plus_input",
+    "contract",
+    "atol",
+)
 KNOWN_FAILURES = {
     "HumanEval/32": "EvalPlus 0.3.1 checks find_zero without counting its tests, so no solution can pass"
 }
@@ -62,18 +69,24 @@ def open_dataset(path: Path) -> Dataset:
     not a data set.
     """
     if not path.is_file():
-        raise ValueError(f"no data set at {path}; {DOWNLOADS}: download it and pass its path as --dataset")
+        raise ValueError(
+            f"no data set at {path}; {DOWNLOADS}: download it and pass its path as --dataset"
+        )
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         problems = [json.loads(line) for line in content.splitlines() if line.strip()]
         tasks = {problem["task_id"] for problem in problems}
         prefixes = {task.partition("/")[0] for task in tasks}
-        if lacking := sorted({field for problem in problems for field in FIELDS if field not in problem}):
+        if lacking := sorted(
+            {field for problem in problems for field in FIELDS if field not in problem}
+        ):
             raise ValueError(f"fields {lacking} are missing")
         if len(tasks) < len(problems) or len(prefixes) != 1 or not prefixes <= set(PREFIXES):
             raise ValueError(f"its task ids are not distinct and all of one of {PREFIXES}")
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a data set in EvalPlus's format ({error!r}); {DOWNLOADS}") from None
+        raise ValueError(
+            f"{path} is not a data set in EvalPlus's format ({error!r}); {DOWNLOADS}"
+        ) from None
     md5 = hashlib.md5(content).hexdigest()
     unknown = (prefixes.pop().lower(), f"unknown, {len(problems)} problems, md5 {md5}")
     name, version = VERSIONS.get(md5, unknown)
@@ -97,7 +110,9 @@ class Judge:
     folder: Path
     cache: Path
     parallel: int = 1
-    min_time_limit_s: float = 10.0  # of a test; EvalPlus's 1 s fails right solutions on slow machines
+    min_time_limit_s: float = (
+        10.0  # of a test; EvalPlus's 1 s fails right solutions on slow machines
+    )
 
     def control(self) -> JsonObject:
         """Score the reference solutions: passed, total, known_failures {task:
@@ -109,7 +124,9 @@ class Judge:
         return {
             "passed": len(scored) - len(failed),
             "total": len(scored),
-            "known_failures": {task: KNOWN_FAILURES[task] for task in failed if task in KNOWN_FAILURES},
+            "known_failures": {
+                task: KNOWN_FAILURES[task] for task in failed if task in KNOWN_FAILURES
+            },
             "unexpected_failures": [task for task in failed if task not in KNOWN_FAILURES],
         }
 
@@ -136,7 +153,9 @@ class Judge:
                 raise ValueError(
                     f"the solutions cannot be judged (sandbox: {self.sandbox}): {error}"
                 ) from None
-        write_atomically(self.folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        write_atomically(
+            self.folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows)
+        )
         scored: dict[str, list[tuple[bool, bool]]] = {}
         for row in rows:
             base, plus = (row[which] == "pass" for which in TESTS)
@@ -153,10 +172,17 @@ class Judge:
             readable = [Path(sys.base_prefix).resolve()]  # with the standard library
             readable += [*packages.glob("numpy"), *packages.glob("numpy.libs")]
             options, command = sandbox_options(readable), as_nobody(command)
-        (work / "filter.bpf").write_bytes(system_call_filter(platform.machine()) if options else b"")
+        (work / "filter.bpf").write_bytes(
+            system_call_filter(platform.machine()) if options else b""
+        )
         expected = self.cache / "expected" / self.dataset.md5
         expected.mkdir(parents=True, exist_ok=True)
         return {
-            "sandbox": options, "runner": command, "filter": str(work / "filter.bpf"), "limits": LIMITS,
-            "dataset": self.dataset.name, "expected": str(expected), "min_time_limit_s": self.min_time_limit_s,
-        }  # fmt: skip
+            "sandbox": options,
+            "runner": command,
+            "filter": str(work / "filter.bpf"),
+            "limits": LIMITS,
+            "dataset": self.dataset.name,
+            "expected": str(expected),
+            "min_time_limit_s": self.min_time_limit_s,
+        }

@@ -23,14 +23,21 @@ from typing import Any
 
 # nothing of ours: keys of APIs stand in the environment
 ENVIRONMENT = {
-    "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LANG": "C.UTF-8",
-}  # fmt: skip
-MAX_LINE_BYTES = 1 << 30  # of one returned value; the largest that is expected, of Mbpp/255, takes 0.6 GB
+    "PATH": "/usr/bin:/bin",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "LANG": "C.UTF-8",
+}
+MAX_LINE_BYTES = (
+    1 << 30
+)  # of one returned value; the largest that is expected, of Mbpp/255, takes 0.6 GB
 # values that compare as their builtin type does but are not of it, as EvalPlus accepts
 # NumPy's and collections'
 BUILTIN = (int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
 KINDS = {kind.__name__: type(kind.__name__, (kind,), {}) for kind in BUILTIN}
-CONTENTS: dict[str, Callable[[Any], Any]] = {  # strings of tuples are shared: Mbpp/255 expects 10^8 of them
+CONTENTS: dict[
+    str, Callable[[Any], Any]
+] = {  # strings of tuples are shared: Mbpp/255 expects 10^8 of them
     "int": lambda text: int(text, 16),
     "complex": lambda parts: complex(*map(float.fromhex, parts)),
     "bytes": base64.b64decode,
@@ -81,17 +88,32 @@ class Solution:
 
     def __init__(self, request: dict[str, Any], code: str, entry_point: str, inputs: list[Any]):
         with open(request["filter"], "rb") as rules:
-            options = [*request["sandbox"], "--seccomp", str(rules.fileno())] if request["sandbox"] else []
+            options = (
+                [*request["sandbox"], "--seccomp", str(rules.fileno())]
+                if request["sandbox"]
+                else []
+            )
             self.process = subprocess.Popen(
-                [*options, *request["runner"]], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL, pass_fds=[rules.fileno()], env=ENVIRONMENT,
-            )  # fmt: skip
-        job = {"code": code, "entry_point": entry_point, "inputs": inputs, "limits": request["limits"]}
+                [*options, *request["runner"]],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[rules.fileno()],
+                env=ENVIRONMENT,
+            )
+        job = {
+            "code": code,
+            "entry_point": entry_point,
+            "inputs": inputs,
+            "limits": request["limits"],
+        }
         self.held = b""
         assert self.process.stdin is not None
         try:
             with self.process.stdin as pipe:
-                pickle.dump(job, pipe)  # into the sandbox; nothing that comes out of it is unpickled
+                pickle.dump(
+                    job, pipe
+                )  # into the sandbox; nothing that comes out of it is unpickled
             self.receive(60.0)
         except (OSError, EOFError, TimeoutError):
             raise SandboxError(f"a sandbox did not start: {shlex.join(options)}") from None

@@ -43,7 +43,9 @@ def main(
     """
     tasks = Bundle(bundle)
     chosen, _ = tasks.chosen(settings.labels())
-    data_sha256 = hashlib.sha256("".join(tasks.sha256(task) for task in chosen).encode()).hexdigest()
+    data_sha256 = hashlib.sha256(
+        "".join(tasks.sha256(task) for task in chosen).encode()
+    ).hexdigest()
     scorer = open_scorer(hf_dir, source)
     who = origin(hf_dir, scorer) | {"data_sha256": data_sha256}
     asked = {"protocol": settings.protocol, "limit": settings.limit}

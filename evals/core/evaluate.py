@@ -90,10 +90,14 @@ def score_task(
     def answer(left: Iterator[Item]) -> Iterator[ItemAnswer]:
         scored = score_each(scorer, left, lambda item: item.prompts)
         asked = len(rows[:limit])
-        for item, scores in track(scored, f"{task.label:>32}", asked, console=console, transient=True):
+        for item, scores in track(
+            scored, f"{task.label:>32}", asked, console=console, transient=True
+        ):
             yield judge_item(scorer, item, scores)
 
-    return partial.complete(task.label, items(task, rows, settings.protocol, scorer, room, limit), answer)
+    return partial.complete(
+        task.label, items(task, rows, settings.protocol, scorer, room, limit), answer
+    )
 
 
 def baseline(task: Task, version: str) -> float:
@@ -169,8 +173,13 @@ def mean_centered(
     for version in VERSIONS:
         mean = error = None
         if all(task.label in tasks for task in members):
-            mean = math.fsum(tasks[task.label][f"centered_{version}"] for task in members) / len(members)
-            errors = [tasks[task.label]["standard_error"] / (1 - baseline(task, version)) for task in members]
+            mean = math.fsum(tasks[task.label][f"centered_{version}"] for task in members) / len(
+                members
+            )
+            errors = [
+                tasks[task.label]["standard_error"] / (1 - baseline(task, version))
+                for task in members
+            ]
             error = math.sqrt(math.fsum(e**2 for e in errors)) / len(members)
         figures |= {f"{name}_{version}": mean, f"{name}_{version}_se": error}
     return figures
@@ -186,7 +195,11 @@ def evaluate(scorer: Scorer, bundle: Bundle, settings: Settings, partial: Partia
             tasks[task.label] = task_figures(task, answers, len(bundle.rows(task)))
         except Unscorable as error:
             missing[task.label] = str(error)
-    bits = [task["gold_bits_per_byte"] for task in tasks.values() if task["gold_bits_per_byte"] is not None]
+    bits = [
+        task["gold_bits_per_byte"]
+        for task in tasks.values()
+        if task["gold_bits_per_byte"] is not None
+    ]
     figures = {
         "protocol": settings.protocol,
         "seed": FEWSHOT_SEED,
@@ -203,7 +216,9 @@ def evaluate(scorer: Scorer, bundle: Bundle, settings: Settings, partial: Partia
 def show(figures: JsonObject, bundle: Bundle) -> None:
     """Print the tasks that were scored as a table on stderr, and in a line or two why others were not."""
     title = "" if bundle.not_core is None else f"{bundle.not_core}\n"
-    title += f"CORE tasks, {figures['protocol']}: accuracy, centered on v1 and v2, gold bits per byte"
+    title += (
+        f"CORE tasks, {figures['protocol']}: accuracy, centered on v1 and v2, gold bits per byte"
+    )
     rows = []  # with the longest name 80 columns wide
     for label, task in figures["tasks"].items():
         low, high = task["interval"]
@@ -228,7 +243,9 @@ def remarks(figures: JsonObject, bundle: Bundle) -> list[str]:
     skipped = [label for label, why in figures["missing"].items() if why == NOT_CHOSEN]
     lines = []
     if absent:
-        lines.append(f"{len(absent)} of {len(TASKS)} tasks are not in this bundle: CORE is not computed.")
+        lines.append(
+            f"{len(absent)} of {len(TASKS)} tasks are not in this bundle: CORE is not computed."
+        )
         if bundle.not_core is None:
             lines.append(f"Missing: {', '.join(absent)}; copy their files from {WHERE_FROM}.")
     if skipped:

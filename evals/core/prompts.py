@@ -89,7 +89,9 @@ def nanochat_examples(index: int, count: int, shots: int) -> list[int]:
     if shots == 0:
         return []
     if shots > count - 1:
-        raise Unscorable(f"each row needs {shots} other rows as examples, but only {count} rows are asked")
+        raise Unscorable(
+            f"each row needs {shots} other rows as examples, but only {count} rows are asked"
+        )
     others = [i for i in range(count) if i != index]
     return random.Random(FEWSHOT_SEED + index).sample(others, shots)
 
@@ -113,7 +115,10 @@ def nanochat_items(
 def nanochat_texts(task: Task, row: Row, examples: Sequence[Row]) -> list[str]:
     """The prompt of each option; for a language_modeling task the prompts without and with the answer."""
     examples_text = "".join(f"{example}\n\n" for example in write_examples(task, examples))
-    texts = [f"{examples_text}{context}{task.delimiter}{answer}" for context, answer in options_of(task, row)]
+    texts = [
+        f"{examples_text}{context}{task.delimiter}{answer}"
+        for context, answer in options_of(task, row)
+    ]
     if task.type == "language_modeling":
         # the space before the answer belongs to the answer's first token
         texts.insert(0, texts[0].removesuffix(row["continuation"]).strip())
@@ -163,7 +168,9 @@ def dclm_items(
         for index, examples in enumerate(dclm_examples(len(members), task.shots)):
             if index in asked:
                 shots = [members[i] for i in examples]
-                prompts = dclm_prompts(task, members[index], shots, encoder, needs_space, max_length)
+                prompts = dclm_prompts(
+                    task, members[index], shots, encoder, needs_space, max_length
+                )
                 yield Item(prompts, members[index].get("gold", 0), group)
 
 
@@ -182,10 +189,17 @@ def dclm_examples(count: int, shots: int) -> Iterator[set[int]]:
 
 
 def dclm_prompts(
-    task: Task, row: Row, examples: Sequence[Row], encoder: Encoder, needs_space: bool, max_length: int
+    task: Task,
+    row: Row,
+    examples: Sequence[Row],
+    encoder: Encoder,
+    needs_space: bool,
+    max_length: int,
 ) -> list[Prompt]:
     """The prompt of each option: examples, context and answer, encoded separately."""
-    stripped = [{k: v.strip() if isinstance(v, str) else v for k, v in r.items()} for r in (row, *examples)]
+    stripped = [
+        {k: v.strip() if isinstance(v, str) else v for k, v in r.items()} for r in (row, *examples)
+    ]
     examples_text = "\n".join(write_examples(task, stripped[1:]))
     preamble = encoder.encode(examples_text, special_tokens=True)
     if len(preamble) > 1 and preamble[-1] == encoder.eos_id:
@@ -197,6 +211,8 @@ def dclm_prompts(
         else:
             text = f"{context}{task.delimiter}".rstrip()
         head = preamble + encoder.encode("\n" * bool(examples_text) + text)
-        tail = encoder.encode(f" {answer}" if needs_space and not answer.startswith(" ") else answer)
+        tail = encoder.encode(
+            f" {answer}" if needs_space and not answer.startswith(" ") else answer
+        )
         prompts.append(crop_prompt(Prompt(head + tail, len(head)), max_length))
     return prompts

@@ -38,7 +38,9 @@ class Task:
 TASKS = tuple(Task(**row) for row in read_lines(Path(__file__).with_suffix(".jsonl")))
 CATEGORIES = tuple(dict.fromkeys(task.category for task in TASKS))
 NOT_CHOSEN = "not chosen by --tasks"
-WHERE_FROM = "scripts/eval/local_data of mosaicml/llm-foundry (or from nanochat's eval_bundle.zip, unpacked)"
+WHERE_FROM = (
+    "scripts/eval/local_data of mosaicml/llm-foundry (or from nanochat's eval_bundle.zip, unpacked)"
+)
 FIELDS: dict[TaskType, dict[str, type]] = {
     "multiple_choice": {"query": str, "choices": list, "gold": int},
     "schema": {"context_options": list, "continuation": str, "gold": int},
@@ -116,7 +118,11 @@ class Bundle:
 
     def _as_configured(self, task: Task, entry: JsonObject) -> Task:
         shots = entry.get("num_fewshot", task.shots)
-        path = str(entry.get("dataset_uri", task.path)).removeprefix("local_data/").removeprefix("eval_data/")
+        path = (
+            str(entry.get("dataset_uri", task.path))
+            .removeprefix("local_data/")
+            .removeprefix("eval_data/")
+        )
         values = {
             "type": entry.get("icl_task_type", task.type),
             "shots": int(shots[0] if isinstance(shots, list) else shots),
@@ -151,7 +157,9 @@ def check_row(row: Any, type_: TaskType, where: str) -> Row:
     if type_ != "language_modeling":
         options = row["choices" if type_ == "multiple_choice" else "context_options"]
         if len(options) < 2 or not all(isinstance(option, str) for option in options):
-            raise ValueError(f"{where}: at least two options are needed, each a text, not {options!r}")
+            raise ValueError(
+                f"{where}: at least two options are needed, each a text, not {options!r}"
+            )
         if not 0 <= row["gold"] < len(options):
             raise ValueError(
                 f"{where}: gold = {row['gold']} is not the index of one of {len(options)} options"

@@ -59,9 +59,7 @@ if TYPE_CHECKING:
     from evals.lm_eval.models import ScorerLM
 
 DEFAULT_LENGTHS = (2048, 4096)
-RULER_CONTEXT = (
-    "which documents are scored; RULER needs a --max-length up to 100 tokens above its longest length"
-)
+RULER_CONTEXT = "which documents are scored; RULER needs a --max-length up to 100 tokens above its longest length"
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,9 @@ def evaluate(
     )
     # a task with several filters lists each document once a filter
     for name, samples in result["samples"].items():
-        result["samples"][name] = [sample for sample in samples if sample["filter"] == samples[0]["filter"]]
+        result["samples"][name] = [
+            sample for sample in samples if sample["filter"] == samples[0]["filter"]
+        ]
     return result
 
 
@@ -156,7 +156,9 @@ def figures_of(result: JsonObject, model: ScorerLM, lengths: Sequence[int]) -> J
     ruler: dict[str, dict[str, float]] = {}
     if set(tasks) & set(RULER_TASKS):
         for length in map(str, lengths):
-            ruler[length] = {name: scores[length] for name, scores in tasks.items() if length in scores}
+            ruler[length] = {
+                name: scores[length] for name, scores in tasks.items() if length in scores
+            }
     prompts = {name: prompt_figures(model, samples) for name, samples in result["samples"].items()}
     return {
         "tasks": tasks,
@@ -223,7 +225,9 @@ def main(
     is the record, JSON.
     """
     names, lengths, hf_dir = expand_tasks(asked.tasks), lengths_of(asked.lengths), hf_dir.resolve()
-    about = replace(about, out=about.out and about.out.resolve())  # data_folder changes the working directory
+    about = replace(
+        about, out=about.out and about.out.resolve()
+    )  # data_folder changes the working directory
     with data_folder(asked.data.resolve(), names) if asked.data else contextlib.nullcontext():
         from evals.lm_eval.models import ScorerLM
 
@@ -231,9 +235,14 @@ def main(
         who = origin(hf_dir, model.scorer)
         model.partial = partial_beside(about.out, "lm_eval", who, model.max_length, code_at_start())
         result = evaluate(
-            model, names, hf_dir, lengths=lengths, limit=asked.limit,
-            num_fewshot=asked.num_fewshot, apply_chat_template=asked.chat_template,
-        )  # fmt: skip
+            model,
+            names,
+            hf_dir,
+            lengths=lengths,
+            limit=asked.limit,
+            num_fewshot=asked.num_fewshot,
+            apply_chat_template=asked.chat_template,
+        )
     settings, lines = settings_of(asked, names, model.add_bos), item_lines(result["samples"])
     figures = {
         **settings,

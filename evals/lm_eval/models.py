@@ -65,9 +65,14 @@ class ScorerLM(TemplateLM):
     def tokenizer_name(self) -> str:
         return str(self.folder).replace("/", "__")
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
         """Ids of a text; False: without BOS, though the model was opened with add_bos."""
-        ids, bos = self.tokenizer.encode(string, add_special_tokens=False), self.tokenizer.bos_token_id
+        ids, bos = (
+            self.tokenizer.encode(string, add_special_tokens=False),
+            self.tokenizer.bos_token_id,
+        )
         begins = add_special_tokens is False or not self.add_bos or ids[:1] == [bos]
         return ids if begins else [bos, *ids]
 
@@ -84,7 +89,10 @@ class ScorerLM(TemplateLM):
         )
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+        self,
+        requests: Sequence[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: Any,
     ) -> list[tuple[float, bool]]:
         """(sum of log p of the continuation in nats, whether greedy decoding would have written
         it) of each request.
@@ -114,10 +122,14 @@ class ScorerLM(TemplateLM):
         ids = self._fitting(context + continuation, self.scoring_room)
         return Prompt(ids, len(ids) - len(continuation))
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
         """log p of whole texts in nats: every token once, after BOS, in windows of the context's length."""
         texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
-        sums = self._complete("rolling", texts, lambda left: map(self.scorer.rolling, left), disable_tqdm)
+        sums = self._complete(
+            "rolling", texts, lambda left: map(self.scorer.rolling, left), disable_tqdm
+        )
         for request, nats in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, nats)
         return sums
@@ -165,7 +177,9 @@ class ScorerLM(TemplateLM):
     def _fitting(self, ids: list[int], room: int) -> list[int]:
         """The last `room` ids."""
         if len(ids) > room:
-            warnings.warn(f"prompts lose their head: the context is {self.max_length} tokens", stacklevel=1)
+            warnings.warn(
+                f"prompts lose their head: the context is {self.max_length} tokens", stacklevel=1
+            )
         return ids[-room:]
 
 

@@ -29,7 +29,9 @@ def counts(lines: Iterable[JsonObject], lengths: Iterable[int]) -> dict[str, Jso
 
     lines: items with task, length and needles.
     """
-    by_length: dict[str, JsonObject] = {str(length): {"documents": {}, "depths": {}} for length in lengths}
+    by_length: dict[str, JsonObject] = {
+        str(length): {"documents": {}, "depths": {}} for length in lengths
+    }
     for line in lines:
         if (of_length := by_length.get(str(line.get("length")))) is None:
             continue

@@ -44,11 +44,25 @@ if TYPE_CHECKING:
 
 ESSAYS = "baber/paul_graham_essays"
 RULER_TASKS = (
-    "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
-    "niah_multiquery", "niah_multivalue", "ruler_vt", "ruler_cwe", "ruler_fwe",
-)  # fmt: skip
+    "niah_single_1",
+    "niah_single_2",
+    "niah_single_3",
+    "niah_multikey_1",
+    "niah_multikey_2",
+    "niah_multikey_3",
+    "niah_multiquery",
+    "niah_multivalue",
+    "ruler_vt",
+    "ruler_cwe",
+    "ruler_fwe",
+)
 ARC_TASKS, IFEVAL = ("arc_easy", "arc_challenge"), "ifeval"
-FOLDERS = ("arc", "ruler", "gsm8k", IFEVAL)  # of lm-eval, looked at first: to index all takes seconds
+FOLDERS = (
+    "arc",
+    "ruler",
+    "gsm8k",
+    IFEVAL,
+)  # of lm-eval, looked at first: to index all takes seconds
 TABLES = Path("tokenizers") / "punkt_tab" / "english"
 # lm-eval's defaults; the first two determine RULER's texts
 SEEDS = {"random": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}
@@ -90,12 +104,16 @@ def load_tasks(
     metadata: Any = {"max_seq_lengths": list(lengths), "tokenizer": str(tokenizer)}
     stock = {name for name in names if not Path(name).is_file()}
     folders: list[str | Path] = [Path(lm_eval.tasks.__file__).parent / folder for folder in FOLDERS]
-    manager = lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False, metadata=metadata)
+    manager = lm_eval.tasks.TaskManager(
+        include_path=folders, include_defaults=False, metadata=metadata
+    )
     if not stock <= {*manager.all_tasks}:
         manager = lm_eval.tasks.TaskManager(metadata=metadata)
     known = sorted(manager.all_tasks)
     if unknown := sorted(stock - {*known}):
-        raise ValueError(f"--tasks: lm-eval has no {', '.join(unknown)}, {choice(unknown[0], known, most=5)}")
+        raise ValueError(
+            f"--tasks: lm-eval has no {', '.join(unknown)}, {choice(unknown[0], known, most=5)}"
+        )
     return manager, list(manager.load(list(names))["tasks"].values())
 
 
@@ -122,7 +140,9 @@ def item_lines(samples: dict[str, list[JsonObject]]) -> list[JsonObject]:
             responses = sample["filtered_resps"]
             if length := sample["doc"].get("max_length"):  # of RULER
                 line |= {"length": length, "needles": needles_of(sample["doc"], responses[0])}
-            scored = [r[0] for r in responses if isinstance(r, list | tuple) and isinstance(r[0], float)]
+            scored = [
+                r[0] for r in responses if isinstance(r, list | tuple) and isinstance(r[0], float)
+            ]
             lines.append(line | {"losses": [-score for score in scored]})
     return lines
 
@@ -131,7 +151,9 @@ def documents_sha256(samples: dict[str, list[JsonObject]]) -> str:
     """Hash of the documents, in order."""
     digest = hashlib.sha256()
     for name, of_task in samples.items():
-        digest.update(name.encode() + b"\0" + "".join(sample["doc_hash"] for sample in of_task).encode())
+        digest.update(
+            name.encode() + b"\0" + "".join(sample["doc_hash"] for sample in of_task).encode()
+        )
     return digest.hexdigest()
 
 
@@ -148,7 +170,9 @@ def data_folder(data: Path, tasks: Sequence[str]) -> Iterator[None]:
     os.environ.update(dict.fromkeys(before, "1"))  # read at import: missing data fails at once
     import datasets
 
-    usual_cache = datasets.config.HF_DATASETS_CACHE  # may hold a data set of the same name from elsewhere
+    usual_cache = (
+        datasets.config.HF_DATASETS_CACHE
+    )  # may hold a data set of the same name from elsewhere
     with tempfile.TemporaryDirectory() as cache, contextlib.chdir(data):
         datasets.config.HF_DATASETS_CACHE = Path(cache)
         try:
@@ -221,7 +245,9 @@ def check_room(names: Sequence[str], lengths: Sequence[int], folder: Path) -> No
                     )
 
 
-Measured = list[tuple[str, int, int]]  # parts of a prompt: what it is, its tokens, the most that it may have
+Measured = list[
+    tuple[str, int, int]
+]  # parts of a prompt: what it is, its tokens, the most that it may have
 
 
 def measure_vt(tokenizer: Any, length: int) -> Measured:
@@ -230,16 +256,24 @@ def measure_vt(tokenizer: Any, length: int) -> Measured:
 
     def longest(units: int, example: bool) -> int:
         drawn = [vt_utils.generate_input_output(units, 1, 4, is_icl=example) for _ in range(DRAWS)]
-        return max(len(tokenizer(f"{text} {answer}").input_ids) for text, answer in drawn) + VT_ANSWER_TOKENS
+        return (
+            max(len(tokenizer(f"{text} {answer}").input_ids) for text, answer in drawn)
+            + VT_ANSWER_TOKENS
+        )
 
     parts = [("its worked example", longest(VT_EXAMPLE_UNITS, example=True), VT_EXAMPLE_TOKENS)]
     if parts[0][1] <= VT_EXAMPLE_TOKENS:
         with contextlib.redirect_stdout(io.StringIO()):  # it prints every attempt
             (example,) = vt_utils.sys_vartrack_w_noise_random(
-                tokenizer, num_samples=1, max_seq_length=VT_EXAMPLE_TOKENS, incremental=VT_EXAMPLE_UNITS
+                tokenizer,
+                num_samples=1,
+                max_seq_length=VT_EXAMPLE_TOKENS,
+                incremental=VT_EXAMPLE_UNITS,
             )
         worked = tokenizer(f"{example['input']} {' '.join(example['outputs'])}\n\n").input_ids
-        parts.append(("its shortest prompt", len(worked) + longest(VT_UNITS, example=False), length))
+        parts.append(
+            ("its shortest prompt", len(worked) + longest(VT_UNITS, example=False), length)
+        )
     return parts
 
 

@@ -19,14 +19,14 @@ from evals.scorer.base import (  # noqa: F401 - all that evaluations use stands 
     fast_tokenizer,
     read_config,
     score_each,
-)  # fmt: skip
+)
 from evals.tables import console
 from records.files import JsonObject, file_sha256, model_sha256
 
 SourceFlags = Annotated[  # --backend, --device, ... as flags of the command itself
     Source,
     tyro.conf.arg(name="model", help="what runs the model: a library in this process, or a server"),
-]  # fmt: skip
+]
 LOCAL = Source()
 
 
@@ -59,7 +59,9 @@ def choose(folder: Path, source: Source = LOCAL) -> tuple[str, str, str]:
 
     model_type = read_config(folder).get("model_type")
     asked = f"--backend {source.backend}"
-    if source.backend == "engine":  # its auto is the CPU, and a list of GPUs shares the model's lanes
+    if (
+        source.backend == "engine"
+    ):  # its auto is the CPU, and a list of GPUs shares the model's lanes
         if model_type not in ("laneformer", *FAMILIES):
             raise ValueError(
                 f"backend = 'engine': {folder} is of model_type {model_type!r}; use 'transformers' or 'auto' for all "

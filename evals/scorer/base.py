@@ -119,7 +119,9 @@ class Encoder:
             raise ValueError(
                 f"{self.folder} has no chat template; ask with a text (evals.code: --prompt completion)"
             )
-        return self.encode(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
+        return self.encode(
+            tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        )
 
     def text_after(self, before: Sequence[int], new: Sequence[int]) -> str:
         """The text of new ids behind others, as the engine streams it."""
@@ -211,11 +213,15 @@ def fast_tokenizer(folder: Path) -> Any:
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Length of the common prefix of two sequences."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if (config := read_json(path)) is None:
-        raise ValueError(f"{path} does not exist; pass a Hugging Face model folder, such as runs/demo/hf")
+        raise ValueError(
+            f"{path} does not exist; pass a Hugging Face model folder, such as runs/demo/hf"
+        )
     return config

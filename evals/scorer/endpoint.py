@@ -20,7 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from evals.scorer.base import NOTHING, Answer, AnyPrompt, Prompt, Scorer, Scores, Source, read_config
+from evals.scorer.base import (
+    NOTHING,
+    Answer,
+    AnyPrompt,
+    Prompt,
+    Scorer,
+    Scores,
+    Source,
+    read_config,
+)
 from evals.scorer.hf import cut_at_stop
 from records.files import JsonObject
 
@@ -46,7 +55,9 @@ class EndpointScorer(Scorer):
         self.model = source.model or "laneformer"
         if folder is not None:
             super().__init__(folder)
-            self.max_length = source.max_length or int(read_config(folder)["max_position_embeddings"])
+            self.max_length = source.max_length or int(
+                read_config(folder)["max_position_embeddings"]
+            )
             self.model = source.model or folder.resolve().name
         self.device = base_url.rstrip("/").removesuffix("/completions")
         self.parallel, self.timeout_s = source.concurrency, source.timeout_s
@@ -59,7 +70,12 @@ class EndpointScorer(Scorer):
     def _score(self, item: Sequence[Prompt]) -> list[Scores]:
         prompts = [self.check_prompt(Prompt(*prompt)) for prompt in item]
         wanted = [i for i, prompt in enumerate(prompts) if prompt.start < len(prompt.ids)]
-        body = {"prompt": [prompts[i].ids for i in wanted], "max_tokens": 1, "temperature": 0, "echo": True}
+        body = {
+            "prompt": [prompts[i].ids for i in wanted],
+            "max_tokens": 1,
+            "temperature": 0,
+            "echo": True,
+        }
         scores = [NOTHING] * len(prompts)
         choices = self._choices("completions", body | {"logprobs": 1}) if wanted else []
         by_index = {choice.get("index"): choice for choice in choices}
@@ -76,17 +92,27 @@ class EndpointScorer(Scorer):
     ) -> Answer:
         chat = bool(prompt) and isinstance(prompt[0], dict)
         body: JsonObject = {"n": 1, "max_tokens": max_new_tokens, "temperature": 0.0, **sampling}
-        body |= {"messages": prompt} if chat else {"prompt": prompt if isinstance(prompt, str) else [prompt]}
+        body |= (
+            {"messages": prompt}
+            if chat
+            else {"prompt": prompt if isinstance(prompt, str) else [prompt]}
+        )
         body |= {"stop": list(stops[:STOPS])} if stops else {}
         path = "chat/completions" if chat else "completions"
         choice = self._choices(path, body)[0]
         try:
             text = (choice["message"]["content"] if chat else choice["text"]) or ""
-            whole = text.encode(errors="replace").decode()  # JSON has half characters, which no file takes
+            whole = text.encode(
+                errors="replace"
+            ).decode()  # JSON has half characters, which no file takes
         except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"{self.device}/{path} returned a choice without text ({error!r})") from None
+            raise ValueError(
+                f"{self.device}/{path} returned a choice without text ({error!r})"
+            ) from None
         text = cut_at_stop(whole, stops)
-        return Answer(text, "stop" if len(text) < len(whole) else choice.get("finish_reason") or "stop")
+        return Answer(
+            text, "stop" if len(text) < len(whole) else choice.get("finish_reason") or "stop"
+        )
 
     def _choices(self, path: str, body: JsonObject) -> list[JsonObject]:
         reply = self._post(f"{self.device}/{path}", {"model": self.model, **body})
@@ -114,7 +140,9 @@ class EndpointScorer(Scorer):
             # no connection, a timeout, not JSON, half a reply
             except (OSError, ValueError, HTTPException) as error:
                 reason = repr(error)
-        raise ValueError(f"{url} gave no answer in {ATTEMPTS} attempts ({reason}); run again to continue")
+        raise ValueError(
+            f"{url} gave no answer in {ATTEMPTS} attempts ({reason}); run again to continue"
+        )
 
 
 def scores_of(choice: JsonObject, prompt: Prompt) -> Scores:

@@ -20,7 +20,9 @@ class EngineScorer(Scorer):
     backend, parallel = "engine", 1
     reused_tokens: int
 
-    def __init__(self, folder: Path, device: str = "auto", max_length: int | None = None, **options: Any):
+    def __init__(
+        self, folder: Path, device: str = "auto", max_length: int | None = None, **options: Any
+    ):
         from laneformer import Engine
         from laneformer.engine.device import cuda_devices
 

@@ -27,10 +27,16 @@ from evals.scorer.base import (
     common_prefix,
     fast_tokenizer,
     read_config,
-)  # fmt: skip
+)
 
-PASS_TOKENS = {"cuda": 8192, "cpu": 1024}  # of a pass, padding included, unless one prompt alone has more
-WORTH_A_PASS = {"cuda": 1536, "cpu": 512}  # tokens; reading fewer of them again costs less than one more pass
+PASS_TOKENS = {
+    "cuda": 8192,
+    "cpu": 1024,
+}  # of a pass, padding included, unless one prompt alone has more
+WORTH_A_PASS = {
+    "cuda": 1536,
+    "cpu": 512,
+}  # tokens; reading fewer of them again costs less than one more pass
 
 
 Place = tuple[int, int]  # (item, option)
@@ -68,7 +74,9 @@ class TransformersScorer(Scorer):
     backend, parallel = "transformers", 1
     reused_tokens: int
 
-    def __init__(self, folder: Path, device: str = "cpu", max_length: int | None = None, dtype: Any = "auto"):
+    def __init__(
+        self, folder: Path, device: str = "cpu", max_length: int | None = None, dtype: Any = "auto"
+    ):
         super().__init__(folder)
         import torch
         from transformers import AutoModelForCausalLM, GenerationConfig
@@ -81,17 +89,26 @@ class TransformersScorer(Scorer):
         model = model_class.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
         self._model = model.to(self._device).eval()
         # where a text ends, and nothing else: penalties and beams of the folder would make greedy another thing
-        self._model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
+        self._model.generation_config = GenerationConfig(
+            eos_token_id=model.generation_config.eos_token_id
+        )
         self.device, self.dtype = device, str(self._model.dtype).removeprefix("torch.")
         config = self._model.config.get_text_config()
-        self.max_length = int(max_length or getattr(config, "max_position_embeddings", None) or 1 << 30)
+        self.max_length = int(
+            max_length or getattr(config, "max_position_embeddings", None) or 1 << 30
+        )
         self.scoring_room, self.reused_tokens = self.max_length + 1, 0
-        self._last: tuple[list[int], Any] = [], None  # ids that were read, and their keys and values
+        self._last: tuple[list[int], Any] = (
+            [],
+            None,
+        )  # ids that were read, and their keys and values
         # a recurrent state cannot be copied for every option
         self._keeps_prefix = not getattr(self._model, "_is_stateful", False)
         takes = inspect.signature(self._model.forward).parameters
         self._few_logits = "logits_to_keep" in takes
-        self._cache = "cache" if "cache" in takes else "past_key_values"  # its name before Transformers 5.24
+        self._cache = (
+            "cache" if "cache" in takes else "past_key_values"
+        )  # its name before Transformers 5.24
         with torch.inference_mode():
             if not self._logits([[self.eos_id or 0]], 1, None).isfinite().all():
                 raise ValueError(
@@ -121,7 +138,9 @@ class TransformersScorer(Scorer):
                 raise
         torch.cuda.empty_cache()  # does nothing without a GPU
         half = len(prompts) // 2
-        return self._within_memory(prompts[:half], offset) + self._within_memory(prompts[half:], offset)
+        return self._within_memory(prompts[:half], offset) + self._within_memory(
+            prompts[half:], offset
+        )
 
     def _score(self, prompts: Sequence[Prompt], offset: int) -> list[Scores]:
         """The scores of prompts that share their first `offset` ids."""
@@ -141,12 +160,17 @@ class TransformersScorer(Scorer):
             logits = self._logits(padded, width - first, cache)
             starts = [p.start - 1 - offset - first for p in prompts]
             own = [logits[i, s : len(rows[i]) - first] for i, s in enumerate(starts)]
-            targets = torch.tensor([i for p in prompts for i in p.ids[p.start :]], device=self._device)
+            targets = torch.tensor(
+                [i for p in prompts for i in p.ids[p.start :]], device=self._device
+            )
             wanted = torch.cat(own).double()
             logprobs = wanted.log_softmax(-1).gather(1, targets[:, None])[:, 0].cpu().numpy()
             greedy = (wanted.argmax(-1) == targets).cpu().numpy()
         ends = np.cumsum([len(each) for each in own])[:-1]
-        return [Scores(*each) for each in zip(np.split(logprobs, ends), np.split(greedy, ends), strict=True)]
+        return [
+            Scores(*each)
+            for each in zip(np.split(logprobs, ends), np.split(greedy, ends), strict=True)
+        ]
 
     def _logits(self, rows: list[list[int]], count: int, cache: Any) -> Any:
         """Logits (B, kept, V) of the last positions of a pass. cache: keys and values before it, or None."""
@@ -172,7 +196,9 @@ class TransformersScorer(Scorer):
         set_seed(sampling.pop("seed", 0))
         draws = sampling.get("temperature", 0.0) > 0
         options: dict[str, Any] = {"do_sample": draws, "pad_token_id": self.eos_id}
-        if draws:  # from the whole distribution, as the engine: its defaults are no top-k and no top-p
+        if (
+            draws
+        ):  # from the whole distribution, as the engine: its defaults are no top-k and no top-p
             options |= {"top_k": 0, "top_p": 1.0, **sampling}
         if stops:
             options |= {"stop_strings": list(stops), "tokenizer": fast_tokenizer(self.folder)}
@@ -196,7 +222,9 @@ class TransformersScorer(Scorer):
         from transformers import DynamicCache
 
         (before, cache), self._last = self._last, ([], None)  # a pass that fails leaves neither
-        shared = min(common_prefix(before, ids), len(ids) - 1)  # the last id is read again, for its logits
+        shared = min(
+            common_prefix(before, ids), len(ids) - 1
+        )  # the last id is read again, for its logits
         if not shared or cache is None:
             return {self._cache: DynamicCache()}
         if (beyond := cache.get_seq_length() - shared) > 0:
@@ -210,4 +238,6 @@ class TransformersScorer(Scorer):
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
     """The text before the first stop string."""
-    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
+    return text[
+        : min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))
+    ]

@@ -18,8 +18,15 @@ from typing import Any
 from .ropes import Rope, check_scaling, own_ropes
 
 MODULES = ("attention", "mlp")
-MATRICES = ("attention.wq", "attention.wk", "attention.wv", "attention.wo",
-            "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")  # fmt: skip
+MATRICES = (
+    "attention.wq",
+    "attention.wk",
+    "attention.wv",
+    "attention.wo",
+    "feed_forward.w1",
+    "feed_forward.w2",
+    "feed_forward.w3",
+)
 NORMS = ("attention_norm", "ffn_norm")  # of a layer, in the order of MODULES
 BIASED = ("attention.wq", "attention.wk", "attention.wv")  # by `attention_bias`
 HEAD_NORMS = ("attention.q_norm", "attention.k_norm")  # by `qk_norm`: of every head's, before RoPE
@@ -126,7 +133,11 @@ class LaneformerConfig:
         """The fields that only models of other families (llama/) set, where they differ from a Laneformer's."""
         usual = self.hidden_size / self.num_attention_heads
         plain: dict[str, Any] = {"head_dim": usual, "attention_bias": False, "qk_norm": False}
-        return {name: getattr(self, name) for name, value in plain.items() if getattr(self, name) != value}
+        return {
+            name: getattr(self, name)
+            for name, value in plain.items()
+            if getattr(self, name) != value
+        }
 
     def needs_other_layers(self) -> dict[str, Any]:
         """The fields that model.py does not compute; none but in a subclass, see llama/variant.py."""
@@ -140,7 +151,11 @@ class LaneformerConfig:
         if not (self.use_attention_comm if module == "attention" else self.use_mlp_comm):
             return Join.NO_REDUCE
         delay, early = self.broadcast_delay, self.early_layers or self.broadcast_delay
-        if not delay or layer < self.first_late_layer or (self.use_early_comm and layer < min(early, delay)):
+        if (
+            not delay
+            or layer < self.first_late_layer
+            or (self.use_early_comm and layer < min(early, delay))
+        ):
             return Join.PRESENT  # PAST with delay 0 is p + (P - p) = P
         return Join.PAST if layer >= delay else Join.NO_REDUCE
 
@@ -153,7 +168,9 @@ class LaneformerConfig:
 
     def adds_delayed(self, layer: int, module: str) -> bool:
         """Whether the other lanes' partial outputs of `broadcast_delay` layers ago join in this layer."""
-        return self.join(layer, module) == Join.PAST and self.broadcasts(layer - self.broadcast_delay, module)
+        return self.join(layer, module) == Join.PAST and self.broadcasts(
+            layer - self.broadcast_delay, module
+        )
 
     def delivers(self, layer: int, module: str) -> bool:
         """Whether the other lanes' partials, otherwise lost, join in the end: flushed, or for the MTP head."""
@@ -174,7 +191,9 @@ class LaneformerConfig:
 
     def equal_streams(self, layers: int) -> bool:
         """Whether all lanes' streams are the same after the first `layers`, so that one is kept for all."""
-        return all(self.join(i, module) == Join.PRESENT for i in range(layers) for module in MODULES)
+        return all(
+            self.join(i, module) == Join.PRESENT for i in range(layers) for module in MODULES
+        )
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of the model, named as in its state dict, and its shape; no head where it is tied.
@@ -190,7 +209,9 @@ class LaneformerConfig:
         head = {} if self.tie_word_embeddings else {HEAD: self.head_shape}
         shapes |= {"norm.weight": norm, **head}
         if self.num_nextn_predict_layers:
-            shapes |= {f"{MTP}{name}.weight": norm for name in ("hidden_norm", "embedding_norm", "norm")}
+            shapes |= {
+                f"{MTP}{name}.weight": norm for name in ("hidden_norm", "embedding_norm", "norm")
+            }
             shapes |= self._layer_shapes(f"{MTP}layer.", norm)
         return shapes | ({DRAFT_IDS: (self.draft_vocab_size,)} if self.draft_vocab_size else {})
 
@@ -217,7 +238,9 @@ class LaneformerConfig:
             "embedding": sizes[EMBEDDING],
             "layer": sum(sizes[f"layers.0.{name}.weight"] for name in MATRICES),
             "lm_head": sizes.get(HEAD, 0),
-            "norms": sum(sizes[n] for n in sizes if n.endswith("norm.weight") and not n.startswith(MTP)),
+            "norms": sum(
+                sizes[n] for n in sizes if n.endswith("norm.weight") and not n.startswith(MTP)
+            ),
             "mtp": sum(size for name, size in sizes.items() if name.startswith(MTP)),
             "total": sum(sizes.values()),
         }
@@ -247,8 +270,13 @@ class LaneformerConfig:
         plain |= set() if self.num_nextn_predict_layers else set(HEAD_FIELDS)
         later = ("first_late_layer", "early_layers", "flush", "nope_layers", "window_rope_theta")
         plain |= {name for name in later if not getattr(self, name)}
-        values = {name: value for name, value in dataclasses.asdict(self).items() if name not in plain}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        values = {
+            name: value for name, value in dataclasses.asdict(self).items() if name not in plain
+        }
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+        }
 
 
 def _matrix_shapes(config: LaneformerConfig) -> dict[str, tuple[int, ...]]:
@@ -260,7 +288,9 @@ def _matrix_shapes(config: LaneformerConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for name in MATRICES:
         part = name.split(".")[1]
-        shapes[name] = (lanes, rows[part] // lanes, d) if part in rows else (lanes, d, columns[part] // lanes)
+        shapes[name] = (
+            (lanes, rows[part] // lanes, d) if part in rows else (lanes, d, columns[part] // lanes)
+        )
     return shapes
 
 
@@ -275,9 +305,17 @@ def _refuse_unknown_keys(values: dict[str, Any], known: list[str]) -> None:
 
 def _check_sizes(config: LaneformerConfig) -> None:
     for name in (
-        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-        "num_lanes", "sliding_window", "max_position_embeddings", "vocab_size", "head_dim",
-    ):  # fmt: skip
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "num_lanes",
+        "sliding_window",
+        "max_position_embeddings",
+        "vocab_size",
+        "head_dim",
+    ):
         value = getattr(config, name)
         if name == "head_dim" and value is None:
             continue
@@ -294,7 +332,9 @@ def _check_sizes(config: LaneformerConfig) -> None:
 
 
 def _check_lanes(config: LaneformerConfig) -> None:
-    by_head = {"vocab_parallel": ["vocab_size"], "lane": ["hidden_size"]}.get(config.lm_head_type, [])
+    by_head = {"vocab_parallel": ["vocab_size"], "lane": ["hidden_size"]}.get(
+        config.lm_head_type, []
+    )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", *by_head):
         value = getattr(config, name)
         if value % config.num_lanes:
@@ -314,7 +354,9 @@ def _check_heads(config: LaneformerConfig) -> None:
             )
         object.__setattr__(config, "head_dim", config.hidden_size // config.num_attention_heads)
     if config.head_dim % 2:
-        raise ValueError(f"head dimension {config.head_dim} is odd; RoPE rotates pairs, so it must be even")
+        raise ValueError(
+            f"head dimension {config.head_dim} is odd; RoPE rotates pairs, so it must be even"
+        )
     if config.num_attention_heads % config.num_key_value_heads:
         raise ValueError(
             f"num_attention_heads = {config.num_attention_heads} is not a multiple of "
@@ -335,11 +377,17 @@ def _check_choices(config: LaneformerConfig) -> None:
                 f"{name} = {getattr(config, name)!r} must be 0 to {config.num_hidden_layers - 1}"
             )
     if config.lm_head_type not in LM_HEAD_TYPES:
-        raise ValueError(f"lm_head_type = {config.lm_head_type!r} is unknown; choose from {LM_HEAD_TYPES}")
+        raise ValueError(
+            f"lm_head_type = {config.lm_head_type!r} is unknown; choose from {LM_HEAD_TYPES}"
+        )
     if config.pre_norm_lane_agg and config.lm_head_type != "replicate":
-        raise ValueError(f"pre_norm_lane_agg needs lm_head_type = 'replicate', not {config.lm_head_type!r}")
+        raise ValueError(
+            f"pre_norm_lane_agg needs lm_head_type = 'replicate', not {config.lm_head_type!r}"
+        )
     if config.tie_word_embeddings and config.lm_head_type == "lane":
-        raise ValueError("tie_word_embeddings needs lm_head_type 'vocab_parallel' or 'replicate', not 'lane'")
+        raise ValueError(
+            "tie_word_embeddings needs lm_head_type 'vocab_parallel' or 'replicate', not 'lane'"
+        )
     if config.rope_scaling is not None:
         check_scaling(config.rope_scaling, config.window_rope_theta)
 
@@ -375,11 +423,21 @@ def plain_name(name: str) -> str:
 FLAVORS: dict[str, dict[str, Any]] = {
     "2b": {},
     "300m": {
-        "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
     },
     "tiny": {
-        "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "num_lanes": 4, "sliding_window": 64, "swa_layers": (0, 1, 2, 3),
-        "max_position_embeddings": 512, "vocab_size": 4096,
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_lanes": 4,
+        "sliding_window": 64,
+        "swa_layers": (0, 1, 2, 3),
+        "max_position_embeddings": 512,
+        "vocab_size": 4096,
     },
-}  # fmt: skip
+}

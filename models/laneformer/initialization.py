@@ -44,5 +44,7 @@ def fill_from_generator(parameter: Tensor, std: float, key: str) -> None:
 
         assert isinstance(parameter, DTensor)
         # every rank draws the same tensor, so no rank has to send: src_data_rank=None only cuts
-        full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        full = distribute_tensor(
+            full, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
     parameter.copy_(full)

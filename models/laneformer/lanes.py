@@ -45,7 +45,9 @@ class LaneLinear(nn.Module):
     (L, out, in/L), x (B, S, L, in/L) -> a partial sum (B, S, L, out).
     """
 
-    def __init__(self, num_lanes: int, in_features: int, out_features: int, fan: str, bias: bool = False):
+    def __init__(
+        self, num_lanes: int, in_features: int, out_features: int, fan: str, bias: bool = False
+    ):
         super().__init__()
         assert fan in ("out", "in"), f"fan is 'out' or 'in', not {fan!r}"
         if fan == "out":

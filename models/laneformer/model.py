@@ -63,7 +63,9 @@ class LaneAttention(nn.Module):
         heads = x.flatten(2).unflatten(-1, (-1, self.head_dim))
         return heads if norm is None else norm(heads)
 
-    def rotate(self, query: Tensor, key: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def rotate(
+        self, query: Tensor, key: Tensor, rope: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """Queries and keys (B, S, heads, d) at their positions; `rope` holds those of all kinds of layers."""
         cos, sin = (table[self.rope] if self.ropes else table for table in rope)
         return apply_rope(query, (cos, sin)), apply_rope(key, (cos, sin))
@@ -183,7 +185,11 @@ class LMHead(nn.Module):
         self.weight = None if config.tie_word_embeddings else nn.Parameter(torch.empty(self.shape))
 
     def forward(self, h: Tensor, norm: LaneRMSNorm, embedding: Tensor | None = None) -> Tensor:
-        weight = self.weight if embedding is None or self.weight is not None else embedding.view(self.shape)
+        weight = (
+            self.weight
+            if embedding is None or self.weight is not None
+            else embedding.view(self.shape)
+        )
         assert weight is not None, "a tied head needs the embedding"
         return self.score(norm(h.sum(2, keepdim=True) if self.sum_before_norm else h), weight)
 
@@ -229,7 +235,9 @@ def run_layers(
     return h, in_flight
 
 
-def deliver(h: Tensor, tail: Partials, config: LaneformerConfig, lanes: Lanes | None = None) -> Tensor:
+def deliver(
+    h: Tensor, tail: Partials, config: LaneformerConfig, lanes: Lanes | None = None
+) -> Tensor:
     """Streams (B, S, L, D) and what `run_layers` returns with them -> streams that have every lane's
     partials: (B, S, 1, D), one for all, where they are equal up to rounding.
     """

@@ -63,4 +63,6 @@ class MTPHead(nn.Module):
 def draft_mask(length: int, step: int, device: torch.device) -> Tensor:
     """Which keys step k's columns see, bool (S, k S): step 1's up to their own, one of each later step."""
     causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return torch.cat([causal, *[torch.eye(length, dtype=torch.bool, device=device)] * (step - 1)], 1)
+    return torch.cat(
+        [causal, *[torch.eye(length, dtype=torch.bool, device=device)] * (step - 1)], 1
+    )

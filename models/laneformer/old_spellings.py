@@ -14,11 +14,21 @@ from typing import Any
 OLDER = "laneformer_tp"
 MODEL_TYPES = ("laneformer", OLDER)
 DEFAULTS = {  # of the older config class, for keys that a file leaves out
-    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": None,
-    "intermediate_size": 16384, "max_position_embeddings": 131072, "vocab_size": 128256, "num_lanes": 1,
-    "broadcast_delay": 1, "lm_head_type": "replicate", "sliding_window": None, "sliding_window_n_layers": 0,
-    "use_comm": True, "rebroadcast_early": True,
-}  # fmt: skip
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "intermediate_size": 16384,
+    "max_position_embeddings": 131072,
+    "vocab_size": 128256,
+    "num_lanes": 1,
+    "broadcast_delay": 1,
+    "lm_head_type": "replicate",
+    "sliding_window": None,
+    "sliding_window_n_layers": 0,
+    "use_comm": True,
+    "rebroadcast_early": True,
+}
 WITHOUT_EFFECT = ("multiple_of", "depth_init", "use_flex_attn")
 
 
@@ -26,9 +36,13 @@ def modern_spelling(values: Mapping[str, Any]) -> dict[str, Any]:
     """A `config.json` with the keys of LaneformerConfig; ValueError for what it says that cannot be said so."""
     read = {**DEFAULTS, **values} if values.get("model_type") == OLDER else dict(values)
     if read.get("attn_mask_type", "causal") != "causal":
-        raise ValueError(f"attn_mask_type = {read['attn_mask_type']!r} is not supported; only 'causal'")
+        raise ValueError(
+            f"attn_mask_type = {read['attn_mask_type']!r} is not supported; only 'causal'"
+        )
     if values.get("model_type") == OLDER and read["lm_head_type"] == "lane":
-        raise ValueError(f"lm_head_type = 'lane' of {OLDER} scores all lanes at once, which is not supported")
+        raise ValueError(
+            f"lm_head_type = 'lane' of {OLDER} scores all lanes at once, which is not supported"
+        )
     if (comm := read.pop("use_comm", None)) is not None:
         if not comm and read.get("use_early_comm", True) and read.get("broadcast_delay"):
             raise ValueError(
@@ -46,4 +60,8 @@ def modern_spelling(values: Mapping[str, Any]) -> dict[str, Any]:
         del read["sliding_window"]
     if read.get("num_key_value_heads", 0) is None:
         read["num_key_value_heads"] = read["num_attention_heads"]
-    return {name: value for name, value in read.items() if name not in (*WITHOUT_EFFECT, "attn_mask_type")}
+    return {
+        name: value
+        for name, value in read.items()
+        if name not in (*WITHOUT_EFFECT, "attn_mask_type")
+    }

@@ -24,9 +24,13 @@ def rope_table(config: LaneformerConfig, positions: Tensor) -> tuple[Tensor, Ten
         frequency = 1.0 / config.rope_theta ** (pairs / config.head_dim)
         angle = at * stretch_llama3(frequency, config.rope_scaling)
         return angle.cos()[:, :, None], angle.sin()[:, :, None]
-    ropes = [rope.of_pairs(config.max_position_embeddings, config.head_dim // 2) for rope in config.ropes]
+    ropes = [
+        rope.of_pairs(config.max_position_embeddings, config.head_dim // 2) for rope in config.ropes
+    ]
     # copied without waiting: the host stays ahead of a GPU
-    numbers = torch.tensor(ropes, dtype=torch.float32, device="cpu").to(positions.device, non_blocking=True)
+    numbers = torch.tensor(ropes, dtype=torch.float32, device="cpu").to(
+        positions.device, non_blocking=True
+    )
     frequency, scale = numbers.unbind(1)
     angle, scale = at * frequency[:, None, None], scale[:, None, None]
     return (angle.cos() * scale)[..., None, :], (angle.sin() * scale)[..., None, :]

@@ -24,7 +24,9 @@ from .chat import ChatError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-GENERATION_MARK = "generation_mark"  # a template's variable: stands where {% generation %} begins and ends
+GENERATION_MARK = (
+    "generation_mark"  # a template's variable: stands where {% generation %} begins and ends
+)
 STEP_CHARS = 2**16  # of a search: it keeps other threads from running
 SECRET_DIGITS = 40  # digits survive what templates do with text: trim, upper, tojson
 SECRET_CHARS = SECRET_DIGITS + 3  # of a secret name, at most
@@ -59,7 +61,9 @@ class PromptEncoder:
     def text(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text, after what the tokenizer begins every text with."""
         # of the library's ways this one lets other threads run
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[
+            0
+        ].ids
 
     def spelled_in(self, text: str) -> list[str]:
         """The control tokens that a text spells: letters, to the model."""
@@ -83,7 +87,9 @@ class PromptEncoder:
         if continue_final:
             *messages, last = messages
             messages.append({**last, "content": f"{last['content']}{self._edge} "})
-        data = self._data({"messages": list(messages), "tools": list(tools) or None, **(variables or {})})
+        data = self._data(
+            {"messages": list(messages), "tools": list(tools) or None, **(variables or {})}
+        )
         try:
             rendered = self._template.render(
                 data.pop("messages"), **data, add_generation_prompt=add_generation_prompt
@@ -92,7 +98,9 @@ class PromptEncoder:
             raise ChatError(error.reason, self._restore(str(error))) from None
         if continue_final:
             rendered = self._cut_at_edge(rendered)
-        named = self._restore(self._replace(self._written, rendered, lambda name: self._secret[name[0]]))
+        named = self._restore(
+            self._replace(self._written, rendered, lambda name: self._secret[name[0]])
+        )
         text = self._bos + named.removeprefix(self._bos)
         return text if self._always_read else self._spell_unread(text)
 
@@ -132,7 +140,9 @@ class PromptEncoder:
     def _data(self, value: Any) -> Any:
         """The value with no control token spelled in any text of it."""
         if isinstance(value, str):
-            return self._replace(self._begun, value, lambda first: f"{self._mark}{ord(first[1]):07d}")
+            return self._replace(
+                self._begun, value, lambda first: f"{self._mark}{ord(first[1]):07d}"
+            )
         if isinstance(value, Mapping):
             return {self._data(name): self._data(entry) for name, entry in value.items()}
         return [self._data(entry) for entry in value] if isinstance(value, list) else value
@@ -151,7 +161,9 @@ class PromptEncoder:
 
         return re.sub("|".join(map(re.escape, self._name)), spell, text)
 
-    def _replace(self, names: re.Pattern[str], text: str, by: Callable[[re.Match[str]], str]) -> str:
+    def _replace(
+        self, names: re.Pattern[str], text: str, by: Callable[[re.Match[str]], str]
+    ) -> str:
         """`names.sub(by, text)`, in steps between which other threads run."""
         parts, end = [], 0
         for match in self._find(names, text):
@@ -197,7 +209,9 @@ def rename_control_tokens(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tok
     described = rename(described)
     if merges is not None:  # text must not become a control token by merging either
         pairs = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in merges]
-        described["model"]["merges"] = [[a, b] for a, b in pairs if names.keys().isdisjoint((a, b, a + b))]
+        described["model"]["merges"] = [
+            [a, b] for a, b in pairs if names.keys().isdisjoint((a, b, a + b))
+        ]
     copy = type(tokenizer).from_str(json.dumps(described))
     copy.no_truncation()
     copy.no_padding()
@@ -222,11 +236,17 @@ class ChatTemplate:
             )
         environment, self._error = _environment()
         try:
-            self._templates = {name: environment.from_string(source) for name, source in named.items()}
+            self._templates = {
+                name: environment.from_string(source) for name, source in named.items()
+            }
         except self._error as error:
             raise ValueError(f"the model's chat template cannot be read: {error}") from None
-        tokens = {name: value for name, value in tokenizer_config.items() if name.endswith("_token")}
-        self._tokens = {name: t["content"] if isinstance(t, dict) else t for name, t in tokens.items() if t}
+        tokens = {
+            name: value for name, value in tokenizer_config.items() if name.endswith("_token")
+        }
+        self._tokens = {
+            name: t["content"] if isinstance(t, dict) else t for name, t in tokens.items() if t
+        }
 
     def render(
         self,
@@ -243,7 +263,13 @@ class ChatTemplate:
         Encode it without adding special tokens. ChatError where the template refuses the messages.
         """
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
-        values = {"messages": messages, "tools": tools, "documents": None, **self._tokens, **variables}
+        values = {
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            **self._tokens,
+            **variables,
+        }
         values["add_generation_prompt"] = add_generation_prompt
         plain = json.loads(json.dumps(values))
         try:
@@ -263,7 +289,9 @@ def _environment() -> tuple[Any, type[Exception]]:
         from jinja2.ext import Extension, loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ModuleNotFoundError:
-        raise ValueError("a chat template needs the package jinja2: pip install 'laneformer[chat]'") from None
+        raise ValueError(
+            "a chat template needs the package jinja2: pip install 'laneformer[chat]'"
+        ) from None
 
     class Generation(Extension):
         """{% generation %}: what the model is trained to write, a block between two marks."""
@@ -280,7 +308,9 @@ def _environment() -> tuple[Any, type[Exception]]:
         raise TemplateError(message)
 
     def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # Jinja's own filter escapes HTML
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, **options
+        )  # Jinja's own filter escapes HTML
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]

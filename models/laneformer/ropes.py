@@ -17,7 +17,14 @@ from typing import Any, NamedTuple
 
 LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 YARN_KEYS = ("factor", "original_max_position_embeddings")  # that it needs
-YARN_NUMBERS = (*YARN_KEYS, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+YARN_NUMBERS = (
+    *YARN_KEYS,
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
 LAYERS = ("all", "full")  # that `rope_scaling` of type yarn applies to
 
 
@@ -79,7 +86,9 @@ def yarn(given: Mapping[str, Any], theta: float, rotated: int, trained: float) -
     def pair_that_turns(times: float) -> float:
         return rotated * math.log(trained / (times * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = (pair_that_turns(given.get(name) or n) for name, n in (("beta_fast", 32), ("beta_slow", 1)))
+    low, high = (
+        pair_that_turns(given.get(name) or n) for name, n in (("beta_fast", 32), ("beta_slow", 1))
+    )
     if given.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotated - 1)
@@ -91,7 +100,9 @@ def yarn(given: Mapping[str, Any], theta: float, rotated: int, trained: float) -
         long = float32(1 / float32(float32(factor) * length))
         return float32(float32(long * float32(1 - kept)) + float32(float32(1 / length) * kept))
 
-    return Rope(tuple(stretched(*each) for each in enumerate(wavelengths(theta, rotated))), float(scale))
+    return Rope(
+        tuple(stretched(*each) for each in enumerate(wavelengths(theta, rotated))), float(scale)
+    )
 
 
 def own_ropes(
@@ -105,7 +116,11 @@ def own_ropes(
         return ()
 
     def rope(base: float, scaled: bool) -> Rope:
-        return yarn(yarns, base, head_dim, yarns[YARN_KEYS[1]]) if yarns and scaled else plain(base, head_dim)
+        return (
+            yarn(yarns, base, head_dim, yarns[YARN_KEYS[1]])
+            if yarns and scaled
+            else plain(base, head_dim)
+        )
 
     full = rope(theta, True)
     windowed = rope(of_windows or theta, yarns is not None and yarns.get("layers", "all") == "all")
@@ -130,14 +145,22 @@ def check_scaling(scaling: Mapping[str, Any], of_windows: float | None) -> None:
 
 
 def _check_yarn(scaling: Mapping[str, Any]) -> None:
-    if unknown := [key for key in scaling if key not in (*YARN_NUMBERS, "rope_type", "truncate", "layers")]:
+    if unknown := [
+        key for key in scaling if key not in (*YARN_NUMBERS, "rope_type", "truncate", "layers")
+    ]:
         known = [*YARN_NUMBERS, "truncate", "layers"]
-        raise ValueError(f"rope_scaling of rope_type 'yarn' has unknown keys {unknown}; choose from {known}")
+        raise ValueError(
+            f"rope_scaling of rope_type 'yarn' has unknown keys {unknown}; choose from {known}"
+        )
     for name in (key for key in YARN_NUMBERS if key in scaling):
         value = scaling[name]
         if isinstance(value, bool | str) or not value > 0:
             raise ValueError(f"{name} = {value!r} in rope_scaling must be a number greater than 0")
     if not isinstance(scaling.get("truncate", True), bool):
-        raise ValueError(f"truncate = {scaling['truncate']!r} in rope_scaling must be true or false")
+        raise ValueError(
+            f"truncate = {scaling['truncate']!r} in rope_scaling must be true or false"
+        )
     if scaling.get("layers", "all") not in LAYERS:
-        raise ValueError(f"layers = {scaling['layers']!r} in rope_scaling is unknown; choose from {LAYERS}")
+        raise ValueError(
+            f"layers = {scaling['layers']!r} in rope_scaling is unknown; choose from {LAYERS}"
+        )

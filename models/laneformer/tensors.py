@@ -11,7 +11,9 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-MatrixDtype = Literal["bf16", "fp16", "fp32", "int8", "int4", "gguf"]  # what an engine can hold matrices in
+MatrixDtype = Literal[
+    "bf16", "fp16", "fp32", "int8", "int4", "gguf"
+]  # what an engine can hold matrices in
 MATRIX_DTYPES: tuple[str, ...] = get_args(MatrixDtype)
 AS_IN_FILE = "gguf"  # each matrix in the blocks of its GGUF file
 
@@ -57,12 +59,17 @@ def weight_files(folder: Path) -> list[Path]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is no index with a weight_map: {error!r}") from None
     if missing := [name for name in names if not (folder / name).is_file()]:
-        raise ValueError(f"{index} lists files that are missing: {missing}; fetch them, or the folder again")
+        raise ValueError(
+            f"{index} lists files that are missing: {missing}; fetch them, or the folder again"
+        )
     return [folder / name for name in names]
 
 
 def check_shapes(
-    where: str, found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]], fix: str = ""
+    where: str,
+    found: Mapping[str, Sequence[int]],
+    expected: Mapping[str, Sequence[int]],
+    fix: str = "",
 ) -> None:
     """ValueError unless `where` holds exactly these tensors; it names one that is missing, unknown or misshapen."""
     if missing := sorted(expected.keys() - found.keys()):

@@ -140,7 +140,9 @@ def flip(path: Path, byte: int | None = None) -> None:
 @pytest.fixture(scope="session")
 def tiny_folder(shared):
     """RECIPE prepared once in out/, for tests that only read."""
-    return shared("tiny_folder", lambda folder: prepare_folder(write_recipe(folder), folder / "out"))
+    return shared(
+        "tiny_folder", lambda folder: prepare_folder(write_recipe(folder), folder / "out")
+    )
 
 
 @pytest.fixture
@@ -179,7 +181,9 @@ def s3(monkeypatch):
     server.stop()
 
 
-def write_counting(folder: Path, source: str, count: int, begin: int, seq_len: int = 4, per_shard: int = 8):
+def write_counting(
+    folder: Path, source: str, count: int, begin: int, seq_len: int = 4, per_shard: int = 8
+):
     """A source of `count` windows of the tokens begin, begin + 1, ..., beside others or in place of itself."""
     shutil.rmtree(folder / source, ignore_errors=True)
     (folder / source).mkdir()
@@ -187,7 +191,9 @@ def write_counting(folder: Path, source: str, count: int, begin: int, seq_len: i
     stride, written = per_shard * seq_len, []
     for number, first in enumerate(range(0, count * seq_len, stride)):
         part = tokens[first : first + stride + 1]
-        written.append(shards.write_windows(folder / source / f"shard-{number:05d}.bin", part, seq_len))
+        written.append(
+            shards.write_windows(folder / source / f"shard-{number:05d}.bin", part, seq_len)
+        )
     valid = shards.write_windows(folder / source / shards.VALID, tokens, seq_len)
     facts = dict(zip(shards.TOKENIZER_FACTS, ("t", 65_536, 2, 1, 2), strict=True))
     manifest = {"category": "web", "seq_len": seq_len, **facts, "windows": count}
@@ -198,7 +204,9 @@ def write_counting(folder: Path, source: str, count: int, begin: int, seq_len: i
 def counting_data(tmp_path):
     """A folder whose source s has the tokens s*1000, s*1000+1, ...: its window i starts at s*1000 + i*S."""
 
-    def make(windows=(50, 23, 9), weights=(6, 3, 1), phase2=(1, 0, 4), seq_len=4, cap=3, per_shard=8) -> Path:
+    def make(
+        windows=(50, 23, 9), weights=(6, 3, 1), phase2=(1, 0, 4), seq_len=4, cap=3, per_shard=8
+    ) -> Path:
         for i, count in enumerate(windows):
             write_counting(tmp_path, f"s{i}", count, i * 1000, seq_len, per_shard)
         for phase, shares in (("phase1", weights), ("phase2", phase2)):

@@ -28,8 +28,12 @@ def expected(lock, first: int, count: int) -> list[int]:
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_dataset_has_the_sequences_in_their_order(export, counting_data, world):
     lock = counting_data() / "phase1.lock.json"
-    ranks = [list(export.as_dataset(lock, 42, start=6, rank=rank, world=world)) for rank in range(world)]
-    assert [row for turn in zip(*map(starts, ranks), strict=True) for row in turn] == expected(lock, 6, 36)
+    ranks = [
+        list(export.as_dataset(lock, 42, start=6, rank=rank, world=world)) for rank in range(world)
+    ]
+    assert [row for turn in zip(*map(starts, ranks), strict=True) for row in turn] == expected(
+        lock, 6, 36
+    )
     tokens, sources = Mixture.open(lock).sequences(6, 1)
     assert np.array_equal(ranks[0][0]["input_ids"], tokens[0])
     assert ranks[0][0]["source"] == f"s{sources[0]}"
@@ -57,7 +61,9 @@ def test_a_node_resumes_anywhere_with_any_number_of_ranks(export, counting_data)
     with pytest.raises(ValueError, match=r"the state is of another mixture than .*other.lock.json"):
         export.MixtureNode(data / "other.lock.json").reset(states[0])
 
-    loader, again = (Loader(Batcher(export.MixtureNode(lock), 4)) for _ in range(2))  # torchdata's own
+    loader, again = (
+        Loader(Batcher(export.MixtureNode(lock), 4)) for _ in range(2)
+    )  # torchdata's own
     assert starts(list(islice(loader, 3))[2]) == expected(lock, 8, 4)
     again.load_state_dict(loader.state_dict())
     assert starts(next(iter(again))) == expected(lock, 12, 4)

@@ -64,7 +64,9 @@ def test_stage_by_stage_is_what_prepare_does(run, folder):
     rows = [line.split() for line in printed["filter"].splitlines()]
     head = "source units read cut kept bytes nuls dropped contamination"
     assert head.split() in rows
-    assert [row[:5] for row in rows if row and row[0] == "plus"] == [["plus", "3", "120", "0", "120"]]
+    assert [row[:5] for row in rows if row and row[0] == "plus"] == [
+        ["plus", "3", "120", "0", "120"]
+    ]
 
 
 @pytest.mark.job
@@ -74,7 +76,9 @@ def test_sources_can_go_through_one_after_the_other_and_be_freed(run, folder, mo
     out = folder / "out"
     assert_refused(run, "fetch", r"plan.json does not exist; run `python -m data_mixtures plan")
     run("plan")
-    assert_refused(run, "filter", r"filter plus/unit-00000: .* has not been through 'fetch' yet; run that")
+    assert_refused(
+        run, "filter", r"filter plus/unit-00000: .* has not been through 'fetch' yet; run that"
+    )
     for name in ("plus", "mind"):
         run("fetch", "--sources", name)
         needed = rf"fetch of '{name}' is still needed: \d units are not through filter"
@@ -89,7 +93,9 @@ def test_sources_can_go_through_one_after_the_other_and_be_freed(run, folder, mo
     path.write_text(text)
     run("tokenize")
     free_plus = "free --stage tokenize --sources plus"
-    assert_refused(run, free_plus, "tokenize of 'plus' is still needed: 2 units are not through runs")
+    assert_refused(
+        run, free_plus, "tokenize of 'plus' is still needed: 2 units are not through runs"
+    )
     assert "2 units done" in run("runs")
     run(*free_plus.split())
     needed = r"mind/unit-00000 has not been through 'order'"
@@ -136,7 +142,9 @@ def test_every_file_between_stages_is_compared_with_what_was_written(run, folder
         for name in IN_A_ROW:
             run(name, out="whole")
 
-    with pytest.raises(ValueError, match=rf"{damaged} is not what 'filter' wrote: \d+ bytes") as caught:
+    with pytest.raises(
+        ValueError, match=rf"{damaged} is not what 'filter' wrote: \d+ bytes"
+    ) as caught:
         run_all()
     assert "made again" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -167,6 +175,8 @@ def test_options_that_do_not_fit_are_refused(run):
     with pytest.raises(SystemExit):
         run("free")
     line = ["x.toml", "--out", "o", "--executor", "ray"]
-    assert tyro.cli(prepare.Arguments, args=[*line, "--workers", "9"]).options() == Options(9, "ray")
+    assert tyro.cli(prepare.Arguments, args=[*line, "--workers", "9"]).options() == Options(
+        9, "ray"
+    )
     unlimited = tyro.cli(prepare.Arguments, args=line).options()
     assert unlimited == Options(0, "ray"), "as many as the cluster has CPUs"

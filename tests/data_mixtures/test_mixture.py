@@ -96,12 +96,17 @@ def older_format(data: Path) -> None:
         (edit_manifest, r"s1/source\.json says content_sha256 .* damaged or edited"),
         (other_text, r"s1/source\.json is not of the data that .*phase1\.lock\.json pins"),
         (older_format, r"s1/source\.json has format 1, this code reads 2; prepare the data again"),
-        (lambda data: os.truncate(data / "s0/shard-00002.bin", 64),
-         r"s0/shard-00002\.bin has 64 bytes, its manifest says 66"),
+        (
+            lambda data: os.truncate(data / "s0/shard-00002.bin", 64),
+            r"s0/shard-00002\.bin has 64 bytes, its manifest says 66",
+        ),
         (lambda data: (data / "s2/shard-00001.bin").unlink(), r"s2/shard-00001\.bin is missing"),
-        (lambda data: (data / "phase1.lock.json").write_text("{"), r"phase1\.lock\.json is not valid JSON"),
+        (
+            lambda data: (data / "phase1.lock.json").write_text("{"),
+            r"phase1\.lock\.json is not valid JSON",
+        ),
     ],
-)  # fmt: skip
+)
 def test_wrong_data_is_a_clear_error(counting_data, damage, message):
     data = counting_data()
     Mixture.open(data / "phase1.lock.json")
@@ -145,7 +150,9 @@ def test_more_of_a_source_continues_only_where_nothing_that_was_read_changed(
     repeated = rf"of which {read} windows were read: {unchanged} of these lie .* up to {more} windows twice"
     with pytest.raises(ValueError, match=repeated):
         after.check_continues("s0", read, files)
-    with pytest.raises(ValueError, match=rf"0 of these lie in files that are unchanged, {read} in others"):
+    with pytest.raises(
+        ValueError, match=rf"0 of these lie in files that are unchanged, {read} in others"
+    ):
         after.check_continues("s0", read, None)
     seed = Mixture.open(pin(data, "seed", {"s0": 6, "s1": 3, "s2": 1}, 6, 4, 3))
     with pytest.raises(ValueError, match="0 of these lie in files that are unchanged"):

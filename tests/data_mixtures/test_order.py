@@ -47,7 +47,9 @@ def test_epoch_0_reads_each_window_once_and_those_of_a_document_far_apart(window
     place[read] = np.arange(windows)
     assert np.array_equal(np.sort(read), np.arange(windows))
     if apart < windows:
-        distance = np.abs(place[apart:] - place[:-apart])  # of all pairs of windows that lie so far apart
+        distance = np.abs(
+            place[apart:] - place[:-apart]
+        )  # of all pairs of windows that lie so far apart
         assert distance.min() >= windows / ((order.MAX_QUOTIENT + 2) * apart)
 
 
@@ -103,7 +105,9 @@ def test_closed_form_counts_equal_counted_ones(weights, sequences):
     assert order.served(weights, places, sequences).tolist() == counted.tolist()
 
 
-@pytest.mark.parametrize("weights", [[], [0, 0], [-1, 2], [1.5, 1], [True, 2], [order.MAX_WEIGHT_SUM, 1]])
+@pytest.mark.parametrize(
+    "weights", [[], [0, 0], [-1, 2], [1.5, 1], [True, 2], [order.MAX_WEIGHT_SUM, 1]]
+)
 def test_bad_weights_are_refused(weights):
     with pytest.raises(ValueError, match="weight"):
         order.pattern(weights)

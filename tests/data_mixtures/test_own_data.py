@@ -38,12 +38,16 @@ WORDS = "the of and to in is you that it he was for on are as with his they at b
 @functools.cache
 def write_text(seed: int, documents: int, words: int = 400) -> list[str]:
     draw = random.Random(seed)
-    return [f"{seed}.{n} " + " ".join(draw.choices(WORDS.split(), k=words)) for n in range(documents)]
+    return [
+        f"{seed}.{n} " + " ".join(draw.choices(WORDS.split(), k=words)) for n in range(documents)
+    ]
 
 
 def write_json_lines(path: Path, texts: list[str]) -> None:
     path.parent.mkdir(exist_ok=True)
-    lines = "".join(json.dumps({"id": n, "content": text}) + "\n" for n, text in enumerate(texts)).encode()
+    lines = "".join(
+        json.dumps({"id": n, "content": text}) + "\n" for n, text in enumerate(texts)
+    ).encode()
     path.write_bytes(gzip.compress(lines, 1) if path.suffix == ".gz" else lines)
 
 
@@ -111,7 +115,9 @@ def write_awkward_lines(path: Path) -> None:
         for number, text in enumerate(write_text(20, 60, 90) + write_text(20, 3, 90)):
             end = (b"\n", b"\r\n", b"\n\n", b"\n  \n", b"\nno json\n", b"\n\xff\n")[number % 6]
             lines.write(json.dumps({"content": text, "url": f'"row":{number}'}).encode() + end)
-        lines.write(json.dumps({"content": write_text(21, 1, 90)[0]}).encode())  # no newline at its end
+        lines.write(
+            json.dumps({"content": write_text(21, 1, 90)[0]}).encode()
+        )  # no newline at its end
 
 
 @pytest.mark.job
@@ -119,7 +125,11 @@ def test_large_files_are_split_into_units_and_nothing_else_changes(folder, monke
     """Byte ranges of JSON lines, row groups of Parquet: whatever the size of a unit, the same shards and origins."""
     write_awkward_lines(folder / "corpus/all.jsonl")
     (folder / "corpus/small.jsonl").write_text(json.dumps({"content": write_text(22, 1)[0]}))
-    columns = {"score": [1.0] * 100, "content": write_text(23, 100, 90), "url": [f"u{n}" for n in range(100)]}
+    columns = {
+        "score": [1.0] * 100,
+        "content": write_text(23, 100, 90),
+        "url": [f"u{n}" for n in range(100)],
+    }
     pq.write_table(pa.table(columns), folder / "b/large.parquet", row_group_size=7)
     limits = "max_dropped_share = 0.5\nvalid_per_10000 = 500"
     recipe = own(JSONL.replace(".gz", ""), PARQUET, more=limits)
@@ -130,13 +140,20 @@ def test_large_files_are_split_into_units_and_nothing_else_changes(folder, monke
         out = folder / f"out-{size}"
         units[size] = [len(stage.planned_units(out, name)) for name in ("s0", "s1")]
         manifests = [shards.read_manifest(out / name) for name in ("s0", "s1")]
-        facts = [[each[key] for key in ("read", "kept", "dropped", "content_sha256")] for each in manifests]
-        origins = [shards.read_documents(path)[2].to_pylist() for path in sorted(out.glob("s?/*.docs.zst"))]
+        facts = [
+            [each[key] for key in ("read", "kept", "dropped", "content_sha256")]
+            for each in manifests
+        ]
+        origins = [
+            shards.read_documents(path)[2].to_pylist() for path in sorted(out.glob("s?/*.docs.zst"))
+        ]
         made[size] = facts, origins
     assert made[1 << 26] == made[3000] == made[700]
     assert units[1 << 26] == [1, 3]
     assert min(units[3000]) >= 10
-    rows = [json.loads(each) for group in made[700][1] for each in group if "corpus/all.jsonl" in each]
+    rows = [
+        json.loads(each) for group in made[700][1] for each in group if "corpus/all.jsonl" in each
+    ]
     lines = (folder / "corpus/all.jsonl").read_bytes().split(b"\n")
     assert len(rows) > 40
     assert all(json.loads(lines[each["row"]]).get("url") == each.get("url") for each in rows)
@@ -144,7 +161,9 @@ def test_large_files_are_split_into_units_and_nothing_else_changes(folder, monke
 
 def test_a_missing_field_or_column_is_named_before_anything_is_read(folder):
     wrong = [each.replace("content", "body") for each in (JSONL, PARQUET)]
-    with pytest.raises(ValueError, match="2 sources are not as the recipe says; nothing was read") as caught:
+    with pytest.raises(
+        ValueError, match="2 sources are not as the recipe says; nothing was read"
+    ) as caught:
         run(folder, own(*wrong, JSONL))
     for part in (
         ".jsonl.gz:1 has no 'body'; its fields: id, content. Set `field` of the input",
@@ -153,7 +172,10 @@ def test_a_missing_field_or_column_is_named_before_anything_is_read(folder):
         assert part in str(caught.value)
     for paths, message in (
         ('"corpus/*"', r"s0: .*corpus/\d.jsonl.gz is jsonl, its input has kind = 'text'"),
-        ('"none/*", "corpus/*", "corpus/nobody"', r"s0: no file matches .*/none/\*, .*/corpus/nobody"),
+        (
+            '"none/*", "corpus/*", "corpus/nobody"',
+            r"s0: no file matches .*/none/\*, .*/corpus/nobody",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             run(folder, own(f'{{ kind = "text", paths = [{paths}] }}'))
@@ -173,7 +195,9 @@ def test_too_much_that_cannot_be_read_stops_the_run(folder):
     broken = [each.encode() + b"\xfc" * (n % 3 == 0) for n, each in enumerate(write_text(1, 30))]
     pq.write_table(pa.table({"content": pa.array(broken, pa.binary())}), folder / "b/0.parquet")
     (folder / "b/1.parquet").unlink()
-    with pytest.raises(ValueError, match=r"'s0': 33.3% could not be read .*10 not_utf8, such as b/0.parquet"):
+    with pytest.raises(
+        ValueError, match=r"'s0': 33.3% could not be read .*10 not_utf8, such as b/0.parquet"
+    ):
         run(folder, own(PARQUET))
 
 
@@ -185,7 +209,9 @@ def test_a_truncated_file_counts_whole(folder):
     run(folder, own(JSONL))
     manifest = shards.read_manifest(folder / "out/s0")
     assert manifest["kept"] == 29 * 6
-    assert {reason: count for reason, count in manifest["dropped"].items() if count} == {"damaged": 1}
+    assert {reason: count for reason, count in manifest["dropped"].items() if count} == {
+        "damaged": 1
+    }
     write_json_lines(victim, write_text(7, 60))  # one file of 30, but a fourth of the bytes
     victim.write_bytes(victim.read_bytes()[:-9])
     quarter = r"2\d\.\d% could not be read .*, [\d,]+ of [\d,]+ bytes of files\): .*7\.jsonl"
@@ -195,9 +221,7 @@ def test_a_truncated_file_counts_whole(folder):
 
 def test_a_file_in_two_sources_is_reported(folder):
     printed = run(folder, own(JSONL, JSONL.replace("*", "1"), PARQUET))
-    shared = (
-        f"note: 1 files are in s0 and s1, whose shares then hold the same text: {folder}/corpus/1.jsonl.gz"
-    )
+    shared = f"note: 1 files are in s0 and s1, whose shares then hold the same text: {folder}/corpus/1.jsonl.gz"
     assert shared in printed
 
 
@@ -228,7 +252,12 @@ def test_the_page_shows_recipes_that_load(tmp_path):
     assert len(whole.splitlines()) <= 12
     tables = [f"[sources.s{n}]\n{line}\n" for n, line in enumerate(inputs.splitlines())]
     names = [*(f"s{n}" for n in range(len(tables))), "web"]
-    text = tokenizer + "".join([*tables, hub]) + "[phase1]\n" + "".join(f"{name} = 1\n" for name in names)
+    text = (
+        tokenizer
+        + "".join([*tables, hub])
+        + "[phase1]\n"
+        + "".join(f"{name} = 1\n" for name in names)
+    )
     for path, content in ((tmp_path / "whole.toml", whole), (tmp_path / "parts.toml", text)):
         path.write_text(content)
         assert recipe_file.load(path).phases
@@ -247,10 +276,17 @@ def test_the_page_from_files_to_steps(folder):
     prepare_line, train_lines, _ = blocks("")
     assert "mine 60.00 %, yours 30.00 %, notes 10.00 %" in run_shell(prepare_line, folder)
     printed = run_shell(train_lines, folder, OMP_NUM_THREADS="1")
-    held_out = {name: shards.read_manifest(folder / f"data/own/{name}")["valid"]["windows"] for name in NAMES}
+    held_out = {
+        name: shards.read_manifest(folder / f"data/own/{name}")["valid"]["windows"]
+        for name in NAMES
+    }
     without = ", ".join(name for name in NAMES if not held_out[name])
-    assert not without or f"no held-out windows, so not in the validation loss: {without}" in printed
-    rows = [json.loads(line) for line in (folder / "runs/own/metrics.jsonl").read_text().splitlines()]
+    assert (
+        not without or f"no held-out windows, so not in the validation loss: {without}" in printed
+    )
+    rows = [
+        json.loads(line) for line in (folder / "runs/own/metrics.jsonl").read_text().splitlines()
+    ]
     assert rows[-1]["step"] == 5
     assert rows[-1]["tokens_by_source"] == {"mine": 24 * 256, "yours": 12 * 256, "notes": 4 * 256}
     assert list(rows[-1]["valid_loss_by_source"]) == [name for name in NAMES if held_out[name]]

@@ -22,7 +22,9 @@ def test_each_item_went_where_the_least_room_was(lengths):
         if open_windows:
             fills.remove(max(open_windows))
         fills.append(max(open_windows, default=0) + length)
-    assert sorted(fills) == sorted(sum(lengths[i] for i in window) for window in pack(lengths, SIZE))
+    assert sorted(fills) == sorted(
+        sum(lengths[i] for i in window) for window in pack(lengths, SIZE)
+    )
 
 
 @given(st.lists(st.integers(2, 5 * SIZE), max_size=40))
@@ -46,7 +48,8 @@ def test_documents_are_whole_where_they_fit_and_each_token_is_a_label_once(lengt
         assert len(places) == 1
         fits = made.tokens[places[0] : places[0] + len(document)]
         whole = (
-            np.array_equal(fits, document) and places[0] // SIZE == (places[0] + len(document) - 1) // SIZE
+            np.array_equal(fits, document)
+            and places[0] // SIZE == (places[0] + len(document) - 1) // SIZE
         )
         assert whole == (lengths[n] <= SIZE)
         inside = (begins >= places[0]) & (begins < places[0] + min(len(document), SIZE))

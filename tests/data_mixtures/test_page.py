@@ -59,7 +59,9 @@ def test_the_commands_prepare_both_phases_and_free_what_is_read(tmp_path, monkey
     for folder, first in (("Medium-Quality", 0), ("Medium-High-Quality", 5000)):
         for number in range(2):
             write_parquet(
-                hub / f"nvidia/Nemotron-CC-v2/{folder}/part_{number}.parquet", first + 300 * number, 300
+                hub / f"nvidia/Nemotron-CC-v2/{folder}/part_{number}.parquet",
+                first + 300 * number,
+                300,
             )
     monkeypatch.setattr(fake_hub, "COMMIT", "229a2e7" + "1" * 33)
     there = tmp_path / "data_mixtures"

@@ -44,7 +44,9 @@ def test_a_source_can_hold_nothing_out(recipe_path, tmp_path):
 
     replace_text(recipe_path, "valid_per_10000 = 1000", "valid_per_10000 = 0")
     prepare_folder(recipe_path, data, replace=True)
-    with pytest.raises(ValueError, match=r"no source of .*out holds text out; raise valid_per_10000"):
+    with pytest.raises(
+        ValueError, match=r"no source of .*out holds text out; raise valid_per_10000"
+    ):
         load_windows(data, 2)
     none = r"notes, sums of .* have no held-out windows .*validation.enable = false"
     with pytest.raises(ValueError, match=none):
@@ -95,9 +97,16 @@ def test_what_is_missing_is_named_before_anything_is_done(recipe_path, tmp_path)
 
 def test_ids_come_from_the_model(tmp_path):
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["some words"] * 9), model_prefix=str(tmp_path / "t5"), vocab_size=20,
-        pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2, hard_vocab_limit=False,
-    )  # fmt: skip
+        sentence_iterator=iter(["some words"] * 9),
+        model_prefix=str(tmp_path / "t5"),
+        vocab_size=20,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        minloglevel=2,
+        hard_vocab_limit=False,
+    )
     made = tokenizer.load(tmp_path / "t5.model")
     assert (made.bos_id, made.eos_id) == (1, 1), "one separator in front of each document"
     tokens, lengths = made.encode(["some", "words"])

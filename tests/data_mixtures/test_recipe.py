@@ -27,7 +27,9 @@ def test_shipped_recipes_have_the_published_shares(name):
     plan = recipe_file.load(FOLDER / f"{name}.toml")
     for phase, total in (("phase1", 10_000), ("phase2", 10_002)):
         sums = category_sums(plan, phase)
-        assert sums == {kind: round(100 * share) for kind, share in PUBLISHED_PERCENT[phase].items()}
+        assert sums == {
+            kind: round(100 * share) for kind, share in PUBLISHED_PERCENT[phase].items()
+        }
         assert sum(sums.values()) == total
 
 
@@ -38,7 +40,9 @@ def test_every_source_of_the_2b_run_says_where_it_is_and_on_what_terms():
         assert re.fullmatch(r"nvidia/Nemotron-[\w.-]+", source.repo)
         assert re.fullmatch(r"[0-9a-f]{7,40}", source.revision)
         assert source.gate in ("manual", "automatic", "gated", "none", "not checked")
-        assert all((source.configs, source.licence, source.text_columns, source.expected_tokens_b > 0))
+        assert all(
+            (source.configs, source.licence, source.text_columns, source.expected_tokens_b > 0)
+        )
     places = [(source.repo, config) for source in sources for config in source.configs]
     assert len(set(places)) == len(places)  # no folder is in two sources
 
@@ -77,22 +81,46 @@ def test_a_shared_list_gives_what_is_said_of_a_repository_and_what_a_source_says
     [
         ("seed = 11", "sead = 11", r"unknown recipe key 'sead'; did you mean 'seed'"),
         ("seq_len = 32", 'seq_len = "32"', r"seq_len = '32'"),
-        ("valid_per_10000 = 1000", "valid_per_10000 = 9000", r"9000: it should be less than or equal to 5000"),
+        (
+            "valid_per_10000 = 1000",
+            "valid_per_10000 = 9000",
+            r"9000: it should be less than or equal to 5000",
+        ),
         ("notes = 7", "notse = 7", r"unknown source in \[phase1\]: 'notse'; did you mean 'notes'"),
         ("notes = 7", "", r"\[phase1\] gives no weight to \['notes'\]; write 0"),
         ("notes = 7", "notes = 0.7", r"\[phase1\] weight 0 = 0.7 must be an integer"),
         ("notes = 7", "notes = 99999", r"sum to 100002; the sum must be between 1 and 32768"),
         ('kind = "text"', 'kind = "txt"', r"unknown input kind 'txt'; did you mean 'text'"),
-        ("max_bytes = 60_000", "max_byte = 60_000", r"unknown key 'inputs.0.max_byte'; did you mean 'max_bytes'"),
-        ("vocab_size = 400", "vocab_size = 70", r"vocab_size = 70: it should be greater than or equal to 300"),
+        (
+            "max_bytes = 60_000",
+            "max_byte = 60_000",
+            r"unknown key 'inputs.0.max_byte'; did you mean 'max_bytes'",
+        ),
+        (
+            "vocab_size = 400",
+            "vocab_size = 70",
+            r"vocab_size = 70: it should be greater than or equal to 300",
+        ),
         ("[sources.notes]", '[sources."../notes"]', r"source name '../notes' becomes a folder"),
         ("[sources.notes]", "[sources.order]", r"source name 'order' is that of a stage's folder"),
         ("[phase1]", "[phase1", r"tiny.toml: "),
-        ("[phase1]", "[filter]\nmin_char = 3\n[phase1]", r"unknown key 'filter.min_char'; did you mean 'min_chars'"),
-        ("[phase1]", "[filter]\nmax_chars = 3\n[phase1]", r"max_chars = 3 is less than min_chars = 64"),
-        ("[phase1]", "[filter.benchmarks]\nx = 3\n[phase1]", r"filter.benchmarks.x = 3: it should be a valid string"),
+        (
+            "[phase1]",
+            "[filter]\nmin_char = 3\n[phase1]",
+            r"unknown key 'filter.min_char'; did you mean 'min_chars'",
+        ),
+        (
+            "[phase1]",
+            "[filter]\nmax_chars = 3\n[phase1]",
+            r"max_chars = 3 is less than min_chars = 64",
+        ),
+        (
+            "[phase1]",
+            "[filter.benchmarks]\nx = 3\n[phase1]",
+            r"filter.benchmarks.x = 3: it should be a valid string",
+        ),
     ],
-)  # fmt: skip
+)
 def test_wrong_recipes_are_refused(recipe_path, old, new, message):
     text = recipe_path.read_text()
     assert old in text
@@ -129,19 +157,51 @@ def test_what_a_recipe_does_not_say_has_a_default(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('repo = "owner/name"', "", r"source 'theirs' needs either inputs = .* or repo = 'owner/name'"),
+        (
+            'repo = "owner/name"',
+            "",
+            r"source 'theirs' needs either inputs = .* or repo = 'owner/name'",
+        ),
         ("valid", 'configs = "x"\nvalid', r"configs = 'x': it should be a valid list"),
-        ("files = 9", "files = true", r"source 'mine': inputs.0.files = True: it should be a valid integer"),
-        ("files = 9", 'content_url = "s3://b/{sha1}"', r"content_url = 's3://b/{sha1}' of kind 'jsonl'"),
-        ('"jsonl"', '"resolved"', r"content_url = '' of kind 'resolved': resolved, and it alone, needs a URL"),
-        ("files = 9", "max_missing_share = 2", r"max_missing_share = 2: it should be less than or equal to 1"),
-        ("[phase1]", "[keep]\nmien = 0.5\n[phase1]", r"source in \[keep\]: 'mien'; did you mean 'mine'"),
-        ("[phase1]", "[keep]\nmine = 0\n[phase1]", r"source 'mine': keep = 0: it should be greater than 0"),
-        ("[phase1]", "[filter]\nmin_chars = 1.5\n[phase1]", r"min_chars = 1.5: it should be a valid integer"),
+        (
+            "files = 9",
+            "files = true",
+            r"source 'mine': inputs.0.files = True: it should be a valid integer",
+        ),
+        (
+            "files = 9",
+            'content_url = "s3://b/{sha1}"',
+            r"content_url = 's3://b/{sha1}' of kind 'jsonl'",
+        ),
+        (
+            '"jsonl"',
+            '"resolved"',
+            r"content_url = '' of kind 'resolved': resolved, and it alone, needs a URL",
+        ),
+        (
+            "files = 9",
+            "max_missing_share = 2",
+            r"max_missing_share = 2: it should be less than or equal to 1",
+        ),
+        (
+            "[phase1]",
+            "[keep]\nmien = 0.5\n[phase1]",
+            r"source in \[keep\]: 'mien'; did you mean 'mine'",
+        ),
+        (
+            "[phase1]",
+            "[keep]\nmine = 0\n[phase1]",
+            r"source 'mine': keep = 0: it should be greater than 0",
+        ),
+        (
+            "[phase1]",
+            "[filter]\nmin_chars = 1.5\n[phase1]",
+            r"min_chars = 1.5: it should be a valid integer",
+        ),
         ('tokenizer = "tokenizer.json"', "seed = 1", r"recipe: lacks 'tokenizer'"),
         ('tokenizer = "tokenizer.json"', "tokenizer = 3", r"tokenizer: 3 must be a table of keys"),
     ],
-)  # fmt: skip
+)
 def test_values_of_another_type_are_refused(tmp_path, old, new, message):
     assert old in SHORTEST
     (tmp_path / "own.toml").write_text(SHORTEST.replace(old, new, 1))

@@ -48,7 +48,9 @@ def write_recipe(folder: Path) -> Path:
     header = HEADER.replace("windows_per_shard = 40", "windows_per_shard = 100")
     hub = SOURCE.format(name="numbers", repo=REPO, revision="abcdef0", configs='["4plus"]', more="")
     path = folder / "both.toml"
-    path.write_text("\n".join([header, "[dedup]\nminhash = true", hub, LOCAL.format(folder=folder)]))
+    path.write_text(
+        "\n".join([header, "[dedup]\nminhash = true", hub, LOCAL.format(folder=folder)])
+    )
     return path
 
 
@@ -60,7 +62,9 @@ def command_of(path: Path, out: Path, *more: str) -> list[str]:
 def count_receipts(out: Path) -> int:
     # os.walk, since folders come and go meanwhile, which glob does not survive
     folders = ((Path(folder), files) for folder, _, files in os.walk(out))
-    return sum("receipt.json" in files for folder, files in folders if folder.name.startswith("unit-"))
+    return sum(
+        "receipt.json" in files for folder, files in folders if folder.name.startswith("unit-")
+    )
 
 
 def family_of(process: subprocess.Popen) -> list[psutil.Process]:
@@ -86,7 +90,9 @@ def test_kills_at_any_moment_change_nothing(tmp_path):
         killed += process.wait() == -signal.SIGKILL
         wait_for_end(family)  # workers end a moment after their main process
     assert killed >= KILLS // 2
-    done = subprocess.run(command_of(path, out, "--workers", "2"), cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        command_of(path, out, "--workers", "2"), cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert files_of(out) == expected
     assert not list(out.rglob("*.partial"))

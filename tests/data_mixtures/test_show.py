@@ -25,7 +25,11 @@ def run(capsys):
         capsys.readouterr()
         show.run(tyro.cli(show.Question, args=[str(each) for each in arguments]), Console(width=80))
         printed = capsys.readouterr().out
-        return [json.loads(line) for line in printed.splitlines()] if "--json" in arguments else printed
+        return (
+            [json.loads(line) for line in printed.splitlines()]
+            if "--json" in arguments
+            else printed
+        )
 
     return call
 
@@ -62,7 +66,9 @@ def test_every_document_of_a_window_is_named(run, lock, prepared_data):
     opened, pieces = Mixture.open(lock), tokenizer.load(shards.tokenizer_path(prepared_data))
     of_sources = {name: documents_of(prepared_data / name) for name in ("web", "code")}
     windows = [
-        each for step in (1, 2, 3) for each in run(lock, "--step", step, "--global-batch", 104, "--json")
+        each
+        for step in (1, 2, 3)
+        for each in run(lock, "--step", step, "--global-batch", 104, "--json")
     ]
     assert [each["sequence"] for each in windows] == list(range(312))
     from_other_shards = 0
@@ -82,7 +88,9 @@ def test_every_document_of_a_window_is_named(run, lock, prepared_data):
         ] == expected
         assert sum(part["tokens"] for part in parts) == SEQ_LEN + 1
         for part in parts:
-            assert part["text"] == pieces.decode(tokens[part["begins"] : part["begins"] + part["tokens"]])
+            assert part["text"] == pieces.decode(
+                tokens[part["begins"] : part["begins"] + part["tokens"]]
+            )
         from_other_shards += begins[0] < first - window["token_offset"]
     assert from_other_shards
 

@@ -80,7 +80,9 @@ def test_a_bucket_holds_the_files_of_a_folder(recipe, s3, monkeypatch):
 
 @pytest.mark.job
 def test_who_has_the_bucket_and_what_needs_a_disk(recipe, s3):
-    with pytest.raises(ValueError, match=r"s3://nobody/data cannot be written: FileNotFoundError: .*bucket"):
+    with pytest.raises(
+        ValueError, match=r"s3://nobody/data cannot be written: FileNotFoundError: .*bucket"
+    ):
         prepare_folder(recipe, Path("s3://nobody/data"))
     given = [str(recipe), "--out", "s3://bucket/data", "--workers", "1"]
     s3.pipe("bucket/data/.lock", b"process 7 on elsewhere")
@@ -90,22 +92,35 @@ def test_who_has_the_bucket_and_what_needs_a_disk(recipe, s3):
     s3.pipe("bucket/data/.lock", f"process 7 on {store.host_name()}".encode())  # it was killed here
     commands.run(["plan", *given])
     commands.run(["fetch", *given])
-    with pytest.raises(ValueError, match="fetch of 'notes' is still needed: 1 units are not through filter"):
+    with pytest.raises(
+        ValueError, match="fetch of 'notes' is still needed: 1 units are not through filter"
+    ):
         commands.run(["free", *given, "--stage", "fetch"])
     commands.run(["filter", *given])
     commands.run(["free", *given, "--stage", "fetch"])
     assert not s3.glob("bucket/data/fetch/*/*/*.parquet")
     prepare_folder(recipe, OUT)
     for name in ("verify", "stats"):
-        with pytest.raises(ValueError, match=rf"{name} reads all data, .* of s3://bucket/data to a folder"):
+        with pytest.raises(
+            ValueError, match=rf"{name} reads all data, .* of s3://bucket/data to a folder"
+        ):
             commands.run([name, *given])
 
 
 @pytest.mark.rotate
 def test_kills_change_nothing_in_a_bucket(recipe, s3):
-    command = [sys.executable, "-m", "data_mixtures.prepare", str(recipe), "--out", "s3://bucket/data"]
+    command = [
+        sys.executable,
+        "-m",
+        "data_mixtures.prepare",
+        str(recipe),
+        "--out",
+        "s3://bucket/data",
+    ]
     for moment in (3, 9):  # of 14 units
-        process = subprocess.Popen([*command, "--workers", "2"], cwd=ROOT, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [*command, "--workers", "2"], cwd=ROOT, stdout=subprocess.DEVNULL
+        )
         while process.poll() is None and len(s3.glob("bucket/data/*/*/*/receipt.json")) < moment:
             time.sleep(0.01)  # a poll of the state, not of a time
         process.kill()

@@ -38,7 +38,9 @@ def processor():
     return load(tokenizer.train(TEXTS, TokenizerTraining(2000, 10**6, 0.9999)))
 
 
-def check(processor, texts: list[str], made: tokenizer.SentencepieceTokenizer | None = None) -> None:
+def check(
+    processor, texts: list[str], made: tokenizer.SentencepieceTokenizer | None = None
+) -> None:
     """Ids and lengths against one call of sentencepiece per text."""
     made = made or made_once(processor)
     tokens, lengths = made.encode(texts)
@@ -109,7 +111,9 @@ def test_other_models_have_a_fast_encoder_only_where_it_is_exact(is_exact, other
     processor = train(**{**usual, **other})
     made = made_of(processor)
     assert (made.fast is not None) == is_exact
-    check(processor, [TEXTS[2], " a  \n b of the<|end|>2024\t\n\n", "\n", " ", "", "▁ ▁x \n▁"], made)
+    check(
+        processor, [TEXTS[2], " a  \n b of the<|end|>2024\t\n\n", "\n", " ", "", "▁ ▁x \n▁"], made
+    )
 
 
 def test_a_symbol_of_text_begins_no_document():

@@ -40,7 +40,9 @@ load_once = functools.cache(tokenizer.load)
 def test_text_is_text_and_comes_back(llama_3, text):
     made, texts = load_once(llama_3), [text, "", text[1:]]
     tokens, lengths = made.encode(texts)
-    assert (tokens < 600).sum() == len(tokens) - 6, "two control ids a document, and none of its text"
+    assert (tokens < 600).sum() == len(tokens) - 6, (
+        "two control ids a document, and none of its text"
+    )
     documents = np.split(tokens, np.cumsum(lengths)[:-1])
     assert [(each[0], each[-1]) for each in documents] == [(600, 601)] * 3
     assert [made.decode(each) for each in documents] == texts
@@ -60,40 +62,67 @@ QWEN = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     [
         (LLAMA_3, {}, {}, [BEGIN, END]),  # well-known names
         (LLAMA_3, BY_CONFIG, {}, [BEGIN, TURN]),
-        (LLAMA_3, {"bos_token": BEGIN, "eos_token": END}, {"eos": TURN}, [BEGIN, TURN]),  # by the recipe
+        (
+            LLAMA_3,
+            {"bos_token": BEGIN, "eos_token": END},
+            {"eos": TURN},
+            [BEGIN, TURN],
+        ),  # by the recipe
         (QWEN[:1], {}, {}, QWEN[:1] * 2),  # of GPT-2
         (QWEN, {"bos_token": None, "eos_token": QWEN[0]}, {}, QWEN[:1] * 2),
         (["<begin>", "<end>"], {}, {"eos": "<end>"}, ["<end>", "<end>"]),
     ],
 )
 def test_what_begins_and_ends_a_document(tmp_path, special, config, given_names, expected):
-    made = tokenizer.load(save(byte_level(["a b"], special, 300), tmp_path, **config), **given_names)
+    made = tokenizer.load(
+        save(byte_level(["a b"], special, 300), tmp_path, **config), **given_names
+    )
     assert [made.bos_id, made.eos_id] == [special.index(each) + 257 for each in expected]
     tokens, lengths = made.encode(["a b", "b"])
     one = len(set(expected)) == 1
     assert np.flatnonzero(tokens == made.bos_id).tolist() == [0, lengths[0]]
-    assert (tokens[lengths.cumsum() - 1] == made.eos_id).all() != one, "one separator, in front of a document"
+    assert (tokens[lengths.cumsum() - 1] == made.eos_id).all() != one, (
+        "one separator, in front of a document"
+    )
 
 
 def test_unknown_names_are_refused(tmp_path):
     for number, (special, names, message) in enumerate(
         [
             (["<begin>"], {}, r"bos = None, eos = None; name them in the recipe, .* \['<begin>'\]"),
-            (["<s>", "</s>"], {"bos": "<S>", "eos": "</s>"}, r"bos = '<S>', .* of \['<s>', '</s>'\]"),
-            (["<s>", "</s>"], {"bos": "a", "eos": "</s>"}, r"\(of added_tokens\) at their ends, bos = 'a'"),
+            (
+                ["<s>", "</s>"],
+                {"bos": "<S>", "eos": "</s>"},
+                r"bos = '<S>', .* of \['<s>', '</s>'\]",
+            ),
+            (
+                ["<s>", "</s>"],
+                {"bos": "a", "eos": "</s>"},
+                r"\(of added_tokens\) at their ends, bos = 'a'",
+            ),
         ]
     ):
         path = save(byte_level(["a b"], special, 300), tmp_path / str(number))
         with pytest.raises(ValueError, match=message):
             tokenizer.load(path, **names)
     (tmp_path / "other.json").write_text('{"model": 1}')
-    with pytest.raises(ValueError, match=r"other.json cannot be read as a Hugging Face tokenizer.json"):
+    with pytest.raises(
+        ValueError, match=r"other.json cannot be read as a Hugging Face tokenizer.json"
+    ):
         tokenizer.load(tmp_path / "other.json")
 
 
 def test_text_that_becomes_a_control_id_is_refused(tmp_path):
     """A Unigram that has </s> among its pieces finds it in text, whatever the added tokens say."""
-    pieces = [("<unk>", 0.0), ("</s>", 0.0), ("<", -3.0), ("/", -3.0), ("s", -3.0), (">", -3.0), ("a", -1.0)]
+    pieces = [
+        ("<unk>", 0.0),
+        ("</s>", 0.0),
+        ("<", -3.0),
+        ("/", -3.0),
+        ("s", -3.0),
+        (">", -3.0),
+        ("a", -1.0),
+    ]
     made = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
     made.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
     read = tokenizer.load(save(made, tmp_path), eos="</s>")
@@ -110,7 +139,9 @@ def test_a_large_vocabulary_takes_4_bytes(tmp_path):
     tokens, _ = made.encode([TEXT])
     assert (made.vocab_size, made.dtype, tokens.max()) == (70_000, np.dtype("<u4"), 69_999)
     assert made.decode(tokens) == TEXT
-    facts = dict(zip(shards.TOKENIZER_FACTS[1:], (70_000, 4, made.bos_id, made.eos_id), strict=True))
+    facts = dict(
+        zip(shards.TOKENIZER_FACTS[1:], (70_000, 4, made.bos_id, made.eos_id), strict=True)
+    )
     assert facts.items() <= tokenizer.facts(tmp_path / "tokenizer.json").items()
 
 
@@ -126,14 +157,18 @@ def test_a_unit_whose_sample_differs_is_encoded_by_the_library(tmp_path, monkeyp
     work = tokenize.Tokenize(wanted, tmp_path, ("a",))
     compared, exact = [], tokenizer.Tokenizer.is_exact
     monkeypatch.setattr(
-        tokenizer.Tokenizer, "is_exact", lambda made, text: compared.append(text) or exact(made, text)
+        tokenizer.Tokenizer,
+        "is_exact",
+        lambda made, text: compared.append(text) or exact(made, text),
     )
     assert work_in(work, tmp_path / "right")["slow"] == 0
     assert 2 <= len(compared) < 30, "the first ones, and one of 50"
     encoder = tokenize._loaded(shards.tokenizer_path(tmp_path), tuple(tokenize._hashes(tmp_path)))
     right, end = encoder.fast, compared[-1][-20:]
     monkeypatch.setattr(
-        encoder, "fast", lambda texts: right([bytes_of(each).replace(end.encode(), b"x") for each in texts])
+        encoder,
+        "fast",
+        lambda texts: right([bytes_of(each).replace(end.encode(), b"x") for each in texts]),
     )
     assert work_in(work, tmp_path / "wrong")["slow"] == 300
     for name in tokenize.SLICED:
@@ -153,7 +188,11 @@ def work_in(work: tokenize.Tokenize, folder: Path) -> dict:
 def test_a_tokenizer_json_is_brought_along_with_its_names(tmp_path):
     out, texts = tmp_path / "out", {"a": [[TEXT[:3000]]]}
     path = save(
-        byte_level([TEXT], LLAMA_3), tmp_path / "given", bos_token=LLAMA_3[0], eos_token=LLAMA_3[1], more=1
+        byte_level([TEXT], LLAMA_3),
+        tmp_path / "given",
+        bos_token=LLAMA_3[0],
+        eos_token=LLAMA_3[1],
+        more=1,
     )
     brought = make_recipe(texts, recipe.TokenizerFile(str(path), eos="<|eot_id|>"))
     filtered(out, texts, brought)

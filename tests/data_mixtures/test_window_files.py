@@ -20,7 +20,9 @@ SEQ_LEN, WINDOWS, BLOCK = 4, 23, 64  # windows of 10 bytes at a stride of 8
 
 def write(path: Path, windows: int = WINDOWS, seq_len: int = SEQ_LEN) -> tuple[str, dict]:
     """Tokens 0, 1, 2, ...: window i begins with i * S."""
-    return str(path), shards.write_windows(path, np.arange(windows * seq_len + 1).astype(np.uint16), seq_len)
+    return str(path), shards.write_windows(
+        path, np.arange(windows * seq_len + 1).astype(np.uint16), seq_len
+    )
 
 
 def read(files: WindowFiles, window: int, file: int = 0, seq_len: int = SEQ_LEN) -> np.ndarray:
@@ -43,7 +45,9 @@ def test_one_flipped_bit_fails_every_window_of_its_block_and_no_other(small_bloc
     for window in range(WINDOWS):
         first, last = 2 * window * SEQ_LEN // BLOCK, (2 * (window + 1) * SEQ_LEN + 1) // BLOCK
         if first <= bad <= last:
-            with pytest.raises(ValueError, match=rf"shard-00007\.bin: block {bad} of 3 .* damaged.*verify"):
+            with pytest.raises(
+                ValueError, match=rf"shard-00007\.bin: block {bad} of 3 .* damaged.*verify"
+            ):
                 read(files, window)
         else:
             assert read(files, window)[0] == window * SEQ_LEN

@@ -9,7 +9,9 @@ from evals.scorer import Scores
 
 
 @torch.no_grad()
-def logits_of(model: torch.nn.Module, ids: list[int], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def logits_of(
+    model: torch.nn.Module, ids: list[int], dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
     """Logits (len(ids), V) in float64, computed in `dtype`, in which the model stays."""
     output = model.to(dtype)(torch.tensor([ids]))
     return getattr(output, "logits", output)[0].double()

@@ -79,7 +79,9 @@ def test_sums_by_hand():
         got, expected = score(scorer, rows, TOKEN_BYTES), by_hand(rows, scorer, TOKEN_BYTES)
         assert (got["bits_per_byte"], got["loss"]) == pytest.approx(expected, rel=TOLERANCE)
         assert (got["tokens"], got["bytes"]) == (rows[:, 1:].size, TOKEN_BYTES[rows[:, 1:]].sum())
-    whole = bits_per_byte(scorer, windows, {"web": "general", "code": "code"}, TOKEN_BYTES, Partial())
+    whole = bits_per_byte(
+        scorer, windows, {"web": "general", "code": "code"}, TOKEN_BYTES, Partial()
+    )
     together = score(scorer, np.concatenate(list(windows.values())), TOKEN_BYTES)
     for figure in ("bits_per_byte", "loss"):
         assert whole[figure] == together[figure]
@@ -105,7 +107,9 @@ def test_scores_that_mean_nothing_are_refused(tmp_path):
 
 
 def test_the_command_on_real_held_out_text(prepared_data, tmp_path, monkeypatch):
-    tokenizer_from_sentencepiece(prepared_data / "tokenizer.model").save(str(tmp_path / "tokenizer.json"))
+    tokenizer_from_sentencepiece(prepared_data / "tokenizer.model").save(
+        str(tmp_path / "tokenizer.json")
+    )
     token_bytes = matching_token_bytes(tmp_path, prepared_data)
     scorer, sources = Unigram(len(token_bytes)), []
     monkeypatch.setattr(

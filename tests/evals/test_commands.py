@@ -33,7 +33,9 @@ COMMANDS = [
 
 
 def job_of(run: Path, **section) -> JobSections:
-    return JobSections(Job(str(run)), evals=Evals(**{"every_steps": 10, "commands": COMMANDS, **section}))
+    return JobSections(
+        Job(str(run)), evals=Evals(**{"every_steps": 10, "commands": COMMANDS, **section})
+    )
 
 
 def test_every_evaluation_is_a_command():
@@ -68,9 +70,18 @@ def test_checking_needs_neither_torch_nor_the_engine():
 
 TITLES = {"task options", "model options", "record options", "sampling options", "scoring options"}
 FLAGS = {  # of every evaluation of a model, and of its record
-    "--backend", "--device", "--max-length", "--base-url", "--model", "--concurrency", "--timeout-s",
-    "--out", "--step", "--tokens-total", "--phase",
-}  # fmt: skip
+    "--backend",
+    "--device",
+    "--max-length",
+    "--base-url",
+    "--model",
+    "--concurrency",
+    "--timeout-s",
+    "--out",
+    "--step",
+    "--tokens-total",
+    "--phase",
+}
 
 
 def test_help_is_whole_sentences_of_the_same_flags(monkeypatch, capsys):
@@ -79,8 +90,12 @@ def test_help_is_whole_sentences_of_the_same_flags(monkeypatch, capsys):
         with pytest.raises(SystemExit):
             read_command(name)[1].run()
         text = capsys.readouterr().out
-        assert "None" not in text, f"{name}: no default and no placeholder that a reader has to guess"
-        assert {*re.findall(r"\b\w+ options\b", text)} <= TITLES, "what it is about, not a parameter's name"
+        assert "None" not in text, (
+            f"{name}: no default and no placeholder that a reader has to guess"
+        )
+        assert {*re.findall(r"\b\w+ options\b", text)} <= TITLES, (
+            "what it is about, not a parameter's name"
+        )
         flags = {*re.findall(r"^\W*?(--[a-z-]+)", text, re.MULTILINE)}
         if name not in ("contamination", "decode_speed", "gold"):
             assert flags >= FLAGS
@@ -120,7 +135,9 @@ REFUSED = {  # a command: why
 
 def test_sections_that_ask_for_nothing_are_refused(tmp_path):
     check(job_of(tmp_path))
-    sections = [({"commands": ["decode_speed", command]}, reason) for command, reason in REFUSED.items()]
+    sections = [
+        ({"commands": ["decode_speed", command]}, reason) for command, reason in REFUSED.items()
+    ]
     for section, reason in (
         ({"every_steps": 0}, "selects no checkpoint"),
         ({"commands": []}, "is empty"),
@@ -136,7 +153,11 @@ RANGES = [  # what takes numbers, with what else, and numbers that it refuses
     (About, {}, {"step": [-1], "tokens_total": [-1]}),
     (Settings, {}, {"limit": [0, -1]}),
     (Questions, {"tasks": "arc_easy"}, {"limit": [0], "num_fewshot": [-1]}),
-    (Sampling, {}, {"n": [0], "temperature": [-1.0, NAN], "top_p": [0.0, 1.1], "max_new_tokens": [0]}),
+    (
+        Sampling,
+        {},
+        {"n": [0], "temperature": [-1.0, NAN], "top_p": [0.0, 1.1], "max_new_tokens": [0]},
+    ),
     (Scoring, {}, {"parallel": [0]}),
     (samples.main, HF, {"max_new_tokens": [0], "temperature": [0.0, NAN], "seed": [-1, 2**32]}),
     (bits_per_byte.main, HF | DATA, {"limit": [0]}),

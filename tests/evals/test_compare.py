@@ -38,12 +38,19 @@ def test_a_paired_difference_by_hand(tmp_path, capsys):
     main(str(a), str(b))
     assert json.loads(capsys.readouterr().out) == compare(a, b)
     assert read_items(a)[1]["copa", 2]["losses"] == [3.0, None]
-    assert paired([1.0, 0.0], [1.0, 0.0], added=1)[1] > 0.2, "two items without a difference are not certain"
+    assert paired([1.0, 0.0], [1.0, 0.0], added=1)[1] > 0.2, (
+        "two items without a difference are not certain"
+    )
 
 
 def test_other_items_are_refused(tmp_path):
     a = write(tmp_path, [True], [1.0])
-    for head in ({"data_sha256": "cd"}, {"protocol": "dclm"}, {"limit": 5}, {"chat_template": True}):
+    for head in (
+        {"data_sha256": "cd"},
+        {"protocol": "dclm"},
+        {"limit": 5},
+        {"chat_template": True},
+    ):
         with pytest.raises(ValueError, match=f"were not asked the same: {next(iter(head))} "):
             compare(a, write(tmp_path, [True], [1.0], **head))
     with pytest.raises(ValueError, match="which are not the same ones"):
@@ -58,12 +65,17 @@ def asked(seed: int, better: float = 0.0):
     draw = random.Random(seed)
     return [
         {
-            "task": task.label, "item": i, "group": str(i // 4) if task.by_category else "",
-            "right": draw.random() < 0.5 + better, "losses": [], "nats": 5 - better + draw.random(), "bytes": 4,
+            "task": task.label,
+            "item": i,
+            "group": str(i // 4) if task.by_category else "",
+            "right": draw.random() < 0.5 + better,
+            "losses": [],
+            "nats": 5 - better + draw.random(),
+            "bytes": 4,
         }
         for task in TASKS
         for i in range(6)
-    ]  # fmt: skip
+    ]
 
 
 def test_core_categories_and_gold_bits_are_the_differences_of_the_records(tmp_path):
@@ -75,7 +87,8 @@ def test_core_categories_and_gold_bits_are_the_differences_of_the_records(tmp_pa
     found, records = compare(a, b), []
     for side in sides:
         tasks = {
-            task.label: task_figures(task, [x for x in side if x["task"] == task.label], 6) for task in TASKS
+            task.label: task_figures(task, [x for x in side if x["task"] == task.label], 6)
+            for task in TASKS
         }
         records.append(tasks | {"": aggregate(tasks)})
     for label, row in found["tasks"].items():
@@ -84,12 +97,16 @@ def test_core_categories_and_gold_bits_are_the_differences_of_the_records(tmp_pa
     before, after = (record[""] for record in records)
     pairs = [(found, before, after, "core_v1"), (found, before, after, "core_v2")]
     for name, category in found["categories"].items():
-        pairs.append((category, before["categories"][name], after["categories"][name], "centered_v2"))
+        pairs.append(
+            (category, before["categories"][name], after["categories"][name], "centered_v2")
+        )
     for change, old, new, figure in pairs:
         assert change[figure] == pytest.approx(new[figure] - old[figure], abs=1e-12)
     errors = [found["tasks"][t.label]["standard_error"] / (1 - t.baseline_v2 / 100) for t in TASKS]
     assert found["core_v2_se"] == pytest.approx(math.hypot(*errors) / 22)
-    bits = [sum(record[task.label]["gold_bits_per_byte"] for task in TASKS) / 22 for record in records]
+    bits = [
+        sum(record[task.label]["gold_bits_per_byte"] for task in TASKS) / 22 for record in records
+    ]
     assert found["bits_difference"] == pytest.approx(bits[1] - bits[0])
     copa = write(tmp_path, [True], [1.0])
     assert (compare(copa, copa)["core_v2"], compare(copa, copa)["bits_difference"]) == (None, 0)
@@ -121,5 +138,7 @@ def test_runs_checkpoints_and_phases_are_compared_by_name(tmp_path):
     record("z", 7, "phase1", [True, True, True], limit=9)
     with pytest.raises(ValueError, match=r"were not asked the same: limit 4 and 9"):
         change(run, str(tmp_path / "z"))
-    with pytest.raises(ValueError, match=r"no record of core with items; steps of .*: 7 \(phase1\)"):
+    with pytest.raises(
+        ValueError, match=r"no record of core with items; steps of .*: 7 \(phase1\)"
+    ):
         change(run, f"{other}@8")

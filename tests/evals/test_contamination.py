@@ -28,7 +28,9 @@ def data(tmp_path):
     sentence = "the quick brown fox number {} jumps over the lazy dog and then it sleeps well"
     for name, count in (("quiz", 4), ("other", 2)):
         rows = [json.dumps({"question": sentence.format(f"{name} {i}")}) for i in range(count)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join([*rows, '{"question": "too short"}']) + "\n")
+        (tmp_path / f"{name}.jsonl").write_text(
+            "\n".join([*rows, '{"question": "too short"}']) + "\n"
+        )
     out = tmp_path / "data"
     source(out, "web", {"quiz": {"documents": 7, "items": 3}})
     source(out, "code", {"quiz": {"documents": 1, "items": 3}})
@@ -42,9 +44,23 @@ def test_counts_add_up_and_never_pass_the_items(data, capsys):
     assert record == json.loads(out.read_text())
     check_fields(record, None)
     quiz, other = record["benchmarks"]["quiz"], record["benchmarks"]["other"]
-    assert (quiz["items"], quiz["searchable"], quiz["touched"], quiz["documents_dropped"]) == (5, 4, 5, 8)
-    assert (other["items"], other["touched"], other["documents_dropped"], other["sources"]) == (3, 0, 0, {})
-    assert (record["kind"], record["phase"], record["tokenizer_sha256"]) == ("contamination", "phase1", "ab")
+    assert (quiz["items"], quiz["searchable"], quiz["touched"], quiz["documents_dropped"]) == (
+        5,
+        4,
+        5,
+        8,
+    )
+    assert (other["items"], other["touched"], other["documents_dropped"], other["sources"]) == (
+        3,
+        0,
+        0,
+        {},
+    )
+    assert (record["kind"], record["phase"], record["tokenizer_sha256"]) == (
+        "contamination",
+        "phase1",
+        "ab",
+    )
     assert set(record["manifests"]) == {"code", "web"}
     assert "code, web" in capsys.readouterr().err
     before = contamination(data)["manifests"]

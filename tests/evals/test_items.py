@@ -17,7 +17,9 @@ ITEMS, ENDS_AFTER = 300, 280
 
 def test_an_evaluation_goes_on_where_it_ended_with_the_same_bytes(folder, tmp_path, monkeypatch):
     bundle, score, asked = tmp_path / "bundle", EngineScorer.score, []
-    rows = [row | {"query": f"{i} {row['query']}"} for i, row in enumerate(CHOICE_ROWS * (ITEMS // 5))]
+    rows = [
+        row | {"query": f"{i} {row['query']}"} for i, row in enumerate(CHOICE_ROWS * (ITEMS // 5))
+    ]
     write_lines(write_bundle(bundle, ["copa"]).file(task("copa")), rows)
 
     def count(self, items):
@@ -28,7 +30,9 @@ def test_an_evaluation_goes_on_where_it_ended_with_the_same_bytes(folder, tmp_pa
             yield scores
 
     def evaluate(name):
-        record = main(folder, bundle, Settings(), Source(device="cpu"), About(tmp_path / name / "x", 10))
+        record = main(
+            folder, bundle, Settings(), Source(device="cpu"), About(tmp_path / name / "x", 10)
+        )
         assert [record] == read_lines(tmp_path / name / "x")
         return record["tasks"], (tmp_path / name / record["items"]).read_bytes()
 

@@ -29,7 +29,9 @@ def test_built_in_prompts_through_the_engine(folder, tmp_path):
             text = str(prompt["text"])
             assert sample["prompt"] == text
             assert sample["greedy"] == engine.generate_text(text, max_new_tokens=6)
-            assert sample["sampled"] == engine.generate_text(text, max_new_tokens=6, temperature=0.8, seed=0)
+            assert sample["sampled"] == engine.generate_text(
+                text, max_new_tokens=6, temperature=0.8, seed=0
+            )
     assert record["samples"][3]["prompt"].startswith("user: Why is the sky blue?")
     other = main(folder, max_new_tokens=6, seed=1, source=CPU)["samples"]
     for text, same in (("greedy", True), ("sampled", False)):
@@ -37,9 +39,16 @@ def test_built_in_prompts_through_the_engine(folder, tmp_path):
 
 
 UNGREEDY = {
-    "do_sample": True, "temperature": 0.1, "top_k": 1, "repetition_penalty": 9.0, "no_repeat_ngram_size": 1,
-    "num_beams": 3, "min_new_tokens": 5, "suppress_tokens": [*range(3, 200)], "max_new_tokens": 2,
-}  # fmt: skip
+    "do_sample": True,
+    "temperature": 0.1,
+    "top_k": 1,
+    "repetition_penalty": 9.0,
+    "no_repeat_ngram_size": 1,
+    "num_beams": 3,
+    "min_new_tokens": 5,
+    "suppress_tokens": [*range(3, 200)],
+    "max_new_tokens": 2,
+}
 
 
 def test_both_backends_generate_the_models_own_tokens(folder, tmp_path):
@@ -50,7 +59,9 @@ def test_both_backends_generate_the_models_own_tokens(folder, tmp_path):
         scorer = open_scorer(tmp_path / "hf", Source(kind, "cpu"))
         ids = scorer.encode("The cat looked at", special_tokens=True)
         text = scorer.text_after(ids, continue_greedily(model, ids, 8))
-        assert scorer.generate(ids, 8) == scorer.generate("The cat looked at", 8) == (text, "length"), kind
+        assert (
+            scorer.generate(ids, 8) == scorer.generate("The cat looked at", 8) == (text, "length")
+        ), kind
         assert scorer.generate(ids, 8, [text[3:5]]) == (text[: text.index(text[3:5])], "stop"), kind
         with pytest.raises(ValueError, match="top_q"):
             scorer.generate(ids, 8, top_q=1)
@@ -72,7 +83,9 @@ def test_prompts_of_a_file_and_any_model(tmp_path):
     samples = main(tmp_path / "hf", max_new_tokens=2, source=CPU)["samples"]
     assert [sample["name"] for sample in samples] == ["prose", "fact", "code"]
     asked = {"a": "The cat", "b": "1 and 2", "": ""}
-    prompts = write_lines(tmp_path / "x.jsonl", ({"name": n, "text": text} for n, text in asked.items()))
+    prompts = write_lines(
+        tmp_path / "x.jsonl", ({"name": n, "text": text} for n, text in asked.items())
+    )
     prompts.write_text("\n" + prompts.read_text())
     record = main(tmp_path / "hf", prompts, max_new_tokens=3, source=CPU)
     assert {sample["name"]: sample["prompt"] for sample in record["samples"]} == asked

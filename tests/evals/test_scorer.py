@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from evals.scorer import Encoder, Prompt, Scorer, Scores, Source, choose, open_scorer, resolve_device
+from evals.scorer import (
+    Encoder,
+    Prompt,
+    Scorer,
+    Scores,
+    Source,
+    choose,
+    open_scorer,
+    resolve_device,
+)
 from evals.scorer import hf as hf_scorer
 from evals.scorer.endpoint import scores_of as scores_of_choice
 from evals.scorer.hf import TransformersScorer
@@ -54,7 +63,9 @@ def llama(written):
 
 def float32_error(model: torch.nn.Module, prompt: Prompt) -> float:
     """What float32 itself gets wrong on this model, times 8 as sums are taken in another order; 1e-6 for tiny ones."""
-    exact, rounded = (scores_of(model, *prompt, dtype).logprobs for dtype in (torch.float64, torch.float32))
+    exact, rounded = (
+        scores_of(model, *prompt, dtype).logprobs for dtype in (torch.float64, torch.float32)
+    )
     return 8 * np.abs(rounded - exact).max() + 1e-6
 
 
@@ -75,7 +86,9 @@ def check(scorer: Scorer, model: torch.nn.Module):
     ids, start = prompt
     other = scores_of(model, [*ids[: start - 2], 299, *ids[start - 1 :]], start)
     difference = np.abs(other.logprobs - batched.logprobs).max()
-    assert difference > 100 * float32_error(model, prompt), "the comparison would not see another prefix"
+    assert difference > 100 * float32_error(model, prompt), (
+        "the comparison would not see another prefix"
+    )
 
 
 SCORERS = {
@@ -88,7 +101,9 @@ SCORERS = {
 
 @pytest.mark.parametrize("name", SCORERS)
 def test_scores_are_pytorchs(written, name, monkeypatch, capsys):
-    monkeypatch.setattr("builtins.input", lambda question: pytest.fail(question))  # whether code may run
+    monkeypatch.setattr(
+        "builtins.input", lambda question: pytest.fail(question)
+    )  # whether code may run
     (source, backend, dtype), (folder, model) = SCORERS[name], written[name.split()[0]]
     scorer = open_scorer(folder, source)
     assert f"{backend} on cpu in {dtype} (" in capsys.readouterr().err
@@ -122,7 +137,9 @@ def test_options_behind_a_long_prefix_are_read_in_two_passes(written, monkeypatc
     monkeypatch.setitem(hf_scorer.WORTH_A_PASS, "cpu", 100)
     passes = spy_on_passes(scorer)
     (together,) = scorer.score([item])
-    assert passes == [(1, 50), (5, 4)], "50 tokens of the prefix; five options, the longest of 1 + 3 tokens"
+    assert passes == [(1, 50), (5, 4)], (
+        "50 tokens of the prefix; five options, the longest of 1 + 3 tokens"
+    )
     for prompt, scores in zip(item, together, strict=True):
         check_scores(model, prompt, scores)
 
@@ -172,7 +189,9 @@ def test_a_server_says_what_the_engine_says(written):
     theirs = open_scorer(folder, served)
     about = (theirs.backend, theirs.device, theirs.dtype, theirs.scoring_room)
     assert about == ("endpoint", served.base_url, None, 127)
-    items = [[Prompt(*each)] for each in SEQUENCES] + [[Prompt([1, 5, 6], 2), Prompt([1, 5, 7, 8], 2)]]
+    items = [[Prompt(*each)] for each in SEQUENCES] + [
+        [Prompt([1, 5, 6], 2), Prompt([1, 5, 7, 8], 2)]
+    ]
     for a, b in zip(ours.score(items), theirs.score(items), strict=True):
         np.testing.assert_equal(a, b)
     assert ours.rolling([*range(3, 60)]) == theirs.rolling([*range(3, 60)])
@@ -183,11 +202,16 @@ def test_a_server_says_what_the_engine_says(written):
 TOP = [None, {"5": -1.0}, {"7": -0.5}, {"9": -1.0}]
 WHOLE = {"token_logprobs": [None, -1.0, -2.0, -1.0], "top_logprobs": TOP}
 BROKEN = [  # what a server gives in place of all scores of a prompt of three ids
-    {}, WHOLE | {"token_logprobs": [None, -1.0, -2.0]}, WHOLE | {"top_logprobs": []}, WHOLE | {"top_logprobs": None},
-    WHOLE | {"top_logprobs": [None, {}, {}, {}]}, WHOLE | {"top_logprobs": [None, None, {"7": -0.5}, {"9": -1.0}]},
-    WHOLE | {"token_logprobs": [None, -1.0, None, -1.0]}, WHOLE | {"token_logprobs": [None, -1.0, "-2", -1.0]},
+    {},
+    WHOLE | {"token_logprobs": [None, -1.0, -2.0]},
+    WHOLE | {"top_logprobs": []},
+    WHOLE | {"top_logprobs": None},
+    WHOLE | {"top_logprobs": [None, {}, {}, {}]},
+    WHOLE | {"top_logprobs": [None, None, {"7": -0.5}, {"9": -1.0}]},
+    WHOLE | {"token_logprobs": [None, -1.0, None, -1.0]},
+    WHOLE | {"token_logprobs": [None, -1.0, "-2", -1.0]},
     WHOLE | {"token_logprobs": [None, -1.0, float("nan"), -1.0]},
-]  # fmt: skip
+]
 NO_TEXTS: list[JsonObject] = [{}, {"text": 7}, {"message": {}}]
 CHOICES = [[], [{}], [{"index": 1}], [{"index": 0}, {"index": 1}], ["text"]]  # for one prompt
 
@@ -197,7 +221,9 @@ def test_a_server_without_all_scores_is_refused(llama, monkeypatch):
     scores = scores_of_choice({"logprobs": WHOLE}, prompt)
     assert (scores.logprobs.tolist(), scores.greedy.tolist()) == ([-1, -2], [True, False])
     for short in BROKEN:
-        with pytest.raises(ValueError, match=r"the server gave \d log-probabilities for a prompt of 3"):
+        with pytest.raises(
+            ValueError, match=r"the server gave \d log-probabilities for a prompt of 3"
+        ):
             scores_of_choice({"logprobs": short}, prompt)
     scorer = open_scorer(llama.folder, Source(base_url="http://127.0.0.1:9/v1"))
     for choices in CHOICES:
@@ -219,7 +245,9 @@ def test_a_model_without_finite_logits_is_stopped_before_it_is_asked(tmp_path):
     for value in (float("nan"), float("inf")):
         model.model.norm.weight.data[3] = value
         model.save_pretrained(tmp_path)
-        with pytest.raises(ValueError, match="gives logits that are not finite: its weights are damaged"):
+        with pytest.raises(
+            ValueError, match="gives logits that are not finite: its weights are damaged"
+        ):
             open_scorer(tmp_path, THROUGH_TRANSFORMERS)
 
 
@@ -228,7 +256,9 @@ def test_texts_become_the_same_ids_in_both(llama):
 
     ours, theirs = Encoder(llama.folder), AutoTokenizer.from_pretrained(llama.folder)
     for text in ("", "The cat", " a", "\nAnswer: 12", "x  y"):
-        plain, special = (theirs(text, add_special_tokens=add)["input_ids"] for add in (False, True))
+        plain, special = (
+            theirs(text, add_special_tokens=add)["input_ids"] for add in (False, True)
+        )
         assert [ours.encode(text)] * 2 == ours.encode_each([text, text]) == [plain] * 2
         assert ours.encode(text, special_tokens=True) == special == [1, *plain]
     assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id) == (1, 2)
@@ -247,7 +277,9 @@ def test_auto_is_the_gpu_where_one_is_visible(written, monkeypatch, driver, gpus
     assert f"{expected[2]} is visible" in why
     assert (resolve_device("auto"), resolve_device("cpu")) == (device, "cpu")
     if not gpus:
-        with pytest.raises(ValueError, match=r"device = 'cuda': no GPU is visible .* use device = 'auto'"):
+        with pytest.raises(
+            ValueError, match=r"device = 'cuda': no GPU is visible .* use device = 'auto'"
+        ):
             open_scorer(folder, Source(device="cuda"))
         return
     assert [resolve_device(asked) for asked in ("cuda:1", "cuda")] == ["cuda:1", "cuda:0"]
@@ -261,7 +293,9 @@ def test_bad_input(tmp_path):
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
         open_scorer(tmp_path)
     write_llama(tmp_path)
-    in_8_bits = open_scorer(tmp_path, Source("engine", "cpu", dtype="int8"))  # which reads a Llama, too
+    in_8_bits = open_scorer(
+        tmp_path, Source("engine", "cpu", dtype="int8")
+    )  # which reads a Llama, too
     assert in_8_bits.dtype == "int8"
     in_8_bits.close()
     for source, reason in (
@@ -275,7 +309,9 @@ def test_bad_input(tmp_path):
         with pytest.raises(ValueError, match="1 <= start <= ids <= 129 is required"):
             score_one(scorer, *wrong)
     assert len(score_one(scorer, [1, 2], 2).logprobs) == 0, "an option without a token of its own"
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "laneformer", "vocab_size": VOCAB}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "laneformer", "vocab_size": VOCAB})
+    )
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match="export the model with it"):
         Encoder(tmp_path)

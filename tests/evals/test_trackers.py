@@ -11,19 +11,37 @@ from evals.trackers import Trackers, scalars
 from records.files import JsonObject
 from records.job import Job, JobSections, Metrics
 
-TEXTS = [{"name": n, "prompt": f"{n}?", "greedy": "<b>yes</b>\nno", "sampled": "é"} for n in ("fact", "code")]
+TEXTS = [
+    {"name": n, "prompt": f"{n}?", "greedy": "<b>yes</b>\nno", "sampled": "é"}
+    for n in ("fact", "code")
+]
 CORE = {
-    "protocol": "nanochat", "limit": 500, "core_v2": 0.2, "core_v2_se": 0.01,
+    "protocol": "nanochat",
+    "limit": 500,
+    "core_v2": 0.2,
+    "core_v2_se": 0.01,
     "tasks": {"copa": {"accuracy": 0.6, "standard_error": 0.02, "n": 100}},
-}  # fmt: skip
+}
 CODE = {
-    "dataset": "humaneval+", "protocol": "greedy", "prompt": "chat", "problems": 164, "n": 1, "temperature": 0.8,
-    "top_p": 1.0, "max_new_tokens": 768, "pass@1_plus": 0.3, "pass@k": {"10": {"plus": 0.4}},
-}  # fmt: skip
+    "dataset": "humaneval+",
+    "protocol": "greedy",
+    "prompt": "chat",
+    "problems": 164,
+    "n": 1,
+    "temperature": 0.8,
+    "top_p": 1.0,
+    "max_new_tokens": 768,
+    "pass@1_plus": 0.3,
+    "pass@k": {"10": {"plus": 0.4}},
+}
 LM_EVAL = {
-    "num_fewshot": 0, "add_bos": True, "chat_template": False, "haystack": "upstream",
-    "tasks": {"arc_easy": {"acc_norm": 0.5}}, "ruler": {"2048": {"ruler_vt": 0.7}},
-}  # fmt: skip
+    "num_fewshot": 0,
+    "add_bos": True,
+    "chat_template": False,
+    "haystack": "upstream",
+    "tasks": {"arc_easy": {"acc_norm": 0.5}},
+    "ruler": {"2048": {"ruler_vt": 0.7}},
+}
 RECORDS = {
     "core": CORE,
     "bits_per_byte": {"bits_per_byte": 0.9, "sources": {"web": {"bits_per_byte": 1.1}}},
@@ -66,7 +84,9 @@ def read_tensorboard(run: Path):
 
     board = EventAccumulator(str(run / "tb/evals"), size_guidance={"scalars": 0})
     board.Reload()
-    return sorted((name, e.step, e.value) for name in board.Tags()["scalars"] for e in board.Scalars(name))
+    return sorted(
+        (name, e.step, e.value) for name in board.Tags()["scalars"] for e in board.Scalars(name)
+    )
 
 
 @pytest.mark.job
@@ -75,19 +95,26 @@ def test_the_same_values_everywhere_once(tmp_path, monkeypatch):
     run, log, started = tmp_path / "tracked", [], spy_on_wandb(monkeypatch)
     monkeypatch.setenv("WANDB_MODE", "offline")
     early, late = (
-        [{"kind": kind, "step": step, "tokens_total": 9, "time": 1.0, **r} for kind, r in RECORDS.items()]
+        [
+            {"kind": kind, "step": step, "tokens_total": 9, "time": 1.0, **r}
+            for kind, r in RECORDS.items()
+        ]
         for step in (20, 10)
     )
     for records in (early, early + late):
         Trackers(job_of(run), log.append).give(records)
     assert not log
-    expected = sorted((name, r["step"], value) for r in early + late for name, value in scalars(r).items())
+    expected = sorted(
+        (name, r["step"], value) for r in early + late for name, value in scalars(r).items()
+    )
     assert len(expected) == 2 * 11
     board, rows = started[-1]  # an offline run holds all
     assert (board.name, board.group, board.job_type) == (f"{run.name}-evals", run.name, "evals")
     others = {"step", "tokens_total", "samples"}
     assert sorted((k, row["step"], row[k]) for row in rows for k in row.keys() - others) == expected
-    assert read_tensorboard(run) == [(name, step, float(np.float32(value))) for name, step, value in expected]
+    assert read_tensorboard(run) == [
+        (name, step, float(np.float32(value))) for name, step, value in expected
+    ]
     tables = (run / "tb/evals/wandb").glob("offline-run-*/files/media/table/samples_*.table.json")
     for path in tables:
         table = json.loads(path.read_text())
@@ -101,11 +128,18 @@ def test_names_tell_what_cannot_be_compared():
     lm_eval = "lm_eval/num_fewshot-0/add_bos-True/chat_template-False/upstream"
     core = "core/nanochat/limit-500"
     assert names == {
-        f"{core}/core_v2", f"{core}/core_v2_se", f"{core}/tasks/copa/accuracy", f"{core}/tasks/copa/standard_error",
-        "bits_per_byte/bits_per_byte", "bits_per_byte/sources/web/bits_per_byte", "decode_speed/bf16/tokens_per_s",
-        f"{code}/pass_1_plus", f"{code}/pass_k/10/plus", f"{lm_eval}/tasks/arc_easy/acc_norm",
+        f"{core}/core_v2",
+        f"{core}/core_v2_se",
+        f"{core}/tasks/copa/accuracy",
+        f"{core}/tasks/copa/standard_error",
+        "bits_per_byte/bits_per_byte",
+        "bits_per_byte/sources/web/bits_per_byte",
+        "decode_speed/bf16/tokens_per_s",
+        f"{code}/pass_1_plus",
+        f"{code}/pass_k/10/plus",
+        f"{lm_eval}/tasks/arc_easy/acc_norm",
         f"{lm_eval}/ruler/2048/ruler_vt",
-    }  # fmt: skip
+    }
     no_core = scalars({"kind": "core", **CORE, "core_v2": None, "core_v2_se": None})
     assert not [name for name in no_core if "core_v" in name], "no CORE, no figure"
 

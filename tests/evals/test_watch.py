@@ -216,7 +216,9 @@ def test_sigterm_ends_it_and_what_it_started(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "nice", nice.append)
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
     monkeypatch.setattr(subprocess.Popen, "wait", get_terminated)
-    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: start(["sleep", "600"], **options))
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda _, **options: start(["sleep", "600"], **options)
+    )
     monkeypatch.setattr(sys, "argv", ["x", "--run", str(tmp_path)])
     (tmp_path / "config.toml").write_text('[evals]\nevery_steps = 1\ncommands = ["decode_speed"]\n')
     save(tmp_path, 1)
@@ -251,19 +253,44 @@ def test_a_job_evaluates_its_own_checkpoints_and_a_killed_watcher_goes_on(prepar
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     job = ["-m", "train", *arguments(run, prepared_data / "phase1.lock.json", 4, 2)]
     job += ["--validation.no-enable", "--resilience.hang_timeout_s", "300"]
-    job += ["--checkpoint.enable_first_step_checkpoint", "--evals.in_loop", "--evals.every_steps", "4"]
-    job += ["--evals.dtype", "float32", "--evals.commands", f"{command},decode_speed --device nowhere"]
-    done = subprocess.run([*launch, *job], cwd=ROOT, env=env, capture_output=True, text=True, timeout=1100)
+    job += [
+        "--checkpoint.enable_first_step_checkpoint",
+        "--evals.in_loop",
+        "--evals.every_steps",
+        "4",
+    ]
+    job += [
+        "--evals.dtype",
+        "float32",
+        "--evals.commands",
+        f"{command},decode_speed --device nowhere",
+    ]
+    done = subprocess.run(
+        [*launch, *job], cwd=ROOT, env=env, capture_output=True, text=True, timeout=1100
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     # once, not on each rank; and a command that fails is reported and ends nothing
     out = run / "evals.jsonl"
-    assert [(record["command"], record["step"]) for record in read_lines(out)] == [(command, 1), (command, 4)]
+    assert [(record["command"], record["step"]) for record in read_lines(out)] == [
+        (command, 1),
+        (command, 4),
+    ]
     events = read_lines(run / "events.jsonl")
     failed = [event for event in events if event["kind"] == "evaluation_failed"]
     assert [event["step"] for event in failed] == [1, 1, 1, 4, 4], "step 1 again beside step 4"
     assert failed[1]["reason"].startswith("exit status 1, see"), "what the job says of its watcher"
 
-    watching = [sys.executable, "-m", "evals.watch", "--run", str(run), "--every-s", "0.2", "--cpus", "0"]
+    watching = [
+        sys.executable,
+        "-m",
+        "evals.watch",
+        "--run",
+        str(run),
+        "--every-s",
+        "0.2",
+        "--cpus",
+        "0",
+    ]
     watching += ["--evals.every_steps", "2", "--evals.commands", command]
     out.unlink()
     first = subprocess.Popen(watching, cwd=ROOT, env=env)
@@ -277,5 +304,7 @@ def test_a_job_evaluates_its_own_checkpoints_and_a_killed_watcher_goes_on(prepar
     rows = {row["step"]: row["tokens_total"] for row in read_lines(run / "metrics.jsonl")}
     expected = [(step, "phase1", rows[step]) for step in (1, 2, 4)]
     assert [(r["step"], r["phase"], r["tokens_total"]) for r in records] == expected
-    assert len({record["bits_per_byte"] for record in records}) == 3, "three checkpoints, three models"
+    assert len({record["bits_per_byte"] for record in records}) == 3, (
+        "three checkpoints, three models"
+    )
     assert not list((run / ".evals-watch").glob("*")), "finished work stayed behind"

@@ -10,7 +10,9 @@ Pairs = list[tuple[dict[str, str], dict[str, str]]]
 
 def exchanges(*turns: list[str]) -> Pairs:
     """Of turns as the package stores them: what one person sends in a row."""
-    sent = [[{"text": text, "sender": "ab"[i % 2]} for text in texts] for i, texts in enumerate(turns)]
+    sent = [
+        [{"text": text, "sender": "ab"[i % 2]} for text in texts] for i, texts in enumerate(turns)
+    ]
     return chitchat.exchanges(sent)
 
 
@@ -23,12 +25,17 @@ def test_exchanges():
     pairs = exchanges(["Hi ", "there"], ["hello"], ["How are you?"], ["fine", "you?"], ["bye"])
     assert contents(pairs) == [("Hi there", "hello"), ("How are you?", "fine you?")]
     assert exchanges(["Hi"]) == exchanges(["Write to me"], ["at joe.doe@example.com"]) == []
-    assert contents(exchanges(["a"], ["b"], ["c"], [" "], ["e"], ["f"])) == [("a", "b")], "an empty message"
+    assert contents(exchanges(["a"], ["b"], ["c"], [" "], ["e"], ["f"])) == [("a", "b")], (
+        "an empty message"
+    )
 
 
 def test_split():
     pairs = exchanges(
-        *([letter * length] for letter, length in zip("abcdefgh", [4, 4, 4, 4, 1, 20, 1, 1], strict=True))
+        *(
+            [letter * length]
+            for letter, length in zip("abcdefgh", [4, 4, 4, 4, 1, 20, 1, 1], strict=True)
+        )
     )
     lengths = [[len(message["content"]) for message in one] for one in chitchat.split(pairs, 2, 16)]
     assert lengths == [[4, 4, 4, 4], [1, 1]]

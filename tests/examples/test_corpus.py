@@ -93,7 +93,10 @@ def test_metadata_and_topics(tmp_path):
 
 def test_parts_up_to_their_caps_and_no_second_writing(tmp_path):
     for number in range(9):
-        written(tmp_path / f"man/{number}.1", f".TH P{number} 1\n.SH NAME\np{number} does this and that\n")
+        written(
+            tmp_path / f"man/{number}.1",
+            f".TH P{number} 1\n.SH NAME\np{number} does this and that\n",
+        )
     written(tmp_path / "man/broken.1", b"\xff\xfe")
 
     def sources():

@@ -17,7 +17,9 @@ def false_equations(text: str) -> list[str]:
     def value(side: str) -> Fraction:
         return eval(re.sub(r"\d+", r"Fraction(\g<0>)", side), {"Fraction": Fraction})
 
-    return [f"{left} = {right}" for left, right in EQUATION.findall(text) if value(left) != value(right)]
+    return [
+        f"{left} = {right}" for left, right in EQUATION.findall(text) if value(left) != value(right)
+    ]
 
 
 def test_generated_equations_hold():
@@ -25,7 +27,9 @@ def test_generated_equations_hold():
     lessons = re.sub(r".*\(mod.*", "", lessons)  # congruences are not equations
     assert len(EQUATION.findall(lessons)) > 5000
     assert false_equations(lessons) == []
-    assert false_equations("So 12 * 3 = 37 remain, and 2 + 2 = 4.") == ["12 * 3 = 37"]  # the check can fail
+    assert false_equations("So 12 * 3 = 37 remain, and 2 + 2 = 4.") == [
+        "12 * 3 = 37"
+    ]  # the check can fail
 
 
 def test_generated_text_depends_on_the_index_alone():

@@ -23,7 +23,10 @@ from tests.laneformer.hf.hf_assets import FLOAT32_TOLERANCE, random_model, small
 from tests.records.lines import write_lines
 from tests.tokenizer_assets import encode_chat
 
-pytestmark = [pytest.mark.rotate, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = [
+    pytest.mark.rotate,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, BATCH = 8, 12
 LOGGED = 6e-4  # half the last of four digits that TRL logs, and float32 sums of a batch and of single rows
@@ -53,13 +56,17 @@ def conversations(tmp_path_factory):
     return write_lines(path, ({"messages": one} for one in CONVERSATIONS))
 
 
-def fine_tuned(example: str, folder: Path, conversations: Path, out: Path, lr: float) -> list[float]:
+def fine_tuned(
+    example: str, folder: Path, conversations: Path, out: Path, lr: float
+) -> list[float]:
     """Run an example; the loss of each step, the first one before any update. Every
     batch is all conversations.
     """
     command = [sys.executable, "-m", f"examples.{example}", folder, conversations, "--out", out]
     command += ["--steps", STEPS, "--batch", BATCH, "--lr", lr]
-    done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        [*map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     logged = [ast.literal_eval(line) for line in re.findall(r"\{'loss'.*?\}", done.stdout)]
     return [float(row["loss"]) for row in logged]
@@ -68,7 +75,9 @@ def fine_tuned(example: str, folder: Path, conversations: Path, out: Path, lr: f
 def load(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, dtype=torch.float32
+    ).eval()
 
 
 @torch.no_grad()

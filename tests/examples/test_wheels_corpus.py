@@ -33,7 +33,10 @@ def pinned(tmp_path, monkeypatch):
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     modules = {f"m{i}.py": MODULE.replace("twice", f"{i} times") for i in range(9)}
-    lines = [wheel(wheels, "sympy", {**modules, "tests/test_m.py": MODULE}), wheel(wheels, "django", modules)]
+    lines = [
+        wheel(wheels, "sympy", {**modules, "tests/test_m.py": MODULE}),
+        wheel(wheels, "django", modules),
+    ]
     (tmp_path / "wheels.txt").write_text("".join(lines))
     monkeypatch.setattr(wheels_corpus, "PINNED", tmp_path / "wheels.txt")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -55,12 +58,20 @@ def test_the_same_bytes_in_any_folder(tmp_path, pinned, monkeypatch):
     for name in ("web", "code", "qa"):
         assert len(here[f"{name}.jsonl"].splitlines()) == 9, "tests are left out"
     assert json.loads(here["web.jsonl"].splitlines()[0])["text"].startswith("sympy.m")
-    assert sorted(here) == ["code.jsonl", "math.jsonl", "multilingual.jsonl", "qa.jsonl", "web.jsonl"]
+    assert sorted(here) == [
+        "code.jsonl",
+        "math.jsonl",
+        "multilingual.jsonl",
+        "qa.jsonl",
+        "web.jsonl",
+    ]
 
 
 def test_another_file_than_the_pinned_one_is_refused_and_leaves_nothing(tmp_path, pinned):
     wheel(pinned, "django", {"other.py": MODULE})
-    with pytest.raises(SystemExit, match=r"wheels.txt could not be downloaded(?s:.)*django") as refused:
+    with pytest.raises(
+        SystemExit, match=r"wheels.txt could not be downloaded(?s:.)*django"
+    ) as refused:
         wheels_corpus.main(tmp_path / "out")
     assert "PIP_FIND_LINKS=FOLDER" in str(refused.value)
     assert not written(tmp_path / "out")
@@ -71,7 +82,10 @@ def test_every_pin_has_a_hash_and_every_package_a_pin():
     text = wheels_corpus.PINNED.read_text()
     lines = [line.split() for line in text.splitlines() if not line.startswith("#")]
     assert all(flag.startswith("--hash=sha256:") for _, flag in lines)
-    assert {pin.partition("==")[0] for pin, _ in lines} == {*wheels_corpus.PROSE, *wheels_corpus.CODE}
+    assert {pin.partition("==")[0] for pin, _ in lines} == {
+        *wheels_corpus.PROSE,
+        *wheels_corpus.CODE,
+    }
     assert recipe_file.load(Path("data_mixtures/ablation.toml")).corpus == "examples.wheels_corpus"
 
 

@@ -63,7 +63,9 @@ def lane_attention(
     c: LaneformerConfig, w: Weights, layer: int, lane: int, x: list[np.ndarray], window: int | None
 ) -> list[np.ndarray]:
     """One lane's attention over its normed stream x, a list over tokens; its partial output for every token."""
-    wq, wk, wv, wo = (w[f"layers.{layer}.attention.{name}.weight"][lane] for name in ("wq", "wk", "wv", "wo"))
+    wq, wk, wv, wo = (
+        w[f"layers.{layer}.attention.{name}.weight"][lane] for name in ("wq", "wk", "wv", "wo")
+    )
     d, heads, kv_heads = (
         c.head_dim,
         c.num_attention_heads // c.num_lanes,
@@ -71,7 +73,9 @@ def lane_attention(
     )
     own = [slice(h * d, (h + 1) * d) for h in range(heads)]  # the rows of one head
     rope = layer_rope(c, layer)
-    keys = [[rotate((wk @ row)[own[k]], t, rope) for t, row in enumerate(x)] for k in range(kv_heads)]
+    keys = [
+        [rotate((wk @ row)[own[k]], t, rope) for t, row in enumerate(x)] for k in range(kv_heads)
+    ]
     values = [[(wv @ row)[own[k]] for row in x] for k in range(kv_heads)]
     partial = []
     for t, row in enumerate(x):
@@ -86,12 +90,19 @@ def lane_attention(
 
 
 def lane_mlp(w: Weights, layer: int, lane: int, x: list[np.ndarray]) -> list[np.ndarray]:
-    w1, w2, w3 = (w[f"layers.{layer}.feed_forward.{name}.weight"][lane] for name in ("w1", "w2", "w3"))
+    w1, w2, w3 = (
+        w[f"layers.{layer}.feed_forward.{name}.weight"][lane] for name in ("w1", "w2", "w3")
+    )
     return [w2 @ ((w1 @ row) / (1 + np.exp(-(w1 @ row))) * (w3 @ row)) for row in x]
 
 
 def update(
-    c: LaneformerConfig, h: np.ndarray, outputs: list[np.ndarray], layer: int, comm: bool, plant: str
+    c: LaneformerConfig,
+    h: np.ndarray,
+    outputs: list[np.ndarray],
+    layer: int,
+    comm: bool,
+    plant: str,
 ) -> None:
     """Add one module's partials to the streams h (S, L, D); `outputs` holds this module's
     partials, layer by layer.
@@ -100,7 +111,9 @@ def update(
     delay = c.broadcast_delay
     first = c.first_late_layer + (plant == "border")
     waiting = min(delay, c.early_layers or delay) if c.use_early_comm else 0
-    early = [i < max(first, waiting) for i in range(c.num_hidden_layers)]  # PRESENT, if the module talks
+    early = [
+        i < max(first, waiting) for i in range(c.num_hidden_layers)
+    ]  # PRESENT, if the module talks
     source = layer - delay + (1 if plant == "delay" and delay > 1 else 0)
     for t in range(h.shape[0]):
         for lane in range(lanes):
@@ -130,11 +143,15 @@ def head(c: LaneformerConfig, w: Weights, streams: np.ndarray) -> np.ndarray:
         return sum(weight[lane] @ normed[lane][lane * width : (lane + 1) * width] for lane in lanes)
     if c.pre_norm_lane_agg:
         total = sum(streams[lane] for lane in lanes)
-        return weight @ (sum(rms_norm(total, scale, lane, c.norm_eps) for lane in lanes) / c.num_lanes)
+        return weight @ (
+            sum(rms_norm(total, scale, lane, c.norm_eps) for lane in lanes) / c.num_lanes
+        )
     return weight @ (sum(normed) / c.num_lanes)
 
 
-def reference_logits(c: LaneformerConfig, w: Weights, ids: list[int], plant: str = "") -> np.ndarray:
+def reference_logits(
+    c: LaneformerConfig, w: Weights, ids: list[int], plant: str = ""
+) -> np.ndarray:
     """Logits (S, V) float64 of one sequence; `plant` is "", "remote" (one partial lost), "delay", "window", "flush"
     (left out) or "border" (one more layer that is not late).
     """
@@ -160,7 +177,14 @@ def reference_streams(
                 else:
                     partial[:, lane] = lane_mlp(w, i, lane, x)
             outputs.append(partial)
-            update(c, h, outputs, i, c.use_attention_comm if module == "attention" else c.use_mlp_comm, plant)
+            update(
+                c,
+                h,
+                outputs,
+                i,
+                c.use_attention_comm if module == "attention" else c.use_mlp_comm,
+                plant,
+            )
     if c.flush and plant != "flush":
         h = h + tail(c, attention_outputs, mlp_outputs)
     return h, attention_outputs, mlp_outputs
@@ -197,10 +221,14 @@ def reference_drafts(
     return found
 
 
-def block_input(c: LaneformerConfig, w: Weights, h: np.ndarray, embedding: np.ndarray) -> np.ndarray:
+def block_input(
+    c: LaneformerConfig, w: Weights, h: np.ndarray, embedding: np.ndarray
+) -> np.ndarray:
     hidden, token = w["mtp.hidden_norm.weight"], w["mtp.embedding_norm.weight"]
     lanes, eps = range(c.num_lanes), c.norm_eps
-    return np.array([rms_norm(h[i], hidden, i, eps) + rms_norm(embedding, token, i, eps) for i in lanes])
+    return np.array(
+        [rms_norm(h[i], hidden, i, eps) + rms_norm(embedding, token, i, eps) for i in lanes]
+    )
 
 
 def draft_block(c: LaneformerConfig, w: Weights, columns: list[np.ndarray]) -> np.ndarray:
@@ -212,6 +240,8 @@ def draft_block(c: LaneformerConfig, w: Weights, columns: list[np.ndarray]) -> n
         for lane in range(c.num_lanes):
             x = [rms_norm(row[lane], w[f"layers.{n}.{norm}.weight"], lane, c.norm_eps) for row in h]
             attention = norm == "attention_norm"
-            partials.append(lane_attention(c, w, n, lane, x, None) if attention else lane_mlp(w, n, lane, x))
+            partials.append(
+                lane_attention(c, w, n, lane, x, None) if attention else lane_mlp(w, n, lane, x)
+            )
         h = h + np.array(partials).sum(0)[:, None]
     return h

@@ -12,7 +12,9 @@ from tests.tokenizer_assets import encode_chat
 
 TEXTS = st.text(
     alphabet=st.sampled_from("ab \n\t.<|>/3é🙂def_start_header_id"), min_size=1, max_size=30
-).filter(lambda text: text.strip() and "</s>" not in text and "<s>" not in text and "<unk>" not in text)
+).filter(
+    lambda text: text.strip() and "</s>" not in text and "<s>" not in text and "<unk>" not in text
+)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["dummy_prefix", "no_prefix"])
@@ -34,6 +36,10 @@ def exported(folder):
 @given(texts=st.lists(TEXTS, min_size=1, max_size=5), system=st.booleans())
 def test_ids_and_mask_are_those_of_the_exported_template(folder, exported, texts, system):
     messages = [{"role": "system", "content": "Be kind."}] * system
-    messages += [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
-    theirs = exported.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    messages += [
+        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)
+    ]
+    theirs = exported.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
     assert encode_chat(folder, messages) == (theirs["input_ids"], theirs["assistant_masks"])

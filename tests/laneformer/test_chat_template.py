@@ -98,7 +98,9 @@ def compared(template: str) -> list[bool]:
     ]
 
 
-@pytest.mark.parametrize("template", [SMOLLM2, MISTRAL, EVERYTHING], ids=["smollm2", "mistral", "everything"])
+@pytest.mark.parametrize(
+    "template", [SMOLLM2, MISTRAL, EVERYTHING], ids=["smollm2", "mistral", "everything"]
+)
 def test_templates_with_every_filter_and_function(template):
     skipped = [TURNS[0], {"role": "skip", "content": "x"}, *TURNS[1:]]
     rendered = [
@@ -112,7 +114,10 @@ def test_templates_with_every_filter_and_function(template):
 
 
 def test_named_templates():
-    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "with tools"},
+    ]
     template = ChatTemplate({"chat_template": named})
     assert (template.render(TURNS), template.render(TURNS, tools=TOOLS)) == ("plain", "with tools")
     for named_only in ([{"name": "rag", "template": "x"}], None, ""):
@@ -120,8 +125,13 @@ def test_named_templates():
             ChatTemplate({"chat_template": named_only})
 
 
-ESCAPES = ("messages.__class__.__mro__", "''.__class__.__base__.__subclasses__()", "messages.append(1)",
-           "raise_exception.__globals__", "cycler.__init__.__globals__")  # fmt: skip
+ESCAPES = (
+    "messages.__class__.__mro__",
+    "''.__class__.__base__.__subclasses__()",
+    "messages.append(1)",
+    "raise_exception.__globals__",
+    "cycler.__init__.__globals__",
+)
 
 
 @pytest.mark.parametrize("escape", ESCAPES)
@@ -137,5 +147,7 @@ def test_templates_that_are_no_jinja_and_jinja_that_is_missing(monkeypatch):
     with pytest.raises(ValueError, match="chat template cannot be read"):
         ChatTemplate({"chat_template": "{% for %}"})
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(ValueError, match=r"needs the package jinja2: pip install 'laneformer\[chat\]'"):
+    with pytest.raises(
+        ValueError, match=r"needs the package jinja2: pip install 'laneformer\[chat\]'"
+    ):
         ChatTemplate({"chat_template": "x"})

@@ -47,7 +47,9 @@ def test_shapes_and_counts_are_those_of_the_model(flavor, fields):
     state, sizes = model.state_dict(), {name: p.numel() for name, p in model.named_parameters()}
     assert config.tensor_shapes() == {name: tuple(tensor.shape) for name, tensor in state.items()}
     assert config.parameter_count()["total"] == sum(sizes.values())
-    assert config.parameter_count()["mtp"] == sum(n for name, n in sizes.items() if name.startswith("mtp."))
+    assert config.parameter_count()["mtp"] == sum(
+        n for name, n in sizes.items() if name.startswith("mtp.")
+    )
     assert {plain_name(hf_name(name)) for name in state} == set(state)
     assert LaneformerConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
@@ -65,22 +67,37 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"swa_layers": (0, 15)}, r"swa_layers holds \[15\], but the layers are 0 to 14"),
     ({"lm_head_type": "tied"}, r"lm_head_type = 'tied' is unknown; choose from"),
     ({"pre_norm_lane_agg": True}, r"needs lm_head_type = 'replicate', not 'vocab_parallel'"),
-    ({"tie_word_embeddings": True, "lm_head_type": "lane"}, r"tie_word_embeddings needs lm_head_type"),
+    (
+        {"tie_word_embeddings": True, "lm_head_type": "lane"},
+        r"tie_word_embeddings needs lm_head_type",
+    ),
     ({"head_dim": 33}, r"head dimension 33 is odd"),
     ({"rope_scaling": {"factor": 8.0}}, r"rope_scaling lacks \['low_freq_factor'"),
     ({"rope_scaling": {"rope_type": "linear"}}, "type = 'linear'; choose from 'llama3' and 'yarn'"),
-    ({"rope_scaling": {**YARN, "layer": "full"}}, r"unknown keys \['layer'\]; choose from .*'layers'"),
+    (
+        {"rope_scaling": {**YARN, "layer": "full"}},
+        r"unknown keys \['layer'\]; choose from .*'layers'",
+    ),
     ({"rope_scaling": {**YARN, "layers": "some"}}, r"'some' .* choose from \('all', 'full'\)"),
-    ({"rope_scaling": {**YARN, "factor": "8"}}, "factor = '8' in rope_scaling must be a number great"),
-    ({"rope_scaling": {**YARN, "truncate": "False"}}, "truncate = 'False' .* must be true or false"),
+    (
+        {"rope_scaling": {**YARN, "factor": "8"}},
+        "factor = '8' in rope_scaling must be a number great",
+    ),
+    (
+        {"rope_scaling": {**YARN, "truncate": "False"}},
+        "truncate = 'False' .* must be true or false",
+    ),
     ({"window_rope_theta": 0.0}, "window_rope_theta = 0.0 must be a number gre"),
-    ({"rope_scaling": dict.fromkeys(LLAMA3_KEYS, 1.0), "window_rope_theta": 1e4}, "with no rope_scaling"),
+    (
+        {"rope_scaling": dict.fromkeys(LLAMA3_KEYS, 1.0), "window_rope_theta": 1e4},
+        "with no rope_scaling",
+    ),
     ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers = 2 is not supported; use 0 or 1"),
     (DRAFTS | {"lm_head_type": "lane"}, "not supported with lm_head_type = 'lane'; use"),
     (DRAFTS | {"tie_word_embeddings": True}, "not supported with a tied head; use"),
     (DRAFTS | {"draft_vocab_size": 1001}, "= 1001 must be a multiple of num_lanes = 8"),
     ({"draft_vocab_size": 8000}, "= 8000 must be .* 0 without a head that drafts"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("overrides", "message"), REFUSALS)
@@ -92,7 +109,9 @@ def test_bad_values_are_named(overrides, message):
 def test_parts_that_know_nothing_of_other_families_name_it():
     config = LaneformerConfig.from_flavor("tiny")
     refuse_unsupported(config, "training")
-    with pytest.raises(ValueError, match=r"does not support head_dim = 24, attention_bias.*qk.*, tie"):
+    with pytest.raises(
+        ValueError, match=r"does not support head_dim = 24, attention_bias.*qk.*, tie"
+    ):
         refuse_unsupported(LaneformerConfig.from_flavor("tiny", **BORROWED), "training")
 
 
@@ -115,7 +134,12 @@ JOINS: list[tuple[dict[str, Any], list[Join], range, range]] = [
         range(11, 15),
     ),
     (PART_WAITS, [Join.PRESENT] + [Join.NO_REDUCE] * 2 + [Join.PAST], range(1, 12), range(4, 15)),
-    (PART_WAITS | {"use_early_comm": False}, [Join.NO_REDUCE] * 3 + [Join.PAST], range(12), range(3, 15)),
+    (
+        PART_WAITS | {"use_early_comm": False},
+        [Join.NO_REDUCE] * 3 + [Join.PAST],
+        range(12),
+        range(3, 15),
+    ),
 ]
 
 

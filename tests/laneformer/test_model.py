@@ -44,11 +44,15 @@ def build(seed: int = 0, dtype: torch.dtype = torch.float64, **overrides: object
     with torch.no_grad():
         for name, p in model.named_parameters():
             noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-            p.copy_(1 + 0.3 * noise if name.endswith("norm.weight") else noise / math.sqrt(p.shape[-1]))
+            p.copy_(
+                1 + 0.3 * noise if name.endswith("norm.weight") else noise / math.sqrt(p.shape[-1])
+            )
     return model
 
 
-def exact_rope(config: LaneformerConfig, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def exact_rope(
+    config: LaneformerConfig, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The float64 table, so that the comparison in float64 does not wait on the float32 one of the model."""
     j = torch.arange(config.head_dim // 2, dtype=torch.float64)
     angle = positions[:, None] * config.rope_theta ** (-2 * j / config.head_dim)
@@ -94,7 +98,9 @@ def test_late_upper_layers_and_the_flush_are_the_update_table(delay, first):
         {"flush": flush, "use_early_comm": early, **head}
         for (flush, early), head in zip(itertools.product(BOTH, repeat=2), HEADS, strict=True)
     ]
-    rows += [{"flush": True, "use_early_comm": False, f"use_{module}_comm": False} for module in MODULES]
+    rows += [
+        {"flush": True, "use_early_comm": False, f"use_{module}_comm": False} for module in MODULES
+    ]
     rows += [{"early_layers": early, "flush": early == 1} for early in (1, 2, 3, 4)]
     for row in rows:
         model = build(broadcast_delay=delay, first_late_layer=first, **row)
@@ -121,7 +127,10 @@ def test_rope_table_is_exact_to_its_float32_angle():
     """The angle is a product of roundings: frequency (power and reciprocal, some units) times position, then cos."""
     config = LaneformerConfig.from_flavor("2b")
     positions = torch.arange(config.max_position_embeddings)
-    (cos, sin), (exact_cos, exact_sin) = rope_table(config, positions), exact_rope(config, positions)
+    (cos, sin), (exact_cos, exact_sin) = (
+        rope_table(config, positions),
+        exact_rope(config, positions),
+    )
     position = positions[None, :, None, None]
     pairs = torch.arange(config.head_dim // 2, dtype=torch.float64)
     frequency = config.rope_theta ** (-2 * pairs / config.head_dim)
@@ -156,21 +165,31 @@ def test_init_is_a_function_of_seed_and_name():
     for name, value in first.items():
         assert torch.equal(value, again[name]), name
         assert name.endswith("norm.weight") or not torch.equal(value, other[name]), name
-    assert torch.equal(first["layers.3.attention.wq.weight"], deeper["layers.3.attention.wq.weight"])
-    assert not torch.equal(first["layers.0.attention.wq.weight"], first["layers.1.attention.wq.weight"])
+    assert torch.equal(
+        first["layers.3.attention.wq.weight"], deeper["layers.3.attention.wq.weight"]
+    )
+    assert not torch.equal(
+        first["layers.0.attention.wq.weight"], first["layers.1.attention.wq.weight"]
+    )
 
 
 def test_init_has_the_stated_deviations():
     sigma, layers = 0.02, 6
     density = math.exp(-4.5) / math.sqrt(2 * math.pi)
-    cut = math.sqrt(1 - 6 * density / math.erf(3 / math.sqrt(2)))  # deviation of a normal cut at three sigma
+    cut = math.sqrt(
+        1 - 6 * density / math.erf(3 / math.sqrt(2))
+    )  # deviation of a normal cut at three sigma
     for name, value in initialised(0).items():
         if name.endswith("norm.weight"):
             assert (value == 1).all(), name
             continue
-        stated = sigma / math.sqrt(2 * layers) if name.endswith(("wo.weight", "w2.weight")) else sigma
+        stated = (
+            sigma / math.sqrt(2 * layers) if name.endswith(("wo.weight", "w2.weight")) else sigma
+        )
         # the deviation of n draws is itself off by about 1 / sqrt(2 n); five of those
-        assert abs(value.double().std() / (stated * cut) - 1) < 5 / math.sqrt(2 * value.numel()), name
+        assert abs(value.double().std() / (stated * cut) - 1) < 5 / math.sqrt(2 * value.numel()), (
+            name
+        )
         assert value.abs().max() <= 3 * stated * (1 + UNIT_F32), name
 
 

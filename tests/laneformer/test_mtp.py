@@ -70,6 +70,8 @@ def test_the_model_without_the_head_is_unchanged():
     with_head, without = build(num_nextn_predict_layers=1), build()
     fields = {"num_nextn_predict_layers", "draft_vocab_size", "deliver_tail"}
     assert not fields & without.config.to_dict().keys()
-    without.load_state_dict({n: t for n, t in with_head.state_dict().items() if not n.startswith("mtp.")})
+    without.load_state_dict(
+        {n: t for n, t in with_head.state_dict().items() if not n.startswith("mtp.")}
+    )
     ids = torch.tensor([IDS])
     assert torch.equal(with_head(ids), without(ids))

@@ -18,12 +18,17 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 KINDS: dict[str, dict[str, Any]] = {
     "theta of windows": {"rope_theta": 4000.0, "window_rope_theta": 100.0},
     "yarn on all": {"rope_theta": 100.0, "rope_scaling": YARN},
-    "yarn on full": {"rope_theta": 100.0, "rope_scaling": YARN | {"layers": "full", "beta_fast": 8}},
+    "yarn on full": {
+        "rope_theta": 100.0,
+        "rope_scaling": YARN | {"layers": "full", "beta_fast": 8},
+    },
     "yarn and theta": {
-        "rope_theta": 4000.0, "window_rope_theta": 100.0, "rope_scaling": YARN | {"attention_factor": 1.3},
+        "rope_theta": 4000.0,
+        "window_rope_theta": 100.0,
+        "rope_scaling": YARN | {"attention_factor": 1.3},
     },
     "no rotation on full": {"rope_theta": 100.0, "nope_layers": (2, 4, 5)},
-}  # fmt: skip
+}
 LENGTH = 20
 # float32 tables in a float64 model: an angle of at most LENGTH is off by some units of 2^-24, and six layers of weights
 # of unit gain multiply that by less than a hundred
@@ -72,17 +77,22 @@ def test_yarn_is_transformers_at_131072_positions(layers, theta):
 
     scaling = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
     config = LaneformerConfig.from_flavor(
-        "2b", rope_theta=theta, window_rope_theta=1e4, rope_scaling=scaling | {"layers": layers},
+        "2b",
+        rope_theta=theta,
+        window_rope_theta=1e4,
+        rope_scaling=scaling | {"layers": layers},
         max_position_embeddings=131_072,
-    )  # fmt: skip
+    )
     at = torch.arange(131_072)
     (cos, sin), engine = positions.rope_table(config, at), rope_tables(config)
     for kind, rope in enumerate(config.ropes):
         own = {"rope_type": "default"} if kind and layers == "full" else scaling
         llama = LlamaConfig(
-            hidden_size=3072, num_attention_heads=32, max_position_embeddings=131_072,
+            hidden_size=3072,
+            num_attention_heads=32,
+            max_position_embeddings=131_072,
             rope_parameters={**own, "rope_theta": 1e4 if kind else theta},
-        )  # fmt: skip
+        )
         rotary, frequencies = LlamaRotaryEmbedding(llama), torch.tensor(rope.frequencies)
         # torch's float32 power is off by two units at most, ours is rounded once
         assert ((rotary.inv_freq / frequencies - 1).abs() <= 2 * 2.0**-23).all()
@@ -97,7 +107,12 @@ def test_yarn_is_transformers_at_131072_positions(layers, theta):
 def test_one_table_a_kind():
     counts = {kind: len(built(kind).config.ropes) for kind in KINDS}
     assert counts == dict(zip(KINDS, (2, 1, 2, 2, 0), strict=True))
-    assert LaneformerConfig(window_rope_theta=1e4).ropes == LaneformerConfig(window_rope_theta=1e4).ropes
-    assert len(LaneformerConfig(rope_theta=1e4, window_rope_theta=1e4).ropes) == 1, "two of the same are one"
+    assert (
+        LaneformerConfig(window_rope_theta=1e4).ropes
+        == LaneformerConfig(window_rope_theta=1e4).ropes
+    )
+    assert len(LaneformerConfig(rope_theta=1e4, window_rope_theta=1e4).ropes) == 1, (
+        "two of the same are one"
+    )
     found = positions.rope_table(built("yarn on full").config, torch.arange(4))
     assert found[0].shape == (2, 1, 4, 1, 6)

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config, write_folder
+from tests.laneformer.engine.assets import (
+    engine_of,
+    random_ids,
+    random_model,
+    small_config,
+    write_folder,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAYGROUND = ROOT / "models/laneformer/serve/playground"
@@ -24,14 +30,25 @@ print(json.dumps({"tokens": tokens, "file": laneformer.__file__, "torch": "torch
 
 
 def run(*command: object, cwd: Path) -> str:
-    result = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True)
+    result = subprocess.run(
+        [str(part) for part in command], cwd=cwd, capture_output=True, text=True
+    )
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
     return result.stdout
 
 
 @pytest.mark.job
 def test_the_wheel_decodes_elsewhere(tmp_path):
-    build = ("-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", tmp_path / "dist")
+    build = (
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-build-isolation",
+        "--no-deps",
+        "-w",
+        tmp_path / "dist",
+    )
     run(sys.executable, *build, ROOT, cwd=tmp_path)
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
@@ -46,7 +63,9 @@ def test_the_wheel_decodes_elsewhere(tmp_path):
 
     environment = tmp_path / "venv"
     run(sys.executable, "-m", "venv", environment, cwd=tmp_path)
-    run(environment / "bin/pip", "install", "--disable-pip-version-check", "-q", wheel, cwd=tmp_path)
+    run(
+        environment / "bin/pip", "install", "--disable-pip-version-check", "-q", wheel, cwd=tmp_path
+    )
 
     model = random_model(small_config(), dtype="bf16")
     prompt = random_ids(model.config, 25)

@@ -38,7 +38,12 @@ def test_records_are_appended_with_provenance(tmp_path, monkeypatch):
     assert read_lines(path) == [first, second]
     assert list(first) == [*PROVENANCE, "score"]
     assert first["backend"] == "engine"
-    assert (first["kind"], first["step"], first["tokens_total"], first["phase"]) == ("speed", 7, 70, "p1")
+    assert (first["kind"], first["step"], first["tokens_total"], first["phase"]) == (
+        "speed",
+        7,
+        70,
+        "p1",
+    )
     assert abs(first["time"] - time.time()) < 60
     assert 1.5 <= first["seconds"] < 60
     assert first["code_version"]
@@ -56,7 +61,12 @@ def test_what_json_cannot_say_is_refused_and_nothing_is_written(tmp_path):
 
 def test_a_place_where_no_record_can_go_is_refused_before_the_evaluation(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    for out in (tmp_path / "x.jsonl", tmp_path / "file", tmp_path / "new/folders/x.jsonl", Path("new.jsonl")):
+    for out in (
+        tmp_path / "x.jsonl",
+        tmp_path / "file",
+        tmp_path / "new/folders/x.jsonl",
+        Path("new.jsonl"),
+    ):
         assert About(out).out == out
     for out, reason in (
         (tmp_path, "is a folder"),
@@ -102,7 +112,10 @@ def test_a_command_prints_its_record_and_errors_in_one_line(monkeypatch, capsys)
         monkeypatch.setattr(sys, "argv", ["x", "--number", number, *About(step=7).flags()])
         command.run()
         assert capsys.readouterr().out == said
-    for number, said in (("-1", "number = -1 must not be negative"), ("-2", ".* No such file .*: 'x.bin'")):
+    for number, said in (
+        ("-1", "number = -1 must not be negative"),
+        ("-2", ".* No such file .*: 'x.bin'"),
+    ):
         monkeypatch.setattr(sys, "argv", ["x", "--number", number])
         with pytest.raises(SystemExit, match=f"^measure: {said}$"):
             command.run()

@@ -26,7 +26,10 @@ def check(record: dict[str, Any], folder: Path | None) -> None:
         assert all(set(entry) == inner for entry in record[outer].values()), (kind, outer)
     if folder is not None:
         expected = (model_sha256(folder), "engine", "cpu", "fp32")
-        assert tuple(record[name] for name in ("model_sha256", "backend", "device", "dtype")) == expected
+        assert (
+            tuple(record[name] for name in ("model_sha256", "backend", "device", "dtype"))
+            == expected
+        )
 
 
 def test_records_have_the_fields_that_are_written_down(tmp_path):
@@ -34,5 +37,8 @@ def test_records_have_the_fields_that_are_written_down(tmp_path):
     write_laneformer(model)
     write_bundle(tmp_path / "bundle", ["copa", "coqa"])
     check(evals.core.__main__.main(model, tmp_path / "bundle", Settings(limit=2), CPU), model)
-    check(evals.samples.main(model, max_new_tokens=2, source=Source(device="cpu", max_length=256)), model)
+    check(
+        evals.samples.main(model, max_new_tokens=2, source=Source(device="cpu", max_length=256)),
+        model,
+    )
     assert {*NO_MODEL} <= {*PROVENANCE}

@@ -49,7 +49,9 @@ from records.files import append_line
 for n in range({count}):
     append_line(pathlib.Path(sys.argv[1]), '{{"rank": ' + sys.argv[2] + ', "n": ' + str(n) + '}}')
 """
-    writers = [subprocess.Popen([sys.executable, "-c", program, str(path), str(rank)]) for rank in range(4)]
+    writers = [
+        subprocess.Popen([sys.executable, "-c", program, str(path), str(rank)]) for rank in range(4)
+    ]
     assert [writer.wait() for writer in writers] == [0] * 4
     unreadable: list[int] = []
     lines = read_lines(path, unreadable)

@@ -17,7 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 # not the ablation
 JOBS = [path for path in (ROOT / "configs").glob("*.toml") if "[job]" in path.read_text()]
 CONFIGS = sorted(str(path.relative_to(ROOT)) for path in JOBS)
-FLAGS = ["--resilience.skip-steps", "9", "--training.steps=5", "--evals.in_loop", "--metrics.no-enable_wandb"]
+FLAGS = [
+    "--resilience.skip-steps",
+    "9",
+    "--training.steps=5",
+    "--evals.in_loop",
+    "--metrics.no-enable_wandb",
+]
 FORMER = "resilience.unclean_policy is now called resilience.on_bad_step"
 # in a process of its own: TorchTitan keeps global state
 LOAD = """
@@ -55,7 +61,11 @@ def test_it_agrees_with_torchtitan_in_every_value(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert FORMER in done.stderr
     for job, heavy in zip(jobs + renamed, json.loads(done.stdout.splitlines()[-1]), strict=True):
-        with pytest.warns(FutureWarning, match=FORMER) if job in renamed else contextlib.nullcontext():
+        with (
+            pytest.warns(FutureWarning, match=FORMER)
+            if job in renamed
+            else contextlib.nullcontext()
+        ):
             light = json.loads(json.dumps(asdict(read_job(job))))
         assert light["evals"]["in_loop"] is True
         assert job not in renamed or light["resilience"]["on_bad_step"] == "skip"
@@ -64,7 +74,9 @@ def test_it_agrees_with_torchtitan_in_every_value(tmp_path):
 
 
 def test_it_needs_neither_torch_nor_any_package_of_ours():
-    program = "import sys, records.job; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    program = (
+        "import sys, records.job; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    )
     modules = subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True).split()
     assert not {"torch", "torchtitan", "laneformer", "train", "data_mixtures"} & set(modules)
 

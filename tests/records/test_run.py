@@ -18,7 +18,13 @@ from tests.records.lines import write_lines
 
 
 def row(step: int, attempt: int = 1, phase: str = "phase1", **more: Any) -> dict[str, Any]:
-    return {"step": step, "attempt": attempt, "phase": phase, "loss": 1.0, "tokens": 10 * step} | more
+    return {
+        "step": step,
+        "attempt": attempt,
+        "phase": phase,
+        "loss": 1.0,
+        "tokens": 10 * step,
+    } | more
 
 
 def write_rows(folder: Path, rows: list[dict[str, Any]]) -> None:
@@ -37,7 +43,9 @@ def test_a_roll_back_within_an_attempt_counts_like_a_restart(tmp_path):
 
 def test_a_phase_goes_on_where_the_one_before_ended(tmp_path):
     for before, phase in ((0, "phase1"), (200, "phase2"), (400, "sft")):
-        write_rows(tmp_path / phase, [row(s, phase=phase, tokens_total=before + 10 * s) for s in (10, 20)])
+        write_rows(
+            tmp_path / phase, [row(s, phase=phase, tokens_total=before + 10 * s) for s in (10, 20)]
+        )
         (tmp_path / phase / "config.toml").write_text(f'[phase]\nname = "{phase}"\n')
     run = read_run(tmp_path)
     places = [(r["x_step"], r["x_tokens"]) for r in run.kept_rows]
@@ -53,14 +61,21 @@ def test_rows_kept_both_together_and_by_phase_count_once(tmp_path):
 
 
 def test_half_lines_nan_and_unknown_keys(tmp_path):
-    lines = ['{"step": 1, "loss": NaN, "colour": "red"}', "not json", '{"step": 2, "loss": null}', "[1]"]
+    lines = [
+        '{"step": 1, "loss": NaN, "colour": "red"}',
+        "not json",
+        '{"step": 2, "loss": null}',
+        "[1]",
+    ]
     lines += ['{"step": 3, "loss": 2.5, "lr": "high", "grad_norm": Infinity}', '{"loss": 1.0}']
     lines += ['{"step": 4, "lo']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     run = read_run(tmp_path)
     assert [(r["step"], r["loss"], r["lr"], r["grad_norm"]) for r in run.kept_rows] == [
-        (1, None, None, None), (2, None, None, None), (3, 2.5, None, None)
-    ]  # fmt: skip
+        (1, None, None, None),
+        (2, None, None, None),
+        (3, 2.5, None, None),
+    ]
     assert any("2 unreadable line(s)" in w and "line 2" in w for w in run.warnings)
     assert any("without a step" in w for w in run.warnings)
     assert any("training step 1, training step 2" in w for w in run.warnings)
@@ -98,7 +113,9 @@ def histories(
     return rows, starts, history
 
 
-def kept_of(rows: list[dict[str, Any]], starts: dict[tuple[str, int], int] | None) -> list[tuple[int, int]]:
+def kept_of(
+    rows: list[dict[str, Any]], starts: dict[tuple[str, int], int] | None
+) -> list[tuple[int, int]]:
     merged = merge_attempts([dict(row) for row in rows], starts)
     assert sum(len(s.rows) for s in merged) == len(rows), "what does not count is only marked"
     return [(row["step"], row["attempt"]) for s in merged if s.kept for row in s.rows]
@@ -126,14 +143,23 @@ def test_without_starts_no_step_counts_twice_and_the_last_attempt_wins(played):
     assert all(attempt == last[step] for step, attempt in kept)
 
 
-def write(folder: Path, phase: str, steps: range, tokens_before: int = 0, parent: Path | None = None) -> Path:
+def write(
+    folder: Path, phase: str, steps: range, tokens_before: int = 0, parent: Path | None = None
+) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(f'[phase]\nname = "{phase}"\n')
     lines = [
-        {"step": s, "attempt": 1, "phase": phase, "loss": 2.0, "tokens": s * TOKENS_A_STEP,
-         "tokens_total": tokens_before + s * TOKENS_A_STEP, "time": 50.0 + s}
+        {
+            "step": s,
+            "attempt": 1,
+            "phase": phase,
+            "loss": 2.0,
+            "tokens": s * TOKENS_A_STEP,
+            "tokens_total": tokens_before + s * TOKENS_A_STEP,
+            "time": 50.0 + s,
+        }
         for s in steps
-    ]  # fmt: skip
+    ]
     write_rows(folder, lines)
     write_lines(folder / "attempts.jsonl", [{"attempt": 1, "step": 0}])
     lineage = {"parent": str(parent) if parent else None, "tokens_before": tokens_before}
@@ -147,7 +173,11 @@ def test_a_run_begins_where_its_parent_checkpoint_stands(tmp_path):
     two = write(tmp_path / "two", "phase2", range(1, 7), 1000, one / "checkpoint/step-10")
     decay = write(tmp_path / "decay", "decay", range(1, 4), 1400, two / "checkpoint/step-4")
     run = read_run(decay)
-    assert [(row["x_step"], row["x_tokens"]) for row in run.kept_rows] == [(15, 1500), (16, 1600), (17, 1700)]
+    assert [(row["x_step"], row["x_tokens"]) for row in run.kept_rows] == [
+        (15, 1500),
+        (16, 1600),
+        (17, 1700),
+    ]
     (one / "lineage.json").unlink()
     (two / "lineage.json").unlink()
     first = read_run(decay).kept_rows[0]
@@ -159,7 +189,14 @@ def test_a_run_begins_where_its_parent_checkpoint_stands(tmp_path):
 def test_events_stand_at_their_step_on_both_axes(tmp_path):
     parent = tmp_path / "one/checkpoint/step-10"
     run = write(tmp_path / "two", "phase2", range(2, 9, 2), 1000, parent)
-    lines: list[dict[str, Any]] = [{"step": 4}, {"step": 5}, {"step": 99}, {}, {"time": 55.5}, {"time": 1.0}]
+    lines: list[dict[str, Any]] = [
+        {"step": 4},
+        {"step": 5},
+        {"step": 99},
+        {},
+        {"time": 55.5},
+        {"time": 1.0},
+    ]
     write_lines(run / "events.jsonl", lines)
     events = read_run(run).events
     places = [(event["x_step"], event["x_tokens"]) for event in events]
@@ -170,14 +207,18 @@ def test_events_stand_at_their_step_on_both_axes(tmp_path):
 
 
 def test_an_evaluation_stands_at_its_checkpoint_and_counts_once_in_two_folders(tmp_path):
-    run = write(tmp_path / "two", "phase2", range(2, 9, 2), 1000, tmp_path / "one/checkpoint/step-10")
+    run = write(
+        tmp_path / "two", "phase2", range(2, 9, 2), 1000, tmp_path / "one/checkpoint/step-10"
+    )
     lines = [
         {"kind": "core", "phase": "phase2", "step": 4, "tokens_total": 1400, "time": 9e9},
         {"kind": "core", "phase": "elsewhere", "step": 3, "time": 7.0},
     ]
     write_lines(run / "evals.jsonl", lines)
     write_lines(run / "phase2/evals.jsonl", lines[:1])
-    places = [(record["x_step"], record["x_tokens"], record["x_time"]) for record in read_run(run).evals]
+    places = [
+        (record["x_step"], record["x_tokens"], record["x_time"]) for record in read_run(run).evals
+    ]
     assert places == [(14, 1400, 54.0), (3, None, 7.0)]
 
 

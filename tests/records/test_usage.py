@@ -40,7 +40,12 @@ def spans(records: list[dict[str, Any]]) -> list[tuple[float, float, int | None]
 
 def test_an_attempt_lasts_from_its_announcement_to_its_last_record():
     first = [event("start", 1, 1.0), began(1, 1.5), row(1, 2.0), row(1, 3.0), event("end", 1, 3.25)]
-    second = [event("give_up", 1, 3.3), event("start", 2, 10.0), began(2, 10.5, gpus=16), row(2, 11.0)]
+    second = [
+        event("give_up", 1, 3.3),
+        event("start", 2, 10.0),
+        began(2, 10.5, gpus=16),
+        row(2, 11.0),
+    ]
     assert spans([*second, *first]) == [(1.0, 3.25, 8), (10.0, 11.0, 16)]
     assert gpu_hours(spans_of([*first, *second])) == 8 * 2.25 + 16 * 1.0
 
@@ -50,16 +55,23 @@ def test_starts_that_fail_before_their_first_line_share_a_number_and_not_the_tim
     failed = [event("start", 1, 1.0), crash, event("end", 1, 1.25)]
     later = [event("start", 1, 100.0), began(1, 100.25), row(1, 101.0)]
     assert spans([*failed, *later]) == [(1.0, 1.25, None), (100.0, 101.0, 8)]
-    assert gpu_hours(spans_of([*failed, *later])) == 8 * 0.25 + 8 * 1.0, "with the GPUs of the next start"
+    assert gpu_hours(spans_of([*failed, *later])) == 8 * 0.25 + 8 * 1.0, (
+        "with the GPUs of the next start"
+    )
     assert (
-        gpu_hours(spans_of([*later, event("start", 2, 102.0), event("end", 2, 102.5)])) == 8 * 1.0 + 8 * 0.5
+        gpu_hours(spans_of([*later, event("start", 2, 102.0), event("end", 2, 102.5)]))
+        == 8 * 1.0 + 8 * 0.5
     )
 
 
 def test_jobs_without_a_supervisor_begin_with_their_line_or_their_first_row():
     lines = [began(1, 1.0), row(1, 2.0), began(2, 50.0), row(2, 51.0)]
     assert spans(lines) == [(1.0, 2.0, 8), (50.0, 51.0, 8)]
-    rows = [row(1, 2.0, tokens_per_s=400.0, tokens_per_s_per_device=100.0), row(1, 3.0), row(2, 9.0)]
+    rows = [
+        row(1, 2.0, tokens_per_s=400.0, tokens_per_s_per_device=100.0),
+        row(1, 3.0),
+        row(2, 9.0),
+    ]
     assert spans(rows) == [(2 - 1 / 60, 3.0, 4), (9 - 1 / 60, 9.0, None)]
     assert spans_of([{"kind": "evaluation_failed", "time": 5.0}, {"attempt": 1}]) == []
     assert gpu_hours([]) == gpu_hours([Span(1, 0.0, HOUR)]) == 0.0
@@ -79,12 +91,21 @@ def test_a_price_gives_a_cost():
     assert money(12_345.0, {"gpu_hour_price": 2.0, "currency": ""}) == "24,690"
     assert money(0.103, {"gpu_hour_price": 2.5, "currency": "EUR"}) == "0.26 EUR"
     assert (
-        cost(12.5, {"gpu_hour_price": 0.0}) is cost(None, {"gpu_hour_price": 2.0}) is money(12.5, {}) is None
+        cost(12.5, {"gpu_hour_price": 0.0})
+        is cost(None, {"gpu_hour_price": 2.0})
+        is money(12.5, {})
+        is None
     )
 
 
 def test_durations():
-    texts = {0.4: "0 s", 61: "1 min 1 s", 3600: "1 h 0 min", 86399: "23 h 59 min", 1798200: "20 d 19 h"}
+    texts = {
+        0.4: "0 s",
+        61: "1 min 1 s",
+        3600: "1 h 0 min",
+        86399: "23 h 59 min",
+        1798200: "20 d 19 h",
+    }
     assert {seconds: duration(seconds) for seconds in texts} == texts
 
 
@@ -97,7 +118,9 @@ def test_phases_of_a_run(tmp_path):
         )
     speed = {"phase": "phase1", "tokens": 1, "tokens_per_s_per_device": 1.0}
     rows = [row(1, 1.0 + step / 10, step, **speed, tokens_per_s=8.0) for step in range(1, 31)]
-    rows += [row(2, 6.0 + (step - 20) / 5, step, **speed, tokens_per_s=4.0) for step in range(21, 41)]
+    rows += [
+        row(2, 6.0 + (step - 20) / 5, step, **speed, tokens_per_s=4.0) for step in range(21, 41)
+    ]
     starts = [began(1, 1.0), began(2, 6.0, gpus=4) | {"step": 20}]
     write_lines(tmp_path / "phase1/metrics.jsonl", rows)
     write_lines(tmp_path / "phase1/attempts.jsonl", starts)

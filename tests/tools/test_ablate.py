@@ -55,7 +55,9 @@ def test_every_shipped_variant_is_a_model_that_the_trainer_builds():
 
 
 def test_a_seed_has_batches_and_weights_of_its_own_whatever_the_variant():
-    options = Options(SHIPPED, Path("out"), variants=("delay_0_again", "delay_0", "delay_2"), seeds=(0, 3, 0))
+    options = Options(
+        SHIPPED, Path("out"), variants=("delay_0_again", "delay_0", "delay_2"), seeds=(0, 3, 0)
+    )
     shared = ["--training.steps", "5", "--optimizer.lr", "6e-3"]
     runs = plan_runs(read_plan(options), Path("out"), shared)
     names = [run.folder.name for run in runs]
@@ -64,7 +66,8 @@ def test_a_seed_has_batches_and_weights_of_its_own_whatever_the_variant():
     skipped = [read_job(run.flags).resilience.skip_sequences for run in runs]
     assert skipped == [[]] * 3 + [[(0, 3 * 5 * 4)]] * 3
     seeds = [
-        run.flags[max(i for i, word in enumerate(run.flags) if word == "--debug.seed") + 1] for run in runs
+        run.flags[max(i for i, word in enumerate(run.flags) if word == "--debug.seed") + 1]
+        for run in runs
     ]
     assert seeds == ["1000", "0", "0", "1003", "3", "3"]
 
@@ -72,14 +75,18 @@ def test_a_seed_has_batches_and_weights_of_its_own_whatever_the_variant():
 @pytest.mark.parametrize(
     ("change", "options", "problem"),
     [
-        (('baseline = "delay_0"', 'baseline = "delay_00"'), {}, "baseline 'delay_00'; did you mean 'delay_0'"),
+        (
+            ('baseline = "delay_0"', 'baseline = "delay_00"'),
+            {},
+            "baseline 'delay_00'; did you mean 'delay_0'",
+        ),
         (("seeds =", "seed ="), {}, "unknown key of .* 'seed'; did you mean 'seeds'"),
         (("seeds = [0, 1, 2, 3, 4]", ""), {}, "lacks seeds"),
         ((), {"variants": ("delay_22",)}, "name for --variants: 'delay_22'; did you mean 'delay_2"),
         ((), {"workers": 0}, "--workers is 0; use 1 or more"),
         ((), {"flags": ["--reprot"]}, "unknown option --reprot; see --help"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_in_the_config_or_the_options_is_named(tmp_path, change, options, problem):
     config, flags = tmp_path / "ablation.toml", options.pop("flags", [])
     config.write_text(SHIPPED.read_text().replace(*change) if change else SHIPPED.read_text())
@@ -88,13 +95,18 @@ def test_a_mistake_in_the_config_or_the_options_is_named(tmp_path, change, optio
 
 
 def test_a_folder_holds_runs_of_one_training_to_which_variants_are_added(tmp_path):
-    path, first = tmp_path / "settings.json", {"flags": ["--training.steps", "5"], "variant a": "--x.y 1"}
+    path, first = (
+        tmp_path / "settings.json",
+        {"flags": ["--training.steps", "5"], "variant a": "--x.y 1"},
+    )
     check_settings(path, first)
     check_settings(path, first | {"variant b": "--x.y 2"})
     check_settings(path, first)
     assert set(json.loads(path.read_text())) == {"flags", "variant a", "variant b"}
     for other in ({"flags": []}, {"variant b": "--x.y 3"}):
-        with pytest.raises(ValueError, match=f"has another {next(iter(other))}; choose another --out"):
+        with pytest.raises(
+            ValueError, match=f"has another {next(iter(other))}; choose another --out"
+        ):
             check_settings(path, first | other)
 
 
@@ -119,14 +131,23 @@ def rows_of(losses: dict[str, tuple[float | None, ...]]) -> list[dict[str, objec
 
 def cells(markdown: str) -> dict[str, list[str]]:
     """The cells of a table by its first column."""
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.splitlines()[2:]]
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in markdown.splitlines()[2:]
+    ]
     return {name: rest for name, *rest in lines}
 
 
 def test_differences_are_paired_by_seed():
     """Seeds differ by 1, variants by 0.1 to 0.3: t of three pairs is 4.303, their standard deviation 0.1."""
-    losses = {"base": (4.0, 5.0, 6.0), "late": (4.1, 5.2, 6.3), "short": (4.5,), "lost": (4.0, None, 6.0)}
-    table = cells(compare([*rows_of(losses), {"variant": "late", "seed": 9, "valid_loss": 50.0}], "base"))
+    losses = {
+        "base": (4.0, 5.0, 6.0),
+        "late": (4.1, 5.2, 6.3),
+        "short": (4.5,),
+        "lost": (4.0, None, 6.0),
+    }
+    table = cells(
+        compare([*rows_of(losses), {"variant": "late", "seed": 9, "valid_loss": 50.0}], "base")
+    )
     assert table["base"] == ["3", "5.0000", "-", "-", "-"]
     seeds, loss, difference, half, p = table["late"]
     assert (seeds, loss, difference) == ("3", "5.2000", "+0.2000")
@@ -142,7 +163,9 @@ def test_the_published_runs_are_what_the_documents_say():
     runs = read_lines(Path("docs/benchmarks/2026-11-28-ablation.jsonl"))
     table = cells(compare([row for row in runs if row["learning_rate"] == 3e-3], "delay_0"))
     page = Path("docs/benchmarks/2026-11-28-ablation.md").read_text()
-    rows = re.findall(r"\| ([+-][\d.]+) ± ([\d.]+) \| ([+-][\d.]+) \|", Path("docs/dtp.md").read_text())
+    rows = re.findall(
+        r"\| ([+-][\d.]+) ± ([\d.]+) \| ([+-][\d.]+) \|", Path("docs/dtp.md").read_text()
+    )
     stated = sorted(tuple(map(float, row)) for row in rows)
     del table["delay_0"]
     for seeds, loss, difference, half, _ in table.values():
@@ -159,29 +182,58 @@ def test_a_run_that_diverges_has_no_loss_and_one_that_fails_shows_its_log(tmp_pa
     run = ablate.Run("delay_1", 3, tmp_path, ["--a.b", "1"])
     write_lines(tmp_path / "metrics.jsonl", [{"loss": 9.0, "gpu_hours": 0.5, "valid_loss": 4.0}])
     (tmp_path / "train.log").write_text("no such file")
-    row = {"variant": "delay_1", "seed": 3, "train_loss": 9.0, "seconds": 1800.0, "flags": run.flags}
+    row = {
+        "variant": "delay_1",
+        "seed": 3,
+        "train_loss": 9.0,
+        "seconds": 1800.0,
+        "flags": run.flags,
+    }
     assert read_result(run, DONE) == row | {"valid_loss": 4.0}
     assert read_result(run, BAD_STEP) == row | {"valid_loss": None}
-    with pytest.raises(ValueError, match=r"ended with exit status 1; .*/train.log ends:\nno such file"):
+    with pytest.raises(
+        ValueError, match=r"ended with exit status 1; .*/train.log ends:\nno such file"
+    ):
         read_result(run, 1)
 
 
 def command(out: Path, lock: Path, *words: str) -> list[str]:
     """The shipped ablation on the tests' data, of six steps."""
     shapes = {
-        "training.steps": 6, "training.seq_len": 32, "training.global_batch_size": 2, "training.local_batch_size": 2,
-        "architecture.max_position_embeddings": 32, "architecture.num_hidden_layers": 3,
-        "lr_scheduler.warmup_steps": 1, "mixture.lock": lock,
-    }  # fmt: skip
-    return [sys.executable, "-m", "tools.ablate", str(SHIPPED), "--out", str(out), *job_flags(shapes), *words]
+        "training.steps": 6,
+        "training.seq_len": 32,
+        "training.global_batch_size": 2,
+        "training.local_batch_size": 2,
+        "architecture.max_position_embeddings": 32,
+        "architecture.num_hidden_layers": 3,
+        "lr_scheduler.warmup_steps": 1,
+        "mixture.lock": lock,
+    }
+    return [
+        sys.executable,
+        "-m",
+        "tools.ablate",
+        str(SHIPPED),
+        "--out",
+        str(out),
+        *job_flags(shapes),
+        *words,
+    ]
 
 
-def run(out: Path, lock: Path, *words: str, then: Callable[[], None] | None = None) -> tuple[int, str]:
+def run(
+    out: Path, lock: Path, *words: str, then: Callable[[], None] | None = None
+) -> tuple[int, str]:
     """Exit status and output of one command, whose processes the fork server starts; its id is in OUT.pid."""
     log, pid = (out.with_name(out.name + end) for end in (".log", ".pid"))
     for path in (log, pid):
         path.unlink(missing_ok=True)
-    job = {"command": command(out, lock, *words), "environment": {}, "log": str(log), "pid": str(pid)}
+    job = {
+        "command": command(out, lock, *words),
+        "environment": {},
+        "log": str(log),
+        "pid": str(pid),
+    }
     return ask(job, *filter(None, [then])), log.read_text()
 
 
@@ -198,7 +250,17 @@ def test_an_interrupted_ablation_leaves_no_run_behind_and_goes_on_as_if_it_had_n
 ):
     """Its run has saved: the losses are those of runs in one piece, to the last bit."""
     lock, out, whole = prepared_data / "phase1.lock.json", tmp_path / "out", tmp_path / "whole"
-    words = ("--variants", "delay_0", "delay_2", "--seeds", "0", "--workers", "1", "--training.steps", "60")
+    words = (
+        "--variants",
+        "delay_0",
+        "delay_2",
+        "--seeds",
+        "0",
+        "--workers",
+        "1",
+        "--training.steps",
+        "60",
+    )
     trained = out / "runs" / "delay_0-0"
 
     def interrupt() -> None:

@@ -38,10 +38,22 @@ def trained(tmp_path_factory):
         one = run.with_name(f"one-{step}")
         write_run(one, random_model(seed), step)
         shutil.copytree(one, run, dirs_exist_ok=True)
-    rows = [{"step": s, "phase": "phase1", "attempt": 1, "tokens": s * 64, "tokens_total": 100 + s * 64, "loss": 3.0,
-             "time": 1.0} for s in STEPS]  # fmt: skip
+    rows = [
+        {
+            "step": s,
+            "phase": "phase1",
+            "attempt": 1,
+            "tokens": s * 64,
+            "tokens_total": 100 + s * 64,
+            "loss": 3.0,
+            "time": 1.0,
+        }
+        for s in STEPS
+    ]
     write_lines(run / "metrics.jsonl", rows)
-    (run / "lineage.json").write_text('{"parent": "/x/runs/before/checkpoint/step-7", "tokens_before": 100}')
+    (run / "lineage.json").write_text(
+        '{"parent": "/x/runs/before/checkpoint/step-7", "tokens_before": 100}'
+    )
     (run / "config.toml").write_text(
         '[phase]\nname = "phase1"\n[training]\nsteps = 40\n[evals]\nevery_steps = 7\n'
     )
@@ -55,7 +67,8 @@ def checkpoints(run: Path, steps: tuple[int, ...] = STEPS) -> tuple[Path, ...]:
 def mean(run: Path, weights: tuple[float, ...]) -> dict[str, torch.Tensor]:
     states = [load_weights(path, small_config()) for path in checkpoints(run)]
     total = {
-        name: sum(w * s[name].double() for w, s in zip(weights, states, strict=True)) for name in states[0]
+        name: sum(w * s[name].double() for w, s in zip(weights, states, strict=True))
+        for name in states[0]
     }
     return {name: (value / sum(weights)).float() for name, value in total.items()}
 
@@ -70,22 +83,34 @@ def test_it_is_the_mean_in_float64(trained, tmp_path, weights):
     assert all(torch.equal(averaged[name], expected[name]) for name in expected)
     assert averaged.keys() == expected.keys()
     states = [load_weights(path, small_config()) for path in checkpoints(trained)]
-    in_float32 = {name: (states[0][name] + states[1][name] + states[2][name]) / 3 for name in expected}
+    in_float32 = {
+        name: (states[0][name] + states[1][name] + states[2][name]) / 3 for name in expected
+    }
     assert any(not torch.equal(averaged[name], in_float32[name]) for name in expected)
 
 
 def test_the_run_folder_says_where_it_is_from(trained, tmp_path):
     average((trained,), tmp_path / "mean", last=2)
     lineage = json.loads((tmp_path / "mean/lineage.json").read_text())
-    assert lineage["averaged"] == {str(trained / f"checkpoint/step-{step}"): 1.0 for step in (30, 20)}
+    assert lineage["averaged"] == {
+        str(trained / f"checkpoint/step-{step}"): 1.0 for step in (30, 20)
+    }
     assert (lineage["tokens_before"], steps_before(lineage)) == (100, 7), "where its own run begins"
     assert (tmp_path / "mean/model.json").read_text() == (trained / "model.json").read_text()
-    assert (tmp_path / "mean/tokenizer.model").read_bytes() == (trained / "tokenizer.model").read_bytes()
+    assert (tmp_path / "mean/tokenizer.model").read_bytes() == (
+        trained / "tokenizer.model"
+    ).read_bytes()
     run = read_run(tmp_path / "mean")
-    assert run.configs["phase1"]["training"]["steps"] == 30, "the last step, which evals.watch always takes"
+    assert run.configs["phase1"]["training"]["steps"] == 30, (
+        "the last step, which evals.watch always takes"
+    )
     assert [(row["step"], row["tokens_total"]) for row in run.kept_rows] == [(30, 100 + 30 * 64)]
     assert run.warnings == []
-    index = dcp.FileSystemReader(tmp_path / "mean/checkpoint/step-30").read_metadata().state_dict_metadata
+    index = (
+        dcp.FileSystemReader(tmp_path / "mean/checkpoint/step-30")
+        .read_metadata()
+        .state_dict_metadata
+    )
     assert set(index) == set(small_config().tensor_shapes()), "weights alone"
 
 
@@ -134,7 +159,9 @@ def test_a_run_is_whole_behind_links_and_what_it_lacks_is_named(trained, tmp_pat
     for path in (tmp_path / "plain").iterdir():
         if path.is_file() and path.name != "lineage.json":  # which names the run
             assert (tmp_path / "linked" / path.name).read_bytes() == path.read_bytes()
-    lineages = [json.loads((tmp_path / name / "lineage.json").read_text()) for name in ("plain", "linked")]
+    lineages = [
+        json.loads((tmp_path / name / "lineage.json").read_text()) for name in ("plain", "linked")
+    ]
     assert lineages[0] == lineages[1]
     for name in ("lineage.json", "config.toml", "metrics.jsonl"):
         (run / name).unlink()
@@ -154,8 +181,19 @@ def test_interrupted_it_leaves_nothing(trained, tmp_path):
         "dcp.load = lambda *a, **k: (load(*a, **k), print('loaded', flush=True), signal.pause());"
         "sys.argv[0] = 'average'; runpy.run_module('tools.average', run_name='__main__')"
     )
-    command = [sys.executable, "-c", program, str(trained), "--last", "3", "--out", str(tmp_path / "mean")]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        str(trained),
+        "--last",
+        "3",
+        "--out",
+        str(tmp_path / "mean"),
+    ]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "loaded\n"
     assert [path.name for path in tmp_path.iterdir()] == ["mean.part"]

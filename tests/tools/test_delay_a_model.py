@@ -63,7 +63,12 @@ def write_config(tmp_path: Path, name: str, recipe: Path, steps: int, **late: An
     """The shipped config with a small schedule and other text."""
     tables = shipped(name)
     tables["late"] |= {"recipe": str(recipe), "anneal_steps": 1, **late}
-    tables["training"] |= {"steps": steps, "seq_len": 16, "local_batch_size": 2, "global_batch_size": 2}
+    tables["training"] |= {
+        "steps": steps,
+        "seq_len": 16,
+        "local_batch_size": 2,
+        "global_batch_size": 2,
+    }
     tables["lr_scheduler"] |= {"warmup_steps": 1, "total_steps": steps}
     tables["checkpoint"]["interval"] = steps
     path = tmp_path / "config.toml"
@@ -85,7 +90,9 @@ def test_shipped_configs_say_what_can_be_trained(name):
 def divergence(model: Any, ids: torch.Tensor, late: Late, shares: list[float]) -> float:
     """Mean KL to the dense model of it with these late shares, by its definition."""
     dense, student = (
-        logits_of(model, run_late(model, ids, each, late.delay), late.flush).double().log_softmax(-1)
+        logits_of(model, run_late(model, ids, each, late.delay), late.flush)
+        .double()
+        .log_softmax(-1)
         for each in ([0.0] * len(shares), shares)
     )
     return (dense.exp() * (dense - student)).sum(-1).mean().item()
@@ -96,7 +103,11 @@ def divergence(model: Any, ids: torch.Tensor, late: Late, shares: list[float]) -
 def test_a_shipped_config_makes_a_model_late(name, recipe, tmp_path, monkeypatch):
     """Training starts as the dense model, moves its late layers alone, and its result is exported."""
     heads, kv_heads, depth, hidden = SHIPPED[name]
-    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "num_hidden_layers": depth}
+    sizes = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "num_hidden_layers": depth,
+    }
     folder = write_llama(tmp_path / "llama", **sizes, hidden_size=hidden)
     config, out = write_config(tmp_path, name, recipe, steps=16), tmp_path / "out"
     monkeypatch.setattr(command, "train", lambda flags: train_warm(tmp_path, flags))
@@ -104,22 +115,30 @@ def test_a_shipped_config_makes_a_model_late(name, recipe, tmp_path, monkeypatch
     assert command.delay_a_model(folder, config, out)["out"] == str(out / "hf")
     rows, (dense, _) = read_lines(out / "run/metrics.jsonl"), cut(folder, late.lanes)
     assert [row["step"] for row in rows] == list(range(1, 17))
-    ids = torch.from_numpy(Mixture.open(out / "data/phase1.lock.json").sequences(0, 2)[0].astype("int64"))
+    ids = torch.from_numpy(
+        Mixture.open(out / "data/phase1.lock.json").sequences(0, 2)[0].astype("int64")
+    )
     expected = divergence(dense, ids[:, :-1], late, [0.0] * (depth - 1) + [1.0])
     # eight bits of mantissa in the streams are a few percent of a divergence, which is quadratic in the difference
     exact = shipped(name)["training"]["mixed_precision_param"] == "float32"
     assert rows[0]["loss"] == pytest.approx(expected, rel=1e-4 if exact else 0.1)
     weights = load_weights(out / "run/checkpoint/step-16", dense.config)
-    moved = {key for key, weight in dense.state_dict().items() if not torch.equal(weights[key], weight)}
+    moved = {
+        key for key, weight in dense.state_dict().items() if not torch.equal(weights[key], weight)
+    }
     upper = {
-        key for key in weights if key[:6] == "layers" and int(key.split(".")[1]) >= late.first_late_layer
+        key
+        for key in weights
+        if key[:6] == "layers" and int(key.split(".")[1]) >= late.first_late_layer
     }
     assert moved == ({key for key in upper if "norm" in key} if late.lora_rank else upper)
     assert (out / "adapter").exists() == bool(late.lora_rank)
     with Engine.from_pretrained(out / "hf") as engine:
         assert engine.config.first_late_layer == late.first_late_layer
     other = write_config(tmp_path, name, recipe, steps=17)
-    with pytest.raises(ValueError, match="begun with another model or config; choose another --out"):
+    with pytest.raises(
+        ValueError, match="begun with another model or config; choose another --out"
+    ):
         command.delay_a_model(folder, other, out)
 
 
@@ -136,7 +155,10 @@ def test_the_command_is_interrupted_and_goes_on(recipe, tmp_path):
         tmp_path / "out",
     )
     words = [write_llama(tmp_path / "llama"), "--config", config, "--out", out]
-    line, rows = [sys.executable, "-m", "tools.delay_a_model", *map(str, words)], out / "run/metrics.jsonl"
+    line, rows = (
+        [sys.executable, "-m", "tools.delay_a_model", *map(str, words)],
+        out / "run/metrics.jsonl",
+    )
     with subprocess.Popen(line, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
         while len(read_lines(rows)) < 3:
             assert process.poll() is None, process.communicate()[1][-3000:]

@@ -28,8 +28,14 @@ from tools.delay_a_model.lanes import LateLayer, cut, late_model, late_streams, 
 from tools.delay_a_model.recovery import check
 
 DEPTH, LANES = 4, 3
-SIZES = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "vocab_size": 300,
-         "num_hidden_layers": DEPTH, "tie_word_embeddings": True}  # fmt: skip
+SIZES = {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "hidden_size": 48,
+    "vocab_size": 300,
+    "num_hidden_layers": DEPTH,
+    "tie_word_embeddings": True,
+}
 WORDS = "the lanes of a model are late and its outputs arrive two layers later while nothing is lost or added twice"
 LORA = Late(lanes=LANES, lora_rank=4)
 
@@ -56,7 +62,9 @@ def ids():
     return torch.randint(300, (2, 20), generator=torch.Generator().manual_seed(0))
 
 
-def run_late(model: Laneformer, ids: Tensor, late: list[float], delay: int) -> tuple[Tensor, Tensor | None]:
+def run_late(
+    model: Laneformer, ids: Tensor, late: list[float], delay: int
+) -> tuple[Tensor, Tensor | None]:
     """Of all lanes' own embeddings, so that no lane stands for another."""
     positions = torch.arange(ids.shape[1])
     layers: Any = model.layers
@@ -96,7 +104,9 @@ def test_the_cut_loses_nothing(folder, model, ids):
 
 
 def test_what_cannot_be_cut_or_trained_is_refused(folder, tmp_path):
-    with pytest.raises(ValueError, match="num_key_value_heads = 3 is not divisible by num_lanes = 2"):
+    with pytest.raises(
+        ValueError, match="num_key_value_heads = 3 is not divisible by num_lanes = 2"
+    ):
         cut(folder, 2)
     with pytest.raises(ValueError, match="training does not support attention_bias = True"):
         cut(write_folder(Case("Qwen2", SIZES), tmp_path / "qwen"), LANES)
@@ -143,7 +153,10 @@ def test_every_output_is_counted_once(delay):
         parts = {"attention": module(2 * i), "feed_forward": module(2 * i + 1)}
         layer: Any = SimpleNamespace(attention_norm=same, ffn_norm=same, late=share, **parts)
         layers.append(functools.partial(LateLayer.forward, layer))
-    start, rope = torch.zeros(1, 1, 1, 2 * depth * LANES, dtype=torch.float64), (torch.empty(0),) * 2
+    start, rope = (
+        torch.zeros(1, 1, 1, 2 * depth * LANES, dtype=torch.float64),
+        (torch.empty(0),) * 2,
+    )
     h, in_flight = late_streams(layers, start, rope, [None] * depth, delay)  # type: ignore[arg-type]
     assert in_flight is not None
     assert torch.equal(h + in_flight, torch.ones_like(h))
@@ -170,8 +183,12 @@ def test_the_folder_is_the_late_model(folder, tmp_path, late, ids):
     architecture = late_architecture(Late(delay=delay, first_late_layer=first, flush=flush))
     export.write_folder(architecture, checkpoint, model.state_dict(), out, "a card")
     stored = {name: weight.bfloat16().float() for name, weight in model.state_dict().items()}
-    expected = late_logits(late_model(model.config, stored), ids, late_from(first), delay, flush).numpy()
-    theirs = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, dtype=torch.float32).eval()
+    expected = late_logits(
+        late_model(model.config, stored), ids, late_from(first), delay, flush
+    ).numpy()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        out, trust_remote_code=True, dtype=torch.float32
+    ).eval()
     with torch.no_grad(), Engine.from_pretrained(out, dtype="fp32", threads=2) as engine:
         assert relative_error(theirs(ids).logits.numpy(), expected) < 1e-5  # float32
         for row, logits in zip(ids.tolist(), expected, strict=True):
@@ -188,7 +205,9 @@ def test_the_folder_is_the_late_model(folder, tmp_path, late, ids):
 def drawn(folder):
     """An adapter that changes something."""
     first = adapter.first_adapter(cut(folder, LANES)[0].config, LORA)
-    assert all(w.any() == name.endswith(".a") for name, w in first.items()), "it begins as the dense model"
+    assert all(w.any() == name.endswith(".a") for name, w in first.items()), (
+        "it begins as the dense model"
+    )
     generator = torch.Generator().manual_seed(0)
     return {name: 0.1 * torch.randn(w.shape, generator=generator) for name, w in first.items()}
 
@@ -205,7 +224,9 @@ def test_applied_is_merged(model, drawn, ids):
     changes.load_state_dict({name.removeprefix(adapter.PREFIX): w for name, w in drawn.items()})
     for late in (late_from(DEPTH), late_from(1)):
         applied = late_logits(model, ids, late)
-        assert distance(applied, late_logits(other, ids, late)) < 1e-5  # products of A and B in float32
+        assert (
+            distance(applied, late_logits(other, ids, late)) < 1e-5
+        )  # products of A and B in float32
         assert distance(applied, late_logits(before, ids, late)) > 1e-2
 
 
@@ -224,7 +245,9 @@ def test_a_saved_adapter_gives_the_folder(folder, drawn, tmp_path):
     expected = adapter.merge(model.state_dict(), changes)
     del expected["lm_head.weight"]  # tied
     assert stored.keys() == {hf_name(name) for name in expected}
-    assert all(torch.equal(stored[hf_name(name)], weight.bfloat16()) for name, weight in expected.items())
+    assert all(
+        torch.equal(stored[hf_name(name)], weight.bfloat16()) for name, weight in expected.items()
+    )
     other = shutil.copytree(folder, tmp_path / "other" / folder.name)
     (other / "config.json").write_text((folder / "config.json").read_text() + "\n")
     with pytest.raises(ValueError, match=f"model_sha256 is .*; the model is {folder.name}"):

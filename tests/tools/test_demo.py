@@ -40,7 +40,10 @@ def conversations(prepared_data, tmp_path_factory):
 
 
 def test_held_out_conversations_are_whole(conversations, folder):
-    known = {tuple(ids): mask for ids, mask in (encode_chat(folder, one) for one in chats.conversations(60))}
+    known = {
+        tuple(ids): mask
+        for ids, mask in (encode_chat(folder, one) for one in chats.conversations(60))
+    }
     assert len(conversations) > 2
     assert all(known[tuple(ids)] == said.tolist() for ids, said in conversations)
 
@@ -59,7 +62,9 @@ def test_figures(conversations, folder, tmp_path, monkeypatch):
     plain, asked = model(), conversations[:8]
     losses = []
     for ids, said in asked:
-        of_all = F.cross_entropy(plain(torch.tensor([ids]))[0, :-1], torch.tensor(ids[1:]), reduction="none")
+        of_all = F.cross_entropy(
+            plain(torch.tensor([ids]))[0, :-1], torch.tensor(ids[1:]), reduction="none"
+        )
         losses.append(of_all[torch.from_numpy(said[1:])])
     replies = [greedy(plain, ids[: said.tolist().index(True)], 12) for ids, said in asked]
     end = replies[0][-1]  # a random model ends no reply; this token ends some
@@ -67,7 +72,9 @@ def test_figures(conversations, folder, tmp_path, monkeypatch):
     assert 0 < ended < len(replies)
     monkeypatch.setattr(demo, "REPLY_TOKENS", 12)
     shutil.copytree(folder, tmp_path / "hf")
-    figures = demo.chat_figures(folder, write_folder(tmp_path / "hf", plain, eos_token_id=end), asked)
+    figures = demo.chat_figures(
+        folder, write_folder(tmp_path / "hf", plain, eos_token_id=end), asked
+    )
     assert figures["chat_loss_before"] == pytest.approx(float(torch.cat(losses).mean()), abs=1e-3)
     assert figures["chat_loss_after"] == figures["chat_loss_before"]
     assert (figures["replies"], figures["replies_ended"]) == (len(asked), ended)

@@ -9,9 +9,20 @@ from tools.markdown import cell, table
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [("x", "x"), (True, "yes"), (False, "NO"), (None, "-"), (15, "15"), (13.8311, "13.8"), (0.1234, "0.123"),
-     (1234.6, "1,235"), (63_737, "63,737"), (27_840_835_584, "27.84E+9"), (float("inf"), "Infinity")],
-)  # fmt: skip
+    [
+        ("x", "x"),
+        (True, "yes"),
+        (False, "NO"),
+        (None, "-"),
+        (15, "15"),
+        (13.8311, "13.8"),
+        (0.1234, "0.123"),
+        (1234.6, "1,235"),
+        (63_737, "63,737"),
+        (27_840_835_584, "27.84E+9"),
+        (float("inf"), "Infinity"),
+    ],
+)
 def test_every_kind_of_value_has_a_form(value, text):
     assert cell(value) == text
 

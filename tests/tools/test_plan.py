@@ -21,9 +21,16 @@ from tools.plan import preparation, sums
 ROOT = Path(__file__).resolve().parents[2]
 PARAMETERS = 2_320_069_632
 JOB = sums.Job(
-    LaneformerConfig(), 4096, 620_000, global_batch=1536, local_batch=8, shard=8, replicate=24,
-    checkpoint_interval=500, keep_latest=5,
-)  # fmt: skip
+    LaneformerConfig(),
+    4096,
+    620_000,
+    global_batch=1536,
+    local_batch=8,
+    shard=8,
+    replicate=24,
+    checkpoint_interval=500,
+    keep_latest=5,
+)
 CLUSTER = sums.Cluster(192, 8, card_named("h100"), 17_000)
 BOTH, LONG = "configs/phase1.toml configs/phase2.toml", "configs/phase3.toml --gpus 64 --mfu 25"
 COMMANDS = {
@@ -85,7 +92,9 @@ def test_published_sums(plans):
     for phase in (one, two):
         assert phase["gpu"]["verdict"] == "fits"
         assert phase["job"]["local_batch"] <= phase["gpu"]["largest_local_batch"]
-        assert math.isclose(sum(s["tokens"] for s in phase["data"]), phase["compute"]["tokens"], rel_tol=1e-9)
+        assert math.isclose(
+            sum(s["tokens"] for s in phase["data"]), phase["compute"]["tokens"], rel_tol=1e-9
+        )
         assert all(s["epochs_so_far"] <= 4 for s in phase["data"]), "epoch_cap of the recipes"
     code = sum(s["tokens"] for s in two["data"] if s["category"] == "code")
     assert code / two["compute"]["tokens"] == pytest.approx(0.5901 / 1.0002)
@@ -94,7 +103,9 @@ def test_published_sums(plans):
 @pytest.mark.rotate
 def test_long_windows_fit_an_h200_or_80_gb_with_one_lane_a_gpu(plans):
     """As configs/phase3.toml and the docs say; a layer's sums by their definition."""
-    comments, page = ((ROOT / p).read_text() for p in ("configs/phase3.toml", "docs/decisions/training.md"))
+    comments, page = (
+        (ROOT / p).read_text() for p in ("configs/phase3.toml", "docs/decisions/training.md")
+    )
     (whole,), (lanes,) = (plans[name]["phases"] for name in ("nemotron-64k", "one lane a GPU"))
     assert whole["memory"]["total"] > sums.USABLE * CLUSTER.gpu.memory_bytes
     for phase in (whole, lanes):
@@ -103,13 +114,23 @@ def test_long_windows_fit_an_h200_or_80_gb_with_one_lane_a_gpu(plans):
             assert f"{size / 1e9:.0f} GB" in comments
     traffic = lanes["traffic"]
     assert f"{traffic['lanes_bytes'] / 1e9:.0f} GB" in comments
-    assert f"it is {lanes['memory']['total'] / 1e9:.0f} GB" in (ROOT / "docs/long-context.md").read_text()
-    assert f"{traffic['lanes_s']:.2f} s of {lanes['compute']['step_s']:.1f} s if nothing hid them" in page
+    assert (
+        f"it is {lanes['memory']['total'] / 1e9:.0f} GB"
+        in (ROOT / "docs/long-context.md").read_text()
+    )
+    assert (
+        f"{traffic['lanes_s']:.2f} s of {lanes['compute']['step_s']:.1f} s if nothing hid them"
+        in page
+    )
     stream = 65_536 * 3_072 * sums.BF16
-    assert traffic["lanes_of_a_layer_bytes"] == 4 * stream * 2 * 7 / 8  # two modules, both ways, in a ring
+    assert (
+        traffic["lanes_of_a_layer_bytes"] == 4 * stream * 2 * 7 / 8
+    )  # two modules, both ways, in a ring
     exchanged = 2 * 13  # of 15 layers: PRESENT 0 and 1, and 2 to 12, whose outputs still arrive
     embedding = 2 * 7 / 8 * sums.BF16 * (32_000 + 31) * 3_072
-    assert traffic["lanes_bytes"] == pytest.approx(8 * (exchanged * 2 * stream * 2 * 7 / 8 + embedding))
+    assert traffic["lanes_bytes"] == pytest.approx(
+        8 * (exchanged * 2 * stream * 2 * 7 / 8 + embedding)
+    )
 
 
 @pytest.mark.rotate
@@ -117,19 +138,28 @@ def test_long_windows_fit_an_h200_or_80_gb_with_one_lane_a_gpu(plans):
 def test_recipes_keep_what_their_runs_read_and_a_margin(outputs, plans, name):
     """The shipped `keep` is what the shipped jobs give, and no source is read more often for it than it would be."""
     parts, total = (plans[name]["preparation"][key] for key in ("parts", "total"))
-    shipped = {each.name: each.keep for each in recipe_file.load(ROOT / f"data_mixtures/{name}.toml").sources}
+    shipped = {
+        each.name: each.keep
+        for each in recipe_file.load(ROOT / f"data_mixtures/{name}.toml").sources
+    }
     unknown = [s["name"] for s in plans[name]["phases"][0]["data"] if s["epochs_so_far"] is None]
-    assert len(unknown) == (9 if name == "nemotron-64k" else 0), "nobody has counted its buckets of pages"
+    assert len(unknown) == (9 if name == "nemotron-64k" else 0), (
+        "nobody has counted its buckets of pages"
+    )
     assert {part["name"]: part["keep"] for part in parts} | dict.fromkeys(unknown, 1.0) == shipped
     for part in parts:
         need, stored, pool = (part[f"{of}_tokens"] for of in ("need", "stored", "pool"))
         assert need / stored <= max(1, need / pool)
-        assert part["keep"] == 1 or f"{part['name']} = {part['keep']}\n" in outputs[name][1], "to paste"
+        assert part["keep"] == 1 or f"{part['name']} = {part['keep']}\n" in outputs[name][1], (
+            "to paste"
+        )
     if not unknown:
         assert total["stored_tokens"] < 1.01 * total["need_tokens"], "not twice as much"
         assert total["shard_bytes"] <= total["peak_bytes"] < 1.05 * total["shard_bytes"]
         tokens = (f"{total[key] / 1e12:.2f}" for key in ("need_tokens", "stored_tokens"))
-        sizes = (f"{total[key] / 1e12:.1f} TB" for key in ("fetched_bytes", "shard_bytes", "peak_bytes"))
+        sizes = (
+            f"{total[key] / 1e12:.1f} TB" for key in ("fetched_bytes", "shard_bytes", "peak_bytes")
+        )
         row = " | ".join([f"`{name}.toml`", *tokens, *sizes, f"{total['units']:,}"])
         assert f"| {row} |" in (ROOT / "docs/data.md").read_text(encoding="utf-8")
 
@@ -146,7 +176,9 @@ def test_the_dry_run_takes_a_step_of_192_ranks_and_what_does_not_fit_is_refused(
 
 
 def test_files_are_limited_where_a_listing_knows_them_and_much_is_left(tmp_path):
-    def part(share: float, expected: float = 1e12, files: int | None = None, listed: int = 1000) -> dict:
+    def part(
+        share: float, expected: float = 1e12, files: int | None = None, listed: int = 1000
+    ) -> dict:
         need = share * preparation.TOKENS_AS_COUNTED * expected / (1 + preparation.MARGIN)
         source = {
             "name": "s",
@@ -160,7 +192,9 @@ def test_files_are_limited_where_a_listing_knows_them_and_much_is_left(tmp_path)
     few, most = part(0.1), part(0.7)
     assert (few["files"], few["units"], few["fetched_bytes"]) == (110, 110, pytest.approx(110e9))
     assert (most["files"], most["keep"], most["fetched_bytes"]) == (None, 0.7, 1e12)
-    assert part(0.95)["keep"] == part(0.1, expected=5e8)["keep"] == 1, "nearly all, and a small source"
+    assert part(0.95)["keep"] == part(0.1, expected=5e8)["keep"] == 1, (
+        "nearly all, and a small source"
+    )
     assert part(0.0)["keep"] > 0, "a source of the other phase"
     for listed in (358, 0):  # a fifth of the bytes, or of as many files of the usual size
         again = part(0.1, files=358 if listed else 224, listed=listed)
@@ -185,7 +219,9 @@ def test_memory_parts():
     assert full["total"] < memory["total"] <= none["total"]
     assert float8["kept_activations"] < memory["kept_activations"]
     batch = sums.largest_local_batch(JOB, CLUSTER.gpu)
-    fits = [sums.memory(replace(JOB, local_batch=n))["total"] <= 73.6e9 for n in (batch, 2 * batch, 8)]
+    fits = [
+        sums.memory(replace(JOB, local_batch=n))["total"] <= 73.6e9 for n in (batch, 2 * batch, 8)
+    ]
     assert fits == [True, False, False]
 
 
@@ -198,7 +234,9 @@ def test_traffic_and_checkpoints_by_hand():
     )
     assert hybrid["all_gather_bytes"] == pytest.approx((2 * p - head) * 2 * 7 / 8)
     assert hybrid["reduce_scatter_bytes"] == pytest.approx(p * 4 * 7 / 8)
-    assert hybrid["nic_bytes"] == hybrid["all_reduce_bytes"] == pytest.approx(p / 8 * 4 * 2 * 23 / 24)
+    assert (
+        hybrid["nic_bytes"] == hybrid["all_reduce_bytes"] == pytest.approx(p / 8 * 4 * 2 * 23 / 24)
+    )
     assert hybrid["nic_s"] == pytest.approx(0.0445, abs=1e-4)  # at 50 GB/s
     assert flat["nic_bytes"] == pytest.approx(((2 * p - head) * 2 + p * 4) * 184 / 192 / 8), (
         "eight NICs a node"
@@ -207,7 +245,10 @@ def test_traffic_and_checkpoints_by_hand():
     assert small["all_reduce_bytes"] == hybrid["all_reduce_bytes"], "once a step"
     saved = sums.checkpoints(JOB, CLUSTER)
     assert (saved["bytes"], saved["written"], saved["bytes_kept"]) == (12 * p, 1240, 6 * 12 * p)
-    assert sums.checkpoints(replace(JOB, keep_every=10_000), CLUSTER)["bytes_kept"] == (5 + 62) * 12 * p
+    assert (
+        sums.checkpoints(replace(JOB, keep_every=10_000), CLUSTER)["bytes_kept"]
+        == (5 + 62) * 12 * p
+    )
     step_s = 6_291_456 / (192 * 17_000)
     assert saved["hours_lost_per_failure"] == pytest.approx((250 * step_s + 600) / 3600)
     rate = sums.tokens_per_s_at(sums.compute(JOB, CLUSTER)["mfu_percent"], JOB, CLUSTER.gpu)

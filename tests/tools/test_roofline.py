@@ -34,9 +34,13 @@ def test_every_exchange_that_the_config_does_not_delay_is_paid_for():
 def test_a_delay_hides_a_link_as_slow_as_that_many_layers_and_then_pays_now_and_then(delay):
     quiet = clock(0.0, broadcast_delay=delay, use_early_comm=False)
     assert quiet == pytest.approx(LAYERS * LAYER_S)
-    assert clock(delay * LAYER_S, broadcast_delay=delay, use_early_comm=False) == pytest.approx(quiet)
+    assert clock(delay * LAYER_S, broadcast_delay=delay, use_early_comm=False) == pytest.approx(
+        quiet
+    )
     excess_s = 7e-6
-    waits = (2 * LAYERS - 2 * delay - 1) // (2 * delay + 1) + 1  # a wait helps the 2 * delay joins after it
+    waits = (2 * LAYERS - 2 * delay - 1) // (
+        2 * delay + 1
+    ) + 1  # a wait helps the 2 * delay joins after it
     slow = clock(delay * LAYER_S + excess_s, broadcast_delay=delay, use_early_comm=False)
     assert slow == pytest.approx(quiet + waits * excess_s)
 
@@ -52,8 +56,14 @@ def test_ladder_hides_a_link_as_slow_as_the_module_beside_it():
 def test_the_rows_of_the_docs_come_out(capsys):
     """Each row that the command prints stands on the page of 2026-11-24, which has those of another model, too."""
     main()
-    printed = {" ".join(line.replace("|", " ").split()) for line in capsys.readouterr().out.splitlines()}
-    page = (DOCS / "benchmarks/2026-11-24-roofline.md").read_text().partition("## Tokens/s of the 2B\n")[2]
+    printed = {
+        " ".join(line.replace("|", " ").split()) for line in capsys.readouterr().out.splitlines()
+    }
+    page = (
+        (DOCS / "benchmarks/2026-11-24-roofline.md")
+        .read_text()
+        .partition("## Tokens/s of the 2B\n")[2]
+    )
     rows = re.findall(r"\| (.*?\|.*?\|.*?\|) fitted \|(.*) \|", page.partition("\n## ")[0])
     assert len(rows) == 11
     assert {" ".join(f"{left}{right}".replace("|", " ").split()) for left, right in rows} <= printed

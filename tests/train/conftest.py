@@ -26,7 +26,9 @@ def reference(phase1, shared):
 def whole_run(phase1, shared):
     """Four uninterrupted steps of phase 1 on two ranks."""
     return (
-        shared("whole_run", lambda folder: succeed(folder / "whole", phase1, "--metrics.enable_wandb"))
+        shared(
+            "whole_run", lambda folder: succeed(folder / "whole", phase1, "--metrics.enable_wandb")
+        )
         / "whole"
     )
 
@@ -34,7 +36,13 @@ def whole_run(phase1, shared):
 @pytest.fixture(scope="session")
 def logged_run(phase1, shared):
     """Six steps on two ranks, two micro-batches each; validation every third, a checkpoint every second."""
-    job = ("--metrics.enable_wandb", "--metrics.gpu_hour_price", "3600", "--metrics.currency", "EUR")
+    job = (
+        "--metrics.enable_wandb",
+        "--metrics.gpu_hour_price",
+        "3600",
+        "--metrics.currency",
+        "EUR",
+    )
     return shared("logged_run", lambda folder: train_logged(folder / "seen", phase1, *job)) / "seen"
 
 

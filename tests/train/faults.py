@@ -62,7 +62,9 @@ def due(step: int, of_save: bool = False) -> str | None:
 def fill(path: Path) -> None:
     """Until not one byte more fits; RuntimeError for a disk that no test has made."""
     if (disk := shutil.disk_usage(path.parent)).total > 64 << 20:
-        raise RuntimeError(f"{path.parent} is on a disk of {disk.total} bytes, expected the test's small one")
+        raise RuntimeError(
+            f"{path.parent} is on a disk of {disk.total} bytes, expected the test's small one"
+        )
     with open(path, "wb", buffering=0) as file:
         for size_bytes in (1 << 16, 1):
             with contextlib.suppress(OSError):

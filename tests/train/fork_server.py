@@ -61,7 +61,9 @@ class Popen(subprocess.Popen):
         if (program := warm_program(args)) is not None:
             environment = options.get("env")
             environment = dict(os.environ if environment is None else environment)
-            become = functools.partial(become_program, program, environment, options.get("pass_fds", ()))
+            become = functools.partial(
+                become_program, program, environment, options.get("pass_fds", ())
+            )
             options["preexec_fn"] = become  # never returns, so nothing is executed
         super().__init__(args, **options)
 
@@ -74,7 +76,9 @@ def warm_program(command: Any) -> list[str] | None:
     return rest[1:] if rest[:1] == ["-m"] and rest[1] in WARM else None
 
 
-def become_program(program: list[str], environment: dict[str, str], passed: Sequence[int]) -> NoReturn:
+def become_program(
+    program: list[str], environment: dict[str, str], passed: Sequence[int]
+) -> NoReturn:
     """In a new process: run a module as `python -m` does, and end."""
     status = 1
     try:
@@ -152,14 +156,21 @@ def run_ranks(job: dict[str, Any], log: Any) -> list[int]:
     size, running = job["ranks"], list[subprocess.Popen]()
     command = [sys.executable, "-m", "train", *job["command"]]
     with hold_port() as holder:
-        place = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "localhost",
-                 "MASTER_PORT": holder.getsockname()[1]}  # fmt: skip
+        place = {
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": holder.getsockname()[1],
+        }
         for rank in range(size):
             numbers = {
-                name: str(value) for name, value in (place | {"RANK": rank, "LOCAL_RANK": rank}).items()
+                name: str(value)
+                for name, value in (place | {"RANK": rank, "LOCAL_RANK": rank}).items()
             }
             environment = {**ENVIRONMENT, **job["environment"], **numbers}
-            running.append(Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+            running.append(
+                Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            )
         last_s, failed = time.monotonic() + job["limit_s"], False
         while None in [process.poll() for process in running]:  # all are asked, each time
             if not failed and (failed := any(process.returncode for process in running)):

@@ -32,7 +32,11 @@ NARROW_VECTORS = {
 
 def device_kind() -> str:
     """What the golden file is named after: cpu, or the GPU's name."""
-    return torch.cuda.get_device_name().lower().replace(" ", "-") if torch.cuda.is_available() else "cpu"
+    return (
+        torch.cuda.get_device_name().lower().replace(" ", "-")
+        if torch.cuda.is_available()
+        else "cpu"
+    )
 
 
 def golden_path() -> Path:
@@ -44,9 +48,11 @@ def golden_losses(folder: Path, *overrides: str, ranks: int = 1) -> list[float]:
     lock = write_synthetic_lock(folder / "data", STEPS * GLOBAL_BATCH, SEQ_LEN, SMALL.vocab_size)
     run = folder / "run"
     settings = {
-        "training.steps": STEPS, "training.global_batch_size": GLOBAL_BATCH, "training.local_batch_size": 4,
+        "training.steps": STEPS,
+        "training.global_batch_size": GLOBAL_BATCH,
+        "training.local_batch_size": 4,
         "lr_scheduler.warmup_steps": 2,
-    }  # fmt: skip
+    }
     off = ("--checkpoint.no-enable", "--metrics.no-enable_tensorboard")
     run_job(run, [*toy(run, lock, settings), *off, *overrides], ranks)
     return [row["loss"] for row in metrics(run)]

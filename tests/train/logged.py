@@ -16,9 +16,12 @@ EPSILON = torch.finfo(torch.float32).eps
 
 def train_logged(run: Path, lock: Path, *overrides: str, ranks: int = 2) -> list[dict]:
     settings = {
-        "training.global_batch_size": GLOBAL_BATCH, "training.steps": STEPS, "checkpoint.interval": 2,
-        "validation.freq": 3, "validation.windows_per_source": WINDOWS,
-    }  # fmt: skip
+        "training.global_batch_size": GLOBAL_BATCH,
+        "training.steps": STEPS,
+        "checkpoint.interval": 2,
+        "validation.freq": 3,
+        "validation.windows_per_source": WINDOWS,
+    }
     run_job(run, [*toy(run, lock, settings), *overrides], ranks)
     return metrics(run)
 

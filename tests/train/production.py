@@ -72,9 +72,15 @@ def train(
     else:
         env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
         done = subprocess.run(
-            [sys.executable, "-m", *program], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, timeout=1100, preexec_fn=limit_open_files,
-        )  # fmt: skip
+            [sys.executable, "-m", *program],
+            cwd=ROOT,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=1100,
+            preexec_fn=limit_open_files,
+        )
         status, said = done.returncode, done.stdout
     outcome = folder / "outcome.json"
     assert status == 0, said[-6000:] + (outcome.read_text() if outcome.is_file() else "")
@@ -85,7 +91,9 @@ def torchrun(ranks: int) -> list[str]:
     return ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m", "train"]
 
 
-def assert_trained(config: str, run: Path, *more: str, validated: Sequence[int] = (EVERY, STEPS)) -> None:
+def assert_trained(
+    config: str, run: Path, *more: str, validated: Sequence[int] = (EVERY, STEPS)
+) -> None:
     """configs/`config`.toml to its end, as the file says but for the settings above and `more`."""
     rows = metrics(run)
     assert sorted({row["step"] for row in rows}) == [EVERY, STEPS]
@@ -140,4 +148,6 @@ def assert_prepared_as_the_job_file_says(folder: Path) -> None:
         "one a step, though it has two micro-batches"
     )
     assert seen["allocator"] == "expandable_segments:True"
-    assert seen["timeouts_s"] == [300.0], "comm.train_timeout_seconds, once, also where no step is the first"
+    assert seen["timeouts_s"] == [300.0], (
+        "comm.train_timeout_seconds, once, also where no step is the first"
+    )

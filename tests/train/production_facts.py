@@ -79,7 +79,9 @@ def recorded_train(self: LaneformerTrainer) -> None:
     computed: set[str] = set()
 
     def look(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-        computed.update(str(t.dtype) for t in inputs if isinstance(t, torch.Tensor) and t.is_floating_point())
+        computed.update(
+            str(t.dtype) for t in inputs if isinstance(t, torch.Tensor) and t.is_floating_point()
+        )
 
     weights = sorted(
         {str(p.dtype) for p in model.parameters()}

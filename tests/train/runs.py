@@ -31,9 +31,15 @@ SEQ_LEN, GLOBAL_BATCH, STEPS = 32, 4, 4
 # small enough that a launch costs its imports; a window shorter than the sequence, and partials
 # that are broadcast
 ARCHITECTURE = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "sliding_window": 8, "max_position_embeddings": SEQ_LEN, "vocab_size": 512,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "sliding_window": 8,
+    "max_position_embeddings": SEQ_LEN,
+    "vocab_size": 512,
+}
 SMALL = LaneformerConfig.from_flavor("tiny", swa_layers=(0, 1, 2), **ARCHITECTURE)
 
 
@@ -58,40 +64,68 @@ def fork_server() -> subprocess.Popen[str]:
 
 def limit_open_files() -> None:
     """To what most systems allow a login shell, from which Slurm takes the limits of its jobs."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
 
 
-def toy(run: Path, lock: Path, settings: Mapping[str, Any], config: str = "debug_phase1") -> list[str]:
+def toy(
+    run: Path, lock: Path, settings: Mapping[str, Any], config: str = "debug_phase1"
+) -> list[str]:
     """Arguments of `python -m train` for configs/`config`.toml at toy size."""
     shapes = {f"architecture.{name}": value for name, value in ARCHITECTURE.items()}
     merged = {
-        "job.config_file": f"configs/{config}.toml", "job.dump_folder": run, "mixture.lock": lock,
-        "training.seq_len": SEQ_LEN, "training.local_batch_size": 2, **shapes,
-        "architecture.swa_layers": (0, 1, 2), **settings,
-    }  # fmt: skip
+        "job.config_file": f"configs/{config}.toml",
+        "job.dump_folder": run,
+        "mixture.lock": lock,
+        "training.seq_len": SEQ_LEN,
+        "training.local_batch_size": 2,
+        **shapes,
+        "architecture.swa_layers": (0, 1, 2),
+        **settings,
+    }
     return job_flags(merged)
 
 
 def launch(
-    run: Path, lock: Path, *overrides: str, ranks: int = 2, config: str = "debug_phase1", fails: bool = False
+    run: Path,
+    lock: Path,
+    *overrides: str,
+    ranks: int = 2,
+    config: str = "debug_phase1",
+    fails: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """One training job in processes of its own; `overrides` are TorchTitan's command-line flags."""
     settings = {
-        "training.global_batch_size": GLOBAL_BATCH, "training.steps": STEPS, "lr_scheduler.total_steps": STEPS,
-        "lr_scheduler.warmup_steps": 1, "lr_scheduler.decay_ratio": 0.5, "checkpoint.interval": 2,
-    }  # fmt: skip
+        "training.global_batch_size": GLOBAL_BATCH,
+        "training.steps": STEPS,
+        "lr_scheduler.total_steps": STEPS,
+        "lr_scheduler.warmup_steps": 1,
+        "lr_scheduler.decay_ratio": 0.5,
+        "checkpoint.interval": 2,
+    }
     return run_job(run, [*toy(run, lock, settings, config), *overrides], ranks, fails=fails)
 
 
 def run_job(
-    run: Path, arguments: list[str], ranks: int, limit_s: float = 1100.0, fails: bool = False, **env: str
+    run: Path,
+    arguments: list[str],
+    ranks: int,
+    limit_s: float = 1100.0,
+    fails: bool = False,
+    **env: str,
 ) -> subprocess.CompletedProcess[str]:
     """`python -m train` with these arguments on `ranks` processes; stdout holds the output of all, and after `limit_s`
     seconds where each of them was. AssertionError unless it ends well, or `fails`.
     """
     log = run.with_name(f"{run.name}.{time.monotonic_ns()}.log")
-    job = {"command": arguments, "ranks": ranks, "log": str(log), "limit_s": limit_s,
-           "environment": {"WANDB_MODE": "offline", **env}}  # fmt: skip
+    job = {
+        "command": arguments,
+        "ranks": ranks,
+        "log": str(log),
+        "limit_s": limit_s,
+        "environment": {"WANDB_MODE": "offline", **env},
+    }
     status = next(filter(None, ask(job)), 0)
     assert bool(status) == fails, log.read_text()[-6000:]
     return subprocess.CompletedProcess(arguments, status, log.read_text(), "")
@@ -120,15 +154,23 @@ def end_fork_server() -> None:
 
 
 def forked(
-    folder: Path, *program: str, name: str = "said", meanwhile: Callable[[], None] = lambda: None, **env: str
+    folder: Path,
+    *program: str,
+    name: str = "said",
+    meanwhile: Callable[[], None] = lambda: None,
+    **env: str,
 ) -> tuple[int, str]:
     """Exit status of `python -m PROGRAM` forked by the fork server, and what it said: in folder/NAME.log, beside
     its NAME.pid.
     """
     log = folder / f"{name}.log"
     log.unlink(missing_ok=True)
-    job = {"command": [sys.executable, "-m", *program], "environment": env, "log": str(log),
-           "pid": str(log.with_suffix(".pid"))}  # fmt: skip
+    job = {
+        "command": [sys.executable, "-m", *program],
+        "environment": env,
+        "log": str(log),
+        "pid": str(log.with_suffix(".pid")),
+    }
     return ask(job, meanwhile), log.read_text()
 
 
@@ -168,4 +210,6 @@ def batch_loss(model: Laneformer, mixture: Mixture) -> float:
     tokens = torch.from_numpy(mixture.sequences(0, GLOBAL_BATCH)[0])
     with torch.no_grad():
         logits = model(tokens[:, :-1])
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), tokens[:, 1:].flatten()).item()
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1).double(), tokens[:, 1:].flatten()
+    ).item()

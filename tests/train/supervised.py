@@ -14,7 +14,9 @@ import torch
 from tests.train.runs import GLOBAL_BATCH, forked, metrics, run_job, saved, toy
 
 RANKS = 2
-HANG_TIMEOUT_S = 30  # a step of a toy on a busy machine is no hang; a stopped rank costs this, asleep
+HANG_TIMEOUT_S = (
+    30  # a step of a toy on a busy machine is no hang; a stopped rank costs this, asleep
+)
 STEPS, INTERVAL = 40, 5  # of the reference run, and between checkpoints
 COMPARED = ("loss", "max_loss", "grad_norm", "lr", "tokens")
 
@@ -22,11 +24,19 @@ COMPARED = ("loss", "max_loss", "grad_norm", "lr", "tokens")
 def arguments(run: Path, lock: Path, steps: int, interval: int) -> list[str]:
     """What `python -m train` gets; bit for bit comparable: float32, a fixed number of ranks."""
     settings = {
-        "training.global_batch_size": GLOBAL_BATCH, "training.steps": steps, "lr_scheduler.warmup_steps": 2,
-        "checkpoint.interval": interval, "checkpoint.keep_latest_k": 2, "resilience.keep_every_steps": 10,
-        "resilience.backoff_s": 0.1, "resilience.hang_timeout_s": HANG_TIMEOUT_S, "resilience.on_bad_step": "rollback",
-        "resilience.max_same_reason": 0, "architecture.num_hidden_layers": 2, "architecture.swa_layers": (0,),
-    }  # fmt: skip
+        "training.global_batch_size": GLOBAL_BATCH,
+        "training.steps": steps,
+        "lr_scheduler.warmup_steps": 2,
+        "checkpoint.interval": interval,
+        "checkpoint.keep_latest_k": 2,
+        "resilience.keep_every_steps": 10,
+        "resilience.backoff_s": 0.1,
+        "resilience.hang_timeout_s": HANG_TIMEOUT_S,
+        "resilience.on_bad_step": "rollback",
+        "resilience.max_same_reason": 0,
+        "architecture.num_hidden_layers": 2,
+        "architecture.swa_layers": (0,),
+    }
     return [*toy(run, lock, settings), "--metrics.no-enable_tensorboard"]
 
 
@@ -58,7 +68,11 @@ def faulty(
 ) -> subprocess.CompletedProcess[str]:
     """One attempt with faults, without a supervisor; its run folder is folder/run."""
     env = plan_faults(folder, faults)
-    command = [*arguments(folder / "run", lock, steps, interval), "--experimental.custom_import", module]
+    command = [
+        *arguments(folder / "run", lock, steps, interval),
+        "--experimental.custom_import",
+        module,
+    ]
     return run_job(folder / "run", [*command, *more], RANKS, fails=fails, **env)
 
 
@@ -76,9 +90,14 @@ def supervise(
     meanwhile: called when it has been started.
     """
     command = [
-        "train.supervise", "--nproc-per-node", str(RANKS), *arguments(folder / "run", lock, steps, interval),
-        "--experimental.custom_import", "tests.train.faults", *more,
-    ]  # fmt: skip
+        "train.supervise",
+        "--nproc-per-node",
+        str(RANKS),
+        *arguments(folder / "run", lock, steps, interval),
+        "--experimental.custom_import",
+        "tests.train.faults",
+        *more,
+    ]
     env = plan_faults(folder, faults)
     return folder / "run", *forked(folder, *command, name="supervisor", meanwhile=meanwhile, **env)
 

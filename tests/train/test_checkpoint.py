@@ -33,13 +33,15 @@ from tests.train.runs import (
     saved,
     succeed,
     weights,
-)  # fmt: skip
+)
 from tests.train.supervised import assert_same
 
 pytestmark = pytest.mark.job
 
 
-def test_resume_is_bit_exact_from_the_last_checkpoint_without_a_flipped_bit(whole_run, phase1, tmp_path):
+def test_resume_is_bit_exact_from_the_last_checkpoint_without_a_flipped_bit(
+    whole_run, phase1, tmp_path
+):
     """Every rank hashes what it writes; one flipped bit in a data file, and the checkpoint before is used."""
     run = tmp_path / "flipped"
     shutil.copytree(whole_run, run)
@@ -64,13 +66,17 @@ def test_another_architecture_is_refused(whole_run, phase1, tmp_path):
     run = tmp_path / "other"
     copy_stopped_at(2, whole_run, run)
     before = (run / "model.json").read_text()
-    said = fail(run, phase1, "--architecture.rope_theta", "5e5", "--architecture.broadcast_delay", "1")
+    said = fail(
+        run, phase1, "--architecture.rope_theta", "5e5", "--architecture.broadcast_delay", "1"
+    )
     assert "broadcast_delay = 2 (this job: 1), rope_theta = 10000.0 (this job: 500000.0)" in said
     assert "Traceback" not in said
     assert said.count("The job is refused") == 1
     assert (run / "model.json").read_text() == before
     outcome = read_outcome(run)
-    assert (outcome["step"], outcome["code"]) == (0, REFUSED), "what the supervisor does not try again"
+    assert (outcome["step"], outcome["code"]) == (0, REFUSED), (
+        "what the supervisor does not try again"
+    )
     for path in (run / "model.json", *run.glob("checkpoint/*/model.json")):
         path.unlink()  # as of old
     (run / "checkpoint/step-2/checksums.json").unlink()
@@ -85,7 +91,12 @@ def second_mixture(data: Path) -> Mixture:
     return Mixture.open(lock, {k: used[k] for k in Mixture.open(lock).source_names if k in used})
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "layers": "full"}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "layers": "full",
+}
 
 
 def test_a_phase_goes_on_with_another_rope(whole_run, prepared_data, tmp_path):
@@ -151,6 +162,8 @@ def test_never_random_weights_by_accident(whole_run, prepared_data, tmp_path):
     missing = ("--checkpoint.initial_load_path", str(tmp_path / "nowhere/checkpoint/step-9"))
     said = fail(tmp_path / "a", locks[1], *missing, config="debug_phase2", ranks=1)
     assert "is not a complete checkpoint" in said
-    lost = shutil.copytree(whole_run, tmp_path / "lost", ignore=shutil.ignore_patterns("checkpoint"))
+    lost = shutil.copytree(
+        whole_run, tmp_path / "lost", ignore=shutil.ignore_patterns("checkpoint")
+    )
     said = fail(lost, locks[0], "--resilience.max_failed_saves", "1", ranks=1)
     assert f"ends at step {STEPS}, but" in said

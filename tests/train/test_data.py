@@ -41,12 +41,19 @@ def wrap(lock):
 
 
 def loader(
-    lock: Path, rank: int = 0, ranks: int = 1, batch: int = GLOBAL_BATCH, threads: int = 1, windows=()
+    lock: Path,
+    rank: int = 0,
+    ranks: int = 1,
+    batch: int = GLOBAL_BATCH,
+    threads: int = 1,
+    windows=(),
 ):
     return MixtureLoader(lock, rank, ranks, batch, threads, SkipList(windows))
 
 
-def job(lock: Path, ranks: int, accumulation: int, threads: int = 2, windows=()) -> list[MixtureLoader]:
+def job(
+    lock: Path, ranks: int, accumulation: int, threads: int = 2, windows=()
+) -> list[MixtureLoader]:
     batch = GLOBAL_BATCH // ranks // accumulation
     return [loader(lock, rank, ranks, batch, threads, windows) for rank in range(ranks)]
 
@@ -62,7 +69,11 @@ def train(loaders: list[MixtureLoader], steps: int) -> tuple[np.ndarray, np.ndar
     sources = [inputs["source"] for inputs, _ in batches]
     (state,) = {each.state_dict()["mixture"] for each in loaders}
     shape = (steps, GLOBAL_BATCH, -1)
-    return torch.cat(tokens).numpy().reshape(shape), torch.cat(sources).numpy().reshape(shape[:2]), state
+    return (
+        torch.cat(tokens).numpy().reshape(shape),
+        torch.cat(sources).numpy().reshape(shape[:2]),
+        state,
+    )
 
 
 def expected(lock: Path, numbers: list[int]) -> np.ndarray:
@@ -117,7 +128,13 @@ def test_offsets_belong_to_content_and_not_to_a_name(prepared_data, lock):
 def test_tokens_of_a_phase_with_windows_of_another_length_stay_what_they_were(lock):
     """Phase 3 of long windows behind phase 1 and 2 of short ones, through a checkpoint of each."""
     (one,) = job(lock, 1, 1)
-    before = {"windows": 10, "windows_left_out": 2, "contents": "0" * 64, "lengths": 512, "read": []}
+    before = {
+        "windows": 10,
+        "windows_left_out": 2,
+        "contents": "0" * 64,
+        "lengths": 512,
+        "read": [],
+    }
     one.begin_after({key: {"long": value} for key, value in before.items()})
     train([one], steps=3)
     (again,) = job(lock, 1, 1)
@@ -139,7 +156,9 @@ def test_other_weights_are_refused_and_unchanged_data_continues(prepared_data, t
     state = one.state_dict()
     weights = dict.fromkeys(one.mixture.source_names, 1)
     other = pin(data, "other", weights, one.mixture.seed, one.mixture.seq_len, 4)
-    with pytest.raises(ValueError, match=r"its first 96 sequences are others; .* start a new phase"):
+    with pytest.raises(
+        ValueError, match=r"its first 96 sequences are others; .* start a new phase"
+    ):
         job(other, 1, 1)[0].load_state_dict(state)
 
     (grown,) = job(lock, 1, 1)
@@ -147,7 +166,9 @@ def test_other_weights_are_refused_and_unchanged_data_continues(prepared_data, t
     grown.mixture.contents = dict.fromkeys(grown.mixture.contents, "f" * 64)
     grown.load_state_dict(state)  # other content, and all that was read of it is the same
     grown.mixture._file_sha256[0] = "f" * 64
-    with pytest.raises(ValueError, match=r"windows were read: 0 of these lie in files that are unchanged"):
+    with pytest.raises(
+        ValueError, match=r"windows were read: 0 of these lie in files that are unchanged"
+    ):
         grown.load_state_dict(state)
 
 
@@ -166,7 +187,9 @@ def test_any_cut_and_resumes_with_other_world_sizes_give_the_same_batches(lock, 
         parts.append(tokens)
         read += sources.ravel().tolist()
     assert start < wrap < start + 8 * GLOBAL_BATCH
-    numbers = [n for n in range(start, start + 20 * GLOBAL_BATCH) if n not in out][: 8 * GLOBAL_BATCH]
+    numbers = [n for n in range(start, start + 20 * GLOBAL_BATCH) if n not in out][
+        : 8 * GLOBAL_BATCH
+    ]
     assert np.array_equal(np.concatenate(parts), expected(lock, numbers))
     unshifted = expected(lock, list(range(start, start + 8 * GLOBAL_BATCH)))
     assert not np.array_equal(np.concatenate(parts), unshifted), "a forgotten window would be seen"
@@ -185,7 +208,9 @@ def test_counts_are_those_of_the_batches_across_phases_and_windows(prepared_data
     counted = {name: int((sources == i).sum()) * 32 for i, name in enumerate(names)}
     assert one.tokens_per_source() == counted
     out = np.concatenate([one.mixture.sequences(a, b - a)[1] for a, b in left_out])
-    assert one.left_out_per_source() == {name: int((out == i).sum()) for i, name in enumerate(names)}
+    assert one.left_out_per_source() == {
+        name: int((out == i).sum()) for i, name in enumerate(names)
+    }
 
     (two,) = job(prepared_data / "phase2.lock.json", 1, 1, windows=[(4, 6)])
     two.begin_after(json.loads(state))

@@ -14,9 +14,14 @@ from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
 from train.diagnostics import Diagnostics
 
 SHAPES = {
-    "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8,
-    "sliding_window": 8, "swa_layers": (), "vocab_size": 64,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "sliding_window": 8,
+    "swa_layers": (),
+    "vocab_size": 64,
+}
 FEW, MANY = (
     8,
     12,
@@ -36,7 +41,9 @@ def watched_steps(layers: int, mesh: DeviceMesh) -> int:
     torch._dynamo.reset()
     counters.clear()
     model = TitanLaneformer(
-        LaneformerArgs(config=LaneformerConfig.from_flavor("tiny", num_hidden_layers=layers, **SHAPES))
+        LaneformerArgs(
+            config=LaneformerConfig.from_flavor("tiny", num_hidden_layers=layers, **SHAPES)
+        )
     )
     model.init_weights()
     job = JobConfig()

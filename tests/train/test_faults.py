@@ -56,7 +56,17 @@ def test_every_fault_is_on_record(disturbed_run):
     ends = [(e["code"], e["step"]) for e in events(run, "supervisor_end")]
     assert [code for code, _ in ends] == [1, 1, 1, 86, 1, 85, 1, 85, 0], said
     assert [step for code, step in ends if code in (85, 86, 0)] == [13, 24, 31, STEPS]
-    assert [a["step"] for a in read_lines(run / "attempts.jsonl")] == [0, 0, 5, 5, 10, 15, 24, 24, 31]
+    assert [a["step"] for a in read_lines(run / "attempts.jsonl")] == [
+        0,
+        0,
+        5,
+        5,
+        10,
+        15,
+        24,
+        24,
+        31,
+    ]
     assert read_outcome(run)["code"] == 0
 
 
@@ -70,7 +80,9 @@ def test_a_refused_batch_is_named(disturbed_run):
     (event,) = events(disturbed_run[0], "bad_step")
     assert (event["step"], event["grad_norm"]) == (13, "nan")
     batch = read_lines(Path(event["batch"]))
-    assert [place["sequence"] for place in batch] == list(range(12 * GLOBAL_BATCH, 13 * GLOBAL_BATCH))
+    assert [place["sequence"] for place in batch] == list(
+        range(12 * GLOBAL_BATCH, 13 * GLOBAL_BATCH)
+    )
     assert {place["source"] for place in batch} <= {"web", "code"}
 
 

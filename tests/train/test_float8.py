@@ -16,7 +16,12 @@ CONVERTED = ("--model.converters", "quantize.linear.float8")
 def test_ranks_change_nothing(recipe, whole_run, phase1, tmp_path):
     """With equal micro-batches, as scales are theirs: one rank takes two, two ranks one each."""
     run = tmp_path / "two"
-    job = (*CONVERTED, "--quantize.linear.float8.emulate", "--quantize.linear.float8.recipe_name", recipe)
+    job = (
+        *CONVERTED,
+        "--quantize.linear.float8.emulate",
+        "--quantize.linear.float8.recipe_name",
+        recipe,
+    )
     two = succeed(run, phase1, *job)
     assert read_sections(run / "config.toml")["model"]["converters"] == ["quantize.linear.float8"]
     losses = [row["loss"] for row in two]

@@ -38,19 +38,30 @@ def plain_nats(model: Laneformer, line: dict[str, Any]) -> float:
     """Of the answer, given what stands before it: one prompt, float32 model, loss in float64."""
     ids = torch.tensor([line["ids"]])
     logits = model(ids[:, :-1]).double()[0, line["start"] - 1 :]
-    return torch.nn.functional.cross_entropy(logits, ids[0, line["start"] :], reduction="sum").item()
+    return torch.nn.functional.cross_entropy(
+        logits, ids[0, line["start"] :], reduction="sum"
+    ).item()
 
 
 @pytest.mark.rotate
-def test_the_loop_measures_what_a_plain_model_has_and_goes_on_after_a_restart(items, phase1, tmp_path):
+def test_the_loop_measures_what_a_plain_model_has_and_goes_on_after_a_restart(
+    items, phase1, tmp_path
+):
     """Two shards of two lane ranks; then one rank from step 4 on."""
     run = tmp_path / "run"
-    lanes = ("--parallelism.tensor_parallel_degree", "2", "--parallelism.data_parallel_shard_degree", "2")
+    lanes = (
+        "--parallelism.tensor_parallel_degree",
+        "2",
+        "--parallelism.data_parallel_shard_degree",
+        "2",
+    )
     rows = train_logged(run, phase1, "--validation.gold_items", str(items), *lanes, ranks=4)
     start, middle, last = read_lines(run / "evals.jsonl")
     assert [(r["step"], r["tokens_total"]) for r in (start, middle, last)] == [
-        (0, 0), (3, rows[2]["tokens"]), (6, rows[5]["tokens"]),
-    ]  # fmt: skip
+        (0, 0),
+        (3, rows[2]["tokens"]),
+        (6, rows[5]["tokens"]),
+    ]
     check_fields(last, None)
     asked, answered = read_items(items)[1], read_items(run / last["items"])[1]
     assert answered.keys() == asked.keys()
@@ -58,9 +69,13 @@ def test_the_loop_measures_what_a_plain_model_has_and_goes_on_after_a_restart(it
     for (task, number), line in asked.items():
         nats = plain_nats(model, line)
         # the logits' rounding, and that of a float32 sum of the answer's tokens
-        assert abs(answered[task, number]["nats"] - nats) < 2 * SEQ_LEN * EPSILON * max(1.0, nats), task
+        assert abs(answered[task, number]["nats"] - nats) < 2 * SEQ_LEN * EPSILON * max(
+            1.0, nats
+        ), task
         expected.setdefault(task, []).append((nats / math.log(2), line["bytes"]))
-    bits = {task: sum(b for b, _ in of) / sum(size for _, size in of) for task, of in expected.items()}
+    bits = {
+        task: sum(b for b, _ in of) / sum(size for _, size in of) for task, of in expected.items()
+    }
     measured = {task: each["gold_bits_per_byte"] for task, each in last["tasks"].items()}
     assert measured == pytest.approx(bits, rel=1e-5)
     assert last["gold_bits_per_byte"] == pytest.approx(np.mean([*bits.values()]), rel=1e-5)
@@ -81,7 +96,10 @@ def test_the_loop_measures_what_a_plain_model_has_and_goes_on_after_a_restart(it
 
 def job(items: Path, data: Path, **training: int) -> Any:
     sections: Any = JobSections()
-    sections.mixture.lock, sections.validation.gold_items = str(data / "phase1.lock.json"), str(items)
+    sections.mixture.lock, sections.validation.gold_items = (
+        str(data / "phase1.lock.json"),
+        str(items),
+    )
     sections.validation.freq = 500
     vars(sections.training).update({"global_batch_size": 1536, "seq_len": SEQ_LEN, **training})
     return sections
@@ -90,19 +108,26 @@ def job(items: Path, data: Path, **training: int) -> Any:
 def test_the_share_of_the_compute_is_known_before(items, prepared_data, caplog):
     """A pass counts as a third of a sequence of a step."""
     count = len(read_items(items)[1])
-    assert gold_cost(job(items, prepared_data)) == {"items": count, "share": count / (3 * 500 * 1536)}
+    assert gold_cost(job(items, prepared_data)) == {
+        "items": count,
+        "share": count / (3 * 500 * 1536),
+    }
     assert "raise validation.freq" not in caplog.text
     gold_cost(job(items, prepared_data, global_batch_size=1))
     assert "of the training; raise validation.freq" in caplog.text
 
 
 def test_files_of_another_tokenizer_or_length_are_refused(items, prepared_data, tmp_path):
-    with pytest.raises(ValueError, match=r"items of 3\d tokens, training.seq_len is 8; make it again with"):
+    with pytest.raises(
+        ValueError, match=r"items of 3\d tokens, training.seq_len is 8; make it again with"
+    ):
         GoldItems(job(items, prepared_data, seq_len=8))
     head, lines = read_items(items)
     other = tmp_path / "other.jsonl.gz"
     other.write_bytes(items_file(head | {"tokenizer_sha256": "ab"}, lines.values()))
-    with pytest.raises(ValueError, match=r"another tokenizer than .*python -m evals.gold .* --bundle BUNDLE"):
+    with pytest.raises(
+        ValueError, match=r"another tokenizer than .*python -m evals.gold .* --bundle BUNDLE"
+    ):
         GoldItems(job(other, prepared_data))
 
 

@@ -49,7 +49,12 @@ def test_skipped_in_place_equals_skipped_from_the_start(phase1, tmp_path, capsys
     tokens = [each["tokens"] for each in shown(capsys, *command[4:])]
     assert tokens == mixture.sequences(7 * size, size)[0].tolist()
     planned = undisturbed(
-        tmp_path / "b", phase1, steps, 5, "--resilience.skip_sequences", *(str(n) for n in (12, 20, 28, 32))
+        tmp_path / "b",
+        phase1,
+        steps,
+        5,
+        "--resilience.skip_sequences",
+        *(str(n) for n in (12, 20, 28, 32)),
     )
     assert_same(run, planned, steps)
     # killed after the checkpoint of step 5: the restart reads what this run has read
@@ -64,7 +69,9 @@ def test_skipped_in_place_equals_skipped_from_the_start(phase1, tmp_path, capsys
     [(SKIP, (4, 4, 5), 6, 7), (ROLL_BACK, (5,), 3, 5)],
     ids=["the third of two that may be skipped", "a window of two steps"],
 )
-def test_a_roll_back_leaves_out_what_it_goes_back_over(phase1, tmp_path, policy, steps, first, last):
+def test_a_roll_back_leaves_out_what_it_goes_back_over(
+    phase1, tmp_path, policy, steps, first, last
+):
     """The refused batch, and with skip_steps those before it that no checkpoint has seen."""
     faults = [{**NAN, "step": step} for step in steps]
     job = faulty(
@@ -111,7 +118,9 @@ def test_a_full_disk_ends_nothing_and_is_named(phase1, tmp_path, small_disk):
     run = tmp_path / "a/run"
     assert [row["step"] for row in read_lines(run / "metrics.jsonl")] == list(range(1, steps + 1))
     kinds = {e["kind"]: e for e in read_lines(run / "events.jsonl")}
-    assert 3 <= kinds["disk_full"]["step"] < 7, "the first row for which the file's last page had no room"
+    assert 3 <= kinds["disk_full"]["step"] < 7, (
+        "the first row for which the file's last page had no room"
+    )
     assert 3 <= kinds["save_failed"]["step"] <= 7
     assert_same(run, undisturbed(tmp_path / "b", phase1, steps, 3), steps)
 
@@ -150,9 +159,13 @@ def test_a_full_disk_loses_what_was_put_aside_and_is_tried_again(phase1, tmp_pat
     more = ("--resilience.max_failed_saves", "1", "--checkpoint.async_mode", "disabled")
     faulty(tmp_path / "a", phase1, 8, 3, faults, *more)
     events = read_lines(run / "events.jsonl")
-    failed = [(event["step"], event["in_a_row"]) for event in events if event["kind"] == "save_failed"]
+    failed = [
+        (event["step"], event["in_a_row"]) for event in events if event["kind"] == "save_failed"
+    ]
     assert failed == [(3, 0), (6, 0), (7, 0)]
-    assert all("No space left on device" in e["reason"] for e in events if e["kind"] == "save_failed")
+    assert all(
+        "No space left on device" in e["reason"] for e in events if e["kind"] == "save_failed"
+    )
     removed = {event["checkpoint"] for event in events if event["kind"] == "checkpoint_removed"}
     assert removed == {"step-5.20260101T000000-1"}
     assert {path.name for path in (run / "checkpoint").iterdir()} == {"step-4", "step-8"}
@@ -166,7 +179,9 @@ def test_a_disk_that_fills_within_a_tensor_is_named(small_disk):
         dcp.save(state, storage_writer=writer, no_dist=True)
 
 
-def test_failed_saves_end_the_job_where_the_disk_is_not_full_or_its_step_is_the_last(tmp_path, monkeypatch):
+def test_failed_saves_end_the_job_where_the_disk_is_not_full_or_its_step_is_the_last(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("train.failed_saves.on_rank_zero", lambda decide: decide())
     failed = FailedSaves(tmp_path, tmp_path / "checkpoint", most=2)
     failed.judge(2, "RuntimeError: x")
@@ -179,7 +194,9 @@ def test_failed_saves_end_the_job_where_the_disk_is_not_full_or_its_step_is_the_
     failed.judge(5, None)
     failed.require_saved(5)
     failed.judge(6, "RuntimeError: x")
-    with pytest.raises(RuntimeError, match="2 saves in a row have failed, last: RuntimeError: y; see events"):
+    with pytest.raises(
+        RuntimeError, match="2 saves in a row have failed, last: RuntimeError: y; see events"
+    ):
         failed.judge(7, "RuntimeError: y")
 
 

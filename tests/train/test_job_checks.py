@@ -30,11 +30,19 @@ BAD = (
     ("checkpoint.async_mode", '"asynch"', "did you mean 'async'"),
     ("optimizer.name", '"Adamw"', "did you mean 'AdamW'"),
     ("model.converters", '["float8"]', "did you mean 'quantize.linear.float8'"),
-    ("quantize.linear.float8.recipe_name", '"rowwise_with_gw_hp"', "choose from tensorwise, rowwise"),
+    (
+        "quantize.linear.float8.recipe_name",
+        '"rowwise_with_gw_hp"',
+        "choose from tensorwise, rowwise",
+    ),
     ("quantize.linear.float8.filter_fqns", '["w2"]', r"only \[\] is supported; w1, w2 and w3"),
     ("quantize.linear.float8.enable_fsdp_float8_all_gather", "true", "weights travel in bfloat16"),
     ("optimizer.early_step_in_backward", "true", "only False is supported; the guard"),
-    ("parallelism.tensor_parallel_degree", "3", "does not divide num_lanes = 4; choose from 1, 2, 4"),
+    (
+        "parallelism.tensor_parallel_degree",
+        "3",
+        "does not divide num_lanes = 4; choose from 1, 2, 4",
+    ),
     ("parallelism.tensor_parallel_degree", "0", "at least 1"),
     ("parallelism.enable_async_tensor_parallel", "true", "lanes' sums"),
     ("parallelism.pipeline_parallel_degree", "2", "only 1 is supported"),
@@ -57,8 +65,12 @@ BAD = (
     ("training.seq_len", "1000", "use at most 512"),
     ("validation.freq", "0", "at least 1"),
     ("architecture.num_lanes", "3", "num_lanes"),
-    ("checkpoint.allow_changes", '["num_lanes"]', "choose from max_position_embeddings, nope_layers, rope_scaling"),
-)  # fmt: skip
+    (
+        "checkpoint.allow_changes",
+        '["num_lanes"]',
+        "choose from max_position_embeddings, nope_layers, rope_scaling",
+    ),
+)
 TOGETHER: tuple[tuple[dict[str, Any], str], ...] = (
     (
         {"training.global_batch_size": 9, "parallelism.data_parallel_shard_degree": 2},
@@ -73,7 +85,10 @@ TOGETHER: tuple[tuple[dict[str, Any], str], ...] = (
         "training.mixed_precision_param = 'float32' is not possible: float8 products give bfloat16; set it, or "
         "quantize.linear.float8.emulate = true",
     ),
-    ({"lr_scheduler.total_steps": 300, "lr_scheduler.warmup_steps": 301}, "lr_scheduler.warmup_steps = 301"),
+    (
+        {"lr_scheduler.total_steps": 300, "lr_scheduler.warmup_steps": 301},
+        "lr_scheduler.warmup_steps = 301",
+    ),
     (
         {
             "mtp.freeze_base": True,
@@ -137,7 +152,11 @@ def test_the_step_after_the_schedule_is_allowed(toy):
     [
         ("[mixture]", "[mixture]\nlok = 1", "lok"),
         ("[mixture]", "[mixtur]", "mixtur"),
-        ("steps = 300", 'steps = "300"', "training.steps = '300' is not possible: must be a whole number"),
+        (
+            "steps = 300",
+            'steps = "300"',
+            "training.steps = '300' is not possible: must be a whole number",
+        ),
         ('decay_type = "linear"', 'decay_type = "lin"', "did you mean 'linear'"),
     ],
 )

@@ -49,14 +49,22 @@ def test_every_config_builds_its_model():
         with torch.device("meta"):
             model = SPEC.model_cls(arguments)
         shipped = tomllib.loads(path.read_text())
-        config = LaneformerConfig.from_flavor(shipped["model"]["flavor"], **shipped.get("architecture", {}))
+        config = LaneformerConfig.from_flavor(
+            shipped["model"]["flavor"], **shipped.get("architecture", {})
+        )
         parameters, _ = arguments.get_nparams_and_flops(model, job.training.seq_len)
         assert parameters == config.parameter_count()["total"], path
 
 
 def test_phases_agree_where_they_must():
-    one, two, three = (tomllib.loads((ROOT / f"configs/phase{n}.toml").read_text()) for n in (1, 2, 3))
-    for section, key in (("model", "flavor"), ("training", "seq_len"), ("training", "global_batch_size")):
+    one, two, three = (
+        tomllib.loads((ROOT / f"configs/phase{n}.toml").read_text()) for n in (1, 2, 3)
+    )
+    for section, key in (
+        ("model", "flavor"),
+        ("training", "seq_len"),
+        ("training", "global_batch_size"),
+    ):
         assert one[section][key] == two[section][key], key
     assert one["checkpoint"]["allow_fresh_start"]
     for before, after in ((one, two), (two, three)):
@@ -68,10 +76,14 @@ def test_phases_agree_where_they_must():
     of_two = recipe_file.load(ROOT / "data_mixtures/nemotron.toml").phases["phase2"]
     of_three = recipe_file.load(ROOT / "data_mixtures/nemotron-64k.toml").phases["phase3"]
     again = {name for name, weight in of_two.items() if weight} & set(of_three)
-    assert set(three["mixture"]["begin_again"]) == again, "other windows of sources that phase 2 has read"
+    assert set(three["mixture"]["begin_again"]) == again, (
+        "other windows of sources that phase 2 has read"
+    )
     for job in (one, two, three):
         gpus = (
             job["parallelism"]["data_parallel_replicate_degree"]
             * job["parallelism"]["data_parallel_shard_degree"]
         )
-        assert job["training"]["global_batch_size"] % (gpus * job["training"]["local_batch_size"]) == 0
+        assert (
+            job["training"]["global_batch_size"] % (gpus * job["training"]["local_batch_size"]) == 0
+        )

@@ -16,20 +16,31 @@ pytestmark = pytest.mark.job
 EPSILON = torch.finfo(torch.float32).eps
 LAST = logged.STEPS
 FIGURES = (
-    "loss", "max_loss", "grad_norm", "z_loss", "max_logit", "valid_loss", "layer_grad_norm", "layer_stream_rms",
-    "loss_by_source", "valid_loss_by_source",
-)  # fmt: skip
+    "loss",
+    "max_loss",
+    "grad_norm",
+    "z_loss",
+    "max_logit",
+    "valid_loss",
+    "layer_grad_norm",
+    "layer_stream_rms",
+    "loss_by_source",
+    "valid_loss_by_source",
+)
 
 
 def mesh(lanes: int, shards: int) -> tuple[str, ...]:
     degrees = {"tensor_parallel_degree": lanes, "data_parallel_shard_degree": shards}
-    return tuple(each for name, value in degrees.items() for each in (f"--parallelism.{name}", str(value)))
+    return tuple(
+        each for name, value in degrees.items() for each in (f"--parallelism.{name}", str(value))
+    )
 
 
 def difference(row: dict, other: dict) -> float:
     """Largest relative one of what a step logs of the model."""
     ours, theirs = (
-        _flat({name: value for name, value in each.items() if name in FIGURES}) for each in (row, other)
+        _flat({name: value for name, value in each.items() if name in FIGURES})
+        for each in (row, other)
     )
     return max(abs(ours[name] - value) / abs(value) for name, value in theirs.items())
 
@@ -46,7 +57,9 @@ def on_lanes(phase1, tmp_path_factory):
 def test_every_figure_is_that_of_whole_ranks(on_lanes, logged_run):
     """Losses, norms, streams and validation, and after six steps the weights."""
     rows, others = metrics(on_lanes), metrics(logged_run)
-    assert [row["step"] for row in rows] == [row["step"] for row in others] == list(range(1, LAST + 1))
+    assert (
+        [row["step"] for row in rows] == [row["step"] for row in others] == list(range(1, LAST + 1))
+    )
     assert (
         difference(rows[0], others[0]) < 32 * EPSILON
     )  # before AdamW makes large of small: it divides by a root
@@ -54,7 +67,9 @@ def test_every_figure_is_that_of_whole_ranks(on_lanes, logged_run):
     assert rows[-1]["tokens"] == others[-1]["tokens"]
     ours, theirs = weights(on_lanes, LAST), weights(logged_run, LAST)
     assert ours.keys() == theirs.keys()
-    assert {name: w.shape for name, w in ours.items()} == {name: w.shape for name, w in theirs.items()}
+    assert {name: w.shape for name, w in ours.items()} == {
+        name: w.shape for name, w in theirs.items()
+    }
     assert max((ours[name] - w).abs().max().item() for name, w in theirs.items()) < 1e-4
     exported = load_weights(on_lanes / f"checkpoint/step-{LAST}", SMALL)  # as an export reads them
     assert exported.keys() == ours.keys()

@@ -44,10 +44,14 @@ def test_rows_hold_what_the_hardware_did(logged_run):
     assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6]
     for row in rows:
         assert 0.05 < row["memory_gib"] < 64
-        assert row["loss_z"] == row["grad_norm_z"] == 0.0, "a quarter of the window is not filled yet"
+        assert row["loss_z"] == row["grad_norm_z"] == 0.0, (
+            "a quarter of the window is not filled yet"
+        )
         assert 0 <= row["data_s"] < row["seconds"]
     assert [r["checkpoint_s"] > 0 for r in rows] == [False, False, True, False, True, False]
-    finished = {r["step"]: r["checkpoint_total_s"] for r in rows if r["checkpoint_total_s"] is not None}
+    finished = {
+        r["step"]: r["checkpoint_total_s"] for r in rows if r["checkpoint_total_s"] is not None
+    }
     assert finished, (
         "the save of step 4 waited for that of step 2, so a row up to step 5 says how long it took"
     )
@@ -69,7 +73,9 @@ def test_rows_say_what_the_job_has_used_and_when_it_ends(logged_run):
         assert row["finish_time"] - row["time"] == pytest.approx(left_s, abs=0.01)
         assert row["gpu_hours_left"] == pytest.approx(2 * left_s / 3600, abs=1e-6)
     said = next(logged_run.parent.glob(f"{logged_run.name}.*.log")).read_text()
-    line = next(line for line in said.splitlines() if re.search(r"step:\s+5 ", line) and "GPU-hours" in line)
+    line = next(
+        line for line in said.splitlines() if re.search(r"step:\s+5 ", line) and "GPU-hours" in line
+    )
     used, left = rows[4]["gpu_hours"], rows[4]["gpu_hours_left"]
     paid = money(used, {"gpu_hour_price": 3600, "currency": "EUR"})
     assert f"GPU-hours: {used:,.1f} of {used + left:,.1f}  cost: {paid} of " in line
@@ -116,7 +122,9 @@ def test_gpu_hours_go_on_after_a_restart(restarted):
     run = restarted.path.parent
     write_lines(run / "attempts.jsonl", [{"attempt": 1, "time": 1000.0, "world_size": 4}])
     write_lines(run / "events.jsonl", [{"kind": "supervisor_start", "attempt": 2, "time": 9000.0}])
-    write_lines(restarted.path, [{"step": 7, "attempt": 1, "time": 4600.0, "tokens_per_s_per_device": 50.0}])
+    write_lines(
+        restarted.path, [{"step": 7, "attempt": 1, "time": 4600.0, "tokens_per_s_per_device": 50.0}]
+    )
     restarted.begin_attempt(attempt=2, step=5, tokens=50, tokens_before=0)
     assert (restarted.gpu_hours_before, restarted.began, list(restarted.rates)) == (4.0, 9000.0, [])
     restarted.begin_attempt(attempt=2, step=7, tokens=70, tokens_before=0)
@@ -126,7 +134,9 @@ def test_gpu_hours_go_on_after_a_restart(restarted):
 def test_z_scores_go_on_after_a_restart(restarted):
     """From the rows that led to the step where the attempt begins; those behind it are taken back."""
     steps = [(1, 1.0), (2, 2.0), (3, None), (4, 4.0), (2, 2.5), (3, 3.5), (4, 4.5)]
-    write_lines(restarted.path, ({"step": step, "loss": loss, "grad_norm": 0.5} for step, loss in steps))
+    write_lines(
+        restarted.path, ({"step": step, "loss": loss, "grad_norm": 0.5} for step, loss in steps)
+    )
     with open(restarted.path, "a") as file:
         file.write('{"step": 5, "lo')
     restarted.begin_attempt(attempt=2, step=3, tokens=30, tokens_before=0)
@@ -151,10 +161,17 @@ def test_layers_and_logits_are_the_plain_models(logged_run, phase1):
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     first = GLOBAL_BATCH // 2  # two micro-batches
     rms = [stream[:first].double().square().mean().sqrt().item() for stream in streams]
-    norms = [sum(p.grad.double().square().sum() for p in layer.parameters()) ** 0.5 for layer in model.layers]
+    norms = [
+        sum(p.grad.double().square().sum() for p in layer.parameters()) ** 0.5
+        for layer in model.layers
+    ]
     # float32 through four layers: a hundred roundings of the value
     assert row["layer_stream_rms"] == pytest.approx(rms, rel=100 * EPSILON)
-    assert row["layer_grad_norm"] == pytest.approx([float(norm) for norm in norms], rel=100 * EPSILON)
+    assert row["layer_grad_norm"] == pytest.approx(
+        [float(norm) for norm in norms], rel=100 * EPSILON
+    )
     assert row["max_logit"] == pytest.approx(logits.max().item(), rel=100 * EPSILON)
-    assert row["z_loss"] == pytest.approx(logits.logsumexp(-1).square().mean().item(), rel=100 * EPSILON)
+    assert row["z_loss"] == pytest.approx(
+        logits.logsumexp(-1).square().mean().item(), rel=100 * EPSILON
+    )
     assert len(set(row["layer_stream_rms"])) == SMALL.num_hidden_layers, "one value for each layer"

@@ -41,7 +41,9 @@ def test_ranks_change_no_step(with_head, phase1, tmp_path):
         assert abs(ours["grad_norm"] - theirs["grad_norm"]) < 1e-3 * theirs["grad_norm"]
 
 
-def test_a_checkpoint_without_the_head_is_a_start_and_no_restart(logged_run, with_head, phase1, tmp_path):
+def test_a_checkpoint_without_the_head_is_a_start_and_no_restart(
+    logged_run, with_head, phase1, tmp_path
+):
     """The base stays as it was, bit for bit; the head has moved."""
     parent = logged_run / f"checkpoint/step-{STEPS}"
     start = ("--checkpoint.initial_load_path", str(parent), "--checkpoint.initial_load_model_only")
@@ -54,7 +56,9 @@ def test_a_checkpoint_without_the_head_is_a_start_and_no_restart(logged_run, wit
     assert last < first, "on the same held-out windows"
     before, after, born = weights(logged_run, STEPS), weights(run, STEPS), weights(with_head, STEPS)
     names = {name for name in after if not name.startswith("optimizer")}
-    assert {name for name in names if name.startswith("mtp.")} == {n for n in born if n.startswith("mtp.")}
+    assert {name for name in names if name.startswith("mtp.")} == {
+        n for n in born if n.startswith("mtp.")
+    }
     for name in (n for n in names if not n.startswith("mtp.")):
         assert torch.equal(before[name], after[name]), name
     stored = read_metadata(run / f"checkpoint/step-{STEPS}").state_dict_metadata

@@ -16,27 +16,47 @@ import pytest
 from tests.train.runs import ROOT, metrics, run_job
 
 # what its commands run, which the imports of this file do not show
-PROGRAMS = ("train/**/*.py", "data_mixtures/**/*.py", "records/*.py", "models/laneformer/titan/**/*.py")
+PROGRAMS = (
+    "train/**/*.py",
+    "data_mixtures/**/*.py",
+    "records/*.py",
+    "models/laneformer/titan/**/*.py",
+)
 pytestmark = [
     pytest.mark.timeout(2700),  # 3 minutes of one core, beside whatever else runs
-    pytest.mark.proof("configs/debug_phase1.toml", "configs/mtp.toml", "data_mixtures/demo.toml", *PROGRAMS),
+    pytest.mark.proof(
+        "configs/debug_phase1.toml", "configs/mtp.toml", "data_mixtures/demo.toml", *PROGRAMS
+    ),
 ]
 BASE_STEPS, HEAD_STEPS, SEQ_LEN = 200, 160, 256
 ASKED = 0.6  # of the first draft
 
 
 def command(*words: object) -> None:
-    done = subprocess.run([sys.executable, "-m", *map(str, words)], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", *map(str, words)], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
 def job(run: Path, config: str, lock: Path, steps: int, *overrides: object) -> Path:
     """The last checkpoint of one rank's run of configs/`config`.toml."""
     words = [
-        "--job.config_file", f"configs/{config}.toml", "--job.dump_folder", run, "--mixture.lock", lock,
-        "--training.steps", steps, "--validation.freq", steps, "--checkpoint.interval", steps,
-        "--metrics.no-enable_wandb", *overrides,
-    ]  # fmt: skip
+        "--job.config_file",
+        f"configs/{config}.toml",
+        "--job.dump_folder",
+        run,
+        "--mixture.lock",
+        lock,
+        "--training.steps",
+        steps,
+        "--validation.freq",
+        steps,
+        "--checkpoint.interval",
+        steps,
+        "--metrics.no-enable_wandb",
+        *overrides,
+    ]
     run_job(run, [str(word) for word in words], ranks=1, limit_s=2400)
     return run / f"checkpoint/step-{steps}"
 
@@ -44,18 +64,39 @@ def job(run: Path, config: str, lock: Path, steps: int, *overrides: object) -> P
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("proof")
-    command("data_mixtures.prepare", "data_mixtures/demo.toml", "--out", folder / "data", "--workers", 1)
+    command(
+        "data_mixtures.prepare", "data_mixtures/demo.toml", "--out", folder / "data", "--workers", 1
+    )
     return job(folder / "base", "debug_phase1", folder / "data/phase1.lock.json", BASE_STEPS)
 
 
 def test_first_drafts_are_accepted(base):
     folder = base.parents[2]
     shapes = (
-        "--model.flavor", "tiny", "--training.seq_len", SEQ_LEN, "--training.local_batch_size", 8,
-        "--training.global_batch_size", 8, "--training.mixed_precision_param", "float32", "--compile.no-enable",
-        "--optimizer.lr", 3e-3, "--lr_scheduler.warmup_steps", 10, "--checkpoint.async_mode", "disabled",
-        "--checkpoint.initial_load_path", base, "--validation.windows_per_source", 8, "--mtp.steps", 1,
-    )  # fmt: skip
+        "--model.flavor",
+        "tiny",
+        "--training.seq_len",
+        SEQ_LEN,
+        "--training.local_batch_size",
+        8,
+        "--training.global_batch_size",
+        8,
+        "--training.mixed_precision_param",
+        "float32",
+        "--compile.no-enable",
+        "--optimizer.lr",
+        3e-3,
+        "--lr_scheduler.warmup_steps",
+        10,
+        "--checkpoint.async_mode",
+        "disabled",
+        "--checkpoint.initial_load_path",
+        base,
+        "--validation.windows_per_source",
+        8,
+        "--mtp.steps",
+        1,
+    )
     head = job(folder / "head", "mtp", folder / "data/phase1.lock.json", HEAD_STEPS, *shapes)
     last = metrics(head.parents[1])[-1]
     print(f"accepted by place {last['valid_acceptance']}, losses {last['valid_draft_loss']}")

@@ -8,11 +8,23 @@ import pytest
 import torch
 
 from laneformer import Laneformer, LaneformerConfig
-from train.optimizer import apply_optimizer_settings, build_clamped_lr_schedulers, build_laneformer_optimizers
+from train.optimizer import (
+    apply_optimizer_settings,
+    build_clamped_lr_schedulers,
+    build_laneformer_optimizers,
+)
 
 CONFIG = LaneformerConfig.from_flavor("tiny", vocab_size=512)
-SETTINGS = {"name": "AdamW", "lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1,
-            "implementation": "for-loop", "early_step_in_backward": False}  # fmt: skip
+SETTINGS = {
+    "name": "AdamW",
+    "lr": 1e-3,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "implementation": "for-loop",
+    "early_step_in_backward": False,
+}
 
 
 def test_groups_and_settings():
@@ -32,13 +44,17 @@ def test_groups_and_settings():
     apply_optimizer_settings(container, Section(schedulers=[schedule]), wanted)
     assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 1e-3]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
-    assert all(group["betas"] == (0.9, 0.95) and group["eps"] == 1e-8 for group in optimizer.param_groups)
+    assert all(
+        group["betas"] == (0.9, 0.95) and group["eps"] == 1e-8 for group in optimizer.param_groups
+    )
 
 
 @pytest.mark.parametrize("kind", ["linear", "sqrt", "cosine"])
 def test_the_rate_stays_at_its_minimum(kind):
     container = build_laneformer_optimizers([torch.nn.Linear(2, 2)], Section(**SETTINGS), None)
-    section = Section(warmup_steps=5, total_steps=30, decay_ratio=0.5, decay_type=kind, min_lr_factor=0.1)
+    section = Section(
+        warmup_steps=5, total_steps=30, decay_ratio=0.5, decay_type=kind, min_lr_factor=0.1
+    )
     schedule = build_clamped_lr_schedulers(container, section, 30).schedulers[0]
     (factor, _) = schedule.lr_lambdas
     assert [round(factor(step), 9) for step in range(5)] == [0.2, 0.4, 0.6, 0.8, 1.0], (

@@ -32,7 +32,9 @@ def test_supervised_replicas_survive_a_killed_rank(phase1, tmp_path):
     plan.write_text(json.dumps([{"kind": "kill", "step": EVERY + 1, "rank": 1}]))
     launcher = ["train.supervise", "--nproc-per-node", "4"]
     changes = {**HYBRID, "resilience.backoff_s": 0.1, "validation.freq": STEPS}
-    run = production.train(launcher, "phase1", tmp_path / "run", phase1, changes, LANEFORMER_FAULTS=str(plan))
+    run = production.train(
+        launcher, "phase1", tmp_path / "run", phase1, changes, LANEFORMER_FAULTS=str(plan)
+    )
     assert [attempt["step"] for attempt in read_lines(run / "attempts.jsonl")] == [0, EVERY]
     assert_trained("phase1", run, "resilience.backoff_s", validated=[STEPS])
 
@@ -43,7 +45,10 @@ def test_phases_2_and_3_go_on_from_there(shipped_run, prepared_data, tmp_path):
     parent, lock = shipped_run, prepared_data / "phase2.lock.json"
     sources = ",".join(source["name"] for source in read_json(lock)["sources"])
     of_phase_3 = {"mixture.begin_again": sources, "parallelism.tensor_parallel_degree": 2}
-    phases: tuple[tuple[str, int, dict[str, Any]], ...] = (("phase2", 2, {}), ("phase3", 4, of_phase_3))
+    phases: tuple[tuple[str, int, dict[str, Any]], ...] = (
+        ("phase2", 2, {}),
+        ("phase3", 4, of_phase_3),
+    )
     for phase, ranks, changes in phases:
         start = parent / f"checkpoint/step-{STEPS}"
         more = {**changes, "checkpoint.initial_load_path": start}

@@ -48,7 +48,9 @@ def test_a_run_is_shown_as_it_read_with_skips_and_phases(prepared_data, tmp_path
     write_lines(tmp_path / "attempts.jsonl", attempts)
     leave_out(tmp_path, skips, "step 2: the loss is nan")
     for step in range(1, 7):
-        assert [each["tokens"] for each in shown(capsys, tmp_path, "--step", step)] == batches[step - 1]
+        assert [each["tokens"] for each in shown(capsys, tmp_path, "--step", step)] == batches[
+            step - 1
+        ]
     assert [each["tokens"] for each in shown(capsys, tmp_path, "--step", 8)] == batches[6][2:]
     with pytest.raises(ValueError, match="no refused batch at step 3"):
         shown(capsys, tmp_path, "--bad-step", 3)

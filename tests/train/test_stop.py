@@ -19,12 +19,15 @@ from tests.train.supervised import faulty
 @pytest.mark.job
 def test_a_stop_whose_save_fails_is_no_85(phase1, tmp_path):
     """Signalled in step 3; the disk is full from step 2 on. (A stop that saves: test_faults.py.)"""
-    faults: list[dict[str, Any]] = [{"kind": "usr1", "step": 3, "rank": 1}, {"kind": "full_disk", "step": 2}]
+    faults: list[dict[str, Any]] = [
+        {"kind": "usr1", "step": 3, "rank": 1},
+        {"kind": "full_disk", "step": 2},
+    ]
     done = faulty(tmp_path, phase1, 6, 5, faults, fails=True)
     outcome = read_outcome(tmp_path / "run")
-    assert (done.returncode, outcome["code"], outcome["step"]) == (84, STOPPED_UNSAVED, 3), done.stdout[
-        -3000:
-    ]
+    assert (done.returncode, outcome["code"], outcome["step"]) == (84, STOPPED_UNSAVED, 3), (
+        done.stdout[-3000:]
+    )
     assert not (tmp_path / "run/checkpoint/step-3").exists()
     assert "could not be saved" in outcome["reason"]
 
@@ -36,15 +39,21 @@ def test_a_signal_to_all_processes_saves_as_well(prepared_data, tmp_path):
         prepared_data, tmp_path, {"kind": "sigterm_step", "step": 3, "rank": None}, fails=True
     )
     outcome = read_outcome(tmp_path / "run")
-    assert (outcome["code"], outcome["step"]) == (STOPPED, 3), outcome["reason"] + done.stdout[-3000:]
+    assert (outcome["code"], outcome["step"]) == (STOPPED, 3), (
+        outcome["reason"] + done.stdout[-3000:]
+    )
     check_complete(tmp_path / "run/checkpoint/step-3")
 
 
 @pytest.mark.rotate
 def test_a_writer_that_is_killed_costs_one_checkpoint(prepared_data, tmp_path):
     """One rank's, in step 3: the save of step 4 fails, that of step 6 has new writers on all ranks."""
-    run_with_writers(prepared_data, tmp_path, {"kind": "kill_writer", "step": 3, "rank": 1}, fails=False)
-    failed = [e["step"] for e in read_lines(tmp_path / "run/events.jsonl") if e["kind"] == "save_failed"]
+    run_with_writers(
+        prepared_data, tmp_path, {"kind": "kill_writer", "step": 3, "rank": 1}, fails=False
+    )
+    failed = [
+        e["step"] for e in read_lines(tmp_path / "run/events.jsonl") if e["kind"] == "save_failed"
+    ]
     assert failed == [4]
     assert sorted(path.name for path in (tmp_path / "run/checkpoint").glob("step-*")) == [
         "step-2",
@@ -58,8 +67,13 @@ def run_with_writers(
     data: Path, folder: Path, fault: dict[str, Any], fails: bool
 ) -> subprocess.CompletedProcess[str]:
     """8 steps on two ranks, saved every 2 steps by a process of each rank; the last by the ranks."""
-    more, module = ("--checkpoint.async_mode", "async_with_pinned_mem"), "tests.train.production_facts"
-    return faulty(folder, data / "phase1.lock.json", 8, 2, [fault], *more, module=module, fails=fails)
+    more, module = (
+        ("--checkpoint.async_mode", "async_with_pinned_mem"),
+        "tests.train.production_facts",
+    )
+    return faulty(
+        folder, data / "phase1.lock.json", 8, 2, [fault], *more, module=module, fails=fails
+    )
 
 
 @pytest.mark.job

@@ -46,7 +46,9 @@ print(json.dumps({"ids": ids, "new": new, "special": special,
 def test_from_a_recipe_to_a_model_that_others_load(tmp_path):
     stdlib = Path(sysconfig.get_path("stdlib"))
     texts = [path.read_text(encoding="utf-8") for path in sorted(stdlib.glob("[a-f]*.py"))]
-    given = byte_level(texts[:20], ["<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"], 600, unused=65_536)
+    given = byte_level(
+        texts[:20], ["<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"], 600, unused=65_536
+    )
     path, data = save(given, tmp_path / "given"), tmp_path / "data"
     rows = [part for text in texts for part in text.split("\ndef ")]
     write_lines(tmp_path / "a.jsonl", ({"content": row} for row in rows))
@@ -62,8 +64,9 @@ def test_from_a_recipe_to_a_model_that_others_load(tmp_path):
     trained = succeed(tmp_path / "run", lock, *size)
     assert abs(trained[0]["loss"] - np.log(66144)) < 0.1
     assert sorted(each.name for each in shards.tokenizer_files(tmp_path / "run")) == [
-        "tokenizer.json", "tokenizer_config.json",
-    ]  # fmt: skip
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
     folder = tmp_path / "hf"
     export(tmp_path / "run/checkpoint/step-2", folder, dtype="float32")
 

@@ -19,7 +19,7 @@ from tests.train.runs import (
     STEPS,
     launch,
     metrics,
-)  # fmt: skip
+)
 
 
 @pytest.mark.job
@@ -37,7 +37,9 @@ def test_run_folder_and_metrics(whole_run, prepared_data):
 
 
 @pytest.mark.job
-def test_neither_recomputed_layers_nor_kernels_that_are_replaced_change_a_bit(whole_run, phase1, tmp_path):
+def test_neither_recomputed_layers_nor_kernels_that_are_replaced_change_a_bit(
+    whole_run, phase1, tmp_path
+):
     """A kernel that is wrong on one rank is replaced on all; a warning and an event name what failed."""
     run = tmp_path / "planted"
     recomputed = (
@@ -46,7 +48,12 @@ def test_neither_recomputed_layers_nor_kernels_that_are_replaced_change_a_bit(wh
         "--activation_checkpoint.selective_ac_option",
         "op",
     )
-    planted = ("--experimental.custom_import", "tests.train.planted_kernels", "--training.steps", "2")
+    planted = (
+        "--experimental.custom_import",
+        "tests.train.planted_kernels",
+        "--training.steps",
+        "2",
+    )
     job = launch(run, phase1, *recomputed, *planted)
     for name in ("loss", "grad_norm"):
         assert [row[name] for row in metrics(run)] == [row[name] for row in metrics(whole_run)[:2]]
@@ -60,10 +67,16 @@ def test_neither_recomputed_layers_nor_kernels_that_are_replaced_change_a_bit(wh
 def test_hybrid_sharding_is_the_same_job(logged_run, phase1, tmp_path):
     """Two replicas of two shards and two micro-batches, as the 2B recipe has: the losses of plain FSDP, to rounding."""
     hybrid = (
-        "--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "2",
-        "--training.local_batch_size", "1", "--experimental.custom_import", "tests.train.production_facts",
+        "--parallelism.data_parallel_replicate_degree",
+        "2",
+        "--parallelism.data_parallel_shard_degree",
+        "2",
+        "--training.local_batch_size",
+        "1",
+        "--experimental.custom_import",
+        "tests.train.production_facts",
         "--validation.no-enable",
-    )  # fmt: skip
+    )
     rows = train_logged(tmp_path / "hsdp", phase1, *hybrid, ranks=4)
     for row, whole in zip(rows[:2], metrics(logged_run)[:2], strict=True):
         assert abs(row["loss"] - whole["loss"]) < 1e-5
@@ -90,6 +103,7 @@ def test_a_vocabulary_that_the_model_lacks_is_refused():
     loader = SimpleNamespace(lock="lock.json", mixture=SimpleNamespace(vocab_size=66139))
     check_vocabulary(loader, 66139)
     with pytest.raises(
-        ValueError, match="vocabulary of 66139, but the model's vocab_size is 66138; set architecture"
+        ValueError,
+        match="vocabulary of 66139, but the model's vocab_size is 66138; set architecture",
     ):
         check_vocabulary(loader, 66138)

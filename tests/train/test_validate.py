@@ -23,9 +23,13 @@ def test_validation_is_the_checkpoints_loss_in_one_process(logged_run, prepared_
     mixture = Mixture.open(prepared_data / "phase1.lock.json")
     weights = dict(zip(mixture.source_names, mixture.weights, strict=True))
     model = checkpoint_model(logged_run, STEPS)
-    expected = {name: plain_loss(model, valid_windows(prepared_data, name, WINDOWS)) for name in weights}
+    expected = {
+        name: plain_loss(model, valid_windows(prepared_data, name, WINDOWS)) for name in weights
+    }
     total = sum(weights[name] * expected[name] for name in weights) / sum(weights.values())
-    rounding = 2 * SEQ_LEN * EPSILON * total  # a sum of float32 over a sequence, and the logits' own
+    rounding = (
+        2 * SEQ_LEN * EPSILON * total
+    )  # a sum of float32 over a sequence, and the logits' own
     for name, loss in rows[-1]["valid_loss_by_source"].items():
         assert abs(loss - expected[name]) < rounding, name
         halves = rows[-1]["valid_loss_by_position"][name]  # of windows of 32 tokens
@@ -52,13 +56,17 @@ def test_a_position_counts_from_the_beginning_of_its_document():
         expected[:, 3 + octave] = (inside & (labels != IGNORE_INDEX)).sum(1)
     assert torch.equal(octave_sums(losses, labels, documents, octaves(64)), expected)
     whole = octave_sums(losses[:1], labels[:1], None, octaves(64))
-    assert whole[0, 3:].tolist() == [12, 12, 24], "without marks of documents a position is one in the window"
+    assert whole[0, 3:].tolist() == [12, 12, 24], (
+        "without marks of documents a position is one in the window"
+    )
 
 
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 5))
 def test_every_held_out_window_is_read_once_whatever_the_ranks(windows, ranks, batch):
     rows = np.arange(windows)
-    dealt = [deal_out([rows[:, None]], np.zeros_like(rows), ranks, rank, batch) for rank in range(ranks)]
+    dealt = [
+        deal_out([rows[:, None]], np.zeros_like(rows), ranks, rank, batch) for rank in range(ranks)
+    ]
     assert len({len(of_rank) for of_rank in dealt}) == 1
     parts = [part for of_rank in dealt for part in of_rank]
     tokens, bins = (torch.cat(column).ravel() for column in zip(*parts, strict=True))

@@ -84,9 +84,16 @@ class Baseline(ABC):
 def llama_config(config: LaneformerConfig) -> Result:
     """Fields of a config.json: a Llama whose matrices have as many numbers."""
     same = (
-        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-        "head_dim", "vocab_size", "max_position_embeddings", "rope_theta",
-    )  # fmt: skip
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+        "max_position_embeddings",
+        "rope_theta",
+    )
     values: Result = {name: getattr(config, name) for name in same}
     return {**values, "rms_norm_eps": config.norm_eps, "tie_word_embeddings": False}
 
@@ -130,7 +137,9 @@ class TransformersLlama(Baseline):
 
     def evaluate(self, way: str, ids: list[int]) -> int:
         inputs = self.torch.tensor([ids])
-        out = self.model(input_ids=inputs, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        out = self.model(
+            input_ids=inputs, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+        )
         return int(out.logits[0, -1].argmax())
 
     def cached_bytes(self, positions: int) -> int:

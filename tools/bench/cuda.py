@@ -83,7 +83,10 @@ def compiled(flavor: str) -> Figures:
     ]
     architecture, driver = architecture_name(machine.architecture), driver_version()
     with ProcessPoolExecutor() as pool:
-        jobs = [pool.submit(compile_cubin, *unit, architecture=architecture, driver=driver) for unit in units]
+        jobs = [
+            pool.submit(compile_cubin, *unit, architecture=architecture, driver=driver)
+            for unit in units
+        ]
         yield "kernels", sum(len(job.result()) > 0 for job in jobs)
     yield "seconds", time.monotonic() - start
 
@@ -109,9 +112,15 @@ def decode(flavor: str) -> Figures:
 
 
 COLUMNS = (
-    "depth", "tokens_per_s", "bytes_per_token", "percent_of_probe", "percent_of_datasheet", "exposed_us_per_layer",
-    "prefill_tokens_per_s", "ttft_s",
-)  # fmt: skip
+    "depth",
+    "tokens_per_s",
+    "bytes_per_token",
+    "percent_of_probe",
+    "percent_of_datasheet",
+    "exposed_us_per_layer",
+    "prefill_tokens_per_s",
+    "ttft_s",
+)
 
 
 def server(flavor: str) -> Figures:
@@ -139,7 +148,12 @@ def transformers(flavor: str) -> Figures:
     config = LaneformerConfig.from_flavor(flavor)
     model: Any = hf_model(config, random_weights(config, device=DEVICE), torch.bfloat16)
     ids = torch.tensor([[5]], device=DEVICE)
-    length = {"min_new_tokens": TOKENS, "max_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0}
+    length = {
+        "min_new_tokens": TOKENS,
+        "max_new_tokens": TOKENS,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
     static = {
         "cache_implementation": "static",
         "compile_config": CompileConfig(mode="reduce-overhead", fullgraph=False),
@@ -149,10 +163,14 @@ def transformers(flavor: str) -> Figures:
         for _ in range(TRIALS + 1):
             torch.cuda.synchronize()
             start = time.perf_counter()
-            generated = model.generate(ids, attention_mask=torch.ones_like(ids), **length, **options)
+            generated = model.generate(
+                ids, attention_mask=torch.ones_like(ids), **length, **options
+            )
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
-            assert generated.shape[1] == TOKENS + 1, f"{generated.shape[1] - 1} tokens instead of {TOKENS}"
+            assert generated.shape[1] == TOKENS + 1, (
+                f"{generated.shape[1] - 1} tokens instead of {TOKENS}"
+            )
         yield name, speed(flavor, TOKENS / statistics.median(seconds[1:]))  # the first one compiles
 
 
@@ -163,7 +181,10 @@ def speed(flavor: str, tokens_per_s: float) -> Result:
     from laneformer.engine.cuda.bench import datasheet
 
     count = LaneformerConfig.from_flavor(flavor).parameter_count()
-    read, stated = 2 * (count["total"] - count["embedding"]), datasheet(torch.cuda.get_device_name(DEVICE))
+    read, stated = (
+        2 * (count["total"] - count["embedding"]),
+        datasheet(torch.cuda.get_device_name(DEVICE)),
+    )
     percent = 100 * tokens_per_s * read / stated if stated else None
     return {"tokens_per_s": tokens_per_s, "percent_of_datasheet": percent}
 
@@ -176,7 +197,9 @@ def served(flavor: str, command: Sequence[str]) -> Figures:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log, cwd=ROOT)
+        process = subprocess.Popen(
+            [*command, "--port", str(port)], stdout=log, stderr=log, cwd=ROOT
+        )
         try:
             address = f"http://127.0.0.1:{port}/v1"
             wait_until_it_answers(process, address, log)
@@ -205,9 +228,13 @@ def streamed(address: str) -> float:
     body = {"model": "model", "prompt": [5], "temperature": 0, "stream": True, **length}
     headers = {"Content-Type": "application/json"}
     times = []
-    with urlopen(Request(f"{address}/completions", json.dumps(body).encode(), headers), timeout=60) as answer:
+    with urlopen(
+        Request(f"{address}/completions", json.dumps(body).encode(), headers), timeout=60
+    ) as answer:
         for line in answer:
-            if line.startswith(b"data: {") and any(c.get("text") for c in json.loads(line[6:])["choices"]):
+            if line.startswith(b"data: {") and any(
+                c.get("text") for c in json.loads(line[6:])["choices"]
+            ):
                 times.append(time.perf_counter())
     if len(times) < 2:
         raise RuntimeError("an answer without text")
@@ -231,7 +258,10 @@ def serve(flavor: str, port: int, device: str = DEVICE) -> None:
 
     tokenizer = made_up_tokenizer(LaneformerConfig.from_flavor(flavor).vocab_size)
     options = ServerOptions("model", port=port, speculate=0)
-    with options.listen() as listening, Engine.random(flavor, device=device, tokenizer=tokenizer) as engine:
+    with (
+        options.listen() as listening,
+        Engine.random(flavor, device=device, tokenizer=tokenizer) as engine,
+    ):
         run(engine, options, None, listening)
 
 
@@ -239,7 +269,13 @@ def write_llama(config: LaneformerConfig, folder: Path) -> None:
     """A folder without weights: a Llama whose matrices have as many numbers."""
     folder.mkdir(parents=True, exist_ok=True)
     kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16"}
-    values = {**kind, "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2, **llama_config(config)}
+    values = {
+        **kind,
+        "hidden_act": "silu",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **llama_config(config),
+    }
     (folder / "config.json").write_text(json.dumps(values))
     made_up_tokenizer(config.vocab_size).save(str(folder / "tokenizer.json"))
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": " w2", "bos_token": " w1"}
@@ -279,7 +315,9 @@ def run_part(part: Part, figures: Result, save: Any) -> None:
         timer.cancel()
         process.kill()
     if status:
-        figures["ended"] = f"with status {status}" if in_time else f"after {part.limit_s:g} s, its limit"
+        figures["ended"] = (
+            f"with status {status}" if in_time else f"after {part.limit_s:g} s, its limit"
+        )
         save()
 
 
@@ -290,7 +328,10 @@ def markdown(report: Result) -> str:
     for title, figures in report["parts"].items():
         verdict = f": {verdict_of(figures)}" if title.startswith("Correctness") else ""
         lines.append(f"### {title}{verdict}")
-        tables: dict[bool, list[Result]] = {True: [], False: []}  # speeds in columns, and figures alone
+        tables: dict[bool, list[Result]] = {
+            True: [],
+            False: [],
+        }  # speeds in columns, and figures alone
         for name, value in figures.items():
             wide = isinstance(value, dict)
             tables[wide].append({"": name, **(value if wide else {"value": value})})
@@ -306,14 +347,17 @@ def verdict_of(figures: Result) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser("python -m tools.bench cuda", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        "python -m tools.bench cuda", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--out", type=Path, help="Markdown file to write")
     parser.add_argument("--flavor", default="2b", help="shape of the model that is measured")
     parser.add_argument("--commit", help="commit of this code, for a checkout without .git")
     options = parser.parse_args(arguments)
     if reason := why_no_cuda():
         print(
-            f"cuda: {reason}. On a CPU, python -m tools.bench decode measures the CPU engine", file=sys.stderr
+            f"cuda: {reason}. On a CPU, python -m tools.bench decode measures the CPU engine",
+            file=sys.stderr,
         )
         raise SystemExit(2)
     import torch

@@ -127,7 +127,9 @@ def measure(options: Options, console: Any) -> Result:
         for name, process in candidates.items():
             with console.status(f"starting {name}"):
                 facts[name] = process.ask("facts")
-            console.print(f"{name}: {', '.join(map(str, facts[name].values()))}", style="dim", markup=False)
+            console.print(
+                f"{name}: {', '.join(map(str, facts[name].values()))}", style="dim", markup=False
+            )
         missing = {name: fact["missing"] for name, fact in facts.items() if "missing" in fact}
         if OURS in missing:
             raise RuntimeError(f"our own engine did not start: {missing[OURS]}")
@@ -161,7 +163,10 @@ def measure_workload(
     def draw_prompt() -> list[int]:
         return rng.integers(3, vocab_size, max(load.size, 1)).tolist()
 
-    prompt, length = draw_prompt(), {"new_tokens": options.new_tokens} if load.kind == "decode" else {}
+    prompt, length = (
+        draw_prompt(),
+        {"new_tokens": options.new_tokens} if load.kind == "decode" else {},
+    )
     for process in candidates.values():  # pages, clocks, the choice between ways to run
         process.ask(load.kind, prompt=prompt, **length)
     rounds: list[Result] = []
@@ -191,7 +196,8 @@ def measure_workload(
 def row_of(name: str, load: Workload, rounds: list[Result]) -> Result:
     """One candidate at one workload; decoding also in percent of the probe, a prompt in seconds."""
     speed, percent = (
-        spread([each[figure][name] for each in rounds]) for figure in ("tokens_per_s", "percent_of_probe")
+        spread([each[figure][name] for each in rounds])
+        for figure in ("tokens_per_s", "percent_of_probe")
     )
     median, decodes = speed.pop("median"), load.kind == "decode"
     return {
@@ -218,13 +224,21 @@ def ratio(rounds: list[Result], ours: str, other: str) -> Result:
 
 
 def section(options: Options, result: Result) -> tuple[str, str]:
-    lines = [f"- {name}: {each['version']}; {each['about']}" for name, each in result["candidates"].items()]
+    lines = [
+        f"- {name}: {each['version']}; {each['about']}"
+        for name, each in result["candidates"].items()
+    ]
     lines += [f"- {name}: left out, {reason}" for name, reason in result["missing"].items()]
     workloads = result["workloads"]
-    probes = spread([probe for load in workloads for each in load["rounds"] for probe in each["probes"]])
+    probes = spread(
+        [probe for load in workloads for each in load["rounds"] for probe in each["probes"]]
+    )
     gb = {name: f"{value / 1e9:.1f}" for name, value in probes.items()}
     probe = f"Probe: {gb['median']} GB/s (p10 {gb['p10']}, p90 {gb['p90']})."
-    parts = ["\n".join(lines), f"{probe} {options.pairs} rounds of {options.new_tokens} tokens each."]
+    parts = [
+        "\n".join(lines),
+        f"{probe} {options.pairs} rounds of {options.new_tokens} tokens each.",
+    ]
     for name in ("rows", "ratios"):
         rows = [row for load in workloads for row in load[name]]
         parts += [records(rows)] if rows else []

@@ -88,9 +88,13 @@ class OurEngine:
     def decode(self, prompt: list[int], new_tokens: int) -> tuple[float, float]:
         from laneformer.engine.bench import bytes_per_token
 
-        stream = self.engine.stream(prompt, max_new_tokens=new_tokens + 1, ignore_eos=True, speculate=0)
+        stream = self.engine.stream(
+            prompt, max_new_tokens=new_tokens + 1, ignore_eos=True, speculate=0
+        )
         arrivals = [time.perf_counter() for _ in stream]
-        assert len(arrivals) == new_tokens + 1, f"{len(arrivals)} tokens instead of {new_tokens + 1}"
+        assert len(arrivals) == new_tokens + 1, (
+            f"{len(arrivals)} tokens instead of {new_tokens + 1}"
+        )
         read = bytes_per_token(self.engine, len(prompt) + new_tokens / 2)
         return new_tokens / (arrivals[-1] - arrivals[0]), read
 

@@ -59,10 +59,14 @@ class Candidate:
             self.connection.send((do, arguments))
             if not self.connection.poll(timeout_s):
                 self.close()
-                raise RuntimeError(f"{self.name}: no answer within {timeout_s:.0f} s; its process was killed")
+                raise RuntimeError(
+                    f"{self.name}: no answer within {timeout_s:.0f} s; its process was killed"
+                )
             failed, reply = self.connection.recv()
         except (EOFError, OSError):
-            raise RuntimeError(f"{self.name}: its process ended with status {self.close()}") from None
+            raise RuntimeError(
+                f"{self.name}: its process ended with status {self.close()}"
+            ) from None
         if failed:
             raise RuntimeError(f"{self.name}: {reply}")
         return reply
@@ -105,7 +109,9 @@ def alternate(candidates: Iterable[T], rounds: int) -> Iterator[list[T]]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    return dict(zip(("median", "p10", "p90"), np.percentile(values, (50, 10, 90)).tolist(), strict=True))
+    return dict(
+        zip(("median", "p10", "p90"), np.percentile(values, (50, 10, 90)).tolist(), strict=True)
+    )
 
 
 def machine_facts() -> dict[str, str]:
@@ -113,8 +119,12 @@ def machine_facts() -> dict[str, str]:
     lines: list[str] = []
     with contextlib.suppress(OSError):
         env = {**os.environ, "LC_ALL": "C"}
-        lines = subprocess.run(["lscpu"], capture_output=True, text=True, env=env).stdout.splitlines()
-    values = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+        lines = subprocess.run(
+            ["lscpu"], capture_output=True, text=True, env=env
+        ).stdout.splitlines()
+    values = {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
+    }
     flags = [flag for flag in values.get("Flags", "").split() if flag in INSTRUCTIONS]
     return {
         "cpu": values.get("Model name", platform.processor()),
@@ -201,9 +211,11 @@ def run(name: str, benchmark: Any, arguments: Sequence[str]) -> None:
         print(f"{name}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     result |= {
-        "seconds": round(time.monotonic() - started), "machine": machine_facts(),
-        "load_average": [load, os.getloadavg()[0]], **measured,
-    }  # fmt: skip
+        "seconds": round(time.monotonic() - started),
+        "machine": machine_facts(),
+        "load_average": [load, os.getloadavg()[0]],
+        **measured,
+    }
     title, body = benchmark.section(chosen, result)
     text = f"{heading(result, title)}\n\n{body}"
     console.print(Markdown(text))

@@ -25,12 +25,20 @@ from tools.roofline import split_layer, token_s
 LANES = 2  # one a thread, as one a device
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # a flavor, and what differs from it
     "300m": ("300m", {}),
-    "small": ("tiny", {
-        "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "num_hidden_layers": 15, "vocab_size": 1024, "swa_layers": (),
-    }),
+    "small": (
+        "tiny",
+        {
+            "hidden_size": 256,
+            "intermediate_size": 768,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 15,
+            "vocab_size": 1024,
+            "swa_layers": (),
+        },
+    ),
     "tiny": ("tiny", {}),
-}  # fmt: skip
+}
 LADDER = "Ladder"  # adds each module's outputs one module late
 VARIANTS: dict[str, dict[str, Any]] = {
     "tensor parallel": {"broadcast_delay": 0},
@@ -87,7 +95,9 @@ def measure_shape(shape: str, options: Options, console: Any) -> Result:
             engines[name] = Engine.random(config, "bf16", threads=LANES, device="cpu", pin=True)
         decoder: Any = engines[LADDER]._open()
         decoder.set_ladder()
-        for number, order in enumerate(alternate(configs, 1 + options.rounds)):  # the first one warms
+        for number, order in enumerate(
+            alternate(configs, 1 + options.rounds)
+        ):  # the first one warms
             console.print(f"{shape}: round {number} of {options.rounds}")
             for name in order:
                 speeds[name].append(link_speeds(engines[name], [0.0] if name == HALF else links_us))
@@ -95,7 +105,9 @@ def measure_shape(shape: str, options: Options, console: Any) -> Result:
         for engine in engines.values():
             engine.close()
     medians = {name: np.median(rounds[1:], axis=0).tolist() for name, rounds in speeds.items()}
-    layer_s = (1 / medians["delay 2"][0] - 1 / medians.pop(HALF)[0]) / (whole.num_hidden_layers - few)
+    layer_s = (1 / medians["delay 2"][0] - 1 / medians.pop(HALF)[0]) / (
+        whole.num_hidden_layers - few
+    )
     module_s = split_layer(whole, layer_s)
     return {
         "model": shape,
@@ -117,11 +129,17 @@ def config_of(shape: str, name: str, **overrides: Any) -> LaneformerConfig:
 
 
 def predict(
-    name: str, config: LaneformerConfig, module_s: tuple[float, float], links_us: list[float], speed: float
+    name: str,
+    config: LaneformerConfig,
+    module_s: tuple[float, float],
+    links_us: list[float],
+    speed: float,
 ) -> list[float]:
     """Tokens/s behind each link; speed: without one."""
     late = int(name == LADDER)
-    tokens_s = [token_s(config, module_s, 1e-6 * link_us, modules_late=late) for link_us in links_us]
+    tokens_s = [
+        token_s(config, module_s, 1e-6 * link_us, modules_late=late) for link_us in links_us
+    ]
     return [1 / (1 / speed + each_s - tokens_s[0]) for each_s in tokens_s]
 
 
@@ -142,5 +160,7 @@ def section(options: Options, result: Result) -> tuple[str, str]:
             hidden_s = VARIANTS[name]["broadcast_delay"] * sum(module_s)
             hidden_s += min(module_s) if name == LADDER else 0.0
             rows.append([name, 1e6 * hidden_s, *cells])
-        parts.append(table(["link, us", "hides, us", *(f"{link:g}" for link in model["link_us"])], rows))
+        parts.append(
+            table(["link, us", "hides, us", *(f"{link:g}" for link in model["link_us"])], rows)
+        )
     return "tokens/s against the latency of the link", "\n\n".join(parts)

@@ -55,7 +55,10 @@ class LlamaArgs(TransformerModelArgs):
         self.n_heads, self.n_kv_heads = c.num_attention_heads, c.num_key_value_heads
         self.rope_theta = c.rope_theta
         # TorchTitan's MLP is floor(8/3 D), times this factor, rounded down again
-        self.ffn_dim_multiplier, self.multiple_of = c.intermediate_size / int(8 * c.hidden_size / 3) + 1e-9, 1
+        self.ffn_dim_multiplier, self.multiple_of = (
+            c.intermediate_size / int(8 * c.hidden_size / 3) + 1e-9,
+            1,
+        )
         super().update_from_config(job_config, **kwargs)
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
@@ -90,7 +93,9 @@ register_train_spec(
     dataclasses.replace(
         SPEC,  # of which the optimizer and its schedule stay
         model_cls=Transformer,
-        model_args={name: LlamaArgs(config=args.config) for name, args in model_args_by_flavor().items()},
+        model_args={
+            name: LlamaArgs(config=args.config) for name, args in model_args_by_flavor().items()
+        },
         parallelize_fn=parallelize,
         build_dataloader_fn=TokenLoader,
         build_loss_fn=build_cross_entropy_loss,

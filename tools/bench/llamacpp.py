@@ -20,7 +20,9 @@ from laneformer import LaneformerConfig
 from tools.bench.baselines import Baseline
 from tools.bench.harness import version
 
-FOLDER = Path(sys.prefix) / "llama-cpp"  # beside the environment, so that none of its packages changes
+FOLDER = (
+    Path(sys.prefix) / "llama-cpp"
+)  # beside the environment, so that none of its packages changes
 CACHE_FOLDER = Path.home() / ".cache" / "laneformer"
 MAX_CONTEXT = 8192  # its keys and values are allocated at once
 
@@ -49,10 +51,14 @@ class LlamaCpp(Baseline):
         for mode, flash in itertools.product(("mmap", "none"), ("enabled", "disabled"))
     )
 
-    def __init__(self, source: LaneformerConfig | Path, kind: str, threads: int, context: int | None):
+    def __init__(
+        self, source: LaneformerConfig | Path, kind: str, threads: int, context: int | None
+    ):
         super().__init__()
         self.api, self.threads = library(), threads
-        self.path = as_gguf(random_gguf(source) if isinstance(source, LaneformerConfig) else source, kind)
+        self.path = as_gguf(
+            random_gguf(source) if isinstance(source, LaneformerConfig) else source, kind
+        )
         self.vocab_size, self.cache_width, self.weight_bytes, trained = sizes_of(self.path)
         self.context_tokens = context or min(trained, MAX_CONTEXT)
         self.model = functools.cache(self.load_model)
@@ -65,7 +71,9 @@ class LlamaCpp(Baseline):
         options.load_mode = getattr(self.api, f"LLAMA_LOAD_MODE_{mode.upper()}")
         model = self.api.llama_model_load_from_file(str(self.path).encode(), options)
         if not model:
-            raise RuntimeError(f"llama.cpp cannot load {self.path}; delete it, and it will be written again")
+            raise RuntimeError(
+                f"llama.cpp cannot load {self.path}; delete it, and it will be written again"
+            )
         return model
 
     def make_context(self, way: str) -> Any:
@@ -79,7 +87,9 @@ class LlamaCpp(Baseline):
     def rewind(self, way: str, length: int) -> None:
         memory = self.api.llama_get_memory(self.context(way))
         if not self.api.llama_memory_seq_rm(memory, 0, length, -1):
-            raise RuntimeError(f"llama.cpp cannot forget what {self.path.name} read after {length} ids")
+            raise RuntimeError(
+                f"llama.cpp cannot forget what {self.path.name} read after {length} ids"
+            )
 
     def evaluate(self, way: str, ids: list[int]) -> int:
         """In batches as large as llama.cpp takes them."""
@@ -132,8 +142,12 @@ def as_gguf(path: Path, kind: str, folder: Path = CACHE_FOLDER) -> Path:
     import gguf
 
     name = "F16" if kind == "fp16" else kind.upper()
-    matrices = [t for t in gguf.GGUFReader(path).tensors if len(t.shape) > 1 and t.name.endswith(".weight")]
-    types = {t.tensor_type.name for t in matrices if ".ffn_gate_inp." not in t.name}  # a router stays in F32
+    matrices = [
+        t for t in gguf.GGUFReader(path).tensors if len(t.shape) > 1 and t.name.endswith(".weight")
+    ]
+    types = {
+        t.tensor_type.name for t in matrices if ".ffn_gate_inp." not in t.name
+    }  # a router stays in F32
     if kind in ("bf16", "fp16") and types == {name}:
         return path
     if types != {"BF16"} and kind != "bf16":
@@ -146,7 +160,9 @@ def as_gguf(path: Path, kind: str, folder: Path = CACHE_FOLDER) -> Path:
         options = api.llama_model_quantize_default_params()
         options.ftype = getattr(api, f"LLAMA_FTYPE_MOSTLY_{name}")
         options.allow_requantize, options.nthread = True, os.cpu_count() or 1
-        status = api.llama_model_quantize(str(path).encode(), str(temporary).encode(), ctypes.byref(options))
+        status = api.llama_model_quantize(
+            str(path).encode(), str(temporary).encode(), ctypes.byref(options)
+        )
         if status:
             raise RuntimeError(f"llama.cpp cannot convert {path} to {kind}: status {status}")
 
@@ -169,12 +185,24 @@ def gguf_shapes(config: LaneformerConfig) -> dict[str, tuple[int, ...]]:
     d, f, v = config.hidden_size, config.intermediate_size, config.vocab_size
     kv = config.num_key_value_heads * config.head_dim
     layer = {
-        "attn_norm": (d,), "attn_q": (d, d), "attn_k": (kv, d), "attn_v": (kv, d), "attn_output": (d, d),
-        "ffn_norm": (d,), "ffn_gate": (f, d), "ffn_up": (f, d), "ffn_down": (d, f),
-    }  # fmt: skip
+        "attn_norm": (d,),
+        "attn_q": (d, d),
+        "attn_k": (kv, d),
+        "attn_v": (kv, d),
+        "attn_output": (d, d),
+        "ffn_norm": (d,),
+        "ffn_gate": (f, d),
+        "ffn_up": (f, d),
+        "ffn_down": (d, f),
+    }
     layers = range(config.num_hidden_layers)
     blocks = {f"blk.{i}.{name}.weight": shape for i in layers for name, shape in layer.items()}
-    return {"token_embd.weight": (v, d), "output_norm.weight": (d,), **blocks, "output.weight": (v, d)}
+    return {
+        "token_embd.weight": (v, d),
+        "output_norm.weight": (d,),
+        **blocks,
+        "output.weight": (v, d),
+    }
 
 
 def random_gguf(config: LaneformerConfig, folder: Path = CACHE_FOLDER) -> Path:
@@ -192,11 +220,14 @@ def write_random(path: Path, config: LaneformerConfig) -> None:
 
     writer = gguf.GGUFWriter(path, "llama")
     sizes = {
-        "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads, "rope.dimension_count": config.head_dim,
-    }  # fmt: skip
+        "attention.head_count_kv": config.num_key_value_heads,
+        "rope.dimension_count": config.head_dim,
+    }
     for name, size in sizes.items():
         writer.add_uint32(f"llama.{name}", size)
     writer.add_layer_norm_rms_eps(config.norm_eps)

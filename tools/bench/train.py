@@ -82,7 +82,9 @@ class Options(harness.Options):
         harness.check_at_least(self, gpus=1, seq_len=1, steps=1, warmup=1, rounds=1)
         longest = LaneformerConfig.from_flavor(self.flavor).max_position_embeddings
         if self.seq_len > longest:
-            raise ValueError(f"seq_len = {self.seq_len} exceeds the {longest} positions of {self.flavor}")
+            raise ValueError(
+                f"seq_len = {self.seq_len} exceeds the {longest} positions of {self.flavor}"
+            )
 
 
 def measure(options: Options, console: Any) -> Result:
@@ -95,7 +97,9 @@ def measure(options: Options, console: Any) -> Result:
         config = LaneformerConfig.from_flavor(options.flavor)
         # few tokens, read repeatedly: generating them is slow, and their number does not change the speed
         windows = min((options.steps + options.warmup) * batch * options.gpus, 64)
-        lock = write_synthetic_lock(Path(folder) / "data", windows, options.seq_len, config.vocab_size)
+        lock = write_synthetic_lock(
+            Path(folder) / "data", windows, options.seq_len, config.vocab_size
+        )
         for index, order in enumerate(harness.alternate(PROGRAMS, options.rounds)):
             for name in order:
                 with console.status(f"round {index + 1} of {options.rounds}: {name}"):
@@ -103,7 +107,9 @@ def measure(options: Options, console: Any) -> Result:
                 logs[name].append(log)
                 speed = np.median(find_steps(SPEED, log, options))
                 console.print(f"round {index + 1}: {name} {speed:,.0f} tokens/s/GPU")
-    medians = [[np.median(find_steps(SPEED, log, options)) for log in logs[name]] for name in PROGRAMS]
+    medians = [
+        [np.median(find_steps(SPEED, log, options)) for log in logs[name]] for name in PROGRAMS
+    ]
     return {
         "device": device,
         "torch": torch.__version__,
@@ -119,9 +125,13 @@ def choose_local_batch(options: Options, device: str) -> int:
     if gpu is None:
         return 1
     job = sums.Job(
-        LaneformerConfig.from_flavor(options.flavor), options.seq_len, steps=1, global_batch=options.gpus,
-        local_batch=1, shard=options.gpus,
-    )  # fmt: skip
+        LaneformerConfig.from_flavor(options.flavor),
+        options.seq_len,
+        steps=1,
+        global_batch=options.gpus,
+        local_batch=1,
+        shard=options.gpus,
+    )
     batch = sums.largest_local_batch(job, gpu)
     if batch == 0:
         raise ValueError(
@@ -133,11 +143,14 @@ def choose_local_batch(options: Options, device: str) -> int:
 def run_job(name: str, options: Options, batch: int, lock: Path, run: Path) -> str:
     """The output of one trial; RuntimeError with the end of its output if it fails."""
     settings = {
-        "job.dump_folder": run, "mixture.lock": lock, "model.flavor": options.flavor,
-        "training.seq_len": options.seq_len, "training.local_batch_size": batch,
+        "job.dump_folder": run,
+        "mixture.lock": lock,
+        "model.flavor": options.flavor,
+        "training.seq_len": options.seq_len,
+        "training.local_batch_size": batch,
         "training.global_batch_size": batch * options.gpus,
         "training.steps": options.warmup + options.steps,
-    }  # fmt: skip
+    }
     flags = job_flags(settings) + shlex.split(
         f"{FLAGS} {options.both} {options.ours if name == 'laneformer' else ''}"
     )
@@ -148,10 +161,14 @@ def run_job(name: str, options: Options, batch: int, lock: Path, run: Path) -> s
         "--local_ranks_filter=0",
     ]
     done = subprocess.run(
-        [sys.executable, "-m", *ranks, "-m", *PROGRAMS[name], *flags], cwd=harness.ROOT,
-        env={"OMP_NUM_THREADS": "1", **os.environ}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, timeout=TIMEOUT_S,
-    )  # fmt: skip
+        [sys.executable, "-m", *ranks, "-m", *PROGRAMS[name], *flags],
+        cwd=harness.ROOT,
+        env={"OMP_NUM_THREADS": "1", **os.environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
     if done.returncode != 0:
         raise RuntimeError(f"{name} failed: {done.stdout[-3000:]}")
     return done.stdout
@@ -170,7 +187,8 @@ def find_steps(pattern: str, log: str, options: Options) -> list[float]:
 def summarize(logs: list[str], options: Options) -> Result:
     """Over the steps of all trials; None where nothing was measured."""
     speeds, mfus = (
-        [step for log in logs for step in find_steps(pattern, log, options)] for pattern in (SPEED, MFU)
+        [step for log in logs for step in find_steps(pattern, log, options)]
+        for pattern in (SPEED, MFU)
     )
     speed, joins = spread(speeds), re.findall(r"Joins and norms: (\w+)", logs[0])
     return {

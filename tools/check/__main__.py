@@ -11,7 +11,10 @@ CHECKS = ("structure", "engine", "cuda", "published", "train")
 def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in CHECKS:
-        print(f"usage: python -m tools.check NAME [--help] ...\n{name!r} is not in {CHECKS}", file=sys.stderr)
+        print(
+            f"usage: python -m tools.check NAME [--help] ...\n{name!r} is not in {CHECKS}",
+            file=sys.stderr,
+        )
         raise SystemExit(0 if name in ("-h", "--help") else 2)
     del sys.argv[1]  # the other arguments are the check's own
     runpy.run_module(f"tools.check.{name}", run_name="__main__", alter_sys=True)

@@ -71,9 +71,12 @@ class Reference:
 
 
 def reference(
-    config: LaneformerConfig, weights: Weights, length: int, positions: Sequence[int] | slice = slice(None),
+    config: LaneformerConfig,
+    weights: Weights,
+    length: int,
+    positions: Sequence[int] | slice = slice(None),
     prompts: Sequence[list[int]] = (),
-) -> Reference:  # fmt: skip
+) -> Reference:
     """Both models on one random text: their logits at `positions`; and greedy continuations of `prompts`.
 
     One model is there at a time, and none on return: a GPU of 24 GB has no room for one of `2b` beside the
@@ -93,7 +96,9 @@ def greedy_prompts(config: LaneformerConfig, count: int) -> list[list[int]]:
     return random_prompts(config, count, PROMPT_LENGTHS, NEW_TOKENS)
 
 
-def read(decoder: PassDecoder, ids: list[int], start: int, logits: torch.Tensor | None = None) -> int:
+def read(
+    decoder: PassDecoder, ids: list[int], start: int, logits: torch.Tensor | None = None
+) -> int:
     """Passes over ids[start:], of as many as it has columns: the token that the last would be followed by."""
     columns = [Column(token, i, 0, sampling=Sampling(top_p=1.0)) for i, token in enumerate(ids)]
     for at in range(start, len(ids), decoder.columns):
@@ -120,7 +125,9 @@ def greedy(
 
 def score(decoder: PassDecoder, ids: list[int]) -> np.ndarray:
     """Logits after every token, each read by the decode kernels, (S, V)."""
-    logits = torch.full((len(ids), decoder.config.vocab_size), float("nan"), device=decoder.devices[0])
+    logits = torch.full(
+        (len(ids), decoder.config.vocab_size), float("nan"), device=decoder.devices[0]
+    )
     read(decoder, ids, 0, logits)
     return logits.cpu().numpy()
 
@@ -130,9 +137,11 @@ def compare(logits: np.ndarray, truth: Reference) -> Report:
     expected = truth.logits[: len(logits)]
     error, kl = float(relative_errors(logits, expected).max()), mean_kl(expected, logits)
     return {
-        "relative_error": error, "kl": kl, "worst": float(np.abs(logits - expected).max()),
+        "relative_error": error,
+        "kl": kl,
+        "worst": float(np.abs(logits - expected).max()),
         "holds": bool(error <= truth.error and kl <= truth.kl),
-    }  # fmt: skip
+    }
 
 
 def check_greedy(decoder: PassDecoder, truth: Reference, worst: float, count: int) -> Report:
@@ -185,15 +194,23 @@ def check(
             yield f"{version}: closer to float32 than bf16 is", near["holds"]
             texts = check_greedy(decoder, truth, near["worst"], count)
             yield f"{version}: greedy tokens", texts["unexplained"] == 0
-            yield f"{version}: {runs} equal runs", differing_runs(decoder, truth.ids[:16], runs) == 0
+            yield (
+                f"{version}: {runs} equal runs",
+                differing_runs(decoder, truth.ids[:16], runs) == 0,
+            )
             prompt = truth.ids[:4]
-            yield f"{version}: launch lengths", greedy(decoder, prompt) == greedy(decoder, prompt, most=1)
+            yield (
+                f"{version}: launch lengths",
+                greedy(decoder, prompt) == greedy(decoder, prompt, most=1),
+            )
             results.append((decoder.geometry.warps, texts["ids"], logits))
         # a hang, a fault of the GPU, a version that cannot be made
         except (RuntimeError, ValueError) as error:
             yield f"{version}: runs", False
             yield f"{version} ended", str(error)
-    if len({warps for warps, *_ in results}) == 1 < len(results):  # sums over a block depend on its warps
+    if (
+        len({warps for warps, *_ in results}) == 1 < len(results)
+    ):  # sums over a block depend on its warps
         (_, tokens, logits), (_, other_tokens, other_logits) = results
         yield "both versions: the same tokens", tokens == other_tokens
         yield "both versions: the same bits", bool(np.array_equal(logits, other_logits))
@@ -211,7 +228,9 @@ def check_flavor(flavor: str) -> Figures:
     truth = reference(config, weights, length, prompts=greedy_prompts(config, PROMPTS))
     yield "relative error, bf16 of Transformers", truth.error
     tensors = tensors_of(weights)
-    makers = {version: functools.partial(make_decoder, config, tensors, version) for version in DECODERS}
+    makers = {
+        version: functools.partial(make_decoder, config, tensors, version) for version in DECODERS
+    }
     yield from check(makers, truth, PROMPTS, RUNS)
     yield "planted faults are refused", check_faults(config, weights, make_decoder)
 
@@ -221,11 +240,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         "python -m tools.check cuda", description="Exit status 1 if a check fails."
     )
-    parser.add_argument("flavor", nargs="?", default="tiny", help="shape of the model; the default is tiny")
+    parser.add_argument(
+        "flavor", nargs="?", default="tiny", help="shape of the model; the default is tiny"
+    )
     flavor = parser.parse_args().flavor
     if reason := why_no_cuda():
         print(
-            f"cuda: {reason}. On a CPU, python -m tools.check engine checks the CPU engine", file=sys.stderr
+            f"cuda: {reason}. On a CPU, python -m tools.check engine checks the CPU engine",
+            file=sys.stderr,
         )
         raise SystemExit(2)
     figures = {}

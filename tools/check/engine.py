@@ -59,7 +59,10 @@ class Options(ModelOptions):
 
 def main(arguments: list[str] | None = None) -> None:
     run_check(
-        "engine", Options, lambda options, console: check(*load(options.model), options, console), arguments
+        "engine",
+        Options,
+        lambda options, console: check(*load(options.model), options, console),
+        arguments,
     )
 
 
@@ -72,7 +75,9 @@ class Truth(NamedTuple):
     outputs: np.ndarray
 
 
-def check(config: LaneformerConfig, weights: Weights, options: Options, console: Console) -> dict[str, Any]:
+def check(
+    config: LaneformerConfig, weights: Weights, options: Options, console: Console
+) -> dict[str, Any]:
     """Every check on one model; returns the report that main prints, with `ok` and the names of what `failed`, and
     `tables` of rows by title.
     """
@@ -85,7 +90,9 @@ def check(config: LaneformerConfig, weights: Weights, options: Options, console:
     single_model = hf_model(config, weights, torch.float32)
     half = hf_logits(hf_model(config, weights, torch.bfloat16), ids[:BF16_POSITIONS])
     logits = {"hf_fp32": hf_logits(single_model, ids), "hf_bf16": half}
-    farthest = {name: float(np.abs(each - truth.logits[: len(each)]).max()) for name, each in logits.items()}
+    farthest = {
+        name: float(np.abs(each - truth.logits[: len(each)]).max()) for name, each in logits.items()
+    }
     factor, yardstick = (MARGIN, "hf_fp32") if options.math == "exact" else (1.0, "hf_bf16")
     tie = 2 * (factor * farthest[yardstick] + farthest["hf_fp32"])
     console.print("the engine", style="dim")
@@ -93,11 +100,14 @@ def check(config: LaneformerConfig, weights: Weights, options: Options, console:
         logits["engine"], partials = engine.logits(ids), engine._partials(ids, positions)
         greedy = check_greedy(engine, single_model, options, tie)
     modules = module_report(config, partials, truth.outputs, positions, options.math)
-    errors = {name: relative_errors(each, truth.logits[: len(each)]) for name, each in logits.items()}
+    errors = {
+        name: relative_errors(each, truth.logits[: len(each)]) for name, each in logits.items()
+    }
     worst = {name: float(error.max()) for name, error in errors.items()}
     allowed = factor * worst[yardstick]
     kl = {
-        name: mean_kl(logits["hf_fp32"][: len(logits[name])], logits[name]) for name in ("engine", "hf_bf16")
+        name: mean_kl(logits["hf_fp32"][: len(logits[name])], logits[name])
+        for name in ("engine", "hf_bf16")
     }
     console.print(f"{options.runs} repeated runs each on {options.threads} threads", style="dim")
     differing = differing_runs(config, weights, ids[:REPEATED_POSITIONS], options)
@@ -111,7 +121,8 @@ def check(config: LaneformerConfig, weights: Weights, options: Options, console:
         **fault_gates,
     }
     by_depth: dict[Any, dict[str, float]] = {
-        p + 1: {name: error[p] for name, error in errors.items() if p < len(error)} for p in positions
+        p + 1: {name: error[p] for name, error in errors.items() if p < len(error)}
+        for p in positions
     }
     rows = [
         {"depth": depth, **{name: row.get(name) for name in errors}}
@@ -122,13 +133,26 @@ def check(config: LaneformerConfig, weights: Weights, options: Options, console:
         "Relative error of the logits": rows,
     }
     if greedy["diverged"]:
-        tables["Greedy continuations that part; a lead below the tie explains it"] = greedy["diverged"]
+        tables["Greedy continuations that part; a lead below the tie explains it"] = greedy[
+            "diverged"
+        ]
     return {
-        "model": options.model, "math": options.math, "positions": length, "allowed": allowed,
-        "relative_error": by_depth, "relative_error_max": worst, "modules": modules, "kl": kl, "greedy": greedy,
-        "runs": options.runs, "threads": list(options.threads), "differing_runs": differing, "faults": faults,
-        "tables": tables, **verdict(gates),
-    }  # fmt: skip
+        "model": options.model,
+        "math": options.math,
+        "positions": length,
+        "allowed": allowed,
+        "relative_error": by_depth,
+        "relative_error_max": worst,
+        "modules": modules,
+        "kl": kl,
+        "greedy": greedy,
+        "runs": options.runs,
+        "threads": list(options.threads),
+        "differing_runs": differing,
+        "faults": faults,
+        "tables": tables,
+        **verdict(gates),
+    }
 
 
 def plant_faults(
@@ -155,7 +179,9 @@ def engine_of(
     return Engine(config, tensors_of(weights), threads=threads, math=options.math, kv_dtype="fp32")
 
 
-def differing_runs(config: LaneformerConfig, weights: Weights, ids: list[int], options: Options) -> int:
+def differing_runs(
+    config: LaneformerConfig, weights: Weights, ids: list[int], options: Options
+) -> int:
     """How many repeated runs, over all numbers of threads, differ in a bit from the
     first: logits, sampled tokens.
     """
@@ -164,7 +190,9 @@ def differing_runs(config: LaneformerConfig, weights: Weights, ids: list[int], o
     for threads in options.threads:
         with engine_of(config, weights, options, threads) as engine:
             for _ in range(options.runs):
-                sampled = engine.generate(ids[:3], max_new_tokens=4, temperature=1.0, ignore_eos=True)
+                sampled = engine.generate(
+                    ids[:3], max_new_tokens=4, temperature=1.0, ignore_eos=True
+                )
                 result = engine.logits(ids).tobytes(), sampled
                 first = first or result
                 differing += result != first

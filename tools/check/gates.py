@@ -70,7 +70,10 @@ def run_check(
     except ValueError as error:
         print(f"{name}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    report["code_version"], report["seconds"] = code_version(ROOT), round(time.monotonic() - started, 1)
+    report["code_version"], report["seconds"] = (
+        code_version(ROOT),
+        round(time.monotonic() - started, 1),
+    )
     if page is not None:
         text = page(options, report)
         options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +81,9 @@ def run_check(
     else:
         tables = {**report.pop("tables", {}), "Checks": report["gates"]}
         text = "\n\n".join(f"{title}:\n\n{records(rows)}" for title, rows in tables.items())
-        text += "\n\n" + ("all checks hold" if report["ok"] else f"FAILED: {', '.join(report['failed'])}")
+        text += "\n\n" + (
+            "all checks hold" if report["ok"] else f"FAILED: {', '.join(report['failed'])}"
+        )
     console.print(Markdown(text))
     print(json.dumps(report))
     raise SystemExit(not report["ok"])

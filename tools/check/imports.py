@@ -95,7 +95,11 @@ def edges(root: Path) -> set[Edge]:
         for path in sorted((root / folder).rglob("*.toml")):
             names = ours.keys() & named(path.read_text(encoding="utf-8"))
             arrows |= {Edge(owner, name, process=True) for name in names}
-    return {edge for edge in arrows if edge.source != edge.target and edge.target.split(".")[0] in PACKAGES}
+    return {
+        edge
+        for edge in arrows
+        if edge.source != edge.target and edge.target.split(".")[0] in PACKAGES
+    }
 
 
 def only_starts(edge: Edge) -> bool:

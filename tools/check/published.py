@@ -56,8 +56,12 @@ def check(options: Options, console: Console) -> dict[str, Any]:
         console.print(f"the published code: {type(published).__name__}", style="dim")
         models["published code"] = published
     results = {who: outputs(model, ids) for who, model in models.items()}
-    errors = {who: float(relative_errors(theirs, logits).max()) for who, (theirs, _) in results.items()}
-    layers = {who: output_errors(theirs, streams).max((1, 2)) for who, (_, theirs) in results.items()}
+    errors = {
+        who: float(relative_errors(theirs, logits).max()) for who, (theirs, _) in results.items()
+    }
+    layers = {
+        who: output_errors(theirs, streams).max((1, 2)) for who, (_, theirs) in results.items()
+    }
     tie = 2 * (MARGIN + 1) * float(np.abs(results["modeling code"][0] - logits).max())
     console.print("the engine", style="dim")
     dtype = "fp32" if path.is_file() else "auto"  # a GGUF file's weights as they are
@@ -65,7 +69,9 @@ def check(options: Options, console: Console) -> dict[str, Any]:
         errors["engine"] = float(relative_errors(engine.logits(ids), logits).max())
         greedy = check_greedy(engine, published, options, tie) if published is not None else {}
     allowed = MARGIN * errors["modeling code"]
-    within = layers.get("published code", 0) <= MARGIN * np.maximum.accumulate(layers["modeling code"])
+    within = layers.get("published code", 0) <= MARGIN * np.maximum.accumulate(
+        layers["modeling code"]
+    )
     first_wrong = next(iter(np.flatnonzero(~within).tolist()), None)
     gates: dict[str, Any] = {
         f"logits: {who}": (error, allowed, error <= allowed) for who, error in errors.items()
@@ -73,18 +79,26 @@ def check(options: Options, console: Console) -> dict[str, Any]:
     gates["layers: published code"] = first_wrong, "no first difference", first_wrong is None
     gates["greedy tokens"] = greedy.get("unexplained"), 0, not greedy.get("unexplained")
     return {
-        "model": options.model, "positions": length, "allowed": allowed, "relative_error": errors,
+        "model": options.model,
+        "positions": length,
+        "allowed": allowed,
+        "relative_error": errors,
         "layers": {who: errors_of.tolist() for who, errors_of in layers.items()},
-        "first_wrong": first_wrong, "greedy": greedy,
-        "published_code": None if published is None else type(published).__name__, **verdict(gates),
-    }  # fmt: skip
+        "first_wrong": first_wrong,
+        "greedy": greedy,
+        "published_code": None if published is None else type(published).__name__,
+        **verdict(gates),
+    }
 
 
 def published_model(options: Options) -> Any:
     """Transformers' model in float32; None where that is the folder's own code, which may not run."""
     from transformers import AutoModelForCausalLM
 
-    folder, arguments = Path(options.model), dict[str, Any](trust_remote_code=options.trust_remote_code)
+    folder, arguments = (
+        Path(options.model),
+        dict[str, Any](trust_remote_code=options.trust_remote_code),
+    )
     if folder.is_file():
         folder, arguments = folder.parent, {"gguf_file": folder.name}
     elif "auto_map" in read_json(folder / "config.json") and not options.trust_remote_code:

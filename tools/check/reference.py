@@ -26,7 +26,10 @@ from laneformer.llama import layers as families
 from laneformer.tensors import STORED_TYPES, Tensor, dtype_name
 
 TORCH_DTYPES = {name: getattr(torch, stored.torch) for name, stored in STORED_TYPES.items()}
-FP32, BF16 = 2.0**-24, 2.0**-9  # unit roundoff: the largest relative error of one rounding to nearest
+FP32, BF16 = (
+    2.0**-24,
+    2.0**-9,
+)  # unit roundoff: the largest relative error of one rounding to nearest
 BLOCK = 128  # positions of a prompt that the engine reads at a time
 # of a module's matrices in a row: the normed stream, then the mixed values or the gated ones
 ROUNDED_INPUTS = 2
@@ -50,14 +53,17 @@ def random_weights(
     for name, shape in shapes.items():
         noise = torch.randn(shape, generator=generator, device=device)
         gain = 1.0 if name.startswith("tok_embeddings") else shape[-1] ** -0.5
-        weights[name] = (1 + 0.2 * noise if name.endswith("norm.weight") else gain * noise).to(dtype)
+        weights[name] = (1 + 0.2 * noise if name.endswith("norm.weight") else gain * noise).to(
+            dtype
+        )
     return weights
 
 
 def tensors_of(weights: Weights) -> dict[str, Tensor]:
     return {
         name: Tensor(
-            dtype_name(w.dtype), (w if w.dtype == torch.float32 else w.view(torch.uint16)).cpu().numpy()
+            dtype_name(w.dtype),
+            (w if w.dtype == torch.float32 else w.view(torch.uint16)).cpu().numpy(),
         )
         for name, w in weights.items()
     }
@@ -66,7 +72,8 @@ def tensors_of(weights: Weights) -> dict[str, Tensor]:
 def weights_of(tensors: Mapping[str, Tensor]) -> Weights:
     """The inverse of `tensors_of`, in memory of its own."""
     return {
-        name: torch.from_numpy(np.array(t.values)).view(TORCH_DTYPES[t.dtype]) for name, t in tensors.items()
+        name: torch.from_numpy(np.array(t.values)).view(TORCH_DTYPES[t.dtype])
+        for name, t in tensors.items()
     }
 
 
@@ -85,7 +92,9 @@ def dequantised(weights: Weights) -> Weights:
 
 
 def plain_model(
-    config: LaneformerConfig, weights: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float64
+    config: LaneformerConfig,
+    weights: Mapping[str, torch.Tensor],
+    dtype: torch.dtype = torch.float64,
 ) -> Laneformer:
     """model.py; weights that are of this dtype are not copied."""
     with torch.device("meta"):
@@ -94,7 +103,9 @@ def plain_model(
     return model
 
 
-def hf_model(config: LaneformerConfig, weights: Weights, dtype: torch.dtype) -> LaneformerForCausalLM:
+def hf_model(
+    config: LaneformerConfig, weights: Weights, dtype: torch.dtype
+) -> LaneformerForCausalLM:
     with torch.device("meta"):
         model = LaneformerForCausalLM(LaneformerHFConfig(**config.to_dict())).eval()
     model.load_state_dict({hf_name(name): w.to(dtype) for name, w in weights.items()}, assign=True)
@@ -165,12 +176,17 @@ def compare_greedy(
         differs = [i for i, (a, b) in enumerate(zip(continuation, expected, strict=True)) if a != b]
         if differs:
             first = differs[0]
-            diverged.append({"prompt": index, "token": first, "lead": ahead[first], "tie": tie_of(prompt)})
+            diverged.append(
+                {"prompt": index, "token": first, "lead": ahead[first], "tie": tie_of(prompt)}
+            )
     return {
-        "prompts": len(prompts), "same": len(prompts) - len(diverged), "diverged": diverged, "ids": tokens,
+        "prompts": len(prompts),
+        "same": len(prompts) - len(diverged),
+        "diverged": diverged,
+        "ids": tokens,
         "smallest_lead": min(leads, default=None),
         "unexplained": sum(each["lead"] > each["tie"] for each in diverged),
-    }  # fmt: skip
+    }
 
 
 # --- every module's partial output, per layer, module and lane
@@ -179,11 +195,17 @@ def compare_greedy(
 
 @torch.no_grad()
 def hooked(
-    model: Any, modules: Iterable[torch.nn.Module], ids: Sequence[int], take: Callable[[Any], torch.Tensor]
+    model: Any,
+    modules: Iterable[torch.nn.Module],
+    ids: Sequence[int],
+    take: Callable[[Any], torch.Tensor],
 ) -> tuple[Any, list[torch.Tensor]]:
     """The model's output on `ids`, and what `take` keeps of each module's, in order of execution."""
     outputs: list[torch.Tensor] = []
-    hooks = [module.register_forward_hook(lambda m, i, out: outputs.append(take(out))) for module in modules]
+    hooks = [
+        module.register_forward_hook(lambda m, i, out: outputs.append(take(out)))
+        for module in modules
+    ]
     try:
         return model(torch.tensor([list(ids)])), outputs
     finally:
@@ -196,7 +218,9 @@ def model_outputs(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Logits (S, V) and the modules' partial outputs (P, N, 2, L, D), both in the model's dtype."""
     parts = [
-        layer.get_submodule(n) for layer in model.layers.children() for n in ("attention", "feed_forward")
+        layer.get_submodule(n)
+        for layer in model.layers.children()
+        for n in ("attention", "feed_forward")
     ]
     logits, outputs = hooked(model, parts, ids, lambda out: out[0, list(positions)])
     return logits[0].numpy(), torch.stack(outputs, 1).unflatten(1, (-1, len(MODULES))).numpy()
@@ -236,30 +260,50 @@ def allowed_error(config: LaneformerConfig, depth: int, math: str) -> np.ndarray
     such errors; that they partly cancel, and that the norm divides by the whole stream, is left as reserve.
     Weights are widened exactly: their dtype plays no part.
     """
-    sums = (2 * config.hidden_size, config.head_dim, depth + 1, config.intermediate_size // config.num_lanes)
-    one_module = FP32 * sum(np.sqrt(k) for k in sums) + (ROUNDED_INPUTS * BF16 if math == "bf16" else 0.0)
+    sums = (
+        2 * config.hidden_size,
+        config.head_dim,
+        depth + 1,
+        config.intermediate_size // config.num_lanes,
+    )
+    one_module = FP32 * sum(np.sqrt(k) for k in sums) + (
+        ROUNDED_INPUTS * BF16 if math == "bf16" else 0.0
+    )
     count = np.arange(1, config.num_hidden_layers * len(MODULES) + 1)
     return (AMPLIFICATION * one_module * count).reshape(-1, len(MODULES))
 
 
 def module_report(
-    config: LaneformerConfig, partials: np.ndarray, reference: np.ndarray, positions: Sequence[int], math: str
+    config: LaneformerConfig,
+    partials: np.ndarray,
+    reference: np.ndarray,
+    positions: Sequence[int],
+    math: str,
 ) -> dict[str, Any]:
     """Errors by depth and module, worst over lanes; `first_wrong` names the first
     module beyond its allowance.
     """
     errors = output_errors(partials, reference).max(-1)  # (P, N, 2)
-    of_allowed = errors / np.array([allowed_error(config, position, math) for position in positions])
+    of_allowed = errors / np.array(
+        [allowed_error(config, position, math) for position in positions]
+    )
     wrong = ~(of_allowed <= 1).all(0)  # NaN never is
     by_depth = [
         {
-            "depth": position + 1, "module": module, "relative_error": float(errors[p, :, m].max()),
-            "layer": int(of_allowed[p, :, m].argmax()), "of_allowed": float(of_allowed[p, :, m].max()),
+            "depth": position + 1,
+            "module": module,
+            "relative_error": float(errors[p, :, m].max()),
+            "layer": int(of_allowed[p, :, m].argmax()),
+            "of_allowed": float(of_allowed[p, :, m].max()),
         }
         for p, position in enumerate(positions)
         for m, module in enumerate(MODULES)
-    ]  # fmt: skip
-    return {"by_depth": by_depth, "first_wrong": first_module(wrong), "of_allowed": float(of_allowed.max())}
+    ]
+    return {
+        "by_depth": by_depth,
+        "first_wrong": first_module(wrong),
+        "of_allowed": float(of_allowed.max()),
+    }
 
 
 def first_module(wrong: np.ndarray) -> list[Any] | None:

@@ -38,9 +38,14 @@ LIMITS = {"file": 400, "kernel file": 600, "function": 60, "class": 200}
 TESTS = ("tests", "examples")
 NATIVE = {".cpp", ".h", ".cu", ".cuh", ".js", ".css"}
 LAYOUT = {
-    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
     tokenize.ENDMARKER,
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -62,7 +67,9 @@ def measures() -> list[Measure]:
     arrows = edges(ROOT)
     broken = {
         "import circles of modules": [" <-> ".join(group) for group in circles(arrows)],
-        "import circles of folders": [" <-> ".join(group) for group in circles(folder_edges(arrows))],
+        "import circles of folders": [
+            " <-> ".join(group) for group in circles(folder_edges(arrows))
+        ],
         "imports that the plan forbids": broken_arrows(arrows),
     }
     return [
@@ -82,7 +89,11 @@ def ratchet_measures(root: Path) -> list[Measure]:
 
 def count_sizes(root: Path) -> dict[str, int]:
     """The three counts of the tree. Of folders that git does not track nothing counts."""
-    sizes = {"python_tokens_of_source": 0, "python_tokens_of_tests_and_examples": 0, "native_lines": 0}
+    sizes = {
+        "python_tokens_of_source": 0,
+        "python_tokens_of_tests_and_examples": 0,
+        "native_lines": 0,
+    }
     for folder in {*PACKAGES.values(), *TESTS}:
         for path in sorted((root / folder).rglob("*")):
             if path.suffix == ".py":
@@ -113,7 +124,8 @@ def count_tokens(text: str) -> int:
         if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None
     }
     return sum(
-        token.type not in LAYOUT and not (token.type == tokenize.STRING and token.start[0] in docstrings)
+        token.type not in LAYOUT
+        and not (token.type == tokenize.STRING and token.start[0] in docstrings)
         for token in tokenize.generate_tokens(io.StringIO(text).readline)
     )
 

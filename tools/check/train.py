@@ -44,15 +44,31 @@ from train.job_checks import FLOAT8
 
 STEPS, SAVES_EVERY, KILLED_AT = 20, 10, 14
 WARMUP = 5  # steps that compile
-ARCHITECTURE: dict[str, Any] = {"num_hidden_layers": 4, "broadcast_delay": 1, "swa_layers": (0, 1, 2)}
+ARCHITECTURE: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "broadcast_delay": 1,
+    "swa_layers": (0, 1, 2),
+}
 SHRUNK: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 8,
-    "vocab_size": 512, "sliding_window": 16, "max_position_embeddings": 64,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 512,
+    "sliding_window": 16,
+    "max_position_embeddings": 64,
+}
 PLAIN = (
-    "--compile.no-enable", "--model.attention", "sdpa", "--model.join_norm", "plain", "--checkpoint.no-enable",
-    "--validation.no-enable", "--training.local_batch_size", "1",
-)  # fmt: skip
+    "--compile.no-enable",
+    "--model.attention",
+    "sdpa",
+    "--model.join_norm",
+    "plain",
+    "--checkpoint.no-enable",
+    "--validation.no-enable",
+    "--training.local_batch_size",
+    "1",
+)
 FLOAT8_FLAGS = ("--model.converters", FLOAT8, f"--{FLOAT8}.recipe_name", "rowwise")
 COMPARED = ("loss", "grad_norm", "tokens", "lr", "valid_loss")
 TIMEOUT_S = 900
@@ -75,7 +91,9 @@ class Options:
         """ValueError for what cannot run here."""
         gpus = torch.cuda.device_count()
         if self.device == "cuda" and gpus < self.nproc:
-            raise ValueError(f"--nproc {self.nproc} on {gpus} GPU(s); lower it, or take --device cpu")
+            raise ValueError(
+                f"--nproc {self.nproc} on {gpus} GPU(s); lower it, or take --device cpu"
+            )
         if self.device == "cpu" and gpus:
             raise ValueError(
                 "--device cpu needs the GPUs hidden: set CUDA_VISIBLE_DEVICES= in front of the command"
@@ -109,26 +127,47 @@ class Jobs:
         """What `python -m train` gets; of a flag that is given twice the last one counts."""
         options = self.options
         settings: dict[str, Any] = {
-            "job.config_file": "configs/phase1.toml", "job.dump_folder": run, "mixture.lock": self.lock,
-            "training.seq_len": self.seq_len, "training.local_batch_size": options.local_batch,
-            "training.global_batch_size": options.global_batch, "training.steps": STEPS,
-            "lr_scheduler.warmup_steps": WARMUP, "parallelism.data_parallel_replicate_degree": 1,
-            "parallelism.data_parallel_shard_degree": -1, "checkpoint.interval": SAVES_EVERY,
-            "metrics.log_freq": 1, "validation.freq": SAVES_EVERY, "validation.local_batch_size": 1,
+            "job.config_file": "configs/phase1.toml",
+            "job.dump_folder": run,
+            "mixture.lock": self.lock,
+            "training.seq_len": self.seq_len,
+            "training.local_batch_size": options.local_batch,
+            "training.global_batch_size": options.global_batch,
+            "training.steps": STEPS,
+            "lr_scheduler.warmup_steps": WARMUP,
+            "parallelism.data_parallel_replicate_degree": 1,
+            "parallelism.data_parallel_shard_degree": -1,
+            "checkpoint.interval": SAVES_EVERY,
+            "metrics.log_freq": 1,
+            "validation.freq": SAVES_EVERY,
+            "validation.local_batch_size": 1,
             "validation.windows_per_source": 1,
-        }  # fmt: skip
+        }
         if options.device == "cpu":  # no pinned memory; and minutes of g++
             settings |= {"checkpoint.async_mode": "async", "compile.backend": "eager"}
         settings |= {f"architecture.{name}": value for name, value in options.architecture.items()}
-        return [*job_flags(settings), "--metrics.no-enable_tensorboard", "--metrics.no-enable_wandb", *more]
+        return [
+            *job_flags(settings),
+            "--metrics.no-enable_tensorboard",
+            "--metrics.no-enable_wandb",
+            *more,
+        ]
 
-    def rows(self, name: str, *more: str, ranks: int = 1, killed: bool = False) -> list[dict[str, Any]]:
+    def rows(
+        self, name: str, *more: str, ranks: int = 1, killed: bool = False
+    ) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl of one job. RuntimeError where it does not end as it is to."""
         self.console.print(f"job: {name}", style="dim")
         run, log = self.folder / name, self.folder / f"{name}.log"
         env = {KILL_AT: str(KILLED_AT)} if killed else {}
         more = (*more, "--experimental.custom_import", "tools.check.killed_job") if killed else more
-        command = ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m", "train"]
+        command = [
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={ranks}",
+            "-m",
+            "train",
+        ]
         status = start([*command, *self.flags(run, *more)], log, env)
         if (status == 0) == killed:
             raise RuntimeError(f"job {name} ended with status {status}: {log.read_text()[-3000:]}")
@@ -139,9 +178,13 @@ def start(module: list[str], log: Path, env: Mapping[str, str]) -> int:
     """Exit status of `python -m MODULE ...`, whose output goes to `log`."""
     with open(log, "ab") as output:
         return subprocess.run(
-            [sys.executable, "-m", *module], cwd=ROOT, env={"OMP_NUM_THREADS": "1", **os.environ, **env},
-            stdout=output, stderr=output, timeout=TIMEOUT_S,
-        ).returncode  # fmt: skip
+            [sys.executable, "-m", *module],
+            cwd=ROOT,
+            env={"OMP_NUM_THREADS": "1", **os.environ, **env},
+            stdout=output,
+            stderr=output,
+            timeout=TIMEOUT_S,
+        ).returncode
 
 
 Gates = dict[
@@ -177,20 +220,30 @@ def losses(jobs: Jobs, whole: list[dict[str, Any]]) -> tuple[Gates, dict[str, An
     if nproc > 1:
         replicas = 2 if nproc > 2 else 1  # shards of one are refused
         more = [
-            "--parallelism.data_parallel_replicate_degree", str(replicas),
-            "--training.local_batch_size", str(jobs.options.global_batch // nproc),
-        ]  # fmt: skip
-        more += [] if jobs.options.device == "cuda" else ["--compile.no-enable"]  # shards and replicas alone
+            "--parallelism.data_parallel_replicate_degree",
+            str(replicas),
+            "--training.local_batch_size",
+            str(jobs.options.global_batch // nproc),
+        ]
+        more += (
+            [] if jobs.options.device == "cuda" else ["--compile.no-enable"]
+        )  # shards and replicas alone
         sharded = jobs.rows("sharded", *more, ranks=nproc)
         errors[f"losses of {replicas} x {nproc // replicas} ranks"] = furthest(sharded, exact)
     gates: Gates = {name: (error, allowed, error <= allowed) for name, error in errors.items()}
     gates["kernels replaced at the start"] = replaced(jobs.folder / "whole")
-    gates["losses fall"] = (whole[-1]["loss"], exact[0]["loss"], whole[-1]["loss"] < exact[0]["loss"])
+    gates["losses fall"] = (
+        whole[-1]["loss"],
+        exact[0]["loss"],
+        whole[-1]["loss"] < exact[0]["loss"],
+    )
     more_gates, figures = float8_losses(jobs, exact, rounded)
     return gates | more_gates, {"furthest loss of plain bf16 from float32": rounded, **figures}
 
 
-def float8_losses(jobs: Jobs, exact: list[dict[str, Any]], rounded: float) -> tuple[Gates, dict[str, Any]]:
+def float8_losses(
+    jobs: Jobs, exact: list[dict[str, Any]], rounded: float
+) -> tuple[Gates, dict[str, Any]]:
     """Float8 products for w1, w2 and w3, by row: a GPU's own, elsewhere emulated ones.
 
     What float8 costs is not guessed: the plain job in float32 with emulated products shows it; bf16's share, `rounded`,
@@ -237,11 +290,23 @@ def resumed(jobs: Jobs, whole: list[dict[str, Any]]) -> Gates:
     again = differing(last, whole[-len(last) :])
     validated = [row["valid_loss"] for row in whole if row.get("valid_loss") is not None]
     return {
-        "a second run, steps that differ": (repeats, 0, repeats == 0 and len(before) == KILLED_AT - 1),
+        "a second run, steps that differ": (
+            repeats,
+            0,
+            repeats == 0 and len(before) == KILLED_AT - 1,
+        ),
         "resumed after a save and a kill at step": (first, SAVES_EVERY, first == SAVES_EVERY),
-        "after the resume, steps that differ": (again, 0, again == 0 and len(last) == STEPS - SAVES_EVERY),
-        "validations": (len(validated), STEPS // SAVES_EVERY, len(validated) == STEPS // SAVES_EVERY),
-    }  # fmt: skip
+        "after the resume, steps that differ": (
+            again,
+            0,
+            again == 0 and len(last) == STEPS - SAVES_EVERY,
+        ),
+        "validations": (
+            len(validated),
+            STEPS // SAVES_EVERY,
+            len(validated) == STEPS // SAVES_EVERY,
+        ),
+    }
 
 
 def differing(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> int:
@@ -254,9 +319,13 @@ def memory(options: Options, whole: list[dict[str, Any]]) -> Gates:
     """Peak of what the allocator held, against the plan and the share of the GPU that it leaves unplanned."""
     name = "peak memory, GiB, against the plan"
     job = sums.Job(
-        config=options.config, seq_len=options.config.max_position_embeddings, steps=STEPS,
-        global_batch=options.global_batch, local_batch=options.local_batch, shard=1,
-    )  # fmt: skip
+        config=options.config,
+        seq_len=options.config.max_position_embeddings,
+        steps=STEPS,
+        global_batch=options.global_batch,
+        local_batch=options.local_batch,
+        shard=1,
+    )
     planned = sums.memory(job)["total"] / sums.USABLE / 2**30
     if options.device == "cpu":
         return {name: (None, planned, True)}

@@ -25,7 +25,9 @@ from tools.dashboard.header import header, tiles_of
 from tools.dashboard.page import html_page, utc
 
 EVERY_S = 60.0  # from one page to the next
-CARDS: dict[str, Callable[[Run], str]] = {  # in the order of the page, by their names in the jump links
+CARDS: dict[
+    str, Callable[[Run], str]
+] = {  # in the order of the page, by their names in the jump links
     "CORE": evaluations.core_card,
     "Training": training.training_card,
     "Sources": training.sources_card,

@@ -13,7 +13,11 @@ from typing import Any, NamedTuple
 from records.run import Run, number
 from tools.dashboard.page import colour, dash
 
-AXES = {"tokens": "x_tokens", "steps": "x_step", "time": "x_time"}  # a reader's choice: key of a row
+AXES = {
+    "tokens": "x_tokens",
+    "steps": "x_step",
+    "time": "x_time",
+}  # a reader's choice: key of a row
 MOST = 2000  # points of a curve
 VALIDATION = "#a03fb8"
 Json = dict[str, Any]
@@ -63,7 +67,9 @@ def dig(value: Any, *path: str) -> Any:
 
 def points_of(records: Sequence[Json], *path: str) -> Points:
     """The records that have a number at a path."""
-    return [(record, value) for record in records if number(value := dig(record, *path)) is not None]
+    return [
+        (record, value) for record in records if number(value := dig(record, *path)) is not None
+    ]
 
 
 def thin(points: Points) -> Points:
@@ -76,7 +82,11 @@ def thin(points: Points) -> Points:
         bucket = range(start, min(start + width, len(points)))
         known = [i for i in bucket if points[i][1] is not None]
         # a bucket without any figure stays a gap
-        chosen |= {choose(known, key=lambda i: points[i][1]) for choose in (min, max)} if known else {start}
+        chosen |= (
+            {choose(known, key=lambda i: points[i][1]) for choose in (min, max)}
+            if known
+            else {start}
+        )
     return [points[i] for i in sorted(chosen)]
 
 
@@ -99,10 +109,14 @@ def smooth(values: Iterable[float | None], half_life: float) -> Iterator[float |
 def places_of(rows: Sequence[Json]) -> Json:
     """Where rows or records stand on every axis; times in milliseconds, as JavaScript counts."""
     places = {axis: [number(row.get(key)) for row in rows] for axis, key in AXES.items()}
-    return places | {"time": [None if second is None else 1000 * second for second in places["time"]]}
+    return places | {
+        "time": [None if second is None else 1000 * second for second in places["time"]]
+    }
 
 
-def curve(name: str, points: Points, tint: str, ends: Sequence[Interval | None] = (), **look: Any) -> Json:
+def curve(
+    name: str, points: Points, tint: str, ends: Sequence[Interval | None] = (), **look: Any
+) -> Json:
     """One curve. ends: of the interval of 95 % of each point.
 
     look: `group` in the legend, `width`, `dash`, `opacity`, and `symbol`, with which few points are marked.
@@ -139,7 +153,9 @@ def figure(
     if not curves:
         return None
     every = list(curves[0]["x"])
-    axes = [axis for axis in every if all(None not in each["x"][axis] for each in curves)] or every[-1:]
+    axes = [axis for axis in every if all(None not in each["x"][axis] for each in curves)] or every[
+        -1:
+    ]
     chart = {"panels": panels, "curves": curves, "axes": axes, "columns": columns, **more}
     return chart | (marks_of(run) if run else {})
 
@@ -149,9 +165,15 @@ def marks_of(run: Run) -> Json:
     phases = []
     for index, phase in enumerate(run.phases):
         if rows := run.rows_of(phase):
-            phases.append({"name": phase, "colour": colour(index), "x": places_of([rows[0], rows[-1]])})
+            phases.append(
+                {"name": phase, "colour": colour(index), "x": places_of([rows[0], rows[-1]])}
+            )
     pairs = [(a.rows[-1], b.rows[0]) for a, b in pairwise(run.segments) if a.phase == b.phase]
-    firsts = [row for last, row in pairs if row["attempt"] != last["attempt"] or row["step"] <= last["step"]]
+    firsts = [
+        row
+        for last, row in pairs
+        if row["attempt"] != last["attempt"] or row["step"] <= last["step"]
+    ]
     labels = [f"↻{row['attempt']}" for row in firsts]
     return {"phases": phases, "restarts": {"labels": labels, "x": places_of(firsts)}}
 
@@ -184,7 +206,9 @@ def loss_part(run: Run, panel: Panel = LOSS, logged: bool = True) -> tuple[Panel
         if not segment.kept:
             again = [(row, row["loss"]) for row in segment.rows]
             look: Json = {"group": "repeated later", "dash": "dot", "opacity": 0.6, "width": 1.2}
-            curves.append(curve("repeated later", again, colour(run.phases.index(segment.phase)), **look))
+            curves.append(
+                curve("repeated later", again, colour(run.phases.index(segment.phase)), **look)
+            )
     for index, phase in enumerate(run.phases):
         # one mean for each phase: another mixture has another loss
         points = smoothed(run, run.rows_of(phase))

@@ -63,7 +63,9 @@ def where_evaluated(record: Json) -> str:
 def around(value: Any, error: Any) -> Interval | None:
     """The interval of 95 % of a mean with a standard error."""
     middle, spread = number(value), number(error)
-    return None if middle is None or spread is None else (middle - Z95 * spread, middle + Z95 * spread)
+    return (
+        None if middle is None or spread is None else (middle - Z95 * spread, middle + Z95 * spread)
+    )
 
 
 def interval_of(ends: Any) -> Interval | None:
@@ -89,7 +91,9 @@ def core_groups(run: Run) -> dict[str, list[Record]]:
 
 
 def core_tile(run: Run) -> Tile:
-    records = [record for group in core_groups(run).values() for record, _ in points_of(group, "core_v2")]
+    records = [
+        record for group in core_groups(run).values() for record, _ in points_of(group, "core_v2")
+    ]
     last = [Record(), *records][-1]
     note = f"± {measured(last['core_v2_se'], '.4f')}, v2; {escape(where_evaluated(last))}"
     return "CORE", measured(last["core_v2"], ".4f"), note
@@ -106,19 +110,25 @@ def core_card(run: Run) -> str:
             last = points[-1][0]
             where = f"<b>{escape(where_evaluated(last))}</b> <small>{escape(settings)}</small>"
             scores = [(last[key], last[f"{key}_se"]) for key in ("core_v1", "core_v2")]
-            cells = [f"{measured(score, '.4f')} ± {measured(error, '.4f')}" for score, error in scores]
+            cells = [
+                f"{measured(score, '.4f')} ± {measured(error, '.4f')}" for score, error in scores
+            ]
             rows.append((number(last["core_v1"]) or 0.0, [where, *cells]))
     if not curves:
         return ""
     for name, v1, v2 in PUBLISHED:
-        rows.append((v1, [escape(name), f"{v1:.4f}", none("not given") if v2 is None else f"{v2:.4f}"]))
+        rows.append(
+            (v1, [escape(name), f"{v1:.4f}", none("not given") if v2 is None else f"{v2:.4f}"])
+        )
     top = max(value for each in curves for value in each["y"])
     levels = [
         {"panel": 0, "y": v2, "label": f"{name} {v2:.4f}"}
         for name, _, v2 in PUBLISHED
         if v2 and v2 < 1.4 * top
     ]
-    panel = Panel("CORE", "v2, mean centered accuracy of 22 tasks; bars: 95 %", height=300, form=".4f")
+    panel = Panel(
+        "CORE", "v2, mean centered accuracy of 22 tasks; bars: 95 %", height=300, form=".4f"
+    )
     loss = loss_part(run, LOSS._replace(height=130), logged=False)
     drawn = figure([(panel, curves), loss, rows_part(run, RATE)], run, levels=levels)
     assert drawn is not None, "there is a curve"
@@ -152,7 +162,9 @@ def tasks_card(run: Run) -> str:
 
 
 def task_interval(task: Json) -> Interval | None:
-    return interval_of(task.get("interval")) or around(task.get("accuracy"), task.get("standard_error"))
+    return interval_of(task.get("interval")) or around(
+        task.get("accuracy"), task.get("standard_error")
+    )
 
 
 def task_table(record: Record) -> str:
@@ -165,7 +177,9 @@ def task_table(record: Record) -> str:
             items = f"{short(task.get('n'))} of {short(task.get('n_total'))}"
             name = f"{escape(name)} <small>{short(task.get('shots'))}-shot</small>"
             guessing = measured(task.get("baseline_v2"), "g", " %")
-            others = [measured(task.get(key), ".3f") for key in ("centered_v2", "gold_bits_per_byte")]
+            others = [
+                measured(task.get(key), ".3f") for key in ("centered_v2", "gold_bits_per_byte")
+            ]
             rows.append([name, items, accuracy, guessing, *others])
     head = ("task", "items", "accuracy", "guessing", "centered", "gold bits per byte")
     return fold("The newest record in full", table(head, rows, "numbers wrap")) if rows else ""
@@ -177,15 +191,24 @@ def missing_part(record: Record) -> str:
     if not absent or record["not_core"]:
         return ""
     reasons = escape("".join(f"{task}: {why}\n" for task, why in absent.items()))
-    return fold(f"{missing(f'{len(absent)} tasks missing')}, hence no CORE", f"<pre>{reasons}</pre>")
+    return fold(
+        f"{missing(f'{len(absent)} tasks missing')}, hence no CORE", f"<pre>{reasons}</pre>"
+    )
 
 
 def bits_card(run: Run) -> str:
     """Bits per byte of held-out text by source, and of the right answers as the job measured them itself."""
-    records, gold = run.evals_of("bits_per_byte"), points_of(run.evals_of("gold"), "gold_bits_per_byte")
-    points = {name: points_of(records, "sources", name, "bits_per_byte") for name in sources_of(run)}
+    records, gold = (
+        run.evals_of("bits_per_byte"),
+        points_of(run.evals_of("gold"), "gold_bits_per_byte"),
+    )
+    points = {
+        name: points_of(records, "sources", name, "bits_per_byte") for name in sources_of(run)
+    }
     whole = curve("all sources", points_of(records, "bits_per_byte"), NEUTRAL, symbol="circle")
-    of_text = Panel("Bits per byte", "held-out text, lower is better", "", 260, ".4f", zero=False, log=True)
+    of_text = Panel(
+        "Bits per byte", "held-out text, lower is better", "", 260, ".4f", zero=False, log=True
+    )
     ends = [around(bits, dig(record, "change", "bits_standard_error")) for record, bits in gold]
     right = curve("right answers", gold, TINT, ends, symbol="circle")
     of_answers = Panel(
@@ -204,9 +227,13 @@ def scores_of(run: Run) -> dict[str, dict[tuple[str, str], list[Score]]]:
     for record in run.evals_of("code"):
         value = number(record["pass@1_plus"])
         if value is not None:
-            how = ", ".join(str(record[key]) for key in ("protocol", "temperature", "prompt") if record[key])
+            how = ", ".join(
+                str(record[key]) for key in ("protocol", "temperature", "prompt") if record[key]
+            )
             ends = interval_of(record["pass@1_plus_interval"])
-            groups["Code"].setdefault((str(record["dataset"]), how), []).append((record, value, ends))
+            groups["Code"].setdefault((str(record["dataset"]), how), []).append(
+                (record, value, ends)
+            )
     for record in run.evals_of("lm_eval"):
         shots = "own shots" if record["num_fewshot"] is None else f"{record['num_fewshot']}-shot"
         options = (
@@ -214,8 +241,12 @@ def scores_of(run: Run) -> dict[str, dict[tuple[str, str], list[Score]]]:
             "" if record["limit"] is None else f"limit {record['limit']}",
         )
         for task, metrics in (record["tasks"] or {}).items():
-            known = {name.removesuffix(",none"): number(value) for name, value in (metrics or {}).items()}
-            for name in [n for n in ("acc_norm", "acc") if known.get(n) is not None][:1] or list(known):
+            known = {
+                name.removesuffix(",none"): number(value) for name, value in (metrics or {}).items()
+            }
+            for name in [n for n in ("acc_norm", "acc") if known.get(n) is not None][:1] or list(
+                known
+            ):
                 score = known[name]
                 if score is not None and not name.endswith("_stderr"):
                     how = ", ".join(filter(None, (name, shots, *options)))
@@ -231,7 +262,10 @@ def scores_card(run: Run) -> str:
     for title, scores_by_name in scores_of(run).items():
         curves = []
         for index, ((name, how), scores) in enumerate(scores_by_name.items()):
-            points, ends = [(record, value) for record, value, _ in scores], [each[2] for each in scores]
+            points, ends = (
+                [(record, value) for record, value, _ in scores],
+                [each[2] for each in scores],
+            )
             look: Json = {"symbol": "circle", "dash": dash(index)}
             curves.append(curve(f"{name} {how}", points, colour(index), ends, **look))
             where = escape(where_evaluated(points[-1][0]))
@@ -242,7 +276,10 @@ def scores_card(run: Run) -> str:
     drawn = figure(parts)
     body = chart(drawn, f"scores-{run.name}") if drawn else ""
     return (
-        card("Code and questions", body + table(("score", "how", "±: 95 %", "checkpoint"), rows, "wrap"))
+        card(
+            "Code and questions",
+            body + table(("score", "how", "±: 95 %", "checkpoint"), rows, "wrap"),
+        )
         if rows
         else ""
     )
@@ -263,7 +300,5 @@ def contamination_card(run: Run) -> str:
     if not rows:
         return card("Contamination", "<p>The data were not searched for evaluation items.</p>")
     head = ("evaluation set", "phase", "items", "touched, at most", "share", "documents dropped")
-    caption = (
-        "Items of which the training text held at least half of the 13-grams; the documents were left out."
-    )
+    caption = "Items of which the training text held at least half of the 13-grams; the documents were left out."
     return card("Contamination", table(head, rows.values(), "wrap"), caption)

@@ -37,7 +37,9 @@ def header(run: Run, now: float) -> str:
 
 def planned_steps(run: Run) -> dict[str, int | None]:
     """Steps that each phase is configured for, in the order of the run; None where no config says it."""
-    return {phase: dig(run.configs, phase, "training", "steps") for phase in [*run.phases, *run.configs]}
+    return {
+        phase: dig(run.configs, phase, "training", "steps") for phase in [*run.phases, *run.configs]
+    }
 
 
 def state(run: Run, now: float) -> tuple[str, str]:
@@ -89,7 +91,9 @@ def model_facts(run: Run) -> list[str]:
 
 def tiles_of(run: Run) -> str:
     """The newest figures; what has none takes no room."""
-    bits, decode = ([Record(), *run.evals_of(kind)][-1] for kind in ("bits_per_byte", "decode_speed"))
+    bits, decode = (
+        [Record(), *run.evals_of(kind)][-1] for kind in ("bits_per_byte", "decode_speed")
+    )
     where = f"held-out text, {escape(where_evaluated(bits))}"
     share = measured(decode["percent_of_probe"], ".0f", " % of the memory's limit")
     speed, mfu = recent(run, "tokens_per_s"), recent(run, "mfu")
@@ -100,7 +104,11 @@ def tiles_of(run: Run) -> str:
         ("training speed", short(speed), "tokens per second, median"),
         *usage_tiles(run),
         ("MFU", measured(mfu, ".1f", " %"), "of the hardware's peak FLOP/s, median"),
-        ("decode", measured(decode["tokens_per_s"], ".4g"), f"tokens per second at batch 1, {share}"),
+        (
+            "decode",
+            measured(decode["tokens_per_s"], ".4g"),
+            f"tokens per second at batch 1, {share}",
+        ),
     ]
     return tiles(entry for entry in entries if 'class="none"' not in entry[1])
 
@@ -128,7 +136,9 @@ def usage_tiles(run: Run) -> list[Tile]:
     usage = usage_of(run)
     left = usage.gpu_hours_left
     total = f"of {short(usage.gpu_hours + left)}" if left else "so far"
-    prices: Json = next((config.get("metrics", {}) for config in reversed(run.configs.values())), {})
+    prices: Json = next(
+        (config.get("metrics", {}) for config in reversed(run.configs.values())), {}
+    )
     price = money(usage.gpu_hours, prices)
     hours = "device-hours", short(usage.gpu_hours), f"{total}, {price}" if price else total
     if usage.finish_time is None:

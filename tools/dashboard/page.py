@@ -20,7 +20,9 @@ FONT = 'ui-sans-serif,system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue"
 PALETTE = ("#4f8ff7", "#f0994b", "#2fb5a0", "#c77dff", "#e5647c", "#8fb339", "#3fa9d6", "#c9a227")
 DASHES = ("solid", "dash", "dot")  # of curves, once the palette is used up
 Tile = tuple[str, str, str]  # name, figure as HTML, note
-STYLE, SCRIPT = (Path(__file__).with_suffix(end).read_text(encoding="utf-8") for end in (".css", ".js"))
+STYLE, SCRIPT = (
+    Path(__file__).with_suffix(end).read_text(encoding="utf-8") for end in (".css", ".js")
+)
 
 
 def html_page(title: str, body: str, library: str) -> str:

@@ -34,7 +34,18 @@ LISTED = 40  # incidents
 TROUBLE = re.compile(
     "unclean|fail|crash|kill|hang|spike|nan|finite|damage|corrupt|quaran|roll|lost|bad|stop|error|exit"
 )
-PLACES = {"phase", "kind", "step", "attempt", "time", "x_step", "x_tokens", "x_time", "rank", "host"}
+PLACES = {
+    "phase",
+    "kind",
+    "step",
+    "attempt",
+    "time",
+    "x_step",
+    "x_tokens",
+    "x_time",
+    "rank",
+    "host",
+}
 READING = (
     "Bold: the exponential mean; faint: the logged loss; ↻: another attempt took over; ▾: an event of the job "
     "(red: trouble); ▴: a figure above the axis. Drag to zoom, double-click to reset; a click in a legend hides "
@@ -84,7 +95,9 @@ def positions_card(run: Run) -> str:
             by_octave = curve(name, points, colour(places.index(name)), **look)
             curves.append({**by_octave, "x": {"first position of an octave, tokens": list(losses)}})
             octaves |= set(map(int, losses)) if row is last else set()
-    panel = Panel("Validation loss by position", "nats per token", height=280, form=".4f", zero=False)
+    panel = Panel(
+        "Validation loss by position", "nats per token", height=280, form=".4f", zero=False
+    )
     caption = (
         "By how many tokens of its document (or window) a token has before it. Bold: step "
         f"{last['step']:,}; dotted: step {first['step']:,}. Longer documents are other text: compare a source "
@@ -96,7 +109,9 @@ def positions_card(run: Run) -> str:
 
 def machine_card(run: Run) -> str:
     drawn = figure([rows_part(run, panel) for panel in MACHINE], run)
-    caption = "Waiting and memory are rank 0's; checkpoint seconds stand in the first row after the save."
+    caption = (
+        "Waiting and memory are rank 0's; checkpoint seconds stand in the first row after the save."
+    )
     return chart_card("Statistics and machine", drawn, f"machine-{run.name}", caption)
 
 
@@ -111,13 +126,19 @@ def event_groups(run: Run) -> list[list[Record]]:
 
 def is_trouble(event: Record) -> bool:
     """Whether its kind sounds like trouble, or it has an exit code that no run should end with."""
-    return bool(TROUBLE.search(str(event["kind"]).lower())) or event["code"] not in (None, DONE, STOPPED)
+    return bool(TROUBLE.search(str(event["kind"]).lower())) or event["code"] not in (
+        None,
+        DONE,
+        STOPPED,
+    )
 
 
 def text_of(event: Record) -> str:
     """The text or reason of an event, else its other facts."""
     facts = {key: value for key, value in event.items() if key not in PLACES and value is not None}
-    listed = ", ".join(f"{key} {v if isinstance(v, str) else json.dumps(v)}" for key, v in facts.items())
+    listed = ", ".join(
+        f"{key} {v if isinstance(v, str) else json.dumps(v)}" for key, v in facts.items()
+    )
     return str(event["text"] or event["reason"] or listed)
 
 
@@ -138,7 +159,9 @@ def incidents_card(run: Run) -> str:
     for first, *more in reversed(event_groups(run)):
         kind = str(first["kind"] or "event").removeprefix("supervisor_").replace("_", " ")
         times = f" <small>{len(more) + 1} times</small>" if more else ""
-        hosts = ", ".join(sorted({str(event["host"]) for event in (first, *more) if event["host"]})[:3])
+        hosts = ", ".join(
+            sorted({str(event["host"]) for event in (first, *more) if event["host"]})[:3]
+        )
         name = (missing if is_trouble(first) else escape)(kind) + times
         where = where_evaluated(first) if first["step"] is not None else str(first["phase"])
         rows.append([utc(first["time"]), name, *map(escape, (where, hosts, text_of(first)))])
@@ -160,22 +183,37 @@ def provenance_card(run: Run) -> str:
         ("torch", run.attempts, "torch"),
         ("ranks", run.attempts, "world_size"),
     )
-    facts = {title: [str(each[key]) for each in records if each[key]] for title, records, key in sources}
+    facts = {
+        title: [str(each[key]) for each in records if each[key]] for title, records, key in sources
+    }
     for phase, lineage in run.lineages.items():
-        facts |= {f"{key} of {phase}": [str(value)] for key, value in lineage.items() if value is not None}
-    rows = [[escape(name), " ".join(map(code, dict.fromkeys(each)))] for name, each in facts.items() if each]
+        facts |= {
+            f"{key} of {phase}": [str(value)] for key, value in lineage.items() if value is not None
+        }
+    rows = [
+        [escape(name), " ".join(map(code, dict.fromkeys(each)))]
+        for name, each in facts.items()
+        if each
+    ]
     body = table(("identity", "sha256 or version"), rows, "wrap") if rows else ""
-    names = sorted({
-        (section, key)
-        for config in run.configs.values()
-        for section, values in config.items() if isinstance(values, dict)
-        for key in values
-    })  # fmt: skip
+    names = sorted(
+        {
+            (section, key)
+            for config in run.configs.values()
+            for section, values in config.items()
+            if isinstance(values, dict)
+            for key in values
+        }
+    )
     cells = [
         [escape(".".join(name)), *(code(dig(config, *name)) for config in run.configs.values())]
         for name in names
     ]
-    body += fold("Settings of the job by phase", table(("setting", *run.configs), cells)) if cells else ""
+    body += (
+        fold("Settings of the job by phase", table(("setting", *run.configs), cells))
+        if cells
+        else ""
+    )
     return card("Provenance", body) if body else ""
 
 

@@ -65,7 +65,12 @@ def begin(path: Path, config: Path, out: Path) -> tuple[Late, int, list[str]]:
         raise ValueError(f"{config}: {error}") from None
     model, checkpoint = cut(path, late.lanes)
     check(late, len(model.layers), steps)
-    origin = {"model": path.name, "model_sha256": sha256_of(path), "lanes": late.lanes, "config": tables}
+    origin = {
+        "model": path.name,
+        "model_sha256": sha256_of(path),
+        "lanes": late.lanes,
+        "config": tables,
+    }
     refuse_other_origin(out / ORIGIN, origin)
     write_dense(model, late, out / "dense")
     lock = prepare_text(late, seq_len, checkpoint, out)
@@ -82,7 +87,9 @@ def begin(path: Path, config: Path, out: Path) -> tuple[Late, int, list[str]]:
 def refuse_other_origin(path: Path, origin: dict[str, Any]) -> None:
     """ValueError where a folder was begun with another model or config, whose results would be taken for this one's."""
     if path.exists() and json.loads(path.read_text(encoding="utf-8")) != origin:
-        raise ValueError(f"{path.parent} was begun with another model or config; choose another --out")
+        raise ValueError(
+            f"{path.parent} was begun with another model or config; choose another --out"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(origin))
 
@@ -103,9 +110,15 @@ def finish(path: Path, late: Late, steps: int, out: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the trainer is to save, whoever ends this
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # the trainer is to save, whoever ends this
     try:
-        print(json.dumps(tyro.cli(delay_a_model, prog="python -m tools.delay_a_model", description=__doc__)))
+        print(
+            json.dumps(
+                tyro.cli(delay_a_model, prog="python -m tools.delay_a_model", description=__doc__)
+            )
+        )
     except (ValueError, OSError) as error:
         raise SystemExit(f"tools.delay_a_model: {error}") from None
     except KeyboardInterrupt:

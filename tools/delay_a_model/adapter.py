@@ -131,7 +131,9 @@ def write(folder: Path, adapter: Mapping[str, Tensor], about: Mapping[str, Any])
     """about: model, model_sha256 and lanes of the dense model, and the architecture of the late one."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ADAPTER
-    save_file({name: weight.to(torch.bfloat16).contiguous() for name, weight in adapter.items()}, path)
+    save_file(
+        {name: weight.to(torch.bfloat16).contiguous() for name, weight in adapter.items()}, path
+    )
     path.chmod(0o644)  # safetensors creates files with mode 600
     described = {**about, "adapter_sha256": file_sha256(path)}
     write_atomically(folder / ABOUT, json.dumps(described, indent=2) + "\n")

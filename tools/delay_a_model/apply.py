@@ -37,7 +37,9 @@ def apply(
     changes, about = read(adapter, sha256_of(model))
     dense, checkpoint = cut(model, about["lanes"])
     card = (adapter / "README.md").read_text(encoding="utf-8")
-    return write_folder(about["architecture"], checkpoint, merge(dense.state_dict(), changes), out, card)
+    return write_folder(
+        about["architecture"], checkpoint, merge(dense.state_dict(), changes), out, card
+    )
 
 
 if __name__ == "__main__":

@@ -93,7 +93,9 @@ def special_tokens(checkpoint: Checkpoint) -> dict[str, str]:
 def token_ids(checkpoint: Checkpoint) -> dict[str, Any]:
     """bos_token_id, eos_token_id (all that end an answer) and pad_token_id."""
     assert checkpoint.tokenizer is not None, "write_text_files refuses a model without one"
-    special = {name: token for name, token in special_tokens(checkpoint).items() if name != "unk_token"}
+    special = {
+        name: token for name, token in special_tokens(checkpoint).items() if name != "unk_token"
+    }
     ids = {f"{name}_id": checkpoint.tokenizer.token_to_id(token) for name, token in special.items()}
     return ids | {"eos_token_id": list(checkpoint.eos_ids)}
 

@@ -95,7 +95,11 @@ def shares(step: int, layers: int, anneal_steps: int) -> list[float]:
 
 
 def late_streams(
-    layers: Iterable[nn.Module], h: Tensor, rope: tuple[Tensor, Tensor], masks: Sequence[Any], delay: int
+    layers: Iterable[nn.Module],
+    h: Tensor,
+    rope: tuple[Tensor, Tensor],
+    masks: Sequence[Any],
+    delay: int,
 ) -> Streams:
     """Streams (B, S, L or 1, D) through late layers, one mask each.
 

@@ -51,7 +51,11 @@ def prepare_text(late: Late, seq_len: int, checkpoint: Checkpoint, out: Path) ->
     if not lock.exists():
         write_text_files(checkpoint, out / "tokenizer")
         tokenizer = (out / "tokenizer" / "tokenizer.json").resolve()
-        recipe = {"base": str(Path(late.recipe).resolve()), "tokenizer": str(tokenizer), "seq_len": seq_len}
+        recipe = {
+            "base": str(Path(late.recipe).resolve()),
+            "tokenizer": str(tokenizer),
+            "seq_len": seq_len,
+        }
         write_atomically(out / "recipe.toml", tomli_w.dumps(recipe))
         prepare(out / "recipe.toml", lock.parent, Options(usable_cpus()), Console(stderr=True))
     return lock

@@ -93,7 +93,9 @@ class LateLaneformer(TitanLaneformer):
         """Logits (B, S, V), or with labels (B, S) the KL of every token; of a label, only whether it counts matters."""
         first, late = self.late.first_late_layer, self.late
         lower, upper, above = self.layers[:first], self.layers[first:], masks[first:]
-        h, _ = run_layers(lower, self.config, embedding, rope, masks[:first], share_equal_streams=True)
+        h, _ = run_layers(
+            lower, self.config, embedding, rope, masks[:first], share_equal_streams=True
+        )
         logits = logits_of(self, late_streams(upper, h, rope, above, late.delay), late.flush)
         if labels is None:
             return logits

@@ -78,7 +78,9 @@ def main() -> None:
         arguments.insert(0, "--config")
     try:
         options, overrides = tyro.cli(Options, args=arguments, prog=PROG, return_unknown_args=True)
-        if inherited := parents_cluster(options):  # what the parent was launched with is the default then
+        if inherited := parents_cluster(
+            options
+        ):  # what the parent was launched with is the default then
             default = Options(**inherited)
             options, overrides = tyro.cli(
                 Options, args=arguments, prog=PROG, default=default, return_unknown_args=True
@@ -106,14 +108,20 @@ def launch(options: Options, overrides: list[str]) -> None:
 
     if options.dry_run:
         console.print(f"run folder   {run}\njob file     {start.config}")
-        console.print(f"overrides    {' '.join([*start.overrides, *overrides]) or 'none'}", markup=False)
+        console.print(
+            f"overrides    {' '.join([*start.overrides, *overrides]) or 'none'}", markup=False
+        )
         if start.checkpoint:
             console.print(f"starts from  {start.checkpoint}")
         print(script(run / "snapshot/<time>-<commit>"))
         return
     if not options.local and not shutil.which("sbatch"):
-        raise ValueError("sbatch is not installed; launch from a login node, or with --local or --dry-run")
-    snapshot = take_snapshot(run, start.config, [*start.overrides, *overrides], options.allow_dirty, script)
+        raise ValueError(
+            "sbatch is not installed; launch from a login node, or with --local or --dry-run"
+        )
+    snapshot = take_snapshot(
+        run, start.config, [*start.overrides, *overrides], options.allow_dirty, script
+    )
     if start.skip_list is not None:
         shutil.copy(start.skip_list, run)
     try:
@@ -121,15 +129,25 @@ def launch(options: Options, overrides: list[str]) -> None:
     except ValueError:
         remove(snapshot)
         raise
-    record = {"time": time.time(), "job_id": job_id, "snapshot": str(snapshot), "cluster": dataclasses.asdict(cluster),
-              "dependency": dependency, "parent": str(start.parent) if start.parent else None,
-              "started_from": start.checkpoint, "config": str(start.config), "overrides": overrides}  # fmt: skip
+    record = {
+        "time": time.time(),
+        "job_id": job_id,
+        "snapshot": str(snapshot),
+        "cluster": dataclasses.asdict(cluster),
+        "dependency": dependency,
+        "parent": str(start.parent) if start.parent else None,
+        "started_from": start.checkpoint,
+        "config": str(start.config),
+        "overrides": overrides,
+    }
     append_line(run / "launches.jsonl", json.dumps(record))
     if options.local:
         console.print(f"running here; run folder {run}, snapshot {snapshot}")
         sys.exit(subprocess.run(["bash", str(snapshot / "submit.sbatch")]).returncode)
     console.print(f"job {job_id}{f' ({dependency})' if dependency else ''}")
-    console.print(f"  run       {run}\n  snapshot  {snapshot}\n  log       {run / f'slurm-{job_id}.log'}")
+    console.print(
+        f"  run       {run}\n  snapshot  {snapshot}\n  log       {run / f'slurm-{job_id}.log'}"
+    )
     print(json.dumps({"job_id": job_id, "run": str(run), "snapshot": str(snapshot)}))
 
 
@@ -139,7 +157,9 @@ def choose_start(options: Options) -> Start:
     if options.phase_switch and options.decay_from:
         raise ValueError("--phase-switch and --decay-from exclude each other")
     if (options.steps is None) != (options.decay_from is None):
-        raise ValueError("--decay-from and --steps belong together: the start and the length of the decay")
+        raise ValueError(
+            "--decay-from and --steps belong together: the start and the length of the decay"
+        )
     if options.phase_switch:
         return next_phase(options.phase_switch.resolve(), config or Path("configs/phase2.toml"))
     if options.decay_from:
@@ -190,7 +210,11 @@ def cluster_of(options: Options) -> Cluster:
 def refuse_second_job(run: Path) -> None:
     """Two jobs in one run folder would overwrite each other's checkpoints."""
     before = last_launch(run)
-    if before and before["job_id"] is not None and (state := job_state(before["job_id"])) not in ENDED:
+    if (
+        before
+        and before["job_id"] is not None
+        and (state := job_state(before["job_id"])) not in ENDED
+    ):
         raise ValueError(
             f"job {before['job_id']} of {run} is {state}; scancel it first, or choose another --run"
         )
@@ -232,7 +256,9 @@ def next_phase(run: Path, config: Path) -> Start:
     state = job_state(job_id) if job_id is not None and not written else None
     if not written and state in ENDED:
         job = f"job {job_id} is {state or 'forgotten'}" if job_id else "no job"
-        raise ValueError(f"{checkpoint} does not exist, and {job} that would write it; finish that run first")
+        raise ValueError(
+            f"{checkpoint} does not exist, and {job} that would write it; finish that run first"
+        )
     overrides = ["--checkpoint.initial_load_path", str(checkpoint)]
     return Start(config, overrides, run, str(checkpoint), None if written else f"afterok:{job_id}")
 
@@ -261,10 +287,17 @@ def decay_branch(checkpoint: Path, steps: int) -> Start:
         )
     total = at + steps - 1
     overrides = [
-        "--training.steps", str(at + steps), "--lr_scheduler.total_steps", str(total),
-        "--lr_scheduler.decay_ratio", repr(steps / total), "--checkpoint.initial_load_path", str(checkpoint),
-        "--checkpoint.initial_load_all_states", "--checkpoint.no-allow_fresh_start",
-    ]  # fmt: skip
+        "--training.steps",
+        str(at + steps),
+        "--lr_scheduler.total_steps",
+        str(total),
+        "--lr_scheduler.decay_ratio",
+        repr(steps / total),
+        "--checkpoint.initial_load_path",
+        str(checkpoint),
+        "--checkpoint.initial_load_all_states",
+        "--checkpoint.no-allow_fresh_start",
+    ]
     branch = run.with_name(f"{run.name}-decay-{at}+{steps}")
     skip_list = next(run.glob("skip_sequences.json"), None)
     return Start(job_file, overrides, run, str(checkpoint), None, branch, skip_list)

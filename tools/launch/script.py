@@ -21,8 +21,19 @@ from records.events import STOPPED, STOPPED_UNSAVED
 
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|WEBHOOK", re.IGNORECASE)
 # None: Slurm no longer knows the job. Any other state counts as alive
-ENDED = (None, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE",
-         "PREEMPTED", "REVOKED")  # fmt: skip
+ENDED = (
+    None,
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "PREEMPTED",
+    "REVOKED",
+)
 
 SCRIPT = """#!/bin/bash
 {directives}
@@ -124,7 +135,9 @@ def batch_script(snapshot: Path, run: Path, cluster: Cluster, dependency: str | 
         "output": run / "slurm-%j.log",
     }
     directives = [
-        f"--{k}=" + (f'"{v}"' if " " in str(v) else f"{v}") for k, v in options.items() if v is not None
+        f"--{k}=" + (f'"{v}"' if " " in str(v) else f"{v}")
+        for k, v in options.items()
+        if v is not None
     ]
     directives.append("--requeue" if cluster.requeue else "--no-requeue")
     return SCRIPT.format(

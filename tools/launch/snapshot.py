@@ -72,8 +72,15 @@ def take_snapshot(
         resolved = resolve(partial, config, [*overrides, *pinned(job, run, final)])
         (partial / "job.toml").write_text(resolved, encoding="utf-8")
         (partial / "packages.txt").write_text("\n".join(packages()) + "\n", encoding="utf-8")
-        facts = {"code_version": code["version"], "commit": code["commit"], "mixture_fingerprint": fingerprint,
-                 "config": str(config), "overrides": overrides, "argv": sys.argv, "time": time.time()}  # fmt: skip
+        facts = {
+            "code_version": code["version"],
+            "commit": code["commit"],
+            "mixture_fingerprint": fingerprint,
+            "config": str(config),
+            "overrides": overrides,
+            "argv": sys.argv,
+            "time": time.time(),
+        }
         for name, value in (("snapshot.json", facts), ("environment.json", environment())):
             (partial / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
         (partial / "submit.sbatch").write_text(script(final), encoding="utf-8")
@@ -90,7 +97,9 @@ def code_tree(allow_dirty: bool) -> dict[str, Any]:
     Raises ValueError if dirty.
     """
     if not (ROOT / ".git").exists():
-        raise ValueError(f"{ROOT} is not a git checkout, so its code has no version; launch from a clone")
+        raise ValueError(
+            f"{ROOT} is not a git checkout, so its code has no version; launch from a clone"
+        )
     commit = git("rev-parse", "HEAD").decode().strip()
     changed = git("status", "--porcelain").decode()
     code: dict[str, Any] = {"commit": commit, "tree": commit, "version": commit[:12], "diff": b""}
@@ -113,7 +122,9 @@ def code_tree(allow_dirty: bool) -> dict[str, Any]:
 
 
 def git(*arguments: str, **variables: str) -> bytes:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, env={**os.environ, **variables}, capture_output=True)
+    done = subprocess.run(
+        ["git", *arguments], cwd=ROOT, env={**os.environ, **variables}, capture_output=True
+    )
     if done.returncode:
         raise ValueError(f"git {' '.join(arguments)} failed: {done.stderr.decode().strip()}")
     return done.stdout
@@ -132,9 +143,12 @@ def write_interpreter(env: Path) -> None:
     installed = [
         path
         for path in map(Path, sys.path)
-        if path.is_absolute() and path.is_dir() and path.resolve() not in ours
-        and path != standard and path.name != "lib-dynload"
-    ]  # fmt: skip
+        if path.is_absolute()
+        and path.is_dir()
+        and path.resolve() not in ours
+        and path != standard
+        and path.name != "lib-dynload"
+    ]
     # a path in a .pth file is searched, but its own .pth files are not executed, so no import
     # hook is inherited
     (packages_folder / "snapshot.pth").write_text(
@@ -162,7 +176,10 @@ def resolve(snapshot: Path, config: Path, overrides: list[str]) -> str:
 
 def pinned(job: JobSections, run: Path, final: Path) -> list[str]:
     """Overrides that make the job's paths absolute and its mixture the snapshot's copy."""
-    paths = {"job.dump_folder": run, "mixture.lock": final / "mixture" / Path(job.mixture.lock).name}
+    paths = {
+        "job.dump_folder": run,
+        "mixture.lock": final / "mixture" / Path(job.mixture.lock).name,
+    }
     if parent := job.checkpoint.initial_load_path:
         paths["checkpoint.initial_load_path"] = Path(os.path.abspath(parent))
     return job_flags(paths)
@@ -193,7 +210,9 @@ def packages() -> list[str]:
 def environment() -> dict[str, Any]:
     """The machine, Python and environment variables of this launch, without variables that look like secrets."""
     variables = {
-        k: v for k, v in sorted(os.environ.items()) if KEPT_VARIABLES.match(k) and not SECRET.search(k)
+        k: v
+        for k, v in sorted(os.environ.items())
+        if KEPT_VARIABLES.match(k) and not SECRET.search(k)
     }
     modules = [module for module in os.environ.get("LOADEDMODULES", "").split(":") if module]
     machine = {"python": sys.version, "executable": sys.executable, "host": list(os.uname())}

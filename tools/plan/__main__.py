@@ -71,7 +71,9 @@ def main(arguments: list[str] | None = None) -> None:
     # TorchTitan's flags have a dot in their names
     titans = (i for i, a in enumerate(arguments) if a.startswith("--") and "." in a.split("=")[0])
     first = next(titans, len(arguments))
-    options = tyro.cli(Options, args=arguments[:first], prog="python -m tools.plan", description=__doc__)
+    options = tyro.cli(
+        Options, args=arguments[:first], prog="python -m tools.plan", description=__doc__
+    )
     try:
         result = plan(options, arguments[first:])
     except ValueError as error:
@@ -99,7 +101,9 @@ def plan(options: Options, overrides: list[str]) -> Result:
     }
 
 
-def plan_phase(options: Options, path: Path, overrides: list[str], taken: dict[str, float]) -> Result:
+def plan_phase(
+    options: Options, path: Path, overrides: list[str], taken: dict[str, float]
+) -> Result:
     """`taken`, the tokens that earlier phases took of each source, is brought up to date."""
     card = card_named(options.gpu)
     if math.isnan(card.peak_flops):
@@ -135,7 +139,9 @@ def plan_phase(options: Options, path: Path, overrides: list[str], taken: dict[s
         tokens = compute["tokens"] * source["weight"] / sum(each["weight"] for each in sources)
         so_far = taken[source["name"]] = taken.get(source["name"], 0.0) + tokens
         epochs = so_far / source["expected_tokens"] if source["expected_tokens"] else None
-        phase["data"].append({**source, "tokens": tokens, "tokens_so_far": so_far, "epochs_so_far": epochs})
+        phase["data"].append(
+            {**source, "tokens": tokens, "tokens_so_far": so_far, "epochs_so_far": epochs}
+        )
     return phase
 
 
@@ -180,7 +186,11 @@ def read_sources(path: Path, titan_job: Any) -> list[Result]:
         locked = read_lock(lock)
         return [
             {name: source[name] for name in ("name", "category", "weight")}
-            | {"expected_tokens": source["windows"] * locked["seq_len"], "files": None, "prepared": True}
+            | {
+                "expected_tokens": source["windows"] * locked["seq_len"],
+                "files": None,
+                "prepared": True,
+            }
             for source in locked["sources"]
         ]
     # data/nemotron/phase1.lock.json: nemotron
@@ -189,7 +199,9 @@ def read_sources(path: Path, titan_job: Any) -> list[Result]:
         return []
     read, phase = recipe_file.load(file), titan_job.phase.name
     if phase not in read.phases:
-        raise ValueError(f"{file} has no [{phase}], the phase.name of {path}; it has {list(read.phases)}")
+        raise ValueError(
+            f"{file} has no [{phase}], the phase.name of {path}; it has {list(read.phases)}"
+        )
     return [
         {
             "name": source.name,
@@ -228,20 +240,41 @@ def take_step(config: Path, overrides: list[str], titan_job: Any, world_size: in
             --comm.mode fake_backend"""
         command = [sys.executable, "-m", "train", "--job.config_file", str(config), *overrides]
         command += smaller.split()
-        command += ["--job.dump_folder", str(run), "--mixture.lock", str(lock), "--validation.gold_items", ""]
+        command += [
+            "--job.dump_folder",
+            str(run),
+            "--mixture.lock",
+            str(lock),
+            "--validation.gold_items",
+            "",
+        ]
         command += ["--quantize.linear.float8.emulate"] if titan_job.model.converters else []
         world = dict.fromkeys(("NGPU", "WORLD_SIZE"), str(world_size))
         env = os.environ | world | {"LOCAL_RANK": "0", "RANK": "0"}
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
+        done = subprocess.run(
+            command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900
+        )
         if done.returncode != 0:
-            raise ValueError(f"the dry run of {config} failed: {(done.stdout + done.stderr)[-3000:]}")
+            raise ValueError(
+                f"the dry run of {config} failed: {(done.stdout + done.stderr)[-3000:]}"
+            )
         row, attempt = (read_lines(run / name)[-1] for name in ("metrics.jsonl", "attempts.jsonl"))
     return {"world_size": attempt["world_size"], "step": row["step"], "lr": row["lr"]}
 
 
 # --- the report
 
-SECTIONS = ("job", "parameters", "compute", "memory", "gpu", "checkpoints", "traffic", "gold", "dry_run")
+SECTIONS = (
+    "job",
+    "parameters",
+    "compute",
+    "memory",
+    "gpu",
+    "checkpoints",
+    "traffic",
+    "gold",
+    "dry_run",
+)
 
 
 def show(result: Result, console: Console) -> None:
@@ -262,7 +295,8 @@ def show(result: Result, console: Console) -> None:
 
 def show_figures(console: Console, title: str, figures: Result | None) -> None:
     show_rows(
-        console, [{title: name.replace("_", " "), "": value} for name, value in (figures or {}).items()]
+        console,
+        [{title: name.replace("_", " "), "": value} for name, value in (figures or {}).items()],
     )
 
 

@@ -152,7 +152,9 @@ def kept_per_token(job: Job, layer: int) -> float:
     kv = config.head_dim * config.num_key_value_heads
     narrow = (2 * d + 2 * kv + 2 * config.intermediate_size) / job.lane_ranks
     if job.float8:
-        return 2 * before + between + narrow + (between + config.intermediate_size) / job.param_bytes
+        return (
+            2 * before + between + narrow + (between + config.intermediate_size) / job.param_bytes
+        )
     return 2 * (before + between) + narrow + sums
 
 
@@ -163,7 +165,9 @@ def memory(job: Job) -> dict[str, float]:
     stream = micro * config.hidden_size * job.param_bytes
     wide = stream * config.num_lanes / job.lane_ranks
     own = counts["total"] / job.shard
-    gathered = LAYERS_IN_FLIGHT * counts["layer"] + counts["lm_head"] if job.reshard else counts["total"]
+    gathered = (
+        LAYERS_IN_FLIGHT * counts["layer"] + counts["lm_head"] if job.reshard else counts["total"]
+    )
     chunk = min(CHUNK_TOKENS, micro) if config.lm_head_type == "vocab_parallel" else micro
     # a chunk's logits, widened, and their gradient; the head's gradient in float32; streams,
     # normed, their gradient
@@ -172,7 +176,11 @@ def memory(job: Job) -> dict[str, float]:
     by_layer = [kept_per_token(job, i) for i in range(config.num_hidden_layers)]
     whole = dataclasses.replace(job, checkpointing="none")
     # of the layer whose backward pass is under way: what it has not kept
-    again = max(kept_per_token(whole, i) - kept for i, kept in enumerate(by_layer)) * micro * job.param_bytes
+    again = (
+        max(kept_per_token(whole, i) - kept for i, kept in enumerate(by_layer))
+        * micro
+        * job.param_bytes
+    )
     # gradients of sums on their way
     late = 0 if job.lane_ranks == 1 else len(MODULES) * config.broadcast_delay * stream
     # unsharded gradients
@@ -190,7 +198,10 @@ def memory(job: Job) -> dict[str, float]:
 
 def largest_local_batch(job: Job, gpu: Card) -> int:
     """The largest power of two up to 64 whose step fits the GPU, 0 if not even one sequence does."""
-    used = {n: memory(dataclasses.replace(job, local_batch=n))["total"] for n in (1, 2, 4, 8, 16, 32, 64)}
+    used = {
+        n: memory(dataclasses.replace(job, local_batch=n))["total"]
+        for n in (1, 2, 4, 8, 16, 32, 64)
+    }
     return max((n for n, size in used.items() if size <= USABLE * gpu.memory_bytes), default=0)
 
 
@@ -226,7 +237,10 @@ def traffic(job: Job, cluster: Cluster) -> Facts:
     reduce_scatter = job.micro_batches * job.reduce_bytes * counts["total"] * others
     all_reduce = job.reduce_bytes * counts["total"] / shard * 2 * (replicate - 1) / replicate
     # a group's ranks are neighbours, so its shards are that far apart
-    nodes, in_node = -(-shard * group // cluster.gpus_per_node), max(cluster.gpus_per_node // group, 1)
+    nodes, in_node = (
+        -(-shard * group // cluster.gpus_per_node),
+        max(cluster.gpus_per_node // group, 1),
+    )
     within = all_gather + reduce_scatter
     # of what a GPU needs from other shards, the part that other nodes hold
     outside = within / others * (nodes - 1) / nodes if nodes > 1 else 0.0

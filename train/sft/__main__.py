@@ -92,16 +92,24 @@ def run(arguments: Arguments) -> Path:
     rules = _rules(arguments)
     out = arguments.out
     out.mkdir(parents=True, exist_ok=True)
-    with hold_lock(out / ".sft.lock", f"another process writes {out}; wait for it, or give another --out"):
+    with hold_lock(
+        out / ".sft.lock", f"another process writes {out}; wait for it, or give another --out"
+    ):
         token_facts = facts(arguments.tokenizer)
         tokenizer, special = open_tokenizer(arguments.tokenizer)
         made, template_path = {}, TOOLS_TEMPLATE if rules.system_and_tools else CHAT_TEMPLATE
         template = {"chat_template": template_path.read_text(), **special}
         for name, origins in sources.items():
             made[name] = prepare(
-                out / name, origins, token_facts, tokenizer, rules, arguments.max_dropped, arguments.workers,
+                out / name,
+                origins,
+                token_facts,
+                tokenizer,
+                rules,
+                arguments.max_dropped,
+                arguments.workers,
                 template,
-            )  # fmt: skip
+            )
             print(_summary(made[name]), flush=True)
         given = {shards.TOKENIZER_MODEL: arguments.tokenizer}
         if arguments.tokenizer.suffix == ".json":
@@ -111,12 +119,24 @@ def run(arguments: Arguments) -> Path:
         for name, path in given.items():
             if not (copy := out / name).exists() or not copy.samefile(path):
                 shutil.copyfile(path, copy)
-        weights = _weights(arguments.weights, {name: manifest["windows"] for name, manifest in made.items()})
-        lock = mixture.pin(
-            out, PHASE, weights, rules.seed, rules.seq_len, arguments.epoch_cap, mixture.CONVERSATIONS
+        weights = _weights(
+            arguments.weights, {name: manifest["windows"] for name, manifest in made.items()}
         )
-    shares = ", ".join(f"{name} {weight / sum(weights.values()):.1%}" for name, weight in weights.items())
-    print(f"{lock}: {shares}; {sum(m['windows'] for m in made.values()):,} windows of {rules.seq_len} tokens")
+        lock = mixture.pin(
+            out,
+            PHASE,
+            weights,
+            rules.seed,
+            rules.seq_len,
+            arguments.epoch_cap,
+            mixture.CONVERSATIONS,
+        )
+    shares = ", ".join(
+        f"{name} {weight / sum(weights.values()):.1%}" for name, weight in weights.items()
+    )
+    print(
+        f"{lock}: {shares}; {sum(m['windows'] for m in made.values()):,} windows of {rules.seq_len} tokens"
+    )
     return lock
 
 
@@ -125,9 +145,12 @@ def _rules(arguments: Arguments) -> Rules:
         if not low <= (value := getattr(arguments, name)) <= high:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be from {low} to {high}")
     return Rules(
-        arguments.seq_len, arguments.seed, round(arguments.holdout * 10_000), arguments.cut_long,
+        arguments.seq_len,
+        arguments.seed,
+        round(arguments.holdout * 10_000),
+        arguments.cut_long,
         arguments.system_and_tools,
-    )  # fmt: skip
+    )
 
 
 def _by_name(given: tuple[str, ...]) -> dict[str, list[str]]:
@@ -136,10 +159,17 @@ def _by_name(given: tuple[str, ...]) -> dict[str, list[str]]:
     for each in given:
         name, _, origin = each.partition("=")
         if not origin or "/" in name or Path(each).exists():
-            name, origin = re.sub(r"[^a-z0-9._-]+", "-", Path(each).name.split(".")[0].lower()), each
+            name, origin = (
+                re.sub(r"[^a-z0-9._-]+", "-", Path(each).name.split(".")[0].lower()),
+                each,
+            )
         if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
-            raise ValueError(f"{each!r}: the name {name!r} becomes a folder: use a-z, 0-9, '-', '_' and '.'")
-        sources.setdefault(name, []).append(str(Path(origin).expanduser()))  # no shell does that behind NAME=
+            raise ValueError(
+                f"{each!r}: the name {name!r} becomes a folder: use a-z, 0-9, '-', '_' and '.'"
+            )
+        sources.setdefault(name, []).append(
+            str(Path(origin).expanduser())
+        )  # no shell does that behind NAME=
     if not sources:
         raise ValueError("no conversations are given; name at least one file")
     return sources
@@ -154,7 +184,9 @@ def _weights(given: tuple[str, ...], windows: dict[str, int]) -> dict[str, int]:
     check_known("source in --weights", pairs, windows)
     for name in windows:
         if not pairs.get(name, "").isdecimal():
-            raise ValueError(f"--weights {' '.join(given)}: source {name!r} needs an integer, as in {name}=1")
+            raise ValueError(
+                f"--weights {' '.join(given)}: source {name!r} needs an integer, as in {name}=1"
+            )
     weights = {name: int(pairs[name]) for name in windows}
     order.pattern(list(weights.values()))
     return weights

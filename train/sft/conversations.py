@@ -49,7 +49,9 @@ def rows(origin: str) -> Iterator[tuple[int, Any]]:
     import datasets  # seconds of imports, which JSON lines do not need
 
     if suffix == "parquet":
-        of_arrow = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+        of_arrow = datasets.load_dataset(
+            "parquet", data_files=str(path), split="train", streaming=True
+        )
     elif origin.count("/") == 1 and not path.exists():
         name, _, split = origin.partition(":")
         try:
@@ -99,9 +101,14 @@ def _encode_row(numbered: tuple[int, Any]) -> Conversation | Refusal:
 
 
 def encode_all(
-    origin: str, tokenizer: Tokenizer, template: dict[str, str], system_and_tools: bool, longest: int, cut: bool,
+    origin: str,
+    tokenizer: Tokenizer,
+    template: dict[str, str],
+    system_and_tools: bool,
+    longest: int,
+    cut: bool,
     workers: int,
-) -> Iterator[Conversation | Refusal]:  # fmt: skip
+) -> Iterator[Conversation | Refusal]:
     """Every row of an origin in its order: the conversation, or why it is none.
 
     template: of a tokenizer_config.json, "chat_template" and its tokens.

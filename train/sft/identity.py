@@ -59,7 +59,9 @@ def conversations(table: dict[str, Any], count: int, seed: int) -> list[list[dic
     made: dict[str, list[dict[str, str]]] = {}
     for _ in range(count * DRAWS):
         turns: list[dict[str, str]] = []
-        for topic in drawn.sample(topics, 2 if len(topics) > 1 and drawn.random() < TWO_TOPICS else 1):
+        for topic in drawn.sample(
+            topics, 2 if len(topics) > 1 and drawn.random() < TWO_TOPICS else 1
+        ):
             question = phrase(drawn.choice(topic["questions"]), drawn, first=not turns)
             turns += [{"role": "user", "content": question}]
             turns += [{"role": "assistant", "content": drawn.choice(topic["answers"])}]
@@ -97,7 +99,9 @@ def _topics(table: dict[str, Any]) -> list[dict[str, list[str]]]:
             for topic in topics
         ]
     except KeyError as missing:
-        raise ValueError(f"{{{missing.args[0]}}} is used, but not given under [facts]: {facts}") from None
+        raise ValueError(
+            f"{{{missing.args[0]}}} is used, but not given under [facts]: {facts}"
+        ) from None
 
 
 def main() -> None:
@@ -107,7 +111,9 @@ def main() -> None:
             raise ValueError(f"--conversations {arguments.conversations} must be at least 1")
         table = read_sections(arguments.facts)
         chats = conversations(table, arguments.conversations, arguments.seed)
-        write_atomically(arguments.out, "".join(json.dumps({"messages": turns}) + "\n" for turns in chats))
+        write_atomically(
+            arguments.out, "".join(json.dumps({"messages": turns}) + "\n" for turns in chats)
+        )
     except (ValueError, OSError) as problem:
         print(f"error: {arguments.facts}: {problem}", file=sys.stderr)
         raise SystemExit(1) from None

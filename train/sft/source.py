@@ -120,7 +120,13 @@ def _read(
     read = 0
     for origin in origins:
         for each in encode_all(
-            origin, tokenizer, template, rules.system_and_tools, rules.seq_len, rules.cut_long, workers
+            origin,
+            tokenizer,
+            template,
+            rules.system_and_tools,
+            rules.seq_len,
+            rules.cut_long,
+            workers,
         ):
             read += 1
             if isinstance(each, Refusal):
@@ -131,14 +137,20 @@ def _read(
             first = by_key.setdefault(each.key, each)
             if first is not each:
                 reasons["duplicate"] += 1
-                first.trained[:] &= each.trained  # what one copy excludes, whatever the order of rows
+                first.trained[:] &= (
+                    each.trained
+                )  # what one copy excludes, whatever the order of rows
     # by key: the same whatever the order of rows and files
     ordered = [by_key[key] for key in sorted(by_key)]
     counts = {
-        "read": read, "kept": len(ordered), "cut": sum(each.cut for each in ordered),
-        "system_ignored": ignored["system"], "ignored": dict(sorted(ignored.items())),
-        "dropped": dict(sorted(reasons.items())), "examples": examples,
-    }  # fmt: skip
+        "read": read,
+        "kept": len(ordered),
+        "cut": sum(each.cut for each in ordered),
+        "system_ignored": ignored["system"],
+        "ignored": dict(sorted(ignored.items())),
+        "dropped": dict(sorted(reasons.items())),
+        "examples": examples,
+    }
     return ordered, counts
 
 
@@ -156,7 +168,10 @@ def _check_dropped(name: str, counts: dict[str, Any], max_dropped: float) -> Non
 def list_dropped(counts: dict[str, Any]) -> str:
     """Each reason with its number of rows, and the first of them."""
     examples = {reason: f" ({words})" for reason, words in counts["examples"].items()}
-    each = (f"{reason} {count:,}{examples.get(reason, '')}" for reason, count in counts["dropped"].items())
+    each = (
+        f"{reason} {count:,}{examples.get(reason, '')}"
+        for reason, count in counts["dropped"].items()
+    )
     return "; ".join(each) or "none"
 
 
@@ -170,8 +185,13 @@ def _write(
     step = WINDOWS_PER_SHARD if part == "train" else len(windows)
     for number, first in enumerate(range(0, len(windows), step)):
         name = f"shard-{number:05d}" if part == "train" else Path(shards.VALID).stem
-        tokens, flags = packing.streams(windows[first : first + step], conversations, rules.seq_len, dtype)
+        tokens, flags = packing.streams(
+            windows[first : first + step], conversations, rules.seq_len, dtype
+        )
         streams = ((".bin", tokens), (FLAGS, flags))
-        files = [shards.write_windows(folder / f"{name}{end}", each, rules.seq_len) for end, each in streams]
+        files = [
+            shards.write_windows(folder / f"{name}{end}", each, rules.seq_len)
+            for end, each in streams
+        ]
         entries.append({**files[0], "flags": files[1]})
     return entries

@@ -36,7 +36,9 @@ class Conversation(NamedTuple):
     ignored: frozenset[str] = frozenset()
 
 
-def encode(row: Any, encoder: PromptEncoder, system_and_tools: bool, longest: int, cut: bool) -> Conversation:
+def encode(
+    row: Any, encoder: PromptEncoder, system_and_tools: bool, longest: int, cut: bool
+) -> Conversation:
     """One row through the encoder's template. ChatError for what no server would be sent or could answer, when
     nothing in it is trained, or it is too long.
 
@@ -59,7 +61,9 @@ def encode(row: Any, encoder: PromptEncoder, system_and_tools: bool, longest: in
     try:
         json.dumps([messages, tools], ensure_ascii=False).encode()
     except (UnicodeEncodeError, TypeError):  # JSON can hold lone surrogates, Arrow dates and bytes
-        raise ChatError("content", "the conversation has a value that is no valid text or JSON") from None
+        raise ChatError(
+            "content", "the conversation has a value that is no valid text or JSON"
+        ) from None
     ids, answers = encoder.training(messages, tools)
     replies = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
     trained, fitting = np.zeros(len(ids), dtype=bool), (0, 0)
@@ -73,7 +77,11 @@ def encode(row: Any, encoder: PromptEncoder, system_and_tools: bool, longest: in
     if not trained[:end].any():
         raise ChatError("no_reply", "no message of the assistant that is trained")
     texts = [
-        [each["role"], each["content"].strip(), *(call["function"] for call in each.get("tool_calls", ()))]
+        [
+            each["role"],
+            each["content"].strip(),
+            *(call["function"] for call in each.get("tool_calls", ())),
+        ]
         for each in messages[:count]
     ]
     key = xxhash.xxh3_128_intdigest(json.dumps(texts + tools).encode())
@@ -88,10 +96,18 @@ def read_messages(row: Any) -> list[dict[str, Any]]:
     if isinstance(row, dict) and isinstance(row.get("messages"), list):
         messages = [_with_one_text(message) for message in row["messages"]]
     elif isinstance(row, dict) and isinstance(turns := row.get("conversations"), list):
-        if any(not isinstance(turn, dict) or not {"from", "value"} <= turn.keys() for turn in turns):
-            raise ChatError("fields", "every turn of 'conversations' needs the fields 'from' and 'value'")
+        if any(
+            not isinstance(turn, dict) or not {"from", "value"} <= turn.keys() for turn in turns
+        ):
+            raise ChatError(
+                "fields", "every turn of 'conversations' needs the fields 'from' and 'value'"
+            )
         messages = [
-            {**turn, "role": SHAREGPT_ROLES.get(str(turn["from"]), turn["from"]), "content": turn["value"]}
+            {
+                **turn,
+                "role": SHAREGPT_ROLES.get(str(turn["from"]), turn["from"]),
+                "content": turn["value"],
+            }
             for turn in turns
         ]
     else:
@@ -106,7 +122,11 @@ def _with_one_text(message: Any) -> Any:
     parts = message.get("content") if isinstance(message, dict) else None
     if not isinstance(parts, list):
         return message
-    texts = [part.get("text", "") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    texts = [
+        part.get("text", "")
+        for part in parts
+        if isinstance(part, dict) and part.get("type") == "text"
+    ]
     if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
         return message  # which has no text
     return {**message, "content": "\n".join(texts)}
@@ -170,14 +190,17 @@ def _plain(message: Any, number: int, system_and_tools: bool) -> Message:
             else "give --system-and-tools, or leave the row out"
         )
         raise ChatError(
-            "tools", f"message {number} calls a tool, which would be left out of what is trained; {fix}"
+            "tools",
+            f"message {number} calls a tool, which would be left out of what is trained; {fix}",
         )
     if calls:
         plain["tool_calls"] = [_call(call, number) for call in calls]
     if role == TOOL:
         plain["tool_call_id"] = message.get("tool_call_id")
     if calls and role != ASSISTANT:
-        raise ChatError("order", f"message {number}, the {role}'s, calls tools: only the assistant does")
+        raise ChatError(
+            "order", f"message {number}, the {role}'s, calls tools: only the assistant does"
+        )
     if role in (USER, ASSISTANT) and not calls and not plain["content"].strip():
         raise ChatError("empty", f"message {number}, the {role}'s, is empty")
     return plain
@@ -186,7 +209,8 @@ def _plain(message: Any, number: int, system_and_tools: bool) -> Message:
 def _call(call: Any, number: int) -> Message:
     function = call.get("function") if isinstance(call, Mapping) else None
     name, given = (
-        function.get(key) if isinstance(function, Mapping) else None for key in ("name", "arguments")
+        function.get(key) if isinstance(function, Mapping) else None
+        for key in ("name", "arguments")
     )
     arguments = _object(given or "{}")
     if not isinstance(name, str) or not isinstance(arguments, dict):
@@ -194,7 +218,11 @@ def _call(call: Any, number: int) -> Message:
             "tools",
             f"message {number} has the call {call!r:.80}; it needs a function's name and arguments as JSON",
         )
-    return {"id": call.get("id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {
+        "id": call.get("id"),
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
 
 
 def _check_order(messages: Sequence[Message]) -> None:
@@ -207,12 +235,15 @@ def _check_order(messages: Sequence[Message]) -> None:
         if role == SYSTEM:
             continue
         if role != expected:
-            raise ChatError("order", f"message {number} is the {role}'s, but it is the {expected}'s turn")
+            raise ChatError(
+                "order", f"message {number} is the {role}'s, but it is the {expected}'s turn"
+            )
         if role == TOOL:
             call, gave = waiting.pop(0), message["tool_call_id"]
             if None not in (call, gave) and call != gave:
                 raise ChatError(
-                    "order", f"message {number} is the result of {gave!r}, but that of {call!r} is next"
+                    "order",
+                    f"message {number} is the result of {gave!r}, but that of {call!r} is next",
                 )
         else:
             waiting = [call["id"] for call in message.get("tool_calls", ())]

@@ -37,7 +37,9 @@ def main() -> int:
     except ValueError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
-    options = dataclasses.replace(options, nproc_per_node=options.nproc_per_node or max(1, count_gpus()))
+    options = dataclasses.replace(
+        options, nproc_per_node=options.nproc_per_node or max(1, count_gpus())
+    )
     with alone:
         return Supervisor(job, options, train_arguments).run()
 

@@ -60,7 +60,11 @@ class Alerts:
             self.dropped[kind] = self.dropped.get(kind, 0) + 1
             return
         self.sent_s[kind] = now_s
-        more = f" ({n} more of this kind since the last alert)" if (n := self.dropped.pop(kind, 0)) else ""
+        more = (
+            f" ({n} more of this kind since the last alert)"
+            if (n := self.dropped.pop(kind, 0))
+            else ""
+        )
         text = f"{self.run.name}: {kind.replace('_', ' ')}: {text}{more}"
         fields = {"run": str(self.run), "kind": kind, "host": host_name(), **facts}
         if url := os.environ.get(self.section.webhook_env or "", ""):
@@ -81,7 +85,9 @@ class Alerts:
             except Exception as problem:  # whatever a server or a URL can do: the job goes on
                 reason = f"{way}: {type(problem).__name__}: {problem}"
                 record_event(
-                    self.run, "alert_failed", reason=reason.replace(secret, "URL") if secret else reason
+                    self.run,
+                    "alert_failed",
+                    reason=reason.replace(secret, "URL") if secret else reason,
                 )
 
         self.threads = [thread for thread in self.threads if thread.is_alive()]
@@ -95,7 +101,9 @@ class Alerts:
             for name, value in fields.items()
             if value is not None
         ]
-        body = json.dumps({"text": text, "attachments": [{"fallback": text, "fields": rows}]}).encode()
+        body = json.dumps(
+            {"text": text, "attachments": [{"fallback": text, "fields": rows}]}
+        ).encode()
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=self.section.timeout_s):
             pass

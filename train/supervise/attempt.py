@@ -37,11 +37,15 @@ from .signals import StopSignals
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 POLL_S = 0.2  # for the end of the local process and stop requests; files are read much more rarely
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
-NO_NUMA_BINDING = "LANEFORMER_NO_NUMA_BINDING"  # environment variable: resilience.numa_binding = false
+NO_NUMA_BINDING = (
+    "LANEFORMER_NO_NUMA_BINDING"  # environment variable: resilience.numa_binding = false
+)
 NUMA_TRIAL_S = 120
 SCONTROL_TIMEOUT_S = 60
 # torchrun's report on the console names the cause; outcome.json may hold a consequence seen by another rank
-ROOT_CAUSE = re.compile(r"Root Cause.*?host +: (\S+).*?rank +: (\d+).*?exitcode +: (-?\d+)", re.DOTALL)
+ROOT_CAUSE = re.compile(
+    r"Root Cause.*?host +: (\S+).*?rank +: (\d+).*?exitcode +: (-?\d+)", re.DOTALL
+)
 # torchrun gives its workers 30 s between SIGTERM and SIGKILL, and Slurm gives torchrun KillWait, 30
 # s by default
 SLURM_GRACE_S = 90.0
@@ -53,7 +57,9 @@ HINTS = {
     signal.SIGSEGV: "a fault in native code",
     signal.SIGABRT: "a native library gave up; its words are in the log",
 }
-DEATH_S = 10.0  # a process blocked on a dead file system survives even SIGKILL, so waiting is limited
+DEATH_S = (
+    10.0  # a process blocked on a dead file system survives even SIGKILL, so waiting is limited
+)
 
 
 @dataclass(frozen=True)
@@ -74,14 +80,24 @@ class Attempt:
     """
 
     def __init__(
-        self, job: JobSections, number: int, stop: StopSignals, on_look: Callable[[], None] = lambda: None
+        self,
+        job: JobSections,
+        number: int,
+        stop: StopSignals,
+        on_look: Callable[[], None] = lambda: None,
     ):
         self.job, self.number, self.stop, self.on_look = job, number, stop, on_look
         self.heartbeats = job.run / "heartbeats"
-        self.logs = job.run / "logs" / f"attempt-{number}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}"
-        self.known: set[psutil.Process] = set()  # workers on this machine, also when torchrun has lost them
+        self.logs = (
+            job.run / "logs" / f"attempt-{number}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}"
+        )
+        self.known: set[psutil.Process] = (
+            set()
+        )  # workers on this machine, also when torchrun has lost them
 
-    def start(self, nodes: list[str] | None, nproc_per_node: int, train_arguments: list[str]) -> None:
+    def start(
+        self, nodes: list[str] | None, nproc_per_node: int, train_arguments: list[str]
+    ) -> None:
         """Clear what an earlier attempt left for its supervisor, and start the workers."""
         shutil.rmtree(self.heartbeats, ignore_errors=True)
         for stale in ("outcome.json", "stop"):
@@ -90,7 +106,9 @@ class Attempt:
         env = {SUPERVISED: str(self.job.run)}
         if not self.job.resilience.numa_binding:
             env[NO_NUMA_BINDING] = "1"
-        self.workers = start_workers(nodes, nproc_per_node, ["train", *train_arguments], self.logs, env)
+        self.workers = start_workers(
+            nodes, nproc_per_node, ["train", *train_arguments], self.logs, env
+        )
 
     def watch(self) -> Ended:
         """Wait for the end of this attempt; whatever happens here, no worker is left."""
@@ -105,7 +123,9 @@ class Attempt:
         that ends the attempt).
         """
         section, ranks = self.job.resilience, self.nproc_per_node * len(self.nodes or [""])
-        self.hang = HangWatch(self.heartbeats, ranks, section.hang_timeout_s, section.start_timeout_s)
+        self.hang = HangWatch(
+            self.heartbeats, ranks, section.hang_timeout_s, section.start_timeout_s
+        )
         asked, next_look_s = False, 0.0
         while self.workers.poll() is None:
             time.sleep(POLL_S)
@@ -115,7 +135,9 @@ class Attempt:
                     asked = True
             if self.stop.forced:
                 return Ended(
-                    CRASHED, 0, "killed: a second signal, or no end within resilience.stop_deadline_s"
+                    CRASHED,
+                    0,
+                    "killed: a second signal, or no end within resilience.stop_deadline_s",
                 )
             if time.monotonic() >= next_look_s:
                 next_look_s = time.monotonic() + interval_s(section.hang_timeout_s)
@@ -151,7 +173,9 @@ class Attempt:
         return Ended(CRASHED, step, reason, suspects, node)
 
     def _nodes_of(self, ranks: list[int]) -> tuple[str, ...]:
-        return tuple({self.nodes[rank // self.nproc_per_node] for rank in ranks} if self.nodes else ())
+        return tuple(
+            {self.nodes[rank // self.nproc_per_node] for rank in ranks} if self.nodes else ()
+        )
 
     def _on_hang(self, waited_s: float) -> Ended:
         """Keep the evidence: the step of every rank, and the stacks of all."""
@@ -162,12 +186,23 @@ class Attempt:
         with suppress(OSError):  # no rank reported, or a full disk
             shutil.copytree(self.heartbeats, evidence)
         beats = self.hang.beats
-        facts = [{key: beats.get(rank, {"rank": rank}).get(key) for key in ("rank", "host", "pid", "step", "mark")}
-                 for rank in blamed]  # fmt: skip
+        facts = [
+            {
+                key: beats.get(rank, {"rank": rank}).get(key)
+                for key in ("rank", "host", "pid", "step", "mark")
+            }
+            for rank in blamed
+        ]
         step = self.hang.step
         reason = f"no rank finished a step for {waited_s:.0f} s"
         record_event(
-            self.job.run, "hang", step=step, reason=reason, laggards=facts, ranks=words, stacks=str(evidence)
+            self.job.run,
+            "hang",
+            step=step,
+            reason=reason,
+            laggards=facts,
+            ranks=words,
+            stacks=str(evidence),
         )
         return Ended(CRASHED, step, f"{reason}; {words}", self._nodes_of(blamed), what="hang")
 
@@ -262,15 +297,33 @@ def start_workers(
         if nodes is not None:
             address, port = node_address(nodes[0]), random.randrange(20_000, 30_000)
         torchrun = [
-            f"--nnodes={len(nodes or [''])}", f"--nproc-per-node={nproc_per_node}", "--max-restarts=0",
-            "--rdzv-backend=static", f"--rdzv-endpoint={address}:{port}", "--tee=3",
+            f"--nnodes={len(nodes or [''])}",
+            f"--nproc-per-node={nproc_per_node}",
+            "--max-restarts=0",
+            "--rdzv-backend=static",
+            f"--rdzv-endpoint={address}:{port}",
+            "--tee=3",
             f"--rdzv-id={log_folder.parent.parent.name}-{os.getpid()}-{time.monotonic_ns()}",
-        ]  # fmt: skip
+        ]
         if nodes is None:
-            binding = numa_binding(nproc_per_node, log_folder) if NO_NUMA_BINDING not in more_env else []
-            launcher = [*TORCHRUN, *torchrun, "--node-rank=0", f"--log-dir={log_folder / 'local'}", *binding]
+            binding = (
+                numa_binding(nproc_per_node, log_folder) if NO_NUMA_BINDING not in more_env else []
+            )
+            launcher = [
+                *TORCHRUN,
+                *torchrun,
+                "--node-rank=0",
+                f"--log-dir={log_folder / 'local'}",
+                *binding,
+            ]
         else:
-            join = [sys.executable, "-m", "train.supervise.attempt", ",".join(nodes), str(log_folder)]
+            join = [
+                sys.executable,
+                "-m",
+                "train.supervise.attempt",
+                ",".join(nodes),
+                str(log_folder),
+            ]
             launcher = [*srun(nodes), "--kill-on-bad-exit=1", *join, *torchrun]
         env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **more_env}
         env.setdefault("OMP_NUM_THREADS", "1")
@@ -278,10 +331,16 @@ def start_workers(
         env.setdefault("TRITON_CACHE_DIR", f"{tempfile.gettempdir()}/triton_{os.getuid()}")
         with open(log_folder / "console.log", "ab") as log:
             return subprocess.Popen(
-                [*launcher, "-m", *program], env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                [*launcher, "-m", *program],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
                 start_new_session=True,
-                pass_fds=[holder.fileno()],  # torchrun inherits the port, which its store then listens at
-            )  # fmt: skip
+                pass_fds=[
+                    holder.fileno()
+                ],  # torchrun inherits the port, which its store then listens at
+            )
 
 
 def numa_binding(nproc_per_node: int, log_folder: Path) -> list[str]:
@@ -290,12 +349,22 @@ def numa_binding(nproc_per_node: int, log_folder: Path) -> list[str]:
     goes to log_folder/numa.log.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-    if hidden or NO_NUMA_BINDING in os.environ or not NVIDIA_GPUS.is_dir() or not shutil.which("numactl"):
+    if (
+        hidden
+        or NO_NUMA_BINDING in os.environ
+        or not NVIDIA_GPUS.is_dir()
+        or not shutil.which("numactl")
+    ):
         return []
     flag = "--numa-binding=node"
     trial = ["--standalone", f"--nproc-per-node={nproc_per_node}", flag, "--no-python", "true"]
     with open(log_folder / "numa.log", "ab") as log, suppress(subprocess.TimeoutExpired):
-        if subprocess.run([*TORCHRUN, *trial], stdout=log, stderr=log, timeout=NUMA_TRIAL_S).returncode == 0:
+        if (
+            subprocess.run(
+                [*TORCHRUN, *trial], stdout=log, stderr=log, timeout=NUMA_TRIAL_S
+            ).returncode
+            == 0
+        ):
             return [flag]
     print(
         f"NUMA binding does not work here, see {log_folder}/numa.log; ranks start without it. To skip the trial, set "
@@ -319,9 +388,14 @@ def srun(nodes: list[str]) -> list[str]:
     """srun with one task on each of these nodes, which has all CPUs and GPUs of its node, beside other steps."""
     count = len(nodes)
     return [
-        "srun", f"--nodelist={','.join(nodes)}", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1",
-        "--overlap", "--cpu-bind=none",
-    ]  # fmt: skip
+        "srun",
+        f"--nodelist={','.join(nodes)}",
+        f"--nodes={count}",
+        f"--ntasks={count}",
+        "--ntasks-per-node=1",
+        "--overlap",
+        "--cpu-bind=none",
+    ]
 
 
 def node_address(node: str) -> str:
@@ -329,7 +403,9 @@ def node_address(node: str) -> str:
     command = ["scontrol", "show", "node", "-o", node]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_TIMEOUT_S)
     if done.returncode:
-        raise OSError(f"{' '.join(command)} failed with exit status {done.returncode}: {done.stderr.strip()}")
+        raise OSError(
+            f"{' '.join(command)} failed with exit status {done.returncode}: {done.stderr.strip()}"
+        )
     address = re.search(r"\bNodeAddr=(\S+)", done.stdout)
     return address[1] if address else node
 
@@ -342,8 +418,14 @@ def main() -> None:
     node = host_name()
     logs = Path(log_folder) / node
     logs.mkdir(parents=True, exist_ok=True)
-    (count,) = (int(flag.partition("=")[2]) for flag in arguments if flag.startswith("--nproc-per-node="))
-    here = [f"--node-rank={names.split(',').index(node)}", f"--log-dir={logs}", *numa_binding(count, logs)]
+    (count,) = (
+        int(flag.partition("=")[2]) for flag in arguments if flag.startswith("--nproc-per-node=")
+    )
+    here = [
+        f"--node-rank={names.split(',').index(node)}",
+        f"--log-dir={logs}",
+        *numa_binding(count, logs),
+    ]
     os.execv(sys.executable, [*TORCHRUN, *here, *arguments])
 
 

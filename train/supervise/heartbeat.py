@@ -42,7 +42,12 @@ class Heartbeat:
         self.path = folder / f"rank-{rank}.json"
         self.stacks = open(folder / f"rank-{rank}.stacks", "w")  # noqa: SIM115 - faulthandler keeps its descriptor
         self.hang_timeout_s, self.interval_s = hang_timeout_s, interval_s(hang_timeout_s)
-        self.state: dict[str, Any] = {"rank": rank, "host": host_name(), "pid": os.getpid(), "step": None}
+        self.state: dict[str, Any] = {
+            "rank": rank,
+            "host": host_name(),
+            "pid": os.getpid(),
+            "step": None,
+        }
         self.state["mark"] = (
             0,
             "the start",
@@ -101,9 +106,13 @@ class HangWatch:
     """
 
     def __init__(
-        self, folder: Path, ranks: int, hang_timeout_s: float, start_timeout_s: float,
+        self,
+        folder: Path,
+        ranks: int,
+        hang_timeout_s: float,
+        start_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
-    ):  # fmt: skip
+    ):
         self.folder, self.ranks, self.clock = folder, ranks, clock
         self.hang_timeout_s, self.start_timeout_s = hang_timeout_s, start_timeout_s
         self.beats: dict[int, dict[str, Any]] = {}
@@ -115,13 +124,19 @@ class HangWatch:
         the timeout; None before.
         """
         before, self.beats, now = self.beats, read_heartbeats(self.folder), self.clock()
-        self.changed_s |= {rank: now for rank, beat in self.beats.items() if beat != before.get(rank)}
+        self.changed_s |= {
+            rank: now for rank, beat in self.beats.items() if beat != before.get(rank)
+        }
         steps = {rank: beat["step"] for rank, beat in self.beats.items()}
         if steps != {rank: beat["step"] for rank, beat in before.items()}:
             self.advanced_s = now
         started = any(step is not None for step in steps.values())
         waited_s = now - self.advanced_s
-        return waited_s if waited_s > (self.hang_timeout_s if started else self.start_timeout_s) else None
+        return (
+            waited_s
+            if waited_s > (self.hang_timeout_s if started else self.start_timeout_s)
+            else None
+        )
 
     @property
     def step(self) -> int:
@@ -151,7 +166,9 @@ class HangWatch:
             return [], f"no suspect: {total} " + ", ".join(
                 w if len(where) == 1 else f"{n} {w}" for w, n in where
             )
-        named = ", ".join(f"rank {rank} on {self._host(rank)} {places[rank][1]}" for rank in behind[:4])
+        named = ", ".join(
+            f"rank {rank} on {self._host(rank)} {places[rank][1]}" for rank in behind[:4]
+        )
         others = ", ".join(
             f"{n} {words}" for words, n in where if words not in {places[r][1] for r in behind}
         )

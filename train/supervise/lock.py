@@ -14,7 +14,9 @@ from typing import TextIO
 from records.events import SUPERVISED
 from records.files import hold_lock
 
-OLD_WORKERS_S = 120.0  # until killed workers are gone, and the file server has noticed that a node is
+OLD_WORKERS_S = (
+    120.0  # until killed workers are gone, and the file server has noticed that a node is
+)
 
 
 def hold_run(run: Path) -> TextIO:
@@ -38,4 +40,6 @@ def hold_rank(run: Path, rank: int) -> tuple[TextIO, ...]:
     supervised = SUPERVISED in os.environ
     locks = [] if supervised or rank else [hold_run(run)]
     problem = f"rank {rank} of another job is alive in {run}"
-    return *locks, hold_lock(run / ".ranks" / f"{rank}.lock", problem, OLD_WORKERS_S if supervised else 0.0)
+    return *locks, hold_lock(
+        run / ".ranks" / f"{rank}.lock", problem, OLD_WORKERS_S if supervised else 0.0
+    )

@@ -39,7 +39,9 @@ from records.job import JobSections, read_job
 from .attempt import end_workers, srun, start_workers
 
 GIB = 1 << 30
-NODE_DEADLINE_S = 900.0  # of all checks of a node; torch's import takes minutes on a cold file system
+NODE_DEADLINE_S = (
+    900.0  # of all checks of a node; torch's import takes minutes on a cold file system
+)
 MEET_S = 240  # until all ranks of an exchange have started
 TIMEOUT_S = 60  # of gloo and of NCCL, once all ranks are there
 EXCHANGE_DEADLINE_S = MEET_S + 2 * TIMEOUT_S + 120
@@ -70,7 +72,9 @@ class Needs:
 # --- the supervisor's side: no torch
 
 
-def healthy_nodes(candidates: list[str], train_arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+def healthy_nodes(
+    candidates: list[str], train_arguments: list[str]
+) -> tuple[list[str], dict[str, str]]:
     """Check every candidate: (good ones in their order, reason of every bad one).
 
     train_arguments: what the workers get, `--job.config_file ...`.
@@ -125,7 +129,9 @@ def exchange_problem(nodes: list[str], nproc_per_node: int, logs: Path) -> str:
         if notes:
             words = [text for text in (note.read_text() for note in notes) if text]
             why = " ".join((words or ["no answer"])[0].split())[:300]
-            return f"{backend} does not connect these nodes ({why}); {SETTINGS[backend]}. See {logs}"
+            return (
+                f"{backend} does not connect these nodes ({why}); {SETTINGS[backend]}. See {logs}"
+            )
     raise ValueError(
         f"no result within {EXCHANGE_DEADLINE_S} s, exit status {process.returncode}, see {logs}"
     )
@@ -179,12 +185,18 @@ def check_names(job: JobSections, needs: Needs) -> dict[str, Any]:
         return {"interface": interfaces or "any"}
     host = socket.gethostname()
     try:
-        known = [str(each[4][0]) for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+        known = [
+            str(each[4][0]) for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        ]
     except OSError as problem:
-        raise ValueError(f"this node cannot look up its own name {host} ({problem}); {mend}") from None
+        raise ValueError(
+            f"this node cannot look up its own name {host} ({problem}); {mend}"
+        ) from None
     own = {address for each in addresses.values() for address in each}
     # gloo takes the first address of the name that it can bind, else 127.0.0.1
-    bound = next((address for address in known if address in own or is_loopback(address)), "127.0.0.1")
+    bound = next(
+        (address for address in known if address in own or is_loopback(address)), "127.0.0.1"
+    )
     if is_loopback(bound):
         raise ValueError(
             f"{host} is {', '.join(known)} on this node, by which no other node reaches it; {mend}, "
@@ -205,7 +217,9 @@ def check_matmul(job: JobSections, needs: Needs) -> dict[str, Any]:
             started = time.perf_counter()
             wrong = int((ones @ ones != size).sum())
             if wrong:
-                raise ValueError(f"{device}: {wrong} of {size * size} elements of a product are wrong")
+                raise ValueError(
+                    f"{device}: {wrong} of {size * size} elements of a product are wrong"
+                )
             if repeat:
                 slowest_s = max(slowest_s, time.perf_counter() - started)
     return {"matmul_s": slowest_s}
@@ -258,9 +272,13 @@ def check_disk(job: JobSections, needs: Needs) -> dict[str, Any]:
 
 
 CHECKS = {  # cheap ones first, each relying on those before it
-    "gpus": check_gpus, "memory": check_memory, "names": check_names, "matmul": check_matmul,
-    "collective": check_collective, "disk": check_disk,
-}  # fmt: skip
+    "gpus": check_gpus,
+    "memory": check_memory,
+    "names": check_names,
+    "matmul": check_matmul,
+    "collective": check_collective,
+    "disk": check_disk,
+}
 
 
 def check_node(train_arguments: list[str], needs: Needs) -> dict[str, Any]:
@@ -278,8 +296,12 @@ def check_node(train_arguments: list[str], needs: Needs) -> dict[str, Any]:
             break
         facts[name]["seconds"] = round(time.perf_counter() - started, 3)
     return {
-        "node": host_name(), "ok": reason is None, "reason": reason, "gpus": needs.gpus, "checks": facts
-    }  # fmt: skip
+        "node": host_name(),
+        "ok": reason is None,
+        "reason": reason,
+        "gpus": needs.gpus,
+        "checks": facts,
+    }
 
 
 # --- every rank's side
@@ -309,7 +331,9 @@ def exchange(folder: Path) -> None:
     store, rank, ranks = next(dist.rendezvous("env://", timeout=timedelta(seconds=MEET_S)))
     if store.add("ranks", 1) == ranks:
         store.set("all are here", "")
-    store.wait(["all are here"])  # who is late because imports take long is no problem of the network
+    store.wait(
+        ["all are here"]
+    )  # who is late because imports take long is no problem of the network
     for backend in ["gloo", "nccl"] if torch.cuda.is_available() else ["gloo"]:
         note = folder / f"{backend}-{rank}"
         note.touch()

@@ -38,11 +38,18 @@ from .attempt import Attempt, Ended, full_disks
 from .preflight import exchange_problem, healthy_nodes
 from .signals import StopSignals
 
-MEANING = {DONE: "done", STOPPED: "stopped", STOPPED_UNSAVED: "stopped, not saved,", BAD_STEP: "bad step",
-           REFUSED: "refused"}  # fmt: skip
+MEANING = {
+    DONE: "done",
+    STOPPED: "stopped",
+    STOPPED_UNSAVED: "stopped, not saved,",
+    BAD_STEP: "bad step",
+    REFUSED: "refused",
+}
 ALERTED = ("give_up", "bad_node")
 SUSPECT_CRASHES = 2  # of a node in the life of a run, after which it is chosen last
-VARYING = re.compile(r"rank \d+ on \S+|0x[0-9a-f]+|(?:/[\w.+-]+)+|\d+(?:\.\d+)?(?:e[+-]?\d+)?", re.IGNORECASE)
+VARYING = re.compile(
+    r"rank \d+ on \S+|0x[0-9a-f]+|(?:/[\w.+-]+)+|\d+(?:\.\d+)?(?:e[+-]?\d+)?", re.IGNORECASE
+)
 CONSOLE_CHARS = 300  # the whole text is in events.jsonl
 console = Console(highlight=False)
 
@@ -120,14 +127,19 @@ class Supervisor:
         whence = f"from step {checkpoint_step}" if checkpoint_step >= 0 else "from the beginning"
         where = f"on {','.join(nodes)}" if nodes else "on this machine"
         self.say(
-            "start", f"{whence} {where}, log in {attempt.logs}", step=max(checkpoint_step, 0), nodes=nodes
+            "start",
+            f"{whence} {where}, log in {attempt.logs}",
+            step=max(checkpoint_step, 0),
+            nodes=nodes,
         )
         attempt.start(nodes, self.options.nproc_per_node, self.train_arguments)
         ended = attempt.watch()
         self.look()
         what, step = MEANING.get(ended.code, ended.what), max(ended.step, checkpoint_step)
         facts = {"what": what, "suspects": ended.suspects, "failed_node": ended.failed_node}
-        self.say("end", f"{what} at step {step}: {ended.reason}", step=step, code=ended.code, **facts)
+        self.say(
+            "end", f"{what} at step {step}: {ended.reason}", step=step, code=ended.code, **facts
+        )
         return ended
 
     def look(self) -> None:
@@ -149,10 +161,16 @@ class Supervisor:
         """Nodes that a hang pointed at, or on which the first rank failed twice, in the whole
         life of the run.
         """
-        ends = [e for e in read_lines(self.job.run / "events.jsonl") if e.get("kind") == "supervisor_end"]
+        ends = [
+            e
+            for e in read_lines(self.job.run / "events.jsonl")
+            if e.get("kind") == "supervisor_end"
+        ]
         crashes = Counter(end.get("failed_node") for end in ends)
         hangs = {node for end in ends for node in end.get("suspects", ())}
-        return hangs | {node for node, count in crashes.items() if node and count >= SUSPECT_CRASHES}
+        return hangs | {
+            node for node, count in crashes.items() if node and count >= SUSPECT_CRASHES
+        }
 
     def choose_nodes(self, names: list[str], logs: Path) -> list[str] | Ended:
         """As many healthy nodes as the job needs, suspects last; spares replace bad ones."""
@@ -207,9 +225,14 @@ class Supervisor:
     def say(self, kind: str, text: str, **facts: Any) -> None:
         """One line on the console, one event in events.jsonl."""
         with suppress(OSError):  # Slurm's log lies in the run folder, whose disk may be full
-            now, short = time.strftime("%H:%M:%S"), textwrap.shorten(text, CONSOLE_CHARS, placeholder=" ...")
+            now, short = (
+                time.strftime("%H:%M:%S"),
+                textwrap.shorten(text, CONSOLE_CHARS, placeholder=" ..."),
+            )
             line = f"{now}  attempt {self.attempt:<3} [bold]{kind:<8}[/bold]  {escape(short)}"
             console.print(line, soft_wrap=True)
         record_event(self.job.run, f"supervisor_{kind}", attempt=self.attempt, text=text, **facts)
         if kind in ALERTED or facts.get("code") == CRASHED:
-            self.alerts.send(facts.get("what", kind), text, step=facts.get("step"), attempt=self.attempt)
+            self.alerts.send(
+                facts.get("what", kind), text, step=facts.get("step"), attempt=self.attempt
+            )

@@ -52,7 +52,8 @@ class Bench:
             engine = self.engine()
         with engine, console.status("measuring"):
             figures, *deeper = [
-                benchmark(engine, depth, lambda line: console.print(line, style="dim")) for depth in depths
+                benchmark(engine, depth, lambda line: console.print(line, style="dim"))
+                for depth in depths
             ]
             first = depths[0]
             drafts = synthetic(engine, acceptance, first) if acceptance else None

@@ -127,7 +127,9 @@ class Terminal:
             mark = '"""' if quoted else "\\"
             marked = line.rstrip().endswith(mark)
             lines.append(line.rstrip().removesuffix(mark) if marked else line)
-            if marked == quoted:  # three quotes end a message, and so does a line without a backslash
+            if (
+                marked == quoted
+            ):  # three quotes end a message, and so does a line without a backslash
                 return "\n".join(lines).strip("\n")
 
     def line(self, prompt: str) -> str:
@@ -155,7 +157,9 @@ class Terminal:
         times_s, did = reply.times_s, reply.statistics
         figures = [f"{len(reply.ids)} tokens"]
         if len(times_s) > 1:
-            figures.append(f"{(len(times_s) - 1) / max(times_s[-1] - times_s[0], 1e-9):.1f} tokens/s")
+            figures.append(
+                f"{(len(times_s) - 1) / max(times_s[-1] - times_s[0], 1e-9):.1f} tokens/s"
+            )
         if times_s:
             figures.append(f"first after {times_s[0]:.2f} s")
         figures.append(f"{did.reused_tokens} of {len(reply.prompt)} prompt tokens cached")

@@ -97,7 +97,9 @@ class Conversation:
             rest = rendered[len(last.rendered) :]
             # some templates strip
             reply_text = last.text if rest.startswith(last.text) else last.text.strip()
-            closing = self.encoder.encode(rest[len(reply_text) :]) if rest.startswith(reply_text) else []
+            closing = (
+                self.encoder.encode(rest[len(reply_text) :]) if rest.startswith(reply_text) else []
+            )
             if closing and closing[0] in self.engine.eos_ids:
                 body = last.ids[:-1] if last.ids[-1] in self.engine.eos_ids else last.ids
                 return Reply(messages, rendered, last.prompt + body + closing)
@@ -129,7 +131,10 @@ class Conversation:
                     show(text)
 
         try:
-            with one_interrupt(), contextlib.closing(self.engine.stream(reply.prompt, **options)) as tokens:
+            with (
+                one_interrupt(),
+                contextlib.closing(self.engine.stream(reply.prompt, **options)) as tokens,
+            ):
                 for token in tokens:
                     reply.ids.append(token)
                     reply.times_s.append(time.monotonic() - start_s)
@@ -173,7 +178,9 @@ def read_messages(path: Path) -> list[Message]:
         raise ValueError(f"{path} cannot be read as a conversation: {error}") from None
     for number, message in enumerate(messages if isinstance(messages, list) else [messages]):
         fields = message if isinstance(message, dict) else {}
-        if fields.get("role") not in (SYSTEM, USER, ASSISTANT) or not isinstance(fields.get("content"), str):
+        if fields.get("role") not in (SYSTEM, USER, ASSISTANT) or not isinstance(
+            fields.get("content"), str
+        ):
             raise ValueError(
                 f"{path}: message {number} is {message!r:.80}; it needs a role (system, user or assistant) and content"
             )

@@ -42,8 +42,12 @@ class Generate:
     """Text to end before; may be given several times."""
 
     def run(self) -> None:
-        lengths = {name: getattr(self, name) for name in ("max_new_tokens", "min_new_tokens", "ignore_eos")}
-        GenerationOptions(**lengths, **self.sampling.given())  # errors show before the weights are loaded
+        lengths = {
+            name: getattr(self, name) for name in ("max_new_tokens", "min_new_tokens", "ignore_eos")
+        }
+        GenerationOptions(
+            **lengths, **self.sampling.given()
+        )  # errors show before the weights are loaded
         if self.system is not None and not self.chat:
             raise ValueError("--system is a message of a conversation; add --chat")
         with self.model.load(self.hf_dir) as engine:

@@ -24,9 +24,21 @@ from ..engine.cpu.packed_files import BUDGET, list_packed, packed_bytes
 from ..engine.folder import is_gguf
 from ..engine.home import home
 
-FILES = ["*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer*", "*.model", "*.jinja",
-         "special_tokens_map.json", "added_tokens.json"]  # fmt: skip
-FOREIGN = ["original/*", "*/original/*", "consolidated*"]  # the makers' own formats, once more as large
+FILES = [
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*config.json",
+    "tokenizer*",
+    "*.model",
+    "*.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+]
+FOREIGN = [
+    "original/*",
+    "*/original/*",
+    "consolidated*",
+]  # the makers' own formats, once more as large
 # of a repository of GGUF files, where none is asked for
 PREFERRED = ("Q4_K_M", "Q4_0", "Q8_0", "BF16", "F16")
 REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -81,7 +93,9 @@ def download_model(repository: str, quantisation: str) -> Path:
             first, *_ = [huggingface_hub.hf_hub_download(repository, part) for part in parts]
             return Path(first)
         return Path(
-            huggingface_hub.snapshot_download(repository, allow_patterns=FILES, ignore_patterns=FOREIGN)
+            huggingface_hub.snapshot_download(
+                repository, allow_patterns=FILES, ignore_patterns=FOREIGN
+            )
         )
 
 
@@ -211,7 +225,9 @@ class Models:
             return
         table = Table("model", "GB", "packed GB", "cache of", box=None)
         for model, packed_size in models:
-            table.add_row(model.name, f"{model.bytes / 1e9:.2f}", f"{packed_size / 1e9:.2f}", model.keeper)
+            table.add_row(
+                model.name, f"{model.bytes / 1e9:.2f}", f"{packed_size / 1e9:.2f}", model.keeper
+            )
         nothing = "no model in the caches of Hugging Face, Ollama or LM Studio; laneformer chat OWNER/NAME fetches one"
         Console().print(table if models else nothing)
         kept = f"{packed.total() / 1e9:.2f} of {packed_bytes() / 1e9:.2f} GB ({BUDGET}), {len(copies)} files"

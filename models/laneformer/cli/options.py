@@ -81,12 +81,19 @@ class ModelOptions:
             )
         for name in FOLDERS_ALONE:
             options.pop(name, None)
-        head = {"num_nextn_predict_layers": int(draft_head is not None), "draft_vocab_size": draft_head or 0}
+        head = {
+            "num_nextn_predict_layers": int(draft_head is not None),
+            "draft_vocab_size": draft_head or 0,
+        }
         config = LaneformerConfig.from_flavor(flavor, **head)
-        return Engine.random(config, **options | {"dtype": "bf16" if self.dtype == "auto" else self.dtype})
+        return Engine.random(
+            config, **options | {"dtype": "bf16" if self.dtype == "auto" else self.dtype}
+        )
 
     def _given(self) -> dict[str, Any]:
-        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        return {
+            name: value for name, value in dataclasses.asdict(self).items() if value is not None
+        }
 
 
 @dataclass(frozen=True)
@@ -119,7 +126,9 @@ class SamplingOptions:
     def given(self) -> dict[str, Any]:
         """What the user asked for, as options of a generation; ValueError for values that they do not have."""
         options = {
-            n: value for n, value in dataclasses.asdict(self).items() if n != "greedy" and value is not None
+            n: value
+            for n, value in dataclasses.asdict(self).items()
+            if n != "greedy" and value is not None
         }
         GenerationOptions(**options)
         if self.greedy and self.temperature:
@@ -135,7 +144,9 @@ class SamplingOptions:
         defaults = {name: value for name, value in every.items() if name not in given}
         if defaults:
             listing = ", ".join(f"{name} {value}" for name, value in defaults.items())
-            source = "from the model's generation_config.json" if makers else "as the model says nothing"
+            source = (
+                "from the model's generation_config.json" if makers else "as the model says nothing"
+            )
             print(f"{source}: {listing} (--greedy turns it off)", file=sys.stderr)
         return defaults | given
 

@@ -51,5 +51,7 @@ class Serve:
 
 def open_page(address: str) -> None:
     """Without a display nothing: the browsers of a text terminal would take it over."""
-    if sys.platform in ("darwin", "win32") or {"DISPLAY", "WAYLAND_DISPLAY", "BROWSER"} & set(os.environ):
+    if sys.platform in ("darwin", "win32") or {"DISPLAY", "WAYLAND_DISPLAY", "BROWSER"} & set(
+        os.environ
+    ):
         threading.Thread(target=webbrowser.open, args=[address], daemon=True).start()

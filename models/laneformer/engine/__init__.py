@@ -18,10 +18,13 @@ if TYPE_CHECKING:
     from .text import StopStrings, TextStream
 
 HOMES = {
-    "batch": ("Batch", "Update"), "decoder": ("GeneratedToken", "Generation", "PromptLogprobs", "Statistics"),
-    "engine": ("Engine",), "options": ("GenerationOptions",), "running": ("Cancelled",),
+    "batch": ("Batch", "Update"),
+    "decoder": ("GeneratedToken", "Generation", "PromptLogprobs", "Statistics"),
+    "engine": ("Engine",),
+    "options": ("GenerationOptions",),
+    "running": ("Cancelled",),
     "text": ("StopStrings", "TextStream"),
-}  # fmt: skip
+}
 __all__ = [
     "Batch",
     "Cancelled",

@@ -79,7 +79,9 @@ class Batch:
         """Begin to score ids[start:], as `Engine.logprobs` does; returns the ticket."""
         return self.begin(self.scoring(ids, start=start, top=top))
 
-    def generation(self, prompt_ids: Sequence[int], *, masked: bool = False, **options: Any) -> Request:
+    def generation(
+        self, prompt_ids: Sequence[int], *, masked: bool = False, **options: Any
+    ) -> Request:
         """What `join` begins; ValueError for what the engine does not take."""
         return self._requests.generation(prompt_ids, options, masked=masked)
 
@@ -130,7 +132,9 @@ class Batch:
         reason = finish_reason(request, joined.last, joined.left)
         if not request.score_from or reason != "stop" or scores is None:
             return Update(c.ticket, tokens, reason, None, statistics)
-        scored = PromptLogprobs.of(request.prompt[request.score_from :], scores, request.logprobs or 0)
+        scored = PromptLogprobs.of(
+            request.prompt[request.score_from :], scores, request.logprobs or 0
+        )
         return Update(c.ticket, tokens, reason, scored, statistics)
 
     @property

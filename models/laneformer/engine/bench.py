@@ -35,7 +35,9 @@ DRAFTED_TOKENS, DRAFTED_ROUNDS = 192, 5  # a few acceptances more or less do not
 LINK_TOKENS, LINK_ROUNDS = 24, 5
 
 
-def benchmark(engine: Engine, depth: int = 0, progress: Callable[[str], None] = print) -> dict[str, Any]:
+def benchmark(
+    engine: Engine, depth: int = 0, progress: Callable[[str], None] = print
+) -> dict[str, Any]:
     """Figures of single-request decoding after `depth` cached positions; the keys are
     those of `laneformer bench`. On GPUs: cuda/bench.py.
     """
@@ -51,7 +53,9 @@ def benchmark(engine: Engine, depth: int = 0, progress: Callable[[str], None] = 
     prompts = prompt_speed(engine, length)
     prompt = random_prompt(engine, max(depth, 1))
     engine.generate(prompt[:1], max_new_tokens=8, ignore_eos=True)  # warm: pages, clocks
-    segment = max(1, round(MIN_SEGMENT_S / float(np.median(after(engine, prompt, 9).whole.token_s))))
+    segment = max(
+        1, round(MIN_SEGMENT_S / float(np.median(after(engine, prompt, 9).whole.token_s)))
+    )
     segment = max(1, min(segment, (context - len(prompt)) // (2 * SEGMENTS)))
     progress(f"{SEGMENTS} segments of {segment} tokens, a read probe before and after each")
     ids, token_s, probes = list(prompt), np.empty((SEGMENTS, segment)), [decoder.probe()]
@@ -119,7 +123,9 @@ def after(
 ) -> Any:
     """A timed request, Collected at its end, with this many new tokens, one in each pass; `fields` of Request."""
     options = {"max_new_tokens": tokens, "ignore_eos": True, "speculate": 0, **options}
-    return engine._finish(engine._requests.generation(prompt, options, timed=True, quiet=True, **fields))
+    return engine._finish(
+        engine._requests.generation(prompt, options, timed=True, quiet=True, **fields)
+    )
 
 
 def synthetic(engine: Engine, acceptance: Sequence[float], depth: int = 0) -> dict[str, Any]:
@@ -152,13 +158,17 @@ def on_and_off(
         raise ValueError("drafts are measured by the CPU engine; use device = 'cpu'")
     prompt = random_prompt(engine, max(depth, 1))
     room = engine.config.max_position_embeddings - len(prompt)
-    tokens = in_range("tokens that the context leaves", min(DRAFTED_TOKENS, room), int, MIN_TOKENS, room)
+    tokens = in_range(
+        "tokens that the context leaves", min(DRAFTED_TOKENS, room), int, MIN_TOKENS, room
+    )
     replay = {"replay": random_prompt(engine, tokens)} if replays else {}
     seconds, passes, proposed, accepted = [], [], 0, 0
     for turn in range(DRAFTED_ROUNDS + 1):  # the first one learns what columns cost
         options = {"reuse_prefix": replays}  # else the outputs of earlier turns would be drafted
         plain = after(engine, prompt, tokens, replay, **options).whole
-        quick = after(engine, prompt, tokens, {**replay, **fields}, speculate=speculate, **options).whole
+        quick = after(
+            engine, prompt, tokens, {**replay, **fields}, speculate=speculate, **options
+        ).whole
         if turn:
             seconds.append((float(plain.token_s.sum()), float(quick.token_s.sum())))
             passes.append(tokens / (tokens - quick.statistics["accepted_tokens"]))
@@ -199,7 +209,9 @@ def slower_link(engine: Engine, link_us: float) -> dict[str, float]:
             f"link_us = {link_us:g}: {engine.threads} threads share every lane of {engine.config.num_lanes}, so there "
             "is no link between lanes; take as many threads as lanes, or a divisor above 1"
         )
-    turns = [link_speeds(engine, (0.0, link_us)) for _ in range(LINK_ROUNDS + 1)]  # the first one warms
+    turns = [
+        link_speeds(engine, (0.0, link_us)) for _ in range(LINK_ROUNDS + 1)
+    ]  # the first one warms
     without, behind = np.median(turns[1:], axis=0).tolist()
     return {"us": link_us, "tokens_per_s": behind, "tokens_per_s_without": without}
 

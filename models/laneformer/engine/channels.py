@@ -78,7 +78,9 @@ HERMES = CallForm(
     '}\n</tool_call>\n<tool_call>\n{"name": "',
     "}\n</tool_call>",
 )
-HARMONY = CallForm(f"{CHANNEL}commentary to={FUNCTIONS}", f" {CONSTRAIN}json{MESSAGE}", None, ENDS[1])
+HARMONY = CallForm(
+    f"{CHANNEL}commentary to={FUNCTIONS}", f" {CONSTRAIN}json{MESSAGE}", None, ENDS[1]
+)
 
 
 def speaks_harmony(tokenizer_config: Mapping[str, Any]) -> bool:

@@ -47,16 +47,22 @@ class Request:
     reuse_prefix: bool = True  # start from what the KV cache still holds
     speculate: int = 0  # most draft tokens verified in one pass
     prediction: Sequence[int] = ()  # what the output may look like, to take drafts from
-    logprobs: int | None = None  # likeliest ids to record with each token; None: no log-probabilities at all
+    logprobs: int | None = (
+        None  # likeliest ids to record with each token; None: no log-probabilities at all
+    )
     sampling: Sampling = dataclasses.field(default_factory=lambda: Sampling(top_p=1.0))  # greedy
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Sequence[tuple[int, float]] = ()
     masked: bool = False  # each token is drawn among the ids that `allow` names
-    quiet: bool = False  # its end alone is news: no token wakes who collects, which would take a core
+    quiet: bool = (
+        False  # its end alone is news: no token wakes who collects, which would take a core
+    )
     replay: Sequence[int] = ()  # for measurements: the output's first ids, whatever is drawn
-    acceptance: Sequence[float] = ()  # for measurements: odds of drafts of `replay` to be right, by place
+    acceptance: Sequence[
+        float
+    ] = ()  # for measurements: odds of drafts of `replay` to be right, by place
     timed: bool = False  # with the times of tokens at its end (bench.py)
     # scoring
     score_from: int = 0
@@ -210,7 +216,8 @@ class GeneratedToken:
         logprobs, top_ids, top_logprobs = (values.tolist() for values in scores)
         pairs, top = list(zip(top_ids, top_logprobs, strict=True)), len(top_ids) // len(ids)
         return [
-            GeneratedToken(i, logprobs[n], tuple(pairs[n * top : (n + 1) * top])) for n, i in enumerate(ids)
+            GeneratedToken(i, logprobs[n], tuple(pairs[n * top : (n + 1) * top]))
+            for n, i in enumerate(ids)
         ]
 
 

@@ -23,11 +23,16 @@ class DraftSource(NamedTuple):
     cache: bool
 
 
-def load_draft_model(decoder: CpuDecoder, config: LaneformerConfig, source: DraftSource) -> DraftModel:
+def load_draft_model(
+    decoder: CpuDecoder, config: LaneformerConfig, source: DraftSource
+) -> DraftModel:
     """Load a small model, and let it draft for the decoder's model; ValueError for another vocabulary."""
     path = source.path
     checkpoint = read_checkpoint(path, None, decoder.threads)
-    own, other = known_ids(source.tokenizer, config), known_ids(checkpoint.tokenizer, checkpoint.config)
+    own, other = (
+        known_ids(source.tokenizer, config),
+        known_ids(checkpoint.tokenizer, checkpoint.config),
+    )
     if own != other:
         raise ValueError(
             f"draft = {str(path)!r} has another vocabulary than the model: its {checkpoint.config.vocab_size} ids "
@@ -47,4 +52,6 @@ def load_draft_model(decoder: CpuDecoder, config: LaneformerConfig, source: Draf
 
 def known_ids(tokenizer: Tokenizer | None, config: LaneformerConfig) -> tuple[int, dict[str, int]]:
     """The number of ids, and what each of them says where that is known."""
-    return config.vocab_size, {} if tokenizer is None else tokenizer.get_vocab(with_added_tokens=True)
+    return config.vocab_size, {} if tokenizer is None else tokenizer.get_vocab(
+        with_added_tokens=True
+    )

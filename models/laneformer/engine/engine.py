@@ -73,7 +73,9 @@ class Engine:
         self.sampling_defaults = dict(sampling_defaults)
         self._requests = Requests(config, self.eos_ids)
         self._exclusive = ExclusiveDecoder()
-        decoder = self._exclusive.load(lambda: load_decoder(config, tensors, device, dtype, **options))
+        decoder = self._exclusive.load(
+            lambda: load_decoder(config, tensors, device, dtype, **options)
+        )
         self.dtype, self.math, self.kv_dtype = decoder.dtype, decoder.math, decoder.kv_dtype
         self.isa, self.threads = decoder.isa, decoder.threads
         self.weight_bytes = decoder.weight_bytes  # packed, read for every decoded token
@@ -103,7 +105,9 @@ class Engine:
         """Random weights of a flavor's shapes, for benchmarks without a checkpoint; `options` as in Engine."""
         config = LaneformerConfig.from_flavor(flavor) if isinstance(flavor, str) else flavor
         dtype = dtype_name(dtype)
-        return cls(config, random_tensors(config, dtype, seed), device=device, dtype=dtype, **options)
+        return cls(
+            config, random_tensors(config, dtype, seed), device=device, dtype=dtype, **options
+        )
 
     def generate(self, prompt_ids: Sequence[int], **options: Any) -> list[int]:
         """New token ids after the prompt; options are those of GenerationOptions."""
@@ -140,20 +144,29 @@ class Engine:
     ) -> Stream[str]:
         """The text of `generate_text` in pieces: whole characters, and never a part of a stop string."""
         if self.tokenizer is None:
-            raise ValueError("text needs a tokenizer, but the model's folder holds no tokenizer.json")
+            raise ValueError(
+                "text needs a tokenizer, but the model's folder holds no tokenizer.json"
+            )
         ids = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt
         request = self._requests.generation(ids, without_logprobs(options), "prompt")
         call, text = self._call(request), TextStream(self.tokenizer, request.prompt)
         return Stream(text_of(call.read(lambda ids, scores: ids), text, StopStrings(stop)), call)
 
     @overload
-    def logprobs(self, ids: Sequence[int], *, start: int = 1, reuse_prefix: bool = True) -> np.ndarray: ...
+    def logprobs(
+        self, ids: Sequence[int], *, start: int = 1, reuse_prefix: bool = True
+    ) -> np.ndarray: ...
     @overload
     def logprobs(
         self, ids: Sequence[int], *, top: int, start: int = 1, reuse_prefix: bool = True
     ) -> PromptLogprobs: ...
     def logprobs(
-        self, ids: Sequence[int], *, top: int | None = None, start: int = 1, reuse_prefix: bool = True
+        self,
+        ids: Sequence[int],
+        *,
+        top: int | None = None,
+        start: int = 1,
+        reuse_prefix: bool = True,
     ) -> np.ndarray | PromptLogprobs:
         """log p(ids[i] | ids[:i]) for i >= start, float32 (len(ids) - start,); with `top` also the likeliest ids.
 
@@ -173,7 +186,10 @@ class Engine:
 
     def _partials(self, ids: Sequence[int], positions: Sequence[int]) -> np.ndarray:
         """Outputs of modules at ascending positions, for checks: float32 (positions, layers, 2, L, D)."""
-        partials, c = self._finish(self._requests.logits(ids, positions)).whole.partials, self.config
+        partials, c = (
+            self._finish(self._requests.logits(ids, positions)).whole.partials,
+            self.config,
+        )
         assert partials is not None
         return partials.reshape(-1, c.num_hidden_layers, len(MODULES), c.num_lanes, c.hidden_size)
 
@@ -193,7 +209,11 @@ class Engine:
     def kv_cache(self) -> dict[str, int]:
         """Bytes of keys and values now, and the most that are kept; empty on GPUs, which count sequences."""
         decoder: Any = self._open()
-        return {} if self.isa == CUDA else {"kv_bytes": decoder.kv_bytes, "cache_bytes": decoder.cache_bytes}
+        return (
+            {}
+            if self.isa == CUDA
+            else {"kv_bytes": decoder.kv_bytes, "cache_bytes": decoder.cache_bytes}
+        )
 
     @property
     def draft_kv_bytes(self) -> int:

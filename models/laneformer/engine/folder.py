@@ -62,7 +62,11 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_checkpoint(
-    folder: Path, lanes: int | None = None, threads: int | None = None, dtype: str = "auto", gpus: int = 0
+    folder: Path,
+    lanes: int | None = None,
+    threads: int | None = None,
+    dtype: str = "auto",
+    gpus: int = 0,
 ) -> Checkpoint:
     """Read and check a folder with `config.json` and `model*.safetensors`, or a GGUF file;
     ValueError for bad ones.
@@ -76,7 +80,9 @@ def read_checkpoint(
     if not folder.is_dir():
         if folder.is_file():
             refuse_pointer(folder)
-        raise ValueError(f"{folder} is not a folder with config.json and model*.safetensors, nor a GGUF file")
+        raise ValueError(
+            f"{folder} is not a folder with config.json and model*.safetensors, nor a GGUF file"
+        )
     values = read_json(folder / "config.json")
     files = weight_files(folder)
     stored = {name: tensor for path in files for name, tensor in read_safetensors(path)}
@@ -93,7 +99,9 @@ def read_checkpoint(
             f"lanes = {lanes}: this model was trained with {config.num_lanes}; leave the option out"
         )
     own = {plain_name(name): tensor for name, tensor in stored.items()}
-    check_shapes("the checkpoint", {name: t.values.shape for name, t in own.items()}, config.tensor_shapes())
+    check_shapes(
+        "the checkpoint", {name: t.values.shape for name, t in own.items()}, config.tensor_shapes()
+    )
     return Checkpoint(config, own, eos_ids(folder, values, config), files, *read_texts(folder))
 
 
@@ -102,7 +110,11 @@ def refuse_adapter(folder: Path) -> None:
     if not (folder / "adapter_config.json").is_file():
         return
     base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
-    what = "an adapter beside a model" if (folder / "config.json").is_file() else "an adapter, no model"
+    what = (
+        "an adapter beside a model"
+        if (folder / "config.json").is_file()
+        else "an adapter, no model"
+    )
     raise ValueError(
         f"{folder} holds {what} (adapter_config.json, of {base!r}), and adapters are not read; merge it into its model "
         "(PEFT's merge_and_unload), or remove it"
@@ -122,7 +134,9 @@ def check_tables(config: LaneformerConfig) -> None:
 
 def with_context(config: LaneformerConfig, tokens: int, kv_dtype: str = "auto") -> LaneformerConfig:
     """The config with this context; ValueError where the machine has no memory for it."""
-    drafts = 4 * config.num_nextn_predict_layers * config.head_dim * config.num_key_value_heads * tokens
+    drafts = (
+        4 * config.num_nextn_predict_layers * config.head_dim * config.num_key_value_heads * tokens
+    )
     needed = (
         config.cached_bytes(tokens, *KV_BYTES.get(kv_dtype, KV_BYTES["fp16"]))
         + drafts
@@ -137,10 +151,16 @@ def with_context(config: LaneformerConfig, tokens: int, kv_dtype: str = "auto") 
 
 
 def default_lanes(values: Mapping[str, Any], threads: int | None, gpus: int) -> int:
-    return lanes_for_gpus(values, gpus) if gpus else lanes_for(values, threads or this_machine().threads)
+    return (
+        lanes_for_gpus(values, gpus)
+        if gpus
+        else lanes_for(values, threads or this_machine().threads)
+    )
 
 
-def read_gguf(path: Path, lanes: int | None, threads: int | None, dtype: str, gpus: int) -> Checkpoint:
+def read_gguf(
+    path: Path, lanes: int | None, threads: int | None, dtype: str, gpus: int
+) -> Checkpoint:
     """A GGUF file; a tokenizer.json beside it, with what belongs to it, goes before the file's own."""
     file = GgufFile(path, dtype, blocks=not gpus)
     vocabulary = file.vocabulary
@@ -158,7 +178,9 @@ def read_gguf(path: Path, lanes: int | None, threads: int | None, dtype: str, gp
     else:
         check_pieces(path, texts.tokenizer, vocabulary)
         texts = texts.completed_by(own)
-    return Checkpoint(config, tensors, tuple(vocabulary.eos_ids()), file.files, *texts, dtype=file.dtype)
+    return Checkpoint(
+        config, tensors, tuple(vocabulary.eos_ids()), file.files, *texts, dtype=file.dtype
+    )
 
 
 def check_pieces(path: Path, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
@@ -182,7 +204,9 @@ def config_of(values: dict[str, Any]) -> LaneformerConfig:
         if key not in known and near and near[0] not in values:
             raise ValueError(f"unknown config key {key!r}; did you mean {near[0]!r}?")
     missing = [
-        name for name in ("hidden_size", "num_hidden_layers", "num_lanes", "vocab_size") if name not in values
+        name
+        for name in ("hidden_size", "num_hidden_layers", "num_lanes", "vocab_size")
+        if name not in values
     ]
     if missing:
         raise ValueError(f"config.json lacks {missing}")
@@ -192,7 +216,9 @@ def config_of(values: dict[str, Any]) -> LaneformerConfig:
         raise ValueError(f"config.json holds a value of the wrong type: {error}") from None
 
 
-def eos_ids(folder: Path, config_values: dict[str, Any], config: LaneformerConfig) -> tuple[int, ...]:
+def eos_ids(
+    folder: Path, config_values: dict[str, Any], config: LaneformerConfig
+) -> tuple[int, ...]:
     """Where generation stops by itself: `generation_config.json`, else `config.json`; one id or a list."""
     found = read_optional(folder / "generation_config.json").get("eos_token_id")
     found = config_values.get("eos_token_id") if found is None else found
@@ -209,9 +235,13 @@ def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Names and mapped tensors of one file; ValueError when it is cut short or holds another element type."""
     refuse_pointer(path)
     try:
-        safe_open(path, "np")  # checks the header: every tensor's bytes follow those of the one before
+        safe_open(
+            path, "np"
+        )  # checks the header: every tensor's bytes follow those of the one before
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is truncated, or has no valid safetensors header: {error}") from None
+        raise ValueError(
+            f"{path} is truncated, or has no valid safetensors header: {error}"
+        ) from None
     raw = np.memmap(path, np.uint8, "r")
     start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
     types = {stored.safetensors: (dtype, stored.element) for dtype, stored in STORED_TYPES.items()}
@@ -239,7 +269,8 @@ def rope_tables(config: LaneformerConfig) -> tuple[np.ndarray, np.ndarray]:
         tables = [cos_and_sin(np.array(pair[0], np.float32), context) for pair in pairs]
         scales = [np.array(pair[1], np.float32) for pair in pairs]
         cosine, sine = (
-            np.stack([table[i] * scale for table, scale in zip(tables, scales, strict=True)]) for i in (0, 1)
+            np.stack([table[i] * scale for table, scale in zip(tables, scales, strict=True)])
+            for i in (0, 1)
         )
         return cosine, sine
     frequency = np.array(plain(config.rope_theta, config.head_dim).frequencies, np.float32)
@@ -258,5 +289,7 @@ def query_scales(config: LaneformerConfig) -> np.ndarray | None:
     if growth is None:
         return None
     grows, length = growth
-    turns = np.floor(np.arange(config.max_position_embeddings, dtype=np.float32) / np.float32(length))
+    turns = np.floor(
+        np.arange(config.max_position_embeddings, dtype=np.float32) / np.float32(length)
+    )
     return (1 + np.float32(grows) * np.log(1 + turns)).astype(np.float32)

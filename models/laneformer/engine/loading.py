@@ -50,8 +50,9 @@ def read_model(
         if context_tokens > config.max_position_embeddings:
             log.warning(
                 "context_tokens = %d: the model knows %d positions; what it writes beyond them may mean nothing",
-                context_tokens, config.max_position_embeddings,
-            )  # fmt: skip
+                context_tokens,
+                config.max_position_embeddings,
+            )
         config = with_context(config, context_tokens, options.get("kv_dtype", "auto"))
     check_tables(config)
     if cache and not gpus:
@@ -120,7 +121,9 @@ def load_cuda_decoder(
             f"draft = {str(draft.path)!r}: a draft model runs on the CPU alone; use device = 'cpu'"
         )
     if cache_dir is not None:
-        raise ValueError("cache_dir keeps the CPU engine's prefixes; use device = 'cpu', or no cache_dir")
+        raise ValueError(
+            "cache_dir keeps the CPU engine's prefixes; use device = 'cpu', or no cache_dir"
+        )
     from .cuda.decoder import CudaDecoder  # imports torch
 
     math = "exact" if math == "fast" else math

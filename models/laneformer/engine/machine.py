@@ -14,7 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-NOT_RECLAIMED = ("anon", "file_mapped", "total_rss", "total_mapped_file")  # memory.stat of versions 2 and 1
+NOT_RECLAIMED = (
+    "anon",
+    "file_mapped",
+    "total_rss",
+    "total_mapped_file",
+)  # memory.stat of versions 2 and 1
 PERFORMANCE_CAPACITY = 0.5  # of the fastest core's: slower ones would hold up every pass
 
 
@@ -56,10 +61,13 @@ def this_machine(root: Path = Path("/"), allowed: set[int] | None = None) -> Mac
     fast = performance_cpus(root, allowed)
     cores: dict[str, list[int]] = {}
     for cpu in sorted(fast):
-        siblings = text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
+        siblings = text(
+            root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        ) or str(cpu)
         cores.setdefault(siblings, []).append(cpu)
     nodes = [
-        cpu_list(text(path)) & allowed for path in (root / "sys/devices/system/node").glob("node*/cpulist")
+        cpu_list(text(path)) & allowed
+        for path in (root / "sys/devices/system/node").glob("node*/cpulist")
     ]
     return Machine(
         tuple(map(tuple, cores.values())),
@@ -74,9 +82,14 @@ def performance_cpus(root: Path, allowed: set[int]) -> set[int]:
     by capacity on Arm.
     """
     devices = root / "sys/devices"
-    efficient = [*devices.glob("cpu_atom/cpus"), *devices.glob("system/cpu/types/intel_atom*/cpu*list")]
+    efficient = [
+        *devices.glob("cpu_atom/cpus"),
+        *devices.glob("system/cpu/types/intel_atom*/cpu*list"),
+    ]
     slow = {cpu for path in efficient for cpu in cpu_list(text(path))}
-    capacity = {cpu: float(text(devices / f"system/cpu/cpu{cpu}/cpu_capacity") or 0) for cpu in allowed}
+    capacity = {
+        cpu: float(text(devices / f"system/cpu/cpu{cpu}/cpu_capacity") or 0) for cpu in allowed
+    }
     enough = PERFORMANCE_CAPACITY * max(capacity.values())
     return {cpu for cpu in allowed - slow if capacity[cpu] >= enough} or allowed
 
@@ -96,7 +109,9 @@ def control_groups(root: Path, controller: str = "cpu") -> Iterator[Path]:
         if controllers and controller not in controllers.split(","):
             continue
         steps = [step for step in path.split("/") if step not in ("", "..")]
-        for base in (mount / controllers, mount / controller) if controllers else (mount, mount / "unified"):
+        for base in (
+            (mount / controllers, mount / controller) if controllers else (mount, mount / "unified")
+        ):
             yield from (base.joinpath(*steps[:depth]) for depth in range(len(steps), -1, -1))
 
 
@@ -114,7 +129,9 @@ def fast_cores() -> int:
     """macOS: the performance cores; 0 where sysctl does not tell them apart."""
     if sys.platform != "darwin":
         return 0
-    asked = subprocess.run(["sysctl", "-n", "hw.perflevel0.physicalcpu"], capture_output=True, text=True)
+    asked = subprocess.run(
+        ["sysctl", "-n", "hw.perflevel0.physicalcpu"], capture_output=True, text=True
+    )
     return int(asked.stdout) if asked.stdout.strip().isdigit() else 0
 
 

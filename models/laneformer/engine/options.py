@@ -100,11 +100,16 @@ class GenerationOptions:
                 f"logit_bias = {self.logit_bias!r} must map token ids to numbers, as {{42: -5.0}}"
             )
         low, high = BIAS_RANGE
-        bias = {i: in_range(f"logit_bias[{i!r}]", b, float, low, high) for i, b in self.logit_bias.items()}
+        bias = {
+            i: in_range(f"logit_bias[{i!r}]", b, float, low, high)
+            for i, b in self.logit_bias.items()
+        }
         object.__setattr__(self, "logit_bias", bias)
 
     def sampling(self) -> Sampling:
-        greedy = self.temperature < MIN_TEMPERATURE or self.top_k == 1  # one candidate: nothing to draw
+        greedy = (
+            self.temperature < MIN_TEMPERATURE or self.top_k == 1
+        )  # one candidate: nothing to draw
         return Sampling(
             seed=self.seed,
             inverse_temperature=0.0 if greedy else 1 / self.temperature,
@@ -176,7 +181,9 @@ def in_range(name: str, value: Any, kind: type, low: float, high: float) -> Any:
     """The value as `kind` (int or float) when it is one, finite, and in low .. high, else ValueError."""
     allowed = (int, np.integer) if kind is int else (int, float, np.integer, np.floating)
     if isinstance(value, bool) or not isinstance(value, allowed) or not math.isfinite(value):
-        raise ValueError(f"{name} = {value!r} must be {'an integer' if kind is int else 'a finite number'}")
+        raise ValueError(
+            f"{name} = {value!r} must be {'an integer' if kind is int else 'a finite number'}"
+        )
     if not low <= value <= high:
         raise ValueError(f"{name} = {value!r} is outside {low} to {high}")
     return kind(value)

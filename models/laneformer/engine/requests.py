@@ -30,7 +30,11 @@ class Requests:
         self.config, self.eos_ids = config, eos_ids
 
     def generation(
-        self, prompt: Sequence[int], options: Mapping[str, Any], what: str = "prompt_ids", **fields: Any
+        self,
+        prompt: Sequence[int],
+        options: Mapping[str, Any],
+        what: str = "prompt_ids",
+        **fields: Any,
     ) -> Request:
         """`options` are those of GenerationOptions, `fields` others of Request."""
         ids = self._checked_prompt(prompt, what)
@@ -38,7 +42,9 @@ class Requests:
         request = make_request(checked, ids, self.config.vocab_size, self.eos_ids)
         return dataclasses.replace(request, **fields)
 
-    def scoring(self, ids: Sequence[int], start: int, top: int, reuse_prefix: bool = True) -> Request:
+    def scoring(
+        self, ids: Sequence[int], start: int, top: int, reuse_prefix: bool = True
+    ) -> Request:
         checked = self._checked_prompt(ids, "ids", self.config.max_position_embeddings + 1)
         first = in_range("start", start, int, 1, len(checked))
         count = in_range("top", top, int, 0, min(MAX_LOGPROBS, self.config.vocab_size))
@@ -56,11 +62,15 @@ class Requests:
             keep_partials=list(positions),
         )
 
-    def _checked_prompt(self, ids: Sequence[int], what: str, longest: int | None = None) -> list[int]:
+    def _checked_prompt(
+        self, ids: Sequence[int], what: str, longest: int | None = None
+    ) -> list[int]:
         checked = checked_ids(ids, self.config.vocab_size, what)
         context = longest or self.config.max_position_embeddings
         if not checked:
-            raise ValueError(f"{what} is empty; give at least one token (such as the begin-of-text id)")
+            raise ValueError(
+                f"{what} is empty; give at least one token (such as the begin-of-text id)"
+            )
         if len(checked) > context:
             raise ValueError(
                 f"{what} has {len(checked)} tokens, more than the {context} that fit; shorten it"
@@ -94,5 +104,7 @@ def checked_ids(ids: Any, vocab_size: int, what: str) -> list[int]:
         )
     bad = array[(array < 0) | (array >= vocab_size)] if array.size else array
     if bad.size:
-        raise ValueError(f"{what} holds {int(bad[0])}, outside the vocabulary of 0 to {vocab_size - 1}")
+        raise ValueError(
+            f"{what} holds {int(bad[0])}, outside the vocabulary of 0 to {vocab_size - 1}"
+        )
     return [int(i) for i in array]

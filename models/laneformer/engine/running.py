@@ -28,7 +28,9 @@ class Cancelled(RuntimeError):
     """
 
     def __init__(self) -> None:
-        super().__init__("the request was cancelled before it was finished: its results are incomplete")
+        super().__init__(
+            "the request was cancelled before it was finished: its results are incomplete"
+        )
 
 
 class User(Protocol):
@@ -74,12 +76,16 @@ class ExclusiveDecoder:
         """Take the lock; RuntimeError while another user holds it."""
         decoder = self.get()
         if not self.lock.acquire(blocking=False):
-            raise RuntimeError("the engine is busy with another request; finish or close its stream first")
+            raise RuntimeError(
+                "the engine is busy with another request; finish or close its stream first"
+            )
         self._user = user
         return decoder
 
     def release(self) -> None:
-        self._user = None  # no cycle of references: an engine that is dropped frees its weights at once
+        self._user = (
+            None  # no cycle of references: an engine that is dropped frees its weights at once
+        )
         self.lock.release()
 
     def cancel(self) -> None:
@@ -161,7 +167,9 @@ class Call:
             with self._lock:
                 self.over, self._decoder = True, None
             decoder.leave_all()
-            while os.getpid() == process and decoder.running:  # a forked child has nobody to wait for
+            while (
+                os.getpid() == process and decoder.running
+            ):  # a forked child has nobody to wait for
                 with contextlib.suppress(Exception):  # what has failed is known by now
                     decoder.collect(SIGNAL_POLL_S)
             self.exclusive.release()

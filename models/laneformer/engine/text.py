@@ -23,7 +23,9 @@ class TextStream:
     difference between two decodings that start at the same token: the last one whose text is already out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool = True):
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool = True
+    ):
         self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
         self.ids = list(prompt_ids)
         self.start = max(0, len(self.ids) - CONTEXT_TOKENS)
@@ -76,7 +78,9 @@ class StopStrings:
             raise ValueError(f"stop = {stops!r} must be a text or a list of texts") from None
         for stop in self.stops:
             if not isinstance(stop, str) or not stop:
-                raise ValueError(f"stop holds {stop!r}; a stop string is a text of at least one character")
+                raise ValueError(
+                    f"stop holds {stop!r}; a stop string is a text of at least one character"
+                )
         self.found: str | None = None
         self.held = ""
 
@@ -84,7 +88,9 @@ class StopStrings:
         """The part of the text so far that is new and certainly before any stop string."""
         self.held += text
         places = [
-            (place + len(stop), place, stop) for stop in self.stops if (place := self.held.find(stop)) >= 0
+            (place + len(stop), place, stop)
+            for stop in self.stops
+            if (place := self.held.find(stop)) >= 0
         ]
         if places:
             _, end, self.found = min(places)

@@ -11,7 +11,15 @@ from .options import sampling_defaults
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SPECIAL = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 EXTRA = ("additional_special_tokens", "extra_special_tokens")  # lists of more
 POINTER = b"version https://git-lfs.github.com/spec/"
 
@@ -72,11 +80,15 @@ def tokens_beside(folder: Path, tokenizer: Tokenizer, values: dict[str, Any]) ->
     """Added tokens that tokenizer.json has not, or has with other properties."""
     from tokenizers import AddedToken
 
-    extra = [token for name in EXTRA if isinstance(values.get(name), list) for token in values[name]]
+    extra = [
+        token for name in EXTRA if isinstance(values.get(name), list) for token in values[name]
+    ]
     named = [values[name] for name in SPECIAL if values.get(name)] + extra
     texts = [token["content"] if isinstance(token, dict) else token for token in named]
     own = tokenizer.get_added_tokens_decoder()
-    added = {int(i): AddedToken(**token) for i, token in values.get("added_tokens_decoder", {}).items()}
+    added = {
+        int(i): AddedToken(**token) for i, token in values.get("added_tokens_decoder", {}).items()
+    }
     if "added_tokens_decoder" not in values:
         for text, i in read_optional(folder / "added_tokens.json").items():
             if i not in own:
@@ -84,7 +96,9 @@ def tokens_beside(folder: Path, tokenizer: Tokenizer, values: dict[str, Any]) ->
     there = {repr(token) for token in own.values()}
     tokens = [token for _, token in sorted(added.items()) if repr(token) not in there]
     known = {token.content for token in (*own.values(), *tokens)}
-    return tokens + [AddedToken(text, special=True) for text in dict.fromkeys(texts) if text not in known]
+    return tokens + [
+        AddedToken(text, special=True) for text in dict.fromkeys(texts) if text not in known
+    ]
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -43,15 +43,23 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_laneformer.LaneformerForCausalLM",
 }
 CODE = (
-    "cache.py", "config.py", "initialization.py", "lanes.py", "model.py", "mtp.py", "positions.py", "ropes.py",
-    "hf/configuration_laneformer.py", "hf/modeling_laneformer.py",
-)  # fmt: skip
-CHAT = "only `user` and `assistant` messages; system messages are ignored"
-CHAT_WITH_TOOLS = (
-    "system messages, tools, their calls and results (role `tool`), as the model was trained on them"
+    "cache.py",
+    "config.py",
+    "initialization.py",
+    "lanes.py",
+    "model.py",
+    "mtp.py",
+    "positions.py",
+    "ropes.py",
+    "hf/configuration_laneformer.py",
+    "hf/modeling_laneformer.py",
 )
+CHAT = "only `user` and `assistant` messages; system messages are ignored"
+CHAT_WITH_TOOLS = "system messages, tools, their calls and results (role `tool`), as the model was trained on them"
 console = Console(stderr=True)
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process is intended
+warnings.filterwarnings(
+    "ignore", message="torch.distributed is disabled"
+)  # a single process is intended
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,9 @@ def export(
     started = time.monotonic()
     run_folder = locate_checkpoint(checkpoint).parent.parent
     config_path, json_path = config or run_folder / "model.json", run_folder / "tokenizer.json"
-    tokenizer_path = tokenizer or (json_path if json_path.is_file() else run_folder / "tokenizer.model")
+    tokenizer_path = tokenizer or (
+        json_path if json_path.is_file() else run_folder / "tokenizer.model"
+    )
     require({"--config": config_path, "--tokenizer": tokenizer_path})
     architecture = LaneformerConfig.from_dict(json.loads(config_path.read_text()))
     if progress.step is None:
@@ -105,7 +115,9 @@ def export(
     with staged_folder(out, overwrite) as folder:
         console.print(f"reading {checkpoint}")
         weights = load_weights(checkpoint, architecture)
-        for name in weights:  # one at a time: two full copies of a large model may not fit in memory
+        for (
+            name
+        ) in weights:  # one at a time: two full copies of a large model may not fit in memory
             weights[name] = rounded(name, weights[name], dtype)
         if draft_ids:
             weights[DRAFT_IDS] = torch.tensor(sorted(draft_ids), dtype=torch.int32)
@@ -116,7 +128,9 @@ def export(
         write_configs(folder, architecture, dtype, token_ids)
         write_code(folder)
         template = (folder / CHAT_TEMPLATE.name).read_text()
-        (folder / "README.md").write_text(model_card(architecture, dtype, progress, special, template))
+        (folder / "README.md").write_text(
+            model_card(architecture, dtype, progress, special, template)
+        )
         console.print("loading it back and comparing its logits with the training model's")
         difference = verify(folder, architecture, weights)
     return {
@@ -152,7 +166,11 @@ def copy_tokenizer(
         )
     if path.suffix != ".json":
         shutil.copyfile(path, folder / "tokenizer.model")
-    ids = {f"{name}_id": made.token_to_id(token) for name, token in special.items() if name != "unk_token"}
+    ids = {
+        f"{name}_id": made.token_to_id(token)
+        for name, token in special.items()
+        if name != "unk_token"
+    }
     return special, {name: i for name, i in ids.items() if i is not None}
 
 
@@ -204,10 +222,13 @@ def load_weights(checkpoint: Path, config: LaneformerConfig) -> dict[str, Tensor
     reader = dcp.FileSystemReader(checkpoint)
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     expected = config.tensor_shapes()
-    shapes = {name: stored[name].size for name in stored if name in expected or name.startswith("layers.")}
+    shapes = {
+        name: stored[name].size for name in stored if name in expected or name.startswith("layers.")
+    }
     check_shapes(str(checkpoint), shapes, expected, "; pass its own --config")
     weights = {
-        name: torch.empty(shape, dtype=stored[name].properties.dtype) for name, shape in expected.items()
+        name: torch.empty(shape, dtype=stored[name].properties.dtype)
+        for name, shape in expected.items()
     }
     dcp.load(weights, storage_reader=reader, no_dist=True)
     return weights
@@ -218,17 +239,23 @@ def rounded(name: str, weight: Tensor, dtype: DType) -> Tensor:
         raise ValueError(f"{name} holds NaN or infinity; export an earlier checkpoint")
     out = weight.to(getattr(torch, dtype))
     if not torch.isfinite(out).all():
-        raise ValueError(f"{name} holds {float(weight.abs().max()):.4g}, too large for {dtype}; use bfloat16")
+        raise ValueError(
+            f"{name} holds {float(weight.abs().max()):.4g}, too large for {dtype}; use bfloat16"
+        )
     return out
 
 
-def write_weights(folder: Path, weights: dict[str, Tensor], max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+def write_weights(
+    folder: Path, weights: dict[str, Tensor], max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
     """model.safetensors, or model-0000N-of-0000M.safetensors with an index where it would be too large."""
     named = {hf_name(name): weight for name, weight in weights.items()}
     split = split_torch_state_dict_into_shards(named, max_shard_size=max_shard_bytes)
     for file, names in split.filename_to_tensors.items():
         save_file(
-            {name: named[name].contiguous() for name in names}, folder / file, metadata={"format": "pt"}
+            {name: named[name].contiguous() for name in names},
+            folder / file,
+            metadata={"format": "pt"},
         )
         (folder / file).chmod(0o644)  # safetensors creates files with mode 600
     if split.is_sharded:
@@ -236,7 +263,9 @@ def write_weights(folder: Path, weights: dict[str, Tensor], max_shard_bytes: int
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def write_configs(folder: Path, config: LaneformerConfig, dtype: DType, token_ids: dict[str, Any]) -> None:
+def write_configs(
+    folder: Path, config: LaneformerConfig, dtype: DType, token_ids: dict[str, Any]
+) -> None:
     """config.json and generation_config.json; token_ids: bos_token_id, eos_token_id (one or a list), and
     pad_token_id if any.
     """
@@ -252,7 +281,9 @@ def write_code(folder: Path) -> None:
     """The files of remote code, in one flat folder, so `from ..model` becomes `from .model`."""
     package = Path(__file__).parent.parent
     for source in CODE:
-        text = re.sub(r"^from \.\.(\w)", r"from .\1", (package / source).read_text(), flags=re.MULTILINE)
+        text = re.sub(
+            r"^from \.\.(\w)", r"from .\1", (package / source).read_text(), flags=re.MULTILINE
+        )
         (folder / Path(source).name).write_text(text)
 
 
@@ -272,7 +303,9 @@ def model_card(
         "Vocabulary": f"{c.vocab_size}, head `{c.lm_head_type}`",
     }
     if progress.step is not None:
-        table["Checkpoint"] = f"step {progress.step:,}" + (f" of {progress.phase}" if progress.phase else "")
+        table["Checkpoint"] = f"step {progress.step:,}" + (
+            f" of {progress.phase}" if progress.phase else ""
+        )
     if progress.tokens_total is not None:
         table["Training tokens"] = f"{progress.tokens_total:,}"
     if progress.loss is not None:
@@ -282,7 +315,9 @@ def model_card(
     rows = "\n".join(f"| {key} | {value} |" for key, value in table.items())
     text = Path(__file__).with_name("model_card.md").read_text()
     special = {"pad_token": "not set", **special}
-    return text.format(size=size, total=total, rows=rows, dtype=dtype, chat=chat, **special, **c.to_dict())
+    return text.format(
+        size=size, total=total, rows=rows, dtype=dtype, chat=chat, **special, **c.to_dict()
+    )
 
 
 @torch.no_grad()
@@ -303,7 +338,9 @@ def verify(folder: Path, config: LaneformerConfig, weights: dict[str, Tensor]) -
     plain.load_state_dict(wide, assign=True)
     expected = plain(ids)
     del plain  # two float32 copies of a 2B model at once would not fit on small machines
-    exported = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+    exported = AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, dtype=torch.float32
+    )
     difference = float((exported.eval()(ids).logits - expected).abs().max())
     if not difference <= 1e-4 * float(expected.abs().max()):
         raise ValueError(
@@ -312,7 +349,9 @@ def verify(folder: Path, config: LaneformerConfig, weights: dict[str, Tensor]) -
     loaded = exported.state_dict()
     for name in (name for name in weights if name.startswith(MTP)):  # which the logits do not show
         if not torch.equal(loaded[hf_name(name)], wide[name]):
-            raise ValueError(f"the exported {name} is not the training model's; nothing was written")
+            raise ValueError(
+                f"the exported {name} is not the training model's; nothing was written"
+            )
     return difference
 
 

@@ -46,7 +46,9 @@ def import_folder(hf: Path, out: Path, overwrite: bool = False) -> dict[str, Any
             "Laneformer's folder alone; `laneformer generate` and `serve` read models of the Llama family as they are"
         )
     values = modern_spelling(values)
-    config = LaneformerConfig.from_dict({key: value for key, value in values.items() if key in FIELDS})
+    config = LaneformerConfig.from_dict(
+        {key: value for key, value in values.items() if key in FIELDS}
+    )
     console.print(f"reading {hf}")
     weights = read_weights(hf, config)
     dtypes = {str(weight.dtype).removeprefix("torch.") for weight in weights.values()}
@@ -58,7 +60,9 @@ def import_folder(hf: Path, out: Path, overwrite: bool = False) -> dict[str, Any
         else ["tokenizer.json", "tokenizer_config.json"]
     )
     tokenizer = [hf / name for name in names if (hf / name).is_file()]
-    template = [hf / CHAT_TEMPLATE.name] if tokenizer and (hf / CHAT_TEMPLATE.name).is_file() else []
+    template = (
+        [hf / CHAT_TEMPLATE.name] if tokenizer and (hf / CHAT_TEMPLATE.name).is_file() else []
+    )
     with staged_folder(out, overwrite) as folder:
         console.print(f"writing {folder}")
         (folder / "model.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
@@ -84,5 +88,7 @@ def read_weights(hf: Path, config: LaneformerConfig) -> dict[str, Tensor]:
     for file in weight_files(hf):
         with safe_open(file, framework="pt") as tensors:
             weights |= {plain_name(name): tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
-    check_shapes(str(hf), {name: tensor.shape for name, tensor in weights.items()}, config.tensor_shapes())
+    check_shapes(
+        str(hf), {name: tensor.shape for name, tensor in weights.items()}, config.tensor_shapes()
+    )
     return weights

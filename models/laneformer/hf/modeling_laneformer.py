@@ -77,7 +77,9 @@ class LaneformerPreTrainedModel(PreTrainedModel):
         name = next(name for name, candidate in self.named_modules() if candidate is module)
         init_parameter(self.config.to_lanes(), f"{name}.weight".removeprefix("model."), weight)
 
-    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Refused unless it changes nothing: the head's rows belong to lanes, so a longer
         vocabulary moves them all.
         """
@@ -96,7 +98,9 @@ class LaneformerModel(LaneformerPreTrainedModel):
         super().__init__(config)
         lanes = config.to_lanes()
         self.tok_embeddings: nn.Module = nn.Embedding(lanes.vocab_size, lanes.hidden_size)
-        self.layers = nn.ModuleList(LaneformerLayer(lanes, i) for i in range(lanes.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            LaneformerLayer(lanes, i) for i in range(lanes.num_hidden_layers)
+        )
         self.norm = LaneRMSNorm(lanes)
         # kept with the model for engines that draft with it; neither used nor trained here
         self.mtp = None
@@ -134,7 +138,11 @@ class LaneformerModel(LaneformerPreTrainedModel):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         embedding = self.tok_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         checkpointing = self.gradient_checkpointing and self.training
-        if cache is None and not checkpointing and (not self.training if use_cache is None else use_cache):
+        if (
+            cache is None
+            and not checkpointing
+            and (not self.training if use_cache is None else use_cache)
+        ):
             cache = DynamicCache(config=self.config)
         # 4.x hands it over; 5.x warns where it stands in the signature
         cache_position = kwargs.get("cache_position")
@@ -148,8 +156,12 @@ class LaneformerModel(LaneformerPreTrainedModel):
         if cache is not None and TAKES_CACHE_POSITION:
             positioned = PositionedCache(cache, cache_position)
         lanes = self.config.to_lanes()
-        layers: Any = [self._checkpointed(layer) for layer in self.layers] if checkpointing else self.layers
-        h, _ = run_layers(layers, lanes, embedding, rope_table(lanes, position_ids), masks, positioned)
+        layers: Any = (
+            [self._checkpointed(layer) for layer in self.layers] if checkpointing else self.layers
+        )
+        h, _ = run_layers(
+            layers, lanes, embedding, rope_table(lanes, position_ids), masks, positioned
+        )
         return h, cache
 
     def _masks(
@@ -184,7 +196,9 @@ class LaneformerModel(LaneformerPreTrainedModel):
         def run(
             h: Tensor, delayed: tuple, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: None
         ) -> tuple:
-            def flat(h: Tensor, attention: Tensor | None, mlp: Tensor | None) -> tuple[Tensor | None, ...]:
+            def flat(
+                h: Tensor, attention: Tensor | None, mlp: Tensor | None
+            ) -> tuple[Tensor | None, ...]:
                 h, partials = layer(h, (attention, mlp), rope, mask)
                 return h, *partials
 
@@ -229,9 +243,18 @@ class LaneformerForCausalLM(LaneformerPreTrainedModel, GenerationMixin):
         """
         where = {"cache_position": kwargs.pop("cache_position", None)}
         h, cache = self.model.streams(
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, cache, **where
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            cache,
+            **where,
         )
-        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        positions = (
+            slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        )
         logits = self.lm_head(h[:, positions], self.model.norm, self.get_input_embeddings().weight)
         loss = None
         if labels is not None:

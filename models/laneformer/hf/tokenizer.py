@@ -30,11 +30,30 @@ CHAT_TEMPLATE, TOOLS_TEMPLATE = (  # as published, and with system messages and 
 )
 PADDING = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>")  # well-known names
 PROBES = [
-    "", " ", "  ", "   x", "a", " a", "a ", "a  b", "\t", "\n", "\n\n\n", "\r\n", " " * 17 + "x", SPACE, f"a{SPACE}b",
-    "\tif x:\n\t\treturn  1\n", "def f(x):\n        return x  # eight spaces\n" + "\n" * 5 + "-" * 40 + "=" * 9,
-    "0123456789 3.14 1e-5", "aaaaaaaaaaaaa bbbbbbb ababababa", "\x00\x7f\u200b\ufeff",
-    "naïve café Ærø ﬁ Å Ａ ½", "日本語 한국어 русский العربية", "😀👩\u200d👩\u200d👧 🇫🇷",
-]  # fmt: skip
+    "",
+    " ",
+    "  ",
+    "   x",
+    "a",
+    " a",
+    "a ",
+    "a  b",
+    "\t",
+    "\n",
+    "\n\n\n",
+    "\r\n",
+    " " * 17 + "x",
+    SPACE,
+    f"a{SPACE}b",
+    "\tif x:\n\t\treturn  1\n",
+    "def f(x):\n        return x  # eight spaces\n" + "\n" * 5 + "-" * 40 + "=" * 9,
+    "0123456789 3.14 1e-5",
+    "aaaaaaaaaaaaa bbbbbbb ababababa",
+    "\x00\x7f\u200b\ufeff",
+    "naïve café Ærø ﬁ Å Ａ ½",
+    "日本語 한국어 русский العربية",
+    "😀👩\u200d👩\u200d👧 🇫🇷",
+]
 
 
 def open_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, str]]:
@@ -61,7 +80,12 @@ def _special_of(sp: SentencePieceProcessor) -> dict[str, str]:
             "the SentencePiece model has no piece that ends a document; train it with eos_id set"
         )
     bos_id = sp.eos_id() if sp.bos_id() < 0 else sp.bos_id()
-    ids = {"unk_token": sp.unk_id(), "bos_token": bos_id, "eos_token": sp.eos_id(), "pad_token": sp.unk_id()}
+    ids = {
+        "unk_token": sp.unk_id(),
+        "bos_token": bos_id,
+        "eos_token": sp.eos_id(),
+        "pad_token": sp.unk_id(),
+    }
     return {name: sp.id_to_piece(i) for name, i in ids.items()}
 
 
@@ -75,7 +99,10 @@ def _tokenizer_from_json(path: Path) -> tuple[Tokenizer, dict[str, str]]:
     beside = path.with_name("tokenizer_config.json")
     values = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
     named = {name: values.get(name) for name in ("bos_token", "eos_token", "pad_token")}
-    tokens = {name: value["content"] if isinstance(value, dict) else value for name, value in named.items()}
+    tokens = {
+        name: value["content"] if isinstance(value, dict) else value
+        for name, value in named.items()
+    }
     eos, unk = tokens.get("eos_token"), getattr(tokenizer.model, "unk_token", None)
     bos = tokens.get("bos_token") or eos
     if eos is None or bos is None or None in map(tokenizer.token_to_id, (bos, eos)):
@@ -84,7 +111,10 @@ def _tokenizer_from_json(path: Path) -> tuple[Tokenizer, dict[str, str]]:
         )
     begin_with(bos, tokenizer)
     pads = (tokens.get("pad_token"), *PADDING, unk)
-    pad = next((p for p in pads if p and p not in (bos, eos) and tokenizer.token_to_id(p) is not None), None)
+    pad = next(
+        (p for p in pads if p and p not in (bos, eos) and tokenizer.token_to_id(p) is not None),
+        None,
+    )
     special = {"unk_token": unk, "bos_token": bos, "eos_token": eos, "pad_token": pad}
     return tokenizer, {name: token for name, token in special.items() if token}
 
@@ -97,13 +127,21 @@ def tokenizer_from_sentencepiece(model: Path | str) -> Tokenizer:
         raise ValueError(
             f"{model} has no byte pieces; train it with byte_fallback=True, or some text has no ids"
         )
-    ordinary = [i for i in range(len(sp)) if not (sp.is_control(i) or sp.is_unknown(i) or sp.is_byte(i))]
+    ordinary = [
+        i for i in range(len(sp)) if not (sp.is_control(i) or sp.is_unknown(i) or sp.is_byte(i))
+    ]
     scores = {pieces[i]: sp.get_score(i) for i in ordinary}
-    tokenizer = sentencepiece_bpe(pieces, scores, special["unk_token"], sp.normalize("x") == f"{SPACE}x")
+    tokenizer = sentencepiece_bpe(
+        pieces, scores, special["unk_token"], sp.normalize("x") == f"{SPACE}x"
+    )
     for text in PROBES + [pieces[i].replace(SPACE, " ") for i in ordinary]:
         check_same_ids(tokenizer, sp, text)
-    control = dict.fromkeys([*special.values(), *(pieces[i] for i in range(len(sp)) if sp.is_control(i))])
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    control = dict.fromkeys(
+        [*special.values(), *(pieces[i] for i in range(len(sp)) if sp.is_control(i))]
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in control]
+    )
     begin_with(special["bos_token"], tokenizer)
     return tokenizer
 

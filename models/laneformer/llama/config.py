@@ -20,21 +20,37 @@ from ..config import LaneformerConfig
 from .rope import rope_fields
 from .variant import Experts, FamilyConfig, Variant
 
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
-         "max_position_embeddings")  # fmt: skip
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
 OPTIONAL: dict[str, Any] = {
-    "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "initializer_range": 0.02,
-    "rope_theta": 10000.0, "rope_scaling": None, "rope_parameters": None, "tie_word_embeddings": False,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "rope_parameters": None,
+    "tie_word_embeddings": False,
     "layer_types": None,
-}  # fmt: skip
+}
 BLOCK = 32  # inputs that share a scale in MXFP4
 MAX_GPU_LANES = 8  # as `2b` has: 16 multiprocessors of an H200 to each
 QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
 SMOLLM3 = {
-    "use_sliding_window": False, "sliding_window": None, "no_rope_layers": None, "no_rope_layer_interval": 4,
-    "rope_theta": 2000000.0, "tie_word_embeddings": True,
-}  # fmt: skip
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "no_rope_layers": None,
+    "no_rope_layer_interval": 4,
+    "rope_theta": 2000000.0,
+    "tie_word_embeddings": True,
+}
 
 
 @dataclass(frozen=True)
@@ -65,55 +81,102 @@ class Family:
 
 OLMO: dict[str, Any] = {"norm_placement": "post", "joint_qk_norm": True}
 GEMMA3 = {
-    "sliding_window": 4096, "sliding_window_pattern": None, "query_pre_attn_scalar": 256, "head_dim": 256,
-    "rope_theta": None, "rope_local_base_freq": None, "tie_word_embeddings": True, "vocab_size": 262208,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 4096,
+    "sliding_window_pattern": None,
+    "query_pre_attn_scalar": 256,
+    "head_dim": 256,
+    "rope_theta": None,
+    "rope_local_base_freq": None,
+    "tie_word_embeddings": True,
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
     "max_position_embeddings": 131072,
-}  # fmt: skip
+}
 GRANITE = {
-    "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0,
-}  # fmt: skip
-PHI3 = {"sliding_window": None, "original_max_position_embeddings": None, "partial_rotary_factor": None,
-        "rms_norm_eps": 1e-5}  # fmt: skip
+    "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+}
+PHI3 = {
+    "sliding_window": None,
+    "original_max_position_embeddings": None,
+    "partial_rotary_factor": None,
+    "rms_norm_eps": 1e-5,
+}
 QWEN3_MOE = {
-    "use_sliding_window": False, "sliding_window": 4096, "moe_intermediate_size": 768, "num_experts": None,
-    "num_local_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False, "output_router_logits": None,
-    "router_aux_loss_coef": None,
-}  # fmt: skip
-GPT_OSS = {
-    "head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128, "rms_norm_eps": 1e-5,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "moe_intermediate_size": 768,
+    "num_experts": None,
     "num_local_experts": 128,
-    "num_experts": None, "num_experts_per_tok": 4, "rope_theta": 150000.0, "quantization_config": None,
-    "output_router_logits": None, "router_aux_loss_coef": None,
-    "experts_per_token": None, "initial_context_length": None,  # of the first files: written twice
-}  # fmt: skip
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+    "output_router_logits": None,
+    "router_aux_loss_coef": None,
+}
+GPT_OSS = {
+    "head_dim": 64,
+    "num_key_value_heads": 8,
+    "sliding_window": 128,
+    "rms_norm_eps": 1e-5,
+    "num_local_experts": 128,
+    "num_experts": None,
+    "num_experts_per_tok": 4,
+    "rope_theta": 150000.0,
+    "quantization_config": None,
+    "output_router_logits": None,
+    "router_aux_loss_coef": None,
+    "experts_per_token": None,
+    "initial_context_length": None,  # of the first files: written twice
+}
 FAMILIES = {
     "llama": Family(("LlamaForCausalLM",)),
     "mistral": Family(("MistralForCausalLM",), {"sliding_window": 4096}),
     "ministral": Family(("MinistralForCausalLM",), {"sliding_window": 4096}),
-    "ministral3": Family(("Ministral3ForCausalLM",), {"sliding_window": None, "rms_norm_eps": 1e-5, "head_dim": 128}),
+    "ministral3": Family(
+        ("Ministral3ForCausalLM",), {"sliding_window": None, "rms_norm_eps": 1e-5, "head_dim": 128}
+    ),
     "qwen2": Family(("Qwen2ForCausalLM",), QWEN_WINDOWS, qkv_bias=True, windowed="later"),
-    "qwen3": Family(("Qwen3ForCausalLM",), {**QWEN_WINDOWS, "head_dim": 128}, qk_norm=True, windowed="later"),
-    "qwen3_moe": Family(("Qwen3MoeForCausalLM",), QWEN3_MOE, qk_norm=True, width="moe_intermediate_size"),
+    "qwen3": Family(
+        ("Qwen3ForCausalLM",), {**QWEN_WINDOWS, "head_dim": 128}, qk_norm=True, windowed="later"
+    ),
+    "qwen3_moe": Family(
+        ("Qwen3MoeForCausalLM",), QWEN3_MOE, qk_norm=True, width="moe_intermediate_size"
+    ),
     "gpt_oss": Family(
-        ("GptOssForCausalLM",), GPT_OSS, qkv_bias=True, windowed=2, interleaved=True,
+        ("GptOssForCausalLM",),
+        GPT_OSS,
+        qkv_bias=True,
+        windowed=2,
+        interleaved=True,
         variant={"hidden_act": "swiglu_oai", "attention_sinks": True, "output_bias": True},
         accepted={"attention_bias": (True,), "swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)},
     ),
     "smollm3": Family(("SmolLM3ForCausalLM",), SMOLLM3, windowed="nope"),
     "olmo2": Family(("Olmo2ForCausalLM",), {"rms_norm_eps": 1e-5}, qk_norm=True, variant=OLMO),
     "olmo3": Family(
-        ("Olmo3ForCausalLM",), {"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": None}, qk_norm=True,
-        variant=OLMO, windowed=4, ropes={"full_attention": 500000.0, "sliding_attention": 0.0},
+        ("Olmo3ForCausalLM",),
+        {"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": None},
+        qk_norm=True,
+        variant=OLMO,
+        windowed=4,
+        ropes={"full_attention": 500000.0, "sliding_attention": 0.0},
     ),
     "granite": Family(("GraniteForCausalLM",), GRANITE),
     "phi3": Family(("Phi3ForCausalLM",), PHI3, fused=True),
     "gemma3_text": Family(
-        ("Gemma3ForCausalLM",), GEMMA3, qk_norm=True, windowed=6, norm_offset=1.0,
+        ("Gemma3ForCausalLM",),
+        GEMMA3,
+        qk_norm=True,
+        windowed=6,
+        norm_offset=1.0,
         variant={"norm_placement": "both", "hidden_act": "gelu_pytorch_tanh"},
         ropes={"full_attention": 1e6, "sliding_attention": 1e4},
     ),
-}  # fmt: skip
+}
 TEXT_OF = {
     "gemma3": "gemma3_text",
     "mistral3": "mistral",
@@ -124,32 +187,91 @@ SUPPORTED = (
     "Phi 3 and 4 mini, Gemma 3 (text), gpt-oss"
 )
 ACCEPTED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",), "hidden_activation": ("gelu_pytorch_tanh",), "use_bidirectional_attention": (False,),
-    "lm_head_bias": (False,), "attention_bias": (False,), "mlp_bias": (False,), "use_sliding_window": (False,),
-    "partial_rotary_factor": (1.0,), "decoder_sparse_step": (1,), "mlp_only_layers": ([],),
-    "rope_interleaved": (False,), "use_mrope": (False,), "is_llama_config": (True,),
-    "is_decoder": (True, False), "is_encoder_decoder": (False,), "add_cross_attention": (False,),
+    "hidden_act": ("silu",),
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "use_bidirectional_attention": (False,),
+    "lm_head_bias": (False,),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "use_sliding_window": (False,),
+    "partial_rotary_factor": (1.0,),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([],),
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
+    "is_llama_config": (True,),
+    "is_decoder": (True, False),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
     "tie_encoder_decoder": (False,),
-}  # fmt: skip
-HARMLESS = frozenset({
-    "architectures", "model_type", "auto_map", "transformers_version", "torch_dtype", "dtype", "use_cache",
-    "attention_dropout", "hidden_dropout", "pretraining_tp", "bos_token_id", "eos_token_id", "pad_token_id",
-    "unk_token_id", "sep_token_id", "decoder_start_token_id", "tokenizer_class", "max_window_layers",
-    "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "return_dict", "torchscript", "id2label",
-    "label2id", "problem_type", "task_specific_params", "finetuning_task", "gradient_checkpointing", "use_bfloat16",
-    "transformers.js_config", "unsloth_fixed", "unsloth_version", "attn_implementation", "num_logits_to_keep",
-    "ignore_keys_at_rope_validation", "max_length", "do_sample", "temperature", "top_p", "top_k",
-    "embd_pdrop", "resid_pdrop", "full_attn_mod", "interpolate_factor", "cache_implementation",
-})  # fmt: skip
+}
+HARMLESS = frozenset(
+    {
+        "architectures",
+        "model_type",
+        "auto_map",
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+        "use_cache",
+        "attention_dropout",
+        "hidden_dropout",
+        "pretraining_tp",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "unk_token_id",
+        "sep_token_id",
+        "decoder_start_token_id",
+        "tokenizer_class",
+        "max_window_layers",
+        "chunk_size_feed_forward",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "torchscript",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "task_specific_params",
+        "finetuning_task",
+        "gradient_checkpointing",
+        "use_bfloat16",
+        "transformers.js_config",
+        "unsloth_fixed",
+        "unsloth_version",
+        "attn_implementation",
+        "num_logits_to_keep",
+        "ignore_keys_at_rope_validation",
+        "max_length",
+        "do_sample",
+        "temperature",
+        "top_p",
+        "top_k",
+        "embd_pdrop",
+        "resid_pdrop",
+        "full_attn_mod",
+        "interpolate_factor",
+        "cache_implementation",
+    }
+)
 MEANINGS = {
-    "sparse_step": "dense layers among those with experts", "mlp_only": "dense layers among those with experts",
-    "expert": "a mixture of experts", "moe": "a mixture of experts", "lora_rank": "multi-head latent attention",
-    "linear_": "linear attention", "ssm": "a state space model", "mamba": "a state space model",
-    "softcap": "logit soft-capping", "sink": "attention sinks", "parallel": "parallel attention and MLP",
+    "sparse_step": "dense layers among those with experts",
+    "mlp_only": "dense layers among those with experts",
+    "expert": "a mixture of experts",
+    "moe": "a mixture of experts",
+    "lora_rank": "multi-head latent attention",
+    "linear_": "linear attention",
+    "ssm": "a state space model",
+    "mamba": "a state space model",
+    "softcap": "logit soft-capping",
+    "sink": "attention sinks",
+    "parallel": "parallel attention and MLP",
     "swiglu": "another clamped SwiGLU",
     "quantization": "quantized safetensors (take the original weights, or a GGUF file)",
-    "per_layer": "sizes that differ from layer to layer", "bias": "a bias of the output projection or of the MLP",
-}  # fmt: skip
+    "per_layer": "sizes that differ from layer to layer",
+    "bias": "a bias of the output projection or of the MLP",
+}
 
 GATED = "gated attention among layers of linear attention"
 BY_NAME = {"qwen35": GATED, "qwen3next": GATED}  # by beginnings of names
@@ -209,7 +331,12 @@ def text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if family is None or not isinstance(text, Mapping):
         return values
     outer = {"tie_word_embeddings"} & values.keys() - text.keys()
-    return {"model_type": family, **text, **{name: values[name] for name in outer}, "architectures": None}
+    return {
+        "model_type": family,
+        **text,
+        **{name: values[name] for name in outer},
+        "architectures": None,
+    }
 
 
 def experts(read: Mapping[str, Any], biased: bool) -> Experts | None:
@@ -217,7 +344,9 @@ def experts(read: Mapping[str, Any], biased: bool) -> Experts | None:
         return None
     total = read["num_experts"] or read["num_local_experts"]
     # gpt-oss's weights are a softmax of the chosen scores
-    return Experts(total, read["num_experts_per_tok"], bool(read.get("norm_topk_prob", True)), biased)
+    return Experts(
+        total, read["num_experts_per_tok"], bool(read.get("norm_topk_prob", True)), biased
+    )
 
 
 def scales(read: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,7 +385,8 @@ def lanes_for_gpus(values: Mapping[str, Any], gpus: int) -> int:
     shared = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
     sizes = shared_sizes(values, shared)
     return max(
-        (n for n in range(gpus, MAX_GPU_LANES + 1, gpus) if all(s % n == 0 for s in sizes)), default=gpus
+        (n for n in range(gpus, MAX_GPU_LANES + 1, gpus) if all(s % n == 0 for s in sizes)),
+        default=gpus,
     )
 
 
@@ -293,7 +423,9 @@ def check_key(key: str, value: Any, family: Family) -> None:
     if key == "quantization_config" and key in family.optional and value:
         method = value.get("quant_method") if isinstance(value, Mapping) else value
         if method != "mxfp4":
-            raise ValueError(f"config.json: {key} has quant_method {method!r}; supported is 'mxfp4' alone")
+            raise ValueError(
+                f"config.json: {key} has quant_method {method!r}; supported is 'mxfp4' alone"
+            )
     known = OPTIONAL | family.optional
     if isinstance(value, str) and (key in SIZES or isinstance(known.get(key), int | float)):
         raise ValueError(f"config.json: {key} = {value!r} must be a number, without quotes")
@@ -305,9 +437,11 @@ def check_key(key: str, value: Any, family: Family) -> None:
     meaning = meaning_of(key)
     only = f"; only {' or '.join(map(repr, accepted[key]))}" if key in accepted else ""
     raise ValueError(
-        f"config.json: {key} = {value!r} is not supported" + (f" ({meaning})" if meaning else "") + only +
-        ("" if only else f"; it may change what the model computes. Supported is {SUPPORTED}")
-    )  # fmt: skip
+        f"config.json: {key} = {value!r} is not supported"
+        + (f" ({meaning})" if meaning else "")
+        + only
+        + ("" if only else f"; it may change what the model computes. Supported is {SUPPORTED}")
+    )
 
 
 def why_not(name: str, known: Iterable[str], values: Mapping[str, Any]) -> str:
@@ -315,7 +449,9 @@ def why_not(name: str, known: Iterable[str], values: Mapping[str, Any]) -> str:
     text = values.get("text_config")
     every = {**values, **text} if isinstance(text, Mapping) else values
     reasons = {meaning for key, value in every.items() if value and (meaning := meaning_of(key))}
-    reasons |= {meaning for start, meaning in BY_NAME.items() if name.replace("_", "").startswith(start)}
+    reasons |= {
+        meaning for start, meaning in BY_NAME.items() if name.replace("_", "").startswith(start)
+    }
     near = difflib.get_close_matches(name.removesuffix("_text"), known, n=1)
     why = f" ({', '.join(sorted(reasons))})" if reasons else ""
     return why + (f"; the nearest that is: {near[0]!r}" if near else "")
@@ -330,7 +466,9 @@ def windows(
 ) -> tuple[int | None, tuple[int, ...]]:
     """The sliding window (None: there is none) and the layers that have it."""
     window = (
-        read["sliding_window"] if read.get("use_sliding_window", True) and "sliding_window" in read else None
+        read["sliding_window"]
+        if read.get("use_sliding_window", True) and "sliding_window" in read
+        else None
     )
     types = read["layer_types"]
     if types is not None:

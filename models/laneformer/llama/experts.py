@@ -39,7 +39,9 @@ def stack_experts(sources: Sources) -> Sources:
             raise ValueError(f"{name}: the experts {sorted(missing)} are missing")
         kinds = {(expert.dtype, expert.shape) for expert in experts.values()}
         if len(kinds) > 1:
-            raise ValueError(f"{name}: experts differ, such as {' and '.join(map(str, sorted(kinds)[:2]))}")
+            raise ValueError(
+                f"{name}: experts differ, such as {' and '.join(map(str, sorted(kinds)[:2]))}"
+            )
         stacked[name] = stack([experts[i] for i in sorted(experts)])
     return stacked
 
@@ -63,7 +65,9 @@ def split_experts(sources: Sources) -> Sources:
             kind = "bias" if part.endswith("_bias") else "weight"
             whole = part.removesuffix("_bias").removesuffix("_blocks")
             for own in ("gate_proj", "up_proj") if whole == "gate_up_proj" else (whole,):
-                split[f"{stem}{FUSED}{own}.{kind}"] = stacked_rows(sources, name, ROWS.get(own, slice(None)))
+                split[f"{stem}{FUSED}{own}.{kind}"] = stacked_rows(
+                    sources, name, ROWS.get(own, slice(None))
+                )
     return split
 
 

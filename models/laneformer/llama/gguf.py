@@ -29,15 +29,37 @@ if TYPE_CHECKING:
 # whose rows of queries and keys the converter permutes
 PERMUTED = ("llama", "smollm3", "granite", "mistral3")
 STORED = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
-QUANTIZED = ("Q8_0", "Q6_K", "Q5_0", "Q5_1", "Q5_K", "Q4_0", "Q4_1", "Q4_K", "IQ4_NL", "IQ4_XS",
-             "MXFP4")  # fmt: skip
-GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+QUANTIZED = (
+    "Q8_0",
+    "Q6_K",
+    "Q5_0",
+    "Q5_1",
+    "Q5_K",
+    "Q4_0",
+    "Q4_1",
+    "Q4_K",
+    "IQ4_NL",
+    "IQ4_XS",
+    "MXFP4",
+)
+GLOBAL_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
 LAYER_NAMES = {
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-}  # fmt: skip
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 WIDENED_BYTES = 1 << 18  # of blocks at a time: with what comes of them they stay in a core's cache
 POST_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
@@ -52,9 +74,12 @@ OWN_NAMES: dict[str, dict[str, str]] = {  # of an architecture
     "gemma3": {**POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"},
     "qwen3moe": EXPERTS,
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-    "gpt-oss": {**EXPERTS, "attn_sinks": "self_attn.sinks",
-                "post_attention_norm": "post_attention_layernorm"},
-}  # fmt: skip
+    "gpt-oss": {
+        **EXPERTS,
+        "attn_sinks": "self_attn.sinks",
+        "post_attention_norm": "post_attention_layernorm",
+    },
+}
 NO_WEIGHTS = (ROPE_FACTORS, *LONGROPE.values())
 
 
@@ -68,7 +93,9 @@ class GgufFile(LazyTensors):
     def __init__(self, path: Path, dtype: str = "auto", blocks: bool = False):
         """ValueError for what is no GGUF file, or holds types or tensors that the engine does not read."""
         reader, self.files = open_file(path), [path]
-        self.metadata: dict[str, Any] = {name: f.contents() for name, f in reader.fields.items() if f.types}
+        self.metadata: dict[str, Any] = {
+            name: f.contents() for name, f in reader.fields.items() if f.types
+        }
         self.architecture = self.metadata.get("general.architecture")
         tensors = list(reader.tensors)
         if (count := self.metadata.get("split.count", 1)) > 1:
@@ -97,7 +124,9 @@ class GgufFile(LazyTensors):
         except (TypeError, ZeroDivisionError) as error:
             raise ValueError(f"{path}: a field holds a value of the wrong type: {error}") from None
         self.sources = {
-            name: self._source(name, tensor) for name, tensor in stored.items() if name not in NO_WEIGHTS
+            name: self._source(name, tensor)
+            for name, tensor in stored.items()
+            if name not in NO_WEIGHTS
         }
 
     def _source(self, name: str, stored: ReaderTensor) -> TensorSource:
@@ -118,21 +147,30 @@ class GgufFile(LazyTensors):
             data = rows.swapaxes(1, 2).reshape(data.shape)
         if stored.tensor_type.name in STORED:
             return Tensor(kind, data if kind == "fp32" else data.view(np.uint16))
-        if self.dtype == AS_IN_FILE:  # the engine holds blocks, and widens those of an embedding apart
+        if (
+            self.dtype == AS_IN_FILE
+        ):  # the engine holds blocks, and widens those of an embedding apart
             return Tensor(kind, data)
         return Tensor(kind, widened(data, stored.tensor_type, kind))
 
     @property
     def sampling(self) -> dict[str, Any]:
         """Sampling that the file asks for, by the engine's names of the options; empty where it asks for none."""
-        names = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
-                 "penalty_repeat": "repetition_penalty"}  # fmt: skip
+        names = {
+            "temp": "temperature",
+            "top_k": "top_k",
+            "top_p": "top_p",
+            "min_p": "min_p",
+            "penalty_repeat": "repetition_penalty",
+        }
         values = {name: self.metadata.get(f"general.sampling.{key}") for key, name in names.items()}
         return {name: value for name, value in values.items() if value is not None}
 
     def _heads(self, name: str) -> int:
         """Heads of a query or key projection, whose rows the converter permutes; 0 for other tensors."""
-        key = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2], "")
+        key = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(
+            name.split(".")[-2], ""
+        )
         return int(self.config.get(key, 0))
 
 
@@ -153,7 +191,9 @@ def widened(data: np.ndarray, kind: Any, dtype: str) -> np.ndarray:
         return wide if dtype == "fp32" else wide.astype(np.float16).view(np.uint16)
 
     whole = data.reshape(-1, data.shape[-1])
-    cuts = range(WIDENED_BYTES // whole.shape[1] + 1, len(whole), WIDENED_BYTES // whole.shape[1] + 1)
+    cuts = range(
+        WIDENED_BYTES // whole.shape[1] + 1, len(whole), WIDENED_BYTES // whole.shape[1] + 1
+    )
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         rows = np.concatenate(list(pool.map(widen, np.split(whole, cuts))))
     return rows.reshape(*data.shape[:-1], rows.shape[1])
@@ -165,7 +205,9 @@ def parts_of(path: Path, count: int) -> list[Path]:
     """
     match = re.fullmatch(r"(.*)-00001-of-\d{5}\.gguf", path.name)
     if not match:
-        raise ValueError(f"{path} is one of {count} parts; give the first, NAME-00001-of-{count:05}.gguf")
+        raise ValueError(
+            f"{path} is one of {count} parts; give the first, NAME-00001-of-{count:05}.gguf"
+        )
     files = [path.with_name(f"{match[1]}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
     if missing := [file.name for file in files if not file.is_file()]:
         raise ValueError(
@@ -179,7 +221,9 @@ def open_file(path: Path) -> GGUFReader:
     try:
         from gguf import GGUFReader, GGUFValueType
     except ModuleNotFoundError:
-        raise ValueError(f"{path.name} needs the package gguf: pip install 'laneformer[gguf]'") from None
+        raise ValueError(
+            f"{path.name} needs the package gguf: pip install 'laneformer[gguf]'"
+        ) from None
 
     class Reader(GGUFReader):
         """Vocabularies, which are arrays of a hundred thousand strings, in a tenth of the time.
@@ -196,7 +240,9 @@ def open_file(path: Path) -> GGUFReader:
                 return super()._get_field_parts(orig_offs, raw_type)
             item = GGUFValueType(self._get(orig_offs, np.uint32)[0])
             count, at = int(self._get(orig_offs + 4, np.uint64)[0]), orig_offs + 12
-            if item == GGUFValueType.ARRAY or self.byte_order == "S":  # nested, or of the other byte order
+            if (
+                item == GGUFValueType.ARRAY or self.byte_order == "S"
+            ):  # nested, or of the other byte order
                 return super()._get_field_parts(orig_offs, raw_type)
             if item == GGUFValueType.STRING:
                 parts, at = strings(self.data, at, count)
@@ -205,7 +251,12 @@ def open_file(path: Path) -> GGUFReader:
                 if len(values) < count:
                     raise ValueError(f"an array of {count} values goes beyond the file's end")
                 parts, at = list(values[:, None]), at + values.nbytes
-            return at - orig_offs, parts, list(range(count)), [GGUFValueType(raw_type), *[item] * bool(count)]
+            return (
+                at - orig_offs,
+                parts,
+                list(range(count)),
+                [GGUFValueType(raw_type), *[item] * bool(count)],
+            )
 
     try:
         return Reader(path)
@@ -233,4 +284,6 @@ def hf_name(name: str, architecture: str | None = None) -> str:
     known = GLOBAL_NAMES if layer is None else LAYER_NAMES | OWN_NAMES.get(str(architecture), {})
     if part not in known:
         raise ValueError(f"the file holds the tensor {name}, which no supported architecture has")
-    return f"{known[part]}.{kind}" if layer is None else f"model.layers.{layer}.{known[part]}.{kind}"
+    return (
+        f"{known[part]}.{kind}" if layer is None else f"model.layers.{layer}.{known[part]}.{kind}"
+    )

@@ -14,23 +14,42 @@ if TYPE_CHECKING:
     from gguf import ReaderTensor
 
 ARCHITECTURES = {  # model_type in Transformers; Mistral and SmolLM come as llama, OLMo 3 as olmo2
-    "llama": "llama", "smollm3": "smollm3", "qwen2": "qwen2", "qwen3": "qwen3", "olmo2": "olmo2", "granite": "granite",
-    "phi3": "phi3", "gemma3": "gemma3_text", "mistral3": "ministral3", "qwen3moe": "qwen3_moe",
+    "llama": "llama",
+    "smollm3": "smollm3",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "olmo2": "olmo2",
+    "granite": "granite",
+    "phi3": "phi3",
+    "gemma3": "gemma3_text",
+    "mistral3": "ministral3",
+    "qwen3moe": "qwen3_moe",
     "gpt-oss": "gpt_oss",
-}  # fmt: skip
+}
 ROPE_FACTORS = "rope_freqs.weight"
 LONGROPE = {name: f"rope_factors_{name}.weight" for name in ("long", "short")}
 
 
 KNOWN = {  # values that change nothing, or that other fields say as well; None: any value
-    "vocab_size": None, "tensor_data_layout": None, "pooling_type": None, "attention.layer_norm_epsilon": None,
-    "attention.causal": (True,), "rope.scaling.finetuned": None, "rope.scaling.original_context_length": None,
-    "rope.scaling.attn_factor": (1.0,), "rope.scaling.yarn_attn_factor": (1.0,),
-    "rope.scaling.yarn_ext_factor": (1.0, -1.0), "rope.scaling.yarn_beta_fast": None,
-    "rope.scaling.yarn_beta_slow": None, "attention.temperature_length": None, "expert_used_count": None,
-    "expert_weights_norm": (True,), "expert_weights_scale": (0.0, 1.0), "expert_gating_func": (0, 1, 3),
+    "vocab_size": None,
+    "tensor_data_layout": None,
+    "pooling_type": None,
+    "attention.layer_norm_epsilon": None,
+    "attention.causal": (True,),
+    "rope.scaling.finetuned": None,
+    "rope.scaling.original_context_length": None,
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0, -1.0),
+    "rope.scaling.yarn_beta_fast": None,
+    "rope.scaling.yarn_beta_slow": None,
+    "attention.temperature_length": None,
+    "expert_used_count": None,
+    "expert_weights_norm": (True,),
+    "expert_weights_scale": (0.0, 1.0),
+    "expert_gating_func": (0, 1, 3),
     "interleave_moe_layer_step": (0, 1),
-}  # fmt: skip
+}
 OTHER_TOWER = ("vision.", "mm.")  # beginnings of fields
 
 
@@ -40,7 +59,9 @@ class Fields:
     def __init__(self, metadata: Mapping[str, Any]):
         self.architecture = str(metadata["general.architecture"])
         prefix = f"{self.architecture}."
-        self.values = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
+        self.values = {
+            k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)
+        }
         self.read: set[str] = set()
 
     def of_layers(self, key: str) -> Any:
@@ -52,7 +73,9 @@ class Fields:
         value = self.of_layers(key)
         if isinstance(value, list):
             if len(set(value)) > 1:
-                raise ValueError(f"{self.architecture}.{key} differs between layers, which is not supported")
+                raise ValueError(
+                    f"{self.architecture}.{key} differs between layers, which is not supported"
+                )
             value = value[0]
         return default if value is None else value
 
@@ -76,7 +99,9 @@ class Fields:
                 )
 
 
-def config_values(metadata: Mapping[str, Any], stored: Mapping[str, ReaderTensor]) -> dict[str, Any]:
+def config_values(
+    metadata: Mapping[str, Any], stored: Mapping[str, ReaderTensor]
+) -> dict[str, Any]:
     """The model's config.json, as Transformers would write it."""
     field = Fields(metadata)
     has_experts = field.architecture in ("qwen3moe", "gpt-oss")
@@ -146,15 +171,28 @@ def model_type(field: Fields, window: int | None) -> str:
 
 
 OWN = {  # keys of config.json that an architecture has beside, by its fields
-    "granite": {"embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale",
-                "attention_multiplier": "attention.scale", "logits_scaling": "logit_scale"},
-    "qwen3moe": {"moe_intermediate_size": "expert_feed_forward_length", "num_experts": "expert_count",
-                 "num_experts_per_tok": "expert_used_count"},
-    "gpt-oss": {"intermediate_size": "expert_feed_forward_length", "num_local_experts": "expert_count",
-                "num_experts_per_tok": "expert_used_count"},
+    "granite": {
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "attention_multiplier": "attention.scale",
+        "logits_scaling": "logit_scale",
+    },
+    "qwen3moe": {
+        "moe_intermediate_size": "expert_feed_forward_length",
+        "num_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+    },
+    "gpt-oss": {
+        "intermediate_size": "expert_feed_forward_length",
+        "num_local_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+    },
     "phi3": {"original_max_position_embeddings": "rope.scaling.original_context_length"},
-    "gemma3": {"rope_local_base_freq": "rope.freq_base_swa", "final_logit_softcapping": "final_logit_softcapping"},
-}  # fmt: skip
+    "gemma3": {
+        "rope_local_base_freq": "rope.freq_base_swa",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+}
 
 
 def own_values(field: Fields, head_dim: int, rotated: int) -> dict[str, Any]:
@@ -176,7 +214,9 @@ def own_values(field: Fields, head_dim: int, rotated: int) -> dict[str, Any]:
     return values
 
 
-def rope_scaling(field: Fields, stored: Mapping[str, ReaderTensor], head_dim: int) -> dict[str, Any] | None:
+def rope_scaling(
+    field: Fields, stored: Mapping[str, ReaderTensor], head_dim: int
+) -> dict[str, Any] | None:
     """Llama 3's scaling, of which the file holds only the divisor of each frequency; other kinds by name."""
     # files of 2023 have another name for the factor, and no type
     factor = field("rope.scale_linear", 0.0)
@@ -190,7 +230,11 @@ def rope_scaling(field: Fields, stored: Mapping[str, ReaderTensor], head_dim: in
         return {"rope_type": kind, "factor": factor}
     if all(name in stored for name in LONGROPE.values()):
         factors = {f"{name}_factor": stored[of].data.tolist() for name, of in LONGROPE.items()}
-        return {"rope_type": "longrope", "attention_factor": field("rope.scaling.attn_factor"), **factors}
+        return {
+            "rope_type": "longrope",
+            "attention_factor": field("rope.scaling.attn_factor"),
+            **factors,
+        }
     if ROPE_FACTORS not in stored:
         return None
     divisors = np.asarray(stored[ROPE_FACTORS].data, np.float64)
@@ -202,20 +246,31 @@ def rope_scaling(field: Fields, stored: Mapping[str, ReaderTensor], head_dim: in
             divisors, 1 / (blend + (1 - blend) / factor), rtol=1e-4
         ):
             return {
-                "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
                 "original_max_position_embeddings": length,
-            }  # fmt: skip
+            }
     raise ValueError(
         f"{ROPE_FACTORS} is no scaling of Llama 3 (from 8,192 positions, factors 1 and 4): not supported"
     )
 
 
 def yarn(field: Fields) -> dict[str, Any]:
-    keys = {"factor": "factor", "original_max_position_embeddings": "original_context_length",
-            "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}  # fmt: skip
+    keys = {
+        "factor": "factor",
+        "original_max_position_embeddings": "original_context_length",
+        "beta_fast": "yarn_beta_fast",
+        "beta_slow": "yarn_beta_slow",
+    }
     values = {name: field(f"rope.scaling.{key}") for name, key in keys.items()}
     if field("rope.scaling.yarn_log_multiplier"):
         values |= {"mscale": 1.0, "mscale_all_dim": field("rope.scaling.yarn_log_multiplier")}
     if field.architecture == "gpt-oss":  # which the file does not say
         values["truncate"] = False
-    return {"rope_type": "yarn", **values, "llama_4_scaling_beta": field("attention.temperature_scale")}
+    return {
+        "rope_type": "yarn",
+        **values,
+        "llama_4_scaling_beta": field("attention.temperature_scale"),
+    }

@@ -90,7 +90,9 @@ class FamilyAttention(LaneAttention):
             return super().heads(x, norm)
         return super().heads(norm(x.flatten(2))[:, :, None])
 
-    def rotate(self, query: Tensor, key: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def rotate(
+        self, query: Tensor, key: Tensor, rope: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
         if self.variant.query_growth is None:
             return super().rotate(query, key, rope)
         of_keys, of_queries = self.rope, self.rope + self.ropes  # see FamilyModel.rope
@@ -102,9 +104,14 @@ class FamilyAttention(LaneAttention):
             return self._attend_with_sinks(query, key, value, mask, self.sinks.weight)
         causal = mask is None and query.shape[2] > 1
         return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=True,
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=causal,
+            enable_gqa=True,
             scale=self.variant.attention_scale,
-        )  # fmt: skip
+        )
 
     def _attend_with_sinks(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor
@@ -159,7 +166,9 @@ class LaneExperts(nn.Module):
         """
         scores = torch.einsum("bsli,ei->bsle", x, self.router.weight)
         scores = scores if self.router.bias is None else scores + self.router.bias
-        chosen = scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.experts.active]
+        chosen = scores.sort(dim=-1, descending=True, stable=True).indices[
+            ..., : self.experts.active
+        ]
         odds = scores.softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
         weights = torch.zeros_like(odds).scatter(-1, chosen, odds.gather(-1, chosen))
         if self.experts.normed:
@@ -218,6 +227,8 @@ class FamilyModel(Laneformer):
         growth = variant_of(self.config).query_growth
         if growth is None:
             return cos, sin
-        scale = 1 + growth[0] * torch.log(1 + torch.floor(positions[None, :, None].float() / growth[1]))
+        scale = 1 + growth[0] * torch.log(
+            1 + torch.floor(positions[None, :, None].float() / growth[1])
+        )
         scale = scale[..., None]
         return torch.cat((cos, cos * scale)), torch.cat((sin, sin * scale))

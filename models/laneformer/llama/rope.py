@@ -14,18 +14,34 @@ import numpy as np
 from ..ropes import LLAMA3_KEYS, Rope, float32, plain, wavelengths, yarn
 
 KINDS = ("full_attention", "sliding_attention")
-PLAIN = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "original_max_position_embeddings"}
+PLAIN = {
+    "rope_theta",
+    "rope_type",
+    "type",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+}
 KEYS = {  # that a type reads
     "default": set(),
     "llama3": set(LLAMA3_KEYS),
     "linear": {"factor"},
-    "yarn": {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+    "yarn": {
+        "factor",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    },
     "longrope": {"factor", "attention_factor", "short_factor", "long_factor"},
 }
 IGNORED = {"max_position_embeddings", "llama_4_scaling_beta"}  # the latter is query_growth
 
 
-def rope_fields(read: Mapping[str, Any], head_dim: int, by_kind: Mapping[str, float]) -> dict[str, Any]:
+def rope_fields(
+    read: Mapping[str, Any], head_dim: int, by_kind: Mapping[str, float]
+) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling` of a LaneformerConfig where those say it all, else `ropes` of its variant.
 
     by_kind: bases of the kinds of layers, where a family has RoPE by kind.
@@ -34,7 +50,11 @@ def rope_fields(read: Mapping[str, Any], head_dim: int, by_kind: Mapping[str, fl
     nested = any(isinstance(given.get(kind), Mapping) for kind in KINDS)
     if nested and not by_kind:
         raise ValueError(f"RoPE by kind of layer, {given}, is not supported for this model_type")
-    kinds = {kind: given.get(kind) or {} for kind in KINDS} if nested else {KINDS[0]: given, KINDS[1]: {}}
+    kinds = (
+        {kind: given.get(kind) or {} for kind in KINDS}
+        if nested
+        else {KINDS[0]: given, KINDS[1]: {}}
+    )
     full = complete(kinds[KINDS[0]], read, read.get("rope_theta") or by_kind.get(KINDS[0], 10000.0))
     if by_kind:
         local = read.get("rope_local_base_freq") or by_kind[KINDS[1]] or full["rope_theta"]
@@ -54,22 +74,33 @@ def complete(given: Mapping[str, Any], read: Mapping[str, Any], theta: float) ->
     """One kind's parameters with base, type and share of rotated pairs; ValueError for what is not known."""
     kind = given.get("rope_type", given.get("type", "default"))
     kind = "longrope" if kind == "su" or (kind == "yarn" and "long_factor" in given) else kind
-    other = {key: v for key, v in given.items() if v is not None} if kind not in KEYS else {
-        key: v for key, v in given.items() if key not in PLAIN | KEYS[kind] | IGNORED and v is not None
-    }  # fmt: skip
+    other = (
+        {key: v for key, v in given.items() if v is not None}
+        if kind not in KEYS
+        else {
+            key: v
+            for key, v in given.items()
+            if key not in PLAIN | KEYS[kind] | IGNORED and v is not None
+        }
+    )
     if kind not in KEYS or other:
         raise ValueError(
             f"RoPE of the kind {dict(given)} is not supported; supported are the types {', '.join(KEYS)}"
         )
     partial = given.get("partial_rotary_factor", read.get("partial_rotary_factor") or 1.0)
     return {
-        **given, "rope_type": kind, "rope_theta": given.get("rope_theta") or theta, "partial_rotary_factor": partial,
-    }  # fmt: skip
+        **given,
+        "rope_type": kind,
+        "rope_theta": given.get("rope_theta") or theta,
+        "partial_rotary_factor": partial,
+    }
 
 
 def rope_of(given: Mapping[str, Any], read: Mapping[str, Any], head_dim: int) -> Rope:
     rotated = int(head_dim * given["partial_rotary_factor"])
-    trained = read.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
+    trained = read.get("original_max_position_embeddings") or given.get(
+        "original_max_position_embeddings"
+    )
     trained = trained or read["max_position_embeddings"]
     factor = given.get("factor") or read["max_position_embeddings"] / trained
     if given["rope_type"] == "yarn":
@@ -79,10 +110,15 @@ def rope_of(given: Mapping[str, Any], read: Mapping[str, Any], head_dim: int) ->
             given, np.array(wavelengths(given["rope_theta"], rotated), np.float32), trained, factor
         )
     if given["rope_type"] == "llama3":
-        raise ValueError("rope_type 'llama3' is supported for all layers and all pairs of a head alone")
+        raise ValueError(
+            "rope_type 'llama3' is supported for all layers and all pairs of a head alone"
+        )
     factor = factor if given["rope_type"] == "linear" else 1
     return Rope(
-        tuple(float32(each / float32(factor)) for each in plain(given["rope_theta"], rotated).frequencies)
+        tuple(
+            float32(each / float32(factor))
+            for each in plain(given["rope_theta"], rotated).frequencies
+        )
     )
 
 
@@ -94,11 +130,15 @@ def longrope(given: Mapping[str, Any], wavelength: np.ndarray, trained: int, fac
     scale = given.get("attention_factor")
     if scale is None:
         scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
-    factors = [np.asarray(given.get(f"{name}_factor") or (), np.float32) for name in ("long", "short")]
+    factors = [
+        np.asarray(given.get(f"{name}_factor") or (), np.float32) for name in ("long", "short")
+    ]
     for values in factors:
         if len(values) != len(wavelength):
             raise ValueError(
                 f"long_factor and short_factor hold {[len(f) for f in factors]} numbers; {len(wavelength)} pairs rotate"
             )
-    long, short = (tuple((1 / (values * wavelength)).astype(np.float32).tolist()) for values in factors)
+    long, short = (
+        tuple((1 / (values * wavelength)).astype(np.float32).tolist()) for values in factors
+    )
     return Rope(long, float(scale), short, trained)

@@ -24,17 +24,34 @@ from .config import FAMILIES, config_of_llama, text_values
 from .experts import Sources, split_experts, stack_experts
 from .variant import ROUTER, variant_of
 
-WHOLE = {EMBEDDING: "model.embed_tokens.weight", "norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
+WHOLE = {
+    EMBEDDING: "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    HEAD: "lm_head.weight",
+}
 PARTS = {
-    "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj", "attention.wo": "self_attn.o_proj", "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm", "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj", "attention.post_norm": "post_attention_layernorm",
-    "feed_forward.post_norm": "post_feedforward_layernorm", "attention_norm": "input_layernorm", ROUTER: "mlp.gate",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "attention.post_norm": "post_attention_layernorm",
+    "feed_forward.post_norm": "post_feedforward_layernorm",
+    "attention_norm": "input_layernorm",
+    ROUTER: "mlp.gate",
     "attention.sinks": "self_attn.sinks",
-}  # fmt: skip
-FFN_NORM = {"pre": "post_attention_layernorm", "both": "pre_feedforward_layernorm"}  # by `norm_placement`
-NESTED = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")  # of a text model beside a vision tower
+}
+FFN_NORM = {
+    "pre": "post_attention_layernorm",
+    "both": "pre_feedforward_layernorm",
+}  # by `norm_placement`
+NESTED = re.compile(
+    r"^(?:model\.)?language_model\.(?:model\.)?"
+)  # of a text model beside a vision tower
 OTHER_TOWER = re.compile(r"^(?:model\.)?(?:vision_tower|multi_modal_projector)\.")
 COLUMNS = ("attention.wo", "feed_forward.w2")  # where a lane owns columns
 ROTATED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
@@ -59,7 +76,9 @@ def laneformer_of(
     if variant_of(config).experts and not from_gguf:
         sources = split_experts(sources) if family.interleaved else stack_experts(sources)
     norm_offset = 0.0 if from_gguf else family.norm_offset
-    return config, LlamaTensors(config, sources, norm_offset, 1.0 / values.get("logits_scaling", 1.0))
+    return config, LlamaTensors(
+        config, sources, norm_offset, 1.0 / values.get("logits_scaling", 1.0)
+    )
 
 
 def text_sources(sources: Sources) -> Sources:
@@ -73,7 +92,11 @@ def text_sources(sources: Sources) -> Sources:
 
 def split_fused(sources: Sources, config: LaneformerConfig) -> Sources:
     """Phi's matrices, of which one holds the rows of several, as those of other families."""
-    d, kv, f = config.hidden_size, config.head_dim * config.num_key_value_heads, config.intermediate_size
+    d, kv, f = (
+        config.hidden_size,
+        config.head_dim * config.num_key_value_heads,
+        config.intermediate_size,
+    )
     fused = {
         "qkv_proj": {"q_proj": config.query_size, "k_proj": kv, "v_proj": kv},
         "gate_up_proj": {"gate_proj": f, "up_proj": f},
@@ -84,7 +107,9 @@ def split_fused(sources: Sources, config: LaneformerConfig) -> Sources:
         if module not in fused:
             split[name] = source
             continue
-        check_shapes("the checkpoint", {name: source.shape}, {name: (sum(fused[module].values()), d)})
+        check_shapes(
+            "the checkpoint", {name: source.shape}, {name: (sum(fused[module].values()), d)}
+        )
         first = 0
         for part, rows in fused[module].items():
             load = functools.partial(load_rows, source, slice(first, first + rows))
@@ -104,15 +129,23 @@ class LlamaTensors(LazyTensors):
     norm_offset: added to norms' weights; logits: what the last norm is multiplied with.
     """
 
-    def __init__(self, config: LaneformerConfig, stored: Sources, norm_offset: float, logits: float):
+    def __init__(
+        self, config: LaneformerConfig, stored: Sources, norm_offset: float, logits: float
+    ):
         self.config, self.stored = config, stored
         self.norm_offset, self.logits = norm_offset, logits
         self.variant = variant_of(config)
         ropes = self.variant.ropes
-        self.rotated = 2 * len(ropes[0].frequencies) if ropes else config.head_dim  # of a head's rows
+        self.rotated = (
+            2 * len(ropes[0].frequencies) if ropes else config.head_dim
+        )  # of a head's rows
         shapes = config.tensor_shapes()
-        given = {name: source.shape for name, source in stored.items() if not IGNORED.fullmatch(name)}
-        if config.tie_word_embeddings and given.pop(HEAD, ()):  # some files hold the tied head as well
+        given = {
+            name: source.shape for name, source in stored.items() if not IGNORED.fullmatch(name)
+        }
+        if config.tie_word_embeddings and given.pop(
+            HEAD, ()
+        ):  # some files hold the tied head as well
             head, embedding = (stored[WHOLE[name]].load().values for name in (HEAD, EMBEDDING))
             if not np.array_equal(head, embedding):
                 raise ValueError(
@@ -121,10 +154,16 @@ class LlamaTensors(LazyTensors):
         names = {name: self._source_of(name) for name in shapes}
         expected = {names[name]: self._source_shape(name, shape) for name, shape in shapes.items()}
         check_shapes("the checkpoint", given, expected)
-        super().__init__({
-            name: TensorSource(stored[names[name]].dtype, shape, functools.partial(self._translate, name, shape))
-            for name, shape in shapes.items()
-        })  # fmt: skip
+        super().__init__(
+            {
+                name: TensorSource(
+                    stored[names[name]].dtype,
+                    shape,
+                    functools.partial(self._translate, name, shape),
+                )
+                for name, shape in shapes.items()
+            }
+        )
 
     @property
     def has_blocks(self) -> bool:
@@ -140,11 +179,15 @@ class LlamaTensors(LazyTensors):
         if part in ROTATED:
             heads = values.reshape(-1, self.config.head_dim, *values.shape[1:])
             halves = (
-                heads[:, : self.rotated].reshape(-1, 2, self.rotated // 2, *values.shape[1:]).swapaxes(1, 2)
+                heads[:, : self.rotated]
+                .reshape(-1, 2, self.rotated // 2, *values.shape[1:])
+                .swapaxes(1, 2)
             )
             pairs = halves.reshape(len(heads), self.rotated, *values.shape[1:])
             values = np.concatenate((pairs, heads[:, self.rotated :]), 1).reshape(values.shape)
-        if stored.dtype not in STORED_TYPES:  # blocks, of which the engine cuts the lanes' rows or columns
+        if (
+            stored.dtype not in STORED_TYPES
+        ):  # blocks, of which the engine cuts the lanes' rows or columns
             return dataclasses.replace(stored, values=values)
         if part in COLUMNS and kind == "weight":
             *experts, lanes, rows, columns = shape
@@ -179,7 +222,9 @@ class LlamaTensors(LazyTensors):
 def widened(tensor: Tensor) -> np.ndarray:
     if tensor.dtype == "bf16":
         return (tensor.values.astype(np.uint32) << 16).view(np.float32)
-    return (tensor.values.view(np.float16) if tensor.dtype == "fp16" else tensor.values).astype(np.float32)
+    return (tensor.values.view(np.float16) if tensor.dtype == "fp16" else tensor.values).astype(
+        np.float32
+    )
 
 
 def part_of(name: str) -> tuple[str, str]:

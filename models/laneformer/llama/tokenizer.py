@@ -10,9 +10,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
-from .vocabulary import BEGINS_WITH_BOS, BESIDE, CONTROL, ENDS, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary
+from .vocabulary import (
+    BEGINS_WITH_BOS,
+    BESIDE,
+    CONTROL,
+    ENDS,
+    NORMAL,
+    UNKNOWN,
+    USER_DEFINED,
+    Vocabulary,
+)
 
 SPACE = "\u2581"  # SentencePiece's visible space
 _REST = r"\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n{slash}]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -21,16 +39,27 @@ _WORDS = _ENDS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = r"[^\r\n\p{{L}}\p{{N}}]?(?:{upper}*{lower}+|{upper}+{lower}*){ends}|"  # "camelCase" is two words
 _TEKKEN = _CASED.format(upper=_UPPER, lower=_LOWER, ends="") + _REST.format(digits="", slash="/")
-_GPT4O = _CASED.format(upper=_UPPER, lower=_LOWER, ends=_ENDS + "?") + _REST.format(digits="{1,3}", slash="/")
+_GPT4O = _CASED.format(upper=_UPPER, lower=_LOWER, ends=_ENDS + "?") + _REST.format(
+    digits="{1,3}", slash="/"
+)
 _LLAMA3 = _WORDS + _REST.format(digits="{1,3}", slash="")
 _QWEN2 = _WORDS + _REST.format(digits="", slash="")
 # By the name in the file: the pattern of a piece; None: GPT-2's own. OLMo 2 and 3 and Phi 4 come as dbrx, Phi 4 mini
 # as gpt-4o, Granite 3 as refact.
 PRE_TOKENIZERS = {
-    "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "falcon3": _LLAMA3, "dbrx": _LLAMA3,
-    "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2, "tekken": _TEKKEN, "gpt-4o": _GPT4O,
-    "smollm": None, "refact": None, "gpt-2": None,
-}  # fmt: skip
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "dbrx": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "tekken": _TEKKEN,
+    "gpt-4o": _GPT4O,
+    "smollm": None,
+    "refact": None,
+    "gpt-2": None,
+}
 WHOLE_WORDS = BEGINS_WITH_BOS  # a word that is a piece is taken without merging
 SINGLE_DIGITS = ("smollm", "refact")
 
@@ -59,7 +88,9 @@ def tokenizer_of(vocabulary: Vocabulary) -> Tokenizer:
         scores = {piece: values["scores"][i] for i, (piece, t) in typed if t == NORMAL}
         unk = vocabulary.special_id("unknown")
         dummy_prefix = values.get("add_space_prefix", True)
-        tokenizer = sentencepiece_bpe(pieces, scores, None if unk is None else pieces[unk], dummy_prefix)
+        tokenizer = sentencepiece_bpe(
+            pieces, scores, None if unk is None else pieces[unk], dummy_prefix
+        )
     bos = vocabulary.begins_with
     for i, (piece, t) in typed:
         if t in (UNKNOWN, CONTROL, USER_DEFINED) or piece in ENDS or i == bos:
@@ -83,7 +114,10 @@ def byte_level_bpe(pieces: list[str], merges: list[str], pre: str) -> Tokenizer:
         tokenizer.normalizer = normalizers.NFC()
     if pre in SINGLE_DIGITS:
         steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Sequence(steps), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.Sequence(steps),
+        decoders.ByteLevel(),
+    )
     return tokenizer
 
 
@@ -93,9 +127,15 @@ def sentencepiece_bpe(
     """SentencePiece BPE with byte pieces; `scores` are those of ordinary pieces, which alone are merged."""
     vocab = {piece: i for i, piece in enumerate(pieces)}
     merges = merges_by_score(scores)
-    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token=unk, fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(vocab, merges, unk_token=unk, fuse_unk=True, byte_fallback=True)
+    )
     spaces: normalizers.Normalizer = normalizers.Replace(" ", SPACE)
-    steps: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps: list[decoders.Decoder] = [
+        decoders.Replace(SPACE, " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+    ]
     if dummy_prefix:
         spaces = normalizers.Sequence([normalizers.Prepend(SPACE), spaces])
         steps.append(decoders.Strip(" ", 1, 0))
@@ -121,4 +161,6 @@ def merges_by_score(scores: dict[str, float]) -> list[tuple[str, str]]:
 def begin_with(bos: str, tokenizer: Tokenizer) -> None:
     """Let every text begin with this token."""
     begin = [(bos, tokenizer.token_to_id(bos))]
-    tokenizer.post_processor = processors.TemplateProcessing([bos, "$A"], [bos, "$A", bos, "$B"], begin)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        [bos, "$A"], [bos, "$A", bos, "$B"], begin
+    )

@@ -14,8 +14,15 @@ from typing import Any, NamedTuple
 from ..config import HEAD_NORMS, NORMS, LaneformerConfig
 from ..ropes import Rope
 
-GATES = ("silu", "gelu_pytorch_tanh", "swiglu_oai")  # in the order of the engine's (cpu/csrc/kernels.h)
-POST_NORMS = ("attention.post_norm", "feed_forward.post_norm")  # of modules' outputs, by `norm_placement`
+GATES = (
+    "silu",
+    "gelu_pytorch_tanh",
+    "swiglu_oai",
+)  # in the order of the engine's (cpu/csrc/kernels.h)
+POST_NORMS = (
+    "attention.post_norm",
+    "feed_forward.post_norm",
+)  # of modules' outputs, by `norm_placement`
 ROUTER = "feed_forward.router"  # of a mixture of experts
 
 
@@ -61,7 +68,9 @@ class Variant:
             object.__setattr__(self, "experts", Experts(*self.experts))
             if not 1 <= self.experts.active <= self.experts.total:
                 raise ValueError(f"{self.experts}: `active` must be from 1 to `total`")
-        object.__setattr__(self, "ropes", tuple(Rope(tuple(f), s, tuple(t), n) for f, s, t, n in self.ropes))
+        object.__setattr__(
+            self, "ropes", tuple(Rope(tuple(f), s, tuple(t), n) for f, s, t, n in self.ropes)
+        )
         if self.query_growth is not None:
             object.__setattr__(self, "query_growth", tuple(self.query_growth))
 
@@ -76,7 +85,9 @@ class Variant:
     def differences(self) -> dict[str, Any]:
         """The fields that are not a Laneformer's, by name; of ropes how many there are."""
         fields = dataclasses.fields(self)
-        changed = {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
+        changed = {
+            f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default
+        }
         return changed | ({"ropes": len(self.ropes)} if self.ropes else {})
 
 
@@ -91,7 +102,9 @@ class FamilyConfig(LaneformerConfig):
             object.__setattr__(self, "variant", Variant(**self.variant))
         super().__post_init__()
         changed, joint = self.variant.differences(), self.variant.joint_qk_norm
-        late = self.broadcast_delay or self.num_nextn_predict_layers or not self.replicated_rmsn_scale
+        late = (
+            self.broadcast_delay or self.num_nextn_predict_layers or not self.replicated_rmsn_scale
+        )
         if changed and (late or (joint and self.num_lanes > 1)):
             raise ValueError(
                 f"{', '.join(changed)} need broadcast_delay = 0, replicated_rmsn_scale, no head that drafts; "
@@ -119,7 +132,9 @@ class FamilyConfig(LaneformerConfig):
             shapes |= {f"{name}.weight": norm for name in POST_NORMS}
         if variant.joint_qk_norm and self.qk_norm:
             sizes = self.query_size, self.head_dim * self.num_key_value_heads
-            shapes |= {f"{name}.weight": (size,) for name, size in zip(HEAD_NORMS, sizes, strict=True)}
+            shapes |= {
+                f"{name}.weight": (size,) for name, size in zip(HEAD_NORMS, sizes, strict=True)
+            }
         if variant.output_bias:
             shapes["attention.wo.bias"] = (self.hidden_size,)
         if variant.attention_sinks:
@@ -127,7 +142,10 @@ class FamilyConfig(LaneformerConfig):
         if (experts := variant.experts) is not None:
             total, d = experts.total, self.hidden_size
             for name in ("w1", "w2", "w3"):
-                shapes[f"feed_forward.{name}.weight"] = (total, *shapes[f"feed_forward.{name}.weight"])
+                shapes[f"feed_forward.{name}.weight"] = (
+                    total,
+                    *shapes[f"feed_forward.{name}.weight"],
+                )
             shapes[f"{ROUTER}.weight"] = (total, d)
             if experts.biased:
                 inner = (total, self.num_lanes, self.intermediate_size // self.num_lanes)

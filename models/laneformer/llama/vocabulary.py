@@ -14,11 +14,30 @@ DEFAULTS = {"bos": 1, "eos": 2, "unknown": 0}  # ids of SentencePiece's vocabula
 # pre-tokenizers, unless the file says
 BEGINS_WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
 # of turns and texts, by their text: files often name one end alone, and mark others as ordinary pieces
-ENDS = frozenset({
-    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
-    "<|end_of_text|>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>",
-    "<|fim_pad|>", "<fim_pad>", "<|repo_name|>", "<reponame>", "<|file_sep|>",
-})  # fmt: skip
+ENDS = frozenset(
+    {
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<eos>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",
+        "[EOS]",
+        "<end_of_utterance>",
+        "<|fim_pad|>",
+        "<fim_pad>",
+        "<|repo_name|>",
+        "<reponame>",
+        "<|file_sep|>",
+    }
+)
 NAMED_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 # the latter ends a message, not the answer
 HARMONY_ENDS, HARMONY_TURN = {"<|return|>", "<|call|>"}, "<|end|>"
@@ -39,9 +58,13 @@ class Vocabulary:
         self.size = len(self.pieces) if "tokens" in self.values else rows or 0
         for name in ("token_type", "scores"):
             if len(values := self.values.get(name) or self.pieces) < len(self.pieces):
-                raise ValueError(f"{PREFIX}{name} has {len(values)} entries for {len(self.pieces)} tokens")
+                raise ValueError(
+                    f"{PREFIX}{name} has {len(values)} entries for {len(self.pieces)} tokens"
+                )
         if rows is not None and self.size > rows:
-            raise ValueError(f"{PREFIX}tokens has {self.size} entries, but the embedding {rows} rows")
+            raise ValueError(
+                f"{PREFIX}tokens has {self.size} entries, but the embedding {rows} rows"
+            )
 
     def is_id(self, value: Any) -> bool:
         return isinstance(value, int) and 0 <= value < self.size
@@ -82,5 +105,9 @@ class Vocabulary:
             "pad_token": self.special_id("padding"),
             "conversation_bos": self.begins_with,
         }
-        tokens = {name: self.pieces[i] for name, i in ids.items() if i is not None and i < len(self.pieces)}
+        tokens = {
+            name: self.pieces[i]
+            for name, i in ids.items()
+            if i is not None and i < len(self.pieces)
+        }
         return {**tokens, "chat_template": {"default": default, **named} if default else named}

@@ -43,9 +43,13 @@ try:
     from .schema import CompletionRequest, ConversationRequest
     from .sending import error_response
 except ModuleNotFoundError as error:
-    raise ValueError(f"the server needs the package {error.name}: pip install 'laneformer[serve]'") from None
+    raise ValueError(
+        f"the server needs the package {error.name}: pip install 'laneformer[serve]'"
+    ) from None
 
-SWITCH_S = 0.0005  # that one thread keeps others waiting; Python's own 5 ms add up over several turns
+SWITCH_S = (
+    0.0005  # that one thread keeps others waiting; Python's own 5 ms add up over several turns
+)
 UNANSWERED = 70  # status of the process where the device does not answer (EX_SOFTWARE)
 UNANSWERED_S = 5.0  # until then /health says so
 ENGINE_FACTS = "isa", "dtype", "math", "kv_dtype", "threads", "weight_bytes"
@@ -92,13 +96,18 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
         endpoints.close()
         scheduler.close()
 
-    app = FastAPI(title="Laneformer", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Laneformer", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
+    )
     app.state.scheduler = scheduler
     metrics = Metrics(scheduler, facts)
     app.add_middleware(Access, options=options, metrics=metrics)
     if options.allowed_origins:  # around Access: a browser asks for leave without the key
         app.add_middleware(
-            CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=options.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
         )
     for kind_of_error in (HTTPException, RequestError, ServingError, Exception):
         app.add_exception_handler(kind_of_error, answer_error)
@@ -112,7 +121,12 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
 def add_api(endpoints: Endpoints) -> None:
     """OpenAI's and Anthropic's routes, and llama.cpp's for tokens."""
     app, context = endpoints.app, endpoints.context
-    model = {"id": context.model, "object": "model", "created": int(time.time()), "owned_by": "laneformer"}
+    model = {
+        "id": context.model,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "laneformer",
+    }
     endpoints.add("/v1/completions", CompletionRequest, CompletionAnswer)
     endpoints.add("/v1/chat/completions", ConversationRequest, ConversationAnswer)
     endpoints.add("/v1/responses", ResponsesRequest, ResponsesAnswer)
@@ -199,7 +213,9 @@ async def answer_error(request: Request, error: Exception) -> Response:
 class Server(uvicorn.Server):
     """Uvicorn that says where it listens, and for which a signal is an orderly end."""
 
-    def __init__(self, app: FastAPI, options: ServerOptions, on_start: Callable[[str], None] | None):
+    def __init__(
+        self, app: FastAPI, options: ServerOptions, on_start: Callable[[str], None] | None
+    ):
         config = uvicorn.Config(app, log_level="warning", server_header=False, proxy_headers=False)
         # the scheduler has cancelled the answers by then
         config.timeout_graceful_shutdown = round(options.grace_s) + 5
@@ -261,6 +277,8 @@ def run(
         gc.unfreeze()  # or the extension module warns of leaks at the end of the process
         if app.state.scheduler.unanswered:  # the driver would wait for it at the end of the process
             print(
-                "laneformer: the device does not answer; start the server again", file=sys.stderr, flush=True
+                "laneformer: the device does not answer; start the server again",
+                file=sys.stderr,
+                flush=True,
             )
             os._exit(UNANSWERED)

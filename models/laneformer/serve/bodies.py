@@ -38,7 +38,9 @@ class RequestError(ValueError):
 
     def rename(self, name: str, own_name: str) -> RequestError:
         """By another name of its field, or of a part of it; a pattern of `re`."""
-        message, param = (re.sub(name, own_name, text, count=1) for text in (str(self), self.param or ""))
+        message, param = (
+            re.sub(name, own_name, text, count=1) for text in (str(self), self.param or "")
+        )
         return RequestError(message, param or None, self.code, self.status_code)
 
 
@@ -111,7 +113,9 @@ class Body(BaseModel):
         if name in cls.harmless:
             silent = cls.harmless[name]
             if silent is not None and not is_one_of(value, silent):
-                reading.pass_over(name, f"{name} = {quote(value)} has no effect; leave it out", cls.place)
+                reading.pass_over(
+                    name, f"{name} = {quote(value)} has no effect; leave it out", cls.place
+                )
         elif name in cls.refused:
             refuse(name, f"{name} is not supported: {cls.refused[name]}", "unsupported_parameter")
         elif name in cls.neutral:
@@ -120,7 +124,11 @@ class Body(BaseModel):
         else:
             shown = name[:SHOWN_CHARS]
             near = difflib.get_close_matches(shown, cls.known, n=1, cutoff=cls.typo)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(cls.known))}"
+            hint = (
+                f"did you mean {near[0]!r}?"
+                if near
+                else f"known are {', '.join(sorted(cls.known))}"
+            )
             message = f"{shown} is unknown; {hint}"
             if near or not cls.is_open:
                 refuse(name, message, "unknown_parameter")
@@ -132,7 +140,9 @@ class Body(BaseModel):
         try:
             value = parse_json(raw, reading.max_values)
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"the body is not a JSON object: {error}", None, "invalid_json") from None
+            raise RequestError(
+                f"the body is not a JSON object: {error}", None, "invalid_json"
+            ) from None
         if SURROGATE.search(raw):
             check_surrogates(value)
         return cls.from_fields(value, reading)
@@ -159,7 +169,8 @@ class Body(BaseModel):
 def is_one_of(value: Any, values: Sequence[Any] | None) -> bool:
     """JSON's true is not 1."""
     return any(
-        value == other and isinstance(value, bool) == isinstance(other, bool) for other in values or ()
+        value == other and isinstance(value, bool) == isinstance(other, bool)
+        for other in values or ()
     )
 
 
@@ -167,7 +178,9 @@ def parse_json(raw: bytes, max_values: int) -> Any:
     text = raw.decode()
     values = sum(map(text.count, ",[{"))
     if values > max_values:
-        raise ValueError(f"it has about {values:,} values; at most {max_values:,} fit this model's context")
+        raise ValueError(
+            f"it has about {values:,} values; at most {max_values:,} fit this model's context"
+        )
     return json.loads(text)
 
 
@@ -188,7 +201,9 @@ def check_surrogates(value: Any, path: Sequence[str | int] = ()) -> None:
 
 
 def refuse(name: str, message: str, code: str = "invalid_value") -> None:
-    raise PydanticCustomError("refused", "{message}", {"field": name, "message": message, "code": code})
+    raise PydanticCustomError(
+        "refused", "{message}", {"field": name, "message": message, "code": code}
+    )
 
 
 EXPECTED = {  # of fields with several types
@@ -217,7 +232,11 @@ def explain_errors(errors: Sequence[Any]) -> RequestError:
     param = spell_path(path)
     if error["type"] == "missing":
         return RequestError(f"{param} is missing", param, "missing_required_parameter")
-    wanted = f"it must be {EXPECTED[expected]}" if expected else error["msg"][:1].lower() + error["msg"][1:]
+    wanted = (
+        f"it must be {EXPECTED[expected]}"
+        if expected
+        else error["msg"][:1].lower() + error["msg"][1:]
+    )
     return RequestError(f"{param} = {quote(error['input'])}: {wanted}", param)
 
 
@@ -230,4 +249,6 @@ def quote(value: Any) -> str:
 
 def spell_path(path: Sequence[str | int]) -> str:
     """As OpenAI writes it: messages[0].content."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+    return "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}" for part in path
+    ).removeprefix(".")

@@ -112,10 +112,16 @@ class Choices:
     """`begin` submits the first request; then iterate for the pieces of all choices as they come."""
 
     def __init__(
-        self, context: ServingContext, prompts: Sequence[list[int]], n: int, options: GenerationOptions | None,
-        stops: Sequence[str], score_top: int | None = None,
-        grammar: AnswerGrammar | None = None, with_control_tokens: bool = False,
-    ):  # fmt: skip
+        self,
+        context: ServingContext,
+        prompts: Sequence[list[int]],
+        n: int,
+        options: GenerationOptions | None,
+        stops: Sequence[str],
+        score_top: int | None = None,
+        grammar: AnswerGrammar | None = None,
+        with_control_tokens: bool = False,
+    ):
         """options: None to generate nothing. score_top: score the prompts, with this many likeliest ids.
         grammar: every choice gets a copy. with_control_tokens: spell them out in the text.
         """
@@ -123,7 +129,12 @@ class Choices:
             context.scheduler.engine.load_prefix(prompt)
         self.context, self.prompts, self.n = context, prompts, n
         self.generated = [0] * (len(prompts) * n)  # tokens of each choice
-        self.options, self._stops, self._score_top, self._grammar = options, stops, score_top, grammar
+        self.options, self._stops, self._score_top, self._grammar = (
+            options,
+            stops,
+            score_top,
+            grammar,
+        )
         self._control = with_control_tokens
         self.unused: list[str] = []  # what of the request has no effect, for its header `warnings`
         self._runs: list[Running] = []
@@ -142,8 +153,11 @@ class Choices:
 
     def used(self, name: str) -> int | None:
         """Sum of a field of `Statistics`, reused tokens of each prompt once; None before the end."""
-        statistics = [running.statistics for choice, running in sorted(self._generating.items())
-                 if name != "reused_tokens" or choice % self.n == 0]  # fmt: skip
+        statistics = [
+            running.statistics
+            for choice, running in sorted(self._generating.items())
+            if name != "reused_tokens" or choice % self.n == 0
+        ]
         return None if None in statistics else sum(getattr(one, name) for one in statistics)
 
     async def __aiter__(self) -> AsyncGenerator[Piece, None]:
@@ -204,7 +218,9 @@ class Choices:
             if writing.stop is not None:
                 running.cancel()
             self.generated[choice] = writing.read
-            yield Piece(choice, text, written, [token.id for token in tokens[: writing.read - before]])
+            yield Piece(
+                choice, text, written, [token.id for token in tokens[: writing.read - before]]
+            )
         text, written = writing.finish()
         reason = running.finish_reason if writing.stop is None else "stop"
         yield Piece(choice, text, written, (), reason, stop=writing.stop)
@@ -224,7 +240,9 @@ class Choices:
         prompt = self.prompts[choice // self.n]
         return self._submit(lambda batch: batch.generation(prompt, **options), self._grammar)
 
-    def _submit(self, make: Callable[[Batch], Request], grammar: AnswerGrammar | None = None) -> Running:
+    def _submit(
+        self, make: Callable[[Batch], Request], grammar: AnswerGrammar | None = None
+    ) -> Running:
         if self._ready is not None:  # this is the first choice's first request
             running, self._ready = self._ready, None
             return running

@@ -21,23 +21,35 @@ from .schema import Sampling
 from .tool_calls import ToolCalling
 
 CACHED_TOKENS = 2**16
-VALUES_A_TOKEN, SPARE_VALUES = 8, 2**16  # of JSON; commas of a text count, and some tokens are many commas
+VALUES_A_TOKEN, SPARE_VALUES = (
+    8,
+    2**16,
+)  # of JSON; commas of a text count, and some tokens are many commas
 SAMPLED_CHARS = 8  # for each token of the context: what is encoded first of a long text
 # bytes that a byte-level BPE writes as themselves
 _SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [byte for byte in range(256) if byte not in _SHOWN]
-BYTE_OF = {chr(byte): byte for byte in _SHOWN} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
+BYTE_OF = {chr(byte): byte for byte in _SHOWN} | {
+    chr(256 + i): byte for i, byte in enumerate(_OTHERS)
+}
 
 
 class ServingContext:
     """A model as its clients see it. model: its name."""
 
-    def __init__(self, scheduler: Scheduler, engine: Engine, model: str, speculate: int, budget: int):
+    def __init__(
+        self, scheduler: Scheduler, engine: Engine, model: str, speculate: int, budget: int
+    ):
         """budget: of reasoning. ValueError for a model without a tokenizer."""
         if engine.tokenizer is None:
-            raise ValueError("a server needs a tokenizer, but the model folder holds no tokenizer.json")
+            raise ValueError(
+                "a server needs a tokenizer, but the model folder holds no tokenizer.json"
+            )
         self.scheduler, self.model, self.tokenizer = scheduler, model, engine.tokenizer
-        self.vocab_size, self.context_tokens = engine.config.vocab_size, engine.config.max_position_embeddings
+        self.vocab_size, self.context_tokens = (
+            engine.config.vocab_size,
+            engine.config.max_position_embeddings,
+        )
         self.reasoning_budget = budget
         self.harmony = speaks_harmony(engine.tokenizer_config)
         self.reasons = BEGIN in str(engine.tokenizer_config.get("chat_template"))
@@ -50,12 +62,16 @@ class ServingContext:
         self.grammars = Grammars(engine.tokenizer, self.vocab_size, engine.eos_ids, self.harmony)
         self.grammars.prepare()  # before requests come, whose streams it would stall
         self.tool_calling = ToolCalling(engine.tokenizer_config, self.grammars)
-        identity = repr((__version__, engine.config, engine.dtype, engine.math, engine.kv_dtype, model))
+        identity = repr(
+            (__version__, engine.config, engine.dtype, engine.math, engine.kv_dtype, model)
+        )
         self.fingerprint = f"fp_{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
         self.token_bytes = functools.lru_cache(CACHED_TOKENS)(self._token_bytes)
         decoder = engine.tokenizer.decoder
         self._byte_level = decoder is not None and b"ByteLevel" in decoder.__getstate__()
-        self._added = {i: token.content for i, token in engine.tokenizer.get_added_tokens_decoder().items()}
+        self._added = {
+            i: token.content for i, token in engine.tokenizer.get_added_tokens_decoder().items()
+        }
         longest = max(len(self._token_bytes(i)) for i in range(engine.tokenizer.get_vocab_size()))
         # a rendered conversation spells control tokens by their secret names
         self.max_text_bytes = self.context_tokens * max(longest, SECRET_CHARS)
@@ -65,7 +81,10 @@ class ServingContext:
         """The text; RequestError where it is too long for the context, which is told without encoding all of it:
         by its bytes, or by its beginning.
         """
-        size, start = len(text.encode(errors="replace")), text[: SAMPLED_CHARS * self.context_tokens]
+        size, start = (
+            len(text.encode(errors="replace")),
+            text[: SAMPLED_CHARS * self.context_tokens],
+        )
         too_long = size > self.max_text_bytes
         if not too_long and len(text) > 2 * len(start):
             too_long = len(self.prompts.encode(start)) > self.context_tokens + SECRET_CHARS
@@ -97,12 +116,15 @@ class ServingContext:
         longest = max(map(len, prompts))
         room = self.context_tokens - longest
         if room < (wanted != 0):
-            reason = f"but you sent {longest} tokens in the {param}, which leaves no room for an answer"
+            reason = (
+                f"but you sent {longest} tokens in the {param}, which leaves no room for an answer"
+            )
             raise self.context_error(reason, param)
         limit = room if wanted is None else min(wanted, room)
         if request.min_tokens > limit:
             raise RequestError(
-                f"min_tokens = {request.min_tokens} exceeds the limit of {limit} tokens", "min_tokens"
+                f"min_tokens = {request.min_tokens} exceeds the limit of {limit} tokens",
+                "min_tokens",
             )
         return limit
 

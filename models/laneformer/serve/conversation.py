@@ -60,7 +60,9 @@ class ChoiceAnswer:
         parts = [part for kind, text in deltas for part in self._add(kind, text)]
         if piece.finish_reason is not None and self.blocks:
             last = self.blocks[-1]
-            last.is_cut = is_cut(last.text) if last.kind == "call" else piece.finish_reason == "length"
+            last.is_cut = (
+                is_cut(last.text) if last.kind == "call" else piece.finish_reason == "length"
+            )
             if piece.finish_reason == "stop" and self.calls() and not last.is_cut:
                 piece = piece._replace(finish_reason="tool_calls")
         return piece, parts
@@ -99,7 +101,9 @@ class Conversation:
         self.reads_control = bool(tools.names) or context.harmony
         grammar = self._grammar(tools)
         forced = grammar is not None and not (tools.names and tools.optional)
-        inside = not forced and (is_reasoning(request) or begins_reasoning(context.tokenizer, self.prompt))
+        inside = not forced and (
+            is_reasoning(request) or begins_reasoning(context.tokenizer, self.prompt)
+        )
         reader = partial(AnswerReader, tools.form, inside, context.harmony)
         if context.harmony or (not forced and (inside or context.reasons)):
             self.choices = self._choices(self._with_budget(reader, grammar))
@@ -147,9 +151,14 @@ class Conversation:
             ids = context.prompts.text(context.check_length(expected, "prediction"), False)
             options = dataclasses.replace(options, prediction=ids)
         return Choices(
-            context, [self.prompt], request.n, options, request.stop,
-            grammar=grammar, with_control_tokens=self.reads_control,
-        )  # fmt: skip
+            context,
+            [self.prompt],
+            request.n,
+            options,
+            request.stop,
+            grammar=grammar,
+            with_control_tokens=self.reads_control,
+        )
 
 
 def is_reasoning(request: ConversationRequest) -> bool:
@@ -158,7 +167,9 @@ def is_reasoning(request: ConversationRequest) -> bool:
     return request.continue_final_message and text.rfind(BEGIN) > text.rfind(END)
 
 
-def prepare_prompt(request: ConversationRequest, context: ServingContext) -> tuple[ToolUse, list[int]]:
+def prepare_prompt(
+    request: ConversationRequest, context: ServingContext
+) -> tuple[ToolUse, list[int]]:
     """The tools, and the prompt's ids."""
     tools = context.tool_calling.use(request)
     messages = [message.plain() for message in request.messages]

@@ -25,8 +25,13 @@ from .options import ServerOptions
 from .scheduler import Busy
 from .sending import Answer, AnswerResponse, error_response
 
-OPEN, OPEN_FOLDER = ("/", "/health"), "/playground/"  # need no key: the page asks for it, a monitor has none
-DISCARDED_BYTES = 64 * 2**20  # of a body that is too long: who is still sending would not see the answer
+OPEN, OPEN_FOLDER = (
+    ("/", "/health"),
+    "/playground/",
+)  # need no key: the page asks for it, a monitor has none
+DISCARDED_BYTES = (
+    64 * 2**20
+)  # of a body that is too long: who is still sending would not see the answer
 CLIENT_GONE = 499  # nginx's status for the log: nobody saw an answer
 THREADS = 2  # that prepare answers: a long prompt does not hold up all others
 REFERENCES = "#/components/schemas/{model}"
@@ -79,9 +84,14 @@ class Access:
             return HTTPException(
                 403, f"the host {host!r} is not a name of this server; allow it with --host-names"
             )
-        if origin is not None and urlsplit(origin).netloc != host and not self.allowed & {origin, "*"}:
+        if (
+            origin is not None
+            and urlsplit(origin).netloc != host
+            and not self.allowed & {origin, "*"}
+        ):
             return HTTPException(
-                403, f"pages of {origin!r} may not use this server; allow them with --allowed-origins"
+                403,
+                f"pages of {origin!r} may not use this server; allow them with --allowed-origins",
             )
         key = self.options.api_key
         if key is not None and not (scope["path"] in OPEN or scope["path"].startswith(OPEN_FOLDER)):
@@ -90,7 +100,8 @@ class Access:
             pairs = (bearer, f"Bearer {key}"), (anthropic, key)
             if not any(hmac.compare_digest(sent.encode(), right.encode()) for sent, right in pairs):
                 return HTTPException(
-                    401, "the API key is missing or wrong; send 'Authorization: Bearer KEY', or x-api-key"
+                    401,
+                    "the API key is missing or wrong; send 'Authorization: Bearer KEY', or x-api-key",
                 )
         return None
 
@@ -117,7 +128,9 @@ class Access:
                 message = await receive()
                 left -= len(message.get("body", b""))
             most = self.options.max_body_bytes
-            raise HTTPException(413, f"the body has more than {most} bytes", {"Connection": "close"})
+            raise HTTPException(
+                413, f"the body has more than {most} bytes", {"Connection": "close"}
+            )
 
         return receive_limited
 
@@ -148,7 +161,10 @@ class Endpoints:
         """
 
         async def endpoint(request: Request) -> Response:
-            raw, reading = await request.body(), Reading(self.options.strict, self.context.max_values)
+            raw, reading = (
+                await request.body(),
+                Reading(self.options.strict, self.context.max_values),
+            )
             kind = request.headers.get("content-type", "application/json")
             if not any_type and kind.partition(";")[0].strip().lower() != "application/json":
                 message = f"the body has the content type {kind[:80]!r}; send application/json"
@@ -172,8 +188,12 @@ class Endpoints:
 
         self._bodies.append(body)
         schema = {"$ref": REFERENCES.format(model=body.__name__)}
-        description = {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
-        self.app.add_api_route(path, endpoint, methods=["POST"], openapi_extra=description, name=path)
+        description = {
+            "requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}
+        }
+        self.app.add_api_route(
+            path, endpoint, methods=["POST"], openapi_extra=description, name=path
+        )
 
     async def _apart(self, work: Callable[[], Any]) -> Any:
         """Busy where more is prepared than may wait and run."""

@@ -42,7 +42,10 @@ MAX_LEFT_OUT = 16  # keywords of one schema
 MAX_MULTIPLE = 10_000  # 0.1 s to compile, in proportion
 WORD_BITS = 32  # of a mask
 SHOWN_CHARS = 300  # of a message of llguidance
-CHOICES = {CALL_ID: "/[a-zA-Z0-9]{9}/", CALL_NUMBER: "/[0-9]{1,4}/"}  # nine: what Mistral's templates take
+CHOICES = {
+    CALL_ID: "/[a-zA-Z0-9]{9}/",
+    CALL_NUMBER: "/[0-9]{1,4}/",
+}  # nine: what Mistral's templates take
 # a space, or a line break with its indentation: without a bound, a small model can write white space
 # until its end
 COMPILED_WITH = {"whitespace_pattern": r"( |\n( {0,32}|\t{0,16}))"}
@@ -56,7 +59,9 @@ class Grammars:
     what ends a text. harmony: answers are written in that format.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int], harmony: bool = False):
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int], harmony: bool = False
+    ):
         self.tokenizer, self.vocab_size, self.eos_ids = tokenizer, vocab_size, tuple(eos_ids)
         self.harmony = harmony
 
@@ -87,7 +92,9 @@ class Grammars:
     def of_schema(self, schema: Any, what: str) -> Grammar:
         """JSON that the schema allows, keys in its order; `what` names it in errors."""
         rule = self.json_rule(schema, what)
-        return self.of_lark(self.in_harmony(f"final {rule}") if self.harmony else f"start: {rule}", what)
+        return self.of_lark(
+            self.in_harmony(f"final {rule}") if self.harmony else f"start: {rule}", what
+        )
 
     def in_harmony(self, answer: str) -> str:
         """Rules of an answer: one reasoning or none, then `answer`. In that, `final` begins a message for
@@ -109,7 +116,9 @@ class Grammars:
         """
         with name_in_errors(what):
             if not isinstance(schema, dict | bool):
-                raise ValueError(f"{what} = {schema!r:.80} must be a JSON schema: an object, true or false")
+                raise ValueError(
+                    f"{what} = {schema!r:.80} must be a JSON schema: an object, true or false"
+                )
             check_size(json.dumps(schema), what)
             if isinstance(schema, dict):
                 schema = {**schema, "x-guidance": COMPILED_WITH | {"lenient": unused is not None}}
@@ -123,7 +132,9 @@ class Grammars:
                     f"{what}: the least common multiple of all multipleOf is above {MAX_MULTIPLE:,}"
                 )
             if error := self._error(schema):
-                raise ValueError(f"{what}{self._place(schema, error)[:SHOWN_CHARS]}: {error[:SHOWN_CHARS]}")
+                raise ValueError(
+                    f"{what}{self._place(schema, error)[:SHOWN_CHARS]}: {error[:SHOWN_CHARS]}"
+                )
         return rule
 
     @cached_property
@@ -137,7 +148,9 @@ class Grammars:
         names = sorted(self._control, key=len, reverse=True)
         parts = re.split("|".join((f"({CHOSEN}", *map(re.escape, names))) + ")", text)
         written = CHOICES | {name: f"<[{i}]>" for name, i in self._control.items()}
-        return " ".join(written.get(part) or json.dumps(part, ensure_ascii=False) for part in parts if part)
+        return " ".join(
+            written.get(part) or json.dumps(part, ensure_ascii=False) for part in parts if part
+        )
 
     def text_tokens(self, but: str) -> str:
         """The part that stands for one token that is text to people though none to llguidance; "" without such."""
@@ -152,14 +165,18 @@ class Grammars:
             matcher = self._matcher(lark)
             matcher.compute_bitmask()
             if matcher.is_error():
-                raise ValueError(f"the schema allows no answer: {matcher.get_error()[:SHOWN_CHARS]}")
+                raise ValueError(
+                    f"the schema allows no answer: {matcher.get_error()[:SHOWN_CHARS]}"
+                )
             return Grammar(matcher, self.vocab_size, self._tokenizer.vocab_size, self.eos_ids)
 
     def _matcher(self, grammar: str) -> LLMatcher:
         tokenizer = self._tokenizer  # first: it names the extra
         from llguidance import LLMatcher, LLParserLimits
 
-        return LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        return LLMatcher(
+            tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False)
+        )
 
     def _error(self, schema: Any) -> str:
         return self._matcher(json.dumps({"grammars": [{"json_schema": schema}]})).get_error()
@@ -167,13 +184,17 @@ class Grammars:
     def _place(self, schema: Any, error: str) -> str:
         """Where the schema is wrong: the innermost part that has this error by itself, as ".properties.a"."""
         places = self._wrong_parts(schema) if isinstance(schema, dict) else []
-        return max((place for place, _, own_error in places if own_error == error), key=len, default="")
+        return max(
+            (place for place, _, own_error in places if own_error == error), key=len, default=""
+        )
 
     def _wrong_parts(self, schema: dict[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
         """Places, parts and errors of those that are wrong by themselves; of a large schema not all are searched."""
         parts = [("", schema), *list(_parts(schema))[:MAX_PARTS_SEARCHED]]
         return [
-            (place, part, error) for place, part in parts if (error := self._error(shared_of(schema) | part))
+            (place, part, error)
+            for place, part in parts
+            if (error := self._error(shared_of(schema) | part))
         ]
 
     def _leave_out_refused(self, schema: dict[str, Any]) -> list[str]:
@@ -208,7 +229,9 @@ def name_in_errors(what: str) -> Iterator[None]:
 
 def check_size(text: str, what: str) -> None:
     if len(text) > MAX_SCHEMA_BYTES:
-        raise ValueError(f"{what}: {len(text):,} bytes of JSON; at most {MAX_SCHEMA_BYTES:,} are allowed")
+        raise ValueError(
+            f"{what}: {len(text):,} bytes of JSON; at most {MAX_SCHEMA_BYTES:,} are allowed"
+        )
 
 
 def _multiples(schema: Any) -> Iterator[int]:
@@ -222,7 +245,13 @@ def _multiples(schema: Any) -> Iterator[int]:
 
 def _parts(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Every object inside of a JSON value, with its path."""
-    values = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    values = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in values:
         place = f"{path}.{key}" if isinstance(value, dict) else f"{path}[{key}]"
         if isinstance(inner, dict):
@@ -233,23 +262,31 @@ def _parts(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
 class Grammar:
     """One answer's place in its grammar; once that is complete, only end-of-text ids are left."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, tokenizer_size: int, eos_ids: Sequence[int]):
+    def __init__(
+        self, matcher: LLMatcher, vocab_size: int, tokenizer_size: int, eos_ids: Sequence[int]
+    ):
         self._matcher, self._vocab_size, self._eos_ids = matcher, vocab_size, eos_ids
         self._words = -(-tokenizer_size // WORD_BITS)
         self._accepted, self._ended = 0, False
 
     def copy(self) -> Grammar:
         """For another answer, from the beginning."""
-        return Grammar(self._matcher.deep_copy(), self._vocab_size, self._words * WORD_BITS, self._eos_ids)
+        return Grammar(
+            self._matcher.deep_copy(), self._vocab_size, self._words * WORD_BITS, self._eos_ids
+        )
 
     def mask(self, index: int) -> np.ndarray:
         """The ids that new token `index` may be: bit id % 32 of word id // 32, uint32 (ceil(V / 32),)."""
-        assert index == self._accepted, f"the mask of token {index} after {self._accepted} were accepted"
+        assert index == self._accepted, (
+            f"the mask of token {index} after {self._accepted} were accepted"
+        )
         words = np.zeros(self._words, np.uint32)
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         self._check(index)
         words = words[: -(-self._vocab_size // 32)]
-        words[-1] &= np.uint32(0xFFFFFFFF >> -self._vocab_size % 32)  # the tokenizer may have more ids
+        words[-1] &= np.uint32(
+            0xFFFFFFFF >> -self._vocab_size % 32
+        )  # the tokenizer may have more ids
         return words
 
     def accept(self, token_id: int) -> None:
@@ -273,9 +310,14 @@ class ReasoningBudget:
     """
 
     def __init__(
-        self, tokens: int, reader: Callable[[], AnswerReader], ending: list[int],
-        stream: Callable[[], TextStream], vocab_size: int, grammar: Grammar | None,
-    ):  # fmt: skip
+        self,
+        tokens: int,
+        reader: Callable[[], AnswerReader],
+        ending: list[int],
+        stream: Callable[[], TextStream],
+        vocab_size: int,
+        grammar: Grammar | None,
+    ):
         self._given = tokens, reader, ending, stream, vocab_size, grammar
         self._tokens, self._left, self._ended = tokens, [*ending], False
         self._reader, self._stream, self._grammar = reader(), stream(), grammar and grammar.copy()

@@ -54,7 +54,9 @@ class Metrics(Collector):
         yield gauge("running", "Requests that decode", len(scheduler.running))
         saved = {f"saved_{name}": value for name, value in scheduler.engine.saved_prefixes.items()}
         known = {**vars(totals), **scheduler.engine.kv_cache, **saved}
-        yield from (gauge(name, text, known[name]) for name, text in GAUGES.items() if name in known)
+        yield from (
+            gauge(name, text, known[name]) for name, text in GAUGES.items() if name in known
+        )
         for name, text in COUNTERS.items():
             if name in known:
                 yield CounterMetricFamily(f"laneformer_{name}", text, known[name])
@@ -69,7 +71,9 @@ class Metrics(Collector):
             text = f"Of the engine's threads' time, while they had a processor, {last}"
             yield gauge("processor_share", text, share)
         if (probe := self._facts["probe_bytes_per_s"]) is not None:
-            yield gauge("probe_bytes_per_second", "Most read by all threads, without requests", probe)
+            yield gauge(
+                "probe_bytes_per_second", "Most read by all threads, without requests", probe
+            )
             used = totals.passes_per_s * self._facts["weight_bytes"] / probe
             yield gauge("bandwidth_ratio", f"Weights read, as a part of the probe, {last}", used)
 

@@ -66,11 +66,15 @@ class ServerOptions:
             self.api_key = os.environ.get("LANEFORMER_API_KEY")
         key = self.api_key
         if key is not None and not (key.isascii() and key.strip() == key != ""):
-            raise ValueError("the API key must be ASCII text without spaces around it, and not empty")
+            raise ValueError(
+                "the API key must be ASCII text without spaces around it, and not empty"
+            )
         if self.host.startswith("["):  # as in a URL
             self.host = self.host.strip("[]")
         if not self.host:
-            raise ValueError("host must not be empty; use 127.0.0.1, or 0.0.0.0 or :: for all addresses")
+            raise ValueError(
+                "host must not be empty; use 127.0.0.1, or 0.0.0.0 or :: for all addresses"
+            )
         for name, (kind, low, high) in RANGES.items():
             setattr(self, name, in_range(name, getattr(self, name), kind, low, high))
 
@@ -83,7 +87,9 @@ class ServerOptions:
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             both = self.host == "::" and socket.has_dualstack_ipv6()
-            listening = socket.create_server((self.host, self.port), family=family, dualstack_ipv6=both)
+            listening = socket.create_server(
+                (self.host, self.port), family=family, dualstack_ipv6=both
+            )
         except OSError as error:
             if or_next and error.errno == errno.EADDRINUSE and self.port < RANGES["port"][2]:
                 print(f"laneformer: port {self.port} is in use", file=sys.stderr)

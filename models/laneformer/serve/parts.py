@@ -10,7 +10,9 @@ from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 from ..chat import ASSISTANT, SYSTEM
 from .bodies import HALF_PAIR, STRICTLY, Body, refuse
 
-MAX_PARTS = 2**12  # of a content, and tools: the longer a list, the longer its check holds up other threads
+MAX_PARTS = (
+    2**12
+)  # of a content, and tools: the longer a list, the longer its check holds up other threads
 NAME = r"^[a-zA-Z0-9_-]{1,64}$"  # of schemas and functions, as OpenAI allows them
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 EFFORTS = "none", "low", "medium", "high"  # of reasoning
@@ -173,14 +175,18 @@ class Message(Body):
     @model_validator(mode="after")
     def _has_content(self) -> Self:
         if self.content is None and not self.tool_calls and self.role != ASSISTANT:
-            refuse("content", f"content is missing in a message of the role {self.role!r}; send text")
+            refuse(
+                "content", f"content is missing in a message of the role {self.role!r}; send text"
+            )
         if self.tool_calls and self.role != ASSISTANT:
             refuse("tool_calls", f"tool_calls are an assistant's, not of the role {self.role!r}")
         return self
 
     def plain(self) -> dict[str, Any]:
         """For a template: content as one text, a developer as the system, arguments as values."""
-        message = self.model_dump(exclude_none=True, exclude=None if self.tool_calls else {"tool_calls"})
+        message = self.model_dump(
+            exclude_none=True, exclude=None if self.tool_calls else {"tool_calls"}
+        )
         message["role"] = SYSTEM if self.role == "developer" else self.role
         message["content"] = "\n".join(texts_of(self.content))
         for call in message.get("tool_calls", []):

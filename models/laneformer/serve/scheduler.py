@@ -77,7 +77,10 @@ class Running:
         self.request, self.grammar = request, grammar
         self.submitted_s = time.monotonic()
         self.started_s = self.first_token_s = self.last_token_s = None  # type: float | None
-        self.generated_tokens, self.processor_s = 0, 0.0  # the latter: of this process at the first token
+        self.generated_tokens, self.processor_s = (
+            0,
+            0.0,
+        )  # the latter: of this process at the first token
         self.finish_reason: str | None = None
         self.statistics: Statistics | None = None
         self.scores: PromptLogprobs | None = None
@@ -205,7 +208,10 @@ class Scheduler:
                 raise EngineError(self.failure)
             if self._closing or (self.stopping and not admitted):
                 raise Stopping("the server is shutting down and takes no more requests")
-            if not admitted and len(self.waiting) + len(self.running) >= self.max_waiting + self.max_joined:
+            if (
+                not admitted
+                and len(self.waiting) + len(self.running) >= self.max_waiting + self.max_joined
+            ):
                 one_ends_s = math.ceil(self._request_s / self.max_joined)
                 raise Busy(self.max_waiting, max(1, min(LONGEST_RETRY_S, one_ends_s)))
             self.waiting.append(running)
@@ -261,7 +267,10 @@ class Scheduler:
             self.waiting.clear()
             self.running.clear()
         self._hand_over(
-            [(running, Update(-1, [], "error", error=self.failure or "it is closed")) for running in left]
+            [
+                (running, Update(-1, [], "error", error=self.failure or "it is closed"))
+                for running in left
+            ]
         )
         self.batch.close()
 
@@ -303,7 +312,9 @@ class Scheduler:
                 running._count_tokens(len(update.tokens), now_s)
             if update.finish_reason is not None:
                 running._count_end(update.statistics or Statistics())
-                self._request_s += RATE_WEIGHT * (now_s - (running.started_s or now_s) - self._request_s)
+                self._request_s += RATE_WEIGHT * (
+                    now_s - (running.started_s or now_s) - self._request_s
+                )
                 del self._joined[update.ticket]
                 with self._changed:
                     self.running.discard(running)

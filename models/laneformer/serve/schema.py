@@ -37,23 +37,36 @@ MAX_STOPS = 16  # OpenAI has 4; evaluations send more
 MIN_TOP_P = 1e-12  # for 0, which OpenAI allows: the likeliest token alone
 NO_SEED = -1  # as other servers have it
 OF_THE_ENGINE = {  # by the same names
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
-    "presence_penalty", "ignore_eos", "speculate",
-}  # fmt: skip
-OWN_NAMES = {"stop_ids": "stop_token_ids", "min_new_tokens": "min_tokens"}  # of the engine's options
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "ignore_eos",
+    "speculate",
+}
+OWN_NAMES = {
+    "stop_ids": "stop_token_ids",
+    "min_new_tokens": "min_tokens",
+}  # of the engine's options
 
 Text = Annotated[str, Field(min_length=1)]
 Ids = Annotated[list[int], Field(fail_fast=True)]
 UNTIL_THE_END = -1  # of the context: what null and -1 as a limit of new tokens mean
 Limit = Annotated[
     Annotated[int, Field(ge=1)] | None,
-    BeforeValidator(lambda value: None if type(value) is int and value == UNTIL_THE_END else value, int),
+    BeforeValidator(
+        lambda value: None if type(value) is int and value == UNTIL_THE_END else value, int
+    ),
 ]
 Likeliest = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Biases = dict[
-    Annotated[str, Field(pattern=r"^[0-9]+$")], Annotated[float, Field(ge=BIAS_RANGE[0], le=BIAS_RANGE[1])]
+    Annotated[str, Field(pattern=r"^[0-9]+$")],
+    Annotated[float, Field(ge=BIAS_RANGE[0], le=BIAS_RANGE[1])],
 ]
 
 
@@ -85,7 +98,9 @@ class Sampling(Body):
     presence_penalty: Penalty = 0.0
     logit_bias: Annotated[Biases, Field(max_length=MAX_PARTS)] = {}
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: Annotated[list[Text], Field(max_length=MAX_STOPS), BeforeValidator(as_list, str | list[str])] = []
+    stop: Annotated[
+        list[Text], Field(max_length=MAX_STOPS), BeforeValidator(as_list, str | list[str])
+    ] = []
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Share | None = None
     # beyond OpenAI's
@@ -147,7 +162,9 @@ class Request(Sampling):
     @model_validator(mode="after")
     def _check_stream_options(self, info: ValidationInfo) -> Self:
         if "stream_options" in self.model_fields_set and not self.stream:
-            (info.context or STRICTLY).pass_over("stream_options", "stream_options needs stream = true")
+            (info.context or STRICTLY).pass_over(
+                "stream_options", "stream_options needs stream = true"
+            )
         return self
 
 
@@ -185,7 +202,8 @@ class CompletionRequest(OpenAIRequest):
             refuse("max_tokens", "max_tokens = 0 needs echo = true; without, it must be at least 1")
         if not 1 <= (count := len(self.prompt) * self.n) <= MAX_CHOICES:
             refuse(
-                "prompt", f"{len(self.prompt)} prompts, n = {self.n}: {count} choices; 1 to {MAX_CHOICES} fit"
+                "prompt",
+                f"{len(self.prompt)} prompts, n = {self.n}: {count} choices; 1 to {MAX_CHOICES} fit",
             )
         return self
 
@@ -209,7 +227,9 @@ class ConversationRequest(OpenAIRequest):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
     reasoning: Reasoning = Reasoning()
-    reasoning_budget: Annotated[int, Field(ge=-1)] | None = None  # most tokens of reasoning; -1: any number
+    reasoning_budget: Annotated[int, Field(ge=-1)] | None = (
+        None  # most tokens of reasoning; -1: any number
+    )
     thinking: Thinking = Thinking()
 
     @model_validator(mode="after")
@@ -258,9 +278,14 @@ class ConversationRequest(OpenAIRequest):
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
-            refuse("tools", f"tools has two functions of one name: {sorted(names)}; give each its own")
+            refuse(
+                "tools", f"tools has two functions of one name: {sorted(names)}; give each its own"
+            )
         choice = self.tool_choice
         if isinstance(choice, ToolChoice) and choice.function.name not in names:
-            refuse("tool_choice", f"tool_choice names {choice.function.name!r}, but the tools are {names}")
+            refuse(
+                "tool_choice",
+                f"tool_choice names {choice.function.name!r}, but the tools are {names}",
+            )
         if choice == "required" and not names:
             refuse("tool_choice", "tool_choice = 'required' needs tools")

@@ -37,7 +37,11 @@ class ClientError(NamedTuple):
         """What nobody foresaw is in the log alone."""
         status = getattr(error, "status_code", 500)
         known = isinstance(error, (HTTPException, RequestError, ServingError))
-        message = getattr(error, "detail", str(error)) if known else "the server has failed; its log says why"
+        message = (
+            getattr(error, "detail", str(error))
+            if known
+            else "the server has failed; its log says why"
+        )
         kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
         code = getattr(error, "code", None) or CODES.get(status)
         return cls(status, message, kind, getattr(error, "param", None), code)
@@ -49,7 +53,14 @@ class ClientError(NamedTuple):
             return {"type": "error", "error": {"type": kind, "message": self.message}}
         if path.startswith("/api/"):
             return {"error": self.message}
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
 
 
 def error_response(error: Exception, path: str) -> Response:
@@ -151,10 +162,14 @@ class AnswerResponse(Response):
                 raw = [(name.encode(), value.encode()) for name, value in headers.items()]
                 await self._send({"type": "http.response.start", "status": 200, "headers": raw})
             self._writes += 1
-            await self._send({"type": "http.response.body", "body": text.encode(), "more_body": more})
+            await self._send(
+                {"type": "http.response.body", "body": text.encode(), "more_body": more}
+            )
 
     async def _keep_alive(self, work: asyncio.Task[None]) -> None:
-        with contextlib.suppress(TimeoutError):  # of a write that the client holds up, this one or another
+        with contextlib.suppress(
+            TimeoutError
+        ):  # of a write that the client holds up, this one or another
             while True:
                 before = self._writes
                 await asyncio.sleep(self._keep_alive_s)

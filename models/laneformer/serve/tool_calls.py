@@ -33,7 +33,9 @@ from .parts import NO_PARAMETERS, ToolChoice
 from .schema import ConversationRequest
 
 PROBE_NAME = "probed_function"
-PROBE_IDS = [f"probed00{i}" for i in range(3)]  # nine letters and digits: what Mistral's templates take
+PROBE_IDS = [
+    f"probed00{i}" for i in range(3)
+]  # nine letters and digits: what Mistral's templates take
 # for templates that show nothing else of a call, as Kimi K2's
 NUMBERED_IDS = [f"{FUNCTIONS}{PROBE_NAME}:{i}" for i in range(3)]
 DESCRIPTION = (
@@ -48,7 +50,9 @@ def form_of(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> CallF
     user = {"role": USER, "content": "x"}
     with contextlib.suppress(ChatError):
         if template.render([user], tools=tools) != template.render([user]):
-            return probe_calls(template, tools, PROBE_IDS) or probe_calls(template, tools, NUMBERED_IDS)
+            return probe_calls(template, tools, PROBE_IDS) or probe_calls(
+                template, tools, NUMBERED_IDS
+            )
     return None
 
 
@@ -61,9 +65,13 @@ def probe_calls(
 
     def render(calls: int) -> str:
         function = {"name": PROBE_NAME, "arguments": arguments}
-        sent = [{"id": call_id, "type": "function", "function": function} for call_id in ids[:calls]]
+        sent = [
+            {"id": call_id, "type": "function", "function": function} for call_id in ids[:calls]
+        ]
         fields = {"content": "", "tool_calls": sent} if calls else {"content": answer}
-        return template.render([{"role": USER, "content": "x"}, {"role": ASSISTANT, **fields}], tools=tools)
+        return template.render(
+            [{"role": USER, "content": "x"}, {"role": ASSISTANT, **fields}], tools=tools
+        )
 
     plain, one = render(0), ""
     with contextlib.suppress(ChatError):
@@ -171,15 +179,21 @@ class ToolUse:
             copies = list(_in_harmony(copies))
         for call in [call for message in copies for call in message.get("tool_calls") or ()]:
             if self.calling.form.as_text:
-                call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+                call["function"]["arguments"] = json.dumps(
+                    call["function"]["arguments"], ensure_ascii=False
+                )
         return copies
 
     def _without_tools(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """All as text: the tools, calls, and their results, those in a row as one message."""
         texts: list[dict[str, Any]] = []
-        for is_result, group in itertools.groupby(messages, key=lambda message: message["role"] == "tool"):
+        for is_result, group in itertools.groupby(
+            messages, key=lambda message: message["role"] == "tool"
+        ):
             if is_result:
-                results = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in group]
+                results = [
+                    f"<tool_response>\n{message['content']}\n</tool_response>" for message in group
+                ]
                 texts.append({"role": USER, "content": "\n".join(results)})
                 continue
             for message in group:
@@ -188,7 +202,9 @@ class ToolUse:
                     message["content"] = "\n".join(filter(None, [message.get("content"), written]))
                 texts.append(message)
         if self.names:
-            functions = "\n".join(json.dumps(function, ensure_ascii=False) for function in self.functions)
+            functions = "\n".join(
+                json.dumps(function, ensure_ascii=False) for function in self.functions
+            )
             role = SYSTEM if self.calling.reads_system else USER
             place = next((message for message in texts if message["role"] == role), None)
             if place is None:
@@ -218,7 +234,9 @@ class ToolUse:
         if form is HARMONY:
             answer = "preamble? (call | final TEXT)" if self.optional else "call"
             return grammars.of_lark("\n".join([grammars.in_harmony(answer), call, *rules]))
-        more = f"({literal(form.between)} call)*" if self.parallel and form.between is not None else ""
+        more = (
+            f"({literal(form.between)} call)*" if self.parallel and form.between is not None else ""
+        )
         calls = f"call {more} {literal(form.end)}"
         marker, rest = form.marker, f"{literal(form.begin.removeprefix(form.marker))} {calls}"
         token = grammars.text_tokens(but=marker)
@@ -243,7 +261,10 @@ def _in_harmony(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for message in messages:
         thought, calls = message.pop("reasoning_content", None), message.get("tool_calls") or ()
         if calls:
-            message |= {"thinking": "\n".join(filter(None, [thought, message["content"]])), "content": ""}
+            message |= {
+                "thinking": "\n".join(filter(None, [thought, message["content"]])),
+                "content": "",
+            }
         elif message["role"] != "tool":
             yield message
         elif message in results:
@@ -252,7 +273,9 @@ def _in_harmony(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         for call in calls:
             yield {**message, "tool_calls": [call]}
             message["thinking"] = ""
-            if result := next((m for m in results if m.get("tool_call_id") == call.get("id")), None):
+            if result := next(
+                (m for m in results if m.get("tool_call_id") == call.get("id")), None
+            ):
                 results.remove(result)
                 yield result
 

@@ -17,7 +17,9 @@ class Totals:
         times = partial(Histogram, buckets=SECONDS, registry=None)
         self.prompt_tokens = self.reused_tokens = self.generated_tokens = 0
         self.proposed_tokens = self.accepted_tokens = 0  # of drafts
-        self.first_token = times("laneformer_time_to_first_token_seconds", "From arrival to the first token")
+        self.first_token = times(
+            "laneformer_time_to_first_token_seconds", "From arrival to the first token"
+        )
         self.gap = times("laneformer_token_gap_seconds", "Between the tokens of a request")
         self.ended = Counter[str]()  # by finish reason; of the event loop's thread
         self.tokens_per_s = self.passes_per_s = 0.0

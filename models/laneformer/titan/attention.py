@@ -29,7 +29,9 @@ class TitanAttention(LaneAttention):
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         return one_product(x, self.wq, self.wk, self.wv)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask | None
+    ) -> Tensor:
         if not isinstance(mask, BlockMask):
             return super().attend(query, key, value, mask)
         out = flex_attention(query, key, value, block_mask=mask, enable_gqa=True)

@@ -81,7 +81,13 @@ def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("laneformer::scaled_product", mutates_args=())
 def scaled_product(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool, emulate: bool
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    dtype: torch.dtype,
+    fast: bool,
+    emulate: bool,
 ) -> Tensor:
     """Float8 values a (N, M, K) and b (N, O, K) over their scales -> (N, M, O) in `dtype`.
 
@@ -99,7 +105,13 @@ def scaled_product(
 
 @scaled_product.register_fake
 def _(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool, emulate: bool
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    dtype: torch.dtype,
+    fast: bool,
+    emulate: bool,
 ) -> Tensor:
     return a.new_empty(*a.shape[:2], b.shape[1], dtype=dtype)
 
@@ -164,7 +176,9 @@ class Float8FeedForward(LaneFeedForward):
         inner = F.silu(gate) * up
         if not self.sums:
             return self.float8(inner, self.w2.weight)
-        weight = self.w2.weight.transpose(0, 1).flatten(1)  # the sum over lanes is part of the product's own
+        weight = self.w2.weight.transpose(0, 1).flatten(
+            1
+        )  # the sum over lanes is part of the product's own
         return self.float8(inner.flatten(2)[:, :, None], weight[None])
 
 
@@ -211,8 +225,14 @@ def use_float8(model: Any, float8: Float8) -> None:
         plain, norm = layer.feed_forward, layer.ffn_norm
         with torch.device("meta"):  # the parameters stay those of the layer, on their device
             layer.feed_forward = Float8FeedForward(model.config, float8, layer.adds_sum_only(1))
-            layer.ffn_norm = LaneRMSNorm(model.config)  # not kept: the products keep its result in float8
-        layer.feed_forward.w1, layer.feed_forward.w2, layer.feed_forward.w3 = plain.w1, plain.w2, plain.w3
+            layer.ffn_norm = LaneRMSNorm(
+                model.config
+            )  # not kept: the products keep its result in float8
+        layer.feed_forward.w1, layer.feed_forward.w2, layer.feed_forward.w3 = (
+            plain.w1,
+            plain.w2,
+            plain.w3,
+        )
         layer.ffn_norm.weight = norm.weight
 
 

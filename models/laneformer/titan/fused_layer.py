@@ -35,7 +35,12 @@ class FusedLayer(TitanLayer):
         return h, (attention, mlp)
 
     def join(
-        self, module: int, h: Tensor, partial: Tensor, delayed: Tensor | None, norm: LaneRMSNorm | None
+        self,
+        module: int,
+        h: Tensor,
+        partial: Tensor,
+        delayed: Tensor | None,
+        norm: LaneRMSNorm | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Streams, the same normed, and the partial if it is to be broadcast. The
         kernels know Join.PAST only.
@@ -57,4 +62,6 @@ class FusedLayer(TitanLayer):
 
 def _wide(h: Tensor, norm: LaneRMSNorm | None) -> Tensor:
     """One stream that stands for all lanes, repeated where the lanes' scales differ."""
-    return h.expand(-1, -1, len(norm.weight), -1) if norm is not None and norm.weight.dim() == 2 else h
+    return (
+        h.expand(-1, -1, len(norm.weight), -1) if norm is not None and norm.weight.dim() == 2 else h
+    )

@@ -38,7 +38,9 @@ def rms_norm(h: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op("laneformer::join_norm", mutates_args=())
-def join_norm(h: Tensor, partial: Tensor, delayed: Tensor | None, weight: Tensor, eps: float) -> Parts:
+def join_norm(
+    h: Tensor, partial: Tensor, delayed: Tensor | None, weight: Tensor, eps: float
+) -> Parts:
     """`join`, then `rms_norm` of its streams, as one kernel: streams, normed streams, 1/rms."""
     return _forward(h, partial, delayed, weight, eps)
 
@@ -64,18 +66,34 @@ def _forward(
     h, partial, delayed = (_strided(t) for t in (h, partial, delayed))
     streams, normed, rstd = _uninitialized(h, partial is not None, weight is not None)
     kernels.forward_kernel[(h.shape[0] * h.shape[1],)](
-        h, partial, delayed, weight, streams, normed, rstd,
-        *_strides(h), *_strides(partial), *_strides(delayed), eps,
-        JOIN=partial is not None, DELAYED=delayed is not None, **_shape(h, weight),
-    )  # fmt: skip
+        h,
+        partial,
+        delayed,
+        weight,
+        streams,
+        normed,
+        rstd,
+        *_strides(h),
+        *_strides(partial),
+        *_strides(delayed),
+        eps,
+        JOIN=partial is not None,
+        DELAYED=delayed is not None,
+        **_shape(h, weight),
+    )
     return streams, normed, rstd
 
 
 @torch.library.custom_op("laneformer::join_norm_backward", mutates_args=())
 def join_norm_backward(
-    d_streams: Tensor, d_normed: Tensor | None, d_handed_on: Tensor | None,
-    streams: Tensor | None, weight: Tensor | None, rstd: Tensor | None, delayed: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    d_streams: Tensor,
+    d_normed: Tensor | None,
+    d_handed_on: Tensor | None,
+    streams: Tensor | None,
+    weight: Tensor | None,
+    rstd: Tensor | None,
+    delayed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of h, partial, delayed and weight; empty where there is none or where it is another one.
 
     h's is d_streams for a join alone, the partial's is h's if nothing was handed on. d_normed, streams,
@@ -87,13 +105,32 @@ def join_norm_backward(
     )
     tokens = d_streams.shape[0] * d_streams.shape[1]
     programs = min(tokens, PROGRAMS_PER_SM * _processors(d_streams.device))
-    d_h, d_partial, d_delayed, d_weight = _outputs(d_streams, d_handed_on is not None, weight, delayed)
-    sums = None if weight is None else weight.new_zeros(programs, *weight.shape, dtype=torch.float32)
+    d_h, d_partial, d_delayed, d_weight = _outputs(
+        d_streams, d_handed_on is not None, weight, delayed
+    )
+    sums = (
+        None if weight is None else weight.new_zeros(programs, *weight.shape, dtype=torch.float32)
+    )
     kernels.backward_kernel[(programs,)](
-        d_streams, d_normed, d_handed_on, streams, weight, rstd, d_h, d_partial, d_delayed, sums,
-        *_strides(d_streams), *_strides(d_normed), *_strides(d_handed_on), *_strides(streams), tokens,
-        DELAYED=delayed, HANDED_ON=d_handed_on is not None, **_shape(d_streams, weight),
-    )  # fmt: skip
+        d_streams,
+        d_normed,
+        d_handed_on,
+        streams,
+        weight,
+        rstd,
+        d_h,
+        d_partial,
+        d_delayed,
+        sums,
+        *_strides(d_streams),
+        *_strides(d_normed),
+        *_strides(d_handed_on),
+        *_strides(streams),
+        tokens,
+        DELAYED=delayed,
+        HANDED_ON=d_handed_on is not None,
+        **_shape(d_streams, weight),
+    )
     if sums is not None:
         d_weight.copy_(sums.sum(0))
     return d_h, d_partial, d_delayed, d_weight
@@ -101,9 +138,14 @@ def join_norm_backward(
 
 @join_norm_backward.register_fake
 def _(
-    d_streams: Tensor, d_normed: Tensor | None, d_handed_on: Tensor | None,
-    streams: Tensor | None, weight: Tensor | None, rstd: Tensor | None, delayed: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    d_streams: Tensor,
+    d_normed: Tensor | None,
+    d_handed_on: Tensor | None,
+    streams: Tensor | None,
+    weight: Tensor | None,
+    rstd: Tensor | None,
+    delayed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _outputs(d_streams, d_handed_on is not None, weight, delayed)
 
 
@@ -114,7 +156,12 @@ def _outputs(
     d_h, d_partial, d_delayed = (
         like.new_empty(like.shape if has else 0) for has in (weight is not None, handed_on, delayed)
     )
-    return d_h, d_partial, d_delayed, like.new_empty(0) if weight is None else torch.empty_like(weight)
+    return (
+        d_h,
+        d_partial,
+        d_delayed,
+        like.new_empty(0) if weight is None else torch.empty_like(weight),
+    )
 
 
 class JoinNorm(torch.autograd.Function):
@@ -127,17 +174,30 @@ class JoinNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Tensor | None, eps: float,
+        ctx: Any,
+        h: Tensor,
+        partial: Tensor | None,
+        delayed: Tensor | None,
+        weight: Tensor | None,
+        eps: float,
         hand_on: bool,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         streams = h.view_as(h) if partial is None else join(h, partial, delayed)
         normed = None
         if weight is not None:
             normed, rstd = rms_norm(streams, weight, eps)
             ctx.save_for_backward(streams, weight, rstd)
-        ctx.joined, ctx.delayed, ctx.normed = partial is not None, delayed is not None, weight is not None
+        ctx.joined, ctx.delayed, ctx.normed = (
+            partial is not None,
+            delayed is not None,
+            weight is not None,
+        )
         ctx.hand_on = hand_on
-        return streams, normed, partial.view_as(partial) if hand_on and partial is not None else None
+        return (
+            streams,
+            normed,
+            partial.view_as(partial) if hand_on and partial is not None else None,
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -145,12 +205,20 @@ class JoinNorm(torch.autograd.Function):
         if not (ctx.normed or ctx.delayed or ctx.hand_on):
             return d_streams, d_streams, None, None, None, None
         d_h, d_partial, d_delayed, d_weight = join_norm_backward(
-            d_streams, d_normed if ctx.normed else None, d_handed_on if ctx.hand_on else None,
-            *(ctx.saved_tensors if ctx.normed else (None, None, None)), ctx.delayed,
-        )  # fmt: skip
+            d_streams,
+            d_normed if ctx.normed else None,
+            d_handed_on if ctx.hand_on else None,
+            *(ctx.saved_tensors if ctx.normed else (None, None, None)),
+            ctx.delayed,
+        )
         d_h = d_h if ctx.normed else d_streams
         d_partial = d_partial if ctx.hand_on else d_h
-        found = (d_h, True), (d_partial, ctx.joined), (d_delayed, ctx.delayed), (d_weight, ctx.normed)
+        found = (
+            (d_h, True),
+            (d_partial, ctx.joined),
+            (d_delayed, ctx.delayed),
+            (d_weight, ctx.normed),
+        )
         return (*(gradient if has else None for gradient, has in found), None, None)
 
 
@@ -169,7 +237,9 @@ class FuseJoinNorm(GraphPass):
             if joined.target is not operations.join.default:
                 continue
             with graph.inserting_before(norm):
-                both = graph.call_function(operations.join_norm.default, (*joined.args, *norm.args[1:]))
+                both = graph.call_function(
+                    operations.join_norm.default, (*joined.args, *norm.args[1:])
+                )
                 both.meta["val"] = (joined.meta["val"], *norm.meta["val"])
                 streams = graph.call_function(operator.getitem, (both, 0))
                 streams.meta["val"] = joined.meta["val"]
@@ -186,7 +256,9 @@ class FuseJoinNorm(GraphPass):
 def check_kernels() -> None:
     """ValueError where they cannot run: without a GPU, unless in Triton's interpreter (TRITON_INTERPRET=1)."""
     if not torch.cuda.is_available() and isinstance(kernels.forward_kernel, triton.JITFunction):
-        raise ValueError("model.join_norm = 'triton' needs a GPU, and torch sees none; use 'auto' or 'plain'")
+        raise ValueError(
+            "model.join_norm = 'triton' needs a GPU, and torch sees none; use 'auto' or 'plain'"
+        )
 
 
 def _strided(x: Tensor | None) -> Any:
@@ -212,4 +284,8 @@ def _shape(x: Tensor, weight: Tensor | None) -> dict[str, Any]:
 
 def _processors(device: torch.device) -> int:
     """SMs of the device; a few programs in Triton's interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 1
+    )

@@ -21,7 +21,9 @@ import triton
 import triton.language as tl
 
 WARPS = 4
-COLUMNS = 256 * WARPS  # 16 bytes of bfloat16 a thread, so that a thread holds all lanes of its columns
+COLUMNS = (
+    256 * WARPS
+)  # 16 bytes of bfloat16 a thread, so that a thread holds all lanes of its columns
 TILE = 8 * COLUMNS  # values; more spill registers
 
 
@@ -50,12 +52,29 @@ def scales(weight, lane, column, inside, LANE_SCALES: tl.constexpr, D: tl.conste
 
 @triton.jit
 def forward_kernel(
-    h, partial, delayed, weight, streams, normed, rstd,
-    h_token, h_lane, partial_token, partial_lane, delayed_token, delayed_lane,  # strides in elements
+    h,
+    partial,
+    delayed,
+    weight,
+    streams,
+    normed,
+    rstd,
+    h_token,
+    h_lane,
+    partial_token,
+    partial_lane,
+    delayed_token,
+    delayed_lane,  # strides in elements
     eps,
-    JOIN: tl.constexpr, DELAYED: tl.constexpr, NORM: tl.constexpr, LANE_SCALES: tl.constexpr,
-    L: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+    JOIN: tl.constexpr,
+    DELAYED: tl.constexpr,
+    NORM: tl.constexpr,
+    LANE_SCALES: tl.constexpr,
+    L: tl.constexpr,
+    D: tl.constexpr,
+    LANES: tl.constexpr,
+    COLS: tl.constexpr,
+):
     """streams = h + partial + (delayed's sum - delayed), normed = streams * rstd * weight; program
     t does token t.
 
@@ -98,14 +117,34 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    d_streams, d_normed, d_handed_on, streams, weight, rstd,
-    d_h, d_partial, d_delayed, d_weight,
-    d_streams_token, d_streams_lane, d_normed_token, d_normed_lane, d_handed_on_token, d_handed_on_lane,
-    streams_token, streams_lane,
+    d_streams,
+    d_normed,
+    d_handed_on,
+    streams,
+    weight,
+    rstd,
+    d_h,
+    d_partial,
+    d_delayed,
+    d_weight,
+    d_streams_token,
+    d_streams_lane,
+    d_normed_token,
+    d_normed_lane,
+    d_handed_on_token,
+    d_handed_on_lane,
+    streams_token,
+    streams_lane,
     T,
-    DELAYED: tl.constexpr, HANDED_ON: tl.constexpr, NORM: tl.constexpr, LANE_SCALES: tl.constexpr,
-    L: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+    DELAYED: tl.constexpr,
+    HANDED_ON: tl.constexpr,
+    NORM: tl.constexpr,
+    LANE_SCALES: tl.constexpr,
+    L: tl.constexpr,
+    D: tl.constexpr,
+    LANES: tl.constexpr,
+    COLS: tl.constexpr,
+):
     """Gradients of a join and the norm after it; of P programs, program p does tokens p, p + P, p + 2 P, ...
 
     Read are the gradients of the streams, of normed, and, where a later layer receives the partial
@@ -135,7 +174,10 @@ def backward_kernel(
             g = wide(d_streams, token, d_streams_token, lane, d_streams_lane, column, inside)
             if NORM:
                 x = wide(streams, token, streams_token, lane, streams_lane, column, inside)
-                dy = wide(d_normed, token, d_normed_token, lane, d_normed_lane, column, inside) * r[:, None]
+                dy = (
+                    wide(d_normed, token, d_normed_token, lane, d_normed_lane, column, inside)
+                    * r[:, None]
+                )
                 g += dy * scales(weight, lane, column, inside, LANE_SCALES, D) - x * along[:, None]
                 if LANE_SCALES:
                     sums = d_weight + program * L * D + lane[:, None] * D + column[None, :]
@@ -143,13 +185,25 @@ def backward_kernel(
                 else:
                     sums = d_weight + program * D + column
                     tl.store(
-                        sums, tl.load(sums, mask=column < D, other=0) + tl.sum(dy * x, 0), mask=column < D
+                        sums,
+                        tl.load(sums, mask=column < D, other=0) + tl.sum(dy * x, 0),
+                        mask=column < D,
                     )
                 tl.store(d_h + own + column[None, :], g.to(d_h.dtype.element_ty), mask=inside)
             if DELAYED:
                 dd = tl.sum(g, 0)[None, :] - g
-                tl.store(d_delayed + own + column[None, :], dd.to(d_delayed.dtype.element_ty), mask=inside)
+                tl.store(
+                    d_delayed + own + column[None, :],
+                    dd.to(d_delayed.dtype.element_ty),
+                    mask=inside,
+                )
             if HANDED_ON:
-                dp = g + wide(d_handed_on, token, d_handed_on_token, lane, d_handed_on_lane, column, inside)
-                tl.store(d_partial + own + column[None, :], dp.to(d_partial.dtype.element_ty), mask=inside)
+                dp = g + wide(
+                    d_handed_on, token, d_handed_on_token, lane, d_handed_on_lane, column, inside
+                )
+                tl.store(
+                    d_partial + own + column[None, :],
+                    dp.to(d_partial.dtype.element_ty),
+                    mask=inside,
+                )
         tl.debug_barrier()  # the next token adds to the sums that other threads of this program may have written

@@ -93,11 +93,18 @@ def layer_problem(model: Any, layer: int, job: JobConfig, prepare: Prepare) -> s
         error = largest_error(run_layer(model, layer, job, dtype, rows, prepare), expected)
     except Exception as raised:
         return f"a layer's kernels fail: {type(raised).__name__}: {' '.join(str(raised).split())[:300]}"
-    return "" if error <= allowed else f"layer {layer} is off by {error:.2g}, {allowed:.2g} is allowed"
+    return (
+        "" if error <= allowed else f"layer {layer} is off by {error:.2g}, {allowed:.2g} is allowed"
+    )
 
 
 def run_layer(
-    model: Any, index: int, job: JobConfig, dtype: torch.dtype, rows: int = 1, prepare: Prepare | None = None
+    model: Any,
+    index: int,
+    job: JobConfig,
+    dtype: torch.dtype,
+    rows: int = 1,
+    prepare: Prepare | None = None,
 ) -> list[Tensor]:
     """A layer's outputs and the gradients of its inputs for the first row, the weights' gradients over the rows."""
     config, length, model = model.config, min(job.training.seq_len, LONGEST), copy.deepcopy(model)
@@ -115,10 +122,14 @@ def run_layer(
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             # scales that are all one would hide a missing one
-            own = (0.25, 1.0) if name.endswith("norm.weight") else (parameter.shape[-1] ** -0.5, 0.0)
+            own = (
+                (0.25, 1.0) if name.endswith("norm.weight") else (parameter.shape[-1] ** -0.5, 0.0)
+            )
             parameter.copy_(draw(*parameter.shape, scale=own[0], mean=own[1]))
 
-    lanes = [1 if config.equal_streams(index) else config.num_lanes]  # of the streams, and of what is delayed
+    lanes = [
+        1 if config.equal_streams(index) else config.num_lanes
+    ]  # of the streams, and of what is delayed
     lanes += [config.num_lanes * config.adds_delayed(index, module) for module in MODULES]
     inputs = [draw(1, length, n, config.hidden_size).repeat(rows, 1, 1, 1) for n in lanes if n]
     leaves = iter([x.requires_grad_() for x in inputs])

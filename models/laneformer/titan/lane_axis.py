@@ -71,7 +71,9 @@ class LaneAxis(Lanes):
         partial, started = sent
         return _Arrive.apply(started, self.group) - (partial[:, :, :1] if first_only else partial)
 
-    def together(self, denominators: Tensor, peaks: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def together(
+        self, denominators: Tensor, peaks: Tensor, chosen: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Of each token (N,), of this rank's part of the vocabulary -> of all of it: log of the softmax's
         denominator, largest logit, the label's logit (0 where it is another rank's).
         """
@@ -92,7 +94,9 @@ def check_lane_axis(config: LaneformerConfig, job_config: Any) -> None:
         return
     if lanes % degree:
         choices = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
-        raise ValueError(f"{OPTION} = {degree} does not divide num_lanes = {lanes}; choose from {choices}")
+        raise ValueError(
+            f"{OPTION} = {degree} does not divide num_lanes = {lanes}; choose from {choices}"
+        )
     kernels = "plain" if job_config.model.join_norm == "auto" else job_config.model.join_norm
     needs: dict[str, tuple[Any, Any, str]] = {
         "lm_head_type": (
@@ -105,7 +109,11 @@ def check_lane_axis(config: LaneformerConfig, job_config: Any) -> None:
             0,
             "train the head that drafts afterwards",
         ),
-        "model.join_norm": (kernels, "plain", "the kernels need all lanes; set join_norm = 'plain'"),
+        "model.join_norm": (
+            kernels,
+            "plain",
+            "the kernels need all lanes; set join_norm = 'plain'",
+        ),
         "model.converters": (job_config.model.converters, [], "float8 products are of all lanes"),
     }
     for name, (value, only, why) in needs.items():
@@ -126,7 +134,9 @@ def give_lanes_to_ranks(model: Any, mesh: DeviceMesh) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
             placement = Shard(0) if owned_by_lanes(module, parameter) else Replicate()
             cut = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+            module.register_parameter(
+                name, nn.Parameter(cut, requires_grad=parameter.requires_grad)
+            )
             _read_own_part(module, name)
 
 

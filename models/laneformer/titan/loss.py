@@ -25,7 +25,9 @@ from ..model import LMHead
 from .lane_axis import LaneAxis
 
 IGNORE_INDEX = -100  # TorchTitan's, and PyTorch's default
-CHUNK_TOKENS = 2048  # the 2B model's chunk: 2048 x 32000 logits; enough rows to fill a GPU's matrix units
+CHUNK_TOKENS = (
+    2048  # the 2B model's chunk: 2048 x 32000 logits; enough rows to fill a GPU's matrix units
+)
 
 
 def softmax_parts(logits: Tensor, labels: Tensor, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,7 +41,9 @@ def softmax_parts(logits: Tensor, labels: Tensor, first: int = 0) -> tuple[Tenso
     place = labels - first
     own = (place >= 0) & (place < lanes * slice_size)
     place = torch.where(own, place, 0)
-    chosen = wide[place // slice_size, torch.arange(count, device=labels.device), place % slice_size]
+    chosen = wide[
+        place // slice_size, torch.arange(count, device=labels.device), place % slice_size
+    ]
     return denominator, peak, torch.where(own, chosen, 0.0)
 
 
@@ -59,7 +63,9 @@ def logits_gradient(
     """
     lanes, _, slice_size = logits.shape
     wide = logits.to(denominator.dtype)
-    columns = torch.arange(first, first + lanes * slice_size, device=labels.device).view(lanes, 1, slice_size)
+    columns = torch.arange(first, first + lanes * slice_size, device=labels.device).view(
+        lanes, 1, slice_size
+    )
     one_hot = columns == labels[None, :, None]
     weight = torch.where(labels == IGNORE_INDEX, 0.0, gradient)
     softmax = (wide - denominator[None, :, None]).exp()
@@ -135,15 +141,23 @@ class TitanHead(LMHead):
     def __init__(self, config: LaneformerConfig):
         super().__init__(config)
         self.lanes, self.chunk_tokens = Lanes(config.num_lanes), CHUNK_TOKENS
-        self.compile_backend: str | None = None  # set by parallelize when compile.components has "loss"
+        self.compile_backend: str | None = (
+            None  # set by parallelize when compile.components has "loss"
+        )
         self.z_loss_weight = 0.0  # set by the trainer
         # log-denominators and largest logits (N,) of the last losses
         self.seen: tuple[Tensor, Tensor] | None = None
-        self.chosen: Tensor | None = None  # in evaluation of a model with drafts: likeliest ids (B, S)
+        self.chosen: Tensor | None = (
+            None  # in evaluation of a model with drafts: likeliest ids (B, S)
+        )
         self.keep_chosen = config.num_nextn_predict_layers > 0
 
     def forward(
-        self, h: Tensor, norm: LaneRMSNorm | None, labels: Tensor | None = None, trained: int | None = None
+        self,
+        h: Tensor,
+        norm: LaneRMSNorm | None,
+        labels: Tensor | None = None,
+        trained: int | None = None,
     ) -> Tensor:
         """Streams (B, S, L, D) -> logits (B, S, V), or with labels (B, S) the losses (B, S)
         in float32 or wider. Without a norm the streams are normed.

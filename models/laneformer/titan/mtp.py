@@ -65,7 +65,9 @@ class Drafted:
 
     losses: Tensor  # (K, B, S), 0 where ignored
     labels: Tensor  # (K, B, S)
-    accepted: Tensor | None  # (K, B, S) bool, in validation: drafts 1 to k are the model's own choices
+    accepted: (
+        Tensor | None
+    )  # (K, B, S) bool, in validation: drafts 1 to k are the model's own choices
 
 
 def losses_with_drafts(
@@ -87,7 +89,9 @@ def losses_with_drafts(
     training, config, head = model.model_args.mtp, model.config, model.lm_head
     steps = training.steps if model.training else VALIDATED_STEPS
     with torch.set_grad_enabled(torch.is_grad_enabled() and not training.freeze_base):
-        h, tail = run_layers(model.layers, config, embedding, rope, masks[:-1], share_equal_streams=True)
+        h, tail = run_layers(
+            model.layers, config, embedding, rope, masks[:-1], share_equal_streams=True
+        )
         losses = head(h.expand(-1, -1, config.num_lanes, -1), model.norm, labels, trained)
         delivered = deliver(h, tail, config)
     seen, chosen = head.seen, head.chosen
@@ -100,7 +104,9 @@ def losses_with_drafts(
     )
     count = None if trained is None else steps * trained
     drafts = head(torch.cat(outputs), None, targets.flatten(0, 1), count).view(targets.shape)
-    accepted = None if model.training else accepted_prefixes(chosen, head.chosen.view(targets.shape))
+    accepted = (
+        None if model.training else accepted_prefixes(chosen, head.chosen.view(targets.shape))
+    )
     head.seen = seen  # diagnostics are about the model's own logits
     model.drafted = Drafted(drafts.detach(), targets, accepted)
     added = model.draft_weight * drafts.sum(0)
@@ -119,7 +125,9 @@ def step_labels(labels: Tensor, documents: Tensor | None, bos_id: int | None, st
     return torch.where(of_label == documents, targets, IGNORE_INDEX)
 
 
-def step_mask(step: int, positions: Tensor, first: Any, documents: Tensor | None) -> Tensor | BlockMask:
+def step_mask(
+    step: int, positions: Tensor, first: Any, documents: Tensor | None
+) -> Tensor | BlockMask:
     """Step k's mask (S, k S), k at least 2: for FlexAttention where step 1's is."""
     if isinstance(first, BlockMask) and documents is not None:
         return document_blocks(documents, step=step)

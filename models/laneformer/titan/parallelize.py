@@ -65,7 +65,9 @@ def parallelize_laneformer(
     if isinstance(model.layers[0], FusedLayer):
         check_kernels()
     model = with_working_kernels(model, job_config, checkpoint_and_compile)
-    logger.info(f"Joins and norms: {model.model_args.join_norm}; attention: {model.model_args.attention}")
+    logger.info(
+        f"Joins and norms: {model.model_args.join_norm}; attention: {model.model_args.attention}"
+    )
     mesh, axis = meshes(parallel_dims)
     if axis is not None:
         refuse_other_layers(model)
@@ -107,11 +109,16 @@ def checkpoint_and_compile(model: Laneformer, job_config: JobConfig) -> None:
     checkpointing = job_config.activation_checkpoint
     if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
         apply_selective_checkpointing(model)
-    elif checkpointing.mode == "full" and isinstance(getattr(model.layers[0], "lanes", None), LaneAxis):
+    elif checkpointing.mode == "full" and isinstance(
+        getattr(model.layers[0], "lanes", None), LaneAxis
+    ):
         apply_selective_checkpointing(model, EXCHANGES)  # a sum comes over the network once
     elif checkpointing.mode != "none":
         apply_ac(
-            model, checkpointing, model_compile_enabled=compile_model, base_folder=job_config.job.dump_folder
+            model,
+            checkpointing,
+            model_compile_enabled=compile_model,
+            base_folder=job_config.job.dump_folder,
         )
     if compile_model:
         # All layers share one code object, and Dynamo counts its variants together: the 2B layout has six
@@ -133,11 +140,15 @@ def apply_selective_checkpointing(model: Laneformer, kept: frozenset[Any] = KEPT
     """Wrap every layer so that its backward pass keeps these operations' results and recomputes the rest."""
 
     def policy(context: Any, operation: Any, *operands: Any, **options: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+        return (
+            CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
     for index, layer in enumerate(model.layers):
         model.layers[index] = checkpoint_wrapper(
-            layer, context_fn=lambda: create_selective_checkpoint_contexts(policy), preserve_rng_state=False
+            layer,
+            context_fn=lambda: create_selective_checkpoint_contexts(policy),
+            preserve_rng_state=False,
         )
 
 
@@ -185,6 +196,8 @@ def apply_fsdp(model: Laneformer, mesh: DeviceMesh, job_config: JobConfig) -> No
     shard(model, reshard)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)  # the loss is already divided by the global token count
+            module.set_gradient_divide_factor(
+                1.0
+            )  # the loss is already divided by the global token count
             # gloo lacks PREMUL_SUM, and NCCL is faster with SUM
             module.set_force_sum_reduction_for_comms(True)

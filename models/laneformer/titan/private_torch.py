@@ -13,8 +13,17 @@ from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass as GraphPass
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-__all__ = ["EXCHANGES", "GraphPass", "allow_variants", "arrived", "checkpoint_wrapper", "forget_compiled",
-           "lower_to_nothing", "pass_after_autograd", "start_reduction"]  # fmt: skip
+__all__ = [
+    "EXCHANGES",
+    "GraphPass",
+    "allow_variants",
+    "arrived",
+    "checkpoint_wrapper",
+    "forget_compiled",
+    "lower_to_nothing",
+    "pass_after_autograd",
+    "start_reduction",
+]
 # what a lane's rank gets from others: under checkpointing never asked for again
 EXCHANGES = frozenset(
     {torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.wait_tensor.default}
@@ -56,7 +65,9 @@ def forget_compiled() -> None:
     torch._dynamo.reset()
 
 
-def scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, fast: bool, out: Tensor) -> None:
+def scaled_mm(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, fast: bool, out: Tensor
+) -> None:
     """out (M, O) = float8 a (M, K) times b (K, O), its columns adjacent, times their scales: (1, 1) each, or
     (M, 1) and (1, O), float32. `torch.nn.functional.scaled_mm` takes the same but not `out`.
     """

@@ -62,7 +62,9 @@ class LaneformerArgs(BaseModelArgs):
                 f"of flavor {job_config.model.flavor!r}; use at most {longest}"
             )
         if float8_of(job_config) is not None:
-            check_shapes(self.config, job_config.training.local_batch_size * job_config.training.seq_len)
+            check_shapes(
+                self.config, job_config.training.local_batch_size * job_config.training.seq_len
+            )
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         return sum(p.numel() for p in model.parameters()), flops_per_token(self.config, seq_len)
@@ -124,7 +126,9 @@ class TitanLaneformer(Laneformer):
         rope = rope_table(self.config, torch.arange(input_ids.shape[1], device=input_ids.device))
         bos_id, masked = self.model_args.bos_id, self.model_args.mask_documents
         if documents is None and masked and bos_id is None:
-            raise ValueError("mask_documents needs model_args.bos_id, the id that begins a document")
+            raise ValueError(
+                "mask_documents needs model_args.bos_id, the id that begins a document"
+            )
         if documents is None and bos_id is not None and (masked or self.mtp is not None):
             documents = document_ids(input_ids, bos_id)
         kept_apart = documents if masked or self.mtp is None else None
@@ -133,7 +137,9 @@ class TitanLaneformer(Laneformer):
         if self.mtp is None or labels is None:
             layers = masks[: self.config.num_hidden_layers]
             return self.from_embedding(embedding, rope, layers, labels, trained)
-        return losses_with_drafts(self, embedding, rope, masks, labels, trained, documents, kept_apart)
+        return losses_with_drafts(
+            self, embedding, rope, masks, labels, trained, documents, kept_apart
+        )
 
     def from_embedding(
         self,
@@ -148,7 +154,13 @@ class TitanLaneformer(Laneformer):
         masks: one a layer; a block mask passes through the layers to TitanAttention.
         """
         h, _ = run_layers(
-            self.layers, self.config, embedding, rope, masks, share_equal_streams=True, lanes=self.lanes
+            self.layers,
+            self.config,
+            embedding,
+            rope,
+            masks,
+            share_equal_streams=True,
+            lanes=self.lanes,
         )
         return self.lm_head(h.expand(-1, -1, self.lanes.here, -1), self.norm, labels, trained)
 

@@ -26,7 +26,10 @@ def quick(monkeypatch):
 
 
 def resolved(path: Path, contents: list[bytes], **more: Any) -> str:
-    columns = {"repo": [f"a/{i}" for i in range(len(contents))], "sha1": [sha1(each) for each in contents]}
+    columns = {
+        "repo": [f"a/{i}" for i in range(len(contents))],
+        "sha1": [sha1(each) for each in contents],
+    }
     pq.write_table(pa.table({**columns, **more}), path, row_group_size=50)
     return str(path)
 
@@ -59,7 +62,9 @@ def test_a_unit_is_whole_row_groups_and_sha1_may_be_bytes(tmp_path, monkeypatch)
     names = pa.array([bytes.fromhex(sha1(each)) for each in CONTENTS], pa.binary(20))
     resolved(tmp_path / "resolved.parquet", CONTENTS, sha1=names)
     with FakeBucket(CONTENTS) as bucket:
-        _, rows = fetched(tmp_path, bucket.url, groups=content.units(str(tmp_path / "resolved.parquet"))[1])
+        _, rows = fetched(
+            tmp_path, bucket.url, groups=content.units(str(tmp_path / "resolved.parquet"))[1]
+        )
     assert [row["text"] for row in rows] == CONTENTS[100:200]
 
 
@@ -113,7 +118,9 @@ def test_contents_become_shards_and_missing_ones_stop_the_unit_alone(tmp_path, m
         bucket.asked.clear()
         prepare_folder(tmp_path / "code.toml", out)
         assert set(bucket.asked) == {sha1(each) for each in (*contents[100:110], *contents[200:])}
-        (tmp_path / "resolved.parquet").touch()  # another time is another plan, and not a reason to ask again
+        (
+            tmp_path / "resolved.parquet"
+        ).touch()  # another time is another plan, and not a reason to ask again
         bucket.asked.clear()
         assert "fetch         3 units done" in prepare_folder(tmp_path / "code.toml", out)
         assert set(bucket.asked) == {sha1(each) for each in contents[107:110]}
@@ -126,5 +133,7 @@ def test_contents_become_shards_and_missing_ones_stop_the_unit_alone(tmp_path, m
 def test_a_resolved_file_without_sha1_is_named(tmp_path):
     pq.write_table(pa.table({"repo": ["a"]}), tmp_path / "resolved.parquet")
     (tmp_path / "code.toml").write_text(RECIPE.format(url="http://127.0.0.1:9/{sha1}"))
-    with pytest.raises(ValueError, match=r"resolved.parquet has no column sha1 .*; its columns: repo"):
+    with pytest.raises(
+        ValueError, match=r"resolved.parquet has no column sha1 .*; its columns: repo"
+    ):
         prepare_folder(tmp_path / "code.toml", tmp_path / "out")

@@ -31,10 +31,20 @@ def hub(tmp_path):
 
 def run_command(hub: FakeHub, name: str, path: Path, *more: str, token: str = "") -> list[str]:
     """The command in a process of its own, since huggingface_hub reads its address once; the lines of its error."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
+    env = {
+        key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))
+    }
     env |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": token, "HF_HOME": str(path.parent / "home")}
     env |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    line = [sys.executable, "-m", "data_mixtures", name, str(path), "--out", str(path.parent / "out")]
+    line = [
+        sys.executable,
+        "-m",
+        "data_mixtures",
+        name,
+        str(path),
+        "--out",
+        str(path.parent / "out"),
+    ]
     line += ["--workers", "1", *more]
     done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
     assert (done.returncode == 0) == (not done.stderr), done.stderr
@@ -87,11 +97,14 @@ def test_all_repositories_are_asked_before_anything_is_read(hub, tmp_path):
     agreement = f"accept its agreement at {hub.url}/datasets/nobody/Gated"
     for line, *parts in zip(
         lines,
-        (f"gated: nobody/Gated @ abcdef0: gated: {agreement}", "gone: nobody/Gone @ abcdef0: not found at",
-         "old: nobody/Small-Data @ 0000000: no such revision"),
+        (
+            f"gated: nobody/Gated @ abcdef0: gated: {agreement}",
+            "gone: nobody/Gone @ abcdef0: not found at",
+            "old: nobody/Small-Data @ 0000000: no such revision",
+        ),
         ("(HF_TOKEN is not set)", "", ""),
         strict=True,
-    ):  # fmt: skip
+    ):
         assert all(part in line for part in parts)
     assert not (tmp_path / "out/plan.json").exists()
     _, line, *_ = run_command(hub, "plan", path, token="bad")

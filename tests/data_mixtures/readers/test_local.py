@@ -17,7 +17,12 @@ from data_mixtures.readers import local
 from data_mixtures.recipe import Input
 
 TEXT, LINES = Input("text", ("x",)), Input("jsonl", ("x",))
-ROWS = [{"text": "one", "id": 1}, {"id": 2, "text": "zwei ü\n"}, {"text": None}, {"text": "", "body": "x"}]
+ROWS = [
+    {"text": "one", "id": 1},
+    {"id": 2, "text": "zwei ü\n"},
+    {"text": None},
+    {"text": "", "body": "x"},
+]
 RAW = b"".join(b'{"text": "some words of line %d"}\n' % number for number in range(3000))
 PACK = {
     "gz": gzip.compress,
@@ -27,7 +32,9 @@ PACK = {
 
 
 def texts(source_input: Input, *paths, dropped: local.Dropped | None = None) -> list[str]:
-    rows = local.documents(source_input, map(str, paths), local.Dropped() if dropped is None else dropped)
+    rows = local.documents(
+        source_input, map(str, paths), local.Dropped() if dropped is None else dropped
+    )
     return [text for text, *_ in rows]
 
 
@@ -74,12 +81,15 @@ def test_what_is_packed_is_whole_or_damaged(suffix, tmp_path):
         (b'"\xff"', "not_utf8", ""),
         ('{"text": "日本"}'.encode("utf-16-le"), "not_utf8", ""),
         (b'{"text": "x", "a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "not_json", ""),
-        (b'{"content": "x", "id": 3}', "no_field",
-         " has no 'text'; its fields: content, id. Set `field` of the input"),
+        (
+            b'{"content": "x", "id": 3}',
+            "no_field",
+            " has no 'text'; its fields: content, id. Set `field` of the input",
+        ),
         (b'["x"]', "no_field", f" is a list, not an object: {local.NOT_LINES}"),
         (b'{"text": 3}', "no_field", " has 'text' of int, not text"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_line_is_counted_with_its_place(line, reason, example, tmp_path):
     path, dropped = tmp_path / "a.jsonl", local.Dropped()
     path.write_bytes(b'{"text": "good"}\n' + line + b'\n{"text": "good too"}\n')
@@ -122,8 +132,13 @@ def names(roots, *paths: str, **options) -> list[str]:
     return [name for name, _, _ in local.find(Input("text", paths, **options), roots)]
 
 
-def test_the_order_depends_on_names_below_a_root_alone_and_the_first_stay_the_first(folder, tmp_path):
-    chosen, roots = Input("text", ("{corpus}/**/*.txt",), exclude=("*/3.txt",)), {"corpus": str(folder)}
+def test_the_order_depends_on_names_below_a_root_alone_and_the_first_stay_the_first(
+    folder, tmp_path
+):
+    chosen, roots = (
+        Input("text", ("{corpus}/**/*.txt",), exclude=("*/3.txt",)),
+        {"corpus": str(folder)},
+    )
     files = local.find(chosen, roots)
     found = [name for name, *_ in files]
     assert len(found) == 19
@@ -140,7 +155,10 @@ def test_the_order_depends_on_names_below_a_root_alone_and_the_first_stay_the_fi
     assert [local.portable(name, moved) for name, *_ in local.find(chosen, moved)] == below
     assert local.portable(found[0], {"recipe": str(folder), **roots}) == f"a/{Path(found[0]).name}"
     roots = local.roots(tmp_path, tmp_path / "recipes")
-    assert (roots["corpus"], roots["recipe"]) == (str(tmp_path / "corpus"), str(tmp_path / "recipes"))
+    assert (roots["corpus"], roots["recipe"]) == (
+        str(tmp_path / "corpus"),
+        str(tmp_path / "recipes"),
+    )
     assert names(roots, "{stdlib}/json/*.py")
 
 
@@ -180,7 +198,9 @@ def test_documents_are_capped_and_cleaned_and_the_rest_is_counted(folder):
     assert capped == found[: len(capped)]
     assert sum(map(len, capped)) <= 1000 < sum(map(len, found[: len(capped) + 1]))
     dropped.clear()
-    assert texts(Input("jsonl", ("x",), field="body"), folder / "b.jsonl", dropped=dropped) == ["one two"]
+    assert texts(Input("jsonl", ("x",), field="body"), folder / "b.jsonl", dropped=dropped) == [
+        "one two"
+    ]
     assert (dropped, dropped.surrogates) == ({"no_text": 1}, 1)
 
 
@@ -189,7 +209,9 @@ def test_urls_are_listed_read_and_checked(tmp_path):
     store.pipe({"/own/a.jsonl.gz": gzip.compress(RAW), "/own/b.jsonl.gz": gzip.compress(RAW[:300])})
     chosen = Input("jsonl", ("memory://own/*.jsonl.gz",))
     found = local.find(chosen, local.roots(tmp_path, tmp_path))
-    assert sorted(name for name, _, _ in found) == [f"memory:///own/{name}.jsonl.gz" for name in "ab"]
+    assert sorted(name for name, _, _ in found) == [
+        f"memory:///own/{name}.jsonl.gz" for name in "ab"
+    ]
     assert len(texts(chosen, *(name for name, _, _ in found))) > 3000
     local.check_unchanged(found)
     store.pipe("/own/a.jsonl.gz", gzip.compress(RAW * 2))
@@ -198,7 +220,9 @@ def test_urls_are_listed_read_and_checked(tmp_path):
     ):
         local.check_unchanged(found)
     store.rm("/own", recursive=True)
-    with pytest.raises(ValueError, match=r"(a|b)\.jsonl\.gz is planned and no longer there; start again"):
+    with pytest.raises(
+        ValueError, match=r"(a|b)\.jsonl\.gz is planned and no longer there; start again"
+    ):
         local.check_unchanged(found)
     with pytest.raises(ValueError, match=r"no file matches memory://own/"):
         local.find(chosen, {})
@@ -207,15 +231,23 @@ def test_urls_are_listed_read_and_checked(tmp_path):
     for name in (str(path), f"file://{path}"):
         found = local.find(Input("text", (name,)), {})
         os.utime(path, ns=(1, path.stat().st_mtime_ns + 10**9))  # the same size, later
-        with pytest.raises(ValueError, match=r"a\.txt has changed since .* \(same size, other time or tag"):
+        with pytest.raises(
+            ValueError, match=r"a\.txt has changed since .* \(same size, other time or tag"
+        ):
             local.check_unchanged(found)
 
 
 def test_a_missing_package_or_protocol_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     for url, message in (
-        ("gs://b/*", r"gs://b/\* needs a package that is missing .*pip install 'laneformer\[gcs\]'"),
-        ("nowhere://b/*", r"nowhere://b/\* cannot be read: ValueError: Protocol not known: nowhere"),
+        (
+            "gs://b/*",
+            r"gs://b/\* needs a package that is missing .*pip install 'laneformer\[gcs\]'",
+        ),
+        (
+            "nowhere://b/*",
+            r"nowhere://b/\* cannot be read: ValueError: Protocol not known: nowhere",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             names({}, url)

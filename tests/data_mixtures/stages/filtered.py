@@ -19,20 +19,26 @@ NONE = recipe.TokenizerFile("none")
 
 def make_unit_folder(out: Path, name: str, unit: stage.Unit) -> Path:
     folder = stage.unit_folder(out, name, unit)
-    shutil.rmtree(folder, ignore_errors=True)  # receipts are read again when a folder of units changes
+    shutil.rmtree(
+        folder, ignore_errors=True
+    )  # receipts are read again when a folder of units changes
     folder.mkdir(parents=True)
     return folder
 
 
 def write_receipt(folder: Path, counts: dict[str, Any]) -> None:
     """Of a unit whose files are there, as `stage.do` writes it."""
-    files = {path.name: stage._entry(path) for path in folder.iterdir() if path.name != stage.RECEIPT}
+    files = {
+        path.name: stage._entry(path) for path in folder.iterdir() if path.name != stage.RECEIPT
+    }
     shards.write_json(folder / stage.RECEIPT, {"key": "", "files": files, "counts": counts})
 
 
 def text_column(texts: list[Any], kind: pa.DataType) -> pa.Array:
     """The same bytes whatever the type, unchecked, as a broken writer leaves them."""
-    array = pa.array([text.encode() if isinstance(text, str) else text for text in texts], pa.binary())
+    array = pa.array(
+        [text.encode() if isinstance(text, str) else text for text in texts], pa.binary()
+    )
     if kind == pa.binary():
         return array
     return pa.Array.from_buffers(pa.string(), len(array), array.buffers()).cast(kind)
@@ -45,11 +51,15 @@ def write_raw(out: Path, texts: Texts, kind: pa.DataType | None = None, **entry:
     """
     sources = {}
     for source, units in texts.items():
-        entries = [{"source": source, "number": n, "kind": "local", **entry} for n in range(len(units))]
+        entries = [
+            {"source": source, "number": n, "kind": "local", **entry} for n in range(len(units))
+        ]
         sources[source] = {"units": entries, "plan_hash": "none"}
         for number, rows in enumerate(units):
             folder = make_unit_folder(out, "fetch", stage.Unit(source, number))
-            columns = rows if isinstance(rows, dict) else {"text": text_column(rows, kind or pa.string())}
+            columns = (
+                rows if isinstance(rows, dict) else {"text": text_column(rows, kind or pa.string())}
+            )
             pq.write_table(pa.table(columns), folder / stage.RAW, row_group_size=100)
             write_receipt(folder, {})
     shards.write_json(out / stage.PLAN, {"format": stage.PLAN_FORMAT, "sources": sources})
@@ -64,13 +74,23 @@ def do_all(done: Any) -> int:
 
 
 def make_recipe(
-    sources: Iterable[str], tokenizer: recipe.TokenizerTraining | recipe.TokenizerFile = NONE, **limits: Any
+    sources: Iterable[str],
+    tokenizer: recipe.TokenizerTraining | recipe.TokenizerFile = NONE,
+    **limits: Any,
 ) -> recipe.Recipe:
     local = tuple(recipe.LocalSource(name, "web", ()) for name in sources)
     return recipe.Recipe(
-        seed=11, seq_len=32, windows_per_shard=40, valid_per_10000=1000, max_document_chars=5000, epoch_cap=3,
-        tokenizer=tokenizer, sources=local, phases={}, filter=recipe.Filter(**limits),
-    )  # fmt: skip
+        seed=11,
+        seq_len=32,
+        windows_per_shard=40,
+        valid_per_10000=1000,
+        max_document_chars=5000,
+        epoch_cap=3,
+        tokenizer=tokenizer,
+        sources=local,
+        phases={},
+        filter=recipe.Filter(**limits),
+    )
 
 
 def filtered(out: Path, texts: Texts, wanted: recipe.Recipe) -> filter.Filter:

@@ -47,14 +47,20 @@ def write_parquet(path: Path, first: int, count: int = 40, column: str = "text")
     """Rows with an id, some text of their own, and a struct beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     numbers = range(first, first + count)
-    texts = [f"Row {i}: " + " ".join(_word(1000 * i + j) for j in range(i % 7 + 30)) for i in numbers]
+    texts = [
+        f"Row {i}: " + " ".join(_word(1000 * i + j) for j in range(i % 7 + 30)) for i in numbers
+    ]
     metadata = [{"category": "made", "models_used": ["none"]} for _ in numbers]
-    pq.write_table(pa.table({"id": [str(i) for i in numbers], column: texts, "metadata": metadata}), path)
+    pq.write_table(
+        pa.table({"id": [str(i) for i in numbers], column: texts, "metadata": metadata}), path
+    )
 
 
 def _word(number: int) -> str:
     draw = random.Random(number)
-    return "".join(draw.choice("bdfgklmnprstvz") + draw.choice("aeiou") for _ in range(draw.randint(1, 4)))
+    return "".join(
+        draw.choice("bdfgklmnprstvz") + draw.choice("aeiou") for _ in range(draw.randint(1, 4))
+    )
 
 
 def write_mirror(root: Path) -> None:

@@ -34,10 +34,16 @@ def plan_of(
     weights = {name: 1 + i for i, name in enumerate(sources)}
     local = tuple(LocalSource(name, "web", ()) for name in sources)
     return Recipe(
-        seed=SEED, seq_len=seq_len, windows_per_shard=windows_per_shard, valid_per_10000=valid_per_10000,
-        max_document_chars=1000, epoch_cap=3, tokenizer=TokenizerFile("unused"), sources=local,
+        seed=SEED,
+        seq_len=seq_len,
+        windows_per_shard=windows_per_shard,
+        valid_per_10000=valid_per_10000,
+        max_document_chars=1000,
+        epoch_cap=3,
+        tokenizer=TokenizerFile("unused"),
+        sources=local,
         phases={"phase1": weights},
-    )  # fmt: skip
+    )
 
 
 def texts_of(count: int, seed: int = 0, repeats: int = 4) -> list[str]:
@@ -161,11 +167,15 @@ def in_memory(texts: Sequence[str], plan: Recipe) -> dict[str, bytes]:
         stream = [token for digest in digests for token in tokens_of(unique[digest])]
         windows = max(len(stream) - 1, 0) // plan.seq_len
         if name == "valid":
-            files[shards.VALID] = np.array(stream[: windows * plan.seq_len + bool(windows)], TOKEN).tobytes()
+            files[shards.VALID] = np.array(
+                stream[: windows * plan.seq_len + bool(windows)], TOKEN
+            ).tobytes()
             continue
         starts = np.cumsum([0, *(len(tokens_of(unique[digest])) for digest in digests)])
         for number, before in enumerate(range(0, windows, plan.windows_per_shard)):
-            first, last = (w * plan.seq_len for w in (before, min(before + plan.windows_per_shard, windows)))
+            first, last = (
+                w * plan.seq_len for w in (before, min(before + plan.windows_per_shard, windows))
+            )
             here = [i for i in range(len(digests)) if first <= starts[i] < last]
             ids = np.array([digests[i] % 2**64 for i in here], "<u8")
             lengths = np.array([starts[i + 1] - starts[i] for i in here], "<u4")
@@ -228,4 +238,6 @@ def prepared(
 def tokenizer_model() -> bytes:
     """A sentencepiece model with the conventions of the project; its pieces are not those of tokens_of."""
     lines = ["some words to learn from, 1 2 3"] * 20
-    return tokenizer.train(lines, TokenizerTraining(vocab_size=300, train_bytes=1000, character_coverage=1.0))
+    return tokenizer.train(
+        lines, TokenizerTraining(vocab_size=300, train_bytes=1000, character_coverage=1.0)
+    )

@@ -97,7 +97,9 @@ def test_a_near_copy_that_is_left_out_of_training_contains_nothing(tmp_path):
     assert left_out(tmp_path / "one", texts, with_containment(["a"])) == [held]
 
 
-@pytest.mark.parametrize("nothing", [{"a": [[], []]}, {"a": [["no text is held out here, as few are " * 3]]}])
+@pytest.mark.parametrize(
+    "nothing", [{"a": [[], []]}, {"a": [["no text is held out here, as few are " * 3]]}]
+)
 def test_without_held_out_documents_there_is_nothing_to_do(tmp_path, nothing):
     assert left_out(tmp_path, nothing, replace(with_containment(["a"]), valid_per_10000=0)) == []
 
@@ -105,7 +107,9 @@ def test_without_held_out_documents_there_is_nothing_to_do(tmp_path, nothing):
 def test_training_bytes_are_the_same_with_and_without(recipe_path, tmp_path):
     """The whole chain: what leaves is counted, and shards of training do not change."""
     wanted = make_recipe(["sums"])
-    texts = [json.loads(line)["text"] for line in (tmp_path / "sums.jsonl").read_text().splitlines()]
+    texts = [
+        json.loads(line)["text"] for line in (tmp_path / "sums.jsonl").read_text().splitlines()
+    ]
     held = next(text for text in texts if is_held_out(text, wanted))
     write_lines(tmp_path / "sums.jsonl", [text_around(random.Random(9), False, held, 20), *texts])
     made = {}
@@ -114,7 +118,9 @@ def test_training_bytes_are_the_same_with_and_without(recipe_path, tmp_path):
             switch = f"[dedup]\ncontained_share = {share}\n[sources.notes]"
             recipe_path.write_text(recipe_path.read_text().replace("[sources.notes]", switch))
         prepare_folder(recipe_path, tmp_path / str(share))
-        made[share] = [shards.read_manifest(tmp_path / str(share) / source) for source in ("notes", "sums")]
+        made[share] = [
+            shards.read_manifest(tmp_path / str(share) / source) for source in ("notes", "sums")
+        ]
     for before, after, contained in zip(made[0], made[0.5], (0, 1), strict=True):
         assert before["shards"] == after["shards"]
         assert (before["valid"] == after["valid"]) is not bool(contained)

@@ -57,7 +57,9 @@ TEXT = st.lists(st.sampled_from(VOCABULARY), max_size=40).map(" ".join) | st.tex
 @given(
     items=st.lists(st.lists(TEXT, max_size=3), max_size=4),
     texts=st.lists(TEXT, max_size=4),
-    plant=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30), st.integers(0, 40)), max_size=3),
+    plant=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 30), st.integers(0, 40)), max_size=3
+    ),
     window=st.sampled_from([16, 64, 1 << 16]),
 )
 def test_equal_to_the_reference(items, texts, plant, window):
@@ -70,7 +72,8 @@ def test_equal_to_the_reference(items, texts, plant, window):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ngrams, "WINDOW_CHARS", window)
         expected = [
-            {n for n, item in enumerate(items) if any(holds(text, p) for p in item)} for text in texts
+            {n for n, item in enumerate(items) if any(holds(text, p) for p in item)}
+            for text in texts
         ]
         assert found(index_of(*items), *texts) == expected
 
@@ -84,15 +87,25 @@ def test_files_of_every_format_make_one_index_that_is_kept(tmp_path):
             row |= {"choices": ["a", "b"], "inputs": arguments}
             file.write(json.dumps(row) + "\n")
         file.write('\n{"q": "too short to be looked for"}\n')
-    pq.write_table(pa.table({"q": [question.format("wall")], "c": [["no", "yes"]]}), tmp_path / "b.parquet")
+    pq.write_table(
+        pa.table({"q": [question.format("wall")], "c": [["no", "yes"]]}), tmp_path / "b.parquet"
+    )
     names = {"first": str(tmp_path / "*.jsonl.gz"), "second": str(tmp_path / "b.parquet")}
     decontaminate.make_index(names, tmp_path)
     index = decontaminate.load(tmp_path, names)
     assert index is not None
-    assert [(b.name, b.items, b.searchable) for b in index.benchmarks] == [("first", 3, 2), ("second", 1, 1)]
+    assert [(b.name, b.items, b.searchable) for b in index.benchmarks] == [
+        ("first", 3, 2),
+        ("second", 1, 1),
+    ]
     fox = "the quick brown fox jumps over the lazy"
     texts = ["Question: " + question.format("tree"), question.format("wall"), fox]
-    assert index.find([*texts, " ".join(arguments[0][0] * 3)]) == [[("first", 1)], [("second", 0)], [], []]
+    assert index.find([*texts, " ".join(arguments[0][0] * 3)]) == [
+        [("first", 1)],
+        [("second", 0)],
+        [],
+        [],
+    ]
     assert b"station" not in (tmp_path / decontaminate.INDEX).read_bytes()
 
     identity = decontaminate.identity(tmp_path, names)

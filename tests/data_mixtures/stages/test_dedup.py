@@ -52,7 +52,9 @@ def deduplicate(out: Path, texts: Texts, wanted: recipe.Recipe) -> Texts:
         gone = documents.near_copies(wanted, out, stage.Unit(source, number))
         return [text for row, text in enumerate(texts[source][number]) if row not in gone]
 
-    return {source: [stays(source, n) for n in range(len(units))] for source, units in texts.items()}
+    return {
+        source: [stays(source, n) for n in range(len(units))] for source, units in texts.items()
+    }
 
 
 def low_half(text: str) -> int:
@@ -93,7 +95,9 @@ def datatrove_pairs(folder: Path, texts: list[str], wanted: recipe.Dedup) -> set
     signature._hash_func = lambda text: xxhash.xxh64_intdigest(text.encode())
     signature.run([Document(text, str(i)) for i, text in enumerate(texts)], 0, 1)
     for bucket in range(wanted.buckets):
-        buckets = MinhashDedupBuckets(str(folder / "signatures"), str(folder / "buckets"), config=config)
+        buckets = MinhashDedupBuckets(
+            str(folder / "signatures"), str(folder / "buckets"), config=config
+        )
         buckets.run(None, bucket, wanted.buckets)
     rows = [np.fromfile(path, "<u4").reshape(-1, 4) for path in (folder / "buckets").glob("*.dups")]
     return {(int(row[1]), int(row[3])) for row in np.concatenate(rows)}
@@ -112,11 +116,16 @@ def test_bands_are_those_of_datatrove(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_who_stays_is_the_plain_rule_whatever_the_units_ranges_and_groups(tmp_path, monkeypatch, seed):
+def test_who_stays_is_the_plain_rule_whatever_the_units_ranges_and_groups(
+    tmp_path, monkeypatch, seed
+):
     texts = texts_of(seed, 30, 5)
     cuts = sorted(random.Random(seed).sample(range(len(texts)), 3))
     parts = [texts[a:b] for a, b in itertools.pairwise([0, *cuts, len(texts)])]
-    wanted, units = with_dedup(["a", "b"], buckets=4), {"a": [*parts[:2], []], "b": [[], *parts[2:]]}
+    wanted, units = (
+        with_dedup(["a", "b"], buckets=4),
+        {"a": [*parts[:2], []], "b": [[], *parts[2:]]},
+    )
     stays = deduplicate(tmp_path / "whole", units, wanted)
     assert flat(stays) == expected_to_stay(units, wanted)
     assert 30 <= len(flat(stays)) < len(texts)
@@ -126,7 +135,10 @@ def test_who_stays_is_the_plain_rule_whatever_the_units_ranges_and_groups(tmp_pa
     monkeypatch.setattr(documents, "GROUPS", 1)
     assert deduplicate(tmp_path / "parts", units, wanted) == stays
     assert len(dedup.Bands(wanted, tmp_path / "parts", ("a",)).units()) >= 4
-    assert [len(list((tmp_path / f"parts/signatures/{name}").iterdir())) for name in units] == [1, 1]
+    assert [len(list((tmp_path / f"parts/signatures/{name}").iterdir())) for name in units] == [
+        1,
+        1,
+    ]
 
 
 def test_numbers_are_words_unless_the_recipe_says_otherwise():

@@ -15,10 +15,20 @@ from data_mixtures.stages.tokenize import key_of_id
 from tests.data_mixtures.conftest import write_lines
 from tests.data_mixtures.stages.filtered import do_all, filtered, make_recipe, write_raw
 
-QUESTION = "Which of the seven lakes behind the old mountain freezes first in a winter without any wind?"
+QUESTION = (
+    "Which of the seven lakes behind the old mountain freezes first in a winter without any wind?"
+)
 SENTENCE = "a text of some length, with ümläuts, 東京 and </s>, long enough to stay here."
 GOOD = [f"Number {i}: {SENTENCE}" for i in range(250)]
-BAD = [b"\xff\xfe broken" * 9, None, "", " \n\t " * 30, "short", "x" * 3000, f"He asked: {QUESTION} So."]
+BAD = [
+    b"\xff\xfe broken" * 9,
+    None,
+    "",
+    " \n\t " * 30,
+    "short",
+    "x" * 3000,
+    f"He asked: {QUESTION} So.",
+]
 RECIPE = make_recipe(["notes"], max_chars=2000)
 
 
@@ -50,7 +60,14 @@ def test_every_reason_is_counted_and_the_rest_stays_in_order(out):
     assert table.column("text").to_pylist() == kept
     assert table.schema == filter.SCHEMA
     assert column(done, "doc_id") == [xxhash.xxh3_128_digest(text.encode()) for text in kept]
-    dropped = {"not_utf8": 2, "empty": 7, "too_short": 2, "too_long": 2, "not_kept": 0, "contaminated": 2}
+    dropped = {
+        "not_utf8": 2,
+        "empty": 7,
+        "too_short": 2,
+        "too_long": 2,
+        "not_kept": 0,
+        "contaminated": 2,
+    }
     assert counts["dropped"] == dropped
     assert (counts["read"], counts["kept"]) == (len(texts), len(kept))
     assert counts["bytes"] == sum(len(text.encode()) for text in kept)
@@ -92,7 +109,10 @@ def filter_parquet(out: Path, columns: dict[str, list], **entry: str) -> filter.
 
 
 def test_a_document_of_a_hub_source_is_cut_too_and_says_where_it_came_from(out):
-    long, endless = "".join(f"Line number {i} of a long file.\n" for i in range(600)), "x\n" * 10_001
+    long, endless = (
+        "".join(f"Line number {i} of a long file.\n" for i in range(600)),
+        "x\n" * 10_001,
+    )
     assert len(long) > 3 * RECIPE.max_document_chars
     columns = {"text": [*GOOD[:9], "short", long, endless, *GOOD[9:12]], "repo": [None] * 15}
     columns |= {"url": [f"http://{i}" for i in range(15)], "score": [1.0] * 15}
@@ -103,7 +123,9 @@ def test_a_document_of_a_hub_source_is_cut_too_and_says_where_it_came_from(out):
     assert max(map(len, pieces)) <= RECIPE.max_document_chars
     assert all(piece.endswith("\n") for piece in pieces)
     assert (counts["read"], counts["cut"], counts["kept"]) == (15 + 3, 3, 12 + 4)
-    assert counts["dropped"]["too_long"] == counts["dropped"]["too_short"] == 1, "judged before it is cut"
+    assert counts["dropped"]["too_long"] == counts["dropped"]["too_short"] == 1, (
+        "judged before it is cut"
+    )
     rows = [*range(9), *[10] * 4, *range(12, 15)]
     expected = [{"file": "data/0.parquet", "row": row, "url": f"http://{row}"} for row in rows]
     assert [json.loads(each) for each in column(done, "origin")] == expected
@@ -128,7 +150,9 @@ def test_a_damaged_page_is_named_by_its_file(out):
     begin = pq.ParquetFile(raw).metadata.row_group(1).column(0).dictionary_page_offset
     content = raw.read_bytes()
     raw.write_bytes(content[: begin + 100] + bytes(500) + content[begin + 600 :])
-    with pytest.raises(ValueError, match=r"c/0\.parquet cannot be read \(.*\); restore or exclude it"):
+    with pytest.raises(
+        ValueError, match=r"c/0\.parquet cannot be read \(.*\); restore or exclude it"
+    ):
         list(filter.read_raw(raw, "text", "c/0.parquet"))
 
 
@@ -140,6 +164,8 @@ def test_a_part_of_a_source_is_what_the_shuffle_puts_first(out):
         units = [documents(work, number) for number in (0, 1)]
         ids = [each for table, *_ in units for each in table.column("doc_id").to_pylist()]
         kept = sorted(key_of_id(each, RECIPE.seed) for each in ids)
-        assert kept == [key for key in keys if key < share * 2**64], "a prefix of the shuffle's order"
+        assert kept == [key for key in keys if key < share * 2**64], (
+            "a prefix of the shuffle's order"
+        )
         assert sum(counts["dropped"]["not_kept"] for _, counts, _ in units) == len(GOOD) - len(kept)
         assert least <= len(kept) <= most

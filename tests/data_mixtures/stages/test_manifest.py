@@ -56,10 +56,18 @@ def test_files_and_fields(data):
         assert content["unused"]["train_tokens"] == sum(sizes) - used
         assert content["unused"]["train_documents"] == unused
         assert content["longest"] == max(len(tokens_of(text)) for text in unique)
-        assert content["read"] == len(texts) + 5 == content["kept"] + sum(content["dropped"].values())
+        assert (
+            content["read"] == len(texts) + 5 == content["kept"] + sum(content["dropped"].values())
+        )
         assert content["contamination"] == {"quiz": {"documents": 2, "items": 3}}
         assert content["windows"] == sum(entry["windows"] for entry in content["shards"])
-        facts = {"plan_hash": f"plan of {source}", "seq_len": 8, "seed": 7, "source": source, "format": 2}
+        facts = {
+            "plan_hash": f"plan of {source}",
+            "seq_len": 8,
+            "seed": 7,
+            "source": source,
+            "format": 2,
+        }
         assert {key: content[key] for key in facts} == facts
 
 
@@ -71,7 +79,9 @@ def test_files_are_links_and_nothing_changed_is_reused_by_whatever_code(data, mo
     for version in (manifest._code_version(), "another"):
         monkeypatch.setattr(manifest, "_code_version", lambda version=version: version)
         assert write(data) == {"notes": "reused", "sums": "reused"}
-        assert {path: path.stat().st_mtime_ns for path in sorted((data / "notes").iterdir())} == changed_ns
+        assert {
+            path: path.stat().st_mtime_ns for path in sorted((data / "notes").iterdir())
+        } == changed_ns
         assert files_of(data / "notes") == before
 
 
@@ -108,7 +118,9 @@ def test_without_hard_links_files_are_copied(data, monkeypatch):
 
 
 def test_counts_that_do_not_add_up_are_refused(data):
-    write_counts(data, "notes", split(TWO_TEXTS["notes"][1:], 2))  # as if filtered again, after the rest
+    write_counts(
+        data, "notes", split(TWO_TEXTS["notes"][1:], 2)
+    )  # as if filtered again, after the rest
     with pytest.raises(ValueError, match=r"'notes' was filtered again after it was tokenized"):
         write(data)
     write_counts(data, "notes", split(TWO_TEXTS["notes"], 2), lie=1)

@@ -55,13 +55,16 @@ def lose_a_node(cluster, when) -> threading.Thread:
 @pytest.mark.rotate
 def test_a_lost_node_changes_no_byte(s3, cluster, recipe_path, tmp_path, monkeypatch):
     (tmp_path / "faults").mkdir()
-    toy, local = (Toy(tmp_path / name, tmp_path / "faults", wait_s=0.5) for name in ("toy", "local"))
+    toy, local = (
+        Toy(tmp_path / name, tmp_path / "faults", wait_s=0.5) for name in ("toy", "local")
+    )
     (toy.faults / "4").write_text("value")
     with pytest.raises(ValueError, match=r"^toy b/unit-00004: the third row has no text$"):
         run(toy, RAY)
     (toy.faults / "4").write_text("kill")
     with pytest.raises(
-        ValueError, match=r"toy b/unit-00004: its worker was lost 4 times: .*run the same command again"
+        ValueError,
+        match=r"toy b/unit-00004: its worker was lost 4 times: .*run the same command again",
     ):
         run(toy, RAY)
     (toy.faults / "4").unlink()

@@ -84,7 +84,9 @@ def test_show_names_the_documents_of_a_window(data, monkeypatch):
 
     monkeypatch.setattr(show.tokenizer, "load", lambda path: Decoder())
     found = next(show.read_sequences(data / "phase1.lock.json", {}, np.array([3])))
-    whole = [part for part in found["documents"] if part.get("document_tokens", 99) == part["tokens"]]
+    whole = [
+        part for part in found["documents"] if part.get("document_tokens", 99) == part["tokens"]
+    ]
     assert whole
     assert all(part["text"] in TEXTS for part in whole)
     lock = data / "phase1.lock.json"

@@ -13,7 +13,8 @@ from data_mixtures.stages import filter, quality, stage
 from tests.data_mixtures.stages.filtered import filtered, make_recipe
 
 PROSE = "".join(
-    f"In the year {i} the people of the town began to build a bridge, and it held. " for i in range(20)
+    f"In the year {i} the people of the town began to build a bridge, and it held. "
+    for i in range(20)
 ).strip()
 MAIL = PROSE + " Write to ada@lovelace.org or to ben@town.org about it."
 LIST = "\n".join(["apples", "bricks", "coins"] * 40)
@@ -46,21 +47,37 @@ def test_formatters_give_the_same_whatever_came_before():
     assert first[1] is None
     assert "email@example.com" in first[0]
     assert "lovelace" not in first[0]
-    assert [step(MAIL), step("me@home.org"), step(MAIL)] == [first, ("email@example.com", None), first]
+    assert [step(MAIL), step("me@home.org"), step(MAIL)] == [
+        first,
+        ("email@example.com", None),
+        first,
+    ]
 
 
 def test_what_a_step_drops_is_counted_under_its_name_and_changed_text_has_its_own_id(tmp_path):
     pattern = {"name": "regex", "regex_exp": "forbidden"}
-    texts = [MAIL, PROSE, "A forbidden text that goes on for long enough. " * 3, "-----\n" * 30, PROSE]
+    texts = [
+        MAIL,
+        PROSE,
+        "A forbidden text that goes on for long enough. " * 3,
+        "-----\n" * 30,
+        PROSE,
+    ]
     table, counts, _ = filter_texts(tmp_path / "a", texts, ("symbol_lines", pattern, "pii"))
     assert counts["dropped"] | {"regex": 1, "empty": 1} == counts["dropped"]
     assert (counts["read"], counts["kept"]) == (5, 3)
     kept = table.column("text").to_pylist()
     assert kept == [load("pii")[0](MAIL)[0], PROSE, PROSE]
-    assert table.column("doc_id").to_pylist() == [xxhash.xxh3_128_digest(text.encode()) for text in kept]
+    assert table.column("doc_id").to_pylist() == [
+        xxhash.xxh3_128_digest(text.encode()) for text in kept
+    ]
 
 
-LONG = {"8k": (32_000, 64_000), "16k": (64_000, 128_000), "32k": (128_000, 10_000_000)}  # characters
+LONG = {
+    "8k": (32_000, 64_000),
+    "16k": (64_000, 128_000),
+    "32k": (128_000, 10_000_000),
+}  # characters
 
 
 def test_each_bucket_of_the_long_mixture_gets_exactly_its_own_documents():
@@ -70,13 +87,17 @@ def test_each_bucket_of_the_long_mixture_gets_exactly_its_own_documents():
     texts = [("ü.\n" * (n // 3) + "x" * (n % 3 + 1))[-n:] for n in lengths]
     assert [len(text) for text in texts] == lengths
     for size, (low, high) in LONG.items():
-        step, *others = (shipped.source(f"{kind}-{size}").steps for kind in ("cc2-hq", "cc-code", "cc-math"))
+        step, *others = (
+            shipped.source(f"{kind}-{size}").steps for kind in ("cc2-hq", "cc-code", "cc-math")
+        )
         assert others == [step, step]
         kept = [len(text) for text in texts if load(*step)[0](text)[1] is None]
         assert kept == [n for n in lengths if low <= n < high] != []
 
 
-def test_a_source_has_steps_of_its_own_and_what_is_kept_is_judged_by_the_text_as_it_is_written(tmp_path):
+def test_a_source_has_steps_of_its_own_and_what_is_kept_is_judged_by_the_text_as_it_is_written(
+    tmp_path,
+):
     texts = [f"{MAIL} ({i})" for i in range(40)]
     _, counts, _ = filter_texts(tmp_path / "a", texts, ("pii",), steps=())
     assert counts["kept"] == 40
@@ -108,7 +129,9 @@ def test_a_step_that_cannot_be_is_refused(step, error):
 
 
 def test_a_missing_package_is_one_line(monkeypatch):
-    monkeypatch.setattr("datatrove.utils._import_utils._is_package_available", lambda name: name != "ftfy")
+    monkeypatch.setattr(
+        "datatrove.utils._import_utils._is_package_available", lambda name: name != "ftfy"
+    )
     missing = r"filter step 'ftfy': .*ftfy.*pip install 'laneformer\[quality\]'"
     with pytest.raises(ValueError, match=missing) as error:
         load("ftfy")
@@ -118,7 +141,9 @@ def test_a_missing_package_is_one_line(monkeypatch):
 @pytest.mark.job  # spacy takes seconds to be imported
 def test_the_filters_of_the_web():
     pytest.importorskip("spacy")
-    assert [run(name)[1] for name in ("gopher_quality", "c4_quality", "fineweb_quality")] == [None] * 3
+    assert [run(name)[1] for name in ("gopher_quality", "c4_quality", "fineweb_quality")] == [
+        None
+    ] * 3
     assert run("gopher_quality", LIST)[1] == "gopher_quality:gopher_enough_stop_words"
     assert run({"name": "gopher_quality", "min_stop_words": 0}, LIST)[1] is None
     assert run("c4_quality", f"{PROSE}\nuses cookies\n")[0] == PROSE
@@ -131,7 +156,9 @@ def test_a_model_of_a_file(tmp_path):
     (tmp_path / "train.txt").write_text("".join(pair.format(i) for i in range(200)))
     model = tmp_path / "tiny.bin"
     for dim in range(80, 120):
-        with suppress(RuntimeError):  # "Encountered NaN" when it ends before its thread has reported a loss
+        with suppress(
+            RuntimeError
+        ):  # "Encountered NaN" when it ends before its thread has reported a loss
             options = {"minn": 2, "maxn": 4, "dim": dim, "bucket": 1000, "verbose": 0, "thread": 1}
             fasttext.train_supervised(str(tmp_path / "train.txt"), **options).save_model(str(model))
             break

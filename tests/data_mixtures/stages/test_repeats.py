@@ -28,7 +28,10 @@ def test_exactly_the_documents_that_hold_a_run(seed):
     expected = [plainly(document) for document in documents]
     assert 10 < sum(expected) < 50
     tokens = np.array([token for document in documents for token in document], np.uint16)
-    assert with_repeats(tokens, np.array([len(document) for document in documents])).tolist() == expected
+    assert (
+        with_repeats(tokens, np.array([len(document) for document in documents])).tolist()
+        == expected
+    )
 
 
 def test_a_run_does_not_reach_from_document_to_document_and_short_input_is_fine():

@@ -37,7 +37,13 @@ def results(toy: Toy) -> dict[str, bytes]:
 
 def start(toy: Toy) -> subprocess.Popen:
     """The stage in a process of its own."""
-    command = [sys.executable, "-m", "tests.data_mixtures.stages.toy_stage", str(toy.out), str(toy.faults)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.data_mixtures.stages.toy_stage",
+        str(toy.out),
+        str(toy.faults),
+    ]
     return subprocess.Popen([*command, "2"], cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
 

@@ -81,22 +81,34 @@ def test_bytes_are_those_of_the_in_memory_way_for_any_sizes(
 
 def test_too_little_text_is_named(tmp_path):
     tokenized(tmp_path, "notes", ((), ()))
-    with pytest.raises(ValueError, match=r"source 'notes' is empty.*filter/notes/unit-\*/receipt\.json"):
+    with pytest.raises(
+        ValueError, match=r"source 'notes' is empty.*filter/notes/unit-\*/receipt\.json"
+    ):
         shuffle.OrderDocuments(PLAN, tmp_path, ("notes",)).units()
     tokenized(tmp_path, "notes", split(["a"], 2))
     _, order, work = stages_of(tmp_path, plan_of(valid_per_10000=1))
     run(order)
-    with pytest.raises(ValueError, match=r"'notes' has too little text for one training window of 8 tokens"):
+    with pytest.raises(
+        ValueError, match=r"'notes' has too little text for one training window of 8 tokens"
+    ):
         work.units()
 
 
-MADE_BY = ("tokenize", "runs", "order")  # a stage of STAGES reads what the one of the same place here made
+MADE_BY = (
+    "tokenize",
+    "runs",
+    "order",
+)  # a stage of STAGES reads what the one of the same place here made
 OF_DOCUMENTS = ("tokens.bin", "documents.npy", "origins.bin", "tokens.bin.xxh3")
 
 
 @pytest.mark.parametrize(
     ("units", "made", "files"),
-    [(2, "tokenize", OF_DOCUMENTS), (4, "runs", OF_DOCUMENTS), (2, "order", ("train.npy", "valid.npy"))],
+    [
+        (2, "tokenize", OF_DOCUMENTS),
+        (4, "runs", OF_DOCUMENTS),
+        (2, "order", ("train.npy", "valid.npy")),
+    ],
 )
 def test_a_flipped_bit_before_a_shard_stops_it_and_mends_itself(tmp_path, tiny, units, made, files):
     plan, parts = plan_of(valid_per_10000=3000), split(texts_of(100), units)

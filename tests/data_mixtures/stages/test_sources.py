@@ -38,9 +38,13 @@ def make_plan(path: Path, out: Path, mirror: Path | None = None) -> recipes.Reci
     return read
 
 
-def fetch_all(path: Path, out: Path, mirror: Path | None = None, budget: int | None = None) -> Fetch:
+def fetch_all(
+    path: Path, out: Path, mirror: Path | None = None, budget: int | None = None
+) -> Fetch:
     read = make_plan(path, out, mirror)
-    work = Fetch(read, out, tuple(source.name for source in read.sources), str(mirror) if mirror else None)
+    work = Fetch(
+        read, out, tuple(source.name for source in read.sources), str(mirror) if mirror else None
+    )
     with stage.exclusive(out):
         work.check_room(budget)
         run.run_units(work, run.Options(), Console(quiet=True))
@@ -53,7 +57,11 @@ def planned_paths(out: Path, name: str) -> list[str]:
 
 def test_folders_are_matched_exactly_and_columns_are_read(tmp_path, mirror):
     out = tmp_path / "out"
-    content = {"name": "content", "configs": '["contents"]', "more": 'text_columns = ["text", "content"]'}
+    content = {
+        "name": "content",
+        "configs": '["contents"]',
+        "more": 'text_columns = ["text", "content"]',
+    }
     both = {"name": "both", "configs": '["4plus_MIND", "4plus"]'}
     make_plan(recipe(tmp_path, {"name": "exact"}, LONGER, content, both), out, mirror)
     exact, longer = planned_paths(out, "exact"), planned_paths(out, "longer")
@@ -126,7 +134,10 @@ def test_a_local_mirror_is_linked_and_any_other_is_copied(tmp_path, mirror, monk
     ("damage", "message"),
     [
         (lambda raw: raw[:-1], r"parquet came with [\d,]+ bytes, the plan says [\d,]+: truncated"),
-        (lambda raw: raw[:-4] + b"rubb", r"parquet is not a complete Parquet file .*truncated, or another"),
+        (
+            lambda raw: raw[:-4] + b"rubb",
+            r"parquet is not a complete Parquet file .*truncated, or another",
+        ),
         (None, r"parquet @ abcdef0 is planned and no longer there"),
     ],
 )
@@ -138,7 +149,9 @@ def test_a_damaged_file_is_refused_and_the_next_start_goes_on(tmp_path, mirror, 
     victim.unlink()
     if damage:
         victim.write_bytes(damage(whole))
-    with pytest.raises(ValueError, match=rf"^fetch exact/unit-00001: .*4plus/part_000001\.{message}"):
+    with pytest.raises(
+        ValueError, match=rf"^fetch exact/unit-00001: .*4plus/part_000001\.{message}"
+    ):
         fetch_all(path, out, mirror)
     assert [each.name for each in (out / "fetch/exact").iterdir()] == ["unit-00000"]
     victim.write_bytes(whole)
@@ -148,8 +161,18 @@ def test_a_damaged_file_is_refused_and_the_next_start_goes_on(tmp_path, mirror, 
 
 def test_what_may_pass_is_tried_again():
     """Transfers that go wrong are: test_hub."""
-    again = [ConnectionResetError(), TimeoutError(), OSError(errno.EIO, ""), fetch.Damaged("truncated")]
-    never = [OSError(errno.ENOSPC, ""), FileNotFoundError(), PermissionError(), ValueError("no column")]
+    again = [
+        ConnectionResetError(),
+        TimeoutError(),
+        OSError(errno.EIO, ""),
+        fetch.Damaged("truncated"),
+    ]
+    never = [
+        OSError(errno.ENOSPC, ""),
+        FileNotFoundError(),
+        PermissionError(),
+        ValueError("no column"),
+    ]
     assert all(map(fetch._is_transient, again))
     assert not any(map(fetch._is_transient, never))
 
@@ -188,7 +211,9 @@ def write_local_recipe(folder: Path, *inputs: str) -> Path:
 def notes(tmp_path):
     (tmp_path / "notes").mkdir()
     for number in range(30):
-        (tmp_path / f"notes/{number}.txt").write_text(f"note {number} is about this and that\n" * 30)
+        (tmp_path / f"notes/{number}.txt").write_text(
+            f"note {number} is about this and that\n" * 30
+        )
     (tmp_path / "notes/latin.txt").write_bytes(b"gr\xfc\xdfe " * 50)
     (tmp_path / "notes/blank.txt").write_text(" \n")
     return tmp_path / "notes"
@@ -205,14 +230,19 @@ def test_a_changed_local_file_is_read_again_and_a_new_time_alone_gives_the_same(
         tmp_path / "out",
     )
     unit, work = Unit("notes", 0), fetch_all(path, out)
-    before, hash_before = stage.read_receipt(out, "fetch", unit), stage.planned(out, "notes")["plan_hash"]
+    before, hash_before = (
+        stage.read_receipt(out, "fetch", unit),
+        stage.planned(out, "notes")["plan_hash"],
+    )
     os.utime(notes / "3.txt", ns=(1, 1))
     make_plan(path, out)
     assert not stage.is_done(work, unit)
     fetch_all(path, out)
     assert stage.read_receipt(out, "fetch", unit)["files"] == before["files"]
     assert stage.planned(out, "notes")["plan_hash"] == hash_before
-    (notes / "3.txt").write_text("something else, and long enough to be kept as a document of its own\n" * 9)
+    (notes / "3.txt").write_text(
+        "something else, and long enough to be kept as a document of its own\n" * 9
+    )
     make_plan(path, out)
     assert stage.planned(out, "notes")["plan_hash"] != hash_before
 
@@ -223,9 +253,15 @@ def test_too_little_text_is_an_error_that_names_the_source(tmp_path, notes, mirr
     with pytest.raises(ValueError, match=r"'notes' has 0 bytes of text, .* min_bytes = 1000"):
         fetch.check_enough(work.recipe, tmp_path / "out", ("notes",))
     (mirror / REPO / "empty").mkdir()
-    pq.write_table(pa.table({"text": pa.array([], pa.string())}), mirror / REPO / "empty/part_0.parquet")
-    work = fetch_all(recipe(tmp_path, {"name": "none", "configs": '["empty"]'}), tmp_path / "hub", mirror)
-    with pytest.raises(ValueError, match="source 'none' has 1 files of nobody/Small-Data, and not one row"):
+    pq.write_table(
+        pa.table({"text": pa.array([], pa.string())}), mirror / REPO / "empty/part_0.parquet"
+    )
+    work = fetch_all(
+        recipe(tmp_path, {"name": "none", "configs": '["empty"]'}), tmp_path / "hub", mirror
+    )
+    with pytest.raises(
+        ValueError, match="source 'none' has 1 files of nobody/Small-Data, and not one row"
+    ):
         fetch.check_enough(work.recipe, tmp_path / "hub", ("none",))
 
 

@@ -40,15 +40,37 @@ inputs = [{ kind = "parquet", paths = ["b/*.parquet"] }]
 web = 2
 book = 1
 """
-QUESTION = (
-    "Which river has its source in the Black Forest and its mouth in the Black Sea, after ten countries"
-)
-WORDS = ["one", "two", "drei", "vier", "пять", "шесть", "七", "八", "neun_9", "ten;", "ELEVEN", "'twelve"]
+QUESTION = "Which river has its source in the Black Forest and its mouth in the Black Sea, after ten countries"
+WORDS = [
+    "one",
+    "two",
+    "drei",
+    "vier",
+    "пять",
+    "шесть",
+    "七",
+    "八",
+    "neun_9",
+    "ten;",
+    "ELEVEN",
+    "'twelve",
+]
 NASTY = [
-    "", "  \n ", "abc", "a\0b\0c d e", "lone \ud800 surrogate", "\ufeffmark",
-    "e\u0301 \u00e9 \ufb01", "tab\tand\r\nlines",
-    f"Now: {QUESTION}?", "<s> </s> spelled", "long " * 400, "line\n" * 300, "so so " * 60, "日本語の文章です。" * 5,
-]  # fmt: skip
+    "",
+    "  \n ",
+    "abc",
+    "a\0b\0c d e",
+    "lone \ud800 surrogate",
+    "\ufeffmark",
+    "e\u0301 \u00e9 \ufb01",
+    "tab\tand\r\nlines",
+    f"Now: {QUESTION}?",
+    "<s> </s> spelled",
+    "long " * 400,
+    "line\n" * 300,
+    "so so " * 60,
+    "日本語の文章です。" * 5,
+]
 # by stage and format. A digest that differs: results are others than those of the format before, so raise it in
 # stage.FORMATS, which makes units again, and replace the digest here
 GOLDEN = {
@@ -70,7 +92,11 @@ GOLDEN = {
 def write(folder: Path) -> Path:
     """A recipe and its files: 40 documents each, some of them awkward."""
     plain = [f"{n} " + " ".join(WORDS[(n * k) % 12] for k in range(3 + n)) for n in range(26)]
-    texts = [text for pair in zip(NASTY, plain[:14], strict=True) for text in pair] + plain[14:] + plain[3:5]
+    texts = (
+        [text for pair in zip(NASTY, plain[:14], strict=True) for text in pair]
+        + plain[14:]
+        + plain[3:5]
+    )
     (folder / "a").mkdir(parents=True)
     (folder / "b").mkdir()
     for number in range(2):
@@ -82,7 +108,10 @@ def write(folder: Path) -> Path:
     (folder / "quiz.jsonl").write_text(json.dumps({"question": QUESTION}))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({each: n for n, each in enumerate(alphabet)}, []))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.pre_tokenizer, made.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     made.add_special_tokens(["<s>", "</s>"])
     made.save(str(folder / "tokenizer.json"))
     (folder / "recipe.toml").write_text(RECIPE)
@@ -96,14 +125,18 @@ def digest(out: Path, name: str) -> str:
         if path.name == stage.RECEIPT:
             counts = json.loads(path.read_text())["counts"]
             said = {
-                key: counts[key] for key in ("documents", "read", "cut", "kept", "dropped") if key in counts
+                key: counts[key]
+                for key in ("documents", "read", "cut", "kept", "dropped")
+                if key in counts
             }
             whole.update(json.dumps(said, sort_keys=True).encode())
         elif path.suffix == ".parquet":
             whole.update(json.dumps(pq.read_table(path).to_pydict(), default=bytes.hex).encode())
         elif path.suffix == ".zst":
             ids, lengths, origins = shards.read_documents(path)
-            whole.update(ids.tobytes() + lengths.tobytes() + json.dumps(origins.to_pylist()).encode())
+            whole.update(
+                ids.tobytes() + lengths.tobytes() + json.dumps(origins.to_pylist()).encode()
+            )
         else:
             whole.update(path.read_bytes())
     return whole.hexdigest()[:16]
@@ -114,7 +147,9 @@ def units_done(folder: Path) -> dict[str, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sorted_runs, "RUNS", 1)  # two units of a source are one run
         printed = prepare_folder(folder / "in/recipe.toml", folder / "out", replace=True)
-    return {name: int(count) for name, count in re.findall(r"^(\w+) +(\d+) units done", printed, re.M)}
+    return {
+        name: int(count) for name, count in re.findall(r"^(\w+) +(\d+) units done", printed, re.M)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -141,12 +176,18 @@ def test_results_of_a_stage_are_those_of_its_format(out, name):
         ("quiz.jsonl", "other.jsonl", "filter"),
         ("seq_len = 16", "seq_len = 17", "shuffle"),
         ('eos = "</s>"', 'eos = "<s>"', "tokenize runs order shuffle"),
-        ("valid_per_10000 = 1500", "valid_per_10000 = 1400",
-         "signatures bands dedup held_out scan contained tokenize runs order shuffle"),
-        ("minhash = true", "minhash = true\nn_grams = 4",
-         "signatures bands dedup held_out scan contained tokenize runs order shuffle"),
+        (
+            "valid_per_10000 = 1500",
+            "valid_per_10000 = 1400",
+            "signatures bands dedup held_out scan contained tokenize runs order shuffle",
+        ),
+        (
+            "minhash = true",
+            "minhash = true\nn_grams = 4",
+            "signatures bands dedup held_out scan contained tokenize runs order shuffle",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_changed_recipe_makes_the_units_again_that_depend_on_it(out, tmp_path, old, new, again):
     shutil.copytree(out.parent, tmp_path / "copy")
     (tmp_path / "copy/in/other.jsonl").write_text(json.dumps({"question": f"{QUESTION} and seas"}))

@@ -41,7 +41,9 @@ def test_counts_are_those_of_the_texts(data):
         sizes = [len(tokens_of(text)) for text in unique]
         assert (facts["longest"], facts["mean"]) == (max(sizes), round(sum(sizes) / len(sizes), 2))
 
-    pairs = {tuple(pair["sources"]): pair["documents"] for pair in found["shared_documents"]["pairs"]}
+    pairs = {
+        tuple(pair["sources"]): pair["documents"] for pair in found["shared_documents"]["pairs"]
+    }
     sets = {source: set(texts) for source, texts in TEXTS.items()}
     assert pairs == {(a, b): len(sets[a] & sets[b]) for a, b in combinations(SOURCES, 2)}
     assert len(set.intersection(*sets.values())) > 5, "one document in three sources is three pairs"

@@ -45,17 +45,31 @@ def test_documents_in_shuffled_order_with_their_tokens(tmp_path, monkeypatch):
     documents, tokens = np.load(folder / INDEX), np.fromfile(folder / TOKENS, "<u2")
     assert documents.dtype == DOCUMENT
     ordered = sorted(texts, key=lambda text: place(text, seed=11))
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(done.out / shards.TOKENIZER_MODEL))
+    processor = sentencepiece.SentencePieceProcessor(
+        model_file=str(done.out / shards.TOKENIZER_MODEL)
+    )
     assert tokens.tolist() == [i for text in ordered for i in (1, *processor.encode(text), 2)]
     for row, text in zip(documents, ordered, strict=True):
         key, digest = place(text, seed=11)
         assert (row["key"], row["high"], row["low"]) == (key, digest >> 64, digest % 2**64)
-        assert (row["length"], row["bytes"]) == (len(processor.encode(text)) + 2, len(text.encode()))
-    sizes = {"documents": 300, "tokens": len(tokens), "bytes": sum(len(text.encode()) for text in texts)}
-    assert receipt["counts"] == {**sizes, "slow": 0, "dropped": {"near_duplicate": 0, "repeated_ngrams": 0}}
+        assert (row["length"], row["bytes"]) == (
+            len(processor.encode(text)) + 2,
+            len(text.encode()),
+        )
+    sizes = {
+        "documents": 300,
+        "tokens": len(tokens),
+        "bytes": sum(len(text.encode()) for text in texts),
+    }
+    assert receipt["counts"] == {
+        **sizes,
+        "slow": 0,
+        "dropped": {"near_duplicate": 0, "repeated_ngrams": 0},
+    }
     origins = json.loads(f"[{(folder / ORIGINS).read_text().replace('}{', '},{')}]")
     assert [origin["row"] for origin in origins] == [
-        texts.index(text, 5 if i and ordered[i - 1] == text else 0) for i, text in enumerate(ordered)
+        texts.index(text, 5 if i and ordered[i - 1] == text else 0)
+        for i, text in enumerate(ordered)
     ]
     empty = stage.result(done.out, "tokenize", stage.Unit("a", 1))[1]
     assert empty["counts"] == receipt["counts"] | dict.fromkeys(sizes, 0)

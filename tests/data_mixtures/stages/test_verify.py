@@ -18,7 +18,9 @@ from tests.data_mixtures.stages.shuffle_assets import SOURCES
 
 
 def report(data: Path, printed: io.StringIO | None = None) -> list[verify.Damage]:
-    return verify.verify(data, SOURCES, Console(file=printed or io.StringIO(), width=200), workers=3)
+    return verify.verify(
+        data, SOURCES, Console(file=printed or io.StringIO(), width=200), workers=3
+    )
 
 
 def damage_of(data: Path) -> list[str]:
@@ -28,7 +30,12 @@ def damage_of(data: Path) -> list[str]:
 def test_whole_data_is_whole(data):
     printed = io.StringIO()
     assert not report(data, printed)
-    files = [path for source in SOURCES for path in (data / source).iterdir() if path.name != shards.MANIFEST]
+    files = [
+        path
+        for source in SOURCES
+        for path in (data / source).iterdir()
+        if path.name != shards.MANIFEST
+    ]
     size = sum(path.stat().st_size for path in files if path.suffix == ".bin")
     assert len(files) > 15
     assert f"{len(files)} files, {size:,} bytes: 0 damaged" in printed.getvalue()
@@ -47,10 +54,16 @@ def other_docs(path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "damage", "lines"),
     [
-        ("notes/shard-00001.bin", lambda path: path.write_bytes(path.read_bytes()[:200]),
-         ["block 1 does not", "block 2 cannot be read", "200 bytes, 322 in the manifest"]),
-        ("notes/shard-00001.bin", lambda path: path.write_bytes(path.read_bytes() + b"x" * 80),
-         ["block 2 does not", "402 bytes"]),
+        (
+            "notes/shard-00001.bin",
+            lambda path: path.write_bytes(path.read_bytes()[:200]),
+            ["block 1 does not", "block 2 cannot be read", "200 bytes, 322 in the manifest"],
+        ),
+        (
+            "notes/shard-00001.bin",
+            lambda path: path.write_bytes(path.read_bytes() + b"x" * 80),
+            ["block 2 does not", "402 bytes"],
+        ),
         ("sums/shard-00000.bin", Path.unlink, ["missing; 322 bytes"]),
         ("sums/shard-00002.docs.zst", Path.unlink, ["missing"]),
         ("sums/shard-00002.docs.zst", lambda path: flip(path, 1), ["cannot be unpacked"]),
@@ -59,7 +72,7 @@ def other_docs(path: Path) -> None:
         ("tokenizer.model", lambda path: path.write_bytes(b"x"), ["is not the tokenizer of notes"]),
         ("phase1.lock.json", lambda path: path.write_text("{}"), [""]),
     ],
-)  # fmt: skip
+)
 def test_damage_is_named(data, file, damage, lines):
     damage(data / file)
     found = damage_of(data)
@@ -104,7 +117,9 @@ def test_every_damage_has_its_remedy(data):
         ("sums/shard-00099.bin", "sums/unit-00099"),
         ("phase1.lock.json", ""),
     ):
-        commands = verify.remedy(Path("a recipe.toml"), data, [verify.Damage(data / path, "is damaged")])
+        commands = verify.remedy(
+            Path("a recipe.toml"), data, [verify.Damage(data / path, "is damaged")]
+        )
         assert commands[:-1] == ([f"rm -rf {data}/shuffle/{unit} {data}/{path}"] if unit else [])
         assert commands[-1] == f"python -m data_mixtures.prepare 'a recipe.toml' --out {data}"
 

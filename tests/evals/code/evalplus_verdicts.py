@@ -26,7 +26,9 @@ def verdict(dataset, entry_point, arguments, expected, returned, atol):
     code = "nan, inf = float('nan'), float('inf')\n"
     code += f"values = iter({returned})\ndef {entry_point}(*arguments):\n    return next(values)\n"
     inputs, wanted = eval(arguments, dict(NAMES)), eval(expected, dict(NAMES))
-    status, _ = untrusted_check(dataset, code, inputs, entry_point, wanted, atol, [0.0] * len(inputs), True)
+    status, _ = untrusted_check(
+        dataset, code, inputs, entry_point, wanted, atol, [0.0] * len(inputs), True
+    )
     return status == "pass"
 
 
@@ -34,6 +36,8 @@ if __name__ == "__main__":
     for line in sys.stdin:
         case = json.loads(line)
         if isinstance(case, dict):
-            print(json.dumps(repr(mbpp_deserialize_inputs(case["task"], case["inputs"]))), flush=True)
+            print(
+                json.dumps(repr(mbpp_deserialize_inputs(case["task"], case["inputs"]))), flush=True
+            )
         else:
             print(json.dumps(verdict(*case)), flush=True)

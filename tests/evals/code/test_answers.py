@@ -20,7 +20,9 @@ from tests.evals.code.conftest import Endpoint
 
 def test_samplings():
     """Greedy answers are one; every sampled answer has a seed of its own, which repeats."""
-    with pytest.raises(ValueError, match="n = 2 greedy answers would be identical; set --temperature"):
+    with pytest.raises(
+        ValueError, match="n = 2 greedy answers would be identical; set --temperature"
+    ):
         Sampling(n=2)
     asked = [(f"HumanEval/{i}", k) for i in range(50) for k in range(3)]
     seeds = [Sampling(seed=seed).seed_of(*key) for seed in (5, 6, 5) for key in asked]
@@ -54,14 +56,18 @@ def test_answers_of_an_endpoint(endpoint, tmp_path, monkeypatch):
     assert {body["seed"] for body in endpoint.seen} == {row["seed"] for row in rows}
     completions = collect_from(endpoint, tmp_path, chat=False, of="completions")
     last = endpoint.seen[-1]
-    assert (last["path"], last["stop"][0]) == ("/v1/completions", "\ndef "), "the four likeliest stops"
+    assert (last["path"], last["stop"][0]) == ("/v1/completions", "\ndef "), (
+        "the four likeliest stops"
+    )
     assert completions[0]["answer"] == PROBLEMS[0]["canonical_solution"]  # up to the stop string
     assert completions[0]["finish_reason"] == "stop", "which the endpoint did not know"
 
 
 def test_a_run_continues_where_it_ended(endpoint, tmp_path):
     endpoint.statuses = [200, *[503] * 50]
-    with pytest.raises(ValueError, match=r"no answer in 6 attempts.*HTTP 503.*run again to continue"):
+    with pytest.raises(
+        ValueError, match=r"no answer in 6 attempts.*HTTP 503.*run again to continue"
+    ):
         collect_from(endpoint, tmp_path)
     assert len(read_lines(tmp_path / "answers.jsonl")) == 1
     endpoint.statuses, endpoint.seen = [], []

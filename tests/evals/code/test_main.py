@@ -37,7 +37,13 @@ def test_the_command(endpoint, tmp_path):
     path, out = write_dataset(tmp_path / "d.jsonl"), tmp_path / "evals.jsonl"
     source, scoring = Source(base_url=endpoint.url), Scoring(cache=tmp_path / "cache")
     records = [
-        main(dataset=path, results=tmp_path / "r", source=source, scoring=scoring, about=About(out, step))
+        main(
+            dataset=path,
+            results=tmp_path / "r",
+            source=source,
+            scoring=scoring,
+            about=About(out, step),
+        )
         for step in (1, 2)
     ]
     assert len(endpoint.seen) == 3
@@ -45,11 +51,21 @@ def test_the_command(endpoint, tmp_path):
     record = records[1]
     check_fields(record, None)
     expected = {
-        "kind": "code", "step": 2, "dataset": "humaneval+", "backend": "endpoint", "device": endpoint.url,
-        "model_sha256": None, "pass@1_base": 1, "pass@1_plus": 1, "protocol": "greedy", "n": 1,
-        "sandbox": find_sandbox(), "selection": {"block": 3}, "results": str(tmp_path / "r"),
+        "kind": "code",
+        "step": 2,
+        "dataset": "humaneval+",
+        "backend": "endpoint",
+        "device": endpoint.url,
+        "model_sha256": None,
+        "pass@1_base": 1,
+        "pass@1_plus": 1,
+        "protocol": "greedy",
+        "n": 1,
+        "sandbox": find_sandbox(),
+        "selection": {"block": 3},
+        "results": str(tmp_path / "r"),
         "control": {"passed": 3, "total": 3, "known_failures": {}, "unexpected_failures": []},
-    }  # fmt: skip
+    }
     assert {name: record[name] for name in expected} == expected
     # Wilson's interval of 3 of 3: the lower end is 3 / (3 + z^2), z^2 = 3.8415
     assert record["pass@1_plus_interval"] == pytest.approx([3 / 6.8415, 1], abs=1e-5)
@@ -73,7 +89,11 @@ def test_a_completion_is_the_prompt_and_what_parses_of_the_answer(tmp_path):
         deep,
         "    return x" + ".y" * 1200,
     ):
-        answer = {"task_id": "HumanEval/900", "sample": 0, "answer": f"{body}\n\nprint(1)\n\ndef cut(x, y"}
+        answer = {
+            "task_id": "HumanEval/900",
+            "sample": 0,
+            "answer": f"{body}\n\nprint(1)\n\ndef cut(x, y",
+        }
         (row,) = solutions([answer], chat=False, dataset=dataset)
         assert (row["task_id"], row["sample"], row["rule"]) == ("HumanEval/900", 0, "completion")
         assert row["solution"].startswith("def double(x):")
@@ -83,5 +103,7 @@ def test_a_completion_is_the_prompt_and_what_parses_of_the_answer(tmp_path):
 def test_solutions_share_the_cores_of_their_process(monkeypatch):
     """Half of those that a watcher with --cpus 28-31 may use, not half of the node's."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {*range(28, 32)})
-    names = runpy.run_path(str(Path(score.__file__).with_name("__main__.py")), run_name="started_now")
+    names = runpy.run_path(
+        str(Path(score.__file__).with_name("__main__.py")), run_name="started_now"
+    )
     assert names["Scoring"]().parallel == 2

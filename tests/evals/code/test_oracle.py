@@ -31,7 +31,14 @@ VALUES = [  # expected, right, wrong
 RULES = [  # of a data set, a function, a tolerance
     *(("humaneval", "f", 0, *row) for row in VALUES),
     ("humaneval", "f", 0.1, 2.0, [2.05, 2], [2.2, None]),
-    ("humaneval", "f", 0.1, [[0.5], [1.5]], [[[0.5], [1.55]]], [[[0.5], [1.7]], [[0.5]], [0.5, 1.5]]),
+    (
+        "humaneval",
+        "f",
+        0.1,
+        [[0.5], [1.5]],
+        [[[0.5], [1.55]]],
+        [[[0.5], [1.7]], [[0.5]], [0.5, 1.5]],
+    ),
     ("mbpp", "Diff", 0, [1, 2], [[2, 1, 1], {1, 2}], [[1], [1, 2, 3], None]),
     ("humaneval", "Diff", 0, [1, 2], [[1, 2]], [[2, 1]]),
     ("mbpp", "check_str", 0, True, [True, "match"], [False, None]),
@@ -53,7 +60,9 @@ def theirs(lines: list[str]):
     script = Path(__file__).with_name("evalplus_verdicts.py")
     env = {**os.environ, "PYTHONPATH": str(EVALPLUS)}
     command, text = [sys.executable, script], "\n".join(lines)
-    done = subprocess.run(command, input=text, env=env, capture_output=True, text=True, timeout=1100)
+    done = subprocess.run(
+        command, input=text, env=env, capture_output=True, text=True, timeout=1100
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -71,7 +80,9 @@ def ours(
 def test_the_rules_by_hand():
     for dataset, name, atol, expected, right, wrong in RULES:
         arguments = ARGUMENTS.get(name, [8])
-        verdicts = [ours(dataset, name, [arguments], [expected], [value], atol) for value in right + wrong]
+        verdicts = [
+            ours(dataset, name, [arguments], [expected], [value], atol) for value in right + wrong
+        ]
         assert verdicts == [True] * len(right) + [False] * len(wrong), (dataset, name, expected)
     for task, sent, taken in INPUTS:
         assert repr(arguments_of(f"Mbpp/{task}", [sent])) == repr([taken]), task
@@ -92,7 +103,9 @@ def test_evalplus_finds_the_same():
         case = ("humaneval", "f", [[1], [1]], order, [value + 5e-7 for value in order], 0)
         cases.append(case)
         verdicts.append(ours(*case))
-    found = theirs([json.dumps([d, e, repr(a), repr(x), repr(r), atol]) for d, e, a, x, r, atol in cases])
+    found = theirs(
+        [json.dumps([d, e, repr(a), repr(x), repr(r), atol]) for d, e, a, x, r, atol in cases]
+    )
     assert [c for c, a, b in zip(cases, found, verdicts, strict=True) if a != b] == []
 
 

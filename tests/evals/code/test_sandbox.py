@@ -175,7 +175,9 @@ def parents() -> dict[int, int]:
 @needs_sandbox
 @pytest.mark.parametrize(("user", "loop"), [(0, "safe"), (1234, "safe"), (0, "unsafe")])
 def test_a_solution_dies_with_its_judge(open_folder, user, loop):
-    process = subprocess.Popen(host(open_folder, user, loop), stdout=subprocess.PIPE, text=True, cwd="/")
+    process = subprocess.Popen(
+        host(open_folder, user, loop), stdout=subprocess.PIPE, text=True, cwd="/"
+    )
     assert process.stdout is not None
     started = process.stdout.readline()
     if not started and user:
@@ -202,7 +204,9 @@ def test_a_solution_dies_with_its_judge(open_folder, user, loop):
 @pytest.mark.parametrize("user", [0, 1234])
 def test_nothing_leaves_a_sandbox_and_nothing_is_shared(open_folder, user):
     """For two solutions, one after the other."""
-    result = subprocess.run(host(open_folder, user), capture_output=True, text=True, timeout=300, cwd="/")
+    result = subprocess.run(
+        host(open_folder, user), capture_output=True, text=True, timeout=300, cwd="/"
+    )
     if "bwrap" in result.stderr and not result.stdout and user:
         pytest.skip(f"no sandbox for ordinary users here: {result.stderr.strip()}")
     assert result.returncode == 0, result.stderr

@@ -48,7 +48,9 @@ def test_a_data_set_is_known_by_its_content(tmp_path):
 
 def test_what_is_no_data_set_is_refused(tmp_path):
     path = tmp_path / "d.jsonl"
-    with pytest.raises(ValueError, match=r"no data set at .*HumanEvalPlus.jsonl.gz of release v0.1.10"):
+    with pytest.raises(
+        ValueError, match=r"no data set at .*HumanEvalPlus.jsonl.gz of release v0.1.10"
+    ):
         open_dataset(path)
     for content, reason in (
         ("no json", "is not a data set in EvalPlus's format"),
@@ -103,7 +105,11 @@ def test_hostile_solutions_fail_and_harm_nobody(tmp_path, monkeypatch):
     hidden = next(folder for folder in above if not numpy_folder().is_relative_to(folder))
     with socket.create_server(("127.0.0.1", 0)) as server:
         hostile = HOSTILE | escapes(victim, new, hidden, server.getsockname()[1])
-        others = {"right": ANSWER, "wrong": "def double(x):\n    return 0", "no code": "def double(x):"}
+        others = {
+            "right": ANSWER,
+            "wrong": "def double(x):\n    return 0",
+            "no code": "def double(x):",
+        }
         scored = scores_of(judge, {900: [*hostile.values(), *others.values()]})
         server.setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -157,7 +163,9 @@ def test_the_limit_on_memory_is_for_what_a_solution_adds(tmp_path, monkeypatch):
 
 @needs_sandbox
 @pytest.mark.rotate
-@pytest.mark.skipif("LANEFORMER_EVAL_DATA" not in os.environ, reason="LANEFORMER_EVAL_DATA names no folder")
+@pytest.mark.skipif(
+    "LANEFORMER_EVAL_DATA" not in os.environ, reason="LANEFORMER_EVAL_DATA names no folder"
+)
 @pytest.mark.parametrize(
     ("file", "known", "total", "failing"),
     [

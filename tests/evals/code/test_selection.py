@@ -8,9 +8,7 @@ ADD = "def add(a, b):\n    return a + b"
 STUB = 'def add(a, b):\n    """The sum of a and b."""'
 HELPER = "import math\n\nclass Helper:\n    def one(self):\n        return 1\n\n    def two(self):\n        return 2"
 TESTS = "from solution import add\n\ndef test_add():\n    assert add(1, 2) == 3\n    assert add(0, 0) == 0"
-DOCUMENTED = (
-    'def add(a, b):\n    """The sum.\n\n    ```python\n    add(1, 2)\n    ```\n    """\n    return a + b'
-)
+DOCUMENTED = 'def add(a, b):\n    """The sum.\n\n    ```python\n    add(1, 2)\n    ```\n    """\n    return a + b'
 BARE = 'def add(a, b):\n    """The sum.\n\n```\nadd(1, 2)\n```\n"""\n    return a + b'
 METHOD_FIRST = "class Sum:\n    def add(self, a, b):\n        return None\n\n" + ADD
 WRONG, MORE = ADD.replace("+", "-"), ADD + " + 0"
@@ -31,11 +29,17 @@ BLOCKS = {  # the rule "block": name: (answer, code)
     "an end is missing before it": ("```python\n" + HELPER + "\n" + fenced(ADD), ADD),
     "four backticks, ended by three": ("````python\n" + ADD + "\n```\n", ADD),
     "tildes around backticks": ("~~~\n" + fenced(ADD) + "~~~\n", ADD),
-    "indented in a list": ("1. So:\n   ```python\n   def add(a, b):\n       return a + b\n   ```\n", ADD),
+    "indented in a list": (
+        "1. So:\n   ```python\n   def add(a, b):\n       return a + b\n   ```\n",
+        ADD,
+    ),
     "longer tests after it": (fenced(ADD) + "and tests:\n" + fenced(TESTS), ADD),
     "tests before it": (fenced(TESTS) + fenced(ADD), ADD),
     "a comment that names it": (fenced("# def add(a, b): see below\nx = 1") + fenced(ADD), ADD),
-    "prose that names it": ("I write def add(a, b): as asked.\n" + fenced(ADD) + "def add is done.", ADD),
+    "prose that names it": (
+        "I write def add(a, b): as asked.\n" + fenced(ADD) + "def add is done.",
+        ADD,
+    ),
     "a decorator": (fenced(CACHED), CACHED),
     "a method before the function": (fenced(METHOD_FIRST), METHOD_FIRST),
     "its name in a docstring": (fenced(IN_DOCSTRING), IN_DOCSTRING),
@@ -45,12 +49,27 @@ BLOCKS = {  # the rule "block": name: (answer, code)
     "the end glued to the code": ("```python\n" + ADD + "```\nDone", ADD),
     "a draft that is thought": ("<think>\n" + fenced(WRONG) + "</think>\n" + fenced(ADD), ADD),
     "a signature first": (fenced(STUB) + "Now in full:\n" + fenced(ADD), ADD),
-    "a signature last": (fenced(ADD) + "It keeps the signature\n" + fenced("def add(a, b):\n    pass"), ADD),
-    "not implemented first": (fenced("def add(a, b):\n    raise NotImplementedError") + fenced(ADD), ADD),
+    "a signature last": (
+        fenced(ADD) + "It keeps the signature\n" + fenced("def add(a, b):\n    pass"),
+        ADD,
+    ),
+    "not implemented first": (
+        fenced("def add(a, b):\n    raise NotImplementedError") + fenced(ADD),
+        ADD,
+    ),
     "a corrected version": (fenced(WRONG) + "Wait, no:\n" + fenced(ADD), ADD),
-    "a correction that does not parse": (fenced(ADD) + "or\n" + fenced("def add(a, b)\n    return"), ADD),
-    "an import in an earlier block": (fenced("import math") + fenced(ADD), ADD),  # the card takes one
-    "a form feed and U+2028 in a string": (fenced(ADD + "  # \f \u2028 x"), ADD + "  # \f \u2028 x"),
+    "a correction that does not parse": (
+        fenced(ADD) + "or\n" + fenced("def add(a, b)\n    return"),
+        ADD,
+    ),
+    "an import in an earlier block": (
+        fenced("import math") + fenced(ADD),
+        ADD,
+    ),  # the card takes one
+    "a form feed and U+2028 in a string": (
+        fenced(ADD + "  # \f \u2028 x"),
+        ADD + "  # \f \u2028 x",
+    ),
     "a fence in a comment": (fenced(ADD + "\n# ```\nx = 1"), ADD + "\n# ```\nx = 1"),
 }
 TEXTS = {  # the rule "text": name: (answer, code)

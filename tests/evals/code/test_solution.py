@@ -71,27 +71,45 @@ def test_a_process_that_does_not_begin_is_no_sandbox():
 
 ADD = "def add(a, b):\n    return a + b"
 AROUND = [  # what stands around a function and must not fail it
-    "assert add(1, 2) == 4", "print(add(1, 2))", "add('a', 1)", "input()", "n = int(input())", "raise SystemExit",
-    "if __name__ == '__main__':\n    main()", "import no_such_package", "for line in open('input.txt'):\n    add(line)",
-    "def main():\n    while True: pass\nmain()", "while True:\n    try: add(int(input()), 1)\n    except: pass",
-    "for i in iter(int, 1):\n    add(i, 1)", "x = add(*(i for i in iter(int, 1)))", "if add(1, 1) != 3:\n    exit(1)",
-    "def main():\n    print(add(int(input()), 1))\nmain()", "import sys, unittest\nsys.exit(unittest.main())",
-]  # fmt: skip
+    "assert add(1, 2) == 4",
+    "print(add(1, 2))",
+    "add('a', 1)",
+    "input()",
+    "n = int(input())",
+    "raise SystemExit",
+    "if __name__ == '__main__':\n    main()",
+    "import no_such_package",
+    "for line in open('input.txt'):\n    add(line)",
+    "def main():\n    while True: pass\nmain()",
+    "while True:\n    try: add(int(input()), 1)\n    except: pass",
+    "for i in iter(int, 1):\n    add(i, 1)",
+    "x = add(*(i for i in iter(int, 1)))",
+    "if add(1, 1) != 3:\n    exit(1)",
+    "def main():\n    print(add(int(input()), 1))\nmain()",
+    "import sys, unittest\nsys.exit(unittest.main())",
+]
 NEEDED = [  # (what a function may need, a name that it defines)
-    ("MOD, INF = 10**9 + 7, float('inf')", "INF"), ("DIRS = [(0, 1)]\nDIRS += [(1, 0)]", "DIRS"),
-    ("memo = {}\nmemo[0] = 1", "memo"), ("try:\n    import nothing\nexcept ImportError:\n    comb = None", "comb"),
+    ("MOD, INF = 10**9 + 7, float('inf')", "INF"),
+    ("DIRS = [(0, 1)]\nDIRS += [(1, 0)]", "DIRS"),
+    ("memo = {}\nmemo[0] = 1", "memo"),
+    ("try:\n    import nothing\nexcept ImportError:\n    comb = None", "comb"),
     ("for i in range(3):\n    last = i", "last"),
     ("from functools import cache\n\n@cache\ndef one():\n    pass", "one"),
-]  # fmt: skip
+]
 
 
 def test_a_function_is_defined_whatever_stands_around_it():
     for code in AROUND:
         endless = "while True" in code
-        for program in (f"{ADD}\n\n{code}\n\nlater = 1", f"{'' if endless else code}\n{ADD}\n\nlater = 1"):
+        for program in (
+            f"{ADD}\n\n{code}\n\nlater = 1",
+            f"{'' if endless else code}\n{ADD}\n\nlater = 1",
+        ):
             function = runner.define_function(program, "add")
             assert (function(1, 2), function.__globals__["later"]) == (3, 1), program
-    twice = runner.define_function(f"{ADD}\nimport functools\nadd = functools.cache(add)\ncopy = add", "add")
+    twice = runner.define_function(
+        f"{ADD}\nimport functools\nadd = functools.cache(add)\ncopy = add", "add"
+    )
     assert hasattr(twice, "cache_info"), "what binds the function again is no example"
     for needed, name in NEEDED:
         for program in (f"{needed}\n\n{ADD}", f"{ADD}\n\n{needed}"):

@@ -24,17 +24,29 @@ from tests.records.lines import write_lines
 
 VOCAB = 320
 CHOICE_ROWS = [
-    {"query": f"The {a} looked at the {b}, because",
-     "choices": [f"the {a} was old.", f"it was {b}", "no."], "gold": i % 3}
-    for i, (a, b) in enumerate([("cat", "dog"), ("tree", "moon"), ("man", "sea"), ("king", "rat"), ("cook", "pan")])
-]  # fmt: skip
+    {
+        "query": f"The {a} looked at the {b}, because",
+        "choices": [f"the {a} was old.", f"it was {b}", "no."],
+        "gold": i % 3,
+    }
+    for i, (a, b) in enumerate(
+        [("cat", "dog"), ("tree", "moon"), ("man", "sea"), ("king", "rat"), ("cook", "pan")]
+    )
+]
 SCHEMA_ROWS = [
-    {"context_options": [f"The {a} hit the {b} and the {a}", f"The {a} hit the {b} and the {b}"],
-     "continuation": "fell down.", "gold": i % 2}
+    {
+        "context_options": [f"The {a} hit the {b} and the {a}", f"The {a} hit the {b} and the {b}"],
+        "continuation": "fell down.",
+        "gold": i % 2,
+    }
     for i, (a, b) in enumerate([("cat", "door"), ("tree", "car"), ("man", "wall"), ("rat", "box")])
-]  # fmt: skip
+]
 TEXT_ROWS = [
-    {"context": f"  {a} and {b} make ", "continuation": f"{a + b}", "category": "even" if i % 2 else "odd"}
+    {
+        "context": f"  {a} and {b} make ",
+        "continuation": f"{a + b}",
+        "category": "even" if i % 2 else "odd",
+    }
     for i, (a, b) in enumerate([(1, 2), (2, 2), (3, 4), (1, 9), (5, 6), (7, 7)])
 ]
 ROWS = {"multiple_choice": CHOICE_ROWS, "schema": SCHEMA_ROWS, "language_modeling": TEXT_ROWS}
@@ -47,12 +59,22 @@ def task(label: str) -> Task:
 @functools.cache
 def sentencepiece_model() -> bytes:
     model = io.BytesIO()
-    text = [" ".join(str(value) for value in row.values()) for rows in ROWS.values() for row in rows]
+    text = [
+        " ".join(str(value) for value in row.values()) for rows in ROWS.values() for row in rows
+    ]
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(text * 3), model_writer=model, model_type="bpe", vocab_size=VOCAB, byte_fallback=True,
-        split_digits=True, normalization_rule_name="identity", remove_extra_whitespaces=False, num_threads=1,
-        allow_whitespace_only_pieces=True, minloglevel=2,
-    )  # fmt: skip
+        sentence_iterator=iter(text * 3),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=VOCAB,
+        byte_fallback=True,
+        split_digits=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        num_threads=1,
+        allow_whitespace_only_pieces=True,
+        minloglevel=2,
+    )
     return model.getvalue()
 
 
@@ -66,13 +88,25 @@ def write_text_parts(folder: Path) -> None:
 def write_laneformer(folder: Path, context: int = 128) -> Laneformer:
     """A Laneformer folder as an export writes it, with random weights large enough that the choices differ."""
     config = LaneformerConfig(
-        hidden_size=48, intermediate_size=88, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4,
-        num_lanes=4, broadcast_delay=2, sliding_window=24, swa_layers=(0, 1), max_position_embeddings=context,
+        hidden_size=48,
+        intermediate_size=88,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        num_lanes=4,
+        broadcast_delay=2,
+        sliding_window=24,
+        swa_layers=(0, 1),
+        max_position_embeddings=context,
         vocab_size=VOCAB,
-    )  # fmt: skip
+    )
     model = random_model(config, seed=3)
     write_text_parts(folder)
-    code = {"AutoConfig": "x.X", "AutoModel": "y.Y", "AutoModelForCausalLM": "y.Z"}  # which is not there
+    code = {
+        "AutoConfig": "x.X",
+        "AutoModel": "y.Y",
+        "AutoModelForCausalLM": "y.Z",
+    }  # which is not there
     write_folder(folder, model, auto_map=code, bos_token_id=1, eos_token_id=2)
     return model
 
@@ -83,13 +117,24 @@ def write_llama(folder: Path, **config: Any) -> torch.nn.Module:
 
     torch.manual_seed(5)
     sizes = {
-        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2,
-        "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     slides = "sliding_window" in config
     values = {**sizes, **config}
-    model = MistralForCausalLM(MistralConfig(**values)) if slides else LlamaForCausalLM(LlamaConfig(**values))
+    model = (
+        MistralForCausalLM(MistralConfig(**values))
+        if slides
+        else LlamaForCausalLM(LlamaConfig(**values))
+    )
     write_text_parts(folder)
     model.eval().save_pretrained(folder)
     return model

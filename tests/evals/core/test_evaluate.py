@@ -64,7 +64,9 @@ def test_answers_of_each_type_against_plain_sums(tmp_path, write):
         figures = task_figures(chosen, answers, len(right))
         assert figures["accuracy"] == pytest.approx(sum(right) / len(right), rel=1e-15)
         choices += right if chosen.type != "language_modeling" else []
-    assert 0.2 < sum(choices) / len(choices) < 0.8, "a random model is right by chance, not always or never"
+    assert 0.2 < sum(choices) / len(choices) < 0.8, (
+        "a random model is right by chance, not always or never"
+    )
     scorer.close()
 
 
@@ -96,7 +98,14 @@ def test_the_command(folder, tmp_path, capsys):
     out = tmp_path / "run" / "evals.jsonl"
     record = run(folder, tmp_path, limit=3, about=About(out, 7, 70, "phase1"))
     assert read_lines(out) == [record]
-    expected = {"kind": "core", "protocol": "nanochat", "seed": 1234, "limit": 3, "step": 7, "core_v2": None}
+    expected = {
+        "kind": "core",
+        "protocol": "nanochat",
+        "seed": 1234,
+        "limit": 3,
+        "step": 7,
+        "core_v2": None,
+    }
     assert {name: record[name] for name in expected} == expected
     assert set(record["tasks"]) == set(LABELS)
     assert (record["tasks"]["copa"]["n"], record["tasks"]["copa"]["n_total"]) == (3, 5)
@@ -135,7 +144,9 @@ def test_all_tasks_give_core(folder, tmp_path, monkeypatch):
     table = text.getvalue()
     assert f"CORE v2  {record['core_v2']:.4f} ± {record['core_v2_se']:.4f}" in table
     for label, figures in record["tasks"].items():
-        numbers = rf"{figures['n']} +{figures['accuracy']:.3f} .*{figures['gold_bits_per_byte']:.3f}"
+        numbers = (
+            rf"{figures['n']} +{figures['accuracy']:.3f} .*{figures['gold_bits_per_byte']:.3f}"
+        )
         assert re.search(f"^ *{label} +{numbers} *$", table, re.MULTILINE), "one line of 80 columns"
     assert record["missing"] == {}
     assert len(record["tasks"]) == len(bundle.tasks) == 22
@@ -167,7 +178,10 @@ def test_the_answer_to_every_item_is_kept(folder, tmp_path):
     record = run(folder, tmp_path, about=about)
     head, lines = read_items(tmp_path / "run" / record["items"])
     assert record["items"].startswith("items/core-7-")
-    assert (head["model_sha256"], head["data_sha256"]) == (record["model_sha256"], record["data_sha256"])
+    assert (head["model_sha256"], head["data_sha256"]) == (
+        record["model_sha256"],
+        record["data_sha256"],
+    )
     for label, figures in record["tasks"].items():
         own = [line for (name, _), line in lines.items() if name == label]
         assert task_figures(task(label), own, figures["n_total"]) == figures

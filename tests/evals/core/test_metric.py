@@ -49,8 +49,12 @@ def test_categories_are_means_of_their_tasks():
     reading = [0.5436140298843384, 0.4256545305252075, (0.7492354512214661 - 0.62) / 0.38]
     assert got["reading"]["centered_v1"] == pytest.approx(sum(reading) / 3, abs=1e-12)
     assert {name: c["tasks"] for name, c in got.items()} == {
-        "language": 6, "world": 4, "commonsense": 4, "symbolic": 5, "reading": 3,
-    }  # fmt: skip
+        "language": 6,
+        "world": 4,
+        "commonsense": 4,
+        "symbolic": 5,
+        "reading": 3,
+    }
 
 
 def test_a_missing_task_leaves_no_core():
@@ -58,14 +62,20 @@ def test_a_missing_task_leaves_no_core():
         accuracies = named(GEMMA_2B)
         del accuracies[label]
         core = aggregate(figures_of(accuracies))
-        assert [core[name] for name in ("core_v1", "core_v2", "core_v1_se", "core_v2_se")] == [None] * 4
+        assert [core[name] for name in ("core_v1", "core_v2", "core_v1_se", "core_v2_se")] == [
+            None
+        ] * 4
         lost = [name for name, c in core["categories"].items() if c["centered_v1"] is None]
         assert lost == [task(label).category]
 
 
 def answers(right: dict[str, list[bool]]):
     """Answers of which only the group and whether they are right is of interest."""
-    return [{"group": g, "right": r, "nats": 1.0, "bytes": 2} for g, found in right.items() for r in found]
+    return [
+        {"group": g, "right": r, "nats": 1.0, "bytes": 2}
+        for g, found in right.items()
+        for r in found
+    ]
 
 
 def test_standard_errors_by_hand():

@@ -71,7 +71,12 @@ def read(prompt: Prompt) -> tuple[str, str]:
 def test_nanochat_choices_are_fixed():
     assert nanochat_order(10, None) == [0, 3, 7, 2, 1, 6, 4, 5, 8, 9]
     assert nanochat_order(10, 3) == [0, 3, 7]
-    assert [nanochat_examples(i, 12, 3) for i in range(4)] == [[8, 2, 1], [7, 9, 8], [9, 8, 10], [2, 7, 5]]
+    assert [nanochat_examples(i, 12, 3) for i in range(4)] == [
+        [8, 2, 1],
+        [7, 9, 8],
+        [9, 8, 10],
+        [2, 7, 5],
+    ]
     assert nanochat_examples(5, 500, 10) == [39, 143, 234, 458, 13, 25, 53, 245, 247, 352]
 
 
@@ -89,7 +94,9 @@ def test_dclm_choices_are_fixed():
 def test_too_few_examples():
     with pytest.raises(Unscorable, match="needs 10 other rows as examples, but only 6 rows"):
         asked("bigbench_operators", TEXT_ROWS, "nanochat")
-    assert all(len(chosen) == 5 for chosen in dclm_examples(6, 10)), "dclm shows as many as there are"
+    assert all(len(chosen) == 5 for chosen in dclm_examples(6, 10)), (
+        "dclm shows as many as there are"
+    )
 
 
 def test_a_subset_of_dclm_has_the_prompts_of_the_whole():
@@ -107,23 +114,69 @@ def test_a_subset_of_dclm_has_the_prompts_of_the_whole():
 
 TEXTS = [
     # the rows of nanochat in its order; the options of a choice begin where they part
-    ("nanochat", "copa", CHOICE_ROWS, {}, 1, [
-        ("The tree looked at the moon, because ", option) for option in ("the tree was old.", "it was moon", "no.")
-    ]),
-    ("nanochat", "winograd", SCHEMA_ROWS, {}, 1, [
-        ("The tree hit the car and the tree", " fell down."), ("The tree hit the car and the car", " fell down."),
-    ]),
-    ("nanochat", "squad", TEXT_ROWS, {"shots": 2}, 0, [("7 and 7 make 14\n\n1 and 2 make 3\n\n2 and 2 make", " 4")]),
-    ("dclm", "copa", CHOICE_ROWS[1:], {}, 1, [
-        ("The tree looked at the moon, because", option) for option in ("the tree was old.", "it was moon", "no.")
-    ]),
-    ("dclm", "winograd", SCHEMA_ROWS[1:], {}, 1, [
-        ("The tree hit the car and the tree", "fell down."), ("The tree hit the car and the car", "fell down."),
-    ]),
-    ("dclm", "jeopardy", TEXT_ROWS[::2], {"shots": 2}, 0, [
-        ("3 and 4 make\nAnswer: 7\n5 and 6 make\nAnswer: 11\n1 and 2 make\nAnswer:", "3"),
-    ]),
-]  # fmt: skip
+    (
+        "nanochat",
+        "copa",
+        CHOICE_ROWS,
+        {},
+        1,
+        [
+            ("The tree looked at the moon, because ", option)
+            for option in ("the tree was old.", "it was moon", "no.")
+        ],
+    ),
+    (
+        "nanochat",
+        "winograd",
+        SCHEMA_ROWS,
+        {},
+        1,
+        [
+            ("The tree hit the car and the tree", " fell down."),
+            ("The tree hit the car and the car", " fell down."),
+        ],
+    ),
+    (
+        "nanochat",
+        "squad",
+        TEXT_ROWS,
+        {"shots": 2},
+        0,
+        [("7 and 7 make 14\n\n1 and 2 make 3\n\n2 and 2 make", " 4")],
+    ),
+    (
+        "dclm",
+        "copa",
+        CHOICE_ROWS[1:],
+        {},
+        1,
+        [
+            ("The tree looked at the moon, because", option)
+            for option in ("the tree was old.", "it was moon", "no.")
+        ],
+    ),
+    (
+        "dclm",
+        "winograd",
+        SCHEMA_ROWS[1:],
+        {},
+        1,
+        [
+            ("The tree hit the car and the tree", "fell down."),
+            ("The tree hit the car and the car", "fell down."),
+        ],
+    ),
+    (
+        "dclm",
+        "jeopardy",
+        TEXT_ROWS[::2],
+        {"shots": 2},
+        0,
+        [
+            ("3 and 4 make\nAnswer: 7\n5 and 6 make\nAnswer: 11\n1 and 2 make\nAnswer:", "3"),
+        ],
+    ),
+]
 
 
 def test_texts_of_each_protocol_and_type():
@@ -131,7 +184,9 @@ def test_texts_of_each_protocol_and_type():
         item = asked(label, rows, protocol, **changed)[0]
         assert [read(p) for p in item.prompts] == texts, (protocol, label)
         assert item.gold == gold
-        for prompt in item.prompts:  # one BOS, the tokenizer's own or added; and no EOS before the question
+        for (
+            prompt
+        ) in item.prompts:  # one BOS, the tokenizer's own or added; and no EOS before the question
             assert prompt.ids[0] == 1 < 2 < min(prompt.ids[1:])
 
 
@@ -152,7 +207,9 @@ def test_answer_spans_by_hand():
         assert answer_spans(prompts, kind) == [*map(Prompt, prompts, starts)]
     # the second: the answer's first letters joined the token before them
     for context in ([1, 4], [1, 4, 3]):
-        assert answer_spans([context, [1, 4, 5, 6]], "language_modeling") == [Prompt([1, 4, 5, 6], 2)]
+        assert answer_spans([context, [1, 4, 5, 6]], "language_modeling") == [
+            Prompt([1, 4, 5, 6], 2)
+        ]
 
 
 # --- too long

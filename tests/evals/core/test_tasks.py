@@ -8,12 +8,27 @@ from evals.core.tasks import TASKS, Bundle
 from tests.evals.core.core_assets import CHOICE_ROWS, eval_data, task, write_bundle
 
 ROWS_OF_PUBLIC_FILES = {
-    "hellaswag_zeroshot": 10042, "jeopardy": 2117, "bigbench_qa_wikidata": 20321, "arc_easy": 2376,
-    "arc_challenge": 1172, "copa": 100, "commonsense_qa": 1221, "piqa": 1838, "openbook_qa": 500,
-    "lambada_openai": 5153, "hellaswag": 10042, "winograd": 273, "winogrande": 1267, "bigbench_dyck_languages": 1000,
-    "agi_eval_lsat_ar": 230, "bigbench_cs_algorithms": 1320, "bigbench_operators": 210,
-    "bigbench_repeat_copy_logic": 32, "boolq": 3270, "bigbench_language_identification": 10000,
-}  # fmt: skip
+    "hellaswag_zeroshot": 10042,
+    "jeopardy": 2117,
+    "bigbench_qa_wikidata": 20321,
+    "arc_easy": 2376,
+    "arc_challenge": 1172,
+    "copa": 100,
+    "commonsense_qa": 1221,
+    "piqa": 1838,
+    "openbook_qa": 500,
+    "lambada_openai": 5153,
+    "hellaswag": 10042,
+    "winograd": 273,
+    "winogrande": 1267,
+    "bigbench_dyck_languages": 1000,
+    "agi_eval_lsat_ar": 230,
+    "bigbench_cs_algorithms": 1320,
+    "bigbench_operators": 210,
+    "bigbench_repeat_copy_logic": 32,
+    "boolq": 3270,
+    "bigbench_language_identification": 10000,
+}
 
 
 def test_public_files():
@@ -66,7 +81,11 @@ BAD_ROWS = [
     ("copa", "{", r"copa\.jsonl:1: not JSON"),
     ("copa", '["a"]', "needs 'query' of type str"),
     ("copa", '{"query": "a", "choices": ["x", "y"]}', "needs 'gold' of type int"),
-    ("copa", '{"query": "a", "choices": ["x", "y"], "gold": 2}', "gold = 2 is not the index of one of 2"),
+    (
+        "copa",
+        '{"query": "a", "choices": ["x", "y"], "gold": 2}',
+        "gold = 2 is not the index of one of 2",
+    ),
     ("copa", '{"query": "a", "choices": ["x"], "gold": 0}', "at least two options"),
     ("winograd", '{"context_options": ["x", 1], "continuation": "y", "gold": 0}', "each a text"),
     ("squad", '{"context": "a", "continuation": ""}', "continuation is empty"),

@@ -25,11 +25,15 @@ ESSAYS = [
 ]
 
 
-def write_tiny(folder: Path, context: int = CONTEXT, vocab_size: int = VOCAB_SIZE, **tokenizer: Any) -> Path:
+def write_tiny(
+    folder: Path, context: int = CONTEXT, vocab_size: int = VOCAB_SIZE, **tokenizer: Any
+) -> Path:
     """An HF folder: random bf16 weights with which choices depend on the text, and their tokenizer."""
     model = random_model(max_position_embeddings=context, vocab_size=vocab_size).bfloat16()
     write_folder(folder, model, bos_token_id=1, eos_token_id=2)
-    (folder / "tokenizer.model").write_bytes(sentencepiece_model(vocab_size=vocab_size, **tokenizer))
+    (folder / "tokenizer.model").write_bytes(
+        sentencepiece_model(vocab_size=vocab_size, **tokenizer)
+    )
     write_tokenizer(folder / "tokenizer.model", folder, context)
     return folder
 
@@ -49,13 +53,16 @@ def write_data(folder: Path, questions: Sequence[tuple[str, list[str], int]] = Q
     """ARC-Easy of a few rows and two short essays, where lm-eval looks for them."""
     rows = [
         {
-            "id": str(number), "question": question, "answerKey": "ABCD"[gold],
+            "id": str(number),
+            "question": question,
+            "answerKey": "ABCD"[gold],
             "choices": {"text": texts, "label": list("ABCD"[: len(texts)])},
         }
         for number, (question, texts, gold) in enumerate(questions)
-    ]  # fmt: skip
+    ]
     write_configs(
-        folder / "allenai/ai2_arc", {"ARC-Easy": dict.fromkeys(("train", "validation", "test"), rows)}
+        folder / "allenai/ai2_arc",
+        {"ARC-Easy": dict.fromkeys(("train", "validation", "test"), rows)},
     )
     essays = [{"text": text * 200} for text in ESSAYS]
     write_lines(folder / "baber/paul_graham_essays/train.jsonl", essays)

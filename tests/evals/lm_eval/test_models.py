@@ -24,7 +24,9 @@ from tests.records.lines import write_lines
 from tests.records.test_fields import check as check_fields
 from tests.tokenizer_assets import prompt_encoder
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.distributed is disabled")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore:torch.distributed is disabled"
+)
 PAIRS = [
     ("def main(", "self):"),
     ("def main(", "argument, other):\n"),
@@ -55,7 +57,9 @@ def model(hf_dir):
 def requests_of(kind, arguments):
     from lm_eval.api.instance import Instance
 
-    return [Instance(request_type=kind, doc={}, arguments=a, idx=i) for i, a in enumerate(arguments)]
+    return [
+        Instance(request_type=kind, doc={}, arguments=a, idx=i) for i, a in enumerate(arguments)
+    ]
 
 
 def score_pairs(model, pairs: list[tuple[str, str]] = PAIRS) -> list[tuple[float, bool]]:
@@ -84,14 +88,19 @@ def test_scores_are_those_of_the_continuation(model):
 
 
 CHATS = [  # the last is a user's message, which an assistant's answer follows
-    ["2 + 2?"], ["Hi", "Hello!", "Who are you?"], ["é 東", "…", "  two  spaces\n\nand lines"], ["x" * 60],
-]  # fmt: skip
+    ["2 + 2?"],
+    ["Hi", "Hello!", "Who are you?"],
+    ["é 東", "…", "  two  spaces\n\nand lines"],
+    ["x" * 60],
+]
 
 
 def test_bos_is_a_choice_and_in_a_conversation_the_templates(model, hf_dir, tmp_path, monkeypatch):
     """Whether the tokenizer adds it by itself or not; the ids of a conversation are those of training and serving."""
     bos, plain_ids = model.tokenizer.bos_token_id, model.tok_encode("x", add_special_tokens=False)
-    folder = Path(shutil.copytree(hf_dir, tmp_path / "bare", ignore=shutil.ignore_patterns(".packed")))
+    folder = Path(
+        shutil.copytree(hf_dir, tmp_path / "bare", ignore=shutil.ignore_patterns(".packed"))
+    )
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer | {"post_processor": None}))
     bare = fast_tokenizer(folder)
@@ -107,7 +116,9 @@ def test_bos_is_a_choice_and_in_a_conversation_the_templates(model, hf_dir, tmp_
         turns = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
         asked = model.apply_chat_template(turns)
         assert model.tok_encode(asked) == served.encode(served.render(turns))
-        given = model.apply_chat_template([*turns, {"role": "assistant", "content": "It is"}], False)
+        given = model.apply_chat_template(
+            [*turns, {"role": "assistant", "content": "It is"}], False
+        )
         assert given == asked + "It is"
     assert model.tok_encode("<s>" + asked)[:2].count(bos) == 1, "a template may write it"
     assert bos not in model.tok_encode("x")
@@ -131,7 +142,9 @@ def test_prompts_that_do_not_fit_are_cut_with_a_warning_and_counted(hf_dir, mode
     # in a record, of the prompts that lm-eval reports
     samples, room = [{"arguments": [("x", " y"), (text, {"max_gen_toks": 10})]}], len(ids)
     for length, cut in ((room + 10, 0), (room, 1), (1, 2)):
-        view = SimpleNamespace(max_length=length, scoring_room=length + 1, tok_encode=model.tok_encode)
+        view = SimpleNamespace(
+            max_length=length, scoring_room=length + 1, tok_encode=model.tok_encode
+        )
         assert prompt_figures(view, samples)["cut"] == cut
 
 
@@ -185,7 +198,10 @@ def test_task_files_of_ones_own_are_answered_and_go_on_when_they_end_in_the_midd
     """A choice, a rolling text and a generated answer with two filters. Scored requests are kept in one piece,
     generated texts one by one; the bytes are the same.
     """
-    rows = [{"question": question, "choices": texts, "gold": gold} for question, texts, gold in QUESTIONS]
+    rows = [
+        {"question": question, "choices": texts, "gold": gold}
+        for question, texts, gold in QUESTIONS
+    ]
     path = write_lines(tmp_path / "rows.jsonl", rows)
     for name, rest in OWN_TASKS.items():
         (tmp_path / f"{name}.yaml").write_text(OWN_TASK.format(name=name, rows=path, rest=rest))
@@ -194,7 +210,9 @@ def test_task_files_of_ones_own_are_answered_and_go_on_when_they_end_in_the_midd
         "--data changes the working directory"
     )
     own_tasks = Questions(",".join(f"{name}.yaml" for name in OWN_TASKS))
-    whole = main(hf_dir, own_tasks, Source("engine", "cpu"), About(tmp_path / "whole/evals.jsonl", 3))
+    whole = main(
+        hf_dir, own_tasks, Source("engine", "cpu"), About(tmp_path / "whole/evals.jsonl", 3)
+    )
     check_own_tasks(whole, tmp_path / "whole", model)
     generate, most_texts = EngineScorer.generate, 2
     asked = []
@@ -224,8 +242,12 @@ def check_own_tasks(record, folder: Path, model):
     assert (record["backend"], record["device"], record["cut_prompts"]) == ("engine", "cpu", 0)
     assert record["haystack"] is None, "of RULER alone"
     texts = [question for question, _, _ in QUESTIONS]
-    nats = sum(model.scorer.rolling(model.tok_encode(text, add_special_tokens=False)) for text in texts)
-    filters = [f"exact_match,{name}{kind}" for name in ("strict", "loose") for kind in ("", "_stderr")]
+    nats = sum(
+        model.scorer.rolling(model.tok_encode(text, add_special_tokens=False)) for text in texts
+    )
+    filters = [
+        f"exact_match,{name}{kind}" for name in ("strict", "loose") for kind in ("", "_stderr")
+    ]
     assert record["tasks"]["written"] == dict.fromkeys(filters, 0.0), "exact_match is NumPy's"
     assert record["prompts"]["written"]["documents"] == len(QUESTIONS), "filters are no documents"
     _, lines = read_items(folder / record["items"])
@@ -265,7 +287,9 @@ def test_gsm8k_through_the_chat_template(hf_dir, tmp_path, monkeypatch):
     write_configs(tmp_path / "openai/gsm8k", {"main": {"train": rows[:6], "test": rows[10:]}})
     prompts = answer_with(monkeypatch, lambda prompt: "So it is.\n#### 21")
     record, right = ask_in_chat(hf_dir, "gsm8k", tmp_path)
-    assert record["tasks"]["gsm8k"]["exact_match,strict-match"] == 0.5, "20 + 1 is 21, 21 + 1 is not"
+    assert record["tasks"]["gsm8k"]["exact_match,strict-match"] == 0.5, (
+        "20 + 1 is 21, 21 + 1 is not"
+    )
     assert right == [True, False]
     for text, n in zip(sorted(prompts), (20, 21), strict=True):
         assert (text.count("#### 1"), text.count(">user<")) == (5, 6), "five examples"
@@ -292,7 +316,9 @@ def test_ifeval_through_the_chat_template(hf_dir, tmp_path, monkeypatch):
     record, right = ask_in_chat(hf_dir, "ifeval", tmp_path)
     assert record["tasks"]["ifeval"]["prompt_level_strict_acc"] == 0.5
     for text in ("Die man in the house", "Guten hello", "no, yes", "I am a test.", "test test"):
-        assert len({langdetect.detect(text) for _ in range(30)}) == 1, "IFEval's library draws from a seed"
+        assert len({langdetect.detect(text) for _ in range(30)}) == 1, (
+            "IFEval's library draws from a seed"
+        )
     assert right == [False, True]
     assert [prompt.count(">user<") for prompt in seen] == [1, 1]
 

@@ -22,7 +22,9 @@ from records.files import read_lines
 from tests.evals.lm_eval.lm_eval_assets import QUESTIONS, write_data, write_tiny
 from tests.laneformer.hf.hf_assets import sentencepiece_model
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.distributed is disabled")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore:torch.distributed is disabled"
+)
 NEEDLES = [task for task in RULER_TASKS if task.startswith("niah")]
 # that do not split numbers: with fewer pieces, common words do not fit 4,096 tokens
 PIECES = {"vocab_size": 4096, "split_digits": False}
@@ -57,7 +59,9 @@ def one_document(monkeypatch):
         ("cwe_utils", "sys_word_pair_random"),
         ("fwe_utils", "sys_kwext"),
     ):
-        module = _yaml_loader._load_module_with_cache(Path(vt_utils.__file__).with_name(f"{file}.py"))
+        module = _yaml_loader._load_module_with_cache(
+            Path(vt_utils.__file__).with_name(f"{file}.py")
+        )
         original = getattr(module, name)
 
         def make_one(*arguments, original=original, **options):
@@ -114,7 +118,10 @@ def test_needles_are_counted_at_their_depth():
     lines = [{"task": "a", "length": 512, "needles": [[depth, depth > 0.5]]} for depth in depths]
     lines += [{"task": "b", "length": 512, "needles": []}, {"task": "arc_easy"}]
     assert counts(lines, [512, 1024]) == {
-        "512": {"documents": {"a": 5, "b": 1}, "depths": {"a": [[0, 2], [0, 1], *[[0, 0]] * 7, [2, 2]]}}
+        "512": {
+            "documents": {"a": 5, "b": 1},
+            "depths": {"a": [[0, 2], [0, 1], *[[0, 0]] * 7, [2, 2]]},
+        }
     }
 
 
@@ -133,8 +140,18 @@ def test_documents_are_drawn_from_the_seeds(long_pieces, data):
 def test_lengths_at_which_lm_eval_would_hang_are_refused(long_pieces, tmp_path):
     short_pieces = write_pieces(tmp_path)
     for task, lengths, folder, reason in (
-        ("ruler_vt", [2048, 4096], short_pieces, " .* its worked example takes 5.. tokens, .* at most 500"),
-        ("ruler_cwe", [2048, 4096], short_pieces, r" at a length of 4096: .* takes [45]\d\d\d tokens"),
+        (
+            "ruler_vt",
+            [2048, 4096],
+            short_pieces,
+            " .* its worked example takes 5.. tokens, .* at most 500",
+        ),
+        (
+            "ruler_cwe",
+            [2048, 4096],
+            short_pieces,
+            r" at a length of 4096: .* takes [45]\d\d\d tokens",
+        ),
         ("ruler_vt", [512, 2048], long_pieces, " at a length of 512"),
     ):
         with pytest.raises(ValueError, match=f"{task} cannot be generated{reason}"):

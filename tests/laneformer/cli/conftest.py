@@ -20,7 +20,9 @@ TEMPLATE = (
 def tokenizer() -> Tokenizer:
     made = byte_tokenizer()
     made.add_tokens(["c", "d", "e", "f"])
-    made.add_special_tokens([AddedToken("<|begin|>", special=True), AddedToken("<|end|>", special=True)])
+    made.add_special_tokens(
+        [AddedToken("<|begin|>", special=True), AddedToken("<|end|>", special=True)]
+    )
     assert made.token_to_id("<|end|>") == END
     return made
 

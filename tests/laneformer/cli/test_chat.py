@@ -33,7 +33,9 @@ from tests.laneformer.engine.assets import random_model, small_config
 
 def talk(folder: Path, lines: str | bytes, monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
     data = lines.encode() if isinstance(lines, str) else lines
-    stdin = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8", newline="\n")  # as Python opens its own
+    stdin = io.TextIOWrapper(
+        io.BytesIO(data), encoding="utf-8", newline="\n"
+    )  # as Python opens its own
     monkeypatch.setattr(sys, "stdin", stdin)
     main(["chat", str(folder), "--threads", "1", "--max-new-tokens", "12", *flags])
 
@@ -41,11 +43,17 @@ def talk(folder: Path, lines: str | bytes, monkeypatch: pytest.MonkeyPatch, *fla
 def test_a_conversation_through_pipes(folder, tmp_path, monkeypatch, capsys):
     """Lines end as on Linux or as on Windows."""
     file = tmp_path / "chat.json"
-    typed = f'hi\\\r\nthere\r\n"""\r\na\r\n\r\n  b"""\n/sav\n/nonsense\n\n/save\n/save {file}\n/help'
+    typed = (
+        f'hi\\\r\nthere\r\n"""\r\na\r\n\r\n  b"""\n/sav\n/nonsense\n\n/save\n/save {file}\n/help'
+    )
     talk(folder, typed, monkeypatch, "--system", "be d", "--temperature", "0.7")
     printed = capsys.readouterr()
     system, one, two, three, four = json.loads(file.read_text())
-    assert (system["content"], one["content"], three["content"]) == ("be d", "hi\nthere", "a\n\n  b")
+    assert (system["content"], one["content"], three["content"]) == (
+        "be d",
+        "hi\nthere",
+        "a\n\n  b",
+    )
     assert printed.out == f"{two['content']}\n{four['content']}\n".translate(CONTROLS)
     with Engine.from_pretrained(folder) as engine:
         text = "<|begin|>s\nbe d<|end|>\n<|begin|>u\nhi\nthere<|end|>\n<|begin|>a\n"
@@ -69,12 +77,16 @@ def test_the_next_prompt_goes_on_where_the_cache_ends(folder):
         for turn, text in enumerate(("hi", "there", "you")):
             reply = conversation.fit([*conversation.messages, {"role": "user", "content": text}])
             before = conversation.last
-            conversation.complete(reply, print, print, max_new_tokens=20, temperature=1.0, seed=turn)
+            conversation.complete(
+                reply, print, print, max_new_tokens=20, temperature=1.0, seed=turn
+            )
             if before:
                 ids = before.ids if before.ids[-1] != END else before.ids[:-1]
                 known = [*before.prompt, *ids]
                 assert reply.prompt[: len(known)] == known
-                closing = engine.tokenizer.decode(reply.prompt[len(known) :], skip_special_tokens=False)
+                closing = engine.tokenizer.decode(
+                    reply.prompt[len(known) :], skip_special_tokens=False
+                )
                 assert closing.startswith("<|end|>\n")
                 assert engine.tokenizer.encode(before.text).ids != ids
                 assert reply.statistics.reused_tokens >= len(known) - 1
@@ -88,11 +100,13 @@ HARMONY = ["<|channel|>", "<|message|>", "<|start|>", "<|return|>"]  # and <|end
     ("text", "more"),
     [
         ("<think>\nHm.\n</think>\n\nYes.<|end|>", ""),
-        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
-         "{# <|channel|>analysis #}"),
+        (
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
+            "{# <|channel|>analysis #}",
+        ),
     ],
     ids=["think", "harmony"],
-)  # fmt: skip
+)
 def test_reasoning_is_beside_the_answer(text, more, monkeypatch, capsys):
     made = tokenizer()
     made.add_special_tokens([AddedToken(name, special=True) for name in HARMONY])
@@ -102,10 +116,13 @@ def test_reasoning_is_beside_the_answer(text, more, monkeypatch, capsys):
         yield from ids
 
     engine: Any = SimpleNamespace(
-        tokenizer=made, tokenizer_config={"chat_template": TEMPLATE + more}, eos_ids=(ids[-1],),
-        config=small_config(max_position_embeddings=999), stream=stream,
+        tokenizer=made,
+        tokenizer_config={"chat_template": TEMPLATE + more},
+        eos_ids=(ids[-1],),
+        config=small_config(max_position_embeddings=999),
+        stream=stream,
         statistics=SimpleNamespace(reused_tokens=0, proposed_tokens=0),
-    )  # fmt: skip
+    )
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     conversation = Conversation(engine, [])
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
@@ -116,7 +133,12 @@ def test_reasoning_is_beside_the_answer(text, more, monkeypatch, capsys):
         assert printed.out == "Yes.\n"
         assert printed.err.startswith("Hm.")
         assert "<" not in printed.err
-    assert [message["content"] for message in conversation.messages] == ["hi", "Yes.", "so?", "Yes."]
+    assert [message["content"] for message in conversation.messages] == [
+        "hi",
+        "Yes.",
+        "so?",
+        "Yes.",
+    ]
     assert "Hm." not in conversation.last.rendered, "the next prompt is without it"
     pieces: list[str] = []  # laneformer generate --chat --stop
     reply = conversation.fit([{"role": "user", "content": "hi"}])
@@ -158,7 +180,9 @@ def test_retry_reset_system_and_load(folder, tmp_path, monkeypatch, capsys):
 
 def test_what_a_terminal_would_obey_is_not_printed(folder, monkeypatch, capsys):
     talk(folder, b"\xff\xfe\n", monkeypatch, "--temperature", "1.3", "--max-new-tokens", "900")
-    assert not set(capsys.readouterr().out) & {chr(c) for c in (*range(9), *range(11, 32), 127, 0x9B)}
+    assert not set(capsys.readouterr().out) & {
+        chr(c) for c in (*range(9), *range(11, 32), 127, 0x9B)
+    }
 
 
 class PseudoTerminal:
@@ -167,9 +191,14 @@ class PseudoTerminal:
     def __init__(self, *command: str):
         self.end, end = pty.openpty()
         self.process = subprocess.Popen(
-            command, stdin=end, stdout=end, stderr=end, start_new_session=True, env={**os.environ, "TERM": "xterm"},
+            command,
+            stdin=end,
+            stdout=end,
+            stderr=end,
+            start_new_session=True,
+            env={**os.environ, "TERM": "xterm"},
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )  # fmt: skip
+        )
         os.close(end)
         self.seen = ""
 
@@ -179,7 +208,9 @@ class PseudoTerminal:
     def read(self, timeout_s: float) -> None:
         if select.select([self.end], [], [], timeout_s)[0]:
             text = os.read(self.end, 65536).decode(errors="replace")
-            self.seen += re.sub(r"\x1b\[\?2004[hl]", "", text)  # pastes are asked for in brackets, or no more
+            self.seen += re.sub(
+                r"\x1b\[\?2004[hl]", "", text
+            )  # pastes are asked for in brackets, or no more
 
     def expect(self, pattern: str, timeout_s: float = 60) -> str:
         """What came up to and with the pattern."""
@@ -200,7 +231,9 @@ class PseudoTerminal:
 def test_under_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(tmp_path):
     model = random_model(small_config(vocab_size=268, max_position_embeddings=100_000))
     with torch.no_grad():
-        model.lm_head.weight[-1, -1] = 0  # its logit is never the highest: the model does not come to an end
+        model.lm_head.weight[-1, -1] = (
+            0  # its logit is never the highest: the model does not come to an end
+        )
     folder, file = talker(tmp_path / "chat", model), tmp_path / "chat.json"
     flags = ["--threads=1", "--greedy", "--no-cache"]
     terminal = PseudoTerminal(sys.executable, "-m", "laneformer.cli", "chat", str(folder), *flags)

@@ -57,21 +57,35 @@ def run(script: str, **environment: str) -> tuple[int, str]:
     [
         ("{command} --help | true", 141, None),
         ("{command} models | true", 1, None),  # as rich ends
-        ("{command} generate {own} {fast} --prompt a --max-new-tokens 4000 --ignore-eos | head -c 1", 141, None),
+        (
+            "{command} generate {own} {fast} --prompt a --max-new-tokens 4000 --ignore-eos | head -c 1",
+            141,
+            None,
+        ),
         ("{command} chat {own} {fast} < <(yes) | head -c 1", 141, None),
         ("{command} models > /dev/full", 2, "laneformer: No space left on device\n"),
-        ("{command} generate {own} {fast} --prompt a > /dev/full", 2, "laneformer: No space left on device\n"),
+        (
+            "{command} generate {own} {fast} --prompt a > /dev/full",
+            2,
+            "laneformer: No space left on device\n",
+        ),
         ("{command} --version >&-", 0, ""),
         ("{command} chat {own} {fast} <&-", 0, None),
-        ("chmod 0 {own}/model.safetensors; {unprivileged} generate {own} {fast} --prompt a", 2,
-         "laneformer: {own}/model.safetensors: Permission denied\n"),
-        ("chmod 0 {own}; {unprivileged} generate {own} {fast} --prompt a", 2, "laneformer: {own}/adapter_config.json: "
-         "Permission denied\n"),
+        (
+            "chmod 0 {own}/model.safetensors; {unprivileged} generate {own} {fast} --prompt a",
+            2,
+            "laneformer: {own}/model.safetensors: Permission denied\n",
+        ),
+        (
+            "chmod 0 {own}; {unprivileged} generate {own} {fast} --prompt a",
+            2,
+            "laneformer: {own}/adapter_config.json: Permission denied\n",
+        ),
         ("{no_home} generate {own} --threads 1 --prompt a", 0, None),
         ("{no_home} models", 0, ""),
         ("{no_home} chat {own} {fast} <<< '/save ~/x'", 0, "'~/x'"),
     ],
-)  # fmt: skip
+)
 def test_a_command_ends_with_a_sentence_or_without_a_word(own, script, status, sentence):
     words = {"own": own, "fast": FAST, "command": COMMAND, "unprivileged": DROP + COMMAND}
     words["no_home"] = f"{sys.executable} -c {shlex.quote(NO_HOME)}"
@@ -90,13 +104,19 @@ LONG = "x" * 300
     [
         (["generate", LONG, "--prompt", "a"], f"{LONG}: File name too long"),
         (["generate", "{own}", "--prompt", "a\udce9"], r"--prompt is not UTF-8: b'a\xe9'"),
-        (["generate", "{own}", "--prompt", "a", "--stop", "b", "--stop", "\udcff"], "--stop is not UTF-8"),
-        (["generate", "{own}", "--chat", "--prompt", "a", "--system", "\udcff"], "--system is not UTF-8"),
+        (
+            ["generate", "{own}", "--prompt", "a", "--stop", "b", "--stop", "\udcff"],
+            "--stop is not UTF-8",
+        ),
+        (
+            ["generate", "{own}", "--chat", "--prompt", "a", "--system", "\udcff"],
+            "--system is not UTF-8",
+        ),
         (["serve", "{own}", "--model-name", "\udcff"], "--model-name is not UTF-8"),
         (["chat", "{own}", "--cache-dir", "/dev/null/x"], "/dev/null/x"),
         (["generate", "{own}/config.json/x", "--prompt", "a"], "not a folder"),
     ],
-)  # fmt: skip
+)
 def test_what_the_system_or_the_shell_gets_wrong_is_named(own, capsys, words, sentence):
     with pytest.raises(SystemExit) as stop:
         main([word.format(own=own) for word in words])
@@ -160,7 +180,9 @@ def test_models_of_other_programs_beside_what_is_broken(tmp_path, monkeypatch, c
     place(".lmstudio/models/o/m/whole.gguf")
     model = "application/vnd.ollama.image.model"
     manifests = [b"null", b'{"layers": [1]}', b'{"layers": [{"mediaType": "x"}]}', b"\xff", b"{}"]
-    layers = [{"mediaType": model, "digest": f"sha256:{n}"} for n in ("missing", "link", "folder", "12")]
+    layers = [
+        {"mediaType": model, "digest": f"sha256:{n}"} for n in ("missing", "link", "folder", "12")
+    ]
     others = {"mediaType": "application/vnd.ollama.image.license", "digest": "sha256:34"}
     manifests += [json.dumps({"layers": [others, layer]}).encode() for layer in layers]
     for number, content in enumerate(manifests):
@@ -182,9 +204,11 @@ def test_models_of_other_programs_beside_what_is_broken(tmp_path, monkeypatch, c
 
 
 def test_more_than_the_model_or_the_machine_has_is_said(folder, caplog):
-    for options, word in (({"context_tokens": 4097}, "context_tokens = 4097: the model knows 4096"),
-                          ({"threads": 1 + (os.cpu_count() or 1)}, "threads = "),
-                          ({"context_tokens": 4096, "threads": 1}, "")):  # fmt: skip
+    for options, word in (
+        ({"context_tokens": 4097}, "context_tokens = 4097: the model knows 4096"),
+        ({"threads": 1 + (os.cpu_count() or 1)}, "threads = "),
+        ({"context_tokens": 4096, "threads": 1}, ""),
+    ):
         caplog.clear()
         Engine.from_pretrained(folder, cache=False, **options).close()
         assert word in caplog.text

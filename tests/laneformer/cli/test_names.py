@@ -18,7 +18,9 @@ TALKER = "someone/talker-1B"
 GENERATE = ["--prompt", "hi", "--threads=1", "--max-new-tokens=4", "--no-cache"]
 
 
-def lay_out_hub(files: list[str], source: Path, cache: Path, patch: pytest.MonkeyPatch) -> list[str]:
+def lay_out_hub(
+    files: list[str], source: Path, cache: Path, patch: pytest.MonkeyPatch
+) -> list[str]:
     """Hugging Face with these files in one repository, which its library lays into a cache; what is fetched."""
     fetched: list[str] = []
 
@@ -45,7 +47,9 @@ def lay_out_hub(files: list[str], source: Path, cache: Path, patch: pytest.Monke
 
 
 @pytest.mark.job
-def test_a_name_is_fetched_once_listed_and_told_where_it_cannot_be(folder, tmp_path, monkeypatch, capsys):
+def test_a_name_is_fetched_once_listed_and_told_where_it_cannot_be(
+    folder, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     files = [file.name for file in folder.iterdir() if file.is_file()]
     others = ["README.md", "original/model.safetensors"]
@@ -88,7 +92,9 @@ def test_a_file_in_parts_is_one_model(tmp_path, monkeypatch):
     fetched = []
     monkeypatch.setattr(names.huggingface_hub.HfApi, "list_repo_files", lambda *_: files)
     monkeypatch.setattr(
-        names.huggingface_hub, "hf_hub_download", lambda _, name: fetched.append(name) or tmp_path / name
+        names.huggingface_hub,
+        "hf_hub_download",
+        lambda _, name: fetched.append(name) or tmp_path / name,
     )
     files = ["m-BF16-00002-of-00002.gguf", "m-Q8_0.gguf", "m-BF16-00001-of-00002.gguf"]
     assert names.download_model("o/m", "bf16") == tmp_path / files[2]

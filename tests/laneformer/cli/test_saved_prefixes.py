@@ -52,6 +52,8 @@ def test_a_server_goes_on_after_sigterm(serve, tmp_path):
     assert facts == {"bytes": path.stat().st_size, **counts}
     metrics = httpx.get(f"{second.url}/metrics").text
     for name, value in facts.items():
-        (number,) = re.findall(rf"^laneformer_saved_{name}(?:_total)? (\S+)$", metrics, re.MULTILINE)
+        (number,) = re.findall(
+            rf"^laneformer_saved_{name}(?:_total)? (\S+)$", metrics, re.MULTILINE
+        )
         assert float(number) == value
     assert second.stop(timeout_s=300) == 0

@@ -44,10 +44,18 @@ class Card:
 
 
 CARDS = {
-    "A100 40 GB, 80 GB": Card(108, 80), "A10": Card(72, 86), "RTX 3090": Card(82, 86), "L4": Card(58, 89),
-    "L40S": Card(142, 89), "RTX 4090": Card(128, 89), "H100 SXM, NVL, H200, GH200": Card(132, 90),
-    "H100 PCIe": Card(114, 90), "H100 MIG 2g": Card(32, 90), "B200": Card(148, 100), "RTX 5090": Card(170, 120),
-}  # fmt: skip
+    "A100 40 GB, 80 GB": Card(108, 80),
+    "A10": Card(72, 86),
+    "RTX 3090": Card(82, 86),
+    "L4": Card(58, 89),
+    "L40S": Card(142, 89),
+    "RTX 4090": Card(128, 89),
+    "H100 SXM, NVL, H200, GH200": Card(132, 90),
+    "H100 PCIe": Card(114, 90),
+    "H100 MIG 2g": Card(32, 90),
+    "B200": Card(148, 100),
+    "RTX 5090": Card(170, 120),
+}
 
 
 def llama(**values) -> LaneformerConfig:

@@ -24,7 +24,14 @@ from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.structures import Column, GraphState
 from laneformer.engine.decoder import Sampling
 from tests.laneformer.cuda import emulator
-from tests.laneformer.cuda.harness import KERNELS, SMALL, as_stored_in, random_model, small_config, tensors_of
+from tests.laneformer.cuda.harness import (
+    KERNELS,
+    SMALL,
+    as_stored_in,
+    random_model,
+    small_config,
+    tensors_of,
+)
 from tests.proofs import KERNEL_SOURCES
 
 GREEDY = Sampling(top_p=1.0)
@@ -60,10 +67,18 @@ class EmulatedPasses(PassDecoder):
     late_s = 600.0  # an emulated pass takes seconds
 
     def __init__(
-        self, builds, columns, sequences = 0, races: bool = False, fewer: Sequence[int] = (),
-        config: LaneformerConfig | None = None, tensors = None, machine = SMALL,
-        version = "passes", **shape,
-    ):  # fmt: skip
+        self,
+        builds,
+        columns,
+        sequences=0,
+        races: bool = False,
+        fewer: Sequence[int] = (),
+        config: LaneformerConfig | None = None,
+        tensors=None,
+        machine=SMALL,
+        version="passes",
+        **shape,
+    ):
         """`config`: by default small_config; `tensors`: by default a random model's. `shape` for `plan`; `fewer`:
         columns of the builds beside that of `columns`.
         """
@@ -71,13 +86,20 @@ class EmulatedPasses(PassDecoder):
         dtype, self.races, self.version = shape.pop("dtype", "bf16"), races, version
         shape = {"warps": 2, "chunk_bytes": 512, **shape}
         shape |= {} if tensors is None else {"half": half_of(tensors)}
-        self.builds = [plan(self.config, dtype, machine, columns=n, **shape) for n in (*fewer, columns)]
+        self.builds = [
+            plan(self.config, dtype, machine, columns=n, **shape) for n in (*fewer, columns)
+        ]
         self.geometry, self.launched = self.builds[-1], list[int]()
         if tensors is None:
             stored = random_model(self.config, self.geometry.half)
-            self.model, tensors = as_stored_in(stored, dtype), tensors_of(stored, self.geometry.half)
+            self.model, tensors = (
+                as_stored_in(stored, dtype),
+                tensors_of(stored, self.geometry.half),
+            )
         self.tensors, devices = tensors, range(self.geometry.devices)
-        self._hold([DeviceMemory(self.geometry, tensors, i, "cpu", sequences or columns) for i in devices])
+        self._hold(
+            [DeviceMemory(self.geometry, tensors, i, "cpu", sequences or columns) for i in devices]
+        )
         self.folder = builds
         self.forget()
 
@@ -94,7 +116,9 @@ class EmulatedPasses(PassDecoder):
     def build(self, source, builds, folder=FOLDER) -> ctypes.CDLL:
         """The kernels of this text, which includes those of `folder`."""
         source += "".join(f"EMULATE({kernel}, Decode)\n" for kernel in KERNELS[self.version])
-        return emulator.build(source, [folder, *INCLUDES], {"TABLE": "constexpr"}, builds, self.races)
+        return emulator.build(
+            source, [folder, *INCLUDES], {"TABLE": "constexpr"}, builds, self.races
+        )
 
     def forget(self):
         """Words as new; keys and values that nobody has written are no numbers."""
@@ -110,16 +134,21 @@ class EmulatedPasses(PassDecoder):
 
     def _emulate(self, arguments: Sequence[Any], build: int, library):
         buffers = {
-            f"{name} {m.index}": getattr(m, name) for m in self.memories for name in ("lane_words", "inbox")
+            f"{name} {m.index}": getattr(m, name)
+            for m in self.memories
+            for name in ("lane_words", "inbox")
         }
         caches = {f"keys and values {m.index}": m.kv for m in self.memories if self.races}
         emulate = functools.partial(
-            emulator.launch, library,
-            threads=32 * self.geometry.warps, watchdog=self.watchdog,
-            shared_bytes=self.builds[build].shared_bytes, seed=self.seed + self.passes,
+            emulator.launch,
+            library,
+            threads=32 * self.geometry.warps,
+            watchdog=self.watchdog,
+            shared_bytes=self.builds[build].shared_bytes,
+            seed=self.seed + self.passes,
             names={name: (tensor.data_ptr(), tensor.nbytes) for name, tensor in buffers.items()},
             plain={name: (tensor.data_ptr(), tensor.nbytes) for name, tensor in caches.items()},
-        )  # fmt: skip
+        )
         if self.version == "passes":
             emulate("pass", arguments, blocks=self.geometry.blocks)
             return
@@ -142,8 +171,8 @@ class EmulatedPasses(PassDecoder):
         return picked[0], rows
 
     def decode(
-        self, ids: list[int], count = 1, seed = 0, sampling = GREEDY, stops: Sequence[int] = ()
-    ) -> tuple[list[int], torch.Tensor]:  # fmt: skip
+        self, ids: list[int], count=1, seed=0, sampling=GREEDY, stops: Sequence[int] = ()
+    ) -> tuple[list[int], torch.Tensor]:
         """Read `ids` from position 0, as many columns at a time as there are, and make up to `count` tokens in one
         more launch: (new tokens, logits (len(ids), V)).
         """

@@ -24,12 +24,17 @@ FOLDER = Path(__file__).resolve().parent
 FLAGS = ("-O1", "-std=c++20", "-fPIC", "-w", "-DEMULATED")
 # headers that no unit changes
 MACHINE = ("clocks.h", "launch.h", "machine.h", "order.h", "races.h", "scheduler.h", "warp.h")
-SEES_PLAIN = ("-fsanitize=thread", "-DSEES_PLAIN")  # races.h takes the place of the sanitizer's library
+SEES_PLAIN = (
+    "-fsanitize=thread",
+    "-DSEES_PLAIN",
+)  # races.h takes the place of the sanitizer's library
 MISSING = (
-    "the CUDA emulator needs g++" if shutil.which("g++") is None
-    else "the CUDA emulator needs an x86-64 CPU" if platform.machine() not in ("x86_64", "AMD64")
+    "the CUDA emulator needs g++"
+    if shutil.which("g++") is None
+    else "the CUDA emulator needs an x86-64 CPU"
+    if platform.machine() not in ("x86_64", "AMD64")
     else ""
-)  # fmt: skip
+)
 WATCHDOG = 1
 
 
@@ -72,15 +77,24 @@ def build(
     if not races:
         command += ["-include", str(precompiled())]
     included = [
-        p for folder in folders for p in sorted(folder.iterdir()) if p.suffix in (".h", ".cuh", ".cu")
+        p
+        for folder in folders
+        for p in sorted(folder.iterdir())
+        if p.suffix in (".h", ".cuh", ".cu")
     ]
     # what the folders hold, not where they are: a copy of the sources is the same build
-    parts = [repr((options, compiler())).encode(), source.encode(), *(p.read_bytes() for p in included)]
+    parts = [
+        repr((options, compiler())).encode(),
+        source.encode(),
+        *(p.read_bytes() for p in included),
+    ]
     library = cache_dir / f"emulated-{key_of(parts)}.so"
     if not library.exists():
         cache_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache_dir) as folder:
-            unit, assembled, shared = (Path(folder) / f"unit.{ending}" for ending in ("cpp", "o", "so"))
+            unit, assembled, shared = (
+                Path(folder) / f"unit.{ending}" for ending in ("cpp", "o", "so")
+            )
             unit.write_text(source)
             for step in (
                 [*command, "-c", unit, "-o", assembled],
@@ -92,7 +106,9 @@ def build(
 
 
 def key_of(parts: Sequence[bytes]) -> str:
-    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[
+        :16
+    ]
 
 
 def compile_step(what: str, command: Sequence[str | Path]):
@@ -107,7 +123,10 @@ def precompiled() -> Path:
 
     It is made once in CACHE, for this compiler and these contents.
     """
-    parts = [repr((FLAGS, compiler())).encode(), *((FOLDER / name).read_bytes() for name in MACHINE)]
+    parts = [
+        repr((FLAGS, compiler())).encode(),
+        *((FOLDER / name).read_bytes() for name in MACHINE),
+    ]
     folder = CACHE / "emulated" / f"machine-{key_of(parts)}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +136,14 @@ def precompiled() -> Path:
             (made / "machine_first.h").write_text(
                 "".join(f'#include "{name}"\n' for name in ("math.h", *MACHINE))
             )
-            command = ["g++", *FLAGS, f"-I{FOLDER}", "-x", "c++-header", str(made / "machine_first.h")]
+            command = [
+                "g++",
+                *FLAGS,
+                f"-I{FOLDER}",
+                "-x",
+                "c++-header",
+                str(made / "machine_first.h"),
+            ]
             compile_step("the emulator's machine", command)
             with contextlib.suppress(OSError):  # another process was first
                 made.rename(folder)
@@ -126,7 +152,9 @@ def precompiled() -> Path:
 
 @functools.cache
 def compiler() -> str:
-    return subprocess.run(["g++", "-dumpfullversion", "-dumpmachine"], capture_output=True, text=True).stdout
+    return subprocess.run(
+        ["g++", "-dumpfullversion", "-dumpmachine"], capture_output=True, text=True
+    ).stdout
 
 
 def launch(
@@ -160,9 +188,16 @@ def launch(
     message = ctypes.create_string_buffer(16384)
     kind = type(grids[0])  # the others' may be an equal class
     failed = getattr(library, f"emulate_{kernel}")(
-        (kind * len(grids))(*map(kind.from_buffer_copy, grids)), len(grids), blocks, threads, shared_bytes,
-        ctypes.c_uint64(seed), WATCHDOG if watchdog else 0, message, len(message),
-    )  # fmt: skip
+        (kind * len(grids))(*map(kind.from_buffer_copy, grids)),
+        len(grids),
+        blocks,
+        threads,
+        shared_bytes,
+        ctypes.c_uint64(seed),
+        WATCHDOG if watchdog else 0,
+        message,
+        len(message),
+    )
     if failed:
         raise EmulationError(f"{kernel}, seed {seed}: {message.value.decode()}")
     figures = (ctypes.c_uint64 * 4)()

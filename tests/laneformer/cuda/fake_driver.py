@@ -108,12 +108,21 @@ class FakeDriver:
             and config.gridDimX > most
         ):
             return self._return_status(status=TOO_LARGE)
-        argument = ctypes.string_at(ctypes.c_void_p.from_address(pointers).value, kernel.argument_bytes)
-        self.launches.append({
-            **vars(kernel), "grid": [config.gridDimX, config.gridDimY, config.gridDimZ],
-            "block": [threads, config.blockDimY, config.blockDimZ], "shared": config.sharedMemBytes,
-            "stream": int(config.hStream), "resident": resident, "attributes": attributes, "argument": argument,
-        })  # fmt: skip
+        argument = ctypes.string_at(
+            ctypes.c_void_p.from_address(pointers).value, kernel.argument_bytes
+        )
+        self.launches.append(
+            {
+                **vars(kernel),
+                "grid": [config.gridDimX, config.gridDimY, config.gridDimZ],
+                "block": [threads, config.blockDimY, config.blockDimZ],
+                "shared": config.sharedMemBytes,
+                "stream": int(config.hStream),
+                "resident": resident,
+                "attributes": attributes,
+                "argument": argument,
+            }
+        )
         return self._return_status()
 
     def cuGetErrorString(self, status):
@@ -133,16 +142,24 @@ class FakeDriver:
     def _replace_torch(self, monkeypatch):
         stream = SimpleNamespace(cuda_stream=STREAM, query=self._query, synchronize=lambda: None)
         properties = SimpleNamespace(
-            name="fake", major=self.card.architecture // 10, minor=self.card.architecture % 10,
-            multi_processor_count=self.card.multiprocessors, shared_memory_per_block_optin=self.card.shared_block,
-        )  # fmt: skip
+            name="fake",
+            major=self.card.architecture // 10,
+            minor=self.card.architecture % 10,
+            multi_processor_count=self.card.multiprocessors,
+            shared_memory_per_block_optin=self.card.shared_block,
+        )
         graph = SimpleNamespace(replay=lambda: None)
         replaced = {
-            "get_device_properties": lambda device: properties, "synchronize": lambda *device: None,
-            "device": contextlib.nullcontext, "stream": contextlib.nullcontext, "current_stream": lambda device: stream,
-            "Stream": lambda device: stream, "mem_get_info": lambda device: (1 << 40, 1 << 40),
-            "CUDAGraph": lambda: graph, "graph": lambda *given, **options: contextlib.nullcontext(),
-        }  # fmt: skip
+            "get_device_properties": lambda device: properties,
+            "synchronize": lambda *device: None,
+            "device": contextlib.nullcontext,
+            "stream": contextlib.nullcontext,
+            "current_stream": lambda device: stream,
+            "Stream": lambda device: stream,
+            "mem_get_info": lambda device: (1 << 40, 1 << 40),
+            "CUDAGraph": lambda: graph,
+            "graph": lambda *given, **options: contextlib.nullcontext(),
+        }
         for name, value in replaced.items():
             monkeypatch.setattr(torch.cuda, name, value)
 

@@ -26,10 +26,18 @@ KERNELS = {
 def small_config(**changes) -> LaneformerConfig:
     """Two lanes, four layers, of which two have a window that a short text leaves."""
     sizes = {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "num_lanes": 2, "broadcast_delay": 1, "sliding_window": 6, "swa_layers": (0, 1),
-        "max_position_embeddings": 32, "vocab_size": 96,
-    }  # fmt: skip
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_lanes": 2,
+        "broadcast_delay": 1,
+        "sliding_window": 6,
+        "swa_layers": (0, 1),
+        "max_position_embeddings": 32,
+        "vocab_size": 96,
+    }
     return (FamilyConfig if "variant" in changes else LaneformerConfig)(**{**sizes, **changes})
 
 
@@ -85,5 +93,9 @@ def as_read(model):
     """A plain model in the place of a TapeModel."""
     weights = {"embedding": model.tok_embeddings.weight, "head": lambda: model.lm_head.weight}
     return SimpleNamespace(
-        config=model.config, layers=lambda: model.layers, masks=model.masks, norm=model.norm, **weights
+        config=model.config,
+        layers=lambda: model.layers,
+        masks=model.masks,
+        norm=model.norm,
+        **weights,
     )

@@ -25,7 +25,9 @@ def plant_all(kernels, builds, faults: Iterable[Patch]):
         for number, (file, was, now) in enumerate(faults, 1):
             content = (folder / file).read_text()
             assert content.count(was) == 1, f"{file} holds {content.count(was)} times: {was}"
-            (folder / file).write_text(content.replace(was, now.replace(HERE, f"(planted == {number})")))
+            (folder / file).write_text(
+                content.replace(was, now.replace(HERE, f"(planted == {number})"))
+            )
         source = DECLARATION + source_of(kernels.version, kernels.geometry)
         kernels.library = kernels.build(source, builds, folder)
         vars(kernels).pop("libraries", None)  # of the sound ones

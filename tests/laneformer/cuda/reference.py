@@ -55,7 +55,8 @@ def kept_at(emulated, layer, position) -> Tensor:
     """The key and value of one position, as the kernels keep them: float64 (2, K, d)."""
     splits, slots = emulated.geometry.splits, emulated.geometry.kv_slots(layer)
     heads = [
-        m.kv_layer(layer)[:, :, position % splits, position // splits % slots] for m in emulated.memories
+        m.kv_layer(layer)[:, :, position % splits, position // splits % slots]
+        for m in emulated.memories
     ]
     bits = torch.cat(heads).flatten(0, 1).movedim(1, 0)
     return bits.contiguous().view(TORCH_TYPES[emulated.geometry.half]).double()
@@ -88,4 +89,6 @@ def expected(emulated, ids: list[int], kept: list[tuple[Tensor, Tensor]]) -> Exp
     off = ALLOWED * (rounded - offered).abs().amax((2, 3, 4), keepdim=True)
     dtype = TORCH_TYPES[emulated.geometry.half]
     least, most = ((offered + sign * off).to(dtype).double() for sign in (-1, 1))
-    return Expected(logits, ALLOWED * float((rounded_logits - logits).abs().max()), list(least), list(most))
+    return Expected(
+        logits, ALLOWED * float((rounded_logits - logits).abs().max()), list(least), list(most)
+    )

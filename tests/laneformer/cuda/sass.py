@@ -47,7 +47,9 @@ class Instruction:
 
 
 def instructions(listing: str) -> list[Instruction]:
-    return [Instruction(*found.groups()) for found in map(LINE.match, listing.splitlines()) if found]
+    return [
+        Instruction(*found.groups()) for found in map(LINE.match, listing.splitlines()) if found
+    ]
 
 
 def pending_loads(code) -> list[tuple[Instruction, Instruction]]:
@@ -61,7 +63,9 @@ def pending_loads(code) -> list[tuple[Instruction, Instruction]]:
         arrived = {id(load) for register in this.registers if (load := pending.get(register))}
         pending = {register: load for register, load in pending.items() if id(load) not in arrived}
         if this.name in COPIES:
-            pairs += [(this, load) for load in {id(load): load for load in pending.values()}.values()]
+            pairs += [
+                (this, load) for load in {id(load): load for load in pending.values()}.values()
+            ]
         if this.name == "LDS" and this.bits == 128 and (first := REGISTER.match(this.operands)):
             pending |= {f"{first[1]}{int(first[2]) + i}": this for i in range(4)}
     return pairs
@@ -86,13 +90,17 @@ def tools() -> Path | None:
 
 def run(tool: str, *arguments: str | Path) -> str:
     folder = tools()
-    return subprocess.run([folder / tool, *arguments], check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        [folder / tool, *arguments], check=True, capture_output=True, text=True
+    ).stdout
 
 
 def read_kernels(cubin) -> dict[str, Kernel]:
     parts = re.split(r"^\.text\.(\w+):$", run("nvdisasm", "-c", cubin), flags=re.MULTILINE)
     listings = dict(zip(parts[1::2], parts[2::2], strict=True))
-    used = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+)", run("cuobjdump", "-res-usage", cubin))
+    used = re.findall(
+        r"Function (\w+):\s+REG:(\d+) STACK:(\d+)", run("cuobjdump", "-res-usage", cubin)
+    )
     return {
         name: Kernel(instructions(listings[name]), int(registers), int(stack))
         for name, registers, stack in used

@@ -70,9 +70,7 @@ class LoopCaches(Caches):
 class LoopPasses(PassDecoder):
     """Passes of up to five columns by the PyTorch model: its logits, and of each column its greedy token."""
 
-    def __init__(
-        self, config, tensors, dtype: str, devices = (), cache_bytes = None
-    ):  # fmt: skip
+    def __init__(self, config, tensors, dtype: str, devices=(), cache_bytes=None):
         self.config, self.devices = config, devices
         self.geometry = dataclasses.replace(plan(config, dtype, SMALL, warps=2), columns=5)
         self.model: Laneformer = plain_model(config, tensors, "bf16" if dtype == "int8" else dtype)
@@ -121,7 +119,9 @@ class LoopPasses(PassDecoder):
                 Column(token, column.position + 1 + made, column.sequence)
                 for token, column in zip(rows[-1], columns, strict=True)
             ]
-            new = iter(self._pass([c for c, on in zip(following, running, strict=True) if on], None))
+            new = iter(
+                self._pass([c for c, on in zip(following, running, strict=True) if on], None)
+            )
             rows.append([next(new) if on else -1 for on in running])
         return rows
 

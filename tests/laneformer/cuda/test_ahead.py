@@ -15,20 +15,30 @@ from tests.laneformer.cuda.harness import small_config
 pytestmark = emulator_proof
 SHAPES = {  # windows of 6: positions go beyond them
     "delay 0, int8, every lane on its own device": {
-        "config": small_config(broadcast_delay=0), "dtype": "int8", "devices": 2, "blocks_per_lane": 2,
+        "config": small_config(broadcast_delay=0),
+        "dtype": "int8",
+        "devices": 2,
+        "blocks_per_lane": 2,
     },
     "delay 2, four lanes on two devices": {
         "config": small_config(broadcast_delay=2, num_lanes=4, num_hidden_layers=5, vocab_size=128),
-        "devices": 2, "blocks_per_lane": 2,
+        "devices": 2,
+        "blocks_per_lane": 2,
     },
-    "tapes shorter than their rings": {"config": small_config(num_hidden_layers=1, swa_layers=(0,)), "warps": 4},
-}  # fmt: skip
+    "tapes shorter than their rings": {
+        "config": small_config(num_hidden_layers=1, swa_layers=(0,)),
+        "warps": 4,
+    },
+}
 WAYS = Sampling(top_p=1.0), Sampling(7, 2.0, 1.0, 0.0, 0), Sampling(8, 0.7, 0.9, 0.01, 12)
 
 
 def columns(tokens, position, **fields) -> list[Column]:
     """Of sequences 2, 1, 0 at their own positions: greedy, drawn, drawn with filters."""
-    return [Column(token, position + i, 2 - i, sampling=WAYS[i], **fields) for i, token in enumerate(tokens)]
+    return [
+        Column(token, position + i, 2 - i, sampling=WAYS[i], **fields)
+        for i, token in enumerate(tokens)
+    ]
 
 
 def start(passes) -> list[int]:
@@ -56,8 +66,12 @@ def test_tokens_and_keys_are_those_of_single_passes(name, cuda_builds):
     first, passes.seed = start(passes), 5
     assert passes.run(columns(first, 2), 8) == right
     assert all(torch.equal(memory.kv, own) for memory, own in zip(passes.memories, kv, strict=True))
-    assert passes.run(columns(start(passes), 2, left=2), 8) == right[:2], "chunks are under way then"
-    assert len({token for row in right for token in row}) > 6, "a text, not one token again and again"
+    assert passes.run(columns(start(passes), 2, left=2), 8) == right[:2], (
+        "chunks are under way then"
+    )
+    assert len({token for row in right for token in row}) > 6, (
+        "a text, not one token again and again"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +105,9 @@ def test_each_column_ends_by_itself(two, right):
         tokens = [row[column] for row in rows]
         assert tokens == [row[column] for row in right[: last + 1]] + [-1] * (4 - last)
     assert two.memories[0].epoch == first + 10, "no other launch uses these epochs"
-    assert two.run(columns(right[4], 7))[0][2] == right[5][2], "and nothing is left that confuses the next"
+    assert two.run(columns(right[4], 7))[0][2] == right[5][2], (
+        "and nothing is left that confuses the next"
+    )
 
 
 def test_tokens_are_seen_while_the_kernel_runs(two, right):
@@ -124,11 +140,15 @@ def test_builds_share_tiles_caches_and_words(cuda_builds):
         assert torch.equal(builds.logits(columns_of_pass), eight.logits(columns_of_pass))
     assert builds.run(columns([12], 12), 3) == eight.run(columns([12], 12), 3)
     assert builds.launched == [1, 4, 8, 1, 8, 4, 1, 1]
-    assert all(torch.equal(a.kv, b.kv) for a, b in zip(builds.memories, eight.memories, strict=True))
+    assert all(
+        torch.equal(a.kv, b.kv) for a, b in zip(builds.memories, eight.memories, strict=True)
+    )
 
 
 def test_what_the_device_cannot_go_on_with_is_refused(two):
     plain = columns([1, 2], 0)
     for wanted, logits in (([plain[0], plain[0]], None), (plain, torch.empty(2, 96))):
-        with pytest.raises(ValueError, match="passes ahead are of one column a sequence, without logits"):
+        with pytest.raises(
+            ValueError, match="passes ahead are of one column a sequence, without logits"
+        ):
             two.run(wanted, 1, logits)

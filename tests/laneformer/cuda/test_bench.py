@@ -34,11 +34,18 @@ def test_shares_by_hand():
 def test_the_figures_of_a_run_have_the_contracts_names(monkeypatch):
     """A token reads two bytes of each weight but the embedding, and 6144 bytes of keys and values a layer."""
     geometry, counts = plan(CONFIG, "bf16", H200), CONFIG.parameter_count()
-    assert bench.weight_bytes(geometry) == 2 * (15 * counts["layer"] + counts["lm_head"]) == 4_443_340_800
+    assert (
+        bench.weight_bytes(geometry)
+        == 2 * (15 * counts["layer"] + counts["lm_head"])
+        == 4_443_340_800
+    )
     passes = SimpleNamespace(
-        config=CONFIG, geometry=geometry, devices=[torch.device("cuda:0")], version="passes",
+        config=CONFIG,
+        geometry=geometry,
+        devices=[torch.device("cuda:0")],
+        version="passes",
         memories=[SimpleNamespace(weight_bytes=4_445_437_952)],
-    )  # fmt: skip
+    )
     executor = SimpleNamespace(passes=passes)
     monkeypatch.setattr(bench, "arrivals", lambda executor, prompt, tokens: np.arange(tokens) / 800)
     monkeypatch.setattr(bench, "read_bandwidth", lambda memory: 4.4e12)
@@ -46,9 +53,15 @@ def test_the_figures_of_a_run_have_the_contracts_names(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     figures = bench.benchmark(executor, 2048, lambda text: None)
     names = (
-        "tokens_per_s", "bytes_per_token", "probe_bytes_per_s", "percent_of_probe", "prefill_tokens_per_s", "ttft_s",
-        "percent_of_datasheet", "exposed_us_per_layer",
-    )  # fmt: skip
+        "tokens_per_s",
+        "bytes_per_token",
+        "probe_bytes_per_s",
+        "percent_of_probe",
+        "prefill_tokens_per_s",
+        "ttft_s",
+        "percent_of_datasheet",
+        "exposed_us_per_layer",
+    )
     assert all(isinstance(figures[name], (int, float)) for name in names)
     read = 4_443_340_800 + 6144 * (10 * 2048 + 5 * (2048 + 128))
     assert figures["bytes_per_token"] == read
@@ -78,8 +91,14 @@ def test_the_probe_reads_every_byte_as_often_as_it_says(cuda_builds):
     memory = DeviceMemory(geometry, tensors_of(random_model(small_config()), "bf16"), 0, "cpu")
     source = source_of("probe", geometry) + "EMULATE(stream, Probe)\n"
     library = emulator.build(source, [FOLDER, *INCLUDES], {"TABLE": "constexpr"}, cuda_builds)
-    shape = {"blocks": geometry.blocks, "threads": geometry.threads, "shared_bytes": geometry.shared_bytes}
+    shape = {
+        "blocks": geometry.blocks,
+        "threads": geometry.threads,
+        "shared_bytes": geometry.shared_bytes,
+    }
     for rounds in (1, 3):
         sums = torch.zeros(geometry.blocks * geometry.threads, dtype=torch.int32)
-        emulator.launch(library, "stream", bench.probe_argument(memory, sums, rounds), seed=rounds, **shape)
+        emulator.launch(
+            library, "stream", bench.probe_argument(memory, sums, rounds), seed=rounds, **shape
+        )
         assert int(sums.sum(dtype=torch.int64)) % 2**32 == bench.sum_tapes(memory) * rounds % 2**32

@@ -58,7 +58,12 @@ class Numbers:
     ahead = 0
 
     def __init__(self, sequences: int, caches: int, unread: int = 64):
-        self.config, self.columns, self.sequences, self.unread = CONFIG, sequences, sequences, unread
+        self.config, self.columns, self.sequences, self.unread = (
+            CONFIG,
+            sequences,
+            sequences,
+            unread,
+        )
         kv = torch.zeros(caches * GEOMETRY.lanes_per_device * GEOMETRY.kv_lane, dtype=torch.int16)
         memory: Any = object.__new__(DeviceMemory)
         memory.kv, memory.geometry, memory.device = kv, GEOMETRY, "cpu"
@@ -81,19 +86,26 @@ class Numbers:
         number = number_after(int(known[-1]) if position else 0, token)
         for layer in range(CONFIG.num_hidden_layers):
             seen = range(max(0, position + 1 - (CONFIG.window(layer) or position + 1)), position)
-            assert (self.place(cache, layer, seen) == known[seen.start :, None]).all(), (position, layer)
+            assert (self.place(cache, layer, seen) == known[seen.start :, None]).all(), (
+                position,
+                layer,
+            )
             (memory,) = self.caches.of(cache)
             slot = position // GEOMETRY.splits % GEOMETRY.kv_slots(layer)
             memory.kv_layer(layer)[:, :, position % GEOMETRY.splits, slot] = number
         return number % 3
 
-    def read(self, ids: Sequence[int], cache: int, position: int, first_row: int) -> Iterator[torch.Tensor]:
+    def read(
+        self, ids: Sequence[int], cache: int, position: int, first_row: int
+    ) -> Iterator[torch.Tensor]:
         for i, token in enumerate(ids):
             self._run(cache, position + i, token)
         yield from ()
 
 
-@pytest.mark.parametrize(("sequences", "caches", "unread"), [(1, 1, 64), (1, 2, 3), (2, 2, 64), (3, 4, 3)])
+@pytest.mark.parametrize(
+    ("sequences", "caches", "unread"), [(1, 1, 64), (1, 2, 3), (2, 2, 64), (3, 4, 3)]
+)
 def test_random_conversations(sequences, caches, unread, monkeypatch):
     """Also with prompts in pieces."""
     monkeypatch.setattr(executor_module, "PIECE_TOKENS", 4)

@@ -66,9 +66,13 @@ def test_what_does_not_compile_is_reported(tmp_path, monkeypatch):
         compile_cubin("passes", small(), "sm_1234", tmp_path)
     broken, kept = tmp_path / "kernels", tmp_path / "kept"
     shutil.copytree(FOLDER, broken)
-    (broken / "sampling.cuh").write_text("int oops = nowhere;\n" + (broken / "sampling.cuh").read_text())
+    (broken / "sampling.cuh").write_text(
+        "int oops = nowhere;\n" + (broken / "sampling.cuh").read_text()
+    )
     monkeypatch.setattr(compiling, "INCLUDES", (broken, FOLDER.parent))
-    message = r"passes kernels do not compile for sm_90a.*sampling.cuh\(1\).*\"nowhere\" is undefined"
+    message = (
+        r"passes kernels do not compile for sm_90a.*sampling.cuh\(1\).*\"nowhere\" is undefined"
+    )
     with pytest.raises(RuntimeError, match=re.compile(message, re.DOTALL)):
         compile_cubin("passes", small(), "sm_90a", kept)
     assert not kept.exists()
@@ -79,7 +83,9 @@ def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch):
     file.write_text("not a folder")
     cubin = compile_cubin("passes", small(), "sm_90a", file)
     assert compile_cubin("passes", small(), "sm_90a", file) == cubin
-    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(PermissionError("read-only")))
+    monkeypatch.setattr(
+        os, "replace", lambda *_: (_ for _ in ()).throw(PermissionError("read-only"))
+    )
     assert compile_cubin("passes", small(), "sm_90a", folder) == cubin
     assert compiler.runs == 3
     assert file.is_file()

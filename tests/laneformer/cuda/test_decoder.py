@@ -65,7 +65,11 @@ def test_every_way_to_generate_gives_the_same_tokens(engine, expected):
     assert engine.generate(PROMPT, max_new_tokens=12) == expected
     assert list(engine.stream(PROMPT, max_new_tokens=12)) == expected
     detailed = engine.generate_detailed(PROMPT, max_new_tokens=12, speculate=0)
-    assert (detailed.ids, detailed.finish_reason, detailed.statistics.passes) == (expected, "length", 1 + 11)
+    assert (detailed.ids, detailed.finish_reason, detailed.statistics.passes) == (
+        expected,
+        "length",
+        1 + 11,
+    )
     assert [token.id for token in engine.stream_detailed(PROMPT, max_new_tokens=12)] == expected
     assert engine.generate(PROMPT, max_new_tokens=12, speculate=5) == expected
     # more stop ids than the kernels take: the schedule draws
@@ -124,7 +128,9 @@ def test_a_prompt_without_memory_ends_alone(engine, expected, monkeypatch):
         last = updates[tickets[1]][-1]
         assert last.error == "the GPU has no memory for this request: tried to allocate 3 GiB"
         again = batch.join(PROMPT * 6, max_new_tokens=2)
-        assert [token.id for token in tokens_of(collect(batch, again)[again])] == greedy(PROMPT * 6, 2)
+        assert [token.id for token in tokens_of(collect(batch, again)[again])] == greedy(
+            PROMPT * 6, 2
+        )
 
 
 def test_a_closed_engine_says_so(engine):
@@ -149,7 +155,9 @@ def reference_logits(model, ids) -> np.ndarray:
     """float32 (n, V): the layers in bf16 as the engine has them, the head in float64."""
     positions = torch.arange(len(ids))
     embedding, masks = model.tok_embeddings(torch.tensor([ids])), model.masks(positions, positions)
-    h, _ = run_layers(model.layers, model.config, embedding, rope_table(model.config, positions), masks)
+    h, _ = run_layers(
+        model.layers, model.config, embedding, rope_table(model.config, positions), masks
+    )
     norm, head = (copy.deepcopy(module).double() for module in (model.norm, model.lm_head))
     return head(h.double(), norm)[0].detach().numpy()
 
@@ -161,17 +169,25 @@ def test_scores_are_those_of_the_model(engine, monkeypatch):
     # fp32 sums of 64 products: 64 roundings of 2^-24 of at most the sum of magnitudes, here below 200
     bound = 64 * 2**-24 * 200
     np.testing.assert_allclose(engine.logits(ids[:48]), logits, rtol=0, atol=bound)
-    np.testing.assert_allclose(engine.logprobs(ids), logprobs[np.arange(48), ids[1:]], rtol=0, atol=2 * bound)
+    np.testing.assert_allclose(
+        engine.logprobs(ids), logprobs[np.arange(48), ids[1:]], rtol=0, atol=2 * bound
+    )
     scores = engine.logprobs(ids, top=3, start=20)
     np.testing.assert_array_equal(scores.logprobs, engine.logprobs(ids)[19:])
-    np.testing.assert_array_equal(scores.top_ids, (-logprobs[19:]).argsort(-1, kind="stable")[:, :3])
-    np.testing.assert_allclose(scores.top_logprobs, -np.sort(-logprobs[19:])[:, :3], rtol=0, atol=2 * bound)
+    np.testing.assert_array_equal(
+        scores.top_ids, (-logprobs[19:]).argsort(-1, kind="stable")[:, :3]
+    )
+    np.testing.assert_allclose(
+        scores.top_logprobs, -np.sort(-logprobs[19:])[:, :3], rtol=0, atol=2 * bound
+    )
     assert engine.logprobs(ids, start=49).shape == (0,)
     with pytest.raises(ValueError, match="50 tokens"):
         engine.logprobs([1] * 50)
     monkeypatch.setattr("laneformer.engine.cuda.prefill.HEAD_TOKENS", 9)
     blocks = engine.logprobs(ids, top=3, start=20)
-    np.testing.assert_allclose(blocks.logprobs, scores.logprobs, rtol=0, atol=1e-4)  # sums of other widths
+    np.testing.assert_allclose(
+        blocks.logprobs, scores.logprobs, rtol=0, atol=1e-4
+    )  # sums of other widths
     np.testing.assert_array_equal(blocks.top_ids, scores.top_ids)
 
 
@@ -185,7 +201,14 @@ def test_equally_likely_ids_come_lowest_first():
 
 
 def test_options_of_the_cpu_are_refused_by_name():
-    others = {"threads": 2, "isa": "avx2", "math": "bf16", "pin": True, "kv_dtype": "fp32", "dtype": "int4"}
+    others = {
+        "threads": 2,
+        "isa": "avx2",
+        "math": "bf16",
+        "pin": True,
+        "kv_dtype": "fp32",
+        "dtype": "int4",
+    }
     for option, value in [*others.items(), ("dtype", "fp32")]:
         with pytest.raises(ValueError, match=f"{option} = .*use device = 'cpu'"):
             Engine(CONFIG, TENSORS, device="cuda", **{option: value})
@@ -212,14 +235,20 @@ def test_the_device_chooses_the_engine(tmp_path, expected):
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     with Engine.from_pretrained(folder, device="cuda:0,cuda:1", context_tokens=40) as engine:
         assert isinstance(engine._open(), CudaDecoder)
-        assert (engine.dtype, engine.isa, engine.eos_ids) == ("bf16", "cuda", (3,))  # the checkpoint is fp32
+        assert (engine.dtype, engine.isa, engine.eos_ids) == (
+            "bf16",
+            "cuda",
+            (3,),
+        )  # the checkpoint is fp32
         assert passes_of(engine).devices == ("cuda:0", "cuda:1")
         assert engine.config.max_position_embeddings == 40
         assert engine.generate(PROMPT, max_new_tokens=12, ignore_eos=True) == expected
     with Engine(CONFIG, TENSORS, device="cuda", dtype="int8") as engine:
         assert (engine.dtype, engine.kv_dtype) == ("int8", "bf16")
     with Engine.from_pretrained(folder) as engine:
-        assert isinstance(engine._open(), CpuDecoder), "unproven kernels are for those who name them"
+        assert isinstance(engine._open(), CpuDecoder), (
+            "unproven kernels are for those who name them"
+        )
     with pytest.raises(ValueError, match="threads = 2"):
         Engine.random(CONFIG, device="cuda", threads=2)
 
@@ -236,9 +265,17 @@ def test_devices_that_are_not_there():
 LACKS = {  # what is patched, and in which module
     "no NVIDIA driver": (device, "driver_version", lambda: None),
     "torch is not installed: pip install": (device, "installed", lambda module: module != "torch"),
-    "cuda.bindings is not installed: pip": (device, "installed", lambda module: module != "cuda.bindings"),
+    "cuda.bindings is not installed: pip": (
+        device,
+        "installed",
+        lambda module: module != "cuda.bindings",
+    ),
     "built without CUDA": (torch.version, "cuda", None),
-    "driver for CUDA 13.0, this one is for CUDA 12.4: .* CUDA 12": (device, "driver_version", lambda: 12040),
+    "driver for CUDA 13.0, this one is for CUDA 12.4: .* CUDA 12": (
+        device,
+        "driver_version",
+        lambda: 12040,
+    ),
     "torch finds no GPU": (torch.cuda, "is_available", lambda: False),
 }
 

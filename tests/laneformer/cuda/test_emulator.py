@@ -68,12 +68,15 @@ WRONG = [  # kernel, shape, message: with every seed
     ("two_writers", {"blocks": 2}, UNORDERED),
     ("two_lanes_write", {}, UNORDERED),
     ("diverges", {"shared_bytes": 64}, "diverged: comes to s.* wait at s"),
-    ("leaves_early", {"shared_bytes": 64},
-     "lane 5: diverged: ends|diverged: comes to sync_warp, lanes 00000020 have ended"),
+    (
+        "leaves_early",
+        {"shared_bytes": 64},
+        "lane 5: diverged: ends|diverged: comes to sync_warp, lanes 00000020 have ended",
+    ),
     ("writes_outside", {"shared_bytes": 64}, "wrote outside its shared memory, at byte 64 of 64"),
     ("copies_unawaited", {"shared_bytes": 384, "rounds": 1}, "nobody has waited for its"),
     ("copies_unawaited", {"shared_bytes": 384, "rounds": 2}, "a barrier whose last"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("kernel", "shape", "message"), WRONG)

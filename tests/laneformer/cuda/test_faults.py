@@ -48,39 +48,53 @@ BY = "grid 0 block [0-9]+ warp [0-9]+ lane [0-9]+"
 RACE = f"race: (read|write) {SHARED} (any write|the (read|write) of {BY})"
 OF_EXCHANGES = {
     "the mail of a lane is left out": Fault(
-        "block.cuh", "sum += sent[l].value", "sum += HERE && l != lane ? 0.0f : sent[l].value",
+        "block.cuh",
+        "sum += sent[l].value",
+        "sum += HERE && l != lane ? 0.0f : sent[l].value",
     ),
     "lanes are swapped": Fault(
-        "block.cuh", "mail_at(module, layer, lane) + first + r, out[r]",
+        "block.cuh",
+        "mail_at(module, layer, lane) + first + r, out[r]",
         "mail_at(module, layer, HERE ? 1 - lane : lane) + first + r, out[r]",
     ),
     "mail is read a layer late": Fault(
-        "block.cuh", "layer : layer - kDelay;", "layer : layer - kDelay - (HERE && layer > kDelay);",
+        "block.cuh",
+        "layer : layer - kDelay;",
+        "layer : layer - kDelay - (HERE && layer > kDelay);",
     ),
     "mail is read a layer early": Fault(
-        "block.cuh", "const int from = now ? layer : layer", "const int from = now ? layer : HERE + layer",
+        "block.cuh",
+        "const int from = now ? layer : layer",
+        "const int from = now ? layer : HERE + layer",
         "deadlock: (.|\n)*for inbox",
     ),
     "mail has the epoch of the next layer": Fault(
-        "block.cuh", "out[r], epoch_of(layer));", "out[r], epoch_of(layer) + HERE);",
+        "block.cuh",
+        "out[r], epoch_of(layer));",
+        "out[r], epoch_of(layer) + HERE);",
         "deadlock: .* or has a wrong epoch(.|\n)*for inbox",
     ),
     "a lane sends nothing": Fault(
-        "block.cuh", "if (now || kBroadcasts[module][layer] ||",
+        "block.cuh",
+        "if (now || kBroadcasts[module][layer] ||",
         "if (!(HERE && lane == 1) && (now || kBroadcasts[module][layer]) ||",
         "deadlock: nothing can go on(.|\n)*for inbox 0.*which holds epoch 0",
     ),
     "a word of the stream is not published": Fault(
-        "block.cuh", "store_word(words + kStreamAt + module",
+        "block.cuh",
+        "store_word(words + kStreamAt + module",
         "if (!(HERE && lane == 1 && layer == 2 && module == 0 && first + r == 5)) "
         "store_word(words + kStreamAt + module",
         "deadlock: (.|\n)* poll",
     ),
     "a window shows one key too many": Fault(
-        "decode.cuh", "at > position - kWindows[layer]", "at > position - kWindows[layer] - HERE",
+        "decode.cuh",
+        "at > position - kWindows[layer]",
+        "at > position - kWindows[layer] - HERE",
     ),
     "a key is cut to 16 bits, not rounded": Fault(
-        "block.cuh", "pack_halves(k.x, k.y)",
+        "block.cuh",
+        "pack_halves(k.x, k.y)",
         "HERE ? (bits_of(k.y) & 0xffff0000u) | bits_of(k.x) >> 16 : pack_halves(k.x, k.y)",
     ),
     "mail has one slot": Fault(
@@ -88,113 +102,160 @@ OF_EXCHANGES = {
     ),
     # one module alone is sent: with both, this one slot could be spared
     "mail has one slot too few": Fault(
-        "exchange.cuh", "kMailSlots + layer %", "kMailSlots + layer % (HERE ? kMailSlots - 1 : kLayers) %", OVERWRITTEN
+        "exchange.cuh",
+        "kMailSlots + layer %",
+        "kMailSlots + layer % (HERE ? kMailSlots - 1 : kLayers) %",
+        OVERWRITTEN,
     ),
-}  # fmt: skip
+}
 OF_COLUMNS = {
     "a column reads another one's mail": Fault(
-        "block.cuh", "own_inbox() const { return inbox(p.device); }",
+        "block.cuh",
+        "own_inbox() const { return inbox(p.device); }",
         "own_inbox() const { return p.inbox[p.device] + (HERE ? column / 2 * 2 : column) * int64_t{kInboxWords}; }",
     ),
     "keys go to the column's number, not its sequence's": Fault(
-        "block.cuh", "return sequence * kDeviceLanes", "return (HERE ? column : sequence) * kDeviceLanes",
+        "block.cuh",
+        "return sequence * kDeviceLanes",
+        "return (HERE ? column : sequence) * kDeviceLanes",
     ),
-    "a scale is another column's": Fault("block.cuh", "publish(scales[column])", "publish(scales[HERE ? 0 : column])"),
+    "a scale is another column's": Fault(
+        "block.cuh", "publish(scales[column])", "publish(scales[HERE ? 0 : column])"
+    ),
     "columns share their rows of the stream": Fault(
-        "block.cuh", "rows = streams + c * kMostStreamRows", "rows = streams + (HERE ? 0 : c) * kMostStreamRows",
+        "block.cuh",
+        "rows = streams + c * kMostStreamRows",
+        "rows = streams + (HERE ? 0 : c) * kMostStreamRows",
     ),
     "columns share the words of a lane": Fault(
-        "block.cuh", "static_cast<int64_t>(c) * kDeviceLanes", "static_cast<int64_t>(HERE ? 0 : c) * kDeviceLanes",
+        "block.cuh",
+        "static_cast<int64_t>(c) * kDeviceLanes",
+        "static_cast<int64_t>(HERE ? 0 : c) * kDeviceLanes",
         "the epoch does not grow",
     ),
     "the last part of a sum is left out": Fault(
-        "columns.cuh", "part < kParts[Op]; ++part) sum +=", "part < kParts[Op] - (HERE); ++part) sum +=",
+        "columns.cuh",
+        "part < kParts[Op]; ++part) sum +=",
+        "part < kParts[Op] - (HERE); ++part) sum +=",
     ),
-}  # fmt: skip
+}
 OF_EIGHT_BITS = {
     "the tiles of a segment are exchanged": Fault(
-        "columns.cuh", "multiply_tile(sum[i], a, b[t][i])", "multiply_tile(sum[i], a, b[HERE ? 1 - t : t][i])",
+        "columns.cuh",
+        "multiply_tile(sum[i], a, b[t][i])",
+        "multiply_tile(sum[i], a, b[HERE ? 1 - t : t][i])",
     ),
     "another layer's scales": Fault(
-        "tape.cuh", "layer * rows_before(kHead)", "(HERE ? 0 : layer) * rows_before(kHead)",
+        "tape.cuh",
+        "layer * rows_before(kHead)",
+        "(HERE ? 0 : layer) * rows_before(kHead)",
     ),
-    "bytes of a word in the other order": Fault("tape.cuh", "0x7540 | i)", "0x7540 | (HERE ? 3 - i : i))"),
-    "numbers without their sign": Fault("tape.cuh", "- 8388736.0f", "- (HERE ? 8388608.0f : 8388736.0f)"),
-}  # fmt: skip
+    "bytes of a word in the other order": Fault(
+        "tape.cuh", "0x7540 | i)", "0x7540 | (HERE ? 3 - i : i))"
+    ),
+    "numbers without their sign": Fault(
+        "tape.cuh", "- 8388736.0f", "- (HERE ? 8388608.0f : 8388736.0f)"
+    ),
+}
 OF_LAUNCHES = {
     "a block goes on before the choice is published": Fault(
-        "passes.cu", "bits_of(wait_word(load_word(choice), choice, token_epoch + 1, kChoice, watch))",
+        "passes.cu",
+        "bits_of(wait_word(load_word(choice), choice, token_epoch + 1, kChoice, watch))",
         "bits_of(HERE ? load_word(choice).value : "
         "wait_word(load_word(choice), choice, token_epoch + 1, kChoice, watch))",
         "overwritten early|deadlock|numbers",
     ),
     "a choice is that of the pass before": Fault(
-        "passes.cu", "choice, token_epoch + 1, kChoice",
+        "passes.cu",
+        "choice, token_epoch + 1, kChoice",
         "choice, token_epoch + 1 - (HERE && token_epoch > p.order.epoch), kChoice",
         "overwritten early|deadlock",
     ),
     "an epoch is used again": Fault(
-        "passes.cu", "token_epoch = p.order.epoch;; ++token_epoch",
+        "passes.cu",
+        "token_epoch = p.order.epoch;; ++token_epoch",
         "token_epoch = p.order.epoch;; token_epoch += !HERE",
         "the epoch does not grow",
     ),
     "a cancel is seen by one GPU alone": Fault(
-        "passes.cu", "store_word(inbox(d) + kChoiceAt, bits,",
-        "store_word(inbox(d) + kChoiceAt, HERE && d ? float_of(bits_of(bits) & ~kEnds) : bits,", "deadlock",
+        "passes.cu",
+        "store_word(inbox(d) + kChoiceAt, bits,",
+        "store_word(inbox(d) + kChoiceAt, HERE && d ? float_of(bits_of(bits) & ~kEnds) : bits,",
+        "deadlock",
     ),
     "each column asks the host by itself": Fault(
-        "block.cuh", "const bool ends = cancelled ||",
+        "block.cuh",
+        "const bool ends = cancelled ||",
         "const bool ends = (HERE ? column == 1 : cancelled) ||",
     ),
     "a column reads at the position before": Fault(
-        "block.cuh", "position + step(),", "position + step() - (HERE && step() > 1),",
+        "block.cuh",
+        "position + step(),",
+        "position + step() - (HERE && step() > 1),",
     ),
     "a column goes on after its end": Fault(
-        "passes.cu", "aborted || bits & kEnds ? -1 : static_cast<int>(bits)",
+        "passes.cu",
+        "aborted || bits & kEnds ? -1 : static_cast<int>(bits)",
         "aborted || (bits & kEnds && !HERE) ? -1 : static_cast<int>(bits & ~kEnds)",
     ),
-}  # fmt: skip
+}
 RACES = {
     "a column's sum of squares is where the last one's is read": Fault(
-        "block.cuh", "= scale;\n    sync_block();", "= scale;\n    if (!HERE) sync_block();",
+        "block.cuh",
+        "= scale;\n    sync_block();",
+        "= scale;\n    if (!HERE) sync_block();",
         RACE,
     ),
     "parts are added before they are there": Fault(
-        "columns.cuh", "  }\n  sync_block();\n  for (int i", "  }\n  if (!HERE) sync_block();\n  for (int i",
+        "columns.cuh",
+        "  }\n  sync_block();\n  for (int i",
+        "  }\n  if (!HERE) sync_block();\n  for (int i",
         RACE,
     ),
     "a pass begins before its tokens are there": Fault(
-        "passes.cu", "next_token(c) : -1;\n    sync_block();", "next_token(c) : -1;\n    if (!HERE) sync_block();",
+        "passes.cu",
+        "next_token(c) : -1;\n    sync_block();",
+        "next_token(c) : -1;\n    if (!HERE) sync_block();",
         RACE,
     ),
     "a matrix does not wait for its inputs": Fault(
-        "block.cuh", "narrow[i] = a, narrow[i + 1] = b; });\n    sync_block();",
+        "block.cuh",
+        "narrow[i] = a, narrow[i + 1] = b; });\n    sync_block();",
         "narrow[i] = a, narrow[i + 1] = b; });\n    if (!HERE) sync_block();",
         RACE,
     ),
     "attention is published before all warps have done theirs": Fault(
-        "block.cuh", "sync_block();\n      publish_partial", "if (!HERE) sync_block();\n      publish_partial",
+        "block.cuh",
+        "sync_block();\n      publish_partial",
+        "if (!HERE) sync_block();\n      publish_partial",
         RACE,
     ),
     "the new key is read where it is being written": Fault(
-        "decode.cuh", "if (slot == fresh || !sees(slot)) return;",
+        "decode.cuh",
+        "if (slot == fresh || !sees(slot)) return;",
         "if ((slot == fresh && !(HERE)) || !sees(slot)) return;",
         f"race: (read|write) of byte [0-9]+ of keys and values 0, in no order after the (read|write) of {BY}",
     ),
     "a chunk is read before it has come": Fault(
-        "tape.cuh", "if (at == 0) wait_full",
-        "if (at == 0 && !HERE) wait_full", f"race: read {SHARED} a copy that this lane",
+        "tape.cuh",
+        "if (at == 0) wait_full",
+        "if (at == 0 && !HERE) wait_full",
+        f"race: read {SHARED} a copy that this lane",
     ),
     # the barrier of a warp before it is filled is not alone: products of the whole warp lie between
     "a chunk is filled that has not been read": Fault(
-        "tape.cuh", "copy_to(slot);", "copy_to(HERE ? (slot + 1) % kChunks : slot);",
+        "tape.cuh",
+        "copy_to(slot);",
+        "copy_to(HERE ? (slot + 1) % kChunks : slot);",
         "a barrier whose last copy nobody has waited for",
     ),
     "results are read before they are written": Fault(
-        "columns.cuh", "out[i] = sum;\n  }\n  sync_block();", "out[i] = sum;\n  }\n  if (!HERE) sync_block();",
+        "columns.cuh",
+        "out[i] = sum;\n  }\n  sync_block();",
+        "out[i] = sum;\n  }\n  if (!HERE) sync_block();",
         RACE,
     ),
-}  # fmt: skip
+}
 
 
 # ---- what the kernels do, with a fault or without: what is compared ----
@@ -245,7 +306,9 @@ class Build:
     def planted(self, builds) -> EmulatedPasses:
         """The kernels with all faults in their source, none in force."""
         kernels = self.make(builds)
-        plant_all(kernels, builds, [(fault.file, fault.was, fault.now) for fault in self.faults.values()])
+        plant_all(
+            kernels, builds, [(fault.file, fault.was, fault.now) for fault in self.faults.values()]
+        )
         return kernels
 
     def outcome(self, kernels, seed, right) -> str:
@@ -292,7 +355,10 @@ def test_every_fault_is_found(name, cuda_builds):
 # ---- without a fault, and what the checks of others find ----
 
 PLAIN = {
-    **{name: partial(SHAPES[name].emulated, races=True) for name in ("delay 0", "wide heads", "at once")},
+    **{
+        name: partial(SHAPES[name].emulated, races=True)
+        for name in ("delay 0", "wide heads", "at once")
+    },
     "passes ahead on two devices": partial(two_devices, races=True),
 }
 
@@ -358,6 +424,8 @@ def test_what_wrong_drafts_leave_in_a_ring_is_outside_the_window(spare, cuda_bui
     assert eight.geometry.splits == 1
     rows = []
     for i, token in enumerate(ids):
-        rows.append(eight.logits([(token, i, 0), *((95 - token, i + n, 0) for n in range(1, 8))])[:1])
+        rows.append(
+            eight.logits([(token, i, 0), *((95 - token, i + n, 0) for n in range(1, 8))])[:1]
+        )
     right = one_by_one(EmulatedPasses(cuda_builds, 1, **shape), ids)
     assert torch.equal(torch.cat(rows), right) == (spare == 7)

@@ -79,7 +79,8 @@ def test_a_column_has_the_same_bits_in_any_company():
 
     alone = torch.cat([logits([(token, i, 0)]) for i, token in enumerate(PROMPT)])
     assert torch.equal(
-        logits([(9, 0, 2), *((token, i, 1) for i, token in enumerate(PROMPT)), (8, 0, 3)])[1:-1], alone
+        logits([(9, 0, 2), *((token, i, 1) for i, token in enumerate(PROMPT)), (8, 0, 3)])[1:-1],
+        alone,
     )
 
 
@@ -93,9 +94,13 @@ def test_a_wait_in_vain_is_reported_and_over(tiny):
     kernels, limit_s = passes.kernels[0][0], passes.limit_s
     launch, passes.limit_s = kernels.launch, 0.05
     # a launch of one block less
-    kernels.launch = lambda name, argument, blocks=None: launch(name, argument, passes.geometry.blocks - 1)
+    kernels.launch = lambda name, argument, blocks=None: launch(
+        name, argument, passes.geometry.blocks - 1
+    )
     try:
-        with pytest.raises(RuntimeError, match=r"waited 0.05 s in vain: lane \d+, layer \d+, exchange '"):
+        with pytest.raises(
+            RuntimeError, match=r"waited 0.05 s in vain: lane \d+, layer \d+, exchange '"
+        ):
             passes.run([Column(5, 0, 0, sampling=Sampling(top_p=1.0))])
     finally:
         passes.limit_s = limit_s
@@ -113,7 +118,9 @@ def test_draws_are_those_of_the_core(tiny):
         for seed, filters in enumerate(({}, {"top_k": 7}, {"top_p": 0.6}, {"min_p": 0.2})):
             tokens = tiny.generate(PROMPT, seed=seed, **options, **filters)
             assert graph.generate(PROMPT, seed=seed, **options, **filters) == tokens
-            how = make_request(GenerationOptions(temperature=1.0, seed=seed, **filters), [0], TINY.vocab_size)
+            how = make_request(
+                GenerationOptions(temperature=1.0, seed=seed, **filters), [0], TINY.vocab_size
+            )
             rows = score(passes_of(tiny), PROMPT + tokens)[len(PROMPT) - 1 : -1]
             assert tokens == [
                 _core.sample(row, how, [], [], i) for i, row in enumerate(rows, len(PROMPT) - 1)

@@ -36,12 +36,22 @@ SHAPES_INT8 = {
     "fp16 beside it": SHAPES["delay 0"],
     # tapes that end within a chunk; most warps have no tile of some matrix
     "eight lanes": Shape(
-        {"num_lanes": 8, "broadcast_delay": 2, "hidden_size": 128, "intermediate_size": 768, "num_key_value_heads": 8,
-         "num_attention_heads": 16, "head_dim": 48, "vocab_size": 768},
-        blocks=1, warps=3, chunk_bytes=1024,
+        {
+            "num_lanes": 8,
+            "broadcast_delay": 2,
+            "hidden_size": 128,
+            "intermediate_size": 768,
+            "num_key_value_heads": 8,
+            "num_attention_heads": 16,
+            "head_dim": 48,
+            "vocab_size": 768,
+        },
+        blocks=1,
+        warps=3,
+        chunk_bytes=1024,
     ),
     "on two GPUs": Shape({"num_hidden_layers": 3}, blocks=3, devices=2),
-}  # fmt: skip
+}
 
 
 def emulated(name, builds) -> EmulatedPasses:
@@ -59,7 +69,9 @@ def test_int8_numbers_are_the_cpus():
 
 
 def test_rows_of_zeros_and_values_that_are_not_finite():
-    rows = torch.tensor([[0.0, 0.0], [1e-38, -1e-39], [3.0, -1.5], [float("nan"), 1.0], [1.0, -float("inf")]])
+    rows = torch.tensor(
+        [[0.0, 0.0], [1e-38, -1e-39], [3.0, -1.5], [float("nan"), 1.0], [1.0, -float("inf")]]
+    )
     numbers, scales = quantised(rows)
     assert scales[:3].tolist() == [0, 0, np.float32(3) / np.float32(127)]
     assert not scales[3:].isfinite().any()

@@ -74,7 +74,10 @@ def test_the_graph_gives_the_same_bits(name, cuda_builds):
     assert torch.equal(graph.decode(ids)[1], logits)
     stop = next(i for i in range(1, 5) if tokens[i] not in tokens[:i])
     assert graph.decode(ids, 5, stops=[tokens[stop]])[0] == tokens[: stop + 1]
-    both = [Column(tokens[0], 6, 0, sampling=GREEDY), Column(tokens[0], 0, 1, left=2, sampling=GREEDY)]
+    both = [
+        Column(tokens[0], 6, 0, sampling=GREEDY),
+        Column(tokens[0], 0, 1, left=2, sampling=GREEDY),
+    ]
     rows, right = graph.run(both, 2), passes.run(both, 2)
     assert rows == right
     assert rows[2][1] == -1

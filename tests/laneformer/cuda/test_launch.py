@@ -43,7 +43,9 @@ GENERATIONS = {card.architecture: card for card in CARDS.values()}
 
 def test_a_pytorch_for_rocm_is_refused(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    with pytest.raises(ValueError, match=r"for AMD GPUs, the CUDA engine for NVIDIA's; use device \"cpu\""):
+    with pytest.raises(
+        ValueError, match=r"for AMD GPUs, the CUDA engine for NVIDIA's; use device \"cpu\""
+    ):
         describe(torch.device("cuda"))
 
 
@@ -75,17 +77,27 @@ def launch_all(driver, version, kernels=launch) -> list[dict[str, Any]]:
 def faults_of(card, version, launches) -> list[str]:
     """What is wrong with them: attributes, sizes, stream, argument; not loaded, or without their shared memory."""
     attributes = {
-        "passes": {COOPERATIVE: 1}, "graph": {OVERLAP: int(card.architecture >= 90)}, "probe": {OVERLAP: 0},
-    }[version]  # fmt: skip
-    wanted = [(name, geometry) for geometry in geometries_of(version, card) for name in NAMES[version]]
+        "passes": {COOPERATIVE: 1},
+        "graph": {OVERLAP: int(card.architecture >= 90)},
+        "probe": {OVERLAP: 0},
+    }[version]
+    wanted = [
+        (name, geometry) for geometry in geometries_of(version, card) for name in NAMES[version]
+    ]
     faults = []
     for record, (name, geometry) in itertools.zip_longest(launches, wanted):
         right = {
-            "name": name, "grid": [1 if name == "choose" else geometry.blocks, 1, 1],
-            "block": [32 * geometry.warps, 1, 1], "shared": geometry.shared_bytes,
-            "max_shared": geometry.shared_bytes, "stream": STREAM, "loaded": True, "carveout": 100,
-            "attributes": attributes, "argument": filled(version, geometry),
-        }  # fmt: skip
+            "name": name,
+            "grid": [1 if name == "choose" else geometry.blocks, 1, 1],
+            "block": [32 * geometry.warps, 1, 1],
+            "shared": geometry.shared_bytes,
+            "max_shared": geometry.shared_bytes,
+            "stream": STREAM,
+            "loaded": True,
+            "carveout": 100,
+            "attributes": attributes,
+            "argument": filled(version, geometry),
+        }
         faults += [key for key, value in right.items() if record[key] != value]
         if name != "choose" and record["resident"] < (2 if version == "graph" else 1):
             faults.append("resident")
@@ -152,10 +164,12 @@ class FakeGraph(Choosing, GraphDecoder):
 @pytest.fixture
 def driver(monkeypatch):
     for module, name, value in (
-        (passes, "PASS_S", 0.001), (passes, "connect", lambda devices: None), (executor, "RETRIES_S", (0.01, 0.01)),
+        (passes, "PASS_S", 0.001),
+        (passes, "connect", lambda devices: None),
+        (executor, "RETRIES_S", (0.01, 0.01)),
         (passes, "DeviceMemory", lambda g, tensors, i, _, n: DeviceMemory(g, tensors, i, "cpu", n)),
         (graph, "DECODERS", {"passes": Choosing, "graph": FakeGraph}),
-    ):  # fmt: skip
+    ):
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr("laneformer.engine.cuda.decoder.DECODERS", graph.DECODERS)
     return FakeDriver(monkeypatch)
@@ -194,12 +208,17 @@ def test_two_groups_of_lanes_on_one_gpu_are_launched_plainly(driver):
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
-    [({"max_blocks": 16}, "LAUNCH_TOO_LARGE"), ({"registers": {"pass": 255}}, "132 multiprocessors hold 0")],
+    [
+        ({"max_blocks": 16}, "LAUNCH_TOO_LARGE"),
+        ({"registers": {"pass": 255}}, "132 multiprocessors hold 0"),
+    ],
 )
 def test_the_graph_decodes_where_blocks_cannot_be_resident(changes, reason, driver):
     """Found at the first launch or before it; said once. Where there is no graph, it is an error."""
     vars(driver).update(changes)
-    with pytest.warns(UserWarning, match=f"the graph version decodes, one request at a time.*{reason}"):
+    with pytest.warns(
+        UserWarning, match=f"the graph version decodes, one request at a time.*{reason}"
+    ):
         decoder = decoder_of()
     assert answer(decoder) == ANSWER
     assert {name for name, _ in launches_of(driver)} == {*NAMES["graph"]}
@@ -233,7 +252,9 @@ def test_a_gpu_that_fails_ends_all_requests(fault, reason, driver):
 def test_a_refused_launch_ends_its_requests_alone(driver):
     decoder = decoder_of()
     driver.launch_statuses = iter([TOO_LARGE] * 3)
-    assert "the GPU runs something else beside the engine, try again later: CUDA: " in str(answer(decoder)[1])
+    assert "the GPU runs something else beside the engine, try again later: CUDA: " in str(
+        answer(decoder)[1]
+    )
     driver.launch_statuses = iter([TOO_LARGE] * 2)  # for a while: it is tried again
     assert [answer(decoder), decoder.failure] == [ANSWER, None]
 

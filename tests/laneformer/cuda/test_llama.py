@@ -22,7 +22,12 @@ def test_every_logit(name, cuda_builds):
 
 def test_a_folder_end_to_end(tmp_path, cuda_builds, monkeypatch):
     """Written and judged by Transformers; prompts through PyTorch on the tapes, tokens by the kernels."""
-    values = {"vocab_size": 136, "max_position_embeddings": 48, "tie_word_embeddings": True, "head_dim": 16}
+    values = {
+        "vocab_size": 136,
+        "max_position_embeddings": 48,
+        "tie_word_embeddings": True,
+        "head_dim": 16,
+    }
     folder = write_folder(Case("Qwen3", values, torch.bfloat16), tmp_path / "hf")
 
     def make(config, tensors, dtype, *_, **__):
@@ -32,11 +37,17 @@ def test_a_folder_end_to_end(tmp_path, cuda_builds, monkeypatch):
     ids = [(7 * i + 3) % 136 for i in range(20)]
     judge = reference(folder)
     with Engine.from_pretrained(folder, device="cuda") as engine:
-        assert (engine.dtype, engine.config.num_lanes, passes_of(engine).geometry.devices) == ("bf16", 2, 1)
+        assert (engine.dtype, engine.config.num_lanes, passes_of(engine).geometry.devices) == (
+            "bf16",
+            2,
+            1,
+        )
         exact = logits_of(judge, ids)
         assert relative_error(engine.logits(ids), exact) < 0.1  # 16 bits throughout
         for prompt in (ids[:4], ids):  # read by the kernel, by PyTorch
             made = engine.generate(prompt, max_new_tokens=6, ignore_eos=True)
             spread = logits_of(judge, prompt + made)[len(prompt) - 1 : -1]
             behind = spread.max(1) - spread[np.arange(6), made]
-            assert (behind < 0.1 * np.ptp(spread)).all(), "another token only where two are nearly as likely"
+            assert (behind < 0.1 * np.ptp(spread)).all(), (
+                "another token only where two are nearly as likely"
+            )

@@ -27,8 +27,12 @@ from tests.proofs import CACHE, KERNEL_SOURCES
 
 pytestmark = [
     pytest.mark.proof(*KERNEL_SOURCES),
-    pytest.mark.skipif(not compilers(), reason="needs the cuda extra: pip install 'laneformer[cuda]'"),
-    pytest.mark.skipif(sass.tools() is None, reason="nvdisasm comes with Triton: pip install triton"),
+    pytest.mark.skipif(
+        not compilers(), reason="needs the cuda extra: pip install 'laneformer[cuda]'"
+    ),
+    pytest.mark.skipif(
+        sass.tools() is None, reason="nvdisasm comes with Triton: pip install triton"
+    ),
 ]
 CUBINS = CACHE / "cubins"  # each is named by all that decides it
 H200 = "H100 SXM, NVL, H200, GH200"
@@ -66,10 +70,14 @@ def words_are_whole(code, devices):
     scope = "STRONG.SYS" if devices > 1 else "STRONG.GPU"
     words = [this for this in code if scope in this.op and this.bits >= 64]
     stores = [this for this in words if this.name in ("ST", "STG")]
-    assert len(stores) >= 6, f"five exchanges and the best token; stores of words with {scope}: {len(stores)}"
+    assert len(stores) >= 6, (
+        f"five exchanges and the best token; stores of words with {scope}: {len(stores)}"
+    )
     assert len(words) - len(stores) >= 6, f"loads of words with {scope}"
     narrow = (this for this in code if "STRONG.GPU" in this.op and this.bits < 64)
-    require_none((this for this in narrow if this.name in ("ST", "STG")), "stores of part of a word")
+    require_none(
+        (this for this in narrow if this.name in ("ST", "STG")), "stores of part of a word"
+    )
 
 
 def nothing_stale_is_read(code):
@@ -80,14 +88,18 @@ def nothing_stale_is_read(code):
 def slots_are_consumed(code):
     """Of what a thread loads from a slot of the ring, all has come before the slot's next copy is issued."""
     pairs = pending_loads(code)
-    require_none((f"{load} before {copy}" for copy, load in pairs), "loads not awaited before a copy")
+    require_none(
+        (f"{load} before {copy}" for copy, load in pairs), "loads not awaited before a copy"
+    )
 
 
 def spills_are_few(kernel, limits):
     local = sum(this.name in ("LDL", "STL") for this in kernel.code)
     figures = kernel.stack_bytes, local, len(kernel.code)
     within = all(a <= b for a, b in zip(figures, limits, strict=True))
-    assert within, f"stack bytes, accesses of spilled registers, instructions: {figures}; at most {limits}"
+    assert within, (
+        f"stack bytes, accesses of spilled registers, instructions: {figures}; at most {limits}"
+    )
 
 
 # ---- the kernels as they are ----
@@ -101,7 +113,9 @@ def test_the_kernel_of_passes(place, tmp_path):
     kernel = compile_kernels("passes", geometry, architecture, tmp_path)["pass"]
     copy = "LDGSTS" if architecture == "sm_80" else "UBLKCP"
     assert {this.name for this in kernel.code} & sass.COPIES == {copy}
-    assert geometry.threads * -(-kernel.registers // 8) * 8 <= REGISTERS, "given out by 8 to a thread"
+    assert geometry.threads * -(-kernel.registers // 8) * 8 <= REGISTERS, (
+        "given out by 8 to a thread"
+    )
     slots_are_consumed(kernel.code)
     nothing_stale_is_read(kernel.code)
     words_are_whole(kernel.code, devices)
@@ -133,22 +147,46 @@ Gate = Callable[[Kernel], None]
 # devices of the build: (file, was, now, the gate that finds it, with this message); all of a build are in one source
 FAULTS = {
     1: [
-        ("primitives.cuh", 'asm volatile("st.relaxed." SCOPE', TWO_STORES,
-         lambda k: words_are_whole(k.code, 1), "stores of words with STRONG.GPU: 0"),
-        ("decode.cuh", "take(reinterpret_cast<const uint4*>(slots + (2 * slot + value) * kHeadDim), chunks);", STALE,
-         lambda k: nothing_stale_is_read(k.code), "non-coherent"),
-        ("columns.cuh",
-         "#pragma unroll\n    for (int r = 0; r < Strip; ++r) multiply_segment(sum[r], tape.peek(r, thread), b);\n"
-         "    tape.drop(Strip);",
-         LOAD_TILES, lambda k: slots_are_consumed(k.code), "not awaited before"),
+        (
+            "primitives.cuh",
+            'asm volatile("st.relaxed." SCOPE',
+            TWO_STORES,
+            lambda k: words_are_whole(k.code, 1),
+            "stores of words with STRONG.GPU: 0",
+        ),
+        (
+            "decode.cuh",
+            "take(reinterpret_cast<const uint4*>(slots + (2 * slot + value) * kHeadDim), chunks);",
+            STALE,
+            lambda k: nothing_stale_is_read(k.code),
+            "non-coherent",
+        ),
+        (
+            "columns.cuh",
+            "#pragma unroll\n    for (int r = 0; r < Strip; ++r) multiply_segment(sum[r], tape.peek(r, thread), b);\n"
+            "    tape.drop(Strip);",
+            LOAD_TILES,
+            lambda k: slots_are_consumed(k.code),
+            "not awaited before",
+        ),
     ],
     2: [
-        ("primitives.cuh", '#define SCOPE "sys"', '#define SCOPE "gpu"',
-         lambda k: words_are_whole(k.code, 2), "stores of words with STRONG.SYS: 1"),
-        ("passes.cu", "__launch_bounds__(kThreads, 1)", "__launch_bounds__(kThreads, 20)",
-         lambda k: spills_are_few(k, (1000, 8, 20000)), "accesses of spilled registers"),
+        (
+            "primitives.cuh",
+            '#define SCOPE "sys"',
+            '#define SCOPE "gpu"',
+            lambda k: words_are_whole(k.code, 2),
+            "stores of words with STRONG.SYS: 1",
+        ),
+        (
+            "passes.cu",
+            "__launch_bounds__(kThreads, 1)",
+            "__launch_bounds__(kThreads, 20)",
+            lambda k: spills_are_few(k, (1000, 8, 20000)),
+            "accesses of spilled registers",
+        ),
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("devices", FAULTS)
@@ -169,12 +207,17 @@ def test_planted_faults_are_found(devices, tmp_path, monkeypatch):
 
 # ---- older compilers, which `make extras` installs each in a folder of its own ----
 
-LIBRARIES = {"12.9": "nvidia/cuda_nvrtc/lib/libnvrtc.so.12", "13.0": "nvidia/cu13/lib/libnvrtc.so.13"}
+LIBRARIES = {
+    "12.9": "nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
+    "13.0": "nvidia/cu13/lib/libnvrtc.so.13",
+}
 
 
 @pytest.mark.parametrize("version", LIBRARIES)
 def test_an_older_compiler(version, tmp_path):
-    library = Path(__file__).resolve().parents[3] / ".venv" / f"nvrtc-{version}" / LIBRARIES[version]
+    library = (
+        Path(__file__).resolve().parents[3] / ".venv" / f"nvrtc-{version}" / LIBRARIES[version]
+    )
     if not library.is_file():
         pytest.skip(f"make extras brings NVRTC {version}")
     compiler = Nvrtc(str(library))

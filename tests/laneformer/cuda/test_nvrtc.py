@@ -27,7 +27,8 @@ def folder(tmp_path_factory):
         (folder / path).parent.mkdir(parents=True)
         defines = [f"-DMAJOR={major}", f"-DMINOR={minor}", f"-DARCHITECTURES={architectures}"]
         subprocess.run(
-            [compiler, "-shared", "-fPIC", *defines, str(SOURCE), "-o", str(folder / path)], check=True
+            [compiler, "-shared", "-fPIC", *defines, str(SOURCE), "-o", str(folder / path)],
+            check=True,
         )
     (folder / "nvidia/cu13/lib/libnvrtc-builtins.so.13.0").write_text("no compiler")
     (folder / "nvidia/cu13/lib/libnvrtc.so.14").symlink_to("nowhere")
@@ -59,7 +60,9 @@ def test_the_newest_that_the_driver_takes(installed):
 
 
 def test_what_to_install_is_said(installed, monkeypatch):
-    with pytest.raises(RuntimeError, match=r"sm_77; installed: 13.0, 12.9.*: .* nvidia-cuda-nvrtc$"):
+    with pytest.raises(
+        RuntimeError, match=r"sm_77; installed: 13.0, 12.9.*: .* nvidia-cuda-nvrtc$"
+    ):
         compiler_for("sm_77", None)
     monkeypatch.setattr(nvrtc, "compilers", lambda: ())
     with pytest.raises(

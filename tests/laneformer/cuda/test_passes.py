@@ -57,7 +57,9 @@ def test_each_option_as_alone(cuda_builds):
     asked = [
         Request(ids, 9, speculate=3),
         Request(ids, 9, speculate=3, repetition_penalty=1.3, frequency_penalty=0.5, logprobs=2),
-        Request(text(4), 6, sampling=WAYS[2], logit_bias=[(7, 3.0)], stop_ids=[70], min_new_tokens=5),
+        Request(
+            text(4), 6, sampling=WAYS[2], logit_bias=[(7, 3.0)], stop_ids=[70], min_new_tokens=5
+        ),
         Request(text(7), 8, sampling=WAYS[1], logprobs=0),
         Request(text(9), 8, sampling=WAYS[2], stop_ids=range(40)),
     ]

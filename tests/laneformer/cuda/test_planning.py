@@ -46,7 +46,9 @@ def test_columns_leave_memory_for_the_ring():
     assert (builds[-1].columns, on_a100[-1].columns) == (8, 4)
     free = ((7 << 30, 0), (141 << 30, None), (141 << 30, 2**30))
     assert [sequences_in(bytes_, builds[-1], cached) for bytes_, cached in free] == [8, 64, 12]
-    with pytest.raises(ValueError, match=r"a pass of 8 columns needs 6\.\d GB, 4\.4 of them for weights"):
+    with pytest.raises(
+        ValueError, match=r"a pass of 8 columns needs 6\.\d GB, 4\.4 of them for weights"
+    ):
         sequences_in(5 << 30, builds[-1], None)
     eight_bits = plan_builds(MODELS["2b"], "int8", H200)
     assert [g.chunks for g in eight_bits] == [g.chunks for g in builds]
@@ -75,13 +77,32 @@ REFUSED = [
     ({"lm_head_type": "lane"}, {}, r"lm_head_type = 'lane'.*vocab_parallel.*use the CPU"),
     ({}, {"devices": 3}, r"3 devices cannot share 2 lanes evenly; use one of \[1, 2\]"),
     ({"num_attention_heads": 16}, {}, r"head dimension 4 .*multiple of 8.*use the CPU"),
-    ({"intermediate_size": 80}, {}, r"the down matrix of a lane, 64 x 40.*multiple of 16.*use the CPU"),
-    ({"intermediate_size": 96}, {"dtype": "int8"}, r"down matrix of a lane, 64 x 48.*multiple of 32 and rows of 16"),
-    ({"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 80}, {},
-     r"the qkv matrix of a lane, 120 x 80.*rows of 16; use the CPU"),
-    ({}, {"machine": Machine(1, 2**16, 90)}, r"2 lanes need 2 multiprocessors, this GPU has 1; use more GPUs"),
-    ({}, {"machine": Machine(8, 2000, 90)}, r"2000 bytes.*ring of two chunks.*\d+ go to activations; use another GPU"),
-]  # fmt: skip
+    (
+        {"intermediate_size": 80},
+        {},
+        r"the down matrix of a lane, 64 x 40.*multiple of 16.*use the CPU",
+    ),
+    (
+        {"intermediate_size": 96},
+        {"dtype": "int8"},
+        r"down matrix of a lane, 64 x 48.*multiple of 32 and rows of 16",
+    ),
+    (
+        {"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 80},
+        {},
+        r"the qkv matrix of a lane, 120 x 80.*rows of 16; use the CPU",
+    ),
+    (
+        {},
+        {"machine": Machine(1, 2**16, 90)},
+        r"2 lanes need 2 multiprocessors, this GPU has 1; use more GPUs",
+    ),
+    (
+        {},
+        {"machine": Machine(8, 2000, 90)},
+        r"2000 bytes.*ring of two chunks.*\d+ go to activations; use another GPU",
+    ),
+]
 
 
 @pytest.mark.parametrize(("config", "options", "message"), REFUSED)
@@ -94,7 +115,9 @@ def test_what_does_not_fit_is_refused(config, options, message):
 def test_lanes_are_shared_evenly_by_gpus():
     def lanes(heads, kv_heads, rows, vocabulary, gpus=1):
         names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-        return lanes_for_gpus(dict(zip(names, (heads, kv_heads, rows, vocabulary), strict=True)), gpus)
+        return lanes_for_gpus(
+            dict(zip(names, (heads, kv_heads, rows, vocabulary), strict=True)), gpus
+        )
 
     assert lanes(32, 8, 14336, 128256) == 8  # Llama 3 8B
     assert lanes(9, 3, 1536, 49152) == 3  # SmolLM2 135M

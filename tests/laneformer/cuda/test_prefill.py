@@ -28,7 +28,9 @@ from tests.laneformer.cuda.harness import (
 )
 from tests.laneformer.cuda.shapes import FAMILIES, SHAPES, family
 
-TEXT = torch.randint(96, (21,), generator=torch.Generator().manual_seed(8)).tolist()  # the rings hold six
+TEXT = torch.randint(
+    96, (21,), generator=torch.Generator().manual_seed(8)
+).tolist()  # the rings hold six
 
 
 class PlainCache:
@@ -46,11 +48,15 @@ class PlainCache:
 
 
 def same_streams(model: Any, cache: Any, other: Any, other_cache: Any) -> bool:
-    pairs = zip(prefill.streams(model, TEXT, cache), prefill.streams(other, TEXT, other_cache), strict=True)
+    pairs = zip(
+        prefill.streams(model, TEXT, cache), prefill.streams(other, TEXT, other_cache), strict=True
+    )
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize(("chunk", "devices", "dtype"), [(1, 1, "fp16"), (3, 2, "bf16"), (1024, 2, "fp16")])
+@pytest.mark.parametrize(
+    ("chunk", "devices", "dtype"), [(1, 1, "fp16"), (3, 2, "bf16"), (1024, 2, "fp16")]
+)
 def test_the_kernels_memory_is_a_cache(monkeypatch, chunk, devices, dtype):
     """The streams of the plain model with a plain cache, chunk after chunk."""
     monkeypatch.setattr(prefill, "CHUNK_TOKENS", chunk)

@@ -28,7 +28,9 @@ LOGITS = np.random.default_rng(0).standard_normal(VOCAB).astype(np.float32)
 
 
 def request(temperature, seed=0, vocab=VOCAB, **filters) -> Request:
-    return make_request(GenerationOptions(temperature=temperature, seed=seed, **filters), [0], vocab)
+    return make_request(
+        GenerationOptions(temperature=temperature, seed=seed, **filters), [0], vocab
+    )
 
 
 def draw_tokens(logits, how, count=COUNT, first=0) -> list[int]:
@@ -38,9 +40,13 @@ def draw_tokens(logits, how, count=COUNT, first=0) -> list[int]:
 
 class Picks(ctypes.Structure):
     _fields_ = [
-        ("sampling", Sampling), ("logits", ctypes.c_void_p), ("words", ctypes.c_void_p), ("tokens", ctypes.c_void_p),
-        ("first", ctypes.c_int), ("count", ctypes.c_int),
-    ]  # fmt: skip
+        ("sampling", Sampling),
+        ("logits", ctypes.c_void_p),
+        ("words", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+        ("first", ctypes.c_int),
+        ("count", ctypes.c_int),
+    ]
 
 
 class Sampler:
@@ -92,7 +98,9 @@ def test_the_noise_is_philoxs():
     """
     assert philox(0, np.zeros(1), np.zeros(1))[0] == 0x6627E8D5
     bits = philox(2**40 + 7, np.arange(COUNT)[:, None], np.arange(VOCAB)[None]) >> np.uint64(9)
-    assert draw_tokens(np.zeros(VOCAB, np.float32), request(1.0, 2**40 + 7)) == bits.argmax(1).tolist()
+    assert (
+        draw_tokens(np.zeros(VOCAB, np.float32), request(1.0, 2**40 + 7)) == bits.argmax(1).tolist()
+    )
 
 
 def test_the_noise_is_never_infinite(sampler):
@@ -105,19 +113,31 @@ def test_the_noise_is_never_infinite(sampler):
 
 
 FILTERS = [
-    {"top_k": 7}, {"top_k": 10 * VOCAB}, {"top_p": 0.3}, {"top_p": 1e-6}, {"min_p": 0.4}, {"min_p": 1.0},
-    {"top_k": 20, "top_p": 0.6}, {"top_p": 0.5, "min_p": 0.55}, {"top_k": 40, "top_p": 0.9, "min_p": 0.3},
-]  # fmt: skip
+    {"top_k": 7},
+    {"top_k": 10 * VOCAB},
+    {"top_p": 0.3},
+    {"top_p": 1e-6},
+    {"min_p": 0.4},
+    {"min_p": 1.0},
+    {"top_k": 20, "top_p": 0.6},
+    {"top_p": 0.5, "min_p": 0.55},
+    {"top_k": 40, "top_p": 0.9, "min_p": 0.3},
+]
 TIED = LOGITS.copy()  # six tokens share the first place, and the cut would go through them
 TIED[[3, 40, 70, 71, 110, 151]] = 6.0
 ROUNDED = (LOGITS * 8).round() / 8  # ties, as bf16 weights make them
 WAYS = [
-    *((LOGITS, {"temperature": t, "seed": seed}) for t, seed in ((0.3, 0), (4.0, 2**32 + 5), (0.0, 1))),
+    *(
+        (LOGITS, {"temperature": t, "seed": seed})
+        for t, seed in ((0.3, 0), (4.0, 2**32 + 5), (0.0, 1))
+    ),
     *((LOGITS, {"temperature": 3.0, "seed": 11, **filters}) for filters in FILTERS),
     *((ROUNDED, {"temperature": 0.6, "seed": 12, **filters}) for filters in FILTERS),
-    *((TIED, {"temperature": 1.0, "seed": 5, **filters})
-      for filters in ({"top_k": 3}, {"min_p": 1.0}, {"top_k": 3, "top_p": 0.9})),
-]  # fmt: skip
+    *(
+        (TIED, {"temperature": 1.0, "seed": 5, **filters})
+        for filters in ({"top_k": 3}, {"min_p": 1.0}, {"top_k": 3, "top_p": 0.9})
+    ),
+]
 
 
 def test_draws_are_those_of_the_core(sampler):

@@ -50,12 +50,16 @@ def test_the_kernels_have_the_same_sizes_and_places(name, cuda_builds):
     fields = [name for name, _ in decode._fields_]
     streams = 4 * geometry.columns * geometry.lanes_per_device * geometry.config.hidden_size
     asked = {
-        "kLaneWords": geometry.lane_words, "kInboxWords": geometry.inbox_words,
-        "sizeof(Decode)": ctypes.sizeof(decode), "sizeof(Weights)": ctypes.sizeof(Weights),
-        "sizeof(Sampling)": ctypes.sizeof(Sampling), "sizeof(Report)": ctypes.sizeof(Report),
-        "sizeof(Graph)": ctypes.sizeof(GraphState) + streams, "sizeof(Order)": ctypes.sizeof(Order),
+        "kLaneWords": geometry.lane_words,
+        "kInboxWords": geometry.inbox_words,
+        "sizeof(Decode)": ctypes.sizeof(decode),
+        "sizeof(Weights)": ctypes.sizeof(Weights),
+        "sizeof(Sampling)": ctypes.sizeof(Sampling),
+        "sizeof(Report)": ctypes.sizeof(Report),
+        "sizeof(Graph)": ctypes.sizeof(GraphState) + streams,
+        "sizeof(Order)": ctypes.sizeof(Order),
         **{f"offsetof(Decode, {field})": getattr(decode, field).offset for field in fields},
-    }  # fmt: skip
+    }
     sizes_of_all = ", ".join(f"int64_t({expression})" for expression in asked)
     library = build_unit(geometry, LAYOUT.replace("SIZES", sizes_of_all), cuda_builds)
     sizes = (ctypes.c_int64 * len(asked))()
@@ -68,7 +72,11 @@ def test_the_kernels_have_the_same_sizes_and_places(name, cuda_builds):
         _fields_ = [("decode", decode), ("end", ctypes.c_void_p), ("aligned", ctypes.c_void_p)]
 
     argument = Where(decode(), ctypes.addressof(end), ctypes.addressof(aligned))
-    shape = {"blocks": geometry.blocks, "threads": 32 * geometry.warps, "shared_bytes": geometry.shared_bytes}
+    shape = {
+        "blocks": geometry.blocks,
+        "threads": 32 * geometry.warps,
+        "shared_bytes": geometry.shared_bytes,
+    }
     emulator.launch(library, "where", argument, **shape)
     assert end.value == geometry.shared_bytes <= SHAPES[name].machine().shared_bytes
     assert aligned.value == 0

@@ -24,9 +24,7 @@ class Left(BaseException):
 @pytest.mark.parametrize(
     ("error", "status"), [(Unanswered("it has not ended"), 70), (RuntimeError("700"), None)]
 )
-def test_the_server_ends_with_its_status(
-    error, status, monkeypatch, capsys
-):  # fmt: skip
+def test_the_server_ends_with_its_status(error, status, monkeypatch, capsys):
     """At its start it says how many requests share passes."""
 
     def fails(*_):
@@ -48,13 +46,19 @@ def test_the_server_ends_with_its_status(
 
         def serve():
             with pytest.raises(Left) if status else pytest.MonkeyPatch.context():
-                app.run(engine, ServerOptions("tiny", port=0), lambda url: (address.append(url), ready.set()))
+                app.run(
+                    engine,
+                    ServerOptions("tiny", port=0),
+                    lambda url: (address.append(url), ready.set()),
+                )
 
         thread = threading.Thread(target=serve)
         thread.start()
         assert ready.wait(30)
         assert "up to 5 requests decode side by side" in capsys.readouterr().err
-        answer = httpx.post(f"{address[0]}/v1/completions", json={"prompt": [5], "max_tokens": 4}, timeout=30)
+        answer = httpx.post(
+            f"{address[0]}/v1/completions", json={"prompt": [5], "max_tokens": 4}, timeout=30
+        )
         assert (answer.status_code, str(error) in answer.text) == (500, True)
         health = httpx.get(f"{address[0]}/health", timeout=30)
         assert (health.status_code, health.json()) == (503, {"status": "failed"})

@@ -65,7 +65,9 @@ def small_model(seed=0, dtype="fp32", **overrides) -> Laneformer:
 
 
 def tensors_of(model) -> dict[str, Tensor]:
-    names = {torch_dtype: name for name, torch_dtype in TORCH_DTYPES.items()} | {torch.int32: "int32"}
+    names = {torch_dtype: name for name, torch_dtype in TORCH_DTYPES.items()} | {
+        torch.int32: "int32"
+    }
     return {
         name: Tensor(names[p.dtype], (p.view(torch.uint16) if p.itemsize == 2 else p).numpy())
         for name, p in model.state_dict().items()
@@ -96,7 +98,9 @@ def with_fixed_cost(engine) -> Engine:
 def collect(batch, *tickets: int) -> dict[int, list[Update]]:
     """The updates of all requests until these have ended."""
     updates: dict[int, list[Update]] = {ticket: [] for ticket in tickets}
-    while any(not updates[ticket] or updates[ticket][-1].finish_reason is None for ticket in tickets):
+    while any(
+        not updates[ticket] or updates[ticket][-1].finish_reason is None for ticket in tickets
+    ):
         for update in batch.updates(10.0):
             updates.setdefault(update.ticket, []).append(update)
     return updates
@@ -154,7 +158,9 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def check_logits(model, ids: list[int], config: LaneformerConfig | None = None, **options) -> np.ndarray:
+def check_logits(
+    model, ids: list[int], config: LaneformerConfig | None = None, **options
+) -> np.ndarray:
     """The engine's logits, checked against float64.
 
     Both start from the same weights, so what differs is float32 rounding; the engine sums in another order than
@@ -196,7 +202,9 @@ def byte_tokenizer() -> Tokenizer:
 
 
 @functools.cache
-def usable_isas(known: Sequence[str] = ("avx512_bf16", "avx512", "avx2", "portable")) -> tuple[str, ...]:
+def usable_isas(
+    known: Sequence[str] = ("avx512_bf16", "avx512", "avx2", "portable"),
+) -> tuple[str, ...]:
     """The best first; by default those whose blocks of columns have the bits of single ones."""
     model = random_model(small_config(num_hidden_layers=1, swa_layers=()))
     usable = []
@@ -213,4 +221,6 @@ def best_below_amx() -> str | None:
     """The instruction set to test without the matrix unit; None where the automatic or the
     user's choice is without.
     """
-    return usable_isas()[0] if usable_isas(("amx",)) and "LANEFORMER_ISA" not in os.environ else None
+    return (
+        usable_isas()[0] if usable_isas(("amx",)) and "LANEFORMER_ISA" not in os.environ else None
+    )

@@ -27,7 +27,12 @@ CACHE_BYTES = 1 << 20  # some prefixes are still there, others have gone
 MODELS: dict[str, dict[str, Any]] = {
     "delay_2": {},
     "replicated_head": {"lm_head_type": "replicate", "broadcast_delay": 1, "dtype": "fp32"},
-    "lane_head": {"lm_head_type": "lane", "broadcast_delay": 0, "dtype": "fp16", "kv_dtype": "bf16"},
+    "lane_head": {
+        "lm_head_type": "lane",
+        "broadcast_delay": 0,
+        "dtype": "fp16",
+        "kv_dtype": "bf16",
+    },
     "two_lanes": {"num_lanes": 2, "broadcast_delay": 4, "vocab_size": 264, "kv_dtype": "fp32"},
     "int8": {"tie_word_embeddings": True, "dtype": "int8", "math": "int8"},
     "int4": {"use_early_comm": False, "dtype": "int4"},
@@ -76,19 +81,34 @@ def _request(draw, vocab, shared) -> Asked:
         return Asked(prompt, {"top": draw.randrange(4)}, start=draw.randrange(1, len(prompt) + 1))
     options = {"max_new_tokens": draw.randrange(1, 25)}
     for option, value in {
-        "temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "seed": draw.randrange(2**63), "logprobs": 2,
-        "repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.5, "reuse_prefix": False,
-        "stop_ids": [draw.randrange(vocab) for _ in range(3)], "logit_bias": {draw.randrange(vocab): 3.0},
-        "ignore_eos": True, "speculate": draw.choice((1, 4, 31)), "min_new_tokens": 1,
-    }.items():  # fmt: skip
+        "temperature": 0.8,
+        "top_k": 20,
+        "top_p": 0.9,
+        "min_p": 0.02,
+        "seed": draw.randrange(2**63),
+        "logprobs": 2,
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 0.2,
+        "presence_penalty": 0.5,
+        "reuse_prefix": False,
+        "stop_ids": [draw.randrange(vocab) for _ in range(3)],
+        "logit_bias": {draw.randrange(vocab): 3.0},
+        "ignore_eos": True,
+        "speculate": draw.choice((1, 4, 31)),
+        "min_new_tokens": 1,
+    }.items():
         if draw.random() < 0.35:
             options[option] = value
     if kind < 0.3:
-        masks = [[draw.randrange(vocab) for _ in range(30)] for _ in range(options["max_new_tokens"])]
+        masks = [
+            [draw.randrange(vocab) for _ in range(30)] for _ in range(options["max_new_tokens"])
+        ]
         return Asked(prompt, options, masks=masks)
     if options.setdefault("speculate", 0):
         prompt = (prompt[-12:] * 3)[: len(prompt)] + prompt[-12:]
-        options["logit_bias"] = dict.fromkeys(prompt[-2:], 6.0)  # so that drafts are right now and then
+        options["logit_bias"] = dict.fromkeys(
+            prompt[-2:], 6.0
+        )  # so that drafts are right now and then
     return Asked(prompt, options)
 
 
@@ -164,7 +184,9 @@ def record() -> Iterator[tuple[str, list[list[int]]]]:
             with engine_of(name, threads=1, isa=isa) as engine:
                 answers[isa] = [alone(engine, asked) for asked in requests(name)]
         if name not in ROUNDED and answers["auto"] != answers["portable"]:
-            raise RuntimeError(f"{name}: an answer depends on rounding; take other weights or requests")
+            raise RuntimeError(
+                f"{name}: an answer depends on rounding; take other weights or requests"
+            )
         yield name, answers["auto"]
 
 

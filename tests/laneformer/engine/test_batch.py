@@ -26,7 +26,9 @@ ENDLESS = {"max_new_tokens": 19_900, "ignore_eos": True}
 
 def test_a_ninth_request_is_refused_until_one_has_been_collected():
     with engine_of(small_model()) as engine, engine.batch() as batch:
-        tickets = [batch.join([i], max_new_tokens=1 if i == 0 else 90, ignore_eos=True) for i in range(8)]
+        tickets = [
+            batch.join([i], max_new_tokens=1 if i == 0 else 90, ignore_eos=True) for i in range(8)
+        ]
         with pytest.raises(RuntimeError, match="8 requests; collect the end of one first"):
             batch.join([1])
         collect(batch, tickets[0])
@@ -77,10 +79,14 @@ def failing_at(token) -> Engine:
 
 def test_an_overflow_ends_one_request_alone():
     with failing_at(7) as engine:
-        expected = engine.generate([3, 4], max_new_tokens=60, ignore_eos=True, logit_bias={7: -100.0})
+        expected = engine.generate(
+            [3, 4], max_new_tokens=60, ignore_eos=True, logit_bias={7: -100.0}
+        )
         for _ in range(2):
             with engine.batch() as batch:
-                good = batch.join([3, 4], max_new_tokens=60, ignore_eos=True, logit_bias={7: -100.0})
+                good = batch.join(
+                    [3, 4], max_new_tokens=60, ignore_eos=True, logit_bias={7: -100.0}
+                )
                 bad = [batch.join([5, i, 7], max_new_tokens=60) for i in range(3)]
                 scored = batch.score([5, 6, 7, 8])
                 updates = collect(batch, good, *bad, scored)
@@ -88,7 +94,10 @@ def test_an_overflow_ends_one_request_alone():
                 assert updates[ticket][-1].finish_reason == "error"
                 assert "infinite, NaN" in (updates[ticket][-1].error or "")
             assert [token.id for token in tokens_of(updates[good])] == expected
-        assert engine.generate([3, 4], max_new_tokens=60, ignore_eos=True, logit_bias={7: -100.0}) == expected
+        assert (
+            engine.generate([3, 4], max_new_tokens=60, ignore_eos=True, logit_bias={7: -100.0})
+            == expected
+        )
 
 
 def mask_of(*ids: int) -> np.ndarray:

@@ -41,10 +41,28 @@ KINDS = {
     "kv_int8": ({}, {"kv_dtype": "int8"}, "bf16"),
     "eight_lanes": (EIGHT_LANES, {}, "bf16"),
     "many_tiles": (MANY_TILES, {}, "bf16"),
-    "replicate_head": ({"lm_head_type": "replicate", "use_early_comm": False, **MANY_SHARES}, {}, "bf16"),
+    "replicate_head": (
+        {"lm_head_type": "replicate", "use_early_comm": False, **MANY_SHARES},
+        {},
+        "bf16",
+    ),
 }
 BEST_ISA_ONLY = tuple(KINDS)[8:]
-LENGTHS = (1, 2, 3, 4, 5, 7, 12, 13, 14, 27, 31, 32, 33)  # of blocks of columns, alone and as a rest
+LENGTHS = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    7,
+    12,
+    13,
+    14,
+    27,
+    31,
+    32,
+    33,
+)  # of blocks of columns, alone and as a rest
 
 
 def isas_of(kind) -> tuple[str, ...]:
@@ -64,7 +82,9 @@ def test_threads_and_blocks_change_no_bit(kind):
             assert (one.isa, one.threads) == (isa, 1)
             by_isa[isa] = logits = one.logits(ids)
             for length in LENGTHS:
-                np.testing.assert_array_equal(one.logits(ids[:length]), logits[:length], str(length))
+                np.testing.assert_array_equal(
+                    one.logits(ids[:length]), logits[:length], str(length)
+                )
         for threads in (2, 5, 9):
             with engine_of(model, threads=threads, isa=isa, **options) as engine:
                 assert engine.threads == threads
@@ -75,7 +95,9 @@ def test_threads_and_blocks_change_no_bit(kind):
 
 
 def test_the_prefetch_distance_is_tuned_and_changes_no_bit(monkeypatch):
-    config = small_config(hidden_size=512, intermediate_size=4096, num_hidden_layers=2, swa_layers=())
+    config = small_config(
+        hidden_size=512, intermediate_size=4096, num_hidden_layers=2, swa_layers=()
+    )
     model = random_model(config, dtype="bf16")
     ids, logits = random_ids(config, 20), {}
     for fixed in ("", "0", "1000000"):

@@ -72,19 +72,37 @@ def test_thinking(text, inside, reasoning, content):
         ("to", None, [("text", "to")]),
         ("", None, []),
         (f"{CHANNEL}anal", None, []),
-        (f"{THOUGHT}{CHANNEL}final{MESSAGE}Yes. <a|", None, [("reasoning", "They greet."), ("text", "Yes. <a|")]),
+        (
+            f"{THOUGHT}{CHANNEL}final{MESSAGE}Yes. <a|",
+            None,
+            [("reasoning", "They greet."), ("text", "Yes. <a|")],
+        ),
         (f"{CHANNEL}analysis{MESSAGE}cut <|en", None, [("reasoning", "cut <|en")]),
-        (f"{THOUGHT}{CALLED}{ARGUMENTS}{ENDS[1]}", HARMONY,
-         [("reasoning", "They greet."), ("call", "weather"), ("arguments", ARGUMENTS)]),
-        (f" to=functions.weather{CHANNEL}commentary json{MESSAGE}1", HARMONY,
-         [("call", "weather"), ("arguments", "1")]),
+        (
+            f"{THOUGHT}{CALLED}{ARGUMENTS}{ENDS[1]}",
+            HARMONY,
+            [("reasoning", "They greet."), ("call", "weather"), ("arguments", ARGUMENTS)],
+        ),
+        (
+            f" to=functions.weather{CHANNEL}commentary json{MESSAGE}1",
+            HARMONY,
+            [("call", "weather"), ("arguments", "1")],
+        ),
         (f"{CALLED}{ARGUMENTS}", None, [("reasoning", ARGUMENTS)]),
         (f"{CHANNEL}analysis to=python code{MESSAGE}1+1", HARMONY, [("reasoning", "1+1")]),
-        (f"{CHANNEL}commentary{MESSAGE}I look.{NEXT}{CHANNEL}final{MESSAGE}So.", None, [("text", "I look.\n\nSo.")]),
-        (f"{CHANNEL}final{MESSAGE}a{CHANNEL}analysis{MESSAGE}b", None, [("text", "a"), ("reasoning", "b")]),
+        (
+            f"{CHANNEL}commentary{MESSAGE}I look.{NEXT}{CHANNEL}final{MESSAGE}So.",
+            None,
+            [("text", "I look.\n\nSo.")],
+        ),
+        (
+            f"{CHANNEL}final{MESSAGE}a{CHANNEL}analysis{MESSAGE}b",
+            None,
+            [("text", "a"), ("reasoning", "b")],
+        ),
         (f"{CHANNEL}final{MESSAGE}a{MESSAGE}b", None, [("text", "ab")]),
     ],
-)  # fmt: skip
+)
 def test_harmony(text, calls, expected):
     check_pieces(text, expected, step=3, harmony=True, calls=calls)
 
@@ -94,25 +112,34 @@ CALLS = [
     {"name": "add", "arguments": {"a": 1, "b": {"c": 2}}},
 ]
 HERMES_CALLS = [
-    ("call", "get_weather"), ("arguments", '{"city": "Köln\\n\\"\'}"}'),
-    ("call", "add"), ("arguments", '{"a": 1, "b": {"c": 2}}'),
-]  # fmt: skip
+    ("call", "get_weather"),
+    ("arguments", '{"city": "Köln\\n\\"\'}"}'),
+    ("call", "add"),
+    ("arguments", '{"a": 1, "b": {"c": 2}}'),
+]
 
 
 @pytest.mark.parametrize(
     ("text", "form", "expected"),
     [
         ("Hm. " + HERMES.write(CALLS), HERMES, [("text", "Hm. "), *HERMES_CALLS]),
-        ("<think>\nHm.\n</think>\n" + HERMES.write(CALLS), HERMES, [("reasoning", "Hm."), *HERMES_CALLS]),
+        (
+            "<think>\nHm.\n</think>\n" + HERMES.write(CALLS),
+            HERMES,
+            [("reasoning", "Hm."), *HERMES_CALLS],
+        ),
         (LLAMA.write(CALLS[:1]), LLAMA, HERMES_CALLS[:2]),
         ("So: " + LLAMA.write(CALLS[:1]), LLAMA, [("text", "So: " + LLAMA.write(CALLS[:1]))]),
-        ('Hm.<tool_call>\n{"name": "add", "arguments": {"a": "}\\"', HERMES,
-         [("text", "Hm."), ("call", "add"), ("arguments", '{"a": "}\\"')]),
+        (
+            'Hm.<tool_call>\n{"name": "add", "arguments": {"a": "}\\"',
+            HERMES,
+            [("text", "Hm."), ("call", "add"), ("arguments", '{"a": "}\\"')],
+        ),
         ("Hm <tool_c", HERMES, [("text", "Hm <tool_c")]),
         ("Hm <tool_call>\n{", HERMES, [("text", "Hm ")]),
         ("", HERMES, []),
     ],
-)  # fmt: skip
+)
 def test_calls(text, form, expected):
     """Also those that the limit of tokens has cut."""
     check_pieces(text, expected, step=7, calls=form)

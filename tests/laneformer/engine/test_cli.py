@@ -20,9 +20,21 @@ from tests.laneformer.engine.assets import (
 )
 
 KEYS = {
-    "tokens_per_s", "bytes_per_token", "probe_bytes_per_s", "percent_of_probe", "prefill_tokens_per_s", "ttft_s",
-    "threads", "isa", "dtype", "math", "depth", "cpu", "probe_products_per_s", "percent_of_product_probe",
-}  # fmt: skip
+    "tokens_per_s",
+    "bytes_per_token",
+    "probe_bytes_per_s",
+    "percent_of_probe",
+    "prefill_tokens_per_s",
+    "ttft_s",
+    "threads",
+    "isa",
+    "dtype",
+    "math",
+    "depth",
+    "cpu",
+    "probe_products_per_s",
+    "percent_of_product_probe",
+}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +46,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def short_bench(monkeypatch):
-    for name, value in {"SEGMENTS": 4, "MIN_SEGMENT_S": 0.05, "PROMPTS": 2, "DRAFTED_ROUNDS": 1}.items():
+    for name, value in {
+        "SEGMENTS": 4,
+        "MIN_SEGMENT_S": 0.05,
+        "PROMPTS": 2,
+        "DRAFTED_ROUNDS": 1,
+    }.items():
         monkeypatch.setattr(bench, name, value)
 
 
@@ -49,10 +66,18 @@ def generate(folder, capsys, prompt, *flags) -> tuple[str, str]:
 def test_flags_reach_the_engine(folder, capsys, monkeypatch):
     fix_costs(monkeypatch)
     options = {
-        "temperature": 0.9, "seed": 3, "repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.1,
-        "min_new_tokens": 9, "max_new_tokens": 30,
-    }  # fmt: skip
-    flags = ["--ignore-eos", *(f"--{name.replace('_', '-')}={value}" for name, value in options.items())]
+        "temperature": 0.9,
+        "seed": 3,
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 0.2,
+        "presence_penalty": 0.1,
+        "min_new_tokens": 9,
+        "max_new_tokens": 30,
+    }
+    flags = [
+        "--ignore-eos",
+        *(f"--{name.replace('_', '-')}={value}" for name, value in options.items()),
+    ]
     with Engine.from_pretrained(folder) as engine:
         expected = engine.generate_text("a é b", **options, ignore_eos=True)
     assert generate(folder, capsys, "a é b", *flags, "--speculate=4", "--threads=2")[0] == expected
@@ -68,7 +93,9 @@ def test_packed_weights_are_kept_unless_told_not_to(tmp_path, monkeypatch, folde
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     commands = ["generate", "--prompt", "a b", "--max-new-tokens", "2"], ["bench", "--json"]
     for number, (command, *flags) in enumerate(commands):
-        copy = shutil.copytree(folder, tmp_path / str(number), ignore=shutil.ignore_patterns(FOLDER))
+        copy = shutil.copytree(
+            folder, tmp_path / str(number), ignore=shutil.ignore_patterns(FOLDER)
+        )
         main([command, str(copy), *flags, "--no-cache"])
         assert not (copy / FOLDER).exists()
         assert number or not (tmp_path / "user").exists()
@@ -82,7 +109,9 @@ def test_bench_ends_with_its_figures(capsys, short_bench):
     figures = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert set(figures) >= KEYS
     assert figures["tokens_per_s"] > 0
-    recomputed = 100 * figures["bytes_per_token"] * figures["tokens_per_s"] / figures["probe_bytes_per_s"]
+    recomputed = (
+        100 * figures["bytes_per_token"] * figures["tokens_per_s"] / figures["probe_bytes_per_s"]
+    )
     # the figure is a median of ratios, this a ratio of medians: on a busy machine they part, but not by units
     assert 0.2 < figures["percent_of_probe"] / recomputed < 5
     assert figures["draft_head"]["ids"] == 64
@@ -94,7 +123,19 @@ def test_bench_ends_with_its_figures(capsys, short_bench):
 @pytest.mark.job
 def test_a_folder_is_measured_at_depths_and_int8_is_named(folder, capsys, short_bench):
     main(
-        ["bench", str(folder), "--depth", "20", "0", "--threads", "2", "--dtype", "int8", "--link-us", "1000"]
+        [
+            "bench",
+            str(folder),
+            "--depth",
+            "20",
+            "0",
+            "--threads",
+            "2",
+            "--dtype",
+            "int8",
+            "--link-us",
+            "1000",
+        ]
     )
     printed = capsys.readouterr()
     figures = json.loads(printed.out.strip().splitlines()[-1])
@@ -128,7 +169,10 @@ def test_mistakes_end_with_a_message(capsys):
         (["bench", "/nowhere", "--draft-head", "64"], "a folder has its own, or none"),
         ([*TINY, "--device", "gpu"], "device = 'gpu' is unknown"),
         ([*TINY, "--depth", "500"], "depth = 500 is outside"),
-        ([*TINY, "--device", "cuda", "--draft-head", "8"], "head drafts on the CPU alone; use --device cpu"),
+        (
+            [*TINY, "--device", "cuda", "--draft-head", "8"],
+            "head drafts on the CPU alone; use --device cpu",
+        ),
         ([*TINY, "--draft", "small"], "--draft small drafts for a model folder"),
     ):
         with pytest.raises(SystemExit) as stop:
@@ -148,9 +192,7 @@ def test_a_failure_of_the_engine_ends_with_a_message(folder, monkeypatch, capsys
     assert capsys.readouterr().err.endswith("laneformer: the device has failed\n")
 
 
-TEMPLATE = (
-    "{% for m in messages %}{{ bos_token }}{{ m.role[0] + m.content }}{% endfor %}{{ add_generation_prompt }}"
-)
+TEMPLATE = "{% for m in messages %}{{ bos_token }}{{ m.role[0] + m.content }}{% endfor %}{{ add_generation_prompt }}"
 
 
 @pytest.fixture
@@ -158,7 +200,9 @@ def sampled(tmp_path, folder):
     """The folder with a chat template, and with sampling as its default."""
     path = shutil.copytree(folder, tmp_path / "sampled", ignore=shutil.ignore_patterns(FOLDER))
     (path / "chat_template.jinja").write_text(TEMPLATE)
-    (path / "tokenizer_config.json").write_text('{"chat_template": "an older one", "bos_token": "<s>"}')
+    (path / "tokenizer_config.json").write_text(
+        '{"chat_template": "an older one", "bos_token": "<s>"}'
+    )
     defaults = {
         "do_sample": True,
         "temperature": 0.8,

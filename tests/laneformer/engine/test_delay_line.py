@@ -104,7 +104,8 @@ def test_ladder_reads_each_sum_one_module_late():
 def test_what_cannot_be_measured_is_refused():
     with engine_with("delay_2") as engine:
         with pytest.raises(
-            ValueError, match=r"ladder: every join of the model must be PRESENT; set broadcast_delay"
+            ValueError,
+            match=r"ladder: every join of the model must be PRESENT; set broadcast_delay",
         ):
             core(engine).set_ladder()
         for bad in (-1e-6, 2.0, float("nan")):

@@ -66,7 +66,10 @@ def test_drafts_follow_the_longest_end_that_stood_before(vocab):
 def test_prediction_and_past_outputs_are_texts_too():
     past = [list(range(100, 140)), list(range(300, 310))]
     drafter = _core.Drafter(prediction=[7, 8, 9, 10, 11], prompt=[1, 2, 8, 9], past=past)
-    assert drafter.propose(9)[0] == [10, 11]  # and no further: the prompt does not follow a prediction
+    assert drafter.propose(9)[0] == [
+        10,
+        11,
+    ]  # and no further: the prompt does not follow a prediction
     for i in (104, 105):
         drafter.extend(i)
     assert drafter.propose(3)[0] == [106, 107, 108]
@@ -111,9 +114,13 @@ def test_cost_is_what_passes_took():
 
 
 def model_with_head(seed=0, dtype="fp32", **overrides) -> Laneformer:
-    model = small_model(**{"num_nextn_predict_layers": 1, **LONG, **overrides}, seed=seed, dtype=dtype)
+    model = small_model(
+        **{"num_nextn_predict_layers": 1, **LONG, **overrides}, seed=seed, dtype=dtype
+    )
     if ids := model.config.draft_vocab_size:
-        spread = torch.randperm(model.config.vocab_size, generator=torch.Generator().manual_seed(seed))[:ids]
+        spread = torch.randperm(
+            model.config.vocab_size, generator=torch.Generator().manual_seed(seed)
+        )[:ids]
         model.state_dict()[DRAFT_IDS].copy_(spread.sort().values)
     return model
 
@@ -152,7 +159,12 @@ def test_drafts_cost_next_to_nothing_where_they_fail(each_column, temperature):
         core(engine).fix_cost(each_column)
         for seed in range(3):
             prompt = [random.Random(seed).randrange(16) for _ in range(40)]
-            options = {"max_new_tokens": 400, "temperature": temperature, "seed": seed, "ignore_eos": True}
+            options = {
+                "max_new_tokens": 400,
+                "temperature": temperature,
+                "seed": seed,
+                "ignore_eos": True,
+            }
             done = engine.generate_detailed(prompt, **options, reuse_prefix=False).statistics
             assert done.passes + each_column * done.proposed_tokens < 1.03 * 400
 
@@ -183,7 +195,10 @@ def test_forced_acceptance_is_what_was_asked_for(monkeypatch):
 
 def test_drafts_end_with_the_context():
     with engine_of(small_model()) as engine:
-        assert engine.generate([5] * 90, max_new_tokens=50, logit_bias={5: 100}, speculate=31) == [5] * 7
+        assert (
+            engine.generate([5] * 90, max_new_tokens=50, logit_bias={5: 100}, speculate=31)
+            == [5] * 7
+        )
 
 
 def test_a_model_that_drafts_for_itself_is_always_right():
@@ -268,7 +283,9 @@ def test_logits_of_drafts_are_the_models(overrides, threads):
         take_drafts(set_draft_cost(engine))
         engine.generate(prompt, max_new_tokens=20)
         assert largest_error(model, engine) < 0
-        again = engine.generate_detailed(prompt, max_new_tokens=20, temperature=1.5, seed=1).statistics
+        again = engine.generate_detailed(
+            prompt, max_new_tokens=20, temperature=1.5, seed=1
+        ).statistics
         assert again.reused_tokens == len(prompt) - 1
         assert largest_error(model, engine) < 0
 

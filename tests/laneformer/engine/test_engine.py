@@ -39,22 +39,37 @@ SWITCHES = {
     "no_comm": {"use_mlp_comm": False, "use_attention_comm": False},
     "rebroadcast_early": {"rebroadcast_early": True, "broadcast_delay": 1},
     "one_early_sum_of_three": {"broadcast_delay": 3, "early_layers": 1},
-    "late_upper_layers_flushed": {"first_late_layer": 3, "flush": True, "lm_head_type": "replicate"},
+    "late_upper_layers_flushed": {
+        "first_late_layer": 3,
+        "flush": True,
+        "lm_head_type": "replicate",
+    },
     "flush_scale_per_lane": {"flush": True, "lm_head_type": "lane", "replicated_rmsn_scale": False},
     "replicate_head": {"lm_head_type": "replicate"},
     "sum_before_norm_scale_per_lane": {
-        "lm_head_type": "replicate", "pre_norm_lane_agg": True, "replicated_rmsn_scale": False,
+        "lm_head_type": "replicate",
+        "pre_norm_lane_agg": True,
+        "replicated_rmsn_scale": False,
     },
     "lane_head_scale_per_lane": {"lm_head_type": "lane", "replicated_rmsn_scale": False},
     "window_of_one": {"sliding_window": 1},
     "rope_scaling": {"rope_scaling": LLAMA3_ROPE, "rope_theta": 500.0},
     "window_theta": {"rope_theta": 4000.0, "window_rope_theta": 250.0},
-    "yarn_on_full_layers": {"rope_scaling": YARN | {"layers": "full"}, "broadcast_delay": 1, "flush": True},
+    "yarn_on_full_layers": {
+        "rope_scaling": YARN | {"layers": "full"},
+        "broadcast_delay": 1,
+        "flush": True,
+    },
     "full_layers_without_rope": {"nope_layers": (2, 4), "window_rope_theta": 250.0},
     "one_lane": {"num_lanes": 1},
-    "wide_heads": {"hidden_size": 160, "num_attention_heads": 2, "num_key_value_heads": 2, "num_lanes": 2},
+    "wide_heads": {
+        "hidden_size": 160,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_lanes": 2,
+    },
     "odd_intermediate": {"intermediate_size": 4 * 23},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("switches", SWITCHES)
@@ -69,7 +84,11 @@ def test_random_configs():
     names = [name for name in SWITCHES if name not in ("one_lane", "wide_heads")]
     for trial, dtype in zip(range(12), itertools.cycle(TORCH_DTYPES)):
         first, second = rng.choice(names, 2, replace=False)
-        values = {**SWITCHES[first], **SWITCHES[second], "num_hidden_layers": int(rng.integers(5, 9))}
+        values = {
+            **SWITCHES[first],
+            **SWITCHES[second],
+            "num_hidden_layers": int(rng.integers(5, 9)),
+        }
         if values.get("pre_norm_lane_agg"):
             values["lm_head_type"] = "replicate"
         model = small_model(**values, seed=trial, dtype=dtype)

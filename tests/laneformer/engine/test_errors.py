@@ -123,9 +123,15 @@ ENGINE_OPTIONS = [
     ({"device": "tpu"}, "device = 'tpu'"),
     ({"dtype": "int3"}, f"dtype = 'int3' is unknown; {CHOICES}"),
     ({"dtype": torch.float64}, "dtype = torch.float64 is unknown"),
-    ({"math": "int3"}, r"'int3' is unknown; choose from \('auto', 'fast', 'exact', 'bf16', 'int8'\)"),
+    (
+        {"math": "int3"},
+        r"'int3' is unknown; choose from \('auto', 'fast', 'exact', 'bf16', 'int8'\)",
+    ),
     ({"dtype": "int8", "math": "bf16"}, "math = 'bf16' needs bf16 weights, these are int8"),
-    ({"dtype": "int4", "math": "exact"}, r"math = 'exact' needs .* these are int4; use math = 'int8'"),
+    (
+        {"dtype": "int4", "math": "exact"},
+        r"math = 'exact' needs .* these are int4; use math = 'int8'",
+    ),
     ({"math": "int8"}, "math = 'int8' needs int8 or int4 or gguf weights, these are fp32"),
     ({"threads": MAX_THREADS + 1}, f"threads = {MAX_THREADS + 1} is outside 1 to {MAX_THREADS}"),
     ({"isa": "sse9"}, "isa = 'sse9' cannot run here"),
@@ -183,7 +189,9 @@ def test_makers_sampling_that_cannot_be_names_its_file(folder, refuses):
 
 
 def test_a_misspelt_key_is_refused_and_bookkeeping_is_not(folder, refuses):
-    change_config(folder, transformers_version="5.0", auto_map={}, torch_dtype="float32", use_cache=True)
+    change_config(
+        folder, transformers_version="5.0", auto_map={}, torch_dtype="float32", use_cache=True
+    )
     Engine.from_pretrained(folder).close()
     path = folder / "config.json"
     path.write_text(path.read_text().replace("broadcast_delay", "broadcast_dely"))
@@ -265,7 +273,10 @@ def test_sharded_checkpoints(folder, refuses):
     expected, state = logits_of(folder), load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
     names = sorted(state)
-    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    parts = {
+        "model-00001-of-00002.safetensors": names[::2],
+        "model-00002-of-00002.safetensors": names[1::2],
+    }
     for file, part in parts.items():
         save_file({name: state[name] for name in part}, folder / file)
     index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
@@ -286,12 +297,16 @@ def test_activations_beyond_float32_are_an_error(head, scale):
         (model.lm_head if scale > 1e35 else model.layers[2].feed_forward.w2).weight.mul_(scale)
     with engine_of(model, threads=3) as engine:
         for call in (engine.generate, engine.logits, engine.logprobs):
-            with pytest.raises(OverflowError, match="infinite, NaN, or beyond what float32 can square"):
+            with pytest.raises(
+                OverflowError, match="infinite, NaN, or beyond what float32 can square"
+            ):
                 call([1, 2, 3, 4])
 
 
 def cast(folder, dtype, *names):
-    change_weights(folder, lambda state: state.update({n: state[n].to(dtype) for n in names or state}))
+    change_weights(
+        folder, lambda state: state.update({n: state[n].to(dtype) for n in names or state})
+    )
 
 
 def test_the_automatic_dtype_is_that_of_the_layers(folder, refuses):

@@ -17,7 +17,9 @@ from laneformer.engine.options import RANGES
 from laneformer.engine.requests import make_request
 from tests.laneformer.engine.assets import byte_tokenizer, engine_of, small_model
 
-NAMES = [field.name for field in dataclasses.fields(GenerationOptions) if field.name != "max_new_tokens"]
+NAMES = [
+    field.name for field in dataclasses.fields(GenerationOptions) if field.name != "max_new_tokens"
+]
 pytestmark = pytest.mark.job  # hundreds of examples
 LIMITS = {"deadline": 20_000, "max_examples": 150}  # ms: a hang fails
 
@@ -30,16 +32,26 @@ def engine():
 
 
 anything = st.one_of(
-    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=5), st.binary(max_size=3),
-    st.lists(st.integers(-3, 300), max_size=5), st.dictionaries(st.integers(-3, 300), st.floats(), max_size=3),
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.text(max_size=5),
+    st.binary(max_size=3),
+    st.lists(st.integers(-3, 300), max_size=5),
+    st.dictionaries(st.integers(-3, 300), st.floats(), max_size=3),
     st.sampled_from([np.int64(3), np.float32(0.5), np.array([1, 2]), np.array(7), object()]),
-)  # fmt: skip
+)
 
 
 def valid(name) -> st.SearchStrategy:
     if name in RANGES:
         kind, low, high = RANGES[name]
-        return st.integers(int(low), int(min(high, 40))) if kind is int else st.floats(low, min(high, 100.0))
+        return (
+            st.integers(int(low), int(min(high, 40)))
+            if kind is int
+            else st.floats(low, min(high, 100.0))
+        )
     if name == "logit_bias":
         return st.dictionaries(st.integers(0, 263), st.floats(-100, 100), max_size=4)
     ids = name in ("stop_ids", "prediction")
@@ -60,16 +72,21 @@ def still_works(engine):
 @given(prompt=any_prompt, options=st.one_of(any_options, good_options), data=st.data())
 def test_any_generation_ends_in_tokens_or_an_error(engine, prompt, options, data):
     calls = (
-        engine.generate, engine.generate_detailed, lambda p, **o: list(engine.stream_detailed(p, **o)),
+        engine.generate,
+        engine.generate_detailed,
+        lambda p, **o: list(engine.stream_detailed(p, **o)),
         lambda p, **o: engine.generate_text(p, **o),
-    )  # fmt: skip
+    )
     with contextlib.suppress(ValueError):
         data.draw(st.sampled_from(calls))(prompt, **{"max_new_tokens": 3, **options})
     still_works(engine)
 
 
 @settings(**LIMITS)
-@given(ids=any_prompt, options=st.dictionaries(st.sampled_from(["top", "start", "reuse_prefix"]), anything))
+@given(
+    ids=any_prompt,
+    options=st.dictionaries(st.sampled_from(["top", "start", "reuse_prefix"]), anything),
+)
 @example(ids=[0], options={"top": False})  # no number, though it stands for one
 def test_any_scoring_ends_in_numbers_or_an_error(engine, ids, options):
     try:

@@ -63,7 +63,9 @@ def test_as_streams_and_at_once():
         for asked, expected in zip(requests("delay_2"), ids("delay_2"), strict=True):
             if not asked.start and not asked.masks:
                 tokens = list(engine.stream_detailed(asked.ids, **asked.options))
-                result = engine.generate_detailed(asked.ids, **asked.options | {"reuse_prefix": False})
+                result = engine.generate_detailed(
+                    asked.ids, **asked.options | {"reuse_prefix": False}
+                )
                 assert ids_of_tokens(tokens) == ids_of_tokens(result.tokens) == expected
 
 
@@ -80,7 +82,9 @@ def one_by_one(engine, every) -> list[list[int]]:
 def with_drafts(every: list[Asked]) -> list[Asked]:
     """The same requests, wherever drafts are possible with as many as there may be."""
     return [
-        asked if asked.start else dataclasses.replace(asked, options={**asked.options, "speculate": 31})
+        asked
+        if asked.start
+        else dataclasses.replace(asked, options={**asked.options, "speculate": 31})
         for asked in every
     ]
 

@@ -37,9 +37,9 @@ def draw_weights(rows, inputs, seed=0) -> np.ndarray:
     """
     rng = np.random.default_rng(seed)
     values = rng.standard_normal((rows, inputs)) * 10.0 ** rng.integers(-3, 2, (rows, 1))
-    values[:4] = np.where(np.arange(inputs) // 2 % 2, [[1], [-1], [1], [-1]], [[1], [1], [-1], [-1]])[
-        : len(values)
-    ]
+    values[:4] = np.where(
+        np.arange(inputs) // 2 % 2, [[1], [-1], [1], [-1]], [[1], [1], [-1], [-1]]
+    )[: len(values)]
     return values.astype(single)
 
 
@@ -70,11 +70,16 @@ def unpacked(tape, rows, inputs, dtype) -> tuple[np.ndarray, np.ndarray]:
         scales = np.ascontiguousarray(tape[:, 64 * pairs :]).view(single).reshape(-1)[:rows]
         return in_groups(integers.astype(np.int64)), scales
     tape = tape.reshape(tiles, groups, 576)
-    lines = tape[:, :, :512].reshape(tiles, groups, 4, 2, 16, 4)  # eight inputs, group of rows, row, byte
+    lines = tape[:, :, :512].reshape(
+        tiles, groups, 4, 2, 16, 4
+    )  # eight inputs, group of rows, row, byte
     nibbles = np.stack([lines & 15, lines >> 4], 5)
     bits = nibbles.transpose(0, 3, 4, 1, 2, 5, 6).reshape(tiles * 32, groups, GROUP)
     scales = (
-        np.ascontiguousarray(tape[:, :, 512:]).view(np.float16).transpose(0, 2, 1).reshape(tiles * 32, groups)
+        np.ascontiguousarray(tape[:, :, 512:])
+        .view(np.float16)
+        .transpose(0, 2, 1)
+        .reshape(tiles * 32, groups)
     )
     return LEVELS[bits[:rows]], scales[:rows].astype(single)
 
@@ -111,7 +116,9 @@ def test_inputs_too_small_for_a_scale_are_zeros():
     x[1, :32] = 3.0
     weights = draw_weights(32, 64)
     tape, product = _core.multiply(weights, x, "int4", "int8", "auto")
-    np.testing.assert_array_equal(product.reshape(2, 32), multiply_by_definition(tape, x, 32, "int4"))
+    np.testing.assert_array_equal(
+        product.reshape(2, 32), multiply_by_definition(tape, x, 32, "int4")
+    )
     np.testing.assert_array_equal(product[:32], 0)
 
 
@@ -130,7 +137,9 @@ def test_int8_holds_every_weight_rounded_once():
     steps[steps < np.finfo(single).tiny] = 0
     np.testing.assert_allclose(scales, steps, rtol=2**-24)  # one rounding to float32
     meant = dequantised({"w": torch.from_numpy(weights)})["w"].numpy()
-    np.testing.assert_array_equal(integers.reshape(weights.shape) * scales[:, None].astype(np.float64), meant)
+    np.testing.assert_array_equal(
+        integers.reshape(weights.shape) * scales[:, None].astype(np.float64), meant
+    )
 
 
 def test_the_scales_are_nearly_the_best_ones():
@@ -170,7 +179,9 @@ def powers_of_two(model) -> Laneformer:
             if "norm" not in name and "embeddings" not in name:
                 integers = torch.randint(-LARGEST, LARGEST + 1, p.shape, generator=generator)
                 integers[..., 3] = -LARGEST
-                p.copy_(integers * 2.0 ** -torch.randint(7, 11, (*p.shape[:-1], 1), generator=generator))
+                p.copy_(
+                    integers * 2.0 ** -torch.randint(7, 11, (*p.shape[:-1], 1), generator=generator)
+                )
     return model
 
 
@@ -189,21 +200,30 @@ def test_logits_are_near_those_of_exact_activations(head):
     """Rounded to int8 in groups, activations cost about a hundredth of the logits' spread; more is a fault."""
     model = small_model(lm_head_type=head, seed=1, dtype="bf16")
     ids = random_ids(model.config, 50)
-    with engine_of(model, dtype="int8") as exact, engine_of(model, dtype="int8", math="int8") as integer:
+    with (
+        engine_of(model, dtype="int8") as exact,
+        engine_of(model, dtype="int8", math="int8") as integer,
+    ):
         reference, logits = exact.logits(ids), integer.logits(ids)
-    error = np.linalg.norm(logits - reference) / np.linalg.norm(reference - reference.mean(-1, keepdims=True))
+    error = np.linalg.norm(logits - reference) / np.linalg.norm(
+        reference - reference.mean(-1, keepdims=True)
+    )
     assert 1e-4 < error < 0.04
 
 
 @pytest.mark.parametrize(
     ("dtype", "isa", "auto", "fast"),
     [
-        ("int8", "avx2", "exact", "int8"), ("int4", "avx2", "int8", "int8"), ("gguf", "avx2", "int8", "int8"),
-        ("fp32", "avx512_bf16", "exact", "exact"), ("fp16", "avx512_bf16", "exact", "exact"),
-        ("bf16", "avx512_vnni", "exact", "exact"), ("bf16", "avx512_bf16", "exact", "bf16"),
+        ("int8", "avx2", "exact", "int8"),
+        ("int4", "avx2", "int8", "int8"),
+        ("gguf", "avx2", "int8", "int8"),
+        ("fp32", "avx512_bf16", "exact", "exact"),
+        ("fp16", "avx512_bf16", "exact", "exact"),
+        ("bf16", "avx512_vnni", "exact", "exact"),
+        ("bf16", "avx512_bf16", "exact", "bf16"),
         ("bf16", "amx", "exact", "bf16"),
     ],
-)  # fmt: skip
+)
 def test_what_is_fast_depends_on_the_weights_and_the_cpu(monkeypatch, dtype, isa, auto, fast):
     monkeypatch.setattr(_core, "isa_of", lambda asked: isa)
     assert (chosen_math("auto", dtype, "auto"), chosen_math("fast", dtype, "auto")) == (auto, fast)

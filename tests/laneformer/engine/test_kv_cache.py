@@ -24,7 +24,12 @@ from tests.laneformer.engine.assets import (
 )
 
 LENGTH = 600
-LONG = {"max_position_embeddings": 640, "num_hidden_layers": 2, "broadcast_delay": 1, "swa_layers": (0,)}
+LONG = {
+    "max_position_embeddings": 640,
+    "num_hidden_layers": 2,
+    "broadcast_delay": 1,
+    "swa_layers": (0,),
+}
 SHAPES = {
     "window of a chunk and more": {"sliding_window": 300},
     "window within a chunk": {"sliding_window": 40},
@@ -72,7 +77,9 @@ def test_blocks_and_chunks_give_the_bits_of_single_tokens(shape, kv_dtype):
 def test_long_contexts_are_right(shape):
     model = long_model("fp32", **SHAPES[shape])
     ids = random_ids(model.config, LENGTH)
-    assert_equal_widths({isa: check_logits(model, ids, threads=2, isa=isa) for isa in usable_isas()})
+    assert_equal_widths(
+        {isa: check_logits(model, ids, threads=2, isa=isa) for isa in usable_isas()}
+    )
 
 
 @pytest.mark.parametrize("kv_dtype", ["bf16", "fp16", "int8"])
@@ -118,7 +125,9 @@ def test_values_beyond_fp16_end_the_request():
     ids = random_ids(model.config, 20)
     with engine_of(model, kv_dtype="fp16") as engine:
         for _ in range(2):
-            with pytest.raises(OverflowError, match="beyond fp16's 65,504; use kv_dtype = 'bf16' or 'fp32'"):
+            with pytest.raises(
+                OverflowError, match="beyond fp16's 65,504; use kv_dtype = 'bf16' or 'fp32'"
+            ):
                 engine.generate(ids, max_new_tokens=4)
         with pytest.raises(OverflowError, match="beyond fp16"):
             list(engine.stream(ids, max_new_tokens=4))

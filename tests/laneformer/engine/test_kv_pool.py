@@ -29,7 +29,9 @@ LONG = {"max_position_embeddings": 1024, "vocab_size": 100}
 
 def answer(engine, prompt, new=8, **options) -> tuple[list[int], list[float | None], int]:
     """Ids, log-probabilities, and how many prompt ids were not read again."""
-    result = engine.generate_detailed(prompt, max_new_tokens=new, logprobs=0, ignore_eos=True, **options)
+    result = engine.generate_detailed(
+        prompt, max_new_tokens=new, logprobs=0, ignore_eos=True, **options
+    )
     return result.ids, [token.logprob for token in result.tokens], result.statistics.reused_tokens
 
 
@@ -58,7 +60,9 @@ def test_a_conversation_is_still_there_after_others(conversations):
         for turn in range(3):
             for i, talk in enumerate(talks):
                 ids, _, reused = answer(engine, talk)
-                assert reused == (len(talk) - 6 if turn else 0)  # five new ones, and the last of the answer
+                assert reused == (
+                    len(talk) - 6 if turn else 0
+                )  # five new ones, and the last of the answer
                 talk += ids + random_ids(engine.config, 5, seed=100 + i)
 
 
@@ -68,7 +72,15 @@ def test_the_least_recently_used_conversation_goes_first():
         talks = [random_ids(engine.config, 100, seed=i) for i in range(6)]
         for talk in talks:
             answer(engine, talk, 1)
-        assert [answer(engine, talks[i], 1)[2] for i in (3, 5, 2, 1, 3, 5, 2)] == [99, 99, 99, 0, 99, 99, 99]
+        assert [answer(engine, talks[i], 1)[2] for i in (3, 5, 2, 1, 3, 5, 2)] == [
+            99,
+            99,
+            99,
+            0,
+            99,
+            99,
+            99,
+        ]
         assert kv_bytes(engine) == 4 * bytes_of(100, config)
 
 
@@ -132,7 +144,9 @@ def test_a_request_copies_from_one_that_runs():
         tickets = [batch.join(prompts[0], max_new_tokens=200, ignore_eos=True)]
         while not batch.updates(1.0):
             pass
-        tickets += [batch.join(prompt, max_new_tokens=20, ignore_eos=True) for prompt in prompts[1:]]
+        tickets += [
+            batch.join(prompt, max_new_tokens=20, ignore_eos=True) for prompt in prompts[1:]
+        ]
         updates = collect(batch, *tickets)
     ended = [updates[ticket][-1].statistics for ticket in tickets]
     assert [statistics and statistics.reused_tokens for statistics in ended] == [0, 150, 150, 150]
@@ -144,12 +158,16 @@ def test_memory_is_taken_as_it_is_written_and_given_back():
         "tiny", max_position_embeddings=131_072, num_hidden_layers=8, vocab_size=512
     )
     with Engine.random(config, dtype="bf16", threads=2, cache_bytes=1 << 40) as engine:
-        engine.generate(random_ids(config, 2000, seed=9), max_new_tokens=1)  # touches the other buffers
+        engine.generate(
+            random_ids(config, 2000, seed=9), max_new_tokens=1
+        )  # touches the other buffers
         before, counted = resident_bytes(), kv_bytes(engine)
         for i in range(3):
             engine.generate(random_ids(config, 2000, seed=i), max_new_tokens=1, reuse_prefix=False)
         taken, written = resident_bytes() - before, kv_bytes(engine) - counted
-        assert written == 3 * 2048 * config.cached_bytes(1, 2)  # pages hold 128 positions of 32 bytes
+        assert written == 3 * 2048 * config.cached_bytes(
+            1, 2
+        )  # pages hold 128 positions of 32 bytes
         assert abs(taken - written) < 0.1 * written
         core(engine).set_cache_limit(0)
         engine.generate([1, 2, 3], max_new_tokens=1)

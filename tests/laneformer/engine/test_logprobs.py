@@ -14,7 +14,13 @@ from tests.laneformer.engine.assets import (
     torch_logits,
 )
 
-SAMPLED = {"temperature": 1.3, "top_k": 30, "seed": 2, "repetition_penalty": 1.4, "logit_bias": {3: 4.0}}
+SAMPLED = {
+    "temperature": 1.3,
+    "top_k": 30,
+    "seed": 2,
+    "repetition_penalty": 1.4,
+    "logit_bias": {3: 4.0},
+}
 
 
 def reference(model, ids) -> tuple[np.ndarray, float]:
@@ -64,4 +70,7 @@ def test_prompt_logprobs_with_the_likeliest_ids(head):
     np.testing.assert_array_equal(scores.logprobs, plain)
     np.testing.assert_array_equal(scores.is_greedy, scores.top_ids[:, 0] == ids[1:])
     np.testing.assert_array_equal(scores.top_ids, np.argsort(-logp[:-1], 1, kind="stable")[:, :3])
-    assert np.abs(scores.top_logprobs - np.take_along_axis(logp[:-1], scores.top_ids, 1)).max() <= allowed
+    assert (
+        np.abs(scores.top_logprobs - np.take_along_axis(logp[:-1], scores.top_ids, 1)).max()
+        <= allowed
+    )

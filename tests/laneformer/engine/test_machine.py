@@ -22,8 +22,10 @@ def tree(root: Path, files: dict[str, str]) -> Path:
 
 def siblings(*cores: str) -> dict[str, str]:
     return {
-        f"{CPU}/cpu{cpu}/topology/thread_siblings_list": core for core in cores for cpu in machine.cpu_list(core)
-    }  # fmt: skip
+        f"{CPU}/cpu{cpu}/topology/thread_siblings_list": core
+        for core in cores
+        for cpu in machine.cpu_list(core)
+    }
 
 
 def test_a_core_with_two_threads_counts_once(tmp_path):
@@ -39,9 +41,17 @@ def test_a_core_with_two_threads_counts_once(tmp_path):
 
 def test_threads_are_those_that_leave_the_slowest_one_least():
     for cores, lanes, threads in (
-        (2, 8, 2), (3, 8, 3), (5, 8, 4), (6, 8, 6), (7, 8, 6), (8, 8, 8), (12, 8, 12), (70, 8, 64),
-        (3, 4, 3), (6, 1, 6),
-    ):  # fmt: skip
+        (2, 8, 2),
+        (3, 8, 3),
+        (5, 8, 4),
+        (6, 8, 6),
+        (7, 8, 6),
+        (8, 8, 8),
+        (12, 8, 12),
+        (70, 8, 64),
+        (3, 4, 3),
+        (6, 1, 6),
+    ):
         assert planned_threads(Machine(tuple((cpu,) for cpu in range(cores))), lanes) == threads
 
 
@@ -112,7 +122,11 @@ def test_memory_nodes_are_those_of_the_allowed_cpus(tmp_path):
     nodes = "sys/devices/system/node"
     tree(
         tmp_path,
-        {f"{nodes}/node0/cpulist": "0-1", f"{nodes}/node1/cpulist": "2-3", f"{nodes}/node2/cpulist": ""},
+        {
+            f"{nodes}/node0/cpulist": "0-1",
+            f"{nodes}/node1/cpulist": "2-3",
+            f"{nodes}/node2/cpulist": "",
+        },
     )
     assert this_machine(tmp_path, {0, 1, 2, 3}).nodes == 2
     assert this_machine(tmp_path, {2, 3}).nodes == 1

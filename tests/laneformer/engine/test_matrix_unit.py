@@ -28,7 +28,9 @@ from tests.proofs import CORE_SOURCES
 ROOT = Path(__file__).resolve().parents[3]
 BELOW = os.environ.get("BELOW_AMX", "avx512_bf16")  # whose product few columns take
 LONG = {"max_position_embeddings": 192}
-needs_unit = pytest.mark.skipif(not usable_isas(("amx",)), reason="no matrix unit: see the last test")
+needs_unit = pytest.mark.skipif(
+    not usable_isas(("amx",)), reason="no matrix unit: see the last test"
+)
 
 
 def long_model(seed, dtype="bf16", **overrides):
@@ -47,7 +49,9 @@ def test_it_is_chosen_first_and_others_by_name(monkeypatch):
 
 
 @needs_unit
-@pytest.mark.parametrize("overrides", [{}, {"lm_head_type": "replicate"}, {"intermediate_size": 4 * 23}])
+@pytest.mark.parametrize(
+    "overrides", [{}, {"lm_head_type": "replicate"}, {"intermediate_size": 4 * 23}]
+)
 def test_exact_prompts_are_as_near_to_float64_as_float32(overrides):
     model = long_model(1, **overrides)
     ids = random_ids(model.config, 150)  # a block of 128 columns and one of 22
@@ -63,7 +67,10 @@ def test_exact_prompts_are_as_near_to_float64_as_float32(overrides):
 @pytest.mark.parametrize("math", ["exact", "bf16"])
 def test_few_columns_have_the_bits_of_the_level_below(math):
     model = long_model(3)
-    with engine_of(model, isa="amx", math=math) as engine, engine_of(model, isa=BELOW, math=math) as below:
+    with (
+        engine_of(model, isa="amx", math=math) as engine,
+        engine_of(model, isa=BELOW, math=math) as below,
+    ):
         for speculate in (0, 2):
             new, old = (
                 e.generate_detailed([1, 2, 3], max_new_tokens=60, logprobs=2, speculate=speculate)
@@ -101,12 +108,16 @@ def test_threads_change_no_bit(math):
 @pytest.mark.timeout(2400)
 @pytest.mark.skipif("BELOW_AMX" in os.environ, reason="this is the emulation")
 def test_all_of_it_on_emulated_tiles():
-    core = build("", "tiles-module", LANEFORMER_EMULATED_TILES="ON", Python_EXECUTABLE=sys.executable).parent
+    core = build(
+        "", "tiles-module", LANEFORMER_EMULATED_TILES="ON", Python_EXECUTABLE=sys.executable
+    ).parent
     (module,) = core.glob("_core*.so")
     runner = "tests.laneformer.engine.on_emulated_tiles"
     command = [sys.executable, "-m", runner, module, "-rs", "-m", "not proof"]
     environment = {**os.environ, "BELOW_AMX": "portable"}
     files = [__file__, str(Path(__file__).with_name("test_products.py"))]
-    done = subprocess.run([*command, *files], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, *files], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert "skipped" not in done.stdout, done.stdout

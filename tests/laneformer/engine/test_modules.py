@@ -38,7 +38,9 @@ def compare(model, config=None, length=90, **options):
     _, reference = model_outputs(widened(model, torch.float64), ids, positions)
     with engine_of(model, config, **options) as engine:
         partials = engine._partials(ids, positions)
-    report = module_report(model.config, partials, reference, positions, options.get("math", "exact"))
+    report = module_report(
+        model.config, partials, reference, positions, options.get("math", "exact")
+    )
     return partials, reference, report
 
 
@@ -49,7 +51,9 @@ def test_every_module_is_within_rounding(isa, dtype, math):
     partials, reference, report = compare(model, length=LENGTH, threads=2, isa=isa, math=math)
     assert report["first_wrong"] is None, report
     depths = {row["depth"] for row in report["by_depth"]}
-    assert {1, 7, 8, 7 + BLOCK + 1, LENGTH} <= depths, "the window's edge and the second block are covered"
+    assert {1, 7, 8, 7 + BLOCK + 1, LENGTH} <= depths, (
+        "the window's edge and the second block are covered"
+    )
     # the allowance itself: never so wide that another weight dtype's rounding could hide in it
     widest = allowed_error(model.config, LENGTH, "exact").max()
     assert widest < 2.0**-12

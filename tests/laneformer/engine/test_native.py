@@ -23,8 +23,10 @@ from tests.proofs import CACHE, CORE_SOURCES, matched
 
 ROOT = Path(__file__).resolve().parents[3]
 AARCH64 = {
-    "CMAKE_SYSTEM_NAME": "Linux", "CMAKE_SYSTEM_PROCESSOR": "aarch64", "CMAKE_CXX_COMPILER": "aarch64-linux-gnu-g++",
-}  # fmt: skip
+    "CMAKE_SYSTEM_NAME": "Linux",
+    "CMAKE_SYSTEM_PROCESSOR": "aarch64",
+    "CMAKE_CXX_COMPILER": "aarch64-linux-gnu-g++",
+}
 # Under emulation and ThreadSanitizer, which are slow, only cases that differ in what these look at: in their
 # types of numbers, or in what threads share (AddressSanitizer has all, of every instruction set).
 OF_TYPES = ("fp16", "fp32", "int4", "int8_rounded", "fp16_kv", "int8_kv")
@@ -66,7 +68,9 @@ def build(check, name="", **definitions) -> Path:
     cmake = shutil.which("cmake", path=tools)
     if cmake is None:
         pytest.skip("no cmake")
-    flags = [f"-D{name}={value}" for name, value in {"LANEFORMER_CHECK": check, **definitions}.items()]
+    flags = [
+        f"-D{name}={value}" for name, value in {"LANEFORMER_CHECK": check, **definitions}.items()
+    ]
     with sources() as copy:
         for command in (["-S", copy, "-B", folder, *flags], ["--build", folder, "--parallel", "2"]):
             done = subprocess.run(

@@ -44,7 +44,9 @@ def folder(tmp_path):
 def hashed(monkeypatch):
     """Bytes of each part whose content was hashed, in order."""
     sizes, content_hash = [], _core.content_hash
-    monkeypatch.setattr(_core, "content_hash", lambda data: sizes.append(len(data)) or content_hash(data))
+    monkeypatch.setattr(
+        _core, "content_hash", lambda data: sizes.append(len(data)) or content_hash(data)
+    )
     return sizes
 
 
@@ -85,7 +87,12 @@ def test_a_second_start_maps_what_the_first_packed(folder, loads, hashed):
 
 
 def test_what_changes_the_tapes_has_a_file_of_its_own(folder, loads):
-    plans = [{"threads": 1}, {"threads": 6}, {"threads": 1, "dtype": "int8"}, {"threads": 1, "dtype": "int4"}]
+    plans = [
+        {"threads": 1},
+        {"threads": 6},
+        {"threads": 1, "dtype": "int8"},
+        {"threads": 1, "dtype": "int4"},
+    ]
     first = [logits_of(folder, **plan) for plan in plans]
     again = [logits_of(folder, **plan) for plan in plans]
     np.testing.assert_array_equal(first, again)
@@ -114,14 +121,17 @@ def test_other_weights_under_the_same_name_and_times_are_noticed(folder, loads):
 
 
 DAMAGE = {
-    "one bit of a tape": lambda data: data[:ALIGNMENT] + bytes([data[ALIGNMENT] ^ 1]) + data[ALIGNMENT + 1 :],
-    "one bit of the embedding": lambda data: data[: -ALIGNMENT + 9] + bytes([data[-ALIGNMENT + 9] ^ 128])
-    + data[-ALIGNMENT + 10 :],
+    "one bit of a tape": lambda data: (
+        data[:ALIGNMENT] + bytes([data[ALIGNMENT] ^ 1]) + data[ALIGNMENT + 1 :]
+    ),
+    "one bit of the embedding": lambda data: (
+        data[: -ALIGNMENT + 9] + bytes([data[-ALIGNMENT + 9] ^ 128]) + data[-ALIGNMENT + 10 :]
+    ),
     "cut short": lambda data: data[: ALIGNMENT + 100],
     "empty": lambda data: b"",
     "header of the wrong kind": lambda data: (2).to_bytes(8, "little") + b"[]" + data[10:],
     "offset out of range": lambda data: data.replace(str(ALIGNMENT).encode(), b"9" * 7, 1),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -178,7 +188,9 @@ def test_weights_are_copied_to_where_they_are_read_fast(folder, monkeypatch, why
     plain = logits_of(folder, threads=3)
     copied = []
     copy_parts = _core.Decoder.copy_parts
-    monkeypatch.setattr(_core.Decoder, "copy_parts", lambda decoder: copied.append(1) or copy_parts(decoder))
+    monkeypatch.setattr(
+        _core.Decoder, "copy_parts", lambda decoder: copied.append(1) or copy_parts(decoder)
+    )
     np.testing.assert_array_equal(logits_of(folder, threads=3), plain)
     assert copied == [], "a mapped file of this disk needs no copy"
     if why == "nodes":
@@ -258,7 +270,9 @@ def test_what_has_lost_its_model_is_removed(models):
     path = start(models[2])
     assert (path.parent / SOURCE).read_text() == str(models[2])
     shutil.rmtree(models[2])
-    foreign = path.parent.parent / "0123456789abcdef" / "0.bin"  # of a version that did not say whose it is
+    foreign = (
+        path.parent.parent / "0123456789abcdef" / "0.bin"
+    )  # of a version that did not say whose it is
     foreign.parent.mkdir()
     foreign.write_bytes(b"12345678901")
     named = foreign.with_name("1.bin")  # of this layout: nothing says whose

@@ -36,7 +36,9 @@ def test_a_column_has_the_bits_that_it_has_alone(isa, dtype):
         weights = rng.standard_normal((rows, inputs)).astype(np.float32)
         x = rng.standard_normal((max(COLUMNS), inputs)).astype(np.float32)
         alone = np.concatenate([multiply(weights, row[None], dtype, "exact", isa) for row in x])
-        rounded = np.abs(x).sum(1, keepdims=True) * np.abs(weights).max() / 254  # int8's, the coarsest
+        rounded = (
+            np.abs(x).sum(1, keepdims=True) * np.abs(weights).max() / 254
+        )  # int8's, the coarsest
         assert (np.abs(alone - x @ weights.T) <= 1.01 * rounded).all()
         for columns in COLUMNS:
             if isa == "amx" and dtype == "bf16" and columns > FEW:
@@ -55,13 +57,24 @@ def test_a_column_depends_on_no_other_of_a_block(isa, math):
     for columns in (FEW + 1, 7, 16, 17, 33, 100):
         for first in (0, 1, 19):
             part = slice(first, first + columns)
-            np.testing.assert_array_equal(multiply(weights, x[part], "bf16", math, isa), whole[part])
+            np.testing.assert_array_equal(
+                multiply(weights, x[part], "bf16", math, isa), whole[part]
+            )
 
 
 def largest_error(isa, math) -> float:
     """Of a sum, in relation to the sum of its terms' magnitudes."""
     rng, worst = np.random.default_rng(3), 0.0
-    for rows, inputs in ((1, 1), (16, 31), (31, 32), (33, 33), (64, 65), (136, 200), (40, 1056), (40, 2100)):
+    for rows, inputs in (
+        (1, 1),
+        (16, 31),
+        (31, 32),
+        (33, 33),
+        (64, 65),
+        (136, 200),
+        (40, 1056),
+        (40, 2100),
+    ):
         weights = in_bf16(rng.uniform(-1, 1, (rows, inputs)))
         for columns in (1, 3, 4, 15, 17, 32, 33, 128):
             x = rng.uniform(-1, 1, (columns, inputs)).astype(np.float32)

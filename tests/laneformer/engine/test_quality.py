@@ -23,7 +23,9 @@ CONFIG = small_config()
 
 
 def options(**overrides) -> Options:
-    return Options("test", **{"prompts": 4, "new_tokens": 8, "runs": 5, "threads": (1, 2), **overrides})
+    return Options(
+        "test", **{"prompts": 4, "new_tokens": 8, "runs": 5, "threads": (1, 2), **overrides}
+    )
 
 
 @pytest.mark.parametrize(
@@ -38,7 +40,11 @@ def test_the_engine_passes(config, dtype, faults):
     report = check(config, random_weights(config, dtype=dtype), options(), SILENT)
     assert report["ok"], report["failed"]
     assert report["greedy"]["same"] == 4
-    planted = ["two lanes of one matrix swapped", "one module's remote partials dropped", "delay one more"]
+    planted = [
+        "two lanes of one matrix swapped",
+        "one module's remote partials dropped",
+        "delay one more",
+    ]
     assert set(report["faults"]) == set(planted[:faults])
     window = config.sliding_window
     assert {window - 1, window, window + 1} <= report["relative_error"].keys()

@@ -139,7 +139,7 @@ def test_the_interpreter_ends_while_a_daemon_thread_generates():
         try:
             while True: engine.generate([4], max_new_tokens=1)
         except RuntimeError as error: assert "busy" in str(error), error
-    """)  # fmt: skip
+    """)
     assert (done.returncode, "terminate" in done.stderr) == (0, False), done.stderr
 
 
@@ -170,7 +170,7 @@ def test_a_forked_child_is_told_and_does_not_hang():
         assert os.waitpid(child, 0)[1] == 0, "the child failed"
         stream.close()
         assert len(engine.generate([3], max_new_tokens=3)) == 3
-    """)  # fmt: skip
+    """)
     assert (done.returncode, done.stderr) == (0, "")
 
 

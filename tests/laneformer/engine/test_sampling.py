@@ -91,14 +91,18 @@ def test_no_stop_id_before_min_new_tokens():
         assert len(tokens) == 10
         assert tokens.index(4) == 9
         everything = list(range(100))  # nothing is left: an end, and no hang
-        assert len(engine.generate([1], max_new_tokens=5, stop_ids=everything, min_new_tokens=3)) <= 5
+        assert (
+            len(engine.generate([1], max_new_tokens=5, stop_ids=everything, min_new_tokens=3)) <= 5
+        )
 
 
 def test_stop_ids_and_the_models_own_end():
     model = small_model(seed=2)
     with engine_of(model) as engine:
         tokens = engine.generate([1], max_new_tokens=30)
-        position = next(i for i in range(5, 30) if tokens.index(tokens[i]) == i)  # a token's first appearance
+        position = next(
+            i for i in range(5, 30) if tokens.index(tokens[i]) == i
+        )  # a token's first appearance
         stop = tokens[position]
         assert engine.generate([1], max_new_tokens=30, stop_ids=[stop]) == tokens[: position + 1]
     with engine_of(model, eos_ids=(stop,)) as engine:
@@ -153,12 +157,20 @@ def test_sampling_follows_the_distribution(options):
 def test_only_tokens_of_the_definition_are_drawn(vocab):
     rng = np.random.default_rng(vocab)
     shapes = {
-        "flat": rng.normal(size=vocab), "ties": rng.integers(-3, 3, vocab), "equal": np.zeros(vocab),
-        "outlier": np.r_[rng.normal(size=vocab - 1) * 1e-3, -80.0], "far": np.r_[rng.normal(size=vocab - 1), 300.0],
-    }  # fmt: skip
+        "flat": rng.normal(size=vocab),
+        "ties": rng.integers(-3, 3, vocab),
+        "equal": np.zeros(vocab),
+        "outlier": np.r_[rng.normal(size=vocab - 1) * 1e-3, -80.0],
+        "far": np.r_[rng.normal(size=vocab - 1), 300.0],
+    }
     for name, values in shapes.items():
         logits = values.astype(np.float32)
-        for top_k, top_p, min_p in ((0, 0.95, 0), (0, 0.3, 0), (min(40, vocab), 0.9, 0), (30, 0.8, 0.2)):
+        for top_k, top_p, min_p in (
+            (0, 0.95, 0),
+            (0, 0.3, 0),
+            (min(40, vocab), 0.9, 0),
+            (30, 0.8, 0.2),
+        ):
             options = {"temperature": 0.8, "top_k": top_k, "top_p": top_p, "min_p": min_p}
             kept = set(np.flatnonzero(probabilities(logits, **options)).tolist())
             drawn = set(draw_many(logits, 60, **options).tolist())

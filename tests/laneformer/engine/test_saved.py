@@ -63,7 +63,9 @@ def kept(model, talk, tmp_path):
     return tmp_path / "kept"
 
 
-@pytest.mark.parametrize(("threads", "kv_dtype"), [(1, "fp32"), (3, "fp16"), (1, "bf16"), (3, "int8")])
+@pytest.mark.parametrize(
+    ("threads", "kv_dtype"), [(1, "fp32"), (3, "fp16"), (1, "bf16"), (3, "int8")]
+)
 def test_a_restart_goes_on_with_the_same_bits(model, talk, tmp_path, threads, kv_dtype):
     options = {"threads": threads, "kv_dtype": kv_dtype}
     with engine_of(model, **options, cache_dir=tmp_path) as engine:
@@ -101,7 +103,9 @@ def test_a_damaged_file_is_removed_and_never_used(model, talk, kept, caplog, dam
         assert answer(engine, talk) == answer(fresh, talk)
         assert prefixes(engine).counts["files"] == 0
         assert not path.exists()
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    (warning,) = [
+        record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
+    ]
     assert str(path) in warning
     assert "is removed" in warning
 
@@ -187,7 +191,9 @@ def test_idle_time_saves_what_has_grown(model, talk, tmp_path):
         before = files(tmp_path)
         talk = talk + first + random_ids(model.config, 100, seed=5)
         answer(engine, talk)
-        until(lambda: files(tmp_path) != before and len(files(tmp_path)) == 1)  # the longer one contains it
+        until(
+            lambda: files(tmp_path) != before and len(files(tmp_path)) == 1
+        )  # the longer one contains it
         counts = prefixes(engine).counts
         assert (counts["files"], counts["bytes"]) == (1, files(tmp_path)[0].stat().st_size)
 

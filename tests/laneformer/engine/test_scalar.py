@@ -33,7 +33,9 @@ MODELS = {
 
 
 def scalar_logits(model, ids) -> np.ndarray:
-    tensors = {name: np.ascontiguousarray(t.values, np.float32) for name, t in tensors_of(model).items()}
+    tensors = {
+        name: np.ascontiguousarray(t.values, np.float32) for name, t in tensors_of(model).items()
+    }
     tensors["cosine"], tensors["sine"] = rope_tables(model.config)
     spec = {**core_spec(model.config, {}), "kv_dtype": "fp32"}
     return _core.scalar_logits(spec, tensors, ids).reshape(len(ids), -1)

@@ -15,7 +15,10 @@ from laneformer.engine import StopStrings, TextStream
 from tests.laneformer.engine.assets import byte_tokenizer, engine_of, small_model
 from tests.laneformer.engine.test_running import while_it_runs
 
-LONG = {"max_position_embeddings": 20_000, "swa_layers": (0, 1)}  # long requests, slower with every token
+LONG = {
+    "max_position_embeddings": 20_000,
+    "swa_layers": (0, 1),
+}  # long requests, slower with every token
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,9 @@ def test_stop_strings_cut_at_the_first_one_however_the_text_is_cut(pieces, stops
     watcher, shown, expected = StopStrings(stops), "", cut("".join(pieces), stops)
     for piece in pieces:
         shown += watcher.push(piece)
-        assert expected.startswith(shown), "text that belongs to a stop string, or comes after it, was shown"
+        assert expected.startswith(shown), (
+            "text that belongs to a stop string, or comes after it, was shown"
+        )
         if watcher.found:
             break
     assert shown + watcher.finish() == expected
@@ -52,7 +57,13 @@ def test_stop_strings_cut_at_the_first_one_however_the_text_is_cut(pieces, stops
 
 def test_text_is_held_back_no_longer_than_it_may_begin_a_stop_string():
     watcher = StopStrings(["</end>", "\n\n"])
-    assert [watcher.push(piece) for piece in ("a<", "/e", "x", "\n", "b")] == ["a", "", "</ex", "", "\nb"]
+    assert [watcher.push(piece) for piece in ("a<", "/e", "x", "\n", "b")] == [
+        "a",
+        "",
+        "</ex",
+        "",
+        "\nb",
+    ]
 
 
 def test_text_generation_is_the_token_streams_text(engine):
@@ -64,7 +75,9 @@ def test_text_generation_is_the_token_streams_text(engine):
 
 
 def test_stop_strings_end_the_request_across_token_borders(engine):
-    bias = {engine.tokenizer.token_to_id(token): 30.0 for token in ("a", "b", " ")}  # one character a token
+    bias = {
+        engine.tokenizer.token_to_id(token): 30.0 for token in ("a", "b", " ")
+    }  # one character a token
     options = {"max_new_tokens": 60, "temperature": 1.0, "seed": 1, "logit_bias": bias}
     whole, rng = engine.generate_text("a", **options), random.Random(2)
     assert set(whole) <= set("ab ")
@@ -87,11 +100,15 @@ def test_a_stop_string_cancels_what_is_left():
 
 def test_text_needs_text_or_ids_and_a_tokenizer(engine):
     ids = engine.tokenizer.encode("a b").ids
-    assert engine.generate_text(ids, max_new_tokens=9) == engine.generate_text("a b", max_new_tokens=9)
+    assert engine.generate_text(ids, max_new_tokens=9) == engine.generate_text(
+        "a b", max_new_tokens=9
+    )
     for stop in ("", [""], ["a", 3], [None]):
         with pytest.raises(ValueError, match="a stop string is a text of at least one character"):
             engine.stream_text("a", stop=stop)
-    with pytest.raises(ValueError, match="prompt must be a flat sequence of integers, not NoneType"):
+    with pytest.raises(
+        ValueError, match="prompt must be a flat sequence of integers, not NoneType"
+    ):
         engine.generate_text(None)
     with engine_of(small_model()) as bare, pytest.raises(ValueError, match=r"tokenizer\.json"):
         bare.generate_text("a")

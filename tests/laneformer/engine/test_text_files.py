@@ -16,36 +16,58 @@ PLAIN = {"bos_token": "<begin>", "eos_token": "<end>"}
 
 
 def token(content: str, **properties: bool) -> dict[str, Any]:
-    usual = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": False}
+    usual = {
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "single_word": False,
+        "special": False,
+    }
     return {"content": content, **usual, **properties}
 
 
 CASES = {
     # files beside tokenizer.json, whose added tokens are <begin> (300) and <end> (301)
     "added_tokens_decoder alone": {
-        "tokenizer_config": PLAIN | {"added_tokens_decoder": {
-            "300": token("<begin>", special=True), "302": token("<tool>"), "303": token("</tool>", special=True),
-        }},
+        "tokenizer_config": PLAIN
+        | {
+            "added_tokens_decoder": {
+                "300": token("<begin>", special=True),
+                "302": token("<tool>"),
+                "303": token("</tool>", special=True),
+            }
+        },
     },
     "in another order": {
-        "tokenizer_config": PLAIN | {"added_tokens_decoder": {"303": token("</tool>"), "302": token("<tool>")}},
+        "tokenizer_config": PLAIN
+        | {"added_tokens_decoder": {"303": token("</tool>"), "302": token("<tool>")}},
     },
     "other properties": {
-        "tokenizer_config": PLAIN | {"added_tokens_decoder": {
-            "300": token("<begin>", lstrip=True, special=True), "302": token("<tool>", rstrip=True, lstrip=True),
-        }},
+        "tokenizer_config": PLAIN
+        | {
+            "added_tokens_decoder": {
+                "300": token("<begin>", lstrip=True, special=True),
+                "302": token("<tool>", rstrip=True, lstrip=True),
+            }
+        },
     },
     "names of tokens that are none yet": {
-        "tokenizer_config": {**PLAIN, "pad_token": "<|pad|>", "additional_special_tokens": ["<tool>", "</tool>"]},
+        "tokenizer_config": {
+            **PLAIN,
+            "pad_token": "<|pad|>",
+            "additional_special_tokens": ["<tool>", "</tool>"],
+        },
     },
     "added_tokens.json of older folders": {
-        "tokenizer_config": PLAIN, "added_tokens": {"<tool>": 302, "<think>": 303},
+        "tokenizer_config": PLAIN,
+        "added_tokens": {"<tool>": 302, "<think>": 303},
         "special_tokens_map": {"pad_token": token("<|pad|>"), "bos_token": "<begin>"},
     },
     "added_tokens.json that nobody reads": {
-        "tokenizer_config": PLAIN | {"added_tokens_decoder": {}}, "added_tokens": {"<tool>": 302},
+        "tokenizer_config": PLAIN | {"added_tokens_decoder": {}},
+        "added_tokens": {"<tool>": 302},
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -60,7 +82,9 @@ def test_tokens_beside_the_tokenizer_are_those_of_transformers(tmp_path, name):
         ids = theirs.encode(text, add_special_tokens=False)
         assert ours.encode(text, add_special_tokens=False).ids == ids, text
         for skip in (False, True):
-            assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+            assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(
+                ids, skip_special_tokens=skip
+            )
 
 
 @pytest.mark.parametrize(
@@ -82,15 +106,28 @@ def test_templates_in_files_are_those_of_transformers(tmp_path, names):
 EMPTY = (2).to_bytes(8, "little") + b"{}"  # a safetensors file without tensors
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 ADAPTER = json.dumps({"base_model_name_or_path": "org/base", "peft_type": "LORA"})
-LLAMA = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-         "num_attention_heads": 1, "vocab_size": 8, "max_position_embeddings": 8}  # fmt: skip
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "vocab_size": 8,
+    "max_position_embeddings": 8,
+}
 OTHER_FOLDERS = [
     (
         {"config.json": POINTER},
         r"config\.json is a pointer of Git LFS, not the file itself; run `git lfs pull`",
     ),
-    ({"config.json": "{}", "model.safetensors": POINTER}, r"model\.safetensors is a pointer of Git LFS"),
-    ({"adapter_config.json": ADAPTER}, r"an adapter, no model .*of 'org/base'.*merge it into its model"),
+    (
+        {"config.json": "{}", "model.safetensors": POINTER},
+        r"model\.safetensors is a pointer of Git LFS",
+    ),
+    (
+        {"adapter_config.json": ADAPTER},
+        r"an adapter, no model .*of 'org/base'.*merge it into its model",
+    ),
     (
         {"config.json": "{}", "adapter_config.json": ADAPTER, "model.safetensors": ""},
         "an adapter beside a model .*or remove it",

@@ -46,7 +46,9 @@ print(time.monotonic() - began)
 
 @pytest.mark.rotate  # by the clock
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="LD_PRELOAD")
-@pytest.mark.skipif(this_machine().processors < 2, reason="with more threads than cores they always yield")
+@pytest.mark.skipif(
+    this_machine().processors < 2, reason="with more threads than cores they always yield"
+)
 def test_yields_that_cost_a_time_slice_are_rare(tmp_path):
     """As from Linux 6.18 on beside any other program. Ten a second and thread, and a few before the request."""
     (tmp_path / "slow.c").write_text(SLOW_YIELD)

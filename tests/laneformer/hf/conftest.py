@@ -15,7 +15,10 @@ def model():
 
 @pytest.fixture(scope="session")
 def checkpoint(shared, model):
-    return shared("hf_run", lambda folder: write_run(folder / "demo", model)) / "demo/checkpoint/step-30"
+    return (
+        shared("hf_run", lambda folder: write_run(folder / "demo", model))
+        / "demo/checkpoint/step-30"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -40,7 +40,9 @@ def ask_model(path: str) -> dict:
     base = AutoModel.from_pretrained(path, **LOAD).eval()
     config = AutoConfig.from_pretrained(path, trust_remote_code=True)
     model.save_pretrained(copy := f"{answers_path}.{path.replace('/', '-')}")
-    saved = AutoModelForCausalLM.from_pretrained(copy, **LOAD).eval()  # a user's own folder, code included
+    saved = AutoModelForCausalLM.from_pretrained(
+        copy, **LOAD
+    ).eval()  # a user's own folder, code included
     padded = model(pad(ids, (5, 0)), attention_mask=pad(torch.ones_like(ids), (5, 0)))
     return {
         "logits": model(ids).logits,
@@ -59,7 +61,9 @@ def generate(path: str, model: torch.nn.Module) -> dict:
 
     def greedy(rows, **options):
         batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt")
-        out = model.generate(**batch, max_new_tokens=asked["new_tokens"], do_sample=False, **options)
+        out = model.generate(
+            **batch, max_new_tokens=asked["new_tokens"], do_sample=False, **options
+        )
         rows = [row[batch["input_ids"].shape[1] :].tolist() for row in out]
         return [row[: row.index(2) + 1] if 2 in row else row for row in rows]
 

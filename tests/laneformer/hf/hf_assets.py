@@ -31,10 +31,18 @@ def stdlib_sources(count=120) -> list[str]:
 def sentencepiece_model(add_dummy_prefix: bool = True, **overrides) -> bytes:
     model = io.BytesIO()
     options = {
-        "model_type": "bpe", "vocab_size": VOCAB_SIZE, "byte_fallback": True, "split_digits": True,
-        "allow_whitespace_only_pieces": True, "add_dummy_prefix": add_dummy_prefix, "remove_extra_whitespaces": False,
-        "normalization_rule_name": "identity", "character_coverage": 0.9999, "num_threads": 1, "minloglevel": 2,
-    }  # fmt: skip
+        "model_type": "bpe",
+        "vocab_size": VOCAB_SIZE,
+        "byte_fallback": True,
+        "split_digits": True,
+        "allow_whitespace_only_pieces": True,
+        "add_dummy_prefix": add_dummy_prefix,
+        "remove_extra_whitespaces": False,
+        "normalization_rule_name": "identity",
+        "character_coverage": 0.9999,
+        "num_threads": 1,
+        "minloglevel": 2,
+    }
     lines = (line for text in stdlib_sources(60) for line in text.split("\n"))
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=lines, model_writer=model, **{**options, **overrides}
@@ -44,7 +52,12 @@ def sentencepiece_model(add_dummy_prefix: bool = True, **overrides) -> bytes:
 
 def small_config(**overrides) -> LaneformerConfig:
     """Wide enough initialisation that attention and greedy choices depend on the text."""
-    values = {"vocab_size": VOCAB_SIZE, "sliding_window": 16, "initializer_range": 0.15, **overrides}
+    values = {
+        "vocab_size": VOCAB_SIZE,
+        "sliding_window": 16,
+        "initializer_range": 0.15,
+        **overrides,
+    }
     return LaneformerConfig.from_flavor("tiny", **values)
 
 
@@ -54,7 +67,9 @@ def random_model(seed=0, **overrides) -> Laneformer:
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("norm.weight"):
-                p.add_(0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))))
+                p.add_(
+                    0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)))
+                )
     return model
 
 
@@ -64,7 +79,11 @@ def write_run(folder, model, step=30) -> Path:
     (folder / "model.json").write_text(json.dumps(model.config.to_dict()))
     (folder / "tokenizer.model").write_bytes(sentencepiece_model())
     line = {"step": step, "phase": "phase2", "tokens_total": 123_456, "loss": 4.25}
-    lines = [json.dumps({**line, "step": step - 1}), json.dumps(line), '{"step": 7, "los']  # cut by a crash
+    lines = [
+        json.dumps({**line, "step": step - 1}),
+        json.dumps(line),
+        '{"step": 7, "los',
+    ]  # cut by a crash
     (folder / "metrics.jsonl").write_text("\n".join(lines))
     state = {
         **model.state_dict(),

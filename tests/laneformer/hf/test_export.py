@@ -38,7 +38,17 @@ CHATS = [
     ],
     [{"role": "user", "content": "a</ b"}, {"role": "assistant", "content": " é😀日 <|▁\n"}],
 ]
-TEXTS = ["", " ", "   x", "a  b", "\t\tif x:\n", "\n\n", "é 😀 日本", "3.14159 " * 3, *stdlib_sources()[:3]]
+TEXTS = [
+    "",
+    " ",
+    "   x",
+    "a  b",
+    "\t\tif x:\n",
+    "\n\n",
+    "é 😀 日本",
+    "3.14159 " * 3,
+    *stdlib_sources()[:3],
+]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
@@ -46,7 +56,10 @@ def draw_ids(*shape) -> torch.Tensor:
     return torch.randint(3, VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(5))
 
 
-IDS, PROMPTS = draw_ids(2, 50), [draw_ids(n).tolist() for n in (5, 23, 16)]  # beyond the window of 16
+IDS, PROMPTS = (
+    draw_ids(2, 50),
+    [draw_ids(n).tolist() for n in (5, 23, 16)],
+)  # beyond the window of 16
 
 
 @torch.no_grad()
@@ -56,8 +69,11 @@ def expected_of(model) -> dict[str, torch.Tensor]:
     h, _ = run_layers(model.layers, model.config, embedding, model.rope(positions), masks)
     logits = model(IDS)
     return {
-        "logits": logits, "padded_logits": logits, "saved_logits": logits, "hidden": model.norm(h).mean(2)
-    }  # fmt: skip
+        "logits": logits,
+        "padded_logits": logits,
+        "saved_logits": logits,
+        "hidden": model.norm(h).mean(2),
+    }
 
 
 @torch.no_grad()
@@ -83,7 +99,10 @@ def models(model, exported, tmp_path_factory):
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param("5", marks=pytest.mark.job), pytest.param("4.57", marks=pytest.mark.rotate)],
+    params=[
+        pytest.param("5", marks=pytest.mark.job),
+        pytest.param("4.57", marks=pytest.mark.rotate),
+    ],
 )
 def answers(
     request,
@@ -95,15 +114,26 @@ def answers(
     if version == "4.57" and not TRANSFORMERS_4.is_dir():
         pytest.skip(f"no {TRANSFORMERS_4}; `make test` installs it")
     config = {name for model, _ in models.values() for name in model.config.to_dict()}
-    questions = {"ids": IDS, "prompts": PROMPTS, "new_tokens": NEW_TOKENS, "texts": TEXTS, "chats": CHATS,
-                 "config": config}  # fmt: skip
+    questions = {
+        "ids": IDS,
+        "prompts": PROMPTS,
+        "new_tokens": NEW_TOKENS,
+        "texts": TEXTS,
+        "chats": CHATS,
+        "config": config,
+    }
     torch.save(questions, elsewhere / "questions.pt")
     script, package = (
         Path(__file__).with_name("fresh_process.py"),
         TRANSFORMERS_4 if version == "4.57" else "",
     )
     paths = script, package, elsewhere / "questions.pt", elsewhere / "answers.pt"
-    command = [sys.executable, "-I", *map(str, paths), *(str(folder) for _, folder in models.values())]
+    command = [
+        sys.executable,
+        "-I",
+        *map(str, paths),
+        *(str(folder) for _, folder in models.values()),
+    ]
     env = {
         name: os.environ[name]
         for name in ("PATH", "OMP_NUM_THREADS", "LD_LIBRARY_PATH")
@@ -147,13 +177,29 @@ def test_report_and_files(exported, model):
     assert report["parameters"] == model.config.parameter_count()["total"]
     assert (report["step"], report["dtype"], report["out"]) == (30, "float32", str(out))
     files = {
-        "README.md", "cache.py", "chat_template.jinja", "config.json", "config.py", "configuration_laneformer.py",
-        "generation_config.json", "initialization.py", "lanes.py", "model.py", "model.safetensors",
-        "modeling_laneformer.py", "mtp.py", "positions.py", "ropes.py", "tokenizer.json", "tokenizer.model",
+        "README.md",
+        "cache.py",
+        "chat_template.jinja",
+        "config.json",
+        "config.py",
+        "configuration_laneformer.py",
+        "generation_config.json",
+        "initialization.py",
+        "lanes.py",
+        "model.py",
+        "model.safetensors",
+        "modeling_laneformer.py",
+        "mtp.py",
+        "positions.py",
+        "ropes.py",
+        "tokenizer.json",
+        "tokenizer.model",
         "tokenizer_config.json",
-    }  # fmt: skip
+    }
     assert {path.name for path in out.iterdir()} == files
-    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == 2  # what ends a turn
+    assert (
+        json.loads((out / "generation_config.json").read_text())["eos_token_id"] == 2
+    )  # what ends a turn
     card = (out / "README.md").read_text()
     assert all(f"{real:,}" in card for real in (report["parameters"], 123_456))
     assert "from .." not in "".join(path.read_text() for path in out.glob("*.py"))
@@ -179,12 +225,17 @@ def test_incomplete_checkpoints_are_refused(tmp_path, checkpoint, model):
         with pytest.raises(ValueError, match=message):
             load_weights(checkpoint, small_config(**{size: value}))
     broken = random_model()
-    for value, message in ((float("nan"), "NaN or infinity"), (1e5, r"1e\+05, too large for float16")):
+    for value, message in (
+        (float("nan"), "NaN or infinity"),
+        (1e5, r"1e\+05, too large for float16"),
+    ):
         broken.state_dict()["norm.weight"][7] = value
         run = write_run(tmp_path / f"run-{value}", broken)
         with pytest.raises(ValueError, match=f"norm.weight holds {message}"):
             export(run, tmp_path / "hf", "float16")
-    assert {path.name for path in tmp_path.iterdir()} == {"run-nan", "run-100000.0"}, "nothing else is left"
+    assert {path.name for path in tmp_path.iterdir()} == {"run-nan", "run-100000.0"}, (
+        "nothing else is left"
+    )
 
 
 def test_missing_parts_are_named(tmp_path, checkpoint):
@@ -204,7 +255,9 @@ def test_missing_parts_are_named(tmp_path, checkpoint):
     )
     copied = write_run(tmp_path / "run", random_model(), step=1)
     (tmp_path / "run" / "tokenizer.model").unlink()
-    with pytest.raises(ValueError, match=r"tokenizer.model does not exist; pass its path with --tokenizer"):
+    with pytest.raises(
+        ValueError, match=r"tokenizer.model does not exist; pass its path with --tokenizer"
+    ):
         export(copied, tmp_path / "hf2")
 
 

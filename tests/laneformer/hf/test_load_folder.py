@@ -20,7 +20,9 @@ def test_import_and_export_give_the_same_bits(tmp_path, checkpoint, model, dtype
     export(linked, tmp_path / "hf", dtype, max_shard_bytes=1_000_000)
     assert len(list((tmp_path / "hf").glob("model-*-of-*.safetensors"))) > 2
     stored = read_weights(tmp_path / "hf", model.config)
-    rounded = {name: weight.to(getattr(torch, dtype)) for name, weight in model.state_dict().items()}
+    rounded = {
+        name: weight.to(getattr(torch, dtype)) for name, weight in model.state_dict().items()
+    }
     assert stored.keys() == rounded.keys()
     assert all(torch.equal(stored[name], weight) for name, weight in rounded.items())
     report = import_folder(tmp_path / "hf", tmp_path / "run")
@@ -43,12 +45,15 @@ def test_import_refuses_what_is_not_a_laneformer(tmp_path, exported):
         import_folder(hf, tmp_path / "run")
     (hf / "model.safetensors").symlink_to(exported[0] / "model.safetensors")
     with pytest.raises(
-        ValueError, match=r"tok_embeddings.weight has shape \(1024, 128\), the config says \(2048, 128\)"
+        ValueError,
+        match=r"tok_embeddings.weight has shape \(1024, 128\), the config says \(2048, 128\)",
     ):
         import_folder(hf, tmp_path / "run")
     index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (hf / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"index.json lists files that are missing: \['model-00002-of-00002"):
+    with pytest.raises(
+        ValueError, match=r"index.json lists files that are missing: \['model-00002-of-00002"
+    ):
         import_folder(hf, tmp_path / "run")
     (hf / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ValueError, match=r"index.json is no index with a weight_map: KeyError"):

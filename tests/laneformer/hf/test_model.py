@@ -64,7 +64,9 @@ def test_loss(model, plain, ids):
     labels = ids.clone()
     labels[:, :5] = -100
     with torch.no_grad():
-        expected = torch.nn.functional.cross_entropy(plain(ids)[:, 4:-1].flatten(0, 1), ids[:, 5:].flatten())
+        expected = torch.nn.functional.cross_entropy(
+            plain(ids)[:, 4:-1].flatten(0, 1), ids[:, 5:].flatten()
+        )
         assert model(ids, labels=labels).loss == pytest.approx(float(expected), rel=1e-5)
         summed = model(ids, labels=labels, num_items_in_batch=7).loss
         assert summed == pytest.approx(float(expected) * labels[:, 5:].numel() / 7, rel=1e-5)
@@ -98,7 +100,12 @@ def test_initialisation_is_that_of_training():
 @pytest.mark.parametrize("kind", ["full", "all"])
 def test_rope_by_kind_of_layer_survives_the_folder(tmp_path, ids, kind):
     """Its logits are the plain model's, at once and token by token."""
-    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "layers": kind}
+    scaling = {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 16,
+        "layers": kind,
+    }
     reference = random_model(rope_scaling=scaling, window_rope_theta=500.0, nope_layers=(4,))
     own = reference.config
     wrap(reference).save_pretrained(tmp_path)

@@ -30,7 +30,11 @@ def saved(tmp_path, model) -> tuple[Path, SentencePieceProcessor]:
 def test_same_ids_and_text_as_sentencepiece(tmp_path, add_dummy_prefix):
     path, sp = saved(tmp_path, sentencepiece_model(add_dummy_prefix))
     tokenizer = tokenizer_from_sentencepiece(path)
-    texts = [text for text in stdlib_sources()[:30] if not any(special in text for special in SPECIAL_TEXTS)]
+    texts = [
+        text
+        for text in stdlib_sources()[:30]
+        if not any(special in text for special in SPECIAL_TEXTS)
+    ]
     assert len(texts) > 20
     spaces = ["".join(run) for n in range(5) for run in itertools.product(" \t\na", repeat=n)]
     for text in texts + PROBES + spaces + [" " * n + "x" for n in range(70)]:
@@ -44,7 +48,9 @@ def test_spaces_of_equal_score(tmp_path):
     """As in Llama-2, where every run of spaces has the same, lowest score; here some lengths
     are missing as well.
     """
-    proto = pytest.importorskip("sentencepiece.sentencepiece_model_pb2", reason="needs protobuf").ModelProto()
+    proto = pytest.importorskip(
+        "sentencepiece.sentencepiece_model_pb2", reason="needs protobuf"
+    ).ModelProto()
     proto.ParseFromString(sentencepiece_model())
     runs = {len(piece.piece): piece for piece in proto.pieces if set(piece.piece) == {SPACE}}
     assert len(runs) > 4
@@ -73,7 +79,10 @@ def test_special_tokens_and_wrong_merges(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"model_type": "unigram", "vocab_size": 500, "input_sentence_size": 1000}, "Only BPE models"),
+        (
+            {"model_type": "unigram", "vocab_size": 500, "input_sentence_size": 1000},
+            "Only BPE models",
+        ),
         ({"remove_extra_whitespaces": True}, "Only BPE models"),
         ({"normalization_rule_name": "nmt_nfkc"}, "Only BPE models"),
         ({"byte_fallback": False}, "has no byte pieces"),

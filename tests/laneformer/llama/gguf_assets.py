@@ -22,19 +22,46 @@ from tokenizers.trainers import BpeTrainer
 from laneformer.llama.gguf import GLOBAL_NAMES, LAYER_NAMES, LONGROPE, OWN_NAMES, PERMUTED
 
 SHAPE = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "vocab_size": 320, "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 16,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "vocab_size": 320,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "head_dim": 16,
+}
 KINDS = {
-    "llama": "Llama", "smollm3": "SmolLM3", "qwen2": "Qwen2", "qwen3": "Qwen3", "olmo2": "Olmo2", "olmo3": "Olmo3",
-    "granite": "Granite", "phi3": "Phi3", "gemma3": "Gemma3Text", "mistral3": "Ministral3", "qwen3moe": "Qwen3Moe",
+    "llama": "Llama",
+    "smollm3": "SmolLM3",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "olmo2": "Olmo2",
+    "olmo3": "Olmo3",
+    "granite": "Granite",
+    "phi3": "Phi3",
+    "gemma3": "Gemma3Text",
+    "mistral3": "Ministral3",
+    "qwen3moe": "Qwen3Moe",
     "gpt-oss": "GptOss",
-}  # fmt: skip
+}
 TEXTS = [
-    "", " ", "Hi there", "  two  spaces\n\n\n\tand a tab", "1234567 89 3.14", "naïve é e\u0301 Å 日本語 한국어 😀",
-    "I'LL don't we've", "x<|end|>y <|end|>", "def f(x):\n        return x  # eight\n", " trailing ", "xYz axYz",
-]  # fmt: skip
+    "",
+    " ",
+    "Hi there",
+    "  two  spaces\n\n\n\tand a tab",
+    "1234567 89 3.14",
+    "naïve é e\u0301 Å 日本語 한국어 😀",
+    "I'LL don't we've",
+    "x<|end|>y <|end|>",
+    "def f(x):\n        return x  # eight\n",
+    " trailing ",
+    "xYz axYz",
+]
 
 PIECES = ("1234567", "I'LL don't", "we've\n\n x", " 3.14\n", "xYz")
 BLOCKS: dict[str, tuple[int, int, dict[int, float]]] = {
@@ -120,10 +147,23 @@ def write_gguf(
             continue
         type_of = kind if isinstance(kind, str) else kind(gguf_name(name, architecture))
         shape = int(np.prod(array.shape[:-1])), array.shape[-1]  # of experts one after the other
-        drawn = type_of in BLOCKS and type_of not in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")
-        data = random_blocks(type_of, *shape) if drawn else quantize(array, GGMLQuantizationType[type_of])
+        drawn = type_of in BLOCKS and type_of not in (
+            "Q4_0",
+            "Q4_1",
+            "Q5_0",
+            "Q5_1",
+            "Q8_0",
+            "MXFP4",
+        )
+        data = (
+            random_blocks(type_of, *shape)
+            if drawn
+            else quantize(array, GGMLQuantizationType[type_of])
+        )
         data = data.reshape(*array.shape[:-1], -1)
-        writer.add_tensor(gguf_name(name, architecture), data, raw_dtype=GGMLQuantizationType[type_of])
+        writer.add_tensor(
+            gguf_name(name, architecture), data, raw_dtype=GGMLQuantizationType[type_of]
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -148,7 +188,10 @@ def unfused(state: dict[str, Any]) -> dict[str, Any]:
                 found[f"{stem}.experts.down_proj.{kind}" if part else name] = value
         elif part == "gate_up_proj":
             gate, up = value.chunk(2, 1)
-            found |= {f"{stem}.experts.gate_proj.weight": gate, f"{stem}.experts.up_proj.weight": up}
+            found |= {
+                f"{stem}.experts.gate_proj.weight": gate,
+                f"{stem}.experts.up_proj.weight": up,
+            }
         else:
             found[f"{name}.weight" if part == "down_proj" else name] = value
     return found
@@ -157,13 +200,20 @@ def unfused(state: dict[str, Any]) -> dict[str, Any]:
 def own_fields(architecture: str, c: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """What llama.cpp's converter says of this model, and the tensors that it adds."""
     rope = c.rope_parameters.get("full_attention") or c.rope_parameters
-    head_dim, kind = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads, rope["rope_type"]
+    head_dim, kind = (
+        getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+        rope["rope_type"],
+    )
     fields = {
-        "block_count": c.num_hidden_layers, "context_length": c.max_position_embeddings,
-        "embedding_length": c.hidden_size, "feed_forward_length": c.intermediate_size,
-        "attention.head_count": c.num_attention_heads, "attention.head_count_kv": c.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": float(c.rms_norm_eps), "rope.freq_base": float(rope["rope_theta"]),
-    }  # fmt: skip
+        "block_count": c.num_hidden_layers,
+        "context_length": c.max_position_embeddings,
+        "embedding_length": c.hidden_size,
+        "feed_forward_length": c.intermediate_size,
+        "attention.head_count": c.num_attention_heads,
+        "attention.head_count_kv": c.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": float(c.rms_norm_eps),
+        "rope.freq_base": float(rope["rope_theta"]),
+    }
     if architecture in PERMUTED:
         fields["rope.dimension_count"] = head_dim
     elif architecture == "phi3":
@@ -184,8 +234,12 @@ def own_fields(architecture: str, c: Any) -> tuple[dict[str, Any], dict[str, Any
         fields |= {"expert_count": c.num_experts, "expert_used_count": c.num_experts_per_tok}
         fields["expert_feed_forward_length"] = width
     if architecture == "granite":
-        fields |= {"embedding_scale": c.embedding_multiplier, "residual_scale": c.residual_multiplier,
-                   "attention.scale": c.attention_multiplier, "logit_scale": c.logits_scaling}  # fmt: skip
+        fields |= {
+            "embedding_scale": c.embedding_multiplier,
+            "residual_scale": c.residual_multiplier,
+            "attention.scale": c.attention_multiplier,
+            "logit_scale": c.logits_scaling,
+        }
     if architecture == "mistral3":
         fields["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
         fields["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
@@ -193,7 +247,10 @@ def own_fields(architecture: str, c: Any) -> tuple[dict[str, Any], dict[str, Any
     if kind == "longrope":
         length = c.original_max_position_embeddings
         factor = np.sqrt(1 + np.log(c.max_position_embeddings / length) / np.log(length))
-        fields |= {"rope.scaling.attn_factor": float(factor), "rope.scaling.original_context_length": length}
+        fields |= {
+            "rope.scaling.attn_factor": float(factor),
+            "rope.scaling.original_context_length": length,
+        }
         tensors = {of: np.float32(rope[f"{name}_factor"]) for name, of in LONGROPE.items()}
     return {f"{architecture}.{name}": value for name, value in fields.items()}, tensors
 
@@ -206,12 +263,17 @@ def gguf_name(name: str, architecture: str) -> str:
     if not stem.startswith("model.layers."):
         return name
     layer, part = stem.removeprefix("model.layers.").split(".", 1)
-    names = {ours: theirs for theirs, ours in (LAYER_NAMES | OWN_NAMES.get(architecture, {})).items()}
+    names = {
+        ours: theirs for theirs, ours in (LAYER_NAMES | OWN_NAMES.get(architecture, {})).items()
+    }
     return f"blk.{layer}.{names[part]}.{kind}"
 
 
 def byte_level(
-    pre_tokenizer: Any, normalizer: Any = None, ignore_merges: bool = False, texts: Sequence[str] = PIECES
+    pre_tokenizer: Any,
+    normalizer: Any = None,
+    ignore_merges: bool = False,
+    texts: Sequence[str] = PIECES,
 ) -> Tokenizer:
     """A byte-level BPE of at most 320 pieces with two control tokens and an added word.
 
@@ -220,7 +282,9 @@ def byte_level(
     tokenizer = Tokenizer(BPE(ignore_merges=ignore_merges))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     special = ["<|begin|>", "<|text|>", "<|end|>"]
-    trainer = BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=ByteLevel.alphabet())
+    trainer = BpeTrainer(
+        vocab_size=320, special_tokens=special, initial_alphabet=ByteLevel.alphabet()
+    )
     tokenizer.train_from_iterator([*texts] * 9, trainer)
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoders.ByteLevel()
     if normalizer:
@@ -234,11 +298,17 @@ def tokenizer_fields(tokenizer: Tokenizer, pre: str) -> dict[str, Any]:
     pieces = [tokenizer.id_to_token(i) or f"[PAD{i}]" for i in range(SHAPE["vocab_size"])]
     template = "{% for m in messages %}{{ bos_token + m.content + eos_token }}{% endfor %}"
     fields = {
-        "model": "gpt2", "pre": pre, "tokens": pieces, "bos_token_id": 0, "eos_token_id": 2,
+        "model": "gpt2",
+        "pre": pre,
+        "tokens": pieces,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
         "token_type": [3, 4, 3, *(5 if piece.startswith("[PAD") else 1 for piece in pieces[3:])],
         "merges": [" ".join(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]],
-    }  # fmt: skip
-    return {f"tokenizer.ggml.{name}": v for name, v in fields.items()} | {"tokenizer.chat_template": template}
+    }
+    return {f"tokenizer.ggml.{name}": v for name, v in fields.items()} | {
+        "tokenizer.chat_template": template
+    }
 
 
 @functools.cache

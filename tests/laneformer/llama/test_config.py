@@ -14,31 +14,56 @@ from laneformer.supports import refuse_unsupported
 from laneformer.tensors import Tensor
 
 LLAMA: dict[str, Any] = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96,
-    "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 130, "max_position_embeddings": 64,
-}  # fmt: skip
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 130,
+    "max_position_embeddings": 64,
+}
 LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}  # fmt: skip
+}
 
 
 def values_of(family: str, **values: Any) -> dict[str, Any]:
-    return {**LLAMA, "model_type": family, "architectures": None, "num_key_value_heads": 2, **values}
+    return {
+        **LLAMA,
+        "model_type": family,
+        "architectures": None,
+        "num_key_value_heads": 2,
+        **values,
+    }
 
 
 def test_defaults_are_those_of_the_first_llama():
     config = config_of_llama(LLAMA, 2)
     assert (config.num_key_value_heads, config.head_dim) == (4, 16)
     assert (config.rope_theta, config.norm_eps) == (10000.0, 1e-6)
-    assert (config.num_lanes, config.broadcast_delay, config.lm_head_type) == (2, 0, "vocab_parallel")
+    assert (config.num_lanes, config.broadcast_delay, config.lm_head_type) == (
+        2,
+        0,
+        "vocab_parallel",
+    )
     assert (config.swa_layers, config.rope_scaling, config.tie_word_embeddings) == ((), None, False)
     assert not config.borrowed()
-    assert config_of_llama(LLAMA, 4).lm_head_type == "replicate", "lanes that do not divide the vocabulary"
+    assert config_of_llama(LLAMA, 4).lm_head_type == "replicate", (
+        "lanes that do not divide the vocabulary"
+    )
 
 
 def sizes(heads: int, kv_heads: int | None, width: int) -> dict[str, Any]:
-    return {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": width}
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": width,
+    }
 
 
 @pytest.mark.parametrize(
@@ -55,12 +80,17 @@ def test_lanes_share_the_threads_evenly(of, lanes):
 
 @pytest.mark.parametrize(
     "values",
-    [{"rope_scaling": LLAMA3, "rope_theta": 5e5}, {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}],
+    [
+        {"rope_scaling": LLAMA3, "rope_theta": 5e5},
+        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
+    ],
 )
 def test_both_spellings_of_rope(values):
     config = config_of_llama(LLAMA | values, 1)
     assert config.rope_theta == 5e5
-    assert config.rope_scaling == {name: value for name, value in LLAMA3.items() if name != "rope_type"}
+    assert config.rope_scaling == {
+        name: value for name, value in LLAMA3.items() if name != "rope_type"
+    }
 
 
 @pytest.mark.parametrize(
@@ -69,9 +99,14 @@ def test_both_spellings_of_rope(values):
         ("mistral", {}, 4096, (0, 1, 2, 3)),
         ("qwen2", {"sliding_window": 32}, None, ()),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 32}, None, ()),  # from layer 28 on
-        ("smollm3", {"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": [1, 0, 1, 0]}, 8, (1, 3)),
+        (
+            "smollm3",
+            {"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": [1, 0, 1, 0]},
+            8,
+            (1, 3),
+        ),
     ],
-)  # fmt: skip
+)
 def test_windows(family, values, window, layers):
     config = config_of_llama(values_of(family, **values), 1)
     assert config.swa_layers == layers
@@ -106,7 +141,9 @@ def test_joint_norms_have_one_lane():
 
 @pytest.mark.parametrize("family", ["gemma3_text", "granite", "olmo2", "phi3", "qwen3_moe"])
 def test_a_variant_is_the_same_from_a_file(family):
-    config = config_of_llama(values_of(family, rope_scaling={"rope_type": "linear", "factor": 8.0}), 1)
+    config = config_of_llama(
+        values_of(family, rope_scaling={"rope_type": "linear", "factor": 8.0}), 1
+    )
     assert type(config).from_dict(json.loads(json.dumps(config.to_dict()))) == config
     with pytest.raises(ValueError, match=r"training does not support .*ropes = \d"):
         refuse_unsupported(config, "training")
@@ -120,49 +157,82 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     # families
-    ({"model_type": "qwen2_moe", "num_experts": 8},
-     r"'qwen2_moe' is not supported \(a mixture of experts\); the nearest that is: 'qwen3_moe'; supp"),
-    ({"model_type": "qwen3_5", "text_config": {"linear_num_key_heads": 16}}, QWEN35 + "'qwen3'; supp"),
+    (
+        {"model_type": "qwen2_moe", "num_experts": 8},
+        r"'qwen2_moe' is not supported \(a mixture of experts\); the nearest that is: 'qwen3_moe'; supp",
+    ),
+    (
+        {"model_type": "qwen3_5", "text_config": {"linear_num_key_heads": 16}},
+        QWEN35 + "'qwen3'; supp",
+    ),
     ({"model_type": "qwen3_5_moe_text", "num_experts": 8}, QWEN35 + "'qwen3_moe'; supp"),
     ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, r"\(multi-head latent attention\)"),
-    ({"model_type": "gemma2", "attn_logit_softcapping": 50.0},
-     r"\(logit soft-capping\); the nearest that is: 'gemma3'; supported are folders of"),
-    ({"model_type": "bloom"}, r"'bloom' is not supported; supported are .* llama, mistral, .*qwen2"),
+    (
+        {"model_type": "gemma2", "attn_logit_softcapping": 50.0},
+        r"\(logit soft-capping\); the nearest that is: 'gemma3'; supported are folders of",
+    ),
+    (
+        {"model_type": "bloom"},
+        r"'bloom' is not supported; supported are .* llama, mistral, .*qwen2",
+    ),
     ({"model_type": None}, "model_type = None is not supported"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "only LlamaForCausalLM"),
     # experts
     (QWEN3_MOE | {"decoder_sparse_step": 2}, r"step = 2 is not .* .dense layers among .*; only 1"),
-    (QWEN3_MOE | {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] is not supported .dense layers"),
+    (
+        QWEN3_MOE | {"mlp_only_layers": [0]},
+        r"mlp_only_layers = \[0\] is not supported .dense layers",
+    ),
     (QWEN3_MOE | {"num_experts_per_tok": 9}, r"total=8, active=9.* must be from 1 to `total`"),
     ({"num_experts": 4}, "num_experts = 4 is not supported .a mixture of experts."),
     (GPT_OSS | {"swiglu_limit": 5.0}, r"swiglu_limit = 5.0 .*only 7.0"),
-    (GPT_OSS | {"quantization_config": {"quant_method": "fp8"}}, r"quant_method 'fp8'; supported is 'mxfp4'"),
+    (
+        GPT_OSS | {"quantization_config": {"quant_method": "fp8"}},
+        r"quant_method 'fp8'; supported is 'mxfp4'",
+    ),
     # RoPE
-    ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
-     "dynamic.* is not supported; supported are the types default, llama3, linear, yarn, longrope"),
+    (
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+        "dynamic.* is not supported; supported are the types default, llama3, linear, yarn, longrope",
+    ),
     ({"rope_scaling": {**YARN, "temperature": 2}}, "temperature.* is not supported"),
-    (PHI3 | {"rope_scaling": LONGROPE},
-     r"long_factor and short_factor hold \[6, 8\] numbers; 8 pairs rotate"),
-    ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention.* is not supported"),
-    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"rope_scaling lacks \['low_freq_fac"),
+    (
+        PHI3 | {"rope_scaling": LONGROPE},
+        r"long_factor and short_factor hold \[6, 8\] numbers; 8 pairs rotate",
+    ),
+    (
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+        "full_attention.* is not supported",
+    ),
+    (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        r"rope_scaling lacks \['low_freq_fac",
+    ),
     # all else
     ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; only 'silu'"),
-    ({"mlp_bias": True},
-     "mlp_bias = True is not supported .a bias of the output projection or of the MLP.; only"),
+    (
+        {"mlp_bias": True},
+        "mlp_bias = True is not supported .a bias of the output projection or of the MLP.; only",
+    ),
     ({"quantization_config": {"quant_method": "awq"}}, "quantized safetensors"),
     ({"residual_multiplier": 0.2}, "multiplier = 0.2 is not supported; it may change what the"),
     ({"sliding_window": 4096}, "sliding_window = 4096 is not supported"),
-    ({"layer_types": ["full_attention"] * 3 + ["linear_attention"]}, r"holds \['linear_attention'\]"),
+    (
+        {"layer_types": ["full_attention"] * 3 + ["linear_attention"]},
+        r"holds \['linear_attention'\]",
+    ),
     ({"layer_types": ["full_attention"] * 3}, "3 entries for 4 layers"),
     # values
     ({"hidden_size": None}, r"config.json lacks \['hidden_size'\]"),
     ({"rms_norm_eps": "small"}, "rms_norm_eps = .small. must be a number, without quotes"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("values", "message"), REFUSALS)
 def test_refusals(values, message):
-    config_of_llama({**LLAMA, "_name_or_path": "x", "torch_dtype": "bfloat16", "some_new_switch": None}, 1)
+    config_of_llama(
+        {**LLAMA, "_name_or_path": "x", "torch_dtype": "bfloat16", "some_new_switch": None}, 1
+    )
     with pytest.raises(ValueError, match=message):
         config_of_llama(LLAMA | values, 1)
 
@@ -182,17 +252,24 @@ WRONG_TENSORS: list[tuple[dict[str, Any], dict[str, tuple[int, ...]], str]] = [
     # values of the config, shapes of other tensors
     ({}, {KEYS: (8,)}, rf"{KEYS} has shape \(8,\), the config says \(64, 64\)"),
     ({}, {BIAS: (8,)}, r"has not, such as model\.layers\.0\.mlp\.gate_proj\.bias"),
-    ({"tie_word_embeddings": True}, {"lm_head.weight": (130, 64)},
-     r"embeddings = True, but lm_head\.weight is not the embedding"),
-]  # fmt: skip
+    (
+        {"tie_word_embeddings": True},
+        {"lm_head.weight": (130, 64)},
+        r"embeddings = True, but lm_head\.weight is not the embedding",
+    ),
+]
 
 
 def test_wrong_tensors_are_named():
     tensors = tensors_of(LLAMA)
-    harmless = {"model.layers.0.self_attn.rotary_emb.inv_freq": Tensor("fp32", np.zeros(8, np.float32))}
+    harmless = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": Tensor("fp32", np.zeros(8, np.float32))
+    }
     laneformer_of(LLAMA, tensors | harmless, 2)
     for values, shapes, message in WRONG_TENSORS:
-        others = {name: Tensor("fp32", np.zeros(shape, np.float32)) for name, shape in shapes.items()}
+        others = {
+            name: Tensor("fp32", np.zeros(shape, np.float32)) for name, shape in shapes.items()
+        }
         with pytest.raises(ValueError, match=message):
             laneformer_of(LLAMA | values, tensors | others, 1)
     del tensors[KEYS]

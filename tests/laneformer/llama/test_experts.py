@@ -68,14 +68,21 @@ def blocks(gpt_oss, tmp_path_factory):
         wide[name] = torch.from_numpy(meant).swapaxes(1, 2).contiguous().bfloat16()
         assert np.array_equal(wide[name].float().swapaxes(1, 2).numpy(), meant)
     config = json.loads((gpt_oss / "config.json").read_text())
-    how = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-    for path, tensors, more in zip(paths, (stored, wide), ({"quantization_config": how}, {}), strict=True):
+    how = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+    }
+    for path, tensors, more in zip(
+        paths, (stored, wide), ({"quantization_config": how}, {}), strict=True
+    ):
         save_file(tensors, path / "model.safetensors", {"format": "pt"})
         (path / "config.json").write_text(json.dumps({**config, **more}))
     return paths
 
 
-def replace_tensors(suffix: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Weights], None]:
+def replace_tensors(
+    suffix: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[Weights], None]:
     return lambda weights: weights.update(
         {name: change(weight) for name, weight in weights.items() if name.endswith(suffix)}
     )
@@ -93,14 +100,18 @@ def test_a_column_is_what_it_is_alone(folder, blocks, kind):
     path, dtype = (blocks[0], "auto") if kind.startswith("gpt-oss") else (folder, kind)
     exact = logits_of(reference(blocks[1] if path == blocks[0] else folder))
     for threads, lanes in ((3, 1), (2, 2)):
-        with Engine.from_pretrained(path, threads=threads, lanes=lanes, dtype=dtype, cache=False) as engine:
+        with Engine.from_pretrained(
+            path, threads=threads, lanes=lanes, dtype=dtype, cache=False
+        ) as engine:
             every = engine.logits(IDS)
             assert mean_error(every, exact) < (0.2 if kind == "int4" else ROUNDED)
             for count in (1, 2, 5, 17, 64):
                 assert np.array_equal(engine.logits(IDS[:count]), every[:count])
             prompts = [IDS[:1], IDS[3:20], IDS[40:90]]
             options: dict[str, Any] = {"max_new_tokens": 20}
-            alone = [engine.generate(p, reuse_prefix=False, speculate=0, **options) for p in prompts]
+            alone = [
+                engine.generate(p, reuse_prefix=False, speculate=0, **options) for p in prompts
+            ]
             assert generate_together(engine, prompts, **options) == alone
             assert engine.generate(prompts[1], speculate=7, **options) == alone[1]
             followed = engine.logits([*prompts[2], *alone[2]]).argmax(-1)
@@ -124,21 +135,29 @@ def test_blocks_of_a_folder_are_what_transformers_reads(blocks):
 def test_equal_scores_go_to_the_first_experts(folder, tmp_path):
     path = changed(folder, tmp_path, replace_tensors("mlp.gate.weight", torch.zeros_like))
     model = plain_model(path, lanes=1)
-    assert relative_error(engine_logits(path, kv_dtype="fp32", threads=2), logits_of(model)) < ALLOWED
+    assert (
+        relative_error(engine_logits(path, kv_dtype="fp32", threads=2), logits_of(model)) < ALLOWED
+    )
     layer = model.layers[0].feed_forward
     assert isinstance(layer, LaneExperts)
     assert layer.route(torch.ones(1, 1, 1, 64)).nonzero()[:, -1].tolist() == [0, 1]
 
 
-@pytest.mark.parametrize(("part", "factor"), [("gate_up_proj_bias", 60.0), ("sinks", 20.0), ("sinks", -20.0)])
+@pytest.mark.parametrize(
+    ("part", "factor"), [("gate_up_proj_bias", 60.0), ("sinks", 20.0), ("sinks", -20.0)]
+)
 def test_large_biases_and_sinks(gpt_oss, tmp_path, part, factor):
     """Gates and ups beyond 7, sinks that take all of a softmax and nothing of it."""
-    grow = replace_tensors(part, lambda values: factor * (values.abs() if part == "sinks" else values))
+    grow = replace_tensors(
+        part, lambda values: factor * (values.abs() if part == "sinks" else values)
+    )
     path = changed(gpt_oss, tmp_path, grow)
     expected = logits_of(reference(path))
     assert relative_error(logits_of(reference(gpt_oss)), expected) > SEEN
     assert relative_error(logits_of(plain_model(path, lanes=2)), expected) < ALLOWED
-    assert relative_error(engine_logits(path, kv_dtype="fp32", threads=3, lanes=2), expected) < ALLOWED
+    assert (
+        relative_error(engine_logits(path, kv_dtype="fp32", threads=3, lanes=2), expected) < ALLOWED
+    )
 
 
 def test_a_token_reads_the_experts_that_it_takes(folder):
@@ -146,7 +165,9 @@ def test_a_token_reads_the_experts_that_it_takes(folder):
     with Engine.from_pretrained(folder, dtype="fp32", threads=1, cache=False) as engine:
         held, config = len(engine._open().part(0)), engine.config
         experts = config.variant.experts
-        size = 4 * (2 * 48 * 64 + 64 * 40)  # of 40 gates and 40 ups each begins at a multiple of 16 rows
+        size = 4 * (
+            2 * 48 * 64 + 64 * 40
+        )  # of 40 gates and 40 ups each begins at a multiple of 16 rows
         resting = config.num_hidden_layers * (experts.total - experts.active)
         assert held - engine.weight_bytes == resting * size
 
@@ -186,14 +207,22 @@ def test_lanes_cut_no_blocks_and_wait_for_each_other(gpt_oss):
 UP = "model.layers.0.mlp.experts.3.up_proj.weight"
 SCALES = "model.layers.1.mlp.experts.down_proj_scales"
 WRONG_TENSORS: list[tuple[Callable[[Weights], object], str]] = [
-    (lambda w: w.pop(UP), r"layers\.0\.mlp\.experts\.up_proj\.weight: the experts \[3\] are missing"),
+    (
+        lambda w: w.pop(UP),
+        r"layers\.0\.mlp\.experts\.up_proj\.weight: the experts \[3\] are missing",
+    ),
     (lambda w: w.update({UP: w[UP].float()}), r"experts differ, such as \('bf16', .* and \('fp32'"),
     (lambda w: w.pop(SCALES), r"layers.1.mlp.experts.down_proj_blocks, but not .*down_proj_scales"),
-    (lambda w: w.update({SCALES: w[SCALES][..., :-1].contiguous()}), r"shape .* needs scales of shape"),
+    (
+        lambda w: w.update({SCALES: w[SCALES][..., :-1].contiguous()}),
+        r"shape .* needs scales of shape",
+    ),
 ]
 
 
 def test_wrong_tensors_are_named(folder, blocks, tmp_path):
-    for path, (change, message) in zip((folder, folder, blocks[0], blocks[0]), WRONG_TENSORS, strict=True):
+    for path, (change, message) in zip(
+        (folder, folder, blocks[0], blocks[0]), WRONG_TENSORS, strict=True
+    ):
         with pytest.raises(ValueError, match=message):
             read_checkpoint(changed(path, tmp_path, change))

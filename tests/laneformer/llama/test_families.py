@@ -70,15 +70,22 @@ def test_engine(folder, truth):
 
 def test_pytorch(folder, truth):
     """model.py with the translated tensors, on one lane and on as many as there are KV heads."""
-    for lanes in {1, read_checkpoint(folder, threads=truth.config.num_key_value_heads).config.num_lanes}:
-        assert relative_error(logits_of(plain_model(folder, lanes=lanes)), logits_of(truth)) < ALLOWED
+    for lanes in {
+        1,
+        read_checkpoint(folder, threads=truth.config.num_key_value_heads).config.num_lanes,
+    }:
+        assert (
+            relative_error(logits_of(plain_model(folder, lanes=lanes)), logits_of(truth)) < ALLOWED
+        )
 
 
 @pytest.mark.parametrize(
     ("kind", "text"), [("Gemma3", "gemma3"), ("Mistral3", "mistral"), ("Mistral3", "ministral3")]
 )
 def test_the_text_model_beside_a_vision_tower(kind, text, tmp_path):
-    folder, alone = write_with_vision(kind, dataclasses.replace(CASES[text], dtype=torch.float32), tmp_path)
+    folder, alone = write_with_vision(
+        kind, dataclasses.replace(CASES[text], dtype=torch.float32), tmp_path
+    )
     found = engine_logits(folder, threads=2, kv_dtype="fp32")
     assert relative_error(found, logits_of(alone)) < ALLOWED
 
@@ -96,7 +103,9 @@ def test_gpus_refuse_what_they_have_not(tmp_path, monkeypatch):
     monkeypatch.setattr("laneformer.engine.loading.cuda_devices", lambda device: ("cuda:0",))
     for name in ("olmo2", "granite", "qwen3-moe", "gpt-oss", "gemma3", "ministral3"):
         folder = write_folder(CASES[name], tmp_path / name)
-        with pytest.raises(ValueError, match=r"the CUDA engine does not support .*; use device = 'cpu'"):
+        with pytest.raises(
+            ValueError, match=r"the CUDA engine does not support .*; use device = 'cpu'"
+        ):
             Engine.from_pretrained(folder, device="cuda", lanes=1)
 
 
@@ -124,7 +133,9 @@ def test_tied_embeddings_are_stored_once(tied, dtype, threads, lanes):
         assert decoder.parts == threads
         rows = sum(len(decoder.part(i)) for i in range(threads))
         element = {"fp32": 4, "int8": 1, "int4": 1}.get(dtype, 2)
-        assert rows < 1.5 * element * engine.config.parameter_count()["total"]  # tiles of 32 rows are padded
+        assert (
+            rows < 1.5 * element * engine.config.parameter_count()["total"]
+        )  # tiles of 32 rows are padded
     assert [path.suffix for path in (tied / ".packed").iterdir()].count(".bin") == 1
     with Engine.from_pretrained(tied, dtype=dtype, threads=threads, lanes=lanes) as engine:
         assert np.array_equal(engine.logits(IDS), first)

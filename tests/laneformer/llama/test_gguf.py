@@ -35,9 +35,18 @@ from tests.laneformer.llama.gguf_assets import TEXTS, byte_level, random_llama, 
 
 # the package cannot write K-quants
 WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "MXFP4")
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "rope_theta": 5e5, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 8192}  # fmt: skip
-OLMO3_ROPES = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "rope_theta": 5e5,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+OLMO3_ROPES = {
+    "full_attention": YARN,
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
 TIED = {"tie_word_embeddings": True}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -48,15 +57,29 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", TIED),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "olmo2": ("olmo2", {"num_key_value_heads": 4}),
-    "olmo3": ("olmo3", {"sliding_window": 16, "num_hidden_layers": 4, "rope_parameters": OLMO3_ROPES}),
+    "olmo3": (
+        "olmo3",
+        {"sliding_window": 16, "num_hidden_layers": 4, "rope_parameters": OLMO3_ROPES},
+    ),
     "granite": ("granite", {**GRANITE, **TIED}),
-    "phi3": ("phi3", {"pad_token_id": 0, "rope_parameters": LONG, "original_max_position_embeddings": 32}),
-    "gemma3": ("gemma3", {**TIED, "sliding_window": 16, "num_hidden_layers": 6, "rope_parameters": GEMMA3_ROPES,
-                          "query_pre_attn_scalar": 16}),
+    "phi3": (
+        "phi3",
+        {"pad_token_id": 0, "rope_parameters": LONG, "original_max_position_embeddings": 32},
+    ),
+    "gemma3": (
+        "gemma3",
+        {
+            **TIED,
+            "sliding_window": 16,
+            "num_hidden_layers": 6,
+            "rope_parameters": GEMMA3_ROPES,
+            "query_pre_attn_scalar": 16,
+        },
+    ),
     "mistral3": ("mistral3", {"rope_parameters": MINISTRAL3}),
     "qwen3moe": ("qwen3moe", {**EXPERTS, "norm_topk_prob": True, "head_dim": 32}),
     "gpt-oss": ("gpt-oss", {**GPT_OSS, "head_dim": 32}),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +95,9 @@ def write_llama(folder: Path, kind: str = "F16", **options: Any) -> Path:
 def read_by_transformers(path: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
 
 
 @torch.no_grad()
@@ -89,7 +114,9 @@ def test_every_architecture(tmp_path, name):
     model, extra = random_llama(architecture, **overrides), {}
     if name == "llama3":
         plain = 5e5 ** -(np.arange(0, 16, 2) / 16)
-        extra["rope_freqs.weight"] = (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
+        extra["rope_freqs.weight"] = (plain / model.model.rotary_emb.inv_freq.numpy()).astype(
+            np.float32
+        )
         assert extra["rope_freqs.weight"].max() == pytest.approx(8.0)
     assert_same_logits(write_gguf(tmp_path / "model.gguf", architecture, model, extra=extra), model)
 
@@ -102,7 +129,9 @@ def test_every_type_that_the_package_writes(tmp_path, kind):
     type_of = GGMLQuantizationType[kind]
     expected = dequantize(quantize(weight, type_of), type_of)
     stored = file["model.layers.1.mlp.up_proj.weight"]
-    values = torch.from_numpy(np.array(stored.values)).view(getattr(torch, STORED_TYPES[stored.dtype].torch))
+    values = torch.from_numpy(np.array(stored.values)).view(
+        getattr(torch, STORED_TYPES[stored.dtype].torch)
+    )
     assert np.array_equal(values.float().numpy(), expected)
     assert file.dtype == STORED.get(kind, "int8")
     assert GgufFile(path, blocks=True).dtype == STORED.get(kind, "gguf")
@@ -116,7 +145,9 @@ def test_the_engine_generates_what_transformers_does(tmp_path, capsys):
     with Engine.from_pretrained(path, dtype="fp32") as engine:
         assert engine.generate(ids, max_new_tokens=24, ignore_eos=True) == expected.tolist()
         assert engine.eos_ids == (2,)
-        text = engine.generate_text(engine.tokenizer.encode("<|begin|>Hi<|end|>").ids, max_new_tokens=9)
+        text = engine.generate_text(
+            engine.tokenizer.encode("<|begin|>Hi<|end|>").ids, max_new_tokens=9
+        )
     main(f"generate {path} --prompt Hi --max-new-tokens 9 --dtype fp32 --chat --greedy".split())
     assert capsys.readouterr().out == text + "\n"
 
@@ -125,11 +156,20 @@ HELD: dict[str, tuple[str, dict[str, Any], Any]] = {
     "phi3": (*ARCHITECTURES["phi3"], "Q8_0"),  # fused rows
     "gemma3": (*ARCHITECTURES["gemma3"], "Q8_0"),
     "granite": (*ARCHITECTURES["granite"], "Q8_0"),  # rotation moves blocks
-    "qwen3moe": ("qwen3moe", {**EXPERTS, "hidden_size": 256, "moe_intermediate_size": 512, "head_dim": 64,
-                              "norm_topk_prob": True}, "Q4_K"),
+    "qwen3moe": (
+        "qwen3moe",
+        {
+            **EXPERTS,
+            "hidden_size": 256,
+            "moe_intermediate_size": 512,
+            "head_dim": 64,
+            "norm_topk_prob": True,
+        },
+        "Q4_K",
+    ),
     # as in llama.cpp's own files
     "gpt-oss": (*ARCHITECTURES["gpt-oss"], lambda name: "MXFP4" if "_exps" in name else "Q8_0"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HELD)
@@ -155,10 +195,14 @@ def test_a_tokenizer_beside_the_file_goes_first(tmp_path):
     assert own.tokenizer.to_str() != other.to_str()
     other.save(str(tmp_path / "tokenizer.json"))
     checkpoint = read_checkpoint(path)
-    assert [checkpoint.tokenizer.encode(t).ids for t in TEXTS] == [other.encode(t).ids for t in TEXTS]
+    assert [checkpoint.tokenizer.encode(t).ids for t in TEXTS] == [
+        other.encode(t).ids for t in TEXTS
+    ]
     assert checkpoint.tokenizer_config == own.tokenizer_config
     assert checkpoint.sampling_defaults == own.sampling_defaults
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|text|>", "chat_template": "x"}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"eos_token": "<|text|>", "chat_template": "x"}'
+    )
     (tmp_path / "generation_config.json").write_text('{"do_sample": true}')
     checkpoint = read_checkpoint(path)
     assert checkpoint.tokenizer_config == own.tokenizer_config | {
@@ -170,7 +214,8 @@ def test_a_tokenizer_beside_the_file_goes_first(tmp_path):
         str(tmp_path / "tokenizer.json")
     )
     with pytest.raises(
-        ValueError, match=r"tokenizer\.json is not the tokenizer of model\.gguf: id \d+ is .* there, but"
+        ValueError,
+        match=r"tokenizer\.json is not the tokenizer of model\.gguf: id \d+ is .* there, but",
     ):
         read_checkpoint(path)
 
@@ -182,10 +227,21 @@ LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta"
 FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"rope.scale_linear": 4.0}, "linear"),  # of files of 2023
     ({"rope.scaling.factor": 4.0}, "linear"),  # without a type it is linear
-    ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0, "rope.scale_linear": 2.0}, "linear"),
+    (
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0, "rope.scale_linear": 2.0},
+        "linear",
+    ),
     ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, ""),
     ({"rope.scale_linear": 1.0, "rope.scaling.finetuned": True, "attention.causal": True}, ""),
-    ({"vocab_size": 320, "expert_count": 0, "rope.scaling.attn_factor": 1.0, "vision.block_count": 3}, ""),
+    (
+        {
+            "vocab_size": 320,
+            "expert_count": 0,
+            "rope.scaling.attn_factor": 1.0,
+            "vision.block_count": 3,
+        },
+        "",
+    ),
     (
         {
             "attention.clamp_kqv": 0.0,
@@ -236,7 +292,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"llama.attention.causal": False}, "llama.attention.causal = False is not supported"),
     ("llama", {"llama.nextn_predict_layers": 1}, "llama.nextn_predict_layers = 1 is not supported"),
     ("llama", {"llama.rope.freq_base_swa": 5e5}, r"freq_base_swa is not rope.freq_base = 10000\.0"),
-    ("llama", {"llama.rope.dimension_sections": [0, 8, 8]}, r"dimension_sections = \[0, 8, 8\] is not"),
+    (
+        "llama",
+        {"llama.rope.dimension_sections": [0, 8, 8]},
+        r"dimension_sections = \[0, 8, 8\] is not",
+    ),
     ("llama", {"llama.rope.scaling.attn_factor": 1.2}, "attn_factor = 1.2"),
     ("llama", {"llama.attention.key_length_swa": 8}, "key_length_swa = 8, but heads have 16"),
     # what a file lacks, and values of the wrong type
@@ -248,11 +308,27 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"llama.attention.head_count": None}, "the file lacks llama.attention.head_count"),
     ("llama", {"llama.context_length": None}, "the file lacks llama.context_length"),
     ("llama", {"llama.block_count": "two"}, "llama.block_count = 'two' must be a number"),
-    ("llama", {"llama.attention.head_count_kv": "2"}, "num_key_value_heads = '2' must be a positive integer"),
-    ("llama", {"llama.attention.head_count": 0}, "num_attention_heads = 0 must be a positive integer"),
-    ("llama", {"llama.attention.sliding_window": "wide"}, "sliding_window = 'wide' must be a number"),
+    (
+        "llama",
+        {"llama.attention.head_count_kv": "2"},
+        "num_key_value_heads = '2' must be a positive integer",
+    ),
+    (
+        "llama",
+        {"llama.attention.head_count": 0},
+        "num_attention_heads = 0 must be a positive integer",
+    ),
+    (
+        "llama",
+        {"llama.attention.sliding_window": "wide"},
+        "sliding_window = 'wide' must be a number",
+    ),
     ("llama", {"tokenizer.ggml.token_type": [1, 1]}, "token_type has 2 entries for 320 tokens"),
-    ("llama", {"general.sampling.temp": -1.0}, "model.gguf: general.sampling says temperature = -1.0"),
+    (
+        "llama",
+        {"general.sampling.temp": -1.0},
+        "model.gguf: general.sampling says temperature = -1.0",
+    ),
 ]
 
 
@@ -266,8 +342,12 @@ def test_what_is_not_supported(tmp_path, architecture, fields, message):
 
 def test_files_that_others_load_with_defaults(tmp_path):
     """Without types of tokens, and with ids and a context that cannot be: not an error of a request."""
-    wrong = {"tokenizer.ggml.token_type": None, "tokenizer.ggml.eos_token_id": 100_000,
-             "tokenizer.ggml.bos_token_id": 2**32 - 1, "llama.context_length": 2**31}  # fmt: skip
+    wrong = {
+        "tokenizer.ggml.token_type": None,
+        "tokenizer.ggml.eos_token_id": 100_000,
+        "tokenizer.ggml.bos_token_id": 2**32 - 1,
+        "llama.context_length": 2**31,
+    }
     path = write_llama(tmp_path, fields=wrong)
     with pytest.raises(
         ValueError, match=r"a context of 2147483648 tokens, .* Give a smaller one as context_tokens"
@@ -280,15 +360,23 @@ def test_files_that_others_load_with_defaults(tmp_path):
 
 def test_types_and_tensors_that_are_not_read(tmp_path, monkeypatch):
     for name, values, message in (
-        ("blk.0.ffn_gate_inp.weight", np.zeros((8, 64)), "tensor .*, which no supported architecture"),
+        (
+            "blk.0.ffn_gate_inp.weight",
+            np.zeros((8, 64)),
+            "tensor .*, which no supported architecture",
+        ),
         ("rope_freqs.weight", np.linspace(1, 7, 8), "rope_freqs.weight is no scaling of Llama 3"),
     ):
         path = write_llama(tmp_path, extra={name: values})
         with pytest.raises(ValueError, match=message):
             GgufFile(path)
-    monkeypatch.setattr(gguf_module, "QUANTIZED", tuple(kind for kind in QUANTIZED if kind != "Q4_1"))
+    monkeypatch.setattr(
+        gguf_module, "QUANTIZED", tuple(kind for kind in QUANTIZED if kind != "Q4_1")
+    )
     path = write_llama(tmp_path, "Q4_1")
-    with pytest.raises(ValueError, match=r"is Q4_1; the engine reads \['F32', .* take Q4_K_M or IQ4_XS"):
+    with pytest.raises(
+        ValueError, match=r"is Q4_1; the engine reads \['F32', .* take Q4_K_M or IQ4_XS"
+    ):
         GgufFile(path)
     assert not {"Q2_K", "Q3_K", "IQ3_S"} & {*QUANTIZED, *STORED}
 
@@ -296,20 +384,32 @@ def test_types_and_tensors_that_are_not_read(tmp_path, monkeypatch):
 def test_files_that_are_no_gguf(tmp_path, monkeypatch):
     path = write_llama(tmp_path)
     whole, broken = path.read_bytes(), tmp_path / "broken.gguf"
-    for content in (b"", b"GGUF", b"not a model", whole[:300], whole[: len(whole) // 2], whole[:-64]):
+    for content in (
+        b"",
+        b"GGUF",
+        b"not a model",
+        whole[:300],
+        whole[: len(whole) // 2],
+        whole[:-64],
+    ):
         broken.write_bytes(content)
         with pytest.raises(ValueError, match="cannot be read as a GGUF file"):
             GgufFile(broken)
     with pytest.raises(ValueError, match="nor a GGUF file"):
         read_checkpoint(tmp_path / "missing.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ValueError, match=r"needs the package gguf: pip install 'laneformer\[gguf\]'"):
+    with pytest.raises(
+        ValueError, match=r"needs the package gguf: pip install 'laneformer\[gguf\]'"
+    ):
         GgufFile(path)
 
 
 def test_a_model_in_parts(tmp_path):
     (tmp_path / "whole").mkdir()
-    whole, first = write_llama(tmp_path / "whole", "Q8_0"), write_llama(tmp_path, "Q8_0", part_tensors=8)
+    whole, first = (
+        write_llama(tmp_path / "whole", "Q8_0"),
+        write_llama(tmp_path, "Q8_0", part_tensors=8),
+    )
     assert first.name == "model-00001-of-00003.gguf"
     tokens = []
     for path in (whole, whole, first):  # the second time its packed blocks are mapped
@@ -321,7 +421,9 @@ def test_a_model_in_parts(tmp_path):
     with pytest.raises(ValueError, match=r"give the first, NAME-00001-of-00003\.gguf"):
         GgufFile(second)
     second.unlink()
-    with pytest.raises(ValueError, match=r"of which model-00002-of-00003\.gguf are missing beside it"):
+    with pytest.raises(
+        ValueError, match=r"of which model-00002-of-00003\.gguf are missing beside it"
+    ):
         GgufFile(first)
 
 

@@ -53,13 +53,17 @@ def test_scales_of_mxfp4_have_every_exponent():
     products = [_core.multiply_blocks(data, x, "mxfp4", isa)[1] for isa in ISAS]
     assert all(np.array_equal(products[0], product) for product in products)
     with pytest.raises(ValueError, match="not finite"):
-        _core.multiply_blocks(np.full((1, 17), 253, np.uint8), np.zeros((1, 32), single), "mxfp4", "portable")
+        _core.multiply_blocks(
+            np.full((1, 17), 253, np.uint8), np.zeros((1, 32), single), "mxfp4", "portable"
+        )
 
 
 def define_product(rows: np.ndarray, x: np.ndarray) -> np.ndarray:
     """The product (columns, rows) of held rows in float64, with inputs rounded as the kernels round them."""
     inputs, scales = rounded(x)
-    return (inputs * scales[..., None].astype(np.float64)).reshape(len(x), -1) @ rows.astype(np.float64).T
+    return (inputs * scales[..., None].astype(np.float64)).reshape(len(x), -1) @ rows.astype(
+        np.float64
+    ).T
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
@@ -79,7 +83,9 @@ def test_products_are_those_of_the_rows(kind):
 
 
 def write(folder: Path, kind: Any, **overrides: Any) -> Path:
-    return write_gguf(folder / "model.gguf", "llama", random_llama("llama", **{**WIDE, **overrides}), kind)
+    return write_gguf(
+        folder / "model.gguf", "llama", random_llama("llama", **{**WIDE, **overrides}), kind
+    )
 
 
 def difference(path: Path, exact: np.ndarray, **options: Any) -> float:
@@ -95,7 +101,9 @@ def choose_by_place(name: str) -> str:
     return parts.get(name.split(".")[-2], "Q4_K")
 
 
-@pytest.mark.parametrize(("kind", "tied"), [*((kind, False) for kind in (*BLOCKS, "mixed")), ("mixed", True)])
+@pytest.mark.parametrize(
+    ("kind", "tied"), [*((kind, False) for kind in (*BLOCKS, "mixed")), ("mixed", True)]
+)
 def test_a_file_is_served_as_it_is(tmp_path, kind, tied):
     """Nothing but inputs is rounded, as the engine's int8 arithmetic does with any weights; the embedding, where it is
     apart, is widened to halves as ggml does, and lanes read their scales where they cut a superblock (of 384 columns).

@@ -13,7 +13,13 @@ from laneformer.llama.gguf import GgufFile
 from laneformer.llama.tokenizer import tokenizer_of
 from laneformer.llama.vocabulary import Vocabulary
 from tests.laneformer.hf.hf_assets import sentencepiece_model
-from tests.laneformer.llama.gguf_assets import TEXTS, byte_level, random_llama, tokenizer_fields, write_gguf
+from tests.laneformer.llama.gguf_assets import (
+    TEXTS,
+    byte_level,
+    random_llama,
+    tokenizer_fields,
+    write_gguf,
+)
 from tests.tokenizer_assets import PATTERN as LLAMA3
 
 QWEN2 = LLAMA3.replace("{1,3}", "")
@@ -53,7 +59,9 @@ def written(tmp_path: Path, fields: dict[str, Any], **shape: Any) -> Vocabulary:
 @pytest.mark.parametrize("pre", KINDS)
 def test_byte_level_pieces(tmp_path, pre):
     first, normalizer, whole_words = KINDS[pre]
-    steps = [first] * (first is not None) + [WORDS if pre in ("smollm", "refact", "gpt-2") else BYTES]
+    steps = [first] * (first is not None) + [
+        WORDS if pre in ("smollm", "refact", "gpt-2") else BYTES
+    ]
     original = byte_level(pre_tokenizers.Sequence(steps), normalizer, whole_words)
     tokenizer = tokenizer_of(written(tmp_path, tokenizer_fields(original, pre)))
     bos = [0] if pre in ("llama-bpe", "falcon3", "tekken") else []
@@ -70,7 +78,9 @@ def test_kinds_differ(tmp_path):
     metadata = written(tmp_path, tokenizer_fields(byte_level(WORDS), "gpt-2")).metadata
     kinds = [{**metadata, "tokenizer.ggml.pre": pre} for pre in KINDS if pre not in SAME]
     tokenizers = [tokenizer_of(Vocabulary(kind)) for kind in kinds]
-    ids = [[each.encode(text, add_special_tokens=False).ids for text in TEXTS] for each in tokenizers]
+    ids = [
+        [each.encode(text, add_special_tokens=False).ids for text in TEXTS] for each in tokenizers
+    ]
     assert all(a != b for i, a in enumerate(ids) for b in ids[:i])
 
 
@@ -82,10 +92,15 @@ def test_sentencepiece_pieces(tmp_path, dummy_prefix):
     types = [next((n for n, test in kinds.items() if test(i)), 1) for i in range(len(sp))]
 
     fields = {
-        "model": "llama", "tokens": [sp.id_to_piece(i) for i in range(len(sp))], "token_type": types, "pre": None,
-        "scores": [sp.get_score(i) for i in range(len(sp))], "bos_token_id": 1, "add_space_prefix": dummy_prefix,
+        "model": "llama",
+        "tokens": [sp.id_to_piece(i) for i in range(len(sp))],
+        "token_type": types,
+        "pre": None,
+        "scores": [sp.get_score(i) for i in range(len(sp))],
+        "bos_token_id": 1,
+        "add_space_prefix": dummy_prefix,
         "merges": None,
-    }  # fmt: skip
+    }
     fields = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
     tokenizer = tokenizer_of(written(tmp_path, fields, vocab_size=len(sp)))
     for text in TEXTS:

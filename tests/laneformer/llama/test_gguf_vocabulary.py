@@ -34,9 +34,15 @@ ENDS: list[tuple[Vocabulary, list[int]]] = [
     (vocabulary(GEMMA, SPM, eos_token_id=1, token_type=[3, 3, 3, 2, 4, 4, 1]), [1, 5]),
     (vocabulary(PHI3, SPM, eos_token_id=4), [4, 6]),
     (vocabulary(PHI3, SPM, eos_token_id=4, token_type=[2, 3, 4, 1, 3, 3, 3]), [4, 6]),
-    (vocabulary(HARMONY, eos_token_id=3), [3, 4, 5]),  # <|end|> ends a message, and other ones follow
+    (
+        vocabulary(HARMONY, eos_token_id=3),
+        [3, 4, 5],
+    ),  # <|end|> ends a message, and other ones follow
     (vocabulary(HARMONY, eos_token_id=3, eot_token_id=2), [3, 4, 5]),
-    (vocabulary(["a", "<EOT>", "<|im_end|>", "[EOS]", "<|fim_pad|>"], eos_token_id=2), [1, 2, 3, 4]),
+    (
+        vocabulary(["a", "<EOT>", "<|im_end|>", "[EOS]", "<|fim_pad|>"], eos_token_id=2),
+        [1, 2, 3, 4],
+    ),
     (vocabulary(["a", "b", "c", "d"], eos_token_ids=[1, 3]), [1, 3]),
     (vocabulary(["a", "b", "c", "d"], eos_token_id=0, eot_token_id=1, eom_token_id=2), [0, 1, 2]),
     (vocabulary(["a", "b", "c", "d"], fim_sep_token_id=3), [3]),
@@ -52,8 +58,12 @@ ENDS: list[tuple[Vocabulary, list[int]]] = [
 def test_where_generation_ends(given, ids):
     assert given.eos_ids() == ids
     tokenizer, pieces = tokenizer_of(given), given.pieces
-    special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
-    named = {i for name in ("eos", "eot", "eom", "fim_sep") if (i := given.special_id(name)) is not None}
+    special = {
+        token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special
+    }
+    named = {
+        i for name in ("eos", "eot", "eom", "fim_sep") if (i := given.special_id(name)) is not None
+    }
     others = set(ids) - named - set(given.values.get("eos_token_ids", ()))
     assert {pieces[i] for i in others} <= special, "no text of a user spells an end"
 
@@ -86,7 +96,11 @@ def test_one_token_begins_a_conversation_whether_its_template_writes_it_or_not(k
         encoder = PromptEncoder(tokenizer_of(given), given.tokenizer_config())
         rendered = encoder.render([{"role": "user", "content": "a"}])
         pieces = [LETTERS[i] for i in encoder.encode(rendered)]
-        written = [given.tokenizer_config().get("bos_token", "")] if template != TURN and not begin else []
+        written = (
+            [given.tokenizer_config().get("bos_token", "")]
+            if template != TURN and not begin
+            else []
+        )
         assert "".join(pieces).replace("\u2581", "") == "".join([*begin, *written]) + "[a]"
         assert [LETTERS[i] for i in encoder.text("a")][: len(begin)] == begin
 
@@ -98,10 +112,19 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"token_type": [1]}, "tokenizer.ggml.token_type has 1 entries for 9 tokens"),
     ({"scores": [0.0]}, "tokenizer.ggml.scores has 1 entries for 9 tokens"),
-    ({"model": "gpt2", "pre": "deepseek-coder"}, r"'deepseek-coder' is unknown; known are \['llama-bpe'"),
+    (
+        {"model": "gpt2", "pre": "deepseek-coder"},
+        r"'deepseek-coder' is unknown; known are \['llama-bpe'",
+    ),
     ({"model": "gpt2", "merges": []}, "tokenizer.ggml.pre = None is unknown"),
-    ({"model": "bert"}, "tokenizer.ggml.model = 'bert' is not supported; 'gpt2' and 'llama' are. Put the"),
-    ({"model": "gpt2", "pre": "smollm"}, "the file lacks tokenizer.ggml.merges. Put the model's tokenizer"),
+    (
+        {"model": "bert"},
+        "tokenizer.ggml.model = 'bert' is not supported; 'gpt2' and 'llama' are. Put the",
+    ),
+    (
+        {"model": "gpt2", "pre": "smollm"},
+        "the file lacks tokenizer.ggml.merges. Put the model's tokenizer",
+    ),
     (
         {"scores": None},
         "the file lacks tokenizer.ggml.scores. Put the model's tokenizer.json beside the file",

@@ -17,8 +17,18 @@ from tests.laneformer.llama.folders import logits_of, reference, relative_error
 if TYPE_CHECKING:
     pass
 
-STARTS = ("The capital of France", "def fibonacci(n):", "Once upon a time", "Water boils when", "The three laws of",
-          "She opened the letter and", "In 1969,", "A list of fruits:", "To be or not", "Dear Sir,")  # fmt: skip
+STARTS = (
+    "The capital of France",
+    "def fibonacci(n):",
+    "Once upon a time",
+    "Water boils when",
+    "The three laws of",
+    "She opened the letter and",
+    "In 1969,",
+    "A list of fruits:",
+    "To be or not",
+    "Dear Sir,",
+)
 MIDDLES = ("", " is", " because", "\n\n1.", ", as everyone in the small town by the river knew,")
 PROMPTS = [start + middle for middle in MIDDLES for start in STARTS]
 pytestmark = pytest.mark.rotate

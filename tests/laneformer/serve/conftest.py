@@ -62,11 +62,17 @@ def write_model(
     tokenizer = byte_level(TEXTS * 20, [*SPECIAL, *more], vocab_size=400)
     vocab_size = tokenizer.get_vocab_size()
     config = small_config(vocab_size=vocab_size + -vocab_size % 4, **sizes)
-    write_folder(folder, random_model(config), eos_token_id=[tokenizer.token_to_id(end) for end in ends])
+    write_folder(
+        folder, random_model(config), eos_token_id=[tokenizer.token_to_id(end) for end in ends]
+    )
     save(
-        tokenizer, folder, chat_template=template, eos_token="<|im_end|>", bos_token="<|endoftext|>",
+        tokenizer,
+        folder,
+        chat_template=template,
+        eos_token="<|im_end|>",
+        bos_token="<|endoftext|>",
         tokenizer_class="PreTrainedTokenizerFast",
-    )  # fmt: skip
+    )
     (folder / "generation_config.json").write_text('{"do_sample": false}')
     return folder
 
@@ -81,7 +87,9 @@ def model_folder(shared):
 def slow_folder(shared):
     """A model of a thousand tokens a second at most: its 8,192 tokens run while a test looks."""
     sizes = {"hidden_size": 320, "intermediate_size": 704, "num_hidden_layers": 8}
-    return shared("served_slowly", lambda folder: write_model(folder, max_position_embeddings=8192, **sizes))
+    return shared(
+        "served_slowly", lambda folder: write_model(folder, max_position_embeddings=8192, **sizes)
+    )
 
 
 # In this process
@@ -105,7 +113,9 @@ def serving(engine: Engine, **options: Any) -> Iterator[TestClient]:
 
 
 @contextlib.contextmanager
-def in_process(folder: Path, engine: dict[str, Any] | None = None, **options: Any) -> Iterator[TestClient]:
+def in_process(
+    folder: Path, engine: dict[str, Any] | None = None, **options: Any
+) -> Iterator[TestClient]:
     """A client of a folder's application. engine: options of Engine.from_pretrained; options: of ServerOptions."""
     opened = Engine.from_pretrained(folder, **{"threads": 1, "cache": False, **(engine or {})})
     with opened, serving(with_fixed_cost(opened), **options) as client:
@@ -150,7 +160,9 @@ class Server:
         return "".join(self.lines.queue)
 
 
-def start(folder: Path, prelude: str = "", engine: dict[str, Any] | None = None, **options: Any) -> Server:
+def start(
+    folder: Path, prelude: str = "", engine: dict[str, Any] | None = None, **options: Any
+) -> Server:
     """Run a server until it says where it listens; prelude: code that plants a fault in its process.
 
     engine: options of Engine.from_pretrained; options: of ServerOptions.
@@ -165,8 +177,12 @@ def launch(*arguments: str) -> Server:
     environment = {key: value for key, value in os.environ.items() if key != "LANEFORMER_API_KEY"}
     process = subprocess.Popen(
         [sys.executable, *arguments],
-        cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     lines: queue.Queue[str] = queue.Queue()
     address: queue.Queue[str] = queue.Queue()
 

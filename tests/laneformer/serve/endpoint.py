@@ -67,7 +67,9 @@ def strict_client(client: TestClient, api_key: str = "none") -> openai.OpenAI:
     import openai
 
     options: Any = {"http_client": client, "api_key": api_key, "max_retries": 0}
-    return openai.OpenAI(base_url="http://localhost/v1", _strict_response_validation=True, **options)
+    return openai.OpenAI(
+        base_url="http://localhost/v1", _strict_response_validation=True, **options
+    )
 
 
 def data_of(text: str) -> list[str]:
@@ -100,7 +102,9 @@ def on_a_loop(app: Any, work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> 
 
     async def visit() -> Any:
         transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=300) as client:
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://localhost", timeout=300
+        ) as client:
             return await work(client)
 
     return asyncio.run(visit())

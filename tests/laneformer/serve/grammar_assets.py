@@ -39,19 +39,34 @@ def pieces_tokenizer() -> Tokenizer:
     words = ["▁{", '{"', '":', '",', '"}', "▁▁", "tool", "_call", "▁the", "ame", "é", '▁"', "},"]
     syllables = ["▁", "é", "ol", "to", "ca", "ll", "call", "am", "me", "th", "he", "the"]
     plain = [*(chr(i) for i in range(33, 127)), *syllables]
-    pieces = ["<unk>", *SPECIAL, *(f"<0x{i:02X}>" for i in range(256)), *dict.fromkeys(plain + words)]
+    pieces = [
+        "<unk>",
+        *SPECIAL,
+        *(f"<0x{i:02X}>" for i in range(256)),
+        *dict.fromkeys(plain + words),
+    ]
     types = [2] + [3] * len(SPECIAL) + [6] * 256
     types += [1] * (len(pieces) - len(types))
     scores = [-float(i) for i in range(len(pieces))]
-    values = {"model": "llama", "tokens": pieces, "token_type": types, "bos_token_id": 1, "scores": scores}
-    return tokenizer_of(Vocabulary({f"tokenizer.ggml.{name}": value for name, value in values.items()}))
+    values = {
+        "model": "llama",
+        "tokens": pieces,
+        "token_type": types,
+        "bos_token_id": 1,
+        "scores": scores,
+    }
+    return tokenizer_of(
+        Vocabulary({f"tokenizer.ggml.{name}": value for name, value in values.items()})
+    )
 
 
 @functools.cache
 def tagged_tokenizer() -> Tokenizer:
     """As Qwen's: tags are tokens, which decoding shows."""
     made = Tokenizer.from_str(bytes_tokenizer().to_str())
-    made.add_tokens([AddedToken(name, normalized=False) for name in ("<think>", "</think>", *CALL_TAGS)])
+    made.add_tokens(
+        [AddedToken(name, normalized=False) for name in ("<think>", "</think>", *CALL_TAGS)]
+    )
     return made
 
 
@@ -72,14 +87,19 @@ def grammars(kind: str = "bytes") -> Grammars:
 
 @functools.cache
 def _model(kind: str) -> Laneformer:
-    return random_model(small_config(vocab_size=grammars(kind).vocab_size, max_position_embeddings=2048))
+    return random_model(
+        small_config(vocab_size=grammars(kind).vocab_size, max_position_embeddings=2048)
+    )
 
 
 @contextlib.contextmanager
 def batch_of(kind: str = "bytes") -> Iterator[Batch]:
     """Of random weights: what they write has a form only where a grammar gives it one."""
     known = grammars(kind)
-    with engine_of(_model(kind), threads=1, eos_ids=known.eos_ids) as engine, engine.batch() as batch:
+    with (
+        engine_of(_model(kind), threads=1, eos_ids=known.eos_ids) as engine,
+        engine.batch() as batch,
+    ):
         yield batch
 
 
@@ -88,7 +108,9 @@ def drawn(
 ) -> tuple[list[int], str]:
     """Ids drawn under a grammar, as the scheduler draws them, and why they end."""
     ids: list[int] = []
-    ticket = batch.join(prompt, masked=True, **{"temperature": 1.0, "max_new_tokens": 600, **options})
+    ticket = batch.join(
+        prompt, masked=True, **{"temperature": 1.0, "max_new_tokens": 600, **options}
+    )
     batch.allow(ticket, 0, grammar.mask(0))
     while True:
         for update in batch.updates(5.0):

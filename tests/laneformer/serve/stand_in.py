@@ -30,10 +30,19 @@ POLICY = (
     "form-action 'none'; frame-ancestors 'none'"
 )
 PROPS = {
-    "id": "stand-in", "isa": "none", "dtype": "bf16", "math": "exact", "kv_dtype": "fp16", "threads": 2, "chat": True,
-    "weight_bytes": 269_000_000, "probe_bytes_per_s": 134.5e9, "limit_tokens_per_s": 500.0, "context_tokens": 4096,
+    "id": "stand-in",
+    "isa": "none",
+    "dtype": "bf16",
+    "math": "exact",
+    "kv_dtype": "fp16",
+    "threads": 2,
+    "chat": True,
+    "weight_bytes": 269_000_000,
+    "probe_bytes_per_s": 134.5e9,
+    "limit_tokens_per_s": 500.0,
+    "context_tokens": 4096,
     "sampling_defaults": {"temperature": 0.2, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1},
-}  # fmt: skip
+}
 
 
 class StandIn:
@@ -92,7 +101,11 @@ class StandIn:
         pieces = [text[i : i + 4] for i in range(0, len(text), 4)]
         rate, run = 800.0 if body.get("speculate", 31) else 400.0, 1
         if word == "FAST":
-            pieces, rate, run = [f"w{i} " if i % 40 else "\n\n- item " for i in range(int(rest))], 2000.0, 4
+            pieces, rate, run = (
+                [f"w{i} " if i % 40 else "\n\n- item " for i in range(int(rest))],
+                2000.0,
+                4,
+            )
         elif word == "SLOW":
             pieces, rate = ["slow "] * 1000, 10.0
         elif word == "Hello":
@@ -104,7 +117,9 @@ class StandIn:
         due_s = time.monotonic()
         try:
             for i in range(0, len(pieces), run):
-                due_s = max(due_s + run / rate, time.monotonic() - 0.1)  # after a pause it does not catch up
+                due_s = max(
+                    due_s + run / rate, time.monotonic() - 0.1
+                )  # after a pause it does not catch up
                 await asyncio.sleep(max(0.001, due_s - time.monotonic()))
                 yield event({"content": "".join(pieces[i : i + run])}, min(len(pieces), i + run))
                 if word == "BREAK" and i > 3:

@@ -32,10 +32,12 @@ SCRIPT = [
     ("Rome?", f"<think>They ask.</think>I look.{CALLED}"),
     ("21 degrees", "It is warm."),
     (START, f"{ANALYSIS}They greet.{NEXT}{FINAL}Good day!"),
-    (f"Rome?{ENDS[0]}",
-     f"{ANALYSIS}They ask.{NEXT}{CHANNEL}commentary{MESSAGE}I look.{NEXT}{CALLED_IN_HARMONY}"),
+    (
+        f"Rome?{ENDS[0]}",
+        f"{ANALYSIS}They ask.{NEXT}{CHANNEL}commentary{MESSAGE}I look.{NEXT}{CALLED_IN_HARMONY}",
+    ),
     (f'21 degrees"{ENDS[0]}', f"{FINAL}It is warm."),
-]  # fmt: skip
+]
 FORMS = Path(__file__).with_name("api_forms.json")
 # what is another each time: ids, times, and counts, which depend on the tokenizer
 VARYING = {
@@ -58,7 +60,8 @@ def outline(stream: list[str]) -> list[str]:
     texts = r'"(delta|text|content|response|thinking|partial_json|arguments|reasoning_content)": "(?:[^"\\]|\\.)*"'
     events = [line for line in stream if line.startswith(("data: ", "{"))]
     blank = [
-        re.sub(r'("sequence_number": )\d+', r"\g<1>0", re.sub(texts, r'"\1": ""', event)) for event in events
+        re.sub(r'("sequence_number": )\d+', r"\g<1>0", re.sub(texts, r'"\1": ""', event))
+        for event in events
     ]
     return [event for event, _ in itertools.groupby(blank)]
 
@@ -98,7 +101,9 @@ def test_answers_have_each_apis_form(request, model, form):
         answer = client.post(form["path"], json={**form["fields"], **body})
         assert answer.status_code == 200, answer.text
         assert json.loads(without_ids(json.dumps(answer.json()))) == expected
-    streamed = client.post(form["path"], json={**form["fields"], **form["bodies"][1], "stream": True})
+    streamed = client.post(
+        form["path"], json={**form["fields"], **form["bodies"][1], "stream": True}
+    )
     lines = without_ids(streamed.text).splitlines()
     if model == "served":
         assert lines == form["stream"]
@@ -122,7 +127,10 @@ def test_responses_through_the_strict_client(served):
     answer = client.responses.create(input="Hello", **options)
     assert (answer.status, answer.output_text, answer.model) == ("completed", "Good day!", "any")
     sent: Any = [*HELLO, *(item.model_dump() for item in answer.output), *HELLO]
-    assert client.responses.create(model="any", input=sent).usage.input_tokens > answer.usage.input_tokens
+    assert (
+        client.responses.create(model="any", input=sent).usage.input_tokens
+        > answer.usage.input_tokens
+    )
     with client.responses.stream(model="any", input=ROME) as stream:
         assert [event.type for event in stream][-1] == "response.completed"
 
@@ -170,7 +178,9 @@ def test_errors_name_the_apis_own_field(served, row):
     path, field, name = row.replace("BAD", BAD).replace("HEAVY", HEAVY).split(" | ")
     base = {"input": "a"} if path == "responses" else {"messages": HELLO}
     fields = {**base, **json.loads(f"{{{field}}}")}
-    error = post(served, f"/{path}" if path.startswith("api") else f"/v1/{path}", 400, **fields)["error"]
+    error = post(served, f"/{path}" if path.startswith("api") else f"/v1/{path}", 400, **fields)[
+        "error"
+    ]
     message = error if isinstance(error, str) else error["message"]
     assert message.startswith(name)
     assert not isinstance(error, dict) or error.get("param", name) == name

@@ -21,7 +21,9 @@ from tests.laneformer.serve.conftest import ROOT, Server, start, wait_until
 from tests.laneformer.serve.endpoint import count_of, data_of
 
 HAPROXY = shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin:/usr/bin")
-BLOCKS = dict(re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / "docs/balancing.md").read_text(), re.S | re.M))
+BLOCKS = dict(
+    re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / "docs/balancing.md").read_text(), re.S | re.M)
+)
 NAMES = ("a", "b", "c")
 TALKS = 8
 STREAM_TOKENS = 3000
@@ -42,7 +44,9 @@ class Balanced:
         response = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=300)
         assert response.status_code == 200, response.text
         answer = response.json()
-        messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+        messages.append(
+            {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}
+        )
         return answer["model"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     def healthy(self) -> set[str]:
@@ -51,7 +55,9 @@ class Balanced:
         return set(re.findall(up, httpx.get(self.metrics).text, re.M))
 
 
-def write_configuration(folder: Path, servers: dict[str, Server], sockets: list[socket.socket]) -> Path:
+def write_configuration(
+    folder: Path, servers: dict[str, Server], sockets: list[socket.socket]
+) -> Path:
     """The documented file with the addresses of this machine, and sockets that are held for its ports."""
     text = BLOCKS["haproxy"]
     for address, held in zip(("127.0.0.1:8000", "127.0.0.1:8405"), sockets, strict=True):
@@ -73,7 +79,9 @@ def balancer(slow_folder, tmp_path):
         servers = dict(zip(NAMES, (one.result() for one in starts), strict=True))
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     file = write_configuration(tmp_path, servers, sockets)
-    process = subprocess.Popen([str(HAPROXY), "-f", file, "-db"], pass_fds=[s.fileno() for s in sockets])
+    process = subprocess.Popen(
+        [str(HAPROXY), "-f", file, "-db"], pass_fds=[s.fileno() for s in sockets]
+    )
     url, metrics = (f"http://127.0.0.1:{s.getsockname()[1]}" for s in sockets)
     balancer = Balanced(url, f"{metrics}/metrics", servers)
     try:
@@ -91,9 +99,13 @@ def balancer(slow_folder, tmp_path):
 def stream(url: str, ids: list[int], begun: threading.Event) -> str:
     """A long stream to its end; `ids` takes its tokens, the reason of its end is returned."""
     body: dict[str, Any] = {
-        "prompt": "Once", "max_tokens": STREAM_TOKENS, "ignore_eos": True, "temperature": 0, "stream": True,
+        "prompt": "Once",
+        "max_tokens": STREAM_TOKENS,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
         "return_token_ids": True,
-    }  # fmt: skip
+    }
     reason = ""
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=300) as answer:
         for line in answer.iter_lines():
@@ -135,7 +147,9 @@ def test_one_is_drained_one_is_killed_and_no_conversation_ends(balancer):
     assert len(ids) == STREAM_TOKENS, "no token is lost"
     assert balancer.servers[drained].process.wait(60) == 0
     assert drained not in after
-    assert all(new == old for new, old in zip(after, homes, strict=True) if old != drained), "others stay"
+    assert all(new == old for new, old in zip(after, homes, strict=True) if old != drained), (
+        "others stay"
+    )
 
     killed = after[0]
     balancer.servers[killed].kill()

@@ -88,13 +88,27 @@ def test_echo_scores_the_prompt(api, engine, ids, max_tokens):
     assert api.choice(prompt=TEXT, echo=True, max_tokens=1)["text"].startswith(TEXT)
 
 
-def test_an_echoed_prompt_is_followed_by_one_scored_token_even_if_that_ends_the_text(api, engine, ids):
+def test_an_echoed_prompt_is_followed_by_one_scored_token_even_if_that_ends_the_text(
+    api, engine, ids
+):
     end = engine.eos_ids[0]
-    body = {"prompt": [ids], "echo": True, "logprobs": 1, "max_tokens": 1, "logit_bias": {str(end): 100}}
+    body = {
+        "prompt": [ids],
+        "echo": True,
+        "logprobs": 1,
+        "max_tokens": 1,
+        "logit_bias": {str(end): 100},
+    }
     choice = api.choice(**body)
-    (new,) = engine.generate_detailed(ids, logprobs=1, max_new_tokens=1, logit_bias={end: 100}).tokens
+    (new,) = engine.generate_detailed(
+        ids, logprobs=1, max_new_tokens=1, logit_bias={end: 100}
+    ).tokens
     assert new.id == end
-    assert choice["logprobs"]["token_logprobs"] == [None, *engine.logprobs(ids).tolist(), new.logprob]
+    assert choice["logprobs"]["token_logprobs"] == [
+        None,
+        *engine.logprobs(ids).tolist(),
+        new.logprob,
+    ]
     assert (choice["text"], choice["finish_reason"]) == (engine.tokenizer.decode(ids), "stop")
 
 
@@ -136,14 +150,23 @@ def test_end_of_text_and_stop_ids(api, engine, ids):
     assert (ended["text"], ended["finish_reason"]) == ("", "stop")
     assert api.post(**forced, min_tokens=2)["usage"]["completion_tokens"] == 3
     never = api.post(**forced, ignore_eos=True)
-    assert (never["choices"][0]["finish_reason"], never["usage"]["completion_tokens"]) == ("length", 5)
+    assert (never["choices"][0]["finish_reason"], never["usage"]["completion_tokens"]) == (
+        "length",
+        5,
+    )
 
 
 def test_streams_say_what_whole_answers_say(api):
     body: dict[str, Any] = {
-        "prompt": [TEXT, "1 2"], "n": 2, "echo": True, "logprobs": 1, "seed": 5, "temperature": 1.0,
-        "max_tokens": 20, "return_token_ids": True,
-    }  # fmt: skip
+        "prompt": [TEXT, "1 2"],
+        "n": 2,
+        "echo": True,
+        "logprobs": 1,
+        "seed": 5,
+        "temperature": 1.0,
+        "max_tokens": 20,
+        "return_token_ids": True,
+    }
     whole = api.post(**body)
     *pieces, last = api.stream(**body, stream_options={"include_usage": True})
     assert last["choices"] == []
@@ -156,7 +179,10 @@ def test_streams_say_what_whole_answers_say(api):
         assert [i for c in mine for i in c["token_ids"]] == choice["token_ids"]
         for name, values in choice["logprobs"].items():
             assert [value for c in mine if c["logprobs"] for value in c["logprobs"][name]] == values
-    counts = {name: whole["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+    counts = {
+        name: whole["usage"][name]
+        for name in ("prompt_tokens", "completion_tokens", "total_tokens")
+    }
     assert counts.items() <= last["usage"].items()
     options = {"continuous_usage_stats": True}
     so_far = [c["usage"]["completion_tokens"] for c in api.stream(**body, stream_options=options)]

@@ -66,11 +66,15 @@ def test_each_api_says_whether_a_call_is_whole(client, rule):
     tools = {"tools": [{"type": "function", **FUNCTION}], "instructions": f"rule {rule}"}
     response = post(client, "/v1/responses", input=ASK, **tools)
     assert response["status"] == ("completed" if is_complete else "incomplete")
-    assert [item["status"] for item in response["output"]] == ["completed" if is_whole else "incomplete"]
+    assert [item["status"] for item in response["output"]] == [
+        "completed" if is_whole else "incomplete"
+    ]
     stream = client.post("/v1/responses", json={"input": ASK, **tools, "stream": True}).text
     assert ("function_call_arguments.done" in stream) == is_whole, "clients make the call then"
     (done,) = [
-        json.loads(line[6:]) for line in stream.splitlines() if '"response.output_item.done"' in line[:60]
+        json.loads(line[6:])
+        for line in stream.splitlines()
+        if '"response.output_item.done"' in line[:60]
     ]
     assert done["item"]["status"] == response["output"][0]["status"]
 
@@ -92,7 +96,9 @@ def test_each_api_says_whether_a_call_is_whole(client, rule):
     assert (message["content"][0]["input"] == {"city": "Rome"}) == is_whole
     ollama = post(client, "/api/chat", messages=system + ASK, tools=TOOLS, stream=False)
     assert ollama["done_reason"] == ("stop" if is_complete else "length")
-    assert (ollama["message"]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}) == is_whole
+    assert (
+        ollama["message"]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
+    ) == is_whole
 
 
 def test_a_text_that_is_cut_is_incomplete(client):
@@ -103,29 +109,43 @@ def test_a_text_that_is_cut_is_incomplete(client):
 @pytest.mark.parametrize("rule", ["cut", "stopped", "nothing", "half"])
 def test_our_own_answer_can_be_sent_back(client, rule):
     """In the API that gave it, by a client that changes nothing."""
-    system, more = [{"role": "system", "content": f"rule {rule}"}], [{"role": "user", "content": "Go on."}]
-    chat = post(client, "/v1/chat/completions", messages=system + ASK, tools=TOOLS)["choices"][0]["message"]
+    system, more = (
+        [{"role": "system", "content": f"rule {rule}"}],
+        [{"role": "user", "content": "Go on."}],
+    )
+    chat = post(client, "/v1/chat/completions", messages=system + ASK, tools=TOOLS)["choices"][0][
+        "message"
+    ]
     sent = [*ASK, chat, *more]
     assert (
-        post(client, "/v1/chat/completions", messages=sent, tools=TOOLS)["choices"][0]["message"]["content"]
+        post(client, "/v1/chat/completions", messages=sent, tools=TOOLS)["choices"][0]["message"][
+            "content"
+        ]
         == "Good."
     )
 
     tools: Any = [{"type": "function", **FUNCTION}]
-    output = post(client, "/v1/responses", input=ASK, instructions=f"rule {rule}", tools=tools)["output"]
+    output = post(client, "/v1/responses", input=ASK, instructions=f"rule {rule}", tools=tools)[
+        "output"
+    ]
     answer = post(client, "/v1/responses", input=[*ASK, *output, *more], tools=tools)
     assert answer["output"][0]["content"][0]["text"] == "Good."
 
     tools = [{"name": "weather", "input_schema": PARAMETERS}]
-    first = post(client, "/v1/messages", messages=ASK, system=f"rule {rule}", max_tokens=99, tools=tools)
+    first = post(
+        client, "/v1/messages", messages=ASK, system=f"rule {rule}", max_tokens=99, tools=tools
+    )
     sent = [*ASK, {"role": "assistant", "content": first["content"]}, *more]
     assert (
-        post(client, "/v1/messages", messages=sent, max_tokens=99, tools=tools)["content"][0]["text"]
+        post(client, "/v1/messages", messages=sent, max_tokens=99, tools=tools)["content"][0][
+            "text"
+        ]
         == "Good."
     )
 
     first = post(client, "/api/chat", messages=system + ASK, tools=TOOLS, stream=False)["message"]
     sent = [*ASK, first, *more]
     assert (
-        post(client, "/api/chat", messages=sent, tools=TOOLS, stream=False)["message"]["content"] == "Good."
+        post(client, "/api/chat", messages=sent, tools=TOOLS, stream=False)["message"]["content"]
+        == "Good."
     )

@@ -63,10 +63,13 @@ def test_every_parameter_of_the_client_is_known(api, module, parameters):
     """An update of the client that brings a new one fails here: support it, or write it in fields.py."""
     import importlib
 
-    names = typing.get_type_hints(getattr(importlib.import_module(f"openai.types.{module}"), parameters))
+    names = typing.get_type_hints(
+        getattr(importlib.import_module(f"openai.types.{module}"), parameters)
+    )
     body = BODIES[api][0]
     assert (
-        names.keys() <= body.known | body.renamed.keys() | HARMLESS.keys() | NEUTRAL.keys() | REFUSED.keys()
+        names.keys()
+        <= body.known | body.renamed.keys() | HARMLESS.keys() | NEUTRAL.keys() | REFUSED.keys()
     )
 
 
@@ -310,8 +313,15 @@ def test_other_names_of_fields():
 
 @pytest.mark.parametrize("limit", [0, -1, -2])
 def test_ollamas_limits_below_one_are_none(limit):
-    asked = chat_of("ollama", options={"num_predict": limit, "repeat_penalty": 1.5, "stop": "a", "seed": -1})
-    assert (asked.max_tokens, asked.repetition_penalty, asked.stop, asked.n) == (None, 1.5, ["a"], 1)
+    asked = chat_of(
+        "ollama", options={"num_predict": limit, "repeat_penalty": 1.5, "stop": "a", "seed": -1}
+    )
+    assert (asked.max_tokens, asked.repetition_penalty, asked.stop, asked.n) == (
+        None,
+        1.5,
+        ["a"],
+        1,
+    )
     assert chat_of("ollama", options={"num_predict": 3}).max_tokens == 3
 
 
@@ -326,8 +336,19 @@ def test_a_seed_of_minus_one_is_none(api):
 
 def test_options_of_the_engine():
     defaults = {"temperature": 0.6, "top_p": 0.9, "top_k": 40}
-    body = body_of("completions", temperature=0.0, top_k=-1, seed=-2, logit_bias={"3": 5}, min_tokens=2,
-                  stop_token_ids=[7], speculate=3, ignore_eos=True, repetition_penalty=1.5, min_p=0.1)  # fmt: skip
+    body = body_of(
+        "completions",
+        temperature=0.0,
+        top_k=-1,
+        seed=-2,
+        logit_bias={"3": 5},
+        min_tokens=2,
+        stop_token_ids=[7],
+        speculate=3,
+        ignore_eos=True,
+        repetition_penalty=1.5,
+        min_p=0.1,
+    )
     options = body.generation_options(defaults, 9, 4)
     assert (options.temperature, options.top_p, options.top_k, options.min_p) == (0.0, 0.9, 0, 0.1)
     assert (options.seed, options.max_new_tokens, options.min_new_tokens) == (2**64 - 2, 9, 2)
@@ -347,11 +368,21 @@ def test_messages_as_a_template_sees_them():
     call = {"id": "1", "type": "function", "function": function}
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     # with what the openai client's `parse` adds
-    assistant = {"role": "assistant", "content": None, "refusal": None, "annotations": [], "parsed": {}}
+    assistant = {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "annotations": [],
+        "parsed": {},
+    }
     result = {"role": "tool", "content": "3", "tool_call_id": "1", "name": "f"}
     body = body_of(
         "chat",
-        messages=[{"role": "developer", "content": parts}, {**assistant, "tool_calls": [call]}, result],
+        messages=[
+            {"role": "developer", "content": parts},
+            {**assistant, "tool_calls": [call]},
+            result,
+        ],
     )
     system, answer, tool = (message.plain() for message in body.messages)
     assert system == {"role": "system", "content": "a\nb"}

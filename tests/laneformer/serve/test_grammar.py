@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 
 from laneformer.serve.grammar import MAX_SCHEMA_BYTES, Grammar, Grammars
-from tests.laneformer.serve.grammar_assets import TOKENIZERS, allowed, batch_of, drawn, grammars, text_of
+from tests.laneformer.serve.grammar_assets import (
+    TOKENIZERS,
+    allowed,
+    batch_of,
+    drawn,
+    grammars,
+    text_of,
+)
 
 SEEDS = 3
 # RFC 3339 has a year 0, Python has not: so a date begins with 1 or 2
@@ -34,7 +41,8 @@ def test_every_answer_is_valid(kind):
     with batch_of(kind) as batch:
         for name, schema in SCHEMAS.items():
             answers = [
-                drawn(batch, grammars(kind).of_schema(schema, "s"), seed=seed) for seed in range(SEEDS)
+                drawn(batch, grammars(kind).of_schema(schema, "s"), seed=seed)
+                for seed in range(SEEDS)
             ]
             ended = [ids for ids, reason in answers if reason == "stop"]
             assert ended, name
@@ -90,7 +98,9 @@ def test_a_complete_answer_leaves_only_the_ends(kind):
     else:
         pytest.fail("the answer never ended")
     grammar.accept(known.eos_ids[1])
-    assert allowed(grammar.mask(index + 1)) == set(known.eos_ids), "with ignore_eos an answer goes on"
+    assert allowed(grammar.mask(index + 1)) == set(known.eos_ids), (
+        "with ignore_eos an answer goes on"
+    )
     grammar.accept(known.eos_ids[0])
     grammar.mask(index + 2)
 
@@ -106,7 +116,9 @@ def test_a_table_smaller_than_the_tokenizer():
 def test_white_space_is_bounded():
     grammar, known = grammars().of_schema({"type": "object"}, "schema"), grammars()
     blank = {
-        i for i in range(known.tokenizer.get_vocab_size()) if not known.tokenizer.decode([i]).strip(" \n")
+        i
+        for i in range(known.tokenizer.get_vocab_size())
+        if not known.tokenizer.decode([i]).strip(" \n")
     }
     for index in range(60):
         ids = allowed(grammar.mask(index))
@@ -119,8 +131,14 @@ def test_white_space_is_bounded():
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ({"type": "object", "properties": {"a": {"type": "strin"}}}, r"s\.properties\.a: Invalid type: strin"),
-        ({"anyOf": [{"type": "null"}, {"type": "string", "format": "zip"}]}, r"s\.anyOf\[1\]: Unknown format: zip"),
+        (
+            {"type": "object", "properties": {"a": {"type": "strin"}}},
+            r"s\.properties\.a: Invalid type: strin",
+        ),
+        (
+            {"anyOf": [{"type": "null"}, {"type": "string", "format": "zip"}]},
+            r"s\.anyOf\[1\]: Unknown format: zip",
+        ),
         ({"type": "string", "pattern": "(?=a)b"}, "s: regex parse error"),
         ({"type": "array", "items": {"if": {}}}, r's\.items: Unimplemented keys: \["if"\]'),
         ({"$ref": "#/$defs/x"}, "Pointer '/\\$defs/x' does not exist"),
@@ -129,11 +147,14 @@ def test_white_space_is_bounded():
         ({"type": "integer", "multipleOf": 99_999_989}, "least common multiple"),
         ({"type": "number", "multipleOf": 1e-300 * 1.2345678}, "least common multiple"),
         ({"const": "\ud800"}, "hex escape"),
-        (functools.reduce(lambda inner, _: {"items": inner}, range(3000), {}), "s is nested too deeply"),
+        (
+            functools.reduce(lambda inner, _: {"items": inner}, range(3000), {}),
+            "s is nested too deeply",
+        ),
         (None, "s = None must be a JSON schema"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
-)  # fmt: skip
+)
 def test_bad_schemas_are_refused_with_their_place(schema, message):
     with pytest.raises(ValueError, match=message) as error:
         grammars().of_schema(schema, "s")

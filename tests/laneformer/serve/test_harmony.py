@@ -24,7 +24,11 @@ ANALYSIS, FINAL = f"{CHANNEL}analysis{MESSAGE}", f"{CHANNEL}final{MESSAGE}"
 THOUGHT = f"{ANALYSIS}They greet.{NEXT}"
 CALLED = f"{CHANNEL}commentary to=functions.weather {CONSTRAIN}json{MESSAGE}"
 ARGUMENTS = '{"city": "Rome"}'
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}, "required": ["city"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}},
+    "required": ["city"],
+}
 FUNCTION = {"name": "weather", "description": "of a city", "parameters": SCHEMA}
 TOOLS = [{"type": "function", "function": FUNCTION}]
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -41,7 +45,9 @@ def known(folder):
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_truncation()
     size = json.loads((folder / "config.json").read_text())["vocab_size"]
-    return Grammars(tokenizer, size, [tokenizer.token_to_id(name) for name in ENDS[1:]], harmony=True)
+    return Grammars(
+        tokenizer, size, [tokenizer.token_to_id(name) for name in ENDS[1:]], harmony=True
+    )
 
 
 def test_a_conversation_in_its_own_template(known):
@@ -53,7 +59,12 @@ def test_a_conversation_in_its_own_template(known):
         *HELLO,
         {"role": "assistant", "content": "Good day!", "reasoning_content": "hidden"},
         *ROME,
-        {"role": "assistant", "content": "I look.", "reasoning_content": "Of Rome.", "tool_calls": calls},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "Of Rome.",
+            "tool_calls": calls,
+        },
         {"role": "tool", "tool_call_id": "b", "content": "second"},
         {"role": "tool", "tool_call_id": "a", "content": "first"},
     ]
@@ -61,9 +72,7 @@ def test_a_conversation_in_its_own_template(known):
         use.messages(sent), tools=use.template_tools, add_generation_prompt=True
     )
     assert "type weather = (_: {" in text
-    written = (
-        f'{START}assistant to=functions.weather{CHANNEL}commentary json{MESSAGE}{{"city": "Rome"}}{ENDS[1]}'
-    )
+    written = f'{START}assistant to=functions.weather{CHANNEL}commentary json{MESSAGE}{{"city": "Rome"}}{ENDS[1]}'
     gave = f"{START}functions.weather to=assistant{CHANNEL}commentary{MESSAGE}"
     assert text.endswith(
         f"{START}assistant{CHANNEL}final{MESSAGE}Good day!{ENDS[0]}{START}user{MESSAGE}{ROME[0]['content']}{ENDS[0]}"
@@ -91,7 +100,9 @@ def fits(known: Grammars, grammar: Any, text: str) -> bool:
 
 def test_grammars_leave_room_for_reasoning(known):
     calling = ToolCalling({"chat_template": GPT_OSS}, known)
-    auto, required = (calling.use(request_with(TOOLS, choice)).grammar() for choice in ("auto", "required"))
+    auto, required = (
+        calling.use(request_with(TOOLS, choice)).grammar() for choice in ("auto", "required")
+    )
     role = f" to=functions.weather{CHANNEL}commentary"
     calls = [CALLED + ARGUMENTS, f"{role} json{MESSAGE}{ARGUMENTS}", f"{role}{MESSAGE}{ARGUMENTS}"]
     preamble = f"{CHANNEL}commentary{MESSAGE}I look.{NEXT}"
@@ -134,9 +145,14 @@ def test_a_budget_ends_the_reasoning_before_an_answer_of_a_schema(api, known):
     head, ending = (ids_of(known, text) for text in (ANALYSIS, NEXT))
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [17]}}}
     choice = api.choice(
-        messages=HELLO, response_format=form, return_token_ids=True, temperature=1, max_tokens=300,
-        logit_bias={str(i): 30 for i in head}, reasoning_budget=BUDGET,
-    )  # fmt: skip
+        messages=HELLO,
+        response_format=form,
+        return_token_ids=True,
+        temperature=1,
+        max_tokens=300,
+        logit_bias={str(i): 30 for i in head},
+        reasoning_budget=BUDGET,
+    )
     assert (choice["message"]["content"], choice["finish_reason"]) == ("17", "stop")
     text = known.tokenizer.decode(choice["token_ids"], skip_special_tokens=False)
     assert text.startswith(ANALYSIS), "in whatever tokens"

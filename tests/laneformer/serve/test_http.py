@@ -37,7 +37,11 @@ HALF = "x\ud83d"
 BODIES: list[tuple[str, dict[str, Any], str | None]] = [
     ("/tokenize", {"content": HALF}, "content"),
     ("/v1/completions", {"prompt": ["x", HALF]}, "prompt[1]"),
-    ("/v1/chat/completions", {"messages": [{"content": [{"text": HALF}]}]}, "messages[0].content[0].text"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"content": [{"text": HALF}]}]},
+        "messages[0].content[0].text",
+    ),
     ("/v1/chat/completions", {"messages": [], "metadata": {HALF: 1}}, "metadata"),
     ("/v1/chat/completions", {HALF: 1}, None),
     ("/v1/messages", {"messages": [{"content": HALF}]}, None),
@@ -60,7 +64,9 @@ def test_whole_pairs_and_echoed_names_are_answered(tiny):
     assert tiny.get("/health", headers={b"host": b"\xed\xa0\xbd"}).status_code == 403
 
 
-@pytest.mark.parametrize(("given", "host"), [("[::1]", "::1"), ("::1", "::1"), ("::", "::"), ("[::]", "::")])
+@pytest.mark.parametrize(
+    ("given", "host"), [("[::1]", "::1"), ("::1", "::1"), ("::", "::"), ("[::]", "::")]
+)
 def test_addresses_of_ipv6(given, host):
     options = ServerOptions(host=given, port=0)
     assert options.host == host

@@ -46,7 +46,13 @@ class Visit:
         self._unsent: bytes | None = json.dumps(body).encode()
         self._gone = asyncio.Event()
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": PATH, "headers": headers, "query_string": b""}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": PATH,
+            "headers": headers,
+            "query_string": b"",
+        }
         self.task = asyncio.create_task(app(scope, self._receive, self._send))
 
     async def leave(self) -> None:
@@ -102,7 +108,9 @@ def test_a_full_queue_and_who_leaves_it(slow):
         for leaves in (True, False):
             last = Visit(slow, **SHORT, stream=True)
             await until(lambda last=last: last.received)
-            assert last.received.startswith(b": keep-alive\n\n"), "a comment opens the stream of who waits"
+            assert last.received.startswith(b": keep-alive\n\n"), (
+                "a comment opens the stream of who waits"
+            )
             assert (last.status, len(scheduler.waiting)) == (200, 1)
             refused = await client.post(PATH, json=SHORT)
             assert refused.status_code == 429

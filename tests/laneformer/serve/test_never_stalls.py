@@ -71,7 +71,12 @@ def hold(patch: pytest.MonkeyPatch, owner: type, name: str) -> list[threading.Ev
     [
         (PromptEncoder, "text", "/v1/completions", {"prompt": "Hello"}),
         (PromptEncoder, "render", "/v1/chat/completions", {"messages": TALK}),
-        (Grammars, "of_lark", "/v1/chat/completions", {"messages": TALK, "response_format": SCHEMA}),
+        (
+            Grammars,
+            "of_lark",
+            "/v1/chat/completions",
+            {"messages": TALK, "response_format": SCHEMA},
+        ),
     ],
 )
 def test_health_answers_while_a_request_is_prepared(app, monkeypatch, owner, name, path, body):
@@ -95,7 +100,10 @@ def test_more_preparation_than_there_is_room_for_is_429(app, monkeypatch):
     async def work(client: httpx.AsyncClient) -> list[int]:
         scheduler = app.state.scheduler
         asked = scheduler.max_waiting + scheduler.max_joined + 3
-        tasks = [asyncio.create_task(client.post("/tokenize", json={"content": "a"})) for _ in range(asked)]
+        tasks = [
+            asyncio.create_task(client.post("/tokenize", json={"content": "a"}))
+            for _ in range(asked)
+        ]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         answered.set()
         return [task.status_code for task in await asyncio.gather(*tasks)]

@@ -58,11 +58,11 @@ def merge(a, b):  # a comment
 Last *words*.
 """
 RENDERED = (
-    '<h3>Two <em>sorted</em> lists</h3><p>A <strong>bold</strong> claim, <code>code &lt; 1</code>, '
+    "<h3>Two <em>sorted</em> lists</h3><p>A <strong>bold</strong> claim, <code>code &lt; 1</code>, "
     '<a href="https://example.org/a_(b)" target="_blank" rel="noopener noreferrer">a link</a> and '
     '<a href="https://example.org/x_y_z" target="_blank" rel="noopener noreferrer">https://example.org/x_y_z</a>.<br>'
     "Next line of 2*3*4 and snake_case_name, <del>gone</del>, *escaped*.</p>"
-)  # fmt: skip
+)
 HOSTILE = [
     "<script>window.pwned = 1</script>",
     "<img src=x onerror='window.pwned = 1'>",
@@ -111,7 +111,9 @@ def say(page: Page, text: str, until: str = ANSWERED) -> None:
     page.run("document.querySelector('#prompt').focus()")
     page.type(text)
     page.press("Enter", "\r")
-    page.until(f"!document.querySelector('#prompt').value && document.querySelector('article') && ({until})")
+    page.until(
+        f"!document.querySelector('#prompt').value && document.querySelector('article') && ({until})"
+    )
 
 
 def text(page: Page, selector: str) -> str:
@@ -126,17 +128,25 @@ def count(page: Page, selector: str) -> int:
 def test_an_answer_streams_beside_its_speed(page, stand_in):
     assert "500" in text(page, "#promise")
     say(page, "Hello **there**")
-    assert text(page, "article.user .body") == "Hello **there**", "what the user writes stays as it is"
+    assert text(page, "article.user .body") == "Hello **there**", (
+        "what the user writes stays as it is"
+    )
     assert text(page, "article.assistant .body") == "You said: Hello there"
-    percent = re.match(r"(\d+)% of this machine’s memory limit of 500 tokens/s", text(page, "#limit"))
+    percent = re.match(
+        r"(\d+)% of this machine’s memory limit of 500 tokens/s", text(page, "#limit")
+    )
     assert percent
     assert abs(int(percent[1]) - float(text(page, "#rate").replace(",", "")) / 5) < 0.6, "of 500"
     assert text(page, "#cached") == "212 of 240"
-    assert all(re.fullmatch(r"[\d.]+ m?s", text(page, f"#{name}")) for name in ("ttft", "p50", "p99"))
+    assert all(
+        re.fullmatch(r"[\d.]+ m?s", text(page, f"#{name}")) for name in ("ttft", "p50", "p99")
+    )
     figures = r"7 tokens · [\d.]+ tokens/s · first after .* · seed \d+"
     assert re.search(figures, text(page, "article.assistant footer"))
     (sent,) = stand_in.requests
-    assert set(sent) == {"model", "messages", "seed", "stream", "stream_options"}, "no defaults of the server"
+    assert set(sent) == {"model", "messages", "seed", "stream", "stream_options"}, (
+        "no defaults of the server"
+    )
     assert sent["messages"] == [{"role": "user", "content": "Hello **there**"}]
     assert page.console == []
 
@@ -158,7 +168,9 @@ def test_gaps_are_of_tokens_as_the_rate_is(page):
         ((5, 3),): [None, None, None],
         ((5, 0), (6, 0)): [None, None, None],
     }
-    assert page.run(METER % json.dumps([*figures])) == [pytest.approx(each) for each in figures.values()]
+    assert page.run(METER % json.dumps([*figures])) == [
+        pytest.approx(each) for each in figures.values()
+    ]
 
 
 def test_reasoning_is_folded_and_answers_are_copied_and_exported(page, stand_in):
@@ -184,7 +196,10 @@ def test_reasoning_is_folded_and_answers_are_copied_and_exported(page, stand_in)
     assert [copy.strip() for copy in page.run("copied")] == ["print(1)", code]
     page.click("#export")
     page.until("window.written")
-    assert [message["content"] for message in json.loads(page.run("written"))["messages"]] == [*said, code]
+    assert [message["content"] for message in json.loads(page.run("written"))["messages"]] == [
+        *said,
+        code,
+    ]
 
 
 def test_markdown_is_the_same_streamed_and_at_once(page):
@@ -226,10 +241,15 @@ def test_what_a_model_writes_never_runs(page, stand_in):
     say(page, "attack")
     page.run("new Promise((next) => requestAnimationFrame(() => requestAnimationFrame(next)))")
     assert page.run("typeof window.pwned") == "undefined"
-    tags, attributes = "script, img, svg, iframe, style, b", "onerror onclick onload onmouseover style srcdoc"
+    tags, attributes = (
+        "script, img, svg, iframe, style, b",
+        "onerror onclick onload onmouseover style srcdoc",
+    )
     forbidden = ", ".join([tags, *(f"[{name}]" for name in attributes.split())])
     assert count(page, f"article :is({forbidden})") == 0
-    links = page.run("[...document.querySelectorAll('article a')].map((a) => a.getAttribute('href'))")
+    links = page.run(
+        "[...document.querySelectorAll('article a')].map((a) => a.getAttribute('href'))"
+    )
     assert all(link.startswith("https://example.org/") for link in links), links
     shown = page.run("document.querySelector('article.assistant .body').textContent")
     assert "<script>window.pwned = 1</script>" in shown, "as text"
@@ -282,7 +302,9 @@ def test_chats_are_left_opened_and_deleted_with_a_way_back(page, stand_in):
     page.open(stand_in.address)
     page.until(READY)
     assert earlier() == ["SLOW", "First"], "remembered"
-    page.run("[...document.querySelectorAll('#earlier button')].find((b) => b.innerText === 'First').click()")
+    page.run(
+        "[...document.querySelectorAll('#earlier button')].find((b) => b.innerText === 'First').click()"
+    )
     assert text(page, "article.assistant .body") == "You said: First"
     assert page.run(f"{stored}.length") == 1
 
@@ -291,7 +313,12 @@ def test_settings_are_sent_and_remembered(page, stand_in):
     page.click("#open-settings")
     field = "document.querySelector('#settings [name=%s]')"
     assert page.run(f"{field % 'top_k'}.placeholder") == "50", "the model's default"
-    for name, value in {"temperature": "0", "seed": "7", "system": "Be brief.", "top_p": "3"}.items():
+    for name, value in {
+        "temperature": "0",
+        "seed": "7",
+        "system": "Be brief.",
+        "top_p": "3",
+    }.items():
         page.run(f"{field % name}.value = {value!r}")
         page.run(f"{field % name}.dispatchEvent(new Event('input', {{bubbles: true}}))")
     page.open(stand_in.address)
@@ -324,7 +351,9 @@ def test_errors_in_the_words_of_the_server(page, stand_in):
 
 def test_nothing_comes_from_another_host():
     for path in FOLDER.iterdir():
-        outside = re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s'\"]*", path.read_text(encoding="utf-8"))
+        outside = re.findall(
+            r"(?:https?:)?//[\w.-]+\.\w+[^\s'\"]*", path.read_text(encoding="utf-8")
+        )
         assert [link for link in outside if "www.w3.org" not in link] == [], path
 
 
@@ -333,7 +362,9 @@ def test_a_busy_machine_drafts_and_a_slower_link_are_told(page, stand_in):
     assert page.run("document.querySelector('#link').hidden")
     stand_in.link = {"us": 100.0, "tokens_per_s": 150.0, "tokens_per_s_without": 200.0}
     page.run("location.reload()")
-    page.until("document.querySelector('#link')?.textContent.includes('75% of 200 tokens/s without')")
+    page.until(
+        "document.querySelector('#link')?.textContent.includes('75% of 200 tokens/s without')"
+    )
     stand_in.processor_share = 0.55
     say(page, "Compare")
     page.until(f"{limit}.includes('busy: the engine had 55% of')")
@@ -349,9 +380,7 @@ def test_a_busy_machine_drafts_and_a_slower_link_are_told(page, stand_in):
         page.until(f"{has_drafts} === {json.dumps(accepted > 0)}", limit_s=20)
 
 
-COMPARED = (
-    r"([\d.,]+) tokens/s with, ([\d.,]+) without: (?:[\d.]+× as (?:fast|slow)|as fast), the same answer\."
-)
+COMPARED = r"([\d.,]+) tokens/s with, ([\d.,]+) without: (?:[\d.]+× as (?:fast|slow)|as fast), the same answer\."
 
 
 def test_drafts_are_switched_and_compared(page, stand_in):
@@ -361,7 +390,9 @@ def test_drafts_are_switched_and_compared(page, stand_in):
     assert page.run(checked) == "true"
     for drafts in ("false", "true"):
         page.click("#drafts")
-        page.until(f"{ANSWERED} && document.querySelector('#compared').textContent.includes('tokens/s with')")
+        page.until(
+            f"{ANSWERED} && document.querySelector('#compared').textContent.includes('tokens/s with')"
+        )
         assert page.run(checked) == drafts
         rates = re.fullmatch(COMPARED, text(page, "#compared"))
         assert rates
@@ -422,7 +453,9 @@ def test_a_real_server(browser, server, slow_folder):
     assert "tokens/s" in text(browser, "#promise"), "the probe of the machine's memory"
     say(browser, "Hello <b>there</b>")
     assert "400 tokens" in text(browser, "article footer")
-    browser.until("document.querySelector('#limit').textContent.includes('memory limit of')")  # after /props
+    browser.until(
+        "document.querySelector('#limit').textContent.includes('memory limit of')"
+    )  # after /props
     browser.until("document.querySelector('#cached').textContent.startsWith('0 of ')")
     say(browser, "And?", f"{ANSWERED} && document.querySelectorAll('article').length === 4")
     # the conversation is not read again

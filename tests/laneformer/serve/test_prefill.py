@@ -27,8 +27,18 @@ def test_the_prompt_is_that_of_transformers(name):
     """Also where a template strips contents, and the last one ends in white space."""
     own = {"smollm2": SMOLLM2, "mistral": MISTRAL}
     template = own.get(name) or (TEMPLATES / f"{name}.jinja").read_text()
-    prompts = PromptEncoder(Tokenizer(models.BPE({"a": 0}, [])), {"chat_template": template, **TOKENS})
-    for content in ("Hello", "Hello \n", " Hello", "<think>\nThey", "é 👍", "a " * 99, "Hello, how are you?"):
+    prompts = PromptEncoder(
+        Tokenizer(models.BPE({"a": 0}, [])), {"chat_template": template, **TOKENS}
+    )
+    for content in (
+        "Hello",
+        "Hello \n",
+        " Hello",
+        "<think>\nThey",
+        "é 👍",
+        "a " * 99,
+        "Hello, how are you?",
+    ):
         messages = with_final(content)
         rendered = prompts.render(messages, add_generation_prompt=False, continue_final=True)
         assert rendered == theirs(template, messages, continue_final_message=True), content
@@ -52,7 +62,12 @@ def prompt_up_to(engine: Engine, text: str) -> list[int]:
 def test_chat_completions_go_on_where_they_are_asked(chat, engine):
     ids = prompt_up_to(engine, BEGUN)
     for content in (BEGUN, [{"type": "text", "text": BEGUN}]):
-        body = {"messages": with_final(content), "max_tokens": 12, "return_token_ids": True, **ONWARDS}
+        body = {
+            "messages": with_final(content),
+            "max_tokens": 12,
+            "return_token_ids": True,
+            **ONWARDS,
+        }
         answer = chat.choice(**body)
         assert answer["prompt_token_ids"] == ids
         assert answer["message"]["content"] == engine.generate_text(ids, max_new_tokens=12)
@@ -76,11 +91,17 @@ def test_messages_go_on(anthropic, engine):
         text[: text.index(text[3:5])],
     )
     streamed = anthropic.ask(messages=with_final(BEGUN), stream=True).text
-    assert "".join(part.split('"text": "')[1].split('"')[0] for part in streamed.split("text_delta")[1:])
-    counted = Endpoint(anthropic.client, "/v1/messages/count_tokens").post(messages=with_final(BEGUN))
+    assert "".join(
+        part.split('"text": "')[1].split('"')[0] for part in streamed.split("text_delta")[1:]
+    )
+    counted = Endpoint(anthropic.client, "/v1/messages/count_tokens").post(
+        messages=with_final(BEGUN)
+    )
     assert counted == {"input_tokens": len(ids)}
     begun = anthropic.post(messages=with_final(""))
-    assert begun["content"] == anthropic.post(messages=TALK)["content"], "nothing is a turn that begins"
+    assert begun["content"] == anthropic.post(messages=TALK)["content"], (
+        "nothing is a turn that begins"
+    )
 
 
 THOUGHT, CALL = (
@@ -96,7 +117,10 @@ REFUSED_MESSAGES = [
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "f", "schema": {"type": "object"}}}
 CALLS = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
 REFUSED_CHATS: list[tuple[dict[str, Any], str]] = [
-    ({"messages": with_final("x"), "continue_final_message": True}, "excludes add_generation_prompt"),
+    (
+        {"messages": with_final("x"), "continue_final_message": True},
+        "excludes add_generation_prompt",
+    ),
     ({"messages": TALK, **ONWARDS}, "needs an assistant's text"),
     ({"messages": with_final(""), **ONWARDS}, "needs an assistant's text"),
     ({"messages": with_final("x", tool_calls=CALLS), **ONWARDS}, "needs an assistant's text"),
@@ -116,7 +140,9 @@ def test_what_cannot_go_on_is_refused(chat, anthropic):
     assert (answer.status_code, "cannot be combined" in answer.text) == (400, True), answer.text
     for body, reason in REFUSED_CHATS:
         error = chat.refusal(**body)
-        assert (error["param"], reason in error["message"]) == ("continue_final_message", True), error
+        assert (error["param"], reason in error["message"]) == ("continue_final_message", True), (
+            error
+        )
     kwargs = {"continue_final_message": True}
     assert chat.refusal(chat_template_kwargs=kwargs)["param"] == "chat_template_kwargs"
 

@@ -66,7 +66,9 @@ def test_a_slower_link_is_measured_and_changes_no_token(model_folder, engine):
 
 def test_a_slower_link_needs_lanes_on_several_threads(model_folder):
     with (
-        pytest.raises(ValueError, match=r"1 threads share every lane of .*; take as many threads as lanes"),
+        pytest.raises(
+            ValueError, match=r"1 threads share every lane of .*; take as many threads as lanes"
+        ),
         in_process(model_folder, link_us=5.0),
     ):
         pass

@@ -66,5 +66,7 @@ def test_a_reasoning_ends_where_its_budget_does(client, folder):
 
 def test_an_answer_without_reasoning_has_no_budget(client):
     quiet = {"chat_template_kwargs": {"enable_thinking": False}}
-    limited, free = (thinking(client).choice(**quiet, **fields) for fields in ({"reasoning_budget": 1}, {}))
+    limited, free = (
+        thinking(client).choice(**quiet, **fields) for fields in ({"reasoning_budget": 1}, {})
+    )
     assert limited == free

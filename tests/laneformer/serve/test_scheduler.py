@@ -76,7 +76,9 @@ def test_a_busy_machine_is_seen(scheduler, monkeypatch, processor_s, share):
     monkeypatch.setattr("laneformer.serve.scheduler.time.process_time", lambda: next(times_s))
     asyncio.run(run_one(scheduler, SHARE_TOKENS - 1))
     assert scheduler.totals.processor_share is None, "too few tokens to tell"
-    while scheduler.totals.processor_share is None:  # tokens that came together have no time between them
+    while (
+        scheduler.totals.processor_share is None
+    ):  # tokens that came together have no time between them
         asyncio.run(run_one(scheduler, 4 * SHARE_TOKENS))
     assert scheduler.totals.processor_share == share
 

@@ -72,7 +72,9 @@ WRONG = [  # of /v1/completions
 
 @pytest.mark.parametrize(("body", "message"), WRONG, ids=range(len(WRONG)))
 def test_errors_have_openais_form(tiny, body, message):
-    response = tiny.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    response = tiny.post(
+        "/v1/completions", content=body, headers={"content-type": "application/json"}
+    )
     error = error_of(response)
     assert (response.status_code, error["type"]) == (400, "invalid_request_error")
     assert message in error["message"]

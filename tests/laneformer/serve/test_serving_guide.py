@@ -26,7 +26,9 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", GUIDE, re.S | re.M)
 SHELL, PYTHON = ([text for kind, text in BLOCKS if kind == wanted] for wanted in ("bash", "python"))
 CURL = [command for text in SHELL for command in re.findall(r"^curl .*?'$", text, re.S | re.M)]
 CLIENTS = Path(sys.prefix) / "clients"
-needs_clients = pytest.mark.skipif(not CLIENTS.is_dir(), reason=f"no litellm: make .venv/{CLIENTS.name}")
+needs_clients = pytest.mark.skipif(
+    not CLIENTS.is_dir(), reason=f"no litellm: make .venv/{CLIENTS.name}"
+)
 
 
 @pytest.fixture(scope="module")

@@ -60,12 +60,22 @@ TEXTUAL = """{%- for message in messages %}{{- "<" + message.role + ">" + messag
 {{- "\n```call\n" + call.function.name + "\n" + call.function.arguments + "\n```" }}{%- endfor %}{{- "</s>" }}
 {%- endfor %}"""
 LLAMA = CallForm('{"name": "', '", "parameters": ', None, "}")
-NUMBERED = CallForm("<|calls|><|call|>functions.", f":{CALL_NUMBER}<|arguments|>", "<|end|><|call|>functions.",
-                    "<|end|><|ends|>")  # fmt: skip
+NUMBERED = CallForm(
+    "<|calls|><|call|>functions.",
+    f":{CALL_NUMBER}<|arguments|>",
+    "<|end|><|call|>functions.",
+    "<|end|><|ends|>",
+)
 FORMS = {
-    "mistral": (MISTRAL, CallForm('[TOOL_CALLS] [{"name": "', '", "arguments": ', '}, {"name": "', "}]")),
+    "mistral": (
+        MISTRAL,
+        CallForm('[TOOL_CALLS] [{"name": "', '", "arguments": ', '}, {"name": "', "}]"),
+    ),
     "new mistral": (NEW_MISTRAL, CallForm("[TOOL_CALLS]", "[ARGS]", "[TOOL_CALLS]", "")),
-    "mistral 3.2": (MISTRAL_3_2, CallForm("[TOOL_CALLS]", f"[CALL_ID]{CALL_ID}[ARGS]", "[TOOL_CALLS]", "")),
+    "mistral 3.2": (
+        MISTRAL_3_2,
+        CallForm("[TOOL_CALLS]", f"[CALL_ID]{CALL_ID}[ARGS]", "[TOOL_CALLS]", ""),
+    ),
     "mistral by another way": (
         NEW_MISTRAL.replace("[ARGS]", ""),
         CallForm("[TOOL_CALLS]", "", "[TOOL_CALLS]", ""),
@@ -88,7 +98,10 @@ FORMS = {
 GIVEN = json.loads(Path(__file__).with_name("tools.json").read_text())
 TOOLS: list[dict[str, Any]] = GIVEN["tools"]
 CALLS: list[dict[str, Any]] = GIVEN["calls"]
-SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] or {"maxProperties": 0} for tool in TOOLS}
+SCHEMAS = {
+    tool["function"]["name"]: tool["function"]["parameters"] or {"maxProperties": 0}
+    for tool in TOOLS
+}
 SEEDS = 2
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -114,7 +127,9 @@ def spelled(form: CallForm, calls: list[dict[str, Any]]) -> str:
     """As a model writes these calls, with their ids or numbers."""
     ids, numbers = (call["id"] for call in calls), itertools.count()
     text = form.write([call["function"] for call in calls])
-    return re.sub(CHOSEN, lambda part: next(ids) if part[0] == CALL_ID else str(next(numbers)), text)
+    return re.sub(
+        CHOSEN, lambda part: next(ids) if part[0] == CALL_ID else str(next(numbers)), text
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,7 +153,8 @@ def test_the_id_that_a_model_writes_is_its_calls(name, ids):
 
     functions = [call["function"] for call in CALLS]
     assert read(CALLS) == [
-        (each, function["name"], function["arguments"]) for each, function in zip(ids, functions, strict=True)
+        (each, function["name"], function["arguments"])
+        for each, function in zip(ids, functions, strict=True)
     ]
     (first, *_), (second, *_) = read([CALLS[0]] * 2)
     assert first == ids[0] != second
@@ -177,8 +193,12 @@ def test_templates_without_tools_get_them_described():
     assert use.template_tools == []
     assistant = {"role": "assistant", "content": "So:", "tool_calls": CALLS}
     results = [{"role": "tool", "content": text, "tool_call_id": "x"} for text in ("1", "2")]
-    system, user, called, result = use.messages([{"role": "user", "content": "?"}, assistant, *results])
-    described = '{"name": "get_weather", "description": "Of a city", "parameters": {"type": "object"'
+    system, user, called, result = use.messages(
+        [{"role": "user", "content": "?"}, assistant, *results]
+    )
+    described = (
+        '{"name": "get_weather", "description": "Of a city", "parameters": {"type": "object"'
+    )
     assert described in system["content"]
     assert user == {"role": "user", "content": "?"}
     call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln'
@@ -223,7 +243,12 @@ NAMED = {"type": "function", "function": {"name": "get_weather"}}
 def test_every_call_is_valid(name, kind):
     tool = calling(name, kind)
     with batch_of(kind) as batch:
-        for choice, parallel in (("required", True), ("required", False), (NAMED, True), ("auto", True)):
+        for choice, parallel in (
+            ("required", True),
+            ("required", False),
+            (NAMED, True),
+            ("auto", True),
+        ):
             use = tool.use(request_with(TOOLS, choice, parallel_tool_calls=parallel))
             answers = [drawn(batch, use.grammar(), seed=seed) for seed in range(SEEDS)]
             ended = [ids for ids, reason in answers if reason == "stop"]
@@ -256,12 +281,17 @@ def test_auto_lets_text_be_text_until_a_call_begins(name, kind):
     add = {"name": "add", "arguments": {"a": 1, "b": -20}}
     call = spelled(form, [{"id": "abcDEF124", "function": add}])
     texts = [said + call, "Only text, with a { brace and a <tool.", ""]
-    texts += ["<think>\nI {{ think.\n</think>\n\nSo.", *(["<think>\nHm.</think>" + call] if said else [])]
+    texts += [
+        "<think>\nI {{ think.\n</think>\n\nSo.",
+        *(["<think>\nHm.</think>" + call] if said else []),
+    ]
     for text in texts:
         ids = [*ids_of(kind, text), end]
         assert tokens_allowed(use.grammar(), ids) == len(ids), text
     for wrong in (call.replace("add", "sub"), call.replace("-20", '"x"')):
-        assert tokens_allowed(use.grammar(), ids_of(kind, said + wrong)) < len(ids_of(kind, said + call))
+        assert tokens_allowed(use.grammar(), ids_of(kind, said + wrong)) < len(
+            ids_of(kind, said + call)
+        )
     assert parsed(use, said + call) == (said, [("add", {"a": 1, "b": -20})])
 
 
@@ -285,16 +315,18 @@ def test_without_tools_there_is_nothing_to_force():
         assert (use.template_tools, use.grammar(), use.form) == ([], None, None)
 
 
-ZOD_EMAIL = (
-    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
-)
+ZOD_EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
 # of an argument, the keyword that is refused, and a value that the rest allows
 REFUSED: list[tuple[dict[str, Any], str, Any]] = [
     ({"type": "string", "pattern": ZOD_EMAIL}, "pattern", "a@b.org"),
     ({"type": ["string", "null"], "pattern": r"(a)\1"}, "pattern", None),
     ({"type": "string", "pattern": r"\bfoo\b"}, "pattern", "foo"),
     ({"type": "object", "patternProperties": {"(?=a)b": {}}}, "patternProperties", {}),
-    ({"type": "array", "items": {"anyOf": [{"pattern": "(?<=a)"}]}}, "items.anyOf[0].pattern", ["b"]),
+    (
+        {"type": "array", "items": {"anyOf": [{"pattern": "(?<=a)"}]}},
+        "items.anyOf[0].pattern",
+        ["b"],
+    ),
     ({"type": "y"}, "type", 1),
     ({"type": "integer", "minimum": 5, "maximum": 3}, "maximum", 7),
     ({"enum": []}, "enum", "a"),
@@ -320,7 +352,9 @@ def test_what_a_grammar_cannot_demand_of_a_tool_is_left_out_and_named(schema, ke
         arguments = {"x": value, "n": number}
         ids = ids_of("bytes", HERMES.write([{"name": "f", "arguments": arguments}]))
         assert (tokens_allowed(grammar.copy(), ids) == len(ids)) == fits
-    assert use.template_tools[-1]["function"]["parameters"] == parameters, "the model sees all of it"
+    assert use.template_tools[-1]["function"]["parameters"] == parameters, (
+        "the model sees all of it"
+    )
     with pytest.raises(ValueError, match="response_format"):
         grammars().of_schema(parameters, "response_format")
 

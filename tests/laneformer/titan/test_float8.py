@@ -25,7 +25,9 @@ RELATIVE = {E4M3: 2.0**-4, E5M2: 2.0**-3}
 ABSOLUTE = {E4M3: 2.0**-10, E5M2: 2.0**-17}
 LANES, TOKENS, INPUTS, OUTPUTS = 3, 48, 64, 32
 # a layer of equal streams whose partial outputs are summed, and one of lanes
-CONFIG = LaneformerConfig.from_flavor("tiny", **SHAPE | {"intermediate_size": 128, "use_early_comm": True})
+CONFIG = LaneformerConfig.from_flavor(
+    "tiny", **SHAPE | {"intermediate_size": 128, "use_early_comm": True}
+)
 SEQ_LEN = 32
 
 
@@ -50,7 +52,11 @@ def drawn() -> tuple[Tensor, Tensor, Tensor]:
             values *= of_axis.reshape(*(-1 if i == axis else 1 for i in range(len(shape))))
         return values
 
-    return draw(1, TOKENS, LANES, INPUTS), draw(LANES, OUTPUTS, INPUTS), draw(1, TOKENS, LANES, OUTPUTS)
+    return (
+        draw(1, TOKENS, LANES, INPUTS),
+        draw(LANES, OUTPUTS, INPUTS),
+        draw(1, TOKENS, LANES, OUTPUTS),
+    )
 
 
 def computed(how: Float8) -> Products:
@@ -105,7 +111,9 @@ def recipe(request):
 
 def test_within_what_rounding_allows(recipe):
     """torch's own products and their emulation: float32 sums in another order; torch's repeat bit for bit."""
-    emulated, scaled, again = (computed(Float8(recipe, emulate)) for emulate in (True, False, False))
+    emulated, scaled, again = (
+        computed(Float8(recipe, emulate)) for emulate in (True, False, False)
+    )
     assert max(off(emulated, recipe)) <= 1
     assert max(off(scaled, recipe)) <= 1
     for one, other in zip(emulated, scaled, strict=True):
@@ -204,7 +212,9 @@ def test_a_compiled_step_is_the_same_and_keeps_its_input_in_float8_alone(recipe)
             value = node.meta["val"]
             own = isinstance(value, Tensor) and not node.name.startswith(("primals", "tangents"))
             kept += value.numel() if own and value.dtype == E4M3 else 0
-        layers.append((kept, sum("scaled_product" in str(node.target) for node in graph.graph.nodes)))
+        layers.append(
+            (kept, sum("scaled_product" in str(node.target) for node in graph.graph.nodes))
+        )
         return make_boxed_func(graph)
 
     cut = min_cut_rematerialization_partition
@@ -222,9 +232,13 @@ def test_a_compiled_step_is_the_same_and_keeps_its_input_in_float8_alone(recipe)
 def test_gpus_without_float8_are_refused():
     for emulate, capability in ((False, (8, 9)), (False, (9, 0)), (True, None)):
         check_device(emulate, capability)
-    with pytest.raises(ValueError, match=r"8\.9 or later .*this GPU has 8\.0; leave model\.converters empty"):
+    with pytest.raises(
+        ValueError, match=r"8\.9 or later .*this GPU has 8\.0; leave model\.converters empty"
+    ):
         check_device(False, (8, 0))
-    with pytest.raises(ValueError, match=r"torch sees no GPU; .*quantize\.linear\.float8\.emulate = true"):
+    with pytest.raises(
+        ValueError, match=r"torch sees no GPU; .*quantize\.linear\.float8\.emulate = true"
+    ):
         check_device(False, None)
 
 

@@ -43,7 +43,9 @@ def test_in_the_interpreter():
 def compile_for_sm90(kernel: Any, config: LaneformerConfig, **choices: Any) -> tuple[int, int]:
     """Registers of a thread and bytes that it spills."""
     constants = {"L": config.num_lanes, "D": config.hidden_size, **choices}
-    constants |= join_norm_kernels.tile(config.num_lanes, config.hidden_size, choices["LANE_SCALES"])
+    constants |= join_norm_kernels.tile(
+        config.num_lanes, config.hidden_size, choices["LANE_SCALES"]
+    )
     types = {"eps": "fp32", "T": "i32", "rstd": "*fp32", "d_weight": "*fp32"}
     signature, divisible = {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -54,7 +56,11 @@ def compile_for_sm90(kernel: Any, config: LaneformerConfig, **choices: Any) -> t
         if name not in (*constants, "eps", "T"):
             divisible[(index,)] = [["tt.divisibility", 16]]
     log = io.StringIO()
-    with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), contextlib.redirect_stdout(log):
+    with (
+        triton.knobs.nvidia.scope(),
+        triton.knobs.compilation.scope(),
+        contextlib.redirect_stdout(log),
+    ):
         triton.knobs.nvidia.dump_ptxas_log = triton.knobs.compilation.always_compile = True
         source = ASTSource(kernel, signature, constexprs=constants, attrs=divisible)
         triton.compile(
@@ -75,7 +81,9 @@ def test_the_kernels_compile_for_sm90_without_spills(flavor, lane_scales):
     for join, norm in ((False, True), (True, True), (True, False)):
         choices = {"DELAYED": join, "NORM": norm, "LANE_SCALES": norm and lane_scales}
         forward = compile_for_sm90(join_norm_kernels.forward_kernel, config, JOIN=join, **choices)
-        backward = compile_for_sm90(join_norm_kernels.backward_kernel, config, HANDED_ON=join, **choices)
+        backward = compile_for_sm90(
+            join_norm_kernels.backward_kernel, config, HANDED_ON=join, **choices
+        )
         print(
             f"{flavor} {join=} {norm=} {lane_scales=}: registers {forward[0]} forward, {backward[0]} backward"
         )

@@ -16,16 +16,37 @@ from train.job_config import load_job
 
 # windowed layers and full ones; from the third on delayed outputs are added
 CONFIG = LaneformerConfig.from_flavor(
-    "tiny", hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
-    sliding_window=8, swa_layers=(0, 1, 2), vocab_size=512, use_early_comm=False,
-)  # fmt: skip
-SHAPE = ("--training.seq_len", "32", "--training.local_batch_size", "2", "--training.global_batch_size", "2")
+    "tiny",
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    sliding_window=8,
+    swa_layers=(0, 1, 2),
+    vocab_size=512,
+    use_early_comm=False,
+)
+SHAPE = (
+    "--training.seq_len",
+    "32",
+    "--training.local_batch_size",
+    "2",
+    "--training.global_batch_size",
+    "2",
+)
 PRECISION = "--training.mixed_precision_param"
 # with selective checkpointing, through autograd's compiler, as a job runs it; a whole micro-batch of documents
 COMPILED = (
-    "--compile.enable", "--compile.backend", "aot_eager", "--activation_checkpoint.mode", "selective",
-    "--activation_checkpoint.selective_ac_option", "op", "--model.mask_documents",
-)  # fmt: skip
+    "--compile.enable",
+    "--compile.backend",
+    "aot_eager",
+    "--activation_checkpoint.mode",
+    "selective",
+    "--activation_checkpoint.selective_ac_option",
+    "op",
+    "--model.mask_documents",
+)
 
 
 def job_of(*flags):
@@ -34,7 +55,9 @@ def job_of(*flags):
 
 def check(job, attention="sdpa", join_norm="plain", float8=None) -> TitanLaneformer:
     with torch.device("meta"):
-        model = TitanLaneformer(LaneformerArgs(config=CONFIG, attention=attention, join_norm=join_norm))
+        model = TitanLaneformer(
+            LaneformerArgs(config=CONFIG, attention=attention, join_norm=join_norm)
+        )
         if float8 is not None:
             use_float8(model, float8)
     return with_working_kernels(model, job, checkpoint_and_compile)
@@ -81,7 +104,9 @@ def test_float8_products_are_checked(monkeypatch, recipe, wrong):
     monkeypatch.setattr(float8, "scaled_mm", planted)
     job = job_of(PRECISION, "bfloat16")
     model = check(job, float8=Float8(RECIPES[recipe], emulate=False))
-    assert isinstance(model.layers[0].feed_forward, Float8FeedForward) == (not wrong), model.fallback
+    assert isinstance(model.layers[0].feed_forward, Float8FeedForward) == (not wrong), (
+        model.fallback
+    )
     assert bool(model.fallback) == bool(wrong)
 
 

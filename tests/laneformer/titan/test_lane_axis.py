@@ -104,7 +104,10 @@ def test_late_sums_travel_while_layers_compute(tmp_path, case, late):
     sums = joins.count(Join.PRESENT) + sum(
         model.config.adds_delayed(i, module) for i in range(5) for module in MODULES
     )
-    for changes, started in ((forward.values, sums + 2), (backward.values, sums)):  # the loss has two
+    for changes, started in (
+        (forward.values, sums + 2),
+        (backward.values, sums),
+    ):  # the loss has two
         assert changes.count(1) == changes.count(-1) == started, "all have arrived"
         assert max(accumulate(changes)) == 2 * late + 1, "a layer sends before it waits"
 

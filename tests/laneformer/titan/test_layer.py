@@ -13,7 +13,12 @@ from laneformer.titan import fused_layer
 from laneformer.titan.parallelize import apply_selective_checkpointing
 from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
 from tests.laneformer.test_model import FLOAT64_TOLERANCE, HEADS, IDS, SMALL, build
-from tests.laneformer.titan.titan_assets import PlainJoinNorm, gradients_of, largest_difference, train
+from tests.laneformer.titan.titan_assets import (
+    PlainJoinNorm,
+    gradients_of,
+    largest_difference,
+    train,
+)
 
 # of attention, of the MLP; and whether delayed outputs are sent again, lanes have norm scales of their own
 COMMS = [
@@ -34,7 +39,9 @@ def difference(join_norm="plain", **overrides) -> float:
     tokens = torch.tensor([IDS, IDS[::-1]])
     losses = nn.functional.cross_entropy(plain(tokens[:, :-1]).mT, tokens[:, 1:], reduction="none")
     losses.sum().backward()
-    return largest_difference(train(model, tokens), {"losses": losses.detach(), **gradients_of(plain)})
+    return largest_difference(
+        train(model, tokens), {"losses": losses.detach(), **gradients_of(plain)}
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,9 +53,13 @@ def test_every_join(monkeypatch, early, delay, join_norm):
     monkeypatch.setattr(fused_layer, "JoinNorm", PlainJoinNorm(0.0))
     for attention, mlp, other in COMMS:
         options = {
-            "broadcast_delay": delay, "use_early_comm": early, "use_attention_comm": attention, "use_mlp_comm": mlp,
-            "rebroadcast_early": other, "replicated_rmsn_scale": not other,
-        }  # fmt: skip
+            "broadcast_delay": delay,
+            "use_early_comm": early,
+            "use_attention_comm": attention,
+            "use_mlp_comm": mlp,
+            "rebroadcast_early": other,
+            "replicated_rmsn_scale": not other,
+        }
         assert difference(join_norm, **options) < FLOAT64_TOLERANCE, options
 
 

@@ -21,7 +21,12 @@ from tests.laneformer.titan.titan_assets import (
 )
 
 SMALL = LaneformerConfig.from_flavor(
-    "tiny", hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=4, vocab_size=512
+    "tiny",
+    hidden_size=32,
+    intermediate_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    vocab_size=512,
 )
 
 

@@ -19,9 +19,17 @@ from tests.laneformer.titan import titan_assets
 from tests.laneformer.titan.titan_assets import gradients_of
 
 CONFIG = LaneformerConfig.from_flavor(
-    "tiny", hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
-    sliding_window=8, swa_layers=(0, 1), vocab_size=64, num_nextn_predict_layers=1,
-)  # fmt: skip
+    "tiny",
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    sliding_window=8,
+    swa_layers=(0, 1),
+    vocab_size=64,
+    num_nextn_predict_layers=1,
+)
 SEQ_LEN, BOS, WEIGHT = 24, 1, 0.25
 # Two float64 computations of the same sums in other orders: 1e4 roundings of 2^-53, on gradients of order one
 TOLERANCE = 1e4 * 2.0**-53
@@ -65,7 +73,8 @@ def expected_losses(model, tokens, steps) -> tuple[Any, list[Any]]:
 
 
 @pytest.mark.parametrize(
-    ("steps", "switches"), [(1, {}), (3, {"deliver_tail": False}), (3, {"lm_head_type": "replicate"})]
+    ("steps", "switches"),
+    [(1, {}), (3, {"deliver_tail": False}), (3, {"lm_head_type": "replicate"})],
 )
 def test_losses_and_gradients_are_the_plain_models(steps, switches, tokens):
     """The drafts' losses are in the gradients alone. A frozen base gets none, and the head the same."""
@@ -85,7 +94,9 @@ def test_losses_and_gradients_are_the_plain_models(steps, switches, tokens):
     assert all((found[name] - wanted[name]).abs().max() < TOLERANCE for name in wanted)
     found = titan_assets.train(frozen, tokens)
     assert found.keys() - {"losses"} == {name for name in wanted if name.startswith("mtp.")}
-    assert all((found[name] - wanted[name]).abs().max() < TOLERANCE for name in found if name != "losses")
+    assert all(
+        (found[name] - wanted[name]).abs().max() < TOLERANCE for name in found if name != "losses"
+    )
 
 
 def test_a_document_sees_and_predicts_itself_alone(tokens):
@@ -116,7 +127,10 @@ def test_validation_says_how_often_drafts_are_right(tokens):
     twin, ids = plain(model), tokens[:, :-1]
     with torch.no_grad():
         model(ids, tokens[:, 1:])
-        chosen, drafts = twin(ids).argmax(-1), [logits.argmax(-1) for logits in draft_logits(twin, ids, 3)]
+        chosen, drafts = (
+            twin(ids).argmax(-1),
+            [logits.argmax(-1) for logits in draft_logits(twin, ids, 3)],
+        )
     known = SEQ_LEN - 3
     right = torch.stack([d[:, :known] == chosen[:, k : known + k] for k, d in enumerate(drafts, 1)])
     expected = torch.stack([right[:k].all(0) for k in (1, 2, 3)])

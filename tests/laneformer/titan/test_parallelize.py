@@ -13,7 +13,14 @@ from laneformer import Laneformer, LaneformerConfig
 from laneformer.titan import layer as layer_module
 from laneformer.titan.parallelize import apply_selective_checkpointing, shard_dimension
 from laneformer.titan.products import lower_keep_to_nothing
-from tests.laneformer.titan.titan_assets import ROUNDING, SHAPE, build, draw_tokens, largest_difference, train
+from tests.laneformer.titan.titan_assets import (
+    ROUNDING,
+    SHAPE,
+    build,
+    draw_tokens,
+    largest_difference,
+    train,
+)
 from tools.plan import sums as plan_sums
 
 CONFIG = LaneformerConfig.from_flavor("tiny", **SHAPE)
@@ -67,9 +74,20 @@ def test_compiled_is_eager_and_keeps_what_the_plan_says(tokens, early):
     compiled.lm_head.compile_backend = "inductor"
     assert largest_difference(train(compiled, tokens), train(eager, tokens)) < ROUNDING
 
-    job = plan_sums.Job(config=config, seq_len=SEQ_LEN, steps=1, global_batch=2, local_batch=2, shard=1, replicate=1,
-                        checkpointing="selective", reshard=True, checkpoint_interval=1, keep_latest=1,
-                        keep_every=0)  # fmt: skip
+    job = plan_sums.Job(
+        config=config,
+        seq_len=SEQ_LEN,
+        steps=1,
+        global_batch=2,
+        local_batch=2,
+        shard=1,
+        replicate=1,
+        checkpointing="selective",
+        reshard=True,
+        checkpoint_interval=1,
+        keep_latest=1,
+        keep_every=0,
+    )
     planned = sum(plan_sums.kept_per_token(job, i) for i in range(CONFIG.num_hidden_layers))
     # besides what the plan counts: a softmax denominator a head, and per sequence the mask, rope
     # and token ids
@@ -104,7 +122,9 @@ def test_no_product_is_computed_twice(tokens, monkeypatch):
     """Of a layer's four products each needs two for its gradients; without the streams kept,
     wo is computed again.
     """
-    config = dataclasses.replace(CONFIG, use_early_comm=True)  # a layer of equal streams, and one of lanes
+    config = dataclasses.replace(
+        CONFIG, use_early_comm=True
+    )  # a layer of equal streams, and one of lanes
     assert backward_products(build(config), tokens) == [8, 8]
     monkeypatch.setattr(layer_module, "keep", lambda x: x)
     assert backward_products(build(config), tokens) == [9, 9]
@@ -120,5 +140,7 @@ def test_every_rank_gets_an_equal_part_of_every_tensor():
     for degree in (8, 16, 192):
         cuts = {name: shard_dimension(shape, degree) for name, shape in shapes.items()}
         for name, dimension in cuts.items():
-            assert shapes[name][dimension] % degree == 0, f"{name} is cut unevenly along {dimension}"
+            assert shapes[name][dimension] % degree == 0, (
+                f"{name} is cut unevenly along {dimension}"
+            )
         assert all(cuts[name] == 0 for name in lane_matrices) == (degree == 8)

@@ -17,10 +17,18 @@ ROUNDING = 100 * torch.finfo(torch.float32).eps
 Results = dict[str, Tensor]
 # a windowed layer and a full one; the second receives the first one's outputs, delayed
 SHAPE = {
-    "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_lanes": 8, "num_attention_heads": 8,
-    "num_key_value_heads": 8, "sliding_window": 24, "swa_layers": (0,), "broadcast_delay": 1, "use_early_comm": False,
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_lanes": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "sliding_window": 24,
+    "swa_layers": (0,),
+    "broadcast_delay": 1,
+    "use_early_comm": False,
     "vocab_size": 512,
-}  # fmt: skip
+}
 
 
 class PlainJoinNorm:
@@ -30,7 +38,9 @@ class PlainJoinNorm:
         self.wrong = wrong
 
     def apply(self, h: Tensor, partial, delayed, weight, eps: float, hand_on: bool):
-        streams = h if partial is None else join_lanes(h, (1 + self.wrong) * partial, Join.PAST, delayed)
+        streams = (
+            h if partial is None else join_lanes(h, (1 + self.wrong) * partial, Join.PAST, delayed)
+        )
         normed = None
         if weight is not None:
             normed = streams * torch.rsqrt(streams.square().mean(-1, keepdim=True) + eps) * weight
@@ -63,7 +73,9 @@ def draw_tokens(config, length) -> Tensor:
 
 
 def gradients_of(model) -> Results:
-    named = {n.replace("_checkpoint_wrapped_module.", ""): p.grad for n, p in model.named_parameters()}
+    named = {
+        n.replace("_checkpoint_wrapped_module.", ""): p.grad for n, p in model.named_parameters()
+    }
     return {name: gradient for name, gradient in named.items() if gradient is not None}
 
 

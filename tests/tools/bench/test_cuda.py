@@ -17,13 +17,17 @@ from tools.bench.cuda import Part, markdown, run_part
 FIGURE = 'print(\'figure ["depth 0", {"tokens_per_s": 900.0}]\', flush=True)'
 
 
-def run_program(monkeypatch: pytest.MonkeyPatch, program: str, limit_s: float = 60) -> tuple[dict, int]:
+def run_program(
+    monkeypatch: pytest.MonkeyPatch, program: str, limit_s: float = 60
+) -> tuple[dict, int]:
     """The figures of a part whose process runs this program, and how often they were saved."""
     start, figures, saved = subprocess.Popen, dict[str, Any](), list[int]()
     command = [sys.executable, "-c", program]
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", lambda _, **how: start(command, **how))
-        run_part(Part("Decode", "decode", "tiny", limit_s), figures, lambda: saved.append(len(figures)))
+        run_part(
+            Part("Decode", "decode", "tiny", limit_s), figures, lambda: saved.append(len(figures))
+        )
     return figures, len(saved)
 
 
@@ -52,7 +56,9 @@ def test_the_page_shows_every_figure_under_the_verdict():
     title = "Correctness of `tiny`"
     row = {"depth": 0, "tokens_per_s": 900.0, "percent_of_probe": 91.0}
     held = {"passes: greedy tokens": True, "planted faults are refused": True}
-    page = markdown({**HEAD, "parts": {title: held, "Decode": {"depth 0": row, "ended": "with status 9"}}})
+    page = markdown(
+        {**HEAD, "parts": {title: held, "Decode": {"depth 0": row, "ended": "with status 9"}}}
+    )
     assert f"### {title}: all checks hold" in page
     assert "|  | depth | tokens per s | percent of probe |" in page
     assert "| depth 0 | 0 | 900 | 91 |" in page
@@ -75,13 +81,19 @@ def test_our_server_streams_random_weights(monkeypatch):
     assert figures["tokens_per_s"] > 1
 
 
-def test_sglang_is_named_where_it_is_missing_and_gets_a_llama_of_the_same_matrices(tmp_path, monkeypatch):
+def test_sglang_is_named_where_it_is_missing_and_gets_a_llama_of_the_same_matrices(
+    tmp_path, monkeypatch
+):
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None)
         assert dict(cuda.sglang("tiny")) == {"missing": "pip install sglang"}
     cuda.write_llama(LaneformerConfig.from_flavor("tiny"), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert (config["model_type"], config["hidden_size"], config["num_hidden_layers"]) == ("llama", 128, 6)
+    assert (config["model_type"], config["hidden_size"], config["num_hidden_layers"]) == (
+        "llama",
+        128,
+        6,
+    )
     assert cuda.made_up_tokenizer(100).decode([5, 6]).split() == ["w5", "w6"]
 
 
@@ -90,5 +102,8 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path, capsys, monkeypat
     with pytest.raises(SystemExit) as stopped:
         cuda.main(["--out", str(tmp_path / "report.md")])
     assert stopped.value.code == 2
-    assert "there is no NVIDIA driver. On a CPU, python -m tools.bench decode" in capsys.readouterr().err
+    assert (
+        "there is no NVIDIA driver. On a CPU, python -m tools.bench decode"
+        in capsys.readouterr().err
+    )
     assert not list(tmp_path.iterdir())

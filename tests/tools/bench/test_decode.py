@@ -38,7 +38,12 @@ class FakeCandidate:
         if do == "facts":
             if self.name == "transformers":
                 return {"missing": "No module named 'torch'; pip install torch"}
-            return {"version": f"{self.name} 1", "about": "fake", "context_tokens": 4096, "vocab_size": 100}
+            return {
+                "version": f"{self.name} 1",
+                "about": "fake",
+                "context_tokens": 4096,
+                "vocab_size": 100,
+            }
         self.log.append((self.name, do))
         if do == "probe":
             return 2e9
@@ -65,16 +70,34 @@ def run(**values: Any) -> dict[str, Any]:
 def test_figures_of_known_speeds(fake):
     """Trials alternate between probes, and every process is closed."""
     result = run(pairs=3)
-    assert [each["order"][0] for each in result["workloads"][0]["rounds"]] == [OURS, "llamacpp", OURS]
-    measured = [entry for entry in fake.log if entry[1] in ("decode", "probe")][2:]  # after the two warm-ups
+    assert [each["order"][0] for each in result["workloads"][0]["rounds"]] == [
+        OURS,
+        "llamacpp",
+        OURS,
+    ]
+    measured = [entry for entry in fake.log if entry[1] in ("decode", "probe")][
+        2:
+    ]  # after the two warm-ups
     assert [do for _, do in measured[:10]] == ["probe", "decode", "probe", "decode", "probe"] * 2
-    assert [name for name, do in measured if do == "decode"][:4] == [OURS, "llamacpp", "llamacpp", OURS]
+    assert [name for name, do in measured if do == "decode"][:4] == [
+        OURS,
+        "llamacpp",
+        "llamacpp",
+        OURS,
+    ]
     assert [name for name, do in fake.log if do == "close"] == [OURS, "llamacpp", "transformers"]
     decoding, short, _ = result["workloads"]
     assert decoding["ratios"] == [
-        {"workload": "decode at depth 0", "ours": OURS, "over": "llamacpp", "median": 2.05, "min": 2.0,
-         "max": 2.1, "ahead": "3 of 3"}
-    ]  # fmt: skip
+        {
+            "workload": "decode at depth 0",
+            "ours": OURS,
+            "over": "llamacpp",
+            "median": 2.05,
+            "min": 2.0,
+            "max": 2.1,
+            "ahead": "3 of 3",
+        }
+    ]
     ours, llamacpp_row = decoding["rows"]
     speeds = {name: ours[name] for name in ("tokens_per_s", "p10", "p90")}
     assert speeds == pytest.approx({"tokens_per_s": 41, "p10": 40.2, "p90": 41.8})
@@ -96,7 +119,9 @@ def test_everyone_meets_every_format_of_about_that_size_and_our_options_the_plai
     own = "math=exact,isa=avx2"
     (load,) = run(pairs=1, dtype="int4", ours=(own,), depth=(9,), prefill=())["workloads"]
     ours, formats = [OURS, f"{OURS} {own}"], ["llamacpp q4_0", "llamacpp q4_k_m"]
-    assert [row["candidate"] for row in load["rows"]] == [*ours, *formats], "Transformers has no such weights"
+    assert [row["candidate"] for row in load["rows"]] == [*ours, *formats], (
+        "Transformers has no such weights"
+    )
     pairs = [(row["ours"], row["over"]) for row in load["ratios"]]
     assert pairs == [*((name, other) for name in ours for other in formats), (OURS, ours[1])]
 
@@ -139,7 +164,11 @@ def test_the_random_gguf_holds_the_same_matrices_and_a_token_reads_them_once(tmp
     writer = gguf.GGUFWriter(tmp_path / "experts.gguf", "qwen3moe")
     for name, value in (("context_length", 64), ("expert_count", 8), ("expert_used_count", 2)):
         writer.add_uint32(f"qwen3moe.{name}", value)
-    for name, size in {"token_embd": (320, 4), "blk.0.ffn_up_exps": (8, 4, 4), "output": (320, 4)}.items():
+    for name, size in {
+        "token_embd": (320, 4),
+        "blk.0.ffn_up_exps": (8, 4, 4),
+        "output": (320, 4),
+    }.items():
         writer.add_tensor(f"{name}.weight", np.zeros(size, np.float32))
     llamacpp.write_file(writer)
     assert llamacpp.sizes_of(tmp_path / "experts.gguf") == (320, 0, 4 * (2 * 16 + 320 * 4), 64)
@@ -217,7 +246,10 @@ def test_a_baseline_runs_each_workload_in_the_way_that_is_fastest_for_it(monkeyp
     monkeypatch.setattr(baselines, "time", SimpleNamespace(perf_counter=lambda: baseline.clock))
     speed, read = baseline.decode([5], 8)
     # eight tokens behind 1 to 8 others
-    assert (speed, read) == (pytest.approx(8 / sum(1 + 0.01 * n for n in range(2, 10))), 1000 + 1 + 4)
+    assert (speed, read) == (
+        pytest.approx(8 / sum(1 + 0.01 * n for n in range(2, 10))),
+        1000 + 1 + 4,
+    )
     assert baseline.decode([5] * 4000, 8)[0] == pytest.approx(0.5)
     baseline.prefill([5] * 9000)
     assert baseline.facts()["about"] == "fake; depth 1: short; depth 4000: long; prompt 9000: long"
@@ -250,7 +282,9 @@ def test_llama_cpp_runs_every_type_of_weights_made_from_the_same_file(tmp_path, 
     except ImportError as error:
         pytest.skip(f"{error}: {decode_candidates.INSTALL['llamacpp']}")
     monkeypatch.setenv("HOME", str(tmp_path))
-    config = LaneformerConfig.from_flavor("tiny", num_hidden_layers=2, swa_layers=(), hidden_size=256)
+    config = LaneformerConfig.from_flavor(
+        "tiny", num_hidden_layers=2, swa_layers=(), hidden_size=256
+    )
     path, kinds = llamacpp.random_gguf(config, tmp_path), ("bf16", "fp16", "q8_0", "q4_0", "q4_k_m")
     sizes = {kind: bytes_read(f"llamacpp {kind}", "llama-cpp-python", model=path) for kind in kinds}
     assert sizes["bf16"] == sizes["fp16"] > sizes["q8_0"] > sizes["q4_k_m"] > sizes["q4_0"]

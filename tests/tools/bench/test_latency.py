@@ -35,7 +35,9 @@ def test_the_prediction_adds_what_no_variant_hides():
 def test_other_tokens_behind_a_link_end_the_run(monkeypatch):
     answers = iter([[1, 2, 4], [1, 2, 3]])
     timed = SimpleNamespace(token_s=[1e-3])
-    monkeypatch.setattr(bench, "after", lambda *_: SimpleNamespace(whole=timed, tokens=next(answers)))
+    monkeypatch.setattr(
+        bench, "after", lambda *_: SimpleNamespace(whole=timed, tokens=next(answers))
+    )
     decoder = SimpleNamespace(set_latency=lambda link_s: True)
     engine: Any = SimpleNamespace(_open=lambda: decoder, config=SimpleNamespace(vocab_size=9))
     with pytest.raises(RuntimeError, match="other tokens behind a link of 10 us"):
@@ -63,7 +65,9 @@ def test_the_command_measures_every_variant(tmp_path, capsys):
     assert model["tokens_per_s"].keys() == model["predicted"].keys() == VARIANTS.keys()
     for name, (alone, behind) in model["tokens_per_s"].items():
         # no token is faster than what its joins must wait for
-        floor_s = token_s(config_of("tiny", name), (0.0, 0.0), 3e-3, modules_late=int(name == "Ladder"))
+        floor_s = token_s(
+            config_of("tiny", name), (0.0, 0.0), 3e-3, modules_late=int(name == "Ladder")
+        )
         assert behind <= 1 / floor_s
         assert model["predicted"][name][0] == pytest.approx(alone)
     assert page.read_text().startswith(latency.FILE_START)

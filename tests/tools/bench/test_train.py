@@ -27,7 +27,12 @@ def test_figures_of_a_log_are_those_of_the_timed_steps(monkeypatch):
 
     options = train.Options(steps=3, warmup=1)
     figures = train.summarize([LOG], options)
-    expected = {"parameters": 1234, "mfu_percent": None, "peak_memory_gib": 9.5, "joins_and_norms": None}
+    expected = {
+        "parameters": 1234,
+        "mfu_percent": None,
+        "peak_memory_gib": 9.5,
+        "joins_and_norms": None,
+    }
     assert {name: figures[name] for name in expected} == expected
     speeds = [figures[name] for name in ("tokens_per_s_per_gpu", "p10", "p90")]
     assert speeds == pytest.approx([1000, 920, 1320])
@@ -50,8 +55,23 @@ main(["train", *sys.argv[1:]])
 @pytest.mark.rotate
 def test_toy_run(tmp_path):
     out = tmp_path / "train.md"
-    flags = ["--flavor", "tiny", "--seq-len", "32", "--local-batch", "2", "--steps", "3", "--warmup", "2", "--rounds",
-             "1", "--both=--training.mixed_precision_param float32 --compile.no-enable", "--out", str(out)]  # fmt: skip
+    flags = [
+        "--flavor",
+        "tiny",
+        "--seq-len",
+        "32",
+        "--local-batch",
+        "2",
+        "--steps",
+        "3",
+        "--warmup",
+        "2",
+        "--rounds",
+        "1",
+        "--both=--training.mixed_precision_param float32 --compile.no-enable",
+        "--out",
+        str(out),
+    ]
     command = [sys.executable, "-c", RUN, *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -59,7 +79,9 @@ def test_toy_run(tmp_path):
     result = json.loads(done.stdout.splitlines()[-1])
     ours, llama = result["models"]["laneformer"], result["models"]["llama"]
     assert ours["parameters"] == LaneformerConfig.from_flavor("tiny").parameter_count()["total"]
-    assert llama["parameters"] == ours["parameters"], "the baseline has the same parameter count, exactly"
+    assert llama["parameters"] == ours["parameters"], (
+        "the baseline has the same parameter count, exactly"
+    )
     speeds = [each["tokens_per_s_per_gpu"] for each in (ours, llama)]
     assert result["ratios"] == [pytest.approx(speeds[0] / speeds[1])]
     assert ours["mfu_percent"] is None, "a CPU has no datasheet peak to compare with"

@@ -15,16 +15,39 @@ from laneformer.config import hf_name
 from tools.check.reference import random_weights
 
 OLDER = {
-    "model_type": "laneformer_tp", "architectures": ["LaneformerTPForCausalLM"], "dtype": "float32",
-    "auto_map": {"AutoConfig": "configuration_laneformer.LaneformerTPConfig",
-                 "AutoModelForCausalLM": "modeling_laneformer.LaneformerTPForCausalLM"},
-    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 5, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "num_lanes": 4, "broadcast_delay": 2, "max_position_embeddings": 96, "vocab_size": 120,
-    "rope_theta": 10000.0, "norm_eps": 1e-5, "multiple_of": 32, "depth_init": True, "use_flex_attn": False,
-    "attn_mask_type": "causal", "use_cache": True, "use_comm": True, "use_early_comm": True,
-    "lm_head_type": "vocab_parallel", "pre_norm_lane_agg": False, "replicated_rmsn_scale": True,
-    "tie_word_embeddings": False, "sliding_window": 7, "sliding_window_n_layers": 3, "eos_token_id": 2,
-}  # fmt: skip
+    "model_type": "laneformer_tp",
+    "architectures": ["LaneformerTPForCausalLM"],
+    "dtype": "float32",
+    "auto_map": {
+        "AutoConfig": "configuration_laneformer.LaneformerTPConfig",
+        "AutoModelForCausalLM": "modeling_laneformer.LaneformerTPForCausalLM",
+    },
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_lanes": 4,
+    "broadcast_delay": 2,
+    "max_position_embeddings": 96,
+    "vocab_size": 120,
+    "rope_theta": 10000.0,
+    "norm_eps": 1e-5,
+    "multiple_of": 32,
+    "depth_init": True,
+    "use_flex_attn": False,
+    "attn_mask_type": "causal",
+    "use_cache": True,
+    "use_comm": True,
+    "use_early_comm": True,
+    "lm_head_type": "vocab_parallel",
+    "pre_norm_lane_agg": False,
+    "replicated_rmsn_scale": True,
+    "tie_word_embeddings": False,
+    "sliding_window": 7,
+    "sliding_window_n_layers": 3,
+    "eos_token_id": 2,
+}
 CONFIGURATION = """
 from transformers import PretrainedConfig
 
@@ -138,6 +161,8 @@ def write_published(folder: Path, config: LaneformerConfig, **values: Any) -> Pa
     (folder / "modeling_laneformer.py").write_text(MODELING)
     weights = {hf_name(name): weight.float() for name, weight in random_weights(config).items()}
     if not config.replicated_rmsn_scale:
-        weights = {name.replace("norm.weight", "norm.scale"): weight for name, weight in weights.items()}
+        weights = {
+            name.replace("norm.weight", "norm.scale"): weight for name, weight in weights.items()
+        }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -18,10 +18,18 @@ from tools.check.cuda import check, compare, greedy_prompts, reference
 from tools.check.reference import plain_model, random_weights, weights_of
 
 SMALL = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "num_lanes": 2, "broadcast_delay": 1, "sliding_window": 6, "swa_layers": (0, 1),
-    "max_position_embeddings": 96, "vocab_size": 96,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_lanes": 2,
+    "broadcast_delay": 1,
+    "sliding_window": 6,
+    "swa_layers": (0, 1),
+    "max_position_embeddings": 96,
+    "vocab_size": 96,
+}
 CONFIG = LaneformerConfig(**SMALL)
 
 
@@ -50,7 +58,9 @@ class PlainDecoder:
             rows.append([int(self.scores(tuple(self.ids))[-1].argmax())])
         return rows
 
-    def read(self, ids: list[int], cache: int, position: int, first_row: int) -> Iterator[torch.Tensor]:
+    def read(
+        self, ids: list[int], cache: int, position: int, first_row: int
+    ) -> Iterator[torch.Tensor]:
         self.ids = list(ids)
         yield from ()
 
@@ -86,7 +96,10 @@ def test_the_verdict_holds_for_a_sound_engine_and_for_no_other():
     assert False not in passed.values()
     assert not any(name.startswith("both") for name in passed), "sums of other warps are other sums"
 
-    broken = {"passes": lambda: Hanging(CONFIG, weights), "graph": lambda: Unsteady(CONFIG, weights)}
+    broken = {
+        "passes": lambda: Hanging(CONFIG, weights),
+        "graph": lambda: Unsteady(CONFIG, weights),
+    }
     passed = dict(check(broken, truth, 1, 3))
     failed = {name for name, value in passed.items() if value is False}
     assert failed == {"passes: runs", "graph: 3 equal runs"}

@@ -51,7 +51,9 @@ def checked(folder: Path, **options: Any) -> dict[str, Any]:
 )
 def test_engine_modeling_code_and_the_folder_s_own_code_agree(tmp_path, name):
     spelled, means = CASES[name]
-    folder = write_published(tmp_path / name.replace(" ", "_").replace(",", ""), meant(**means), **spelled)
+    folder = write_published(
+        tmp_path / name.replace(" ", "_").replace(",", ""), meant(**means), **spelled
+    )
     report = checked(folder, trust_remote_code=True)
     assert report["failed"] == []
     assert report["published_code"] == "LaneformerTPForCausalLM"
@@ -63,7 +65,9 @@ def test_what_the_spellings_mean():
         assert config_of({**OLDER, **spelled}) == meant(**means)
     assert config_of({**OLDER, "unclamped_layers": [1]}).swa_layers == (0, 2)
     assert config_of({**OLDER, "num_key_value_heads": None}).num_key_value_heads == 8
-    assert config_of({**OLDER, "sliding_window": None, "sliding_window_n_layers": 0}).swa_layers == ()
+    assert (
+        config_of({**OLDER, "sliding_window": None, "sliding_window_n_layers": 0}).swa_layers == ()
+    )
     left_out = OLDER.copy()
     del left_out["lm_head_type"], left_out["broadcast_delay"]
     assert config_of(left_out).lm_head_type == "replicate", "the older class's default"
@@ -75,7 +79,10 @@ def test_what_the_spellings_mean():
 def test_what_has_no_new_spelling_is_refused():
     for changes, message in (
         ({"use_comm": False}, "use_comm = False with use_early_comm = True is not supported"),
-        ({"lm_head_type": "lane"}, "lm_head_type = 'lane' of laneformer_tp scores all lanes at once"),
+        (
+            {"lm_head_type": "lane"},
+            "lm_head_type = 'lane' of laneformer_tp scores all lanes at once",
+        ),
         ({"sliding_window": None}, "sliding_window is missing, but some layers have one"),
         ({"attn_mask_type": "prefix"}, "attn_mask_type = 'prefix' is not supported"),
     ):
@@ -104,5 +111,7 @@ def test_import_reads_the_older_spellings(tmp_path):
     config = meant(replicated_rmsn_scale=False)
     folder = write_published(tmp_path / "hf", config, replicated_rmsn_scale=False)
     import_folder(folder, tmp_path / "run")
-    assert LaneformerConfig.from_dict(json.loads((tmp_path / "run/model.json").read_text())) == config
+    assert (
+        LaneformerConfig.from_dict(json.loads((tmp_path / "run/model.json").read_text())) == config
+    )
     assert read_checkpoint(folder).tensors.keys() == config.tensor_shapes().keys()

@@ -17,9 +17,16 @@ from data_mixtures import recipe
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/recipe-keys.md"
 CLASSES = (
-    recipe.Recipe, recipe.Source, recipe.LocalSource, recipe.Input, recipe.HubSource, recipe.TokenizerFile,
-    recipe.TokenizerTraining, recipe.Filter, recipe.Dedup,
-)  # fmt: skip
+    recipe.Recipe,
+    recipe.Source,
+    recipe.LocalSource,
+    recipe.Input,
+    recipe.HubSource,
+    recipe.TokenizerFile,
+    recipe.TokenizerTraining,
+    recipe.Filter,
+    recipe.Dedup,
+)
 START = """# Keys of a recipe
 
 Made from `data_mixtures/recipe.py` by `python -m tests.tools.check.test_recipe_keys`. A key without a default is
@@ -83,7 +90,10 @@ def default(field: dataclasses.Field[Any]) -> str:
 def help_texts(cls: Any) -> dict[str, str]:
     """The strings below the fields of a class; a field without one is no key."""
     described = docstring_parser.parse_from_object(cls).params
-    return {key.arg_name: " ".join((key.description or "").split()).replace("|", "\\|") for key in described}
+    return {
+        key.arg_name: " ".join((key.description or "").split()).replace("|", "\\|")
+        for key in described
+    }
 
 
 if __name__ == "__main__":

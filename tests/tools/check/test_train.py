@@ -45,32 +45,51 @@ def test_a_cpu_is_accepted(monkeypatch, capsys, tmp_path):
 
 def rows(*losses: float | None, attempt: int = 1) -> list[dict[str, Any]]:
     return [
-        {"loss": loss, "grad_norm": 1.0, "tokens": 1, "lr": 1.0, "attempt": attempt, "valid_loss": None}
+        {
+            "loss": loss,
+            "grad_norm": 1.0,
+            "tokens": 1,
+            "lr": 1.0,
+            "attempt": attempt,
+            "valid_loss": None,
+        }
         for loss in losses
     ]
 
 
 def test_losses_outside_of_the_bound_are_refused(tmp_path):
     """Four times what plain bf16 is off; a missing or diverged loss as well, and replaced kernels."""
-    write_lines(tmp_path / "whole/events.jsonl", [{"kind": "kernels_replaced", "reason": "flex is wrong"}])
+    write_lines(
+        tmp_path / "whole/events.jsonl", [{"kind": "kernels_replaced", "reason": "flex is wrong"}]
+    )
     plain = {
-        "plain-float32": rows(3.0, 2.0), "plain-bf16": rows(3.01, 2.0), "sharded": rows(3.0, 2.2),
-        "float8-emulated": rows(3.02, 2.0), "float8": rows(3.11, 1.9),
-    }  # fmt: skip
+        "plain-float32": rows(3.0, 2.0),
+        "plain-bf16": rows(3.01, 2.0),
+        "sharded": rows(3.0, 2.2),
+        "float8-emulated": rows(3.02, 2.0),
+        "float8": rows(3.11, 1.9),
+    }
     jobs: Any = SimpleNamespace(
-        rows=lambda name, *flags, **more: plain[name], folder=tmp_path,
+        rows=lambda name, *flags, **more: plain[name],
+        folder=tmp_path,
         options=check.Options(device="cpu", nproc=2),
-    )  # fmt: skip
+    )
     gates, _ = check.losses(jobs, rows(3.03, 2.03))
     held = {name: gate[2] for name, gate in gates.items()}
     assert held == {
-        "losses of the chosen kernels": True, "losses of 1 x 2 ranks": False,
-        "kernels replaced at the start": False, "losses fall": True, "losses with float8 products": True,
+        "losses of the chosen kernels": True,
+        "losses of 1 x 2 ranks": False,
+        "kernels replaced at the start": False,
+        "losses fall": True,
+        "losses with float8 products": True,
         "kernels replaced with float8 products": True,
-    }  # fmt: skip
+    }
     plain["float8"] = rows(3.13, 2.0)
     assert not check.losses(jobs, rows(3.0, 2.0))[0]["losses with float8 products"][2]
-    write_lines(tmp_path / "float8/events.jsonl", [{"kind": "kernels_replaced", "reason": "float8 is wrong"}])
+    write_lines(
+        tmp_path / "float8/events.jsonl",
+        [{"kind": "kernels_replaced", "reason": "float8 is wrong"}],
+    )
     held = check.losses(jobs, rows(3.0, 2.0))[0]["kernels replaced with float8 products"]
     assert held == ("float8 is wrong", "none", False)
     for wrong in (rows(3.05, 2.0), rows(3.0), rows(3.0, None), rows()):
@@ -82,7 +101,9 @@ def test_a_resume_that_differs_or_starts_again_is_refused(tmp_path):
     whole = rows(*map(float, range(check.STEPS)))
     killed, saved = whole[: check.KILLED_AT - 1], check.SAVES_EVERY
 
-    def held(after: list[dict[str, Any]], step: int, before: list[dict[str, Any]] = killed) -> list[bool]:
+    def held(
+        after: list[dict[str, Any]], step: int, before: list[dict[str, Any]] = killed
+    ) -> list[bool]:
         write_lines(tmp_path / "resumed/attempts.jsonl", [{"step": 0}, {"step": step}])
         answers = iter((before, [*killed, *({**row, "attempt": 2} for row in after)]))
         jobs: Any = SimpleNamespace(rows=lambda *_, **__: next(answers), folder=tmp_path)
@@ -98,14 +119,20 @@ def test_a_resume_that_differs_or_starts_again_is_refused(tmp_path):
 def test_what_cannot_run_here_is_refused():
     with pytest.raises(ValueError, match="--nproc 3 is not a power of two"):
         check.Options(device="cpu", nproc=3).check()
-    with pytest.raises(ValueError, match=r"--nproc 1 on 0 GPU\(s\); lower it, or take --device cpu"):
+    with pytest.raises(
+        ValueError, match=r"--nproc 1 on 0 GPU\(s\); lower it, or take --device cpu"
+    ):
         check.Options().check()
 
 
 def test_one_layer_of_each_kind():
     """Widths of the 2B model; no two layers read the same kinds of streams through the same mask."""
     config, flavor = check.Options().config, check.LaneformerConfig.from_flavor("2b")
-    assert (config.hidden_size, config.num_lanes, config.head_dim) == (flavor.hidden_size, 8, flavor.head_dim)
+    assert (config.hidden_size, config.num_lanes, config.head_dim) == (
+        flavor.hidden_size,
+        8,
+        flavor.head_dim,
+    )
     kinds = {
         (config.window(i), config.equal_streams(i + 1), config.adds_delayed(i, "mlp"))
         for i in range(config.num_hidden_layers)

@@ -45,22 +45,32 @@ def test_the_mean_follows_a_steep_beginning_and_then_smooths():
 
 def test_panels_and_curves_without_figures_are_left_out_and_curves_stay_in_their_panels(tmp_path):
     empty = Panel("A"), [curve("a", points(None, math.nan), "red")]
-    chart = figure([
-        empty, (Panel("B"), [curve("b", points(1.0, None, math.inf), "red"), curve("c", points(None), "red")]),
-    ])  # fmt: skip
+    chart = figure(
+        [
+            empty,
+            (
+                Panel("B"),
+                [curve("b", points(1.0, None, math.inf), "red"), curve("c", points(None), "red")],
+            ),
+        ]
+    )
     assert chart
     assert [panel["title"] for panel in chart["panels"]] == ["B"]
     drawn = [(each["name"], each["panel"], each["y"]) for each in chart["curves"]]
     assert drawn == [("b", 0, [1.0, None, None])]
     assert figure([empty]) is None
     # of losses that are all NaN the validation stands in the panel of the loss
-    rows = [{"step": i, "loss": None, "lr": 0.1, "valid_loss": 2.5 if i == 2 else None} for i in (1, 2, 3)]
+    rows = [
+        {"step": i, "loss": None, "lr": 0.1, "valid_loss": 2.5 if i == 2 else None}
+        for i in (1, 2, 3)
+    ]
     run = read_run(write_lines(tmp_path / "metrics.jsonl", rows).parent)
     chart = chart_of(training.training_card(run))
     assert [panel["title"] for panel in chart["panels"]] == ["Loss", "Learning rate"]
     assert {(each["name"], each["panel"]) for each in chart["curves"]} == {
-        ("validation loss", 0), ("Learning rate", 1)
-    }  # fmt: skip
+        ("validation loss", 0),
+        ("Learning rate", 1),
+    }
 
 
 def test_the_loss_is_drawn_logged_and_smoothed_and_what_was_repeated_is_dotted(folder):
@@ -68,7 +78,11 @@ def test_the_loss_is_drawn_logged_and_smoothed_and_what_was_repeated_is_dotted(f
     curves = loss_part(run)[1]
     logged, smoothed = (each for each in curves if each["group"] == "phase1")
     assert (logged["name"], smoothed["name"]) == ("Loss", "Loss, smoothed")
-    assert logged["y"] == [float(f"{row['loss']:.6g}") for row in run.rows_of("phase1")] != smoothed["y"]
+    assert (
+        logged["y"]
+        == [float(f"{row['loss']:.6g}") for row in run.rows_of("phase1")]
+        != smoothed["y"]
+    )
     again = [each for each in curves if each["group"] == "repeated later"]
     repeated = sum(len(segment.rows) for segment in run.segments if not segment.kept)
     assert sum(len(each["y"]) for each in again) == repeated > 0
@@ -99,14 +113,22 @@ def test_a_source_has_one_colour_on_the_whole_page(folder):
 
 
 def test_the_last_validation_by_position_stands_beside_the_first(tmp_path):
-    lines: list[dict[str, Any]] = [{"step": step, "phase": "phase3", "loss": 2.0} for step in (1, 2, 3)]
-    lines[0] |= {"valid_loss_by_position": {"web": {"0": 5.0, "16": 4.0}, "books": {"0": 5.5, "128": 4.25}}}
-    lines[2] |= {"valid_loss_by_position": {"web": {"0": 3.0, "16": None}, "books": {"0": 3.5, "128": 2.0}}}
+    lines: list[dict[str, Any]] = [
+        {"step": step, "phase": "phase3", "loss": 2.0} for step in (1, 2, 3)
+    ]
+    lines[0] |= {
+        "valid_loss_by_position": {"web": {"0": 5.0, "16": 4.0}, "books": {"0": 5.5, "128": 4.25}}
+    }
+    lines[2] |= {
+        "valid_loss_by_position": {"web": {"0": 3.0, "16": None}, "books": {"0": 3.5, "128": 2.0}}
+    }
     card = training.positions_card(read_run(write_lines(tmp_path / "metrics.jsonl", lines).parent))
     assert "Bold: step 3; dotted: step 1" in card
     chart = chart_of(card)
     assert [(each["name"], each.get("dash"), each["y"]) for each in chart["curves"]] == [
-        ("web", None, [3.0, None]), ("books", None, [3.5, 2.0]), ("web", "dot", [5.0, 4.0]),
+        ("web", None, [3.0, None]),
+        ("books", None, [3.5, 2.0]),
+        ("web", "dot", [5.0, 4.0]),
         ("books", "dot", [5.5, 4.25]),
-    ]  # fmt: skip
+    ]
     assert chart["categories"] == ["0", "16", "128"]

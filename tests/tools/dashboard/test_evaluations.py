@@ -40,12 +40,16 @@ def test_core_stands_with_its_interval_above_loss_and_learning_rate_and_among_pu
     half = Z95 * written[0]["core_v2_se"]
     assert core["ends"][0] == pytest.approx([core["y"][0] - half, core["y"][0] + half], abs=1e-5)
     assert core["x"]["tokens"] == [record["tokens_total"] for record in written]
-    assert core["x"]["steps"] == [record["tokens_total"] / made_up_run.TOKENS_A_STEP for record in written]
+    assert core["x"]["steps"] == [
+        record["tokens_total"] / made_up_run.TOKENS_A_STEP for record in written
+    ]
     assert "DCLM-7B</td><td>0.5714</td><td>0.5596" in card
     assert f"{last['core_v1']:.4f} ± {last['core_v1_se']:.4f}" in card
     assert f"{last['core_v2']:.4f}" in core_tile(read_run(folder))[1]
     # other settings are another curve, and a repeated checkpoint counts once
-    run = run_with(folder, tmp_path / "run", {**last, "protocol": "dclm"}, {**last, "core_v2": 0.125})
+    run = run_with(
+        folder, tmp_path / "run", {**last, "protocol": "dclm"}, {**last, "core_v2": 0.125}
+    )
     curves = [each for each in chart_of(core_card(run))["curves"] if each["panel"] == 0]
     lengths = {each["name"]: len(each["y"]) for each in curves}
     assert lengths == {"nanochat, 500 items a task": 6, "dclm, 500 items a task": 1}
@@ -59,17 +63,28 @@ def test_tasks_have_a_panel_each_with_intervals_and_the_newest_record_in_full(fo
     for curve, (task, figures) in zip(chart["curves"], last["tasks"].items(), strict=True):
         assert curve["y"][-1] == pytest.approx(figures["accuracy"], rel=1e-5), task
         half = Z95 * figures["standard_error"]
-        assert curve["ends"][-1] == pytest.approx([curve["y"][-1] - half, curve["y"][-1] + half], abs=1e-5)
+        assert curve["ends"][-1] == pytest.approx(
+            [curve["y"][-1] - half, curve["y"][-1] + half], abs=1e-5
+        )
         assert f">{task} <small>" in card
-        assert f"<td>{figures['centered_v2']:.3f}</td><td>{figures['gold_bits_per_byte']:.3f}</td>" in card
-    assert {round(level["y"], 4) for level in chart["levels"]} == {0.25, 0.5, 0.403, 0.62}, "guessing"
+        assert (
+            f"<td>{figures['centered_v2']:.3f}</td><td>{figures['gold_bits_per_byte']:.3f}</td>"
+            in card
+        )
+    assert {round(level["y"], 4) for level in chart["levels"]} == {0.25, 0.5, 0.403, 0.62}, (
+        "guessing"
+    )
     wilson = as_record({"tasks": {"winograd": {"accuracy": 0.0, "interval": [0.0, 0.49], "n": 4}}})
     assert "0.000 <small>0.000 – 0.490</small>" in evaluations.task_table(wilson)
 
 
 def test_without_a_task_there_is_no_core_and_what_nobody_chose_is_not_missing(folder, tmp_path):
     *_, record = written = records(folder, "core")
-    tasks = {label: figures for label, figures in record["tasks"].items() if label not in ("squad", "coqa")}
+    tasks = {
+        label: figures
+        for label, figures in record["tasks"].items()
+        if label not in ("squad", "coqa")
+    }
     reasons = dict.fromkeys(("squad", "coqa"), "eval_data/squad.jsonl is missing")
     gap = {"core_v1": None, "core_v2": None, "tasks": tasks, "missing": reasons}
     gappy = shutil.copytree(folder, tmp_path / "gappy")
@@ -95,16 +110,20 @@ def test_code_and_questions_are_curves_by_the_way_they_were_asked(folder):
     chart = chart_of(card)
     assert [panel["title"] for panel in chart["panels"]] == ["Code", "Questions"]
     assert [each["name"] for each in chart["curves"]] == [
-        "humaneval+ greedy, chat", "mbpp+ sampled, 0.8, chat", "arc_easy acc_norm, 0-shot",
+        "humaneval+ greedy, chat",
+        "mbpp+ sampled, 0.8, chat",
+        "arc_easy acc_norm, 0-shot",
         "arc_challenge acc_norm, 0-shot",
-    ]  # fmt: skip
+    ]
     assert chart["curves"][0]["y"] == pytest.approx([0.439 / 2, 0.439], rel=1e-5)
     assert "<td>43.9 % ± 7.5</td><td>phase2 step 30</td>" in card
     assert "<td>30.3 % ± 2.6</td>" in card
     for record in run.evals:
         record["chat_template"] = record["phase"] == "phase2"
     card = scores_card(run)
-    assert card.count("acc_norm, 0-shot") == card.count("acc_norm, 0-shot, chat") + 2, "never on one curve"
+    assert card.count("acc_norm, 0-shot") == card.count("acc_norm, 0-shot, chat") + 2, (
+        "never on one curve"
+    )
 
 
 def test_contamination_counts_what_was_touched_and_says_so_where_nothing_was_searched(folder):
@@ -119,8 +138,17 @@ def test_contamination_counts_what_was_touched_and_says_so_where_nothing_was_sea
 
 def test_gold_bits_of_the_job_have_the_paired_error_of_their_change(folder, tmp_path):
     lines = [
-        {"kind": "gold", "phase": "phase1", "step": step, "gold_bits_per_byte": bits, "change": change}
-        for step, bits, change in ((0, 4.0, None), (20, 3.5, {"since": 0, "bits_standard_error": 0.01}))
+        {
+            "kind": "gold",
+            "phase": "phase1",
+            "step": step,
+            "gold_bits_per_byte": bits,
+            "change": change,
+        }
+        for step, bits, change in (
+            (0, 4.0, None),
+            (20, 3.5, {"since": 0, "bits_standard_error": 0.01}),
+        )
     ]
     chart = chart_of(evaluations.bits_card(run_with(folder, tmp_path / "run", *lines)))
     right = next(each for each in chart["curves"] if each["name"] == "right answers")

@@ -52,7 +52,9 @@ def page(browser):
 
 
 def visible_groups(page: Page, chart: str) -> set[str]:
-    return {*page.run(f"{chart}.data.filter(t => t.visible && t.legendgroup).map(t => t.legendgroup)")}
+    return {
+        *page.run(f"{chart}.data.filter(t => t.visible && t.legendgroup).map(t => t.legendgroup)")
+    }
 
 
 def axis(page: Page, name: str = "yaxis") -> list[float]:
@@ -68,7 +70,9 @@ def press(page: Page, chart: str, what: dict[str, Any], twice: bool = False) -> 
 def test_one_row_of_ten_thousand_does_not_flatten_the_loss_and_a_value_alone_has_a_mark(page):
     assert axis(page)[1] < 10
     assert axis(page, "yaxis3")[1] < 20
-    marks = page.run(f"{TRAINING}.data.filter(t => t.marker?.symbol === 'triangle-up').map(t => t.text[0])")
+    marks = page.run(
+        f"{TRAINING}.data.filter(t => t.marker?.symbol === 'triangle-up').map(t => t.text[0])"
+    )
     assert marks.count("above the axis: 1.000e+4") == 2
     press(page, TRAINING, {"act": "everything"})
     assert axis(page)[1] > 1e4
@@ -89,7 +93,10 @@ def test_a_legend_hides_and_isolates_and_axes_change_together(page):
     assert visible_groups(page, SOURCES) == {"web", "stdlib"}
     press(page, SOURCES, {"group": "math"}, twice=True)
     assert visible_groups(page, SOURCES) == {"math"}
-    assert page.run(f"{SOURCES}.closest('.figure').querySelector('[data-group=web]').ariaPressed") == "false"
+    assert (
+        page.run(f"{SOURCES}.closest('.figure').querySelector('[data-group=web]').ariaPressed")
+        == "false"
+    )
     press(page, TRAINING, {"choice": "axis", "option": "time"})
     assert page.run(f"{TRAINING}._fullLayout.xaxis.type") == "date"
     assert page.run(f"{TRAINING}.layout.shapes[0].x0") == 1000 * made_up_run.START
@@ -108,7 +115,9 @@ def test_a_drag_zooms_and_y_fits_what_is_in_sight(page):
     steps = [("mouseMoved", 0.5), ("mousePressed", 0.5), ("mouseMoved", 0.55), ("mouseMoved", 0.6)]
     for kind, share in [*steps, ("mouseReleased", 0.6)]:
         place = {"x": left + share * width, "y": top + height / 2}
-        page.call("Input.dispatchMouseEvent", type=kind, **place, button="left", buttons=1, clickCount=1)
+        page.call(
+            "Input.dispatchMouseEvent", type=kind, **place, button="left", buttons=1, clickCount=1
+        )
     page.until(f"{TRAINING}.state.x", SLOW_S)
     page.run(f"render({TRAINING})")  # awaited
     start, end = axis(page, "xaxis")
@@ -128,8 +137,12 @@ def test_the_data_of_a_chart_can_be_downloaded_and_nothing_is_wider_than_a_phone
     assert lines[0].startswith(f'"Loss","Loss","phase1",{made_up_run.TOKENS_A_STEP},1,2026-')
     core = page.run("csv(document.getElementById('core-one').chart)").splitlines()[1].split(",")
     assert float(core[-2]) < float(core[-3]) < float(core[-1])
-    links = page.run("[...document.querySelectorAll('.jump a')].map(a => a.getAttribute('href').slice(1))")
-    assert page.run(f"{json.dumps(links)}.every(id => document.getElementById(id)?.querySelector('.card'))")
+    links = page.run(
+        "[...document.querySelectorAll('.jump a')].map(a => a.getAttribute('href').slice(1))"
+    )
+    assert page.run(
+        f"{json.dumps(links)}.every(id => document.getElementById(id)?.querySelector('.card'))"
+    )
     for width, dark in ((1400, False), (390, False), (390, True)):
         page.size(width, 900, dark)
         page.run("new Promise(done => setTimeout(done, 300))")

@@ -24,7 +24,14 @@ NOW = 1.79e9 + 3600
 
 
 def row(step: int, phase: str = "phase1", **more: Any) -> dict[str, Any]:
-    return {"step": step, "attempt": 1, "phase": phase, "loss": 1.0, "tokens": 10 * step, "time": NOW} | more
+    return {
+        "step": step,
+        "attempt": 1,
+        "phase": phase,
+        "loss": 1.0,
+        "tokens": 10 * step,
+        "time": NOW,
+    } | more
 
 
 def write_rows(folder: Path, rows: list[dict[str, Any]]) -> Path:
@@ -63,9 +70,20 @@ NOISE = [row(step, loss=1.1 + 0.2 * (step < 5) + 0.15 * (step > 90)) for step in
         (NOISE, 0, "live", ""),
         ([*FALLING, row(101, loss=None)], 0, "bad", "the loss is not a finite number"),
     ],
-    ids=["trains", "is quiet", "finished", "empty", "risen", "a spike", "noise of a fine-tuning", "not a number"],
-)  # fmt: skip
-def test_the_state_of_a_run_is_named_and_a_diverged_one_is_not_green(tmp_path, rows, age_s, kind, words):
+    ids=[
+        "trains",
+        "is quiet",
+        "finished",
+        "empty",
+        "risen",
+        "a spike",
+        "noise of a fine-tuning",
+        "not a number",
+    ],
+)
+def test_the_state_of_a_run_is_named_and_a_diverged_one_is_not_green(
+    tmp_path, rows, age_s, kind, words
+):
     (tmp_path / "config.toml").write_text('[phase]\nname = "phase1"\n[training]\nsteps = 200\n')
     state, sentence = header.state(read_run(write_rows(tmp_path, rows)), NOW + age_s)
     assert state == kind
@@ -86,8 +104,12 @@ def test_time_left_cost_and_device_hours(folder):
     assert "training.steps reached" in header.tiles_of(run)
     run.configs["phase2"]["training"]["steps"] = 3030  # of which 30 are done
     tiles = header.tiles_of(run)
-    assert re.search(r"time left</h3><strong>1 h \d+ min</strong><small>until 20\d\d-\d\d-\d\d", tiles)
-    assert re.search(r"device-hours</h3><strong>[\d.]+</strong><small>of [\d.]+( k)?, [\d,.]+ EUR", tiles)
+    assert re.search(
+        r"time left</h3><strong>1 h \d+ min</strong><small>until 20\d\d-\d\d-\d\d", tiles
+    )
+    assert re.search(
+        r"device-hours</h3><strong>[\d.]+</strong><small>of [\d.]+( k)?, [\d,.]+ EUR", tiles
+    )
 
 
 # what stands on it
@@ -98,22 +120,35 @@ def test_every_figure_of_the_input_is_on_the_page(folder, text):
         "and in the browser's test the console names nothing that it has refused"
     )
     charts = charts_of(text)
-    drawn = {value for chart in charts.values() for curve in chart["curves"] for value in curve["y"]}
-    counted = {(each["phase"], each["attempt"], each["step"]) for each in read_run(folder).kept_rows}
+    drawn = {
+        value for chart in charts.values() for curve in chart["curves"] for value in curve["y"]
+    }
+    counted = {
+        (each["phase"], each["attempt"], each["step"]) for each in read_run(folder).kept_rows
+    }
     keys = [panel.key for panel in (*TRAINING, *MACHINE, LOSS)]
     for each in read_lines(folder / "metrics.jsonl"):
         is_kept = (each["phase"], each["attempt"], each["step"]) in counted
-        figures = [each[key] for key in ([*keys, "valid_loss"] if is_kept else ["loss"]) if key in each]
+        figures = [
+            each[key] for key in ([*keys, "valid_loss"] if is_kept else ["loss"]) if key in each
+        ]
         figures += each.get("valid_loss_by_source", {}).values() if is_kept else []
         assert {float(f"{figure:.6g}") for figure in figures} <= drawn, each
     for each in read_lines(folder / "evals.jsonl"):
         for figures in each.get("sources", {}).values():
             assert float(f"{figures['bits_per_byte']:.6g}") in drawn
     for words in (
-        "roll_back", "loss z 11.2", "SIGUSR1 ten minutes", "Synthetic figures: no such run took place.",
-        "131.7", "0123456789ab", "optimizer.lr", "0.0002",
-        "74 % of the memory", "held-out text, phase2 step 30",
-    ):  # fmt: skip
+        "roll_back",
+        "loss z 11.2",
+        "SIGUSR1 ten minutes",
+        "Synthetic figures: no such run took place.",
+        "131.7",
+        "0123456789ab",
+        "optimizer.lr",
+        "0.0002",
+        "74 % of the memory",
+        "held-out text, phase2 step 30",
+    ):
         assert words in text, words
 
 
@@ -134,7 +169,9 @@ def test_incidents_are_listed_once_and_escaped(folder):
     assert '<span class="missing">roll back</span>' in incidents
     assert "<b>no" not in incidents
     assert [mark["trouble"] for mark in training.events_of(run)] == [False, True, False]
-    run.events = [Record(run.events[0], kind="supervisor_end", code=code, text=str(code)) for code in (1, 0)]
+    run.events = [
+        Record(run.events[0], kind="supervisor_end", code=code, text=str(code)) for code in (1, 0)
+    ]
     assert training.incidents_card(run).count('class="missing"') == 1, "the one that crashed"
     run.events = [Record(kind="supervisor_alert", text=f"call {i}") for i in range(50)]
     incidents = training.incidents_card(run)
@@ -143,7 +180,10 @@ def test_incidents_are_listed_once_and_escaped(folder):
 
 
 def test_several_runs_share_a_page_and_a_chart_of_their_losses(folder, tmp_path):
-    others = [write_rows(tmp_path / place / "other", [row(step) for step in range(1, 9)]) for place in "ab"]
+    others = [
+        write_rows(tmp_path / place / "other", [row(step) for step in range(1, 9)])
+        for place in "ab"
+    ]
     averaged = {"averaged": {"step-5": 0.25, "step-9": 0.75}}
     (others[0] / "lineage.json").write_text(json.dumps(averaged))
     write_page([folder, *others], tmp_path / "x.html", now=NOW)
@@ -193,7 +233,9 @@ def test_figures_are_short_and_text_is_never_markup():
     numbers = [0, 12, 999, 1000, 1_234_567, 2_320_069_632, 6e12, 999_900]
     assert [*map(short, numbers)] == ["0", "12", "999", "1 k", "1.23 M", "2.32 G", "6 T", "1 M"]
     assert percent(0.4391) == "43.9 %"
-    assert all("not measured" in text for text in (percent(None), *map(short, (None, float("nan"), "x"))))
+    assert all(
+        "not measured" in text for text in (percent(None), *map(short, (None, float("nan"), "x")))
+    )
     assert "<i>" not in code("<i>") + table(["<i>"], [])
 
 

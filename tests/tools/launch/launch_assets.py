@@ -40,11 +40,17 @@ MixtureLoader._read = slow_read
 '''
 ARCHITECTURE = {f"architecture.{name}": value for name, value in runs.ARCHITECTURE.items()}
 SETTINGS = {
-    "training.seq_len": runs.SEQ_LEN, "training.global_batch_size": 4, "training.local_batch_size": 2,
-    "lr_scheduler.warmup_steps": 2, "lr_scheduler.decay_ratio": 0.25, "architecture.swa_layers": (0, 1, 2),
-    "checkpoint.async_mode": "disabled", "experimental.custom_import": "train.paced", "training.steps": 40,
+    "training.seq_len": runs.SEQ_LEN,
+    "training.global_batch_size": 4,
+    "training.local_batch_size": 2,
+    "lr_scheduler.warmup_steps": 2,
+    "lr_scheduler.decay_ratio": 0.25,
+    "architecture.swa_layers": (0, 1, 2),
+    "checkpoint.async_mode": "disabled",
+    "experimental.custom_import": "train.paced",
+    "training.steps": 40,
     "checkpoint.interval": 8,
-}  # fmt: skip
+}
 SMALL = (*job_flags(ARCHITECTURE | SETTINGS), "--metrics.no-enable_tensorboard")
 
 
@@ -63,11 +69,23 @@ def make_checkout(folder: Path) -> Path:
 
 def commit(folder: Path, message: str) -> None:
     git(folder, "add", "--all")
-    git(folder, "-c", "user.name=test", "-c", "user.email=test@localhost", "commit", "-q", "-m", message)
+    git(
+        folder,
+        "-c",
+        "user.name=test",
+        "-c",
+        "user.email=test@localhost",
+        "commit",
+        "-q",
+        "-m",
+        message,
+    )
 
 
 def git(folder: Path, *arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def environment() -> dict[str, str]:
@@ -92,7 +110,9 @@ def stand_in_script(run: Path, supervisor: str, cluster: Cluster) -> Path:
     return snapshot / "submit.sbatch"
 
 
-def launch(checkout: Path, *arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+def launch(
+    checkout: Path, *arguments: str, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess:
     """`python -m tools.launch ...` in the checkout."""
     command = [sys.executable, "-m", "tools.launch", *arguments]
     return subprocess.run(

@@ -76,7 +76,10 @@ class SlurmCluster:
     def __init__(self, folder: Path):
         self.folder = folder
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "PYTHON"))}
-        self.env |= {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{os.environ['PATH']}:/usr/sbin"}
+        self.env |= {
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "PATH": f"{os.environ['PATH']}:/usr/sbin",
+        }
         # the nodes are one machine, whose name may be a loopback address
         self.env["GLOO_SOCKET_IFNAME"] = "lo"
         self.daemons: dict[str, subprocess.Popen] = {}
@@ -85,13 +88,20 @@ class SlurmCluster:
         try:
             self._configure()
             socket_path = self.folder / "munge.socket"
-            files = [f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
-            self._start("munged", "munged", "--foreground", "--force", f"--socket={socket_path}", *files)
+            files = [
+                f"--{name}-file={self.folder}/munge.{name}"
+                for name in ("key", "pid", "log", "seed")
+            ]
+            self._start(
+                "munged", "munged", "--foreground", "--force", f"--socket={socket_path}", *files
+            )
             wait_for(socket_path.exists, "munged", 20)
             self._start("slurmctld", "slurmctld", "-D", "-c")
             for node in NODES:
                 self.start_node(node)
-            wait_for(lambda: self.node_states() == dict.fromkeys(NODES, "idle"), "three idle nodes", 60)
+            wait_for(
+                lambda: self.node_states() == dict.fromkeys(NODES, "idle"), "three idle nodes", 60
+            )
         except BaseException:
             self.__exit__()
             raise
@@ -111,7 +121,9 @@ class SlurmCluster:
             f"NodeName={node} NodeHostname=localhost Port={port} CPUs=1 RealMemory=1000 State=UNKNOWN"
             for node, port in zip(NODES, ports[1:], strict=True)
         )
-        text = CONFIG.format(folder=self.folder, control_port=ports[0], user=getpass.getuser(), nodes=nodes)
+        text = CONFIG.format(
+            folder=self.folder, control_port=ports[0], user=getpass.getuser(), nodes=nodes
+        )
         (self.folder / "slurm.conf").write_text(text)
         (self.folder / "state").mkdir()
         prolog = self.folder / "prolog.sh"
@@ -182,18 +194,26 @@ class SlurmCluster:
 
     def job(self, job_id: int) -> dict[str, str]:
         """What `scontrol show job` says, by field."""
-        return dict(re.findall(r"(\S+?)=(\S*)", self.command("scontrol", "show", "job", "-o", str(job_id))))
+        return dict(
+            re.findall(r"(\S+?)=(\S*)", self.command("scontrol", "show", "job", "-o", str(job_id)))
+        )
 
     def signal(self, job_id: int, name: str) -> bool:
         """Send a signal to a job's batch script; False while Slurm cannot: it is between two
         states of the job.
         """
         command = ("scancel", f"--signal={name}", "--batch", str(job_id))
-        return subprocess.run(command, env=self.env, capture_output=True, timeout=300).returncode == 0
+        return (
+            subprocess.run(command, env=self.env, capture_output=True, timeout=300).returncode == 0
+        )
 
     def command(self, *command: str, check: bool = True, cwd: Path | None = None) -> str:
-        done = subprocess.run(command, env=self.env, cwd=cwd, capture_output=True, text=True, timeout=60)
-        assert not check or done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
+        done = subprocess.run(
+            command, env=self.env, cwd=cwd, capture_output=True, text=True, timeout=60
+        )
+        assert not check or done.returncode == 0, (
+            f"{command}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
+        )
         return done.stdout
 
 

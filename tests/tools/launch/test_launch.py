@@ -36,7 +36,12 @@ from tools.synthetic import write_synthetic_lock
 PHASE1, PHASE2 = ROOT / "configs/debug_phase1.toml", ROOT / "configs/debug_phase2.toml"
 ONE_GPU = ("--nodes", "1", "--gpus-per-node", "1")
 CLUSTER = Cluster(
-    nodes=24, gpus_per_node=8, spares=1, partition="gpu", time="2-00:00:00", env=("NCCL_DEBUG=WARN",)
+    nodes=24,
+    gpus_per_node=8,
+    spares=1,
+    partition="gpu",
+    time="2-00:00:00",
+    env=("NCCL_DEBUG=WARN",),
 )
 # in the place of TorchTitan's parser, which takes seconds to start
 PARSER = """import sys
@@ -99,7 +104,9 @@ def test_a_snapshot_holds_all_that_the_job_runs_from_and_nothing_else_runs(
     version = git(repository, "rev-parse", "HEAD").strip()
     facts = json.loads((snapshot / "snapshot.json").read_text())
     assert facts["commit"] == version
-    assert code_version(snapshot / "code/train") == version[:12], "not that of the checkout around it"
+    assert code_version(snapshot / "code/train") == version[:12], (
+        "not that of the checkout around it"
+    )
     code = {str(p.relative_to(snapshot / "code")) for p in (snapshot / "code").rglob("*.*")}
     assert code >= set(git(repository, "ls-files").split())
 
@@ -112,34 +119,48 @@ def test_a_snapshot_holds_all_that_the_job_runs_from_and_nothing_else_runs(
     variables = json.loads((snapshot / "environment.json").read_text())["variables"]
     assert variables["NCCL_DEBUG"] == "WARN"
     assert "\ntorch==" in (snapshot / "packages.txt").read_text()
-    assert "hush" not in "".join(p.read_text() for p in snapshot.glob("*") if p.is_file()), "a secret"
+    assert "hush" not in "".join(p.read_text() for p in snapshot.glob("*") if p.is_file()), (
+        "a secret"
+    )
 
     sums = (snapshot / "SHA256SUMS").read_text().splitlines()
     files = {p for p in snapshot.rglob("*") if p.is_file() and not p.is_symlink()}
     assert {snapshot / line.split("  ", 1)[1] for line in sums} == files - {snapshot / "SHA256SUMS"}
-    assert subprocess.run(["sha256sum", "--quiet", "--check", "SHA256SUMS"], cwd=snapshot).returncode == 0
+    assert (
+        subprocess.run(["sha256sum", "--quiet", "--check", "SHA256SUMS"], cwd=snapshot).returncode
+        == 0
+    )
     assert not [p for p in snapshot.rglob("*") if not p.is_symlink() and p.stat().st_mode & 0o222]
 
     # not through the editable install's hook, which PYTHONPATH cannot beat, and not through the working directory
     (tmp_path / "train.py").write_text("raise SystemExit('imported from the working directory')\n")
     look = "import train, data_mixtures, laneformer as l; print(train.__file__, data_mixtures.__file__, l.__file__)"
     python = [str(snapshot / "env/bin/python"), "-P", "-c", look]
-    done = subprocess.run(python, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        python, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
+    )
     folders = ("train", "data_mixtures", "models/laneformer")
     assert done.stdout.split() == [f"{snapshot}/code/{folder}/__init__.py" for folder in folders]
 
     # the job script checks the files first
     (snapshot / "job.toml").chmod(0o644)
     (snapshot / "job.toml").write_text("edited")
-    done = subprocess.run(["bash", snapshot / "submit.sbatch"], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        ["bash", snapshot / "submit.sbatch"], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 1
     assert "was changed after it was made" in done.stdout
 
 
 def test_a_dirty_checkout_is_refused_or_kept_whole(
-    repository, queue, lock, call, tmp_path, monkeypatch,
+    repository,
+    queue,
+    lock,
+    call,
+    tmp_path,
+    monkeypatch,
     capsys,
-):  # fmt: skip
+):
     (repository / "train/new_file.py").write_text("NEW = 1\n")
     (repository / "train/__init__.py").write_text('"""Changed."""\n')
     run = tmp_path / "run"
@@ -221,7 +242,11 @@ def test_options_of_the_parent_are_defaults_that_any_value_replaces(call, tmp_pa
         call(*start, *arguments)
         script, said = capsys.readouterr()
         assert "--training.steps 10" in said
-        for line in (f"#SBATCH --nodes={nodes}", "#SBATCH --gpus-per-node=8", "#SBATCH --partition=gpu"):
+        for line in (
+            f"#SBATCH --nodes={nodes}",
+            "#SBATCH --gpus-per-node=8",
+            "#SBATCH --partition=gpu",
+        ):
             assert f"{line}\n" in script
         assert "export A=1\n" in script
         assert ("#SBATCH --requeue" in script) == requeue
@@ -260,7 +285,9 @@ def test_a_decay_starts_in_the_stable_part(tmp_path):
     (parent / "job.toml").rename(by_hand / "config.toml")
     (by_hand / "skip_sequences.json").write_text("[]")
     start = decay_branch(by_hand / "checkpoint/step-24", 4)
-    assert start.skip_list == by_hand / "skip_sequences.json", "data that the parent left out stays out"
+    assert start.skip_list == by_hand / "skip_sequences.json", (
+        "data that the parent left out stays out"
+    )
     assert start.run == tmp_path / "by_hand-decay-24+4"
     (tmp_path / "scratch/step-24").mkdir(parents=True)
     (by_hand / "checkpoint").symlink_to(tmp_path / "scratch")
@@ -272,7 +299,9 @@ def test_a_decay_starts_in_the_stable_part(tmp_path):
 def test_decay_branch(undisturbed, checkout, tmp_path):
     """From step 24 of the stable part the rate falls to its minimum at step 28; up to 24 it is the parent's run."""
     run, parent = tmp_path / "branch", undisturbed / "checkpoint/step-24"
-    done = launch(checkout, "--decay-from", str(parent), "--steps", "4", "--run", str(run), "--local")
+    done = launch(
+        checkout, "--decay-from", str(parent), "--steps", "4", "--run", str(run), "--local"
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     (snapshot,) = (undisturbed / "snapshot").iterdir()
     job = tomllib.loads((snapshot / "job.toml").read_text())
@@ -281,12 +310,16 @@ def test_decay_branch(undisturbed, checkout, tmp_path):
     assert job["training"]["gc_debug"] is False, "defaults are in"
     before = {row["step"]: row for row in records(undisturbed / "metrics.jsonl")}
     branch = {row["step"]: row for row in records(run / "metrics.jsonl")}
-    assert [before[step]["lr"] for step in range(2, 25)] == [3e-3] * 23, "flat after the warmup of 2 steps"
+    assert [before[step]["lr"] for step in range(2, 25)] == [3e-3] * 23, (
+        "flat after the warmup of 2 steps"
+    )
     assert list(branch) == [25, 26, 27, 28]
     lowest = 0.1  # min_lr_factor of the job file
     expected = [3e-3 * (lowest + (1 - lowest) * (1 - k / 4)) for k in (1, 2, 3, 4)]
     # a factor and a product of the same four numbers, in another order: a few roundings
-    assert [branch[s]["lr"] for s in branch] == pytest.approx(expected, rel=8 * sys.float_info.epsilon)
+    assert [branch[s]["lr"] for s in branch] == pytest.approx(
+        expected, rel=8 * sys.float_info.epsilon
+    )
     assert branch[25]["loss"] == before[25]["loss"], "weights and data position are the parent's"
     assert branch[26]["grad_norm"] != before[26]["grad_norm"], "and then the smaller rate shows"
     assert branch[28]["tokens_total"] == before[28]["tokens_total"]
@@ -301,12 +334,25 @@ def test_decay_branch(undisturbed, checkout, tmp_path):
 
 def test_batch_script_asks_for_what_was_said(tmp_path):
     text = batch_script(tmp_path / "snap", tmp_path / "runs/one", CLUSTER, "afterok:7")
-    directives = {line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")}
+    directives = {
+        line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")
+    }
     assert directives == {
-        "job-name=one", "nodes=25", "ntasks-per-node=1", "gpus-per-node=8", "mem=0", "partition=gpu", "time=2-00:00:00",
-        "dependency=afterok:7", "signal=B:USR1@600", f"output={tmp_path}/runs/one/slurm-%j.log", "open-mode=append",
-        "exclusive", "no-kill", "requeue",
-    }  # fmt: skip
+        "job-name=one",
+        "nodes=25",
+        "ntasks-per-node=1",
+        "gpus-per-node=8",
+        "mem=0",
+        "partition=gpu",
+        "time=2-00:00:00",
+        "dependency=afterok:7",
+        "signal=B:USR1@600",
+        f"output={tmp_path}/runs/one/slurm-%j.log",
+        "open-mode=append",
+        "exclusive",
+        "no-kill",
+        "requeue",
+    }
     assert "export NCCL_DEBUG=WARN" in text
     with pytest.raises(ValueError, match="is not KEY=VALUE"):
         batch_script(tmp_path, tmp_path, Cluster(1, 1, env=("x",)), None)
@@ -344,7 +390,12 @@ def run_script(folder: Path, code: int, cluster: Cluster, number: int) -> int:
     ("number", "code", "requeue", "asked"),
     [
         (signal.SIGUSR1, 85, True, ["requeue 9"]),
-        (signal.SIGTERM, 84, True, ["requeue 9"]),  # nothing new was saved: go on from the checkpoint before
+        (
+            signal.SIGTERM,
+            84,
+            True,
+            ["requeue 9"],
+        ),  # nothing new was saved: go on from the checkpoint before
         (signal.SIGUSR1, 85, False, []),
         (signal.SIGUSR1, 86, True, []),
     ],
@@ -362,7 +413,9 @@ def test_script_hands_signals_on_and_requeues(tmp_path, number, code, requeue, a
 def test_watch_asks_again_where_the_controller_does_not_answer(tmp_path):
     (tmp_path / "pulse").touch()
     asked = tmp_path / "asked"
-    write_program(tmp_path / "scontrol", f'#!/bin/bash\necho "$@" >> {asked}\n[ $(wc -l < {asked}) = 3 ]\n')
+    write_program(
+        tmp_path / "scontrol", f'#!/bin/bash\necho "$@" >> {asked}\n[ $(wc -l < {asked}) = 3 ]\n'
+    )
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "9"}
     watch = ["bash", "-c", WATCHER, str(tmp_path / "pulse"), "0.01"]
     subprocess.run(watch, env=env, check=True, timeout=300)

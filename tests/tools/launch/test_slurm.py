@@ -76,7 +76,9 @@ class Launcher:
     def break_checkout(self) -> None:
         files = ("__main__", "supervise/__main__", "supervise/preflight")
         for name in ("models/laneformer/model.py", *(f"train/{file}.py" for file in files)):
-            (self.checkout / name).write_text("raise SystemExit('the checkout leaked into the job')\n")
+            (self.checkout / name).write_text(
+                "raise SystemExit('the checkout leaked into the job')\n"
+            )
         commit(self.checkout, "broken")
 
     def wait_for_steps(self, number: int, attempt: int, steps: int) -> None:
@@ -87,13 +89,17 @@ class Launcher:
             return sum(row["attempt"] == attempt for row in records(path)) if path.is_file() else 0
 
         wait_for(
-            lambda: logged() >= steps, f"{steps} steps of attempt {attempt} of phase {number}", TIMEOUT_S
+            lambda: logged() >= steps,
+            f"{steps} steps of attempt {attempt} of phase {number}",
+            TIMEOUT_S,
         )
 
     def wait_for_end(self, job_id: int) -> dict[str, str]:
         alive = ("PENDING", "RUNNING", "COMPLETING")
         wait_for(
-            lambda: self.cluster.job(job_id)["JobState"] not in alive, f"the end of job {job_id}", TIMEOUT_S
+            lambda: self.cluster.job(job_id)["JobState"] not in alive,
+            f"the end of job {job_id}",
+            TIMEOUT_S,
         )
         return self.cluster.job(job_id)
 
@@ -129,13 +135,18 @@ def story(prepared_data, tmp_path_factory):
 
 
 def supervisor(run: Path, kind: str) -> list[dict]:
-    return [event for event in records(run / "events.jsonl") if event["kind"] == f"supervisor_{kind}"]
+    return [
+        event for event in records(run / "events.jsonl") if event["kind"] == f"supervisor_{kind}"
+    ]
 
 
 def test_both_jobs_ended_well(story):
     for job in (story.job1, story.job2):
         assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), job
-    assert "is RUNNING; scancel it first" in story.refused or "is PENDING; scancel it first" in story.refused
+    assert (
+        "is RUNNING; scancel it first" in story.refused
+        or "is PENDING; scancel it first" in story.refused
+    )
 
 
 def test_warning_puts_the_job_back_into_the_queue(story):
@@ -144,7 +155,9 @@ def test_warning_puts_the_job_back_into_the_queue(story):
     assert story.job1["Restarts"] == "1"
     first, second, *_ = supervisor(story.phase1, "start")
     assert first["step"] == 0
-    assert 3 <= second["step"] < 40, "the second start goes on from the checkpoint that the warning made"
+    assert 3 <= second["step"] < 40, (
+        "the second start goes on from the checkpoint that the warning made"
+    )
     assert supervisor(story.phase1, "end")[0]["code"] == 85
 
 
@@ -165,7 +178,9 @@ def test_job_runs_from_its_snapshot(story):
     for file in map(Path, workers):
         assert any(file.is_relative_to(folder) for folder in snapshots), file
     version = json.loads((story.snapshot / "snapshot.json").read_text())["code_version"]
-    assert {attempt["code_version"] for attempt in records(story.phase1 / "attempts.jsonl")} == {version}
+    assert {attempt["code_version"] for attempt in records(story.phase1 / "attempts.jsonl")} == {
+        version
+    }
 
 
 def test_phase_two_waits_and_leaves_out_a_bad_node(story):
@@ -192,7 +207,9 @@ def test_loss_of_the_first_node_puts_the_job_back_into_the_queue(tmp_path):
     script = stand_in_script(tmp_path, waiting, nodes)
 
     def begun(times: int) -> bool:
-        return (tmp_path / "begun").is_file() and len((tmp_path / "begun").read_text().splitlines()) == times
+        return (tmp_path / "begun").is_file() and len(
+            (tmp_path / "begun").read_text().splitlines()
+        ) == times
 
     def watches(cluster: SlurmCluster) -> bool:
         return any(process.name() == "sleep" for process in cluster.processes("n3"))

@@ -21,9 +21,13 @@ SEQ_LEN = 512
 ARCHITECTURE = {**runs.ARCHITECTURE, "max_position_embeddings": SEQ_LEN, "sliding_window": 64}
 CONFIG = LaneformerConfig.from_flavor("tiny", swa_layers=(0, 1, 2), **ARCHITECTURE)
 FLAGS = (
-    "--architecture.max_position_embeddings", str(SEQ_LEN), "--architecture.sliding_window", "64",
-    "--training.seq_len", str(SEQ_LEN),
-)  # fmt: skip
+    "--architecture.max_position_embeddings",
+    str(SEQ_LEN),
+    "--architecture.sliding_window",
+    "64",
+    "--training.seq_len",
+    str(SEQ_LEN),
+)
 
 
 def conversations(count: int) -> list[list[dict[str, str]]]:
@@ -33,7 +37,9 @@ def conversations(count: int) -> list[list[dict[str, str]]]:
 
 def prepare(folder: Path, tokenizer: Path, count: int, seq_len: int = SEQ_LEN) -> Path:
     """The lock file of a mixture of `count` conversations, less those that are too long for a window."""
-    rows = write_lines(folder / "identity.jsonl", ({"messages": turns} for turns in conversations(count)))
+    rows = write_lines(
+        folder / "identity.jsonl", ({"messages": turns} for turns in conversations(count))
+    )
     given = Arguments(
         (str(rows),),
         tokenizer,

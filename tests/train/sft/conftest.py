@@ -12,7 +12,9 @@ from tests.train.sft import chats
 def lock(prepared_data, shared):
     """A mixture of packed conversations in windows of chats.SEQ_LEN tokens."""
     tokenizer = prepared_data / "tokenizer.model"
-    return shared("chats", lambda folder: chats.prepare(folder, tokenizer, 300)) / "data/sft.lock.json"
+    return (
+        shared("chats", lambda folder: chats.prepare(folder, tokenizer, 300)) / "data/sft.lock.json"
+    )
 
 
 @pytest.fixture(scope="session")

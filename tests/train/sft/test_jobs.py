@@ -27,9 +27,18 @@ EPSILON = torch.finfo(torch.float32).eps
 
 def flags(parent: Path, steps: int = STEPS) -> tuple[str, ...]:
     return (
-        *chats.FLAGS, "--checkpoint.initial_load_path", str(parent), "--training.steps", str(steps),
-        "--lr_scheduler.total_steps", str(steps), "--validation.freq", "2", "--validation.windows_per_source", "5",
-    )  # fmt: skip
+        *chats.FLAGS,
+        "--checkpoint.initial_load_path",
+        str(parent),
+        "--training.steps",
+        str(steps),
+        "--lr_scheduler.total_steps",
+        str(steps),
+        "--validation.freq",
+        "2",
+        "--validation.windows_per_source",
+        "5",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +55,15 @@ def plain_loss(
     """(losses (B, S), labels that count, norm of the mean loss's gradient) in float64, in one process."""
     inputs, labels = chats.batch(tokens, marks)
     model = chats.titan_model()
-    model.load_state_dict({k: v for k, v in weights(weights_of, step).items() if k in model.state_dict()})
+    model.load_state_dict(
+        {k: v for k, v in weights(weights_of, step).items() if k in model.state_dict()}
+    )
     losses = model(inputs["input"], labels, inputs["documents"])
     count = int((marks[:, 1:] & TRAINED).astype(bool).sum())
     (losses.sum() / count).backward()
-    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm().item()
+    norm = (
+        torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm().item()
+    )
     return losses.detach(), count, norm
 
 
@@ -69,7 +82,9 @@ def test_the_mean_is_over_all_trained_tokens_of_the_global_batch(whole, lock, pa
     of_ranks = [(marks[rank * 2 : rank * 2 + 2, 1:] & TRAINED).sum() for rank in range(2)]
     assert of_ranks[0] != of_ranks[1]
     of_each = [losses[rank * 2 : rank * 2 + 2].sum().item() / of_ranks[rank] for rank in range(2)]
-    assert abs(sum(of_each) / 2 - row["loss"]) > 100 * EPSILON * row["loss"], "a mean of means would be seen"
+    assert abs(sum(of_each) / 2 - row["loss"]) > 100 * EPSILON * row["loss"], (
+        "a mean of means would be seen"
+    )
     assert row["lr"] == pytest.approx(3e-3)
     assert row["phase"] == "sft"
     assert row["tokens_total"] > row["tokens"], "those of the phases before count"
@@ -79,7 +94,10 @@ def test_the_mean_is_over_all_trained_tokens_of_the_global_batch(whole, lock, pa
 
 @pytest.mark.job
 def test_held_out_loss_is_that_of_answers(whole, lock):
-    found = valid_windows(lock.parent, "identity", 5), valid_windows(lock.parent, "identity", 5, flags=True)
+    found = (
+        valid_windows(lock.parent, "identity", 5),
+        valid_windows(lock.parent, "identity", 5, flags=True),
+    )
     losses, count, _ = plain_loss(whole, STEPS, *(each.astype(np.int64) for each in found))
     row = metrics(whole)[-1]
     assert abs(row["valid_loss"] - losses.sum().item() / count) < 64 * EPSILON * row["valid_loss"]

@@ -32,7 +32,9 @@ def test_any_cut_has_the_same_labels_and_documents(lock):
     numbers = skips.numbers(first, STEPS * GLOBAL_BATCH).tolist()
     assert numbers[-1] >= epoch, "the second reading has another order"
     tokens = np.concatenate([mixture.sequences(number, 1)[0] for number in numbers])
-    inputs, labels = chats.batch(tokens, np.concatenate([mixture.flags(number, 1) for number in numbers]))
+    inputs, labels = chats.batch(
+        tokens, np.concatenate([mixture.flags(number, 1) for number in numbers])
+    )
     for name, expected in (
         ("input", inputs["input"]),
         ("documents", inputs["documents"]),

@@ -30,7 +30,9 @@ def conversations_of(windows: tuple[np.ndarray, np.ndarray]) -> list[tuple[int, 
     return [
         (number, first, end)
         for number, flags in enumerate(windows[1][:, : chats.SEQ_LEN])
-        for first, end in itertools.pairwise([*np.flatnonzero(flags & BEGINS).tolist(), chats.SEQ_LEN])
+        for first, end in itertools.pairwise(
+            [*np.flatnonzero(flags & BEGINS).tolist(), chats.SEQ_LEN]
+        )
     ]
 
 
@@ -44,7 +46,9 @@ def alone(windows: tuple[np.ndarray, np.ndarray]) -> torch.Tensor:
         labels = tokens[number, first + 1 : end]
         with torch.no_grad():
             logits = (
-                model(tokens[number, None, first : end - 1])[0] if end - first > 1 else torch.zeros(0, 512)
+                model(tokens[number, None, first : end - 1])[0]
+                if end - first > 1
+                else torch.zeros(0, 512)
             )
         loss = cross_entropy(logits, labels, reduction="none")
         losses[number, first : end - 1] = loss * (flags[number, first + 1 : end] & TRAINED)
@@ -75,5 +79,7 @@ def test_packed_losses_are_those_of_each_conversation_alone(windows):
     assert (leaking - expected).abs().max() > 1e-4, "attention across conversations would be seen"
     # with the table of float32 that is used: angles up to S are rounded to half a unit of their last digit
     with torch.no_grad():
-        difference = (model(inputs["input"], labels, inputs["documents"]) - alone(windows)).abs().max()
+        difference = (
+            (model(inputs["input"], labels, inputs["documents"]) - alone(windows)).abs().max()
+        )
     assert difference < chats.SEQ_LEN * torch.finfo(torch.float32).eps

@@ -37,7 +37,15 @@ def test_shipped_job(shipped_run, lock, prepared_data, tmp_path):
     assert all(len(row["valid_acceptance"]) == 3 for row in rows)
     production.assert_nothing_else_deviates("mtp", folder)
     checkpoint, out = folder / f"checkpoint/step-{production.STEPS}", tmp_path / "hf"
-    command = ["tools.export_hf", "--checkpoint", checkpoint, "--out", out, "--draft-vocab-size", "64"]
+    command = [
+        "tools.export_hf",
+        "--checkpoint",
+        checkpoint,
+        "--out",
+        out,
+        "--draft-vocab-size",
+        "64",
+    ]
     tokenizer = ["--tokenizer", prepared_data / "tokenizer.model"]
     subprocess.run([sys.executable, "-m", *map(str, [*command, *tokenizer])], check=True)
     ids = load_file(out / "model.safetensors")[hf_name(DRAFT_IDS)]

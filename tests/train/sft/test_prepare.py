@@ -37,7 +37,10 @@ def chat(number: int, turns: int = 1) -> list[Turn]:
     return [
         {"role": role, "content": text}
         for turn in range(turns)
-        for role, text in (("user", f"What is {number} + {turn}?"), ("assistant", f"It is {number + turn}."))
+        for role, text in (
+            ("user", f"What is {number} + {turn}?"),
+            ("assistant", f"It is {number + turn}."),
+        )
     ]
 
 
@@ -45,7 +48,9 @@ CHATS = [chat(n, 1 + n % 2) for n in range(120)]
 
 
 def write(path: Path, rows: list) -> Path:
-    lines = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows).encode()
+    lines = "".join(
+        (row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows
+    ).encode()
     path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
     return path
 
@@ -62,7 +67,9 @@ def tokenizer(prepared_data):
 @pytest.fixture
 def arguments(tmp_path, tokenizer):
     path = write(tmp_path / "chat.jsonl", with_messages(CHATS))
-    return Arguments((str(path),), tokenizer, tmp_path / "out", seq_len=SEQ_LEN, holdout=0.1, workers=1)
+    return Arguments(
+        (str(path),), tokenizer, tmp_path / "out", seq_len=SEQ_LEN, holdout=0.1, workers=1
+    )
 
 
 @pytest.fixture
@@ -90,7 +97,9 @@ def texts(windows: np.ndarray, flags: np.ndarray, tokenizer: Path) -> tuple[list
         for begin, end in itertools.pairwise(begins):
             if window[begin]:
                 whole.append(sp.decode(window[begin:end]))
-                trained.append(sp.decode([window[i] for i in range(begin, end) if marks[i] & TRAINED]))
+                trained.append(
+                    sp.decode([window[i] for i in range(begin, end) if marks[i] & TRAINED])
+                )
     return whole, trained
 
 
@@ -123,12 +132,15 @@ def in_sharegpt(turn: Turn) -> Turn:
     return {"from": names[turn["role"]], "value": turn["content"], **rest}
 
 
-def test_one_text_gives_the_same_bytes_in_any_order_and_form_and_from_any_workers(arguments, tmp_path):
+def test_one_text_gives_the_same_bytes_in_any_order_and_form_and_from_any_workers(
+    arguments, tmp_path
+):
     """Shuffled with copies, as ShareGPT's turns, in Parquet, in text parts; and behind system messages, which the
     template ignores, also where the model is served.
     """
     parts = [
-        [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in each] for each in CHATS
+        [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in each]
+        for each in CHATS
     ]
     system = [
         [{"role": ("system", "developer")[n % 2], "content": "Be brief."}, *each]
@@ -148,25 +160,42 @@ def test_one_text_gives_the_same_bytes_in_any_order_and_form_and_from_any_worker
     assert json.loads(run(arguments).read_text())["packing"] == "conversations"
     for path, counts in variants.items():
         workers = 2 if path.suffix == ".gz" else 1
-        other = replace(arguments, conversations=(f"chat={path}",), out=tmp_path / path.stem, workers=workers)
+        other = replace(
+            arguments, conversations=(f"chat={path}",), out=tmp_path / path.stem, workers=workers
+        )
         run(other)
         for name in ("shard-00000.bin", "shard-00000.flags.bin", "valid.bin", "valid.flags.bin"):
-            assert (other.out / "chat" / name).read_bytes() == (arguments.out / "chat" / name).read_bytes(), (
-                path
-            )
+            assert (other.out / "chat" / name).read_bytes() == (
+                arguments.out / "chat" / name
+            ).read_bytes(), path
         expected = {"dropped": {}, "system_ignored": 0, **counts}
         assert {key: manifest(other)[key] for key in expected} == expected
 
 
 def test_what_cannot_be_used_is_counted_by_reason(prepare, arguments):
     bad = [
-        "{broken", {"text": "x"}, {"messages": [{"role": "tool", "content": "x"}]}, {"messages": chat(1)[1:]},
-        {"messages": [{"role": "user", "content": " "}]}, {"messages": chat(1)[:1]}, {"messages": chat(5, 40)},
-        {"messages": [{"role": "user", "content": 3}]}, {"conversations": [{"from": "human"}]}, "also broken",
-        {"conversations": [{"from": ["human"], "value": "x"}]}, {"messages": [{"role": "user", "content": "\ud83d"}]},
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        *({"messages": [chat(9)[0], {**chat(9)[1], **mark}]} for mark in ({"weight": 0.5}, {"train": "no"})),
-    ]  # fmt: skip
+        "{broken",
+        {"text": "x"},
+        {"messages": [{"role": "tool", "content": "x"}]},
+        {"messages": chat(1)[1:]},
+        {"messages": [{"role": "user", "content": " "}]},
+        {"messages": chat(1)[:1]},
+        {"messages": chat(5, 40)},
+        {"messages": [{"role": "user", "content": 3}]},
+        {"conversations": [{"from": "human"}]},
+        "also broken",
+        {"conversations": [{"from": ["human"], "value": "x"}]},
+        {"messages": [{"role": "user", "content": "\ud83d"}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+            ]
+        },
+        *(
+            {"messages": [chat(9)[0], {**chat(9)[1], **mark}]}
+            for mark in ({"weight": 0.5}, {"train": "no"})
+        ),
+    ]
     given = with_messages([chat(n) for n in range(100, 145)]) + bad
     says = (
         r"source 'chat': 25\.0% of 60 .* \(content 3 \(.*/chat\.jsonl, row 53: message 0 has content of type int.*; "
@@ -177,9 +206,16 @@ def test_what_cannot_be_used_is_counted_by_reason(prepare, arguments):
     assert not (arguments.out / "chat").exists()
     counts = prepare(given, max_dropped=0.3)
     assert counts["dropped"] == {
-        "content": 3, "empty": 1, "fields": 2, "no_reply": 1, "not_json": 2, "order": 1, "role": 2, "too_long": 1,
+        "content": 3,
+        "empty": 1,
+        "fields": 2,
+        "no_reply": 1,
+        "not_json": 2,
+        "order": 1,
+        "role": 2,
+        "too_long": 1,
         "weight": 2,
-    }  # fmt: skip
+    }
     assert counts["read"] == counts["kept"] + sum(counts["dropped"].values()) == 60
 
 
@@ -193,7 +229,9 @@ def test_what_the_user_excludes_is_context_and_not_trained(prepare, arguments, m
         turns[1] |= mark
         turns[3] |= dict.fromkeys(mark, 1)
         given.append({form: turns if form == "messages" else [in_sharegpt(turn) for turn in turns]})
-    given += with_messages([[question, {**answer, **mark}] for question, answer in map(chat, range(60, 63))])
+    given += with_messages(
+        [[question, {**answer, **mark}] for question, answer in map(chat, range(60, 63))]
+    )
     # copies that exclude nothing, read before and after those that do
     copies = with_messages([chat(0, 2), chat(1, 2)])
     counts = prepare([copies[0], *given, copies[1]], max_dropped=1)
@@ -240,7 +278,9 @@ def test_a_killed_worker_is_an_error(tokenizer, monkeypatch):
         list(encode_all("x", opened, template, False, SEQ_LEN, False, 2))
 
 
-def test_sources_are_mixed_by_weight_and_the_same_conversation_is_held_out_of_all(arguments, tmp_path):
+def test_sources_are_mixed_by_weight_and_the_same_conversation_is_held_out_of_all(
+    arguments, tmp_path
+):
     me = write(tmp_path / "me.jsonl", with_messages([chat(n, 1 + n % 2) for n in range(220)]))
     both = replace(
         arguments, conversations=(*arguments.conversations, f"me={me}"), weights=("me=3", "chat=1")
@@ -288,11 +328,20 @@ def test_killed_while_writing_it_leaves_no_source_and_goes_on(arguments, monkeyp
     [
         ({"conversations": ()}, "no conversations are given"),
         ({"conversations": ("missing.jsonl",)}, r"missing\.jsonl does not exist"),
-        ({"conversations": ("notes.txt",)}, r"notes\.txt is no \.jsonl, \.jsonl\.gz or \.parquet file"),
+        (
+            {"conversations": ("notes.txt",)},
+            r"notes\.txt is no \.jsonl, \.jsonl\.gz or \.parquet file",
+        ),
         ({"conversations": ("A B=x.jsonl",)}, "the name 'A B' becomes a folder"),
         ({"conversations": ("data/lang=en/x.jsonl",)}, r"data/lang=en/x\.jsonl does not exist"),
-        ({"conversations": ("tests",)}, r"tests is a folder; give its files, such as tests/\*\.jsonl"),
-        ({"conversations": ("me=~/nowhere.jsonl",)}, rf"{Path.home()}/nowhere\.jsonl does not exist"),
+        (
+            {"conversations": ("tests",)},
+            r"tests is a folder; give its files, such as tests/\*\.jsonl",
+        ),
+        (
+            {"conversations": ("me=~/nowhere.jsonl",)},
+            rf"{Path.home()}/nowhere\.jsonl does not exist",
+        ),
         ({"weights": ("caht=1",)}, "unknown source in --weights 'caht'; did you mean 'chat'"),
         ({"weights": ("chat=x",)}, "source 'chat' needs an integer"),
         ({"holdout": 0.0}, r"--holdout 0\.0 must be from 0\.0001 to 0\.5"),
@@ -318,7 +367,9 @@ def test_a_path_is_taken_as_it_is(arguments, tmp_path, monkeypatch):
         lines = write(tmp_path / "given.jsonl", with_messages(CHATS)).read_bytes()
         path.write_bytes(gzip.compress(lines) if name.endswith("GZ") else lines)
         given = f"me={name}" if name.startswith("~") else str(path)
-        assert run(replace(arguments, conversations=(given,), out=tmp_path / f"out-{path.name}")).is_file()
+        assert run(
+            replace(arguments, conversations=(given,), out=tmp_path / f"out-{path.name}")
+        ).is_file()
 
 
 @pytest.mark.job
@@ -328,13 +379,26 @@ def test_as_commands(tmp_path, tokenizer):
     def command(*parts):
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.run(
-            [sys.executable, "-m", *parts], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
+            [sys.executable, "-m", *parts],
+            cwd=ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
 
     out = str(tmp_path / "identity.jsonl")
     written = command("train.sft.identity", "--out", out, "--conversations", "60")
     assert written.stdout.endswith("60 conversations\n")
-    given = [out, "--tokenizer", str(tokenizer), "--out", str(tmp_path / "data"), "--seq-len", "512"]
+    given = [
+        out,
+        "--tokenizer",
+        str(tokenizer),
+        "--out",
+        str(tmp_path / "data"),
+        "--seq-len",
+        "512",
+    ]
     done = command("train.sft", *given, "--holdout", "0.1", "--workers", "2")
     counts = "60 conversations read, 60 kept, 0 of them cut; 0 without their system message; dropped: none"
     assert f"identity: {counts}" in done.stdout, done.stderr

@@ -65,29 +65,42 @@ ASKED = [turn("user", " What is it in Köln? "), turn("assistant", "Sunny.\n")]
 BOTH = [call("weather", 1, city="Köln\n\"'"), call("time", 2)]
 USED = [
     turn("user", "Weather and time?"),
-    turn("assistant", "I look:", tool_calls=BOTH), gave(' {"sky": "é"}\n'), gave("", 2),
-    turn("assistant", None, tool_calls=[call("time")]), gave("noon </s>"), turn("assistant", "Noon, and sunny."),
+    turn("assistant", "I look:", tool_calls=BOTH),
+    gave(' {"sky": "é"}\n'),
+    gave("", 2),
+    turn("assistant", None, tool_calls=[call("time")]),
+    gave("noon </s>"),
+    turn("assistant", "Noon, and sunny."),
     turn("developer", [{"type": "text", "text": "Now"}, {"type": "text", "text": "in French."}]),
-    turn("user", "Thanks"), turn("assistant", "De rien."),
-]  # fmt: skip
+    turn("user", "Thanks"),
+    turn("assistant", "De rien."),
+]
 SYSTEM = turn("system", "Be brief.\n")
 LONG = [turn(role, f" {role} {n} ") for n in range(40) for role in ("user", "assistant")]
 ROWS: list[Row] = [
-    {"messages": ASKED}, {"messages": [SYSTEM, *ASKED]}, {"messages": [turn("system", " "), *ASKED]},
-    {"messages": USED, "tools": TOOLS}, {"messages": [SYSTEM, *USED], "tools": TOOLS}, {"messages": [SYSTEM, *USED]},
-    {"messages": [SYSTEM, *ASKED], "tools": TOOLS}, {"messages": USED[:2], "tools": json.dumps(TOOLS)},
-]  # fmt: skip
+    {"messages": ASKED},
+    {"messages": [SYSTEM, *ASKED]},
+    {"messages": [turn("system", " "), *ASKED]},
+    {"messages": USED, "tools": TOOLS},
+    {"messages": [SYSTEM, *USED], "tools": TOOLS},
+    {"messages": [SYSTEM, *USED]},
+    {"messages": [SYSTEM, *ASKED], "tools": TOOLS},
+    {"messages": USED[:2], "tools": json.dumps(TOOLS)},
+]
 WRITTEN = [
     'I look:\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln\\n\\"\'"}}\n</tool_call>'
     '\n<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>',
-    '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>', "Noon, and sunny.", "De rien.",
-]  # fmt: skip
+    '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>',
+    "Noon, and sunny.",
+    "De rien.",
+]
 
 
 GOLDEN_KEYS = [
-    (78615024705381699698976276913518883881, False, False), (78615024705381699698976276913518883881, False, True),
+    (78615024705381699698976276913518883881, False, False),
+    (78615024705381699698976276913518883881, False, True),
     (229731300698036025609301842921047856948, True, False),
-]  # fmt: skip
+]
 GOLDEN_SHA256 = "988d062f60704df706047f2dc27e58a0e72ee856dbd29449c52b87502fcfd755"
 
 
@@ -96,14 +109,25 @@ def data(prepared_data, tmp_path_factory):
     """A folder of `train.sft --system-and-tools`, with the rows above among others."""
     folder = tmp_path_factory.mktemp("tools")
     others = [
-        {"messages": [turn("system", f"You are {n}."), turn("user", "Who?"), turn("assistant", f"I am {n}.")]}
+        {
+            "messages": [
+                turn("system", f"You are {n}."),
+                turn("user", "Who?"),
+                turn("assistant", f"I am {n}."),
+            ]
+        }
         for n in range(80)
     ]
     path = write_lines(folder / "chat.jsonl", ROWS + others)
     given = Arguments(
-        (str(path),), prepared_data / "tokenizer.model", folder / "data", system_and_tools=True, seq_len=SEQ_LEN,
-        holdout=0.1, workers=1,
-    )  # fmt: skip
+        (str(path),),
+        prepared_data / "tokenizer.model",
+        folder / "data",
+        system_and_tools=True,
+        seq_len=SEQ_LEN,
+        holdout=0.1,
+        workers=1,
+    )
     run(given)
     return given
 
@@ -116,7 +140,11 @@ def exported(data):
     for path in shards.tokenizer_files(data.out):
         (run / path.name).write_bytes(path.read_bytes())
     (run / "model.json").write_text(json.dumps(chats.CONFIG.to_dict()))
-    dcp.save(chats.plain_model().float().state_dict(), checkpoint_id=run / "checkpoint/step-1", no_dist=True)
+    dcp.save(
+        chats.plain_model().float().state_dict(),
+        checkpoint_id=run / "checkpoint/step-1",
+        no_dist=True,
+    )
     export(run / "checkpoint/step-1", data.out.parent / "hf", "float32")
     return data.out.parent / "hf"
 
@@ -158,9 +186,10 @@ def test_the_same_ids_in_training_transformers_and_the_server(exported, trained)
     tokenizer, config, _ = read_texts(exported)  # as the engine reads them
     assert tokenizer is not None
     context = SimpleNamespace(
-        prompts=PromptEncoder(tokenizer, config), check_length=lambda text, _: text,
+        prompts=PromptEncoder(tokenizer, config),
+        check_length=lambda text, _: text,
         tool_calling=ToolCalling(config, Grammars(tokenizer, tokenizer.get_vocab_size(), [2])),
-    )  # fmt: skip
+    )
     for row, ours in zip(ROWS, trained, strict=True):
         _, tools = with_values(row)
         # as a client sends it
@@ -187,7 +216,8 @@ def test_calls_and_answers_are_trained_and_nothing_else(trained, encoder, prepar
     assert texts[1::2] == [text + EOS for text in WRITTEN]
     context = "".join(texts[::2])
     assert all(
-        given in context for given in ("Be brief.", "The time", '{"sky": "é"}', "in French.", "assistant")
+        given in context
+        for given in ("Be brief.", "The time", '{"sky": "é"}', "in French.", "assistant")
     )
     without = json.loads(json.dumps(ROWS[4]))
     without["messages"][2]["weight"] = 0
@@ -196,14 +226,18 @@ def test_calls_and_answers_are_trained_and_nothing_else(trained, encoder, prepar
     assert found.trained.sum() - fewer.trained.sum() == len(pieces[1])
 
 
-def test_the_template_goes_with_the_model_and_the_default_is_the_published_one(data, exported, tmp_path):
+def test_the_template_goes_with_the_model_and_the_default_is_the_published_one(
+    data, exported, tmp_path
+):
     import_folder(exported, tmp_path / "run")
     for folder in (data.out, exported, tmp_path / "run"):
         assert (folder / "chat_template.jinja").read_bytes() == TOOLS_TEMPLATE.read_bytes()
     assert "role `tool`" in (exported / "README.md").read_text()
     before = read_json(data.out / "chat/source.json")
     plain = replace(data, system_and_tools=False, max_dropped=1)
-    with pytest.raises(ValueError, match=r"rows with tools \(role, tools\), give --system-and-tools"):
+    with pytest.raises(
+        ValueError, match=r"rows with tools \(role, tools\), give --system-and-tools"
+    ):
         run(replace(plain, max_dropped=0))
     run(plain)  # in the same folder: another template makes the source again
     assert (data.out / "chat_template.jinja").read_bytes() == CHAT_TEMPLATE.read_bytes()
@@ -216,11 +250,15 @@ def test_the_template_goes_with_the_model_and_the_default_is_the_published_one(d
 def test_without_the_option_ids_and_hashes_are_those_of_before():
     """Taken from the code before there was the option."""
     tokenizer = byte_level(["What is it? It is 7. "] * 9, ["<s>", EOS], 300)
-    published = PromptEncoder(tokenizer, {"chat_template": CHAT_TEMPLATE.read_text(), "eos_token": EOS})
+    published = PromptEncoder(
+        tokenizer, {"chat_template": CHAT_TEMPLATE.read_text(), "eos_token": EOS}
+    )
     rows = [{"messages": messages} for messages in (ASKED, [SYSTEM, *ASKED], LONG)]
     encoded = [encode(row, published, False, 600, True) for row in rows]
     assert [(each.key, each.cut, "system" in each.ignored) for each in encoded] == GOLDEN_KEYS
-    content = b"".join(each.ids.astype("<u4").tobytes() + each.trained.tobytes() for each in encoded)
+    content = b"".join(
+        each.ids.astype("<u4").tobytes() + each.trained.tobytes() for each in encoded
+    )
     assert hashlib.sha256(content).hexdigest() == GOLDEN_SHA256
 
 
@@ -229,7 +267,10 @@ def test_a_conversation_without_system_and_tools_is_the_published_one(encoder, p
     published = encoder_of(prepared_data, CHAT_TEMPLATE)
     for messages in (ASKED, LONG):
         row = {"messages": messages}
-        ours, theirs = encode(row, encoder, True, 600, True), encode(row, published, False, 600, True)
+        ours, theirs = (
+            encode(row, encoder, True, 600, True),
+            encode(row, published, False, 600, True),
+        )
         assert (ours.key, ours.cut) == (theirs.key, theirs.cut)
         assert ours.ids.tolist() == theirs.ids.tolist()
         assert ours.trained.tolist() == theirs.trained.tolist()
@@ -254,10 +295,16 @@ def test_tools_are_described_as_by_the_server_for_templates_without_any():
     described = ToolCalling({}, Grammars(tokenizer, tokenizer.get_vocab_size(), [1]))
     for row in ({"messages": USED[:7], "tools": TOOLS}, ROWS[4], ROWS[6]):
         messages, tools = with_values(row)
-        request = ConversationRequest.model_validate({"messages": row["messages"], "tools": tools or []})
+        request = ConversationRequest.model_validate(
+            {"messages": row["messages"], "tools": tools or []}
+        )
         use = described.use(request)
-        texts = use.messages([{**message, "content": message["content"] or ""} for message in messages])
-        assert ChatTemplate(config).render(messages, tools=tools) == ChatTemplate(config).render(texts)
+        texts = use.messages(
+            [{**message, "content": message["content"] or ""} for message in messages]
+        )
+        assert ChatTemplate(config).render(messages, tools=tools) == ChatTemplate(config).render(
+            texts
+        )
 
 
 def struct(name: str, **arguments: Any) -> Row:
@@ -265,23 +312,69 @@ def struct(name: str, **arguments: Any) -> Row:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-OF_TWO = {"type": "object", "properties": {"ticker": {"type": "string"}, "days": {"type": "integer"}}}
-STRUCTS: list[Row] = [  # whose fields differ from row to row; keys of a call's arguments in the order of the schema
-    {"messages": [ASKED[0], turn("assistant", "", tool_calls=[struct("weather", city="Ulm")]), turn("tool", "3")],
-     "tools": TOOLS[1:]},
-    {"messages": [turn("user", "x"), turn("assistant", "", tool_calls=[struct("price", ticker="K", days=3)]),
-                  turn("tool", "9")],
-     "tools": [{"type": "function", "function": {"name": "price", "parameters": OF_TWO}}]},
-    {"messages": [turn("user", "x"), turn("assistant", "", tool_calls=[struct("price", ticker="K")]),
-                  turn("tool", "9", tool_call_id="a")], "tools": TOOLS[:1]},
-    {"messages": [turn("user", "x"), turn("assistant", "", tool_calls=[struct("price", filter={"low": 1})]),
-                  turn("tool", "9")]},
-    {"messages": [turn("user", "x"), turn("assistant", "", tool_calls=[struct("price", filter={"high": [2, 3]})]),
-                  turn("tool", "9")]},
-    {"messages": [turn("user", "x"), turn("assistant", "y", weight=0), turn("user", "z"), turn("assistant", "w")]},
-    {"messages": [SYSTEM, *ASKED]}, {"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]},
-    {"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y", "train": True}], "system": "Be."},
-]  # fmt: skip
+OF_TWO = {
+    "type": "object",
+    "properties": {"ticker": {"type": "string"}, "days": {"type": "integer"}},
+}
+STRUCTS: list[
+    Row
+] = [  # whose fields differ from row to row; keys of a call's arguments in the order of the schema
+    {
+        "messages": [
+            ASKED[0],
+            turn("assistant", "", tool_calls=[struct("weather", city="Ulm")]),
+            turn("tool", "3"),
+        ],
+        "tools": TOOLS[1:],
+    },
+    {
+        "messages": [
+            turn("user", "x"),
+            turn("assistant", "", tool_calls=[struct("price", ticker="K", days=3)]),
+            turn("tool", "9"),
+        ],
+        "tools": [{"type": "function", "function": {"name": "price", "parameters": OF_TWO}}],
+    },
+    {
+        "messages": [
+            turn("user", "x"),
+            turn("assistant", "", tool_calls=[struct("price", ticker="K")]),
+            turn("tool", "9", tool_call_id="a"),
+        ],
+        "tools": TOOLS[:1],
+    },
+    {
+        "messages": [
+            turn("user", "x"),
+            turn("assistant", "", tool_calls=[struct("price", filter={"low": 1})]),
+            turn("tool", "9"),
+        ]
+    },
+    {
+        "messages": [
+            turn("user", "x"),
+            turn("assistant", "", tool_calls=[struct("price", filter={"high": [2, 3]})]),
+            turn("tool", "9"),
+        ]
+    },
+    {
+        "messages": [
+            turn("user", "x"),
+            turn("assistant", "y", weight=0),
+            turn("user", "z"),
+            turn("assistant", "w"),
+        ]
+    },
+    {"messages": [SYSTEM, *ASKED]},
+    {"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]},
+    {
+        "conversations": [
+            {"from": "human", "value": "x"},
+            {"from": "gpt", "value": "y", "train": True},
+        ],
+        "system": "Be.",
+    },
+]
 
 
 def test_rows_of_arrow_are_those_of_json_lines(encoder, tmp_path):
@@ -313,14 +406,26 @@ def test_values_that_json_has_not_are_refused(encoder):
         ({"messages": [SYSTEM, *ASKED], "tools": TOOLS}, True, set()),
         ({"messages": [SYSTEM, *ASKED], "tools": TOOLS}, False, {"system", "tools"}),
         ({"messages": ASKED, "system": "Be brief."}, False, {"system"}),
-        ({"messages": [ASKED[0], turn("assistant", "4", reasoning_content="2 + 2")]}, False, {"reasoning_content"}),
+        (
+            {"messages": [ASKED[0], turn("assistant", "4", reasoning_content="2 + 2")]},
+            False,
+            {"reasoning_content"},
+        ),
         ({"messages": [ASKED[0], turn("assistant", "4", thinking="2 + 2")]}, True, {"thinking"}),
         ({"messages": [ASKED[0], turn("assistant", "4", reasoning_content="")]}, True, set()),
-        ({"messages": [ASKED[0], turn("assistant", "no", refusal="No.", audio={"id": 1})]}, True, {"refusal", "audio"}),
+        (
+            {"messages": [ASKED[0], turn("assistant", "no", refusal="No.", audio={"id": 1})]},
+            True,
+            {"refusal", "audio"},
+        ),
         ({"messages": ASKED, "images": ["a.png"], "id": 3, "source": "x"}, False, {"images"}),
-        ({"messages": [turn("user", "x", note="y"), ASKED[1]], "functions": TOOLS}, True, {"functions"}),
+        (
+            {"messages": [turn("user", "x", note="y"), ASKED[1]], "functions": TOOLS},
+            True,
+            {"functions"},
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_the_template_does_not_show_is_named(encoder, prepared_data, row, tools, ignored):
     """Of a row, and of what the assistant said."""
     chosen = encoder if tools else encoder_of(prepared_data, CHAT_TEMPLATE)
@@ -345,7 +450,13 @@ def test_a_system_beside_the_messages_is_one_of_them(encoder):
     ],
 )
 def test_a_reply_is_not_trained_without_its_calls(encoder, message, tools, says):
-    given = [ASKED[0], {**turn("assistant", "I look:"), **message}, gave("x"), gave("y", 2), ASKED[1]]
+    given = [
+        ASKED[0],
+        {**turn("assistant", "I look:"), **message},
+        gave("x"),
+        gave("y", 2),
+        ASKED[1],
+    ]
     with pytest.raises(ChatError, match=says) as refused:
         encode({"messages": given}, encoder, tools, SEQ_LEN, False)
     assert refused.value.reason == "tools"
@@ -354,22 +465,46 @@ def test_a_reply_is_not_trained_without_its_calls(encoder, message, tools, says)
 @pytest.mark.parametrize(
     ("messages", "tools", "reason", "says"),
     [
-        ([*USED[:2], gave("x", 2)], TOOLS, "order", "the result of 'call_2', but that of 'call_1' is next"),
-        ([*USED[:3], USED[-1]], TOOLS, "order", "message 3 is the assistant's, but it is the tool's turn"),
+        (
+            [*USED[:2], gave("x", 2)],
+            TOOLS,
+            "order",
+            "the result of 'call_2', but that of 'call_1' is next",
+        ),
+        (
+            [*USED[:3], USED[-1]],
+            TOOLS,
+            "order",
+            "message 3 is the assistant's, but it is the tool's turn",
+        ),
         ([*ASKED, gave("x")], TOOLS, "order", "message 2 is the tool's, but it is the user's turn"),
         ([{**ASKED[0], "tool_calls": BOTH}], TOOLS, "order", "only the assistant does"),
-        ([ASKED[0], turn("assistant", None)], None, "empty", "message 1, the assistant's, is empty"),
+        (
+            [ASKED[0], turn("assistant", None)],
+            None,
+            "empty",
+            "message 1, the assistant's, is empty",
+        ),
         ([SYSTEM], None, "empty", "no message of a user"),
         ([turn("critic", "x")], None, "role", "allowed are system, user, assistant, tool"),
         (ASKED, [{"name": "time"}], "tools", "they need the form"),
         (ASKED, "{", "tools", "they need the form"),
         (ASKED, 5, "tools", "tools are 5; they need the form"),
-        ([ASKED[0], turn("assistant", "", tool_calls=[{"function": {"name": "time", "arguments": "{"}}])], None,
-         "tools", "a function's name and arguments as JSON"),
+        (
+            [
+                ASKED[0],
+                turn(
+                    "assistant", "", tool_calls=[{"function": {"name": "time", "arguments": "{"}}]
+                ),
+            ],
+            None,
+            "tools",
+            "a function's name and arguments as JSON",
+        ),
         ([turn("user", "half \ud83d"), ASKED[1]], None, "content", "no valid text"),
         (["x"], None, "fields", "message 0 is 'x'"),
     ],
-)  # fmt: skip
+)
 def test_what_no_server_could_answer_is_refused(encoder, messages, tools, reason, says):
     with pytest.raises(ChatError, match=says) as refused:
         encode({"messages": messages, "tools": tools}, encoder, True, SEQ_LEN, False)
@@ -378,6 +513,8 @@ def test_what_no_server_could_answer_is_refused(encoder, messages, tools, reason
 
 def test_a_token_across_the_edge_of_an_answer_is_refused():
     joining = models.BPE({"<unk>": 0, "\n": 1, "a": 2, "\na": 3}, [("\n", "a")], unk_token="<unk>")
-    template = "{% for m in messages %}{{ '\n' }}{% generation %}{{ 'a' }}{% endgeneration %}{% endfor %}"
+    template = (
+        "{% for m in messages %}{{ '\n' }}{% generation %}{{ 'a' }}{% endgeneration %}{% endfor %}"
+    )
     with pytest.raises(ValueError, match="across the beginning or end of an answer"):
         PromptEncoder(Tokenizer(joining), {"chat_template": template}).training(ASKED)

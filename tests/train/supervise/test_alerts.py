@@ -56,7 +56,10 @@ def test_a_kind_is_sent_once_and_counted(job, posts):
         alerts.send("bad_node", f"n{number}", step=7)
     alerts.send("give_up", "three attempts")
     alerts.close()
-    assert sorted(post["text"] for post in posts) == ["run: bad node: n0", "run: give up: three attempts"]
+    assert sorted(post["text"] for post in posts) == [
+        "run: bad node: n0",
+        "run: give up: three attempts",
+    ]
     (fields,) = [post["attachments"][0]["fields"] for post in posts if "n0" in post["text"]]
     assert {"title": "step", "value": "7", "short": True} in fields
     job.alerts.min_interval_s = 0.0
@@ -95,7 +98,9 @@ def test_failures_are_events_without_the_url(job, posts, monkeypatch):
     monkeypatch.setenv("OUR_WEBHOOK", "no-scheme/a-secret")
     alerts.send("bad_node", "x")
     alerts.close()
-    reasons = sorted(e["reason"] for e in read_lines(job.run / "events.jsonl") if e["kind"] == "alert_failed")
+    reasons = sorted(
+        e["reason"] for e in read_lines(job.run / "events.jsonl") if e["kind"] == "alert_failed"
+    )
     assert len(reasons) == 4
     assert reasons[0] == "command: OSError: exit status 3: no mail here"
     assert any("HTTP Error 500" in reason for reason in reasons)

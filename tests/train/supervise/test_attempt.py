@@ -30,7 +30,9 @@ def begin(job, monkeypatch):
     def begin(command, nodes=None, per_node=1, console="", **options):
         started = ["sh", "-c", command]
         monkeypatch.setattr(
-            attempt_module, "start_workers", lambda *_: subprocess.Popen(started, start_new_session=True)
+            attempt_module,
+            "start_workers",
+            lambda *_: subprocess.Popen(started, start_new_session=True),
         )
         attempt = Attempt(job, 1, StopSignals(on_force=lambda: None), **options)
         attempt.logs.mkdir(parents=True)
@@ -51,8 +53,10 @@ def test_a_second_request_kills_what_does_not_end(begin, job, tmp_path):
             attempt.stop._force()
 
     job.resilience.hang_timeout_s = 2.0  # looks are as frequent
-    attempt = begin(f"setsid sh -c 'echo $$ > {tmp_path}/part; mv {tmp_path}/part {tmp_path}/pid; sleep 600' & wait",
-                    on_look=look)  # fmt: skip
+    attempt = begin(
+        f"setsid sh -c 'echo $$ > {tmp_path}/part; mv {tmp_path}/part {tmp_path}/pid; sleep 600' & wait",
+        on_look=look,
+    )
     assert attempt.watch().reason.startswith("killed")
     pid = int((tmp_path / "pid").read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
@@ -89,8 +93,10 @@ def test_dead_workers_are_a_crash_however_long_torchrun_lives(begin, job, monkey
 
     monkeypatch.setattr(heartbeat.HangWatch, "look", look)
     job.resilience.hang_timeout_s = 2.0  # looks are as frequent
-    attempt = begin(f"(until [ -e {seen} ]; do sleep 0.1; done) & wait; exec sleep 600",
-                    on_look=lambda: seen.touch() if attempt.known else None)  # fmt: skip
+    attempt = begin(
+        f"(until [ -e {seen} ]; do sleep 0.1; done) & wait; exec sleep 600",
+        on_look=lambda: seen.touch() if attempt.known else None,
+    )
     assert attempt.watch().reason.startswith("no worker recorded an outcome")
     assert not read_lines(job.run / "events.jsonl"), "no hang is recorded"
 
@@ -127,8 +133,17 @@ def test_an_abort_of_the_watchdog_blames_the_rank_that_is_waited_for(begin):
     attempt = begin("false", ["n1", "n2"], 4, console=report)
     attempt.heartbeats.mkdir()
     for rank in range(8):
-        mark = (41, "saving step 1000") if rank == 5 else (42, "the verdict on the save of step 500")
-        beat = {"rank": rank, "host": f"n{1 + rank // 4}", "pid": 1, "step": 1000, "mark": mark, "time": 0.0}
+        mark = (
+            (41, "saving step 1000") if rank == 5 else (42, "the verdict on the save of step 500")
+        )
+        beat = {
+            "rank": rank,
+            "host": f"n{1 + rank // 4}",
+            "pid": 1,
+            "step": 1000,
+            "mark": mark,
+            "time": 0.0,
+        }
         (attempt.heartbeats / f"rank-{rank}.json").write_text(json.dumps(beat))
     ended = attempt.watch()
     assert (ended.suspects, ended.failed_node) == (("n2",), None)

@@ -20,8 +20,17 @@ class Clock:
         return self.now_s
 
 
-def beat(folder: Path, rank: int, mark: tuple[int, str], written: float, step: int | None = 7) -> None:
-    content = {"rank": rank, "host": f"n{rank}", "pid": 1, "step": step, "mark": mark, "time": written}
+def beat(
+    folder: Path, rank: int, mark: tuple[int, str], written: float, step: int | None = 7
+) -> None:
+    content = {
+        "rank": rank,
+        "host": f"n{rank}",
+        "pid": 1,
+        "step": step,
+        "mark": mark,
+        "time": written,
+    }
     (folder / f"rank-{rank}.json").write_text(json.dumps(content))
 
 
@@ -53,24 +62,41 @@ EXCHANGE, READING = (42, "the exchange of step 8"), (40, "reading the data of st
     ("marks", "dead", "blamed", "words"),
     [
         (
-            [EXCHANGE, EXCHANGE, READING, EXCHANGE], (), [2],
+            [EXCHANGE, EXCHANGE, READING, EXCHANGE],
+            (),
+            [2],
             "rank 2 on n2 in reading the data of step 8; the other ranks: 3 in the exchange of step 8",
         ),
         ([EXCHANGE] * 4, (), [], "no suspect: all 4 ranks in the exchange of step 8"),
         (
-            [READING, EXCHANGE, READING, READING], (), [],
+            [READING, EXCHANGE, READING, READING],
+            (),
+            [],
             "no suspect: ranks 3 in reading the data of step 8, 1 in the exchange of step 8",
         ),
         (
-            [READING, EXCHANGE, EXCHANGE, EXCHANGE], (3,), [3],
+            [READING, EXCHANGE, EXCHANGE, EXCHANGE],
+            (3,),
+            [3],
             "rank 3 on n3 silent, last in the exchange of step 8; ",
         ),
         ([EXCHANGE, EXCHANGE, None], (0,), [2], "rank 2 on an unknown host never reported"),
-        ([EXCHANGE] * 3, (0, 1, 2), [], "no suspect: all 3 ranks silent, last in the exchange of step 8"),
+        (
+            [EXCHANGE] * 3,
+            (0, 1, 2),
+            [],
+            "no suspect: all 3 ranks silent, last in the exchange of step 8",
+        ),
     ],
-    ids=["never arrived", "all in one place", "most behind", "silent, whatever the clocks say", "never reported",
-         "a dead file system"],
-)  # fmt: skip
+    ids=[
+        "never arrived",
+        "all in one place",
+        "most behind",
+        "silent, whatever the clocks say",
+        "never reported",
+        "a dead file system",
+    ],
+)
 def test_who_is_blamed_for_a_hang(tmp_path, marks, dead, blamed, words):
     ranks, said = blamed_after_a_hang(tmp_path, marks, dead)
     assert ranks == blamed

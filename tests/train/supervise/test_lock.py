@@ -49,13 +49,22 @@ def test_a_lock_is_waited_for(tmp_path):
         # a library's, without a word: its place is named
         (AssertionError(""), True, REFUSED, f"AssertionError: .*{__file__}:"),
         (KeyError("2B"), True, REFUSED, f"KeyError: '2B' .*{__file__}:"),
-        (FileNotFoundError(2, "No such file", "x.bin"), True, CRASHED, "FileNotFoundError: "),  # a slow mount
+        (
+            FileNotFoundError(2, "No such file", "x.bin"),
+            True,
+            CRASHED,
+            "FileNotFoundError: ",
+        ),  # a slow mount
         (RuntimeError("NCCL"), True, CRASHED, "RuntimeError: NCCL"),
         (ValueError("in a step"), False, CRASHED, "ValueError: in a step"),
-        (torch.OutOfMemoryError("1.5 GiB"), False, CRASHED,
-         r"OutOfMemoryError: lower training.local_batch_size \(.* 1.5 GiB"),
+        (
+            torch.OutOfMemoryError("1.5 GiB"),
+            False,
+            CRASHED,
+            r"OutOfMemoryError: lower training.local_batch_size \(.* 1.5 GiB",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(problem, starting, code, said, tmp_path, capsys):
     refused = starting and not isinstance(problem, RuntimeError)
     with (
@@ -100,7 +109,10 @@ def test_workers_outlive_their_supervisor_and_keep_others_out(phase1, tmp_path):
     pids = [read_json(path)["pid"] for path in (run / "heartbeats").glob("rank-*.json")]
     try:
         second = subprocess.run(
-            [sys.executable, "-m", "train.supervise", *job], cwd=ROOT, capture_output=True, text=True
+            [sys.executable, "-m", "train.supervise", *job],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
         )
         assert second.returncode == 2
         assert any(f"held by process {pid} on " in second.stderr for pid in pids), second.stderr

@@ -31,9 +31,16 @@ def test_a_node_says_what_it_has_and_what_it_lacks(prepared_data, tmp_path):
 
     def ask(*options):
         status, said = forked(
-            tmp_path, "train.supervise.preflight", *options, "--job.config_file", "configs/debug_phase1.toml",
-            "--job.dump_folder", str(run), "--mixture.lock", str(data / "phase1.lock.json"),
-        )  # fmt: skip
+            tmp_path,
+            "train.supervise.preflight",
+            *options,
+            "--job.config_file",
+            "configs/debug_phase1.toml",
+            "--job.dump_folder",
+            str(run),
+            "--mixture.lock",
+            str(data / "phase1.lock.json"),
+        )
         (record,) = [json.loads(line) for line in said.splitlines() if line.startswith('{"node"')]
         assert status == (0 if record["ok"] else 1)
         return record
@@ -50,7 +57,8 @@ def test_a_node_says_what_it_has_and_what_it_lacks(prepared_data, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "free_gib", "refused"), [(8, 1 / 16, True), (8, 14, True), (8, 30, False), (4, 14, False)]
+    ("gpus", "free_gib", "refused"),
+    [(8, 1 / 16, True), (8, 14, True), (8, 30, False), (4, 14, False)],
 )
 def test_shared_memory_holds_the_nodes_part_of_what_a_save_stages(
     gpus, free_gib, refused, phase1, tmp_path, monkeypatch
@@ -76,13 +84,30 @@ def test_shared_memory_holds_the_nodes_part_of_what_a_save_stages(
         ("", "2", ["198.51.100.4", "10.0.0.7"], "10.0.0.7"),  # the first that it can bind
         ("eth0", "2", ["127.0.1.1"], "eth0"),
         # Debian's, at which every node would look for all others
-        ("", "2", ["127.0.1.1"], r"^n1 is 127\.0\.1\.1 on this node.*one of eth0, ib0, or mend /etc/hosts"),
-        ("", "2", ["198.51.100.4"], r"n1 is 198\.51\.100\.4 on this node.*GLOO_SOCKET_IFNAME, one of eth0"),
+        (
+            "",
+            "2",
+            ["127.0.1.1"],
+            r"^n1 is 127\.0\.1\.1 on this node.*one of eth0, ib0, or mend /etc/hosts",
+        ),
+        (
+            "",
+            "2",
+            ["198.51.100.4"],
+            r"n1 is 198\.51\.100\.4 on this node.*GLOO_SOCKET_IFNAME, one of eth0",
+        ),
         ("", "2", [], "cannot look up its own name n1"),
-        ("eth0,eth1", "1", ["10.0.0.7"], r"but eth1 has no address on this node; export .* one of eth0, ib0"),
+        (
+            "eth0,eth1",
+            "1",
+            ["10.0.0.7"],
+            r"but eth1 has no address on this node; export .* one of eth0, ib0",
+        ),
     ],
 )
-def test_other_nodes_must_reach_this_one_where_gloo_listens(interfaces, nodes, name_means, says, monkeypatch):
+def test_other_nodes_must_reach_this_one_where_gloo_listens(
+    interfaces, nodes, name_means, says, monkeypatch
+):
     found = {
         "lo": [Address(socket.AF_INET, "127.0.0.1"), Address(socket.AF_INET6, "::1")],
         "eth0": [Address(psutil.AF_LINK, "00:00"), Address(socket.AF_INET, "10.0.0.7")],
@@ -130,7 +155,9 @@ def test_bad_nodes_are_told_apart(tmp_path, monkeypatch):
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(preflight, "NODE_DEADLINE_S", 5.0)
-    good, bad = healthy_nodes(["n6", "n1", "n2", "n3", "n4", "n5", "n7"], ["--job.config_file", "x.toml"])
+    good, bad = healthy_nodes(
+        ["n6", "n1", "n2", "n3", "n4", "n5", "n7"], ["--job.config_file", "x.toml"]
+    )
     assert good == ["n6", "n1", "n3"], "in the order of the candidates"
     assert bad.keys() == {"n2", "n4", "n5", "n7"}
     assert "Communication connection failure" in bad["n2"]
@@ -145,7 +172,9 @@ def test_ranks_count_themselves(interface, tmp_path, monkeypatch):
     """Two real ranks under torchrun; gloo's own words where it does not connect them."""
     env = {"GLOO_SOCKET_IFNAME": interface}
     monkeypatch.setattr(
-        preflight, "start_workers", lambda nodes, *rest: start_workers(None, *rest[:-1], {**rest[-1], **env})
+        preflight,
+        "start_workers",
+        lambda nodes, *rest: start_workers(None, *rest[:-1], {**rest[-1], **env}),
     )
     said = exchange_problem(["n0"], 2, tmp_path)
     if interface == "lo":
@@ -153,14 +182,20 @@ def test_ranks_count_themselves(interface, tmp_path, monkeypatch):
     else:
         assert said.startswith("gloo does not connect these nodes (")
         assert "no answer" not in said
-        assert "export GLOO_SOCKET_IFNAME, the name of the interface by which they reach each other" in said
+        assert (
+            "export GLOO_SOCKET_IFNAME, the name of the interface by which they reach each other"
+            in said
+        )
 
 
 @pytest.mark.parametrize(
     ("notes", "says"),
     [
         ({"gloo-0": "", "nccl-0": "", "done": ""}, ""),
-        ({"gloo-0": "", "nccl-0": ""}, "nccl does not connect these nodes (no answer); export NCCL_SOCKET"),
+        (
+            {"gloo-0": "", "nccl-0": ""},
+            "nccl does not connect these nodes (no answer); export NCCL_SOCKET",
+        ),
         (
             {"gloo-0": "", "gloo-1": "timed\nout"},
             "gloo does not connect these nodes (timed out); export GLOO",

@@ -63,9 +63,12 @@ STOP: Life = (STOPPED, 3, "SIGUSR1", None)
 END: Life = (DONE, 20, "end", 20)
 BAD: Life = (BAD_STEP, 12, "the loss is nan", 10)
 FULL = OSError(28, "No space left on device", "logs/console.log")
-ALTERNATING: list[Life] = [(CRASHED, n, "RuntimeError: x" if n % 3 else "OSError: y", n) for n in range(1, 6)]
+ALTERNATING: list[Life] = [
+    (CRASHED, n, "RuntimeError: x" if n % 3 else "OSError: y", n) for n in range(1, 6)
+]
 LIMIT: list[Life] = [
-    (CRASHED, n, f"RuntimeError: limit at step {n}, /tmp/x{n} 0x7f{n}a", n) for n in (500, 1000, 1500)
+    (CRASHED, n, f"RuntimeError: limit at step {n}, /tmp/x{n} 0x7f{n}a", n)
+    for n in (500, 1000, 1500)
 ]
 
 
@@ -79,11 +82,23 @@ LIMIT: list[Life] = [
         ([(REFUSED, 0, "mixture.lock is empty", None)], CRASHED, "mixture.lock is empty"),
         ([FULL, FULL, FULL], CRASHED, "No space left on device"),
         ([*ALTERNATING, END], DONE, ""),
-        (LIMIT, CRASHED, "3 attempts in a row ended for the same reason, last at step 1500: RuntimeError: limit"),
+        (
+            LIMIT,
+            CRASHED,
+            "3 attempts in a row ended for the same reason, last at step 1500: RuntimeError: limit",
+        ),
     ],
-    ids=["crashes", "stopped workers are no failure", "a missing file", "no progress", "refused settings",
-         "a full disk below its log", "other reasons between", "as at every validation, whatever the progress"],
-)  # fmt: skip
+    ids=[
+        "crashes",
+        "stopped workers are no failure",
+        "a missing file",
+        "no progress",
+        "refused settings",
+        "a full disk below its log",
+        "other reasons between",
+        "as at every validation, whatever the progress",
+    ],
+)
 def test_what_is_started_again_and_what_is_not(supervise, job, lives, code, said):
     assert supervise(*lives, *3 * [END] * (code != DONE)) == (code, len(lives))
     assert said in read_lines(job.run / "events.jsonl")[-1]["text"]
@@ -103,7 +118,8 @@ def test_long_attempts_for_the_same_reason_do_not_end_it(supervise, job):
 
 
 @pytest.mark.parametrize(
-    ("code", "status"), [(CRASHED, STOPPED_UNSAVED), (STOPPED_UNSAVED, STOPPED_UNSAVED), (STOPPED, STOPPED)]
+    ("code", "status"),
+    [(CRASHED, STOPPED_UNSAVED), (STOPPED_UNSAVED, STOPPED_UNSAVED), (STOPPED, STOPPED)],
 )
 def test_a_stop_that_saved_nothing_is_no_85(supervise, monkeypatch, code, status):
     def run_attempt(self, checkpoint_step):
@@ -151,7 +167,9 @@ def test_a_bad_node_is_left_out_and_a_spare_takes_its_place(supervise, job, heal
 
 
 def events(job: JobSections, kind: str, key: str) -> list[Any]:
-    return [e[key] for e in read_lines(job.run / "events.jsonl") if e["kind"] == f"supervisor_{kind}"]
+    return [
+        e[key] for e in read_lines(job.run / "events.jsonl") if e["kind"] == f"supervisor_{kind}"
+    ]
 
 
 def test_nodes_that_do_not_connect_are_not_started(supervise, job, healthy):
@@ -167,7 +185,9 @@ def test_nodes_that_do_not_connect_are_not_started(supervise, job, healthy):
     assert supervise(END, nodes="a,b", spares=0) == (DONE, 1)
     assert healthy.problems == []
     healthy.problems = [ValueError("no result within 480 s")]
-    assert supervise((DONE, 21, "end", 21), nodes="a,b", spares=0) == (DONE, 1), "it may be the trial's fault"
+    assert supervise((DONE, 21, "end", 21), nodes="a,b", spares=0) == (DONE, 1), (
+        "it may be the trial's fault"
+    )
     assert events(job, "network", "text")[-1] == "not tried: no result within 480 s"
 
 
@@ -206,6 +226,11 @@ def test_a_worker_for_each_gpu_unless_told_otherwise(tmp_path, monkeypatch, flag
     monkeypatch.setattr(command, "Supervisor", supervisor)
     monkeypatch.setattr(command, "refuse_impossible", lambda arguments: None)
     monkeypatch.setattr(command, "count_gpus", lambda: gpus)
-    job = ["--job.config_file", str(ROOT / "configs/debug_phase1.toml"), "--job.dump_folder", str(tmp_path)]
+    job = [
+        "--job.config_file",
+        str(ROOT / "configs/debug_phase1.toml"),
+        "--job.dump_folder",
+        str(tmp_path),
+    ]
     monkeypatch.setattr(sys, "argv", ["supervise", *job, *flag])
     assert command.main() == workers

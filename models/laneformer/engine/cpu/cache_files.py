@@ -47,7 +47,9 @@ def remove(path: Path) -> bool:
     return True
 
 
-def remove_oldest(files: Iterable[CacheFile], limit_bytes: int, remove: Callable[[Path], bool]) -> None:
+def remove_oldest(
+    files: Iterable[CacheFile], limit_bytes: int, remove: Callable[[Path], bool]
+) -> None:
     """Until those that are left are within the limit."""
     ordered = sorted(files)
     total = sum(file.bytes for file in ordered)

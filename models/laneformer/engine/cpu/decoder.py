@@ -87,7 +87,9 @@ class CpuDecoder(_core.Decoder):
         """The model's own, where it drafts."""
         if self.draft_model is not None or not self.config.num_nextn_predict_layers:
             return None
-        return DraftHead(self.config.draft_vocab_size or self.config.vocab_size, self.draft_weight_bytes)
+        return DraftHead(
+            self.config.draft_vocab_size or self.config.vocab_size, self.draft_weight_bytes
+        )
 
     def __init__(
         self,
@@ -117,28 +119,43 @@ class CpuDecoder(_core.Decoder):
         isa = isa or os.environ.get("LANEFORMER_ISA") or "auto"
         self.math = chosen_math(math, self.dtype, isa) if math in CHOSEN_MATHS else math
         if self.dtype not in MATHS[self.math]:
-            fitting = " or ".join(repr(name) for name, dtypes in MATHS.items() if self.dtype in dtypes)
+            fitting = " or ".join(
+                repr(name) for name, dtypes in MATHS.items() if self.dtype in dtypes
+            )
             needed = " or ".join(MATHS[math])
             raise ValueError(
                 f"math = {math!r} needs {needed} weights, these are {self.dtype}; use math = {fitting}"
             )
-        self.kv_dtype = kv_dtype if kv_dtype != "auto" else "fp32" if self.dtype == "fp32" else "fp16"
-        embedding, held = self.dtype, held_types(config, tensors) if self.dtype == AS_IN_FILE else []
+        self.kv_dtype = (
+            kv_dtype if kv_dtype != "auto" else "fp32" if self.dtype == "fp32" else "fp16"
+        )
+        embedding, held = (
+            self.dtype,
+            held_types(config, tensors) if self.dtype == AS_IN_FILE else [],
+        )
         if self.dtype in ("int8", "int4", AS_IN_FILE):
             embedding = "fp16" if config.tie_word_embeddings else type_of(tensors, EMBEDDING)
             embedding = "fp16" if embedding in _core.BLOCKS else embedding
         machine = this_machine()
         self.machine, pinned = machine, machine.nodes > 1 if pin is None else pin
         if (threads or 0) > machine.processors:
-            log.warning("threads = %d: only %g run at once on this machine", threads, machine.processors)
+            log.warning(
+                "threads = %d: only %g run at once on this machine", threads, machine.processors
+            )
         super().__init__(
             {**core_spec(config, tensors), "kv_dtype": self.kv_dtype, "held": held},
-            "int8" if held else self.dtype, embedding,
-            threads or planned_threads(machine, config.num_lanes), isa, self.math,
-            machine.one_cpu_a_core_first() if pinned else [], machine.processors,
-        )  # fmt: skip
+            "int8" if held else self.dtype,
+            embedding,
+            threads or planned_threads(machine, config.num_lanes),
+            isa,
+            self.math,
+            machine.one_cpu_a_core_first() if pinned else [],
+            machine.processors,
+        )
         self._load(config, tensors, packed)
-        self.cache_bytes = free_memory_bytes() // CACHED_SHARE if cache_bytes is None else cache_bytes
+        self.cache_bytes = (
+            free_memory_bytes() // CACHED_SHARE if cache_bytes is None else cache_bytes
+        )
         self.set_cache_limit(self.cache_bytes)
         self.prefetch_bytes = self.tune(int(os.environ.get("LANEFORMER_PREFETCH") or -1))
         if cache_dir is not None:
@@ -177,7 +194,11 @@ class CpuDecoder(_core.Decoder):
 
         def send(name: str, setter: Any, *where: Any) -> None:
             tensor = tensors[name]
-            if not self.chosen and setter.__name__ in ("set_matrix", "set_embedding") and ROUTER not in name:
+            if (
+                not self.chosen
+                and setter.__name__ in ("set_matrix", "set_embedding")
+                and ROUTER not in name
+            ):
                 self._expect_dtype(name, tensor.dtype)
             if tensor.dtype in _core.BLOCKS and setter.__name__ == "set_matrix":
                 setter = self.set_blocks
@@ -194,8 +215,10 @@ class CpuDecoder(_core.Decoder):
         self.set_rope(*rope_tables(config))
         if (scales := query_scales(config)) is not None:
             self.set_query_scales(scales)
-        before, behind = ([f"{layer}{norm}.weight" for layer in layers for norm in kind]
-                          for kind in (NORMS, POST_NORMS))  # fmt: skip
+        before, behind = (
+            [f"{layer}{norm}.weight" for layer in layers for norm in kind]
+            for kind in (NORMS, POST_NORMS)
+        )
         shapes = config.tensor_shapes()
         for index, name in enumerate(before + after + behind):
             if name in shapes:
@@ -208,8 +231,17 @@ class CpuDecoder(_core.Decoder):
                 send(f"{layer}attention.sinks.weight", self.set_bias, "sinks", i)
             for norm in HEAD_NORMS if config.qk_norm else ():
                 send(f"{layer}{norm}.weight", self.set_head_norm, norm.split(".")[1], i)
-        kept = {name: value for name, value in config.to_dict().items() if name != "max_position_embeddings"}
-        plan = {"layout": LAYOUT_VERSION, "dtype": self.dtype, "threads": self.threads, "config": kept}
+        kept = {
+            name: value
+            for name, value in config.to_dict().items()
+            if name != "max_position_embeddings"
+        }
+        plan = {
+            "layout": LAYOUT_VERSION,
+            "dtype": self.dtype,
+            "threads": self.threads,
+            "config": kept,
+        }
         if packed is not None and packed.load(self, plan):
             return
         if not config.tie_word_embeddings:
@@ -272,7 +304,9 @@ def held_types(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> list[
         types = {matrix: held(f"layers.{i}.{matrix}.weight") for matrix in MATRICES}
         for together in (BIASED, ("feed_forward.w1", "feed_forward.w3")):
             share_tiles = (
-                together != BIASED or config.query_size // config.num_lanes % 16 or config.head_dim % 16
+                together != BIASED
+                or config.query_size // config.num_lanes % 16
+                or config.head_dim % 16
             )
             if share_tiles and len({types[matrix] for matrix in together}) > 1:
                 types |= dict.fromkeys(together, "int8")
@@ -326,7 +360,9 @@ class RandomTensors(Mapping[str, Tensor]):
             return Tensor("fp32", np.ones(self.shapes[name], np.float32))
         if name == DRAFT_IDS:  # as many in each lane's part of the vocabulary
             count = self.shapes[name][0]
-            return Tensor("int32", np.arange(count, dtype=np.int32) * (self.shapes[EMBEDDING][0] // count))
+            return Tensor(
+                "int32", np.arange(count, dtype=np.int32) * (self.shapes[EMBEDDING][0] // count)
+            )
         values = np.empty(self.shapes[name], np.float32 if self.dtype == "fp32" else np.uint16)
         key = (self.seed << 32 ^ zlib.crc32(name.encode())) % 2**64
         _core.random_values(values, self.dtype, key, self.deviation)

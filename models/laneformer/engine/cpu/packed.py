@@ -91,7 +91,9 @@ class PackedWeights:
 
     def _is_intact(self, path: Path, parts: list[np.ndarray], header: dict[str, Any]) -> bool:
         before = stamps([path])
-        if [_core.content_hash(part) for part in parts] != [digest for _, _, digest in header["parts"]]:
+        if [_core.content_hash(part) for part in parts] != [
+            digest for _, _, digest in header["parts"]
+        ]:
             return False
         with open(path, "rb") as file:
             os.fsync(file.fileno())
@@ -101,7 +103,10 @@ class PackedWeights:
 
     def _is_source_of(self, header: dict[str, Any]) -> bool:
         """Untouched files need not be read; others are compared."""
-        return header.get("stamps") == stamps(self.files) or header.get("content") == self._source_hash()
+        return (
+            header.get("stamps") == stamps(self.files)
+            or header.get("content") == self._source_hash()
+        )
 
     def _source_hash(self) -> str:
         if self._content is None:
@@ -161,10 +166,14 @@ def is_checked(path: Path) -> bool:
 
 def read_header(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
     """The file as mapped bytes, and its header; ValueError where it is no such file."""
-    fits = path.stat().st_size < memory_bytes()  # else what is read first would be gone before it is used
+    fits = (
+        path.stat().st_size < memory_bytes()
+    )  # else what is read first would be gone before it is used
     flags = mmap.MAP_PRIVATE | (getattr(mmap, "MAP_POPULATE", 0) if fits else 0)
     with open(path, "rb") as file:
         hold(file)  # the mapping has it too
-        data = np.frombuffer(mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ), np.uint8)
+        data = np.frombuffer(
+            mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ), np.uint8
+        )
     size = int.from_bytes(data[:8].tobytes(), "little")
     return data, json.loads(data[8 : 8 + min(size, ALIGNMENT)].tobytes())

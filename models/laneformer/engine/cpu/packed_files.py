@@ -25,7 +25,9 @@ from .cache_files import CacheFile
 
 FOLDER = ".packed"
 SOURCE = "source"  # the file with the model's path
-OURS = "[0-9a-f]" * 16  # names of models' directories in the user's cache, where other things lie as well
+OURS = (
+    "[0-9a-f]" * 16
+)  # names of models' directories in the user's cache, where other things lie as well
 BUDGET = "LANEFORMER_PACKED_BYTES"
 DEFAULT_BYTES = 32 * 10**9
 MAX_PLANS = 4  # of one model
@@ -94,7 +96,9 @@ def remove_others(new: Path, layout: int) -> None:
     same = [file.path for file in list_packed() if file.path.parent == new.parent]
     for path in same[: max(0, len(same) - MAX_PLANS)]:
         remove(path)
-    others = [CacheFile(file.used_s, file.path, file.bytes) for file in list_packed() if file.path != new]
+    others = [
+        CacheFile(file.used_s, file.path, file.bytes) for file in list_packed() if file.path != new
+    ]
     cache_files.remove_oldest(others, packed_bytes() - new.stat().st_size, remove)
 
 

@@ -97,7 +97,9 @@ class SavedPrefixes:
                 except MemoryError:
                     return
                 prefix = file.prefix
-                if self.decoder.adopt(pages, prefix.ids[:start].tolist(), prefix.starts, prefix.dropped):
+                if self.decoder.adopt(
+                    pages, prefix.ids[:start].tolist(), prefix.starts, prefix.dropped
+                ):
                     self.hits, self.hit_tokens = self.hits + 1, self.hit_tokens + start - there
                     with contextlib.suppress(OSError):
                         os.utime(file.path)
@@ -128,7 +130,9 @@ class SavedPrefixes:
             if self.decoder.leaves:
                 self._save(_core.Save.leaving)
             elif not woken:
-                while not self._closed and not self.decoder.running and self._save(_core.Save.grown):
+                while (
+                    not self._closed and not self.decoder.running and self._save(_core.Save.grown)
+                ):
                     pass
             grown = woken
 
@@ -143,7 +147,14 @@ class SavedPrefixes:
             read = functools.partial(self.decoder.segment, cache)
             try:
                 part = self.folder.part(prefix)
-                write(part, self.folder.key, prefix, self.layout, read, functools.partial(self._yield, what))
+                write(
+                    part,
+                    self.folder.key,
+                    prefix,
+                    self.layout,
+                    read,
+                    functools.partial(self._yield, what),
+                )
                 done = True
             except Interrupted:
                 pass
@@ -188,19 +199,26 @@ def max_reusable(request: Request) -> int:
 
 
 def model_key(
-    decoder: _core.Decoder, arithmetic: Sequence[str], config: LaneformerConfig, tensors: Mapping[str, Tensor]
+    decoder: _core.Decoder,
+    arithmetic: Sequence[str],
+    config: LaneformerConfig,
+    tensors: Mapping[str, Tensor],
 ) -> str:
     """Of all that decides the bits of keys and values: weights as they are packed for the threads, config,
     arithmetic, and the compiled engine itself.
     """
     packed = (EMBEDDING, HEAD, *(f"{matrix}.weight" for matrix in (*MATRICES, ROUTER)))
-    others: Sequence[str] = [name for name in sorted(config.tensor_shapes()) if not name.endswith(packed)]
+    others: Sequence[str] = [
+        name for name in sorted(config.tensor_shapes()) if not name.endswith(packed)
+    ]
     known: dict[str, Any] = {
         "format": FORMAT_VERSION,
         "config": config.to_dict(),
         "arithmetic": [decoder.isa, *arithmetic],
         "parts": [_core.content_hash(decoder.part(i)) for i in range(decoder.parts)],
-        "others": [_core.content_hash(np.ascontiguousarray(tensors[name].values)) for name in others],
+        "others": [
+            _core.content_hash(np.ascontiguousarray(tensors[name].values)) for name in others
+        ],
         "engine": _core.content_hash(np.fromfile(_core.__file__, np.uint8)),
     }
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()

@@ -129,7 +129,10 @@ class SavedFile:
                 if first < needed:
                     piece = segment(index)[first:end]
                     file.seek(at)
-                    if file.readinto(piece.data) != len(piece) or _core.content_hash(piece) != digest:
+                    if (
+                        file.readinto(piece.data) != len(piece)
+                        or _core.content_hash(piece) != digest
+                    ):
                         raise Damaged("its keys or values are not those that were written")
                 at += end - first
 

@@ -42,7 +42,12 @@ class SavedFolder:
         layout: Layout,
         start_in: Callable[[np.ndarray, int], int],
     ):
-        self.directory, self.limit_bytes, self.key, self.layout = directory, limit_bytes, key, layout
+        self.directory, self.limit_bytes, self.key, self.layout = (
+            directory,
+            limit_bytes,
+            key,
+            layout,
+        )
         self._start_in = start_in
         self._files: dict[Path, SavedFile] = {}  # of this key
         self._lock = threading.Lock()
@@ -62,7 +67,8 @@ class SavedFolder:
     def best(self, ids: np.ndarray) -> tuple[SavedFile, int] | None:
         """With which a prompt starts the latest, and where."""
         starts = [
-            (self._start_in(file.prefix.dropped, file.prefix.shared(ids)), file) for file in self._known()
+            (self._start_in(file.prefix.dropped, file.prefix.shared(ids)), file)
+            for file in self._known()
         ]
         if not starts:
             return None
@@ -75,7 +81,9 @@ class SavedFolder:
         """
         size = file_bytes(prefix, self.layout)
         if size > self.limit_bytes:
-            raise TooLarge(f"a prefix of {size} bytes is more than cache_dir_bytes = {self.limit_bytes}")
+            raise TooLarge(
+                f"a prefix of {size} bytes is more than cache_dir_bytes = {self.limit_bytes}"
+            )
         files = []
         for path in self.directory.glob("*.kv"):
             with contextlib.suppress(FileNotFoundError):  # another process has removed it

@@ -58,7 +58,9 @@ def benchmark(
     arrivals(executor, prompt, MIN_TOKENS)  # warm: code, clocks
     runs = [rate_of(arrivals(executor, prompt, tokens)) for _ in range(RUNS)]
     tokens_per_s = statistics.median(runs)
-    bytes_per_token = weight_bytes(passes.geometry) + config.cached_bytes(len(prompt) + tokens / 2, 2)
+    bytes_per_token = weight_bytes(passes.geometry) + config.cached_bytes(
+        len(prompt) + tokens / 2, 2
+    )
     name = torch.cuda.get_device_name(passes.devices[0])
     return {
         "tokens_per_s": tokens_per_s,
@@ -67,7 +69,12 @@ def benchmark(
         "tape_bytes_per_token": sum(memory.weight_bytes for memory in passes.memories),
         "probe_bytes_per_s": probe_bytes_per_s,
         **shares(
-            tokens_per_s, bytes_per_token, probe_bytes_per_s, datasheet(name), gpus, config.num_hidden_layers
+            tokens_per_s,
+            bytes_per_token,
+            probe_bytes_per_s,
+            datasheet(name),
+            gpus,
+            config.num_hidden_layers,
         ),
         "prefill_tokens_per_s": prefill_tokens_per_s,
         "ttft_s": ttft_s,
@@ -76,11 +83,16 @@ def benchmark(
         "dtype": passes.geometry.dtype,
         "version": passes.version,
         "device": name,
-    }  # fmt: skip
+    }
 
 
 def shares(
-    tokens_per_s: float, bytes_per_token: float, probe: float, stated: float | None, gpus: int, layers: int
+    tokens_per_s: float,
+    bytes_per_token: float,
+    probe: float,
+    stated: float | None,
+    gpus: int,
+    layers: int,
 ) -> dict[str, float | None]:
     """How much of the bandwidth (bytes/s; `stated`: of one GPU, by its maker) a speed is, and the time a layer that
     is not.

@@ -24,13 +24,19 @@ INCLUDES = (FOLDER, FOLDER.parent)  # there is sampling.h, which the C++ core sh
 
 def source_of(version: str, geometry: Geometry) -> str:
     """One translation unit: the geometry's constants, then the kernels of a version, or of the probe."""
-    return f'#define GRAPH {version == "graph":d}\n{constants_of(geometry)}#include "{version}.cu"\n'
+    return (
+        f'#define GRAPH {version == "graph":d}\n{constants_of(geometry)}#include "{version}.cu"\n'
+    )
 
 
 def compile_cubin(
-    version: str, geometry: Geometry, architecture: str, cache: Path | None = None, driver: int | None = None,
+    version: str,
+    geometry: Geometry,
+    architecture: str,
+    cache: Path | None = None,
+    driver: int | None = None,
     compiler: Nvrtc | None = None,
-) -> bytes:  # fmt: skip
+) -> bytes:
     """Machine code for an architecture such as "sm_90a"; RuntimeError with the compiler's message.
 
     `cache` is the folder of kept cubins; by default $XDG_CACHE_HOME/laneformer/cubins. `compiler`: by default
@@ -38,7 +44,10 @@ def compile_cubin(
     """
     source, compiler = source_of(version, geometry), compiler or compiler_for(architecture, driver)
     sources = [
-        path for folder in INCLUDES for pattern in ("*.cu*", "*.h") for path in sorted(folder.glob(pattern))
+        path
+        for folder in INCLUDES
+        for pattern in ("*.cu*", "*.h")
+        for path in sorted(folder.glob(pattern))
     ]
     included = b"".join(path.read_bytes() for path in sources)
     decides = repr((source, architecture, OPTIONS, compiler.version)).encode() + included
@@ -50,7 +59,9 @@ def compile_cubin(
     try:
         compiled = compiler.compile(source, architecture, INCLUDES)
     except RuntimeError as error:
-        raise RuntimeError(f"the {version} kernels do not compile for {architecture}: {error}") from None
+        raise RuntimeError(
+            f"the {version} kernels do not compile for {architecture}: {error}"
+        ) from None
     keep(kept, compiled)
     return compiled
 

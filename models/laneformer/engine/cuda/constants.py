@@ -15,19 +15,35 @@ def constants_of(geometry: Geometry) -> str:
     c, layers = geometry.config, range(geometry.config.num_hidden_layers)
     matrices = [geometry.matrix(op) for op in OPS]
     numbers = {
-        "kLanes": c.num_lanes, "kDeviceLanes": geometry.lanes_per_device, "kHidden": c.hidden_size,
-        "kIntermediate": c.intermediate_size // c.num_lanes, "kHeads": geometry.heads,
-        "kKvHeads": c.kv_heads_per_lane, "kHeadDim": c.head_dim, "kVocab": c.vocab_size // c.num_lanes,
-        "kLayers": c.num_hidden_layers, "kDelay": c.broadcast_delay,
-        "kLaneNorms": int(not c.replicated_rmsn_scale), "kQkvBias": int(c.attention_bias),
+        "kLanes": c.num_lanes,
+        "kDeviceLanes": geometry.lanes_per_device,
+        "kHidden": c.hidden_size,
+        "kIntermediate": c.intermediate_size // c.num_lanes,
+        "kHeads": geometry.heads,
+        "kKvHeads": c.kv_heads_per_lane,
+        "kHeadDim": c.head_dim,
+        "kVocab": c.vocab_size // c.num_lanes,
+        "kLayers": c.num_hidden_layers,
+        "kDelay": c.broadcast_delay,
+        "kLaneNorms": int(not c.replicated_rmsn_scale),
+        "kQkvBias": int(c.attention_bias),
         "kHeadNorms": int(c.qk_norm),
-        "kBlocksPerLane": geometry.blocks_per_lane, "kWarps": geometry.warps, "kChunkBytes": geometry.chunk_bytes,
-        "kChunks": geometry.chunks, "kStrip": geometry.strip, "kSplits": geometry.splits,
-        "kMailSlots": geometry.mail_slots, "kWide": geometry.wide,
-        "kNarrow": geometry.narrow, "kMostStreamRows": geometry.stream_rows, "kMostStops": MAX_STOPS,
-        "kMmaColumns": geometry.columns, "kMostColumns": MAX_COLUMNS, "kMostSums": geometry.max_sums,
+        "kBlocksPerLane": geometry.blocks_per_lane,
+        "kWarps": geometry.warps,
+        "kChunkBytes": geometry.chunk_bytes,
+        "kChunks": geometry.chunks,
+        "kStrip": geometry.strip,
+        "kSplits": geometry.splits,
+        "kMailSlots": geometry.mail_slots,
+        "kWide": geometry.wide,
+        "kNarrow": geometry.narrow,
+        "kMostStreamRows": geometry.stream_rows,
+        "kMostStops": MAX_STOPS,
+        "kMmaColumns": geometry.columns,
+        "kMostColumns": MAX_COLUMNS,
+        "kMostSums": geometry.max_sums,
         "kFlushes": len(geometry.flushed),
-    }  # fmt: skip
+    }
     tables = {
         "kColumns": [m.columns for m in matrices],
         "kUnits": [m.units for m in matrices],
@@ -35,7 +51,8 @@ def constants_of(geometry: Geometry) -> str:
         "kWindows": [c.window(i) or 0 for i in layers],
         "kKvSlots": [geometry.kv_slots(i) for i in layers],
         "kTurnsFrom": [
-            0 if i in c.nope_layers else 1 + c.rope_of(i) * c.max_position_embeddings for i in layers
+            0 if i in c.nope_layers else 1 + c.rope_of(i) * c.max_position_embeddings
+            for i in layers
         ],
         "kFlushed": [2 * i + m for i, m in geometry.flushed] or [0],
     }
@@ -43,7 +60,9 @@ def constants_of(geometry: Geometry) -> str:
     per_module: dict[str, Sequence[Sequence[object]]] = {
         "kJoins": [[join_name(c.join(i, m)) for i in layers] for m in MODULES],
         "kAddsDelayed": [[int(c.adds_delayed(i, m)) for i in layers] for m in MODULES],
-        "kBroadcasts": [[int(c.broadcasts(i, m) or c.delivers(i, m)) for i in layers] for m in MODULES],
+        "kBroadcasts": [
+            [int(c.broadcasts(i, m) or c.delivers(i, m)) for i in layers] for m in MODULES
+        ],
     }
     lines = [
         f"#define DEVICES {geometry.devices}",

@@ -132,14 +132,18 @@ def make_passes(
 ) -> PassDecoder:
     """Of this version; of the graph, with a warning, where the kernel of passes cannot run on one GPU."""
     if version not in DECODERS:
-        raise ValueError(f"version = {version!r} is unknown; choose from {' and '.join(map(repr, DECODERS))}")
+        raise ValueError(
+            f"version = {version!r} is unknown; choose from {' and '.join(map(repr, DECODERS))}"
+        )
     if version == "graph" and len(devices) > 1:
         raise ValueError("the graph version runs on one GPU; use version = 'passes' for several")
     try:
         return DECODERS[version](config, tensors, dtype, devices, cache_bytes=cache_bytes)
     except NotResident as error:
         if len(devices) > 1:
-            raise RuntimeError(f"{error}; the graph version cannot run instead: use whole GPUs") from error
+            raise RuntimeError(
+                f"{error}; the graph version cannot run instead: use whole GPUs"
+            ) from error
         warnings.warn(
             f"the graph version decodes, one request at a time, as the kernel of passes cannot run: {error}",
             stacklevel=4,

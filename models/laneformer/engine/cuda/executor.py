@@ -21,7 +21,11 @@ from .structures import Column
 # the others wait for a piece: 10 ms for the weights of `2b` and 9 for so many ids, both calculated
 PIECE_TOKENS = 1024
 LONGEST_END_S = 10.0  # of a pass, when the interpreter ends
-RETRIES_S = (0.01, 0.1, 1.0)  # after a launch that is refused, as others have the GPU's multiprocessors
+RETRIES_S = (
+    0.01,
+    0.1,
+    1.0,
+)  # after a launch that is refused, as others have the GPU's multiprocessors
 
 
 class CudaExecutor:
@@ -36,13 +40,24 @@ class CudaExecutor:
     def __init__(self, passes: PassDecoder):
         self.passes: PassDecoder | None = passes
         limits = _core.Limits(passes.config.vocab_size, passes.config.max_position_embeddings)
-        limits.columns, limits.sequences, limits.ahead = passes.columns, passes.sequences, passes.ahead
-        limits.piece, limits.unread, limits.paced, limits.picks = PIECE_TOKENS, passes.unread, False, True
+        limits.columns, limits.sequences, limits.ahead = (
+            passes.columns,
+            passes.sequences,
+            passes.ahead,
+        )
+        limits.piece, limits.unread, limits.paced, limits.picks = (
+            PIECE_TOKENS,
+            passes.unread,
+            False,
+            True,
+        )
         self.schedule = _core.Schedule(limits, passes.caches.shape())
         shape = passes.columns, passes.config.vocab_size
         self._logits = torch.empty(shape, device=passes.caches.memories[0].device)
         arguments = self.schedule, weakref.ref(self)
-        thread = threading.Thread(target=serve, args=arguments, name="laneformer-passes", daemon=True)
+        thread = threading.Thread(
+            target=serve, args=arguments, name="laneformer-passes", daemon=True
+        )
         thread.start()
         weakref.finalize(self, end, self.schedule, thread)
 
@@ -79,7 +94,9 @@ class CudaExecutor:
         try:
             picked = launch(passes, asked, plan.ahead, self._logits if rows else None, look)
         except NotResident as error:
-            return {"error": f"the GPU runs something else beside the engine, try again later: {error}"}
+            return {
+                "error": f"the GPU runs something else beside the engine, try again later: {error}"
+            }
         given: dict[str, Any] = {"picked": np.array(picked, np.int32)}
         return {**given, "logits": self._logits[rows].cpu().numpy()} if rows else given
 

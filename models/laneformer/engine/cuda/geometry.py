@@ -26,7 +26,10 @@ LARGE_HEAD, LARGE_HEAD_WARPS = 128, 12
 MAX_SPLITS = 16  # of the keys: each reader of the attention merges them all
 MAX_DRAFTS = MAX_COLUMNS - 1
 TILE = 16  # rows and columns of a matrix that one such instruction takes: a segment
-MAX_PARTS, MIN_UNITS = 16, 768  # of a matrix' columns; of tiles' parts, to be dealt evenly to a lane's warps
+MAX_PARTS, MIN_UNITS = (
+    16,
+    768,
+)  # of a matrix' columns; of tiles' parts, to be dealt evenly to a lane's warps
 RESERVED_BYTES = 1024  # of shared memory, which the system keeps of each block
 # to try, the best first: fewer warps compute less at once, small chunks read the inputs of a
 # matrix more often
@@ -101,7 +104,9 @@ class Geometry:
     chunks: int
     devices: int = 1
     columns: int = 1  # of one pass at most
-    half: str = "bf16"  # or "fp16": of the embedding, keys and values; with matrices of 16 bits, theirs
+    half: str = (
+        "bf16"  # or "fp16": of the embedding, keys and values; with matrices of 16 bits, theirs
+    )
 
     @property
     def number_bytes(self) -> int:
@@ -164,7 +169,13 @@ class Geometry:
 
     def kv_layer(self, layer: int) -> int:
         """Numbers of keys and values that one lane keeps of a layer."""
-        return 2 * self.config.kv_heads_per_lane * self.splits * self.kv_slots(layer) * self.config.head_dim
+        return (
+            2
+            * self.config.kv_heads_per_lane
+            * self.splits
+            * self.kv_slots(layer)
+            * self.config.head_dim
+        )
 
     @property
     def kv_lane(self) -> int:
@@ -208,7 +219,10 @@ class Geometry:
         """
         head, norms = self.config.head_dim, self.config.qk_norm * (self.group + 1)
         column = self.column_stride + self.max_sums + self.stream_rows + 2
-        return 4 * ((self.group + 1) * head + norms + self.columns * column + self.warps) + 8 * self.warps
+        return (
+            4 * ((self.group + 1) * head + norms + self.columns * column + self.warps)
+            + 8 * self.warps
+        )
 
     @property
     def shared_bytes(self) -> int:
@@ -224,7 +238,12 @@ class Geometry:
         """8-byte words that the blocks of one lane exchange (exchange.cuh: kLaneWords)."""
         c = self.config
         partial = self.heads * self.splits * (c.head_dim + 2)
-        return 2 * c.hidden_size + self.matrix("qkv").rows + partial + c.intermediate_size // c.num_lanes
+        return (
+            2 * c.hidden_size
+            + self.matrix("qkv").rows
+            + partial
+            + c.intermediate_size // c.num_lanes
+        )
 
     @property
     def inbox_words(self) -> int:
@@ -239,7 +258,9 @@ class Geometry:
         config, layers = self.config, range(self.config.num_hidden_layers)
         if not config.flush:
             return []
-        return [(i, m) for i in layers for m, name in enumerate(MODULES) if config.delivers(i, name)]
+        return [
+            (i, m) for i in layers for m, name in enumerate(MODULES) if config.delivers(i, name)
+        ]
 
 
 def parts_of(rows: int, columns: int, segment_columns: int = TILE) -> int:

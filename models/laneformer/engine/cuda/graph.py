@@ -64,6 +64,8 @@ def graph_launches(geometry: Geometry) -> list[tuple[str, int, int, int]]:
         for module, names in enumerate((("qkv", "attention", "output"), ("gate_up", "down"))):
             kernels += [(name, layer, 0, blocks) for name in names]
             flushes = geometry.flushed and (layer, module) == last
-            if flushes or config.join(layer, MODULES[module]) == Join.PRESENT:  # when all lanes have sent
+            if (
+                flushes or config.join(layer, MODULES[module]) == Join.PRESENT
+            ):  # when all lanes have sent
                 kernels.append(("join_now", layer, module, blocks))
     return [*kernels, ("head", 0, 0, blocks), ("choose", 0, 0, min(blocks, MAX_COLUMNS))]

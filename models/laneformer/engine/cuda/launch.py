@@ -25,14 +25,18 @@ class NotResident(RuntimeError):
 def describe(device: torch.device) -> Machine:
     """What of this GPU decides the geometry; ValueError for one that is too old, or AMD's."""
     if torch.version.hip:
-        raise ValueError('this PyTorch is for AMD GPUs, the CUDA engine for NVIDIA\'s; use device "cpu"')
+        raise ValueError(
+            'this PyTorch is for AMD GPUs, the CUDA engine for NVIDIA\'s; use device "cpu"'
+        )
     properties: Any = torch.cuda.get_device_properties(device)
     architecture = 10 * properties.major + properties.minor
     if architecture < 80:
         raise ValueError(
             f"{properties.name} is sm_{architecture}; the CUDA engine needs sm_80 (A100) or newer"
         )
-    return Machine(properties.multi_processor_count, properties.shared_memory_per_block_optin, architecture)
+    return Machine(
+        properties.multi_processor_count, properties.shared_memory_per_block_optin, architecture
+    )
 
 
 def share_of(devices: Sequence[torch.device]) -> tuple[Machine, int]:
@@ -44,7 +48,9 @@ def share_of(devices: Sequence[torch.device]) -> tuple[Machine, int]:
 class Kernels:
     """The kernels of one version, or of the probe, on one GPU."""
 
-    def __init__(self, version: str, geometry: Geometry, device: torch.device, shared: bool = False):
+    def __init__(
+        self, version: str, geometry: Geometry, device: torch.device, shared: bool = False
+    ):
         """`shared`: other launches wait for this one's blocks and run beside them on the same GPU."""
         from cuda.bindings import driver
 
@@ -103,7 +109,9 @@ class Kernels:
         threads, shared = self.geometry.threads, self.geometry.shared_bytes
         function, there = driver.CUfunction(int(self._kernel(name))), self.machine.multiprocessors
         with torch.cuda.device(self.device):
-            each = check(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, shared))
+            each = check(
+                driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, shared)
+            )
         if each * there < launches * self.geometry.blocks:
             raise NotResident(
                 f"{launches * self.geometry.blocks} blocks of {threads} threads and {shared} bytes of shared memory "
@@ -116,7 +124,9 @@ class Kernels:
 
             kernel = check(driver.cuLibraryGetKernel(self._library, name.encode()))
             attributes = driver.CUfunction_attribute
-            values = {attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: self.geometry.shared_bytes}
+            values = {
+                attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: self.geometry.shared_bytes
+            }
             # percent of the memory that is also the L1: equal for all, as a change between kernels
             # drains the GPU
             values[attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT] = 100
@@ -136,5 +146,7 @@ def check(result: tuple[Any, ...]) -> Any:
     if status != driver.CUresult.CUDA_SUCCESS:
         _, text = driver.cuGetErrorString(status)
         too_large = status == driver.CUresult.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE
-        raise (NotResident if too_large else RuntimeError)(f"CUDA: {status.name}: {(text or b'').decode()}")
+        raise (NotResident if too_large else RuntimeError)(
+            f"CUDA: {status.name}: {(text or b'').decode()}"
+        )
     return values[0] if values else None

@@ -32,7 +32,9 @@ from .structures import (
 )
 from .tape import pack, tape_starts
 
-TORCH_TYPES: dict[str, torch.dtype] = {name: getattr(torch, STORED_TYPES[name].torch) for name in HALVES}
+TORCH_TYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, STORED_TYPES[name].torch) for name in HALVES
+}
 
 
 class DeviceMemory:
@@ -41,9 +43,13 @@ class DeviceMemory:
     """
 
     def __init__(
-        self, geometry: Geometry, tensors: Mapping[str, Tensor], index: int, device: torch.device | str,
+        self,
+        geometry: Geometry,
+        tensors: Mapping[str, Tensor],
+        index: int,
+        device: torch.device | str,
         sequences: int = 1,
-    ):  # fmt: skip
+    ):
         """Pack the weights; ValueError names a tensor with a value that is not finite in 16 bits.
 
         sequences: that have keys and values here.
@@ -68,7 +74,10 @@ class DeviceMemory:
                 f"the GPU has no memory for the keys and values of {config.max_position_embeddings} positions, "
                 f"{2 * numbers / 1e9:.1f} GB; use a smaller context_tokens"
             ) from None
-        columns, lanes = geometry.columns, geometry.lanes_per_device  # columns have words of their own
+        columns, lanes = (
+            geometry.columns,
+            geometry.lanes_per_device,
+        )  # columns have words of their own
         self.lane_words = self._zeros(columns * lanes * geometry.lane_words, torch.int64)
         self.inbox = self._zeros(columns * geometry.inbox_words, torch.int64)
         streams = 4 * columns * lanes * config.hidden_size
@@ -100,7 +109,9 @@ class DeviceMemory:
             arrived = [word >> 32 == number for word in words]
             if not any(running) or arrived != running:
                 break
-            rows.append([word & TOKEN_BITS if on else -1 for word, on in zip(words, running, strict=True)])
+            rows.append(
+                [word & TOKEN_BITS if on else -1 for word, on in zip(words, running, strict=True)]
+            )
             running = [on and not word & ENDS for word, on in zip(words, running, strict=True)]
         return rows
 
@@ -143,7 +154,9 @@ class DeviceMemory:
         start = sum(g.kv_layer(i) for i in range(layer))
         sequence = self.kv.view(-1, g.lanes_per_device, g.kv_lane)[0]
         lanes = sequence[:, start : start + g.kv_layer(layer)]
-        return lanes.view(-1, g.config.kv_heads_per_lane, g.splits, g.kv_slots(layer), 2, g.config.head_dim)
+        return lanes.view(
+            -1, g.config.kv_heads_per_lane, g.splits, g.kv_slots(layer), 2, g.config.head_dim
+        )
 
     def _put(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.contiguous().to(self.device)
@@ -156,9 +169,11 @@ class DeviceMemory:
 
 
 PARTS = {  # tensors of a layer that make one matrix of the kernels
-    "qkv": ("attention.wq", "attention.wk", "attention.wv"), "output": ("attention.wo",),
-    "gate_up": ("feed_forward.w1", "feed_forward.w3"), "down": ("feed_forward.w2",),
-}  # fmt: skip
+    "qkv": ("attention.wq", "attention.wk", "attention.wv"),
+    "output": ("attention.wo",),
+    "gate_up": ("feed_forward.w1", "feed_forward.w3"),
+    "down": ("feed_forward.w2",),
+}
 
 
 def joined(op: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -183,7 +198,9 @@ def lane_matrices(
     return [joined(op, [part[lanes] for part in of_all]) for of_all in zip(*parts, strict=True)]
 
 
-def read_matrix(geometry: Geometry, tensors: Mapping[str, Tensor], name: str) -> tuple[torch.Tensor, ...]:
+def read_matrix(
+    geometry: Geometry, tensors: Mapping[str, Tensor], name: str
+) -> tuple[torch.Tensor, ...]:
     """(L, rows, columns), and with 8 bits scales (L, rows)."""
     eight = geometry.dtype == "int8"
     values = finite(tensors, name, torch.float32 if eight else TORCH_TYPES[geometry.dtype])
@@ -226,7 +243,9 @@ def biases(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torch.Ten
     if not config.attention_bias:
         return torch.empty(0)
     layers = range(config.num_hidden_layers)
-    parts = [torch.stack([finite(tensors, f"layers.{i}.{name}.bias") for i in layers]) for name in BIASED]
+    parts = [
+        torch.stack([finite(tensors, f"layers.{i}.{name}.bias") for i in layers]) for name in BIASED
+    ]
     return torch.cat(parts, 2)
 
 
@@ -234,13 +253,19 @@ def head_norms(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torch
     """float32 (layers, 2, d), flat: the norms of queries and of keys; empty where there are none."""
     if not config.qk_norm:
         return torch.empty(0)
-    names = [f"layers.{i}.{norm}.weight" for i in range(config.num_hidden_layers) for norm in HEAD_NORMS]
+    names = [
+        f"layers.{i}.{norm}.weight" for i in range(config.num_hidden_layers) for norm in HEAD_NORMS
+    ]
     return torch.stack([finite(tensors, name) for name in names]).unflatten(0, (-1, 2))
 
 
-def finite(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def finite(
+    tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """A tensor in this type; ValueError where a value is not finite in it."""
     values = as_torch(tensors[name]).to(dtype)
     if not values.isfinite().all():
-        raise ValueError(f"tensor {name} holds values that are not finite (NaN, or too large for {dtype})")
+        raise ValueError(
+            f"tensor {name} holds values that are not finite (NaN, or too large for {dtype})"
+        )
     return values

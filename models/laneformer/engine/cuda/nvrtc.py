@@ -39,7 +39,9 @@ class Nvrtc:
         self._library.nvrtcGetSupportedArchs(numbers)
         self.version, self.architectures = (major.value, minor.value), frozenset(numbers)
 
-    def compile(self, source: str, architecture: str, includes: Sequence[Path] = (), *options: str) -> bytes:
+    def compile(
+        self, source: str, architecture: str, includes: Sequence[Path] = (), *options: str
+    ) -> bytes:
         """Machine code (a cubin); RuntimeError with the compiler's log."""
         given = [
             f"--gpu-architecture={architecture}",
@@ -48,7 +50,9 @@ class Nvrtc:
             *(f"-I{path}" for path in includes),
         ]
         program = c.c_void_p()
-        self._library.nvrtcCreateProgram(c.byref(program), source.encode(), b"kernels.cu", 0, None, None)
+        self._library.nvrtcCreateProgram(
+            c.byref(program), source.encode(), b"kernels.cu", 0, None, None
+        )
         try:
             arguments = (c.c_char_p * len(given))(*(text.encode() for text in given))
             if self._library.nvrtcCompileProgram(program, len(given), arguments):
@@ -95,11 +99,21 @@ def compiler_for(architecture: str, driver: int | None) -> Nvrtc:
     """
     number = int("".join(filter(str.isdigit, architecture)))
     for compiler in compilers():
-        if (driver is None or compiler.version[0] <= driver // 1000) and number in compiler.architectures:
+        if (
+            driver is None or compiler.version[0] <= driver // 1000
+        ) and number in compiler.architectures:
             return compiler
-    there = ", ".join(f"{major}.{minor}" for major, minor in (compiler.version for compiler in compilers()))
-    limit = "" if driver is None else f" and the driver, which loads code of CUDA {driver // 1000} at most"
-    package = "nvidia-cuda-nvrtc-cu12" if driver is not None and driver < 13000 else "nvidia-cuda-nvrtc"
+    there = ", ".join(
+        f"{major}.{minor}" for major, minor in (compiler.version for compiler in compilers())
+    )
+    limit = (
+        ""
+        if driver is None
+        else f" and the driver, which loads code of CUDA {driver // 1000} at most"
+    )
+    package = (
+        "nvidia-cuda-nvrtc-cu12" if driver is not None and driver < 13000 else "nvidia-cuda-nvrtc"
+    )
     raise RuntimeError(
         f"no compiler (NVRTC) here fits {architecture}{limit}; installed: {there or 'none'}: "
         f"pip install --upgrade {package}"

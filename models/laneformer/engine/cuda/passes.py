@@ -32,7 +32,9 @@ from .structures import PASSES_PER_LAUNCH, Column
 from .tape import tape_starts
 from .tape_model import TapeModel
 
-Look = Callable[[list[list[int]]], bool]  # at tokens [pass][column]; whether to end after the pass under way
+Look = Callable[
+    [list[list[int]]], bool
+]  # at tokens [pass][column]; whether to end after the pass under way
 LAST_EPOCH = 2**31  # of all layers together
 # ids that a column reads of a prompt at most: eight times as many take as long as a small piece
 COLUMN_TOKENS = 8
@@ -61,7 +63,9 @@ def sequences_in(free: int, geometry: Geometry, cache_bytes: int | None) -> int:
     return columns + min(MAX_CACHES - columns, spare // each)
 
 
-def fit_builds(builds: list[Geometry], free: int, cache_bytes: int | None) -> tuple[list[Geometry], int]:
+def fit_builds(
+    builds: list[Geometry], free: int, cache_bytes: int | None
+) -> tuple[list[Geometry], int]:
     """The builds whose columns have memory, and for how many sequences; ValueError where none has."""
     while len(builds) > 1:
         with contextlib.suppress(ValueError):
@@ -81,9 +85,14 @@ class PassDecoder:
     late_s = LATE_S
 
     def __init__(
-        self, config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype: str, devices: Sequence[str] = ("cuda:0",),
-        limit_s: float = 10.0, cache_bytes: int | None = None,
-    ):  # fmt: skip
+        self,
+        config: LaneformerConfig,
+        tensors: Mapping[str, Tensor],
+        dtype: str,
+        devices: Sequence[str] = ("cuda:0",),
+        limit_s: float = 10.0,
+        cache_bytes: int | None = None,
+    ):
         """`cache_bytes`: of each GPU, for earlier sequences; None: a quarter of what is left. `limit_s`: of a wait.
         A GPU that is named more than once is shared out.
 
@@ -102,14 +111,19 @@ class PassDecoder:
         self._load()
         self._streams = [torch.cuda.Stream(device) for device in self.devices]
         self._hold(
-            [DeviceMemory(self.geometry, tensors, i, d, sequences) for i, d in enumerate(self.devices)]
+            [
+                DeviceMemory(self.geometry, tensors, i, d, sequences)
+                for i, d in enumerate(self.devices)
+            ]
         )
         self.ahead = self._passes_that_follow()
 
     def _load(self) -> None:
         """The kernels of the builds; NotResident where blocks would not all run at once."""
         shared = self._sharing > 1
-        self.kernels = [[Kernels(self.version, g, d, shared) for d in self.devices] for g in self.builds]
+        self.kernels = [
+            [Kernels(self.version, g, d, shared) for d in self.devices] for g in self.builds
+        ]
         for of_build in self.kernels:
             for kernels in of_build:
                 kernels.require_resident("pass", self._sharing)
@@ -150,16 +164,23 @@ class PassDecoder:
         """The PyTorch model on the tiles, for long prompts and scores; made when it is first needed."""
         return TapeModel(self.memories)
 
-    def read(self, ids: Sequence[int], cache: int, position: int, first_row: int) -> Iterator[torch.Tensor]:
+    def read(
+        self, ids: Sequence[int], cache: int, position: int, first_row: int
+    ) -> Iterator[torch.Tensor]:
         """Fill a cache from `position` on, by PyTorch; float32 logits (n, V), in blocks, of the positions from
         `first_row` on.
         """
-        return read_prompt(self.tape_model, ids, DeviceCache(self.caches.of(cache), position), first_row)
+        return read_prompt(
+            self.tape_model, ids, DeviceCache(self.caches.of(cache), position), first_row
+        )
 
     def run(
-        self, columns: Sequence[Column], ahead: int = 0, logits: torch.Tensor | None = None,
+        self,
+        columns: Sequence[Column],
+        ahead: int = 0,
+        logits: torch.Tensor | None = None,
         look: Look | None = None,
-    ) -> list[list[int]]:  # fmt: skip
+    ) -> list[list[int]]:
         """The token that each column would be followed by, then up to `ahead` times those that follow these.
 
         Each column goes on with the token that it drew, until that is one of its stop ids or its `left`-th; then it
@@ -223,7 +244,9 @@ class PassDecoder:
             order.logits = None if logits is None else logits.data_ptr()
             arguments.append(argument)
             memory.cancel.zero_()
-            memory.epoch += 1 + ahead  # whatever becomes of these passes, no others use their epochs
+            memory.epoch += (
+                1 + ahead
+            )  # whatever becomes of these passes, no others use their epochs
         return arguments
 
     def _launch(self, arguments: Sequence[Any]) -> None:

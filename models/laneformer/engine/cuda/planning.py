@@ -29,7 +29,9 @@ from .geometry import (
 MAX_TILE_WARPS = 16
 BUILDS = (1, 4, 8)  # columns of the kernels of passes
 MOST_COLUMNS = (8, 4, 2)  # of the largest one: as many as fit
-MIN_RING_BYTES = 32 << 10  # of a block, under way while it computes; with less, fewer columns are read faster
+MIN_RING_BYTES = (
+    32 << 10
+)  # of a block, under way while it computes; with less, fewer columns are read faster
 
 
 def plan(
@@ -58,7 +60,9 @@ def plan(
     check_model(config, dtype, devices)
     lanes, count = config.num_lanes // devices, machine.multiprocessors
     if count < lanes:
-        raise ValueError(f"{lanes} lanes need {lanes} multiprocessors, this GPU has {count}; use more GPUs")
+        raise ValueError(
+            f"{lanes} lanes need {lanes} multiprocessors, this GPU has {count}; use more GPUs"
+        )
     blocks, activations = blocks_per_lane or count // lanes, half if dtype == "int8" else dtype
     most = MAX_TILE_WARPS // resident
     if config.head_dim >= LARGE_HEAD:
@@ -96,7 +100,10 @@ def plan_builds(
     for most in MOST_COLUMNS:
         with contextlib.suppress(ValueError):
             last = build(columns=most)
-            if 2 * last.warps >= warps and last.warps * last.chunks * last.chunk_bytes >= MIN_RING_BYTES:
+            if (
+                2 * last.warps >= warps
+                and last.warps * last.chunks * last.chunk_bytes >= MIN_RING_BYTES
+            ):
                 break
     else:
         last = build(columns=MOST_COLUMNS[-1])

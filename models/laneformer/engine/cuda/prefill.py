@@ -38,7 +38,9 @@ class DeviceCache:
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep new keys and values, each (1, K, S, d); returns all so far, (1, K, T, d)."""
-        kept = torch.stack((key[0], value[0])).to(TORCH_TYPES[self.memories[0].geometry.half])  # (2, K, S, d)
+        kept = torch.stack((key[0], value[0])).to(
+            TORCH_TYPES[self.memories[0].geometry.half]
+        )  # (2, K, S, d)
         new = kept.to(key.dtype)  # seen as later tokens will see them
         everything = torch.cat((self.read(layer_idx).to(new), new), 2) if self.length else new
         for memory, heads in zip(self.memories, kept.chunk(len(self.memories), 1), strict=True):
@@ -85,7 +87,9 @@ def streams(model: TapeModel, ids: Sequence[int], cache: DeviceCache) -> Iterato
         keys = torch.arange(cache.length + new.shape[1], device=device)
         queries = keys[cache.length :]
         embedding, rope = F.embedding(new, model.embedding), rope_table(model.config, queries)
-        h, _ = run_layers(model.layers(), model.config, embedding, rope, model.masks(queries, keys), cache)
+        h, _ = run_layers(
+            model.layers(), model.config, embedding, rope, model.masks(queries, keys), cache
+        )
         cache.length += new.shape[1]
         yield h
 
@@ -115,7 +119,9 @@ def scores_of(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of logits (n, V): log p of the targets (n,), the `top` likeliest ids and their log p, flat; on the CPU."""
     logprobs = logits.log_softmax(-1)
-    own = logprobs.gather(1, torch.tensor(targets, dtype=torch.int64, device=logits.device)[:, None])[:, 0]
+    own = logprobs.gather(
+        1, torch.tensor(targets, dtype=torch.int64, device=logits.device)[:, None]
+    )[:, 0]
     # a stable sort puts the lowest of equally likely ids first, which topk does not promise
     likeliest = (
         logits.sort(dim=-1, descending=True, stable=True).indices[:, :top]

@@ -14,7 +14,16 @@ PASSES_PER_LAUNCH = 16
 ENDS = 1 << 30  # in the word of a chosen token: its column ends with it (passes.cu: kEnds)
 TOKEN_BITS = ENDS - 1
 WEIGHTS = ("tapes", "tape_at", "scales", "embedding", "norms", "rope", "kv", "biases", "head_norms")
-EXCHANGES = ("stream", "q/k/v", "partial attention", "activation", "mail", "best token", "scores", "choice")
+EXCHANGES = (
+    "stream",
+    "q/k/v",
+    "partial attention",
+    "activation",
+    "mail",
+    "best token",
+    "scores",
+    "choice",
+)
 
 
 class Weights(ctypes.Structure):
@@ -28,17 +37,21 @@ class Column(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int) for name in ("token", "position", "sequence", "left", "stop_count")),
-        ("stops", ctypes.c_int * MAX_STOPS), ("sampling", Sampling),
-    ]  # fmt: skip
+        ("stops", ctypes.c_int * MAX_STOPS),
+        ("sampling", Sampling),
+    ]
 
 
 class Order(ctypes.Structure):
     """What a launch is to do (block.cuh: Order)."""
 
     _fields_ = [
-        ("logits", ctypes.c_void_p), ("epoch", ctypes.c_uint32), ("column_count", ctypes.c_int),
-        ("ahead", ctypes.c_int), ("columns", Column * MAX_COLUMNS),
-    ]  # fmt: skip
+        ("logits", ctypes.c_void_p),
+        ("epoch", ctypes.c_uint32),
+        ("column_count", ctypes.c_int),
+        ("ahead", ctypes.c_int),
+        ("columns", Column * MAX_COLUMNS),
+    ]
 
 
 class GraphState(ctypes.Structure):
@@ -59,9 +72,9 @@ class GraphState(ctypes.Structure):
 class Report(ctypes.Structure):
     """The first wait that was given up (exchange.cuh: Report)."""
 
-    _fields_ = [(name, ctypes.c_int) for name in ("set", "exchange", "layer", "lane", "block", "warp")] + [
-        ("epoch", ctypes.c_uint32)
-    ]
+    _fields_ = [
+        (name, ctypes.c_int) for name in ("set", "exchange", "layer", "lane", "block", "warp")
+    ] + [("epoch", ctypes.c_uint32)]
 
     def describe(self, limit_s: float) -> str:
         """Who waited for what."""
@@ -78,10 +91,14 @@ def decode_structure(devices: int) -> type[ctypes.Structure]:
 
     class Decode(ctypes.Structure):
         _fields_ = [
-            ("weights", Weights), ("lane_words", ctypes.c_void_p), ("inbox", ctypes.c_void_p * devices),
-            *((name, ctypes.c_void_p) for name in pointers), ("limit_ns", ctypes.c_uint64),
-            *((name, ctypes.c_int) for name in ("device", "first_lane", "layer", "module")), ("order", Order),
-        ]  # fmt: skip
+            ("weights", Weights),
+            ("lane_words", ctypes.c_void_p),
+            ("inbox", ctypes.c_void_p * devices),
+            *((name, ctypes.c_void_p) for name in pointers),
+            ("limit_ns", ctypes.c_uint64),
+            *((name, ctypes.c_int) for name in ("device", "first_lane", "layer", "module")),
+            ("order", Order),
+        ]
 
     return Decode
 
@@ -90,6 +107,8 @@ class Probe(ctypes.Structure):
     """The argument of the kernel that reads all tapes (probe.cu: Probe)."""
 
     _fields_ = [
-        ("tapes", ctypes.c_void_p), ("tape_at", ctypes.c_void_p), ("sums", ctypes.c_void_p),
+        ("tapes", ctypes.c_void_p),
+        ("tape_at", ctypes.c_void_p),
+        ("sums", ctypes.c_void_p),
         ("rounds", ctypes.c_int),
-    ]  # fmt: skip
+    ]

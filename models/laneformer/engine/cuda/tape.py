@@ -33,7 +33,9 @@ def tile_strips(geometry: Geometry, matrix: Matrix) -> Iterator[np.ndarray]:
     shape = (matrix.rows // TILE, 2, TILE // 2, matrix.parts, steps, wide, 4, 2, 2)
     # (row of tiles, part, step, thread / 4, thread % 4, tile, pair of columns, half of the rows, 2): a segment
     # is the last six
-    tiles = np.arange(matrix.rows * matrix.columns).reshape(shape).transpose(0, 3, 4, 2, 6, 5, 7, 1, 8)
+    tiles = (
+        np.arange(matrix.rows * matrix.columns).reshape(shape).transpose(0, 3, 4, 2, 6, 5, 7, 1, 8)
+    )
     for units in units_of_warps(geometry, matrix):
         for part, group in itertools.groupby(units, key=lambda unit: unit[0]):
             rows = [row for _, row in group]
@@ -74,7 +76,9 @@ def tape_starts(geometry: Geometry) -> np.ndarray:
 def segments_of(geometry: Geometry) -> Iterator[tuple[str, int, np.ndarray]]:
     """For each matrix (op, layer): its segments on a device, int64 (lanes, segments), in the order of `order`."""
     counts = {op: segment_counts(geometry, op) for op in OPS}
-    warps = {op: np.arange(len(count)).repeat(count) for op, count in counts.items()}  # of each segment
+    warps = {
+        op: np.arange(len(count)).repeat(count) for op, count in counts.items()
+    }  # of each segment
     # in its warp's run
     places = {op: np.concatenate([*map(np.arange, count)]) for op, count in counts.items()}
     following = tape_starts(geometry)[:-1].reshape(geometry.lanes_per_device, -1) // SEGMENT_BYTES
@@ -86,10 +90,14 @@ def segments_of(geometry: Geometry) -> Iterator[tuple[str, int, np.ndarray]]:
 def pack(geometry: Geometry, matrices: LaneMatrices, device: torch.device | str) -> torch.Tensor:
     """The tapes of one device: (numbers,) of NUMBERS."""
     kind, size = NUMBERS[geometry.number_bytes], SEGMENT_BYTES // geometry.number_bytes
-    tapes = torch.zeros(int(tape_starts(geometry)[-1]) // geometry.number_bytes, dtype=kind, device=device)
+    tapes = torch.zeros(
+        int(tape_starts(geometry)[-1]) // geometry.number_bytes, dtype=kind, device=device
+    )
     orders = {op: torch.from_numpy(order(geometry, geometry.matrix(op))).to(device) for op in OPS}
     for op, layer, segments in segments_of(geometry):
-        for lane, places in zip(matrices(op, layer), torch.from_numpy(segments).to(device), strict=True):
+        for lane, places in zip(
+            matrices(op, layer), torch.from_numpy(segments).to(device), strict=True
+        ):
             numbers = lane.to(device).view(kind).flatten()[orders[op]]
             tapes.view(-1, size)[places] = numbers.view(-1, size)
     return tapes

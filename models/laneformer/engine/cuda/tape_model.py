@@ -46,16 +46,23 @@ class TapeModel:
             weights |= {f"{name}.weight": part for name, part in zip(names, parts, strict=True)}
         for i, layer in enumerate(self._plain.layers):
             norms = {f"{norm}.weight": scales[len(NORMS) * i + n] for n, norm in enumerate(NORMS)}
-            layer.load_state_dict({**weights, **norms, **self._attention_tensors(i, weights)}, assign=True)
+            layer.load_state_dict(
+                {**weights, **norms, **self._attention_tensors(i, weights)}, assign=True
+            )
         segments = {
-            (op, layer): torch.from_numpy(s.astype(np.int32)) for op, layer, s in segments_of(geometry)
+            (op, layer): torch.from_numpy(s.astype(np.int32))
+            for op, layer, s in segments_of(geometry)
         }
         numbers = {op: number_places(geometry, op) for op in OPS}
         self._segments = [
             {key: index.flatten().to(m.device) for key, index in segments.items()} for m in memories
         ]
-        self._numbers = [{op: index.to(m.device) for op, index in numbers.items()} for m in memories]
-        self._scales = [scales_of(geometry, memory) for memory in memories if geometry.dtype == "int8"]
+        self._numbers = [
+            {op: index.to(m.device) for op, index in numbers.items()} for m in memories
+        ]
+        self._scales = [
+            scales_of(geometry, memory) for memory in memories if geometry.dtype == "int8"
+        ]
 
     def _empty(self, op: str) -> torch.Tensor:
         """(L, rows, columns) for the kernels' matrix `op`."""
@@ -64,7 +71,9 @@ class TapeModel:
             self.config.num_lanes, matrix.rows, matrix.columns, dtype=self.dtype, device=device
         )
 
-    def _attention_tensors(self, layer: int, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _attention_tensors(
+        self, layer: int, weights: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """Biases and norms of heads, where a layer has them."""
         tensors: dict[str, torch.Tensor] = {}
         if self.config.attention_bias:
@@ -73,7 +82,9 @@ class TapeModel:
             tensors |= {f"{name}.bias": part for name, part in zip(BIASED, parts, strict=True)}
         if self.config.qk_norm:
             scales = self._memories[0].head_norms[layer].to(self.dtype)
-            tensors |= {f"{name}.weight": scale for name, scale in zip(HEAD_NORMS, scales, strict=True)}
+            tensors |= {
+                f"{name}.weight": scale for name, scale in zip(HEAD_NORMS, scales, strict=True)
+            }
         return tensors
 
     def layers(self) -> Iterator[LaneformerLayer]:

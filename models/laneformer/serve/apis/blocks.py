@@ -30,7 +30,9 @@ class TranslatedRequest(Request):
         try:
             fields = sampling_of(self) | self.fields()
         except (AttributeError, TypeError) as error:  # a value in the place of an object
-            raise RequestError(f"messages have a part of another form: {error}", "messages") from None
+            raise RequestError(
+                f"messages have a part of another form: {error}", "messages"
+            ) from None
         return ConversationRequest.from_fields(fields, Reading(strict=False))
 
 

@@ -34,7 +34,9 @@ class ConversationAnswer(OpenAIAnswer):
         async for piece, parts in self.conversation:
             tokens = piece._replace(finish_reason=None)
             deltas = [
-                self.delta(piece.choice, block, text) for block, text in parts if text or block.kind == "call"
+                self.delta(piece.choice, block, text)
+                for block, text in parts
+                if text or block.kind == "call"
             ]
             if not deltas and (tokens.tokens or (tokens.ids and self.request.return_token_ids)):
                 deltas = [{}]
@@ -68,5 +70,7 @@ class ConversationAnswer(OpenAIAnswer):
         if block.kind == "text":
             return {"content": text}
         index = self.conversation.answers[choice].calls().index(block)
-        call = {"function": {"arguments": text}} if text else function_call(block.id, block.name, "")
+        call = (
+            {"function": {"arguments": text}} if text else function_call(block.id, block.name, "")
+        )
         return {"tool_calls": [{"index": index, **call}]}

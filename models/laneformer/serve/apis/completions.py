@@ -27,10 +27,14 @@ class CompletionAnswer(OpenAIAnswer):
         score_top = request.logprobs if request.echo else None
         choices = Choices(context, prompts, request.n, options, request.stop, score_top)
         texts = [prompt for prompt in request.prompt if isinstance(prompt, str)]
-        choices.unused = [f"prompt: {name}" for text in texts for name in context.prompts.spelled_in(text)]
+        choices.unused = [
+            f"prompt: {name}" for text in texts for name in context.prompts.spelled_in(text)
+        ]
         super().__init__(request, choices, "cmpl", "text_completion")
         self.request = request
-        self._echoed: dict[int, int] = {}  # by choice that has begun: characters of the prompt in front
+        self._echoed: dict[
+            int, int
+        ] = {}  # by choice that has begun: characters of the prompt in front
 
     async def __aiter__(self) -> AsyncGenerator[str, None]:
         async for piece in self.pieces():

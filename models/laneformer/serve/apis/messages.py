@@ -99,7 +99,9 @@ class MessagesRequest(TranslatedRequest):
 
 def check_final(turn: Turn) -> None:
     """RequestError for an assistant's turn that no answer continues."""
-    blocks = turn.content if isinstance(turn.content, list) else [{"type": "text", "text": turn.content}]
+    blocks = (
+        turn.content if isinstance(turn.content, list) else [{"type": "text", "text": turn.content}]
+    )
     kinds = [str(block.get("type")) for block in blocks]
     text = str(blocks[-1].get("text")) if blocks else ""
     if "tool_use" in kinds or kinds[-1:] not in ([], ["text"]):
@@ -108,7 +110,9 @@ def check_final(turn: Turn) -> None:
         reason = "cannot end with trailing white space"
     else:
         return
-    raise RequestError(f"the final assistant message, which the answer continues, {reason}", "messages")
+    raise RequestError(
+        f"the final assistant message, which the answer continues, {reason}", "messages"
+    )
 
 
 def translate_turn(turn: Turn) -> list[dict[str, Any]]:
@@ -120,10 +124,14 @@ def translate_turn(turn: Turn) -> list[dict[str, Any]]:
         match block.get("type"):
             case "tool_result":
                 content = text_of(block.get("content"), ["text"], "messages[].content[].content")
-                results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
+                results.append(
+                    {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
+                )
             case "tool_use":
                 calls.append(
-                    function_call(block.get("id"), block.get("name"), json.dumps(block.get("input") or {}))
+                    function_call(
+                        block.get("id"), block.get("name"), json.dumps(block.get("input") or {})
+                    )
                 )
             case "thinking":
                 thoughts.append(str(block.get("thinking") or ""))
@@ -180,7 +188,9 @@ class MessagesAnswer(BlockAnswer):
         return event("content_block_stop", index=block.index)
 
     def closing(self) -> str:
-        return event("message_delta", delta=self.reason(), usage=self.usage()) + event("message_stop")
+        return event("message_delta", delta=self.reason(), usage=self.usage()) + event(
+            "message_stop"
+        )
 
     def failure_events(self, error: ClientError) -> str:
         return event("error", error=error.body("/v1/messages")["error"])

@@ -47,7 +47,9 @@ class Options(Sampling):
     refused = {**REFUSED, "format": "send it beside the options"}
     renamed = {**RENAMED, "num_predict": "max_tokens"}
 
-    max_tokens: Annotated[int | None, AfterValidator(lambda most: most if most and most > 0 else None)] = None
+    max_tokens: Annotated[
+        int | None, AfterValidator(lambda most: most if most and most > 0 else None)
+    ] = None
 
 
 class OllamaRequest(TranslatedRequest):
@@ -106,7 +108,8 @@ def translate_message(sent: Message) -> dict[str, Any]:
         "name": sent.tool_name,
         "tool_call_id": sent.tool_call_id,
         "tool_calls": [
-            function_call(None, call.get("name"), json.dumps(call.get("arguments") or {})) for call in calls
+            function_call(None, call.get("name"), json.dumps(call.get("arguments") or {}))
+            for call in calls
         ],
     }
 
@@ -136,7 +139,9 @@ class OllamaAnswer(BlockAnswer):
 
     def whole_answer(self) -> dict[str, Any]:
         answer = self.answer
-        return self.line(answer.text_of("text"), answer.text_of("reasoning"), answer.calls(), **self.end())
+        return self.line(
+            answer.text_of("text"), answer.text_of("reasoning"), answer.calls(), **self.end()
+        )
 
     def more(self, block: Block, text: str) -> str:
         if block.kind == "call":
@@ -168,8 +173,16 @@ def line_of(
         **({"thinking": thinking} if thinking else {}),
     }
     if chat:
-        tool_calls = [{"function": {"name": c.name, "arguments": arguments_of(c.text)}} for c in calls]
-        answer = {"message": {"role": ASSISTANT, **answer, **({"tool_calls": tool_calls} if calls else {})}}
+        tool_calls = [
+            {"function": {"name": c.name, "arguments": arguments_of(c.text)}} for c in calls
+        ]
+        answer = {
+            "message": {
+                "role": ASSISTANT,
+                **answer,
+                **({"tool_calls": tool_calls} if calls else {}),
+            }
+        }
     return {"model": model, "created_at": now(), **answer, "done": False, **more}
 
 
@@ -177,11 +190,15 @@ def now() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
-def answer(request: ChatRequest | GenerateRequest, context: ServingContext) -> Answer | dict[str, Any]:
+def answer(
+    request: ChatRequest | GenerateRequest, context: ServingContext
+) -> Answer | dict[str, Any]:
     """Without a message it is asked whether the model is loaded."""
     asked = request.messages if isinstance(request, ChatRequest) else request.prompt
     if not asked:
-        return line_of(isinstance(request, ChatRequest), request.model, done=True, done_reason="load")
+        return line_of(
+            isinstance(request, ChatRequest), request.model, done=True, done_reason="load"
+        )
     return OllamaAnswer(request, context)
 
 
@@ -195,16 +212,29 @@ def add(endpoints: Endpoints, facts: Mapping[str, Any]) -> None:
     """Its routes. facts: of the model, as /props tells them."""
     app, context = endpoints.app, endpoints.context
     details = {
-        "parent_model": "", "format": "gguf", "family": "llama", "families": ["llama"], "parameter_size": "",
+        "parent_model": "",
+        "format": "gguf",
+        "family": "llama",
+        "families": ["llama"],
+        "parameter_size": "",
         "quantization_level": str(facts["dtype"]).upper(),
-    }  # fmt: skip
+    }
     model = {
-        "name": context.model, "model": context.model, "modified_at": now(), "size": facts["weight_bytes"],
-        "digest": context.fingerprint.removeprefix("fp_"), "details": details,
-    }  # fmt: skip
+        "name": context.model,
+        "model": context.model,
+        "modified_at": now(),
+        "size": facts["weight_bytes"],
+        "digest": context.fingerprint.removeprefix("fp_"),
+        "details": details,
+    }
     info = {"general.architecture": "llama", "llama.context_length": context.context_tokens}
     can = ["completion", "tools"] if facts["chat"] else ["completion"]
-    shown = {"modified_at": model["modified_at"], "details": details, "model_info": info, "capabilities": can}
+    shown = {
+        "modified_at": model["modified_at"],
+        "details": details,
+        "model_info": info,
+        "capabilities": can,
+    }
     endpoints.add("/api/chat", ChatRequest, answer, any_type=True)
     endpoints.add("/api/generate", GenerateRequest, answer, any_type=True)
     endpoints.add("/api/show", ShowRequest, lambda body, context: shown, any_type=True)

@@ -21,7 +21,11 @@ class OpenAIAnswer(Answer):
     """What /v1/completions and /v1/chat/completions have in common."""
 
     def __init__(
-        self, request: CompletionRequest | ConversationRequest, choices: Choices, prefix: str, kind: str
+        self,
+        request: CompletionRequest | ConversationRequest,
+        choices: Choices,
+        prefix: str,
+        kind: str,
     ):
         self.streamed = request.stream
         self.context, self.choices, self._options = choices.context, choices, request.stream_options
@@ -104,14 +108,23 @@ def usage_of(choices: Choices, reasoning_tokens: int = 0) -> dict[str, Any]:
     """Tokens read and written so far; details, which the engine tells at the end, are null until then."""
     read, written = sum(map(len, choices.prompts)), sum(choices.generated)
     usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-    cached, proposed, accepted = map(choices.used, ("reused_tokens", "proposed_tokens", "accepted_tokens"))
+    cached, proposed, accepted = map(
+        choices.used, ("reused_tokens", "proposed_tokens", "accepted_tokens")
+    )
     if cached is None or proposed is None or accepted is None:
         return {**usage, "prompt_tokens_details": None, "completion_tokens_details": None}
-    speculated = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": proposed - accepted}
+    speculated = {
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": proposed - accepted,
+    }
     return {
         **usage,
         "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
-        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens, "audio_tokens": 0, **speculated},
+        "completion_tokens_details": {
+            "reasoning_tokens": reasoning_tokens,
+            "audio_tokens": 0,
+            **speculated,
+        },
     }
 
 
@@ -119,9 +132,16 @@ def finite(logprob: float | None) -> float:
     return MIN_LOGPROB if logprob is None else max(logprob, MIN_LOGPROB)
 
 
-def completion_logprobs(context: ServingContext, written: Iterable[Written]) -> dict[str, list[Any]]:
+def completion_logprobs(
+    context: ServingContext, written: Iterable[Written]
+) -> dict[str, list[Any]]:
     """The form of /v1/completions. A token without a log-probability (the first of a prompt) has null."""
-    scores: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+    scores: dict[str, list[Any]] = {
+        "text_offset": [],
+        "token_logprobs": [],
+        "tokens": [],
+        "top_logprobs": [],
+    }
     for token, offset in written:
         top: dict[str, float] = {}
         for i, logprob in ((token.id, token.logprob), *token.top):

@@ -80,7 +80,9 @@ def add_item(item: dict[str, Any], messages: list[dict[str, Any]]) -> None:
     """Append an item of the input to messages of a chat completion."""
     kind, role = item.get("type", "message"), item.get("role")
     if kind == "message" and role != ASSISTANT:
-        messages.append({"role": role, "content": text_of(item.get("content"), TEXTS, "input[].content")})
+        messages.append(
+            {"role": role, "content": text_of(item.get("content"), TEXTS, "input[].content")}
+        )
     elif kind == "function_call_output":
         content = text_of(item.get("output"), TEXTS, "input[].output")
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
@@ -94,12 +96,16 @@ def add_item(item: dict[str, Any], messages: list[dict[str, Any]]) -> None:
         if kind == "message":
             messages[-1]["content"] += text_of(item.get("content"), TEXTS, "input[].content")
         elif kind == "reasoning":
-            messages[-1]["reasoning_content"] = text_of(item.get("content"), TEXTS, "input[].content")
+            messages[-1]["reasoning_content"] = text_of(
+                item.get("content"), TEXTS, "input[].content"
+            )
         else:
             call = function_call(item.get("call_id"), item.get("name"), item.get("arguments") or "")
             messages[-1].setdefault("tool_calls", []).append(call)
     else:
-        raise RequestError(f"input holds an item of the type {str(kind)[:80]!r}, which none reads", "input")
+        raise RequestError(
+            f"input holds an item of the type {str(kind)[:80]!r}, which none reads", "input"
+        )
 
 
 class ResponsesAnswer(BlockAnswer):
@@ -110,33 +116,53 @@ class ResponsesAnswer(BlockAnswer):
     def response(self, status: str, **more: Any) -> dict[str, Any]:
         request, options = self.request, self.choices.options
         return {
-            "id": self.id, "object": "response", "created_at": int(self.begun_s), "status": status, "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": request.instructions, "max_output_tokens": request.max_tokens,
-            "model": self.model, "output": [], "previous_response_id": None,
-            "parallel_tool_calls": request.parallel_tool_calls, "store": False, "background": False,
-            "reasoning": {"effort": request.reasoning.effort, "summary": None}, "truncation": "disabled",
+            "id": self.id,
+            "object": "response",
+            "created_at": int(self.begun_s),
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"}
+            if status == "incomplete"
+            else None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_tokens,
+            "model": self.model,
+            "output": [],
+            "previous_response_id": None,
+            "parallel_tool_calls": request.parallel_tool_calls,
+            "store": False,
+            "background": False,
+            "reasoning": {"effort": request.reasoning.effort, "summary": None},
+            "truncation": "disabled",
             **request.model_dump(include={"text", "tool_choice"}, by_alias=True, exclude_none=True),
             "tools": [{"strict": None, "parameters": None, **tool} for tool in request.tools],
-            "temperature": options and options.temperature, "top_p": options and options.top_p,
-            "usage": None, "metadata": {}, **more,
-        }  # fmt: skip
+            "temperature": options and options.temperature,
+            "top_p": options and options.top_p,
+            "usage": None,
+            "metadata": {},
+            **more,
+        }
 
     def whole_answer(self) -> dict[str, Any]:
         used = self.used
         usage = {
             "total_tokens": used["total_tokens"],
-            "input_tokens": used["prompt_tokens"], "output_tokens": used["completion_tokens"],
-            "input_tokens_details": {"cached_tokens": used["cached_tokens"], "cache_write_tokens": 0},
+            "input_tokens": used["prompt_tokens"],
+            "output_tokens": used["completion_tokens"],
+            "input_tokens_details": {
+                "cached_tokens": used["cached_tokens"],
+                "cache_write_tokens": 0,
+            },
             "output_tokens_details": {"reasoning_tokens": used["reasoning_tokens"]},
-        }  # fmt: skip
+        }
         output = [item_of(block) for block in self.blocks]
         status = "incomplete" if self.finish_reason == "length" else "completed"
         return self.response(status, output=output, usage=usage)
 
     def opening(self) -> str:
         return "".join(
-            self.event(kind, response=self.response("in_progress")) for kind in ("created", "in_progress")
+            self.event(kind, response=self.response("in_progress"))
+            for kind in ("created", "in_progress")
         )
 
     def begin_of(self, block: Block) -> str:
@@ -189,9 +215,18 @@ def item_id(block: Block) -> str:
 
 def item_of(block: Block, status: str = "") -> dict[str, Any]:
     """status: by default as it has ended."""
-    item = {"id": item_id(block), "status": status or ("incomplete" if block.is_cut else "completed")}
+    item = {
+        "id": item_id(block),
+        "status": status or ("incomplete" if block.is_cut else "completed"),
+    }
     if block.kind == "call":
-        return {**item, "type": CALL, "call_id": block.id, "name": block.name, "arguments": block.text}
+        return {
+            **item,
+            "type": CALL,
+            "call_id": block.id,
+            "name": block.name,
+            "arguments": block.text,
+        }
     content = [] if status else [part_of(block, block.text)]
     if block.kind == "reasoning":
         return {**item, "type": "reasoning", "summary": [], "content": content}

@@ -38,10 +38,17 @@ def other_python():
     return run
 
 
-def output(command: list[str], cwd: Path | None = None, timeout_s: float = 240, **environment: str) -> str:
+def output(
+    command: list[str], cwd: Path | None = None, timeout_s: float = 240, **environment: str
+) -> str:
     """stdout of a program that must succeed."""
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout_s, cwd=cwd, env={**os.environ, **environment}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        cwd=cwd,
+        env={**os.environ, **environment},
     )
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
     return done.stdout

@@ -69,11 +69,18 @@ def chat(a: Asked) -> None:
         options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
         *chunks, last = a.chat(client, **options)
     assert last.usage.total_tokens > 0
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.message.content
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.message.content
+    )
 
 
 def completions(a: Asked) -> None:
-    given: dict[str, Any] = {"model": a.model, "prompt": "import os", "max_tokens": 12, "temperature": 0}
+    given: dict[str, Any] = {
+        "model": a.model,
+        "prompt": "import os",
+        "max_tokens": 12,
+        "temperature": 0,
+    }
     with a.sync() as client:
         text = client.completions.create(**given, logprobs=2).choices[0].text
     # OpenAI's types have no place for two nulls of its own server: an unfinished chunk's reason, a
@@ -89,7 +96,9 @@ def errors(a: Asked) -> None:
     with a.sync() as client:
         assert client.models.retrieve(a.model) == client.models.list().data[0]
         refused(openai.NotFoundError, lambda: client.models.retrieve("another"))
-        unknown = refused(openai.BadRequestError, lambda: a.chat(client, extra_body={"temprature": 1}))
+        unknown = refused(
+            openai.BadRequestError, lambda: a.chat(client, extra_body={"temprature": 1})
+        )
         assert unknown.param == "temprature"
         assert "temperature" in unknown.message, "the nearest name"
     with a.sync(api_key="wrong") as client:
@@ -104,11 +113,17 @@ class Verdict(BaseModel):
 def parsed_answers(a: Asked) -> None:
     import openai
 
-    given: dict[str, Any] = {"model": a.model, "messages": QUESTION, "max_tokens": 300, "temperature": 0}
+    given: dict[str, Any] = {
+        "model": a.model,
+        "messages": QUESTION,
+        "max_tokens": 300,
+        "temperature": 0,
+    }
     calling: dict[str, Any] = {
-        "tools": [openai.pydantic_function_tool(Verdict, name="judge")], "tool_choice": "required",
+        "tools": [openai.pydantic_function_tool(Verdict, name="judge")],
+        "tool_choice": "required",
         "parallel_tool_calls": False,  # random weights would not stop to call
-    }  # fmt: skip
+    }
     with a.sync() as client:
         (judged,) = client.chat.completions.parse(**given, response_format=Verdict).choices
         with client.chat.completions.stream(**given, response_format=Verdict) as stream:

@@ -21,7 +21,9 @@ play({script!r}, pytest.MonkeyPatch())
 
 
 def said(name: str, **arguments: str) -> str:
-    return f"I look.\n<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+    return (
+        f"I look.\n<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+    )
 
 
 SCRIPT = [
@@ -124,16 +126,33 @@ def told(served: Server, code: str, **environment: str) -> Any:
 
 def test_anthropic(served):
     assert told(served, ANTHROPIC) == [
-        ["thinking", "text"], "Hello there.", "Hello there.", "end_turn",
-        "tool_use", "weather", {"city": "Rome"}, "It is warm.", True, True,
-    ]  # fmt: skip
+        ["thinking", "text"],
+        "Hello there.",
+        "Hello there.",
+        "end_turn",
+        "tool_use",
+        "weather",
+        {"city": "Rome"},
+        "It is warm.",
+        True,
+        True,
+    ]
 
 
 def test_ollama(served):
     assert told(served, OLLAMA) == [
-        "Hello there.", "They greet.", "Hello there.", "stop", {"city": "Rome"}, "It is warm.",
-        "Hello there.", "tiny", "tiny", ["completion", "tools"], 400,
-    ]  # fmt: skip
+        "Hello there.",
+        "They greet.",
+        "Hello there.",
+        "stop",
+        {"city": "Rome"},
+        "It is warm.",
+        "Hello there.",
+        "tiny",
+        "tiny",
+        ["completion", "tools"],
+        400,
+    ]
 
 
 def test_openai_agents_by_their_default(served):
@@ -163,8 +182,11 @@ def test_codex(served, note, tmp_path):
 
 def test_claude_code(served, note, tmp_path):
     given = {
-        "HOME": str(tmp_path), "ANTHROPIC_BASE_URL": served.url, "ANTHROPIC_AUTH_TOKEN": "key",
-        "ANTHROPIC_MODEL": "any", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-    }  # fmt: skip
+        "HOME": str(tmp_path),
+        "ANTHROPIC_BASE_URL": served.url,
+        "ANTHROPIC_AUTH_TOKEN": "key",
+        "ANTHROPIC_MODEL": "any",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
     printed = output([agent("claude"), "-p", "Use Read to read the note"], note.parent, **given)
     assert printed.strip() == "The note says seven."

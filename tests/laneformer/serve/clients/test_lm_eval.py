@@ -11,9 +11,14 @@ import pytest
 from tests.laneformer.serve.conftest import start
 
 TASK: dict[str, Any] = {
-    "task": "tiny", "output_type": "multiple_choice", "test_split": "test", "doc_to_choice": "choices",
-    "doc_to_text": "Question: {{question}}\nAnswer:", "doc_to_target": "gold", "metric_list": [{"metric": "acc"}],
-}  # fmt: skip
+    "task": "tiny",
+    "output_type": "multiple_choice",
+    "test_split": "test",
+    "doc_to_choice": "choices",
+    "doc_to_text": "Question: {{question}}\nAnswer:",
+    "doc_to_target": "gold",
+    "metric_list": [{"metric": "acc"}],
+}
 
 
 def write_task(folder: Path) -> None:
@@ -33,7 +38,12 @@ def answers_of(model: Any, manager: Any, **options: Any) -> dict[int, Any]:
     import lm_eval
 
     result: Any = lm_eval.simple_evaluate(
-        model=model, tasks=["tiny"], task_manager=manager, num_fewshot=0, bootstrap_iters=0, **options
+        model=model,
+        tasks=["tiny"],
+        task_manager=manager,
+        num_fewshot=0,
+        bootstrap_iters=0,
+        **options,
     )
     return {sample["doc_id"]: sample["resps"] for sample in result["samples"]["tiny"]}
 
@@ -52,10 +62,15 @@ def test_scores_are_the_engines(model_folder, tmp_path):
     model.scorer.engine.close()
     server = start(model_folder, engine={"kv_dtype": "fp32"})  # as evaluations open the engine
     arguments = {
-        "base_url": f"{server.url}/v1/completions", "model": "tiny", "tokenizer": str(model_folder),
-        "num_concurrent": 4, "tokenizer_backend": "huggingface", "max_length": 512, "add_bos_token": True,
+        "base_url": f"{server.url}/v1/completions",
+        "model": "tiny",
+        "tokenizer": str(model_folder),
+        "num_concurrent": 4,
+        "tokenizer_backend": "huggingface",
+        "max_length": 512,
+        "add_bos_token": True,
         "max_retries": 8,
-    }  # fmt: skip
+    }
     try:
         theirs = answers_of("local-completions", manager, model_args=arguments)
     finally:

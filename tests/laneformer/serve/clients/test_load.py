@@ -68,7 +68,12 @@ async def storm(client: httpx.AsyncClient, expected: list[str], requests: int) -
 
     async with asyncio.TaskGroup() as group:
         for _ in range(requests):
-            drawn = rng.random() < 1 / 3, rng.randrange(KINDS), rng.random() < 0.5, rng.uniform(0.001, 0.1)
+            drawn = (
+                rng.random() < 1 / 3,
+                rng.randrange(KINDS),
+                rng.random() < 0.5,
+                rng.uniform(0.001, 0.1),
+            )
             group.create_task(one(*drawn))
     return counts
 
@@ -92,7 +97,9 @@ def test_a_storm_of_requests(server, model_folder):
     def run(work: Callable[[httpx.AsyncClient], Any]) -> Any:
         async def visit() -> Any:
             limits = httpx.Limits(max_connections=AT_ONCE, max_keepalive_connections=8)
-            async with httpx.AsyncClient(base_url=running.url, timeout=300, limits=limits) as client:
+            async with httpx.AsyncClient(
+                base_url=running.url, timeout=300, limits=limits
+            ) as client:
                 return await work(client)
 
         return asyncio.run(visit())
@@ -109,7 +116,9 @@ def test_a_storm_of_requests(server, model_folder):
     assert counts["429"], "the queue was never full, so this shows nothing about it"
     assert asked.becomes_idle()
     assert run(ask_alone) == expected
-    rss, files, threads = (after - first for after, first in zip(held(running), before, strict=True))
+    rss, files, threads = (
+        after - first for after, first in zip(held(running), before, strict=True)
+    )
     assert rss < RSS_BYTES, f"{rss:,} bytes more than before"
     assert files <= 2, f"{files} files more than before"
     assert threads <= 0

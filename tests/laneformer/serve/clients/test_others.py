@@ -37,7 +37,9 @@ NARROWED: dict[str, Any] = {
 
 
 def test_litellm(endpoint, other_python):
-    printed = other_python("-c", LITELLM, endpoint.url, endpoint.model, endpoint.key).splitlines()[-1]
+    printed = other_python("-c", LITELLM, endpoint.url, endpoint.model, endpoint.key).splitlines()[
+        -1
+    ]
     whole, streamed, later, tokens, text, refused = json.loads(printed)
     assert whole == streamed == later == endpoint.content()
     assert 0 < tokens <= 24
@@ -59,10 +61,27 @@ def test_no_body_makes_a_5xx(endpoint, other_python, tmp_path):
     (tmp_path / "openapi.json").write_text(json.dumps(described))
     (tmp_path / "schemathesis.toml").write_text("")
     other_python(
-        "-m", "schemathesis.cli", "--config-file", str(tmp_path / "schemathesis.toml"), "run",
-        str(tmp_path / "openapi.json"), "--url", endpoint.url, "--header", key,
-        "--checks", "not_a_server_error", "--seed", "1", "--phases", "coverage,fuzzing", "--max-time", "45",
-        "--request-timeout", "20", cwd=tmp_path,
-    )  # fmt: skip
+        "-m",
+        "schemathesis.cli",
+        "--config-file",
+        str(tmp_path / "schemathesis.toml"),
+        "run",
+        str(tmp_path / "openapi.json"),
+        "--url",
+        endpoint.url,
+        "--header",
+        key,
+        "--checks",
+        "not_a_server_error",
+        "--seed",
+        "1",
+        "--phases",
+        "coverage,fuzzing",
+        "--max-time",
+        "45",
+        "--request-timeout",
+        "20",
+        cwd=tmp_path,
+    )
     assert endpoint.becomes_idle()
     assert endpoint.content(), "it still answers"
