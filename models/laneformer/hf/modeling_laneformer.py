@@ -96,7 +96,8 @@ class LaneformerModel(LaneformerPreTrainedModel):
 
     def __init__(self, config: LaneformerHFConfig):
         super().__init__(config)
-        lanes = config.to_lanes()
+        # built once: torch.compile(fullgraph=True) cannot trace the checks of a config
+        self.lanes = lanes = config.to_lanes()
         self.tok_embeddings: nn.Module = nn.Embedding(lanes.vocab_size, lanes.hidden_size)
         self.layers = nn.ModuleList(
             LaneformerLayer(lanes, i) for i in range(lanes.num_hidden_layers)
@@ -133,6 +134,12 @@ class LaneformerModel(LaneformerPreTrainedModel):
         """Token ids (B, S) or embeddings (B, S, D) -> the streams (B, S, L, D) after the last
         layer, and the cache, which `past_key_values` and `cache` both name.
         """
+        for name in ("output_hidden_states", "output_attentions"):
+            if kwargs.get(name, getattr(self.config, name, False)):
+                raise ValueError(
+                    f"{name} = True is not available for Laneformer; "
+                    "register forward hooks on model.layers, whose streams are (B, S, lanes, D)"
+                )
         cache = past_key_values if cache is None else cache
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
@@ -155,13 +162,11 @@ class LaneformerModel(LaneformerPreTrainedModel):
         positioned: Any = cache
         if cache is not None and TAKES_CACHE_POSITION:
             positioned = PositionedCache(cache, cache_position)
-        lanes = self.config.to_lanes()
         layers: Any = (
             [self._checkpointed(layer) for layer in self.layers] if checkpointing else self.layers
         )
-        h, _ = run_layers(
-            layers, lanes, embedding, rope_table(lanes, position_ids), masks, positioned
-        )
+        rope = rope_table(self.lanes, position_ids)
+        h, _ = run_layers(layers, self.lanes, embedding, rope, masks, positioned)
         return h, cache
 
     def _masks(
@@ -241,7 +246,7 @@ class LaneformerForCausalLM(LaneformerPreTrainedModel, GenerationMixin):
         `logits_to_keep`: how many of the last positions (0: all), or a tensor of positions. Hidden states and
         attention weights are not returned. Further keywords (num_items_in_batch) go to the loss.
         """
-        where = {"cache_position": kwargs.pop("cache_position", None)}
+        cache_position = kwargs.pop("cache_position", None)  # the loss does not take it
         h, cache = self.model.streams(
             input_ids,
             attention_mask,
@@ -250,7 +255,8 @@ class LaneformerForCausalLM(LaneformerPreTrainedModel, GenerationMixin):
             inputs_embeds,
             use_cache,
             cache,
-            **where,
+            cache_position=cache_position,
+            **kwargs,
         )
         positions = (
             slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

@@ -122,7 +122,16 @@ def test_rope_by_kind_of_layer_survives_the_folder(tmp_path, ids, kind):
         assert (torch.cat(steps, 1) - expected).abs().max() < FLOAT64_TOLERANCE
 
 
-def test_refusals(model):
+@torch.no_grad()
+def test_one_graph(model, ids):
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(ids).logits, model(ids).logits)
+
+
+def test_refusals(model, ids):
+    for name in ("output_hidden_states", "output_attentions"):
+        with pytest.raises(ValueError, match=f"{name} = True is not available"):
+            model(ids, **{name: True})
     with pytest.raises(ValueError, match="cannot resize the vocabulary from 1024 to 1025"):
         model.resize_token_embeddings(VOCAB_SIZE + 1)
     assert model.resize_token_embeddings(VOCAB_SIZE) is model.get_input_embeddings()
