@@ -56,7 +56,7 @@ class Diagnostics:
     @torch.no_grad()
     def see_logits(self, labels: Tensor) -> None:
         """What the head has just seen; labels (B, S)."""
-        denominators, peaks = self.model.lm_head.seen
+        denominators, peaks = self.model.lm_head.normalizers
         counts = (labels != IGNORE_INDEX).flatten()
         squares = torch.where(counts, denominators, 0.0).double().square().sum()
         peak = torch.where(counts, peaks, -math.inf).max().double()

@@ -25,8 +25,8 @@ class KVCache:
         return 0 if self.entries[0] is None else self.entries[0][0].shape[2]
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        held = self.entries[layer_idx]
-        if held is not None:
-            key, value = torch.cat((held[0], key), 2), torch.cat((held[1], value), 2)
+        entry = self.entries[layer_idx]
+        if entry is not None:
+            key, value = torch.cat((entry[0], key), 2), torch.cat((entry[1], value), 2)
         self.entries[layer_idx] = key, value
         return key, value

@@ -243,8 +243,10 @@ def deliver(
     """
     lanes, one_for_all = lanes or Lanes(config.num_lanes), config.equal_delivered_streams
     h = h[:, :, :1] if one_for_all else h
-    for sent in (each for partials in tail for each in partials if each is not None):
-        h = h + lanes.receive(sent, one_for_all)
+    for partials in tail:
+        for partial in partials:
+            if partial is not None:
+                h = h + lanes.receive(partial, one_for_all)
     return h
 
 

@@ -24,9 +24,8 @@ from .chat import ChatError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-GENERATION_MARK = (
-    "generation_mark"  # a template's variable: stands where {% generation %} begins and ends
-)
+# a template's variable: stands where {% generation %} begins and ends
+GENERATION_MARK = "generation_mark"
 STEP_CHARS = 2**16  # of a search: it keeps other threads from running
 SECRET_DIGITS = 40  # digits survive what templates do with text: trim, upper, tojson
 SECRET_CHARS = SECRET_DIGITS + 3  # of a secret name, at most
@@ -308,9 +307,8 @@ def _environment() -> tuple[Any, type[Exception]]:
         raise TemplateError(message)
 
     def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(
-            value, ensure_ascii=ensure_ascii, **options
-        )  # Jinja's own filter escapes HTML
+        # Jinja's own filter escapes HTML
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]

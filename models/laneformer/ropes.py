@@ -71,37 +71,38 @@ def stretch_llama3(frequencies: Any, scaling: Mapping[str, Any] | None) -> Any:
     return frequencies * (blend + (1 - blend) / scaling["factor"])
 
 
-def yarn(given: Mapping[str, Any], theta: float, rotated: int, trained: float) -> Rope:
+def yarn(parameters: Mapping[str, Any], theta: float, rotated: int, trained: float) -> Rope:
     """Long wavelengths stretched by the factor, short ones kept (arXiv 2309.00071). trained: positions before."""
-    factor = given["factor"]
+    factor = parameters["factor"]
 
-    def grown(weight: float) -> float:
+    def growth_factor(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    over, under = given.get("mscale"), given.get("mscale_all_dim")
-    scale = given.get("attention_factor")
+    over, under = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    scale = parameters.get("attention_factor")
     if scale is None:
-        scale = grown(over) / grown(under) if over and under else grown(1.0)
+        scale = growth_factor(over) / growth_factor(under) if over and under else growth_factor(1.0)
 
     def pair_that_turns(times: float) -> float:
         return rotated * math.log(trained / (times * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = (
-        pair_that_turns(given.get(name) or n) for name, n in (("beta_fast", 32), ("beta_slow", 1))
+        pair_that_turns(parameters.get(name) or n)
+        for name, n in (("beta_fast", 32), ("beta_slow", 1))
     )
-    if given.get("truncate", True):
+    if parameters.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotated - 1)
     width = float32((high - low) or 0.001)
 
-    def stretched(pair: int, length: float) -> float:
+    def stretch(pair: int, length: float) -> float:
         ramp = float32(float32(pair - float32(low)) / width)
-        kept = float32(1 - min(max(ramp, 0.0), 1.0))
+        ramped = float32(1 - min(max(ramp, 0.0), 1.0))
         long = float32(1 / float32(float32(factor) * length))
-        return float32(float32(long * float32(1 - kept)) + float32(float32(1 / length) * kept))
+        return float32(float32(long * float32(1 - ramped)) + float32(float32(1 / length) * ramped))
 
     return Rope(
-        tuple(stretched(*each) for each in enumerate(wavelengths(theta, rotated))), float(scale)
+        tuple(stretch(*each) for each in enumerate(wavelengths(theta, rotated))), float(scale)
     )
 
 
@@ -148,9 +149,9 @@ def _check_yarn(scaling: Mapping[str, Any]) -> None:
     if unknown := [
         key for key in scaling if key not in (*YARN_NUMBERS, "rope_type", "truncate", "layers")
     ]:
-        known = [*YARN_NUMBERS, "truncate", "layers"]
+        parameters = [*YARN_NUMBERS, "truncate", "layers"]
         raise ValueError(
-            f"rope_scaling of rope_type 'yarn' has unknown keys {unknown}; choose from {known}"
+            f"rope_scaling of rope_type 'yarn' has unknown keys {unknown}; choose from {parameters}"
         )
     for name in (key for key in YARN_NUMBERS if key in scaling):
         value = scaling[name]

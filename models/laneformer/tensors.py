@@ -11,9 +11,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-MatrixDtype = Literal[
-    "bf16", "fp16", "fp32", "int8", "int4", "gguf"
-]  # what an engine can hold matrices in
+# what an engine can hold matrices in
+MatrixDtype = Literal["bf16", "fp16", "fp32", "int8", "int4", "gguf"]
 MATRIX_DTYPES: tuple[str, ...] = get_args(MatrixDtype)
 AS_IN_FILE = "gguf"  # each matrix in the blocks of its GGUF file
 
@@ -67,21 +66,21 @@ def weight_files(folder: Path) -> list[Path]:
 
 def check_shapes(
     where: str,
-    found: Mapping[str, Sequence[int]],
+    shapes: Mapping[str, Sequence[int]],
     expected: Mapping[str, Sequence[int]],
     fix: str = "",
 ) -> None:
     """ValueError unless `where` holds exactly these tensors; it names one that is missing, unknown or misshapen."""
-    if missing := sorted(expected.keys() - found.keys()):
+    if missing := sorted(expected.keys() - shapes.keys()):
         raise ValueError(f"{where} lacks {len(missing)} tensors, such as {missing[0]}{fix}")
-    if extra := sorted(found.keys() - expected.keys()):
+    if extra := sorted(shapes.keys() - expected.keys()):
         raise ValueError(
             f"{where} holds {len(extra)} tensors this architecture has not, such as {extra[0]}{fix}"
         )
     for name, shape in expected.items():
-        if tuple(found[name]) != tuple(shape):
+        if tuple(shapes[name]) != tuple(shape):
             raise ValueError(
-                f"{where}: tensor {name} has shape {tuple(found[name])}, the config says {tuple(shape)}{fix}"
+                f"{where}: tensor {name} has shape {tuple(shapes[name])}, the config says {tuple(shape)}{fix}"
             )
 
 

@@ -77,7 +77,7 @@ def weights_of(tensors: Mapping[str, Tensor]) -> Weights:
     }
 
 
-def dequantised(weights: Weights) -> Weights:
+def dequantize(weights: Weights) -> Weights:
     """What int8 weights stand for: of every matrix' rows whole multiples of a scale, at most 127 of them; float64."""
     meant = {}
     for name, weight in weights.items():

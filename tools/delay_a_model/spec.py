@@ -104,7 +104,7 @@ class LateLaneformer(TitanLaneformer):
             dense = logits_of(self, late_streams(teacher, h, rope, above, 0), late.flush)
         denominators = logits.logsumexp(-1)
         head: Any = self.lm_head
-        head.seen = denominators.detach().flatten(), logits.detach().amax(-1).flatten()
+        head.normalizers = denominators.detach().flatten(), logits.detach().amax(-1).flatten()
         guess, truth = logits - denominators[..., None], dense.log_softmax(-1)
         divergence = F.kl_div(guess, truth, reduction="none", log_target=True).sum(-1)
         return torch.where(labels == IGNORE_INDEX, 0.0, divergence)

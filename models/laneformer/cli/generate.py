@@ -45,9 +45,8 @@ class Generate:
         lengths = {
             name: getattr(self, name) for name in ("max_new_tokens", "min_new_tokens", "ignore_eos")
         }
-        GenerationOptions(
-            **lengths, **self.sampling.given()
-        )  # errors show before the weights are loaded
+        # errors show before the weights are loaded
+        GenerationOptions(**lengths, **self.sampling.given())
         if self.system is not None and not self.chat:
             raise ValueError("--system is a message of a conversation; add --chat")
         with self.model.load(self.hf_dir) as engine:

@@ -34,11 +34,8 @@ FILES = [
     "special_tokens_map.json",
     "added_tokens.json",
 ]
-FOREIGN = [
-    "original/*",
-    "*/original/*",
-    "consolidated*",
-]  # the makers' own formats, once more as large
+# the makers' own formats, once more as large
+FOREIGN = ["original/*", "*/original/*", "consolidated*"]
 # of a repository of GGUF files, where none is asked for
 PREFERRED = ("Q4_K_M", "Q4_0", "Q8_0", "BF16", "F16")
 REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")

@@ -209,9 +209,8 @@ def slower_link(engine: Engine, link_us: float) -> dict[str, float]:
             f"link_us = {link_us:g}: {engine.threads} threads share every lane of {engine.config.num_lanes}, so there "
             "is no link between lanes; take as many threads as lanes, or a divisor above 1"
         )
-    turns = [
-        link_speeds(engine, (0.0, link_us)) for _ in range(LINK_ROUNDS + 1)
-    ]  # the first one warms
+    # the first one warms
+    turns = [link_speeds(engine, (0.0, link_us)) for _ in range(LINK_ROUNDS + 1)]
     without, behind = np.median(turns[1:], axis=0).tolist()
     return {"us": link_us, "tokens_per_s": behind, "tokens_per_s_without": without}
 

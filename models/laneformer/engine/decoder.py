@@ -47,22 +47,19 @@ class Request:
     reuse_prefix: bool = True  # start from what the KV cache still holds
     speculate: int = 0  # most draft tokens verified in one pass
     prediction: Sequence[int] = ()  # what the output may look like, to take drafts from
-    logprobs: int | None = (
-        None  # likeliest ids to record with each token; None: no log-probabilities at all
-    )
+    # likeliest ids to record with each token; None: no log-probabilities at all
+    logprobs: int | None = None
     sampling: Sampling = dataclasses.field(default_factory=lambda: Sampling(top_p=1.0))  # greedy
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Sequence[tuple[int, float]] = ()
     masked: bool = False  # each token is drawn among the ids that `allow` names
-    quiet: bool = (
-        False  # its end alone is news: no token wakes who collects, which would take a core
-    )
+    # its end alone is news: no token wakes who collects, which would take a core
+    quiet: bool = False
     replay: Sequence[int] = ()  # for measurements: the output's first ids, whatever is drawn
-    acceptance: Sequence[
-        float
-    ] = ()  # for measurements: odds of drafts of `replay` to be right, by place
+    # for measurements: odds of drafts of `replay` to be right, by place
+    acceptance: Sequence[float] = ()
     timed: bool = False  # with the times of tokens at its end (bench.py)
     # scoring
     score_from: int = 0

@@ -235,9 +235,8 @@ def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Names and mapped tensors of one file; ValueError when it is cut short or holds another element type."""
     refuse_pointer(path)
     try:
-        safe_open(
-            path, "np"
-        )  # checks the header: every tensor's bytes follow those of the one before
+        # checks the header: every tensor's bytes follow those of the one before
+        safe_open(path, "np")
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"{path} is truncated, or has no valid safetensors header: {error}"

@@ -14,12 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-NOT_RECLAIMED = (
-    "anon",
-    "file_mapped",
-    "total_rss",
-    "total_mapped_file",
-)  # memory.stat of versions 2 and 1
+# memory.stat of versions 2 and 1
+NOT_RECLAIMED = ("anon", "file_mapped", "total_rss", "total_mapped_file")
 PERFORMANCE_CAPACITY = 0.5  # of the fastest core's: slower ones would hold up every pass
 
 

@@ -107,9 +107,8 @@ class GenerationOptions:
         object.__setattr__(self, "logit_bias", bias)
 
     def sampling(self) -> Sampling:
-        greedy = (
-            self.temperature < MIN_TEMPERATURE or self.top_k == 1
-        )  # one candidate: nothing to draw
+        # one candidate: nothing to draw
+        greedy = self.temperature < MIN_TEMPERATURE or self.top_k == 1
         return Sampling(
             seed=self.seed,
             inverse_temperature=0.0 if greedy else 1 / self.temperature,

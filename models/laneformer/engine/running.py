@@ -83,9 +83,8 @@ class ExclusiveDecoder:
         return decoder
 
     def release(self) -> None:
-        self._user = (
-            None  # no cycle of references: an engine that is dropped frees its weights at once
-        )
+        # no cycle of references: an engine that is dropped frees its weights at once
+        self._user = None
         self.lock.release()
 
     def cancel(self) -> None:

@@ -23,9 +23,8 @@ class LaneformerHFConfig(PretrainedConfig):
 
     model_type = "laneformer"
     keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012  (Transformers reads this name)
-    rope_scaling = (
-        None  # shadows the property of 5.x, which would store the value under another name
-    )
+    # shadows the property of 5.x, which would store the value under another name
+    rope_scaling = None
 
     def __init__(self, **kwargs: Any):
         values = {name: kwargs.pop(name, default) for name, default in FIELDS.items()}
@@ -37,9 +36,8 @@ class LaneformerHFConfig(PretrainedConfig):
         for name in FIELDS:
             value = getattr(lanes, name)
             setattr(self, name, list(value) if isinstance(value, tuple) else value)
-        kwargs["tie_word_embeddings"] = (
-            self.tie_word_embeddings
-        )  # else 4.57 restores its own default, True
+        # else 4.57 restores its own default, True
+        kwargs["tie_word_embeddings"] = self.tie_word_embeddings
         super().__init__(**kwargs)
 
     @property

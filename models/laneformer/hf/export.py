@@ -57,9 +57,8 @@ CODE = (
 CHAT = "only `user` and `assistant` messages; system messages are ignored"
 CHAT_WITH_TOOLS = "system messages, tools, their calls and results (role `tool`), as the model was trained on them"
 console = Console(stderr=True)
-warnings.filterwarnings(
-    "ignore", message="torch.distributed is disabled"
-)  # a single process is intended
+# a single process is intended
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 @dataclass(frozen=True)
@@ -159,15 +158,15 @@ def copy_tokenizer(
     """
     own_template = run_folder / CHAT_TEMPLATE.name
     template = own_template if own_template.is_file() else CHAT_TEMPLATE
-    made, special = write_tokenizer(path, folder, config.max_position_embeddings, template)
-    if (pieces := 1 + max(made.get_vocab().values())) > config.vocab_size:
+    tokenizer, special = write_tokenizer(path, folder, config.max_position_embeddings, template)
+    if (pieces := 1 + max(tokenizer.get_vocab().values())) > config.vocab_size:
         raise ValueError(
             f"{path} has {pieces} pieces, more than vocab_size = {config.vocab_size}; check --tokenizer"
         )
     if path.suffix != ".json":
         shutil.copyfile(path, folder / "tokenizer.model")
     ids = {
-        f"{name}_id": made.token_to_id(token)
+        f"{name}_id": tokenizer.token_to_id(token)
         for name, token in special.items()
         if name != "unk_token"
     }
@@ -176,9 +175,9 @@ def copy_tokenizer(
 
 def locate_checkpoint(checkpoint: Path) -> Path:
     """RUN/checkpoint/step-N as an absolute path: as it is given, else, where that is in no run, as links lead."""
-    given = Path(os.path.abspath(checkpoint))
-    in_run = given.name.startswith("step-") and (given.parent.parent / "model.json").is_file()
-    return given if in_run else checkpoint.resolve()
+    path = Path(os.path.abspath(checkpoint))
+    in_run = path.name.startswith("step-") and (path.parent.parent / "model.json").is_file()
+    return path if in_run else checkpoint.resolve()
 
 
 def checkpoint_step(checkpoint: Path) -> int | None:

@@ -163,7 +163,9 @@ class LaneformerModel(LaneformerPreTrainedModel):
         if cache is not None and TAKES_CACHE_POSITION:
             positioned = PositionedCache(cache, cache_position)
         layers: Any = (
-            [self._checkpointed(layer) for layer in self.layers] if checkpointing else self.layers
+            [self._checkpoint_layer(layer) for layer in self.layers]
+            if checkpointing
+            else self.layers
         )
         rope = rope_table(self.lanes, position_ids)
         h, _ = run_layers(layers, self.lanes, embedding, rope, masks, positioned)
@@ -193,7 +195,7 @@ class LaneformerModel(LaneformerPreTrainedModel):
         by_type = {kind: MASK_FUNCTIONS[kind](**arguments) for kind in set(types)}
         return [by_type[kind] for kind in types]
 
-    def _checkpointed(self, layer: nn.Module) -> Callable[..., Any]:
+    def _checkpoint_layer(self, layer: nn.Module) -> Callable[..., Any]:
         """The layer, its activations recomputed in backward; checkpointing tracks tensors
         in flat arguments only.
         """

@@ -65,7 +65,7 @@ def split_experts(sources: Sources) -> Sources:
             kind = "bias" if part.endswith("_bias") else "weight"
             whole = part.removesuffix("_bias").removesuffix("_blocks")
             for own in ("gate_proj", "up_proj") if whole == "gate_up_proj" else (whole,):
-                split[f"{stem}{FUSED}{own}.{kind}"] = stacked_rows(
+                split[f"{stem}{FUSED}{own}.{kind}"] = slice_stacked_rows(
                     sources, name, ROWS.get(own, slice(None))
                 )
     return split
@@ -88,7 +88,7 @@ def choose_rows(source: TensorSource, rows: slice) -> TensorSource:
     return TensorSource(source.dtype, (count, len(range(total)[rows]), *inputs), load)
 
 
-def stacked_rows(sources: Sources, name: str, rows: slice) -> TensorSource:
+def slice_stacked_rows(sources: Sources, name: str, rows: slice) -> TensorSource:
     """Those rows of one of gpt-oss's tensors as (E, rows, inputs), or of a bias (E, rows)."""
     dtype, shape, load = sources[name]
     if name.endswith("_blocks"):

@@ -151,7 +151,7 @@ class GgufFile(LazyTensors):
             self.dtype == AS_IN_FILE
         ):  # the engine holds blocks, and widens those of an embedding apart
             return Tensor(kind, data)
-        return Tensor(kind, widened(data, stored.tensor_type, kind))
+        return Tensor(kind, widen(data, stored.tensor_type, kind))
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def best_dtype(stored: dict[str, ReaderTensor], blocks: bool) -> str:
     return STORED.get(sizes.most_common(1)[0][0], AS_IN_FILE if blocks else "int8")
 
 
-def widened(data: np.ndarray, kind: Any, dtype: str) -> np.ndarray:
+def widen(data: np.ndarray, kind: Any, dtype: str) -> np.ndarray:
     """Rows of blocks as fp32, or as the bits of fp16: a few at a time, on all cores."""
     from gguf.quants import dequantize
 
@@ -266,13 +266,13 @@ def open_file(path: Path) -> GGUFReader:
 
 def strings(data: np.ndarray, at: int, count: int) -> tuple[list[np.ndarray], int]:
     """The bytes of `count` strings that begin at `at`, each behind its length of 8 bytes; and their end."""
-    found, whole = [], data.data
+    pieces, whole = [], data.data
     for _ in range(count):
         begin, at = at + 8, at + 8 + int.from_bytes(whole[at : at + 8], "little")
-        found.append(data[begin:at])
+        pieces.append(data[begin:at])
         if at > len(data):
-            raise ValueError(f"string {len(found) - 1} of {count} goes beyond the file's end")
-    return found, at
+            raise ValueError(f"string {len(pieces) - 1} of {count} goes beyond the file's end")
+    return pieces, at
 
 
 def hf_name(name: str, architecture: str | None = None) -> str:
@@ -281,9 +281,9 @@ def hf_name(name: str, architecture: str | None = None) -> str:
         return name
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     layer, part, kind = match.groups() if match else (None, "", "")
-    known = GLOBAL_NAMES if layer is None else LAYER_NAMES | OWN_NAMES.get(str(architecture), {})
-    if part not in known:
+    names = GLOBAL_NAMES if layer is None else LAYER_NAMES | OWN_NAMES.get(str(architecture), {})
+    if part not in names:
         raise ValueError(f"the file holds the tensor {name}, which no supported architecture has")
     return (
-        f"{known[part]}.{kind}" if layer is None else f"model.layers.{layer}.{known[part]}.{kind}"
+        f"{names[part]}.{kind}" if layer is None else f"model.layers.{layer}.{names[part]}.{kind}"
     )

@@ -79,7 +79,7 @@ class Fields:
             value = value[0]
         return default if value is None else value
 
-    def required(self, key: str) -> Any:
+    def require(self, key: str) -> Any:
         if (value := self(key)) is None:
             raise ValueError(f"the file lacks {self.architecture}.{key}")
         if isinstance(value, str | bool):
@@ -111,7 +111,7 @@ def config_values(
         )
     if "model.embed_tokens.weight" not in stored:
         raise ValueError("the file lacks the tensor token_embd.weight")
-    heads, hidden = field.required("attention.head_count"), field.required("embedding_length")
+    heads, hidden = field.require("attention.head_count"), field.require("embedding_length")
     partial = field.architecture == "phi3"
     rotated = field("rope.dimension_count") or hidden // heads
     head_dim = field("attention.key_length", hidden // heads if partial else rotated)
@@ -134,15 +134,15 @@ def config_values(
     values = {
         "model_type": model_type(field, window),
         "hidden_size": hidden,
-        "intermediate_size": (field if has_experts else field.required)("feed_forward_length"),
-        "num_hidden_layers": field.required("block_count"),
+        "intermediate_size": (field if has_experts else field.require)("feed_forward_length"),
+        "num_hidden_layers": field.require("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": field("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": field.required("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": field.require("attention.layer_norm_rms_epsilon"),
         "rope_theta": theta,
         "rope_scaling": rope_scaling(field, stored, head_dim),
-        "max_position_embeddings": field.required("context_length"),
+        "max_position_embeddings": field.require("context_length"),
         "vocab_size": int(stored["model.embed_tokens.weight"].shape[1]),
         "tie_word_embeddings": "lm_head.weight" not in stored,
         "sliding_window": window,
@@ -159,7 +159,7 @@ def layer_types(field: Fields) -> list[str] | None:
     if pattern is None:
         return None
     if not isinstance(pattern, list):
-        pattern = [(i + 1) % pattern for i in range(field.required("block_count"))]
+        pattern = [(i + 1) % pattern for i in range(field.require("block_count"))]
     return [("full_attention", "sliding_attention")[bool(is_local)] for is_local in pattern]
 
 

@@ -20,7 +20,7 @@ from .variant import Variant, variant_of
 LIMIT, STEEPNESS = 7.0, 1.702  # of swiglu_oai
 
 
-def gated(act: str, gate: Tensor, up: Tensor) -> Tensor:
+def apply_gate(act: str, gate: Tensor, up: Tensor) -> Tensor:
     """An MLP's inner values, by variant.py's name of its gate.
 
     "swiglu_oai" is gpt-oss's: gates are at most 7, ups from -7 to 7 and one more.
@@ -40,7 +40,7 @@ def post_norm(config: LaneformerConfig, variant: Variant) -> LaneRMSNorm | None:
     return LaneRMSNorm(config) if variant.post_norms else None
 
 
-def normed_sum(partial: Tensor, norm: LaneRMSNorm | None) -> Tensor:
+def norm_partial(partial: Tensor, norm: LaneRMSNorm | None) -> Tensor:
     """What joins: partial outputs (B, S, L, D), or the norm of their sum (B, S, 1, D), for all lanes."""
     return partial if norm is None else norm(partial.sum(2, keepdim=True))
 
@@ -83,7 +83,7 @@ class FamilyAttention(LaneAttention):
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
-        return normed_sum(super().forward(x, rope, mask, cache), self.post_norm)
+        return norm_partial(super().forward(x, rope, mask, cache), self.post_norm)
 
     def heads(self, x: Tensor, norm: LaneRMSNorm | None = None) -> Tensor:
         if norm is None or not self.variant.joint_qk_norm:
@@ -137,7 +137,7 @@ class FamilyFeedForward(LaneFeedForward):
         self.act, self.post_norm = variant.hidden_act, post_norm(config, variant)
 
     def forward(self, x: Tensor) -> Tensor:
-        return normed_sum(self.w2(gated(self.act, *self.project(x))), self.post_norm)
+        return norm_partial(self.w2(apply_gate(self.act, *self.project(x))), self.post_norm)
 
 
 class LaneExperts(nn.Module):
@@ -181,7 +181,7 @@ class LaneExperts(nn.Module):
         up = torch.einsum("nli,loi->nlo", x, self.w3.weight[number])
         if self.w1.bias is not None and self.w3.bias is not None:
             gate, up = gate + self.w1.bias[number], up + self.w3.bias[number]
-        out = torch.einsum("nli,loi->nlo", gated(self.act, gate, up), self.w2.weight[number])
+        out = torch.einsum("nli,loi->nlo", apply_gate(self.act, gate, up), self.w2.weight[number])
         return out if self.w2.bias is None else add_to_sum(out, self.w2.bias[number])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ class LaneExperts(nn.Module):
             served = (weight != 0).any(2)[..., 0]  # (B, S)
             if served.any():
                 out[served] += weight[served] * self.expert(number, x[served])
-        return normed_sum(out, self.post_norm)
+        return norm_partial(out, self.post_norm)
 
 
 class FamilyLayer(LaneformerLayer):

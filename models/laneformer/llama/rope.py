@@ -46,14 +46,16 @@ def rope_fields(
 
     by_kind: bases of the kinds of layers, where a family has RoPE by kind.
     """
-    given = read["rope_scaling"] or read["rope_parameters"] or {}
-    nested = any(isinstance(given.get(kind), Mapping) for kind in KINDS)
+    parameters = read["rope_scaling"] or read["rope_parameters"] or {}
+    nested = any(isinstance(parameters.get(kind), Mapping) for kind in KINDS)
     if nested and not by_kind:
-        raise ValueError(f"RoPE by kind of layer, {given}, is not supported for this model_type")
+        raise ValueError(
+            f"RoPE by kind of layer, {parameters}, is not supported for this model_type"
+        )
     kinds = (
-        {kind: given.get(kind) or {} for kind in KINDS}
+        {kind: parameters.get(kind) or {} for kind in KINDS}
         if nested
-        else {KINDS[0]: given, KINDS[1]: {}}
+        else {KINDS[0]: parameters, KINDS[1]: {}}
     )
     full = complete(kinds[KINDS[0]], read, read.get("rope_theta") or by_kind.get(KINDS[0], 10000.0))
     if by_kind:
@@ -70,68 +72,75 @@ def rope_fields(
     return {"ropes": (rope_of(full, read, head_dim),)}
 
 
-def complete(given: Mapping[str, Any], read: Mapping[str, Any], theta: float) -> dict[str, Any]:
+def complete(
+    parameters: Mapping[str, Any], read: Mapping[str, Any], theta: float
+) -> dict[str, Any]:
     """One kind's parameters with base, type and share of rotated pairs; ValueError for what is not known."""
-    kind = given.get("rope_type", given.get("type", "default"))
-    kind = "longrope" if kind == "su" or (kind == "yarn" and "long_factor" in given) else kind
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    kind = "longrope" if kind == "su" or (kind == "yarn" and "long_factor" in parameters) else kind
     other = (
-        {key: v for key, v in given.items() if v is not None}
+        {key: v for key, v in parameters.items() if v is not None}
         if kind not in KEYS
         else {
             key: v
-            for key, v in given.items()
+            for key, v in parameters.items()
             if key not in PLAIN | KEYS[kind] | IGNORED and v is not None
         }
     )
     if kind not in KEYS or other:
         raise ValueError(
-            f"RoPE of the kind {dict(given)} is not supported; supported are the types {', '.join(KEYS)}"
+            f"RoPE of the kind {dict(parameters)} is not supported; supported are the types {', '.join(KEYS)}"
         )
-    partial = given.get("partial_rotary_factor", read.get("partial_rotary_factor") or 1.0)
+    partial = parameters.get("partial_rotary_factor", read.get("partial_rotary_factor") or 1.0)
     return {
-        **given,
+        **parameters,
         "rope_type": kind,
-        "rope_theta": given.get("rope_theta") or theta,
+        "rope_theta": parameters.get("rope_theta") or theta,
         "partial_rotary_factor": partial,
     }
 
 
-def rope_of(given: Mapping[str, Any], read: Mapping[str, Any], head_dim: int) -> Rope:
-    rotated = int(head_dim * given["partial_rotary_factor"])
-    trained = read.get("original_max_position_embeddings") or given.get(
+def rope_of(parameters: Mapping[str, Any], read: Mapping[str, Any], head_dim: int) -> Rope:
+    rotated = int(head_dim * parameters["partial_rotary_factor"])
+    trained = read.get("original_max_position_embeddings") or parameters.get(
         "original_max_position_embeddings"
     )
     trained = trained or read["max_position_embeddings"]
-    factor = given.get("factor") or read["max_position_embeddings"] / trained
-    if given["rope_type"] == "yarn":
-        return yarn({**given, "factor": factor}, given["rope_theta"], rotated, trained)
-    if given["rope_type"] == "longrope":
+    factor = parameters.get("factor") or read["max_position_embeddings"] / trained
+    if parameters["rope_type"] == "yarn":
+        return yarn({**parameters, "factor": factor}, parameters["rope_theta"], rotated, trained)
+    if parameters["rope_type"] == "longrope":
         return longrope(
-            given, np.array(wavelengths(given["rope_theta"], rotated), np.float32), trained, factor
+            parameters,
+            np.array(wavelengths(parameters["rope_theta"], rotated), np.float32),
+            trained,
+            factor,
         )
-    if given["rope_type"] == "llama3":
+    if parameters["rope_type"] == "llama3":
         raise ValueError(
             "rope_type 'llama3' is supported for all layers and all pairs of a head alone"
         )
-    factor = factor if given["rope_type"] == "linear" else 1
+    factor = factor if parameters["rope_type"] == "linear" else 1
     return Rope(
         tuple(
             float32(each / float32(factor))
-            for each in plain(given["rope_theta"], rotated).frequencies
+            for each in plain(parameters["rope_theta"], rotated).frequencies
         )
     )
 
 
-def longrope(given: Mapping[str, Any], wavelength: np.ndarray, trained: int, factor: float) -> Rope:
+def longrope(
+    parameters: Mapping[str, Any], wavelength: np.ndarray, trained: int, factor: float
+) -> Rope:
     """Each wavelength times a factor of its own, other ones in a context within what was trained (arXiv 2402.13753).
 
     Transformers chooses by the length of the text so far; here, as in llama.cpp and vLLM, the context decides.
     """
-    scale = given.get("attention_factor")
+    scale = parameters.get("attention_factor")
     if scale is None:
         scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
     factors = [
-        np.asarray(given.get(f"{name}_factor") or (), np.float32) for name in ("long", "short")
+        np.asarray(parameters.get(f"{name}_factor") or (), np.float32) for name in ("long", "short")
     ]
     for values in factors:
         if len(values) != len(wavelength):

@@ -45,13 +45,10 @@ PARTS = {
     ROUTER: "mlp.gate",
     "attention.sinks": "self_attn.sinks",
 }
-FFN_NORM = {
-    "pre": "post_attention_layernorm",
-    "both": "pre_feedforward_layernorm",
-}  # by `norm_placement`
-NESTED = re.compile(
-    r"^(?:model\.)?language_model\.(?:model\.)?"
-)  # of a text model beside a vision tower
+# by `norm_placement`
+FFN_NORM = {"pre": "post_attention_layernorm", "both": "pre_feedforward_layernorm"}
+# of a text model beside a vision tower
+NESTED = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")
 OTHER_TOWER = re.compile(r"^(?:model\.)?(?:vision_tower|multi_modal_projector)\.")
 COLUMNS = ("attention.wo", "feed_forward.w2")  # where a lane owns columns
 ROTATED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
@@ -136,14 +133,13 @@ class LlamaTensors(LazyTensors):
         self.norm_offset, self.logits = norm_offset, logits
         self.variant = variant_of(config)
         ropes = self.variant.ropes
-        self.rotated = (
-            2 * len(ropes[0].frequencies) if ropes else config.head_dim
-        )  # of a head's rows
+        # of a head's rows
+        self.rotated = 2 * len(ropes[0].frequencies) if ropes else config.head_dim
         shapes = config.tensor_shapes()
-        given = {
+        sources = {
             name: source.shape for name, source in stored.items() if not IGNORED.fullmatch(name)
         }
-        if config.tie_word_embeddings and given.pop(
+        if config.tie_word_embeddings and sources.pop(
             HEAD, ()
         ):  # some files hold the tied head as well
             head, embedding = (stored[WHOLE[name]].load().values for name in (HEAD, EMBEDDING))
@@ -153,7 +149,7 @@ class LlamaTensors(LazyTensors):
                 )
         names = {name: self._source_of(name) for name in shapes}
         expected = {names[name]: self._source_shape(name, shape) for name, shape in shapes.items()}
-        check_shapes("the checkpoint", given, expected)
+        check_shapes("the checkpoint", sources, expected)
         super().__init__(
             {
                 name: TensorSource(
@@ -199,7 +195,7 @@ class LlamaTensors(LazyTensors):
         factor = self.logits if name == "norm.weight" else 1.0
         if not self.norm_offset and factor == 1.0:
             return stored
-        return Tensor("fp32", np.float32(factor) * (np.float32(self.norm_offset) + widened(stored)))
+        return Tensor("fp32", np.float32(factor) * (np.float32(self.norm_offset) + widen(stored)))
 
     def _source_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         part, kind = part_of(name)
@@ -219,7 +215,7 @@ class LlamaTensors(LazyTensors):
         return source
 
 
-def widened(tensor: Tensor) -> np.ndarray:
+def widen(tensor: Tensor) -> np.ndarray:
     if tensor.dtype == "bf16":
         return (tensor.values.astype(np.uint32) << 16).view(np.float32)
     return (tensor.values.view(np.float16) if tensor.dtype == "fp16" else tensor.values).astype(

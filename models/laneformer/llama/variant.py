@@ -14,15 +14,10 @@ from typing import Any, NamedTuple
 from ..config import HEAD_NORMS, NORMS, LaneformerConfig
 from ..ropes import Rope
 
-GATES = (
-    "silu",
-    "gelu_pytorch_tanh",
-    "swiglu_oai",
-)  # in the order of the engine's (cpu/csrc/kernels.h)
-POST_NORMS = (
-    "attention.post_norm",
-    "feed_forward.post_norm",
-)  # of modules' outputs, by `norm_placement`
+# in the order of the engine's (cpu/csrc/kernels.h)
+GATES = ("silu", "gelu_pytorch_tanh", "swiglu_oai")
+# of modules' outputs, by `norm_placement`
+POST_NORMS = ("attention.post_norm", "feed_forward.post_norm")
 ROUTER = "feed_forward.router"  # of a mixture of experts
 
 

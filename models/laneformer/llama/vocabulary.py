@@ -76,7 +76,7 @@ class Vocabulary:
 
     def eos_ids(self) -> list[int]:
         """Where generation stops: ids that the file names, and pieces known to end turns and texts."""
-        ends = {i for name in NAMED_ENDS if (i := self.special_id(name)) is not None}
+        ends = {i for i in map(self.special_id, NAMED_ENDS) if i is not None}
         ends.update(filter(self.is_id, self.values.get("eos_token_ids") or ()))
         ends.update(i for i, piece in enumerate(self.pieces) if piece in ENDS)
         texts = {i: self.pieces[i] for i in ends if i < len(self.pieces)}

@@ -47,9 +47,8 @@ except ModuleNotFoundError as error:
         f"the server needs the package {error.name}: pip install 'laneformer[serve]'"
     ) from None
 
-SWITCH_S = (
-    0.0005  # that one thread keeps others waiting; Python's own 5 ms add up over several turns
-)
+# that one thread keeps others waiting; Python's own 5 ms add up over several turns
+SWITCH_S = 0.0005
 UNANSWERED = 70  # status of the process where the device does not answer (EX_SOFTWARE)
 UNANSWERED_S = 5.0  # until then /health says so
 ENGINE_FACTS = "isa", "dtype", "math", "kv_dtype", "threads", "weight_bytes"

@@ -21,10 +21,8 @@ from .schema import Sampling
 from .tool_calls import ToolCalling
 
 CACHED_TOKENS = 2**16
-VALUES_A_TOKEN, SPARE_VALUES = (
-    8,
-    2**16,
-)  # of JSON; commas of a text count, and some tokens are many commas
+# of JSON; commas of a text count, and some tokens are many commas
+VALUES_A_TOKEN, SPARE_VALUES = 8, 2**16
 SAMPLED_CHARS = 8  # for each token of the context: what is encoded first of a long text
 # bytes that a byte-level BPE writes as themselves
 _SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]

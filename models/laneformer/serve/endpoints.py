@@ -25,13 +25,10 @@ from .options import ServerOptions
 from .scheduler import Busy
 from .sending import Answer, AnswerResponse, error_response
 
-OPEN, OPEN_FOLDER = (
-    ("/", "/health"),
-    "/playground/",
-)  # need no key: the page asks for it, a monitor has none
-DISCARDED_BYTES = (
-    64 * 2**20
-)  # of a body that is too long: who is still sending would not see the answer
+# need no key: the page asks for it, a monitor has none
+OPEN, OPEN_FOLDER = ("/", "/health"), "/playground/"
+# of a body that is too long: who is still sending would not see the answer
+DISCARDED_BYTES = 64 * 2**20
 CLIENT_GONE = 499  # nginx's status for the log: nobody saw an answer
 THREADS = 2  # that prepare answers: a long prompt does not hold up all others
 REFERENCES = "#/components/schemas/{model}"

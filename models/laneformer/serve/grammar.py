@@ -42,10 +42,8 @@ MAX_LEFT_OUT = 16  # keywords of one schema
 MAX_MULTIPLE = 10_000  # 0.1 s to compile, in proportion
 WORD_BITS = 32  # of a mask
 SHOWN_CHARS = 300  # of a message of llguidance
-CHOICES = {
-    CALL_ID: "/[a-zA-Z0-9]{9}/",
-    CALL_NUMBER: "/[0-9]{1,4}/",
-}  # nine: what Mistral's templates take
+# nine: what Mistral's templates take
+CHOICES = {CALL_ID: "/[a-zA-Z0-9]{9}/", CALL_NUMBER: "/[0-9]{1,4}/"}
 # a space, or a line break with its indentation: without a bound, a small model can write white space
 # until its end
 COMPILED_WITH = {"whitespace_pattern": r"( |\n( {0,32}|\t{0,16}))"}
@@ -284,9 +282,8 @@ class Grammar:
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         self._check(index)
         words = words[: -(-self._vocab_size // 32)]
-        words[-1] &= np.uint32(
-            0xFFFFFFFF >> -self._vocab_size % 32
-        )  # the tokenizer may have more ids
+        # the tokenizer may have more ids
+        words[-1] &= np.uint32(0xFFFFFFFF >> -self._vocab_size % 32)
         return words
 
     def accept(self, token_id: int) -> None:

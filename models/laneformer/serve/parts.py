@@ -10,9 +10,8 @@ from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 from ..chat import ASSISTANT, SYSTEM
 from .bodies import HALF_PAIR, STRICTLY, Body, refuse
 
-MAX_PARTS = (
-    2**12
-)  # of a content, and tools: the longer a list, the longer its check holds up other threads
+# of a content, and tools: the longer a list, the longer its check holds up other threads
+MAX_PARTS = 2**12
 NAME = r"^[a-zA-Z0-9_-]{1,64}$"  # of schemas and functions, as OpenAI allows them
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 EFFORTS = "none", "low", "medium", "high"  # of reasoning

@@ -77,10 +77,8 @@ class Running:
         self.request, self.grammar = request, grammar
         self.submitted_s = time.monotonic()
         self.started_s = self.first_token_s = self.last_token_s = None  # type: float | None
-        self.generated_tokens, self.processor_s = (
-            0,
-            0.0,
-        )  # the latter: of this process at the first token
+        # the latter: of this process at the first token
+        self.generated_tokens, self.processor_s = 0, 0.0
         self.finish_reason: str | None = None
         self.statistics: Statistics | None = None
         self.scores: PromptLogprobs | None = None

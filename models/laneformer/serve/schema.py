@@ -47,10 +47,8 @@ OF_THE_ENGINE = {  # by the same names
     "ignore_eos",
     "speculate",
 }
-OWN_NAMES = {
-    "stop_ids": "stop_token_ids",
-    "min_new_tokens": "min_tokens",
-}  # of the engine's options
+# of the engine's options
+OWN_NAMES = {"stop_ids": "stop_token_ids", "min_new_tokens": "min_tokens"}
 
 Text = Annotated[str, Field(min_length=1)]
 Ids = Annotated[list[int], Field(fail_fast=True)]
@@ -227,9 +225,8 @@ class ConversationRequest(OpenAIRequest):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
     reasoning: Reasoning = Reasoning()
-    reasoning_budget: Annotated[int, Field(ge=-1)] | None = (
-        None  # most tokens of reasoning; -1: any number
-    )
+    # most tokens of reasoning; -1: any number
+    reasoning_budget: Annotated[int, Field(ge=-1)] | None = None
     thinking: Thinking = Thinking()
 
     @model_validator(mode="after")

@@ -33,9 +33,8 @@ from .parts import NO_PARAMETERS, ToolChoice
 from .schema import ConversationRequest
 
 PROBE_NAME = "probed_function"
-PROBE_IDS = [
-    f"probed00{i}" for i in range(3)
-]  # nine letters and digits: what Mistral's templates take
+# nine letters and digits: what Mistral's templates take
+PROBE_IDS = [f"probed00{i}" for i in range(3)]
 # for templates that show nothing else of a call, as Kimi K2's
 NUMBERED_IDS = [f"{FUNCTIONS}{PROBE_NAME}:{i}" for i in range(3)]
 DESCRIPTION = (

@@ -65,10 +65,10 @@ def training_masks(
                 return _plain_blocks(window, seq_len, device)
             return document_blocks(documents, window)
         positions = torch.arange(seq_len, device=device)
-        seen = causal_mask(positions, positions, window)
+        visible = causal_mask(positions, positions, window)
         if documents is None:
-            return seen
-        return seen & (documents[:, None, :, None] == documents[:, None, None, :])
+            return visible
+        return visible & (documents[:, None, :, None] == documents[:, None, None, :])
 
     by_window = {window: mask(window) for window in {config.window(i) for i in layers}}
     return [by_window[config.window(i)] for i in layers]
@@ -103,11 +103,11 @@ def document_blocks(documents: Tensor, window: int | None = None, step: int = 1)
     size, length = documents.shape
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen, place = causal(batch, head, query, key), key
+        visible, place = causal(batch, head, query, key), key
         if step > 1:
             place = key % length
-            seen = seen | ((key >= length) & (place == query))
-        return seen & (documents[batch, query] == documents[batch, place])
+            visible = visible | ((key >= length) & (place == query))
+        return visible & (documents[batch, query] == documents[batch, place])
 
     build = _block_mask_builder(documents.device.type)
     return build(sees, size, None, length, step * length, device=documents.device)

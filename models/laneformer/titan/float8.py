@@ -58,7 +58,7 @@ class Recipe:
         scale = torch.finfo(dtype).max / largest.clamp(min=SMALLEST)
         return (scale.view(torch.int32) >> 23 << 23).view(torch.float32) if self.by_row else scale
 
-    def transposed(self, values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    def transpose(self, values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Float8 values (N, M, K) and their scale -> (N, K, M) and theirs."""
         if not self.by_row:
             return values.mT.contiguous(), scale
@@ -80,7 +80,7 @@ def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.library.custom_op("laneformer::scaled_product", mutates_args=())
-def scaled_product(
+def multiply_scaled(
     a: Tensor,
     b: Tensor,
     a_scale: Tensor,
@@ -103,7 +103,7 @@ def scaled_product(
     return out
 
 
-@scaled_product.register_fake
+@multiply_scaled.register_fake
 def _(
     a: Tensor,
     b: Tensor,
@@ -127,21 +127,21 @@ class Float8Product(torch.autograd.Function):
         x_scale, w_scale = keep(x_scale), keep(w_scale)
         ctx.save_for_backward(values, x_scale, weight, w_scale)
         ctx.recipe, ctx.emulate = recipe, emulate
-        return scaled_product(values, weights, x_scale, w_scale, x.dtype, True, emulate)
+        return multiply_scaled(values, weights, x_scale, w_scale, x.dtype, True, emulate)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, x_scale, weight, w_scale = ctx.saved_tensors
         recipe: Recipe = ctx.recipe
         how = weight.dtype, recipe.fast_backward, ctx.emulate
-        x, x_scale = recipe.transposed(x, x_scale)
+        x, x_scale = recipe.transpose(x, x_scale)
         if recipe.by_row:
             w_scale = recipe.scale(weight.mT, E4M3)
         scale = recipe.scale(gradient, recipe.gradient)
         values = quantize(gradient, scale, recipe.gradient)
-        d_x = scaled_product(values, quantize(weight.mT, w_scale, E4M3), scale, w_scale, *how)
-        values, scale = recipe.transposed(values, scale)
-        return d_x, scaled_product(values, x, scale, x_scale, *how), None, None
+        d_x = multiply_scaled(values, quantize(weight.mT, w_scale, E4M3), scale, w_scale, *how)
+        values, scale = recipe.transpose(values, scale)
+        return d_x, multiply_scaled(values, x, scale, x_scale, *how), None, None
 
 
 @dataclass(frozen=True)
@@ -176,9 +176,8 @@ class Float8FeedForward(LaneFeedForward):
         inner = F.silu(gate) * up
         if not self.sums:
             return self.float8(inner, self.w2.weight)
-        weight = self.w2.weight.transpose(0, 1).flatten(
-            1
-        )  # the sum over lanes is part of the product's own
+        # the sum over lanes is part of the product's own
+        weight = self.w2.weight.transpose(0, 1).flatten(1)
         return self.float8(inner.flatten(2)[:, :, None], weight[None])
 
 
@@ -209,10 +208,12 @@ def check_device(emulate: bool, capability: tuple[int, int] | None) -> None:
     """ValueError on a GPU without float8 products (None: no GPU), unless they are emulated."""
     if emulate or (capability is not None and capability >= CAPABILITY):
         return
-    found = "torch sees no GPU" if capability is None else "this GPU has {}.{}".format(*capability)
+    available = (
+        "torch sees no GPU" if capability is None else "this GPU has {}.{}".format(*capability)
+    )
     raise ValueError(
         f"model.converters = [{NAME!r}] needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or later "
-        f"(Ada, Hopper, Blackwell), and {found}; leave model.converters empty to train in bfloat16, or set "
+        f"(Ada, Hopper, Blackwell), and {available}; leave model.converters empty to train in bfloat16, or set "
         f"{NAME}.emulate = true, which multiplies the same float8 values in float32, slowly"
     )
 
@@ -225,9 +226,8 @@ def use_float8(model: Any, float8: Float8) -> None:
         plain, norm = layer.feed_forward, layer.ffn_norm
         with torch.device("meta"):  # the parameters stay those of the layer, on their device
             layer.feed_forward = Float8FeedForward(model.config, float8, layer.adds_sum_only(1))
-            layer.ffn_norm = LaneRMSNorm(
-                model.config
-            )  # not kept: the products keep its result in float8
+            # not kept: the products keep its result in float8
+            layer.ffn_norm = LaneRMSNorm(model.config)
         layer.feed_forward.w1, layer.feed_forward.w2, layer.feed_forward.w3 = (
             plain.w1,
             plain.w2,

@@ -45,16 +45,16 @@ def join_norm(
     return _forward(h, partial, delayed, weight, eps)
 
 
-def _uninitialized(h: Tensor, joined: bool, normed: bool) -> Parts:
+def _allocate_parts(h: Tensor, joined: bool, normed: bool) -> Parts:
     """Streams (h itself where nothing is joined), normed streams and 1/rms, the latter empty without a norm."""
     streams = h.new_empty(h.shape) if joined else h
     shapes = (h.shape, h.shape[:3]) if normed else (0, 0)
     return streams, h.new_empty(shapes[0]), h.new_empty(shapes[1], dtype=torch.float32)
 
 
-join.register_fake(lambda h, partial, delayed: _uninitialized(h, True, False)[0])
-rms_norm.register_fake(lambda h, weight, eps: _uninitialized(h, False, True)[1:])
-join_norm.register_fake(lambda h, partial, delayed, weight, eps: _uninitialized(h, True, True))
+join.register_fake(lambda h, partial, delayed: _allocate_parts(h, True, False)[0])
+rms_norm.register_fake(lambda h, weight, eps: _allocate_parts(h, False, True)[1:])
+join_norm.register_fake(lambda h, partial, delayed, weight, eps: _allocate_parts(h, True, True))
 
 
 def _forward(
@@ -63,8 +63,8 @@ def _forward(
     """Launch the forward kernel: streams (h itself without a partial), normed and 1/rms
     (empty without a weight).
     """
-    h, partial, delayed = (_strided(t) for t in (h, partial, delayed))
-    streams, normed, rstd = _uninitialized(h, partial is not None, weight is not None)
+    h, partial, delayed = (_readable_by_kernels(t) for t in (h, partial, delayed))
+    streams, normed, rstd = _allocate_parts(h, partial is not None, weight is not None)
     kernels.forward_kernel[(h.shape[0] * h.shape[1],)](
         h,
         partial,
@@ -101,7 +101,7 @@ def join_norm_backward(
     float32, in an order that depends on the number of the device's SMs alone.
     """
     d_streams, d_normed, d_handed_on, streams = (
-        _strided(t) for t in (d_streams, d_normed, d_handed_on, streams)
+        _readable_by_kernels(t) for t in (d_streams, d_normed, d_handed_on, streams)
     )
     tokens = d_streams.shape[0] * d_streams.shape[1]
     programs = min(tokens, PROGRAMS_PER_SM * _processors(d_streams.device))
@@ -213,13 +213,13 @@ class JoinNorm(torch.autograd.Function):
         )
         d_h = d_h if ctx.normed else d_streams
         d_partial = d_partial if ctx.hand_on else d_h
-        found = (
+        needed = (
             (d_h, True),
             (d_partial, ctx.joined),
             (d_delayed, ctx.delayed),
             (d_weight, ctx.normed),
         )
-        return (*(gradient if has else None for gradient, has in found), None, None)
+        return (*(gradient if has else None for gradient, has in needed), None, None)
 
 
 def fuse_join_norm() -> None:
@@ -261,7 +261,7 @@ def check_kernels() -> None:
         )
 
 
-def _strided(x: Tensor | None) -> Any:
+def _readable_by_kernels(x: Tensor | None) -> Any:
     """x (B, S, L, D) as the kernels can read it: one stride for all tokens, columns adjacent; else a copy."""
     if x is None:
         return None

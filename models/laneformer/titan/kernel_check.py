@@ -127,9 +127,8 @@ def run_layer(
             )
             parameter.copy_(draw(*parameter.shape, scale=own[0], mean=own[1]))
 
-    lanes = [
-        1 if config.equal_streams(index) else config.num_lanes
-    ]  # of the streams, and of what is delayed
+    # of the streams, and of what is delayed
+    lanes = [1 if config.equal_streams(index) else config.num_lanes]
     lanes += [config.num_lanes * config.adds_delayed(index, module) for module in MODULES]
     inputs = [draw(1, length, n, config.hidden_size).repeat(rows, 1, 1, 1) for n in lanes if n]
     leaves = iter([x.requires_grad_() for x in inputs])

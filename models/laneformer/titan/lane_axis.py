@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from ..config import LaneformerConfig
 from ..lanes import LaneLinear, LaneRMSNorm, Lanes
 from ..model import LMHead
-from .private_torch import arrived, start_reduction
+from .private_torch import start_reduction, wait_for_reduction
 
 OPTION = "parallelism.tensor_parallel_degree"
 
@@ -36,7 +36,7 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return arrived(gradient), None
+        return wait_for_reduction(gradient), None
 
 
 class _Arrive(torch.autograd.Function):
@@ -45,7 +45,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, started: Tensor, group: str) -> Tensor:
         ctx.group = group
-        return arrived(started)
+        return wait_for_reduction(started)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -77,9 +77,9 @@ class LaneAxis(Lanes):
         """Of each token (N,), of this rank's part of the vocabulary -> of all of it: log of the softmax's
         denominator, largest logit, the label's logit (0 where it is another rank's).
         """
-        peak = arrived(start_reduction(peaks, self.group, "max"))
+        peak = wait_for_reduction(start_reduction(peaks, self.group, "max"))
         sums = torch.stack([(denominators - peak).exp(), chosen])
-        denominator, label = arrived(start_reduction(sums, self.group))
+        denominator, label = wait_for_reduction(start_reduction(sums, self.group))
         return denominator.log() + peak, peak, label
 
 
@@ -132,7 +132,7 @@ def give_lanes_to_ranks(model: Any, mesh: DeviceMesh) -> None:
         if isinstance(getattr(module, "lanes", None), Lanes):
             module.lanes = axis
         for name, parameter in list(module.named_parameters(recurse=False)):
-            placement = Shard(0) if owned_by_lanes(module, parameter) else Replicate()
+            placement = Shard(0) if is_owned_by_lanes(module, parameter) else Replicate()
             cut = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
             module.register_parameter(
                 name, nn.Parameter(cut, requires_grad=parameter.requires_grad)
@@ -140,7 +140,7 @@ def give_lanes_to_ranks(model: Any, mesh: DeviceMesh) -> None:
             _read_own_part(module, name)
 
 
-def owned_by_lanes(module: nn.Module, parameter: Tensor) -> bool:
+def is_owned_by_lanes(module: nn.Module, parameter: Tensor) -> bool:
     """Whether a parameter's first axis is the lanes'."""
     return isinstance(module, LaneLinear | LMHead) or (
         isinstance(module, LaneRMSNorm) and parameter.dim() == 2

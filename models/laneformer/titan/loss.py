@@ -25,9 +25,8 @@ from ..model import LMHead
 from .lane_axis import LaneAxis
 
 IGNORE_INDEX = -100  # TorchTitan's, and PyTorch's default
-CHUNK_TOKENS = (
-    2048  # the 2B model's chunk: 2048 x 32000 logits; enough rows to fill a GPU's matrix units
-)
+# the 2B model's chunk: 2048 x 32000 logits; enough rows to fill a GPU's matrix units
+CHUNK_TOKENS = 2048
 
 
 def softmax_parts(logits: Tensor, labels: Tensor, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,15 +140,13 @@ class TitanHead(LMHead):
     def __init__(self, config: LaneformerConfig):
         super().__init__(config)
         self.lanes, self.chunk_tokens = Lanes(config.num_lanes), CHUNK_TOKENS
-        self.compile_backend: str | None = (
-            None  # set by parallelize when compile.components has "loss"
-        )
+        # set by parallelize when compile.components has "loss"
+        self.compile_backend: str | None = None
         self.z_loss_weight = 0.0  # set by the trainer
         # log-denominators and largest logits (N,) of the last losses
-        self.seen: tuple[Tensor, Tensor] | None = None
-        self.chosen: Tensor | None = (
-            None  # in evaluation of a model with drafts: likeliest ids (B, S)
-        )
+        self.normalizers: tuple[Tensor, Tensor] | None = None
+        # in evaluation of a model with drafts: likeliest ids (B, S)
+        self.chosen: Tensor | None = None
         self.keep_chosen = config.num_nextn_predict_layers > 0
 
     def forward(
@@ -186,7 +183,7 @@ class TitanHead(LMHead):
         if rows is not None:
             parts = [part.new_zeros(labels.numel()).index_copy(0, rows, part) for part in parts]
         losses, denominators, peaks = parts
-        self.seen = denominators.detach(), peaks.detach()
+        self.normalizers = denominators.detach(), peaks.detach()
         return losses.view(labels.shape)
 
     def as_one_product(self, h: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

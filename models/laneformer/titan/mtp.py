@@ -65,9 +65,8 @@ class Drafted:
 
     losses: Tensor  # (K, B, S), 0 where ignored
     labels: Tensor  # (K, B, S)
-    accepted: (
-        Tensor | None
-    )  # (K, B, S) bool, in validation: drafts 1 to k are the model's own choices
+    # (K, B, S) bool, in validation: drafts 1 to k are the model's own choices
+    accepted: Tensor | None
 
 
 def losses_with_drafts(
@@ -94,7 +93,7 @@ def losses_with_drafts(
         )
         losses = head(h.expand(-1, -1, config.num_lanes, -1), model.norm, labels, trained)
         delivered = deliver(h, tail, config)
-    seen, chosen = head.seen, head.chosen
+    normalizers, chosen = head.normalizers, head.chosen
     positions = torch.arange(labels.shape[1], device=labels.device)
     ropes = [rope, *(rope_table(config, positions + step) for step in range(1, steps))]
     later = [step_mask(step, positions, masks[-1], kept_apart) for step in range(2, steps + 1)]
@@ -104,10 +103,8 @@ def losses_with_drafts(
     )
     count = None if trained is None else steps * trained
     drafts = head(torch.cat(outputs), None, targets.flatten(0, 1), count).view(targets.shape)
-    accepted = (
-        None if model.training else accepted_prefixes(chosen, head.chosen.view(targets.shape))
-    )
-    head.seen = seen  # diagnostics are about the model's own logits
+    accepted = None if model.training else count_accepted(chosen, head.chosen.view(targets.shape))
+    head.normalizers = normalizers  # diagnostics are about the model's own logits
     model.drafted = Drafted(drafts.detach(), targets, accepted)
     added = model.draft_weight * drafts.sum(0)
     return losses + added - added.detach()
@@ -131,13 +128,13 @@ def step_mask(
     """Step k's mask (S, k S), k at least 2: for FlexAttention where step 1's is."""
     if isinstance(first, BlockMask) and documents is not None:
         return document_blocks(documents, step=step)
-    seen = draft_mask(len(positions), step, positions.device)
+    visible = draft_mask(len(positions), step, positions.device)
     if documents is None:
-        return seen
-    return seen & (documents[:, None, :, None] == documents.repeat(1, step)[:, None, None, :])
+        return visible
+    return visible & (documents[:, None, :, None] == documents.repeat(1, step)[:, None, None, :])
 
 
-def accepted_prefixes(chosen: Tensor, drafted: Tensor) -> Tensor:
+def count_accepted(chosen: Tensor, drafted: Tensor) -> Tensor:
     """Likeliest ids by the model (B, S) and by each step (K, B, S) -> whether steps 1 to k agree with it."""
     agree = torch.stack([each == chosen.roll(-k, 1) for k, each in enumerate(drafted, 1)])
     return agree.cumprod(0).bool()

@@ -136,12 +136,14 @@ def checkpoint_and_compile(model: Laneformer, job_config: JobConfig) -> None:
         model.lm_head.compile_backend = job_config.compile.backend
 
 
-def apply_selective_checkpointing(model: Laneformer, kept: frozenset[Any] = KEPT_OPS) -> None:
+def apply_selective_checkpointing(model: Laneformer, saved_ops: frozenset[Any] = KEPT_OPS) -> None:
     """Wrap every layer so that its backward pass keeps these operations' results and recomputes the rest."""
 
     def policy(context: Any, operation: Any, *operands: Any, **options: Any) -> CheckpointPolicy:
         return (
-            CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+            CheckpointPolicy.MUST_SAVE
+            if operation in saved_ops
+            else CheckpointPolicy.PREFER_RECOMPUTE
         )
 
     for index, layer in enumerate(model.layers):
@@ -196,8 +198,7 @@ def apply_fsdp(model: Laneformer, mesh: DeviceMesh, job_config: JobConfig) -> No
     shard(model, reshard)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(
-                1.0
-            )  # the loss is already divided by the global token count
+            # the loss is already divided by the global token count
+            module.set_gradient_divide_factor(1.0)
             # gloo lacks PREMUL_SUM, and NCCL is faster with SUM
             module.set_force_sum_reduction_for_comms(True)

@@ -17,12 +17,12 @@ __all__ = [
     "EXCHANGES",
     "GraphPass",
     "allow_variants",
-    "arrived",
     "checkpoint_wrapper",
     "forget_compiled",
     "lower_to_nothing",
     "pass_after_autograd",
     "start_reduction",
+    "wait_for_reduction",
 ]
 # what a lane's rank gets from others: under checkpointing never asked for again
 EXCHANGES = frozenset(
@@ -54,7 +54,7 @@ def start_reduction(x: Tensor, group: str, how: str = "sum") -> Tensor:
     return started
 
 
-def arrived(started: Tensor) -> Tensor:
+def wait_for_reduction(started: Tensor) -> Tensor:
     """The result of `start_reduction`, once it is there."""
     result: Tensor = torch.ops._c10d_functional.wait_tensor(started)
     return result

@@ -24,10 +24,8 @@ FOLDER = Path(__file__).resolve().parent
 FLAGS = ("-O1", "-std=c++20", "-fPIC", "-w", "-DEMULATED")
 # headers that no unit changes
 MACHINE = ("clocks.h", "launch.h", "machine.h", "order.h", "races.h", "scheduler.h", "warp.h")
-SEES_PLAIN = (
-    "-fsanitize=thread",
-    "-DSEES_PLAIN",
-)  # races.h takes the place of the sanitizer's library
+# races.h takes the place of the sanitizer's library
+SEES_PLAIN = ("-fsanitize=thread", "-DSEES_PLAIN")
 MISSING = (
     "the CUDA emulator needs g++"
     if shutil.which("g++") is None

@@ -185,9 +185,8 @@ def test_scores_are_those_of_the_model(engine, monkeypatch):
         engine.logprobs([1] * 50)
     monkeypatch.setattr("laneformer.engine.cuda.prefill.HEAD_TOKENS", 9)
     blocks = engine.logprobs(ids, top=3, start=20)
-    np.testing.assert_allclose(
-        blocks.logprobs, scores.logprobs, rtol=0, atol=1e-4
-    )  # sums of other widths
+    # sums of other widths
+    np.testing.assert_allclose(blocks.logprobs, scores.logprobs, rtol=0, atol=1e-4)
     np.testing.assert_array_equal(blocks.top_ids, scores.top_ids)
 
 

@@ -290,7 +290,7 @@ def launches_of_several(kernels, seed) -> list[torch.Tensor]:
         kernels.memories[0].cancel.fill_(cancelled)
         kernels._launch(arguments)
         kernels._streams[0].synchronize()
-        rows.append(torch.tensor(kernels.memories[0].picked(first, 3)))
+        rows.append(torch.tensor(kernels.memories[0].read_picks(first, 3)))
     return rows
 
 

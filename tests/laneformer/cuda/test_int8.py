@@ -16,7 +16,7 @@ import torch
 from laneformer.config import HEAD, LaneformerConfig
 from laneformer.engine.cuda.bench import weight_bytes
 from laneformer.engine.cuda.geometry import H200, OPS
-from laneformer.engine.cuda.int8 import quantised
+from laneformer.engine.cuda.int8 import quantize
 from laneformer.engine.cuda.memory import DeviceMemory
 from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.tape_model import TapeModel
@@ -63,7 +63,7 @@ def emulated(name, builds) -> EmulatedPasses:
 def test_int8_numbers_are_the_cpus():
     weights = draw_weights(72, 96)
     integers, scales = packed(weights, "int8")
-    numbers, own = quantised(torch.from_numpy(weights))
+    numbers, own = quantize(torch.from_numpy(weights))
     np.testing.assert_array_equal((numbers ^ -128).numpy(), integers.reshape(weights.shape))
     np.testing.assert_array_equal(own.numpy(), scales)
 
@@ -72,7 +72,7 @@ def test_rows_of_zeros_and_values_that_are_not_finite():
     rows = torch.tensor(
         [[0.0, 0.0], [1e-38, -1e-39], [3.0, -1.5], [float("nan"), 1.0], [1.0, -float("inf")]]
     )
-    numbers, scales = quantised(rows)
+    numbers, scales = quantize(rows)
     assert scales[:3].tolist() == [0, 0, np.float32(3) / np.float32(127)]
     assert not scales[3:].isfinite().any()
     assert not (numbers[:2] ^ -128).any()

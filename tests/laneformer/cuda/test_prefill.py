@@ -28,9 +28,8 @@ from tests.laneformer.cuda.harness import (
 )
 from tests.laneformer.cuda.shapes import FAMILIES, SHAPES, family
 
-TEXT = torch.randint(
-    96, (21,), generator=torch.Generator().manual_seed(8)
-).tolist()  # the rings hold six
+# the rings hold six
+TEXT = torch.randint(96, (21,), generator=torch.Generator().manual_seed(8)).tolist()
 
 
 class PlainCache:

@@ -22,7 +22,7 @@ from tests.laneformer.engine.assets import (
     small_model,
     usable_isas,
 )
-from tools.check.reference import dequantised
+from tools.check.reference import dequantize
 
 ISAS = usable_isas(ISAS_BELOW_AMX)
 LEVELS = np.array([0, 14, 26, 35, 43, 51, 58, 64, 70, 76, 82, 89, 96, 104, 114, 127]) - 69
@@ -136,7 +136,7 @@ def test_int8_holds_every_weight_rounded_once():
     steps = np.abs(weights).max(1).astype(np.float64) / LARGEST
     steps[steps < np.finfo(single).tiny] = 0
     np.testing.assert_allclose(scales, steps, rtol=2**-24)  # one rounding to float32
-    meant = dequantised({"w": torch.from_numpy(weights)})["w"].numpy()
+    meant = dequantize({"w": torch.from_numpy(weights)})["w"].numpy()
     np.testing.assert_array_equal(
         integers.reshape(weights.shape) * scales[:, None].astype(np.float64), meant
     )

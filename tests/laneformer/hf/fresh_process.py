@@ -40,9 +40,8 @@ def ask_model(path: str) -> dict:
     base = AutoModel.from_pretrained(path, **LOAD).eval()
     config = AutoConfig.from_pretrained(path, trust_remote_code=True)
     model.save_pretrained(copy := f"{answers_path}.{path.replace('/', '-')}")
-    saved = AutoModelForCausalLM.from_pretrained(
-        copy, **LOAD
-    ).eval()  # a user's own folder, code included
+    # a user's own folder, code included
+    saved = AutoModelForCausalLM.from_pretrained(copy, **LOAD).eval()
     padded = model(pad(ids, (5, 0)), attention_mask=pad(torch.ones_like(ids), (5, 0)))
     return {
         "logits": model(ids).logits,

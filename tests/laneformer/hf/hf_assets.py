@@ -79,11 +79,8 @@ def write_run(folder, model, step=30) -> Path:
     (folder / "model.json").write_text(json.dumps(model.config.to_dict()))
     (folder / "tokenizer.model").write_bytes(sentencepiece_model())
     line = {"step": step, "phase": "phase2", "tokens_total": 123_456, "loss": 4.25}
-    lines = [
-        json.dumps({**line, "step": step - 1}),
-        json.dumps(line),
-        '{"step": 7, "los',
-    ]  # cut by a crash
+    # cut by a crash
+    lines = [json.dumps({**line, "step": step - 1}), json.dumps(line), '{"step": 7, "los']
     (folder / "metrics.jsonl").write_text("\n".join(lines))
     state = {
         **model.state_dict(),

@@ -56,10 +56,8 @@ def draw_ids(*shape) -> torch.Tensor:
     return torch.randint(3, VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(5))
 
 
-IDS, PROMPTS = (
-    draw_ids(2, 50),
-    [draw_ids(n).tolist() for n in (5, 23, 16)],
-)  # beyond the window of 16
+# beyond the window of 16
+IDS, PROMPTS = draw_ids(2, 50), [draw_ids(n).tolist() for n in (5, 23, 16)]
 
 
 @torch.no_grad()

@@ -165,9 +165,8 @@ def test_a_token_reads_the_experts_that_it_takes(folder):
     with Engine.from_pretrained(folder, dtype="fp32", threads=1, cache=False) as engine:
         held, config = len(engine._open().part(0)), engine.config
         experts = config.variant.experts
-        size = 4 * (
-            2 * 48 * 64 + 64 * 40
-        )  # of 40 gates and 40 ups each begins at a multiple of 16 rows
+        # of 40 gates and 40 ups each begins at a multiple of 16 rows
+        size = 4 * (2 * 48 * 64 + 64 * 40)
         resting = config.num_hidden_layers * (experts.total - experts.active)
         assert held - engine.weight_bytes == resting * size
 

@@ -90,7 +90,7 @@ def measure(model, part=0, parts=1) -> dict[str, Any]:
     whole = {
         name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in gradients.items()
     }
-    return {"losses": losses.detach(), "seen": model.lm_head.seen, "gradients": whole}
+    return {"losses": losses.detach(), "seen": model.lm_head.normalizers, "gradients": whole}
 
 
 def one_case(name, dtype, mesh) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def test_losses_and_gradients_are_the_plain_models(head, z_weight):
     assert (losses.flatten() - wanted).abs().max() < ROUNDING * wanted.max()
     assert largest_difference(gradients_of(model), gradients_of(exact)) < ROUNDING
     if z_weight:
-        seen = dict(zip(("denominators", "peaks"), model.lm_head.seen, strict=True))
+        seen = dict(zip(("denominators", "peaks"), model.lm_head.normalizers, strict=True))
         expected = {"denominators": denominators, "peaks": logits.amax(-1)}
         assert largest_difference(seen, expected) < ROUNDING
         return

@@ -122,9 +122,8 @@ def test_no_product_is_computed_twice(tokens, monkeypatch):
     """Of a layer's four products each needs two for its gradients; without the streams kept,
     wo is computed again.
     """
-    config = dataclasses.replace(
-        CONFIG, use_early_comm=True
-    )  # a layer of equal streams, and one of lanes
+    # a layer of equal streams, and one of lanes
+    config = dataclasses.replace(CONFIG, use_early_comm=True)
     assert backward_products(build(config), tokens) == [8, 8]
     monkeypatch.setattr(layer_module, "keep", lambda x: x)
     assert backward_products(build(config), tokens) == [9, 9]

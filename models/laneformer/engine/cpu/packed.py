@@ -166,9 +166,8 @@ def is_checked(path: Path) -> bool:
 
 def read_header(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
     """The file as mapped bytes, and its header; ValueError where it is no such file."""
-    fits = (
-        path.stat().st_size < memory_bytes()
-    )  # else what is read first would be gone before it is used
+    # else what is read first would be gone before it is used
+    fits = path.stat().st_size < memory_bytes()
     flags = mmap.MAP_PRIVATE | (getattr(mmap, "MAP_POPULATE", 0) if fits else 0)
     with open(path, "rb") as file:
         hold(file)  # the mapping has it too

@@ -25,9 +25,8 @@ from .cache_files import CacheFile
 
 FOLDER = ".packed"
 SOURCE = "source"  # the file with the model's path
-OURS = (
-    "[0-9a-f]" * 16
-)  # names of models' directories in the user's cache, where other things lie as well
+# names of models' directories in the user's cache, where other things lie as well
+OURS = "[0-9a-f]" * 16
 BUDGET = "LANEFORMER_PACKED_BYTES"
 DEFAULT_BYTES = 32 * 10**9
 MAX_PLANS = 4  # of one model

@@ -191,7 +191,7 @@ def read_bandwidth(memory: DeviceMemory) -> float:
         lambda: kernels.launch("stream", argument),
         lambda: [words.sum(dtype=torch.int64) for _ in range(rounds)],
     ]
-    seconds = min(elapsed_s(read, memory.device) for read in ways for _ in range(RUNS))
+    seconds = min(measure_seconds(read, memory.device) for read in ways for _ in range(RUNS))
     total, expected = (
         value % 2**32 for value in (int(sums.sum(dtype=torch.int64)), sum_tapes(memory) * rounds)
     )
@@ -200,7 +200,7 @@ def read_bandwidth(memory: DeviceMemory) -> float:
     return rounds * size / seconds
 
 
-def elapsed_s(work: Callable[[], object], device: torch.device) -> float:
+def measure_seconds(work: Callable[[], object], device: torch.device) -> float:
     with torch.cuda.device(device):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()

@@ -28,8 +28,8 @@ def card_named(name: str) -> Card:
     """The card whose name starts with `name` in any case, the shortest of several. ValueError for an unknown name."""
     matching = [card for card in CARDS if card.name.lower().startswith(name.lower())]
     if not matching:
-        known = ", ".join(card.name for card in CARDS)
-        raise ValueError(f"no datasheet of GPU {name!r}; choose from {known}")
+        names = ", ".join(card.name for card in CARDS)
+        raise ValueError(f"no datasheet of GPU {name!r}; choose from {names}")
     return min(matching, key=lambda card: len(card.name))
 
 

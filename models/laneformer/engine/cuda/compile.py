@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 from pathlib import Path
 
@@ -43,26 +44,24 @@ def compile_cubin(
     the newest one whose code this driver loads.
     """
     source, compiler = source_of(version, geometry), compiler or compiler_for(architecture, driver)
-    sources = [
-        path
-        for folder in INCLUDES
-        for pattern in ("*.cu*", "*.h")
-        for path in sorted(folder.glob(pattern))
-    ]
+    patterns = [(folder, suffix) for folder in INCLUDES for suffix in ("*.cu*", "*.h")]
+    sources = itertools.chain.from_iterable(
+        sorted(folder.glob(suffix)) for folder, suffix in patterns
+    )
     included = b"".join(path.read_bytes() for path in sources)
     decides = repr((source, architecture, OPTIONS, compiler.version)).encode() + included
     folder = cache or user_cache() / "cubins"
     name = f"{version}-{architecture}-nvrtc{compiler.version[0]}.{compiler.version[1]}"
-    kept = folder / f"{name}-{hashlib.sha256(decides).hexdigest()[:20]}.cubin"
-    if kept.is_file():
-        return kept.read_bytes()
+    cached = folder / f"{name}-{hashlib.sha256(decides).hexdigest()[:20]}.cubin"
+    if cached.is_file():
+        return cached.read_bytes()
     try:
         compiled = compiler.compile(source, architecture, INCLUDES)
     except RuntimeError as error:
         raise RuntimeError(
             f"the {version} kernels do not compile for {architecture}: {error}"
         ) from None
-    keep(kept, compiled)
+    keep(cached, compiled)
     return compiled
 
 

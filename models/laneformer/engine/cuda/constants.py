@@ -42,7 +42,7 @@ def constants_of(geometry: Geometry) -> str:
         "kMmaColumns": geometry.columns,
         "kMostColumns": MAX_COLUMNS,
         "kMostSums": geometry.max_sums,
-        "kFlushes": len(geometry.flushed),
+        "kFlushes": len(geometry.flush_points),
     }
     tables = {
         "kColumns": [m.columns for m in matrices],
@@ -54,7 +54,7 @@ def constants_of(geometry: Geometry) -> str:
             0 if i in c.nope_layers else 1 + c.rope_of(i) * c.max_position_embeddings
             for i in layers
         ],
-        "kFlushed": [2 * i + m for i, m in geometry.flushed] or [0],
+        "kFlushed": [2 * i + m for i, m in geometry.flush_points] or [0],
     }
     starts = [sum(geometry.kv_layer(j) for j in range(i)) for i in layers]
     per_module: dict[str, Sequence[Sequence[object]]] = {

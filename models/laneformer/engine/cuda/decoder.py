@@ -87,7 +87,7 @@ class CudaDecoder:
 
     def collect(self, timeout_s: float) -> list[Collected]:
         return [
-            Collected(ticket, first, tokens, scores, ended and ended_as(*ended))
+            Collected(ticket, first, tokens, scores, ended and build_ended(*ended))
             for ticket, first, tokens, scores, ended in self.executor.schedule.collect(timeout_s)
         ]
 
@@ -151,7 +151,7 @@ def make_passes(
     return DECODERS["graph"](config, tensors, dtype, devices, cache_bytes=cache_bytes)
 
 
-def ended_as(statistics: dict[str, int], error: Exception | None, *left: Any) -> Ended:
+def build_ended(statistics: dict[str, int], error: Exception | None, *left: Any) -> Ended:
     """What the executor could not do is no mistake of the caller."""
     failed = RequestFailed(str(error)) if isinstance(error, RuntimeError) else error
     return Ended(statistics, failed, *left)

@@ -21,11 +21,8 @@ from .structures import Column
 # the others wait for a piece: 10 ms for the weights of `2b` and 9 for so many ids, both calculated
 PIECE_TOKENS = 1024
 LONGEST_END_S = 10.0  # of a pass, when the interpreter ends
-RETRIES_S = (
-    0.01,
-    0.1,
-    1.0,
-)  # after a launch that is refused, as others have the GPU's multiprocessors
+# after a launch that is refused, as others have the GPU's multiprocessors
+RETRIES_S = (0.01, 0.1, 1.0)
 
 
 class CudaExecutor:
@@ -68,10 +65,10 @@ class CudaExecutor:
     def run(self) -> None:
         """Passes, until there is nothing to run."""
         assert self.passes is not None
-        given: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         try:
-            while (plan := self.schedule.next(**given)) is not None:
-                given = self._pass(self.passes, plan)
+            while (plan := self.schedule.next(**results)) is not None:
+                results = self._pass(self.passes, plan)
         except Exception as error:
             self.unanswered = isinstance(error, Unanswered)
             reason = str(error).partition("\n")[0]  # torch's has advice for developers below
@@ -89,16 +86,16 @@ class CudaExecutor:
             return {}
         rows = plan.head  # of the logits that the schedule draws from
         draws = {place: plan.draw(place) for place in {column.sequence for column in columns}}
-        asked = [column_of(column, draws[column.sequence]) for column in columns]
+        inputs = [column_of(column, draws[column.sequence]) for column in columns]
         look = (lambda rows: self.schedule.interrupts()) if plan.ahead else None
         try:
-            picked = launch(passes, asked, plan.ahead, self._logits if rows else None, look)
+            picked = launch(passes, inputs, plan.ahead, self._logits if rows else None, look)
         except NotResident as error:
             return {
                 "error": f"the GPU runs something else beside the engine, try again later: {error}"
             }
-        given: dict[str, Any] = {"picked": np.array(picked, np.int32)}
-        return {**given, "logits": self._logits[rows].cpu().numpy()} if rows else given
+        results: dict[str, Any] = {"picked": np.array(picked, np.int32)}
+        return {**results, "logits": self._logits[rows].cpu().numpy()} if rows else results
 
     def _read(self, passes: PassDecoder, plan: _core.Pass) -> dict[str, Any]:
         """A piece of a prompt, with its scores."""
@@ -117,13 +114,13 @@ class CudaExecutor:
         return {}
 
 
-def launch(passes: PassDecoder, *asked: Any) -> list[list[int]]:
+def launch(passes: PassDecoder, *columns: Any) -> list[list[int]]:
     """NotResident where the driver still refuses the launch after a while; nothing has changed then."""
     for wait_s in RETRIES_S:
         with contextlib.suppress(NotResident):
-            return passes.run(*asked)
+            return passes.run(*columns)
         time.sleep(wait_s)
-    return passes.run(*asked)
+    return passes.run(*columns)
 
 
 def column_of(column: _core.Column, draw: _core.Draw) -> Column:

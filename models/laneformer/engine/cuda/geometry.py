@@ -10,6 +10,7 @@ the same numbers.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from ...config import MODULES, LaneformerConfig
@@ -26,10 +27,8 @@ LARGE_HEAD, LARGE_HEAD_WARPS = 128, 12
 MAX_SPLITS = 16  # of the keys: each reader of the attention merges them all
 MAX_DRAFTS = MAX_COLUMNS - 1
 TILE = 16  # rows and columns of a matrix that one such instruction takes: a segment
-MAX_PARTS, MIN_UNITS = (
-    16,
-    768,
-)  # of a matrix' columns; of tiles' parts, to be dealt evenly to a lane's warps
+# of a matrix' columns; of tiles' parts, to be dealt evenly to a lane's warps
+MAX_PARTS, MIN_UNITS = 16, 768
 RESERVED_BYTES = 1024  # of shared memory, which the system keeps of each block
 # to try, the best first: fewer warps compute less at once, small chunks read the inputs of a
 # matrix more often
@@ -46,7 +45,7 @@ class Machine:
     shared_bytes: int
     architecture: int  # 90 for sm_90
 
-    def shared_among(self, blocks: int) -> int:
+    def shared_bytes_per_block(self, blocks: int) -> int:
         """The same for each of so many blocks that are resident together."""
         return (self.shared_bytes + RESERVED_BYTES) // blocks - RESERVED_BYTES
 
@@ -104,9 +103,8 @@ class Geometry:
     chunks: int
     devices: int = 1
     columns: int = 1  # of one pass at most
-    half: str = (
-        "bf16"  # or "fp16": of the embedding, keys and values; with matrices of 16 bits, theirs
-    )
+    # or "fp16": of the embedding, keys and values; with matrices of 16 bits, theirs
+    half: str = "bf16"
 
     @property
     def number_bytes(self) -> int:
@@ -253,14 +251,12 @@ class Geometry:
         return mail + 2 * c.num_lanes * self.blocks_per_lane + 2 * c.vocab_size + 2
 
     @property
-    def flushed(self) -> list[tuple[int, int]]:
+    def flush_points(self) -> list[tuple[int, int]]:
         """Layer and module of the outputs that no layer is left for, and that join with the last module."""
-        config, layers = self.config, range(self.config.num_hidden_layers)
-        if not config.flush:
+        if not self.config.flush:
             return []
-        return [
-            (i, m) for i in layers for m, name in enumerate(MODULES) if config.delivers(i, name)
-        ]
+        modules = itertools.product(range(self.config.num_hidden_layers), enumerate(MODULES))
+        return [(i, m) for i, (m, name) in modules if self.config.delivers(i, name)]
 
 
 def parts_of(rows: int, columns: int, segment_columns: int = TILE) -> int:

@@ -30,9 +30,9 @@ class GraphDecoder(PassDecoder):
 
     def _hold(self, memories: list[DeviceMemory]) -> None:
         super()._hold(memories)
-        self._graph = self._captured()
+        self._graph = self._capture()
 
-    def _captured(self) -> torch.cuda.CUDAGraph:
+    def _capture(self) -> torch.cuda.CUDAGraph:
         """One pass, whose order is in device memory."""
         argument: Any = self._arguments([], 0, None)[0]
         torch.cuda.synchronize(self.devices[0])
@@ -63,7 +63,7 @@ def graph_launches(geometry: Geometry) -> list[tuple[str, int, int, int]]:
     for layer in range(config.num_hidden_layers):
         for module, names in enumerate((("qkv", "attention", "output"), ("gate_up", "down"))):
             kernels += [(name, layer, 0, blocks) for name in names]
-            flushes = geometry.flushed and (layer, module) == last
+            flushes = geometry.flush_points and (layer, module) == last
             if (
                 flushes or config.join(layer, MODULES[module]) == Join.PRESENT
             ):  # when all lanes have sent

@@ -10,7 +10,7 @@ import torch
 from ..cpu._core import quantise_rows
 
 
-def quantised(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 (..., rows, columns) as int8 (..., rows, columns), coded for the tapes, and
     scales float32 (..., rows).
 
@@ -20,6 +20,6 @@ def quantised(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return numbers.view(values.shape) ^ -128, scales.view(values.shape[:-1])
 
 
-def dequantised(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def dequantize(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """What coded int8 (..., rows, columns) and scales (..., rows) stand for, in float32."""
     return (numbers ^ -128).float() * scales[..., None]

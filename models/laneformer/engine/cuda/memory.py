@@ -18,7 +18,7 @@ from ...config import BIASED, EMBEDDING, HEAD, HEAD_NORMS, NORMS, LaneformerConf
 from ...tensors import FIRST_MATRIX, STORED_TYPES, Tensor
 from ..folder import rope_tables
 from .geometry import HALVES, TILE, Geometry
-from .int8 import quantised
+from .int8 import quantize
 from .structures import (
     ENDS,
     MAX_COLUMNS,
@@ -74,17 +74,15 @@ class DeviceMemory:
                 f"the GPU has no memory for the keys and values of {config.max_position_embeddings} positions, "
                 f"{2 * numbers / 1e9:.1f} GB; use a smaller context_tokens"
             ) from None
-        columns, lanes = (
-            geometry.columns,
-            geometry.lanes_per_device,
-        )  # columns have words of their own
+        # columns have words of their own
+        columns, lanes = geometry.columns, geometry.lanes_per_device
         self.lane_words = self._zeros(columns * lanes * geometry.lane_words, torch.int64)
         self.inbox = self._zeros(columns * geometry.inbox_words, torch.int64)
         streams = 4 * columns * lanes * config.hidden_size
         self.graph = self._zeros(ctypes.sizeof(GraphState) + streams, torch.uint8)
         self.aborted = self._zeros(1, torch.int32)
-        self.cancel, self.report = self._pinned(1), self._pinned(8)
-        picks = self._pinned(2 * PASSES_PER_LAUNCH * MAX_COLUMNS)
+        self.cancel, self.report = self._allocate_pinned(1), self._allocate_pinned(8)
+        picks = self._allocate_pinned(2 * PASSES_PER_LAUNCH * MAX_COLUMNS)
         self.picks = picks.view(torch.int64).view(-1, MAX_COLUMNS)
         self.epoch = 0  # tokens that the words have seen
 
@@ -100,7 +98,7 @@ class DeviceMemory:
         self.tapes = pack(g, read_lanes, self.device)
         self.scales = self._put(torch.cat([torch.empty(0), *(part.flatten() for part in scales)]))
 
-    def picked(self, epoch: int, columns: int) -> list[list[int]]:
+    def read_picks(self, epoch: int, columns: int) -> list[list[int]]:
         """Tokens [pass][column] that passes from this epoch on have chosen so far; -1 where a
         column has ended before. The kernel may still run.
         """
@@ -164,7 +162,7 @@ class DeviceMemory:
     def _zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(count, dtype=dtype, device=self.device)
 
-    def _pinned(self, count: int) -> torch.Tensor:
+    def _allocate_pinned(self, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.int32, pin_memory=self.device.type == "cuda")
 
 
@@ -176,7 +174,7 @@ PARTS = {  # tensors of a layer that make one matrix of the kernels
 }
 
 
-def joined(op: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def join_parts(op: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The rows (lanes, rows, ...) of a kernels' matrix from those of its tensors: q, k, v in a row; gate and up
     rows alternate.
     """
@@ -195,7 +193,7 @@ def lane_matrices(
     head = EMBEDDING if geometry.config.tie_word_embeddings else HEAD
     names = [head] if op == "head" else [f"layers.{layer}.{name}.weight" for name in PARTS[op]]
     parts = [read_matrix(geometry, tensors, name) for name in names]
-    return [joined(op, [part[lanes] for part in of_all]) for of_all in zip(*parts, strict=True)]
+    return [join_parts(op, [part[lanes] for part in of_all]) for of_all in zip(*parts, strict=True)]
 
 
 def read_matrix(
@@ -207,7 +205,7 @@ def read_matrix(
     if name in (HEAD, EMBEDDING):  # rows of zeros fill up the last tile
         values = values.view(geometry.config.head_shape)
         values = torch.nn.functional.pad(values, (0, 0, 0, -values.shape[1] % TILE))
-    return quantised(values) if eight else (values,)
+    return quantize(values) if eight else (values,)
 
 
 def as_torch(tensor: Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ class Nvrtc:
         self, source: str, architecture: str, includes: Sequence[Path] = (), *options: str
     ) -> bytes:
         """Machine code (a cubin); RuntimeError with the compiler's log."""
-        given = [
+        arguments = [
             f"--gpu-architecture={architecture}",
             *OPTIONS,
             *options,
@@ -54,8 +54,8 @@ class Nvrtc:
             c.byref(program), source.encode(), b"kernels.cu", 0, None, None
         )
         try:
-            arguments = (c.c_char_p * len(given))(*(text.encode() for text in given))
-            if self._library.nvrtcCompileProgram(program, len(given), arguments):
+            array = (c.c_char_p * len(arguments))(*(text.encode() for text in arguments))
+            if self._library.nvrtcCompileProgram(program, len(arguments), array):
                 raise RuntimeError(self._get("ProgramLog", program).rstrip(b"\0").decode())
             return self._get("CUBIN", program)
         finally:
@@ -72,13 +72,13 @@ class Nvrtc:
 @functools.cache
 def compilers() -> tuple[Nvrtc, ...]:
     """Those that are installed, the newest first."""
-    found: dict[tuple[int, int], Nvrtc] = {}
+    compilers: dict[tuple[int, int], Nvrtc] = {}
     for path in libraries():
         # a file that is not for this machine, a dangling link
         with contextlib.suppress(OSError, AttributeError):
             compiler = Nvrtc(path)
-            found.setdefault(compiler.version, compiler)
-    return tuple(found[version] for version in sorted(found, reverse=True))
+            compilers.setdefault(compiler.version, compiler)
+    return tuple(compilers[version] for version in sorted(compilers, reverse=True))
 
 
 def libraries() -> Iterator[str]:

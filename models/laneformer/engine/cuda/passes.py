@@ -32,9 +32,8 @@ from .structures import PASSES_PER_LAUNCH, Column
 from .tape import tape_starts
 from .tape_model import TapeModel
 
-Look = Callable[
-    [list[list[int]]], bool
-]  # at tokens [pass][column]; whether to end after the pass under way
+# at tokens [pass][column]; whether to end after the pass under way
+Look = Callable[[list[list[int]]], bool]
 LAST_EPOCH = 2**31  # of all layers together
 # ids that a column reads of a prompt at most: eight times as many take as long as a small piece
 COLUMN_TOKENS = 8
@@ -201,10 +200,10 @@ class PassDecoder:
         first, arguments = memory.epoch, self._arguments(columns, more, logits)
         self._launch(arguments)
         for _ in self._until_done(1 + more):
-            if look is not None and look(memory.picked(first, len(columns))):
+            if look is not None and look(memory.read_picks(first, len(columns))):
                 memory.cancel.fill_(1)  # its first block tells the others
         self._end_hang()
-        rows = memory.picked(first, len(columns))
+        rows = memory.read_picks(first, len(columns))
         self.passes += len(rows)
         return rows
 
@@ -244,9 +243,8 @@ class PassDecoder:
             order.logits = None if logits is None else logits.data_ptr()
             arguments.append(argument)
             memory.cancel.zero_()
-            memory.epoch += (
-                1 + ahead
-            )  # whatever becomes of these passes, no others use their epochs
+            # whatever becomes of these passes, no others use their epochs
+            memory.epoch += 1 + ahead
         return arguments
 
     def _launch(self, arguments: Sequence[Any]) -> None:

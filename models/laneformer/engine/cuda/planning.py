@@ -29,9 +29,8 @@ from .geometry import (
 MAX_TILE_WARPS = 16
 BUILDS = (1, 4, 8)  # columns of the kernels of passes
 MOST_COLUMNS = (8, 4, 2)  # of the largest one: as many as fit
-MIN_RING_BYTES = (
-    32 << 10
-)  # of a block, under way while it computes; with less, fewer columns are read faster
+# of a block, under way while it computes; with less, fewer columns are read faster
+MIN_RING_BYTES = 32 << 10
 
 
 def plan(
@@ -72,13 +71,13 @@ def plan(
     for n, size in itertools.product(warp_counts, [chunk_bytes] if chunk_bytes else CHUNK_BYTES):
         bare = Geometry(config, dtype, blocks, n, size, 0, devices, columns, activations)
         check_matrices(bare)
-        left = machine.shared_among(resident) - bare.shared_bytes
+        left = machine.shared_bytes_per_block(resident) - bare.shared_bytes
         cuts.append(dataclasses.replace(bare, chunks=min(MAX_CHUNKS, left // (n * (size + 8)))))
         if cuts[-1].chunks >= 2:
             return cuts[-1]
     raise ValueError(
-        f"{machine.shared_among(resident)} bytes of shared memory a block are too few for a ring of two chunks: "
-        f"{min(cut.fixed_shared_bytes for cut in cuts)} go to activations; use another GPU or the CPU engine"
+        f"{machine.shared_bytes_per_block(resident)} bytes of shared memory a block are too few for a ring of two "
+        f"chunks: {min(cut.fixed_shared_bytes for cut in cuts)} go to activations; use another GPU or the CPU engine"
     )
 
 

@@ -38,12 +38,11 @@ class DeviceCache:
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep new keys and values, each (1, K, S, d); returns all so far, (1, K, T, d)."""
-        kept = torch.stack((key[0], value[0])).to(
-            TORCH_TYPES[self.memories[0].geometry.half]
-        )  # (2, K, S, d)
-        new = kept.to(key.dtype)  # seen as later tokens will see them
+        # (2, K, S, d)
+        stored = torch.stack((key[0], value[0])).to(TORCH_TYPES[self.memories[0].geometry.half])
+        new = stored.to(key.dtype)  # seen as later tokens will see them
         everything = torch.cat((self.read(layer_idx).to(new), new), 2) if self.length else new
-        for memory, heads in zip(self.memories, kept.chunk(len(self.memories), 1), strict=True):
+        for memory, heads in zip(self.memories, stored.chunk(len(self.memories), 1), strict=True):
             self._write(memory, layer_idx, heads)
         return everything[:1], everything[1:]
 
@@ -65,9 +64,9 @@ class DeviceCache:
     def _write(self, memory: DeviceMemory, layer: int, new: torch.Tensor) -> None:
         end = self.length + new.shape[2]
         split, slot, start = self._places(memory, layer, self.length, end)
-        kept = new[:, :, start - self.length :].to(memory.device).view(torch.int16)
+        stored = new[:, :, start - self.length :].to(memory.device).view(torch.int16)
         kv = memory.kv_layer(layer)  # (lanes, heads, splits, slots, 2, d)
-        kv[:, :, split, slot] = kept.unflatten(1, kv.shape[:2]).permute(1, 2, 3, 0, 4)
+        kv[:, :, split, slot] = stored.unflatten(1, kv.shape[:2]).permute(1, 2, 3, 0, 4)
 
     def _read(self, memory: DeviceMemory, layer: int) -> torch.Tensor:
         split, slot, start = self._places(memory, layer, 0, self.length)

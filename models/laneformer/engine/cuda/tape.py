@@ -76,9 +76,8 @@ def tape_starts(geometry: Geometry) -> np.ndarray:
 def segments_of(geometry: Geometry) -> Iterator[tuple[str, int, np.ndarray]]:
     """For each matrix (op, layer): its segments on a device, int64 (lanes, segments), in the order of `order`."""
     counts = {op: segment_counts(geometry, op) for op in OPS}
-    warps = {
-        op: np.arange(len(count)).repeat(count) for op, count in counts.items()
-    }  # of each segment
+    # of each segment
+    warps = {op: np.arange(len(count)).repeat(count) for op, count in counts.items()}
     # in its warp's run
     places = {op: np.concatenate([*map(np.arange, count)]) for op, count in counts.items()}
     following = tape_starts(geometry)[:-1].reshape(geometry.lanes_per_device, -1) // SEGMENT_BYTES

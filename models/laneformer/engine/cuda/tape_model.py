@@ -18,7 +18,7 @@ import torch
 from ...config import BIASED, HEAD_NORMS, NORMS
 from ...model import Laneformer, LaneformerLayer
 from .geometry import OPS, SEGMENT_BYTES, Geometry
-from .int8 import dequantised
+from .int8 import dequantize
 from .memory import PARTS, TORCH_TYPES, DeviceMemory, split_rows
 from .tape import order, segments_of, steps
 
@@ -109,7 +109,7 @@ class TapeModel:
             taped = segments.index_select(0, self._segments[i][op, layer]).view(len(own), -1)
             numbers = taped.index_select(1, self._numbers[i][op]).view(own.shape)
             if self._scales:
-                own.copy_(dequantised(numbers, self._scales[i][op, layer].view(own.shape[:2])))
+                own.copy_(dequantize(numbers, self._scales[i][op, layer].view(own.shape[:2])))
             else:
                 own.copy_(numbers.view(self.dtype))
 

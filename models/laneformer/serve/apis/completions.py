@@ -32,9 +32,8 @@ class CompletionAnswer(OpenAIAnswer):
         ]
         super().__init__(request, choices, "cmpl", "text_completion")
         self.request = request
-        self._echoed: dict[
-            int, int
-        ] = {}  # by choice that has begun: characters of the prompt in front
+        # by choice that has begun: characters of the prompt in front
+        self._echoed: dict[int, int] = {}
 
     async def __aiter__(self) -> AsyncGenerator[str, None]:
         async for piece in self.pieces():
