@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import fsspec
 
-from data_mixtures.readers.local import explained
+from data_mixtures.readers.local import explain_errors
 from records.files import hold_lock, host_name
 
 MARK, RECEIPT, MANIFEST, LOCK = ".url", "receipt.json", "source.json", ".lock"
@@ -37,7 +37,7 @@ class Store:
 
     def __init__(self, here: Path, url: str) -> None:
         self.here, self.url = here, url
-        with explained(url, "written"):
+        with explain_errors(url, "written"):
             self.system, self.root = fsspec.url_to_fs(
                 url, use_listings_cache=False, skip_instance_cache=True
             )
@@ -151,7 +151,7 @@ class Store:
         """
         lock, holder_name = f"{self.root}/{LOCK}", f"process {os.getpid()} on {host_name()}"
         try:
-            with explained(self.url, "written"):
+            with explain_errors(self.url, "written"):
                 self.system.pipe_file(lock, holder_name.encode(), mode="create")
         except FileExistsError:
             holder = self.system.cat_file(lock).decode()

@@ -2,7 +2,7 @@
 only says which ones.
 
 The file has a column `sha1` (40 hex digits, or 20 bytes) and may say more of each row
-(`local.ORIGIN_FIELDS`). The rows of one unit are asked for once for each sha1, many at a time, through
+(`columns.ORIGIN_FIELDS`). The rows of one unit are asked for once for each sha1, many at a time, through
 fsspec, so that the URL may be of https or of s3. An object may be gzip-compressed, as Software Heritage's
 are; a content counts only if it has its sha1.
 
@@ -32,8 +32,9 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_mixtures.readers import local
-from data_mixtures.readers.local import ORIGIN_FIELDS, grouped, origin
+from data_mixtures.readers.columns import encode_origin, origin_columns
+from data_mixtures.readers.local import group_by_size
+from data_mixtures.readers.unpack import open_input
 from data_mixtures.recipe import Input
 
 UNIT_ROWS = (
@@ -90,10 +91,10 @@ def take_over(raw: Path, parts: Path) -> None:
 
 @contextmanager
 def _open_resolved(path: str) -> Iterator[pq.ParquetFile]:
-    with local.open_input(path) as file, pq.ParquetFile(file) as parquet:
-        if "sha1" not in (names := parquet.schema_arrow.names):
+    with open_input(path) as file, pq.ParquetFile(file) as parquet:
+        if (names := parquet.schema_arrow.names).count("sha1") != 1:
             raise ValueError(
-                f"{path} has no column sha1 (hex or bytes); its columns: {', '.join(names)}"
+                f"{path} needs one column sha1 (hex or bytes); its columns: {', '.join(names)}"
             )
         yield parquet
 
@@ -104,7 +105,7 @@ def units(path: str) -> list[list[int]]:
         sizes = [
             parquet.metadata.row_group(number).num_rows for number in range(parquet.num_row_groups)
         ]
-    return list(grouped(range(len(sizes)), lambda number: sizes[number], UNIT_ROWS))
+    return list(group_by_size(range(len(sizes)), lambda number: sizes[number], UNIT_ROWS))
 
 
 def _wanted(path: str, name: str, groups: Sequence[int]) -> tuple[dict[bytes, str], Counter[str]]:
@@ -112,7 +113,7 @@ def _wanted(path: str, name: str, groups: Sequence[int]) -> tuple[dict[bytes, st
     origins: dict[bytes, str] = {}
     left_out = Counter(same_content=0, no_sha1=0)
     with _open_resolved(path) as parquet:
-        columns = ["sha1", *(each for each in ORIGIN_FIELDS if each in parquet.schema_arrow.names)]
+        columns = ["sha1", *origin_columns(parquet.schema_arrow)]
         first = sum(parquet.metadata.row_group(number).num_rows for number in range(groups[0]))
         batches = parquet.iter_batches(row_groups=groups, columns=columns)
         for row, fields in enumerate(
@@ -125,7 +126,7 @@ def _wanted(path: str, name: str, groups: Sequence[int]) -> tuple[dict[bytes, st
             elif len(sha1) != 20:
                 raise ValueError(f"{path}, row {row}: sha1 has {len(sha1)} bytes, not 20")
             else:
-                origins[sha1] = origin(name, row, fields)
+                origins[sha1] = encode_origin(name, row, fields)
     return origins, left_out
 
 

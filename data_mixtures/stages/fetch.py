@@ -25,6 +25,8 @@ from huggingface_hub import errors as hub_errors
 
 from data_mixtures import store
 from data_mixtures.readers import content, hub, local
+from data_mixtures.readers.columns import encode_origin, origin_columns
+from data_mixtures.readers.unpack import open_input
 from data_mixtures.recipe import HubSource, Input, LocalSource, Recipe
 from data_mixtures.shards import Json
 from data_mixtures.stages import plan, stage
@@ -167,14 +169,13 @@ def _copy_groups(entry: Json, target: Path) -> Json:
     local.check_unchanged([entry["file"]])
     with (
         _complete(name),
-        local.open_input(name) as file,
+        open_input(name) as file,
         pyarrow.parquet.ParquetFile(file) as parquet,
     ):
         schema = parquet.schema_arrow
         plan.text_column(schema, (entry["text_column"],), name)
-        chosen = [
-            each for each in schema.names if each in (entry["text_column"], *local.ORIGIN_FIELDS)
-        ]
+        wanted = entry["text_column"], *origin_columns(schema)
+        chosen = [each for each in schema.names if each in wanted]
         plain = pyarrow.schema([schema.field(each) for each in chosen])
         with pyarrow.parquet.ParquetWriter(target, plain, compression="zstd") as writer:
             for number in entry["row_groups"]:
@@ -223,12 +224,12 @@ def _is_transient(error: Exception) -> bool:
 
 def _read_local(entry: Json, target: Path, names: Mapping[str, str]) -> Json:
     """All documents of a group of files; none of a file that turns out to be damaged behind some."""
-    damaged: dict[str, int] = {}
+    damaged: dict[str, tuple[local.Unreadable, int]] = {}
     while True:
         dropped = local.Dropped()
-        for name, rows in damaged.items():
-            dropped.add("damaged", name, rows + 1)  # and all that is behind, which nobody can count
-            dropped.files.add(name)
+        for name, (problem, rows) in damaged.items():
+            # and all that is behind, which nobody can count
+            dropped.add_file(name, problem, rows + 1)
         try:
             local.check_unchanged(entry["files"])
             whole = {name: known for name, known in names.items() if name not in damaged}
@@ -255,9 +256,9 @@ def _write(entry: Json, names: Mapping[str, str], target: Path, dropped: local.D
     span = tuple(entry["range"]) if "range" in entry else None
     documents, size, rows = 0, 0, local.documents(Input(**entry["input"]), names, dropped, span)
     with pyarrow.parquet.ParquetWriter(target, TEXT_SCHEMA, compression="zstd") as writer:
-        for group in local.grouped(rows, lambda document: len(document[0]), ROW_GROUP_BYTES):
+        for group in local.group_by_size(rows, lambda document: len(document[0]), ROW_GROUP_BYTES):
             texts = [text for text, *_ in group]
-            origins = [local.origin(names[name], row, fields) for _, name, row, fields in group]
+            origins = [encode_origin(names[name], row, fields) for _, name, row, fields in group]
             writer.write_batch(pyarrow.record_batch([texts, origins], schema=TEXT_SCHEMA))
             documents += len(texts)
             size += sum(len(text.encode()) for text in texts)

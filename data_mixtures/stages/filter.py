@@ -24,8 +24,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from data_mixtures.readers.local import ORIGIN_FIELDS, grouped
-from data_mixtures.readers.local import origin as origin_of
+from data_mixtures.readers.columns import encode_origin, origin_columns, read_values
+from data_mixtures.readers.local import group_by_size
 from data_mixtures.recipe import Recipe
 from data_mixtures.shards import Json
 from data_mixtures.stages import decontaminate, quality, stage
@@ -257,12 +257,12 @@ def read_raw(
                 raise ValueError(
                     f"{path} has no column {column!r}; its columns: {', '.join(names)}"
                 )
-            origin_fields = (ORIGIN,) if file is None else ORIGIN_FIELDS
-            more = [name for name in origin_fields if name in names and name != column]
+            origins = [ORIGIN] if file is None else origin_columns(parquet.schema_arrow)
+            more = [name for name in origins if name in names and name != column]
             first = before
             for batch in parquet.iter_batches(_BATCH_ROWS, columns=[column, *more]):
                 texts = batch.column(column).cast(pa.large_binary()).to_pylist()
-                columns = {name: _values(batch.column(name)) for name in more}
+                columns = {name: read_values(batch.column(name)) for name in more}
                 rows = []
                 for place, text in enumerate(texts):
                     fields = {name: values[place] for name, values in columns.items()}
@@ -278,24 +278,11 @@ def read_raw(
 def _origin(file: str | None, number: int, fields: Mapping[str, Any], before: int) -> str:
     """Where a row came from; a reader's own origin counts rows of a part of a file."""
     if ORIGIN not in fields or file is not None:
-        return origin_of(file or "", number, fields)
+        return encode_origin(file or "", number, fields)
     if not before:
         return fields[ORIGIN]
     # `"row":` stands in no string of JSON
     return re.sub(r'(?<="row":)\d+', lambda row: str(int(row[0]) + before), fields[ORIGIN], count=1)
-
-
-def _values(column: pa.Array) -> list[Any]:
-    """What a column holds; the strings of a Parquet file need not be UTF-8."""
-    raw = (
-        column.cast(pa.large_binary())
-        if column.type in (pa.string(), pa.large_string())
-        else column
-    )
-    return [
-        value.decode(errors="replace") if isinstance(value, bytes) else value
-        for value in raw.to_pylist()
-    ]
 
 
 def write(path: Path, batches: Iterable[list[tuple[bytes, bytes, str]]]) -> None:
@@ -311,7 +298,7 @@ def write(path: Path, batches: Iterable[list[tuple[bytes, bytes, str]]]) -> None
         use_dictionary=False,
         write_statistics=False,
     ) as writer:
-        for group in grouped(documents, lambda document: len(document[1]), _ROW_GROUP_BYTES):
+        for group in group_by_size(documents, lambda document: len(document[1]), _ROW_GROUP_BYTES):
             ids, texts, origins = zip(*group, strict=True)
             strings = pa.array(texts, pa.binary()).view(pa.string())  # they are UTF-8
             columns = [pa.array(ids, pa.binary(16)), strings, pa.array(origins, pa.string())]

@@ -134,6 +134,6 @@ def test_a_resolved_file_without_sha1_is_named(tmp_path):
     pq.write_table(pa.table({"repo": ["a"]}), tmp_path / "resolved.parquet")
     (tmp_path / "code.toml").write_text(RECIPE.format(url="http://127.0.0.1:9/{sha1}"))
     with pytest.raises(
-        ValueError, match=r"resolved.parquet has no column sha1 .*; its columns: repo"
+        ValueError, match=r"resolved.parquet needs one column sha1 .*; its columns: repo"
     ):
         prepare_folder(tmp_path / "code.toml", tmp_path / "out")

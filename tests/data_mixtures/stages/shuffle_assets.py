@@ -17,7 +17,7 @@ import xxhash
 from rich.console import Console
 
 from data_mixtures import shards, tokenizer
-from data_mixtures.readers import local
+from data_mixtures.readers.columns import encode_origin
 from data_mixtures.recipe import LocalSource, Recipe, TokenizerFile, TokenizerTraining
 from data_mixtures.stages import blocks, manifest, shuffle, sorted_runs, stage
 from data_mixtures.stages.stage import Unit
@@ -74,7 +74,7 @@ def text_of(tokens: Sequence[int]) -> str:
 
 def origin_of(text: str) -> str:
     """None for some documents, as of a source without provenance."""
-    return local.origin(f"\u00fc/{text[:5]}", len(text), {}) if len(text) % 5 else ""
+    return encode_origin(f"\u00fc/{text[:5]}", len(text), {}) if len(text) % 5 else ""
 
 
 def write_tokens(folder: Path, texts: Sequence[str]) -> dict[str, Any]:

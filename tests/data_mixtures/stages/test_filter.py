@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import xxhash
 
-from data_mixtures.readers import local
+from data_mixtures.readers.columns import encode_origin
 from data_mixtures.stages import decontaminate, filter, stage
 from data_mixtures.stages.tokenize import key_of_id
 from tests.data_mixtures.conftest import write_lines
@@ -140,7 +140,7 @@ def test_origins_stay_as_a_reader_says_them_and_as_far_as_they_are_utf8(out):
     found = [json.loads(each) for each in column(done, "origin")]
     assert [each.get("url") for each in found] == ["http://a/\ufffd", None, "", "http://b"]
     assert [each["id"] for each in found] == [1, 2, 3, 4]
-    made = json.loads(local.origin("a.jsonl", 0, {"url": "x\ud800"}).encode())
+    made = json.loads(encode_origin("a.jsonl", 0, {"url": "x\ud800"}).encode())
     assert made == {"file": "a.jsonl", "row": 0, "url": "x?"}
 
 
