@@ -84,9 +84,8 @@ def _encoder(converted: Callable[[], dict[str, Any]]) -> Encode | None:
         import gigatoken
 
         backend = gigatoken.Tokenizer.from_json(json.dumps(converted()))
-    except (
-        Exception
-    ) as why:  # a package that is missing, or what it does not support, in errors of any kind
+    except Exception as why:
+        # a package that is missing, or what it does not support, in errors of any kind
         logging.getLogger(__name__).debug("no fast encoder: %s", why)
         return None
 

@@ -23,19 +23,16 @@ import numpy as np
 GRAM_WORDS = 13
 SHORTEST_WORDS = 8
 _TELLING_WORDS = 3  # of two letters or more, that a gram needs: no alphabets, no lists of numbers
-WINDOW_CHARS = (
-    1 << 19
-)  # of texts at a time: enough that what a window costs besides its characters is little
+# of texts at a time: enough that what a window costs besides its characters is little
+WINDOW_CHARS = 1 << 19
 _CODE_POINTS, _ASSIGNED = 0x110000, 0x40000  # no letter is above the fourth plane
 _BYTES, _WORD = 0x5851F42D4C957F2D, 0xD6E8FEB86659FD93  # odd multipliers of the two polynomials
 _EIGHT = 8
 _LONGEST = 256  # bytes of a word that are hashed, besides its last eight and its length
 # masks for eight bytes, of which the first n belong to a word
 _FIRST = np.array([(1 << 8 * n) - 1 for n in range(_EIGHT + 1)], np.uint64)
-_TABLE_ENTRIES = (
-    4,
-    16,
-)  # a hash; the first table stays in the cache, the second sees a fifth of the words
+# a hash; the first table stays in the cache, the second sees a fifth of the words
+_TABLE_ENTRIES = 4, 16
 Pair = tuple[np.ndarray, np.ndarray]  # columns of the same length, or words and their bounds
 Triple = tuple[np.ndarray, np.ndarray, np.ndarray]
 

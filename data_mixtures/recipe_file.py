@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from data_mixtures import order
+from data_mixtures.readers.local import pattern_of
 from data_mixtures.recipe import (
     RESERVED_FOLDERS,
     Dedup,
@@ -75,11 +76,15 @@ def _recipe(table: Table, folder: Path) -> Recipe:
         sources |= {name: {**sources[name], key: value} for name, value in given.items()}
     if "tokenizer" in table:
         table["tokenizer"] = _tokenizer(table["tokenizer"], folder)
+    for key in table.keys() - _keys(Recipe):
+        if isinstance(table[key], dict) and {int} == set(map(type, table[key].values())):
+            raise ValueError(f"[{key}]: phases are named [phase1], [phase2], ...; rename it")
     table["sources"] = tuple(_source(*each) for each in sources.items())
     read = _build(Recipe, "recipe", table, phases={}, folder=folder)
     if not weights:
         raise ValueError("no mixture: add a [phase1] table with one integer weight per source")
-    benchmarks = {name: str(folder / path) for name, path in read.filter.benchmarks.items()}
+    roots = {"recipe": str(folder)}
+    benchmarks = {name: pattern_of(path, roots) for name, path in read.filter.benchmarks.items()}
     phases = {phase: _weights(phase, given, list(sources)) for phase, given in weights.items()}
     placed = dataclasses.replace(read.filter, benchmarks=benchmarks)
     return dataclasses.replace(read, filter=placed, phases=phases)
@@ -135,7 +140,8 @@ def _tokenizer(value: Any, folder: Path) -> TokenizerFile | TokenizerTraining:
     table = {"path": value} if isinstance(value, str) else value
     if isinstance(table, dict) and "path" in table:
         given = _build(TokenizerFile, "tokenizer", table)
-        return dataclasses.replace(given, path=str(folder / given.path))  # an absolute path stays
+        # an absolute path stays
+        return dataclasses.replace(given, path=str(folder / Path(given.path).expanduser()))
     return _build(TokenizerTraining, "tokenizer", value)
 
 

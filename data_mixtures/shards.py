@@ -76,14 +76,12 @@ def write_windows(path: Path, tokens: np.ndarray, seq_len: int) -> Json:
 
 def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> Json:
     """Write windows whose tokens come in pieces, all uint16 or all uint32; the file's entry."""
-    whole, block, blocks, room, size, tokens = (
-        hashlib.sha256(),
-        xxhash.xxh3_64(),
-        [],
-        BLOCK_BYTES,
-        0,
-        0,
-    )
+    whole = hashlib.sha256()
+    block = xxhash.xxh3_64()
+    blocks = []
+    room = BLOCK_BYTES
+    size = 0
+    tokens = 0
     with path.open("wb") as file:
         for piece in pieces:
             assert piece.dtype.kind == "u", f"tokens are {piece.dtype}, not unsigned integers"

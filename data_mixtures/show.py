@@ -142,10 +142,8 @@ def _refused_batches(given: Question, attempts: list[skips.Reading]) -> list[Bat
 
 def read_sequences(lock: Path, offsets: dict[str, int], numbers: np.ndarray) -> Iterator[Json]:
     """Sequences of a lock with their documents."""
-    mixture, pieces = (
-        Mixture.open(lock, offsets),
-        tokenizer.load(shards.tokenizer_path(lock.parent)),
-    )
+    mixture = Mixture.open(lock, offsets)
+    pieces = tokenizer.load(shards.tokenizer_path(lock.parent))
     for number in numbers.tolist():
         (place,), (tokens,) = mixture.locate(np.array([number])), mixture.sequences(number, 1)[0]
         starts = (

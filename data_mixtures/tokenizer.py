@@ -17,6 +17,7 @@ import abc
 import functools
 import io
 import json
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ import tokenizers
 
 from data_mixtures import fast_encoder, shards
 from data_mixtures.recipe import TokenizerFile, TokenizerTraining
-from records.files import file_sha256
+from laneformer.hf.tokenizer import open_tokenizer
+from records.files import file_sha256, write_atomically
 
 # begin and end of a document in well-known vocabularies
 KNOWN_NAMES = (
@@ -38,9 +40,8 @@ KNOWN_NAMES = (
     ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
     ("<|endoftext|>", "<|endoftext|>"),
 )
-MAX_LINE_BYTES = (
-    65_536  # longer lines are left out of the training sample, as sentencepiece would do
-)
+# longer lines are left out of the training sample, as sentencepiece would do
+MAX_LINE_BYTES = 65_536
 _PROBED = 1000
 
 
@@ -105,6 +106,38 @@ def load(path: Path, bos: str | None = None, eos: str | None = None) -> Tokenize
 def load_given(given: TokenizerFile) -> Tokenizer:
     """The tokenizer that a recipe names. ValueError as `load`."""
     return load(Path(given.path), given.bos, given.eos)
+
+
+def copy_given(given: TokenizerFile, folder: Path) -> Path:
+    """Write a recipe's tokenizer into a folder as others read it from there; returns its path.
+
+    tokenizer_config.json beside a tokenizer.json says which tokens begin and end a document.
+    """
+    path, names = Path(given.path), load_given(given).names
+    target = folder / (shards.TOKENIZER_JSON if names else shards.TOKENIZER_MODEL)
+    if names:
+        beside = path.with_name(shards.TOKENIZER_CONFIG)
+        config = shards.read_json(beside, "mend it") if beside.is_file() else {}
+        config |= {"bos_token": names[0], "eos_token": names[1]}
+        shards.write_json(folder / shards.TOKENIZER_CONFIG, config)
+    write_atomically(target, path.read_bytes())
+    return target
+
+
+def check_exportable(given: TokenizerFile) -> None:
+    """Ask of a recipe's tokenizer what the export of a model will demand.
+
+    Raises:
+        ValueError: it cannot be read, or exported.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = copy_given(given, Path(folder))
+        try:
+            # the export's own rule: it opens the tokenizer, and compares ids with those of sentencepiece
+            open_tokenizer(path)
+        except ValueError as error:
+            reason = str(error).replace(str(path), given.path)
+            raise ValueError(f"tokenizer {given.path} cannot be exported: {reason}") from error
 
 
 def facts(path: Path) -> dict[str, Any]:
@@ -187,10 +220,8 @@ class Tokenizer(abc.ABC):
             )
         lengths = sizes + 1 + self._ends
         ends = np.cumsum(lengths)
-        tokens, is_text = (
-            np.empty(int(lengths.sum()), self.dtype),
-            np.ones(int(lengths.sum()), bool),
-        )
+        tokens = np.empty(int(lengths.sum()), self.dtype)
+        is_text = np.ones(int(lengths.sum()), bool)
         for at, token in ((ends - lengths, self.bos_id), *[(ends - 1, self.eos_id)] * self._ends):
             tokens[at], is_text[at] = token, False
         tokens[is_text] = ids

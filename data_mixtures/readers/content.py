@@ -37,12 +37,10 @@ from data_mixtures.readers.local import group_by_size
 from data_mixtures.readers.unpack import open_input
 from data_mixtures.recipe import Input
 
-UNIT_ROWS = (
-    500_000  # of one unit, at least; its receipt says that they have come or are counted as missing
-)
-PART_CONTENTS = (
-    10_000  # asked for at a time and then saved: as much a kill may lose, and is in memory
-)
+# of one unit, at least; its receipt says that they have come or are counted as missing
+UNIT_ROWS = 500_000
+# asked for at a time and then saved: as much a kill may lose, and is in memory
+PART_CONTENTS = 10_000
 CONNECTIONS = 64  # of one process
 TIMEOUT_S = 60.0
 ATTEMPTS = 6

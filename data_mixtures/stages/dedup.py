@@ -44,10 +44,8 @@ class Signatures(Grouped):
     def key(self, unit: Unit) -> str:
         settings = asdict(self.recipe.dedup)
         del settings["minhash"], settings["contained_share"]
-        packages, held_out = (
-            quality.versions(("datatrove", "spacy")),
-            self.recipe.held_out_of(unit.source),
-        )
+        packages = quality.versions(("datatrove", "spacy"))
+        held_out = self.recipe.held_out_of(unit.source)
         return stage.key_of(self.name, settings, packages, held_out, self.files(unit))
 
     def work(self, unit: Unit, folder: Path) -> Json:

@@ -27,10 +27,8 @@ NEAR_DUPLICATE = "near_duplicate"
 ALL = Unit("all", 0)
 ROWS, UNITS = "rows.npy", "units.json"
 MAX_PERIOD, TIMES = 13, 32  # of repeated n-grams: tokens, and how often in a row
-GROUPS, UNITS_PER_GROUP = (
-    64,
-    128,
-)  # of a source, at most; a group's signatures stay below half a gigabyte
+# of a source, at most; a group's signatures stay below half a gigabyte
+GROUPS, UNITS_PER_GROUP = 64, 128
 _BATCH_ROWS = 256
 COLUMNS = ("doc_id", "text", "origin")
 Documents = tuple[list[bytes], list[bytes], list[bytes]]  # ids, texts as UTF-8, origins
@@ -104,10 +102,8 @@ def _rows(out: Path, made_by: str, group: Unit, unit: Unit) -> np.ndarray:
 
 @stage.cache_by_file
 def _loaded(path: Path) -> tuple[np.ndarray, dict[str, list[int]]]:
-    out, made_by, source, number = (
-        path.parents[3],
-        *path.parts[-4:-1],
-    )  # DIR/dedup/web/unit-00000/units.json
+    # DIR/dedup/web/unit-00000/units.json
+    out, made_by, source, number = path.parents[3], *path.parts[-4:-1]
     group = Unit(source, shards.shard_number(number))
     rows, units = (stage.checked_file(out, made_by, group, name) for name in (ROWS, UNITS))
     return np.load(rows), shards.read_json(units, "start again")

@@ -8,12 +8,11 @@ from; what these leave out is counted.
 from __future__ import annotations
 
 import errno
-import itertools
 import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +34,9 @@ from records.files import file_sha256
 
 TEXT_SCHEMA = pyarrow.schema([("text", pyarrow.string()), ("origin", pyarrow.string())])
 ROW_GROUP_BYTES = 8 << 20
+NAMES_SHOWN = 20  # of lost files, on a screen
 ATTEMPTS = 5
-FIRST_WAIT_S = (
-    2.0  # doubled with every attempt; with random jitter, so that workers do not ask together
-)
+FIRST_WAIT_S = 2.0  # doubled with every attempt
 
 
 class Damaged(ValueError):
@@ -144,15 +142,17 @@ class Fetch(Stage):
 
 def _retry(work: Callable[[], Json], target: Path, remote: bool) -> Json:
     """What `work` returns, after more attempts where it fails with what may pass."""
-    for attempt in itertools.count(1):
+    attempt = 1
+    while True:
         try:
             return work()
         except Exception as error:
             target.unlink(missing_ok=True)
             if attempt == ATTEMPTS or not remote or not _is_transient(error):
                 raise
-            time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1) * random.uniform(0.5, 1))
-    raise AssertionError("the last attempt returns or raises")
+        # with random jitter, so that workers do not ask together
+        time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1) * random.uniform(0.5, 1))
+        attempt += 1
 
 
 def _copy(entry: Json, target: Path) -> Json:
@@ -238,14 +238,15 @@ def _read_local(entry: Json, target: Path, names: Mapping[str, str]) -> Json:
         except local.Damaged as error:
             damaged.update([error.args])
             continue
-        sizes = {name: size for name, size, _ in entry["files"]}
-        lost = sum(size for name, size in sizes.items() if name in dropped.files)
         size = plan.size_of(entry)
+        sizes = {name: size if "range" in entry else all_of for name, all_of, _ in entry["files"]}
+        lost = {names[name]: sizes[name] for name in sorted(dropped.files)}
         return {
             **counts,
             "lines": dropped.lines,
             "file_bytes": size,
-            "lost_file_bytes": size if "range" in entry and lost else lost,
+            "lost_file_bytes": sum(lost.values()),
+            "lost_files": lost,
             "dropped": dict(sorted(dropped.items())),
             "lone_surrogates": dropped.surrogates,
             "examples": list(dropped.examples.items()),
@@ -263,6 +264,25 @@ def _write(entry: Json, names: Mapping[str, str], target: Path, dropped: local.D
             documents += len(texts)
             size += sum(len(text.encode()) for text in texts)
     return {"documents": documents, "bytes": size}
+
+
+def sum_lost_files(fetched: Iterable[Json]) -> Json:
+    """What receipts count of files that are lost as a whole: {"files": {name: bytes}, "share"} of all bytes."""
+    files, read = Counter[str](), 0
+    for counts in fetched:
+        files.update(counts.get("lost_files", {}))
+        read += counts.get("file_bytes", 0)
+    return {"files": dict(sorted(files.items())), "share": files.total() / max(read, 1)}
+
+
+def describe_lost_files(lost: Json) -> str:
+    """A sentence with the names of lost files; empty for none."""
+    names = list(lost["files"])
+    if not names:
+        return ""
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    share = f"{len(names)} file{'s' * (len(names) > 1)} lost ({lost['share']:.1%} of the bytes)"
+    return f"{share}: {', '.join(names[:NAMES_SHOWN])}{more}"
 
 
 def check_dropped(

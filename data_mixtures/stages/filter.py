@@ -49,10 +49,8 @@ class Filter(Stage):
     name = "filter"
 
     def key(self, unit: Unit) -> str:
-        entry, files = (
-            stage.planned_unit(self.out, unit),
-            stage.receipt_of(self.out, "fetch", unit)["files"],
-        )
+        entry = stage.planned_unit(self.out, unit)
+        files = stage.receipt_of(self.out, "fetch", unit)["files"]
         recipe, keep = self.recipe, self.recipe.source(unit.source).keep
         limits = [recipe.filter.min_chars, recipe.filter.max_chars, recipe.max_document_chars]
         part = [keep, recipe.seed] if keep < 1 else []

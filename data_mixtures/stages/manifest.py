@@ -25,6 +25,7 @@ from data_mixtures import mixture, shards, store, tokenizer
 from data_mixtures.recipe import Recipe, TokenizerTraining
 from data_mixtures.shards import Json
 from data_mixtures.stages import shuffle, stage
+from data_mixtures.stages.fetch import sum_lost_files
 from data_mixtures.stages.stage import Unit, receipts
 from records.files import code_version, file_sha256
 
@@ -298,6 +299,7 @@ def _counts(out: Path, source: str) -> Json:
         "without_surrogates": sum(counts.get("lone_surrogates", 0) for counts in fetched),
         "kept": kept["documents"],
         "dropped": dict(sorted(dropped.items())),
+        "lost": sum_lost_files(fetched),
     }
 
 

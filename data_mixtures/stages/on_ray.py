@@ -18,9 +18,8 @@ from data_mixtures.shards import Json
 from data_mixtures.stages.stage import AGAIN, Stage, Unit, attempt
 
 RETRIES = 3  # of a unit whose node or worker was lost
-OBJECT_STORE_BYTES = (
-    80 << 20
-)  # of a cluster that is started here: tasks return a failure or nothing
+# of a cluster that is started here: tasks return a failure or nothing
+OBJECT_STORE_BYTES = 80 << 20
 
 
 def outcomes(stage: Stage, units: list[Unit], workers: int) -> Generator[Json | None]:

@@ -59,10 +59,8 @@ class OrderDocuments(Stage):
             self.out, *sorted_runs.made_by(self.out, unit.source), INDEX
         ) as files:
             parts = sorted_runs.read_slices(files, low, high)
-        documents, read = (
-            sorted_runs.drop_duplicates(sorted_runs.in_order(parts)),
-            sum(map(len, parts)),
-        )
+        documents = sorted_runs.drop_duplicates(sorted_runs.in_order(parts))
+        read = sum(map(len, parts))
         held_out = documents["low"] < np.uint64(
             shards.held_out_below(self.recipe.held_out_of(unit.source))
         )

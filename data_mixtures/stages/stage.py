@@ -37,10 +37,8 @@ PLAN_FORMAT = 1
 RAW = "raw.parquet"  # of fetch
 DOCUMENTS = "documents.parquet"  # of filter
 AGAIN = "run the same command again: it continues with the unfinished units"
-FOR_USERS = (
-    ValueError,
-    OSError,
-)  # their message alone says what to do: wrong input, a disk or network
+# their message alone says what to do: wrong input, a disk or network
+FOR_USERS = ValueError, OSError
 T = TypeVar("T")
 # of what each stage makes, raised when other code gives other results: a test holds the hashes of these. Other code
 # that gives the same results makes nothing again

@@ -20,6 +20,7 @@ from rich.table import Table
 from data_mixtures import mixture, shards
 from data_mixtures.shards import Json
 from data_mixtures.stages import blocks, sorted_runs
+from data_mixtures.stages.fetch import describe_lost_files
 from data_mixtures.stages.run import figures
 from data_mixtures.stages.tokenize import INDEX
 
@@ -45,7 +46,8 @@ def write(out: Path, sources: tuple[str, ...], console: Console, workers: int) -
     facts = {}
     for name, manifest in manifests.items():
         mean = round(manifest["tokens"] / max(manifest["documents"], 1), 2)
-        more = {"mean": mean, "valid_windows": manifest["valid"]["windows"]}
+        lost = manifest.get("lost", {"files": {}, "share": 0})  # older folders say nothing of it
+        more = {"mean": mean, "valid_windows": manifest["valid"]["windows"], "lost": lost}
         facts[name] = {key: manifest[key] for key in FACTS} | more
     shared = shared_documents(out, sources, workers)
     result = {"sources": facts, "phases": _phases(out), "shared_documents": shared}
@@ -53,10 +55,19 @@ def write(out: Path, sources: tuple[str, ...], console: Console, workers: int) -
     tables = _shares_table(result), _dropped_table(facts), _shared_table(result)
     for table in (*sizes_and_lengths(manifests), *tables):
         console.print(table)
+    print_lost_files(facts, console)
     if "unknown" in shared:
         console.print(f"Shared documents are not counted: {shared['unknown']}", soft_wrap=True)
     console.print(f"{out / JSON}", soft_wrap=True)
     return result
+
+
+def print_lost_files(sources: Mapping[str, Json], console: Console) -> None:
+    """Name what is lost of each source. sources: by name, each with "lost"."""
+    for name, each in sources.items():
+        if sentence := describe_lost_files(each["lost"]):
+            line = f"{name}: {sentence}"
+            console.print(line, style="yellow", soft_wrap=True, markup=False)
 
 
 def _phases(out: Path) -> Json:

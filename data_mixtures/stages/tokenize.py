@@ -167,30 +167,22 @@ def write_ordered(path: Path, unsorted: Path, sizes: np.ndarray, order: np.ndarr
 
 
 def make_tokenizer(recipe: Recipe, out: Path) -> None:
-    """Write DIR/tokenizer.model or .json, unless it is there: the recipe's, or trained on the text.
-
-    tokenizer_config.json beside a tokenizer.json says which tokens begin and end a document.
-    """
+    """Write DIR/tokenizer.model or .json, unless it is there: the recipe's, or trained on the text."""
     receipt, given = out / f"tokenizer.{stage.RECEIPT}", recipe.tokenizer
     key = _tokenizer_key(recipe, out)
     made = shards.read_json(receipt, "delete it") if receipt.is_file() else None
     if made == {"key": key, "sha256": _hashes(out)}:
         return
-    if isinstance(given, TokenizerFile) and (names := tokenizer.load_given(given).names):
-        beside = Path(given.path).with_name(shards.TOKENIZER_CONFIG)
-        config = shards.read_json(beside, "mend it") if beside.is_file() else {}
-        config |= {"bos_token": names[0], "eos_token": names[1]}
-        shards.write_json(out / shards.TOKENIZER_CONFIG, config)
-        write_atomically(out / shards.TOKENIZER_JSON, Path(given.path).read_bytes())
-    elif (out / shards.TOKENIZER_JSON).exists():
+    is_json = isinstance(given, TokenizerFile) and given.path.endswith(".json")
+    if not is_json and (out / shards.TOKENIZER_JSON).exists():
         raise ValueError(
             f"{out / shards.TOKENIZER_JSON} is not this recipe's, and would be used; remove it"
         )
-    elif isinstance(given, TokenizerTraining):
+    if isinstance(given, TokenizerTraining):
         model = tokenizer.train(training_sample(recipe, out, given.train_bytes), given)
         write_atomically(out / shards.TOKENIZER_MODEL, model)
     else:
-        write_atomically(out / shards.TOKENIZER_MODEL, Path(given.path).read_bytes())
+        tokenizer.copy_given(given, out)
     shards.write_json(receipt, {"key": key, "sha256": _hashes(out)})
 
 

@@ -12,10 +12,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
 from data_mixtures import recipe_file, shards
 from data_mixtures.mixture import Mixture
-from data_mixtures.stages import plan, stage
+from data_mixtures.stages import plan, stage, stats
 from tests.data_mixtures.conftest import ROOT, code_blocks, prepare_folder, run_shell
 from tests.tokenizer_assets import byte_level, save
 
@@ -159,6 +160,39 @@ def test_large_files_are_split_into_units_and_nothing_else_changes(folder, monke
     assert all(json.loads(lines[each["row"]]).get("url") == each.get("url") for each in rows)
 
 
+def test_parquet_of_other_writers_gives_the_text_of_json_lines(folder, monkeypatch):
+    """Polars, arrow-rs and DataFusion write string_view, pandas categories; two columns may have one name."""
+    texts = write_text(9, 30)
+    write_json_lines(folder / "lines.jsonl", texts)
+    view, categories = pa.array(texts, pa.string_view()), pa.array(texts).dictionary_encode()
+    for number, column in enumerate((view, categories)):
+        columns = [column, *(pa.array([url] * 30) for url in "uv")]
+        table = pa.table(columns, names=["content", "url", "url"])
+        pq.write_table(table, folder / f"b/{number}.parquet", row_group_size=7)
+    inputs = [JSONL.replace("corpus/*.jsonl.gz", "lines.jsonl")]
+    inputs += [PARQUET.replace("*", number) for number in "01"]
+    for unit_bytes in (1 << 26, 3000):  # files as they are, and parts of them
+        monkeypatch.setattr(plan, "UNIT_BYTES", unit_bytes)
+        run(folder, own(*inputs), f"out{unit_bytes}")
+        made = [shards.read_manifest(folder / f"out{unit_bytes}/s{n}") for n in range(3)]
+        assert len({manifest["content_sha256"] for manifest in made}) == 1
+        assert made[0]["kept"] == 30
+    pq.write_table(pa.table([view, view], names=["content"] * 2), folder / "b/0.parquet")
+    with pytest.raises(ValueError, match="has 2 columns named content; give them other names"):
+        run(folder, own(PARQUET))
+
+
+def test_names_that_read_as_patterns_are_names_in_a_recipe(folder):
+    place = folder / "a [b]*"
+    place.mkdir()
+    write_json_lines(place / "br[ack]et.JSONL", write_text(5, 30))
+    write_json_lines(place / "items.jsonl", ["nothing of it"])
+    (folder / "tokenizer.json").rename(place / "tokenizer.json")
+    line = JSONL.replace("corpus/*.jsonl.gz", "br[ack]et.JSONL")
+    run(place, own(line, more='filter.benchmarks = { x = "it*s.jsonl" }'))
+    assert shards.read_manifest(place / "out/s0")["kept"] == 30
+
+
 def test_a_missing_field_or_column_is_named_before_anything_is_read(folder):
     wrong = [each.replace("content", "body") for each in (JSONL, PARQUET)]
     with pytest.raises(
@@ -206,9 +240,18 @@ def test_a_truncated_file_counts_whole(folder):
         write_json_lines(folder / f"corpus/{number}.jsonl.gz", write_text(100 + number, 6))
     victim = folder / "corpus/7.jsonl.gz"
     victim.write_bytes(victim.read_bytes()[:-9])
-    run(folder, own(JSONL))
+    sizes = [path.stat().st_size for path in folder.glob("corpus/*.gz")]
+    share = victim.stat().st_size / sum(sizes)
+    printed = run(folder, own(JSONL))
+    assert f"s0: 1 file lost ({share:.1%} of the bytes): corpus/7.jsonl.gz" in printed
     manifest = shards.read_manifest(folder / "out/s0")
+    lost = {"files": {"corpus/7.jsonl.gz": victim.stat().st_size}, "share": pytest.approx(share)}
+    assert manifest["lost"] == lost
     assert manifest["kept"] == 29 * 6
+    console = Console(record=True, width=200)
+    written = stats.write(folder / "out", ("s0",), console, 1)
+    assert written["sources"]["s0"]["lost"] == lost
+    assert "s0: 1 file lost" in console.export_text()
     assert {reason: count for reason, count in manifest["dropped"].items() if count} == {
         "damaged": 1
     }

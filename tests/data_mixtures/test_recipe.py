@@ -80,6 +80,7 @@ def test_a_shared_list_gives_what_is_said_of_a_repository_and_what_a_source_says
     ("old", "new", "message"),
     [
         ("seed = 11", "sead = 11", r"unknown recipe key 'sead'; did you mean 'seed'"),
+        ("[phase1]", "[pretrain]", r"\[pretrain\]: phases are named \[phase1\], \[phase2\]"),
         ("seq_len = 32", 'seq_len = "32"', r"seq_len = '32'"),
         (
             "valid_per_10000 = 1000",

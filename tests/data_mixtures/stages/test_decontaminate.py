@@ -87,9 +87,8 @@ def test_files_of_every_format_make_one_index_that_is_kept(tmp_path):
             row |= {"choices": ["a", "b"], "inputs": arguments}
             file.write(json.dumps(row) + "\n")
         file.write('\n{"q": "too short to be looked for"}\n')
-    pq.write_table(
-        pa.table({"q": [question.format("wall")], "c": [["no", "yes"]]}), tmp_path / "b.parquet"
-    )
+    columns = [[question.format("wall").encode()], [["no", "yes"]], ["2"]]  # two of one name
+    pq.write_table(pa.table(columns, names=["q", "c", "q"]), tmp_path / "b.parquet")
     names = {"first": str(tmp_path / "*.jsonl.gz"), "second": str(tmp_path / "b.parquet")}
     decontaminate.make_index(names, tmp_path)
     index = decontaminate.load(tmp_path, names)

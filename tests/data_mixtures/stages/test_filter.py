@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import xxhash
 
-from data_mixtures.readers.columns import encode_origin
+from data_mixtures.readers.columns import encode_origin, holds_text
 from data_mixtures.stages import decontaminate, filter, stage
 from data_mixtures.stages.tokenize import key_of_id
 from tests.data_mixtures.conftest import write_lines
@@ -75,10 +75,17 @@ def test_every_reason_is_counted_and_the_rest_stays_in_order(out):
     assert counts["contamination"] == {"quiz": {"documents": 2, "items": {"0": 2}}}
 
 
-@pytest.mark.parametrize(
-    "kind", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())]
-)
+KINDS = [
+    *(pa.string(), pa.large_string(), pa.string_view()),
+    *(pa.binary(), pa.large_binary(), pa.binary_view()),
+    *(pa.dictionary(pa.int32(), each) for each in (pa.string(), pa.binary())),
+    pa.opaque(pa.string(), "a type", "of others"),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_any_type_of_text_column_and_any_batch_give_the_same_documents(kind, tmp_path, monkeypatch):
+    assert holds_text(kind)
     texts = [text for text in (*GOOD, *BAD) if kind == pa.string() or not isinstance(text, bytes)]
     monkeypatch.setattr(filter, "_BATCH_ROWS", 7)
     write_raw(tmp_path, {"notes": [texts]}, kind)
