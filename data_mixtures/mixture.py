@@ -209,14 +209,14 @@ class Mixture:
 
     def windows_per_source(self, sequences: int) -> dict[str, int]:
         """Windows of each source consumed after so many sequences, offsets included: closed form."""
-        return dict(zip(self.source_names, self._consumed(sequences).tolist(), strict=True))
+        return dict(zip(self.source_names, self._count_consumed(sequences).tolist(), strict=True))
 
-    def _consumed(self, sequences: int) -> np.ndarray:
-        return self._offsets + order.served(self.weights, self._places, sequences)
+    def _count_consumed(self, sequences: int) -> np.ndarray:
+        return self._offsets + order.count_served(self.weights, self._places, sequences)
 
     def check_epochs(self, sequences: int) -> None:
         """ValueError when `sequences` sequences would repeat a source more often than its epoch cap allows."""
-        consumed = self._consumed(sequences)
+        consumed = self._count_consumed(sequences)
         passed = (consumed > self._offsets) & (consumed > self._caps * self._windows)
         for index in np.flatnonzero(passed).tolist():
             name, windows = self.source_names[index], self._windows[index]

@@ -56,7 +56,7 @@ def _tables(path: Path) -> Table:
     return base
 
 
-def _listed(table: Table, used: set[str]) -> Table:
+def _list_sources(table: Table, used: set[str]) -> Table:
     """Sources of a shared list that a phase uses, each with what its [repos."owner/name"] says."""
     sources = dict(table.get("sources", {}))
     for repo, shared in table.get("repos", {}).items():
@@ -69,7 +69,7 @@ def _recipe(table: Table, folder: Path) -> Recipe:
     weights = {key: table.pop(key) for key in list(table) if re.fullmatch(r"phase\d+", key)}
     if isinstance(table.get("sources"), str):
         used = {name for each in weights.values() for name in each}
-        table["sources"] = _listed(_toml(folder / table["sources"]), used)
+        table["sources"] = _list_sources(_toml(folder / table["sources"]), used)
     sources = table.pop("sources", {})
     for key in ("keep", "files"):
         check_known(f"source in [{key}]:", given := table.get(key, {}), sources)

@@ -94,7 +94,7 @@ def run(given: Question, console: Console) -> None:
 def _batches(given: Question, attempts: list[skips.Reading]) -> list[Batch]:
     step, sequence = given.step, given.sequence
     if given.bad_step is not None:
-        return _refused_batches(given, attempts)
+        return _find_refused_batches(given, attempts)
     if (
         (step is None and sequence is None)
         or (step is not None and step < 1)
@@ -122,7 +122,7 @@ def _batches(given: Question, attempts: list[skips.Reading]) -> list[Batch]:
     return [(reading.lock, reading.offsets, numbers) if reading else (given.data, {}, numbers)]
 
 
-def _refused_batches(given: Question, attempts: list[skips.Reading]) -> list[Batch]:
+def _find_refused_batches(given: Question, attempts: list[skips.Reading]) -> list[Batch]:
     batches = []
     for event in read_lines(given.data / "events.jsonl"):
         if event.get("kind") == "bad_step" and event["step"] == given.bad_step:

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import fsspec
 
-from data_mixtures.readers.local import explain_errors
+from data_mixtures.readers.unpack import explain_errors
 from records.files import hold_lock, host_name
 
 MARK, RECEIPT, MANIFEST, LOCK = ".url", "receipt.json", "source.json", ".lock"
@@ -144,7 +144,7 @@ class Store:
         return {Path(name).name: info["size"] for name, info in files.items()}
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """One preparation at a time, as long as all say so: bytes do not depend on it.
 
         A lock that this machine left is not held any more: no other process here has the copy.
@@ -185,13 +185,13 @@ def of(out: Path) -> Store | None:
 
 
 @contextmanager
-def copied(url: str) -> Iterator[Path]:
+def open_copy(url: str) -> Iterator[Path]:
     """The main process's copy, alone on this machine and, as far as one can tell, elsewhere."""
     here = _scratch() / f"{zlib.crc32(url.encode()):08x}"
     problem = f"another process is preparing {url}; wait for it, or use another --out"
     with hold_lock(here.with_suffix(LOCK), problem):
         store = _new(here, url)
-        with store.locked():
+        with store.lock():
             store.read_small(manifests=True)
             try:
                 yield here

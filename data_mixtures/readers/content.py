@@ -58,7 +58,7 @@ def fetch(
     name: of the file, in origins. ValueError when more than `max_missing_share` of the contents are missing,
     or when nothing answers; `parts` stay then.
     """
-    origins, left_out = _wanted(path, name, groups)
+    origins, left_out = _find_origins(path, name, groups)
     saved = {sha1 for part in _parts(parts) for sha1 in part.read(["sha1"])["sha1"].to_pylist()}
     ask = [sha1 for sha1 in origins if sha1 not in saved]
     missing = _save(settings.content_url, ask, parts)
@@ -106,7 +106,9 @@ def units(path: str) -> list[list[int]]:
     return list(group_by_size(range(len(sizes)), lambda number: sizes[number], UNIT_ROWS))
 
 
-def _wanted(path: str, name: str, groups: Sequence[int]) -> tuple[dict[bytes, str], Counter[str]]:
+def _find_origins(
+    path: str, name: str, groups: Sequence[int]
+) -> tuple[dict[bytes, str], Counter[str]]:
     """The origin of each distinct sha1, in the order of the rows, and why other rows are left out."""
     origins: dict[bytes, str] = {}
     left_out = Counter(same_content=0, no_sha1=0)

@@ -16,19 +16,17 @@ import re
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, BinaryIO, TypeVar
 
 import fsspec
 import xxhash
 
-from data_mixtures.readers.unpack import Unreadable, open_input, split_codec
+from data_mixtures.readers.unpack import Unreadable, explain_errors, open_input, split_codec
 from data_mixtures.recipe import Input
 from data_mixtures.shards import Json
 from records.files import Skipped, json_lines
 
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # of this package, by protocol
 T = TypeVar("T")
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 UNREADABLE = (
@@ -55,21 +53,6 @@ def roots(out: os.PathLike[str] | str, recipe: os.PathLike[str] | str) -> dict[s
     python = sysconfig.get_paths()
     here = {"recipe": os.path.abspath(recipe), "corpus": os.path.join(out, "corpus")}
     return {**here, "stdlib": python["stdlib"], "site_packages": python["purelib"]}
-
-
-@contextmanager
-def explain_errors(url: str, done: str = "read") -> Iterator[None]:
-    """What goes wrong behind a URL, as a ValueError with the URL; every store has errors of its own."""
-    try:
-        yield
-    except FileExistsError:
-        raise
-    except ImportError as error:
-        extra = EXTRAS.get(url.split("://")[0])
-        fix = f": pip install 'laneformer[{extra}]'" if extra else ""
-        raise ValueError(f"{url} needs a package that is missing ({error}){fix}") from error
-    except Exception as error:
-        raise ValueError(f"{url} cannot be {done}: {type(error).__name__}: {error}") from error
 
 
 def find(
@@ -172,20 +155,16 @@ def _describe_remote(name: str, info: Json) -> FileVersion:
 
 def check_unchanged(files: Iterable[FileVersion]) -> None:
     """ValueError names a file that is not as it was planned."""
-    again = (
-        "start again with `plan`, which lists the files again, or with `prepare`, which plans first"
-    )
+    again = "start again with `plan`, which lists the files again, or with `prepare`"
     for name, size, version in files:
         try:
             _, now_bytes, now = _stat_file(name)
         except FileNotFoundError as error:
             raise ValueError(f"{name} is planned and no longer there; {again}") from error
         if (now_bytes, now) != (size, version):
-            how = (
-                f"{size:,} bytes then, {now_bytes:,} now"
-                if now_bytes != size
-                else "same size, other time or tag"
-            )
+            how = f"{size:,} bytes then, {now_bytes:,} now"
+            if now_bytes == size:
+                how = "same size, other time or tag"
             raise ValueError(f"{name} has changed since it was planned ({how}); {again}")
 
 
@@ -230,11 +209,6 @@ class Damaged(Exception):
 
 
 Document = tuple[str, str, int, Json]  # text, file, row from 0, and the fields beside the text
-
-
-def can_seek(name: str) -> bool:
-    """Whether a file can be read from its middle on: it is not compressed, and on a disk or in a store."""
-    return split_codec(name)[1] is None and ("://" not in name or name.split("://")[0] in EXTRAS)
 
 
 def documents(

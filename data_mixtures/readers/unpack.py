@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, cast
 import fsspec
 import pyarrow
 
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # of this package, by protocol
 CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 
 
@@ -70,3 +71,23 @@ def open_input(name: str) -> Iterator[BinaryIO]:
                 fix = f"its window is over 128 MiB: zstd -d --long=31 {name}"
                 raise Unreadable("long_window", fix) from error
             raise Unreadable("damaged") from error
+
+
+def can_seek(name: str) -> bool:
+    """Whether a file can be read from its middle on: it is not compressed, and on a disk or in a store."""
+    return split_codec(name)[1] is None and ("://" not in name or name.split("://")[0] in EXTRAS)
+
+
+@contextmanager
+def explain_errors(url: str, done: str = "read") -> Iterator[None]:
+    """What goes wrong behind a URL, as a ValueError with the URL; every store has errors of its own."""
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except ImportError as error:
+        extra = EXTRAS.get(url.split("://")[0])
+        fix = f": pip install 'laneformer[{extra}]'" if extra else ""
+        raise ValueError(f"{url} needs a package that is missing ({error}){fix}") from error
+    except Exception as error:
+        raise ValueError(f"{url} cannot be {done}: {type(error).__name__}: {error}") from error

@@ -193,10 +193,10 @@ def _in_order(
     offsets = np.stack([begin + shift, end + shift], axis=1).ravel()
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
-    yield from taken(offsets, buffer, 2 * rank)
+    yield from take_values(offsets, buffer, 2 * rank)
 
 
-def taken(offsets: np.ndarray, data: np.ndarray, chosen: np.ndarray) -> Iterator[np.ndarray]:
+def take_values(offsets: np.ndarray, data: np.ndarray, chosen: np.ndarray) -> Iterator[np.ndarray]:
     """Values of a buffer one after the other, in pieces; value k is data[offsets[k] : offsets[k + 1]]."""
     # Arrow copies values of any length at the speed of memory
     buffers = [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(data)]

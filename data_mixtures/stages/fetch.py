@@ -51,12 +51,12 @@ class Fetch(Stage):
     mirror: str | None = None
 
     def key(self, unit: Unit) -> str:
-        entry = stage.planned_unit(self.out, unit)
+        entry = stage.find_unit_plan(self.out, unit)
         if entry["kind"] == "local":
             return key_of(self.name, entry, self._portable(entry))
         if entry["kind"] == "resolved":  # wherever the contents come from, they are the same
             return key_of(self.name, entry["files"], entry["row_groups"])
-        described = stage.planned(self.out, unit.source)
+        described = stage.find_plan(self.out, unit.source)
         return key_of(self.name, described.get("repo"), described.get("revision"), entry)
 
     def _portable(self, entry: Json) -> dict[str, str]:
@@ -64,7 +64,7 @@ class Fetch(Stage):
         return {name: local.portable(name, roots) for name, _, _ in entry["files"]}
 
     def work(self, unit: Unit, folder: Path) -> Json:
-        entry, target = stage.planned_unit(self.out, unit), folder / RAW
+        entry, target = stage.find_unit_plan(self.out, unit), folder / RAW
         if entry["kind"] == "resolved":
             return self._fetch_contents(unit, entry, target)
         if entry["kind"] == "local":
@@ -73,7 +73,7 @@ class Fetch(Stage):
         if "file" in entry:
             copy = _copy_groups if "row_groups" in entry else _copy
             return _retry(lambda: copy(entry, target), target, "://" in entry["file"][0])
-        return self._download(stage.planned(self.out, unit.source), entry, target)
+        return self._download(stage.find_plan(self.out, unit.source), entry, target)
 
     def _fetch_contents(self, unit: Unit, entry: Json, target: Path) -> Json:
         local.check_unchanged(entry["files"])
@@ -116,7 +116,7 @@ class Fetch(Stage):
         held = need = links = 0
         linked = self.mirror is not None and not hub.origin(self.mirror).remote
         for unit in self.units():
-            entry = stage.planned_unit(self.out, unit)
+            entry = stage.find_unit_plan(self.out, unit)
             if is_done(self, unit):
                 receipt = stage.receipt_of(self.out, self.name, unit)
                 held += (
@@ -290,7 +290,7 @@ def check_dropped(
 ) -> None:
     """ValueError for a source of which these stages could not read more than the recipe's max_dropped_share."""
     for source in sources:
-        fetched, entries = stage.counts(out, "fetch", source), stage.planned(out, source)["units"]
+        fetched, entries = stage.counts(out, "fetch", source), stage.find_plan(out, source)["units"]
         lost, examples = Counter[str](), dict[str, str]()
         for name in stages:
             for entry, counts in zip(entries, stage.counts(out, name, source), strict=True):

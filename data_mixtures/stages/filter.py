@@ -49,7 +49,7 @@ class Filter(Stage):
     name = "filter"
 
     def key(self, unit: Unit) -> str:
-        entry = stage.planned_unit(self.out, unit)
+        entry = stage.find_unit_plan(self.out, unit)
         files = stage.receipt_of(self.out, "fetch", unit)["files"]
         recipe, keep = self.recipe, self.recipe.source(unit.source).keep
         limits = [recipe.filter.min_chars, recipe.filter.max_chars, recipe.max_document_chars]
@@ -60,21 +60,21 @@ class Filter(Stage):
         return stage.key_of(self.name, limits, part, steps, *read, files)
 
     def work(self, unit: Unit, folder: Path) -> Json:
-        raw = stage.checked_file(self.out, "fetch", unit, RAW)
+        raw = stage.check_file(self.out, "fetch", unit, RAW)
         index = decontaminate.load(self.out, self.recipe.filter.benchmarks)
         steps = quality.load(quality.steps_of(self.recipe, unit.source))
         chosen = DocumentFilter(self.recipe, index, self.recipe.source(unit.source).keep, steps)
-        entry = stage.planned_unit(self.out, unit)
+        entry = stage.find_unit_plan(self.out, unit)
         batches = read_raw(raw, _text_column(entry), entry.get("path"), self._rows_before(unit))
         write(folder / DOCUMENTS, (chosen.select(batch) for batch in batches))
         return chosen.counts()
 
     def _rows_before(self, unit: Unit) -> int:
         """Rows of the unit's file that stand in units before it."""
-        entry = stage.planned_unit(self.out, unit)
+        entry = stage.find_unit_plan(self.out, unit)
         if not entry.get("range", [0])[0]:
             return entry.get("first_row", 0)
-        units = stage.planned(self.out, unit.source)["units"][: unit.number]
+        units = stage.find_plan(self.out, unit.source)["units"][: unit.number]
         same = [
             each["number"] for each in units if "range" in each and each["files"] == entry["files"]
         ]
@@ -123,7 +123,7 @@ class DocumentFilter:
         """(id, text as UTF-8, origin) of the documents to keep, in their order."""
         self._read += len(rows)
         pieces = [each for raw, origin in rows for each in self._pieces(origin, raw or b"")]
-        final = self._chosen(self._through(self.before, pieces))
+        final = self._choose_documents(self._through(self.before, pieces))
         documents = self._through(self.after, self._clean(final))
         kept = [(identity, utf8, origin) for origin, _, utf8, identity in documents]
         self._kept += len(kept)
@@ -173,7 +173,7 @@ class DocumentFilter:
                 left.append(document)
         return left if steps else documents
 
-    def _chosen(self, documents: list[Document]) -> list[Document]:
+    def _choose_documents(self, documents: list[Document]) -> list[Document]:
         """With their ids, those in the part of the source that is kept: what the shuffle would put first."""
         chosen = []
         for origin, text, utf8, _ in documents:

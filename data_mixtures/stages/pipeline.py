@@ -120,7 +120,7 @@ def _plan(context: RunContext) -> None:
     made = {name: planned["sources"][name] for name in context.sources}
     units = sum(len(each["units"]) for each in made.values())
     context.console.print(f"plan     {units:6} units of {len(made)} sources")
-    for sentence in plan.shared(planned):
+    for sentence in plan.describe_shared_files(planned):
         context.console.print(f"note: {sentence}", style="yellow", soft_wrap=True, markup=False)
     if context.tables:
         terms, rows = ("revision", "gate", "licence"), []
@@ -189,7 +189,7 @@ def free(context: RunContext, name: str) -> None:
     for source in context.sources:
         of_source = context.recipe, context.out, (source,)
         merged = Runs(*of_source).units()
-        units = merged if name == "runs" else stage.planned_units(context.out, source)
+        units = merged if name == "runs" else stage.list_units(context.out, source)
         reader = READERS["runs" if name == "tokenize" and not merged else name](*of_source)
         if left := sum(not stage.is_done(reader, unit) for unit in reader.units()):
             raise ValueError(

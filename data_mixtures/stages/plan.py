@@ -25,7 +25,7 @@ import xxhash
 from data_mixtures import shards
 from data_mixtures.readers import content, hub, local
 from data_mixtures.readers.columns import holds_text
-from data_mixtures.readers.unpack import open_input
+from data_mixtures.readers.unpack import can_seek, open_input
 from data_mixtures.recipe import HubSource, Input, LocalSource, Recipe, Source, check_known, nearest
 from data_mixtures.shards import Json
 from data_mixtures.stages.stage import PLAN, PLAN_FORMAT, read_plan
@@ -78,7 +78,7 @@ def _hash(decides: Any) -> str:
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
 
-def _numbered(each: Source, entries: Iterable[Json]) -> list[Json]:
+def _number_units(each: Source, entries: Iterable[Json]) -> list[Json]:
     return [
         {"source": each.name, "number": number, **entry} for number, entry in enumerate(entries)
     ]
@@ -106,7 +106,7 @@ def _local(each: LocalSource, roots: Mapping[str, str]) -> Json:
                 entry = {"kind": "parquet", "path": names[0][0], "file": group[0], **facts}
             entries += [{**entry, **part} for part in parts]
             decides.append(["resolved", *names[0], rows] if rows else [settings, names])
-    described = {"kind": "local", "category": each.category, "units": _numbered(each, entries)}
+    described = {"kind": "local", "category": each.category, "units": _number_units(each, entries)}
     return {**described, "plan_hash": _hash(decides)}
 
 
@@ -136,7 +136,7 @@ def size_of(entry: Json) -> int:
 def _ranges(group: list[local.FileVersion]) -> list[Json]:
     """Bytes of the last file of a group, the only one that may be large, where its lines can be found from anywhere."""
     *small, large = group
-    if large[1] <= UNIT_BYTES or not local.can_seek(large[0]):
+    if large[1] <= UNIT_BYTES or not can_seek(large[0]):
         return [{}]
     begins = range(0, large[1], UNIT_BYTES)
     ranges = [
@@ -147,7 +147,7 @@ def _ranges(group: list[local.FileVersion]) -> list[Json]:
 
 def _row_groups(name: str, size: int) -> list[Json]:
     """Row groups of a Parquet file, about UNIT_BYTES, and rows before; one away that is small stays whole."""
-    if not local.can_seek(name) or ("://" in name and size <= UNIT_BYTES):
+    if not can_seek(name) or ("://" in name and size <= UNIT_BYTES):
         return [{}]
     try:
         with open_input(name) as file:
@@ -182,7 +182,7 @@ def _check_field(source_input: Input, name: str) -> None:
         raise ValueError(problem)
 
 
-def shared(plan: Json) -> Iterator[str]:
+def describe_shared_files(plan: Json) -> Iterator[str]:
     """Sentences on files that two sources read, where the same text counts in both."""
     places: dict[tuple[str, str], set[str]] = {}
     for source, entry in plan["sources"].items():
@@ -245,7 +245,7 @@ def _hub(origin: hub.Mirror, each: HubSource, revision: str) -> Json:
                 opened, each.text_columns, f"{each.repo} @ {revision}: {files[0].path}"
             )
         entries += [{"kind": "parquet", **asdict(file), "text_column": column} for file in files]
-    units = _numbered(each, entries)
+    units = _number_units(each, entries)
     facts = {"kind": "hub", "category": each.category, "repo": each.repo, "revision": revision}
     terms = {"licence": each.licence, "gate": each.gate, "spec": _spec(each)}
     # a mirror knows no hashes: its plan and the hub's plan of the same files are not the same plan

@@ -123,7 +123,8 @@ def _runner(name: str, made: Any, arguments: Json) -> Callable[[str], tuple[str,
         document = Document(text, id="")
         result = step.filter(document)
         kept, reason = result if isinstance(result, tuple) else (result, None)
-        return document.text, None if kept else f"{name}:{reason}" if reason else name
+        named = f"{name}:{reason}" if reason else name
+        return document.text, None if kept else named
 
     return run
 

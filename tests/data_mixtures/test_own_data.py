@@ -78,9 +78,9 @@ def own(*inputs: str, more: str = "") -> str:
     return f'tokenizer = "tokenizer.json"\nseq_len = 64\n{more}\n{tables}[phase1]\n{weights}'
 
 
-def planned_files(folder: Path, source: str) -> list[str]:
+def list_planned(folder: Path, source: str) -> list[str]:
     """The files of a source in the order of its units."""
-    units = stage.planned(folder / "out", source)["units"]
+    units = stage.find_plan(folder / "out", source)["units"]
     names = [file[0] for unit in units for file in unit.get("files", [unit.get("file")])]
     return [name.removeprefix("file://") for name in names]
 
@@ -100,7 +100,7 @@ def test_the_shortest_recipe_makes_a_mixture(folder):
     assert (manifest["read"], manifest["kept"], manifest["category"]) == (80, 80, "other")
     assert manifest["valid"]["windows"] == 0  # of 80 documents
     raw = folder / "out/fetch/yours/unit-00000/raw.parquet"
-    assert os.path.samefile(raw, planned_files(folder, "yours")[0])
+    assert os.path.samefile(raw, list_planned(folder, "yours")[0])
     origins = origins_of(folder, "yours", 1)
     number = origins[0]["file"][-9]
     place = {"file": f"file://{folder}/b/{number}.parquet", "url": f"https://x/{number}/7"}
@@ -139,7 +139,7 @@ def test_large_files_are_split_into_units_and_nothing_else_changes(folder, monke
         monkeypatch.setattr(plan, "UNIT_BYTES", size)
         run(folder, recipe, f"out-{size}")
         out = folder / f"out-{size}"
-        units[size] = [len(stage.planned_units(out, name)) for name in ("s0", "s1")]
+        units[size] = [len(stage.list_units(out, name)) for name in ("s0", "s1")]
         manifests = [shards.read_manifest(out / name) for name in ("s0", "s1")]
         facts = [
             [each[key] for key in ("read", "kept", "dropped", "content_sha256")]
@@ -277,7 +277,7 @@ def test_parquet_in_a_bucket_is_split_as_on_a_disk(folder, s3, monkeypatch):
     content = set()
     for name, place in (("disk", "b"), ("store", "s3://bucket/b")):
         run(folder, own(PARQUET.replace("b/*", f"{place}/large*")), name)
-        assert len(stage.planned_units(folder / name, "s0")) == 8
+        assert len(stage.list_units(folder / name, "s0")) == 8
         content.add(shards.read_manifest(folder / name / "s0")["content_sha256"])
     assert len(content) == 1
 

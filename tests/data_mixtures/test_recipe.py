@@ -152,7 +152,10 @@ def test_what_a_recipe_does_not_say_has_a_default(tmp_path):
     assert (theirs.configs, theirs.revision, theirs.expected_tokens_b) == (("",), "main", None)
     given = recipe.TokenizerFile(str(tmp_path / "tokenizer.json"))
     assert (read.seq_len, read.folder, read.tokenizer) == (4096, tmp_path, given)
-    assert (read.held_out_of("mine"), read.held_out_of("theirs")) == (read.valid_per_10000, 0)
+    assert (read.valid_per_10000_of("mine"), read.valid_per_10000_of("theirs")) == (
+        read.valid_per_10000,
+        0,
+    )
 
 
 @pytest.mark.parametrize(

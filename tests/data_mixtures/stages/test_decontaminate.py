@@ -44,7 +44,7 @@ def index_of(*items: list[str]) -> decontaminate.Index:
     )
 
 
-def found(index: decontaminate.Index, *texts: str) -> list[set[int]]:
+def find_items(index: decontaminate.Index, *texts: str) -> list[set[int]]:
     return [{number for _, number in items} for items in index.find(list(texts))]
 
 
@@ -75,7 +75,7 @@ def test_equal_to_the_reference(items, texts, plant, window):
             {n for n, item in enumerate(items) if any(holds(text, p) for p in item)}
             for text in texts
         ]
-        assert found(index_of(*items), *texts) == expected
+        assert find_items(index_of(*items), *texts) == expected
 
 
 def test_files_of_every_format_make_one_index_that_is_kept(tmp_path):

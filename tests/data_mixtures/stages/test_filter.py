@@ -13,7 +13,7 @@ from data_mixtures.readers.columns import encode_origin, holds_text
 from data_mixtures.stages import decontaminate, filter, stage
 from data_mixtures.stages.tokenize import key_of_id
 from tests.data_mixtures.conftest import write_lines
-from tests.data_mixtures.stages.filtered import do_all, filtered, make_recipe, write_raw
+from tests.data_mixtures.stages.filtered import do_all, make_recipe, run_filter, write_raw
 
 QUESTION = (
     "Which of the seven lakes behind the old mountain freezes first in a winter without any wind?"
@@ -55,7 +55,10 @@ def column(done: filter.Filter, name: str) -> list:
 
 def test_every_reason_is_counted_and_the_rest_stays_in_order(out):
     texts = [*BAD, *GOOD[:120], *BAD, *GOOD[120:], f"{GOOD[9]}\0 and more\0", "\0\0"]
-    done, kept = filtered(out, {"notes": [texts]}, recipe_with(out)), [*GOOD, f"{GOOD[9]} and more"]
+    done, kept = (
+        run_filter(out, {"notes": [texts]}, recipe_with(out)),
+        [*GOOD, f"{GOOD[9]} and more"],
+    )
     table, counts, _ = documents(done)
     assert table.column("text").to_pylist() == kept
     assert table.schema == filter.SCHEMA
@@ -167,7 +170,7 @@ def test_a_part_of_a_source_is_what_the_shuffle_puts_first(out):
     keys = sorted(key_of_id(xxhash.xxh3_128_digest(text.encode()), RECIPE.seed) for text in GOOD)
     for share, least, most in ((0.12, 15, 45), (0.3, 50, 100), (1.0, len(GOOD), len(GOOD))):
         recipe = replace(RECIPE, sources=(replace(RECIPE.sources[0], keep=share),))
-        work = filtered(out, {"notes": [GOOD[:130], GOOD[130:]]}, recipe)
+        work = run_filter(out, {"notes": [GOOD[:130], GOOD[130:]]}, recipe)
         units = [documents(work, number) for number in (0, 1)]
         ids = [each for table, *_ in units for each in table.column("doc_id").to_pylist()]
         kept = sorted(key_of_id(each, RECIPE.seed) for each in ids)

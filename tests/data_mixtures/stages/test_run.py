@@ -62,10 +62,10 @@ def count_receipts(toy: Toy) -> int:
 def family_at_work(toy: Toy, process: subprocess.Popen, at_units: set[str]) -> list[psutil.Process]:
     """The processes of the stage, once its workers wait in these units."""
 
-    def claimed() -> set[str]:
+    def read_claims() -> set[str]:
         return {claim.read_text() for claim in (toy.out / ".logs" / toy.name / "workers").glob("*")}
 
-    wait_for(lambda: at_units <= claimed(), f"work at {at_units}")
+    wait_for(lambda: at_units <= read_claims(), f"work at {at_units}")
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) >= 3  # the server that forks, two workers
     return family
