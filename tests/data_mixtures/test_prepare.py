@@ -94,8 +94,6 @@ def test_other_data_does_not_replace_what_a_lock_pins_unasked(tiny_copy, tmp_pat
         ({}, "has no byte pieces"),  # what spm_train does by default
         ({"byte_fallback": True, "model_type": "bpe"}, "Only BPE models with the identity"),
         ({**EXPORTABLE, "user_defined_symbols": ["<|im_end|>"]}, "no user_defined_symbols"),
-        ({**EXPORTABLE, "treat_whitespace_as_suffix": True}, "treat_whitespace_as_suffix=False"),
-        ({**EXPORTABLE, "model_type": "unigram"}, "Only BPE models"),
         (EXPORTABLE, ""),
     ],
 )
@@ -114,9 +112,8 @@ def test_what_export_demands_of_a_tokenizer_is_asked_before_anything_is_read(
     recipe_path.write_text(
         re.sub(r"tokenizer = .*", 'tokenizer = "own.model"', recipe_path.read_text())
     )
-    check = recipe_file.load(recipe_path).tokenizer
     if not message:
-        tokenizer.check_exportable(check)
+        tokenizer.check_exportable(recipe_file.load(recipe_path).tokenizer)
         return
     refused = rf"tokenizer .*own\.model cannot be exported: .*{message}"
     with pytest.raises(ValueError, match=refused):

@@ -40,12 +40,12 @@ def find_contained(out: Path, texts: Texts, wanted: recipe.Recipe) -> list[str]:
     run_filter(out, texts, wanted)
     for kind in test_dedup.STAGES * wanted.dedup.minhash + STAGES:
         do_all(kind(wanted, out, tuple(texts)))
-    return [
-        texts[source][n][row]
-        for source, units in texts.items()
-        for n in range(len(units))
-        for row in documents.find_left_out(wanted, out, stage.Unit(source, n))["contained"]
-    ]
+    contained = []
+    for source, units in texts.items():
+        for n, unit in enumerate(units):
+            rows = documents.find_left_out(wanted, out, stage.Unit(source, n))["contained"]
+            contained += [unit[row] for row in rows]
+    return contained
 
 
 def plain_rule(texts: Texts, wanted: recipe.Recipe) -> list[str]:

@@ -39,7 +39,8 @@ def with_dedup(sources, **settings) -> recipe.Recipe:
 
 
 def flat(texts: Texts) -> list[str]:
-    return [text for units in texts.values() for unit in units for text in unit]
+    units = itertools.chain.from_iterable(texts.values())
+    return list(itertools.chain.from_iterable(units))
 
 
 def deduplicate(out: Path, texts: Texts, wanted: recipe.Recipe) -> Texts:

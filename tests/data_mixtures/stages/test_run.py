@@ -102,8 +102,6 @@ KILLED = r"worker at b/unit-00004 was killed \(exit status -9.*run the same comm
     ("workers", "fault", "error", "message"),
     [
         (1, "disk", ValueError, r"^toy b/unit-00004: \[Errno 28\] No space left on device$"),
-        (2, "disk", ValueError, r"^toy b/unit-00004: \[Errno 28\] No space left on device$"),
-        (1, "bug", RuntimeError, "nobody thought of this"),
         (2, "bug", RuntimeError, "nobody thought of this"),
         (2, "kill", ValueError, KILLED),
     ],
