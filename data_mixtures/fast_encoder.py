@@ -63,7 +63,7 @@ def of_json(path: Path) -> Encode | None:
 def of_sentencepiece(model: bytes) -> Encode | None:
     """Of a sentencepiece model."""
 
-    def converted() -> dict[str, Any]:
+    def convert() -> dict[str, Any]:
         from gigatoken._load.sentencepiece import sentencepiece_to_tokenizer_json
 
         spec = json.loads(sentencepiece_to_tokenizer_json(model))
@@ -75,18 +75,17 @@ def of_sentencepiece(model: bytes) -> Encode | None:
         ]
         return spec
 
-    return _encoder(converted)
+    return _encoder(convert)
 
 
-def _encoder(converted: Callable[[], dict[str, Any]]) -> Encode | None:
+def _encoder(convert: Callable[[], dict[str, Any]]) -> Encode | None:
     try:
         import awkward
         import gigatoken
 
-        backend = gigatoken.Tokenizer.from_json(json.dumps(converted()))
-    except (
-        Exception
-    ) as why:  # a package that is missing, or what it does not support, in errors of any kind
+        backend = gigatoken.Tokenizer.from_json(json.dumps(convert()))
+    except Exception as why:
+        # a package that is missing, or what it does not support, in errors of any kind
         logging.getLogger(__name__).debug("no fast encoder: %s", why)
         return None
 

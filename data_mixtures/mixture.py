@@ -30,10 +30,8 @@ PACKING = PACKINGS[
 CONVERSATIONS = "conversations"
 _LABELS = ("category", "epoch_cap")  # of a source in a lock: they decide no sequence
 PLACE = "sequence", "source", "shard", "token_offset", "epoch"  # of a sequence
-TRAINED, BEGINS = (
-    1,
-    2,
-)  # flags: it counts as a label; it is the first token of a conversation, or of padding
+# flags: it counts as a label; it is the first token of a conversation, or of padding
+TRAINED, BEGINS = 1, 2
 
 
 def pin(
@@ -119,14 +117,12 @@ class Mixture:
         self.phase: str = lock["phase"]
         self.seed: int = lock["seed"]
         self.seq_len: int = lock["seq_len"]
-        self.tokenizer_sha256: str = lock["tokenizer_sha256"]
         self.vocab_size: int = lock["vocab_size"]
         self.bos_id: int = lock["bos_id"]
         self.source_names: tuple[str, ...] = tuple(source["name"] for source in sources)
         self.contents: dict[str, str] = {
             source["name"]: source["content_sha256"] for source in sources
         }
-        self.categories: dict[str, str] = {source["name"]: source["category"] for source in sources}
         self.weights: tuple[int, ...] = tuple(source["weight"] for source in sources)
         self._places, self._ranks = order.pattern(self.weights)
         self._offsets = np.zeros(len(sources), dtype=np.int64)
@@ -192,19 +188,13 @@ class Mixture:
         source_index, files, windows, _ = self._find(
             np.arange(first, first + count, dtype=np.int64)
         )
-        return self._read(self._files, files, windows), source_index
+        return self._files.read_windows(files, windows), source_index
 
     def flags(self, first: int, count: int) -> np.ndarray:
         """Flags (TRAINED, BEGINS) of these sequences' tokens, int64 (count, S + 1); if `packed` only."""
         assert self._flags is not None, f"{self.phase} is not packed: its tokens have no flags"
         _, files, windows, _ = self._find(np.arange(first, first + count, dtype=np.int64))
-        return self._read(self._flags, files, windows)
-
-    def _read(self, source: WindowFiles, files: np.ndarray, windows: np.ndarray) -> np.ndarray:
-        rows = np.empty((len(files), self.seq_len + 1), dtype=np.int64)
-        for row, file, window in zip(rows, files.tolist(), windows.tolist(), strict=True):
-            source.read(file, window, row)
-        return rows
+        return self._flags.read_windows(files, windows)
 
     def locate(self, numbers: np.ndarray) -> list[Json]:
         """Where sequences (int64 (n,)) lie: source, shard file, offset of the first token in it; epoch."""
@@ -219,14 +209,14 @@ class Mixture:
 
     def windows_per_source(self, sequences: int) -> dict[str, int]:
         """Windows of each source consumed after so many sequences, offsets included: closed form."""
-        return dict(zip(self.source_names, self._consumed(sequences).tolist(), strict=True))
+        return dict(zip(self.source_names, self._count_consumed(sequences).tolist(), strict=True))
 
-    def _consumed(self, sequences: int) -> np.ndarray:
-        return self._offsets + order.served(self.weights, self._places, sequences)
+    def _count_consumed(self, sequences: int) -> np.ndarray:
+        return self._offsets + order.count_served(self.weights, self._places, sequences)
 
     def check_epochs(self, sequences: int) -> None:
         """ValueError when `sequences` sequences would repeat a source more often than its epoch cap allows."""
-        consumed = self._consumed(sequences)
+        consumed = self._count_consumed(sequences)
         passed = (consumed > self._offsets) & (consumed > self._caps * self._windows)
         for index in np.flatnonzero(passed).tolist():
             name, windows = self.source_names[index], self._windows[index]
@@ -254,13 +244,9 @@ class Mixture:
         first = int(np.searchsorted(self._file_begins, begin))
         last = int(np.searchsorted(self._file_begins, begin + min(windows, total)))
         whole = [f"all {total}"] if windows > total else []
-        files = [
-            _digest([self._decides, source, *self._file(number)]) for number in range(first, last)
-        ]
-        return files + whole
-
-    def _file(self, number: int) -> list[Any]:
-        return [self._file_names[number], int(self._steps[number][0]), self._file_sha256[number]]
+        files = zip(self._file_names, self._steps[:, 0].tolist(), self._file_sha256, strict=True)
+        read = [_digest([self._decides, source, *each]) for each in list(files)[first:last]]
+        return read + whole
 
     def check_continues(self, source: str, windows: int, read: Sequence[str] | None) -> None:
         """ValueError unless these data were read. read: their `read_files`, None where that was not kept."""
@@ -326,8 +312,5 @@ def valid_windows(
     shards.check_sizes(folder, manifest)
     entry = manifest["valid"]["flags"] if flags else manifest["valid"]
     count = entry["windows"] if max_windows is None else min(max_windows, entry["windows"])
-    windows = np.empty((count, manifest["seq_len"] + 1), dtype=shards.token_dtype(entry))
     files = WindowFiles([(str(folder / entry["name"]), entry)], manifest["seq_len"])
-    for number, row in enumerate(windows):
-        files.read(0, number, row)
-    return windows
+    return files.read_windows(np.zeros(count, int), np.arange(count), shards.token_dtype(entry))

@@ -23,19 +23,16 @@ import numpy as np
 GRAM_WORDS = 13
 SHORTEST_WORDS = 8
 _TELLING_WORDS = 3  # of two letters or more, that a gram needs: no alphabets, no lists of numbers
-WINDOW_CHARS = (
-    1 << 19
-)  # of texts at a time: enough that what a window costs besides its characters is little
+# of texts at a time: enough that what a window costs besides its characters is little
+WINDOW_CHARS = 1 << 19
 _CODE_POINTS, _ASSIGNED = 0x110000, 0x40000  # no letter is above the fourth plane
 _BYTES, _WORD = 0x5851F42D4C957F2D, 0xD6E8FEB86659FD93  # odd multipliers of the two polynomials
 _EIGHT = 8
 _LONGEST = 256  # bytes of a word that are hashed, besides its last eight and its length
 # masks for eight bytes, of which the first n belong to a word
 _FIRST = np.array([(1 << 8 * n) - 1 for n in range(_EIGHT + 1)], np.uint64)
-_TABLE_ENTRIES = (
-    4,
-    16,
-)  # a hash; the first table stays in the cache, the second sees a fifth of the words
+# a hash; the first table stays in the cache, the second sees a fifth of the words
+_TABLE_ENTRIES = 4, 16
 Pair = tuple[np.ndarray, np.ndarray]  # columns of the same length, or words and their bounds
 Triple = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -93,7 +90,7 @@ class Index:
         heads = words
         for span in (1, 2, 4):  # a head is 8 words: two halves of 4, which are two of 2
             heads = heads[:-span] + heads[span:] * _power(span)
-        at = self._known_heads.find(heads)[0]
+        at = self._heads_lookup.find(heads)[0]
         hashes, grams, starts = heads[at], [], []
         ends = bounds[np.searchsorted(bounds, at, side="right")]  # of the text with the gram
         for length in range(SHORTEST_WORDS, GRAM_WORDS + 1):
@@ -103,19 +100,19 @@ class Index:
                 hashes = hashes + words[at + length - 1] * _power(length - 1)
             grams.append(hashes)
             starts.append(at)
-        of, place = self._known_grams.find(np.concatenate(grams))
+        of, place = self._grams_lookup.find(np.concatenate(grams))
         return np.searchsorted(bounds, np.concatenate(starts)[of], side="right") - 1, place
 
     @functools.cached_property
-    def _known_heads(self) -> _Known:
-        return _Known(self.heads)
+    def _heads_lookup(self) -> _Lookup:
+        return _Lookup(self.heads)
 
     @functools.cached_property
-    def _known_grams(self) -> _Known:
-        return _Known(self.grams)
+    def _grams_lookup(self) -> _Lookup:
+        return _Lookup(self.grams)
 
 
-class _Known:
+class _Lookup:
     """Sorted hashes, and which of many others are among them."""
 
     def __init__(self, hashes: np.ndarray) -> None:
@@ -209,7 +206,7 @@ def _word_hashes(texts: list[str]) -> Pair:
 def _fold(text: str) -> bytes:
     """The UTF-8 of the lower case of a word's characters, zeros for every other one."""
     if text.isascii():
-        return text.encode("ascii").translate(_folded_ascii())
+        return text.encode("ascii").translate(_make_fold_table())
     return (
         _lower(text).tobytes().decode("utf-32-le", "surrogatepass").encode("utf-8", "surrogatepass")
     )
@@ -271,6 +268,6 @@ def _characters() -> np.ndarray:
 
 
 @functools.cache
-def _folded_ascii() -> bytes:
+def _make_fold_table() -> bytes:
     """For `bytes.translate`."""
     return _characters()[:128].astype(np.uint8).tobytes() + bytes(range(128, 256))

@@ -75,7 +75,7 @@ def _check_weights(weights: Sequence[int]) -> None:
         )
 
 
-def served(weights: Sequence[int], places: np.ndarray, sequences: int) -> np.ndarray:
+def count_served(weights: Sequence[int], places: np.ndarray, sequences: int) -> np.ndarray:
     """How many of the first `sequences` sequences come from each source: closed form, int64 (sources,)."""
     blocks, rest = divmod(sequences, len(places))
     return blocks * np.asarray(weights, dtype=np.int64) + np.bincount(

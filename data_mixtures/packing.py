@@ -9,6 +9,7 @@ input once; the token behind them is the first of the next window, which is neve
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -70,7 +71,7 @@ def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
     return windows
 
 
-def shuffled(windows: list[list[int]], keys: Sequence[int], seed: int) -> list[list[int]]:
+def shuffle_windows(windows: list[list[int]], keys: Sequence[int], seed: int) -> list[list[int]]:
     """The windows in an order that first texts and the seed decide, in which epoch 0 reads them."""
     return sorted(
         windows, key=lambda window: xxhash.xxh3_64_intdigest(f"{seed}/{keys[window[0]]}".encode())
@@ -113,8 +114,8 @@ def best_fit(
             owners.append(document)
             first.append(at == begin)
     windows = pack([len(each.ids) for each in pieces], size)
-    windows = shuffled(windows, keys[owners].tolist() if owners else [], seed)
-    order = [owners[item] for window in windows for item in window if first[item]]
+    windows = shuffle_windows(windows, keys[owners].tolist() if owners else [], seed)
+    order = [owners[item] for item in chain.from_iterable(windows) if first[item]]
     tokens, flags = (
         streams(windows, pieces, size, stream.dtype) if windows else (stream[:0], stream[:0])
     )

@@ -39,12 +39,13 @@ def prepare(recipe_path: Path, out: Path, options: Options, console: Console, **
     console.print(f"preparing {recipe_path} -> {out}", soft_wrap=True)
     with pipeline.open_run(recipe_path, out, options, console, tables=False, **how) as context:
         out = context.out
-        pipeline.check(context.recipe, out)
         for name in pipeline.TO_SHARDS:
             pipeline.do(context, name)
         made = pipeline.publish(context)
-    for table in stats.sizes_and_lengths({name: shards.read_manifest(out / name) for name in made}):
+    manifests = {name: shards.read_manifest(out / name) for name in made}
+    for table in stats.sizes_and_lengths(manifests):
         console.print(table)
+    stats.print_lost_files(manifests, console)
     for phase, weights in context.recipe.phases.items():
         total = sum(weights.values())
         shares = ", ".join(

@@ -260,7 +260,7 @@ class Recipe:
         """A source by name; with the defaults for a name that the recipe lacks."""
         return next((each for each in self.sources if each.name == name), Source(name))
 
-    def held_out_of(self, source: str) -> int:
+    def valid_per_10000_of(self, source: str) -> int:
         """valid_per_10000 of a source by name."""
         own = self.source(source).valid_per_10000
         return self.valid_per_10000 if own is None else own

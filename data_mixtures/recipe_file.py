@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from data_mixtures import order
+from data_mixtures.readers.local import pattern_of
 from data_mixtures.recipe import (
     RESERVED_FOLDERS,
     Dedup,
@@ -55,7 +56,7 @@ def _tables(path: Path) -> Table:
     return base
 
 
-def _listed(table: Table, used: set[str]) -> Table:
+def _list_sources(table: Table, used: set[str]) -> Table:
     """Sources of a shared list that a phase uses, each with what its [repos."owner/name"] says."""
     sources = dict(table.get("sources", {}))
     for repo, shared in table.get("repos", {}).items():
@@ -68,18 +69,22 @@ def _recipe(table: Table, folder: Path) -> Recipe:
     weights = {key: table.pop(key) for key in list(table) if re.fullmatch(r"phase\d+", key)}
     if isinstance(table.get("sources"), str):
         used = {name for each in weights.values() for name in each}
-        table["sources"] = _listed(_toml(folder / table["sources"]), used)
+        table["sources"] = _list_sources(_toml(folder / table["sources"]), used)
     sources = table.pop("sources", {})
     for key in ("keep", "files"):
         check_known(f"source in [{key}]:", given := table.get(key, {}), sources)
         sources |= {name: {**sources[name], key: value} for name, value in given.items()}
     if "tokenizer" in table:
         table["tokenizer"] = _tokenizer(table["tokenizer"], folder)
+    for key in table.keys() - _keys(Recipe):
+        if isinstance(table[key], dict) and {int} == set(map(type, table[key].values())):
+            raise ValueError(f"[{key}]: phases are named [phase1], [phase2], ...; rename it")
     table["sources"] = tuple(_source(*each) for each in sources.items())
     read = _build(Recipe, "recipe", table, phases={}, folder=folder)
     if not weights:
         raise ValueError("no mixture: add a [phase1] table with one integer weight per source")
-    benchmarks = {name: str(folder / path) for name, path in read.filter.benchmarks.items()}
+    roots = {"recipe": str(folder)}
+    benchmarks = {name: pattern_of(path, roots) for name, path in read.filter.benchmarks.items()}
     phases = {phase: _weights(phase, given, list(sources)) for phase, given in weights.items()}
     placed = dataclasses.replace(read.filter, benchmarks=benchmarks)
     return dataclasses.replace(read, filter=placed, phases=phases)
@@ -135,7 +140,8 @@ def _tokenizer(value: Any, folder: Path) -> TokenizerFile | TokenizerTraining:
     table = {"path": value} if isinstance(value, str) else value
     if isinstance(table, dict) and "path" in table:
         given = _build(TokenizerFile, "tokenizer", table)
-        return dataclasses.replace(given, path=str(folder / given.path))  # an absolute path stays
+        # an absolute path stays
+        return dataclasses.replace(given, path=str(folder / Path(given.path).expanduser()))
     return _build(TokenizerTraining, "tokenizer", value)
 
 

@@ -50,7 +50,7 @@ _CONTENT = ("windows", "seed", "seq_len", *TOKENIZER_FACTS)
 _CONTENT_OF_FILE = ("bytes", "windows", "sha256", "xxh3_blocks")
 
 
-def held_out_below(valid_per_10000: int) -> int:
+def find_held_out_limit(valid_per_10000: int) -> int:
     """Documents whose id is smaller are held out."""
     return valid_per_10000 * 2**64 // 10_000
 
@@ -76,14 +76,12 @@ def write_windows(path: Path, tokens: np.ndarray, seq_len: int) -> Json:
 
 def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> Json:
     """Write windows whose tokens come in pieces, all uint16 or all uint32; the file's entry."""
-    whole, block, blocks, room, size, tokens = (
-        hashlib.sha256(),
-        xxhash.xxh3_64(),
-        [],
-        BLOCK_BYTES,
-        0,
-        0,
-    )
+    whole = hashlib.sha256()
+    block = xxhash.xxh3_64()
+    blocks = []
+    room = BLOCK_BYTES
+    size = 0
+    tokens = 0
     with path.open("wb") as file:
         for piece in pieces:
             assert piece.dtype.kind == "u", f"tokens are {piece.dtype}, not unsigned integers"
@@ -127,10 +125,10 @@ def write_documents(
 
 def read_documents(path: Path) -> tuple[np.ndarray, np.ndarray, pyarrow.LargeStringArray]:
     """(ids uint64, lengths uint32, origins) of the documents that begin in a shard."""
-    return unpack_documents(unpacked(path))
+    return unpack_documents(unpack_file(path))
 
 
-def unpacked(path: Path) -> bytes:
+def unpack_file(path: Path) -> bytes:
     with pyarrow.CompressedInputStream(str(path), "zstd") as stream:
         return stream.read()
 

@@ -94,7 +94,7 @@ def run(given: Question, console: Console) -> None:
 def _batches(given: Question, attempts: list[skips.Reading]) -> list[Batch]:
     step, sequence = given.step, given.sequence
     if given.bad_step is not None:
-        return _refused_batches(given, attempts)
+        return _find_refused_batches(given, attempts)
     if (
         (step is None and sequence is None)
         or (step is not None and step < 1)
@@ -122,7 +122,7 @@ def _batches(given: Question, attempts: list[skips.Reading]) -> list[Batch]:
     return [(reading.lock, reading.offsets, numbers) if reading else (given.data, {}, numbers)]
 
 
-def _refused_batches(given: Question, attempts: list[skips.Reading]) -> list[Batch]:
+def _find_refused_batches(given: Question, attempts: list[skips.Reading]) -> list[Batch]:
     batches = []
     for event in read_lines(given.data / "events.jsonl"):
         if event.get("kind") == "bad_step" and event["step"] == given.bad_step:
@@ -142,10 +142,8 @@ def _refused_batches(given: Question, attempts: list[skips.Reading]) -> list[Bat
 
 def read_sequences(lock: Path, offsets: dict[str, int], numbers: np.ndarray) -> Iterator[Json]:
     """Sequences of a lock with their documents."""
-    mixture, pieces = (
-        Mixture.open(lock, offsets),
-        tokenizer.load(shards.tokenizer_path(lock.parent)),
-    )
+    mixture = Mixture.open(lock, offsets)
+    pieces = tokenizer.load(shards.tokenizer_path(lock.parent))
     for number in numbers.tolist():
         (place,), (tokens,) = mixture.locate(np.array([number])), mixture.sequences(number, 1)[0]
         starts = (

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import fsspec
 
-from data_mixtures.readers.local import explained
+from data_mixtures.readers.unpack import explain_errors
 from records.files import hold_lock, host_name
 
 MARK, RECEIPT, MANIFEST, LOCK = ".url", "receipt.json", "source.json", ".lock"
@@ -37,7 +37,7 @@ class Store:
 
     def __init__(self, here: Path, url: str) -> None:
         self.here, self.url = here, url
-        with explained(url, "written"):
+        with explain_errors(url, "written"):
             self.system, self.root = fsspec.url_to_fs(
                 url, use_listings_cache=False, skip_instance_cache=True
             )
@@ -144,14 +144,14 @@ class Store:
         return {Path(name).name: info["size"] for name, info in files.items()}
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """One preparation at a time, as long as all say so: bytes do not depend on it.
 
         A lock that this machine left is not held any more: no other process here has the copy.
         """
         lock, holder_name = f"{self.root}/{LOCK}", f"process {os.getpid()} on {host_name()}"
         try:
-            with explained(self.url, "written"):
+            with explain_errors(self.url, "written"):
                 self.system.pipe_file(lock, holder_name.encode(), mode="create")
         except FileExistsError:
             holder = self.system.cat_file(lock).decode()
@@ -185,13 +185,13 @@ def of(out: Path) -> Store | None:
 
 
 @contextmanager
-def copied(url: str) -> Iterator[Path]:
+def open_copy(url: str) -> Iterator[Path]:
     """The main process's copy, alone on this machine and, as far as one can tell, elsewhere."""
     here = _scratch() / f"{zlib.crc32(url.encode()):08x}"
     problem = f"another process is preparing {url}; wait for it, or use another --out"
     with hold_lock(here.with_suffix(LOCK), problem):
         store = _new(here, url)
-        with store.locked():
+        with store.lock():
             store.read_small(manifests=True)
             try:
                 yield here

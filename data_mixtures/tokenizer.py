@@ -17,7 +17,9 @@ import abc
 import functools
 import io
 import json
+import tempfile
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,8 @@ import tokenizers
 
 from data_mixtures import fast_encoder, shards
 from data_mixtures.recipe import TokenizerFile, TokenizerTraining
-from records.files import file_sha256
+from laneformer.hf.tokenizer import open_tokenizer
+from records.files import file_sha256, write_atomically
 
 # begin and end of a document in well-known vocabularies
 KNOWN_NAMES = (
@@ -38,20 +41,15 @@ KNOWN_NAMES = (
     ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
     ("<|endoftext|>", "<|endoftext|>"),
 )
-MAX_LINE_BYTES = (
-    65_536  # longer lines are left out of the training sample, as sentencepiece would do
-)
+# longer lines are left out of the training sample, as sentencepiece would do
+MAX_LINE_BYTES = 65_536
 _PROBED = 1000
 
 
 def train(texts: Iterable[str], training: TokenizerTraining) -> bytes:
     """A serialized model from texts, line by line (so a newline stays the byte piece <0x0A>, as in Llama-2)."""
-    lines = (
-        line
-        for text in texts
-        for line in text.split("\n")
-        if 0 < len(line.encode()) <= MAX_LINE_BYTES
-    )
+    every = chain.from_iterable(text.split("\n") for text in texts)
+    lines = (line for line in every if 0 < len(line.encode()) <= MAX_LINE_BYTES)
     model, size = io.BytesIO(), training.vocab_size
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -107,6 +105,38 @@ def load_given(given: TokenizerFile) -> Tokenizer:
     return load(Path(given.path), given.bos, given.eos)
 
 
+def copy_given(given: TokenizerFile, folder: Path) -> Path:
+    """Write a recipe's tokenizer into a folder as others read it from there; returns its path.
+
+    tokenizer_config.json beside a tokenizer.json says which tokens begin and end a document.
+    """
+    path, names = Path(given.path), load_given(given).names
+    target = folder / (shards.TOKENIZER_JSON if names else shards.TOKENIZER_MODEL)
+    if names:
+        beside = path.with_name(shards.TOKENIZER_CONFIG)
+        config = shards.read_json(beside, "mend it") if beside.is_file() else {}
+        config |= {"bos_token": names[0], "eos_token": names[1]}
+        shards.write_json(folder / shards.TOKENIZER_CONFIG, config)
+    write_atomically(target, path.read_bytes())
+    return target
+
+
+def check_exportable(given: TokenizerFile) -> None:
+    """Ask of a recipe's tokenizer what the export of a model will demand.
+
+    Raises:
+        ValueError: it cannot be read, or exported.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = copy_given(given, Path(folder))
+        try:
+            # the export's own rule: it opens the tokenizer, and compares ids with those of sentencepiece
+            open_tokenizer(path)
+        except ValueError as error:
+            reason = str(error).replace(str(path), given.path)
+            raise ValueError(f"tokenizer {given.path} cannot be exported: {reason}") from error
+
+
 def facts(path: Path) -> dict[str, Any]:
     """What source.json and the lock say of a tokenizer."""
     made = load(path)
@@ -151,13 +181,13 @@ class Tokenizer(abc.ABC):
     @functools.cached_property
     def fast(self) -> fast_encoder.Encode | None:
         """The fast encoder, None where it encodes a probe otherwise than the library."""
-        encode, special = self._fast_encoder(), self._spelled()[:_PROBED]
+        encode, special = self._fast_encoder(), self._list_spellings()[:_PROBED]
         around = [f"a{each}b {each}  {each}\n{each}" for each in special]
         probes = [*fast_encoder.PROBES, *special, *around, "".join(special), " ".join(special)]
         return encode if encode and all(self._agrees(encode, probe) for probe in probes) else None
 
     @abc.abstractmethod
-    def _spelled(self) -> list[str]:
+    def _list_spellings(self) -> list[str]:
         """Tokens that are found in text as they are spelled, or must not be."""
 
     def is_exact(self, text: str) -> bool:
@@ -182,15 +212,14 @@ class Tokenizer(abc.ABC):
             first = np.argmax(self._is_control[ids])
             text = texts[int(np.searchsorted(np.cumsum(sizes), first, side="right"))]
             raise ValueError(
-                f"the tokenizer makes control tokens of ordinary text, such as {_decoded(text)!r:.200}; it must not "
-                "define <s> or </s> as user symbols, and special tokens must be no pieces of its model"
+                "the tokenizer makes control tokens of ordinary text, such as "
+                f"{_decode_text(text)!r:.200}; it must not define <s> or </s> as user symbols, and "
+                "special tokens must be no pieces of its model"
             )
         lengths = sizes + 1 + self._ends
         ends = np.cumsum(lengths)
-        tokens, is_text = (
-            np.empty(int(lengths.sum()), self.dtype),
-            np.ones(int(lengths.sum()), bool),
-        )
+        tokens = np.empty(int(lengths.sum()), self.dtype)
+        is_text = np.ones(int(lengths.sum()), bool)
         for at, token in ((ends - lengths, self.bos_id), *[(ends - 1, self.eos_id)] * self._ends):
             tokens[at], is_text[at] = token, False
         tokens[is_text] = ids
@@ -199,7 +228,7 @@ class Tokenizer(abc.ABC):
     def _reference_ids(
         self, texts: Sequence[str] | Sequence[bytes]
     ) -> tuple[np.ndarray, np.ndarray]:
-        ids = [np.array(self.reference(_decoded(text)), np.uint32) for text in texts]
+        ids = [np.array(self.reference(_decode_text(text)), np.uint32) for text in texts]
         return np.concatenate([np.empty(0, np.uint32), *ids]), np.array(
             list(map(len, ids)), np.int64
         )
@@ -209,7 +238,7 @@ class Tokenizer(abc.ABC):
         return self.decode_ids([int(i) for i in ids if not self._is_control[i]])
 
 
-def _decoded(text: str | bytes) -> str:
+def _decode_text(text: str | bytes) -> str:
     return text if isinstance(text, str) else text.decode("utf-8")
 
 
@@ -241,7 +270,7 @@ class JsonTokenizer(Tokenizer):
     def _fast_encoder(self) -> fast_encoder.Encode | None:
         return fast_encoder.of_json(self._path)
 
-    def _spelled(self) -> list[str]:
+    def _list_spellings(self) -> list[str]:
         return [each.content for each in self._made.get_added_tokens_decoder().values()]
 
     def decode_ids(self, ids: list[int]) -> str:
@@ -262,13 +291,10 @@ def _begin_and_end(
     }
     known = next((pair for pair in KNOWN_NAMES if special.keys() >= set(pair)), (None, None))
     eos = eos or names.get("eos_token") or (None if bos else known[1])
-    bos = bos or (
-        names.get("bos_token", eos)
-        if "eos_token" in names
-        else known[0]
-        if eos == known[1]
-        else eos
-    )
+    if not bos and "eos_token" in names:
+        bos = names.get("bos_token", eos)
+    elif not bos:
+        bos = known[0] if eos == known[1] else eos
     if bos not in special or eos not in special:
         raise ValueError(
             f"{path}: documents need special tokens (of added_tokens) at their ends, bos = {bos!r}, eos = {eos!r}; "
@@ -296,7 +322,7 @@ class SentencepieceTokenizer(Tokenizer):
     def _fast_encoder(self) -> fast_encoder.Encode | None:
         return fast_encoder.of_sentencepiece(self._processor.serialized_model_proto())
 
-    def _spelled(self) -> list[str]:
+    def _list_spellings(self) -> list[str]:
         # what is given by a user has the score 0, as control pieces have, and the first of those that are trained
         made = self._processor
         ids = (

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import xxhash
+from numpy.typing import DTypeLike
 
 from data_mixtures import shards
 from data_mixtures.shards import Json
 
-OPEN_FILES = (
-    256  # a map holds a file descriptor: a process has 1,024, a 6T-token corpus 11,000 shards
-)
+# a map holds a file descriptor: a process has 1,024, a 6T-token corpus 11,000 shards
+OPEN_FILES = 256
 CHUNK_BYTES = 1 << 20  # stays in a core's own cache between reading and hashing
 CHECKS_AT_A_TIME = 64  # making a lock takes 20 us
 DIGEST_BYTES = 8
@@ -52,8 +52,16 @@ class WindowFiles:
         # one that is left out while a thread still reads it stays open for that thread
         self._map = functools.lru_cache(OPEN_FILES)(self._open_map)
 
-    def read(self, file: int, window: int, out: np.ndarray) -> None:
-        """Copy one window into out, (S + 1,) of any integer type. ValueError for a damaged block."""
+    def read_windows(
+        self, files: np.ndarray, windows: np.ndarray, dtype: DTypeLike = np.int64
+    ) -> np.ndarray:
+        """Read windows of files, by number (n,): (n, S + 1). ValueError for a damaged block."""
+        rows = np.empty((len(files), self.seq_len + 1), dtype)
+        for row, file, window in zip(rows, files.tolist(), windows.tolist(), strict=True):
+            self._read(file, window, row)
+        return rows
+
+    def _read(self, file: int, window: int, out: np.ndarray) -> None:
         first = window * self.seq_len
         end = first + self.seq_len + 1
         checked, width = self._checked[file], self._dtypes[file].itemsize

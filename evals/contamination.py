@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 
 from data_mixtures.shards import read_manifests
-from data_mixtures.stages.decontaminate import known_benchmarks
+from data_mixtures.stages.decontaminate import read_benchmarks
 from evals.tables import console, show_table
 from records.evals import NO_MODEL, NOWHERE, AboutFlags, EvalCommand
 from records.files import JsonObject
@@ -27,7 +27,7 @@ def contamination(data: Path) -> JsonObject:
     """
     manifests = read_manifests(data)
     by_source = {name: manifest.get("contamination", {}) for name, manifest in manifests.items()}
-    known = {benchmark.name: benchmark for benchmark in known_benchmarks(data)}
+    known = {benchmark.name: benchmark for benchmark in read_benchmarks(data)}
     benchmarks = {}
     for name in sorted({*known, *(name for found in by_source.values() for name in found)}):
         held = {

@@ -22,6 +22,7 @@ from pathlib import Path, PurePath
 import tyro
 
 from data_mixtures.readers import local
+from data_mixtures.readers.unpack import Unreadable
 from data_mixtures.recipe import Input
 from examples import generated
 from records.files import write_atomically
@@ -84,7 +85,7 @@ def read(
     for name, _, _ in local.find(
         Input("text", paths, exclude=exclude), local.roots(Path(), beside), all_match=False
     ):
-        with suppress(local.Unreadable, PermissionError):
+        with suppress(Unreadable, PermissionError):
             yield from reader(Path(name))
 
 
@@ -211,7 +212,7 @@ def definitions(path: str, text: str) -> Iterator[tuple[str, str]]:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise local.Unreadable("not_python") from error
+        raise Unreadable("not_python") from error
     # only definitions are visited, which is much faster than ast.walk
     stack: list[tuple[str, _Definition]] = [(_module_name(path), tree)]
     while stack:

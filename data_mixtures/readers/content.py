@@ -2,7 +2,7 @@
 only says which ones.
 
 The file has a column `sha1` (40 hex digits, or 20 bytes) and may say more of each row
-(`local.ORIGIN_FIELDS`). The rows of one unit are asked for once for each sha1, many at a time, through
+(`columns.ORIGIN_FIELDS`). The rows of one unit are asked for once for each sha1, many at a time, through
 fsspec, so that the URL may be of https or of s3. An object may be gzip-compressed, as Software Heritage's
 are; a content counts only if it has its sha1.
 
@@ -32,16 +32,15 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_mixtures.readers import local
-from data_mixtures.readers.local import ORIGIN_FIELDS, grouped, origin
+from data_mixtures.readers.columns import encode_origin, origin_columns
+from data_mixtures.readers.local import group_by_size
+from data_mixtures.readers.unpack import open_input
 from data_mixtures.recipe import Input
 
-UNIT_ROWS = (
-    500_000  # of one unit, at least; its receipt says that they have come or are counted as missing
-)
-PART_CONTENTS = (
-    10_000  # asked for at a time and then saved: as much a kill may lose, and is in memory
-)
+# of one unit, at least; its receipt says that they have come or are counted as missing
+UNIT_ROWS = 500_000
+# asked for at a time and then saved: as much a kill may lose, and is in memory
+PART_CONTENTS = 10_000
 CONNECTIONS = 64  # of one process
 TIMEOUT_S = 60.0
 ATTEMPTS = 6
@@ -59,7 +58,7 @@ def fetch(
     name: of the file, in origins. ValueError when more than `max_missing_share` of the contents are missing,
     or when nothing answers; `parts` stay then.
     """
-    origins, left_out = _wanted(path, name, groups)
+    origins, left_out = _find_origins(path, name, groups)
     saved = {sha1 for part in _parts(parts) for sha1 in part.read(["sha1"])["sha1"].to_pylist()}
     ask = [sha1 for sha1 in origins if sha1 not in saved]
     missing = _save(settings.content_url, ask, parts)
@@ -90,10 +89,10 @@ def take_over(raw: Path, parts: Path) -> None:
 
 @contextmanager
 def _open_resolved(path: str) -> Iterator[pq.ParquetFile]:
-    with local.open_input(path) as file, pq.ParquetFile(file) as parquet:
-        if "sha1" not in (names := parquet.schema_arrow.names):
+    with open_input(path) as file, pq.ParquetFile(file) as parquet:
+        if (names := parquet.schema_arrow.names).count("sha1") != 1:
             raise ValueError(
-                f"{path} has no column sha1 (hex or bytes); its columns: {', '.join(names)}"
+                f"{path} needs one column sha1 (hex or bytes); its columns: {', '.join(names)}"
             )
         yield parquet
 
@@ -104,15 +103,17 @@ def units(path: str) -> list[list[int]]:
         sizes = [
             parquet.metadata.row_group(number).num_rows for number in range(parquet.num_row_groups)
         ]
-    return list(grouped(range(len(sizes)), lambda number: sizes[number], UNIT_ROWS))
+    return list(group_by_size(range(len(sizes)), lambda number: sizes[number], UNIT_ROWS))
 
 
-def _wanted(path: str, name: str, groups: Sequence[int]) -> tuple[dict[bytes, str], Counter[str]]:
+def _find_origins(
+    path: str, name: str, groups: Sequence[int]
+) -> tuple[dict[bytes, str], Counter[str]]:
     """The origin of each distinct sha1, in the order of the rows, and why other rows are left out."""
     origins: dict[bytes, str] = {}
     left_out = Counter(same_content=0, no_sha1=0)
     with _open_resolved(path) as parquet:
-        columns = ["sha1", *(each for each in ORIGIN_FIELDS if each in parquet.schema_arrow.names)]
+        columns = ["sha1", *origin_columns(parquet.schema_arrow)]
         first = sum(parquet.metadata.row_group(number).num_rows for number in range(groups[0]))
         batches = parquet.iter_batches(row_groups=groups, columns=columns)
         for row, fields in enumerate(
@@ -125,7 +126,7 @@ def _wanted(path: str, name: str, groups: Sequence[int]) -> tuple[dict[bytes, st
             elif len(sha1) != 20:
                 raise ValueError(f"{path}, row {row}: sha1 has {len(sha1)} bytes, not 20")
             else:
-                origins[sha1] = origin(name, row, fields)
+                origins[sha1] = encode_origin(name, row, fields)
     return origins, left_out
 
 

@@ -1,12 +1,8 @@
-"""Files of one's own, here or behind a URL: which there are, the documents of those that are not Parquet, and where
-each came from.
+"""Files of one's own, here or behind a URL: which there are, and the documents of those that are not Parquet.
 
 Order and amount depend on the files alone: files of an input are read in the order of a hash of their names,
 so that a cap takes a fair sample of them instead of the first names of the alphabet. Nothing is guessed: a
 file or line that cannot be read gives a named reason, which is counted in the manifest.
-
-pyarrow unpacks: it knows several members in a row, and finds what is truncated,
-unlike `zstandard` (decisions/data-pipeline.md).
 """
 
 from __future__ import annotations
@@ -14,47 +10,34 @@ from __future__ import annotations
 import codecs
 import fnmatch
 import glob
-import io
 import itertools
-import json
 import os
 import re
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from typing import Any, BinaryIO, TypeVar, cast
+from types import MappingProxyType
+from typing import Any, BinaryIO, TypeVar
 
 import fsspec
-import pyarrow
 import xxhash
 
+from data_mixtures.readers.unpack import Unreadable, explain_errors, open_input, split_codec
 from data_mixtures.recipe import Input
 from data_mixtures.shards import Json
 from records.files import Skipped, json_lines
 
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # of this package, by protocol
-ORIGIN_FIELDS = ("id", "url", "repo", "commit_id", "path", "rel_path", "license")
-_encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=str).encode
 T = TypeVar("T")
-CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 UNREADABLE = (
-    ".csv",
-    ".tsv",
-    ".arrow",
-    ".feather",
-    ".orc",
-    ".avro",
-    ".xz",
-    ".7z",
-    ".zip",
-    ".tar",
-    ".tgz",
-    ".pdf",
+    *(".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".pdf"),
+    *(".xz", ".7z", ".zip", ".tar", ".tgz"),
 )
 # reasons for which a file or line was not read, besides those for which `filter` may drop a text that was
-DAMAGE = ("damaged", "not_utf8", "not_text", "too_large", "not_json", "no_field", "no_permission")
+DAMAGE = (
+    *("damaged", "long_window", "not_utf8", "not_text", "too_large"),
+    *("not_json", "no_field", "no_permission"),
+)
 NOT_LINES = (
     "is it pretty-printed, or one array? JSON lines are one object a line: jq -c . FILE > NEW.jsonl, or "
     "jq -c '.[]' for an array"
@@ -62,7 +45,7 @@ NOT_LINES = (
 LARGEST_BYTES = 1 << 30  # of a text file: it is one document, and Arrow takes no text of 2 GiB
 _PLACE = re.compile(r"/|\{|\w+://")  # how a path begins that is not relative to the recipe's folder
 # name, bytes, and what changes with the content: nanoseconds of a local file, or a tag of a store
-Listed = list[Any]
+FileVersion = list[Any]
 
 
 def roots(out: os.PathLike[str] | str, recipe: os.PathLike[str] | str) -> dict[str, str]:
@@ -72,115 +55,124 @@ def roots(out: os.PathLike[str] | str, recipe: os.PathLike[str] | str) -> dict[s
     return {**here, "stdlib": python["stdlib"], "site_packages": python["purelib"]}
 
 
-@contextmanager
-def explained(url: str, done: str = "read") -> Iterator[None]:
-    """What goes wrong behind a URL, as a ValueError with the URL; every store has errors of its own."""
-    try:
-        yield
-    except FileExistsError:
-        raise
-    except ImportError as error:
-        extra = EXTRAS.get(url.split("://")[0])
-        fix = f": pip install 'laneformer[{extra}]'" if extra else ""
-        raise ValueError(f"{url} needs a package that is missing ({error}){fix}") from error
-    except Exception as error:
-        raise ValueError(f"{url} cannot be {done}: {type(error).__name__}: {error}") from error
+def find(
+    source_input: Input, roots: Mapping[str, str], all_match: bool = True
+) -> list[FileVersion]:
+    """List the files of an input in the order in which they are read.
 
-
-def find(source_input: Input, roots: Mapping[str, str], all_match: bool = True) -> list[Listed]:
-    """The files of an input, in the order in which they are read. ValueError names all globs without a match."""
-    excluded = [_in_place(pattern, roots) for pattern in source_input.exclude]
-    found: dict[str, Listed] = {}
+    Raises:
+        ValueError: names all paths that match no file, unless `all_match` is false.
+    """
+    excluded = [pattern_of(path, roots, anchored=False) for path in source_input.exclude]
+    files: dict[str, FileVersion] = {}
     without = []
-    for given in source_input.paths:
-        pattern = _in_place(given if _PLACE.match(given) else f"{{recipe}}/{given}", roots)
-        listed = {file[0]: file for file in _glob(pattern)}
-        names = {name: (name, portable(name, roots)) for name in listed}
-        out = {name for name in listed for each in excluded if fnmatch.filter(names[name], each)}
-        if listed.keys() == out:
-            without.append(pattern + (" (all excluded)" if listed else ""))
-        found |= {name: file for name, file in listed.items() if name not in out}
+    for path in source_input.paths:
+        pattern = pattern_of(path, roots)
+        matches = {file[0]: file for file in _glob(pattern)}
+        wanted = {}
+        for name, file in matches.items():
+            names = name, portable(name, roots)
+            if not any(each in names or fnmatch.filter(names, each) for each in excluded):
+                wanted[name] = file
+        if not wanted:
+            folder = f" (a folder; give its files, such as {pattern}/**/*)"
+            hint = " (all excluded)" if matches else folder * os.path.isdir(pattern)
+            without.append(pattern + hint)
+        files |= wanted
     if without and all_match:
         raise ValueError(f"no file matches {', '.join(without)}")
-    for name in found:
+    for name in files:
         if name.encode(errors="ignore").decode() != name:  # the plan is JSON
             raise ValueError(
                 f"the name of the file {name!r} is not UTF-8; rename it, or exclude it"
             )
-    places = [(portable(name, roots), file) for name, file in found.items()]
+    places = [(portable(name, roots), file) for name, file in files.items()]
     places.sort(key=lambda place: (xxhash.xxh3_64_intdigest(os.fsencode(place[0])), place[0]))
     return [file for _, file in places[: source_input.files]]
 
 
-def _in_place(pattern: str, roots: Mapping[str, str]) -> str:
+def pattern_of(
+    path: str, roots: Mapping[str, str] = MappingProxyType({}), anchored: bool = True
+) -> str:
+    """Make the pattern of a path, for `glob` and for what takes patterns as `datasets` does.
+
+    Args:
+        path: a file or a pattern; ~ is the home folder.
+        roots: as `roots` gives them. With a root "recipe", a relative path is of that folder.
+        anchored: false for a pattern that is compared with whole names, such as */drafts/*.
+    """
+    path = os.path.expanduser(path)
+    relative = "recipe" in roots and not _PLACE.match(path)
+    place = f"{{recipe}}/{path}" if relative else path
+    pattern = place if anchored else path
     for name, root in roots.items():
+        place = place.replace(f"{{{name}}}", root)
         pattern = pattern.replace(f"{{{name}}}", glob.escape(root))
-    return pattern
+    # names such as br[ack]et.jsonl read as patterns, and would match nothing
+    return glob.escape(place) if os.path.isfile(place) else pattern
 
 
 def portable(path: str, roots: Mapping[str, str]) -> str:
     """A file's name in plans and origins, the same in another folder; beside the recipe, from there on."""
-    for name, root in sorted(
-        roots.items(), key=lambda item: -len(item[1])
-    ):  # one may contain the other
+    # the longest root first, as one may contain the other
+    for name, root in sorted(roots.items(), key=lambda item: -len(item[1])):
         if path.startswith(root + os.sep):
             return path[len(root) + 1 :] if name == "recipe" else name + path[len(root) :]
     return path
 
 
-def _glob(pattern: str) -> Iterator[Listed]:
+def _glob(pattern: str) -> Iterator[FileVersion]:
     if "://" not in pattern:
-        yield from map(_listed, filter(os.path.isfile, glob.iglob(pattern, recursive=True)))
+        yield from map(_stat_file, filter(os.path.isfile, glob.iglob(pattern, recursive=True)))
         return
-    with explained(pattern):
+    with explain_errors(pattern):
         system, name = fsspec.url_to_fs(pattern)
+        if glob.has_magic(name) and system.isfile(name):
+            yield _describe_remote(pattern, system.info(name))
+            return
         for path, info in system.glob(name, detail=True).items():
             if info["type"] == "file":
                 # listings of web servers lack the size
                 info = info if info["size"] is not None else system.info(path)
-                yield _described(system.unstrip_protocol(path), info)
+                yield _describe_remote(system.unstrip_protocol(path), info)
 
 
-def _listed(name: str) -> Listed:
+def _stat_file(name: str) -> FileVersion:
     """A file as it is now. FileNotFoundError where it is gone."""
     if "://" in name:
         system, path = fsspec.url_to_fs(name)
-        return _described(name, system.info(path))
+        return _describe_remote(name, system.info(path))
     status = os.stat(name)
     return [name, status.st_size, status.st_mtime_ns]
 
 
-def _described(name: str, info: Json) -> Listed:
+def _describe_remote(name: str, info: Json) -> FileVersion:
     tags = (info.get(key) for key in ("ETag", "etag", "md5Hash", "blob_id", "mtime"))
     if info["size"] is None:
         raise ValueError("the server does not say how large it is")
     return [name, info["size"], str(next((tag for tag in tags if tag), ""))]
 
 
-def check_unchanged(files: Iterable[Listed]) -> None:
+def check_unchanged(files: Iterable[FileVersion]) -> None:
     """ValueError names a file that is not as it was planned."""
-    again = (
-        "start again with `plan`, which lists the files again, or with `prepare`, which plans first"
-    )
+    again = "start again with `plan`, which lists the files again, or with `prepare`"
     for name, size, version in files:
         try:
-            _, now_bytes, now = _listed(name)
+            _, now_bytes, now = _stat_file(name)
         except FileNotFoundError as error:
             raise ValueError(f"{name} is planned and no longer there; {again}") from error
         if (now_bytes, now) != (size, version):
-            how = (
-                f"{size:,} bytes then, {now_bytes:,} now"
-                if now_bytes != size
-                else "same size, other time or tag"
-            )
+            how = f"{size:,} bytes then, {now_bytes:,} now"
+            if now_bytes == size:
+                how = "same size, other time or tag"
             raise ValueError(f"{name} has changed since it was planned ({how}); {again}")
 
 
-def check_kind(source_input: Input, files: Iterable[Listed]) -> None:
+def check_kind(source_input: Input, files: Iterable[FileVersion]) -> None:
     """ValueError for a file whose suffix says that it is of another kind than its input."""
     wanted = "parquet" if source_input.kind == "resolved" else source_input.kind
     for name, _, _ in files:
-        plain, codec = _unpacked_name(name)
+        plain, codec = split_codec(name)
         suffix = os.path.splitext(plain)[1].lower()
         if suffix in UNREADABLE or (codec and wanted == "parquet"):
             raise ValueError(
@@ -191,38 +183,6 @@ def check_kind(source_input: Input, files: Iterable[Listed]) -> None:
             raise ValueError(f"{name} is {SUFFIXES[suffix]}, {mends}")
 
 
-def _unpacked_name(name: str) -> tuple[str, str | None]:
-    """A name without the suffix of its compression, and which that is."""
-    plain, suffix = os.path.splitext(name.split("?")[0] if "://" in name else name)
-    codec = CODECS.get(suffix.lower())
-    return (plain, codec) if codec else (plain + suffix, None)
-
-
-@contextmanager
-def open_input(name: str) -> Iterator[BinaryIO]:
-    """The bytes of a file here or behind a URL, unpacked. `Unreadable` where what is compressed is damaged."""
-    codec = _unpacked_name(name)[1]
-    with fsspec.open(name, "rb").open() if "://" in name else open(name, "rb") as raw:
-        if codec is None:
-            yield cast(BinaryIO, raw)
-            return
-        try:
-            with io.BufferedReader(
-                cast(Any, pyarrow.CompressedInputStream(raw, codec)), 1 << 20
-            ) as unpacked:
-                if not unpacked.peek(1) and not raw.tell():  # an empty file has no end either
-                    raise Unreadable("damaged")
-                yield unpacked
-        except OSError as error:
-            if type(error) is not OSError or error.errno is not None:  # not of what unpacks
-                raise
-            raise Unreadable("damaged") from error
-
-
-class Unreadable(Exception):
-    """A file that gives no text; the message is the reason that the manifest counts."""
-
-
 class Dropped(Counter[str]):
     """What was not read, by reason, each with the first place where."""
 
@@ -230,26 +190,25 @@ class Dropped(Counter[str]):
         super().__init__()
         self.examples: dict[str, str] = {}
         self.lines = 0  # of JSON lines that were read
-        self.surrogates = (
-            0  # documents that lost lone surrogates, which JSON can hold and UTF-8 cannot
-        )
+        # documents that lost lone surrogates, which JSON can hold and UTF-8 cannot
+        self.surrogates = 0
         self.files: set[str] = set()  # that are lost as a whole
 
     def add(self, reason: str, where: str, count: int = 1) -> None:
         self[reason] += count
         self.examples.setdefault(reason, where)
 
+    def add_file(self, name: str, error: Unreadable, count: int = 1) -> None:
+        """Count a whole file; count: documents of it that were read before."""
+        self.add(error.reason, f"{name} ({error.fix})" if error.fix else name, count)
+        self.files.add(name)
+
 
 class Damaged(Exception):
-    """A file of many documents that ends too early or was changed: (name, documents before that was seen)."""
+    """A file of many documents that cannot be read to its end: (name, (what is wrong, documents before))."""
 
 
 Document = tuple[str, str, int, Json]  # text, file, row from 0, and the fields beside the text
-
-
-def can_seek(name: str) -> bool:
-    """Whether a file can be read from its middle on: it is not compressed, and on a disk or in a store."""
-    return _unpacked_name(name)[1] is None and ("://" not in name or name.split("://")[0] in EXTRAS)
 
 
 def documents(
@@ -260,7 +219,7 @@ def documents(
     dropped: counts what gives none. span: the JSON lines, and rows, that begin in these bytes.
     """
     size = 0
-    for text, name, row, fields in _read(source_input, names, dropped, span):
+    for text, name, row, fields in _read_files(source_input, names, dropped, span):
         try:
             utf8 = text.encode()
         except UnicodeEncodeError:
@@ -276,7 +235,7 @@ def documents(
         yield text, name, row, fields
 
 
-def _read(
+def _read_files(
     source_input: Input, names: Iterable[str], dropped: Dropped, span: tuple[int, int] | None
 ) -> Iterator[Document]:
     for name in names:
@@ -284,10 +243,11 @@ def _read(
             if source_input.kind == "text":
                 yield read(name), name, 0, {}
             else:
-                yield from _rows(name, source_input.field, dropped, span)
-        except (Unreadable, PermissionError) as error:
-            dropped.add(str(error) if isinstance(error, Unreadable) else "no_permission", name)
-            dropped.files.add(name)
+                yield from _read_rows(name, source_input.field, dropped, span)
+        except Unreadable as error:
+            dropped.add_file(name, error)
+        except PermissionError:
+            dropped.add_file(name, Unreadable("no_permission"))
 
 
 def read(name: str | os.PathLike[str]) -> str:
@@ -304,7 +264,7 @@ def read(name: str | os.PathLike[str]) -> str:
     return text.replace("\r\n", "\n")
 
 
-def _rows(
+def _read_rows(
     name: str, field: str, dropped: Dropped, span: tuple[int, int] | None = None
 ) -> Iterator[Document]:
     """The documents of JSON lines; null is an empty text. Unreadable: another encoding than UTF-8."""
@@ -312,17 +272,17 @@ def _rows(
     place = f"{name} from byte {span[0]} on" if span and span[0] else name
     try:
         with open_input(name) as file:
-            lines = _between(file, *span) if span else file
+            lines = _read_between(file, *span) if span else file
             for number, value in json_lines(_count_lines(lines, dropped), name, skipped):
                 row += 1
-                if problem := lacks(value, field):
+                if problem := find_problem(value, field):
                     dropped.add("no_field", f"{place}:{number} {problem}")
                 else:
                     yield value[field] or "", name, number - 1, value
     except Unreadable as error:
-        if str(error) == "not_utf8":
+        if error.reason == "not_utf8":
             raise
-        raise Damaged(name, row) from error
+        raise Damaged(name, (error, row)) from error
     finally:
         for number, kind in skipped.items():
             is_text = kind is not UnicodeDecodeError
@@ -330,7 +290,7 @@ def _rows(
             dropped.add("not_json" if is_text else "not_utf8", f"{place}:{number}{hint}")
 
 
-def _between(file: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
+def _read_between(file: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
     """The lines that begin at bytes begin <= i < end."""
     if begin:
         file.seek(begin - 1)
@@ -354,23 +314,26 @@ def _is_wide(line: bytes) -> bool:
     return line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in line[:4]
 
 
-def first_problem(name: str, field: str) -> str | None:
+def find_first_problem(name: str, field: str) -> str | None:
     """What is wrong with the first line of a file; None where nothing is, or where it cannot be read."""
-    with suppress(Unreadable, PermissionError), open_input(name) as file:
-        head = list(itertools.islice(file, 100))
-        if head and _is_wide(head[0]):
-            return f"{name} is UTF-16 or UTF-32; convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW"
-        if (begin := b"".join(head).lstrip(codecs.BOM_UTF8 + b" \t\r\n")[:2].strip()) in (
-            b"{",
-            b"[",
-        ):
-            return f"{name} begins with {begin.decode()!r} alone on its line: {NOT_LINES}"
-        for number, value in json_lines(head, name, Skipped()):
-            return (problem := lacks(value, field)) and f"{name}:{number} {problem}"
+    try:
+        with open_input(name) as file:
+            head = list(itertools.islice(file, 100))
+    except Unreadable as error:
+        return f"{name} cannot be unpacked here, {error.fix}" if error.fix else None
+    except PermissionError:
+        return None
+    if head and _is_wide(head[0]):
+        return f"{name} is UTF-16 or UTF-32; convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW"
+    begin = b"".join(head).lstrip(codecs.BOM_UTF8 + b" \t\r\n")[:2].strip()
+    if begin in (b"{", b"["):
+        return f"{name} begins with {begin.decode()!r} alone on its line: {NOT_LINES}"
+    for number, value in json_lines(head, name, Skipped()):
+        return (problem := find_problem(value, field)) and f"{name}:{number} {problem}"
     return None
 
 
-def lacks(value: Any, field: str) -> str | None:
+def find_problem(value: Any, field: str) -> str | None:
     """What is wrong with a JSON line that should have text in this field; None where nothing is."""
     if not isinstance(value, dict):
         return f"is a {type(value).__name__}, not an object: {NOT_LINES}"
@@ -381,28 +344,32 @@ def lacks(value: Any, field: str) -> str | None:
     return None
 
 
-def json_objects(name: str | os.PathLike[str]) -> Iterator[tuple[int, Any]]:
-    """(number from 1, value) of lines that are not blank. ValueError: not JSON, or a broken .gz."""
+def json_objects(
+    name: str | os.PathLike[str], skipped: Skipped | None = None
+) -> Iterator[tuple[int, Any]]:
+    """Read a file of JSON lines, compressed or not, here or behind a URL.
+
+    Lines end at \\n alone: U+2028, U+2029 and U+0085 are characters of a string. A byte order mark is
+    left out.
+
+    Args:
+        skipped: receives the numbers of lines that are not JSON, which are an error without it.
+
+    Returns:
+        (number from 1, value) of every line that is not blank.
+
+    Raises:
+        ValueError: a line is not JSON, or what is compressed is damaged or truncated.
+    """
     try:
+        # bytes, as str.splitlines and files of text end lines at more characters
         with open_input(os.fspath(name)) as file:
-            yield from json_lines(file, name)
+            yield from json_lines(file, name, skipped)
     except Unreadable as error:
         raise ValueError(f"{name} is damaged or truncated: {error.__cause__}") from error
 
 
-def origin(file: str, row: int, fields: Mapping[str, Any]) -> str:
-    """Where a document came from, as JSON: its file, its row from 0 (of JSON lines, Parquet), its fields."""
-    text = f'{{"file":{_encoded(file)},"row":{row}'
-    for name in ORIGIN_FIELDS if fields else ():
-        if (value := fields.get(name)) is not None:
-            text += f',"{name}":{_encoded(value)}'
-    whole = f"{text}}}"
-    return whole.encode(
-        errors="replace"
-    ).decode()  # JSON lines may hold lone surrogates, which UTF-8 cannot
-
-
-def grouped(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+def group_by_size(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
     """Consecutive items in lists; each ends with the item that brings its total size to the limit."""
     group: list[T] = []
     size = 0

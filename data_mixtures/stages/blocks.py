@@ -24,15 +24,13 @@ from data_mixtures import store
 from data_mixtures.stages import stage
 from data_mixtures.stages.stage import Unit
 
-BLOCK_BYTES = (
-    1 << 14
-)  # held-out documents lie apart, and each reads one; smaller ones take longer to hash
+# held-out documents lie apart, and each reads one; smaller ones take longer to hash
+BLOCK_BYTES = 1 << 14
 HASHES = ".xxh3"
 _SEALED_BYTES = 1 << 24  # read at a time
 _HEADER_BYTES = 256  # of a .npy file
-READ_BYTES = (
-    1 << 28
-)  # put in order at a time: the more, the longer are the slices that are read of each file
+# put in order at a time: the more, the longer are the slices that are read of each file
+READ_BYTES = 1 << 28
 COPY_BYTES = 1 << 20  # returned at a time: few enough to be hashed while they are in the cache
 
 
@@ -195,10 +193,10 @@ def _in_order(
     offsets = np.stack([begin + shift, end + shift], axis=1).ravel()
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
-    yield from taken(offsets, buffer, 2 * rank)
+    yield from take_values(offsets, buffer, 2 * rank)
 
 
-def taken(offsets: np.ndarray, data: np.ndarray, chosen: np.ndarray) -> Iterator[np.ndarray]:
+def take_values(offsets: np.ndarray, data: np.ndarray, chosen: np.ndarray) -> Iterator[np.ndarray]:
     """Values of a buffer one after the other, in pieces; value k is data[offsets[k] : offsets[k + 1]]."""
     # Arrow copies values of any length at the speed of memory
     buffers = [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(data)]

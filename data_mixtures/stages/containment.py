@@ -40,15 +40,15 @@ class _Texts(Grouped):
             documents.near_copies(self.recipe, self.out, each) for each, _ in self.members(unit)
         ]
         digests = [xxhash.xxh3_64_hexdigest(rows.tobytes()) for rows in near]
-        return [self.recipe.held_out_of(unit.source), self.files(unit), digests]
+        return [self.recipe.valid_per_10000_of(unit.source), self.files(unit), digests]
 
     def texts(self, unit: Unit, held_out: bool) -> Iterator[tuple[np.ndarray, list[str]]]:
         """Numbers in the group and texts of its held-out documents, or of all others."""
-        below, first = shards.held_out_below(self.recipe.held_out_of(unit.source)), 0
+        below, first = shards.find_held_out_limit(self.recipe.valid_per_10000_of(unit.source)), 0
         for member, receipt in self.members(unit):
             near = documents.near_copies(self.recipe, self.out, member)
             numbers = first + np.delete(np.arange(receipt["counts"]["kept"]), near)
-            path = stage.checked_file(self.out, "filter", member, DOCUMENTS)
+            path = stage.check_file(self.out, "filter", member, DOCUMENTS)
             for ids, texts, _ in documents.read_documents(path, near):
                 here = np.array(
                     [(int.from_bytes(each[8:], "big") < below) == held_out for each in ids], bool
@@ -96,14 +96,14 @@ def _smallest(passages: np.ndarray, grams: np.ndarray) -> np.ndarray:
 def _index(work: Stage) -> tuple[ngrams.Index, np.ndarray]:
     """All held-out documents as passages, and their numbers among all documents."""
     groups = tuple((group, first) for group, _, first in of_all(work, HELD_OUT))
-    return _built(work.out, groups, str(files_of_all(work, HELD_OUT)))
+    return _build_index(work.out, groups, str(files_of_all(work, HELD_OUT)))
 
 
 @functools.lru_cache(maxsize=1)
-def _built(
+def _build_index(
     out: Path, groups: tuple[tuple[Unit, int], ...], _: str
 ) -> tuple[ngrams.Index, np.ndarray]:
-    rows = [np.load(stage.checked_file(out, HELD_OUT, group, GRAMS)) for group, _ in groups]
+    rows = [np.load(stage.check_file(out, HELD_OUT, group, GRAMS)) for group, _ in groups]
     pairs = zip(groups, rows, strict=True)
     owners = [first + each["document"].astype(np.int64) for (_, first), each in pairs]
     numbers, passages = np.unique(np.concatenate(owners), return_inverse=True)
@@ -149,7 +149,7 @@ class Contained(Grouped):
         bits = np.zeros(-(-len(first[1:]) // 8), np.uint8)
         groups = [group for group, _, _ in of_all(self, SCAN)]
         for group in groups:
-            bits |= np.load(stage.checked_file(self.out, SCAN, group, FOUND))
+            bits |= np.load(stage.check_file(self.out, SCAN, group, FOUND))
         found = np.unpackbits(bits, count=len(first) - 1).astype(bool)
         in_training = passages[np.repeat(found, np.diff(first))]
         runs, of_training = (

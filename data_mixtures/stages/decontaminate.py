@@ -18,7 +18,9 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from data_mixtures import ngrams
-from data_mixtures.readers.local import json_objects
+from data_mixtures.readers.columns import read_values
+from data_mixtures.readers.local import SUFFIXES, json_objects
+from data_mixtures.readers.unpack import split_codec
 from data_mixtures.shards import Json
 from data_mixtures.stages import stage
 from records.files import file_sha256, write_atomically
@@ -65,7 +67,7 @@ def make_index(benchmarks: Mapping[str, str], out: Path) -> None:
     if not benchmarks:
         path.unlink(missing_ok=True)
         return
-    files = {name: _files(name, pattern) for name, pattern in benchmarks.items()}
+    files = {name: _find_files(name, pattern) for name, pattern in benchmarks.items()}
     hashes = {
         name: {f"{i} {p.name}": file_sha256(p) for i, p in enumerate(files[name])} for name in files
     }
@@ -77,7 +79,9 @@ def make_index(benchmarks: Mapping[str, str], out: Path) -> None:
         and {b["name"]: b["files"] for b in header["benchmarks"]} == hashes
     ):
         return
-    items = {name: list(chain.from_iterable(map(_items, paths))) for name, paths in files.items()}
+    items = {
+        name: list(chain.from_iterable(map(_read_items, paths))) for name, paths in files.items()
+    }
     index, owners = build(chain.from_iterable(items.values()))
     searchable = np.unique(owners[index.needed > 0])
     ends = np.cumsum([len(of) for of in items.values()])
@@ -94,7 +98,7 @@ def make_index(benchmarks: Mapping[str, str], out: Path) -> None:
     write_atomically(path, archive.getvalue())
 
 
-def known_benchmarks(out: Path) -> tuple[Benchmark, ...]:
+def read_benchmarks(out: Path) -> tuple[Benchmark, ...]:
     """What the index of a data folder holds, nothing without one."""
     header = _header(out / INDEX)
     return tuple(Benchmark(**benchmark) for benchmark in header["benchmarks"]) if header else ()
@@ -109,7 +113,7 @@ def load(out: Path, names: Iterable[str]) -> Index | None:
 def _load(path: Path) -> Index:
     with np.load(path) as stored:
         passages = ngrams.Index(*(stored[field.name] for field in fields(ngrams.Index)))
-        return Index(known_benchmarks(path.parent), passages, stored["items"])
+        return Index(read_benchmarks(path.parent), passages, stored["items"])
 
 
 def identity(out: Path, names: Iterable[str]) -> Any:
@@ -137,27 +141,32 @@ def build(items: Iterable[Iterable[str]]) -> tuple[ngrams.Index, np.ndarray]:
     return ngrams.Index.build(*grams, len(numbered)), owners
 
 
-def _files(name: str, pattern: str) -> list[Path]:
-    paths = sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())
+def _find_files(name: str, pattern: str) -> list[Path]:
+    matches = map(Path, glob.glob(pattern, recursive=True))
+    paths = sorted(path for path in matches if path.is_file())
     if not paths:
         raise ValueError(
             f"[filter] benchmarks: {name} = {pattern!r} matches no file. Download the benchmark's items as JSON lines "
             "(.jsonl, .jsonl.gz) or Parquet to that place, or leave the benchmark out of the recipe"
         )
     for path in paths:
-        if not path.name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
+        plain, codec = split_codec(path.name)
+        kind = SUFFIXES.get(Path(plain).suffix.lower())
+        if kind is None or (kind == "parquet" and codec):
             raise ValueError(f"benchmark {name}: {path} must end in .jsonl, .jsonl.gz or .parquet")
     return paths
 
 
-def _items(path: Path) -> Iterator[list[str]]:
-    """The passages of every item of a file."""
-    rows: Iterable[Any] = (item for _, item in json_objects(path))
-    if path.suffix == ".parquet":
-        rows = (
-            row for batch in pq.ParquetFile(path).iter_batches(1024) for row in batch.to_pylist()
-        )
-    return (list(strings(row)) for row in rows)
+def _read_items(path: Path) -> Iterator[list[str]]:
+    """Read the passages of every item of a file."""
+    if path.suffix.lower() != ".parquet":
+        for _, item in json_objects(path):
+            yield list(strings(item))
+        return
+    for batch in pq.ParquetFile(path).iter_batches(1024):
+        # by place: two columns may have one name, of which a dictionary would keep the last
+        for row in zip(*map(read_values, batch.columns), strict=True):
+            yield list(strings(dict(enumerate(row))))
 
 
 def strings(value: Any, inside_list: bool = False) -> Iterator[str]:

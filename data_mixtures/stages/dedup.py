@@ -44,10 +44,8 @@ class Signatures(Grouped):
     def key(self, unit: Unit) -> str:
         settings = asdict(self.recipe.dedup)
         del settings["minhash"], settings["contained_share"]
-        packages, held_out = (
-            quality.versions(("datatrove", "spacy")),
-            self.recipe.held_out_of(unit.source),
-        )
+        packages = quality.versions(("datatrove", "spacy"))
+        held_out = self.recipe.valid_per_10000_of(unit.source)
         return stage.key_of(self.name, settings, packages, held_out, self.files(unit))
 
     def work(self, unit: Unit, folder: Path) -> Json:
@@ -55,15 +53,15 @@ class Signatures(Grouped):
         hashes = [np.empty(0, np.uint64)]
         for member, _ in self.members(unit):
             for ids, texts, _ in documents.read_documents(
-                stage.checked_file(self.out, "filter", member, DOCUMENTS)
+                stage.check_file(self.out, "filter", member, DOCUMENTS)
             ):
                 new = [int.from_bytes(identity[8:], "big") for identity in ids]
                 hashes += map(sign, map(bytes.decode, texts), new)
                 lows += new
         rows = np.zeros(len(lows) * self.recipe.dedup.buckets, _BAND)
         rows["hash"] = np.concatenate(hashes)
-        held_out = np.array(lows, np.uint64) < shards.held_out_below(
-            self.recipe.held_out_of(unit.source)
+        held_out = np.array(lows, np.uint64) < shards.find_held_out_limit(
+            self.recipe.valid_per_10000_of(unit.source)
         )
         for name, values in (("row", np.arange(len(lows))), ("held_out", held_out)):
             rows[name] = np.repeat(values, self.recipe.dedup.buckets)

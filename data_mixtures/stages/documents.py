@@ -27,22 +27,20 @@ NEAR_DUPLICATE = "near_duplicate"
 ALL = Unit("all", 0)
 ROWS, UNITS = "rows.npy", "units.json"
 MAX_PERIOD, TIMES = 13, 32  # of repeated n-grams: tokens, and how often in a row
-GROUPS, UNITS_PER_GROUP = (
-    64,
-    128,
-)  # of a source, at most; a group's signatures stay below half a gigabyte
+# of a source, at most; a group's signatures stay below half a gigabyte
+GROUPS, UNITS_PER_GROUP = 64, 128
 _BATCH_ROWS = 256
 COLUMNS = ("doc_id", "text", "origin")
 Documents = tuple[list[bytes], list[bytes], list[bytes]]  # ids, texts as UTF-8, origins
 
 
 def _units_per_group(out: Path, source: str) -> int:
-    return stage.group_size(len(stage.planned(out, source)["units"]), GROUPS, UNITS_PER_GROUP)
+    return stage.group_size(len(stage.find_plan(out, source)["units"]), GROUPS, UNITS_PER_GROUP)
 
 
 def groups(out: Path, source: str) -> int:
     """How many groups the units of a source are."""
-    return -(-len(stage.planned(out, source)["units"]) // _units_per_group(out, source))
+    return -(-len(stage.find_plan(out, source)["units"]) // _units_per_group(out, source))
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Grouped(Stage):
     def members(self, unit: Unit) -> list[tuple[Unit, Json]]:
         """The filtered units of a group, with their receipts."""
         size = _units_per_group(self.out, unit.source)
-        group = stage.planned_units(self.out, unit.source)[
+        group = stage.list_units(self.out, unit.source)[
             unit.number * size : (unit.number + 1) * size
         ]
         return [(each, stage.receipt_of(self.out, "filter", each)) for each in group]
@@ -94,7 +92,7 @@ def write_rows(folder: Path, members: Sequence[tuple[Unit, Json]], numbers: np.n
 
 def _rows(out: Path, made_by: str, group: Unit, unit: Unit) -> np.ndarray:
     folder, _ = stage.result(out, made_by, group)
-    rows, places = _loaded(folder / UNITS)
+    rows, places = _load_rows(folder / UNITS)
     if str(unit) not in places:
         raise ValueError(
             f"{folder} does not know {unit}, which was planned later; run {DEDUP!r} again"
@@ -103,13 +101,11 @@ def _rows(out: Path, made_by: str, group: Unit, unit: Unit) -> np.ndarray:
 
 
 @stage.cache_by_file
-def _loaded(path: Path) -> tuple[np.ndarray, dict[str, list[int]]]:
-    out, made_by, source, number = (
-        path.parents[3],
-        *path.parts[-4:-1],
-    )  # DIR/dedup/web/unit-00000/units.json
+def _load_rows(path: Path) -> tuple[np.ndarray, dict[str, list[int]]]:
+    # DIR/dedup/web/unit-00000/units.json
+    out, made_by, source, number = path.parents[3], *path.parts[-4:-1]
     group = Unit(source, shards.shard_number(number))
-    rows, units = (stage.checked_file(out, made_by, group, name) for name in (ROWS, UNITS))
+    rows, units = (stage.check_file(out, made_by, group, name) for name in (ROWS, UNITS))
     return np.load(rows), shards.read_json(units, "start again")
 
 
@@ -121,7 +117,7 @@ def near_copies(recipe: Recipe, out: Path, unit: Unit) -> np.ndarray:
     return _rows(out, DEDUP, group, unit)
 
 
-def left_out(recipe: Recipe, out: Path, unit: Unit) -> Mapping[str, np.ndarray]:
+def find_left_out(recipe: Recipe, out: Path, unit: Unit) -> Mapping[str, np.ndarray]:
     """By reason, the rows of a unit's documents.parquet that tokenize does not read."""
     rows = {NEAR_DUPLICATE: near_copies(recipe, out, unit)}
     return rows | (
@@ -131,8 +127,8 @@ def left_out(recipe: Recipe, out: Path, unit: Unit) -> Mapping[str, np.ndarray]:
 
 def read_remaining(recipe: Recipe, out: Path, unit: Unit) -> Iterator[Documents]:
     """What the filter kept of a unit, but for what is left out."""
-    without = np.concatenate(list(left_out(recipe, out, unit).values()))
-    return read_documents(stage.checked_file(out, "filter", unit, DOCUMENTS), without)
+    without = np.concatenate(list(find_left_out(recipe, out, unit).values()))
+    return read_documents(stage.check_file(out, "filter", unit, DOCUMENTS), without)
 
 
 def read_documents(path: Path, without: Any = ()) -> Iterator[Documents]:

@@ -8,12 +8,11 @@ from; what these leave out is counted.
 from __future__ import annotations
 
 import errno
-import itertools
 import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,8 @@ from huggingface_hub import errors as hub_errors
 
 from data_mixtures import store
 from data_mixtures.readers import content, hub, local
+from data_mixtures.readers.columns import encode_origin, origin_columns
+from data_mixtures.readers.unpack import open_input
 from data_mixtures.recipe import HubSource, Input, LocalSource, Recipe
 from data_mixtures.shards import Json
 from data_mixtures.stages import plan, stage
@@ -33,10 +34,9 @@ from records.files import file_sha256
 
 TEXT_SCHEMA = pyarrow.schema([("text", pyarrow.string()), ("origin", pyarrow.string())])
 ROW_GROUP_BYTES = 8 << 20
+NAMES_SHOWN = 20  # of lost files, on a screen
 ATTEMPTS = 5
-FIRST_WAIT_S = (
-    2.0  # doubled with every attempt; with random jitter, so that workers do not ask together
-)
+FIRST_WAIT_S = 2.0  # doubled with every attempt
 
 
 class Damaged(ValueError):
@@ -51,12 +51,12 @@ class Fetch(Stage):
     mirror: str | None = None
 
     def key(self, unit: Unit) -> str:
-        entry = stage.planned_unit(self.out, unit)
+        entry = stage.find_unit_plan(self.out, unit)
         if entry["kind"] == "local":
             return key_of(self.name, entry, self._portable(entry))
         if entry["kind"] == "resolved":  # wherever the contents come from, they are the same
             return key_of(self.name, entry["files"], entry["row_groups"])
-        described = stage.planned(self.out, unit.source)
+        described = stage.find_plan(self.out, unit.source)
         return key_of(self.name, described.get("repo"), described.get("revision"), entry)
 
     def _portable(self, entry: Json) -> dict[str, str]:
@@ -64,7 +64,7 @@ class Fetch(Stage):
         return {name: local.portable(name, roots) for name, _, _ in entry["files"]}
 
     def work(self, unit: Unit, folder: Path) -> Json:
-        entry, target = stage.planned_unit(self.out, unit), folder / RAW
+        entry, target = stage.find_unit_plan(self.out, unit), folder / RAW
         if entry["kind"] == "resolved":
             return self._fetch_contents(unit, entry, target)
         if entry["kind"] == "local":
@@ -73,7 +73,7 @@ class Fetch(Stage):
         if "file" in entry:
             copy = _copy_groups if "row_groups" in entry else _copy
             return _retry(lambda: copy(entry, target), target, "://" in entry["file"][0])
-        return self._download(stage.planned(self.out, unit.source), entry, target)
+        return self._download(stage.find_plan(self.out, unit.source), entry, target)
 
     def _fetch_contents(self, unit: Unit, entry: Json, target: Path) -> Json:
         local.check_unchanged(entry["files"])
@@ -116,7 +116,7 @@ class Fetch(Stage):
         held = need = links = 0
         linked = self.mirror is not None and not hub.origin(self.mirror).remote
         for unit in self.units():
-            entry = stage.planned_unit(self.out, unit)
+            entry = stage.find_unit_plan(self.out, unit)
             if is_done(self, unit):
                 receipt = stage.receipt_of(self.out, self.name, unit)
                 held += (
@@ -142,15 +142,17 @@ class Fetch(Stage):
 
 def _retry(work: Callable[[], Json], target: Path, remote: bool) -> Json:
     """What `work` returns, after more attempts where it fails with what may pass."""
-    for attempt in itertools.count(1):
+    attempt = 1
+    while True:
         try:
             return work()
         except Exception as error:
             target.unlink(missing_ok=True)
             if attempt == ATTEMPTS or not remote or not _is_transient(error):
                 raise
-            time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1) * random.uniform(0.5, 1))
-    raise AssertionError("the last attempt returns or raises")
+        # with random jitter, so that workers do not ask together
+        time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1) * random.uniform(0.5, 1))
+        attempt += 1
 
 
 def _copy(entry: Json, target: Path) -> Json:
@@ -167,14 +169,13 @@ def _copy_groups(entry: Json, target: Path) -> Json:
     local.check_unchanged([entry["file"]])
     with (
         _complete(name),
-        local.open_input(name) as file,
+        open_input(name) as file,
         pyarrow.parquet.ParquetFile(file) as parquet,
     ):
         schema = parquet.schema_arrow
         plan.text_column(schema, (entry["text_column"],), name)
-        chosen = [
-            each for each in schema.names if each in (entry["text_column"], *local.ORIGIN_FIELDS)
-        ]
+        wanted = entry["text_column"], *origin_columns(schema)
+        chosen = [each for each in schema.names if each in wanted]
         plain = pyarrow.schema([schema.field(each) for each in chosen])
         with pyarrow.parquet.ParquetWriter(target, plain, compression="zstd") as writer:
             for number in entry["row_groups"]:
@@ -223,12 +224,12 @@ def _is_transient(error: Exception) -> bool:
 
 def _read_local(entry: Json, target: Path, names: Mapping[str, str]) -> Json:
     """All documents of a group of files; none of a file that turns out to be damaged behind some."""
-    damaged: dict[str, int] = {}
+    damaged: dict[str, tuple[local.Unreadable, int]] = {}
     while True:
         dropped = local.Dropped()
-        for name, rows in damaged.items():
-            dropped.add("damaged", name, rows + 1)  # and all that is behind, which nobody can count
-            dropped.files.add(name)
+        for name, (problem, rows) in damaged.items():
+            # and all that is behind, which nobody can count
+            dropped.add_file(name, problem, rows + 1)
         try:
             local.check_unchanged(entry["files"])
             whole = {name: known for name, known in names.items() if name not in damaged}
@@ -237,14 +238,15 @@ def _read_local(entry: Json, target: Path, names: Mapping[str, str]) -> Json:
         except local.Damaged as error:
             damaged.update([error.args])
             continue
-        sizes = {name: size for name, size, _ in entry["files"]}
-        lost = sum(size for name, size in sizes.items() if name in dropped.files)
         size = plan.size_of(entry)
+        sizes = {name: size if "range" in entry else all_of for name, all_of, _ in entry["files"]}
+        lost = {names[name]: sizes[name] for name in sorted(dropped.files)}
         return {
             **counts,
             "lines": dropped.lines,
             "file_bytes": size,
-            "lost_file_bytes": size if "range" in entry and lost else lost,
+            "lost_file_bytes": sum(lost.values()),
+            "lost_files": lost,
             "dropped": dict(sorted(dropped.items())),
             "lone_surrogates": dropped.surrogates,
             "examples": list(dropped.examples.items()),
@@ -255,13 +257,32 @@ def _write(entry: Json, names: Mapping[str, str], target: Path, dropped: local.D
     span = tuple(entry["range"]) if "range" in entry else None
     documents, size, rows = 0, 0, local.documents(Input(**entry["input"]), names, dropped, span)
     with pyarrow.parquet.ParquetWriter(target, TEXT_SCHEMA, compression="zstd") as writer:
-        for group in local.grouped(rows, lambda document: len(document[0]), ROW_GROUP_BYTES):
+        for group in local.group_by_size(rows, lambda document: len(document[0]), ROW_GROUP_BYTES):
             texts = [text for text, *_ in group]
-            origins = [local.origin(names[name], row, fields) for _, name, row, fields in group]
+            origins = [encode_origin(names[name], row, fields) for _, name, row, fields in group]
             writer.write_batch(pyarrow.record_batch([texts, origins], schema=TEXT_SCHEMA))
             documents += len(texts)
             size += sum(len(text.encode()) for text in texts)
     return {"documents": documents, "bytes": size}
+
+
+def sum_lost_files(fetched: Iterable[Json]) -> Json:
+    """What receipts count of files that are lost as a whole: {"files": {name: bytes}, "share"} of all bytes."""
+    files, read = Counter[str](), 0
+    for counts in fetched:
+        files.update(counts.get("lost_files", {}))
+        read += counts.get("file_bytes", 0)
+    return {"files": dict(sorted(files.items())), "share": files.total() / max(read, 1)}
+
+
+def describe_lost_files(lost: Json) -> str:
+    """A sentence with the names of lost files; empty for none."""
+    names = list(lost["files"])
+    if not names:
+        return ""
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    share = f"{len(names)} file{'s' * (len(names) > 1)} lost ({lost['share']:.1%} of the bytes)"
+    return f"{share}: {', '.join(names[:NAMES_SHOWN])}{more}"
 
 
 def check_dropped(
@@ -269,7 +290,7 @@ def check_dropped(
 ) -> None:
     """ValueError for a source of which these stages could not read more than the recipe's max_dropped_share."""
     for source in sources:
-        fetched, entries = stage.counts(out, "fetch", source), stage.planned(out, source)["units"]
+        fetched, entries = stage.counts(out, "fetch", source), stage.find_plan(out, source)["units"]
         lost, examples = Counter[str](), dict[str, str]()
         for name in stages:
             for entry, counts in zip(entries, stage.counts(out, name, source), strict=True):

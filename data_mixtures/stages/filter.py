@@ -24,8 +24,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from data_mixtures.readers.local import ORIGIN_FIELDS, grouped
-from data_mixtures.readers.local import origin as origin_of
+from data_mixtures.readers.columns import encode_origin, origin_columns, read_values
+from data_mixtures.readers.local import group_by_size
 from data_mixtures.recipe import Recipe
 from data_mixtures.shards import Json
 from data_mixtures.stages import decontaminate, quality, stage
@@ -49,10 +49,8 @@ class Filter(Stage):
     name = "filter"
 
     def key(self, unit: Unit) -> str:
-        entry, files = (
-            stage.planned_unit(self.out, unit),
-            stage.receipt_of(self.out, "fetch", unit)["files"],
-        )
+        entry = stage.find_unit_plan(self.out, unit)
+        files = stage.receipt_of(self.out, "fetch", unit)["files"]
         recipe, keep = self.recipe, self.recipe.source(unit.source).keep
         limits = [recipe.filter.min_chars, recipe.filter.max_chars, recipe.max_document_chars]
         part = [keep, recipe.seed] if keep < 1 else []
@@ -62,21 +60,21 @@ class Filter(Stage):
         return stage.key_of(self.name, limits, part, steps, *read, files)
 
     def work(self, unit: Unit, folder: Path) -> Json:
-        raw = stage.checked_file(self.out, "fetch", unit, RAW)
+        raw = stage.check_file(self.out, "fetch", unit, RAW)
         index = decontaminate.load(self.out, self.recipe.filter.benchmarks)
         steps = quality.load(quality.steps_of(self.recipe, unit.source))
         chosen = DocumentFilter(self.recipe, index, self.recipe.source(unit.source).keep, steps)
-        entry = stage.planned_unit(self.out, unit)
+        entry = stage.find_unit_plan(self.out, unit)
         batches = read_raw(raw, _text_column(entry), entry.get("path"), self._rows_before(unit))
         write(folder / DOCUMENTS, (chosen.select(batch) for batch in batches))
         return chosen.counts()
 
     def _rows_before(self, unit: Unit) -> int:
         """Rows of the unit's file that stand in units before it."""
-        entry = stage.planned_unit(self.out, unit)
+        entry = stage.find_unit_plan(self.out, unit)
         if not entry.get("range", [0])[0]:
             return entry.get("first_row", 0)
-        units = stage.planned(self.out, unit.source)["units"][: unit.number]
+        units = stage.find_plan(self.out, unit.source)["units"][: unit.number]
         same = [
             each["number"] for each in units if "range" in each and each["files"] == entry["files"]
         ]
@@ -125,7 +123,7 @@ class DocumentFilter:
         """(id, text as UTF-8, origin) of the documents to keep, in their order."""
         self._read += len(rows)
         pieces = [each for raw, origin in rows for each in self._pieces(origin, raw or b"")]
-        final = self._chosen(self._through(self.before, pieces))
+        final = self._choose_documents(self._through(self.before, pieces))
         documents = self._through(self.after, self._clean(final))
         kept = [(identity, utf8, origin) for origin, _, utf8, identity in documents]
         self._kept += len(kept)
@@ -175,7 +173,7 @@ class DocumentFilter:
                 left.append(document)
         return left if steps else documents
 
-    def _chosen(self, documents: list[Document]) -> list[Document]:
+    def _choose_documents(self, documents: list[Document]) -> list[Document]:
         """With their ids, those in the part of the source that is kept: what the shuffle would put first."""
         chosen = []
         for origin, text, utf8, _ in documents:
@@ -257,12 +255,12 @@ def read_raw(
                 raise ValueError(
                     f"{path} has no column {column!r}; its columns: {', '.join(names)}"
                 )
-            origin_fields = (ORIGIN,) if file is None else ORIGIN_FIELDS
-            more = [name for name in origin_fields if name in names and name != column]
+            origins = [ORIGIN] if file is None else origin_columns(parquet.schema_arrow)
+            more = [name for name in origins if name in names and name != column]
             first = before
             for batch in parquet.iter_batches(_BATCH_ROWS, columns=[column, *more]):
                 texts = batch.column(column).cast(pa.large_binary()).to_pylist()
-                columns = {name: _values(batch.column(name)) for name in more}
+                columns = {name: read_values(batch.column(name)) for name in more}
                 rows = []
                 for place, text in enumerate(texts):
                     fields = {name: values[place] for name, values in columns.items()}
@@ -278,24 +276,11 @@ def read_raw(
 def _origin(file: str | None, number: int, fields: Mapping[str, Any], before: int) -> str:
     """Where a row came from; a reader's own origin counts rows of a part of a file."""
     if ORIGIN not in fields or file is not None:
-        return origin_of(file or "", number, fields)
+        return encode_origin(file or "", number, fields)
     if not before:
         return fields[ORIGIN]
     # `"row":` stands in no string of JSON
     return re.sub(r'(?<="row":)\d+', lambda row: str(int(row[0]) + before), fields[ORIGIN], count=1)
-
-
-def _values(column: pa.Array) -> list[Any]:
-    """What a column holds; the strings of a Parquet file need not be UTF-8."""
-    raw = (
-        column.cast(pa.large_binary())
-        if column.type in (pa.string(), pa.large_string())
-        else column
-    )
-    return [
-        value.decode(errors="replace") if isinstance(value, bytes) else value
-        for value in raw.to_pylist()
-    ]
 
 
 def write(path: Path, batches: Iterable[list[tuple[bytes, bytes, str]]]) -> None:
@@ -311,7 +296,7 @@ def write(path: Path, batches: Iterable[list[tuple[bytes, bytes, str]]]) -> None
         use_dictionary=False,
         write_statistics=False,
     ) as writer:
-        for group in grouped(documents, lambda document: len(document[1]), _ROW_GROUP_BYTES):
+        for group in group_by_size(documents, lambda document: len(document[1]), _ROW_GROUP_BYTES):
             ids, texts, origins = zip(*group, strict=True)
             strings = pa.array(texts, pa.binary()).view(pa.string())  # they are UTF-8
             columns = [pa.array(ids, pa.binary(16)), strings, pa.array(origins, pa.string())]

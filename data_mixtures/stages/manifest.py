@@ -25,6 +25,7 @@ from data_mixtures import mixture, shards, store, tokenizer
 from data_mixtures.recipe import Recipe, TokenizerTraining
 from data_mixtures.shards import Json
 from data_mixtures.stages import shuffle, stage
+from data_mixtures.stages.fetch import sum_lost_files
 from data_mixtures.stages.stage import Unit, receipts
 from records.files import code_version, file_sha256
 
@@ -93,7 +94,7 @@ def _decides(recipe: Recipe, out: Path, source: str) -> Json:
     """What decides the data of a source as far as it is known before: of the recipe, and the plan's files."""
     every = {**asdict(recipe), **asdict(recipe.source(source))}
     decides = {key: value for key, value in every.items() if key in _DECIDES}
-    decides["valid_per_10000"] = recipe.held_out_of(source)
+    decides["valid_per_10000"] = recipe.valid_per_10000_of(source)
     del decides["filter"]["benchmarks"]  # paths, may move
     if not decides["dedup"]["contained_share"]:
         del decides["dedup"]["contained_share"]  # as before there was such a key
@@ -103,7 +104,7 @@ def _decides(recipe: Recipe, out: Path, source: str) -> Json:
         path = Path(given.path)
         decides["tokenizer"] = [file_sha256(path), given.bos, given.eos] if path.is_file() else None
     with suppress(ValueError):  # it is not planned yet
-        decides["plan"] = stage.planned(out, source)["plan_hash"]
+        decides["plan"] = stage.find_plan(out, source)["plan_hash"]
     return json.loads(json.dumps(decides))  # as source.json has it
 
 
@@ -237,12 +238,12 @@ def _description(recipe: Recipe, out: Path, source: str, written: tuple[Json, ..
         "source": source,
         "category": recipe.source(source).category,
         "recipe": _decides(recipe, out, source),
-        "plan_hash": stage.planned(out, source)["plan_hash"],
+        "plan_hash": stage.find_plan(out, source)["plan_hash"],
         "code_version": _code_version(),
         **shuffle.layout(recipe, source),
         **_token_facts(out, source, (*train, valid)),
         **_counts(out, source),
-        "unused": _unused(recipe, out, source, train, valid),
+        "unused": _count_unused(recipe, out, source, train, valid),
         "contamination": _contamination(out, source),
         "windows": sum(entry["windows"] for entry in train),
         "shards": train,
@@ -269,7 +270,7 @@ def _counts(out: Path, source: str) -> Json:
         else []
     )
     filtered, tokenized = (stage.counts(out, name, source) for name in ("filter", "tokenize"))
-    ordered = _ordered(out, source)
+    ordered = _read_order_counts(out, source)
     parts = [each[part] for each in ordered for part in ("train", "valid")]
     kept = {name: sum(part[name] for part in parts) for name in ("documents", "tokens", "bytes")}
     dropped = Counter[str]()
@@ -298,21 +299,22 @@ def _counts(out: Path, source: str) -> Json:
         "without_surrogates": sum(counts.get("lone_surrogates", 0) for counts in fetched),
         "kept": kept["documents"],
         "dropped": dict(sorted(dropped.items())),
+        "lost": sum_lost_files(fetched),
     }
 
 
-def _ordered(out: Path, source: str) -> list[Json]:
+def _read_order_counts(out: Path, source: str) -> list[Json]:
     return stage.counts(out, shuffle.ORDER, source, len(shuffle.ranges_of(out, source)))
 
 
-def _unused(recipe: Recipe, out: Path, source: str, train: list[Json], valid: Json) -> Json:
+def _count_unused(recipe: Recipe, out: Path, source: str, train: list[Json], valid: Json) -> Json:
     """What lies behind the last window: tokens of training and of what is held out, documents of training.
 
     Of packed windows, in which nothing is lost: the tokens of padding.
     """
     if recipe.packing != mixture.PACKING:
         return {"train_tokens": 0, "padding": sum(entry["padding"] for entry in (*train, valid))}
-    unused, ordered = dict[str, int](), _ordered(out, source)
+    unused, ordered = dict[str, int](), _read_order_counts(out, source)
     for part, files in (("train", train), ("valid", [valid])):
         windows = sum(entry["windows"] for entry in files)
         tokens = sum(each[part]["tokens"] for each in ordered)

@@ -18,9 +18,8 @@ from data_mixtures.shards import Json
 from data_mixtures.stages.stage import AGAIN, Stage, Unit, attempt
 
 RETRIES = 3  # of a unit whose node or worker was lost
-OBJECT_STORE_BYTES = (
-    80 << 20
-)  # of a cluster that is started here: tasks return a failure or nothing
+# of a cluster that is started here: tasks return a failure or nothing
+OBJECT_STORE_BYTES = 80 << 20
 
 
 def outcomes(stage: Stage, units: list[Unit], workers: int) -> Generator[Json | None]:
@@ -29,7 +28,7 @@ def outcomes(stage: Stage, units: list[Unit], workers: int) -> Generator[Json | 
     workers: units at a time; 0: what keeps all CPUs of the cluster busy, those of nodes that join later too.
     ValueError names a unit that was lost RETRIES + 1 times.
     """
-    ray = _connected()
+    ray = _connect()
     work = ray.remote(num_cpus=1, max_retries=RETRIES)(attempt)
     place = store.place(stage.out)
     waiting, running = list(reversed(units)), dict[Any, Unit]()
@@ -55,7 +54,7 @@ def outcomes(stage: Stage, units: list[Unit], workers: int) -> Generator[Json | 
             ray.cancel(task, force=True)
 
 
-def _connected() -> Any:
+def _connect() -> Any:
     """Ray, connected to its cluster."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:

@@ -13,10 +13,19 @@ from rich.console import Console
 
 from data_mixtures import recipe_file, store, tokenizer
 from data_mixtures.recipe import Recipe, TokenizerFile, check_known
-from data_mixtures.stages import decontaminate, manifest, plan, quality, stage, tokenize, verify
+from data_mixtures.stages import (
+    decontaminate,
+    manifest,
+    plan,
+    quality,
+    stage,
+    stats,
+    tokenize,
+    verify,
+)
 from data_mixtures.stages.containment import Contained, HeldOut, Scan
 from data_mixtures.stages.dedup import Bands, Dedup, Signatures
-from data_mixtures.stages.fetch import Fetch, check_dropped, check_enough
+from data_mixtures.stages.fetch import Fetch, check_dropped, check_enough, sum_lost_files
 from data_mixtures.stages.filter import Filter
 from data_mixtures.stages.run import Options, figures, run_units, summary
 from data_mixtures.stages.shuffle import OrderDocuments, WriteShards
@@ -50,12 +59,17 @@ class RunContext:
     tables: bool = True  # print one after each stage
 
     @property
+    def scope(self) -> tuple[Recipe, Path, tuple[str, ...]]:
+        """What every stage takes first."""
+        return self.recipe, self.out, self.sources
+
+    @property
     def threads(self) -> int:
         """For what runs in this process, wherever units run."""
         return self.options.workers if self.options.kind == "local" else usable_cpus()
 
     def run(self, kind: Callable[..., stage.Stage], *more: Any) -> None:
-        work = kind(self.recipe, self.out, self.sources, *more)
+        work = kind(*self.scope, *more)
         receipts = run_units(work, self.options, self.console)
         if self.tables and receipts:
             self.console.print(summary(work.name, receipts))
@@ -82,32 +96,31 @@ def open_run(
 def do(context: RunContext, name: str) -> None:
     """One stage of TO_SHARDS. ValueError where other data would replace what a lock pins."""
     if not context.replace:
-        manifest.check_pinned(context.recipe, context.out, context.sources)
+        manifest.check_pinned(*context.scope)
     TO_SHARDS[name](context)
 
 
 def publish(context: RunContext) -> dict[str, str]:
     """The stage `manifest`: "built" or "reused" by source."""
-    return manifest.write(
-        context.recipe, context.out, context.sources, context.console, context.replace
-    )
+    return manifest.write(*context.scope, context.console, context.replace)
 
 
-def check(recipe: Recipe, out: Path) -> None:
+def _check_later_stages(recipe: Recipe, out: Path) -> None:
     """Check what the last stages need before the first ones take days. ValueError says what is missing."""
     if isinstance(recipe.tokenizer, TokenizerFile):
-        tokenizer.load_given(recipe.tokenizer)
+        tokenizer.check_exportable(recipe.tokenizer)
     for source in recipe.sources:
         quality.load(quality.steps_of(recipe, source.name))
     decontaminate.make_index(recipe.filter.benchmarks, out)
 
 
 def _plan(context: RunContext) -> None:
-    planned = plan.make(context.recipe, context.out, context.sources, context.mirror)
+    _check_later_stages(context.recipe, context.out)
+    planned = plan.make(*context.scope, context.mirror)
     made = {name: planned["sources"][name] for name in context.sources}
     units = sum(len(each["units"]) for each in made.values())
     context.console.print(f"plan     {units:6} units of {len(made)} sources")
-    for sentence in plan.shared(planned):
+    for sentence in plan.describe_shared_files(planned):
         context.console.print(f"note: {sentence}", style="yellow", soft_wrap=True, markup=False)
     if context.tables:
         terms, rows = ("revision", "gate", "licence"), []
@@ -118,18 +131,21 @@ def _plan(context: RunContext) -> None:
 
 
 def _fetch(context: RunContext) -> None:
-    work = Fetch(context.recipe, context.out, context.sources, context.mirror)
+    work = Fetch(*context.scope, context.mirror)
     work.check_room(context.budget_bytes)
     context.run(Fetch, context.mirror)
     work.remove_parts()
-    check_dropped(context.recipe, context.out, context.sources, ("fetch",))
-    check_enough(context.recipe, context.out, context.sources)
+    fetched = {name: stage.counts(context.out, "fetch", name) for name in context.sources}
+    lost = {name: {"lost": sum_lost_files(counts)} for name, counts in fetched.items()}
+    stats.print_lost_files(lost, context.console)
+    check_dropped(*context.scope, ("fetch",))
+    check_enough(*context.scope)
 
 
 def _filter(context: RunContext) -> None:
     decontaminate.make_index(context.recipe.filter.benchmarks, context.out)
     context.run(Filter)
-    check_dropped(context.recipe, context.out, context.sources, ("fetch", "filter"))
+    check_dropped(*context.scope, ("fetch", "filter"))
 
 
 def _dedup(context: RunContext) -> None:
@@ -147,7 +163,7 @@ def _tokenize(context: RunContext) -> None:
 
 
 def _runs(context: RunContext) -> None:
-    if Runs(context.recipe, context.out, context.sources).units():
+    if Runs(*context.scope).units():
         context.run(Runs)
 
 
@@ -173,7 +189,7 @@ def free(context: RunContext, name: str) -> None:
     for source in context.sources:
         of_source = context.recipe, context.out, (source,)
         merged = Runs(*of_source).units()
-        units = merged if name == "runs" else stage.planned_units(context.out, source)
+        units = merged if name == "runs" else stage.list_units(context.out, source)
         reader = READERS["runs" if name == "tokenize" and not merged else name](*of_source)
         if left := sum(not stage.is_done(reader, unit) for unit in reader.units()):
             raise ValueError(

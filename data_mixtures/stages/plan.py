@@ -24,12 +24,13 @@ import xxhash
 
 from data_mixtures import shards
 from data_mixtures.readers import content, hub, local
+from data_mixtures.readers.columns import holds_text
+from data_mixtures.readers.unpack import can_seek, open_input
 from data_mixtures.recipe import HubSource, Input, LocalSource, Recipe, Source, check_known, nearest
 from data_mixtures.shards import Json
 from data_mixtures.stages.stage import PLAN, PLAN_FORMAT, read_plan
 
 UNIT_BYTES = 64 << 20  # of local files in one unit
-_TEXT = (pyarrow.string(), pyarrow.large_string(), pyarrow.binary(), pyarrow.large_binary())
 S = TypeVar("S", bound=Source)
 T = TypeVar("T")
 R = TypeVar("R")
@@ -77,7 +78,7 @@ def _hash(decides: Any) -> str:
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
 
-def _numbered(each: Source, entries: Iterable[Json]) -> list[Json]:
+def _number_units(each: Source, entries: Iterable[Json]) -> list[Json]:
     return [
         {"source": each.name, "number": number, **entry} for number, entry in enumerate(entries)
     ]
@@ -105,13 +106,13 @@ def _local(each: LocalSource, roots: Mapping[str, str]) -> Json:
                 entry = {"kind": "parquet", "path": names[0][0], "file": group[0], **facts}
             entries += [{**entry, **part} for part in parts]
             decides.append(["resolved", *names[0], rows] if rows else [settings, names])
-    described = {"kind": "local", "category": each.category, "units": _numbered(each, entries)}
+    described = {"kind": "local", "category": each.category, "units": _number_units(each, entries)}
     return {**described, "plan_hash": _hash(decides)}
 
 
 def _groups(
-    source_input: Input, files: list[local.Listed]
-) -> Iterator[tuple[list[local.Listed], list[int], list[Json]]]:
+    source_input: Input, files: list[local.FileVersion]
+) -> Iterator[tuple[list[local.FileVersion], list[int], list[Json]]]:
     """Files that belong together; row groups, of contents; what the plan says of each unit of them."""
     if source_input.kind == "resolved":
         whole: list[Json] = [{}]
@@ -121,7 +122,7 @@ def _groups(
     elif source_input.max_bytes is not None:
         yield files, [], [{}]
     else:
-        for group in local.grouped(files, lambda file: file[1], UNIT_BYTES):
+        for group in local.group_by_size(files, lambda file: file[1], UNIT_BYTES):
             yield group, [], _ranges(group) if source_input.kind == "jsonl" else [{}]
 
 
@@ -132,10 +133,10 @@ def size_of(entry: Json) -> int:
     return entry.get("bytes", 0) + sum(file[1] for file in entry.get("files", ()))
 
 
-def _ranges(group: list[local.Listed]) -> list[Json]:
+def _ranges(group: list[local.FileVersion]) -> list[Json]:
     """Bytes of the last file of a group, the only one that may be large, where its lines can be found from anywhere."""
     *small, large = group
-    if large[1] <= UNIT_BYTES or not local.can_seek(large[0]):
+    if large[1] <= UNIT_BYTES or not can_seek(large[0]):
         return [{}]
     begins = range(0, large[1], UNIT_BYTES)
     ranges = [
@@ -146,10 +147,10 @@ def _ranges(group: list[local.Listed]) -> list[Json]:
 
 def _row_groups(name: str, size: int) -> list[Json]:
     """Row groups of a Parquet file, about UNIT_BYTES, and rows before; one away that is small stays whole."""
-    if not local.can_seek(name) or ("://" in name and size <= UNIT_BYTES):
+    if not can_seek(name) or ("://" in name and size <= UNIT_BYTES):
         return [{}]
     try:
-        with local.open_input(name) as file:
+        with open_input(name) as file:
             metadata = pyarrow.parquet.read_metadata(file)
     except (
         pyarrow.ArrowInvalid,
@@ -159,7 +160,7 @@ def _row_groups(name: str, size: int) -> list[Json]:
         return [{}]
     parts, first = list[Json](), 0
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    for numbers in local.grouped(
+    for numbers in local.group_by_size(
         range(len(groups)), lambda n: groups[n].total_byte_size, UNIT_BYTES
     ):
         size, rows = (
@@ -173,15 +174,15 @@ def _row_groups(name: str, size: int) -> list[Json]:
 def _check_field(source_input: Input, name: str) -> None:
     """ValueError when the first file lacks the field or column of text; damage is counted when it is read."""
     if source_input.kind == "parquet":
-        with local.open_input(name) as file:
+        with open_input(name) as file:
             _column_of(file, (source_input.field,), name)
     elif source_input.kind == "jsonl" and (
-        problem := local.first_problem(name, source_input.field)
+        problem := local.find_first_problem(name, source_input.field)
     ):
         raise ValueError(problem)
 
 
-def shared(plan: Json) -> Iterator[str]:
+def describe_shared_files(plan: Json) -> Iterator[str]:
     """Sentences on files that two sources read, where the same text counts in both."""
     places: dict[tuple[str, str], set[str]] = {}
     for source, entry in plan["sources"].items():
@@ -244,7 +245,7 @@ def _hub(origin: hub.Mirror, each: HubSource, revision: str) -> Json:
                 opened, each.text_columns, f"{each.repo} @ {revision}: {files[0].path}"
             )
         entries += [{"kind": "parquet", **asdict(file), "text_column": column} for file in files]
-    units = _numbered(each, entries)
+    units = _number_units(each, entries)
     facts = {"kind": "hub", "category": each.category, "repo": each.repo, "revision": revision}
     terms = {"licence": each.licence, "gate": each.gate, "spec": _spec(each)}
     # a mirror knows no hashes: its plan and the hub's plan of the same files are not the same plan
@@ -263,8 +264,10 @@ def _column_of(file: BinaryIO, names: tuple[str, ...], where: str) -> str:
 def text_column(schema: pyarrow.Schema, names: tuple[str, ...], where: str) -> str:
     """Which of these columns of a file holds the text. ValueError names the columns of an unknown layout."""
     columns = f"its columns: {', '.join(f'{field.name} ({field.type})' for field in schema)}"
-    texts = {field.name for field in schema if field.type in _TEXT}
+    texts = {field.name for field in schema if holds_text(field.type)}
     matches = [name for name in names if name in texts]
+    if len(matches) == 1 and (count := schema.names.count(matches[0])) > 1:
+        raise ValueError(f"{where} has {count} columns named {matches[0]}; give them other names")
     if len(matches) != 1:
         raise ValueError(
             f"{where} must have exactly one column of text or bytes named {' or '.join(names)}; {columns}. "

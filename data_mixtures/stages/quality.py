@@ -38,12 +38,8 @@ MODELS = {
     "language": "lid.176.bin, from the page 'Language identification' of fasttext.cc",
     "fasttext": "a classifier trained with fastText",
 }
-PACKAGES = (
-    "datatrove",
-    "spacy",
-    "fasttext-numpy2-wheel",
-    "ftfy",
-)  # whose versions may change what a step does
+# whose versions may change what a step does
+PACKAGES = "datatrove", "spacy", "fasttext-numpy2-wheel", "ftfy"
 _NOT_OFFERED = (
     "self",
     "exclusion_writer",
@@ -78,7 +74,9 @@ def steps_of(recipe: Recipe, source: str) -> list[Json]:
     given = recipe.filter.steps if own is None else own
     tables = [{"name": each} if isinstance(each, str) else dict(each) for each in given]
     return [
-        {**each, "model": str(recipe.folder / each["model"])} if "model" in each else each
+        {**each, "model": str(recipe.folder / Path(each["model"]).expanduser())}
+        if "model" in each
+        else each
         for each in tables
     ]
 
@@ -107,9 +105,8 @@ def _load(arguments: Json) -> Step:
         raise ValueError(
             f"filter step {name!r}: {error}; pip install 'laneformer[quality]'"
         ) from error
-    except (
-        Exception
-    ) as error:  # datatrove's classes check little, so wrong values fail in many ways
+    except Exception as error:
+        # datatrove's classes check little, so wrong values fail in many ways
         raise ValueError(f"filter step {name!r} with {arguments}: {error}") from error
     return step
 
@@ -126,7 +123,8 @@ def _runner(name: str, made: Any, arguments: Json) -> Callable[[str], tuple[str,
         document = Document(text, id="")
         result = step.filter(document)
         kept, reason = result if isinstance(result, tuple) else (result, None)
-        return document.text, None if kept else f"{name}:{reason}" if reason else name
+        named = f"{name}:{reason}" if reason else name
+        return document.text, None if kept else named
 
     return run
 

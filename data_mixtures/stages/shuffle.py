@@ -51,20 +51,20 @@ class OrderDocuments(Stage):
         indexes = [
             receipt["files"][INDEX] for receipt in sorted_runs.receipts(self.out, unit.source)
         ]
-        return stage.key_of(self.name, unit.number, self.recipe.held_out_of(unit.source), indexes)
+        return stage.key_of(
+            self.name, unit.number, self.recipe.valid_per_10000_of(unit.source), indexes
+        )
 
     def work(self, unit: Unit, folder: Path) -> Json:
         low, high = ranges_of(self.out, unit.source)[unit.number]
         with blocks.open_files(
-            self.out, *sorted_runs.made_by(self.out, unit.source), INDEX
+            self.out, *sorted_runs.find_units(self.out, unit.source), INDEX
         ) as files:
             parts = sorted_runs.read_slices(files, low, high)
-        documents, read = (
-            sorted_runs.drop_duplicates(sorted_runs.in_order(parts)),
-            sum(map(len, parts)),
-        )
+        documents = sorted_runs.drop_duplicates(sorted_runs.in_order(parts))
+        read = sum(map(len, parts))
         held_out = documents["low"] < np.uint64(
-            shards.held_out_below(self.recipe.held_out_of(unit.source))
+            shards.find_held_out_limit(self.recipe.valid_per_10000_of(unit.source))
         )
         counts: Json = {"documents": read, "duplicate": read - len(documents)}
         for name, part in (("train", documents[~held_out]), ("valid", documents[held_out])):
@@ -77,7 +77,7 @@ def layout(recipe: Recipe, source: str) -> Json:
     """What decides how tokens become windows and shards; the packing where it is not the usual one."""
     numbers = {name: getattr(recipe, name) for name in ("seed", "seq_len", "windows_per_shard")}
     packed = {"packing": recipe.packing} if recipe.packing != mixture.PACKING else {}
-    return {**numbers, "valid_per_10000": recipe.held_out_of(source), **packed}
+    return {**numbers, "valid_per_10000": recipe.valid_per_10000_of(source), **packed}
 
 
 def flags_name(name: str) -> str:
@@ -124,26 +124,32 @@ class WriteShards(Stage):
     def work(self, unit: Unit, folder: Path) -> Json:
         part = "train" if unit.number < self.shards(unit.source) else "valid"
         path = folder / (f"shard-{unit.number:05d}.bin" if part == "train" else shards.VALID)
-        write = self._concatenated if self.recipe.packing == mixture.PACKING else self._packed
+        write = (
+            self._write_concatenated
+            if self.recipe.packing == mixture.PACKING
+            else self._write_packed
+        )
         entry, index, order = write(unit, part, path)
         if part == "valid":
             return {**entry, "documents": self._count(unit.source, part, "documents")}
         if not entry["windows"]:  # no document begins in this part of the stream
             return entry
         with blocks.open_files(
-            self.out, *sorted_runs.made_by(self.out, unit.source), ORIGINS
+            self.out, *sorted_runs.find_units(self.out, unit.source), ORIGINS
         ) as files:
             where = index["unit"], index["origin"], index["origin_bytes"]
             origins = blocks.gather(files, *where, np.dtype("u1"))
             if order is not None:
                 offsets = np.append(0, np.cumsum(index["origin_bytes"], dtype=np.int64))
                 whole = np.concatenate([np.empty(0, np.uint8), *origins])
-                index, origins = index[order], blocks.taken(offsets, whole, order)
+                index, origins = index[order], blocks.take_values(offsets, whole, order)
             columns = [index[column] for column in ("low", "length", "origin_bytes")]
             docs = shards.write_documents(path.with_suffix(".docs.zst"), columns, origins)
         return {**entry, "docs": docs}
 
-    def _concatenated(self, unit: Unit, part: str, path: Path) -> tuple[Json, np.ndarray, None]:
+    def _write_concatenated(
+        self, unit: Unit, part: str, path: Path
+    ) -> tuple[Json, np.ndarray, None]:
         """Write a file of windows of the source's stream; its entry, and the documents that begin there."""
         windows, seq_len = self._windows(unit.source, part), self.recipe.seq_len
         before = unit.number * self.recipe.windows_per_shard if part == "train" else 0
@@ -157,7 +163,9 @@ class WriteShards(Stage):
         index = np.concatenate(begins)
         return entry, index[index["at"] < last], None
 
-    def _packed(self, unit: Unit, part: str, path: Path) -> tuple[Json, np.ndarray, np.ndarray]:
+    def _write_packed(
+        self, unit: Unit, part: str, path: Path
+    ) -> tuple[Json, np.ndarray, np.ndarray]:
         """The same of documents that begin in one shard's part of the stream, whole; and their order there."""
         seq_len, first, last = self.recipe.seq_len, 0, self._count(unit.source, part, "tokens")
         if part == "train":
@@ -185,14 +193,16 @@ class WriteShards(Stage):
     ) -> Iterator[np.ndarray]:
         """Tokens first <= i < last of a source, or of documents that begin there, which `begins` gets."""
         at, dtype = 0, sorted_runs.dtype_of(self.out, source)
-        with blocks.open_files(self.out, *sorted_runs.made_by(self.out, source), TOKENS) as files:
+        with blocks.open_files(
+            self.out, *sorted_runs.find_units(self.out, source), TOKENS
+        ) as files:
             for number, receipt in enumerate(self._orders(source)):
                 if at >= last:
                     return
                 tokens = receipt["counts"][part]["tokens"]
                 if tokens and at + tokens > first:
-                    rows = stage.checked_file(self.out, ORDER, Unit(source, number), f"{part}.npy")
-                    documents = _placed(np.load(rows, mmap_mode="r"), at, first, last)
+                    rows = stage.check_file(self.out, ORDER, Unit(source, number), f"{part}.npy")
+                    documents = _place_documents(np.load(rows, mmap_mode="r"), at, first, last)
                     begins.append(documents[documents["at"] >= first])
                     skip, until = np.maximum(first - documents["at"], 0), last - documents["at"]
                     if whole:
@@ -203,7 +213,7 @@ class WriteShards(Stage):
                 at += tokens
 
 
-def _placed(rows: np.ndarray, at: int, first: int, last: int) -> np.ndarray:
+def _place_documents(rows: np.ndarray, at: int, first: int, last: int) -> np.ndarray:
     """Documents (_LOCATED) with tokens in first <= i < last, of a range whose first token is token `at`."""
     ends = at + np.cumsum(rows["length"], dtype=np.int64)
     begin = int(np.searchsorted(ends, first, side="right"))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -32,20 +33,20 @@ MERGED = np.dtype([*DOCUMENT.descr, ("unit", "<u2")])
 
 def groups(out: Path, source: str) -> list[list[Unit]]:
     """The tokenized units that each run of a source is made of."""
-    units = stage.planned_units(out, source)
+    units = stage.list_units(out, source)
     size = stage.group_size(len(units), RUNS, UNITS_PER_RUN)
     return [units[first : first + size] for first in range(0, len(units), size)]
 
 
-def made_by(out: Path, source: str) -> tuple[str, list[Unit]]:
-    units, count = stage.planned_units(out, source), len(groups(out, source))
+def find_units(out: Path, source: str) -> tuple[str, list[Unit]]:
+    units, count = stage.list_units(out, source), len(groups(out, source))
     if count == len(units):
         return "tokenize", units
     return "runs", [Unit(source, number) for number in range(count)]
 
 
 def receipts(out: Path, source: str) -> tuple[Json, ...]:
-    name, units = made_by(out, source)
+    name, units = find_units(out, source)
     return stage.receipts(out, name, source, len(units))
 
 
@@ -67,19 +68,21 @@ class Runs(Stage):
     name = "runs"
 
     def units(self) -> list[Unit]:
-        made = (made_by(self.out, source) for source in self.sources)
-        return [unit for name, units in made if name == self.name for unit in units]
+        by_source = [find_units(self.out, source) for source in self.sources]
+        return list(chain.from_iterable(units for name, units in by_source if name == self.name))
 
     def key(self, unit: Unit) -> str:
-        return stage.key_of(self.name, [receipt["files"] for _, receipt in self._merged(unit)])
+        return stage.key_of(
+            self.name, [receipt["files"] for _, receipt in self._list_members(unit)]
+        )
 
-    def _merged(self, unit: Unit) -> list[tuple[Unit, Json]]:
+    def _list_members(self, unit: Unit) -> list[tuple[Unit, Json]]:
         """The tokenized units of a run, with their receipts."""
         group = groups(self.out, unit.source)[unit.number]
         return [(each, stage.receipt_of(self.out, "tokenize", each)) for each in group]
 
     def work(self, unit: Unit, folder: Path) -> Json:
-        group, made = zip(*self._merged(unit), strict=True)
+        group, made = zip(*self._list_members(unit), strict=True)
         names = "documents", "tokens", "bytes"
         total = {name: sum(each["counts"][name] for each in made) for name in names}
         with ExitStack() as stack:

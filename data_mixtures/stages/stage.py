@@ -37,10 +37,8 @@ PLAN_FORMAT = 1
 RAW = "raw.parquet"  # of fetch
 DOCUMENTS = "documents.parquet"  # of filter
 AGAIN = "run the same command again: it continues with the unfinished units"
-FOR_USERS = (
-    ValueError,
-    OSError,
-)  # their message alone says what to do: wrong input, a disk or network
+# their message alone says what to do: wrong input, a disk or network
+FOR_USERS = ValueError, OSError
 T = TypeVar("T")
 # of what each stage makes, raised when other code gives other results: a test holds the hashes of these. Other code
 # that gives the same results makes nothing again
@@ -84,7 +82,7 @@ class Stage:
 
     def units(self) -> list[Unit]:
         """All units, in a fixed order; by default those of the plan."""
-        return [unit for source in self.sources for unit in planned_units(self.out, source)]
+        return [unit for source in self.sources for unit in list_units(self.out, source)]
 
     def key(self, unit: Unit) -> str:
         """A hash of everything that the result depends on: `key_of(name, parameters, files of the stage before)`."""
@@ -99,12 +97,12 @@ def cache_by_file(read: Callable[[Path], T]) -> Callable[[Path], T]:
     """`read`, which reads a file again only when its time or size has changed."""
 
     @functools.lru_cache(maxsize=4)
-    def cached(path: Path, mtime_ns: int, size: int) -> T:
+    def read_cached(path: Path, mtime_ns: int, size: int) -> T:
         return read(path)
 
     def latest(path: Path) -> T:
         status = path.stat()
-        return cached(path, status.st_mtime_ns, status.st_size)
+        return read_cached(path, status.st_mtime_ns, status.st_size)
 
     return latest
 
@@ -133,7 +131,7 @@ def _read_plan(path: Path) -> Json:
     return plan
 
 
-def planned(out: Path, source: str) -> Json:
+def find_plan(out: Path, source: str) -> Json:
     """What is planned for a source. ValueError when the plan lacks it."""
     if source not in (sources := read_plan(out)["sources"]):
         raise ValueError(
@@ -142,9 +140,9 @@ def planned(out: Path, source: str) -> Json:
     return sources[source]
 
 
-def planned_units(out: Path, source: str) -> list[Unit]:
+def list_units(out: Path, source: str) -> list[Unit]:
     """The units of a source, in their order; the same from fetch to tokenize."""
-    return [Unit(source, entry["number"]) for entry in planned(out, source)["units"]]
+    return [Unit(source, entry["number"]) for entry in find_plan(out, source)["units"]]
 
 
 def group_size(units: int, most: int, largest: int) -> int:
@@ -152,8 +150,8 @@ def group_size(units: int, most: int, largest: int) -> int:
     return max(min(-(-units // most), largest), 1)
 
 
-def planned_unit(out: Path, unit: Unit) -> Json:
-    return planned(out, unit.source)["units"][unit.number]
+def find_unit_plan(out: Path, unit: Unit) -> Json:
+    return find_plan(out, unit.source)["units"][unit.number]
 
 
 def unit_folder(out: Path, stage: str, unit: Unit) -> Path:
@@ -200,7 +198,7 @@ def receipts(out: Path, stage: str, source: str, count: int | None = None) -> tu
         there.read_receipts(folder)
     # a unit appears by a rename in this folder, so its time tells when receipts must be read again
     changed_ns = folder.stat().st_mtime_ns if folder.is_dir() else 0
-    count = len(planned_units(out, source)) if count is None else count
+    count = len(list_units(out, source)) if count is None else count
     return _receipts(out, stage, source, count, changed_ns)
 
 
@@ -228,7 +226,7 @@ def result(out: Path, stage: str, unit: Unit) -> tuple[Path, Json]:
     return folder, receipt
 
 
-def checked_file(out: Path, stage: str, unit: Unit, name: str) -> Path:
+def check_file(out: Path, stage: str, unit: Unit, name: str) -> Path:
     """A file of a finished unit that holds the bytes that were written.
 
     ValueError when it does not: then the unit counts as not done, and the next start makes it again. A file
@@ -297,7 +295,7 @@ def exclusive(out: Path) -> Iterator[Path]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     problem = f"another process is preparing {out}; wait for it, or use another --out"
     if url := store.url_of(out):
-        with store.copied(url) as copy:
+        with store.open_copy(url) as copy:
             yield copy
     else:
         with hold_lock(out / ".lock", problem):

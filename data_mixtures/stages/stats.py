@@ -20,6 +20,7 @@ from rich.table import Table
 from data_mixtures import mixture, shards
 from data_mixtures.shards import Json
 from data_mixtures.stages import blocks, sorted_runs
+from data_mixtures.stages.fetch import describe_lost_files
 from data_mixtures.stages.run import figures
 from data_mixtures.stages.tokenize import INDEX
 
@@ -45,18 +46,28 @@ def write(out: Path, sources: tuple[str, ...], console: Console, workers: int) -
     facts = {}
     for name, manifest in manifests.items():
         mean = round(manifest["tokens"] / max(manifest["documents"], 1), 2)
-        more = {"mean": mean, "valid_windows": manifest["valid"]["windows"]}
+        lost = manifest.get("lost", {"files": {}, "share": 0})  # older folders say nothing of it
+        more = {"mean": mean, "valid_windows": manifest["valid"]["windows"], "lost": lost}
         facts[name] = {key: manifest[key] for key in FACTS} | more
-    shared = shared_documents(out, sources, workers)
+    shared = count_shared_documents(out, sources, workers)
     result = {"sources": facts, "phases": _phases(out), "shared_documents": shared}
     shards.write_json(out / JSON, result)
-    tables = _shares_table(result), _dropped_table(facts), _shared_table(result)
+    tables = _shares_table(result), _make_dropped_table(facts), _make_shared_table(result)
     for table in (*sizes_and_lengths(manifests), *tables):
         console.print(table)
+    print_lost_files(facts, console)
     if "unknown" in shared:
         console.print(f"Shared documents are not counted: {shared['unknown']}", soft_wrap=True)
     console.print(f"{out / JSON}", soft_wrap=True)
     return result
+
+
+def print_lost_files(sources: Mapping[str, Json], console: Console) -> None:
+    """Name what is lost of each source. sources: by name, each with "lost"."""
+    for name, each in sources.items():
+        if sentence := describe_lost_files(each["lost"]):
+            line = f"{name}: {sentence}"
+            console.print(line, style="yellow", soft_wrap=True, markup=False)
 
 
 def _phases(out: Path) -> Json:
@@ -99,10 +110,9 @@ def _shares_table(stats: Json) -> Table:
     return figures("Shares", ("source", "category", "of all tokens", *phases), rows)
 
 
-def _dropped_table(sources: Json) -> Table:
-    reasons = sorted(
-        {name for each in sources.values() for name, count in each["dropped"].items() if count}
-    )
+def _make_dropped_table(sources: Json) -> Table:
+    # a sum of Counters leaves out what is 0
+    reasons = sorted(sum((Counter(each["dropped"]) for each in sources.values()), Counter()))
     rows = []
     for name, each in sources.items():
         counts = [each["dropped"].get(reason, 0) for reason in reasons]
@@ -110,7 +120,7 @@ def _dropped_table(sources: Json) -> Table:
     return figures("Dropped", ("source", "read", *reasons, "kept"), rows)
 
 
-def _shared_table(stats: Json) -> Table:
+def _make_shared_table(stats: Json) -> Table:
     rows = []
     for pair in stats["shared_documents"].get("pairs", ())[:PAIRS]:
         count, names = pair["documents"], pair["sources"]
@@ -120,14 +130,14 @@ def _shared_table(stats: Json) -> Table:
     return figures("Documents that sources share", head, rows)
 
 
-def shared_documents(out: Path, sources: tuple[str, ...], workers: int) -> Json:
+def count_shared_documents(out: Path, sources: tuple[str, ...], workers: int) -> Json:
     """{"pairs": [{"sources", "documents"}]}: of equal ids; {"unknown": why} when units were deleted."""
     try:
         receipts = [receipt for source in sources for receipt in sorted_runs.receipts(out, source)]
         ranges = sorted_runs.key_ranges(sum(receipt["counts"]["documents"] for receipt in receipts))
         with ThreadPoolExecutor(workers) as pool:
             shared = sum(
-                pool.map(lambda keys: _shared_in_range(out, sources, *keys), ranges), Counter()
+                pool.map(lambda keys: _count_shared(out, sources, *keys), ranges), Counter()
             )
     except ValueError as error:
         return {"unknown": str(error)}
@@ -136,13 +146,13 @@ def shared_documents(out: Path, sources: tuple[str, ...], workers: int) -> Json:
     }
 
 
-def _shared_in_range(
+def _count_shared(
     out: Path, sources: tuple[str, ...], low: int, high: int
 ) -> Counter[tuple[str, str]]:
     """How many documents with low <= key < high two sources have in common."""
     ids = {}
     for source in sources:
-        with blocks.open_files(out, *sorted_runs.made_by(out, source), INDEX) as files:
+        with blocks.open_files(out, *sorted_runs.find_units(out, source), INDEX) as files:
             ids[source] = np.unique(
                 np.concatenate(sorted_runs.read_slices(files, low, high))["low"]
             )

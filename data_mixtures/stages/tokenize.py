@@ -45,7 +45,7 @@ class Tokenize(Stage):
     def key(self, unit: Unit) -> str:
         filtered = stage.receipt_of(self.out, "filter", unit)["files"][DOCUMENTS]
         rows = np.concatenate(
-            list(documents.left_out(self.recipe, self.out, unit).values())
+            list(documents.find_left_out(self.recipe, self.out, unit).values())
         ).tobytes()
         left_out = xxhash.xxh3_64_hexdigest(rows) if rows else ""
         decides = [
@@ -61,7 +61,7 @@ class Tokenize(Stage):
 
     def _work(self, unit: Unit, folder: Path, fast: bool) -> Json:
         """Empty where the fast encoder must not be used for this unit."""
-        made = _loaded(shards.tokenizer_path(self.out), tuple(_hashes(self.out)))
+        made = _load_tokenizer(shards.tokenizer_path(self.out), tuple(_hashes(self.out)))
         rows, looping, encoded_bytes = [], [np.empty(0, bool)], 0
         wanted = self.recipe.filter.repeated_ngrams
         unsorted = {name: folder / f".{name}.unsorted" for name in (TOKENS, ORIGINS)}
@@ -92,7 +92,7 @@ class Tokenize(Stage):
         shards.save_array(folder / INDEX, ordered)
         for name in SLICED:
             blocks.seal(folder / name)
-        left_out = documents.left_out(self.recipe, self.out, unit)
+        left_out = documents.find_left_out(self.recipe, self.out, unit)
         dropped = {reason: len(rows) for reason, rows in left_out.items()}
         dropped["repeated_ngrams"] = len(unit_documents) - len(ordered)
         slow = 0 if fast and made.fast else len(unit_documents)
@@ -134,7 +134,7 @@ def _hashes(out: Path) -> list[str]:
 
 
 @functools.lru_cache(maxsize=1)
-def _loaded(path: Path, hashes: tuple[str, ...]) -> tokenizer.Tokenizer:
+def _load_tokenizer(path: Path, hashes: tuple[str, ...]) -> tokenizer.Tokenizer:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker has one core
     return tokenizer.load(path)
 
@@ -162,35 +162,27 @@ def write_ordered(path: Path, unsorted: Path, sizes: np.ndarray, order: np.ndarr
     offsets = np.append(0, np.cumsum(sizes, dtype=np.int64))
     with path.open("wb") as file:
         if offsets[-1]:
-            pieces = blocks.taken(offsets, np.memmap(unsorted, mode="r"), order)
+            pieces = blocks.take_values(offsets, np.memmap(unsorted, mode="r"), order)
             file.writelines(piece.data for piece in pieces)
 
 
 def make_tokenizer(recipe: Recipe, out: Path) -> None:
-    """Write DIR/tokenizer.model or .json, unless it is there: the recipe's, or trained on the text.
-
-    tokenizer_config.json beside a tokenizer.json says which tokens begin and end a document.
-    """
+    """Write DIR/tokenizer.model or .json, unless it is there: the recipe's, or trained on the text."""
     receipt, given = out / f"tokenizer.{stage.RECEIPT}", recipe.tokenizer
     key = _tokenizer_key(recipe, out)
     made = shards.read_json(receipt, "delete it") if receipt.is_file() else None
     if made == {"key": key, "sha256": _hashes(out)}:
         return
-    if isinstance(given, TokenizerFile) and (names := tokenizer.load_given(given).names):
-        beside = Path(given.path).with_name(shards.TOKENIZER_CONFIG)
-        config = shards.read_json(beside, "mend it") if beside.is_file() else {}
-        config |= {"bos_token": names[0], "eos_token": names[1]}
-        shards.write_json(out / shards.TOKENIZER_CONFIG, config)
-        write_atomically(out / shards.TOKENIZER_JSON, Path(given.path).read_bytes())
-    elif (out / shards.TOKENIZER_JSON).exists():
+    is_json = isinstance(given, TokenizerFile) and given.path.endswith(".json")
+    if not is_json and (out / shards.TOKENIZER_JSON).exists():
         raise ValueError(
             f"{out / shards.TOKENIZER_JSON} is not this recipe's, and would be used; remove it"
         )
-    elif isinstance(given, TokenizerTraining):
+    if isinstance(given, TokenizerTraining):
         model = tokenizer.train(training_sample(recipe, out, given.train_bytes), given)
         write_atomically(out / shards.TOKENIZER_MODEL, model)
     else:
-        write_atomically(out / shards.TOKENIZER_MODEL, Path(given.path).read_bytes())
+        tokenizer.copy_given(given, out)
     shards.write_json(receipt, {"key": key, "sha256": _hashes(out)})
 
 
@@ -204,17 +196,17 @@ def _tokenizer_key(recipe: Recipe, out: Path) -> str:
     files = [[receipt["files"][DOCUMENTS] for receipt in of_source] for of_source in made]
     left_out = None
     if recipe.dedup.minhash:
-        units = [
-            unit for source in recipe.sources for unit in stage.planned_units(out, source.name)
-        ]
+        units = [unit for source in recipe.sources for unit in stage.list_units(out, source.name)]
         rows = [documents.near_copies(recipe, out, unit).tobytes() for unit in units]
         left_out = [xxhash.xxh3_64_hexdigest(each) for each in rows]
-    return stage.key_of("tokenizer", asdict(given), recipe.seed, _held_out(recipe), files, left_out)
+    return stage.key_of(
+        "tokenizer", asdict(given), recipe.seed, _find_most_held_out(recipe), files, left_out
+    )
 
 
-def _held_out(recipe: Recipe) -> int:
+def _find_most_held_out(recipe: Recipe) -> int:
     """What any source holds out is not in the sample."""
-    return max(recipe.held_out_of(each.name) for each in recipe.sources)
+    return max(recipe.valid_per_10000_of(each.name) for each in recipe.sources)
 
 
 def training_sample(recipe: Recipe, out: Path, train_bytes: int) -> list[str]:
@@ -223,7 +215,7 @@ def training_sample(recipe: Recipe, out: Path, train_bytes: int) -> list[str]:
     sizes = {name: sum(each["bytes"] for each in counts) for name, counts in counted.items()}
     total, sample = max(sum(sizes.values()), 1), []
     for source, size in sizes.items():
-        units = stage.planned_units(out, source)
+        units = stage.list_units(out, source)
         batches = (batch for unit in units for batch in documents.read_remaining(recipe, out, unit))
         given = (document for ids, texts, _ in batches for document in zip(ids, texts, strict=True))
         sample += first_documents(given, train_bytes * size // total, recipe)
@@ -234,7 +226,7 @@ def first_documents(
     documents: Iterable[tuple[bytes, bytes]], budget: int, recipe: Recipe
 ) -> list[str]:
     """Of (id, text) in any order: those that training sees first, until they have `budget` bytes together."""
-    held_out = shards.held_out_below(_held_out(recipe))
+    held_out = shards.find_held_out_limit(_find_most_held_out(recipe))
     heap: list[
         tuple[int, int, bytes]
     ] = []  # negative, so that the last in the shuffle's order comes first

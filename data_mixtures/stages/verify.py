@@ -90,11 +90,11 @@ def _check_index(path: Path, manifest: Json, entry: Json, begins: np.ndarray | N
     """A document index. begins: where documents begin in undamaged tokens. ValueError or OSError says what is wrong."""
     if not path.is_file():
         raise ValueError("missing")
-    data, docs = shards.unpacked(path), entry["docs"]
+    data, docs = shards.unpack_file(path), entry["docs"]
     if (sha256 := hashlib.sha256(data).hexdigest()) != docs["sha256_uncompressed"]:
         raise ValueError(f"unpacked sha256 {sha256}, {docs['sha256_uncompressed']} in the manifest")
     ids, lengths, _ = shards.unpack_documents(data)
-    if (ids < np.uint64(shards.held_out_below(manifest["valid_per_10000"]))).any():
+    if (ids < np.uint64(shards.find_held_out_limit(manifest["valid_per_10000"]))).any():
         raise ValueError("lists documents that are held out")
     if begins is None:
         return

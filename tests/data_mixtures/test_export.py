@@ -21,7 +21,7 @@ def starts(rows) -> list[int]:
     return [int(row["input_ids"][0]) for row in rows]
 
 
-def expected(lock, first: int, count: int) -> list[int]:
+def expect_tokens(lock, first: int, count: int) -> list[int]:
     return Mixture.open(lock).sequences(first, count)[0][:, 0].tolist()
 
 
@@ -31,7 +31,7 @@ def test_a_dataset_has_the_sequences_in_their_order(export, counting_data, world
     ranks = [
         list(export.as_dataset(lock, 42, start=6, rank=rank, world=world)) for rank in range(world)
     ]
-    assert [row for turn in zip(*map(starts, ranks), strict=True) for row in turn] == expected(
+    assert [row for turn in zip(*map(starts, ranks), strict=True) for row in turn] == expect_tokens(
         lock, 6, 36
     )
     tokens, sources = Mixture.open(lock).sequences(6, 1)
@@ -56,7 +56,7 @@ def test_a_node_resumes_anywhere_with_any_number_of_ranks(export, counting_data)
     assert all(state == states[0] for state in states)
     node = export.MixtureNode(lock)
     node.reset(states[0])
-    assert read + starts(islice(node, 12)) == expected(lock, 0, 32)
+    assert read + starts(islice(node, 12)) == expect_tokens(lock, 0, 32)
     pin(data, "other", {"s0": 1, "s1": 3, "s2": 1}, 5, 4, 3)
     with pytest.raises(ValueError, match=r"the state is of another mixture than .*other.lock.json"):
         export.MixtureNode(data / "other.lock.json").reset(states[0])
@@ -64,6 +64,6 @@ def test_a_node_resumes_anywhere_with_any_number_of_ranks(export, counting_data)
     loader, again = (
         Loader(Batcher(export.MixtureNode(lock), 4)) for _ in range(2)
     )  # torchdata's own
-    assert starts(list(islice(loader, 3))[2]) == expected(lock, 8, 4)
+    assert starts(list(islice(loader, 3))[2]) == expect_tokens(lock, 8, 4)
     again.load_state_dict(loader.state_dict())
-    assert starts(next(iter(again))) == expected(lock, 12, 4)
+    assert starts(next(iter(again))) == expect_tokens(lock, 12, 4)

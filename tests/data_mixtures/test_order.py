@@ -34,7 +34,7 @@ def test_any_weights_deviate_by_less_than_a_sequence(weights):
     assert worst_deviation(places, weights) <= bound(weights) < 1
 
 
-def strided(windows, begin=0):
+def read_strides(windows, begin=0):
     """Windows of a shard in the order in which epoch 0 reads them."""
     return (np.arange(windows) * order.stride(windows) + begin) % windows
 
@@ -42,7 +42,7 @@ def strided(windows, begin=0):
 @settings(max_examples=60)
 @given(st.integers(1, 4000), st.integers(0, 2**63 - 1), st.integers(1, 200))
 def test_epoch_0_reads_each_window_once_and_those_of_a_document_far_apart(windows, seed, apart):
-    read = strided(windows, order.begin(seed, "web", "shard-00000.bin", windows))
+    read = read_strides(windows, order.begin(seed, "web", "shard-00000.bin", windows))
     place = np.empty(windows, dtype=np.int64)
     place[read] = np.arange(windows)
     assert np.array_equal(np.sort(read), np.arange(windows))
@@ -61,7 +61,7 @@ def test_the_stride_never_changes():
     assert order.RULE == "golden-stride"  # another order needs another name
 
 
-def permuted_range(size, keys):
+def permute_range(size, keys):
     return np.array([order.permute(item, size, keys) for item in range(size)])
 
 
@@ -72,7 +72,7 @@ def permuted_range(size, keys):
 @example(257, 7, 1)
 @example(10_007, 7, 1)
 def test_permutation_is_a_bijection_and_mixes(size, seed, epoch):
-    permuted = permuted_range(size, order.round_keys(seed, "web", epoch))
+    permuted = permute_range(size, order.round_keys(seed, "web", epoch))
     assert np.array_equal(np.sort(permuted), np.arange(size))
     if size > 1000:
         # a random permutation keeps about 1 item in place and about 1 neighbour pair; 20 would be 1 in 10**18
@@ -91,7 +91,7 @@ def test_the_permutation_never_changes():
 
 def test_permutation_depends_on_seed_source_and_epoch():
     keys = [order.round_keys(*key) for key in ((1, "a", 1), (2, "a", 1), (1, "b", 1), (1, "a", 2))]
-    permuted = [permuted_range(5000, key) for key in keys]
+    permuted = [permute_range(5000, key) for key in keys]
     for i in range(4):
         for j in range(i):
             assert (permuted[i] == permuted[j]).sum() < 25  # about 1 expected by chance
@@ -102,7 +102,7 @@ def test_permutation_depends_on_seed_source_and_epoch():
 def test_closed_form_counts_equal_counted_ones(weights, sequences):
     places, _ = order.pattern(weights)
     counted = np.bincount(places[np.arange(sequences) % len(places)], minlength=len(weights))
-    assert order.served(weights, places, sequences).tolist() == counted.tolist()
+    assert order.count_served(weights, places, sequences).tolist() == counted.tolist()
 
 
 @pytest.mark.parametrize(

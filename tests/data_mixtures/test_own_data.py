@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gzip
+import itertools
 import json
 import os
 import random
@@ -12,10 +13,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
 from data_mixtures import recipe_file, shards
 from data_mixtures.mixture import Mixture
-from data_mixtures.stages import plan, stage
+from data_mixtures.stages import plan, stage, stats
 from tests.data_mixtures.conftest import ROOT, code_blocks, prepare_folder, run_shell
 from tests.tokenizer_assets import byte_level, save
 
@@ -77,9 +79,9 @@ def own(*inputs: str, more: str = "") -> str:
     return f'tokenizer = "tokenizer.json"\nseq_len = 64\n{more}\n{tables}[phase1]\n{weights}'
 
 
-def planned_files(folder: Path, source: str) -> list[str]:
+def list_planned(folder: Path, source: str) -> list[str]:
     """The files of a source in the order of its units."""
-    units = stage.planned(folder / "out", source)["units"]
+    units = stage.find_plan(folder / "out", source)["units"]
     names = [file[0] for unit in units for file in unit.get("files", [unit.get("file")])]
     return [name.removeprefix("file://") for name in names]
 
@@ -99,7 +101,7 @@ def test_the_shortest_recipe_makes_a_mixture(folder):
     assert (manifest["read"], manifest["kept"], manifest["category"]) == (80, 80, "other")
     assert manifest["valid"]["windows"] == 0  # of 80 documents
     raw = folder / "out/fetch/yours/unit-00000/raw.parquet"
-    assert os.path.samefile(raw, planned_files(folder, "yours")[0])
+    assert os.path.samefile(raw, list_planned(folder, "yours")[0])
     origins = origins_of(folder, "yours", 1)
     number = origins[0]["file"][-9]
     place = {"file": f"file://{folder}/b/{number}.parquet", "url": f"https://x/{number}/7"}
@@ -127,7 +129,7 @@ def test_large_files_are_split_into_units_and_nothing_else_changes(folder, monke
     (folder / "corpus/small.jsonl").write_text(json.dumps({"content": write_text(22, 1)[0]}))
     columns = {
         "score": [1.0] * 100,
-        "content": write_text(23, 100, 90),
+        "content": pa.array(write_text(23, 100, 90), pa.string_view()),
         "url": [f"u{n}" for n in range(100)],
     }
     pq.write_table(pa.table(columns), folder / "b/large.parquet", row_group_size=7)
@@ -138,7 +140,7 @@ def test_large_files_are_split_into_units_and_nothing_else_changes(folder, monke
         monkeypatch.setattr(plan, "UNIT_BYTES", size)
         run(folder, recipe, f"out-{size}")
         out = folder / f"out-{size}"
-        units[size] = [len(stage.planned_units(out, name)) for name in ("s0", "s1")]
+        units[size] = [len(stage.list_units(out, name)) for name in ("s0", "s1")]
         manifests = [shards.read_manifest(out / name) for name in ("s0", "s1")]
         facts = [
             [each[key] for key in ("read", "kept", "dropped", "content_sha256")]
@@ -151,12 +153,42 @@ def test_large_files_are_split_into_units_and_nothing_else_changes(folder, monke
     assert made[1 << 26] == made[3000] == made[700]
     assert units[1 << 26] == [1, 3]
     assert min(units[3000]) >= 10
-    rows = [
-        json.loads(each) for group in made[700][1] for each in group if "corpus/all.jsonl" in each
-    ]
+    origins = itertools.chain.from_iterable(made[700][1])
+    rows = [json.loads(each) for each in origins if "corpus/all.jsonl" in each]
     lines = (folder / "corpus/all.jsonl").read_bytes().split(b"\n")
     assert len(rows) > 40
     assert all(json.loads(lines[each["row"]]).get("url") == each.get("url") for each in rows)
+
+
+def test_parquet_of_other_writers_gives_the_text_of_json_lines(folder):
+    """Polars, arrow-rs and DataFusion write string_view, pandas categories; two columns may have one name."""
+    texts = write_text(9, 30)
+    write_json_lines(folder / "lines.jsonl", texts)
+    view, categories = pa.array(texts, pa.string_view()), pa.array(texts).dictionary_encode()
+    for number, column in enumerate((view, categories)):
+        columns = [column, *(pa.array([url] * 30) for url in "uv")]
+        table = pa.table(columns, names=["content", "url", "url"])
+        pq.write_table(table, folder / f"b/{number}.parquet", row_group_size=7)
+    inputs = [JSONL.replace("corpus/*.jsonl.gz", "lines.jsonl")]
+    inputs += [PARQUET.replace("*", number) for number in "01"]
+    run(folder, own(*inputs))
+    made = [shards.read_manifest(folder / f"out/s{n}") for n in range(3)]
+    assert len({manifest["content_sha256"] for manifest in made}) == 1
+    assert made[0]["kept"] == 30
+    pq.write_table(pa.table([view, view], names=["content"] * 2), folder / "b/0.parquet")
+    with pytest.raises(ValueError, match="has 2 columns named content; give them other names"):
+        run(folder, own(PARQUET))
+
+
+def test_names_that_read_as_patterns_are_names_in_a_recipe(folder):
+    place = folder / "a [b]*"
+    place.mkdir()
+    write_json_lines(place / "br[ack]et.JSONL", write_text(5, 30))
+    write_json_lines(place / "items.jsonl", ["nothing of it"])
+    (folder / "tokenizer.json").rename(place / "tokenizer.json")
+    line = JSONL.replace("corpus/*.jsonl.gz", "br[ack]et.JSONL")
+    run(place, own(line, more='filter.benchmarks = { x = "it*s.jsonl" }'))
+    assert shards.read_manifest(place / "out/s0")["kept"] == 30
 
 
 def test_a_missing_field_or_column_is_named_before_anything_is_read(folder):
@@ -206,9 +238,18 @@ def test_a_truncated_file_counts_whole(folder):
         write_json_lines(folder / f"corpus/{number}.jsonl.gz", write_text(100 + number, 6))
     victim = folder / "corpus/7.jsonl.gz"
     victim.write_bytes(victim.read_bytes()[:-9])
-    run(folder, own(JSONL))
+    sizes = [path.stat().st_size for path in folder.glob("corpus/*.gz")]
+    share = victim.stat().st_size / sum(sizes)
+    printed = run(folder, own(JSONL))
+    assert f"s0: 1 file lost ({share:.1%} of the bytes): corpus/7.jsonl.gz" in printed
     manifest = shards.read_manifest(folder / "out/s0")
+    lost = {"files": {"corpus/7.jsonl.gz": victim.stat().st_size}, "share": pytest.approx(share)}
+    assert manifest["lost"] == lost
     assert manifest["kept"] == 29 * 6
+    console = Console(record=True, width=200)
+    written = stats.write(folder / "out", ("s0",), console, 1)
+    assert written["sources"]["s0"]["lost"] == lost
+    assert "s0: 1 file lost" in console.export_text()
     assert {reason: count for reason, count in manifest["dropped"].items() if count} == {
         "damaged": 1
     }
@@ -234,7 +275,7 @@ def test_parquet_in_a_bucket_is_split_as_on_a_disk(folder, s3, monkeypatch):
     content = set()
     for name, place in (("disk", "b"), ("store", "s3://bucket/b")):
         run(folder, own(PARQUET.replace("b/*", f"{place}/large*")), name)
-        assert len(stage.planned_units(folder / name, "s0")) == 8
+        assert len(stage.list_units(folder / name, "s0")) == 8
         content.add(shards.read_manifest(folder / name / "s0")["content_sha256"])
     assert len(content) == 1
 

@@ -2,17 +2,24 @@
 machine, reuse and failure.
 """
 
+import re
 from pathlib import Path
 
 import pytest
 import sentencepiece
 from rich.console import Console
 
-from data_mixtures import shards, tokenizer
+from data_mixtures import recipe_file, shards, tokenizer
 from data_mixtures.mixture import valid_windows
 from data_mixtures.stages import stats, verify
 from tests.data_mixtures.conftest import files_of, prepare_folder
 
+EXPORTABLE = {
+    "byte_fallback": True,
+    "model_type": "bpe",
+    "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False,
+}
 HELD_OUT = 2**64 // 10  # valid_per_10000 = 1000
 
 
@@ -79,6 +86,39 @@ def test_other_data_does_not_replace_what_a_lock_pins_unasked(tiny_copy, tmp_pat
     assert {name: now[name] for name in fresh} == fresh
     assert now.keys() - fresh.keys() == {"phase3.lock.json"}
     assert len(list((data / "shuffle/sums").glob("unit-*"))) < units
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({}, "has no byte pieces"),  # what spm_train does by default
+        ({"byte_fallback": True, "model_type": "bpe"}, "Only BPE models with the identity"),
+        ({**EXPORTABLE, "user_defined_symbols": ["<|im_end|>"]}, "no user_defined_symbols"),
+        (EXPORTABLE, ""),
+    ],
+)
+def test_what_export_demands_of_a_tokenizer_is_asked_before_anything_is_read(
+    recipe_path, tmp_path, other, message
+):
+    text = (tmp_path / "notes/1.txt").read_text() + (tmp_path / "sums.jsonl").read_text()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(text.split("\n") * 9),
+        model_prefix=str(tmp_path / "own"),
+        vocab_size=400,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **other,
+    )
+    recipe_path.write_text(
+        re.sub(r"tokenizer = .*", 'tokenizer = "own.model"', recipe_path.read_text())
+    )
+    if not message:
+        tokenizer.check_exportable(recipe_file.load(recipe_path).tokenizer)
+        return
+    refused = rf"tokenizer .*own\.model cannot be exported: .*{message}"
+    with pytest.raises(ValueError, match=refused):
+        prepare_folder(recipe_path, tmp_path / "out")
+    assert not (tmp_path / "out/plan.json").exists()
 
 
 def test_what_is_missing_is_named_before_anything_is_done(recipe_path, tmp_path):

@@ -32,39 +32,41 @@ def recipe(shared, tmp_path, monkeypatch):
     return shared("few_shards", make_few_shards) / "tiny.toml"
 
 
-def published(files: dict[str, bytes]) -> dict[str, bytes]:
+def pick_published(files: dict[str, bytes]) -> dict[str, bytes]:
     stages = ("shuffle/", ".")  # files of shuffle are links in a folder, and move in a store
     return {name: content for name, content in files.items() if not name.startswith(stages)}
 
 
-def stored(s3) -> dict[str, bytes]:
+def read_stored(s3) -> dict[str, bytes]:
     contents = s3.cat(s3.find("bucket/data"))
-    return published({name.removeprefix("bucket/data/"): each for name, each in contents.items()})
+    return pick_published(
+        {name.removeprefix("bucket/data/"): each for name, each in contents.items()}
+    )
 
 
 @pytest.mark.job
 def test_a_bucket_holds_the_files_of_a_folder(recipe, s3, monkeypatch):
-    expected, left, push = published(files_of(recipe.parent / "out")), set(), store.Store.push
+    expected, left, push = pick_published(files_of(recipe.parent / "out")), set(), store.Store.push
 
-    def recorded(self, folder: Path) -> None:
+    def record(self, folder: Path) -> None:
         push(self, folder)
         left.update(path.suffix for path in folder.iterdir())
         s3.pipe("bucket/data/theirs.txt", b"of somebody else, meanwhile")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store.Store, "push", recorded)
+        patch.setattr(store.Store, "push", record)
         assert "built" in prepare_folder(recipe, OUT)
     assert left == {".json"}, "data leave this disk"
     assert s3.cat("bucket/data/theirs.txt"), "what others put there stays"
     s3.rm("bucket/data/theirs.txt")
-    assert stored(s3) == expected
+    assert read_stored(s3) == expected
     assert "notes/shard-00000.bin" in expected
     assert not s3.glob("bucket/data/shuffle/*/*/*.bin")
     assert not s3.exists("bucket/data/.lock")
     printed = prepare_folder(recipe, OUT)
     assert "built" not in printed
     assert printed.count(" 0 units done") == 5
-    assert stored(s3) == expected
+    assert read_stored(s3) == expected
 
     s3.rm("bucket/data/notes/shard-00001.bin")
     lacks = r"s3://bucket/data/notes lacks files of notes/unit-00001; start again"
@@ -75,7 +77,7 @@ def test_a_bucket_holds_the_files_of_a_folder(recipe, s3, monkeypatch):
     with pytest.raises(ValueError, match=r"tokens.bin is not what 'tokenize' wrote"):
         prepare_folder(recipe, OUT)
     prepare_folder(recipe, OUT, workers=2)
-    assert stored(s3) == expected
+    assert read_stored(s3) == expected
 
 
 @pytest.mark.job
@@ -126,4 +128,4 @@ def test_kills_change_nothing_in_a_bucket(recipe, s3):
         process.kill()
         process.wait()
     subprocess.run([*command, "--workers", "2"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    assert stored(s3) == published(files_of(recipe.parent / "out"))
+    assert read_stored(s3) == pick_published(files_of(recipe.parent / "out"))

@@ -26,11 +26,13 @@ def load(model: bytes) -> sentencepiece.SentencePieceProcessor:
     return sentencepiece.SentencePieceProcessor(model_proto=model)
 
 
-def made_of(processor: sentencepiece.SentencePieceProcessor) -> tokenizer.SentencepieceTokenizer:
+def make_tokenizer(
+    processor: sentencepiece.SentencePieceProcessor,
+) -> tokenizer.SentencepieceTokenizer:
     return tokenizer.SentencepieceTokenizer(processor)
 
 
-made_once = functools.cache(made_of)  # its trial of the fast encoder takes half a second
+made_once = functools.cache(make_tokenizer)  # its trial of the fast encoder takes half a second
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +71,7 @@ def test_real_text_and_long_documents(processor):
     draw = random.Random(1)
     line = "".join(draw.choice("abcdef 0123456789") for _ in range(1_100_000))
     check(processor, [*TEXTS, "\n".join(TEXTS), line, "x" * 50_000, " " * 5000, "\n" * 5000])
-    assert made_of(processor).fast is not None
+    assert make_tokenizer(processor).fast is not None
 
 
 def test_training_on_too_little_text_says_so():
@@ -109,7 +111,7 @@ OTHER_MODELS = [
 def test_other_models_have_a_fast_encoder_only_where_it_is_exact(is_exact, other):
     usual = {"remove_extra_whitespaces": False, "split_digits": True, "hard_vocab_limit": False}
     processor = train(**{**usual, **other})
-    made = made_of(processor)
+    made = make_tokenizer(processor)
     assert (made.fast is not None) == is_exact
     check(
         processor, [TEXTS[2], " a  \n b of the<|end|>2024\t\n\n", "\n", " ", "", "▁ ▁x \n▁"], made
@@ -120,4 +122,4 @@ def test_a_symbol_of_text_begins_no_document():
     processor = train(500, user_defined_symbols=["<s>"], bos_id=1, eos_id=2)
     ids = processor.encode("a <s> b")
     assert 1 in ids
-    assert made_of(processor).encode(["a <s> b", ""])[0].tolist() == [2, *ids, 2]
+    assert make_tokenizer(processor).encode(["a <s> b", ""])[0].tolist() == [2, *ids, 2]

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, models
 
 from data_mixtures import recipe, shards, tokenizer
 from data_mixtures.stages import tokenize
-from tests.data_mixtures.stages.filtered import filtered, make_recipe
+from tests.data_mixtures.stages.filtered import make_recipe, run_filter
 from tests.tokenizer_assets import byte_level, save
 
 TEXT = (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_text(encoding="utf-8")
@@ -150,7 +150,7 @@ def test_a_unit_whose_sample_differs_is_encoded_by_the_library(tmp_path, monkeyp
     words = "some words that are long enough to be kept by the filter"
     texts = {"a": [[f"{words}, {n} of them or so" for n in range(300)]]}
     wanted = make_recipe(texts, recipe.TokenizerTraining(300, 20_000, 0.999))
-    filtered(tmp_path, texts, wanted)
+    run_filter(tmp_path, texts, wanted)
     tokenize.make_tokenizer(wanted, tmp_path)
     monkeypatch.setattr(tokenize, "_COMPARED_BYTES", 100)
     monkeypatch.setattr(tokenize, "COMPARED_OF", 50)
@@ -163,7 +163,9 @@ def test_a_unit_whose_sample_differs_is_encoded_by_the_library(tmp_path, monkeyp
     )
     assert work_in(work, tmp_path / "right")["slow"] == 0
     assert 2 <= len(compared) < 30, "the first ones, and one of 50"
-    encoder = tokenize._loaded(shards.tokenizer_path(tmp_path), tuple(tokenize._hashes(tmp_path)))
+    encoder = tokenize._load_tokenizer(
+        shards.tokenizer_path(tmp_path), tuple(tokenize._hashes(tmp_path))
+    )
     right, end = encoder.fast, compared[-1][-20:]
     monkeypatch.setattr(
         encoder,
@@ -195,7 +197,7 @@ def test_a_tokenizer_json_is_brought_along_with_its_names(tmp_path):
         more=1,
     )
     brought = make_recipe(texts, recipe.TokenizerFile(str(path), eos="<|eot_id|>"))
-    filtered(out, texts, brought)
+    run_filter(out, texts, brought)
     tokenize.make_tokenizer(brought, out)
     assert (out / "tokenizer.json").read_bytes() == path.read_bytes()
     config = {"bos_token": LLAMA_3[0], "eos_token": "<|eot_id|>", "more": 1}

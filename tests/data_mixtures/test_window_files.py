@@ -18,17 +18,14 @@ from tests.data_mixtures.conftest import flip
 SEQ_LEN, WINDOWS, BLOCK = 4, 23, 64  # windows of 10 bytes at a stride of 8
 
 
-def write(path: Path, windows: int = WINDOWS, seq_len: int = SEQ_LEN) -> tuple[str, dict]:
+def write(path: Path, windows: int = WINDOWS) -> tuple[str, dict]:
     """Tokens 0, 1, 2, ...: window i begins with i * S."""
-    return str(path), shards.write_windows(
-        path, np.arange(windows * seq_len + 1).astype(np.uint16), seq_len
-    )
+    tokens = np.arange(windows * SEQ_LEN + 1).astype(np.uint16)
+    return str(path), shards.write_windows(path, tokens, SEQ_LEN)
 
 
-def read(files: WindowFiles, window: int, file: int = 0, seq_len: int = SEQ_LEN) -> np.ndarray:
-    out = np.full(seq_len + 1, -1)
-    files.read(file, window, out)
-    return out
+def read(files: WindowFiles, window: int, file: int = 0) -> np.ndarray:
+    return files.read_windows(np.array([file]), np.array([window]))[0]
 
 
 @pytest.fixture

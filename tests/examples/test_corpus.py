@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from data_mixtures.readers import local
+from data_mixtures.readers.unpack import Unreadable
 from examples import corpus, generated
 from records.files import read_lines
 
@@ -65,7 +65,7 @@ def test_docstrings_without_their_examples_and_doctests_without_the_prose(tmp_pa
     assert "pkg.twice.double\n\nReturn twice x." in prose
     assert "Nothing else happens" in prose
     assert not any(part in prose for part in (">>>", "double(2)"))
-    with pytest.raises(local.Unreadable, match="not_python"):
+    with pytest.raises(Unreadable, match="not_python"):
         corpus.docstrings(written(tmp_path / "broken.py", "def ("))
     (session,) = corpus.doctests(path)
     assert session.startswith("pkg.twice.double: Return twice x.")

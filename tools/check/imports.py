@@ -28,7 +28,7 @@ GROUND = {"records", "laneformer", "data_mixtures"}
 MAY_USE: dict[str, set[str]] = {
     "records": set(),
     "laneformer": set(),
-    "data_mixtures": {"records"},
+    "data_mixtures": {"records", "laneformer"},  # which says what its export takes
     "train": GROUND,
     "evals": GROUND,
     "tools": set(PACKAGES),

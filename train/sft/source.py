@@ -65,7 +65,7 @@ def prepare(
         return manifest
     conversations, counts = _read(origins, tokenizer, template, rules, workers)
     _check_dropped(folder.name, counts, max_dropped)
-    limit = shards.held_out_below(rules.valid_per_10000)
+    limit = shards.find_held_out_limit(rules.valid_per_10000)
     train = [each for each in conversations if each.key % 2**64 >= limit]
     valid = [each for each in conversations if each.key % 2**64 < limit]
     if not train or not valid:
@@ -180,7 +180,7 @@ def _write(
 ) -> list[dict[str, Any]]:
     """Pack and write one part; the entries of its files, one for the held-out windows."""
     windows = packing.pack([len(each.ids) for each in conversations], rules.seq_len)
-    windows = packing.shuffled(windows, [each.key for each in conversations], rules.seed)
+    windows = packing.shuffle_windows(windows, [each.key for each in conversations], rules.seed)
     entries = []
     step = WINDOWS_PER_SHARD if part == "train" else len(windows)
     for number, first in enumerate(range(0, len(windows), step)):

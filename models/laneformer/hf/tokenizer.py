@@ -136,6 +136,11 @@ def tokenizer_from_sentencepiece(model: Path | str) -> Tokenizer:
     )
     for text in PROBES + [pieces[i].replace(SPACE, " ") for i in ordinary]:
         check_same_ids(tokenizer, sp, text)
+    # a user-defined symbol, whose score is 0, never merges with what stands beside it
+    beside = [piece for piece in scores if len(piece) == 1][:200]
+    for piece in (piece for piece, score in scores.items() if score >= 0):
+        text = "".join(f"{each}{piece}{each}" for each in beside)
+        check_same_ids(tokenizer, sp, text.replace(SPACE, " "))
     control = dict.fromkeys(
         [*special.values(), *(pieces[i] for i in range(len(sp)) if sp.is_control(i))]
     )
@@ -151,7 +156,8 @@ def check_same_ids(tokenizer: Tokenizer, sp: SentencePieceProcessor, text: str) 
     if ours != theirs:
         raise ValueError(
             f"tokenizer.json would encode {text[:80]!r} as {ours[:16]}, but SentencePiece gives {theirs[:16]}. Only "
-            "BPE models with the identity normaliser and remove_extra_whitespaces=False can be converted"
+            "BPE models with the identity normaliser, remove_extra_whitespaces=False, "
+            "treat_whitespace_as_suffix=False and no user_defined_symbols can be converted"
         )
 
 

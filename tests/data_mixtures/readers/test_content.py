@@ -25,7 +25,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(content, "PART_CONTENTS", 40)
 
 
-def resolved(path: Path, contents: list[bytes], **more: Any) -> str:
+def write_resolved(path: Path, contents: list[bytes], **more: Any) -> str:
     columns = {
         "repo": [f"a/{i}" for i in range(len(contents))],
         "sha1": [sha1(each) for each in contents],
@@ -34,7 +34,9 @@ def resolved(path: Path, contents: list[bytes], **more: Any) -> str:
     return str(path)
 
 
-def fetched(folder: Path, url: str, groups=None, share=0.0) -> tuple[dict[str, Any], list[dict]]:
+def fetch_contents(
+    folder: Path, url: str, groups=None, share=0.0
+) -> tuple[dict[str, Any], list[dict]]:
     """Counts and rows of all or some row groups of resolved.parquet."""
     given = Input("resolved", ("resolved.parquet",), content_url=url, max_missing_share=share)
     path, raw = str(folder / "resolved.parquet"), folder / "raw.parquet"
@@ -44,11 +46,11 @@ def fetched(folder: Path, url: str, groups=None, share=0.0) -> tuple[dict[str, A
 
 
 def test_each_content_once_in_order_with_its_origin_through_failures(tmp_path, capsys):
-    resolved(tmp_path / "resolved.parquet", [*CONTENTS, *CONTENTS[:20]])
+    write_resolved(tmp_path / "resolved.parquet", [*CONTENTS, *CONTENTS[:20]])
     with FakeBucket(CONTENTS) as bucket:
         three, four, five = map(sha1, CONTENTS[3:6])
         bucket.flaws = {three: [503, 429, 500], four: [b"damaged"], five: [CONTENTS[5]]}
-        counts, rows = fetched(tmp_path, bucket.url)
+        counts, rows = fetch_contents(tmp_path, bucket.url)
         assert bucket.asked == {**{sha1(each): 1 for each in CONTENTS}, three: 4, four: 2}
     assert "/parts: 40 of 300 contents, 0 missing" in capsys.readouterr().err.splitlines()[0]
     assert [row["text"] for row in rows] == CONTENTS
@@ -60,9 +62,9 @@ def test_each_content_once_in_order_with_its_origin_through_failures(tmp_path, c
 def test_a_unit_is_whole_row_groups_and_sha1_may_be_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(content, "UNIT_ROWS", 100)
     names = pa.array([bytes.fromhex(sha1(each)) for each in CONTENTS], pa.binary(20))
-    resolved(tmp_path / "resolved.parquet", CONTENTS, sha1=names)
+    write_resolved(tmp_path / "resolved.parquet", CONTENTS, sha1=names)
     with FakeBucket(CONTENTS) as bucket:
-        _, rows = fetched(
+        _, rows = fetch_contents(
             tmp_path, bucket.url, groups=content.units(str(tmp_path / "resolved.parquet"))[1]
         )
     assert [row["text"] for row in rows] == CONTENTS[100:200]
@@ -71,7 +73,7 @@ def test_a_unit_is_whole_row_groups_and_sha1_may_be_bytes(tmp_path, monkeypatch)
 def test_a_bucket_that_does_not_answer_ends_the_unit_and_keeps_what_came(tmp_path, monkeypatch):
     monkeypatch.setattr(content, "CONNECTIONS", 4)
     monkeypatch.setattr(content, "ATTEMPTS", 2)
-    resolved(tmp_path / "resolved.parquet", CONTENTS)
+    write_resolved(tmp_path / "resolved.parquet", CONTENTS)
     with FakeBucket(CONTENTS, slow_s=0.002) as bucket:
         system = content._Bucket.content
 
@@ -81,13 +83,13 @@ def test_a_bucket_that_does_not_answer_ends_the_unit_and_keeps_what_came(tmp_pat
 
         monkeypatch.setattr(content._Bucket, "content", content_then_down)
         with pytest.raises(ValueError, match=r"does not answer \(.*http_503.* contents in a row"):
-            fetched(tmp_path, bucket.url)
+            fetch_contents(tmp_path, bucket.url)
         saved = sum(part.metadata.num_rows for part in content._parts(tmp_path / "parts"))
         assert 100 < saved < 200
         monkeypatch.setattr(content._Bucket, "content", system)
         bucket.down = False
         bucket.asked.clear()
-        _, rows = fetched(tmp_path, bucket.url)
+        _, rows = fetch_contents(tmp_path, bucket.url)
         assert bucket.asked.total() == 300 - saved
     assert len(rows) == 300
 
@@ -107,7 +109,7 @@ code = 1
 def test_contents_become_shards_and_missing_ones_stop_the_unit_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(content, "UNIT_ROWS", 100)
     contents, out = [*CONTENTS[:250], b"gr\xfc\xdfe " * 20], tmp_path / "out"
-    resolved(tmp_path / "resolved.parquet", contents)
+    write_resolved(tmp_path / "resolved.parquet", contents)
     with FakeBucket(contents[:100] + contents[110:]) as bucket:
         (tmp_path / "code.toml").write_text(RECIPE.format(url=bucket.url))
         missing = r"fetch code/unit-00001: 10 of 100 contents \(10.00%\) are missing"
@@ -134,6 +136,6 @@ def test_a_resolved_file_without_sha1_is_named(tmp_path):
     pq.write_table(pa.table({"repo": ["a"]}), tmp_path / "resolved.parquet")
     (tmp_path / "code.toml").write_text(RECIPE.format(url="http://127.0.0.1:9/{sha1}"))
     with pytest.raises(
-        ValueError, match=r"resolved.parquet has no column sha1 .*; its columns: repo"
+        ValueError, match=r"resolved.parquet needs one column sha1 .*; its columns: repo"
     ):
         prepare_folder(tmp_path / "code.toml", tmp_path / "out")

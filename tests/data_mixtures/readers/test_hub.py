@@ -55,7 +55,7 @@ def run_command(hub: FakeHub, name: str, path: Path, *more: str, token: str = ""
 def test_plan_and_fetch_from_the_hub(hub, tmp_path):
     path, out = recipe(tmp_path, {"name": "exact"}, GATED), tmp_path / "out"
     assert not run_command(hub, "plan", path, token="good")
-    planned = stage.planned(out, "exact")
+    planned = stage.find_plan(out, "exact")
     assert planned["revision"] == COMMIT
     files = [tmp_path / "served" / REPO / f"4plus/part_{number:06d}.parquet" for number in range(3)]
     assert [entry["path"] for entry in planned["units"]] == [f"4plus/{file.name}" for file in files]

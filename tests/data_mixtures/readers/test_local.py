@@ -3,9 +3,12 @@ reasons why none does.
 """
 
 import bz2
+import codecs
+import glob
 import gzip
 import json
 import os
+import struct
 import sys
 from pathlib import Path
 
@@ -14,6 +17,7 @@ import pyarrow
 import pytest
 
 from data_mixtures.readers import local
+from data_mixtures.readers.unpack import Unreadable
 from data_mixtures.recipe import Input
 
 TEXT, LINES = Input("text", ("x",)), Input("jsonl", ("x",))
@@ -40,7 +44,7 @@ def texts(source_input: Input, *paths, dropped: local.Dropped | None = None) -> 
 
 def test_a_binary_file_gives_a_reason(tmp_path):
     (tmp_path / "file").write_bytes(b"a\0b")
-    with pytest.raises(local.Unreadable, match="not_text"):
+    with pytest.raises(Unreadable, match="not_text"):
         local.read(tmp_path / "file")
 
 
@@ -56,11 +60,21 @@ def test_a_text_that_is_too_large_is_counted_and_not_read(suffix, tmp_path, monk
     assert (dropped, dropped.files) == ({"too_large": 1}, {str(large)})
 
 
+# a frame of zstd without content
+SKIPPABLE = b"\x50\x2a\x4d\x18" + struct.pack("<I", 6) + b"abcdef"
+# beside and between members or frames: what the stock tools read
+BETWEEN = {"gz": b"\0" * 700, "zst": SKIPPABLE, "bz2": bz2.compress(b"")}
+
+
 @pytest.mark.parametrize("suffix", PACK)
 def test_what_is_packed_is_whole_or_damaged(suffix, tmp_path):
     pack, path = PACK[suffix], tmp_path / f"a.jsonl.{suffix}"
     members = pack(RAW[:9000]) + pack(RAW[9000:])  # several, as `cat` makes them
-    for whole in (pack(RAW), members):
+    between = BETWEEN[suffix]
+    stock = pack(b"") + pack(RAW[:9000]) + between + pack(RAW[9000:]) + between
+    reference = {"gz": gzip, "bz2": bz2}.get(suffix)
+    assert reference is None or reference.decompress(stock) == RAW
+    for whole in (pack(RAW), members, stock):
         path.write_bytes(whole)
         assert len(texts(LINES, path)) == 3000
     cut = pack(RAW)[: len(pack(RAW)) // 2]
@@ -69,9 +83,44 @@ def test_what_is_packed_is_whole_or_damaged(suffix, tmp_path):
         with pytest.raises(local.Damaged) as error:
             texts(LINES, path)
         assert error.value.args[0] == str(path)
-        assert 0 <= error.value.args[1] <= 3000
+        problem, rows = error.value.args[1]
+        assert (problem.reason, 0 <= rows <= 3000) == ("damaged", True)
         with pytest.raises(ValueError, match=rf"a\.jsonl\.{suffix} is damaged or truncated"):
             list(local.json_objects(path))
+
+
+def test_a_window_that_is_too_long_says_how_to_unpack_the_file(tmp_path):
+    """`zstd --long=31` of a stream: its frame asks for 2 GiB, which the tool itself refuses by default."""
+    path = tmp_path / "a.jsonl.zst"
+    # magic, a frame header with a window of 2 GiB (exponent 21 over 1 KiB), an empty last block
+    path.write_bytes(b"\x28\xb5\x2f\xfd\x00" + bytes([21 << 3]) + b"\x01\x00\x00")
+    command = f"zstd -d --long=31 {path}"
+    assert command in str(local.find_first_problem(str(path), "text"))
+    with pytest.raises(local.Damaged) as error:
+        texts(LINES, path)
+    dropped = local.Dropped()
+    dropped.add_file(str(path), error.value.args[1][0])
+    assert dropped == {"long_window": 1}
+    assert command in dropped.examples["long_window"]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst", ".bz2"])
+def test_json_lines_end_at_newlines_alone(suffix, tmp_path):
+    values = [
+        {"text": f"a{mark}b", "n": n} for n, mark in enumerate("\u2028\u2029\x85\ufeff\x0b\x0c\x1c")
+    ]
+    lines = [json.dumps(value, ensure_ascii=False).encode() for value in values]
+    raw = codecs.BOM_UTF8 + b"\r\n\n".join(lines[:3]) + b"\n" + b"\n".join(lines[3:])
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(PACK[suffix[1:]](raw) if suffix else raw)
+    assert list(local.json_objects(path)) == list(zip([1, 3, 5, 6, 7, 8, 9], values, strict=True))
+    assert texts(LINES, path) == [value["text"] for value in values]
+    path.write_bytes(PACK[suffix[1:]](raw + b"\n{") if suffix else raw + b"\n{")
+    with pytest.raises(ValueError, match=r"a\.jsonl.*:10: not JSON"):
+        list(local.json_objects(path))
+    skipped: dict[int, type[Exception]] = {}
+    assert len(list(local.json_objects(path, skipped))) == 7
+    assert skipped == {10: json.JSONDecodeError}
 
 
 @pytest.mark.parametrize(
@@ -105,7 +154,9 @@ def test_a_file_of_another_encoding_gives_no_text_and_is_refused_at_the_start(en
     path.write_bytes(('{"text": "日本語の文章です"}\n' * 40).encode(encoding))
     assert texts(LINES, path, dropped=dropped) == []
     assert (dropped, dropped.files) == ({"not_utf8": 1}, {str(path)})
-    assert "is UTF-16 or UTF-32; convert it: iconv" in str(local.first_problem(str(path), "text"))
+    assert "is UTF-16 or UTF-32; convert it: iconv" in str(
+        local.find_first_problem(str(path), "text")
+    )
 
 
 def test_pretty_printed_json_is_named(tmp_path):
@@ -114,7 +165,7 @@ def test_pretty_printed_json_is_named(tmp_path):
         for rows, first in ((ROWS, "["), (ROWS[0], "{")):
             dropped = local.Dropped()
             path.write_text(json.dumps(rows, indent=indent))
-            problem = local.first_problem(str(path), "text")
+            problem = local.find_first_problem(str(path), "text")
             assert problem == f"{path} begins with {first!r} alone on its line: {local.NOT_LINES}"
             texts(LINES, path, dropped=dropped)
             assert dropped.examples["not_json"] == f"{path}:1 ({local.NOT_LINES})"
@@ -167,6 +218,24 @@ def test_a_name_that_is_not_utf8_can_be_excluded(folder):
     with pytest.raises(ValueError, match="is not UTF-8; rename it, or exclude it"):
         names({}, f"{folder}/a/*")
     assert len(names({}, f"{folder}/a/*", exclude=("*/na?me.txt",))) == 20
+
+
+def test_a_file_of_the_very_name_is_meant_before_a_pattern(folder, monkeypatch):
+    for name in ("br[ack]et.txt", "bra.txt", "what?.txt", "star*.txt", "stars.txt"):
+        (folder / name).write_text("x")
+    roots = {"recipe": str(folder)}
+    for name in ("br[ack]et.txt", "what?.txt", "star*.txt"):
+        for path in (name, f"{folder}/{name}", f"{{recipe}}/{name}", f"file://{folder}/{name}"):
+            assert [Path(each).name for each in names(roots, path)] == [name]
+        assert glob.glob(local.pattern_of(f"{folder}/{name}")) == [f"{folder}/{name}"]
+        assert f"{folder}/{name}" not in names(roots, "*.txt", exclude=(name,))
+    assert names(roots, "br[a]*.txt") == [f"{folder}/bra.txt"]
+    monkeypatch.setenv("HOME", str(folder))
+    assert names(roots, "~/star*.txt") == [f"{folder}/star*.txt"]
+    with pytest.raises(
+        ValueError, match=r"no file matches .*/a \(a folder; give its files, such as .*/a/\*\*/\*"
+    ):
+        names(roots, "a")
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,14 @@ import pytest
 
 from data_mixtures import shards
 from data_mixtures.stages import sorted_runs
-from tests.data_mixtures.stages.shuffle_assets import TWO_SOURCES, TWO_TEXTS, prepared
+from tests.data_mixtures.stages.shuffle_assets import TWO_SOURCES, TWO_TEXTS, prepare_texts
 
 
 def make_two_sources(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "BLOCK_BYTES", 128)
         patch.setattr(sorted_runs, "DOCUMENTS_PER_RANGE", 100)
-        prepared(folder / "data", TWO_SOURCES, TWO_TEXTS)
+        prepare_texts(folder / "data", TWO_SOURCES, TWO_TEXTS)
 
 
 @pytest.fixture

@@ -93,7 +93,7 @@ def make_recipe(
     )
 
 
-def filtered(out: Path, texts: Texts, wanted: recipe.Recipe) -> filter.Filter:
+def run_filter(out: Path, texts: Texts, wanted: recipe.Recipe) -> filter.Filter:
     """Raw units and their filter, done."""
     write_raw(out, texts)
     decontaminate.make_index(wanted.filter.benchmarks, out)

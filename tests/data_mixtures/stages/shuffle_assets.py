@@ -17,7 +17,7 @@ import xxhash
 from rich.console import Console
 
 from data_mixtures import shards, tokenizer
-from data_mixtures.readers import local
+from data_mixtures.readers.columns import encode_origin
 from data_mixtures.recipe import LocalSource, Recipe, TokenizerFile, TokenizerTraining
 from data_mixtures.stages import blocks, manifest, shuffle, sorted_runs, stage
 from data_mixtures.stages.stage import Unit
@@ -74,7 +74,7 @@ def text_of(tokens: Sequence[int]) -> str:
 
 def origin_of(text: str) -> str:
     """None for some documents, as of a source without provenance."""
-    return local.origin(f"\u00fc/{text[:5]}", len(text), {}) if len(text) % 5 else ""
+    return encode_origin(f"\u00fc/{text[:5]}", len(text), {}) if len(text) % 5 else ""
 
 
 def write_tokens(folder: Path, texts: Sequence[str]) -> dict[str, Any]:
@@ -120,17 +120,17 @@ def write_plan(out: Path, source: str, units: int) -> None:
     shards.write_json(path, {"format": 1, "sources": sources})
 
 
-def tokenized(out: Path, source: str, texts: Sequence[Sequence[str]]) -> None:
+def write_tokenized(out: Path, source: str, texts: Sequence[Sequence[str]]) -> None:
     write_plan(out, source, len(texts))
     for number, part in enumerate(texts):
         folder = make_unit_folder(out, "tokenize", Unit(source, number))
         write_receipt(folder, write_tokens(folder, part))
 
 
-def shuffled(out: Path, plan: Recipe, texts: dict[str, Sequence[str]], units: int = 2) -> None:
+def run_shuffle(out: Path, plan: Recipe, texts: dict[str, Sequence[str]], units: int = 2) -> None:
     """Tokenize, order and shuffle every source of texts."""
     for source, given in texts.items():
-        tokenized(out, source, split(given, units))
+        write_tokenized(out, source, split(given, units))
     run(sorted_runs.Runs(plan, out, tuple(texts)))
     run(shuffle.OrderDocuments(plan, out, tuple(texts)))
     run(shuffle.WriteShards(plan, out, tuple(texts)))
@@ -142,11 +142,11 @@ def select(texts: Iterable[str], plan: Recipe) -> tuple[dict[int, str], list[int
     for text in texts:
         unique.setdefault(xxhash.xxh3_128_intdigest(text.encode()), text)
 
-    def shuffled_key(digest: int) -> tuple[int, int]:
+    def find_key(digest: int) -> tuple[int, int]:
         low = (digest % 2**64).to_bytes(8, "little")
         return xxhash.xxh3_64_intdigest(low, seed=plan.seed), digest
 
-    ordered, held_out = sorted(unique, key=shuffled_key), plan.valid_per_10000 * 2**64 // 10_000
+    ordered, held_out = sorted(unique, key=find_key), plan.valid_per_10000 * 2**64 // 10_000
     train = [digest for digest in ordered if digest % 2**64 >= held_out]
     return unique, train, [digest for digest in ordered if digest % 2**64 < held_out]
 
@@ -189,7 +189,7 @@ def in_memory(texts: Sequence[str], plan: Recipe) -> dict[str, bytes]:
     return files
 
 
-def shuffled_files(out: Path, source: str) -> dict[str, bytes]:
+def read_written(out: Path, source: str) -> dict[str, bytes]:
     """The files that `shuffle` wrote, the document indexes unpacked, in the form of `in_memory`."""
     files = {}
     for path in sorted((out / "shuffle" / source).glob("unit-*/*")):
@@ -222,13 +222,13 @@ def write_counts(out: Path, source: str, texts: Sequence[Sequence[str]], lie: in
         write_receipt(make_unit_folder(out, "filter", unit), filtered)
 
 
-def prepared(
+def prepare_texts(
     out: Path, plan: Recipe, texts: dict[str, Sequence[str]], units: int = 2, replace: bool = False
 ) -> Path:
     """All stages from fetch to manifest over these texts."""
     for source, given in texts.items():
         write_counts(out, source, split(given, units))
-    shuffled(out, plan, texts, units)
+    run_shuffle(out, plan, texts, units)
     (out / "tokenizer.model").write_bytes(tokenizer_model())
     manifest.write(plan, out, tuple(texts), Console(quiet=True), replace)
     return out

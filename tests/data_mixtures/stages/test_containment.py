@@ -13,7 +13,7 @@ from data_mixtures import ngrams, recipe, shards
 from data_mixtures.stages import containment, documents, stage
 from tests.data_mixtures.conftest import prepare_folder, write_lines
 from tests.data_mixtures.stages import test_dedup
-from tests.data_mixtures.stages.filtered import do_all, filtered, make_recipe
+from tests.data_mixtures.stages.filtered import do_all, make_recipe, run_filter
 from tests.data_mixtures.stages.test_dedup import WORDS, Texts, flat, is_held_out
 
 STAGES = (containment.HeldOut, containment.Scan, containment.Contained)
@@ -36,16 +36,16 @@ def text_around(draw: random.Random, held_out: bool, inner: str = "", count: int
             return text
 
 
-def left_out(out: Path, texts: Texts, wanted: recipe.Recipe) -> list[str]:
-    filtered(out, texts, wanted)
+def find_contained(out: Path, texts: Texts, wanted: recipe.Recipe) -> list[str]:
+    run_filter(out, texts, wanted)
     for kind in test_dedup.STAGES * wanted.dedup.minhash + STAGES:
         do_all(kind(wanted, out, tuple(texts)))
-    return [
-        texts[source][n][row]
-        for source, units in texts.items()
-        for n in range(len(units))
-        for row in documents.left_out(wanted, out, stage.Unit(source, n))["contained"]
-    ]
+    contained = []
+    for source, units in texts.items():
+        for n, unit in enumerate(units):
+            rows = documents.find_left_out(wanted, out, stage.Unit(source, n))["contained"]
+            contained += [unit[row] for row in rows]
+    return contained
 
 
 def plain_rule(texts: Texts, wanted: recipe.Recipe) -> list[str]:
@@ -71,9 +71,9 @@ def test_it_is_the_plain_rule_over_sources_units_and_groups(tmp_path, monkeypatc
     texts = {"a": [given[:150], [], given[150:220]], "b": [given[220:]]}
     expected = plain_rule(texts, wanted)
     assert 8 < len(expected) < sum(is_held_out(text, wanted) for text in given) - 8
-    assert left_out(tmp_path / "units", texts, wanted) == expected
+    assert find_contained(tmp_path / "units", texts, wanted) == expected
     monkeypatch.setattr(documents, "GROUPS", 1)
-    assert left_out(tmp_path / "groups", texts, wanted) == expected
+    assert find_contained(tmp_path / "groups", texts, wanted) == expected
 
 
 def test_what_lies_inside_training_text_goes_and_nothing_of_training(tmp_path):
@@ -83,7 +83,7 @@ def test_what_lies_inside_training_text_goes_and_nothing_of_training(tmp_path):
     parts = [text_around(draw, False, " ".join(long.split()[at : at + 400]), 5) for at in (0, 400)]
     again = text_around(draw, True, alone, 5)  # held out itself: no training text
     texts = {"web": [[quoted, alone], [parts[0]]], "book": [[inside, long, again, parts[1]]]}
-    assert left_out(tmp_path, texts, wanted) == [inside, long]
+    assert find_contained(tmp_path, texts, wanted) == [inside, long]
     counts = stage.receipt_of(tmp_path, "contained", documents.ALL)["counts"]
     assert counts == {"held_out": 4, "contained": 2}
 
@@ -92,16 +92,18 @@ def test_a_near_copy_that_is_left_out_of_training_contains_nothing(tmp_path):
     wanted, draw = with_containment(["a"], minhash=True), random.Random(3)
     held = text_around(draw, True, count=120)
     texts = {"a": [[text_around(draw, False, held, 1), held]]}
-    assert left_out(tmp_path / "both", texts, wanted) == []
+    assert find_contained(tmp_path / "both", texts, wanted) == []
     assert documents.near_copies(wanted, tmp_path / "both", stage.Unit("a", 0)).tolist() == [0]
-    assert left_out(tmp_path / "one", texts, with_containment(["a"])) == [held]
+    assert find_contained(tmp_path / "one", texts, with_containment(["a"])) == [held]
 
 
 @pytest.mark.parametrize(
     "nothing", [{"a": [[], []]}, {"a": [["no text is held out here, as few are " * 3]]}]
 )
 def test_without_held_out_documents_there_is_nothing_to_do(tmp_path, nothing):
-    assert left_out(tmp_path, nothing, replace(with_containment(["a"]), valid_per_10000=0)) == []
+    assert (
+        find_contained(tmp_path, nothing, replace(with_containment(["a"]), valid_per_10000=0)) == []
+    )
 
 
 def test_training_bytes_are_the_same_with_and_without(recipe_path, tmp_path):

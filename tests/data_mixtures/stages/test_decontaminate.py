@@ -44,7 +44,7 @@ def index_of(*items: list[str]) -> decontaminate.Index:
     )
 
 
-def found(index: decontaminate.Index, *texts: str) -> list[set[int]]:
+def find_items(index: decontaminate.Index, *texts: str) -> list[set[int]]:
     return [{number for _, number in items} for items in index.find(list(texts))]
 
 
@@ -75,7 +75,7 @@ def test_equal_to_the_reference(items, texts, plant, window):
             {n for n, item in enumerate(items) if any(holds(text, p) for p in item)}
             for text in texts
         ]
-        assert found(index_of(*items), *texts) == expected
+        assert find_items(index_of(*items), *texts) == expected
 
 
 def test_files_of_every_format_make_one_index_that_is_kept(tmp_path):
@@ -87,9 +87,8 @@ def test_files_of_every_format_make_one_index_that_is_kept(tmp_path):
             row |= {"choices": ["a", "b"], "inputs": arguments}
             file.write(json.dumps(row) + "\n")
         file.write('\n{"q": "too short to be looked for"}\n')
-    pq.write_table(
-        pa.table({"q": [question.format("wall")], "c": [["no", "yes"]]}), tmp_path / "b.parquet"
-    )
+    columns = [[question.format("wall").encode()], [["no", "yes"]], ["2"]]  # two of one name
+    pq.write_table(pa.table(columns, names=["q", "c", "q"]), tmp_path / "b.parquet")
     names = {"first": str(tmp_path / "*.jsonl.gz"), "second": str(tmp_path / "b.parquet")}
     decontaminate.make_index(names, tmp_path)
     index = decontaminate.load(tmp_path, names)

@@ -12,7 +12,7 @@ import xxhash
 
 from data_mixtures import recipe, shards
 from data_mixtures.stages import dedup, documents, stage
-from tests.data_mixtures.stages.filtered import do_all, filtered, make_recipe
+from tests.data_mixtures.stages.filtered import do_all, make_recipe, run_filter
 
 WORDS = ["".join(letters) for letters in itertools.product("abcdefghijklmn", repeat=3)]
 STAGES = (dedup.Signatures, dedup.Bands, dedup.Dedup)
@@ -39,12 +39,13 @@ def with_dedup(sources, **settings) -> recipe.Recipe:
 
 
 def flat(texts: Texts) -> list[str]:
-    return [text for units in texts.values() for unit in units for text in unit]
+    units = itertools.chain.from_iterable(texts.values())
+    return list(itertools.chain.from_iterable(units))
 
 
 def deduplicate(out: Path, texts: Texts, wanted: recipe.Recipe) -> Texts:
     """What stays, by source and unit."""
-    filtered(out, texts, wanted)
+    run_filter(out, texts, wanted)
     for kind in STAGES:
         do_all(kind(wanted, out, tuple(texts)))
 
@@ -62,14 +63,14 @@ def low_half(text: str) -> int:
 
 
 def is_held_out(text: str, wanted: recipe.Recipe) -> bool:
-    return low_half(text) < shards.held_out_below(wanted.valid_per_10000)
+    return low_half(text) < shards.find_held_out_limit(wanted.valid_per_10000)
 
 
 def bands_of(text: str, wanted: recipe.Recipe) -> set[int]:
     return set(dedup.signer(wanted.dedup)(text, low_half(text)))
 
 
-def expected_to_stay(texts: Texts, wanted: recipe.Recipe) -> list[str]:
+def find_remaining(texts: Texts, wanted: recipe.Recipe) -> list[str]:
     """The rule in memory: who comes first in every one of its bands, held-out documents before all others."""
     given = flat(texts)
     bands = [bands_of(text, wanted) for text in given]
@@ -127,7 +128,7 @@ def test_who_stays_is_the_plain_rule_whatever_the_units_ranges_and_groups(
         {"a": [*parts[:2], []], "b": [[], *parts[2:]]},
     )
     stays = deduplicate(tmp_path / "whole", units, wanted)
-    assert flat(stays) == expected_to_stay(units, wanted)
+    assert flat(stays) == find_remaining(units, wanted)
     assert 30 <= len(flat(stays)) < len(texts)
     bands = [bands_of(text, wanted) for text in flat(stays)]
     assert len(set().union(*bands)) == sum(map(len, bands)), "no two of them share a band"

@@ -9,11 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 import xxhash
 
-from data_mixtures.readers import local
+from data_mixtures.readers.columns import encode_origin, holds_text
 from data_mixtures.stages import decontaminate, filter, stage
 from data_mixtures.stages.tokenize import key_of_id
 from tests.data_mixtures.conftest import write_lines
-from tests.data_mixtures.stages.filtered import do_all, filtered, make_recipe, write_raw
+from tests.data_mixtures.stages.filtered import do_all, make_recipe, run_filter, write_raw
 
 QUESTION = (
     "Which of the seven lakes behind the old mountain freezes first in a winter without any wind?"
@@ -55,7 +55,10 @@ def column(done: filter.Filter, name: str) -> list:
 
 def test_every_reason_is_counted_and_the_rest_stays_in_order(out):
     texts = [*BAD, *GOOD[:120], *BAD, *GOOD[120:], f"{GOOD[9]}\0 and more\0", "\0\0"]
-    done, kept = filtered(out, {"notes": [texts]}, recipe_with(out)), [*GOOD, f"{GOOD[9]} and more"]
+    done, kept = (
+        run_filter(out, {"notes": [texts]}, recipe_with(out)),
+        [*GOOD, f"{GOOD[9]} and more"],
+    )
     table, counts, _ = documents(done)
     assert table.column("text").to_pylist() == kept
     assert table.schema == filter.SCHEMA
@@ -75,10 +78,17 @@ def test_every_reason_is_counted_and_the_rest_stays_in_order(out):
     assert counts["contamination"] == {"quiz": {"documents": 2, "items": {"0": 2}}}
 
 
-@pytest.mark.parametrize(
-    "kind", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())]
-)
+KINDS = [
+    *(pa.string(), pa.large_string(), pa.string_view()),
+    *(pa.binary(), pa.large_binary(), pa.binary_view()),
+    *(pa.dictionary(pa.int32(), each) for each in (pa.string(), pa.binary())),
+    pa.opaque(pa.string(), "a type", "of others"),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_any_type_of_text_column_and_any_batch_give_the_same_documents(kind, tmp_path, monkeypatch):
+    assert holds_text(kind)
     texts = [text for text in (*GOOD, *BAD) if kind == pa.string() or not isinstance(text, bytes)]
     monkeypatch.setattr(filter, "_BATCH_ROWS", 7)
     write_raw(tmp_path, {"notes": [texts]}, kind)
@@ -140,7 +150,7 @@ def test_origins_stay_as_a_reader_says_them_and_as_far_as_they_are_utf8(out):
     found = [json.loads(each) for each in column(done, "origin")]
     assert [each.get("url") for each in found] == ["http://a/\ufffd", None, "", "http://b"]
     assert [each["id"] for each in found] == [1, 2, 3, 4]
-    made = json.loads(local.origin("a.jsonl", 0, {"url": "x\ud800"}).encode())
+    made = json.loads(encode_origin("a.jsonl", 0, {"url": "x\ud800"}).encode())
     assert made == {"file": "a.jsonl", "row": 0, "url": "x?"}
 
 
@@ -160,7 +170,7 @@ def test_a_part_of_a_source_is_what_the_shuffle_puts_first(out):
     keys = sorted(key_of_id(xxhash.xxh3_128_digest(text.encode()), RECIPE.seed) for text in GOOD)
     for share, least, most in ((0.12, 15, 45), (0.3, 50, 100), (1.0, len(GOOD), len(GOOD))):
         recipe = replace(RECIPE, sources=(replace(RECIPE.sources[0], keep=share),))
-        work = filtered(out, {"notes": [GOOD[:130], GOOD[130:]]}, recipe)
+        work = run_filter(out, {"notes": [GOOD[:130], GOOD[130:]]}, recipe)
         units = [documents(work, number) for number in (0, 1)]
         ids = [each for table, *_ in units for each in table.column("doc_id").to_pylist()]
         kept = sorted(key_of_id(each, RECIPE.seed) for each in ids)

@@ -19,7 +19,7 @@ from tests.data_mixtures.stages.shuffle_assets import (
     digest,
     in_memory,
     plan_of,
-    prepared,
+    prepare_texts,
     read_json,
     select,
     split,
@@ -144,9 +144,9 @@ def test_smaller_data_replaces_larger_when_asked(data):
         before = files_of(data / "notes")
         pinned = r"data/notes holds data that phase1.lock.json pins.* --replace does that"
         with pytest.raises(ValueError, match=pinned):
-            prepared(data, TWO_SOURCES, fewer)
+            prepare_texts(data, TWO_SOURCES, fewer)
         assert files_of(data / "notes") == before
-    prepared(data, TWO_SOURCES, fewer, replace=True)
+    prepare_texts(data, TWO_SOURCES, fewer, replace=True)
     names = {path.name for path in (data / "notes").iterdir()}
     assert len(names) < len(before)
     assert names == {*in_memory(fewer["notes"], TWO_SOURCES), "source.json"}

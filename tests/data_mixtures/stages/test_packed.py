@@ -14,10 +14,10 @@ from tests.data_mixtures.stages.shuffle_assets import (
     SEED,
     TOKEN,
     plan_of,
-    prepared,
+    prepare_texts,
+    read_written,
+    run_shuffle,
     select,
-    shuffled,
-    shuffled_files,
     text_of,
     texts_of,
     tokens_of,
@@ -49,8 +49,8 @@ def reference(texts: list[str]) -> dict[str, packing.Packed]:
 def test_shards_are_those_of_the_reference(tmp_path, monkeypatch, texts):
     monkeypatch.setattr(sorted_runs, "RUNS", 2)
     monkeypatch.setattr(sorted_runs, "DOCUMENTS_PER_RANGE", 100)
-    shuffled(tmp_path, PLAN, {"notes": texts}, units=6)
-    files, expected = shuffled_files(tmp_path, "notes"), reference(texts)
+    run_shuffle(tmp_path, PLAN, {"notes": texts}, units=6)
+    files, expected = read_written(tmp_path, "notes"), reference(texts)
     assert len(expected) > 4
     for name, made in expected.items():
         assert files.pop(name) == made.tokens.tobytes()
@@ -60,7 +60,7 @@ def test_shards_are_those_of_the_reference(tmp_path, monkeypatch, texts):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    return prepared(tmp_path_factory.mktemp("packed"), PLAN, {"notes": TEXTS})
+    return prepare_texts(tmp_path_factory.mktemp("packed"), PLAN, {"notes": TEXTS})
 
 
 def test_damage_of_flags_and_missing_documents_are_found(data, tmp_path):

@@ -10,7 +10,7 @@ import xxhash
 
 from data_mixtures import recipe_file
 from data_mixtures.stages import filter, quality, stage
-from tests.data_mixtures.stages.filtered import filtered, make_recipe
+from tests.data_mixtures.stages.filtered import make_recipe, run_filter
 
 PROSE = "".join(
     f"In the year {i} the people of the town began to build a bridge, and it held. "
@@ -36,7 +36,7 @@ def filter_texts(out: Path, texts: list[str], of_recipe: tuple, **of_source):
     recipe = make_recipe(["notes"], steps=of_recipe)
     sources = (replace(recipe.sources[0], **of_source),)
     recipe = replace(recipe, sources=sources)
-    done = filtered(out, {"notes": [texts]}, recipe)
+    done = run_filter(out, {"notes": [texts]}, recipe)
     folder, receipt = stage.result(out, "filter", stage.Unit("notes", 0))
     return pq.read_table(folder / stage.DOCUMENTS), receipt["counts"], done
 

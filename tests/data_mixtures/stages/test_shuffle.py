@@ -19,12 +19,12 @@ from tests.data_mixtures.stages import shuffle_assets
 from tests.data_mixtures.stages.shuffle_assets import (
     in_memory,
     plan_of,
+    read_written,
     run,
-    shuffled,
-    shuffled_files,
+    run_shuffle,
     split,
     texts_of,
-    tokenized,
+    write_tokenized,
 )
 
 PLAN = plan_of(windows_per_shard=20)
@@ -75,17 +75,17 @@ def test_bytes_are_those_of_the_in_memory_way_for_any_sizes(
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         set_sizes(patch, documents, read, copied, 2 * block)
         patch.setattr(shuffle_assets, "TOKEN", np.dtype(dtype))
-        shuffled(Path(folder), plan, {"notes": texts}, units)
-        assert shuffled_files(Path(folder), "notes") == in_memory(texts, plan)
+        run_shuffle(Path(folder), plan, {"notes": texts}, units)
+        assert read_written(Path(folder), "notes") == in_memory(texts, plan)
 
 
 def test_too_little_text_is_named(tmp_path):
-    tokenized(tmp_path, "notes", ((), ()))
+    write_tokenized(tmp_path, "notes", ((), ()))
     with pytest.raises(
         ValueError, match=r"source 'notes' is empty.*filter/notes/unit-\*/receipt\.json"
     ):
         shuffle.OrderDocuments(PLAN, tmp_path, ("notes",)).units()
-    tokenized(tmp_path, "notes", split(["a"], 2))
+    write_tokenized(tmp_path, "notes", split(["a"], 2))
     _, order, work = stages_of(tmp_path, plan_of(valid_per_10000=1))
     run(order)
     with pytest.raises(
@@ -115,7 +115,7 @@ def test_a_flipped_bit_before_a_shard_stops_it_and_mends_itself(tmp_path, tiny, 
     done = MADE_BY.index(made)
     for name in files:
         out = tmp_path / name
-        tokenized(out, "notes", parts)
+        write_tokenized(out, "notes", parts)
         stages = stages_of(out, plan)
         run_all(stages[:done])
         folder = out / made / "notes/unit-00001"
@@ -127,6 +127,6 @@ def test_a_flipped_bit_before_a_shard_stops_it_and_mends_itself(tmp_path, tiny, 
         assert str(folder) in str(error.value)
         assert not (folder / stage.RECEIPT).is_file()  # so it is made again
         assert not list((out / "shuffle/notes").glob(".*"))
-        tokenized(out, "notes", parts)
+        write_tokenized(out, "notes", parts)
         run_all(stages)
-        assert shuffled_files(out, "notes") == in_memory(texts_of(100), plan)
+        assert read_written(out, "notes") == in_memory(texts_of(100), plan)

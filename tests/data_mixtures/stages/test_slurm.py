@@ -34,14 +34,14 @@ def test_the_script_prepares_on_all_nodes_of_a_job(recipe_path, tmp_path):
         job = int(cluster.command(*submitted, cwd=ROOT))
         nodes = set[str]()
 
-        def ended() -> bool:
+        def has_ended() -> bool:
             for node in {"n1", "n2"} - nodes:
                 with suppress(psutil.NoSuchProcess):  # one that ends while it is asked
                     if any(each.name().startswith("ray::") for each in cluster.processes(node)):
                         nodes.add(node)
             return cluster.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING")
 
-        wait_for(ended, "the end of the job", 240)
+        wait_for(has_ended, "the end of the job", 240)
         assert cluster.job(job)["JobState"] == "COMPLETED", log.read_text()
     assert re.search(r"Ray at localhost:\d+ has 2 of 2 nodes", log.read_text())
     assert nodes == {"n1", "n2"}, "workers of Ray on both"

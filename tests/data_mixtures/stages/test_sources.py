@@ -51,8 +51,8 @@ def fetch_all(
     return work
 
 
-def planned_paths(out: Path, name: str) -> list[str]:
-    return [entry["path"] for entry in stage.planned(out, name)["units"]]
+def list_paths(out: Path, name: str) -> list[str]:
+    return [entry["path"] for entry in stage.find_plan(out, name)["units"]]
 
 
 def test_folders_are_matched_exactly_and_columns_are_read(tmp_path, mirror):
@@ -64,17 +64,17 @@ def test_folders_are_matched_exactly_and_columns_are_read(tmp_path, mirror):
     }
     both = {"name": "both", "configs": '["4plus_MIND", "4plus"]'}
     make_plan(recipe(tmp_path, {"name": "exact"}, LONGER, content, both), out, mirror)
-    exact, longer = planned_paths(out, "exact"), planned_paths(out, "longer")
+    exact, longer = list_paths(out, "exact"), list_paths(out, "longer")
     assert exact == [f"4plus/part_{number:06d}.parquet" for number in range(3)]
     assert longer == ["4plus_MIND/part_000000.parquet"]
-    assert planned_paths(out, "both") == longer + exact
-    assert stage.planned_unit(out, Unit("content", 0))["text_column"] == "content"
+    assert list_paths(out, "both") == longer + exact
+    assert stage.find_unit_plan(out, Unit("content", 0))["text_column"] == "content"
     some = {"name": "some", "more": "files = 2"}
     make_plan(recipe(tmp_path, some), tmp_path / "some", mirror)
-    assert set(planned_paths(tmp_path / "some", "some")) < set(exact)
-    entry = stage.planned_unit(out, Unit("exact", 1))
+    assert set(list_paths(tmp_path / "some", "some")) < set(exact)
+    entry = stage.find_unit_plan(out, Unit("exact", 1))
     assert entry["bytes"] == (mirror / REPO / entry["path"]).stat().st_size
-    assert stage.planned_units(out, "exact") == [Unit("exact", number) for number in range(3)]
+    assert stage.list_units(out, "exact") == [Unit("exact", number) for number in range(3)]
 
 
 def test_all_that_is_refused_is_named_at_once(tmp_path, mirror):
@@ -93,16 +93,16 @@ def test_all_that_is_refused_is_named_at_once(tmp_path, mirror):
 def test_a_plan_is_kept_and_extended(tmp_path, mirror):
     out = tmp_path / "out"
     make_plan(recipe(tmp_path, {"name": "exact"}), out, mirror)
-    before = stage.planned(out, "exact")
+    before = stage.find_plan(out, "exact")
     (mirror / REPO / "4plus/part_000001.parquet").unlink()
     make_plan(recipe(tmp_path, {"name": "exact"}, LONGER), out, mirror)
-    assert stage.planned(out, "exact") == before  # a revision does not change
-    assert len(stage.planned(out, "longer")["units"]) == 1
+    assert stage.find_plan(out, "exact") == before  # a revision does not change
+    assert len(stage.find_plan(out, "longer")["units"]) == 1
     make_plan(recipe(tmp_path, {"name": "exact", "revision": "0123456"}), out, mirror)
-    assert len(stage.planned(out, "exact")["units"]) == 2
-    assert stage.planned(out, "exact")["plan_hash"] != before["plan_hash"]
+    assert len(stage.find_plan(out, "exact")["units"]) == 2
+    assert stage.find_plan(out, "exact")["plan_hash"] != before["plan_hash"]
     with pytest.raises(ValueError, match="lacks source 'other'; plan it: python"):
-        stage.planned(out, "other")
+        stage.find_plan(out, "other")
 
 
 def test_a_local_mirror_is_linked_and_any_other_is_copied(tmp_path, mirror, monkeypatch):
@@ -232,19 +232,19 @@ def test_a_changed_local_file_is_read_again_and_a_new_time_alone_gives_the_same(
     unit, work = Unit("notes", 0), fetch_all(path, out)
     before, hash_before = (
         stage.read_receipt(out, "fetch", unit),
-        stage.planned(out, "notes")["plan_hash"],
+        stage.find_plan(out, "notes")["plan_hash"],
     )
     os.utime(notes / "3.txt", ns=(1, 1))
     make_plan(path, out)
     assert not stage.is_done(work, unit)
     fetch_all(path, out)
     assert stage.read_receipt(out, "fetch", unit)["files"] == before["files"]
-    assert stage.planned(out, "notes")["plan_hash"] == hash_before
+    assert stage.find_plan(out, "notes")["plan_hash"] == hash_before
     (notes / "3.txt").write_text(
         "something else, and long enough to be kept as a document of its own\n" * 9
     )
     make_plan(path, out)
-    assert stage.planned(out, "notes")["plan_hash"] != hash_before
+    assert stage.find_plan(out, "notes")["plan_hash"] != hash_before
 
 
 def test_too_little_text_is_an_error_that_names_the_source(tmp_path, notes, mirror):

@@ -11,7 +11,7 @@ from data_mixtures.stages import sorted_runs, stage, stats
 from data_mixtures.stages.stage import Unit
 from tests.data_mixtures.stages.shuffle_assets import (
     plan_of,
-    prepared,
+    prepare_texts,
     read_json,
     texts_of,
     tokens_of,
@@ -26,7 +26,7 @@ SOURCES = tuple(TEXTS)
 @pytest.fixture
 def data(tmp_path, monkeypatch):
     monkeypatch.setattr(sorted_runs, "DOCUMENTS_PER_RANGE", 50)
-    return prepared(tmp_path / "data", plan_of(SOURCES, windows_per_shard=40), TEXTS, units=3)
+    return prepare_texts(tmp_path / "data", plan_of(SOURCES, windows_per_shard=40), TEXTS, units=3)
 
 
 def test_counts_are_those_of_the_texts(data):

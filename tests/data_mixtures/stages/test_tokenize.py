@@ -12,7 +12,7 @@ from data_mixtures import shards, tokenizer
 from data_mixtures.recipe import TokenizerFile, TokenizerTraining
 from data_mixtures.stages import blocks, stage, tokenize
 from data_mixtures.stages.tokenize import DOCUMENT, INDEX, ORIGINS, TOKENS, Tokenize
-from tests.data_mixtures.stages.filtered import do_all, filtered, make_recipe
+from tests.data_mixtures.stages.filtered import do_all, make_recipe, run_filter
 from tests.data_mixtures.stages.shuffle_assets import unique_train
 
 SYLLABLES = ["sun", "mo", "on", "ra", "in", "ret", "urn", "de", "f", "li", "st", "ka", "ber"]
@@ -27,9 +27,9 @@ def notes(count: int, seed: int = 3) -> list[str]:
 TRAINING = TokenizerTraining(340, 20_000, 0.999)
 
 
-def tokenized(out, texts) -> Tokenize:
+def run_tokenize(out, texts) -> Tokenize:
     recipe = make_recipe(texts, TRAINING)
-    filtered(out, texts, recipe)
+    run_filter(out, texts, recipe)
     tokenize.make_tokenizer(recipe, out)
     done = Tokenize(recipe, out, tuple(texts))
     do_all(done)
@@ -40,7 +40,7 @@ def test_documents_in_shuffled_order_with_their_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "COPY_BYTES", 2000)  # several copies a unit
     texts = notes(300)
     texts[17] = texts[3]
-    done = tokenized(tmp_path / "out", {"a": [texts, []], "b": [notes(20, 4)]})
+    done = run_tokenize(tmp_path / "out", {"a": [texts, []], "b": [notes(20, 4)]})
     folder, receipt = stage.result(done.out, "tokenize", stage.Unit("a", 0))
     documents, tokens = np.load(folder / INDEX), np.fromfile(folder / TOKENS, "<u2")
     assert documents.dtype == DOCUMENT
@@ -84,8 +84,8 @@ def place(text: str, seed: int) -> tuple[int, int]:
 def test_units_do_not_change_the_tokenizer_nor_the_sample(tmp_path):
     texts, other = notes(300), notes(40, 9)
     one, three = tmp_path / "one", tmp_path / "three"
-    tokenized(one, {"a": [texts], "b": [other]})
-    done = tokenized(three, {"a": [texts[200:], texts[:50], texts[50:200]], "b": [other]})
+    run_tokenize(one, {"a": [texts], "b": [other]})
+    done = run_tokenize(three, {"a": [texts[200:], texts[:50], texts[50:200]], "b": [other]})
     assert (one / "tokenizer.model").read_bytes() == (three / "tokenizer.model").read_bytes()
     sample = tokenize.training_sample(done.recipe, three, TRAINING.train_bytes)
     assert 20_000 <= sum(len(text.encode()) for text in sample) < 21_000
@@ -95,7 +95,7 @@ def test_units_do_not_change_the_tokenizer_nor_the_sample(tmp_path):
 
 def test_a_tokenizer_is_brought_along(tmp_path):
     out, texts = tmp_path / "out", {"a": [notes(100)]}
-    tokenized(out, texts)
+    run_tokenize(out, texts)
     model = out / "tokenizer.model"
     other = tmp_path / "mine.model"
     other.write_bytes(tokenizer.train(notes(100, 5), TokenizerTraining(330, 10_000, 0.999)))

@@ -30,12 +30,8 @@ def damage_of(data: Path) -> list[str]:
 def test_whole_data_is_whole(data):
     printed = io.StringIO()
     assert not report(data, printed)
-    files = [
-        path
-        for source in SOURCES
-        for path in (data / source).iterdir()
-        if path.name != shards.MANIFEST
-    ]
+    paths = [path for source in SOURCES for path in (data / source).iterdir()]
+    files = [path for path in paths if path.name != shards.MANIFEST]
     size = sum(path.stat().st_size for path in files if path.suffix == ".bin")
     assert len(files) > 15
     assert f"{len(files)} files, {size:,} bytes: 0 damaged" in printed.getvalue()
