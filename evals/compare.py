@@ -23,7 +23,7 @@ import tyro
 from evals.core.evaluate import core_differences
 from evals.tables import show_table
 from records.files import JsonObject, read_lines
-from records.items import Pair, bits_change, error_of_mean, paired, read_items
+from records.items import Pair, bits_change, compare_pairs, error_of_mean, read_items
 from records.run import places_of
 
 # two files that differ in one of these asked other things, or in another way
@@ -77,7 +77,7 @@ def accuracies(pairs: list[Pair]) -> JsonObject:
         rights = (float(line_a["right"]), float(line_b["right"]))
         groups.setdefault(line_a.get("group", ""), []).append(rights)
     sides = [tuple(zip(*group, strict=True)) for group in groups.values()]
-    changes = [paired(before, after, added=1) for before, after in sides]
+    changes = [compare_pairs(before, after, added=1) for before, after in sides]
     means = [
         math.fsum(math.fsum(each[side]) / len(each[side]) for each in sides) for side in (0, 1)
     ]

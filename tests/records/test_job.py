@@ -43,9 +43,8 @@ def with_policy(path: Path, line: str) -> str:
 
 @pytest.mark.job
 def test_it_agrees_with_torchtitan_in_every_value(tmp_path):
-    """On the shipped job files, on one that leaves everything to the defaults, and where a key has its former name,
-    in the job file and as a flag that overrides it.
-    """
+    # On the shipped job files, on one that leaves everything to the defaults, and where a key has
+    # its former name, in the job file and as a flag that overrides it.
     bare = tmp_path / "bare.toml"
     bare.write_text(
         '[job]\ncustom_config_module = "train.job_config"\n[experimental]\ncustom_import = "train.spec"\n'

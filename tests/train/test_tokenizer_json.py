@@ -46,10 +46,10 @@ print(json.dumps({"ids": ids, "new": new, "special": special,
 def test_from_a_recipe_to_a_model_that_others_load(tmp_path):
     stdlib = Path(sysconfig.get_path("stdlib"))
     texts = [path.read_text(encoding="utf-8") for path in sorted(stdlib.glob("[a-f]*.py"))]
-    given = byte_level(
+    theirs = byte_level(
         texts[:20], ["<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"], 600, unused=65_536
     )
-    path, data = save(given, tmp_path / "given"), tmp_path / "data"
+    path, data = save(theirs, tmp_path / "given"), tmp_path / "data"
     rows = [part for text in texts for part in text.split("\ndef ")]
     write_lines(tmp_path / "a.jsonl", ({"content": row} for row in rows))
     (tmp_path / "recipe.toml").write_text(
@@ -76,9 +76,8 @@ def test_from_a_recipe_to_a_model_that_others_load(tmp_path):
     found = json.loads(done.stdout.splitlines()[-1])
     tokens, lengths = made.encode(TEXTS)
     documents = [each.tolist() for each in np.split(tokens, np.cumsum(lengths)[:-1])]
-    assert found["ids"] == [each[:-1] for each in documents[:2]], (
-        "as in training, up to the end of the document"
-    )
+    # as in training, up to the end of the document
+    assert found["ids"] == [each[:-1] for each in documents[:2]]
     assert found["decoded"] == TEXTS[:2]
     assert found["special"] == [66136, 66137, 66138, 66137]
     with Engine.from_pretrained(folder, device="cpu") as engine:

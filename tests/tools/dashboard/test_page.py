@@ -123,9 +123,7 @@ def test_every_figure_of_the_input_is_on_the_page(folder, text):
     drawn = {
         value for chart in charts.values() for curve in chart["curves"] for value in curve["y"]
     }
-    counted = {
-        (each["phase"], each["attempt"], each["step"]) for each in read_run(folder).kept_rows
-    }
+    counted = {(each["phase"], each["attempt"], each["step"]) for each in read_run(folder).rows}
     keys = [panel.key for panel in (*TRAINING, *MACHINE, LOSS)]
     for each in read_lines(folder / "metrics.jsonl"):
         is_kept = (each["phase"], each["attempt"], each["step"]) in counted

@@ -35,7 +35,6 @@ def test_facts_are_put_in_everywhere():
         ({"topics": []}, r"there is no \[\[topics\]\]"),
         ({"topics": [{"questions": ["x"], "answers": []}]}, "needs questions and answers"),
         ({"topics": [{"question": ["x"]}]}, "did you mean 'questions'"),
-        ({"fact": {}}, "did you mean 'facts'"),
         ({"topics": [{"questions": ["Who?"], "answers": ["Me."]}]}, "add questions"),
     ],
 )
