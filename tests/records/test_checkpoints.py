@@ -72,11 +72,11 @@ def test_one_that_is_deleted_meanwhile_is_not_complete(folder, monkeypatch):
     (path / "__1_0.distcp").write_bytes(b"")
 
     def then_deleted(self, **options):
-        found = stat(self, **options)
+        status = stat(self, **options)
         if self.suffix == ".distcp" and self.parent == path:
             monkeypatch.undo()
             to_trash(path)
-        return found
+        return status
 
     monkeypatch.setattr(Path, "stat", then_deleted)
     with pytest.raises(ValueError, match="being deleted"):
@@ -87,8 +87,8 @@ def test_a_branch_is_moved_aside_and_half_folders_are_deleted(folder):
     (folder / "step-40").mkdir()
     (folder / "step-40/__0_0.distcp").write_bytes(b"half")
     to_trash(folder / "step-10")
-    done = clear_branch(folder, folder / "step-25")
-    assert list(done) == ["step-40", "step-35", "step-30"]
+    removals = clear_branch(folder, folder / "step-25")
+    assert list(removals) == ["step-40", "step-35", "step-30"]
     assert list(step_folders(folder)) == [25, 20]
     # left by a crash, or just made
     assert not list(folder.glob(".trash-*"))

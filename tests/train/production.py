@@ -71,7 +71,7 @@ def train(
         status, output = run_forked(folder.parent, *program, name=folder.name, **env)
     else:
         env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", *program],
             cwd=ROOT,
             env=env,
@@ -81,7 +81,7 @@ def train(
             timeout=1100,
             preexec_fn=limit_open_files,
         )
-        status, output = done.returncode, done.stdout
+        status, output = process.returncode, process.stdout
     outcome = folder / "outcome.json"
     assert status == 0, output[-6000:] + (outcome.read_text() if outcome.is_file() else "")
     return folder
@@ -127,26 +127,26 @@ def assert_nothing_else_deviates(config: str, folder: Path, *more: str) -> None:
 
 def assert_prepared_as_the_job_file_says(folder: Path) -> None:
     """Compiled, checkpointed, cast and saved as in the 2B run, and each step in its order."""
-    seen = read_json(folder / "facts.json")
+    facts = read_json(folder / "facts.json")
     layers = LaneformerConfig.from_flavor("2b").num_hidden_layers
-    assert seen["layers"] == seen["checkpointed"] == seen["compiled"] == layers
-    assert seen["norm_compiled"]
-    assert seen["loss_graphs"] == 2
+    assert facts["layers"] == facts["checkpointed"] == facts["compiled"] == layers
+    assert facts["norm_compiled"]
+    assert facts["loss_graphs"] == 2
     # fewer variants than the default recompile limit would prove nothing
-    assert seen["graphs"] > 8
+    assert facts["graphs"] > 8
     # what reaches the head
-    assert seen["streams"] == ["torch.bfloat16"]
+    assert facts["streams"] == ["torch.bfloat16"]
     # computed in, reduced in
-    assert seen["policies"] == [["torch.bfloat16", "torch.float32"]]
-    assert seen["weights"] == ["torch.float32"]
-    assert seen["async_mode"] == "ASYNC_WITH_PINNED_MEM"
-    assert seen["order"] == ["staging is over", "optimizer"] * (len(seen["order"]) // 2) != []
+    assert facts["policies"] == [["torch.bfloat16", "torch.float32"]]
+    assert facts["weights"] == ["torch.float32"]
+    assert facts["async_mode"] == "ASYNC_WITH_PINNED_MEM"
+    assert facts["order"] == ["staging is over", "optimizer"] * (len(facts["order"]) // 2) != []
     replicas = tomllib.loads((folder / "config.toml").read_text())["parallelism"][
         "data_parallel_replicate_degree"
     ]
     units = layers + 2 if replicas > 1 else 0  # the embedding, each layer, norm with head
     # one a step, though it has two micro-batches
-    assert seen["reductions"] == [units] * len(seen["reductions"]) != []
-    assert seen["allocator"] == "expandable_segments:True"
+    assert facts["reductions"] == [units] * len(facts["reductions"]) != []
+    assert facts["allocator"] == "expandable_segments:True"
     # comm.train_timeout_seconds, once, also where no step is the first
-    assert seen["timeouts_s"] == [300.0]
+    assert facts["timeouts_s"] == [300.0]

@@ -70,8 +70,8 @@ def record_order(trainer: LaneformerTrainer) -> list[str]:
 def policies(model: torch.nn.Module) -> set[tuple[str, str]]:
     """(parameter dtype, reduction dtype) of all FSDP units that own parameters."""
     states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
-    found = [state._mp_policy for state in states if state._fsdp_param_group is not None]
-    return {(str(policy.param_dtype), str(policy.reduce_dtype)) for policy in found}
+    units = [state._mp_policy for state in states if state._fsdp_param_group is not None]
+    return {(str(policy.param_dtype), str(policy.reduce_dtype)) for policy in units}
 
 
 def record_training(self: LaneformerTrainer) -> None:

@@ -46,5 +46,5 @@ def test_chaos(reference, phase1, tmp_path):
         run, status, output = supervise(tmp_path / "chaos", phase1, steps, INTERVAL, faults)
     assert status == 0, output
     assert_same(run, reference, steps)
-    done = {path.name.split(".")[1] for path in (tmp_path / "chaos").glob("faults.*.done")}
-    assert len(done) == len(faults)
+    marks = {path.name.split(".")[1] for path in (tmp_path / "chaos").glob("faults.*.done")}
+    assert len(marks) == len(faults)

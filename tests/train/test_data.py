@@ -85,8 +85,8 @@ def read_sequences(lock: Path, numbers: list[int]) -> np.ndarray:
 
 def places(loader: MixtureLoader) -> list[tuple[str, int]]:
     """Where the first windows of its source `code` lie."""
-    found = [window for window in loader.locate(0, 40) if window["source"] == "code"]
-    return [(window["shard"], window["token_offset"]) for window in found]
+    windows = [window for window in loader.locate(0, 40) if window["source"] == "code"]
+    return [(window["shard"], window["token_offset"]) for window in windows]
 
 
 def test_offsets_belong_to_content_and_not_to_a_name(prepared_data, lock):

@@ -29,15 +29,15 @@ def reference(tmp_path_factory):
     not this device's own.
     """
     kept = golden_path().is_file()
-    known = json.loads(golden_path().read_text()) if kept else CPU
+    golden = json.loads(golden_path().read_text()) if kept else CPU
     losses = (
-        known["losses"]
+        golden["losses"]
         if kept
         else golden_losses(tmp_path_factory.mktemp("golden"), "--compile.enable")
     )
     epsilon, factor = torch.finfo(torch.float32).eps, 8 if kept else 64
     return losses, [
-        factor * max(r, epsilon * x) for r, x in zip(known["rounding"], losses, strict=True)
+        factor * max(r, epsilon * x) for r, x in zip(golden["rounding"], losses, strict=True)
     ]
 
 

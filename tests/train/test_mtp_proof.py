@@ -33,10 +33,10 @@ ASKED = 0.6  # of the first draft
 
 
 def command(*words: object) -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", *map(str, words)], cwd=ROOT, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
 
 
 def job(run: Path, config: str, lock: Path, steps: int, overrides: str = "") -> Path:

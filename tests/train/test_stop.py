@@ -23,10 +23,10 @@ def test_a_stop_whose_save_fails_is_no_85(phase1, tmp_path):
         {"kind": "usr1", "step": 3, "rank": 1},
         {"kind": "full_disk", "step": 2},
     ]
-    done = faulty(tmp_path, phase1, 6, 5, faults, fails=True)
+    job = faulty(tmp_path, phase1, 6, 5, faults, fails=True)
     outcome = read_outcome(tmp_path / "run")
-    assert (done.returncode, outcome["code"], outcome["step"]) == (84, STOPPED_UNSAVED, 3), (
-        done.stdout[-3000:]
+    assert (job.returncode, outcome["code"], outcome["step"]) == (84, STOPPED_UNSAVED, 3), (
+        job.stdout[-3000:]
     )
     assert not (tmp_path / "run/checkpoint/step-3").exists()
     assert "could not be saved" in outcome["reason"]
@@ -35,12 +35,12 @@ def test_a_stop_whose_save_fails_is_no_85(phase1, tmp_path):
 @pytest.mark.job
 def test_a_signal_to_all_processes_saves_as_well(prepared_data, tmp_path):
     # In step 3, when those are there that have written the checkpoint of step 2 in the background.
-    done = run_with_writers(
+    job = run_with_writers(
         prepared_data, tmp_path, {"kind": "sigterm_step", "step": 3, "rank": None}, fails=True
     )
     outcome = read_outcome(tmp_path / "run")
     assert (outcome["code"], outcome["step"]) == (STOPPED, 3), (
-        outcome["reason"] + done.stdout[-3000:]
+        outcome["reason"] + job.stdout[-3000:]
     )
     check_complete(tmp_path / "run/checkpoint/step-3")
 

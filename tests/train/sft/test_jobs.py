@@ -83,11 +83,11 @@ def test_the_mean_is_over_all_trained_tokens_of_the_global_batch(whole, lock, pa
 
 @pytest.mark.job
 def test_held_out_loss_is_that_of_answers(whole, lock):
-    found = (
+    windows = (
         valid_windows(lock.parent, "identity", WINDOWS),
         valid_windows(lock.parent, "identity", WINDOWS, flags=True),
     )
-    losses, count, _ = plain_loss(whole, STEPS, *(each.astype(np.int64) for each in found))
+    losses, count, _ = plain_loss(whole, STEPS, *(each.astype(np.int64) for each in windows))
     row = metrics(whole)[-1]
     assert abs(row["valid_loss"] - losses.sum().item() / count) < 64 * EPSILON * row["valid_loss"]
     assert [r["step"] for r in metrics(whole) if "valid_loss" in r] == [2, 4]

@@ -41,8 +41,8 @@ def test_any_cut_has_the_same_labels_and_documents(lock):
         ("documents", inputs["documents"]),
         ("labels", labels),
     ):
-        found = [of_rank[step][name] for step in range(STEPS) for of_rank in read]
-        assert torch.equal(torch.cat(found), expected), name
+        parts = [of_rank[step][name] for step in range(STEPS) for of_rank in read]
+        assert torch.equal(torch.cat(parts), expected), name
     places = mixture.locate(np.array(numbers[:3]))
     assert [place["token_offset"] % chats.SEQ_LEN for place in places] == [0, 0, 0]
 

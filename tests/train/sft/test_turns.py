@@ -209,9 +209,9 @@ def test_the_same_ids_in_training_transformers_and_the_server(hf_folder, encoded
 
 def test_calls_and_answers_are_trained_and_nothing_else(encoded_rows, encoder, prepared_data):
     tokenizer, _ = open_tokenizer(prepared_data / "tokenizer.model")
-    found = encoded_rows[4]
-    edges = np.flatnonzero(np.diff(found.trained.astype(int))) + 1
-    pieces = np.split(found.ids, edges)
+    encoded = encoded_rows[4]
+    edges = np.flatnonzero(np.diff(encoded.trained.astype(int))) + 1
+    pieces = np.split(encoded.ids, edges)
     texts = [tokenizer.decode(piece.tolist(), skip_special_tokens=False) for piece in pieces]
     assert texts[1::2] == [text + EOS for text in WRITTEN]
     context = "".join(texts[::2])
@@ -222,8 +222,8 @@ def test_calls_and_answers_are_trained_and_nothing_else(encoded_rows, encoder, p
     without = json.loads(json.dumps(ROWS[4]))
     without["messages"][2]["weight"] = 0
     fewer = encode(without, encoder, True, SEQ_LEN, False)
-    assert (fewer.ids == found.ids).all()
-    assert found.trained.sum() - fewer.trained.sum() == len(pieces[1])
+    assert (fewer.ids == encoded.ids).all()
+    assert encoded.trained.sum() - fewer.trained.sum() == len(pieces[1])
 
 
 def test_the_template_goes_with_the_model_and_the_default_is_the_published_one(
@@ -358,10 +358,12 @@ def test_rows_of_arrow_are_those_of_json_lines(encoder, tmp_path):
     pairs = list(zip(rows(str(lines)), rows(str(table)), strict=True))
     assert len(pairs) == len(STRUCTS)
     for ours, theirs in pairs:
-        expected, found = (encode(r.value, encoder, True, SEQ_LEN, False) for r in (ours, theirs))
-        assert found.ids.tolist() == expected.ids.tolist(), ours.number
-        assert found.trained.tolist() == expected.trained.tolist()
-        assert (found.key, found.ignored) == (expected.key, expected.ignored)
+        expected, of_arrow = (
+            encode(r.value, encoder, True, SEQ_LEN, False) for r in (ours, theirs)
+        )
+        assert of_arrow.ids.tolist() == expected.ids.tolist(), ours.number
+        assert of_arrow.trained.tolist() == expected.trained.tolist()
+        assert (of_arrow.key, of_arrow.ignored) == (expected.key, expected.ignored)
 
 
 def test_values_that_json_has_not_are_refused(encoder):

@@ -103,7 +103,7 @@ def test_shared_memory_holds_the_nodes_part_of_what_a_save_stages(
 def test_other_nodes_must_reach_this_one_where_gloo_listens(
     interfaces, nodes, name_means, says, monkeypatch
 ):
-    found = {
+    interfaces_of_node = {
         "lo": [Address(socket.AF_INET, "127.0.0.1"), Address(socket.AF_INET6, "::1")],
         "eth0": [Address(psutil.AF_LINK, "00:00"), Address(socket.AF_INET, "10.0.0.7")],
         "ib0": [Address(socket.AF_INET6, "fe80::1%ib0")],
@@ -115,7 +115,7 @@ def test_other_nodes_must_reach_this_one_where_gloo_listens(
             raise socket.gaierror("Name or service not known")
         return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0)) for address in name_means]
 
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces_of_node)
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
     monkeypatch.setattr(socket, "gethostname", lambda: "n1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
