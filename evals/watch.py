@@ -38,7 +38,7 @@ from rich.console import Console
 from evals.commands import check, read_command
 from evals.trackers import Trackers
 from records.checkpoints import check_complete, step_folders
-from records.evals import About, check_range, wanted
+from records.evals import About, check_range, is_due
 from records.events import DONE, STOPPED, read_outcome, record_event
 from records.files import append_line, hold_lock, read_lines
 from records.items import FOLDER as ITEMS
@@ -110,7 +110,7 @@ class Watcher:
                 missing = tuple(
                     command for command in commands if self.is_due((step, saved, command))
                 )
-                if missing and wanted(step, self.job.evals.every_steps, self.job.training.steps):
+                if missing and is_due(step, self.job.evals.every_steps, self.job.training.steps):
                     waiting.append(Work(step, folder, saved, missing))
         for folder in (self.run / SCRATCH).glob("step-*-*"):
             if (

@@ -1,9 +1,4 @@
-"""The attempts of one job: which logged rows count, and where they stand on one axis of steps and tokens.
-
-An attempt starts after the checkpoint it loaded, so it discards every earlier row beyond that step, even
-before it has logged the step again. If its start is not on record, each of its rows discards earlier rows at
-the same or later steps.
-"""
+"""The attempts of one job: which logged rows count, and their place on one axis of steps and tokens."""
 
 from __future__ import annotations
 
@@ -33,11 +28,11 @@ class Segment:
 def merge_attempts(
     rows: Iterable[Row], starts: Mapping[tuple[str, int], int] | None = None
 ) -> list[Segment]:
-    """Segments of rows by phase, then attempt, then as written; no step is kept twice.
+    """Split rows into segments by phase, then attempt, then as written; mark which rows count.
 
-    rows: with `phase`, `attempt`, `step`; `kept` is added. starts: {(phase, attempt): the step it started
-    after}. A row is kept unless a later attempt of its phase started before its step, or a later row is at
-    its step or before.
+    Args:
+        rows: with `phase`, `attempt` and `step`; `kept` is added.
+        starts: {(phase, attempt): the step it started after}.
     """
     by_phase: dict[str, list[Row]] = {}
     for row in rows:
@@ -62,6 +57,8 @@ def merge_attempts(
 
 def _mark_kept(rows: list[Row], starts: Mapping[int, int]) -> None:
     """Set `kept` of the rows of one phase, sorted by attempt. starts: {attempt: step it started after}."""
+    # an attempt discards every earlier row beyond the checkpoint it loaded, even before it has logged that step
+    # again; if its start is not on record, each of its rows discards earlier rows at the same or later steps
     end = math.inf  # earlier rows count up to this step
     attempts = sorted(starts)  # those whose start has not been applied; going backwards
     for row in reversed(rows):
@@ -72,9 +69,7 @@ def _mark_kept(rows: list[Row], starts: Mapping[int, int]) -> None:
 
 
 def steps_before(lineage: JsonObject) -> int:
-    """Steps before the start of a run: its parent checkpoint's, plus those before the parent as
-    far as on disk.
-    """
+    """Count the steps before the start of a run, as far as its parents are on disk."""
     parent = Path(str(lineage.get("parent") or ""))
     named = re.fullmatch(r"step-(\d+)", parent.name)
     if not named:
@@ -92,16 +87,18 @@ def steps_before(lineage: JsonObject) -> int:
 def place_on_one_axis(
     segments: list[Segment], lineages: Mapping[str, JsonObject]
 ) -> dict[str, float]:
-    """Set `x_step`, `x_tokens` and `x_time` (None if unknown) of every row, counted from the start of the first phase.
+    """Set `x_step`, `x_tokens` and `x_time` (None if unknown) of every row.
 
-    A phase starts at the parent checkpoint of its lineage, else after the previous phase. Returns the steps before each
-    phase.
+    Returns:
+        The steps before each phase.
     """
     origins: dict[str, float] = {}
     steps, tokens = 0.0, 0.0
     for phase in dict.fromkeys(s.phase for s in segments):
-        rows = [row for s in segments if s.phase == phase for row in s.rows]
+        of_phase = [segment for segment in segments if segment.phase == phase]
+        rows = [row for segment in of_phase for row in segment.rows]
         lineage = lineages.get(phase, {})
+        # a phase starts at the parent checkpoint of its lineage, else after the previous phase
         if lineage.get("parent"):
             steps = steps_before(lineage)
             tokens = float(lineage.get("tokens_before") or tokens)

@@ -38,18 +38,20 @@ logger = logging.getLogger()
 
 def step_folders(folder: Path) -> dict[int, Path]:
     """{N: path} of every `step-N` in the checkpoint folder, complete or not, newest first."""
-    folders = {
-        int(m[1]): path for path in folder.glob("step-*") if (m := STEP_FOLDER.search(path.name))
-    }
-    return dict(sorted(folders.items(), reverse=True))
+    paths = [path for path in folder.glob("step-*") if STEP_FOLDER.match(path.name)]
+    return {step_of(path): path for path in sorted(paths, key=step_of, reverse=True)}
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in the name of a checkpoint folder."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def locate_checkpoint(checkpoint: Path) -> Path:
-    """RUN/checkpoint/step-N as an absolute path within its run, where any part may be a link: as it is given, else,
-    where that lies in no run, as links lead.
-    """
-    given, real = Path(os.path.abspath(checkpoint)), checkpoint.resolve()
-    return real if _is_in_run(real) and not _is_in_run(given) else given
+    """Return RUN/checkpoint/step-N as an absolute path within its run."""
+    # any part may be a link: the path as given, or, where that lies in no run, as links lead
+    plain, real = Path(os.path.abspath(checkpoint)), checkpoint.resolve()
+    return real if _is_in_run(real) and not _is_in_run(plain) else plain
 
 
 def _is_in_run(checkpoint: Path) -> bool:
@@ -72,11 +74,13 @@ def newest_saved_step(folder: Path) -> int:
 
 
 def newest_complete_checkpoint(folder: Path, damaged: Iterable[Path] = ()) -> Path | None:
-    """The newest complete `step-N` folder, None if there is none yet; logs a warning for incomplete ones.
+    """Find the newest complete `step-N` folder; None if there is none yet.
 
-    damaged: complete ones that are not to be used.
+    Args:
+        damaged: complete ones that are not to be used.
 
-    Raises ValueError if there are several checkpoints and all are damaged: a disk problem, not a new run.
+    Raises:
+        ValueError: there are several checkpoints, and all are damaged.
     """
     steps = step_folders(folder)
     for path in steps.values():
@@ -87,6 +91,7 @@ def newest_complete_checkpoint(folder: Path, damaged: Iterable[Path] = ()) -> Pa
             except ValueError as problem:
                 logger.warning(f"Skipping a checkpoint: {problem}")
     saved = [path for path in steps.values() if (path / ".metadata").is_file()]
+    # a disk problem, not a new run
     if saved and len(steps) > 1:
         raise ValueError(
             f"all {len(steps)} checkpoints in {folder} are incomplete or damaged; repair or move them away before "
@@ -96,17 +101,14 @@ def newest_complete_checkpoint(folder: Path, damaged: Iterable[Path] = ()) -> Pa
 
 
 def read_metadata(folder: Path) -> Any:
-    """DCP's index of a checkpoint. Raises ValueError if it is missing or damaged.
-
-    A damaged pickle is an arbitrary program for its reader: any exception may come, and C's unpickler
-    allocates what a flipped bit asks for. So the checksum comes first; without one, Python's reader is used,
-    whose memory is a dict.
-    """
+    """Read DCP's index of a checkpoint; ValueError if it is missing or damaged."""
     try:
         content, expected = (
             (folder / ".metadata").read_bytes(),
             read_checksums(folder).get(".metadata"),
         )
+        # a damaged pickle is an arbitrary program for its reader: any exception may come, and C's unpickler allocates
+        # what a flipped bit asks for; without a checksum, Python's reader is used, whose memory is a dict
         if expected is None:
             return pickle._Unpickler(io.BytesIO(content)).load()
         if hashlib.sha256(content).hexdigest() != expected:
@@ -149,10 +151,10 @@ def read_checksums(folder: Path) -> dict[str, str]:
 
 
 def check_contents(folder: Path, part: int = 0, parts: int = 1) -> None:
-    """Raise ValueError for the first file whose SHA-256 is not the one that was saved; a warning
-    if none was saved.
+    """Raise ValueError for the first file whose SHA-256 is not the one that was saved.
 
-    part of parts: every rank reads its share of the files.
+    Args:
+        part: of `parts`; every rank reads its share of the files.
     """
     sums = read_checksums(folder)
     if not sums and part == 0:
@@ -182,12 +184,9 @@ def read_architecture(checkpoint: Path) -> JsonObject | None:
     return own or read_json(run_folder(checkpoint) / ARCHITECTURE)
 
 
-def superseded(folder: Path, keep_latest: int, keep_every_steps: int) -> list[Path]:
-    """Checkpoints that may be deleted, newest first: complete, and older than the
-    `keep_latest` newest complete ones.
-
-    Multiples of keep_every_steps are kept, and so are incomplete folders: one may be being written.
-    """
+def list_superseded(folder: Path, keep_latest: int, keep_every_steps: int) -> list[Path]:
+    """List the checkpoints that may be deleted, newest first."""
+    # incomplete folders stay: one may be being written
     complete, removable = 0, []
     for step, path in step_folders(folder).items():
         if keep_every_steps and step % keep_every_steps == 0 and complete >= keep_latest:
@@ -210,15 +209,14 @@ def to_trash(path: Path) -> Path:
 
 
 def clear_branch(folder: Path, start: Path | None) -> dict[str, str]:
-    """Move checkpoints newer than `start` away (None: all, the job starts elsewhere). Returns
-    {name: what was done}.
+    """Move checkpoints newer than `start` away (None: all of them).
 
-    A newer checkpoint would be overwritten file by file while its old `.metadata` still declares it
-    complete. It is set aside; a folder without `.metadata` never was a checkpoint and is deleted, and so is
-    trash left by a crash.
+    Returns:
+        {name: what was done}.
     """
-    first = -1 if start is None else int(start.name.removeprefix("step-"))
-    done = {}
+    first = -1 if start is None else step_of(start)
+    # a newer checkpoint would be overwritten file by file while its old `.metadata` still declares it complete
+    removals = {}
     for step, path in step_folders(folder).items():
         if step <= first:
             break
@@ -226,10 +224,10 @@ def clear_branch(folder: Path, start: Path | None) -> dict[str, str]:
             aside = folder.with_name(f"{folder.name}-aside")
             aside.mkdir(exist_ok=True)
             when = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{time.time_ns() % 10**9:09d}"
-            done[path.name] = f"set aside as {path.rename(aside / f'{path.name}.{when}')}"
+            removals[path.name] = f"set aside as {path.rename(aside / f'{path.name}.{when}')}"
         else:
             to_trash(path)
-            done[path.name] = "deleted: never completed"
+            removals[path.name] = "deleted: never completed"
     for trash in folder.glob(f"{TRASH}*"):
         shutil.rmtree(trash, ignore_errors=True)
-    return done
+    return removals

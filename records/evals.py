@@ -1,9 +1,4 @@
-"""evals.jsonl, one JSON object per evaluation, and the type of a command that appends to it.
-
-A record carries what is needed to trust or repeat its figures. It is one line, written by one call and
-flushed to disk, so that concurrent evaluations cannot mix their lines and a line that a crash cut short
-spoils only itself. Its fields are written down in evals.toml.
-"""
+"""evals.jsonl, one JSON object per evaluation, and the type of a command that appends to it."""
 
 from __future__ import annotations
 
@@ -78,9 +73,12 @@ class About:
     def append(self, kind: str, figures: JsonObject, **provenance: Any) -> JsonObject:
         """Append an evaluation to `out`, if there is one, and return the record.
 
-        figures: results of this kind of evaluation, by the names of FIELDS. The others: PROVENANCE. Raises
-        ValueError if a figure has a name of PROVENANCE, and for NaN or infinity: a figure that could not be
-        measured is left out or null.
+        Args:
+            figures: results by the names of FIELDS.
+            provenance: values of PROVENANCE.
+
+        Raises:
+            ValueError: a figure has a name of PROVENANCE, or is NaN or infinite.
         """
         if taken := sorted(set(figures) & set(PROVENANCE)):
             raise ValueError(
@@ -102,18 +100,16 @@ class About:
                 f"the record of {kind!r} holds NaN or infinity, which JSON cannot represent: {record}"
             ) from error
         if self.out is not None:
+            # one line by one call: concurrent evaluations cannot mix theirs, and a cut one spoils only itself
             append_line(self.out, line)
         return record
 
     def flags(self) -> list[str]:
         """These options as command-line arguments."""
-        given = {flag(name): value for name, value in vars(self).items()}
-        return [
-            part
-            for name, value in given.items()
-            if value is not None
-            for part in (name, str(value))
-        ]
+        words = []
+        for name, value in vars(self).items():
+            words += [flag(name), str(value)] if value is not None else []
+        return words
 
 
 def check_writable(out: Path) -> None:
@@ -141,13 +137,14 @@ ModelFolder = Annotated[
 
 @dataclass(frozen=True)
 class EvalCommand:
-    """A module of evals/ that runs as `python -m evals.NAME`; it declares `COMMAND = EvalCommand(...)`.
+    """A module of evals/ that runs as `python -m evals.NAME` and declares `COMMAND = EvalCommand(...)`.
 
-    kind: kind of the records that it appends. main: its signature is the command line (tyro), it returns
-    the appended record or None. If it evaluates a model, it takes the folder as positional argument `hf_dir`,
-    AboutFlags and `device`. reads: options that name a file or folder which must exist before. refuse: gets the
-    options and raises ValueError if they cannot evaluate checkpoints, though main takes them. ready: gets the
-    options and raises ValueError, with the remedy, if this machine lacks something that the command needs.
+    Attributes:
+        kind: of the records that it appends.
+        main: its signature is the command line; one that evaluates a model takes `hf_dir`.
+        reads: options that name a file or folder which must exist before.
+        refuse: raises ValueError for options that cannot evaluate checkpoints.
+        ready: raises ValueError, with the remedy, if this machine lacks something.
     """
 
     kind: str
@@ -217,7 +214,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def wanted(step: int, every_steps: int, last_step: int) -> bool:
+def is_due(step: int, every_steps: int, last_step: int) -> bool:
     """Whether a checkpoint is evaluated: every so many steps, the last one, and that of step 1, where curves begin
     (checkpoint.enable_first_step_checkpoint).
     """
@@ -226,5 +223,5 @@ def wanted(step: int, every_steps: int, last_step: int) -> bool:
 
 @functools.cache
 def code_at_start() -> str:
-    """The code version of this process, the same however long it runs: the checkout may change meanwhile."""
+    """Return the code version of this process, however the checkout changes meanwhile."""
     return code_version(Path(__file__).parent)

@@ -1,7 +1,4 @@
-"""Events of a run: events.jsonl, one line per event, and outcome.json, how the last attempt ended.
-
-torchrun hides the exit status of its workers, so the worker that knows why the job ends writes outcome.json.
-"""
+"""Events of a run: events.jsonl, one line per event, and outcome.json, how the last attempt ended."""
 
 from __future__ import annotations
 
@@ -48,24 +45,21 @@ OTHER_RANKS_S = 1.0  # until rank 0 has said what every rank found
 
 
 def record_event(run: Path, kind: str, **facts: Any) -> None:
-    """Append one line to RUN/events.jsonl; `rank` is null if the supervisor writes it."""
+    """Append one line to RUN/events.jsonl."""
     rank = int(os.environ["RANK"]) if "RANK" in os.environ else None
     event = {"time": time.time(), "kind": kind, "rank": rank, "host": host_name(), **facts}
     append_or_keep(run / "events.jsonl", json.dumps(event))
 
 
 def next_attempt(run: Path) -> int:
-    """The number of the attempt that starts now: 1 for the first, else one more
-    than attempts.jsonl has lines.
-    """
+    """Return the number of the attempt that starts now, from 1."""
     path = run / "attempts.jsonl"
     return 1 + (len(path.read_bytes().splitlines()) if path.is_file() else 0)
 
 
 def write_outcome(run: Path, attempt: int, code: int, step: int, reason: str) -> None:
-    """Leave RUN/outcome.json. The first word of an attempt stands: what other ranks
-    say later are consequences.
-    """
+    """Leave RUN/outcome.json; the first word of an attempt stands."""
+    # what other ranks say later are consequences
     before = read_outcome(run)
     if before is None or before["attempt"] != attempt:
         outcome = {"attempt": attempt, "code": code, "step": step, "reason": reason[:REASON_CHARS]}
@@ -75,7 +69,7 @@ def write_outcome(run: Path, attempt: int, code: int, step: int, reason: str) ->
 
 
 def read_outcome(run: Path) -> JsonObject | None:
-    """The last outcome, None if there is none; the supervisor removes the file before every attempt."""
+    """Read the last outcome; None if there is none."""
     try:
         return read_json(run / "outcome.json")
     except (OSError, ValueError):
@@ -86,11 +80,7 @@ def read_outcome(run: Path) -> JsonObject | None:
 def crash_on_record(
     run: Path, attempt: int, step: Callable[[], int], starting: Callable[[], bool]
 ) -> Iterator[None]:
-    """Record the exception that ends this worker. step, starting: called when it happens.
-
-    While `starting`, wrong settings and missing files are one line of rank 0 and a
-    SystemExit, not a traceback.
-    """
+    """Record the exception that ends this worker; `step` and `starting` are called when it happens."""
     try:
         yield
     except (SystemExit, KeyboardInterrupt):
@@ -98,6 +88,7 @@ def crash_on_record(
     except BaseException as problem:  # DCP's CheckpointException is no Exception
         name = type(problem).__name__
         reason = f"{name}: {ADVICE.get(name, '')}{problem}"
+        # wrong settings and missing files are one line of rank 0, not a traceback
         if starting() and isinstance(problem, (*REFUSALS, OSError)):
             others = (
                 isinstance(problem, Held) and SUPERVISED not in os.environ
@@ -109,11 +100,7 @@ def crash_on_record(
 
 
 def refuse(run: Path | None, attempt: int, problem: BaseException) -> NoReturn:
-    """End this worker, which cannot start: the outcome, if there is a run folder, one
-    line on stderr, SystemExit.
-
-    Every rank may find the same problem: rank 0 speaks, another one only if the outcome says something else.
-    """
+    """End a worker that cannot start: the outcome, one line on stderr, SystemExit."""
     reason = str(problem)
     if not isinstance(problem, ValueError):  # not written for people: the place says more
         place = traceback.extract_tb(problem.__traceback__)[-1]
@@ -122,12 +109,13 @@ def refuse(run: Path | None, attempt: int, problem: BaseException) -> NoReturn:
         )
     reason = " ".join(reason.split())[:REASON_CHARS]
     code, rank = CRASHED if isinstance(problem, OSError) else REFUSED, os.environ.get("RANK", "0")
+    # every rank may find the same problem: rank 0 speaks, another one only if the outcome says something else
     if rank != "0":
         time.sleep(OTHER_RANKS_S)
-    known = read_outcome(run) if run is not None else None
+    outcome = read_outcome(run) if run is not None else None
     if run is not None:
         write_outcome(run, attempt, code, 0, reason)
-    if rank == "0" or known is None or known["reason"] != reason:
+    if rank == "0" or outcome is None or outcome["reason"] != reason:
         what = "The job is refused" if code == REFUSED else "The job cannot start"
         print(
             f"{what}: {f'rank {rank}: ' if rank != '0' else ''}{reason}",

@@ -1,6 +1,4 @@
-"""The files of a run: append and read JSON lines, write files atomically, hash them, and name the
-code and the host.
-"""
+"""The files of a run: JSON lines, atomic writes, hashes, and the names of code and host."""
 
 from __future__ import annotations
 
@@ -35,12 +33,10 @@ _keeping = threading.Lock()
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append one line and flush it to disk; a partial line left by a crash is terminated first.
-
-    Raises OSError, and leaves the file as it was, where the whole line does not fit.
-    """
+    """Append one line and flush it to disk; OSError, and the file as it was, where it does not fit."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+b", buffering=0) as file:
+        # a partial line left by a crash is terminated first
         cut, end = False, file.seek(0, os.SEEK_END)
         if end:
             file.seek(-1, os.SEEK_END)
@@ -50,9 +46,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def _write_at(file: FileIO, start: int, content: bytes) -> None:
-    """Write these bytes from `start` on into an unbuffered file, which ends at `start` if they
-    do not fit: OSError.
-    """
+    """Write bytes from `start` on, all or none: OSError."""
     try:
         file.seek(start)
         if file.write(content) != len(
@@ -66,11 +60,7 @@ def _write_at(file: FileIO, start: int, content: bytes) -> None:
 
 
 def append_or_keep(path: Path, line: str) -> bool:
-    """`append_line` that survives a full disk: what is refused stays in memory and is written
-    before the next line.
-
-    Returns whether all lines that this process has for the file are in it.
-    """
+    """Append a line, or keep it in memory while the disk is full; return whether all lines are written."""
     with _keeping:
         _kept.setdefault(path, []).append(line)
         for file, lines in _kept.items():
@@ -83,7 +73,7 @@ def append_or_keep(path: Path, line: str) -> bool:
 
 @contextmanager
 def survive_full_disk(path: Path) -> Iterator[None]:
-    """What must not end a training job: an OSError in this block becomes a warning that names the disk."""
+    """Turn an OSError of this block into a warning that names the disk."""
     try:
         yield
     except OSError as problem:
@@ -98,9 +88,7 @@ def survive_full_disk(path: Path) -> Iterator[None]:
 
 
 def replace_last_line(path: Path, old: str, new: str) -> None:
-    """Replace the last line of a file, which must be `old`, by `new` in one write; without room for
-    it, it is kept.
-    """
+    """Replace the last line of a file, which must be `old`, in one write, or in memory on a full disk."""
     if _kept.get(path):
         _kept[path][-1] = new
         return
@@ -116,11 +104,10 @@ def replace_last_line(path: Path, old: str, new: str) -> None:
 
 
 def read_lines(path: Path, unreadable: list[int] | None = None) -> list[JsonObject]:
-    """The JSON objects of a file of lines that other processes append to; no file is an empty one.
+    """Read the JSON objects of a file of lines that others append to; no file is an empty one.
 
-    Lines that are not JSON objects are skipped, as a crash may have cut them short. NaN and infinity become None.
-    unreadable: receives the numbers of the skipped lines, but not of a last one without an end, which may be half
-    written.
+    Args:
+        unreadable: receives the numbers of the lines that are skipped.
     """
     try:
         lines = path.read_bytes().split(b"\n")
@@ -128,7 +115,9 @@ def read_lines(path: Path, unreadable: list[int] | None = None) -> list[JsonObje
         return []
     skipped: Skipped = {}
     values = dict(json_lines(lines, path, skipped))
+    # a crash may have cut lines short
     objects = {place: value for place, value in values.items() if isinstance(value, dict)}
+    # a last line without an end may be half written: it is no unreadable one
     if unreadable is not None:
         bad = sorted({*skipped, *values} - {*objects})
         unreadable += [place for place in bad if place < len(lines)]
@@ -138,14 +127,16 @@ def read_lines(path: Path, unreadable: list[int] | None = None) -> list[JsonObje
 def json_lines(
     lines: Iterable[str | bytes], name: object, skipped: Skipped | None = None
 ) -> Iterator[tuple[int, Any]]:
-    """(line number from 1, value) of every line that is not blank, NaN and infinity as None.
+    """Yield (line number from 1, value) of every line that is not blank, NaN and infinity as None.
 
-    Bytes must be UTF-8; `json.loads` would guess the encoding of each line. Raises ValueError with `name` and
-    the line's number for a line that is not JSON, unless `skipped` is given: then that receives the number.
+    Args:
+        name: of the source, for the error.
+        skipped: receives the lines that are not JSON; without it they are a ValueError.
     """
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
+                # `json.loads` would guess the encoding of each line
                 text = line if isinstance(line, str) else line.decode("utf-8-sig")
                 yield number, json.loads(text, parse_constant=lambda constant: None)
             except (ValueError, RecursionError) as error:  # nested thousands deep is not JSON to us
@@ -155,21 +146,19 @@ def json_lines(
 
 
 def read_json(path: Path, missing: Any = None) -> Any:
-    """The content of a JSON file; `missing` if there is none. Raises ValueError if it is not JSON."""
+    """Read a JSON file; `missing` if there is none, ValueError if it is not JSON."""
     return json.loads(path.read_bytes()) if path.is_file() else missing
 
 
 def without_none(value: Any) -> Any:
-    """A value as JSON has it without the fields that are None, at any depth."""
+    """Drop the fields that are None at any depth of a JSON value."""
     if isinstance(value, dict):
         return {name: without_none(each) for name, each in value.items() if each is not None}
     return [without_none(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a temporary file, flush it to disk and rename it: readers see the old file or the new
-    one, never a part.
-    """
+    """Write a temporary file, flush and rename it: readers never see a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(temporary, "wb") as file:
@@ -187,9 +176,10 @@ class Held(ValueError, BlockingIOError):
 
 
 def hold_lock(path: Path, problem: str, wait_s: float = 0.0) -> TextIO:
-    """Lock a file until the returned handle is closed or the process ends; the file names its holder.
+    """Lock a file until the returned handle is closed or the process ends.
 
-    Raises Held, with `problem` and the holder, if another process still holds it after wait_s seconds.
+    Raises:
+        Held: another process still holds it after wait_s seconds.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock, deadline = open(path, "a+"), time.monotonic() + wait_s  # noqa: SIM115 - stays open
@@ -221,11 +211,8 @@ def file_sha256(path: Path) -> str:
 
 
 def model_sha256(folder: Path) -> str:
-    """One hash of a model folder: names and contents of config, tokenizer, weights
-    and chat template (MODEL_FILES).
-
-    README, licence and remote code do not count. The same weights in other shards have another hash.
-    """
+    """Hash the names and contents of a model folder's MODEL_FILES."""
+    # README, licence and remote code do not count; the same weights in other shards have another hash
     paths = {path for pattern in MODEL_FILES for path in folder.glob(pattern)}
     listing = "".join(f"{path.name} {file_sha256(path)}\n" for path in sorted(paths))
     return hashlib.sha256(listing.encode()).hexdigest()
@@ -237,24 +224,16 @@ def host_name() -> str:
 
 
 def code_version(folder: Path) -> str:
-    """The git commit of the code in `folder`: "-dirty" appended for local changes,
-    "unknown" outside a checkout.
-
-    A snapshot (tools.launch) records it in CODE_VERSION, since it may lie inside a checkout of other code.
-    """
+    """Return the git commit of a folder's code, with -dirty for local changes, or "unknown"."""
+    # a snapshot (tools.launch) may lie inside a checkout of other code
     for parent in (folder, *folder.parents):
         if (parent / "CODE_VERSION").is_file():
             return (parent / "CODE_VERSION").read_text().strip()
 
-    def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=30
-        )
-        return done.stdout.strip()
-
+    # without names of tags, which may be moved
+    git = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        commit = git("rev-parse", "--short=12", "HEAD")
-        dirty = "-dirty" if commit and git("status", "--porcelain", "--untracked-files=no") else ""
+        answer = subprocess.run(git, cwd=folder, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
-    return commit + dirty if commit else "unknown"
+    return answer.stdout.strip() or "unknown"

@@ -1,10 +1,8 @@
-"""The answer to each item of an evaluation, a compressed file next to the records: for paired errors and for
-reading; and what two such files say of each other.
+"""The answer to each item of an evaluation: a compressed file next to the records, and differences of two.
 
-Line 1 says what was asked of whom; each further line is an item: task, item (its number in the task), right
-(null where it is neither, or was not asked; for code the share of its samples that pass), losses (nats
-per token of every option, null for one without a token), and for CORE gold, nats and bytes of the right
-answer.
+Line 1 says what was asked of whom. Each further line is an item: task, item (its number in the task), right
+(null where it was not asked; for code the share of samples that pass), losses (nats per token of every option),
+and for CORE gold, nats and bytes of the right answer.
 """
 
 from __future__ import annotations
@@ -22,21 +20,16 @@ FOLDER = "items"  # next to evals.jsonl
 Pair = tuple[JsonObject, JsonObject]  # an item in two files
 
 
-def items_file(head: JsonObject, items: Iterable[JsonObject]) -> bytes:
-    """The content of such a file, the same for the same items."""
-    return gzip.compress(
-        "".join(json.dumps(line) + "\n" for line in (head, *items)).encode(), mtime=0
-    )
-
-
 def write_items(out: Path | None, head: JsonObject, items: Iterable[JsonObject]) -> str | None:
-    """Write the file and return its path relative to the folder of `out`; None: there is none.
+    """Write the file and return its path relative to the folder of `out`; None without `out`.
 
-    head: kind, step and data_sha256, which name the file; protocol and all else that two files must share.
+    Args:
+        head: kind, step and data_sha256, which name the file, and all else that two files must share.
     """
     if out is None:
         return None
-    content = items_file(head, items)
+    lines = "".join(json.dumps(line) + "\n" for line in (head, *items))
+    content = gzip.compress(lines.encode(), mtime=0)  # mtime: the same for the same items
     name = f"{head['kind']}-{head['step'] or 0}-{hashlib.sha256(content).hexdigest()[:12]}.jsonl.gz"
     (out.parent / FOLDER).mkdir(parents=True, exist_ok=True)
     write_atomically(out.parent / FOLDER / name, content)
@@ -44,7 +37,7 @@ def write_items(out: Path | None, head: JsonObject, items: Iterable[JsonObject])
 
 
 def read_items(path: Path) -> tuple[JsonObject, dict[tuple[str, int], JsonObject]]:
-    """(head, {(task, item): line}). Raises ValueError for a file that is none."""
+    """Read (head, {(task, item): line}); ValueError for a file that is none."""
     try:
         lines = gzip.decompress(path.read_bytes()).splitlines()
         (_, head), *rest = json_lines(lines, path)
@@ -55,33 +48,36 @@ def read_items(path: Path) -> tuple[JsonObject, dict[tuple[str, int], JsonObject
         ) from None
 
 
-def paired(a: Sequence[float], b: Sequence[float], added: float = 0.0) -> tuple[float, float]:
-    """Mean of b - a over the same items and its standard error, in which what is hard for both cancels.
+def compare_pairs(
+    a: Sequence[float], b: Sequence[float], added: float = 0.0
+) -> tuple[float, float]:
+    """Return the mean of b - a over the same items and its standard error.
 
-    added: for answers that are right (1) or wrong (0), 1 adds half an item of each outcome, as Agresti and
-    Min (2005) recommend, so that few items without a difference do not look certain.
+    Args:
+        added: half an item more of each outcome, for answers that are right (1) or wrong (0).
     """
     differences = [y - x for x, y in zip(a, b, strict=True)]
+    # as Agresti and Min (2005) recommend, so that few items without a difference do not look certain
     total, count = math.fsum(differences), len(differences) + 2 * added
     variance = (math.fsum(d * d for d in differences) + added) / count - (total / count) ** 2
     return total / len(differences), math.sqrt(max(0.0, variance) / count)
 
 
 def gold_bits(lines: Iterable[JsonObject]) -> float | None:
-    """Bits of the right answers of a task by their bytes; None where they have no bytes."""
+    """Divide the bits of a task's right answers by their bytes; None without bytes."""
     listed = list(lines)
     size = sum(line.get("bytes", 0) for line in listed)
     return math.fsum(line["nats"] for line in listed) / math.log(2) / size if size else None
 
 
 def bits_change(pairs: Sequence[Pair]) -> JsonObject:
-    """How the gold bits per byte of a task differ, later minus earlier; {} where it has none."""
+    """Compare the gold bits per byte of a task, later minus earlier; {} where it has none."""
     if not (size := sum(line.get("bytes", 0) for line, _ in pairs)):
         return {}
     a, b = (
         [pair[side]["nats"] / math.log(2) * len(pairs) / size for pair in pairs] for side in (0, 1)
     )
-    change, error = paired(a, b)
+    change, error = compare_pairs(a, b)
     return {"bits_difference": change, "bits_standard_error": error}
 
 

@@ -1,10 +1,4 @@
-"""The sections of a job file that are ours, and the light reader of job files, which needs no torch.
-
-`train.job_config` merges these classes into TorchTitan's JobConfig, so a field has the same name, type and
-default for the workers and for the supervisor, the watcher and the launcher, which read it here.
-TorchTitan's parser takes eight seconds to import and brings torch into processes that must outlive the
-workers; it alone refuses unknown keys.
-"""
+"""The sections of a job file that are ours, and the light reader of job files, which needs no torch."""
 
 # no `from __future__ import annotations`: TorchTitan looks at the types of the fields
 
@@ -239,10 +233,6 @@ class Validation:
 
     windows_per_source: int = 16
     """Held-out windows per source; all of them if a source has fewer"""
-    gold_items: str = ""
-    """Benchmark items (python -m evals.gold) of which each validation, and step 0, measures bits per byte
-    of the right answers; "": none
-    """
 
 
 @dataclass
@@ -290,9 +280,7 @@ class Evals:
 
 @dataclass
 class Alerts:
-    """Who is told when the supervisor gives up or restarts, a node is bad, a step is refused,
-    or a save fails.
-    """
+    """Who is told when somebody should look at the run."""
 
     webhook_env: str = ""
     """Name of the environment variable that holds the URL of a webhook (Slack, Mattermost), which is a secret
@@ -334,7 +322,7 @@ class JobSections:
 
 
 def stable_steps(schedule: LRScheduler, training_steps: int) -> tuple[int, int]:
-    """First and last step whose checkpoint is after the warmup and before the decay."""
+    """Return the first and last step whose checkpoint is after warmup and before decay."""
     total = schedule.total_steps or training_steps
     ratio, warmup = schedule.decay_ratio, schedule.warmup_steps
     decay = total - warmup if ratio is None else round(total * ratio)
@@ -344,16 +332,16 @@ def stable_steps(schedule: LRScheduler, training_steps: int) -> tuple[int, int]:
 def read_job(arguments: list[str]) -> JobSections:
     """Read `--job.config_file X.toml [--section.key value ...]`; keys of other sections are ignored.
 
-    Raises ValueError for a missing or malformed file, a value of the wrong
-    type, and for checkpoint.load_step.
+    Raises:
+        ValueError: a missing or malformed file, a wrong type, or checkpoint.load_step.
     """
     values = read_sections(job_file(arguments))
     sections = {}
     for section in fields(JobSections):
         kind: Any = section.type
-        known = {f.name for f in fields(kind)}
+        names = {f.name for f in fields(kind)}
         sections[section.name] = kind(
-            **{k: v for k, v in values.get(section.name, {}).items() if k in known}
+            **{k: v for k, v in values.get(section.name, {}).items() if k in names}
         )
     job, _ = tyro.cli(
         JobSections, args=arguments, default=JobSections(**sections), return_unknown_args=True
@@ -367,7 +355,7 @@ def read_job(arguments: list[str]) -> JobSections:
 
 
 def job_flags(settings: Mapping[str, Any]) -> list[str]:
-    """The flags of `python -m train` for {"section.key": value}; a tuple is several words."""
+    """Write {"section.key": value} as flags of `python -m train`."""
     flags = []
     for name, value in settings.items():
         flags += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
@@ -375,9 +363,7 @@ def job_flags(settings: Mapping[str, Any]) -> list[str]:
 
 
 def read_sections(path: Path) -> dict[str, dict[str, Any]]:
-    """A job file as it stands: {section: {key: value}}, other sections included. Raises ValueError if
-    it is no TOML.
-    """
+    """Read {section: {key: value}} of a job file; ValueError if it is no TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -385,7 +371,7 @@ def read_sections(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def job_file(arguments: list[str]) -> Path:
-    """The value of --job.config_file. Raises ValueError if it is missing or no file."""
+    """Return the value of --job.config_file; ValueError if it is missing or no file."""
     value = option_value("--job.config_file", arguments) or option_value(
         "--job.config-file", arguments
     )
@@ -399,6 +385,6 @@ def job_file(arguments: list[str]) -> Path:
 
 
 def option_value(name: str, words: Sequence[str]) -> str | None:
-    """The value of `--name value` or `--name=value`."""
+    """Return the value of `--name value` or `--name=value`."""
     parts = [part for word in words for part in word.split("=", 1)]
     return next((value for word, value in itertools.pairwise(parts) if word == name), None)

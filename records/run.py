@@ -1,10 +1,7 @@
-"""A run folder as one object: logged steps in the order in which they count,
-evaluations, events, configs, attempts.
+"""A run folder as one object: logged steps in the order in which they count, evaluations, events.
 
-A run folder holds metrics.jsonl, evals.jsonl, config.toml and model.json itself, or in one subfolder per
-phase (phase1/, phase2/), or both. The files of a running job are read as they are: a half-written last
-line is skipped, missing values are None. Of a step that was logged again after a rollback or a resume,
-the last row counts.
+Its files lie in the folder itself, or in one subfolder per phase (phase1/, phase2/), or both. Those of a running job
+are read as they are: a half-written last line is skipped, missing values are None.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from records.files import (
 )
 from records.job import read_sections
 
-FIGURES = (
+FIGURES = [
     "loss",
     "lr",
     "grad_norm",
@@ -49,7 +46,7 @@ FIGURES = (
     "valid_loss",
     "z_loss",
     "max_logit",
-)
+]
 BY_SOURCE = (  # {source: figure}, of positions {source: {first position of an octave: figure}}
     "loss_by_source",
     "valid_loss_by_source",
@@ -61,7 +58,7 @@ NOTE = "note.txt"
 
 
 class Record(dict[str, Any]):
-    """A line of a run's file and the objects in it: `record["name"]` is None where the file does not say it."""
+    """A line of a run's file, in which a missing name is None."""
 
     def __missing__(self, key: str) -> None:
         return None
@@ -91,7 +88,7 @@ class Run:
     def warnings(self) -> list[str]:
         steps = [
             f"{row['phase']} step {row['step']:,}"
-            for row in self.kept_rows
+            for row in self.rows
             if row["loss"] is None and "averaged" not in row
         ]
         more = f" and {len(steps) - 5} more" if len(steps) > 5 else ""
@@ -103,38 +100,36 @@ class Run:
         return list(dict.fromkeys(s.phase for s in self.segments))
 
     @property
-    def kept_rows(self) -> list[Row]:
-        return [row for s in self.segments if s.kept for row in s.rows]
+    def rows(self) -> list[Row]:
+        """Those that count."""
+        segments = [segment for segment in self.segments if segment.kept]
+        return [row for segment in segments for row in segment.rows]
 
     def rows_of(self, phase: str) -> list[Row]:
-        return [row for s in self.segments if s.kept and s.phase == phase for row in s.rows]
+        return [row for row in self.rows if row["phase"] == phase]
 
     def evals_of(self, kind: str) -> list[Record]:
         return [e for e in self.evals if e["kind"] == kind]
 
 
 def number(value: Any) -> float | None:
-    """The value as a finite float, else None: NaN, infinity, null, text and missing values
-    are all "not measured".
-    """
+    """Return the value as a finite float, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
 
 
 def numbers_in(path: str, value: Any) -> Iterator[tuple[str, float]]:
-    """(path, number) of every finite number in a value; nested values have paths with slashes."""
+    """Yield (path, number) of every finite number in a value; paths have slashes."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from numbers_in(f"{path}/{name}", inner)
-    elif (known := number(value)) is not None:
-        yield path, known
+    elif (finite := number(value)) is not None:
+        yield path, finite
 
 
 def name_wandb_run(run: Path) -> None:
-    """Set wandb's environment variables unless the user has, so that a restarted run continues
-    its own wandb run.
-    """
+    """Set wandb's environment variables unless the user has."""
     name = Path(os.path.abspath(run)).name  # as it is given, whatever is a link
     variables = {"PROJECT": "laneformer", "RUN_NAME": name, "RUN_GROUP": name, "RESUME": "allow"}
     if "WANDB_RUN_ID" not in os.environ:
@@ -144,9 +139,8 @@ def name_wandb_run(run: Path) -> None:
 
 
 def read_wandb_id(run: Path) -> str:
-    """Drawn once for a run folder and kept in it: its path may be that of an earlier run, or of one in another
-    container.
-    """
+    """Read wandb's id of a run folder; the first to ask draws it."""
+    # its path may be that of an earlier run, or of one in another container
     path, drawn = run / "wandb-id.txt", secrets.token_hex(8)
     with (
         survive_full_disk(path),
@@ -189,7 +183,7 @@ def places_of(folder: Path) -> list[Path]:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run folder and its phase subfolders. Raises ValueError for a folder without any file of a run."""
+    """Read a run folder and its phase subfolders; ValueError for another folder."""
     places = places_of(folder)
     files = ("metrics.jsonl", "config.toml", "model.json")
     if not any((place / name).is_file() for place in places for name in files):
@@ -203,16 +197,14 @@ def read_run(folder: Path) -> Run:
     )
     rows: list[Row] = []
     for place in places:
-        known = {
-            _key(row) for row in rows
-        }  # a run may hold the rows of a phase merged and in its subfolder
+        # a run may hold the rows of a phase merged and in its subfolder
+        keys = {_key(row) for row in rows}
         of_place = _read_place(run, place, "training" if place == folder else place.name)
-        rows += [row for row in of_place if _key(row) not in known]
+        rows += [row for row in of_place if _key(row) not in keys]
     starts = {
-        (start["phase"], int(attempt)): int(step)
+        (start["phase"], int(start["attempt"])): int(start["step"])
         for start in run.attempts
-        if (attempt := number(start["attempt"])) is not None
-        and (step := number(start["step"])) is not None
+        if None not in (number(start["attempt"]), number(start["step"]))
     }
     run.segments = merge_attempts(rows, starts)
     steps_before = place_on_one_axis(run.segments, run.lineages)
@@ -227,7 +219,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _read_place(run: Run, place: Path, name: str) -> list[Row]:
-    """Add the contents of one folder to the run; returns its rows."""
+    """Add the contents of one folder to the run; return its rows."""
     config, model, lineage = (_read_object(place / file, run.problems) for file in OBJECTS)
     phase = str(config.get("phase", {}).get("name") or name)
     lines = []
@@ -256,10 +248,7 @@ def _read_place(run: Run, place: Path, name: str) -> list[Row]:
 
 
 def _place_record(record: Record, rows: list[Row], steps_before: float) -> None:
-    """Set `x_step`, `x_tokens` and `x_time` (None: unknown) of an event or evaluation from its step, else its time.
-
-    rows: of its phase, by step.
-    """
+    """Set `x_step`, `x_tokens` and `x_time` of an event or evaluation from its step, else its time."""
     step, time = number(record["step"]), number(record["time"])
     record |= {"x_step": None, "x_tokens": number(record["tokens_total"]), "x_time": time}
     if step is not None:

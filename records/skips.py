@@ -1,9 +1,7 @@
 """Sequences excluded from training: the order stays a pure function of (lock, seed, skip list, position).
 
-The trainer counts positions 0, 1, 2, ...; the mixture numbers its sequences 0, 1, 2, ...; without a skip list
-they are the same. A skipped window [first, last) of numbers shifts everything after it: position p reads the
-p-th number that is in no window. RUN/skip_sequences.json holds the windows of the supervisor, the job file
-those of the user.
+The trainer counts positions 0, 1, 2, ...; position p reads the p-th sequence number that is in no skipped window
+[first, last). RUN/skip_sequences.json holds the windows of the supervisor, the job file those of the user.
 """
 
 from __future__ import annotations
@@ -42,12 +40,12 @@ class SkipList:
         self._begins = np.array([first for first, _ in merged], dtype=np.int64) - self._shift[:-1]
 
     def numbers(self, first: int, count: int) -> np.ndarray:
-        """Sequence numbers of positions first .. first + count: int64 (count,), increasing."""
+        """Return the sequence numbers of positions first .. first + count: int64 (count,)."""
         positions = np.arange(first, first + count, dtype=np.int64)
         return positions + self._shift[np.searchsorted(self._begins, positions, side="right")]
 
-    def used(self, positions: int) -> int:
-        """How far into the mixture this many positions reach, skipped windows included."""
+    def reach(self, positions: int) -> int:
+        """Count how far into the mixture so many positions reach."""
         return int(self.numbers(positions - 1, 1)[0]) + 1 if positions else 0
 
     def until(self, number: int) -> list[tuple[int, int]]:
@@ -67,7 +65,7 @@ def read_skip_list(run: Path, from_job_file: Iterable[Sequence[int]]) -> SkipLis
 
 
 def leave_out(run: Path, windows: Iterable[Sequence[int]], reason: str) -> bool:
-    """Add windows to RUN/skip_sequences.json, with their reason and an event; whether there was room for that."""
+    """Add windows to RUN/skip_sequences.json; return whether there was room for that."""
     with survive_full_disk(run / FILE):
         entries = [
             *_entries(run),
@@ -85,7 +83,7 @@ def _entries(run: Path) -> list[JsonObject]:
 
 @dataclass(frozen=True)
 class Reading:
-    """What one attempt of a run reads: the sequences of a lock, from a position on, in batches of one size."""
+    """What one attempt of a run reads: sequences of a lock in batches of one size."""
 
     lock: Path
     attempt: int
@@ -96,14 +94,14 @@ class Reading:
     skips: SkipList
 
     def numbers(self, step: int) -> np.ndarray:
-        """Sequence numbers of the batch of one of its steps, counted from 1: int64 (G,)."""
+        """Return the sequence numbers of a step's batch, counted from 1: int64 (G,)."""
         return self.skips.numbers(
             self.position + (step - 1 - self.step) * self.global_batch_size, self.global_batch_size
         )
 
 
 def read_attempts(run: Path) -> list[Reading]:
-    """What the attempts of a run read, in their order. ValueError where attempts.jsonl does not say it."""
+    """Read what a run's attempts read; ValueError where attempts.jsonl does not say it."""
     path, later = run / "attempts.jsonl", [entry["window"] for entry in _entries(run)]
     if not (attempts := [each for each in read_lines(path) if "data" in each]):
         raise ValueError(
@@ -121,9 +119,7 @@ def read_attempts(run: Path) -> list[Reading]:
 
 
 def attempt_of(attempts: Sequence[Reading], step: int) -> Reading:
-    """The attempt whose version of a step counts: the last that started before it. ValueError if
-    none is on record.
-    """
+    """Return the attempt whose version of a step counts; ValueError if none is on record."""
     for each in reversed(attempts):
         if each.step < step:
             return each

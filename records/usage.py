@@ -1,11 +1,4 @@
-"""GPU-hours, remaining time and cost of a run: the same sums for the log, metrics.jsonl,
-the dashboard and tools.plan.
-
-An attempt holds its GPUs from its first record (the supervisor's event, else its line in attempts.jsonl) to
-its last in any file of the run. So imports, loading, hangs and steps that a restart repeated count; pauses
-between attempts and the time in a queue do not. What remains goes by the median speed of a device over the
-last rows, which a restart, a validation or a slow node does not move.
-"""
+"""GPU-hours, remaining time and cost of a run, for log, metrics.jsonl, dashboard and tools.plan."""
 
 from __future__ import annotations
 
@@ -21,7 +14,7 @@ RECENT = 128  # rows whose speed counts
 
 @dataclass
 class Span:
-    """The time for which one start of the workers held its GPUs, in seconds since the epoch."""
+    """The time for which one start of the workers held its GPUs, in seconds."""
 
     attempt: int
     began: float
@@ -32,7 +25,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one job: GPU-hours used, and left; None where that is not known."""
+    """GPU-hours of one job, used and left."""
 
     gpu_hours: float
     gpu_hours_left: float | None
@@ -40,25 +33,19 @@ class Usage:
 
 
 def spans_of(records: Iterable[JsonObject]) -> list[Span]:
-    """The spans of one job; records: the lines of its attempts.jsonl, events.jsonl and
-    metrics.jsonl in any order.
+    """Return the spans of one job.
 
-    An attempt that failed before its line in attempts.jsonl has a number that the next start has again.
+    Args:
+        records: the lines of attempts.jsonl, events.jsonl and metrics.jsonl in any order.
     """
-    known = [
-        r
-        for r in records
-        if number(r.get("time")) is not None and number(r.get("attempt")) is not None
-    ]
+    dated = [r for r in records if None not in (number(r.get("time")), number(r.get("attempt")))]
     spans: list[Span] = []
-    for record in sorted(known, key=lambda r: r["time"]):
-        attempt, time, starts = (
-            int(record["attempt"]),
-            float(record["time"]),
-            "world_size" in record,
-        )
+    for record in sorted(dated, key=lambda r: r["time"]):
+        attempt, time = int(record["attempt"]), float(record["time"])
+        starts = "world_size" in record
         last = spans[-1] if spans else Span(-1, time, time, over=True)
         again = starts and (last.over or last.gpus is not None)
+        # an attempt that failed before its line in attempts.jsonl has a number that the next start has again
         if record.get("kind") == "supervisor_start" or attempt != last.attempt or again:
             spans.append(Span(attempt, time - (number(record.get("seconds")) or 0.0), time))
         elif last.over:
@@ -75,22 +62,24 @@ def devices_of(row: JsonObject) -> int | None:
 
 
 def gpu_hours(spans: Sequence[Span]) -> float:
-    """GPU-hours of these spans; one without a number of GPUs has that of the next or else the previous one."""
-    total, known = 0.0, next((span.gpus for span in reversed(spans) if span.gpus), 0)
+    """Sum the GPU-hours of these spans."""
+    total, gpus = 0.0, next((span.gpus for span in reversed(spans) if span.gpus), 0)
     for span in reversed(spans):
-        known = span.gpus or known
-        total += known * (span.ended - span.began) / 3600
+        # one without a number has that of the next or else the previous one
+        gpus = span.gpus or gpus
+        total += gpus * (span.ended - span.began) / 3600
     return total
 
 
 def seconds_left(rates: Sequence[float], tokens: float, gpus: int | None) -> float | None:
-    """Seconds that `gpus` devices need for `tokens`; rates: tokens per second of a device in the last rows."""
+    """Return the seconds for `tokens` at the last rates, tokens per second of a device."""
+    # a restart, a validation or a slow node does not move the median
     rate = statistics.median(rates[-RECENT:]) * gpus if rates and gpus else 0.0
     return tokens / rate if rate > 0 else None
 
 
 def cost(hours: float | None, metrics: JsonObject) -> float | None:
-    """Cost of GPU-hours; None without metrics.gpu_hour_price. metrics: that section of the job."""
+    """Return the cost of GPU-hours; None without metrics.gpu_hour_price."""
     price = number(metrics.get("gpu_hour_price"))
     return hours * price if price and hours is not None else None
 
@@ -115,17 +104,20 @@ def duration(seconds: float) -> str:
 
 
 def usage_of(run: Run) -> Usage:
-    """All phases. One that has a config and no rows yet goes on at the speed of the one before."""
+    """Sum up all phases; one without rows yet goes on at the speed of the one before."""
     used, left, rates = 0.0, list[float | None](), list[float]()
     gpus: int | None = None
     clock: float | None = None
     for phase in dict.fromkeys([*run.phases, *run.configs]):
-        rows = [row for segment in run.segments if segment.phase == phase for row in segment.rows]
+        # an attempt holds its GPUs from its first record to its last in any file: imports, hangs and repeated steps
+        # count, pauses and queues do not
+        segments = [segment for segment in run.segments if segment.phase == phase]
+        rows = [row for segment in segments for row in segment.rows]
         records = [record for record in (*run.attempts, *run.events) if record["phase"] == phase]
         used += gpu_hours(spans_of([*records, *rows]))
         counted = run.rows_of(phase)
-        rates = [rate for row in counted if (rate := row["tokens_per_s_per_device"])] or rates
-        gpus = next((devices for row in reversed(counted) if (devices := devices_of(row))), gpus)
+        rates = list(filter(None, (row["tokens_per_s_per_device"] for row in counted))) or rates
+        gpus = next(filter(None, map(devices_of, reversed(counted))), gpus)
         clock = counted[-1]["time"] if counted else clock
         tokens = tokens_left(run.configs.get(phase, {}).get("training", {}), counted)
         left_s = None if tokens is None else seconds_left(rates, tokens, gpus)
@@ -135,9 +127,9 @@ def usage_of(run: Run) -> Usage:
 
 
 def tokens_left(training: JsonObject, rows: Sequence[JsonObject]) -> float | None:
-    """Tokens of a phase after its last row; None where its config does not say it."""
+    """Count the tokens of a phase after its last row; None if unknown."""
     steps, batch, length = (
         number(training.get(key)) for key in ("steps", "global_batch_size", "seq_len")
     )
-    done = rows[-1]["step"] if rows else 0
-    return max(0.0, steps - done) * batch * length if steps and batch and length else None
+    step = rows[-1]["step"] if rows else 0
+    return max(0.0, steps - step) * batch * length if steps and batch and length else None

@@ -9,16 +9,14 @@ import threading
 
 
 def usable_cpus() -> int:
-    """CPUs that this process may run on: a job of Slurm or a container often has fewer than `os.cpu_count()`."""
+    """Count the CPUs that this process may run on."""
+    # a job of Slurm or a container often has fewer than `os.cpu_count()`
     return len(os.sched_getaffinity(0))
 
 
 def end_with_parent() -> None:
-    """In a worker of `multiprocessing`: from now on SIGKILL ends it when its parent is
-    gone, however that ended.
-
-    Without it, workers of a process that was killed wait for work forever, and keep their memory and GPUs.
-    """
+    """End this `multiprocessing` worker when its parent is gone, however that ended."""
+    # workers of a process that was killed would wait for work forever, and keep their memory and GPUs
     threading.Thread(target=_wait_for_the_end, daemon=True).start()
 
 

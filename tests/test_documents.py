@@ -26,8 +26,8 @@ from tyro._backends._tyro_backend import TyroBackend
 import tools.bench.__main__
 import tools.check.__main__
 from tests.laneformer.serve.conftest import write_model
-from tests.train.runs import forked
-from train.supervise.attempt import hold_port
+from tests.train.runs import run_forked
+from train.supervise.workers import hold_port
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -145,7 +145,7 @@ def test_every_fenced_command_is_parsed_by_its_program(tmp_path):
     }
     page = tmp_path / "planted.md"
     page.write_text("```\n" + "\n".join(planted) + "\n```\n")
-    status, output = forked(tmp_path, "tests.test_documents", str(page), *map(str, GUIDES))
+    status, output = run_forked(tmp_path, "tests.test_documents", str(page), *map(str, GUIDES))
     assert status == 0, output
     found = [line for line in output.splitlines() if line.startswith("planted.md")]
     assert len(found) == len(planted), output

@@ -30,7 +30,7 @@ patch_torch_for_cpu()
 
 
 def main() -> None:
-    """Run one phase: TorchTitan's main, with the job that was parsed and checked here."""
+    """Run one phase: TorchTitan's main, with the job that was checked here."""
     import torchtitan.train
 
     from .foreign_warnings import silence

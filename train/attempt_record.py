@@ -1,4 +1,4 @@
-"""What a run folder says of an attempt before its first step: settings, model, tokenizer, origin and data."""
+"""What a run folder says of an attempt before its first step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from records.checkpoints import locate_checkpoint, run_folder
 from records.files import append_or_keep, code_version, survive_full_disk, write_atomically
 
 from .data import MixtureLoader
-from .job_config import resolved_toml
+from .job_config import format_job
 
 
 def describe_attempt(
@@ -31,9 +31,10 @@ def describe_attempt(
 ) -> None:
     """Write config.toml, model.json, the tokenizer and lineage.json, and a line of attempts.jsonl.
 
-    An earlier, different config.toml is kept as its attempt's. source: the checkpoint that was loaded.
+    Args:
+        source: the checkpoint that was loaded.
     """
-    resolved, config, lineage = resolved_toml(job_config), run / "config.toml", run / "lineage.json"
+    resolved, config, lineage = format_job(job_config), run / "config.toml", run / "lineage.json"
     with survive_full_disk(run):
         if config.is_file() and config.read_text(encoding="utf-8") != resolved:
             shutil.copy(config, run / f"config.attempt-{attempt - 1}.toml")

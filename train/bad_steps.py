@@ -1,4 +1,4 @@
-"""The batches of refused steps: recorded, then left out of the data, or the end of the attempt."""
+"""The batches of refused steps: recorded, then left out, or the end of the attempt."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class BadSteps:
         self.steps: list[int] = []  # refused among the last spike_window steps
 
     def leave_out(self, problem: BadStep, step: int, loss: float, grad_norm: float) -> None:
-        """Record the batch just read, and leave it out where the policy is to skip. Raises `problem` where it is
-        not, or where too many were skipped.
+        """Record the batch just read, and leave it out of the data.
 
-        The window is on disk before the step continues, so a restart reads the same data.
+        Raises:
+            BadStep: `problem`, where the policy is not to skip, or too many were skipped.
         """
         windows, section = self._last_read(self.batch_size), self.section
         if torch.distributed.get_rank() == 0:
@@ -40,6 +40,7 @@ class BadSteps:
         self.steps = [*(each for each in self.steps if each > step - section.spike_window), step]
         if section.on_bad_step != "skip" or len(self.steps) > section.max_skips:
             raise problem
+        # the window is on disk before the step continues: a restart reads the same data
         reason = f"step {step}: {problem}"
         if not on_rank_zero(lambda: leave_out(self.run, windows, reason)):
             raise BadStep(f"{problem}; {self.run} has no room to record that its batch is skipped")
@@ -51,7 +52,7 @@ class BadSteps:
     def leave_out_last(
         self, problem: BadStep, step: int, started_at: int, checkpoints: str
     ) -> None:
-        """Leave out the data that a rollback skips: the last skip_steps steps, but none that a checkpoint has seen."""
+        """Leave out the data that a rollback skips, but none that a checkpoint has seen."""
         if torch.distributed.get_rank() == 0 and self.section.on_bad_step in (
             "skip",
             "rollback_and_skip",
@@ -64,7 +65,7 @@ class BadSteps:
         return windows_of(self.loader.skips.numbers(self.loader.state.sequences - count, count))
 
     def _record(self, problem: BadStep, step: int, first: int, figures: dict[str, str]) -> None:
-        """The event, and beside it a file with every sequence of the batch by source and offset."""
+        """Record the event, and a file with every sequence of the batch."""
         path = self.run / "bad-steps" / f"step-{step}.attempt-{self.attempt}.{first}.json"
         with survive_full_disk(path):
             path.parent.mkdir(exist_ok=True)

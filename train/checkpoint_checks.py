@@ -1,6 +1,6 @@
-"""Whether a checkpoint can be started from: complete, undamaged, and of this job's architecture.
+"""Whether a checkpoint can be started from: complete, undamaged, of this job's architecture and schedule.
 
-All functions that look at the shared disk are collectives: every rank calls them and gets the same answer.
+Functions that look at the shared disk are collectives: every rank calls them and gets the same answer.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from torchtitan.tools.logging import logger
 from laneformer.config import LaneformerConfig
 from records import checkpoints
 from records.files import read_lines
+from records.job import LRScheduler, read_sections, stable_steps
 
 
 class Contents:
-    """Compares the files of checkpoints with their checksums, those of each checkpoint once."""
+    """Compares the files of each checkpoint with their checksums, once."""
 
     def __init__(self) -> None:
         self.undamaged: set[Path] = set()
@@ -38,17 +40,14 @@ class Contents:
     def check(
         self, checkpoint: Path, config: LaneformerConfig, allow_changes: Sequence[str] = ()
     ) -> None:
-        """ValueError for a checkpoint that is incomplete, damaged, or of another architecture.
-
-        allow_changes: fields of the architecture that may differ.
-        """
+        """Raise ValueError for a checkpoint that is incomplete, damaged, or of another architecture."""
         on_rank_zero(lambda: checkpoints.check_complete(checkpoint))
         if problem := self.problem(checkpoint):
             raise ValueError(f"{problem}; start from another checkpoint")
         on_rank_zero(lambda: check_architecture(checkpoint, config, allow_changes))
 
     def problem(self, checkpoint: Path) -> str | None:
-        """What is wrong with a checkpoint's files, None if nothing; each rank reads its share."""
+        """Say what is wrong with a checkpoint's files; each rank reads its share."""
         if checkpoint in self.undamaged:
             return None
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -67,18 +66,17 @@ class Contents:
 
 
 def first_problem(mine: str | None) -> str | None:
-    """The problem of the first rank that has one; None if no rank has."""
+    """Return the problem of the first rank that has one."""
     problems: list[str | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(problems, mine)
     return next(filter(None, problems), None)
 
 
 def require_nothing_lost(run: Path, folder: Path, steps: int) -> None:
-    """ValueError where the run's metrics go beyond `steps`, which no run without a checkpoint does: a file
-    system is away, or was purged.
-    """
+    """Raise ValueError where the run's metrics go beyond `steps` and it has no checkpoint."""
     logged = (row.get("step") for row in read_lines(run / "metrics.jsonl"))
     reached = max((step for step in logged if isinstance(step, int)), default=0)
+    # no run without a checkpoint goes so far: a file system is away, or was purged
     if reached > steps:
         raise ValueError(
             f"{run / 'metrics.jsonl'} ends at step {reached}, but {folder} holds no complete checkpoint: "
@@ -87,7 +85,7 @@ def require_nothing_lost(run: Path, folder: Path, steps: int) -> None:
 
 
 def check_architecture(checkpoint: Path, config: LaneformerConfig, allowed: Sequence[str]) -> None:
-    """Raise ValueError, with the fields that differ, for a checkpoint of another architecture than the job's."""
+    """Raise ValueError, with the fields that differ, for another architecture than the job's."""
     stored = checkpoints.read_architecture(checkpoint)
     if stored is None:
         logger.warning(
@@ -107,11 +105,60 @@ def check_architecture(checkpoint: Path, config: LaneformerConfig, allowed: Sequ
         )
 
 
-def on_rank_zero(decide: Callable[[], Any]) -> Any:
-    """Let rank 0 look at the shared disk and tell the others, so that all ranks start from the same place.
+def check_schedule(checkpoint: Path, job: Any) -> None:
+    """Raise ValueError where the learning rate would jump, or the job ends before its start."""
+    steps, located = job.training.steps, checkpoints.locate_checkpoint(checkpoint)
+    config = located.parent.parent / "config.toml"
+    try:
+        step, trained = checkpoints.step_of(located), read_sections(config)
+        section = SimpleNamespace(**{**vars(LRScheduler()), **trained["lr_scheduler"]})
+        before = describe_decay(section, trained["training"]["steps"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as problem:
+        logger.warning(f"{checkpoint}: its schedule is not known ({config}: {problem!r})")
+        return
+    if step > steps:
+        raise ValueError(
+            f"{checkpoint} is beyond the end of this job, training.steps = {steps}; give the number of steps that it "
+            f"was trained for, or start from an earlier checkpoint: {describe_earlier(located, steps)}"
+        )
+    # the rate is a function of schedule and step: another schedule changes nothing before the earlier decay begins
+    now = describe_decay(job.lr_scheduler, steps)
+    last_stable = min(before["last_stable_step"], now["last_stable_step"])
+    if before != now and step > last_stable:
+        listing = ", ".join(
+            f"{name} = {before[name]} (this job: {now[name]})"
+            for name in before
+            if before[name] != now[name]
+        )
+        raise ValueError(
+            f"{checkpoint} was trained with another schedule: {listing}; the decay had begun at step "
+            f"{last_stable + 1}; keep the schedule, or, to extend, start from a checkpoint of the stable phase: "
+            f"{describe_earlier(located, last_stable)}"
+        )
 
-    Its ValueError is raised on every rank: nobody waits for a rank that has given up.
-    """
+
+def describe_decay(schedule: Any, training_steps: int) -> dict[str, Any]:
+    """Return what the learning rate depends on after the warmup."""
+    return {
+        "total_steps": schedule.total_steps or training_steps,
+        "last_stable_step": stable_steps(schedule, training_steps)[1],
+        "decay_type": schedule.decay_type,
+        "min_lr_factor": schedule.min_lr_factor,
+    }
+
+
+def describe_earlier(checkpoint: Path, last: int) -> str:
+    """Say how to start from the newest checkpoint up to a step."""
+    folder = checkpoint.parent
+    for step, path in checkpoints.step_folders(folder).items():
+        if step <= last and (path / ".metadata").is_file():
+            return f"`torchrun ... -m train ... --checkpoint.load_step {step}`, once"
+    return f"{folder} has none up to step {last}"
+
+
+def on_rank_zero(decide: Callable[[], Any]) -> Any:
+    """Let rank 0 decide and tell the others; its ValueError is raised on every rank."""
+    # nobody waits for a rank that has given up
     answer: list[Any] = [None, None]
     if torch.distributed.get_rank() == 0:
         try:

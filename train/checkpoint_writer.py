@@ -1,13 +1,6 @@
-"""DCP's writer of a checkpoint, which also leaves the SHA-256 of every file, and the
-architecture, beside the data.
+"""DCP's writer of a checkpoint, which also leaves every file's SHA-256 and the architecture beside the data.
 
-Every rank hashes what it writes while it writes it, in the thread or process that saves; the
-coordinator, which gets the results of all ranks, writes checksums.json before the rename of `.metadata`
-that makes the checkpoint complete.
-
-The process that saves in the background has to outlive a stop request, which asks for a checkpoint: Slurm
-signals all processes of a step, a terminal those of its group. So it ignores these signals, and its worker
-kills it at its own end.
+Every rank hashes what it writes while it writes it; the coordinator gets the results of all ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +28,7 @@ KILLED_S = 30.0  # more: it hangs in a file system, and ends when that answers
 
 
 class Hashing:
-    """A binary stream that is written from its beginning to its end, and its SHA-256."""
+    """A binary stream, written in one go, and its SHA-256."""
 
     problem: OSError | None = (
         None  # torch's writer makes a RuntimeError of it that names no full disk
@@ -73,8 +66,9 @@ class HashingFileSystem(FileSystem):
         self.sums[Path(path).name] = hashing.sha256.hexdigest()
 
     def rename(self, path: Any, new_path: Any) -> None:
-        """Of `.metadata`, which makes the checkpoint complete: all checksums are known by now."""
+        """Rename `.metadata`: all checksums are known by now."""
         self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+        # before the rename of `.metadata`, which makes the checkpoint complete
         listing = json.dumps(self.sums, indent=0, sort_keys=True) + "\n"
         write_atomically(Path(new_path).with_name(CHECKSUMS), listing)
         super().rename(path, new_path)
@@ -99,6 +93,8 @@ class HashingWriter(
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Received by the process that saves in the background."""
+        # it has to outlive a stop request, which asks for a checkpoint, while Slurm signals all processes of a step and
+        # a terminal those of its group
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         vars(self).update(state)
@@ -124,11 +120,9 @@ class HashingWriter(
 
 
 def end_background() -> None:
-    """Kill the process that saves in the background, if there is one; the next save starts another.
-
-    At the end of a worker, as multiprocessing would wait for it after a SIGTERM. After a failed save, on all ranks:
-    DCP would use a process that has died, and a group of processes that has lost a member, until the job ends.
-    """
+    """Kill the process that saves in the background, if there is one; the next save starts another."""
+    # at the end of a worker, multiprocessing would wait for it after a SIGTERM; after a failed save, DCP would use a
+    # process that has died, and a group that has lost a member, until the job ends
     if (background := _async_process_executor._CHECKPOINT_PROCESS) is not None:
         background._save_process.kill()
         background._save_process.join(KILLED_S)

@@ -1,9 +1,7 @@
 """Batches for the trainer: a slice of the mixture's global order, read ahead by torchdata.
 
-Step N of the whole job takes the global sequences [N G, (N+1) G), G the global batch. A rank takes its slice
-of every micro-batch, so ranks, accumulation and readers change who reads a sequence, never which sequences a
-step has. The state is one number, the same on every rank, so a checkpoint loads with any world size. Skipped
-windows shift everything after them (`records/skips.py`).
+Step N of the whole job takes the global sequences [N G, (N+1) G), G the global batch. Ranks, accumulation and readers
+change who reads a sequence, never which sequences a step has. The state is one number, the same on every rank.
 """
 
 from __future__ import annotations
@@ -47,8 +45,7 @@ class LoaderState:
 class MixtureLoader(BaseDataLoader):
     """Yields ({"input": int64 (b, S), "source": int64 (b,)}, labels int64 (b, S)) from the current state on.
 
-    b is the local batch size; "source" counts in `mixture.source_names`. Packed conversations have more: see
-    `inputs_and_labels`. begin_again: sources that may have other text than that of the same name before.
+    b is the local batch size. Packed conversations have more inputs: `inputs_and_labels`.
     """
 
     def __init__(
@@ -100,12 +97,16 @@ class MixtureLoader(BaseDataLoader):
             yield batch
 
     def begin_after(self, used: dict[str, Any]) -> None:
-        """Start a phase behind the windows that those before it used up; used: what `state_dict` says.
+        """Start a phase behind the windows that those before it used up.
 
-        A source that has changed goes on where what was read of it is the same, else it is refused: ValueError.
-        One of `begin_again` starts at its own beginning, and that before is counted as NAME@HASH.
+        Args:
+            used: what their `state_dict` says.
+
+        Raises:
+            ValueError: what was read of a source has changed, and `begin_again` does not name it.
         """
         before, now = used["contents"], self.mixture.contents
+        # text of before under a name that has other text now is counted as NAME@HASH
         names = {f"{name}@{sha256[:8]}": name for name, sha256 in now.items()}
         for name, sha256 in before.items():
             if now.get(name, sha256) != sha256:
@@ -114,17 +115,17 @@ class MixtureLoader(BaseDataLoader):
                 else:
                     _check_continues(name, used, self.mixture)
 
-        def renamed(key: str) -> dict[str, Any]:
+        def rename_keys(key: str) -> dict[str, Any]:
             return {names.get(name, name): value for name, value in used[key].items()}
 
         self.begin_at(
             LoaderState(
                 0,
-                renamed("contents") | now,
-                renamed("windows"),
-                renamed("windows_left_out"),
-                renamed("lengths"),
-                renamed("read"),
+                rename_keys("contents") | now,
+                rename_keys("windows"),
+                rename_keys("windows_left_out"),
+                rename_keys("lengths"),
+                rename_keys("read"),
             )
         )
 
@@ -135,33 +136,31 @@ class MixtureLoader(BaseDataLoader):
         self.mixture = self.mixture.starting_at(offsets)
 
     def leave_out(self, windows: Iterable[Sequence[int]]) -> None:
-        """Skip the sequences taken last, as if the skip list had always held them; those that follow move up."""
+        """Skip the sequences taken last, as if the skip list had always held them."""
         self.skips = SkipList([*self.skips.windows, *windows])
         self.state.sequences -= sum(last - first for first, last in windows)
 
     def check_epochs(self, positions: int) -> None:
-        """ValueError if a job of this many sequences would repeat a source more often than
-        its epoch cap allows.
-        """
-        self.mixture.check_epochs(self.skips.used(positions))
+        """Raise ValueError if this many sequences would repeat a source beyond its epoch cap."""
+        self.mixture.check_epochs(self.skips.reach(positions))
 
     def locate(self, first: int, count: int) -> list[dict[str, Any]]:
-        """Source, shard and token offset of every sequence at positions first .. first + count."""
+        """Return source, shard and token offset of the sequences at these positions."""
         return self.mixture.locate(self.skips.numbers(first, count))
 
     @property
-    def used(self) -> int:
-        """Sequences of the mixture that this phase has used up, skipped ones included."""
-        return self.skips.used(self.state.sequences)
+    def sequences_reached(self) -> int:
+        """Sequences that this phase has used up, skipped ones included."""
+        return self.skips.reach(self.state.sequences)
 
     def windows_per_source(self) -> dict[str, int]:
-        """Windows of every source that this phase and those before it have used up, in closed form."""
-        return {**self.state.offsets, **self.mixture.windows_per_source(self.used)}
+        """Count each source's windows that this phase and those before used up."""
+        return {**self.state.offsets, **self.mixture.windows_per_source(self.sequences_reached)}
 
-    def left_out_per_source(self) -> dict[str, int]:
-        """Those among them that were skipped: what was trained on is the difference."""
+    def count_left_out(self) -> dict[str, int]:
+        """Count those among them that were skipped."""
         left_out = dict(self.state.left_out)
-        for first, last in self.skips.until(self.used):
+        for first, last in self.skips.until(self.sequences_reached):
             before, after = (
                 self.mixture.windows_per_source(first),
                 self.mixture.windows_per_source(last),
@@ -171,8 +170,8 @@ class MixtureLoader(BaseDataLoader):
         return left_out
 
     def tokens_per_source(self) -> dict[str, int]:
-        """Tokens of every source that this phase and those before it were trained on."""
-        return self._tokens_of(self.windows_per_source(), self.left_out_per_source())
+        """Count each source's tokens that this phase and those before were trained on."""
+        return self._tokens_of(self.windows_per_source(), self.count_left_out())
 
     def tokens_before(self) -> int:
         """Tokens that the phases before this one were trained on."""
@@ -183,23 +182,21 @@ class MixtureLoader(BaseDataLoader):
         return {name: (w - left_out.get(name, 0)) * lengths[name] for name, w in windows.items()}
 
     def _window_lengths(self) -> dict[str, int]:
-        """Of every source that was read; one of another phase may have windows of another length."""
+        """Return the tokens of a window of each source."""
         return self.state.lengths | dict.fromkeys(self.mixture.source_names, self.mixture.seq_len)
 
     def state_dict(self) -> dict[str, Any]:
-        """One JSON string, equal on all ranks: position, mixture, and the windows of every
-        source used so far.
-        """
-        windows = self.mixture.windows_per_source(self.used)
+        """Describe position, mixture and windows used, as one JSON string that is equal on all ranks."""
+        windows = self.mixture.windows_per_source(self.sequences_reached)
         read = {
             name: self.mixture.read_files(name, count) for name, count in windows.items() if count
         }
         state = {
             **asdict(self.state),
-            "skip_sequences": self.skips.until(self.used),
+            "skip_sequences": self.skips.until(self.sequences_reached),
             "fingerprint": self.mixture.fingerprint,
             "windows": self.windows_per_source(),
-            "windows_left_out": self.left_out_per_source(),
+            "windows_left_out": self.count_left_out(),
             "lengths": self._window_lengths(),
             "rule": self.mixture.rule,
             "read": self.state.read | read,
@@ -211,7 +208,7 @@ class MixtureLoader(BaseDataLoader):
         if state["fingerprint"] != self.mixture.fingerprint:
             check_same_so_far(state, self.mixture, self.lock)
         passed, now = SkipList(state["skip_sequences"]), self.skips
-        if passed.windows != now.until(now.used(state["sequences"])):
+        if passed.windows != now.until(now.reach(state["sequences"])):
             raise ValueError(
                 f"the checkpoint has left out the sequences {passed.windows}, but resilience.skip_sequences and "
                 f"skip_sequences.json of the run folder say {now.windows}, which would change what it was trained on; "
@@ -222,8 +219,8 @@ class MixtureLoader(BaseDataLoader):
 
 
 def check_same_so_far(state: dict[str, Any], mixture: Mixture, lock: Path) -> None:
-    """ValueError unless this mixture gives the sequences that were read so far; state: as `state_dict` says."""
-    position = SkipList(state["skip_sequences"]).used(state["sequences"])
+    """Raise ValueError unless this mixture gives the sequences that were read so far."""
+    position = SkipList(state["skip_sequences"]).reach(state["sequences"])
     if state["rule"] != mixture.rule:
         raise ValueError(
             f"the checkpoint was trained on mixture {state['fingerprint'][:12]}, but {lock} is "
@@ -241,9 +238,7 @@ def _check_continues(name: str, used: dict[str, Any], mixture: Mixture) -> None:
 
 
 def inputs_and_labels(tokens: torch.Tensor, flags: torch.Tensor | None = None) -> Batch:
-    """Windows (b, S + 1) and their flags, if they are packed -> inputs (b, S) and
-    labels, IGNORE_INDEX if untrained.
-    """
+    """Split windows (b, S + 1) and, if packed, their flags into inputs and labels (b, S)."""
     if flags is None:
         return {"input": tokens[:, :-1]}, tokens[:, 1:]
     labels = torch.where((flags[:, 1:] & TRAINED).bool(), tokens[:, 1:], IGNORE_INDEX)
@@ -256,14 +251,15 @@ def inputs_and_labels(tokens: torch.Tensor, flags: torch.Tensor | None = None) -
 
 
 def ready_to_copy(part: torch.Tensor) -> torch.Tensor:
-    """What a GPU can copy while the host goes on: adjacent and pinned, which a slice of pinned memory is not."""
+    """Make a tensor adjacent and pinned, for a copy while the host goes on."""
+    # a slice of pinned memory is not pinned
     part = part.contiguous()
     # in a context that the process has already, whatever device it is on
     return part.pin_memory() if torch.cuda.is_available() else part
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The same batch there, without waiting for the copies; "trained" stays on the CPU, which reads it."""
+    """Start the copies of a batch; "trained" stays on the CPU, which reads it."""
     inputs, labels = batch
     copied = {
         name: part if name == "trained" else part.to(device, non_blocking=True)
@@ -280,12 +276,7 @@ def of_packed(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def read_ahead(read: Callable[[int], T], threads: int) -> Iterator[T]:
-    """read(0), read(1), ... in this order, each done by a thread before it is asked for;
-    raises what `read` raises.
-
-    Thread t does every number with remainder t, so nothing has to be put back into order. The loader's state
-    is its position, so torchdata takes no snapshots. The threads end when the iterator is closed.
-    """
+    """Yield read(0), read(1), ... in this order, each done ahead by a thread; raise what `read` raises."""
 
     def attempt(number: int) -> tuple[T | None, BaseException | None]:
         try:
@@ -295,6 +286,8 @@ def read_ahead(read: Callable[[int], T], threads: int) -> Iterator[T]:
         ) as problem:  # torchdata rewords an Exception, and waits forever after anything else
             return None, problem
 
+    # thread t does every number with remainder t, so nothing has to be put back into order; the loader's state is its
+    # position, so torchdata takes no snapshots
     # not ParallelMapper: it sets torch's thread count to 1 for every thread that starts later
     nodes = [
         Prefetcher(
@@ -316,19 +309,13 @@ def read_ahead(read: Callable[[int], T], threads: int) -> Iterator[T]:
 def build_mixture_loader(
     dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any
 ) -> MixtureLoader:
-    """TorchTitan's dataloader builder. Raises ValueError when mixture, sequence length or
-    vocabulary do not fit.
-    """
+    """Build the dataloader for TorchTitan; ValueError where mixture and job do not fit."""
     section = job_config.mixture
     lock = Path(section.lock)
     if lock.is_dir():
         locks = ", ".join(sorted(path.name for path in lock.glob("*.lock.json"))) or "it has none"
         raise ValueError(
             f"mixture.lock = {section.lock!r} is a folder; give the lock file in it: {locks}"
-        )
-    if not lock.is_file():
-        raise ValueError(
-            f"mixture.lock = {section.lock!r} does not exist; `python -m data_mixtures.prepare` writes one"
         )
     batch = job_config.training.local_batch_size
     skips = read_skip_list(Path(job_config.job.dump_folder), job_config.resilience.skip_sequences)

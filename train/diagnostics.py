@@ -1,8 +1,4 @@
-"""What a logged step measures inside the model: its logits, and layer by layer its gradients and streams.
-
-Each rank fills one vector, and one all-gather a logged step brings them together; any other step pays
-one `if` a layer.
-"""
+"""What a logged step measures inside the model: its logits, and each layer's gradients and stream."""
 
 from __future__ import annotations
 
@@ -23,9 +19,7 @@ def gather_ranks(mine: Tensor) -> Tensor:
 
 
 class Diagnostics:
-    """In this order at a logged step: `begin`, `see_logits` after each forward
-    pass, `see_gradients`, `gather`.
-    """
+    """In this order at a logged step: `begin`, `see_logits`, `see_gradients`, `gather`."""
 
     def __init__(self, model: Any):
         self.model = model
@@ -68,7 +62,7 @@ class Diagnostics:
 
     @torch.no_grad()
     def see_gradients(self) -> None:
-        """The whole step's gradients, before they are clipped; this rank's shards of them. A frozen layer has none."""
+        """Measure this rank's shards of the step's gradients, before they are clipped."""
         none = self.logits[0].new_zeros(1)
         norms = []
         for layer in self.model.layers:
@@ -82,12 +76,10 @@ class Diagnostics:
         self.squared_norms = torch.stack(norms)
 
     def gather(self) -> dict[str, Any]:
-        """The values of the row, equal on all ranks.
+        """Return the values of the row, equal on all ranks.
 
-        z_loss: mean squared log-denominator of the softmax, without its weight; max_logit;
-        layer_grad_norm: L2 norms before clipping; layer_stream_rms: root mean square of the streams after
-        each layer, first micro-batch. draft_loss: mean loss of each step of the head that drafts, if there
-        is one.
+        z_loss is without its weight; layer_grad_norm is before clipping; layer_stream_rms is of the first micro-batch;
+        draft_loss is of each step of the head that drafts.
         """
         ranks, layers = torch.distributed.get_world_size(), len(self.squared_norms)
         logits = torch.stack(self.logits)
@@ -95,6 +87,7 @@ class Diagnostics:
         drafts = torch.stack(self.drafts).sum(0) if self.drafts else logits[:0, 0]
         last = (logits[:, :2].sum(0), logits[:, 2].max()[None])
         mine = torch.cat([self.squared_norms, rms, drafts, *last])
+        # one all-gather a logged step
         table = gather_ranks(mine)
         *sums, peak = torch.cat([table[:, :-1].sum(0), table[:, -1].max()[None]]).tolist()
         return {
@@ -107,7 +100,7 @@ class Diagnostics:
 
 
 def copies(gradient: Tensor) -> int:
-    """Ranks that hold the same shard of a gradient: replicas, and ranks of other lanes."""
+    """Count the ranks that hold the same shard of a gradient."""
     if not isinstance(gradient, DTensor):
         return 1
     places = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
@@ -115,7 +108,7 @@ def copies(gradient: Tensor) -> int:
 
 
 def ratios(*sums: float) -> list[float]:
-    """(a, b, ..., of a, of b, ...) -> [a / of a, b / of b, ...]; NaN where there was nothing."""
+    """Divide: (a, b, ..., of a, of b, ...) -> [a / of a, b / of b, ...]; NaN by zero."""
     half = len(sums) // 2
     return [
         value / count if count else math.nan

@@ -1,8 +1,4 @@
-"""What a failed save costs: its checkpoint, and the job only if save after save fails.
-
-A full disk never ends a job before its last step, since memory holds everything: what the run has put aside
-is deleted, and a new save is tried every RETRY_S until one succeeds.
-"""
+"""What a failed save costs: its checkpoint, and the job only if save after save fails."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ FULL_DISK = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT)
 
 
 class FailedSaves:
-    """The failures since the last save that succeeded; equal on all ranks, but for their clocks."""
+    """The failures since the last save that succeeded, equal on all ranks."""
 
     problem: str | None = None  # of the last save
     in_a_row: int = 0  # those on a full disk left out
@@ -41,9 +37,10 @@ class FailedSaves:
         return self.retry_at_s is not None and time.monotonic() >= self.retry_at_s
 
     def judge(self, step: int, problem: str | None) -> None:
-        """Take a save back that has failed. RuntimeError when too many in a row have.
+        """Take a save back that has failed; RuntimeError when too many in a row have.
 
-        problem: a traceback of any rank.
+        Args:
+            problem: a traceback of any rank.
         """
         self.problem, self.retry_at_s = None, None
         if problem is None:
@@ -55,6 +52,7 @@ class FailedSaves:
         what = f"tried again every {RETRY_S:.0f} s" if full else f"{self.in_a_row} in a row"
         logger.warning(f"Saving step {step} failed ({what}): {reason}")
         made_room = on_rank_zero(lambda: self._clean(step, full))
+        # a full disk never ends a job before its last step, since memory holds everything
         if full:
             self.retry_at_s = time.monotonic() + (0.0 if made_room else RETRY_S)
         elif self.in_a_row >= self.most:
@@ -72,7 +70,7 @@ class FailedSaves:
             )
 
     def _clean(self, step: int, full: bool) -> bool:
-        """Delete what the save has written, and on a full disk what was put aside; whether that made room."""
+        """Delete what the save has written; return whether more room was made."""
         partial = self.folder / f"step-{step}"
         if partial.is_dir():
             shutil.rmtree(checkpoints.to_trash(partial), ignore_errors=True)
@@ -83,7 +81,7 @@ class FailedSaves:
 
 
 def make_room(run: Path, folder: Path) -> bool:
-    """Delete the checkpoints that this run has put aside or is deleting; whether any of them is gone."""
+    """Delete what this run has put aside; return whether any of it is gone."""
     aside = [
         *folder.glob(f"{checkpoints.TRASH}*"),
         *folder.with_name(f"{folder.name}-aside").glob("*"),

@@ -1,4 +1,4 @@
-"""Warnings of libraries at every start that a user can do nothing about, each silenced by its words."""
+"""Warnings of libraries at every start that a user can do nothing about."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
-"""Decides, before the optimizer moves, whether a step may count: finite, and no spike against
-the steps before it.
+"""Decides, before the optimizer moves, whether a step may count: finite, and no spike.
 
-One non-finite gradient ruins the weights, and checkpoints of ruined weights push out the good ones. So the
-check comes first; a step that is refused leaves weights, moments and statistics as they were. Spikes are
-measured in median absolute deviations from the median of a window, which, unlike mean and standard deviation,
-the spike itself barely moves.
+One non-finite gradient ruins the weights, and checkpoints of ruined weights push out the good ones.
 """
 
 from __future__ import annotations
@@ -29,14 +25,12 @@ class RunningZ:
         self.values: deque[float] = deque(maxlen=window)
 
     def score(self, value: float) -> float:
-        """Deviations of `value` from the values added so far; 0.0 until a quarter of the window is filled.
-
-        Infinite for a value that is not finite.
-        """
+        """Return the deviations of `value` from the values so far; 0.0 while there are too few."""
         if len(self.values) < self.window / 4:
             return 0.0
         if not math.isfinite(value):
             return math.inf
+        # unlike mean and standard deviation, the spike itself barely moves them
         centre = statistics.median(self.values)
         spread = NORMAL_SCALE * statistics.median(abs(v - centre) for v in self.values)
         spread = max(spread, MIN_RELATIVE_DEVIATION * abs(centre), math.ulp(0.0))
@@ -49,7 +43,7 @@ class RunningZ:
 
 
 class BadStep(Exception):
-    """A step was refused; the text says why. Raised on every rank at the same place."""
+    """A step was refused, on every rank at the same place."""
 
 
 class Guard:
@@ -76,7 +70,7 @@ class Guard:
         self.grad_norm.add(grad_norm)
 
     def state_dict(self) -> str:
-        """JSON for the checkpoint: without the window a restarted guard would detect no spike at first."""
+        """Return JSON for the checkpoint, so that a restarted guard is not blind."""
         return json.dumps(
             {"loss": list(self.loss.values), "grad_norm": list(self.grad_norm.values)}
         )

@@ -1,8 +1,4 @@
-"""`evals.in_loop`: after a save the job runs the watcher once, and all ranks wait for it.
-
-For a small run without a core or GPU to spare. A failed evaluation does not end the job; like everything
-without a record it is tried again at the next one.
-"""
+"""`evals.in_loop`: after a save the job runs the watcher once, and all ranks wait for it."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from torchtitan.tools.logging import logger
 from records.events import record_event
 
 from .supervise import signals
-from .supervise.attempt import end_workers
+from .supervise.workers import end_workers
 
 END_S = 30.0  # from SIGTERM to SIGKILL
 # set by torchrun and wandb for this worker; an evaluation is not one, and may use all cores
@@ -31,7 +27,7 @@ OF_A_WORKER = re.compile(
 
 
 class InLoop:
-    """The evaluations of a job; constructed on every rank, since it creates a process group."""
+    """The evaluations of a job; every rank constructs it, as it creates a process group."""
 
     def __init__(self, job_config: Any):
         self.run = Path(job_config.job.dump_folder)
@@ -44,6 +40,7 @@ class InLoop:
     def evaluate(self, step: int) -> float:
         """Evaluate all checkpoints without a record; every rank calls it. Returns seconds."""
         started = time.perf_counter()
+        # a failed evaluation does not end the job: without a record, it is tried again at the next one
         if torch.distributed.get_rank() == 0 and (problem := self.run_watcher()):
             logger.warning(f"Evaluation at step {step}: {problem}")
             record_event(self.run, "evaluation_failed", step=step, reason=problem)
@@ -53,7 +50,7 @@ class InLoop:
         return seconds
 
     def run_watcher(self) -> str | None:
-        """What went wrong. A stop request ends the watcher, and the next start catches up."""
+        """Run the watcher once; return what went wrong."""
         env = {name: value for name, value in os.environ.items() if not OF_A_WORKER.match(name)}
         command = [sys.executable, "-m", "evals.watch", "--run", str(self.run), "--once"]
         process, until_s = subprocess.Popen(command, env=env), time.monotonic() + self.limit_s

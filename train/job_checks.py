@@ -1,20 +1,20 @@
 """Whether a job can run as it is set: choices, bounds and contradictions, each refused with one sentence.
 
-TorchTitan's parser checks types and choices of the command line only: a wrong word in a job file would be
-found where it is first used, which for `lr_scheduler.decay_type` is the first step of the decay.
+TorchTitan's parser checks only the command line: a wrong word in a job file would be found where it is used.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import operator
 import os
-import types
 import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pydantic
 import torch
 
 from laneformer.config import FLAVORS
@@ -115,8 +115,10 @@ BOUNDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 def check_job(job: Any, world_size: int | None = None) -> None:
-    """Raise ValueError, one sentence, for the first setting that cannot work. world_size: of
-    the workers, if known.
+    """Raise ValueError, one sentence, for the first setting that cannot work.
+
+    Args:
+        world_size: of the workers, if known.
     """
     problems = (wrong_types(job), wrong_values(job), contradictions(job), misfits(job, world_size))
     for problem in (p for each in problems for p in each):
@@ -124,7 +126,7 @@ def check_job(job: Any, world_size: int | None = None) -> None:
 
 
 def check_local_ranks() -> None:
-    """Raise ValueError where torchrun has started more workers here than there are GPUs; CPUs are shared."""
+    """Raise ValueError where this machine has more workers than GPUs."""
     ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if 0 < gpus < ranks:
         raise ValueError(
@@ -147,20 +149,13 @@ def wrong_types(section: Any, prefix: str = "") -> Iterator[str]:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value from a job file is of a declared type."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Literal:
-        return value in arguments
-    if origin in (typing.Union, types.UnionType):
-        return any(fits(value, each) for each in arguments)
-    if origin in (list, tuple):
-        element = arguments[0] if arguments else Any
-        return isinstance(value, list | tuple) and all(fits(each, element) for each in value)
-    if hint in (int, float):
-        return isinstance(value, int if hint is int else int | float) and not isinstance(
-            value, bool
-        )
-    return not isinstance(hint, type) or isinstance(value, hint)
+    """Tell whether a value from a job file is of a declared type."""
+    try:
+        # as JSON: an array is a list or a tuple, and a text no number
+        pydantic.TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
+    except pydantic.ValidationError:
+        return False
+    return True
 
 
 def literals(hint: Any) -> set[str]:
@@ -293,9 +288,10 @@ def misfits(job: Any, world_size: int | None) -> Iterator[str]:
 def batch_problem(
     global_batch: int, local_batch: int, ranks: int, lane_ranks: int = 1
 ) -> str | None:
-    """Why a step's sequences cannot be dealt to the ranks in whole micro-batches; None if they can.
+    """Say why a step's sequences cannot be dealt to the ranks in whole micro-batches; None if they can.
 
-    lane_ranks: that share each sequence, by its lanes.
+    Args:
+        lane_ranks: ranks that share each sequence, by its lanes.
     """
     groups = ranks // lane_ranks
     if global_batch % (local_batch * groups) == 0:

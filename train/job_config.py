@@ -1,22 +1,19 @@
 """The job config of a training job: TorchTitan's own, our sections of records.job, and [architecture].
 
-TorchTitan merges the class JobConfig below into its own (`job.custom_config_module = "train.job_config"`):
-new sections appear, fields of known sections replace its defaults, unknown keys are refused, and every
-field has its flag.
-
     python -m train.job_config --job.config_file X.toml [--section.key value ...]
 
-prints the resolved job as TOML, defaults included: what a run would use. That output is a job file
-of the same job.
+prints the resolved job as TOML, defaults included, which is a job file of the same job.
 """
 
 import copy
 import dataclasses
+import difflib
 import importlib
 import os
 import resource
 import sys
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +22,7 @@ import tomli_w
 import torch
 
 from laneformer.config import LaneformerConfig
+from records.evals import flags_in
 from records.files import without_none
 from records.job import JobSections, job_file
 
@@ -47,23 +45,68 @@ class JobConfig(JobSections):
 
 
 def load_job(arguments: list[str]) -> Any:
-    """TorchTitan's JobConfig for `--job.config_file X.toml [--section.key value ...]`;
-    imports the model's module.
+    """Read `--job.config_file X.toml [--section.key value ...]` as TorchTitan does, and check it.
 
-    Raises ValueError for a missing file, an unknown key, or what `train.job_checks` refuses; a flag that
-    cannot be parsed ends the process.
+    Raises:
+        ValueError: a missing file, an unknown key, or what `train.job_checks` refuses.
     """
     job_file(arguments)
     patch_torch_for_cpu()
     from torchtitan.config import ConfigManager
 
-    job = ConfigManager().parse_args(arguments)
+    class CheckedConfigManager(ConfigManager):
+        # called before TorchTitan looks at any key, of which its own refusal names the merged class alone
+        def _maybe_add_custom_config(self, args: list[str], toml_values: Any) -> Any:
+            merged = super()._maybe_add_custom_config(args, toml_values)
+            check_keys(merged, toml_values, args)
+            return merged
+
+    job = CheckedConfigManager().parse_args(arguments)
     check_with_model(job)
     return job
 
 
+def check_keys(job_class: type, values: dict[str, Any], arguments: list[str]) -> None:
+    """Raise ValueError for a key of a job file, or a flag, that no section has, with the nearest one.
+
+    Args:
+        job_class: the merged dataclass of all sections.
+        values: the job file, {section: {key: value}}.
+        arguments: the command line.
+    """
+    known = {**dict(list_keys(job_class)), "help": False}
+    flags = [flag.removeprefix("--").replace("-", "_") for flag in flags_in(arguments)]
+    for name in [*list_written(values, known), *flags]:
+        section, _, key = name.rpartition(".")
+        # --validation.no-enable, and --architecture.rope_scaling.factor, which is inside of a value
+        if name in known or False in map(known.get, (section, name.replace(".no_", "."))):
+            continue
+        # the right key in the wrong section comes first
+        near = [each for each in known if each.endswith(f".{key}")]
+        near = near or difflib.get_close_matches(name, known, n=1)
+        near = near or [each for each, is_section in known.items() if is_section]
+        kind = "key" if section else "section"
+        raise ValueError(f"{name} is no {kind}; nearest: {', '.join(near)}")
+
+
+def list_keys(section: Any, prefix: str = "") -> Iterator[tuple[str, bool]]:
+    """List (dotted name, whether it is a section) of a dataclass, nested ones included."""
+    for each in dataclasses.fields(section):
+        yield prefix + each.name, dataclasses.is_dataclass(each.type)
+        if dataclasses.is_dataclass(each.type):
+            yield from list_keys(each.type, f"{prefix}{each.name}.")
+
+
+def list_written(table: dict[str, Any], known: dict[str, bool], prefix: str = "") -> Iterator[str]:
+    """List the dotted names in a job file."""
+    for key, value in table.items():
+        yield prefix + key
+        if known.get(prefix + key) and isinstance(value, dict):
+            yield from list_written(value, known, f"{prefix}{key}.")
+
+
 def check_with_model(job: Any) -> None:
-    """Raise ValueError for what `train.job_checks` or the model's own arguments refuse; imports the model's module."""
+    """Raise ValueError for what `train.job_checks` or the model's arguments refuse."""
     from .job_checks import check_job
 
     check_job(job)
@@ -77,11 +120,7 @@ def check_with_model(job: Any) -> None:
 
 
 def patch_torch_for_cpu() -> None:
-    """Without an accelerator, answer "cpu" in the few places where TorchTitan 0.2.2 asks for
-    one; changes no result.
-
-    Call it before torchtitan is imported.
-    """
+    """Without an accelerator, answer "cpu" where TorchTitan 0.2.2 asks for one."""
     if torch.accelerator.is_available():
         return
 
@@ -111,13 +150,13 @@ def patch_torch_for_cpu() -> None:
     )  # torch.cpu's own returns "cpu", which barrier(device_ids=...) refuses
 
 
-def resolved_toml(job: Any) -> str:
-    """The job as TOML; fields that are None are left out, as TOML has no null."""
+def format_job(job: Any) -> str:
+    """Write the job as TOML, which has no null."""
     return tomli_w.dumps(without_none(job.to_dict()))
 
 
 if __name__ == "__main__":
     try:
-        sys.stdout.write(resolved_toml(load_job(sys.argv[1:])))
+        sys.stdout.write(format_job(load_job(sys.argv[1:])))
     except ValueError as problem:
         raise SystemExit(f"the job is refused: {problem}") from None

@@ -1,8 +1,6 @@
 """metrics.jsonl: TorchTitan's metrics processor, which also writes every logged step as one JSON line.
 
-Console, TensorBoard and wandb get TorchTitan's own metrics and the contents of the line: loss by source,
-z-scores, tokens by source, checkpoint time, validation loss. One row per logged step; a validation extends
-its row. Every sequence comes from one source, so the loss by source needs the sums of whole sequences only.
+One row per logged step; a validation extends its row. TensorBoard and wandb get its figures, too.
 """
 
 from __future__ import annotations
@@ -28,27 +26,40 @@ from records.files import append_or_keep, read_lines, replace_last_line
 from records.run import name_wandb_run
 from records.usage import RECENT, cost, duration, gpu_hours, money, seconds_left, spans_of
 
-from .checkpoint import CheckpointTimes
+from .checkpoint_saves import CheckpointTimes
 from .data import MixtureLoader
 from .guard import RunningZ
 
 Z_WINDOW = 128  # logged steps
+# what TensorBoard and wandb get of a row beyond TorchTitan's own
+SCALARS = [
+    "loss_z",
+    "grad_norm_z",
+    "tokens_total",
+    "tokens_per_s",
+    "checkpoint_s",
+    "checkpoint_total_s",
+    "gpu_hours",
+    "gpu_hours_left",
+    "cost",
+    "z_loss",
+    "max_logit",
+    "loss_by_source",
+    "tokens_by_source",
+    "layer_grad_norm",
+    "layer_stream_rms",
+    "draft_loss",
+]
 LINES = ("metrics.jsonl", "events.jsonl", "attempts.jsonl")
-
-
-def sequence_losses(losses: torch.Tensor) -> torch.Tensor:
-    """Losses (B, S) in nats, 0 where the label is ignored -> the sum of each sequence,
-    float64 (B,), no gradient.
-    """
-    return losses.detach().double().sum(1)
 
 
 def loss_sums_by_source(
     losses: torch.Tensor, labels: torch.Tensor, source: torch.Tensor, sources: int
 ) -> torch.Tensor:
-    """Losses and labels (B, S), source int64 (B,) -> sums of loss and of tokens, float64 (2, sources)."""
+    """Sum losses and labels (B, S) by source int64 (B,) into float64 (2, sources): losses, tokens."""
+    # every sequence comes from one source, so the sums of whole sequences suffice
     sums = torch.zeros(2, sources, dtype=torch.float64, device=losses.device)
-    sums[0].index_add_(0, source, sequence_losses(losses))
+    sums[0].index_add_(0, source, losses.detach().double().sum(1))
     sums[1].index_add_(0, source, (labels != IGNORE_INDEX).sum(1).double())
     return sums
 
@@ -56,9 +67,7 @@ def loss_sums_by_source(
 def mean_by_source(
     sums: torch.Tensor, names: tuple[str, ...], mesh: DeviceMesh | None
 ) -> dict[str, float]:
-    """Mean loss of each source over all ranks of the mesh; without the sources that have no
-    token in the step.
-    """
+    """Return the mean loss of each source that has tokens, over all ranks of the mesh."""
     if mesh is not None:
         torch.distributed.all_reduce(sums, group=mesh.get_group())
     losses, tokens = sums.tolist()
@@ -75,7 +84,7 @@ class RunMetrics(MetricsProcessor):
         model_args: Any = None,
         tag: str | None = None,
     ):
-        """TorchTitan's arguments. A restarted run continues its own wandb run, offline or online."""
+        """Take TorchTitan's arguments; a restarted run continues its own wandb run."""
         if job_config.metrics.enable_wandb and torch.distributed.get_rank() == 0:
             name_wandb_run(Path(job_config.job.dump_folder))
         super().__init__(job_config, parallel_dims, tag)
@@ -90,9 +99,11 @@ class RunMetrics(MetricsProcessor):
         self.began, self.gpu_hours_before = time.time(), 0.0
 
     def begin_attempt(self, attempt: int, step: int, tokens: int, tokens_before: int) -> None:
-        """Start logging after `step`; z-scores, speed and GPU-hours continue from what the run's files hold.
+        """Start logging after `step`, with z-scores, speed and GPU-hours as the run's files have them.
 
-        tokens: what this phase was trained on by then; tokens_before: what earlier phases were.
+        Args:
+            tokens: what this phase was trained on by then.
+            tokens_before: what earlier phases were.
         """
         self.attempt, self.tokens_before = attempt, tokens_before
         self.last_logged_tokens = tokens
@@ -126,11 +137,13 @@ class RunMetrics(MetricsProcessor):
         checkpoint_times: CheckpointTimes,
         diagnostics: dict[str, Any],
     ) -> None:
-        """Log one step, on rank 0; called on every rank, since `loss_sums` (of `loss_sums_by_source`)
-        is summed over them.
+        """Log one step; every rank calls it.
 
-        diagnostics: of `Diagnostics.gather`, joins the row.
+        Args:
+            loss_sums: of `loss_sums_by_source`.
+            diagnostics: of `Diagnostics.gather`.
         """
+        # on every rank, since sums are exchanged; only rank 0 logs
         mesh = self.parallel_dims.get_optional_mesh("loss")
         loss_by_source = mean_by_source(loss_sums, loader.mixture.source_names, mesh)
         if torch.distributed.get_rank() != 0:
@@ -172,7 +185,7 @@ class RunMetrics(MetricsProcessor):
         """TorchTitan's metrics and the row's scalars."""
         plain = utils.NoColor() if self.job_config.metrics.disable_color_printing else utils.Color()
         # the end of TorchTitan's line on the console
-        reset = f"{plain.reset}  {self._progress_text(row)}".rstrip()
+        reset = f"{plain.reset}  {progress_text(row, vars(self.job_config.metrics))}".rstrip()
         self.color = type("", (type(plain),), {"reset": reset})()
         extra = {"n_tokens_seen": row["tokens"], "lr": row["lr"], **_scalars(row)}
         self.survive(
@@ -193,7 +206,7 @@ class RunMetrics(MetricsProcessor):
         self.disk_full = not written
 
     def survive(self, log: Callable[[], None]) -> None:
-        """Log, without TensorBoard and wandb from the moment at which a full disk has ended their threads."""
+        """Log, without TensorBoard and wandb once a full disk has ended their threads."""
         try:
             log()
         except OSError as problem:
@@ -204,7 +217,7 @@ class RunMetrics(MetricsProcessor):
     def _progress(
         self, step: int, tokens_per_s_per_device: float | None
     ) -> dict[str, float | None]:
-        """GPU-hours of this job so far, its restarts included, what is left of them, and when it ends."""
+        """Return the job's GPU-hours so far, those left, and when it ends."""
         self.rates.append(tokens_per_s_per_device or 0.0)
         training, devices, now = (
             self.job_config.training,
@@ -221,17 +234,8 @@ class RunMetrics(MetricsProcessor):
             "finish_time": None if left_s is None else now + left_s,
         }
 
-    def _progress_text(self, row: dict[str, Any]) -> str:
-        if row["finish_time"] is None:
-            return ""
-        used, left, end = row["gpu_hours"], row["gpu_hours_left"], time.gmtime(row["finish_time"])
-        paid, whole = (money(hours, vars(self.job_config.metrics)) for hours in (used, used + left))
-        text = f"left: {duration(row['finish_time'] - row['time'])}, until {time.strftime('%Y-%m-%d %H:%M', end)} UTC"
-        text += f"  GPU-hours: {used:,.1f} of {used + left:,.1f}"
-        return f"{text}  cost: {paid} of {whole}" if paid else text
-
     def _throughput(self, loader: MixtureLoader) -> dict[str, float | None]:
-        """Speed of the whole job since the last row, and the seconds that rank 0 waited for data."""
+        """Measure the whole job's speed since the last row."""
         seconds = time.perf_counter() - self.time_last_log
         devices = torch.distributed.get_world_size()
         tokens_per_s = (loader.tokens - self.last_logged_tokens) / seconds
@@ -251,7 +255,8 @@ class RunMetrics(MetricsProcessor):
         }
 
     def log_held_out(self, step: int, seconds: float, figures: dict[str, Any]) -> None:
-        """Add a validation's figures to the row of its step; its time is excluded from the throughput."""
+        """Add a validation's figures to the row of its step."""
+        # no throughput counts it
         self.time_last_log += seconds
         self.survive(lambda: self.logger.log(_flat(figures), step))
         accepted = ", ".join(f"{odds:.3f}" for odds in figures.get("valid_acceptance", ()))
@@ -267,29 +272,20 @@ class RunMetrics(MetricsProcessor):
             self.row = row
 
 
+def progress_text(row: dict[str, Any], section: dict[str, Any]) -> str:
+    """Say what is left of a job and what it costs, for the console."""
+    if row["finish_time"] is None:
+        return ""
+    used, left, end = row["gpu_hours"], row["gpu_hours_left"], time.gmtime(row["finish_time"])
+    paid, whole = (money(hours, section) for hours in (used, used + left))
+    text = f"left: {duration(row['finish_time'] - row['time'])}, until {time.strftime('%Y-%m-%d %H:%M', end)} UTC"
+    text += f"  GPU-hours: {used:,.1f} of {used + left:,.1f}"
+    return f"{text}  cost: {paid} of {whole}" if paid else text
+
+
 def _scalars(row: dict[str, Any]) -> dict[str, float]:
-    """The scalars that TensorBoard and wandb get beyond TorchTitan's own; figures by
-    source are named group/source.
-    """
-    keys = (
-        "loss_z",
-        "grad_norm_z",
-        "tokens_total",
-        "tokens_per_s",
-        "checkpoint_s",
-        "checkpoint_total_s",
-        "gpu_hours",
-        "gpu_hours_left",
-        "cost",
-        "z_loss",
-        "max_logit",
-        "loss_by_source",
-        "tokens_by_source",
-        "layer_grad_norm",
-        "layer_stream_rms",
-        "draft_loss",
-    )
-    return _flat({key: row[key] for key in keys if row.get(key) is not None})
+    """Name the row's scalars as TensorBoard and wandb get them."""
+    return _flat({key: row[key] for key in SCALARS if row.get(key) is not None})
 
 
 def _flat(figures: dict[Any, Any]) -> dict[str, float]:
@@ -303,6 +299,6 @@ def _flat(figures: dict[Any, Any]) -> dict[str, float]:
 
 
 def _json_line(row: dict[str, Any]) -> str:
-    """JSON has no NaN: a diverged loss is written as null, and the dashboard shows a gap."""
+    """Write a row as JSON, which has no NaN: null."""
     finite = json.loads(json.dumps(row), parse_constant=lambda constant: None)
     return json.dumps(finite)

@@ -1,6 +1,4 @@
-"""AdamW with weight decay on matrices only, and the job file's settings restored after
-a checkpoint was loaded.
-"""
+"""AdamW with weight decay on matrices only, and settings restored after a load."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from torchtitan.distributed import ParallelDims
 def build_laneformer_optimizers(
     model_parts: list[nn.Module], optimizer_config: Any, parallel_dims: ParallelDims
 ) -> OptimizersContainer:
-    """TorchTitan's optimizers, with the norm scales moved to a group of their own that does not decay."""
+    """Build TorchTitan's optimizers, with norm scales in a group that does not decay."""
     container = build_optimizers(model_parts, optimizer_config, parallel_dims)
     for model, optimizer in zip(model_parts, container.optimizers, strict=True):
         scales = {id(p) for name, p in model.named_parameters() if name.endswith("norm.weight")}
@@ -32,29 +30,27 @@ def build_laneformer_optimizers(
 def build_clamped_lr_schedulers(
     optimizers: OptimizersContainer, section: Any, training_steps: int
 ) -> Any:
-    """TorchTitan's schedules, but no rate falls below the minimum: its line would go on below zero."""
+    """Build TorchTitan's schedules, clamped to the minimum rate."""
+    # its line would go on below zero
     container = build_lr_schedulers(optimizers, section, training_steps)
     for scheduler in container.schedulers:
         # partial functions, as TorchTitan's: a schedule's state, which checkpoints hold, has the same form
         scheduler.lr_lambdas = [
-            functools.partial(_clamped, factor, section.warmup_steps, section.min_lr_factor)
+            functools.partial(_clamp, factor, section.warmup_steps, section.min_lr_factor)
             for factor in scheduler.lr_lambdas
         ]
     return container
 
 
-def _clamped(factor: Callable[[int], float], warmup_steps: int, lowest: float, step: int) -> float:
+def _clamp(factor: Callable[[int], float], warmup_steps: int, lowest: float, step: int) -> float:
     return factor(step) if step < warmup_steps else max(lowest, factor(step))
 
 
 def apply_optimizer_settings(
     optimizers: OptimizersContainer, schedulers: LRSchedulersContainer, optimizer_config: Any
 ) -> None:
-    """Put lr, betas, eps and weight decay of this job in place of those that a checkpoint brought along.
-
-    DCP restores them with the moments, so that an edited job file, or a second phase, would
-    keep the first one's.
-    """
+    """Put this job's lr, betas, eps and weight decay in place of those that a checkpoint brought along."""
+    # DCP restores them with the moments: an edited job file, or a second phase, would keep the first one's
     lr = optimizer_config.lr
     for optimizer, scheduler in zip(optimizers.optimizers, schedulers.schedulers, strict=True):
         scheduler.base_lrs = [lr] * len(optimizer.param_groups)

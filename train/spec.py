@@ -1,7 +1,4 @@
-"""Registers the Laneformer with TorchTitan (`experimental.custom_import = "train.spec"`).
-
-An experiment that trains another model registers `replace(SPEC, ...)` in a module of its own and names that module.
-"""
+"""Registers the Laneformer with TorchTitan (`experimental.custom_import = "train.spec"`)."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ SPEC = TrainSpec(
 
 
 def register(spec: TrainSpec) -> None:
-    """Make `spec` the meaning of `model.name = "laneformer"`; TorchTitan refuses a name that it has already."""
+    """Make `spec` the meaning of `model.name = "laneformer"`."""
     train_spec._extra_train_specs.pop(NAME, None)
     train_spec.register_train_spec(NAME, spec)
 

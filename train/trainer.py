@@ -1,9 +1,4 @@
-"""TorchTitan's trainer with our own step, a run folder, a validated start and a recorded end.
-
-Before the optimizer moves, one all-gather tells every rank the losses of all ranks and whether any of
-them was asked to stop. So the guard refuses a step on every rank or on none, and all ranks stop at
-the same step boundary.
-"""
+"""TorchTitan's trainer with our own step, a run folder, a validated start and a recorded end."""
 
 from __future__ import annotations
 
@@ -16,11 +11,12 @@ from typing import Any
 
 import torch
 import torchtitan.train
+from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
-from records.evals import wanted
+from records.evals import is_due
 from records.events import (
     BAD_STEP,
     DONE,
@@ -90,37 +86,35 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         model.model_args.bos_id = self.dataloader.mixture.bos_id
 
     def _evaluate(self, step: int) -> None:
-        """With evals.in_loop: evaluate the checkpoint just saved; no throughput counts the time."""
+        """Evaluate the checkpoint just saved, with evals.in_loop."""
         last_step = self.job_config.training.steps
-        if self.in_loop is not None and wanted(step, self.job_config.evals.every_steps, last_step):
+        if self.in_loop is not None and is_due(step, self.job_config.evals.every_steps, last_step):
             self.checkpointer.finish()
             self.metrics_processor.time_last_log += self.in_loop.evaluate(step)
             self.heartbeat.beat(step)
 
     def batch_generator(self, data_iterable: Any) -> Iterator[Batch]:
-        """Begins the attempt: TorchTitan calls this once, right after the checkpoint is loaded."""
+        """Begin the attempt: TorchTitan calls this right after the checkpoint is loaded."""
         loader, training, dims = self.dataloader, self.job_config.training, self.parallel_dims
         loader.check_epochs(
             loader.state.sequences + (training.steps - self.step) * training.global_batch_size
         )
-        self.started_at, seen = self.step, loader.tokens
-        self.ntokens_seen = seen // (dims.get_mesh("batch").size() if dims.dp_enabled else 1)
-        self.metrics_processor.begin_attempt(self.attempt, self.step, seen, loader.tokens_before())
+        self.started_at, tokens = self.step, loader.tokens
+        self.ntokens_seen = tokens // (dims.get_mesh("batch").size() if dims.dp_enabled else 1)
+        self.metrics_processor.begin_attempt(
+            self.attempt, self.step, tokens, loader.tokens_before()
+        )
         if torch.distributed.get_rank() == 0:
             source = self.checkpointer.started_from
             model = self.model_args.config
             describe_attempt(
                 self.run, self.attempt, self.step, self.job_config, model, loader, source
             )
-        if self.step == 0 and self.job_config.validation.enable:
-            self.validator.measure_gold(self.model_parts[0], 0)
         self.starting = False
         return super().batch_generator(data_iterable)
 
     def train(self) -> None:
-        """TorchTitan's loop, and a record of how it ended; leaves with SystemExit where
-        `records.events` has a code.
-        """
+        """Run TorchTitan's loop and record how it ended; SystemExit where `records.events` has a code."""
         with crash_on_record(self.run, self.attempt, lambda: self.step, lambda: self.starting):
             try:
                 super().train()
@@ -161,10 +155,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         return not self.stopping and super().should_continue_training()
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
-        """Read, forward and backward, exchange, judge; only then move the weights and log.
-
-        A refused batch has moved nothing: where it is to be skipped, the batch after it takes its place.
-        """
+        """Read, forward and backward, exchange, judge; only then move the weights and log."""
         (model,) = self.model_parts
         logged = self.metrics_processor.should_log(self.step)
         with self.heartbeat.step(self.step) as mark:
@@ -173,7 +164,8 @@ class LaneformerTrainer(torchtitan.train.Trainer):
                 mark("reading the data")
                 batches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
                 mark("counting the tokens")
-                batches, tokens, all_tokens = self.count_tokens(batches)
+                mesh = self.parallel_dims.get_optional_mesh("batch")
+                batches, tokens, all_tokens = count_tokens(batches, self.device, mesh)
                 mark("forward and backward")
                 part, sums_by_source = self.compute_gradients(batches, all_tokens, logged)
                 mark("the gradient norm")
@@ -181,6 +173,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
                 norm = dist_utils.clip_grad_norm_(list(model.parameters()), max_norm, foreach=True)
                 mark("the exchange")
                 share = all_tokens / tokens.clamp(min=1)
+                # losses and stop requests reach all ranks: a step is refused, or is the last, on all or on none
                 loss, max_loss, grad_norm, self.stopping = exchange(
                     part, share, norm, stop_asked(self.run), self.parallel_dims.tp
                 )
@@ -188,6 +181,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
                     self.guard.check(loss, grad_norm)
                     break
                 except BadStep as problem:
+                    # nothing has moved: the batch after it takes its place
                     self.bad_steps.leave_out(
                         problem, self.step, loss, grad_norm
                     )  # raises if it may not
@@ -214,18 +208,10 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             dist_utils.set_pg_timeouts(timeout=timeout, parallel_dims=self.parallel_dims)
         self.first_step_of_process = False
 
-    def count_tokens(self, batches: list[Batch]) -> tuple[list[Batch], torch.Tensor, torch.Tensor]:
-        """Micro-batches on their way to the device; their tokens that count in the loss, and all ranks'."""
-        counts = [(labels != IGNORE_INDEX).sum() for _, labels in batches]
-        tokens = torch.stack(counts).sum().to(self.device)
-        moving = [to_device(batch, self.device) for batch in batches]  # ahead of their use
-        mesh = self.parallel_dims.get_mesh("batch") if self.parallel_dims.dp_enabled else None
-        return moving, tokens, dist_utils.dist_sum(tokens, mesh)
-
     def compute_gradients(
         self, batches: list[Batch], all_tokens: torch.Tensor, logged: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """This rank's part of the mean loss; of a logged step also losses and tokens by source."""
+        """Return this rank's part of the mean loss, and sums by source if `logged`."""
         (model,) = self.model_parts
         self.optimizers.zero_grad()
         if logged:
@@ -252,11 +238,19 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         return {**super().state_dict(), "guard": self.guard.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the step; what was seen by then is the dataloader's to know, as the batch
-        may have changed since.
-        """
+        """Restore the step and the guard."""
         self.step = state_dict["step"]
         self.guard.load_state_dict(state_dict["guard"])
+
+
+def count_tokens(
+    batches: list[Batch], device: torch.device, mesh: DeviceMesh | None
+) -> tuple[list[Batch], torch.Tensor, torch.Tensor]:
+    """Return batches on their way to the device, their trained tokens, and all ranks'."""
+    counts = [(labels != IGNORE_INDEX).sum() for _, labels in batches]
+    tokens = torch.stack(counts).sum().to(device)
+    moving = [to_device(batch, device) for batch in batches]  # ahead of their use
+    return moving, tokens, dist_utils.dist_sum(tokens, mesh)
 
 
 def check_vocabulary(loader: Any, vocab_size: int) -> None:
@@ -269,7 +263,8 @@ def check_vocabulary(loader: Any, vocab_size: int) -> None:
 
 
 def stop_asked(run: Path) -> bool:
-    """Whether this rank was asked to stop; rank 0 also looks for the file `stop`."""
+    """Tell whether this rank was asked to stop."""
+    # one rank looks for the file: the others learn it in the exchange
     of_run = torch.distributed.get_rank() == 0 and (run / "stop").exists()
     return signals.WORKER.asked is not None or of_run
 
@@ -277,11 +272,12 @@ def stop_asked(run: Path) -> bool:
 def exchange(
     loss: torch.Tensor, share: torch.Tensor, grad_norm: torch.Tensor, stop: bool, alike: int
 ) -> tuple[float, float, float, bool]:
-    """One all-gather of four numbers a rank: (mean loss, highest loss of a rank, gradient norm, whether any rank
-    wants to stop), equal on all ranks.
+    """All-gather four numbers a rank: (mean loss, highest loss, gradient norm, whether any rank wants to stop).
 
-    loss: this rank's part of the mean; share: all tokens / this rank's; alike: ranks that have the same
-    sequences, each for its own lanes.
+    Args:
+        loss: this rank's part of the mean.
+        share: all tokens / this rank's.
+        alike: ranks that have the same sequences, each for its own lanes.
     """
     mine = torch.stack([loss / alike, loss * share, grad_norm, torch.full_like(loss, float(stop))])
     everyone = gather_ranks(mine.float())

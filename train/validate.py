@@ -1,17 +1,12 @@
-"""Validation loss on fixed held-out windows, by source and position: the same windows at every
-step, on any number of ranks.
+"""Validation loss on fixed held-out windows, by source and position, the same on any number of ranks.
 
-All windows form one list, cut into micro-batches for all ranks. The list is padded to a whole number of them,
-since every rank must run the same number of forward passes (FSDP gathers weights in each); the padding is
-summed into a bin of its own that is not read. The total weighs sources as the mixture does, so that it is
-comparable with the loss. So does what is measured of the head that drafts, if the model has one.
+All windows form one list, cut into micro-batches for all ranks. The total weighs sources as the mixture does.
 """
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -28,19 +23,19 @@ from torchtitan.tools.logging import logger
 from data_mixtures.mixture import PACKING, read_lock, valid_windows
 from laneformer.titan.mtp import Drafted
 
-from .data import Batch, inputs_and_labels
+from .data import inputs_and_labels
 from .diagnostics import ratios
-from .gold import gold_items
-from .metrics import RunMetrics, sequence_losses
+from .metrics import RunMetrics
 from .supervise.heartbeat import enter
 
 FIRST_OCTAVE = 16  # tokens; the positions before it are one bin
 
 
-def held_out(lock_path: Path, windows_per_source: int) -> dict[str, list[np.ndarray]]:
-    """Held-out windows (n, S + 1) of each source of a mixture that has some; if they are packed, their flags as well.
+def read_held_out(lock_path: Path, windows_per_source: int) -> dict[str, list[np.ndarray]]:
+    """Read held-out windows (n, S + 1) of each source of a mixture and, if packed, their flags.
 
-    Raises ValueError where no source has any that the mixture reads.
+    Raises:
+        ValueError: no source has any that the mixture reads.
     """
     lock, folder = read_lock(lock_path), lock_path.parent
     weights = {source["name"]: source["weight"] for source in lock["sources"]}
@@ -63,10 +58,9 @@ def held_out(lock_path: Path, windows_per_source: int) -> dict[str, list[np.ndar
 def deal_out(
     columns: Sequence[np.ndarray], bins: np.ndarray, ranks: int, rank: int, batch: int
 ) -> list[tuple[torch.Tensor, ...]]:
-    """One rank's micro-batches of N rows: of each column (batch, ...), and the rows' bins (batch,).
-
-    All ranks have as many: they are filled up with the first row, whose bin there is a new last one.
-    """
+    """Deal N rows to one rank: micro-batches of each column (batch, ...), and the rows' bins (batch,)."""
+    # every rank must run as many forward passes, in which FSDP gathers weights: the first row fills them up, in a
+    # new last bin
     steps = -(-len(bins) // (ranks * batch))
     rows = np.arange(steps * ranks * batch).reshape(steps, ranks, batch)[:, rank]
     real = rows < len(bins)
@@ -94,100 +88,59 @@ class HeldOutValidator(BaseValidator):
         self.context, self.metrics = validation_context, metrics_processor
         self.mesh = parallel_dims.get_optional_mesh("loss")
 
-        deal = functools.partial(
-            deal_out, ranks=dp_world_size, rank=dp_rank, batch=section.local_batch_size
-        )
-        sources = held_out(lock, section.windows_per_source)
+        sources = read_held_out(lock, section.windows_per_source)
         weights = {source["name"]: source["weight"] for source in read_lock(lock)["sources"]}
         self.names, self.weights = list(sources), [weights[name] for name in sources]
         self.octaves = octaves(job_config.training.seq_len)
         counts = [len(windows) for windows, *_ in sources.values()]
         streams = [np.concatenate(parts) for parts in zip(*sources.values(), strict=True)]
-        self.windows = deal(streams, np.repeat(np.arange(len(sources)), counts))
-        self.gold = gold_items(job_config)
-        if self.gold is not None:
-            rows = self.gold.rows(job_config.training.seq_len)
-            self.answers = deal(rows, np.arange(len(self.gold.lines)))
+        source_of_row = np.repeat(np.arange(len(sources)), counts)
+        self.windows = deal_out(
+            streams, source_of_row, dp_world_size, dp_rank, section.local_batch_size
+        )
 
     def should_validate(self, step: int) -> bool:
         return step % self.job_config.validation.freq == 0 or step == self.job_config.training.steps
 
     @torch.no_grad()
-    def sum_rows(
-        self,
-        model: nn.Module,
-        batches: Iterable[tuple[Batch, torch.Tensor]],
-        bins: int,
-        figures: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
-    ) -> list[list[float]]:
-        """Sums over all ranks (bins, n) of the figures (B, n) of each row of the batches.
-
-        batches: inputs and labels, and the bin of each row; figures: of losses, labels and documents.
-        """
-        model.eval()
-        sums = torch.zeros(bins + 1, 1, dtype=torch.float64, device=utils.device_type)
-        for (inputs, labels), into in batches:  # a few: signals wait
-            documents = inputs.get("documents")
-            with self.context():
-                losses = model(inputs["input"], labels, documents)
-            rows = figures(losses, labels, documents)
-            sums = sums.expand(-1, rows.shape[1]).index_add(0, into.to(utils.device_type), rows)
-        model.train()
-        if self.mesh is not None:
-            torch.distributed.all_reduce(sums, group=self.mesh.get_group())
-        return sums[:-1].tolist()  # without padding's
-
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         """Measure and log; every rank has to call it at the same step."""
         started = time.perf_counter()
         enter(f"the validation after step {step}")
         (model,) = model_parts
-
-        def figures(losses: torch.Tensor, labels: torch.Tensor, documents: Any) -> torch.Tensor:
-            drafted: Any = model.drafted
-            places = octave_sums(losses, labels, documents, self.octaves)
-            return torch.cat([places, draft_sums(drafted, len(losses))], 1)
-
-        batches = (
-            (inputs_and_labels(*map(on_device, streams)), source)
-            for *streams, source in self.windows
-        )
-        sums = self.sum_rows(model, batches, len(self.names), figures)
+        model.eval()
+        sums = self._sum_windows(model)
+        model.train()
         self.metrics.log_held_out(step, time.perf_counter() - started, self._figures(sums))
-        self.measure_gold(model, step)
 
-    def measure_gold(self, model: nn.Module, step: int) -> None:
-        """Gold bits per byte, where the job has items; of step 0 before any training."""
-        if self.gold is None:
-            return
-        started = time.perf_counter()
-        enter(f"the gold bits per byte after step {step}")
-        batches = (
-            (({"input": on_device(tokens)}, on_device(labels)), item)
-            for tokens, labels, item in self.answers
-        )
-        nats = self.sum_rows(
-            model,
-            batches,
-            len(self.gold.lines),
-            lambda losses, *_: sequence_losses(losses)[:, None],
-        )
-        seconds = time.perf_counter() - started
-        self.metrics.time_last_log += seconds  # counts in no throughput
-        self.gold.log([each for (each,) in nats], step, seconds, self.metrics)
+    def _sum_windows(self, model: Any) -> list[list[float]]:
+        """Sum over all ranks (sources, n) what `_figures` reads."""
+        sums = torch.zeros(len(self.names) + 1, 1, dtype=torch.float64, device=utils.device_type)
+        for *streams, source in self.windows:  # a few: signals wait
+            inputs, labels = inputs_and_labels(*map(on_device, streams))
+            documents = inputs.get("documents")
+            with self.context():
+                losses = model(inputs["input"], labels, documents)
+            places = octave_sums(losses, labels, documents, self.octaves)
+            rows = torch.cat([places, draft_sums(model.drafted, len(losses))], 1)
+            # the number of columns is known from the first batch on
+            sums = sums.expand(-1, rows.shape[1]).index_add(0, on_device(source), rows)
+        if self.mesh is not None:
+            torch.distributed.all_reduce(sums, group=self.mesh.get_group())
+        return sums[:-1].tolist()  # the last bin is the padding's
 
     def _figures(self, sums: list[list[float]]) -> dict[str, Any]:
-        """What the row of a validation gets of the sums of each source."""
+        """Return what the row of a validation gets."""
         of, n = dict(zip(self.names, sums, strict=True)), len(self.octaves)
         by_source = {name: sum(row[:n]) / sum(row[n : 2 * n]) for name, row in of.items()}
         drafts = [draft_figures(row[2 * n :]) for row in of.values()]
         return {
-            "valid_loss": self._weighted(list(by_source.values())),
+            "valid_loss": self._weigh(list(by_source.values())),
             "valid_loss_by_source": by_source,
             "valid_loss_by_position": {name: self._by_octave(row) for name, row in of.items()},
             **{
                 f"valid_{name}": [
-                    self._weighted(column)
+                    self._weigh(column)
                     for column in zip(*(each[name] for each in drafts), strict=True)
                 ]
                 for name in drafts[0]
@@ -195,11 +148,11 @@ class HeldOutValidator(BaseValidator):
         }
 
     def _by_octave(self, sums: list[float]) -> dict[int, float]:
-        """{first position of an octave: mean loss}, without octaves that have no token."""
+        """Return {first position of an octave: mean loss}."""
         bins = zip(self.octaves, sums, sums[len(self.octaves) :], strict=False)
         return {first: loss / tokens for first, loss, tokens in bins if tokens}
 
-    def _weighted(self, by_source: Sequence[float]) -> float:
+    def _weigh(self, by_source: Sequence[float]) -> float:
         return sum(w * value for w, value in zip(self.weights, by_source, strict=True)) / sum(
             self.weights
         )
@@ -210,7 +163,7 @@ def on_device(part: torch.Tensor) -> torch.Tensor:
 
 
 def octaves(seq_len: int) -> list[int]:
-    """The first position of each bin of positions below seq_len: 0, 16, 32, 64 ..."""
+    """Return the first position of each bin: 0, 16, 32, 64 ..."""
     return [
         0,
         *(1 << power for power in range(FIRST_OCTAVE.bit_length() - 1, (seq_len - 1).bit_length())),
@@ -223,9 +176,11 @@ def octave_sums(
     documents: torch.Tensor | None,
     firsts: Sequence[int],
 ) -> torch.Tensor:
-    """Losses and labels (B, S) -> for each sequence the sums of the loss, then the numbers of tokens, in the
-    n bins of positions that `firsts` begin, float64 (B, 2 n). A position counts from the beginning of the
-    token's document, or of the window if documents (B, S) are not known or it begins inside one.
+    """Sum losses (B, S), then count tokens, of each sequence in n bins of positions: float64 (B, 2 n).
+
+    Args:
+        firsts: the positions at which the bins begin.
+        documents: (B, S); a position counts from the beginning of its document, without them of the window.
     """
     position = torch.arange(labels.shape[1], device=labels.device).repeat(len(labels), 1)
     if documents is not None:
@@ -237,10 +192,7 @@ def octave_sums(
 
 
 def draft_sums(drafted: Drafted | None, sequences: int) -> torch.Tensor:
-    """For each sequence (b, 3 K): sums of every step's loss, of its tokens, and of drafts accepted up to it.
-
-    Zero columns of a model without a head that drafts.
-    """
+    """Sum (b, 3 K) of each sequence: every step's loss, its tokens, and drafts accepted up to it."""
     if drafted is None:
         return torch.zeros(sequences, 0, dtype=torch.float64, device=utils.device_type)
     assert drafted.accepted is not None, "the model was not in eval mode"
@@ -250,9 +202,7 @@ def draft_sums(drafted: Drafted | None, sequences: int) -> torch.Tensor:
 
 
 def draft_figures(sums: list[float]) -> dict[str, list[float]]:
-    """Of one source: each step's mean loss, and the odds that its draft is accepted where those before it
-    were.
-    """
+    """Return each step's mean loss of one source, and the odds that its draft is accepted."""
     if not sums:
         return {}
     steps = len(sums) // 3

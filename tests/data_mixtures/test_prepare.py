@@ -32,7 +32,7 @@ def replace_text(path: Path, old: str, new: str) -> None:
 @pytest.mark.job
 def test_a_source_can_hold_nothing_out(recipe_path, tmp_path):
     from evals.bits_per_byte import load_windows  # these import torch
-    from train.validate import held_out
+    from train.validate import read_held_out
 
     data = tmp_path / "out"
     replace_text(recipe_path, 'category = "web"', "valid_per_10000 = 0")
@@ -47,7 +47,7 @@ def test_a_source_can_hold_nothing_out(recipe_path, tmp_path):
     assert not verify.verify(data, ("notes", "sums"), Console(quiet=True), workers=1)
     stats.write(data, ("notes", "sums"), Console(quiet=True), 1)
     windows, _ = load_windows(data, 2)
-    assert list(windows) == list(held_out(data / "phase1.lock.json", 2)) == ["sums"]
+    assert list(windows) == list(read_held_out(data / "phase1.lock.json", 2)) == ["sums"]
 
     replace_text(recipe_path, "valid_per_10000 = 1000", "valid_per_10000 = 0")
     prepare_folder(recipe_path, data, replace=True)
@@ -57,7 +57,7 @@ def test_a_source_can_hold_nothing_out(recipe_path, tmp_path):
         load_windows(data, 2)
     none = r"notes, sums of .* have no held-out windows .*validation.enable = false"
     with pytest.raises(ValueError, match=none):
-        held_out(data / "phase1.lock.json", 2)
+        read_held_out(data / "phase1.lock.json", 2)
 
 
 def test_other_data_does_not_replace_what_a_lock_pins_unasked(tiny_copy, tmp_path):

@@ -11,7 +11,7 @@ from evals.compare import compare, file_of, main
 from evals.core.evaluate import aggregate, task_figures
 from evals.core.tasks import TASKS
 from records.files import append_line
-from records.items import paired, read_items, write_items
+from records.items import compare_pairs, read_items, write_items
 
 HEAD = {"kind": "core", "step": 1, "protocol": "nanochat", "data_sha256": "ab", "limit": 4}
 
@@ -38,7 +38,7 @@ def test_a_paired_difference_by_hand(tmp_path, capsys):
     main(str(a), str(b))
     assert json.loads(capsys.readouterr().out) == compare(a, b)
     assert read_items(a)[1]["copa", 2]["losses"] == [3.0, None]
-    assert paired([1.0, 0.0], [1.0, 0.0], added=1)[1] > 0.2, (
+    assert compare_pairs([1.0, 0.0], [1.0, 0.0], added=1)[1] > 0.2, (
         "two items without a difference are not certain"
     )
 

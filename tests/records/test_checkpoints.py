@@ -14,13 +14,13 @@ from records.checkpoints import (
     check_complete,
     check_contents,
     clear_branch,
+    list_superseded,
     locate_checkpoint,
     newest_complete_checkpoint,
     newest_saved_step,
     read_architecture,
     run_folder,
     step_folders,
-    superseded,
     to_trash,
     write_checksums,
 )
@@ -47,36 +47,36 @@ def names(paths: list[Path]) -> list[str]:
 
 
 def test_only_complete_and_superseded_ones_may_go(folder):
-    assert names(superseded(folder, 2, 0)) == ["step-25", "step-20", "step-10"]
-    assert names(superseded(folder, 2, 10)) == ["step-25"]
+    assert names(list_superseded(folder, 2, 0)) == ["step-25", "step-20", "step-10"]
+    assert names(list_superseded(folder, 2, 10)) == ["step-25"]
     (folder / "step-40").mkdir()  # being written: neither counted nor deleted
-    assert names(superseded(folder, 2, 10)) == ["step-25"]
+    assert names(list_superseded(folder, 2, 10)) == ["step-25"]
     truncate(folder / "step-35")  # damaged: does not supersede anything
-    assert names(superseded(folder, 2, 0)) == ["step-20", "step-10"]
+    assert names(list_superseded(folder, 2, 0)) == ["step-20", "step-10"]
     for step in (10, 20, 25, 30):
         truncate(folder / f"step-{step}")
-    assert superseded(folder, 2, 0) == []
+    assert list_superseded(folder, 2, 0) == []
 
 
 def test_the_last_good_one_is_never_deleted(folder):
     for step in (20, 25, 30, 35):
         truncate(folder / f"step-{step}")
-    assert superseded(folder, 1, 0) == []
+    assert list_superseded(folder, 1, 0) == []
     assert newest_complete_checkpoint(folder) == folder / "step-10"
     assert newest_saved_step(folder) == 35
 
 
 def test_one_that_is_deleted_meanwhile_is_not_complete(folder, monkeypatch):
-    """The watcher of evaluations looks while the job deletes: once a FileNotFoundError ended it."""
+    # The watcher of evaluations looks while the job deletes: once a FileNotFoundError ended it.
     path, stat = folder / "step-10", Path.stat
     (path / "__1_0.distcp").write_bytes(b"")
 
     def then_deleted(self, **options):
-        found = stat(self, **options)
+        status = stat(self, **options)
         if self.suffix == ".distcp" and self.parent == path:
             monkeypatch.undo()
             to_trash(path)
-        return found
+        return status
 
     monkeypatch.setattr(Path, "stat", then_deleted)
     with pytest.raises(ValueError, match="being deleted"):
@@ -87,10 +87,11 @@ def test_a_branch_is_moved_aside_and_half_folders_are_deleted(folder):
     (folder / "step-40").mkdir()
     (folder / "step-40/__0_0.distcp").write_bytes(b"half")
     to_trash(folder / "step-10")
-    done = clear_branch(folder, folder / "step-25")
-    assert list(done) == ["step-40", "step-35", "step-30"]
+    removals = clear_branch(folder, folder / "step-25")
+    assert list(removals) == ["step-40", "step-35", "step-30"]
     assert list(step_folders(folder)) == [25, 20]
-    assert not list(folder.glob(".trash-*")), "left by a crash, or just made"
+    # left by a crash, or just made
+    assert not list(folder.glob(".trash-*"))
     aside = folder.parent / "checkpoint-aside"
     assert sorted(path.name.split(".")[0] for path in aside.iterdir()) == ["step-30", "step-35"]
     assert clear_branch(folder, folder / "step-25") == {}
@@ -99,7 +100,8 @@ def test_a_branch_is_moved_aside_and_half_folders_are_deleted(folder):
 def test_folders_that_never_completed_are_no_run_to_protect(folder):
     for path in folder.glob("*/.metadata"):
         path.unlink()
-    assert newest_complete_checkpoint(folder) is None, "every first save was cut: begin again"
+    # every first save was cut: begin again
+    assert newest_complete_checkpoint(folder) is None
     (folder / "step-10/.metadata").write_bytes(b"")
     with pytest.raises(ValueError, match="are incomplete"):
         newest_complete_checkpoint(folder)
@@ -112,7 +114,8 @@ def flip(path: Path, chance: random.Random) -> None:
 
 
 def test_a_flipped_bit_in_the_index_never_crashes_the_start(tmp_path):
-    """Without checksums, as of old: the checkpoint is used, or the one before; with them it is never used."""
+    # Without checksums, as of old: the checkpoint is used, or the one before; with them it is never
+    # used.
     weights = {f"layer.{n}": torch.arange(10.0 + n) for n in range(4)}
     folder, chance = tmp_path / "checkpoint", random.Random(0)
     older, newest = folder / "step-10", folder / "step-20"
@@ -137,7 +140,8 @@ def test_a_flipped_bit_in_the_index_never_crashes_the_start(tmp_path):
 def test_damage_of_the_same_size_is_found(folder, caplog):
     path = folder / "step-35"
     check_contents(path)
-    assert "cannot be checked" in caplog.text, "older checkpoints are accepted with a warning"
+    # older checkpoints are accepted with a warning
+    assert "cannot be checked" in caplog.text
     write_checksums(path)
     check_contents(path)
     (victim,) = path.glob("*.distcp")
@@ -174,9 +178,9 @@ def test_a_checkpoint_belongs_to_its_run_whatever_is_a_link(tmp_path, links, mon
     checkpoint = tmp_path / "runs/x/checkpoint/step-5"
     checkpoint.mkdir(parents=True, exist_ok=True)
     (tmp_path / "runs/x/model.json").write_text('{"a": 1}')
-    given = tmp_path / "best" if "best" in links else checkpoint
+    path_to_it = tmp_path / "best" if "best" in links else checkpoint
     monkeypatch.chdir(tmp_path)
-    for path in (given, given.relative_to(tmp_path)):
+    for path in (path_to_it, path_to_it.relative_to(tmp_path)):
         assert locate_checkpoint(path) == checkpoint
         assert run_folder(path) == tmp_path / "runs/x"
         assert read_architecture(path) == {"a": 1}

@@ -108,16 +108,16 @@ def measure(number: int, about: AboutFlags = About()) -> dict[str, Any] | None: 
 
 def test_a_command_prints_its_record_and_errors_in_one_line(monkeypatch, capsys):
     command = EvalCommand("measure", measure)
-    for number, said in (("3", '{"number": 3, "step": 7}\n'), ("0", "")):
+    for number, output in (("3", '{"number": 3, "step": 7}\n'), ("0", "")):
         monkeypatch.setattr(sys, "argv", ["x", "--number", number, *About(step=7).flags()])
         command.run()
-        assert capsys.readouterr().out == said
-    for number, said in (
+        assert capsys.readouterr().out == output
+    for number, output in (
         ("-1", "number = -1 must not be negative"),
         ("-2", ".* No such file .*: 'x.bin'"),
     ):
         monkeypatch.setattr(sys, "argv", ["x", "--number", number])
-        with pytest.raises(SystemExit, match=f"^measure: {said}$"):
+        with pytest.raises(SystemExit, match=f"^measure: {output}$"):
             command.run()
     monkeypatch.setattr(sys, "argv", ["x", "--help"])
     with pytest.raises(SystemExit):

@@ -33,7 +33,8 @@ def test_a_cut_line_costs_only_itself(tmp_path):
     path.write_text('{"a": 1}\n\n{"a": 2, "b"')
     unreadable: list[int] = []
     assert read_lines(path, unreadable) == [{"a": 1}]
-    assert unreadable == [], "the last line may be half written"
+    # the last line may be half written
+    assert unreadable == []
     append_line(path, '{"a": 3}')
     append_line(path, "[4]")
     assert read_lines(path, unreadable) == [{"a": 1}, {"a": 3}]
@@ -41,7 +42,7 @@ def test_a_cut_line_costs_only_itself(tmp_path):
 
 
 def test_lines_of_many_processes_are_all_there(tmp_path):
-    """Every rank of a job that crashes appends its event at about the same time."""
+    # Every rank of a job that crashes appends its event at about the same time.
     path, count = tmp_path / "lines.jsonl", 200
     program = f"""
 import pathlib, sys
@@ -101,13 +102,13 @@ def test_the_hash_of_a_model_is_of_what_decides_its_answers(tmp_path):
         assert model_sha256(tmp_path) != before, name
         (tmp_path / name).write_text(name)
     (tmp_path / "config.json").rename(tmp_path / "configs.json")
-    assert model_sha256(tmp_path) != before, "names count"
+    # names count
+    assert model_sha256(tmp_path) != before
 
 
 def test_lines_wait_in_memory_until_there_is_room(tmp_path, caplog):
-    """The kernel writes ten bytes and no more, as on a full disk: no half line, nothing lost,
-    the order is kept.
-    """
+    # The kernel writes ten bytes and no more, as on a full disk: no half line, nothing lost, the
+    # order is kept.
     path = tmp_path / "rows.jsonl"
     assert append_or_keep(path, "first")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -43,9 +43,8 @@ def with_policy(path: Path, line: str) -> str:
 
 @pytest.mark.job
 def test_it_agrees_with_torchtitan_in_every_value(tmp_path):
-    """On the shipped job files, on one that leaves everything to the defaults, and where a key has its former name,
-    in the job file and as a flag that overrides it.
-    """
+    # On the shipped job files, on one that leaves everything to the defaults, and where a key has
+    # its former name, in the job file and as a flag that overrides it.
     bare = tmp_path / "bare.toml"
     bare.write_text(
         '[job]\ncustom_config_module = "train.job_config"\n[experimental]\ncustom_import = "train.spec"\n'
@@ -57,10 +56,10 @@ def test_it_agrees_with_torchtitan_in_every_value(tmp_path):
     stops = with_policy(tmp_path / "stop.toml", 'on_bad_step = "stop"')
     renamed += [["--job.config_file", stops, *FLAGS, "--resilience.unclean-policy", "skip"]]
     command = [sys.executable, "-c", LOAD, json.dumps(jobs + renamed)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert FORMER in done.stderr
-    for job, heavy in zip(jobs + renamed, json.loads(done.stdout.splitlines()[-1]), strict=True):
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert FORMER in process.stderr
+    for job, heavy in zip(jobs + renamed, json.loads(process.stdout.splitlines()[-1]), strict=True):
         with (
             pytest.warns(FutureWarning, match=FORMER)
             if job in renamed

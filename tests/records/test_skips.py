@@ -21,7 +21,7 @@ def test_numbers_are_those_in_no_window(windows, first, count):
     kept = [g for g in range(200) if g not in out]
     skips = SkipList(windows)
     assert skips.numbers(first, count).tolist() == kept[first : first + count]
-    assert skips.used(first) == (kept[first - 1] + 1 if first else 0)
+    assert skips.reach(first) == (kept[first - 1] + 1 if first else 0)
 
 
 @given(st.sets(st.integers(0, 50)))

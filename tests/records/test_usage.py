@@ -55,9 +55,8 @@ def test_starts_that_fail_before_their_first_line_share_a_number_and_not_the_tim
     failed = [event("start", 1, 1.0), crash, event("end", 1, 1.25)]
     later = [event("start", 1, 100.0), began(1, 100.25), row(1, 101.0)]
     assert spans([*failed, *later]) == [(1.0, 1.25, None), (100.0, 101.0, 8)]
-    assert gpu_hours(spans_of([*failed, *later])) == 8 * 0.25 + 8 * 1.0, (
-        "with the GPUs of the next start"
-    )
+    # with the GPUs of the next start
+    assert gpu_hours(spans_of([*failed, *later])) == 8 * 0.25 + 8 * 1.0
     assert (
         gpu_hours(spans_of([*later, event("start", 2, 102.0), event("end", 2, 102.5)]))
         == 8 * 1.0 + 8 * 0.5
@@ -80,7 +79,8 @@ def test_jobs_without_a_supervisor_begin_with_their_line_or_their_first_row():
 def test_what_is_left_goes_by_the_median_of_a_device():
     slow_start_and_a_hang = [3.0, *[100.0] * 20, 1.0]
     assert seconds_left(slow_start_and_a_hang, 8000.0, 8) == 10.0
-    assert seconds_left([1.0] * 1000 + [100.0] * 128, 8000.0, 8) == 10.0, "only the last rows count"
+    # only the last rows count
+    assert seconds_left([1.0] * 1000 + [100.0] * 128, 8000.0, 8) == 10.0
     for speeds, gpus in ([], 8), ([0.0], 8), ([9.0], None):
         assert seconds_left(speeds, 8000.0, gpus) is None
 
@@ -110,7 +110,7 @@ def test_durations():
 
 
 def test_phases_of_a_run(tmp_path):
-    """Phase 1 restarted on half of the GPUs; phase 2 has a config only, and goes on at its speed."""
+    # Phase 1 restarted on half of the GPUs; phase 2 has a config only, and goes on at its speed.
     for phase, steps in (("phase1", 100), ("phase2", 50)):
         (tmp_path / phase).mkdir()
         (tmp_path / phase / "config.toml").write_text(
@@ -125,6 +125,7 @@ def test_phases_of_a_run(tmp_path):
     write_lines(tmp_path / "phase1/metrics.jsonl", rows)
     write_lines(tmp_path / "phase1/attempts.jsonl", starts)
     usage = usage_of(read_run(tmp_path))
-    assert usage.gpu_hours == pytest.approx(8 * 3.0 + 4 * 4.0), "the repeated steps are paid twice"
+    # the repeated steps are paid twice
+    assert usage.gpu_hours == pytest.approx(8 * 3.0 + 4 * 4.0)
     assert usage.gpu_hours_left == pytest.approx(60 + 50)  # tokens / tokens per s and device
     assert usage.finish_time == pytest.approx((10.0 + 60 / 4 + 50 / 4) * HOUR)

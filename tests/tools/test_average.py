@@ -104,7 +104,7 @@ def test_the_run_folder_says_where_it_is_from(trained, tmp_path):
     assert run.configs["phase1"]["training"]["steps"] == 30, (
         "the last step, which evals.watch always takes"
     )
-    assert [(row["step"], row["tokens_total"]) for row in run.kept_rows] == [(30, 100 + 30 * 64)]
+    assert [(row["step"], row["tokens_total"]) for row in run.rows] == [(30, 100 + 30 * 64)]
     assert run.warnings == []
     index = (
         dcp.FileSystemReader(tmp_path / "mean/checkpoint/step-30")

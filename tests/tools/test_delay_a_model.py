@@ -23,7 +23,7 @@ from records.checkpoints import newest_saved_step
 from records.files import read_lines
 from tests.records.lines import write_lines
 from tests.tools.test_delay_lanes import WORDS, run_late, write_llama
-from tests.train.runs import forked
+from tests.train.runs import run_forked
 from tools.delay_a_model import __main__ as command
 from tools.delay_a_model import adapter
 from tools.delay_a_model.apply import apply, sha256_of
@@ -144,7 +144,7 @@ def test_a_shipped_config_makes_a_model_late(name, recipe, tmp_path, monkeypatch
 
 def train_warm(tmp_path: Path, flags: Sequence[str]) -> None:
     """As `recovery.train` starts it, by the fork server."""
-    status, output = forked(tmp_path, "train.supervise", "--nproc-per-node", "1", *flags)
+    status, output = run_forked(tmp_path, "train.supervise", "--nproc-per-node", "1", *flags)
     assert status == 0, output[-3000:]
 
 

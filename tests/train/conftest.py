@@ -7,7 +7,7 @@ import pytest
 from tests.train import production
 from tests.train.logged import train_logged
 from tests.train.runs import succeed
-from tests.train.supervised import INTERVAL, STEPS, undisturbed
+from tests.train.supervised import INTERVAL, STEPS, run_undisturbed
 
 
 @pytest.fixture(scope="session")
@@ -18,8 +18,10 @@ def phase1(prepared_data):
 
 @pytest.fixture(scope="session")
 def reference(phase1, shared):
-    """Run folder of STEPS undisturbed steps on two ranks."""
-    return shared("reference", lambda folder: undisturbed(folder, phase1, STEPS, INTERVAL)) / "run"
+    """Run folder of STEPS run_undisturbed steps on two ranks."""
+    return (
+        shared("reference", lambda folder: run_undisturbed(folder, phase1, STEPS, INTERVAL)) / "run"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -152,16 +152,16 @@ def broken_finish(self: HashingWriter, metadata: Any, results: Any) -> None:
         kill_all()
 
 
-def noted_enter(self: Heartbeat, what: str) -> None:
+def note_enter(self: Heartbeat, what: str) -> None:
     marks.append(what)
     enter(self, what)
 
 
-def noted_close(self: Heartbeat) -> None:
+def note_close(self: Heartbeat) -> None:
     PLAN.with_name(f"marks.{RANK}.json").write_text(json.dumps(marks))
     close(self)
 
 
-Heartbeat.enter, Heartbeat.close = noted_enter, noted_close
+Heartbeat.enter, Heartbeat.close = note_enter, note_close
 LaneformerTrainer.train_step = broken_step
 HashingWriter.finish = broken_finish

@@ -2,7 +2,7 @@
 
     python -m tests.train.fork_server
 
-Imports take eight seconds, a fork a few milliseconds. In this process and in what is forked from it,
+Imports take eight seconds, a fork a few milliseconds. In this process and in what is run_forked from it,
 `subprocess` runs `python -m NAME` for the programs in WARM by a fork that becomes that program: with its
 arguments, environment, signal handlers and descriptors as they would be after exec. Everything else is the
 real thing: the supervisor is a process, torchrun's own agent its child and the ranks that one's children.
@@ -37,7 +37,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from train.supervise.attempt import hold_port
+from train.supervise.workers import hold_port
 
 ENVIRONMENT = dict(os.environ)  # without what imports add to it
 OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)  # `python -m train` raises it
@@ -136,11 +136,11 @@ def run(job: dict[str, Any]) -> int | list[int]:
                 job["command"], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             ) as process:
                 Path(job["pid"]).write_text(str(process.pid))
-                return ended(process, job["log"])
+                return wait_for_end(process, job["log"])
         return run_ranks(job, log)
 
 
-def ended(process: subprocess.Popen, log: str) -> int:
+def wait_for_end(process: subprocess.Popen, log: str) -> int:
     """Its exit status; a process that does not end says where it is, and is killed."""
     try:
         return process.wait(TIMEOUT_S)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from laneformer import Laneformer
-from tests.train.runs import SMALL, metrics, run_job, saved, toy
+from tests.train.runs import SMALL, load_saved, metrics, run_job, toy
 
 GLOBAL_BATCH, STEPS, WINDOWS = 8, 6, 5
 EPSILON = torch.finfo(torch.float32).eps
@@ -27,7 +27,7 @@ def train_logged(run: Path, lock: Path, *overrides: str, ranks: int = 2) -> list
 
 
 def checkpoint_model(run: Path, step: int) -> Laneformer:
-    model, state = Laneformer(SMALL), saved(run, step)
+    model, state = Laneformer(SMALL), load_saved(run, step)
     model.load_state_dict({name: state[name] for name in model.state_dict()})
     return model
 

@@ -16,7 +16,7 @@ from laneformer import LaneformerConfig
 from records.checkpoints import check_complete
 from records.files import read_json
 from records.job import job_flags
-from tests.train.runs import ROOT, forked, limit_open_files, metrics
+from tests.train.runs import ROOT, limit_open_files, metrics, run_forked
 
 STEPS, EVERY = 2, 1
 SHAPES = {  # widths and lengths; layers, lanes, window pattern and delay stay those of the 2B flavor
@@ -62,16 +62,16 @@ def train(
 ) -> Path:
     """Run configs/`config`.toml with the settings above and `changes` to its end; returns the run folder.
 
-    warm: its processes are forked by the fork server; otherwise all is really started.
+    warm: its processes are run_forked by the fork server; otherwise all is really started.
     """
     settings = {"job.dump_folder": folder, "mixture.lock": lock, **SHAPES, **DEVIATIONS, **changes}
     program = [*launcher, "--job.config_file", f"configs/{config}.toml", *job_flags(settings)]
     env = {"WANDB_MODE": "offline", **env}
     if warm:
-        status, said = forked(folder.parent, *program, name=folder.name, **env)
+        status, output = run_forked(folder.parent, *program, name=folder.name, **env)
     else:
         env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", *program],
             cwd=ROOT,
             env=env,
@@ -81,9 +81,9 @@ def train(
             timeout=1100,
             preexec_fn=limit_open_files,
         )
-        status, said = done.returncode, done.stdout
+        status, output = process.returncode, process.stdout
     outcome = folder / "outcome.json"
-    assert status == 0, said[-6000:] + (outcome.read_text() if outcome.is_file() else "")
+    assert status == 0, output[-6000:] + (outcome.read_text() if outcome.is_file() else "")
     return folder
 
 
@@ -111,12 +111,10 @@ def assert_nothing_else_deviates(config: str, folder: Path, *more: str) -> None:
     """The resolved job is the shipped file but for the settings above."""
     shipped = tomllib.loads((ROOT / f"configs/{config}.toml").read_text())
     resolved = tomllib.loads((folder / "config.toml").read_text())
-    different = {
-        f"{section}.{key}"
-        for section, values in shipped.items()
-        for key, value in values.items()
-        if resolved[section].get(key) != value
-    }
+    different = set()
+    for section, values in shipped.items():
+        changed = [key for key in values if resolved[section].get(key) != values[key]]
+        different |= {f"{section}.{key}" for key in changed}
     assert different <= {*PLACES, *SHAPES, *DEVIATIONS, *more}
     model = read_json(folder / "model.json")
     flavor = LaneformerConfig.from_flavor("2b", **shipped.get("architecture", {})).to_dict()
@@ -129,25 +127,26 @@ def assert_nothing_else_deviates(config: str, folder: Path, *more: str) -> None:
 
 def assert_prepared_as_the_job_file_says(folder: Path) -> None:
     """Compiled, checkpointed, cast and saved as in the 2B run, and each step in its order."""
-    seen = read_json(folder / "facts.json")
+    facts = read_json(folder / "facts.json")
     layers = LaneformerConfig.from_flavor("2b").num_hidden_layers
-    assert seen["layers"] == seen["checkpointed"] == seen["compiled"] == layers
-    assert seen["norm_compiled"]
-    assert seen["loss_graphs"] == 2
-    assert seen["graphs"] > 8, "fewer variants than the default recompile limit would prove nothing"
-    assert seen["streams"] == ["torch.bfloat16"], "what reaches the head"
-    assert seen["policies"] == [["torch.bfloat16", "torch.float32"]], "computed in, reduced in"
-    assert seen["weights"] == ["torch.float32"]
-    assert seen["async_mode"] == "ASYNC_WITH_PINNED_MEM"
-    assert seen["order"] == ["staging is over", "optimizer"] * (len(seen["order"]) // 2) != []
+    assert facts["layers"] == facts["checkpointed"] == facts["compiled"] == layers
+    assert facts["norm_compiled"]
+    assert facts["loss_graphs"] == 2
+    # fewer variants than the default recompile limit would prove nothing
+    assert facts["graphs"] > 8
+    # what reaches the head
+    assert facts["streams"] == ["torch.bfloat16"]
+    # computed in, reduced in
+    assert facts["policies"] == [["torch.bfloat16", "torch.float32"]]
+    assert facts["weights"] == ["torch.float32"]
+    assert facts["async_mode"] == "ASYNC_WITH_PINNED_MEM"
+    assert facts["order"] == ["staging is over", "optimizer"] * (len(facts["order"]) // 2) != []
     replicas = tomllib.loads((folder / "config.toml").read_text())["parallelism"][
         "data_parallel_replicate_degree"
     ]
     units = layers + 2 if replicas > 1 else 0  # the embedding, each layer, norm with head
-    assert seen["reductions"] == [units] * len(seen["reductions"]) != [], (
-        "one a step, though it has two micro-batches"
-    )
-    assert seen["allocator"] == "expandable_segments:True"
-    assert seen["timeouts_s"] == [300.0], (
-        "comm.train_timeout_seconds, once, also where no step is the first"
-    )
+    # one a step, though it has two micro-batches
+    assert facts["reductions"] == [units] * len(facts["reductions"]) != []
+    assert facts["allocator"] == "expandable_segments:True"
+    # comm.train_timeout_seconds, once, also where no step is the first
+    assert facts["timeouts_s"] == [300.0]

@@ -38,12 +38,12 @@ reductions = [
 ]  # exchanges of gradients between replicas in each step; the last entry is of the one under way
 
 
-def counted_all_reduce(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+def count_all_reduce(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
     reductions[-1] += tensor.dtype == torch.float32  # metrics are exchanged in float64
     return all_reduce(tensor, *arguments, **options)
 
 
-def recorded_set_pg_timeouts(timeout: timedelta, parallel_dims: Any) -> None:
+def record_pg_timeouts(timeout: timedelta, parallel_dims: Any) -> None:
     timeouts_s.append(timeout.total_seconds())
     set_pg_timeouts(timeout, parallel_dims)
 
@@ -53,28 +53,28 @@ def record_order(trainer: LaneformerTrainer) -> list[str]:
     order: list[str] = []
     wait, move = trainer.checkpointer.maybe_wait_for_staging, trainer.optimizers.step
 
-    def recorded_wait() -> None:
+    def record_wait() -> None:
         wait()
         order.append("staging is over")
 
-    def recorded_move(*arguments: Any, **options: Any) -> None:
+    def record_move(*arguments: Any, **options: Any) -> None:
         order.append("optimizer")
         reductions.append(0)
         move(*arguments, **options)
 
-    trainer.checkpointer.maybe_wait_for_staging = recorded_wait
-    trainer.optimizers.step = recorded_move
+    trainer.checkpointer.maybe_wait_for_staging = record_wait
+    trainer.optimizers.step = record_move
     return order
 
 
 def policies(model: torch.nn.Module) -> set[tuple[str, str]]:
     """(parameter dtype, reduction dtype) of all FSDP units that own parameters."""
     states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
-    found = [state._mp_policy for state in states if state._fsdp_param_group is not None]
-    return {(str(policy.param_dtype), str(policy.reduce_dtype)) for policy in found}
+    units = [state._mp_policy for state in states if state._fsdp_param_group is not None]
+    return {(str(policy.param_dtype), str(policy.reduce_dtype)) for policy in units}
 
 
-def recorded_train(self: LaneformerTrainer) -> None:
+def record_training(self: LaneformerTrainer) -> None:
     (model,) = self.model_parts
     computed: set[str] = set()
 
@@ -109,6 +109,6 @@ def recorded_train(self: LaneformerTrainer) -> None:
         (self.run / "facts.json").write_text(json.dumps(facts))
 
 
-torch.distributed.all_reduce = counted_all_reduce
-dist_utils.set_pg_timeouts = recorded_set_pg_timeouts
-LaneformerTrainer.train = recorded_train
+torch.distributed.all_reduce = count_all_reduce
+dist_utils.set_pg_timeouts = record_pg_timeouts
+LaneformerTrainer.train = record_training

@@ -153,14 +153,14 @@ def end_fork_server() -> None:
     fork_server.cache_clear()
 
 
-def forked(
+def run_forked(
     folder: Path,
     *program: str,
-    name: str = "said",
+    name: str = "output",
     meanwhile: Callable[[], None] = lambda: None,
     **env: str,
 ) -> tuple[int, str]:
-    """Exit status of `python -m PROGRAM` forked by the fork server, and what it said: in folder/NAME.log, beside
+    """Exit status of `python -m PROGRAM` run_forked by the fork server, and what it output: in folder/NAME.log, beside
     its NAME.pid.
     """
     log = folder / f"{name}.log"
@@ -187,7 +187,7 @@ def metrics(run: Path) -> list[dict]:
     return read_lines(run / "metrics.jsonl")
 
 
-def saved(run: Path, step: int = STEPS) -> dict[str, Any]:
+def load_saved(run: Path, step: int = STEPS) -> dict[str, Any]:
     """All that a checkpoint holds."""
     with tempfile.NamedTemporaryFile() as target:
         dcp_to_torch_save(run / f"checkpoint/step-{step}", target.name)
@@ -195,7 +195,7 @@ def saved(run: Path, step: int = STEPS) -> dict[str, Any]:
 
 
 def weights(run: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
-    return {k: v for k, v in saved(run, step).items() if isinstance(v, torch.Tensor)}
+    return {k: v for k, v in load_saved(run, step).items() if isinstance(v, torch.Tensor)}
 
 
 def copy_stopped_at(step: int, whole: Path, run: Path) -> None:

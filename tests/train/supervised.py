@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.train.runs import GLOBAL_BATCH, forked, metrics, run_job, saved, toy
+from tests.train.runs import GLOBAL_BATCH, load_saved, metrics, run_forked, run_job, toy
 
 RANKS = 2
 HANG_TIMEOUT_S = (
@@ -40,7 +40,7 @@ def arguments(run: Path, lock: Path, steps: int, interval: int) -> list[str]:
     return [*toy(run, lock, settings), "--metrics.no-enable_tensorboard"]
 
 
-def undisturbed(folder: Path, lock: Path, steps: int, interval: int, *more: str) -> Path:
+def run_undisturbed(folder: Path, lock: Path, steps: int, interval: int, *more: str) -> Path:
     """The run as it should be, without a supervisor. Returns its folder."""
     run = folder / "run"
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ def supervise(
     *more: str,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[Path, int, str]:
-    """One life of the supervisor: (run folder, its exit status, what it said).
+    """One life of the supervisor: (run folder, its exit status, what it output).
 
     meanwhile: called when it has been started.
     """
@@ -99,7 +99,9 @@ def supervise(
         *more,
     ]
     env = plan_faults(folder, faults)
-    return folder / "run", *forked(folder, *command, name="supervisor", meanwhile=meanwhile, **env)
+    return folder / "run", *run_forked(
+        folder, *command, name="supervisor", meanwhile=meanwhile, **env
+    )
 
 
 def environment() -> dict[str, str]:
@@ -113,7 +115,7 @@ def curve(run: Path) -> dict[int, dict[str, Any]]:
 
 def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
     """Weights and moments of a checkpoint."""
-    state = saved(run, step)
+    state = load_saved(run, step)
     return {k: v for k, v in {**state, **state["optimizer"]}.items() if isinstance(v, torch.Tensor)}
 
 

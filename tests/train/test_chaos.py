@@ -1,4 +1,4 @@
-"""A random fault every 20 steps, drawn from a seed; the final weights are the undisturbed ones, bit for bit.
+"""A random fault every 20 steps, drawn from a seed; the final weights are the run_undisturbed ones, bit for bit.
 
 40 steps with 2 faults, since a start costs its imports; CHAOS_STEPS=200 has 10.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.train.supervised import INTERVAL, STEPS, assert_same, supervise, undisturbed
+from tests.train.supervised import INTERVAL, STEPS, assert_same, run_undisturbed, supervise
 
 EVERY = 20
 OF_A_SAVE = ("full_disk", "kill_all_before_metadata", "kill_all_after_metadata")
@@ -40,11 +40,11 @@ def test_chaos(reference, phase1, tmp_path):
     faults = draw(steps, seed)
     print(faults)
     if steps != STEPS:
-        reference = undisturbed(tmp_path / "reference", phase1, steps, INTERVAL)
+        reference = run_undisturbed(tmp_path / "reference", phase1, steps, INTERVAL)
     status = 85
     while status == 85:  # as sbatch would: asked to stop means start again
-        run, status, said = supervise(tmp_path / "chaos", phase1, steps, INTERVAL, faults)
-    assert status == 0, said
+        run, status, output = supervise(tmp_path / "chaos", phase1, steps, INTERVAL, faults)
+    assert status == 0, output
     assert_same(run, reference, steps)
-    done = {path.name.split(".")[1] for path in (tmp_path / "chaos").glob("faults.*.done")}
-    assert len(done) == len(faults)
+    marks = {path.name.split(".")[1] for path in (tmp_path / "chaos").glob("faults.*.done")}
+    assert len(marks) == len(faults)

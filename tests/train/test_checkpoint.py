@@ -29,8 +29,8 @@ from tests.train.runs import (
     copy_stopped_at,
     fail,
     launch,
+    load_saved,
     metrics,
-    saved,
     succeed,
     weights,
 )
@@ -42,13 +42,15 @@ pytestmark = pytest.mark.job
 def test_resume_is_bit_exact_from_the_last_checkpoint_without_a_flipped_bit(
     whole_run, phase1, tmp_path
 ):
-    """Every rank hashes what it writes; one flipped bit in a data file, and the checkpoint before is used."""
+    # Every rank hashes what it writes; one flipped bit in a data file, and the checkpoint before is
+    # used.
     run = tmp_path / "flipped"
     shutil.copytree(whole_run, run)
     newest = run / "checkpoint/step-4"
     files = {path.name for path in newest.iterdir() if path.name != "checksums.json"}
     assert read_checksums(newest).keys() == files
-    assert {"__0_0.distcp", "__1_0.distcp", ".metadata", "model.json"} <= files, "two ranks"
+    # two ranks
+    assert {"__0_0.distcp", "__1_0.distcp", ".metadata", "model.json"} <= files
     content = bytearray((newest / "__1_0.distcp").read_bytes())
     content[len(content) // 2] ^= 1
     (newest / "__1_0.distcp").write_bytes(content)
@@ -62,26 +64,26 @@ def test_resume_is_bit_exact_from_the_last_checkpoint_without_a_flipped_bit(
 
 
 def test_another_architecture_is_refused(whole_run, phase1, tmp_path):
-    """Neither a restart nor a new phase goes on with a model that computes something else, or lacks layers."""
+    # Neither a restart nor a new phase goes on with a model that computes something else, or lacks
+    # layers.
     run = tmp_path / "other"
     copy_stopped_at(2, whole_run, run)
     before = (run / "model.json").read_text()
-    said = fail(
+    output = fail(
         run, phase1, "--architecture.rope_theta", "5e5", "--architecture.broadcast_delay", "1"
     )
-    assert "broadcast_delay = 2 (this job: 1), rope_theta = 10000.0 (this job: 500000.0)" in said
-    assert "Traceback" not in said
-    assert said.count("The job is refused") == 1
+    assert "broadcast_delay = 2 (this job: 1), rope_theta = 10000.0 (this job: 500000.0)" in output
+    assert "Traceback" not in output
+    assert output.count("The job is refused") == 1
     assert (run / "model.json").read_text() == before
     outcome = read_outcome(run)
-    assert (outcome["step"], outcome["code"]) == (0, REFUSED), (
-        "what the supervisor does not try again"
-    )
+    # what the supervisor does not try again
+    assert (outcome["step"], outcome["code"]) == (0, REFUSED)
     for path in (run / "model.json", *run.glob("checkpoint/*/model.json")):
         path.unlink()  # as of old
     (run / "checkpoint/step-2/checksums.json").unlink()
-    said = fail(run, phase1, "--architecture.num_hidden_layers", "3", ranks=1)
-    assert "holds 9 tensors this architecture has not, such as layers.3." in said
+    output = fail(run, phase1, "--architecture.num_hidden_layers", "3", ranks=1)
+    assert "holds 9 tensors this architecture has not, such as layers.3." in output
 
 
 def second_mixture(data: Path) -> Mixture:
@@ -100,9 +102,9 @@ YARN = {
 
 
 def test_a_phase_goes_on_with_another_rope(whole_run, prepared_data, tmp_path):
-    """Only what is said changes: its first loss is that of the same weights with YaRN on full layers, one of them
-    without rotation, and windows' own base; each of these alone is refused where the job does not name it.
-    """
+    # Only what is output changes: its first loss is that of the same weights with YaRN on full
+    # layers, one of them without rotation, and windows' own base; each of these alone is refused
+    # where the job does not name it.
     run, lock = tmp_path / "yarn", prepared_data / "phase2.lock.json"
     job = tomli.loads((ROOT / "configs/debug_phase2.toml").read_text())
     job["architecture"] = {"rope_scaling": YARN, "nope_layers": [3]}
@@ -132,9 +134,8 @@ def test_a_phase_goes_on_with_another_rope(whole_run, prepared_data, tmp_path):
 
 
 def test_phase_switch_keeps_the_model(whole_run, prepared_data, tmp_path):
-    """The first loss of phase 2 is the loss of phase 1's last weights on that batch;
-    the schedule starts again.
-    """
+    # The first loss of phase 2 is the loss of phase 1's last weights on that batch; the schedule
+    # starts again.
     parent = whole_run / "checkpoint/step-4"
     run, lock = tmp_path / "phase2", prepared_data / "phase2.lock.json"
     arguments = ("--checkpoint.initial_load_path", str(parent), "--optimizer.weight_decay", "0.05")
@@ -144,26 +145,35 @@ def test_phase_switch_keeps_the_model(whole_run, prepared_data, tmp_path):
     expected = batch_loss(model, second_mixture(prepared_data))
     assert abs(rows[0]["loss"] - expected) < 8 * torch.finfo(torch.float32).eps * expected
     assert rows[0]["phase"] == "phase2"
-    assert rows[0]["lr"] == 1.5e-3, "the schedule and the learning rate are phase 2's"
+    # the schedule and the learning rate are phase 2's
+    assert rows[0]["lr"] == 1.5e-3
     assert rows[0]["tokens_total"] == (STEPS + 1) * GLOBAL_BATCH * SEQ_LEN
     assert read_json(run / "lineage.json")["parent"] == str(parent)
     # DCP brings the old settings along with the moments; the checkpoint must hold this job's, and
     # the moments too
-    optimizer = saved(run)["optimizer"]
+    optimizer = load_saved(run)["optimizer"]
     assert optimizer["param_groups.tok_embeddings.weight.weight_decay"] == 0.05
     assert optimizer["param_groups.norm.weight.weight_decay"] == 0.0
     assert optimizer["param_groups.norm.weight.initial_lr"] == 1.5e-3
     assert "state.tok_embeddings.weight.exp_avg" in optimizer
 
 
+def test_a_finished_run_is_not_extended(whole_run, phase1, tmp_path):
+    run = shutil.copytree(whole_run, tmp_path / "run")
+    settings = ("--training.steps", "6", "--lr_scheduler.total_steps", "6")
+    assert "the decay had begun at step 4; keep the schedule" in fail(run, phase1, *settings)
+    assert (run / "checkpoint/step-4/.metadata").is_file()
+    assert read_outcome(run)["code"] == REFUSED
+
+
 def test_never_random_weights_by_accident(whole_run, prepared_data, tmp_path):
-    """A parent that is missing; a run whose checkpoints were lost. (Damaged ones: tests/records.)"""
+    # A parent that is missing; a run whose checkpoints were lost. (Damaged ones: tests/records.)
     locks = [prepared_data / f"phase{n}.lock.json" for n in (1, 2)]
     missing = ("--checkpoint.initial_load_path", str(tmp_path / "nowhere/checkpoint/step-9"))
-    said = fail(tmp_path / "a", locks[1], *missing, config="debug_phase2", ranks=1)
-    assert "is not a complete checkpoint" in said
+    output = fail(tmp_path / "a", locks[1], *missing, config="debug_phase2", ranks=1)
+    assert "is not a complete checkpoint" in output
     lost = shutil.copytree(
         whole_run, tmp_path / "lost", ignore=shutil.ignore_patterns("checkpoint")
     )
-    said = fail(lost, locks[0], "--resilience.max_failed_saves", "1", ranks=1)
-    assert f"ends at step {STEPS}, but" in said
+    output = fail(lost, locks[0], "--resilience.max_failed_saves", "1", ranks=1)
+    assert f"ends at step {STEPS}, but" in output

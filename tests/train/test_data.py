@@ -76,7 +76,7 @@ def train(loaders: list[MixtureLoader], steps: int) -> tuple[np.ndarray, np.ndar
     )
 
 
-def expected(lock: Path, numbers: list[int]) -> np.ndarray:
+def read_sequences(lock: Path, numbers: list[int]) -> np.ndarray:
     mixture = Mixture.open(lock)
     return np.concatenate([mixture.sequences(number, 1)[0] for number in numbers]).reshape(
         -1, GLOBAL_BATCH, 33
@@ -85,14 +85,13 @@ def expected(lock: Path, numbers: list[int]) -> np.ndarray:
 
 def places(loader: MixtureLoader) -> list[tuple[str, int]]:
     """Where the first windows of its source `code` lie."""
-    found = [window for window in loader.locate(0, 40) if window["source"] == "code"]
-    return [(window["shard"], window["token_offset"]) for window in found]
+    windows = [window for window in loader.locate(0, 40) if window["source"] == "code"]
+    return [(window["shard"], window["token_offset"]) for window in windows]
 
 
 def test_offsets_belong_to_content_and_not_to_a_name(prepared_data, lock):
-    """A third phase whose source `code` is another one: it starts at its beginning, and counts are kept apart.
-    A fourth one goes on in phase 1's `code`.
-    """
+    # A third phase whose source `code` is another one: it starts at its beginning, and counts are
+    # kept apart. A fourth one goes on in phase 1's `code`.
     (one,) = job(lock, 1, 1)
     train([one], steps=5)
     used = json.loads(one.state_dict()["mixture"])
@@ -126,7 +125,7 @@ def test_offsets_belong_to_content_and_not_to_a_name(prepared_data, lock):
 
 
 def test_tokens_of_a_phase_with_windows_of_another_length_stay_what_they_were(lock):
-    """Phase 3 of long windows behind phase 1 and 2 of short ones, through a checkpoint of each."""
+    # Phase 3 of long windows behind phase 1 and 2 of short ones, through a checkpoint of each.
     (one,) = job(lock, 1, 1)
     before = {
         "windows": 10,
@@ -147,7 +146,8 @@ def test_tokens_of_a_phase_with_windows_of_another_length_stay_what_they_were(lo
 
 
 def test_other_weights_are_refused_and_unchanged_data_continues(prepared_data, tmp_path):
-    """A source may grow where nothing that was read of it changed; else the error says what would repeat."""
+    # A source may grow where nothing that was read of it changed; else the error says what would
+    # repeat.
     data = tmp_path / "data"
     shutil.copytree(prepared_data, data)
     lock = data / "phase1.lock.json"
@@ -173,7 +173,8 @@ def test_other_weights_are_refused_and_unchanged_data_continues(prepared_data, t
 
 
 def test_any_cut_and_resumes_with_other_world_sizes_give_the_same_batches(lock, wrap):
-    """Four lives of one run, across the end of an epoch with a left-out window at it, while readers are ahead."""
+    # Four lives of one run, across the end of an epoch with a left-out window at it, while readers
+    # are ahead.
     start, out = (wrap // GLOBAL_BATCH - 3) * GLOBAL_BATCH, range(wrap - 3, wrap + 7)
     state, parts, read = None, [], []
     for ranks, accumulation in ((2, 2), (4, 1), (1, 4), (8, 2)):
@@ -190,17 +191,20 @@ def test_any_cut_and_resumes_with_other_world_sizes_give_the_same_batches(lock, 
     numbers = [n for n in range(start, start + 20 * GLOBAL_BATCH) if n not in out][
         : 8 * GLOBAL_BATCH
     ]
-    assert np.array_equal(np.concatenate(parts), expected(lock, numbers))
-    unshifted = expected(lock, list(range(start, start + 8 * GLOBAL_BATCH)))
-    assert not np.array_equal(np.concatenate(parts), unshifted), "a forgotten window would be seen"
+    assert np.array_equal(np.concatenate(parts), read_sequences(lock, numbers))
+    unshifted = read_sequences(lock, list(range(start, start + 8 * GLOBAL_BATCH)))
+    # a forgotten window would be seen
+    assert not np.array_equal(np.concatenate(parts), unshifted)
     (last,) = job(lock, 1, 1, windows=[(out[0], out[-1] + 1)])
     assert read == [int(last.mixture.sequences(n, 1)[1][0]) for n in numbers]
     last.load_state_dict({"mixture": state})
-    assert last.state_dict()["mixture"] == state, "loading and saving changes nothing"
+    # loading and saving changes nothing
+    assert last.state_dict()["mixture"] == state
 
 
 def test_counts_are_those_of_the_batches_across_phases_and_windows(prepared_data, lock):
-    """Used up, left out and trained on, by source: counted one by one, and as the loader computes them."""
+    # Used up, left out and trained on, by source: counted one by one, and as the loader computes
+    # them.
     left_out = [(10, 25), (70, 71)]
     (one,) = job(lock, 1, 2, windows=left_out)
     _, sources, state = train([one], steps=3)
@@ -208,9 +212,7 @@ def test_counts_are_those_of_the_batches_across_phases_and_windows(prepared_data
     counted = {name: int((sources == i).sum()) * 32 for i, name in enumerate(names)}
     assert one.tokens_per_source() == counted
     out = np.concatenate([one.mixture.sequences(a, b - a)[1] for a, b in left_out])
-    assert one.left_out_per_source() == {
-        name: int((out == i).sum()) for i, name in enumerate(names)
-    }
+    assert one.count_left_out() == {name: int((out == i).sum()) for i, name in enumerate(names)}
 
     (two,) = job(prepared_data / "phase2.lock.json", 1, 1, windows=[(4, 6)])
     two.begin_after(json.loads(state))
@@ -222,7 +224,7 @@ def test_counts_are_those_of_the_batches_across_phases_and_windows(prepared_data
     assert two.tokens_per_source() == counted
     assert sum(counted.values()) == 5 * GLOBAL_BATCH * 32
     # code, which both phases use, goes on behind the last window that phase 1 used up
-    following, whose = one.mixture.sequences(one.used, 20)
+    following, whose = one.mixture.sequences(one.sequences_reached, 20)
     code = two.mixture.source_names.index("code")
     assert np.array_equal(tokens[sources == code][0], following[whose == names.index("code")][0])
 
@@ -233,7 +235,7 @@ def test_counts_are_those_of_the_batches_across_phases_and_windows(prepared_data
 
 
 def test_damage_ends_the_batches_at_its_own(prepared_data, tmp_path):
-    """Readers are ahead of it: the batches before it arrive, then the error as the mixture words it."""
+    # Readers are ahead of it: the batches before it arrive, then the error as the mixture words it.
     data = tmp_path / "data"
     shutil.copytree(prepared_data, data)
     content = bytearray((data / "web/shard-00001.bin").read_bytes())
@@ -247,7 +249,8 @@ def test_damage_ends_the_batches_at_its_own(prepared_data, tmp_path):
         batches.extend(each)
     before = each.mixture.windows_per_source(len(batches) * 8)["web"]
     after = each.mixture.windows_per_source(len(batches) * 8 + 8)["web"]
-    assert before <= 64 < after, "the refused batch is the first with a window of the damaged shard"
+    # the refused batch is the first with a window of the damaged shard
+    assert before <= 64 < after
     assert json.loads(each.state_dict()["mixture"])["sequences"] == len(batches) * 8
 
 
@@ -263,12 +266,14 @@ def test_readers_keep_the_order_and_their_bound_and_end_with_the_iterator(thread
     assert list(islice(results, 50)) == list(range(50))
     readers = set(threading.enumerate()) - before
     assert len(readers) == threads
-    assert all(reader.daemon for reader in readers), "one that hangs does not keep the process"
+    # one that hangs does not keep the process
+    assert all(reader.daemon for reader in readers)
     with ThreadPoolExecutor(1) as executor:  # torch's threads are left alone
         assert executor.submit(torch.get_num_threads).result() == torch.get_num_threads()
     results.close()
     assert not any(reader.is_alive() for reader in readers)
-    assert len(set(started)) == len(started), "none twice"
+    # none twice
+    assert len(set(started)) == len(started)
     assert max(started) < 50 + threads * READ_AHEAD_BATCHES
 
 
@@ -276,7 +281,7 @@ def test_readers_keep_the_order_and_their_bound_and_end_with_the_iterator(thread
     "problem", [TypeError("no batch 3"), CheckpointException("no batch 3", {}), SystemExit(3)]
 )
 def test_what_a_reader_raises_reaches_the_training_thread(problem):
-    """The very object, so that the run folder's reason is the reader's; also what is no Exception."""
+    # The very object, so that the run folder's reason is the reader's; also what is no Exception.
 
     def read(number):
         if number == 3:

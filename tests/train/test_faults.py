@@ -31,30 +31,32 @@ FAULTS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def disturbed_run(phase1, tmp_path_factory):
-    """The run that met every fault, and what its supervisors said."""
+def faulty_run(phase1, tmp_path_factory):
+    """The run that met every fault, and what its supervisors output."""
     folder = tmp_path_factory.mktemp("disturbed")
-    run, status, said = supervise(folder, phase1, STEPS, INTERVAL, FAULTS)
-    assert status == 85, f"the supervisor was to save and end with 85\n{said}"
-    assert max(curve(run)) == 31, "saved at the step boundary"
-    run, status, said = supervise(folder, phase1, STEPS, INTERVAL, FAULTS)
-    assert status == 0, said
-    assert len(list(folder.glob("faults.*.done"))) >= len(FAULTS), "a fault was never committed"
-    return run, said
+    run, status, output = supervise(folder, phase1, STEPS, INTERVAL, FAULTS)
+    assert status == 85, f"the supervisor was to save and end with 85\n{output}"
+    # saved at the step boundary
+    assert max(curve(run)) == 31
+    run, status, output = supervise(folder, phase1, STEPS, INTERVAL, FAULTS)
+    assert status == 0, output
+    # a fault was never committed
+    assert len(list(folder.glob("faults.*.done"))) >= len(FAULTS)
+    return run, output
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in read_lines(run / "events.jsonl") if event["kind"] == kind]
 
 
-def test_nothing_is_different_in_the_end(disturbed_run, reference):
-    assert_same(disturbed_run[0], reference, STEPS)
+def test_nothing_is_different_in_the_end(faulty_run, reference):
+    assert_same(faulty_run[0], reference, STEPS)
 
 
-def test_every_fault_is_on_record(disturbed_run):
-    run, said = disturbed_run
+def test_every_fault_is_on_record(faulty_run):
+    run, output = faulty_run
     ends = [(e["code"], e["step"]) for e in events(run, "supervisor_end")]
-    assert [code for code, _ in ends] == [1, 1, 1, 86, 1, 85, 1, 85, 0], said
+    assert [code for code, _ in ends] == [1, 1, 1, 86, 1, 85, 1, 85, 0], output
     assert [step for code, step in ends if code in (85, 86, 0)] == [13, 24, 31, STEPS]
     assert [a["step"] for a in read_lines(run / "attempts.jsonl")] == [
         0,
@@ -70,14 +72,14 @@ def test_every_fault_is_on_record(disturbed_run):
     assert read_outcome(run)["code"] == 0
 
 
-def test_the_hang_names_the_rank_and_keeps_the_stacks(disturbed_run):
-    (hang,) = events(disturbed_run[0], "hang")
+def test_the_hang_names_the_rank_and_keeps_the_stacks(faulty_run):
+    (hang,) = events(faulty_run[0], "hang")
     assert [fact["rank"] for fact in hang["laggards"]] == [0]
     assert "train_step" in (Path(hang["stacks"]) / "rank-1.stacks").read_text()
 
 
-def test_a_refused_batch_is_named(disturbed_run):
-    (event,) = events(disturbed_run[0], "bad_step")
+def test_a_refused_batch_is_named(faulty_run):
+    (event,) = events(faulty_run[0], "bad_step")
     assert (event["step"], event["grad_norm"]) == (13, "nan")
     batch = read_lines(Path(event["batch"]))
     assert [place["sequence"] for place in batch] == list(
@@ -86,15 +88,16 @@ def test_a_refused_batch_is_named(disturbed_run):
     assert {place["source"] for place in batch} <= {"web", "code"}
 
 
-def test_checkpoints_that_remain(disturbed_run):
-    run, _ = disturbed_run
+def test_checkpoints_that_remain(faulty_run):
+    run, _ = faulty_run
     steps = {int(path.name.removeprefix("step-")) for path in (run / "checkpoint").glob("step-*")}
-    assert {10, 30, 35, STEPS} <= steps, "multiples of keep_every_steps stay"
-    assert not steps & {5, 15, 20, 24}, "superseded, or failed on the full disk"
+    # multiples of keep_every_steps stay
+    assert {10, 30, 35, STEPS} <= steps
+    # superseded, or failed on the full disk
+    assert not steps & {5, 15, 20, 24}
     (failed,) = events(run, "save_failed")
     assert failed["step"] == 20
     removed = {(e["checkpoint"], e["what"].split()[0]) for e in events(run, "checkpoint_removed")}
-    assert removed == {("step-10", "deleted:"), ("step-25", "set")}, (
-        "cut before .metadata; truncated after it"
-    )
+    # cut before .metadata; truncated after it
+    assert removed == {("step-10", "deleted:"), ("step-25", "set")}
     assert len(list((run / "checkpoint-aside").glob("step-25.*"))) == 1

@@ -14,7 +14,7 @@ CONVERTED = ("--model.converters", "quantize.linear.float8")
 @pytest.mark.rotate
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_ranks_change_nothing(recipe, whole_run, phase1, tmp_path):
-    """With equal micro-batches, as scales are theirs: one rank takes two, two ranks one each."""
+    # With equal micro-batches, as scales are theirs: one rank takes two, two ranks one each.
     run = tmp_path / "two"
     job = (
         *CONVERTED,
@@ -27,7 +27,8 @@ def test_ranks_change_nothing(recipe, whole_run, phase1, tmp_path):
     losses = [row["loss"] for row in two]
     plain = [row["loss"] for row in metrics(whole_run)]
     assert losses != plain
-    assert losses == pytest.approx(plain, rel=0.005), "float8, and nothing but float8"
+    # float8, and nothing but float8
+    assert losses == pytest.approx(plain, rel=0.005)
 
     one = succeed(tmp_path / "one", phase1, *job, ranks=1)
     assert [row["loss"] for row in one] == pytest.approx(losses, rel=1e-6)

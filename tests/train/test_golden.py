@@ -29,15 +29,15 @@ def reference(tmp_path_factory):
     not this device's own.
     """
     kept = golden_path().is_file()
-    known = json.loads(golden_path().read_text()) if kept else CPU
+    golden = json.loads(golden_path().read_text()) if kept else CPU
     losses = (
-        known["losses"]
+        golden["losses"]
         if kept
         else golden_losses(tmp_path_factory.mktemp("golden"), "--compile.enable")
     )
     epsilon, factor = torch.finfo(torch.float32).eps, 8 if kept else 64
     return losses, [
-        factor * max(r, epsilon * x) for r, x in zip(known["rounding"], losses, strict=True)
+        factor * max(r, epsilon * x) for r, x in zip(golden["rounding"], losses, strict=True)
     ]
 
 
@@ -50,9 +50,10 @@ def disagreement(losses: list[float], reference: Reference) -> float:
 def test_golden_losses(reference, tmp_path):
     losses = golden_losses(tmp_path)
     assert disagreement(losses, reference) <= 1
-    assert losses[-1] < losses[0] - 0.3, "a run that learns nothing would notice nothing"
+    # a run that learns nothing would notice nothing
+    assert losses[-1] < losses[0] - 0.3
 
 
 def test_a_small_change_is_seen(reference, tmp_path):
-    """A learning rate one part in a thousand off is far outside of the tolerance."""
+    # A learning rate one part in a thousand off is far outside of the tolerance.
     assert disagreement(golden_losses(tmp_path, *PLANTED), reference) > 10

@@ -11,7 +11,7 @@ from records.job import Resilience
 from train.guard import BadStep, Guard, RunningZ
 
 
-def seasoned(**settings: float) -> Guard:
+def train_guard(**settings: float) -> Guard:
     guard = Guard(Resilience(spike_window=32, **settings))
     for step in range(40):
         guard.check(3.0 + 0.01 * math.sin(step), 1.0 + 0.1 * math.cos(step))
@@ -28,7 +28,7 @@ def test_non_finite_is_always_refused(value):
 
 
 def test_spikes_above_the_limit_only():
-    guard = seasoned(max_loss_z=10.0, max_grad_norm_z=10.0)
+    guard = train_guard(max_loss_z=10.0, max_grad_norm_z=10.0)
     guard.check(2.0, 1.0)  # a loss that falls is no spike
     guard.check(3.05, 1.2)
     before = guard.state_dict()
@@ -36,13 +36,14 @@ def test_spikes_above_the_limit_only():
         guard.check(4.0, 1.0)
     with pytest.raises(BadStep, match="the gradient norm is 9,"):
         guard.check(3.0, 9.0)
-    assert guard.state_dict() == before, "a refused step is no example"
-    seasoned().check(4.0, 9.0)  # limits of 0 let spikes through
+    # a refused step is no example
+    assert guard.state_dict() == before
+    train_guard().check(4.0, 9.0)  # limits of 0 let spikes through
 
 
 def test_its_memory_survives_a_restart():
     restarted = Guard(Resilience(spike_window=32, max_loss_z=10.0))
-    restarted.load_state_dict(seasoned().state_dict())
+    restarted.load_state_dict(train_guard().state_dict())
     with pytest.raises(BadStep):
         restarted.check(4.0, 1.0)
     Guard(Resilience(spike_window=32, max_loss_z=10.0)).check(
@@ -62,5 +63,6 @@ def test_z_scores_find_a_spike_after_a_spike():
     # at 64 values
     assert abs(z.score(3.0) - 10) < 3
     z.add(1e9)
-    assert abs(z.score(3.0) - 10) < 3, "one spike moves neither the centre nor the scale"
+    # one spike moves neither the centre nor the scale
+    assert abs(z.score(3.0) - 10) < 3
     assert z.score(math.nan) == math.inf

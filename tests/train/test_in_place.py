@@ -18,8 +18,8 @@ from data_mixtures.mixture import Mixture
 from records.events import read_outcome
 from records.files import read_json, read_lines
 from tests.train.runs import GLOBAL_BATCH, SEQ_LEN, copy_stopped_at, run_job
-from tests.train.supervised import RANKS, arguments, assert_same, faulty, undisturbed
-from tests.train.test_show import shown
+from tests.train.supervised import RANKS, arguments, assert_same, faulty, run_undisturbed
+from tests.train.test_show import show_batches
 from train.checkpoint_writer import HashingWriter
 from train.failed_saves import FailedSaves, make_room
 
@@ -46,9 +46,9 @@ def test_skipped_in_place_equals_skipped_from_the_start(phase1, tmp_path, capsys
     assert [event["step"] for event in refused] == [4, 4, 6]
     command, mixture = refused[2]["show"].split(), Mixture.open(phase1)
     assert command[:4] == ["python", "-m", "data_mixtures", "show"]
-    tokens = [each["tokens"] for each in shown(capsys, *command[4:])]
+    tokens = [each["tokens"] for each in show_batches(capsys, *command[4:])]
     assert tokens == mixture.sequences(7 * size, size)[0].tolist()
-    planned = undisturbed(
+    planned = run_undisturbed(
         tmp_path / "b",
         phase1,
         steps,
@@ -72,7 +72,7 @@ def test_skipped_in_place_equals_skipped_from_the_start(phase1, tmp_path, capsys
 def test_a_roll_back_leaves_out_what_it_goes_back_over(
     phase1, tmp_path, policy, steps, first, last
 ):
-    """The refused batch, and with skip_steps those before it that no checkpoint has seen."""
+    # The refused batch, and with skip_steps those before it that no checkpoint has seen.
     faults = [{**NAN, "step": step} for step in steps]
     job = faulty(
         tmp_path,
@@ -108,21 +108,22 @@ def small_disk(tmp_path):
 
 @pytest.mark.job
 def test_a_full_disk_ends_nothing_and_is_named(phase1, tmp_path, small_disk):
-    """Rows wait in memory; the save fails and is taken back; the numbers are those of an undisturbed run."""
+    # Rows wait in memory; the save fails and is taken back; the numbers are those of an
+    # run_undisturbed run.
     steps = 9
     faults = [{"kind": "fill_disk", "step": 3}, {"kind": "empty_disk", "step": 7, "rank": 0}]
     more = ("--metrics.enable_tensorboard", "--resilience.max_failed_saves", "1")
     job = faulty(tmp_path / "a", phase1, steps, 3, faults, *more)
     assert f"(disk {small_disk}, 0 of 0.0168 GB free)" in job.stdout
-    assert len(re.findall(r"step:  9 .*loss:", job.stdout)) == 1, "of all ranks, one says so"
+    # of all ranks, one says so
+    assert len(re.findall(r"step:  9 .*loss:", job.stdout)) == 1
     run = tmp_path / "a/run"
     assert [row["step"] for row in read_lines(run / "metrics.jsonl")] == list(range(1, steps + 1))
     kinds = {e["kind"]: e for e in read_lines(run / "events.jsonl")}
-    assert 3 <= kinds["disk_full"]["step"] < 7, (
-        "the first row for which the file's last page had no room"
-    )
+    # the first row for which the file's last page had no room
+    assert 3 <= kinds["disk_full"]["step"] < 7
     assert 3 <= kinds["save_failed"]["step"] <= 7
-    assert_same(run, undisturbed(tmp_path / "b", phase1, steps, 3), steps)
+    assert_same(run, run_undisturbed(tmp_path / "b", phase1, steps, 3), steps)
 
 
 def old_checkpoint(folder: Path) -> None:
@@ -144,14 +145,14 @@ def test_room_is_made_of_what_the_run_has_put_aside_alone(tmp_path):
         "checkpoint/step-3",
         "other/step-1",
     }
-    assert not make_room(tmp_path, tmp_path / "checkpoint"), "nothing is left to delete"
+    # nothing is left to delete
+    assert not make_room(tmp_path, tmp_path / "checkpoint")
 
 
 @pytest.mark.job
 def test_a_full_disk_loses_what_was_put_aside_and_is_tried_again(phase1, tmp_path, small_disk):
-    """Saves of steps 3, 6 and 7 are refused, though one failed save would end the job; 4 finds the room of
-    what was put aside, 8 that of a disk which somebody has cleared.
-    """
+    # Saves of steps 3, 6 and 7 are refused, though one failed save would end the job; 4 finds the
+    # room of what was put aside, 8 that of a disk which somebody has cleared.
     run = tmp_path / "a/run"
     faults = [{"kind": "fill_disk", "step": step} for step in (3, 5)]
     faults += [{"kind": "empty_disk", "step": 8, "rank": 0}]
@@ -186,7 +187,8 @@ def test_failed_saves_end_the_job_where_the_disk_is_not_full_or_its_step_is_the_
     failed = FailedSaves(tmp_path, tmp_path / "checkpoint", most=2)
     failed.judge(2, "RuntimeError: x")
     failed.judge(3, "Traceback\nOSError: [Errno 28] No space left on device")
-    assert (failed.in_a_row, failed.retry_is_due) == (1, False), "a full disk does not count"
+    # a full disk does not count
+    assert (failed.in_a_row, failed.retry_is_due) == (1, False)
     with pytest.raises(
         RuntimeError, match=r"step 4, could not be written: OSError: \[Errno 28\].*make room below"
     ):
@@ -202,7 +204,8 @@ def test_failed_saves_end_the_job_where_the_disk_is_not_full_or_its_step_is_the_
 
 @pytest.mark.job
 def test_another_batch_size_from_a_checkpoint_on(reference, phase1, tmp_path):
-    """Ten steps of 4 sequences, then two of 8: no sequence twice, none left out, tokens as they were read."""
+    # Ten steps of 4 sequences, then two of 8: no sequence twice, none left out, tokens as they were
+    # read.
     run = tmp_path / "run"
     copy_stopped_at(10, reference, run)
     run_job(run, [*arguments(run, phase1, 12, 4), "--training.global_batch_size", "8"], RANKS)

@@ -12,7 +12,7 @@ from data_mixtures import recipe_file
 from laneformer import LaneformerConfig
 from records.events import REFUSED
 from tests.records.test_job import JOBS
-from tests.train.runs import ROOT, forked
+from tests.train.runs import ROOT, run_forked
 from train.job_config import load_job
 
 
@@ -28,14 +28,15 @@ from train.job_config import load_job
     ],
 )
 def test_what_is_missing_without_torchrun_is_named(tmp_path, flags, says):
-    status, said = forked(tmp_path, "train", *flags)
+    status, output = run_forked(tmp_path, "train", *flags)
     assert status == REFUSED
-    assert says in said
-    assert "Traceback" not in said
+    assert says in output
+    assert "Traceback" not in output
 
 
 def test_every_config_builds_its_model():
-    """But for the jobs that delay a dense model: they need its folder (tests/tools/test_delay_a_model.py)."""
+    # But for the jobs that delay a dense model: they need its folder
+    # (tests/tools/test_delay_a_model.py).
     from train.spec import SPEC, register
 
     assert {path.name for path in JOBS} >= {"phase1.toml", "phase2.toml", "debug_phase1.toml"}
@@ -76,9 +77,8 @@ def test_phases_agree_where_they_must():
     of_two = recipe_file.load(ROOT / "data_mixtures/nemotron.toml").phases["phase2"]
     of_three = recipe_file.load(ROOT / "data_mixtures/nemotron-64k.toml").phases["phase3"]
     again = {name for name, weight in of_two.items() if weight} & set(of_three)
-    assert set(three["mixture"]["begin_again"]) == again, (
-        "other windows of sources that phase 2 has read"
-    )
+    # other windows of sources that phase 2 has read
+    assert set(three["mixture"]["begin_again"]) == again
     for job in (one, two, three):
         gpus = (
             job["parallelism"]["data_parallel_replicate_degree"]

@@ -90,5 +90,5 @@ def test_a_run_goes_on_with_other_ranks(on_lanes, phase1, tmp_path, lanes, ranks
 
 
 def test_ranks_and_lanes_have_to_fit(phase1, tmp_path):
-    said = fail(tmp_path / "a", phase1, *mesh(2, 2), ranks=2)
-    assert "times tensor_parallel_degree = 2; start 4" in said
+    output = fail(tmp_path / "a", phase1, *mesh(2, 2), ranks=2)
+    assert "times tensor_parallel_degree = 2; start 4" in output

@@ -33,9 +33,8 @@ def test_the_first_step_by_source_is_the_plain_models(logged_run, phase1):
             expected = plain_loss(model, tokens[source == index])
             assert abs(logged[name] - expected) < SEQ_LEN * EPSILON * expected
             another = plain_loss(model, tokens[source != index])
-            assert abs(logged[name] - another) > SEQ_LEN * EPSILON * expected, (
-                "sources would not be told apart"
-            )
+            # sources would not be told apart
+            assert abs(logged[name] - another) > SEQ_LEN * EPSILON * expected
 
 
 @pytest.mark.job
@@ -44,17 +43,15 @@ def test_rows_hold_what_the_hardware_did(logged_run):
     assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6]
     for row in rows:
         assert 0.05 < row["memory_gib"] < 64
-        assert row["loss_z"] == row["grad_norm_z"] == 0.0, (
-            "a quarter of the window is not filled yet"
-        )
+        # a quarter of the window is not filled yet
+        assert row["loss_z"] == row["grad_norm_z"] == 0.0
         assert 0 <= row["data_s"] < row["seconds"]
     assert [r["checkpoint_s"] > 0 for r in rows] == [False, False, True, False, True, False]
     finished = {
         r["step"]: r["checkpoint_total_s"] for r in rows if r["checkpoint_total_s"] is not None
     }
-    assert finished, (
-        "the save of step 4 waited for that of step 2, so a row up to step 5 says how long it took"
-    )
+    # the save of step 4 waited for that of step 2, so a row up to step 5 says how long it took
+    assert finished
     assert min(finished) <= 5
     assert all(0 < total < 60 for total in finished.values())
 
@@ -72,9 +69,11 @@ def test_rows_say_what_the_job_has_used_and_when_it_ends(logged_run):
         left_s = (STEPS - row["step"]) * GLOBAL_BATCH * SEQ_LEN / rate
         assert row["finish_time"] - row["time"] == pytest.approx(left_s, abs=0.01)
         assert row["gpu_hours_left"] == pytest.approx(2 * left_s / 3600, abs=1e-6)
-    said = next(logged_run.parent.glob(f"{logged_run.name}.*.log")).read_text()
+    output = next(logged_run.parent.glob(f"{logged_run.name}.*.log")).read_text()
     line = next(
-        line for line in said.splitlines() if re.search(r"step:\s+5 ", line) and "GPU-hours" in line
+        line
+        for line in output.splitlines()
+        if re.search(r"step:\s+5 ", line) and "GPU-hours" in line
     )
     used, left = rows[4]["gpu_hours"], rows[4]["gpu_hours_left"]
     paid = money(used, {"gpu_hour_price": 3600, "currency": "EUR"})
@@ -102,13 +101,12 @@ def test_tensorboard_holds_the_scalars(logged_run):
             assert [event.value for event in board.Scalars(f"{key}/{name}")] == pytest.approx(
                 values, rel=EPSILON
             )
-    assert list((logged_run / "tb").rglob("offline-run-*/*.wandb")), (
-        "wandb was asked for, and WANDB_MODE is offline"
-    )
+    # wandb was asked for, and WANDB_MODE is offline
+    assert list((logged_run / "tb").rglob("offline-run-*/*.wandb"))
 
 
 @pytest.fixture
-def restarted(tmp_path, monkeypatch):
+def new_attempt(tmp_path, monkeypatch):
     """The metrics of a new attempt in an empty run folder."""
     metrics = object.__new__(RunMetrics)
     metrics.path, metrics.rates, metrics.began = tmp_path / "metrics.jsonl", deque(), 0.0
@@ -117,39 +115,43 @@ def restarted(tmp_path, monkeypatch):
     return metrics
 
 
-def test_gpu_hours_go_on_after_a_restart(restarted):
-    """What earlier attempts held, and this one from the moment at which the supervisor announced it."""
-    run = restarted.path.parent
+def test_gpu_hours_go_on_after_a_restart(new_attempt):
+    # What earlier attempts held, and this one from the moment at which the supervisor announced it.
+    run = new_attempt.path.parent
     write_lines(run / "attempts.jsonl", [{"attempt": 1, "time": 1000.0, "world_size": 4}])
     write_lines(run / "events.jsonl", [{"kind": "supervisor_start", "attempt": 2, "time": 9000.0}])
     write_lines(
-        restarted.path, [{"step": 7, "attempt": 1, "time": 4600.0, "tokens_per_s_per_device": 50.0}]
+        new_attempt.path,
+        [{"step": 7, "attempt": 1, "time": 4600.0, "tokens_per_s_per_device": 50.0}],
     )
-    restarted.begin_attempt(attempt=2, step=5, tokens=50, tokens_before=0)
-    assert (restarted.gpu_hours_before, restarted.began, list(restarted.rates)) == (4.0, 9000.0, [])
-    restarted.begin_attempt(attempt=2, step=7, tokens=70, tokens_before=0)
-    assert list(restarted.rates) == [50.0]
+    new_attempt.begin_attempt(attempt=2, step=5, tokens=50, tokens_before=0)
+    assert (new_attempt.gpu_hours_before, new_attempt.began, list(new_attempt.rates)) == (
+        4.0,
+        9000.0,
+        [],
+    )
+    new_attempt.begin_attempt(attempt=2, step=7, tokens=70, tokens_before=0)
+    assert list(new_attempt.rates) == [50.0]
 
 
-def test_z_scores_go_on_after_a_restart(restarted):
-    """From the rows that led to the step where the attempt begins; those behind it are taken back."""
+def test_z_scores_go_on_after_a_restart(new_attempt):
+    # From the rows that led to the step where the attempt begins; those behind it are taken back.
     steps = [(1, 1.0), (2, 2.0), (3, None), (4, 4.0), (2, 2.5), (3, 3.5), (4, 4.5)]
     write_lines(
-        restarted.path, ({"step": step, "loss": loss, "grad_norm": 0.5} for step, loss in steps)
+        new_attempt.path, ({"step": step, "loss": loss, "grad_norm": 0.5} for step, loss in steps)
     )
-    with open(restarted.path, "a") as file:
+    with open(new_attempt.path, "a") as file:
         file.write('{"step": 5, "lo')
-    restarted.begin_attempt(attempt=2, step=3, tokens=30, tokens_before=0)
-    assert list(restarted.loss_z.values) == [1.0, 2.5, 3.5]
-    assert list(restarted.grad_norm_z.values) == [0.5] * 3
-    assert restarted.last_logged_tokens == 30
+    new_attempt.begin_attempt(attempt=2, step=3, tokens=30, tokens_before=0)
+    assert list(new_attempt.loss_z.values) == [1.0, 2.5, 3.5]
+    assert list(new_attempt.grad_norm_z.values) == [0.5] * 3
+    assert new_attempt.last_logged_tokens == 30
 
 
 @pytest.mark.job
 def test_layers_and_logits_are_the_plain_models(logged_run, phase1):
-    """Gradient norms by layer of the whole step, streams of the first micro-batch, logits of all:
-    two ranks as one.
-    """
+    # Gradient norms by layer of the whole step, streams of the first micro-batch, logits of all:
+    # two ranks as one.
     (row, *_) = metrics(logged_run)
     model = Laneformer(SMALL)
     model.init_weights(seed=1)
@@ -174,4 +176,5 @@ def test_layers_and_logits_are_the_plain_models(logged_run, phase1):
     assert row["z_loss"] == pytest.approx(
         logits.logsumexp(-1).square().mean().item(), rel=100 * EPSILON
     )
-    assert len(set(row["layer_stream_rms"])) == SMALL.num_hidden_layers, "one value for each layer"
+    # one value for each layer
+    assert len(set(row["layer_stream_rms"])) == SMALL.num_hidden_layers

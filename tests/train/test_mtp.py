@@ -21,7 +21,8 @@ def with_head(phase1, tmp_path_factory):
 
 
 def test_trained_with_the_model(with_head):
-    """Every step logs the loss of the draft, every validation three losses and how often drafts are right."""
+    # Every step logs the loss of the draft, every validation three losses and how often drafts are
+    # right.
     rows = metrics(with_head)
     assert all(len(row["draft_loss"]) == 1 and row["draft_loss"][0] > 1 for row in rows)
     validated = [row for row in rows if "valid_loss" in row]
@@ -34,7 +35,7 @@ def test_trained_with_the_model(with_head):
 
 
 def test_ranks_change_no_step(with_head, phase1, tmp_path):
-    """One rank goes on from the same start to the same losses: the head is sharded, and runs twice."""
+    # One rank goes on from the same start to the same losses: the head is sharded, and runs twice.
     train_logged(tmp_path / "alone", phase1, *HEAD, ranks=1)
     for ours, theirs in zip(metrics(tmp_path / "alone"), metrics(with_head), strict=True):
         assert abs(ours["draft_loss"][0] - theirs["draft_loss"][0]) < 1e-4
@@ -44,7 +45,7 @@ def test_ranks_change_no_step(with_head, phase1, tmp_path):
 def test_a_checkpoint_without_the_head_is_a_start_and_no_restart(
     logged_run, with_head, phase1, tmp_path
 ):
-    """The base stays as it was, bit for bit; the head has moved."""
+    # The base stays as it was, bit for bit; the head has moved.
     parent = logged_run / f"checkpoint/step-{STEPS}"
     start = ("--checkpoint.initial_load_path", str(parent), "--checkpoint.initial_load_model_only")
     frozen = ("--mtp.freeze_base", "--mtp.steps", "3", "--mtp.loss_weight", "1.0")
@@ -53,7 +54,8 @@ def test_a_checkpoint_without_the_head_is_a_start_and_no_restart(
     rows = metrics(run)
     assert all(len(row["draft_loss"]) == 3 for row in rows)
     first, last = (row["valid_draft_loss"][0] for row in rows if "valid_loss" in row)
-    assert last < first, "on the same held-out windows"
+    # on the same held-out windows
+    assert last < first
     before, after, born = weights(logged_run, STEPS), weights(run, STEPS), weights(with_head, STEPS)
     names = {name for name in after if not name.startswith("optimizer")}
     assert {name for name in names if name.startswith("mtp.")} == {

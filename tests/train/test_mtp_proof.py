@@ -33,31 +33,18 @@ ASKED = 0.6  # of the first draft
 
 
 def command(*words: object) -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", *map(str, words)], cwd=ROOT, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
 
 
-def job(run: Path, config: str, lock: Path, steps: int, *overrides: object) -> Path:
+def job(run: Path, config: str, lock: Path, steps: int, overrides: str = "") -> Path:
     """The last checkpoint of one rank's run of configs/`config`.toml."""
-    words = [
-        "--job.config_file",
-        f"configs/{config}.toml",
-        "--job.dump_folder",
-        run,
-        "--mixture.lock",
-        lock,
-        "--training.steps",
-        steps,
-        "--validation.freq",
-        steps,
-        "--checkpoint.interval",
-        steps,
-        "--metrics.no-enable_wandb",
-        *overrides,
-    ]
-    run_job(run, [str(word) for word in words], ranks=1, limit_s=2400)
+    words = f"""--job.config_file configs/{config}.toml --job.dump_folder {run} --mixture.lock {lock}
+        --training.steps {steps} --validation.freq {steps} --checkpoint.interval {steps}
+        --metrics.no-enable_wandb {overrides}""".split()
+    run_job(run, words, ranks=1, limit_s=2400)
     return run / f"checkpoint/step-{steps}"
 
 
@@ -72,32 +59,11 @@ def base(tmp_path_factory):
 
 def test_first_drafts_are_accepted(base):
     folder = base.parents[2]
-    shapes = (
-        "--model.flavor",
-        "tiny",
-        "--training.seq_len",
-        SEQ_LEN,
-        "--training.local_batch_size",
-        8,
-        "--training.global_batch_size",
-        8,
-        "--training.mixed_precision_param",
-        "float32",
-        "--compile.no-enable",
-        "--optimizer.lr",
-        3e-3,
-        "--lr_scheduler.warmup_steps",
-        10,
-        "--checkpoint.async_mode",
-        "disabled",
-        "--checkpoint.initial_load_path",
-        base,
-        "--validation.windows_per_source",
-        8,
-        "--mtp.steps",
-        1,
-    )
-    head = job(folder / "head", "mtp", folder / "data/phase1.lock.json", HEAD_STEPS, *shapes)
+    shapes = f"""--model.flavor tiny --training.seq_len {SEQ_LEN} --training.local_batch_size 8
+        --training.global_batch_size 8 --training.mixed_precision_param float32 --compile.no-enable
+        --optimizer.lr 3e-3 --lr_scheduler.warmup_steps 10 --checkpoint.async_mode disabled
+        --checkpoint.initial_load_path {base} --validation.windows_per_source 8 --mtp.steps 1"""
+    head = job(folder / "head", "mtp", folder / "data/phase1.lock.json", HEAD_STEPS, shapes)
     last = metrics(head.parents[1])[-1]
     print(f"accepted by place {last['valid_acceptance']}, losses {last['valid_draft_loss']}")
     assert last["valid_acceptance"][0] >= ASKED

@@ -57,10 +57,11 @@ def test_the_rate_stays_at_its_minimum(kind):
     )
     schedule = build_clamped_lr_schedulers(container, section, 30).schedulers[0]
     (factor, _) = schedule.lr_lambdas
-    assert [round(factor(step), 9) for step in range(5)] == [0.2, 0.4, 0.6, 0.8, 1.0], (
-        "the warmup starts below it"
-    )
+    # the warmup starts below it
+    assert [round(factor(step), 9) for step in range(5)] == [0.2, 0.4, 0.6, 0.8, 1.0]
     assert factor(15) == 1.0 > factor(16) > factor(29) > 0.1
-    assert abs(factor(30) - 0.1) < 1e-12, "the step after the last"
+    # the step after the last
+    assert abs(factor(30) - 0.1) < 1e-12
     assert min(factor(step) for step in range(5, 200)) >= 0.1
-    assert schedule.state_dict()["lr_lambdas"] == [{}, {}], "the form that checkpoints hold"
+    # the form that checkpoints hold
+    assert schedule.state_dict()["lr_lambdas"] == [{}, {}]

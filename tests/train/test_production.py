@@ -27,7 +27,7 @@ def test_short_form(shipped_run):
 
 @pytest.mark.rotate
 def test_supervised_replicas_survive_a_killed_rank(phase1, tmp_path):
-    """One of four ranks, after the first checkpoint; only the second attempt validates."""
+    # One of four ranks, after the first checkpoint; only the second attempt validates.
     plan = tmp_path / "faults.json"
     plan.write_text(json.dumps([{"kind": "kill", "step": EVERY + 1, "rank": 1}]))
     launcher = ["train.supervise", "--nproc-per-node", "4"]
@@ -41,7 +41,8 @@ def test_supervised_replicas_survive_a_killed_rank(phase1, tmp_path):
 
 @pytest.mark.rotate
 def test_phases_2_and_3_go_on_from_there(shipped_run, prepared_data, tmp_path):
-    """Phase 3 has another rope, its sources from their beginnings and, as with 80 GB, the lanes on several ranks."""
+    # Phase 3 has another rope, its sources from their beginnings and, as with 80 GB, the lanes on
+    # several ranks.
     parent, lock = shipped_run, prepared_data / "phase2.lock.json"
     sources = ",".join(source["name"] for source in read_json(lock)["sources"])
     of_phase_3 = {"mixture.begin_again": sources, "parallelism.tensor_parallel_degree": 2}

@@ -18,14 +18,14 @@ from tests.train.supervised import GLOBAL_BATCH
 from train.data import LoaderState, MixtureLoader
 
 
-def shown(capsys: pytest.CaptureFixture[str], *given: Any) -> list[dict[str, Any]]:
+def show_batches(capsys: pytest.CaptureFixture[str], *words: Any) -> list[dict[str, Any]]:
     capsys.readouterr()
-    show.run(tyro.cli(show.Question, args=[*(str(each) for each in given), "--json"]), Console())
+    show.run(tyro.cli(show.Question, args=[*(str(each) for each in words), "--json"]), Console())
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
 def test_a_run_is_shown_as_it_read_with_skips_and_phases(prepared_data, tmp_path, capsys):
-    """Attempts as the trainer records them; the batches are those of its loader."""
+    # Attempts as the trainer records them; the batches are those of its loader.
     lock, skips = prepared_data / "phase2.lock.json", [(5, 9)]
     offsets = {"web": 40, "code": 170}
     loader = MixtureLoader(lock, 0, 1, GLOBAL_BATCH, 1, SkipList(skips))
@@ -48,9 +48,11 @@ def test_a_run_is_shown_as_it_read_with_skips_and_phases(prepared_data, tmp_path
     write_lines(tmp_path / "attempts.jsonl", attempts)
     leave_out(tmp_path, skips, "step 2: the loss is nan")
     for step in range(1, 7):
-        assert [each["tokens"] for each in shown(capsys, tmp_path, "--step", step)] == batches[
-            step - 1
-        ]
-    assert [each["tokens"] for each in shown(capsys, tmp_path, "--step", 8)] == batches[6][2:]
+        assert [
+            each["tokens"] for each in show_batches(capsys, tmp_path, "--step", step)
+        ] == batches[step - 1]
+    assert [each["tokens"] for each in show_batches(capsys, tmp_path, "--step", 8)] == batches[6][
+        2:
+    ]
     with pytest.raises(ValueError, match="no refused batch at step 3"):
-        shown(capsys, tmp_path, "--bad-step", 3)
+        show_batches(capsys, tmp_path, "--bad-step", 3)

@@ -18,15 +18,15 @@ from tests.train.supervised import faulty
 
 @pytest.mark.job
 def test_a_stop_whose_save_fails_is_no_85(phase1, tmp_path):
-    """Signalled in step 3; the disk is full from step 2 on. (A stop that saves: test_faults.py.)"""
+    # Signalled in step 3; the disk is full from step 2 on. (A stop that saves: test_faults.py.)
     faults: list[dict[str, Any]] = [
         {"kind": "usr1", "step": 3, "rank": 1},
         {"kind": "full_disk", "step": 2},
     ]
-    done = faulty(tmp_path, phase1, 6, 5, faults, fails=True)
+    job = faulty(tmp_path, phase1, 6, 5, faults, fails=True)
     outcome = read_outcome(tmp_path / "run")
-    assert (done.returncode, outcome["code"], outcome["step"]) == (84, STOPPED_UNSAVED, 3), (
-        done.stdout[-3000:]
+    assert (job.returncode, outcome["code"], outcome["step"]) == (84, STOPPED_UNSAVED, 3), (
+        job.stdout[-3000:]
     )
     assert not (tmp_path / "run/checkpoint/step-3").exists()
     assert "could not be saved" in outcome["reason"]
@@ -34,20 +34,20 @@ def test_a_stop_whose_save_fails_is_no_85(phase1, tmp_path):
 
 @pytest.mark.job
 def test_a_signal_to_all_processes_saves_as_well(prepared_data, tmp_path):
-    """In step 3, when those are there that have written the checkpoint of step 2 in the background."""
-    done = run_with_writers(
+    # In step 3, when those are there that have written the checkpoint of step 2 in the background.
+    job = run_with_writers(
         prepared_data, tmp_path, {"kind": "sigterm_step", "step": 3, "rank": None}, fails=True
     )
     outcome = read_outcome(tmp_path / "run")
     assert (outcome["code"], outcome["step"]) == (STOPPED, 3), (
-        outcome["reason"] + done.stdout[-3000:]
+        outcome["reason"] + job.stdout[-3000:]
     )
     check_complete(tmp_path / "run/checkpoint/step-3")
 
 
 @pytest.mark.rotate
 def test_a_writer_that_is_killed_costs_one_checkpoint(prepared_data, tmp_path):
-    """One rank's, in step 3: the save of step 4 fails, that of step 6 has new writers on all ranks."""
+    # One rank's, in step 3: the save of step 4 fails, that of step 6 has new writers on all ranks.
     run_with_writers(
         prepared_data, tmp_path, {"kind": "kill_writer", "step": 3, "rank": 1}, fails=False
     )
@@ -78,7 +78,8 @@ def run_with_writers(
 
 @pytest.mark.job
 def test_all_ranks_pass_the_same_marks(phase1, tmp_path):
-    """A hang blames the rank that has passed fewest, so every place where ranks wait for each other has one."""
+    # A hang blames the rank that has passed fewest, so every place where ranks wait for each other
+    # has one.
     faulty(tmp_path, phase1, 2, 2, [], "--validation.freq", "2")
     first, second = (read_json(tmp_path / f"marks.{rank}.json") for rank in range(2))
     assert first == second

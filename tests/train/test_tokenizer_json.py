@@ -29,16 +29,16 @@ TEXTS = ["def f(x):\n    return x\n\n\n", "東京 😀 é", "<|begin_of_text|> i
 FRESH = """
 import json, sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
-made = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
+encoder = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True, dtype="float32")
 texts = json.loads(sys.argv[2])
-ids = [made(text)["input_ids"] for text in texts]
+ids = [encoder(text)["input_ids"] for text in texts]
 import torch
 new = model.generate(torch.tensor([ids[0]]), attention_mask=torch.ones(1, len(ids[0]), dtype=torch.int64),
                      max_new_tokens=8, do_sample=False)[0, len(ids[0]):].tolist()
-special = [made.bos_token_id, made.eos_token_id, made.pad_token_id, model.generation_config.eos_token_id]
+special = [encoder.bos_token_id, encoder.eos_token_id, encoder.pad_token_id, model.generation_config.eos_token_id]
 print(json.dumps({"ids": ids, "new": new, "special": special,
-                  "decoded": [made.decode(each, skip_special_tokens=True) for each in ids]}))
+                  "decoded": [encoder.decode(each, skip_special_tokens=True) for each in ids]}))
 """
 
 
@@ -46,10 +46,10 @@ print(json.dumps({"ids": ids, "new": new, "special": special,
 def test_from_a_recipe_to_a_model_that_others_load(tmp_path):
     stdlib = Path(sysconfig.get_path("stdlib"))
     texts = [path.read_text(encoding="utf-8") for path in sorted(stdlib.glob("[a-f]*.py"))]
-    given = byte_level(
+    theirs = byte_level(
         texts[:20], ["<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"], 600, unused=65_536
     )
-    path, data = save(given, tmp_path / "given"), tmp_path / "data"
+    path, data = save(theirs, tmp_path / "given"), tmp_path / "data"
     rows = [part for text in texts for part in text.split("\ndef ")]
     write_lines(tmp_path / "a.jsonl", ({"content": row} for row in rows))
     (tmp_path / "recipe.toml").write_text(
@@ -57,8 +57,8 @@ def test_from_a_recipe_to_a_model_that_others_load(tmp_path):
         'inputs = [{ kind = "jsonl", field = "content", paths = ["a.jsonl"] }]\n[phase1]\nmine = 1\n'
     )
     prepare.prepare(tmp_path / "recipe.toml", data, Options(1), Console(quiet=True))
-    lock, made = data / "phase1.lock.json", tokenizer.load(data / "tokenizer.json")
-    assert shards.read_manifest(data / "mine")["token_bytes"] == made.dtype.itemsize == 4
+    lock, encoder = data / "phase1.lock.json", tokenizer.load(data / "tokenizer.json")
+    assert shards.read_manifest(data / "mine")["token_bytes"] == encoder.dtype.itemsize == 4
 
     size = ("--architecture.vocab_size", "66144", "--model.mask_documents", "--training.steps", "2")
     trained = succeed(tmp_path / "run", lock, *size)
@@ -71,20 +71,19 @@ def test_from_a_recipe_to_a_model_that_others_load(tmp_path):
     export(tmp_path / "run/checkpoint/step-2", folder, dtype="float32")
 
     code = [sys.executable, "-c", FRESH, str(folder), json.dumps(TEXTS[:2])]
-    done = subprocess.run(code, capture_output=True, text=True, timeout=900, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    tokens, lengths = made.encode(TEXTS)
+    process = subprocess.run(code, capture_output=True, text=True, timeout=900, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr[-3000:]
+    answer = json.loads(process.stdout.splitlines()[-1])
+    tokens, lengths = encoder.encode(TEXTS)
     documents = [each.tolist() for each in np.split(tokens, np.cumsum(lengths)[:-1])]
-    assert found["ids"] == [each[:-1] for each in documents[:2]], (
-        "as in training, up to the end of the document"
-    )
-    assert found["decoded"] == TEXTS[:2]
-    assert found["special"] == [66136, 66137, 66138, 66137]
+    # as in training, up to the end of the document
+    assert answer["ids"] == [each[:-1] for each in documents[:2]]
+    assert answer["decoded"] == TEXTS[:2]
+    assert answer["special"] == [66136, 66137, 66138, 66137]
     with Engine.from_pretrained(folder, device="cpu") as engine:
-        assert [engine.tokenizer.encode(text).ids for text in TEXTS[:2]] == found["ids"]
+        assert [engine.tokenizer.encode(text).ids for text in TEXTS[:2]] == answer["ids"]
         assert engine.eos_ids == (66137,)
-        assert engine.generate(found["ids"][0], max_new_tokens=8) == found["new"]
+        assert engine.generate(answer["ids"][0], max_new_tokens=8) == answer["new"]
 
     record = bits_per_byte(folder, data, limit=4)
     assert record["tokenizer_sha256"] == shards.read_manifest(data / "mine")["tokenizer_sha256"]

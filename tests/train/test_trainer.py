@@ -30,7 +30,8 @@ def test_run_folder_and_metrics(whole_run, prepared_data):
     assert rows[-1]["tokens"] == STEPS * GLOBAL_BATCH * SEQ_LEN == rows[-1]["tokens_total"]
     assert abs(rows[0]["loss"] - math.log(SMALL.vocab_size)) < 0.1  # a fresh model knows nothing
     assert rows[0]["lr"] == 3e-3 > rows[-1]["lr"]
-    assert rows[0]["mfu"] is None, "a CPU has no datasheet peak to compare with"
+    # a CPU has no datasheet peak to compare with
+    assert rows[0]["mfu"] is None
     for name in ("config.toml", "model.json", "lineage.json", "attempts.jsonl", "tokenizer.model"):
         assert (whole_run / name).is_file(), name
     assert LaneformerConfig.from_dict(read_json(whole_run / "model.json")) == SMALL
@@ -40,7 +41,8 @@ def test_run_folder_and_metrics(whole_run, prepared_data):
 def test_neither_recomputed_layers_nor_kernels_that_are_replaced_change_a_bit(
     whole_run, phase1, tmp_path
 ):
-    """A kernel that is wrong on one rank is replaced on all; a warning and an event name what failed."""
+    # A kernel that is wrong on one rank is replaced on all; a warning and an event name what
+    # failed.
     run = tmp_path / "planted"
     recomputed = (
         "--activation_checkpoint.mode",
@@ -57,7 +59,8 @@ def test_neither_recomputed_layers_nor_kernels_that_are_replaced_change_a_bit(
     job = launch(run, phase1, *recomputed, *planted)
     for name in ("loss", "grad_norm"):
         assert [row[name] for row in metrics(run)] == [row[name] for row in metrics(whole_run)[:2]]
-    assert job.stdout.count("this job trains with plain layers instead") == 2, "of each rank"
+    # of each rank
+    assert job.stdout.count("this job trains with plain layers instead") == 2
     (event,) = (e for e in read_lines(run / "events.jsonl") if e["kind"] == "kernels_replaced")
     words = r"model.join_norm = triton failed: layer \d is off by .* \(on rank 1\)"
     assert re.search(words, event["reason"])
@@ -65,19 +68,14 @@ def test_neither_recomputed_layers_nor_kernels_that_are_replaced_change_a_bit(
 
 @pytest.mark.job
 def test_hybrid_sharding_is_the_same_job(logged_run, phase1, tmp_path):
-    """Two replicas of two shards and two micro-batches, as the 2B recipe has: the losses of plain FSDP, to rounding."""
-    hybrid = (
-        "--parallelism.data_parallel_replicate_degree",
-        "2",
-        "--parallelism.data_parallel_shard_degree",
-        "2",
-        "--training.local_batch_size",
-        "1",
-        "--experimental.custom_import",
-        "tests.train.production_facts",
-        "--validation.no-enable",
+    # Two replicas of two shards and two micro-batches, as the 2B recipe has: the losses of plain
+    # FSDP, to rounding.
+    mesh = (
+        "--parallelism.data_parallel_replicate_degree 2 --parallelism.data_parallel_shard_degree 2"
     )
-    rows = train_logged(tmp_path / "hsdp", phase1, *hybrid, ranks=4)
+    facts = "--experimental.custom_import tests.train.production_facts"
+    hybrid = f"{mesh} {facts} --training.local_batch_size 1 --validation.no-enable"
+    rows = train_logged(tmp_path / "hsdp", phase1, *hybrid.split(), ranks=4)
     for row, whole in zip(rows[:2], metrics(logged_run)[:2], strict=True):
         assert abs(row["loss"] - whole["loss"]) < 1e-5
         assert abs(row["grad_norm"] - whole["grad_norm"]) < 1e-3 * whole["grad_norm"]
@@ -88,7 +86,8 @@ def test_hybrid_sharding_is_the_same_job(logged_run, phase1, tmp_path):
 
 @pytest.mark.job
 def test_a_start_warns_of_nothing(logged_run):
-    """What a user reads there is to be about the job; a warning that is new needs an answer or a reason."""
+    # What a user reads there is to be about the job; a warning that is new needs an answer or a
+    # reason.
     (log,) = logged_run.parent.glob(f"{logged_run.name}.*.log")
     lines = log.read_text().splitlines()
     assert any("Training starts" in line for line in lines)

@@ -17,7 +17,7 @@ from train.validate import deal_out, octave_sums, octaves
 
 @pytest.mark.job
 def test_validation_is_the_checkpoints_loss_in_one_process(logged_run, prepared_data):
-    """Fifteen windows on two ranks of four: one more is padded, which must not count."""
+    # Fifteen windows on two ranks of four: one more is padded, which must not count.
     rows = metrics(logged_run)
     assert [r["step"] for r in rows if "valid_loss" in r] == [3, 6]
     mixture = Mixture.open(prepared_data / "phase1.lock.json")
@@ -36,11 +36,13 @@ def test_validation_is_the_checkpoints_loss_in_one_process(logged_run, prepared_
         assert halves.keys() == {"0", "16"}
         assert abs(sum(halves.values()) / 2 - loss) < rounding
     assert abs(rows[-1]["valid_loss"] - total) < rounding
-    assert abs(rows[2]["valid_loss"] - total) > rounding, "step 3 has other weights"
+    # step 3 has other weights
+    assert abs(rows[2]["valid_loss"] - total) > rounding
 
 
 def test_a_position_counts_from_the_beginning_of_its_document():
-    """Two documents of 40 and 24 tokens in a window, then one of 64; every fourth token is untrained."""
+    # Two documents of 40 and 24 tokens in a window, then one of 64; every fourth token is
+    # untrained.
     assert octaves(64) == [0, 16, 32]
     assert octaves(65) == [0, 16, 32, 64]
     assert octaves(16) == [0]
@@ -56,9 +58,8 @@ def test_a_position_counts_from_the_beginning_of_its_document():
         expected[:, 3 + octave] = (inside & (labels != IGNORE_INDEX)).sum(1)
     assert torch.equal(octave_sums(losses, labels, documents, octaves(64)), expected)
     whole = octave_sums(losses[:1], labels[:1], None, octaves(64))
-    assert whole[0, 3:].tolist() == [12, 12, 24], (
-        "without marks of documents a position is one in the window"
-    )
+    # without marks of documents a position is one in the window
+    assert whole[0, 3:].tolist() == [12, 12, 24]
 
 
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 5))

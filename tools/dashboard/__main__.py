@@ -110,7 +110,7 @@ def main(
     while True:
         began = time.monotonic()
         for run in write_page(run_dirs, out, time.time()):
-            steps = training.count(len(run.kept_rows), "logged step")
+            steps = training.count(len(run.rows), "logged step")
             print(f"{run.name}: {steps}, {len(run.evals)} evaluations", *run.warnings, sep="\n  ")
         print(f"{out} ({out.stat().st_size / 1e6:.1f} MB)", flush=True)
         if not serve:

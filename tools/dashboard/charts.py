@@ -196,7 +196,7 @@ def rows_part(run: Run, panel: Panel, **look: Any) -> tuple[Panel, list[Json]]:
 def smoothed(run: Run, rows: Sequence[Json], source: str = "") -> Points:
     """The loss of logged rows, or that of a source in them, smoothed with a half-life of a 150th of the run."""
     values = [number(dig(row, "loss_by_source", source) if source else row["loss"]) for row in rows]
-    return list(zip(rows, smooth(values, len(run.kept_rows) / 150), strict=True))
+    return list(zip(rows, smooth(values, len(run.rows) / 150), strict=True))
 
 
 def loss_part(run: Run, panel: Panel = LOSS, logged: bool = True) -> tuple[Panel, list[Json]]:
@@ -221,6 +221,6 @@ def loss_part(run: Run, panel: Panel = LOSS, logged: bool = True) -> tuple[Panel
 def sources_of(run: Run) -> list[str]:
     """All sources of training and of held-out text: each has its colour on the whole page."""
     keys = ("loss_by_source", "valid_loss_by_source", "valid_loss_by_position")
-    names = [name for row in run.kept_rows for key in keys for name in row.get(key) or ()]
+    names = [name for row in run.rows for key in keys for name in row.get(key) or ()]
     names += [name for record in run.evals_of("bits_per_byte") for name in record["sources"] or ()]
     return list(dict.fromkeys(names))

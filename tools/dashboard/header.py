@@ -19,8 +19,8 @@ QUIET_S = 600  # without a logged step, after which a run is not called training
 def header(run: Run, now: float) -> str:
     kind, words = state(run, now)
     facts = model_facts(run) + [f"git {start['code_version']}" for start in run.attempts[-1:]]
-    if run.kept_rows and run.kept_rows[-1]["x_tokens"] is not None:
-        facts.append(f"{short(run.kept_rows[-1]['x_tokens'])} tokens")
+    if run.rows and run.rows[-1]["x_tokens"] is not None:
+        facts.append(f"{short(run.rows[-1]['x_tokens'])} tokens")
     bars = ""
     for index, (phase, steps) in enumerate(planned_steps(run).items()):
         done = max((row["step"] for row in run.rows_of(phase)), default=0)
@@ -44,9 +44,9 @@ def planned_steps(run: Run) -> dict[str, int | None]:
 
 def state(run: Run, now: float) -> tuple[str, str]:
     """(CSS class, words) for where the run stands, from its last logged rows and its configs."""
-    if not run.kept_rows:
+    if not run.rows:
         return "idle", "no step logged yet"
-    row, planned = run.kept_rows[-1], planned_steps(run)
+    row, planned = run.rows[-1], planned_steps(run)
     steps = planned[row["phase"]]
     where = f"{row['phase']}, step {row['step']:,}" + (f" of {steps:,}" if steps else "")
     if reason := divergence(run):
@@ -62,7 +62,7 @@ def state(run: Run, now: float) -> tuple[str, str]:
 
 def divergence(run: Run) -> str:
     """How the loss of the newest phase has diverged, or ""."""
-    rows = run.rows_of(run.kept_rows[-1]["phase"])
+    rows = run.rows_of(run.rows[-1]["phase"])
     if rows[-1]["loss"] is None and "averaged" not in rows[-1]:
         return "the loss is not a finite number"
     means = [mean for _, mean in smoothed(run, rows) if mean is not None]
@@ -115,7 +115,7 @@ def tiles_of(run: Run) -> str:
 
 def recent(run: Run, key: str) -> float | None:
     """The median of the last rows, which a restart or a slow node does not move."""
-    known = [row[key] for row in run.kept_rows[-RECENT:] if row[key] is not None]
+    known = [row[key] for row in run.rows[-RECENT:] if row[key] is not None]
     return median(known) if known else None
 
 
@@ -131,7 +131,7 @@ def loss_tile(run: Run) -> Tile:
 
 
 def usage_tiles(run: Run) -> list[Tile]:
-    if not run.kept_rows or run.kept_rows[-1]["time"] is None:
+    if not run.rows or run.rows[-1]["time"] is None:
         return []
     usage = usage_of(run)
     left = usage.gpu_hours_left
@@ -143,7 +143,7 @@ def usage_tiles(run: Run) -> list[Tile]:
     hours = "device-hours", short(usage.gpu_hours), f"{total}, {price}" if price else total
     if usage.finish_time is None:
         return [hours]
-    left_s = usage.finish_time - run.kept_rows[-1]["time"]
+    left_s = usage.finish_time - run.rows[-1]["time"]
     if left_s <= 0:
         return [("time left", "done", "training.steps reached"), hours]
     return [("time left", duration(left_s), f"until {utc(usage.finish_time)} UTC"), hours]

@@ -55,7 +55,7 @@ READING = (
 
 def training_card(run: Run) -> str:
     parts = [loss_part(run), *(rows_part(run, panel) for panel in TRAINING)]
-    caption = f"{count(len(run.kept_rows), 'logged step')}. {READING}"
+    caption = f"{count(len(run.rows), 'logged step')}. {READING}"
     if again := sum(len(segment.rows) for segment in run.segments if not segment.kept):
         caption += f" Dotted: {count(again, 'step')} that a restart or roll-back repeated."
     drawn = figure(parts, run, events=events_of(run))
@@ -72,7 +72,7 @@ def sources_card(run: Run) -> str:
     for name in sources_of(run):
         means = [each for phase in run.phases for each in smoothed(run, run.rows_of(phase), name)]
         trained[name] = [(row, mean) for row, mean in means if mean is not None]
-        validated[name] = points_of(run.kept_rows, "valid_loss_by_source", name)
+        validated[name] = points_of(run.rows, "valid_loss_by_source", name)
     look: Json = {"height": 200, "form": ".4f", "zero": False, "log": True}
     held_out = Panel("Validation loss by source", "the same windows each time", **look)
     parts = [
@@ -84,7 +84,7 @@ def sources_card(run: Run) -> str:
 
 def positions_card(run: Run) -> str:
     """What more context is worth: the newest validation by position, beside the first one of its phase."""
-    rows = [row for row in run.kept_rows if row["valid_loss_by_position"]]
+    rows = [row for row in run.rows if row["valid_loss_by_position"]]
     if not rows:
         return ""
     last, first = rows[-1], next(row for row in rows if row["phase"] == rows[-1]["phase"])
@@ -222,7 +222,7 @@ def overlay_card(runs: Sequence[Run]) -> str:
     curves = []
     for index, run in enumerate(runs):
         look: Json = {"group": run.name, "width": 1.5}
-        tint, rows = colour(index), run.kept_rows
+        tint, rows = colour(index), run.rows
         curves.append(curve(run.name, smoothed(run, rows), tint, **look))
         name = f"{run.name}, validation"
         curves.append(curve(name, points_of(rows, "valid_loss"), tint, symbol="diamond", **look))

@@ -5,10 +5,10 @@ of an SFT job.
     DIR/<source>/source.json, shard-NNNNN.bin, shard-NNNNN.flags.bin, valid.bin, valid.flags.bin
     DIR/sft.lock.json
 
-CONVERSATIONS: .jsonl, .jsonl.gz or .parquet files, or datasets of the hub (ORG/NAME or ORG/NAME:SPLIT);
-those of one NAME become one source, and without NAME= the file's own name is taken. Each row has "messages"
-(role, content, tool_calls) or "conversations" (from, value), and may have "tools". Killed at any moment, it
-continues with the first source that is not finished.
+CONVERSATIONS: .jsonl, .jsonl.gz or .parquet files, folders of them, or datasets of the hub (ORG/NAME or
+ORG/NAME:SPLIT); those of one NAME become one source, and without NAME= the file's own name is taken. Each row
+has "messages" (role, content, tool_calls) or "conversations" (from, value), and may have "tools". Killed at any
+moment, it continues with the first source that is not finished.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from laneformer.hf.tokenizer import CHAT_TEMPLATE, TOOLS_TEMPLATE, open_tokenize
 from records.files import hold_lock
 from records.workers import usable_cpus
 
+from .conversations import list_files
 from .source import Rules, list_dropped, prepare
 
 PHASE = "sft"
@@ -46,7 +47,7 @@ class Arguments:
     """What to pack, and how."""
 
     conversations: tyro.conf.Positional[tuple[str, ...]]
-    """[NAME=]FILE or [NAME=]ORG/DATASET[:SPLIT], one or more."""
+    """[NAME=]FILE, [NAME=]FOLDER or [NAME=]ORG/DATASET[:SPLIT], one or more."""
     tokenizer: Path
     """tokenizer.model or tokenizer.json that the weights were trained with,
     such as data/nemotron/tokenizer.model.
@@ -87,7 +88,7 @@ def main() -> None:
 
 
 def run(arguments: Arguments) -> Path:
-    """Prepare all sources and pin them; the path of the lock file. ValueError for what a user can fix."""
+    """Prepare all sources and pin them; return the path of the lock file."""
     sources = _by_name(arguments.conversations)
     rules = _rules(arguments)
     out = arguments.out
@@ -97,10 +98,10 @@ def run(arguments: Arguments) -> Path:
     ):
         token_facts = facts(arguments.tokenizer)
         tokenizer, special = open_tokenizer(arguments.tokenizer)
-        made, template_path = {}, TOOLS_TEMPLATE if rules.system_and_tools else CHAT_TEMPLATE
+        manifests, template_path = {}, TOOLS_TEMPLATE if rules.system_and_tools else CHAT_TEMPLATE
         template = {"chat_template": template_path.read_text(), **special}
         for name, origins in sources.items():
-            made[name] = prepare(
+            manifests[name] = prepare(
                 out / name,
                 origins,
                 token_facts,
@@ -110,17 +111,17 @@ def run(arguments: Arguments) -> Path:
                 arguments.workers,
                 template,
             )
-            print(_summary(made[name]), flush=True)
-        given = {shards.TOKENIZER_MODEL: arguments.tokenizer}
+            print(_summary(manifests[name]), flush=True)
+        copies = {shards.TOKENIZER_MODEL: arguments.tokenizer}
         if arguments.tokenizer.suffix == ".json":
             config = arguments.tokenizer.with_name(shards.TOKENIZER_CONFIG)
-            given = {shards.TOKENIZER_JSON: arguments.tokenizer, shards.TOKENIZER_CONFIG: config}
-        given[shards.CHAT_TEMPLATE] = template_path
-        for name, path in given.items():
+            copies = {shards.TOKENIZER_JSON: arguments.tokenizer, shards.TOKENIZER_CONFIG: config}
+        copies[shards.CHAT_TEMPLATE] = template_path
+        for name, path in copies.items():
             if not (copy := out / name).exists() or not copy.samefile(path):
                 shutil.copyfile(path, copy)
         weights = _weights(
-            arguments.weights, {name: manifest["windows"] for name, manifest in made.items()}
+            arguments.weights, {name: manifest["windows"] for name, manifest in manifests.items()}
         )
         lock = mixture.pin(
             out,
@@ -135,7 +136,7 @@ def run(arguments: Arguments) -> Path:
         f"{name} {weight / sum(weights.values()):.1%}" for name, weight in weights.items()
     )
     print(
-        f"{lock}: {shares}; {sum(m['windows'] for m in made.values()):,} windows of {rules.seq_len} tokens"
+        f"{lock}: {shares}; {sum(m['windows'] for m in manifests.values()):,} windows of {rules.seq_len} tokens"
     )
     return lock
 
@@ -167,9 +168,9 @@ def _by_name(given: tuple[str, ...]) -> dict[str, list[str]]:
             raise ValueError(
                 f"{each!r}: the name {name!r} becomes a folder: use a-z, 0-9, '-', '_' and '.'"
             )
-        sources.setdefault(name, []).append(
-            str(Path(origin).expanduser())
-        )  # no shell does that behind NAME=
+        path = Path(origin).expanduser()  # no shell does that behind NAME=
+        files = list_files(path) if path.is_dir() else [path]
+        sources.setdefault(name, []).extend(map(str, files))
     if not sources:
         raise ValueError("no conversations are given; name at least one file")
     return sources

@@ -1,8 +1,9 @@
-"""Conversations from files and the hub: rows of JSON lines or Parquet, encoded by worker processes."""
+"""Conversations from files and the hub, encoded by worker processes."""
 
 from __future__ import annotations
 
 import gzip
+import json
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -16,31 +17,55 @@ from tokenizers import Tokenizer
 
 from laneformer.chat import ChatError
 from laneformer.prompts import PromptEncoder
-from records.files import Skipped, json_lines, without_none
+from records.files import json_lines, without_none
 from records.workers import end_with_parent
 
 from .turns import Conversation, encode
 
 ROWS_AT_A_TIME = 64  # to a worker process
+IN_FOLDERS = (
+    "jsonl",
+    "ndjson",
+    "parquet",
+)  # not .json, in which data sets of the hub describe themselves
 
 
 class Refusal(NamedTuple):
-    """Why a row cannot be used. reason: one word, to count by; words: with the row's number."""
+    """Why a row cannot be used: a reason of one word, and a sentence."""
 
     reason: str
     words: str
 
 
-def rows(origin: str) -> Iterator[tuple[int, Any]]:
-    """The rows, with their numbers from 1, of a .jsonl or .jsonl.gz file, a .parquet file, or a dataset of the
-    hub, ORG/NAME or ORG/NAME:SPLIT.
+class NumberedRow(NamedTuple):
+    """A row with its number from 1 and size as JSON; value: None for no JSON."""
 
-    None for a line that is not JSON. ValueError for a file that is missing, damaged or of another kind.
+    number: int
+    value: Any
+    size_bytes: int
+
+
+def list_files(folder: Path) -> list[Path]:
+    """List the files with rows in a folder and below; ValueError if there are none."""
+    files = [path for path in folder.rglob("*") if path.is_file() and kind_of(path) in IN_FOLDERS]
+    if not files:
+        raise ValueError(f"{folder} holds no {', '.join(f'.{kind}' for kind in IN_FOLDERS)} file")
+    return sorted(files)
+
+
+def kind_of(path: Path) -> str:
+    """Return the end of a file's name without .gz: jsonl, parquet, ..."""
+    return path.name.lower().removesuffix(".gz").rpartition(".")[2]
+
+
+def rows(origin: str) -> Iterator[NumberedRow]:
+    """Read a .jsonl(.gz) or .parquet file, or a dataset of the hub, ORG/NAME or ORG/NAME:SPLIT.
+
+    Raises:
+        ValueError: a file that is missing, damaged or of another kind.
     """
     path = Path(origin)
-    suffix = path.name.lower().removesuffix(".gz").rpartition(".")[2]
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder; give its files, such as {path}/*.jsonl")
+    suffix = kind_of(path)
     if suffix in ("jsonl", "json", "ndjson", "parquet") and not path.is_file():
         raise ValueError(f"{path} does not exist")
     if suffix in ("jsonl", "json", "ndjson"):
@@ -65,64 +90,64 @@ def rows(origin: str) -> Iterator[tuple[int, Any]]:
             f"{origin} is no .jsonl, .jsonl.gz or .parquet file and no dataset of the hub (ORG/NAME)"
         )
     # all structs of a column have the same fields there: null stands for one that the row has not
-    yield from enumerate(map(without_none, of_arrow), 1)
+    for number, row in enumerate(map(without_none, of_arrow), 1):
+        yield NumberedRow(number, row, len(json.dumps(row, ensure_ascii=False, default=str)))
 
 
-def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
+def _json_rows(path: Path) -> Iterator[NumberedRow]:
     # not through `datasets`, which ends at the first broken line
-    broken: Skipped = {}
     with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb") as file:
         try:
-            yield from json_lines(file, path, broken)
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    value = next((row for _, row in json_lines([line], path, {})), None)
+                    yield NumberedRow(number, value, len(line))
         except (gzip.BadGzipFile, zlib.error, EOFError) as error:
             raise ValueError(f"{path} is damaged or truncated: {error}") from error
-    yield from ((number, None) for number in broken)
 
 
-_worker: tuple[PromptEncoder, bool, int, bool]
+How = tuple[bool, int, bool]  # system_and_tools, longest and cut of `encode`
+_worker: tuple[PromptEncoder, How]
 
 
-def _start_worker(
-    tokenizer_json: str, template: dict[str, str], system_and_tools: bool, longest: int, cut: bool
-) -> None:
+def _start_worker(tokenizer_json: str, template: dict[str, str], how: How) -> None:
     global _worker
     if parent_process():
         end_with_parent()
     encoder = PromptEncoder(Tokenizer.from_str(tokenizer_json), template)
-    _worker = encoder, system_and_tools, longest, cut
+    _worker = encoder, how
 
 
-def _encode_row(numbered: tuple[int, Any]) -> Conversation | Refusal:
-    number, row = numbered
+def _encode_row(row: NumberedRow) -> tuple[Conversation | Refusal, int]:
+    encoder, how = _worker
     try:
-        return encode(row, *_worker)
+        return encode(row.value, encoder, *how), row.size_bytes
     except ChatError as problem:
-        return Refusal(problem.reason, f"row {number}: {problem}")
+        return Refusal(problem.reason, f"row {row.number}: {problem}"), row.size_bytes
 
 
 def encode_all(
     origin: str,
     tokenizer: Tokenizer,
     template: dict[str, str],
-    system_and_tools: bool,
-    longest: int,
-    cut: bool,
+    how: How,
     workers: int,
-) -> Iterator[Conversation | Refusal]:
-    """Every row of an origin in its order: the conversation, or why it is none.
+) -> Iterator[tuple[Conversation | Refusal, int]]:
+    """Encode every row of an origin in its order: the conversation, or why it is none, and the row's bytes.
 
-    template: of a tokenizer_config.json, "chat_template" and its tokens.
+    Args:
+        template: of a tokenizer_config.json, "chat_template" and its tokens.
     """
-    start = (tokenizer.to_str(), template, system_and_tools, longest, cut)
+    start = (tokenizer.to_str(), template, how)
     if workers == 1:
         _start_worker(*start)
         yield from map(_encode_row, rows(origin))
         return
-    given = rows(origin)
+    unread = rows(origin)
     # not a Pool, which waits forever for what a killed worker had
     with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, start) as pool:
         try:
-            while group := list(islice(given, 16 * ROWS_AT_A_TIME * workers)):
+            while group := list(islice(unread, 16 * ROWS_AT_A_TIME * workers)):
                 yield from pool.map(_encode_row, group, chunksize=ROWS_AT_A_TIME)
         except BrokenProcessPool as broken:
             raise ValueError(

@@ -51,12 +51,10 @@ class Arguments:
 
 
 def conversations(table: dict[str, Any], count: int, seed: int) -> list[list[dict[str, str]]]:
-    """`count` different conversations. ValueError for a table that is not as the example, or
-    has too few questions.
-    """
+    """Draw `count` different conversations; ValueError for a wrong or small table."""
     topics = _topics(table)
     drawn = random.Random(seed)
-    made: dict[str, list[dict[str, str]]] = {}
+    chats: dict[str, list[dict[str, str]]] = {}
     for _ in range(count * DRAWS):
         turns: list[dict[str, str]] = []
         for topic in drawn.sample(
@@ -65,16 +63,16 @@ def conversations(table: dict[str, Any], count: int, seed: int) -> list[list[dic
             question = phrase(drawn.choice(topic["questions"]), drawn, first=not turns)
             turns += [{"role": "user", "content": question}]
             turns += [{"role": "assistant", "content": drawn.choice(topic["answers"])}]
-        made.setdefault(json.dumps(turns), turns)
-        if len(made) == count:
-            return list(made.values())
+        chats.setdefault(json.dumps(turns), turns)
+        if len(chats) == count:
+            return list(chats.values())
     raise ValueError(
-        f"the topics give only about {len(made)} different conversations, not {count}; add questions"
+        f"the topics give only about {len(chats)} different conversations, not {count}; add questions"
     )
 
 
 def phrase(question: str, drawn: random.Random, first: bool) -> str:
-    """A question as people write: with a greeting, in lower case, without its last sign."""
+    """Write a question as people do."""
     opening = drawn.choice(OPENINGS) if first else ""
     if opening.endswith((", ", ": ")):
         question = question[0].lower() + question[1:]

@@ -1,8 +1,6 @@
 """A source of packed conversations on disk: shards and held-out windows with their flags, and source.json.
 
-The folder has the form of any source of a mixture (data_mixtures/shards.py). It appears by one rename, and a
-finished one is kept as long as what it was made from has not changed. Everything is in memory meanwhile,
-about 6 bytes a token.
+It appears by one rename, and a finished one is kept as long as what it was made from has not changed.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from .turns import Conversation
 
 WINDOWS_PER_SHARD = 8192
 FLAGS = ".flags.bin"
+MOST_PER_10000 = 5000  # the highest --holdout
 READING = 2  # how rows are read: sources that were made in another way are made again
 
 
@@ -48,7 +47,7 @@ def prepare(
     workers: int,
     template: dict[str, str],
 ) -> dict[str, Any]:
-    """Write a source, or find it written; its manifest. ValueError when too much of it cannot be used."""
+    """Write a source, or find it written; return its manifest."""
     # a dataset of the hub has no hash: it may have changed since
     hashes = [file_sha256(Path(origin)) if Path(origin).is_file() else None for origin in origins]
     facts = {
@@ -61,7 +60,7 @@ def prepare(
         "reading": READING,
         "chat_template_sha256": hashlib.sha256(template["chat_template"].encode()).hexdigest(),
     }
-    if None not in hashes and (manifest := _finished(folder, facts)):
+    if None not in hashes and (manifest := _find_finished(folder, facts)):
         return manifest
     conversations, counts = _read(origins, tokenizer, template, rules, workers)
     _check_dropped(folder.name, counts, max_dropped)
@@ -71,7 +70,7 @@ def prepare(
     if not train or not valid:
         raise ValueError(
             f"source {folder.name!r} has {len(train)} conversations to train on and {len(valid)} held out, by their "
-            "hashes; both need at least one: add conversations, or raise --holdout"
+            f"hashes; both need at least one: {_advise_holdout(conversations)}"
         )
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
@@ -95,8 +94,20 @@ def prepare(
     return manifest
 
 
-def _finished(folder: Path, facts: dict[str, Any]) -> dict[str, Any] | None:
-    """The manifest of a source made from the same, if its files have the hashes that it says."""
+def _advise_holdout(conversations: list[Conversation]) -> str:
+    """Say how to get a conversation held out."""
+    if not conversations:
+        return "add conversations"
+    hashes = [each.key % 2**64 for each in conversations]
+    # the smallest share of 10,000 above the lowest hash
+    per_10000 = min(hashes) * 10_000 // 2**64 + 1
+    if max(hashes) < shards.held_out_below(per_10000) or per_10000 > MOST_PER_10000:
+        return "add conversations"
+    return f"--holdout {per_10000 / 10_000:.4f} holds one out; or add conversations"
+
+
+def _find_finished(folder: Path, facts: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the manifest of a source made from the same, if its files are intact."""
     try:
         manifest = shards.read_manifest(folder)
     except ValueError:
@@ -114,32 +125,26 @@ def _finished(folder: Path, facts: dict[str, Any]) -> dict[str, Any] | None:
 def _read(
     origins: list[str], tokenizer: Any, template: dict[str, str], rules: Rules, workers: int
 ) -> tuple[list[Conversation], dict[str, Any]]:
-    """The conversations in the order of their keys, each once, and the counts of source.json."""
+    """Read the conversations, each once, and the counts of source.json."""
     by_key: dict[int, Conversation] = {}
     reasons, ignored, examples = Counter[str](), Counter[str](), dict[str, str]()
-    read = 0
+    dropped_bytes, read, read_bytes = Counter[str](), 0, 0
     for origin in origins:
-        for each in encode_all(
-            origin,
-            tokenizer,
-            template,
-            rules.system_and_tools,
-            rules.seq_len,
-            rules.cut_long,
-            workers,
-        ):
-            read += 1
+        how = (rules.system_and_tools, rules.seq_len, rules.cut_long)
+        for each, size_bytes in encode_all(origin, tokenizer, template, how, workers):
+            read, read_bytes = read + 1, read_bytes + size_bytes
             if isinstance(each, Refusal):
                 reasons[each.reason] += 1
+                dropped_bytes[each.reason] += size_bytes
                 examples.setdefault(each.reason, f"{origin}, {each.words}")
                 continue
             ignored.update(each.ignored)
             first = by_key.setdefault(each.key, each)
             if first is not each:
                 reasons["duplicate"] += 1
-                first.trained[:] &= (
-                    each.trained
-                )  # what one copy excludes, whatever the order of rows
+                dropped_bytes["duplicate"] += size_bytes
+                # what one copy excludes, whatever the order of rows
+                first.trained[:] &= each.trained
     # by key: the same whatever the order of rows and files
     ordered = [by_key[key] for key in sorted(by_key)]
     counts = {
@@ -149,6 +154,8 @@ def _read(
         "system_ignored": ignored["system"],
         "ignored": dict(sorted(ignored.items())),
         "dropped": dict(sorted(reasons.items())),
+        "read_bytes": read_bytes,
+        "dropped_bytes": dict(sorted(dropped_bytes.items())),
         "examples": examples,
     }
     return ordered, counts
@@ -166,19 +173,24 @@ def _check_dropped(name: str, counts: dict[str, Any], max_dropped: float) -> Non
 
 
 def list_dropped(counts: dict[str, Any]) -> str:
-    """Each reason with its number of rows, and the first of them."""
-    examples = {reason: f" ({words})" for reason, words in counts["examples"].items()}
-    each = (
-        f"{reason} {count:,}{examples.get(reason, '')}"
-        for reason, count in counts["dropped"].items()
-    )
-    return "; ".join(each) or "none"
+    """List each reason with its rows, their share of the bytes, and the first."""
+    examples = counts["examples"]
+    reasons = []
+    for reason, count in counts["dropped"].items():
+        facts = [examples[reason]] if reason in examples else []
+        if "dropped_bytes" in counts:  # a source that is older has none
+            share = counts["dropped_bytes"][reason] / counts["read_bytes"]
+            facts.insert(0, f"{share:.1%} of the bytes")
+        reasons.append(
+            f"{reason} {count:,} ({', '.join(facts)})" if facts else f"{reason} {count:,}"
+        )
+    return "; ".join(reasons) or "none"
 
 
 def _write(
     folder: Path, part: str, conversations: list[Conversation], rules: Rules, dtype: np.dtype
 ) -> list[dict[str, Any]]:
-    """Pack and write one part; the entries of its files, one for the held-out windows."""
+    """Pack and write one part; return the entries of its files."""
     windows = packing.pack([len(each.ids) for each in conversations], rules.seq_len)
     windows = packing.shuffle_windows(windows, [each.key for each in conversations], rules.seed)
     entries = []

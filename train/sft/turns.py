@@ -1,8 +1,7 @@
-"""A row through a chat template: the ids that a server makes of the same request, and which of them are trained.
+"""A row through a chat template: the ids that a server makes of the same request, and which are trained.
 
 A row has "messages" ([{"role", "content"}, ...], as in the OpenAI API) or "conversations" ([{"from",
-"value"}, ...], as ShareGPT). The assistant's messages are trained, with --system-and-tools calls included, and
-nothing else. Whatever cannot be used has a reason of one word, by which it is counted.
+"value"}, ...], as ShareGPT). Whatever cannot be used has a reason of one word, by which it is counted.
 """
 
 from __future__ import annotations
@@ -25,8 +24,14 @@ OF_MESSAGE = ("role", "content", "from", "value", "weight", "train", "name", "id
 
 
 class Conversation(NamedTuple):
-    """ids: uint32 (n,); trained: bool (n,); key: a 128-bit hash of roles, texts and tools; cut: whether
-    its end is missing; ignored: fields of the row, and of what the assistant said, that the template does not show.
+    """An encoded row.
+
+    Attributes:
+        key: a 128-bit hash of roles, texts and tools.
+        ids: uint32 (n,).
+        trained: bool (n,).
+        cut: whether its end is missing.
+        ignored: fields that the template does not show.
     """
 
     key: int
@@ -39,23 +44,27 @@ class Conversation(NamedTuple):
 def encode(
     row: Any, encoder: PromptEncoder, system_and_tools: bool, longest: int, cut: bool
 ) -> Conversation:
-    """One row through the encoder's template. ChatError for what no server would be sent or could answer, when
-    nothing in it is trained, or it is too long.
+    """Encode one row with the encoder's template.
 
-    system_and_tools: whether the template has them; the published one ignores system messages, and has no form
-    for tools. cut: keep the first exchanges of a conversation that is too long, as many as fit.
+    Args:
+        system_and_tools: whether the template has them; the published one has not.
+        longest: most tokens.
+        cut: keep the first exchanges of a conversation that is too long.
+
+    Raises:
+        ChatError: no server would be sent it or could answer, nothing is trained, or it is too long.
     """
-    given = read_messages(row)
+    messages_of_row = read_messages(row)
     ignored = {name for name in OF_ROW if row.get(name)}
-    for message in given:
+    for message in messages_of_row:
         if isinstance(message, Mapping) and message.get("role") == ASSISTANT:
             ignored |= {name for name, value in message.items() if value and name not in OF_MESSAGE}
     if system_and_tools:
-        turns, tools = given, _tools(row.get("tools"))
+        turns, tools = messages_of_row, _tools(row.get("tools"))
         ignored -= {"system", "tools"}
     else:
-        turns, tools = [message for message in given if not _is_system(message)], []
-        ignored |= {"system"} if len(turns) < len(given) else set()
+        turns, tools = [message for message in messages_of_row if not _is_system(message)], []
+        ignored |= {"system"} if len(turns) < len(messages_of_row) else set()
     messages = [_plain(message, number, system_and_tools) for number, message in enumerate(turns)]
     _check_order(messages)
     try:
@@ -90,7 +99,7 @@ def encode(
 
 
 def read_messages(row: Any) -> list[dict[str, Any]]:
-    """The messages of a row in OpenAI's form, each content one text. ChatError when it has none."""
+    """Return a row's messages in OpenAI's form, each content one text."""
     if row is None:
         raise ChatError("not_json", "the line is not JSON")
     if isinstance(row, dict) and isinstance(row.get("messages"), list):
@@ -118,7 +127,7 @@ def read_messages(row: Any) -> list[dict[str, Any]]:
 
 
 def _with_one_text(message: Any) -> Any:
-    """A message whose content is a list of text parts, with their texts joined as by the server."""
+    """Join the texts of a message's content as the server does."""
     parts = message.get("content") if isinstance(message, dict) else None
     if not isinstance(parts, list):
         return message
@@ -137,7 +146,8 @@ def _is_system(message: Any) -> bool:
 
 
 def _is_wanted(message: Message, number: int) -> bool:
-    """Whether an assistant's message is learned: unless "weight": 0 (OpenAI) or "train": false (axolotl)."""
+    """Tell whether an assistant's message is learned."""
+    # unless "weight": 0 (OpenAI) or "train": false (axolotl)
     weight, train = message.get("weight"), message.get("train")
     if weight not in (None, 0, 1) or train not in (None, False, True):
         raise ChatError(
@@ -148,7 +158,7 @@ def _is_wanted(message: Message, number: int) -> bool:
 
 
 def _object(value: Any) -> Any:
-    """JSON in a text, as calls have it and columns of Parquet, or the value itself."""
+    """Parse JSON in a text; else return the value itself."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -168,7 +178,7 @@ def _tools(given: Any) -> list[Any]:
 
 
 def _plain(message: Any, number: int, system_and_tools: bool) -> Message:
-    """For a template, as a server gives it: a developer as the system, arguments as values."""
+    """Write a message as a server gives it to a template."""
     if not isinstance(message, Mapping) or "role" not in message:
         raise ChatError("fields", f"message {number} is {message!r:.80}; it needs the field 'role'")
     role, text = message["role"], message.get("content")
@@ -208,11 +218,11 @@ def _plain(message: Any, number: int, system_and_tools: bool) -> Message:
 
 def _call(call: Any, number: int) -> Message:
     function = call.get("function") if isinstance(call, Mapping) else None
-    name, given = (
+    name, arguments = (
         function.get(key) if isinstance(function, Mapping) else None
         for key in ("name", "arguments")
     )
-    arguments = _object(given or "{}")
+    arguments = _object(arguments or "{}")
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ChatError(
             "tools",
@@ -226,9 +236,8 @@ def _call(call: Any, number: int) -> Message:
 
 
 def _check_order(messages: Sequence[Message]) -> None:
-    """User and assistant take turns, the user first; every call has its result, in the order of the calls, as
-    the template shows no ids; system messages anywhere.
-    """
+    """Refuse turns out of order: user and assistant in turn, the user first, each call with its result."""
+    # in the order of the calls, as the template shows no ids; system messages anywhere
     expected, waiting = USER, list[Any]()
     for number, message in enumerate(messages):
         role = message["role"]
@@ -247,6 +256,7 @@ def _check_order(messages: Sequence[Message]) -> None:
                 )
         else:
             waiting = [call["id"] for call in message.get("tool_calls", ())]
-        expected = TOOL if waiting else USER if role == ASSISTANT else ASSISTANT
+        after = USER if role == ASSISTANT else ASSISTANT
+        expected = TOOL if waiting else after
     if not any(message["role"] == USER for message in messages):
         raise ChatError("empty", "the conversation has no message of a user")

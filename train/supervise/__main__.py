@@ -45,20 +45,19 @@ def main() -> int:
 
 
 def refuse_impossible(train_arguments: list[str]) -> None:
-    """ValueError for a job that its workers would refuse, before any is started. In a
-    process: it needs torch.
-    """
+    """Raise ValueError for a job that its workers would refuse."""
+    # in a process: it needs torch
     command = [sys.executable, "-m", "train.job_config", *train_arguments]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    stderr = done.stderr.strip()
-    if done.returncode == 2 or (
-        done.returncode and "the job is refused: " in stderr
+    check = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    stderr = check.stderr.strip()
+    if check.returncode == 2 or (
+        check.returncode and "the job is refused: " in stderr
     ):  # other ends may be gone next time
-        raise ValueError(stderr if done.returncode == 2 else stderr.splitlines()[-1])
+        raise ValueError(stderr if check.returncode == 2 else stderr.splitlines()[-1])
 
 
 def count_gpus() -> int:
-    """GPUs of this machine that torch sees. In a process, as above."""
+    """Count the GPUs that torch sees."""
     command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 

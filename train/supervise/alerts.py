@@ -1,9 +1,4 @@
-"""Alerts: a webhook and a command that are told when somebody should look at the run.
-
-The supervisor sends them, each in a thread of its own: nothing waits for a server that does not
-answer but the very end of the supervisor, and that for `alerts.timeout_s` at most. What the workers
-report is read from events.jsonl.
-"""
+"""Alerts: a webhook and a command that are told when somebody should look at the run."""
 
 from __future__ import annotations
 
@@ -35,7 +30,7 @@ class Alerts:
         self.seen = len(read_lines(self.events))
 
     def missing(self) -> str | None:
-        """Why the webhook cannot work, None if it can or none is wanted."""
+        """Say why the webhook cannot work; None if it can."""
         name = self.section.webhook_env
         return (
             None
@@ -73,7 +68,7 @@ class Alerts:
             self._begin("command", lambda: self._command(text))
 
     def close(self) -> None:
-        """Give alerts under way their time; those that take longer end with the process."""
+        """Give alerts under way their time."""
         deadline_s = time.monotonic() + self.section.timeout_s
         for thread in self.threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
@@ -90,12 +85,13 @@ class Alerts:
                     reason=reason.replace(secret, "URL") if secret else reason,
                 )
 
+        # nothing waits for a server that does not answer but the very end, and that for `alerts.timeout_s` at most
         self.threads = [thread for thread in self.threads if thread.is_alive()]
         self.threads.append(threading.Thread(target=attempt, daemon=True, name=f"alert-{way}"))
         self.threads[-1].start()
 
     def _post(self, url: str, text: str, fields: dict[str, Any]) -> None:
-        """JSON as Slack and Mattermost take it: the text, and the facts as the fields of an attachment."""
+        """Post JSON as Slack and Mattermost take it."""
         rows = [
             {"title": name, "value": str(value), "short": True}
             for name, value in fields.items()
@@ -110,8 +106,8 @@ class Alerts:
 
     def _command(self, text: str) -> None:
         command = ["bash", "-c", self.section.command]
-        done = subprocess.run(
+        process = subprocess.run(
             command, input=text, text=True, capture_output=True, timeout=self.section.timeout_s
         )
-        if done.returncode:
-            raise OSError(f"exit status {done.returncode}: {done.stderr.strip()[-200:]}")
+        if process.returncode:
+            raise OSError(f"exit status {process.returncode}: {process.stderr.strip()[-200:]}")

@@ -1,12 +1,8 @@
-"""Heartbeats, one small file per rank (RUN/heartbeats/rank-N.json), and the ranks to
-blame when progress stops.
+"""Heartbeats, one small file per rank (RUN/heartbeats/rank-N.json), and the ranks to blame for a hang.
 
-A thread writes the file every few seconds: that it changes shows that the process is alive, its `step`
-whether it makes progress. When one rank hangs, all others wait for it: alive, without progress. So every rank
-marks what it is about to do (`enter`) before it may wait for others. All ranks pass the same marks in the
-same order: who has passed fewest is the one that the others wait for. Every rank dumps its own stacks into
-rank-N.stacks when it makes no progress for too long: faulthandler's watchdog needs neither a signal from
-outside, so it works on every node, nor the interpreter's lock.
+That the file changes shows that the process is alive, its `step` whether it makes progress. When one rank hangs, all
+others wait for it, so every rank marks what it is about to do (`enter`) before it may wait for others: who has passed
+fewest marks is the one that the others wait for.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ SILENT_INTERVALS = 3  # missed heartbeats of a rank that is not alive
 
 
 def interval_s(hang_timeout_s: float) -> float:
-    """Seconds between two heartbeats of a rank, and between two looks of the supervisor."""
+    """Return the seconds between two heartbeats, or two looks."""
     return min(5.0, hang_timeout_s / 6)
 
 
@@ -52,6 +48,7 @@ class Heartbeat:
             0,
             "the start",
         )  # how many were passed, and what the rank is doing since the last
+        # its watchdog needs neither a signal from outside, so it works on every node, nor the interpreter's lock
         faulthandler.dump_traceback_later(start_timeout_s, file=self.stacks)
         threading.Thread(target=self._write_periodically, daemon=True, name="heartbeat").start()
         Heartbeat.current = self
@@ -64,12 +61,12 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[Callable[[str], None]]:
-        """`enter` for the parts of a step, which ends with the block unless that raises."""
+        """Give `enter` for the parts of a step, which ends with the block."""
         yield lambda part: self.enter(f"{part} of step {step}")
         self.beat(step)
 
     def enter(self, what: str) -> None:
-        """This rank is about to do `what`; called at the same places by all ranks."""
+        """Mark what this rank is about to do."""
         self.state["mark"] = (self.state["mark"][0] + 1, what)
 
     def close(self) -> None:
@@ -101,9 +98,7 @@ def read_heartbeats(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 class HangWatch:
-    """The supervisor's side: which ranks are alive and make progress. Uses its own clock, not
-    those of the nodes.
-    """
+    """The supervisor's side: which ranks are alive and make progress, by its own clock."""
 
     def __init__(
         self,
@@ -120,9 +115,7 @@ class HangWatch:
         self.advanced_s = clock()
 
     def look(self) -> float | None:
-        """Read all heartbeats. Seconds since a rank last finished a step, once above
-        the timeout; None before.
-        """
+        """Read all heartbeats; return the seconds without a finished step, once above the timeout."""
         before, self.beats, now = self.beats, read_heartbeats(self.folder), self.clock()
         self.changed_s |= {
             rank: now for rank, beat in self.beats.items() if beat != before.get(rank)
@@ -144,9 +137,10 @@ class HangWatch:
         return max((beat["step"] or 0 for beat in self.beats.values()), default=0)
 
     def blame(self, ended: bool = False) -> tuple[list[int], str]:
-        """(ranks that the others wait for, what every rank does in words); nobody, if most ranks are behind.
+        """Return the ranks that the others wait for, and what every rank does in words.
 
-        ended: the ranks are dead by now, so that silence says nothing.
+        Args:
+            ended: the ranks are dead by now, so that silence says nothing.
         """
         silent_s = SILENT_INTERVALS * interval_s(self.hang_timeout_s)
         places: dict[int, tuple[int, str]] = {}

@@ -1,8 +1,6 @@
 """Who may work in a run folder: one supervisor (or unsupervised job), and one process for every rank.
 
-A supervisor may die while its workers live on, on other nodes too. So every worker holds a lock of its own
-until it ends, and a second supervisor or worker is refused and shown the holder. File locks are the
-kernel's: no process leaves one behind.
+A supervisor may die while its workers live on, on other nodes too: every worker holds a lock of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ OLD_WORKERS_S = (
 
 
 def hold_run(run: Path) -> TextIO:
-    """The lock of a run, held by this process: two jobs would delete each other's checkpoints. Held if taken."""
+    """Lock a run for this process; Held if it is taken."""
     stop = "end it (SIGTERM saves a checkpoint first) or choose another job.dump_folder"
     return hold_lock(run / ".supervisor.lock", f"another supervisor or job runs {run}; {stop}")
 
@@ -34,9 +32,7 @@ def no_ranks(run: Path) -> None:
 
 
 def hold_rank(run: Path, rank: int) -> tuple[TextIO, ...]:
-    """The lock of a rank and, for rank 0 of a job without a supervisor, that of the run. Held
-    if one is taken.
-    """
+    """Lock a rank and, for rank 0 of a job without a supervisor, the run; Held if one is taken."""
     supervised = SUPERVISED in os.environ
     locks = [] if supervised or rank else [hold_run(run)]
     problem = f"rank {rank} of another job is alive in {run}"

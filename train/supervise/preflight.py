@@ -3,10 +3,7 @@
     python -m train.supervise.preflight [--gpus N] [--free-disk-gib X] --job.config_file X.toml
                                         [--section.key value ...]
 
-prints one JSON line for the node it runs on; exit status 0 if the node is good. The supervisor asks
-every candidate through an srun of its own, so that a dead node can be told from the others. Then all
-ranks of the chosen nodes count themselves, over gloo and NCCL: what a job's first groups would do.
-What is refused comes with the setting that mends it (docs/launch.md lists them).
+prints one JSON line for the node it runs on; exit status 0 if the node is good.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ from records.checkpoints import BYTES_PER_PARAMETER
 from records.files import host_name
 from records.job import JobSections, read_job
 
-from .attempt import end_workers, srun, start_workers
+from .workers import end_workers, srun, start_workers
 
 GIB = 1 << 30
 NODE_DEADLINE_S = (
@@ -75,10 +72,8 @@ class Needs:
 def healthy_nodes(
     candidates: list[str], train_arguments: list[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """Check every candidate: (good ones in their order, reason of every bad one).
-
-    train_arguments: what the workers get, `--job.config_file ...`.
-    """
+    """Check every candidate; return the good ones, and the reason of every bad one."""
+    # an srun of its own for each, so that a dead node can be told from the others
     with ThreadPoolExecutor(max(1, len(candidates))) as pool:
         answers = list(pool.map(lambda node: ask_node(node, train_arguments), candidates))
     records = dict(zip(candidates, answers, strict=True))
@@ -97,27 +92,28 @@ def healthy_nodes(
 
 
 def ask_node(node: str, arguments: list[str]) -> dict[str, Any]:
-    """The node's own JSON line, or a record that says why there is none."""
+    """Return the node's own JSON line, or why there is none."""
     command = [*srun([node]), sys.executable, "-m", "train.supervise.preflight", *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=NODE_DEADLINE_S)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=NODE_DEADLINE_S)
     except subprocess.TimeoutExpired as late:
         # a wedged driver or a dead file system blocks inside a system call, where no timer of the
         # same process helps: the check that was begun last is the one that hangs
         begun = re.findall(rb"^preflight: (\w+)", late.stderr or b"", re.MULTILINE)
         where = begun[-1].decode() if begun else "srun"
         return {"ok": False, "reason": f"{where}: no answer within {NODE_DEADLINE_S:.0f} s"}
-    records = [line for line in done.stdout.splitlines() if line.startswith('{"node"')]
+    records = [line for line in answer.stdout.splitlines() if line.startswith('{"node"')]
     if records:
         return json.loads(records[-1])
-    lines = done.stderr.strip().splitlines() or ["nothing"]
+    lines = answer.stderr.strip().splitlines() or ["nothing"]
     lines = [line for line in lines if "error" in line.lower()] or lines
-    return {"ok": False, "reason": f"srun: exit status {done.returncode}, said {lines[0]!r}"}
+    return {"ok": False, "reason": f"srun: exit status {answer.returncode}, said {lines[0]!r}"}
 
 
 def exchange_problem(nodes: list[str], nproc_per_node: int, logs: Path) -> str:
-    """Why these nodes cannot train together, "" if they can. ValueError where not all ranks started."""
+    """Say why these nodes cannot train together; "" if they can."""
     program = ["train.supervise.preflight", EXCHANGE, str(logs)]
+    # all ranks count themselves over gloo and NCCL, as a job's first groups do
     process = start_workers(nodes, nproc_per_node, program, logs, {})
     with suppress(subprocess.TimeoutExpired):
         process.wait(EXCHANGE_DEADLINE_S)
@@ -167,7 +163,7 @@ def is_loopback(address: str) -> bool:
 
 
 def check_names(job: JobSections, needs: Needs) -> dict[str, Any]:
-    """Where gloo, which counts and saves go through, listens on this node: others must reach it there."""
+    """Check that other nodes reach this one where gloo listens."""
     families = (socket.AF_INET, socket.AF_INET6)
     addresses = {
         name: [each.address for each in all_of_it if each.family in families]
@@ -185,7 +181,7 @@ def check_names(job: JobSections, needs: Needs) -> dict[str, Any]:
         return {"interface": interfaces or "any"}
     host = socket.gethostname()
     try:
-        known = [
+        bindings = [
             str(each[4][0]) for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         ]
     except OSError as problem:
@@ -195,20 +191,21 @@ def check_names(job: JobSections, needs: Needs) -> dict[str, Any]:
     own = {address for each in addresses.values() for address in each}
     # gloo takes the first address of the name that it can bind, else 127.0.0.1
     bound = next(
-        (address for address in known if address in own or is_loopback(address)), "127.0.0.1"
+        (address for address in bindings if address in own or is_loopback(address)), "127.0.0.1"
     )
     if is_loopback(bound):
         raise ValueError(
-            f"{host} is {', '.join(known)} on this node, by which no other node reaches it; {mend}, "
+            f"{host} is {', '.join(bindings)} on this node, by which no other node reaches it; {mend}, "
             "or mend /etc/hosts"
         )
     return {"interface": bound}
 
 
 def check_matmul(job: JobSections, needs: Needs) -> dict[str, Any]:
-    """The same product on every device: its time, and that it is right (small integers are exact)."""
+    """Check and time the same product on every device."""
     import torch
 
+    # small integers are exact
     size = 4096 if needs.gpus else 256
     slowest_s = 0.0
     for device in [f"cuda:{gpu}" for gpu in range(needs.gpus)] or ["cpu"]:
@@ -242,7 +239,7 @@ def count_gpus(rank: int, ranks: int, path: str) -> None:
 
 
 def check_disk(job: JobSections, needs: Needs) -> dict[str, Any]:
-    """Data that open, and room for two checkpoints, for caches, and for the state that a save stages."""
+    """Check that data open, and that there is room for checkpoints and caches."""
     from data_mixtures.mixture import Mixture
     from laneformer import LaneformerConfig
 
@@ -308,7 +305,7 @@ def check_node(train_arguments: list[str], needs: Needs) -> dict[str, Any]:
 
 
 def count_ranks(backend: str, store: Any, rank: int, ranks: int, gpu: int) -> None:
-    """Sum a one of every rank. ValueError for a wrong sum; torch's errors where they do not connect."""
+    """Sum a one of every rank; ValueError for a wrong sum."""
     import torch
     import torch.distributed as dist
 
@@ -324,7 +321,7 @@ def count_ranks(backend: str, store: Any, rank: int, ranks: int, gpu: int) -> No
 
 
 def exchange(folder: Path) -> None:
-    """One rank under torchrun: notes in `folder` what it begins, and why that fails."""
+    """Count as one rank under torchrun; note in `folder` what begins and fails."""
     import torch
     import torch.distributed as dist
 

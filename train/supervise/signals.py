@@ -1,8 +1,7 @@
 """Stop requests: SIGTERM, SIGUSR1 (Slurm's warning before the time limit), Ctrl-C, or the file RUN/stop.
 
-A signal only sets a flag; the trainer checks it at every step boundary, the ranks agree, and save. The flag
-is set by a thread that reads Python's wake-up pipe, because a handler would never run behind a hanging
-collective. A process that does not end is killed by a second signal, or at the deadline.
+A signal only sets a flag, which the trainer checks at every step boundary. A process that does not end is killed by
+a second signal, or at the deadline.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ class StopSignals:
         self.on_force = on_force
 
     def install(self) -> None:
+        # a thread reads Python's wake-up pipe: a handler would never run behind a hanging collective
         read, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)

@@ -1,7 +1,6 @@
 """The restart loop: start the workers, see how they end, start them again from the newest checkpoint.
 
-The supervisor holds no state of the job, so it may be killed and started again: at once if its workers died
-with it, and when they have ended if they live on (train.supervise.lock).
+It holds no state of the job, so it may be killed and started again.
 """
 
 from __future__ import annotations
@@ -78,9 +77,7 @@ class Supervisor:
         self.reason = ""  # of the last end, without what varies
 
     def run(self) -> int:
-        """Restart until the job is done or asked to stop, or restarting does not help;
-        returns the exit status.
-        """
+        """Restart until the job is done, stopped, or hopeless; return the exit status."""
         self.stop.install()
         if problem := self.alerts.missing():
             self.say("alerts", f"{problem}: no webhook will be called")
@@ -143,24 +140,20 @@ class Supervisor:
         return ended
 
     def look(self) -> None:
-        """Alert on what the workers report, and on a full disk, of which they cannot."""
+        """Alert on what the workers report, and on a full disk."""
         with suppress(OSError):
             self.alerts.follow()
         for words in full_disks([self.job.run]):
             self.alerts.send("disk_full", words)
 
     def count_reason(self, ended: Ended, lasted_s: float) -> None:
-        """Count the ends in a row that differ in nothing but numbers and paths, unless the attempt
-        was a long one.
-        """
+        """Count the ends in a row that differ in nothing but numbers and paths."""
         reason, before = VARYING.sub("#", f"{ended.code} {ended.reason}"), self.reason
         again = reason == before and lasted_s < 3600 * self.job.resilience.same_reason_hours
         self.reason, self.same_reason = reason, self.same_reason + 1 if again else 1
 
     def suspects(self) -> set[str]:
-        """Nodes that a hang pointed at, or on which the first rank failed twice, in the whole
-        life of the run.
-        """
+        """Name the nodes that a hang pointed at, or on which the first rank failed twice."""
         ends = [
             e
             for e in read_lines(self.job.run / "events.jsonl")
@@ -173,7 +166,7 @@ class Supervisor:
         }
 
     def choose_nodes(self, names: list[str], logs: Path) -> list[str] | Ended:
-        """As many healthy nodes as the job needs, suspects last; spares replace bad ones."""
+        """Choose as many healthy nodes as the job needs, suspects last."""
         suspects = self.suspects()
         candidates = sorted(names, key=lambda node: node in suspects)
         good, bad = healthy_nodes(candidates, self.train_arguments)
@@ -196,9 +189,7 @@ class Supervisor:
         return Ended(REFUSED if never else CRASHED, 0, problem)
 
     def hopeless(self, ended: Ended) -> str:
-        """Why restarting cannot help: refused settings, one reason again and again, or no newer
-        checkpoint; "" if it may.
-        """
+        """Say why restarting cannot help; "" if it may."""
         if ended.code == REFUSED:
             return f"the job cannot start: {ended.reason}. Restarting would not change that"
         if self.fruitless >= self.job.resilience.max_fruitless_starts:

@@ -40,7 +40,7 @@ def prepare(folder: Path, tokenizer: Path, count: int, seq_len: int = SEQ_LEN) -
     rows = write_lines(
         folder / "identity.jsonl", ({"messages": turns} for turns in conversations(count))
     )
-    given = Arguments(
+    arguments = Arguments(
         (str(rows),),
         tokenizer,
         folder / "data",
@@ -50,7 +50,7 @@ def prepare(folder: Path, tokenizer: Path, count: int, seq_len: int = SEQ_LEN) -
         workers=1,
         seed=2,
     )
-    return run(given)
+    return run(arguments)
 
 
 def batch(tokens: np.ndarray, flags: np.ndarray) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

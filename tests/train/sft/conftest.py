@@ -21,5 +21,5 @@ def lock(prepared_data, shared):
 def parent(phase1, shared):
     """The last checkpoint of a short phase 1."""
     flags = (*chats.FLAGS[:4], "--validation.no-enable")
-    made = shared("parent", lambda folder: succeed(folder / "run", phase1, *flags, ranks=1))
-    return made / f"run/checkpoint/step-{STEPS}"
+    folder = shared("parent", lambda folder: succeed(folder / "run", phase1, *flags, ranks=1))
+    return folder / f"run/checkpoint/step-{STEPS}"

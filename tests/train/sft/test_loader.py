@@ -20,7 +20,7 @@ GLOBAL_BATCH, STEPS = 8, 3
 
 
 def test_any_cut_has_the_same_labels_and_documents(lock):
-    """Four ranks, across the end of an epoch, at which windows are left out."""
+    # Four ranks, across the end of an epoch, at which windows are left out.
     ranks, mixture = 4, Mixture.open(lock)
     epoch = sum(source["windows"] for source in read_lock(lock)["sources"])
     first, skips = epoch - 2 * GLOBAL_BATCH, SkipList([(epoch - 5, epoch + 4)])
@@ -30,7 +30,8 @@ def test_any_cut_has_the_same_labels_and_documents(lock):
         loader.state.sequences = first
         read.append([{**inputs, "labels": labels} for inputs, labels in islice(loader, STEPS)])
     numbers = skips.numbers(first, STEPS * GLOBAL_BATCH).tolist()
-    assert numbers[-1] >= epoch, "the second reading has another order"
+    # the second reading has another order
+    assert numbers[-1] >= epoch
     tokens = np.concatenate([mixture.sequences(number, 1)[0] for number in numbers])
     inputs, labels = chats.batch(
         tokens, np.concatenate([mixture.flags(number, 1) for number in numbers])
@@ -40,8 +41,8 @@ def test_any_cut_has_the_same_labels_and_documents(lock):
         ("documents", inputs["documents"]),
         ("labels", labels),
     ):
-        found = [of_rank[step][name] for step in range(STEPS) for of_rank in read]
-        assert torch.equal(torch.cat(found), expected), name
+        parts = [of_rank[step][name] for step in range(STEPS) for of_rank in read]
+        assert torch.equal(torch.cat(parts), expected), name
     places = mixture.locate(np.array(numbers[:3]))
     assert [place["token_offset"] % chats.SEQ_LEN for place in places] == [0, 0, 0]
 

@@ -63,11 +63,11 @@ def wide_rope_table(config, positions):
 
 
 def test_packed_losses_are_those_of_each_conversation_alone(windows):
-    """In float64 to its rounding, though positions go on across conversations:
-    attention sees their differences.
-    """
+    # In float64 to its rounding, though positions go on across conversations: attention sees their
+    # differences.
     inputs, labels = chats.batch(*windows)
-    assert len(conversations_of(windows)) > 2 * WINDOWS, "several conversations in a window"
+    # several conversations in a window
+    assert len(conversations_of(windows)) > 2 * WINDOWS
     model = chats.titan_model()
     with torch.no_grad(), patch.object(spec, "rope_table", wide_rope_table):
         with patch("laneformer.model.rope_table", wide_rope_table):
@@ -76,7 +76,8 @@ def test_packed_losses_are_those_of_each_conversation_alone(windows):
         leaking = model(inputs["input"], labels, torch.zeros_like(inputs["documents"]))
     assert packed.dtype == torch.float64
     assert (packed - expected).abs().max() < 1e-12
-    assert (leaking - expected).abs().max() > 1e-4, "attention across conversations would be seen"
+    # attention across conversations would be seen
+    assert (leaking - expected).abs().max() > 1e-4
     # with the table of float32 that is used: angles up to S are rounded to half a unit of their last digit
     with torch.no_grad():
         difference = (

@@ -20,8 +20,8 @@ import sys, torch
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 assert model.model.mtp.draft_ids.tolist() == sorted(model.model.mtp.draft_ids.tolist())
-made = model.generate(torch.tensor([[1, 5, 9]]), max_new_tokens=4, do_sample=False)
-print(made.shape, *model.model.mtp.draft_ids.shape)
+tokens = model.generate(torch.tensor([[1, 5, 9]]), max_new_tokens=4, do_sample=False)
+print(tokens.shape, *model.model.mtp.draft_ids.shape)
 """
 
 

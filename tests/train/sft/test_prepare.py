@@ -9,6 +9,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -27,7 +28,7 @@ from records.files import read_json
 from tests.train.runs import ROOT
 from train.sft import conversations, source
 from train.sft.__main__ import Arguments, run
-from train.sft.conversations import ROWS_AT_A_TIME, encode_all, rows
+from train.sft.conversations import ROWS_AT_A_TIME, NumberedRow, encode_all, rows
 
 SEQ_LEN = 256
 Turn = dict[str, Any]
@@ -103,7 +104,7 @@ def texts(windows: np.ndarray, flags: np.ndarray, tokenizer: Path) -> tuple[list
     return whole, trained
 
 
-def held_out(arguments: Arguments, name: str = "chat") -> tuple[list[str], list[str]]:
+def read_valid(arguments: Arguments, name: str = "chat") -> tuple[list[str], list[str]]:
     """`texts` of the windows that are held out."""
     windows, flags = (valid_windows(arguments.out, name, flags=flags) for flags in (False, True))
     return texts(windows, flags, arguments.tokenizer)
@@ -117,7 +118,7 @@ def to_train_on(arguments: Arguments) -> tuple[list[str], list[str]]:
 
 def test_every_conversation_is_trained_or_held_out_and_only_answers_count(arguments):
     run(arguments)
-    (whole, trained), (whole_held, trained_held) = to_train_on(arguments), held_out(arguments)
+    (whole, trained), (whole_held, trained_held) = to_train_on(arguments), read_valid(arguments)
     assert 3 <= len(whole_held) <= 30
     assert not set(whole) & set(whole_held)
     assert len(whole) + len(whole_held) == 120
@@ -135,9 +136,8 @@ def in_sharegpt(turn: Turn) -> Turn:
 def test_one_text_gives_the_same_bytes_in_any_order_and_form_and_from_any_workers(
     arguments, tmp_path
 ):
-    """Shuffled with copies, as ShareGPT's turns, in Parquet, in text parts; and behind system messages, which the
-    template ignores, also where the model is served.
-    """
+    # Shuffled with copies, as ShareGPT's turns, in Parquet, in text parts; and behind system
+    # messages, which the template ignores, also where the model is served.
     parts = [
         [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in each]
         for each in CHATS
@@ -196,15 +196,16 @@ def test_what_cannot_be_used_is_counted_by_reason(prepare, arguments):
             for mark in ({"weight": 0.5}, {"train": "no"})
         ),
     ]
-    given = with_messages([chat(n) for n in range(100, 145)]) + bad
+    rows = with_messages([chat(n) for n in range(100, 145)]) + bad
     says = (
-        r"source 'chat': 25\.0% of 60 .* \(content 3 \(.*/chat\.jsonl, row 53: message 0 has content of type int.*; "
-        r"not_json 2 \(.*chat\.jsonl, row 46: the line is not JSON\);.*weight 2 .*\); allowed are 5"
+        r"source 'chat': 25\.0% of 60 .* \(content 3 \(2\.0% of the bytes, .*/chat\.jsonl, row 53: message 0 has "
+        r"content of type int.*; not_json 2 \(0\.2% of the bytes, .*chat\.jsonl, row 46: the line is not JSON\);.*"
+        r"too_long 1 \(39\.5% of the bytes, .*weight 2 .*\); allowed are 5"
     )
     with pytest.raises(ValueError, match=says):
-        prepare(given)
+        prepare(rows)
     assert not (arguments.out / "chat").exists()
-    counts = prepare(given, max_dropped=0.3)
+    counts = prepare(rows, max_dropped=0.3)
     assert counts["dropped"] == {
         "content": 3,
         "empty": 1,
@@ -222,19 +223,19 @@ def test_what_cannot_be_used_is_counted_by_reason(prepare, arguments):
 @pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
 @pytest.mark.parametrize("form", ["messages", "conversations"])
 def test_what_the_user_excludes_is_context_and_not_trained(prepare, arguments, mark, form):
-    """Each conversation's first answer; the second one says explicitly what is the default."""
-    given = []
+    # Each conversation's first answer; the second one says explicitly what is the default.
+    rows = []
     for number in range(60):
         turns = chat(number, 2)
         turns[1] |= mark
         turns[3] |= dict.fromkeys(mark, 1)
-        given.append({form: turns if form == "messages" else [in_sharegpt(turn) for turn in turns]})
-    given += with_messages(
+        rows.append({form: turns if form == "messages" else [in_sharegpt(turn) for turn in turns]})
+    rows += with_messages(
         [[question, {**answer, **mark}] for question, answer in map(chat, range(60, 63))]
     )
     # copies that exclude nothing, read before and after those that do
     copies = with_messages([chat(0, 2), chat(1, 2)])
-    counts = prepare([copies[0], *given, copies[1]], max_dropped=1)
+    counts = prepare([copies[0], *rows, copies[1]], max_dropped=1)
     assert counts["dropped"] == {"duplicate": 2, "no_reply": 3}
     whole, trained = to_train_on(arguments)
     assert len(whole) > 30
@@ -253,8 +254,8 @@ def test_a_dataset_of_the_hub_is_streamed(monkeypatch):
         return [[name, split, streaming]]
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert list(rows("org/data:train_sft")) == [(1, ["org/data", "train_sft", True])]
-    assert list(rows("org/data")) == [(1, ["org/data", "train", True])]
+    for origin, split in (("org/data:train_sft", "train_sft"), ("org/data", "train")):
+        assert [row[:2] for row in rows(origin)] == [(1, ["org/data", split, True])]
     with pytest.raises(
         ValueError, match="org/away is no file, and the hub does not give such a dataset: no net"
     ):
@@ -262,10 +263,10 @@ def test_a_dataset_of_the_hub_is_streamed(monkeypatch):
 
 
 def test_a_killed_worker_is_an_error(tokenizer, monkeypatch):
-    """As the kernel ends it when memory runs out; a pool of `multiprocessing` would wait forever."""
+    # As the kernel ends it when memory runs out; a pool of `multiprocessing` would wait forever.
 
     def killing(origin):
-        row = (1, {"messages": chat(1)})
+        row = NumberedRow(1, {"messages": chat(1)}, 1)
         yield from [row] * (2 * 16 * ROWS_AT_A_TIME)
         for worker in multiprocessing.active_children():
             worker.kill()
@@ -275,7 +276,7 @@ def test_a_killed_worker_is_an_error(tokenizer, monkeypatch):
     opened, special = open_tokenizer(tokenizer)
     template = {"chat_template": CHAT_TEMPLATE.read_text(), **special}
     with pytest.raises(ValueError, match="a worker was killed"):
-        list(encode_all("x", opened, template, False, SEQ_LEN, False, 2))
+        list(encode_all("x", opened, template, (False, SEQ_LEN, False), 2))
 
 
 def test_sources_are_mixed_by_weight_and_the_same_conversation_is_held_out_of_all(
@@ -287,16 +288,16 @@ def test_sources_are_mixed_by_weight_and_the_same_conversation_is_held_out_of_al
     )
     mixture = Mixture.open(run(both))
     assert dict(zip(mixture.source_names, mixture.weights, strict=True)) == {"chat": 1, "me": 3}
-    assert set(held_out(both)[0]) <= set(held_out(both, "me")[0])
+    assert set(read_valid(both)[0]) <= set(read_valid(both, "me")[0])
     by_size = json.loads(run(replace(both, weights=())).read_text())["sources"]
     assert [each["weight"] for each in by_size] == [each["windows"] for each in by_size]
 
 
 def test_a_finished_source_is_kept_and_a_damaged_or_other_one_made_again(arguments, monkeypatch):
-    lock, made, read = run(arguments).read_bytes(), list[str](), source._read
-    monkeypatch.setattr(source, "_read", lambda *given: made.append("read") or read(*given))
+    lock, reads, read = run(arguments).read_bytes(), list[str](), source._read
+    monkeypatch.setattr(source, "_read", lambda *all: reads.append("read") or read(*all))
     assert run(arguments).read_bytes() == lock
-    assert not made
+    assert not reads
     path = arguments.out / "chat/shard-00000.flags.bin"
     data = bytearray(path.read_bytes())
     data[100] ^= 1
@@ -304,9 +305,9 @@ def test_a_finished_source_is_kept_and_a_damaged_or_other_one_made_again(argumen
     with pytest.raises(ValueError, match=r"shard-00000\.flags\.bin: block 0 of 1 .* is damaged"):
         Mixture.open(arguments.out / "sft.lock.json").flags(0, 1)
     assert run(arguments).read_bytes() == lock
-    assert made == ["read"]
+    assert reads == ["read"]
     run(replace(arguments, holdout=0.2))
-    assert made == ["read", "read"]
+    assert reads == ["read", "read"]
 
 
 def test_killed_while_writing_it_leaves_no_source_and_goes_on(arguments, monkeypatch):
@@ -334,22 +335,13 @@ def test_killed_while_writing_it_leaves_no_source_and_goes_on(arguments, monkeyp
         ),
         ({"conversations": ("A B=x.jsonl",)}, "the name 'A B' becomes a folder"),
         ({"conversations": ("data/lang=en/x.jsonl",)}, r"data/lang=en/x\.jsonl does not exist"),
-        (
-            {"conversations": ("tests",)},
-            r"tests is a folder; give its files, such as tests/\*\.jsonl",
-        ),
+        ({"conversations": ("configs",)}, r"configs holds no \.jsonl, \.ndjson, \.parquet file"),
         (
             {"conversations": ("me=~/nowhere.jsonl",)},
             rf"{Path.home()}/nowhere\.jsonl does not exist",
         ),
         ({"weights": ("caht=1",)}, "unknown source in --weights 'caht'; did you mean 'chat'"),
         ({"weights": ("chat=x",)}, "source 'chat' needs an integer"),
-        ({"holdout": 0.0}, r"--holdout 0\.0 must be from 0\.0001 to 0\.5"),
-        (
-            {"holdout": 0.0001},
-            r"and 0 held out, by their hashes; both need at least one: add conversations, or raise --holdout",
-        ),
-        ({"seq_len": 4}, "--seq-len 4 must be from 16"),
         ({"max_dropped": 2.0}, "--max-dropped"),
     ],
 )
@@ -366,15 +358,31 @@ def test_a_path_is_taken_as_it_is(arguments, tmp_path, monkeypatch):
         path.parent.mkdir(exist_ok=True)
         lines = write(tmp_path / "given.jsonl", with_messages(CHATS)).read_bytes()
         path.write_bytes(gzip.compress(lines) if name.endswith("GZ") else lines)
-        given = f"me={name}" if name.startswith("~") else str(path)
+        origin = f"me={name}" if name.startswith("~") else str(path)
         assert run(
-            replace(arguments, conversations=(given,), out=tmp_path / f"out-{path.name}")
+            replace(arguments, conversations=(origin,), out=tmp_path / f"out-{path.name}")
         ).is_file()
+
+
+def test_a_folder_is_its_files_and_the_holdout_that_is_advised_suffices(arguments, tmp_path):
+    folder = tmp_path / "chat"
+    for number in range(3):
+        name = f"{'ab'[number % 2]}/{number}.jsonl"
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write(folder / name, with_messages(CHATS[number * 40 : number * 40 + 40]))
+    (folder / "dataset_infos.json").write_text('{"features": {}}')
+    one = replace(arguments, conversations=(str(folder),), holdout=0.0001)
+    with pytest.raises(ValueError, match="holds one out") as refused:
+        run(one)
+    (holdout,) = re.findall(r"--holdout (\S+) holds one", str(refused.value))
+    run(replace(one, holdout=float(holdout)))
+    assert len(read_valid(one)[0]) == 1
+    assert manifest(one)["read"] == len(CHATS)
 
 
 @pytest.mark.job
 def test_as_commands(tmp_path, tokenizer):
-    """Identity conversations to a mixture, from the shell: the messages of both programs."""
+    # Identity conversations to a mixture, from the shell: the messages of both programs.
 
     def command(*parts):
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -390,7 +398,7 @@ def test_as_commands(tmp_path, tokenizer):
     out = str(tmp_path / "identity.jsonl")
     written = command("train.sft.identity", "--out", out, "--conversations", "60")
     assert written.stdout.endswith("60 conversations\n")
-    given = [
+    flags = [
         out,
         "--tokenizer",
         str(tokenizer),
@@ -399,10 +407,10 @@ def test_as_commands(tmp_path, tokenizer):
         "--seq-len",
         "512",
     ]
-    done = command("train.sft", *given, "--holdout", "0.1", "--workers", "2")
+    packed = command("train.sft", *flags, "--holdout", "0.1", "--workers", "2")
     counts = "60 conversations read, 60 kept, 0 of them cut; 0 without their system message; dropped: none"
-    assert f"identity: {counts}" in done.stdout, done.stderr
-    assert "sft.lock.json: identity 100.0%" in done.stdout
-    refused = command("train.sft", *given, "--holdout", "0")
+    assert f"identity: {counts}" in packed.stdout, packed.stderr
+    assert "sft.lock.json: identity 100.0%" in packed.stdout
+    refused = command("train.sft", *flags, "--holdout", "0")
     assert (refused.returncode, refused.stdout) == (1, "")
     assert refused.stderr == "error: --holdout 0.0 must be from 0.0001 to 0.5\n"

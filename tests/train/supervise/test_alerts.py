@@ -108,9 +108,8 @@ def test_failures_are_events_without_the_url(job, posts, monkeypatch):
 
 
 def test_a_hanging_server_delays_nothing(job, posts, answer, monkeypatch):
-    """Three crashes, then the supervisor gives up, while the first alert waits for its answer: it comes only when the
-    last alert is there.
-    """
+    # Three crashes, then the supervisor gives up, while the first alert waits for its answer: it
+    # comes only when the last alert is there.
     job.resilience.backoff_s = job.alerts.min_interval_s = 0.0
     job.alerts.timeout_s = 100.0
     monkeypatch.setattr("train.supervise.signals.StopSignals.install", lambda self: None)

@@ -16,7 +16,7 @@ from torch.distributed import run
 from records.events import BAD_STEP, write_outcome
 from records.files import read_lines
 from train.supervise import attempt as attempt_module
-from train.supervise import heartbeat
+from train.supervise import heartbeat, workers
 from train.supervise.attempt import Attempt, Ended, exit_words
 from train.supervise.signals import StopSignals
 
@@ -25,7 +25,7 @@ REPORT = "Root Cause (first observed failure):\n[0]:\n  host      : a.long.name\
 
 @pytest.fixture
 def begin(job, monkeypatch):
-    """Start an attempt whose workers are this shell command; console: what torchrun has said."""
+    """Start an attempt whose workers are this shell command; console: what torchrun has output."""
 
     def begin(command, nodes=None, per_node=1, console="", **options):
         started = ["sh", "-c", command]
@@ -44,7 +44,8 @@ def begin(job, monkeypatch):
 
 
 def test_a_second_request_kills_what_does_not_end(begin, job, tmp_path):
-    """The workers never end; their children, in sessions of their own as torchrun's are, must die too."""
+    # The workers never end; their children, in sessions of their own as torchrun's are, must die
+    # too.
 
     def look():
         if (tmp_path / "pid").exists():
@@ -63,7 +64,7 @@ def test_a_second_request_kills_what_does_not_end(begin, job, tmp_path):
 
 
 def test_no_worker_is_left_when_the_supervisor_stumbles(begin):
-    """A stale file handle while it looks: the error goes up, the workers do not live on."""
+    # A stale file handle while it looks: the error goes up, the workers do not live on.
 
     def stumble():
         raise OSError(116, "Stale file handle")
@@ -75,16 +76,18 @@ def test_no_worker_is_left_when_the_supervisor_stumbles(begin):
 
 
 def test_workers_that_do_not_exit_keep_their_outcome(begin, job):
-    """A bad step whose processes then hang is a bad step, not a hang."""
+    # A bad step whose processes then hang is a bad step, not a hang.
     job.resilience.hang_timeout_s = job.resilience.start_timeout_s = 0.5
     attempt = begin("exec sleep 600")
     write_outcome(job.run, 1, BAD_STEP, 7, "the loss is nan")
     assert attempt.watch() == Ended(BAD_STEP, 7, "the loss is nan")
-    assert not read_lines(job.run / "events.jsonl"), "no hang is recorded"
+    # no hang is recorded
+    assert not read_lines(job.run / "events.jsonl")
 
 
 def test_dead_workers_are_a_crash_however_long_torchrun_lives(begin, job, monkeypatch, tmp_path):
-    """All ranks have died, and torchrun takes longer than the hang timeout to exit: no rank is to blame for a hang."""
+    # All ranks have died, and torchrun takes longer than the hang timeout to exit: no rank is to
+    # blame for a hang.
     seen = tmp_path / "seen"
 
     def look(self):
@@ -95,10 +98,11 @@ def test_dead_workers_are_a_crash_however_long_torchrun_lives(begin, job, monkey
     job.resilience.hang_timeout_s = 2.0  # looks are as frequent
     attempt = begin(
         f"(until [ -e {seen} ]; do sleep 0.1; done) & wait; exec sleep 600",
-        on_look=lambda: seen.touch() if attempt.known else None,
+        on_look=lambda: seen.touch() if attempt.processes else None,
     )
     assert attempt.watch().reason.startswith("no worker recorded an outcome")
-    assert not read_lines(job.run / "events.jsonl"), "no hang is recorded"
+    # no hang is recorded
+    assert not read_lines(job.run / "events.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +118,8 @@ def test_exit_statuses_in_words(status, words):
 
 
 def test_a_crash_names_its_node_its_signal_and_the_full_disk(begin, job, monkeypatch):
-    """The disk of the run folder is full, so no worker could say why: 8 ranks on two nodes, rank 5 was killed."""
+    # The disk of the run folder is full, so no worker could say why: 8 ranks on two nodes, rank 5
+    # was killed.
     usage = type("Usage", (), {"free": 4096, "total": 60 << 20})
     monkeypatch.setattr("train.supervise.attempt.shutil.disk_usage", lambda path: usage)
     monkeypatch.setattr(attempt_module, "REPORT_BYTES", 200)  # all else may be gigabytes
@@ -122,13 +127,14 @@ def test_a_crash_names_its_node_its_signal_and_the_full_disk(begin, job, monkeyp
     last = REPORT + "  rank      : 5 (local_rank: 1)\n  exitcode  : -9 (pid: 77)\n"
     ended = begin("false", ["n1", "n2"], 4, console=earlier + 300 * "." + last).watch()
     assert ended.failed_node == "n2"
-    said = "no worker recorded an outcome, exit status 1 (first to fail: rank 5 on n2, signal 9, SIGKILL"
-    assert said in ended.reason
+    output = "no worker recorded an outcome, exit status 1 (first to fail: rank 5 on n2, signal 9, SIGKILL"
+    assert output in ended.reason
     assert f"the disk of {job.run} is full: 4 KiB of 60 MiB free" in ended.reason
 
 
 def test_an_abort_of_the_watchdog_blames_the_rank_that_is_waited_for(begin):
-    """NCCL's watchdog speaks before the hang timeout: rank 0 aborts, since rank 5 does not come out of its save."""
+    # NCCL's watchdog speaks before the hang timeout: rank 0 aborts, since rank 5 does not come out
+    # of its save.
     report = REPORT + "  rank      : 0 (local_rank: 0)\n  exitcode  : -6 (pid: 77)\n"
     attempt = begin("false", ["n1", "n2"], 4, console=report)
     attempt.heartbeats.mkdir()
@@ -163,17 +169,19 @@ def test_an_abort_of_the_watchdog_blames_the_rank_that_is_waited_for(begin):
     ],
 )
 def test_ranks_stay_beside_their_gpus(monkeypatch, tmp_path, numactl, trial, off, binds):
-    """torchrun binds them where there are GPUs and numactl and a trial works; else its flag would end the job."""
+    # torchrun binds them where there are GPUs and numactl and a trial works; else its flag would
+    # end the job.
     commands: list[list[str]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda command, **_: commands.append(command))
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], trial))
-    monkeypatch.setattr(attempt_module, "NVIDIA_GPUS", tmp_path)
+    monkeypatch.setattr(workers, "NVIDIA_GPUS", tmp_path)
     monkeypatch.setattr("shutil.which", lambda name: numactl)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    env = {attempt_module.NO_NUMA_BINDING: "1"} if off else {}
-    attempt_module.start_workers(None, 8, ["train"], tmp_path / "logs", env)
-    given = run.parse_args(commands[0][commands[0].index("torch.distributed.run") + 1 :])
-    assert given.numa_binding == ("node" if binds else None), "as torchrun reads it"
+    env = {workers.NO_NUMA_BINDING: "1"} if off else {}
+    workers.start_workers(None, 8, ["train"], tmp_path / "logs", env)
+    options = run.parse_args(commands[0][commands[0].index("torch.distributed.run") + 1 :])
+    # as torchrun reads it
+    assert options.numa_binding == ("node" if binds else None)
 
 
 def test_a_uid_without_a_name_starts_workers(monkeypatch, tmp_path):
@@ -189,6 +197,6 @@ def test_a_uid_without_a_name_starts_workers(monkeypatch, tmp_path):
     started: list[dict[str, str]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda command, env, **_: started.append(env))
     for nodes in (None, ["n1", "n2"]):
-        monkeypatch.setattr(attempt_module, "node_address", lambda node: node)
-        attempt_module.start_workers(nodes, 1, ["train"], tmp_path / "logs", {})
+        monkeypatch.setattr(workers, "node_address", lambda node: node)
+        workers.start_workers(nodes, 1, ["train"], tmp_path / "logs", {})
     assert {env["TRITON_CACHE_DIR"] for env in started} == {f"{tempfile.gettempdir()}/triton_4242"}

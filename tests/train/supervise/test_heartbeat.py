@@ -34,7 +34,7 @@ def beat(
     (folder / f"rank-{rank}.json").write_text(json.dumps(content))
 
 
-def blamed_after_a_hang(
+def find_blame(
     folder: Path, marks: list[tuple[int, str] | None], dead: tuple[int, ...] = ()
 ) -> tuple:
     """(ranks, words) for ranks that stand at these marks; None: never reported; dead: wrote no
@@ -98,9 +98,9 @@ EXCHANGE, READING = (42, "the exchange of step 8"), (40, "reading the data of st
     ],
 )
 def test_who_is_blamed_for_a_hang(tmp_path, marks, dead, blamed, words):
-    ranks, said = blamed_after_a_hang(tmp_path, marks, dead)
+    ranks, output = find_blame(tmp_path, marks, dead)
     assert ranks == blamed
-    assert said.startswith(words)
+    assert output.startswith(words)
 
 
 def test_a_worker_writes_what_it_does(tmp_path):

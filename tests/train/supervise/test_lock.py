@@ -44,7 +44,7 @@ def test_a_lock_is_waited_for(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("problem", "starting", "code", "said"),
+    ("problem", "starting", "code", "output"),
     [
         # a library's, without a word: its place is named
         (AssertionError(""), True, REFUSED, f"AssertionError: .*{__file__}:"),
@@ -65,7 +65,7 @@ def test_a_lock_is_waited_for(tmp_path):
         ),
     ],
 )
-def test_what_is_refused(problem, starting, code, said, tmp_path, capsys):
+def test_what_is_refused(problem, starting, code, output, tmp_path, capsys):
     refused = starting and not isinstance(problem, RuntimeError)
     with (
         pytest.raises(SystemExit if refused else type(problem)) as ended,
@@ -74,7 +74,7 @@ def test_what_is_refused(problem, starting, code, said, tmp_path, capsys):
         raise problem
     outcome = read_outcome(tmp_path)
     assert outcome["code"] == code
-    assert re.match(said, outcome["reason"])
+    assert re.match(output, outcome["reason"])
     if refused:
         assert ended.value.code == code
         (line,) = capsys.readouterr().err.splitlines()
@@ -89,7 +89,8 @@ def test_a_rank_that_finds_what_rank_0_does_not_speaks_for_itself(tmp_path, monk
     assert capsys.readouterr().err == "The job is refused: rank 3: my shard is damaged\n"
     with pytest.raises(SystemExit), crash_on_record(tmp_path, 1, lambda: 0, lambda: True):
         raise ValueError("my shard is damaged")
-    assert capsys.readouterr().err == "", "it is on record"
+    # it is on record
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.job
@@ -104,8 +105,8 @@ def test_workers_outlive_their_supervisor_and_keep_others_out(phase1, tmp_path):
             time.sleep(0.1)
         os.kill(int((tmp_path / "supervisor.pid").read_text()), signal.SIGKILL)
 
-    _, status, said = supervise(tmp_path, phase1, 6, 2, faults, *job[-2:], meanwhile=kill)
-    assert status == -signal.SIGKILL, said
+    _, status, output = supervise(tmp_path, phase1, 6, 2, faults, *job[-2:], meanwhile=kill)
+    assert status == -signal.SIGKILL, output
     pids = [read_json(path)["pid"] for path in (run / "heartbeats").glob("rank-*.json")]
     try:
         second = subprocess.run(
@@ -118,10 +119,11 @@ def test_workers_outlive_their_supervisor_and_keep_others_out(phase1, tmp_path):
         assert any(f"held by process {pid} on " in second.stderr for pid in pids), second.stderr
         plain = run_job(run, job, 2, fails=True)
         assert "of another job is alive" in plain.stdout
-        assert not (run / "outcome.json").exists(), "what is there is the first job's"
+        # what is there is the first job's
+        assert not (run / "outcome.json").exists()
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
     assert len((run / "attempts.jsonl").read_text().splitlines()) == 1
-    _, status, said = supervise(tmp_path, phase1, 6, 2, faults)
-    assert status == 0, said
+    _, status, output = supervise(tmp_path, phase1, 6, 2, faults)
+    assert status == 0, output

@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from records.job import read_job
-from tests.train.runs import forked
+from tests.train.runs import run_forked
 from train.supervise import preflight
-from train.supervise.attempt import start_workers
 from train.supervise.preflight import GIB, Needs, exchange_problem, healthy_nodes
+from train.supervise.workers import start_workers
 
 Address = namedtuple("Address", "family address")
 Usage = namedtuple("Usage", "free")
@@ -30,7 +30,7 @@ def test_a_node_says_what_it_has_and_what_it_lacks(prepared_data, tmp_path):
     run, data = tmp_path / "run", shutil.copytree(prepared_data, tmp_path / "data")
 
     def ask(*options):
-        status, said = forked(
+        status, output = run_forked(
             tmp_path,
             "train.supervise.preflight",
             *options,
@@ -41,14 +41,15 @@ def test_a_node_says_what_it_has_and_what_it_lacks(prepared_data, tmp_path):
             "--mixture.lock",
             str(data / "phase1.lock.json"),
         )
-        (record,) = [json.loads(line) for line in said.splitlines() if line.startswith('{"node"')]
+        (record,) = [json.loads(line) for line in output.splitlines() if line.startswith('{"node"')]
         assert status == (0 if record["ok"] else 1)
         return record
 
     record = ask()
     assert record["ok"], record
     assert list(record["checks"]) == ["gpus", "memory", "names", "matmul", "collective", "disk"]
-    assert not list(run.iterdir()), "nothing is left in the run folder"
+    # nothing is left in the run folder
+    assert not list(run.iterdir())
     assert ask("--gpus", "4096")["reason"] == "gpus: ValueError: 0 GPUs where 4096 are needed"
     assert "GiB free where 1000000000.0 are needed" in ask("--free-disk-gib", "1e9")["reason"]
     missing = data / "web/shard-00001.bin"
@@ -63,14 +64,15 @@ def test_a_node_says_what_it_has_and_what_it_lacks(prepared_data, tmp_path):
 def test_shared_memory_holds_the_nodes_part_of_what_a_save_stages(
     gpus, free_gib, refused, phase1, tmp_path, monkeypatch
 ):
-    """A container has 64 MB, in which the saves of the 2B end with SIGBUS; two nodes stage half each."""
+    # A container has 64 MB, in which the saves of the 2B end with SIGBUS; two nodes stage half
+    # each.
     JOB.job.dump_folder = str(tmp_path / "run")
     JOB.mixture.lock = str(phase1)
     free = {preflight.SHARED_MEMORY: free_gib}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(free.get(Path(path), 1000) * GIB))
     if refused:
-        said = r"^/dev/shm has [\d.]+ GiB free where 2\d\.\d are needed; enlarge it, or set checkpoint\.async_mode"
-        with pytest.raises(ValueError, match=said):
+        output = r"^/dev/shm has [\d.]+ GiB free where 2\d\.\d are needed; enlarge it, or set checkpoint\.async_mode"
+        with pytest.raises(ValueError, match=output):
             preflight.check_disk(JOB, Needs(gpus))
     else:
         assert preflight.check_disk(JOB, Needs(gpus))["free_gib"]["/dev/shm"] == free_gib
@@ -80,7 +82,6 @@ def test_shared_memory_holds_the_nodes_part_of_what_a_save_stages(
     ("interfaces", "nodes", "name_means", "says"),
     [
         ("", "1", ["127.0.1.1"], "any"),  # one node may call itself what it likes
-        ("", "2", ["10.0.0.7"], "10.0.0.7"),
         ("", "2", ["198.51.100.4", "10.0.0.7"], "10.0.0.7"),  # the first that it can bind
         ("eth0", "2", ["127.0.1.1"], "eth0"),
         # Debian's, at which every node would look for all others
@@ -89,12 +90,6 @@ def test_shared_memory_holds_the_nodes_part_of_what_a_save_stages(
             "2",
             ["127.0.1.1"],
             r"^n1 is 127\.0\.1\.1 on this node.*one of eth0, ib0, or mend /etc/hosts",
-        ),
-        (
-            "",
-            "2",
-            ["198.51.100.4"],
-            r"n1 is 198\.51\.100\.4 on this node.*GLOO_SOCKET_IFNAME, one of eth0",
         ),
         ("", "2", [], "cannot look up its own name n1"),
         (
@@ -108,7 +103,7 @@ def test_shared_memory_holds_the_nodes_part_of_what_a_save_stages(
 def test_other_nodes_must_reach_this_one_where_gloo_listens(
     interfaces, nodes, name_means, says, monkeypatch
 ):
-    found = {
+    interfaces_of_node = {
         "lo": [Address(socket.AF_INET, "127.0.0.1"), Address(socket.AF_INET6, "::1")],
         "eth0": [Address(psutil.AF_LINK, "00:00"), Address(socket.AF_INET, "10.0.0.7")],
         "ib0": [Address(socket.AF_INET6, "fe80::1%ib0")],
@@ -120,7 +115,7 @@ def test_other_nodes_must_reach_this_one_where_gloo_listens(
             raise socket.gaierror("Name or service not known")
         return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0)) for address in name_means]
 
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces_of_node)
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
     monkeypatch.setattr(socket, "gethostname", lambda: "n1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
@@ -158,7 +153,8 @@ def test_bad_nodes_are_told_apart(tmp_path, monkeypatch):
     good, bad = healthy_nodes(
         ["n6", "n1", "n2", "n3", "n4", "n5", "n7"], ["--job.config_file", "x.toml"]
     )
-    assert good == ["n6", "n1", "n3"], "in the order of the candidates"
+    # in the order of the candidates
+    assert good == ["n6", "n1", "n3"]
     assert bad.keys() == {"n2", "n4", "n5", "n7"}
     assert "Communication connection failure" in bad["n2"]
     assert bad["n4"].startswith("matmul: 0.0900 s where the median node needs 0.0100 s")
@@ -169,22 +165,22 @@ def test_bad_nodes_are_told_apart(tmp_path, monkeypatch):
 @pytest.mark.rotate
 @pytest.mark.parametrize("interface", ["lo", "none"])
 def test_ranks_count_themselves(interface, tmp_path, monkeypatch):
-    """Two real ranks under torchrun; gloo's own words where it does not connect them."""
+    # Two real ranks under torchrun; gloo's own words where it does not connect them.
     env = {"GLOO_SOCKET_IFNAME": interface}
     monkeypatch.setattr(
         preflight,
         "start_workers",
         lambda nodes, *rest: start_workers(None, *rest[:-1], {**rest[-1], **env}),
     )
-    said = exchange_problem(["n0"], 2, tmp_path)
+    output = exchange_problem(["n0"], 2, tmp_path)
     if interface == "lo":
-        assert said == ""
+        assert output == ""
     else:
-        assert said.startswith("gloo does not connect these nodes (")
-        assert "no answer" not in said
+        assert output.startswith("gloo does not connect these nodes (")
+        assert "no answer" not in output
         assert (
             "export GLOO_SOCKET_IFNAME, the name of the interface by which they reach each other"
-            in said
+            in output
         )
 
 

@@ -31,7 +31,7 @@ print("saved", flush=True)
 
 
 @contextmanager
-def started(*arguments: str) -> Iterator[subprocess.Popen]:
+def start_process(*arguments: str) -> Iterator[subprocess.Popen]:
     """PROGRAM when it is ready for signals."""
     command = [sys.executable, "-c", PROGRAM, *arguments]
     with subprocess.Popen(command, cwd=ROOT, stdout=-1, text=True) as process:
@@ -41,7 +41,7 @@ def started(*arguments: str) -> Iterator[subprocess.Popen]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_two_signals_at_once_are_one_request(number):
-    with started("60", "poll") as process:
+    with start_process("60", "poll") as process:
         process.send_signal(number)
         assert process.stdout.readline() == f"{number.name}\n"
         process.send_signal(number)
@@ -50,6 +50,6 @@ def test_two_signals_at_once_are_one_request(number):
 
 
 def test_the_deadline_ends_what_hangs():
-    with started("0.2", "hang") as process:
+    with start_process("0.2", "hang") as process:
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 1

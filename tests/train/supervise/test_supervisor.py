@@ -73,7 +73,7 @@ LIMIT: list[Life] = [
 
 
 @pytest.mark.parametrize(
-    ("lives", "code", "said"),
+    ("lives", "code", "output"),
     [
         ([(CRASHED, 7, "", 5), (CRASHED, 12, "RuntimeError: x", 10), END], DONE, ""),
         ([STOP, STOP, STOP, STOP, END], DONE, ""),
@@ -99,9 +99,9 @@ LIMIT: list[Life] = [
         "as at every validation, whatever the progress",
     ],
 )
-def test_what_is_started_again_and_what_is_not(supervise, job, lives, code, said):
+def test_what_is_started_again_and_what_is_not(supervise, job, lives, code, output):
     assert supervise(*lives, *3 * [END] * (code != DONE)) == (code, len(lives))
-    assert said in read_lines(job.run / "events.jsonl")[-1]["text"]
+    assert output in read_lines(job.run / "events.jsonl")[-1]["text"]
 
 
 def test_a_full_disk_below_its_log_does_not_end_the_supervisor(supervise, monkeypatch):
@@ -162,7 +162,8 @@ def test_a_bad_node_is_left_out_and_a_spare_takes_its_place(supervise, job, heal
     assert supervise(END, nodes="a,b,c", spares=1) == (DONE, 1)
     assert events(job, "bad_node", "node") == ["b"]
     assert events(job, "start", "nodes") == [["a", "c"]]
-    assert supervise(nodes="a,b", spares=0) == (CRASHED, 0), "one node short, three times"
+    # one node short, three times
+    assert supervise(nodes="a,b", spares=0) == (CRASHED, 0)
     assert "last: 1 healthy nodes, 2 are needed" in events(job, "give_up", "text")[-1]
 
 
@@ -173,21 +174,21 @@ def events(job: JobSections, kind: str, key: str) -> list[Any]:
 
 
 def test_nodes_that_do_not_connect_are_not_started(supervise, job, healthy):
-    """A setting ends a run that never trained at once, with the sentence; one that did may see its network again."""
+    # A setting ends a run that never trained at once, with the sentence; one that did may see its
+    # network again.
     problem = "gloo does not connect these nodes (a does not reach b); export GLOO_SOCKET_IFNAME"
     healthy.problems = [problem]
     assert supervise(nodes="a,b", spares=0) == (CRASHED, 0)
-    said = f"the job cannot start: {problem}. Restarting would not change that"
-    assert events(job, "give_up", "text") == [said]
+    output = f"the job cannot start: {problem}. Restarting would not change that"
+    assert events(job, "give_up", "text") == [output]
     (job.checkpoints / "step-5").mkdir()
     (job.checkpoints / "step-5/.metadata").touch()
     healthy.problems = [problem, ""]
     assert supervise(END, nodes="a,b", spares=0) == (DONE, 1)
     assert healthy.problems == []
     healthy.problems = [ValueError("no result within 480 s")]
-    assert supervise((DONE, 21, "end", 21), nodes="a,b", spares=0) == (DONE, 1), (
-        "it may be the trial's fault"
-    )
+    # it may be the trial's fault
+    assert supervise((DONE, 21, "end", 21), nodes="a,b", spares=0) == (DONE, 1)
     assert events(job, "network", "text")[-1] == "not tried: no result within 480 s"
 
 
@@ -211,7 +212,7 @@ def test_what_no_restart_could_do_is_refused():
 
 
 def test_the_supervisor_imports_no_torch():
-    """It has to outlive a broken installation of the workers, and starts in a fraction of a second."""
+    # It has to outlive a broken installation of the workers, and starts in a fraction of a second.
     program = "import sys, train.supervise.__main__; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
