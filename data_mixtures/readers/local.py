@@ -381,11 +381,27 @@ def lacks(value: Any, field: str) -> str | None:
     return None
 
 
-def json_objects(name: str | os.PathLike[str]) -> Iterator[tuple[int, Any]]:
-    """(number from 1, value) of lines that are not blank. ValueError: not JSON, or a broken .gz."""
+def json_objects(
+    name: str | os.PathLike[str], skipped: Skipped | None = None
+) -> Iterator[tuple[int, Any]]:
+    """Read a file of JSON lines, compressed or not, here or behind a URL.
+
+    Lines end at \\n alone: U+2028, U+2029 and U+0085 are characters of a string. A byte order mark is
+    left out.
+
+    Args:
+        skipped: receives the numbers of lines that are not JSON, which are an error without it.
+
+    Returns:
+        (number from 1, value) of every line that is not blank.
+
+    Raises:
+        ValueError: a line is not JSON, or what is compressed is damaged or truncated.
+    """
     try:
+        # bytes, as str.splitlines and files of text end lines at more characters
         with open_input(os.fspath(name)) as file:
-            yield from json_lines(file, name)
+            yield from json_lines(file, name, skipped)
     except Unreadable as error:
         raise ValueError(f"{name} is damaged or truncated: {error.__cause__}") from error
 

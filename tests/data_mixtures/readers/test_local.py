@@ -3,6 +3,7 @@ reasons why none does.
 """
 
 import bz2
+import codecs
 import gzip
 import json
 import os
@@ -72,6 +73,25 @@ def test_what_is_packed_is_whole_or_damaged(suffix, tmp_path):
         assert 0 <= error.value.args[1] <= 3000
         with pytest.raises(ValueError, match=rf"a\.jsonl\.{suffix} is damaged or truncated"):
             list(local.json_objects(path))
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst", ".bz2"])
+def test_json_lines_end_at_newlines_alone(suffix, tmp_path):
+    values = [
+        {"text": f"a{mark}b", "n": n} for n, mark in enumerate("\u2028\u2029\x85\ufeff\x0b\x0c\x1c")
+    ]
+    lines = [json.dumps(value, ensure_ascii=False).encode() for value in values]
+    raw = codecs.BOM_UTF8 + b"\r\n\n".join(lines[:3]) + b"\n" + b"\n".join(lines[3:])
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(PACK[suffix[1:]](raw) if suffix else raw)
+    assert list(local.json_objects(path)) == list(zip([1, 3, 5, 6, 7, 8, 9], values, strict=True))
+    assert texts(LINES, path) == [value["text"] for value in values]
+    path.write_bytes(PACK[suffix[1:]](raw + b"\n{") if suffix else raw + b"\n{")
+    with pytest.raises(ValueError, match=r"a\.jsonl.*:10: not JSON"):
+        list(local.json_objects(path))
+    skipped: dict[int, type[Exception]] = {}
+    assert len(list(local.json_objects(path, skipped))) == 7
+    assert skipped == {10: json.JSONDecodeError}
 
 
 @pytest.mark.parametrize(
