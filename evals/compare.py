@@ -2,7 +2,6 @@
 
     python -m evals.compare runs/x@1000 runs/x@2000
     python -m evals.compare runs/a runs/b --kind lm_eval
-    python -m evals.compare runs/a@500 runs/a@1000 --kind gold
     python -m evals.compare runs/x@phase1 runs/x@phase2
     python -m evals.compare runs/x/items/core-1000-0123456789ab.jsonl.gz runs/y/items/core-9-ba9876543210.jsonl.gz
 
@@ -24,7 +23,7 @@ import tyro
 from evals.core.evaluate import core_differences
 from evals.tables import show_table
 from records.files import JsonObject, read_lines
-from records.items import Pair, bits_change, error_of_mean, mean_of_bits, paired, read_items
+from records.items import Pair, bits_change, error_of_mean, paired, read_items
 from records.run import places_of
 
 # two files that differ in one of these asked other things, or in another way
@@ -59,17 +58,16 @@ def compare(a: Path, b: Path) -> JsonObject:
     kind = head_a.get("kind")
     pairs: dict[str, list[Pair]] = {}
     for (task, item), line in lines_a.items():
-        if line["right"] is not None or kind == "gold":
+        if line["right"] is not None:
             pairs.setdefault(task, []).append((line, lines_b[task, item]))
     tasks = {task: differences(of_task) for task, of_task in pairs.items()}
-    total = core_differences(tasks) if kind == "core" else mean_of_bits(tasks.values())
+    total = core_differences(tasks) if kind == "core" else {}
     return {"a": str(a), "b": str(b), "kind": kind, "tasks": tasks, **total}
 
 
 def differences(pairs: list[Pair]) -> JsonObject:
-    """The figures of one task; those of a file of gold bits have no answers, and so no accuracies."""
-    answers = {} if pairs[0][0]["right"] is None else accuracies(pairs)
-    return {"n": len(pairs), **answers, **bits_change(pairs)}
+    """The figures of one task."""
+    return {"n": len(pairs), **accuracies(pairs), **bits_change(pairs)}
 
 
 def accuracies(pairs: list[Pair]) -> JsonObject:
@@ -162,7 +160,7 @@ def main(
     Args:
         a: RUN, RUN@STEP, RUN@PHASE, or a file of items (items/*.jsonl.gz) of the earlier evaluation
         b: that of the later evaluation
-        kind: of a run's records: core, lm_eval, code, or gold (validation.gold_items)
+        kind: of a run's records: core, lm_eval or code
     """
     comparison = compare(file_of(a, kind), file_of(b, kind))
     show(comparison)

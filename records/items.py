@@ -22,13 +22,6 @@ FOLDER = "items"  # next to evals.jsonl
 Pair = tuple[JsonObject, JsonObject]  # an item in two files
 
 
-def items_file(head: JsonObject, items: Iterable[JsonObject]) -> bytes:
-    """The content of such a file, the same for the same items."""
-    return gzip.compress(
-        "".join(json.dumps(line) + "\n" for line in (head, *items)).encode(), mtime=0
-    )
-
-
 def write_items(out: Path | None, head: JsonObject, items: Iterable[JsonObject]) -> str | None:
     """Write the file and return its path relative to the folder of `out`; None: there is none.
 
@@ -36,7 +29,8 @@ def write_items(out: Path | None, head: JsonObject, items: Iterable[JsonObject])
     """
     if out is None:
         return None
-    content = items_file(head, items)
+    lines = "".join(json.dumps(line) + "\n" for line in (head, *items))
+    content = gzip.compress(lines.encode(), mtime=0)  # mtime: the same for the same items
     name = f"{head['kind']}-{head['step'] or 0}-{hashlib.sha256(content).hexdigest()[:12]}.jsonl.gz"
     (out.parent / FOLDER).mkdir(parents=True, exist_ok=True)
     write_atomically(out.parent / FOLDER / name, content)

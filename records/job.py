@@ -239,10 +239,6 @@ class Validation:
 
     windows_per_source: int = 16
     """Held-out windows per source; all of them if a source has fewer"""
-    gold_items: str = ""
-    """Benchmark items (python -m evals.gold) of which each validation, and step 0, measures bits per byte
-    of the right answers; "": none
-    """
 
 
 @dataclass

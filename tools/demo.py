@@ -58,15 +58,10 @@ def main(
     clear(out)
     stage("1/8  real text -> tokens, shards, mixture locks")
     run("-m", "data_mixtures.prepare", "data_mixtures/demo.toml", "--out", out / "data")
-    gold = out / "data/gold.jsonl.gz"
-    run("-m", "evals.gold", out / "data", "--bundle", BUNDLE, "--out", gold)
-    measured_too = ("--validation.gold_items", str(gold))
     stage(f"2/8  phase 1: broad mixture, {ranks} FSDP ranks")
-    first = train(out, "phase1", out / "data/phase1.lock.json", steps1, ranks, None, *measured_too)
+    first = train(out, "phase1", out / "data/phase1.lock.json", steps1, ranks, None)
     stage("3/8  phase 2: code and reasoning, from the last checkpoint of phase 1")
-    second = train(
-        out, "phase2", out / "data/phase2.lock.json", steps2, ranks, first, *measured_too
-    )
+    second = train(out, "phase2", out / "data/phase2.lock.json", steps2, ranks, first)
     stage("4/8  fine-tuning on conversations of people, from the last checkpoint of phase 2")
     lock = prepare_conversations(out)
     third = train(out, "sft", lock, steps3, ranks, second, "--optimizer.lr", "3e-3")

@@ -112,8 +112,6 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             describe_attempt(
                 self.run, self.attempt, self.step, self.job_config, model, loader, source
             )
-        if self.step == 0 and self.job_config.validation.enable:
-            self.validator.measure_gold(self.model_parts[0], 0)
         self.starting = False
         return super().batch_generator(data_iterable)
 

@@ -9,9 +9,8 @@ comparable with the loss. So does what is measured of the head that drafts, if t
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -28,10 +27,9 @@ from torchtitan.tools.logging import logger
 from data_mixtures.mixture import PACKING, read_lock, valid_windows
 from laneformer.titan.mtp import Drafted
 
-from .data import Batch, inputs_and_labels
+from .data import inputs_and_labels
 from .diagnostics import ratios
-from .gold import gold_items
-from .metrics import RunMetrics, sequence_losses
+from .metrics import RunMetrics
 from .supervise.heartbeat import enter
 
 FIRST_OCTAVE = 16  # tokens; the positions before it are one bin
@@ -94,87 +92,46 @@ class HeldOutValidator(BaseValidator):
         self.context, self.metrics = validation_context, metrics_processor
         self.mesh = parallel_dims.get_optional_mesh("loss")
 
-        deal = functools.partial(
-            deal_out, ranks=dp_world_size, rank=dp_rank, batch=section.local_batch_size
-        )
         sources = held_out(lock, section.windows_per_source)
         weights = {source["name"]: source["weight"] for source in read_lock(lock)["sources"]}
         self.names, self.weights = list(sources), [weights[name] for name in sources]
         self.octaves = octaves(job_config.training.seq_len)
         counts = [len(windows) for windows, *_ in sources.values()]
         streams = [np.concatenate(parts) for parts in zip(*sources.values(), strict=True)]
-        self.windows = deal(streams, np.repeat(np.arange(len(sources)), counts))
-        self.gold = gold_items(job_config)
-        if self.gold is not None:
-            rows = self.gold.rows(job_config.training.seq_len)
-            self.answers = deal(rows, np.arange(len(self.gold.lines)))
+        source_of_row = np.repeat(np.arange(len(sources)), counts)
+        self.windows = deal_out(
+            streams, source_of_row, dp_world_size, dp_rank, section.local_batch_size
+        )
 
     def should_validate(self, step: int) -> bool:
         return step % self.job_config.validation.freq == 0 or step == self.job_config.training.steps
 
     @torch.no_grad()
-    def sum_rows(
-        self,
-        model: nn.Module,
-        batches: Iterable[tuple[Batch, torch.Tensor]],
-        bins: int,
-        figures: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
-    ) -> list[list[float]]:
-        """Sums over all ranks (bins, n) of the figures (B, n) of each row of the batches.
-
-        batches: inputs and labels, and the bin of each row; figures: of losses, labels and documents.
-        """
-        model.eval()
-        sums = torch.zeros(bins + 1, 1, dtype=torch.float64, device=utils.device_type)
-        for (inputs, labels), into in batches:  # a few: signals wait
-            documents = inputs.get("documents")
-            with self.context():
-                losses = model(inputs["input"], labels, documents)
-            rows = figures(losses, labels, documents)
-            sums = sums.expand(-1, rows.shape[1]).index_add(0, into.to(utils.device_type), rows)
-        model.train()
-        if self.mesh is not None:
-            torch.distributed.all_reduce(sums, group=self.mesh.get_group())
-        return sums[:-1].tolist()  # without padding's
-
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         """Measure and log; every rank has to call it at the same step."""
         started = time.perf_counter()
         enter(f"the validation after step {step}")
         (model,) = model_parts
-
-        def figures(losses: torch.Tensor, labels: torch.Tensor, documents: Any) -> torch.Tensor:
-            drafted: Any = model.drafted
-            places = octave_sums(losses, labels, documents, self.octaves)
-            return torch.cat([places, draft_sums(drafted, len(losses))], 1)
-
-        batches = (
-            (inputs_and_labels(*map(on_device, streams)), source)
-            for *streams, source in self.windows
-        )
-        sums = self.sum_rows(model, batches, len(self.names), figures)
+        model.eval()
+        sums = self._sum_windows(model)
+        model.train()
         self.metrics.log_held_out(step, time.perf_counter() - started, self._figures(sums))
-        self.measure_gold(model, step)
 
-    def measure_gold(self, model: nn.Module, step: int) -> None:
-        """Gold bits per byte, where the job has items; of step 0 before any training."""
-        if self.gold is None:
-            return
-        started = time.perf_counter()
-        enter(f"the gold bits per byte after step {step}")
-        batches = (
-            (({"input": on_device(tokens)}, on_device(labels)), item)
-            for tokens, labels, item in self.answers
-        )
-        nats = self.sum_rows(
-            model,
-            batches,
-            len(self.gold.lines),
-            lambda losses, *_: sequence_losses(losses)[:, None],
-        )
-        seconds = time.perf_counter() - started
-        self.metrics.time_last_log += seconds  # counts in no throughput
-        self.gold.log([each for (each,) in nats], step, seconds, self.metrics)
+    def _sum_windows(self, model: Any) -> list[list[float]]:
+        """The sums over all ranks (sources, n) of what `_figures` reads of each window."""
+        sums = torch.zeros(len(self.names) + 1, 1, dtype=torch.float64, device=utils.device_type)
+        for *streams, source in self.windows:  # a few: signals wait
+            inputs, labels = inputs_and_labels(*map(on_device, streams))
+            documents = inputs.get("documents")
+            with self.context():
+                losses = model(inputs["input"], labels, documents)
+            places = octave_sums(losses, labels, documents, self.octaves)
+            rows = torch.cat([places, draft_sums(model.drafted, len(losses))], 1)
+            # the number of columns is known from the first batch on
+            sums = sums.expand(-1, rows.shape[1]).index_add(0, on_device(source), rows)
+        if self.mesh is not None:
+            torch.distributed.all_reduce(sums, group=self.mesh.get_group())
+        return sums[:-1].tolist()  # the last bin is the padding's
 
     def _figures(self, sums: list[list[float]]) -> dict[str, Any]:
         """What the row of a validation gets of the sums of each source."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from evals import bits_per_byte, gold, samples
+from evals import bits_per_byte, samples
 from evals.code.__main__ import Scoring
 from evals.code.answers import Sampling
 from evals.commands import check, read_command
@@ -39,7 +39,7 @@ def job_of(run: Path, **section) -> JobSections:
 
 
 def test_every_evaluation_is_a_command():
-    assert {command.split()[0] for command in COMMANDS} == set(FIELDS) - {"contamination", "gold"}
+    assert {command.split()[0] for command in COMMANDS} == set(FIELDS) - {"contamination"}
     for name in FIELDS:
         assert read_command(name)[0] == f"evals.{name}"
         assert read_command(name)[1].kind == name
@@ -97,7 +97,7 @@ def test_help_is_whole_sentences_of_the_same_flags(monkeypatch, capsys):
             "what it is about, not a parameter's name"
         )
         flags = {*re.findall(r"^\W*?(--[a-z-]+)", text, re.MULTILINE)}
-        if name not in ("contamination", "decode_speed", "gold"):
+        if name not in ("contamination", "decode_speed"):
             assert flags >= FLAGS
         if name in ("bits_per_byte", "core", "lm_eval"):
             assert "--limit" in flags
@@ -161,7 +161,6 @@ RANGES = [  # what takes numbers, with what else, and numbers that it refuses
     (Scoring, {}, {"parallel": [0]}),
     (samples.main, HF, {"max_new_tokens": [0], "temperature": [0.0, NAN], "seed": [-1, 2**32]}),
     (bits_per_byte.main, HF | DATA, {"limit": [0]}),
-    (gold.main, DATA | {"bundle": Path("bundle"), "out": Path("out")}, {"max_length": [0]}),
 ]
 
 

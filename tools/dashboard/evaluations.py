@@ -197,11 +197,8 @@ def missing_part(record: Record) -> str:
 
 
 def bits_card(run: Run) -> str:
-    """Bits per byte of held-out text by source, and of the right answers as the job measured them itself."""
-    records, gold = (
-        run.evals_of("bits_per_byte"),
-        points_of(run.evals_of("gold"), "gold_bits_per_byte"),
-    )
+    """Bits per byte of held-out text by source."""
+    records = run.evals_of("bits_per_byte")
     points = {
         name: points_of(records, "sources", name, "bits_per_byte") for name in sources_of(run)
     }
@@ -209,12 +206,7 @@ def bits_card(run: Run) -> str:
     of_text = Panel(
         "Bits per byte", "held-out text, lower is better", "", 260, ".4f", zero=False, log=True
     )
-    ends = [around(bits, dig(record, "change", "bits_standard_error")) for record, bits in gold]
-    right = curve("right answers", gold, TINT, ends, symbol="circle")
-    of_answers = Panel(
-        "Bits per byte of right answers", "bars: 95 % of the change", "", 160, ".4f", zero=False
-    )
-    drawn = figure([(of_text, [whole, *series(points, symbol="circle")]), (of_answers, [right])])
+    drawn = figure([(of_text, [whole, *series(points, symbol="circle")])])
     return chart_card("Bits per byte", drawn, f"bits-{run.name}")
 
 

@@ -36,7 +36,6 @@ from records.usage import cost
 from tools.markdown import records
 from tools.plan import preparation, sums
 from tools.synthetic import write_synthetic_lock
-from train.gold import gold_cost
 from train.job_config import load_job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,7 +114,7 @@ def plan_phase(
     cluster = sums.Cluster(options.gpus, options.gpus_per_node, card, rate)
     sums.check(job, cluster)
     compute: Result = sums.compute(job, cluster)
-    memory, gold = sums.memory(job), gold_cost(titan_job)
+    memory = sums.memory(job)
     compute["cost"] = cost(compute["gpu_hours"], asdict(titan_job.metrics))
     usable_bytes = sums.USABLE * card.memory_bytes
     phase: Result = {
@@ -130,7 +129,6 @@ def plan_phase(
         },
         "checkpoints": sums.checkpoints(job, cluster),
         "traffic": sums.traffic(job, cluster),
-        "gold": gold and {"items": gold["items"], "percent_of_compute": 100 * gold["share"]},
         "dry_run": take_step(path, overrides, titan_job, options.gpus) if options.dry_run else None,
         "data": [],
     }
@@ -240,14 +238,7 @@ def take_step(config: Path, overrides: list[str], titan_job: Any, world_size: in
             --comm.mode fake_backend"""
         command = [sys.executable, "-m", "train", "--job.config_file", str(config), *overrides]
         command += smaller.split()
-        command += [
-            "--job.dump_folder",
-            str(run),
-            "--mixture.lock",
-            str(lock),
-            "--validation.gold_items",
-            "",
-        ]
+        command += ["--job.dump_folder", str(run), "--mixture.lock", str(lock)]
         command += ["--quantize.linear.float8.emulate"] if titan_job.model.converters else []
         world = dict.fromkeys(("NGPU", "WORLD_SIZE"), str(world_size))
         env = os.environ | world | {"LOCAL_RANK": "0", "RANK": "0"}
@@ -272,7 +263,6 @@ SECTIONS = (
     "gpu",
     "checkpoints",
     "traffic",
-    "gold",
     "dry_run",
 )
 

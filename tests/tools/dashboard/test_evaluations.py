@@ -134,23 +134,3 @@ def test_contamination_counts_what_was_touched_and_says_so_where_nothing_was_sea
     text = evaluations.contamination_card(run)
     assert "The data were not searched for evaluation items." in text
     assert "<table" not in text, "no empty table"
-
-
-def test_gold_bits_of_the_job_have_the_paired_error_of_their_change(folder, tmp_path):
-    lines = [
-        {
-            "kind": "gold",
-            "phase": "phase1",
-            "step": step,
-            "gold_bits_per_byte": bits,
-            "change": change,
-        }
-        for step, bits, change in (
-            (0, 4.0, None),
-            (20, 3.5, {"since": 0, "bits_standard_error": 0.01}),
-        )
-    ]
-    chart = chart_of(evaluations.bits_card(run_with(folder, tmp_path / "run", *lines)))
-    right = next(each for each in chart["curves"] if each["name"] == "right answers")
-    assert right["y"] == [4.0, 3.5]
-    assert right["ends"] == [None, pytest.approx([3.5 - Z95 * 0.01, 3.5 + Z95 * 0.01])]

@@ -213,7 +213,7 @@ ODD = """{}
 {"tasks": {"x": null}, "sources": {"y": null}, "benchmarks": {"z": null}, "pass@1_plus": 0.5, "change": 7}
 {"tasks": {"x": {"accuracy": null}}, "pass@1_plus": 0.5, "pass@1_plus_interval": [null, 1], "time": "noon"}
 {"tasks": {}, "missing": {"<i>squad": "<b>why"}, "step": 3, "protocol": 7, "phase": ["a"]}"""
-KINDS = ("core", "code", "lm_eval", "bits_per_byte", "gold", "decode_speed", "contamination")
+KINDS = ("core", "code", "lm_eval", "bits_per_byte", "decode_speed", "contamination")
 
 
 def test_odd_records_cost_no_page_and_a_card_that_fails_is_named(tmp_path, monkeypatch):
