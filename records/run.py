@@ -14,6 +14,7 @@ import json
 import math
 import os
 import secrets
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,9 +118,9 @@ def number(value: Any) -> float | None:
     """The value as a finite float, else None: NaN, infinity, null, text and missing values
     are all "not measured".
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # not math.isfinite: an integer of 400 digits has no float
+    return float(value) if is_number and abs(value) <= sys.float_info.max else None
 
 
 def numbers_in(path: str, value: Any) -> Iterator[tuple[str, float]]:

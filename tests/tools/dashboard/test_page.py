@@ -220,7 +220,7 @@ KINDS = ("core", "code", "lm_eval", "bits_per_byte", "decode_speed", "contaminat
 
 def test_odd_records_cost_no_page_and_a_card_that_fails_is_named(tmp_path, monkeypatch):
     records = [{"kind": kind, **json.loads(line)} for kind in KINDS for line in ODD.splitlines()]
-    folder = write_rows(tmp_path, [row(1), row(2)])
+    folder = write_rows(tmp_path, [row(1), row(2, lr=10**400)])
     write_lines(folder / "evals.jsonl", records)
     body = body_of(folder)
     assert "cannot be drawn" not in body
