@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Annotated
 
 import tyro
 
+from records.command import run_command
 from records.files import write_atomically
 from records.run import Run, read_run
 from tools.dashboard import evaluations, training
@@ -125,10 +127,10 @@ def main(
         time.sleep(max(EVERY_S, 4 * (time.monotonic() - began)))
 
 
-if __name__ == "__main__":
-    try:
+def run() -> None:
+    with suppress(KeyboardInterrupt):  # how --serve ends
         tyro.cli(main, prog="python -m tools.dashboard")
-    except ValueError as error:
-        raise SystemExit(f"dashboard: {error}") from None
-    except KeyboardInterrupt:
-        pass
+
+
+if __name__ == "__main__":
+    run_command("dashboard", run)
