@@ -22,6 +22,7 @@ import tyro
 
 from evals.core.evaluate import core_differences
 from evals.tables import show_table
+from records.command import run_command
 from records.files import JsonObject, read_lines
 from records.items import Pair, bits_change, compare_pairs, error_of_mean, read_items
 from records.run import places_of
@@ -168,7 +169,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        tyro.cli(main, prog="python -m evals.compare")
-    except ValueError as problem:
-        raise SystemExit(f"compare: {problem}") from None
+    run_command("compare", lambda: tyro.cli(main, prog="python -m evals.compare"))

@@ -33,7 +33,7 @@ def main(hf_dir: ModelFolder, about: AboutFlags = NOWHERE, device: str = "auto")
     bench = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if bench.returncode:
         raise SystemExit(f"{' '.join(command[1:])} failed with exit status {bench.returncode}")
-    figures = json.loads(bench.stdout.splitlines()[-1])
+    figures = json.loads(bench.stdout.rstrip("\n").split("\n")[-1])
     return about.append(
         "decode_speed",
         figures,

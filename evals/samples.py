@@ -16,10 +16,11 @@ import json
 from pathlib import Path
 from typing import Annotated
 
+from data_mixtures.readers.local import json_objects
 from evals.scorer import LOCAL, AnyPrompt, SourceFlags, fast_tokenizer, open_scorer, origin
 from evals.tables import console
 from records.evals import NOWHERE, AboutFlags, EvalCommand, ModelFolder, check_range, optional
-from records.files import JsonObject, json_lines
+from records.files import JsonObject
 
 BUILT_IN = Path(__file__).with_suffix(".jsonl")
 
@@ -77,7 +78,7 @@ def main(
 def read_prompts(path: Path) -> list[JsonObject]:
     """The prompts of a file. Raises ValueError with the number of a line that is none."""
     prompts = []
-    for number, prompt in json_lines(path.read_bytes().split(b"\n"), path):
+    for number, prompt in json_objects(path):
         named = isinstance(prompt, dict) and isinstance(prompt.get("name"), str)
         if not named or isinstance(prompt.get("text"), str) == isinstance(
             prompt.get("messages"), list

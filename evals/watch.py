@@ -287,14 +287,25 @@ def yield_to_training(cpus: str | None, gpu: str | None) -> None:
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     if cpus is not None:
-        chosen: set[int] = set()
-        for part in cpus.split(","):
-            first, _, last = part.partition("-")
-            if not first.isdigit() or not (last or first).isdigit():
-                raise ValueError(f"--cpus {cpus!r} is not a list of cores, such as 28-31 or 2,3")
-            chosen |= set(range(int(first), int(last or first) + 1))
-        os.sched_setaffinity(0, chosen)
+        os.sched_setaffinity(0, parse_cores(cpus))
         os.environ["OMP_NUM_THREADS"] = str(usable_cpus())
+
+
+def parse_cores(cpus: str) -> set[int]:
+    """Return the cores of a list such as 28-31 or 2,3; ValueError unless this process may use them all."""
+    allowed, chosen = os.sched_getaffinity(0), set[int]()
+    for part in cpus.split(","):
+        first, _, last = part.partition("-")
+        if not first.isdecimal() or not (last or first).isdecimal():
+            raise ValueError(f"--cpus {cpus!r} is not a list of cores, such as 28-31 or 2,3")
+        low, high = int(first), int(last or first)
+        if low > high or not {low, high} <= allowed:
+            raise ValueError(
+                f"--cpus {cpus}: {part} must be ascending cores that this process may use, which are "
+                f"{min(allowed)} to {max(allowed)}"
+            )
+        chosen |= {core for core in allowed if low <= core <= high}
+    return chosen
 
 
 def main() -> int:

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from records.command import run_command
 from records.files import JsonObject, append_line, code_version
 from records.job import read_sections
 
@@ -156,10 +157,10 @@ class EvalCommand:
     def run(self) -> None:
         """The module's command line: prints the record as one JSON line, and an error of its input or files as one."""
         code_at_start()
-        try:
-            record = tyro.cli(self.main, prog=f"python -m evals.{self.kind}", config=PLAIN)
-        except (OSError, ValueError) as error:
-            raise SystemExit(f"{self.kind}: {error}") from None
+        run_command(self.kind, self._print_record)
+
+    def _print_record(self) -> None:
+        record = tyro.cli(self.main, prog=f"python -m evals.{self.kind}", config=PLAIN)
         if record is not None:
             print(json.dumps(record))
 

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import secrets
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,9 +115,9 @@ class Run:
 
 def number(value: Any) -> float | None:
     """Return the value as a finite float, else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # not math.isfinite: an integer of 400 digits has no float
+    return float(value) if is_number and abs(value) <= sys.float_info.max else None
 
 
 def numbers_in(path: str, value: Any) -> Iterator[tuple[str, float]]:

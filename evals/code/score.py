@@ -6,6 +6,7 @@ data set are computed once, in the run of the reference solutions, and cached.
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import hashlib
 import itertools
@@ -74,7 +75,9 @@ def open_dataset(path: Path) -> Dataset:
         )
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        problems = [json.loads(line) for line in content.splitlines() if line.strip()]
+        # not json_objects: NaN and infinity are inputs of some problems
+        lines = content.removeprefix(codecs.BOM_UTF8).split(b"\n")
+        problems = [json.loads(line) for line in lines if line.strip()]
         tasks = {problem["task_id"] for problem in problems}
         prefixes = {task.partition("/")[0] for task in tasks}
         if lacking := sorted(

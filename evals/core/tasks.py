@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from records.files import JsonObject, json_lines, read_lines
+from data_mixtures.readers.local import json_objects
+from records.files import JsonObject, read_lines
 
 TaskType = Literal["multiple_choice", "schema", "language_modeling"]
 Row = JsonObject
@@ -99,7 +100,7 @@ class Bundle:
         of the task's type.
         """
         path = self.file(task)
-        lines = json_lines(path.read_bytes().split(b"\n"), path)
+        lines = json_objects(path)
         rows = [check_row(row, task.type, f"{path}:{number}") for number, row in lines]
         if not rows:
             raise ValueError(f"{path} is empty; copy it again, from {WHERE_FROM}")

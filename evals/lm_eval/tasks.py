@@ -34,9 +34,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from data_mixtures.readers.local import json_objects
 from evals.commands import choice
 from evals.lm_eval.needles import needles_of
-from records.files import JsonObject, json_lines
+from records.files import JsonObject
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
@@ -215,8 +216,8 @@ def make_sentence_tables(essays: Path, folder: Path) -> None:
     """Train NLTK's Punkt on the essays and write its tables atomically; NLTK writes nowhere but below its paths."""
     from nltk.tokenize.punkt import PunktTrainer, save_punkt_params
 
-    lines = json_lines(essays.read_bytes().split(b"\n"), essays)
-    trained = PunktTrainer("\n".join(essay["text"] for _, essay in lines)).get_params()
+    texts = [essay["text"] for _, essay in json_objects(essays)]
+    trained = PunktTrainer("\n".join(texts)).get_params()
     place = folder / TABLES
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".english-", dir=place.parent) as part_of:

@@ -7,7 +7,6 @@ ids of the prompts.
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 import urllib.error
@@ -32,6 +31,7 @@ from evals.scorer.base import (
 )
 from evals.scorer.hf import cut_at_stop
 from records.files import JsonObject
+from records.run import number
 
 ATTEMPTS, FIRST_WAIT_S = 6, 1.0
 TRY_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
@@ -78,13 +78,14 @@ class EndpointScorer(Scorer):
         }
         scores = [NOTHING] * len(prompts)
         choices = self._choices("completions", body | {"logprobs": 1}) if wanted else []
-        by_index = {choice.get("index"): choice for choice in choices}
-        if by_index.keys() != {*range(len(wanted))}:
+        indices = [choice.get("index") for choice in choices]
+        if not all(index in range(len(wanted)) for index in indices) or len(choices) != len(wanted):
             raise ValueError(
-                f"{self.device} gave choices {[*by_index]} for {len(wanted)} prompts; one each is needed"
+                f"{self.device} gave choices {indices} for {len(wanted)} prompts; one each is needed"
             )
-        for number, i in enumerate(wanted):
-            scores[i] = scores_of(by_index[number], prompts[i])
+        by_index = dict(zip(indices, choices, strict=True))
+        for place, i in enumerate(wanted):
+            scores[i] = scores_of(by_index[place], prompts[i])
         return scores
 
     def generate(
@@ -102,22 +103,21 @@ class EndpointScorer(Scorer):
         choice = self._choices(path, body)[0]
         try:
             text = (choice["message"]["content"] if chat else choice["text"]) or ""
-            whole = text.encode(
-                errors="replace"
-            ).decode()  # JSON has half characters, which no file takes
+            # JSON has half characters, which no file takes
+            whole = text.encode(errors="replace").decode()
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{self.device}/{path} returned a choice without text ({error!r})"
             ) from None
         text = cut_at_stop(whole, stops)
-        return Answer(
-            text, "stop" if len(text) < len(whole) else choice.get("finish_reason") or "stop"
-        )
+        finish = choice.get("finish_reason")
+        return Answer(text, "length" if len(text) == len(whole) and finish == "length" else "stop")
 
     def _choices(self, path: str, body: JsonObject) -> list[JsonObject]:
         reply = self._post(f"{self.device}/{path}", {"model": self.model, **body})
         choices = reply.get("choices") if isinstance(reply, dict) else None
-        if not choices or not all(isinstance(choice, dict) for choice in choices):
+        is_list = isinstance(choices, list) and bool(choices)
+        if not is_list or not all(isinstance(choice, dict) for choice in choices):
             raise ValueError(f"{self.device}/{path} returned no choice, but {str(reply)[:200]}")
         return choices
 
@@ -150,10 +150,14 @@ def scores_of(choice: JsonObject, prompt: Prompt) -> Scores:
 
     A server without prompt scores would otherwise give the accuracy of guessing.
     """
-    given = choice.get("logprobs") or {}
-    logprobs, top = (given.get(name) or [] for name in ("token_logprobs", "top_logprobs"))
+    reply = choice.get("logprobs")
+    lists = [
+        reply.get(name) if isinstance(reply, dict) else None
+        for name in ("token_logprobs", "top_logprobs")
+    ]
+    logprobs, top = (each if isinstance(each, list) else [] for each in lists)
     whole = len(logprobs) == len(top) == len(prompt.ids) + 1 and all(map(is_number, logprobs[1:]))
-    if not whole or not all(each and all(map(is_number, each.values())) for each in top[1:]):
+    if not whole or not all(are_scores(each) for each in top[1:]):
         raise ValueError(
             f"the server gave {len(logprobs)} log-probabilities for a prompt of {len(prompt.ids)} ids; one for each of "
             "them and exactly one new token are needed (echo=true, logprobs=1, max_tokens=1)"
@@ -164,4 +168,10 @@ def scores_of(choice: JsonObject, prompt: Prompt) -> Scores:
 
 
 def is_number(score: Any) -> bool:
-    return isinstance(score, int | float) and math.isfinite(score)
+    return number(score) is not None
+
+
+def are_scores(alternatives: Any) -> bool:
+    """Tell whether this is {token: log-probability} of at least one token."""
+    is_object = isinstance(alternatives, dict) and bool(alternatives)
+    return is_object and all(map(is_number, alternatives.values()))

@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +71,17 @@ def test_counts_add_up_and_never_pass_the_items(data, capsys):
     assert contamination(data)["manifests"] == before
     source(data, "web", {}, tokenizer="cd")
     assert contamination(data)["manifests"]["web"] != before["web"], "other data, another hash"
+
+
+def test_a_reader_of_the_record_may_leave(data):
+    """As `head` does."""
+    command = [sys.executable, "-m", "evals.contamination", "--data", str(data)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert b"Traceback" not in process.stderr.read()
+    assert process.returncode == 128 + signal.SIGPIPE
 
 
 def test_data_that_were_not_searched_say_so(prepared_data, tmp_path, capsys):

@@ -211,9 +211,18 @@ BROKEN = [  # what a server gives in place of all scores of a prompt of three id
     WHOLE | {"token_logprobs": [None, -1.0, None, -1.0]},
     WHOLE | {"token_logprobs": [None, -1.0, "-2", -1.0]},
     WHOLE | {"token_logprobs": [None, -1.0, float("nan"), -1.0]},
+    WHOLE | {"token_logprobs": [None, True, True, True]},
+    WHOLE | {"token_logprobs": 7},
+    WHOLE | {"top_logprobs": dict.fromkeys("abcd")},
+    WHOLE | {"top_logprobs": [None, [1], 2, "3"]},
+    7,
+    [WHOLE],
 ]
 NO_TEXTS: list[JsonObject] = [{}, {"text": 7}, {"message": {}}]
-CHOICES = [[], [{}], [{"index": 1}], [{"index": 0}, {"index": 1}], ["text"]]  # for one prompt
+CHOICES = [  # for one prompt
+    [], [{}], [{"index": 1}], [{"index": 0}, {"index": 1}], [{"index": 0}] * 2, [{"index": []}], ["text"], 7,
+    {"index": 0},
+]  # fmt: skip
 
 
 def test_a_server_without_all_scores_is_refused(llama, monkeypatch):

@@ -230,13 +230,20 @@ def test_sigterm_ends_it_and_what_it_started(tmp_path, monkeypatch):
 def test_cores_and_a_gpu_of_its_own(monkeypatch):
     chosen = []
     monkeypatch.setattr(os, "nice", lambda by: by)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {*range(32)})
     monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: chosen.append(cores))
     for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "")
     watch.yield_to_training("2,28-30", "7")
     assert (chosen, os.environ["CUDA_VISIBLE_DEVICES"]) == ([{2, 28, 29, 30}], "7")
-    with pytest.raises(ValueError, match="--cpus '2-x' is not a list of cores"):
-        watch.yield_to_training("2-x", None)
+    for cpus, reason in (
+        ("2-x", "'2-x' is not a list of cores"),
+        ("", "'' is not a list of cores"),
+        ("2,30-999999999999", "2,30-999999999999: 30-9.* which are 0 to 31"),
+        ("3-1", "3-1: 3-1 must be ascending"),
+    ):
+        with pytest.raises(ValueError, match=f"--cpus {reason}"):
+            watch.yield_to_training(cpus, None)
     monkeypatch.setattr(sys, "argv", ["x", "--every-s", "0"])
     with pytest.raises(ValueError, match=r"--every-s 0\.0 must be between"):
         watch.main()

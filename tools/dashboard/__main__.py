@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Annotated
 
 import tyro
 
+from records.command import run_command
 from records.files import write_atomically
 from records.run import Run, read_run
 from tools.dashboard import evaluations, training
@@ -42,21 +44,27 @@ CARDS: dict[
 }
 
 
+def draw(run: Run, name: str, write: Callable[[Run], str]) -> str | None:
+    """Write one part of a run's page; None where it fails, which becomes a problem of the run."""
+    try:
+        return write(run)
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        # one record of a shape that nobody foresaw must not cost the whole page
+        run.problems.append(f"the {name} cannot be drawn: {type(error).__name__}: {error}")
+        return None
+
+
 def run_section(run: Run, index: int, now: float) -> str:
     """The header of a run, links to its cards, and those cards that have something to show."""
-    head, body, links, absent = header(run, now) + tiles_of(run), "", "", []
+    title = draw(run, "header", lambda run: header(run, now)) or f"<h1>{escape(run.name)}</h1>"
+    head, body, links, absent = title + (draw(run, "tiles", tiles_of) or ""), "", "", []
     for name, write in CARDS.items():
-        try:
-            html = write(run)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            # one record of a shape that nobody foresaw must not cost the whole page
-            run.problems.append(f"the card {name} cannot be drawn: {type(error).__name__}: {error}")
-            continue
+        html = draw(run, f"card {name}", write)
         if html:
             place = f"run{index}-{name.lower()}"
             links += f'<a href="#{place}">{name}</a>'
             body += f'<div class="part" id="{place}">{html}</div>'
-        else:
+        elif html is not None:
             absent.append(name)
     warnings = "".join(f"<li>{escape(warning)}</li>" for warning in run.warnings)
     head += f'<ul class="warnings">{warnings}</ul>' if warnings else ""
@@ -119,10 +127,10 @@ def main(
         time.sleep(max(EVERY_S, 4 * (time.monotonic() - began)))
 
 
-if __name__ == "__main__":
-    try:
+def run() -> None:
+    with suppress(KeyboardInterrupt):  # how --serve ends
         tyro.cli(main, prog="python -m tools.dashboard")
-    except ValueError as error:
-        raise SystemExit(f"dashboard: {error}") from None
-    except KeyboardInterrupt:
-        pass
+
+
+if __name__ == "__main__":
+    run_command("dashboard", run)

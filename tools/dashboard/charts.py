@@ -65,6 +65,11 @@ def dig(value: Any, *path: str) -> Any:
     return value
 
 
+def items_of(value: Any) -> list[tuple[str, Any]]:
+    """The names and values of a JSON object; none of a value of another kind."""
+    return list(value.items()) if isinstance(value, dict) else []
+
+
 def points_of(records: Sequence[Json], *path: str) -> Points:
     """The records that have a number at a path."""
     return [
@@ -100,8 +105,9 @@ def smooth(values: Iterable[float | None], half_life: float) -> Iterator[float |
     for count, value in enumerate(values):
         keep = 0.5 ** (1 / max(1.0, min(half_life, count / 25)))
         if value is not None:
-            # a spike of a thousand times the loss must not carry the mean away for a half-life
-            bounded = min(value, 2 * total / weight) if weight else value
+            mean = total / weight if weight else value
+            # one value far outside must not carry the mean away for a half-life
+            bounded = min(max(value, mean / 2), 2 * mean)
             total, weight = keep * total + bounded, keep * weight + 1
         yield None if value is None else total / weight
 
@@ -221,6 +227,6 @@ def loss_part(run: Run, panel: Panel = LOSS, logged: bool = True) -> tuple[Panel
 def sources_of(run: Run) -> list[str]:
     """All sources of training and of held-out text: each has its colour on the whole page."""
     keys = ("loss_by_source", "valid_loss_by_source", "valid_loss_by_position")
-    names = [name for row in run.rows for key in keys for name in row.get(key) or ()]
-    names += [name for record in run.evals_of("bits_per_byte") for name in record["sources"] or ()]
-    return list(dict.fromkeys(names))
+    by_source = [row.get(key) for row in run.rows for key in keys]
+    by_source += [record["sources"] for record in run.evals_of("bits_per_byte")]
+    return list(dict.fromkeys(name for each in by_source for name, _ in items_of(each)))

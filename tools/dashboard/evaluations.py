@@ -22,6 +22,7 @@ from tools.dashboard.charts import (
     curve,
     dig,
     figure,
+    items_of,
     loss_part,
     points_of,
     rows_part,
@@ -187,7 +188,7 @@ def task_table(record: Record) -> str:
 
 def missing_part(record: Record) -> str:
     """The tasks that a record lacks, with their reasons; not those that nobody chose."""
-    absent = {task: why for task, why in (record["missing"] or {}).items() if why != NOT_CHOSEN}
+    absent = {task: why for task, why in items_of(record["missing"]) if why != NOT_CHOSEN}
     if not absent or record["not_core"]:
         return ""
     reasons = escape("".join(f"{task}: {why}\n" for task, why in absent.items()))
@@ -232,10 +233,8 @@ def scores_of(run: Run) -> dict[str, dict[tuple[str, str], list[Score]]]:
             "chat" if record["chat_template"] else "",
             "" if record["limit"] is None else f"limit {record['limit']}",
         )
-        for task, metrics in (record["tasks"] or {}).items():
-            known = {
-                name.removesuffix(",none"): number(value) for name, value in (metrics or {}).items()
-            }
+        for task, metrics in items_of(record["tasks"]):
+            known = {name.removesuffix(",none"): number(value) for name, value in items_of(metrics)}
             for name in [n for n in ("acc_norm", "acc") if known.get(n) is not None][:1] or list(
                 known
             ):
@@ -282,7 +281,7 @@ def contamination_card(run: Run) -> str:
     rows, records = dict[tuple[str, str], list[str]](), run.evals_of("contamination")
     for record in records:
         phase = str(record["phase"] or "")
-        for name, counts in (record["benchmarks"] or {}).items():
+        for name, counts in items_of(record["benchmarks"]):
             items, touched = number(dig(counts, "items")), number(dig(counts, "touched"))
             share = percent(touched / items if items and touched is not None else None, ".2f")
             figures = [short(items), short(touched), share, short(dig(counts, "documents_dropped"))]

@@ -140,7 +140,7 @@ def usage_tiles(run: Run) -> list[Tile]:
         (config.get("metrics", {}) for config in reversed(run.configs.values())), {}
     )
     price = money(usage.gpu_hours, prices)
-    hours = "device-hours", short(usage.gpu_hours), f"{total}, {price}" if price else total
+    hours = "device-hours", short(usage.gpu_hours or None), f"{total}, {price}" if price else total
     if usage.finish_time is None:
         return [hours]
     left_s = usage.finish_time - run.rows[-1]["time"]

@@ -5,7 +5,7 @@ const NEUTRAL = '#8a94a6', BAD = '#d93a4e';
 const TITLE = 46, FOOT = 58;  // px above each panel and below the last one
 const LABELLED = 16;  // more restarts than this have lines without labels
 const MARKED = 100;  // more points than this are a line without marks
-const STEEP = 20;  // an axis of as many values is fitted without the first 1/16 of x, where a loss falls steeply
+const STEEP = 20;  // of a curve of more values the first 1/16 of x is early: there a loss falls steeply
 const nth = (letter, i) => letter + (i ? i + 1 : '');  // plotly's names: x, x2, ...
 const axisOf = (letter, i) => `${letter}axis${i ? i + 1 : ''}`;
 const milliseconds = x => typeof x === 'string' ? Date.parse(x.replace(' ', 'T') + 'Z') : x;  // plotly zooms dates as text
@@ -33,49 +33,62 @@ function traceOf(curve, chart, state, grid) {
   return trace;
 }
 
-// The range of y that shows the values without outliers, which are marked at its top; of a logarithmic axis all.
-function fit(values, {zero}, log, whole) {
-  const sorted = values.map(v => log ? Math.log10(v) : v).sort((a, b) => a - b);
-  const at = share => sorted[Math.floor(share * (sorted.length - 1))];
-  const reach = 3 * (at(0.95) - at(0.05)), all = whole || log || sorted.length < 5 || !reach;
-  const inside = all ? sorted : sorted.filter(v => v <= at(0.95) + reach && v >= at(0.05) - reach);
-  const top = inside[inside.length - 1], low = zero && !log ? Math.min(0, inside[0]) : inside[0];
+// The range of y that shows the values without outliers, which are marked at its edges; of a logarithmic axis all.
+// Of `early`, where a loss falls steeply, only what lies near the later values is shown.
+function fit(early, later, {zero}, log, whole) {
+  const [first, rest] = (later.length < 5 ? [[], [...early, ...later]] : [early, later])
+    .map(values => values.map(v => log ? Math.log10(v) : v).sort((a, b) => a - b));
+  const at = share => rest[Math.floor(share * (rest.length - 1))];
+  const reach = 3 * (at(0.95) - at(0.05)), all = whole || log || rest.length < 5 || !reach;
+  const typical = all ? rest : rest.filter(v => v <= at(0.95) + reach && v >= at(0.05) - reach);
+  const [bottom, highest] = [typical[0], typical[typical.length - 1]], near = 0.25 * (highest - bottom);
+  const inside = first.filter(v => whole || log || v <= highest + near && v >= bottom - near);
+  const top = Math.max(highest, ...inside), low = Math.min(bottom, ...inside, ...zero && !log ? [0] : []);
   const margin = 0.05 * (top - low) || 0.05 * Math.abs(top) || 0.1;
   return [low && low - margin, top + margin];
 }
 
-// The range of x that an axis of y is fitted to: the zoom, else all but the steep start of a long curve.
-function span(curves, state) {
-  if (state.x) return state.x;
-  if (state.whole || !curves.some(({x}) => x.length > STEEP)) return [-Infinity, Infinity];
+// Where the early part of long curves ends; a reader's zoom has none.
+function earlyEnd(curves, state) {
+  if (state.x || !curves.some(({x}) => x.length > STEEP)) return -Infinity;
   const ends = curves.flatMap(({x}) => x.length ? [x[0], x[x.length - 1]] : []);
-  return [Math.min(...ends) + (Math.max(...ends) - Math.min(...ends)) / 16, Infinity];
+  return Math.min(...ends) + (Math.max(...ends) - Math.min(...ends)) / 16;
 }
 
 function fitAxes(chart, data, layout, state) {
-  const spikes = [];
+  const [from, to] = state.x ?? [-Infinity, Infinity], marks = [];
   chart.panels.forEach((panel, i) => {
     const name = axisOf('y', i), log = layout[name].type === 'log';
     const curves = data.filter(t => t.yaxis === nth('y', i) && t.visible);
-    const [from, to] = chart.categories ? [] : span(curves, state);
-    const counts = (t, k) => t.y[k] !== null && (chart.categories || t.x[k] >= from && t.x[k] <= to);
-    const values = (chart.levels ?? []).filter(level => level.panel === i).map(level => level.y);
-    for (const t of curves) t.y.forEach((y, k) => {
-      if (counts(t, k)) values.push(y, ...t.error_y ? [y - t.error_y.arrayminus[k], y + t.error_y.array[k]] : []);
-    });
-    const known = log ? values.filter(v => v > 0) : values;
-    if (!known.length) return;
-    const range = layout[name].range = state.y[name] ? [...state.y[name]] : fit(known, panel, log, state.whole);
-    const top = log ? 10 ** range[1] : range[1];
-    for (const t of curves) t.y.forEach((y, k) => {
-      if (y > top && counts(t, k)) spikes.push([t, t.x[k], y, top]);
+    const end = chart.categories ? -Infinity : earlyEnd(curves, state);
+    const early = [], later = (chart.levels ?? []).filter(level => level.panel === i).map(level => level.y);
+    const places = curves.map(t => [...t.y.keys()].filter(
+      k => t.y[k] !== null && (chart.categories || t.x[k] >= from && t.x[k] <= to)));
+    curves.forEach((t, c) => places[c].forEach(k => {
+      const ends = t.error_y ? [t.y[k] - t.error_y.arrayminus[k], t.y[k] + t.error_y.array[k]] : [];
+      (t.x[k] < end ? early : later).push(...[t.y[k], ...ends].filter(v => !log || v > 0));
+    }));
+    if (!early.length && !later.length) return;
+    const range = layout[name].range = state.y[name] ? [...state.y[name]] : fit(early, later, panel, log, state.whole);
+    const [bottom, top] = log ? range.map(v => 10 ** v) : range;
+    curves.forEach((t, c) => {
+      // a curve that begins beyond the axis is seen to enter it; what leaves it later has a mark
+      const beyond = places[c].filter(k => !(t.x[k] < end) && (t.y[k] > top || t.y[k] < bottom));
+      if (beyond.length) marks.push(marksOf(t, beyond, bottom, top));
     });
   });
-  for (const [{xaxis, yaxis, name, line}, x, y, top] of spikes.slice(0, 200)) data.push({
-    x: [x], y: [top], xaxis, yaxis, name, mode: 'markers', cliponaxis: false, visible: true,
-    text: [`above the axis: ${y.toPrecision(4)}`], hovertemplate: '%{text}',
-    marker: {symbol: 'triangle-up', size: 8, color: line.color},
-  });
+  data.push(...marks);
+}
+
+// Triangles at the edge of an axis for the points of a curve that lie beyond it.
+function marksOf({xaxis, yaxis, name, line, x, y}, places, bottom, top) {
+  const above = places.map(k => y[k] > top);
+  return {
+    x: places.map(k => x[k]), y: above.map(up => up ? top : bottom), xaxis, yaxis, name, mode: 'markers',
+    text: places.map((k, i) => `${above[i] ? 'above' : 'below'} the axis: ${y[k].toPrecision(4)}`),
+    hovertemplate: '%{text}', cliponaxis: false, visible: true,
+    marker: {symbol: above.map(up => up ? 'triangle-up' : 'triangle-down'), size: 8, color: line.color},
+  };
 }
 
 function xaxisOf(chart, state, domain, anchor) {
@@ -114,10 +127,11 @@ function layoutOf(chart, state, width) {
       tickformat: panel.form.endsWith('%') ? '.0%' : '', type: panel.log && state.scale === 'log' ? 'log' : 'linear',
     };
     if (grid) layout[axisOf('x', i)] = xaxisOf(chart, state, [left, (column + 1) / columns], nth('y', i));
-    const unit = width < 600 && panel.unit.length > 30 ? '' : panel.unit;
+    const long = panel.title.length + panel.unit.length > 40;
+    const unit = width < 600 && long ? '' : panel.unit;
     layout.annotations.push({
       x: left, y: domain[1], xref: 'paper', yref: 'paper', xanchor: 'left', yanchor: 'bottom', yshift: 3,
-      showarrow: false, text: `<b>${panel.title}</b>  ${unit}`,
+      showarrow: false, text: `<b>${panel.title}</b>  ${unit}`, font: {size: grid && width < 600 ? 10 : 12},
     });
   });
   if (!grid) layout.xaxis = xaxisOf(chart, state, [0, 1], nth('y', chart.panels.length - 1));

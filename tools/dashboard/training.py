@@ -47,9 +47,10 @@ PLACES = {
     "host",
 }
 READING = (
-    "Bold: the exponential mean; faint: the logged loss; ↻: another attempt took over; ▾: an event of the job "
-    "(red: trouble); ▴: a figure above the axis. Drag to zoom, double-click to reset; a click in a legend hides "
-    "a curve, a double click isolates it."
+    "Bold: the exponential mean; faint: the logged loss; ↻: another attempt took over; ▾ above the loss: an event "
+    "of the job (red: trouble). A triangle at the edge of an axis is a value beyond it, and a steep beginning may "
+    'start there: "everything" shows both. Drag to zoom, double-click to reset; a click in a legend hides a curve, '
+    "a double click isolates it."
 )
 
 

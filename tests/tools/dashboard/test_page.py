@@ -210,17 +210,21 @@ ODD = """{}
 {"tasks": null, "sources": null, "benchmarks": null, "missing": null, "step": null, "phase": null, "change": null}
 {"tasks": {"x": null}, "sources": {"y": null}, "benchmarks": {"z": null}, "pass@1_plus": 0.5, "change": 7}
 {"tasks": {"x": {"accuracy": null}}, "pass@1_plus": 0.5, "pass@1_plus_interval": [null, 1], "time": "noon"}
-{"tasks": {}, "missing": {"<i>squad": "<b>why"}, "step": 3, "protocol": 7, "phase": ["a"]}"""
+{"tasks": {}, "missing": {"<i>squad": "<b>why"}, "step": 3, "protocol": 7, "phase": ["a"]}
+{"tasks": 7, "sources": true, "benchmarks": ["a"], "missing": "b", "pass@1_plus": []}
+{"tasks": {"x": "y"}, "sources": {"y": 1}, "benchmarks": {"z": 0}, "missing": [7]}"""
 KINDS = ("core", "code", "lm_eval", "bits_per_byte", "decode_speed", "contamination")
 
 
 def test_odd_records_cost_no_page_and_a_card_that_fails_is_named(tmp_path, monkeypatch):
     records = [{"kind": kind, **json.loads(line)} for kind in KINDS for line in ODD.splitlines()]
-    folder = write_rows(tmp_path, [row(1), row(2)])
+    folder = write_rows(tmp_path, [row(1), row(2, lr=10**400)])
     write_lines(folder / "evals.jsonl", records)
     body = body_of(folder)
     assert "cannot be drawn" not in body
     assert "<i>squad" not in body
+    assert "device-hours" not in body, "of an unknown number of devices"
+    write_lines(folder / "attempts.jsonl", [{"attempt": 1, "time": NOW, "world_size": None}])
     monkeypatch.setitem(dashboard.CARDS, "CORE", lambda run: run.evals[0]["<i>"]["x"])
     body = body_of(folder)
     assert "the card CORE cannot be drawn: TypeError" in body
