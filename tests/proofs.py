@@ -36,19 +36,12 @@ from pathlib import Path
 
 import pytest
 
+from tools.check.imports import PACKAGES, list_imports
+
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path(os.environ.get("LANEFORMER_CACHE") or Path.home() / ".cache/laneformer") / "ci"
 ROOTS = {"laneformer": ROOT / "models"}  # every other package lies in ROOT
-PACKAGES = {
-    "records",
-    "laneformer",
-    "data_mixtures",
-    "train",
-    "evals",
-    "tools",
-    "examples",
-    "tests",
-}
+OURS = {*PACKAGES, "tests"}
 COMPILERS = ("g++", "gcc", "aarch64-linux-gnu-g++", "qemu-aarch64-static")
 WHEELS = ("numpy", "torch", "triton", "cuda-bindings", "nvidia-cuda-nvrtc", "nanobind", "pytest")
 # what is compiled beside the Python modules that a test reaches
@@ -168,15 +161,10 @@ def conftests(module: Path) -> list[Path]:
 def imports(path: Path) -> tuple[Path, ...]:
     """Files of ours that one file imports, lazily and for typing, too; a module's packages run first."""
     base = ROOTS["laneformer"] if path.is_relative_to(ROOTS["laneformer"]) else ROOT
-    package = path.relative_to(base).parent.parts
+    package = ".".join(path.relative_to(base).parent.parts)
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            start = package[: len(package) - node.level + 1] if node.level else ()
-            module = ".".join([*start, *([node.module] if node.module else [])])
-            names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    for module, name in list_imports(ast.parse(path.read_text(encoding="utf-8")), package):
+        names |= {module, f"{module}.{name}"}
     return tuple(file for name in names for file in files_of(name))
 
 
@@ -184,7 +172,7 @@ def imports(path: Path) -> tuple[Path, ...]:
 def files_of(name: str) -> tuple[Path, ...]:
     """The file of a dotted name and the `__init__.py` of its packages; none if it is not ours."""
     parts = name.split(".")
-    if parts[0] not in PACKAGES:
+    if parts[0] not in OURS:
         return ()
     found, folder = [], ROOTS.get(parts[0], ROOT)
     for part in parts:

@@ -52,7 +52,7 @@ def test_a_proof_is_not_repeated_and_nothing_else_is_skipped(checkout, pytester,
         (checkout / f"tests/{name}.py").write_text((ROOT / f"tests/{name}.py").read_text())
     monkeypatch.setenv("LANEFORMER_CACHE", str(checkout / "cache"))
     monkeypatch.delenv("ROTATE_UNTIL", raising=False)  # of the run that this test belongs to
-    monkeypatch.setenv("PYTHONPATH", str(checkout))
+    monkeypatch.setenv("PYTHONPATH", f"{checkout}:{ROOT}")  # whose tools the plugin uses
     for outcomes in (
         {"passed": 1, "failed": 1, "skipped": 1},
         {"passed": 0, "failed": 1, "skipped": 2},

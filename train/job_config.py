@@ -46,7 +46,7 @@ class JobConfig(JobSections):
     architecture: Architecture = field(default_factory=Architecture)  # type: ignore[valid-type]
 
 
-def load_job(arguments: list[str]) -> Any:
+def load_job(arguments: list[str], world_size: int | None = None) -> Any:
     """TorchTitan's JobConfig for `--job.config_file X.toml [--section.key value ...]`;
     imports the model's module.
 
@@ -58,15 +58,15 @@ def load_job(arguments: list[str]) -> Any:
     from torchtitan.config import ConfigManager
 
     job = ConfigManager().parse_args(arguments)
-    check_with_model(job)
+    check_with_model(job, world_size)
     return job
 
 
-def check_with_model(job: Any) -> None:
+def check_with_model(job: Any, world_size: int | None = None) -> None:
     """Raise ValueError for what `train.job_checks` or the model's own arguments refuse; imports the model's module."""
     from .job_checks import check_job
 
-    check_job(job)
+    check_job(job, world_size)
     if job.experimental.custom_import:
         importlib.import_module(job.experimental.custom_import)
         from torchtitan.protocols.train_spec import get_train_spec

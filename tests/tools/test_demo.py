@@ -36,7 +36,7 @@ def model() -> Laneformer:
 @pytest.fixture(scope="module")
 def conversations(prepared_data, tmp_path_factory):
     lock = chats.prepare(tmp_path_factory.mktemp("chat"), prepared_data / "tokenizer.model", 60)
-    return demo.held_out_conversations(lock.parent, "identity")
+    return demo.read_held_out_conversations(lock.parent, "identity")
 
 
 def test_held_out_conversations_are_whole(conversations, folder):

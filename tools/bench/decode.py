@@ -19,9 +19,10 @@ from typing import Any, Literal
 import numpy as np
 
 from laneformer import LaneformerConfig
+from records.command import Count, Natural
 from tools.bench import harness
 from tools.bench.decode_candidates import INSTALL, OURS, Dtype, load_candidate, names_of
-from tools.bench.harness import Candidate, Result, alternate, check_at_least, spread
+from tools.bench.harness import Candidate, Result, alternate, spread
 from tools.markdown import records
 
 SETTLE_S = 0.3  # OpenMP threads spin for a while after their last work before they sleep
@@ -68,17 +69,17 @@ class Options(harness.Options):
     """Options of our engine in candidates beside the plain one, each compared with it: `--ours isa=avx2
     math=exact,kv_dtype=int8` makes two.
     """
-    threads: int = 2
+    threads: Count = 2
     """Threads of every candidate and of the probe."""
-    pairs: int = 8
+    pairs: Count = 8
     """Rounds of each workload; in each, every candidate runs once."""
-    new_tokens: int = 64
+    new_tokens: Count = 64
     """Tokens timed in a decoding trial."""
-    depth: tuple[int, ...] = (0,)
+    depth: tuple[Natural, ...] = (0,)
     """Cached positions before the timed tokens."""
-    prefill: tuple[int, ...] = (128, 512)
+    prefill: tuple[Count, ...] = (128, 512)
     """Lengths of prompts."""
-    context_tokens: int | None = None
+    context_tokens: Count | None = None
     """Context of every candidate; default: the model's, of llama.cpp at most 8,192."""
 
     def workloads(self) -> list[Workload]:
@@ -91,7 +92,6 @@ class Options(harness.Options):
 
     def names(self) -> list[str]:
         """Our engine and the baselines; ValueError for an option that cannot be measured."""
-        check_at_least(self, threads=1, pairs=1, new_tokens=1)
         if not self.workloads():
             raise ValueError("nothing to measure: give at least one depth or prefill")
         if self.model is None and self.dtype == "gguf":

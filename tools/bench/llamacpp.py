@@ -104,7 +104,7 @@ class LlamaCpp(Baseline):
         logits = self.api.llama_get_logits_ith(context, -1)
         return int(np.ctypeslib.as_array(logits, (self.vocab_size,)).argmax())
 
-    def cached_bytes(self, positions: int) -> int:
+    def count_cached_bytes(self, positions: int) -> int:
         return 2 * self.cache_width * positions
 
 

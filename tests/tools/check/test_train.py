@@ -35,7 +35,8 @@ def test_a_cpu_is_accepted(monkeypatch, capsys, tmp_path):
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert not ended.value.code, report["gates"]
     text = out.read_text()
-    assert text.startswith("# Training on CPU, shrunk shapes: accepted")
+    assert text.startswith("# Training on CPU, shrunk shapes, 2 rank(s), torch ")
+    assert "all checks hold" in text.splitlines()[0]
     assert "losses of 1 x 2 ranks" in text
     assert "| peak memory, GiB, against the plan | not yet measured | - | - |" in text
     by_name = {row["check"]: row for row in report["gates"]}
@@ -75,8 +76,7 @@ def test_losses_outside_of_the_bound_are_refused(tmp_path):
         options=check.Options(device="cpu", nproc=2),
     )
     gates, _ = check.losses(jobs, rows(3.03, 2.03))
-    held = {name: gate[2] for name, gate in gates.items()}
-    assert held == {
+    assert {name: gate[2] for name, gate in gates.items()} == {
         "losses of the chosen kernels": True,
         "losses of 1 x 2 ranks": False,
         "kernels replaced at the start": False,
@@ -90,8 +90,8 @@ def test_losses_outside_of_the_bound_are_refused(tmp_path):
         tmp_path / "float8/events.jsonl",
         [{"kind": "kernels_replaced", "reason": "float8 is wrong"}],
     )
-    held = check.losses(jobs, rows(3.0, 2.0))[0]["kernels replaced with float8 products"]
-    assert held == ("float8 is wrong", "none", False)
+    gate = check.losses(jobs, rows(3.0, 2.0))[0]["kernels replaced with float8 products"]
+    assert gate == ("float8 is wrong", "none", False)
     for wrong in (rows(3.05, 2.0), rows(3.0), rows(3.0, None), rows()):
         assert check.furthest(wrong, plain["plain-float32"]) > 0.04
     assert check.furthest(rows(None), rows(1.0)) == math.inf
@@ -107,7 +107,7 @@ def test_a_resume_that_differs_or_starts_again_is_refused(tmp_path):
         write_lines(tmp_path / "resumed/attempts.jsonl", [{"step": 0}, {"step": step}])
         answers = iter((before, [*killed, *({**row, "attempt": 2} for row in after)]))
         jobs: Any = SimpleNamespace(rows=lambda *_, **__: next(answers), folder=tmp_path)
-        return [gate[2] for gate in check.resumed(jobs, whole).values()][:3]
+        return [gate[2] for gate in check.gate_resume(jobs, whole).values()][:3]
 
     assert held(whole[saved:], saved) == [True, True, True]
     assert held(whole, 0) == [True, False, False], "nothing was loaded"
