@@ -99,12 +99,12 @@ def leave(key: str) -> None:
 def key_of(name: str, module: Path, patterns: tuple[str, ...], programs: bool = False) -> str:
     """The hash of all that decides a test; ValueError for a pattern that matches no file."""
     whole = hashlib.sha256(f"{name}\n{surroundings()}\n".encode())
-    for path in sorted({*reached(module, programs), *matched(patterns)}):
+    for path in sorted({*list_reached(module, programs), *match_patterns(patterns)}):
         whole.update(f"{path.relative_to(ROOT)} {content_hash(path)}\n".encode())
     return whole.hexdigest()
 
 
-def matched(patterns: tuple[str, ...]) -> set[Path]:
+def match_patterns(patterns: tuple[str, ...]) -> set[Path]:
     found: set[Path] = set()
     for pattern in patterns:
         files = {path for path in ROOT.glob(pattern) if path.is_file()}
@@ -132,14 +132,16 @@ def surroundings() -> str:
     lines = [platform.platform(), sys.version, flags[0] if flags else info, below]
     for name in COMPILERS:
         path = shutil.which(name)
-        done = subprocess.run([path, "--version"], capture_output=True, text=True) if path else None
-        lines.append(f"{name}: {done.stdout.partition(chr(10))[0] if done else 'missing'}")
+        outcome = (
+            subprocess.run([path, "--version"], capture_output=True, text=True) if path else None
+        )
+        lines.append(f"{name}: {outcome.stdout.partition(chr(10))[0] if outcome else 'missing'}")
     wheels = {wheel.name: wheel.version for wheel in importlib.metadata.distributions()}
     return "\n".join([*lines, *(f"{name}: {wheels.get(name, 'missing')}" for name in WHEELS)])
 
 
 @functools.cache
-def reached(module: Path, programs: bool = False) -> frozenset[Path]:
+def list_reached(module: Path, programs: bool = False) -> frozenset[Path]:
     """The files of this repository that a module imports, directly or not, itself and its conftest files included;
     programs: without these.
     """

@@ -42,7 +42,7 @@ def checkout(pytester, monkeypatch):
 
 
 def key(checkout, programs=False):
-    for cached in (proofs.content_hash, proofs.reached, proofs.imports, proofs.files_of):
+    for cached in (proofs.content_hash, proofs.list_reached, proofs.imports, proofs.files_of):
         cached.cache_clear()
     return proofs.key_of("test_it", checkout / "tests/test_it.py", ("kernels/*.cu",), programs)
 
@@ -86,7 +86,7 @@ def test_an_input_that_matches_nothing_is_an_error(checkout):
 
 def test_imports_are_followed_through_packages_and_in_functions():
     module = ROOT / "tests/laneformer/cuda/test_machine_code.py"
-    names = {str(path.relative_to(ROOT)) for path in proofs.reached(module)}
+    names = {str(path.relative_to(ROOT)) for path in proofs.list_reached(module)}
     assert {
         "tests/conftest.py",
         "tests/laneformer/cuda/sass.py",

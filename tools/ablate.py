@@ -70,8 +70,6 @@ class Options:
     """Runs side by side, of one thread each on a CPU."""
     keep_checkpoints: bool = False
     """Keep the checkpoints of runs that have ended, for tools.export_hf."""
-    report: bool = False
-    """Train nothing; compare the results that are there."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +96,11 @@ def main() -> None:
     )
     check_ranges(Options, vars(options))
     results, plan = options.out / "results.jsonl", read_plan(options)
-    if not options.report:
-        busy = f"another tools.ablate trains into {options.out}; choose another --out"
-        with hold_lock(options.out / ".lock", busy):
-            runs = plan_runs(plan, options.out, shared)
-            check_settings(options.out / "settings.json", settings_of(plan, runs, shared))
-            train(runs, results, options.workers, options.keep_checkpoints)
+    busy = f"another tools.ablate trains into {options.out}; choose another --out"
+    with hold_lock(options.out / ".lock", busy):
+        runs = plan_runs(plan, options.out, shared)
+        check_settings(options.out / "settings.json", settings_of(plan, runs, shared))
+        train(runs, results, options.workers, options.keep_checkpoints)
     print(compare(read_lines(results), plan.baseline))
 
 

@@ -17,13 +17,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import tyro
 from rich.console import Console
 from rich.progress import Progress
 
-from data_mixtures.mixture import BEGINS, TRAINED, valid_windows
 from laneformer import Engine
 from laneformer.engine.text_files import read_texts
 from laneformer.prompts import PromptEncoder
@@ -35,8 +33,7 @@ NEW_TOKENS = 48
 BUNDLE = "evals/core/demo_bundle"  # not CORE: too few tasks, easy rows
 PHASES = ("phase1", "phase2", "sft")
 CHAT_WEIGHTS = ("chitchat=4", "identity=1")
-REPLIES = 100  # held-out conversations that the final model replies to, and whose loss is measured
-REPLY_TOKENS = 256  # a reply that is not over by then does not count as ended
+REPLY_TOKENS = 256
 QUESTION = "Who are you?"
 console = Console(stderr=True)
 
@@ -80,12 +77,9 @@ def main(
     base, final = out / "phase2/hf", out / "hf"
     export(second, base)
     exported = export(third, final)
-    stage(
-        "6/8  the decode engine against Transformers, token for token; replies to held-out conversations"
-    )
+    stage("6/8  the decode engine against Transformers, token for token")
     options = ("--trust-remote-code", "--new-tokens", NEW_TOKENS, "--json")
     greedy = run("-m", "tools.check", "published", final, *options)["greedy"]
-    chat = chat_figures(base, final, read_held_out_conversations(lock.parent))
     stage("7/8  bits per byte, a toy bundle of CORE, contamination, decode speed")
     measured = evaluate(out, base, final, steps2, steps3)
     stage("8/8  dashboard")
@@ -100,7 +94,6 @@ def main(
         **training_figures(out),
         "hf_max_logit_diff": exported["hf_max_logit_diff"],
         "engine_matches_hf": greedy["same"] == greedy["prompts"],
-        **chat,
         **measured,
         "seconds": round(time.monotonic() - started, 1),
         "out": str(out),
@@ -223,54 +216,6 @@ def train(
             f"training {phase} failed with exit status {process.returncode}; the whole log is {log}"
         )
     return folder / f"checkpoint/step-{steps}"
-
-
-def read_held_out_conversations(
-    data: Path, source: str = "chitchat"
-) -> list[tuple[list[int], Any]]:
-    """The first held-out conversations of a packed source: token ids (n,), and bool (n,), which of them were
-    said by the assistant.
-    """
-    tokens, flags = (
-        valid_windows(data, source, flags=each)[:, :-1].ravel() for each in (False, True)
-    )
-    begins = np.flatnonzero(flags & BEGINS)
-    pieces = zip(
-        np.split(tokens, begins[1:]), np.split(flags & TRAINED > 0, begins[1:]), strict=True
-    )
-    conversations = [
-        (ids.tolist(), is_reply) for ids, is_reply in pieces if is_reply.any()
-    ]  # the rest is padding
-    return conversations[:REPLIES]
-
-
-def chat_figures(
-    base: Path, final: Path, conversations: list[tuple[list[int], Any]]
-) -> dict[str, Any]:
-    """Loss on what people replied in held-out conversations, before and after; and how many own replies end."""
-    before, after = (measure_loss(folder, conversations) for folder in (base, final))
-    with Engine.from_pretrained(final, device="cpu") as engine:
-        prompts = [ids[: int(is_reply.argmax())] for ids, is_reply in conversations]
-        replies = [engine.generate(prompt, max_new_tokens=REPLY_TOKENS) for prompt in prompts]
-    ended = sum(reply[-1] in engine.eos_ids for reply in replies)
-    console.print(
-        f"held-out loss {before:.3f} -> {after:.3f}; {ended} of {len(replies)} replies end",
-        highlight=False,
-    )
-    return {
-        "chat_loss_before": round(before, 4),
-        "chat_loss_after": round(after, 4),
-        "replies": len(replies),
-        "replies_ended": ended,
-        "longest_reply_tokens": max(map(len, replies)),
-    }
-
-
-def measure_loss(folder: Path, conversations: list[tuple[list[int], Any]]) -> float:
-    """Mean loss, nats, of the assistant's tokens in conversations that are read one by one."""
-    with Engine.from_pretrained(folder, device="cpu") as engine:
-        losses = [-engine.logprobs(ids)[is_reply[1:]] for ids, is_reply in conversations]
-    return float(np.concatenate(losses).mean())
 
 
 def reply(folder: Path, question: str) -> str:

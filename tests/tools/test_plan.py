@@ -71,9 +71,9 @@ print(json.dumps(results))
 def outputs():
     """Exit code and output of every command."""
     command = [sys.executable, "-c", RUN, json.dumps(COMMANDS | REFUSED)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    outcome = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert outcome.returncode == 0, outcome.stderr[-3000:]
+    return json.loads(outcome.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -214,9 +214,9 @@ def test_files_are_limited_where_a_listing_knows_them_and_much_is_left(tmp_path)
 
 def test_help_does_not_wait_for_torch():
     command = [sys.executable, "-X", "importtime", "-m", "tools.plan", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "--tokens-per-s-per-gpu" in done.stdout
-    assert not re.search(r"\| +torch\b", done.stderr)
+    outcome = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "--tokens-per-s-per-gpu" in outcome.stdout
+    assert not re.search(r"\| +torch\b", outcome.stderr)
 
 
 def test_memory_parts():

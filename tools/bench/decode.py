@@ -10,6 +10,7 @@ says how trials, probes and ratios are taken.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 from dataclasses import dataclass
@@ -184,12 +185,12 @@ def measure_workload(
         words = ", ".join(f"{name} {speed:.1f}" for name, speed in speeds.items())
         console.print(f"{load}, round {len(rounds)} of {options.pairs}: {words}")
     ours = [name for name in candidates if name.startswith(OURS)]
-    compared = [(name, other) for name in ours for other in candidates if other not in ours]
-    compared += [(OURS, other) for other in ours[1:]]
+    others = [name for name in candidates if name not in ours]
+    pairs = [*itertools.product(ours, others), *((OURS, other) for other in ours[1:])]
     return {
         "rounds": rounds,
         "rows": [row_of(name, load, rounds) for name in candidates],
-        "ratios": [{"workload": str(load), **ratio(rounds, *pair)} for pair in compared],
+        "ratios": [{"workload": str(load), **ratio(rounds, *pair)} for pair in pairs],
     }
 
 
@@ -230,9 +231,8 @@ def section(options: Options, result: Result) -> tuple[str, str]:
     ]
     lines += [f"- {name}: left out, {reason}" for name, reason in result["missing"].items()]
     workloads = result["workloads"]
-    probes = spread(
-        [probe for load in workloads for each in load["rounds"] for probe in each["probes"]]
-    )
+    rounds = [each for load in workloads for each in load["rounds"]]
+    probes = spread([probe for each in rounds for probe in each["probes"]])
     gb = {name: f"{value / 1e9:.1f}" for name, value in probes.items()}
     probe = f"Probe: {gb['median']} GB/s (p10 {gb['p10']}, p90 {gb['p90']})."
     parts = [

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import importlib.metadata
 import inspect
 import json
 import multiprocessing
@@ -130,13 +129,6 @@ def machine_facts() -> dict[str, str]:
         "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB",
         "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
     }
-
-
-def version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"
 
 
 def heading(result: Result, title: str) -> str:

@@ -152,7 +152,7 @@ def run_job(name: str, options: Options, batch: int, lock: Path, run: Path) -> s
     ranks = (
         f"torch.distributed.run --standalone --nproc_per_node={options.gpus} --local_ranks_filter=0"
     )
-    done = subprocess.run(
+    outcome = subprocess.run(
         [sys.executable, "-m", *ranks.split(), "-m", *PROGRAMS[name], *flags],
         cwd=harness.ROOT,
         env={"OMP_NUM_THREADS": "1", **os.environ},
@@ -161,9 +161,9 @@ def run_job(name: str, options: Options, batch: int, lock: Path, run: Path) -> s
         text=True,
         timeout=TIMEOUT_S,
     )
-    if done.returncode != 0:
-        raise RuntimeError(f"{name} failed: {done.stdout[-3000:]}")
-    return done.stdout
+    if outcome.returncode != 0:
+        raise RuntimeError(f"{name} failed: {outcome.stdout[-3000:]}")
+    return outcome.stdout
 
 
 def find(pattern: str, log: str) -> list[float]:

@@ -21,7 +21,16 @@ from rich.console import Console
 
 from laneformer import Engine, LaneformerConfig
 from records.command import Count
-from tools.check.gates import MARGIN, ModelOptions, check_greedy, load, run_check, verdict
+from tools.check.gates import (
+    MARGIN,
+    ModelOptions,
+    at_most,
+    check_greedy,
+    equal,
+    load,
+    run_check,
+    verdict,
+)
 from tools.check.reference import (
     BLOCK,
     Weights,
@@ -118,11 +127,11 @@ def check(
     differing = count_differing_runs(config, weights, ids[:REPEATED_POSITIONS], options)
     faults, fault_gates = plant_faults(config, weights, truth, options, allowed)
     gates = {
-        "modules": (modules["of_allowed"], 1.0, modules["first_wrong"] is None),
-        "relative error": (worst["engine"], allowed, worst["engine"] <= allowed),
-        "KL": (kl, kl_bf16, kl <= kl_bf16),
-        "greedy tokens": (greedy["unexplained"], 0, greedy["unexplained"] == 0),
-        "repeated runs": (differing, 0, differing == 0),
+        "modules": at_most(modules["of_allowed"], 1.0),
+        "relative error": at_most(worst["engine"], allowed),
+        "KL": at_most(kl, kl_bf16),
+        "greedy tokens": equal(greedy["unexplained"], 0),
+        "repeated runs": equal(differing, 0),
         **fault_gates,
     }
     by_depth = [
@@ -175,7 +184,7 @@ def plant_faults(
             "first_wrong"
         ]
         gates[f"refuses: {name}"] = error, allowed, error > allowed
-        gates[f"locates: {name}"] = located, planted_in, located == planted_in
+        gates[f"locates: {name}"] = equal(located, planted_in)
     return faults, gates
 
 

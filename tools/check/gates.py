@@ -113,6 +113,14 @@ def load(name: str, dtype: str = "auto") -> tuple[LaneformerConfig, Weights]:
     return checkpoint.config, weights_of(checkpoint.tensors)
 
 
+def at_most(figure: Any, allowed: Any) -> Gate:
+    return figure, allowed, figure <= allowed  # NaN never is
+
+
+def equal(figure: Any, expected: Any) -> Gate:
+    return figure, expected, figure == expected
+
+
 def verdict(gates: Mapping[str, Gate]) -> dict[str, Any]:
     """`ok`, the names of what `failed`, and a row for each gate."""
     rows = [

@@ -24,7 +24,15 @@ from rich.console import Console
 from laneformer import Engine
 from laneformer.engine.text_files import read_json
 from records.command import Count
-from tools.check.gates import MARGIN, ModelOptions, check_greedy, load, run_check, verdict
+from tools.check.gates import (
+    MARGIN,
+    ModelOptions,
+    at_most,
+    check_greedy,
+    load,
+    run_check,
+    verdict,
+)
 from tools.check.reference import (
     hf_model,
     plain_model,
@@ -70,7 +78,7 @@ def check(options: Options, console: Console) -> dict[str, Any]:
     errors = {who: float(relative_errors(each, exact).max()) for who, each in logits.items()}
     allowed = MARGIN * errors["modeling code"]
     gates: dict[str, Any] = {
-        f"logits: {who}": (error, allowed, error <= allowed) for who, error in errors.items()
+        f"logits: {who}": at_most(error, allowed) for who, error in errors.items()
     }
     gates["greedy tokens"] = greedy.get("unexplained"), 0, not greedy.get("unexplained")
     return {

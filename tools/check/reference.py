@@ -3,7 +3,7 @@ models, distances, planted faults.
 
 Logits say that something is wrong, the modules' outputs say where: the first module in order of execution
 whose error is beyond what rounding explains. How much that is follows from the arithmetic alone
-(`bound_error`). Needs torch and Transformers alone, so that it also runs where the CPU engine is not built.
+(`limit_error`). Needs torch and Transformers alone, so that it also runs where the CPU engine is not built.
 
     S positions   P chosen positions   V vocabulary   N layers   L lanes   D hidden
 """
@@ -153,15 +153,13 @@ def compare_greedy(
 
     theirs: tokens and leads of so many new tokens (`hf_greedy`). tie_of: a smaller lead explains a difference.
     """
-    diverged, tokens, leads = [], [], []
+    diverged, tokens = [], []
     for index, prompt in enumerate(prompts):
         continuation = ours(prompt)
         expected, ahead = theirs(prompt, len(continuation))
         tokens.append(continuation)
-        leads += ahead
-        differs = [i for i, (a, b) in enumerate(zip(continuation, expected, strict=True)) if a != b]
-        if differs:
-            first = differs[0]
+        if continuation != expected:
+            first = int(np.argmax(np.not_equal(continuation, expected)))
             diverged.append(
                 {"prompt": index, "token": first, "lead": ahead[first], "tie": tie_of(prompt)}
             )
@@ -170,7 +168,6 @@ def compare_greedy(
         "same": len(prompts) - len(diverged),
         "diverged": diverged,
         "ids": tokens,
-        "smallest_lead": min(leads, default=None),
         "unexplained": sum(each["lead"] > each["tie"] for each in diverged),
     }
 
@@ -221,7 +218,7 @@ def output_errors(partials: np.ndarray, reference: np.ndarray) -> np.ndarray:
     return np.linalg.norm(partials - reference, axis=-1) / np.linalg.norm(reference, axis=-1)
 
 
-def bound_error(config: LaneformerConfig, depth: int, math: str) -> np.ndarray:
+def limit_error(config: LaneformerConfig, depth: int, math: str) -> np.ndarray:
     """Bound the relative error that rounding explains at a position with `depth` before it, (N, 2)."""
     # the longest chain sums over D inputs of the norm and of the first matrix, then over head
     # dimensions and positions, or over a lane's intermediate size
@@ -252,7 +249,7 @@ def module_report(
     module beyond its allowance.
     """
     errors = output_errors(partials, reference).max(-1)  # (P, N, 2)
-    of_allowed = errors / np.array([bound_error(config, position, math) for position in positions])
+    of_allowed = errors / np.array([limit_error(config, position, math) for position in positions])
     wrong = ~(of_allowed <= 1).all(0)  # NaN never is
     by_depth = [
         {

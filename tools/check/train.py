@@ -34,7 +34,7 @@ from laneformer.titan.float8 import CAPABILITY
 from records.command import Count
 from records.files import read_lines
 from records.job import job_flags
-from tools.check.gates import MARGIN, ROOT, Gate, run_check, verdict
+from tools.check.gates import MARGIN, ROOT, Gate, at_most, equal, run_check, verdict
 from tools.check.killed_job import KILL_AT
 from tools.plan import sums
 from tools.synthetic import write_synthetic_lock
@@ -62,6 +62,7 @@ PLAIN = (
     *("--model.attention", "sdpa", "--model.join_norm", "plain"),
     *("--training.local_batch_size", "1"),
 )
+FLOAT32 = ("--training.mixed_precision_param", "float32")
 FLOAT8_FLAGS = ("--model.converters", FLOAT8, f"--{FLOAT8}.recipe_name", "rowwise")
 COMPARED = ("loss", "grad_norm", "tokens", "lr", "valid_loss")
 TIMEOUT_S = 900
@@ -176,36 +177,29 @@ def start(module: list[str], log: Path, env: Mapping[str, str]) -> int:
         ).returncode
 
 
+Row = dict[str, Any]
 Gates = dict[str, Gate]
 NOT_MEASURED: Gate = ("not yet measured", None, None)
 
 
 def measure(options: Options, console: Console) -> dict[str, Any]:
-    """All jobs and comparisons; `gates` with the figures, and `figures` that pass no judgement."""
+    """All jobs and comparisons."""
     options.check()
     with tempfile.TemporaryDirectory() as folder:
         jobs = Jobs(options, Path(folder), console)
         whole = jobs.rows("whole")
-        gates, figures = losses(jobs, whole)
-        gates |= gate_resume(jobs, whole)
-        gates |= memory(options, whole)
+        gates = gate_losses(jobs, whole) | gate_resume(jobs, whole) | gate_memory(options, whole)
     card = torch.cuda.get_device_name() if options.device == "cuda" else "CPU, shrunk shapes"
-    rows = [{"figure": name, "value": value} for name, value in figures.items()]
-    return {
-        **verdict(gates),
-        "figures": figures,
-        "title": f"Training on {card}, {options.nproc} rank(s), torch {torch.__version__}",
-        "tables": {"Figures": rows},
-    }
+    title = f"Training on {card}, {options.nproc} rank(s), torch {torch.__version__}"
+    return {**verdict(gates), "title": title}
 
 
-def losses(jobs: Jobs, whole: list[dict[str, Any]]) -> tuple[Gates, dict[str, Any]]:
+def gate_losses(jobs: Jobs, whole: list[Row]) -> Gates:
     """The chosen kernels against the plain ones, in bf16, and of several ranks; plain float32 is the reference."""
-    exact = jobs.rows("plain-float32", *PLAIN, "--training.mixed_precision_param", "float32")
+    exact = jobs.rows("plain-float32", *PLAIN, *FLOAT32)
     # how far bf16 may be from float32 in 20 losses is not guessed: the plain job shows it
-    rounded = furthest(jobs.rows("plain-bf16", *PLAIN), exact)
-    allowed = MARGIN * rounded
-    errors = {"losses of the chosen kernels": furthest(whole, exact)}
+    rounded = measure_distance(jobs.rows("plain-bf16", *PLAIN), exact)
+    losses = {"losses of the chosen kernels": whole}
     nproc = jobs.options.nproc
     if nproc > 1:
         replicas = 2 if nproc > 2 else 1  # shards of one are refused
@@ -216,91 +210,73 @@ def losses(jobs: Jobs, whole: list[dict[str, Any]]) -> tuple[Gates, dict[str, An
         more = job_flags(settings)
         if jobs.options.device == "cpu":  # shards and replicas alone
             more.append("--compile.no-enable")
-        sharded = jobs.rows("sharded", *more, ranks=nproc)
-        errors[f"losses of {replicas} x {nproc // replicas} ranks"] = furthest(sharded, exact)
-    gates: Gates = {name: (error, allowed, error <= allowed) for name, error in errors.items()}
+        name = f"losses of {replicas} x {nproc // replicas} ranks"
+        losses[name] = jobs.rows("sharded", *more, ranks=nproc)
+    gates: Gates = {
+        name: at_most(measure_distance(rows, exact), MARGIN * rounded)
+        for name, rows in losses.items()
+    }
     gates["kernels replaced at the start"] = gate_kernels(jobs.folder / "whole")
-    gates["losses fall"] = (
-        whole[-1]["loss"],
-        exact[0]["loss"],
-        whole[-1]["loss"] < exact[0]["loss"],
-    )
-    more_gates, figures = float8_losses(jobs, exact, rounded)
-    return gates | more_gates, {"furthest loss of plain bf16 from float32": rounded, **figures}
+    first, last = exact[0]["loss"], whole[-1]["loss"]
+    gates["losses fall"] = (last, first, last < first)
+    return gates | gate_float8(jobs, exact, rounded)
 
 
-def float8_losses(
-    jobs: Jobs, exact: list[dict[str, Any]], rounded: float
-) -> tuple[Gates, dict[str, Any]]:
-    """Gate float8 products for w1, w2 and w3, by row: a GPU's own, elsewhere emulated ones."""
+def gate_float8(jobs: Jobs, exact: list[Row], rounded: float) -> Gates:
+    """Float8 products for w1, w2 and w3, by row: a GPU's own, elsewhere emulated ones."""
     name, on_gpu = "losses with float8 products", jobs.options.device == "cuda"
     if on_gpu and torch.cuda.get_device_capability() < CAPABILITY:
-        return {name: NOT_MEASURED}, {}
+        return {name: NOT_MEASURED}
     # the plain job in float32 with emulated products shows what they cost; bf16's share comes on top
-    float32 = "--training.mixed_precision_param", "float32"
-    emulated = furthest(
-        jobs.rows("float8-emulated", *PLAIN, *float32, *FLOAT8_FLAGS, f"--{FLOAT8}.emulate"), exact
-    )
-    own = FLOAT8_FLAGS if on_gpu else (*FLOAT8_FLAGS, f"--{FLOAT8}.emulate")
-    error = furthest(jobs.rows("float8", *own), exact)
-    allowed = MARGIN * (rounded + emulated)
+    emulating = (*FLOAT8_FLAGS, f"--{FLOAT8}.emulate")
+    emulated = jobs.rows("float8-emulated", *PLAIN, *FLOAT32, *emulating)
+    own = jobs.rows("float8", *(FLOAT8_FLAGS if on_gpu else emulating))
+    allowed = MARGIN * (rounded + measure_distance(emulated, exact))
     return {
-        name: (error, allowed, error <= allowed),
+        name: at_most(measure_distance(own, exact), allowed),
         "kernels replaced with float8 products": gate_kernels(jobs.folder / "float8"),
-    }, {"furthest loss of emulated float8 from float32": emulated}
+    }
 
 
 def gate_kernels(run: Path) -> Gate:
-    """The gate of what the check at the start has left out of this job."""
+    """What the check at the start has left out of this job."""
     events = read_lines(run / "events.jsonl")
     reasons = [event["reason"] for event in events if event["kind"] == "kernels_replaced"]
-    return (*reasons, "none")[0], "none", not reasons
+    return equal((*reasons, "none")[0], "none")
 
 
-def furthest(rows: list[dict[str, Any]], exact: list[dict[str, Any]]) -> float:
+def measure_distance(rows: list[Row], exact: list[Row]) -> float:
     """Largest difference of a step's loss; infinite where there is none, or not of every step."""
     if len(rows) != len(exact) or any(row["loss"] is None for row in rows):
         return math.inf
     return max(abs(row["loss"] - other["loss"]) for row, other in zip(rows, exact, strict=True))
 
 
-def gate_resume(jobs: Jobs, whole: list[dict[str, Any]]) -> Gates:
+def gate_resume(jobs: Jobs, whole: list[Row]) -> Gates:
     """Saved, killed and resumed, against the job that ran through."""
     before = jobs.rows("resumed", killed=True)
     rows = jobs.rows("resumed")
     attempts = read_lines(jobs.folder / "resumed/attempts.jsonl")
     first = attempts[-1]["step"] if len(attempts) == 2 else None
     last = [row for row in rows if row["attempt"] == 2]
-    repeats = differing(before, whole[: len(before)])
-    again = differing(last, whole[-len(last) :])
-    validated = [row["valid_loss"] for row in whole if row.get("valid_loss") is not None]
+    validated = [row for row in whole if row.get("valid_loss") is not None]
+    repeats = count_differing(before, whole[: KILLED_AT - 1])
     return {
-        "a second run, steps that differ": (
-            repeats,
-            0,
-            repeats == 0 and len(before) == KILLED_AT - 1,
-        ),
-        "resumed after a save and a kill at step": (first, SAVES_EVERY, first == SAVES_EVERY),
-        "after the resume, steps that differ": (
-            again,
-            0,
-            again == 0 and len(last) == STEPS - SAVES_EVERY,
-        ),
-        "validations": (
-            len(validated),
-            STEPS // SAVES_EVERY,
-            len(validated) == STEPS // SAVES_EVERY,
-        ),
+        "a second run, steps that differ": equal(repeats, 0),
+        "resumed after a save and a kill at step": equal(first, SAVES_EVERY),
+        "after the resume, steps that differ": equal(count_differing(last, whole[SAVES_EVERY:]), 0),
+        "validations": equal(len(validated), STEPS // SAVES_EVERY),
     }
 
 
-def differing(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> int:
-    """Steps of which a compared figure differs in a bit."""
-    pairs = zip(rows, others, strict=True)
-    return sum(any(row.get(key) != other.get(key) for key in COMPARED) for row, other in pairs)
+def count_differing(rows: list[Row], others: list[Row]) -> int:
+    """Steps that one of both lacks, or of which a compared figure differs in a bit."""
+    pairs = zip(rows, others, strict=False)
+    differ = sum(any(row.get(key) != other.get(key) for key in COMPARED) for row, other in pairs)
+    return abs(len(rows) - len(others)) + differ
 
 
-def memory(options: Options, whole: list[dict[str, Any]]) -> Gates:
+def gate_memory(options: Options, whole: list[Row]) -> Gates:
     """Peak of what the allocator held, against the plan and the share of the GPU that it leaves unplanned."""
     name = "peak memory, GiB, against the plan"
     if options.device == "cpu":
@@ -315,7 +291,7 @@ def memory(options: Options, whole: list[dict[str, Any]]) -> Gates:
     )
     planned = sums.memory(job)["total"] / sums.USABLE / 2**30
     peak = max(row["memory_gib"] for row in whole)
-    return {name: (peak, planned, peak <= planned)}
+    return {name: at_most(peak, planned)}
 
 
 def main(arguments: list[str] | None = None) -> None:

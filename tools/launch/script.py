@@ -195,16 +195,16 @@ def run_slurm(*command: str) -> subprocess.CompletedProcess[str]:
 
 def submit(script: Path) -> int:
     """Submit with sbatch; returns the job id. ValueError with Slurm's message if it refuses."""
-    done = run_slurm("sbatch", "--parsable", str(script))
-    if done.returncode:
-        raise ValueError(f"sbatch refused {script}: {done.stderr.strip()}")
-    return int(done.stdout.strip().split(";")[0])
+    outcome = run_slurm("sbatch", "--parsable", str(script))
+    if outcome.returncode:
+        raise ValueError(f"sbatch refused {script}: {outcome.stderr.strip()}")
+    return int(outcome.stdout.strip().split(";")[0])
 
 
 def job_state(job_id: int) -> str | None:
     """PENDING, RUNNING, COMPLETED, ...; None for a job that Slurm does not know."""
-    done = run_slurm("scontrol", "show", "job", "-o", str(job_id))
-    state = re.search(r"\bJobState=(\S+)", done.stdout)
-    if done.returncode and "Invalid job id" not in done.stderr:
-        raise ValueError(f"{' '.join(done.args)} failed: {done.stderr.strip()}")
+    outcome = run_slurm("scontrol", "show", "job", "-o", str(job_id))
+    state = re.search(r"\bJobState=(\S+)", outcome.stdout)
+    if outcome.returncode and "Invalid job id" not in outcome.stderr:
+        raise ValueError(f"{' '.join(outcome.args)} failed: {outcome.stderr.strip()}")
     return state[1] if state else None

@@ -128,12 +128,12 @@ def code_tree(allow_dirty: bool) -> dict[str, Any]:
 
 
 def git(*arguments: str, **variables: str) -> bytes:
-    done = subprocess.run(
+    outcome = subprocess.run(
         ["git", *arguments], cwd=ROOT, env={**os.environ, **variables}, capture_output=True
     )
-    if done.returncode:
-        raise ValueError(f"git {' '.join(arguments)} failed: {done.stderr.decode().strip()}")
-    return done.stdout
+    if outcome.returncode:
+        raise ValueError(f"git {' '.join(arguments)} failed: {outcome.stderr.decode().strip()}")
+    return outcome.stdout
 
 
 def write_interpreter(env: Path) -> None:
@@ -183,14 +183,16 @@ def resolve_job(
     unset = ("PYTHONPATH", "PYTHONHOME")
     env = {k: v for k, v in os.environ.items() if k not in unset}
     env |= {"PYTHONDONTWRITEBYTECODE": "1", "WORLD_SIZE": str(ranks)}
-    done = subprocess.run(command, cwd=code, env=env, capture_output=True, text=True, timeout=300)
-    if done.returncode:
+    outcome = subprocess.run(
+        command, cwd=code, env=env, capture_output=True, text=True, timeout=300
+    )
+    if outcome.returncode:
         # one sentence where the checks say it; else the parser's box, or what failed in its last lines
-        reason = done.stderr.rpartition("the job is refused: ")[2][-3000:]
+        reason = outcome.stderr.rpartition("the job is refused: ")[2][-3000:]
         raise ValueError(
             f"{config} with {' '.join(overrides) or 'no overrides'} is refused:\n{reason}"
         )
-    return tomli.loads(done.stdout)
+    return tomli.loads(outcome.stdout)
 
 
 def copy_mixture(lock_path: Path, folder: Path) -> str:

@@ -253,12 +253,12 @@ def take_step(config: Path, overrides: list[str], titan_job: Any, world_size: in
         command += ["--quantize.linear.float8.emulate"] if titan_job.model.converters else []
         world = dict.fromkeys(("NGPU", "WORLD_SIZE"), str(world_size))
         env = os.environ | world | {"LOCAL_RANK": "0", "RANK": "0"}
-        done = subprocess.run(
+        outcome = subprocess.run(
             command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900
         )
-        if done.returncode != 0:
+        if outcome.returncode != 0:
             raise ValueError(
-                f"the dry run of {config} failed: {(done.stdout + done.stderr)[-3000:]}"
+                f"the dry run of {config} failed: {(outcome.stdout + outcome.stderr)[-3000:]}"
             )
         row, attempt = (read_lines(run / name)[-1] for name in ("metrics.jsonl", "attempts.jsonl"))
     return {"world_size": attempt["world_size"], "step": row["step"], "lr": row["lr"]}

@@ -19,8 +19,8 @@ from tests.laneformer.engine.assets import (
 )
 from tools.check.reference import (
     BLOCK,
-    bound_error,
     choose_positions,
+    limit_error,
     model_outputs,
     module_report,
     output_errors,
@@ -55,7 +55,7 @@ def test_every_module_is_within_rounding(isa, dtype, math):
         "the window's edge and the second block are covered"
     )
     # the allowance itself: never so wide that another weight dtype's rounding could hide in it
-    widest = bound_error(model.config, LENGTH, "exact").max()
+    widest = limit_error(model.config, LENGTH, "exact").max()
     assert widest < 2.0**-12
     if math == "bf16":
         assert output_errors(partials, reference).max() > widest, "activations were not rounded"

@@ -60,10 +60,10 @@ def test_toy_run(tmp_path):
     flags = job_flags({"flavor": "tiny", **sizes, "out": out})
     both = "--both=--training.mixed_precision_param float32 --compile.no-enable"
     command = [sys.executable, "-c", RUN, *flags, both]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "exceeds the 512 positions of tiny" in done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    outcome = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert outcome.returncode == 0, outcome.stderr[-3000:]
+    assert "exceeds the 512 positions of tiny" in outcome.stderr
+    result = json.loads(outcome.stdout.splitlines()[-1])
     ours, llama = result["models"]["laneformer"], result["models"]["llama"]
     assert ours["parameters"] == LaneformerConfig.from_flavor("tiny").parameter_count()["total"]
     assert llama["parameters"] == ours["parameters"], (

@@ -142,20 +142,20 @@ def test_a_snapshot_holds_all_that_the_job_runs_from_and_nothing_else_runs(
     (tmp_path / "train.py").write_text("raise SystemExit('imported from the working directory')\n")
     look = "import train, data_mixtures, laneformer as l; print(train.__file__, data_mixtures.__file__, l.__file__)"
     python = [str(snapshot / "env/bin/python"), "-P", "-c", look]
-    done = subprocess.run(
+    outcome = subprocess.run(
         python, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
     )
     folders = ("train", "data_mixtures", "models/laneformer")
-    assert done.stdout.split() == [f"{snapshot}/code/{folder}/__init__.py" for folder in folders]
+    assert outcome.stdout.split() == [f"{snapshot}/code/{folder}/__init__.py" for folder in folders]
 
     # the job script checks the files first
     (snapshot / "job.toml").chmod(0o644)
     (snapshot / "job.toml").write_text("edited")
-    done = subprocess.run(
+    outcome = subprocess.run(
         ["bash", snapshot / "submit.sbatch"], capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 1
-    assert "was changed after it was made" in done.stdout
+    assert outcome.returncode == 1
+    assert "was changed after it was made" in outcome.stdout
 
 
 def test_a_dirty_checkout_is_refused_or_kept_whole(
@@ -310,19 +310,19 @@ def test_a_decay_starts_in_the_stable_part(tmp_path):
 
 
 @pytest.mark.rotate
-def test_decay_branch(undisturbed, checkout, tmp_path):
+def test_decay_branch(run_without_faults, checkout, tmp_path):
     """From step 24 of the stable part the rate falls to its minimum at step 28; up to 24 it is the parent's run."""
-    run, parent = tmp_path / "branch", undisturbed / "checkpoint/step-24"
-    done = launch(
+    run, parent = tmp_path / "branch", run_without_faults / "checkpoint/step-24"
+    outcome = launch(
         checkout, "--decay-from", str(parent), "--steps", "4", "--run", str(run), "--local"
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    (snapshot,) = (undisturbed / "snapshot").iterdir()
+    assert outcome.returncode == 0, outcome.stdout[-2000:] + outcome.stderr[-3000:]
+    (snapshot,) = (run_without_faults / "snapshot").iterdir()
     job = tomllib.loads((snapshot / "job.toml").read_text())
     assert job["training"]["steps"] == 40, "overrides are in"
     assert job["comm"]["init_timeout_seconds"] == 300, "the file is in"
     assert job["training"]["gc_debug"] is False, "defaults are in"
-    before = {row["step"]: row for row in read_lines(undisturbed / "metrics.jsonl")}
+    before = {row["step"]: row for row in read_lines(run_without_faults / "metrics.jsonl")}
     branch = {row["step"]: row for row in read_lines(run / "metrics.jsonl")}
     assert [before[step]["lr"] for step in range(2, 25)] == [3e-3] * 23, (
         "flat after the warmup of 2 steps"
@@ -391,8 +391,8 @@ def test_paths_of_any_letters_are_words_of_the_script(tmp_path):
     output = f"{folder}/ran"
     supervisor = f'#!/bin/sh\nprintf \'%s\\n\' "$0" "$@" > {shlex.quote(output)}\n'
     path = stand_in_script(folder, supervisor, CLUSTER)
-    done = subprocess.run(["bash", str(path)], env=environment(), capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    outcome = subprocess.run(["bash", str(path)], env=environment(), capture_output=True, text=True)
+    assert (outcome.returncode, outcome.stderr) == (0, "")
     python, *_, job = Path(output).read_text().splitlines()
     assert (python, job) == (f"{folder}/snap/env/bin/python", f"{folder}/snap/job.toml")
     lines = [line for line in path.read_text().splitlines() if line.startswith("#SBATCH")]
@@ -400,8 +400,8 @@ def test_paths_of_any_letters_are_words_of_the_script(tmp_path):
     assert f"--job-name={folder.name}" in words
     assert f"--output={str(folder).replace('%', '%%')}/slurm-%j.log" in words
     (folder / "snap/submit.sbatch").write_text(path.read_text() + "\n")
-    done = subprocess.run(["bash", str(path)], env=environment(), capture_output=True, text=True)
-    assert f"{folder}/snap was changed after it was made" in done.stdout
+    outcome = subprocess.run(["bash", str(path)], env=environment(), capture_output=True, text=True)
+    assert f"{folder}/snap was changed after it was made" in outcome.stdout
 
 
 @pytest.mark.parametrize(

@@ -68,9 +68,9 @@ class Launcher:
         return launch(self.checkout, *arguments, *run, *SMALL, *lock, env=self.env)
 
     def submit(self, number: int, *arguments: str) -> tuple[int, Path]:
-        done = self.launch(number, *arguments)
-        assert done.returncode == 0, done.stdout + done.stderr
-        answer = json.loads(done.stdout.splitlines()[-1])
+        outcome = self.launch(number, *arguments)
+        assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+        answer = json.loads(outcome.stdout.splitlines()[-1])
         return answer["job_id"], Path(answer["snapshot"])
 
     def break_checkout(self) -> None:
@@ -164,8 +164,8 @@ def test_spare_takes_the_place_of_a_lost_node(story):
     assert [event["node"] for event in supervisor(story.phase1, "bad_node")] == ["n2"]
 
 
-def test_it_is_the_undisturbed_run_bit_for_bit(story, undisturbed):
-    assert_same(story.phase1, undisturbed, 40)
+def test_it_is_the_undisturbed_run_bit_for_bit(story, run_without_faults):
+    assert_same(story.phase1, run_without_faults, 40)
 
 
 def test_job_runs_from_its_snapshot(story):
