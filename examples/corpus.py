@@ -59,14 +59,14 @@ def write(out: Path, sources: Mapping[str, Iterable[tuple[Texts, int | None]]]) 
     out.mkdir(parents=True, exist_ok=True)
     for name, parts in sources.items():
         if not (path := out / f"{name}.jsonl").is_file():
-            documents = (each for texts, max_bytes in parts for each in capped(texts, max_bytes))
+            documents = (each for texts, max_bytes in parts for each in cap_bytes(texts, max_bytes))
             write_atomically(
                 path,
                 "".join(json.dumps({"text": each}) + "\n" for each in documents if each.strip()),
             )
 
 
-def capped(texts: Texts, max_bytes: int | None) -> Texts:
+def cap_bytes(texts: Texts, max_bytes: int | None) -> Texts:
     size = 0
     for each in texts:
         size += len(each.encode(errors="ignore"))

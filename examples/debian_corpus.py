@@ -56,14 +56,14 @@ def main(out: Path = Path("runs/corpus")) -> None:
             raise SystemExit(
                 f"{tool} is not on this machine: this corpus is made of Debian packages"
             )
-    done = out / ".unpacked"
-    done.mkdir(parents=True, exist_ok=True)
-    missing = [name for name in PACKAGES if not (done / name).exists()]
+    markers = out / ".unpacked"
+    markers.mkdir(parents=True, exist_ok=True)
+    missing = [name for name in PACKAGES if not (markers / name).exists()]
     for name in track(missing, description="unpacking", console=console):
         package = download(name, out / ".packages")
         subprocess.run(["dpkg-deb", "-x", str(package), str(out)], check=True)
         package.unlink()
-        (done / name).touch()
+        (markers / name).touch()
     inner = [*out.glob("usr/src/**/*.tar.*"), *out.glob("usr/lib/jvm/**/src.zip")]
     for archive in track(inner, description="archives", console=console):
         unpack(archive)

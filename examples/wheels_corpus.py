@@ -55,13 +55,13 @@ def unpack(folder: Path, target: Path) -> None:
         "--python-version",
         "3.11",
     )
-    done = subprocess.run(
+    outcome = subprocess.run(
         [*pip, *PURE, "-d", str(folder), "-r", str(PINNED)], capture_output=True, text=True
     )
-    if done.returncode:
+    if outcome.returncode:
         raise SystemExit(
             f"the packages of {PINNED} could not be downloaded; without an index, put their wheels into a folder and "
-            f"set PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER. pip said: {done.stderr.strip()[-500:]}"
+            f"set PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER. pip said: {outcome.stderr.strip()[-500:]}"
         )
     part = target.with_name(target.name + ".part")
     for wheel in sorted(folder.glob("*.whl")):

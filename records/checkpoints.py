@@ -66,6 +66,17 @@ def run_folder(checkpoint: Path) -> Path:
     return locate_checkpoint(checkpoint).parent.parent
 
 
+def check_is_checkpoint(folder: Path) -> None:
+    """Raise ValueError for what is no RUN/checkpoint/step-N, with the steps that the run has."""
+    if (folder / ".metadata").is_file():
+        return
+    # of a run, of its checkpoints, of a step beside this one
+    places = (folder / "checkpoint", folder, folder.parent)
+    paths = next(filter(None, map(step_folders, places)), {}).values()
+    have = f"; there are {', '.join(map(str, paths))}" if paths else ""
+    raise ValueError(f"{folder} is no checkpoint; give RUN/checkpoint/step-N{have}")
+
+
 def newest_saved_step(folder: Path) -> int:
     """The newest step whose save has finished (`.metadata` is written last); -1 if there is none."""
     return next(

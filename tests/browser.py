@@ -108,14 +108,14 @@ class Page:
 
     def run(self, expression: str) -> Any:
         """The value of a JavaScript expression, awaited if it is a promise; RuntimeError where it throws."""
-        done = self.call(
+        outcome = self.call(
             "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
         )
-        if "exceptionDetails" in done:
+        if "exceptionDetails" in outcome:
             raise RuntimeError(
-                f"{expression}: {done['exceptionDetails']['exception'].get('description')}"
+                f"{expression}: {outcome['exceptionDetails']['exception'].get('description')}"
             )
-        return done["result"].get("value")
+        return outcome["result"].get("value")
 
     def until(self, expression: str, limit_s: float = 120) -> None:
         """Wait until an expression is true."""

@@ -111,5 +111,5 @@ def prepare(folder: Path) -> None:
         str(folder / "out"),
     ]
     command += ["--workers", "1"]  # so little text is done before other processes have started
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    outcome = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert outcome.returncode == 0, outcome.stdout[-2000:] + outcome.stderr[-2000:]

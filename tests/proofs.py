@@ -36,19 +36,12 @@ from pathlib import Path
 
 import pytest
 
+from tools.check.imports import PACKAGES, list_imports
+
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path(os.environ.get("LANEFORMER_CACHE") or Path.home() / ".cache/laneformer") / "ci"
 ROOTS = {"laneformer": ROOT / "models"}  # every other package lies in ROOT
-PACKAGES = {
-    "records",
-    "laneformer",
-    "data_mixtures",
-    "train",
-    "evals",
-    "tools",
-    "examples",
-    "tests",
-}
+OURS = {*PACKAGES, "tests"}
 COMPILERS = ("g++", "gcc", "aarch64-linux-gnu-g++", "qemu-aarch64-static")
 WHEELS = ("numpy", "torch", "triton", "cuda-bindings", "nvidia-cuda-nvrtc", "nanobind", "pytest")
 # what is compiled beside the Python modules that a test reaches
@@ -106,12 +99,12 @@ def leave(key: str) -> None:
 def key_of(name: str, module: Path, patterns: tuple[str, ...], programs: bool = False) -> str:
     """The hash of all that decides a test; ValueError for a pattern that matches no file."""
     whole = hashlib.sha256(f"{name}\n{surroundings()}\n".encode())
-    for path in sorted({*reached(module, programs), *matched(patterns)}):
+    for path in sorted({*list_reached(module, programs), *match_patterns(patterns)}):
         whole.update(f"{path.relative_to(ROOT)} {content_hash(path)}\n".encode())
     return whole.hexdigest()
 
 
-def matched(patterns: tuple[str, ...]) -> set[Path]:
+def match_patterns(patterns: tuple[str, ...]) -> set[Path]:
     found: set[Path] = set()
     for pattern in patterns:
         files = {path for path in ROOT.glob(pattern) if path.is_file()}
@@ -139,14 +132,16 @@ def surroundings() -> str:
     lines = [platform.platform(), sys.version, flags[0] if flags else info, below]
     for name in COMPILERS:
         path = shutil.which(name)
-        done = subprocess.run([path, "--version"], capture_output=True, text=True) if path else None
-        lines.append(f"{name}: {done.stdout.partition(chr(10))[0] if done else 'missing'}")
+        outcome = (
+            subprocess.run([path, "--version"], capture_output=True, text=True) if path else None
+        )
+        lines.append(f"{name}: {outcome.stdout.partition(chr(10))[0] if outcome else 'missing'}")
     wheels = {wheel.name: wheel.version for wheel in importlib.metadata.distributions()}
     return "\n".join([*lines, *(f"{name}: {wheels.get(name, 'missing')}" for name in WHEELS)])
 
 
 @functools.cache
-def reached(module: Path, programs: bool = False) -> frozenset[Path]:
+def list_reached(module: Path, programs: bool = False) -> frozenset[Path]:
     """The files of this repository that a module imports, directly or not, itself and its conftest files included;
     programs: without these.
     """
@@ -168,15 +163,10 @@ def conftests(module: Path) -> list[Path]:
 def imports(path: Path) -> tuple[Path, ...]:
     """Files of ours that one file imports, lazily and for typing, too; a module's packages run first."""
     base = ROOTS["laneformer"] if path.is_relative_to(ROOTS["laneformer"]) else ROOT
-    package = path.relative_to(base).parent.parts
+    package = ".".join(path.relative_to(base).parent.parts)
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            start = package[: len(package) - node.level + 1] if node.level else ()
-            module = ".".join([*start, *([node.module] if node.module else [])])
-            names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    for module, name in list_imports(ast.parse(path.read_text(encoding="utf-8")), package):
+        names |= {module, f"{module}.{name}"}
     return tuple(file for name in names for file in files_of(name))
 
 
@@ -184,7 +174,7 @@ def imports(path: Path) -> tuple[Path, ...]:
 def files_of(name: str) -> tuple[Path, ...]:
     """The file of a dotted name and the `__init__.py` of its packages; none if it is not ours."""
     parts = name.split(".")
-    if parts[0] not in PACKAGES:
+    if parts[0] not in OURS:
         return ()
     found, folder = [], ROOTS.get(parts[0], ROOT)
     for part in parts:

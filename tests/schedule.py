@@ -99,10 +99,12 @@ class Stopwatch:
             self.skipped.add(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        DURATIONS.write_text(merged(json.loads(DURATIONS.read_text()), self.seconds, self.skipped))
+        DURATIONS.write_text(
+            merge_durations(json.loads(DURATIONS.read_text()), self.seconds, self.skipped)
+        )
 
 
-def merged(known: dict[str, float], measured: dict[str, float], skipped: set[str]) -> str:
+def merge_durations(known: dict[str, float], measured: dict[str, float], skipped: set[str]) -> str:
     """The file's content: measured tests replace known ones, but for those that were skipped."""
     ran = {name: round(taken, 1) for name, taken in measured.items() if name not in skipped}
     kept = {name: taken for name, taken in {**known, **ran}.items() if taken >= LEAST_S}

@@ -30,13 +30,13 @@ class Shared:
 
     def __call__(self, name: str, make: Callable[[Path], object]) -> Path:
         self.root.mkdir(parents=True, exist_ok=True)
-        folder, done, failed = (
+        folder, marker, failed = (
             self.root / f"{name}{suffix}" for suffix in ("", ".done", ".failed")
         )
         with FileLock(self.root / f"{name}.lock"):
             if failed.exists():
                 pytest.fail(f"{name} could not be made:\n{failed.read_text()}", pytrace=False)
-            if not done.exists():
+            if not marker.exists():
                 shutil.rmtree(folder, ignore_errors=True)  # of a worker that died while it made it
                 folder.mkdir()
                 try:
@@ -44,23 +44,25 @@ class Shared:
                 except (Exception, pytest.fail.Exception):
                     failed.write_text(traceback.format_exc())
                     raise
-                done.write_text(json.dumps(digest(folder)))
+                marker.write_text(json.dumps(digest(folder)))
         return folder
 
     def changes(self) -> list[str]:
         """What is not as it was when it was made, a line for each file."""
         lines = []
-        for done in sorted(self.root.glob("*.done")):
-            was, now = json.loads(done.read_text()), digest(done.with_suffix(""))
+        for marker in sorted(self.root.glob("*.done")):
+            was, now = json.loads(marker.read_text()), digest(marker.with_suffix(""))
             changed = sorted(
                 name for name in was.keys() | now.keys() if was.get(name) != now.get(name)
             )
-            lines += [f"{done.stem}/{name} {kind(name, was, now)}" for name in changed]
+            lines += [f"{marker.stem}/{name} {kind(name, was, now)}" for name in changed]
         return lines
 
 
 def kind(name: str, was: dict[str, str], now: dict[str, str]) -> str:
-    return "was added" if name not in was else "was deleted" if name not in now else "was changed"
+    if name not in was:
+        return "was added"
+    return "was changed" if name in now else "was deleted"
 
 
 def digest(folder: Path) -> dict[str, str]:

@@ -93,16 +93,16 @@ def build(folder: Path) -> tuple[Path, dict[str, str]]:
 
 
 def run(command: list[str], **environment: str) -> None:
-    done = subprocess.run(
+    outcome = subprocess.run(
         command, capture_output=True, text=True, timeout=LIMIT_S, env={**os.environ, **environment}
     )
-    assert done.returncode == 0, (
-        f"{shlex.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+    assert outcome.returncode == 0, (
+        f"{shlex.join(command)}\n{outcome.stdout[-3000:]}{outcome.stderr[-3000:]}"
     )
 
 
 @pytest.fixture
-def served(tmp_path):
+def server_address(tmp_path):
     """The address of a server in the container, with a tiny model."""
     model = write_model(tmp_path / "model", max_position_embeddings=512)
     command = [*json.loads(dict(INSTRUCTIONS)["CMD"]), "--port", "8123"]
@@ -148,8 +148,8 @@ def served(tmp_path):
     and (shutil.which("debootstrap", path="/usr/sbin:/usr/bin") is None or os.geteuid() != 0),
     reason="no container runtime that answers, nor debootstrap as root",
 )
-def test_it_serves(served):
+def test_it_serves(server_address):
     body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
     client = httpx.Client(transport=httpx.HTTPTransport(retries=8), timeout=60)  # 64 s in all
-    answer = client.post(f"{served}/v1/chat/completions", json=body)
+    answer = client.post(f"{server_address}/v1/chat/completions", json=body)
     assert answer.json()["choices"][0]["message"]["role"] == "assistant"

@@ -42,7 +42,7 @@ def checkout(pytester, monkeypatch):
 
 
 def key(checkout, programs=False):
-    for cached in (proofs.content_hash, proofs.reached, proofs.imports, proofs.files_of):
+    for cached in (proofs.content_hash, proofs.list_reached, proofs.imports, proofs.files_of):
         cached.cache_clear()
     return proofs.key_of("test_it", checkout / "tests/test_it.py", ("kernels/*.cu",), programs)
 
@@ -52,7 +52,7 @@ def test_a_proof_is_not_repeated_and_nothing_else_is_skipped(checkout, pytester,
         (checkout / f"tests/{name}.py").write_text((ROOT / f"tests/{name}.py").read_text())
     monkeypatch.setenv("LANEFORMER_CACHE", str(checkout / "cache"))
     monkeypatch.delenv("ROTATE_UNTIL", raising=False)  # of the run that this test belongs to
-    monkeypatch.setenv("PYTHONPATH", str(checkout))
+    monkeypatch.setenv("PYTHONPATH", f"{checkout}:{ROOT}")  # whose tools the plugin uses
     for outcomes in (
         {"passed": 1, "failed": 1, "skipped": 1},
         {"passed": 0, "failed": 1, "skipped": 2},
@@ -86,7 +86,7 @@ def test_an_input_that_matches_nothing_is_an_error(checkout):
 
 def test_imports_are_followed_through_packages_and_in_functions():
     module = ROOT / "tests/laneformer/cuda/test_machine_code.py"
-    names = {str(path.relative_to(ROOT)) for path in proofs.reached(module)}
+    names = {str(path.relative_to(ROOT)) for path in proofs.list_reached(module)}
     assert {
         "tests/conftest.py",
         "tests/laneformer/cuda/sass.py",

@@ -56,8 +56,8 @@ def run(pytester, workers, durations, **files):
 
 
 def test_the_longest_group_starts_first(pytester):
-    done = run(pytester, 1, DURATIONS, test_a_short=SHORT, test_long=LONG)
-    ran = [line.split("PASSED ")[1].strip() for line in done.outlines if "PASSED " in line]
+    outcome = run(pytester, 1, DURATIONS, test_a_short=SHORT, test_long=LONG)
+    ran = [line.split("PASSED ")[1].strip() for line in outcome.outlines if "PASSED " in line]
     assert ran == [
         "test_long.py::test_last[with ] and @]",
         "test_long.py::test_alone",
@@ -81,7 +81,9 @@ def test_a_group_runs_in_one_worker(pytester):
 
 def test_measured_times_replace_known_ones():
     known = {"kept": 3.0, "skipped": 4.0, "faster": 9.0}
-    merged = schedule.merged(known, {"skipped": 0.1, "faster": 0.2, "new": 5.04}, {"skipped"})
+    merged = schedule.merge_durations(
+        known, {"skipped": 0.1, "faster": 0.2, "new": 5.04}, {"skipped"}
+    )
     assert json.loads(merged) == {"kept": 3.0, "new": 5.0, "skipped": 4.0}
 
 

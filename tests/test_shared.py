@@ -32,14 +32,14 @@ def test_reads(data, number):
 @pytest.mark.parametrize(("fails", "writes"), [(False, False), (True, False), (False, True)])
 def test_made_once_whatever_happens(pytester, options, fails, writes):
     pytester.makepyfile(TESTS.format(fails=fails, writes=writes))
-    done = pytester.runpytest_subprocess("-p", "tests.shared", *options)
+    outcome = pytester.runpytest_subprocess("-p", "tests.shared", *options)
     assert (pytester.path / "made.log").read_text() == "made\n"
-    assert done.ret == (fails or writes)
-    done.assert_outcomes(passed=0 if fails else 4, errors=4 if fails else 0)
+    assert outcome.ret == (fails or writes)
+    outcome.assert_outcomes(passed=0 if fails else 4, errors=4 if fails else 0)
     if fails:
-        assert done.stdout.str().count("RuntimeError: no data today") >= 4
+        assert outcome.stdout.str().count("RuntimeError: no data today") >= 4
     if writes:
-        done.stdout.fnmatch_lines(["data/file was changed", "data/new was added"])
+        outcome.stdout.fnmatch_lines(["data/file was changed", "data/new was added"])
 
 
 def test_a_half_made_folder_is_made_again(tmp_path):

@@ -35,10 +35,10 @@ def test_the_eighths_make_the_whole_and_today_is_one_of_them():
 def test_what_does_not_run_is_named(pytester, monkeypatch, options, left_s, reason):
     monkeypatch.setenv("ROTATE_UNTIL", str(time.time() + left_s))
     pytester.makepyfile(test_it=TESTS)
-    done = pytester.runpytest_subprocess("-p", "tests.tiers", *options)
-    done.assert_outcomes(passed=1 if reason else 17, skipped=16 if reason else 0)
+    outcome = pytester.runpytest_subprocess("-p", "tests.tiers", *options)
+    outcome.assert_outcomes(passed=1 if reason else 17, skipped=16 if reason else 0)
     if reason:
-        done.stdout.fnmatch_lines([f"*16 {reason}*", "test_it.py 16"])
+        outcome.stdout.fnmatch_lines([f"*16 {reason}*", "test_it.py 16"])
 
 
 @pytest.mark.parametrize(

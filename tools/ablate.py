@@ -15,7 +15,6 @@ import math
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -33,6 +32,13 @@ from rich.progress import Progress
 
 from data_mixtures.mixture import Mixture
 from data_mixtures.recipe import check_known
+from records.command import (
+    Count,
+    Natural,
+    check_ranges,
+    refuse_unknown_options,
+    run_command,
+)
 from records.events import BAD_STEP, DONE
 from records.files import (
     append_line,
@@ -58,14 +64,12 @@ class Options:
     """Folder of results.jsonl and runs."""
     variants: tuple[str, ...] = ()
     """Variants of the config; default: all."""
-    seeds: tuple[int, ...] = ()
+    seeds: tuple[Natural, ...] = ()
     """Default: the config's; more of them add to the results that are there."""
-    workers: int = 2
+    workers: Count = 2
     """Runs side by side, of one thread each on a CPU."""
     keep_checkpoints: bool = False
     """Keep the checkpoints of runs that have ended, for tools.export_hf."""
-    report: bool = False
-    """Train nothing; compare the results that are there."""
 
 
 @dataclass(frozen=True)
@@ -90,24 +94,14 @@ def main() -> None:
     options, shared = tyro.cli(
         Options, prog="python -m tools.ablate", description=__doc__, return_unknown_args=True
     )
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # the runs save, whoever ends this command
-    results = options.out / "results.jsonl"
-    try:
-        plan = read_plan(options)
-        if not options.report:
-            busy = f"another tools.ablate trains into {options.out}; choose another --out"
-            with hold_lock(options.out / ".lock", busy):
-                runs = plan_runs(plan, options.out, shared)
-                check_settings(options.out / "settings.json", settings_of(plan, runs, shared))
-                train(runs, results, options.workers, options.keep_checkpoints)
-        print(compare(read_lines(results), plan.baseline))
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"tools.ablate: {error}") from None
-    except KeyboardInterrupt:
-        print(f"interrupted; the same command goes on from {results}", file=sys.stderr)
-        raise SystemExit(130) from None
+    check_ranges(Options, vars(options))
+    results, plan = options.out / "results.jsonl", read_plan(options)
+    busy = f"another tools.ablate trains into {options.out}; choose another --out"
+    with hold_lock(options.out / ".lock", busy):
+        runs = plan_runs(plan, options.out, shared)
+        check_settings(options.out / "settings.json", settings_of(plan, runs, shared))
+        train(runs, results, options.workers, options.keep_checkpoints)
+    print(compare(read_lines(results), plan.baseline))
 
 
 def read_plan(options: Options) -> Plan:
@@ -121,8 +115,6 @@ def read_plan(options: Options) -> Plan:
     variants = values["variants"]
     check_known("name for --variants:", options.variants, variants)
     check_known("baseline", [values["baseline"]], variants)
-    if options.workers < 1:
-        raise ValueError(f"--workers is {options.workers}; use 1 or more")
     return Plan(
         job=values["job"],
         baseline=values["baseline"],
@@ -133,11 +125,7 @@ def read_plan(options: Options) -> Plan:
 
 def plan_runs(plan: Plan, out: Path, shared: Sequence[str]) -> list[Run]:
     """All variants of one seed after those of another. ValueError for an option that no section of a job has."""
-    for word in shared:
-        if word.startswith("--") and "." not in word:
-            raise ValueError(
-                f"unknown option {word}; see --help, or write --section.key for the trainer"
-            )
+    refuse_unknown_options(shared)
     job = ["--job.config_file", plan.job, *shared]
     training = read_job(job).training
     windows = training.steps * training.global_batch_size
@@ -180,28 +168,26 @@ def train(runs: Sequence[Run], results: Path, workers: int, keep_checkpoints: bo
     Where one fails or this is interrupted, no other begins, and those that are under way save and end.
     ValueError for a run that fails.
     """
-    done = {(row["variant"], row["seed"]) for row in read_lines(results)}
-    left = [run for run in runs if (run.variant, run.seed) not in done]
+    finished = {(row["variant"], row["seed"]) for row in read_lines(results)}
+    waiting = [run for run in runs if (run.variant, run.seed) not in finished]
     commit = code_version(ROOT)
     running: list[tuple[Run, subprocess.Popen[bytes]]] = []
     with Progress(console=Console(stderr=True)) as progress:
         bar = progress.add_task(
-            f"runs -> {results}", total=len(runs), completed=len(runs) - len(left)
+            f"runs -> {results}", total=len(runs), completed=len(runs) - len(waiting)
         )
         try:
-            while left or running:
-                while left and len(running) < workers:
-                    run = left.pop(0)
+            while waiting or running:
+                while waiting and len(running) < workers:
+                    run = waiting.pop(0)
                     running.append((run, start(run)))
                 time.sleep(POLL_S)
                 for run, process in [pair for pair in running if pair[1].poll() is not None]:
                     running.remove((run, process))
-                    row = {
-                        **read_result(run, process.returncode),
-                        "commit": commit,
-                        "time": time.time(),
-                    }
-                    append_line(results, json.dumps(row))
+                    result = read_result(run, process.returncode)
+                    append_line(
+                        results, json.dumps(result | {"commit": commit, "time": time.time()})
+                    )
                     if not keep_checkpoints:
                         shutil.rmtree(run.folder / "checkpoint", ignore_errors=True)
                     progress.advance(bar)
@@ -279,4 +265,4 @@ def compare(rows: Sequence[dict[str, Any]], baseline: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_command("tools.ablate", main, interrupted="interrupted; the same command goes on")

@@ -4,18 +4,13 @@ alone, with their origin.
     python -m tools.average runs/phase1 --last 5 --out runs/phase1-average
     python -m tools.average runs/phase1/checkpoint/step-480000 runs/phase1/checkpoint/step-500000 --out runs/mean
 
-In the stable part of a WSD schedule the learning rate hides what a model has learned: every checkpoint is off
-the valley it moves along, each by another random step. Their mean is near it, much as after a decay, and
-costs no training. docs/averaging.md says which checkpoints to take and what to do with the result.
-
-Tensors are averaged one by one, in float64, while the new checkpoint is written.
+docs/averaging.md says why, which checkpoints to take and what to do with the result.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -26,7 +21,7 @@ import tomli_w
 import torch
 import torch.distributed.checkpoint as dcp
 import tyro
-from torch.distributed.checkpoint.api import CheckpointException
+from pydantic import Field
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from data_mixtures.shards import tokenizer_files
@@ -42,6 +37,7 @@ from records.checkpoints import (
     step_folders,
     write_checksums,
 )
+from records.command import Positive, check_ranges, run_command
 from records.files import read_json, read_lines
 from records.job import read_sections
 
@@ -68,6 +64,7 @@ class MeanPlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: Any) -> torch.Tensor:
         shape, dtype = self.state_dict[index.fqn].shape, self.state_dict[index.fqn].dtype
+        # one tensor at a time: a large model does not fit twice
         total = torch.zeros(shape, dtype=torch.float64)
         part = {index.fqn: torch.empty(shape, dtype=dtype)}
         for reader, weight in zip(self.readers, self.weights, strict=True):
@@ -79,8 +76,8 @@ class MeanPlanner(DefaultSavePlanner):
 def average(
     checkpoints: Annotated[tuple[Path, ...], tyro.conf.Positional],
     out: Path,
-    last: int | None = None,
-    weights: tuple[float, ...] = (),
+    last: Annotated[int, Field(ge=2)] | None = None,
+    weights: tuple[Positive, ...] = (),
     force: bool = False,
     overwrite: bool = False,
 ) -> dict[str, Any]:
@@ -95,6 +92,7 @@ def average(
         force: average checkpoints of different runs, too, and of models that differ in more than their weights
         overwrite: replace `out` if it is not empty
     """
+    check_ranges(average, locals())
     started = time.monotonic()
     chosen = newest(checkpoints, last) if last is not None else list(checkpoints)
     weights = weights or (1.0,) * len(chosen)
@@ -135,9 +133,9 @@ def newest(runs: Sequence[Path], count: int) -> list[Path]:
         except ValueError:
             continue  # being written, or damaged
         complete.append(folder)
-    if not 2 <= count <= len(complete):
+    if count > len(complete):
         raise ValueError(
-            f"--last {count}: {runs[0]}/checkpoint holds {len(complete)} complete checkpoints; take 2 or more"
+            f"--last {count}: {runs[0]}/checkpoint holds {len(complete)} complete checkpoints"
         )
     return complete[:count]
 
@@ -148,10 +146,8 @@ def check(checkpoints: Sequence[Path], weights: Sequence[float], force: bool) ->
         raise ValueError(
             f"{len(checkpoints)} checkpoints given; give two or more different ones, or a run and --last N"
         )
-    if len(weights) != len(checkpoints) or min(weights) <= 0:
-        raise ValueError(
-            f"--weights {weights}: give {len(checkpoints)} positive numbers, one a checkpoint"
-        )
+    if len(weights) != len(checkpoints):
+        raise ValueError(f"--weights {weights}: give {len(checkpoints)}, one a checkpoint")
     first, *others = checkpoints
     if (model := read_architecture(first)) is None:
         raise ValueError(
@@ -209,14 +205,9 @@ def describe(folder: Path, newest: Path, step: int, averaged: dict[str, float]) 
         (folder / "metrics.jsonl").write_text(json.dumps({**row, "averaged": len(averaged)}) + "\n")
 
 
+def main() -> None:
+    print(json.dumps(tyro.cli(average, prog="python -m tools.average")))
+
+
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # so that the half-written folder is deleted
-    try:
-        print(json.dumps(tyro.cli(average, prog="python -m tools.average")))
-    # DCP's holds a traceback, the interruption or a full disk last
-    except (ValueError, CheckpointException) as error:
-        raise SystemExit(
-            f"average: {str(error).strip().splitlines()[-1]}; nothing was written"
-        ) from None
+    run_command("tools.average", main)

@@ -17,39 +17,39 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import tyro
 from rich.console import Console
 from rich.progress import Progress
 
-from data_mixtures.mixture import BEGINS, TRAINED, valid_windows
 from laneformer import Engine
 from laneformer.engine.text_files import read_texts
 from laneformer.prompts import PromptEncoder
+from records.command import Count, check_ranges, run_command
 from records.files import read_lines
+from records.job import job_flags
 
 NEW_TOKENS = 48
 BUNDLE = "evals/core/demo_bundle"  # not CORE: too few tasks, easy rows
 PHASES = ("phase1", "phase2", "sft")
 CHAT_WEIGHTS = ("chitchat=4", "identity=1")
-REPLIES = 100  # held-out conversations that the final model replies to, and whose loss is measured
-REPLY_TOKENS = 256  # a reply that is not over by then does not count as ended
+REPLY_TOKENS = 256
 QUESTION = "Who are you?"
 console = Console(stderr=True)
 
 
 def main(
     out: Path = Path("runs/demo"),
-    steps1: int = 200,
-    steps2: int = 100,
-    steps3: int = 150,
-    ranks: int | None = None,
+    steps1: Count = 200,
+    steps2: Count = 100,
+    steps3: Count = 150,
+    ranks: Count | None = None,
 ) -> None:
     """Run every stage into `out`; prepared data is reused, training and everything after it is redone.
 
     ranks: of training; default: one for each GPU, at most two, or two processes on a CPU.
     """
+    check_ranges(main, locals())
     ranks = ranks or min(2, torch.cuda.device_count() or 2)  # two fill a step
     started = time.monotonic()
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = (
@@ -72,12 +72,9 @@ def main(
     base, final = out / "phase2/hf", out / "hf"
     export(second, base)
     exported = export(third, final)
-    stage(
-        "6/8  the decode engine against Transformers, token for token; replies to held-out conversations"
-    )
+    stage("6/8  the decode engine against Transformers, token for token")
     options = ("--trust-remote-code", "--new-tokens", NEW_TOKENS, "--json")
     greedy = run("-m", "tools.check", "published", final, *options)["greedy"]
-    chat = chat_figures(base, final, held_out_conversations(lock.parent))
     stage("7/8  bits per byte, a toy bundle of CORE, contamination, decode speed")
     measured = evaluate(out, base, final, steps2, steps3)
     stage("8/8  dashboard")
@@ -92,7 +89,6 @@ def main(
         **training_figures(out),
         "hf_max_logit_diff": exported["hf_max_logit_diff"],
         "engine_matches_hf": greedy["same"] == greedy["prompts"],
-        **chat,
         **measured,
         "seconds": round(time.monotonic() - started, 1),
         "out": str(out),
@@ -181,25 +177,16 @@ def train(
     folder = out / phase
     folder.mkdir(parents=True)
     log = folder / "train.log"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={ranks}",
-        "-m",
-        "train",
-        "--job.config_file",
-        f"configs/debug_{phase}.toml",
-        "--job.dump_folder",
-        str(folder),
-        "--mixture.lock",
-        str(lock),
-        "--training.steps",
-        str(steps),
-        *(("--checkpoint.initial_load_path", str(parent)) if parent else ()),
-        *overrides,
-    ]
+    settings: dict[str, Any] = {
+        "job.config_file": f"configs/debug_{phase}.toml",
+        "job.dump_folder": folder,
+        "mixture.lock": lock,
+        "training.steps": steps,
+    }
+    if parent is not None:
+        settings["checkpoint.initial_load_path"] = parent
+    torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={ranks} -m train"
+    command = [sys.executable, *torchrun.split(), *job_flags(settings), *overrides]
     console.print(f"python {' '.join(command[1:])}\n(log: {log})", markup=False, highlight=False)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with open(log, "w") as file, Progress(console=console) as progress:
@@ -226,52 +213,6 @@ def train(
     return folder / f"checkpoint/step-{steps}"
 
 
-def held_out_conversations(data: Path, source: str = "chitchat") -> list[tuple[list[int], Any]]:
-    """The first held-out conversations of a packed source: token ids (n,), and bool (n,), which of them were
-    said by the assistant.
-    """
-    tokens, flags = (
-        valid_windows(data, source, flags=each)[:, :-1].ravel() for each in (False, True)
-    )
-    begins = np.flatnonzero(flags & BEGINS)
-    pieces = zip(
-        np.split(tokens, begins[1:]), np.split(flags & TRAINED > 0, begins[1:]), strict=True
-    )
-    conversations = [
-        (ids.tolist(), is_reply) for ids, is_reply in pieces if is_reply.any()
-    ]  # the rest is padding
-    return conversations[:REPLIES]
-
-
-def chat_figures(
-    base: Path, final: Path, conversations: list[tuple[list[int], Any]]
-) -> dict[str, Any]:
-    """Loss on what people replied in held-out conversations, before and after; and how many own replies end."""
-    before, after = (held_out_loss(folder, conversations) for folder in (base, final))
-    with Engine.from_pretrained(final, device="cpu") as engine:
-        prompts = [ids[: int(is_reply.argmax())] for ids, is_reply in conversations]
-        replies = [engine.generate(prompt, max_new_tokens=REPLY_TOKENS) for prompt in prompts]
-    ended = sum(reply[-1] in engine.eos_ids for reply in replies)
-    console.print(
-        f"held-out loss {before:.3f} -> {after:.3f}; {ended} of {len(replies)} replies end",
-        highlight=False,
-    )
-    return {
-        "chat_loss_before": round(before, 4),
-        "chat_loss_after": round(after, 4),
-        "replies": len(replies),
-        "replies_ended": ended,
-        "longest_reply_tokens": max(map(len, replies)),
-    }
-
-
-def held_out_loss(folder: Path, conversations: list[tuple[list[int], Any]]) -> float:
-    """Mean loss, nats, of the assistant's tokens in conversations that are read one by one."""
-    with Engine.from_pretrained(folder, device="cpu") as engine:
-        losses = [-engine.logprobs(ids)[is_reply[1:]] for ids, is_reply in conversations]
-    return float(np.concatenate(losses).mean())
-
-
 def reply(folder: Path, question: str) -> str:
     with Engine.from_pretrained(folder, device="cpu") as engine:
         assert engine.tokenizer is not None, f"{folder} was exported with its tokenizer"
@@ -290,4 +231,4 @@ def training_figures(out: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    tyro.cli(main, prog="python -m tools.demo")
+    run_command("tools.demo", lambda: tyro.cli(main, prog="python -m tools.demo"))

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tyro
 
 from data_mixtures.mixture import TRAINED, Mixture, read_lock
 from laneformer.hf.export import DType, Progress, checkpoint_step, export
-from records.checkpoints import check_contents, run_folder
+from records.checkpoints import check_contents, check_is_checkpoint, run_folder
+from records.command import Natural, check_ranges, run_command
 from records.files import read_lines
 from records.job import read_sections
 
@@ -31,7 +32,7 @@ def main(
     config: Path | None = None,
     tokenizer: Path | None = None,
     overwrite: bool = False,
-    draft_vocab_size: int = 0,
+    draft_vocab_size: Natural = 0,
     draft_lock: Path | None = None,
 ) -> None:
     """Write the Hugging Face folder `out`; the last line of stdout is JSON.
@@ -47,10 +48,8 @@ def main(
             most frequent in its data, which makes a draft cheaper; 0: all
         draft_lock: lock file of the mixture in which they are counted; default: the run's
     """
-    if not checkpoint.is_dir():
-        raise ValueError(
-            f"{checkpoint} is no folder; give one that training has written, RUN/checkpoint/step-N"
-        )
+    check_ranges(main, locals())
+    check_is_checkpoint(checkpoint)
     check_contents(checkpoint)
     progress = training_progress(checkpoint)
     ids = frequent_ids(checkpoint, draft_lock, draft_vocab_size) if draft_vocab_size else ()
@@ -102,19 +101,14 @@ def training_progress(checkpoint: Path) -> Progress:
             f"no rows in {path}: the model card says nothing of the training's progress",
             file=sys.stderr,
         )
-    known: dict[str, Any] = {}
+    progress = Progress(step=step)
     for row in rows:
         if row.get("step") == step:
-            known |= {
-                key: row[key]
-                for key in ("phase", "tokens_total", "loss")
-                if row.get(key) is not None
-            }
-    return Progress(step=step, **known)
+            facts = {key: row.get(key) for key in ("phase", "tokens_total", "loss")}
+            known = {key: value for key, value in facts.items() if value is not None}
+            progress = replace(progress, **known)
+    return progress
 
 
 if __name__ == "__main__":
-    try:
-        tyro.cli(main, prog="python -m tools.export_hf")
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"tools.export_hf: {error}") from None
+    run_command("tools.export_hf", lambda: tyro.cli(main, prog="python -m tools.export_hf"))

@@ -14,11 +14,14 @@ import tyro
 
 from laneformer.hf.load_folder import import_folder
 from records.checkpoints import write_checksums
+from records.command import run_command
 
-if __name__ == "__main__":
-    try:
-        result = tyro.cli(import_folder, prog="python -m tools.import_hf")
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"tools.import_hf: {error}") from None
+
+def main() -> None:
+    result = tyro.cli(import_folder, prog="python -m tools.import_hf")
     write_checksums(Path(result["checkpoint"]))
     print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    run_command("tools.import_hf", main)

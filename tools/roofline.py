@@ -1,15 +1,8 @@
 """`python -m tools.roofline`: decode speed that bandwidth, link latency and the delay allow, as a projection.
 
-Nothing here was measured on a GPU. Weights are read at the share of the bandwidth that the published ceilings take,
-and every layer costs so much more that the published speed of eight GPUs comes out, the same for every variant: this
-compares variants of that machine, and predicts none.
-
-When a token is complete follows from one recurrence (token_s), in which all lanes are alike, so one lane's clock is
-everybody's. A module takes its time, its outputs reach the other lanes one link latency after it has finished, and
-a join waits for what it adds (config.Join). A delay of d layers hides a link as slow as d layers; beyond, every
-(2 d + 1)th join waits for the excess, which gives the 2 d joins after it the time that they lack.
-
-"Published" is Kog's post of May 2026: eight GPUs, 16-bit weights, batch 1, no speculation.
+Nothing here was measured on a GPU: variants of one machine are compared, none is predicted. Weights are read at the
+published share of the bandwidth, and every layer costs so much more that the published speed of eight GPUs comes out
+("published": Kog's post of May 2026, 16-bit weights, batch 1, no speculation).
 """
 
 from __future__ import annotations
@@ -51,7 +44,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], int]] = {
 # --- the recurrence
 
 
-def awaited(config: LaneformerConfig, layer: int, module: int) -> int | None:
+def find_awaited_layer(config: LaneformerConfig, layer: int, module: int) -> int | None:
     """How many layers ago the outputs left that a join awaits: 0 for an all-reduce, None where it awaits nothing."""
     flushes = config.flush and (layer, module) == (config.num_hidden_layers - 1, 1)
     if config.join(layer, MODULES[module]) is Join.PRESENT or (
@@ -77,9 +70,12 @@ def token_s(
     modules_late: outputs are awaited that many modules after the join that needs them by the config (1: Ladder
     Residual). ends: further exchanges that nothing hides, such as the one that agrees on the token.
     """
+    # all lanes are alike, so one lane's clock is everybody's. A delay of d layers hides a link as slow
+    # as d layers; beyond, every (2 d + 1)th join waits for the excess, which gives the 2 d joins after
+    # it the time that they lack
     clock, count = 0.0, 2 * config.num_hidden_layers
     arrival: list[float] = []  # by running number of the module
-    due = [awaited(config, *divmod(number, 2)) for number in range(count)]
+    due = [find_awaited_layer(config, *divmod(number, 2)) for number in range(count)]
     for number in range(count):
         clock += module_s[number % 2]
         arrival.append(clock + link_s)

@@ -279,6 +279,11 @@ def misfits(job: Any, world_size: int | None) -> Iterator[str]:
             f"data_parallel_shard_degree = {shards}{lanes}; start {replicas * max(shards, 1) * lane_ranks}, or "
             "change the degrees"
         )
+    elif replicas > 1 and ranks == replicas * lane_ranks:
+        yield (
+            f"data_parallel_replicate_degree = {replicas} with shard degree 1 is plain DDP, which torchtitan 0.2.2 "
+            "trains with gradients twice divided by the ranks; use data_parallel_shard_degree >= 2"
+        )
     if problem := batch_problem(
         training.global_batch_size, training.local_batch_size, ranks, lane_ranks
     ):

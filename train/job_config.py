@@ -44,7 +44,7 @@ class JobConfig(JobSections):
     architecture: Architecture = field(default_factory=Architecture)  # type: ignore[valid-type]
 
 
-def load_job(arguments: list[str]) -> Any:
+def load_job(arguments: list[str], world_size: int | None = None) -> Any:
     """Read `--job.config_file X.toml [--section.key value ...]` as TorchTitan does, and check it.
 
     Raises:
@@ -62,7 +62,7 @@ def load_job(arguments: list[str]) -> Any:
             return merged
 
     job = CheckedConfigManager().parse_args(arguments)
-    check_with_model(job)
+    check_with_model(job, world_size)
     return job
 
 
@@ -105,11 +105,11 @@ def list_written(table: dict[str, Any], known: dict[str, bool], prefix: str = ""
             yield from list_written(value, known, f"{prefix}{key}.")
 
 
-def check_with_model(job: Any) -> None:
+def check_with_model(job: Any, world_size: int | None = None) -> None:
     """Raise ValueError for what `train.job_checks` or the model's arguments refuse."""
     from .job_checks import check_job
 
-    check_job(job)
+    check_job(job, world_size)
     if job.experimental.custom_import:
         importlib.import_module(job.experimental.custom_import)
         from torchtitan.protocols.train_spec import get_train_spec

@@ -52,52 +52,52 @@ table junk
 """
 
 
-def written(path: Path, content: str | bytes) -> Path:
+def write_file(path: Path, content: str | bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     return path
 
 
 def test_docstrings_without_their_examples_and_doctests_without_the_prose(tmp_path):
-    path = written(tmp_path / "site-packages/pkg/twice.py", MODULE)
+    path = write_file(tmp_path / "site-packages/pkg/twice.py", MODULE)
     (prose,) = corpus.docstrings(path)
     assert prose.startswith("pkg.twice\n\nA module about doubling")
     assert "pkg.twice.double\n\nReturn twice x." in prose
     assert "Nothing else happens" in prose
     assert not any(part in prose for part in (">>>", "double(2)"))
     with pytest.raises(Unreadable, match="not_python"):
-        corpus.docstrings(written(tmp_path / "broken.py", "def ("))
+        corpus.docstrings(write_file(tmp_path / "broken.py", "def ("))
     (session,) = corpus.doctests(path)
     assert session.startswith("pkg.twice.double: Return twice x.")
     assert session.endswith("Question: What does Python print?\ndouble(2)\nAnswer:\n4\n")
     assert "Nothing else happens" not in session
-    assert corpus.doctests(written(tmp_path / "plain.py", "x = 1\n")) == []
+    assert corpus.doctests(write_file(tmp_path / "plain.py", "x = 1\n")) == []
 
 
 def test_man_page_becomes_prose(tmp_path):
-    (text,) = corpus.man(written(tmp_path / "cp.1", PAGE))
+    (text,) = corpus.man(write_file(tmp_path / "cp.1", PAGE))
     assert text == (
         "NAME\n\ncp - copy files and directories\n\nOPTIONS\n\nFrançais, größer, été — it's \\ \\.\n\n"
         "-a, --archive same as -dR, and preserve everything that can be preserved\n\n"
         "-f, --force if an existing file cannot be opened, remove it and try again\n\none\n  two"
     )
-    assert corpus.man(written(tmp_path / "alias.1", ".so man1/other.1\n")) == []
+    assert corpus.man(write_file(tmp_path / "alias.1", ".so man1/other.1\n")) == []
 
 
 def test_metadata_and_topics(tmp_path):
-    path = written(tmp_path / "METADATA", "Name: x\nVersion: 1\n\n# Title\n\nBody.\n")
+    path = write_file(tmp_path / "METADATA", "Name: x\nVersion: 1\n\n# Title\n\nBody.\n")
     assert corpus.metadata(path) == ["# Title\n\nBody."]
-    topics = written(tmp_path / "topics.py", "topics = {'b': 'two', 'a': 'one'}\n")
+    topics = write_file(tmp_path / "topics.py", "topics = {'b': 'two', 'a': 'one'}\n")
     assert corpus.topics(topics) == ["one", "two"]
 
 
 def test_parts_up_to_their_caps_and_no_second_writing(tmp_path):
     for number in range(9):
-        written(
+        write_file(
             tmp_path / f"man/{number}.1",
             f".TH P{number} 1\n.SH NAME\np{number} does this and that\n",
         )
-    written(tmp_path / "man/broken.1", b"\xff\xfe")
+    write_file(tmp_path / "man/broken.1", b"\xff\xfe")
 
     def sources():
         pages = corpus.read(corpus.man, f"{tmp_path}/man/*.1", exclude=("*/3.1",))
@@ -111,7 +111,7 @@ def test_parts_up_to_their_caps_and_no_second_writing(tmp_path):
     before = path.stat()
     corpus.write(tmp_path / "out", sources())
     assert path.stat() == before
-    written(tmp_path / "man/9.1", ".TH P9 1\nNew.\n")
+    write_file(tmp_path / "man/9.1", ".TH P9 1\nNew.\n")
     corpus.write(tmp_path / "out", sources())
     assert path.stat() == before  # what was prepared from it stays valid
     path.unlink()

@@ -64,11 +64,11 @@ def fine_tuned(
     """
     command = [sys.executable, "-m", f"examples.{example}", folder, conversations, "--out", out]
     command += ["--steps", STEPS, "--batch", BATCH, "--lr", lr]
-    done = subprocess.run(
+    outcome = subprocess.run(
         [*map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=900
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    logged = [ast.literal_eval(line) for line in re.findall(r"\{'loss'.*?\}", done.stdout)]
+    assert outcome.returncode == 0, outcome.stderr[-3000:]
+    logged = [ast.literal_eval(line) for line in re.findall(r"\{'loss'.*?\}", outcome.stdout)]
     return [float(row["loss"]) for row in logged]
 
 

@@ -29,7 +29,7 @@ def wheel(folder: Path, name: str, files: dict[str, str]) -> str:
 
 
 @pytest.fixture
-def pinned(tmp_path, monkeypatch):
+def wheels(tmp_path, monkeypatch):
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     modules = {f"m{i}.py": MODULE.replace("twice", f"{i} times") for i in range(9)}
@@ -44,17 +44,17 @@ def pinned(tmp_path, monkeypatch):
     return wheels
 
 
-def written(out: Path) -> dict[str, bytes]:
+def write_corpus(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.glob("*.jsonl")}
 
 
 @pytest.mark.rotate
-def test_the_same_bytes_in_any_folder(tmp_path, pinned, monkeypatch):
+def test_the_same_bytes_in_any_folder(tmp_path, wheels, monkeypatch):
     wheels_corpus.main(tmp_path / "here")
     monkeypatch.chdir(tmp_path)
     wheels_corpus.main(Path("some/where else"))
-    here = written(tmp_path / "here")
-    assert here == written(tmp_path / "some/where else")
+    here = write_corpus(tmp_path / "here")
+    assert here == write_corpus(tmp_path / "some/where else")
     for name in ("web", "code", "qa"):
         assert len(here[f"{name}.jsonl"].splitlines()) == 9, "tests are left out"
     assert json.loads(here["web.jsonl"].splitlines()[0])["text"].startswith("sympy.m")
@@ -67,14 +67,14 @@ def test_the_same_bytes_in_any_folder(tmp_path, pinned, monkeypatch):
     ]
 
 
-def test_another_file_than_the_pinned_one_is_refused_and_leaves_nothing(tmp_path, pinned):
-    wheel(pinned, "django", {"other.py": MODULE})
+def test_another_file_than_the_pinned_one_is_refused_and_leaves_nothing(tmp_path, wheels):
+    wheel(wheels, "django", {"other.py": MODULE})
     with pytest.raises(
         SystemExit, match=r"wheels.txt could not be downloaded(?s:.)*django"
     ) as refused:
         wheels_corpus.main(tmp_path / "out")
     assert "PIP_FIND_LINKS=FOLDER" in str(refused.value)
-    assert not written(tmp_path / "out")
+    assert not write_corpus(tmp_path / "out")
     assert not list(tmp_path.glob("out/.wheels/site-packages*"))
 
 
@@ -97,9 +97,9 @@ DATA = "eac5c54fa379a667f032c88b271ad2d77755c6d97af3df3750ef38329d09a692"
 def test_every_machine_prepares_the_same_data(tmp_path):
     command = [sys.executable, "-m", "data_mixtures.prepare", "data_mixtures/ablation.toml"]
     command += ["--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if "could not be downloaded" in done.stderr + done.stdout:
+    outcome = subprocess.run(command, capture_output=True, text=True)
+    if "could not be downloaded" in outcome.stderr + outcome.stdout:
         pytest.skip("no package index")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     prepared = json.loads((tmp_path / "phase1.lock.json").read_text())["fingerprint"]
     assert prepared == DATA

@@ -54,7 +54,7 @@ def test_an_error_is_one_sentence(error, status, code, message, capsys):
 def test_a_pipe_into_head_ends_a_command_without_a_word():
     command = "import records.command as c; c.run_command('x', lambda: print('line\\n' * 10**6))"
     pipe = f'{sys.executable} -c "{command}" | head -n 1'
-    done = subprocess.run(
+    outcome = subprocess.run(
         ["bash", "-o", "pipefail", "-c", pipe], cwd=ROOT, capture_output=True, text=True
     )
-    assert (done.stdout, done.stderr, done.returncode) == ("line\n", "", 141)
+    assert (outcome.stdout, outcome.stderr, outcome.returncode) == ("line\n", "", 141)

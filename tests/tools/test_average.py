@@ -31,7 +31,7 @@ STEPS = (10, 20, 30)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def run_of_three(tmp_path_factory):
     """A run with the checkpoints of three models, and optimizer state beside the weights."""
     run = tmp_path_factory.mktemp("runs") / "trained"
     for seed, step in enumerate(STEPS):
@@ -74,31 +74,31 @@ def mean(run: Path, weights: tuple[float, ...]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("weights", [(), (1.0, 2.0, 0.5)])
-def test_it_is_the_mean_in_float64(trained, tmp_path, weights):
+def test_it_is_the_mean_in_float64(run_of_three, tmp_path, weights):
     """Bit for bit; in float32, the mean of three would be another number."""
-    record = average(checkpoints(trained), tmp_path / "mean", weights=weights)
+    record = average(checkpoints(run_of_three), tmp_path / "mean", weights=weights)
     assert record["checkpoint"] == str(tmp_path / "mean/checkpoint/step-30")
     averaged = load_weights(tmp_path / "mean/checkpoint/step-30", small_config())
-    expected = mean(trained, weights or (1.0, 1.0, 1.0))
+    expected = mean(run_of_three, weights or (1.0, 1.0, 1.0))
     assert all(torch.equal(averaged[name], expected[name]) for name in expected)
     assert averaged.keys() == expected.keys()
-    states = [load_weights(path, small_config()) for path in checkpoints(trained)]
+    states = [load_weights(path, small_config()) for path in checkpoints(run_of_three)]
     in_float32 = {
         name: (states[0][name] + states[1][name] + states[2][name]) / 3 for name in expected
     }
     assert any(not torch.equal(averaged[name], in_float32[name]) for name in expected)
 
 
-def test_the_run_folder_says_where_it_is_from(trained, tmp_path):
-    average((trained,), tmp_path / "mean", last=2)
+def test_the_run_folder_says_where_it_is_from(run_of_three, tmp_path):
+    average((run_of_three,), tmp_path / "mean", last=2)
     lineage = json.loads((tmp_path / "mean/lineage.json").read_text())
     assert lineage["averaged"] == {
-        str(trained / f"checkpoint/step-{step}"): 1.0 for step in (30, 20)
+        str(run_of_three / f"checkpoint/step-{step}"): 1.0 for step in (30, 20)
     }
     assert (lineage["tokens_before"], steps_before(lineage)) == (100, 7), "where its own run begins"
-    assert (tmp_path / "mean/model.json").read_text() == (trained / "model.json").read_text()
+    assert (tmp_path / "mean/model.json").read_text() == (run_of_three / "model.json").read_text()
     assert (tmp_path / "mean/tokenizer.model").read_bytes() == (
-        trained / "tokenizer.model"
+        run_of_three / "tokenizer.model"
     ).read_bytes()
     run = read_run(tmp_path / "mean")
     assert run.configs["phase1"]["training"]["steps"] == 30, (
@@ -114,23 +114,23 @@ def test_the_run_folder_says_where_it_is_from(trained, tmp_path):
     assert set(index) == set(small_config().tensor_shapes()), "weights alone"
 
 
-def test_what_is_refused(trained, tmp_path):
-    out, one = tmp_path / "out", checkpoints(trained)[0]
+def test_what_is_refused(run_of_three, tmp_path):
+    out, one = tmp_path / "out", checkpoints(run_of_three)[0]
     other = write_run(tmp_path / "other", random_model(5), 30)
     theta = write_run(tmp_path / "theta", random_model(6, rope_theta=5e5), 30)
     narrow = write_run(tmp_path / "narrow", random_model(7, intermediate_size=64), 30)
     damaged = tmp_path / "damaged"
-    shutil.copytree(trained, damaged)
+    shutil.copytree(run_of_three, damaged)
     file = next((damaged / "checkpoint/step-20").glob("*.distcp"))
     os.truncate(file, file.stat().st_size // 2)
     cases: list[tuple[str, tuple[Path, ...], dict[str, Any]]] = [
-        ("two or more different", (one,), {}),
         ("two or more different", (one, one), {}),
         ("one run folder, not 2", (one, one), {"last": 2}),
-        ("--last 4: .* holds 3 complete", (trained,), {"last": 4}),
+        ("--last 4: .* holds 3 complete", (run_of_three,), {"last": 4}),
+        ("--last 1: it should be greater than or equal to 2", (run_of_three,), {"last": 1}),
         ("--last 3: .* holds 2 complete", (damaged,), {"last": 3}),
-        ("give 2 positive numbers", (one, other), {"weights": (1.0,)}),
-        ("give 2 positive numbers", (one, other), {"weights": (1.0, -1.0)}),
+        ("give 2, one a checkpoint", (one, other), {"weights": (1.0,)}),
+        ("--weights -1.0: it should be greater than 0", (one, other), {"weights": (1.0, -1.0)}),
         ("are two runs; --force", (one, other), {}),
         ("models that differ in rope_theta; --force", (one, theta), {}),
         ("is .*, but .*model.json says", (one, narrow), {"force": True}),
@@ -146,9 +146,9 @@ def test_what_is_refused(trained, tmp_path):
     check_contents(out / "checkpoint/step-30")
 
 
-def test_a_run_is_whole_behind_links_and_what_it_lacks_is_named(trained, tmp_path, capsys):
+def test_a_run_is_whole_behind_links_and_what_it_lacks_is_named(run_of_three, tmp_path, capsys):
     """The checkpoint folder moved to another disk, then one step; and each file of the run gone."""
-    run = shutil.copytree(trained, tmp_path / "run")
+    run = shutil.copytree(run_of_three, tmp_path / "run")
     average((run,), tmp_path / "plain", last=2)
     scratch = (run / "checkpoint").rename(tmp_path / "scratch")
     (run / "checkpoint").symlink_to(scratch)
@@ -174,23 +174,15 @@ def test_a_run_is_whole_behind_links_and_what_it_lacks_is_named(trained, tmp_pat
 
 
 @pytest.mark.job
-def test_interrupted_it_leaves_nothing(trained, tmp_path):
+def test_interrupted_it_leaves_nothing(run_of_three, tmp_path):
     """A SIGTERM while the tensors are written: neither the folder nor its temporary one stays behind."""
     program = (
         "import runpy, signal, sys; import torch.distributed.checkpoint as dcp; load = dcp.load;"
         "dcp.load = lambda *a, **k: (load(*a, **k), print('loaded', flush=True), signal.pause());"
         "sys.argv[0] = 'average'; runpy.run_module('tools.average', run_name='__main__')"
     )
-    command = [
-        sys.executable,
-        "-c",
-        program,
-        str(trained),
-        "--last",
-        "3",
-        "--out",
-        str(tmp_path / "mean"),
-    ]
+    words = (str(run_of_three), "--last", "3", "--out", str(tmp_path / "mean"))
+    command = [sys.executable, "-c", program, *words]
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -200,5 +192,5 @@ def test_interrupted_it_leaves_nothing(trained, tmp_path):
     process.send_signal(signal.SIGTERM)
     errors = process.communicate(timeout=30)[1]
     assert process.returncode == 1
-    assert errors.splitlines()[-1] == "average: SystemExit: 143; nothing was written"
+    assert errors.splitlines()[-1].endswith("/mean: KeyboardInterrupt; nothing was written")
     assert list(tmp_path.iterdir()) == []

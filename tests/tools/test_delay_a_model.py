@@ -43,7 +43,7 @@ freezes at zero. A function that returns the sum of two numbers takes both as ar
 result to its caller."""
 
 
-def shipped(name: str) -> dict[str, Any]:
+def read_shipped(name: str) -> dict[str, Any]:
     return tomli.loads((ROOT / f"configs/{name}.toml").read_text())
 
 
@@ -61,7 +61,7 @@ def recipe(tmp_path_factory):
 
 def write_config(tmp_path: Path, name: str, recipe: Path, steps: int, **late: Any) -> Path:
     """The shipped config with a small schedule and other text."""
-    tables = shipped(name)
+    tables = read_shipped(name)
     tables["late"] |= {"recipe": str(recipe), "anneal_steps": 1, **late}
     tables["training"] |= {
         "steps": steps,
@@ -79,7 +79,7 @@ def write_config(tmp_path: Path, name: str, recipe: Path, steps: int, **late: An
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_configs_say_what_can_be_trained(name):
     heads, kv_heads, depth, _ = SHIPPED[name]
-    tables = shipped(name)
+    tables = read_shipped(name)
     late, steps = Late(**tables["late"]), tables["training"]["steps"]
     check(late, depth, steps)
     assert heads % late.lanes == kv_heads % late.lanes == 0
@@ -111,7 +111,7 @@ def test_a_shipped_config_makes_a_model_late(name, recipe, tmp_path, monkeypatch
     folder = write_llama(tmp_path / "llama", **sizes, hidden_size=hidden)
     config, out = write_config(tmp_path, name, recipe, steps=16), tmp_path / "out"
     monkeypatch.setattr(command, "train", lambda flags: train_warm(tmp_path, flags))
-    late = Late(**shipped(name)["late"])
+    late = Late(**read_shipped(name)["late"])
     assert command.delay_a_model(folder, config, out)["out"] == str(out / "hf")
     rows, (dense, _) = read_lines(out / "run/metrics.jsonl"), cut(folder, late.lanes)
     assert [row["step"] for row in rows] == list(range(1, 17))
@@ -120,7 +120,7 @@ def test_a_shipped_config_makes_a_model_late(name, recipe, tmp_path, monkeypatch
     )
     expected = divergence(dense, ids[:, :-1], late, [0.0] * (depth - 1) + [1.0])
     # eight bits of mantissa in the streams are a few percent of a divergence, which is quadratic in the difference
-    exact = shipped(name)["training"]["mixed_precision_param"] == "float32"
+    exact = read_shipped(name)["training"]["mixed_precision_param"] == "float32"
     assert rows[0]["loss"] == pytest.approx(expected, rel=1e-4 if exact else 0.1)
     weights = load_weights(out / "run/checkpoint/step-16", dense.config)
     moved = {
@@ -167,9 +167,9 @@ def test_the_command_is_interrupted_and_goes_on(recipe, tmp_path):
         _, errors = process.communicate(timeout=300)
     assert process.returncode == 130, errors[-3000:]
     assert 3 <= newest_saved_step(out / "run/checkpoint") < 300, "the trainer has not saved"
-    done = subprocess.run(line, capture_output=True, text=True, timeout=600, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1])["out"] == str(out / "hf")
+    outcome = subprocess.run(line, capture_output=True, text=True, timeout=600, cwd=ROOT)
+    assert outcome.returncode == 0, outcome.stderr[-3000:]
+    assert json.loads(outcome.stdout.splitlines()[-1])["out"] == str(out / "hf")
     assert [row["step"] for row in read_lines(rows)] == list(range(1, 301))
     losses = [row["loss"] for row in read_lines(rows)]  # all layers are late from step 2 on
     assert sum(losses[-10:]) < 0.5 * sum(losses[2:12]), "distillation takes most of the damage back"

@@ -202,7 +202,7 @@ def test_the_folder_is_the_late_model(folder, tmp_path, late, ids):
 
 
 @pytest.fixture(scope="module")
-def drawn(folder):
+def random_adapter(folder):
     """An adapter that changes something."""
     first = adapter.first_adapter(cut(folder, LANES)[0].config, LORA)
     assert all(w.any() == name.endswith(".a") for name, w in first.items()), (
@@ -212,16 +212,18 @@ def drawn(folder):
     return {name: 0.1 * torch.randn(w.shape, generator=generator) for name, w in first.items()}
 
 
-def test_applied_is_merged(model, drawn, ids):
+def test_applied_is_merged(model, random_adapter, ids):
     """Matrices that are called with their changes, and weights to which the changes were added; late and not."""
     dense = {name: weight.clone() for name, weight in model.state_dict().items()}
-    weights = adapter.merge(dense, drawn)
+    weights = adapter.merge(dense, random_adapter)
     matrices = {f"layers.{i}.{name}.weight" for i in range(1, DEPTH) for name in adapter.MATRICES}
     assert {name for name in dense if not torch.equal(dense[name], weights[name])} == matrices
     other, before = (late_model(model.config, each).double() for each in (weights, dense))
     changes = adapter.adapt(model, LORA).double()
-    assert {f"{adapter.PREFIX}{name}" for name in changes.state_dict()} == drawn.keys()
-    changes.load_state_dict({name.removeprefix(adapter.PREFIX): w for name, w in drawn.items()})
+    assert {f"{adapter.PREFIX}{name}" for name in changes.state_dict()} == random_adapter.keys()
+    changes.load_state_dict(
+        {name.removeprefix(adapter.PREFIX): w for name, w in random_adapter.items()}
+    )
     for late in (late_from(DEPTH), late_from(1)):
         applied = late_logits(model, ids, late)
         assert (
@@ -230,11 +232,11 @@ def test_applied_is_merged(model, drawn, ids):
         assert distance(applied, late_logits(before, ids, late)) > 1e-2
 
 
-def test_a_saved_adapter_gives_the_folder(folder, drawn, tmp_path):
+def test_a_saved_adapter_gives_the_folder(folder, random_adapter, tmp_path):
     """With its norm scales. Another model, or a damaged file, is refused."""
     model, _ = cut(folder, LANES)
     scales = adapter.names_in_late_layers(model.config, LORA, adapter.SCALES)
-    changes = {name: w.bfloat16() for name, w in drawn.items()} | {
+    changes = {name: w.bfloat16() for name, w in random_adapter.items()} | {
         name: torch.full((48,), 0.5) for name in scales
     }
     saved, about = tmp_path / "adapter", {"model": folder.name, "model_sha256": sha256_of(folder)}

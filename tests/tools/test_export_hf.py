@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import resource
 import runpy
+import signal
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from data_mixtures.mixture import Mixture
-from laneformer.hf.export import Progress
+from laneformer.hf.export import Progress, staged_folder
+from tests.laneformer.hf.hf_assets import random_model, write_run
 from tools.export_hf import frequent_ids, training_progress
 
 
@@ -47,8 +51,48 @@ def test_draft_ids_are_the_most_frequent(prepared_data, tmp_path, monkeypatch):
         frequent_ids(tmp_path, lock, 520)
 
 
-def test_what_cannot_be_exported_is_one_line(tmp_path, monkeypatch):
-    arguments = ["--checkpoint", str(tmp_path / "step-1"), "--out", str(tmp_path / "hf")]
-    monkeypatch.setattr(sys, "argv", ["tools.export_hf", *arguments])
-    with pytest.raises(SystemExit, match=r"^tools\.export_hf: .*/step-1 is no folder; [^\n]+$"):
-        runpy.run_module("tools.export_hf", run_name="__main__")
+@pytest.fixture
+def checkpoint(tmp_path):
+    return write_run(tmp_path / "run", random_model(), step=30)
+
+
+def call_export(monkeypatch: pytest.MonkeyPatch, checkpoint: Path, out: Path) -> None:
+    words = ["--checkpoint", str(checkpoint), "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["tools.export_hf", *words])
+    runpy.run_module("tools.export_hf", run_name="__main__")
+
+
+@pytest.mark.parametrize("given", ["", "checkpoint", "checkpoint/step-31"])
+def test_a_run_or_a_step_that_is_not_there_lists_the_steps(
+    checkpoint, tmp_path, monkeypatch, given
+):
+    sentence = rf"is no checkpoint; give RUN/checkpoint/step-N; there are {checkpoint}$"
+    with pytest.raises(SystemExit, match=sentence):
+        call_export(monkeypatch, tmp_path / "run" / given, tmp_path / "hf")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_full_disk_is_one_line_and_leaves_nothing(checkpoint, tmp_path, monkeypatch):
+    """A limit on the size of a file is as a disk without room."""
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+        with pytest.raises(SystemExit, match=r"^tools\.export_hf: .*/hf: .*File too large[^\n]*$"):
+            call_export(monkeypatch, checkpoint, tmp_path / "hf")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_two_exports_do_not_write_one_folder(tmp_path):
+    out, part = tmp_path / "hf", tmp_path / "hf.part"
+    part.mkdir()
+    (part / "of a killed one").touch()
+    with staged_folder(out) as folder:
+        assert not list(folder.iterdir())
+        (folder / "ours").touch()
+        with pytest.raises(ValueError, match=r"another process writes .*/hf; wait for it"):
+            staged_folder(out).__enter__()
+    assert [path.name for path in out.iterdir()] == ["ours"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -43,6 +44,9 @@ COMMANDS = {
     "--architecture.hidden_size 512 --architecture.intermediate_size 1024 --architecture.vocab_size 2048",
 }
 REFUSED = {
+    "--mfu 0.0: it should be greater than 0": "configs/phase1.toml --mfu 0",
+    "--mfu -5.0: it should be greater than 0": "configs/phase1.toml --mfu -5",
+    "--gpus-per-node 0: it should be": "configs/phase1.toml --gpus-per-node 0",
     "--gpus is 64": "configs/phase1.toml --gpus 64",
     "states no FLOP/s": "configs/phase1.toml --gpu rubin",
     "no job file given": "",
@@ -50,12 +54,13 @@ REFUSED = {
 # all commands in one process, since TorchTitan is slow to import; not in this one, since it keeps global state
 RUN = """
 import contextlib, io, json, sys
+from records.command import run_command
 from tools.plan.__main__ import main
 results = {}
 for name, line in json.loads(sys.argv[1]).items():
     out, code = io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        try: main(line.split())
+        try: run_command("tools.plan", lambda: main(line.split()), status=2)
         except SystemExit as end: code = end.code
     results[name] = [code, out.getvalue()]
 print(json.dumps(results))
@@ -66,9 +71,9 @@ print(json.dumps(results))
 def outputs():
     """Exit code and output of every command."""
     command = [sys.executable, "-c", RUN, json.dumps(COMMANDS | REFUSED)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    outcome = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert outcome.returncode == 0, outcome.stderr[-3000:]
+    return json.loads(outcome.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -203,8 +208,15 @@ def test_files_are_limited_where_a_listing_knows_them_and_much_is_left(tmp_path)
     hub = {"kind": "hub", "units": [{"bytes": 5}, {"bytes": 7}]}
     sources = {"theirs": hub, "mine": {"kind": "local", "units": [{"files": []}]}}
     write_json(tmp_path / "plan.json", {"format": stage.PLAN_FORMAT, "sources": sources})
-    assert preparation.listed_files(tmp_path) == {"theirs": [5, 7]}
-    assert preparation.listed_files(None) == {}
+    assert preparation.list_files(tmp_path) == {"theirs": [5, 7]}
+    assert preparation.list_files(None) == {}
+
+
+def test_help_does_not_wait_for_torch():
+    command = [sys.executable, "-X", "importtime", "-m", "tools.plan", "--help"]
+    outcome = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "--tokens-per-s-per-gpu" in outcome.stdout
+    assert not re.search(r"\| +torch\b", outcome.stderr)
 
 
 def test_memory_parts():
@@ -214,7 +226,7 @@ def test_memory_parts():
         sums.memory(replace(JOB, **changes))
         for changes in ({"checkpointing": "full"}, {"checkpointing": "none"}, {"float8": "rowwise"})
     )
-    one_layer = max(sums.kept_per_token(JOB, i) for i in range(15)) * 8 * 4096 * sums.BF16
+    one_layer = max(sums.count_kept_values(JOB, i) for i in range(15)) * 8 * 4096 * sums.BF16
     assert full["working_set"] > one_layer / 2, "the layer that is computed again is there whole"
     assert full["total"] < memory["total"] <= none["total"]
     assert float8["kept_activations"] < memory["kept_activations"]
@@ -245,10 +257,19 @@ def test_traffic_and_checkpoints_by_hand():
     assert small["all_reduce_bytes"] == hybrid["all_reduce_bytes"], "once a step"
     saved = sums.checkpoints(JOB, CLUSTER)
     assert (saved["bytes"], saved["written"], saved["bytes_kept"]) == (12 * p, 1240, 6 * 12 * p)
-    assert (
-        sums.checkpoints(replace(JOB, keep_every=10_000), CLUSTER)["bytes_kept"]
-        == (5 + 62) * 12 * p
-    )
+    for changes, kept in (
+        ({"keep_every": 10_000}, 5 + 62),
+        ({"keep_latest": 0}, 1240),
+        ({"keep_latest": 0, "keep_every": 10_000}, 1240),
+        ({"keep_latest": 5000}, 1240),
+        ({"keep_every": 500}, 1240),  # every one is a milestone
+        ({"keep_every": 750}, 5 + 413),  # multiples of 1,500, as others are not saved
+        ({"checkpoint_interval": 0}, 0),  # checkpoint.enable = false
+    ):
+        kept_bytes = sums.checkpoints(replace(JOB, **changes), CLUSTER)["bytes_kept"]
+        assert kept_bytes == kept * 12 * p, changes
+    lanes = replace(JOB, shard=1, replicate=24, lane_ranks=8)
+    assert sums.traffic(lanes, replace(CLUSTER, gpus_per_node=4))["all_gather_bytes"] == 0
     step_s = 6_291_456 / (192 * 17_000)
     assert saved["hours_lost_per_failure"] == pytest.approx((250 * step_s + 600) / 3600)
     rate = sums.tokens_per_s_at(sums.compute(JOB, CLUSTER)["mfu_percent"], JOB, CLUSTER.gpu)

@@ -18,14 +18,16 @@ BENCHMARKS = {
 def main(arguments: list[str] | None = None) -> None:
     name, *options = (sys.argv[1:] if arguments is None else arguments) or [""]
     if name not in BENCHMARKS:
-        known = "\n".join(f"  {each:14}{about}" for each, about in BENCHMARKS.items())
-        print(f"usage: python -m tools.bench NAME [--help] ...\n\n{known}", file=sys.stderr)
+        lines = "\n".join(f"  {each:14}{about}" for each, about in BENCHMARKS.items())
+        print(f"usage: python -m tools.bench NAME [--help] ...\n\n{lines}", file=sys.stderr)
         raise SystemExit(0 if name in ("-h", "--help") else 2)
     benchmark = importlib.import_module(f"tools.bench.{name}")
     if name == "cuda":  # its machine may have no package of the command line
         benchmark.main(options)
     else:
-        harness.run(name, benchmark, options)
+        from records.command import run_command
+
+        run_command(name, lambda: harness.run(name, benchmark, options), status=2)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ class Baseline(ABC):
         """Append ids; the likeliest next id."""
 
     @abstractmethod
-    def cached_bytes(self, positions: int) -> int:
+    def count_cached_bytes(self, positions: int) -> int:
         """Bytes of keys and values that a token reads."""
 
     def decode(self, prompt: list[int], new_tokens: int) -> tuple[float, float]:
@@ -51,7 +51,7 @@ class Baseline(ABC):
             return tokens / (time.perf_counter() - start)
 
         speed = self.fastest(f"depth {len(prompt)}", run, new_tokens)
-        return speed, self.weight_bytes + self.cached_bytes(len(prompt) + new_tokens // 2)
+        return speed, self.weight_bytes + self.count_cached_bytes(len(prompt) + new_tokens // 2)
 
     def prefill(self, prompt: list[int]) -> tuple[float, float]:
         def run(way: str, tokens: int) -> float:
@@ -81,23 +81,6 @@ class Baseline(ABC):
         return {"version": self.version, "about": "; ".join([self.about, *chosen])}
 
 
-def llama_config(config: LaneformerConfig) -> Result:
-    """Fields of a config.json: a Llama whose matrices have as many numbers."""
-    same = (
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "vocab_size",
-        "max_position_embeddings",
-        "rope_theta",
-    )
-    values: Result = {name: getattr(config, name) for name in same}
-    return {**values, "rms_norm_eps": config.norm_eps, "tie_word_embeddings": False}
-
-
 class TransformersLlama(Baseline):
     """LlamaForCausalLM with SDPA attention: a plain loop over forward, with a cache that grows."""
 
@@ -114,12 +97,12 @@ class TransformersLlama(Baseline):
         torch.set_default_dtype(torch.bfloat16 if dtype == "bf16" else torch.float16)
         self.model: Any
         if isinstance(source, Path):
-            loader, folder = transformers.AutoModelForCausalLM, source.parent
-            self.model = loader.from_pretrained(
-                folder, gguf_file=source.name, dtype=torch.get_default_dtype()
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(
+                source.parent, gguf_file=source.name, dtype=torch.get_default_dtype()
             )
         else:
-            config = transformers.LlamaConfig(**llama_config(source))
+            # it takes the fields that it knows: a Llama whose matrices have as many numbers
+            config = transformers.LlamaConfig(**source.to_dict(), rms_norm_eps=source.norm_eps)
             self.model = transformers.LlamaForCausalLM(config)
         self.model.eval()
         read = sum(p.numel() for p in self.model.parameters())
@@ -142,7 +125,7 @@ class TransformersLlama(Baseline):
         )
         return int(out.logits[0, -1].argmax())
 
-    def cached_bytes(self, positions: int) -> int:
+    def count_cached_bytes(self, positions: int) -> int:
         c = self.model.config
         dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         return 2 * 2 * c.num_hidden_layers * c.num_key_value_heads * dim * positions

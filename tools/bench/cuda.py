@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib.util
+import itertools
 import json
 import socket
 import statistics
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,6 @@ from urllib.request import Request, urlopen
 from laneformer import LaneformerConfig
 from laneformer.engine.device import driver_version, why_no_cuda
 from records.files import write_atomically
-from tools.bench.baselines import llama_config
 from tools.bench.harness import ROOT, Result, stamp
 from tools.markdown import records
 
@@ -42,7 +41,6 @@ FLAVORS = ("tiny", "300m")
 TOKENS, TRIALS = 128, 5
 START_S = 90.0  # of a server
 MARK = "figure "  # begins the lines that a part is read by; libraries print others
-LLAMA = Path("build/llama-of-the-same-matrices")
 START = """# Decode speed on one GPU
 
 Random weights of one shape in bf16, one request, greedy. Speeds stand below the verdict: logits closer to Transformers'
@@ -63,7 +61,7 @@ class Part:
 # ---- the parts, in processes of their own ----
 
 
-def compiled(flavor: str) -> Figures:
+def compile_kernels(flavor: str) -> Figures:
     """The kernels of all parts, by as many processes as there are cores; they are kept on the disk."""
     import torch
 
@@ -74,13 +72,11 @@ def compiled(flavor: str) -> Figures:
     from laneformer.engine.cuda.planning import plan_builds
 
     machine, start = describe(torch.device(DEVICE)), time.monotonic()
-    configs = [LaneformerConfig.from_flavor(name) for name in (*FLAVORS, flavor)]
-    units = [
-        (version, geometry)
-        for config in configs
-        for version in DECODERS
-        for geometry in plan_builds(config, "bf16", machine, version)
-    ]
+    units = []
+    for name, version in itertools.product((*FLAVORS, flavor), DECODERS):
+        config = LaneformerConfig.from_flavor(name)
+        builds = plan_builds(config, "bf16", machine, version)
+        units += [(version, geometry) for geometry in builds]
     architecture, driver = architecture_name(machine.architecture), driver_version()
     with ProcessPoolExecutor() as pool:
         jobs = [
@@ -123,21 +119,6 @@ COLUMNS = (
 )
 
 
-def server(flavor: str) -> Figures:
-    """Tokens/s at the client of our server."""
-    yield from served(flavor, [sys.executable, "-m", "tools.bench.cuda", "serve", flavor])
-
-
-def sglang(flavor: str) -> Figures:
-    """The same of SGLang, with a plain Llama of the same matrices."""
-    if importlib.util.find_spec("sglang") is None:
-        yield "missing", "pip install sglang"
-        return
-    write_llama(LaneformerConfig.from_flavor(flavor), LLAMA)
-    flags = ["--model-path", str(LLAMA), "--load-format", "dummy", "--served-model-name", "model"]
-    yield from served(flavor, [sys.executable, "-m", "sglang.launch_server", *flags])
-
-
 def transformers(flavor: str) -> Figures:
     """Its generate() as it comes, and compiled with a static cache, which replays CUDA graphs."""
     import torch
@@ -163,14 +144,9 @@ def transformers(flavor: str) -> Figures:
         for _ in range(TRIALS + 1):
             torch.cuda.synchronize()
             start = time.perf_counter()
-            generated = model.generate(
-                ids, attention_mask=torch.ones_like(ids), **length, **options
-            )
+            model.generate(ids, attention_mask=torch.ones_like(ids), **length, **options)
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
-            assert generated.shape[1] == TOKENS + 1, (
-                f"{generated.shape[1] - 1} tokens instead of {TOKENS}"
-            )
         yield name, speed(flavor, TOKENS / statistics.median(seconds[1:]))  # the first one compiles
 
 
@@ -181,18 +157,18 @@ def speed(flavor: str, tokens_per_s: float) -> Result:
     from laneformer.engine.cuda.bench import datasheet
 
     count = LaneformerConfig.from_flavor(flavor).parameter_count()
-    read, stated = (
-        2 * (count["total"] - count["embedding"]),
-        datasheet(torch.cuda.get_device_name(DEVICE)),
-    )
+    read = 2 * (count["total"] - count["embedding"])
+    stated = datasheet(torch.cuda.get_device_name(DEVICE))
     percent = 100 * tokens_per_s * read / stated if stated else None
     return {"tokens_per_s": tokens_per_s, "percent_of_datasheet": percent}
 
 
-# ---- servers ----
+# ---- the server ----
 
 
-def served(flavor: str, command: Sequence[str]) -> Figures:
+def server(flavor: str, device: str = DEVICE) -> Figures:
+    """Tokens/s at the client of our server."""
+    command = [sys.executable, "-m", "tools.bench.cuda", "serve", flavor, device]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -203,7 +179,7 @@ def served(flavor: str, command: Sequence[str]) -> Figures:
         try:
             address = f"http://127.0.0.1:{port}/v1"
             wait_until_it_answers(process, address, log)
-            speeds = [streamed(address) for _ in range(TRIALS + 1)]
+            speeds = [stream_answer(address) for _ in range(TRIALS + 1)]
             yield "at the client", speed(flavor, statistics.median(speeds[1:]))
         finally:
             process.kill()
@@ -222,7 +198,7 @@ def wait_until_it_answers(process: subprocess.Popen, address: str, log: Any) -> 
         time.sleep(0.1)
 
 
-def streamed(address: str) -> float:
+def stream_answer(address: str) -> float:
     """Tokens/s of one greedy answer of TOKENS tokens after its first text."""
     length = {"max_tokens": TOKENS, "ignore_eos": True}
     body = {"model": "model", "prompt": [5], "temperature": 0, "stream": True, **length}
@@ -241,22 +217,17 @@ def streamed(address: str) -> float:
     return (TOKENS - 1) / (times[-1] - times[0])
 
 
-def made_up_tokenizer(vocab_size: int) -> Any:
-    """A word for each id."""
+def serve(flavor: str, port: int, device: str) -> None:
+    """`laneformer serve` with random weights in the place of a folder, and a word for each id."""
     from tokenizers import Tokenizer, decoders, models
 
-    tokenizer = Tokenizer(models.WordLevel({f" w{i}": i for i in range(vocab_size)}, " w0"))
-    tokenizer.decoder = decoders.Fuse()
-    return tokenizer
-
-
-def serve(flavor: str, port: int, device: str = DEVICE) -> None:
-    """`laneformer serve` with random weights in the place of a folder."""
     from laneformer import Engine
     from laneformer.serve.app import run
     from laneformer.serve.options import ServerOptions
 
-    tokenizer = made_up_tokenizer(LaneformerConfig.from_flavor(flavor).vocab_size)
+    vocab_size = LaneformerConfig.from_flavor(flavor).vocab_size
+    tokenizer = Tokenizer(models.WordLevel({f" w{i}": i for i in range(vocab_size)}, " w0"))
+    tokenizer.decoder = decoders.Fuse()
     options = ServerOptions("model", port=port, speculate=0)
     with (
         options.listen() as listening,
@@ -265,34 +236,16 @@ def serve(flavor: str, port: int, device: str = DEVICE) -> None:
         run(engine, options, None, listening)
 
 
-def write_llama(config: LaneformerConfig, folder: Path) -> None:
-    """A folder without weights: a Llama whose matrices have as many numbers."""
-    folder.mkdir(parents=True, exist_ok=True)
-    kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16"}
-    values = {
-        **kind,
-        "hidden_act": "silu",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        **llama_config(config),
-    }
-    (folder / "config.json").write_text(json.dumps(values))
-    made_up_tokenizer(config.vocab_size).save(str(folder / "tokenizer.json"))
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": " w2", "bos_token": " w1"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(about))
-
-
 # ---- the run and its page ----
 
 
 def parts_of(flavor: str) -> list[Part]:
     return [
-        Part("Kernels compiled", "compiled", flavor, 90),
+        Part("Kernels compiled", "compile_kernels", flavor, 90),
         *(Part(f"Correctness of `{name}`", "verdict", name, 60) for name in FLAVORS),
         Part(f"Decode, `{flavor}`", "decode", flavor, 90),
         Part("The server over HTTP", "server", flavor, 60),
         Part("Transformers", "transformers", flavor, 50),
-        Part("SGLang", "sglang", flavor, 60),
     ]
 
 
@@ -328,14 +281,10 @@ def markdown(report: Result) -> str:
     for title, figures in report["parts"].items():
         verdict = f": {verdict_of(figures)}" if title.startswith("Correctness") else ""
         lines.append(f"### {title}{verdict}")
-        tables: dict[bool, list[Result]] = {
-            True: [],
-            False: [],
-        }  # speeds in columns, and figures alone
-        for name, value in figures.items():
-            wide = isinstance(value, dict)
-            tables[wide].append({"": name, **(value if wide else {"value": value})})
-        lines += [records(rows) for rows in tables.values() if rows]
+        wide = {name: value for name, value in figures.items() if isinstance(value, dict)}
+        speeds = [{"": name, **columns} for name, columns in wide.items()]
+        alone = [{"": name, "value": value} for name, value in figures.items() if name not in wide]
+        lines += [records(rows) for rows in (speeds, alone) if rows]
     return "\n\n".join(lines) + "\n"
 
 
@@ -352,7 +301,6 @@ def main(arguments: list[str]) -> None:
     )
     parser.add_argument("--out", type=Path, help="Markdown file to write")
     parser.add_argument("--flavor", default="2b", help="shape of the model that is measured")
-    parser.add_argument("--commit", help="commit of this code, for a checkout without .git")
     options = parser.parse_args(arguments)
     if reason := why_no_cuda():
         print(
@@ -364,7 +312,7 @@ def main(arguments: list[str]) -> None:
 
     report = stamp("cuda", arguments)
     gpu = torch.cuda.get_device_name(0)
-    report |= {"commit": options.commit or report["commit"], "gpu": gpu, "parts": {}}
+    report |= {"gpu": gpu, "parts": {}}
 
     def save() -> None:
         if options.out is not None:
@@ -376,10 +324,11 @@ def main(arguments: list[str]) -> None:
     print(json.dumps(report))
 
 
-if __name__ == "__main__":  # one part, or our server: serve FLAVOR [DEVICE] --port PORT
+if __name__ == "__main__":  # one part, or our server: serve FLAVOR DEVICE --port PORT
     name, flavor, *more = sys.argv[1:]
     if name == "serve":
-        serve(flavor, int(more[-1]), *more[:-2])
+        device, _, port = more
+        serve(flavor, int(port), device)
     else:
         for figure in globals()[name](flavor):
             print(MARK + json.dumps(figure), flush=True)

@@ -10,6 +10,7 @@ says how trials, probes and ratios are taken.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 from dataclasses import dataclass
@@ -19,9 +20,10 @@ from typing import Any, Literal
 import numpy as np
 
 from laneformer import LaneformerConfig
+from records.command import Count, Natural
 from tools.bench import harness
 from tools.bench.decode_candidates import INSTALL, OURS, Dtype, load_candidate, names_of
-from tools.bench.harness import Candidate, Result, alternate, check_at_least, spread
+from tools.bench.harness import Candidate, Result, alternate, spread
 from tools.markdown import records
 
 SETTLE_S = 0.3  # OpenMP threads spin for a while after their last work before they sleep
@@ -68,17 +70,17 @@ class Options(harness.Options):
     """Options of our engine in candidates beside the plain one, each compared with it: `--ours isa=avx2
     math=exact,kv_dtype=int8` makes two.
     """
-    threads: int = 2
+    threads: Count = 2
     """Threads of every candidate and of the probe."""
-    pairs: int = 8
+    pairs: Count = 8
     """Rounds of each workload; in each, every candidate runs once."""
-    new_tokens: int = 64
+    new_tokens: Count = 64
     """Tokens timed in a decoding trial."""
-    depth: tuple[int, ...] = (0,)
+    depth: tuple[Natural, ...] = (0,)
     """Cached positions before the timed tokens."""
-    prefill: tuple[int, ...] = (128, 512)
+    prefill: tuple[Count, ...] = (128, 512)
     """Lengths of prompts."""
-    context_tokens: int | None = None
+    context_tokens: Count | None = None
     """Context of every candidate; default: the model's, of llama.cpp at most 8,192."""
 
     def workloads(self) -> list[Workload]:
@@ -91,7 +93,6 @@ class Options(harness.Options):
 
     def names(self) -> list[str]:
         """Our engine and the baselines; ValueError for an option that cannot be measured."""
-        check_at_least(self, threads=1, pairs=1, new_tokens=1)
         if not self.workloads():
             raise ValueError("nothing to measure: give at least one depth or prefill")
         if self.model is None and self.dtype == "gguf":
@@ -184,12 +185,12 @@ def measure_workload(
         words = ", ".join(f"{name} {speed:.1f}" for name, speed in speeds.items())
         console.print(f"{load}, round {len(rounds)} of {options.pairs}: {words}")
     ours = [name for name in candidates if name.startswith(OURS)]
-    compared = [(name, other) for name in ours for other in candidates if other not in ours]
-    compared += [(OURS, other) for other in ours[1:]]
+    others = [name for name in candidates if name not in ours]
+    pairs = [*itertools.product(ours, others), *((OURS, other) for other in ours[1:])]
     return {
         "rounds": rounds,
         "rows": [row_of(name, load, rounds) for name in candidates],
-        "ratios": [{"workload": str(load), **ratio(rounds, *pair)} for pair in compared],
+        "ratios": [{"workload": str(load), **ratio(rounds, *pair)} for pair in pairs],
     }
 
 
@@ -230,9 +231,8 @@ def section(options: Options, result: Result) -> tuple[str, str]:
     ]
     lines += [f"- {name}: left out, {reason}" for name, reason in result["missing"].items()]
     workloads = result["workloads"]
-    probes = spread(
-        [probe for load in workloads for each in load["rounds"] for probe in each["probes"]]
-    )
+    rounds = [each for load in workloads for each in load["rounds"]]
+    probes = spread([probe for each in rounds for probe in each["probes"]])
     gb = {name: f"{value / 1e9:.1f}" for name, value in probes.items()}
     probe = f"Probe: {gb['median']} GB/s (p10 {gb['p10']}, p90 {gb['p90']})."
     parts = [

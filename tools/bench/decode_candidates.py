@@ -13,9 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from laneformer import LaneformerConfig
+from laneformer import LaneformerConfig, __version__
 from tools.bench.baselines import TransformersLlama
-from tools.bench.harness import Result, version
+from tools.bench.harness import Result
 from tools.bench.llamacpp import FOLDER, LlamaCpp, as_gguf
 
 OURS = "laneformer"
@@ -78,7 +78,7 @@ class OurEngine:
     def facts(self) -> Result:
         engine, config = self.engine, self.engine.config
         return {
-            "version": f"laneformer {version('laneformer')}",
+            "version": f"laneformer {__version__}",
             "about": f"isa {engine.isa}, math {engine.math}, keys and values in {engine.kv_dtype}, "
             f"{config.num_lanes} lanes",
             "context_tokens": config.max_position_embeddings,

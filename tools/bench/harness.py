@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import importlib.metadata
 import inspect
 import json
 import multiprocessing
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -116,15 +116,11 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def machine_facts() -> dict[str, str]:
     """What lscpu says of the CPU, and the memory; the least where the system has no lscpu."""
-    lines: list[str] = []
+    text = ""
     with contextlib.suppress(OSError):
         env = {**os.environ, "LC_ALL": "C"}
-        lines = subprocess.run(
-            ["lscpu"], capture_output=True, text=True, env=env
-        ).stdout.splitlines()
-    values = {
-        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
-    }
+        text = subprocess.run(["lscpu"], capture_output=True, text=True, env=env).stdout
+    values = dict(re.findall(r"(?m)^ *([^:]+): *(.*)$", text))
     flags = [flag for flag in values.get("Flags", "").split() if flag in INSTRUCTIONS]
     return {
         "cpu": values.get("Model name", platform.processor()),
@@ -133,13 +129,6 @@ def machine_facts() -> dict[str, str]:
         "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB",
         "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
     }
-
-
-def version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"
 
 
 def heading(result: Result, title: str) -> str:
@@ -170,13 +159,6 @@ class Options:
     """Markdown file to append a dated section to."""
 
 
-def check_at_least(options: Any, **limits: int) -> None:
-    """ValueError for an option below its limit."""
-    for name, limit in limits.items():
-        if (value := getattr(options, name)) < limit:
-            raise ValueError(f"{name} = {value} must be at least {limit}")
-
-
 def stamp(name: str, arguments: Sequence[str]) -> Result:
     """What a page says of a run: when it began, its command, and the code."""
     return {
@@ -193,9 +175,12 @@ def run(name: str, benchmark: Any, arguments: Sequence[str]) -> None:
     `measure(options, console)`, which raises ValueError for options that cannot be measured;
     `section(options, result)`, which gives title and body; and `FILE_START`, which opens a new file.
     """
-    import tyro  # here: the CUDA benchmark, which runs on other machines, needs neither
+    # here: the CUDA benchmark, which runs on other machines, needs none of them
+    import tyro
     from rich.console import Console
     from rich.markdown import Markdown
+
+    from records.command import check_ranges
 
     chosen = tyro.cli(
         benchmark.Options,
@@ -205,11 +190,11 @@ def run(name: str, benchmark: Any, arguments: Sequence[str]) -> None:
     )
     console = Console(stderr=True, quiet=chosen.json, width=None if sys.stderr.isatty() else 160)
     result, started, load = stamp(name, arguments), time.monotonic(), os.getloadavg()[0]
+    check_ranges(benchmark.Options, vars(chosen))
     try:
         measured = benchmark.measure(chosen, console)
-    except (ValueError, RuntimeError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    except RuntimeError as error:  # of a candidate
+        raise ValueError(str(error)) from error
     result |= {
         "seconds": round(time.monotonic() - started),
         "machine": machine_facts(),
@@ -219,7 +204,7 @@ def run(name: str, benchmark: Any, arguments: Sequence[str]) -> None:
     title, body = benchmark.section(chosen, result)
     text = f"{heading(result, title)}\n\n{body}"
     console.print(Markdown(text))
+    print(json.dumps(result))  # before the file, which may be refused
     if chosen.out is not None:
         append_section(chosen.out, text, benchmark.FILE_START)
         console.print(f"appended to {chosen.out}")
-    print(json.dumps(result))

@@ -11,14 +11,15 @@ measured here.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from laneformer import Engine, LaneformerConfig
 from laneformer.engine.bench import link_speeds
+from records.command import Count, Positive
 from tools.bench import harness
-from tools.bench.harness import Result, alternate, check_at_least
+from tools.bench.harness import Result, alternate
 from tools.markdown import table
 from tools.roofline import split_layer, token_s
 
@@ -66,18 +67,15 @@ Tokens were equal at every latency, or the run would have failed."""
 class Options(harness.Options):
     """Tokens/s against an injected latency for every order of joins; ends with JSON."""
 
-    model: tuple[str, ...] = ("300m", "small")
+    model: tuple[Literal["300m", "small", "tiny"], ...] = ("300m", "small")
     """Shapes with random weights: 300m, small (a layer takes about 20 us, as on a GPU), tiny (for tests)."""
-    link_us: tuple[float, ...] = (1, 3, 10, 30, 100, 300, 1000, 3000)
+    link_us: tuple[Positive, ...] = (1, 3, 10, 30, 100, 300, 1000, 3000)
     """Latencies of the link in microseconds, beside none at all."""
-    rounds: int = 5
+    rounds: Count = 5
     """Rounds; in each, every variant runs once at every latency."""
 
 
 def measure(options: Options, console: Any) -> Result:
-    check_at_least(options, rounds=1)
-    if unknown := set(options.model) - SHAPES.keys():
-        raise ValueError(f"model = {sorted(unknown)} is unknown; choose from {', '.join(SHAPES)}")
     return {"models": [measure_shape(shape, options, console) for shape in options.model]}
 
 

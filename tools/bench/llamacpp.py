@@ -18,7 +18,6 @@ import numpy as np
 
 from laneformer import LaneformerConfig
 from tools.bench.baselines import Baseline
-from tools.bench.harness import version
 
 FOLDER = (
     Path(sys.prefix) / "llama-cpp"
@@ -63,7 +62,7 @@ class LlamaCpp(Baseline):
         self.context_tokens = context or min(trained, MAX_CONTEXT)
         self.model = functools.cache(self.load_model)
         self.context = functools.cache(self.make_context)
-        self.version = f"llama-cpp-python {version('llama-cpp-python')}"
+        self.version = f"llama-cpp-python {self.api.__version__}"
         self.about = f"{self.path.name}; {self.api.llama_print_system_info().decode().strip()}"
 
     def load_model(self, mode: str) -> Any:
@@ -104,7 +103,7 @@ class LlamaCpp(Baseline):
         logits = self.api.llama_get_logits_ith(context, -1)
         return int(np.ctypeslib.as_array(logits, (self.vocab_size,)).argmax())
 
-    def cached_bytes(self, positions: int) -> int:
+    def count_cached_bytes(self, positions: int) -> int:
         return 2 * self.cache_width * positions
 
 

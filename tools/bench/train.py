@@ -32,6 +32,7 @@ if not torch.accelerator.is_available():
 
 from laneformer import LaneformerConfig
 from laneformer.engine.cuda.cards import card_of_device
+from records.command import Count, Natural
 from records.job import job_flags
 from tools.bench import harness
 from tools.bench.harness import Result, spread
@@ -58,17 +59,17 @@ class Options(harness.Options):
 
     flavor: Literal["2b", "300m", "tiny"] = "2b"
     """Model shape."""
-    gpus: int = 1
+    gpus: Count = 1
     """Ranks of the job, on this machine."""
-    seq_len: int = 4096
+    seq_len: Count = 4096
     """Tokens per sequence."""
-    local_batch: int = 0
+    local_batch: Natural = 0
     """Sequences per GPU and step; 0: the largest power of two that fits by the estimate of tools.plan."""
-    steps: int = 20
+    steps: Count = 20
     """Timed steps per trial."""
-    warmup: int = 5
+    warmup: Count = 5
     """Steps before the timed ones."""
-    rounds: int = 2
+    rounds: Count = 2
     """Trials of each model."""
     both: str = ""
     """Further flags of both jobs, in one word: `--both="--activation_checkpoint.mode full --compile.no-enable"`."""
@@ -77,24 +78,18 @@ class Options(harness.Options):
     `--ours="--model.converters quantize.linear.float8 --quantize.linear.float8.recipe_name rowwise"`.
     """
 
-    def check(self) -> None:
-        """ValueError for a value that cannot be measured."""
-        harness.check_at_least(self, gpus=1, seq_len=1, steps=1, warmup=1, rounds=1)
-        longest = LaneformerConfig.from_flavor(self.flavor).max_position_embeddings
-        if self.seq_len > longest:
-            raise ValueError(
-                f"seq_len = {self.seq_len} exceeds the {longest} positions of {self.flavor}"
-            )
-
 
 def measure(options: Options, console: Any) -> Result:
     """All trials; every figure of the report."""
-    options.check()
+    config = LaneformerConfig.from_flavor(options.flavor)
+    if options.seq_len > config.max_position_embeddings:
+        raise ValueError(
+            f"seq_len = {options.seq_len} exceeds the {config.max_position_embeddings} positions of {options.flavor}"
+        )
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     batch = options.local_batch or choose_local_batch(options, device)
     logs: dict[str, list[str]] = {name: [] for name in PROGRAMS}
     with tempfile.TemporaryDirectory() as folder:
-        config = LaneformerConfig.from_flavor(options.flavor)
         # few tokens, read repeatedly: generating them is slow, and their number does not change the speed
         windows = min((options.steps + options.warmup) * batch * options.gpus, 64)
         lock = write_synthetic_lock(
@@ -154,14 +149,11 @@ def run_job(name: str, options: Options, batch: int, lock: Path, run: Path) -> s
     flags = job_flags(settings) + shlex.split(
         f"{FLAGS} {options.both} {options.ours if name == 'laneformer' else ''}"
     )
-    ranks = [
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={options.gpus}",
-        "--local_ranks_filter=0",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", *ranks, "-m", *PROGRAMS[name], *flags],
+    ranks = (
+        f"torch.distributed.run --standalone --nproc_per_node={options.gpus} --local_ranks_filter=0"
+    )
+    outcome = subprocess.run(
+        [sys.executable, "-m", *ranks.split(), "-m", *PROGRAMS[name], *flags],
         cwd=harness.ROOT,
         env={"OMP_NUM_THREADS": "1", **os.environ},
         stdout=subprocess.PIPE,
@@ -169,9 +161,9 @@ def run_job(name: str, options: Options, batch: int, lock: Path, run: Path) -> s
         text=True,
         timeout=TIMEOUT_S,
     )
-    if done.returncode != 0:
-        raise RuntimeError(f"{name} failed: {done.stdout[-3000:]}")
-    return done.stdout
+    if outcome.returncode != 0:
+        raise RuntimeError(f"{name} failed: {outcome.stdout[-3000:]}")
+    return outcome.stdout
 
 
 def find(pattern: str, log: str) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import runpy
+import importlib
 import sys
 
 CHECKS = ("structure", "engine", "cuda", "published", "train")
@@ -17,7 +17,7 @@ def main() -> None:
         )
         raise SystemExit(0 if name in ("-h", "--help") else 2)
     del sys.argv[1]  # the other arguments are the check's own
-    runpy.run_module(f"tools.check.{name}", run_name="__main__", alter_sys=True)
+    importlib.import_module(f"tools.check.{name}").main()
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ from tools.check.reference import (
     hf_logits,
     hf_model,
     length_beyond_windows,
+    make_faults,
     mean_kl,
-    planted_faults,
     random_prompts,
     random_weights,
     relative_errors,
@@ -163,7 +163,7 @@ def check_greedy(decoder: PassDecoder, truth: Reference, worst: float, count: in
     )
 
 
-def differing_runs(decoder: PassDecoder, ids: list[int], runs: int) -> int:
+def count_differing_runs(decoder: PassDecoder, ids: list[int], runs: int) -> int:
     """How many of `runs` differ from the first in a bit of the logits."""
     first = score(decoder, ids).tobytes()
     return sum(score(decoder, ids).tobytes() != first for _ in range(runs - 1))
@@ -176,7 +176,7 @@ def check_faults(config: LaneformerConfig, weights: Weights, make: MakeDecoder) 
     def holds(config: LaneformerConfig, weights: Weights) -> bool:
         return compare(score(make(config, tensors_of(weights)), truth.ids), truth)["holds"]
 
-    wrong = [holds(planted, values) for _, _, planted, values in planted_faults(config, weights)]
+    wrong = [holds(planted, values) for _, _, planted, values in make_faults(config, weights)]
     return holds(config, weights) and not any(wrong)
 
 
@@ -196,7 +196,7 @@ def check(
             yield f"{version}: greedy tokens", texts["unexplained"] == 0
             yield (
                 f"{version}: {runs} equal runs",
-                differing_runs(decoder, truth.ids[:16], runs) == 0,
+                count_differing_runs(decoder, truth.ids[:16], runs) == 0,
             )
             prompt = truth.ids[:4]
             yield (

@@ -18,6 +18,7 @@ from laneformer import Engine, LaneformerConfig
 from laneformer.config import FLAVORS
 from laneformer.engine.folder import read_checkpoint
 from laneformer.hf.modeling_laneformer import LaneformerForCausalLM
+from records.command import Count, check_ranges, run_command
 from records.files import code_version, write_atomically
 from tools.check.reference import (
     Weights,
@@ -30,6 +31,8 @@ from tools.check.reference import (
 from tools.markdown import records
 
 ROOT = Path(__file__).resolve().parents[2]
+# figure, what is allowed, and whether the check holds; None: not measured here
+Gate = tuple[Any, Any, bool | None]
 MARGIN = 4.0  # another order of summation changes a rounding error's value, hardly its size
 
 
@@ -41,12 +44,14 @@ class ModelOptions:
     """A Hugging Face folder (the Llama family's, too) or a GGUF file; for `engine` also a flavor (2b, 300m, tiny)
     with random bf16 weights.
     """
-    prompts: int = 8
+    prompts: Count = 8
     """Prompts whose greedy continuation is compared token for token."""
-    new_tokens: int = 32
+    new_tokens: Count = 32
     """Length of those continuations."""
     json: bool = False
     """Print nothing but the JSON line."""
+    out: Path | None = None
+    """File for the verdict and the tables."""
 
 
 def run_check(
@@ -54,39 +59,45 @@ def run_check(
     options_class: type[Any],
     measure: Callable[[Any, Console], dict[str, Any]],
     arguments: Sequence[str] | None,
-    page: Callable[[Any, dict[str, Any]], str] | None = None,
 ) -> None:
     """A check as a command: tables on stderr, JSON as the last line of stdout, exit status 1 if a gate fails.
 
-    measure: returns `verdict` and its figures; `tables` of rows by title are printed alone. page: writes what is
-    printed, in place of the tables, and left in options.out.
+    Args:
+        options_class: a dataclass, with `json` to print nothing else and `out` for a file of the tables.
+        measure: returns `verdict` and its figures; `title` and `tables` of rows by title are printed alone.
     """
-    started = time.monotonic()
-    options = tyro.cli(options_class, args=arguments, prog=f"python -m tools.check {name}")
-    quiet = page is None and options.json
-    console = Console(stderr=True, quiet=quiet, width=None if sys.stderr.isatty() else 120)
-    try:
-        report = measure(options, console)
-    except ValueError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    report["code_version"], report["seconds"] = (
-        code_version(ROOT),
-        round(time.monotonic() - started, 1),
-    )
-    if page is not None:
-        text = page(options, report)
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(options.out, text)
-    else:
-        tables = {**report.pop("tables", {}), "Checks": report["gates"]}
-        text = "\n\n".join(f"{title}:\n\n{records(rows)}" for title, rows in tables.items())
-        text += "\n\n" + (
-            "all checks hold" if report["ok"] else f"FAILED: {', '.join(report['failed'])}"
+
+    def run() -> None:
+        options = tyro.cli(options_class, args=arguments, prog=f"python -m tools.check {name}")
+        check_ranges(options_class, vars(options))
+        console = Console(
+            stderr=True, quiet=options.json, width=None if sys.stderr.isatty() else 120
         )
-    console.print(Markdown(text))
-    print(json.dumps(report))
-    raise SystemExit(not report["ok"])
+        started = time.monotonic()
+        report = measure(options, console)
+        report |= {
+            "code_version": code_version(ROOT),
+            "seconds": round(time.monotonic() - started, 1),
+        }
+        text = write_page(report.pop("title", ""), report.pop("tables", {}), report)
+        console.print(Markdown(text))
+        print(json.dumps(report))
+        if options.out is not None:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(options.out, text)
+        raise SystemExit(not report["ok"])
+
+    run_command(name, run, status=2)
+
+
+def write_page(title: str, tables: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+    """Verdict and tables in Markdown."""
+    words = "all checks hold" if report["ok"] else f"FAILED: {', '.join(report['failed'])}"
+    parts = [f"# {title or report['model']}: {words}"]
+    parts.append(f"Code {report['code_version']}, {report['seconds']:.0f} s.")
+    for name, rows in {**tables, "Checks": report["gates"]}.items():
+        parts.append(f"{name}:\n\n{records(rows)}")
+    return "\n\n".join(parts) + "\n"
 
 
 def load(name: str, dtype: str = "auto") -> tuple[LaneformerConfig, Weights]:
@@ -102,15 +113,27 @@ def load(name: str, dtype: str = "auto") -> tuple[LaneformerConfig, Weights]:
     return checkpoint.config, weights_of(checkpoint.tensors)
 
 
-def verdict(gates: Mapping[str, tuple[Any, Any, bool]]) -> dict[str, Any]:
-    """`gates`: by check the figure, what is allowed, and whether the check holds."""
+def at_most(figure: Any, allowed: Any) -> Gate:
+    return figure, allowed, figure <= allowed  # NaN never is
+
+
+def equal(figure: Any, expected: Any) -> Gate:
+    return figure, expected, figure == expected
+
+
+def verdict(gates: Mapping[str, Gate]) -> dict[str, Any]:
+    """`ok`, the names of what `failed`, and a row for each gate."""
     rows = [
-        {"check": name, "figure": figure, "allowed": allowed, "holds": bool(held)}
-        for name, (figure, allowed, held) in gates.items()
+        {
+            "check": name,
+            "figure": figure,
+            "allowed": allowed,
+            "holds": None if holds is None else bool(holds),
+        }
+        for name, (figure, allowed, holds) in gates.items()
     ]
-    passed = {row["check"]: row["holds"] for row in rows}
-    failed = [name for name, held in passed.items() if not held]
-    return {"passed": passed, "failed": failed, "ok": not failed, "gates": rows}
+    failed = [row["check"] for row in rows if row["holds"] is False]
+    return {"failed": failed, "ok": not failed, "gates": rows}
 
 
 def check_greedy(

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import networkx
-
 PACKAGES = {
     "records": "records",
     "laneformer": "models/laneformer",
@@ -64,7 +62,7 @@ def package_of(module: str, path: Path) -> str:
     return module if path.name == "__init__.py" else module.rpartition(".")[0]
 
 
-def imported(tree: ast.Module, package: str) -> Iterator[tuple[str, str]]:
+def list_imports(tree: ast.Module, package: str) -> Iterator[tuple[str, str]]:
     """(module, name or "") of every import statement; relative ones are resolved against `package`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -74,7 +72,7 @@ def imported(tree: ast.Module, package: str) -> Iterator[tuple[str, str]]:
             yield from ((module, alias.name) for alias in node.names)
 
 
-def named(text: str) -> set[str]:
+def find_names(text: str) -> set[str]:
     """Modules and other dotted names in the strings of a Python or TOML file."""
     code = re.sub(r"(?m)#.*$", "", text).replace("'", '"')
     return {"".join(groups) for groups in NAMED.findall(code)}
@@ -86,14 +84,14 @@ def edges(root: Path) -> set[Edge]:
     arrows = set()
     for module, path in ours.items():
         text = path.read_text(encoding="utf-8")
-        for target, name in imported(ast.parse(text, str(path)), package_of(module, path)):
+        for target, name in list_imports(ast.parse(text, str(path)), package_of(module, path)):
             arrows.add(Edge(module, f"{target}.{name}" if f"{target}.{name}" in ours else target))
-        for name in ours.keys() & named(text):
+        for name in ours.keys() & find_names(text):
             command = f"{name}.__main__"
             arrows.add(Edge(module, command if command in ours else name, process=True))
     for owner, folder in PACKAGES.items():
         for path in sorted((root / folder).rglob("*.toml")):
-            names = ours.keys() & named(path.read_text(encoding="utf-8"))
+            names = ours.keys() & find_names(path.read_text(encoding="utf-8"))
             arrows |= {Edge(owner, name, process=True) for name in names}
     return {
         edge
@@ -137,6 +135,8 @@ def folder_edges(arrows: set[Edge]) -> set[Edge]:
 
 def circles(arrows: set[Edge]) -> list[list[str]]:
     """Groups of modules that all reach each other (strongly connected components), each sorted."""
+    import networkx  # here: a plugin of the tests reads imports at every start
+
     graph = networkx.DiGraph((edge.source, edge.target) for edge in arrows)
     groups = networkx.strongly_connected_components(graph)
     return sorted(sorted(group) for group in groups if len(group) > 1)

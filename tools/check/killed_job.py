@@ -13,11 +13,11 @@ KILL_AT = "LANEFORMER_KILL_AT"  # environment variable: the step in front of whi
 train_step = LaneformerTrainer.train_step
 
 
-def killed_step(self: LaneformerTrainer, data_iterator: Any) -> None:
+def kill_before_step(self: LaneformerTrainer, data_iterator: Any) -> None:
     if self.step == int(os.environ[KILL_AT]):
         self.checkpointer.finish()  # a save under way would end with this process, and nothing be resumed
         os.kill(os.getpid(), signal.SIGKILL)
     train_step(self, data_iterator)
 
 
-LaneformerTrainer.train_step = killed_step  # type: ignore[method-assign]
+LaneformerTrainer.train_step = kill_before_step  # type: ignore[method-assign]

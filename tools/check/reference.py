@@ -3,7 +3,7 @@ models, distances, planted faults.
 
 Logits say that something is wrong, the modules' outputs say where: the first module in order of execution
 whose error is beyond what rounding explains. How much that is follows from the arithmetic alone
-(`allowed_error`). Needs torch and Transformers alone, so that it also runs where the CPU engine is not built.
+(`limit_error`). Needs torch and Transformers alone, so that it also runs where the CPU engine is not built.
 
     S positions   P chosen positions   V vocabulary   N layers   L lanes   D hidden
 """
@@ -11,7 +11,7 @@ whose error is beyond what rounding explains. How much that is follows from the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -75,20 +75,6 @@ def weights_of(tensors: Mapping[str, Tensor]) -> Weights:
         name: torch.from_numpy(np.array(t.values)).view(TORCH_DTYPES[t.dtype])
         for name, t in tensors.items()
     }
-
-
-def dequantize(weights: Weights) -> Weights:
-    """What int8 weights stand for: of every matrix' rows whole multiples of a scale, at most 127 of them; float64."""
-    meant = {}
-    for name, weight in weights.items():
-        if name.startswith("tok_embeddings") or name.endswith(("norm.weight", ".bias")):
-            meant[name] = weight
-            continue
-        scale = weight.float().abs().amax(-1, keepdim=True) / 127
-        scale[scale < torch.finfo(torch.float32).tiny] = 0  # too small to divide by
-        ratios = (weight.float() / scale).nan_to_num(0, 0, 0)  # rows of zeros stay zeros
-        meant[name] = ratios.round().double() * scale.double()  # ties to even
-    return meant
 
 
 def plain_model(
@@ -167,15 +153,13 @@ def compare_greedy(
 
     theirs: tokens and leads of so many new tokens (`hf_greedy`). tie_of: a smaller lead explains a difference.
     """
-    diverged, tokens, leads = [], [], []
+    diverged, tokens = [], []
     for index, prompt in enumerate(prompts):
         continuation = ours(prompt)
         expected, ahead = theirs(prompt, len(continuation))
         tokens.append(continuation)
-        leads += ahead
-        differs = [i for i, (a, b) in enumerate(zip(continuation, expected, strict=True)) if a != b]
-        if differs:
-            first = differs[0]
+        if continuation != expected:
+            first = int(np.argmax(np.not_equal(continuation, expected)))
             diverged.append(
                 {"prompt": index, "token": first, "lead": ahead[first], "tie": tie_of(prompt)}
             )
@@ -184,7 +168,6 @@ def compare_greedy(
         "same": len(prompts) - len(diverged),
         "diverged": diverged,
         "ids": tokens,
-        "smallest_lead": min(leads, default=None),
         "unexplained": sum(each["lead"] > each["tie"] for each in diverged),
     }
 
@@ -194,41 +177,27 @@ def compare_greedy(
 
 
 @torch.no_grad()
-def hooked(
-    model: Any,
-    modules: Iterable[torch.nn.Module],
-    ids: Sequence[int],
-    take: Callable[[Any], torch.Tensor],
-) -> tuple[Any, list[torch.Tensor]]:
-    """The model's output on `ids`, and what `take` keeps of each module's, in order of execution."""
-    outputs: list[torch.Tensor] = []
-    hooks = [
-        module.register_forward_hook(lambda m, i, out: outputs.append(take(out)))
-        for module in modules
-    ]
-    try:
-        return model(torch.tensor([list(ids)])), outputs
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def model_outputs(
     model: Laneformer, ids: Sequence[int], positions: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Logits (S, V) and the modules' partial outputs (P, N, 2, L, D), both in the model's dtype."""
-    parts = [
-        layer.get_submodule(n)
-        for layer in model.layers.children()
-        for n in ("attention", "feed_forward")
-    ]
-    logits, outputs = hooked(model, parts, ids, lambda out: out[0, list(positions)])
-    return logits[0].numpy(), torch.stack(outputs, 1).unflatten(1, (-1, len(MODULES))).numpy()
+    outputs: list[torch.Tensor] = []  # in order of execution
+
+    def keep(module: Any, inputs: Any, out: torch.Tensor) -> None:
+        outputs.append(out[0, list(positions)])
+
+    layers: Any = model.layers
+    parts = [part for layer in layers for part in (layer.attention, layer.feed_forward)]
+    hooks = [part.register_forward_hook(keep) for part in parts]
+    logits = model(torch.tensor([list(ids)]))[0].numpy()
+    for hook in hooks:
+        hook.remove()
+    return logits, torch.stack(outputs, 1).unflatten(1, (-1, len(MODULES))).numpy()
 
 
 def windows(config: LaneformerConfig) -> set[int]:
     """Lengths of the layers' windows."""
-    return {window for i in range(config.num_hidden_layers) if (window := config.window(i))}
+    return set(filter(None, map(config.window, range(config.num_hidden_layers))))
 
 
 def length_beyond_windows(config: LaneformerConfig, more: int) -> int:
@@ -236,7 +205,7 @@ def length_beyond_windows(config: LaneformerConfig, more: int) -> int:
     return min(config.max_position_embeddings, max(windows(config), default=0) + more)
 
 
-def chosen_positions(config: LaneformerConfig, length: int) -> list[int]:
+def choose_positions(config: LaneformerConfig, length: int) -> list[int]:
     """The first positions, those on both sides of each window's edge, a block after it, and the last one."""
     wanted = {0, 1, 10, length - 1}
     for window in windows(config):
@@ -249,26 +218,22 @@ def output_errors(partials: np.ndarray, reference: np.ndarray) -> np.ndarray:
     return np.linalg.norm(partials - reference, axis=-1) / np.linalg.norm(reference, axis=-1)
 
 
-def allowed_error(config: LaneformerConfig, depth: int, math: str) -> np.ndarray:
-    """The relative error that rounding explains at a position with `depth` before it, (N, 2).
-
-    A sum of K products in float32 errs by about sqrt(K) roundings, as their signs are independent (the worst
-    case, K, has never been seen). A module's longest chain sums over D inputs of the norm and of the first
-    matrix, then over head dimensions and positions or over a lane's intermediate size. With math "bf16" the
-    inputs of its matrices are rounded to bf16 before; such errors are independent as well, and do not grow
-    with K. A stream is a sum of modules' outputs, so what the n-th module receives is wrong by no more than n
-    such errors; that they partly cancel, and that the norm divides by the whole stream, is left as reserve.
-    Weights are widened exactly: their dtype plays no part.
-    """
+def limit_error(config: LaneformerConfig, depth: int, math: str) -> np.ndarray:
+    """Bound the relative error that rounding explains at a position with `depth` before it, (N, 2)."""
+    # the longest chain sums over D inputs of the norm and of the first matrix, then over head
+    # dimensions and positions, or over a lane's intermediate size
     sums = (
         2 * config.hidden_size,
         config.head_dim,
         depth + 1,
         config.intermediate_size // config.num_lanes,
     )
+    # K products in float32 err by about sqrt(K) roundings, as their signs are independent; inputs
+    # rounded to bf16 err independently too, and do not grow with K. Weights are widened exactly
     one_module = FP32 * sum(np.sqrt(k) for k in sums) + (
         ROUNDED_INPUTS * BF16 if math == "bf16" else 0.0
     )
+    # a stream is a sum of modules' outputs: the n-th module receives no more than n such errors
     count = np.arange(1, config.num_hidden_layers * len(MODULES) + 1)
     return (AMPLIFICATION * one_module * count).reshape(-1, len(MODULES))
 
@@ -284,9 +249,7 @@ def module_report(
     module beyond its allowance.
     """
     errors = output_errors(partials, reference).max(-1)  # (P, N, 2)
-    of_allowed = errors / np.array(
-        [allowed_error(config, position, math) for position in positions]
-    )
+    of_allowed = errors / np.array([limit_error(config, position, math) for position in positions])
     wrong = ~(of_allowed <= 1).all(0)  # NaN never is
     by_depth = [
         {
@@ -317,12 +280,14 @@ def first_module(wrong: np.ndarray) -> list[Any] | None:
 def first_affected(config: LaneformerConfig, other: LaneformerConfig) -> list[Any] | None:
     """The first module that reads a stream which two configs join differently; None where only the head does."""
 
-    def joined(config: LaneformerConfig, layer: int, module: str) -> tuple[Join, int | None]:
+    def describe_join(config: LaneformerConfig, layer: int, module: str) -> tuple[Join, int | None]:
         how, source = config.join(layer, module), layer - config.broadcast_delay
         return how, source if how == Join.PAST and config.broadcasts(source, module) else None
 
     modules = [(layer, module) for layer in range(config.num_hidden_layers) for module in MODULES]
-    changed = [joined(config, *module) != joined(other, *module) for module in modules]
+    changed = [
+        describe_join(config, *module) != describe_join(other, *module) for module in modules
+    ]
     return first_module(np.array([False, *changed[:-1]]).reshape(-1, len(MODULES)))
 
 
@@ -330,7 +295,7 @@ def first_affected(config: LaneformerConfig, other: LaneformerConfig) -> list[An
 # ----------------------------------------------------------------------------------------------
 
 
-def planted_faults(config: LaneformerConfig, weights: Weights) -> Iterator[Fault]:
+def make_faults(config: LaneformerConfig, weights: Weights) -> Iterator[Fault]:
     """One fault at a time, each as small as such a fault can be; those that this architecture has
     not are left out.
     """

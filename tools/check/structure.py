@@ -3,12 +3,8 @@
     python -m tools.check structure            check
     python -m tools.check structure --write    write today's counts into size.json
 
-The ratchet: size.json holds three counts. The tree may exceed the smallest value that each had in any commit of this
-file's history by RATCHET_SLACK and no more, so a change can only spend what was removed before it. The history cannot
-be edited by whoever needs room; without git (a tarball) the file alone counts.
-
-Python is counted in tokens without comments, docstrings, line ends and indentation, since a budget in lines rewards
-dense lines; everything else in lines.
+The ratchet: the tree may exceed the smallest value that each count of size.json had in any commit of its history by
+RATCHET_SLACK, so a change can only spend what was removed before it.
 """
 
 from __future__ import annotations
@@ -106,6 +102,7 @@ def count_sizes(root: Path) -> dict[str, int]:
 
 def smallest_sizes(root: Path) -> dict[str, int]:
     """The smallest value of each count that size.json holds or ever held in git's history."""
+    # whoever needs room cannot edit the history; without git (a tarball) the file alone counts
     smallest: dict[str, int] = json.loads((root / SIZE_FILE).read_text())
     command = ["git", "log", "-m", "-p", "--format=", "--", SIZE_FILE]
     log = subprocess.run(command, cwd=root, capture_output=True, text=True).stdout
@@ -117,6 +114,7 @@ def smallest_sizes(root: Path) -> dict[str, int]:
 
 def count_tokens(text: str) -> int:
     """Tokens of a Python source without comments, docstrings, line ends and indentation."""
+    # not lines: a budget in lines rewards dense ones
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = {
         node.body[0].lineno
@@ -166,7 +164,7 @@ def lengths_in(path: Path) -> Iterator[tuple[str, int, str]]:
             yield "function", lines, f":{function.start_line} {function.name}"
 
 
-def main(write: bool = False) -> None:
+def check_structure(write: bool = False) -> None:
     """Check the size and the structure of the tree.
 
     Args:
@@ -184,5 +182,9 @@ def main(write: bool = False) -> None:
     raise SystemExit(any(not row.ok for row in rows))
 
 
+def main() -> None:
+    tyro.cli(check_structure, prog="python -m tools.check structure")
+
+
 if __name__ == "__main__":
-    tyro.cli(main, prog="python -m tools.check structure")
+    main()

@@ -4,11 +4,9 @@
     python -m tools.check train --nproc 8           and with HSDP over the GPUs of a node
     python -m tools.check train --device cpu        the same path, shrunk: what CI runs
 
-The job is configs/phase1.toml with one layer of each kind: windowed with equal streams, windowed with own
-ones, windowed and whole with delayed outputs. It runs with the kernels that it chooses (on a GPU fused
-joins, FlexAttention, Inductor) and with plain ones, eager; how far bf16 may be from float32 in 20 losses is
-not guessed: the plain job shows it, and with emulated float8 products what those may cost. Then a job that
-is killed and resumed, and peak memory against tools.plan.
+The job is configs/phase1.toml with one layer of each kind. It runs with the kernels that it chooses (on a GPU fused
+joins, FlexAttention, Inductor) and with plain ones, with float8 products, killed and resumed, and its peak memory is
+held against tools.plan.
 """
 
 from __future__ import annotations
@@ -33,17 +31,18 @@ if not torch.accelerator.is_available():
 
 from laneformer import LaneformerConfig
 from laneformer.titan.float8 import CAPABILITY
+from records.command import Count
 from records.files import read_lines
 from records.job import job_flags
-from tools.check.gates import MARGIN, ROOT, run_check, verdict
+from tools.check.gates import MARGIN, ROOT, Gate, at_most, equal, run_check, verdict
 from tools.check.killed_job import KILL_AT
-from tools.markdown import records
 from tools.plan import sums
 from tools.synthetic import write_synthetic_lock
 from train.job_checks import FLOAT8
 
 STEPS, SAVES_EVERY, KILLED_AT = 20, 10, 14
 WARMUP = 5  # steps that compile
+# windowed with equal streams, windowed with own ones, windowed and whole with delayed outputs
 ARCHITECTURE: dict[str, Any] = {
     "num_hidden_layers": 4,
     "broadcast_delay": 1,
@@ -59,16 +58,11 @@ SHRUNK: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 PLAIN = (
-    "--compile.no-enable",
-    "--model.attention",
-    "sdpa",
-    "--model.join_norm",
-    "plain",
-    "--checkpoint.no-enable",
-    "--validation.no-enable",
-    "--training.local_batch_size",
-    "1",
+    *("--compile.no-enable", "--checkpoint.no-enable", "--validation.no-enable"),
+    *("--model.attention", "sdpa", "--model.join_norm", "plain"),
+    *("--training.local_batch_size", "1"),
 )
+FLOAT32 = ("--training.mixed_precision_param", "float32")
 FLOAT8_FLAGS = ("--model.converters", FLOAT8, f"--{FLOAT8}.recipe_name", "rowwise")
 COMPARED = ("loss", "grad_norm", "tokens", "lr", "valid_loss")
 TIMEOUT_S = 900
@@ -80,12 +74,14 @@ class Options:
 
     device: Literal["cuda", "cpu"] = "cuda"
     """cpu: the same path with shrunk shapes; what only a GPU shows is "not yet measured"."""
-    nproc: int = 1
+    nproc: Count = 1
     """GPUs (processes on a CPU): with more than one the job is also run sharded, with replicas from four on."""
-    local_batch: int = 4
+    local_batch: Count = 4
     """Sequences a GPU, as in configs/phase1.toml."""
     out: Path = Path("runs/check_train.md")
-    """File for the verdict and the table."""
+    """File for the verdict and the tables."""
+    json: bool = False
+    """Print nothing but the JSON line."""
 
     def check(self) -> None:
         """ValueError for what cannot run here."""
@@ -98,7 +94,7 @@ class Options:
             raise ValueError(
                 "--device cpu needs the GPUs hidden: set CUDA_VISIBLE_DEVICES= in front of the command"
             )
-        if self.nproc < 1 or self.nproc & (self.nproc - 1):
+        if self.nproc & (self.nproc - 1):
             raise ValueError(f"--nproc {self.nproc} is not a power of two")
 
     @property
@@ -161,14 +157,8 @@ class Jobs:
         run, log = self.folder / name, self.folder / f"{name}.log"
         env = {KILL_AT: str(KILLED_AT)} if killed else {}
         more = (*more, "--experimental.custom_import", "tools.check.killed_job") if killed else more
-        command = [
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc_per_node={ranks}",
-            "-m",
-            "train",
-        ]
-        status = start([*command, *self.flags(run, *more)], log, env)
+        command = f"torch.distributed.run --standalone --nproc_per_node={ranks} -m train"
+        status = start([*command.split(), *self.flags(run, *more)], log, env)
         if (status == 0) == killed:
             raise RuntimeError(f"job {name} ended with status {status}: {log.read_text()[-3000:]}")
         return read_lines(run / "metrics.jsonl")
@@ -187,137 +177,110 @@ def start(module: list[str], log: Path, env: Mapping[str, str]) -> int:
         ).returncode
 
 
-Gates = dict[
-    str, tuple[Any, Any, bool]
-]  # by check: figure (None: not measured), what is allowed, whether it holds
+Row = dict[str, Any]
+Gates = dict[str, Gate]
+NOT_MEASURED: Gate = ("not yet measured", None, None)
 
 
 def measure(options: Options, console: Console) -> dict[str, Any]:
-    """All jobs and comparisons; `gates` with the figures, and `figures` that pass no judgement."""
+    """All jobs and comparisons."""
     options.check()
     with tempfile.TemporaryDirectory() as folder:
         jobs = Jobs(options, Path(folder), console)
         whole = jobs.rows("whole")
-        gates, figures = losses(jobs, whole)
-        gates |= resumed(jobs, whole)
-        gates |= memory(options, whole)
-    report = verdict({name: gate for name, gate in gates.items() if gate[0] is not None})
-    report["gates"] += [
-        {"check": name, "figure": "not yet measured", "allowed": None, "holds": None}
-        for name, gate in gates.items()
-        if gate[0] is None
-    ]
-    return {**report, "figures": figures}
+        gates = gate_losses(jobs, whole) | gate_resume(jobs, whole) | gate_memory(options, whole)
+    card = torch.cuda.get_device_name() if options.device == "cuda" else "CPU, shrunk shapes"
+    title = f"Training on {card}, {options.nproc} rank(s), torch {torch.__version__}"
+    return {**verdict(gates), "title": title}
 
 
-def losses(jobs: Jobs, whole: list[dict[str, Any]]) -> tuple[Gates, dict[str, Any]]:
+def gate_losses(jobs: Jobs, whole: list[Row]) -> Gates:
     """The chosen kernels against the plain ones, in bf16, and of several ranks; plain float32 is the reference."""
-    exact = jobs.rows("plain-float32", *PLAIN, "--training.mixed_precision_param", "float32")
-    rounded = furthest(jobs.rows("plain-bf16", *PLAIN), exact)
-    allowed = MARGIN * rounded
-    errors = {"losses of the chosen kernels": furthest(whole, exact)}
+    exact = jobs.rows("plain-float32", *PLAIN, *FLOAT32)
+    # how far bf16 may be from float32 in 20 losses is not guessed: the plain job shows it
+    rounded = measure_distance(jobs.rows("plain-bf16", *PLAIN), exact)
+    losses = {"losses of the chosen kernels": whole}
     nproc = jobs.options.nproc
     if nproc > 1:
         replicas = 2 if nproc > 2 else 1  # shards of one are refused
-        more = [
-            "--parallelism.data_parallel_replicate_degree",
-            str(replicas),
-            "--training.local_batch_size",
-            str(jobs.options.global_batch // nproc),
-        ]
-        more += (
-            [] if jobs.options.device == "cuda" else ["--compile.no-enable"]
-        )  # shards and replicas alone
-        sharded = jobs.rows("sharded", *more, ranks=nproc)
-        errors[f"losses of {replicas} x {nproc // replicas} ranks"] = furthest(sharded, exact)
-    gates: Gates = {name: (error, allowed, error <= allowed) for name, error in errors.items()}
-    gates["kernels replaced at the start"] = replaced(jobs.folder / "whole")
-    gates["losses fall"] = (
-        whole[-1]["loss"],
-        exact[0]["loss"],
-        whole[-1]["loss"] < exact[0]["loss"],
-    )
-    more_gates, figures = float8_losses(jobs, exact, rounded)
-    return gates | more_gates, {"furthest loss of plain bf16 from float32": rounded, **figures}
+        settings = {
+            "parallelism.data_parallel_replicate_degree": replicas,
+            "training.local_batch_size": jobs.options.global_batch // nproc,
+        }
+        more = job_flags(settings)
+        if jobs.options.device == "cpu":  # shards and replicas alone
+            more.append("--compile.no-enable")
+        name = f"losses of {replicas} x {nproc // replicas} ranks"
+        losses[name] = jobs.rows("sharded", *more, ranks=nproc)
+    gates: Gates = {
+        name: at_most(measure_distance(rows, exact), MARGIN * rounded)
+        for name, rows in losses.items()
+    }
+    gates["kernels replaced at the start"] = gate_kernels(jobs.folder / "whole")
+    first, last = exact[0]["loss"], whole[-1]["loss"]
+    gates["losses fall"] = (last, first, last < first)
+    return gates | gate_float8(jobs, exact, rounded)
 
 
-def float8_losses(
-    jobs: Jobs, exact: list[dict[str, Any]], rounded: float
-) -> tuple[Gates, dict[str, Any]]:
-    """Float8 products for w1, w2 and w3, by row: a GPU's own, elsewhere emulated ones.
-
-    What float8 costs is not guessed: the plain job in float32 with emulated products shows it; bf16's share, `rounded`,
-    comes on top. Not measured on a GPU that has none.
-    """
+def gate_float8(jobs: Jobs, exact: list[Row], rounded: float) -> Gates:
+    """Float8 products for w1, w2 and w3, by row: a GPU's own, elsewhere emulated ones."""
     name, on_gpu = "losses with float8 products", jobs.options.device == "cuda"
     if on_gpu and torch.cuda.get_device_capability() < CAPABILITY:
-        return {name: (None, None, True)}, {}
-    float32 = "--training.mixed_precision_param", "float32"
-    emulated = furthest(
-        jobs.rows("float8-emulated", *PLAIN, *float32, *FLOAT8_FLAGS, f"--{FLOAT8}.emulate"), exact
-    )
-    own = FLOAT8_FLAGS if on_gpu else (*FLOAT8_FLAGS, f"--{FLOAT8}.emulate")
-    error = furthest(jobs.rows("float8", *own), exact)
-    allowed = MARGIN * (rounded + emulated)
+        return {name: NOT_MEASURED}
+    # the plain job in float32 with emulated products shows what they cost; bf16's share comes on top
+    emulating = (*FLOAT8_FLAGS, f"--{FLOAT8}.emulate")
+    emulated = jobs.rows("float8-emulated", *PLAIN, *FLOAT32, *emulating)
+    own = jobs.rows("float8", *(FLOAT8_FLAGS if on_gpu else emulating))
+    allowed = MARGIN * (rounded + measure_distance(emulated, exact))
     return {
-        name: (error, allowed, error <= allowed),
-        "kernels replaced with float8 products": replaced(jobs.folder / "float8"),
-    }, {"furthest loss of emulated float8 from float32": emulated}
+        name: at_most(measure_distance(own, exact), allowed),
+        "kernels replaced with float8 products": gate_kernels(jobs.folder / "float8"),
+    }
 
 
-def replaced(run: Path) -> tuple[str, str, bool]:
-    """The gate of what the check at the start has left out of this job."""
+def gate_kernels(run: Path) -> Gate:
+    """What the check at the start has left out of this job."""
     events = read_lines(run / "events.jsonl")
     reasons = [event["reason"] for event in events if event["kind"] == "kernels_replaced"]
-    return (*reasons, "none")[0], "none", not reasons
+    return equal((*reasons, "none")[0], "none")
 
 
-def furthest(rows: list[dict[str, Any]], exact: list[dict[str, Any]]) -> float:
+def measure_distance(rows: list[Row], exact: list[Row]) -> float:
     """Largest difference of a step's loss; infinite where there is none, or not of every step."""
     if len(rows) != len(exact) or any(row["loss"] is None for row in rows):
         return math.inf
     return max(abs(row["loss"] - other["loss"]) for row, other in zip(rows, exact, strict=True))
 
 
-def resumed(jobs: Jobs, whole: list[dict[str, Any]]) -> Gates:
+def gate_resume(jobs: Jobs, whole: list[Row]) -> Gates:
     """Saved, killed and resumed, against the job that ran through."""
     before = jobs.rows("resumed", killed=True)
     rows = jobs.rows("resumed")
     attempts = read_lines(jobs.folder / "resumed/attempts.jsonl")
     first = attempts[-1]["step"] if len(attempts) == 2 else None
     last = [row for row in rows if row["attempt"] == 2]
-    repeats = differing(before, whole[: len(before)])
-    again = differing(last, whole[-len(last) :])
-    validated = [row["valid_loss"] for row in whole if row.get("valid_loss") is not None]
+    validated = [row for row in whole if row.get("valid_loss") is not None]
+    repeats = count_differing(before, whole[: KILLED_AT - 1])
     return {
-        "a second run, steps that differ": (
-            repeats,
-            0,
-            repeats == 0 and len(before) == KILLED_AT - 1,
-        ),
-        "resumed after a save and a kill at step": (first, SAVES_EVERY, first == SAVES_EVERY),
-        "after the resume, steps that differ": (
-            again,
-            0,
-            again == 0 and len(last) == STEPS - SAVES_EVERY,
-        ),
-        "validations": (
-            len(validated),
-            STEPS // SAVES_EVERY,
-            len(validated) == STEPS // SAVES_EVERY,
-        ),
+        "a second run, steps that differ": equal(repeats, 0),
+        "resumed after a save and a kill at step": equal(first, SAVES_EVERY),
+        "after the resume, steps that differ": equal(count_differing(last, whole[SAVES_EVERY:]), 0),
+        "validations": equal(len(validated), STEPS // SAVES_EVERY),
     }
 
 
-def differing(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> int:
-    """Steps of which a compared figure differs in a bit."""
-    pairs = zip(rows, others, strict=True)
-    return sum(any(row.get(key) != other.get(key) for key in COMPARED) for row, other in pairs)
+def count_differing(rows: list[Row], others: list[Row]) -> int:
+    """Steps that one of both lacks, or of which a compared figure differs in a bit."""
+    pairs = zip(rows, others, strict=False)
+    differ = sum(any(row.get(key) != other.get(key) for key in COMPARED) for row, other in pairs)
+    return abs(len(rows) - len(others)) + differ
 
 
-def memory(options: Options, whole: list[dict[str, Any]]) -> Gates:
+def gate_memory(options: Options, whole: list[Row]) -> Gates:
     """Peak of what the allocator held, against the plan and the share of the GPU that it leaves unplanned."""
     name = "peak memory, GiB, against the plan"
+    if options.device == "cpu":
+        return {name: NOT_MEASURED}
     job = sums.Job(
         config=options.config,
         seq_len=options.config.max_position_embeddings,
@@ -327,26 +290,12 @@ def memory(options: Options, whole: list[dict[str, Any]]) -> Gates:
         shard=1,
     )
     planned = sums.memory(job)["total"] / sums.USABLE / 2**30
-    if options.device == "cpu":
-        return {name: (None, planned, True)}
     peak = max(row["memory_gib"] for row in whole)
-    return {name: (peak, planned, peak <= planned)}
-
-
-def page(options: Options, report: dict[str, Any]) -> str:
-    """Verdict and table, as printed and as left in the file."""
-    words = "accepted" if report["ok"] else f"REFUSED: {', '.join(report['failed'])}"
-    card = torch.cuda.get_device_name() if options.device == "cuda" else "CPU, shrunk shapes"
-    widths = f"{options.config.hidden_size} wide, {options.config.num_hidden_layers} layers"
-    rows = [{"figure": name, "value": value} for name, value in report["figures"].items()]
-    return (
-        f"# Training on {card}: {words}\n\n{widths}, {options.nproc} rank(s), torch {torch.__version__}, code "
-        f"{report['code_version']}, {report['seconds']:.0f} s.\n\n{records(report['gates'])}\n\n{records(rows)}\n"
-    )
+    return {name: at_most(peak, planned)}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    run_check("train", Options, measure, arguments, page)
+    run_check("train", Options, measure, arguments)
 
 
 if __name__ == "__main__":

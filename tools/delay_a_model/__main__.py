@@ -12,8 +12,6 @@ The same command goes on after an interruption.
 from __future__ import annotations
 
 import json
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ import tyro
 from laneformer.engine.folder import read_checkpoint
 from laneformer.hf.export import load_weights
 from records.checkpoints import newest_saved_step
+from records.command import run_command
 from records.files import write_atomically
 from records.job import job_flags
 
@@ -110,21 +109,9 @@ def finish(path: Path, late: Late, steps: int, out: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # the trainer is to save, whoever ends this
-    try:
-        print(
-            json.dumps(
-                tyro.cli(delay_a_model, prog="python -m tools.delay_a_model", description=__doc__)
-            )
-        )
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"tools.delay_a_model: {error}") from None
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on", file=sys.stderr)
-        raise SystemExit(130) from None
+    result = tyro.cli(delay_a_model, prog="python -m tools.delay_a_model", description=__doc__)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":
-    main()
+    run_command("tools.delay_a_model", main, interrupted="interrupted; the same command goes on")

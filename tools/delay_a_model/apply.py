@@ -10,6 +10,7 @@ from typing import Any
 
 import tyro
 
+from records.command import run_command
 from records.files import file_sha256, model_sha256
 
 from .adapter import merge, read
@@ -42,8 +43,9 @@ def apply(
     )
 
 
+def main() -> None:
+    print(json.dumps(tyro.cli(apply, prog="python -m tools.delay_a_model.apply")))
+
+
 if __name__ == "__main__":
-    try:
-        print(json.dumps(tyro.cli(apply, prog="python -m tools.delay_a_model.apply")))
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"tools.delay_a_model.apply: {error}") from None
+    run_command("tools.delay_a_model.apply", main)

@@ -12,6 +12,7 @@ Laneformer, or flushed: one blocking sum before the final norm, after which all 
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -109,8 +110,9 @@ def late_streams(
     for layer, mask in zip(layers, masks, strict=True):
         h, sent = layer(h, in_flight.popleft(), rope, mask)
         in_flight.append(sent)
-    left = [p.sum(2, keepdim=True) - p for pair in in_flight for p in pair if p is not None]
-    return h, torch.stack(left).sum(0) if left else None
+    partials = [p for p in itertools.chain(*in_flight) if p is not None]
+    others = [p.sum(2, keepdim=True) - p for p in partials]
+    return h, torch.stack(others).sum(0) if others else None
 
 
 def logits_of(model: Laneformer, streams: Streams, flush: bool) -> Tensor:

@@ -63,14 +63,14 @@ def prepare_text(late: Late, seq_len: int, checkpoint: Checkpoint, out: Path) ->
 
 def write_dense(model: Laneformer, late: Late, folder: Path) -> None:
     """The cut model as a run folder, with the adapter that training begins with."""
-    done = folder / "model.json"  # written last
-    if done.exists():
+    marker = folder / "model.json"  # written last
+    if marker.exists():
         return
     step = folder / "checkpoint" / "step-0"
     adapter = first_adapter(model.config, late) if late.lora_rank else {}
     dcp.save({**model.state_dict(), **adapter}, checkpoint_id=step, no_dist=True)
     write_checksums(step)
-    write_atomically(done, json.dumps(model.config.to_dict(), indent=2) + "\n")
+    write_atomically(marker, json.dumps(model.config.to_dict(), indent=2) + "\n")
 
 
 def train(flags: Sequence[str]) -> None:

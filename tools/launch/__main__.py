@@ -23,19 +23,25 @@ from typing import Any
 import tyro
 from rich.console import Console
 
-from records.checkpoints import locate_checkpoint, run_folder
+from records.checkpoints import (
+    check_is_checkpoint,
+    locate_checkpoint,
+    newest_saved_step,
+    run_folder,
+)
+from records.command import Count, check_ranges, refuse_unknown_options, run_command
 from records.files import append_line, read_lines
 from records.job import JobSections, read_job, stable_steps
-from tools.launch.script import ENDED, Cluster, batch_script, job_state, submit
-from tools.launch.snapshot import remove, take_snapshot
+from tools.launch.script import ENDED, Cluster, batch_script, check_cluster, job_state, submit
+from tools.launch.snapshot import remove, resolve_job, take_snapshot
 
 OWNED = ("--job.dump_folder", "--job.config_file", "--job.config-file", "--job.dump-folder")
 PROG = "python -m tools.launch"
-console = Console(stderr=True, highlight=False, soft_wrap=True)
+console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
 
 
 @dataclass(frozen=True)
-class Options(Cluster):
+class Options:
     """Launch a run: snapshot, batch script, sbatch. Other --section.key value pairs are passed to TorchTitan."""
 
     config: Path | None = None
@@ -46,7 +52,7 @@ class Options(Cluster):
     """Run folder; the new run starts from its last checkpoint, once its job has succeeded"""
     decay_from: Path | None = None
     """Checkpoint (RUN/checkpoint/step-N) from which the learning rate decays to its minimum over --steps"""
-    steps: int | None = None
+    steps: Count | None = None
     """Number of steps of the decay"""
 
     dependency: str | None = None
@@ -57,6 +63,7 @@ class Options(Cluster):
     """Print what would run without creating anything"""
     local: bool = False
     """Run on this machine, without Slurm, from the same kind of snapshot"""
+    cluster: tyro.conf.OmitArgPrefixes[Cluster] = field(default_factory=Cluster)
 
 
 @dataclass(frozen=True)
@@ -76,41 +83,48 @@ def main() -> None:
     arguments = sys.argv[1:]
     if arguments and not arguments[0].startswith("-"):
         arguments.insert(0, "--config")
-    try:
-        options, overrides = tyro.cli(Options, args=arguments, prog=PROG, return_unknown_args=True)
-        if inherited := parents_cluster(
-            options
-        ):  # what the parent was launched with is the default then
-            default = Options(**inherited)
-            options, overrides = tyro.cli(
-                Options, args=arguments, prog=PROG, default=default, return_unknown_args=True
-            )
-        launch(options, list(overrides))
-    except ValueError as problem:
-        raise SystemExit(f"launch: {problem}") from None
+    options, overrides = parse_options(arguments, Options())
+    # what the parent was launched with is the default then
+    if inherited := read_parents_cluster(options):
+        options, overrides = parse_options(arguments, Options(cluster=inherited))
+    launch(options, overrides)
 
 
-def launch(options: Options, overrides: list[str]) -> None:
-    """Snapshot, script, submission. Raises ValueError before anything is queued."""
+def parse_options(arguments: list[str], default: Options) -> tuple[Options, list[str]]:
+    """The launcher's own options, and the trainer's. ValueError for what is neither."""
+    options, overrides = tyro.cli(
+        Options, args=arguments, prog=PROG, default=default, return_unknown_args=True
+    )
+    refuse_unknown_options(overrides)
     if owned := [argument for argument in overrides if argument.split("=")[0] in OWNED]:
         raise ValueError(
             f"{owned[0]} is set by the launcher; give the run folder as --run, the job file as an argument"
         )
+    check_ranges(Options, vars(options))
+    return options, list(overrides)
+
+
+def launch(options: Options, overrides: list[str]) -> None:
+    """Snapshot, script, submission. Raises ValueError before anything is queued."""
     start = choose_start(options)
     run = folder_of(options, start)
-    cluster = cluster_of(options)
+    cluster = options.cluster
+    check_cluster(cluster)
+    ranks = cluster.nodes * cluster.gpus_per_node
+    all_overrides = [*start.overrides, *overrides]
     if not options.dry_run:
         refuse_second_job(run)
     dependency = ",".join(filter(None, (options.dependency, start.dependency))) or None
+    if not dependency:  # a job that this one waits for may still write its checkpoint
+        check_parent(run, start.config, all_overrides)
 
     def script(snapshot: Path) -> str:
         return batch_script(snapshot, run, cluster, None if options.local else dependency)
 
     if options.dry_run:
-        console.print(f"run folder   {run}\njob file     {start.config}")
-        console.print(
-            f"overrides    {' '.join([*start.overrides, *overrides]) or 'none'}", markup=False
-        )
+        resolve_job(None, run, start.config, all_overrides, ranks)
+        words = " ".join(all_overrides) or "none"
+        console.print(f"run folder   {run}\njob file     {start.config}\noverrides    {words}")
         if start.checkpoint:
             console.print(f"starts from  {start.checkpoint}")
         print(script(run / "snapshot/<time>-<commit>"))
@@ -119,9 +133,7 @@ def launch(options: Options, overrides: list[str]) -> None:
         raise ValueError(
             "sbatch is not installed; launch from a login node, or with --local or --dry-run"
         )
-    snapshot = take_snapshot(
-        run, start.config, [*start.overrides, *overrides], options.allow_dirty, script
-    )
+    snapshot = take_snapshot(run, start.config, all_overrides, ranks, options.allow_dirty, script)
     if start.skip_list is not None:
         shutil.copy(start.skip_list, run)
     try:
@@ -144,11 +156,19 @@ def launch(options: Options, overrides: list[str]) -> None:
     if options.local:
         console.print(f"running here; run folder {run}, snapshot {snapshot}")
         sys.exit(subprocess.run(["bash", str(snapshot / "submit.sbatch")]).returncode)
-    console.print(f"job {job_id}{f' ({dependency})' if dependency else ''}")
     console.print(
-        f"  run       {run}\n  snapshot  {snapshot}\n  log       {run / f'slurm-{job_id}.log'}"
+        f"job {job_id}{f' ({dependency})' if dependency else ''}\n  run       {run}\n  snapshot  {snapshot}\n"
+        f"  log       {run}/slurm-{job_id}.log"
     )
     print(json.dumps({"job_id": job_id, "run": str(run), "snapshot": str(snapshot)}))
+
+
+def check_parent(run: Path, config: Path, overrides: list[str]) -> None:
+    """ValueError where a new run is to start from a checkpoint that is not there."""
+    job = read_job(["--job.config_file", str(config), *overrides])
+    parent = job.checkpoint.initial_load_path
+    if parent and newest_saved_step(run / job.checkpoint.folder) < 0:
+        check_is_checkpoint(Path(parent))
 
 
 def choose_start(options: Options) -> Start:
@@ -189,22 +209,15 @@ def folder_of(options: Options, start: Start) -> Path:
     return folder.resolve()
 
 
-def parents_cluster(options: Options) -> dict[str, Any]:
-    """The Slurm options of the run to start from; {} without one."""
+def read_parents_cluster(options: Options) -> Cluster | None:
+    """The Slurm options of the run to start from; None without one."""
     run = options.phase_switch or (options.decay_from and run_folder(options.decay_from))
-    asked = dict((last_launch(run) or {}).get("cluster", {})) if run else {}
-    return asked and asked | {"env": tuple(asked.get("env", ()))}
-
-
-def cluster_of(options: Options) -> Cluster:
-    """The Slurm options alone. Raises ValueError for a number of nodes or GPUs that trains nothing."""
-    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Cluster)}
-    for needed in ("nodes", "gpus_per_node"):
-        if given[needed] < 1:
-            raise ValueError(
-                f"--{needed.replace('_', '-')} {given[needed]}: it is required, and must be at least 1"
-            )
-    return Cluster(**given)
+    values = (last_launch(run) or {}).get("cluster") if run else None
+    if not values:
+        return None
+    # launches of before wrote null for the default
+    stated = {name: value for name, value in values.items() if value is not None}
+    return Cluster(**stated | {"env": tuple(stated.get("env", ()))})
 
 
 def refuse_second_job(run: Path) -> None:
@@ -229,7 +242,7 @@ def last_launch(run: Path) -> dict[str, Any] | None:
     return next(reversed(read_lines(run / "launches.jsonl")), None)
 
 
-def resolved_job(run: Path) -> tuple[Path, JobSections]:
+def read_resolved_job(run: Path) -> tuple[Path, JobSections]:
     """The resolved job file of a run: that of its newest launch, else what its
     workers wrote. Raises ValueError.
     """
@@ -242,7 +255,7 @@ def resolved_job(run: Path) -> tuple[Path, JobSections]:
 
 def final_checkpoint(run: Path) -> Path:
     """The path of a run's final checkpoint, whether it exists or not."""
-    return run / f"checkpoint/step-{resolved_job(run)[1].training.steps}"
+    return run / f"checkpoint/step-{read_resolved_job(run)[1].training.steps}"
 
 
 def next_phase(run: Path, config: Path) -> Start:
@@ -264,27 +277,22 @@ def next_phase(run: Path, config: Path) -> Start:
 
 
 def decay_branch(checkpoint: Path, steps: int) -> Start:
-    """A copy of a run that continues from one of its checkpoints and decays the learning
-    rate over `steps` steps.
-
-    The schedule is rebuilt from the job file at every start, so the branch only overrides numbers. TorchTitan
-    reaches the minimum one step after total_steps; one less reaches it at the last step of the run.
-    """
+    """Continue a copy of a run from one of its checkpoints, with a decay of the learning rate over `steps` steps."""
     checkpoint = locate_checkpoint(checkpoint)
     run = checkpoint.parent.parent
-    job_file, job = resolved_job(run)
+    job_file, job = read_resolved_job(run)
     named = re.fullmatch(r"step-(\d+)", checkpoint.name)
     if not named:
         raise ValueError(f"{checkpoint} is not a checkpoint; pass RUN/checkpoint/step-N")
     at = int(named[1])
     first, last = stable_steps(job.lr_scheduler, job.training.steps)
-    if steps < 1:
-        raise ValueError(f"--steps {steps}: a decay has at least 1 step")
     if not first <= at <= last:
         raise ValueError(
             f"step {at} of {run} is not in the stable part of its schedule, steps {first} to {last}; a decay starts at "
             "the full learning rate"
         )
+    # the schedule is rebuilt from the job file at every start, so numbers suffice; TorchTitan reaches
+    # the minimum one step after total_steps, so one less reaches it at the last step of the run
     total = at + steps - 1
     overrides = [
         "--training.steps",
@@ -304,4 +312,4 @@ def decay_branch(checkpoint: Path, steps: int) -> Start:
 
 
 if __name__ == "__main__":
-    main()
+    run_command("tools.launch", main)

@@ -1,39 +1,30 @@
 """The batch script of a job, its submission, and the state of a Slurm job.
 
-The script runs on the first node. It checks the snapshot, starts the supervisor (train.supervise), forwards
-Slurm's signals to it, and requeues the job if the supervisor was stopped before the run was done (exit status
-85 or 84). The same script runs without Slurm (`--local`).
-
-With --no-kill a job survives the loss of any node. If it is the first one, nothing leads the job any more,
-and Slurm keeps it until its time limit (seen with 22.05). So the last node watches a heartbeat file that
-the first one touches.
+The script runs on the first node, also without Slurm (`--local`). It checks the snapshot, starts the supervisor
+(train.supervise), forwards Slurm's signals to it, and requeues the job if the supervisor was stopped before the run
+was done (exit status 85 or 84).
 """
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from pydantic import Field
+
+from records.command import Natural, check_ranges
 from records.events import STOPPED, STOPPED_UNSAVED
 
+TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|WEBHOOK", re.IGNORECASE)
-# None: Slurm no longer knows the job. Any other state counts as alive
-ENDED = (
-    None,
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "BOOT_FAIL",
-    "DEADLINE",
-    "PREEMPTED",
-    "REVOKED",
-)
+# the states of a job that has ended; any other counts as alive
+STATES = "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL OUT_OF_MEMORY BOOT_FAIL DEADLINE PREEMPTED REVOKED"
+ENDED = {None, *STATES.split()}  # None: Slurm no longer knows the job
 
 SCRIPT = """#!/bin/bash
 {directives}
@@ -44,8 +35,9 @@ SCRIPT = """#!/bin/bash
 #SBATCH --open-mode=append
 # Written by tools.launch. {nodes} nodes x {gpus} ranks, {spares} spare
 set -u
-cd {snapshot}
-sha256sum --quiet --check SHA256SUMS || {{ echo "{snapshot} was changed after it was made; launch again"; exit 1; }}
+snapshot={snapshot} run={run}
+cd "$snapshot"
+sha256sum --quiet --check SHA256SUMS || {{ echo "$snapshot was changed after it was made; launch again"; exit 1; }}
 cd code
 unset PYTHONPATH PYTHONHOME PYTHON_EXEC
 export PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
@@ -55,14 +47,14 @@ if [ -n "${{SLURM_JOB_ID:-}}" ]; then
   names=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
   nodes="--nodes $names --spares {spares}"
   if {requeue} && [ "${{names##*,}}" != "$names" ]; then
-    pulse={run}/.pulse-$SLURM_JOB_ID every=${{PULSE_S:-20}}
+    pulse=$run/.pulse-$SLURM_JOB_ID every=${{PULSE_S:-20}}
     while touch "$pulse"; do sleep "$every"; done &
     last=(--nodelist="${{names##*,}}" --nodes=1 --ntasks=1 --overlap --cpu-bind=none)
     srun "${{last[@]}}" bash -c {watcher} "$pulse" "$every" &
     trap 'kill $(jobs -p); rm -f "$pulse"' EXIT
   fi
 fi
-{snapshot}/env/bin/python -P -m train.supervise --nproc-per-node {gpus} $nodes --job.config_file {snapshot}/job.toml &
+"$snapshot/env/bin/python" -P -m train.supervise --nproc-per-node {gpus} $nodes --job.config_file "$snapshot/job.toml" &
 supervisor=$!
 signalled=
 trap 'signalled=yes; kill -USR1 $supervisor 2>/dev/null' USR1
@@ -84,8 +76,9 @@ fi
 exit $code
 """
 
-# On the last node, with the heartbeat file as $0. Its time is only compared for changes, as
-# clocks may differ.
+# With --no-kill a job survives the loss of any node. If it is the first one, nothing leads the job any
+# more, and Slurm keeps it until its time limit (seen with 22.05). So the last node watches a heartbeat
+# file, $0, that the first one touches; its time is only compared for changes, as clocks may differ.
 WATCHER = """last= still=0
 while sleep "$1"; do
   now=$(stat -c %y "$0") || continue
@@ -99,11 +92,11 @@ done"""
 class Cluster:
     """The Slurm options of a job; None leaves the choice to the cluster."""
 
-    nodes: int = 0
+    nodes: Natural = 0
     """Number of nodes that train; required, unless the run starts from another one"""
-    gpus_per_node: int = 0
+    gpus_per_node: Natural = 0
     """GPUs (and ranks) per node; required, unless the run starts from another one"""
-    spares: int | None = None
+    spares: Natural | None = None
     """Additional nodes that replace lost or bad ones; default: 0"""
     cpu: bool = False
     """Run the ranks on CPUs, for nodes without GPUs (tests)"""
@@ -114,12 +107,42 @@ class Cluster:
     qos: str | None = None
     requeue: bool = True
     """Requeue the job when its time ends or its first node dies"""
-    signal_before_s: int | None = None
-    """Seconds before the time limit at which a checkpoint is written; longer than writing
-    one takes; default: 600
-    """
+    signal_before_s: Annotated[int, Field(ge=1, le=65_535)] = 600
+    """Seconds before the time limit at which a checkpoint is written; longer than writing one takes"""
     env: tuple[str, ...] = ()
     """KEY=VALUE pairs for the job's environment; no secrets: sbatch inherits those from the shell"""
+
+
+def check_cluster(cluster: Cluster) -> None:
+    """ValueError for numbers of nodes or times with which nothing trains."""
+    check_ranges(Cluster, vars(cluster))
+    for name in ("nodes", "gpus_per_node"):
+        if not getattr(cluster, name):
+            raise ValueError(f"--{name.replace('_', '-')} is required, and must be at least 1")
+    limit_s, lead_s = parse_time_s(cluster.time or "UNLIMITED"), cluster.signal_before_s
+    if limit_s <= lead_s:
+        raise ValueError(
+            f"--time {cluster.time} is {limit_s:.0f} s, but the job is to stop {lead_s} s before its end; give it a "
+            "longer --time, or a smaller --signal-before-s"
+        )
+
+
+def parse_time_s(text: str) -> float:
+    """Seconds of Slurm's M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; infinity for no limit."""
+    match = TIME.fullmatch(text)
+    if text.upper() in ("UNLIMITED", "INFINITE"):
+        return math.inf
+    if match is None:
+        raise ValueError(
+            f"--time {text} is none of Slurm's forms, such as 90 (minutes) or 2-00:00:00"
+        )
+    days, *parts = match.groups()
+    first, second, third = (int(part or 0) for part in parts)
+    if days is None and parts[2] is None:
+        seconds = 60 * first + second
+    else:
+        seconds = ((24 * int(days or 0) + first) * 60 + second) * 60 + third
+    return seconds or math.inf
 
 
 def batch_script(snapshot: Path, run: Path, cluster: Cluster, dependency: str | None) -> str:
@@ -131,14 +154,12 @@ def batch_script(snapshot: Path, run: Path, cluster: Cluster, dependency: str | 
         "gpus-per-node": None if cluster.cpu else cluster.gpus_per_node,
         **{name: getattr(cluster, name) for name in ("partition", "time", "account", "qos")},
         "dependency": dependency,
-        "signal": f"B:USR1@{cluster.signal_before_s or 600}",
-        "output": run / "slurm-%j.log",
+        "signal": f"B:USR1@{cluster.signal_before_s}",
+        # Slurm replaces %j and its kin, so a percent sign of the path is doubled
+        "output": f"{str(run).replace('%', '%%')}/slurm-%j.log",
     }
-    directives = [
-        f"--{k}=" + (f'"{v}"' if " " in str(v) else f"{v}")
-        for k, v in options.items()
-        if v is not None
-    ]
+    # sbatch takes the words of its directives apart as a shell does
+    directives = [f"--{k}={shlex.quote(str(v))}" for k, v in options.items() if v is not None]
     directives.append("--requeue" if cluster.requeue else "--no-requeue")
     return SCRIPT.format(
         directives="\n".join(f"#SBATCH {d}" for d in directives),
@@ -146,7 +167,7 @@ def batch_script(snapshot: Path, run: Path, cluster: Cluster, dependency: str | 
         gpus=cluster.gpus_per_node,
         spares=spares,
         snapshot=shlex.quote(str(snapshot)),
-        exports="\n".join(f"export {_export(pair)}" for pair in cluster.env),
+        exports="\n".join(f"export {quote_pair(pair)}" for pair in cluster.env),
         run=shlex.quote(str(run)),
         watcher=shlex.quote(WATCHER),
         stopped=STOPPED,
@@ -155,7 +176,8 @@ def batch_script(snapshot: Path, run: Path, cluster: Cluster, dependency: str | 
     )
 
 
-def _export(pair: str) -> str:
+def quote_pair(pair: str) -> str:
+    """KEY=VALUE for a shell. ValueError for what is none, or looks like a secret."""
     key, separator, value = pair.partition("=")
     if not separator or not key.isidentifier():
         raise ValueError(f"--env {pair!r} is not KEY=VALUE")
@@ -167,22 +189,22 @@ def _export(pair: str) -> str:
     return f"{key}={shlex.quote(value)}"
 
 
-def _slurm(*command: str) -> subprocess.CompletedProcess[str]:
+def run_slurm(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
 def submit(script: Path) -> int:
     """Submit with sbatch; returns the job id. ValueError with Slurm's message if it refuses."""
-    done = _slurm("sbatch", "--parsable", str(script))
-    if done.returncode:
-        raise ValueError(f"sbatch refused {script}: {done.stderr.strip()}")
-    return int(done.stdout.strip().split(";")[0])
+    outcome = run_slurm("sbatch", "--parsable", str(script))
+    if outcome.returncode:
+        raise ValueError(f"sbatch refused {script}: {outcome.stderr.strip()}")
+    return int(outcome.stdout.strip().split(";")[0])
 
 
 def job_state(job_id: int) -> str | None:
     """PENDING, RUNNING, COMPLETED, ...; None for a job that Slurm does not know."""
-    done = _slurm("scontrol", "show", "job", "-o", str(job_id))
-    state = re.search(r"\bJobState=(\S+)", done.stdout)
-    if done.returncode and "Invalid job id" not in done.stderr:
-        raise ValueError(f"{' '.join(done.args)} failed: {done.stderr.strip()}")
+    outcome = run_slurm("scontrol", "show", "job", "-o", str(job_id))
+    state = re.search(r"\bJobState=(\S+)", outcome.stdout)
+    if outcome.returncode and "Invalid job id" not in outcome.stderr:
+        raise ValueError(f"{' '.join(outcome.args)} failed: {outcome.stderr.strip()}")
     return state[1] if state else None

@@ -7,13 +7,10 @@ edits do not affect.
         env/              an interpreter whose path is code/ and the installed packages, nothing of the checkout
         job.toml          the resolved job config: file, overrides, defaults; all paths absolute
         mixture/          the lock and its tokenizer as files, the sources as links to the data
-        environment.json  python, host, modules, the variables that matter      packages.txt   as `pip freeze` prints
+        environment.json  python, host, the variables that matter      packages.txt   as `pip freeze` prints
         snapshot.json     commit, command, mixture fingerprint                  submit.sbatch  the job script
         SHA256SUMS        of every file; `sha256sum --check SHA256SUMS` is the first thing that the job does
 
-Why env/: an editable install adds an import hook that takes precedence over PYTHONPATH and `-P`.
-A virtual environment of three small files has no hooks, and child processes (torchrun's workers)
-use the same interpreter.
 """
 
 from __future__ import annotations
@@ -32,10 +29,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import tomli
+import tomli_w
+
 from data_mixtures.mixture import read_lock
 from data_mixtures.shards import tokenizer_files
 from records.files import file_sha256
-from records.job import JobSections, job_flags, read_job
+from records.job import job_flags, read_job
 from tools.launch.script import SECRET
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,11 +45,16 @@ KEPT_VARIABLES = re.compile(
 
 
 def take_snapshot(
-    run: Path, config: Path, overrides: list[str], allow_dirty: bool, script: Callable[[Path], str]
+    run: Path,
+    config: Path,
+    overrides: list[str],
+    ranks: int,
+    allow_dirty: bool,
+    script: Callable[[Path], str],
 ) -> Path:
     """Create run/snapshot/<id>/ atomically and return it. script: text of submit.sbatch for the final folder.
 
-    Raises ValueError for a dirty tree, a job file that TorchTitan refuses, or a mixture that was edited.
+    Raises ValueError for a dirty tree, a job that cannot start on so many ranks, or a mixture that was edited.
     """
     code = code_tree(allow_dirty)
     final = run / "snapshot" / f"{time.strftime('%Y%m%dT%H%M%S')}-{code['version']}"
@@ -67,10 +72,11 @@ def take_snapshot(
         if code["diff"]:
             (partial / "changes.diff").write_bytes(code["diff"])
         write_interpreter(partial / "env")
-        job = read_job(["--job.config_file", str(config), *overrides])
-        fingerprint = copy_mixture(Path(job.mixture.lock), partial / "mixture")
-        resolved = resolve(partial, config, [*overrides, *pinned(job, run, final)])
-        (partial / "job.toml").write_text(resolved, encoding="utf-8")
+        job = resolve_job(partial, run, config, overrides, ranks)
+        lock = Path(job["mixture"]["lock"])
+        fingerprint = copy_mixture(lock, partial / "mixture")
+        job["mixture"]["lock"] = str(final / "mixture" / lock.name)
+        (partial / "job.toml").write_text(tomli_w.dumps(job), encoding="utf-8")
         (partial / "packages.txt").write_text("\n".join(packages()) + "\n", encoding="utf-8")
         facts = {
             "code_version": code["version"],
@@ -122,16 +128,18 @@ def code_tree(allow_dirty: bool) -> dict[str, Any]:
 
 
 def git(*arguments: str, **variables: str) -> bytes:
-    done = subprocess.run(
+    outcome = subprocess.run(
         ["git", *arguments], cwd=ROOT, env={**os.environ, **variables}, capture_output=True
     )
-    if done.returncode:
-        raise ValueError(f"git {' '.join(arguments)} failed: {done.stderr.decode().strip()}")
-    return done.stdout
+    if outcome.returncode:
+        raise ValueError(f"git {' '.join(arguments)} failed: {outcome.stderr.decode().strip()}")
+    return outcome.stdout
 
 
 def write_interpreter(env: Path) -> None:
-    """A minimal virtual environment: this Python, the snapshot's code, the packages that are importable now."""
+    """Write a virtual environment of three files: this Python, the snapshot's code, the packages of now."""
+    # an editable install adds an import hook that beats PYTHONPATH and `-P`; this has none, and
+    # child processes, such as torchrun's workers, use the same interpreter
     base = Path(sys._base_executable)  # type: ignore[attr-defined]
     (env / "bin").mkdir(parents=True)
     (env / "bin/python").symlink_to(base)
@@ -156,33 +164,35 @@ def write_interpreter(env: Path) -> None:
     )
 
 
-def resolve(snapshot: Path, config: Path, overrides: list[str]) -> str:
-    """The whole job config as TOML, as the snapshot's own code reads it. Raises ValueError
-    with the parser's words.
+def resolve_job(
+    snapshot: Path | None, run: Path, config: Path, overrides: list[str], ranks: int
+) -> dict[str, Any]:
+    """The whole job config with absolute paths, as a snapshot's code (None: this checkout's) reads it.
+
+    Raises ValueError for a job that its trainer would refuse on so many ranks, with its words.
     """
-    command = [str(snapshot / "env/bin/python"), "-P", "-m", "train.job_config"]
-    command += ["--job.config_file", str(config.resolve()), *overrides]
+    python, code = Path(sys.executable), ROOT
+    if snapshot is not None:
+        python, code = snapshot / "env/bin/python", snapshot / "code"
+    sections = read_job(["--job.config_file", str(config), *overrides])
+    paths = {"job.dump_folder": run, "mixture.lock": os.path.abspath(sections.mixture.lock)}
+    if parent := sections.checkpoint.initial_load_path:
+        paths["checkpoint.initial_load_path"] = os.path.abspath(parent)
+    command = [str(python), "-m", "train.start_checks", "--job.config_file", str(config.resolve())]
+    command += [*overrides, *job_flags(paths)]
     unset = ("PYTHONPATH", "PYTHONHOME")
-    env = {k: v for k, v in os.environ.items() if k not in unset} | {"PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        command, cwd=snapshot / "code", env=env, capture_output=True, text=True, timeout=300
+    env = {k: v for k, v in os.environ.items() if k not in unset}
+    env |= {"PYTHONDONTWRITEBYTECODE": "1", "WORLD_SIZE": str(ranks)}
+    outcome = subprocess.run(
+        command, cwd=code, env=env, capture_output=True, text=True, timeout=300
     )
-    if done.returncode:
+    if outcome.returncode:
+        # one sentence where the checks say it; else the parser's box, or what failed in its last lines
+        reason = outcome.stderr.rpartition("the job is refused: ")[2][-3000:]
         raise ValueError(
-            f"{config} with {' '.join(overrides) or 'no overrides'} is refused:\n{done.stderr[-3000:]}"
+            f"{config} with {' '.join(overrides) or 'no overrides'} is refused:\n{reason}"
         )
-    return done.stdout
-
-
-def pinned(job: JobSections, run: Path, final: Path) -> list[str]:
-    """Overrides that make the job's paths absolute and its mixture the snapshot's copy."""
-    paths = {
-        "job.dump_folder": run,
-        "mixture.lock": final / "mixture" / Path(job.mixture.lock).name,
-    }
-    if parent := job.checkpoint.initial_load_path:
-        paths["checkpoint.initial_load_path"] = Path(os.path.abspath(parent))
-    return job_flags(paths)
+    return tomli.loads(outcome.stdout)
 
 
 def copy_mixture(lock_path: Path, folder: Path) -> str:
@@ -214,9 +224,8 @@ def environment() -> dict[str, Any]:
         for k, v in sorted(os.environ.items())
         if KEPT_VARIABLES.match(k) and not SECRET.search(k)
     }
-    modules = [module for module in os.environ.get("LOADEDMODULES", "").split(":") if module]
     machine = {"python": sys.version, "executable": sys.executable, "host": list(os.uname())}
-    return {**machine, "modules": modules, "variables": variables}
+    return {**machine, "variables": variables}
 
 
 def seal(folder: Path) -> None:

@@ -21,7 +21,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tyro
 from rich.console import Console
@@ -31,12 +31,17 @@ from data_mixtures import recipe, recipe_file
 from data_mixtures.mixture import read_lock
 from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda.cards import card_named
+from records.command import Count, Percent, Positive, check_ranges, run_command
 from records.files import read_lines
+from records.job import job_flags
 from records.usage import cost
 from tools.markdown import records
-from tools.plan import preparation, sums
+from tools.plan import preparation
 from tools.synthetic import write_synthetic_lock
-from train.job_config import load_job
+
+# not here: what imports torch, which takes many seconds and --help does not need
+if TYPE_CHECKING:
+    from tools.plan import sums
 
 ROOT = Path(__file__).resolve().parents[2]
 Result = dict[str, Any]
@@ -48,15 +53,15 @@ class Options:
 
     configs: tyro.conf.Positional[tuple[Path, ...]]
     """Job files, in the order in which they run."""
-    gpus: int = 192
+    gpus: Count = 192
     """GPUs of the job; must equal the size of the mesh."""
-    gpus_per_node: int = 8
+    gpus_per_node: Count = 8
     """GPUs that share NVLink."""
     gpu: str = "h100"
     """GPU model, for its datasheet: h100, h200, a100, b200 or another of engine/cuda/cards.toml."""
-    tokens_per_s_per_gpu: float = 17_000
+    tokens_per_s_per_gpu: Positive = 17_000
     """Expected speed; the default is the published run's."""
-    mfu: float | None = None
+    mfu: Percent | None = None
     """Expected speed as a percentage of the GPU's dense BF16 FLOPs, in place of tokens per second."""
     data: Path | None = None
     """Data folder whose plan.json lists the files of the sources, for `files` (python -m data_mixtures plan).
@@ -73,11 +78,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = tyro.cli(
         Options, args=arguments[:first], prog="python -m tools.plan", description=__doc__
     )
-    try:
-        result = plan(options, arguments[first:])
-    except ValueError as error:
-        print(f"plan: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    check_ranges(Options, vars(options))
+    result = plan(options, arguments[first:])
     show(result, Console(width=None if sys.stdout.isatty() else 120))
     print(json.dumps(result))
 
@@ -88,7 +90,7 @@ def plan(options: Options, overrides: list[str]) -> Result:
         raise ValueError("no job file given; for example configs/phase1.toml")
     taken: dict[str, float] = {}
     phases = [plan_phase(options, path, overrides, taken) for path in options.configs]
-    rows = preparation.parts(phases[-1]["data"], preparation.listed_files(options.data))
+    rows = preparation.parts(phases[-1]["data"], preparation.list_files(options.data))
     names = ("steps", "tokens", "flops", "days", "gpu_hours")
     total = {name: sum(phase["compute"][name] for phase in phases) for name in names}
     costs = [phase["compute"]["cost"] for phase in phases]
@@ -104,6 +106,10 @@ def plan_phase(
     options: Options, path: Path, overrides: list[str], taken: dict[str, float]
 ) -> Result:
     """`taken`, the tokens that earlier phases took of each source, is brought up to date."""
+
+    from tools.plan import sums
+    from train.job_config import load_job
+
     card = card_named(options.gpu)
     if math.isnan(card.peak_flops):
         raise ValueError(f"--gpu {options.gpu}: its maker states no FLOP/s in bf16; choose another")
@@ -147,6 +153,7 @@ def read_sizes(titan_job: Any, gpus: int) -> sums.Job:
     from torchtitan.protocols.train_spec import get_train_spec
 
     from laneformer.titan.float8 import float8_of
+    from tools.plan import sums
 
     args: Any = get_train_spec(titan_job.model.name).model_args[titan_job.model.flavor]
     args.update_from_config(titan_job)
@@ -166,7 +173,7 @@ def read_sizes(titan_job: Any, gpus: int) -> sums.Job:
         lane_ranks=lane_ranks,
         checkpointing=titan_job.activation_checkpoint.mode,
         reshard=mesh.fsdp_reshard_after_forward != "never",
-        checkpoint_interval=checkpoint.interval,
+        checkpoint_interval=checkpoint.interval if checkpoint.enable else 0,
         keep_latest=checkpoint.keep_latest_k,
         keep_every=titan_job.resilience.keep_every_steps,
         param_bytes=bytes_of[training.mixed_precision_param],
@@ -183,8 +190,10 @@ def read_sources(path: Path, titan_job: Any) -> list[Result]:
     if lock.is_file():
         locked = read_lock(lock)
         return [
-            {name: source[name] for name in ("name", "category", "weight")}
-            | {
+            {
+                "name": source["name"],
+                "category": source["category"],
+                "weight": source["weight"],
                 "expected_tokens": source["windows"] * locked["seq_len"],
                 "files": None,
                 "prepared": True,
@@ -214,16 +223,15 @@ def read_sources(path: Path, titan_job: Any) -> list[Result]:
 
 
 def take_step(config: Path, overrides: list[str], titan_job: Any, world_size: int) -> Result:
-    """One step of the real trainer as rank 0 of the whole world, in a process of its own;
-    returns what was logged.
+    """Take one step of the real trainer as rank 0 of the whole world; returns what was logged.
 
-    Checked: the job file and its overrides, the mesh of all ranks, batch divisibility and the micro-batches
-    that follow, how every parameter is cut (rank 0's shard), the dataloader's slice, optimizer, schedule of
-    full length, one step forward and backward through FSDP. Not checked: that the collectives work and what
-    they cost (a fake one moves nothing, so the loss means nothing), the GPU's memory, mixed precision,
-    compile, and the layers left out: to stay within a CPU's memory and minutes, widths and lanes are the
-    job's own, but there is one layer and a sequence is short. Raises ValueError with the end of its output.
+    Checked are the job, the mesh of all ranks, batches, rank 0's shard of every parameter, its data, optimizer,
+    schedule, and a step through FSDP; not checked are collectives, memory, mixed precision and compile.
+
+    Raises:
+        ValueError: with the end of the trainer's output.
     """
+    # widths and lanes are the job's own; one layer and a short sequence fit a CPU's memory and minutes
     training, seq_len = titan_job.training, 16
     flavor = LaneformerConfig.from_flavor(titan_job.model.flavor)
     vocab_size = titan_job.architecture.vocab_size or flavor.vocab_size
@@ -237,17 +245,19 @@ def take_step(config: Path, overrides: list[str], titan_job: Any, world_size: in
             --metrics.no-enable_tensorboard --metrics.no-enable_wandb --metrics.log_freq 1
             --comm.mode fake_backend"""
         command = [sys.executable, "-m", "train", "--job.config_file", str(config), *overrides]
-        command += smaller.split()
-        command += ["--job.dump_folder", str(run), "--mixture.lock", str(lock)]
+        command += [
+            *smaller.split(),
+            *job_flags({"job.dump_folder": run, "mixture.lock": lock}),
+        ]
         command += ["--quantize.linear.float8.emulate"] if titan_job.model.converters else []
         world = dict.fromkeys(("NGPU", "WORLD_SIZE"), str(world_size))
         env = os.environ | world | {"LOCAL_RANK": "0", "RANK": "0"}
-        done = subprocess.run(
+        outcome = subprocess.run(
             command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900
         )
-        if done.returncode != 0:
+        if outcome.returncode != 0:
             raise ValueError(
-                f"the dry run of {config} failed: {(done.stdout + done.stderr)[-3000:]}"
+                f"the dry run of {config} failed: {(outcome.stdout + outcome.stderr)[-3000:]}"
             )
         row, attempt = (read_lines(run / name)[-1] for name in ("metrics.jsonl", "attempts.jsonl"))
     return {"world_size": attempt["world_size"], "step": row["step"], "lr": row["lr"]}
@@ -255,24 +265,14 @@ def take_step(config: Path, overrides: list[str], titan_job: Any, world_size: in
 
 # --- the report
 
-SECTIONS = (
-    "job",
-    "parameters",
-    "compute",
-    "memory",
-    "gpu",
-    "checkpoints",
-    "traffic",
-    "dry_run",
-)
-
 
 def show(result: Result, console: Console) -> None:
     """In bytes: memory of a GPU at the peak; traffic that it receives in a step, before any overlap."""
     for phase in result["phases"]:
         console.rule(phase["job"]["config"])
-        for name in SECTIONS:
-            show_figures(console, name, phase[name])
+        for name, figures in phase.items():
+            if isinstance(figures, dict):
+                show_figures(console, name, figures)
         show_rows(console, phase["data"])
     if rows := result["preparation"]["parts"]:
         console.rule("preparation, estimated")
@@ -283,11 +283,9 @@ def show(result: Result, console: Console) -> None:
     show_figures(console, "all phases", result["total"])
 
 
-def show_figures(console: Console, title: str, figures: Result | None) -> None:
-    show_rows(
-        console,
-        [{title: name.replace("_", " "), "": value} for name, value in (figures or {}).items()],
-    )
+def show_figures(console: Console, title: str, figures: Result) -> None:
+    rows = [{title: name.replace("_", " "), "": value} for name, value in figures.items()]
+    show_rows(console, rows)
 
 
 def show_rows(console: Console, rows: list[Result]) -> None:
@@ -296,4 +294,4 @@ def show_rows(console: Console, rows: list[Result]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command("tools.plan", main, status=2)

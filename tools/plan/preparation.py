@@ -33,7 +33,7 @@ FILE_BYTES = 1.6e9  # of a hub file, 1.0 to 2.4 GB
 SHARD_BYTES = 2  # of a token
 
 
-def listed_files(out: Path | None) -> dict[str, list[int]]:
+def list_files(out: Path | None) -> dict[str, list[int]]:
     """Bytes of each file of the hub sources that are planned in a data folder."""
     planned = stage.read_plan(out)["sources"] if out is not None else {}
     hub = {name: each["units"] for name, each in planned.items() if each["kind"] == "hub"}

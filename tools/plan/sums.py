@@ -13,6 +13,7 @@ Where lanes are on several ranks (`lane_ranks`), it is calculated from how they 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from laneformer.config import MODULES, Join, LaneformerConfig
@@ -59,8 +60,8 @@ class Job:
     lane_ranks: int = 1
     checkpointing: str = "selective"  # or none, full
     reshard: bool = True  # layers are gathered again for the backward pass
-    checkpoint_interval: int = 1
-    keep_latest: int = 1
+    checkpoint_interval: int = 1  # 0: none is written
+    keep_latest: int = 1  # 0: all
     keep_every: int = 0  # steps between checkpoints that are never deleted, 0: none
     param_bytes: int = BF16
     reduce_bytes: int = FP32
@@ -119,7 +120,7 @@ def rank_parameters(job: Job) -> Facts:
     return {"layer": layer, "lm_head": head, "common": common, "total": total}
 
 
-def exchanged(job: Job, layer: int) -> int:
+def count_exchanges(job: Job, layer: int) -> int:
     """Sums (B, S, D) over all lanes that a group's ranks make of a layer's outputs; none if a rank has all."""
     config = job.config
     if job.lane_ranks == 1:
@@ -132,29 +133,24 @@ def exchanged(job: Job, layer: int) -> int:
     )
 
 
-def kept_per_token(job: Job, layer: int) -> float:
-    """Values (not bytes) of one token that a compiled layer keeps from its forward for its backward pass.
-
-    Its input streams, which are one as long as the lanes' are equal, the streams between attention and MLP,
-    both also normed, and the narrow products; without checkpointing that is the most, as the compiler may
-    recompute some. In float8 the MLP's normed streams and w2's input are a byte each. Full keeps inputs
-    alone, and so the delayed attention output, until the layer's backward pass computes the rest again. Sums
-    over ranks are always kept: they are not sent for twice.
-    """
+def count_kept_values(job: Job, layer: int) -> float:
+    """Count the values (not bytes) of one token that a compiled layer keeps for its backward pass."""
     config = job.config
     d, wide = config.hidden_size, config.num_lanes * config.hidden_size / job.lane_ranks
-    sums = exchanged(job, layer) * d
+    sums = count_exchanges(job, layer) * d
     equal = config.equal_streams(layer)
     before = d if equal else wide
-    if job.checkpointing == "full":
+    # sums over ranks are always kept: they are not sent for twice
+    if job.checkpointing == "full":  # inputs alone, until the backward pass computes the rest again
         return before + sums + (wide if config.adds_delayed(layer, "attention") else 0)
     between = d if equal and config.join(layer, "attention") == Join.PRESENT else wide
     kv = config.head_dim * config.num_key_value_heads
     narrow = (2 * d + 2 * kv + 2 * config.intermediate_size) / job.lane_ranks
-    if job.float8:
+    if job.float8:  # the MLP's normed streams and w2's input are a byte each
         return (
             2 * before + between + narrow + (between + config.intermediate_size) / job.param_bytes
         )
+    # streams in front of both modules, also normed, and the narrow products
     return 2 * (before + between) + narrow + sums
 
 
@@ -173,11 +169,11 @@ def memory(job: Job) -> dict[str, float]:
     # normed, their gradient
     vocabulary = config.vocab_size / job.lane_ranks
     head = chunk * vocabulary * (job.param_bytes + 2 * FP32) + FP32 * counts["lm_head"] + 3 * wide
-    by_layer = [kept_per_token(job, i) for i in range(config.num_hidden_layers)]
+    by_layer = [count_kept_values(job, i) for i in range(config.num_hidden_layers)]
     whole = dataclasses.replace(job, checkpointing="none")
     # of the layer whose backward pass is under way: what it has not kept
     again = (
-        max(kept_per_token(whole, i) - kept for i, kept in enumerate(by_layer))
+        max(count_kept_values(whole, i) - kept for i, kept in enumerate(by_layer))
         * micro
         * job.param_bytes
     )
@@ -209,28 +205,27 @@ def checkpoints(job: Job, cluster: Cluster) -> Facts:
     """Size, cadence, storage under retention, and what a failure costs on average."""
     full_bytes = BYTES_PER_PARAMETER * job.config.parameter_count()["total"]
     step_s = compute(job, cluster)["step_s"]
-    written = -(-job.steps // job.checkpoint_interval)
-    kept_milestones = job.steps // job.keep_every if job.keep_every else 1  # the last one at least
-    lost_s = job.checkpoint_interval / 2 * step_s + RESTART_S
+    interval = job.checkpoint_interval
+    written = math.ceil(job.steps / interval) if interval else 0
+    # while one is written, the newest before it are still there
+    kept = written
+    if job.keep_latest and interval:
+        milestones = job.steps // math.lcm(interval, job.keep_every) if job.keep_every else 1
+        kept = min(written, job.keep_latest + milestones)
+    lost_s = (interval or job.steps) / 2 * step_s + RESTART_S
     return {
         "bytes": full_bytes,
-        "every_s": job.checkpoint_interval * step_s,
+        "every_s": interval * step_s,
         "written": written,
-        "bytes_kept": (job.keep_latest + kept_milestones) * full_bytes,
+        "bytes_kept": kept * full_bytes,
         "hours_lost_per_failure": lost_s / 3600,
     }
 
 
 def traffic(job: Job, cluster: Cluster) -> Facts:
-    """Bytes that a GPU receives in one step, by collective, and the seconds of each.
-
-    Shards exchange in every micro-batch, replicas once a step. Shards inside a node travel over NVLink. Shards across
-    nodes pass the network: at best a node receives each byte once and its NICs share the work; a ring that ignores the
-    nodes would bring every byte over every NIC. Ranks of one group exchange sums of their lanes over NVLink:
-    `lanes_bytes`, and of one layer in one micro-batch.
-    """
+    """Bytes that a GPU receives in one step, by collective, and the seconds of each."""
     counts, group, shard, replicate = rank_parameters(job), job.lane_ranks, job.shard, job.replicate
-    # the head is gathered once
+    # shards exchange in every micro-batch, replicas once a step; the head is gathered once
     gathers = 2 * counts["total"] - counts["lm_head"] if job.reshard else counts["total"]
     others = (shard - 1) / shard
     all_gather = job.micro_batches * job.param_bytes * gathers * others
@@ -242,13 +237,16 @@ def traffic(job: Job, cluster: Cluster) -> Facts:
         max(cluster.gpus_per_node // group, 1),
     )
     within = all_gather + reduce_scatter
-    # of what a GPU needs from other shards, the part that other nodes hold
-    outside = within / others * (nodes - 1) / nodes if nodes > 1 else 0.0
+    # of what a GPU needs from other shards, the part that other nodes hold; at best a node receives
+    # each byte once and its NICs share the work
+    outside = within / others * (nodes - 1) / nodes if nodes > 1 and shard > 1 else 0.0
     nic = all_reduce + outside / min(shard, in_node)
     # a layer's sums, forward and backward, and the gradients of what every lane has; each an all-reduce
     stream = job.local_batch * job.seq_len * job.config.hidden_size * job.param_bytes
     ring = 2 * (group - 1) / group
-    layers = [2 * exchanged(job, i) * stream * ring for i in range(job.config.num_hidden_layers)]
+    layers = [
+        2 * count_exchanges(job, i) * stream * ring for i in range(job.config.num_hidden_layers)
+    ]
     lanes = job.micro_batches * (sum(layers) + counts["common"] * job.param_bytes * ring)
     return {
         "lanes_bytes": lanes,

@@ -11,6 +11,7 @@ above the checkpoint) unless given; so does the chat template, which is the publ
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -27,8 +28,10 @@ import torch.distributed.checkpoint as dcp
 import tyro
 from huggingface_hub import split_torch_state_dict_into_shards
 from rich.console import Console
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from ..config import DRAFT_IDS, MTP, LaneformerConfig, hf_name
 from ..model import Laneformer
@@ -191,23 +194,48 @@ def staged_folder(out: Path, overwrite: bool = False) -> Iterator[Path]:
     """A temporary folder next to `out` that replaces it when the block succeeds, and is
     deleted when it raises.
     """
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not overwrite)):
-        raise ValueError(
-            f"{out} exists and is not an empty folder; choose another --out, or pass --overwrite"
-        )
     part, old = out.with_name(out.name + ".part"), out.with_name(out.name + ".old")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
+    with hold_folder(part, out):
+        try:
+            if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not overwrite)):
+                raise ValueError(
+                    f"{out} exists and is not an empty folder; choose another --out, or pass --overwrite"
+                )
+            yield part
+            if out.exists():
+                out.rename(old)
+            part.rename(out)
+        except (SafetensorError, CheckpointException) as error:
+            # of a full disk; DCP's text is a traceback, whose last line says what it was
+            reason = str(error).strip().splitlines()[-1]
+            raise OSError(f"{out}: {reason}; nothing was written") from error
+        finally:
+            if old.exists() and not out.exists():
+                old.rename(out)
+            shutil.rmtree(part, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def hold_folder(folder: Path, out: Path) -> Iterator[None]:
+    """An empty folder that no other process writes meanwhile; ValueError where one does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        yield part
-        if out.exists():
-            out.rename(old)
-        part.rename(out)
+        busy = f"another process writes {out}; wait for it, or choose another --out"
+        try:
+            # the system drops the lock of a process that was killed
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(busy) from None
+        # the other process may have renamed or removed the folder since it was opened
+        if not folder.exists() or not os.path.samestat(os.fstat(descriptor), folder.stat()):
+            raise ValueError(busy)
+        for path in folder.iterdir():  # of one that was killed
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        yield
     finally:
-        if old.exists() and not out.exists():
-            old.rename(out)
-        shutil.rmtree(part, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        os.close(descriptor)
 
 
 def load_weights(checkpoint: Path, config: LaneformerConfig) -> dict[str, Tensor]:

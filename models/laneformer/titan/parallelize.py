@@ -55,13 +55,8 @@ def parallelize_laneformer(
     model: TitanLaneformer, parallel_dims: ParallelDims, job_config: JobConfig
 ) -> nn.Module:
     """The (meta) model prepared for its mesh, without kernels that fail here; `train.job_checks` has refused all but
-    FSDP and HSDP. Raises ValueError for replicas without shards.
+    FSDP and HSDP.
     """
-    if parallel_dims.dp_replicate_enabled and not parallel_dims.dp_shard_enabled:
-        raise ValueError(
-            f"data_parallel_replicate_degree = {parallel_dims.dp_replicate} with shard degree 1 is plain DDP, which "
-            "torchtitan 0.2.2 trains with gradients twice divided by the ranks; use data_parallel_shard_degree >= 2"
-        )
     if isinstance(model.layers[0], FusedLayer):
         check_kernels()
     model = with_working_kernels(model, job_config, checkpoint_and_compile)

@@ -14,7 +14,7 @@ from laneformer.engine.cuda.geometry import Machine
 from laneformer.engine.cuda.memory import TORCH_TYPES, as_torch
 from laneformer.llama.variant import FamilyConfig
 from laneformer.tensors import Tensor
-from tools.check.reference import dequantize
+from tests.laneformer.int8_weights import round_to_int8
 
 SMALL = Machine(8, 48 * 1024, 90)
 KERNELS = {
@@ -75,7 +75,7 @@ def as_stored_in(model, dtype: str) -> Laneformer:
     stored = Laneformer(config).double().requires_grad_(False)
     weights = {HEAD: head, **model.state_dict()}
     ids = {name: weights.pop(name) for name in [DRAFT_IDS] if name in weights}
-    stored.load_state_dict({**dequantize(weights), **ids})
+    stored.load_state_dict({**round_to_int8(weights), **ids})
     return stored
 
 

@@ -22,7 +22,7 @@ from tests.laneformer.engine.assets import (
     small_model,
     usable_isas,
 )
-from tools.check.reference import dequantize
+from tests.laneformer.int8_weights import round_to_int8
 
 ISAS = usable_isas(ISAS_BELOW_AMX)
 LEVELS = np.array([0, 14, 26, 35, 43, 51, 58, 64, 70, 76, 82, 89, 96, 104, 114, 127]) - 69
@@ -129,14 +129,14 @@ def packed(weights: np.ndarray, dtype: str = "int4") -> tuple[np.ndarray, np.nda
 
 
 def test_int8_holds_every_weight_rounded_once():
-    """To whole multiples of a row's scale, as tools.check.reference has it; rows too small for a scale are zeros."""
+    """To whole multiples of a row's scale, as round_to_int8 has it; rows too small for a scale are zeros."""
     weights = draw_weights(72, 96)
     weights[5], weights[6] = 0.0, 1e-37  # which over 127 is no normal number any more
     integers, scales = packed(weights, "int8")
     steps = np.abs(weights).max(1).astype(np.float64) / LARGEST
     steps[steps < np.finfo(single).tiny] = 0
     np.testing.assert_allclose(scales, steps, rtol=2**-24)  # one rounding to float32
-    meant = dequantize({"w": torch.from_numpy(weights)})["w"].numpy()
+    meant = round_to_int8({"w": torch.from_numpy(weights)})["w"].numpy()
     np.testing.assert_array_equal(
         integers.reshape(weights.shape) * scales[:, None].astype(np.float64), meant
     )

@@ -19,8 +19,8 @@ from tests.laneformer.engine.assets import (
 )
 from tools.check.reference import (
     BLOCK,
-    allowed_error,
-    chosen_positions,
+    choose_positions,
+    limit_error,
     model_outputs,
     module_report,
     output_errors,
@@ -34,7 +34,7 @@ ARITHMETIC = [(dtype, "exact") for dtype in TORCH_DTYPES] + [("bf16", "bf16")]
 def compare(model, config=None, length=90, **options):
     """The engine's and the float64 model's outputs at chosen positions, and the report on them."""
     ids = random_ids(model.config, length)
-    positions = chosen_positions(model.config, length)
+    positions = choose_positions(model.config, length)
     _, reference = model_outputs(widened(model, torch.float64), ids, positions)
     with engine_of(model, config, **options) as engine:
         partials = engine._partials(ids, positions)
@@ -55,7 +55,7 @@ def test_every_module_is_within_rounding(isa, dtype, math):
         "the window's edge and the second block are covered"
     )
     # the allowance itself: never so wide that another weight dtype's rounding could hide in it
-    widest = allowed_error(model.config, LENGTH, "exact").max()
+    widest = limit_error(model.config, LENGTH, "exact").max()
     assert widest < 2.0**-12
     if math == "bf16":
         assert output_errors(partials, reference).max() > widest, "activations were not rounded"

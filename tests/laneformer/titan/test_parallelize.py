@@ -88,7 +88,7 @@ def test_compiled_is_eager_and_keeps_what_the_plan_says(tokens, early):
         keep_latest=1,
         keep_every=0,
     )
-    planned = sum(plan_sums.kept_per_token(job, i) for i in range(CONFIG.num_hidden_layers))
+    planned = sum(plan_sums.count_kept_values(job, i) for i in range(CONFIG.num_hidden_layers))
     # besides what the plan counts: a softmax denominator a head, and per sequence the mask, rope
     # and token ids
     extra = CONFIG.num_hidden_layers * CONFIG.num_attention_heads + SEQ_LEN + 4 * CONFIG.head_dim

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
-from laneformer import LaneformerConfig
 from tools.bench import cuda
 from tools.bench.cuda import Part, markdown, run_part
 
@@ -75,26 +72,9 @@ def test_the_page_shows_every_figure_under_the_verdict():
 def test_our_server_streams_random_weights(monkeypatch):
     monkeypatch.setattr(cuda, "speed", lambda flavor, tokens_per_s: {"tokens_per_s": tokens_per_s})
     monkeypatch.setattr(cuda, "TRIALS", 1)
-    server = [sys.executable, "-m", "tools.bench.cuda", "serve", "tiny", "cpu"]
-    ((name, figures),) = cuda.served("tiny", server)
+    ((name, figures),) = cuda.server("tiny", "cpu")
     assert name == "at the client"
     assert figures["tokens_per_s"] > 1
-
-
-def test_sglang_is_named_where_it_is_missing_and_gets_a_llama_of_the_same_matrices(
-    tmp_path, monkeypatch
-):
-    with monkeypatch.context() as patch:
-        patch.setattr(importlib.util, "find_spec", lambda name: None)
-        assert dict(cuda.sglang("tiny")) == {"missing": "pip install sglang"}
-    cuda.write_llama(LaneformerConfig.from_flavor("tiny"), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert (config["model_type"], config["hidden_size"], config["num_hidden_layers"]) == (
-        "llama",
-        128,
-        6,
-    )
-    assert cuda.made_up_tokenizer(100).decode([5, 6]).split() == ["w5", "w6"]
 
 
 def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path, capsys, monkeypatch):

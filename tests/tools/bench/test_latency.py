@@ -47,8 +47,8 @@ def test_other_tokens_behind_a_link_end_the_run(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["--model", "7b"], r"model = \['7b'\] is unknown; choose from 300m, small, tiny"),
-        (["--rounds", "0"], "rounds = 0 must be at least 1"),
+        (["--rounds", "0"], "latency: --rounds 0: it should be greater than or equal to 1"),
+        (["--link-us", "1", "nan"], "latency: --link-us nan: it should be a finite number"),
     ],
 )
 def test_options_that_cannot_be_measured_are_refused(arguments, error, capsys):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from laneformer import LaneformerConfig
+from records.job import job_flags
 from tools.markdown import cell
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -55,28 +56,14 @@ main(["train", *sys.argv[1:]])
 @pytest.mark.rotate
 def test_toy_run(tmp_path):
     out = tmp_path / "train.md"
-    flags = [
-        "--flavor",
-        "tiny",
-        "--seq-len",
-        "32",
-        "--local-batch",
-        "2",
-        "--steps",
-        "3",
-        "--warmup",
-        "2",
-        "--rounds",
-        "1",
-        "--both=--training.mixed_precision_param float32 --compile.no-enable",
-        "--out",
-        str(out),
-    ]
-    command = [sys.executable, "-c", RUN, *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "exceeds the 512 positions of tiny" in done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    sizes = {"seq-len": 32, "local-batch": 2, "steps": 3, "warmup": 2, "rounds": 1}
+    flags = job_flags({"flavor": "tiny", **sizes, "out": out})
+    both = "--both=--training.mixed_precision_param float32 --compile.no-enable"
+    command = [sys.executable, "-c", RUN, *flags, both]
+    outcome = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert outcome.returncode == 0, outcome.stderr[-3000:]
+    assert "exceeds the 512 positions of tiny" in outcome.stderr
+    result = json.loads(outcome.stdout.splitlines()[-1])
     ours, llama = result["models"]["laneformer"], result["models"]["llama"]
     assert ours["parameters"] == LaneformerConfig.from_flavor("tiny").parameter_count()["total"]
     assert llama["parameters"] == ours["parameters"], (

@@ -13,24 +13,12 @@ import torch
 
 from laneformer import LaneformerConfig
 from laneformer.engine.cuda.structures import Column
+from tests.laneformer.engine.assets import small_config
 from tools.check import cuda
 from tools.check.cuda import check, compare, greedy_prompts, reference
 from tools.check.reference import plain_model, random_weights, weights_of
 
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "num_lanes": 2,
-    "broadcast_delay": 1,
-    "sliding_window": 6,
-    "swa_layers": (0, 1),
-    "max_position_embeddings": 96,
-    "vocab_size": 96,
-}
-CONFIG = LaneformerConfig(**SMALL)
+CONFIG = small_config(num_lanes=2, broadcast_delay=1)
 
 
 class PlainDecoder:

@@ -19,7 +19,7 @@ from tools.check import train as check
 NPROC = 2
 
 
-def forked(module: list[str], log: Path, env: Mapping[str, str]) -> int:
+def start_warm(module: list[str], log: Path, env: Mapping[str, str]) -> int:
     """As `start`, but warm."""
     places = {"log": str(log), "pid": str(log.with_suffix(".pid"))}
     return ask({"command": [sys.executable, "-m", *module], "environment": dict(env), **places})
@@ -28,14 +28,15 @@ def forked(module: list[str], log: Path, env: Mapping[str, str]) -> int:
 @pytest.mark.rotate
 def test_a_cpu_is_accepted(monkeypatch, capsys, tmp_path):
     """Real jobs: the chosen kernels and plain ones, sharded with replicas, killed and resumed, packed documents."""
-    monkeypatch.setattr(check, "start", forked)
+    monkeypatch.setattr(check, "start", start_warm)
     out = tmp_path / "page.md"
     with pytest.raises(SystemExit) as ended:
         check.main(["--device", "cpu", "--nproc", str(NPROC), "--out", str(out)])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert not ended.value.code, report["gates"]
     text = out.read_text()
-    assert text.startswith("# Training on CPU, shrunk shapes: accepted")
+    assert text.startswith("# Training on CPU, shrunk shapes, 2 rank(s), torch ")
+    assert "all checks hold" in text.splitlines()[0]
     assert "losses of 1 x 2 ranks" in text
     assert "| peak memory, GiB, against the plan | not yet measured | - | - |" in text
     by_name = {row["check"]: row for row in report["gates"]}
@@ -74,9 +75,8 @@ def test_losses_outside_of_the_bound_are_refused(tmp_path):
         folder=tmp_path,
         options=check.Options(device="cpu", nproc=2),
     )
-    gates, _ = check.losses(jobs, rows(3.03, 2.03))
-    held = {name: gate[2] for name, gate in gates.items()}
-    assert held == {
+    gates = check.gate_losses(jobs, rows(3.03, 2.03))
+    assert {name: gate[2] for name, gate in gates.items()} == {
         "losses of the chosen kernels": True,
         "losses of 1 x 2 ranks": False,
         "kernels replaced at the start": False,
@@ -85,35 +85,35 @@ def test_losses_outside_of_the_bound_are_refused(tmp_path):
         "kernels replaced with float8 products": True,
     }
     plain["float8"] = rows(3.13, 2.0)
-    assert not check.losses(jobs, rows(3.0, 2.0))[0]["losses with float8 products"][2]
+    assert not check.gate_losses(jobs, rows(3.0, 2.0))["losses with float8 products"][2]
     write_lines(
         tmp_path / "float8/events.jsonl",
         [{"kind": "kernels_replaced", "reason": "float8 is wrong"}],
     )
-    held = check.losses(jobs, rows(3.0, 2.0))[0]["kernels replaced with float8 products"]
-    assert held == ("float8 is wrong", "none", False)
+    gate = check.gate_losses(jobs, rows(3.0, 2.0))["kernels replaced with float8 products"]
+    assert gate == ("float8 is wrong", "none", False)
     for wrong in (rows(3.05, 2.0), rows(3.0), rows(3.0, None), rows()):
-        assert check.furthest(wrong, plain["plain-float32"]) > 0.04
-    assert check.furthest(rows(None), rows(1.0)) == math.inf
+        assert check.measure_distance(wrong, plain["plain-float32"]) > 0.04
+    assert check.measure_distance(rows(None), rows(1.0)) == math.inf
 
 
 def test_a_resume_that_differs_or_starts_again_is_refused(tmp_path):
     whole = rows(*map(float, range(check.STEPS)))
     killed, saved = whole[: check.KILLED_AT - 1], check.SAVES_EVERY
 
-    def held(
+    def list_gates(
         after: list[dict[str, Any]], step: int, before: list[dict[str, Any]] = killed
     ) -> list[bool]:
         write_lines(tmp_path / "resumed/attempts.jsonl", [{"step": 0}, {"step": step}])
         answers = iter((before, [*killed, *({**row, "attempt": 2} for row in after)]))
         jobs: Any = SimpleNamespace(rows=lambda *_, **__: next(answers), folder=tmp_path)
-        return [gate[2] for gate in check.resumed(jobs, whole).values()][:3]
+        return [gate[2] for gate in check.gate_resume(jobs, whole).values()][:3]
 
-    assert held(whole[saved:], saved) == [True, True, True]
-    assert held(whole, 0) == [True, False, False], "nothing was loaded"
+    assert list_gates(whole[saved:], saved) == [True, True, True]
+    assert list_gates(whole, 0) == [True, False, False], "nothing was loaded"
     wrong = [*whole[saved:-1], {**whole[-1], "grad_norm": 1.0000001}]
-    assert held(wrong, saved) == [True, True, False]
-    assert held(whole[saved:], saved, rows(*range(1, check.KILLED_AT))) == [False, True, True]
+    assert list_gates(wrong, saved) == [True, True, False]
+    assert list_gates(whole[saved:], saved, rows(*range(1, check.KILLED_AT))) == [False, True, True]
 
 
 def test_what_cannot_run_here_is_refused():

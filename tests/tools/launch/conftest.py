@@ -15,18 +15,15 @@ def checkout(shared):
 
 
 @pytest.fixture(scope="session")
-def undisturbed(checkout, prepared_data, shared):
+def run_without_faults(checkout, prepared_data, shared):
     """The run folder of 40 steps of phase 1 on two ranks, `--local`, from a snapshot."""
     lock = prepared_data / "phase1.lock.json"
-    return (
-        shared("undisturbed", lambda folder: run_undisturbed(checkout, lock, folder / "run"))
-        / "run"
-    )
+    return shared("undisturbed", lambda folder: run_job(checkout, lock, folder / "run")) / "run"
 
 
-def run_undisturbed(checkout: Path, lock: Path, run: Path) -> None:
+def run_job(checkout: Path, lock: Path, run: Path) -> None:
     arguments = ("--run", str(run), "--nodes", "1", "--gpus-per-node", "2", "--cpu", "--local")
-    done = launch(
+    outcome = launch(
         checkout, "configs/debug_phase1.toml", *arguments, *SMALL, "--mixture.lock", str(lock)
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert outcome.returncode == 0, outcome.stdout[-3000:] + outcome.stderr[-3000:]

@@ -7,7 +7,6 @@ PYTHONPATH, so an editable install's hook is in force.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -69,17 +68,8 @@ def make_checkout(folder: Path) -> Path:
 
 def commit(folder: Path, message: str) -> None:
     git(folder, "add", "--all")
-    git(
-        folder,
-        "-c",
-        "user.name=test",
-        "-c",
-        "user.email=test@localhost",
-        "commit",
-        "-q",
-        "-m",
-        message,
-    )
+    identity = ("-c", "user.name=test", "-c", "user.email=test@localhost")
+    git(folder, *identity, "commit", "-q", "-m", message)
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -118,7 +108,3 @@ def launch(
     return subprocess.run(
         command, cwd=checkout, env=env or environment(), capture_output=True, text=True, timeout=900
     )
-
-
-def records(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]

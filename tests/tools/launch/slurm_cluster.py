@@ -208,13 +208,13 @@ class SlurmCluster:
         )
 
     def command(self, *command: str, check: bool = True, cwd: Path | None = None) -> str:
-        done = subprocess.run(
+        outcome = subprocess.run(
             command, env=self.env, cwd=cwd, capture_output=True, text=True, timeout=60
         )
-        assert not check or done.returncode == 0, (
-            f"{command}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
+        assert not check or outcome.returncode == 0, (
+            f"{command}: {outcome.stdout[-2000:]}{outcome.stderr[-4000:]}"
         )
-        return done.stdout
+        return outcome.stdout
 
 
 def free_ports(count: int) -> list[int]:

@@ -5,7 +5,9 @@ machine.
 from __future__ import annotations
 
 import json
+import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from records.files import append_line, code_version
+from records.command import run_command
+from records.files import append_line, code_version, read_lines
 from records.job import LRScheduler, stable_steps
 from tests.tools.launch.launch_assets import (
     ROOT,
@@ -24,13 +27,12 @@ from tests.tools.launch.launch_assets import (
     environment,
     git,
     launch,
-    records,
     stand_in_script,
     write_program,
 )
 from tools.launch import snapshot as snapshots
 from tools.launch.__main__ import decay_branch, final_checkpoint, main, next_phase
-from tools.launch.script import WATCHER, Cluster, batch_script
+from tools.launch.script import WATCHER, Cluster, batch_script, parse_time_s
 from tools.synthetic import write_synthetic_lock
 
 PHASE1, PHASE2 = ROOT / "configs/debug_phase1.toml", ROOT / "configs/debug_phase2.toml"
@@ -43,11 +45,15 @@ CLUSTER = Cluster(
     time="2-00:00:00",
     env=("NCCL_DEBUG=WARN",),
 )
-# in the place of TorchTitan's parser, which takes seconds to start
-PARSER = """import sys
+# in the place of the trainer's checks, which take many seconds to start
+PARSER = """import os, sys
+if os.environ["WORLD_SIZE"] == "3":
+    raise SystemExit("the job is refused: 3 workers do not form a mesh")
 if "--training.stepps" in sys.argv:
     raise SystemExit("there is no option stepps")
+lock = sys.argv[len(sys.argv) - 1 - sys.argv[::-1].index("--mixture.lock") + 1]
 print("arguments =", sys.argv[1:])
+print("[mixture]\\nlock =", repr(lock))
 """
 SBATCH = """#!/bin/sh
 [ -z "$REFUSE" ] || { echo "Invalid partition" >&2; exit 1; }
@@ -63,7 +69,7 @@ def repository(tmp_path, monkeypatch):
     for package in ("train", "data_mixtures", "models/laneformer"):
         (folder / package).mkdir(parents=True)
         (folder / package / "__init__.py").write_text('"""As committed."""\n')
-    (folder / "train/job_config.py").write_text(PARSER)
+    (folder / "train/start_checks.py").write_text(PARSER)
     git(folder, "init", "-q")
     commit(folder, "as tested")
     monkeypatch.setattr(snapshots, "ROOT", folder)
@@ -88,7 +94,7 @@ def call(monkeypatch):
 
     def run(*arguments: object) -> None:
         monkeypatch.setattr(sys, "argv", ["launch", *map(str, arguments)])
-        main()
+        run_command("launch", main)
 
     return run
 
@@ -136,20 +142,20 @@ def test_a_snapshot_holds_all_that_the_job_runs_from_and_nothing_else_runs(
     (tmp_path / "train.py").write_text("raise SystemExit('imported from the working directory')\n")
     look = "import train, data_mixtures, laneformer as l; print(train.__file__, data_mixtures.__file__, l.__file__)"
     python = [str(snapshot / "env/bin/python"), "-P", "-c", look]
-    done = subprocess.run(
+    outcome = subprocess.run(
         python, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
     )
     folders = ("train", "data_mixtures", "models/laneformer")
-    assert done.stdout.split() == [f"{snapshot}/code/{folder}/__init__.py" for folder in folders]
+    assert outcome.stdout.split() == [f"{snapshot}/code/{folder}/__init__.py" for folder in folders]
 
     # the job script checks the files first
     (snapshot / "job.toml").chmod(0o644)
     (snapshot / "job.toml").write_text("edited")
-    done = subprocess.run(
+    outcome = subprocess.run(
         ["bash", snapshot / "submit.sbatch"], capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 1
-    assert "was changed after it was made" in done.stdout
+    assert outcome.returncode == 1
+    assert "was changed after it was made" in outcome.stdout
 
 
 def test_a_dirty_checkout_is_refused_or_kept_whole(
@@ -192,15 +198,25 @@ def test_a_refused_launch_leaves_nothing(repository, queue, lock, call, tmp_path
     run = tmp_path / "run"
     for arguments, message in (
         (("--training.stepps", "3", "--mixture.lock", lock), "there is no option stepps"),
-        (("--mixture.lock", edited), "does not match its own fingerprint"),
         (("--job.dump_folder", "elsewhere"), "--run"),
-        (("--nodes", "0"), "--nodes 0: it is required"),
+        (("--nodes", "0"), "--nodes is required"),
+        (("--nodes", "3"), r"launch: \S+debug_phase1.toml with .* is refused:\n3 workers"),
         (("--decay-from", "somewhere/checkpoint/step-3"), "belong together"),
-        (("--env", "WANDB_API_KEY=hush", "--dry-run"), "sounds like a secret"),
+        (("--env", "WANDB_API_KEY=hush", "--mixture.lock", lock), "sounds like a secret"),
+        (("--spares", "-1"), "--spares -1: it should be greater than or equal to 0"),
+        (("--signal-before-s", "0"), "--signal-before-s 0: it should be greater than"),
+        (("--time", "10:00"), "--time 10:00 is 600 s, but the job is to stop 600 s before its end"),
+        (("--time", "2 days"), "--time 2 days is none of Slurm's forms"),
+        (("--nodez", "2"), "unknown option --nodez; see --help"),
+        (("--checkpoint.initial_load_path", run), "is no checkpoint; give RUN/checkpoint/step-N"),
     ):
-        with pytest.raises(SystemExit, match=message):
-            call(PHASE1, "--run", run, *ONE_GPU, *arguments)
-        assert not list(run.glob("snapshot/*")) + list(run.glob("snapshot/.*"))
+        for dry in ((), ("--dry-run",)):  # the second one creates nothing anyhow
+            with pytest.raises(SystemExit, match=message):
+                call(PHASE1, "--run", run, *ONE_GPU, *arguments, *dry)
+            assert not list(run.glob("snapshot/*")) + list(run.glob("snapshot/.*"))
+    with pytest.raises(SystemExit, match="does not match its own fingerprint"):
+        call(PHASE1, "--run", run, *ONE_GPU, "--mixture.lock", edited)
+    assert not list(run.glob("snapshot/*")) + list(run.glob("snapshot/.*"))
 
 
 # --- a run that starts from another
@@ -218,7 +234,9 @@ def write_parent(run: Path) -> Path:
     return run
 
 
-def test_options_of_the_parent_are_defaults_that_any_value_replaces(call, tmp_path, capsys):
+def test_options_of_the_parent_are_defaults_that_any_value_replaces(
+    repository, call, tmp_path, capsys
+):
     """Also one that equals the default of a run without a parent."""
     parent = write_parent(tmp_path / "phase1")
     run = tmp_path / "run"
@@ -250,7 +268,7 @@ def test_options_of_the_parent_are_defaults_that_any_value_replaces(call, tmp_pa
             assert f"{line}\n" in script
         assert "export A=1\n" in script
         assert ("#SBATCH --requeue" in script) == requeue
-    with pytest.raises(SystemExit, match="--nodes 0: it is required, and must be at least 1"):
+    with pytest.raises(SystemExit, match="--nodes is required, and must be at least 1"):
         call(*start, "--nodes", "0")
     assert not run.exists(), "a dry run prints, and leaves nothing"
 
@@ -272,13 +290,9 @@ def test_a_decay_starts_in_the_stable_part(tmp_path):
     assert stable_steps(LRScheduler(2000, None, 0.1), 620_000) == (2001, 558_001)
     assert stable_steps(LRScheduler(2, None, 0.0), 40) == (3, 40)
     parent = write_parent(tmp_path / "phase1")
-    for name, steps, message in (
-        ("step-40", 4, "steps 3 to 31"),
-        ("step-24", 0, "at least 1"),
-        ("last", 4, "RUN/checkpoint"),
-    ):
+    for name, message in (("step-40", "steps 3 to 31"), ("last", "RUN/checkpoint")):
         with pytest.raises(ValueError, match=message):
-            decay_branch(parent / "checkpoint" / name, steps)
+            decay_branch(parent / "checkpoint" / name, 4)
     assert decay_branch(parent / "checkpoint/step-24", 4).skip_list is None
     by_hand = tmp_path / "by_hand"
     by_hand.mkdir()
@@ -296,20 +310,20 @@ def test_a_decay_starts_in_the_stable_part(tmp_path):
 
 
 @pytest.mark.rotate
-def test_decay_branch(undisturbed, checkout, tmp_path):
+def test_decay_branch(run_without_faults, checkout, tmp_path):
     """From step 24 of the stable part the rate falls to its minimum at step 28; up to 24 it is the parent's run."""
-    run, parent = tmp_path / "branch", undisturbed / "checkpoint/step-24"
-    done = launch(
+    run, parent = tmp_path / "branch", run_without_faults / "checkpoint/step-24"
+    outcome = launch(
         checkout, "--decay-from", str(parent), "--steps", "4", "--run", str(run), "--local"
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    (snapshot,) = (undisturbed / "snapshot").iterdir()
+    assert outcome.returncode == 0, outcome.stdout[-2000:] + outcome.stderr[-3000:]
+    (snapshot,) = (run_without_faults / "snapshot").iterdir()
     job = tomllib.loads((snapshot / "job.toml").read_text())
     assert job["training"]["steps"] == 40, "overrides are in"
     assert job["comm"]["init_timeout_seconds"] == 300, "the file is in"
     assert job["training"]["gc_debug"] is False, "defaults are in"
-    before = {row["step"]: row for row in records(undisturbed / "metrics.jsonl")}
-    branch = {row["step"]: row for row in records(run / "metrics.jsonl")}
+    before = {row["step"]: row for row in read_lines(run_without_faults / "metrics.jsonl")}
+    branch = {row["step"]: row for row in read_lines(run / "metrics.jsonl")}
     assert [before[step]["lr"] for step in range(2, 25)] == [3e-3] * 23, (
         "flat after the warmup of 2 steps"
     )
@@ -369,6 +383,42 @@ SCONTROL = """#!/bin/bash
 echo "$@" >> {folder}/asked
 if [ "$1" = show ]; then printf 'n1\\nn2\\nn3\\n'; else exit 1; fi
 """
+
+
+def test_paths_of_any_letters_are_words_of_the_script(tmp_path):
+    """Bash takes it, and runs what it names."""
+    folder = tmp_path / 'it\'s 100% "a" $HOME; `run`'
+    output = f"{folder}/ran"
+    supervisor = f'#!/bin/sh\nprintf \'%s\\n\' "$0" "$@" > {shlex.quote(output)}\n'
+    path = stand_in_script(folder, supervisor, CLUSTER)
+    outcome = subprocess.run(["bash", str(path)], env=environment(), capture_output=True, text=True)
+    assert (outcome.returncode, outcome.stderr) == (0, "")
+    python, *_, job = Path(output).read_text().splitlines()
+    assert (python, job) == (f"{folder}/snap/env/bin/python", f"{folder}/snap/job.toml")
+    lines = [line for line in path.read_text().splitlines() if line.startswith("#SBATCH")]
+    words = {word for line in lines for word in shlex.split(line, comments=False)}
+    assert f"--job-name={folder.name}" in words
+    assert f"--output={str(folder).replace('%', '%%')}/slurm-%j.log" in words
+    (folder / "snap/submit.sbatch").write_text(path.read_text() + "\n")
+    outcome = subprocess.run(["bash", str(path)], env=environment(), capture_output=True, text=True)
+    assert f"{folder}/snap was changed after it was made" in outcome.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("90:30", 5430),
+        ("1:30:05", 5405),
+        ("1-2", 93_600),
+        ("1-2:30", 95_400),
+        ("1-2:30:05", 95_405),
+        ("0", math.inf),
+        ("UNLIMITED", math.inf),
+    ],
+)
+def test_times_of_slurm(text, seconds):
+    assert parse_time_s(text) == seconds
 
 
 def run_script(folder: Path, code: int, cluster: Cluster, number: int) -> int:

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
+from records.files import read_lines
 from tests.tools.launch.launch_assets import (
     SMALL,
     commit,
     environment,
     launch,
     make_checkout,
-    records,
     stand_in_script,
 )
 from tests.tools.launch.slurm_cluster import SlurmCluster, missing, wait_for
@@ -68,9 +68,9 @@ class Launcher:
         return launch(self.checkout, *arguments, *run, *SMALL, *lock, env=self.env)
 
     def submit(self, number: int, *arguments: str) -> tuple[int, Path]:
-        done = self.launch(number, *arguments)
-        assert done.returncode == 0, done.stdout + done.stderr
-        answer = json.loads(done.stdout.splitlines()[-1])
+        outcome = self.launch(number, *arguments)
+        assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+        answer = json.loads(outcome.stdout.splitlines()[-1])
         return answer["job_id"], Path(answer["snapshot"])
 
     def break_checkout(self) -> None:
@@ -85,14 +85,11 @@ class Launcher:
         """Until this attempt of a phase has logged so many steps."""
         path = self.folder / f"phase{number}/metrics.jsonl"
 
-        def logged() -> int:
-            return sum(row["attempt"] == attempt for row in records(path)) if path.is_file() else 0
+        def count_steps() -> int:
+            return sum(row["attempt"] == attempt for row in read_lines(path))
 
-        wait_for(
-            lambda: logged() >= steps,
-            f"{steps} steps of attempt {attempt} of phase {number}",
-            TIMEOUT_S,
-        )
+        what = f"{steps} steps of attempt {attempt} of phase {number}"
+        wait_for(lambda: count_steps() >= steps, what, TIMEOUT_S)
 
     def wait_for_end(self, job_id: int) -> dict[str, str]:
         alive = ("PENDING", "RUNNING", "COMPLETING")
@@ -136,7 +133,7 @@ def story(prepared_data, tmp_path_factory):
 
 def supervisor(run: Path, kind: str) -> list[dict]:
     return [
-        event for event in records(run / "events.jsonl") if event["kind"] == f"supervisor_{kind}"
+        event for event in read_lines(run / "events.jsonl") if event["kind"] == f"supervisor_{kind}"
     ]
 
 
@@ -167,8 +164,8 @@ def test_spare_takes_the_place_of_a_lost_node(story):
     assert [event["node"] for event in supervisor(story.phase1, "bad_node")] == ["n2"]
 
 
-def test_it_is_the_undisturbed_run_bit_for_bit(story, undisturbed):
-    assert_same(story.phase1, undisturbed, 40)
+def test_it_is_the_undisturbed_run_bit_for_bit(story, run_without_faults):
+    assert_same(story.phase1, run_without_faults, 40)
 
 
 def test_job_runs_from_its_snapshot(story):
@@ -178,7 +175,7 @@ def test_job_runs_from_its_snapshot(story):
     for file in map(Path, workers):
         assert any(file.is_relative_to(folder) for folder in snapshots), file
     version = json.loads((story.snapshot / "snapshot.json").read_text())["code_version"]
-    assert {attempt["code_version"] for attempt in records(story.phase1 / "attempts.jsonl")} == {
+    assert {attempt["code_version"] for attempt in read_lines(story.phase1 / "attempts.jsonl")} == {
         version
     }
 
@@ -193,7 +190,7 @@ def test_phase_two_waits_and_leaves_out_a_bad_node(story):
     assert list(story.phase2.glob("logs/*/network/done")), "the nodes have reached each other"
     parent = json.loads((story.phase2 / "lineage.json").read_text())["parent"]
     assert parent == str(story.phase1 / "checkpoint/step-40")
-    (launched,) = records(story.phase2 / "launches.jsonl")
+    (launched,) = read_lines(story.phase2 / "launches.jsonl")
     assert launched["parent"] == str(story.phase1)
 
 
@@ -206,21 +203,20 @@ def test_loss_of_the_first_node_puts_the_job_back_into_the_queue(tmp_path):
     nodes = Cluster(nodes=2, gpus_per_node=1, spares=1, cpu=True, env=("PULSE_S=0.5",))
     script = stand_in_script(tmp_path, waiting, nodes)
 
-    def begun(times: int) -> bool:
-        return (tmp_path / "begun").is_file() and len(
-            (tmp_path / "begun").read_text().splitlines()
-        ) == times
+    def has_begun(times: int) -> bool:
+        path = tmp_path / "begun"
+        return path.is_file() and len(path.read_text().splitlines()) == times
 
     def watches(cluster: SlurmCluster) -> bool:
         return any(process.name() == "sleep" for process in cluster.processes("n3"))
 
     with SlurmCluster(tmp_path / "cluster") as cluster:
         job_id = int(cluster.command("sbatch", "--parsable", str(script)))
-        wait_for(lambda: begun(1) and watches(cluster), "the job and its watch", TIMEOUT_S)
+        wait_for(lambda: has_begun(1) and watches(cluster), "the job and its watch", TIMEOUT_S)
         cluster.lose_node("n1")
         wait_for(lambda: cluster.job(job_id)["Restarts"] == "1", "the requeue", TIMEOUT_S)
         cluster.start_node("n1")
-        wait_for(lambda: begun(2), "the second start", TIMEOUT_S)
+        wait_for(lambda: has_begun(2), "the second start", TIMEOUT_S)
         (tmp_path / "finish").touch()
         wait_for(lambda: cluster.job(job_id)["JobState"] == "COMPLETED", "the end", TIMEOUT_S)
     assert not cluster.processes()
