@@ -6,7 +6,7 @@ compares variants of that machine, and predicts none.
 
 When a token is complete follows from one recurrence (token_s), in which all lanes are alike, so one lane's clock is
 everybody's. A module takes its time, its outputs reach the other lanes one link latency after it has finished, and
-a join waits for what it adds (config.Join). A delay of d layers hides a link as slow as d layers; beyond, every
+a join waits for what it adds (joins.Join). A delay of d layers hides a link as slow as d layers; beyond, every
 (2 d + 1)th join waits for the excess, which gives the 2 d joins after it the time that they lack.
 
 "Published" is Kog's post of May 2026: eight GPUs, 16-bit weights, batch 1, no speculation.
@@ -21,8 +21,9 @@ import tyro
 from rich.console import Console
 from rich.markdown import Markdown
 
-from laneformer.config import MODULES, Join, LaneformerConfig
+from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda.cards import Card, card_named
+from laneformer.joins import MODULES, Join
 from tools.markdown import records
 
 Row = dict[str, Any]
