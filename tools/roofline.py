@@ -14,8 +14,9 @@ import tyro
 from rich.console import Console
 from rich.markdown import Markdown
 
-from laneformer.config import MODULES, Join, LaneformerConfig
+from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda.cards import Card, card_named
+from laneformer.joins import MODULES, Join
 from tools.markdown import records
 
 Row = dict[str, Any]

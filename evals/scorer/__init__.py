@@ -55,7 +55,7 @@ def resolve_device(device: str) -> str:
 
 def choose(folder: Path, source: Source = LOCAL) -> tuple[str, str, str]:
     """(backend, device, why) for a model folder. Raises ValueError for a backend that cannot run it."""
-    from laneformer.llama.config import FAMILIES
+    from laneformer.llama.families import FAMILIES
 
     model_type = read_config(folder).get("model_type")
     asked = f"--backend {source.backend}"

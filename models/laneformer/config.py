@@ -1,5 +1,4 @@
-"""The architecture as data: every tensor's name and shape, and how each partial output
-joins the residual stream.
+"""The architecture as data: every tensor's name and shape; joins.py has how partial outputs join.
 
 Field names are those of the Hugging Face config, so that `config.json` and this class
 are the same dictionary.
@@ -9,15 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import enum
 import functools
 import math
 from dataclasses import dataclass
 from typing import Any
 
+from .joins import JoinRules
 from .ropes import Rope, check_scaling, own_ropes
 
-MODULES = ("attention", "mlp")
 MATRICES = (
     "attention.wq",
     "attention.wk",
@@ -39,24 +37,8 @@ HEAD_FIELDS = ["num_nextn_predict_layers", "draft_vocab_size", "deliver_tail"]
 DRAFT_IDS = "mtp.draft_ids"
 
 
-class Join(str, enum.Enum):  # noqa: UP042  (StrEnum needs Python 3.11, exported folders also run on 3.10)
-    """How lane l's partial output p_l joins its residual stream h_l (P is the sum of p over all lanes).
-
-    Compare with `==`: Transformers may import remote code twice, and then there are two of each member.
-    The order is that of the engines' enums (cpu/csrc/model.h; the CUDA kernels' is generated from this one).
-    """
-
-    PRESENT = "h_l += P: a blocking all-reduce, every lane sees everything at once"
-    NO_REDUCE = "h_l += sqrt(L) * p_l: no exchange between lanes"
-    PAST = "h_l += p_l + (P' - p'_l): the other lanes' outputs arrive `broadcast_delay` layers late"
-
-    @property
-    def code(self) -> int:
-        return list(type(self)).index(self)
-
-
 @dataclass(frozen=True)
-class LaneformerConfig:
+class LaneformerConfig(JoinRules):
     """Shapes and switches of one Laneformer. Invalid values raise ValueError on construction.
 
     head_dim (None: hidden_size over num_attention_heads), attention_bias (of queries, keys and values) and qk_norm
@@ -142,58 +124,6 @@ class LaneformerConfig:
     def needs_other_layers(self) -> dict[str, Any]:
         """The fields that model.py does not compute; none but in a subclass, see llama/variant.py."""
         return {}
-
-    def join(self, layer: int, module: str) -> Join:
-        """How the outputs of `module` ("attention" or "mlp") in `layer` join the residual stream."""
-        assert module in MODULES, f"unknown module {module!r}, expected one of {MODULES}"
-        if layer == self.num_hidden_layers:
-            return Join.PRESENT  # a draft waits for its lanes
-        if not (self.use_attention_comm if module == "attention" else self.use_mlp_comm):
-            return Join.NO_REDUCE
-        delay, early = self.broadcast_delay, self.early_layers or self.broadcast_delay
-        if (
-            not delay
-            or layer < self.first_late_layer
-            or (self.use_early_comm and layer < min(early, delay))
-        ):
-            return Join.PRESENT  # PAST with delay 0 is p + (P - p) = P
-        return Join.PAST if layer >= delay else Join.NO_REDUCE
-
-    def broadcasts(self, layer: int, module: str) -> bool:
-        """Whether the partial outputs of `layer` are added by the other lanes `broadcast_delay` layers later."""
-        target = layer + self.broadcast_delay
-        if target >= self.num_hidden_layers or self.join(target, module) is not Join.PAST:
-            return False
-        return self.rebroadcast_early or self.join(layer, module) is not Join.PRESENT
-
-    def adds_delayed(self, layer: int, module: str) -> bool:
-        """Whether the other lanes' partial outputs of `broadcast_delay` layers ago join in this layer."""
-        return self.join(layer, module) == Join.PAST and self.broadcasts(
-            layer - self.broadcast_delay, module
-        )
-
-    def delivers(self, layer: int, module: str) -> bool:
-        """Whether the other lanes' partials, otherwise lost, join in the end: flushed, or for the MTP head."""
-        last = self.num_hidden_layers - self.broadcast_delay <= layer
-        wanted = self.flush or (bool(self.num_nextn_predict_layers) and self.deliver_tail)
-        return wanted and last and self.join(layer, module) == Join.PAST
-
-    @property
-    def equal_delivered_streams(self) -> bool:
-        """Whether all lanes' streams are the same once `delivers` is done, up to rounding."""
-
-        def once(layer: int, module: str) -> bool:  # every lane has every partial, and has it once
-            how = self.join(layer, module)
-            late = self.delivers(layer, module) or self.broadcasts(layer, module)
-            return late if how == Join.PAST else how == Join.PRESENT and not late
-
-        return all(once(i, module) for i in range(self.num_hidden_layers) for module in MODULES)
-
-    def equal_streams(self, layers: int) -> bool:
-        """Whether all lanes' streams are the same after the first `layers`, so that one is kept for all."""
-        return all(
-            self.join(i, module) == Join.PRESENT for i in range(layers) for module in MODULES
-        )
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of the model, named as in its state dict, and its shape; no head where it is tied.

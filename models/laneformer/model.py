@@ -3,7 +3,7 @@
 Every lane keeps a full-width residual stream and owns a slice of every matrix. A module (attention or MLP)
 yields one full-width partial output per lane. With Delayed Tensor Parallelism a lane adds its own partial
 at once and the other lanes' partials `broadcast_delay` layers later, so that their exchange never blocks
-(see `Join` in config.py).
+(see `Join` in joins.py).
 
     B batch   S query positions   T key positions   L lanes   D hidden   F intermediate   V vocabulary
     H query heads   K KV heads   d head dimension
@@ -26,8 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .cache import Cache, KVCache
-from .config import MODULES, Join, LaneformerConfig
+from .config import LaneformerConfig
 from .initialization import init_parameter
+from .joins import MODULES, Join
 from .lanes import LaneLinear, LaneRMSNorm, Lanes
 from .mtp import MTPHead
 from .positions import apply_rope, layer_masks, rope_table

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from laneformer import Laneformer, LaneformerConfig
-from laneformer.config import FLAVORS, LM_HEAD_TYPES, MODULES, Join, hf_name, plain_name
+from laneformer.config import FLAVORS, LM_HEAD_TYPES, hf_name, plain_name
+from laneformer.joins import MODULES, Join
 from laneformer.ropes import LLAMA3_KEYS
 from laneformer.supports import refuse_unsupported
 

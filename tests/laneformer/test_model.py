@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from laneformer import Laneformer, LaneformerConfig
-from laneformer.config import MODULES
+from laneformer.joins import MODULES
 from laneformer.model import KVCache, LaneAttention, run_layers
 from laneformer.positions import rope_table
 from tests.laneformer.lane_reference import reference_logits

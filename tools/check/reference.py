@@ -19,9 +19,10 @@ import torch
 from torch.nn.functional import kl_div
 
 from laneformer import Laneformer, LaneformerConfig
-from laneformer.config import MODULES, Join, hf_name
+from laneformer.config import hf_name
 from laneformer.hf.configuration_laneformer import LaneformerHFConfig
 from laneformer.hf.modeling_laneformer import LaneformerForCausalLM
+from laneformer.joins import MODULES, Join
 from laneformer.llama import layers as families
 from laneformer.tensors import STORED_TYPES, Tensor, dtype_name
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from laneformer.engine.folder import Checkpoint
 from laneformer.hf.export import (
-    rounded,
+    round_weight,
     staged_folder,
     verify,
     write_code,
@@ -52,7 +52,9 @@ def write_folder(
     the largest difference of Transformers' logits from the plain model's. ValueError for weights that are not finite.
     """
     config = replace(checkpoint.config, **architecture)
-    stored = {name: rounded(name, weights[name], "bfloat16") for name in config.tensor_shapes()}
+    stored = {
+        name: round_weight(name, weights[name], "bfloat16") for name in config.tensor_shapes()
+    }
     with staged_folder(out, overwrite=True) as folder:
         write_weights(folder, stored)
         write_text_files(checkpoint, folder)

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from laneformer import Laneformer, LaneformerConfig
-from laneformer.config import Join
 from laneformer.engine.folder import Checkpoint, read_checkpoint
+from laneformer.joins import Join
 from laneformer.model import LaneformerLayer, join_lanes
 from laneformer.supports import refuse_unsupported
 from tools.check.reference import weights_of

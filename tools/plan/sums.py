@@ -16,9 +16,10 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from laneformer.config import MODULES, Join, LaneformerConfig
+from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda.cards import Card
 from laneformer.flops import flops_per_token
+from laneformer.joins import MODULES, Join
 from laneformer.titan.loss import CHUNK_TOKENS
 from records.checkpoints import BYTES_PER_PARAMETER
 from train.job_checks import batch_problem

@@ -43,7 +43,7 @@ class Bench:
     """Print nothing but the JSON line."""
 
     def run(self) -> None:
-        from ..engine.bench import benchmark, drafted, slower_link, synthetic
+        from ..engine.bench import benchmark, measure_drafts, slower_link, synthetic
 
         acceptance = [float(odds) for odds in (self.synthetic_acceptance or "").split(",") if odds]
         depths = self.depth or (0,)
@@ -57,7 +57,7 @@ class Bench:
             ]
             first = depths[0]
             drafts = synthetic(engine, acceptance, first) if acceptance else None
-            figures |= {"draft_head": drafted(engine, first)} if engine.draft_head else {}
+            figures |= {"draft_head": measure_drafts(engine, first)} if engine.draft_head else {}
             links = [slower_link(engine, link_us) for link_us in self.link_us]
         others = {"depths": deeper, "links": links, "synthetic_drafts": drafts}
         figures |= {name: value for name, value in others.items() if value}

@@ -20,7 +20,7 @@ from huggingface_hub import constants
 from rich.console import Console
 from rich.table import Table
 
-from ..engine.cpu.packed_files import BUDGET, list_packed, packed_bytes
+from ..engine.cpu.packed_files import BUDGET, list_packed, read_budget
 from ..engine.folder import is_gguf
 from ..engine.home import home
 
@@ -227,5 +227,5 @@ class Models:
             )
         nothing = "no model in the caches of Hugging Face, Ollama or LM Studio; laneformer chat OWNER/NAME fetches one"
         Console().print(table if models else nothing)
-        kept = f"{packed.total() / 1e9:.2f} of {packed_bytes() / 1e9:.2f} GB ({BUDGET}), {len(copies)} files"
+        kept = f"{packed.total() / 1e9:.2f} of {read_budget() / 1e9:.2f} GB ({BUDGET}), {len(copies)} files"
         print(f"packed copies: {kept}")

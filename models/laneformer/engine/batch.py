@@ -123,7 +123,7 @@ class Batch:
             joined = self._joined[c.ticket] if c.ended is None else self._joined.pop(c.ticket)
         request, scores = joined.request, c.scores
         joined.last = c.tokens[-1:] or joined.last
-        tokens = [] if request.score_from else GeneratedToken.described(c.tokens, scores)
+        tokens = [] if request.score_from else GeneratedToken.attach_scores(c.tokens, scores)
         if c.ended is None:
             return Update(c.ticket, tokens)
         statistics = Statistics(**c.ended.statistics)

@@ -123,9 +123,8 @@ def after(
 ) -> Any:
     """A timed request, Collected at its end, with this many new tokens, one in each pass; `fields` of Request."""
     options = {"max_new_tokens": tokens, "ignore_eos": True, "speculate": 0, **options}
-    return engine._finish(
-        engine._requests.generation(prompt, options, timed=True, quiet=True, **fields)
-    )
+    request = engine._requests.generation(prompt, options, timed=True, quiet=True, **fields)
+    return engine._call(request).finish()
 
 
 def synthetic(engine: Engine, acceptance: Sequence[float], depth: int = 0) -> dict[str, Any]:
@@ -143,7 +142,7 @@ def synthetic(engine: Engine, acceptance: Sequence[float], depth: int = 0) -> di
     return {**fields, **on_and_off(engine, depth, fields, len(acceptance), replays=True)}
 
 
-def drafted(engine: Engine, depth: int = 0) -> dict[str, Any]:
+def measure_drafts(engine: Engine, depth: int = 0) -> dict[str, Any]:
     """What the model's own head brings to greedy text after random ids, and how often it is right."""
     assert engine.draft_head is not None, "a model without a head that drafts"
     figures = on_and_off(engine, depth, {}, MAX_DRAFT_TOKENS, replays=False)

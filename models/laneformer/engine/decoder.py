@@ -206,7 +206,7 @@ class GeneratedToken:
     top: tuple[tuple[int, float], ...] = ()
 
     @staticmethod
-    def described(ids: Sequence[int], scores: Scores | None) -> list[GeneratedToken]:
+    def attach_scores(ids: Sequence[int], scores: Scores | None) -> list[GeneratedToken]:
         """Tokens with their scores, where they have such."""
         if scores is None or not ids:
             return [GeneratedToken(i) for i in ids]

@@ -42,7 +42,7 @@ def why_no_cuda() -> str | None:
     if driver is None:
         return f"there is no NVIDIA driver ({DRIVER}) on this machine"
     for module in ("torch", "cuda.bindings"):
-        if not installed(module):
+        if not is_installed(module):
             return f"the package {module} is not installed: pip install 'laneformer[cuda]'"
     import torch
 
@@ -72,7 +72,7 @@ def driver_version() -> int | None:
     return version.value
 
 
-def installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # of the package that the module is in

@@ -30,8 +30,8 @@ def load_draft_model(
     path = source.path
     checkpoint = read_checkpoint(path, None, decoder.threads)
     own, other = (
-        known_ids(source.tokenizer, config),
-        known_ids(checkpoint.tokenizer, checkpoint.config),
+        read_vocabulary(source.tokenizer, config),
+        read_vocabulary(checkpoint.tokenizer, checkpoint.config),
     )
     if own != other:
         raise ValueError(
@@ -50,7 +50,9 @@ def load_draft_model(
     return DraftModel(path.name, small.dtype, small.weight_bytes)
 
 
-def known_ids(tokenizer: Tokenizer | None, config: LaneformerConfig) -> tuple[int, dict[str, int]]:
+def read_vocabulary(
+    tokenizer: Tokenizer | None, config: LaneformerConfig
+) -> tuple[int, dict[str, int]]:
     """The number of ids, and what each of them says where that is known."""
     return config.vocab_size, {} if tokenizer is None else tokenizer.get_vocab(
         with_added_tokens=True

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from ..config import MODULES, LaneformerConfig
+from ..config import LaneformerConfig
+from ..joins import MODULES
 from ..tensors import Tensor, dtype_name
 from .batch import Batch
 from .decoder import (
     CUDA,
-    Collected,
     Decoder,
     DraftHead,
     DraftModel,
@@ -63,12 +63,9 @@ class Engine:
         sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
         **options: Any,
     ):
-        """Pack tensors named and shaped as `config.tensor_shapes` says; ValueError for bad options and values.
-
-        tokenizer_config (with the chat template) and sampling_defaults (how the model's makers sample it, as
-        options) are for others to read: `generate` is greedy unless it is told otherwise.
-        """
+        """Pack tensors named and shaped as `config.tensor_shapes` says; ValueError for bad options and values."""
         self.config, self.eos_ids = config, tuple(eos_ids)
+        # for others to read: `generate` is greedy whatever the model's makers recommend
         self.tokenizer, self.tokenizer_config = tokenizer, dict(tokenizer_config)
         self.sampling_defaults = dict(sampling_defaults)
         self._requests = Requests(config, self.eos_ids)
@@ -86,10 +83,10 @@ class Engine:
     def from_pretrained(
         cls, path: str | Path, device: str = "auto", dtype: str = "auto", **options: Any
     ) -> Engine:
-        """Load a folder of this project or of the Llama family, or a GGUF file.
+        """Load a folder of this project or of the Llama family, or a GGUF file; ValueError says what is wrong.
 
-        dtype "auto" of a quantised GGUF file is "gguf", its blocks as they are, and "int8" on GPUs. `options` are
-        those of `read_model` (loading.py), such as lanes or draft, and of Engine. ValueError says what is wrong.
+        dtype "auto" of a quantised GGUF file is "gguf", its blocks as they are, and "int8" on GPUs.
+        options: those of `read_model` (loading.py), such as lanes or draft, and of Engine.
         """
         return cls(**read_model(path, device, dtype, **options))
 
@@ -112,7 +109,7 @@ class Engine:
     def generate(self, prompt_ids: Sequence[int], **options: Any) -> list[int]:
         """New token ids after the prompt; options are those of GenerationOptions."""
         request = self._requests.generation(prompt_ids, without_logprobs(options), quiet=True)
-        return self._finish(request).tokens
+        return self._call(request).finish().tokens
 
     def stream(self, prompt_ids: Sequence[int], **options: Any) -> Stream[int]:
         """The tokens of `generate`, each as soon as it is known; closing the stream cancels the request."""
@@ -124,14 +121,14 @@ class Engine:
         request = self._requests.generation(prompt_ids, options, quiet=True)
         call = self._call(request)
         news = call.finish(even_cancelled=True)
+        tokens = GeneratedToken.attach_scores(news.tokens, news.scores)
         reason = finish_reason(request, news.tokens, call.cancelled)
-        tokens = GeneratedToken.described(news.tokens, news.scores)
         return Generation(tokens, reason, len(request.prompt), Statistics(**news.whole.statistics))
 
     def stream_detailed(self, prompt_ids: Sequence[int], **options: Any) -> Stream[GeneratedToken]:
         """The tokens of `generate_detailed`, each as soon as it is known."""
         call = self._call(self._requests.generation(prompt_ids, options))
-        return Stream(call.read(GeneratedToken.described), call)
+        return Stream(call.read(GeneratedToken.attach_scores), call)
 
     def generate_text(
         self, prompt: str | Sequence[int], *, stop: str | Sequence[str] = (), **options: Any
@@ -174,30 +171,25 @@ class Engine:
         positions before it that are still in the KV cache, as when many continuations follow one context.
         """
         request = self._requests.scoring(ids, start, 0 if top is None else top, reuse_prefix)
-        scores = self._finish(request).scores
+        scores = self._call(request).finish().scores
         assert scores is not None
         return scores[0] if top is None else PromptLogprobs.of(request.prompt[start:], scores, top)
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """The logits after every position, float32 (len(ids), V)."""
-        logits = self._finish(self._requests.logits(ids)).whole.logits
+        logits = self._call(self._requests.logits(ids)).finish().whole.logits
         assert logits is not None
         return logits.reshape(-1, self.config.vocab_size)
 
     def _partials(self, ids: Sequence[int], positions: Sequence[int]) -> np.ndarray:
         """Outputs of modules at ascending positions, for checks: float32 (positions, layers, 2, L, D)."""
-        partials, c = (
-            self._finish(self._requests.logits(ids, positions)).whole.partials,
-            self.config,
-        )
+        partials = self._call(self._requests.logits(ids, positions)).finish().whole.partials
         assert partials is not None
+        c = self.config
         return partials.reshape(-1, c.num_hidden_layers, len(MODULES), c.num_lanes, c.hidden_size)
 
     def batch(self) -> Batch:
-        """For requests that run side by side, as a server's do. Until it is closed, the engine takes no others.
-
-        RuntimeError while another request has not ended.
-        """
+        """For requests side by side; until it is closed the engine takes no others, and RuntimeError while one runs."""
         return Batch(self._exclusive, self._requests)
 
     @property
@@ -209,11 +201,9 @@ class Engine:
     def kv_cache(self) -> dict[str, int]:
         """Bytes of keys and values now, and the most that are kept; empty on GPUs, which count sequences."""
         decoder: Any = self._open()
-        return (
-            {}
-            if self.isa == CUDA
-            else {"kv_bytes": decoder.kv_bytes, "cache_bytes": decoder.cache_bytes}
-        )
+        if self.isa == CUDA:
+            return {}
+        return {"kv_bytes": decoder.kv_bytes, "cache_bytes": decoder.cache_bytes}
 
     @property
     def draft_kv_bytes(self) -> int:
@@ -224,12 +214,11 @@ class Engine:
     def saved_prefixes(self) -> dict[str, int]:
         """Of the files in `cache_dir`: number, bytes, limit, and their use; empty without one."""
         prefixes = getattr(self._open(), "prefixes", None)
-        return {} if prefixes is None else prefixes.counts
+        return prefixes.counts if prefixes else {}
 
     def load_prefix(self, prompt_ids: Sequence[int]) -> None:
         """Load what `cache_dir` has of this prompt now; else that is done when its request joins."""
-        prefixes = getattr(self._open(), "prefixes", None)
-        if prefixes is not None:
+        if prefixes := getattr(self._open(), "prefixes", None):
             prefixes.load(prompt_ids, len(prompt_ids) - 1)
 
     def cancel(self) -> None:
@@ -248,9 +237,6 @@ class Engine:
 
     def _call(self, request: Request) -> Call:
         return Call(self._exclusive, request)
-
-    def _finish(self, request: Request) -> Collected:
-        return self._call(request).finish()
 
     def _open(self) -> Decoder:
         return self._exclusive.get()

@@ -177,7 +177,7 @@ def read_gguf(
         texts = own._replace(tokenizer=tokenizer_of(vocabulary))
     else:
         check_pieces(path, texts.tokenizer, vocabulary)
-        texts = texts.completed_by(own)
+        texts = texts.fill_from(own)
     return Checkpoint(
         config, tensors, tuple(vocabulary.eos_ids()), file.files, *texts, dtype=file.dtype
     )
@@ -220,9 +220,11 @@ def eos_ids(
     folder: Path, config_values: dict[str, Any], config: LaneformerConfig
 ) -> tuple[int, ...]:
     """Where generation stops by itself: `generation_config.json`, else `config.json`; one id or a list."""
-    found = read_optional(folder / "generation_config.json").get("eos_token_id")
-    found = config_values.get("eos_token_id") if found is None else found
-    ids = [] if found is None else found if isinstance(found, list) else [found]
+    ids = read_optional(folder / "generation_config.json").get("eos_token_id")
+    if ids is None:
+        ids = config_values.get("eos_token_id")
+    if not isinstance(ids, list):
+        ids = [] if ids is None else [ids]
     for token in ids:
         if not isinstance(token, int) or not 0 <= token < config.vocab_size:
             raise ValueError(

@@ -10,8 +10,9 @@ from typing import Any
 from ..config import LaneformerConfig
 from ..supports import refuse_other_layers
 from ..tensors import AS_IN_FILE, MATRIX_DTYPES, Tensor, dtype_name
-from .cpu.decoder import CpuDecoder, RandomTensors
+from .cpu.decoder import CpuDecoder
 from .cpu.packed import PackedWeights
+from .cpu.random_tensors import RandomTensors
 from .decoder import Decoder
 from .device import cuda_devices
 from .draft_model import DraftSource, load_draft_model

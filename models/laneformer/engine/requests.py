@@ -37,7 +37,7 @@ class Requests:
         **fields: Any,
     ) -> Request:
         """`options` are those of GenerationOptions, `fields` others of Request."""
-        ids = self._checked_prompt(prompt, what)
+        ids = self._check_prompt(prompt, what)
         checked = GenerationOptions.from_kwargs(options)
         request = make_request(checked, ids, self.config.vocab_size, self.eos_ids)
         return dataclasses.replace(request, **fields)
@@ -45,7 +45,7 @@ class Requests:
     def scoring(
         self, ids: Sequence[int], start: int, top: int, reuse_prefix: bool = True
     ) -> Request:
-        checked = self._checked_prompt(ids, "ids", self.config.max_position_embeddings + 1)
+        checked = self._check_prompt(ids, "ids", self.config.max_position_embeddings + 1)
         first = in_range("start", start, int, 1, len(checked))
         count = in_range("top", top, int, 0, min(MAX_LOGPROBS, self.config.vocab_size))
         check_flag("reuse_prefix", reuse_prefix)
@@ -54,7 +54,7 @@ class Requests:
     def logits(self, ids: Sequence[int], positions: Sequence[int] = ()) -> Request:
         """For the logits of every position, and the outputs of modules at `positions`."""
         return Request(
-            self._checked_prompt(ids, "ids"),
+            self._check_prompt(ids, "ids"),
             score_from=1,
             logprobs=0,
             reuse_prefix=False,
@@ -62,10 +62,8 @@ class Requests:
             keep_partials=list(positions),
         )
 
-    def _checked_prompt(
-        self, ids: Sequence[int], what: str, longest: int | None = None
-    ) -> list[int]:
-        checked = checked_ids(ids, self.config.vocab_size, what)
+    def _check_prompt(self, ids: Sequence[int], what: str, longest: int | None = None) -> list[int]:
+        checked = check_ids(ids, self.config.vocab_size, what)
         context = longest or self.config.max_position_embeddings
         if not checked:
             raise ValueError(
@@ -82,20 +80,20 @@ def make_request(
     options: GenerationOptions, prompt: Sequence[int], vocab_size: int, eos_ids: Sequence[int] = ()
 ) -> Request:
     """For a checked prompt; ids in the options are checked here."""
-    biased = checked_ids(list(options.logit_bias), vocab_size, "logit_bias")
-    stops = checked_ids(options.stop_ids, vocab_size, "stop_ids")
+    biased = check_ids(list(options.logit_bias), vocab_size, "logit_bias")
+    stops = check_ids(options.stop_ids, vocab_size, "stop_ids")
     return Request(
         prompt,
         **{name: getattr(options, name) for name in SAME_FIELDS},
         sampling=options.sampling(),
         logit_bias=list(zip(biased, options.logit_bias.values(), strict=True)),
-        prediction=checked_ids(options.prediction, vocab_size, "prediction"),
+        prediction=check_ids(options.prediction, vocab_size, "prediction"),
         stop_ids=stops if options.ignore_eos else [*stops, *eos_ids],
         logprobs=options.logprobs and min(options.logprobs, vocab_size),
     )
 
 
-def checked_ids(ids: Any, vocab_size: int, what: str) -> list[int]:
+def check_ids(ids: Any, vocab_size: int, what: str) -> list[int]:
     """Token ids as a list of Python ints, each in 0 .. vocab_size - 1, else ValueError."""
     array = np.asarray(ids)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):

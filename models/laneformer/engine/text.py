@@ -35,14 +35,14 @@ class TextStream:
         self.ids.append(token)
         end = len(self.ids)
         if self._decode(end).endswith("\ufffd"):
-            end -= self._unfinished()
+            end -= self._count_unfinished()
         return self._piece(end) if end > self.shown else ""
 
     def finish(self) -> str:
         """What was held back, with its unfinished characters replaced."""
         return self._piece(len(self.ids))
 
-    def _unfinished(self) -> int:
+    def _count_unfinished(self) -> int:
         """Tokens at the end that may yet become a character; what is older cannot."""
         names = [self.tokenizer.id_to_token(token) or "" for token in self.ids[-LONGEST_BYTES:]]
         found = [re.fullmatch("<0x([0-9A-F]{2})>", name) for name in names]
@@ -87,15 +87,13 @@ class StopStrings:
     def push(self, text: str) -> str:
         """The part of the text so far that is new and certainly before any stop string."""
         self.held += text
-        places = [
-            (place + len(stop), place, stop)
-            for stop in self.stops
-            if (place := self.held.find(stop)) >= 0
-        ]
-        if places:
-            _, end, self.found = min(places)
+        places = [(self.held.find(stop), stop) for stop in self.stops]
+        # the one that is complete first
+        ends = [(place + len(stop), place, stop) for place, stop in places if place >= 0]
+        if ends:
+            _, end, self.found = min(ends)
         else:
-            end = len(self.held) - max((self._begun(stop) for stop in self.stops), default=0)
+            end = len(self.held) - max((self._count_begun(stop) for stop in self.stops), default=0)
         out, self.held = self.held[:end], self.held[end:]
         return out
 
@@ -104,7 +102,7 @@ class StopStrings:
         held, self.held = self.held, ""
         return "" if self.found else held
 
-    def _begun(self, stop: str) -> int:
+    def _count_begun(self, stop: str) -> int:
         """Length of the longest end of the held text that begins this stop string."""
         longest = min(len(stop) - 1, len(self.held))
         return next((n for n in range(longest, 0, -1) if stop.startswith(self.held[-n:])), 0)

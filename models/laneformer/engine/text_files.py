@@ -31,7 +31,7 @@ class TextFiles(NamedTuple):
     tokenizer_config: dict[str, Any]
     sampling: dict[str, Any]
 
-    def completed_by(self, other: TextFiles) -> TextFiles:
+    def fill_from(self, other: TextFiles) -> TextFiles:
         """With what this folder lacks from another source; a template keeps its own source's rules."""
         config = {**other.tokenizer_config, **self.tokenizer_config}
         if self.tokenizer_config.get("chat_template"):
@@ -80,9 +80,8 @@ def tokens_beside(folder: Path, tokenizer: Tokenizer, values: dict[str, Any]) ->
     """Added tokens that tokenizer.json has not, or has with other properties."""
     from tokenizers import AddedToken
 
-    extra = [
-        token for name in EXTRA if isinstance(values.get(name), list) for token in values[name]
-    ]
+    lists = [values[name] for name in EXTRA if isinstance(values.get(name), list)]
+    extra = [token for tokens in lists for token in tokens]
     named = [values[name] for name in SPECIAL if values.get(name)] + extra
     texts = [token["content"] if isinstance(token, dict) else token for token in named]
     own = tokenizer.get_added_tokens_decoder()

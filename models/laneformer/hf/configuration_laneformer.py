@@ -13,7 +13,10 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from ..config import LaneformerConfig
-from ..ropes import LLAMA3_KEYS  # noqa: F401  (Transformers 4.57 copies what this file imports alone)
+
+# Transformers 4.57 copies what this file imports, not what config.py does
+from ..joins import MODULES  # noqa: F401
+from ..ropes import LLAMA3_KEYS  # noqa: F401
 
 FIELDS = {f.name: f.default for f in dataclasses.fields(LaneformerConfig)}
 

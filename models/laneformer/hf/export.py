@@ -49,6 +49,7 @@ CODE = (
     "cache.py",
     "config.py",
     "initialization.py",
+    "joins.py",
     "lanes.py",
     "model.py",
     "mtp.py",
@@ -92,10 +93,11 @@ def export(
     """Write the Hugging Face folder `out`.
 
     Args:
-        checkpoint: torch DCP folder, `runs/<name>/checkpoint/step-N`. out: folder to create. dtype: dtype of
-        the weights in `out`. config: path of `model.json`; default: the run folder's. tokenizer: path of a
-        SentencePiece `tokenizer.model`, or of a `tokenizer.json` with its tokenizer_config.json;
-            default: the run folder's.
+        checkpoint: torch DCP folder, `runs/<name>/checkpoint/step-N`.
+        out: folder to create.
+        dtype: dtype of the weights in `out`.
+        config: path of `model.json`; default: the run folder's.
+        tokenizer: path of `tokenizer.model` (SentencePiece) or `tokenizer.json`; default: the run folder's.
         overwrite: replace `out` if it is not empty.
         max_shard_bytes: largest safetensors file; larger models are split.
         progress: training progress for the model card; the step defaults to the checkpoint's name.
@@ -106,10 +108,8 @@ def export(
     """
     started = time.monotonic()
     run_folder = locate_checkpoint(checkpoint).parent.parent
-    config_path, json_path = config or run_folder / "model.json", run_folder / "tokenizer.json"
-    tokenizer_path = tokenizer or (
-        json_path if json_path.is_file() else run_folder / "tokenizer.model"
-    )
+    config_path = config or run_folder / "model.json"
+    tokenizer_path = tokenizer or locate_tokenizer(run_folder)
     require({"--config": config_path, "--tokenizer": tokenizer_path})
     architecture = LaneformerConfig.from_dict(json.loads(config_path.read_text()))
     if progress.step is None:
@@ -117,10 +117,7 @@ def export(
     with staged_folder(out, overwrite) as folder:
         console.print(f"reading {checkpoint}")
         weights = load_weights(checkpoint, architecture)
-        for (
-            name
-        ) in weights:  # one at a time: two full copies of a large model may not fit in memory
-            weights[name] = rounded(name, weights[name], dtype)
+        round_weights(weights, dtype)
         if draft_ids:
             weights[DRAFT_IDS] = torch.tensor(sorted(draft_ids), dtype=torch.int32)
             architecture = replace(architecture, draft_vocab_size=len(draft_ids))
@@ -129,10 +126,7 @@ def export(
         special, token_ids = copy_tokenizer(tokenizer_path, folder, architecture, run_folder)
         write_configs(folder, architecture, dtype, token_ids)
         write_code(folder)
-        template = (folder / CHAT_TEMPLATE.name).read_text()
-        (folder / "README.md").write_text(
-            model_card(architecture, dtype, progress, special, template)
-        )
+        write_card(folder, architecture, dtype, progress, special)
         console.print("loading it back and comparing its logits with the training model's")
         difference = verify(folder, architecture, weights)
     return {
@@ -181,6 +175,12 @@ def locate_checkpoint(checkpoint: Path) -> Path:
     path = Path(os.path.abspath(checkpoint))
     in_run = path.name.startswith("step-") and (path.parent.parent / "model.json").is_file()
     return path if in_run else checkpoint.resolve()
+
+
+def locate_tokenizer(run_folder: Path) -> Path:
+    """The run's tokenizer.json, else its tokenizer.model, there or not."""
+    path = run_folder / "tokenizer.json"
+    return path if path.is_file() else run_folder / "tokenizer.model"
 
 
 def checkpoint_step(checkpoint: Path) -> int | None:
@@ -261,7 +261,13 @@ def load_weights(checkpoint: Path, config: LaneformerConfig) -> dict[str, Tensor
     return weights
 
 
-def rounded(name: str, weight: Tensor, dtype: DType) -> Tensor:
+def round_weights(weights: dict[str, Tensor], dtype: DType) -> None:
+    # one at a time, in place: two copies of a large model may not fit in memory
+    for name in weights:
+        weights[name] = round_weight(name, weights[name], dtype)
+
+
+def round_weight(name: str, weight: Tensor, dtype: DType) -> Tensor:
     if not torch.isfinite(weight).all():
         raise ValueError(f"{name} holds NaN or infinity; export an earlier checkpoint")
     out = weight.to(getattr(torch, dtype))
@@ -314,10 +320,15 @@ def write_code(folder: Path) -> None:
         (folder / Path(source).name).write_text(text)
 
 
-def model_card(
-    config: LaneformerConfig, dtype: str, progress: Progress, special: dict[str, str], template: str
-) -> str:
-    """The model card of a checkpoint whose weights were exported as `dtype`."""
+def write_card(
+    folder: Path,
+    config: LaneformerConfig,
+    dtype: str,
+    progress: Progress,
+    special: dict[str, str],
+) -> None:
+    """README.md, the model card of a checkpoint whose weights were exported as `dtype`."""
+    template = (folder / CHAT_TEMPLATE.name).read_text()
     chat = CHAT_WITH_TOOLS if "tools" in template else CHAT
     c = config
     full = [str(i) for i in range(c.num_hidden_layers) if c.window(i) is None]
@@ -342,9 +353,10 @@ def model_card(
     rows = "\n".join(f"| {key} | {value} |" for key, value in table.items())
     text = Path(__file__).with_name("model_card.md").read_text()
     special = {"pad_token": "not set", **special}
-    return text.format(
+    card = text.format(
         size=size, total=total, rows=rows, dtype=dtype, chat=chat, **special, **c.to_dict()
     )
+    (folder / "README.md").write_text(card)
 
 
 @torch.no_grad()

@@ -20,8 +20,9 @@ import numpy as np
 
 from ..config import EMBEDDING, HEAD, LaneformerConfig
 from ..tensors import STORED_TYPES, LazyTensors, Tensor, TensorSource, check_shapes, sources_of
-from .config import FAMILIES, config_of_llama, text_values
+from .config import config_of_llama, text_values
 from .experts import Sources, split_experts, stack_experts
+from .families import FAMILIES
 from .variant import ROUTER, variant_of
 
 WHOLE = {

@@ -12,7 +12,7 @@ from .. import __version__
 from ..engine import Engine
 from ..engine.channels import BEGIN, speaks_harmony
 from ..engine.options import conversation_defaults
-from ..engine.requests import checked_ids
+from ..engine.requests import check_ids
 from ..prompts import SECRET_CHARS, PromptEncoder
 from .bodies import MAX_VALUES, RequestError
 from .grammar import Grammars
@@ -96,7 +96,7 @@ class ServingContext:
 
     def check_ids(self, ids: Sequence[int], name: str, param: str) -> list[int]:
         try:
-            return checked_ids(ids, self.vocab_size, name)
+            return check_ids(ids, self.vocab_size, name)
         except ValueError as error:
             raise RequestError(str(error), param) from None
 

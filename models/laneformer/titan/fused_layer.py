@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 
 from ..cache import Cache
-from ..config import Join
+from ..joins import Join
 from ..lanes import LaneRMSNorm
 from .join_norm import JoinNorm
 from .layer import TitanLayer

@@ -24,7 +24,7 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import set_default_dtype
 
-from ..config import MODULES
+from ..joins import MODULES
 from ..positions import rope_table
 from .attention import training_masks
 from .float8 import Float8, use_float8

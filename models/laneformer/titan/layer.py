@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..config import Join, LaneformerConfig
+from ..config import LaneformerConfig
+from ..joins import Join
 from ..lanes import LaneRMSNorm
 from ..model import LaneAttention, LaneFeedForward, LaneformerLayer, join_lanes
 from .attention import TitanAttention

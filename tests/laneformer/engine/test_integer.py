@@ -12,7 +12,7 @@ import torch
 
 from laneformer import Laneformer
 from laneformer.engine.cpu import _core
-from laneformer.engine.cpu.decoder import chosen_math
+from laneformer.engine.cpu.decoder import choose_math
 from tests.laneformer.engine.assets import (
     ISAS_BELOW_AMX,
     engine_of,
@@ -226,7 +226,7 @@ def test_logits_are_near_those_of_exact_activations(head):
 )
 def test_what_is_fast_depends_on_the_weights_and_the_cpu(monkeypatch, dtype, isa, auto, fast):
     monkeypatch.setattr(_core, "isa_of", lambda asked: isa)
-    assert (chosen_math("auto", dtype, "auto"), chosen_math("fast", dtype, "auto")) == (auto, fast)
+    assert (choose_math("auto", dtype, "auto"), choose_math("fast", dtype, "auto")) == (auto, fast)
 
 
 def test_a_weight_takes_a_byte_or_half_of_one_and_the_embedding_keeps_its_type():

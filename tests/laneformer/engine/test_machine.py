@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from laneformer.engine import machine
-from laneformer.engine.cpu.decoder import planned_threads
+from laneformer.engine.cpu.decoder import plan_threads
 from laneformer.engine.machine import Machine, this_machine
 
 CPU = "sys/devices/system/cpu"
@@ -31,7 +31,7 @@ def siblings(*cores: str) -> dict[str, str]:
 def test_a_core_with_two_threads_counts_once(tmp_path):
     host = this_machine(tree(tmp_path, siblings("0,4", "1,5", "2,6", "3,7")), set(range(8)))
     assert host == Machine(((0, 4), (1, 5), (2, 6), (3, 7)))
-    assert planned_threads(host, 8) == 4
+    assert plan_threads(host, 8) == 4
     assert host.processors == 8
     assert host.one_cpu_a_core_first() == [0, 1, 2, 3, 4, 5, 6, 7]
     part = this_machine(tmp_path, {1, 5, 6})  # affinity
@@ -52,7 +52,7 @@ def test_threads_are_those_that_leave_the_slowest_one_least():
         (3, 4, 3),
         (6, 1, 6),
     ):
-        assert planned_threads(Machine(tuple((cpu,) for cpu in range(cores))), lanes) == threads
+        assert plan_threads(Machine(tuple((cpu,) for cpu in range(cores))), lanes) == threads
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_efficiency_cores_are_left_to_others(tmp_path, files):
     host = this_machine(tree(tmp_path, {**files, **siblings("0,1", "2,3")}), set(range(8)))
     assert host.cores == ((0, 1), (2, 3))
     assert host.slow == (4, 5, 6, 7)
-    assert planned_threads(host, 8) == 2
+    assert plan_threads(host, 8) == 2
     assert host.processors == 8, "whoever asks for more threads gets them, and they may spin"
     only_slow = this_machine(tmp_path, {5, 6})
     assert (only_slow.cores, only_slow.slow) == (((5,), (6,)), ())
@@ -114,7 +114,7 @@ def test_quotas_of_control_groups(tmp_path):
     for number, (files, quota) in enumerate(QUOTAS):
         host = this_machine(tree(tmp_path / str(number), files), {0, 1, 2})
         assert host.quota_cpus == quota
-        assert planned_threads(host, 8) == max(1, min(3, int(quota or 3)))
+        assert plan_threads(host, 8) == max(1, min(3, int(quota or 3)))
         assert host.processors == min(3, quota or 3), "two threads on 1.5 CPUs must not spin"
 
 
@@ -139,4 +139,4 @@ def test_macos_counts_its_performance_cores(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(machine.sys, "platform", "darwin")
     monkeypatch.delattr(machine.os, "sched_getaffinity")
-    assert planned_threads(this_machine(), 8) == 6
+    assert plan_threads(this_machine(), 8) == 6

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from laneformer.engine.cpu import _core
-from laneformer.engine.cpu.decoder import core_spec
+from laneformer.engine.cpu.spec import core_spec
 from laneformer.engine.folder import rope_tables
 from tests.laneformer.engine.assets import (
     engine_of,

@@ -183,6 +183,7 @@ def test_report_and_files(exported, model):
         "configuration_laneformer.py",
         "generation_config.json",
         "initialization.py",
+        "joins.py",
         "lanes.py",
         "model.py",
         "model.safetensors",

@@ -15,7 +15,7 @@ from gguf.quants import dequantize
 
 from laneformer import Engine
 from laneformer.engine.cpu import _core
-from laneformer.engine.cpu.decoder import held_types
+from laneformer.engine.cpu.spec import choose_types
 from laneformer.engine.folder import read_checkpoint
 from tests.laneformer.engine.test_integer import ISAS, rounded
 from tests.laneformer.llama.folders import engine_logits
@@ -119,7 +119,9 @@ def test_a_file_is_served_as_it_is(tmp_path, kind, tied):
         assert np.array_equal(engine.logits(IDS), alone)
     if kind != "mixed":
         checkpoint = read_checkpoint(path, lanes=2)
-        assert held_types(checkpoint.config, checkpoint.tensors)[0][5] == _core.BLOCKS[kind.lower()]
+        assert (
+            choose_types(checkpoint.config, checkpoint.tensors)[0][5] == _core.BLOCKS[kind.lower()]
+        )
     assert difference(path, exact, threads=2, lanes=2) < ROUNDED
 
 
@@ -127,12 +129,18 @@ def test_what_cannot_be_held_is_rounded_to_eight_bits(tmp_path):
     """Where lanes would cut blocks, and where w1 and w3, which share tiles, are of two types."""
     path = write(tmp_path, "Q4_0", **NARROW)
     cut = read_checkpoint(path, lanes=2)
-    assert held_types(cut.config, cut.tensors)[0] == [*["q4"] * 5, "int8", "q4", "int8"]
+    assert choose_types(cut.config, cut.tensors)[0] == [*["q4"] * 5, "int8", "q4", "int8"]
     assert read_checkpoint(path, gpus=2).dtype == "int8", "GPUs take eight bits"
     assert difference(path, engine_logits(path, IDS, dtype="fp32"), lanes=2) < ROUNDED
     mixed = write(tmp_path, lambda name: "Q5_1" if "ffn_up" in name else "Q4_0", **NARROW)
     whole = read_checkpoint(mixed, lanes=1)
-    assert held_types(whole.config, whole.tensors)[1] == [*["q4"] * 4, "int8", "q4", "int8", "int8"]
+    assert choose_types(whole.config, whole.tensors)[1] == [
+        *["q4"] * 4,
+        "int8",
+        "q4",
+        "int8",
+        "int8",
+    ]
     assert difference(mixed, engine_logits(mixed, IDS, dtype="fp32"), lanes=1) < ROUNDED
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laneformer.config import Join
+from laneformer.joins import Join
 from laneformer.model import join_lanes
 from laneformer.titan import join_norm_kernels
 from laneformer.titan.fused_layer import FusedLayer

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torchtitan.config import JobConfig
 from torchtitan.tools.utils import set_default_dtype
 
-from laneformer.config import MODULES, Join
+from laneformer.joins import MODULES, Join
 from laneformer.titan.lane_axis import check_lane_axis, give_lanes_to_ranks, own_parts
 from laneformer.titan.layer import TitanLayer
 from laneformer.titan.parallelize import checkpoint_and_compile, refuse_other_layers

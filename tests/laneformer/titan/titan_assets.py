@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from laneformer.config import Join
+from laneformer.joins import Join
 from laneformer.model import join_lanes
 from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
 

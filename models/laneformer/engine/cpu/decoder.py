@@ -4,45 +4,26 @@ core (csrc/), which decodes.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
-import warnings
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ...config import (
-    BIASED,
-    DRAFT_IDS,
-    EMBEDDING,
-    HEAD,
-    HEAD_NORMS,
-    LM_HEAD_TYPES,
-    MATRICES,
-    MODULES,
-    MTP,
-    NORMS,
-    LaneformerConfig,
-)
-from ...llama.variant import GATES, POST_NORMS, ROUTER, variant_of
+from ...config import EMBEDDING, LaneformerConfig
 from ...tensors import AS_IN_FILE, FIRST_MATRIX, Tensor, type_of
 from ..decoder import KV_BYTES, Collected, DraftHead, DraftModel, Ended, Request
-from ..folder import query_scales, rope_tables
 from ..machine import Machine, free_memory_bytes, this_machine
 from ..options import in_range, one_of
 from . import _core
 from .packed import LAYOUT_VERSION, PackedWeights
 from .saved import DEFAULT_BYTES, SavedPrefixes, max_reusable, model_key
+from .spec import choose_types, core_spec
+from .weights import check_dtypes, load_matrices, load_vectors
 
 log = logging.getLogger(__name__)
 MAX_THREADS, MAX_BYTES = 1024, 2**63 - 1
 CACHED_SHARE = 4  # of the memory that is left, for keys and values
-GROUP_INPUTS = 32  # that blocks give a scale
-EXPERTS = ("experts", "active", "normed_weights", "expert_bias")  # in the core's words
 MATHS = {  # how activations enter matrix products, and the weights that they meet
     "exact": ("bf16", "fp16", "fp32", "int8"),
     "bf16": ("bf16",),
@@ -114,49 +95,39 @@ class CpuDecoder(_core.Decoder):
         if cache_bytes is not None:
             in_range("cache_bytes", cache_bytes, int, 0, MAX_BYTES)
         in_range("cache_dir_bytes", cache_dir_bytes, int, 0, MAX_BYTES)
-        self.config, self.chosen = config, dtype != "auto"
-        self.dtype = dtype if self.chosen else tensors[FIRST_MATRIX].dtype
+        self.config = config
+        self.dtype = type_of(tensors, FIRST_MATRIX) if dtype == "auto" else dtype
         isa = isa or os.environ.get("LANEFORMER_ISA") or "auto"
-        self.math = chosen_math(math, self.dtype, isa) if math in CHOSEN_MATHS else math
-        if self.dtype not in MATHS[self.math]:
-            fitting = " or ".join(
-                repr(name) for name, dtypes in MATHS.items() if self.dtype in dtypes
-            )
-            needed = " or ".join(MATHS[math])
-            raise ValueError(
-                f"math = {math!r} needs {needed} weights, these are {self.dtype}; use math = {fitting}"
-            )
-        self.kv_dtype = (
-            kv_dtype if kv_dtype != "auto" else "fp32" if self.dtype == "fp32" else "fp16"
-        )
-        embedding, held = (
-            self.dtype,
-            held_types(config, tensors) if self.dtype == AS_IN_FILE else [],
-        )
-        if self.dtype in ("int8", "int4", AS_IN_FILE):
-            embedding = "fp16" if config.tie_word_embeddings else type_of(tensors, EMBEDDING)
-            embedding = "fp16" if embedding in _core.BLOCKS else embedding
+        self.math = choose_math(math, self.dtype, isa)
+        self.kv_dtype = kv_dtype
+        if kv_dtype == "auto":
+            self.kv_dtype = "fp32" if self.dtype == "fp32" else "fp16"
+        types = choose_types(config, tensors) if self.dtype == AS_IN_FILE else []
         machine = this_machine()
-        self.machine, pinned = machine, machine.nodes > 1 if pin is None else pin
-        if (threads or 0) > machine.processors:
-            log.warning(
-                "threads = %d: only %g run at once on this machine", threads, machine.processors
-            )
+        pin = machine.nodes > 1 if pin is None else pin
+        if threads and threads > machine.processors:
+            log.warning("threads = %d: this machine runs only %g", threads, machine.processors)
         super().__init__(
-            {**core_spec(config, tensors), "kv_dtype": self.kv_dtype, "held": held},
-            "int8" if held else self.dtype,
-            embedding,
-            threads or planned_threads(machine, config.num_lanes),
+            {**core_spec(config, tensors), "kv_dtype": self.kv_dtype, "held": types},
+            "int8" if types else self.dtype,
+            embedding_dtype(config, tensors, self.dtype),
+            threads or plan_threads(machine, config.num_lanes),
             isa,
             self.math,
-            machine.one_cpu_a_core_first() if pinned else [],
+            machine.one_cpu_a_core_first() if pin else [],
             machine.processors,
         )
-        self._load(config, tensors, packed)
-        self.cache_bytes = (
-            free_memory_bytes() // CACHED_SHARE if cache_bytes is None else cache_bytes
-        )
-        self.set_cache_limit(self.cache_bytes)
+        load_vectors(self, config, tensors)
+        if packed is None or not packed.load(self, self._plan):
+            if dtype == "auto":
+                check_dtypes(config, tensors, self.dtype)
+            load_matrices(self, config, tensors)
+            if packed is not None:
+                packed.save(self, self._plan)
+        if cache_bytes is None:
+            cache_bytes = free_memory_bytes() // CACHED_SHARE
+        self.cache_bytes = cache_bytes
+        self.set_cache_limit(cache_bytes)
         self.prefetch_bytes = self.tune(int(os.environ.get("LANEFORMER_PREFETCH") or -1))
         if cache_dir is not None:
             key = model_key(self, (self.dtype, self.math, self.kv_dtype), config, tensors)
@@ -183,193 +154,46 @@ class CpuDecoder(_core.Decoder):
         if self.prefixes is not None:
             self.prefixes.close()
 
-    def _load(
-        self, config: LaneformerConfig, tensors: Mapping[str, Tensor], packed: PackedWeights | None
-    ) -> None:
-        """Pack one tensor at a time; ValueError names the first one with a non-finite value.
-
-        With `packed` the matrices and the embedding come from that cache, or are written to it
-        once they are packed.
-        """
-
-        def send(name: str, setter: Any, *where: Any) -> None:
-            tensor = tensors[name]
-            if (
-                not self.chosen
-                and setter.__name__ in ("set_matrix", "set_embedding")
-                and ROUTER not in name
-            ):
-                self._expect_dtype(name, tensor.dtype)
-            if tensor.dtype in _core.BLOCKS and setter.__name__ == "set_matrix":
-                setter = self.set_blocks
-            if not setter(*where, np.ascontiguousarray(tensor.values), tensor.dtype):
-                raise ValueError(
-                    f"tensor {name} holds values that are not finite (NaN, or too large for the dtype)"
-                )
-
-        layers = [f"layers.{i}." for i in range(config.num_hidden_layers)]
-        after = ["norm.weight"]
-        if config.num_nextn_predict_layers:
-            layers.append(f"{MTP}layer.")
-            after += [f"{MTP}{norm}.weight" for norm in ("hidden_norm", "embedding_norm", "norm")]
-        self.set_rope(*rope_tables(config))
-        if (scales := query_scales(config)) is not None:
-            self.set_query_scales(scales)
-        before, behind = (
-            [f"{layer}{norm}.weight" for layer in layers for norm in kind]
-            for kind in (NORMS, POST_NORMS)
-        )
-        shapes = config.tensor_shapes()
-        for index, name in enumerate(before + after + behind):
-            if name in shapes:
-                send(name, self.set_norm, index)
-        for i, layer in enumerate(layers):
-            for matrix in (*MATRICES, ROUTER):
-                if (bias := f"{layer}{matrix}.bias") in shapes:
-                    send(bias, self.set_bias, matrix.split(".")[1], i)
-            if variant_of(config).attention_sinks:
-                send(f"{layer}attention.sinks.weight", self.set_bias, "sinks", i)
-            for norm in HEAD_NORMS if config.qk_norm else ():
-                send(f"{layer}{norm}.weight", self.set_head_norm, norm.split(".")[1], i)
-        kept = {
-            name: value
-            for name, value in config.to_dict().items()
-            if name != "max_position_embeddings"
-        }
-        plan = {
+    @property
+    def _plan(self) -> dict[str, Any]:
+        """What decides the packed bytes beside the weights."""
+        config = self.config.to_dict()
+        del config["max_position_embeddings"]
+        return {
             "layout": LAYOUT_VERSION,
             "dtype": self.dtype,
             "threads": self.threads,
-            "config": kept,
+            "config": config,
         }
-        if packed is not None and packed.load(self, plan):
-            return
-        if not config.tie_word_embeddings:
-            send(EMBEDDING, self.set_embedding)
-        for i, layer in enumerate(layers):
-            for matrix in (*MATRICES, ROUTER)[: None if variant_of(config).experts else -1]:
-                send(f"{layer}{matrix}.weight", self.set_matrix, matrix.split(".")[1], i)
-        send(head_of(config), self.set_matrix, "lm_head", 0)
-        if packed is not None:
-            packed.save(self, plan)
-
-    def _expect_dtype(self, name: str, dtype: str) -> None:
-        """With dtype="auto": ValueError where layers differ, a warning where head or embedding lose digits."""
-        if dtype == self.dtype:
-            return
-        if name.startswith(("layers.", MTP)):
-            raise ValueError(
-                f"dtype = 'auto': {name} is {dtype} and {FIRST_MATRIX} is {self.dtype}; choose a dtype"
-            )
-        if self.dtype != "fp32":
-            warnings.warn(
-                f"{name} is {dtype} and becomes {self.dtype}, the layers' dtype; or choose 'fp32'",
-                stacklevel=2,
-            )
 
 
-def planned_threads(machine: Machine, lanes: int) -> int:
+def plan_threads(machine: Machine, lanes: int) -> int:
     """As many threads as leave the slowest one least to do (csrc/tapes.cpp, share_lanes): cores that are
     left over, or slow, would make no pass faster.
     """
     return min(range(1, machine.threads + 1), key=lambda n: (_core.largest_share(lanes, n), n))
 
 
-def chosen_math(math: str, dtype: str, isa: str) -> str:
-    """What "auto" or "fast" means for weights of this dtype: "auto" is exact where such weights permit it,
-    "fast" what this CPU reads prompts with fastest.
-    """
-    if "exact" not in (fitting := [name for name, dtypes in MATHS.items() if dtype in dtypes]):
+def choose_math(math: str, dtype: str, isa: str) -> str:
+    """What `math` means for weights of this dtype; ValueError where it needs others."""
+    fitting = [name for name, dtypes in MATHS.items() if dtype in dtypes]
+    if math not in (*CHOSEN_MATHS, *fitting):
+        raise ValueError(
+            f"math = {math!r} needs {' or '.join(MATHS[math])} weights, these are {dtype}; "
+            f"use math = {' or '.join(map(repr, fitting))}"
+        )
+    if math not in CHOSEN_MATHS:
+        return math
+    if "exact" not in fitting:
         return fitting[0]
+    # "fast" is what this CPU reads prompts with fastest
     rounds = dtype == "int8" or (dtype == "bf16" and _core.isa_of(isa) in MULTIPLIES_BF16)
     return fitting[-1] if math == "fast" and rounds else "exact"
 
 
-def held_types(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """The type of each matrix on the tapes: per layer in the order of MATRICES, and last of the head.
-
-    That of the file; int8 where lanes would cut blocks, and where w1 and w3, which share tiles, are of two types.
-    """
-    shapes = {**config.tensor_shapes(), head_of(config): config.head_shape}
-
-    def held(name: str) -> str:
-        kind = type_of(tensors, name)
-        return (
-            "int8"
-            if kind in _core.BLOCKS and shapes[name][-1] % GROUP_INPUTS
-            else _core.BLOCKS.get(kind, kind)
-        )
-
-    def layer(i: int) -> list[str]:
-        types = {matrix: held(f"layers.{i}.{matrix}.weight") for matrix in MATRICES}
-        for together in (BIASED, ("feed_forward.w1", "feed_forward.w3")):
-            share_tiles = (
-                together != BIASED
-                or config.query_size // config.num_lanes % 16
-                or config.head_dim % 16
-            )
-            if share_tiles and len({types[matrix] for matrix in together}) > 1:
-                types |= dict.fromkeys(together, "int8")
-        return [types[matrix] for matrix in MATRICES]
-
-    head = [held(head_of(config))] * (len(MATRICES) + 1)
-    return [*([*layer(i), "int8"] for i in range(config.num_hidden_layers)), head]
-
-
-def head_of(config: LaneformerConfig) -> str:
-    """The tensor with the head's rows."""
-    return EMBEDDING if config.tie_word_embeddings else HEAD
-
-
-def core_spec(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The config as plain numbers (csrc/model.h), and the ids that can be drafted; every rule about layers is
-    decided by config.py, once per layer. The head that drafts has the layer after the last one.
-    """
-    layers = range(config.num_hidden_layers + config.num_nextn_predict_layers)
-    variant = variant_of(config)
-    return {
-        **dataclasses.asdict(config),
-        **vars(variant),
-        **dict(zip(EXPERTS, variant.experts or (0, 0, False, False), strict=True)),
-        "pre_norms": variant.pre_norms,
-        "post_norms": variant.post_norms,
-        "gate": GATES.index(variant.hidden_act),
-        "attention_scale": variant.attention_scale or 0.0,
-        "rope": [-1 if i in config.nope_layers else config.rope_of(i) for i in layers],
-        "ropes": max(1, len(config.ropes)),
-        "held": [],
-        "head": LM_HEAD_TYPES.index(config.lm_head_type),
-        "broadcast_delay": min(config.broadcast_delay, config.num_hidden_layers),
-        "window": [config.window(i) or 0 for i in layers],
-        "join": [[config.join(i, m).code for i in layers] for m in MODULES],
-        "adds_delayed": [[int(config.adds_delayed(i, m)) for i in layers] for m in MODULES],
-        "delivers": [[int(config.delivers(i, m)) for i in layers] for m in MODULES],
-        "draft_ids": tensors[DRAFT_IDS].values.tolist() if config.draft_vocab_size else [],
-    }
-
-
-class RandomTensors(Mapping[str, Tensor]):
-    """Tensors made when they are asked for, so that only one exists at a time."""
-
-    def __init__(self, config: LaneformerConfig, dtype: str, seed: int):
-        self.dtype, self.seed, self.shapes = dtype, seed, config.tensor_shapes()
-        self.deviation = config.initializer_range
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name.endswith("norm.weight"):
-            return Tensor("fp32", np.ones(self.shapes[name], np.float32))
-        if name == DRAFT_IDS:  # as many in each lane's part of the vocabulary
-            count = self.shapes[name][0]
-            return Tensor(
-                "int32", np.arange(count, dtype=np.int32) * (self.shapes[EMBEDDING][0] // count)
-            )
-        values = np.empty(self.shapes[name], np.float32 if self.dtype == "fp32" else np.uint16)
-        key = (self.seed << 32 ^ zlib.crc32(name.encode())) % 2**64
-        _core.random_values(values, self.dtype, key, self.deviation)
-        return Tensor(self.dtype, values)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shapes)
-
-    def __len__(self) -> int:
-        return len(self.shapes)
+def embedding_dtype(config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype: str) -> str:
+    """Rows are read one at a time: those of quantised models keep the 16 or 32 bits that they have."""
+    if dtype not in ("int8", "int4", AS_IN_FILE):
+        return dtype
+    own = "fp16" if config.tie_word_embeddings else type_of(tensors, EMBEDDING)
+    return "fp16" if own in _core.BLOCKS else own

@@ -25,7 +25,7 @@ import numpy as np
 from ..machine import file_system, memory_bytes, this_machine
 from . import _core
 from .cache_files import hold
-from .packed_files import BUDGET, FOLDER, own_directory, packed_bytes, register, remove_others
+from .packed_files import BUDGET, FOLDER, own_directory, read_budget, register, remove_others
 
 LAYOUT_VERSION = 5  # of tiles, tapes and this file; raise it when any of them changes
 SMALL_PAGES = ("tmpfs", "ramfs")  # file systems that map 4 KiB pages
@@ -128,7 +128,7 @@ class PackedWeights:
             end += -(-len(part) // ALIGNMENT) * ALIGNMENT
         if shutil.disk_usage(path.parent).free < 2 * end:
             raise OSError(f"{end / 1e9:.1f} GB would fill more than half of the free space")
-        if end > (most := packed_bytes()):
+        if end > (most := read_budget()):
             raise OSError(f"{end / 1e9:.1f} GB are more than {BUDGET} = {most}")
         text = json.dumps(header).encode()
         assert len(text) + 8 <= ALIGNMENT, "the header outgrew its place"

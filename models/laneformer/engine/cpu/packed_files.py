@@ -43,7 +43,7 @@ class PackedFile:
     used_s: float
 
 
-def packed_bytes() -> int:
+def read_budget() -> int:
     """The budget; ValueError where the environment sets no whole number."""
     budget = os.environ.get(BUDGET) or str(DEFAULT_BYTES)
     if not budget.isdecimal():
@@ -72,7 +72,7 @@ def list_packed() -> list[PackedFile]:
     for directory, source in directories().items():
         for path in directory.glob("*.bin"):
             with contextlib.suppress(FileNotFoundError):  # another process has removed it
-                files.append(PackedFile(path, source, path.stat().st_size, used_s(path)))
+                files.append(PackedFile(path, source, path.stat().st_size, last_use_s(path)))
     return sorted(files, key=lambda file: file.used_s)
 
 
@@ -98,7 +98,7 @@ def remove_others(new: Path, layout: int) -> None:
     others = [
         CacheFile(file.used_s, file.path, file.bytes) for file in list_packed() if file.path != new
     ]
-    cache_files.remove_oldest(others, packed_bytes() - new.stat().st_size, remove)
+    cache_files.remove_oldest(others, read_budget() - new.stat().st_size, remove)
 
 
 def remove_unusable(places: Iterable[Path], layout: int) -> None:
@@ -125,7 +125,7 @@ def remove_directory(directory: Path) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def used_s(path: Path) -> float:
+def last_use_s(path: Path) -> float:
     mark = path.with_suffix(".checked")  # touched by every start
     return (mark if mark.exists() else path).stat().st_mtime
 

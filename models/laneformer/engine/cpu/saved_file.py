@@ -44,13 +44,14 @@ class Layout:
 
     def pieces(self, positions: int, dropped: np.ndarray) -> list[tuple[int, int, int]]:
         """Segment, first byte in it, end: in the order of the file."""
-        kept = list(runs_of_zeros(dropped, self.page, positions))
-        return [
-            (segment, at, min(at + PIECE_BYTES, end * self.position_bytes))
-            for segment, windowed in enumerate(self.windowed)
-            for first, end in (kept if windowed else [(0, positions)])
-            for at in range(first * self.position_bytes, end * self.position_bytes, PIECE_BYTES)
-        ]
+        windowed_runs = list(runs_of_zeros(dropped, self.page, positions))
+        pieces = []
+        for segment, windowed in enumerate(self.windowed):
+            for run in windowed_runs if windowed else [(0, positions)]:
+                first, end = (position * self.position_bytes for position in run)
+                for at in range(first, end, PIECE_BYTES):
+                    pieces.append((segment, at, min(at + PIECE_BYTES, end)))
+        return pieces
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Prefix:
     starts: list[int]
     dropped: np.ndarray
 
-    def shared(self, ids: np.ndarray) -> int:
+    def count_shared(self, ids: np.ndarray) -> int:
         """Ids at the beginning of both."""
         most = min(len(self.ids), len(ids))
         other = np.flatnonzero(self.ids[:most] != ids[:most])

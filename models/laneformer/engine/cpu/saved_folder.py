@@ -42,12 +42,8 @@ class SavedFolder:
         layout: Layout,
         start_in: Callable[[np.ndarray, int], int],
     ):
-        self.directory, self.limit_bytes, self.key, self.layout = (
-            directory,
-            limit_bytes,
-            key,
-            layout,
-        )
+        self.directory, self.limit_bytes = directory, limit_bytes
+        self.key, self.layout = key, layout
         self._start_in = start_in
         self._files: dict[Path, SavedFile] = {}  # of this key
         self._lock = threading.Lock()
@@ -62,13 +58,13 @@ class SavedFolder:
 
     @property
     def bytes(self) -> int:
-        return sum(file.bytes for file in self._known())
+        return sum(file.bytes for file in self._list_files())
 
     def best(self, ids: np.ndarray) -> tuple[SavedFile, int] | None:
         """With which a prompt starts the latest, and where."""
         starts = [
-            (self._start_in(file.prefix.dropped, file.prefix.shared(ids)), file)
-            for file in self._known()
+            (self._start_in(file.prefix.dropped, file.prefix.count_shared(ids)), file)
+            for file in self._list_files()
         ]
         if not starts:
             return None
@@ -99,9 +95,11 @@ class SavedFolder:
         new = self._add(path)
         if new is None:
             return
-        for old in self._known():
+        for old in self._list_files():
             length = len(old.prefix.ids)
-            contained = length < len(new.prefix.ids) and new.prefix.shared(old.prefix.ids) == length
+            contained = (
+                length < len(new.prefix.ids) and new.prefix.count_shared(old.prefix.ids) == length
+            )
             if contained and self._start_in(new.prefix.dropped, length) == length:
                 self._remove(old.path)
 
@@ -124,7 +122,7 @@ class SavedFolder:
             self._files[path] = file
         return file
 
-    def _known(self) -> list[SavedFile]:
+    def _list_files(self) -> list[SavedFile]:
         with self._lock:
             return list(self._files.values())
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from ...config import MODULES, Join
+from ...config import LaneformerConfig
+from ...joins import MODULES, Join
 from .geometry import OPS, Geometry
 from .structures import MAX_COLUMNS, MAX_STOPS
 
@@ -13,8 +14,33 @@ from .structures import MAX_COLUMNS, MAX_STOPS
 def constants_of(geometry: Geometry) -> str:
     """The C++ text in front of the kernels."""
     c, layers = geometry.config, range(geometry.config.num_hidden_layers)
-    matrices = [geometry.matrix(op) for op in OPS]
-    numbers = {
+    starts = [sum(geometry.kv_layer(j) for j in range(i)) for i in layers]
+    lines = [
+        f"#define DEVICES {geometry.devices}",
+        f"#define WEIGHTS_BF16 {int(geometry.half == 'bf16')}",
+        f"#define WEIGHTS_INT8 {int(geometry.dtype == 'int8')}",
+        "#ifndef TABLE\n#define TABLE __constant__ constexpr  // read with an index of run time\n#endif",
+        f"enum Join {braces(map(join_name, Join))};",
+        *(f"constexpr int {name} = {value};" for name, value in sizes_of(geometry).items()),
+        f"constexpr float kNormEps = {c.norm_eps!r}f, kSqrtLanes = {math.sqrt(c.num_lanes)!r}f;",
+        f"constexpr long long kKvLane = {geometry.kv_lane};",
+        f"TABLE long long kKvAt[] = {braces(starts)};",
+        *(
+            f"TABLE int {name}[] = {braces(values)};"
+            for name, values in tables_of(geometry).items()
+        ),
+        *(
+            f"TABLE int {name}[2][kLayers] = {braces(map(braces, rows))};"
+            for name, rows in module_tables_of(c).items()
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def sizes_of(geometry: Geometry) -> dict[str, int]:
+    """The constants that are one number each."""
+    c = geometry.config
+    return {
         "kLanes": c.num_lanes,
         "kDeviceLanes": geometry.lanes_per_device,
         "kHidden": c.hidden_size,
@@ -44,7 +70,13 @@ def constants_of(geometry: Geometry) -> str:
         "kMostSums": geometry.max_sums,
         "kFlushes": len(geometry.flush_points),
     }
-    tables = {
+
+
+def tables_of(geometry: Geometry) -> dict[str, Sequence[int]]:
+    """The tables with a number for each matrix, layer or flush."""
+    c, layers = geometry.config, range(geometry.config.num_hidden_layers)
+    matrices = [geometry.matrix(op) for op in OPS]
+    return {
         "kColumns": [m.columns for m in matrices],
         "kUnits": [m.units for m in matrices],
         "kParts": [m.parts for m in matrices],
@@ -56,31 +88,18 @@ def constants_of(geometry: Geometry) -> str:
         ],
         "kFlushed": [2 * i + m for i, m in geometry.flush_points] or [0],
     }
-    starts = [sum(geometry.kv_layer(j) for j in range(i)) for i in layers]
-    per_module: dict[str, Sequence[Sequence[object]]] = {
+
+
+def module_tables_of(config: LaneformerConfig) -> dict[str, Sequence[Sequence[object]]]:
+    """The tables with a row for each of MODULES and a column a layer."""
+    c, layers = config, range(config.num_hidden_layers)
+    return {
         "kJoins": [[join_name(c.join(i, m)) for i in layers] for m in MODULES],
         "kAddsDelayed": [[int(c.adds_delayed(i, m)) for i in layers] for m in MODULES],
         "kBroadcasts": [
             [int(c.broadcasts(i, m) or c.delivers(i, m)) for i in layers] for m in MODULES
         ],
     }
-    lines = [
-        f"#define DEVICES {geometry.devices}",
-        f"#define WEIGHTS_BF16 {int(geometry.half == 'bf16')}",
-        f"#define WEIGHTS_INT8 {int(geometry.dtype == 'int8')}",
-        "#ifndef TABLE\n#define TABLE __constant__ constexpr  // read with an index of run time\n#endif",
-        f"enum Join {braces(map(join_name, Join))};",
-        *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
-        f"constexpr float kNormEps = {c.norm_eps!r}f, kSqrtLanes = {math.sqrt(c.num_lanes)!r}f;",
-        f"constexpr long long kKvLane = {geometry.kv_lane};",
-        f"TABLE long long kKvAt[] = {braces(starts)};",
-        *(f"TABLE int {name}[] = {braces(values)};" for name, values in tables.items()),
-        *(
-            f"TABLE int {name}[2][kLayers] = {braces(map(braces, rows))};"
-            for name, rows in per_module.items()
-        ),
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def join_name(join: Join) -> str:

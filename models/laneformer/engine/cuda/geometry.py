@@ -13,7 +13,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from ...config import MODULES, LaneformerConfig
+from ...config import LaneformerConfig
+from ...joins import MODULES
 from .structures import MAX_COLUMNS
 
 OPS = ("qkv", "output", "gate_up", "down", "head")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...config import MODULES, Join
+from ...joins import MODULES, Join
 from .geometry import Geometry
 from .launch import Kernels
 from .memory import DeviceMemory

@@ -70,7 +70,7 @@ class CompletionAnswer(OpenAIAnswer):
             return text, []
         tokens = [GeneratedToken(ids[0])]
         if (s := piece.scores) is not None:
-            tokens += GeneratedToken.described(
+            tokens += GeneratedToken.attach_scores(
                 ids[1:], (s.logprobs, s.top_ids.ravel(), s.top_logprobs.ravel())
             )
         stream, offset, placed = TextStream(self.context.tokenizer, []), 0, []
