@@ -1,4 +1,4 @@
-"""laneformer bench: decode speed beside the read bandwidth of the same machine, prompts beside its matrix
+"""laneformer bench: decode speed beside the machine's read bandwidth, prompts beside its matrix
 products.
 """
 
@@ -49,7 +49,7 @@ class Bench:
         depths = self.depth or (0,)
         console = Console(stderr=True, quiet=self.json)
         with console.status("loading weights"):
-            engine = self.engine()
+            engine = self.open_engine()
         with engine, console.status("measuring"):
             figures, *deeper = [
                 benchmark(engine, depth, lambda line: console.print(line, style="dim"))
@@ -87,7 +87,7 @@ class Bench:
                 )
         print(json.dumps(figures))
 
-    def engine(self) -> Engine:
+    def open_engine(self) -> Engine:
         if self.draft_head is not None and self.random_weights is None:
             raise ValueError(
                 f"--draft-head {self.draft_head} is of --random-weights; a folder has its own, or none"

@@ -45,13 +45,12 @@ class Generate:
         lengths = {
             name: getattr(self, name) for name in ("max_new_tokens", "min_new_tokens", "ignore_eos")
         }
-        GenerationOptions(
-            **lengths, **self.sampling.given()
-        )  # errors show before the weights are loaded
+        # Errors show before the weights are loaded
+        GenerationOptions(**lengths, **self.sampling.check_options())
         if self.system is not None and not self.chat:
             raise ValueError("--system is a message of a conversation; add --chat")
         with self.model.load(self.hf_dir) as engine:
-            options = {**lengths, **self.sampling.of(engine, self.chat)}
+            options = {**lengths, **self.sampling.resolve_options(engine, self.chat)}
             if self.chat:
                 self._reply(engine, options)
             else:
@@ -64,7 +63,7 @@ class Generate:
                 print(drafts, file=sys.stderr)
 
     def _reply(self, engine: Engine, options: dict[str, Any]) -> None:
-        """To the prompt as a message; reasoning goes to stderr."""
+        """Print the reply to the prompt as a message; its reasoning goes to stderr."""
         conversation = Conversation(engine, [])
         conversation.instruct(self.system or "")
         reply = conversation.fit([*conversation.messages, {"role": USER, "content": self.prompt}])

@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -115,7 +114,7 @@ def test_reasoning_is_beside_the_answer(text, more, monkeypatch, capsys):
     def stream(prompt: list[int], **options: object) -> Iterator[int]:
         yield from ids
 
-    engine: Any = SimpleNamespace(
+    engine = SimpleNamespace(
         tokenizer=made,
         tokenizer_config={"chat_template": TEMPLATE + more},
         eos_ids=(ids[-1],),
@@ -140,7 +139,7 @@ def test_reasoning_is_beside_the_answer(text, more, monkeypatch, capsys):
         "Yes.",
     ]
     assert "Hm." not in conversation.last.rendered, "the next prompt is without it"
-    pieces: list[str] = []  # laneformer generate --chat --stop
+    pieces = []  # laneformer generate --chat --stop
     reply = conversation.fit([{"role": "user", "content": "hi"}])
     conversation.complete(reply, pieces.append, print, ["s."])
     assert "".join(pieces) == "Ye"

@@ -12,6 +12,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from laneformer.cli import main, names
 from laneformer.cli.names import choose_gguf_file, display_name
+from tests.laneformer.serve.endpoint import parse_table
 
 COMMIT = hashlib.sha1(b"").hexdigest()
 TALKER = "someone/talker-1B"
@@ -22,7 +23,7 @@ def lay_out_hub(
     files: list[str], source: Path, cache: Path, patch: pytest.MonkeyPatch
 ) -> list[str]:
     """Hugging Face with these files in one repository, which its library lays into a cache; what is fetched."""
-    fetched: list[str] = []
+    fetched = []
 
     def list_repo_files(_: object, repository: str) -> list[str]:
         if repository != TALKER:
@@ -108,16 +109,16 @@ def test_a_file_in_parts_is_one_model(tmp_path, monkeypatch):
     assert found == {"o/m-BF16": (files[2], 8), "o/m-Q8_0": (files[1], 4)}
 
 
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct"),
-        ("m-IQ4_XS.gguf", "m"),
-        ("o/Qwen3-0.6B", "Qwen3-0.6B"),
-        ("smollm2:135m", "smollm2"),
-        ("Q8_0.gguf", "Q8_0"),
-        ("m-Q8_0-00001-of-00002.gguf", "m"),
-    ],
-)
+NAMES = """
+SmolLM2-135M-Instruct.Q4_1.gguf | SmolLM2-135M-Instruct
+m-IQ4_XS.gguf | m
+o/Qwen3-0.6B | Qwen3-0.6B
+smollm2:135m | smollm2
+Q8_0.gguf | Q8_0
+m-Q8_0-00001-of-00002.gguf | m
+"""
+
+
+@pytest.mark.parametrize(("path", "name"), parse_table(NAMES))
 def test_what_clients_call_it(path, name):
     assert display_name(Path(path)) == name

@@ -22,7 +22,7 @@ def complete(server: Server, prompt: list[int]) -> tuple[str, int]:
 @pytest.fixture
 def serve(folder):
     """`serve(cache_dir, *flags)`: the command in a process."""
-    servers: list[Server] = []
+    servers = []
 
     def begin(cache_dir: Path, *flags: str) -> Server:
         command = ["-m", "laneformer.cli", "serve", str(folder), "--port=0", "--threads=1"]

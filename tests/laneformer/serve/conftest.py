@@ -183,8 +183,8 @@ def launch(*arguments: str) -> Server:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    lines: queue.Queue[str] = queue.Queue()
-    address: queue.Queue[str] = queue.Queue()
+    lines = queue.Queue()
+    address = queue.Queue()
 
     def read() -> None:
         assert process.stdout is not None
@@ -205,7 +205,7 @@ def launch(*arguments: str) -> Server:
 @pytest.fixture
 def server():
     """`server(folder, prelude, engine={...}, **options)`: one for this test alone; several may run."""
-    servers: list[Server] = []
+    servers = []
 
     def begin(folder: Path, prelude: str = "", **options: Any) -> Server:
         servers.append(start(folder, prelude, **options))

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import openai
     from fastapi.testclient import TestClient
 
-GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0}
-TALK: list[Any] = [{"role": "user", "content": "Hello, how are you?"}]
+GREEDY = {"model": "tiny", "temperature": 0}
+TALK = [{"role": "user", "content": "Hello, how are you?"}]
 
 
 class Endpoint:
@@ -66,10 +66,18 @@ def strict_client(client: TestClient, api_key: str = "none") -> openai.OpenAI:
     """OpenAI's package, which raises on every field that breaks its schema."""
     import openai
 
-    options: Any = {"http_client": client, "api_key": api_key, "max_retries": 0}
+    options = {"http_client": client, "api_key": api_key, "max_retries": 0}
     return openai.OpenAI(
         base_url="http://localhost/v1", _strict_response_validation=True, **options
     )
+
+
+def join_chunks(chunks: Iterable[Any], index: int, *keys: str) -> list[Any]:
+    """What the chunks of one choice have under these keys, in a row; texts, or elements of lists."""
+    parts = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+    for key in keys:
+        parts = [part[key] for part in parts if part.get(key)]
+    return [entry for part in parts for entry in part]
 
 
 def data_of(text: str) -> list[str]:
@@ -113,3 +121,17 @@ def on_a_loop(app: Any, work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> 
 def request_with(tools: Any, choice: Any = None, **fields: Any) -> ConversationRequest:
     given = {"messages": TALK, "tools": tools, "tool_choice": choice, **fields}
     return ConversationRequest.from_fields(given, STRICTLY)
+
+
+def parse_table(text: str, separator: str = " | ") -> list[list[Any]]:
+    """Rows of a table, one a line; a cell of JSON becomes its value."""
+    return [
+        [parse_cell(cell) for cell in row.split(separator)] for row in text.strip().splitlines()
+    ]
+
+
+def parse_cell(cell: str) -> Any:
+    try:
+        return json.loads(cell)
+    except ValueError:
+        return cell

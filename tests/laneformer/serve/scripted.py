@@ -23,5 +23,5 @@ def play(script: Sequence[Sequence[str]], patch: pytest.MonkeyPatch) -> None:
             self.generated[choice] += 1
         yield Piece(choice, finish_reason=(reason or ["stop"])[0])
 
-    patch.setattr(Choices, "_choice", say)
+    patch.setattr(Choices, "_follow_choice", say)
     patch.setattr(Choices, "begin", lambda self: None)

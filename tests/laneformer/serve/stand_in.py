@@ -67,13 +67,14 @@ class StandIn:
         self.thread.join()
 
     def reset(self) -> None:
-        self.requests: list[dict[str, Any]] = []
+        self.requests = []
         self.cancelled = 0
         self.processor_share = 1.0
         self.accepted_tokens = 0  # of drafts, in each answer
-        self.link: dict[str, float] | None = None
+        self.link = None
         self.refusals = 0  # so many requests are answered with 429
-        self.texts: dict[str, str] = {}  # answers by the message
+        self.texts = {}  # answers by the message
+        self.break_now = threading.Event()
 
     async def page(self, request: Request) -> Response:
         return FileResponse(FOLDER / "index.html", headers={"Content-Security-Policy": POLICY})
@@ -91,9 +92,11 @@ class StandIn:
         return StreamingResponse(self.events(body), media_type="text/event-stream")
 
     async def events(self, body: dict[str, Any]) -> AsyncIterator[str]:
-        """A stream. The last message: "FAST n" n tokens at 2,000/s; "SLOW" 10/s; "THINK" reasons; "BREAK" and
-        the connection ends; "Hello ..." an echo at 20/s, which no slow browser reads in one piece; otherwise the
-        text of `texts`, or an echo, at 800/s with speculation and 400/s without.
+        """A stream, as the last message says.
+
+        "FAST n": n tokens at 2,000/s; "SLOW": 10/s; "THINK" reasons; "BREAK" breaks the connection once break_now is
+        set; "Hello ...": an echo at 20/s, which no slow browser reads in one piece. All else: the text of `texts`, or
+        an echo, at 800/s with speculation and 400/s without.
         """
         question = body["messages"][-1]["content"]
         word, _, rest = question.partition(" ")
@@ -123,6 +126,9 @@ class StandIn:
                 await asyncio.sleep(max(0.001, due_s - time.monotonic()))
                 yield event({"content": "".join(pieces[i : i + run])}, min(len(pieces), i + run))
                 if word == "BREAK" and i > 3:
+                    # A browser discards what it has not read when a connection breaks
+                    while not self.break_now.is_set():
+                        await asyncio.sleep(0.005)
                     raise ConnectionError
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled += 1

@@ -12,7 +12,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -98,7 +97,7 @@ def balancer(slow_folder, tmp_path):
 
 def stream(url: str, ids: list[int], begun: threading.Event) -> str:
     """A long stream to its end; `ids` takes its tokens, the reason of its end is returned."""
-    body: dict[str, Any] = {
+    body = {
         "prompt": "Once",
         "max_tokens": STREAM_TOKENS,
         "ignore_eos": True,
@@ -131,7 +130,7 @@ def test_one_is_drained_one_is_killed_and_no_conversation_ends(balancer):
             assert name == home
             assert cached > 10, "its prefix is there"
 
-    ids: list[int] = []
+    ids = []
     begun = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         end = pool.submit(stream, balancer.url, ids, begun)

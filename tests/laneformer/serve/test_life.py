@@ -16,7 +16,7 @@ import pytest
 
 from laneformer.engine.cpu.decoder import CpuDecoder
 from laneformer.serve.options import ServerOptions
-from laneformer.serve.scheduler import Busy, Running, Scheduler, Stopping
+from laneformer.serve.scheduler import Busy, Running, Scheduler, ServingError
 from tests.laneformer.serve.conftest import Server, in_process, wait_until
 from tests.laneformer.serve.endpoint import TALK, count_of, data_of, error_of, on_a_loop
 
@@ -43,7 +43,7 @@ class Visit:
 
     def __init__(self, app: FastAPI, **body: Any):
         self.status, self.received = 0, b""
-        self._unsent: bytes | None = json.dumps(body).encode()
+        self._unsent = json.dumps(body).encode()
         self._gone = asyncio.Event()
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
         scope = {
@@ -139,7 +139,7 @@ def test_a_deadline(slow_folder):
     ("error", "status", "kind", "message"),
     [
         (Busy(3, 7), 429, "rate_limit_error", "3 requests are waiting"),
-        (Stopping("shutting down"), 503, "server_error", "shutting down"),
+        (ServingError("shutting down"), 503, "server_error", "shutting down"),
         (KeyError("secret"), 500, "server_error", "the server has failed; its log says why"),
     ],
 )

@@ -37,14 +37,14 @@ def app(tiny):
 )
 def test_what_cannot_fit_is_refused_before_it_is_encoded(app, monkeypatch, path, body, most):
     """most: characters that are encoded."""
-    encoded: list[int] = []
+    encoded = []
     truth = PromptEncoder.text
 
-    def counted(self: PromptEncoder, text: str, *args: Any, **kwargs: Any) -> list[int]:
+    def count_text(self: PromptEncoder, text: str, *args: Any, **kwargs: Any) -> list[int]:
         encoded.append(len(text))
         return truth(self, text, *args, **kwargs)
 
-    monkeypatch.setattr(PromptEncoder, "text", counted)
+    monkeypatch.setattr(PromptEncoder, "text", count_text)
     answer = on_a_loop(app, lambda client: client.post(path, json=body))
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
@@ -73,7 +73,7 @@ def hold(patch: pytest.MonkeyPatch, owner: type, name: str) -> list[threading.Ev
         (PromptEncoder, "render", "/v1/chat/completions", {"messages": TALK}),
         (
             Grammars,
-            "of_lark",
+            "compile_lark",
             "/v1/chat/completions",
             {"messages": TALK, "response_format": SCHEMA},
         ),

@@ -19,7 +19,7 @@ LIMIT = 2**20  # bytes of the prefix cache
 def facts_after_a_completion(engine: Engine) -> dict[str, Any]:
     with serving(engine) as client:
         answer = completions(client).post(prompt="Hello", max_tokens=30, ignore_eos=True)
-        facts: dict[str, Any] = client.get("/props").json()
+        facts = client.get("/props").json()
         metrics = client.get("/metrics").text
     details = answer["usage"]["completion_tokens_details"]
     made = details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
@@ -75,6 +75,6 @@ def test_a_slower_link_needs_lanes_on_several_threads(model_folder):
 
 
 def test_the_command_s_arithmetic_is_the_fast_one_and_said(model_folder):
-    flags: Any = {"dtype": "int8", "threads": 1, "cache": False, "cache_bytes": LIMIT}
+    flags = {"dtype": "int8", "threads": 1, "cache": False, "cache_bytes": LIMIT}
     with ModelOptions(**flags).load(model_folder) as engine:
         assert facts_after_a_completion(engine)["math"] == "int8"

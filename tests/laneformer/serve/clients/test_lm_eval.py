@@ -10,7 +10,7 @@ import pytest
 
 from tests.laneformer.serve.conftest import start
 
-TASK: dict[str, Any] = {
+TASK = {
     "task": "tiny",
     "output_type": "multiple_choice",
     "test_split": "test",
@@ -37,7 +37,7 @@ def answers_of(model: Any, manager: Any, **options: Any) -> dict[int, Any]:
     """Every answer by document; what was scored, not the metric alone."""
     import lm_eval
 
-    result: Any = lm_eval.simple_evaluate(
+    result = lm_eval.simple_evaluate(
         model=model,
         tasks=["tiny"],
         task_manager=manager,

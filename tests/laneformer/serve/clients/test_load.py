@@ -68,17 +68,12 @@ async def storm(client: httpx.AsyncClient, expected: list[str], requests: int) -
 
     async with asyncio.TaskGroup() as group:
         for _ in range(requests):
-            drawn = (
-                rng.random() < 1 / 3,
-                rng.randrange(KINDS),
-                rng.random() < 0.5,
-                rng.uniform(0.001, 0.1),
-            )
-            group.create_task(one(*drawn))
+            leaves, stream = rng.random() < 1 / 3, rng.random() < 0.5
+            group.create_task(one(leaves, rng.randrange(KINDS), stream, rng.uniform(0.001, 0.1)))
     return counts
 
 
-def held(server: Server) -> tuple[int, int, int]:
+def measure_process(server: Server) -> tuple[int, int, int]:
     """Resident bytes, open files and threads of the process."""
     process = Path(f"/proc/{server.process.pid}")
     pages = int((process / "statm").read_text().split()[1])
@@ -111,13 +106,13 @@ def test_a_storm_of_requests(server, model_folder):
     assert len(set(expected)) > 6
     run(lambda client: storm(client, expected, 100))  # what is made once: buffers, threads, arenas
     assert asked.becomes_idle()
-    before = held(running)
+    before = measure_process(running)
     counts = run(lambda client: storm(client, expected, REQUESTS))
     assert counts["429"], "the queue was never full, so this shows nothing about it"
     assert asked.becomes_idle()
     assert run(ask_alone) == expected
     rss, files, threads = (
-        after - first for after, first in zip(held(running), before, strict=True)
+        after - first for after, first in zip(measure_process(running), before, strict=True)
     )
     assert rss < RSS_BYTES, f"{rss:,} bytes more than before"
     assert files <= 2, f"{files} files more than before"
