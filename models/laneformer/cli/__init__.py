@@ -57,6 +57,7 @@ def prepare_streams() -> None:
 
 
 def run_command(arguments: list[str] | None) -> None:
+    # tyro has no version flag
     if (sys.argv[1:] if arguments is None else arguments) == ["--version"]:
         print(f"laneformer {__version__}")
         return

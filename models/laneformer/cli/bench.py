@@ -51,6 +51,7 @@ class Bench:
         with console.status("loading weights"):
             engine = self.open_engine()
         with engine, console.status("measuring"):
+            # One engine for all depths: the weights load once
             figures, *deeper = [
                 benchmark(engine, depth, lambda line: console.print(line, style="dim"))
                 for depth in depths

@@ -94,7 +94,6 @@ class Terminal:
         print(piece.translate(CONTROLS), end="", flush=True)
 
     def think(self, piece: str) -> None:
-        """Print reasoning beside the answer, as notes are."""
         self.console.print(piece.translate(CONTROLS), style="dim", end="")
         self.thought = True
 
@@ -182,6 +181,7 @@ class Terminal:
 
     def run_command(self, name: str = "", argument: str = "") -> None:
         if name not in COMMANDS:
+            # A message such as /etc/hosts must not vanish: the error explains how to send it
             near = difflib.get_close_matches(name, COMMANDS, n=1)
             hint = f"did you mean /{near[0]}?" if near else f"there are /{', /'.join(COMMANDS)}"
             raise ValueError(
@@ -210,6 +210,7 @@ class Terminal:
             messages.pop()
         if not messages:
             raise ValueError("there is nothing to answer yet")
+        # The same seed would give the same answer
         self.options["seed"] = (self.options["seed"] + 1) % 2**64
         self.answer(messages)
 

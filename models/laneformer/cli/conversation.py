@@ -24,18 +24,15 @@ SHORTENED_PROMPT = 1 / 2
 
 @dataclass
 class Reply:
-    """The answer to messages, as text and as ids.
-
-    text: all of it; content: without the reasoning. times_s: of each id, since the start.
-    """
+    """The answer to messages, as text and as ids."""
 
     messages: list[Message]
     rendered: str
     prompt: list[int]
     ids: list[int] = field(default_factory=list)
     text: str = ""
-    content: str = ""
-    times_s: list[float] = field(default_factory=list)
+    content: str = ""  # the text without the reasoning
+    times_s: list[float] = field(default_factory=list)  # of each id, since the start
     interrupted: bool = False
     statistics: Statistics = field(init=False)
 
@@ -62,14 +59,11 @@ class Conversation:
         self.messages = [message for message in self.messages if message["role"] == SYSTEM]
 
     def fit(self, messages: list[Message]) -> Reply:
-        """Return an empty reply to these messages, without the oldest turns where they leave it
-        no room.
-
-        Raises:
-            ChatError: the template refuses the messages.
-            ValueError: the last message alone is too long.
+        """Return an empty reply to these messages, without the oldest turns where the context is
+        too small.
         """
         most = MAX_PROMPT * self.context_tokens
+        # Whole turns go, the oldest first; the system message stays
         while len((reply := self._encode(messages)).prompt) > most:
             most = SHORTENED_PROMPT * self.context_tokens
             instructions = [message for message in messages[:1] if message["role"] == SYSTEM]
@@ -97,6 +91,7 @@ class Conversation:
             closing = (
                 self.encoder.encode(rest[len(reply_text) :]) if rest.startswith(reply_text) else []
             )
+            # Only behind an end-of-text id is it certain that both encodings agree
             if closing and closing[0] in self.engine.eos_ids:
                 body = last.ids[:-1] if last.ids[-1] in self.engine.eos_ids else last.ids
                 return Reply(messages, rendered, last.prompt + body + closing)
@@ -110,9 +105,7 @@ class Conversation:
         stop: Sequence[str] = (),
         **options: Any,
     ) -> None:
-        """Generate the reply; `show` gets its content in pieces, `think` its reasoning. Ctrl-C
-        ends it.
-        """
+        """Generate the reply; `show` gets its content, `think` its reasoning."""
         harmony = speaks_harmony(self.engine.tokenizer_config)
         reader = AnswerReader(None, begins_reasoning(self.tokenizer, reply.prompt), harmony)
         stream, stops = TextStream(self.tokenizer, reply.prompt, not harmony), StopStrings(stop)
@@ -157,6 +150,7 @@ def allow_one_interrupt() -> Iterator[None]:
     """Raise KeyboardInterrupt at the first Ctrl-C, and ignore further ones while it is handled."""
 
     def interrupt(*_: object) -> None:
+        # A second Ctrl-C would interrupt the clean-up
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         raise KeyboardInterrupt
 

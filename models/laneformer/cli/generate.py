@@ -17,11 +17,10 @@ from .options import ModelName, ModelOptions, SamplingOptions
 
 @dataclass
 class Generate:
-    """Stream text from a model: the prompt's continuation, as it is decoded.
+    """Stream the continuation of a prompt, or the reply to it with --chat.
 
-    Temperature, top-k, top-p, min-p and repetition penalty default to the model's generation_config.json, as
-    in Transformers. Without one, decoding is greedy, and with --chat as `laneformer chat` samples. --greedy turns
-    sampling off.
+    Sampling defaults to the model's generation_config.json. Without one, decoding is greedy, and
+    with --chat as `laneformer chat` samples.
     """
 
     hf_dir: ModelName
@@ -68,6 +67,7 @@ class Generate:
         conversation.instruct(self.system or "")
         reply = conversation.fit([*conversation.messages, {"role": USER, "content": self.prompt}])
         conversation.complete(reply, show, partial(show, file=sys.stderr), self.stop, **options)
+        # So that the exit status says it
         if reply.interrupted:
             raise KeyboardInterrupt
 

@@ -63,6 +63,7 @@ def locate_model(name: str | Path) -> Path:
     path = Path(name)
     if path.exists():
         return path
+    # A name that is here already is never fetched
     for model in list_models():
         if str(name) in (model.name, model.name.removesuffix(":latest")):
             return model.path
@@ -82,6 +83,7 @@ def download_model(repository: str, quantisation: str) -> Path:
     file = choose_gguf_file(repository, names, quantisation)
     with explain_failure(repository):
         if file is not None:
+            # All parts of a split file; the engine finds the others beside the first
             parts = sorted(name for name in names if PART.sub("", name) == PART.sub("", file))
             first, *_ = [huggingface_hub.hf_hub_download(repository, part) for part in parts]
             return Path(first)
@@ -151,6 +153,7 @@ def list_hugging_face() -> Iterator[LocalModel]:
             name = "/".join(folder.name.split("--")[1:])
             head = folder / "refs/main"
             revision = folder / "snapshots" / (head.read_text().strip() if head.exists() else "")
+            # A download that was interrupted leaves links to files that are missing
             weights = [*revision.glob("*.safetensors")]
             if weights and all(map(is_readable, [revision / "config.json", *weights])):
                 yield LocalModel(name, revision, "Hugging Face")

@@ -63,16 +63,12 @@ class ModelOptions:
     """
 
     def load(self, path: Path, **others: Any) -> Engine:
-        """Open the engine of a path or a model's name; `others` are further options of the
-        engine.
-        """
+        """Open the engine of a path or a model's name."""
         draft = {"draft": locate_model(self.draft)} if self.draft else {}
         return Engine.from_pretrained(locate_model(path), **self._list_flags() | draft, **others)
 
     def random(self, flavor: str, draft_head: int | None = None) -> Engine:
-        """Open an engine with random weights, and a draft head of so many ids (0: all; None: no
-        head).
-        """
+        """Open an engine with random weights; `draft_head`: ids of a head that drafts, 0 for all."""
         options = self._list_flags()
         if self.draft is not None:
             raise ValueError(

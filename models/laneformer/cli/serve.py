@@ -37,6 +37,7 @@ class Serve:
         # Not at the top: it needs the packages of the extra `serve`
         from ..serve.app import run
 
+        # A relative folder, such as ., has no name before it is resolved
         folder = self.hf_dir if ":" in self.hf_dir.name else self.hf_dir.resolve()
         name = self.options.model_name or display_name(folder)
         options = dataclasses.replace(self.options, model_name=name)

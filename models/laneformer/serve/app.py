@@ -1,14 +1,14 @@
 """The HTTP side of the server: its routes, its start and its end. `run` is all that a program
 needs.
-
-From a request to its tokens and back:
-
-1. endpoints.py checks who asks and reads the body: bodies.py, schema.py, parts.py, fields.py.
-2. apis/ translates it; conversation.py renders the prompt, with tool_calls.py and grammar.py.
-3. choices.py submits a request for each choice to scheduler.py, whose thread decodes it.
-4. Tokens return as text (choices.py), as blocks (conversation.py), and in the words of an API
-    (apis/); sending.py writes them to the socket.
 """
+
+# From a request to its tokens and back:
+#
+# 1. endpoints.py checks who asks and reads the body (bodies.py, schema.py, parts.py, fields.py).
+# 2. apis/ translates it; conversation.py renders the prompt (tool_calls.py, grammar.py).
+# 3. choices.py submits a request for each choice to scheduler.py, whose thread decodes it.
+# 4. Tokens return as text (choices.py), as blocks (conversation.py) and in the words of an API
+#    (apis/); sending.py writes them to the socket.
 
 from __future__ import annotations
 
@@ -103,6 +103,7 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
+        # First what submits requests, then what runs them
         endpoints.close()
         scheduler.close()
 
@@ -243,6 +244,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         host, port = (sockets or [])[0].getsockname()[:2]
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        # Programs that start a server read this line from stdout
         print(f"laneformer serves {self.options.model_name} at {address}", flush=True)
         key = ' -H "Authorization: Bearer $KEY"' if self.options.api_key else ""
         asks = """'{"messages": [{"role": "user", "content": "Hello"}]}'"""
@@ -260,6 +262,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter) or late
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # Running answers get grace_s to end; Uvicorn waits for them below
         stopping = asyncio.create_task(self.scheduler.stop(self.options.grace_s))
         # Closes the sockets, then waits for the answers
         await super().shutdown(sockets)

@@ -1,9 +1,7 @@
 """Bodies of requests: JSON in which every field is used, named as without effect, or refused by
 name.
 
-null stands for an absent field, and an empty text, list or object asks for nothing. The header
-`warnings` of an answer names
-the fields without effect.
+null stands for an absent field, and an empty text, list or object asks for nothing.
 """
 
 from __future__ import annotations
@@ -124,6 +122,7 @@ class Body(BaseModel):
             refuse(name, f"{name} = {quote(value)} is not supported; {allowed}")
         else:
             shown = name[:SHOWN_CHARS]
+            # A typo must not be ignored, even where unknown names are
             near = difflib.get_close_matches(shown, cls.known, n=1, cutoff=cls.typo)
             hint = (
                 f"did you mean {near[0]!r}?"
@@ -144,6 +143,7 @@ class Body(BaseModel):
             raise RequestError(
                 f"the body is not a JSON object: {error}", None, "invalid_json"
             ) from None
+        # The search in the bytes is fast; only bodies that may have one are walked
         if SURROGATE.search(raw):
             check_surrogates(value)
         return cls.from_fields(value, reading)
@@ -263,7 +263,8 @@ def quote(value: Any) -> str:
 
 
 def spell_path(path: Sequence[str | int]) -> str:
-    """Return a path as OpenAI writes it: messages[0].content."""
     return "".join(
-        f"[{part}]" if isinstance(part, int) else f".{part}" for part in path
+        # As OpenAI writes it: messages[0].content
+        f"[{part}]" if isinstance(part, int) else f".{part}"
+        for part in path
     ).removeprefix(".")

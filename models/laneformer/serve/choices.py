@@ -26,24 +26,18 @@ class Written(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What is new of one choice.
-
-    tokens: those of the text, where log-probabilities are wanted; ids: all that came. scores: of
-    the prompt, in the first
-    piece, where they are wanted. stop: the stop string that ended the choice.
-    """
+    """What is new of one choice."""
 
     choice: int
     text: str = ""
-    tokens: Sequence[Written] = ()
-    ids: Sequence[int] = ()
+    tokens: Sequence[Written] = ()  # of the text, where log-probabilities are wanted
+    ids: Sequence[int] = ()  # all that came
     finish_reason: str | None = None
-    scores: PromptLogprobs | None = None
-    stop: str | None = None
+    scores: PromptLogprobs | None = None  # of the prompt, in the first piece
+    stop: str | None = None  # the stop string that ended the choice
 
 
 def join_pieces(pieces: Sequence[Piece]) -> Piece:
-    """Join all pieces of one choice."""
     tokens = [token for piece in pieces for token in piece.tokens]
     ids, text = [i for piece in pieces for i in piece.ids], "".join(piece.text for piece in pieces)
     return Piece(pieces[0].choice, text, tokens, ids, pieces[-1].finish_reason)
@@ -90,12 +84,12 @@ class Writing:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that has ended the text."""
         return self.stops.found
 
     def _release(self, out: str, everything: bool = False) -> list[Written]:
         self.shown += len(out)
         released = []
+        # A token is released once its text has begun to appear
         while self.held and (everything or self.held[0].offset < self.shown):
             released.append(self.held.popleft())
         return released
@@ -158,6 +152,7 @@ class Choices:
             self.cancel()
 
     async def _merge_choices(self) -> AsyncGenerator[Piece, None]:
+        # Pieces of all choices, and the tasks of those that have ended
         news: asyncio.Queue[Piece | asyncio.Task[None]] = asyncio.Queue()
 
         async def follow(choice: int) -> None:
@@ -181,6 +176,7 @@ class Choices:
                 task.cancel()
 
     async def _follow_choice(self, choice: int) -> AsyncGenerator[Piece, None]:
+        # A prompt that is scored is read by a request of its own, before the tokens are drawn
         async with self._room:
             if running := self._submit_scoring(choice):
                 async for _ in running:
@@ -230,6 +226,7 @@ class Choices:
         if self.options is None:
             return None
         assert isinstance(self.options.seed, int)
+        # Each choice has the seed that it would have in a batch of the engine
         seed = batch_seeds(self.options.seed, choice + 1)[choice]
         options = {**vars(self.options), "seed": seed, "masked": self.grammar is not None}
         prompt = self.prompts[choice // self.n]

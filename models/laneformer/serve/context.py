@@ -62,6 +62,7 @@ class ServingContext:
         # Now: later it would stall the streams of other requests
         self.grammars.prepare()
         self.tool_calling = ToolCalling(engine.tokenizer_config, self.grammars)
+        # OpenAI's system_fingerprint: equal where the same request and seed give the same answer
         identity = repr(
             (__version__, engine.config, engine.dtype, engine.math, engine.kv_dtype, model)
         )
@@ -102,14 +103,13 @@ class ServingContext:
     def limit_tokens(
         self, request: Sampling, prompts: Sequence[Sequence[int]], wanted: int | None, param: str
     ) -> int:
-        """Return the limit of new tokens: at most what the longest prompt leaves of the context.
-
-        Raises:
-            RequestError: ids outside the vocabulary, an empty prompt, or no room for an answer.
+        """Return the limit of new tokens; RequestError for prompts that leave no room for an
+        answer.
         """
         for i, ids in enumerate(prompts):
             if not self.check_ids(ids, f"{param}[{i}]", param):
                 raise RequestError(f"{param}[{i}] has no tokens; send at least one", param)
+        # All choices share the limit, so the longest prompt decides
         longest = max(map(len, prompts))
         room = self.context_tokens - longest
         if room < (wanted != 0):
@@ -137,6 +137,8 @@ class ServingContext:
         if token_id in self._added:
             return self._added[token_id].encode()
         piece = self.tokenizer.id_to_token(token_id) or ""
+        # Three ways in which tokenizers spell bytes: byte-level BPE, <0x0A>, and U+2581 for a
+        # space
         if self._byte_level and BYTE_OF.keys() >= set(piece):
             return bytes(BYTE_OF[char] for char in piece)
         if len(piece) == 6 and piece.startswith("<0x"):

@@ -27,18 +27,13 @@ ID_CHARS = 9  # of a call's id, as Mistral's templates take it
 
 @dataclass(eq=False)
 class Block:
-    """A part of an answer.
+    """A part of an answer."""
 
-    kind: "reasoning", "text" or "call". text: of a call its arguments. name: of the function that
-    it calls. index: its place
-    in the answer. is_cut: the answer has ended within it.
-    """
-
-    kind: str
-    index: int
-    name: str = ""
-    text: str = ""
-    is_cut: bool = False
+    kind: str  # "reasoning", "text" or "call"
+    index: int  # its place in the answer
+    name: str = ""  # of the function that a call is for
+    text: str = ""  # of a call, its arguments
+    is_cut: bool = False  # the answer has ended within it
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:ID_CHARS])
 
 
@@ -55,6 +50,7 @@ class ChoiceAnswer:
 
     def push(self, piece: Piece) -> tuple[Piece, list[Part]]:
         """Return the piece, whose end may become that of a call, and what is new in the blocks."""
+        # Counted by the state before the piece: tokens of the end tag belong to the reasoning
         self.reasoning_tokens += len(piece.ids) * self._reader.inside
         deltas = self._reader.push(piece.text)
         if piece.finish_reason is not None:
@@ -70,7 +66,6 @@ class ChoiceAnswer:
         return piece, parts
 
     def join_text(self, kind: str) -> str:
-        """Return the text of all blocks of a kind."""
         return "".join(block.text for block in self.blocks if block.kind == kind)
 
     def list_calls(self) -> list[Block]:
@@ -78,8 +73,10 @@ class ChoiceAnswer:
 
     def _add_delta(self, kind: str, text: str) -> Iterator[Part]:
         if kind == "id":
+            # Models repeat ids; a call needs one of its own
             self._call_id = "" if text in (block.id for block in self.blocks) else text
             return
+        # Arguments continue the call, and text of one kind continues its block
         more = bool(self.blocks) and kind in ("arguments", self.blocks[-1].kind)
         if kind == "call" or not more:
             self.blocks.append(Block(kind, len(self.blocks), name=text if kind == "call" else ""))
@@ -91,19 +88,16 @@ class ChoiceAnswer:
 
 
 class Conversation:
-    """A conversation's prompt and grammars; `choices.begin` submits it, then iterate over its
-    answer.
-
-    Make it outside of the event loop: to render, encode and compile takes time. RequestError for
-    what cannot be answered.
-    """
+    """A conversation's prompt and grammars; RequestError for what cannot be answered."""
 
     def __init__(self, request: ConversationRequest, context: ServingContext):
+        # Outside of the event loop: to render, to encode and to compile takes time
         self.request, self.context = request, context
         tools, self.prompt = prepare_prompt(request, context)
         # Control tokens are read as text: they stand around calls, and between harmony's messages
         self.reads_control = bool(tools.names) or context.harmony
         grammar = self._make_grammar(tools)
+        # A grammar without room for text leaves none for a reasoning either
         forced = grammar is not None and not (tools.names and tools.optional)
         inside = not forced and (
             continues_reasoning(request) or begins_reasoning(context.tokenizer, self.prompt)

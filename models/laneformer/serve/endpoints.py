@@ -50,6 +50,7 @@ class Access:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
+        # HEAD is answered as GET; the body is dropped on its way out
         status, is_head = CLIENT_GONE, scope["method"] == "HEAD"
         scope = {**scope, "method": "GET"} if is_head else scope
 
@@ -125,6 +126,8 @@ class Access:
                 left -= len(message.get("body", b""))
             if left >= 0:
                 return message
+            # Read on for a while: most clients read the answer only when they have sent
+            # everything
             while message.get("more_body") and left > -DISCARDED_BYTES:
                 message = await receive()
                 left -= len(message.get("body", b""))
@@ -155,14 +158,9 @@ class Endpoints:
         path: str,
         body: type[BodyType],
         make: Callable[[BodyType, ServingContext], Answer | dict[str, Any]],
-        any_type: bool = False,
+        any_type: bool = False,  # of content, as curl -d and Ollama's clients send it
     ) -> None:
-        """Add a path for POST.
-
-        Args:
-            make: prepares an answer, or returns all of it; called in another thread.
-            any_type: accept any content type, as curl -d and Ollama's clients send it.
-        """
+        """Add a path for POST, whose answer `make` prepares in another thread."""
 
         async def endpoint(request: Request) -> Response:
             raw, reading = (
@@ -180,6 +178,7 @@ class Endpoints:
                     answer = make(asked, self.context)
                 except RequestError as error:
                     raise asked.rename(error) from None
+                # Names are those of chat completions until here
                 for name in answer.choices.unused if isinstance(answer, Answer) else ():
                     reading.unused[asked.rename(RequestError("", name)).param or name] = None
                 return answer
@@ -187,6 +186,7 @@ class Endpoints:
             answer = await self._run_in_pool(answer_in_thread)
             if not isinstance(answer, Answer):
                 return JSONResponse(answer, headers=reading.headers)
+            # On the event loop, like all calls of the scheduler
             answer.begin()
             return AnswerResponse(answer, self.options.keep_alive_s, reading.headers)
 
@@ -202,6 +202,7 @@ class Endpoints:
     async def _run_in_pool(self, work: Callable[[], Any]) -> Any:
         """Run work in another thread; Busy where more of it waits than requests may."""
         scheduler = self.context.scheduler
+        # A request that is being prepared counts like one that waits
         if self._preparing >= scheduler.max_waiting + scheduler.max_joined:
             raise Busy(scheduler.max_waiting, 1)
         self._preparing += 1
@@ -211,6 +212,7 @@ class Endpoints:
             self._preparing -= 1
 
     def _describe_api(self) -> dict[str, Any]:
+        # FastAPI knows nothing of bodies that it does not parse
         described = self._describe()
         _, schemas = models_json_schema(
             [(body, "validation") for body in self._bodies], ref_template=REFERENCES

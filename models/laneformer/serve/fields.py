@@ -1,6 +1,5 @@
-"""Fields of requests that nothing reads, of all APIs: harmless, neutral with some values, or refused.
-
-A field in none of these tables is refused by its name: nothing that changes an answer is ignored.
+"""Fields of requests that nothing reads, of all APIs; a field in none of these tables is refused
+by name.
 """
 
 from __future__ import annotations

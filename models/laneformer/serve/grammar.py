@@ -49,22 +49,16 @@ COMPILED_WITH = {"whitespace_pattern": r"( |\n( {0,32}|\t{0,16}))"}
 
 
 class Grammars:
-    """Compiles grammars for one model; RequestError for those that are wrong, too large, or need
-    llguidance.
-
-    vocab_size: V, rows of the embedding table; the tokenizer may have fewer ids. harmony: answers
-    are written in that
-    format.
-    """
+    """Compiles grammars for one model; RequestError for those that are wrong or too large."""
 
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int], harmony: bool = False
     ):
+        # V, rows of the embedding table: there may be more of them than ids of the tokenizer
         self.tokenizer, self.vocab_size, self.eos_ids = tokenizer, vocab_size, tuple(eos_ids)
-        self.harmony = harmony
+        self.harmony = harmony  # answers are written in this format
 
     def prepare(self) -> None:
-        """Load what the first grammar would wait for."""
         # ValueError: this model can have no grammars, which requests for one are told
         with contextlib.suppress(ValueError):
             _ = self._tokenizer
@@ -82,6 +76,7 @@ class Grammars:
             raise ValueError(
                 "response_format and tools need the package llguidance: pip install 'laneformer[grammar]'"
             ) from None
+        # llguidance reads the tokenizer's JSON, in which truncation and padding must be off
         plain = type(self.tokenizer).from_str(self.tokenizer.to_str())
         plain.no_truncation()
         plain.no_padding()
@@ -108,13 +103,9 @@ class Grammars:
             TEXT: /(.|\\n)*/"""
 
     def write_json_rule(self, schema: Any, what: str, unused: list[str] | None = None) -> str:
-        """Return the part of a Lark grammar that stands for JSON of a schema.
-
-        Args:
-            unused: for the parameters of a tool: collects the places of keywords that no grammar
-                can demand, which are left
-                out. Without it such a keyword is a RequestError, with its place.
-        """
+        """Return the part of a Lark grammar that stands for JSON of a schema."""
+        # unused, for the parameters of a tool: keywords that no grammar can demand are left out,
+        # and their places added to it. Without it such a keyword is an error.
         with name_in_errors(what):
             if not isinstance(schema, dict | bool):
                 raise ValueError(
@@ -128,6 +119,7 @@ class Grammars:
                 unused += [what + place for place in self._leave_out_refused(schema)]
                 schema.setdefault("type", "object")
             rule = f"%json {json.dumps(schema)}"
+            # Checked here: compiling such a schema would take minutes
             if math.lcm(*_find_multiples(schema)) > MAX_MULTIPLE:
                 raise ValueError(
                     f"{what}: the least common multiple of all multipleOf is above {MAX_MULTIPLE:,}"
@@ -150,6 +142,7 @@ class Grammars:
         """Return the part of a Lark grammar that stands for a text, with control tokens and
         CHOSEN marks.
         """
+        # Longest first: a name may begin with another one
         names = sorted(self._control, key=len, reverse=True)
         parts = re.split("|".join((f"({CHOSEN}", *map(re.escape, names))) + ")", text)
         written = CHOICES | {name: f"<[{i}]>" for name, i in self._control.items()}
@@ -170,6 +163,7 @@ class Grammars:
         with name_in_errors(what):
             check_size(lark, "the schemas of a request together")
             matcher = self._make_matcher(lark)
+            # Some contradictions show only when the first token is asked for
             matcher.compute_bitmask()
             if matcher.is_error():
                 raise ValueError(
@@ -219,7 +213,6 @@ class Grammars:
 
 
 def pick_shared(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return what holds for every part of a schema."""
     return {name: schema[name] for name in ("$defs", "definitions", "x-guidance") if name in schema}
 
 
@@ -242,7 +235,6 @@ def check_size(text: str, what: str) -> None:
 
 
 def _find_multiples(schema: Any) -> Iterator[int]:
-    """Yield the digits of every multipleOf."""
     # An automaton has a state for each remainder; an intersection of two has their product
     for _, part in _walk_objects(schema):
         number = part.get("multipleOf")
@@ -321,6 +313,7 @@ class ReasoningBudget:
         return dataclasses.replace(self)
 
     def mask(self, index: int) -> np.ndarray:
+        # A reasoning that ends by itself leaves nothing to force
         self._ended |= self._reader.inside and index >= self.tokens
         if not (self._ended and self._left):
             return self._grammar.mask(index) if self._grammar else self._any

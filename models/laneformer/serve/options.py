@@ -77,16 +77,12 @@ class ServerOptions:
             setattr(self, name, in_range(name, getattr(self, name), kind, low, high))
 
     def listen(self, or_next: bool = False) -> socket.socket:
-        """Return a listening socket; warn on stderr where others can reach it without a key.
-
-        Args:
-            or_next: take the next free port where this one is in use.
-
-        Raises:
-            ValueError: the address cannot be listened on.
+        """Return a listening socket, on one of the next ports if `or_next`; ValueError where
+        there is none.
         """
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
+            # One socket for IPv4 and IPv6 where the system has both
             both = self.host == "::" and socket.has_dualstack_ipv6()
             listening = socket.create_server(
                 (self.host, self.port), family=family, dualstack_ipv6=both
@@ -99,6 +95,7 @@ class ServerOptions:
             raise ValueError(
                 f"cannot listen on port {self.port} of {self.host}: {reason}; choose another --port or --host"
             ) from None
+        # Without a key, others of the network could use the server unnoticed
         if self.host not in ("127.0.0.1", "localhost", "::1") and self.api_key is None:
             warning = f"{self.host} without an API key: everyone who can reach it may use it; set --api-key"
             print(f"laneformer: WARNING: {warning}", file=sys.stderr)

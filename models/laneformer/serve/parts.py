@@ -61,7 +61,6 @@ class Function(Body):
         return self
 
     def to_template(self) -> dict[str, Any]:
-        """Return the function as a template takes it."""
         return self.model_dump(exclude={"strict"})
 
 

@@ -1,7 +1,5 @@
 """Requests wait in a bounded queue, one thread decodes them side by side, an event loop reads
 their tokens.
-
-Only that thread adds requests to the engine's batch and collects their tokens.
 """
 
 from __future__ import annotations
@@ -58,9 +56,6 @@ class EngineError(ServingError):
 class Running:
     """A request that waits, runs, or has ended; iterate over its tokens, on the event loop's
     thread.
-
-    The iteration raises ServingError or ValueError where one of them ended the request; after
-    `cancel` it just ends.
     """
 
     def __init__(self, scheduler: Scheduler, request: Request, grammar: AnswerGrammar | None):
@@ -80,12 +75,14 @@ class Running:
         self._scheduler = scheduler
         self._tokens: list[GeneratedToken] = []
         self._news = asyncio.Event()
+        # Cancels the request; set by Scheduler.submit
         self._deadline: asyncio.TimerHandle | None = None
 
     def __aiter__(self) -> Running:
         return self
 
     async def __anext__(self) -> list[GeneratedToken]:
+        # Tokens that came before the end are delivered before its error is raised
         while not self._tokens:
             if self.finish_reason is not None:
                 if self.error is not None:
@@ -97,7 +94,7 @@ class Running:
         return tokens
 
     def cancel(self, because: Exception | None = None) -> None:
-        """End the request at its next token, or its waiting at once; does nothing after its end."""
+        """End the request at its next token, or its waiting at once."""
         if self.finish_reason is None:
             self.error = self.error or because
             self._scheduler._leave(self)
@@ -164,18 +161,11 @@ class Scheduler:
         self,
         engine: Engine,
         max_waiting: int = 16,
-        deadline_s: float | None = None,
-        when_idle: Callable[[], None] = lambda: None,
+        deadline_s: float | None = None,  # of a request, its waiting included
+        when_idle: Callable[[], None] = lambda: None,  # on the engine's thread, after each IDLE_S
     ):
-        """Start the thread.
-
-        Args:
-            max_waiting: requests in the queue; `max_joined` more decode.
-            deadline_s: of a request, its waiting included.
-            when_idle: called on the engine's thread, once after each IDLE_S without requests.
-
-        Raises:
-            RuntimeError: the engine runs a request of another caller.
+        """Start the engine's thread; RuntimeError while the engine runs a request of another
+        caller.
         """
         self._when_idle = when_idle
         self.engine, self.max_waiting, self.deadline_s = engine, max_waiting, deadline_s
@@ -200,11 +190,7 @@ class Scheduler:
     def submit(
         self, request: Request, grammar: AnswerGrammar | None = None, admitted: bool = False
     ) -> Running:
-        """Queue a request of `batch`, on an event loop; raises Busy, ServingError or EngineError.
-
-        Args:
-            admitted: it belongs to an answer that was accepted, so it counts for no limit.
-        """
+        """Queue a request of `batch`, on an event loop; Busy, ServingError or EngineError."""
         self._loop = asyncio.get_running_loop()
         running = Running(self, request, grammar)
         with self._changed:
@@ -214,6 +200,8 @@ class Scheduler:
                 raise ServingError("the server is shutting down and takes no more requests")
             if (
                 not admitted
+                # An admitted request belongs to an answer that was accepted, so there is room for
+                # it
                 and len(self.waiting) + len(self.running) >= self.max_waiting + self.max_joined
             ):
                 one_ends_s = math.ceil(self._request_s / self.max_joined)
@@ -269,6 +257,7 @@ class Scheduler:
             self.unanswered = self.batch.unanswered
         with self._changed:
             self._closing = True
+            # After this nobody can submit, so these are all that will ever wait
             left = [*self.waiting, *self.running]
             self.waiting.clear()
             self.running.clear()
@@ -283,6 +272,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Take requests from the queue while there is room; block while there is nothing to do."""
         with self._changed:
+            # The callback runs without the lock: it may take a while, and submit must not wait
             idle = not self._changed.wait_for(self._has_work, IDLE_S)
         if idle:
             self._when_idle()
@@ -298,6 +288,7 @@ class Scheduler:
         return bool(self.waiting or self.running or self._closing)
 
     def _join(self, running: Running) -> None:
+        # The request may be cancelled before its ticket is known: `left` remembers it
         ticket = self.batch.begin(running.request)
         running.started_s = time.monotonic()
         self._joined[ticket] = running
@@ -318,6 +309,7 @@ class Scheduler:
                 running._count_tokens(len(update.tokens), now_s)
             if update.finish_reason is not None:
                 running._count_end(update.statistics or Statistics())
+                # A moving average, from which a full queue estimates Retry-After
                 self._request_s += MEAN_WEIGHT * (
                     now_s - (running.started_s or now_s) - self._request_s
                 )
@@ -345,7 +337,6 @@ class Scheduler:
             self.batch.leave(running.ticket)
 
     def _hand_over(self, news: list[tuple[Running, Update]]) -> None:
-        """Pass news to the event loop."""
         if not news:
             return
         self._delivered_s = time.monotonic()

@@ -1,7 +1,5 @@
 """The fields of requests: those of all APIs, and of OpenAI's two endpoints, into which other APIs
 translate.
-
-Fields beyond OpenAI's have the names that other servers gave them.
 """
 
 from __future__ import annotations
@@ -91,7 +89,7 @@ class Sampling(Body):
     ] = []
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Share | None = None
-    # Beyond OpenAI's
+    # Beyond OpenAI's, by the names that other servers gave them
     top_k: Annotated[int, Field(ge=-1, le=RANGES["top_k"][2])] | None = None
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
@@ -126,7 +124,6 @@ class Sampling(Body):
 
 
 def rename_refusal(error: ValueError) -> RequestError:
-    """Return the engine's refusal with the request's name of the option."""
     # The engine's messages begin with the name of the option
     option, _, reason = str(error).partition(" ")
     name = OWN_NAMES.get(option, option)
@@ -154,6 +151,7 @@ class Request(Sampling):
 
     @model_validator(mode="after")
     def _check_stream_options(self, info: ValidationInfo) -> Self:
+        # Some clients always send it, so it is an error only with --strict
         if "stream_options" in self.model_fields_set and not self.stream:
             (info.context or STRICTLY).pass_over(
                 "stream_options", "stream_options needs stream = true"
@@ -262,6 +260,7 @@ class ConversationRequest(OpenAIRequest):
         variables: dict[str, Any] = {"reasoning_effort": effort} if effort else {}
         if effort == "none" or self.thinking.type == "disabled":
             variables = {"enable_thinking": False}
+        # What the request sets by name wins; templates ignore variables that they do not know
         self.chat_template_kwargs = variables | self.chat_template_kwargs
         if self.reasoning_budget is None:
             self.reasoning_budget = self.thinking.budget_tokens

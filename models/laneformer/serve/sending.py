@@ -109,6 +109,7 @@ class AnswerResponse(Response):
         self._writes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Whichever ends first: the answer, or the connection
         gone = asyncio.create_task(wait_for_disconnect(receive))
         work = asyncio.create_task(
             self._send_stream(send)
@@ -159,6 +160,7 @@ class AnswerResponse(Response):
                 }
                 raw = [(name.encode(), value.encode()) for name, value in headers.items()]
                 await self._send({"type": "http.response.start", "status": 200, "headers": raw})
+            # Counts comments too: with any of them the status is on its way
             self._writes += 1
             await self._send(
                 {"type": "http.response.body", "body": text.encode(), "more_body": more}
@@ -169,6 +171,7 @@ class AnswerResponse(Response):
         # of a write which the client holds up, this one or another.
         with contextlib.suppress(TimeoutError):
             while True:
+                # Only a silence needs a comment
                 before = self._writes
                 await asyncio.sleep(self._keep_alive_s)
                 if self._writes == before:

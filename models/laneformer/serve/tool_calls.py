@@ -1,9 +1,4 @@
-"""Tools: functions that a model may call, in the form that its own chat template shows.
-
-A conversation with a call is rendered, and what stands around the function's name and its
-arguments is the form. The grammar
-allows this form alone, and the parser looks for it.
-"""
+"""Tools: functions that a model may call, in the form that its own chat template shows."""
 
 from __future__ import annotations
 
@@ -48,6 +43,7 @@ def read_form(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> Cal
     """Return the form in which a template renders calls; None where it has none with JSON
     arguments.
     """
+    # A template that renders tools writes something else with them than without
     user = {"role": USER, "content": "x"}
     with contextlib.suppress(ChatError):
         if template.render([user], tools=tools) != template.render([user]):
@@ -65,6 +61,7 @@ def probe_calls(
     answer, spelled = "probed_answer", json.dumps(arguments)
 
     def render(calls: int) -> str:
+        # Names that no template writes by itself, so that they are found again in the text
         function = {"name": PROBE_NAME, "arguments": arguments}
         sent = [
             {"id": call_id, "type": "function", "function": function} for call_id in ids[:calls]
@@ -74,9 +71,12 @@ def probe_calls(
             [{"role": USER, "content": "x"}, {"role": ASSISTANT, **fields}], tools=tools
         )
 
+    # A conversation with a call is rendered: what stands around the function's name and its
+    # arguments is the form. The grammar allows this form alone, and the parser looks for it.
     plain, one = render(0), ""
     with contextlib.suppress(ChatError):
         one = render(1)
+    # This template takes the arguments as a text of JSON
     if as_text := not one or str(arguments) in one:
         arguments = spelled
         one = render(1)
@@ -106,7 +106,6 @@ def probe_calls(
 
 
 def replace_ids(text: str) -> str:
-    """Return a part of a form with CALL_ID where a call's id stands."""
     # The first of Mistral's templates show ids that their models do not write
     return re.sub("probed00.", CALL_ID, re.sub(', "id": "probed00."', "", text))
 
@@ -133,6 +132,7 @@ class ToolCalling:
         except ValueError:
             return  # rendering the conversation raises the error
         probe: dict[str, Any] = {"name": "x", "description": "x", "parameters": NO_PARAMETERS}
+        # Without a form of its own the model is told Hermes's
         form = read_form(template, [{"type": "function", "function": probe}])
         if form := HARMONY if speaks_harmony(tokenizer_config) else form:
             self.form, self.described = form, False
@@ -145,6 +145,7 @@ class ToolCalling:
     def select_tools(self, request: ConversationRequest) -> ToolUse:
         """Return the tools of a request, and which of them may be called."""
         functions = [tool.function.to_template() for tool in request.tools]
+        # A single named function leaves nothing to choose, and no second call
         choice = request.tool_choice
         if isinstance(choice, ToolChoice):
             return ToolUse(self, functions, (choice.function.name,), parallel=False)
@@ -154,19 +155,14 @@ class ToolCalling:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The tools of one request.
-
-    names: of the functions that may be called. optional: the answer may be text instead. unused:
-    parts of parameters that no
-    grammar can demand.
-    """
+    """The tools of one request."""
 
     calling: ToolCalling
     functions: list[dict[str, Any]]
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the functions that may be called
     parallel: bool
-    optional: bool = False
-    unused: list[str] = field(default_factory=list)
+    optional: bool = False  # text may come instead
+    unused: list[str] = field(default_factory=list)  # parameters that no grammar can demand
 
     @property
     def form(self) -> CallForm | None:
@@ -175,7 +171,6 @@ class ToolUse:
 
     @property
     def template_tools(self) -> list[dict[str, Any]]:
-        """The tools for the chat template."""
         if self.calling.described or not self.names:
             return []
         return [{"type": "function", "function": function} for function in self.functions]
@@ -195,7 +190,7 @@ class ToolUse:
         return copies
 
     def _describe_tools(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return all as text: the tools, calls, and their results."""
+        # The template knows no tools: calls, results and the tools themselves become text
         texts: list[dict[str, Any]] = []
         for is_result, group in itertools.groupby(
             messages, key=lambda message: message["role"] == "tool"

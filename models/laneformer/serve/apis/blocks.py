@@ -38,7 +38,6 @@ class TranslatedRequest(Request):
 
 
 def pick_sampling(body: Sampling) -> dict[str, Any]:
-    """Return the fields about how tokens are drawn, and how many."""
     return body.model_dump(include={*Sampling.model_fields, "max_tokens"}, exclude_unset=True)
 
 
@@ -76,6 +75,7 @@ class BlockAnswer(Answer):
 
     async def __aiter__(self) -> AsyncGenerator[str, None]:
         yield self.open_stream()
+        # A block ends where the next one begins, or with the stream
         last: Block | None = None
         async for block, text in self.parts():
             if text:
@@ -115,7 +115,6 @@ class BlockAnswer(Answer):
 
 
 def write_event(kind: str, **fields: Any) -> str:
-    """Return a named event of a stream."""
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n"
 
 

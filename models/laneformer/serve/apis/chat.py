@@ -35,6 +35,7 @@ class ConversationAnswer(OpenAIAnswer):
                 for block, text in parts
                 if text or block.kind == "call"
             ]
+            # Tokens without new text still carry their log-probabilities and ids
             if not deltas and (tokens.tokens or (tokens.ids and self.request.return_token_ids)):
                 deltas = [{}]
             for delta in deltas:

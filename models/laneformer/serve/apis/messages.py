@@ -79,6 +79,7 @@ class MessagesRequest(TranslatedRequest):
             if self.output_config.format.type != "text":
                 reason = "the final assistant message, which the answer continues, cannot be combined with a format"
                 raise RequestError(reason, "output_config.format")
+            # Nothing to continue: the turn is opened like any other
             if not messages[-1]["content"]:  # it is begun
                 messages.pop()
                 continues = False

@@ -170,7 +170,6 @@ def format_line(
     calls: Sequence[Block] = (),
     **more: Any,
 ) -> dict[str, Any]:
-    """Return a part of an answer, or all of it."""
     answer: dict[str, Any] = {
         "content" if chat else "response": text,
         **({"thinking": thinking} if thinking else {}),
@@ -212,6 +211,7 @@ class ShowRequest(Body):
 def add_routes(endpoints: Endpoints, facts: Mapping[str, Any]) -> None:
     """Add the routes; `facts` describe the model, as in /props."""
     app, context = endpoints.app, endpoints.context
+    # Clients read these to decide what the model can do; it need not be a GGUF file
     details = {
         "parent_model": "",
         "format": "gguf",

@@ -69,6 +69,7 @@ class OpenAIAnswer(Answer):
     def _format_choice(
         self, piece: Piece, scored: bool, first: bool, **content: Any
     ) -> dict[str, Any]:
+        # vLLM's fields
         ids: dict[str, Any] = {}
         if self.with_ids:
             prompt = self.choices.prompts[piece.choice // self.choices.n] if first else None
@@ -100,6 +101,7 @@ class OpenAIAnswer(Answer):
         ) + DONE
 
     def _write_body(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> str:
+        # As OpenAI does it, other chunks have usage = null where the last one has it
         has_usage = self._options.include_usage or usage
         body = {**self._fields, "choices": choices, **({"usage": usage} if has_usage else {})}
         return write_event(json.dumps(body))
@@ -110,7 +112,6 @@ def write_event(data: str) -> str:
 
 
 def sum_usage(choices: Choices, reasoning_tokens: int = 0) -> dict[str, Any]:
-    """Return the tokens read and written so far."""
     read, written = sum(map(len, choices.prompts)), sum(choices.generated)
     usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
     # The engine reports details at the end; until then they are null
@@ -141,7 +142,6 @@ def clamp_logprob(logprob: float | None) -> float:
 def format_completion_logprobs(
     context: ServingContext, written: Iterable[Written]
 ) -> dict[str, list[Any]]:
-    """Return log-probabilities in the form of /v1/completions."""
     scores: dict[str, list[Any]] = {
         "text_offset": [],
         "token_logprobs": [],
@@ -166,7 +166,6 @@ def format_completion_logprobs(
 def format_conversation_logprobs(
     context: ServingContext, written: Iterable[Written]
 ) -> dict[str, Any]:
-    """Return log-probabilities in the form of /v1/chat/completions."""
 
     def entry(i: int, logprob: float | None) -> dict[str, Any]:
         return {
