@@ -43,7 +43,8 @@ class PromptEncoder:
         self._name = {secret: name for name, secret in self._secret.items()}
         # A GGUF file may say that this token begins every conversation, whatever its template writes
         self._bos = self._secret.get(tokenizer_config.get("conversation_bos", ""), "")
-        self._mark, self._edge = draw_digits(), draw_digits()
+        self._mark = draw_digits()
+        self._edge = draw_digits()
         self._tokenizer = rename_control_tokens(tokenizer, self._secret)
         self._ids = {self._tokenizer.token_to_id(secret) for secret in self._name}
         self._always_read = all(self._ids & {*self.encode(f"a{secret}a")} for secret in self._name)
@@ -179,7 +180,8 @@ class PromptEncoder:
         self, names: re.Pattern[str], text: str, by: Callable[[re.Match[str]], str]
     ) -> str:
         """Return `names.sub(by, text)`, in steps between which other threads run."""
-        parts, end = [], 0
+        parts = []
+        end = 0
         for match in self._find(names, text):
             parts += [text[end : match.start()], by(match)]
             end = match.end()
@@ -241,7 +243,9 @@ class ChatTemplate:
         source = tokenizer_config.get("chat_template")
         if isinstance(source, list):  # several, by name
             source = {entry["name"]: entry["template"] for entry in source}
-        named = source if isinstance(source, dict) else {"default": source} if source else {}
+        named = source or {}
+        if isinstance(named, str):
+            named = {"default": named}
         if "default" not in named:
             raise ValueError(
                 f"the model has no default chat template (named ones: {sorted(named)}); give plain text"

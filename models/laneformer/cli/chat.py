@@ -71,7 +71,9 @@ class Terminal:
     """Reads messages and commands, prints replies to stdout and notes to stderr."""
 
     def __init__(self, conversation: Conversation, options: dict[str, Any], console: Console):
-        self.conversation, self.options, self.console = conversation, options, console
+        self.conversation = conversation
+        self.options = options
+        self.console = console
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self.left = False
         self.thought = False  # the last text printed was reasoning
@@ -129,7 +131,8 @@ class Terminal:
             except EOFError:
                 return "\n".join(lines) if lines else None
             if not lines and line.startswith('"""'):
-                quoted, line = True, line[3:]
+                quoted = True
+                line = line[3:]
             mark = '"""' if quoted else "\\"
             marked = line.rstrip().endswith(mark)
             lines.append(line.rstrip().removesuffix(mark) if marked else line)
@@ -160,7 +163,8 @@ class Terminal:
         self.note(self.describe_reply(reply))
 
     def describe_reply(self, reply: Reply) -> str:
-        times_s, did = reply.times_s, reply.statistics
+        times_s = reply.times_s
+        did = reply.statistics
         figures = [f"{len(reply.ids)} tokens"]
         if len(times_s) > 1:
             figures.append(

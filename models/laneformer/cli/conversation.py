@@ -43,7 +43,8 @@ class Conversation:
     def __init__(self, engine: Engine, messages: list[Message]):
         if engine.tokenizer is None:
             raise ValueError("a conversation needs a tokenizer, but the model has none")
-        self.engine, self.tokenizer = engine, engine.tokenizer
+        self.engine = engine
+        self.tokenizer = engine.tokenizer
         self.messages = messages
         self.encoder = PromptEncoder(engine.tokenizer, engine.tokenizer_config)
         self.context_tokens = engine.config.max_position_embeddings
@@ -79,7 +80,8 @@ class Conversation:
         return reply
 
     def _encode(self, messages: list[Message]) -> Reply:
-        rendered, last = self.encoder.render(messages), self.last
+        rendered = self.encoder.render(messages)
+        last = self.last
         if last and rendered == last.rendered:
             return Reply(messages, rendered, last.prompt)
         # The reply goes back as the ids that the model wrote: its text may encode into other ids,
@@ -108,7 +110,8 @@ class Conversation:
         """Generate the reply; `show` gets its content, `think` its reasoning."""
         harmony = speaks_harmony(self.engine.tokenizer_config)
         reader = AnswerReader(None, begins_reasoning(self.tokenizer, reply.prompt), harmony)
-        stream, stops = TextStream(self.tokenizer, reply.prompt, not harmony), StopStrings(stop)
+        stream = TextStream(self.tokenizer, reply.prompt, not harmony)
+        stops = StopStrings(stop)
         start_s = time.monotonic()
 
         def add(deltas: list[Delta]) -> None:

@@ -212,7 +212,8 @@ class Models:
     """One line of JSON a model, with its path."""
 
     def run(self) -> None:
-        copies, packed = list_packed(), Counter[Path]()
+        copies = list_packed()
+        packed = Counter[Path]()
         for copy in copies:
             packed[copy.source] += copy.bytes
         models = [(model, packed[model.path.resolve()]) for model in list_models()]

@@ -139,7 +139,8 @@ class SamplingOptions:
 
     def resolve_options(self, engine: Engine, conversation: bool) -> dict[str, Any]:
         """Return the options for this model: its defaults, printed to stderr, and what was given."""
-        options, defaults = self.check_options(), engine.sampling_defaults
+        options = self.check_options()
+        defaults = engine.sampling_defaults
         source = "from the model's generation_config.json"
         if not defaults:
             source = "as the model has no generation_config.json"

@@ -132,7 +132,8 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
 
 def add_api(endpoints: Endpoints) -> None:
     """Add OpenAI's and Anthropic's routes, and llama.cpp's for tokens."""
-    app, context = endpoints.app, endpoints.context
+    app = endpoints.app
+    context = endpoints.context
     model = {
         "id": context.model,
         "object": "model",
@@ -181,7 +182,9 @@ def add_facts(app: FastAPI, scheduler: Scheduler, facts: dict[str, Any], metrics
 
     @app.get("/props")
     async def props() -> dict[str, Any]:
-        engine, read, drafts = scheduler.engine, facts["probe_bytes_per_s"], facts["draft_model"]
+        engine = scheduler.engine
+        read = facts["probe_bytes_per_s"]
+        drafts = facts["draft_model"]
         return {
             **facts,
             **engine.kv_cache,
@@ -237,7 +240,9 @@ class Server(uvicorn.Server):
         # By then the scheduler has cancelled all answers
         config.timeout_graceful_shutdown = round(options.grace_s) + 5
         super().__init__(config)
-        self.options, self.scheduler, self.on_start = options, app.state.scheduler, on_start
+        self.options = options
+        self.scheduler = app.state.scheduler
+        self.on_start = on_start
         self._last_s: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

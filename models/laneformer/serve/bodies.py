@@ -36,7 +36,9 @@ class RequestError(ValueError):
         self, message: str, param: str | None, code: str | None = "invalid_value", status: int = 400
     ):
         super().__init__(message)
-        self.param, self.code, self.status_code = param, code, status
+        self.param = param
+        self.code = code
+        self.status_code = status
 
     def rename(self, name: str, own_name: str) -> RequestError:
         """Return the error with another name of its field; both are patterns of `re`."""
@@ -95,7 +97,8 @@ class Body(BaseModel):
     def _take_fields(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             return data
-        reading, fields = info.context or STRICTLY, {}
+        reading = info.context or STRICTLY
+        fields = {}
         for name, value in data.items():
             if value is None:
                 continue

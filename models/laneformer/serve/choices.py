@@ -39,7 +39,8 @@ class Piece(NamedTuple):
 
 def join_pieces(pieces: Sequence[Piece]) -> Piece:
     tokens = [token for piece in pieces for token in piece.tokens]
-    ids, text = [i for piece in pieces for i in piece.ids], "".join(piece.text for piece in pieces)
+    ids = [i for piece in pieces for i in piece.ids]
+    text = "".join(piece.text for piece in pieces)
     return Piece(pieces[0].choice, text, tokens, ids, pieces[-1].finish_reason)
 
 
@@ -197,7 +198,8 @@ class Choices:
         stream = TextStream(
             self.context.tokenizer, prompt, skip_special_tokens=not self.with_control_tokens
         )
-        detailed, scores_stop = self.options.logprobs is not None, self.score_top is not None
+        detailed = self.options.logprobs is not None
+        scores_stop = self.score_top is not None
         writing = Writing(
             stream, StopStrings(self.stops), running.request.stop_ids, detailed, scores_stop
         )
@@ -217,7 +219,8 @@ class Choices:
         yield Piece(choice, text, written, (), reason, stop=writing.stop)
 
     def _submit_scoring(self, choice: int) -> Running | None:
-        ids, top = self.prompts[choice // self.n], self.score_top
+        ids = self.prompts[choice // self.n]
+        top = self.score_top
         if top is None or len(ids) < 2:
             return None
         return self._submit(lambda batch: batch.scoring(ids, top=top))
@@ -236,7 +239,8 @@ class Choices:
         self, make: Callable[[Batch], Request], grammar: AnswerGrammar | None = None
     ) -> Running:
         if self._ready is not None:  # `begin` has submitted the first one
-            running, self._ready = self._ready, None
+            running = self._ready
+            self._ready = None
             return running
         scheduler = self.context.scheduler
         try:

@@ -46,7 +46,9 @@ class ServingContext:
             raise ValueError(
                 "a server needs a tokenizer, but the model folder has no tokenizer.json; add the model's own"
             )
-        self.scheduler, self.model, self.tokenizer = scheduler, model, engine.tokenizer
+        self.scheduler = scheduler
+        self.model = model
+        self.tokenizer = engine.tokenizer
         self.vocab_size = engine.config.vocab_size
         self.context_tokens = engine.config.max_position_embeddings
         self.reasoning_budget = reasoning_budget

@@ -46,7 +46,8 @@ class ChoiceAnswer:
     def __init__(self, reader: AnswerReader):
         self.blocks: list[Block] = []
         self.reasoning_tokens = 0
-        self._reader, self._call_id = reader, ""
+        self._reader = reader
+        self._call_id = ""
 
     def push(self, piece: Piece) -> tuple[Piece, list[Part]]:
         """Return the piece, whose end may become that of a call, and what is new in the blocks."""
@@ -80,7 +81,8 @@ class ChoiceAnswer:
         more = bool(self.blocks) and kind in ("arguments", self.blocks[-1].kind)
         if kind == "call" or not more:
             self.blocks.append(Block(kind, len(self.blocks), name=text if kind == "call" else ""))
-            self.blocks[-1].id, self._call_id = self._call_id or self.blocks[-1].id, ""
+            self.blocks[-1].id = self._call_id or self.blocks[-1].id
+            self._call_id = ""
             yield self.blocks[-1], ""
         if kind != "call":
             self.blocks[-1].text += text
@@ -92,7 +94,8 @@ class Conversation:
 
     def __init__(self, request: ConversationRequest, context: ServingContext):
         # Outside of the event loop: to render, to encode and to compile takes time
-        self.request, self.context = request, context
+        self.request = request
+        self.context = context
         tools, self.prompt = prepare_prompt(request, context)
         # Control tokens are read as text: they stand around calls, and between harmony's messages
         self.reads_control = bool(tools.names) or context.harmony
@@ -115,7 +118,8 @@ class Conversation:
             yield self.answers[piece.choice].push(piece)
 
     def _make_grammar(self, tools: ToolUse) -> Grammar | None:
-        form, calls = self.request.response_format, tools.make_grammar()
+        form = self.request.response_format
+        calls = tools.make_grammar()
         if form.type == "text":
             return calls
         if calls:
@@ -127,11 +131,13 @@ class Conversation:
         self, reader: Callable[[], AnswerReader], grammar: Grammar | None
     ) -> AnswerGrammar | None:
         """Return the grammar, or one that also ends a reasoning that takes too long."""
-        context, tokens = self.context, self.request.reasoning_budget
+        context = self.context
+        tokens = self.request.reasoning_budget
         tokens = context.reasoning_budget if tokens is None else tokens
         if tokens == UNLIMITED:
             return grammar
-        tokenizer, ending = context.tokenizer, ENDING
+        tokenizer = context.tokenizer
+        ending = ENDING
         if context.harmony:
             # A grammar allows no second reasoning; without a grammar the answer itself is begun
             ending = NEXT if grammar else f"{NEXT}{ANSWER}"
@@ -140,7 +146,8 @@ class Conversation:
         return ReasoningBudget(tokens, reader, ids, stream, context.vocab_size, grammar)
 
     def _make_choices(self, grammar: AnswerGrammar | None) -> Choices:
-        request, context = self.request, self.context
+        request = self.request
+        context = self.context
         wanted = request.max_completion_tokens or request.max_tokens
         limit = context.limit_tokens(request, [self.prompt], wanted, "messages")
         logprobs = request.top_logprobs or 0 if request.logprobs else None

@@ -43,7 +43,9 @@ class Access:
     """
 
     def __init__(self, app: ASGIApp, options: ServerOptions, metrics: Metrics):
-        self.app, self.options, self.metrics = app, options, metrics
+        self.app = app
+        self.options = options
+        self.metrics = metrics
         self.allowed = set(options.allowed_origins)
         self.names = {"localhost", options.host.lower(), *map(str.lower, options.host_names)}
 
@@ -51,7 +53,8 @@ class Access:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         # HEAD is answered as GET; the body is dropped on its way out
-        status, is_head = CLIENT_GONE, scope["method"] == "HEAD"
+        status = CLIENT_GONE
+        is_head = scope["method"] == "HEAD"
         scope = {**scope, "method": "GET"} if is_head else scope
 
         async def count_status(message: Message) -> None:
@@ -78,7 +81,8 @@ class Access:
         # A page of another site in a user's browser must not reach the server, neither through a
         # name of its own that resolves to this address (DNS rebinding) nor across origins
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        host, origin = headers.get(b"host", ""), headers.get(b"origin")
+        host = headers.get(b"host", "")
+        origin = headers.get(b"origin")
         if not self.is_allowed_host(host):
             return HTTPException(
                 403, f"the host {host!r} is not a name of this server; allow it with --host-names"
@@ -96,7 +100,8 @@ class Access:
         if key is not None and not (
             scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDER)
         ):
-            bearer, anthropic = headers.get(b"authorization", ""), headers.get(b"x-api-key", "")
+            bearer = headers.get(b"authorization", "")
+            anthropic = headers.get(b"x-api-key", "")
             # Some clients send both headers, one of them with a placeholder
             pairs = (bearer, f"Bearer {key}"), (anthropic, key)
             if not any(hmac.compare_digest(sent.encode(), right.encode()) for sent, right in pairs):
@@ -143,7 +148,9 @@ class Endpoints:
     """Adds endpoints to an application, and their bodies to its OpenAPI description."""
 
     def __init__(self, app: FastAPI, context: ServingContext, options: ServerOptions):
-        self.app, self.context, self.options = app, context, options
+        self.app = app
+        self.context = context
+        self.options = options
         self._pool = ThreadPoolExecutor(THREADS, "laneformer-prepare")
         self._preparing = 0
         self._bodies: list[type[Body]] = []
@@ -163,10 +170,8 @@ class Endpoints:
         """Add a path for POST, whose answer `make` prepares in another thread."""
 
         async def endpoint(request: Request) -> Response:
-            raw, reading = (
-                await request.body(),
-                Reading(self.options.strict, self.context.max_values),
-            )
+            raw = await request.body()
+            reading = Reading(self.options.strict, self.context.max_values)
             kind = request.headers.get("content-type", "application/json")
             if not any_type and kind.partition(";")[0].strip().lower() != "application/json":
                 message = f"the body has the content type {kind[:80]!r}; send application/json"

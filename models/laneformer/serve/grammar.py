@@ -55,7 +55,9 @@ class Grammars:
         self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int], harmony: bool = False
     ):
         # V, rows of the embedding table: there may be more of them than ids of the tokenizer
-        self.tokenizer, self.vocab_size, self.eos_ids = tokenizer, vocab_size, tuple(eos_ids)
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.eos_ids = tuple(eos_ids)
         self.harmony = harmony  # answers are written in this format
 
     def prepare(self) -> None:
@@ -302,8 +304,10 @@ class ReasoningBudget:
     grammar: Grammar | None
 
     def __post_init__(self) -> None:
-        self._left, self._ended = self.ending, False
-        self._reader, self._stream = self.make_reader(), self.make_stream()
+        self._left = self.ending
+        self._ended = False
+        self._reader = self.make_reader()
+        self._stream = self.make_stream()
         # Before and after the ending any id may come, or those of the answer's own grammar
         self._grammar = self.grammar and self.grammar.copy()
         self._any = np.full(-(-self.vocab_size // WORD_BITS), 0xFFFFFFFF, np.uint32)

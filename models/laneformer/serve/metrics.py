@@ -39,7 +39,8 @@ GAUGES = {
 class Metrics(Collector):
     def __init__(self, scheduler: Scheduler, facts: Mapping[str, Any]):
         # facts["probe_bytes_per_s"] may be None, and may grow
-        self._scheduler, self._facts = scheduler, facts
+        self._scheduler = scheduler
+        self._facts = facts
         self.registry = CollectorRegistry()
         self.answers = Counter(
             "laneformer_requests", "Answers", ["endpoint", "status"], registry=self.registry
@@ -47,7 +48,8 @@ class Metrics(Collector):
         self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        scheduler, totals = self._scheduler, self._scheduler.totals
+        scheduler = self._scheduler
+        totals = self._scheduler.totals
         labels = {name: str(value) for name, value in self._facts.items()}
         yield InfoMetricFamily("laneformer_engine", "The model and how it is decoded", labels)
         yield make_gauge("waiting", "Requests in the queue", len(scheduler.waiting))

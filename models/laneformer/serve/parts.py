@@ -32,7 +32,8 @@ Effort = Annotated[str, AfterValidator(check_effort)]
 
 
 class Called(Body):
-    place, is_open = "messages[].tool_calls[].function.", True
+    place = "messages[].tool_calls[].function."
+    is_open = True
     harmless = {"parsed_arguments": None}  # the openai client adds it, and sends it back
 
     name: str
@@ -40,7 +41,8 @@ class Called(Body):
 
 
 class ToolCall(Body):
-    place, is_open = "messages[].tool_calls[].", True
+    place = "messages[].tool_calls[]."
+    is_open = True
     harmless = {"index": None}  # programs that join deltas leave it in
 
     id: str | None = None
@@ -65,7 +67,8 @@ class Function(Body):
 
 
 class Tool(Body):
-    place, is_open = "tools[].", True
+    place = "tools[]."
+    is_open = True
 
     type: Literal["function"]
     function: Function
@@ -114,7 +117,8 @@ class ToolChoice(Body):
 
 
 class TextPart(Body):
-    place, is_open = "messages[].content[].", True
+    place = "messages[].content[]."
+    is_open = True
     harmless = {"cache_control": None}
 
     type: Literal["text"]
@@ -154,7 +158,8 @@ class Reasoning(Body):
 
 
 class Message(Body):
-    place, is_open = "messages[].", True
+    place = "messages[]."
+    is_open = True
     refused = {
         "audio": "the model reads text only",
         "refusal": "send what the assistant wrote as content",

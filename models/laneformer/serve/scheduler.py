@@ -59,7 +59,8 @@ class Running:
     """
 
     def __init__(self, scheduler: Scheduler, request: Request, grammar: AnswerGrammar | None):
-        self.request, self.grammar = request, grammar
+        self.request = request
+        self.grammar = grammar
         self.submitted_s = time.monotonic()
         self.started_s = self.first_token_s = self.last_token_s = None  # type: float | None
         self.generated_tokens = 0
@@ -90,7 +91,8 @@ class Running:
                 raise StopAsyncIteration
             self._news.clear()
             await self._news.wait()
-        tokens, self._tokens = self._tokens, []
+        tokens = self._tokens
+        self._tokens = []
         return tokens
 
     def cancel(self, because: Exception | None = None) -> None:
@@ -105,7 +107,8 @@ class Running:
             self.finish_reason = update.finish_reason
             # Here, not on the engine's thread: requests that never ran count too
             self._scheduler.totals.ended[self.finish_reason] += 1
-            self.statistics, self.scores = update.statistics, update.scores
+            self.statistics = update.statistics
+            self.scores = update.scores
             if update.finish_reason == "error":
                 self.error = self.error or EngineError(
                     f"the engine could not finish the request: {update.error}"
@@ -122,7 +125,8 @@ class Running:
     def _count_tokens(self, tokens: int, now_s: float) -> None:
         totals = self._scheduler.totals
         if self.last_token_s is None:
-            self.first_token_s, self.processor_s = now_s, time.process_time()
+            self.first_token_s = now_s
+            self.processor_s = time.process_time()
             totals.first_token.observe(now_s - self.submitted_s)
         else:
             totals.gap.observe(now_s - self.last_token_s)
@@ -131,12 +135,14 @@ class Running:
         totals.generated_tokens += tokens
 
     def _count_end(self, statistics: Statistics) -> None:
-        totals, engine = self._scheduler.totals, self._scheduler.engine
+        totals = self._scheduler.totals
+        engine = self._scheduler.engine
         totals.prompt_tokens += len(self.request.prompt)
         totals.reused_tokens += statistics.reused_tokens
         totals.proposed_tokens += statistics.proposed_tokens
         totals.accepted_tokens += statistics.accepted_tokens
-        first_s, last_s = self.first_token_s or 0.0, self.last_token_s or 0.0
+        first_s = self.first_token_s or 0.0
+        last_s = self.last_token_s or 0.0
         if last_s <= first_s:
             return
         decode_s = last_s - first_s
@@ -168,7 +174,9 @@ class Scheduler:
         caller.
         """
         self._when_idle = when_idle
-        self.engine, self.max_waiting, self.deadline_s = engine, max_waiting, deadline_s
+        self.engine = engine
+        self.max_waiting = max_waiting
+        self.deadline_s = deadline_s
         self.batch = engine.batch()
         self.max_joined = self.batch.max_joined
         self.totals = Totals()
@@ -304,7 +312,8 @@ class Scheduler:
             time.sleep(max(0.0, self._delivered_s + PACE_S - time.monotonic()))
         news = []
         for update in self.batch.updates(COLLECT_S):
-            running, now_s = self._joined[update.ticket], time.monotonic()
+            running = self._joined[update.ticket]
+            now_s = time.monotonic()
             if update.tokens:
                 running._count_tokens(len(update.tokens), now_s)
             if update.finish_reason is not None:
@@ -351,6 +360,7 @@ class Scheduler:
 
     def _deliver(self) -> None:
         with self._changed:
-            news, self._news = self._news, []
+            news = self._news
+            self._news = []
         for running, update in news:
             running._receive(update)

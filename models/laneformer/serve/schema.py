@@ -223,7 +223,8 @@ class ConversationRequest(OpenAIRequest):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        most, old = self.max_completion_tokens, self.max_tokens
+        most = self.max_completion_tokens
+        old = self.max_tokens
         if None not in (most, old) and most != old:
             refuse(
                 "max_tokens",
@@ -244,7 +245,8 @@ class ConversationRequest(OpenAIRequest):
         return self
 
     def _check_continued(self) -> None:
-        last, reason = self.messages[-1], ""
+        last = self.messages[-1]
+        reason = ""
         if self.add_generation_prompt:
             reason = "excludes add_generation_prompt, which is true by default; send it as false"
         elif last.role != ASSISTANT or last.tool_calls or not any(list_texts(last.content)):

@@ -103,8 +103,11 @@ class AnswerResponse(Response):
     """
 
     def __init__(self, answer: Answer, keep_alive_s: float, headers: dict[str, str]):
-        self.status_code, self.background, self._more_headers = 200, None, headers
-        self._answer, self._keep_alive_s = answer, keep_alive_s
+        self.status_code = 200
+        self.background = None
+        self._more_headers = headers
+        self._answer = answer
+        self._keep_alive_s = keep_alive_s
         self._writing = asyncio.Lock()
         self._writes = 0
 

@@ -58,7 +58,8 @@ def probe_calls(
 ) -> CallForm | None:
     """Return the form that calls with these ids show; ChatError where the template refuses them."""
     arguments: Any = {"probed_key": "probed_value"}
-    answer, spelled = "probed_answer", json.dumps(arguments)
+    answer = "probed_answer"
+    spelled = json.dumps(arguments)
 
     def render(calls: int) -> str:
         # Names that no template writes by itself, so that they are found again in the text
@@ -73,7 +74,8 @@ def probe_calls(
 
     # A conversation with a call is rendered: what stands around the function's name and its
     # arguments is the form. The grammar allows this form alone, and the parser looks for it.
-    plain, one = render(0), ""
+    plain = render(0)
+    one = ""
     with contextlib.suppress(ChatError):
         one = render(1)
     # This template takes the arguments as a text of JSON
@@ -125,7 +127,9 @@ class ToolCalling:
     """How one model calls tools: in its template's form, or else in Hermes's, with instructions."""
 
     def __init__(self, tokenizer_config: Mapping[str, Any], grammars: Grammars):
-        self.grammars, self.form, self.described = grammars, HERMES, True
+        self.grammars = grammars
+        self.form = HERMES
+        self.described = True
         self.reads_system = True
         try:
             template = ChatTemplate(tokenizer_config)
@@ -135,7 +139,8 @@ class ToolCalling:
         # Without a form of its own the model is told Hermes's
         form = read_form(template, [{"type": "function", "function": probe}])
         if form := HARMONY if speaks_harmony(tokenizer_config) else form:
-            self.form, self.described = form, False
+            self.form = form
+            self.described = False
         try:
             messages = [{"role": SYSTEM, "content": "probed_text"}, {"role": USER, "content": "x"}]
             self.reads_system = "probed_text" in template.render(messages)
@@ -224,9 +229,11 @@ class ToolUse:
         """
         if not self.names:
             return None
-        form, grammars = self.calling.form, self.calling.grammars
+        form = self.calling.form
+        grammars = self.calling.grammars
         literal = grammars.write_literal
-        rules, called = [], []
+        rules = []
+        called = []
         for number, function in enumerate(self.functions):
             if function["name"] in self.names:
                 what = f"tools[{number}].function.parameters"
@@ -251,7 +258,8 @@ class ToolUse:
             f"({literal(form.between)} call)*" if self.parallel and form.between is not None else ""
         )
         calls = f"call {more} {literal(form.end)}"
-        marker, rest = form.marker, f"{literal(form.begin.removeprefix(form.marker))} {calls}"
+        marker = form.marker
+        rest = f"{literal(form.begin.removeprefix(form.marker))} {calls}"
         token = grammars.write_text_tokens(but=marker)
         if not self.optional:
             start = f"start: {literal(form.begin)} {calls}"
@@ -260,7 +268,8 @@ class ToolUse:
             start = f"start: FIRST? {more} | {literal(form.begin)} {calls}\nFIRST: /[^{{](.|\\n)*/"
         else:
             # The marker may come as one token, and as its letters
-            before, single = f"(TEXT {token})*" if token else "", literal(marker)
+            before = f"(TEXT {token})*" if token else ""
+            single = literal(marker)
             called_by_token = f"| TEXT {single} {rest}" if single.startswith("<[") else ""
             start = f"start: {before} (TEXT | head {rest} {called_by_token})\nhead[lazy]: TEXT {json.dumps(marker)}"
         rules += ["TEXT: /(.|\\n)*/"]
@@ -273,7 +282,8 @@ def translate_to_harmony(messages: Sequence[dict[str, Any]]) -> Iterator[dict[st
     """
     results = [message for message in messages if message["role"] == "tool"]
     for message in messages:
-        thought, calls = message.pop("reasoning_content", None), message.get("tool_calls") or ()
+        thought = message.pop("reasoning_content", None)
+        calls = message.get("tool_calls") or ()
         if calls:
             # The template shows no content beside a call
             message |= {

@@ -1,7 +1,5 @@
 """What the system refuses, and readers that leave: one sentence or none, and never a traceback."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json
@@ -112,7 +110,7 @@ class Gone(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: object) -> int:
+    def readinto(self, buffer) -> int:
         self.reads += 1
         raise KeyboardInterrupt if self.reads > 9 else OSError(errno.EIO, "Input/output error")
 

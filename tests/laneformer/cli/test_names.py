@@ -1,7 +1,5 @@
 """Models by name: fetched once from Hugging Face, and found where other programs keep them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -25,12 +23,12 @@ def lay_out_hub(
     """Hugging Face with these files in one repository, which its library lays into a cache; what is fetched."""
     fetched = []
 
-    def list_repo_files(_: object, repository: str) -> list[str]:
+    def list_repo_files(_, repository):
         if repository != TALKER:
             raise OSError("there is no such repository\nand more")
         return files
 
-    def snapshot_download(repository: str, **patterns: list[str]) -> str:
+    def snapshot_download(repository, **patterns):
         folder = cache / f"models--{repository.replace('/', '--')}"
         revision = folder / "snapshots" / COMMIT
         revision.mkdir(parents=True)

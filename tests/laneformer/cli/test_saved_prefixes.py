@@ -1,9 +1,6 @@
 """laneformer serve --cache-dir: a server that is started again goes on where the one before it has ended."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import httpx
 import numpy as np
@@ -24,7 +21,7 @@ def serve(folder):
     """`serve(cache_dir, *flags)`: the command in a process."""
     servers = []
 
-    def begin(cache_dir: Path, *flags: str) -> Server:
+    def begin(cache_dir, *flags):
         command = ["-m", "laneformer.cli", "serve", str(folder), "--port=0", "--threads=1"]
         servers.append(launch(*command, f"--cache-dir={cache_dir}", *flags))
         return servers[-1]

@@ -56,7 +56,7 @@ def write_model(
     more: Sequence[str] = (),
     template: str = TEMPLATE,
     ends: Sequence[str] = SPECIAL[2:],
-    **sizes: Any,
+    **sizes,
 ) -> Path:
     """A random model whose ids beyond the tokenizer's are padding, as many models have. more: control tokens."""
     tokenizer = byte_level(TEXTS * 20, [*SPECIAL, *more], vocab_size=400)
@@ -96,7 +96,7 @@ def slow_folder(shared):
 
 
 @contextlib.contextmanager
-def serving(engine: Engine, **options: Any) -> Iterator[TestClient]:
+def serving(engine: Engine, **options) -> Iterator[TestClient]:
     """A client of an engine's application. options: of ServerOptions."""
     from fastapi.testclient import TestClient
 
@@ -114,7 +114,7 @@ def serving(engine: Engine, **options: Any) -> Iterator[TestClient]:
 
 @contextlib.contextmanager
 def in_process(
-    folder: Path, engine: dict[str, Any] | None = None, **options: Any
+    folder: Path, engine: dict[str, Any] | None = None, **options
 ) -> Iterator[TestClient]:
     """A client of a folder's application. engine: options of Engine.from_pretrained; options: of ServerOptions."""
     opened = Engine.from_pretrained(folder, **{"threads": 1, "cache": False, **(engine or {})})
@@ -152,7 +152,7 @@ class Server:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
 
-    def kill(self) -> None:
+    def kill(self):
         self.process.kill()
         self.process.wait()
 
@@ -161,7 +161,7 @@ class Server:
 
 
 def start(
-    folder: Path, prelude: str = "", engine: dict[str, Any] | None = None, **options: Any
+    folder: Path, prelude: str = "", engine: dict[str, Any] | None = None, **options
 ) -> Server:
     """Run a server until it says where it listens; prelude: code that plants a fault in its process.
 
@@ -186,7 +186,7 @@ def launch(*arguments: str) -> Server:
     lines = queue.Queue()
     address = queue.Queue()
 
-    def read() -> None:
+    def read():
         assert process.stdout is not None
         for line in process.stdout:
             lines.put(line)
@@ -207,7 +207,7 @@ def server():
     """`server(folder, prelude, engine={...}, **options)`: one for this test alone; several may run."""
     servers = []
 
-    def begin(folder: Path, prelude: str = "", **options: Any) -> Server:
+    def begin(folder, prelude="", **options):
         servers.append(start(folder, prelude, **options))
         return servers[-1]
 
@@ -216,7 +216,7 @@ def server():
         one.kill()
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 120.0) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 120.0):
     end_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end_s, "it did not happen"

@@ -24,26 +24,28 @@ TALK = [{"role": "user", "content": "Hello, how are you?"}]
 class Endpoint:
     """A path of an application, and the fields that every request to it has unless it says otherwise."""
 
-    def __init__(self, client: TestClient, path: str, **fields: Any):
-        self.client, self.path, self.fields = client, path, fields
+    def __init__(self, client: TestClient, path: str, **fields):
+        self.client = client
+        self.path = path
+        self.fields = fields
 
-    def ask(self, **body: Any) -> httpx.Response:
+    def ask(self, **body) -> httpx.Response:
         return self.client.post(self.path, json={**self.fields, **body})
 
-    def post(self, **body: Any) -> Any:
+    def post(self, **body):
         answer = self.ask(**body)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    def choice(self, **body: Any) -> Any:
+    def choice(self, **body):
         return self.post(**body)["choices"][0]
 
-    def refusal(self, **body: Any) -> dict[str, Any]:
+    def refusal(self, **body) -> dict[str, Any]:
         answer = self.ask(**body)
         assert answer.status_code == 400, answer.text
         return error_of(answer)
 
-    def stream(self, **body: Any) -> list[Any]:
+    def stream(self, **body) -> list[Any]:
         """The JSON of its events; the last one of OpenAI's must be [DONE]."""
         *events, last = data_of(self.ask(**body, stream=True).text)
         assert last == "[DONE]"
@@ -104,11 +106,11 @@ def prompt_of(engine: Engine, messages: Iterable[Any]) -> list[int]:
     return engine.tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def on_a_loop(app: Any, work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
+def on_a_loop(app, work: Callable[[httpx.AsyncClient], Awaitable[Any]]):
     """Run work(client) on an event loop of its own, where requests run side by side."""
     import httpx
 
-    async def visit() -> Any:
+    async def visit():
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(
             transport=transport, base_url="http://localhost", timeout=300
@@ -118,7 +120,7 @@ def on_a_loop(app: Any, work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> 
     return asyncio.run(visit())
 
 
-def request_with(tools: Any, choice: Any = None, **fields: Any) -> ConversationRequest:
+def request_with(tools, choice=None, **fields) -> ConversationRequest:
     given = {"messages": TALK, "tools": tools, "tool_choice": choice, **fields}
     return ConversationRequest.from_fields(given, STRICTLY)
 
@@ -130,7 +132,7 @@ def parse_table(text: str, separator: str = " | ") -> list[list[Any]]:
     ]
 
 
-def parse_cell(cell: str) -> Any:
+def parse_cell(cell: str):
     try:
         return json.loads(cell)
     except ValueError:

@@ -1,7 +1,5 @@
 """Tokenizers of the kinds that models bring, and answers drawn under a grammar."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
@@ -104,7 +102,7 @@ def batch_of(kind: str = "bytes") -> Iterator[Batch]:
 
 
 def draw_answer(
-    batch: Batch, grammar: Grammar, prompt: Sequence[int] = (3, 1), **options: object
+    batch: Batch, grammar: Grammar, prompt: Sequence[int] = (3, 1), **options
 ) -> tuple[list[int], str]:
     """Ids drawn under a grammar, as the scheduler draws them, and why they end."""
     ids = []

@@ -1,7 +1,5 @@
 """A model whose control tokens and template are gpt-oss's."""
 
-from __future__ import annotations
-
 from importlib.resources import files
 from pathlib import Path
 

@@ -4,8 +4,6 @@ It tests what a real server does not do at will: 2,000 tokens/s, a queue that is
 connection that breaks. What it answers depends on how the last message begins: see `events`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket
@@ -48,7 +46,7 @@ PROPS = {
 class StandIn:
     """requests: the bodies of chat completions; cancelled: how many of them the client left before the end."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.reset()
         routes = [
             Route("/", self.page),
@@ -62,11 +60,11 @@ class StandIn:
         self.thread = threading.Thread(target=self.server.run, args=[[self.socket]], daemon=True)
         self.thread.start()
 
-    def close(self) -> None:
+    def close(self):
         self.server.should_exit = self.server.force_exit = True
         self.thread.join()
 
-    def reset(self) -> None:
+    def reset(self):
         self.requests = []
         self.cancelled = 0
         self.processor_share = 1.0
@@ -102,15 +100,15 @@ class StandIn:
         word, _, rest = question.partition(" ")
         text = self.texts.get(question, f"You said: {question}")
         pieces = [text[i : i + 4] for i in range(0, len(text), 4)]
-        rate, run = 800.0 if body.get("speculate", 31) else 400.0, 1
+        rate = 800.0 if body.get("speculate", 31) else 400.0
+        run = 1
         if word == "FAST":
-            pieces, rate, run = (
-                [f"w{i} " if i % 40 else "\n\n- item " for i in range(int(rest))],
-                2000.0,
-                4,
-            )
+            pieces = [f"w{i} " if i % 40 else "\n\n- item " for i in range(int(rest))]
+            rate = 2000.0
+            run = 4
         elif word == "SLOW":
-            pieces, rate = ["slow "] * 1000, 10.0
+            pieces = ["slow "] * 1000
+            rate = 10.0
         elif word == "Hello":
             rate = 20.0
         pieces = pieces[: body.get("max_completion_tokens", len(pieces))]

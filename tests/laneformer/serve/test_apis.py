@@ -4,13 +4,10 @@ api_forms.json holds requests and what is answered, by API; ids, times and count
 writes harmony gives the same answers as one that writes <think> and <tool_call>.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -20,11 +17,9 @@ from tests.laneformer.serve.endpoint import strict_client
 from tests.laneformer.serve.harmony_assets import harmony_folder
 from tests.laneformer.serve.scripted import play
 
-if TYPE_CHECKING:
-    from fastapi.testclient import TestClient
-
 ARGUMENTS = '{"city": "Rome"}'
-ANALYSIS, FINAL = f"{CHANNEL}analysis{MESSAGE}", f"{CHANNEL}final{MESSAGE}"
+ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
+FINAL = f"{CHANNEL}final{MESSAGE}"
 CALLED = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 CALLED_IN_HARMONY = f"{CHANNEL}commentary to=functions.weather {CONSTRAIN}json{MESSAGE}{ARGUMENTS}"
 SCRIPT = [
@@ -66,7 +61,7 @@ def outline(stream: list[str]) -> list[str]:
     return [event for event, _ in itertools.groupby(blank)]
 
 
-def post(client: TestClient, path: str, status: int = 200, **body: Any) -> Any:
+def post(client, path: str, status: int = 200, **body):
     answer = client.post(path, json=body)
     assert answer.status_code == status, answer.text
     return answer.json()
@@ -125,7 +120,9 @@ def test_responses_through_the_strict_client(api_client):
     client = strict_client(api_client, "k")
     options = {"model": "any", "instructions": "Be kind.", "max_output_tokens": 90}
     answer = client.responses.create(input="Hello", **options)
-    assert (answer.status, answer.output_text, answer.model) == ("completed", "Good day!", "any")
+    assert answer.status == "completed"
+    assert answer.output_text == "Good day!"
+    assert answer.model == "any"
     sent = [*HELLO, *(item.model_dump() for item in answer.output), *HELLO]
     assert (
         client.responses.create(model="any", input=sent).usage.input_tokens
@@ -211,7 +208,8 @@ def test_a_keyword_that_no_grammar_knows_is_named(api_client, path, tool, place)
 
 def test_errors_have_each_apis_form(api_client):
     wrong = post(api_client, "/v1/messages", 400, messages=[])
-    assert (wrong["type"], wrong["error"]["type"]) == ("error", "invalid_request_error")
+    assert wrong["type"] == "error"
+    assert wrong["error"]["type"] == "invalid_request_error"
     assert "messages" in post(api_client, "/api/chat", 400, messages=3)["error"]
     for path in ("/v1/messages", "/api/chat", "/v1/responses"):
         assert api_client.post(path, json={}, headers={"x-api-key": "other"}).status_code == 401

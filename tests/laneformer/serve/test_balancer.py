@@ -1,7 +1,5 @@
 """docs/balancing.md: its configuration in a real HAProxy before three servers; one is drained, one killed."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

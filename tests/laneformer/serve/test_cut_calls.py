@@ -1,18 +1,12 @@
 """A call that the limit of tokens, or a stop string, has cut: no API reports it as whole, and it can be sent back."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.laneformer.serve.conftest import in_process
 from tests.laneformer.serve.endpoint import Endpoint, data_of
 from tests.laneformer.serve.scripted import play
-
-if TYPE_CHECKING:
-    from fastapi.testclient import TestClient
 
 CUT = '{"city": "Ro'
 WHOLE = '{"city": "Rome"}'
@@ -51,7 +45,7 @@ def client(model_folder):
             yield client
 
 
-def ask(client: TestClient, path: str, rule: str, *turns: Any, **more: Any) -> Any:
+def ask(client, path: str, rule: str, *turns, **more):
     """The first part of an answer, and the whole, in the words of the API at this path."""
     system = f"rule {rule}" if rule else ""
     if path == RESPONSES:
@@ -104,7 +98,8 @@ def test_each_api_says_whether_a_call_is_whole(client, rule):
 
 def test_a_text_that_is_cut_is_incomplete(client):
     item, _ = ask(client, RESPONSES, "text", QUESTION)
-    assert (item["status"], item["content"][0]["text"]) == ("incomplete", "It is wa")
+    assert item["status"] == "incomplete"
+    assert item["content"][0]["text"] == "It is wa"
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -1,7 +1,5 @@
 """Fields of every API: used, harmless, or refused by their name; what asks for nothing passes."""
 
-from __future__ import annotations
-
 import json
 import typing
 from typing import Any
@@ -29,7 +27,7 @@ BODIES = {
 EVERY = pytest.mark.parametrize("api", BODIES)
 
 
-def read(api: str, strict: bool = False, **fields: Any) -> tuple[Any, str]:
+def read(api: str, strict: bool = False, **fields) -> tuple[Any, str]:
     """The body, and the names in the header `warnings`."""
     (body, base), reading = BODIES[api], Reading(strict)
     asked = body.read(json.dumps({**base, **fields}).encode(), reading)
@@ -38,18 +36,18 @@ def read(api: str, strict: bool = False, **fields: Any) -> tuple[Any, str]:
     return asked, reading.headers.get("warnings", "")
 
 
-def body_of(api: str, **fields: Any) -> Any:
+def body_of(api: str, **fields):
     return read(api, **fields)[0]
 
 
-def refusal_of(api: str, **fields: Any) -> RequestError:
+def refusal_of(api: str, **fields) -> RequestError:
     with pytest.raises(RequestError) as caught:
         read(api, **fields)
     assert caught.value.status_code == 400
     return caught.value
 
 
-def param_of(api: str, **fields: Any) -> str | None:
+def param_of(api: str, **fields) -> str | None:
     return refusal_of(api, **fields).param
 
 
@@ -277,7 +275,7 @@ def test_programs_extras_pass_unnamed(api, fields, program):
     assert read(api, strict=True, **fields)[1] == "", program
 
 
-def chat_of(api: str, **fields: Any) -> ConversationRequest:
+def chat_of(api: str, **fields) -> ConversationRequest:
     asked = read(api, **fields)[0]
     return asked.translate() if hasattr(asked, "translate") else asked
 
@@ -341,12 +339,10 @@ def test_other_names_of_fields():
 def test_ollamas_limits_below_one_are_none(limit, expected):
     options = {"num_predict": limit, "repeat_penalty": 1.5, "stop": "a", "seed": -1}
     chat = chat_of("ollama", options=options)
-    assert (chat.max_tokens, chat.repetition_penalty, chat.stop, chat.n) == (
-        expected,
-        1.5,
-        ["a"],
-        1,
-    )
+    assert chat.max_tokens == expected
+    assert chat.repetition_penalty == 1.5
+    assert chat.stop == ["a"]
+    assert chat.n == 1
 
 
 @EVERY

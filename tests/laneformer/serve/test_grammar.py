@@ -1,7 +1,5 @@
 """Answers under a grammar: from a random model, at temperature 1, each parses and is valid."""
 
-from __future__ import annotations
-
 import functools
 import json
 import sys
@@ -62,12 +60,13 @@ class Late(Grammar):
 
     def mask(self, index: int) -> np.ndarray:
         now = super().mask(index)
-        before, self.last = self.last, now
+        before = self.last
+        self.last = now
         return now if before is None else before
 
 
 class Forgetful(Grammar):
-    def accept(self, token_id: int) -> None:
+    def accept(self, token_id: int):
         pass
 
 
@@ -115,7 +114,8 @@ def test_a_table_smaller_than_the_tokenizer():
 
 
 def test_white_space_is_bounded():
-    grammar, known = grammars().compile_schema({"type": "object"}, "schema"), grammars()
+    grammar = grammars().compile_schema({"type": "object"}, "schema")
+    known = grammars()
     blank = {
         i
         for i in range(known.tokenizer.get_vocab_size())

@@ -1,10 +1,7 @@
 """OpenAI's harmony, which gpt-oss writes: told apart in every API, forced by grammars, and back in its own template."""
 
-from __future__ import annotations
-
 import itertools
 import json
-from typing import Any
 
 import jsonschema
 import pytest
@@ -20,7 +17,8 @@ from tests.laneformer.serve.grammar_assets import tokens_allowed
 from tests.laneformer.serve.harmony_assets import CONTROL, GPT_OSS, harmony_folder
 
 BUDGET = 25  # tokens of reasoning, more than its header takes
-ANALYSIS, FINAL = f"{CHANNEL}analysis{MESSAGE}", f"{CHANNEL}final{MESSAGE}"
+ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
+FINAL = f"{CHANNEL}final{MESSAGE}"
 THOUGHT = f"{ANALYSIS}They greet.{NEXT}"
 CALLED = f"{CHANNEL}commentary to=functions.weather {CONSTRAIN}json{MESSAGE}"
 ARGUMENTS = '{"city": "Rome"}'
@@ -52,11 +50,10 @@ def grammars(folder):
 
 def test_a_conversation_in_its_own_template(grammars):
     calling = ToolCalling({"chat_template": GPT_OSS}, grammars)
-    assert (calling.form, calling.described) == (HARMONY, False)
-    use, call = (
-        calling.select_tools(request_with(TOOLS)),
-        {"name": "weather", "arguments": {"city": "Rome"}},
-    )
+    assert calling.form == HARMONY
+    assert calling.described is False
+    use = calling.select_tools(request_with(TOOLS))
+    call = {"name": "weather", "arguments": {"city": "Rome"}}
     calls = [{"id": i, "type": "function", "function": call} for i in ("a", "b")]
     sent = [
         *HELLO,
@@ -90,13 +87,13 @@ def ids_of(grammars: Grammars, text: str) -> list[int]:
     return grammars.tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def begins(grammars: Grammars, grammar: Any, text: str, *end: int) -> bool:
+def begins(grammars: Grammars, grammar, text: str, *end: int) -> bool:
     """Whether an answer may begin so."""
     ids = [*ids_of(grammars, text), *end]
     return tokens_allowed(grammar.copy(), ids) == len(ids)
 
 
-def fits(grammars: Grammars, grammar: Any, text: str) -> bool:
+def fits(grammars: Grammars, grammar, text: str) -> bool:
     """Whether an answer may be this text."""
     return begins(grammars, grammar, text, grammars.eos_ids[0])
 
@@ -157,7 +154,8 @@ def test_a_budget_ends_the_reasoning_before_an_answer_of_a_schema(api, grammars)
         logit_bias={str(i): 30 for i in head},
         reasoning_budget=BUDGET,
     )
-    assert (choice["message"]["content"], choice["finish_reason"]) == ("17", "stop")
+    assert choice["message"]["content"] == "17"
+    assert choice["finish_reason"] == "stop"
     text = grammars.tokenizer.decode(choice["token_ids"], skip_special_tokens=False)
     assert text.startswith(ANALYSIS), "in whatever tokens"
     assert choice["message"]["reasoning_content"]

@@ -2,8 +2,6 @@
 wants it, and once in front of a real one.
 """
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -107,7 +105,7 @@ def page(browser, stand_in):
     return browser
 
 
-def say(page: Page, text: str, until: str = ANSWERED) -> None:
+def say(page: Page, text: str, until: str = ANSWERED):
     page.run("document.querySelector('#prompt').focus()")
     page.type(text)
     page.press("Enter", "\r")
@@ -241,10 +239,8 @@ def test_what_a_model_writes_never_runs(page, stand_in):
     say(page, "attack")
     page.run("new Promise((next) => requestAnimationFrame(() => requestAnimationFrame(next)))")
     assert page.run("typeof window.pwned") == "undefined"
-    tags, attributes = (
-        "script, img, svg, iframe, style, b",
-        "onerror onclick onload onmouseover style srcdoc",
-    )
+    tags = "script, img, svg, iframe, style, b"
+    attributes = "onerror onclick onload onmouseover style srcdoc"
     forbidden = ", ".join([tags, *(f"[{name}]" for name in attributes.split())])
     assert count(page, f"article :is({forbidden})") == 0
     links = page.run(
@@ -281,7 +277,7 @@ def test_stop_edit_and_regenerate(page, stand_in):
 
 
 def test_chats_are_left_opened_and_deleted_with_a_way_back(page, stand_in):
-    def earlier() -> list[str]:
+    def earlier():
         rows = "[...document.querySelectorAll('#earlier li')]"
         return page.run(f"{rows}.map((row) => row.innerText.trim().split('\\n')[0])")
 
@@ -325,7 +321,8 @@ def test_settings_are_sent_and_remembered(page, stand_in):
     page.until(f"{field % 'seed'}?.value === '7'")
     say(page, "Hi")
     sent = stand_in.requests[-1]
-    assert (sent["temperature"], sent["seed"]) == (0, 7)
+    assert sent["temperature"] == 0
+    assert sent["seed"] == 7
     assert "top_p" not in sent, "a value out of range is not sent"
     assert sent["messages"][0] == {"role": "system", "content": "Be brief."}
     page.click("#reset")
@@ -409,7 +406,9 @@ def test_drafts_are_switched_and_compared(page, stand_in):
         assert f" {now} tokens/s" in text(page, "article.assistant footer")
         page.run("document.querySelector('#compared').textContent = ''")
     first, off, on = stand_in.requests
-    assert (first.get("speculate"), off["speculate"], on.get("speculate")) == (None, 0, None)
+    assert first.get("speculate") is None
+    assert off["speculate"] == 0
+    assert on.get("speculate") is None
     assert first["seed"] == off["seed"] == on["seed"]
     assert first["messages"] == off["messages"] == on["messages"], "the answer has been taken back"
     assert count(page, "article") == 2

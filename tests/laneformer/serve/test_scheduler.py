@@ -1,7 +1,5 @@
 """The scheduler on a real engine: order, times, hand-over."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import queue
@@ -43,7 +41,7 @@ def test_answers_are_those_of_the_engine_alone(engine):
     expected = [engine.generate(**make_options(i)) for i in range(4)]
     scheduler = Scheduler(engine)
 
-    async def all_at_once() -> list[list[int]]:
+    async def all_at_once():
         return await asyncio.gather(*(ids_of(submit(scheduler, i)) for i in range(4)))
 
     try:
@@ -55,7 +53,7 @@ def test_answers_are_those_of_the_engine_alone(engine):
 
 
 def test_a_request_reports_its_end_and_times(scheduler):
-    async def one() -> Running:
+    async def one():
         running = submit(scheduler, 0, 7)
         assert len(await ids_of(running)) == 7
         return running
@@ -83,7 +81,7 @@ def test_a_busy_machine_is_seen(scheduler, monkeypatch, processor_s, share):
     assert scheduler.totals.processor_share == share
 
 
-async def run_one(scheduler: Scheduler, tokens: int) -> None:
+async def run_one(scheduler: Scheduler, tokens: int):
     await ids_of(submit(scheduler, 0, tokens))
 
 
@@ -99,7 +97,7 @@ def test_each_idle_stretch_is_told_once(engine, monkeypatch):
 
 
 def test_first_come_first_served(scheduler):
-    async def three() -> list[Running]:
+    async def three():
         running = [submit(scheduler, i, 30) for i in range(scheduler.max_joined + 3)]
         await asyncio.gather(*map(ids_of, running))
         return running

@@ -1,9 +1,5 @@
 """Who may call the server and with what, errors in OpenAI's form, and what it says of itself."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncIterator
-
 import pytest
 
 from tests.laneformer.serve.conftest import in_process
@@ -41,7 +37,8 @@ def test_memory_is_measured_again_while_idle_and_the_best_stays(model_folder, mo
     monkeypatch.setattr("laneformer.serve.app.probe", lambda engine: next(measured))
     with in_process(model_folder) as client:
         facts = client.get("/props").json()
-        assert (facts["probe_bytes_per_s"], facts["context_tokens"]) == (1e9, 512)
+        assert facts["probe_bytes_per_s"] == 1e9
+        assert facts["context_tokens"] == 512
         assert facts["limit_tokens_per_s"] == 1e9 / facts["weight_bytes"]
         for _ in range(2):
             client.app.state.scheduler._when_idle()
@@ -67,7 +64,8 @@ def test_errors_have_openais_form(tiny, body, message):
         "/v1/completions", content=body, headers={"content-type": "application/json"}
     )
     error = error_of(response)
-    assert (response.status_code, error["type"]) == (400, "invalid_request_error")
+    assert response.status_code == 400
+    assert error["type"] == "invalid_request_error"
     assert message in error["message"]
 
 
@@ -81,13 +79,14 @@ POST | /v1/completions | 400 | send application/json
 @pytest.mark.parametrize(("method", "path", "status", "message"), parse_table(ABSENT))
 def test_what_is_not_there(tiny, method, path, status, message):
     response = tiny.request(method, path, headers={"content-type": "text/plain"})
-    assert (response.status_code, message in error_of(response)["message"]) == (status, True)
+    assert response.status_code == status
+    assert message in error_of(response)["message"]
 
 
 def test_a_body_may_be_so_long(tiny):
     """However its parts come."""
 
-    async def chunks() -> AsyncIterator[bytes]:
+    async def chunks():
         for _ in range(MAX_BODY_BYTES // 2**16 + 1):
             yield b"x" * 2**16
 

@@ -1,7 +1,5 @@
 """Calls of tools: their forms as templates have them, and answers of a random model under their grammars."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -95,6 +93,7 @@ FORMS = {
     "glm": ("glm4moe.jinja", None),  # arguments as XML
     "broken": ("{% for %}", None),
 }
+CALLING = "smollm2", "mistral", "mistral 3.2", "kimi k2", "textual", "qwen3", "llama 3.1"
 GIVEN = json.loads(Path(__file__).with_name("tools.json").read_text())
 TOOLS = GIVEN["tools"]
 CALLS = GIVEN["calls"]
@@ -120,12 +119,14 @@ def calling(name: str, kind: str = "bytes") -> ToolCalling:
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_are_read_from_templates(name):
     read, (_, form) = calling(name), FORMS[name]
-    assert (read.form, read.described) == (form or HERMES, form is None)
+    assert read.form == (form or HERMES)
+    assert read.described == (form is None)
 
 
 def spell_calls(form: CallForm, calls: list[dict[str, Any]]) -> str:
     """As a model writes these calls, with their ids or numbers."""
-    ids, numbers = (call["id"] for call in calls), itertools.count()
+    ids = (call["id"] for call in calls)
+    numbers = itertools.count()
     text = form.write([call["function"] for call in calls])
     return re.sub(
         CHOSEN, lambda part: next(ids) if part[0] == CALL_ID else str(next(numbers)), text
@@ -144,7 +145,7 @@ def test_the_id_that_a_model_writes_is_its_calls(name, ids):
     """The first one of several alike, too."""
     form = calling(name).form
 
-    def read(calls: list[dict[str, Any]]) -> list[tuple[str, str, Any]]:
+    def read(calls):
         answer = ChoiceAnswer(AnswerReader(form))
         for letter in spell_calls(form, calls):
             answer.push(Piece(0, letter))
@@ -160,9 +161,7 @@ def test_the_id_that_a_model_writes_is_its_calls(name, ids):
     assert first == ids[0] != second
 
 
-@pytest.mark.parametrize(
-    "name", ["mistral", "new mistral", "mistral 3.2", "kimi k2", "textual", "qwen3", "llama 3.1"]
-)
+@pytest.mark.parametrize("name", [*CALLING[1:], "new mistral"])
 def test_calls_go_back_as_transformers_renders_them(name):
     """And as the model wrote them: the form, with the arguments, is in the text."""
     from transformers import PreTrainedTokenizerFast
@@ -176,7 +175,8 @@ def test_calls_go_back_as_transformers_renders_them(name):
         {"role": "user", "content": "!"},
     ]
     sent = tool.select_tools(request_with(TOOLS)).translate_messages(messages)
-    template, bare = template_of(name), grammars().tokenizer
+    template = template_of(name)
+    bare = grammars().tokenizer
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, chat_template=template, **TOKENS)
     text = tokenizer.apply_chat_template(sent, tools=TOOLS, tokenize=False)
     written = spell_calls(tool.form, calls)
@@ -243,9 +243,7 @@ NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize(
-    "name", ["smollm2", "mistral", "mistral 3.2", "kimi k2", "textual", "qwen3", "llama 3.1"]
-)
+@pytest.mark.parametrize("name", CALLING)
 def test_every_call_is_valid(name, kind):
     tool = calling(name, kind)
     with batch_of(kind) as batch:
@@ -276,13 +274,12 @@ def test_every_call_is_valid(name, kind):
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize(
-    "name", ["smollm2", "mistral", "mistral 3.2", "kimi k2", "textual", "qwen3", "llama 3.1"]
-)
+@pytest.mark.parametrize("name", CALLING)
 def test_auto_lets_text_be_text_until_a_call_begins(name, kind):
     """What a model would write is forced through the grammar; behind the marker it has no choice but a call."""
     use = calling(name, kind).select_tools(request_with(TOOLS))
-    end, form = grammars(kind).eos_ids[0], use.calling.form
+    end = grammars(kind).eos_ids[0]
+    form = use.calling.form
     said = "" if form.marker == "{" else "Let me <see> {it}: "
     add = {"name": "add", "arguments": {"a": 1, "b": -20}}
     call = spell_calls(form, [{"id": "abcDEF124", "function": add}])
@@ -318,7 +315,9 @@ def ids_of(kind: str, text: str) -> list[int]:
 def test_without_tools_there_is_nothing_to_force():
     for request in (request_with([]), request_with(TOOLS, "none")):
         use = calling("qwen3").select_tools(request)
-        assert (use.template_tools, use.make_grammar(), use.form) == ([], None, None)
+        assert use.template_tools == []
+        assert use.make_grammar() is None
+        assert use.form is None
 
 
 ZOD_EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"

@@ -1,7 +1,5 @@
 """A call of a tool, and JSON of a schema, from a real model through the `openai` client."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import pytest
@@ -38,15 +36,24 @@ def test_a_question_is_answered_with_a_tool_and_a_description_with_json():
     import openai
 
     tools = [openai.pydantic_function_tool(GetWeather, name="get_weather")]
-    given = {"model": "tiny", "temperature": 0, "max_tokens": 200}
-    demanded = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    options = {"model": "tiny", "temperature": 0, "max_tokens": 200}
+    asked = {**options, "messages": QUESTION, "tools": tools, "tool_choice": "required"}
+    asked["parallel_tool_calls"] = False
+    described = {**options, "messages": ADA, "response_format": Person}
     with in_process(SMOLLM2) as client:
-        parse = strict_client(client).chat.completions.parse
-        message = parse(messages=QUESTION, **demanded, **given).choices[0].message
+        chat = strict_client(client).chat.completions
+        for body in (described, asked):
+            message = chat.parse(**body).choices[0].message
+            with chat.stream(**body) as stream:
+                (streamed,) = stream.get_final_completion().choices
+            if body is described:
+                assert isinstance(message.parsed, Person)
+                assert streamed.message.parsed == message.parsed
         (call,) = message.tool_calls or ()
-        assert call.function.parsed_arguments == GetWeather(city="Paris", unit="celsius")
+        weather = GetWeather(city="Paris", unit="celsius")
+        assert call.function.parsed_arguments == weather
+        assert streamed.message.tool_calls[0].function.parsed_arguments == weather
         result = {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 21}'}
         sent = [*QUESTION, message.model_dump(), result]
-        assert "21" in (parse(messages=sent, tools=tools, **given).choices[0].message.content or "")
-        described = parse(messages=ADA, response_format=Person, **given)
-        assert isinstance(described.choices[0].message.parsed, Person)
+        answer = chat.parse(messages=sent, tools=tools, **options).choices[0].message
+        assert "21" in (answer.content or "")

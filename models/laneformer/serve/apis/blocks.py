@@ -45,7 +45,8 @@ class BlockAnswer(Answer):
     """An answer in blocks; `finish_reason` and `stop` are set at its end."""
 
     def __init__(self, request: TranslatedRequest, context: ServingContext):
-        self.context, self.streamed = context, request.stream
+        self.context = context
+        self.streamed = request.stream
         self.model = request.model or context.model
         self.conversation = Conversation(request.translate(), context)
         self.choices = self.conversation.choices
@@ -66,7 +67,8 @@ class BlockAnswer(Answer):
             for part in parts:
                 yield part
             if piece.finish_reason is not None:
-                self.finish_reason, self.stop = piece.finish_reason, piece.stop
+                self.finish_reason = piece.finish_reason
+                self.stop = piece.stop
 
     async def whole(self) -> dict[str, Any]:
         async for _ in self.parts():

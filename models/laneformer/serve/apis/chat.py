@@ -18,7 +18,8 @@ BEGIN: dict[str, Any] = {"role": ASSISTANT, "content": "", "refusal": None}
 
 class ConversationAnswer(OpenAIAnswer):
     def __init__(self, request: ConversationRequest, context: ServingContext):
-        self.request, self.conversation = request, Conversation(request, context)
+        self.request = request
+        self.conversation = Conversation(request, context)
         super().__init__(request, self.conversation.choices, "chatcmpl", "chat.completion.chunk")
 
     def count_usage(self) -> dict[str, Any]:
@@ -53,7 +54,8 @@ class ConversationAnswer(OpenAIAnswer):
 
     def format_content(self, piece: Piece) -> dict[str, Any]:
         answer = self.conversation.answers[piece.choice]
-        text, reasoning = answer.join_text("text"), answer.join_text("reasoning")
+        text = answer.join_text("text")
+        reasoning = answer.join_text("reasoning")
         message = {**BEGIN, "content": text, "annotations": []}
         if reasoning:
             message["reasoning_content"] = reasoning

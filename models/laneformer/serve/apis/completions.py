@@ -59,7 +59,8 @@ class CompletionAnswer(OpenAIAnswer):
     def _echo(self, piece: Piece) -> tuple[str, list[Written]]:
         """Return the prompt as text, and with `logprobs` its tokens."""
         prompt = piece.choice // self.request.n
-        asked, ids = self.request.prompt[prompt], self.choices.prompts[prompt]
+        asked = self.request.prompt[prompt]
+        ids = self.choices.prompts[prompt]
         text = asked if isinstance(asked, str) else self.context.tokenizer.decode(ids)
         if self.request.logprobs is None:
             return text, []
@@ -69,7 +70,9 @@ class CompletionAnswer(OpenAIAnswer):
             tokens += GeneratedToken.described(
                 ids[1:], (s.logprobs, s.top_ids.ravel(), s.top_logprobs.ravel())
             )
-        stream, offset, placed = TextStream(self.context.tokenizer, []), 0, []
+        stream = TextStream(self.context.tokenizer, [])
+        offset = 0
+        placed = []
         for token in tokens:
             placed.append(Written(token, offset))
             offset += len(stream.push(token.id))

@@ -35,7 +35,8 @@ DELTAS = {
 
 
 class Turn(Body):
-    place, is_open = "messages[].", True
+    place = "messages[]."
+    is_open = True
 
     role: Literal["user", "assistant", "system"]
     content: str | Objects
@@ -120,7 +121,10 @@ def translate_turn(turn: Turn) -> list[dict[str, Any]]:
     """Return the turn as messages of a chat completion."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
-    results, texts, calls, thoughts = [], [], [], []
+    results = []
+    texts = []
+    calls = []
+    thoughts = []
     for block in turn.content:
         match block.get("type"):
             case "tool_result":

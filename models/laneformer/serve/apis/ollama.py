@@ -28,7 +28,8 @@ SECOND_NS = 1e9
 
 
 class Message(Body):
-    place, is_open = "messages[].", True
+    place = "messages[]."
+    is_open = True
     refused = {"images": REFUSED["images"]}
 
     role: str
@@ -42,8 +43,11 @@ class Message(Body):
 class Options(Sampling):
     """Ollama's options of one request; as there, unknown ones have no effect."""
 
-    place, is_open, typo = "options.", True, 1.0
-    harmless, neutral = HARMLESS, NEUTRAL
+    place = "options."
+    is_open = True
+    typo = 1.0
+    harmless = HARMLESS
+    neutral = NEUTRAL
     refused = {**REFUSED, "format": "send it beside the options"}
     renamed = {**RENAMED, "num_predict": "max_tokens"}
 
@@ -117,14 +121,16 @@ def translate_message(sent: Message) -> dict[str, Any]:
 class OllamaAnswer(BlockAnswer):
     """Lines of JSON; a call comes as a whole."""
 
-    media, silence = "application/x-ndjson", " "
+    media = "application/x-ndjson"
+    silence = " "
 
     def __init__(self, request: ChatRequest | GenerateRequest, context: ServingContext):
         super().__init__(request, context)
         self.line = partial(format_line, isinstance(request, ChatRequest), self.model)
 
     def format_end(self) -> dict[str, Any]:
-        used, now_s = self.usage, time.time()
+        used = self.usage
+        now_s = time.time()
         first_s = self.first_s or now_s
         return {
             "done": True,
@@ -203,14 +209,16 @@ def make_answer(
 
 
 class ShowRequest(Body):
-    is_open, harmless = True, {"verbose": None, "name": None}
+    is_open = True
+    harmless = {"verbose": None, "name": None}
 
     model: str | None = None
 
 
 def add_routes(endpoints: Endpoints, facts: Mapping[str, Any]) -> None:
     """Add the routes; `facts` describe the model, as in /props."""
-    app, context = endpoints.app, endpoints.context
+    app = endpoints.app
+    context = endpoints.context
     # Clients read these to decide what the model can do; it need not be a GGUF file
     details = {
         "parent_model": "",

@@ -28,7 +28,9 @@ class OpenAIAnswer(Answer):
         kind: str,
     ):
         self.streamed = request.stream
-        self.context, self.choices, self._options = choices.context, choices, request.stream_options
+        self.context = choices.context
+        self.choices = choices
+        self._options = request.stream_options
         self.with_ids = request.return_token_ids
         self._begun: set[int] = set()  # choices with a chunk
         self._scored = request.logprobs is not None and request.logprobs is not False
@@ -112,7 +114,8 @@ def write_event(data: str) -> str:
 
 
 def sum_usage(choices: Choices, reasoning_tokens: int = 0) -> dict[str, Any]:
-    read, written = sum(map(len, choices.prompts)), sum(choices.generated)
+    read = sum(map(len, choices.prompts))
+    written = sum(choices.generated)
     usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
     # The engine reports details at the end; until then they are null
     cached, proposed, accepted = map(

@@ -68,7 +68,8 @@ class ResponsesRequest(TranslatedRequest):
         }
 
     def translate_messages(self) -> list[dict[str, Any]]:
-        items, rules = self.input, self.instructions
+        items = self.input
+        rules = self.instructions
         messages = [{"role": SYSTEM, "content": rules}] if rules else []
         for item in [{"role": "user", "content": items}] if isinstance(items, str) else items:
             add_item(item, messages)
@@ -77,7 +78,8 @@ class ResponsesRequest(TranslatedRequest):
 
 def add_item(item: dict[str, Any], messages: list[dict[str, Any]]) -> None:
     """Append an item of the input to messages of a chat completion."""
-    kind, role = item.get("type", "message"), item.get("role")
+    kind = item.get("type", "message")
+    role = item.get("role")
     if kind == "message" and role != ASSISTANT:
         messages.append(
             {"role": role, "content": read_text(item.get("content"), TEXTS, "input[].content")}
@@ -108,10 +110,13 @@ def add_item(item: dict[str, Any], messages: list[dict[str, Any]]) -> None:
 class ResponsesAnswer(BlockAnswer):
     def __init__(self, request: ResponsesRequest, context: ServingContext):
         super().__init__(request, context)
-        self.request, self.id, self._events = request, f"resp_{uuid.uuid4().hex}", 0
+        self.request = request
+        self.id = f"resp_{uuid.uuid4().hex}"
+        self._events = 0
 
     def format_response(self, status: str, **more: Any) -> dict[str, Any]:
-        request, options = self.request, self.choices.options
+        request = self.request
+        options = self.choices.options
         return {
             "id": self.id,
             "object": "response",
@@ -175,7 +180,8 @@ class ResponsesAnswer(BlockAnswer):
         return self.write_block_event(block, f"{NAMES[block.kind]}.delta", delta=text, logprobs=[])
 
     def close_block(self, block: Block) -> str:
-        kind, item = f"{NAMES[block.kind]}.done", format_item(block)
+        kind = f"{NAMES[block.kind]}.done"
+        item = format_item(block)
         if block.kind == "call":
             # Clients make the call at this event, so a cut one must not have it
             done = self.write_block_event(block, kind, name=block.name, arguments=block.text)

@@ -1,7 +1,5 @@
 """One server with an API key, for every client; and the clients that live in environments of their own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -32,7 +30,7 @@ def other_python():
     if not PYTHON_CLIENTS.is_dir():
         pytest.skip(f"no {PYTHON_CLIENTS}: make {PYTHON_CLIENTS.relative_to(Path.cwd())}")
 
-    def run(*arguments: str, cwd: Path | None = None) -> str:
+    def run(*arguments, cwd=None):
         return output([sys.executable, *arguments], cwd, PYTHONPATH=str(PYTHON_CLIENTS))
 
     return run

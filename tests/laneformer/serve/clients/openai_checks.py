@@ -7,19 +7,13 @@ The strict clients raise on every field that breaks the typed schema, so each an
 form, too. What the answers say is compared with the engine in test_completions and test_conversations.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import httpx
-from pydantic import BaseModel
-
-if TYPE_CHECKING:
-    import openai
 
 QUESTION = [{"role": "user", "content": "def main(argv):"}]
 IDLE_S = 30.0
@@ -33,13 +27,13 @@ class Asked:
     model: str
     key: str
 
-    def sync(self, **options: Any) -> openai.OpenAI:
+    def sync(self, **options):
         import openai
 
         given = {"base_url": f"{self.url}/v1", "api_key": self.key, "max_retries": 0, "timeout": 60}
         return openai.OpenAI(**{**given, "_strict_response_validation": True, **options})
 
-    def chat(self, client: openai.OpenAI, **options: Any) -> Any:
+    def chat(self, client, **options):
         given = {"model": self.model, "messages": QUESTION, "max_tokens": 24}
         return client.chat.completions.create(**{**given, "temperature": 0, **options})
 
@@ -63,7 +57,7 @@ class Asked:
         return not busy
 
 
-def chat(a: Asked) -> None:
+def chat(a: Asked):
     with a.sync() as client:
         whole = a.chat(client, logprobs=True, top_logprobs=2).choices[0]
         options = {"stream": True, "stream_options": {"include_usage": True}}
@@ -74,7 +68,7 @@ def chat(a: Asked) -> None:
     )
 
 
-def completions(a: Asked) -> None:
+def completions(a: Asked):
     given = {
         "model": a.model,
         "prompt": "import os",
@@ -90,7 +84,7 @@ def completions(a: Asked) -> None:
         assert "".join(part.choices[0].text for part in parts) == text
 
 
-def errors(a: Asked) -> None:
+def errors(a: Asked):
     import openai
 
     with a.sync() as client:
@@ -105,40 +99,7 @@ def errors(a: Asked) -> None:
         expect_error(openai.AuthenticationError, lambda: a.chat(client))
 
 
-class Verdict(BaseModel):
-    right: bool
-    colour: Literal["red", "green", "blue"]
-
-
-def parse_answers(a: Asked) -> None:
-    import openai
-
-    given = {
-        "model": a.model,
-        "messages": QUESTION,
-        "max_tokens": 300,
-        "temperature": 0,
-    }
-    calling = {
-        "tools": [openai.pydantic_function_tool(Verdict, name="judge")],
-        "tool_choice": "required",
-        "parallel_tool_calls": False,  # random weights would not stop to call
-    }
-    with a.sync() as client:
-        (judged,) = client.chat.completions.parse(**given, response_format=Verdict).choices
-        with client.chat.completions.stream(**given, response_format=Verdict) as stream:
-            assert stream.get_final_completion().choices[0].message.parsed == judged.message.parsed
-        assert isinstance(judged.message.parsed, Verdict)
-        (called,) = client.chat.completions.parse(**given, **calling).choices
-        with client.chat.completions.stream(**given, **calling) as stream:
-            streamed = stream.get_final_completion().choices[0]
-    (call,), (streamed_call,) = called.message.tool_calls, streamed.message.tool_calls
-    assert (called.finish_reason, call.function.name) == ("tool_calls", "judge")
-    assert isinstance(call.function.parsed_arguments, Verdict)
-    assert streamed_call.function.arguments == call.function.arguments
-
-
-def expect_error(kind: type[Exception], ask: Callable[[], Any]) -> Any:
+def expect_error(kind: type[Exception], ask: Callable[[], Any]):
     try:
         answer = ask()
     except kind as error:
@@ -146,7 +107,7 @@ def expect_error(kind: type[Exception], ask: Callable[[], Any]) -> Any:
     raise AssertionError(f"{kind.__name__} was expected, but there was an answer: {answer}")
 
 
-CHECKS = (chat, completions, errors, parse_answers)
+CHECKS = chat, completions, errors
 
 
 if __name__ == "__main__":

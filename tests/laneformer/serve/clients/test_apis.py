@@ -1,11 +1,8 @@
 """The packages of the other APIs, Codex and Claude Code, against a server whose model says what is written here."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -117,7 +114,7 @@ def agent_server(note, tmp_path_factory):
     assert server.stop() == 0, server.output()
 
 
-def run_client(agent_server: Server, code: str, **environment: str) -> Any:
+def run_client(agent_server: Server, code: str, **environment: str):
     if not API_CLIENTS.is_dir():
         pytest.skip(f"no {API_CLIENTS}: make {API_CLIENTS.relative_to(Path.cwd())}")
     command = [sys.executable, "-c", code, agent_server.url]

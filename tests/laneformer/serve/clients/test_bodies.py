@@ -1,18 +1,12 @@
 """What twelve programs send by default is answered (program_bodies.json, after their sources, not recorded)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.laneformer.serve.conftest import in_process
 from tests.laneformer.serve.endpoint import data_of
-
-if TYPE_CHECKING:
-    pass
 
 BODIES = json.loads(Path(__file__).with_name("program_bodies.json").read_text())
 

@@ -1,7 +1,5 @@
 """The `openai` packages against a real server: Python's with strict validation, its last major, and Node's."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

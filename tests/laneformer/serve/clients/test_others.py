@@ -1,7 +1,5 @@
 """litellm and schemathesis against a real server."""
 
-from __future__ import annotations
-
 import json
 
 import httpx
