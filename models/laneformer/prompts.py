@@ -80,17 +80,7 @@ class PromptEncoder:
         variables: Mapping[str, Any] | None = None,
         continue_final: bool = False,
     ) -> str:
-        """Return the conversation as text for `encode`, with control tokens by their secret
-        names.
-
-        Args:
-            continue_final: end with the content of the last message, as Transformers'
-                continue_final_message.
-
-        Raises:
-            ValueError: the model has no template.
-            ChatError: the template refuses the conversation.
-        """
+        """Return the conversation as text for `encode`; ChatError where the template refuses it."""
         if self._template is None:
             raise ValueError(self._missing)
         if continue_final:
@@ -237,9 +227,7 @@ class ChatTemplate:
     """The chat template of a tokenizer_config.json or GGUF file, rendered as by Transformers."""
 
     def __init__(self, tokenizer_config: Mapping[str, Any]):
-        """Compile the template; ValueError where there is none, it is no Jinja, or jinja2 is
-        missing.
-        """
+        """Compile the template; ValueError where there is none or it cannot be read."""
         source = tokenizer_config.get("chat_template")
         if isinstance(source, list):  # several, by name
             source = {entry["name"]: entry["template"] for entry in source}
@@ -273,9 +261,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """Return the conversation as text, special tokens spelled out; ChatError where the
-        template refuses it.
-        """
+        """Return the conversation as text; ChatError where the template refuses it."""
         # As in Transformers, tools choose the template of this name
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
         values = {

@@ -23,9 +23,7 @@ Command = Chat | Serve | Generate | Bench | Models  # subcommands of these names
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one subcommand; exit with 2 after a user's or a system's error, with 1 after the
-    engine's.
-    """
+    """Run a subcommand; exit with 2 after an error of the user or system, 1 of the engine."""
     try:
         prepare_streams()
         try:

@@ -1,6 +1,4 @@
-"""laneformer bench: decode speed beside the machine's read bandwidth, prompts beside its matrix
-products.
-"""
+"""laneformer bench: decode speed beside read bandwidth, prompts beside matrix products."""
 
 from __future__ import annotations
 

@@ -60,9 +60,7 @@ class Conversation:
         self.messages = [message for message in self.messages if message["role"] == SYSTEM]
 
     def fit(self, messages: list[Message]) -> Reply:
-        """Return an empty reply to these messages, without the oldest turns where the context is
-        too small.
-        """
+        """Return an empty reply, without the oldest turns where the context is too small."""
         most = MAX_PROMPT * self.context_tokens
         # Whole turns go, the oldest first; the system message stays
         while len((reply := self._encode(messages)).prompt) > most:

@@ -1,6 +1,4 @@
-"""Models by name: paths, Hugging Face's repositories, and what other programs keep on this
-machine.
-"""
+"""Models by name: paths, Hugging Face's repositories, and the caches of other programs."""
 
 from __future__ import annotations
 
@@ -111,9 +109,7 @@ def explain_failure(repository: str) -> Iterator[None]:
 
 
 def choose_gguf_file(repository: str, names: list[str], quantisation: str) -> str | None:
-    """Return the GGUF file to fetch, or the first of its parts; None where safetensors are
-    fetched.
-    """
+    """Return the first part of the GGUF file to fetch; None where safetensors are fetched."""
     files = {name: PART.sub("", name) for name in names if name.endswith(".gguf")}
     if not quantisation and (not files or any(name.endswith(".safetensors") for name in names)):
         return None
@@ -229,5 +225,5 @@ class Models:
             )
         nothing = "no model in the caches of Hugging Face, Ollama or LM Studio; laneformer chat OWNER/NAME fetches one"
         Console().print(table if models else nothing)
-        kept = f"{packed.total() / 1e9:.2f} of {packed_bytes() / 1e9:.2f} GB ({BUDGET}), {len(copies)} files"
-        print(f"packed copies: {kept}")
+        usage = f"{packed.total() / 1e9:.2f} of {packed_bytes() / 1e9:.2f} GB ({BUDGET}), {len(copies)} files"
+        print(f"packed copies: {usage}")

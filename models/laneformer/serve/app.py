@@ -1,6 +1,4 @@
-"""The HTTP side of the server: its routes, its start and its end. `run` is all that a program
-needs.
-"""
+"""The HTTP side of the server: its routes, its start and its end. Programs call `run`."""
 
 # From a request to its tokens and back:
 #

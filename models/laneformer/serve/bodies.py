@@ -28,9 +28,7 @@ EMPTY: tuple[Any, ...] = ("", [], {})
 
 
 class RequestError(ValueError):
-    """A request that cannot be answered, by the client's fault; `param` and `code` are OpenAI's
-    fields.
-    """
+    """A request that a client got wrong; `param` and `code` are OpenAI's fields."""
 
     def __init__(
         self, message: str, param: str | None, code: str | None = "invalid_value", status: int = 400
@@ -124,15 +122,15 @@ class Body(BaseModel):
             allowed = f"use one of {[*cls.neutral[name]]}, or leave it out"
             refuse(name, f"{name} = {quote(value)} is not supported; {allowed}")
         else:
-            shown = name[:SHOWN_CHARS]
+            short_name = name[:SHOWN_CHARS]
             # A typo must not be ignored, even where unknown names are
-            near = difflib.get_close_matches(shown, cls.known, n=1, cutoff=cls.typo)
+            near = difflib.get_close_matches(short_name, cls.known, n=1, cutoff=cls.typo)
             hint = (
                 f"did you mean {near[0]!r}?"
                 if near
                 else f"known are {', '.join(sorted(cls.known))}"
             )
-            message = f"{shown} is unknown; {hint}"
+            message = f"{short_name} is unknown; {hint}"
             if near or not cls.is_open:
                 refuse(name, message, "unknown_parameter")
             reading.pass_over(name, message, cls.place)

@@ -56,9 +56,9 @@ class Writing:
     # new token behind the prompt.
     scores_stop: bool
     read: int = 0  # tokens
-    decoded: int = 0  # characters
-    shown: int = 0
-    held: deque[Written] = field(default_factory=deque)  # tokens whose text is not out yet
+    decoded_chars: int = 0  # characters
+    released_chars: int = 0
+    pending: deque[Written] = field(default_factory=deque)  # tokens whose text is not out yet
 
     def push(self, tokens: Sequence[GeneratedToken]) -> tuple[str, list[Written]]:
         """Return text that is certainly part of the answer, and its tokens."""
@@ -67,12 +67,12 @@ class Writing:
             self.read += 1
             if token.id in self.stop_ids:
                 if self.scores_stop:
-                    self.held.append(Written(token, self.decoded))
+                    self.pending.append(Written(token, self.decoded_chars))
                 break
             text = self.stream.push(token.id)
             if self.detailed:
-                self.held.append(Written(token, self.decoded))
-                self.decoded += len(text)
+                self.pending.append(Written(token, self.decoded_chars))
+                self.decoded_chars += len(text)
             out += self.stops.push(text) if self.stops.stops else text
             if self.stop is not None:
                 break
@@ -88,19 +88,17 @@ class Writing:
         return self.stops.found
 
     def _release(self, out: str, everything: bool = False) -> list[Written]:
-        self.shown += len(out)
+        self.released_chars += len(out)
         released = []
         # A token is released once its text has begun to appear
-        while self.held and (everything or self.held[0].offset < self.shown):
-            released.append(self.held.popleft())
+        while self.pending and (everything or self.pending[0].offset < self.released_chars):
+            released.append(self.pending.popleft())
         return released
 
 
 @dataclass
 class Choices:
-    """`begin` submits the first request; then iterate over the pieces of all choices as they
-    come.
-    """
+    """`begin` submits the first request; then iterate over the pieces of all choices."""
 
     context: ServingContext
     prompts: Sequence[list[int]]

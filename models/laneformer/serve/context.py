@@ -105,9 +105,7 @@ class ServingContext:
     def limit_tokens(
         self, request: Sampling, prompts: Sequence[Sequence[int]], wanted: int | None, param: str
     ) -> int:
-        """Return the limit of new tokens; RequestError for prompts that leave no room for an
-        answer.
-        """
+        """Return the limit of new tokens; RequestError where an answer has no room."""
         for i, ids in enumerate(prompts):
             if not self.check_ids(ids, f"{param}[{i}]", param):
                 raise RequestError(f"{param}[{i}] has no tokens; send at least one", param)

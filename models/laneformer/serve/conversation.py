@@ -1,6 +1,4 @@
-"""One conversation and its answer. Each API translates its bodies into it, and its blocks into
-its own form.
-"""
+"""One conversation and its answer in blocks, into which and from which each API translates."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Access control and the reading of bodies; what a body asks for is prepared outside of the event
-loop.
-"""
+"""Access control, and the reading of bodies, which are prepared outside of the event loop."""
 
 from __future__ import annotations
 
@@ -38,9 +36,7 @@ BodyType = TypeVar("BodyType", bound=Body)
 
 
 class Access:
-    """Checks host, origin, key and length of each request, and counts its answer; serves HEAD as
-    GET.
-    """
+    """Checks host, origin, key and length of each request; serves HEAD as GET."""
 
     def __init__(self, app: ASGIApp, options: ServerOptions, metrics: Metrics):
         self.app = app
@@ -177,18 +173,18 @@ class Endpoints:
                 message = f"the body has the content type {kind[:80]!r}; send application/json"
                 raise RequestError(message, None, "invalid_json")
 
-            def answer_in_thread() -> Answer | dict[str, Any]:
-                asked = body.read(raw, reading)
+            def prepare_answer() -> Answer | dict[str, Any]:
+                parsed = body.read(raw, reading)
                 try:
-                    answer = make(asked, self.context)
+                    answer = make(parsed, self.context)
                 except RequestError as error:
-                    raise asked.rename(error) from None
+                    raise parsed.rename(error) from None
                 # Names are those of chat completions until here
                 for name in answer.choices.unused if isinstance(answer, Answer) else ():
-                    reading.unused[asked.rename(RequestError("", name)).param or name] = None
+                    reading.unused[parsed.rename(RequestError("", name)).param or name] = None
                 return answer
 
-            answer = await self._run_in_pool(answer_in_thread)
+            answer = await self._run_in_pool(prepare_answer)
             if not isinstance(answer, Answer):
                 return JSONResponse(answer, headers=reading.headers)
             # On the event loop, like all calls of the scheduler

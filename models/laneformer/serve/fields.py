@@ -1,6 +1,4 @@
-"""Fields of requests that nothing reads, of all APIs; a field in none of these tables is refused
-by name.
-"""
+"""Fields of requests that nothing reads, in all APIs; any other unknown field is refused."""
 
 from __future__ import annotations
 

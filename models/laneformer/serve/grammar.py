@@ -134,16 +134,12 @@ class Grammars:
 
     @cached_property
     def _control(self) -> dict[str, int]:
-        """Tokens that no text of a grammar matches, by llguidance's choice: <think> is among
-        them.
-        """
+        """Control tokens, by llguidance's choice: no text of a grammar matches them."""
         added = self.tokenizer.get_added_tokens_decoder().items()
         return {token.content: i for i, token in added if self._tokenizer.is_special_token(i)}
 
     def write_literal(self, text: str) -> str:
-        """Return the part of a Lark grammar that stands for a text, with control tokens and
-        CHOSEN marks.
-        """
+        """Return the part of a Lark grammar for a text with control tokens and CHOSEN marks."""
         # Longest first: a name may begin with another one
         names = sorted(self._control, key=len, reverse=True)
         parts = re.split("|".join((f"({CHOSEN}", *map(re.escape, names))) + ")", text)
@@ -153,9 +149,7 @@ class Grammars:
         )
 
     def write_text_tokens(self, but: str) -> str:
-        """Return the part for one token that is text to people but not to llguidance, or an empty
-        text.
-        """
+        """Return the part for one control token that people see as text, if there is any."""
         added = self.tokenizer.get_added_tokens_decoder()
         ids = [i for name, i in self._control.items() if not added[i].special and name != but]
         return f"<[{','.join(map(str, ids))}]>" if ids else ""
@@ -265,9 +259,7 @@ class Grammar:
         return dataclasses.replace(self, matcher=self.matcher.deep_copy())
 
     def mask(self, index: int) -> np.ndarray:
-        """Return the ids that new token `index` may be: bit id % 32 of word id // 32, uint32
-        (ceil(V / 32),).
-        """
+        """Return the ids allowed as new token `index`: uint32 (ceil(V / 32),), bit id % 32."""
         assert index == self.accepted, (
             f"the mask of token {index} after {self.accepted} were accepted"
         )

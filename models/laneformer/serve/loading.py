@@ -1,6 +1,4 @@
-"""Answers while the weights load: the port is taken, and /health reports that the server is not
-ready.
-"""
+"""Answers /health while the weights load, so that the port is taken from the start."""
 
 from __future__ import annotations
 

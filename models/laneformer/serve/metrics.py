@@ -1,6 +1,4 @@
-"""Prometheus metrics: the scheduler's counts, read when asked for, and answers by endpoint and
-status.
-"""
+"""Prometheus metrics: the scheduler's counts, and answers by endpoint and status."""
 
 from __future__ import annotations
 
@@ -55,13 +53,13 @@ class Metrics(Collector):
         yield make_gauge("waiting", "Requests in the queue", len(scheduler.waiting))
         yield make_gauge("running", "Requests that decode", len(scheduler.running))
         saved = {f"saved_{name}": value for name, value in scheduler.engine.saved_prefixes.items()}
-        known = {**vars(totals), **scheduler.engine.kv_cache, **saved}
+        values = {**vars(totals), **scheduler.engine.kv_cache, **saved}
         yield from (
-            make_gauge(name, text, known[name]) for name, text in GAUGES.items() if name in known
+            make_gauge(name, text, values[name]) for name, text in GAUGES.items() if name in values
         )
         for name, text in COUNTERS.items():
-            if name in known:
-                yield CounterMetricFamily(f"laneformer_{name}", text, known[name])
+            if name in values:
+                yield CounterMetricFamily(f"laneformer_{name}", text, values[name])
         yield from (*totals.first_token.collect(), *totals.gap.collect())
         ended = CounterMetricFamily("laneformer_ended", "Requests by their end", labels=["reason"])
         for reason, count in list(totals.ended.items()):

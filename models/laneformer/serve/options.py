@@ -77,9 +77,7 @@ class ServerOptions:
             setattr(self, name, in_range(name, getattr(self, name), kind, low, high))
 
     def listen(self, or_next: bool = False) -> socket.socket:
-        """Return a listening socket, on one of the next ports if `or_next`; ValueError where
-        there is none.
-        """
+        """Return a listening socket, with `or_next` on one of the next ports."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             # One socket for IPv4 and IPv6 where the system has both

@@ -198,9 +198,7 @@ class Message(Body):
 
 
 def parse_arguments(text: str) -> Any:
-    """Return the arguments of a call as a value; {"cut": text} where the answer has ended in
-    them.
-    """
+    """Return the arguments of a call as a value; {"cut": text} where they are incomplete."""
     try:
         value = json.dumps(json.loads(text or "{}"), ensure_ascii=False)
     except (ValueError, RecursionError):

@@ -1,6 +1,4 @@
-"""Requests wait in a bounded queue, one thread decodes them side by side, an event loop reads
-their tokens.
-"""
+"""Requests wait in a bounded queue, one thread decodes them, an event loop reads their tokens."""
 
 from __future__ import annotations
 
@@ -54,9 +52,7 @@ class EngineError(ServingError):
 
 
 class Running:
-    """A request that waits, runs, or has ended; iterate over its tokens, on the event loop's
-    thread.
-    """
+    """A request that waits, runs, or has ended; iterate over its tokens on the event loop."""
 
     def __init__(self, scheduler: Scheduler, request: Request, grammar: AnswerGrammar | None):
         self.request = request
@@ -159,9 +155,7 @@ class Running:
 
 
 class Scheduler:
-    """Runs requests on an engine, in the order of their submission; `close` gives the engine
-    back.
-    """
+    """Runs requests on an engine in the order of their submission, until `close`."""
 
     def __init__(
         self,
@@ -170,9 +164,7 @@ class Scheduler:
         deadline_s: float | None = None,  # of a request, its waiting included
         when_idle: Callable[[], None] = lambda: None,  # on the engine's thread, after each IDLE_S
     ):
-        """Start the engine's thread; RuntimeError while the engine runs a request of another
-        caller.
-        """
+        """Start the engine's thread; RuntimeError while the engine is in use."""
         self._when_idle = when_idle
         self.engine = engine
         self.max_waiting = max_waiting

@@ -1,6 +1,4 @@
-"""The fields of requests: those of all APIs, and of OpenAI's two endpoints, into which other APIs
-translate.
-"""
+"""The fields of requests: those of all APIs, and of OpenAI's, to which others translate."""
 
 from __future__ import annotations
 

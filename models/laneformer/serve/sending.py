@@ -70,9 +70,7 @@ def error_response(error: Exception, path: str) -> Response:
 
 
 class Answer:
-    """An answer in progress: `begin` it, then iterate over its events or await `whole`; `cancel`
-    at any time.
-    """
+    """An answer in progress: `begin` it, then iterate over its events or await `whole`."""
 
     choices: Choices
     streamed = False
@@ -98,9 +96,7 @@ class Answer:
 
 
 class AnswerResponse(Response):
-    """Sends an answer while it watches the connection; cancels the answer when the client is
-    gone.
-    """
+    """Sends an answer, and cancels it when the client is gone."""
 
     def __init__(self, answer: Answer, keep_alive_s: float, headers: dict[str, str]):
         self.status_code = 200

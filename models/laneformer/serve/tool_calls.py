@@ -40,9 +40,7 @@ DESCRIPTION = (
 
 
 def read_form(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> CallForm | None:
-    """Return the form in which a template renders calls; None where it has none with JSON
-    arguments.
-    """
+    """Return the form in which a template renders calls; None where it has none."""
     # A template that renders tools writes something else with them than without
     user = {"role": USER, "content": "x"}
     with contextlib.suppress(ChatError):
@@ -113,9 +111,7 @@ def replace_ids(text: str) -> str:
 
 
 def replace_number(first: str, second: str) -> str:
-    """Return what stands behind the first call's name, with CALL_NUMBER for a number that counts
-    calls.
-    """
+    """Return what stands behind a call's name, with CALL_NUMBER for a number that counts."""
     numbers = zip(re.finditer(r"\d+", first), re.finditer(r"\d+", second), strict=False)
     for one, other in numbers:
         if int(other[0]) == int(one[0]) + 1:
@@ -224,9 +220,7 @@ class ToolUse:
         return texts
 
     def make_grammar(self) -> Grammar | None:
-        """Return the grammar of the answer: only calls where they are required, else text up to
-        the first.
-        """
+        """Return the grammar of the answer; None where no call is allowed."""
         if not self.names:
             return None
         form = self.calling.form
@@ -261,6 +255,7 @@ class ToolUse:
         marker = form.marker
         rest = f"{literal(form.begin.removeprefix(form.marker))} {calls}"
         token = grammars.write_text_tokens(but=marker)
+        # Only calls where they are required, else text up to the first call
         if not self.optional:
             start = f"start: {literal(form.begin)} {calls}"
         elif marker == "{":
@@ -277,9 +272,7 @@ class ToolUse:
 
 
 def translate_to_harmony(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield messages as gpt-oss's template takes them: reasoning as `thinking`, one call a
-    message.
-    """
+    """Yield messages as gpt-oss's template takes them, with one call a message."""
     results = [message for message in messages if message["role"] == "tool"]
     for message in messages:
         thought = message.pop("reasoning_content", None)

@@ -17,13 +17,13 @@ TEMPLATE = (
 
 
 def tokenizer() -> Tokenizer:
-    made = byte_tokenizer()
-    made.add_tokens(["c", "d", "e", "f"])
-    made.add_special_tokens(
+    own_tokenizer = byte_tokenizer()
+    own_tokenizer.add_tokens(["c", "d", "e", "f"])
+    own_tokenizer.add_special_tokens(
         [AddedToken("<|begin|>", special=True), AddedToken("<|end|>", special=True)]
     )
-    assert made.token_to_id("<|end|>") == END
-    return made
+    assert own_tokenizer.token_to_id("<|end|>") == END
+    return own_tokenizer
 
 
 def talker(path: Path, model: Laneformer) -> Path:

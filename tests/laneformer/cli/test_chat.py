@@ -11,7 +11,6 @@ import subprocess
 import sys
 import termios
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +26,7 @@ from tests.laneformer.cli.conftest import END, TEMPLATE, talker, tokenizer
 from tests.laneformer.engine.assets import random_model, small_config
 
 
-def talk(folder: Path, lines: str | bytes, monkeypatch: pytest.MonkeyPatch, *flags: str):
+def talk(folder, lines: str | bytes, monkeypatch, *flags: str):
     data = lines.encode() if isinstance(lines, str) else lines
     stdin = io.TextIOWrapper(
         io.BytesIO(data), encoding="utf-8", newline="\n"
@@ -76,14 +75,14 @@ def test_the_next_prompt_goes_on_where_the_cache_ends(folder):
             )
             if before:
                 ids = before.ids if before.ids[-1] != END else before.ids[:-1]
-                known = [*before.prompt, *ids]
-                assert reply.prompt[: len(known)] == known
+                prefix = [*before.prompt, *ids]
+                assert reply.prompt[: len(prefix)] == prefix
                 closing = engine.tokenizer.decode(
-                    reply.prompt[len(known) :], skip_special_tokens=False
+                    reply.prompt[len(prefix) :], skip_special_tokens=False
                 )
                 assert closing.startswith("<|end|>\n")
                 assert engine.tokenizer.encode(before.text).ids != ids
-                assert reply.statistics.reused_tokens >= len(known) - 1
+                assert reply.statistics.reused_tokens >= len(prefix) - 1
         assert conversation.fit(conversation.messages[:-1]).prompt == reply.prompt, "once more"
 
 
@@ -102,15 +101,15 @@ HARMONY = ["<|channel|>", "<|message|>", "<|start|>", "<|return|>"]  # and <|end
     ids=["think", "harmony"],
 )
 def test_reasoning_is_beside_the_answer(text, more, monkeypatch, capsys):
-    made = tokenizer()
-    made.add_special_tokens([AddedToken(name, special=True) for name in HARMONY])
-    ids = made.encode(text, add_special_tokens=False).ids
+    own_tokenizer = tokenizer()
+    own_tokenizer.add_special_tokens([AddedToken(name, special=True) for name in HARMONY])
+    ids = own_tokenizer.encode(text, add_special_tokens=False).ids
 
     def stream(prompt, **options):
         yield from ids
 
     engine = SimpleNamespace(
-        tokenizer=made,
+        tokenizer=own_tokenizer,
         tokenizer_config={"chat_template": TEMPLATE + more},
         eos_ids=(ids[-1],),
         config=small_config(max_position_embeddings=999),
@@ -121,8 +120,8 @@ def test_reasoning_is_beside_the_answer(text, more, monkeypatch, capsys):
     conversation = Conversation(engine, [])
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     terminal = Terminal(conversation, {"max_new_tokens": 999}, console)
-    for asked in ("hi", "so?"):
-        terminal.answer([*conversation.messages, {"role": "user", "content": asked}])
+    for question in ("hi", "so?"):
+        terminal.answer([*conversation.messages, {"role": "user", "content": question}])
         printed = capsys.readouterr()
         assert printed.out == "Yes.\n"
         assert printed.err.startswith("Hm.")

@@ -35,9 +35,9 @@ def own(folder, tmp_path):
 
 
 def run(script: str, **environment: str) -> tuple[int, str]:
-    """Status of the first command of a script's last pipeline, and what it has said."""
+    """Status of the first command of a script's last pipeline, and its stderr."""
     script = f"{script}; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", "-c", script],
         capture_output=True,
         text=True,
@@ -45,9 +45,9 @@ def run(script: str, **environment: str) -> tuple[int, str]:
         timeout=300,
         env=os.environ | environment,
     )
-    assert "Traceback" not in done.stderr, done.stderr
-    assert "Exception ignored" not in done.stderr, done.stderr
-    return done.returncode, done.stderr
+    assert "Traceback" not in process.stderr, process.stderr
+    assert "Exception ignored" not in process.stderr, process.stderr
+    return process.returncode, process.stderr
 
 
 # shell script => status of its first command => what stderr says; null: anything
@@ -75,11 +75,11 @@ chmod 0 {own}; {unprivileged} generate {own} {fast} --prompt a => 2 \
 def test_a_command_ends_with_a_sentence_or_without_a_word(own, script, status, sentence):
     words = {"own": own, "fast": FAST, "command": COMMAND, "unprivileged": DROP + COMMAND}
     words["no_home"] = f"{sys.executable} -c {shlex.quote(NO_HOME)}"
-    result, said = run(script.format_map(words), XDG_CACHE_HOME="")
-    assert result == status, said
+    result, stderr = run(script.format_map(words), XDG_CACHE_HOME="")
+    assert result == status, stderr
     if sentence is not None:
-        assert sentence.format_map(words) in said
-        assert sentence or not said
+        assert sentence.format_map(words) in stderr
+        assert sentence or not stderr
 
 
 # words of a command | what stderr says

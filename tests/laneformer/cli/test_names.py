@@ -17,9 +17,7 @@ TALKER = "someone/talker-1B"
 GENERATE = ["--prompt", "hi", "--threads=1", "--max-new-tokens=4", "--no-cache"]
 
 
-def lay_out_hub(
-    files: list[str], source: Path, cache: Path, patch: pytest.MonkeyPatch
-) -> list[str]:
+def lay_out_hub(files: list[str], source: Path, cache: Path, patch) -> list[str]:
     """Hugging Face with these files in one repository, which its library lays into a cache; what is fetched."""
     fetched = []
 
@@ -73,7 +71,7 @@ FILES = ["m-Q4_K_M.gguf", "m-Q8_0.gguf", "m-BF16-00001-of-00002.gguf", "m-BF16-0
 
 
 @pytest.mark.parametrize(
-    ("files", "asked", "chosen"),
+    ("files", "quantisation", "chosen"),
     [
         (FILES, "", FILES[0]),
         (FILES, "q8_0", FILES[1]),
@@ -81,8 +79,8 @@ FILES = ["m-Q4_K_M.gguf", "m-Q8_0.gguf", "m-BF16-00001-of-00002.gguf", "m-BF16-0
         (["model.safetensors", "config.json"], "", None),
     ],
 )
-def test_which_file_of_a_repository(files, asked, chosen):
-    assert choose_gguf_file("o/m", files, asked) == chosen
+def test_which_file_of_a_repository(files, quantisation, chosen):
+    assert choose_gguf_file("o/m", files, quantisation) == chosen
     with pytest.raises(ValueError, match="has no Q2_K; it has BF16, Q4_K_M, Q8_0"):
         choose_gguf_file("o/m", FILES, "Q2_K")
 
@@ -103,8 +101,8 @@ def test_a_file_in_parts_is_one_model(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     for file in files:
         (folder / file).write_bytes(b"GGUF")
-    found = {model.name: (model.path.name, model.bytes) for model in names.list_lm_studio()}
-    assert found == {"o/m-BF16": (files[2], 8), "o/m-Q8_0": (files[1], 4)}
+    models = {model.name: (model.path.name, model.bytes) for model in names.list_lm_studio()}
+    assert models == {"o/m-BF16": (files[2], 8), "o/m-Q8_0": (files[1], 4)}
 
 
 NAMES = """

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -52,7 +52,7 @@ with Engine.from_pretrained(folder, **engine_options) as engine:
 
 
 def write_model(
-    folder: Path,
+    folder,
     more: Sequence[str] = (),
     template: str = TEMPLATE,
     ends: Sequence[str] = SPECIAL[2:],
@@ -96,7 +96,7 @@ def slow_folder(shared):
 
 
 @contextlib.contextmanager
-def serving(engine: Engine, **options) -> Iterator[TestClient]:
+def serving(engine, **options) -> Iterator[TestClient]:
     """A client of an engine's application. options: of ServerOptions."""
     from fastapi.testclient import TestClient
 
@@ -113,9 +113,7 @@ def serving(engine: Engine, **options) -> Iterator[TestClient]:
 
 
 @contextlib.contextmanager
-def in_process(
-    folder: Path, engine: dict[str, Any] | None = None, **options
-) -> Iterator[TestClient]:
+def in_process(folder, engine=None, **options) -> Iterator[TestClient]:
     """A client of a folder's application. engine: options of Engine.from_pretrained; options: of ServerOptions."""
     opened = Engine.from_pretrained(folder, **{"threads": 1, "cache": False, **(engine or {})})
     with opened, serving(with_fixed_cost(opened), **options) as client:
@@ -160,9 +158,7 @@ class Server:
         return "".join(self.lines.queue)
 
 
-def start(
-    folder: Path, prelude: str = "", engine: dict[str, Any] | None = None, **options
-) -> Server:
+def start(folder, prelude: str = "", engine=None, **options) -> Server:
     """Run a server until it says where it listens; prelude: code that plants a fault in its process.
 
     engine: options of Engine.from_pretrained; options: of ServerOptions.

@@ -7,7 +7,6 @@ import json
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from laneformer.engine import Engine
 from laneformer.prompts import ChatTemplate
 from laneformer.serve.bodies import STRICTLY
 from laneformer.serve.schema import ConversationRequest
@@ -15,7 +14,6 @@ from laneformer.serve.schema import ConversationRequest
 if TYPE_CHECKING:
     import httpx
     import openai
-    from fastapi.testclient import TestClient
 
 GREEDY = {"model": "tiny", "temperature": 0}
 TALK = [{"role": "user", "content": "Hello, how are you?"}]
@@ -24,7 +22,7 @@ TALK = [{"role": "user", "content": "Hello, how are you?"}]
 class Endpoint:
     """A path of an application, and the fields that every request to it has unless it says otherwise."""
 
-    def __init__(self, client: TestClient, path: str, **fields):
+    def __init__(self, client, path: str, **fields):
         self.client = client
         self.path = path
         self.fields = fields
@@ -56,15 +54,15 @@ class Endpoint:
         return count_of(self.client.get("/metrics").text, metric)
 
 
-def completions(client: TestClient) -> Endpoint:
+def completions(client) -> Endpoint:
     return Endpoint(client, "/v1/completions", **GREEDY)
 
 
-def conversations(client: TestClient) -> Endpoint:
+def conversations(client) -> Endpoint:
     return Endpoint(client, "/v1/chat/completions", messages=TALK, **GREEDY)
 
 
-def strict_client(client: TestClient, api_key: str = "none") -> openai.OpenAI:
+def strict_client(client, api_key: str = "none") -> openai.OpenAI:
     """OpenAI's package, which raises on every field that breaks its schema."""
     import openai
 
@@ -100,7 +98,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     return error
 
 
-def prompt_of(engine: Engine, messages: Iterable[Any]) -> list[int]:
+def prompt_of(engine, messages: Iterable[Any]) -> list[int]:
     """The ids of a conversation whose contents spell no control token."""
     text = ChatTemplate(engine.tokenizer_config).render(list(messages), add_generation_prompt=True)
     return engine.tokenizer.encode(text, add_special_tokens=False).ids
@@ -121,8 +119,8 @@ def on_a_loop(app, work: Callable[[httpx.AsyncClient], Awaitable[Any]]):
 
 
 def request_with(tools, choice=None, **fields) -> ConversationRequest:
-    given = {"messages": TALK, "tools": tools, "tool_choice": choice, **fields}
-    return ConversationRequest.from_fields(given, STRICTLY)
+    body = {"messages": TALK, "tools": tools, "tool_choice": choice, **fields}
+    return ConversationRequest.from_fields(body, STRICTLY)
 
 
 def parse_table(text: str, separator: str = " | ") -> list[list[Any]]:

@@ -61,11 +61,11 @@ def make_pieces_tokenizer() -> Tokenizer:
 @functools.cache
 def make_tagged_tokenizer() -> Tokenizer:
     """As Qwen's: tags are tokens, which decoding shows."""
-    made = Tokenizer.from_str(make_bytes_tokenizer().to_str())
-    made.add_tokens(
+    tokenizer = Tokenizer.from_str(make_bytes_tokenizer().to_str())
+    tokenizer.add_tokens(
         [AddedToken(name, normalized=False) for name in ("<think>", "</think>", *CALL_TAGS)]
     )
-    return made
+    return tokenizer
 
 
 TOKENIZERS = {
@@ -93,9 +93,9 @@ def _model(kind: str) -> Laneformer:
 @contextlib.contextmanager
 def batch_of(kind: str = "bytes") -> Iterator[Batch]:
     """Of random weights: what they write has a form only where a grammar gives it one."""
-    known = grammars(kind)
+    compiler = grammars(kind)
     with (
-        engine_of(_model(kind), threads=1, eos_ids=known.eos_ids) as engine,
+        engine_of(_model(kind), threads=1, eos_ids=compiler.eos_ids) as engine,
         engine.batch() as batch,
     ):
         yield batch
@@ -123,11 +123,11 @@ def draw_answer(
 
 def text_of(kind: str, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
     """An answer as a server shows it: what follows a prompt."""
-    known = grammars(kind)
-    before = known.tokenizer.encode("x", add_special_tokens=False).ids
-    kept = [i for i in ids if i not in known.eos_ids]
-    decode = functools.partial(known.tokenizer.decode, skip_special_tokens=skip_special_tokens)
-    return decode([*before, *kept])[len(decode(before)) :]
+    compiler = grammars(kind)
+    before = compiler.tokenizer.encode("x", add_special_tokens=False).ids
+    text_ids = [i for i in ids if i not in compiler.eos_ids]
+    decode = functools.partial(compiler.tokenizer.decode, skip_special_tokens=skip_special_tokens)
+    return decode([*before, *text_ids])[len(decode(before)) :]
 
 
 def tokens_allowed(grammar: Grammar, ids: Sequence[int]) -> int:

@@ -10,5 +10,5 @@ CONTROL = [*ENDS, START, CHANNEL, CONSTRAIN, MESSAGE]
 GPT_OSS = (files("trl") / "chat_templates" / "gptoss.jinja").read_text()
 
 
-def harmony_folder(folder: Path) -> Path:
+def harmony_folder(folder) -> Path:
     return write_model(folder, CONTROL, GPT_OSS, ENDS[1:], max_position_embeddings=512)

@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 
-import pytest
-
 PIECE_CHARS = 5
 
 
-def play(script: Sequence[Sequence[str]], patch: pytest.MonkeyPatch):
+def play(script: Sequence[Sequence[str]], patch):
     """Have every server of this process answer by a text in the prompt, what is answered then, and why it ends
     ("stop" by default); the last that fits holds.
     """

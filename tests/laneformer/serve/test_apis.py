@@ -199,8 +199,10 @@ FUNCTION = {"type": "function", "function": {"name": "f", "parameters": PARAMETE
     ],
 )
 def test_a_keyword_that_no_grammar_knows_is_named(api_client, path, tool, place):
-    asked = {"input": "Rome?"} if path == "/v1/responses" else {"messages": ROME, "max_tokens": 9}
-    body = {**asked, "tools": [tool]}
+    question = (
+        {"input": "Rome?"} if path == "/v1/responses" else {"messages": ROME, "max_tokens": 9}
+    )
+    body = {**question, "tools": [tool]}
     answer = api_client.post(path, json={"model": "tiny", "stream": False, **body})
     assert answer.status_code == 200, answer.text
     assert f"tools[0].{place}.properties.mail.pattern" in answer.headers["warnings"].split(", ")

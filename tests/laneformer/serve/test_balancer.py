@@ -52,14 +52,12 @@ class Balanced:
         return set(re.findall(up, httpx.get(self.metrics).text, re.M))
 
 
-def write_configuration(
-    folder: Path, servers: dict[str, Server], sockets: list[socket.socket]
-) -> Path:
-    """The documented file with the addresses of this machine, and sockets that are held for its ports."""
+def write_configuration(folder, servers: dict[str, Server], sockets: list[socket.socket]) -> Path:
+    """The documented file with the addresses of this machine, and open sockets for its ports."""
     text = BLOCKS["haproxy"]
-    for address, held in zip(("127.0.0.1:8000", "127.0.0.1:8405"), sockets, strict=True):
+    for address, listening in zip(("127.0.0.1:8000", "127.0.0.1:8405"), sockets, strict=True):
         assert text.count(f"bind {address}") == 1
-        text = text.replace(f"bind {address}", f"bind fd@{held.fileno()}")
+        text = text.replace(f"bind {address}", f"bind fd@{listening.fileno()}")
     for name, server in servers.items():
         address = server.url.removeprefix("http://")
         text, replaced = re.subn(rf"server {name} \S+", f"server {name} {address}", text)
@@ -89,8 +87,8 @@ def balancer(slow_folder, tmp_path):
         process.wait(60)
         for server in servers.values():
             server.kill()
-        for held in sockets:
-            held.close()
+        for listening in sockets:
+            listening.close()
 
 
 def stream(url: str, ids: list[int], begun: threading.Event) -> str:

@@ -12,7 +12,6 @@ from laneformer.prompts import ChatTemplate
 from tests.laneformer.serve.conftest import in_process
 from tests.laneformer.serve.endpoint import (
     TALK,
-    Endpoint,
     completions,
     conversations,
     join_chunks,
@@ -25,7 +24,7 @@ def api(tiny):
     return conversations(tiny)
 
 
-def prompt_ids(api: Endpoint, **body) -> list[int]:
+def prompt_ids(api, **body) -> list[int]:
     """The ids that a server made of a conversation."""
     return api.choice(max_tokens=1, return_token_ids=True, **body)["prompt_token_ids"]
 
@@ -134,7 +133,7 @@ def test_hostile_messages_are_the_clients_fault(api, arguments):
     assert answer.status_code in (200, 400), answer.text
 
 
-def copy_with(model_folder: Path, to: Path, name: str, text: str | None) -> Path:
+def copy_with(model_folder, to: Path, name: str, text: str | None) -> Path:
     """The model with another text in one of its files, or without the file."""
     folder = Path(shutil.copytree(model_folder, to / "model"))
     (folder / name).write_text(text) if text is not None else (folder / name).unlink()

@@ -84,8 +84,8 @@ def test_each_api_says_whether_a_call_is_whole(client, rule):
     stream = client.post(RESPONSES, json={**body, "stream": True}).text
     assert ("function_call_arguments.done" in stream) == is_whole, "clients make the call then"
     events = map(json.loads, data_of(stream))
-    (done,) = (event for event in events if event["type"] == "response.output_item.done")
-    assert done["item"]["status"] == item["status"]
+    (ended,) = (event for event in events if event["type"] == "response.output_item.done")
+    assert ended["item"]["status"] == item["status"]
 
     assert ask(client, CHAT, rule, QUESTION)[0]["finish_reason"] == reason
     call, message = ask(client, MESSAGES, rule, QUESTION)

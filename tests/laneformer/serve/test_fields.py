@@ -30,10 +30,10 @@ EVERY = pytest.mark.parametrize("api", BODIES)
 def read(api: str, strict: bool = False, **fields) -> tuple[Any, str]:
     """The body, and the names in the header `warnings`."""
     (body, base), reading = BODIES[api], Reading(strict)
-    asked = body.read(json.dumps({**base, **fields}).encode(), reading)
-    if hasattr(asked, "translate"):
-        asked.translate()
-    return asked, reading.headers.get("warnings", "")
+    request = body.read(json.dumps({**base, **fields}).encode(), reading)
+    if hasattr(request, "translate"):
+        request.translate()
+    return request, reading.headers.get("warnings", "")
 
 
 def body_of(api: str, **fields):
@@ -276,8 +276,8 @@ def test_programs_extras_pass_unnamed(api, fields, program):
 
 
 def chat_of(api: str, **fields) -> ConversationRequest:
-    asked = read(api, **fields)[0]
-    return asked.translate() if hasattr(asked, "translate") else asked
+    request = read(api, **fields)[0]
+    return request.translate() if hasattr(request, "translate") else request
 
 
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
@@ -348,8 +348,8 @@ def test_ollamas_limits_below_one_are_none(limit, expected):
 @EVERY
 def test_a_seed_of_minus_one_is_none(api):
     fields = {"seed": -1} if api != "ollama" else {"options": {"seed": -1}}
-    asked = chat_of(api, **fields)
-    assert len({asked.generation_options({}, 1, None).seed for _ in range(2)}) == 2
+    request = chat_of(api, **fields)
+    assert len({request.generation_options({}, 1, None).seed for _ in range(2)}) == 2
     fields = json.loads(json.dumps(fields).replace("-1", "-2"))
     assert chat_of(api, **fields).generation_options({}, 1, None).seed == 2**64 - 2
 

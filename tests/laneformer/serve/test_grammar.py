@@ -85,29 +85,29 @@ def test_planted_faults_show(planted):
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_a_complete_answer_leaves_only_the_ends(kind):
-    known = grammars(kind)
-    grammar = known.compile_schema({"const": True}, "schema")
-    size = known.tokenizer.get_vocab_size()
-    assert known.vocab_size > size, "the embedding table has rows without a token"
+    compiler = grammars(kind)
+    grammar = compiler.compile_schema({"const": True}, "schema")
+    size = compiler.tokenizer.get_vocab_size()
+    assert compiler.vocab_size > size, "the embedding table has rows without a token"
     for index in range(20):
         ids = list_allowed(grammar.mask(index))
         assert max(ids) < size
-        if ids == set(known.eos_ids):
+        if ids == set(compiler.eos_ids):
             break
         grammar.accept(min(ids))
     else:
         pytest.fail("the answer never ended")
-    grammar.accept(known.eos_ids[1])
-    assert list_allowed(grammar.mask(index + 1)) == set(known.eos_ids), (
+    grammar.accept(compiler.eos_ids[1])
+    assert list_allowed(grammar.mask(index + 1)) == set(compiler.eos_ids), (
         "with ignore_eos an answer goes on"
     )
-    grammar.accept(known.eos_ids[0])
+    grammar.accept(compiler.eos_ids[0])
     grammar.mask(index + 2)
 
 
 def test_a_table_smaller_than_the_tokenizer():
-    known = grammars()
-    small = Grammars(known.tokenizer, 300, known.eos_ids)
+    compiler = grammars()
+    small = Grammars(compiler.tokenizer, 300, compiler.eos_ids)
     mask = small.compile_lark("start: /(.|\\n)*/").mask(0)
     assert mask.shape == (10,)
     assert max(list_allowed(mask)) == 299
@@ -115,15 +115,15 @@ def test_a_table_smaller_than_the_tokenizer():
 
 def test_white_space_is_bounded():
     grammar = grammars().compile_schema({"type": "object"}, "schema")
-    known = grammars()
+    compiler = grammars()
     blank = {
         i
-        for i in range(known.tokenizer.get_vocab_size())
-        if not known.tokenizer.decode([i]).strip(" \n")
+        for i in range(compiler.tokenizer.get_vocab_size())
+        if not compiler.tokenizer.decode([i]).strip(" \n")
     }
     for index in range(60):
         ids = list_allowed(grammar.mask(index))
-        if index and not (spaces := sorted(ids & blank - set(known.eos_ids))):
+        if index and not (spaces := sorted(ids & blank - set(compiler.eos_ids))):
             return
         grammar.accept(spaces[0] if index else min(ids))
     pytest.fail("white space without end")
@@ -160,9 +160,11 @@ def test_a_schema_cannot_change_how_it_is_compiled():
 
 
 def test_models_without_an_end_and_machines_without_the_package(monkeypatch):
-    known = grammars()
+    compiler = grammars()
     with pytest.raises(ValueError, match="end-of-text id"):
-        Grammars(known.tokenizer, known.vocab_size, ()).compile_schema({}, "schema")
+        Grammars(compiler.tokenizer, compiler.vocab_size, ()).compile_schema({}, "schema")
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ValueError, match=r"pip install 'laneformer\[grammar\]'"):
-        Grammars(known.tokenizer, known.vocab_size, known.eos_ids).compile_schema({}, "schema")
+        Grammars(compiler.tokenizer, compiler.vocab_size, compiler.eos_ids).compile_schema(
+            {}, "schema"
+        )

@@ -60,10 +60,10 @@ def test_whole_pairs_and_echoed_names_are_answered(tiny):
 
 
 @pytest.mark.parametrize(
-    ("given", "host"), [("[::1]", "::1"), ("::1", "::1"), ("::", "::"), ("[::]", "::")]
+    ("flag", "host"), [("[::1]", "::1"), ("::1", "::1"), ("::", "::"), ("[::]", "::")]
 )
-def test_addresses_of_ipv6(given, host):
-    options = ServerOptions(host=given, port=0)
+def test_addresses_of_ipv6(flag, host):
+    options = ServerOptions(host=flag, port=0)
     assert options.host == host
     if not socket.has_ipv6:
         pytest.skip("no IPv6 here")

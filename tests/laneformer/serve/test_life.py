@@ -15,7 +15,7 @@ import pytest
 from laneformer.engine.cpu.decoder import CpuDecoder
 from laneformer.serve.options import ServerOptions
 from laneformer.serve.scheduler import Busy, Running, Scheduler, ServingError
-from tests.laneformer.serve.conftest import Server, in_process, wait_until
+from tests.laneformer.serve.conftest import in_process, wait_until
 from tests.laneformer.serve.endpoint import TALK, count_of, data_of, error_of, on_a_loop
 
 PATH = "/v1/completions"
@@ -25,8 +25,8 @@ SHORT = {"prompt": "The quick", "max_tokens": 3, "ignore_eos": True}
 
 def error_in(stream: str) -> str:
     """The message of the error that ends a stream."""
-    *_, error, done = data_of(stream)
-    assert done == "[DONE]"
+    *_, error, end = data_of(stream)
+    assert end == "[DONE]"
     return json.loads(error)["error"]["message"]
 
 
@@ -200,15 +200,15 @@ def test_open_to_the_network_without_a_key_is_said(monkeypatch, capsys, api_key)
 # As a process
 
 
-def metric(server: Server, name: str) -> float:
+def metric(server, name: str) -> float:
     return count_of(httpx.get(f"{server.url}/metrics").text, name)
 
 
-def post(server: Server, **body) -> httpx.Response:
+def post(server, **body) -> httpx.Response:
     return httpx.post(f"{server.url}{PATH}", json=body, timeout=300)
 
 
-def is_refused(server: Server) -> bool:
+def is_refused(server) -> bool:
     try:
         return httpx.get(f"{server.url}/health").status_code == 503
     except (httpx.ConnectError, httpx.ReadError, httpx.RemoteProtocolError):
@@ -234,7 +234,7 @@ def test_a_signal_lets_answers_end_or_cancels_them(slow_folder, server, how, gra
     assert one.process.wait(30) == 0, one.output()
 
 
-def send(server: Server, body: dict[str, Any]) -> socket.socket:
+def send(server, body: dict[str, Any]) -> socket.socket:
     """A request whose answer nobody reads."""
     host, port = server.url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
@@ -244,7 +244,7 @@ def send(server: Server, body: dict[str, Any]) -> socket.socket:
     return connection
 
 
-def memory_bytes(server: Server) -> int:
+def memory_bytes(server) -> int:
     return int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1]) * 4096
 
 

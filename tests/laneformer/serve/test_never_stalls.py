@@ -46,7 +46,7 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(app, monkeypatch, path,
     assert max(encoded, default=0) <= most
 
 
-def hold(patch: pytest.MonkeyPatch, owner: type, name: str) -> list[threading.Event]:
+def hold(patch, owner: type, name: str) -> list[threading.Event]:
     """A method sets the first event when it begins, and goes on after the second."""
     events = begun, released = [threading.Event(), threading.Event()]
     method = getattr(owner, name)
@@ -94,10 +94,10 @@ def test_more_preparation_than_there_is_room_for_is_429(app, monkeypatch):
 
     async def work(client):
         scheduler = app.state.scheduler
-        asked = scheduler.max_waiting + scheduler.max_joined + 3
+        count = scheduler.max_waiting + scheduler.max_joined + 3
         tasks = [
             asyncio.create_task(client.post("/tokenize", json={"content": "a"}))
-            for _ in range(asked)
+            for _ in range(count)
         ]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         answered.set()

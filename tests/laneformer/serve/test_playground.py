@@ -105,7 +105,7 @@ def page(browser, stand_in):
     return browser
 
 
-def say(page: Page, text: str, until: str = ANSWERED):
+def say(page, text: str, until: str = ANSWERED):
     page.run("document.querySelector('#prompt').focus()")
     page.type(text)
     page.press("Enter", "\r")
@@ -114,12 +114,12 @@ def say(page: Page, text: str, until: str = ANSWERED):
     )
 
 
-def text(page: Page, selector: str) -> str:
+def text(page, selector: str) -> str:
     """Of the last element."""
     return page.run(f"[...document.querySelectorAll({selector!r})].at(-1)?.innerText ?? ''")
 
 
-def count(page: Page, selector: str) -> int:
+def count(page, selector: str) -> int:
     return page.run(f"document.querySelectorAll({selector!r}).length")
 
 
@@ -181,8 +181,8 @@ def test_reasoning_is_folded_and_answers_are_copied_and_exported(page, stand_in)
     assert page.run(f"{folded}.querySelector('p').textContent") == "First <b>this</b>."
     stand_in.texts["Code"] = code = "```python\nprint(1)\n```"
     say(page, "Code", f"{ANSWERED} && document.querySelectorAll('article').length === 4")
-    said = [message["content"] for message in stand_in.requests[-1]["messages"]]
-    assert said == ["THINK about it", "You said: THINK about it", "Code"]
+    contents = [message["content"] for message in stand_in.requests[-1]["messages"]]
+    assert contents == ["THINK about it", "You said: THINK about it", "Code"]
     page.run(
         "window.copied = [], navigator.clipboard.writeText = async (text) => void copied.push(text),"
         "URL.createObjectURL = (blob) => (blob.text().then((text) => window.written = text), 'blob:x'),"
@@ -195,7 +195,7 @@ def test_reasoning_is_folded_and_answers_are_copied_and_exported(page, stand_in)
     page.click("#export")
     page.until("window.written")
     assert [message["content"] for message in json.loads(page.run("written"))["messages"]] == [
-        *said,
+        *contents,
         code,
     ]
 
@@ -247,8 +247,8 @@ def test_what_a_model_writes_never_runs(page, stand_in):
         "[...document.querySelectorAll('article a')].map((a) => a.getAttribute('href'))"
     )
     assert all(link.startswith("https://example.org/") for link in links), links
-    shown = page.run("document.querySelector('article.assistant .body').textContent")
-    assert "<script>window.pwned = 1</script>" in shown, "as text"
+    body = page.run("document.querySelector('article.assistant .body').textContent")
+    assert "<script>window.pwned = 1</script>" in body, "as text"
     assert page.console == []
 
 
@@ -414,7 +414,7 @@ def test_drafts_are_switched_and_compared(page, stand_in):
     assert count(page, "article") == 2
 
 
-def script_s(page: Page) -> float:
+def script_s(page) -> float:
     """CPU seconds of the page's own thread."""
     metrics = page.call("Performance.getMetrics")["metrics"]
     return next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration")

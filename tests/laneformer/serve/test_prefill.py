@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 
-from laneformer.engine import Engine
 from laneformer.prompts import PromptEncoder
 from tests.laneformer.serve.conftest import in_process
 from tests.laneformer.serve.endpoint import (
@@ -54,7 +53,7 @@ def anthropic(tiny):
     return Endpoint(tiny, "/v1/messages", max_tokens=12, **GREEDY)
 
 
-def prompt_up_to(engine: Engine, text: str) -> list[int]:
+def prompt_up_to(engine, text: str) -> list[int]:
     opened = engine.tokenizer.decode(prompt_of(engine, TALK), skip_special_tokens=False)
     return engine.tokenizer.encode(opened + text, add_special_tokens=False).ids
 

@@ -15,7 +15,7 @@ from laneformer.cli import main
 from laneformer.serve.fields import REFUSED
 from laneformer.serve.options import ServerOptions
 from laneformer.serve.schema import CompletionRequest, ConversationRequest
-from tests.laneformer.serve.conftest import ROOT, Server, start
+from tests.laneformer.serve.conftest import ROOT, start
 from tests.laneformer.serve.endpoint import data_of
 
 GUIDE = (ROOT / "docs" / "serving.md").read_text()
@@ -36,14 +36,14 @@ def guide_server(model_folder):
     assert server.stop() == 0, server.output()
 
 
-def run(command: list[str], code: str, server: Server) -> str:
+def run(command: list[str], code: str, server) -> str:
     text = code.replace("http://localhost:8000", server.url)
     environment = {"PYTHONPATH": str(CLIENTS)} if "import litellm" in code else {}
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, text], capture_output=True, text=True, timeout=300, env=os.environ | environment
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 @pytest.mark.job
@@ -54,8 +54,8 @@ def test_curl(guide_server):
     first, *others = json.loads(scored)["choices"][0]["logprobs"]["token_logprobs"]
     assert first is None
     assert all(score < 0 for score in others)
-    *_, last, done = data_of(streamed)
-    assert done == "[DONE]"
+    *_, last, end = data_of(streamed)
+    assert end == "[DONE]"
     assert json.loads(last)["usage"]["completion_tokens"] <= 20
     assert json.loads(tokens)["tokens"]
 

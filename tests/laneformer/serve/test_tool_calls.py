@@ -280,22 +280,22 @@ def test_auto_lets_text_be_text_until_a_call_begins(name, kind):
     use = calling(name, kind).select_tools(request_with(TOOLS))
     end = grammars(kind).eos_ids[0]
     form = use.calling.form
-    said = "" if form.marker == "{" else "Let me <see> {it}: "
+    text_before = "" if form.marker == "{" else "Let me <see> {it}: "
     add = {"name": "add", "arguments": {"a": 1, "b": -20}}
     call = spell_calls(form, [{"id": "abcDEF124", "function": add}])
-    texts = [said + call, "Only text, with a { brace and a <tool.", ""]
+    texts = [text_before + call, "Only text, with a { brace and a <tool.", ""]
     texts += [
         "<think>\nI {{ think.\n</think>\n\nSo.",
-        *(["<think>\nHm.</think>" + call] if said else []),
+        *(["<think>\nHm.</think>" + call] if text_before else []),
     ]
     for text in texts:
         ids = [*ids_of(kind, text), end]
         assert tokens_allowed(use.make_grammar(), ids) == len(ids), text
     for wrong in (call.replace("add", "sub"), call.replace("-20", '"x"')):
-        assert tokens_allowed(use.make_grammar(), ids_of(kind, said + wrong)) < len(
-            ids_of(kind, said + call)
+        assert tokens_allowed(use.make_grammar(), ids_of(kind, text_before + wrong)) < len(
+            ids_of(kind, text_before + call)
         )
-    assert read_answer(use, said + call) == (said, [("add", {"a": 1, "b": -20})])
+    assert read_answer(use, text_before + call) == (text_before, [("add", {"a": 1, "b": -20})])
 
 
 def ids_of(kind: str, text: str) -> list[int]:

@@ -37,16 +37,16 @@ def test_a_question_is_answered_with_a_tool_and_a_description_with_json():
 
     tools = [openai.pydantic_function_tool(GetWeather, name="get_weather")]
     options = {"model": "tiny", "temperature": 0, "max_tokens": 200}
-    asked = {**options, "messages": QUESTION, "tools": tools, "tool_choice": "required"}
-    asked["parallel_tool_calls"] = False
-    described = {**options, "messages": ADA, "response_format": Person}
+    call_body = {**options, "messages": QUESTION, "tools": tools, "tool_choice": "required"}
+    call_body["parallel_tool_calls"] = False
+    json_body = {**options, "messages": ADA, "response_format": Person}
     with in_process(SMOLLM2) as client:
         chat = strict_client(client).chat.completions
-        for body in (described, asked):
+        for body in (json_body, call_body):
             message = chat.parse(**body).choices[0].message
             with chat.stream(**body) as stream:
                 (streamed,) = stream.get_final_completion().choices
-            if body is described:
+            if body is json_body:
                 assert isinstance(message.parsed, Person)
                 assert streamed.message.parsed == message.parsed
         (call,) = message.tool_calls or ()

@@ -59,9 +59,9 @@ class CompletionAnswer(OpenAIAnswer):
     def _echo(self, piece: Piece) -> tuple[str, list[Written]]:
         """Return the prompt as text, and with `logprobs` its tokens."""
         prompt = piece.choice // self.request.n
-        asked = self.request.prompt[prompt]
+        sent = self.request.prompt[prompt]
         ids = self.choices.prompts[prompt]
-        text = asked if isinstance(asked, str) else self.context.tokenizer.decode(ids)
+        text = sent if isinstance(sent, str) else self.context.tokenizer.decode(ids)
         if self.request.logprobs is None:
             return text, []
         # Nothing comes before the first token, so it has no score

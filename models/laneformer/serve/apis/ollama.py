@@ -238,7 +238,7 @@ def add_routes(endpoints: Endpoints, facts: Mapping[str, Any]) -> None:
     }
     info = {"general.architecture": "llama", "llama.context_length": context.context_tokens}
     can = ["completion", "tools"] if facts["chat"] else ["completion"]
-    shown = {
+    model_card = {
         "modified_at": model["modified_at"],
         "details": details,
         "model_info": info,
@@ -246,7 +246,7 @@ def add_routes(endpoints: Endpoints, facts: Mapping[str, Any]) -> None:
     }
     endpoints.add("/api/chat", ChatRequest, make_answer, any_type=True)
     endpoints.add("/api/generate", GenerateRequest, make_answer, any_type=True)
-    endpoints.add("/api/show", ShowRequest, lambda body, context: shown, any_type=True)
+    endpoints.add("/api/show", ShowRequest, lambda body, context: model_card, any_type=True)
 
     @app.get("/api/tags")
     async def tags() -> dict[str, Any]:

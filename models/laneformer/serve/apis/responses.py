@@ -184,8 +184,9 @@ class ResponsesAnswer(BlockAnswer):
         item = format_item(block)
         if block.kind == "call":
             # Clients make the call at this event, so a cut one must not have it
-            done = self.write_block_event(block, kind, name=block.name, arguments=block.text)
-            ended = "" if block.is_cut else done
+            ended = ""
+            if not block.is_cut:
+                ended = self.write_block_event(block, kind, name=block.name, arguments=block.text)
         else:
             ended = self.write_block_event(block, kind, text=block.text, logprobs=[])
             ended += self.write_block_event(
@@ -194,8 +195,8 @@ class ResponsesAnswer(BlockAnswer):
         return ended + self.write_event("output_item.done", output_index=block.index, item=item)
 
     def close_stream(self) -> str:
-        done = self.format_answer()
-        return self.write_event(done["status"], response=done)
+        response = self.format_answer()
+        return self.write_event(response["status"], response=response)
 
     def write_failure(self, error: ClientError) -> str:
         failure = {"code": error.code or error.type, "message": error.message}

@@ -40,7 +40,7 @@ def output(
     command: list[str], cwd: Path | None = None, timeout_s: float = 240, **environment: str
 ) -> str:
     """stdout of a program that must succeed."""
-    done = subprocess.run(
+    process = subprocess.run(
         command,
         capture_output=True,
         text=True,
@@ -48,5 +48,5 @@ def output(
         cwd=cwd,
         env={**os.environ, **environment},
     )
-    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
-    return done.stdout
+    assert process.returncode == 0, f"{process.stdout[-6000:]}\n{process.stderr[-6000:]}"
+    return process.stdout

@@ -30,12 +30,17 @@ class Asked:
     def sync(self, **options):
         import openai
 
-        given = {"base_url": f"{self.url}/v1", "api_key": self.key, "max_retries": 0, "timeout": 60}
-        return openai.OpenAI(**{**given, "_strict_response_validation": True, **options})
+        defaults = {
+            "base_url": f"{self.url}/v1",
+            "api_key": self.key,
+            "max_retries": 0,
+            "timeout": 60,
+        }
+        return openai.OpenAI(**{**defaults, "_strict_response_validation": True, **options})
 
     def chat(self, client, **options):
-        given = {"model": self.model, "messages": QUESTION, "max_tokens": 24}
-        return client.chat.completions.create(**{**given, "temperature": 0, **options})
+        defaults = {"model": self.model, "messages": QUESTION, "max_tokens": 24}
+        return client.chat.completions.create(**{**defaults, "temperature": 0, **options})
 
     def content(self) -> str:
         with self.sync() as client:
@@ -69,18 +74,18 @@ def chat(a: Asked):
 
 
 def completions(a: Asked):
-    given = {
+    defaults = {
         "model": a.model,
         "prompt": "import os",
         "max_tokens": 12,
         "temperature": 0,
     }
     with a.sync() as client:
-        text = client.completions.create(**given, logprobs=2).choices[0].text
+        text = client.completions.create(**defaults, logprobs=2).choices[0].text
     # OpenAI's types have no place for two nulls of its own server: an unfinished chunk's reason, a
     # first token's score
     with a.sync(_strict_response_validation=False) as client:
-        parts = client.completions.create(**given, stream=True)
+        parts = client.completions.create(**defaults, stream=True)
         assert "".join(part.choices[0].text for part in parts) == text
 
 
@@ -113,7 +118,7 @@ CHECKS = chat, completions, errors
 if __name__ == "__main__":
     import openai
 
-    asked = Asked(*sys.argv[1:])
+    server = Asked(*sys.argv[1:])
     for check in CHECKS:
-        check(asked)
+        check(server)
     print(openai.__version__)

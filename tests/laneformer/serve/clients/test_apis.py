@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.laneformer.serve.clients.conftest import AGENTS, API_CLIENTS, output
-from tests.laneformer.serve.conftest import Server, start, write_model
+from tests.laneformer.serve.conftest import start, write_model
 
 pytestmark = pytest.mark.rotate
 PRELUDE = """
@@ -34,23 +34,23 @@ SCRIPT = [
 ANTHROPIC = """
 import json, sys, anthropic
 client = anthropic.Anthropic(base_url=sys.argv[1], api_key="key", max_retries=0, _strict_response_validation=True)
-given = dict(model="any", max_tokens=500)
+options = dict(model="any", max_tokens=500)
 hello = [{"role": "user", "content": "Hello"}]
-whole = client.messages.create(messages=hello, system="Be kind.", **given)
-with client.messages.stream(messages=hello, **given) as stream:
+whole = client.messages.create(messages=hello, system="Be kind.", **options)
+with client.messages.stream(messages=hello, **options) as stream:
     texts = list(stream.text_stream)
     streamed = stream.get_final_message()
 schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 tools = [{"name": "weather", "description": "of a city", "input_schema": schema}]
-asked = [{"role": "user", "content": "The weather in Rome?"}]
-with client.messages.stream(messages=asked, tools=tools, **given) as stream:
+messages = [{"role": "user", "content": "The weather in Rome?"}]
+with client.messages.stream(messages=messages, tools=tools, **options) as stream:
     called = stream.get_final_message()
 use = called.content[-1]
 result = {"type": "tool_result", "tool_use_id": use.id, "content": "it is 21 degrees"}
-asked += [{"role": "assistant", "content": called.content}, {"role": "user", "content": [result]}]
-end = client.messages.create(messages=asked, tools=tools, **given)
+messages += [{"role": "assistant", "content": called.content}, {"role": "user", "content": [result]}]
+end = client.messages.create(messages=messages, tools=tools, **options)
 try:
-    anthropic.Anthropic(base_url=sys.argv[1], api_key="wrong").messages.create(messages=hello, **given)
+    anthropic.Anthropic(base_url=sys.argv[1], api_key="wrong").messages.create(messages=hello, **options)
 except anthropic.AuthenticationError:
     refused = True
 count = client.messages.count_tokens(model="any", messages=hello).input_tokens
@@ -65,10 +65,10 @@ whole = client.chat(model="tiny", messages=hello, think=True, options={"num_ctx"
 parts = list(client.chat(model="tiny", messages=hello, stream=True))
 def weather(city: str) -> str:
     "Of a city."
-asked = [{"role": "user", "content": "The weather in Rome?"}]
-called = client.chat(model="tiny", messages=asked, tools=[weather]).message
-asked += [called, {"role": "tool", "tool_name": "weather", "content": "it is 21 degrees"}]
-end = client.chat(model="tiny", messages=asked, tools=[weather], keep_alive="5m")
+messages = [{"role": "user", "content": "The weather in Rome?"}]
+called = client.chat(model="tiny", messages=messages, tools=[weather]).message
+messages += [called, {"role": "tool", "tool_name": "weather", "content": "it is 21 degrees"}]
+end = client.chat(model="tiny", messages=messages, tools=[weather], keep_alive="5m")
 try:
     client.embed(model="tiny", input="a")
 except ollama.ResponseError as error:
@@ -114,7 +114,7 @@ def agent_server(note, tmp_path_factory):
     assert server.stop() == 0, server.output()
 
 
-def run_client(agent_server: Server, code: str, **environment: str):
+def run_client(agent_server, code: str, **environment: str):
     if not API_CLIENTS.is_dir():
         pytest.skip(f"no {API_CLIENTS}: make {API_CLIENTS.relative_to(Path.cwd())}")
     command = [sys.executable, "-c", code, agent_server.url]
@@ -155,17 +155,17 @@ def test_codex(agent_server, note, tmp_path):
         f'base_url = "{agent_server.url}/v1"\nenv_key = "LANEFORMER_KEY"\n'
     )
     flags = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
-    given = {"CODEX_HOME": str(tmp_path), "LANEFORMER_KEY": "key"}
+    options = {"CODEX_HOME": str(tmp_path), "LANEFORMER_KEY": "key"}
     printed = output(
         [locate_agent("codex"), "exec", *flags, "Use exec_command to read the note"],
         note.parent,
-        **given,
+        **options,
     )
     assert printed.strip() == "The note says seven."
 
 
 def test_claude_code(agent_server, note, tmp_path):
-    given = {
+    options = {
         "HOME": str(tmp_path),
         "ANTHROPIC_BASE_URL": agent_server.url,
         "ANTHROPIC_AUTH_TOKEN": "key",
@@ -173,6 +173,6 @@ def test_claude_code(agent_server, note, tmp_path):
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
     printed = output(
-        [locate_agent("claude"), "-p", "Use Read to read the note"], note.parent, **given
+        [locate_agent("claude"), "-p", "Use Read to read the note"], note.parent, **options
     )
     assert printed.strip() == "The note says seven."

@@ -1,7 +1,6 @@
 """lm-eval's own `local-completions` on a real server: to the bit what the engine says in-process."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ metric_list: [{metric: acc}]
 """
 
 
-def write_task(folder: Path):
+def write_task(folder):
     from tests.evals.lm_eval.lm_eval_assets import QUESTIONS
 
     rows = [{"question": q, "choices": choices, "gold": gold} for q, choices, gold in QUESTIONS]

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.laneformer.serve.clients.openai_checks import Asked
-from tests.laneformer.serve.conftest import Server
 from tests.laneformer.serve.endpoint import data_of
 
 PATH = "/v1/completions"
@@ -72,7 +71,7 @@ async def storm(client, expected: list[str], requests: int) -> Counter[str]:
     return counts
 
 
-def measure_process(server: Server) -> tuple[int, int, int]:
+def measure_process(server) -> tuple[int, int, int]:
     """Resident bytes, open files and threads of the process."""
     process = Path(f"/proc/{server.process.pid}")
     pages = int((process / "statm").read_text().split()[1])
@@ -86,7 +85,7 @@ def test_a_storm_of_requests(server, model_folder):
     import httpx
 
     running = server(model_folder, engine={"cache_bytes": 4 << 20}, max_waiting=4)
-    asked = Asked(running.url, "tiny", "none")
+    endpoint = Asked(running.url, "tiny", "none")
 
     def run(work):
         async def visit():
@@ -104,11 +103,11 @@ def test_a_storm_of_requests(server, model_folder):
     expected = run(ask_alone)
     assert len(set(expected)) > 6
     run(lambda client: storm(client, expected, 100))  # what is made once: buffers, threads, arenas
-    assert asked.becomes_idle()
+    assert endpoint.becomes_idle()
     before = measure_process(running)
     counts = run(lambda client: storm(client, expected, REQUESTS))
     assert counts["429"], "the queue was never full, so this shows nothing about it"
-    assert asked.becomes_idle()
+    assert endpoint.becomes_idle()
     assert run(ask_alone) == expected
     rss, files, threads = (
         after - first for after, first in zip(measure_process(running), before, strict=True)

@@ -12,15 +12,15 @@ import litellm
 url, model, key = sys.argv[1:]
 messages = [{"role": "user", "content": "def main(argv):"}]
 where = dict(api_base=f"{url}/v1", api_key=key, temperature=0)
-given = dict(model=f"openai/{model}", messages=messages, max_tokens=24, **where)
-whole = litellm.completion(**given)
-parts = [chunk.choices[0].delta.content or "" for chunk in litellm.completion(**given, stream=True)]
-later = asyncio.run(litellm.acompletion(**given))
+options = dict(model=f"openai/{model}", messages=messages, max_tokens=24, **where)
+whole = litellm.completion(**options)
+parts = [chunk.choices[0].delta.content or "" for chunk in litellm.completion(**options, stream=True)]
+later = asyncio.run(litellm.acompletion(**options))
 texts = litellm.text_completion(
     model=f"text-completion-openai/{model}", prompt="import os", max_tokens=8, **where
 )
 try:
-    litellm.completion(**{**given, "api_key": "wrong"})
+    litellm.completion(**{**options, "api_key": "wrong"})
 except litellm.AuthenticationError:
     refused = True
 print(json.dumps([whole.choices[0].message.content, "".join(parts), later.choices[0].message.content,
@@ -43,8 +43,8 @@ def test_litellm(endpoint, other_python):
     assert whole == streamed == later == endpoint.content()
     assert 0 < tokens <= 24
     with endpoint.sync() as client:
-        given = {"prompt": "import os", "max_tokens": 8, "temperature": 0}
-        assert text == client.completions.create(model=endpoint.model, **given).choices[0].text
+        options = {"prompt": "import os", "max_tokens": 8, "temperature": 0}
+        assert text == client.completions.create(model=endpoint.model, **options).choices[0].text
     assert refused
 
 
