@@ -37,6 +37,18 @@ class Piece(NamedTuple):
     stop: str | None = None  # the stop string that ended the choice
 
 
+class Usage(NamedTuple):
+    """The tokens of an answer so far."""
+
+    prompt: int
+    completion: int
+    reasoning: int
+    # What the engine reports at the end; cached is None until then
+    cached: int | None = None
+    proposed: int = 0
+    accepted: int = 0
+
+
 def join_pieces(pieces: Sequence[Piece]) -> Piece:
     tokens = [token for piece in pieces for token in piece.tokens]
     ids = [i for piece in pieces for i in piece.ids]
@@ -56,7 +68,7 @@ class Writing:
     # new token behind the prompt.
     scores_stop: bool
     read: int = 0  # tokens
-    decoded_chars: int = 0  # characters
+    decoded_chars: int = 0
     released_chars: int = 0
     pending: deque[Written] = field(default_factory=deque)  # tokens whose text is not out yet
 
@@ -109,6 +121,7 @@ class Choices:
     grammar: AnswerGrammar | None = None  # each choice gets a copy
     with_control_tokens: bool = False  # spell them out in the text
     unused: list[str] = field(default_factory=list)  # parts without effect, for `warnings`
+    reasoning_tokens: int = 0  # counted by whoever reads the text
 
     def __post_init__(self) -> None:
         scheduler = self.context.scheduler
@@ -132,15 +145,21 @@ class Choices:
         for running in self._runs:
             running.cancel()
 
-    def sum_statistic(self, name: str) -> int | None:
-        """Return the sum of a field of `Statistics`, None before the end."""
+    def count_usage(self) -> Usage:
+        """Return the tokens of all choices so far."""
+        read = sum(map(len, self.prompts))
+        usage = Usage(read, sum(self.generated), self.reasoning_tokens)
+        statistics = {choice: running.statistics for choice, running in self._generating.items()}
+        ended = {choice: one for choice, one in statistics.items() if one is not None}
+        if len(ended) < len(statistics):
+            return usage
         # The tokens of a prompt are reused for each of its choices, and count once
-        statistics = [
-            running.statistics
-            for choice, running in sorted(self._generating.items())
-            if name != "reused_tokens" or choice % self.n == 0
-        ]
-        return None if None in statistics else sum(getattr(one, name) for one in statistics)
+        firsts = [one for choice, one in ended.items() if choice % self.n == 0]
+        return usage._replace(
+            cached=sum(one.reused_tokens for one in firsts),
+            proposed=sum(one.proposed_tokens for one in ended.values()),
+            accepted=sum(one.accepted_tokens for one in ended.values()),
+        )
 
     async def __aiter__(self) -> AsyncGenerator[Piece, None]:
         pieces = self._follow_choice(0) if len(self.generated) == 1 else self._merge_choices()

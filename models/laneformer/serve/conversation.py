@@ -43,17 +43,14 @@ class ChoiceAnswer:
 
     def __init__(self, reader: AnswerReader):
         self.blocks: list[Block] = []
-        self.reasoning_tokens = 0
-        self._reader = reader
+        self.reader = reader
         self._call_id = ""
 
     def push(self, piece: Piece) -> tuple[Piece, list[Part]]:
         """Return the piece, whose end may become that of a call, and what is new in the blocks."""
-        # Counted by the state before the piece: tokens of the end tag belong to the reasoning
-        self.reasoning_tokens += len(piece.ids) * self._reader.inside
-        deltas = self._reader.push(piece.text)
+        deltas = self.reader.push(piece.text)
         if piece.finish_reason is not None:
-            deltas += self._reader.finish()
+            deltas += self.reader.finish()
         parts = [part for kind, text in deltas for part in self._add_delta(kind, text)]
         if piece.finish_reason is not None and self.blocks:
             last = self.blocks[-1]
@@ -113,7 +110,10 @@ class Conversation:
 
     async def __aiter__(self) -> AsyncGenerator[tuple[Piece, list[Part]], None]:
         async for piece in self.choices:
-            yield self.answers[piece.choice].push(piece)
+            answer = self.answers[piece.choice]
+            # By the state before the piece: tokens of the end tag belong to the reasoning
+            self.choices.reasoning_tokens += len(piece.ids) * answer.reader.inside
+            yield answer.push(piece)
 
     def _make_grammar(self, tools: ToolUse) -> Grammar | None:
         form = self.request.response_format

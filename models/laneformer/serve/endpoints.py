@@ -188,7 +188,7 @@ class Endpoints:
             if not isinstance(answer, Answer):
                 return JSONResponse(answer, headers=reading.headers)
             # On the event loop, like all calls of the scheduler
-            answer.begin()
+            answer.choices.begin()
             return AnswerResponse(answer, self.options.keep_alive_s, reading.headers)
 
         self._bodies.append(body)

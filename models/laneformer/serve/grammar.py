@@ -48,17 +48,14 @@ CHOICES = {CALL_ID: "/[a-zA-Z0-9]{9}/", CALL_NUMBER: "/[0-9]{1,4}/"}
 COMPILED_WITH = {"whitespace_pattern": r"( |\n( {0,32}|\t{0,16}))"}
 
 
+@dataclass
 class Grammars:
     """Compiles grammars for one model; RequestError for those that are wrong or too large."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int], harmony: bool = False
-    ):
-        # V, rows of the embedding table: there may be more of them than ids of the tokenizer
-        self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
-        self.eos_ids = tuple(eos_ids)
-        self.harmony = harmony  # answers are written in this format
+    tokenizer: Tokenizer
+    vocab_size: int  # V, rows of the embedding table; the tokenizer may have fewer ids
+    eos_ids: Sequence[int]
+    harmony: bool = False  # answers are written in this format
 
     def prepare(self) -> None:
         # ValueError: this model can have no grammars, which requests for one are told

@@ -70,19 +70,12 @@ def error_response(error: Exception, path: str) -> Response:
 
 
 class Answer:
-    """An answer in progress: `begin` it, then iterate over its events or await `whole`."""
+    """An answer of `choices`, which must have begun: iterate over its events, or await `whole`."""
 
     choices: Choices
     streamed = False
     media = "text/event-stream; charset=utf-8"
     silence = ": keep-alive\n\n"  # a comment, which readers of a stream skip
-
-    def begin(self) -> None:
-        """Submit it, on the event loop; raises what `Scheduler.submit` raises."""
-        self.choices.begin()
-
-    def cancel(self) -> None:
-        self.choices.cancel()
 
     async def whole(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -120,7 +113,7 @@ class AnswerResponse(Response):
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._answer.cancel()
+            self._answer.choices.cancel()
             gone.cancel()
             work.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)

@@ -14,7 +14,6 @@ from ..context import ServingContext
 from ..conversation import Block, Conversation, Part
 from ..schema import ConversationRequest, Limit, Request, Sampling
 from ..sending import Answer
-from .openai import sum_usage
 
 
 class TranslatedRequest(Request):
@@ -54,11 +53,8 @@ class BlockAnswer(Answer):
         self.blocks = self.answer.blocks
         self.finish_reason: str | None = None
         self.stop: str | None = None
-        self.begun_s = self.first_s = 0.0  # of time.time(): submission, first text
-
-    def begin(self) -> None:
         self.begun_s = time.time()
-        super().begin()
+        self.first_s = 0.0  # when the first text came
 
     async def parts(self) -> AsyncGenerator[Part, None]:
         """Yield blocks with their new text; a new block comes without text first."""
@@ -106,14 +102,6 @@ class BlockAnswer(Answer):
 
     def close_stream(self) -> str:
         raise NotImplementedError
-
-    @property
-    def usage(self) -> dict[str, Any]:
-        """OpenAI's usage, with cached_tokens and reasoning_tokens at the top."""
-        reasoning_tokens = self.answer.reasoning_tokens
-        usage = sum_usage(self.choices, reasoning_tokens)
-        cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
-        return {**usage, "cached_tokens": cached, "reasoning_tokens": reasoning_tokens}
 
 
 def write_event(kind: str, **fields: Any) -> str:

@@ -11,7 +11,7 @@ from ..context import ServingContext
 from ..conversation import Block, Conversation
 from ..schema import ConversationRequest
 from .blocks import make_call
-from .openai import OpenAIAnswer, format_conversation_logprobs, sum_usage
+from .openai import OpenAIAnswer, format_conversation_logprobs
 
 BEGIN: dict[str, Any] = {"role": ASSISTANT, "content": "", "refusal": None}
 
@@ -21,10 +21,6 @@ class ConversationAnswer(OpenAIAnswer):
         self.request = request
         self.conversation = Conversation(request, context)
         super().__init__(request, self.conversation.choices, "chatcmpl", "chat.completion.chunk")
-
-    def count_usage(self) -> dict[str, Any]:
-        reasoning_tokens = sum(answer.reasoning_tokens for answer in self.conversation.answers)
-        return sum_usage(self.choices, reasoning_tokens)
 
     async def __aiter__(self) -> AsyncGenerator[str, None]:
         for choice in range(self.request.n):

@@ -168,13 +168,14 @@ class MessagesAnswer(BlockAnswer):
         return {"stop_reason": reason, "stop_sequence": self.stop}
 
     def format_usage(self) -> dict[str, int]:
+        usage = self.choices.count_usage()
+        cached = usage.cached or 0
         # Cached tokens are not among Anthropic's input tokens
-        used = self.usage
         return {
-            "input_tokens": used["prompt_tokens"] - used["cached_tokens"],
+            "input_tokens": usage.prompt - cached,
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": used["cached_tokens"],
-            "output_tokens": used["completion_tokens"],
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage.completion,
         }
 
     def format_answer(self) -> dict[str, Any]:

@@ -129,7 +129,7 @@ class OllamaAnswer(BlockAnswer):
         self.line = partial(format_line, isinstance(request, ChatRequest), self.model)
 
     def format_end(self) -> dict[str, Any]:
-        used = self.usage
+        usage = self.choices.count_usage()
         now_s = time.time()
         first_s = self.first_s or now_s
         return {
@@ -137,9 +137,9 @@ class OllamaAnswer(BlockAnswer):
             "done_reason": "length" if self.finish_reason == "length" else "stop",
             "total_duration": round((now_s - self.begun_s) * SECOND_NS),
             "load_duration": 0,
-            "prompt_eval_count": used["prompt_tokens"],
+            "prompt_eval_count": usage.prompt,
             "prompt_eval_duration": round((first_s - self.begun_s) * SECOND_NS),
-            "eval_count": used["completion_tokens"],
+            "eval_count": usage.completion,
             "eval_duration": round((now_s - first_s) * SECOND_NS),
         }
 

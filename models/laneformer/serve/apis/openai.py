@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
-from ..choices import Choices, Piece, Written, join_pieces
+from ..choices import Choices, Piece, Usage, Written, join_pieces
 from ..context import ServingContext
 from ..schema import CompletionRequest, ConversationRequest
 from ..sending import Answer, ClientError
@@ -66,7 +66,8 @@ class OpenAIAnswer(Answer):
             for piece in map(join_pieces, pieces)
         ]
         kind = self._fields["object"].removesuffix(".chunk")
-        return {**self._fields, "object": kind, "choices": choices, "usage": self.count_usage()}
+        usage = format_usage(self.choices.count_usage())
+        return {**self._fields, "object": kind, "choices": choices, "usage": usage}
 
     def _format_choice(
         self, piece: Piece, scored: bool, first: bool, **content: Any
@@ -84,28 +85,22 @@ class OpenAIAnswer(Answer):
             **ids,
         }
 
-    def count_usage(self) -> dict[str, Any]:
-        return sum_usage(self.choices)
-
     def write_chunk(self, piece: Piece, **content: Any) -> str:
         """Return an event; `content` is the choice's field for what is new."""
         first = piece.choice not in self._begun
         self._begun.add(piece.choice)
         choice = self._format_choice(piece, bool(piece.tokens), first, **content)
-        return self._write_body(
-            [choice], self.count_usage() if self._options.continuous_usage_stats else None
-        )
+        return self._write_body([choice], self._options.continuous_usage_stats)
 
     def write_end(self) -> str:
         """Return the last chunk, where usage is wanted, and the end of the stream."""
-        return (
-            self._write_body([], self.count_usage()) if self._options.include_usage else ""
-        ) + DONE
+        return (self._write_body([], True) if self._options.include_usage else "") + DONE
 
-    def _write_body(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> str:
+    def _write_body(self, choices: list[dict[str, Any]], counts: bool) -> str:
+        body = {**self._fields, "choices": choices}
         # As OpenAI does it, other chunks have usage = null where the last one has it
-        has_usage = self._options.include_usage or usage
-        body = {**self._fields, "choices": choices, **({"usage": usage} if has_usage else {})}
+        if self._options.include_usage or counts:
+            body["usage"] = format_usage(self.choices.count_usage()) if counts else None
         return write_event(json.dumps(body))
 
 
@@ -113,28 +108,24 @@ def write_event(data: str) -> str:
     return f"data: {data}\n\n"
 
 
-def sum_usage(choices: Choices, reasoning_tokens: int = 0) -> dict[str, Any]:
-    read = sum(map(len, choices.prompts))
-    written = sum(choices.generated)
-    usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-    # The engine reports details at the end; until then they are null
-    cached, proposed, accepted = map(
-        choices.sum_statistic, ("reused_tokens", "proposed_tokens", "accepted_tokens")
-    )
-    if cached is None or proposed is None or accepted is None:
-        return {**usage, "prompt_tokens_details": None, "completion_tokens_details": None}
-    speculated = {
-        "accepted_prediction_tokens": accepted,
-        "rejected_prediction_tokens": proposed - accepted,
-    }
+def format_usage(usage: Usage) -> dict[str, Any]:
+    details: Any = [None, None]
+    if usage.cached is not None:
+        details = [
+            {"cached_tokens": usage.cached, "audio_tokens": 0},
+            {
+                "reasoning_tokens": usage.reasoning,
+                "audio_tokens": 0,
+                "accepted_prediction_tokens": usage.accepted,
+                "rejected_prediction_tokens": usage.proposed - usage.accepted,
+            },
+        ]
     return {
-        **usage,
-        "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
-        "completion_tokens_details": {
-            "reasoning_tokens": reasoning_tokens,
-            "audio_tokens": 0,
-            **speculated,
-        },
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion,
+        "prompt_tokens_details": details[0],
+        "completion_tokens_details": details[1],
     }
 
 

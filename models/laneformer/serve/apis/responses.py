@@ -146,16 +146,13 @@ class ResponsesAnswer(BlockAnswer):
         }
 
     def format_answer(self) -> dict[str, Any]:
-        used = self.usage
+        tokens = self.choices.count_usage()
         usage = {
-            "total_tokens": used["total_tokens"],
-            "input_tokens": used["prompt_tokens"],
-            "output_tokens": used["completion_tokens"],
-            "input_tokens_details": {
-                "cached_tokens": used["cached_tokens"],
-                "cache_write_tokens": 0,
-            },
-            "output_tokens_details": {"reasoning_tokens": used["reasoning_tokens"]},
+            "total_tokens": tokens.prompt + tokens.completion,
+            "input_tokens": tokens.prompt,
+            "output_tokens": tokens.completion,
+            "input_tokens_details": {"cached_tokens": tokens.cached or 0, "cache_write_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": tokens.reasoning},
         }
         output = [format_item(block) for block in self.blocks]
         status = "incomplete" if self.finish_reason == "length" else "completed"
