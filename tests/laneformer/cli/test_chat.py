@@ -26,7 +26,7 @@ from tests.laneformer.cli.conftest import END, TEMPLATE, talker, tokenizer
 from tests.laneformer.engine.assets import random_model, small_config
 
 
-def talk(folder, lines: str | bytes, monkeypatch, *flags: str):
+def talk(folder, lines, monkeypatch, *flags):
     data = lines.encode() if isinstance(lines, str) else lines
     stdin = io.TextIOWrapper(
         io.BytesIO(data), encoding="utf-8", newline="\n"

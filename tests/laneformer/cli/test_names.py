@@ -17,7 +17,7 @@ TALKER = "someone/talker-1B"
 GENERATE = ["--prompt", "hi", "--threads=1", "--max-new-tokens=4", "--no-cache"]
 
 
-def lay_out_hub(files: list[str], source: Path, cache: Path, patch) -> list[str]:
+def lay_out_hub(files, source, cache, patch) -> list[str]:
     """Hugging Face with these files in one repository, which its library lays into a cache; what is fetched."""
     fetched = []
 

@@ -9,7 +9,7 @@ import pytest
 from tests.laneformer.serve.conftest import launch
 
 
-def complete(server, prompt: list[int]) -> tuple[str, int]:
+def complete(server, prompt) -> tuple[str, int]:
     """Text, and how many ids of the prompt were not read."""
     body = {"prompt": prompt, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300).json()

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,9 +53,9 @@ with Engine.from_pretrained(folder, **engine_options) as engine:
 
 def write_model(
     folder,
-    more: Sequence[str] = (),
-    template: str = TEMPLATE,
-    ends: Sequence[str] = SPECIAL[2:],
+    more=(),
+    template=TEMPLATE,
+    ends=SPECIAL[2:],
     **sizes,
 ) -> Path:
     """A random model whose ids beyond the tokenizer's are padding, as many models have. more: control tokens."""
@@ -158,7 +158,7 @@ class Server:
         return "".join(self.lines.queue)
 
 
-def start(folder, prelude: str = "", engine=None, **options) -> Server:
+def start(folder, prelude="", engine=None, **options) -> Server:
     """Run a server until it says where it listens; prelude: code that plants a fault in its process.
 
     engine: options of Engine.from_pretrained; options: of ServerOptions.

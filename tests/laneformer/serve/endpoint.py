@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from laneformer.prompts import ChatTemplate
@@ -22,7 +22,7 @@ TALK = [{"role": "user", "content": "Hello, how are you?"}]
 class Endpoint:
     """A path of an application, and the fields that every request to it has unless it says otherwise."""
 
-    def __init__(self, client, path: str, **fields):
+    def __init__(self, client, path, **fields):
         self.client = client
         self.path = path
         self.fields = fields
@@ -62,7 +62,7 @@ def conversations(client) -> Endpoint:
     return Endpoint(client, "/v1/chat/completions", messages=TALK, **GREEDY)
 
 
-def strict_client(client, api_key: str = "none") -> openai.OpenAI:
+def strict_client(client, api_key="none") -> openai.OpenAI:
     """OpenAI's package, which raises on every field that breaks its schema."""
     import openai
 
@@ -98,13 +98,13 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     return error
 
 
-def prompt_of(engine, messages: Iterable[Any]) -> list[int]:
+def prompt_of(engine, messages) -> list[int]:
     """The ids of a conversation whose contents spell no control token."""
     text = ChatTemplate(engine.tokenizer_config).render(list(messages), add_generation_prompt=True)
     return engine.tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def on_a_loop(app, work: Callable[[httpx.AsyncClient], Awaitable[Any]]):
+def on_a_loop(app, work):
     """Run work(client) on an event loop of its own, where requests run side by side."""
     import httpx
 

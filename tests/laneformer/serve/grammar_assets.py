@@ -101,9 +101,7 @@ def batch_of(kind: str = "bytes") -> Iterator[Batch]:
         yield batch
 
 
-def draw_answer(
-    batch: Batch, grammar: Grammar, prompt: Sequence[int] = (3, 1), **options
-) -> tuple[list[int], str]:
+def draw_answer(batch, grammar, prompt=(3, 1), **options) -> tuple[list[int], str]:
     """Ids drawn under a grammar, as the scheduler draws them, and why they end."""
     ids = []
     ticket = batch.join(

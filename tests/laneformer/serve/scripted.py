@@ -1,11 +1,9 @@
 """A model that says what a test has written, whatever it is asked: for clients that need a sensible one."""
 
-from collections.abc import Sequence
-
 PIECE_CHARS = 5
 
 
-def play(script: Sequence[Sequence[str]], patch):
+def play(script, patch):
     """Have every server of this process answer by a text in the prompt, what is answered then, and why it ends
     ("stop" by default); the last that fits holds.
     """

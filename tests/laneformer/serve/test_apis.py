@@ -61,7 +61,7 @@ def outline(stream: list[str]) -> list[str]:
     return [event for event, _ in itertools.groupby(blank)]
 
 
-def post(client, path: str, status: int = 200, **body):
+def post(client, path, status=200, **body):
     answer = client.post(path, json=body)
     assert answer.status_code == status, answer.text
     return answer.json()

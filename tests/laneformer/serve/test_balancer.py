@@ -52,7 +52,7 @@ class Balanced:
         return set(re.findall(up, httpx.get(self.metrics).text, re.M))
 
 
-def write_configuration(folder, servers: dict[str, Server], sockets: list[socket.socket]) -> Path:
+def write_configuration(folder, servers, sockets) -> Path:
     """The documented file with the addresses of this machine, and open sockets for its ports."""
     text = BLOCKS["haproxy"]
     for address, listening in zip(("127.0.0.1:8000", "127.0.0.1:8405"), sockets, strict=True):

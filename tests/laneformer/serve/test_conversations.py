@@ -133,7 +133,7 @@ def test_hostile_messages_are_the_clients_fault(api, arguments):
     assert answer.status_code in (200, 400), answer.text
 
 
-def copy_with(model_folder, to: Path, name: str, text: str | None) -> Path:
+def copy_with(model_folder, to, name, text) -> Path:
     """The model with another text in one of its files, or without the file."""
     folder = Path(shutil.copytree(model_folder, to / "model"))
     (folder / name).write_text(text) if text is not None else (folder / name).unlink()

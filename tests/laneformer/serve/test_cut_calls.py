@@ -45,7 +45,7 @@ def client(model_folder):
             yield client
 
 
-def ask(client, path: str, rule: str, *turns, **more):
+def ask(client, path, rule, *turns, **more):
     """The first part of an answer, and the whole, in the words of the API at this path."""
     system = f"rule {rule}" if rule else ""
     if path == RESPONSES:

@@ -27,7 +27,7 @@ BODIES = {
 EVERY = pytest.mark.parametrize("api", BODIES)
 
 
-def read(api: str, strict: bool = False, **fields) -> tuple[Any, str]:
+def read(api, strict=False, **fields) -> tuple[Any, str]:
     """The body, and the names in the header `warnings`."""
     (body, base), reading = BODIES[api], Reading(strict)
     request = body.read(json.dumps({**base, **fields}).encode(), reading)
@@ -36,18 +36,18 @@ def read(api: str, strict: bool = False, **fields) -> tuple[Any, str]:
     return request, reading.headers.get("warnings", "")
 
 
-def body_of(api: str, **fields):
+def body_of(api, **fields):
     return read(api, **fields)[0]
 
 
-def refusal_of(api: str, **fields) -> RequestError:
+def refusal_of(api, **fields) -> RequestError:
     with pytest.raises(RequestError) as caught:
         read(api, **fields)
     assert caught.value.status_code == 400
     return caught.value
 
 
-def param_of(api: str, **fields) -> str | None:
+def param_of(api, **fields) -> str | None:
     return refusal_of(api, **fields).param
 
 
@@ -275,7 +275,7 @@ def test_programs_extras_pass_unnamed(api, fields, program):
     assert read(api, strict=True, **fields)[1] == "", program
 
 
-def chat_of(api: str, **fields) -> ConversationRequest:
+def chat_of(api, **fields) -> ConversationRequest:
     request = read(api, **fields)[0]
     return request.translate() if hasattr(request, "translate") else request
 

@@ -83,17 +83,17 @@ def test_a_conversation_in_its_own_template(grammars):
     assert sent[3]["tool_calls"] == calls, "what the client sent is not changed"
 
 
-def ids_of(grammars, text: str) -> list[int]:
+def ids_of(grammars, text) -> list[int]:
     return grammars.tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def begins(grammars, grammar, text: str, *end: int) -> bool:
+def begins(grammars, grammar, text, *end) -> bool:
     """Whether an answer may begin so."""
     ids = [*ids_of(grammars, text), *end]
     return tokens_allowed(grammar.copy(), ids) == len(ids)
 
 
-def fits(grammars, grammar, text: str) -> bool:
+def fits(grammars, grammar, text) -> bool:
     """Whether an answer may be this text."""
     return begins(grammars, grammar, text, grammars.eos_ids[0])
 

@@ -200,7 +200,7 @@ def test_open_to_the_network_without_a_key_is_said(monkeypatch, capsys, api_key)
 # As a process
 
 
-def metric(server, name: str) -> float:
+def metric(server, name) -> float:
     return count_of(httpx.get(f"{server.url}/metrics").text, name)
 
 
@@ -234,7 +234,7 @@ def test_a_signal_lets_answers_end_or_cancels_them(slow_folder, server, how, gra
     assert one.process.wait(30) == 0, one.output()
 
 
-def send(server, body: dict[str, Any]) -> socket.socket:
+def send(server, body) -> socket.socket:
     """A request whose answer nobody reads."""
     host, port = server.url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()

@@ -46,7 +46,7 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(app, monkeypatch, path,
     assert max(encoded, default=0) <= most
 
 
-def hold(patch, owner: type, name: str) -> list[threading.Event]:
+def hold(patch, owner, name) -> list[threading.Event]:
     """A method sets the first event when it begins, and goes on after the second."""
     events = begun, released = [threading.Event(), threading.Event()]
     method = getattr(owner, name)

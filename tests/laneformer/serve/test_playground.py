@@ -105,7 +105,7 @@ def page(browser, stand_in):
     return browser
 
 
-def say(page, text: str, until: str = ANSWERED):
+def say(page, text, until=ANSWERED):
     page.run("document.querySelector('#prompt').focus()")
     page.type(text)
     page.press("Enter", "\r")
@@ -114,12 +114,12 @@ def say(page, text: str, until: str = ANSWERED):
     )
 
 
-def text(page, selector: str) -> str:
+def text(page, selector) -> str:
     """Of the last element."""
     return page.run(f"[...document.querySelectorAll({selector!r})].at(-1)?.innerText ?? ''")
 
 
-def count(page, selector: str) -> int:
+def count(page, selector) -> int:
     return page.run(f"document.querySelectorAll({selector!r}).length")
 
 

@@ -53,7 +53,7 @@ def anthropic(tiny):
     return Endpoint(tiny, "/v1/messages", max_tokens=12, **GREEDY)
 
 
-def prompt_up_to(engine, text: str) -> list[int]:
+def prompt_up_to(engine, text) -> list[int]:
     opened = engine.tokenizer.decode(prompt_of(engine, TALK), skip_special_tokens=False)
     return engine.tokenizer.encode(opened + text, add_special_tokens=False).ids
 

@@ -36,7 +36,7 @@ def guide_server(model_folder):
     assert server.stop() == 0, server.output()
 
 
-def run(command: list[str], code: str, server) -> str:
+def run(command, code, server) -> str:
     text = code.replace("http://localhost:8000", server.url)
     environment = {"PYTHONPATH": str(CLIENTS)} if "import litellm" in code else {}
     process = subprocess.run(

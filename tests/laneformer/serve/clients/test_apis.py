@@ -114,7 +114,7 @@ def agent_server(note, tmp_path_factory):
     assert server.stop() == 0, server.output()
 
 
-def run_client(agent_server, code: str, **environment: str):
+def run_client(agent_server, code, **environment):
     if not API_CLIENTS.is_dir():
         pytest.skip(f"no {API_CLIENTS}: make {API_CLIENTS.relative_to(Path.cwd())}")
     command = [sys.executable, "-c", code, agent_server.url]

@@ -29,7 +29,7 @@ def body_of(kind: int, stream: bool) -> dict[str, Any]:
     return {"prompt": prompt, "stream": stream, **sampling}
 
 
-async def ask(client, kind: int, stream: bool, counts: Counter[str]) -> str:
+async def ask(client, kind, stream, counts) -> str:
     """The answer's text, however often the queue is full."""
     while (answer := await client.post(PATH, json=body_of(kind, stream))).status_code == 429:
         assert int(answer.headers["retry-after"]) >= 1
@@ -40,7 +40,7 @@ async def ask(client, kind: int, stream: bool, counts: Counter[str]) -> str:
     return "".join(choice["text"] for part in parts for choice in json.loads(part)["choices"])
 
 
-async def leave(client, kind: int, stream: bool, after_s: float):
+async def leave(client, kind, stream, after_s):
     """A client that goes away in the middle of its request."""
     body = {**body_of(kind, stream), "max_tokens": 400, "ignore_eos": True}
     try:
@@ -51,7 +51,7 @@ async def leave(client, kind: int, stream: bool, after_s: float):
         pass
 
 
-async def storm(client, expected: list[str], requests: int) -> Counter[str]:
+async def storm(client, expected, requests) -> Counter[str]:
     rng = random.Random(0)
     counts = Counter[str]()
     turn = asyncio.Semaphore(AT_ONCE)
