@@ -198,12 +198,9 @@ class Scheduler:
                 raise EngineError(self.failure)
             if self._closing or (self.stopping and not admitted):
                 raise ServingError("the server is shutting down and takes no more requests")
-            if (
-                not admitted
-                # An admitted request belongs to an answer that was accepted, so there is room for
-                # it
-                and len(self.waiting) + len(self.running) >= self.max_waiting + self.max_joined
-            ):
+            accepted = len(self.waiting) + len(self.running)
+            # An admitted request belongs to an answer for which there was room
+            if not admitted and accepted >= self.max_waiting + self.max_joined:
                 one_ends_s = math.ceil(self._request_s / self.max_joined)
                 raise Busy(self.max_waiting, max(1, min(LONGEST_RETRY_S, one_ends_s)))
             self.waiting.append(running)
