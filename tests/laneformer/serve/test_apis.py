@@ -14,12 +14,16 @@ import pytest
 from laneformer.engine.channels import CHANNEL, CONSTRAIN, ENDS, MESSAGE, NEXT, START
 from tests.laneformer.serve.conftest import in_process
 from tests.laneformer.serve.endpoint import strict_client
-from tests.laneformer.serve.harmony_assets import harmony_folder
+from tests.laneformer.serve.harmony_assets import (
+    ANALYSIS,
+    ARGUMENTS,
+    FINAL,
+    HELLO,
+    ROME,
+    harmony_folder,
+)
 from tests.laneformer.serve.scripted import play
 
-ARGUMENTS = '{"city": "Rome"}'
-ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
-FINAL = f"{CHANNEL}final{MESSAGE}"
 CALLED = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 CALLED_IN_HARMONY = f"{CHANNEL}commentary to=functions.weather {CONSTRAIN}json{MESSAGE}{ARGUMENTS}"
 SCRIPT = [
@@ -40,8 +44,6 @@ VARYING = {
     r'"created(_at)?": ("[^"]*"|\d+)': r'"created\1": 0',
     r'"(\w*(?:tokens|count|duration))": \d+': r'"\1": 0',
 }
-HELLO = [{"role": "user", "content": "Hello"}]
-ROME = [{"role": "user", "content": "How warm is it in Rome?"}]
 
 
 def without_ids(text: str) -> str:

@@ -14,14 +14,20 @@ from laneformer.serve.tool_calls import ToolCalling
 from tests.laneformer.serve.conftest import in_process
 from tests.laneformer.serve.endpoint import conversations, request_with
 from tests.laneformer.serve.grammar_assets import tokens_allowed
-from tests.laneformer.serve.harmony_assets import CONTROL, GPT_OSS, harmony_folder
+from tests.laneformer.serve.harmony_assets import (
+    ANALYSIS,
+    ARGUMENTS,
+    CONTROL,
+    FINAL,
+    GPT_OSS,
+    HELLO,
+    ROME,
+    harmony_folder,
+)
 
 BUDGET = 25  # tokens of reasoning, more than its header takes
-ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
-FINAL = f"{CHANNEL}final{MESSAGE}"
 THOUGHT = f"{ANALYSIS}They greet.{NEXT}"
 CALLED = f"{CHANNEL}commentary to=functions.weather {CONSTRAIN}json{MESSAGE}"
-ARGUMENTS = '{"city": "Rome"}'
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 8}},
@@ -29,8 +35,6 @@ SCHEMA = {
 }
 FUNCTION = {"name": "weather", "description": "of a city", "parameters": SCHEMA}
 TOOLS = [{"type": "function", "function": FUNCTION}]
-HELLO = [{"role": "user", "content": "Hello"}]
-ROME = [{"role": "user", "content": "How warm is it in Rome?"}]
 
 
 @pytest.fixture(scope="module")
