@@ -133,7 +133,7 @@ class PromptEncoder:
         if not edge:
             reason = "the model's chat template does not show the end of the last message, so it cannot be continued"
             raise ChatError("content", reason)
-        # Without the space the template has stripped the content
+        # The template strips contents if it has removed the space behind the edge
         return begun if rest.startswith(" ") else begun.rstrip()
 
     def _hide_control_tokens(self, value: Any) -> Any:
@@ -212,7 +212,7 @@ def rename_control_tokens(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tok
     merges = described["model"].pop("merges", None)
     described = rename(described)
     if merges is not None:
-        # Merging must not make a control token of a text either
+        # The merges of the BPE must not produce a control token from text either
         pairs = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in merges]
         described["model"]["merges"] = [
             [a, b] for a, b in pairs if names.keys().isdisjoint((a, b, a + b))

@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> None:
         finally:
             flush_output()
     except BrokenPipeError:
-        # Nobody reads the output any more, as behind `| head`: no message
+        # The reader has closed the pipe, as `| head` does: exit without a message
         raise SystemExit(128 + signal.SIGPIPE) from None
     except OSError as error:
         place = f"{error.filename}: " if error.filename is not None else ""
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def prepare_streams() -> None:
     """Open closed streams, and escape what the output's encoding cannot write."""
-    # The shell closes a stream by >&-; what is written then leads nowhere
+    # A shell's >&- leaves the stream closed; its output is discarded
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
@@ -55,7 +55,7 @@ def prepare_streams() -> None:
 
 
 def run_command(arguments: list[str] | None) -> None:
-    # tyro has no version flag
+    # tyro has no flag that only prints the version
     if (sys.argv[1:] if arguments is None else arguments) == ["--version"]:
         print(f"laneformer {__version__}")
         return
@@ -77,7 +77,7 @@ def refuse_other_text(options: Any) -> None:
         if dataclasses.is_dataclass(value):
             refuse_other_text(value)
         for text in value if isinstance(value, tuple) else (value,):
-            # Python hands bytes that are not UTF-8 on as U+DC80 to U+DCFF
+            # Python decodes bytes that are not UTF-8 as U+DC80 to U+DCFF
             if isinstance(text, str) and any("\udc80" <= letter <= "\udcff" for letter in text):
                 name = field.name.replace("_", "-")
                 raise ValueError(f"--{name} is not UTF-8: {os.fsencode(text)!r:.80}")
@@ -88,7 +88,7 @@ def flush_output() -> None:
     try:
         print(end="", flush=True)
     except OSError:
-        # The interpreter flushes again at its end, where an error would be a traceback
+        # The interpreter flushes again at exit, where an error would print a traceback
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise
 

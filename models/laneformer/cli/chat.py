@@ -17,7 +17,7 @@ from .conversation import Conversation, Message, Reply, read_messages, write_mes
 from .options import ModelName, ModelOptions, SamplingOptions
 
 COMMANDS = "help", "quit", "reset", "retry", "save", "system"  # methods command_* of Terminal
-# A model may write escape sequences, which terminals obey
+# A model may write escape sequences, which a terminal would execute
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
@@ -185,7 +185,7 @@ class Terminal:
 
     def run_command(self, name: str = "", argument: str = "") -> None:
         if name not in COMMANDS:
-            # A message such as /etc/hosts must not vanish: the error explains how to send it
+            # A message may begin with a slash, such as a path: the error explains how to send it
             near = difflib.get_close_matches(name, COMMANDS, n=1)
             hint = f"did you mean /{near[0]}?" if near else f"there are /{', /'.join(COMMANDS)}"
             raise ValueError(

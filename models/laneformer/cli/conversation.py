@@ -18,7 +18,7 @@ from ..prompts import PromptEncoder
 
 Message = dict[str, str]  # "role" and "content"
 MAX_PROMPT = 7 / 8  # of the context; the oldest turns of a longer prompt are dropped
-# Of the context, when turns are dropped: the rest is read again, which must not happen at every turn
+# Of the context, once turns are dropped: the rest is read again, which should happen rarely
 SHORTENED_PROMPT = 1 / 2
 
 

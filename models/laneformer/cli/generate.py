@@ -67,7 +67,7 @@ class Generate:
         conversation.instruct(self.system or "")
         reply = conversation.fit([*conversation.messages, {"role": USER, "content": self.prompt}])
         conversation.complete(reply, show, partial(show, file=sys.stderr), self.stop, **options)
-        # So that the exit status says it
+        # The exit status is then that of an interrupted command
         if reply.interrupted:
             raise KeyboardInterrupt
 

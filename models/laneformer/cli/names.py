@@ -61,7 +61,7 @@ def locate_model(name: str | Path) -> Path:
     path = Path(name)
     if path.exists():
         return path
-    # A name that is here already is never fetched
+    # Local models come first, so that they are not fetched again
     for model in list_models():
         if str(name) in (model.name, model.name.removesuffix(":latest")):
             return model.path

@@ -55,7 +55,7 @@ except ModuleNotFoundError as error:
         f"the server needs the package {error.name}: pip install 'laneformer[serve]'"
     ) from None
 
-# Longest time that one thread keeps others waiting; Python's own 5 ms add up over several turns
+# Longest time that a thread holds the GIL; Python's default of 5 ms adds up over several switches
 SWITCH_S = 0.0005
 UNANSWERED = 70  # exit status where the device does not answer (EX_SOFTWARE)
 UNANSWERED_S = 5.0  # how long /health reports that before the process exits
@@ -302,7 +302,7 @@ def run(
             decode = several if most > 1 else "one request decodes at a time"
             print(f"laneformer: {decode}, others wait", file=sys.stderr)
         sys.setswitchinterval(SWITCH_S)
-        # The collector need not visit again what lives as long as the server
+        # Exclude objects that live as long as the server from garbage collection
         gc.collect()
         gc.freeze()
         Server(app, options, on_start).run(sockets=[listening])

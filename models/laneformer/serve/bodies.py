@@ -123,7 +123,7 @@ class Body(BaseModel):
             refuse(name, f"{name} = {quote(value)} is not supported; {allowed}")
         else:
             short_name = name[:SHOWN_CHARS]
-            # A typo must not be ignored, even where unknown names are
+            # A probable typo is refused even where other unknown names are accepted
             near = difflib.get_close_matches(short_name, cls.known, n=1, cutoff=cls.typo)
             hint = (
                 f"did you mean {near[0]!r}?"
@@ -236,7 +236,7 @@ def explain_errors(errors: Sequence[Any]) -> RequestError:
     path = list(error["loc"])
     expected = next((name for name in path if name in EXPECTED), None)
     if expected is not None:
-        # Behind the field pydantic puts the type that it tried
+        # After the name of the field, pydantic adds the type that it tried
         path = path[: path.index(expected) + 1]
     if error["type"] == "refused":
         refused = error["ctx"]

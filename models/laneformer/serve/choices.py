@@ -64,8 +64,8 @@ class Writing:
     stops: StopStrings
     stop_ids: Sequence[int]
     detailed: bool
-    # A stop id has no text. Who scores a prompt wants it among the tokens all the same, as the one
-    # new token behind the prompt.
+    # Report a stop id among the tokens although it has no text: evaluations that score a prompt
+    # expect exactly one new token behind it.
     scores_stop: bool
     read: int = 0  # tokens
     decoded_chars: int = 0
@@ -125,7 +125,7 @@ class Choices:
 
     def __post_init__(self) -> None:
         scheduler = self.context.scheduler
-        # Here, in a thread beside the event loop: no stream waits for the disk
+        # This runs outside of the event loop, so no stream waits for the disk
         for prompt in self.prompts:
             scheduler.engine.load_prefix(prompt)
         self.generated = [0] * (len(self.prompts) * self.n)  # tokens of each choice

@@ -61,7 +61,7 @@ class ServingContext:
         }
         self.prompts = PromptEncoder(engine.tokenizer, engine.tokenizer_config)
         self.grammars = Grammars(engine.tokenizer, self.vocab_size, engine.eos_ids, self.harmony)
-        # Now: later it would stall the streams of other requests
+        # Do this at startup: later it would stall the streams of other requests
         self.grammars.prepare()
         self.tool_calling = ToolCalling(engine.tokenizer_config, self.grammars)
         # OpenAI's system_fingerprint: equal where the same request and seed give the same answer
@@ -82,7 +82,7 @@ class ServingContext:
 
     def check_length(self, text: str, param: str) -> str:
         """Return the text; RequestError where it is too long for the context."""
-        # By its bytes, or by its beginning: encoding all of 4 MB takes seconds
+        # Decide by the size, or by the beginning: encoding 4 MB takes seconds
         size = len(text.encode(errors="replace"))
         start = text[: SAMPLED_CHARS * self.context_tokens]
         too_long = size > self.max_text_bytes

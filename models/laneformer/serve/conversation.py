@@ -95,7 +95,7 @@ class Conversation:
         # Control tokens are read as text: they stand around calls, and between harmony's messages
         self.reads_control = bool(tools.names) or context.harmony
         grammar = self._make_grammar(tools)
-        # A grammar without room for text leaves none for a reasoning either
+        # A grammar that allows no free text allows no reasoning either
         forced = grammar is not None and not (tools.names and tools.optional)
         inside = not forced and (
             continues_reasoning(request) or begins_reasoning(context.tokenizer, self.prompt)
@@ -111,7 +111,7 @@ class Conversation:
     async def __aiter__(self) -> AsyncGenerator[tuple[Piece, list[Part]], None]:
         async for piece in self.choices:
             answer = self.answers[piece.choice]
-            # By the state before the piece: tokens of the end tag belong to the reasoning
+            # Read the state before the piece: tokens of the end tag count as reasoning
             self.choices.reasoning_tokens += len(piece.ids) * answer.reader.inside
             yield answer.push(piece)
 
@@ -189,6 +189,6 @@ def prepare_prompt(
     except RequestError:
         raise
     except Exception as error:
-        # A template is the makers' program: on a client's data it may raise anything
+        # A template is third-party code, which may raise any exception on a client's data
         raise RequestError(str(error), "messages") from None
     return tools, ids

@@ -26,7 +26,7 @@ from .sending import Answer, AnswerResponse, error_response
 # Paths that need no key: the page asks for it, a monitor has none
 OPEN_PATHS = "/", "/health"
 OPEN_FOLDER = "/playground/"
-# Of a body that is too long: a client that is still sending would not read the answer
+# Bytes to read of a body that is too long: a client that is still sending reads no answer
 DISCARDED_BYTES = 64 * 2**20
 CLIENT_GONE = 499  # nginx's status where nobody saw an answer
 THREADS = 2  # prepare answers: a long prompt does not hold up all others
@@ -48,7 +48,7 @@ class Access:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        # HEAD is answered as GET; the body is dropped on its way out
+        # HEAD is handled as GET, without sending the body
         status = CLIENT_GONE
         is_head = scope["method"] == "HEAD"
         scope = {**scope, "method": "GET"} if is_head else scope
@@ -179,7 +179,7 @@ class Endpoints:
                     answer = make(parsed, self.context)
                 except RequestError as error:
                     raise parsed.rename(error) from None
-                # Names are those of chat completions until here
+                # Translate names of chat completions into those of this API
                 for name in answer.choices.unused if isinstance(answer, Answer) else ():
                     reading.unused[parsed.rename(RequestError("", name)).param or name] = None
                 return answer
@@ -213,7 +213,7 @@ class Endpoints:
             self._preparing -= 1
 
     def _describe_api(self) -> dict[str, Any]:
-        # FastAPI knows nothing of bodies that it does not parse
+        # FastAPI does not describe bodies that it does not parse itself
         described = self._describe()
         _, schemas = models_json_schema(
             [(body, "validation") for body in self._bodies], ref_template=REFERENCES

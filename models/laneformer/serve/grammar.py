@@ -58,7 +58,7 @@ class Grammars:
     harmony: bool = False  # answers are written in this format
 
     def prepare(self) -> None:
-        # ValueError: this model can have no grammars, which requests for one are told
+        # ValueError: this model supports no grammars; requests that need one are refused
         with contextlib.suppress(ValueError):
             _ = self._tokenizer
 
@@ -118,7 +118,7 @@ class Grammars:
                 unused += [what + place for place in self._leave_out_refused(schema)]
                 schema.setdefault("type", "object")
             rule = f"%json {json.dumps(schema)}"
-            # Checked here: compiling such a schema would take minutes
+            # Check this first: compiling such a schema would take minutes
             if math.lcm(*_find_multiples(schema)) > MAX_MULTIPLE:
                 raise ValueError(
                     f"{what}: the least common multiple of all multipleOf is above {MAX_MULTIPLE:,}"
@@ -198,7 +198,7 @@ class Grammars:
             names = sorted(part.keys() - {"x-guidance"}, key=lambda name: (name == "type", name))
             shared = pick_shared(schema)
             without = {name: shared | {n: part[n] for n in part if n != name} for name in names}
-            # Deleting any keyword may help, "type" costs the most: it is tried last
+            # Removing any keyword may help; "type" is tried last, since it says the most
             name = next((name for name in names if not self._find_error(without[name])), names[0])
             del part[name]
             left_out.append(f"{place}.{name}")

@@ -93,7 +93,7 @@ class ServerOptions:
             raise ValueError(
                 f"cannot listen on port {self.port} of {self.host}: {reason}; choose another --port or --host"
             ) from None
-        # Without a key, others of the network could use the server unnoticed
+        # Other machines can reach the server, and no key protects it
         if self.host not in ("127.0.0.1", "localhost", "::1") and self.api_key is None:
             warning = f"{self.host} without an API key: everyone who can reach it may use it; set --api-key"
             print(f"laneformer: WARNING: {warning}", file=sys.stderr)

@@ -19,7 +19,7 @@ from .totals import Totals
 IDLE_S = 10.0  # without requests, until when_idle is called
 COLLECT_S = 0.005  # longest delay of a new request while others decode
 MEAN_WEIGHT = 0.2  # of the last request, in the mean time that a request takes
-# Between deliveries: faster tokens are delivered in runs, so that Python leaves the cores to the engine
+# Between deliveries: faster tokens are delivered in runs, so that the engine keeps its cores
 PACE_S = 0.002
 LONGEST_RETRY_S = 60
 MIN_SHARE_TOKENS = 16  # a shorter answer does not tell whether the machine is busy
@@ -66,7 +66,7 @@ class Running:
         self.statistics: Statistics | None = None
         self.scores: PromptLogprobs | None = None
         self.error: Exception | None = None
-        # These two under the scheduler's lock
+        # Access these two under the scheduler's lock
         self.ticket: int | None = None
         self.left = False
         self._scheduler = scheduler
@@ -101,7 +101,7 @@ class Running:
         self._tokens += update.tokens
         if update.finish_reason is not None:
             self.finish_reason = update.finish_reason
-            # Here, not on the engine's thread: requests that never ran count too
+            # Count here, not on the engine's thread, to include requests that never ran
             self._scheduler.totals.ended[self.finish_reason] += 1
             self.statistics = update.statistics
             self.scores = update.scores
@@ -144,7 +144,7 @@ class Running:
         decode_s = last_s - first_s
         totals.tokens_per_s = (self.generated_tokens - 1) / decode_s
         totals.passes_per_s = totals.tokens_per_s - statistics.accepted_tokens / decode_s
-        # Waiting for masks also costs the threads their processors
+        # Threads that wait for masks are idle as well, so masked requests do not count
         if (
             self.generated_tokens >= MIN_SHARE_TOKENS
             and not self.request.masked
@@ -254,7 +254,7 @@ class Scheduler:
             self.unanswered = self.batch.unanswered
         with self._changed:
             self._closing = True
-            # After this nobody can submit, so these are all that will ever wait
+            # submit raises from now on, so this list is complete
             left = [*self.waiting, *self.running]
             self.waiting.clear()
             self.running.clear()
@@ -269,7 +269,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Take requests from the queue while there is room; block while there is nothing to do."""
         with self._changed:
-            # The callback runs without the lock: it may take a while, and submit must not wait
+            # Call it without the lock: it may take long, and submit must not wait
             idle = not self._changed.wait_for(self._has_work, IDLE_S)
         if idle:
             self._when_idle()
@@ -296,7 +296,7 @@ class Scheduler:
         self._allow(running, [])
 
     def _collect(self) -> list[tuple[Running, Update]]:
-        # A token that waits for its mask must not wait for the pace
+        # Do not delay masks: the next token waits for them
         if not any(running.grammar for running in self._joined.values()):
             time.sleep(max(0.0, self._delivered_s + PACE_S - time.monotonic()))
         news = []

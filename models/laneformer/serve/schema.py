@@ -33,7 +33,7 @@ MAX_TOOLS = 128
 MAX_STOPS = 16  # OpenAI has 4; evaluations send more
 MIN_TOP_P = 1e-12  # stands for OpenAI's 0: the likeliest token alone
 NO_SEED = -1  # other servers' value for a random seed
-# The engine's options that requests call otherwise
+# Names in requests of options that the engine calls otherwise
 OWN_NAMES = {"stop_ids": "stop_token_ids", "min_new_tokens": "min_tokens"}
 
 Text = Annotated[str, Field(min_length=1)]
@@ -260,7 +260,7 @@ class ConversationRequest(OpenAIRequest):
         variables: dict[str, Any] = {"reasoning_effort": effort} if effort else {}
         if effort == "none" or self.thinking.type == "disabled":
             variables = {"enable_thinking": False}
-        # What the request sets by name wins; templates ignore variables that they do not know
+        # Variables in the request take precedence; templates ignore unknown variables
         self.chat_template_kwargs = variables | self.chat_template_kwargs
         if self.reasoning_budget is None:
             self.reasoning_budget = self.thinking.budget_tokens

@@ -35,7 +35,7 @@ class ClientError(NamedTuple):
         status = getattr(error, "status_code", 500)
         message = getattr(error, "detail", str(error))
         if not isinstance(error, (HTTPException, RequestError, ServingError)):
-            # An unforeseen error may quote anything: it belongs into the log alone
+            # An unexpected error may quote private data, so its message goes to the log only
             message = "the server has failed; its log says why"
         kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
         code = getattr(error, "code", None) or CODES.get(status)
@@ -137,7 +137,7 @@ class AnswerResponse(Response):
                 raise
             end = self._answer.write_failure(ClientError.from_error(error))
         finally:
-            # The lock: a comment that is being written must not be cut
+            # Take the lock so that a comment is not interrupted
             async with self._writing:
                 self._keeping.cancel()
         await self._send_text(end, more=False)
@@ -152,7 +152,7 @@ class AnswerResponse(Response):
                 }
                 raw = [(name.encode(), value.encode()) for name, value in headers.items()]
                 await self._send({"type": "http.response.start", "status": 200, "headers": raw})
-            # Counts comments too: with any of them the status is on its way
+            # Comments count too: the first one has sent the status
             self._writes += 1
             await self._send(
                 {"type": "http.response.body", "body": text.encode(), "more_body": more}
@@ -163,7 +163,7 @@ class AnswerResponse(Response):
         # of a write which the client holds up, this one or another.
         with contextlib.suppress(TimeoutError):
             while True:
-                # Only a silence needs a comment
+                # Send a comment only if nothing else was sent meanwhile
                 before = self._writes
                 await asyncio.sleep(self._keep_alive_s)
                 if self._writes == before:

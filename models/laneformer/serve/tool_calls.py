@@ -41,7 +41,7 @@ DESCRIPTION = (
 
 def read_form(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> CallForm | None:
     """Return the form in which a template renders calls; None where it has none."""
-    # A template that renders tools writes something else with them than without
+    # A template that supports tools renders differently with them
     user = {"role": USER, "content": "x"}
     with contextlib.suppress(ChatError):
         if template.render([user], tools=tools) != template.render([user]):
@@ -60,7 +60,7 @@ def probe_calls(
     spelled = json.dumps(arguments)
 
     def render(calls: int) -> str:
-        # Names that no template writes by itself, so that they are found again in the text
+        # No template writes these names by itself, so they can be found in its output
         function = {"name": PROBE_NAME, "arguments": arguments}
         sent = [
             {"id": call_id, "type": "function", "function": function} for call_id in ids[:calls]
@@ -132,7 +132,7 @@ class ToolCalling:
         except ValueError:
             return  # rendering the conversation raises the error
         probe: dict[str, Any] = {"name": "x", "description": "x", "parameters": NO_PARAMETERS}
-        # Without a form of its own the model is told Hermes's
+        # A model without a form of its own is told to use that of Hermes
         form = read_form(template, [{"type": "function", "function": probe}])
         if form := HARMONY if speaks_harmony(tokenizer_config) else form:
             self.form = form
@@ -146,7 +146,7 @@ class ToolCalling:
     def select_tools(self, request: ConversationRequest) -> ToolUse:
         """Return the tools of a request, and which of them may be called."""
         functions = [tool.function.to_template() for tool in request.tools]
-        # A single named function leaves nothing to choose, and no second call
+        # A named function is the only one that may be called, and once
         choice = request.tool_choice
         if isinstance(choice, ToolChoice):
             return ToolUse(self, functions, (choice.function.name,), parallel=False)
@@ -278,7 +278,7 @@ def translate_to_harmony(messages: Sequence[dict[str, Any]]) -> Iterator[dict[st
         thought = message.pop("reasoning_content", None)
         calls = message.get("tool_calls") or ()
         if calls:
-            # The template shows no content beside a call
+            # The template renders no content next to a call
             message |= {
                 "thinking": "\n".join(filter(None, [thought, message["content"]])),
                 "content": "",

@@ -127,7 +127,7 @@ def select_tools(kind: str) -> AfterValidator:
 
     def leave_out_others(tools: list[dict[str, Any]], info: ValidationInfo) -> list[dict[str, Any]]:
         reading: Reading = info.context or STRICTLY
-        # The APIs' makers run tools of other types; nobody runs them here
+        # Tools of other types run on the servers of the API's maker
         for other in {str(tool.get("type", kind))[:SHOWN_CHARS]: None for tool in tools}:
             if other != kind:
                 message = f"tools has one of the type {other!r}; allowed is {kind!r}"

@@ -80,7 +80,7 @@ class MessagesRequest(TranslatedRequest):
             if self.output_config.format.type != "text":
                 reason = "the final assistant message, which the answer continues, cannot be combined with a format"
                 raise RequestError(reason, "output_config.format")
-            # Nothing to continue: the turn is opened like any other
+            # There is nothing to continue, so the template opens a new turn
             if not messages[-1]["content"]:  # it is begun
                 messages.pop()
                 continues = False
@@ -150,7 +150,7 @@ def translate_turn(turn: Turn) -> list[dict[str, Any]]:
         message |= {"reasoning_content": "\n".join(thoughts)} if any(thoughts) else {}
     elif calls:
         raise RequestError("tool_use is an assistant's", "messages[].content")
-    # Results of tools answer the turn before, so they come first, each as a message
+    # Results of tools belong to the previous turn, so they come first, one message each
     return [*results, *([message] if texts or turn.role != USER or not results else [])]
 
 

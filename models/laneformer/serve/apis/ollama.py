@@ -203,7 +203,7 @@ def make_answer(
 ) -> Answer | dict[str, Any]:
     is_chat = isinstance(request, ChatRequest)
     if not (request.messages if isinstance(request, ChatRequest) else request.prompt):
-        # So clients ask for the model to be loaded
+        # Clients send an empty request to have the model loaded
         return format_line(is_chat, request.model, done=True, done_reason="load")
     return OllamaAnswer(request, context)
 

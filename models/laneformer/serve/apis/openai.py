@@ -98,7 +98,7 @@ class OpenAIAnswer(Answer):
 
     def _write_body(self, choices: list[dict[str, Any]], counts: bool) -> str:
         body = {**self._fields, "choices": choices}
-        # As OpenAI does it, other chunks have usage = null where the last one has it
+        # As in OpenAI's API, usage is null in all chunks but the last
         if self._options.include_usage or counts:
             body["usage"] = format_usage(self.choices.count_usage()) if counts else None
         return write_event(json.dumps(body))

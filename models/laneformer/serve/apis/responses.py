@@ -88,7 +88,7 @@ def add_item(item: dict[str, Any], messages: list[dict[str, Any]]) -> None:
         content = read_text(item.get("output"), TEXTS, "input[].output")
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
     elif kind in ("message", "reasoning", CALL):
-        # An assistant's items in a row are one message, whose calls come last
+        # Consecutive items of an assistant form one message, whose calls come last
         last = messages[-1] if messages else {}
         if last.get("role") != ASSISTANT or (kind != CALL and "tool_calls" in last):
             messages.append({"role": ASSISTANT, "content": ""})
@@ -180,7 +180,7 @@ class ResponsesAnswer(BlockAnswer):
         kind = f"{NAMES[block.kind]}.done"
         item = format_item(block)
         if block.kind == "call":
-            # Clients make the call at this event, so a cut one must not have it
+            # Clients run the call at this event, so an incomplete call must not send it
             ended = ""
             if not block.is_cut:
                 ended = self.write_block_event(block, kind, name=block.name, arguments=block.text)
