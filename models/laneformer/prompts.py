@@ -1,11 +1,9 @@
-"""Prompts as token ids: what people and programs send is text, and only a chat
-template writes control tokens.
+"""Prompts as token ids, in which only a chat template writes control tokens, never the text of a
+user.
 
-The encoder's control tokens have secret names. A template sees its data with the first character of every
-spelled control token replaced by digits; so what spells one in the rendered text was written by the
-template, gets its secret name, and the data is restored. Everything is then encoded at once, as Transformers
-encodes a rendered conversation. A secret name begins and ends as the name does, so a tokenizer that looks at
-what stands beside a control token reads it in the same places; elsewhere its name is letters, as in Transformers.
+The encoder's control tokens have secret names. A template sees its data with the first character
+of every spelled control token
+replaced by digits, so that what spells one in the rendered text was written by the template.
 """
 
 from __future__ import annotations
@@ -24,10 +22,11 @@ from .chat import ChatError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# a template's variable: stands where {% generation %} begins and ends
+# A template's variable, which stands where {% generation %} begins and ends
 GENERATION_MARK = "generation_mark"
-STEP_CHARS = 2**16  # of a search: it keeps other threads from running
-SECRET_DIGITS = 40  # digits survive what templates do with text: trim, upper, tojson
+STEP_CHARS = 2**16  # of one search, during which no other thread runs
+# Digits survive what templates do with text: trim, upper, tojson
+SECRET_DIGITS = 40
 SECRET_CHARS = SECRET_DIGITS + 3  # of a secret name, at most
 
 
@@ -37,11 +36,15 @@ class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer, tokenizer_config: Mapping[str, Any]):
         added = tokenizer.get_added_tokens_decoder().values()
         names = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        # A secret name begins and ends as the name does: a tokenizer that looks at the neighbours of
+        # a control token then reads it in the same places. Elsewhere the name is letters, as in
+        # Transformers.
         self._secret = {name: f"{name[0]}{draw_digits()}{name[-1]}" for name in names}
         self._name = {secret: name for name, secret in self._secret.items()}
-        # of a GGUF file's conversations: the token that begins each of them, whether its template writes it or not
+        # A GGUF file may say that this token begins every conversation, whatever its template writes
         self._bos = self._secret.get(tokenizer_config.get("conversation_bos", ""), "")
-        self._mark, self._edge = draw_digits(), draw_digits()
+        self._mark = draw_digits()
+        self._edge = draw_digits()
         self._tokenizer = rename_control_tokens(tokenizer, self._secret)
         self._ids = {self._tokenizer.token_to_id(secret) for secret in self._name}
         self._always_read = all(self._ids & {*self.encode(f"a{secret}a")} for secret in self._name)
@@ -58,14 +61,15 @@ class PromptEncoder:
             self._missing = str(error)
 
     def text(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text, after what the tokenizer begins every text with."""
-        # of the library's ways this one lets other threads run
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[
-            0
-        ].ids
+        """Return the ids of a text, after what the tokenizer begins every text with."""
+        # Of the library's methods this one lets other threads run
+        (encoded,) = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        return encoded.ids
 
-    def spelled_in(self, text: str) -> list[str]:
-        """The control tokens that a text spells: letters, to the model."""
+    def find_control_tokens(self, text: str) -> list[str]:
+        """Return the control tokens that a text spells, which the model reads as letters."""
         return list(dict.fromkeys(name[0] for name in self._find(self._written, text)))
 
     def render(
@@ -76,17 +80,13 @@ class PromptEncoder:
         variables: Mapping[str, Any] | None = None,
         continue_final: bool = False,
     ) -> str:
-        """The conversation as text for `encode`, control tokens of the template by their secret names.
-        continue_final: up to the end of the last message's content, as Transformers' continue_final_message.
-
-        ValueError without a template, ChatError where it refuses.
-        """
+        """Return the conversation as text for `encode`; ChatError where the template refuses it."""
         if self._template is None:
             raise ValueError(self._missing)
         if continue_final:
             *messages, last = messages
             messages.append({**last, "content": f"{last['content']}{self._edge} "})
-        data = self._data(
+        data = self._hide_control_tokens(
             {"messages": list(messages), "tools": list(tools) or None, **(variables or {})}
         )
         try:
@@ -106,10 +106,10 @@ class PromptEncoder:
     def training(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """The ids of a conversation; and from where to where among them the
-        template's {% generation %} blocks go.
+        """Return the ids of a conversation, and the ranges of ids inside {% generation %} blocks.
 
-        ValueError also for a tokenizer with a token that crosses the edge of a block.
+        Raises:
+            ValueError: also where a token crosses the edge of a block.
         """
         parts = self.render(messages, tools, False, {GENERATION_MARK: self._edge}).split(self._edge)
         encoded = self._tokenizer.encode("".join(parts), add_special_tokens=False)
@@ -125,31 +125,37 @@ class PromptEncoder:
         return encoded.ids, list(zip(edges[::2], edges[1::2], strict=True))
 
     def encode(self, rendered: str) -> list[int]:
-        """Ids of what `render` gave, or of a part of it."""
+        """Return the ids of what `render` returned, or of a part of it."""
         return self.text(rendered, add_special_tokens=False)
 
     def _cut_at_edge(self, rendered: str) -> str:
-        """Where a template strips contents, without white space at the end."""
         begun, edge, rest = rendered.rpartition(self._edge)
         if not edge:
             reason = "the model's chat template does not show the end of the last message, so it cannot be continued"
             raise ChatError("content", reason)
+        # The template strips contents if it has removed the space behind the edge
         return begun if rest.startswith(" ") else begun.rstrip()
 
-    def _data(self, value: Any) -> Any:
-        """The value with no control token spelled in any text of it."""
+    def _hide_control_tokens(self, value: Any) -> Any:
+        """Return the value with no control token spelled in any of its texts."""
         if isinstance(value, str):
             return self._replace(
                 self._begun, value, lambda first: f"{self._mark}{ord(first[1]):07d}"
             )
         if isinstance(value, Mapping):
-            return {self._data(name): self._data(entry) for name, entry in value.items()}
-        return [self._data(entry) for entry in value] if isinstance(value, list) else value
+            return {
+                self._hide_control_tokens(name): self._hide_control_tokens(entry)
+                for name, entry in value.items()
+            }
+        return (
+            [self._hide_control_tokens(entry) for entry in value]
+            if isinstance(value, list)
+            else value
+        )
 
     def _spell_unread(self, text: str) -> str:
-        """The text with control tokens by their own names, letters, where the tokenizer reads none: some have to be
-        words by themselves, or to stand behind what its normalizer prepends.
-        """
+        """Return the text with control tokens as letters where the tokenizer reads none."""
+        # Some have to be words by themselves, or to stand behind what the normalizer prepends
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
         places = zip(encoded.ids, encoded.offsets, strict=True)
         read = [place for token, place in places if token in self._ids]
@@ -163,8 +169,9 @@ class PromptEncoder:
     def _replace(
         self, names: re.Pattern[str], text: str, by: Callable[[re.Match[str]], str]
     ) -> str:
-        """`names.sub(by, text)`, in steps between which other threads run."""
-        parts, end = [], 0
+        """Return `names.sub(by, text)`, in steps between which other threads run."""
+        parts = []
+        end = 0
         for match in self._find(names, text):
             parts += [text[end : match.start()], by(match)]
             end = match.end()
@@ -190,23 +197,22 @@ def draw_digits() -> str:
 
 
 def rename_control_tokens(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
-    """A copy whose control tokens have other names, so that no text of a user spells them."""
+    """Return a copy with other names for control tokens, so that no text of a user spells them."""
 
     def rename(value: Any) -> Any:
         if isinstance(value, str):
             return names.get(value, value)
         if isinstance(value, list):
             return [rename(entry) for entry in value]
-        return (
-            {names.get(n, n): rename(entry) for n, entry in value.items()}
-            if isinstance(value, dict)
-            else value
-        )
+        if isinstance(value, dict):
+            return {names.get(name, name): rename(entry) for name, entry in value.items()}
+        return value
 
     described = json.loads(tokenizer.to_str())
     merges = described["model"].pop("merges", None)
     described = rename(described)
-    if merges is not None:  # text must not become a control token by merging either
+    if merges is not None:
+        # The merges of the BPE must not produce a control token from text either
         pairs = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in merges]
         described["model"]["merges"] = [
             [a, b] for a, b in pairs if names.keys().isdisjoint((a, b, a + b))
@@ -218,17 +224,16 @@ def rename_control_tokens(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tok
 
 
 class ChatTemplate:
-    """The template in a `tokenizer_config.json` (or that of a GGUF file), rendered as by Transformers.
-
-    Templates are third-party code: they run in Jinja's sandbox and see plain JSON values only.
-    """
+    """The chat template of a tokenizer_config.json or GGUF file, rendered as by Transformers."""
 
     def __init__(self, tokenizer_config: Mapping[str, Any]):
-        """ValueError without a template, for one that is no Jinja, and where jinja2 is missing."""
+        """Compile the template; ValueError where there is none or it cannot be read."""
         source = tokenizer_config.get("chat_template")
-        if isinstance(source, list):  # named ones
+        if isinstance(source, list):  # several, by name
             source = {entry["name"]: entry["template"] for entry in source}
-        named = source if isinstance(source, dict) else {"default": source} if source else {}
+        named = source or {}
+        if isinstance(named, str):
+            named = {"default": named}
         if "default" not in named:
             raise ValueError(
                 f"the model has no default chat template (named ones: {sorted(named)}); give plain text"
@@ -256,11 +261,8 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The conversation as text, special tokens spelled out; tools (JSON schemas)
-        choose a template "tool_use".
-
-        Encode it without adding special tokens. ChatError where the template refuses the messages.
-        """
+        """Return the conversation as text; ChatError where the template refuses it."""
+        # As in Transformers, tools choose the template of this name
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
         values = {
             "messages": messages,
@@ -270,6 +272,7 @@ class ChatTemplate:
             **variables,
         }
         values["add_generation_prompt"] = add_generation_prompt
+        # Templates are third-party code: they see plain JSON values only, in Jinja's sandbox
         plain = json.loads(json.dumps(values))
         try:
             return self._templates[name].render(plain)
@@ -280,9 +283,7 @@ class ChatTemplate:
 
 
 def _environment() -> tuple[Any, type[Exception]]:
-    """Jinja as Transformers sets it up: sandboxed, with what templates of the Hub use; and
-    its class of errors.
-    """
+    """Return Jinja's environment as Transformers sets it up, and its class of errors."""
     try:
         from jinja2 import TemplateError, nodes
         from jinja2.ext import Extension, loopcontrols

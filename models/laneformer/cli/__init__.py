@@ -1,4 +1,4 @@
-"""The `laneformer` command: talk with a model, serve it, generate text, list models, and measure decode speed."""
+"""Talk with a language model, serve it, generate text, list models, and measure decode speed."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ Command = Chat | Serve | Generate | Bench | Models  # subcommands of these names
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one subcommand; a user error, or one of the system, prints one line and exits with status 2, a failure of
-    the engine with 1, and an output that nobody reads any more ends the command without a word.
-    """
+    """Run a subcommand; exit with 2 after an error of the user or system, 1 of the engine."""
     try:
         prepare_streams()
         try:
@@ -33,6 +31,7 @@ def main(arguments: list[str] | None = None) -> None:
         finally:
             flush_output()
     except BrokenPipeError:
+        # The reader has closed the pipe, as `| head` does: exit without a message
         raise SystemExit(128 + signal.SIGPIPE) from None
     except OSError as error:
         place = f"{error.filename}: " if error.filename is not None else ""
@@ -46,9 +45,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def prepare_streams() -> None:
-    """Those that the shell has closed (`>&-`) lead nowhere; what the output has no letter for is written as its code,
-    as bytes in the names of files are that are no text.
-    """
+    """Open closed streams, and escape what the output's encoding cannot write."""
+    # A shell's >&- leaves the stream closed; its output is discarded
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
@@ -57,6 +55,7 @@ def prepare_streams() -> None:
 
 
 def run_command(arguments: list[str] | None) -> None:
+    # tyro has no flag that only prints the version
     if (sys.argv[1:] if arguments is None else arguments) == ["--version"]:
         print(f"laneformer {__version__}")
         return
@@ -72,22 +71,24 @@ def run_command(arguments: list[str] | None) -> None:
 
 
 def refuse_other_text(options: Any) -> None:
-    """ValueError for a text that is not UTF-8, whose bytes Python hands on as U+DC80 to U+DCFF; paths may have any."""
+    """Raise ValueError for a text that is not UTF-8; paths may have any bytes."""
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         if dataclasses.is_dataclass(value):
             refuse_other_text(value)
         for text in value if isinstance(value, tuple) else (value,):
+            # Python decodes bytes that are not UTF-8 as U+DC80 to U+DCFF
             if isinstance(text, str) and any("\udc80" <= letter <= "\udcff" for letter in text):
                 name = field.name.replace("_", "-")
                 raise ValueError(f"--{name} is not UTF-8: {os.fsencode(text)!r:.80}")
 
 
 def flush_output() -> None:
-    """Here, where a failure still has a handler: what stays in the buffer would fail at the interpreter's end."""
+    """Flush stdout while a failure still has a handler."""
     try:
         print(end="", flush=True)
     except OSError:
+        # The interpreter flushes again at exit, where an error would print a traceback
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise
 

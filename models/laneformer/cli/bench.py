@@ -1,6 +1,4 @@
-"""laneformer bench: decode speed beside the read bandwidth of the same machine, prompts beside its matrix
-products.
-"""
+"""laneformer bench: decode speed beside read bandwidth, prompts beside matrix products."""
 
 from __future__ import annotations
 
@@ -49,8 +47,9 @@ class Bench:
         depths = self.depth or (0,)
         console = Console(stderr=True, quiet=self.json)
         with console.status("loading weights"):
-            engine = self.engine()
+            engine = self.open_engine()
         with engine, console.status("measuring"):
+            # One engine for all depths: the weights load once
             figures, *deeper = [
                 benchmark(engine, depth, lambda line: console.print(line, style="dim"))
                 for depth in depths
@@ -87,7 +86,7 @@ class Bench:
                 )
         print(json.dumps(figures))
 
-    def engine(self) -> Engine:
+    def open_engine(self) -> Engine:
         if self.draft_head is not None and self.random_weights is None:
             raise ValueError(
                 f"--draft-head {self.draft_head} is of --random-weights; a folder has its own, or none"

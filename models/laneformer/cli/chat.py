@@ -17,7 +17,7 @@ from .conversation import Conversation, Message, Reply, read_messages, write_mes
 from .options import ModelName, ModelOptions, SamplingOptions
 
 COMMANDS = "help", "quit", "reset", "retry", "save", "system"  # methods command_* of Terminal
-# a model may write escape sequences, with which terminals do more than print
+# A model may write escape sequences, which a terminal would execute
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
@@ -25,22 +25,24 @@ CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(cod
 class Chat:
     """Talk with a model in the terminal, in its own chat template.
 
-    Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands. A line that ends in a backslash goes on
-    in the next; three double quotes begin and end a message of several lines.
+    Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands. A line that ends in a
+    backslash continues in the next; three
+    double quotes begin and end a message of several lines.
     """
 
     hf_dir: ModelName
     sampling: SamplingOptions
     model: ModelOptions
     system: str | None = None
-    """A system message before the conversation."""
+    """System message of the conversation."""
     load: Path | None = None
-    """A conversation that /save wrote, to go on with."""
+    """Continue a conversation that /save wrote."""
     max_new_tokens: int | None = None
     """Longest answer; default: the rest of the context."""
 
     def run(self) -> None:
-        self.sampling.given()  # errors show before the weights are loaded
+        # Errors show before the weights are loaded
+        self.sampling.check_options()
         messages = read_messages(self.load) if self.load else []
         console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
         with console.status("loading weights"):
@@ -52,7 +54,10 @@ class Chat:
             longest = self.max_new_tokens or conversation.context_tokens
             terminal = Terminal(
                 conversation,
-                {"max_new_tokens": longest, **self.sampling.of(engine, conversation=True)},
+                {
+                    "max_new_tokens": longest,
+                    **self.sampling.resolve_options(engine, conversation=True),
+                },
                 console,
             )
             terminal.note(
@@ -63,17 +68,20 @@ class Chat:
 
 
 class Terminal:
-    """Reads messages and commands (methods named command_*), prints replies to stdout and notes to stderr."""
+    """Reads messages and commands, prints replies to stdout and notes to stderr."""
 
     def __init__(self, conversation: Conversation, options: dict[str, Any], console: Console):
-        self.conversation, self.options, self.console = conversation, options, console
+        self.conversation = conversation
+        self.options = options
+        self.console = console
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self.left = False
-        self.thought = False  # reasoning was the last that was printed
+        self.thought = False  # the last text printed was reasoning
         sys.stdin.reconfigure(errors="replace", newline=None)  # type: ignore[union-attr]
         if self.interactive:
             with contextlib.suppress(ImportError):
-                import readline  # from here on `input` edits lines, remembers them
+                # Once imported, `input` edits and remembers lines
+                import readline
 
                 # Python's default breaks a paste at its lines
                 readline.parse_and_bind("set enable-bracketed-paste on")
@@ -88,52 +96,53 @@ class Terminal:
         print(piece.translate(CONTROLS), end="", flush=True)
 
     def think(self, piece: str) -> None:
-        """Reasoning, beside the answer as notes are."""
         self.console.print(piece.translate(CONTROLS), style="dim", end="")
         self.thought = True
 
     def converse(self) -> None:
         while not self.left:
             try:
-                self.turn()
-            except BrokenPipeError:  # nobody reads on
+                self.take_turn()
+            except BrokenPipeError:
                 raise
             except (ValueError, OSError) as error:
                 self.note(str(error))
-            except KeyboardInterrupt:  # while a line is written: it is thrown away
+            except KeyboardInterrupt:
+                # While a line is being written, which is discarded
                 if not self.interactive:
                     raise
 
-    def turn(self) -> None:
-        text = self.read()
+    def take_turn(self) -> None:
+        text = self.read_message()
         if text is None:
             self.left = True
         elif text.startswith("/"):
-            self.command(*text[1:].split(maxsplit=1))
+            self.run_command(*text[1:].split(maxsplit=1))
         elif text.strip():
             self.answer([*self.conversation.messages, {"role": USER, "content": text}])
 
-    def read(self) -> str | None:
-        """A message of one or several lines; None at the end of the input."""
+    def read_message(self) -> str | None:
+        """Return a message of one or several lines; None at the end of the input."""
         lines: list[str] = []
         quoted = False
         while True:
             try:
-                line = self.line("... " if lines else "> ")
+                line = self.read_line("... " if lines else "> ")
             except EOFError:
                 return "\n".join(lines) if lines else None
             if not lines and line.startswith('"""'):
-                quoted, line = True, line[3:]
+                quoted = True
+                line = line[3:]
             mark = '"""' if quoted else "\\"
             marked = line.rstrip().endswith(mark)
             lines.append(line.rstrip().removesuffix(mark) if marked else line)
-            if (
-                marked == quoted
-            ):  # three quotes end a message, and so does a line without a backslash
+            # Three quotes end a message, and so does a line without a backslash
+            if marked == quoted:
                 return "\n".join(lines).strip("\n")
 
-    def line(self, prompt: str) -> str:
-        with contextlib.suppress(OSError):  # the terminal has gone
+    def read_line(self, prompt: str) -> str:
+        # OSError: the terminal was closed
+        with contextlib.suppress(OSError):
             if self.interactive:
                 try:
                     return input(prompt)
@@ -145,16 +154,17 @@ class Terminal:
         raise EOFError
 
     def answer(self, messages: list[Message]) -> None:
-        """They become the conversation, with the answer, if there is one."""
+        """Answer the messages; with the answer they become the conversation."""
         reply = self.conversation.fit(messages)
         if dropped := len(messages) - len(reply.messages):
             self.note(f"the context is full: the {dropped} oldest messages are dropped")
         self.conversation.complete(reply, self.show, self.think, **self.options)
         self.show("\n")
-        self.note(self.figures(reply))
+        self.note(self.describe_reply(reply))
 
-    def figures(self, reply: Reply) -> str:
-        times_s, did = reply.times_s, reply.statistics
+    def describe_reply(self, reply: Reply) -> str:
+        times_s = reply.times_s
+        did = reply.statistics
         figures = [f"{len(reply.ids)} tokens"]
         if len(times_s) > 1:
             figures.append(
@@ -173,8 +183,9 @@ class Terminal:
             figures.append("cut at --max-new-tokens")
         return ", ".join(figures)
 
-    def command(self, name: str = "", argument: str = "") -> None:
+    def run_command(self, name: str = "", argument: str = "") -> None:
         if name not in COMMANDS:
+            # A message may begin with a slash, such as a path: the error explains how to send it
             near = difflib.get_close_matches(name, COMMANDS, n=1)
             hint = f"did you mean /{near[0]}?" if near else f"there are /{', /'.join(COMMANDS)}"
             raise ValueError(
@@ -203,6 +214,7 @@ class Terminal:
             messages.pop()
         if not messages:
             raise ValueError("there is nothing to answer yet")
+        # The same seed would give the same answer
         self.options["seed"] = (self.options["seed"] + 1) % 2**64
         self.answer(messages)
 

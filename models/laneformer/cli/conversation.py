@@ -1,9 +1,4 @@
-"""A conversation with a model: its messages, and the ids that the engine last saw of them.
-
-A reply goes back into the next prompt as the ids that the model wrote. Its text, encoded again, may be
-cut into other tokens, and the engine's cache would end there; so only what the template writes behind
-the reply is encoded.
-"""
+"""A conversation with a model: its messages, and the ids that the engine last saw of them."""
 
 from __future__ import annotations
 
@@ -22,61 +17,54 @@ from ..engine.channels import AnswerReader, Delta, begins_reasoning, speaks_harm
 from ..prompts import PromptEncoder
 
 Message = dict[str, str]  # "role" and "content"
-MAX_USED = 7 / 8  # of the context, before a reply; beyond it the oldest turns go
-# of the context, when turns must go: what stays is read again, so it should not happen at every message
-KEPT = 1 / 2
+MAX_PROMPT = 7 / 8  # of the context; the oldest turns of a longer prompt are dropped
+# Of the context, once turns are dropped: the rest is read again, which should happen rarely
+SHORTENED_PROMPT = 1 / 2
 
 
 @dataclass
 class Reply:
-    """What comes after messages, as text and as ids. text: all of it; content: without the reasoning.
-    times_s: of each id, since the start.
-    """
+    """The answer to messages, as text and as ids."""
 
     messages: list[Message]
     rendered: str
     prompt: list[int]
     ids: list[int] = field(default_factory=list)
     text: str = ""
-    content: str = ""
-    times_s: list[float] = field(default_factory=list)
+    content: str = ""  # the text without the reasoning
+    times_s: list[float] = field(default_factory=list)  # of each id, since the start
     interrupted: bool = False
     statistics: Statistics = field(init=False)
 
 
 class Conversation:
-    """Messages of a system, of users, and of the model in its own chat template. ValueError
-    where it has none.
-    """
+    """Messages in a model's chat template; ValueError where the model has none."""
 
     def __init__(self, engine: Engine, messages: list[Message]):
         if engine.tokenizer is None:
             raise ValueError("a conversation needs a tokenizer, but the model has none")
-        self.engine, self.tokenizer = engine, engine.tokenizer
+        self.engine = engine
+        self.tokenizer = engine.tokenizer
         self.messages = messages
         self.encoder = PromptEncoder(engine.tokenizer, engine.tokenizer_config)
         self.context_tokens = engine.config.max_position_embeddings
         self.last: Reply | None = None
 
     def instruct(self, system: str) -> None:
-        """Replace the system message; empty: have none."""
+        """Replace the system message; an empty text removes it."""
         others = [message for message in self.messages if message["role"] != SYSTEM]
         self.messages = [{"role": SYSTEM, "content": system}, *others] if system else others
 
     def reset(self) -> None:
-        """Only the system message stays."""
+        """Drop all messages but the system's."""
         self.messages = [message for message in self.messages if message["role"] == SYSTEM]
 
     def fit(self, messages: list[Message]) -> Reply:
-        """The reply that has yet to come, to these messages without the oldest turns where they
-        leave it no room.
-
-        ChatError where the template refuses the messages, ValueError where the last one is
-        too long by itself.
-        """
-        most = MAX_USED * self.context_tokens
+        """Return an empty reply, without the oldest turns where the context is too small."""
+        most = MAX_PROMPT * self.context_tokens
+        # Whole turns go, the oldest first; the system message stays
         while len((reply := self._encode(messages)).prompt) > most:
-            most = KEPT * self.context_tokens
+            most = SHORTENED_PROMPT * self.context_tokens
             instructions = [message for message in messages[:1] if message["role"] == SYSTEM]
             turns = [i for i, message in enumerate(messages) if message["role"] == USER]
             if len(turns) < 2:
@@ -90,16 +78,20 @@ class Conversation:
         return reply
 
     def _encode(self, messages: list[Message]) -> Reply:
-        rendered, last = self.encoder.render(messages), self.last
-        if last and rendered == last.rendered:  # once more
+        rendered = self.encoder.render(messages)
+        last = self.last
+        if last and rendered == last.rendered:
             return Reply(messages, rendered, last.prompt)
+        # The reply goes back as the ids that the model wrote: its text may encode into other ids,
+        # at which the engine's cache would end. Only what the template writes behind it is encoded.
         if last and rendered.startswith(last.rendered):
             rest = rendered[len(last.rendered) :]
-            # some templates strip
+            # Some templates strip contents
             reply_text = last.text if rest.startswith(last.text) else last.text.strip()
             closing = (
                 self.encoder.encode(rest[len(reply_text) :]) if rest.startswith(reply_text) else []
             )
+            # Only behind an end-of-text id is it certain that both encodings agree
             if closing and closing[0] in self.engine.eos_ids:
                 body = last.ids[:-1] if last.ids[-1] in self.engine.eos_ids else last.ids
                 return Reply(messages, rendered, last.prompt + body + closing)
@@ -113,13 +105,11 @@ class Conversation:
         stop: Sequence[str] = (),
         **options: Any,
     ) -> None:
-        """Generate the reply, `show` its content in pieces, and `think` its reasoning; Ctrl-C ends it early.
-
-        It joins the conversation with its messages, unless there is nothing of it; its reasoning does not.
-        """
+        """Generate the reply; `show` gets its content, `think` its reasoning."""
         harmony = speaks_harmony(self.engine.tokenizer_config)
         reader = AnswerReader(None, begins_reasoning(self.tokenizer, reply.prompt), harmony)
-        stream, stops = TextStream(self.tokenizer, reply.prompt, not harmony), StopStrings(stop)
+        stream = TextStream(self.tokenizer, reply.prompt, not harmony)
+        stops = StopStrings(stop)
         start_s = time.monotonic()
 
         def add(deltas: list[Delta]) -> None:
@@ -132,7 +122,7 @@ class Conversation:
 
         try:
             with (
-                one_interrupt(),
+                allow_one_interrupt(),
                 contextlib.closing(self.engine.stream(reply.prompt, **options)) as tokens,
             ):
                 for token in tokens:
@@ -151,15 +141,17 @@ class Conversation:
         add(reader.finish())
         reply.statistics = self.engine.statistics
         if reply.ids:
+            # The next prompt is without the reasoning
             self.messages = [*reply.messages, {"role": ASSISTANT, "content": reply.content}]
             self.last = reply
 
 
 @contextlib.contextmanager
-def one_interrupt() -> Iterator[None]:
-    """The first Ctrl-C inside is a KeyboardInterrupt, further ones do not disturb what it ends."""
+def allow_one_interrupt() -> Iterator[None]:
+    """Raise KeyboardInterrupt at the first Ctrl-C, and ignore further ones while it is handled."""
 
     def interrupt(*_: object) -> None:
+        # A second Ctrl-C would interrupt the clean-up
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         raise KeyboardInterrupt
 
@@ -171,7 +163,7 @@ def one_interrupt() -> Iterator[None]:
 
 
 def read_messages(path: Path) -> list[Message]:
-    """A file of `/save`: [{"role": ..., "content": ...}, ...]. ValueError where it is none."""
+    """Return the messages in a file of `/save`; ValueError where it is none."""
     try:
         messages = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -188,7 +180,7 @@ def read_messages(path: Path) -> list[Message]:
 
 
 def write_messages(path: Path, messages: list[Message]) -> None:
-    """ValueError where the file is there and is not a conversation."""
+    """Write messages; ValueError where another file would be overwritten."""
     if path.exists():
         read_messages(path)
     path.write_text(json.dumps(messages, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

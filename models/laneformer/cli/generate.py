@@ -17,11 +17,10 @@ from .options import ModelName, ModelOptions, SamplingOptions
 
 @dataclass
 class Generate:
-    """Stream text from a model: the prompt's continuation, as it is decoded.
+    """Stream the continuation of a prompt, or the reply to it with --chat.
 
-    Temperature, top-k, top-p, min-p and repetition penalty default to the model's generation_config.json, as
-    in Transformers. Without one, decoding is greedy, and with --chat as `laneformer chat` samples. --greedy turns
-    sampling off.
+    Sampling defaults to the model's generation_config.json. Without one, decoding is greedy, and
+    with --chat as `laneformer chat` samples.
     """
 
     hf_dir: ModelName
@@ -45,12 +44,12 @@ class Generate:
         lengths = {
             name: getattr(self, name) for name in ("max_new_tokens", "min_new_tokens", "ignore_eos")
         }
-        # errors show before the weights are loaded
-        GenerationOptions(**lengths, **self.sampling.given())
+        # Errors show before the weights are loaded
+        GenerationOptions(**lengths, **self.sampling.check_options())
         if self.system is not None and not self.chat:
             raise ValueError("--system is a message of a conversation; add --chat")
         with self.model.load(self.hf_dir) as engine:
-            options = {**lengths, **self.sampling.of(engine, self.chat)}
+            options = {**lengths, **self.sampling.resolve_options(engine, self.chat)}
             if self.chat:
                 self._reply(engine, options)
             else:
@@ -63,11 +62,12 @@ class Generate:
                 print(drafts, file=sys.stderr)
 
     def _reply(self, engine: Engine, options: dict[str, Any]) -> None:
-        """To the prompt as a message; reasoning goes to stderr."""
+        """Print the reply to the prompt as a message; its reasoning goes to stderr."""
         conversation = Conversation(engine, [])
         conversation.instruct(self.system or "")
         reply = conversation.fit([*conversation.messages, {"role": USER, "content": self.prompt}])
         conversation.complete(reply, show, partial(show, file=sys.stderr), self.stop, **options)
+        # The exit status is then that of an interrupted command
         if reply.interrupted:
             raise KeyboardInterrupt
 

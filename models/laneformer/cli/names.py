@@ -1,7 +1,4 @@
-"""Models by name: a path, `owner/name` or `owner/name:QUANTISATION` of Hugging Face, or what other programs keep.
-
-Beside Hugging Face's cache (HF_HOME), models lie in those of Ollama (OLLAMA_MODELS) and LM Studio.
-"""
+"""Models by name: paths, Hugging Face's repositories, and the caches of other programs."""
 
 from __future__ import annotations
 
@@ -34,9 +31,9 @@ FILES = [
     "special_tokens_map.json",
     "added_tokens.json",
 ]
-# the makers' own formats, once more as large
+# The makers' own formats, which would double the download
 FOREIGN = ["original/*", "*/original/*", "consolidated*"]
-# of a repository of GGUF files, where none is asked for
+# Of a repository of GGUF files, where the name has no quantisation
 PREFERRED = ("Q4_K_M", "Q4_0", "Q8_0", "BF16", "F16")
 REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
@@ -46,11 +43,11 @@ QUANTISED = re.compile(r"[.-](I?Q\d\w*|MXFP4|BF16|F16|F32)$", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model on this machine. name: what `laneformer chat` takes."""
+    """A model on this machine, by the name that `laneformer chat` takes."""
 
     name: str
     path: Path
-    keeper: str  # whose cache it lies in
+    keeper: str  # the program whose cache it is in
 
     @property
     def bytes(self) -> int:
@@ -60,32 +57,31 @@ class LocalModel:
 
 
 def locate_model(name: str | Path) -> Path:
-    """The folder or GGUF file that a name stands for; fetched from Hugging Face where it is not here.
-
-    ValueError says what there is, or which command fetches it on a machine with a network.
-    """
+    """Return the folder or GGUF file of a name, fetched from Hugging Face where it is missing."""
     path = Path(name)
     if path.exists():
         return path
+    # Local models come first, so that they are not fetched again
     for model in list_models():
         if str(name) in (model.name, model.name.removesuffix(":latest")):
             return model.path
     repository, _, quantisation = str(name).partition(":")
     if not REPOSITORY.fullmatch(repository):
         raise ValueError(
-            f"{name} is not a folder with config.json and model*.safetensors, no GGUF file, no model that `laneformer "
-            "models` lists, and no owner/name of Hugging Face"
+            f"{name} is not a folder with config.json and model*.safetensors, a GGUF file, a model that `laneformer "
+            "models` lists, or an owner/name of Hugging Face; check its spelling"
         )
     return download_model(repository, quantisation)
 
 
 def download_model(repository: str, quantisation: str) -> Path:
-    """A repository of Hugging Face in its cache: its folder, or its GGUF file of a quantisation."""
+    """Fetch a repository of Hugging Face: its folder, or its GGUF file of a quantisation."""
     with explain_failure(repository):
         names = huggingface_hub.HfApi().list_repo_files(repository)
     file = choose_gguf_file(repository, names, quantisation)
     with explain_failure(repository):
         if file is not None:
+            # All parts of a split file; the engine finds the others beside the first
             parts = sorted(name for name in names if PART.sub("", name) == PART.sub("", file))
             first, *_ = [huggingface_hub.hf_hub_download(repository, part) for part in parts]
             return Path(first)
@@ -98,31 +94,29 @@ def download_model(repository: str, quantisation: str) -> Path:
 
 @contextlib.contextmanager
 def explain_failure(repository: str) -> Iterator[None]:
-    """What went wrong in one sentence; what the hub's library raises without a network is its HTTP client's."""
+    """Raise ValueError with one sentence and the command that fetches the model elsewhere."""
     try:
         yield
     except Exception as error:
+        # Without a network, the hub's library raises whatever its HTTP client raises
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         folder = repository.rpartition("/")[2]
         raise ValueError(
-            f"{repository} is no file or folder here, and Hugging Face did not give it: {reason}. Where there is "
-            f"access: hf download {repository} --local-dir {folder}; then give that folder (private models: hf auth "
-            "login)"
+            f"{repository} is no file or folder here, and cannot be fetched from Hugging Face: {reason}. Where there "
+            f"is access, run hf download {repository} --local-dir {folder}, then use that folder (private models: hf "
+            "auth login)"
         ) from None
 
 
 def choose_gguf_file(repository: str, names: list[str], quantisation: str) -> str | None:
-    """The file of a repository of GGUF files, or the first of its parts; None where it holds safetensors and
-    nothing else was asked for.
-    """
+    """Return the first part of the GGUF file to fetch; None where safetensors are fetched."""
     files = {name: PART.sub("", name) for name in names if name.endswith(".gguf")}
     if not quantisation and (not files or any(name.endswith(".safetensors") for name in names)):
         return None
-    kinds = {
-        match[1].upper(): name
-        for name, whole in sorted(files.items(), reverse=True)
-        if (match := QUANTISED.search(whole.removesuffix(".gguf")))
-    }
+    kinds = {}
+    for name, whole in sorted(files.items(), reverse=True):
+        if match := QUANTISED.search(whole.removesuffix(".gguf")):
+            kinds[match[1].upper()] = name
     for kind in (quantisation,) if quantisation else (*PREFERRED, *kinds):
         if kind.upper() in kinds:
             return kinds[kind.upper()]
@@ -131,19 +125,19 @@ def choose_gguf_file(repository: str, names: list[str], quantisation: str) -> st
     )
 
 
-def stem_of(name: str) -> str:
-    """The name of a GGUF file without its suffix and its number among the parts of a split file."""
+def strip_suffixes(name: str) -> str:
+    """Return the name of a GGUF file without its suffix and its number among several parts."""
     return PART.sub("", name).removesuffix(".gguf")
 
 
 def display_name(path: Path) -> str:
-    """What clients call a model: the name of its folder or file, without suffix and type of weights."""
-    name = stem_of(path.name.partition(":")[0])
+    """Return the name that clients see: without suffix and type of weights."""
+    name = strip_suffixes(path.name.partition(":")[0])
     return QUANTISED.sub("", name) or name
 
 
 def list_models() -> list[LocalModel]:
-    """Models that lie in the caches of Hugging Face, Ollama and LM Studio, by name."""
+    """List the models in the caches of Hugging Face, Ollama and LM Studio."""
     models = [*list_hugging_face(), *list_ollama(), *list_lm_studio()]
     return sorted(models, key=lambda model: (model.keeper, model.name))
 
@@ -155,33 +149,34 @@ def list_hugging_face() -> Iterator[LocalModel]:
             name = "/".join(folder.name.split("--")[1:])
             head = folder / "refs/main"
             revision = folder / "snapshots" / (head.read_text().strip() if head.exists() else "")
+            # A download that was interrupted leaves links to files that are missing
             weights = [*revision.glob("*.safetensors")]
             if weights and all(map(is_readable, [revision / "config.json", *weights])):
                 yield LocalModel(name, revision, "Hugging Face")
-            for file in first_parts(revision.glob("*.gguf")):
-                stem = stem_of(file.name)
+            for file in select_first_parts(revision.glob("*.gguf")):
+                stem = strip_suffixes(file.name)
                 kind = QUANTISED.search(stem)
                 yield LocalModel(f"{name}:{kind[1] if kind else stem}", file, "Hugging Face")
 
 
-def first_parts(files: Iterable[Path]) -> list[Path]:
-    """Those that can be read, without the parts after the first of files that are split."""
+def select_first_parts(files: Iterable[Path]) -> list[Path]:
+    """Return the readable files, of those in parts the first."""
     firsts = (file for file in files if FIRST.search(file.name) or not PART.search(file.name))
     return sorted(filter(is_readable, firsts))
 
 
 def is_readable(path: Path) -> bool:
-    """False for a link that leads nowhere, and for another user's file."""
+    """Return False for a link that leads nowhere, and for another user's file."""
     return os.access(path, os.R_OK)
 
 
 def skip_broken() -> contextlib.suppress:
-    """Around one entry of another program's cache: what is wrong with it hides no other."""
+    """Ignore what is wrong with one entry of another program's cache."""
     return contextlib.suppress(OSError, ValueError, LookupError, AttributeError, TypeError)
 
 
 def list_ollama() -> Iterator[LocalModel]:
-    """Its manifests name the layer that is the model; the file of it is a GGUF file without a suffix."""
+    """List Ollama's models: each manifest names the layer that is a GGUF file."""
     root = Path(os.environ.get("OLLAMA_MODELS", home() / ".ollama/models"))
     for file in (root / "manifests").glob("*/*/*/*"):
         with skip_broken():
@@ -193,25 +188,28 @@ def list_ollama() -> Iterator[LocalModel]:
 
 def list_lm_studio() -> Iterator[LocalModel]:
     for root in (".lmstudio/models", ".cache/lm-studio/models"):
-        for file in first_parts((home() / root).glob("*/*/*.gguf")):
-            yield LocalModel(f"{file.parent.parent.name}/{stem_of(file.name)}", file, "LM Studio")
+        for file in select_first_parts((home() / root).glob("*/*/*.gguf")):
+            yield LocalModel(
+                f"{file.parent.parent.name}/{strip_suffixes(file.name)}", file, "LM Studio"
+            )
 
 
 @dataclass
 class Models:
-    """List models that lie in the caches of Hugging Face, Ollama and LM Studio, by the names that commands
-    take.
+    """List the models in the caches of Hugging Face, Ollama and LM Studio, by the names that
+    commands take.
 
-    Beside them, the copies of packed weights that are kept of each, for the next start. All together they
-    take at most LANEFORMER_PACKED_BYTES (of the environment; 32 GB without it): those used longest ago go
-    first.
+    Beside each: its copies of packed weights, which make the next start fast. Together they take
+    at most LANEFORMER_PACKED_BYTES
+    (environment, default 32 GB); those used longest ago are deleted first.
     """
 
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """One line of JSON a model, with its path."""
 
     def run(self) -> None:
-        copies, packed = list_packed(), Counter[Path]()
+        copies = list_packed()
+        packed = Counter[Path]()
         for copy in copies:
             packed[copy.source] += copy.bytes
         models = [(model, packed[model.path.resolve()]) for model in list_models()]
@@ -227,5 +225,5 @@ class Models:
             )
         nothing = "no model in the caches of Hugging Face, Ollama or LM Studio; laneformer chat OWNER/NAME fetches one"
         Console().print(table if models else nothing)
-        kept = f"{packed.total() / 1e9:.2f} of {read_budget() / 1e9:.2f} GB ({BUDGET}), {len(copies)} files"
-        print(f"packed copies: {kept}")
+        usage = f"{packed.total() / 1e9:.2f} of {read_budget() / 1e9:.2f} GB ({BUDGET}), {len(copies)} files"
+        print(f"packed copies: {usage}")

@@ -16,7 +16,7 @@ from ..engine.options import conversation_defaults
 from ..tensors import MatrixDtype
 from .names import locate_model
 
-FOLDERS_ALONE = ("lanes", "cache", "context_tokens")  # a flavor has its own
+FOLDERS_ALONE = "lanes", "cache", "context_tokens"  # random weights have those of their flavor
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class ModelOptions:
     context_tokens: int | None = None
     """Longest prompt and answer together; default: as the model says."""
     cache_bytes: int | None = None
-    """Memory for keys and values of earlier requests, on each device; default: a quarter of what is left."""
+    """Memory for keys and values of earlier requests, on each device; default: a quarter of what is free."""
     cache_dir: Path | None = None
-    """Directory for keys and values that survive a restart: of prompts that begin as earlier ones did, only
-    what is new is read. The prompts' ids are in its files, which only their owner can read. CPU only.
+    """Directory for keys and values that survive a restart: of a prompt that begins like an earlier one, only the
+    rest is read. Its files, which only their owner can read, hold the prompts' ids. CPU only.
     """
     cache_dir_bytes: int | None = None
-    """Of all files there; beyond it, those go that were used longest ago. Default: 10 GB."""
+    """Most bytes of all files there; those used longest ago are deleted first. Default: 10 GB."""
 
     draft: Path | None = None
     """A small model with the same tokenizer, folder, GGUF file or name: its drafts are verified where that is faster,
@@ -63,13 +63,13 @@ class ModelOptions:
     """
 
     def load(self, path: Path, **others: Any) -> Engine:
-        """path: or a model's name (names.py); `others`: of the engine."""
+        """Open the engine of a path or a model's name."""
         draft = {"draft": locate_model(self.draft)} if self.draft else {}
-        return Engine.from_pretrained(locate_model(path), **self._given() | draft, **others)
+        return Engine.from_pretrained(locate_model(path), **self._list_flags() | draft, **others)
 
     def random(self, flavor: str, draft_head: int | None = None) -> Engine:
-        """draft_head: ids that a head for multi-token prediction can draft, 0 for all; None: there is none."""
-        options = self._given()
+        """Open an engine with random weights; `draft_head`: ids of a head that drafts, 0 for all."""
+        options = self._list_flags()
         if self.draft is not None:
             raise ValueError(
                 f"--draft {self.draft} drafts for a model folder; random weights have no text in common"
@@ -90,7 +90,7 @@ class ModelOptions:
             config, **options | {"dtype": "bf16" if self.dtype == "auto" else self.dtype}
         )
 
-    def _given(self) -> dict[str, Any]:
+    def _list_flags(self) -> dict[str, Any]:
         return {
             name: value for name, value in dataclasses.asdict(self).items() if value is not None
         }
@@ -123,8 +123,8 @@ class SamplingOptions:
     speculate: int = GenerationOptions.speculate
     """Most draft tokens, taken from earlier text, to verify in one pass; the output stays the same. 0: none."""
 
-    def given(self) -> dict[str, Any]:
-        """What the user asked for, as options of a generation; ValueError for values that they do not have."""
+    def check_options(self) -> dict[str, Any]:
+        """Return the options that were given; ValueError for values out of range."""
         options = {
             n: value
             for n, value in dataclasses.asdict(self).items()
@@ -137,18 +137,20 @@ class SamplingOptions:
             )
         return options
 
-    def of(self, engine: Engine, conversation: bool) -> dict[str, Any]:
-        """The options of a generation with this model: defaults, said on stderr, and what the user gave."""
-        given, makers = self.given(), engine.sampling_defaults
-        every = {} if self.greedy else conversation_defaults(makers) if conversation else makers
-        defaults = {name: value for name, value in every.items() if name not in given}
+    def resolve_options(self, engine: Engine, conversation: bool) -> dict[str, Any]:
+        """Return the options for this model: its defaults, printed to stderr, and what was given."""
+        options = self.check_options()
+        defaults = engine.sampling_defaults
+        source = "from the model's generation_config.json"
+        if not defaults:
+            source = "as the model has no generation_config.json"
+        if conversation:
+            defaults = conversation_defaults(defaults)
+        defaults = {} if self.greedy else {n: v for n, v in defaults.items() if n not in options}
         if defaults:
             listing = ", ".join(f"{name} {value}" for name, value in defaults.items())
-            source = (
-                "from the model's generation_config.json" if makers else "as the model says nothing"
-            )
             print(f"{source}: {listing} (--greedy turns it off)", file=sys.stderr)
-        return defaults | given
+        return defaults | options
 
 
 ModelName = Annotated[

@@ -34,13 +34,15 @@ class Serve:
     """Open the playground in this machine's browser."""
 
     def run(self) -> None:
-        from ..serve.app import run  # imports what the extra brings
+        # Not at the top: it needs the packages of the extra `serve`
+        from ..serve.app import run
 
+        # A relative folder, such as ., has no name before it is resolved
         folder = self.hf_dir if ":" in self.hf_dir.name else self.hf_dir.resolve()
         name = self.options.model_name or display_name(folder)
         options = dataclasses.replace(self.options, model_name=name)
         path = locate_model(self.hf_dir)
-        # until the server runs; the first process of a container ignores a signal that it does not handle
+        # Until the server handles it: the first process of a container ignores unhandled signals
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         with options.listen(or_next=self.open) as listening:
             with answer_loading(listening), Console(stderr=True).status("loading weights"):
@@ -50,7 +52,8 @@ class Serve:
 
 
 def open_page(address: str) -> None:
-    """Without a display nothing: the browsers of a text terminal would take it over."""
+    """Open the page in a browser of the desktop."""
+    # Without a display, a text browser would take over the terminal
     if sys.platform in ("darwin", "win32") or {"DISPLAY", "WAYLAND_DISPLAY", "BROWSER"} & set(
         os.environ
     ):

@@ -1,3 +1,1 @@
-"""The OpenAI-compatible server and the playground around an Engine: `laneformer serve`. It
-needs the extra `serve`.
-"""
+"""The server and the playground around an Engine: `laneformer serve`."""

@@ -1,4 +1,12 @@
-"""The HTTP side of the server: its routes, its start and its end. `run` is all that a program needs."""
+"""The HTTP side of the server: its routes, its start and its end. Programs call `run`."""
+
+# From a request to its tokens and back:
+#
+# 1. endpoints.py checks who asks and reads the body (bodies.py, schema.py, parts.py, fields.py).
+# 2. apis/ translates it; conversation.py renders the prompt (tool_calls.py, grammar.py).
+# 3. choices.py submits a request for each choice to scheduler.py, whose thread decodes it.
+# 4. Tokens return as text (choices.py), as blocks (conversation.py) and in the words of an API
+#    (apis/); sending.py writes them to the socket.
 
 from __future__ import annotations
 
@@ -47,10 +55,10 @@ except ModuleNotFoundError as error:
         f"the server needs the package {error.name}: pip install 'laneformer[serve]'"
     ) from None
 
-# that one thread keeps others waiting; Python's own 5 ms add up over several turns
+# Longest time that a thread holds the GIL; Python's default of 5 ms adds up over several switches
 SWITCH_S = 0.0005
-UNANSWERED = 70  # status of the process where the device does not answer (EX_SOFTWARE)
-UNANSWERED_S = 5.0  # until then /health says so
+UNANSWERED = 70  # exit status where the device does not answer (EX_SOFTWARE)
+UNANSWERED_S = 5.0  # how long /health reports that before the process exits
 ENGINE_FACTS = "isa", "dtype", "math", "kv_dtype", "threads", "weight_bytes"
 PLAYGROUND = Path(__file__).with_name("playground")
 PAGE_HEADERS = {
@@ -61,14 +69,15 @@ PAGE_HEADERS = {
 
 
 def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
-    """The application around an engine, which takes no other requests until the application has shut down."""
+    """Build the application of an engine, which serves nothing else until the application ends."""
     facts: dict[str, Any] = {"probe_bytes_per_s": None}
 
     def measure_bandwidth() -> None:
-        """Before requests come, so that nothing disturbs it, and between them: other work may have."""
         if engine.isa != CUDA:
             facts["probe_bytes_per_s"] = max(facts["probe_bytes_per_s"] or 0.0, probe(engine))
 
+    # Here no request disturbs it; the scheduler repeats it while idle, since other programs may
+    # have disturbed the first one. The best value holds.
     measure_bandwidth()
     facts["link"] = slower_link(engine, options.link_us) if options.link_us else None
     scheduler = Scheduler(engine, options.max_waiting, options.deadline_s, measure_bandwidth)
@@ -79,7 +88,7 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
         "id": options.model_name,
         "version": __version__,
         "chat": bool(engine.tokenizer_config.get("chat_template")),
-        "sampling_defaults": context.conversation_defaults,  # what the playground shows
+        "sampling_defaults": context.conversation_defaults,
         "completion_defaults": context.completion_defaults,
         "draft_model": engine.draft_model and dataclasses.asdict(engine.draft_model),
         "draft_head": engine.draft_head and dataclasses.asdict(engine.draft_head),
@@ -92,6 +101,7 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
+        # First what submits requests, then what runs them
         endpoints.close()
         scheduler.close()
 
@@ -101,7 +111,8 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
     app.state.scheduler = scheduler
     metrics = Metrics(scheduler, facts)
     app.add_middleware(Access, options=options, metrics=metrics)
-    if options.allowed_origins:  # around Access: a browser asks for leave without the key
+    if options.allowed_origins:
+        # Outside of Access: a browser's preflight request carries no key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=options.allowed_origins,
@@ -112,14 +123,15 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
         app.add_exception_handler(kind_of_error, answer_error)
     endpoints = Endpoints(app, context, options)
     add_api(endpoints)
-    ollama.add(endpoints, facts)
+    ollama.add_routes(endpoints, facts)
     add_facts(app, scheduler, facts, metrics)
     return app
 
 
 def add_api(endpoints: Endpoints) -> None:
-    """OpenAI's and Anthropic's routes, and llama.cpp's for tokens."""
-    app, context = endpoints.app, endpoints.context
+    """Add OpenAI's and Anthropic's routes, and llama.cpp's for tokens."""
+    app = endpoints.app
+    context = endpoints.context
     model = {
         "id": context.model,
         "object": "model",
@@ -137,8 +149,11 @@ def add_api(endpoints: Endpoints) -> None:
     @app.post("/v1/embeddings")
     @app.post("/api/embed")
     async def embeddings() -> None:
-        message = "embeddings are not supported: the model writes text; ask a server of an embedding model"
-        raise RequestError(message, None, "unsupported_endpoint")
+        raise RequestError(
+            "embeddings are not supported: this model writes text; use a server of an embedding model",
+            None,
+            "unsupported_endpoint",
+        )
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -153,17 +168,21 @@ def add_api(endpoints: Endpoints) -> None:
 
 
 def add_facts(app: FastAPI, scheduler: Scheduler, facts: dict[str, Any], metrics: Metrics) -> None:
-    """How the server is, and the playground, which shows it."""
+    """Add the routes that describe the server, and the playground, which shows them."""
 
     @app.get("/health")
     async def health(response: Response) -> dict[str, str]:
-        status = "failed" if scheduler.failure else "stopping" if scheduler.stopping else "ok"
+        status = "stopping" if scheduler.stopping else "ok"
+        if scheduler.failure is not None:
+            status = "failed"
         response.status_code = 200 if status == "ok" else 503
         return {"status": status}
 
     @app.get("/props")
     async def props() -> dict[str, Any]:
-        engine, read, drafts = scheduler.engine, facts["probe_bytes_per_s"], facts["draft_model"]
+        engine = scheduler.engine
+        read = facts["probe_bytes_per_s"]
+        drafts = facts["draft_model"]
         return {
             **facts,
             **engine.kv_cache,
@@ -188,7 +207,7 @@ def add_facts(app: FastAPI, scheduler: Scheduler, facts: dict[str, Any], metrics
 
 class Tokenize(Body):
     content: str
-    add_special: bool = False  # begin as the tokenizer begins every text
+    add_special: bool = False  # put the tokenizer's begin-of-text id in front
 
 
 def tokenize(body: Tokenize, context: ServingContext) -> dict[str, Any]:
@@ -210,22 +229,25 @@ async def answer_error(request: Request, error: Exception) -> Response:
 
 
 class Server(uvicorn.Server):
-    """Uvicorn that says where it listens, and for which a signal is an orderly end."""
+    """Uvicorn that prints its address, and treats a signal as an orderly shutdown."""
 
     def __init__(
         self, app: FastAPI, options: ServerOptions, on_start: Callable[[str], None] | None
     ):
         config = uvicorn.Config(app, log_level="warning", server_header=False, proxy_headers=False)
-        # the scheduler has cancelled the answers by then
+        # By then the scheduler has cancelled all answers
         config.timeout_graceful_shutdown = round(options.grace_s) + 5
         super().__init__(config)
-        self.options, self.scheduler, self.on_start = options, app.state.scheduler, on_start
+        self.options = options
+        self.scheduler = app.state.scheduler
+        self.on_start = on_start
         self._last_s: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         host, port = (sockets or [])[0].getsockname()[:2]
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        # Programs that start a server read this line from stdout
         print(f"laneformer serves {self.options.model_name} at {address}", flush=True)
         key = ' -H "Authorization: Bearer $KEY"' if self.options.api_key else ""
         asks = """'{"messages": [{"role": "user", "content": "Hello"}]}'"""
@@ -235,19 +257,24 @@ class Server(uvicorn.Server):
             self.on_start(address)
 
     async def on_tick(self, counter: int) -> bool:
-        """Every 0.1 s: whether to end. Where the device does not answer, after as long as others need to see it."""
+        """Return whether to exit; Uvicorn calls this every 0.1 s."""
+        # A monitor has to see the failure in /health before the process exits
         if self.scheduler.unanswered and self._last_s is None:
             self._last_s = time.monotonic() + UNANSWERED_S
         late = self._last_s is not None and time.monotonic() > self._last_s
         return await super().on_tick(counter) or late
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # Running answers get grace_s to end; Uvicorn waits for them below
         stopping = asyncio.create_task(self.scheduler.stop(self.options.grace_s))
-        await super().shutdown(sockets)  # closes the sockets, then waits for the answers
+        # Closes the sockets, then waits for the answers
+        await super().shutdown(sockets)
         stopping.cancel()
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """Uvicorn's own would raise the signal again at the end, and the process end by it."""
+        """Shut down at the first signal; a second Ctrl-C exits at once."""
+        # Uvicorn's own handler raises the signal again at the end, which would set the exit
+        # status
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True
 
@@ -258,9 +285,14 @@ def run(
     on_start: Callable[[str], None] | None = None,
     listening: socket.socket | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then let running requests end; ValueError where the port is in use.
+    """Serve until SIGTERM or SIGINT, then let running requests end.
 
-    on_start: is told the address as soon as it can be called. listening: the socket, if it was made before.
+    Args:
+        on_start: called with the address as soon as requests are accepted.
+        listening: the socket, if the caller has opened it.
+
+    Raises:
+        ValueError: the port is in use.
     """
     with listening or options.listen() as listening:
         app = create_app(engine, options)
@@ -270,11 +302,14 @@ def run(
             decode = several if most > 1 else "one request decodes at a time"
             print(f"laneformer: {decode}, others wait", file=sys.stderr)
         sys.setswitchinterval(SWITCH_S)
+        # Exclude objects that live as long as the server from garbage collection
         gc.collect()
-        gc.freeze()  # what lives as long as the server is not looked through again
+        gc.freeze()
         Server(app, options, on_start).run(sockets=[listening])
-        gc.unfreeze()  # or the extension module warns of leaks at the end of the process
-        if app.state.scheduler.unanswered:  # the driver would wait for it at the end of the process
+        # Frozen objects would be reported as leaks of the extension module at exit
+        gc.unfreeze()
+        if app.state.scheduler.unanswered:
+            # An ordinary exit would wait for the driver, and the driver for the device
             print(
                 "laneformer: the device does not answer; start the server again",
                 file=sys.stderr,

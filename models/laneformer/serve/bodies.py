@@ -1,7 +1,7 @@
-"""Bodies of requests: JSON, read apart from the event loop; every field is used, taken without effect, or refused.
+"""Bodies of requests: JSON in which every field is used, named as without effect, or refused by
+name.
 
-null stands for an absent field, and an empty text, list or object asks for nothing. What a client sends that
-changes nothing is named in the header `warnings` of the answer; all else is refused by name.
+null stands for an absent field, and an empty text, list or object asks for nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import difflib
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -19,25 +19,27 @@ from pydantic_core import PydanticCustomError
 
 from .fields import Values
 
-MAX_UNUSED = 64  # names of one request
-MAX_VALUES = 2**20  # of JSON, about, whatever the context
-SHOWN_CHARS = 80  # of a value or a name
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # escaped
+MAX_UNUSED = 64  # names in the header of one answer
+MAX_VALUES = 2**20  # of JSON in a body, about, whatever the context
+SHOWN_CHARS = 80  # of a value or a name in an error
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 HALF_PAIR = re.compile("[\ud800-\udfff]")
-EMPTY: tuple[Any, ...] = ("", [], {})  # ask for nothing
+EMPTY: tuple[Any, ...] = ("", [], {})
 
 
 class RequestError(ValueError):
-    """A request that cannot be answered: the client's fault. status: of HTTP; the others are OpenAI's fields."""
+    """A request that a client got wrong; `param` and `code` are OpenAI's fields."""
 
     def __init__(
         self, message: str, param: str | None, code: str | None = "invalid_value", status: int = 400
     ):
         super().__init__(message)
-        self.param, self.code, self.status_code = param, code, status
+        self.param = param
+        self.code = code
+        self.status_code = status
 
     def rename(self, name: str, own_name: str) -> RequestError:
-        """By another name of its field, or of a part of it; a pattern of `re`."""
+        """Return the error with another name of its field; both are patterns of `re`."""
         message, param = (
             re.sub(name, own_name, text, count=1) for text in (str(self), self.param or "")
         )
@@ -46,14 +48,14 @@ class RequestError(ValueError):
 
 @dataclass
 class Reading:
-    """How a body is read. strict: refuses fields without effect. unused: the names of those so far."""
+    """How a body is read: `strict` refuses fields without effect, `unused` collects their names."""
 
     strict: bool = True
-    max_values: int = MAX_VALUES  # of JSON, about: while they are checked no other thread runs
+    max_values: int = MAX_VALUES  # no other thread runs while pydantic checks them
     unused: dict[str, None] = field(default_factory=dict)
 
     def pass_over(self, name: str, message: str, place: str = "") -> None:
-        """A field without effect. message: why, where it is refused."""
+        """Note a field without effect; `message` explains where it is refused."""
         if self.strict:
             refuse(name, message, "unknown_parameter")
         if len(self.unused) < MAX_UNUSED:
@@ -61,7 +63,8 @@ class Reading:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Names that no header may hold are spelled as in JSON."""
+        """The header `warnings`, if there is anything to name."""
+        # Names that no header may hold are spelled as in JSON
         spelled_names = [json.dumps(name)[1:-1].replace(",", "") for name in self.unused]
         return {"warnings": ", ".join(spelled_names)} if spelled_names else {}
 
@@ -70,21 +73,17 @@ STRICTLY = Reading()
 
 
 class Body(BaseModel):
-    """A JSON object with known fields of exact types; the tables of others are as in fields.py.
-
-    place: of the object. is_open: unknown names have no effect, but for those that are as like a known one as `typo`.
-    own_names: for names in errors, as patterns and replacements of `re`.
-    """
+    """A JSON object with fields of exact types; fields.py describes the tables of other names."""
 
     model_config = ConfigDict(strict=True)
     harmless: ClassVar[Mapping[str, Values]] = {}
     neutral: ClassVar[Mapping[str, Sequence[Any]]] = {}
     refused: ClassVar[Mapping[str, str]] = {}
     renamed: ClassVar[Mapping[str, str]] = {}
-    place: ClassVar[str] = ""
-    is_open: ClassVar[bool] = False
-    typo: ClassVar[float] = 0.8
-    own_names: ClassVar[Mapping[str, str]] = {}
+    place: ClassVar[str] = ""  # of the object in its request, before names in warnings
+    is_open: ClassVar[bool] = False  # unknown names have no effect, unless they look like a typo
+    typo: ClassVar[float] = 0.8  # similarity to a known name from which on an unknown one is a typo
+    own_names: ClassVar[Mapping[str, str]] = {}  # of fields in errors: patterns and replacements
     known: ClassVar[frozenset[str]]  # names of fields
 
     @classmethod
@@ -96,7 +95,8 @@ class Body(BaseModel):
     def _take_fields(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             return data
-        reading, fields = info.context or STRICTLY, {}
+        reading = info.context or STRICTLY
+        fields = {}
         for name, value in data.items():
             if value is None:
                 continue
@@ -122,34 +122,36 @@ class Body(BaseModel):
             allowed = f"use one of {[*cls.neutral[name]]}, or leave it out"
             refuse(name, f"{name} = {quote(value)} is not supported; {allowed}")
         else:
-            shown = name[:SHOWN_CHARS]
-            near = difflib.get_close_matches(shown, cls.known, n=1, cutoff=cls.typo)
+            short_name = name[:SHOWN_CHARS]
+            # A probable typo is refused even where other unknown names are accepted
+            near = difflib.get_close_matches(short_name, cls.known, n=1, cutoff=cls.typo)
             hint = (
                 f"did you mean {near[0]!r}?"
                 if near
                 else f"known are {', '.join(sorted(cls.known))}"
             )
-            message = f"{shown} is unknown; {hint}"
+            message = f"{short_name} is unknown; {hint}"
             if near or not cls.is_open:
                 refuse(name, message, "unknown_parameter")
             reading.pass_over(name, message, cls.place)
 
     @classmethod
     def read(cls, raw: bytes, reading: Reading) -> Self:
-        """The object that these bytes hold; RequestError says what is wrong with them."""
+        """Parse and check a body; RequestError explains what is wrong with it."""
         try:
             value = parse_json(raw, reading.max_values)
         except (ValueError, RecursionError) as error:
             raise RequestError(
                 f"the body is not a JSON object: {error}", None, "invalid_json"
             ) from None
+        # The search in the bytes is fast; only bodies that may have one are walked
         if SURROGATE.search(raw):
             check_surrogates(value)
         return cls.from_fields(value, reading)
 
     @classmethod
     def from_fields(cls, value: Any, reading: Reading) -> Self:
-        """The object with these fields; RequestError says what is wrong with them."""
+        """Check the fields of a body; RequestError explains what is wrong with them."""
         try:
             return cls.model_validate(value, context=reading)
         except ValidationError as error:
@@ -160,14 +162,14 @@ class Body(BaseModel):
             raise refusal from None
 
     def rename(self, error: RequestError) -> RequestError:
-        """With the names of this body's API."""
+        """Return the error with the names of this body's API."""
         for pattern, own_name in self.own_names.items():
             error = error.rename(pattern, own_name)
         return error
 
 
 def is_one_of(value: Any, values: Sequence[Any] | None) -> bool:
-    """JSON's true is not 1."""
+    # In Python True == 1, in JSON they are two values
     return any(
         value == other and isinstance(value, bool) == isinstance(other, bool)
         for other in values or ()
@@ -184,20 +186,32 @@ def parse_json(raw: bytes, max_values: int) -> Any:
     return json.loads(text)
 
 
-def check_surrogates(value: Any, path: Sequence[str | int] = ()) -> None:
-    """RequestError for a text with half a surrogate pair, which no encoding has and no tokenizer takes."""
-    if isinstance(value, str) and (half := HALF_PAIR.search(value)):
-        place = spell_path(path)
-        message = f"{place or 'a name in the body'} holds half a surrogate pair, {quote(half[0])}; "
-        raise RequestError(f"{message}send both halves of a character together", place or None)
-    parts: Any = ()
-    if isinstance(value, dict):
-        parts = value.items()
-    elif isinstance(value, list):
-        parts = enumerate(value)
-    for name, part in parts:
-        check_surrogates(name, path)
-        check_surrogates(part, [*path, name])
+def check_surrogates(value: Any) -> None:
+    """Raise RequestError for half a surrogate pair, which no tokenizer takes, with its place."""
+    for place, text in walk_values(value):
+        if isinstance(text, str) and (half := HALF_PAIR.search(text)):
+            param = place.removeprefix(".")
+            raise RequestError(
+                f"{param or 'a name in the body'} holds half a surrogate pair, {quote(half[0])}; "
+                "send both halves of a character together",
+                param or None,
+            )
+
+
+def walk_values(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a JSON value and all names and values in it, each with its place: ".a[0].b"."""
+    pending = [("", value)]
+    while pending:
+        place, value = pending.pop()
+        yield place, value
+        inner: list[tuple[str, Any]] = []
+        if isinstance(value, dict):
+            for name, entry in value.items():
+                inner += [(place, name), (f"{place}.{name}", entry)]
+        elif isinstance(value, list):
+            inner = [(f"{place}[{number}]", entry) for number, entry in enumerate(value)]
+        # The last is taken first: values come in the order in which they are written
+        pending += reversed(inner)
 
 
 def refuse(name: str, message: str, code: str = "invalid_value") -> None:
@@ -206,7 +220,8 @@ def refuse(name: str, message: str, code: str = "invalid_value") -> None:
     )
 
 
-EXPECTED = {  # of fields with several types
+# What a field of several types takes; pydantic would list an error of each type
+EXPECTED = {
     "prompt": "a text, a list of texts, a list of token ids, or a list of such lists",
     "stop": "a text, or a list of at most 16 texts, none of them empty",
     "content": "a text, or a list of parts {'type': 'text', 'text': ...}",
@@ -215,13 +230,14 @@ EXPECTED = {  # of fields with several types
 
 
 def explain_errors(errors: Sequence[Any]) -> RequestError:
-    """What a client is told about a bad body; `errors` as of pydantic's validation error."""
-    # a better reason than a type of several
+    """Return what a client is told, given the list of a pydantic ValidationError."""
+    # Our own reason explains more than the list of types that did not match
     error = next((e for e in errors if e["type"] == "refused"), errors[0])
     path = list(error["loc"])
     expected = next((name for name in path if name in EXPECTED), None)
     if expected is not None:
-        path = path[: path.index(expected) + 1]  # pydantic goes on with the type that it tried
+        # After the name of the field, pydantic adds the type that it tried
+        path = path[: path.index(expected) + 1]
     if error["type"] == "refused":
         refused = error["ctx"]
         if not expected and path[-1:] != [refused["field"]]:
@@ -241,14 +257,15 @@ def explain_errors(errors: Sequence[Any]) -> RequestError:
 
 
 def quote(value: Any) -> str:
-    """The beginning of a value as JSON, without writing all of it."""
+    """Return the beginning of a value as JSON, without writing all of it."""
     value = value[:SHOWN_CHARS] if isinstance(value, str) else value
     pieces = json.JSONEncoder(default=str).iterencode(value)
     return "".join(itertools.islice(pieces, SHOWN_CHARS))[:SHOWN_CHARS]
 
 
 def spell_path(path: Sequence[str | int]) -> str:
-    """As OpenAI writes it: messages[0].content."""
     return "".join(
-        f"[{part}]" if isinstance(part, int) else f".{part}" for part in path
+        # As OpenAI writes it: messages[0].content
+        f"[{part}]" if isinstance(part, int) else f".{part}"
+        for part in path
     ).removeprefix(".")

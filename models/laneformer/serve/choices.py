@@ -1,14 +1,11 @@
-"""The choices of one answer: prompts x n requests of the scheduler, each read as text up to a stop string.
-
-The engine reads a prompt once for all choices that wait for it; not more of them are
-submitted than can decode.
-"""
+"""The choices of an answer: each is a request of the scheduler, read as text up to a stop string."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..engine import Batch, GeneratedToken, GenerationOptions, PromptLogprobs
@@ -18,150 +15,154 @@ from ..engine.text import StopStrings, TextStream
 from .context import ServingContext
 from .grammar import AnswerGrammar
 from .scheduler import Running
-from .schema import refusal_of
+from .schema import rename_refusal
 
 
 class Written(NamedTuple):
-    """A token, and where its text begins in the choice's text (characters)."""
+    """A token, and where its text begins in the text of its choice (characters)."""
 
     token: GeneratedToken
     offset: int
 
 
 class Piece(NamedTuple):
-    """What is new of one choice. tokens: those of the text, where they have log-probabilities;
-    ids: all that came.
-
-    scores: of the prompt, where they are wanted: in the first piece. stop: the stop string that ended it.
-    """
+    """What is new of one choice."""
 
     choice: int
     text: str = ""
-    tokens: Sequence[Written] = ()
-    ids: Sequence[int] = ()
+    tokens: Sequence[Written] = ()  # of the text, where log-probabilities are wanted
+    ids: Sequence[int] = ()  # all that came
     finish_reason: str | None = None
-    scores: PromptLogprobs | None = None
-    stop: str | None = None
+    scores: PromptLogprobs | None = None  # of the prompt, in the first piece
+    stop: str | None = None  # the stop string that ended the choice
+
+
+class Usage(NamedTuple):
+    """The tokens of an answer so far."""
+
+    prompt: int
+    completion: int
+    reasoning: int
+    # What the engine reports at the end; cached is None until then
+    cached: int | None = None
+    proposed: int = 0
+    accepted: int = 0
 
 
 def join_pieces(pieces: Sequence[Piece]) -> Piece:
-    """All pieces of one choice as one."""
     tokens = [token for piece in pieces for token in piece.tokens]
-    ids, text = [i for piece in pieces for i in piece.ids], "".join(piece.text for piece in pieces)
+    ids = [i for piece in pieces for i in piece.ids]
+    text = "".join(piece.text for piece in pieces)
     return Piece(pieces[0].choice, text, tokens, ids, pieces[-1].finish_reason)
 
 
+@dataclass
 class Writing:
-    """Tokens to text while they come, no further than a stop id or a stop string.
+    """Tokens to text as they come, up to a stop id or a stop string."""
 
-    scores_stop: a stop id has no text, but is among the tokens: who scores a prompt counts on one
-    new token behind it.
-    """
-
-    def __init__(
-        self,
-        stream: TextStream,
-        stops: Sequence[str],
-        stop_ids: Sequence[int],
-        detailed: bool,
-        scores_stop: bool,
-    ):
-        self.read = 0  # tokens
-        self._stream, self._stops, self._stop_ids = stream, StopStrings(stops), frozenset(stop_ids)
-        self._detailed, self._scores_stop = detailed, scores_stop
-        self._held: deque[Written] = deque()  # their text is not out yet
-        self._decoded = self._shown = 0  # characters
+    stream: TextStream
+    stops: StopStrings
+    stop_ids: Sequence[int]
+    detailed: bool
+    # Report a stop id among the tokens although it has no text: evaluations that score a prompt
+    # expect exactly one new token behind it.
+    scores_stop: bool
+    read: int = 0  # tokens
+    decoded_chars: int = 0
+    released_chars: int = 0
+    pending: deque[Written] = field(default_factory=deque)  # tokens whose text is not out yet
 
     def push(self, tokens: Sequence[GeneratedToken]) -> tuple[str, list[Written]]:
-        """Text that is certainly part of the answer, and its tokens."""
+        """Return text that is certainly part of the answer, and its tokens."""
         out = ""
         for token in tokens:
             self.read += 1
-            if token.id in self._stop_ids:
-                if self._scores_stop:
-                    self._held.append(Written(token, self._decoded))
+            if token.id in self.stop_ids:
+                if self.scores_stop:
+                    self.pending.append(Written(token, self.decoded_chars))
                 break
-            text = self._stream.push(token.id)
-            if self._detailed:
-                self._held.append(Written(token, self._decoded))
-                self._decoded += len(text)
-            out += self._stops.push(text) if self._stops.stops else text
+            text = self.stream.push(token.id)
+            if self.detailed:
+                self.pending.append(Written(token, self.decoded_chars))
+                self.decoded_chars += len(text)
+            out += self.stops.push(text) if self.stops.stops else text
             if self.stop is not None:
                 break
         return out, self._release(out)
 
     def finish(self) -> tuple[str, list[Written]]:
-        """What was held back for a character or a stop string that never came."""
-        out = "" if self.stop else self._stops.push(self._stream.finish()) + self._stops.finish()
+        """Return what was held back for a character or a stop string that never came."""
+        out = "" if self.stop else self.stops.push(self.stream.finish()) + self.stops.finish()
         return out, self._release(out, everything=self.stop is None)
 
     @property
     def stop(self) -> str | None:
-        """The stop string that has ended it."""
-        return self._stops.found
+        return self.stops.found
 
     def _release(self, out: str, everything: bool = False) -> list[Written]:
-        self._shown += len(out)
+        self.released_chars += len(out)
         released = []
-        while self._held and (everything or self._held[0].offset < self._shown):
-            released.append(self._held.popleft())
+        # A token is released once its text has begun to appear
+        while self.pending and (everything or self.pending[0].offset < self.released_chars):
+            released.append(self.pending.popleft())
         return released
 
 
+@dataclass
 class Choices:
-    """`begin` submits the first request; then iterate for the pieces of all choices as they come."""
+    """`begin` submits the first request; then iterate over the pieces of all choices."""
 
-    def __init__(
-        self,
-        context: ServingContext,
-        prompts: Sequence[list[int]],
-        n: int,
-        options: GenerationOptions | None,
-        stops: Sequence[str],
-        score_top: int | None = None,
-        grammar: AnswerGrammar | None = None,
-        with_control_tokens: bool = False,
-    ):
-        """options: None to generate nothing. score_top: score the prompts, with this many likeliest ids.
-        grammar: every choice gets a copy. with_control_tokens: spell them out in the text.
-        """
-        for prompt in prompts:  # here, in a thread of its own: no stream waits for the disk
-            context.scheduler.engine.load_prefix(prompt)
-        self.context, self.prompts, self.n = context, prompts, n
-        self.generated = [0] * (len(prompts) * n)  # tokens of each choice
-        self.options, self._stops, self._score_top, self._grammar = (
-            options,
-            stops,
-            score_top,
-            grammar,
-        )
-        self._control = with_control_tokens
-        self.unused: list[str] = []  # what of the request has no effect, for its header `warnings`
+    context: ServingContext
+    prompts: Sequence[list[int]]
+    n: int  # choices of each prompt
+    options: GenerationOptions | None  # None: generate nothing
+    stops: Sequence[str]
+    score_top: int | None = None  # score the prompts, with this many likeliest ids
+    grammar: AnswerGrammar | None = None  # each choice gets a copy
+    with_control_tokens: bool = False  # spell them out in the text
+    unused: list[str] = field(default_factory=list)  # parts without effect, for `warnings`
+    reasoning_tokens: int = 0  # counted by whoever reads the text
+
+    def __post_init__(self) -> None:
+        scheduler = self.context.scheduler
+        # This runs outside of the event loop, so no stream waits for the disk
+        for prompt in self.prompts:
+            scheduler.engine.load_prefix(prompt)
+        self.generated = [0] * (len(self.prompts) * self.n)  # tokens of each choice
         self._runs: list[Running] = []
         self._generating: dict[int, Running] = {}  # by choice
-        self._room = asyncio.Semaphore(context.scheduler.max_joined)
+        # The engine reads a prompt once for all its choices that wait; more than decode side by
+        # side would only fill the queue of others
+        self._room = asyncio.Semaphore(scheduler.max_joined)
         self._ready: Running | None = None  # the first request, until it is read
 
     def begin(self) -> None:
-        """On the event loop. RequestError for what the engine refuses; further errors as of `Scheduler.submit`."""
-        self._ready = self._score(0) or self._generate(0)
+        """Submit the first request, on the event loop; RequestError where the engine refuses it."""
+        self._ready = self._submit_scoring(0) or self._submit_generation(0)
 
     def cancel(self) -> None:
-        """End everything that still waits or runs. Safe to call again."""
+        """End everything that waits or runs; may be called again."""
         for running in self._runs:
             running.cancel()
 
-    def used(self, name: str) -> int | None:
-        """Sum of a field of `Statistics`, reused tokens of each prompt once; None before the end."""
-        statistics = [
-            running.statistics
-            for choice, running in sorted(self._generating.items())
-            if name != "reused_tokens" or choice % self.n == 0
-        ]
-        return None if None in statistics else sum(getattr(one, name) for one in statistics)
+    def count_usage(self) -> Usage:
+        """Return the tokens of all choices so far."""
+        read = sum(map(len, self.prompts))
+        usage = Usage(read, sum(self.generated), self.reasoning_tokens)
+        statistics = {choice: running.statistics for choice, running in self._generating.items()}
+        ended = {choice: one for choice, one in statistics.items() if one is not None}
+        if len(ended) < len(statistics):
+            return usage
+        # The tokens of a prompt are reused for each of its choices, and count once
+        firsts = [one for choice, one in ended.items() if choice % self.n == 0]
+        return usage._replace(
+            cached=sum(one.reused_tokens for one in firsts),
+            proposed=sum(one.proposed_tokens for one in ended.values()),
+            accepted=sum(one.accepted_tokens for one in ended.values()),
+        )
 
     async def __aiter__(self) -> AsyncGenerator[Piece, None]:
-        pieces = self._choice(0) if len(self.generated) == 1 else self._merge_choices()
+        pieces = self._follow_choice(0) if len(self.generated) == 1 else self._merge_choices()
         try:
             async for piece in pieces:
                 yield piece
@@ -169,10 +170,11 @@ class Choices:
             self.cancel()
 
     async def _merge_choices(self) -> AsyncGenerator[Piece, None]:
+        # Pieces of all choices, and the tasks of those that have ended
         news: asyncio.Queue[Piece | asyncio.Task[None]] = asyncio.Queue()
 
         async def follow(choice: int) -> None:
-            async for piece in self._choice(choice):
+            async for piece in self._follow_choice(choice):
                 news.put_nowait(piece)
 
         tasks = [asyncio.create_task(follow(choice)) for choice in range(len(self.generated))]
@@ -185,34 +187,42 @@ class Choices:
                 if isinstance(piece, Piece):
                     yield piece
                 else:
-                    piece.result()  # raises what has ended it
+                    piece.result()  # raises the exception of its choice
                     left -= 1
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def _choice(self, choice: int) -> AsyncGenerator[Piece, None]:
+    async def _follow_choice(self, choice: int) -> AsyncGenerator[Piece, None]:
+        # A prompt that is scored is read by a request of its own, before the tokens are drawn
         async with self._room:
-            if running := self._score(choice):
+            if running := self._submit_scoring(choice):
                 async for _ in running:
                     pass
                 yield Piece(choice, scores=running.scores)
-            if running := self._generate(choice):
+            if running := self._submit_generation(choice):
                 self._generating[choice] = running
-                async for piece in self._written(choice, running):
+                async for piece in self._follow_generation(choice, running):
                     yield piece
             else:
                 yield Piece(choice, finish_reason="length")
 
-    async def _written(self, choice: int, running: Running) -> AsyncGenerator[Piece, None]:
+    async def _follow_generation(
+        self, choice: int, running: Running
+    ) -> AsyncGenerator[Piece, None]:
         assert self.options is not None
         prompt = self.prompts[choice // self.n]
-        stream = TextStream(self.context.tokenizer, prompt, skip_special_tokens=not self._control)
-        detailed, scores_stop = self.options.logprobs is not None, self._score_top is not None
-        writing = Writing(stream, self._stops, running.request.stop_ids, detailed, scores_stop)
+        stream = TextStream(
+            self.context.tokenizer, prompt, skip_special_tokens=not self.with_control_tokens
+        )
+        detailed = self.options.logprobs is not None
+        scores_stop = self.score_top is not None
+        writing = Writing(
+            stream, StopStrings(self.stops), running.request.stop_ids, detailed, scores_stop
+        )
         async for tokens in running:
             if writing.stop is not None:
-                continue  # they came before the engine heard of it
+                continue  # these came before the engine knew of the stop string
             before = writing.read
             text, written = writing.push(tokens)
             if writing.stop is not None:
@@ -225,32 +235,35 @@ class Choices:
         reason = running.finish_reason if writing.stop is None else "stop"
         yield Piece(choice, text, written, (), reason, stop=writing.stop)
 
-    def _score(self, choice: int) -> Running | None:
-        ids, top = self.prompts[choice // self.n], self._score_top
+    def _submit_scoring(self, choice: int) -> Running | None:
+        ids = self.prompts[choice // self.n]
+        top = self.score_top
         if top is None or len(ids) < 2:
             return None
         return self._submit(lambda batch: batch.scoring(ids, top=top))
 
-    def _generate(self, choice: int) -> Running | None:
+    def _submit_generation(self, choice: int) -> Running | None:
         if self.options is None:
             return None
         assert isinstance(self.options.seed, int)
+        # Each choice has the seed that it would have in a batch of the engine
         seed = batch_seeds(self.options.seed, choice + 1)[choice]
-        options = {**vars(self.options), "seed": seed, "masked": self._grammar is not None}
+        options = {**vars(self.options), "seed": seed, "masked": self.grammar is not None}
         prompt = self.prompts[choice // self.n]
-        return self._submit(lambda batch: batch.generation(prompt, **options), self._grammar)
+        return self._submit(lambda batch: batch.generation(prompt, **options), self.grammar)
 
     def _submit(
         self, make: Callable[[Batch], Request], grammar: AnswerGrammar | None = None
     ) -> Running:
-        if self._ready is not None:  # this is the first choice's first request
-            running, self._ready = self._ready, None
+        if self._ready is not None:  # `begin` has submitted the first one
+            running = self._ready
+            self._ready = None
             return running
         scheduler = self.context.scheduler
         try:
             request = make(scheduler.batch)
         except ValueError as error:
-            raise refusal_of(error) from None
+            raise rename_refusal(error) from None
         own_grammar = grammar and grammar.copy()
         self._runs.append(scheduler.submit(request, own_grammar, admitted=bool(self._runs)))
         return self._runs[-1]

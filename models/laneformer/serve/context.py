@@ -1,6 +1,4 @@
-"""What all requests of a server share: the scheduler, the model's name and limits, its tokens as
-text and as bytes.
-"""
+"""What all requests of a server share: scheduler, limits, and tokens as text and as bytes."""
 
 from __future__ import annotations
 
@@ -21,34 +19,39 @@ from .schema import Sampling
 from .tool_calls import ToolCalling
 
 CACHED_TOKENS = 2**16
-# of JSON; commas of a text count, and some tokens are many commas
-VALUES_A_TOKEN, SPARE_VALUES = 8, 2**16
-SAMPLED_CHARS = 8  # for each token of the context: what is encoded first of a long text
-# bytes that a byte-level BPE writes as themselves
+# Values of JSON in a body: commas of a text count, and some tokens are many commas
+VALUES_A_TOKEN = 8
+SPARE_VALUES = 2**16
+SAMPLED_CHARS = 8  # of a long text, encoded first, for each token of the context
+# A byte-level BPE writes these bytes as themselves, and the others as letters from U+0100 on
 _SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_OTHERS = [byte for byte in range(256) if byte not in _SHOWN]
-BYTE_OF = {chr(byte): byte for byte in _SHOWN} | {
-    chr(256 + i): byte for i, byte in enumerate(_OTHERS)
-}
+_ESCAPED = sorted({*range(256)} - {*_SHOWN})
+BYTE_OF = {chr(byte): byte for byte in _SHOWN}
+BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(_ESCAPED)}
 
 
 class ServingContext:
-    """A model as its clients see it. model: its name."""
+    """A model as its clients see it, by its name `model`."""
 
     def __init__(
-        self, scheduler: Scheduler, engine: Engine, model: str, speculate: int, budget: int
+        self,
+        scheduler: Scheduler,
+        engine: Engine,
+        model: str,
+        speculate: int,
+        reasoning_budget: int,
     ):
-        """budget: of reasoning. ValueError for a model without a tokenizer."""
+        """Prepare everything that requests need; ValueError for a model without a tokenizer."""
         if engine.tokenizer is None:
             raise ValueError(
-                "a server needs a tokenizer, but the model folder holds no tokenizer.json"
+                "a server needs a tokenizer, but the model folder has no tokenizer.json; add the model's own"
             )
-        self.scheduler, self.model, self.tokenizer = scheduler, model, engine.tokenizer
-        self.vocab_size, self.context_tokens = (
-            engine.config.vocab_size,
-            engine.config.max_position_embeddings,
-        )
-        self.reasoning_budget = budget
+        self.scheduler = scheduler
+        self.model = model
+        self.tokenizer = engine.tokenizer
+        self.vocab_size = engine.config.vocab_size
+        self.context_tokens = engine.config.max_position_embeddings
+        self.reasoning_budget = reasoning_budget
         self.harmony = speaks_harmony(engine.tokenizer_config)
         self.reasons = BEGIN in str(engine.tokenizer_config.get("chat_template"))
         self.completion_defaults = {**engine.sampling_defaults, "speculate": speculate}
@@ -58,39 +61,38 @@ class ServingContext:
         }
         self.prompts = PromptEncoder(engine.tokenizer, engine.tokenizer_config)
         self.grammars = Grammars(engine.tokenizer, self.vocab_size, engine.eos_ids, self.harmony)
-        self.grammars.prepare()  # before requests come, whose streams it would stall
+        # Do this at startup: later it would stall the streams of other requests
+        self.grammars.prepare()
         self.tool_calling = ToolCalling(engine.tokenizer_config, self.grammars)
+        # OpenAI's system_fingerprint: equal where the same request and seed give the same answer
         identity = repr(
             (__version__, engine.config, engine.dtype, engine.math, engine.kv_dtype, model)
         )
         self.fingerprint = f"fp_{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
-        self.token_bytes = functools.lru_cache(CACHED_TOKENS)(self._token_bytes)
+        self.encode_token = functools.lru_cache(CACHED_TOKENS)(self._encode_token)
         decoder = engine.tokenizer.decoder
         self._byte_level = decoder is not None and b"ByteLevel" in decoder.__getstate__()
         self._added = {
             i: token.content for i, token in engine.tokenizer.get_added_tokens_decoder().items()
         }
-        longest = max(len(self._token_bytes(i)) for i in range(engine.tokenizer.get_vocab_size()))
-        # a rendered conversation spells control tokens by their secret names
+        longest = max(len(self._encode_token(i)) for i in range(engine.tokenizer.get_vocab_size()))
+        # A rendered conversation spells control tokens by their secret names, which are longer
         self.max_text_bytes = self.context_tokens * max(longest, SECRET_CHARS)
         self.max_values = min(MAX_VALUES, SPARE_VALUES + VALUES_A_TOKEN * self.context_tokens)
 
     def check_length(self, text: str, param: str) -> str:
-        """The text; RequestError where it is too long for the context, which is told without encoding all of it:
-        by its bytes, or by its beginning.
-        """
-        size, start = (
-            len(text.encode(errors="replace")),
-            text[: SAMPLED_CHARS * self.context_tokens],
-        )
+        """Return the text; RequestError where it is too long for the context."""
+        # Decide by the size, or by the beginning: encoding 4 MB takes seconds
+        size = len(text.encode(errors="replace"))
+        start = text[: SAMPLED_CHARS * self.context_tokens]
         too_long = size > self.max_text_bytes
         if not too_long and len(text) > 2 * len(start):
             too_long = len(self.prompts.encode(start)) > self.context_tokens + SECRET_CHARS
         if too_long:
-            raise self.context_error(f"which the {size} bytes in the {param} exceed", param)
+            raise self.make_context_error(f"which the {size} bytes in the {param} exceed", param)
         return text
 
-    def context_error(self, reason: str, param: str) -> RequestError:
+    def make_context_error(self, reason: str, param: str) -> RequestError:
         message = f"This model's maximum context length is {self.context_tokens} tokens, {reason}."
         return RequestError(f"{message} Shorten the {param}.", param, "context_length_exceeded")
 
@@ -100,24 +102,21 @@ class ServingContext:
         except ValueError as error:
             raise RequestError(str(error), param) from None
 
-    def room(
+    def limit_tokens(
         self, request: Sampling, prompts: Sequence[Sequence[int]], wanted: int | None, param: str
     ) -> int:
-        """The limit of new tokens: what is wanted, but no more than the longest prompt leaves of the context.
-
-        RequestError for ids that do not exist, and where it does not fit. Any name of a model is taken: there
-        is one, and clients have names in their settings that nobody chose.
-        """
+        """Return the limit of new tokens; RequestError where an answer has no room."""
         for i, ids in enumerate(prompts):
             if not self.check_ids(ids, f"{param}[{i}]", param):
                 raise RequestError(f"{param}[{i}] has no tokens; send at least one", param)
+        # All choices share the limit, so the longest prompt decides
         longest = max(map(len, prompts))
         room = self.context_tokens - longest
         if room < (wanted != 0):
             reason = (
                 f"but you sent {longest} tokens in the {param}, which leaves no room for an answer"
             )
-            raise self.context_error(reason, param)
+            raise self.make_context_error(reason, param)
         limit = room if wanted is None else min(wanted, room)
         if request.min_tokens > limit:
             raise RequestError(
@@ -126,18 +125,20 @@ class ServingContext:
             )
         return limit
 
-    def token_text(self, token_id: int) -> str:
-        """A token as text; where its bytes are no text of their own, OpenAI's spelling of them."""
-        raw = self.token_bytes(token_id)
+    def spell_token(self, token_id: int) -> str:
+        """Return a token as text, or as OpenAI spells bytes that are no text."""
+        raw = self.encode_token(token_id)
         try:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def _token_bytes(self, token_id: int) -> bytes:
+    def _encode_token(self, token_id: int) -> bytes:
         if token_id in self._added:
             return self._added[token_id].encode()
         piece = self.tokenizer.id_to_token(token_id) or ""
+        # Three ways in which tokenizers spell bytes: byte-level BPE, <0x0A>, and U+2581 for a
+        # space
         if self._byte_level and BYTE_OF.keys() >= set(piece):
             return bytes(BYTE_OF[char] for char in piece)
         if len(piece) == 6 and piece.startswith("<0x"):

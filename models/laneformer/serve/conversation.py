@@ -1,7 +1,4 @@
-"""One conversation and its answer, whatever the API.
-
-Each API translates its bodies to a ConversationRequest, and the blocks of the answer to its own form.
-"""
+"""One conversation and its answer in blocks, into which and from which each API translates."""
 
 from __future__ import annotations
 
@@ -17,71 +14,70 @@ from .bodies import RequestError
 from .choices import Choices, Piece
 from .context import ServingContext
 from .grammar import AnswerGrammar, Grammar, ReasoningBudget
-from .parts import is_cut, texts_of
+from .parts import is_cut, list_texts
 from .schema import ConversationRequest
 from .tool_calls import ToolUse
 
-UNLIMITED = -1  # a budget of tokens
-ENDING = f"\n{END}\n\n"  # of a reasoning that has used up its budget
-ID_CHARS = 9  # of a call: what Mistral's templates take
+UNLIMITED = -1  # tokens of reasoning
+ENDING = f"\n{END}\n\n"  # is forced where a reasoning has used up its budget
+ID_CHARS = 9  # of a call's id, as Mistral's templates take it
 
 
 @dataclass(eq=False)
 class Block:
-    """A part of an answer. kind: "reasoning", "text" or "call"; text: of a call its arguments; name: of
-    the function that it calls; index: its place in the answer; is_cut: the answer has ended within it.
-    """
+    """A part of an answer."""
 
-    kind: str
-    index: int
-    name: str = ""
-    text: str = ""
-    is_cut: bool = False
+    kind: str  # "reasoning", "text" or "call"
+    index: int  # its place in the answer
+    name: str = ""  # of the function that a call is for
+    text: str = ""  # of a call, its arguments
+    is_cut: bool = False  # the answer has ended within it
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:ID_CHARS])
 
 
-Part = tuple[Block, str]  # a block with the text that is new in it; first it comes without text
+Part = tuple[Block, str]  # a block and its new text, which is empty when the block begins
 
 
 class ChoiceAnswer:
-    """What one choice has answered so far, in blocks."""
+    """The blocks of one choice so far."""
 
     def __init__(self, reader: AnswerReader):
         self.blocks: list[Block] = []
-        self.reasoning_tokens = 0
-        self._reader, self._call_id = reader, ""
+        self.reader = reader
+        self._call_id = ""
 
     def push(self, piece: Piece) -> tuple[Piece, list[Part]]:
-        """The piece, whose end may be that of a call, and what is new in the blocks."""
-        self.reasoning_tokens += len(piece.ids) * self._reader.inside
-        deltas = self._reader.push(piece.text)
+        """Return the piece, whose end may become that of a call, and what is new in the blocks."""
+        deltas = self.reader.push(piece.text)
         if piece.finish_reason is not None:
-            deltas += self._reader.finish()
-        parts = [part for kind, text in deltas for part in self._add(kind, text)]
+            deltas += self.reader.finish()
+        parts = [part for kind, text in deltas for part in self._add_delta(kind, text)]
         if piece.finish_reason is not None and self.blocks:
             last = self.blocks[-1]
             last.is_cut = (
                 is_cut(last.text) if last.kind == "call" else piece.finish_reason == "length"
             )
-            if piece.finish_reason == "stop" and self.calls() and not last.is_cut:
+            if piece.finish_reason == "stop" and self.list_calls() and not last.is_cut:
                 piece = piece._replace(finish_reason="tool_calls")
         return piece, parts
 
-    def text_of(self, kind: str) -> str:
-        """All text of a kind of blocks."""
+    def join_text(self, kind: str) -> str:
         return "".join(block.text for block in self.blocks if block.kind == kind)
 
-    def calls(self) -> list[Block]:
+    def list_calls(self) -> list[Block]:
         return [block for block in self.blocks if block.kind == "call"]
 
-    def _add(self, kind: str, text: str) -> Iterator[Part]:
+    def _add_delta(self, kind: str, text: str) -> Iterator[Part]:
         if kind == "id":
+            # Models repeat ids; a call needs one of its own
             self._call_id = "" if text in (block.id for block in self.blocks) else text
             return
+        # Arguments continue the call, and text of one kind continues its block
         more = bool(self.blocks) and kind in ("arguments", self.blocks[-1].kind)
         if kind == "call" or not more:
             self.blocks.append(Block(kind, len(self.blocks), name=text if kind == "call" else ""))
-            self.blocks[-1].id, self._call_id = self._call_id or self.blocks[-1].id, ""
+            self.blocks[-1].id = self._call_id or self.blocks[-1].id
+            self._call_id = ""
             yield self.blocks[-1], ""
         if kind != "call":
             self.blocks[-1].text += text
@@ -89,65 +85,73 @@ class ChoiceAnswer:
 
 
 class Conversation:
-    """`choices.begin` submits it; then iterate for what is answered. RequestError for what cannot be answered.
-
-    Made in any thread: it renders and encodes the prompt and compiles grammars, which takes time.
-    """
+    """A conversation's prompt and grammars; RequestError for what cannot be answered."""
 
     def __init__(self, request: ConversationRequest, context: ServingContext):
-        self.request, self.context = request, context
+        # Outside of the event loop: to render, to encode and to compile takes time
+        self.request = request
+        self.context = context
         tools, self.prompt = prepare_prompt(request, context)
-        # control tokens are read as text: around calls, and between harmony's messages
+        # Control tokens are read as text: they stand around calls, and between harmony's messages
         self.reads_control = bool(tools.names) or context.harmony
-        grammar = self._grammar(tools)
+        grammar = self._make_grammar(tools)
+        # A grammar that allows no free text allows no reasoning either
         forced = grammar is not None and not (tools.names and tools.optional)
         inside = not forced and (
-            is_reasoning(request) or begins_reasoning(context.tokenizer, self.prompt)
+            continues_reasoning(request) or begins_reasoning(context.tokenizer, self.prompt)
         )
         reader = partial(AnswerReader, tools.form, inside, context.harmony)
+        masks: AnswerGrammar | None = grammar
         if context.harmony or (not forced and (inside or context.reasons)):
-            self.choices = self._choices(self._with_budget(reader, grammar))
-        else:
-            self.choices = self._choices(grammar)
+            masks = self._add_budget(reader, grammar)
+        self.choices = self._make_choices(masks)
         self.choices.unused = tools.unused
         self.answers = [ChoiceAnswer(reader()) for _ in range(request.n)]
 
     async def __aiter__(self) -> AsyncGenerator[tuple[Piece, list[Part]], None]:
         async for piece in self.choices:
-            yield self.answers[piece.choice].push(piece)
+            answer = self.answers[piece.choice]
+            # Read the state before the piece: tokens of the end tag count as reasoning
+            self.choices.reasoning_tokens += len(piece.ids) * answer.reader.inside
+            yield answer.push(piece)
 
-    def _grammar(self, tools: ToolUse) -> Grammar | None:
-        form, calls = self.request.response_format, tools.grammar()
+    def _make_grammar(self, tools: ToolUse) -> Grammar | None:
+        form = self.request.response_format
+        calls = tools.make_grammar()
         if form.type == "text":
             return calls
         if calls:
             message = "response_format cannot be combined with tools; send one of them"
             raise RequestError(message, "response_format")
-        return self.context.grammars.of_schema(*form.schema_and_place())
+        return self.context.grammars.compile_schema(*form.find_schema())
 
-    def _with_budget(
+    def _add_budget(
         self, reader: Callable[[], AnswerReader], grammar: Grammar | None
     ) -> AnswerGrammar | None:
-        """The grammar, or one that also ends a reasoning that takes too long."""
-        context, tokens = self.context, self.request.reasoning_budget
+        """Return the grammar, or one that also ends a reasoning that takes too long."""
+        context = self.context
+        tokens = self.request.reasoning_budget
         tokens = context.reasoning_budget if tokens is None else tokens
         if tokens == UNLIMITED:
             return grammar
-        tokenizer, ending = context.tokenizer, ENDING
-        if context.harmony:  # a grammar allows no second reasoning; without one the answer is begun
+        tokenizer = context.tokenizer
+        ending = ENDING
+        if context.harmony:
+            # A grammar allows no second reasoning; without a grammar the answer itself is begun
             ending = NEXT if grammar else f"{NEXT}{ANSWER}"
         ids = tokenizer.encode(ending, add_special_tokens=False).ids
         stream = partial(TextStream, tokenizer, (), not self.reads_control)
         return ReasoningBudget(tokens, reader, ids, stream, context.vocab_size, grammar)
 
-    def _choices(self, grammar: AnswerGrammar | None) -> Choices:
-        request, context = self.request, self.context
+    def _make_choices(self, grammar: AnswerGrammar | None) -> Choices:
+        request = self.request
+        context = self.context
         wanted = request.max_completion_tokens or request.max_tokens
-        limit = context.room(request, [self.prompt], wanted, "messages")
+        limit = context.limit_tokens(request, [self.prompt], wanted, "messages")
         logprobs = request.top_logprobs or 0 if request.logprobs else None
         options = request.generation_options(context.conversation_defaults, limit, logprobs)
         if request.prediction is not None:
-            expected = "".join(texts_of(request.prediction.content))
+            expected = "".join(list_texts(request.prediction.content))
             ids = context.prompts.text(context.check_length(expected, "prediction"), False)
             options = dataclasses.replace(options, prediction=ids)
         return Choices(
@@ -161,21 +165,21 @@ class Conversation:
         )
 
 
-def is_reasoning(request: ConversationRequest) -> bool:
-    """Whether a message that the answer continues ends within its reasoning."""
-    text = "\n".join(texts_of(request.messages[-1].content))
+def continues_reasoning(request: ConversationRequest) -> bool:
+    """Return whether the message that the answer continues ends within its reasoning."""
+    text = "\n".join(list_texts(request.messages[-1].content))
     return request.continue_final_message and text.rfind(BEGIN) > text.rfind(END)
 
 
 def prepare_prompt(
     request: ConversationRequest, context: ServingContext
 ) -> tuple[ToolUse, list[int]]:
-    """The tools, and the prompt's ids."""
-    tools = context.tool_calling.use(request)
-    messages = [message.plain() for message in request.messages]
+    """Return the tools of a request, and the ids of its prompt."""
+    tools = context.tool_calling.select_tools(request)
+    messages = [message.to_template() for message in request.messages]
     try:
         rendered = context.prompts.render(
-            tools.messages(messages),
+            tools.translate_messages(messages),
             tools=tools.template_tools,
             add_generation_prompt=request.add_generation_prompt,
             variables=request.chat_template_kwargs,
@@ -184,6 +188,7 @@ def prepare_prompt(
         ids = context.prompts.encode(context.check_length(rendered, "messages"))
     except RequestError:
         raise
-    except Exception as error:  # a template is the makers' program, run on a client's data
+    except Exception as error:
+        # A template is third-party code, which may raise any exception on a client's data
         raise RequestError(str(error), "messages") from None
     return tools, ids

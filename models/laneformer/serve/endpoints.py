@@ -1,6 +1,4 @@
-"""The way in: who may call the server, and with how much; then a body is read, and what it asks for is prepared,
-apart from the event loop.
-"""
+"""Access control, and the reading of bodies, which are prepared outside of the event loop."""
 
 from __future__ import annotations
 
@@ -25,33 +23,34 @@ from .options import ServerOptions
 from .scheduler import Busy
 from .sending import Answer, AnswerResponse, error_response
 
-# need no key: the page asks for it, a monitor has none
-OPEN, OPEN_FOLDER = ("/", "/health"), "/playground/"
-# of a body that is too long: who is still sending would not see the answer
+# Paths that need no key: the page asks for it, a monitor has none
+OPEN_PATHS = "/", "/health"
+OPEN_FOLDER = "/playground/"
+# Bytes to read of a body that is too long: a client that is still sending reads no answer
 DISCARDED_BYTES = 64 * 2**20
-CLIENT_GONE = 499  # nginx's status for the log: nobody saw an answer
-THREADS = 2  # that prepare answers: a long prompt does not hold up all others
+CLIENT_GONE = 499  # nginx's status where nobody saw an answer
+THREADS = 2  # prepare answers: a long prompt does not hold up all others
 REFERENCES = "#/components/schemas/{model}"
 
-Asked = TypeVar("Asked", bound=Body)
+BodyType = TypeVar("BodyType", bound=Body)
 
 
 class Access:
-    """Host, origin, key and body length of each request; counts its answer. HEAD is GET without the body.
-
-    A page of another site that a user's browser shows must not use the server: neither by its own name
-    pointed at this address (DNS rebinding), so that names are checked, nor by a request across origins.
-    """
+    """Checks host, origin, key and length of each request; serves HEAD as GET."""
 
     def __init__(self, app: ASGIApp, options: ServerOptions, metrics: Metrics):
-        self.app, self.options, self.metrics = app, options, metrics
+        self.app = app
+        self.options = options
+        self.metrics = metrics
         self.allowed = set(options.allowed_origins)
         self.names = {"localhost", options.host.lower(), *map(str.lower, options.host_names)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        status, is_head = CLIENT_GONE, scope["method"] == "HEAD"
+        # HEAD is handled as GET, without sending the body
+        status = CLIENT_GONE
+        is_head = scope["method"] == "HEAD"
         scope = {**scope, "method": "GET"} if is_head else scope
 
         async def count_status(message: Message) -> None:
@@ -63,7 +62,7 @@ class Access:
             await send(message)
 
         try:
-            if refused := self.refusal(scope):
+            if refused := self.find_refusal(scope):
                 await error_response(refused, scope["path"])(scope, receive, count_status)
             else:
                 await self.app(scope, self.limit_body(receive), count_status)
@@ -74,10 +73,13 @@ class Access:
             route = getattr(scope.get("route"), "path", "other")
             self.metrics.answers.labels(route, status).inc()
 
-    def refusal(self, scope: Scope) -> HTTPException | None:
+    def find_refusal(self, scope: Scope) -> HTTPException | None:
+        # A page of another site in a user's browser must not reach the server, neither through a
+        # name of its own that resolves to this address (DNS rebinding) nor across origins
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        host, origin = headers.get(b"host", ""), headers.get(b"origin")
-        if not self.is_known(host):
+        host = headers.get(b"host", "")
+        origin = headers.get(b"origin")
+        if not self.is_allowed_host(host):
             return HTTPException(
                 403, f"the host {host!r} is not a name of this server; allow it with --host-names"
             )
@@ -91,9 +93,12 @@ class Access:
                 f"pages of {origin!r} may not use this server; allow them with --allowed-origins",
             )
         key = self.options.api_key
-        if key is not None and not (scope["path"] in OPEN or scope["path"].startswith(OPEN_FOLDER)):
-            bearer, anthropic = headers.get(b"authorization", ""), headers.get(b"x-api-key", "")
-            # some clients send both, one of them made up
+        if key is not None and not (
+            scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDER)
+        ):
+            bearer = headers.get(b"authorization", "")
+            anthropic = headers.get(b"x-api-key", "")
+            # Some clients send both headers, one of them with a placeholder
             pairs = (bearer, f"Bearer {key}"), (anthropic, key)
             if not any(hmac.compare_digest(sent.encode(), right.encode()) for sent, right in pairs):
                 return HTTPException(
@@ -102,16 +107,17 @@ class Access:
                 )
         return None
 
-    def is_known(self, host: str) -> bool:
-        """An address cannot be another site's; a name can."""
+    def is_allowed_host(self, host: str) -> bool:
+        """Return whether a Host header is an address, or a name that was allowed."""
         try:
+            # Unlike a name, an address cannot belong to another site
             name = urlsplit(f"//{host}").hostname or ""
             return name in self.names or bool(ipaddress.ip_address(name))
         except ValueError:
             return False
 
     def limit_body(self, receive: Receive) -> Receive:
-        """Raises for status 413 as soon as the body has more bytes than it may."""
+        """Raise status 413 as soon as the body exceeds max_body_bytes."""
         left = self.options.max_body_bytes
 
         async def receive_limited() -> Message:
@@ -121,6 +127,8 @@ class Access:
                 left -= len(message.get("body", b""))
             if left >= 0:
                 return message
+            # Read on for a while: most clients read the answer only when they have sent
+            # everything
             while message.get("more_body") and left > -DISCARDED_BYTES:
                 message = await receive()
                 left -= len(message.get("body", b""))
@@ -133,15 +141,17 @@ class Access:
 
 
 class Endpoints:
-    """Adds endpoints to an application, and describes their bodies in its OpenAPI."""
+    """Adds endpoints to an application, and their bodies to its OpenAPI description."""
 
     def __init__(self, app: FastAPI, context: ServingContext, options: ServerOptions):
-        self.app, self.context, self.options = app, context, options
+        self.app = app
+        self.context = context
+        self.options = options
         self._pool = ThreadPoolExecutor(THREADS, "laneformer-prepare")
         self._preparing = 0
         self._bodies: list[type[Body]] = []
         self._describe = app.openapi
-        app.openapi = self._describe_bodies  # type: ignore[method-assign]
+        app.openapi = self._describe_api  # type: ignore[method-assign]
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -149,38 +159,36 @@ class Endpoints:
     def add(
         self,
         path: str,
-        body: type[Asked],
-        make: Callable[[Asked, ServingContext], Answer | dict[str, Any]],
-        any_type: bool = False,
+        body: type[BodyType],
+        make: Callable[[BodyType, ServingContext], Answer | dict[str, Any]],
+        any_type: bool = False,  # of content, as curl -d and Ollama's clients send it
     ) -> None:
-        """A path for POST. make: an answer, which is then begun, or the whole of it; called in a thread of its
-        own. any_type: of content, beside application/json.
-        """
+        """Add a path for POST, whose answer `make` prepares in another thread."""
 
         async def endpoint(request: Request) -> Response:
-            raw, reading = (
-                await request.body(),
-                Reading(self.options.strict, self.context.max_values),
-            )
+            raw = await request.body()
+            reading = Reading(self.options.strict, self.context.max_values)
             kind = request.headers.get("content-type", "application/json")
             if not any_type and kind.partition(";")[0].strip().lower() != "application/json":
                 message = f"the body has the content type {kind[:80]!r}; send application/json"
                 raise RequestError(message, None, "invalid_json")
 
-            def answer_in_thread() -> Answer | dict[str, Any]:
-                asked = body.read(raw, reading)
+            def prepare_answer() -> Answer | dict[str, Any]:
+                parsed = body.read(raw, reading)
                 try:
-                    answer = make(asked, self.context)
+                    answer = make(parsed, self.context)
                 except RequestError as error:
-                    raise asked.rename(error) from None
+                    raise parsed.rename(error) from None
+                # Translate names of chat completions into those of this API
                 for name in answer.choices.unused if isinstance(answer, Answer) else ():
-                    reading.unused[asked.rename(RequestError("", name)).param or name] = None
+                    reading.unused[parsed.rename(RequestError("", name)).param or name] = None
                 return answer
 
-            answer = await self._apart(answer_in_thread)
+            answer = await self._run_in_pool(prepare_answer)
             if not isinstance(answer, Answer):
                 return JSONResponse(answer, headers=reading.headers)
-            answer.begin()
+            # On the event loop, like all calls of the scheduler
+            answer.choices.begin()
             return AnswerResponse(answer, self.options.keep_alive_s, reading.headers)
 
         self._bodies.append(body)
@@ -192,9 +200,10 @@ class Endpoints:
             path, endpoint, methods=["POST"], openapi_extra=description, name=path
         )
 
-    async def _apart(self, work: Callable[[], Any]) -> Any:
-        """Busy where more is prepared than may wait and run."""
+    async def _run_in_pool(self, work: Callable[[], Any]) -> Any:
+        """Run work in another thread; Busy where more of it waits than requests may."""
         scheduler = self.context.scheduler
+        # A request that is being prepared counts like one that waits
         if self._preparing >= scheduler.max_waiting + scheduler.max_joined:
             raise Busy(scheduler.max_waiting, 1)
         self._preparing += 1
@@ -203,7 +212,8 @@ class Endpoints:
         finally:
             self._preparing -= 1
 
-    def _describe_bodies(self) -> dict[str, Any]:
+    def _describe_api(self) -> dict[str, Any]:
+        # FastAPI does not describe bodies that it does not parse itself
         described = self._describe()
         _, schemas = models_json_schema(
             [(body, "validation") for body in self._bodies], ref_template=REFERENCES

@@ -1,4 +1,4 @@
-"""While the weights load, somebody answers already: the port is taken, and /health says how far the server is."""
+"""Answers /health while the weights load, so that the port is taken from the start."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ ANSWER = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
     b"Connection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
 )
-LOOK_S = 0.05  # for the end of loading
-PATIENCE_S = 0.5  # with one client
+POLL_S = 0.05  # for the end of loading
+CLIENT_TIMEOUT_S = 0.5
 
 
 @contextlib.contextmanager
 def answer_loading(listening: socket.socket) -> Iterator[None]:
-    """Inside, every request to a listening socket gets status 503 and {"status": "loading"}."""
+    """Answer every request to a listening socket with 503 and {"status": "loading"} inside."""
     loaded = threading.Event()
     thread = threading.Thread(target=answer_until, args=[listening, loaded], daemon=True)
-    listening.settimeout(LOOK_S)
+    listening.settimeout(POLL_S)
     thread.start()
     try:
         yield
@@ -33,12 +33,14 @@ def answer_loading(listening: socket.socket) -> Iterator[None]:
 
 def answer_until(listening: socket.socket, loaded: threading.Event) -> None:
     while not loaded.is_set():
-        with contextlib.suppress(OSError):  # nobody came, or who came has left
+        # OSError: no client came within POLL_S, or it has left
+        with contextlib.suppress(OSError):
             client, _ = listening.accept()
             with client:
-                client.settimeout(PATIENCE_S)
+                client.settimeout(CLIENT_TIMEOUT_S)
                 is_head = client.recv(2**16).startswith(b"HEAD ")
                 client.sendall(ANSWER.removesuffix(BODY) if is_head else ANSWER)
                 client.shutdown(socket.SHUT_WR)
-                while client.recv(2**16):  # what is unread at the end would reset the connection
+                # Unread bytes at the close would reset the connection before the answer is read
+                while client.recv(2**16):
                     pass

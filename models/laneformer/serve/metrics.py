@@ -1,4 +1,4 @@
-"""Prometheus metrics: what the scheduler counts, read when asked for, and answers by endpoint and status."""
+"""Prometheus metrics: the scheduler's counts, and answers by endpoint and status."""
 
 from __future__ import annotations
 
@@ -35,11 +35,10 @@ GAUGES = {
 
 
 class Metrics(Collector):
-    """Metrics of one server, in a registry of their own."""
-
     def __init__(self, scheduler: Scheduler, facts: Mapping[str, Any]):
-        """facts: with weight_bytes and, where it is known, probe_bytes_per_s, which may grow."""
-        self._scheduler, self._facts = scheduler, facts
+        # facts["probe_bytes_per_s"] may be None, and may grow
+        self._scheduler = scheduler
+        self._facts = facts
         self.registry = CollectorRegistry()
         self.answers = Counter(
             "laneformer_requests", "Answers", ["endpoint", "status"], registry=self.registry
@@ -47,36 +46,39 @@ class Metrics(Collector):
         self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        scheduler, totals = self._scheduler, self._scheduler.totals
+        scheduler = self._scheduler
+        totals = self._scheduler.totals
         labels = {name: str(value) for name, value in self._facts.items()}
         yield InfoMetricFamily("laneformer_engine", "The model and how it is decoded", labels)
-        yield gauge("waiting", "Requests in the queue", len(scheduler.waiting))
-        yield gauge("running", "Requests that decode", len(scheduler.running))
+        yield make_gauge("waiting", "Requests in the queue", len(scheduler.waiting))
+        yield make_gauge("running", "Requests that decode", len(scheduler.running))
         saved = {f"saved_{name}": value for name, value in scheduler.engine.saved_prefixes.items()}
-        known = {**vars(totals), **scheduler.engine.kv_cache, **saved}
+        values = {**vars(totals), **scheduler.engine.kv_cache, **saved}
         yield from (
-            gauge(name, text, known[name]) for name, text in GAUGES.items() if name in known
+            make_gauge(name, text, values[name]) for name, text in GAUGES.items() if name in values
         )
         for name, text in COUNTERS.items():
-            if name in known:
-                yield CounterMetricFamily(f"laneformer_{name}", text, known[name])
+            if name in values:
+                yield CounterMetricFamily(f"laneformer_{name}", text, values[name])
         yield from (*totals.first_token.collect(), *totals.gap.collect())
         ended = CounterMetricFamily("laneformer_ended", "Requests by their end", labels=["reason"])
         for reason, count in list(totals.ended.items()):
             ended.add_metric([reason], count)
         yield ended
         last = "while the request decoded that ended last"
-        yield gauge("tokens_per_second", f"New tokens a second {last}", totals.tokens_per_s)
+        yield make_gauge("tokens_per_second", f"New tokens a second {last}", totals.tokens_per_s)
         if (share := totals.processor_share) is not None:
             text = f"Of the engine's threads' time, while they had a processor, {last}"
-            yield gauge("processor_share", text, share)
+            yield make_gauge("processor_share", text, share)
         if (probe := self._facts["probe_bytes_per_s"]) is not None:
-            yield gauge(
+            yield make_gauge(
                 "probe_bytes_per_second", "Most read by all threads, without requests", probe
             )
             used = totals.passes_per_s * self._facts["weight_bytes"] / probe
-            yield gauge("bandwidth_ratio", f"Weights read, as a part of the probe, {last}", used)
+            yield make_gauge(
+                "bandwidth_ratio", f"Weights read, as a part of the probe, {last}", used
+            )
 
 
-def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+def make_gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"laneformer_{name}", text, value)

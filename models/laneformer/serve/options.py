@@ -1,4 +1,4 @@
-"""Options of `run` and `create_app`, which are the flags of `laneformer serve`, validated in one place."""
+"""Options of `run` and `create_app`: the flags of `laneformer serve`, validated in one place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RANGES: dict[str, tuple[type, float, float]] = {
 @dataclass
 class ServerOptions:
     model_name: str = ""
-    """What clients call the model; default: the folder's name."""
+    """Name of the model for clients; default: that of its folder or file."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is all of this machine's, :: those of IPv6 too: set an API key then."""
     port: int = 8000
@@ -41,25 +41,23 @@ class ServerOptions:
     allowed_origins: tuple[str, ...] = ()
     """Pages of other sites that may use the server, as https://notes.example; * is all of them."""
     max_waiting: int = 16
-    """Requests that wait while others decode; a further one gets status 429."""
+    """Longest queue of requests that wait while others decode; one more gets status 429."""
     deadline_s: float = 600.0
     """Longest time of a request, its waiting included."""
     grace_s: float = 10.0
-    """After SIGTERM, for the requests that run."""
+    """Time after SIGTERM in which running requests may end."""
     max_body_bytes: int = 4 * 2**20
-    """Of one request."""
+    """Longest body of a request."""
     keep_alive_s: float = 5.0
     """Longest silence of a stream, while a long prompt is read, before a comment is sent."""
     speculate: int = MAX_DRAFT_TOKENS
-    """Most draft tokens to verify in one pass, of requests that do not say; the answers stay the same. 0: none."""
+    """Most draft tokens to verify in one pass, unless a request says otherwise; 0: none. No answer changes."""
     reasoning_budget: int = -1
-    """Most tokens between <think> and </think>, of requests that do not say; then the end tag is forced. -1: any."""
+    """Most tokens of reasoning before </think> is forced, unless a request says otherwise; -1: any number."""
     strict: bool = False
     """Refuse fields that are unknown or without effect, instead of naming them in the header `warnings`."""
     link_us: float = 0.0
-    """Microseconds after which a lane sees what lanes of other threads wrote, as over a link of that latency; how much
-    of the speed is left is measured at the start, and stands on the page. CPU only.
-    """
+    """Microseconds of latency to inject between lanes of different threads; CPU only. The page shows its cost."""
 
     def __post_init__(self) -> None:
         if self.api_key is None:
@@ -69,7 +67,7 @@ class ServerOptions:
             raise ValueError(
                 "the API key must be ASCII text without spaces around it, and not empty"
             )
-        if self.host.startswith("["):  # as in a URL
+        if self.host.startswith("["):  # an IPv6 address as in a URL
             self.host = self.host.strip("[]")
         if not self.host:
             raise ValueError(
@@ -79,13 +77,10 @@ class ServerOptions:
             setattr(self, name, in_range(name, getattr(self, name), kind, low, high))
 
     def listen(self, or_next: bool = False) -> socket.socket:
-        """A listening socket, so that nobody else takes the port; ValueError says why there is none. Warns on stderr
-        where others reach it and no key is set.
-
-        or_next: a port that is in use may be one of the next, which is said on stderr.
-        """
+        """Return a listening socket, with `or_next` on one of the next ports."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
+            # One socket for IPv4 and IPv6 where the system has both
             both = self.host == "::" and socket.has_dualstack_ipv6()
             listening = socket.create_server(
                 (self.host, self.port), family=family, dualstack_ipv6=both
@@ -98,7 +93,8 @@ class ServerOptions:
             raise ValueError(
                 f"cannot listen on port {self.port} of {self.host}: {reason}; choose another --port or --host"
             ) from None
+        # Other machines can reach the server, and no key protects it
         if self.host not in ("127.0.0.1", "localhost", "::1") and self.api_key is None:
-            warning = f"{self.host} without an API key: all who reach it may use it"
+            warning = f"{self.host} without an API key: everyone who can reach it may use it; set --api-key"
             print(f"laneformer: WARNING: {warning}", file=sys.stderr)
         return listening

@@ -1,4 +1,4 @@
-"""Parts of a conversation's request: messages, tools, formats of the answer, and how it reasons."""
+"""Parts of a conversation's request: messages, tools, formats of the answer, reasoning."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 from ..chat import ASSISTANT, SYSTEM
 from .bodies import HALF_PAIR, STRICTLY, Body, refuse
 
-# of a content, and tools: the longer a list, the longer its check holds up other threads
+# Of a content, and of tools: the check of a list holds up other threads
 MAX_PARTS = 2**12
 NAME = r"^[a-zA-Z0-9_-]{1,64}$"  # of schemas and functions, as OpenAI allows them
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-EFFORTS = "none", "low", "medium", "high"  # of reasoning
+EFFORTS = "none", "low", "medium", "high"
 
 Objects = Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 def check_effort(effort: str, info: ValidationInfo) -> str | None:
-    """One that templates know."""
+    """Return an effort of reasoning that templates know, or None with a warning."""
     if effort in EFFORTS:
         return effort
     name = str(info.field_name)
@@ -32,16 +32,18 @@ Effort = Annotated[str, AfterValidator(check_effort)]
 
 
 class Called(Body):
-    place, is_open = "messages[].tool_calls[].function.", True
-    harmless = {"parsed_arguments": None}  # of the openai client's own, sent back
+    place = "messages[].tool_calls[].function."
+    is_open = True
+    harmless = {"parsed_arguments": None}  # the openai client adds it, and sends it back
 
     name: str
     arguments: str
 
 
 class ToolCall(Body):
-    place, is_open = "messages[].tool_calls[].", True
-    harmless = {"index": None}  # left in by programs that put deltas together
+    place = "messages[].tool_calls[]."
+    is_open = True
+    harmless = {"index": None}  # programs that join deltas leave it in
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -52,21 +54,21 @@ class Function(Body):
     name: Annotated[str, Field(pattern=NAME)]
     description: str = ""
     parameters: dict[str, Any] = NO_PARAMETERS
-    strict: bool = False  # arguments follow the schema anyway
+    strict: bool = False  # without effect: arguments follow the schema anyway
 
     @model_validator(mode="after")
-    def _takes_an_object(self) -> Self:
+    def _check_parameters(self) -> Self:
         if self.parameters.get("type") != "object":
             refuse("parameters", "parameters must be a JSON schema of type 'object'")
         return self
 
-    def plain(self) -> dict[str, Any]:
-        """For a template."""
+    def to_template(self) -> dict[str, Any]:
         return self.model_dump(exclude={"strict"})
 
 
 class Tool(Body):
-    place, is_open = "tools[].", True
+    place = "tools[]."
+    is_open = True
 
     type: Literal["function"]
     function: Function
@@ -80,7 +82,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """In each API's form: with json_schema (chat completions), or with the schema itself."""
+    """The form of an answer: `json_schema` in chat completions, the schema itself in other APIs."""
 
     harmless = {"description": None, "strict": None}
 
@@ -90,13 +92,13 @@ class ResponseFormat(Body):
     value: Any = Field(default=None, alias="schema")
 
     @model_validator(mode="after")
-    def _demands_json(self) -> Self:
+    def _check_type(self) -> Self:
         if self.type == "text" and (self.json_schema or self.value):
             refuse("type", "type = 'text' takes no schema; use 'json_schema'")
         return self
 
-    def schema_and_place(self) -> tuple[Any, str]:
-        """The JSON schema of the answer, and how errors call it."""
+    def find_schema(self) -> tuple[Any, str]:
+        """Return the JSON schema of the answer, and its name in errors."""
         if self.json_schema:
             return self.json_schema.value, "response_format.json_schema.schema"
         any_object = {"type": "object"} if self.type == "json_object" else None
@@ -108,14 +110,15 @@ class FunctionName(Body):
 
 
 class ToolChoice(Body):
-    """The one tool that is to be called."""
+    """The one tool that must be called."""
 
     type: Literal["function"]
     function: FunctionName
 
 
 class TextPart(Body):
-    place, is_open = "messages[].content[].", True
+    place = "messages[].content[]."
+    is_open = True
     harmless = {"cache_control": None}
 
     type: Literal["text"]
@@ -125,19 +128,19 @@ class TextPart(Body):
 Content = str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None
 
 
-def texts_of(content: Content) -> list[str]:
+def list_texts(content: Content) -> list[str]:
     return [part.text for part in content] if isinstance(content, list) else [content or ""]
 
 
 class Prediction(Body):
-    """What most of the answer is expected to be: drafts are taken from it, the answer stays the same."""
+    """The expected answer, from which drafts are taken; it changes no token."""
 
     type: Literal["content"] = "content"
     content: Content
 
 
 class Thinking(Body):
-    """Anthropic's."""
+    """Anthropic's field."""
 
     harmless = {"display": None}
 
@@ -146,7 +149,7 @@ class Thinking(Body):
 
 
 class Reasoning(Body):
-    """OpenAI's."""
+    """OpenAI's field."""
 
     harmless = {"context": (), "generate_summary": None, "mode": (), "summary": None}
     neutral = {"enabled": [True], "exclude": [False]}
@@ -155,14 +158,15 @@ class Reasoning(Body):
 
 
 class Message(Body):
-    place, is_open = "messages[].", True
+    place = "messages[]."
+    is_open = True
     refused = {
         "audio": "the model reads text only",
         "refusal": "send what the assistant wrote as content",
         "function_call": "use tool_calls",
     }
     renamed = {"reasoning": "reasoning_content"}
-    harmless = {"parsed": None}  # of the openai client's, sent back
+    harmless = {"parsed": None}  # the openai client adds it, and sends it back
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None
@@ -172,7 +176,7 @@ class Message(Body):
     reasoning_content: str | None = None
 
     @model_validator(mode="after")
-    def _has_content(self) -> Self:
+    def _check_content(self) -> Self:
         if self.content is None and not self.tool_calls and self.role != ASSISTANT:
             refuse(
                 "content", f"content is missing in a message of the role {self.role!r}; send text"
@@ -181,20 +185,20 @@ class Message(Body):
             refuse("tool_calls", f"tool_calls are an assistant's, not of the role {self.role!r}")
         return self
 
-    def plain(self) -> dict[str, Any]:
-        """For a template: content as one text, a developer as the system, arguments as values."""
+    def to_template(self) -> dict[str, Any]:
+        """Return the message as templates take it: one text as content, arguments as values."""
         message = self.model_dump(
             exclude_none=True, exclude=None if self.tool_calls else {"tool_calls"}
         )
         message["role"] = SYSTEM if self.role == "developer" else self.role
-        message["content"] = "\n".join(texts_of(self.content))
+        message["content"] = "\n".join(list_texts(self.content))
         for call in message.get("tool_calls", []):
-            call["function"]["arguments"] = arguments_of(call["function"]["arguments"])
+            call["function"]["arguments"] = parse_arguments(call["function"]["arguments"])
         return message
 
 
-def arguments_of(text: str) -> Any:
-    """Of a call, as a value; {"cut": text} where an answer has ended within them."""
+def parse_arguments(text: str) -> Any:
+    """Return the arguments of a call as a value; {"cut": text} where they are incomplete."""
     try:
         value = json.dumps(json.loads(text or "{}"), ensure_ascii=False)
     except (ValueError, RecursionError):
@@ -203,4 +207,4 @@ def arguments_of(text: str) -> Any:
 
 
 def is_cut(arguments: str) -> bool:
-    return not arguments or arguments_of(arguments) == {"cut": arguments}
+    return not arguments or parse_arguments(arguments) == {"cut": arguments}

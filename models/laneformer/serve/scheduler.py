@@ -1,10 +1,4 @@
-"""Scheduler: requests wait in a bounded queue, one thread decodes them side by side, an event
-loop reads their tokens.
-
-Only that thread joins requests to the engine's batch and collects what comes of them. It wakes the loop
-once for everything that the loop has not read yet: a busy loop reads longer runs of tokens, never a
-longer queue of wake-ups.
-"""
+"""Requests wait in a bounded queue, one thread decodes them, an event loop reads their tokens."""
 
 from __future__ import annotations
 
@@ -22,18 +16,19 @@ from ..engine.decoder import CUDA, Request
 from .grammar import AnswerGrammar
 from .totals import Totals
 
-IDLE_S = 10.0  # without requests
-COLLECT_S = 0.005  # longest delay of a join while others decode and none of them has news
-RATE_WEIGHT = 0.2  # of the last request in the mean time that one takes
-PACE_S = 0.002  # between hand-overs: faster tokens go in runs, so that Python leaves the cores to the engine
+IDLE_S = 10.0  # without requests, until when_idle is called
+COLLECT_S = 0.005  # longest delay of a new request while others decode
+MEAN_WEIGHT = 0.2  # of the last request, in the mean time that a request takes
+# Between deliveries: faster tokens are delivered in runs, so that the engine keeps its cores
+PACE_S = 0.002
 LONGEST_RETRY_S = 60
-SHARE_TOKENS = 16  # of an answer that tells whether the machine is busy
+MIN_SHARE_TOKENS = 16  # a shorter answer does not tell whether the machine is busy
 
 log = logging.getLogger("laneformer.serve")
 
 
 class ServingError(RuntimeError):
-    """Why the server does not finish a request that is right. status_code: of HTTP."""
+    """Why the server does not finish a correct request; `status_code` is of HTTP."""
 
     status_code = 503
 
@@ -50,14 +45,6 @@ class Busy(ServingError):
         self.retry_after_s = retry_after_s
 
 
-class Stopping(ServingError):
-    """The server is shutting down."""
-
-
-class DeadlineExceeded(ServingError):
-    """The request took longer than it may."""
-
-
 class EngineError(ServingError):
     """The engine could not finish the request."""
 
@@ -65,35 +52,34 @@ class EngineError(ServingError):
 
 
 class Running:
-    """A request that waits, runs, or has ended: `async for tokens in running` yields the
-    tokens that have come.
-
-    The iteration raises DeadlineExceeded, Stopping, EngineError or ValueError where one of these ended it,
-    and just ends after `cancel`. finish_reason and statistics are those of `Update`, None before the end;
-    times are of time.monotonic(). All methods are for the event loop's thread.
-    """
+    """A request that waits, runs, or has ended; iterate over its tokens on the event loop."""
 
     def __init__(self, scheduler: Scheduler, request: Request, grammar: AnswerGrammar | None):
-        self.request, self.grammar = request, grammar
+        self.request = request
+        self.grammar = grammar
         self.submitted_s = time.monotonic()
         self.started_s = self.first_token_s = self.last_token_s = None  # type: float | None
-        # the latter: of this process at the first token
-        self.generated_tokens, self.processor_s = 0, 0.0
+        self.generated_tokens = 0
+        self.processor_s = 0.0  # of this process, at the first token
+        # As in `Update`; None before the end
         self.finish_reason: str | None = None
         self.statistics: Statistics | None = None
         self.scores: PromptLogprobs | None = None
         self.error: Exception | None = None
-        self.ticket: int | None = None  # this and `left` under the scheduler's lock
+        # Access these two under the scheduler's lock
+        self.ticket: int | None = None
         self.left = False
         self._scheduler = scheduler
         self._tokens: list[GeneratedToken] = []
         self._news = asyncio.Event()
+        # Cancels the request; set by Scheduler.submit
         self._deadline: asyncio.TimerHandle | None = None
 
     def __aiter__(self) -> Running:
         return self
 
     async def __anext__(self) -> list[GeneratedToken]:
+        # Tokens that came before the end are delivered before its error is raised
         while not self._tokens:
             if self.finish_reason is not None:
                 if self.error is not None:
@@ -101,11 +87,12 @@ class Running:
                 raise StopAsyncIteration
             self._news.clear()
             await self._news.wait()
-        tokens, self._tokens = self._tokens, []
+        tokens = self._tokens
+        self._tokens = []
         return tokens
 
     def cancel(self, because: Exception | None = None) -> None:
-        """End it at the next token, or its waiting now; nothing where it has ended."""
+        """End the request at its next token, or its waiting at once."""
         if self.finish_reason is None:
             self.error = self.error or because
             self._scheduler._leave(self)
@@ -114,24 +101,28 @@ class Running:
         self._tokens += update.tokens
         if update.finish_reason is not None:
             self.finish_reason = update.finish_reason
-            self._scheduler.totals.ended[self.finish_reason] += 1  # those that only waited, too
-            self.statistics, self.scores = update.statistics, update.scores
+            # Count here, not on the engine's thread, to include requests that never ran
+            self._scheduler.totals.ended[self.finish_reason] += 1
+            self.statistics = update.statistics
+            self.scores = update.scores
             if update.finish_reason == "error":
                 self.error = self.error or EngineError(
                     f"the engine could not finish the request: {update.error}"
                 )
             elif update.finish_reason != "cancelled":
-                self.error = None  # it ended by itself before it was cancelled
+                # It ended by itself before the cancellation reached the engine
+                self.error = None
             if self._deadline is not None:
                 self._deadline.cancel()
         self._news.set()
 
-    # on the engine's thread
+    # The methods below run on the engine's thread
 
     def _count_tokens(self, tokens: int, now_s: float) -> None:
         totals = self._scheduler.totals
         if self.last_token_s is None:
-            self.first_token_s, self.processor_s = now_s, time.process_time()
+            self.first_token_s = now_s
+            self.processor_s = time.process_time()
             totals.first_token.observe(now_s - self.submitted_s)
         else:
             totals.gap.observe(now_s - self.last_token_s)
@@ -140,54 +131,58 @@ class Running:
         totals.generated_tokens += tokens
 
     def _count_end(self, statistics: Statistics) -> None:
-        totals, engine = self._scheduler.totals, self._scheduler.engine
+        totals = self._scheduler.totals
+        engine = self._scheduler.engine
         totals.prompt_tokens += len(self.request.prompt)
         totals.reused_tokens += statistics.reused_tokens
         totals.proposed_tokens += statistics.proposed_tokens
         totals.accepted_tokens += statistics.accepted_tokens
-        first_s, last_s = self.first_token_s or 0.0, self.last_token_s or 0.0
+        first_s = self.first_token_s or 0.0
+        last_s = self.last_token_s or 0.0
         if last_s <= first_s:
             return
         decode_s = last_s - first_s
         totals.tokens_per_s = (self.generated_tokens - 1) / decode_s
         totals.passes_per_s = totals.tokens_per_s - statistics.accepted_tokens / decode_s
-        # threads that wait for masks, or short answers, say nothing of the machine
-        if self.generated_tokens >= SHARE_TOKENS and not self.request.masked and engine.isa != CUDA:
+        # Threads that wait for masks are idle as well, so masked requests do not count
+        if (
+            self.generated_tokens >= MIN_SHARE_TOKENS
+            and not self.request.masked
+            and engine.isa != CUDA
+        ):
             most_s = (time.monotonic() - first_s) * engine.threads
             totals.processor_share = min(1.0, (time.process_time() - self.processor_s) / most_s)
 
 
 class Scheduler:
-    """Runs requests on an engine, in the order of their submission; `close` gives the engine back.
-
-    Up to `max_joined` decode side by side, `max_waiting` wait. deadline_s: of a request, its waiting included.
-    when_idle: called on the engine's thread, once each time that nobody has asked for IDLE_S.
-    """
+    """Runs requests on an engine in the order of their submission, until `close`."""
 
     def __init__(
         self,
         engine: Engine,
         max_waiting: int = 16,
-        deadline_s: float | None = None,
-        when_idle: Callable[[], None] = lambda: None,
+        deadline_s: float | None = None,  # of a request, its waiting included
+        when_idle: Callable[[], None] = lambda: None,  # on the engine's thread, after each IDLE_S
     ):
-        """RuntimeError while the engine runs a request of somebody else."""
+        """Start the engine's thread; RuntimeError while the engine is in use."""
         self._when_idle = when_idle
-        self.engine, self.max_waiting, self.deadline_s = engine, max_waiting, deadline_s
+        self.engine = engine
+        self.max_waiting = max_waiting
+        self.deadline_s = deadline_s
         self.batch = engine.batch()
         self.max_joined = self.batch.max_joined
         self.totals = Totals()
-        self.failure: str | None = None  # of the thread: nothing runs any more
-        self.unanswered = False  # as the device does not answer any more
-        self.stopping = False  # takes no more answers
+        self.failure: str | None = None  # of the thread: nothing runs afterwards
+        self.unanswered = False  # the device does not answer: the cause of that failure
+        self.stopping = False  # no new answers are accepted
         self.waiting: deque[Running] = deque()
-        self.running: set[Running] = set()  # they left the queue and have not ended
-        self._joined: dict[int, Running] = {}  # by ticket; of the engine's thread alone
+        self.running: set[Running] = set()  # out of the queue, and not ended
+        self._joined: dict[int, Running] = {}  # by ticket; only the engine's thread uses it
         self._closing = False
         self._changed = threading.Condition(threading.Lock())
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._news: list[tuple[Running, Update]] = []  # that the loop has not read yet
-        self._handed_s = 0.0  # when there was news
+        self._news: list[tuple[Running, Update]] = []  # not read by the loop yet
+        self._delivered_s = 0.0
         self._request_s = 1.0  # mean time that a request takes
         self._thread = threading.Thread(target=self._serve, name="laneformer-engine", daemon=True)
         self._thread.start()
@@ -195,43 +190,41 @@ class Scheduler:
     def submit(
         self, request: Request, grammar: AnswerGrammar | None = None, admitted: bool = False
     ) -> Running:
-        """Queue a request of `batch`; Busy, Stopping, EngineError. On a loop.
-
-        admitted: it belongs to an answer that has been let in, so there is room for it.
-        """
+        """Queue a request of `batch`, on an event loop; Busy, ServingError or EngineError."""
         self._loop = asyncio.get_running_loop()
         running = Running(self, request, grammar)
         with self._changed:
             if self.failure is not None:
                 raise EngineError(self.failure)
             if self._closing or (self.stopping and not admitted):
-                raise Stopping("the server is shutting down and takes no more requests")
-            if (
-                not admitted
-                and len(self.waiting) + len(self.running) >= self.max_waiting + self.max_joined
-            ):
+                raise ServingError("the server is shutting down and takes no more requests")
+            accepted = len(self.waiting) + len(self.running)
+            # An admitted request belongs to an answer for which there was room
+            if not admitted and accepted >= self.max_waiting + self.max_joined:
                 one_ends_s = math.ceil(self._request_s / self.max_joined)
                 raise Busy(self.max_waiting, max(1, min(LONGEST_RETRY_S, one_ends_s)))
             self.waiting.append(running)
             self._changed.notify()
         if self.deadline_s is not None:
-            late = DeadlineExceeded(
+            late = ServingError(
                 f"the request was not finished within its deadline of {self.deadline_s:g} s"
             )
             running._deadline = self._loop.call_later(self.deadline_s, running.cancel, late)
         return running
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more answers, let those that run or wait end for `grace_s`, then cancel them."""
+        """Accept no more answers, let others end for `grace_s`, then cancel them."""
         self.stopping = True
         end_s = time.monotonic() + grace_s
         while (self.waiting or self.running) and time.monotonic() < end_s:
             await asyncio.sleep(0.02)
         for running in [*self.waiting, *self.running]:
-            running.cancel(Stopping("the server is shutting down; it has cancelled the request"))
+            running.cancel(
+                ServingError("the server is shutting down; it has cancelled the request")
+            )
 
     def close(self) -> None:
-        """End everything with an error and wait for the thread; the engine then takes other requests."""
+        """End everything with an error and wait for the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -246,7 +239,7 @@ class Scheduler:
                 self.waiting.remove(running)
                 running._receive(Update(-1, [], "cancelled"))
 
-    # The engine's thread
+    # The methods below run on the engine's thread
 
     def _serve(self) -> None:
         try:
@@ -261,6 +254,7 @@ class Scheduler:
             self.unanswered = self.batch.unanswered
         with self._changed:
             self._closing = True
+            # submit raises from now on, so this list is complete
             left = [*self.waiting, *self.running]
             self.waiting.clear()
             self.running.clear()
@@ -273,8 +267,9 @@ class Scheduler:
         self.batch.close()
 
     def _admit(self) -> None:
-        """Admit requests from the head of the queue while there is room; blocks while none is running or waiting."""
+        """Take requests from the queue while there is room; block while there is nothing to do."""
         with self._changed:
+            # Call it without the lock: it may take long, and submit must not wait
             idle = not self._changed.wait_for(self._has_work, IDLE_S)
         if idle:
             self._when_idle()
@@ -290,6 +285,7 @@ class Scheduler:
         return bool(self.waiting or self.running or self._closing)
 
     def _join(self, running: Running) -> None:
+        # The request may be cancelled before its ticket is known: `left` remembers it
         ticket = self.batch.begin(running.request)
         running.started_s = time.monotonic()
         self._joined[ticket] = running
@@ -300,17 +296,19 @@ class Scheduler:
         self._allow(running, [])
 
     def _collect(self) -> list[tuple[Running, Update]]:
-        # a draw that waits for a mask cannot
+        # Do not delay masks: the next token waits for them
         if not any(running.grammar for running in self._joined.values()):
-            time.sleep(max(0.0, self._handed_s + PACE_S - time.monotonic()))
+            time.sleep(max(0.0, self._delivered_s + PACE_S - time.monotonic()))
         news = []
         for update in self.batch.updates(COLLECT_S):
-            running, now_s = self._joined[update.ticket], time.monotonic()
+            running = self._joined[update.ticket]
+            now_s = time.monotonic()
             if update.tokens:
                 running._count_tokens(len(update.tokens), now_s)
             if update.finish_reason is not None:
                 running._count_end(update.statistics or Statistics())
-                self._request_s += RATE_WEIGHT * (
+                # A moving average, from which a full queue estimates Retry-After
+                self._request_s += MEAN_WEIGHT * (
                     now_s - (running.started_s or now_s) - self._request_s
                 )
                 del self._joined[update.ticket]
@@ -322,7 +320,7 @@ class Scheduler:
         return news
 
     def _allow(self, running: Running, tokens: Sequence[GeneratedToken]) -> None:
-        """The mask of the next token, where a grammar says what it may be."""
+        """Set the mask of the next token, where a grammar restricts it."""
         if running.grammar is None:
             return
         assert running.ticket is not None
@@ -337,20 +335,21 @@ class Scheduler:
             self.batch.leave(running.ticket)
 
     def _hand_over(self, news: list[tuple[Running, Update]]) -> None:
-        """Give news to the event loop, with one wake-up for all that it has not read yet."""
         if not news:
             return
-        self._handed_s = time.monotonic()
+        self._delivered_s = time.monotonic()
+        # One wake-up for everything that the loop has not read: a busy loop then reads longer runs
+        # of tokens, not a longer queue of wake-ups
         with self._changed:
             first = not self._news
             self._news += news
         if first and self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads
                 self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        """On the event loop's thread."""
         with self._changed:
-            news, self._news = self._news, []
+            news = self._news
+            self._news = []
         for running, update in news:
             running._receive(update)

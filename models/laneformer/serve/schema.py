@@ -1,7 +1,4 @@
-"""The fields of requests: what all APIs share, and those of OpenAI's two endpoints, into which others translate.
-
-Fields beyond OpenAI's have the names that other servers gave them.
-"""
+"""The fields of requests: those of all APIs, and of OpenAI's, to which others translate."""
 
 from __future__ import annotations
 
@@ -26,33 +23,22 @@ from .parts import (
     Thinking,
     Tool,
     ToolChoice,
-    texts_of,
+    list_texts,
 )
 
-DEFAULT_TOKENS = 16  # of a completion: OpenAI's
-MAX_CHOICES = 128  # of one request, all its prompts together
+DEFAULT_TOKENS = 16  # OpenAI's, of a completion
+MAX_CHOICES = 128  # of all prompts of a request together
 MAX_MESSAGES = 2**16
 MAX_TOOLS = 128
 MAX_STOPS = 16  # OpenAI has 4; evaluations send more
-MIN_TOP_P = 1e-12  # for 0, which OpenAI allows: the likeliest token alone
-NO_SEED = -1  # as other servers have it
-OF_THE_ENGINE = {  # by the same names
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "ignore_eos",
-    "speculate",
-}
-# of the engine's options
+MIN_TOP_P = 1e-12  # stands for OpenAI's 0: the likeliest token alone
+NO_SEED = -1  # other servers' value for a random seed
+# Names in requests of options that the engine calls otherwise
 OWN_NAMES = {"stop_ids": "stop_token_ids", "min_new_tokens": "min_tokens"}
 
 Text = Annotated[str, Field(min_length=1)]
 Ids = Annotated[list[int], Field(fail_fast=True)]
-UNTIL_THE_END = -1  # of the context: what null and -1 as a limit of new tokens mean
+UNTIL_THE_END = -1  # as a limit of new tokens, like null: the rest of the context
 Limit = Annotated[
     Annotated[int, Field(ge=1)] | None,
     BeforeValidator(
@@ -68,12 +54,12 @@ Biases = dict[
 ]
 
 
-def as_list(value: Any) -> Any:
+def wrap_text(value: Any) -> Any:
     return [value] * (value != "") if isinstance(value, str) else value
 
 
-def as_prompts(value: Any) -> list[str | Ids]:
-    """Checked here and not by pydantic, which would hold up all other threads."""
+def check_prompts(value: Any) -> list[str | Ids]:
+    # Checked here, not by pydantic, which would hold up all other threads
     if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
         value = [value]
     prompts = value[:MAX_CHOICES] if isinstance(value, list) else [None]
@@ -97,11 +83,11 @@ class Sampling(Body):
     logit_bias: Annotated[Biases, Field(max_length=MAX_PARTS)] = {}
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: Annotated[
-        list[Text], Field(max_length=MAX_STOPS), BeforeValidator(as_list, str | list[str])
+        list[Text], Field(max_length=MAX_STOPS), BeforeValidator(wrap_text, str | list[str])
     ] = []
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Share | None = None
-    # beyond OpenAI's
+    # Beyond OpenAI's, by the names that other servers gave them
     top_k: Annotated[int, Field(ge=-1, le=RANGES["top_k"][2])] | None = None
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
@@ -113,26 +99,30 @@ class Sampling(Body):
     def generation_options(
         self, defaults: Mapping[str, Any], max_new_tokens: int, logprobs: int | None
     ) -> GenerationOptions:
-        """For the engine; defaults: for what the request leaves open."""
-        chosen = {**defaults, **self.model_dump(include=OF_THE_ENGINE, exclude_none=True)}
-        chosen["top_k"] = max(0, chosen.get("top_k", 0))
-        chosen["top_p"] = max(MIN_TOP_P, chosen.get("top_p", 1.0))
+        """Return the engine's options; `defaults` are for what the request leaves open."""
+        # Fields of the same name
+        names = Sampling.model_fields.keys() & GenerationOptions.__dataclass_fields__.keys()
+        options = {**defaults, **self.model_dump(include=names, exclude_none=True)}
+        options |= {
+            "top_k": max(0, options.get("top_k", 0)),
+            "top_p": max(MIN_TOP_P, options.get("top_p", 1.0)),
+            "seed": secrets.randbits(64) if self.seed in (None, NO_SEED) else self.seed % 2**64,
+            "logit_bias": {int(token): bias for token, bias in self.logit_bias.items()},
+        }
         try:
             return GenerationOptions(
-                **chosen,
-                seed=secrets.randbits(64) if self.seed in (None, NO_SEED) else self.seed % 2**64,
+                **options,
                 max_new_tokens=max_new_tokens,
                 min_new_tokens=self.min_tokens,
-                logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
                 stop_ids=self.stop_token_ids,
                 logprobs=logprobs,
             )
         except ValueError as error:
-            raise refusal_of(error) from None
+            raise rename_refusal(error) from None
 
 
-def refusal_of(error: ValueError) -> RequestError:
-    """What the engine refuses, whose messages begin with its option, by the request's name of it."""
+def rename_refusal(error: ValueError) -> RequestError:
+    # The engine's messages begin with the name of the option
     option, _, reason = str(error).partition(" ")
     name = OWN_NAMES.get(option, option)
     return RequestError(f"{name} {reason}", name)
@@ -147,7 +137,7 @@ class StreamOptions(Body):
 
 
 class Request(Sampling):
-    """What every API knows."""
+    """The fields that every API has."""
 
     harmless = HARMLESS
     neutral = NEUTRAL
@@ -159,6 +149,7 @@ class Request(Sampling):
 
     @model_validator(mode="after")
     def _check_stream_options(self, info: ValidationInfo) -> Self:
+        # Some clients always send it, so it is an error only with --strict
         if "stream_options" in self.model_fields_set and not self.stream:
             (info.context or STRICTLY).pass_over(
                 "stream_options", "stream_options needs stream = true"
@@ -167,7 +158,7 @@ class Request(Sampling):
 
 
 class OpenAIRequest(Request):
-    """What OpenAI's two endpoints know."""
+    """The fields that OpenAI's two endpoints share."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     return_token_ids: bool = False
@@ -176,7 +167,7 @@ class OpenAIRequest(Request):
 class CompletionRequest(OpenAIRequest):
     """/v1/completions."""
 
-    prompt: Annotated[list[Any], BeforeValidator(as_prompts, str | list[str] | Ids | list[Ids])]
+    prompt: Annotated[list[Any], BeforeValidator(check_prompts, str | list[str] | Ids | list[Ids])]
     best_of: int | None = None
     echo: bool = False
     logprobs: Likeliest | None = None
@@ -184,13 +175,13 @@ class CompletionRequest(OpenAIRequest):
 
     @model_validator(mode="before")
     @classmethod
-    def _to_the_end(cls, data: Any) -> Any:
+    def _read_null_limit(cls, data: Any) -> Any:
         if isinstance(data, dict) and data.get("max_tokens", 0) is None:
             return {**data, "max_tokens": UNTIL_THE_END}
         return data
 
     @model_validator(mode="after")
-    def _possible(self) -> Self:
+    def _check_combinations(self) -> Self:
         if self.best_of not in (None, self.n):
             refuse(
                 "best_of",
@@ -220,18 +211,18 @@ class ConversationRequest(OpenAIRequest):
     response_format: ResponseFormat = ResponseFormat()
     prediction: Prediction | None = None
     reasoning_effort: Effort | None = None
-    # beyond OpenAI's
+    # Beyond OpenAI's
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
     reasoning: Reasoning = Reasoning()
-    # most tokens of reasoning; -1: any number
-    reasoning_budget: Annotated[int, Field(ge=-1)] | None = None
+    reasoning_budget: Annotated[int, Field(ge=-1)] | None = None  # tokens; -1: any number
     thinking: Thinking = Thinking()
 
     @model_validator(mode="after")
-    def _possible(self) -> Self:
-        most, old = self.max_completion_tokens, self.max_tokens
+    def _check_combinations(self) -> Self:
+        most = self.max_completion_tokens
+        old = self.max_tokens
         if None not in (most, old) and most != old:
             refuse(
                 "max_tokens",
@@ -252,10 +243,11 @@ class ConversationRequest(OpenAIRequest):
         return self
 
     def _check_continued(self) -> None:
-        last, reason = self.messages[-1], ""
+        last = self.messages[-1]
+        reason = ""
         if self.add_generation_prompt:
             reason = "excludes add_generation_prompt, which is true by default; send it as false"
-        elif last.role != ASSISTANT or last.tool_calls or not any(texts_of(last.content)):
+        elif last.role != ASSISTANT or last.tool_calls or not any(list_texts(last.content)):
             reason = "needs an assistant's text, without tool_calls, as the last message"
         elif self.response_format.type != "text":
             reason = "cannot be combined with response_format, which is the form of a whole answer"
@@ -263,11 +255,12 @@ class ConversationRequest(OpenAIRequest):
             refuse("continue_final_message", f"continue_final_message {reason}")
 
     def _set_reasoning(self) -> None:
-        """Whether and how much to reason, as variables of templates, which know them or not, and as a budget."""
+        """Set the templates' variables of reasoning, and its budget."""
         effort = self.reasoning_effort or self.reasoning.effort
         variables: dict[str, Any] = {"reasoning_effort": effort} if effort else {}
         if effort == "none" or self.thinking.type == "disabled":
             variables = {"enable_thinking": False}
+        # Variables in the request take precedence; templates ignore unknown variables
         self.chat_template_kwargs = variables | self.chat_template_kwargs
         if self.reasoning_budget is None:
             self.reasoning_budget = self.thinking.budget_tokens

@@ -1,9 +1,4 @@
-"""Tools: functions that a model may call, with arguments forced by a grammar, and its calls as they stream.
-
-How a model writes a call is asked of its own template: a conversation with a call is rendered, and what
-stands around the function's name and its arguments is the form. The grammar allows this form alone, and the
-parser looks for it.
-"""
+"""Tools: functions that a model may call, in the form that its own chat template shows."""
 
 from __future__ import annotations
 
@@ -33,9 +28,9 @@ from .parts import NO_PARAMETERS, ToolChoice
 from .schema import ConversationRequest
 
 PROBE_NAME = "probed_function"
-# nine letters and digits: what Mistral's templates take
+# Nine letters and digits, as Mistral's templates take them
 PROBE_IDS = [f"probed00{i}" for i in range(3)]
-# for templates that show nothing else of a call, as Kimi K2's
+# For templates that show a call by its id alone, as Kimi K2's
 NUMBERED_IDS = [f"{FUNCTIONS}{PROBE_NAME}:{i}" for i in range(3)]
 DESCRIPTION = (
     "You can call functions to find what you need. These are the functions, as JSON within tools tags:\n"
@@ -44,8 +39,9 @@ DESCRIPTION = (
 )
 
 
-def form_of(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> CallForm | None:
-    """The form in which a template renders calls; None where it knows none, or none with arguments as JSON."""
+def read_form(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> CallForm | None:
+    """Return the form in which a template renders calls; None where it has none."""
+    # A template that supports tools renders differently with them
     user = {"role": USER, "content": "x"}
     with contextlib.suppress(ChatError):
         if template.render([user], tools=tools) != template.render([user]):
@@ -58,11 +54,13 @@ def form_of(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> CallF
 def probe_calls(
     template: ChatTemplate, tools: Sequence[Mapping[str, Any]], ids: Sequence[str]
 ) -> CallForm | None:
-    """The form, where calls of these ids show it. ChatError where the template refuses them."""
+    """Return the form that calls with these ids show; ChatError where the template refuses them."""
     arguments: Any = {"probed_key": "probed_value"}
-    answer, spelled = "probed_answer", json.dumps(arguments)
+    answer = "probed_answer"
+    spelled = json.dumps(arguments)
 
     def render(calls: int) -> str:
+        # No template writes these names by itself, so they can be found in its output
         function = {"name": PROBE_NAME, "arguments": arguments}
         sent = [
             {"id": call_id, "type": "function", "function": function} for call_id in ids[:calls]
@@ -72,41 +70,48 @@ def probe_calls(
             [{"role": USER, "content": "x"}, {"role": ASSISTANT, **fields}], tools=tools
         )
 
-    plain, one = render(0), ""
+    # A conversation with a call is rendered: what stands around the function's name and its
+    # arguments is the form. The grammar allows this form alone, and the parser looks for it.
+    plain = render(0)
+    one = ""
     with contextlib.suppress(ChatError):
         one = render(1)
+    # This template takes the arguments as a text of JSON
     if as_text := not one or str(arguments) in one:
         arguments = spelled
         one = render(1)
-    before, _, after = plain.partition(answer)  # around every message of an assistant
+    # What stands around every message of an assistant
+    before, _, after = plain.partition(answer)
     shared = next(n for n in range(len(before), -1, -1) if one.startswith(before[:n]))
     match = re.fullmatch(
         f"(?s)(.+?){PROBE_NAME}(.*?){re.escape(spelled)}(.*){re.escape(after)}", one[shared:]
     )
     if match is None or not match[1].strip():
         return None
-    begin, middle, end = map(free_id, match.groups())
+    begin, middle, end = map(replace_ids, match.groups())
     between = None
     with contextlib.suppress(ChatError):
-        parts = [free_id(part).partition(PROBE_NAME) for part in render(3).split(spelled)]
-        if len(parts) == 4:  # else only one call is shown
+        parts = [replace_ids(part).partition(PROBE_NAME) for part in render(3).split(spelled)]
+        # Fewer parts: the template shows the first call alone
+        if len(parts) == 4:
             before_name, _, after_name = parts[1]
-            counted = free_number(middle, after_name)
+            counted = replace_number(middle, after_name)
             if before_name == parts[2][0] and (counted != middle or after_name == middle):
                 between = before_name
             middle = counted
     if CALL_ID in end or "probed" in f"{begin}{middle}{end}{between}":
-        return None  # an id behind its call would come too late
+        # An id behind its call would come too late
+        return None
     return CallForm(begin.lstrip(), middle, between, end, as_text)
 
 
-def free_id(text: str) -> str:
-    """A part of a form, in which the model chooses the call's id; that of Mistral's first templates it leaves out."""
+def replace_ids(text: str) -> str:
+    # The first of Mistral's templates show ids that their models do not write
     return re.sub("probed00.", CALL_ID, re.sub(', "id": "probed00."', "", text))
 
 
-def free_number(first: str, second: str) -> str:
-    """What stands behind two calls' names, with CALL_NUMBER for a number that counts them."""
+def replace_number(first: str, second: str) -> str:
+    """Return what stands behind a call's name, with CALL_NUMBER for a number that counts."""
     numbers = zip(re.finditer(r"\d+", first), re.finditer(r"\d+", second), strict=False)
     for one, other in numbers:
         if int(other[0]) == int(one[0]) + 1:
@@ -115,28 +120,33 @@ def free_number(first: str, second: str) -> str:
 
 
 class ToolCalling:
-    """How one model calls tools: in its template's form, or, where that knows none, as instructions say."""
+    """How one model calls tools: in its template's form, or else in Hermes's, with instructions."""
 
     def __init__(self, tokenizer_config: Mapping[str, Any], grammars: Grammars):
-        self.grammars, self.form, self.described = grammars, HERMES, True
+        self.grammars = grammars
+        self.form = HERMES
+        self.described = True
         self.reads_system = True
         try:
             template = ChatTemplate(tokenizer_config)
         except ValueError:
-            return  # what needs one says so
+            return  # rendering the conversation raises the error
         probe: dict[str, Any] = {"name": "x", "description": "x", "parameters": NO_PARAMETERS}
-        form = form_of(template, [{"type": "function", "function": probe}])
+        # A model without a form of its own is told to use that of Hermes
+        form = read_form(template, [{"type": "function", "function": probe}])
         if form := HARMONY if speaks_harmony(tokenizer_config) else form:
-            self.form, self.described = form, False
+            self.form = form
+            self.described = False
         try:
             messages = [{"role": SYSTEM, "content": "probed_text"}, {"role": USER, "content": "x"}]
             self.reads_system = "probed_text" in template.render(messages)
         except ChatError:
             self.reads_system = False
 
-    def use(self, request: ConversationRequest) -> ToolUse:
-        """What a request asks for."""
-        functions = [tool.function.plain() for tool in request.tools]
+    def select_tools(self, request: ConversationRequest) -> ToolUse:
+        """Return the tools of a request, and which of them may be called."""
+        functions = [tool.function.to_template() for tool in request.tools]
+        # A named function is the only one that may be called, and once
         choice = request.tool_choice
         if isinstance(choice, ToolChoice):
             return ToolUse(self, functions, (choice.function.name,), parallel=False)
@@ -146,36 +156,33 @@ class ToolCalling:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Of one request. names: of the functions that may be called; optional: text may come instead. unused: parts of
-    their parameters that no grammar can demand.
-    """
+    """The tools of one request."""
 
     calling: ToolCalling
     functions: list[dict[str, Any]]
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the functions that may be called
     parallel: bool
-    optional: bool = False
-    unused: list[str] = field(default_factory=list)
+    optional: bool = False  # text may come instead
+    unused: list[str] = field(default_factory=list)  # parameters that no grammar can demand
 
     @property
     def form(self) -> CallForm | None:
-        """In which calls are written; None where there can be none."""
+        """The form of calls, None where there can be none."""
         return self.calling.form if self.names else None
 
     @property
     def template_tools(self) -> list[dict[str, Any]]:
-        """For the chat template."""
         if self.calling.described or not self.names:
             return []
         return [{"type": "function", "function": function} for function in self.functions]
 
-    def messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Messages with text as content, and calls with arguments as values, as the template takes them."""
+    def translate_messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the messages as the model's template takes calls and results."""
         copies = copy.deepcopy(list(messages))
         if self.calling.described:
-            return self._without_tools(copies)
+            return self._describe_tools(copies)
         if self.calling.form is HARMONY:
-            copies = list(_in_harmony(copies))
+            copies = list(translate_to_harmony(copies))
         for call in [call for message in copies for call in message.get("tool_calls") or ()]:
             if self.calling.form.as_text:
                 call["function"]["arguments"] = json.dumps(
@@ -183,13 +190,14 @@ class ToolUse:
                 )
         return copies
 
-    def _without_tools(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """All as text: the tools, calls, and their results, those in a row as one message."""
+    def _describe_tools(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        # The template knows no tools: calls, results and the tools themselves become text
         texts: list[dict[str, Any]] = []
         for is_result, group in itertools.groupby(
             messages, key=lambda message: message["role"] == "tool"
         ):
             if is_result:
+                # Results in a row become one message: templates want turns to alternate
                 results = [
                     f"<tool_response>\n{message['content']}\n</tool_response>" for message in group
                 ]
@@ -211,20 +219,25 @@ class ToolUse:
             place["content"] = f"{DESCRIPTION.format(functions)}\n\n{place['content']}".rstrip()
         return texts
 
-    def grammar(self) -> Grammar | None:
-        """Of the answer: calls alone where they are demanded, else text up to the first; None without tools."""
+    def make_grammar(self) -> Grammar | None:
+        """Return the grammar of the answer; None where no call is allowed."""
         if not self.names:
             return None
-        form, grammars = self.calling.form, self.calling.grammars
-        literal = grammars.literal
-        rules, called = [], []
+        form = self.calling.form
+        grammars = self.calling.grammars
+        literal = grammars.write_literal
+        rules = []
+        called = []
         for number, function in enumerate(self.functions):
             if function["name"] in self.names:
                 what = f"tools[{number}].function.parameters"
-                rule = grammars.json_rule(close_schema(function["parameters"]), what, self.unused)
+                rule = grammars.write_json_rule(
+                    close_schema(function["parameters"]), what, self.unused
+                )
                 rules.append(f"a{number}: {rule}")
                 name = function["name"]
-                if form is HARMONY:  # the function stands in either place of a header
+                if form is HARMONY:
+                    # The function stands in either of two places of a header
                     header = literal(f" to={FUNCTIONS}{name}{CHANNEL}commentary")
                     called.append(f"({literal(form.begin + name)} | {header}) kind a{number}")
                 else:
@@ -232,34 +245,40 @@ class ToolUse:
         call = f"call: {' | '.join(called)}"
         if form is HARMONY:
             answer = "preamble? (call | final TEXT)" if self.optional else "call"
-            return grammars.of_lark("\n".join([grammars.in_harmony(answer), call, *rules]))
+            return grammars.compile_lark(
+                "\n".join([grammars.write_harmony_rules(answer), call, *rules])
+            )
         more = (
             f"({literal(form.between)} call)*" if self.parallel and form.between is not None else ""
         )
         calls = f"call {more} {literal(form.end)}"
-        marker, rest = form.marker, f"{literal(form.begin.removeprefix(form.marker))} {calls}"
-        token = grammars.text_tokens(but=marker)
+        marker = form.marker
+        rest = f"{literal(form.begin.removeprefix(form.marker))} {calls}"
+        token = grammars.write_text_tokens(but=marker)
+        # Only calls where they are required, else text up to the first call
         if not self.optional:
             start = f"start: {literal(form.begin)} {calls}"
         elif marker == "{":
             more = f"({token} TEXT)*" if token else ""
             start = f"start: FIRST? {more} | {literal(form.begin)} {calls}\nFIRST: /[^{{](.|\\n)*/"
-        else:  # as a token of its own, and as its letters
-            before, single = f"(TEXT {token})*" if token else "", literal(marker)
+        else:
+            # The marker may come as one token, and as its letters
+            before = f"(TEXT {token})*" if token else ""
+            single = literal(marker)
             called_by_token = f"| TEXT {single} {rest}" if single.startswith("<[") else ""
             start = f"start: {before} (TEXT | head {rest} {called_by_token})\nhead[lazy]: TEXT {json.dumps(marker)}"
         rules += ["TEXT: /(.|\\n)*/"]
-        return grammars.of_lark("\n".join([start, call, *rules]))
+        return grammars.compile_lark("\n".join([start, call, *rules]))
 
 
-def _in_harmony(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """As gpt-oss's template takes them: reasoning as `thinking`, which with a call is all that it says, and
-    one call a message, with its result behind it.
-    """
+def translate_to_harmony(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield messages as gpt-oss's template takes them, with one call a message."""
     results = [message for message in messages if message["role"] == "tool"]
     for message in messages:
-        thought, calls = message.pop("reasoning_content", None), message.get("tool_calls") or ()
+        thought = message.pop("reasoning_content", None)
+        calls = message.get("tool_calls") or ()
         if calls:
+            # The template renders no content next to a call
             message |= {
                 "thinking": "\n".join(filter(None, [thought, message["content"]])),
                 "content": "",
@@ -280,7 +299,7 @@ def _in_harmony(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def close_schema(parameters: dict[str, Any]) -> dict[str, Any]:
-    """A schema whose object has no keys but the named ones, where it leaves that open."""
+    """Return a schema that allows the named keys only, unless it says something about others."""
     combined = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"} & parameters.keys()
     closes = not combined and "properties" in parameters
     return {"additionalProperties": False, **parameters} if closes else parameters

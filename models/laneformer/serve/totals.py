@@ -11,8 +11,6 @@ SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.
 
 
 class Totals:
-    """Of all requests so far. tokens_per_s, passes_per_s: while the request decoded that ended last."""
-
     def __init__(self) -> None:
         times = partial(Histogram, buckets=SECONDS, registry=None)
         self.prompt_tokens = self.reused_tokens = self.generated_tokens = 0
@@ -22,6 +20,7 @@ class Totals:
         )
         self.gap = times("laneformer_token_gap_seconds", "Between the tokens of a request")
         self.ended = Counter[str]()  # by finish reason; of the event loop's thread
+        # Of the request that ended last, while it decoded
         self.tokens_per_s = self.passes_per_s = 0.0
-        # of the engine's threads' time meanwhile: they had a processor
+        # The part of that time in which the engine's threads had a processor
         self.processor_share: float | None = None

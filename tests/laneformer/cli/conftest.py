@@ -1,7 +1,5 @@
 """A small model that talks, for the commands that hold conversations."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,8 @@ from tokenizers import AddedToken, Tokenizer
 from laneformer import Laneformer
 from tests.laneformer.engine.assets import byte_tokenizer, random_model, small_config, write_folder
 
-BEGIN, END = 266, 267
+BEGIN = 266
+END = 267
 TEMPLATE = (
     "{% for m in messages %}<|begin|>{{ m.role[0] + '\n' + m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|begin|>a\n{% endif %}"
@@ -18,13 +17,13 @@ TEMPLATE = (
 
 
 def tokenizer() -> Tokenizer:
-    made = byte_tokenizer()
-    made.add_tokens(["c", "d", "e", "f"])
-    made.add_special_tokens(
+    own_tokenizer = byte_tokenizer()
+    own_tokenizer.add_tokens(["c", "d", "e", "f"])
+    own_tokenizer.add_special_tokens(
         [AddedToken("<|begin|>", special=True), AddedToken("<|end|>", special=True)]
     )
-    assert made.token_to_id("<|end|>") == END
-    return made
+    assert own_tokenizer.token_to_id("<|end|>") == END
+    return own_tokenizer
 
 
 def talker(path: Path, model: Laneformer) -> Path:

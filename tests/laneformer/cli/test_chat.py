@@ -1,7 +1,5 @@
 """laneformer chat: through pipes and under a pseudo terminal, with ids that go on where the cache ends."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import json
@@ -13,10 +11,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +26,7 @@ from tests.laneformer.cli.conftest import END, TEMPLATE, talker, tokenizer
 from tests.laneformer.engine.assets import random_model, small_config
 
 
-def talk(folder: Path, lines: str | bytes, monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
+def talk(folder, lines, monkeypatch, *flags):
     data = lines.encode() if isinstance(lines, str) else lines
     stdin = io.TextIOWrapper(
         io.BytesIO(data), encoding="utf-8", newline="\n"
@@ -49,11 +44,9 @@ def test_a_conversation_through_pipes(folder, tmp_path, monkeypatch, capsys):
     talk(folder, typed, monkeypatch, "--system", "be d", "--temperature", "0.7")
     printed = capsys.readouterr()
     system, one, two, three, four = json.loads(file.read_text())
-    assert (system["content"], one["content"], three["content"]) == (
-        "be d",
-        "hi\nthere",
-        "a\n\n  b",
-    )
+    assert system["content"] == "be d"
+    assert one["content"] == "hi\nthere"
+    assert three["content"] == "a\n\n  b"
     assert printed.out == f"{two['content']}\n{four['content']}\n".translate(CONTROLS)
     with Engine.from_pretrained(folder) as engine:
         text = "<|begin|>s\nbe d<|end|>\n<|begin|>u\nhi\nthere<|end|>\n<|begin|>a\n"
@@ -82,14 +75,14 @@ def test_the_next_prompt_goes_on_where_the_cache_ends(folder):
             )
             if before:
                 ids = before.ids if before.ids[-1] != END else before.ids[:-1]
-                known = [*before.prompt, *ids]
-                assert reply.prompt[: len(known)] == known
+                prefix = [*before.prompt, *ids]
+                assert reply.prompt[: len(prefix)] == prefix
                 closing = engine.tokenizer.decode(
-                    reply.prompt[len(known) :], skip_special_tokens=False
+                    reply.prompt[len(prefix) :], skip_special_tokens=False
                 )
                 assert closing.startswith("<|end|>\n")
                 assert engine.tokenizer.encode(before.text).ids != ids
-                assert reply.statistics.reused_tokens >= len(known) - 1
+                assert reply.statistics.reused_tokens >= len(prefix) - 1
         assert conversation.fit(conversation.messages[:-1]).prompt == reply.prompt, "once more"
 
 
@@ -108,15 +101,15 @@ HARMONY = ["<|channel|>", "<|message|>", "<|start|>", "<|return|>"]  # and <|end
     ids=["think", "harmony"],
 )
 def test_reasoning_is_beside_the_answer(text, more, monkeypatch, capsys):
-    made = tokenizer()
-    made.add_special_tokens([AddedToken(name, special=True) for name in HARMONY])
-    ids = made.encode(text, add_special_tokens=False).ids
+    own_tokenizer = tokenizer()
+    own_tokenizer.add_special_tokens([AddedToken(name, special=True) for name in HARMONY])
+    ids = own_tokenizer.encode(text, add_special_tokens=False).ids
 
-    def stream(prompt: list[int], **options: object) -> Iterator[int]:
+    def stream(prompt, **options):
         yield from ids
 
-    engine: Any = SimpleNamespace(
-        tokenizer=made,
+    engine = SimpleNamespace(
+        tokenizer=own_tokenizer,
         tokenizer_config={"chat_template": TEMPLATE + more},
         eos_ids=(ids[-1],),
         config=small_config(max_position_embeddings=999),
@@ -127,8 +120,8 @@ def test_reasoning_is_beside_the_answer(text, more, monkeypatch, capsys):
     conversation = Conversation(engine, [])
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     terminal = Terminal(conversation, {"max_new_tokens": 999}, console)
-    for asked in ("hi", "so?"):
-        terminal.answer([*conversation.messages, {"role": "user", "content": asked}])
+    for question in ("hi", "so?"):
+        terminal.answer([*conversation.messages, {"role": "user", "content": question}])
         printed = capsys.readouterr()
         assert printed.out == "Yes.\n"
         assert printed.err.startswith("Hm.")
@@ -140,14 +133,15 @@ def test_reasoning_is_beside_the_answer(text, more, monkeypatch, capsys):
         "Yes.",
     ]
     assert "Hm." not in conversation.last.rendered, "the next prompt is without it"
-    pieces: list[str] = []  # laneformer generate --chat --stop
+    pieces = []  # laneformer generate --chat --stop
     reply = conversation.fit([{"role": "user", "content": "hi"}])
     conversation.complete(reply, pieces.append, print, ["s."])
     assert "".join(pieces) == "Ye"
 
 
 def test_oldest_turns_go_when_the_context_is_full(folder, tmp_path, monkeypatch, capsys):
-    file, long = tmp_path / "chat.json", "x" * 900
+    file = tmp_path / "chat.json"
+    long = "x" * 900
     lines = [f"1{long}", f"2{long}", f"3{long}", "y" * 5000, f"4{long}", f"/save {file}"]
     talk(folder, "\n".join(lines), monkeypatch, "--system", "s", "--greedy")
     printed = capsys.readouterr()
@@ -162,7 +156,8 @@ def test_retry_reset_system_and_load(folder, tmp_path, monkeypatch, capsys):
     first, second, third = (tmp_path / f"{i}.json" for i in range(3))
     typed = f"hi\n/save {first}\n/retry\n/save {second}\n/reset\n/retry\n/system b\n/system\n/save {third}"
     talk(folder, typed, monkeypatch, "--temperature", "1")
-    one, two = json.loads(first.read_text()), json.loads(second.read_text())
+    one = json.loads(first.read_text())
+    two = json.loads(second.read_text())
     assert one[0] == two[0]
     assert one[1] != two[1]
     assert json.loads(third.read_text()) == []
@@ -202,10 +197,10 @@ class PseudoTerminal:
         os.close(end)
         self.seen = ""
 
-    def send(self, text: str) -> None:
+    def send(self, text: str):
         os.write(self.end, text.encode())
 
-    def read(self, timeout_s: float) -> None:
+    def read(self, timeout_s: float):
         if select.select([self.end], [], [], timeout_s)[0]:
             text = os.read(self.end, 65536).decode(errors="replace")
             self.seen += re.sub(
@@ -218,10 +213,11 @@ class PseudoTerminal:
         while not (match := re.search(pattern, self.seen, re.S)):
             assert time.monotonic() < until, f"no {pattern!r} in {self.seen!r}"
             self.read(0.1)
-        before, self.seen = self.seen[: match.end()], self.seen[match.end() :]
+        before = self.seen[: match.end()]
+        self.seen = self.seen[match.end() :]
         return before
 
-    def interrupt_answer(self) -> None:
+    def interrupt_answer(self):
         """Ctrl-C, once a line of endless text has come."""
         self.expect("\r\n.{40}")
         self.send("\x03")
@@ -234,7 +230,8 @@ def test_under_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(tmp_path):
         model.lm_head.weight[-1, -1] = (
             0  # its logit is never the highest: the model does not come to an end
         )
-    folder, file = talker(tmp_path / "chat", model), tmp_path / "chat.json"
+    folder = talker(tmp_path / "chat", model)
+    file = tmp_path / "chat.json"
     flags = ["--threads=1", "--greedy", "--no-cache"]
     terminal = PseudoTerminal(sys.executable, "-m", "laneformer.cli", "chat", str(folder), *flags)
     try:

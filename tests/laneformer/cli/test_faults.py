@@ -1,7 +1,5 @@
 """What the system refuses, and readers that leave: one sentence or none, and never a traceback."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json
@@ -16,6 +14,7 @@ import pytest
 
 from laneformer.cli import main, names
 from laneformer.engine import Engine
+from tests.laneformer.serve.endpoint import parse_table
 
 COMMAND = f"{sys.executable} -m laneformer.cli"
 # root reads everything but for these two
@@ -36,9 +35,9 @@ def own(folder, tmp_path):
 
 
 def run(script: str, **environment: str) -> tuple[int, str]:
-    """Status of the first command of a script's last pipeline, and what it has said."""
+    """Status of the first command of a script's last pipeline, and its stderr."""
     script = f"{script}; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", "-c", script],
         capture_output=True,
         text=True,
@@ -46,77 +45,56 @@ def run(script: str, **environment: str) -> tuple[int, str]:
         timeout=300,
         env=os.environ | environment,
     )
-    assert "Traceback" not in done.stderr, done.stderr
-    assert "Exception ignored" not in done.stderr, done.stderr
-    return done.returncode, done.stderr
+    assert "Traceback" not in process.stderr, process.stderr
+    assert "Exception ignored" not in process.stderr, process.stderr
+    return process.returncode, process.stderr
+
+
+# shell script => status of its first command => what stderr says; null: anything
+SCRIPTS = r"""
+{command} --help | true => 141 => null
+{command} models | true => 1 => null
+{command} generate {own} {fast} --prompt a --max-new-tokens 4000 --ignore-eos | head -c 1 => 141 => null
+{command} chat {own} {fast} < <(yes) | head -c 1 => 141 => null
+{command} models > /dev/full => 2 => "laneformer: No space left on device\n"
+{command} generate {own} {fast} --prompt a > /dev/full => 2 => "laneformer: No space left on device\n"
+{command} --version >&- => 0 => ""
+{command} chat {own} {fast} <&- => 0 => null
+chmod 0 {own}/model.safetensors; {unprivileged} generate {own} {fast} --prompt a => 2 \
+=> "laneformer: {own}/model.safetensors: Permission denied\n"
+chmod 0 {own}; {unprivileged} generate {own} {fast} --prompt a => 2 \
+=> "laneformer: {own}/adapter_config.json: Permission denied\n"
+{no_home} generate {own} --threads 1 --prompt a => 0 => null
+{no_home} models => 0 => ""
+{no_home} chat {own} {fast} <<< '/save ~/x' => 0 => '~/x'
+""".replace("\\\n", "")
 
 
 @pytest.mark.job
-@pytest.mark.parametrize(
-    ("script", "status", "sentence"),
-    [
-        ("{command} --help | true", 141, None),
-        ("{command} models | true", 1, None),  # as rich ends
-        (
-            "{command} generate {own} {fast} --prompt a --max-new-tokens 4000 --ignore-eos | head -c 1",
-            141,
-            None,
-        ),
-        ("{command} chat {own} {fast} < <(yes) | head -c 1", 141, None),
-        ("{command} models > /dev/full", 2, "laneformer: No space left on device\n"),
-        (
-            "{command} generate {own} {fast} --prompt a > /dev/full",
-            2,
-            "laneformer: No space left on device\n",
-        ),
-        ("{command} --version >&-", 0, ""),
-        ("{command} chat {own} {fast} <&-", 0, None),
-        (
-            "chmod 0 {own}/model.safetensors; {unprivileged} generate {own} {fast} --prompt a",
-            2,
-            "laneformer: {own}/model.safetensors: Permission denied\n",
-        ),
-        (
-            "chmod 0 {own}; {unprivileged} generate {own} {fast} --prompt a",
-            2,
-            "laneformer: {own}/adapter_config.json: Permission denied\n",
-        ),
-        ("{no_home} generate {own} --threads 1 --prompt a", 0, None),
-        ("{no_home} models", 0, ""),
-        ("{no_home} chat {own} {fast} <<< '/save ~/x'", 0, "'~/x'"),
-    ],
-)
+@pytest.mark.parametrize(("script", "status", "sentence"), parse_table(SCRIPTS, " => "))
 def test_a_command_ends_with_a_sentence_or_without_a_word(own, script, status, sentence):
     words = {"own": own, "fast": FAST, "command": COMMAND, "unprivileged": DROP + COMMAND}
     words["no_home"] = f"{sys.executable} -c {shlex.quote(NO_HOME)}"
-    result, said = run(script.format_map(words), XDG_CACHE_HOME="")
-    assert result == status, said
+    result, stderr = run(script.format_map(words), XDG_CACHE_HOME="")
+    assert result == status, stderr
     if sentence is not None:
-        assert sentence.format_map(words) in said
-        assert sentence or not said
+        assert sentence.format_map(words) in stderr
+        assert sentence or not stderr
 
 
-LONG = "x" * 300
+# words of a command | what stderr says
+WORDS = r"""
+["generate", "LONG", "--prompt", "a"] | LONG: File name too long
+["generate", "{own}", "--prompt", "a\udce9"] | --prompt is not UTF-8: b'a\xe9'
+["generate", "{own}", "--prompt", "a", "--stop", "b", "--stop", "\udcff"] | --stop is not UTF-8
+["generate", "{own}", "--chat", "--prompt", "a", "--system", "\udcff"] | --system is not UTF-8
+["serve", "{own}", "--model-name", "\udcff"] | --model-name is not UTF-8
+["chat", "{own}", "--cache-dir", "/dev/null/x"] | /dev/null/x
+["generate", "{own}/config.json/x", "--prompt", "a"] | not a folder
+""".replace("LONG", "x" * 300)
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["generate", LONG, "--prompt", "a"], f"{LONG}: File name too long"),
-        (["generate", "{own}", "--prompt", "a\udce9"], r"--prompt is not UTF-8: b'a\xe9'"),
-        (
-            ["generate", "{own}", "--prompt", "a", "--stop", "b", "--stop", "\udcff"],
-            "--stop is not UTF-8",
-        ),
-        (
-            ["generate", "{own}", "--chat", "--prompt", "a", "--system", "\udcff"],
-            "--system is not UTF-8",
-        ),
-        (["serve", "{own}", "--model-name", "\udcff"], "--model-name is not UTF-8"),
-        (["chat", "{own}", "--cache-dir", "/dev/null/x"], "/dev/null/x"),
-        (["generate", "{own}/config.json/x", "--prompt", "a"], "not a folder"),
-    ],
-)
+@pytest.mark.parametrize(("words", "sentence"), parse_table(WORDS))
 def test_what_the_system_or_the_shell_gets_wrong_is_named(own, capsys, words, sentence):
     with pytest.raises(SystemExit) as stop:
         main([word.format(own=own) for word in words])
@@ -132,7 +110,7 @@ class Gone(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: object) -> int:
+    def readinto(self, buffer) -> int:
         self.reads += 1
         raise KeyboardInterrupt if self.reads > 9 else OSError(errno.EIO, "Input/output error")
 
@@ -154,53 +132,64 @@ def test_a_folder_may_have_any_name(own, tmp_path, monkeypatch, capsys):
     assert "1 files" in capsys.readouterr().out
 
 
+# file => content; null: a link to a file that is gone
+CACHES = r"""
+hub/models--whole--m/snapshots/1/config.json => "{}"
+hub/models--whole--m/snapshots/1/model.safetensors => "1234"
+hub/models--whole--m/snapshots/1/README.md => null
+hub/models--whole--m/refs/main => "1"
+hub/models--lost--m/snapshots/1/config.json => "{}"
+hub/models--lost--m/snapshots/1/model.safetensors => null
+hub/models--lost--m/refs/main => "1"
+hub/models--odd--m/refs/main => "\u00ff\u0000"
+hub/models--part--m/snapshots/1/m-Q4_0.gguf => null
+hub/models--part--m/refs/main => "1"
+hub/models--folder--m/refs/main/x => ""
+.lmstudio/models/o/m/lost.gguf => null
+.lmstudio/models/o/m/whole.gguf => GGUF....
+.ollama/models/manifests/r/l/m/0 => "null"
+.ollama/models/manifests/r/l/m/1 => "{\"layers\": [1]}"
+.ollama/models/manifests/r/l/m/2 => "{\"layers\": [{\"mediaType\": \"x\"}]}"
+.ollama/models/manifests/r/l/m/3 => "\u00ff"
+.ollama/models/manifests/r/l/m/4 => "{}"
+.ollama/models/manifests/r/l/m/missing => LAYERS
+.ollama/models/manifests/r/l/m/link => LAYERS
+.ollama/models/manifests/r/l/m/folder => LAYERS
+.ollama/models/manifests/r/l/m/8 => LAYERS
+.ollama/models/blobs/sha256-link => null
+.ollama/models/blobs/sha256-folder/x => ""
+.ollama/models/blobs/sha256-8 => GGUF....
+"""
+
+
 def test_models_of_other_programs_beside_what_is_broken(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     monkeypatch.setattr(names.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "ollama"))
-    (tmp_path / ".ollama").mkdir()
-    nowhere = tmp_path / "gone"
-
-    def place(name: str, content: bytes | None = b"GGUF....") -> None:
-        """A file; None: a link to one that is gone."""
+    monkeypatch.delenv("OLLAMA_MODELS", raising=False)
+    for name, content in parse_table(CACHES, " => "):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.symlink_to(nowhere) if content is None else path.write_bytes(content)
-
-    for owner, weights in (("whole", b"1234"), ("lost", None)):
-        place(f"hub/models--{owner}--m/snapshots/1/config.json", b"{}")
-        place(f"hub/models--{owner}--m/snapshots/1/model.safetensors", weights)
-        place(f"hub/models--{owner}--m/snapshots/1/README.md", None)
-        place(f"hub/models--{owner}--m/refs/main", b"1")
-    place("hub/models--odd--m/refs/main", b"\xff\x00")
-    place("hub/models--part--m/snapshots/1/m-Q4_0.gguf", None)
-    place("hub/models--part--m/refs/main", b"1")
-    (tmp_path / "hub/models--folder--m/refs/main").mkdir(parents=True)
-    place(".lmstudio/models/o/m/lost.gguf", None)
-    place(".lmstudio/models/o/m/whole.gguf")
-    model = "application/vnd.ollama.image.model"
-    manifests = [b"null", b'{"layers": [1]}', b'{"layers": [{"mediaType": "x"}]}', b"\xff", b"{}"]
-    layers = [
-        {"mediaType": model, "digest": f"sha256:{n}"} for n in ("missing", "link", "folder", "12")
-    ]
-    others = {"mediaType": "application/vnd.ollama.image.license", "digest": "sha256:34"}
-    manifests += [json.dumps({"layers": [others, layer]}).encode() for layer in layers]
-    for number, content in enumerate(manifests):
-        place(f"ollama/manifests/r/l/m/{number}", content)
-    place("ollama/blobs/sha256-link", None)
-    (tmp_path / "ollama/blobs/sha256-folder").mkdir()
-    place("ollama/blobs/sha256-12")
+        if content == "LAYERS":
+            kinds = (("license", "34"), ("model", path.name))
+            prefix = "application/vnd.ollama.image"
+            layers = [{"mediaType": f"{prefix}.{k}", "digest": f"sha256:{d}"} for k, d in kinds]
+            content = json.dumps({"layers": layers})
+        if content is None:
+            path.symlink_to(tmp_path / "gone")
+        else:
+            path.write_text(content, encoding="latin-1")
     main(["models", "--json"])
     listed = {json.loads(line)["name"] for line in capsys.readouterr().out.splitlines()}
     assert listed == {"whole/m", "o/whole", "m:8"}
     main(["models"])
-    assert names.locate_model("m:8") == tmp_path / "ollama/blobs/sha256-12"
+    blob = "models/blobs/sha256-8"
+    assert names.locate_model("m:8") == tmp_path / ".ollama" / blob
+    (tmp_path / ".ollama").rename(tmp_path / "other")
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "other/models"))
+    assert names.locate_model("m:8") == tmp_path / "other" / blob
     assert names.locate_model("o/whole") == tmp_path / ".lmstudio/models/o/m/whole.gguf"
-    with pytest.raises(ValueError, match="no model that `laneformer models` lists"):
+    with pytest.raises(ValueError, match="a model that `laneformer models` lists"):
         names.locate_model("smollm3")
-    monkeypatch.delenv("OLLAMA_MODELS")
-    (tmp_path / "ollama").rename(tmp_path / ".ollama/models")
-    assert names.locate_model("m:8") == tmp_path / ".ollama/models/blobs/sha256-12"
 
 
 def test_more_than_the_model_or_the_machine_has_is_said(folder, caplog):

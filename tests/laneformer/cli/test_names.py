@@ -1,7 +1,5 @@
 """Models by name: fetched once from Hugging Face, and found where other programs keep them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -12,24 +10,23 @@ from huggingface_hub.utils import filter_repo_objects
 
 from laneformer.cli import main, names
 from laneformer.cli.names import choose_gguf_file, display_name
+from tests.laneformer.serve.endpoint import parse_table
 
 COMMIT = hashlib.sha1(b"").hexdigest()
 TALKER = "someone/talker-1B"
 GENERATE = ["--prompt", "hi", "--threads=1", "--max-new-tokens=4", "--no-cache"]
 
 
-def lay_out_hub(
-    files: list[str], source: Path, cache: Path, patch: pytest.MonkeyPatch
-) -> list[str]:
+def lay_out_hub(files, source, cache, patch) -> list[str]:
     """Hugging Face with these files in one repository, which its library lays into a cache; what is fetched."""
-    fetched: list[str] = []
+    fetched = []
 
-    def list_repo_files(_: object, repository: str) -> list[str]:
+    def list_repo_files(_, repository):
         if repository != TALKER:
             raise OSError("there is no such repository\nand more")
         return files
 
-    def snapshot_download(repository: str, **patterns: list[str]) -> str:
+    def snapshot_download(repository, **patterns):
         folder = cache / f"models--{repository.replace('/', '--')}"
         revision = folder / "snapshots" / COMMIT
         revision.mkdir(parents=True)
@@ -74,7 +71,7 @@ FILES = ["m-Q4_K_M.gguf", "m-Q8_0.gguf", "m-BF16-00001-of-00002.gguf", "m-BF16-0
 
 
 @pytest.mark.parametrize(
-    ("files", "asked", "chosen"),
+    ("files", "quantisation", "chosen"),
     [
         (FILES, "", FILES[0]),
         (FILES, "q8_0", FILES[1]),
@@ -82,8 +79,8 @@ FILES = ["m-Q4_K_M.gguf", "m-Q8_0.gguf", "m-BF16-00001-of-00002.gguf", "m-BF16-0
         (["model.safetensors", "config.json"], "", None),
     ],
 )
-def test_which_file_of_a_repository(files, asked, chosen):
-    assert choose_gguf_file("o/m", files, asked) == chosen
+def test_which_file_of_a_repository(files, quantisation, chosen):
+    assert choose_gguf_file("o/m", files, quantisation) == chosen
     with pytest.raises(ValueError, match="has no Q2_K; it has BF16, Q4_K_M, Q8_0"):
         choose_gguf_file("o/m", FILES, "Q2_K")
 
@@ -104,20 +101,20 @@ def test_a_file_in_parts_is_one_model(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     for file in files:
         (folder / file).write_bytes(b"GGUF")
-    found = {model.name: (model.path.name, model.bytes) for model in names.list_lm_studio()}
-    assert found == {"o/m-BF16": (files[2], 8), "o/m-Q8_0": (files[1], 4)}
+    models = {model.name: (model.path.name, model.bytes) for model in names.list_lm_studio()}
+    assert models == {"o/m-BF16": (files[2], 8), "o/m-Q8_0": (files[1], 4)}
 
 
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct"),
-        ("m-IQ4_XS.gguf", "m"),
-        ("o/Qwen3-0.6B", "Qwen3-0.6B"),
-        ("smollm2:135m", "smollm2"),
-        ("Q8_0.gguf", "Q8_0"),
-        ("m-Q8_0-00001-of-00002.gguf", "m"),
-    ],
-)
+NAMES = """
+SmolLM2-135M-Instruct.Q4_1.gguf | SmolLM2-135M-Instruct
+m-IQ4_XS.gguf | m
+o/Qwen3-0.6B | Qwen3-0.6B
+smollm2:135m | smollm2
+Q8_0.gguf | Q8_0
+m-Q8_0-00001-of-00002.gguf | m
+"""
+
+
+@pytest.mark.parametrize(("path", "name"), parse_table(NAMES))
 def test_what_clients_call_it(path, name):
     assert display_name(Path(path)) == name

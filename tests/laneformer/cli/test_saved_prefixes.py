@@ -1,18 +1,15 @@
 """laneformer serve --cache-dir: a server that is started again goes on where the one before it has ended."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 
-from tests.laneformer.serve.conftest import Server, launch
+from tests.laneformer.serve.conftest import launch
 
 
-def complete(server: Server, prompt: list[int]) -> tuple[str, int]:
+def complete(server, prompt) -> tuple[str, int]:
     """Text, and how many ids of the prompt were not read."""
     body = {"prompt": prompt, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300).json()
@@ -22,9 +19,9 @@ def complete(server: Server, prompt: list[int]) -> tuple[str, int]:
 @pytest.fixture
 def serve(folder):
     """`serve(cache_dir, *flags)`: the command in a process."""
-    servers: list[Server] = []
+    servers = []
 
-    def begin(cache_dir: Path, *flags: str) -> Server:
+    def begin(cache_dir, *flags):
         command = ["-m", "laneformer.cli", "serve", str(folder), "--port=0", "--threads=1"]
         servers.append(launch(*command, f"--cache-dir={cache_dir}", *flags))
         return servers[-1]

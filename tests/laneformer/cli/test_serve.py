@@ -1,7 +1,5 @@
 """laneformer serve as a command: its flags reach the server, the page is opened, Ctrl-C is an orderly end."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
@@ -17,7 +15,8 @@ from tests.laneformer.serve.conftest import launch, wait_until
 
 @pytest.mark.job
 def test_serve_opens_the_page_and_ends_with_ctrl_c(folder, tmp_path, monkeypatch):
-    browser, opened = tmp_path / "browser", tmp_path / "opened"
+    browser = tmp_path / "browser"
+    opened = tmp_path / "opened"
     browser.write_text(f'#!/bin/sh\necho "$1" > {opened}.part; mv {opened}.part {opened}\n')
     browser.chmod(0o755)
     monkeypatch.setenv("BROWSER", f"{browser} %s")
@@ -67,7 +66,8 @@ def test_the_port_is_taken_and_health_answers_while_weights_load():
         with answer_loading(listening):
             for _ in range(2):
                 health = httpx.get(f"http://{host}:{port}/health")
-                assert (health.status_code, health.json()) == (503, {"status": "loading"})
+                assert health.status_code == 503
+                assert health.json() == {"status": "loading"}
         taken = ServerOptions("m", port=port)
         refusal = f"cannot listen on port {port} of 127.0.0.1: Address already in use; choose another --port"
         with pytest.raises(ValueError, match=refusal):

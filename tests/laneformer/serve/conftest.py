@@ -11,10 +11,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -52,11 +52,11 @@ with Engine.from_pretrained(folder, **engine_options) as engine:
 
 
 def write_model(
-    folder: Path,
-    more: Sequence[str] = (),
-    template: str = TEMPLATE,
-    ends: Sequence[str] = SPECIAL[2:],
-    **sizes: Any,
+    folder,
+    more=(),
+    template=TEMPLATE,
+    ends=SPECIAL[2:],
+    **sizes,
 ) -> Path:
     """A random model whose ids beyond the tokenizer's are padding, as many models have. more: control tokens."""
     tokenizer = byte_level(TEXTS * 20, [*SPECIAL, *more], vocab_size=400)
@@ -96,7 +96,7 @@ def slow_folder(shared):
 
 
 @contextlib.contextmanager
-def serving(engine: Engine, **options: Any) -> Iterator[TestClient]:
+def serving(engine, **options) -> Iterator[TestClient]:
     """A client of an engine's application. options: of ServerOptions."""
     from fastapi.testclient import TestClient
 
@@ -113,9 +113,7 @@ def serving(engine: Engine, **options: Any) -> Iterator[TestClient]:
 
 
 @contextlib.contextmanager
-def in_process(
-    folder: Path, engine: dict[str, Any] | None = None, **options: Any
-) -> Iterator[TestClient]:
+def in_process(folder, engine=None, **options) -> Iterator[TestClient]:
     """A client of a folder's application. engine: options of Engine.from_pretrained; options: of ServerOptions."""
     opened = Engine.from_pretrained(folder, **{"threads": 1, "cache": False, **(engine or {})})
     with opened, serving(with_fixed_cost(opened), **options) as client:
@@ -152,7 +150,7 @@ class Server:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
 
-    def kill(self) -> None:
+    def kill(self):
         self.process.kill()
         self.process.wait()
 
@@ -160,9 +158,7 @@ class Server:
         return "".join(self.lines.queue)
 
 
-def start(
-    folder: Path, prelude: str = "", engine: dict[str, Any] | None = None, **options: Any
-) -> Server:
+def start(folder, prelude="", engine=None, **options) -> Server:
     """Run a server until it says where it listens; prelude: code that plants a fault in its process.
 
     engine: options of Engine.from_pretrained; options: of ServerOptions.
@@ -183,10 +179,10 @@ def launch(*arguments: str) -> Server:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    lines: queue.Queue[str] = queue.Queue()
-    address: queue.Queue[str] = queue.Queue()
+    lines = queue.Queue()
+    address = queue.Queue()
 
-    def read() -> None:
+    def read():
         assert process.stdout is not None
         for line in process.stdout:
             lines.put(line)
@@ -205,9 +201,9 @@ def launch(*arguments: str) -> Server:
 @pytest.fixture
 def server():
     """`server(folder, prelude, engine={...}, **options)`: one for this test alone; several may run."""
-    servers: list[Server] = []
+    servers = []
 
-    def begin(folder: Path, prelude: str = "", **options: Any) -> Server:
+    def begin(folder, prelude="", **options):
         servers.append(start(folder, prelude, **options))
         return servers[-1]
 
@@ -216,7 +212,7 @@ def server():
         one.kill()
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 120.0) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 120.0):
     end_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end_s, "it did not happen"

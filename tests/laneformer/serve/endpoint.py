@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from laneformer.engine import Engine
 from laneformer.prompts import ChatTemplate
 from laneformer.serve.bodies import STRICTLY
 from laneformer.serve.schema import ConversationRequest
@@ -15,35 +14,36 @@ from laneformer.serve.schema import ConversationRequest
 if TYPE_CHECKING:
     import httpx
     import openai
-    from fastapi.testclient import TestClient
 
-GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0}
-TALK: list[Any] = [{"role": "user", "content": "Hello, how are you?"}]
+GREEDY = {"model": "tiny", "temperature": 0}
+TALK = [{"role": "user", "content": "Hello, how are you?"}]
 
 
 class Endpoint:
     """A path of an application, and the fields that every request to it has unless it says otherwise."""
 
-    def __init__(self, client: TestClient, path: str, **fields: Any):
-        self.client, self.path, self.fields = client, path, fields
+    def __init__(self, client, path, **fields):
+        self.client = client
+        self.path = path
+        self.fields = fields
 
-    def ask(self, **body: Any) -> httpx.Response:
+    def ask(self, **body) -> httpx.Response:
         return self.client.post(self.path, json={**self.fields, **body})
 
-    def post(self, **body: Any) -> Any:
+    def post(self, **body):
         answer = self.ask(**body)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    def choice(self, **body: Any) -> Any:
+    def choice(self, **body):
         return self.post(**body)["choices"][0]
 
-    def refusal(self, **body: Any) -> dict[str, Any]:
+    def refusal(self, **body) -> dict[str, Any]:
         answer = self.ask(**body)
         assert answer.status_code == 400, answer.text
         return error_of(answer)
 
-    def stream(self, **body: Any) -> list[Any]:
+    def stream(self, **body) -> list[Any]:
         """The JSON of its events; the last one of OpenAI's must be [DONE]."""
         *events, last = data_of(self.ask(**body, stream=True).text)
         assert last == "[DONE]"
@@ -54,22 +54,30 @@ class Endpoint:
         return count_of(self.client.get("/metrics").text, metric)
 
 
-def completions(client: TestClient) -> Endpoint:
+def completions(client) -> Endpoint:
     return Endpoint(client, "/v1/completions", **GREEDY)
 
 
-def conversations(client: TestClient) -> Endpoint:
+def conversations(client) -> Endpoint:
     return Endpoint(client, "/v1/chat/completions", messages=TALK, **GREEDY)
 
 
-def strict_client(client: TestClient, api_key: str = "none") -> openai.OpenAI:
+def strict_client(client, api_key="none") -> openai.OpenAI:
     """OpenAI's package, which raises on every field that breaks its schema."""
     import openai
 
-    options: Any = {"http_client": client, "api_key": api_key, "max_retries": 0}
+    options = {"http_client": client, "api_key": api_key, "max_retries": 0}
     return openai.OpenAI(
         base_url="http://localhost/v1", _strict_response_validation=True, **options
     )
+
+
+def join_chunks(chunks: Iterable[Any], index: int, *keys: str) -> list[Any]:
+    """What the chunks of one choice have under these keys, in a row; texts, or elements of lists."""
+    parts = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+    for key in keys:
+        parts = [part[key] for part in parts if part.get(key)]
+    return [entry for part in parts for entry in part]
 
 
 def data_of(text: str) -> list[str]:
@@ -90,17 +98,17 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     return error
 
 
-def prompt_of(engine: Engine, messages: Iterable[Any]) -> list[int]:
+def prompt_of(engine, messages) -> list[int]:
     """The ids of a conversation whose contents spell no control token."""
     text = ChatTemplate(engine.tokenizer_config).render(list(messages), add_generation_prompt=True)
     return engine.tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def on_a_loop(app: Any, work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
+def on_a_loop(app, work):
     """Run work(client) on an event loop of its own, where requests run side by side."""
     import httpx
 
-    async def visit() -> Any:
+    async def visit():
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(
             transport=transport, base_url="http://localhost", timeout=300
@@ -110,6 +118,20 @@ def on_a_loop(app: Any, work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> 
     return asyncio.run(visit())
 
 
-def request_with(tools: Any, choice: Any = None, **fields: Any) -> ConversationRequest:
-    given = {"messages": TALK, "tools": tools, "tool_choice": choice, **fields}
-    return ConversationRequest.from_fields(given, STRICTLY)
+def request_with(tools, choice=None, **fields) -> ConversationRequest:
+    body = {"messages": TALK, "tools": tools, "tool_choice": choice, **fields}
+    return ConversationRequest.from_fields(body, STRICTLY)
+
+
+def parse_table(text: str, separator: str = " | ") -> list[list[Any]]:
+    """Rows of a table, one a line; a cell of JSON becomes its value."""
+    return [
+        [parse_cell(cell) for cell in row.split(separator)] for row in text.strip().splitlines()
+    ]
+
+
+def parse_cell(cell: str):
+    try:
+        return json.loads(cell)
+    except ValueError:
+        return cell

@@ -1,10 +1,8 @@
 """Tokenizers of the kinds that models bring, and answers drawn under a grammar."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
@@ -29,12 +27,12 @@ UNUSED = 45  # rows of the embedding table behind the tokenizer's last id
 
 
 @functools.cache
-def bytes_tokenizer() -> Tokenizer:
+def make_bytes_tokenizer() -> Tokenizer:
     return byte_level(TEXTS * 20, SPECIAL, 420)
 
 
 @functools.cache
-def pieces_tokenizer() -> Tokenizer:
+def make_pieces_tokenizer() -> Tokenizer:
     """Of a GGUF file: SentencePiece BPE with bytes for what has no piece."""
     words = ["▁{", '{"', '":', '",', '"}', "▁▁", "tool", "_call", "▁the", "ame", "é", '▁"', "},"]
     syllables = ["▁", "é", "ol", "to", "ca", "ll", "call", "am", "me", "th", "he", "the"]
@@ -61,19 +59,19 @@ def pieces_tokenizer() -> Tokenizer:
 
 
 @functools.cache
-def tagged_tokenizer() -> Tokenizer:
+def make_tagged_tokenizer() -> Tokenizer:
     """As Qwen's: tags are tokens, which decoding shows."""
-    made = Tokenizer.from_str(bytes_tokenizer().to_str())
-    made.add_tokens(
+    tokenizer = Tokenizer.from_str(make_bytes_tokenizer().to_str())
+    tokenizer.add_tokens(
         [AddedToken(name, normalized=False) for name in ("<think>", "</think>", *CALL_TAGS)]
     )
-    return made
+    return tokenizer
 
 
-TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
-    "bytes": bytes_tokenizer,
-    "pieces": pieces_tokenizer,
-    "tagged": tagged_tokenizer,
+TOKENIZERS = {
+    "bytes": make_bytes_tokenizer,
+    "pieces": make_pieces_tokenizer,
+    "tagged": make_tagged_tokenizer,
 }
 
 
@@ -95,19 +93,17 @@ def _model(kind: str) -> Laneformer:
 @contextlib.contextmanager
 def batch_of(kind: str = "bytes") -> Iterator[Batch]:
     """Of random weights: what they write has a form only where a grammar gives it one."""
-    known = grammars(kind)
+    compiler = grammars(kind)
     with (
-        engine_of(_model(kind), threads=1, eos_ids=known.eos_ids) as engine,
+        engine_of(_model(kind), threads=1, eos_ids=compiler.eos_ids) as engine,
         engine.batch() as batch,
     ):
         yield batch
 
 
-def drawn(
-    batch: Batch, grammar: Grammar, prompt: Sequence[int] = (3, 1), **options: object
-) -> tuple[list[int], str]:
+def draw_answer(batch, grammar, prompt=(3, 1), **options) -> tuple[list[int], str]:
     """Ids drawn under a grammar, as the scheduler draws them, and why they end."""
-    ids: list[int] = []
+    ids = []
     ticket = batch.join(
         prompt, masked=True, **{"temperature": 1.0, "max_new_tokens": 600, **options}
     )
@@ -125,21 +121,21 @@ def drawn(
 
 def text_of(kind: str, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
     """An answer as a server shows it: what follows a prompt."""
-    known = grammars(kind)
-    before = known.tokenizer.encode("x", add_special_tokens=False).ids
-    kept = [i for i in ids if i not in known.eos_ids]
-    decode = functools.partial(known.tokenizer.decode, skip_special_tokens=skip_special_tokens)
-    return decode([*before, *kept])[len(decode(before)) :]
+    compiler = grammars(kind)
+    before = compiler.tokenizer.encode("x", add_special_tokens=False).ids
+    text_ids = [i for i in ids if i not in compiler.eos_ids]
+    decode = functools.partial(compiler.tokenizer.decode, skip_special_tokens=skip_special_tokens)
+    return decode([*before, *text_ids])[len(decode(before)) :]
 
 
 def tokens_allowed(grammar: Grammar, ids: Sequence[int]) -> int:
     """How many of the first ids a grammar allows."""
     for index, token_id in enumerate(ids):
-        if token_id not in allowed(grammar.mask(index)):
+        if token_id not in list_allowed(grammar.mask(index)):
             return index
         grammar.accept(token_id)
     return len(ids)
 
 
-def allowed(mask: np.ndarray) -> set[int]:
+def list_allowed(mask: np.ndarray) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())

@@ -1,21 +1,15 @@
 """A model that says what a test has written, whatever it is asked: for clients that need a sensible one."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncGenerator, Sequence
-
-import pytest
-
 PIECE_CHARS = 5
 
 
-def play(script: Sequence[Sequence[str]], patch: pytest.MonkeyPatch) -> None:
+def play(script, patch):
     """Have every server of this process answer by a text in the prompt, what is answered then, and why it ends
     ("stop" by default); the last that fits holds.
     """
     from laneformer.serve.choices import Choices, Piece
 
-    async def say(self: Choices, choice: int) -> AsyncGenerator[Piece, None]:
+    async def say(self, choice):
         prompt = self.context.tokenizer.decode(self.prompts[0], skip_special_tokens=False)
         text, *reason = [answer for key, *answer in script if key in prompt][-1]
         for start in range(0, len(text), PIECE_CHARS):
@@ -23,5 +17,5 @@ def play(script: Sequence[Sequence[str]], patch: pytest.MonkeyPatch) -> None:
             self.generated[choice] += 1
         yield Piece(choice, finish_reason=(reason or ["stop"])[0])
 
-    patch.setattr(Choices, "_choice", say)
+    patch.setattr(Choices, "_follow_choice", say)
     patch.setattr(Choices, "begin", lambda self: None)

@@ -4,8 +4,6 @@ It tests what a real server does not do at will: 2,000 tokens/s, a queue that is
 connection that breaks. What it answers depends on how the last message begins: see `events`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket
@@ -48,7 +46,7 @@ PROPS = {
 class StandIn:
     """requests: the bodies of chat completions; cancelled: how many of them the client left before the end."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.reset()
         routes = [
             Route("/", self.page),
@@ -62,18 +60,19 @@ class StandIn:
         self.thread = threading.Thread(target=self.server.run, args=[[self.socket]], daemon=True)
         self.thread.start()
 
-    def close(self) -> None:
+    def close(self):
         self.server.should_exit = self.server.force_exit = True
         self.thread.join()
 
-    def reset(self) -> None:
-        self.requests: list[dict[str, Any]] = []
+    def reset(self):
+        self.requests = []
         self.cancelled = 0
         self.processor_share = 1.0
         self.accepted_tokens = 0  # of drafts, in each answer
-        self.link: dict[str, float] | None = None
+        self.link = None
         self.refusals = 0  # so many requests are answered with 429
-        self.texts: dict[str, str] = {}  # answers by the message
+        self.texts = {}  # answers by the message
+        self.break_now = threading.Event()
 
     async def page(self, request: Request) -> Response:
         return FileResponse(FOLDER / "index.html", headers={"Content-Security-Policy": POLICY})
@@ -91,23 +90,25 @@ class StandIn:
         return StreamingResponse(self.events(body), media_type="text/event-stream")
 
     async def events(self, body: dict[str, Any]) -> AsyncIterator[str]:
-        """A stream. The last message: "FAST n" n tokens at 2,000/s; "SLOW" 10/s; "THINK" reasons; "BREAK" and
-        the connection ends; "Hello ..." an echo at 20/s, which no slow browser reads in one piece; otherwise the
-        text of `texts`, or an echo, at 800/s with speculation and 400/s without.
+        """A stream, as the last message says.
+
+        "FAST n": n tokens at 2,000/s; "SLOW": 10/s; "THINK" reasons; "BREAK" breaks the connection once break_now is
+        set; "Hello ...": an echo at 20/s, which no slow browser reads in one piece. All else: the text of `texts`, or
+        an echo, at 800/s with speculation and 400/s without.
         """
         question = body["messages"][-1]["content"]
         word, _, rest = question.partition(" ")
         text = self.texts.get(question, f"You said: {question}")
         pieces = [text[i : i + 4] for i in range(0, len(text), 4)]
-        rate, run = 800.0 if body.get("speculate", 31) else 400.0, 1
+        rate = 800.0 if body.get("speculate", 31) else 400.0
+        run = 1
         if word == "FAST":
-            pieces, rate, run = (
-                [f"w{i} " if i % 40 else "\n\n- item " for i in range(int(rest))],
-                2000.0,
-                4,
-            )
+            pieces = [f"w{i} " if i % 40 else "\n\n- item " for i in range(int(rest))]
+            rate = 2000.0
+            run = 4
         elif word == "SLOW":
-            pieces, rate = ["slow "] * 1000, 10.0
+            pieces = ["slow "] * 1000
+            rate = 10.0
         elif word == "Hello":
             rate = 20.0
         pieces = pieces[: body.get("max_completion_tokens", len(pieces))]
@@ -123,6 +124,9 @@ class StandIn:
                 await asyncio.sleep(max(0.001, due_s - time.monotonic()))
                 yield event({"content": "".join(pieces[i : i + run])}, min(len(pieces), i + run))
                 if word == "BREAK" and i > 3:
+                    # A browser discards what it has not read when a connection breaks
+                    while not self.break_now.is_set():
+                        await asyncio.sleep(0.005)
                     raise ConnectionError
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled += 1

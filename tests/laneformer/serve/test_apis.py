@@ -4,27 +4,26 @@ api_forms.json holds requests and what is answered, by API; ids, times and count
 writes harmony gives the same answers as one that writes <think> and <tool_call>.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from laneformer.engine.channels import CHANNEL, CONSTRAIN, ENDS, MESSAGE, NEXT, START
 from tests.laneformer.serve.conftest import in_process
 from tests.laneformer.serve.endpoint import strict_client
-from tests.laneformer.serve.harmony_assets import harmony_folder
+from tests.laneformer.serve.harmony_assets import (
+    ANALYSIS,
+    ARGUMENTS,
+    FINAL,
+    HELLO,
+    ROME,
+    harmony_folder,
+)
 from tests.laneformer.serve.scripted import play
 
-if TYPE_CHECKING:
-    from fastapi.testclient import TestClient
-
-ARGUMENTS = '{"city": "Rome"}'
-ANALYSIS, FINAL = f"{CHANNEL}analysis{MESSAGE}", f"{CHANNEL}final{MESSAGE}"
 CALLED = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 CALLED_IN_HARMONY = f"{CHANNEL}commentary to=functions.weather {CONSTRAIN}json{MESSAGE}{ARGUMENTS}"
 SCRIPT = [
@@ -45,8 +44,6 @@ VARYING = {
     r'"created(_at)?": ("[^"]*"|\d+)': r'"created\1": 0',
     r'"(\w*(?:tokens|count|duration))": \d+': r'"\1": 0',
 }
-HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
-ROME: list[Any] = [{"role": "user", "content": "How warm is it in Rome?"}]
 
 
 def without_ids(text: str) -> str:
@@ -66,7 +63,7 @@ def outline(stream: list[str]) -> list[str]:
     return [event for event, _ in itertools.groupby(blank)]
 
 
-def post(client: TestClient, path: str, status: int = 200, **body: Any) -> Any:
+def post(client, path, status=200, **body):
     answer = client.post(path, json=body)
     assert answer.status_code == status, answer.text
     return answer.json()
@@ -80,7 +77,7 @@ def play_script():
 
 
 @pytest.fixture(scope="module")
-def served(model_folder):
+def api_client(model_folder):
     with in_process(model_folder, engine={"context_tokens": 2048}, api_key="k") as client:
         client.headers["x-api-key"] = "k"
         yield client
@@ -93,7 +90,7 @@ def harmony(tmp_path_factory):
         yield client
 
 
-@pytest.mark.parametrize("model", ["served", "harmony"])
+@pytest.mark.parametrize("model", ["api_client", "harmony"])
 @pytest.mark.parametrize("form", json.loads(FORMS.read_text()), ids=lambda form: form["path"])
 def test_answers_have_each_apis_form(request, model, form):
     client = request.getfixturevalue(model)
@@ -105,28 +102,30 @@ def test_answers_have_each_apis_form(request, model, form):
         form["path"], json={**form["fields"], **form["bodies"][1], "stream": True}
     )
     lines = without_ids(streamed.text).splitlines()
-    if model == "served":
+    if model == "api_client":
         assert lines == form["stream"]
     assert outline(lines) == outline(form["stream"]), "texts may be cut elsewhere"
 
 
-def test_reasoning_is_counted(served):
-    usage = post(served, "/v1/chat/completions", messages=HELLO)["usage"]
+def test_reasoning_is_counted(api_client):
+    usage = post(api_client, "/v1/chat/completions", messages=HELLO)["usage"]
     assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] < usage["completion_tokens"]
-    usage = post(served, "/v1/responses", input="Hello")["usage"]
+    usage = post(api_client, "/v1/responses", input="Hello")["usage"]
     assert 0 < usage["output_tokens_details"]["reasoning_tokens"] < usage["output_tokens"]
     body = {"messages": HELLO, "max_tokens": 99, "system": [{"type": "text", "text": "Be kind."}]}
-    count = post(served, "/v1/messages/count_tokens", **body)["input_tokens"]
-    assert count == post(served, "/v1/messages", **body)["usage"]["input_tokens"]
-    assert post(served, "/api/generate", prompt="Hello", stream=False)["eval_count"] > 0
+    count = post(api_client, "/v1/messages/count_tokens", **body)["input_tokens"]
+    assert count == post(api_client, "/v1/messages", **body)["usage"]["input_tokens"]
+    assert post(api_client, "/api/generate", prompt="Hello", stream=False)["eval_count"] > 0
 
 
-def test_responses_through_the_strict_client(served):
-    client = strict_client(served, "k")
-    options: Any = {"model": "any", "instructions": "Be kind.", "max_output_tokens": 90}
+def test_responses_through_the_strict_client(api_client):
+    client = strict_client(api_client, "k")
+    options = {"model": "any", "instructions": "Be kind.", "max_output_tokens": 90}
     answer = client.responses.create(input="Hello", **options)
-    assert (answer.status, answer.output_text, answer.model) == ("completed", "Good day!", "any")
-    sent: Any = [*HELLO, *(item.model_dump() for item in answer.output), *HELLO]
+    assert answer.status == "completed"
+    assert answer.output_text == "Good day!"
+    assert answer.model == "any"
+    sent = [*HELLO, *(item.model_dump() for item in answer.output), *HELLO]
     assert (
         client.responses.create(model="any", input=sent).usage.input_tokens
         > answer.usage.input_tokens
@@ -135,9 +134,11 @@ def test_responses_through_the_strict_client(served):
         assert [event.type for event in stream][-1] == "response.completed"
 
 
-def test_embeddings_are_refused(served):
+def test_embeddings_are_refused(api_client):
     for path in ("/v1/embeddings", "/api/embed"):
-        assert "embeddings are not supported" in str(post(served, path, 400, input="a")["error"])
+        assert "embeddings are not supported" in str(
+            post(api_client, path, 400, input="a")["error"]
+        )
 
 
 BAD = '{"type": "object", "properties": {"x": {"type": "y"}}}'
@@ -174,13 +175,13 @@ api/chat | "messages": [{"role": "assistant", "tool_calls": [{"function": 3}]}] 
 
 
 @pytest.mark.parametrize("row", WRONG.strip().splitlines())
-def test_errors_name_the_apis_own_field(served, row):
+def test_errors_name_the_apis_own_field(api_client, row):
     path, field, name = row.replace("BAD", BAD).replace("HEAVY", HEAVY).split(" | ")
     base = {"input": "a"} if path == "responses" else {"messages": HELLO}
     fields = {**base, **json.loads(f"{{{field}}}")}
-    error = post(served, f"/{path}" if path.startswith("api") else f"/v1/{path}", 400, **fields)[
-        "error"
-    ]
+    error = post(
+        api_client, f"/{path}" if path.startswith("api") else f"/v1/{path}", 400, **fields
+    )["error"]
     message = error if isinstance(error, str) else error["message"]
     assert message.startswith(name)
     assert not isinstance(error, dict) or error.get("param", name) == name
@@ -199,28 +200,31 @@ FUNCTION = {"type": "function", "function": {"name": "f", "parameters": PARAMETE
         ("/api/chat", FUNCTION, "function.parameters"),
     ],
 )
-def test_a_keyword_that_no_grammar_knows_is_named(served, path, tool, place):
-    asked = {"input": "Rome?"} if path == "/v1/responses" else {"messages": ROME, "max_tokens": 9}
-    body = {**asked, "tools": [tool]}
-    answer = served.post(path, json={"model": "tiny", "stream": False, **body})
+def test_a_keyword_that_no_grammar_knows_is_named(api_client, path, tool, place):
+    question = (
+        {"input": "Rome?"} if path == "/v1/responses" else {"messages": ROME, "max_tokens": 9}
+    )
+    body = {**question, "tools": [tool]}
+    answer = api_client.post(path, json={"model": "tiny", "stream": False, **body})
     assert answer.status_code == 200, answer.text
     assert f"tools[0].{place}.properties.mail.pattern" in answer.headers["warnings"].split(", ")
 
 
-def test_errors_have_each_apis_form(served):
-    wrong = post(served, "/v1/messages", 400, messages=[])
-    assert (wrong["type"], wrong["error"]["type"]) == ("error", "invalid_request_error")
-    assert "messages" in post(served, "/api/chat", 400, messages=3)["error"]
+def test_errors_have_each_apis_form(api_client):
+    wrong = post(api_client, "/v1/messages", 400, messages=[])
+    assert wrong["type"] == "error"
+    assert wrong["error"]["type"] == "invalid_request_error"
+    assert "messages" in post(api_client, "/api/chat", 400, messages=3)["error"]
     for path in ("/v1/messages", "/api/chat", "/v1/responses"):
-        assert served.post(path, json={}, headers={"x-api-key": "other"}).status_code == 401
+        assert api_client.post(path, json={}, headers={"x-api-key": "other"}).status_code == 401
 
 
-def test_ollama_knows_the_model(served):
-    assert post(served, "/api/generate", model="tiny")["done_reason"] == "load"
+def test_ollama_knows_the_model(api_client):
+    assert post(api_client, "/api/generate", model="tiny")["done_reason"] == "load"
     # without a content type, as curl -d sends it
-    assert served.post("/api/chat", content=json.dumps({"messages": HELLO})).status_code == 200
-    assert post(served, "/api/show", model="tiny")["model_info"]["llama.context_length"] == 2048
+    assert api_client.post("/api/chat", content=json.dumps({"messages": HELLO})).status_code == 200
+    assert post(api_client, "/api/show", model="tiny")["model_info"]["llama.context_length"] == 2048
     for path in ("tags", "ps"):
-        models = served.get(f"/api/{path}").json()["models"]
+        models = api_client.get(f"/api/{path}").json()["models"]
         assert [model["name"] for model in models] == ["tiny"]
-    assert served.get("/api/version").json()["version"]
+    assert api_client.get("/api/version").json()["version"]

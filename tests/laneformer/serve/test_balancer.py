@@ -1,7 +1,5 @@
 """docs/balancing.md: its configuration in a real HAProxy before three servers; one is drained, one killed."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -12,7 +10,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -55,14 +52,12 @@ class Balanced:
         return set(re.findall(up, httpx.get(self.metrics).text, re.M))
 
 
-def write_configuration(
-    folder: Path, servers: dict[str, Server], sockets: list[socket.socket]
-) -> Path:
-    """The documented file with the addresses of this machine, and sockets that are held for its ports."""
+def write_configuration(folder, servers, sockets) -> Path:
+    """The documented file with the addresses of this machine, and open sockets for its ports."""
     text = BLOCKS["haproxy"]
-    for address, held in zip(("127.0.0.1:8000", "127.0.0.1:8405"), sockets, strict=True):
+    for address, listening in zip(("127.0.0.1:8000", "127.0.0.1:8405"), sockets, strict=True):
         assert text.count(f"bind {address}") == 1
-        text = text.replace(f"bind {address}", f"bind fd@{held.fileno()}")
+        text = text.replace(f"bind {address}", f"bind fd@{listening.fileno()}")
     for name, server in servers.items():
         address = server.url.removeprefix("http://")
         text, replaced = re.subn(rf"server {name} \S+", f"server {name} {address}", text)
@@ -92,13 +87,13 @@ def balancer(slow_folder, tmp_path):
         process.wait(60)
         for server in servers.values():
             server.kill()
-        for held in sockets:
-            held.close()
+        for listening in sockets:
+            listening.close()
 
 
 def stream(url: str, ids: list[int], begun: threading.Event) -> str:
     """A long stream to its end; `ids` takes its tokens, the reason of its end is returned."""
-    body: dict[str, Any] = {
+    body = {
         "prompt": "Once",
         "max_tokens": STREAM_TOKENS,
         "ignore_eos": True,
@@ -131,7 +126,7 @@ def test_one_is_drained_one_is_killed_and_no_conversation_ends(balancer):
             assert name == home
             assert cached > 10, "its prefix is there"
 
-    ids: list[int] = []
+    ids = []
     begun = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         end = pool.submit(stream, balancer.url, ids, begun)

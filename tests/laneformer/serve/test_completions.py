@@ -1,13 +1,9 @@
 """/v1/completions against the engine itself."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from laneformer.engine.options import batch_seeds
-from tests.laneformer.serve.endpoint import completions
+from tests.laneformer.serve.endpoint import completions, join_chunks, parse_table
 
 TEXT = "The quick brown fox"
 
@@ -28,8 +24,10 @@ def test_text_ids_and_lists(api, engine, ids):
         answer = api.post(prompt=prompt)
         assert [choice["text"] for choice in answer["choices"]] == [expected]
         usage = answer["usage"]
-        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(ids), 16)
-        assert (answer["choices"][0]["finish_reason"], answer["model"]) == ("length", "tiny")
+        assert usage["prompt_tokens"] == len(ids)
+        assert usage["completion_tokens"] == 16
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["model"] == "tiny"
     prompts = [ids, [5, 6], ids[:2], *([i] for i in range(10))]  # more than decode at a time
     answer = api.post(prompt=prompts, max_tokens=7)
     assert [choice["index"] for choice in answer["choices"]] == list(range(len(prompts)))
@@ -50,8 +48,9 @@ def test_control_tokens_in_a_text_are_letters_and_named(api, engine):
 
 
 def test_choices_draw_with_seeds_of_a_batch_and_share_the_prompt(api, engine):
-    prompt, before = list(range(5, 45)), api.count("reused_tokens_total")
-    drawn: dict[str, Any] = {"temperature": 1.5, "logit_bias": {"7": -100}}
+    prompt = list(range(5, 45))
+    before = api.count("reused_tokens_total")
+    drawn = {"temperature": 1.5, "logit_bias": {"7": -100}}
     answer = api.post(prompt=prompt, n=4, best_of=4, seed=11, max_tokens=8, **drawn)
     options = {"temperature": 1.5, "max_new_tokens": 8, "logit_bias": {7: -100}}
     expected = [engine.generate_text(prompt, seed=seed, **options) for seed in batch_seeds(11, 4)]
@@ -71,7 +70,8 @@ def test_echo_scores_the_prompt(api, engine, ids, max_tokens):
     answer = api.post(prompt=prompts, echo=True, logprobs=2, max_tokens=max_tokens, n=2)
     assert len(answer["choices"]) == 6
     for choice in answer["choices"]:
-        prompt, new = prompts[choice["index"] // 2], []
+        prompt = prompts[choice["index"] // 2]
+        new = []
         if max_tokens:
             new = engine.generate_detailed(prompt, logprobs=2, max_new_tokens=max_tokens).tokens
         prompt_scores = engine.logprobs(prompt).tolist() if len(prompt) > 1 else []
@@ -92,24 +92,14 @@ def test_an_echoed_prompt_is_followed_by_one_scored_token_even_if_that_ends_the_
     api, engine, ids
 ):
     end = engine.eos_ids[0]
-    body = {
-        "prompt": [ids],
-        "echo": True,
-        "logprobs": 1,
-        "max_tokens": 1,
-        "logit_bias": {str(end): 100},
-    }
-    choice = api.choice(**body)
-    (new,) = engine.generate_detailed(
-        ids, logprobs=1, max_new_tokens=1, logit_bias={end: 100}
-    ).tokens
+    force = {"logit_bias": {end: 100}, "logprobs": 1}
+    (new,) = engine.generate_detailed(ids, max_new_tokens=1, **force).tokens
     assert new.id == end
-    assert choice["logprobs"]["token_logprobs"] == [
-        None,
-        *engine.logprobs(ids).tolist(),
-        new.logprob,
-    ]
-    assert (choice["text"], choice["finish_reason"]) == (engine.tokenizer.decode(ids), "stop")
+    choice = api.choice(prompt=[ids], echo=True, max_tokens=1, **force)
+    scores = [None, *engine.logprobs(ids).tolist(), new.logprob]
+    assert choice["logprobs"]["token_logprobs"] == scores
+    assert choice["text"] == engine.tokenizer.decode(ids)
+    assert choice["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])
@@ -117,21 +107,21 @@ def test_a_stop_string_ends_text_tokens_and_request(api, engine, ids, logprobs):
     whole = engine.generate_text(ids, max_new_tokens=400, ignore_eos=True)
     stop = whole[20:23]
     cut = whole[: whole.index(stop)]
-    limits = {"stop": [stop, "never"], "max_tokens": 400, "ignore_eos": True}
+    body = {"prompt": ids, "stop": [stop, "never"], "max_tokens": 400, "ignore_eos": True}
     before = api.count('ended_total{reason="cancelled"')
-    answer = api.post(prompt=ids, logprobs=logprobs, **limits)
+    answer = api.post(**body, logprobs=logprobs)
     choice = answer["choices"][0]
-    assert (choice["text"], choice["finish_reason"]) == (cut, "stop")
+    assert choice["text"] == cut
+    assert choice["finish_reason"] == "stop"
     assert answer["usage"]["completion_tokens"] < 60
     assert api.count('ended_total{reason="cancelled"') == before + 1, "in the engine, too"
-    streamed = [c["choices"][0] for c in api.stream(prompt=ids, logprobs=logprobs, **limits)]
-    assert "".join(c["text"] for c in streamed) == cut
-    assert [c["finish_reason"] for c in streamed if c["finish_reason"]] == ["stop"]
+    chunks = api.stream(**body, logprobs=logprobs)
+    assert "".join(join_chunks(chunks, 0, "text")) == cut
+    assert "".join(join_chunks(chunks, 0, "finish_reason")) == "stop"
     if logprobs:
         offsets = choice["logprobs"]["text_offset"]
         assert all(offset < len(cut) for offset in offsets)
-        parts = [c["logprobs"]["text_offset"] for c in streamed if c["logprobs"]]
-        assert [offset for part in parts for offset in part] == offsets
+        assert join_chunks(chunks, 0, "logprobs", "text_offset") == offsets
 
 
 def test_end_of_text_and_stop_ids(api, engine, ids):
@@ -141,53 +131,41 @@ def test_end_of_text_and_stop_ids(api, engine, ids):
     wanted = {"stop_token_ids": [stop], "max_tokens": 30, "return_token_ids": True, "logprobs": 0}
     answer = api.post(prompt=ids, **wanted)
     choice = answer["choices"][0]
-    assert (choice["token_ids"], choice["prompt_token_ids"]) == (tokens[:count], ids)
+    assert choice["token_ids"] == tokens[:count]
+    assert choice["prompt_token_ids"] == ids
     assert choice["finish_reason"] == "stop"
     assert len(choice["logprobs"]["tokens"]) == count - 1
     assert answer["usage"]["completion_tokens"] == count
     forced = {"prompt": ids, "logit_bias": {str(engine.eos_ids[0]): 100}, "max_tokens": 5}
     ended = api.choice(**forced)
-    assert (ended["text"], ended["finish_reason"]) == ("", "stop")
+    assert ended["text"] == ""
+    assert ended["finish_reason"] == "stop"
     assert api.post(**forced, min_tokens=2)["usage"]["completion_tokens"] == 3
     never = api.post(**forced, ignore_eos=True)
-    assert (never["choices"][0]["finish_reason"], never["usage"]["completion_tokens"]) == (
-        "length",
-        5,
-    )
+    assert never["choices"][0]["finish_reason"] == "length"
+    assert never["usage"]["completion_tokens"] == 5
 
 
 def test_streams_say_what_whole_answers_say(api):
-    body: dict[str, Any] = {
-        "prompt": [TEXT, "1 2"],
-        "n": 2,
-        "echo": True,
-        "logprobs": 1,
-        "seed": 5,
-        "temperature": 1.0,
-        "max_tokens": 20,
-        "return_token_ids": True,
-    }
+    sampled = {"temperature": 1.0, "seed": 5, "max_tokens": 20, "return_token_ids": True}
+    body = {"prompt": [TEXT, "1 2"], "n": 2, "echo": True, "logprobs": 1, **sampled}
     whole = api.post(**body)
     *pieces, last = api.stream(**body, stream_options={"include_usage": True})
     assert last["choices"] == []
     assert {c["id"] for c in pieces} == {last["id"]} != {whole["id"]}
     assert all(c["usage"] is None and c["object"] == "text_completion" for c in pieces)
-    for choice in whole["choices"]:
-        mine = [c["choices"][0] for c in pieces if c["choices"][0]["index"] == choice["index"]]
-        assert "".join(c["text"] for c in mine) == choice["text"]
-        assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [choice["finish_reason"]]
-        assert [i for c in mine for i in c["token_ids"]] == choice["token_ids"]
+    for index, choice in enumerate(whole["choices"]):
+        for name in ("text", "finish_reason"):
+            assert "".join(join_chunks(pieces, index, name)) == choice[name]
+        assert join_chunks(pieces, index, "token_ids") == choice["token_ids"]
         for name, values in choice["logprobs"].items():
-            assert [value for c in mine if c["logprobs"] for value in c["logprobs"][name]] == values
-    counts = {
-        name: whole["usage"][name]
-        for name in ("prompt_tokens", "completion_tokens", "total_tokens")
-    }
-    assert counts.items() <= last["usage"].items()
+            assert join_chunks(pieces, index, "logprobs", name) == values
+    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+    assert all(last["usage"][name] == whole["usage"][name] for name in names)
     options = {"continuous_usage_stats": True}
     so_far = [c["usage"]["completion_tokens"] for c in api.stream(**body, stream_options=options)]
     assert so_far == sorted(so_far)
-    assert so_far[-1] == counts["completion_tokens"]
+    assert so_far[-1] == whole["usage"]["completion_tokens"]
 
 
 @pytest.mark.parametrize("max_tokens", [13, 10**9, -1, None])
@@ -199,17 +177,24 @@ def test_the_context_limits_the_answer(api, max_tokens):
     assert scored["usage"]["completion_tokens"] == 0
 
 
-def test_refusals(api):
-    too_long = "maximum context length is 512 tokens, but you sent 512 tokens in the prompt"
-    for name, message, fields in (
-        ("prompt", too_long, {"prompt": [5] * 512}),
-        ("prompt", "outside the vocabulary", {"prompt": [[5], [10**6]]}),
-        ("prompt", "prompt[1] has no tokens", {"prompt": [[5], []]}),
-        ("min_tokens", "exceeds the limit", {"min_tokens": 20}),
-        ("stop_token_ids", "stop_token_ids holds", {"stop_token_ids": [10**6]}),
-        ("logit_bias", "logit_bias holds", {"logit_bias": {str(10**6): 1}}),
-    ):
-        error = api.refusal(**{"prompt": "a", **fields})
-        assert (error["param"], message in error["message"]) == (name, True)
-        assert (error["code"] == "context_length_exceeded") == (message == too_long)
-    assert api.post(model="gpt-4", prompt="a", max_tokens=1)["model"] == "tiny", "any name is taken"
+# field | what its error says | body
+REFUSED = """
+prompt | maximum context length is 512 tokens, but you sent 512 tokens in the prompt | {"prompt": FULL}
+prompt | outside the vocabulary | {"prompt": [[5], [1000000]]}
+prompt | prompt[1] has no tokens | {"prompt": [[5], []]}
+min_tokens | exceeds the limit | {"min_tokens": 20}
+stop_token_ids | stop_token_ids holds | {"stop_token_ids": [1000000]}
+logit_bias | logit_bias holds | {"logit_bias": {"1000000": 1}}
+""".replace("FULL", str([5] * 512))
+
+
+@pytest.mark.parametrize(("name", "message", "fields"), parse_table(REFUSED))
+def test_refusals(api, name, message, fields):
+    error = api.refusal(**{"prompt": "a", **fields})
+    assert error["param"] == name
+    assert message in error["message"]
+    assert (error["code"] == "context_length_exceeded") == message.startswith("maximum")
+
+
+def test_any_name_of_a_model_is_taken(api):
+    assert api.post(model="gpt-4", prompt="a", max_tokens=1)["model"] == "tiny"

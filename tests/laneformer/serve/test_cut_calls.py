@@ -1,24 +1,25 @@
-"""A call that the limit of tokens, or a stop string, has cut: no API tells it as whole, and it can be sent back."""
-
-from __future__ import annotations
+"""A call that the limit of tokens, or a stop string, has cut: no API reports it as whole, and it can be sent back."""
 
 import json
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.laneformer.serve.conftest import in_process
+from tests.laneformer.serve.endpoint import Endpoint, data_of
 from tests.laneformer.serve.scripted import play
-
-if TYPE_CHECKING:
-    from fastapi.testclient import TestClient
 
 CUT = '{"city": "Ro'
 WHOLE = '{"city": "Rome"}'
-ASK = [{"role": "user", "content": "How warm is it?"}]
+QUESTION = {"role": "user", "content": "How warm is it?"}
+GO_ON = {"role": "user", "content": "Go on."}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTION = {"name": "weather", "parameters": PARAMETERS}
-TOOLS = [{"type": "function", "function": FUNCTION}]
+CHAT, RESPONSES, MESSAGES, OLLAMA = PATHS = (
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/api/chat",
+)
 
 
 def write_call(arguments: str) -> str:
@@ -27,7 +28,7 @@ def write_call(arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def client(model_folder):
-    """Of a model that answers by the system's rules: what it writes, and why it ends."""
+    """A client of a model that answers by the system's rule: what it writes, and why it ends."""
     script = [
         ("rule cut", write_call(CUT), "length"),
         ("rule stopped", write_call(CUT), "stop"),
@@ -44,108 +45,73 @@ def client(model_folder):
             yield client
 
 
-def post(client: TestClient, path: str, **body: Any) -> Any:
-    answer = client.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+def ask(client, path, rule, *turns, **more):
+    """The first part of an answer, and the whole, in the words of the API at this path."""
+    system = f"rule {rule}" if rule else ""
+    if path == RESPONSES:
+        tool = {"type": "function", **FUNCTION}
+        body = {"input": turns, "instructions": system}
+    elif path == MESSAGES:
+        tool = {"name": "weather", "input_schema": PARAMETERS}
+        body = {"messages": turns, "system": system, "max_tokens": 99}
+    else:
+        tool = {"type": "function", "function": FUNCTION}
+        rules = [{"role": "system", "content": system}] if rule else []
+        body = {"messages": [*rules, *turns], "stream": False}
+    answer = Endpoint(client, path).post(**body, tools=[tool])
+    parts = {RESPONSES: "output", MESSAGES: "content", CHAT: "choices"}
+    return answer[parts[path]][0] if path in parts else answer["message"], answer
 
 
 # rule: whether the call is whole, whether the answer is, OpenAI's finish_reason
-CASES: dict[str, tuple[bool, bool, str]] = {
+CASES = {
     "cut": (False, False, "length"),
     "stopped": (False, True, "stop"),
     "between": (True, False, "length"),
     "whole": (True, True, "tool_calls"),
     "nothing": (False, False, "length"),
 }
+ANTHROPIC_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
 
 
 @pytest.mark.parametrize("rule", CASES)
 def test_each_api_says_whether_a_call_is_whole(client, rule):
     is_whole, is_complete, reason = CASES[rule]
-    tools = {"tools": [{"type": "function", **FUNCTION}], "instructions": f"rule {rule}"}
-    response = post(client, "/v1/responses", input=ASK, **tools)
+    item, response = ask(client, RESPONSES, rule, QUESTION)
     assert response["status"] == ("completed" if is_complete else "incomplete")
-    assert [item["status"] for item in response["output"]] == [
-        "completed" if is_whole else "incomplete"
-    ]
-    stream = client.post("/v1/responses", json={"input": ASK, **tools, "stream": True}).text
+    assert item["status"] == ("completed" if is_whole else "incomplete")
+    body = {"input": [QUESTION], "instructions": f"rule {rule}", "tools": response["tools"]}
+    stream = client.post(RESPONSES, json={**body, "stream": True}).text
     assert ("function_call_arguments.done" in stream) == is_whole, "clients make the call then"
-    (done,) = [
-        json.loads(line[6:])
-        for line in stream.splitlines()
-        if '"response.output_item.done"' in line[:60]
-    ]
-    assert done["item"]["status"] == response["output"][0]["status"]
+    events = map(json.loads, data_of(stream))
+    (ended,) = (event for event in events if event["type"] == "response.output_item.done")
+    assert ended["item"]["status"] == item["status"]
 
-    system = [{"role": "system", "content": f"rule {rule}"}]
-    choice = post(client, "/v1/chat/completions", messages=system + ASK, tools=TOOLS)["choices"][0]
-    assert choice["finish_reason"] == reason
-    message = post(
-        client,
-        "/v1/messages",
-        messages=ASK,
-        system=f"rule {rule}",
-        max_tokens=99,
-        tools=[{"name": "weather", "input_schema": PARAMETERS}],
-    )
-    assert (
-        message["stop_reason"]
-        == {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}[reason]
-    )
-    assert (message["content"][0]["input"] == {"city": "Rome"}) == is_whole
-    ollama = post(client, "/api/chat", messages=system + ASK, tools=TOOLS, stream=False)
+    assert ask(client, CHAT, rule, QUESTION)[0]["finish_reason"] == reason
+    call, message = ask(client, MESSAGES, rule, QUESTION)
+    assert message["stop_reason"] == ANTHROPIC_REASONS[reason]
+    assert (call["input"] == {"city": "Rome"}) == is_whole
+    message, ollama = ask(client, OLLAMA, rule, QUESTION)
     assert ollama["done_reason"] == ("stop" if is_complete else "length")
-    assert (
-        ollama["message"]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
-    ) == is_whole
+    assert (message["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}) == is_whole
 
 
 def test_a_text_that_is_cut_is_incomplete(client):
-    (item,) = post(client, "/v1/responses", input=ASK, instructions="rule text")["output"]
-    assert (item["status"], item["content"][0]["text"]) == ("incomplete", "It is wa")
+    item, _ = ask(client, RESPONSES, "text", QUESTION)
+    assert item["status"] == "incomplete"
+    assert item["content"][0]["text"] == "It is wa"
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("rule", ["cut", "stopped", "nothing", "half"])
-def test_our_own_answer_can_be_sent_back(client, rule):
+def test_our_own_answer_can_be_sent_back(client, rule, path):
     """In the API that gave it, by a client that changes nothing."""
-    system, more = (
-        [{"role": "system", "content": f"rule {rule}"}],
-        [{"role": "user", "content": "Go on."}],
-    )
-    chat = post(client, "/v1/chat/completions", messages=system + ASK, tools=TOOLS)["choices"][0][
-        "message"
-    ]
-    sent = [*ASK, chat, *more]
-    assert (
-        post(client, "/v1/chat/completions", messages=sent, tools=TOOLS)["choices"][0]["message"][
-            "content"
-        ]
-        == "Good."
-    )
-
-    tools: Any = [{"type": "function", **FUNCTION}]
-    output = post(client, "/v1/responses", input=ASK, instructions=f"rule {rule}", tools=tools)[
-        "output"
-    ]
-    answer = post(client, "/v1/responses", input=[*ASK, *output, *more], tools=tools)
-    assert answer["output"][0]["content"][0]["text"] == "Good."
-
-    tools = [{"name": "weather", "input_schema": PARAMETERS}]
-    first = post(
-        client, "/v1/messages", messages=ASK, system=f"rule {rule}", max_tokens=99, tools=tools
-    )
-    sent = [*ASK, {"role": "assistant", "content": first["content"]}, *more]
-    assert (
-        post(client, "/v1/messages", messages=sent, max_tokens=99, tools=tools)["content"][0][
-            "text"
-        ]
-        == "Good."
-    )
-
-    first = post(client, "/api/chat", messages=system + ASK, tools=TOOLS, stream=False)["message"]
-    sent = [*ASK, first, *more]
-    assert (
-        post(client, "/api/chat", messages=sent, tools=TOOLS, stream=False)["message"]["content"]
-        == "Good."
-    )
+    part, answer = ask(client, path, rule, QUESTION)
+    turns = {
+        CHAT: lambda: [part["message"]],
+        RESPONSES: lambda: answer["output"],
+        MESSAGES: lambda: [{"role": "assistant", "content": answer["content"]}],
+        OLLAMA: lambda: [part],
+    }[path]()
+    last, _ = ask(client, path, "", QUESTION, *turns, GO_ON)
+    assert '"Good."' in json.dumps(last)

@@ -1,22 +1,22 @@
 """Fields of every API: used, harmless, or refused by their name; what asks for nothing passes."""
 
-from __future__ import annotations
-
 import json
 import typing
 from typing import Any
 
 import pytest
 
+from laneformer.engine import GenerationOptions
 from laneformer.serve.apis.messages import MessagesRequest
 from laneformer.serve.apis.ollama import ChatRequest, GenerateRequest
 from laneformer.serve.apis.responses import ResponsesRequest
 from laneformer.serve.bodies import Reading, RequestError
 from laneformer.serve.fields import HARMLESS, NEUTRAL, REFUSED
-from laneformer.serve.schema import CompletionRequest, ConversationRequest, Request
+from laneformer.serve.schema import CompletionRequest, ConversationRequest
+from tests.laneformer.serve.endpoint import parse_table
 
 HELLO = [{"role": "user", "content": "Hi"}]
-BODIES: dict[str, tuple[type[Request], dict[str, Any]]] = {
+BODIES = {
     "completions": (CompletionRequest, {"prompt": "Hi"}),
     "chat": (ConversationRequest, {"messages": HELLO}),
     "responses": (ResponsesRequest, {"input": "Hi"}),
@@ -27,27 +27,27 @@ BODIES: dict[str, tuple[type[Request], dict[str, Any]]] = {
 EVERY = pytest.mark.parametrize("api", BODIES)
 
 
-def read(api: str, strict: bool = False, **fields: Any) -> tuple[Any, str]:
+def read(api, strict=False, **fields) -> tuple[Any, str]:
     """The body, and the names in the header `warnings`."""
     (body, base), reading = BODIES[api], Reading(strict)
-    asked = body.read(json.dumps({**base, **fields}).encode(), reading)
-    if hasattr(asked, "conversation"):
-        asked.conversation()
-    return asked, reading.headers.get("warnings", "")
+    request = body.read(json.dumps({**base, **fields}).encode(), reading)
+    if hasattr(request, "translate"):
+        request.translate()
+    return request, reading.headers.get("warnings", "")
 
 
-def body_of(api: str, **fields: Any) -> Any:
+def body_of(api, **fields):
     return read(api, **fields)[0]
 
 
-def refusal_of(api: str, **fields: Any) -> RequestError:
+def refusal_of(api, **fields) -> RequestError:
     with pytest.raises(RequestError) as caught:
         read(api, **fields)
     assert caught.value.status_code == 400
     return caught.value
 
 
-def param_of(api: str, **fields: Any) -> str | None:
+def param_of(api, **fields) -> str | None:
     return refusal_of(api, **fields).param
 
 
@@ -115,12 +115,13 @@ generate | {"template": "{{ .Prompt }}"} | template
 TOOL = '{"type": "function", "function": {"name": "f"}}'
 
 
-def rows(table: str) -> list[tuple[str, dict[str, Any], str]]:
-    cases = []
-    for row in table.strip().splitlines():
-        apis, fields, expected = row.replace("TOOL", TOOL).split(" | ", 2)
-        cases += [(api, json.loads(fields), expected) for api in apis.split("+")]
-    return cases
+TURN = '{"role": "user", "content": "Hi"}'
+
+
+def rows(table: str) -> list[list[Any]]:
+    """A case for each of the APIs in the first cell, such as "completions+chat"."""
+    table = table.replace("TOOL", TOOL).replace("TURN", TURN)
+    return [[api, *cells] for apis, *cells in parse_table(table) for api in apis.split("+")]
 
 
 @pytest.mark.parametrize(("api", "fields", "param"), rows(NESTED))
@@ -132,7 +133,7 @@ def test_so_is_a_key_that_nobody_reads(api, fields, param):
 WRONG = """
 completions+chat | {"max_token": 3} | max_token | did you mean 'max_tokens'?
 completions+chat | {"temperature": 2.5} | temperature | temperature = 2.5: input should be less than or equal to 2
-completions+chat | {"temperature": NaN} | temperature | NaN
+completions+chat | {"temperature": NaN} | temperature | temperature = NaN
 completions+chat | {"n": 0} | n | n = 0: input should be greater than or equal to 1
 completions+chat | {"n": true} | n | valid integer
 completions+chat | {"max_tokens": 1.5} | max_tokens | valid integer
@@ -186,12 +187,30 @@ chat | {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}
 chat | {"response_format": {"type": "json_schema", "json_schema": {"name": "a b"}}} \
 | response_format.json_schema.name | match
 chat | {"response_format": {"type": "text", "schema": {"type": "object"}}} | response_format.type | takes no schema
+chat | {"messages": [TURN, FINAL], "continue_final_message": true} | continue_final_message | excludes add_generation
+chat | {"messages": [TURN], ONWARDS} | continue_final_message | needs an assistant's text
+chat | {"messages": [TURN, {"role": "assistant", "content": ""}], ONWARDS} | continue_final_message | needs an
+chat | {"messages": [TURN, {"role": "assistant", "content": "x", "tool_calls": [{"id": "a", "type": "function", \
+"function": {"name": "f", "arguments": "{}"}}]}], ONWARDS} | continue_final_message | needs an assistant's text
+chat | {"messages": [TURN, FINAL], "response_format": {"type": "json_object"}, ONWARDS} | continue_final_message | \
+cannot be combined with response_format
+chat | {"chat_template_kwargs": {"continue_final_message": true}} | chat_template_kwargs | a field of the request
+messages | {"messages": [TURN, {"role": "assistant", "content": "Hello "}]} | messages | end with trailing white space
+messages | {"messages": [TURN, {"role": "assistant", "content": [{"type": "text", "text": "Hello\\n"}]}]} | messages | \
+end with trailing white space
+messages | {"messages": [TURN, {"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}]} | messages \
+| ends in 'thinking'
+messages | {"messages": [TURN, {"role": "assistant", "content": [{"type": "text", "text": "I look."}, \
+{"type": "tool_use", "id": "a", "name": "f"}]}]} | messages | ends in 'tool_use'
+messages | {"messages": [TURN, FINAL], "output_config": {"format": {"type": "json_schema", "schema": {}}}} | \
+output_config.format | cannot be combined
 """
+WRONG = WRONG.replace("FINAL", '{"role": "assistant", "content": "x"}')
+WRONG = WRONG.replace("ONWARDS", '"add_generation_prompt": false, "continue_final_message": true')
 
 
-@pytest.mark.parametrize(("api", "fields", "expected"), rows(WRONG))
-def test_wrong_values_name_field_value_and_what_is_allowed(api, fields, expected):
-    param, message = expected.split(" | ")
+@pytest.mark.parametrize(("api", "fields", "param", "message"), rows(WRONG))
+def test_wrong_values_name_field_value_and_what_is_allowed(api, fields, param, message):
     error = refusal_of(api, **fields)
     assert error.param == param
     assert message in str(error)
@@ -256,9 +275,9 @@ def test_programs_extras_pass_unnamed(api, fields, program):
     assert read(api, strict=True, **fields)[1] == "", program
 
 
-def chat_of(api: str, **fields: Any) -> ConversationRequest:
-    asked = read(api, **fields)[0]
-    return asked.conversation() if hasattr(asked, "conversation") else asked
+def chat_of(api, **fields) -> ConversationRequest:
+    request = read(api, **fields)[0]
+    return request.translate() if hasattr(request, "translate") else request
 
 
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
@@ -274,7 +293,7 @@ ollama+generate | {"format": SCHEMA} | SCHEMA
 
 @pytest.mark.parametrize(("api", "fields", "schema"), rows(FORMS.replace("SCHEMA", SCHEMA)))
 def test_each_apis_schema_is_enforced(api, fields, schema):
-    assert chat_of(api, **fields).response_format.schema_and_place()[0] == json.loads(schema)
+    assert chat_of(api, **fields).response_format.find_schema()[0] == schema
 
 
 # and the variables of the template
@@ -293,13 +312,18 @@ ollama | {"think": "low"} | {"enable_thinking": true, "reasoning_effort": "low"}
 
 @pytest.mark.parametrize(("api", "fields", "variables"), rows(REASONING))
 def test_reasoning_in_each_apis_words(api, fields, variables):
-    assert chat_of(api, **fields).chat_template_kwargs == json.loads(variables)
+    assert chat_of(api, **fields).chat_template_kwargs == variables
 
 
-def test_budgets_of_reasoning():
-    budget = {"thinking": {"type": "enabled", "budget_tokens": 7}}
-    for api, fields in (("chat", budget), ("messages", budget), ("chat", {"thinking_budget": 7})):
-        assert chat_of(api, **fields).reasoning_budget == 7
+BUDGETS = """
+chat+messages | {"thinking": {"type": "enabled", "budget_tokens": 7}} | 7
+chat | {"thinking_budget": 7} | 7
+"""
+
+
+@pytest.mark.parametrize(("api", "fields", "budget"), rows(BUDGETS))
+def test_budgets_of_reasoning(api, fields, budget):
+    assert chat_of(api, **fields).reasoning_budget == budget
 
 
 def test_other_names_of_fields():
@@ -311,87 +335,65 @@ def test_other_names_of_fields():
     assert param_of("responses", max_output_tokens="many") == "max_output_tokens"
 
 
-@pytest.mark.parametrize("limit", [0, -1, -2])
-def test_ollamas_limits_below_one_are_none(limit):
-    asked = chat_of(
-        "ollama", options={"num_predict": limit, "repeat_penalty": 1.5, "stop": "a", "seed": -1}
-    )
-    assert (asked.max_tokens, asked.repetition_penalty, asked.stop, asked.n) == (
-        None,
-        1.5,
-        ["a"],
-        1,
-    )
-    assert chat_of("ollama", options={"num_predict": 3}).max_tokens == 3
+@pytest.mark.parametrize(("limit", "expected"), [(0, None), (-1, None), (-2, None), (3, 3)])
+def test_ollamas_limits_below_one_are_none(limit, expected):
+    options = {"num_predict": limit, "repeat_penalty": 1.5, "stop": "a", "seed": -1}
+    chat = chat_of("ollama", options=options)
+    assert chat.max_tokens == expected
+    assert chat.repetition_penalty == 1.5
+    assert chat.stop == ["a"]
+    assert chat.n == 1
 
 
 @EVERY
 def test_a_seed_of_minus_one_is_none(api):
     fields = {"seed": -1} if api != "ollama" else {"options": {"seed": -1}}
-    asked = chat_of(api, **fields)
-    assert len({asked.generation_options({}, 1, None).seed for _ in range(2)}) == 2
+    request = chat_of(api, **fields)
+    assert len({request.generation_options({}, 1, None).seed for _ in range(2)}) == 2
     fields = json.loads(json.dumps(fields).replace("-1", "-2"))
     assert chat_of(api, **fields).generation_options({}, 1, None).seed == 2**64 - 2
 
 
 def test_options_of_the_engine():
     defaults = {"temperature": 0.6, "top_p": 0.9, "top_k": 40}
-    body = body_of(
-        "completions",
-        temperature=0.0,
-        top_k=-1,
-        seed=-2,
-        logit_bias={"3": 5},
-        min_tokens=2,
-        stop_token_ids=[7],
-        speculate=3,
-        ignore_eos=True,
-        repetition_penalty=1.5,
-        min_p=0.1,
+    same = {"temperature": 0.0, "min_p": 0.1, "repetition_penalty": 1.5, "ignore_eos": True}
+    own = {"logit_bias": {"3": 5}, "min_tokens": 2, "stop_token_ids": [7], "seed": -2, "top_k": -1}
+    body = body_of("completions", **same, **own)
+    assert body.generation_options(defaults, 9, 4) == GenerationOptions(
+        **same,
+        top_p=0.9,
+        seed=2**64 - 2,
+        max_new_tokens=9,
+        min_new_tokens=2,
+        logit_bias={3: 5.0},
+        stop_ids=[7],
+        logprobs=4,
     )
-    options = body.generation_options(defaults, 9, 4)
-    assert (options.temperature, options.top_p, options.top_k, options.min_p) == (0.0, 0.9, 0, 0.1)
-    assert (options.seed, options.max_new_tokens, options.min_new_tokens) == (2**64 - 2, 9, 2)
-    assert (options.logit_bias, options.stop_ids, options.logprobs) == ({3: 5.0}, [7], 4)
-    assert (options.speculate, options.ignore_eos, options.repetition_penalty) == (3, True, 1.5)
-    plain = body_of("chat")
-    assert plain.generation_options({}, 1, None).temperature == 0.0
-    assert plain.generation_options(defaults, 1, None).temperature == 0.6
-    assert plain.generation_options({}, 1, None).seed != plain.generation_options({}, 1, None).seed
-    assert body_of("chat", top_p=0).generation_options({}, 1, None).top_p > 0
     with pytest.raises(RequestError, match="min_tokens"):
         body.generation_options({}, 1, None)
+    plain = body_of("chat")
+    temperatures = [plain.generation_options(d, 1, None).temperature for d in ({}, defaults)]
+    assert temperatures == [0.0, 0.6]
+    assert body_of("chat", top_p=0).generation_options({}, 1, None).top_p > 0
+    assert body_of("chat", speculate=3).generation_options({}, 1, None).speculate == 3
 
 
 def test_messages_as_a_template_sees_them():
+    """With what the openai client's `parse` adds."""
     function = {"name": "f", "arguments": '{"a": [1]}', "parsed_arguments": {"a": [1]}}
     call = {"id": "1", "type": "function", "function": function}
+    assistant = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assistant |= {"refusal": None, "annotations": [], "parsed": {}}
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    # with what the openai client's `parse` adds
-    assistant = {
-        "role": "assistant",
-        "content": None,
-        "refusal": None,
-        "annotations": [],
-        "parsed": {},
-    }
     result = {"role": "tool", "content": "3", "tool_call_id": "1", "name": "f"}
-    body = body_of(
-        "chat",
-        messages=[
-            {"role": "developer", "content": parts},
-            {**assistant, "tool_calls": [call]},
-            result,
-        ],
-    )
-    system, answer, tool = (message.plain() for message in body.messages)
-    assert system == {"role": "system", "content": "a\nb"}
-    called = [{**call, "function": {"name": "f", "arguments": {"a": [1]}}}]
-    assert answer == {"role": "assistant", "content": "", "tool_calls": called}
-    assert tool == result
-    call["function"]["arguments"] = "{"
-    (cut,) = body_of("chat", messages=[{"role": "assistant", "tool_calls": [call]}]).messages
-    assert cut.plain()["tool_calls"][0]["function"]["arguments"] == {"cut": "{"}
+    sent = [{"role": "developer", "content": parts}, assistant, result]
+    translated = [turn.to_template() for turn in body_of("chat", messages=sent).messages]
+    called = {**call, "function": {"name": "f", "arguments": {"a": [1]}}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [called]}
+    assert translated == [{"role": "system", "content": "a\nb"}, answer, result]
+    function["arguments"] = "{"
+    (cut,) = body_of("chat", messages=[assistant]).messages
+    assert cut.to_template()["tool_calls"][0]["function"]["arguments"] == {"cut": "{"}
 
 
 def test_a_body_has_no_more_values_than_the_context_can_need():

@@ -1,7 +1,5 @@
 """Answers under a grammar: from a random model, at temperature 1, each parses and is valid."""
 
-from __future__ import annotations
-
 import functools
 import json
 import sys
@@ -13,18 +11,19 @@ import numpy as np
 import pytest
 
 from laneformer.serve.grammar import MAX_SCHEMA_BYTES, Grammar, Grammars
+from tests.laneformer.serve.endpoint import parse_table
 from tests.laneformer.serve.grammar_assets import (
     TOKENIZERS,
-    allowed,
     batch_of,
-    drawn,
+    draw_answer,
     grammars,
+    list_allowed,
     text_of,
 )
 
 SEEDS = 3
 # RFC 3339 has a year 0, Python has not: so a date begins with 1 or 2
-SCHEMAS: dict[str, Any] = json.loads(Path(__file__).with_name("schemas.json").read_text())
+SCHEMAS = json.loads(Path(__file__).with_name("schemas.json").read_text())
 
 
 def valid(kind: str, ids: list[int], schema: dict[str, Any]) -> bool:
@@ -41,7 +40,7 @@ def test_every_answer_is_valid(kind):
     with batch_of(kind) as batch:
         for name, schema in SCHEMAS.items():
             answers = [
-                drawn(batch, grammars(kind).of_schema(schema, "s"), seed=seed)
+                draw_answer(batch, grammars(kind).compile_schema(schema, "s"), seed=seed)
                 for seed in range(SEEDS)
             ]
             ended = [ids for ids, reason in answers if reason == "stop"]
@@ -61,23 +60,24 @@ class Late(Grammar):
 
     def mask(self, index: int) -> np.ndarray:
         now = super().mask(index)
-        before, self.last = self.last, now
+        before = self.last
+        self.last = now
         return now if before is None else before
 
 
 class Forgetful(Grammar):
-    def accept(self, token_id: int) -> None:
+    def accept(self, token_id: int):
         pass
 
 
 @pytest.mark.parametrize("planted", [Shifted, Late, Forgetful])
 def test_planted_faults_show(planted):
     for seed in range(3):
-        grammar = grammars().of_schema(SCHEMAS["flat"], "schema")
+        grammar = grammars().compile_schema(SCHEMAS["flat"], "schema")
         grammar.__class__ = planted
         with batch_of() as batch:
             try:
-                ids, reason = drawn(batch, grammar, seed=seed, max_new_tokens=200)
+                ids, reason = draw_answer(batch, grammar, seed=seed, max_new_tokens=200)
             except (AssertionError, RuntimeError):
                 continue  # the grammar itself saw it
         assert reason != "stop" or not valid("bytes", ids, SCHEMAS["flat"])
@@ -85,92 +85,86 @@ def test_planted_faults_show(planted):
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_a_complete_answer_leaves_only_the_ends(kind):
-    known = grammars(kind)
-    grammar = known.of_schema({"const": True}, "schema")
-    size = known.tokenizer.get_vocab_size()
-    assert known.vocab_size > size, "the embedding table has rows without a token"
+    compiler = grammars(kind)
+    grammar = compiler.compile_schema({"const": True}, "schema")
+    size = compiler.tokenizer.get_vocab_size()
+    assert compiler.vocab_size > size, "the embedding table has rows without a token"
     for index in range(20):
-        ids = allowed(grammar.mask(index))
+        ids = list_allowed(grammar.mask(index))
         assert max(ids) < size
-        if ids == set(known.eos_ids):
+        if ids == set(compiler.eos_ids):
             break
         grammar.accept(min(ids))
     else:
         pytest.fail("the answer never ended")
-    grammar.accept(known.eos_ids[1])
-    assert allowed(grammar.mask(index + 1)) == set(known.eos_ids), (
+    grammar.accept(compiler.eos_ids[1])
+    assert list_allowed(grammar.mask(index + 1)) == set(compiler.eos_ids), (
         "with ignore_eos an answer goes on"
     )
-    grammar.accept(known.eos_ids[0])
+    grammar.accept(compiler.eos_ids[0])
     grammar.mask(index + 2)
 
 
 def test_a_table_smaller_than_the_tokenizer():
-    known = grammars()
-    small = Grammars(known.tokenizer, 300, known.eos_ids)
-    mask = small.of_lark("start: /(.|\\n)*/").mask(0)
+    compiler = grammars()
+    small = Grammars(compiler.tokenizer, 300, compiler.eos_ids)
+    mask = small.compile_lark("start: /(.|\\n)*/").mask(0)
     assert mask.shape == (10,)
-    assert max(allowed(mask)) == 299
+    assert max(list_allowed(mask)) == 299
 
 
 def test_white_space_is_bounded():
-    grammar, known = grammars().of_schema({"type": "object"}, "schema"), grammars()
+    grammar = grammars().compile_schema({"type": "object"}, "schema")
+    compiler = grammars()
     blank = {
         i
-        for i in range(known.tokenizer.get_vocab_size())
-        if not known.tokenizer.decode([i]).strip(" \n")
+        for i in range(compiler.tokenizer.get_vocab_size())
+        if not compiler.tokenizer.decode([i]).strip(" \n")
     }
     for index in range(60):
-        ids = allowed(grammar.mask(index))
-        if index and not (spaces := sorted(ids & blank - set(known.eos_ids))):
+        ids = list_allowed(grammar.mask(index))
+        if index and not (spaces := sorted(ids & blank - set(compiler.eos_ids))):
             return
         grammar.accept(spaces[0] if index else min(ids))
     pytest.fail("white space without end")
 
 
-@pytest.mark.parametrize(
-    ("schema", "message"),
-    [
-        (
-            {"type": "object", "properties": {"a": {"type": "strin"}}},
-            r"s\.properties\.a: Invalid type: strin",
-        ),
-        (
-            {"anyOf": [{"type": "null"}, {"type": "string", "format": "zip"}]},
-            r"s\.anyOf\[1\]: Unknown format: zip",
-        ),
-        ({"type": "string", "pattern": "(?=a)b"}, "s: regex parse error"),
-        ({"type": "array", "items": {"if": {}}}, r's\.items: Unimplemented keys: \["if"\]'),
-        ({"$ref": "#/$defs/x"}, "Pointer '/\\$defs/x' does not exist"),
-        ({"$ref": "#"}, "the schema allows no answer"),
-        ({"enum": ["x" * MAX_SCHEMA_BYTES]}, "at most 65,536"),
-        ({"type": "integer", "multipleOf": 99_999_989}, "least common multiple"),
-        ({"type": "number", "multipleOf": 1e-300 * 1.2345678}, "least common multiple"),
-        ({"const": "\ud800"}, "hex escape"),
-        (
-            functools.reduce(lambda inner, _: {"items": inner}, range(3000), {}),
-            "s is nested too deeply",
-        ),
-        (None, "s = None must be a JSON schema"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
-)
+BAD = r"""
+{"type": "object", "properties": {"a": {"type": "strin"}}} | s\.properties\.a: Invalid type: strin
+{"anyOf": [{"type": "null"}, {"type": "string", "format": "zip"}]} | s\.anyOf\[1\]: Unknown format: zip
+{"type": "string", "pattern": "(?=a)b"} | s: regex parse error
+{"type": "array", "items": {"if": {}}} | s\.items: Unimplemented keys: \["if"\]
+{"$ref": "#/$defs/x"} | Pointer '/\$defs/x' does not exist
+{"$ref": "#"} | the schema allows no answer
+{"type": "integer", "multipleOf": 99999989} | least common multiple
+{"type": "number", "multipleOf": 1.2345678e-300} | least common multiple
+{"const": "\ud800"} | hex escape
+null | s = None must be a JSON schema
+"""
+LONG = {"enum": ["x" * MAX_SCHEMA_BYTES]}
+DEEP = functools.reduce(lambda inner, _: {"items": inner}, range(3000), {})
+ROWS = [*parse_table(BAD), (LONG, "at most 65,536"), (DEEP, "s is nested too deeply")]
+
+
+@pytest.mark.parametrize(("schema", "message"), ROWS, ids=range(len(ROWS)))
 def test_bad_schemas_are_refused_with_their_place(schema, message):
     with pytest.raises(ValueError, match=message) as error:
-        grammars().of_schema(schema, "s")
+        grammars().compile_schema(schema, "s")
     assert len(str(error.value)) < 700
 
 
 def test_a_schema_cannot_change_how_it_is_compiled():
     lenient = {"type": "string", "format": "zip", "x-guidance": {"lenient": True}}
     with pytest.raises(ValueError, match="Unknown format"):
-        grammars().of_schema(lenient, "schema")
+        grammars().compile_schema(lenient, "schema")
 
 
 def test_models_without_an_end_and_machines_without_the_package(monkeypatch):
-    known = grammars()
+    compiler = grammars()
     with pytest.raises(ValueError, match="end-of-text id"):
-        Grammars(known.tokenizer, known.vocab_size, ()).of_schema({}, "schema")
+        Grammars(compiler.tokenizer, compiler.vocab_size, ()).compile_schema({}, "schema")
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ValueError, match=r"pip install 'laneformer\[grammar\]'"):
-        Grammars(known.tokenizer, known.vocab_size, known.eos_ids).of_schema({}, "schema")
+        Grammars(compiler.tokenizer, compiler.vocab_size, compiler.eos_ids).compile_schema(
+            {}, "schema"
+        )

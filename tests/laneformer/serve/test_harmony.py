@@ -1,10 +1,7 @@
 """OpenAI's harmony, which gpt-oss writes: told apart in every API, forced by grammars, and back in its own template."""
 
-from __future__ import annotations
-
 import itertools
 import json
-from typing import Any
 
 import jsonschema
 import pytest
@@ -17,13 +14,20 @@ from laneformer.serve.tool_calls import ToolCalling
 from tests.laneformer.serve.conftest import in_process
 from tests.laneformer.serve.endpoint import conversations, request_with
 from tests.laneformer.serve.grammar_assets import tokens_allowed
-from tests.laneformer.serve.harmony_assets import CONTROL, GPT_OSS, harmony_folder
+from tests.laneformer.serve.harmony_assets import (
+    ANALYSIS,
+    ARGUMENTS,
+    CONTROL,
+    FINAL,
+    GPT_OSS,
+    HELLO,
+    ROME,
+    harmony_folder,
+)
 
 BUDGET = 25  # tokens of reasoning, more than its header takes
-ANALYSIS, FINAL = f"{CHANNEL}analysis{MESSAGE}", f"{CHANNEL}final{MESSAGE}"
 THOUGHT = f"{ANALYSIS}They greet.{NEXT}"
 CALLED = f"{CHANNEL}commentary to=functions.weather {CONSTRAIN}json{MESSAGE}"
-ARGUMENTS = '{"city": "Rome"}'
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 8}},
@@ -31,8 +35,6 @@ SCHEMA = {
 }
 FUNCTION = {"name": "weather", "description": "of a city", "parameters": SCHEMA}
 TOOLS = [{"type": "function", "function": FUNCTION}]
-HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
-ROME: list[Any] = [{"role": "user", "content": "How warm is it in Rome?"}]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def known(folder):
+def grammars(folder):
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_truncation()
     size = json.loads((folder / "config.json").read_text())["vocab_size"]
@@ -50,10 +52,12 @@ def known(folder):
     )
 
 
-def test_a_conversation_in_its_own_template(known):
-    calling = ToolCalling({"chat_template": GPT_OSS}, known)
-    assert (calling.form, calling.described) == (HARMONY, False)
-    use, call = calling.use(request_with(TOOLS)), {"name": "weather", "arguments": {"city": "Rome"}}
+def test_a_conversation_in_its_own_template(grammars):
+    calling = ToolCalling({"chat_template": GPT_OSS}, grammars)
+    assert calling.form == HARMONY
+    assert calling.described is False
+    use = calling.select_tools(request_with(TOOLS))
+    call = {"name": "weather", "arguments": {"city": "Rome"}}
     calls = [{"id": i, "type": "function", "function": call} for i in ("a", "b")]
     sent = [
         *HELLO,
@@ -69,7 +73,7 @@ def test_a_conversation_in_its_own_template(known):
         {"role": "tool", "tool_call_id": "a", "content": "first"},
     ]
     text = ChatTemplate({"chat_template": GPT_OSS}).render(
-        use.messages(sent), tools=use.template_tools, add_generation_prompt=True
+        use.translate_messages(sent), tools=use.template_tools, add_generation_prompt=True
     )
     assert "type weather = (_: {" in text
     written = f'{START}assistant to=functions.weather{CHANNEL}commentary json{MESSAGE}{{"city": "Rome"}}{ENDS[1]}'
@@ -83,42 +87,43 @@ def test_a_conversation_in_its_own_template(known):
     assert sent[3]["tool_calls"] == calls, "what the client sent is not changed"
 
 
-def ids_of(known: Grammars, text: str) -> list[int]:
-    return known.tokenizer.encode(text, add_special_tokens=False).ids
+def ids_of(grammars, text) -> list[int]:
+    return grammars.tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def begins(known: Grammars, grammar: Any, text: str, *end: int) -> bool:
+def begins(grammars, grammar, text, *end) -> bool:
     """Whether an answer may begin so."""
-    ids = [*ids_of(known, text), *end]
+    ids = [*ids_of(grammars, text), *end]
     return tokens_allowed(grammar.copy(), ids) == len(ids)
 
 
-def fits(known: Grammars, grammar: Any, text: str) -> bool:
+def fits(grammars, grammar, text) -> bool:
     """Whether an answer may be this text."""
-    return begins(known, grammar, text, known.eos_ids[0])
+    return begins(grammars, grammar, text, grammars.eos_ids[0])
 
 
-def test_grammars_leave_room_for_reasoning(known):
-    calling = ToolCalling({"chat_template": GPT_OSS}, known)
+def test_grammars_leave_room_for_reasoning(grammars):
+    calling = ToolCalling({"chat_template": GPT_OSS}, grammars)
     auto, required = (
-        calling.use(request_with(TOOLS, choice)).grammar() for choice in ("auto", "required")
+        calling.select_tools(request_with(TOOLS, choice)).make_grammar()
+        for choice in ("auto", "required")
     )
     role = f" to=functions.weather{CHANNEL}commentary"
     calls = [CALLED + ARGUMENTS, f"{role} json{MESSAGE}{ARGUMENTS}", f"{role}{MESSAGE}{ARGUMENTS}"]
     preamble = f"{CHANNEL}commentary{MESSAGE}I look.{NEXT}"
     for before, call in itertools.product(("", THOUGHT), calls):
-        assert fits(known, auto, before + call)
-        assert fits(known, required, before + call)
-        assert fits(known, auto, before + preamble + call)
+        assert fits(grammars, auto, before + call)
+        assert fits(grammars, required, before + call)
+        assert fits(grammars, auto, before + preamble + call)
     for before in ("", THOUGHT, THOUGHT + preamble):
-        assert fits(known, auto, f"{before}{FINAL}Fine.")
-    assert not begins(known, required, f"{THOUGHT}{FINAL}Fine.")
-    form = known.of_schema({"type": "object"}, "response_format")
+        assert fits(grammars, auto, f"{before}{FINAL}Fine.")
+    assert not begins(grammars, required, f"{THOUGHT}{FINAL}Fine.")
+    form = grammars.compile_schema({"type": "object"}, "response_format")
     for before in ("", THOUGHT):
-        assert fits(known, form, f'{before}{FINAL}{{"a": 1}}')
-    assert not begins(known, form, '{"a": 1}')
+        assert fits(grammars, form, f'{before}{FINAL}{{"a": 1}}')
+    assert not begins(grammars, form, '{"a": 1}')
     for wrong in (THOUGHT + THOUGHT, CALLED.replace("weather", "other"), CALLED + '{"city": 1}'):
-        assert not begins(known, auto, wrong)
+        assert not begins(grammars, auto, wrong)
 
 
 @pytest.fixture(scope="module")
@@ -141,8 +146,8 @@ def test_calls_of_random_weights_are_valid(api):
         jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
 
 
-def test_a_budget_ends_the_reasoning_before_an_answer_of_a_schema(api, known):
-    head, ending = (ids_of(known, text) for text in (ANALYSIS, NEXT))
+def test_a_budget_ends_the_reasoning_before_an_answer_of_a_schema(api, grammars):
+    head, ending = (ids_of(grammars, text) for text in (ANALYSIS, NEXT))
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [17]}}}
     choice = api.choice(
         messages=HELLO,
@@ -153,8 +158,9 @@ def test_a_budget_ends_the_reasoning_before_an_answer_of_a_schema(api, known):
         logit_bias={str(i): 30 for i in head},
         reasoning_budget=BUDGET,
     )
-    assert (choice["message"]["content"], choice["finish_reason"]) == ("17", "stop")
-    text = known.tokenizer.decode(choice["token_ids"], skip_special_tokens=False)
+    assert choice["message"]["content"] == "17"
+    assert choice["finish_reason"] == "stop"
+    text = grammars.tokenizer.decode(choice["token_ids"], skip_special_tokens=False)
     assert text.startswith(ANALYSIS), "in whatever tokens"
     assert choice["message"]["reasoning_content"]
     assert choice["token_ids"][BUDGET : BUDGET + len(ending)] == ending

@@ -1,16 +1,21 @@
 """An answer that goes on with an assistant's last message: Anthropic's prefill, and continue_final_message."""
 
-from __future__ import annotations
-
+import json
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models
 
-from laneformer.engine import Engine
 from laneformer.prompts import PromptEncoder
 from tests.laneformer.serve.conftest import in_process
-from tests.laneformer.serve.endpoint import GREEDY, TALK, Endpoint, conversations, prompt_of
+from tests.laneformer.serve.endpoint import (
+    GREEDY,
+    TALK,
+    Endpoint,
+    conversations,
+    data_of,
+    prompt_of,
+)
 from tests.laneformer.serve.scripted import play
 from tests.laneformer.test_chat_template import MISTRAL, OURS, SMOLLM2, TEMPLATES, TOKENS, theirs
 
@@ -18,8 +23,11 @@ ONWARDS = {"add_generation_prompt": False, "continue_final_message": True}
 BEGUN = "The quick brown"
 
 
-def with_final(content: Any, **more: Any) -> list[Any]:
+def with_final(content, **more) -> list[Any]:
     return [*TALK, {"role": "assistant", "content": content, **more}]
+
+
+CONTENTS = "Hello", "Hello \n", " Hello", "<think>\nThey", "é 👍", "a " * 99, "Hello, how are you?"
 
 
 @pytest.mark.parametrize("name", [*OURS, "smollm2", "mistral"])
@@ -27,18 +35,9 @@ def test_the_prompt_is_that_of_transformers(name):
     """Also where a template strips contents, and the last one ends in white space."""
     own = {"smollm2": SMOLLM2, "mistral": MISTRAL}
     template = own.get(name) or (TEMPLATES / f"{name}.jinja").read_text()
-    prompts = PromptEncoder(
-        Tokenizer(models.BPE({"a": 0}, [])), {"chat_template": template, **TOKENS}
-    )
-    for content in (
-        "Hello",
-        "Hello \n",
-        " Hello",
-        "<think>\nThey",
-        "é 👍",
-        "a " * 99,
-        "Hello, how are you?",
-    ):
+    config = {"chat_template": template, **TOKENS}
+    prompts = PromptEncoder(Tokenizer(models.BPE({"a": 0}, [])), config)
+    for content in CONTENTS:
         messages = with_final(content)
         rendered = prompts.render(messages, add_generation_prompt=False, continue_final=True)
         assert rendered == theirs(template, messages, continue_final_message=True), content
@@ -54,7 +53,7 @@ def anthropic(tiny):
     return Endpoint(tiny, "/v1/messages", max_tokens=12, **GREEDY)
 
 
-def prompt_up_to(engine: Engine, text: str) -> list[int]:
+def prompt_up_to(engine, text) -> list[int]:
     opened = engine.tokenizer.decode(prompt_of(engine, TALK), skip_special_tokens=False)
     return engine.tokenizer.encode(opened + text, add_special_tokens=False).ids
 
@@ -85,77 +84,31 @@ def test_messages_go_on(anthropic, engine):
         assert [part["text"] for part in answer["content"]] == [text]
         assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(ids)
         assert usage["output_tokens"] <= 12
-    stopped = anthropic.post(messages=with_final(BEGUN), stop_sequences=[text[3:5]])
-    assert (stopped["stop_reason"], stopped["content"][0]["text"]) == (
-        "stop_sequence",
-        text[: text.index(text[3:5])],
-    )
-    streamed = anthropic.ask(messages=with_final(BEGUN), stream=True).text
-    assert "".join(
-        part.split('"text": "')[1].split('"')[0] for part in streamed.split("text_delta")[1:]
-    )
-    counted = Endpoint(anthropic.client, "/v1/messages/count_tokens").post(
-        messages=with_final(BEGUN)
-    )
+    body = {"messages": with_final(BEGUN)}
+    stopped = anthropic.post(**body, stop_sequences=[text[3:5]])
+    assert stopped["stop_reason"] == "stop_sequence"
+    assert stopped["content"][0]["text"] == text[: text.index(text[3:5])]
+    events = map(json.loads, data_of(anthropic.ask(**body, stream=True).text))
+    assert "".join(event.get("delta", {}).get("text", "") for event in events) == text
+    counted = anthropic.client.post("/v1/messages/count_tokens", json=body).json()
     assert counted == {"input_tokens": len(ids)}
-    begun = anthropic.post(messages=with_final(""))
-    assert begun["content"] == anthropic.post(messages=TALK)["content"], (
-        "nothing is a turn that begins"
-    )
-
-
-THOUGHT, CALL = (
-    {"type": "thinking", "thinking": "x", "signature": ""},
-    {"type": "tool_use", "id": "a", "name": "f"},
-)
-REFUSED_MESSAGES = [
-    ("Hello ", "cannot end with trailing white space"),
-    ([{"type": "text", "text": "Hello\n"}], "cannot end with trailing white space"),
-    ([THOUGHT], "ends in 'thinking'"),
-    ([{"type": "text", "text": "I look."}, CALL], "ends in 'tool_use'"),
-]
-SCHEMA = {"type": "json_schema", "json_schema": {"name": "f", "schema": {"type": "object"}}}
-CALLS = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
-REFUSED_CHATS: list[tuple[dict[str, Any], str]] = [
-    (
-        {"messages": with_final("x"), "continue_final_message": True},
-        "excludes add_generation_prompt",
-    ),
-    ({"messages": TALK, **ONWARDS}, "needs an assistant's text"),
-    ({"messages": with_final(""), **ONWARDS}, "needs an assistant's text"),
-    ({"messages": with_final("x", tool_calls=CALLS), **ONWARDS}, "needs an assistant's text"),
-    (
-        {"messages": with_final("x"), **ONWARDS, "response_format": SCHEMA},
-        "cannot be combined with response_format",
-    ),
-]
-
-
-def test_what_cannot_go_on_is_refused(chat, anthropic):
-    for content, reason in REFUSED_MESSAGES:
-        answer = anthropic.ask(messages=with_final(content))
-        assert (answer.status_code, reason in answer.text) == (400, True), answer.text
-    form = {"type": "json_schema", "schema": {"type": "object"}}
-    answer = anthropic.ask(messages=with_final("x"), output_config={"format": form})
-    assert (answer.status_code, "cannot be combined" in answer.text) == (400, True), answer.text
-    for body, reason in REFUSED_CHATS:
-        error = chat.refusal(**body)
-        assert (error["param"], reason in error["message"]) == ("continue_final_message", True), (
-            error
-        )
-    kwargs = {"continue_final_message": True}
-    assert chat.refusal(chat_template_kwargs=kwargs)["param"] == "chat_template_kwargs"
+    begun = anthropic.post(messages=with_final(""))["content"]
+    assert begun == anthropic.post(messages=TALK)["content"], "an empty turn is one that begins"
 
 
 @pytest.fixture(scope="module")
-def scripted(model_folder):
+def answer_by_script(model_folder):
     with pytest.MonkeyPatch.context() as patch, in_process(model_folder) as client:
         play([("", "it is warm.</think>It is warm."), ("Warm", "It is warm.")], patch)
         yield conversations(client)
 
 
-def test_a_reasoning_that_was_begun_goes_on(scripted):
-    message = scripted.choice(messages=with_final("<think>They say"), **ONWARDS)["message"]
-    assert (message["reasoning_content"], message["content"]) == ("it is warm.", "It is warm.")
-    message = scripted.choice(messages=with_final("<think>x</think>Warm: "), **ONWARDS)["message"]
-    assert ("reasoning_content" in message, message["content"]) == (False, "It is warm.")
+def test_a_reasoning_that_was_begun_goes_on(answer_by_script):
+    message = answer_by_script.choice(messages=with_final("<think>They say"), **ONWARDS)["message"]
+    assert message["reasoning_content"] == "it is warm."
+    assert message["content"] == "It is warm."
+    message = answer_by_script.choice(messages=with_final("<think>x</think>Warm: "), **ONWARDS)[
+        "message"
+    ]
+    assert "reasoning_content" not in message
+    assert message["content"] == "It is warm."

@@ -1,11 +1,8 @@
 """What stands between <think> and </think>, and how long it may be."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from tokenizers import Tokenizer
@@ -14,11 +11,9 @@ from laneformer.serve.conversation import ENDING
 from tests.laneformer.serve.conftest import in_process
 from tests.laneformer.serve.endpoint import Endpoint
 
-if TYPE_CHECKING:
-    from fastapi.testclient import TestClient
-
 HELLO = [{"role": "user", "content": "Hello"}]
-BUDGET, TOKENS = 6, 40
+BUDGET = 6
+TOKENS = 40
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +32,7 @@ def client(folder):
         yield client
 
 
-def thinking(client: TestClient) -> Endpoint:
+def thinking(client) -> Endpoint:
     fields = {"messages": HELLO, "max_tokens": TOKENS, "ignore_eos": True, "return_token_ids": True}
     return Endpoint(client, "/v1/chat/completions", **fields)
 

@@ -1,7 +1,5 @@
 """The scheduler on a real engine: order, times, hand-over."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import queue
@@ -9,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from laneformer.serve.scheduler import SHARE_TOKENS, Running, Scheduler
+from laneformer.serve.scheduler import MIN_SHARE_TOKENS, Running, Scheduler
 from tests.laneformer.engine.assets import engine_of, random_model, small_config
 
 
@@ -30,20 +28,20 @@ async def ids_of(running: Running) -> list[int]:
     return [token.id async for tokens in running for token in tokens]
 
 
-def wanted(seed: int = 0, tokens: int = 20) -> dict[str, Any]:
+def make_options(seed: int = 0, tokens: int = 20) -> dict[str, Any]:
     sampling = {"max_new_tokens": tokens, "temperature": 1.0, "seed": seed, "ignore_eos": True}
     return {"prompt_ids": [1 + seed % 90, 2, 3], **sampling}
 
 
 def submit(scheduler: Scheduler, *what: int) -> Running:
-    return scheduler.submit(scheduler.batch.generation(**wanted(*what)))
+    return scheduler.submit(scheduler.batch.generation(**make_options(*what)))
 
 
 def test_answers_are_those_of_the_engine_alone(engine):
-    expected = [engine.generate(**wanted(i)) for i in range(4)]
+    expected = [engine.generate(**make_options(i)) for i in range(4)]
     scheduler = Scheduler(engine)
 
-    async def all_at_once() -> list[list[int]]:
+    async def all_at_once():
         return await asyncio.gather(*(ids_of(submit(scheduler, i)) for i in range(4)))
 
     try:
@@ -55,7 +53,7 @@ def test_answers_are_those_of_the_engine_alone(engine):
 
 
 def test_a_request_reports_its_end_and_times(scheduler):
-    async def one() -> Running:
+    async def one():
         running = submit(scheduler, 0, 7)
         assert len(await ids_of(running)) == 7
         return running
@@ -74,22 +72,22 @@ def test_a_busy_machine_is_seen(scheduler, monkeypatch, processor_s, share):
     """The engine's threads get no processor, or all that they want."""
     times_s = itertools.count(0.0, processor_s)
     monkeypatch.setattr("laneformer.serve.scheduler.time.process_time", lambda: next(times_s))
-    asyncio.run(run_one(scheduler, SHARE_TOKENS - 1))
+    asyncio.run(run_one(scheduler, MIN_SHARE_TOKENS - 1))
     assert scheduler.totals.processor_share is None, "too few tokens to tell"
     while (
         scheduler.totals.processor_share is None
     ):  # tokens that came together have no time between them
-        asyncio.run(run_one(scheduler, 4 * SHARE_TOKENS))
+        asyncio.run(run_one(scheduler, 4 * MIN_SHARE_TOKENS))
     assert scheduler.totals.processor_share == share
 
 
-async def run_one(scheduler: Scheduler, tokens: int) -> None:
+async def run_one(scheduler: Scheduler, tokens: int):
     await ids_of(submit(scheduler, 0, tokens))
 
 
 def test_each_idle_stretch_is_told_once(engine, monkeypatch):
     monkeypatch.setattr("laneformer.serve.scheduler.IDLE_S", 0.0)
-    stretches: queue.Queue[int] = queue.Queue()
+    stretches = queue.Queue()
     scheduler = Scheduler(engine, when_idle=lambda: stretches.put(1))
     for _ in range(3):
         stretches.get(timeout=60)
@@ -99,7 +97,7 @@ def test_each_idle_stretch_is_told_once(engine, monkeypatch):
 
 
 def test_first_come_first_served(scheduler):
-    async def three() -> list[Running]:
+    async def three():
         running = [submit(scheduler, i, 30) for i in range(scheduler.max_joined + 3)]
         await asyncio.gather(*map(ids_of, running))
         return running

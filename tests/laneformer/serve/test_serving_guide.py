@@ -2,8 +2,6 @@
 and field.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -17,7 +15,7 @@ from laneformer.cli import main
 from laneformer.serve.fields import REFUSED
 from laneformer.serve.options import ServerOptions
 from laneformer.serve.schema import CompletionRequest, ConversationRequest
-from tests.laneformer.serve.conftest import ROOT, Server, start
+from tests.laneformer.serve.conftest import ROOT, start
 from tests.laneformer.serve.endpoint import data_of
 
 GUIDE = (ROOT / "docs" / "serving.md").read_text()
@@ -32,32 +30,32 @@ needs_clients = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def served(model_folder):
+def guide_server(model_folder):
     server = start(model_folder, model_name=NAME)
     yield server
     assert server.stop() == 0, server.output()
 
 
-def run(command: list[str], code: str, server: Server) -> str:
+def run(command, code, server) -> str:
     text = code.replace("http://localhost:8000", server.url)
     environment = {"PYTHONPATH": str(CLIENTS)} if "import litellm" in code else {}
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, text], capture_output=True, text=True, timeout=300, env=os.environ | environment
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 @pytest.mark.job
-def test_curl(served):
-    answers = [run(["bash", "-c"], f"{command} -sSf", served) for command in CURL]
+def test_curl(guide_server):
+    answers = [run(["bash", "-c"], f"{command} -sSf", guide_server) for command in CURL]
     conversation, scored, streamed, tokens = answers
     assert json.loads(conversation)["choices"][0]["message"]["role"] == "assistant"
     first, *others = json.loads(scored)["choices"][0]["logprobs"]["token_logprobs"]
     assert first is None
     assert all(score < 0 for score in others)
-    *_, last, done = data_of(streamed)
-    assert done == "[DONE]"
+    *_, last, end = data_of(streamed)
+    assert end == "[DONE]"
     assert json.loads(last)["usage"]["completion_tokens"] <= 20
     assert json.loads(tokens)["tokens"]
 
@@ -69,8 +67,8 @@ def marks(code: str) -> list[pytest.MarkDecorator]:
 @pytest.mark.parametrize(
     "code", [pytest.param(code, marks=marks(code), id=str(i)) for i, code in enumerate(PYTHON)]
 )
-def test_python(served, code):
-    assert run([sys.executable, "-c"], code, served).strip()
+def test_python(guide_server, code):
+    assert run([sys.executable, "-c"], code, guide_server).strip()
 
 
 def test_settings_of_programs_can_be_read():

@@ -1,7 +1,5 @@
 """Calls of tools: their forms as templates have them, and answers of a random model under their grammars."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -18,11 +16,11 @@ from laneformer.serve.choices import Piece
 from laneformer.serve.conversation import ChoiceAnswer
 from laneformer.serve.tool_calls import ToolCalling, ToolUse
 from tests.laneformer.serve.conftest import TEMPLATE as SMOLLM2
-from tests.laneformer.serve.endpoint import request_with
+from tests.laneformer.serve.endpoint import parse_table, request_with
 from tests.laneformer.serve.grammar_assets import (
     TOKENIZERS,
     batch_of,
-    drawn,
+    draw_answer,
     grammars,
     text_of,
     tokens_allowed,
@@ -95,9 +93,10 @@ FORMS = {
     "glm": ("glm4moe.jinja", None),  # arguments as XML
     "broken": ("{% for %}", None),
 }
+CALLING = "smollm2", "mistral", "mistral 3.2", "kimi k2", "textual", "qwen3", "llama 3.1"
 GIVEN = json.loads(Path(__file__).with_name("tools.json").read_text())
-TOOLS: list[dict[str, Any]] = GIVEN["tools"]
-CALLS: list[dict[str, Any]] = GIVEN["calls"]
+TOOLS = GIVEN["tools"]
+CALLS = GIVEN["calls"]
 SCHEMAS = {
     tool["function"]["name"]: tool["function"]["parameters"] or {"maxProperties": 0}
     for tool in TOOLS
@@ -120,12 +119,14 @@ def calling(name: str, kind: str = "bytes") -> ToolCalling:
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_are_read_from_templates(name):
     read, (_, form) = calling(name), FORMS[name]
-    assert (read.form, read.described) == (form or HERMES, form is None)
+    assert read.form == (form or HERMES)
+    assert read.described == (form is None)
 
 
-def spelled(form: CallForm, calls: list[dict[str, Any]]) -> str:
+def spell_calls(form: CallForm, calls: list[dict[str, Any]]) -> str:
     """As a model writes these calls, with their ids or numbers."""
-    ids, numbers = (call["id"] for call in calls), itertools.count()
+    ids = (call["id"] for call in calls)
+    numbers = itertools.count()
     text = form.write([call["function"] for call in calls])
     return re.sub(
         CHOSEN, lambda part: next(ids) if part[0] == CALL_ID else str(next(numbers)), text
@@ -144,12 +145,12 @@ def test_the_id_that_a_model_writes_is_its_calls(name, ids):
     """The first one of several alike, too."""
     form = calling(name).form
 
-    def read(calls: list[dict[str, Any]]) -> list[tuple[str, str, Any]]:
+    def read(calls):
         answer = ChoiceAnswer(AnswerReader(form))
-        for letter in spelled(form, calls):
+        for letter in spell_calls(form, calls):
             answer.push(Piece(0, letter))
         answer.push(Piece(0, finish_reason="stop"))
-        return [(call.id, call.name, json.loads(call.text)) for call in answer.calls()]
+        return [(call.id, call.name, json.loads(call.text)) for call in answer.list_calls()]
 
     functions = [call["function"] for call in CALLS]
     assert read(CALLS) == [
@@ -160,9 +161,7 @@ def test_the_id_that_a_model_writes_is_its_calls(name, ids):
     assert first == ids[0] != second
 
 
-@pytest.mark.parametrize(
-    "name", ["mistral", "new mistral", "mistral 3.2", "kimi k2", "textual", "qwen3", "llama 3.1"]
-)
+@pytest.mark.parametrize("name", [*CALLING[1:], "new mistral"])
 def test_calls_go_back_as_transformers_renders_them(name):
     """And as the model wrote them: the form, with the arguments, is in the text."""
     from transformers import PreTrainedTokenizerFast
@@ -175,11 +174,12 @@ def test_calls_go_back_as_transformers_renders_them(name):
         *({"role": "tool", "tool_call_id": call["id"], "content": "7"} for call in calls),
         {"role": "user", "content": "!"},
     ]
-    sent = tool.use(request_with(TOOLS)).messages(messages)
-    template, bare = template_of(name), grammars().tokenizer
+    sent = tool.select_tools(request_with(TOOLS)).translate_messages(messages)
+    template = template_of(name)
+    bare = grammars().tokenizer
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, chat_template=template, **TOKENS)
     text = tokenizer.apply_chat_template(sent, tools=TOOLS, tokenize=False)
-    written = spelled(tool.form, calls)
+    written = spell_calls(tool.form, calls)
     if name == "mistral":
         written = tool.form.begin + 'get_weather", "arguments": {"city": "Köln'
     assert written in text
@@ -189,11 +189,11 @@ def test_calls_go_back_as_transformers_renders_them(name):
 
 
 def test_templates_without_tools_get_them_described():
-    use = calling("smollm2").use(request_with(TOOLS))
+    use = calling("smollm2").select_tools(request_with(TOOLS))
     assert use.template_tools == []
     assistant = {"role": "assistant", "content": "So:", "tool_calls": CALLS}
     results = [{"role": "tool", "content": text, "tool_call_id": "x"} for text in ("1", "2")]
-    system, user, called, result = use.messages(
+    system, user, called, result = use.translate_messages(
         [{"role": "user", "content": "?"}, assistant, *results]
     )
     described = (
@@ -207,23 +207,29 @@ def test_templates_without_tools_get_them_described():
     one_message = "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"
     assert result["content"] == one_message, "as templates want turns to alternate"
     own = {"role": "system", "content": "Be brief."}
-    (system,) = use.messages([own])
+    (system,) = use.translate_messages([own])
     assert system["content"].endswith("\n\nBe brief.")
     assert own["content"] == "Be brief."
-    assert calling("smollm2").use(request_with(TOOLS, "none")).messages([own]) == [own]
+    assert calling("smollm2").select_tools(request_with(TOOLS, "none")).translate_messages(
+        [own]
+    ) == [own]
 
 
 def test_templates_without_system_messages_get_tools_in_the_first_question():
-    (user,) = calling("gemma").use(request_with(TOOLS)).messages([{"role": "user", "content": "?"}])
+    (user,) = (
+        calling("gemma")
+        .select_tools(request_with(TOOLS))
+        .translate_messages([{"role": "user", "content": "?"}])
+    )
     assert user["role"] == "user"
     assert user["content"].endswith("</tool_call>\n\n?")
 
 
-def parsed(use: ToolUse, text: str) -> tuple[str, list[tuple[str, Any]]]:
+def read_answer(use: ToolUse, text: str) -> tuple[str, list[tuple[str, Any]]]:
     """Content and calls."""
     reader = AnswerReader(use.form)
     deltas = [*reader.push(text), *reader.finish()]
-    calls: list[list[str]] = []
+    calls = []
     for kind, part in deltas:
         if kind == "call":
             calls.append([part, ""])
@@ -237,9 +243,7 @@ NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize(
-    "name", ["smollm2", "mistral", "mistral 3.2", "kimi k2", "textual", "qwen3", "llama 3.1"]
-)
+@pytest.mark.parametrize("name", CALLING)
 def test_every_call_is_valid(name, kind):
     tool = calling(name, kind)
     with batch_of(kind) as batch:
@@ -249,13 +253,13 @@ def test_every_call_is_valid(name, kind):
             (NAMED, True),
             ("auto", True),
         ):
-            use = tool.use(request_with(TOOLS, choice, parallel_tool_calls=parallel))
-            answers = [drawn(batch, use.grammar(), seed=seed) for seed in range(SEEDS)]
+            use = tool.select_tools(request_with(TOOLS, choice, parallel_tool_calls=parallel))
+            answers = [draw_answer(batch, use.make_grammar(), seed=seed) for seed in range(SEEDS)]
             ended = [ids for ids, reason in answers if reason == "stop"]
             assert ended, choice
             for ids in ended:
                 text = text_of(kind, ids, skip_special_tokens=False)
-                content, calls = parsed(use, text)
+                content, calls = read_answer(use, text)
                 assert "probed" not in text
                 for function, arguments in calls:
                     jsonschema.validate(arguments, SCHEMAS[function])
@@ -270,29 +274,28 @@ def test_every_call_is_valid(name, kind):
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize(
-    "name", ["smollm2", "mistral", "mistral 3.2", "kimi k2", "textual", "qwen3", "llama 3.1"]
-)
+@pytest.mark.parametrize("name", CALLING)
 def test_auto_lets_text_be_text_until_a_call_begins(name, kind):
     """What a model would write is forced through the grammar; behind the marker it has no choice but a call."""
-    use = calling(name, kind).use(request_with(TOOLS))
-    end, form = grammars(kind).eos_ids[0], use.calling.form
-    said = "" if form.marker == "{" else "Let me <see> {it}: "
+    use = calling(name, kind).select_tools(request_with(TOOLS))
+    end = grammars(kind).eos_ids[0]
+    form = use.calling.form
+    text_before = "" if form.marker == "{" else "Let me <see> {it}: "
     add = {"name": "add", "arguments": {"a": 1, "b": -20}}
-    call = spelled(form, [{"id": "abcDEF124", "function": add}])
-    texts = [said + call, "Only text, with a { brace and a <tool.", ""]
+    call = spell_calls(form, [{"id": "abcDEF124", "function": add}])
+    texts = [text_before + call, "Only text, with a { brace and a <tool.", ""]
     texts += [
         "<think>\nI {{ think.\n</think>\n\nSo.",
-        *(["<think>\nHm.</think>" + call] if said else []),
+        *(["<think>\nHm.</think>" + call] if text_before else []),
     ]
     for text in texts:
         ids = [*ids_of(kind, text), end]
-        assert tokens_allowed(use.grammar(), ids) == len(ids), text
+        assert tokens_allowed(use.make_grammar(), ids) == len(ids), text
     for wrong in (call.replace("add", "sub"), call.replace("-20", '"x"')):
-        assert tokens_allowed(use.grammar(), ids_of(kind, said + wrong)) < len(
-            ids_of(kind, said + call)
+        assert tokens_allowed(use.make_grammar(), ids_of(kind, text_before + wrong)) < len(
+            ids_of(kind, text_before + call)
         )
-    assert parsed(use, said + call) == (said, [("add", {"a": 1, "b": -20})])
+    assert read_answer(use, text_before + call) == (text_before, [("add", {"a": 1, "b": -20})])
 
 
 def ids_of(kind: str, text: str) -> list[int]:
@@ -311,41 +314,39 @@ def ids_of(kind: str, text: str) -> list[int]:
 
 def test_without_tools_there_is_nothing_to_force():
     for request in (request_with([]), request_with(TOOLS, "none")):
-        use = calling("qwen3").use(request)
-        assert (use.template_tools, use.grammar(), use.form) == ([], None, None)
+        use = calling("qwen3").select_tools(request)
+        assert use.template_tools == []
+        assert use.make_grammar() is None
+        assert use.form is None
 
 
 ZOD_EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
-# of an argument, the keyword that is refused, and a value that the rest allows
-REFUSED: list[tuple[dict[str, Any], str, Any]] = [
-    ({"type": "string", "pattern": ZOD_EMAIL}, "pattern", "a@b.org"),
-    ({"type": ["string", "null"], "pattern": r"(a)\1"}, "pattern", None),
-    ({"type": "string", "pattern": r"\bfoo\b"}, "pattern", "foo"),
-    ({"type": "object", "patternProperties": {"(?=a)b": {}}}, "patternProperties", {}),
-    (
-        {"type": "array", "items": {"anyOf": [{"pattern": "(?<=a)"}]}},
-        "items.anyOf[0].pattern",
-        ["b"],
-    ),
-    ({"type": "y"}, "type", 1),
-    ({"type": "integer", "minimum": 5, "maximum": 3}, "maximum", 7),
-    ({"enum": []}, "enum", "a"),
-    ({"$ref": "#/$defs/nowhere"}, "$ref", "a"),
-    ({"$ref": "https://example.com/schema.json"}, "$ref", "a"),
-    ({"type": "array", "minItems": "3"}, "minItems", []),
-    ({"type": "integer", "multipleOf": 0}, "multipleOf", 2),
-    ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "allOf", "a"),
-]
+# schema of an argument | keyword that is refused | value that the rest allows
+REFUSED = r"""
+{"type": "string", "pattern": ZOD_EMAIL} | pattern | "a@b.org"
+{"type": ["string", "null"], "pattern": "(a)\\1"} | pattern | null
+{"type": "string", "pattern": "\\bfoo\\b"} | pattern | "foo"
+{"type": "object", "patternProperties": {"(?=a)b": {}}} | patternProperties | {}
+{"type": "array", "items": {"anyOf": [{"pattern": "(?<=a)"}]}} | items.anyOf[0].pattern | ["b"]
+{"type": "y"} | type | 1
+{"type": "integer", "minimum": 5, "maximum": 3} | maximum | 7
+{"enum": []} | enum | "a"
+{"$ref": "#/$defs/nowhere"} | $ref | "a"
+{"$ref": "https://example.com/schema.json"} | $ref | "a"
+{"type": "array", "minItems": "3"} | minItems | []
+{"type": "integer", "multipleOf": 0} | multipleOf | 2
+{"allOf": [{"type": "string"}, {"type": "integer"}]} | allOf | "a"
+""".replace("ZOD_EMAIL", json.dumps(ZOD_EMAIL))
 
 
-@pytest.mark.parametrize(("schema", "keyword", "value"), REFUSED)
+@pytest.mark.parametrize(("schema", "keyword", "value"), parse_table(REFUSED))
 def test_what_a_grammar_cannot_demand_of_a_tool_is_left_out_and_named(schema, keyword, value):
     """The rest of its schema still holds. In a response format it is refused."""
     properties = {"x": schema, "n": {"type": "integer"}}
     parameters = {"type": "object", "properties": properties, "required": ["x", "n"]}
     broken = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    use = calling("qwen3").use(request_with([*TOOLS, broken], "required"))
-    grammar = use.grammar()
+    use = calling("qwen3").select_tools(request_with([*TOOLS, broken], "required"))
+    grammar = use.make_grammar()
     assert grammar is not None
     assert use.unused == [f"tools[{len(TOOLS)}].function.parameters.properties.x.{keyword}"]
     for number, fits in ((1, True), ("1", False)):
@@ -356,7 +357,7 @@ def test_what_a_grammar_cannot_demand_of_a_tool_is_left_out_and_named(schema, ke
         "the model sees all of it"
     )
     with pytest.raises(ValueError, match="response_format"):
-        grammars().of_schema(parameters, "response_format")
+        grammars().compile_schema(parameters, "response_format")
 
 
 def test_tools_beyond_the_limits_are_refused():
@@ -364,7 +365,7 @@ def test_tools_beyond_the_limits_are_refused():
     functions = [{"name": f"f{i}", "parameters": parameters} for i in range(9)]
     tools = [{"type": "function", "function": function} for function in functions]
     with pytest.raises(ValueError, match="the schemas of a request together"):
-        calling("qwen3").use(request_with(tools)).grammar()
+        calling("qwen3").select_tools(request_with(tools)).make_grammar()
     patterns = {f"p{i}": {"pattern": "(?=a)"} for i in range(20)}
     tools = [
         {
@@ -375,4 +376,4 @@ def test_tools_beyond_the_limits_are_refused():
     with pytest.raises(
         ValueError, match=r"tools\[0\].function.parameters.properties.p\d+: regex parse error"
     ):
-        calling("qwen3").use(request_with(tools)).grammar()
+        calling("qwen3").select_tools(request_with(tools)).make_grammar()

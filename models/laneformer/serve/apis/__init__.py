@@ -1,1 +1,1 @@
-"""The APIs of the server: each translates its bodies and answers to one conversation of the model."""
+"""The APIs of the server, each a translation to one conversation of the model."""

@@ -1,4 +1,4 @@
-"""Shared base of the APIs whose answers are blocks: Responses, Messages and Ollama."""
+"""The base of the APIs whose answers are blocks: Responses, Messages and Ollama."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from ..context import ServingContext
 from ..conversation import Block, Conversation, Part
 from ..schema import ConversationRequest, Limit, Request, Sampling
 from ..sending import Answer
-from .openai import usage_of
 
 
 class TranslatedRequest(Request):
@@ -22,104 +21,95 @@ class TranslatedRequest(Request):
 
     max_tokens: Limit = None
 
-    def fields(self) -> dict[str, Any]:
-        """Of the ConversationRequest, beside those that all APIs share."""
+    def translate_fields(self) -> dict[str, Any]:
+        """Return the fields of a ConversationRequest beside those of Sampling."""
         raise NotImplementedError
 
-    def conversation(self) -> ConversationRequest:
+    def translate(self) -> ConversationRequest:
         try:
-            fields = sampling_of(self) | self.fields()
-        except (AttributeError, TypeError) as error:  # a value in the place of an object
+            fields = pick_sampling(self) | self.translate_fields()
+        except (AttributeError, TypeError) as error:
+            # A plain value where the API has an object
             raise RequestError(
                 f"messages have a part of another form: {error}", "messages"
             ) from None
         return ConversationRequest.from_fields(fields, Reading(strict=False))
 
 
-def sampling_of(body: Sampling) -> dict[str, Any]:
-    """What a body says of how tokens are drawn, and how many."""
+def pick_sampling(body: Sampling) -> dict[str, Any]:
     return body.model_dump(include={*Sampling.model_fields, "max_tokens"}, exclude_unset=True)
 
 
 class BlockAnswer(Answer):
-    """finish_reason, stop: OpenAI's reason and the stop string, once it has ended."""
+    """An answer in blocks; `finish_reason` and `stop` are set at its end."""
 
     def __init__(self, request: TranslatedRequest, context: ServingContext):
-        self.context, self.streamed = context, request.stream
+        self.context = context
+        self.streamed = request.stream
         self.model = request.model or context.model
-        self.conversation = Conversation(request.conversation(), context)
+        self.conversation = Conversation(request.translate(), context)
         self.choices = self.conversation.choices
         self.answer = self.conversation.answers[0]
         self.blocks = self.answer.blocks
         self.finish_reason: str | None = None
         self.stop: str | None = None
-        self.begun_s = self.first_s = 0.0  # when it was submitted, and when the first text came
-
-    def begin(self) -> None:
         self.begun_s = time.time()
-        super().begin()
+        self.first_s = 0.0  # when the first text came
 
     async def parts(self) -> AsyncGenerator[Part, None]:
-        """Blocks with what is new in them; a new one comes without text first."""
+        """Yield blocks with their new text; a new block comes without text first."""
         async for piece, parts in self.conversation:
             self.first_s = self.first_s or time.time()
             for part in parts:
                 yield part
             if piece.finish_reason is not None:
-                self.finish_reason, self.stop = piece.finish_reason, piece.stop
+                self.finish_reason = piece.finish_reason
+                self.stop = piece.stop
 
     async def whole(self) -> dict[str, Any]:
         async for _ in self.parts():
             pass
-        return self.whole_answer()
+        return self.format_answer()
 
     async def __aiter__(self) -> AsyncGenerator[str, None]:
-        yield self.opening()
+        yield self.open_stream()
+        # A block ends where the next one begins, or with the stream
         last: Block | None = None
         async for block, text in self.parts():
             if text:
-                yield self.more(block, text)
+                yield self.write_text(block, text)
             else:
-                yield (self.end_of(last) if last else "") + self.begin_of(block)
+                yield (self.close_block(last) if last else "") + self.open_block(block)
                 last = block
-        yield (self.end_of(last) if last else "") + self.closing()
+        yield (self.close_block(last) if last else "") + self.close_stream()
 
-    # What an API says: the whole answer, or the events of a stream
+    # Each API formats the whole answer, or writes the events of a stream
 
-    def whole_answer(self) -> dict[str, Any]:
+    def format_answer(self) -> dict[str, Any]:
         raise NotImplementedError
 
-    def opening(self) -> str:
+    def open_stream(self) -> str:
         return ""
 
-    def begin_of(self, block: Block) -> str:
+    def open_block(self, block: Block) -> str:
         return ""
 
-    def more(self, block: Block, text: str) -> str:
+    def write_text(self, block: Block, text: str) -> str:
         raise NotImplementedError
 
-    def end_of(self, block: Block) -> str:
+    def close_block(self, block: Block) -> str:
         return ""
 
-    def closing(self) -> str:
+    def close_stream(self) -> str:
         raise NotImplementedError
 
-    @property
-    def used(self) -> dict[str, Any]:
-        """OpenAI's usage; cached_tokens and reasoning_tokens at the top."""
-        reasoning_tokens = self.answer.reasoning_tokens
-        usage = usage_of(self.choices, reasoning_tokens)
-        cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
-        return {**usage, "cached_tokens": cached, "reasoning_tokens": reasoning_tokens}
 
-
-def event(kind: str, **fields: Any) -> str:
-    """A named event of a stream."""
+def write_event(kind: str, **fields: Any) -> str:
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n"
 
 
-def text_of(content: Any, kinds: Sequence[str], where: str) -> str:
-    """A text, or a list of parts of these kinds, as one text; RequestError for what is none."""
+def read_text(content: Any, kinds: Sequence[str], where: str) -> str:
+    """Return a text, or a list of parts of these kinds, as one text."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
@@ -132,11 +122,12 @@ def text_of(content: Any, kinds: Sequence[str], where: str) -> str:
     return "\n".join(texts)
 
 
-def own_tools(kind: str) -> AfterValidator:
-    """Keeps tools of this type, which the client runs; what the API's makers run cannot be called here."""
+def select_tools(kind: str) -> AfterValidator:
+    """Return a validator that keeps tools of this type, which the client runs."""
 
     def leave_out_others(tools: list[dict[str, Any]], info: ValidationInfo) -> list[dict[str, Any]]:
         reading: Reading = info.context or STRICTLY
+        # Tools of other types run on the servers of the API's maker
         for other in {str(tool.get("type", kind))[:SHOWN_CHARS]: None for tool in tools}:
             if other != kind:
                 message = f"tools has one of the type {other!r}; allowed is {kind!r}"
@@ -146,11 +137,11 @@ def own_tools(kind: str) -> AfterValidator:
     return AfterValidator(leave_out_others)
 
 
-def function_tool(tool: dict[str, Any], parameters: str) -> dict[str, Any]:
-    """A tool as chat completions have it. parameters: the field of its schema."""
+def translate_tool(tool: dict[str, Any], parameters: str) -> dict[str, Any]:
+    """Return a tool as chat completions have it; `parameters` names the field of its schema."""
     function = {"name": tool.get("name"), "description": tool.get("description")}
     return {"type": "function", "function": {**function, "parameters": tool.get(parameters)}}
 
 
-def function_call(call_id: Any, name: Any, arguments: str) -> dict[str, Any]:
+def make_call(call_id: Any, name: Any, arguments: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

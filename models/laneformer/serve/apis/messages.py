@@ -12,17 +12,17 @@ from ...chat import ASSISTANT, SYSTEM, USER
 from ..bodies import Body, RequestError
 from ..context import ServingContext
 from ..conversation import Block, prepare_prompt
-from ..parts import Effort, Objects, ResponseFormat, Thinking, arguments_of
+from ..parts import Effort, Objects, ResponseFormat, Thinking, parse_arguments
 from ..schema import MAX_MESSAGES
 from ..sending import ClientError
 from .blocks import (
     BlockAnswer,
     TranslatedRequest,
-    event,
-    function_call,
-    function_tool,
-    own_tools,
-    text_of,
+    make_call,
+    read_text,
+    select_tools,
+    translate_tool,
+    write_event,
 )
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -35,7 +35,8 @@ DELTAS = {
 
 
 class Turn(Body):
-    place, is_open = "messages[].", True
+    place = "messages[]."
+    is_open = True
 
     role: Literal["user", "assistant", "system"]
     content: str | Objects
@@ -64,12 +65,12 @@ class MessagesRequest(TranslatedRequest):
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     output_config: OutputConfig = OutputConfig()
     system: str | Objects | None = None
-    tools: Annotated[Objects, own_tools("custom")] = []
+    tools: Annotated[Objects, select_tools("custom")] = []
     tool_choice: ToolUseChoice = ToolUseChoice()
     thinking: Thinking = Thinking()
 
-    def fields(self) -> dict[str, Any]:
-        system = text_of(self.system, ["text"], "system")
+    def translate_fields(self) -> dict[str, Any]:
+        system = read_text(self.system, ["text"], "system")
         messages = [{"role": SYSTEM, "content": system}] if system else []
         for turn in self.messages:
             messages += translate_turn(turn)
@@ -79,6 +80,7 @@ class MessagesRequest(TranslatedRequest):
             if self.output_config.format.type != "text":
                 reason = "the final assistant message, which the answer continues, cannot be combined with a format"
                 raise RequestError(reason, "output_config.format")
+            # There is nothing to continue, so the template opens a new turn
             if not messages[-1]["content"]:  # it is begun
                 messages.pop()
                 continues = False
@@ -88,7 +90,7 @@ class MessagesRequest(TranslatedRequest):
             "messages": messages,
             "continue_final_message": continues,
             "add_generation_prompt": not continues,
-            "tools": [function_tool(tool, "input_schema") for tool in self.tools],
+            "tools": [translate_tool(tool, "input_schema") for tool in self.tools],
             "tool_choice": CHOICES.get(choice.type, named),
             "parallel_tool_calls": not choice.disable_parallel_tool_use,
             "reasoning_effort": self.output_config.effort,
@@ -98,7 +100,7 @@ class MessagesRequest(TranslatedRequest):
 
 
 def check_final(turn: Turn) -> None:
-    """RequestError for an assistant's turn that no answer continues."""
+    """Raise RequestError for an assistant's turn that no answer can continue."""
     blocks = (
         turn.content if isinstance(turn.content, list) else [{"type": "text", "text": turn.content}]
     )
@@ -116,20 +118,23 @@ def check_final(turn: Turn) -> None:
 
 
 def translate_turn(turn: Turn) -> list[dict[str, Any]]:
-    """The messages of a chat completion: results of tools come first, each as one of its own."""
+    """Return the turn as messages of a chat completion."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
-    results, texts, calls, thoughts = [], [], [], []
+    results = []
+    texts = []
+    calls = []
+    thoughts = []
     for block in turn.content:
         match block.get("type"):
             case "tool_result":
-                content = text_of(block.get("content"), ["text"], "messages[].content[].content")
+                content = read_text(block.get("content"), ["text"], "messages[].content[].content")
                 results.append(
                     {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
                 )
             case "tool_use":
                 calls.append(
-                    function_call(
+                    make_call(
                         block.get("id"), block.get("name"), json.dumps(block.get("input") or {})
                     )
                 )
@@ -138,13 +143,14 @@ def translate_turn(turn: Turn) -> list[dict[str, Any]]:
             case "redacted_thinking":
                 continue
             case _:
-                texts.append(text_of([block], ["text"], "messages[].content"))
+                texts.append(read_text([block], ["text"], "messages[].content"))
     message: dict[str, Any] = {"role": turn.role, "content": "\n".join(texts)}
     if turn.role == ASSISTANT:
         message |= {"tool_calls": calls} if calls else {}
         message |= {"reasoning_content": "\n".join(thoughts)} if any(thoughts) else {}
     elif calls:
         raise RequestError("tool_use is an assistant's", "messages[].content")
+    # Results of tools belong to the previous turn, so they come first, one message each
     return [*results, *([message] if texts or turn.role != USER or not results else [])]
 
 
@@ -153,57 +159,62 @@ class MessagesAnswer(BlockAnswer):
         super().__init__(request, context)
         self.id = f"msg_{uuid.uuid4().hex}"
 
-    def message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+    def format_message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         fixed = {"id": self.id, "type": "message", "role": ASSISTANT, "model": self.model}
-        return {**fixed, "content": content, **self.reason(), "usage": self.usage()}
+        return {**fixed, "content": content, **self.format_reason(), "usage": self.format_usage()}
 
-    def reason(self) -> dict[str, Any]:
+    def format_reason(self) -> dict[str, Any]:
         reason = "stop_sequence" if self.stop is not None else REASONS.get(self.finish_reason or "")
         return {"stop_reason": reason, "stop_sequence": self.stop}
 
-    def usage(self) -> dict[str, int]:
-        """Cached tokens are not among the others."""
-        used = self.used
+    def format_usage(self) -> dict[str, int]:
+        usage = self.choices.count_usage()
+        cached = usage.cached or 0
+        # Cached tokens are not among Anthropic's input tokens
         return {
-            "input_tokens": used["prompt_tokens"] - used["cached_tokens"],
+            "input_tokens": usage.prompt - cached,
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": used["cached_tokens"],
-            "output_tokens": used["completion_tokens"],
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage.completion,
         }
 
-    def whole_answer(self) -> dict[str, Any]:
-        return self.message([content_of(block, block.text) for block in self.blocks])
+    def format_answer(self) -> dict[str, Any]:
+        return self.format_message([format_block(block, block.text) for block in self.blocks])
 
-    def opening(self) -> str:
-        return event("message_start", message=self.message([]))
+    def open_stream(self) -> str:
+        return write_event("message_start", message=self.format_message([]))
 
-    def begin_of(self, block: Block) -> str:
-        return event("content_block_start", index=block.index, content_block=content_of(block, ""))
-
-    def more(self, block: Block, text: str) -> str:
-        kind, name = DELTAS[block.kind]
-        return event("content_block_delta", index=block.index, delta={"type": kind, name: text})
-
-    def end_of(self, block: Block) -> str:
-        return event("content_block_stop", index=block.index)
-
-    def closing(self) -> str:
-        return event("message_delta", delta=self.reason(), usage=self.usage()) + event(
-            "message_stop"
+    def open_block(self, block: Block) -> str:
+        return write_event(
+            "content_block_start", index=block.index, content_block=format_block(block, "")
         )
 
-    def failure_events(self, error: ClientError) -> str:
-        return event("error", error=error.body("/v1/messages")["error"])
+    def write_text(self, block: Block, text: str) -> str:
+        kind, name = DELTAS[block.kind]
+        return write_event(
+            "content_block_delta", index=block.index, delta={"type": kind, name: text}
+        )
+
+    def close_block(self, block: Block) -> str:
+        return write_event("content_block_stop", index=block.index)
+
+    def close_stream(self) -> str:
+        return write_event(
+            "message_delta", delta=self.format_reason(), usage=self.format_usage()
+        ) + write_event("message_stop")
+
+    def write_failure(self, error: ClientError) -> str:
+        return write_event("error", error=error.format_body("/v1/messages")["error"])
 
 
-def content_of(block: Block, text: str) -> dict[str, Any]:
+def format_block(block: Block, text: str) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": text, "signature": ""}
     if block.kind == "text":
         return {"type": "text", "text": text, "citations": None}
-    return {"type": "tool_use", "id": block.id, "name": block.name, "input": arguments_of(text)}
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": parse_arguments(text)}
 
 
 def count_tokens(request: MessagesRequest, context: ServingContext) -> dict[str, int]:
-    _, prompt = prepare_prompt(request.conversation(), context)
+    _, prompt = prepare_prompt(request.translate(), context)
     return {"input_tokens": len(prompt)}

@@ -1,4 +1,4 @@
-"""Ollama's API: /api/chat and /api/generate, and what its clients ask about the model."""
+"""Ollama's API: /api/chat, /api/generate, and what its clients ask about the model."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from ..context import ServingContext
 from ..conversation import Block
 from ..endpoints import Endpoints
 from ..fields import HARMLESS, NEUTRAL, REFUSED, RENAMED
-from ..parts import Objects, arguments_of
+from ..parts import Objects, parse_arguments
 from ..schema import Sampling
 from ..sending import Answer, ClientError
-from .blocks import BlockAnswer, TranslatedRequest, function_call, sampling_of
+from .blocks import BlockAnswer, TranslatedRequest, make_call, pick_sampling
 
-VERSION = "0.14.0"  # of the API, which clients compare
-FOR_EVER = "9999-12-31T23:59:59Z"
+VERSION = "0.14.0"  # of Ollama; clients compare it
+NEVER = "9999-12-31T23:59:59Z"
 SECOND_NS = 1e9
 
 
 class Message(Body):
-    place, is_open = "messages[].", True
+    place = "messages[]."
+    is_open = True
     refused = {"images": REFUSED["images"]}
 
     role: str
@@ -40,10 +41,13 @@ class Message(Body):
 
 
 class Options(Sampling):
-    """Of one request; those that nobody knows have no effect, as in Ollama."""
+    """Ollama's options of one request; as there, unknown ones have no effect."""
 
-    place, is_open, typo = "options.", True, 1.0
-    harmless, neutral = HARMLESS, NEUTRAL
+    place = "options."
+    is_open = True
+    typo = 1.0
+    harmless = HARMLESS
+    neutral = NEUTRAL
     refused = {**REFUSED, "format": "send it beside the options"}
     renamed = {**RENAMED, "num_predict": "max_tokens"}
 
@@ -53,7 +57,7 @@ class Options(Sampling):
 
 
 class OllamaRequest(TranslatedRequest):
-    """What /api/chat and /api/generate have in common."""
+    """What /api/chat and /api/generate share."""
 
     own_names = {r"^messages\S*": "messages", r"^response_format(\.schema)?": "format"}
 
@@ -62,18 +66,18 @@ class OllamaRequest(TranslatedRequest):
     format: Literal["json", ""] | dict[str, Any] = ""
     think: bool | str | None = None
 
-    def fields(self) -> dict[str, Any]:
+    def translate_fields(self) -> dict[str, Any]:
         form: dict[str, Any] = {"schema": self.format} if isinstance(self.format, dict) else {}
         variables = {} if self.think is None else {"enable_thinking": self.think is not False}
         return {
-            **sampling_of(self.options),
-            "messages": self.messages_of_chat(),
+            **pick_sampling(self.options),
+            "messages": self.translate_messages(),
             "response_format": {"type": "json_object", **form} if self.format else {},
             "chat_template_kwargs": variables,
             "reasoning_effort": self.think if isinstance(self.think, str) else None,
         }
 
-    def messages_of_chat(self) -> list[dict[str, Any]]:
+    def translate_messages(self) -> list[dict[str, Any]]:
         raise NotImplementedError
 
 
@@ -81,10 +85,10 @@ class ChatRequest(OllamaRequest):
     messages: list[Message] = []
     tools: Objects = []
 
-    def fields(self) -> dict[str, Any]:
-        return {**super().fields(), "tools": self.tools}
+    def translate_fields(self) -> dict[str, Any]:
+        return {**super().translate_fields(), "tools": self.tools}
 
-    def messages_of_chat(self) -> list[dict[str, Any]]:
+    def translate_messages(self) -> list[dict[str, Any]]:
         return [translate_message(message) for message in self.messages]
 
 
@@ -94,7 +98,7 @@ class GenerateRequest(OllamaRequest):
     prompt: str = ""
     system: str = ""
 
-    def messages_of_chat(self) -> list[dict[str, Any]]:
+    def translate_messages(self) -> list[dict[str, Any]]:
         system = [{"role": SYSTEM, "content": self.system}] if self.system else []
         return [*system, {"role": USER, "content": self.prompt}]
 
@@ -108,58 +112,63 @@ def translate_message(sent: Message) -> dict[str, Any]:
         "name": sent.tool_name,
         "tool_call_id": sent.tool_call_id,
         "tool_calls": [
-            function_call(None, call.get("name"), json.dumps(call.get("arguments") or {}))
+            make_call(None, call.get("name"), json.dumps(call.get("arguments") or {}))
             for call in calls
         ],
     }
 
 
 class OllamaAnswer(BlockAnswer):
-    """Lines of JSON; calls come as a whole."""
+    """Lines of JSON; a call comes as a whole."""
 
-    media, silence = "application/x-ndjson", " "
+    media = "application/x-ndjson"
+    silence = " "
 
     def __init__(self, request: ChatRequest | GenerateRequest, context: ServingContext):
         super().__init__(request, context)
-        self.line = partial(line_of, isinstance(request, ChatRequest), self.model)
+        self.line = partial(format_line, isinstance(request, ChatRequest), self.model)
 
-    def end(self) -> dict[str, Any]:
-        used, now_s = self.used, time.time()
+    def format_end(self) -> dict[str, Any]:
+        usage = self.choices.count_usage()
+        now_s = time.time()
         first_s = self.first_s or now_s
         return {
             "done": True,
             "done_reason": "length" if self.finish_reason == "length" else "stop",
             "total_duration": round((now_s - self.begun_s) * SECOND_NS),
             "load_duration": 0,
-            "prompt_eval_count": used["prompt_tokens"],
+            "prompt_eval_count": usage.prompt,
             "prompt_eval_duration": round((first_s - self.begun_s) * SECOND_NS),
-            "eval_count": used["completion_tokens"],
+            "eval_count": usage.completion,
             "eval_duration": round((now_s - first_s) * SECOND_NS),
         }
 
-    def whole_answer(self) -> dict[str, Any]:
+    def format_answer(self) -> dict[str, Any]:
         answer = self.answer
         return self.line(
-            answer.text_of("text"), answer.text_of("reasoning"), answer.calls(), **self.end()
+            answer.join_text("text"),
+            answer.join_text("reasoning"),
+            answer.list_calls(),
+            **self.format_end(),
         )
 
-    def more(self, block: Block, text: str) -> str:
+    def write_text(self, block: Block, text: str) -> str:
         if block.kind == "call":
             return ""
         line = self.line(text) if block.kind == "text" else self.line(thinking=text)
         return json.dumps(line) + "\n"
 
-    def end_of(self, block: Block) -> str:
+    def close_block(self, block: Block) -> str:
         return json.dumps(self.line(calls=[block])) + "\n" if block.kind == "call" else ""
 
-    def closing(self) -> str:
-        return json.dumps(self.line(**self.end())) + "\n"
+    def close_stream(self) -> str:
+        return json.dumps(self.line(**self.format_end())) + "\n"
 
-    def failure_events(self, error: ClientError) -> str:
-        return json.dumps(error.body("/api/")) + "\n"
+    def write_failure(self, error: ClientError) -> str:
+        return json.dumps(error.format_body("/api/")) + "\n"
 
 
-def line_of(
+def format_line(
     chat: bool,
     model: str | None,
     text: str = "",
@@ -167,14 +176,13 @@ def line_of(
     calls: Sequence[Block] = (),
     **more: Any,
 ) -> dict[str, Any]:
-    """A part of an answer, or all of it."""
     answer: dict[str, Any] = {
         "content" if chat else "response": text,
         **({"thinking": thinking} if thinking else {}),
     }
     if chat:
         tool_calls = [
-            {"function": {"name": c.name, "arguments": arguments_of(c.text)}} for c in calls
+            {"function": {"name": c.name, "arguments": parse_arguments(c.text)}} for c in calls
         ]
         answer = {
             "message": {
@@ -183,34 +191,35 @@ def line_of(
                 **({"tool_calls": tool_calls} if calls else {}),
             }
         }
-    return {"model": model, "created_at": now(), **answer, "done": False, **more}
+    return {"model": model, "created_at": format_now(), **answer, "done": False, **more}
 
 
-def now() -> str:
+def format_now() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
-def answer(
+def make_answer(
     request: ChatRequest | GenerateRequest, context: ServingContext
 ) -> Answer | dict[str, Any]:
-    """Without a message it is asked whether the model is loaded."""
-    asked = request.messages if isinstance(request, ChatRequest) else request.prompt
-    if not asked:
-        return line_of(
-            isinstance(request, ChatRequest), request.model, done=True, done_reason="load"
-        )
+    is_chat = isinstance(request, ChatRequest)
+    if not (request.messages if isinstance(request, ChatRequest) else request.prompt):
+        # Clients send an empty request to have the model loaded
+        return format_line(is_chat, request.model, done=True, done_reason="load")
     return OllamaAnswer(request, context)
 
 
 class ShowRequest(Body):
-    is_open, harmless = True, {"verbose": None, "name": None}
+    is_open = True
+    harmless = {"verbose": None, "name": None}
 
     model: str | None = None
 
 
-def add(endpoints: Endpoints, facts: Mapping[str, Any]) -> None:
-    """Its routes. facts: of the model, as /props tells them."""
-    app, context = endpoints.app, endpoints.context
+def add_routes(endpoints: Endpoints, facts: Mapping[str, Any]) -> None:
+    """Add the routes; `facts` describe the model, as in /props."""
+    app = endpoints.app
+    context = endpoints.context
+    # Clients read these to decide what the model can do; it need not be a GGUF file
     details = {
         "parent_model": "",
         "format": "gguf",
@@ -222,22 +231,22 @@ def add(endpoints: Endpoints, facts: Mapping[str, Any]) -> None:
     model = {
         "name": context.model,
         "model": context.model,
-        "modified_at": now(),
+        "modified_at": format_now(),
         "size": facts["weight_bytes"],
         "digest": context.fingerprint.removeprefix("fp_"),
         "details": details,
     }
     info = {"general.architecture": "llama", "llama.context_length": context.context_tokens}
     can = ["completion", "tools"] if facts["chat"] else ["completion"]
-    shown = {
+    model_card = {
         "modified_at": model["modified_at"],
         "details": details,
         "model_info": info,
         "capabilities": can,
     }
-    endpoints.add("/api/chat", ChatRequest, answer, any_type=True)
-    endpoints.add("/api/generate", GenerateRequest, answer, any_type=True)
-    endpoints.add("/api/show", ShowRequest, lambda body, context: shown, any_type=True)
+    endpoints.add("/api/chat", ChatRequest, make_answer, any_type=True)
+    endpoints.add("/api/generate", GenerateRequest, make_answer, any_type=True)
+    endpoints.add("/api/show", ShowRequest, lambda body, context: model_card, any_type=True)
 
     @app.get("/api/tags")
     async def tags() -> dict[str, Any]:
@@ -245,7 +254,7 @@ def add(endpoints: Endpoints, facts: Mapping[str, Any]) -> None:
 
     @app.get("/api/ps")
     async def running() -> dict[str, Any]:
-        loaded = {"expires_at": FOR_EVER, "size_vram": 0, "context_length": context.context_tokens}
+        loaded = {"expires_at": NEVER, "size_vram": 0, "context_length": context.context_tokens}
         return {"models": [{**model, **loaded}]}
 
     @app.get("/api/version")

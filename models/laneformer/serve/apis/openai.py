@@ -1,4 +1,4 @@
-"""OpenAI's objects: what an answer and its chunks hold, log-probabilities in both forms, usage."""
+"""OpenAI's objects: answers and their chunks, log-probabilities in both forms, usage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
-from ..choices import Choices, Piece, Written, join_pieces
+from ..choices import Choices, Piece, Usage, Written, join_pieces
 from ..context import ServingContext
 from ..schema import CompletionRequest, ConversationRequest
 from ..sending import Answer, ClientError
@@ -18,7 +18,7 @@ MIN_LOGPROB = -9999.0  # OpenAI's, for an impossible token: JSON has no infinity
 
 
 class OpenAIAnswer(Answer):
-    """What /v1/completions and /v1/chat/completions have in common."""
+    """What /v1/completions and /v1/chat/completions share."""
 
     def __init__(
         self,
@@ -28,9 +28,11 @@ class OpenAIAnswer(Answer):
         kind: str,
     ):
         self.streamed = request.stream
-        self.context, self.choices, self._options = choices.context, choices, request.stream_options
+        self.context = choices.context
+        self.choices = choices
+        self._options = request.stream_options
         self.with_ids = request.return_token_ids
-        self._begun: set[int] = set()  # choices that have a chunk
+        self._begun: set[int] = set()  # choices with a chunk
         self._scored = request.logprobs is not None and request.logprobs is not False
         self._fields: dict[str, Any] = {
             "id": f"{prefix}-{uuid.uuid4().hex}",
@@ -40,19 +42,19 @@ class OpenAIAnswer(Answer):
             "system_fingerprint": self.context.fingerprint,
         }
 
-    def failure_events(self, error: ClientError) -> str:
-        return event(json.dumps(error.body())) + DONE
+    def write_failure(self, error: ClientError) -> str:
+        return write_event(json.dumps(error.format_body())) + DONE
 
     def pieces(self) -> AsyncGenerator[Piece, None]:
-        """What comes of the choices."""
+        """Yield the pieces of all choices."""
         raise NotImplementedError
 
-    def content(self, piece: Piece) -> dict[str, Any]:
-        """The field of a whole choice that holds the answer."""
+    def format_content(self, piece: Piece) -> dict[str, Any]:
+        """Return the field of a whole choice that holds its answer."""
         raise NotImplementedError
 
-    def scores(self, piece: Piece) -> dict[str, Any]:
-        """The log-probabilities of a piece."""
+    def format_scores(self, piece: Piece) -> dict[str, Any]:
+        """Return the log-probabilities of a piece."""
         raise NotImplementedError
 
     async def whole(self) -> dict[str, Any]:
@@ -60,14 +62,17 @@ class OpenAIAnswer(Answer):
         async for piece in self.pieces():
             pieces[piece.choice].append(piece)
         choices = [
-            self._choice(piece, self._scored, True, **self.content(piece))
+            self._format_choice(piece, self._scored, True, **self.format_content(piece))
             for piece in map(join_pieces, pieces)
         ]
         kind = self._fields["object"].removesuffix(".chunk")
-        return {**self._fields, "object": kind, "choices": choices, "usage": self.usage()}
+        usage = format_usage(self.choices.count_usage())
+        return {**self._fields, "object": kind, "choices": choices, "usage": usage}
 
-    def _choice(self, piece: Piece, scored: bool, first: bool, **content: Any) -> dict[str, Any]:
-        """first: it is the choice's first chunk, or all of it."""
+    def _format_choice(
+        self, piece: Piece, scored: bool, first: bool, **content: Any
+    ) -> dict[str, Any]:
+        # vLLM's fields
         ids: dict[str, Any] = {}
         if self.with_ids:
             prompt = self.choices.prompts[piece.choice // self.choices.n] if first else None
@@ -75,67 +80,62 @@ class OpenAIAnswer(Answer):
         return {
             "index": piece.choice,
             **content,
-            "logprobs": self.scores(piece) if scored else None,
+            "logprobs": self.format_scores(piece) if scored else None,
             "finish_reason": piece.finish_reason,
             **ids,
         }
 
-    def usage(self) -> dict[str, Any]:
-        return usage_of(self.choices)
-
-    def chunk(self, piece: Piece, **content: Any) -> str:
-        """An event. content: the choice's field for what is new."""
+    def write_chunk(self, piece: Piece, **content: Any) -> str:
+        """Return an event; `content` is the choice's field for what is new."""
         first = piece.choice not in self._begun
         self._begun.add(piece.choice)
-        choice = self._choice(piece, bool(piece.tokens), first, **content)
-        return self._event([choice], self.usage() if self._options.continuous_usage_stats else None)
+        choice = self._format_choice(piece, bool(piece.tokens), first, **content)
+        return self._write_body([choice], self._options.continuous_usage_stats)
 
-    def end(self) -> str:
-        """The last chunk, where usage is wanted, and the end of the stream."""
-        return (self._event([], self.usage()) if self._options.include_usage else "") + DONE
+    def write_end(self) -> str:
+        """Return the last chunk, where usage is wanted, and the end of the stream."""
+        return (self._write_body([], True) if self._options.include_usage else "") + DONE
 
-    def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> str:
-        has_usage = self._options.include_usage or usage
-        body = {**self._fields, "choices": choices, **({"usage": usage} if has_usage else {})}
-        return event(json.dumps(body))
+    def _write_body(self, choices: list[dict[str, Any]], counts: bool) -> str:
+        body = {**self._fields, "choices": choices}
+        # As in OpenAI's API, usage is null in all chunks but the last
+        if self._options.include_usage or counts:
+            body["usage"] = format_usage(self.choices.count_usage()) if counts else None
+        return write_event(json.dumps(body))
 
 
-def event(data: str) -> str:
+def write_event(data: str) -> str:
     return f"data: {data}\n\n"
 
 
-def usage_of(choices: Choices, reasoning_tokens: int = 0) -> dict[str, Any]:
-    """Tokens read and written so far; details, which the engine tells at the end, are null until then."""
-    read, written = sum(map(len, choices.prompts)), sum(choices.generated)
-    usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-    cached, proposed, accepted = map(
-        choices.used, ("reused_tokens", "proposed_tokens", "accepted_tokens")
-    )
-    if cached is None or proposed is None or accepted is None:
-        return {**usage, "prompt_tokens_details": None, "completion_tokens_details": None}
-    speculated = {
-        "accepted_prediction_tokens": accepted,
-        "rejected_prediction_tokens": proposed - accepted,
-    }
+def format_usage(usage: Usage) -> dict[str, Any]:
+    details: Any = [None, None]
+    if usage.cached is not None:
+        details = [
+            {"cached_tokens": usage.cached, "audio_tokens": 0},
+            {
+                "reasoning_tokens": usage.reasoning,
+                "audio_tokens": 0,
+                "accepted_prediction_tokens": usage.accepted,
+                "rejected_prediction_tokens": usage.proposed - usage.accepted,
+            },
+        ]
     return {
-        **usage,
-        "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
-        "completion_tokens_details": {
-            "reasoning_tokens": reasoning_tokens,
-            "audio_tokens": 0,
-            **speculated,
-        },
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion,
+        "prompt_tokens_details": details[0],
+        "completion_tokens_details": details[1],
     }
 
 
-def finite(logprob: float | None) -> float:
+def clamp_logprob(logprob: float | None) -> float:
     return MIN_LOGPROB if logprob is None else max(logprob, MIN_LOGPROB)
 
 
-def completion_logprobs(
+def format_completion_logprobs(
     context: ServingContext, written: Iterable[Written]
 ) -> dict[str, list[Any]]:
-    """The form of /v1/completions. A token without a log-probability (the first of a prompt) has null."""
     scores: dict[str, list[Any]] = {
         "text_offset": [],
         "token_logprobs": [],
@@ -145,25 +145,27 @@ def completion_logprobs(
     for token, offset in written:
         top: dict[str, float] = {}
         for i, logprob in ((token.id, token.logprob), *token.top):
-            text = context.token_text(i)
-            # of ids spelled alike, the likeliest
-            top[text] = max(finite(logprob), top.get(text, MIN_LOGPROB))
+            text = context.spell_token(i)
+            # Several ids may have one spelling: the likeliest counts
+            top[text] = max(clamp_logprob(logprob), top.get(text, MIN_LOGPROB))
+        # The first token of a prompt has no log-probability
         scored = token.logprob is not None
         scores["text_offset"].append(offset)
-        scores["token_logprobs"].append(finite(token.logprob) if scored else None)
-        scores["tokens"].append(context.token_text(token.id))
+        scores["token_logprobs"].append(clamp_logprob(token.logprob) if scored else None)
+        scores["tokens"].append(context.spell_token(token.id))
         scores["top_logprobs"].append(top if scored else None)
     return scores
 
 
-def conversation_logprobs(context: ServingContext, written: Iterable[Written]) -> dict[str, Any]:
-    """The form of /v1/chat/completions."""
+def format_conversation_logprobs(
+    context: ServingContext, written: Iterable[Written]
+) -> dict[str, Any]:
 
     def entry(i: int, logprob: float | None) -> dict[str, Any]:
         return {
-            "token": context.token_text(i),
-            "logprob": finite(logprob),
-            "bytes": list(context.token_bytes(i)),
+            "token": context.spell_token(i),
+            "logprob": clamp_logprob(logprob),
+            "bytes": list(context.encode_token(i)),
         }
 
     content = [

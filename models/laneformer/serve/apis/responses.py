@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's newer form of a conversation, in items. Nothing is stored: each request brings them all."""
+"""/v1/responses: a conversation in items. Nothing is stored: each request brings them all."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..sending import ClientError
 from .blocks import (
     BlockAnswer,
     TranslatedRequest,
-    event,
-    function_call,
-    function_tool,
-    own_tools,
-    text_of,
+    make_call,
+    read_text,
+    select_tools,
+    translate_tool,
+    write_event,
 )
 
 TEXTS = ["input_text", "output_text", "text", "summary_text", "reasoning_text"]
@@ -52,24 +52,24 @@ class ResponsesRequest(TranslatedRequest):
     reasoning: Reasoning = Reasoning()
     text: TextOptions = TextOptions()
     tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
-    tools: Annotated[Objects, own_tools("function")] = []
+    tools: Annotated[Objects, select_tools("function")] = []
 
-    def fields(self) -> dict[str, Any]:
+    def translate_fields(self) -> dict[str, Any]:
         choice: Any = self.tool_choice
         if isinstance(choice, NamedFunction):
             choice = {"type": "function", "function": {"name": choice.name}}
         return {
-            "messages": self.messages(),
-            "tools": [function_tool(tool, "parameters") for tool in self.tools],
+            "messages": self.translate_messages(),
+            "tools": [translate_tool(tool, "parameters") for tool in self.tools],
             "tool_choice": choice,
             "response_format": self.text.format,
             "reasoning": self.reasoning,
             "parallel_tool_calls": self.parallel_tool_calls,
         }
 
-    def messages(self) -> list[dict[str, Any]]:
-        """An assistant's items in a row are one message."""
-        items, rules = self.input, self.instructions
+    def translate_messages(self) -> list[dict[str, Any]]:
+        items = self.input
+        rules = self.instructions
         messages = [{"role": SYSTEM, "content": rules}] if rules else []
         for item in [{"role": "user", "content": items}] if isinstance(items, str) else items:
             add_item(item, messages)
@@ -78,43 +78,45 @@ class ResponsesRequest(TranslatedRequest):
 
 def add_item(item: dict[str, Any], messages: list[dict[str, Any]]) -> None:
     """Append an item of the input to messages of a chat completion."""
-    kind, role = item.get("type", "message"), item.get("role")
+    kind = item.get("type", "message")
+    role = item.get("role")
     if kind == "message" and role != ASSISTANT:
         messages.append(
-            {"role": role, "content": text_of(item.get("content"), TEXTS, "input[].content")}
+            {"role": role, "content": read_text(item.get("content"), TEXTS, "input[].content")}
         )
     elif kind == "function_call_output":
-        content = text_of(item.get("output"), TEXTS, "input[].output")
+        content = read_text(item.get("output"), TEXTS, "input[].output")
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
     elif kind in ("message", "reasoning", CALL):
-        if (
-            not messages
-            or messages[-1]["role"] != ASSISTANT
-            or (kind != CALL and "tool_calls" in messages[-1])
-        ):
+        # Consecutive items of an assistant form one message, whose calls come last
+        last = messages[-1] if messages else {}
+        if last.get("role") != ASSISTANT or (kind != CALL and "tool_calls" in last):
             messages.append({"role": ASSISTANT, "content": ""})
         if kind == "message":
-            messages[-1]["content"] += text_of(item.get("content"), TEXTS, "input[].content")
+            messages[-1]["content"] += read_text(item.get("content"), TEXTS, "input[].content")
         elif kind == "reasoning":
-            messages[-1]["reasoning_content"] = text_of(
+            messages[-1]["reasoning_content"] = read_text(
                 item.get("content"), TEXTS, "input[].content"
             )
         else:
-            call = function_call(item.get("call_id"), item.get("name"), item.get("arguments") or "")
+            call = make_call(item.get("call_id"), item.get("name"), item.get("arguments") or "")
             messages[-1].setdefault("tool_calls", []).append(call)
     else:
         raise RequestError(
-            f"input holds an item of the type {str(kind)[:80]!r}, which none reads", "input"
+            f"input holds an item of the type {str(kind)[:80]!r}, which is not supported", "input"
         )
 
 
 class ResponsesAnswer(BlockAnswer):
     def __init__(self, request: ResponsesRequest, context: ServingContext):
         super().__init__(request, context)
-        self.request, self.id, self._events = request, f"resp_{uuid.uuid4().hex}", 0
+        self.request = request
+        self.id = f"resp_{uuid.uuid4().hex}"
+        self._events = 0
 
-    def response(self, status: str, **more: Any) -> dict[str, Any]:
-        request, options = self.request, self.choices.options
+    def format_response(self, status: str, **more: Any) -> dict[str, Any]:
+        request = self.request
+        options = self.choices.options
         return {
             "id": self.id,
             "object": "response",
@@ -143,80 +145,84 @@ class ResponsesAnswer(BlockAnswer):
             **more,
         }
 
-    def whole_answer(self) -> dict[str, Any]:
-        used = self.used
+    def format_answer(self) -> dict[str, Any]:
+        tokens = self.choices.count_usage()
         usage = {
-            "total_tokens": used["total_tokens"],
-            "input_tokens": used["prompt_tokens"],
-            "output_tokens": used["completion_tokens"],
-            "input_tokens_details": {
-                "cached_tokens": used["cached_tokens"],
-                "cache_write_tokens": 0,
-            },
-            "output_tokens_details": {"reasoning_tokens": used["reasoning_tokens"]},
+            "total_tokens": tokens.prompt + tokens.completion,
+            "input_tokens": tokens.prompt,
+            "output_tokens": tokens.completion,
+            "input_tokens_details": {"cached_tokens": tokens.cached or 0, "cache_write_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": tokens.reasoning},
         }
-        output = [item_of(block) for block in self.blocks]
+        output = [format_item(block) for block in self.blocks]
         status = "incomplete" if self.finish_reason == "length" else "completed"
-        return self.response(status, output=output, usage=usage)
+        return self.format_response(status, output=output, usage=usage)
 
-    def opening(self) -> str:
+    def open_stream(self) -> str:
         return "".join(
-            self.event(kind, response=self.response("in_progress"))
+            self.write_event(kind, response=self.format_response("in_progress"))
             for kind in ("created", "in_progress")
         )
 
-    def begin_of(self, block: Block) -> str:
-        item = item_of(replace(block, text=""), "in_progress")
-        begun = self.event("output_item.added", output_index=block.index, item=item)
+    def open_block(self, block: Block) -> str:
+        item = format_item(replace(block, text=""), "in_progress")
+        begun = self.write_event("output_item.added", output_index=block.index, item=item)
         if block.kind == "call":
             return begun
-        return begun + self.block_event(block, "content_part.added", part=part_of(block, ""))
+        return begun + self.write_block_event(
+            block, "content_part.added", part=format_part(block, "")
+        )
 
-    def more(self, block: Block, text: str) -> str:
-        return self.block_event(block, f"{NAMES[block.kind]}.delta", delta=text, logprobs=[])
+    def write_text(self, block: Block, text: str) -> str:
+        return self.write_block_event(block, f"{NAMES[block.kind]}.delta", delta=text, logprobs=[])
 
-    def end_of(self, block: Block) -> str:
-        kind, item = f"{NAMES[block.kind]}.done", item_of(block)
-        if block.kind == "call":  # clients make the call when its arguments are done
-            done = self.block_event(block, kind, name=block.name, arguments=block.text)
-            ended = "" if block.is_cut else done
+    def close_block(self, block: Block) -> str:
+        kind = f"{NAMES[block.kind]}.done"
+        item = format_item(block)
+        if block.kind == "call":
+            # Clients run the call at this event, so an incomplete call must not send it
+            ended = ""
+            if not block.is_cut:
+                ended = self.write_block_event(block, kind, name=block.name, arguments=block.text)
         else:
-            ended = self.block_event(block, kind, text=block.text, logprobs=[])
-            ended += self.block_event(block, "content_part.done", part=part_of(block, block.text))
-        return ended + self.event("output_item.done", output_index=block.index, item=item)
+            ended = self.write_block_event(block, kind, text=block.text, logprobs=[])
+            ended += self.write_block_event(
+                block, "content_part.done", part=format_part(block, block.text)
+            )
+        return ended + self.write_event("output_item.done", output_index=block.index, item=item)
 
-    def closing(self) -> str:
-        done = self.whole_answer()
-        return self.event(done["status"], response=done)
+    def close_stream(self) -> str:
+        response = self.format_answer()
+        return self.write_event(response["status"], response=response)
 
-    def failure_events(self, error: ClientError) -> str:
+    def write_failure(self, error: ClientError) -> str:
         failure = {"code": error.code or error.type, "message": error.message}
-        return self.event("failed", response=self.response("failed", error=failure))
+        return self.write_event("failed", response=self.format_response("failed", error=failure))
 
-    def block_event(self, block: Block, kind: str, **fields: Any) -> str:
-        place = {"item_id": item_id(block), "output_index": block.index, "content_index": 0}
-        return self.event(kind, **place, **fields)
+    def write_block_event(self, block: Block, kind: str, **fields: Any) -> str:
+        place = {"item_id": make_item_id(block), "output_index": block.index, "content_index": 0}
+        return self.write_event(kind, **place, **fields)
 
-    def event(self, kind: str, **fields: Any) -> str:
+    def write_event(self, kind: str, **fields: Any) -> str:
         self._events += 1
-        return event(f"response.{kind}", sequence_number=self._events - 1, **fields)
+        return write_event(f"response.{kind}", sequence_number=self._events - 1, **fields)
 
 
-def part_of(block: Block, text: str) -> dict[str, Any]:
+def format_part(block: Block, text: str) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def item_id(block: Block) -> str:
+def make_item_id(block: Block) -> str:
     prefix = {"reasoning": "rs", "text": "msg", "call": "fc"}[block.kind]
     return f"{prefix}_{block.id}"
 
 
-def item_of(block: Block, status: str = "") -> dict[str, Any]:
-    """status: by default as it has ended."""
+def format_item(block: Block, status: str = "") -> dict[str, Any]:
+    """Return a block as an item of the output, with the status that it ended with by default."""
     item = {
-        "id": item_id(block),
+        "id": make_item_id(block),
         "status": status or ("incomplete" if block.is_cut else "completed"),
     }
     if block.kind == "call":
@@ -227,7 +233,7 @@ def item_of(block: Block, status: str = "") -> dict[str, Any]:
             "name": block.name,
             "arguments": block.text,
         }
-    content = [] if status else [part_of(block, block.text)]
+    content = [] if status else [format_part(block, block.text)]
     if block.kind == "reasoning":
         return {**item, "type": "reasoning", "summary": [], "content": content}
     return {**item, "type": "message", "role": ASSISTANT, "content": content}

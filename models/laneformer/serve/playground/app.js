@@ -1,12 +1,12 @@
 // The page: conversation, settings, the machine's limit. stream.js measures, markdown.js draws.
 
 import { make, Markdown } from "./markdown.js";
-import { account, ask, chatStream, Meter, Painter, shown } from "./stream.js";
+import { account, ask, chatStream, Meter, Painter, format } from "./stream.js";
 
 const $ = (id) => document.getElementById(id);
 const on = (id, event, act) => $(id).addEventListener(event, act);
-const kept = (name, otherwise) => JSON.parse(localStorage.getItem(`laneformer.${name}`)) ?? otherwise;
-const keep = (name, value) => localStorage.setItem(`laneformer.${name}`, JSON.stringify(value));
+const load = (name, otherwise) => JSON.parse(localStorage.getItem(`laneformer.${name}`)) ?? otherwise;
+const store = (name, value) => localStorage.setItem(`laneformer.${name}`, JSON.stringify(value));
 const MOST_CHATS = 100;
 const BUSY = 0.8;  // share of the processors' time, below which the page says why it is slow
 const SPEED_EVERY_MS = 100;  // figures that change faster cannot be read
@@ -29,9 +29,9 @@ const STARTERS = [
   "Write four lines about the sea at night.",
 ];
 const machine = { id: "", sampling_defaults: {}, limit_tokens_per_s: null };  // what the server says in /props
-const settings = kept("settings", {});  // only what the user has set
-let messages = kept("chat", []), running = null;  // running: the AbortController of what streams
-let earlier = kept("chats", []);  // conversations that were left, each its messages, the newest first
+const settings = load("settings", {});  // only what the user has set
+let messages = load("chat", []), running = null;  // running: the AbortController of what streams
+let earlier = load("chats", []);  // conversations that were left, each its messages, the newest first
 
 // --- the conversation ------------------------------------------------------------------------------------------------
 
@@ -83,13 +83,13 @@ async function rewrite(index, seed = null) {
   setRunning(null);
   message.figures = { ...meter.figures(), seed: request.seed };
   if (message.content || message.reasoning) conversation.push(message);
-  keep("chat", messages), keep("chats", earlier);
+  store("chat", messages), store("chats", earlier);
   if (!turn.isConnected) return;  // the conversation was left
   if (message.content || message.reasoning) finishTurn(turn, message);
   else turn.remove();
   if (!failure) await ask("props").then((answer) => answer.json()).then(({ processor_share }) => (machine.processor_share = processor_share), () => {});
   drawSpeed(message.figures);
-  if (failure) notice(failure, retry);
+  if (failure) showNotice(failure, retry);
   $("said").textContent = failure ? "" : `Answer of ${message.figures.tokens} tokens ended.`;
   $("log").scrollTop = $("log").scrollHeight;
 }
@@ -105,7 +105,7 @@ function setRunning(controller) {
 const retry = () => rewrite(messages.findLastIndex(({ role }) => role === "user") + 1);
 
 function drawAll() {
-  keep("chat", messages);
+  store("chat", messages);
   $("empty").hidden = messages.length > 0;
   $("log").hidden = $("speed").hidden = !messages.length;
   drawEarlier();
@@ -119,7 +119,7 @@ function leaveFor(chosen = []) {
   running?.abort();
   earlier = [...(messages.length ? [messages] : []), ...earlier.filter((chat) => chat !== chosen)].slice(0, MOST_CHATS);
   messages = chosen;
-  keep("chats", earlier);
+  store("chats", earlier);
   drawAll();
   $("prompt").focus();
 }
@@ -140,9 +140,9 @@ function drawEarlier() {
 /** The list without one of them, and a way back until the next change. */
 function replaceEarlier(others, title) {
   const before = earlier;
-  keep("chats", (earlier = others));
+  store("chats", (earlier = others));
   drawEarlier();
-  const undo = button("Undo", () => (keep("chats", (earlier = before)), drawEarlier()));
+  const undo = button("Undo", () => (store("chats", (earlier = before)), drawEarlier()));
   $("earlier").append(make("li", { class: "row quiet", role: "status" }, make("span", {}, `“${title}” is deleted.`), undo));
   undo.focus();
 }
@@ -170,8 +170,8 @@ function finishTurn(turn, message) {
   const tools = message.role === "user" ? [button("Edit", () => edit(turn, message))] : [button("Copy", ({ target }) => copy(target, message.content)), button("Regenerate", again)];
   const why = { length: " · ended at the limit of tokens", cancelled: " · stopped", error: " · broken off" }[f?.finish_reason] ?? "";
   const drafts = f?.proposed_tokens ? ` · ${f.accepted_tokens} of ${f.proposed_tokens} drafts right` : "";
-  const told = f ? `${f.tokens} tokens · ${shown.rate(f.tokens_per_s)} tokens/s · first after ${shown.ms(f.ttft_ms)}${drafts}${why} · seed ${f.seed}` : "";
-  turn.append(make("footer", {}, ...tools, make("span", { class: "quiet" }, told)));
+  const figures = f ? `${f.tokens} tokens · ${format.rate(f.tokens_per_s)} tokens/s · first after ${format.ms(f.ttft_ms)}${drafts}${why} · seed ${f.seed}` : "";
+  turn.append(make("footer", {}, ...tools, make("span", { class: "quiet" }, figures)));
 }
 
 /** Turn a message of the user into a field; sending it continues the conversation from there. */
@@ -189,9 +189,9 @@ function edit(turn, message) {
 }
 
 function button(label, act) {
-  const made = make("button", { type: "button" }, label);
-  made.addEventListener("click", act);
-  return made;
+  const element = make("button", { type: "button" }, label);
+  element.addEventListener("click", act);
+  return element;
 }
 
 async function copy(clicked, text) {
@@ -201,14 +201,14 @@ async function copy(clicked, text) {
 }
 
 /** What went wrong, in the server's words, with what can be done about it. */
-function notice({ status, message, retryAfterS }, again) {
+function showNotice({ status, message, retryAfterS }, again) {
   const box = make("div", { class: "notice", role: "alert" }, make("p", {}, message)), act = () => (box.remove(), again());
   const field = make("input", { type: "password", placeholder: "API key", "aria-label": "API key", autocomplete: "off" });
   const form = make("form", { class: "row" }, ...(status === 401 ? [field, make("button", { class: "primary" }, "Use this key")] : [make("button", {}, "Retry")]));
   if (retryAfterS) form.append(make("span", { class: "quiet" }, `The server suggests to wait ${retryAfterS} s.`));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    if (status === 401) sessionStorage.setItem("laneformer.key", (account.key = field.value.trim())), learn();
+    if (status === 401) sessionStorage.setItem("laneformer.key", (account.key = field.value.trim())), loadFacts();
     act();
   });
   box.append(form);
@@ -223,8 +223,8 @@ function notice({ status, message, retryAfterS }, again) {
 function drawSpeed({ tokens, tokens_per_s, ttft_ms, gap_p50_ms, gap_p99_ms, cached_tokens, prompt_tokens, accepted_tokens }) {
   if (!tokens) return;  // the last answer's stay until there are new ones
   const limit = machine.limit_tokens_per_s, percent = limit && tokens_per_s ? Math.round((100 * tokens_per_s) / limit) : 0;
-  const of = `this machine’s memory limit of ${shown.rate(limit)} tokens/s`;
-  const texts = { rate: shown.rate(tokens_per_s), ttft: shown.ms(ttft_ms), p50: shown.ms(gap_p50_ms), p99: shown.ms(gap_p99_ms), cached: cached_tokens === null ? "–" : `${cached_tokens} of ${prompt_tokens}` };
+  const of = `this machine’s memory limit of ${format.rate(limit)} tokens/s`;
+  const texts = { rate: format.rate(tokens_per_s), ttft: format.ms(ttft_ms), p50: format.ms(gap_p50_ms), p99: format.ms(gap_p99_ms), cached: cached_tokens === null ? "–" : `${cached_tokens} of ${prompt_tokens}` };
   for (const [id, text] of Object.entries(texts)) $(id).textContent = text;
   $("gauge").hidden = $("limit").hidden = !limit;
   const share = machine.processor_share;
@@ -235,23 +235,23 @@ function drawSpeed({ tokens, tokens_per_s, ttft_ms, gap_p50_ms, gap_p99_ms, cach
 }
 
 /** What the server runs on. */
-async function learn() {
+async function loadFacts() {
   try {
     Object.assign(machine, await (await ask("props")).json());
   } catch (failure) {
-    return notice(failure, () => (drawAll(), learn()));
+    return showNotice(failure, () => (drawAll(), loadFacts()));
   }
   const { id, threads, isa, dtype, context_tokens, weight_bytes, probe_bytes_per_s: probe, limit_tokens_per_s: limit } = machine;
-  const facts = { Model: id, Weights: `${shown.bytes(weight_bytes)}, ${dtype}`, Context: `${context_tokens} tokens`, Threads: threads, Instructions: isa, ...(limit && { "Memory reads": `${shown.bytes(probe)}/s`, Limit: `${shown.rate(limit)} tokens/s` }) };
+  const facts = { Model: id, Weights: `${format.bytes(weight_bytes)}, ${dtype}`, Context: `${context_tokens} tokens`, Threads: threads, Instructions: isa, ...(limit && { "Memory reads": `${format.bytes(probe)}/s`, Limit: `${format.rate(limit)} tokens/s` }) };
   $("machine").replaceChildren(...Object.entries(facts).map(([name, fact]) => make("div", {}, make("dt", {}, name), make("dd", {}, String(fact)))));
   $("model").textContent = id;
   const link = machine.link, left = link && Math.round((100 * link.tokens_per_s) / link.tokens_per_s_without);
   $("link").hidden = !link;
-  if (link) $("link").textContent = `Lanes hear each other ${link.us} µs late, as over a link: ${left}% of ${shown.rate(link.tokens_per_s_without)} tokens/s without it.`;
+  if (link) $("link").textContent = `Lanes hear each other ${link.us} µs late, as over a link: ${left}% of ${format.rate(link.tokens_per_s_without)} tokens/s without it.`;
   drawSettings();
   if (!limit) return;  // a GPU has not been probed: the page works and shows no limit
-  $("promise").replaceChildren(make("b", {}, shown.rate(limit)), " tokens/s");
-  $("promise-why").textContent = `is the limit of this machine: so often a second can its memory deliver the ${shown.bytes(weight_bytes)} of ${id}. Ask something, and see how close it comes.`;
+  $("promise").replaceChildren(make("b", {}, format.rate(limit)), " tokens/s");
+  $("promise-why").textContent = `is the limit of this machine: so often a second can its memory deliver the ${format.bytes(weight_bytes)} of ${id}. Ask something, and see how close it comes.`;
 }
 
 function drawSettings() {
@@ -275,19 +275,19 @@ async function switchDrafts() {
   if (running) return;
   if (drafts()) settings.speculate = 0;
   else if (delete settings.speculate, !drafts()) settings.speculate = 31;
-  keep("settings", settings);
+  store("settings", settings);
   drawSettings();
   if (!before?.figures) return;
   $("compared").textContent = "The last answer comes again …";
   await rewrite(turn, before.figures.seed);
-  if (messages[turn]) compare(before, messages[turn]);
+  if (messages[turn]) showComparison(before, messages[turn]);
 }
 
-function compare(before, after) {
+function showComparison(before, after) {
   const [on, off] = (drafts() ? [after, before] : [before, after]).map(({ figures }) => figures.tokens_per_s), ratio = on / off;
-  const found = Math.abs(ratio - 1) < 0.02 ? "as fast" : `${Math.max(ratio, 1 / ratio).toFixed(2)}× as ${ratio > 1 ? "fast" : "slow"}`;
+  const verdict = Math.abs(ratio - 1) < 0.02 ? "as fast" : `${Math.max(ratio, 1 / ratio).toFixed(2)}× as ${ratio > 1 ? "fast" : "slow"}`;
   const same = before.content === after.content ? "the same answer" : "another answer";
-  $("compared").textContent = on && off ? `${shown.rate(on)} tokens/s with, ${shown.rate(off)} without: ${found}, ${same}.` : "The answer is too short to compare.";
+  $("compared").textContent = on && off ? `${format.rate(on)} tokens/s with, ${format.rate(off)} without: ${verdict}, ${same}.` : "The answer is too short to compare.";
 }
 
 function showSettings(open) {
@@ -311,12 +311,12 @@ on("prompt", "keydown", (event) => {
 on("settings-form", "input", ({ target }) => {
   if (target.value === "") delete settings[target.name];
   else if (target.validity.valid) settings[target.name] = target.valueAsNumber ?? target.value;
-  keep("settings", settings);
+  store("settings", settings);
   $("drafts").setAttribute("aria-checked", String(drafts() > 0));
 });
 on("reset", "click", () => {
   for (const name of Object.keys(settings)) delete settings[name];
-  keep("settings", settings);
+  store("settings", settings);
   drawSettings();
 });
 on("log", "click", ({ target }) => target.matches(".copy") && copy(target, target.closest("figure").querySelector("code").textContent));
@@ -338,5 +338,5 @@ document.addEventListener("keydown", (event) => {
 $("starters").append(...STARTERS.map((text) => make("li", {}, button(text, () => send(text)))));
 drawAll();
 drawSettings();
-learn();
+loadFacts();
 $("prompt").focus();

@@ -38,9 +38,9 @@ export class Markdown {
 
   render(over) {
     const rest = this.text.slice(this.from), base = this.from;
-    const found = blocks(over ? rest : rest.replace(UNDECIDED, "\n"));
-    for (const [i, block] of found.entries()) {
-      const growing = i === found.length - 1 && !over;
+    const parsed = blocks(over ? rest : rest.replace(UNDECIDED, "\n"));
+    for (const [i, block] of parsed.entries()) {
+      const growing = i === parsed.length - 1 && !over;
       if (this.code && block.kind === "code") {
         this.code.fill(block.lines, !growing || block.closed);
       } else {
@@ -76,7 +76,7 @@ class Code {
 
 /** The blocks of a text: {kind, start (offset), and what the kind needs}. */
 function blocks(text) {
-  const lines = text.split("\n"), found = [];
+  const lines = text.split("\n"), parsed = [];
   let i = 0, start = 0, counted = 0;
   const take = (goes_on) => {
     const first = i++;
@@ -87,7 +87,7 @@ function blocks(text) {
     const fits = (next) => DEEPER.test(next) || (ITEM.test(next) && isOrdered(next) === ordered);
     return line.trim() ? fits(line) || (lines[n - 1].trim() && !begins(line)) : fits(lines[n + 1] ?? "");
   };
-  const add = (kind, content) => found.push({ kind, start, ...content });
+  const add = (kind, content) => parsed.push({ kind, start, ...content });
   while (i < lines.length) {
     const line = lines[i], fence = line.match(FENCE), heading = line.match(HEADING);
     for (; counted < i; counted++) start += lines[counted].length + 1;
@@ -102,7 +102,7 @@ function blocks(text) {
     else if (line.includes("|") && TABLE_RULE.test(lines[i + 1] ?? "")) add("table", { lines: take((next) => next.includes("|")) });
     else add("p", { text: take((next) => next.trim() && !begins(next)).join("\n") });
   }
-  return found;
+  return parsed;
 }
 
 function element({ kind, lines, text, language }) {
@@ -125,8 +125,8 @@ function list(kind, lines) {
     else items.at(-1).push(line.slice(0, mark.length).trimStart() + line.slice(mark.length));
   }
   const content = (block, i) => (block.kind === "p" && i === 0 ? inline(block.text) : [element(block)]);
-  const made = items.map((own) => make("li", {}, ...blocks(own.join("\n")).flatMap(content)));
-  return make(kind, kind === "ol" ? { start: parseInt(number, 10) } : {}, ...made);
+  const rows = items.map((own) => make("li", {}, ...blocks(own.join("\n")).flatMap(content)));
+  return make(kind, kind === "ol" ? { start: parseInt(number, 10) } : {}, ...rows);
 }
 
 function table([head, rule, ...rows]) {

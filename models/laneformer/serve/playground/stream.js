@@ -111,7 +111,7 @@ export class Painter {
   }
 }
 
-export const shown = {
+export const format = {
   rate: (value) => (value === null ? "–" : value >= 99.95 ? Math.round(value).toLocaleString("en") : value.toFixed(1)),
   ms: (value) => (value === null ? "–" : value >= 1000 ? `${(value / 1000).toFixed(2)} s` : `${value.toFixed(value >= 99.95 ? 0 : 1)} ms`),
   bytes: (value) => (value >= 1e9 ? `${(value / 1e9).toPrecision(3)} GB` : `${Math.round(value / 1e6)} MB`),

@@ -1,7 +1,5 @@
 """One server with an API key, for every client; and the clients that live in environments of their own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -32,7 +30,7 @@ def other_python():
     if not PYTHON_CLIENTS.is_dir():
         pytest.skip(f"no {PYTHON_CLIENTS}: make {PYTHON_CLIENTS.relative_to(Path.cwd())}")
 
-    def run(*arguments: str, cwd: Path | None = None) -> str:
+    def run(*arguments, cwd=None):
         return output([sys.executable, *arguments], cwd, PYTHONPATH=str(PYTHON_CLIENTS))
 
     return run
@@ -42,7 +40,7 @@ def output(
     command: list[str], cwd: Path | None = None, timeout_s: float = 240, **environment: str
 ) -> str:
     """stdout of a program that must succeed."""
-    done = subprocess.run(
+    process = subprocess.run(
         command,
         capture_output=True,
         text=True,
@@ -50,5 +48,5 @@ def output(
         cwd=cwd,
         env={**os.environ, **environment},
     )
-    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
-    return done.stdout
+    assert process.returncode == 0, f"{process.stdout[-6000:]}\n{process.stderr[-6000:]}"
+    return process.stdout

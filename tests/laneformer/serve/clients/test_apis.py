@@ -1,16 +1,13 @@
 """The packages of the other APIs, Codex and Claude Code, against a server whose model says what is written here."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.laneformer.serve.clients.conftest import AGENTS, API_CLIENTS, output
-from tests.laneformer.serve.conftest import Server, start, write_model
+from tests.laneformer.serve.conftest import start, write_model
 
 pytestmark = pytest.mark.rotate
 PRELUDE = """
@@ -20,7 +17,7 @@ play({script!r}, pytest.MonkeyPatch())
 """
 
 
-def said(name: str, **arguments: str) -> str:
+def write_call(name: str, **arguments: str) -> str:
     return (
         f"I look.\n<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
     )
@@ -28,32 +25,32 @@ def said(name: str, **arguments: str) -> str:
 
 SCRIPT = [
     ("", "<think>They greet.</think>Hello there."),
-    ("weather in Rome", f"<think>A tool.</think>{said('weather', city='Rome')}"),
-    ("Use Read", said("Read", file_path="NOTE")),
-    ("Use exec_command", said("exec_command", cmd="cat note.txt")),
+    ("weather in Rome", f"<think>A tool.</think>{write_call('weather', city='Rome')}"),
+    ("Use Read", write_call("Read", file_path="NOTE")),
+    ("Use exec_command", write_call("exec_command", cmd="cat note.txt")),
     ("it is 21 degrees", "It is warm."),
     ("secret is seven", "The note says seven."),
 ]
 ANTHROPIC = """
 import json, sys, anthropic
 client = anthropic.Anthropic(base_url=sys.argv[1], api_key="key", max_retries=0, _strict_response_validation=True)
-given = dict(model="any", max_tokens=500)
+options = dict(model="any", max_tokens=500)
 hello = [{"role": "user", "content": "Hello"}]
-whole = client.messages.create(messages=hello, system="Be kind.", **given)
-with client.messages.stream(messages=hello, **given) as stream:
+whole = client.messages.create(messages=hello, system="Be kind.", **options)
+with client.messages.stream(messages=hello, **options) as stream:
     texts = list(stream.text_stream)
     streamed = stream.get_final_message()
 schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 tools = [{"name": "weather", "description": "of a city", "input_schema": schema}]
-asked = [{"role": "user", "content": "The weather in Rome?"}]
-with client.messages.stream(messages=asked, tools=tools, **given) as stream:
+messages = [{"role": "user", "content": "The weather in Rome?"}]
+with client.messages.stream(messages=messages, tools=tools, **options) as stream:
     called = stream.get_final_message()
 use = called.content[-1]
 result = {"type": "tool_result", "tool_use_id": use.id, "content": "it is 21 degrees"}
-asked += [{"role": "assistant", "content": called.content}, {"role": "user", "content": [result]}]
-end = client.messages.create(messages=asked, tools=tools, **given)
+messages += [{"role": "assistant", "content": called.content}, {"role": "user", "content": [result]}]
+end = client.messages.create(messages=messages, tools=tools, **options)
 try:
-    anthropic.Anthropic(base_url=sys.argv[1], api_key="wrong").messages.create(messages=hello, **given)
+    anthropic.Anthropic(base_url=sys.argv[1], api_key="wrong").messages.create(messages=hello, **options)
 except anthropic.AuthenticationError:
     refused = True
 count = client.messages.count_tokens(model="any", messages=hello).input_tokens
@@ -68,10 +65,10 @@ whole = client.chat(model="tiny", messages=hello, think=True, options={"num_ctx"
 parts = list(client.chat(model="tiny", messages=hello, stream=True))
 def weather(city: str) -> str:
     "Of a city."
-asked = [{"role": "user", "content": "The weather in Rome?"}]
-called = client.chat(model="tiny", messages=asked, tools=[weather]).message
-asked += [called, {"role": "tool", "tool_name": "weather", "content": "it is 21 degrees"}]
-end = client.chat(model="tiny", messages=asked, tools=[weather], keep_alive="5m")
+messages = [{"role": "user", "content": "The weather in Rome?"}]
+called = client.chat(model="tiny", messages=messages, tools=[weather]).message
+messages += [called, {"role": "tool", "tool_name": "weather", "content": "it is 21 degrees"}]
+end = client.chat(model="tiny", messages=messages, tools=[weather], keep_alive="5m")
 try:
     client.embed(model="tiny", input="a")
 except ollama.ResponseError as error:
@@ -107,7 +104,7 @@ def note(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def served(note, tmp_path_factory):
+def agent_server(note, tmp_path_factory):
     """With a context for the prompts of agents."""
     sizes = {"max_position_embeddings": 262_144}
     folder = write_model(tmp_path_factory.mktemp("served") / "long", **sizes)
@@ -117,76 +114,65 @@ def served(note, tmp_path_factory):
     assert server.stop() == 0, server.output()
 
 
-def told(served: Server, code: str, **environment: str) -> Any:
+def run_client(agent_server, code, **environment):
     if not API_CLIENTS.is_dir():
         pytest.skip(f"no {API_CLIENTS}: make {API_CLIENTS.relative_to(Path.cwd())}")
-    command = [sys.executable, "-c", code, served.url]
+    command = [sys.executable, "-c", code, agent_server.url]
     return json.loads(output(command, PYTHONPATH=str(API_CLIENTS), **environment).splitlines()[-1])
 
 
-def test_anthropic(served):
-    assert told(served, ANTHROPIC) == [
-        ["thinking", "text"],
-        "Hello there.",
-        "Hello there.",
-        "end_turn",
-        "tool_use",
-        "weather",
-        {"city": "Rome"},
-        "It is warm.",
-        True,
-        True,
+def test_anthropic(agent_server):
+    assert run_client(agent_server, ANTHROPIC) == [
+        *(["thinking", "text"], "Hello there.", "Hello there.", "end_turn"),
+        *("tool_use", "weather", {"city": "Rome"}, "It is warm.", True, True),
     ]
 
 
-def test_ollama(served):
-    assert told(served, OLLAMA) == [
-        "Hello there.",
-        "They greet.",
-        "Hello there.",
-        "stop",
-        {"city": "Rome"},
-        "It is warm.",
-        "Hello there.",
-        "tiny",
-        "tiny",
-        ["completion", "tools"],
-        400,
+def test_ollama(agent_server):
+    assert run_client(agent_server, OLLAMA) == [
+        *("Hello there.", "They greet.", "Hello there.", "stop", {"city": "Rome"}, "It is warm."),
+        *("Hello there.", "tiny", "tiny", ["completion", "tools"], 400),
     ]
 
 
-def test_openai_agents_by_their_default(served):
-    found = told(served, OPENAI_AGENTS, OPENAI_BASE_URL=f"{served.url}/v1", OPENAI_API_KEY="key")
-    assert found[:2] == ["It is warm.", "It is warm."]
-    assert "raw_response_event" in found[2]
+def test_openai_agents_by_their_default(agent_server):
+    answers = run_client(
+        agent_server, OPENAI_AGENTS, OPENAI_BASE_URL=f"{agent_server.url}/v1", OPENAI_API_KEY="key"
+    )
+    assert answers[:2] == ["It is warm.", "It is warm."]
+    assert "raw_response_event" in answers[2]
 
 
-def agent(name: str) -> str:
+def locate_agent(name: str) -> str:
     if not (AGENTS / name).exists():
         pytest.skip(f"no {AGENTS / name}: make .venv/agents")
     return str(AGENTS / name)
 
 
-def test_codex(served, note, tmp_path):
+def test_codex(agent_server, note, tmp_path):
     (tmp_path / "config.toml").write_text(
         'model = "any"\nmodel_provider = "here"\n[model_providers.here]\nname = "here"\nwire_api = "responses"\n'
-        f'base_url = "{served.url}/v1"\nenv_key = "LANEFORMER_KEY"\n'
+        f'base_url = "{agent_server.url}/v1"\nenv_key = "LANEFORMER_KEY"\n'
     )
     flags = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
-    given = {"CODEX_HOME": str(tmp_path), "LANEFORMER_KEY": "key"}
+    options = {"CODEX_HOME": str(tmp_path), "LANEFORMER_KEY": "key"}
     printed = output(
-        [agent("codex"), "exec", *flags, "Use exec_command to read the note"], note.parent, **given
+        [locate_agent("codex"), "exec", *flags, "Use exec_command to read the note"],
+        note.parent,
+        **options,
     )
     assert printed.strip() == "The note says seven."
 
 
-def test_claude_code(served, note, tmp_path):
-    given = {
+def test_claude_code(agent_server, note, tmp_path):
+    options = {
         "HOME": str(tmp_path),
-        "ANTHROPIC_BASE_URL": served.url,
+        "ANTHROPIC_BASE_URL": agent_server.url,
         "ANTHROPIC_AUTH_TOKEN": "key",
         "ANTHROPIC_MODEL": "any",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
-    printed = output([agent("claude"), "-p", "Use Read to read the note"], note.parent, **given)
+    printed = output(
+        [locate_agent("claude"), "-p", "Use Read to read the note"], note.parent, **options
+    )
     assert printed.strip() == "The note says seven."

@@ -1,22 +1,14 @@
 """What twelve programs send by default is answered (program_bodies.json, after their sources, not recorded)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.laneformer.serve.conftest import in_process
 from tests.laneformer.serve.endpoint import data_of
 
-if TYPE_CHECKING:
-    pass
-
-BODIES: dict[str, list[dict[str, Any]]] = json.loads(
-    Path(__file__).with_name("program_bodies.json").read_text()
-)
+BODIES = json.loads(Path(__file__).with_name("program_bodies.json").read_text())
 
 
 @pytest.fixture(scope="module")

@@ -1,43 +1,39 @@
 """lm-eval's own `local-completions` on a real server: to the bit what the engine says in-process."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.laneformer.serve.conftest import start
 
-TASK: dict[str, Any] = {
-    "task": "tiny",
-    "output_type": "multiple_choice",
-    "test_split": "test",
-    "doc_to_choice": "choices",
-    "doc_to_text": "Question: {{question}}\nAnswer:",
-    "doc_to_target": "gold",
-    "metric_list": [{"metric": "acc"}],
-}
+# Rows of the data set are at ROWS
+TASK = """
+task: tiny
+output_type: multiple_choice
+dataset_path: json
+dataset_kwargs: {data_files: {test: ROWS}}
+test_split: test
+doc_to_choice: choices
+doc_to_text: "Question: {{question}}\\nAnswer:"
+doc_to_target: gold
+metric_list: [{metric: acc}]
+"""
 
 
-def write_task(folder: Path) -> None:
-    import yaml
-
+def write_task(folder):
     from tests.evals.lm_eval.lm_eval_assets import QUESTIONS
 
     rows = [{"question": q, "choices": choices, "gold": gold} for q, choices, gold in QUESTIONS]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    files = {"data_files": {"test": str(folder / "rows.jsonl")}}
-    described = {**TASK, "dataset_path": "json", "dataset_kwargs": files}
-    (folder / "tiny.yaml").write_text(yaml.safe_dump(described))
+    (folder / "tiny.yaml").write_text(TASK.replace("ROWS", str(folder / "rows.jsonl")))
 
 
-def answers_of(model: Any, manager: Any, **options: Any) -> dict[int, Any]:
+def answers_of(model, manager, **options) -> dict[int, Any]:
     """Every answer by document; what was scored, not the metric alone."""
     import lm_eval
 
-    result: Any = lm_eval.simple_evaluate(
+    result = lm_eval.simple_evaluate(
         model=model,
         tasks=["tiny"],
         task_manager=manager,

@@ -1,27 +1,22 @@
 """Five hundred requests at once, a third of them cut off: every answer is the one given alone, nothing is left."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
 import random
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.laneformer.serve.clients.openai_checks import Asked
-from tests.laneformer.serve.conftest import Server
 from tests.laneformer.serve.endpoint import data_of
 
-if TYPE_CHECKING:
-    import httpx
-
 PATH = "/v1/completions"
-REQUESTS, AT_ONCE, KINDS = 500, 48, 12
+REQUESTS = 500
+AT_ONCE = 48
+KINDS = 12
 AGAIN_S = 0.02  # not a second: the queue is to stay full
 # what allocators keep, and one prefix cache: not the 100 kB a request that a leak would cost
 RSS_BYTES = 24 << 20
@@ -34,7 +29,7 @@ def body_of(kind: int, stream: bool) -> dict[str, Any]:
     return {"prompt": prompt, "stream": stream, **sampling}
 
 
-async def ask(client: httpx.AsyncClient, kind: int, stream: bool, counts: Counter[str]) -> str:
+async def ask(client, kind, stream, counts) -> str:
     """The answer's text, however often the queue is full."""
     while (answer := await client.post(PATH, json=body_of(kind, stream))).status_code == 429:
         assert int(answer.headers["retry-after"]) >= 1
@@ -45,7 +40,7 @@ async def ask(client: httpx.AsyncClient, kind: int, stream: bool, counts: Counte
     return "".join(choice["text"] for part in parts for choice in json.loads(part)["choices"])
 
 
-async def leave(client: httpx.AsyncClient, kind: int, stream: bool, after_s: float) -> None:
+async def leave(client, kind, stream, after_s):
     """A client that goes away in the middle of its request."""
     body = {**body_of(kind, stream), "max_tokens": 400, "ignore_eos": True}
     try:
@@ -56,10 +51,12 @@ async def leave(client: httpx.AsyncClient, kind: int, stream: bool, after_s: flo
         pass
 
 
-async def storm(client: httpx.AsyncClient, expected: list[str], requests: int) -> Counter[str]:
-    rng, counts, turn = random.Random(0), Counter[str](), asyncio.Semaphore(AT_ONCE)
+async def storm(client, expected, requests) -> Counter[str]:
+    rng = random.Random(0)
+    counts = Counter[str]()
+    turn = asyncio.Semaphore(AT_ONCE)
 
-    async def one(leaves: bool, kind: int, stream: bool, after_s: float) -> None:
+    async def one(leaves, kind, stream, after_s):
         async with turn:
             if leaves:
                 await leave(client, kind, stream, after_s)
@@ -68,17 +65,13 @@ async def storm(client: httpx.AsyncClient, expected: list[str], requests: int) -
 
     async with asyncio.TaskGroup() as group:
         for _ in range(requests):
-            drawn = (
-                rng.random() < 1 / 3,
-                rng.randrange(KINDS),
-                rng.random() < 0.5,
-                rng.uniform(0.001, 0.1),
-            )
-            group.create_task(one(*drawn))
+            leaves = rng.random() < 1 / 3
+            stream = rng.random() < 0.5
+            group.create_task(one(leaves, rng.randrange(KINDS), stream, rng.uniform(0.001, 0.1)))
     return counts
 
 
-def held(server: Server) -> tuple[int, int, int]:
+def measure_process(server) -> tuple[int, int, int]:
     """Resident bytes, open files and threads of the process."""
     process = Path(f"/proc/{server.process.pid}")
     pages = int((process / "statm").read_text().split()[1])
@@ -92,10 +85,10 @@ def test_a_storm_of_requests(server, model_folder):
     import httpx
 
     running = server(model_folder, engine={"cache_bytes": 4 << 20}, max_waiting=4)
-    asked = Asked(running.url, "tiny", "none")
+    endpoint = Asked(running.url, "tiny", "none")
 
-    def run(work: Callable[[httpx.AsyncClient], Any]) -> Any:
-        async def visit() -> Any:
+    def run(work):
+        async def visit():
             limits = httpx.Limits(max_connections=AT_ONCE, max_keepalive_connections=8)
             async with httpx.AsyncClient(
                 base_url=running.url, timeout=300, limits=limits
@@ -104,20 +97,20 @@ def test_a_storm_of_requests(server, model_folder):
 
         return asyncio.run(visit())
 
-    async def ask_alone(client: httpx.AsyncClient) -> list[str]:
+    async def ask_alone(client):
         return [await ask(client, kind, False, Counter()) for kind in range(KINDS)]
 
     expected = run(ask_alone)
     assert len(set(expected)) > 6
     run(lambda client: storm(client, expected, 100))  # what is made once: buffers, threads, arenas
-    assert asked.becomes_idle()
-    before = held(running)
+    assert endpoint.becomes_idle()
+    before = measure_process(running)
     counts = run(lambda client: storm(client, expected, REQUESTS))
     assert counts["429"], "the queue was never full, so this shows nothing about it"
-    assert asked.becomes_idle()
+    assert endpoint.becomes_idle()
     assert run(ask_alone) == expected
     rss, files, threads = (
-        after - first for after, first in zip(held(running), before, strict=True)
+        after - first for after, first in zip(measure_process(running), before, strict=True)
     )
     assert rss < RSS_BYTES, f"{rss:,} bytes more than before"
     assert files <= 2, f"{files} files more than before"

@@ -1,7 +1,5 @@
 """The `openai` packages against a real server: Python's with strict validation, its last major, and Node's."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -33,14 +31,14 @@ def test_node(endpoint):
         pytest.skip(f"no Node.js, or no {NODE_CLIENTS.name}: make .venv/{NODE_CLIENTS.name}")
     program = NODE_CLIENTS / "openai_session.mjs"  # where node finds the package
     shutil.copy(FOLDER / "openai_session.mjs", program)
-    told = json.loads(
+    report = json.loads(
         output(["node", str(program), endpoint.url, endpoint.model, endpoint.key], timeout_s=60)
     )
     content = endpoint.content()
-    assert told["models"] == ["tiny"]
-    assert told["content"] == told["streamed"] == told["helper"] == content
-    assert told["usage"]["completion_tokens"] <= 24
-    assert told["refused"] == {"status": 400, "param": "temprature"}
-    assert told["unauthorised"] == 401
-    assert told["aborted"] == 3
-    assert told["after"] == content
+    assert report["models"] == ["tiny"]
+    assert report["content"] == report["streamed"] == report["helper"] == content
+    assert report["usage"]["completion_tokens"] <= 24
+    assert report["refused"] == {"status": 400, "param": "temprature"}
+    assert report["unauthorised"] == 401
+    assert report["aborted"] == 3
+    assert report["after"] == content

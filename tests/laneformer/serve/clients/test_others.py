@@ -1,9 +1,6 @@
 """litellm and schemathesis against a real server."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import httpx
 import pytest
@@ -15,22 +12,24 @@ import litellm
 url, model, key = sys.argv[1:]
 messages = [{"role": "user", "content": "def main(argv):"}]
 where = dict(api_base=f"{url}/v1", api_key=key, temperature=0)
-given = dict(model=f"openai/{model}", messages=messages, max_tokens=24, **where)
-whole = litellm.completion(**given)
-parts = [chunk.choices[0].delta.content or "" for chunk in litellm.completion(**given, stream=True)]
-later = asyncio.run(litellm.acompletion(**given))
+options = dict(model=f"openai/{model}", messages=messages, max_tokens=24, **where)
+whole = litellm.completion(**options)
+parts = [chunk.choices[0].delta.content or "" for chunk in litellm.completion(**options, stream=True)]
+later = asyncio.run(litellm.acompletion(**options))
 texts = litellm.text_completion(
     model=f"text-completion-openai/{model}", prompt="import os", max_tokens=8, **where
 )
 try:
-    litellm.completion(**{**given, "api_key": "wrong"})
+    litellm.completion(**{**options, "api_key": "wrong"})
 except litellm.AuthenticationError:
     refused = True
 print(json.dumps([whole.choices[0].message.content, "".join(parts), later.choices[0].message.content,
                   whole.usage.completion_tokens, texts.choices[0].text, refused]))
 """
+FLAGS = """--checks not_a_server_error --seed 1 --phases coverage,fuzzing --max-time 45
+--request-timeout 20"""
 # drawn names and lengths would nearly all be refused
-NARROWED: dict[str, Any] = {
+NARROWED = {
     "model": {"const": "tiny"},
     "max_tokens": {"type": "integer", "minimum": 1, "maximum": 20},
 }
@@ -44,8 +43,8 @@ def test_litellm(endpoint, other_python):
     assert whole == streamed == later == endpoint.content()
     assert 0 < tokens <= 24
     with endpoint.sync() as client:
-        given: dict[str, Any] = {"prompt": "import os", "max_tokens": 8, "temperature": 0}
-        assert text == client.completions.create(model=endpoint.model, **given).choices[0].text
+        options = {"prompt": "import os", "max_tokens": 8, "temperature": 0}
+        assert text == client.completions.create(model=endpoint.model, **options).choices[0].text
     assert refused
 
 
@@ -60,28 +59,8 @@ def test_no_body_makes_a_5xx(endpoint, other_python, tmp_path):
         properties |= {name: narrow for name, narrow in NARROWED.items() if name in properties}
     (tmp_path / "openapi.json").write_text(json.dumps(described))
     (tmp_path / "schemathesis.toml").write_text("")
-    other_python(
-        "-m",
-        "schemathesis.cli",
-        "--config-file",
-        str(tmp_path / "schemathesis.toml"),
-        "run",
-        str(tmp_path / "openapi.json"),
-        "--url",
-        endpoint.url,
-        "--header",
-        key,
-        "--checks",
-        "not_a_server_error",
-        "--seed",
-        "1",
-        "--phases",
-        "coverage,fuzzing",
-        "--max-time",
-        "45",
-        "--request-timeout",
-        "20",
-        cwd=tmp_path,
-    )
+    files = ["--config-file", f"{tmp_path}/schemathesis.toml", "run", f"{tmp_path}/openapi.json"]
+    server = ["--url", endpoint.url, "--header", key]
+    other_python("-m", "schemathesis.cli", *files, *server, *FLAGS.split(), cwd=tmp_path)
     assert endpoint.becomes_idle()
     assert endpoint.content(), "it still answers"
