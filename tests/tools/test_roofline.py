@@ -60,9 +60,7 @@ def test_the_rows_of_the_docs_come_out(capsys):
         " ".join(line.replace("|", " ").split()) for line in capsys.readouterr().out.splitlines()
     }
     page = (
-        (DOCS / "benchmarks/gpu-projection.md")
-        .read_text()
-        .partition("## Tokens/s of the 2B\n")[2]
+        (DOCS / "benchmarks/gpu-projection.md").read_text().partition("## Tokens/s of the 2B\n")[2]
     )
     rows = re.findall(r"\| (.*?\|.*?\|.*?\|) fitted \|(.*) \|", page.partition("\n## ")[0])
     assert len(rows) == 11
