@@ -160,9 +160,9 @@ def test_differences_are_paired_by_seed():
 
 
 def test_the_published_runs_are_what_the_documents_say():
-    runs = read_lines(Path("docs/benchmarks/2026-11-28-ablation.jsonl"))
+    runs = read_lines(Path("docs/benchmarks/ablation.jsonl"))
     table = cells(compare([row for row in runs if row["learning_rate"] == 3e-3], "delay_0"))
-    page = Path("docs/benchmarks/2026-11-28-ablation.md").read_text()
+    page = Path("docs/benchmarks/ablation.md").read_text()
     rows = re.findall(
         r"\| ([+-][\d.]+) ± ([\d.]+) \| ([+-][\d.]+) \|", Path("docs/dtp.md").read_text()
     )

@@ -1,6 +1,6 @@
 """The CUDA engine in eight minutes of one GPU: is it right, how fast is it, and what is as fast.
 
-    PYTHONPATH=models:. python3 -m tools.bench cuda --out docs/benchmarks/DATE-gpu-decode.md
+    PYTHONPATH=models:. python3 -m tools.bench cuda --out docs/benchmarks/gpu-decode.md
 
 Parts run one after the other, the most important first, each in a process of its own within a time limit: a crash or
 a hang costs what its part had left. A figure is printed, and the page written again, when it is there, so a run that is

@@ -1,6 +1,6 @@
 """Decode and prefill on the CPU, alternating with llama.cpp and Transformers, with read probes in between.
 
-    python -m tools.bench decode --against llamacpp,transformers --out docs/benchmarks/DATE-cpu-decode.md
+    python -m tools.bench decode --against llamacpp,transformers --out docs/benchmarks/cpu-decode.md
     python -m tools.bench decode --model MODEL.gguf --dtype int4 --depth 0 2000 4000 --prefill 128 512 4000
 
 The read bandwidth of a shared machine changes within seconds, so a speed is never reported alone: FILE_START

@@ -1,7 +1,7 @@
 """Tokens/s against the latency of the link between lanes: what a delay hides, beside the
 model that predicts it.
 
-    python -m tools.bench latency --out docs/benchmarks/DATE-latency.md
+    python -m tools.bench latency --out docs/benchmarks/latency.md
 
 The latency is injected, as by `laneformer bench --link-us`: a thread sees what a thread of another lane gives it only
 so long after it was given (csrc/exchange.h). The prediction is that of tools/roofline.py, with the time of a layer

@@ -1,7 +1,7 @@
 """Training speed of the real trainer and of TorchTitan's own Llama of the same parameter
 count, in alternating runs.
 
-    python -m tools.bench train --flavor 2b --out docs/benchmarks/DATE-train-h200.md          one GPU
+    python -m tools.bench train --flavor 2b --out docs/benchmarks/train-h200.md               one GPU
     python -m tools.bench train --flavor tiny --seq-len 128 --local-batch 2 --steps 6 --warmup 2     a laptop's CPU
 
 Each trial is a job of its own (`torchrun -m train`, or `-m tools.bench.llama` on TorchTitan's trainer) on
