@@ -6,7 +6,7 @@ alone, with their origin.
 
 In the stable part of a WSD schedule the learning rate hides what a model has learned: every checkpoint is off
 the valley it moves along, each by another random step. Their mean is near it, much as after a decay, and
-costs no training. docs/averaging.md says which checkpoints to take and what to do with the result.
+costs no training. docs/train.md says which checkpoints to take and what to do with the result.
 
 Tensors are averaged one by one, in float64, while the new checkpoint is written.
 """
