@@ -4,7 +4,11 @@ alone, with their origin.
     python -m tools.average runs/phase1 --last 5 --out runs/phase1-average
     python -m tools.average runs/phase1/checkpoint/step-480000 runs/phase1/checkpoint/step-500000 --out runs/mean
 
-docs/averaging.md says why, which checkpoints to take and what to do with the result.
+In the stable part of a WSD schedule the learning rate hides what a model has learned: every checkpoint is off
+the valley it moves along, each by another random step. Their mean is near it, much as after a decay, and
+costs no training. docs/train.md says which checkpoints to take and what to do with the result.
+
+Tensors are averaged one by one, in float64, while the new checkpoint is written.
 """
 
 from __future__ import annotations
