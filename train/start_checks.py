@@ -15,7 +15,7 @@ from typing import Any
 
 from records.checkpoints import newest_saved_step
 
-from .job_config import load_job, patch_torch_for_cpu, resolved_toml
+from .job_config import format_job, load_job, patch_torch_for_cpu
 
 patch_torch_for_cpu()  # before torchtitan is imported
 
@@ -51,4 +51,4 @@ if __name__ == "__main__":
         check_start(loaded, ranks)
     except ValueError as problem:
         raise SystemExit(f"the job is refused: {problem}") from None
-    sys.stdout.write(resolved_toml(loaded))
+    sys.stdout.write(format_job(loaded))

@@ -116,8 +116,11 @@ class EndpointScorer(Scorer):
     def _choices(self, path: str, body: JsonObject) -> list[JsonObject]:
         reply = self._post(f"{self.device}/{path}", {"model": self.model, **body})
         choices = reply.get("choices") if isinstance(reply, dict) else None
-        is_list = isinstance(choices, list) and bool(choices)
-        if not is_list or not all(isinstance(choice, dict) for choice in choices):
+        if (
+            not isinstance(choices, list)
+            or not choices
+            or not all(isinstance(choice, dict) for choice in choices)
+        ):
             raise ValueError(f"{self.device}/{path} returned no choice, but {str(reply)[:200]}")
         return choices
 

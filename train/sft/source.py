@@ -101,7 +101,7 @@ def _advise_holdout(conversations: list[Conversation]) -> str:
     hashes = [each.key % 2**64 for each in conversations]
     # the smallest share of 10,000 above the lowest hash
     per_10000 = min(hashes) * 10_000 // 2**64 + 1
-    if max(hashes) < shards.held_out_below(per_10000) or per_10000 > MOST_PER_10000:
+    if max(hashes) < shards.find_held_out_limit(per_10000) or per_10000 > MOST_PER_10000:
         return "add conversations"
     return f"--holdout {per_10000 / 10_000:.4f} holds one out; or add conversations"
 
