@@ -9,7 +9,7 @@ import torch
 import tyro
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from laneformer.hf.export import staged_folder
+from laneformer.hf.export import stage_folder
 
 
 def main(gguf: Annotated[Path, tyro.conf.Positional], out: Path, overwrite: bool = False) -> None:
@@ -39,7 +39,7 @@ def main(gguf: Annotated[Path, tyro.conf.Positional], out: Path, overwrite: bool
     model.load_state_dict(loaded.state_dict())
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    with staged_folder(out, overwrite) as folder:
+    with stage_folder(out, overwrite) as folder:
         model.save_pretrained(folder)
         AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
     print(out)

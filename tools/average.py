@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from data_mixtures.shards import tokenizer_files
 from laneformer.config import LaneformerConfig
-from laneformer.hf.export import checkpoint_step, staged_folder
+from laneformer.hf.export import checkpoint_step, stage_folder
 from records.checkpoints import (
     check_complete,
     check_contents,
@@ -107,7 +107,7 @@ def average(
         name: torch.empty(shape, dtype=stored[name].properties.dtype, device="meta")
         for name, shape in config.tensor_shapes().items()
     }
-    with staged_folder(out, overwrite) as folder:
+    with stage_folder(out, overwrite) as folder:
         averaged = {
             str(locate_checkpoint(each)): weight
             for each, weight in zip(chosen, weights, strict=True)

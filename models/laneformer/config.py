@@ -111,7 +111,7 @@ class LaneformerConfig(JoinRules):
         """Keys a query of this layer may see, itself included; None for all."""
         return self.sliding_window if layer in self.swa_layers else None
 
-    def borrowed(self) -> dict[str, Any]:
+    def extensions(self) -> dict[str, Any]:
         """The fields that only models of other families (llama/) set, where they differ from a Laneformer's."""
         usual = self.hidden_size / self.num_attention_heads
         plain: dict[str, Any] = {"head_dim": usual, "attention_bias": False, "qk_norm": False}
@@ -196,7 +196,7 @@ class LaneformerConfig(JoinRules):
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; without later fields (other families', of drafts, of joins) where they say nothing."""
-        plain = {"head_dim", "attention_bias", "qk_norm"} - self.borrowed().keys()
+        plain = {"head_dim", "attention_bias", "qk_norm"} - self.extensions().keys()
         plain |= set() if self.num_nextn_predict_layers else set(HEAD_FIELDS)
         later = ("first_late_layer", "early_layers", "flush", "nope_layers", "window_rope_theta")
         plain |= {name for name in later if not getattr(self, name)}

@@ -10,7 +10,7 @@ from .config import LaneformerConfig
 def refuse_unsupported(config: LaneformerConfig, who: str) -> None:
     """ValueError, with their names, for what other families' models have and `who` has not."""
     tied = {"tie_word_embeddings": True} if config.tie_word_embeddings else {}
-    refuse(config.borrowed() | tied, who, "the engine and the plain PyTorch model do")
+    refuse(config.extensions() | tied, who, "the engine and the plain PyTorch model do")
 
 
 def refuse_other_layers(config: LaneformerConfig, who: str, fix: str) -> None:

@@ -78,18 +78,18 @@ def same(template: str, messages: list, **options: Any) -> bool:
 
 @pytest.mark.parametrize("name", OURS)
 def test_templates_of_models_that_the_engine_reads(name):
-    assert any(compared((TEMPLATES / f"{name}.jinja").read_text()))
+    assert any(compare_templates((TEMPLATES / f"{name}.jinja").read_text()))
 
 
 @pytest.mark.rotate
 def test_templates_of_many_models():
     paths = sorted(TEMPLATES.glob("*.jinja"))
-    refusing = [path.stem for path in paths if not any(compared(path.read_text()))]
+    refusing = [path.stem for path in paths if not any(compare_templates(path.read_text()))]
     assert len(paths) > 40
     assert set(refusing) <= set(SEES_PICTURES), "a template that refuses everything shows nothing"
 
 
-def compared(template: str) -> list[bool]:
+def compare_templates(template: str) -> list[bool]:
     """`same` for conversations of several lengths, with and without tools and a variable of Qwen's."""
     return [
         same(template, messages, add_generation_prompt=len(messages) % 2 == 1, **options)

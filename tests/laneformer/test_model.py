@@ -68,13 +68,13 @@ def lane_batched_logits(model: Laneformer, ids: list[int]) -> np.ndarray:
         return model.lm_head(h, model.norm)[0].numpy()
 
 
-def transcribed(model: Laneformer, ids: list[int], plant: str = "") -> np.ndarray:
+def transcribe(model: Laneformer, ids: list[int], plant: str = "") -> np.ndarray:
     weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
     return reference_logits(model.config, weights, ids, plant)
 
 
 def difference(model: Laneformer, plant: str = "") -> float:
-    return float(np.abs(lane_batched_logits(model, IDS) - transcribed(model, IDS, plant)).max())
+    return float(np.abs(lane_batched_logits(model, IDS) - transcribe(model, IDS, plant)).max())
 
 
 BOTH = (True, False)
@@ -153,15 +153,15 @@ def test_cached_decoding_is_the_full_forward(delay, chunks):
     assert cache.length == len(IDS)
 
 
-def initialised(seed: int, **overrides: object) -> dict[str, torch.Tensor]:
+def initialize(seed: int, **overrides: object) -> dict[str, torch.Tensor]:
     model = Laneformer(LaneformerConfig.from_flavor("tiny", **overrides))
     model.init_weights(seed)
     return model.state_dict()
 
 
 def test_init_is_a_function_of_seed_and_name():
-    first, again, other = initialised(0), initialised(0), initialised(1)
-    deeper = initialised(0, num_hidden_layers=7)
+    first, again, other = initialize(0), initialize(0), initialize(1)
+    deeper = initialize(0, num_hidden_layers=7)
     for name, value in first.items():
         assert torch.equal(value, again[name]), name
         assert name.endswith("norm.weight") or not torch.equal(value, other[name]), name
@@ -179,7 +179,7 @@ def test_init_has_the_stated_deviations():
     cut = math.sqrt(
         1 - 6 * density / math.erf(3 / math.sqrt(2))
     )  # deviation of a normal cut at three sigma
-    for name, value in initialised(0).items():
+    for name, value in initialize(0).items():
         if name.endswith("norm.weight"):
             assert (value == 1).all(), name
             continue

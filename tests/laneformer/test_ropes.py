@@ -35,7 +35,7 @@ LENGTH = 20
 TOLERANCE = 100 * LENGTH * 2.0**-24
 
 
-def built(kind: str, delay: int = 2) -> Laneformer:
+def build_model(kind: str, delay: int = 2) -> Laneformer:
     return build(hidden_size=48, broadcast_delay=delay, **KINDS[kind])
 
 
@@ -50,14 +50,14 @@ def error(model: Laneformer) -> float:
 @pytest.mark.parametrize("delay", [0, 1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_position_is_the_references(kind, delay):
-    model = built(kind, delay)
+    model = build_model(kind, delay)
     assert error(model) < TOLERANCE
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_of_the_other_kind_is_noticed(kind):
     """Planted: the last layer with windows' table, or rotated where it is not to be; YaRN without its scale."""
-    model = built(kind)
+    model = build_model(kind)
     last = model.layers[-1].attention
     if len(model.config.ropes) > 1:
         last.rope = 1
@@ -105,7 +105,7 @@ def test_yarn_is_transformers_at_131072_positions(layers, theta):
 
 
 def test_one_table_a_kind():
-    counts = {kind: len(built(kind).config.ropes) for kind in KINDS}
+    counts = {kind: len(build_model(kind).config.ropes) for kind in KINDS}
     assert counts == dict(zip(KINDS, (2, 1, 2, 2, 0), strict=True))
     assert (
         LaneformerConfig(window_rope_theta=1e4).ropes
@@ -114,5 +114,5 @@ def test_one_table_a_kind():
     assert len(LaneformerConfig(rope_theta=1e4, window_rope_theta=1e4).ropes) == 1, (
         "two of the same are one"
     )
-    found = positions.rope_table(built("yarn on full").config, torch.arange(4))
+    found = positions.rope_table(build_model("yarn on full").config, torch.arange(4))
     assert found[0].shape == (2, 1, 4, 1, 6)

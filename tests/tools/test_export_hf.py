@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from data_mixtures.mixture import Mixture
-from laneformer.hf.export import Progress, staged_folder
+from laneformer.hf.export import Progress, stage_folder
 from tests.laneformer.hf.hf_assets import random_model, write_run
 from tools.export_hf import frequent_ids, training_progress
 
@@ -90,9 +90,9 @@ def test_two_exports_do_not_write_one_folder(tmp_path):
     out, part = tmp_path / "hf", tmp_path / "hf.part"
     part.mkdir()
     (part / "of a killed one").touch()
-    with staged_folder(out) as folder:
+    with stage_folder(out) as folder:
         assert not list(folder.iterdir())
         (folder / "ours").touch()
         with pytest.raises(ValueError, match=r"another process writes .*/hf; wait for it"):
-            staged_folder(out).__enter__()
+            stage_folder(out).__enter__()
     assert [path.name for path in out.iterdir()] == ["ours"]

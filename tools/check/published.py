@@ -61,7 +61,7 @@ def check(options: Options, console: Console) -> dict[str, Any]:
     # a borrowed layer is in model.py alone
     single = (
         plain_model(config, weights, torch.float32)
-        if config.borrowed()
+        if config.extensions()
         else hf_model(config, weights, torch.float32)
     )
     logits, published = {"modeling code": compute_logits(single, ids)}, load_published(options)

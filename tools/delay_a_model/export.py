@@ -17,7 +17,7 @@ from torch import Tensor
 from laneformer.engine.folder import Checkpoint
 from laneformer.hf.export import (
     round_weight,
-    staged_folder,
+    stage_folder,
     verify,
     write_code,
     write_configs,
@@ -55,7 +55,7 @@ def write_folder(
     stored = {
         name: round_weight(name, weights[name], "bfloat16") for name in config.tensor_shapes()
     }
-    with staged_folder(out, overwrite=True) as folder:
+    with stage_folder(out, overwrite=True) as folder:
         write_weights(folder, stored)
         write_text_files(checkpoint, folder)
         write_configs(folder, config, "bfloat16", token_ids(checkpoint))

@@ -114,7 +114,7 @@ def export(
     architecture = LaneformerConfig.from_dict(json.loads(config_path.read_text()))
     if progress.step is None:
         progress = replace(progress, step=checkpoint_step(checkpoint))
-    with staged_folder(out, overwrite) as folder:
+    with stage_folder(out, overwrite) as folder:
         console.print(f"reading {checkpoint}")
         weights = load_weights(checkpoint, architecture)
         round_weights(weights, dtype)
@@ -190,7 +190,7 @@ def checkpoint_step(checkpoint: Path) -> int | None:
 
 
 @contextlib.contextmanager
-def staged_folder(out: Path, overwrite: bool = False) -> Iterator[Path]:
+def stage_folder(out: Path, overwrite: bool = False) -> Iterator[Path]:
     """A temporary folder next to `out` that replaces it when the block succeeds, and is
     deleted when it raises.
     """

@@ -22,7 +22,7 @@ from ..config import DRAFT_IDS, LaneformerConfig, plain_name
 from ..old_spellings import MODEL_TYPES, modern_spelling
 from ..tensors import check_shapes, weight_files
 from .configuration_laneformer import FIELDS
-from .export import staged_folder
+from .export import stage_folder
 from .tokenizer import CHAT_TEMPLATE
 
 console = Console(stderr=True)
@@ -63,7 +63,7 @@ def import_folder(hf: Path, out: Path, overwrite: bool = False) -> dict[str, Any
     template = (
         [hf / CHAT_TEMPLATE.name] if tokenizer and (hf / CHAT_TEMPLATE.name).is_file() else []
     )
-    with staged_folder(out, overwrite) as folder:
+    with stage_folder(out, overwrite) as folder:
         console.print(f"writing {folder}")
         (folder / "model.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
         for path in tokenizer + template:

@@ -110,8 +110,8 @@ class FamilyConfig(LaneformerConfig):
     def ropes(self) -> tuple[Rope, ...]:
         return self.variant.ropes or super().ropes
 
-    def borrowed(self) -> dict[str, Any]:
-        return super().borrowed() | self.variant.differences()
+    def extensions(self) -> dict[str, Any]:
+        return super().extensions() | self.variant.differences()
 
     def needs_other_layers(self) -> dict[str, Any]:
         changed = self.variant.differences()

@@ -28,7 +28,7 @@ from ..config import LaneformerConfig
 from ..lanes import LaneRMSNorm
 from ..model import LaneFeedForward
 from .layer import TitanLayer
-from .private_torch import scaled_mm
+from .private_torch import multiply_float8
 from .products import keep
 
 NAME = "quantize.linear.float8"
@@ -99,7 +99,7 @@ def multiply_scaled(
         return (torch.bmm(a.float(), b.float().mT) * inverse_a * inverse_b).to(dtype)
     out = a.new_empty(*a.shape[:2], b.shape[1], dtype=dtype)
     for n in range(len(a)):
-        scaled_mm(a[n], b[n].t(), inverse_a[n], inverse_b[n], fast, out[n])
+        multiply_float8(a[n], b[n].t(), inverse_a[n], inverse_b[n], fast, out[n])
     return out
 
 

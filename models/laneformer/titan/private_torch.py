@@ -65,7 +65,7 @@ def forget_compiled() -> None:
     torch._dynamo.reset()
 
 
-def scaled_mm(
+def multiply_float8(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, fast: bool, out: Tensor
 ) -> None:
     """out (M, O) = float8 a (M, K) times b (K, O), its columns adjacent, times their scales: (1, 1) each, or

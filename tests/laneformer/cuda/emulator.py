@@ -73,7 +73,7 @@ def build(
     ]
     command = ["g++", *options, *(f"-I{f}" for f in folders)]
     if not races:
-        command += ["-include", str(precompiled())]
+        command += ["-include", str(precompile_headers())]
     included = [
         p
         for folder in folders
@@ -116,7 +116,7 @@ def compile_step(what: str, command: Sequence[str | Path]):
 
 
 @functools.cache
-def precompiled() -> Path:
+def precompile_headers() -> Path:
     """A header with what does not depend on the unit, which its compiler does not read again: a quarter of its time.
 
     It is made once in CACHE, for this compiler and these contents.

@@ -51,7 +51,7 @@ class Expected:
     most: list[Tensor]
 
 
-def kept_at(emulated, layer, position) -> Tensor:
+def read_keys_and_values(emulated, layer, position) -> Tensor:
     """The key and value of one position, as the kernels keep them: float64 (2, K, d)."""
     splits, slots = emulated.geometry.splits, emulated.geometry.kv_slots(layer)
     heads = [
@@ -70,12 +70,12 @@ def read_one_by_one(emulated, ids: list[int]) -> tuple[Tensor, list[tuple[Tensor
         emulated.seed = position
         rows.append(emulated.logits([(token, position, 0)]))
         for layer in layers:
-            kept[layer].append(kept_at(emulated, layer, position))
+            kept[layer].append(read_keys_and_values(emulated, layer, position))
     stacked = [torch.stack(of_layer, 2)[:, None] for of_layer in kept]
     return torch.cat(rows), [(keys, values) for keys, values in stacked]
 
 
-def expected(emulated, ids: list[int], kept: list[tuple[Tensor, Tensor]]) -> Expected:
+def compute_expected(emulated, ids: list[int], kept: list[tuple[Tensor, Tensor]]) -> Expected:
     """The reference, and how far from it fp32 may be."""
 
     def run(model):

@@ -51,10 +51,10 @@ class Shape:
         }
         return {**sizes, "devices": self.devices, "columns": self.columns}
 
-    def planned(self) -> Geometry:
+    def plan_geometry(self) -> Geometry:
         return plan(self.model, self.dtype, self.machine(), **self.plan)
 
-    def emulated(self, builds, **options) -> EmulatedPasses:
+    def emulate(self, builds, **options) -> EmulatedPasses:
         """The kernels of this shape, with `options` for EmulatedPasses."""
         given = {"dtype": self.dtype, "machine": self.machine(), **self.plan, **options}
         return EmulatedPasses(builds, config=self.model, **given)

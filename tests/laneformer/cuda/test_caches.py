@@ -41,7 +41,7 @@ def number_after(before: int, token: int) -> int:
     return (31 * before + token + 1) % 32749
 
 
-def continued(ids: list[int], count: int) -> list[int]:
+def continue_text(ids: list[int], count: int) -> list[int]:
     """What follows a text: the sum of all of it decides."""
     number, made = 0, list[int]()
     for token in ids[:-1]:
@@ -121,7 +121,7 @@ def test_random_conversations(sequences, caches, unread, monkeypatch):
         for news, prompt, count in zip(
             answers(executor, map(Request, prompts, counts)), prompts, counts, strict=True
         ):
-            assert news.tokens == continued(prompt, count)
+            assert news.tokens == continue_text(prompt, count)
             reused_tokens += news.whole.statistics["reused_tokens"]
             texts = [*texts[-4:], prompt + news.tokens]
     assert reused_tokens > 10 * caches

@@ -303,7 +303,7 @@ class Build:
     faults: dict[str, Fault]
     seeds: tuple[int, ...]
 
-    def planted(self, builds) -> EmulatedPasses:
+    def plant_faults(self, builds) -> EmulatedPasses:
         """The kernels with all faults in their source, none in force."""
         kernels = self.make(builds)
         plant_all(
@@ -329,7 +329,7 @@ def two_devices(builds, **options) -> EmulatedPasses:
 
 
 BUILDS = {
-    "exchanges": Build(SHAPES["late"].emulated, decode, OF_EXCHANGES, (0, 1, 2)),
+    "exchanges": Build(SHAPES["late"].emulate, decode, OF_EXCHANGES, (0, 1, 2)),
     "columns": Build(four_columns, company, OF_COLUMNS, (1,)),
     "8 bits": Build(partial(four_columns, dtype="int8"), company, OF_EIGHT_BITS, (1,)),
     "launches": Build(two_devices, launches_of_several, OF_LAUNCHES, (0, 1)),
@@ -340,7 +340,7 @@ BUILDS = {
 @pytest.mark.parametrize("name", BUILDS)
 def test_every_fault_is_found(name, cuda_builds):
     build = BUILDS[name]
-    kernels = build.planted(cuda_builds)
+    kernels = build.plant_faults(cuda_builds)
     right = build.act(kernels, 0)
     for seed in build.seeds:
         assert build.outcome(kernels, seed, right) == "", "without a fault in force"
@@ -356,7 +356,7 @@ def test_every_fault_is_found(name, cuda_builds):
 
 PLAIN = {
     **{
-        name: partial(SHAPES[name].emulated, races=True)
+        name: partial(SHAPES[name].emulate, races=True)
         for name in ("delay 0", "wide heads", "at once")
     },
     "passes ahead on two devices": partial(two_devices, races=True),
@@ -376,7 +376,7 @@ def test_no_race(name, cuda_builds):
 
 
 def test_wrong_numbers_are_not_within_the_tolerance(cuda_builds):
-    kernels = BUILDS["exchanges"].planted(cuda_builds)
+    kernels = BUILDS["exchanges"].plant_faults(cuda_builds)
     test_kernels.check(kernels, 11, range(0))
     for number, (name, fault) in enumerate(OF_EXCHANGES.items(), 1):
         if fault.found == "numbers":
@@ -395,7 +395,7 @@ HANGS = {  # lane, layer and exchange of those that wait in vain; lane 0 may the
 
 def test_a_hang_is_given_up(cuda_builds):
     """All blocks end, a wait in vain is reported, and with words reset the memory decodes again."""
-    kernels = BUILDS["exchanges"].planted(cuda_builds)
+    kernels = BUILDS["exchanges"].plant_faults(cuda_builds)
     right, memory = decode(kernels, 0), kernels.memories[0]
     for (name, waits), seed in itertools.product(HANGS.items(), range(3)):
         put_in_force(kernels, list(OF_EXCHANGES).index(name) + 1)

@@ -54,10 +54,10 @@ SHAPES_INT8 = {
 }
 
 
-def emulated(name, builds) -> EmulatedPasses:
+def emulate(name, builds) -> EmulatedPasses:
     """A shape with int8 weights, and whatever 16 bits it had beside them."""
     shape = SHAPES_INT8[name]
-    return dataclasses.replace(shape, dtype="int8").emulated(builds, half=shape.dtype)
+    return dataclasses.replace(shape, dtype="int8").emulate(builds, half=shape.dtype)
 
 
 def test_int8_numbers_are_the_cpus():
@@ -86,12 +86,12 @@ def test_rows_of_zeros_and_values_that_are_not_finite():
 @proof
 @pytest.mark.parametrize("name", SHAPES_INT8)
 def test_every_logit(name, cuda_builds):
-    check(emulated(name, cuda_builds), 9, range(1))
+    check(emulate(name, cuda_builds), 9, range(1))
 
 
 def test_prompts_have_the_weights_that_int8_stands_for():
     """Rounded to fp32, as the CPU engine has them, and to the 16 bits of the prompt."""
-    kernels = emulated("on two GPUs", Path())
+    kernels = emulate("on two GPUs", Path())
     stored = kernels.model.state_dict()
     model = TapeModel(kernels.memories)
     for i, layer in enumerate(model.layers()):

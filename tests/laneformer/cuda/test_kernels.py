@@ -14,7 +14,7 @@ import torch
 
 from laneformer.engine.cuda.structures import Column
 from tests.laneformer.cuda.emulated import GREEDY, emulator_proof
-from tests.laneformer.cuda.reference import expected, read_one_by_one
+from tests.laneformer.cuda.reference import compute_expected, read_one_by_one
 from tests.laneformer.cuda.shapes import SHAPES, family
 
 pytestmark = emulator_proof
@@ -33,7 +33,7 @@ def check(emulated, count, seeds):
     ids = text(emulated, count)
     emulated.forget()
     logits, kept = read_one_by_one(emulated, ids)
-    right = expected(emulated, ids, kept)
+    right = compute_expected(emulated, ids, kept)
     off = float((logits.double() - right.logits).abs().max())
     assert off <= right.tolerance, f"off by {off}, tolerance {right.tolerance}"
     for layer, numbers in enumerate(kept):
@@ -53,7 +53,7 @@ def check(emulated, count, seeds):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_logit(name, cuda_builds):
-    check(SHAPES[name].emulated(cuda_builds), 11, range(3))
+    check(SHAPES[name].emulate(cuda_builds), 11, range(3))
 
 
 GRAPHS = {
@@ -66,8 +66,8 @@ GRAPHS = {
 @pytest.mark.parametrize("name", GRAPHS)
 def test_the_graph_gives_the_same_bits(name, cuda_builds):
     """And so does each of its replays: the last tokens are its own. A column that has ended stands still."""
-    passes = GRAPHS[name].emulated(cuda_builds)
-    graph = GRAPHS[name].emulated(cuda_builds, version="graph")
+    passes = GRAPHS[name].emulate(cuda_builds)
+    graph = GRAPHS[name].emulate(cuda_builds, version="graph")
     ids = text(passes, 6)
     tokens, logits = passes.decode(ids, 5)
     assert graph.decode(ids, 5)[0] == tokens
@@ -84,7 +84,7 @@ def test_the_graph_gives_the_same_bits(name, cuda_builds):
 
 
 def test_logits_that_are_no_numbers_choose_a_token(cuda_builds):
-    plain = SHAPES["delay 1"].emulated(cuda_builds)
+    plain = SHAPES["delay 1"].emulate(cuda_builds)
     plain.memories[0].norms.fill_(float("nan"))
     tokens, logits = plain.decode(text(plain, 2), 2)
     assert logits.isnan().all()

@@ -56,7 +56,7 @@ def geometries_of(version, card) -> list[Geometry]:
     return plan_builds(CONFIG, "bf16", card.machine, version)
 
 
-def filled(version, geometry) -> bytes:
+def fill_argument(version, geometry) -> bytes:
     """An argument's bytes, all of them known."""
     return bytes((7 * i + 1) % 256 for i in range(ctypes.sizeof(argument_of(version, geometry))))
 
@@ -68,7 +68,7 @@ def launch_all(driver, version, kernels=launch) -> list[dict[str, Any]]:
         if version == "passes":
             loaded.require_resident(NAMES[version][0])
         loaded.load(*NAMES[version])
-        argument = argument_of(version, geometry).from_buffer_copy(filled(version, geometry))
+        argument = argument_of(version, geometry).from_buffer_copy(fill_argument(version, geometry))
         for name in NAMES[version]:
             loaded.launch(name, argument, 1 if name == "choose" else None)
     return driver.launches
@@ -96,7 +96,7 @@ def faults_of(card, version, launches) -> list[str]:
             "loaded": True,
             "carveout": 100,
             "attributes": attributes,
-            "argument": filled(version, geometry),
+            "argument": fill_argument(version, geometry),
         }
         faults += [key for key, value in right.items() if record[key] != value]
         if name != "choose" and record["resident"] < (2 if version == "graph" else 1):

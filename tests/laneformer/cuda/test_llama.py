@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.proof(*KERNEL_SOURCES, *CORE_SOURCES), needs_emulator]
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_logit(name, cuda_builds):
-    check(family(name).emulated(cuda_builds), 9, range(1))
+    check(family(name).emulate(cuda_builds), 9, range(1))
 
 
 def test_a_folder_end_to_end(tmp_path, cuda_builds, monkeypatch):

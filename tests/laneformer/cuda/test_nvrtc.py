@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def installed(folder, monkeypatch):
+def installed_compilers(folder, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(folder)])
     monkeypatch.setattr(sys, "prefix", "/nowhere")
     monkeypatch.setattr(nvrtc, "BY_NAME", ())
@@ -47,7 +47,7 @@ def installed(folder, monkeypatch):
     compilers.cache_clear()
 
 
-def test_the_newest_that_the_driver_takes(installed):
+def test_the_newest_that_the_driver_takes(installed_compilers):
     versions = [compiler.version for compiler in compilers()]
     assert versions == sorted(versions, reverse=True)
     assert {*versions} >= {(13, 0), (12, 9), (12, 6), (11, 2)}
@@ -59,7 +59,7 @@ def test_the_newest_that_the_driver_takes(installed):
         assert compiler_for(architecture, driver).version == version
 
 
-def test_what_to_install_is_said(installed, monkeypatch):
+def test_what_to_install_is_said(installed_compilers, monkeypatch):
     with pytest.raises(
         RuntimeError, match=r"sm_77; installed: 13.0, 12.9.*: .* nvidia-cuda-nvrtc$"
     ):

@@ -80,7 +80,7 @@ def test_the_kernels_memory_is_a_cache(monkeypatch, chunk, devices, dtype):
 def test_every_weight_comes_back_from_the_tapes(name):
     """Bit for bit; and what it costs is one layer."""
     shape = SHAPES[name] if name in SHAPES else family(name)
-    geometry = shape.planned()
+    geometry = shape.plan_geometry()
     tensors = tensors_of(random_model(shape.model, shape.dtype), shape.dtype)
     memories = [DeviceMemory(geometry, tensors, i, "cpu") for i in range(geometry.devices)]
     model, plain = TapeModel(memories), plain_model(shape.model, tensors, shape.dtype)

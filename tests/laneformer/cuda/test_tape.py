@@ -45,7 +45,7 @@ def test_the_kernels_have_the_same_sizes_and_places(name, cuda_builds):
     """Words, arguments and shared memory, on one device and on two; every pointer that is read
     as float4 is aligned.
     """
-    geometry = SHAPES[name].planned()
+    geometry = SHAPES[name].plan_geometry()
     decode = decode_structure(geometry.devices)
     fields = [name for name, _ in decode._fields_]
     streams = 4 * geometry.columns * geometry.lanes_per_device * geometry.config.hidden_size

@@ -13,7 +13,7 @@ import pytest
 import torch
 from sentencepiece import SentencePieceProcessor
 
-from laneformer.hf.export import export, load_weights, staged_folder, verify
+from laneformer.hf.export import export, load_weights, stage_folder, verify
 from laneformer.model import KVCache, run_layers
 from tests.laneformer.hf.hf_assets import (
     FLOAT32_TOLERANCE,
@@ -61,7 +61,7 @@ IDS, PROMPTS = draw_ids(2, 50), [draw_ids(n).tolist() for n in (5, 23, 16)]
 
 
 @torch.no_grad()
-def expected_of(model) -> dict[str, torch.Tensor]:
+def compute_outputs(model) -> dict[str, torch.Tensor]:
     positions = torch.arange(IDS.shape[1])
     masks, embedding = model.masks(positions, positions), model.tok_embeddings(IDS)
     h, _ = run_layers(model.layers, model.config, embedding, model.rope(positions), masks)
@@ -150,7 +150,7 @@ def answers(
 @pytest.mark.parametrize("name", ["trained", "converted"])
 def test_a_fresh_process_computes_what_the_training_model_does(answers, models, name):
     answer, (model, _) = answers[name], models[name]
-    for part, expected in expected_of(model).items():
+    for part, expected in compute_outputs(model).items():
         assert (answer[part] - expected).abs().max() <= FLOAT32_TOLERANCE, part
     assert all(answer["config"][name] == value for name, value in model.config.to_dict().items())
     assert answer["dtype"] == torch.float32
@@ -265,10 +265,10 @@ def test_staged_folder_keeps_what_was_there(tmp_path):
     out.mkdir()
     (out / "old").touch()
     with pytest.raises(ValueError, match="is not an empty folder; choose another --out, or pass"):
-        staged_folder(out).__enter__()
-    with pytest.raises(IsADirectoryError), staged_folder(out, overwrite=True) as folder:
+        stage_folder(out).__enter__()
+    with pytest.raises(IsADirectoryError), stage_folder(out, overwrite=True) as folder:
         folder.write_text("a failure half-way")
     assert [path.name for path in out.iterdir()] == ["old"]
-    with staged_folder(out, overwrite=True) as folder:
+    with stage_folder(out, overwrite=True) as folder:
         (folder / "new").touch()
     assert [path.name for path in tmp_path.glob("**/*")] == ["out", "new"]

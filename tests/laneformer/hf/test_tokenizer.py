@@ -20,7 +20,7 @@ from tests.laneformer.hf.hf_assets import sentencepiece_model, stdlib_sources
 SPECIAL_TEXTS = ("<s>", "</s>", "<unk>")
 
 
-def saved(tmp_path, model) -> tuple[Path, SentencePieceProcessor]:
+def save_tokenizer(tmp_path, model) -> tuple[Path, SentencePieceProcessor]:
     path = tmp_path / "tokenizer.model"
     path.write_bytes(model)
     return path, SentencePieceProcessor(model_file=str(path))
@@ -28,7 +28,7 @@ def saved(tmp_path, model) -> tuple[Path, SentencePieceProcessor]:
 
 @pytest.mark.parametrize("add_dummy_prefix", [True, False])
 def test_same_ids_and_text_as_sentencepiece(tmp_path, add_dummy_prefix):
-    path, sp = saved(tmp_path, sentencepiece_model(add_dummy_prefix))
+    path, sp = save_tokenizer(tmp_path, sentencepiece_model(add_dummy_prefix))
     tokenizer = tokenizer_from_sentencepiece(path)
     texts = [
         text
@@ -57,7 +57,7 @@ def test_spaces_of_equal_score(tmp_path):
     assert set(runs) != set(range(1, max(runs) + 1))
     for length, piece in runs.items():
         piece.score = -1e9 if length > 1 else piece.score
-    path, sp = saved(tmp_path, proto.SerializeToString())
+    path, sp = save_tokenizer(tmp_path, proto.SerializeToString())
     tokenizer = tokenizer_from_sentencepiece(path)
     for text in stdlib_sources()[:20] + [" " * n + "x" for n in range(70)]:
         assert tokenizer.encode(text, add_special_tokens=False).ids == sp.encode(text)
@@ -65,7 +65,7 @@ def test_spaces_of_equal_score(tmp_path):
 
 def test_special_tokens_and_wrong_merges(tmp_path):
     """Text that spells a special token becomes it, which SentencePiece reads as plain characters."""
-    path, sp = saved(tmp_path, sentencepiece_model())
+    path, sp = save_tokenizer(tmp_path, sentencepiece_model())
     tokenizer = tokenizer_from_sentencepiece(path)
     ids = tokenizer.encode("a</s>b", add_special_tokens=False).ids
     assert ids == [*sp.encode("a"), sp.eos_id(), *sp.encode("b")]
@@ -92,6 +92,6 @@ def test_special_tokens_and_wrong_merges(tmp_path):
     ],
 )
 def test_models_that_cannot_be_converted_are_refused(tmp_path, overrides, message):
-    path, _ = saved(tmp_path, sentencepiece_model(**overrides))
+    path, _ = save_tokenizer(tmp_path, sentencepiece_model(**overrides))
     with pytest.raises(ValueError, match=message):
         tokenizer_from_sentencepiece(path)

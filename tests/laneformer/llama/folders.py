@@ -238,7 +238,9 @@ def engine_logits(path: Path, ids: list[int] = IDS, **options: Any) -> np.ndarra
         return engine.logits(ids)
 
 
-def changed(folder: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+def change_tensors(
+    folder: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], object]
+) -> Path:
     """A copy of the folder with other tensors."""
     from safetensors.torch import load_file, save_file
 

@@ -104,7 +104,7 @@ def random_llama(architecture: str, **overrides: Any) -> Any:
     return model
 
 
-def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
+def permute_heads(weight: np.ndarray, heads: int) -> np.ndarray:
     """Rows of queries and keys as the converter leaves them for Llama: a head's two halves interleaved."""
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
@@ -133,7 +133,7 @@ def write_gguf(
             of = GGUFValueType.UINT64 if large else GGUFValueType.get_type(value)
             writer.add_key_value(name, value, of)
     heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
-    for name, value in {**unfused(model.state_dict()), **added, **(extra or {})}.items():
+    for name, value in {**split_fused(model.state_dict()), **added, **(extra or {})}.items():
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
         array = np.asarray(value, np.float32)
@@ -141,7 +141,7 @@ def write_gguf(
         if architecture == "gemma3" and name.endswith("norm.weight"):
             array = array + 1
         if architecture in PERMUTED and part in heads:
-            array = permuted(array, heads[part])
+            array = permute_heads(array, heads[part])
         if array.ndim < 2 or part == "gate" or name.endswith(".bias"):  # of them a router
             writer.add_tensor(gguf_name(name, architecture), array)
             continue
@@ -171,7 +171,7 @@ def write_gguf(
     return next(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if part_tensors else path
 
 
-def unfused(state: dict[str, Any]) -> dict[str, Any]:
+def split_fused(state: dict[str, Any]) -> dict[str, Any]:
     """Experts' gate and up projections apart, as checkpoints have them."""
     found: dict[str, Any] = {}
     of_gpt_oss = any("router" in name for name in state)

@@ -52,7 +52,7 @@ def test_defaults_are_those_of_the_first_llama():
         "vocab_parallel",
     )
     assert (config.swa_layers, config.rope_scaling, config.tie_word_embeddings) == ((), None, False)
-    assert not config.borrowed()
+    assert not config.extensions()
     assert config_of_llama(LLAMA, 4).lm_head_type == "replicate", (
         "lanes that do not divide the vocabulary"
     )
@@ -114,10 +114,10 @@ def test_windows(family, values, window, layers):
 
 
 def test_what_a_family_has():
-    assert config_of_llama(values_of("qwen2"), 1).borrowed() == {"attention_bias": True}
-    assert config_of_llama(values_of("qwen3"), 1).borrowed() == {"head_dim": 128, "qk_norm": True}
+    assert config_of_llama(values_of("qwen2"), 1).extensions() == {"attention_bias": True}
+    assert config_of_llama(values_of("qwen3"), 1).extensions() == {"head_dim": 128, "qk_norm": True}
     smollm3 = config_of_llama(values_of("smollm3"), 1)
-    assert (smollm3.borrowed(), smollm3.nope_layers) == ({}, (3,))
+    assert (smollm3.extensions(), smollm3.nope_layers) == ({}, (3,))
     assert (smollm3.rope_theta, smollm3.tie_word_embeddings) == (2000000.0, True)
 
 

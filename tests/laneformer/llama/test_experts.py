@@ -27,7 +27,7 @@ from tests.laneformer.llama.folders import (
     ALLOWED,
     CASES,
     IDS,
-    changed,
+    change_tensors,
     engine_logits,
     logits_of,
     plain_model,
@@ -133,7 +133,7 @@ def test_blocks_of_a_folder_are_what_transformers_reads(blocks):
 
 
 def test_equal_scores_go_to_the_first_experts(folder, tmp_path):
-    path = changed(folder, tmp_path, replace_tensors("mlp.gate.weight", torch.zeros_like))
+    path = change_tensors(folder, tmp_path, replace_tensors("mlp.gate.weight", torch.zeros_like))
     model = plain_model(path, lanes=1)
     assert (
         relative_error(engine_logits(path, kv_dtype="fp32", threads=2), logits_of(model)) < ALLOWED
@@ -151,7 +151,7 @@ def test_large_biases_and_sinks(gpt_oss, tmp_path, part, factor):
     grow = replace_tensors(
         part, lambda values: factor * (values.abs() if part == "sinks" else values)
     )
-    path = changed(gpt_oss, tmp_path, grow)
+    path = change_tensors(gpt_oss, tmp_path, grow)
     expected = logits_of(reference(path))
     assert relative_error(logits_of(reference(gpt_oss)), expected) > SEEN
     assert relative_error(logits_of(plain_model(path, lanes=2)), expected) < ALLOWED
@@ -185,7 +185,7 @@ def test_packed_experts_are_mapped_at_the_next_start(tmp_path, monkeypatch):
 
 def test_a_router_of_another_type_is_taken(folder, tmp_path):
     """Some folders keep it in float32."""
-    wide = changed(folder, tmp_path, replace_tensors("mlp.gate.weight", torch.Tensor.float))
+    wide = change_tensors(folder, tmp_path, replace_tensors("mlp.gate.weight", torch.Tensor.float))
     assert np.array_equal(engine_logits(wide, threads=1), engine_logits(folder, threads=1))
 
 
@@ -224,4 +224,4 @@ def test_wrong_tensors_are_named(folder, blocks, tmp_path):
         (folder, folder, blocks[0], blocks[0]), WRONG_TENSORS, strict=True
     ):
         with pytest.raises(ValueError, match=message):
-            read_checkpoint(changed(path, tmp_path, change))
+            read_checkpoint(change_tensors(path, tmp_path, change))

@@ -45,7 +45,7 @@ def truth(folder):
 
 
 @pytest.fixture
-def tied(tmp_path):
+def tied_folder(tmp_path):
     return write_folder(CASES["llama-tied"], tmp_path / "tied")
 
 
@@ -126,9 +126,9 @@ def test_every_instruction_set_has_the_same_gates(isa, tmp_path):
     ("dtype", "threads", "lanes"),
     [("bf16", 1, 1), ("fp16", 2, 2), ("fp32", 3, 1), ("int8", 2, 2), ("int4", 3, 1)],
 )
-def test_tied_embeddings_are_stored_once(tied, dtype, threads, lanes):
+def test_tied_embeddings_are_stored_once(tied_folder, dtype, threads, lanes):
     """The tapes are all there is, and as large as the parameters; in the packed cache, too."""
-    with Engine.from_pretrained(tied, dtype=dtype, threads=threads, lanes=lanes) as engine:
+    with Engine.from_pretrained(tied_folder, dtype=dtype, threads=threads, lanes=lanes) as engine:
         decoder, first = engine._open(), engine.logits(IDS)
         assert decoder.parts == threads
         rows = sum(len(decoder.part(i)) for i in range(threads))
@@ -136,22 +136,24 @@ def test_tied_embeddings_are_stored_once(tied, dtype, threads, lanes):
         assert (
             rows < 1.5 * element * engine.config.parameter_count()["total"]
         )  # tiles of 32 rows are padded
-    assert [path.suffix for path in (tied / ".packed").iterdir()].count(".bin") == 1
-    with Engine.from_pretrained(tied, dtype=dtype, threads=threads, lanes=lanes) as engine:
+    assert [path.suffix for path in (tied_folder / ".packed").iterdir()].count(".bin") == 1
+    with Engine.from_pretrained(tied_folder, dtype=dtype, threads=threads, lanes=lanes) as engine:
         assert np.array_equal(engine.logits(IDS), first)
 
 
-def test_an_embedding_row_of_the_packed_head_is_exact(tied):
+def test_an_embedding_row_of_the_packed_head_is_exact(tied_folder):
     """A tied model has the bits of the same model with the head written out, wherever a row lies."""
-    weights = load_file(tied / "model.safetensors")
+    weights = load_file(tied_folder / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-    save_file(weights, tied / "model.safetensors")
-    config = json.loads((tied / "config.json").read_text())
+    save_file(weights, tied_folder / "model.safetensors")
+    config = json.loads((tied_folder / "config.json").read_text())
     for lanes, threads in ((1, 1), (1, 3), (2, 2), (2, 5)):
         found = []
         for tie in (True, False):
-            (tied / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tie}))
-            found.append(engine_logits(tied, list(range(131)), lanes=lanes, threads=threads))
+            (tied_folder / "config.json").write_text(
+                json.dumps(config | {"tie_word_embeddings": tie})
+            )
+            found.append(engine_logits(tied_folder, list(range(131)), lanes=lanes, threads=threads))
         assert np.array_equal(*found)
 
 

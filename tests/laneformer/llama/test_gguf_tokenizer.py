@@ -50,7 +50,7 @@ KINDS: dict[str, tuple[Any, Any, bool]] = {
 SAME = ("dbrx", "falcon3", "refact")  # pieces of Llama 3 and SmolLM
 
 
-def written(tmp_path: Path, fields: dict[str, Any], **shape: Any) -> Vocabulary:
+def write_metadata(tmp_path: Path, fields: dict[str, Any], **shape: Any) -> Vocabulary:
     return GgufFile(
         write_gguf(tmp_path / "m.gguf", "llama", random_llama("llama", **shape), "F16", fields)
     ).vocabulary
@@ -63,7 +63,7 @@ def test_byte_level_pieces(tmp_path, pre):
         WORDS if pre in ("smollm", "refact", "gpt-2") else BYTES
     ]
     original = byte_level(pre_tokenizers.Sequence(steps), normalizer, whole_words)
-    tokenizer = tokenizer_of(written(tmp_path, tokenizer_fields(original, pre)))
+    tokenizer = tokenizer_of(write_metadata(tmp_path, tokenizer_fields(original, pre)))
     bos = [0] if pre in ("llama-bpe", "falcon3", "tekken") else []
     for text in TEXTS:
         ids = original.encode(text).ids
@@ -75,7 +75,7 @@ def test_byte_level_pieces(tmp_path, pre):
 
 def test_kinds_differ(tmp_path):
     """What the name of the pre-tokenizer decides: with any other one, some of the texts get other ids."""
-    metadata = written(tmp_path, tokenizer_fields(byte_level(WORDS), "gpt-2")).metadata
+    metadata = write_metadata(tmp_path, tokenizer_fields(byte_level(WORDS), "gpt-2")).metadata
     kinds = [{**metadata, "tokenizer.ggml.pre": pre} for pre in KINDS if pre not in SAME]
     tokenizers = [tokenizer_of(Vocabulary(kind)) for kind in kinds]
     ids = [
@@ -102,7 +102,7 @@ def test_sentencepiece_pieces(tmp_path, dummy_prefix):
         "merges": None,
     }
     fields = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
-    tokenizer = tokenizer_of(written(tmp_path, fields, vocab_size=len(sp)))
+    tokenizer = tokenizer_of(write_metadata(tmp_path, fields, vocab_size=len(sp)))
     for text in TEXTS:
         if "<|" not in text:
             assert tokenizer.encode(text).ids == [1, *sp.encode(text)], text

@@ -73,7 +73,7 @@ def results(
     return [*outputs[:2], *torch.autograd.grad(outputs, wanted, gradients[: len(outputs)])]
 
 
-def fused(
+def run_fused(
     h: Tensor,
     partial: Tensor | None,
     delayed: Tensor | None,
@@ -117,7 +117,7 @@ def kernel_error(
 ) -> float:
     """Of the kernels' results from those of `reference` in float64."""
     inputs, gradients = draw(how, lanes, dim, dtype, delay, scale, device)
-    found = results(inputs, gradients, how, fused)
+    found = results(inputs, gradients, how, run_fused)
     wide = [None if t is None else t.cpu().double() for t in inputs]
     wanted = results(wide, [g.cpu().double() for g in gradients], how, reference)
     return largest_error(found, wanted, dtype, how)
@@ -146,7 +146,7 @@ def own_lane_twice(h: Tensor, partial: Tensor, delayed: Tensor, weight: Tensor, 
     return exact(h + delayed, partial, delayed, weight, how)
 
 
-def unscaled(h: Tensor, partial: Tensor, delayed: Tensor, weight: Tensor, how: Join) -> Any:
+def leave_unscaled(h: Tensor, partial: Tensor, delayed: Tensor, weight: Tensor, how: Join) -> Any:
     streams, _, again = exact(h, partial, delayed, weight, how)
     wrong = streams.detach() * (weight - weight.detach())  # zero, but for its gradient
     return streams, exact(h, partial, delayed, weight.detach(), how)[1] + wrong, again
@@ -154,7 +154,7 @@ def unscaled(h: Tensor, partial: Tensor, delayed: Tensor, weight: Tensor, how: J
 
 def test_faults_would_be_seen():
     """References with one fault each: the own delayed output added twice, a scale's gradient without 1/rms."""
-    for fault in (own_lane_twice, unscaled):
+    for fault in (own_lane_twice, leave_unscaled):
         assert kernel_error(Join.PAST, 8, 24, torch.bfloat16, True, "shared", reference=fault) > 5
 
 

@@ -39,7 +39,7 @@ class Products(NamedTuple):
     d_w: Tensor
 
 
-def drawn() -> tuple[Tensor, Tensor, Tensor]:
+def draw_tensors() -> tuple[Tensor, Tensor, Tensor]:
     """x, weight and y's gradient. Rows and columns differ in size, as they do in a model: a scale of another
     row, or of another lane, is off by factors.
     """
@@ -59,8 +59,8 @@ def drawn() -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def computed(how: Float8) -> Products:
-    x, weight, gradient = drawn()
+def compute_products(how: Float8) -> Products:
+    x, weight, gradient = draw_tensors()
     x.requires_grad_(), weight.requires_grad_()
     y = how(x, weight)
     y.backward(gradient)
@@ -69,7 +69,7 @@ def computed(how: Float8) -> Products:
 
 def exact_and_bounds(recipe) -> tuple[Products, Products]:
     """The products in float64, and how far float8 may be from each element of them."""
-    x, weight, gradient = (t.double() for t in drawn())
+    x, weight, gradient = (t.double() for t in draw_tensors())
     rows, gradients = x[0].transpose(0, 1), gradient[0].transpose(0, 1)  # (L, T, ...)
 
     def rounding(values, dtype, turned):
@@ -112,7 +112,7 @@ def recipe(request):
 def test_within_what_rounding_allows(recipe):
     """torch's own products and their emulation: float32 sums in another order; torch's repeat bit for bit."""
     emulated, scaled, again = (
-        computed(Float8(recipe, emulate)) for emulate in (True, False, False)
+        compute_products(Float8(recipe, emulate)) for emulate in (True, False, False)
     )
     assert max(off(emulated, recipe)) <= 1
     assert max(off(scaled, recipe)) <= 1
@@ -132,7 +132,7 @@ FAULTS = {
 
 def test_a_wrong_scale_is_found(recipe, monkeypatch):
     """In y and in both gradients. One scale a lane has no order."""
-    multiply = float8.scaled_mm
+    multiply = float8.multiply_float8
     for name, change in FAULTS.items():
         if "order" in name and not recipe.by_row:
             continue
@@ -140,13 +140,13 @@ def test_a_wrong_scale_is_found(recipe, monkeypatch):
         def wrong(a, b, a_scale, b_scale, *others, change=change):
             multiply(a, b, *(scale.contiguous() for scale in change(a_scale, b_scale)), *others)
 
-        monkeypatch.setattr(float8, "scaled_mm", wrong)
-        assert min(off(computed(Float8(recipe, emulate=False)), recipe)) > 1.5, name
+        monkeypatch.setattr(float8, "multiply_float8", wrong)
+        assert min(off(compute_products(Float8(recipe, emulate=False)), recipe)) > 1.5, name
 
 
 def test_zeros_and_what_is_not_finite(recipe):
     """Zeros stay zeros; the guard of bad steps has to see the rest."""
-    x, weight, _ = drawn()
+    x, weight, _ = draw_tensors()
     how = Float8(recipe, emulate=False)
     assert how(torch.zeros_like(x), weight).abs().max() == 0
     for bad in (float("inf"), float("nan")):

@@ -22,7 +22,13 @@ from laneformer import LaneformerConfig
 from laneformer.titan import join_norm_kernels
 from laneformer.titan.join_norm import check_kernels
 from laneformer.titan.spec import choose_join_norm
-from tests.laneformer.titan.join_norm_interpreted import CASES, draw, fused, kernel_error, results
+from tests.laneformer.titan.join_norm_interpreted import (
+    CASES,
+    draw,
+    kernel_error,
+    results,
+    run_fused,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -115,5 +121,5 @@ def test_on_a_gpu(dtype):
     for how, delay, scale in CASES:
         assert kernel_error(how, 8, 3072, dtype, delay, scale, "cuda") <= 1, (how, delay, scale)
         inputs, gradients = draw(how, 8, 3072, dtype, delay, scale, "cuda")
-        found, again = (results(inputs, gradients, how, fused) for _ in range(2))
+        found, again = (results(inputs, gradients, how, run_fused) for _ in range(2))
         assert all(map(torch.equal, found, again)), "a step must repeat bit for bit"

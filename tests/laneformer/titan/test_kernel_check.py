@@ -95,13 +95,13 @@ def test_float8_products_are_checked(monkeypatch, recipe, wrong):
     What bfloat16 rounds otherwise than float32 may be another float8 value, so the check allows a fifth to a
     quarter: a scale that is wrong is wrong by a factor. Here one gradient is off by half.
     """
-    multiply = float8.scaled_mm
+    multiply = float8.multiply_float8
 
-    def planted(a, b, a_scale, b_scale, fast, out):
+    def plant(a, b, a_scale, b_scale, fast, out):
         of_weights = a.shape[1] == 2 * 32  # the tokens are summed
         multiply(a, b, a_scale * (1 + wrong * of_weights), b_scale, fast, out)
 
-    monkeypatch.setattr(float8, "scaled_mm", planted)
+    monkeypatch.setattr(float8, "multiply_float8", plant)
     job = job_of(PRECISION, "bfloat16")
     model = check(job, float8=Float8(RECIPES[recipe], emulate=False))
     assert isinstance(model.layers[0].feed_forward, Float8FeedForward) == (not wrong), (

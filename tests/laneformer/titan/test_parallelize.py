@@ -32,7 +32,7 @@ def tokens():
     return draw_tokens(CONFIG, SEQ_LEN)
 
 
-def kept_values_per_token(model, tokens) -> float:
+def count_saved_values(model, tokens) -> float:
     """Distinct float32 values, per token, that autograd keeps of the layers (not of
     embedding, norm and head).
     """
@@ -92,7 +92,7 @@ def test_compiled_is_eager_and_keeps_what_the_plan_says(tokens, early):
     # besides what the plan counts: a softmax denominator a head, and per sequence the mask, rope
     # and token ids
     extra = CONFIG.num_hidden_layers * CONFIG.num_attention_heads + SEQ_LEN + 4 * CONFIG.head_dim
-    assert planned <= kept_values_per_token(compiled, tokens) <= planned + extra
+    assert planned <= count_saved_values(compiled, tokens) <= planned + extra
     wide = CONFIG.num_lanes * CONFIG.hidden_size
     assert extra < wide / 2, "one stream more in a layer would be seen"
 
