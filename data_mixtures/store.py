@@ -9,6 +9,7 @@ in TMPDIR.
 from __future__ import annotations
 
 import functools
+import glob
 import os
 import re
 import shutil
@@ -54,7 +55,8 @@ class Store:
         """Copy the files of the folder itself, and what is published."""
         names = self.system.find(self.root, maxdepth=1)
         if manifests:
-            names += self.system.glob(f"{self.root}/*/{MANIFEST}")
+            # a bucket's folder may have a name that reads as a pattern
+            names += self.system.glob(f"{glob.escape(self.root)}/*/{MANIFEST}")
         self._write(each for each in names if Path(each).name != LOCK)
         self._saved = self._stat_small()
 
