@@ -200,9 +200,8 @@ def open_copy(url: str) -> Iterator[Path]:
             finally:
                 store.save()
                 store.drop(0)
-                shutil.rmtree(
-                    _workers_folder(), ignore_errors=True
-                )  # of units that ran in this process
+                # of units that ran in this process
+                shutil.rmtree(_workers_folder(), ignore_errors=True)
                 _remove_left()
 
 
