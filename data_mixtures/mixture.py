@@ -230,9 +230,8 @@ class Mixture:
     def rule(self) -> str:
         """Identity (hex) of how sequences are drawn: weights, seed and cuts, not the text."""
         weights = [pair for pair in zip(self.source_names, self.weights, strict=True) if pair[1]]
-        return _digest(
-            [order.RULE, self._decides, [[0, weights]]]
-        )  # 0: folders of before had segments
+        # 0: folders of before had segments
+        return _digest([order.RULE, self._decides, [[0, weights]]])
 
     def read_files(self, source: str, windows: int) -> list[str]:
         """Identities (hex) of what decides the first windows that are read of a source: its files.

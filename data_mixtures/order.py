@@ -85,14 +85,11 @@ def count_served(weights: Sequence[int], places: np.ndarray, sequences: int) -> 
 
 @lru_cache(maxsize=4096)
 def stride(windows: int) -> int:
-    """The step from each window that epoch 0 reads of a shard to the next: about windows /
-    1.618, coprime to windows.
-
-    Windows that lie d apart in the shard are read at least windows / ((MAX_QUOTIENT + 2) d) windows of it
-    apart. Proof: let q_i be the denominators of the convergents of stride / windows. For q_i <= j < q_(i+1),
-    j strides end at least windows / (q_i + q_(i+1)) from where they began (the law of best approximations),
-    and q_(i+1) <= (MAX_QUOTIENT + 1) q_i, so at least windows / ((MAX_QUOTIENT + 2) j) from there.
-    """
+    """Choose the step from each window that epoch 0 reads of a shard to the next: about windows / 1.618."""
+    # Windows that lie d apart in the shard are read at least windows / ((MAX_QUOTIENT + 2) d) windows of it
+    # apart. Proof: let q_i be the denominators of the convergents of stride / windows. For q_i <= j < q_(i+1),
+    # j strides end at least windows / (q_i + q_(i+1)) from where they began (the law of best approximations),
+    # and q_(i+1) <= (MAX_QUOTIENT + 1) q_i, so at least windows / ((MAX_QUOTIENT + 2) j) from there.
     golden = windows * _GOLDEN >> 64
     near = (golden + sign * distance for distance in range(windows + 1) for sign in (1, -1))
     fits = (each for each in near if 0 < each <= windows and gcd(each, windows) == 1)
@@ -122,13 +119,11 @@ def round_keys(seed: int, source: str, epoch: int) -> tuple[int, ...]:
 
 
 def permute(item: int, size: int, keys: Sequence[int]) -> int:
-    """Where a keyed permutation of range(size) puts an item.
-
-    A Feistel network permutes the next power of two; values that fall outside are walked along their cycle
-    until they come back, which keeps it a bijection (Black and Rogaway, Ciphers with Arbitrary Finite
-    Domains, 2002). One item at a time, about 10 us each: arrays would only be faster for batches of hundreds,
-    which no rank reads.
-    """
+    """Find where a keyed permutation of range(size) puts an item."""
+    # A Feistel network permutes the next power of two; values that fall outside are walked along their cycle
+    # until they come back, which keeps it a bijection (Black and Rogaway, Ciphers with Arbitrary Finite
+    # Domains, 2002). One item at a time, about 10 us each: arrays would only be faster for batches of hundreds,
+    # which no rank reads.
     bits = max(2, (size - 1).bit_length())
     item = _feistel(item, bits, keys)
     while item >= size:

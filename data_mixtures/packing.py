@@ -98,11 +98,9 @@ def streams(
 def best_fit(
     stream: np.ndarray, lengths: np.ndarray, keys: np.ndarray, size: int, seed: int
 ) -> Packed:
-    """Documents that lie in `stream` one after the other, in windows. keys: their ids.
-
-    A longer document than a window is cut into whole windows and a rest, which share one token with the
-    piece before: so each of a document's tokens but its first is a label once.
-    """
+    """Pack documents that lie in `stream` one after the other into windows. keys: their ids."""
+    # a longer document than a window is cut into whole windows and a rest, which share one token with the
+    # piece before: so each of a document's tokens but its first is a label once
     later, ends = np.arange(size) > 0, np.cumsum(lengths, dtype=np.int64)
     pieces, owners, first = list[Piece](), list[int](), list[bool]()
     for document, (begin, end) in enumerate(

@@ -9,6 +9,7 @@ in TMPDIR.
 from __future__ import annotations
 
 import functools
+import glob
 import os
 import re
 import shutil
@@ -54,7 +55,8 @@ class Store:
         """Copy the files of the folder itself, and what is published."""
         names = self.system.find(self.root, maxdepth=1)
         if manifests:
-            names += self.system.glob(f"{self.root}/*/{MANIFEST}")
+            # a bucket's folder may have a name that reads as a pattern
+            names += self.system.glob(f"{glob.escape(self.root)}/*/{MANIFEST}")
         self._write(each for each in names if Path(each).name != LOCK)
         self._saved = self._stat_small()
 
@@ -198,9 +200,8 @@ def open_copy(url: str) -> Iterator[Path]:
             finally:
                 store.save()
                 store.drop(0)
-                shutil.rmtree(
-                    _workers_folder(), ignore_errors=True
-                )  # of units that ran in this process
+                # of units that ran in this process
+                shutil.rmtree(_workers_folder(), ignore_errors=True)
                 _remove_left()
 
 

@@ -139,14 +139,9 @@ def check_exportable(given: TokenizerFile) -> None:
 
 def facts(path: Path) -> dict[str, Any]:
     """What source.json and the lock say of a tokenizer."""
-    made = load(path)
-    ids = {"vocab_size": made.vocab_size, "token_bytes": made.dtype.itemsize}
-    return {
-        "tokenizer_sha256": file_sha256(path),
-        **ids,
-        "bos_id": made.bos_id,
-        "eos_id": made.eos_id,
-    }
+    read = load(path)
+    values = read.vocab_size, read.dtype.itemsize, read.bos_id, read.eos_id
+    return dict(zip(shards.TOKENIZER_FACTS, (file_sha256(path), *values), strict=True))
 
 
 class Tokenizer(abc.ABC):

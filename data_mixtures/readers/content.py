@@ -200,10 +200,8 @@ class _Bucket:
                 answer = "not_found"
             except PermissionError:
                 answer = "http_403"
-            except (
-                OSError,
-                aiohttp.ClientError,
-            ) as error:  # time-outs, damage, and what s3fs raises
+            except (OSError, aiohttp.ClientError) as error:
+                # time-outs, damage, and what s3fs raises
                 status = getattr(error, "status", None)
                 answer = f"http_{status}" if status else type(error).__name__
                 if not status or status >= 500 or status in (408, 429):  # which may pass

@@ -120,9 +120,8 @@ def copy_or_link(system: Any, source: str, target: Path) -> None:
     """A file of an fsspec file system; a link needs no space."""
     if is_local(system) and os.path.exists(source):
         with suppress(OSError):  # another disk, or a file system without links
-            return os.link(
-                os.path.realpath(source), target
-            )  # Linux would link a symbolic link itself
+            # Linux would link a symbolic link itself
+            return os.link(os.path.realpath(source), target)
     system.get_file(source, str(target))
 
 

@@ -349,9 +349,6 @@ def json_objects(
 ) -> Iterator[tuple[int, Any]]:
     """Read a file of JSON lines, compressed or not, here or behind a URL.
 
-    Lines end at \\n alone: U+2028, U+2029 and U+0085 are characters of a string. A byte order mark is
-    left out.
-
     Args:
         skipped: receives the numbers of lines that are not JSON, which are an error without it.
 
@@ -362,7 +359,8 @@ def json_objects(
         ValueError: a line is not JSON, or what is compressed is damaged or truncated.
     """
     try:
-        # bytes, as str.splitlines and files of text end lines at more characters
+        # bytes, whose lines end at a newline alone: str.splitlines would end them at U+2028, U+2029 and U+0085
+        # inside of strings, too
         with open_input(os.fspath(name)) as file:
             yield from json_lines(file, name, skipped)
     except Unreadable as error:

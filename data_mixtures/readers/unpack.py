@@ -1,16 +1,17 @@
 """The bytes of a file, here or behind a URL, unpacked as its suffix says.
 
-What the stock tools read is not damaged: several members or frames in a row, zeros behind a member of gzip, skippable
-frames of zstd. bzip2 and zstd go through pyarrow, which finds what is truncated (decisions/data-pipeline.md).
+What the stock tools read is not damaged: several members, streams or frames in a row, zeros behind one, skippable
+frames of zstd. zstd goes through pyarrow, which finds what is truncated (decisions/data-pipeline.md).
 """
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, cast
 
@@ -18,6 +19,7 @@ import fsspec
 import pyarrow
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # of this package, by protocol
+_PACKED_BYTES = 1 << 16  # read at a time
 CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 
 
@@ -39,6 +41,41 @@ def split_codec(name: str) -> tuple[str, str | None]:
     return (plain, codec) if codec else (plain + suffix, None)
 
 
+class _Bzip2(io.RawIOBase):
+    """Streams of bzip2 in a row."""
+
+    # pyarrow fails at an empty stream behind another, and at zeros, which tapes and block devices leave behind the
+    # last; Python's own bz2 file takes a stream whose head is damaged for the end, without a word
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw, self._stream = raw, bz2.BZ2Decompressor()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            packed = b""
+            if self._stream.eof:
+                packed = self._stream.unused_data.lstrip(b"\0")
+                while not packed:
+                    if not (more := self._raw.read(_PACKED_BYTES)):
+                        return 0
+                    packed = more.lstrip(b"\0")
+                self._stream = bz2.BZ2Decompressor()
+            elif self._stream.needs_input and not (packed := self._raw.read(_PACKED_BYTES)):
+                raise EOFError("ends inside of a stream")
+            if data := self._stream.decompress(packed, len(buffer)):
+                buffer[: len(data)] = data
+                return len(data)
+
+
+_UNPACKERS: dict[str, Callable[[Any], Any]] = {
+    "gzip": lambda raw: gzip.GzipFile(fileobj=raw),
+    "bz2": _Bzip2,
+    "zstd": lambda raw: pyarrow.CompressedInputStream(raw, "zstd"),
+}
+
+
 @contextmanager
 def open_input(name: str) -> Iterator[BinaryIO]:
     """Open a file to read its unpacked bytes.
@@ -51,14 +88,8 @@ def open_input(name: str) -> Iterator[BinaryIO]:
         if codec is None:
             yield cast(BinaryIO, raw)
             return
-        # pyarrow takes the zeros behind a member, which tapes and block devices leave, for a member
-        unpacker = (
-            gzip.GzipFile(fileobj=raw)
-            if codec == "gzip"
-            else pyarrow.CompressedInputStream(raw, codec)
-        )
         try:
-            with io.BufferedReader(cast(Any, unpacker), 1 << 20) as unpacked:
+            with io.BufferedReader(cast(Any, _UNPACKERS[codec](raw)), 1 << 20) as unpacked:
                 if not unpacked.peek(1) and not raw.tell():  # an empty file has no end either
                     raise Unreadable("damaged")
                 yield unpacked

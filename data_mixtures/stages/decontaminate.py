@@ -72,12 +72,9 @@ def make_index(benchmarks: Mapping[str, str], out: Path) -> None:
         name: {f"{i} {p.name}": file_sha256(p) for i, p in enumerate(files[name])} for name in files
     }
     code = stage.key_of("benchmarks")
-    header = _header(path)
-    if (
-        header
-        and header["code"] == code
-        and {b["name"]: b["files"] for b in header["benchmarks"]} == hashes
-    ):
+    header = _header(path) or {"code": "", "benchmarks": ()}
+    indexed = {benchmark["name"]: benchmark["files"] for benchmark in header["benchmarks"]}
+    if (header["code"], indexed) == (code, hashes):
         return
     items = {
         name: list(chain.from_iterable(map(_read_items, paths))) for name, paths in files.items()

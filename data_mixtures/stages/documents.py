@@ -146,18 +146,15 @@ def read_documents(path: Path, without: Any = ()) -> Iterator[Documents]:
 
 
 def with_repeats(tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """bool (documents,): which of the documents that lie in `tokens` in a row hold many repeats of an n-gram.
-
-    The rule of OLMo-core's InstanceFilterConfig, which masks such windows while training because they cause loss
-    spikes: 1 to 13 tokens, 32 times in a row, such as "ha ha ha" or an empty table. Here the document is dropped
-    before the shuffle: windows are fixed by the stream of tokens, so to leave one out would leave out the ends of
-    two other documents with it.
-    """
+    """Find the documents, in a row in `tokens`, that hold many repeats of an n-gram: bool (documents,)."""
+    # The rule of OLMo-core's InstanceFilterConfig, which masks such windows while training because they cause
+    # loss spikes: 1 to 13 tokens, 32 times in a row, such as "ha ha ha" or an empty table. Here the document is
+    # dropped before the shuffle: windows are fixed by the stream of tokens, so to leave one out would leave out
+    # the ends of two other documents with it.
     ends = np.cumsum(lengths, dtype=np.int64)
     has_run = np.zeros(len(lengths), bool)
-    for period in range(
-        1, MAX_PERIOD + 1
-    ):  # in a run, token i equals token i + period, which sums tell
+    for period in range(1, MAX_PERIOD + 1):
+        # in a run, token i equals token i + period, which sums tell
         shortest = (TIMES - 1) * period
         equal = np.cumsum(np.append(False, tokens[:-period] == tokens[period:]), dtype=np.int32)
         starts = np.flatnonzero(equal[shortest:] - equal[:-shortest] == shortest)

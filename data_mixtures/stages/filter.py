@@ -211,22 +211,13 @@ class DocumentFilter:
         assert read == self._kept + self._dropped.total(), (
             "documents read must be kept or counted as dropped"
         )
-        contamination = {
-            name: {
-                **each,
-                "items": {str(number): count for number, count in sorted(each["items"].items())},
-            }
-            for name, each in sorted(self._contamination.items())
-        }
-        return {
-            "read": read,
-            "cut": self._cut,
-            "kept": self._kept,
-            "bytes": self._bytes,
-            "nuls": self._nuls,
-            "dropped": dict(self._dropped),
-            "contamination": contamination,
-        }
+        contamination = {}
+        for name, each in sorted(self._contamination.items()):
+            items = {str(number): count for number, count in sorted(each["items"].items())}
+            contamination[name] = {"documents": each["documents"], "items": items}
+        counts = {"read": read, "cut": self._cut, "kept": self._kept, "bytes": self._bytes}
+        more = {"dropped": dict(self._dropped), "contamination": contamination}
+        return {**counts, "nuls": self._nuls, **more}
 
 
 def cut(text: str, max_chars: int) -> Iterator[str]:

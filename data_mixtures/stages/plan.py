@@ -69,9 +69,8 @@ def _write_corpus(module: str, folder: Path) -> None:
 def _spec(each: HubSource) -> Json:
     """What of a source decides its files and columns; not what others counted, nor its category."""
     names = ("repo", "revision", "configs", "files", "text_columns", "licence", "gate")
-    return json.loads(
-        json.dumps({name: getattr(each, name) for name in names})
-    )  # as plan.json has it
+    # lists in place of tuples, as plan.json has it
+    return json.loads(json.dumps({name: getattr(each, name) for name in names}))
 
 
 def _hash(decides: Any) -> str:
@@ -152,11 +151,8 @@ def _row_groups(name: str, size: int) -> list[Json]:
     try:
         with open_input(name) as file:
             metadata = pyarrow.parquet.read_metadata(file)
-    except (
-        pyarrow.ArrowInvalid,
-        FileNotFoundError,
-        PermissionError,
-    ):  # `fetch` says what is wrong with it
+    except (pyarrow.ArrowInvalid, FileNotFoundError, PermissionError):
+        # `fetch` says what is wrong with it
         return [{}]
     parts, first = list[Json](), 0
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]

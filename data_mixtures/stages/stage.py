@@ -107,9 +107,8 @@ def cache_by_file(read: Callable[[Path], T]) -> Callable[[Path], T]:
     return latest
 
 
-sha256_of = cache_by_file(
-    file_sha256
-)  # of a large tokenizer.json it takes 0.1 s, and each unit asks
+# of a large tokenizer.json it takes 0.1 s, and each unit asks
+sha256_of = cache_by_file(file_sha256)
 
 
 def read_plan(out: Path) -> Json:
@@ -227,10 +226,10 @@ def result(out: Path, stage: str, unit: Unit) -> tuple[Path, Json]:
 
 
 def check_file(out: Path, stage: str, unit: Unit, name: str) -> Path:
-    """A file of a finished unit that holds the bytes that were written.
+    """Check that a file of a finished unit holds the bytes that were written; its path.
 
-    ValueError when it does not: then the unit counts as not done, and the next start makes it again. A file
-    that is a link of a mirror's stays, as the next start would take over what that file holds now.
+    Raises:
+        ValueError: it does not. Then the unit counts as not done, and the next start makes it again.
     """
     folder, receipt = result(out, stage, unit)
     path, expected = folder / name, receipt["files"][name]
@@ -239,6 +238,7 @@ def check_file(out: Path, stage: str, unit: Unit, name: str) -> Path:
     entry = _entry(path) if path.is_file() else {"bytes": 0, "xxh3": "none"}
     if entry == expected:
         return path
+    # a link of a mirror's file stays: the next start would take over what that file holds now
     if stage == "fetch" and path.is_file() and path.stat().st_nlink > 1:
         fix = f"It is a link of a mirror's file: restore that one, or remove {folder} to read it as it is now"
     else:

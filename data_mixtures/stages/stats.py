@@ -116,8 +116,9 @@ def _make_dropped_table(sources: Json) -> Table:
     rows = []
     for name, each in sources.items():
         counts = [each["dropped"].get(reason, 0) for reason in reasons]
-        rows.append([name, each["read"], *counts, f"{each['kept'] / max(each['read'], 1):.2%}"])
-    return figures("Dropped", ("source", "read", *reasons, "kept"), rows)
+        shares = each["kept"] / max(each["read"], 1), each["lost"]["share"]
+        rows.append([name, each["read"], *counts, *(f"{share:.2%}" for share in shares)])
+    return figures("Dropped", ("source", "read", *reasons, "kept", "bytes lost"), rows)
 
 
 def _make_shared_table(stats: Json) -> Table:

@@ -173,20 +173,16 @@ def _check_locks(out: Path, manifests: dict[str, Json]) -> list[Damage]:
 
 
 def remedy(recipe_path: Path, out: Path, damage: Iterable[Damage]) -> list[str]:
-    """The shell commands that restore damaged files: what to delete, and the preparation that writes it again.
-
-    A published file is a hard link to its unit's in `shuffle`, so both go, and the shard is made again from the
-    tokenized units. `prepare` compares manifests, locks and the tokenizer by itself.
-    """
+    """List the shell commands that restore damaged files: what to delete, and how it is written again."""
+    # A published file is a hard link to its unit's in `shuffle`, so both go, and the shard is made again from
+    # the tokenized units. `prepare` compares manifests, locks and the tokenizer by itself.
     gone: dict[Path, None] = {}
     for path in (each.path for each in damage):
         if path.parent == out or path.name == shards.MANIFEST:
             continue
         number = int(shard[1]) if (shard := re.match(r"shard-(\d+)\.", path.name)) else None
-        if path.name in (
-            shards.VALID,
-            shuffle.flags_name(shards.VALID),
-        ):  # its unit follows the shards'
+        if path.name in (shards.VALID, shuffle.flags_name(shards.VALID)):
+            # its unit follows the shards'
             number = len(shards.read_manifest(path.parent)["shards"])
         if number is not None:
             gone[stage.unit_folder(out, shuffle.SHUFFLE, Unit(path.parent.name, number))] = None
