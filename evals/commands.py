@@ -33,22 +33,18 @@ def check(job: JobSections, here: bool = False) -> None:
         _, kind, options = read_command(command)
         try:
             kind.check(options)
-            if here:
-                check_here(kind, options, section.device)
+            if not here:
+                continue
+            for name in kind.reads:
+                value = option_value(name, options)
+                if value and not Path(value).exists():
+                    raise ValueError(f"{name} {value} does not exist here")
+            device = option_value("--device", options) or section.device
+            if "cuda" in device:
+                resolve_device(device)
+            kind.ready(options)
         except ValueError as problem:
             raise ValueError(f"evals.commands: {command!r}: {problem}") from None
-
-
-def check_here(kind: EvalCommand, options: list[str], device: str) -> None:
-    """Raise ValueError if this machine lacks a file, a GPU or a program that a command needs."""
-    for name in kind.reads:
-        value = option_value(name, options)
-        if value and not Path(value).exists():
-            raise ValueError(f"{name} {value} does not exist here")
-    chosen = option_value("--device", options) or device
-    if "cuda" in chosen:
-        resolve_device(chosen)
-    kind.ready(options)
 
 
 def read_command(command: str) -> tuple[str, EvalCommand, list[str]]:

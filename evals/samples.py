@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated
 
 from data_mixtures.readers.local import json_objects
-from evals.scorer import LOCAL, AnyPrompt, SourceFlags, fast_tokenizer, open_scorer, origin
+from evals.scorer import LOCAL, AnyPrompt, SourceFlags, load_tokenizer, open_scorer, origin
 from evals.tables import console
 from records.evals import NOWHERE, AboutFlags, EvalCommand, ModelFolder, check_range, optional
 from records.files import JsonObject
@@ -46,7 +46,7 @@ def main(
     check_range(0.01, 100, temperature=temperature)
     check_range(0, 2**32 - 1, seed=seed)
     asked = read_prompts(prompts or BUILT_IN)
-    if not prompts and not fast_tokenizer(hf_dir).chat_template:
+    if not prompts and not load_tokenizer(hf_dir).chat_template:
         asked = [prompt for prompt in asked if "text" in prompt]
     scorer, samples = open_scorer(hf_dir, source), []
     for prompt in asked:
@@ -59,8 +59,8 @@ def main(
                 ).text
             except ValueError as error:
                 raise ValueError(f"prompt {prompt['name']!r}: {error}") from None
-        samples.append({"name": prompt["name"], "prompt": plain_text(prompt), **written})
-        console.print(f"{plain_text(prompt)}→ {written['greedy']}", markup=False)
+        samples.append({"name": prompt["name"], "prompt": format_prompt(prompt), **written})
+        console.print(f"{format_prompt(prompt)}→ {written['greedy']}", markup=False)
     scorer.close()
     return about.append(
         "samples",
@@ -94,7 +94,7 @@ def read_prompts(path: Path) -> list[JsonObject]:
     return prompts
 
 
-def plain_text(prompt: JsonObject) -> str:
+def format_prompt(prompt: JsonObject) -> str:
     """A prompt as it is shown to people."""
     return (
         "\n".join(f"{m['role']}: {m['content']}" for m in prompt.get("messages") or ())

@@ -60,7 +60,7 @@ class Sampling:
         return int.from_bytes(digest[:4], "big") >> 1
 
 
-def prompt_of(problem: JsonObject, chat: bool) -> str:
+def make_prompt(problem: JsonObject, chat: bool) -> str:
     prompt = problem["prompt"].strip()
     return INSTRUCTION.format(prompt=prompt) if chat else prompt + "\n"
 
@@ -73,15 +73,16 @@ def collect(
     partial: Partial,
     settings_key: str,
 ) -> list[JsonObject]:
-    """All answers, ordered by problem and sample; those in `partial` of the same model and settings are reused.
+    """Collect all answers, ordered by problem and sample.
 
-    chat: the prompt is a user message in the template of the folder (or server). settings_key: what stands for the
-    model and its settings.
+    Args:
+        chat: prompts are user messages.
+        settings_key: names the model and its settings; only answers to the same are reused.
     """
     stops = () if chat else STOPS_OF[dataset.name] + STOPS
 
     def answer_problem(problem: JsonObject) -> list[JsonObject]:
-        task, text = problem["task_id"], prompt_of(problem, chat)
+        task, text = problem["task_id"], make_prompt(problem, chat)
         prompt: AnyPrompt = [{"role": "user", "content": text}] if chat else text
 
         def answer(samples: Iterator[int]) -> Iterator[JsonObject]:

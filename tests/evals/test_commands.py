@@ -45,7 +45,8 @@ def test_every_evaluation_is_a_command():
         assert read_command(name)[1].kind == name
     sources = [path.read_text() for path in (ROOT / "evals").rglob("*.py")]
     declared = sum("COMMAND = EvalCommand(" in source for source in sources)
-    assert declared == len(FIELDS), "a command without its fields in records/evals.toml"
+    # a command without its fields in records/evals.toml
+    assert declared == len(FIELDS)
 
 
 def test_shipped_job_files_ask_for_what_can_run():
@@ -93,9 +94,8 @@ def test_help_is_whole_sentences_of_the_same_flags(monkeypatch, capsys):
         assert "None" not in text, (
             f"{name}: no default and no placeholder that a reader has to guess"
         )
-        assert {*re.findall(r"\b\w+ options\b", text)} <= TITLES, (
-            "what it is about, not a parameter's name"
-        )
+        # what it is about, not a parameter's name
+        assert {*re.findall(r"\b\w+ options\b", text)} <= TITLES
         flags = {*re.findall(r"^\W*?(--[a-z-]+)", text, re.MULTILINE)}
         if name not in ("contamination", "decode_speed"):
             assert flags >= FLAGS

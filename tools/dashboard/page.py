@@ -25,7 +25,7 @@ STYLE, SCRIPT = (
 )
 
 
-def html_page(title: str, body: str, library: str) -> str:
+def write_html(title: str, body: str, library: str) -> str:
     """A whole page around the inner HTML of <main>. library: plotly.js."""
     policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
     return f"""<!doctype html>
@@ -51,7 +51,9 @@ def card(title: str, body: str, caption: str = "") -> str:
     return f'<section class="card"><h2>{escape(title)}</h2>{body}{below}</section>'
 
 
-def chart_card(title: str, content: dict[str, Any] | None, name: str, caption: str = "") -> str:
+def write_chart_card(
+    title: str, content: dict[str, Any] | None, name: str, caption: str = ""
+) -> str:
     """The card of a chart alone; "" without any figure."""
     return card(title, chart(content, name), caption) if content else ""
 
@@ -95,7 +97,7 @@ def chart(content: dict[str, Any], name: str) -> str:
     return f'<div class="figure"><div class="tools"></div><div class="chart">{place}</div></div>'
 
 
-def measured(value: Any, form: str, unit: str = "") -> str:
+def format_figure(value: Any, form: str, unit: str = "") -> str:
     """A figure as text, or "not measured"."""
     known = number(value)
     return none() if known is None else f"{known:{form}}{unit}"
@@ -114,7 +116,7 @@ def short(value: Any) -> str:
 def percent(share: Any, form: str = ".1f") -> str:
     """A share of 1 in percent."""
     known = number(share)
-    return measured(known and 100 * known, form, " %")
+    return format_figure(known and 100 * known, form, " %")
 
 
 def utc(seconds: Any) -> str:
