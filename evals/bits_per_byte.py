@@ -42,7 +42,7 @@ BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 def sum_windows(
     scorer: Scorer, windows: Iterable[np.ndarray], token_bytes: np.ndarray
 ) -> Iterator[tuple[float, float, int, int]]:
-    """Of each window (S+1,): nats of all tokens and of those that stand for bytes, tokens, bytes."""
+    """Sum up each window (S+1,): nats of all tokens, and of those that stand for bytes, tokens, bytes."""
     scored = score_each(scorer, windows, lambda window: [Prompt(window.tolist(), 1)])
     for index, (window, (scores,)) in enumerate(scored):
         targets, nats = window[1:].astype(np.int64), -scores.logprobs
@@ -76,7 +76,7 @@ def bits_per_byte(
 
 
 def figures_of(sums: list[tuple[float, float, int, int]]) -> JsonObject:
-    """bits_per_byte, loss (nats per token), tokens and bytes of windows by their sums."""
+    """Compute bits_per_byte, loss, tokens and bytes of windows from their sums."""
     nats, nats_of_bytes, tokens, byte_count = (
         math.fsum(column) for column in zip(*sums, strict=True)
     )

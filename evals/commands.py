@@ -16,9 +16,10 @@ from records.job import JobSections, option_value
 
 
 def check(job: JobSections, here: bool = False) -> None:
-    """Refuse an `[evals]` that selects nothing, or a command that cannot run on a checkpoint (ValueError).
+    """Refuse an `[evals]` that selects nothing, or a command that cannot run on a checkpoint.
 
-    here: also one that cannot run on this machine, before there is a checkpoint.
+    Args:
+        here: also one that cannot run on this machine.
     """
     section = job.evals
     if section.every_steps < 1:
@@ -48,7 +49,7 @@ def check(job: JobSections, here: bool = False) -> None:
 
 
 def read_command(command: str) -> tuple[str, EvalCommand, list[str]]:
-    """(module to run, its type, options) of a command line. Raises ValueError if it names no command."""
+    """Return (module, its type, options) of a command line."""
     name, *options = shlex.split(command) or [""]
     if name not in FIELDS:
         raise ValueError(
@@ -61,9 +62,7 @@ def read_command(command: str) -> tuple[str, EvalCommand, list[str]]:
 
 
 def choice(name: str, names: Sequence[str], most: int = 99) -> str:
-    """The end of an error message: what may stand in place of a name, of more than `most`
-    names only the nearest.
-    """
+    """Write the end of an error message: what may stand in place of a name."""
     near = difflib.get_close_matches(name, names, n=1)
     all_of_them = (
         f"choose from {', '.join(names)}" if len(names) <= most else f"but {len(names):,} others"

@@ -1,12 +1,8 @@
-"""What a model writes after a few prompts, greedy and as one seeded sample: for
-people, checkpoint after checkpoint.
+"""What a model writes after a few prompts, greedy and as one seeded sample: for people, checkpoint after checkpoint.
 
-    python -m evals.samples runs/demo/hf --max-new-tokens 64 --out runs/demo/evals.jsonl
-    --step 200 --phase phase2
+    python -m evals.samples runs/demo/hf --max-new-tokens 64 --out runs/demo/evals.jsonl --step 200 --phase phase2
 
-A line of --prompts is {"name", "text"}, which the model continues, or {"name", "messages"}, which it
-answers in the folder's chat template; the built-in prompts are prose, a fact, code and, where there is
-a template, a question.
+A line of --prompts is {"name", "text"}, which the model continues, or {"name", "messages"}, which it answers.
 """
 
 from __future__ import annotations
@@ -76,7 +72,7 @@ def main(
 
 
 def read_prompts(path: Path) -> list[JsonObject]:
-    """The prompts of a file. Raises ValueError with the number of a line that is none."""
+    """Read the prompts of a file; ValueError names the first line that is none."""
     prompts = []
     for number, prompt in json_objects(path):
         named = isinstance(prompt, dict) and isinstance(prompt.get("name"), str)

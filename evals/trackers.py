@@ -118,9 +118,7 @@ def send_to_tensorboard(run: Path, folder: Path, records: Numbered, given: int) 
 
 
 class Trackers:
-    """The trackers that `[metrics]` of a run enables; one that fails is reported through `say`
-    and then left alone.
-    """
+    """The trackers that `[metrics]` of a run enables."""
 
     def __init__(self, job: JobSections, say: Callable[[str], None]):
         enabled = job.metrics
@@ -141,6 +139,7 @@ class Trackers:
             try:
                 send(self.run, self.folder, about, 0 if given > len(records) else given)
                 write_atomically(self.run / SENT, json.dumps({**counts, name: len(records)}))
+            # one that fails is reported, and left alone
             except Exception as problem:
                 # whatever a tracker's package raises, evaluations continue
                 del self.senders[name]

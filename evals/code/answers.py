@@ -1,8 +1,4 @@
-"""A model's answers to the problems of a code benchmark.
-
-Answers come from any scorer (evals/scorer). They are stored verbatim, one line each (evals/items.py), so that an
-interrupted run resumes and later scoring starts from the same text.
-"""
+"""A model's answers to the problems of a code benchmark, stored verbatim."""
 
 from __future__ import annotations
 
@@ -55,7 +51,7 @@ class Sampling:
             )
 
     def seed_of(self, task_id: str, sample: int) -> int:
-        """A distinct 31-bit seed for every answer, independent of the order in which they are generated."""
+        """Return a distinct 31-bit seed for every answer, whatever their order."""
         digest = hashlib.sha256(f"{self.seed}:{task_id}:{sample}".encode()).digest()
         return int.from_bytes(digest[:4], "big") >> 1
 

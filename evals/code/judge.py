@@ -35,7 +35,7 @@ Problem = dict[str, Any]
 
 
 class Tests(NamedTuple):
-    """The inputs of one problem; what its reference solution returned, and the seconds that this took."""
+    """Inputs of a problem, what its reference solution returned, and in how many seconds."""
 
     inputs: list[Any]
     expected: list[Any]
@@ -52,7 +52,8 @@ def convert_inputs(problem: Problem, which: str) -> list[Any]:
 
 
 def locate_expected(request: Request, problem: Problem, which: str) -> Path:
-    """A line of JSON an output, up to 0.6 GB each, then one with the seconds that each took."""
+    """Return the file of expected outputs."""
+    # a line of JSON an output, up to 0.6 GB each, then one with the seconds that each took
     return Path(request["expected"]) / f"{problem['task_id'].replace('/', '-')}-{which}.jsonl"
 
 

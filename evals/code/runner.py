@@ -54,7 +54,8 @@ def plain(value: Any) -> Any:
 
 
 def are_plain(items: Sequence[Any]) -> bool:
-    """Whether all are JSON as they are, at the speed of C: an answer may hold 100 million numbers."""
+    """Tell whether all are JSON as they are."""
+    # at the speed of C: an answer may hold 100 million numbers
     types = set(map(type, items))
     if int not in types:
         return types <= {bool, str, float, type(None)}
@@ -62,7 +63,7 @@ def are_plain(items: Sequence[Any]) -> bool:
 
 
 def content(kind: str, value: Any) -> Any:
-    """What stands behind the name of a type, without the loss of a bit or a digit."""
+    """Encode a value without the loss of a bit or a digit."""
     if kind == "int":
         return hex(value)
     if kind == "complex":
@@ -119,9 +120,7 @@ def only_shows(statement: Any, used: Sequence[str], entry_point: str) -> bool:
 
 
 def solve() -> None:
-    """Send None at the start, None once the solution defines its function, then what that
-    returns for each input.
-    """
+    """Answer the request on stdin."""
     request = pickle.load(sys.stdin.buffer)
     reply = os.fdopen(os.dup(1), "w")
 
@@ -136,6 +135,7 @@ def solve() -> None:
         else:
             print(json.dumps(plain(value)), file=reply, flush=True)
 
+    # at the start, and again once the function is defined
     send(None)
     nothing = os.open("/dev/null", os.O_RDWR)
     for standard in range(3):

@@ -1,7 +1,6 @@
 """Data sets in EvalPlus's format, and what solutions of them score: every solution in a sandbox of its own.
 
-The rules are EvalPlus's (evals/code/oracle.py, evals/code/judge.py), the code is ours. The expected outputs of a
-data set are computed once, in the run of the reference solutions, and cached.
+The rules are EvalPlus's, the code is ours.
 """
 
 from __future__ import annotations
@@ -101,7 +100,9 @@ def open_dataset(path: Path) -> Dataset:
 class Judge:
     """Scores solutions of one data set.
 
-    folder: for results and work files. cache: keeps expected outputs between runs.
+    Attributes:
+        folder: for results and work files.
+        cache: keeps expected outputs.
     """
 
     dataset: Dataset

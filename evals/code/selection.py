@@ -62,7 +62,7 @@ def parse(code: str) -> ast.Module | None:
 
 
 def has_real_body(code: str, entry_point: str) -> bool:
-    """Whether code defines the function at top level, finally by more than a docstring, pass, or `...`."""
+    """Tell whether code defines the function by more than a docstring, pass, or `...`."""
     real = False
     for node in (parse(code) or ast.Module([], [])).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == entry_point:
@@ -80,13 +80,14 @@ def is_stub(node: ast.stmt) -> bool:
 
 
 def cut_beginning(lines: list[str]) -> str:
-    """The first lines up to the last after which they parse; an error tells how many cannot."""
+    """Return the first lines that parse."""
     for _ in range(MAX_CUTS):
         code = "\n".join(lines)
         try:
             ast.parse(code)
             return code
         except SyntaxError as error:
+            # an error tells from which line on they cannot
             lines = lines[: min(max((error.lineno or 1) - 1, 0), len(lines) - 1)]
         except (ValueError, RecursionError, MemoryError):
             break

@@ -52,7 +52,7 @@ KINDS["items"] = type(
 
 
 class SandboxError(Exception):
-    """A sandbox did not start: before any of its code ran, so no verdict would mean anything."""
+    """A sandbox did not start, so no verdict would mean anything."""
 
 
 def like(kind: str, value: Any) -> Any:

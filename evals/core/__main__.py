@@ -1,10 +1,8 @@
-"""CORE, 22 tasks that separate models early in training, from a local bundle, on the
-engine or in Transformers.
+"""CORE, 22 tasks that separate models early in training, from a local bundle, on the engine or in Transformers.
 
     python -m evals.core runs/demo/hf --bundle eval_bundle --limit 500 --out runs/demo/evals.jsonl --step 200
 
-Answers are kept next to --out until the record is written, so that an interrupted evaluation resumes.
-The answer to every item stays in items/ there; `python -m evals.compare` compares two such files.
+An interrupted evaluation resumes. `python -m evals.compare` compares the files of items of two.
 """
 
 from __future__ import annotations

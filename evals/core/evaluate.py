@@ -1,10 +1,8 @@
-"""CORE on a model: score every task of a bundle and print the table.
-
-In a multiple-choice or schema task the option with the lowest mean loss per token is chosen; a
-continuation is right if each of its tokens is the argmax. CORE is the mean of the centered accuracies of
-all 22 tasks, else null.
+"""CORE on a model: the mean of the centered accuracies of all 22 tasks, else null.
 
     centered = (accuracy - baseline) / (1 - baseline)
+
+The option with the lowest mean loss per token is chosen; a continuation is right if each of its tokens is the argmax.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ class Settings:
         self.labels()
 
     def labels(self) -> list[str]:
-        """The chosen tasks, all if none is named. Raises ValueError for a label that CORE does not have."""
+        """Return the chosen tasks, all if none is named."""
         labels = [task.label for task in TASKS]
         wanted = [label.strip() for label in self.tasks.split(",")] if self.tasks else labels
         if unknown := sorted(set(wanted) - set(labels)):
@@ -106,7 +104,7 @@ def baseline(task: Task, version: str) -> float:
 
 
 def center_accuracy(task: Task, accuracy: float, version: str) -> float:
-    """Centered accuracy: 0 at the baseline, 1 if every answer is right, negative below the baseline."""
+    """Center an accuracy: 0 at the baseline, 1 if every answer is right."""
     return (accuracy - baseline(task, version)) / (1 - baseline(task, version))
 
 

@@ -23,12 +23,12 @@ ORDER_SEED = 1337
 
 
 class Unscorable(ValueError):
-    """An item that cannot be scored: its answer exceeds the context, or there are too few examples."""
+    """An item whose answer exceeds the context, or with too few examples."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One prompt an option, and the right one's index; a single prompt if the answer is to be produced."""
+    """One prompt an option and the right one's index, or a single prompt."""
 
     prompts: list[Prompt]
     gold: int
@@ -167,7 +167,7 @@ def make_dclm_items(
 
 
 def draw_dclm_examples(count: int, shots: int) -> Iterator[set[int]]:
-    """The few-shot examples of rows 0, 1, ...; llm-foundry shows them in the set's iteration order."""
+    """Draw the few-shot examples of rows 0, 1, ..."""
     generator = random.Random(FEWSHOT_SEED)
     for index in range(count):
         chosen = set(generator.sample(range(count), min(count - 1, shots)))
@@ -177,6 +177,7 @@ def draw_dclm_examples(count: int, shots: int) -> Iterator[set[int]]:
             while other in chosen or other == index:
                 other = generator.choice(range(count))
             chosen.add(other)
+        # llm-foundry shows them in the set's iteration order
         yield chosen
 
 

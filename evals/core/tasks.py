@@ -1,7 +1,6 @@
 """The 22 tasks of CORE (DCLM, https://arxiv.org/abs/2406.11794) as data, and the bundle they are read from.
 
-A baseline is the accuracy of guessing, in percent. DCLM corrected three of them in September 2025, so CORE
-has two versions: v1, which older figures (and nanochat's) use, and v2.
+DCLM corrected three baselines in September 2025: v1 is what older figures, and nanochat's, use, v2 what holds.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class Bundle:
         return self.root / task.path
 
     def missing(self, task: Task) -> str | None:
-        """Why a task cannot be scored and how to fix it; None if its file exists."""
+        """Return why a task cannot be scored and how to fix it; None if its file exists."""
         if self.file(task).is_file():
             return None
         return f"{self.file(task)} is missing; copy {task.path} there, from {WHERE_FROM}"

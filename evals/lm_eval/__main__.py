@@ -127,7 +127,7 @@ def evaluate(
 
 
 def describe_settings(asked: Questions, names: Sequence[str], add_bos: bool) -> JsonObject:
-    """The settings in a record. add_bos: whether prompts began with BOS, which not every model has."""
+    """Describe the settings in a record. add_bos: whether prompts began with BOS."""
     shots = "the tasks' own shots" if asked.num_fewshot is None else f"{asked.num_fewshot}-shot"
     haystack = "upstream" if asked.data is None else "offline"
     return {
@@ -143,9 +143,7 @@ def describe_settings(asked: Questions, names: Sequence[str], add_bos: bool) -> 
 
 
 def figures_of(result: JsonObject, model: ScorerLM, lengths: Sequence[int]) -> JsonObject:
-    """The scores of a result, RULER's by length, and counts, lengths in tokens and
-    truncations of the prompts.
-    """
+    """Collect the scores, RULER's by length, and the counts and lengths of the prompts."""
     tasks = {name: numbers(values) for name, values in result["results"].items()}
     ruler: dict[str, dict[str, float]] = {}
     if set(tasks) & set(RULER_TASKS):
@@ -166,11 +164,10 @@ def figures_of(result: JsonObject, model: ScorerLM, lengths: Sequence[int]) -> J
 
 
 def numbers(values: JsonObject) -> dict[str, float]:
-    """The numeric metrics: m or, of a filter, "m,filter", and its error with _stderr; -1:
-    RULER has no documents.
-    """
+    """Select the numeric metrics."""
     metrics = {}
     for key, value in values.items():
+        # -1: RULER has no documents
         if isinstance(value, float) and math.isfinite(value) and value != -1:
             name = re.sub("(_stderr)(,.+)", r"\2\1", key.removesuffix(",none"))
             metrics[name] = float(value)
@@ -193,12 +190,13 @@ def summarize_prompts(model: ScorerLM, samples: list[JsonObject]) -> dict[str, i
 
 
 def show(figures: JsonObject) -> None:
-    """Print the scores as a table on stderr; the metrics of a RULER task are lengths."""
+    """Print the scores as a table on stderr."""
     rows = []
     for name, metrics in figures["tasks"].items():
         for metric in [metric for metric in metrics if not metric.endswith("_stderr")]:
             score, error = metrics[metric], metrics.get(f"{metric}_stderr")
             documents = figures["prompts"][name]["documents"]
+            # its metrics are lengths
             if name in RULER_TASKS:
                 documents = figures["ruler_counts"][metric]["documents"][name]
                 error = wilson(score * documents, documents)[1]

@@ -117,7 +117,7 @@ class ScorerLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """log p of whole texts in nats: every token once, after BOS, in windows of the context's length."""
+        """Return log p of whole texts in nats."""
         texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
         return self._complete(
             "rolling", texts, functools.partial(map, self.scorer.rolling), disable_tqdm
@@ -143,7 +143,7 @@ class ScorerLM(TemplateLM):
         quiet: bool,
         together: int = 1,
     ) -> list[Any]:
-        """The answers to all that is asked; those of an evaluation that was interrupted are not asked again."""
+        """Answer all that is asked, but what an interrupted evaluation has answered."""
         name = f"{what}-{hashlib.sha256(repr(asked).encode()).hexdigest()[:16]}"
         return self.partial.complete(name, tqdm(asked, what, disable=quiet), answer, together)
 

@@ -1,8 +1,4 @@
-"""Where RULER's needles lay and whether they were found: counts by length and depth.
-
-lm-eval does not record at which depth it hid a needle. Its value, a random number or UUID, stands in the prompt
-only there, so the place of the value in the text is the depth.
-"""
+"""Where RULER's needles lay and whether they were found: counts by length and depth."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ RIGHT = ("acc", "exact_match", "prompt_level_strict_acc")  # metrics of an item 
 
 
 def expand_tasks(names: str) -> list[str]:
-    """The tasks of a comma-separated list: `ruler` as its eleven tasks, the paths of task files absolute."""
+    """Split a comma-separated list: `ruler` is eleven tasks, paths of task files become absolute."""
     tasks: list[str] = []
     for name in (part.strip() for part in names.split(",")):
         if name.endswith((".yaml", ".yml")):  # absolute: --data changes the working directory
@@ -207,7 +207,7 @@ def use_sentence_tables(data: Path) -> None:
 
 
 def make_sentence_tables(essays: Path, folder: Path) -> None:
-    """Train NLTK's Punkt on the essays and write its tables atomically; NLTK writes nowhere but below its paths."""
+    """Train NLTK's Punkt on the essays and write its tables atomically."""
     from nltk.tokenize.punkt import PunktTrainer, save_punkt_params
 
     texts = [essay["text"] for _, essay in json_objects(essays)]

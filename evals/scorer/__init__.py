@@ -31,7 +31,7 @@ LOCAL = Source()
 
 
 def resolve_device(device: str) -> str:
-    """The device of --device, auto and cuda resolved. Raises ValueError for a GPU that is not there."""
+    """Resolve auto and cuda of --device; ValueError for a GPU that is not there."""
     from laneformer.engine.device import has_driver
 
     gpus: list[str] = []

@@ -201,7 +201,8 @@ class Scorer(Encoder):
 def score_each(
     scorer: Scorer, items: Iterable[Item], prompts_of: Callable[[Item], Sequence[Prompt]]
 ) -> Iterator[tuple[Item, list[Scores]]]:
-    """Every item with the scores of its prompts, in order; items are taken as the scorer asks for them."""
+    """Yield every item with the scores of its prompts, in order."""
+    # items are taken as the scorer asks for them
     items, to_ask = itertools.tee(items)
     return zip(items, scorer.score(map(prompts_of, to_ask)), strict=True)
 

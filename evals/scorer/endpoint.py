@@ -1,8 +1,4 @@
-"""An OpenAI-compatible server as a scorer; its API key, if any, comes from OPENAI_API_KEY.
-
-Scoring needs `echo` and `logprobs` of /completions, and a folder whose tokenizer makes the
-ids of the prompts.
-"""
+"""An OpenAI-compatible server as a scorer; its API key, if any, comes from OPENAI_API_KEY."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class TransformersScorer(Scorer):
             yield from scores
 
     def _within_memory(self, prompts: Sequence[Prompt], offset: int) -> list[Scores]:
-        """`_score`, in smaller passes where the device's memory does not suffice, which other jobs may share."""
+        """Score, in smaller passes where memory does not suffice."""
         import torch
 
         try:
@@ -164,7 +164,7 @@ class TransformersScorer(Scorer):
         ]
 
     def _logits(self, rows: list[list[int]], count: int, cache: Any) -> Any:
-        """Logits (B, kept, V) of the last positions of a pass. cache: keys and values before it, or None."""
+        """Return logits (B, kept, V) of the last positions. cache: keys and values before it."""
         import torch
 
         options = {self._cache: cache, "use_cache": cache is not None}
@@ -206,7 +206,7 @@ class TransformersScorer(Scorer):
         return Answer(text, "stop" if ended else "length")
 
     def _prefix_of(self, ids: Sequence[int]) -> dict[str, Any]:
-        """The option of `generate` with the keys and values of what the prompt shares with the one before it."""
+        """Return the option of `generate` with the keys and values that the prompt shares with the last."""
         if not self._keeps_prefix:
             return {}
         from transformers import DynamicCache

@@ -44,7 +44,7 @@ CARDS: dict[str, Callable[[Run], str]] = {
 
 
 def draw(run: Run, name: str, write: Callable[[Run], str]) -> str | None:
-    """Write one part of a run's page; None where it fails, which becomes a problem of the run."""
+    """Write one part of a run's page; None, and a problem of the run, where it fails."""
     try:
         return write(run)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
@@ -54,7 +54,7 @@ def draw(run: Run, name: str, write: Callable[[Run], str]) -> str | None:
 
 
 def run_section(run: Run, index: int, now: float) -> str:
-    """The header of a run, links to its cards, and those cards that have something to show."""
+    """Write the header of a run, and its cards that have something to show."""
     title = draw(run, "header", lambda run: header(run, now)) or f"<h1>{escape(run.name)}</h1>"
     head, body, links, absent = title + (draw(run, "tiles", write_tiles) or ""), "", "", []
     for name, write in CARDS.items():
@@ -91,7 +91,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def write_page(folders: Sequence[Path], out: Path, now: float) -> list[Run]:
-    """Write the page of these run folders to `out`, whole or not at all; returns what was read."""
+    """Write the page of run folders to `out`; return what was read."""
     runs = read_runs(folders)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, page(runs, now))

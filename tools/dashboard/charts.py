@@ -1,7 +1,4 @@
-"""Charts as data, which page.js draws: panels over one axis of x, and the curves in each of them.
-
-A point is a row or record and a figure; its place on every axis stands in `x_tokens`, `x_step` and `x_time`.
-"""
+"""Charts as data, which page.js draws: panels over one axis of x, and the curves in each of them."""
 
 from __future__ import annotations
 
@@ -133,7 +130,8 @@ def curve(
 
 
 def series(select_points: Mapping[str, Points], **look: Any) -> list[Json]:
-    """A curve for each source, whose colours are the same in every chart of all sources."""
+    """Make a curve for each source."""
+    # in colours that are the same in every chart of all sources
     return [
         curve(name, points, colour(place), dash=dash(place), **look)
         for place, (name, points) in enumerate(select_points.items())
@@ -161,7 +159,7 @@ def figure(
 
 
 def make_marks(run: Run) -> Json:
-    """Where the phases of a run lie, and where an attempt took over, on every axis."""
+    """Mark the phases of a run, and where an attempt took over, on every axis."""
     phases = []
     for index, phase in enumerate(run.phases):
         if rows := run.rows_of(phase):
@@ -220,8 +218,9 @@ def make_loss_part(run: Run, panel: Panel = LOSS, logged: bool = True) -> tuple[
 
 
 def list_sources(run: Run) -> list[str]:
-    """All sources of training and of held-out text: each has its colour on the whole page."""
+    """List all sources of training and of held-out text."""
     keys = ("loss_by_source", "valid_loss_by_source", "valid_loss_by_position")
     by_source = [row.get(key) for row in run.kept_rows for key in keys]
     by_source += [record["sources"] for record in run.evals_of("bits_per_byte")]
+    # the place of a source is its colour on the whole page
     return list(dict.fromkeys(name for each in by_source for name, _ in list_items(each)))

@@ -1,8 +1,4 @@
-"""The cards of what was evaluated: CORE and its tasks, bits per byte, code and questions, contamination.
-
-A `core` record that lacks a task has no aggregate: the mean of the others would be another number. Records of
-other protocols, limits or prompts are curves of their own.
-"""
+"""The cards of what was evaluated: CORE and its tasks, bits per byte, code and questions, contamination."""
 
 from __future__ import annotations
 
@@ -77,7 +73,7 @@ def read_interval(ends: Any) -> Interval | None:
 
 
 def describe_core_settings(record: Record) -> str:
-    """What two CORE records must share to be compared."""
+    """Describe what two CORE records must share to be on one curve."""
     limit = with_current_names(record).get("limit")
     items = f"{limit} items a task" if limit else "all items"
     return ", ".join(str(part) for part in (record["protocol"], items, record["not_core"]) if part)
@@ -191,7 +187,8 @@ def write_task_table(record: Record) -> str:
 
 
 def write_missing(record: Record) -> str:
-    """The tasks that a record lacks, with their reasons; not those that nobody chose."""
+    """Write the tasks that a record lacks, with their reasons."""
+    # not those that nobody chose
     absent = {task: why for task, why in list_items(record["missing"]) if why != NOT_CHOSEN}
     if not absent or record["not_core"]:
         return ""

@@ -36,14 +36,14 @@ def header(run: Run, now: float) -> str:
 
 
 def read_planned_steps(run: Run) -> dict[str, int | None]:
-    """Steps that each phase is configured for, in the order of the run; None where no config says it."""
+    """Read the steps of each phase; None where no config says it."""
     return {
         phase: dig(run.configs, phase, "training", "steps") for phase in [*run.phases, *run.configs]
     }
 
 
 def state(run: Run, now: float) -> tuple[str, str]:
-    """(CSS class, words) for where the run stands, from its last logged rows and its configs."""
+    """Describe where the run stands: (CSS class, words)."""
     if not run.kept_rows:
         return "idle", "no step logged yet"
     row, planned = run.kept_rows[-1], read_planned_steps(run)
@@ -61,7 +61,7 @@ def state(run: Run, now: float) -> tuple[str, str]:
 
 
 def divergence(run: Run) -> str:
-    """How the loss of the newest phase has diverged, or ""."""
+    """Say how the loss of the newest phase has diverged, or ""."""
     rows = run.rows_of(run.kept_rows[-1]["phase"])
     if rows[-1]["loss"] is None and "averaged" not in rows[-1]:
         return "the loss is not a finite number"
@@ -114,18 +114,20 @@ def write_tiles(run: Run) -> str:
 
 
 def recent(run: Run, key: str) -> float | None:
-    """The median of the last rows, which a restart or a slow node does not move."""
+    """Return the median of the last rows."""
     known = [row[key] for row in run.kept_rows[-RECENT:] if row[key] is not None]
+    # a restart or a slow node does not move it
     return median(known) if known else None
 
 
 def make_loss_tile(run: Run) -> Tile:
-    """The smoothed loss of the newest phase, beside where this phase began: another phase has another text."""
+    """Make the tile of the smoothed loss of the newest phase."""
     for phase in reversed(run.phases):
         known = [
             (row, mean) for row, mean in smooth_loss(run, run.rows_of(phase)) if mean is not None
         ]
         if known:
+            # beside where this phase began: another phase has another text
             (first, began), (_, last) = known[0], known[-1]
             note = f"smoothed; {escape(phase)} began with {began:.3f} at step {first['step']:,}"
             return "loss", f"{last:.4f}", note

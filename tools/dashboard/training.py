@@ -88,10 +88,11 @@ def write_sources_card(run: Run) -> str:
 
 
 def write_positions_card(run: Run) -> str:
-    """What more context is worth: the newest validation by position, beside the first one of its phase."""
+    """Write what more context is worth."""
     rows = [row for row in run.kept_rows if row["valid_loss_by_position"]]
     if not rows:
         return ""
+    # the newest validation beside the first one of its phase
     last, first = rows[-1], next(row for row in rows if row["phase"] == rows[-1]["phase"])
     places, curves, octaves = list_sources(run), list[Json](), set[int]()
     for row, look in ((last, {"symbol": "circle"}), (first, {"dash": "dot", "opacity": 0.6})):
@@ -121,7 +122,7 @@ def write_machine_card(run: Run) -> str:
 
 
 def group_events(run: Run) -> list[list[Record]]:
-    """Events of all ranks that are one: of the same kind and text at the same place of the same attempt."""
+    """Group events of all ranks that are one."""
     groups: dict[tuple[str, ...], list[Record]] = {}
     for event in run.events:
         key = tuple(str(event[name]) for name in ("phase", "attempt", "x_step", "kind", "text"))
@@ -130,7 +131,7 @@ def group_events(run: Run) -> list[list[Record]]:
 
 
 def is_trouble(event: Record) -> bool:
-    """Whether its kind sounds like trouble, or it has an exit code that no run should end with."""
+    """Tell whether an event is trouble, by its kind or exit code."""
     return bool(TROUBLE.search(str(event["kind"]).lower())) or event["code"] not in (
         None,
         DONE,
@@ -139,7 +140,7 @@ def is_trouble(event: Record) -> bool:
 
 
 def describe_event(event: Record) -> str:
-    """The text or reason of an event, else its other facts."""
+    """Return the text or reason of an event, else its other facts."""
     facts = {key: value for key, value in event.items() if key not in PLACES and value is not None}
     listed = ", ".join(
         f"{key} {v if isinstance(v, str) else json.dumps(v)}" for key, v in facts.items()
@@ -178,7 +179,7 @@ def write_incidents_card(run: Run) -> str:
 
 
 def write_provenance_card(run: Run) -> str:
-    """Where the figures come from: data, tokenizer and code by hash, the starts of the job, settings by phase."""
+    """Write where the figures come from."""
     sources: tuple[tuple[str, Sequence[Record], str], ...] = (
         ("tokenizer", run.evals, "tokenizer_sha256"),
         ("evaluation data", run.evals, "data_sha256"),
