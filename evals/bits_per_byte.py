@@ -1,17 +1,11 @@
-"""Bits per byte on the held-out windows of each source: how well the model predicts text it
-was not trained on.
+"""Bits per byte on the held-out windows of each source: how well the model predicts text it was not trained on.
 
-    bits per byte = sum of -log2 p(token | the window so far), over the tokens that stand for
-    bytes / their bytes
+    bits per byte = sum of -log2 p(token | the window so far), over the tokens that stand for bytes / their bytes
 
-A byte token stands for one byte, `▁` for one space, any other piece for its UTF-8 bytes; control tokens
-(BOS, EOS, unknown) stand for none and count in neither sum. So models with different tokenizers can be
-compared. `loss` is the mean over all predicted tokens, control tokens included, in nats: the same
-quantity as the training loss. Windows are scored as in training: packed documents, each token in the
-context of its own window.
+A byte token stands for one byte, `▁` for one space, any other piece for its UTF-8 bytes, a control token for none. So
+models with different tokenizers can be compared. `loss` is the training loss: nats per token, control tokens included.
 
-    python -m evals.bits_per_byte runs/demo/hf --data data/demo --out runs/demo/evals.jsonl
-    --step 200 --phase phase2
+    python -m evals.bits_per_byte runs/demo/hf --data data/demo --out runs/demo/evals.jsonl --step 200
 """
 
 from __future__ import annotations
@@ -27,7 +21,7 @@ from rich.progress import track
 
 from data_mixtures.mixture import valid_windows
 from data_mixtures.shards import read_manifests, tokenizer_path
-from evals.items import Partial, partial_beside
+from evals.items import Partial, open_partial
 from evals.scorer import LOCAL, Prompt, Scorer, SourceFlags, open_scorer, origin, score_each
 from evals.tables import console, show_table
 from records.evals import (
@@ -45,10 +39,10 @@ SPACE = "\u2581"  # ▁, SentencePiece's visible space
 BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
-def sums_of_windows(
+def sum_windows(
     scorer: Scorer, windows: Iterable[np.ndarray], token_bytes: np.ndarray
 ) -> Iterator[tuple[float, float, int, int]]:
-    """Of each window (S+1,): nats of all tokens and of those that stand for bytes, tokens, bytes."""
+    """Sum up each window (S+1,): nats of all tokens, and of those that stand for bytes, tokens, bytes."""
     scored = score_each(scorer, windows, lambda window: [Prompt(window.tolist(), 1)])
     for index, (window, (scores,)) in enumerate(scored):
         targets, nats = window[1:].astype(np.int64), -scores.logprobs
@@ -69,23 +63,20 @@ def bits_per_byte(
     token_bytes: np.ndarray,
     partial: Partial,
 ) -> JsonObject:
-    """Score the windows (n, S+1) of every source; the totals weight a source by its bytes, the
-    loss by its tokens.
-    """
+    """Score the windows (n, S+1) of every source."""
     sources, everything = dict[str, JsonObject](), []
     for name, rows in windows.items():
         shown = track(rows, description=f"{name:>16}", console=console)
-        sums = partial.complete(
-            name, shown, lambda left: sums_of_windows(scorer, left, token_bytes)
-        )
+        sums = partial.complete(name, shown, lambda left: sum_windows(scorer, left, token_bytes))
         sources[name] = {"category": categories[name], **figures_of(sums)}
         everything += sums
+    # a source weighs by its bytes, in the loss by its tokens
     whole = figures_of(everything)
     return {"bits_per_byte": whole["bits_per_byte"], "loss": whole["loss"], "sources": sources}
 
 
 def figures_of(sums: list[tuple[float, float, int, int]]) -> JsonObject:
-    """bits_per_byte, loss (nats per token), tokens and bytes of windows by their sums."""
+    """Compute bits_per_byte, loss, tokens and bytes of windows from their sums."""
     nats, nats_of_bytes, tokens, byte_count = (
         math.fsum(column) for column in zip(*sums, strict=True)
     )
@@ -101,11 +92,7 @@ def figures_of(sums: list[tuple[float, float, int, int]]) -> JsonObject:
 
 
 def load_windows(data: Path, count: int | None) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Held-out windows (n, S+1) of every source of a data directory that has some, at most
-    `count`, and its category.
-
-    ValueError when none has any.
-    """
+    """Load held-out windows (n, S+1) of every source that has some, at most `count`, and its category."""
     categories = {name: manifest["category"] for name, manifest in read_manifests(data).items()}
     windows = {name: valid_windows(data, name, max_windows=count) for name in categories}
     held_out = {name: rows for name, rows in windows.items() if len(rows)}
@@ -118,12 +105,14 @@ def load_windows(data: Path, count: int | None) -> tuple[dict[str, np.ndarray], 
     return held_out, categories
 
 
-def matching_token_bytes(model_dir: Path, data: Path) -> np.ndarray:
-    """Bytes of each token id, int64 (V,); ValueError if the model's tokenizer is not the one
-    that cut the data.
+def load_token_bytes(model_dir: Path, data: Path) -> np.ndarray:
+    """Return the bytes of each token id, int64 (V,).
+
+    Raises:
+        ValueError: the model's tokenizer is not the one that cut the data.
     """
     of_data, of_model = (
-        bytes_per_token(path) for path in (tokenizer_path(data), model_dir / "tokenizer.json")
+        count_token_bytes(path) for path in (tokenizer_path(data), model_dir / "tokenizer.json")
     )
     shared = min(len(of_data), len(of_model))
     if len(of_model) < len(of_data) or not np.array_equal(of_data[:shared], of_model[:shared]):
@@ -134,12 +123,8 @@ def matching_token_bytes(model_dir: Path, data: Path) -> np.ndarray:
     return of_model
 
 
-def bytes_per_token(path: Path) -> np.ndarray:
-    """Bytes of each token id, int64 (V,), 0 for control tokens; from a SentencePiece
-    model or a `tokenizer.json`.
-
-    The counts of a text's ids add up to its bytes, plus one for the space that a Llama 2 tokenizer prepends.
-    """
+def count_token_bytes(path: Path) -> np.ndarray:
+    """Count the bytes of each token id, int64 (V,), 0 for control tokens."""
     from tokenizers import Tokenizer
 
     from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
@@ -154,6 +139,8 @@ def bytes_per_token(path: Path) -> np.ndarray:
         )
     added = tokenizer.get_added_tokens_decoder()
     pieces, unknown = tokenizer.get_vocab(), getattr(tokenizer.model, "unk_token", None)
+    # the counts of a text's ids add up to its bytes, plus the space that a Llama 2 tokenizer
+    # prepends
     counts = np.zeros(max(pieces.values()) + 1, dtype=np.int64)
     for piece, i in pieces.items():
         if (i in added and added[i].special) or piece == unknown:
@@ -198,14 +185,14 @@ def main(
     """
     check_range(1, limit=limit)
     rows, categories = load_windows(data, limit)
-    token_bytes = matching_token_bytes(hf_dir, data)
+    token_bytes = load_token_bytes(hf_dir, data)
     scorer = open_scorer(hf_dir, source)
     who = origin(hf_dir, scorer) | {"tokenizer_sha256": file_sha256(tokenizer_path(data))}
     digest = hashlib.sha256()
     for name in rows:
         digest.update(name.encode() + b"\0" + rows[name].tobytes())
     who |= {"data_sha256": digest.hexdigest()}
-    partial = partial_beside(about.out, "bits_per_byte", who, code_at_start())
+    partial = open_partial(about.out, "bits_per_byte", who, code_at_start())
     figures = bits_per_byte(scorer, rows, categories, token_bytes, partial)
     scorer.close()
     show(figures)

@@ -16,9 +16,10 @@ from records.job import JobSections, option_value
 
 
 def check(job: JobSections, here: bool = False) -> None:
-    """Refuse an `[evals]` that selects nothing, or a command that cannot run on a checkpoint (ValueError).
+    """Refuse an `[evals]` that selects nothing, or a command that cannot run on a checkpoint.
 
-    here: also one that cannot run on this machine, before there is a checkpoint.
+    Args:
+        here: also one that cannot run on this machine.
     """
     section = job.evals
     if section.every_steps < 1:
@@ -33,26 +34,22 @@ def check(job: JobSections, here: bool = False) -> None:
         _, kind, options = read_command(command)
         try:
             kind.check(options)
-            if here:
-                check_here(kind, options, section.device)
+            if not here:
+                continue
+            for name in kind.reads:
+                value = option_value(name, options)
+                if value and not Path(value).exists():
+                    raise ValueError(f"{name} {value} does not exist here")
+            device = option_value("--device", options) or section.device
+            if "cuda" in device:
+                resolve_device(device)
+            kind.ready(options)
         except ValueError as problem:
             raise ValueError(f"evals.commands: {command!r}: {problem}") from None
 
 
-def check_here(kind: EvalCommand, options: list[str], device: str) -> None:
-    """Raise ValueError if this machine lacks a file, a GPU or a program that a command needs."""
-    for name in kind.reads:
-        value = option_value(name, options)
-        if value and not Path(value).exists():
-            raise ValueError(f"{name} {value} does not exist here")
-    chosen = option_value("--device", options) or device
-    if "cuda" in chosen:
-        resolve_device(chosen)
-    kind.ready(options)
-
-
 def read_command(command: str) -> tuple[str, EvalCommand, list[str]]:
-    """(module to run, its type, options) of a command line. Raises ValueError if it names no command."""
+    """Return (module, its type, options) of a command line."""
     name, *options = shlex.split(command) or [""]
     if name not in FIELDS:
         raise ValueError(
@@ -65,9 +62,7 @@ def read_command(command: str) -> tuple[str, EvalCommand, list[str]]:
 
 
 def choice(name: str, names: Sequence[str], most: int = 99) -> str:
-    """The end of an error message: what may stand in place of a name, of more than `most`
-    names only the nearest.
-    """
+    """Write the end of an error message: what may stand in place of a name."""
     near = difflib.get_close_matches(name, names, n=1)
     all_of_them = (
         f"choose from {', '.join(names)}" if len(names) <= most else f"but {len(names):,} others"

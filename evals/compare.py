@@ -5,8 +5,7 @@
     python -m evals.compare runs/x@phase1 runs/x@phase2
     python -m evals.compare runs/x/items/core-1000-0123456789ab.jsonl.gz runs/y/items/core-9-ba9876543210.jsonl.gz
 
-The error of a difference of the same items is smaller than that of two scores, since what is hard for both
-models cancels. Of CORE it covers the items; not the choice of examples, nor that two tasks share HellaSwag's rows.
+The error of a difference is smaller than that of two scores, since what is hard for both models cancels.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Annotated
 
 import tyro
 
-from evals.core.evaluate import core_differences
+from evals.core.evaluate import compare_core
 from evals.tables import show_table
 from records.command import run_command
 from records.files import JsonObject, read_lines
@@ -41,11 +40,10 @@ COLUMNS = ("task", "n", "a", "b", "b - a", "only a right", "only b right", "gold
 
 
 def compare(a: Path, b: Path) -> JsonObject:
-    """By task: accuracies of both, b - a and its standard error, items that only one got right,
-    gold bits per byte. Of core also the differences of CORE (null unless all tasks are there), of its categories
-    and of the mean gold bits per byte.
+    """Compare two files of items, by task and in total.
 
-    Raises ValueError if the files are not about the same items.
+    Raises:
+        ValueError: the files are not about the same items.
     """
     (head_a, lines_a), (head_b, lines_b) = read_items(a), read_items(b)
     other = [key for key in SHARED if head_a.get(key) != head_b.get(key)]
@@ -61,18 +59,13 @@ def compare(a: Path, b: Path) -> JsonObject:
     for (task, item), line in lines_a.items():
         if line["right"] is not None:
             pairs.setdefault(task, []).append((line, lines_b[task, item]))
-    tasks = {task: differences(of_task) for task, of_task in pairs.items()}
-    total = core_differences(tasks) if kind == "core" else {}
+    tasks = {task: compare_task(of_task) for task, of_task in pairs.items()}
+    total = compare_core(tasks) if kind == "core" else {}
     return {"a": str(a), "b": str(b), "kind": kind, "tasks": tasks, **total}
 
 
-def differences(pairs: list[Pair]) -> JsonObject:
-    """The figures of one task."""
-    return {"n": len(pairs), **accuracies(pairs), **bits_change(pairs)}
-
-
-def accuracies(pairs: list[Pair]) -> JsonObject:
-    """Shares of right answers and their difference; groups of the items have equal weight."""
+def compare_task(pairs: list[Pair]) -> JsonObject:
+    """Compare the shares of right answers and the gold bits of one task."""
     groups: dict[str, list[tuple[float, float]]] = {}
     for line_a, line_b in pairs:
         rights = (float(line_a["right"]), float(line_b["right"]))
@@ -83,70 +76,61 @@ def accuracies(pairs: list[Pair]) -> JsonObject:
         math.fsum(math.fsum(each[side]) / len(each[side]) for each in sides) for side in (0, 1)
     ]
     a, b = zip(*itertools.chain(*groups.values()), strict=True)
+    # groups of the items have equal weight
     return {
+        "n": len(pairs),
         "a": means[0] / len(sides),
         "b": means[1] / len(sides),
         "difference": math.fsum(change for change, _ in changes) / len(sides),
         "standard_error": error_of_mean(error for _, error in changes),
         "only_a": sum(map(operator.gt, a, b)),
         "only_b": sum(map(operator.lt, a, b)),
+        **bits_change(pairs),
     }
 
 
-def file_of(where: str, kind: str) -> Path:
-    """The file of items that a name stands for: itself, or that of the latest record of a run's newest
-    checkpoint, RUN, RUN@STEP or RUN@PHASE.
-    """
+def locate_items(where: str, kind: str) -> Path:
+    """Find the file of items of a path, RUN, RUN@STEP or RUN@PHASE."""
     if Path(where).is_file():
         return Path(where)
     run, _, at = where.partition("@")
-    records = [
-        {**record, "items": place / record["items"]}
-        for place in places_of(Path(run))
-        for record in read_lines(place / "evals.jsonl")
-        if record.get("kind") == kind and record.get("items")
-    ]
+    records = list[JsonObject]()
+    for place in places_of(Path(run)):
+        of_kind = [r for r in read_lines(place / "evals.jsonl") if r.get("kind") == kind]
+        records += [{**r, "items": place / r["items"]} for r in of_kind if r.get("items")]
     chosen = [r for r in records if at in ("", str(r.get("step")), r.get("phase"))]
     if not chosen:
-        known = (
-            ", ".join(dict.fromkeys(f"{r.get('step')} ({r.get('phase')})" for r in records))
-            or "none"
-        )
+        steps = dict.fromkeys(f"{r.get('step')} ({r.get('phase')})" for r in records)
         raise ValueError(
-            f"{where}: no record of {kind} with items; steps of {run}/evals.jsonl: {known}"
+            f"{where}: no record of {kind} with items; steps of {run}/evals.jsonl: "
+            f"{', '.join(steps) or 'none'}"
         )
+    # the latest record of the newest checkpoint
     return max(reversed(chosen), key=lambda record: record["step"] or 0)["items"]
 
 
-def plus_minus(row: JsonObject, value: str, error: str) -> str:
+def format_difference(row: JsonObject, value: str, error: str) -> str:
     return f"{row[value]:+.4f} ± {row[error]:.4f}" if row.get(value) is not None else ""
 
 
-def row_of(name: str, row: JsonObject, change: str, error: str) -> list[str]:
-    """The columns of a task, of a category, or of all: what they do not have is empty."""
+def format_row(name: str, row: JsonObject, change: str, error: str) -> list[str]:
+    """Format the columns of a task, of a category, or of all."""
     n, only_a, only_b = (str(row.get(key, "")) for key in ("n", "only_a", "only_b"))
     shares = [f"{row[side]:.4f}" if isinstance(row.get(side), float) else "" for side in "ab"]
-    bits = plus_minus(row, "bits_difference", "bits_standard_error")
-    return [name, n, *shares, plus_minus(row, change, error), only_a, only_b, bits]
+    bits = format_difference(row, "bits_difference", "bits_standard_error")
+    return [name, n, *shares, format_difference(row, change, error), only_a, only_b, bits]
 
 
 def show(comparison: JsonObject) -> None:
-    """Print the differences of tasks, of CORE's categories and of all as a table on stderr."""
+    """Print the differences as a table on stderr."""
     names = f"{Path(comparison['b']).name} minus {Path(comparison['a']).name}"
-    rows = [
-        row_of(task, row, "difference", "standard_error")
-        for task, row in comparison["tasks"].items()
-    ]
+    whole = "CORE v2" if comparison["kind"] == "core" else "mean"
+    rows = []
+    for task, row in comparison["tasks"].items():
+        rows.append(format_row(task, row, "difference", "standard_error"))
     for name, row in comparison.get("categories", {}).items():
-        rows.append(row_of(f"{name}, centered", row, "centered_v2", "centered_v2_se"))
-    rows.append(
-        row_of(
-            "CORE v2" if comparison["kind"] == "core" else "mean",
-            comparison,
-            "core_v2",
-            "core_v2_se",
-        )
-    )
+        rows.append(format_row(f"{name}, centered", row, "centered_v2", "centered_v2_se"))
+    rows.append(format_row(whole, comparison, "core_v2", "core_v2_se"))
     show_table(f"{names}; ± is a paired standard error", COLUMNS, rows)
 
 
@@ -163,7 +147,7 @@ def main(
         b: that of the later evaluation
         kind: of a run's records: core, lm_eval or code
     """
-    comparison = compare(file_of(a, kind), file_of(b, kind))
+    comparison = compare(locate_items(a, kind), locate_items(b, kind))
     show(comparison)
     print(json.dumps(comparison))
 

@@ -1,10 +1,6 @@
 """Overlap of the evaluation sets with the training text, as found and removed by `data_mixtures`.
 
-    python -m evals.contamination --data data/phase1 --out runs/phase1/evals.jsonl
-
-The counts come from DIR/<source>/source.json, the numbers of items from the index of benchmarks. A source
-records how many items it contained, not which, and an item in several sources is counted by each. So
-`touched` is an upper bound.
+python -m evals.contamination --data data/phase1 --out runs/phase1/evals.jsonl
 """
 
 from __future__ import annotations
@@ -21,10 +17,7 @@ from records.files import JsonObject
 
 
 def contamination(data: Path) -> JsonObject:
-    """Figures by benchmark: its items, an upper bound of those found in the text, and the documents dropped.
-
-    ValueError for a folder without sources. `benchmarks` is empty if the data was not searched.
-    """
+    """Count by benchmark the items, an upper bound of those found, and the documents dropped."""
     manifests = read_manifests(data)
     by_source = {name: manifest.get("contamination", {}) for name, manifest in manifests.items()}
     known = {benchmark.name: benchmark for benchmark in read_benchmarks(data)}
@@ -36,6 +29,7 @@ def contamination(data: Path) -> JsonObject:
             if found.get(name, {}).get("documents")
         }
         items = known[name].items if name in known else None
+        # an item in several sources is counted by each, as they record only how many they held
         touched = sum(counts["items"] for counts in held.values())
         benchmarks[name] = {
             "items": items,

@@ -8,7 +8,8 @@ Z95 = 1.959963984540054  # 95 % of a normal distribution lie within so many stan
 
 
 def wilson(right: float, asked: int) -> tuple[float, float]:
-    """(center, half width) of Wilson's interval of 95 % of a share; unlike a binomial error it is never 0."""
+    """Return (center, half width) of Wilson's interval of 95 % of a share."""
     share, spread = right / asked, Z95**2 / asked
+    # unlike a binomial error it is never 0
     half = Z95 / (1 + spread) * math.sqrt(share * (1 - share) / asked + spread / (4 * asked))
     return (share + spread / 2) / (1 + spread), half

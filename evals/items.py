@@ -33,13 +33,15 @@ class Partial:
         answer: Callable[[Iterator[Item]], Iterable[Answer]],
         together: int = WINDOW,
     ) -> list[Answer]:
-        """The answers to all items, JSON values; only those that are not known are asked for.
+        """Return the answers to all items; only those that are not known are asked for.
 
-        answer: gives the answers to the items left, in order. together: so many are kept in one write; a scorer
-        that packs a window then packs the rest as it would have in one go, so the answers are the same to the bit.
+        Args:
+            answer: gives the answers to the items left, in order.
+            together: answers of one write.
         """
         answers = self.answers.setdefault(name, [])
         fresh = iter(answer(itertools.islice(items, len(answers), None)))
+        # after an interruption a scorer packs the same windows, so answers are the same to the bit
         while window := list(itertools.islice(fresh, together)):
             if self.path is not None:
                 with self._appending:
@@ -52,7 +54,7 @@ class Partial:
             self.path.unlink(missing_ok=True)
 
 
-def partial_beside(out: Path | None, kind: str, *determines: object) -> Partial:
-    """A hidden file beside the records. determines: everything that the answers depend on names it."""
+def open_partial(out: Path | None, kind: str, *determines: object) -> Partial:
+    """Open a hidden file beside the records, named by everything that the answers depend on."""
     key = hashlib.sha256(repr(determines).encode()).hexdigest()[:16]
     return Partial(out and out.with_name(f".{out.name}.{kind}-{key}.jsonl"))

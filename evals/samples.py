@@ -1,12 +1,8 @@
-"""What a model writes after a few prompts, greedy and as one seeded sample: for
-people, checkpoint after checkpoint.
+"""What a model writes after a few prompts, greedy and as one seeded sample: for people, checkpoint after checkpoint.
 
-    python -m evals.samples runs/demo/hf --max-new-tokens 64 --out runs/demo/evals.jsonl
-    --step 200 --phase phase2
+    python -m evals.samples runs/demo/hf --max-new-tokens 64 --out runs/demo/evals.jsonl --step 200 --phase phase2
 
-A line of --prompts is {"name", "text"}, which the model continues, or {"name", "messages"}, which it
-answers in the folder's chat template; the built-in prompts are prose, a fact, code and, where there is
-a template, a question.
+A line of --prompts is {"name", "text"}, which the model continues, or {"name", "messages"}, which it answers.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 from data_mixtures.readers.local import json_objects
-from evals.scorer import LOCAL, AnyPrompt, SourceFlags, fast_tokenizer, open_scorer, origin
+from evals.scorer import LOCAL, AnyPrompt, SourceFlags, load_tokenizer, open_scorer, origin
 from evals.tables import console
 from records.evals import NOWHERE, AboutFlags, EvalCommand, ModelFolder, check_range, optional
 from records.files import JsonObject
@@ -46,7 +42,7 @@ def main(
     check_range(0.01, 100, temperature=temperature)
     check_range(0, 2**32 - 1, seed=seed)
     asked = read_prompts(prompts or BUILT_IN)
-    if not prompts and not fast_tokenizer(hf_dir).chat_template:
+    if not prompts and not load_tokenizer(hf_dir).chat_template:
         asked = [prompt for prompt in asked if "text" in prompt]
     scorer, samples = open_scorer(hf_dir, source), []
     for prompt in asked:
@@ -59,8 +55,8 @@ def main(
                 ).text
             except ValueError as error:
                 raise ValueError(f"prompt {prompt['name']!r}: {error}") from None
-        samples.append({"name": prompt["name"], "prompt": plain_text(prompt), **written})
-        console.print(f"{plain_text(prompt)}→ {written['greedy']}", markup=False)
+        samples.append({"name": prompt["name"], "prompt": format_prompt(prompt), **written})
+        console.print(f"{format_prompt(prompt)}→ {written['greedy']}", markup=False)
     scorer.close()
     return about.append(
         "samples",
@@ -76,7 +72,7 @@ def main(
 
 
 def read_prompts(path: Path) -> list[JsonObject]:
-    """The prompts of a file. Raises ValueError with the number of a line that is none."""
+    """Read the prompts of a file; ValueError names the first line that is none."""
     prompts = []
     for number, prompt in json_objects(path):
         named = isinstance(prompt, dict) and isinstance(prompt.get("name"), str)
@@ -94,7 +90,7 @@ def read_prompts(path: Path) -> list[JsonObject]:
     return prompts
 
 
-def plain_text(prompt: JsonObject) -> str:
+def format_prompt(prompt: JsonObject) -> str:
     """A prompt as it is shown to people."""
     return (
         "\n".join(f"{m['role']}: {m['content']}" for m in prompt.get("messages") or ())

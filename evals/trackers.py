@@ -1,17 +1,12 @@
 """Evaluations in wandb and TensorBoard: the figures of evals.jsonl, at the steps of their checkpoints.
 
-evals.jsonl is the source of truth: each tracker is sent the records that it lacks, and
-RUN/.evals-tracked.json counts how many it has. So it does not matter who wrote a record or when, and a
-killed process loses nothing.
-
-wandb        a separate run in the training run's group, since two processes cannot write one run (continuing a run
-             offline would replace it); its horizontal axis is `step`; samples of text are tables
-TensorBoard  the run `evals` next to the job's own, in the folder metrics.save_tb_folder
+Each tracker is sent the records that it lacks, which RUN/.evals-tracked.json counts: a killed process loses nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -52,41 +47,27 @@ SETTINGS = {
 }
 
 
-Numbered = Sequence[
-    tuple[int, JsonObject]
-]  # records of checkpoints with their places in evals.jsonl
+# records of checkpoints with their places in evals.jsonl
+Numbered = Sequence[tuple[int, JsonObject]]
 
 
-def scalars(record: JsonObject) -> dict[str, float]:
-    """{name: figure} of a record; empty for other kinds.
-
-    A name is kind, settings and path in the record. A setting that is text stands for itself, another is
-    NAME-VALUE, one that is null is left out: core/nanochat/limit-500/core_v1. Names consist of letters, digits
-    and -_./ in every tracker, since TensorBoard would rewrite other characters.
-    """
+def name_figures(record: JsonObject) -> dict[str, float]:
+    """Name the figures of a record by kind, settings and path: core/nanochat/limit-500/core_v1."""
     record, kind = with_current_names(record), str(record.get("kind"))
     asked = [(key, record.get(key)) for key in SETTINGS.get(kind, ())]
-    words = [
-        value if isinstance(value, str) else f"{key}-{value}"
-        for key, value in asked
-        if value is not None
-    ]
-    pairs = [pair for key, value in record.items() for pair in numbers_in(key, value)]
-    figures = {path: value for path, value in pairs if re.fullmatch(FIGURES.get(kind, ""), path)}
-    plain = {
-        "/".join([kind, *words, path]).replace("+", "_plus"): value
-        for path, value in figures.items()
-    }
-    return {re.sub(r"[^-./\w]+", "_", name): value for name, value in plain.items()}
+    # a setting that is text stands for itself, another is NAME-VALUE, null is left out
+    words = [v if isinstance(v, str) else f"{key}-{v}" for key, v in asked if v is not None]
+    figures = {}
+    for path, value in itertools.chain(*itertools.starmap(numbers_in, record.items())):
+        if re.fullmatch(FIGURES.get(kind, ""), path):
+            name = "/".join([kind, *words, path]).replace("+", "_plus")
+            # TensorBoard would rewrite other characters
+            figures[re.sub(r"[^-./\w]+", "_", name)] = value
+    return figures
 
 
 def send_to_wandb(run: Path, folder: Path, records: Numbered, given: int) -> None:
-    """Send all records offline, since `wandb sync` may replace older folders by the newest one;
-    online only new ones.
-
-    wandb's own step is the record's index: it must not decrease, and checkpoints may be
-    evaluated out of order.
-    """
+    """Send records to a wandb run of their own: offline all, online the new ones."""
     import wandb
 
     name_wandb_run(run)
@@ -106,11 +87,13 @@ def send_to_wandb(run: Path, folder: Path, records: Numbered, given: int) -> Non
     )
     board.define_metric("*", step_metric="step")
     for count, record in records:
-        figures: JsonObject = {**scalars(record)}
+        figures: JsonObject = {**name_figures(record)}
         if texts := record.get("samples"):
             figures["samples"] = wandb.Table(
                 list(texts[0]), [list(text.values()) for text in texts]
             )
+        # `wandb sync` may replace older offline folders by the newest one; step is the index of
+        # the record, as it must not decrease, and checkpoints may be evaluated out of order
         if figures and (board.offline or count >= given):
             tokens = int(number(record.get("tokens_total")) or 0)
             board.log({"step": int(record["step"]), "tokens_total": tokens, **figures}, step=count)
@@ -127,7 +110,7 @@ def send_to_tensorboard(run: Path, folder: Path, records: Numbered, given: int) 
         if count >= given:
             values = [
                 Summary.Value(tag=name, simple_value=value)
-                for name, value in scalars(record).items()
+                for name, value in name_figures(record).items()
             ]
             step, time = int(record["step"]), number(record.get("time"))
             writer.add_event(Event(step=step, wall_time=time, summary=Summary(value=values)))
@@ -135,9 +118,7 @@ def send_to_tensorboard(run: Path, folder: Path, records: Numbered, given: int) 
 
 
 class Trackers:
-    """The trackers that `[metrics]` of a run enables; one that fails is reported through `say`
-    and then left alone.
-    """
+    """The trackers that `[metrics]` of a run enables."""
 
     def __init__(self, job: JobSections, say: Callable[[str], None]):
         enabled = job.metrics
@@ -158,9 +139,9 @@ class Trackers:
             try:
                 send(self.run, self.folder, about, 0 if given > len(records) else given)
                 write_atomically(self.run / SENT, json.dumps({**counts, name: len(records)}))
-            except (
-                Exception
-            ) as problem:  # whatever a tracker's package raises, evaluations continue
+            # one that fails is reported, and left alone
+            except Exception as problem:
+                # whatever a tracker's package raises, evaluations continue
                 del self.senders[name]
                 self.say(f"{name} got no evaluations: {problem}; a later start sends them")
 

@@ -4,12 +4,9 @@
     python -m evals.watch --run runs/phase1 --once        (evaluate what is there, then exit)
 
 Every complete checkpoint that `[evals]` selects is exported as a Hugging Face folder, on which each of its
-commands runs. A command writes its records to a file of its own; the watcher appends them to RUN/evals.jsonl
-in one write, with the command line and the checkpoint's time. Those records are the only state: a restarted
-watcher continues where evals.jsonl ends, and a step that was trained again after a rollback is evaluated
-again. wandb and TensorBoard get the same figures if `[metrics]` enables them (evals.trackers).
-
-A command that fails, for a full disk too, keeps its finished work and is tried again after growing pauses.
+commands runs. The records in RUN/evals.jsonl are the only state: a restarted watcher continues where they end, and
+wandb and TensorBoard get the same figures if `[metrics]` enables them. A command that fails keeps its finished work
+and is tried again after growing pauses.
 
 Exit status: 0 once the run is done and everything is evaluated; 1 if an evaluation failed (its log is in
 RUN/logs/evals, the next start retries it) or `[evals]` cannot run; 85 when asked to stop.
@@ -46,11 +43,8 @@ from records.job import JobSections, read_job
 from records.workers import usable_cpus
 
 SCRATCH = ".evals-watch"
-RETRY_AFTER_S = (
-    60.0,
-    600.0,
-    3600.0,
-)  # of a command's failures; after one more it is left to the next start
+# of a command's failures; after one more it is left to the next start
+RETRY_AFTER_S = (60.0, 600.0, 3600.0)
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
@@ -88,9 +82,8 @@ class Watcher:
             if work:
                 try:
                     self.evaluate(work)
-                except (
-                    OSError
-                ) as problem:  # a full disk; later checkpoints are evaluated all the same
+                except OSError as problem:
+                    # a full disk; later checkpoints are evaluated all the same
                     self.fail(work, work.commands, str(problem))
             elif over:
                 return 1 if self.failed else 0
@@ -98,8 +91,8 @@ class Watcher:
                 time.sleep(every_s)
 
     def next_work(self) -> Work | None:
-        """The next complete checkpoint with missing records; reports those deleted before their turn."""
-        evaluated, waiting, unfinished = self.evaluated_at(), [], set[str]()
+        """Return the next complete checkpoint with missing records; report those deleted before their turn."""
+        evaluated, waiting, unfinished = self.read_times(), [], set[str]()
         for step, folder in step_folders(self.job.checkpoints).items():
             with contextlib.suppress(OSError):  # not saved yet, or being deleted
                 saved = (folder / ".metadata").stat().st_mtime
@@ -113,21 +106,16 @@ class Watcher:
                 if missing and is_due(step, self.job.evals.every_steps, self.job.training.steps):
                     waiting.append(Work(step, folder, saved, missing))
         for folder in (self.run / SCRATCH).glob("step-*-*"):
-            if (
-                folder.name not in unfinished
-            ):  # its records, or its checkpoint's end, came in between
+            if folder.name not in unfinished:
+                # its records, or its checkpoint's end, came in between
                 shutil.rmtree(folder, ignore_errors=True)
         for step in sorted(self.waiting - {work.step for work in waiting}):
             if not (self.job.checkpoints / f"step-{step}").is_dir():
                 self.say(
                     f"step {step} was deleted before it was evaluated; see resilience.keep_every_steps"
                 )
-                record_event(
-                    self.run,
-                    "evaluation_skipped",
-                    step=step,
-                    reason="the checkpoint was deleted meanwhile",
-                )
+                reason = "the checkpoint was deleted meanwhile"
+                record_event(self.run, "evaluation_skipped", step=step, reason=reason)
         self.waiting = {work.step for work in waiting}
         for work in waiting if self.job.evals.newest_first else reversed(waiting):
             with contextlib.suppress(ValueError):
@@ -148,8 +136,8 @@ class Watcher:
         """Where a command writes its records, and what it has finished until then."""
         return self.run / SCRATCH / f"step-{step}-{self.job.evals.commands.index(command)}"
 
-    def evaluated_at(self) -> dict[tuple[int, str], float]:
-        """(step, command) -> when the checkpoint of its newest record was saved, seconds since the epoch."""
+    def read_times(self) -> dict[tuple[int, str], float]:
+        """Return when the checkpoint of the newest record of (step, command) was saved, in seconds since the epoch."""
         times: dict[tuple[int, str], float] = {}
         for record in read_lines(self.records):
             if "command" in record and record.get("step") is not None:
@@ -158,12 +146,11 @@ class Watcher:
         return times
 
     def evaluate(self, work: Work) -> None:
-        """Export one checkpoint and run its commands; failures are reported and do not end the watcher."""
+        """Export one checkpoint and run its commands; failures are reported."""
         begun = time.monotonic()
-        with scratch_folder(self.run) as scratch:
-            hf = (
-                scratch / f"{os.getpid()}/hf"
-            )  # the export of a watcher that was killed may still be running
+        with open_scratch(self.run) as scratch:
+            # by process: the export of a watcher that was killed may still be running
+            hf = scratch / f"{os.getpid()}/hf"
             export = [
                 "laneformer.hf.export",
                 "--checkpoint",
@@ -215,9 +202,7 @@ class Watcher:
         return before + row["tokens"] // row["step"] * step, row["phase"]
 
     def call(self, step: int, words: list[str], *locks: TextIO) -> int:
-        """Run `python -m WORDS`, output to the step's log; returns its exit status. It is
-        killed with the watcher.
-        """
+        """Run `python -m WORDS`, output to the step's log; return its exit status."""
         log = self.run / f"logs/evals/step-{step}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "a", encoding="utf-8") as file:
@@ -230,6 +215,7 @@ class Watcher:
                 start_new_session=True,
                 pass_fds=[lock.fileno() for lock in locks],
             )
+            # it is killed with the watcher
             try:
                 return process.wait()
             finally:
@@ -251,16 +237,14 @@ class Watcher:
 
 
 @contextlib.contextmanager
-def scratch_folder(run: Path) -> Iterator[Path]:
-    """RUN/.evals-watch; at the end of the block the exported model is deleted, and the folder if it is empty.
-
-    What a command has finished lies next to its --out, where it continues after a failure (evals.core does).
-    """
+def open_scratch(run: Path) -> Iterator[Path]:
+    """Make RUN/.evals-watch; delete the exported model at the end of the block."""
     folder = run / SCRATCH
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield folder
     finally:
+        # what a command has finished stays: it continues there after a failure
         for models in folder.glob("[0-9]*"):
             shutil.rmtree(models, ignore_errors=True)
         with contextlib.suppress(OSError):
@@ -276,13 +260,13 @@ def move_items(written: Path, items: Path) -> None:
         shutil.move(path, items / path.name)
 
 
-def only_watcher(run: Path) -> TextIO:
+def lock_evaluations(run: Path) -> TextIO:
     """The lock of a run's evaluations. Raises ValueError if another watcher holds it."""
     return hold_lock(run / f"{SCRATCH}.lock", f"another watcher evaluates {run}; stop it first")
 
 
 def yield_to_training(cpus: str | None, gpu: str | None) -> None:
-    """Lowest priority, and only the given cores and GPU, for this process and everything that it starts."""
+    """Take the lowest priority, and only the given cores and GPU, for this process and what it starts."""
     os.nice(19)
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
@@ -337,7 +321,7 @@ def main() -> int:
     check(job, here=True)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(STOPPED))
-    with only_watcher(job.run):
+    with lock_evaluations(job.run):
         return Watcher(job).watch(options.once, options.every_s)
 
 

@@ -1,13 +1,10 @@
-"""HumanEval+ and MBPP+ by EvalPlus's rules: generate answers, select the function in each, test it
-in a sandbox, pass@k.
+"""HumanEval+ and MBPP+ by EvalPlus's rules: generate answers, select the function in each, test it, pass@k.
 
     python -m evals.code runs/x/hf --dataset HumanEvalPlus.jsonl.gz --results runs/x/humaneval --out runs/x/evals.jsonl
     python -m evals.code --base-url http://127.0.0.1:8000/v1 --model NAME --dataset MbppPlus.jsonl.gz --results mbpp
 
-The results folder (--results; default: one beside --out for each checkpoint) keeps answers.jsonl (verbatim;
-an interrupted run resumes there) and samples.jsonl (what was selected from each answer, and how it scored).
-Every run also scores the data set's reference solutions: where they fail, the figures mean little.
-Measurements are in docs/decisions/evaluation.md.
+The results folder keeps answers.jsonl (verbatim; an interrupted run resumes there) and samples.jsonl (what was selected
+from each answer, and how it scored). Measurements are in docs/decisions/evaluation.md.
 """
 
 from __future__ import annotations
@@ -23,15 +20,15 @@ from typing import Annotated, Literal
 
 import tyro
 
-from evals.code.answers import Sampling, collect, prompt_of
+from evals.code.answers import Sampling, collect, make_prompt
 from evals.code.sandbox import find_sandbox
 from evals.code.score import EVALPLUS, Dataset, Judge, open_dataset
-from evals.code.selection import longest_beginning, target_function
+from evals.code.selection import cut_beginning, select_function
 from evals.intervals import wilson
 from evals.items import Partial
-from evals.scorer import LOCAL, SourceFlags, fast_tokenizer, open_scorer, origin
+from evals.scorer import LOCAL, SourceFlags, load_tokenizer, open_scorer, origin
 from evals.tables import console
-from records.evals import NOWHERE, About, AboutFlags, EvalCommand, check_range, optional
+from records.evals import NOWHERE, AboutFlags, EvalCommand, check_range, optional
 from records.files import JsonObject, file_sha256
 from records.items import FOLDER as ITEMS
 from records.items import write_items
@@ -45,11 +42,14 @@ Prompting = Literal["auto", "chat", "completion"]
 
 
 def is_chat(prompt: Prompting, hf_dir: Path | None) -> bool:
-    """Whether the prompts are user messages of a chat; auto: at a server, and for a folder
-    with a chat template. Raises ValueError for a folder without one that is to chat.
+    """Tell whether prompts are user messages of a chat.
+
+    Raises:
+        ValueError: a folder without a chat template is to chat.
     """
+    # a server has a template of its own
     template = hf_dir is None or (
-        (hf_dir / "tokenizer.json").is_file() and fast_tokenizer(hf_dir).chat_template
+        (hf_dir / "tokenizer.json").is_file() and load_tokenizer(hf_dir).chat_template
     )
     if prompt == "chat" and not template:
         raise ValueError(f"{hf_dir} has no chat template; use --prompt completion")
@@ -60,9 +60,8 @@ def is_chat(prompt: Prompting, hf_dir: Path | None) -> bool:
 class Scoring:
     """How solutions are tested."""
 
-    parallel: int = max(
-        1, usable_cpus() // 2
-    )  # on too few cores (--cpus, Slurm) right ones time out
+    # on too few cores (--cpus, Slurm) right ones time out
+    parallel: int = max(1, usable_cpus() // 2)
     """solutions tested concurrently"""
     unsafe_no_sandbox: bool = False
     """run the model's code with your own rights, without any sandbox"""
@@ -79,14 +78,14 @@ Scored = dict[str, list[tuple[bool, bool]]]
 
 def solutions(answers: list[JsonObject], chat: bool, dataset: Dataset) -> list[JsonObject]:
     """A row per answer: the code selected from it, and by which rule."""
-    problems, rows = {p["task_id"]: p for p in dataset.problems}, []
+    rows = []
     for row in answers:
-        problem = problems[row["task_id"]]
+        problem = dataset.by_task[row["task_id"]]
         if chat:
-            code, rule = target_function(row["answer"], problem["entry_point"])
+            code, rule = select_function(row["answer"], problem["entry_point"])
         else:
-            whole, rule = prompt_of(problem, chat=False) + row["answer"], "completion"
-            code = longest_beginning(whole.split("\n")) or whole
+            whole, rule = make_prompt(problem, chat=False) + row["answer"], "completion"
+            code = cut_beginning(whole.split("\n")) or whole
         rows.append(
             {"task_id": row["task_id"], "sample": row["sample"], "rule": rule, "solution": code}
         )
@@ -94,27 +93,22 @@ def solutions(answers: list[JsonObject], chat: bool, dataset: Dataset) -> list[J
 
 
 def figures_of(scored: Scored, n: int) -> JsonObject:
-    """pass@1 and pass@k (k up to n) on the base tests, and on the base and plus tests together.
-
-    The intervals of pass@1 are Wilson's of 95 %, with the problems as sample: several answers to
-    each make them wide.
-    """
+    """Compute pass@1 and pass@k (k up to n) on the base tests, and on base and plus tests together."""
     figures: JsonObject = {"pass@k": {str(k): {} for k in KS if k <= n}}
     for tests, name in enumerate(("base", "plus")):
         counts = [sum(sample[tests] for sample in samples) for samples in scored.values()]
         for k, at_k in figures["pass@k"].items():
             at_k[name] = fsum(pass_at_k(n, passed, int(k)) for passed in counts) / len(counts)
         share = figures[f"pass@1_{name}"] = figures["pass@k"]["1"][name]
+        # the sample is the problems: several answers to each make Wilson's interval wide
         center, half = wilson(share * len(counts), len(counts))
         figures[f"pass@1_{name}_interval"] = [center - half, center + half]
     return figures
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
-    """Probability that k of n samples, of which some passed, include a passing one: 1 - C(n - passed, k) / C(n, k).
-
-    The estimator of Chen et al., arXiv 2107.03374, in exact integers.
-    """
+    """Estimate the probability that k of n samples include a passing one (Chen et al., arXiv 2107.03374)."""
+    # exact integers
     return 1 - comb(n - passed, k) / comb(n, k)
 
 
@@ -156,41 +150,43 @@ def main(
         **asdict(sampling),
     }
     settings_key = hashlib.sha256(repr((who, scorer.max_length, asked)).encode()).hexdigest()[:12]
-    folder = results or results_of(about, settings_key)
+    # each checkpoint and setting has a folder of its own beside the records
+    beside = (about.out or Path()).parent / ITEMS / f"code-{about.step or 0}-{settings_key}"
+    folder = results or beside
     folder.mkdir(parents=True, exist_ok=True)
     judge = Judge(data, sandbox, folder.resolve(), scoring.cache, scoring.parallel)
     control = score_references(judge)
     answers = collect(data, scorer, sampling, chat, Partial(folder / "answers.jsonl"), settings_key)
     scorer.close()
-    rows = solutions(answers, chat, data)
-    scored, rules = judge.evaluate(rows, "samples"), Counter(row["rule"] for row in rows)
-    figures = {
-        "dataset": f"{data.name}+",
-        "version": data.version,
-        "evalplus": EVALPLUS,
-        **asked,
-        "problems": len(data.problems),
-        **figures_of(scored, sampling.n),
-        "control": control,
-        "answers_empty": sum(not row["answer"].strip() for row in answers),
-        "answers_cut": sum(row["finish_reason"] == "length" for row in answers),
-        "selection": dict(sorted(rules.items())),
-        "sandbox": sandbox,
-    }
+    scores, lines = score_answers(judge, answers, chat, sampling.n)
+    about_data = {"dataset": f"{data.name}+", "version": data.version, "evalplus": EVALPLUS}
+    figures = {**about_data, **asked, **scores, "control": control, "sandbox": sandbox}
     same = ("dataset", "protocol", "prompt", "n", "temperature", "top_p")
-    head = {
-        "kind": "code",
-        "step": about.step,
-        **who,
-        "protocol": {name: figures[name] for name in same},
-    }
-    figures["items"] = write_items(about.out, head, item_lines(data, scored))
+    protocol = {name: figures[name] for name in same}
+    head = {"kind": "code", "step": about.step, **who, "protocol": protocol}
+    figures["items"] = write_items(about.out, head, lines)
     figures["results"] = f"{folder.parent.name}/{folder.name}" if results is None else str(results)
     return about.append("code", figures, **who)
 
 
+def score_answers(
+    judge: Judge, answers: list[JsonObject], chat: bool, n: int
+) -> tuple[JsonObject, list[JsonObject]]:
+    """Test what is selected from the answers; returns figures and the lines of the file of items."""
+    data, rows = judge.dataset, solutions(answers, chat, judge.dataset)
+    scored, rules = judge.evaluate(rows, "samples"), Counter(row["rule"] for row in rows)
+    figures = {
+        "problems": len(data.problems),
+        **figures_of(scored, n),
+        "answers_empty": sum(not row["answer"].strip() for row in answers),
+        "answers_cut": sum(row["finish_reason"] == "length" for row in answers),
+        "selection": dict(sorted(rules.items())),
+    }
+    return figures, make_item_lines(data, scored)
+
+
 def score_references(judge: Judge) -> JsonObject:
-    """The figures of the reference solutions, which are also shown."""
+    """Score the reference solutions: where they fail, the figures mean little."""
     control = judge.control()
     console.print(f"reference solutions: {control['passed']} of {control['total']} pass")
     if failures := control["unexpected_failures"]:
@@ -198,10 +194,8 @@ def score_references(judge: Judge) -> JsonObject:
     return control
 
 
-def item_lines(dataset: Dataset, scored: Scored) -> list[JsonObject]:
-    """Lines of the file of items: of each problem the share of samples that pass the base tests, and
-    the plus tests too.
-    """
+def make_item_lines(dataset: Dataset, scored: Scored) -> list[JsonObject]:
+    """Make the lines of the file of items: the share of samples that pass, of base tests and of both."""
     lines = []
     for tests, task in enumerate((dataset.name, f"{dataset.name}+")):
         for number, problem in enumerate(dataset.problems):
@@ -210,12 +204,6 @@ def item_lines(dataset: Dataset, scored: Scored) -> list[JsonObject]:
                 {"task": task, "item": number, "right": sum(passed) / len(passed), "losses": []}
             )
     return lines
-
-
-def results_of(about: About, settings_key: str) -> Path:
-    """The folder of these answers beside the records, in items/: each checkpoint and setting has its own."""
-    assert about.out is not None
-    return about.out.parent / ITEMS / f"code-{about.step or 0}-{settings_key}"
 
 
 def check_options(options: Sequence[str]) -> None:

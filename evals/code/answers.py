@@ -1,8 +1,4 @@
-"""A model's answers to the problems of a code benchmark.
-
-Answers come from any scorer (evals/scorer). They are stored verbatim, one line each (evals/items.py), so that an
-interrupted run resumes and later scoring starts from the same text.
-"""
+"""A model's answers to the problems of a code benchmark, stored verbatim."""
 
 from __future__ import annotations
 
@@ -55,12 +51,12 @@ class Sampling:
             )
 
     def seed_of(self, task_id: str, sample: int) -> int:
-        """A distinct 31-bit seed for every answer, independent of the order in which they are generated."""
+        """Return a distinct 31-bit seed for every answer, whatever their order."""
         digest = hashlib.sha256(f"{self.seed}:{task_id}:{sample}".encode()).digest()
         return int.from_bytes(digest[:4], "big") >> 1
 
 
-def prompt_of(problem: JsonObject, chat: bool) -> str:
+def make_prompt(problem: JsonObject, chat: bool) -> str:
     prompt = problem["prompt"].strip()
     return INSTRUCTION.format(prompt=prompt) if chat else prompt + "\n"
 
@@ -73,15 +69,16 @@ def collect(
     partial: Partial,
     settings_key: str,
 ) -> list[JsonObject]:
-    """All answers, ordered by problem and sample; those in `partial` of the same model and settings are reused.
+    """Collect all answers, ordered by problem and sample.
 
-    chat: the prompt is a user message in the template of the folder (or server). settings_key: what stands for the
-    model and its settings.
+    Args:
+        chat: prompts are user messages.
+        settings_key: names the model and its settings; only answers to the same are reused.
     """
     stops = () if chat else STOPS_OF[dataset.name] + STOPS
 
     def answer_problem(problem: JsonObject) -> list[JsonObject]:
-        task, text = problem["task_id"], prompt_of(problem, chat)
+        task, text = problem["task_id"], make_prompt(problem, chat)
         prompt: AnyPrompt = [{"role": "user", "content": text}] if chat else text
 
         def answer(samples: Iterator[int]) -> Iterator[JsonObject]:

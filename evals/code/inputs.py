@@ -11,11 +11,11 @@ from typing import Any
 Arguments = list[Any]
 
 
-def tuples(value: Any, depth: int) -> Any:
+def make_tuples(value: Any, depth: int) -> Any:
     """`value`, whose lists at `depth` below it are tuples."""
     if depth == 0:
         return tuple(value)
-    return [tuples(item, depth - 1) for item in value]
+    return [make_tuples(item, depth - 1) for item in value]
 
 
 def deep(value: Any) -> Any:
@@ -26,30 +26,30 @@ def sets(items: list[Any]) -> list[Any]:
     return [set(item) if isinstance(item, list) and item else {} for item in items]
 
 
-def mixed(items: list[Any]) -> tuple[Any, ...]:
+def make_inner_tuples(items: list[Any]) -> tuple[Any, ...]:
     return tuple(tuple(item) if isinstance(item, list) else item for item in items)
 
 
 CHANGES: dict[tuple[int, ...], Callable[[Arguments], Any]] = {
     (2, 116, 132, 143, 222, 261, 273, 394, 399, 421, 424, 429, 470, 560, 579, 596, 616, 630, 726, 740, 744, 809): (
-        lambda a: tuples(a, 1)
+        lambda a: make_tuples(a, 1)
     ),
-    (63, 64, 70, 94, 120, 237, 272, 299, 400, 409, 417, 438, 473, 614, 780): lambda a: tuples(a, 2),
-    (75, 413, 444, 753): lambda a: [tuples(a[0], 1), a[1]],
+    (63, 64, 70, 94, 120, 237, 272, 299, 400, 409, 417, 438, 473, 614, 780): lambda a: make_tuples(a, 2),
+    (75, 413, 444, 753): lambda a: [make_tuples(a[0], 1), a[1]],
     (106, 750): lambda a: [a[0], tuple(a[1])],
     (115,): lambda a: [sets(a[0])],
     (124,): lambda a: (float(a[0]), complex(a[1])),
     (250, 307, 405, 446, 617, 720, 763, 808): lambda a: [tuple(a[0]), *a[1:]],
     (252,): lambda a: [complex(a[0])],
-    (259, 401, 445): lambda a: tuples(tuples(a, 2), 1),
-    (278,): lambda a: [mixed(a[0])],
+    (259, 401, 445): lambda a: make_tuples(make_tuples(a, 2), 1),
+    (278,): lambda a: [make_inner_tuples(a[0])],
     (580, 615, 791): deep,
     (722,): lambda a: [{key: tuple(value) for key, value in a[0].items()}, *a[1:]],
 }  # fmt: skip
 CHANGE_OF = {task: change for tasks, change in CHANGES.items() for task in tasks}
 
 
-def arguments_of(task_id: str, inputs: list[Arguments]) -> list[Any]:
+def convert_arguments(task_id: str, inputs: list[Arguments]) -> list[Any]:
     """For each test of a problem, the arguments of its function. task_id: "Mbpp/2", "HumanEval/0"."""
     prefix, _, number = task_id.partition("/")
     change = CHANGE_OF.get(int(number)) if prefix == "Mbpp" else None

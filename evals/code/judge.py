@@ -1,9 +1,4 @@
-"""Scores solutions, each on the base and plus tests in a sandbox of its own.
-
-Expected outputs are what the reference solutions return in the same way, once for a data set, and stay here: a
-solution never meets them. Every check is a small process, which answers by its exit status alone, so what a
-solution returns can exhaust no memory and no time but that of its own check.
-"""
+"""Scores solutions, each on the base and plus tests in a sandbox of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +15,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from evals.code.inputs import arguments_of
+from evals.code.inputs import convert_arguments
 from evals.code.oracle import NOT_NONE, Oracle
 from evals.code.solution import SandboxError, Solution, plain, read
 from records.workers import end_with_parent
@@ -40,7 +35,7 @@ Problem = dict[str, Any]
 
 
 class Tests(NamedTuple):
-    """The inputs of one problem; what its reference solution returned, and the seconds that this took."""
+    """Inputs of a problem, what its reference solution returned, and in how many seconds."""
 
     inputs: list[Any]
     expected: list[Any]
@@ -52,28 +47,29 @@ def reference(problem: Problem) -> str:
     return problem["prompt"] + problem["canonical_solution"]
 
 
-def inputs_of(problem: Problem, which: str) -> list[Any]:
-    return arguments_of(problem["task_id"], problem[f"{which}_input"])
+def convert_inputs(problem: Problem, which: str) -> list[Any]:
+    return convert_arguments(problem["task_id"], problem[f"{which}_input"])
 
 
-def expected_file(request: Request, problem: Problem, which: str) -> Path:
-    """A line of JSON an output, up to 0.6 GB each, then one with the seconds that each took."""
+def locate_expected(request: Request, problem: Problem, which: str) -> Path:
+    """Return the file of expected outputs."""
+    # a line of JSON an output, up to 0.6 GB each, then one with the seconds that each took
     return Path(request["expected"]) / f"{problem['task_id'].replace('/', '-')}-{which}.jsonl"
 
 
 def make_expected(request: Request, problem: Problem, which: str) -> None:
     """Run the reference solution where its outputs are missing. SandboxError where it fails."""
-    path = expected_file(request, problem, which)
+    path = locate_expected(request, problem, which)
     if path.exists():
         return
-    inputs, seconds = inputs_of(problem, which), list[float]()
+    inputs, seconds = convert_inputs(problem, which), list[float]()
     part = path.with_suffix(f".{os.getpid()}")
     solution = Solution(request, reference(problem), problem["entry_point"], inputs)
     try:
         with open(part, "wb") as file:
             solution.receive(REFERENCE_S)
             for _ in inputs:
-                took_s, line = timed_receive(solution, REFERENCE_S)
+                took_s, line = time_receive(solution, REFERENCE_S)
                 seconds.append(took_s)
                 file.write(line + b"\n")
             file.write(json.dumps(seconds).encode())
@@ -86,20 +82,18 @@ def make_expected(request: Request, problem: Problem, which: str) -> None:
         part.unlink(missing_ok=True)
 
 
-def tests_of(request: Request, problem: Problem, which: str) -> Tests:
-    with open(expected_file(request, problem, which), "rb") as file:
+def load_tests(request: Request, problem: Problem, which: str) -> Tests:
+    with open(locate_expected(request, problem, which), "rb") as file:
         *values, seconds = (read(line, plain) for line in file)
     if problem["entry_point"] in NOT_NONE:
         values = [value is not None for value in values]
-    return Tests(inputs_of(problem, which), values, seconds)
+    return Tests(convert_inputs(problem, which), values, seconds)
 
 
 def judge(
     request: Request, checks: Iterable[tuple[Problem, str, str]], parallel: int
 ) -> Iterator[tuple[int, str]]:
-    """(place in checks, status) as they end, each a `check` in a process of its own. SandboxError if one could
-    not be made.
-    """
+    """Yield (place in checks, status) as they end, each a `check` in a process of its own."""
     waiting, running = enumerate(checks), dict[Any, tuple[int, Any]]()  # by sentinel
     try:
         while True:
@@ -136,6 +130,8 @@ def exit_with_status(request: Request, problem: Problem, which: str, code: str) 
         )  # what is expected, and what is returned
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
         resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_s"], limits["cpu_s"]))
+        # it answers by its status alone: what a solution returns exhausts no memory but this
+        # process's
         verdict = check(request, problem, which, code)
         (exit_status,) = (status for status, name in STATUSES.items() if name == verdict)
     except SandboxError as error:
@@ -148,17 +144,17 @@ def exit_with_status(request: Request, problem: Problem, which: str, code: str) 
 
 
 def check(request: Request, problem: Problem, which: str, code: str) -> str:
-    """pass, fail or timeout. SandboxError if its sandbox does not start. which: one of TESTS."""
-    tests = tests_of(request, problem, which)
+    """Return pass, fail or timeout. which: one of TESTS."""
+    tests = load_tests(request, problem, which)
     limits_s = [max(request["min_time_limit_s"], SLOWER * seconds) for seconds in tests.seconds]
     # of waiting for the solution; reading what it sends and comparing take none
     left_s = min(MAX_CHECK_S, sum(limits_s)) + 1
     oracle = Oracle(request["dataset"], problem["entry_point"], problem["atol"])
     solution = Solution(request, code, problem["entry_point"], tests.inputs)
     try:
-        left_s -= timed_receive(solution, left_s)[0]
+        left_s -= time_receive(solution, left_s)[0]
         for arguments, wanted, limit_s in zip(tests.inputs, tests.expected, limits_s, strict=True):
-            seconds, line = timed_receive(solution, min(limit_s, left_s))
+            seconds, line = time_receive(solution, min(limit_s, left_s))
             left_s -= seconds
             if not oracle.right(read(line), arguments, wanted):
                 return "fail"
@@ -169,7 +165,7 @@ def check(request: Request, problem: Problem, which: str, code: str) -> str:
         return "fail"
 
 
-def timed_receive(solution: Solution, limit_s: float) -> tuple[float, bytes]:
+def time_receive(solution: Solution, limit_s: float) -> tuple[float, bytes]:
     """(seconds, what it sent)"""
     started_s = time.monotonic()
     line = solution.receive(limit_s)

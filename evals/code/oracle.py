@@ -68,7 +68,7 @@ def close(output: Any, expected: Any, atol: float) -> bool:
 
 @dataclass
 class Oracle:
-    """The rules for one problem, in the order of its tests: a tolerance that a test has set holds for the next."""
+    """The rules for one problem, in the order of its tests."""
 
     dataset: str
     """ "humaneval" or "mbpp" """
@@ -80,6 +80,7 @@ class Oracle:
         """May raise anything that values which do not fit raise: the answer is wrong then."""
         if self.dataset == "humaneval" and self.entry_point == "find_zero":
             return False  # EvalPlus checks it without counting its tests, so no solution passes
+        # a tolerance that a test has set holds for the next
         exact = self._exactly(output, arguments, expected)
         if self.atol == 0 and are_floats(expected):
             self.atol = FLOAT_ATOL

@@ -1,9 +1,7 @@
-"""What runs in the sandbox: a solution on its inputs.
+"""What runs in the sandbox: a solution on its inputs. What it returns leaves as lines of JSON.
 
-A solution is given its inputs and never the outputs that are expected of it. What it returns leaves as lines of
-JSON, and is compared elsewhere (evals/code/judge.py), so it can neither read nor decide what is right. This
-file imports nothing of ours: its text is the command. `python -c TEXT [FOLDER]`, the request on stdin, the reply
-on stdout; FOLDER holds the packages that solutions may import.
+`python -c TEXT [FOLDER]`, the request on stdin, the reply on stdout; FOLDER holds the packages that solutions may
+import. This file imports nothing of ours: its text is the command.
 """
 
 from __future__ import annotations
@@ -35,10 +33,7 @@ EXACT = ("Fraction", "Decimal")  # names, as every import here delays every solu
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON: None, bool, str, float, list and most int as they are, others as {type: content}.
-
-    Of what is not exactly of a builtin type, {"like": [the builtin type that it extends or "items", content]}.
-    """
+    """Turn a value into JSON: most as it is, else {type: content}."""
     kind = type(value)
     if value is None or kind in (bool, str, float) or (kind is int and -MAX_INT < value < MAX_INT):
         return value
@@ -52,13 +47,15 @@ def plain(value: Any) -> Any:
     for builtin in KINDS:
         if isinstance(value, builtin):
             return {"like": [builtin.__name__, plain(builtin(value))]}
+    # [the builtin type that it extends or "items", content]
     return {
         "like": ["items", plain(list(value))] if isinstance(value, Iterable) else ["object", None]
     }
 
 
 def are_plain(items: Sequence[Any]) -> bool:
-    """Whether all are JSON as they are, at the speed of C: an answer may hold 100 million numbers."""
+    """Tell whether all are JSON as they are."""
+    # at the speed of C: an answer may hold 100 million numbers
     types = set(map(type, items))
     if int not in types:
         return types <= {bool, str, float, type(None)}
@@ -66,7 +63,7 @@ def are_plain(items: Sequence[Any]) -> bool:
 
 
 def content(kind: str, value: Any) -> Any:
-    """What stands behind the name of a type, without the loss of a bit or a digit."""
+    """Encode a value without the loss of a bit or a digit."""
     if kind == "int":
         return hex(value)
     if kind == "complex":
@@ -97,15 +94,13 @@ def limit_process(limits: dict[str, int]) -> None:
 
 
 def define_function(code: str, entry_point: str) -> Any:
-    """The function of a program, whatever stands around it: input(), a wrong example, sys.exit(main()).
-
-    Statements run one by one, and those that raise are passed over, as are those behind the function that only
-    show it at work: EvalPlus's sanitize takes all of them away.
-    """
+    """Run a program and return its function."""
     names: dict[str, Any] = {}
     program: Any = compile(code, "solution", "exec", PyCF_ONLY_AST)
     for statement in program.body:
         program.body = [statement]
+        # input(), a wrong example, sys.exit(main()): what raises is passed over, as is what only
+        # shows the function at work, all of which EvalPlus's sanitize takes away
         with contextlib.suppress(BaseException):
             compiled = compile(program, "solution", "exec")
             if entry_point not in names or not only_shows(
@@ -116,7 +111,7 @@ def define_function(code: str, entry_point: str) -> Any:
 
 
 def only_shows(statement: Any, used: Sequence[str], entry_point: str) -> bool:
-    """Whether a statement behind the function is an example, a check or a loop that reads, which may not end."""
+    """Tell whether a statement behind the function is an example, a check or a loop that may not end."""
     kind = type(statement).__name__
     if kind in ("Expr", "Assert", "While"):
         return True
@@ -125,9 +120,7 @@ def only_shows(statement: Any, used: Sequence[str], entry_point: str) -> bool:
 
 
 def solve() -> None:
-    """Send None at the start, None once the solution defines its function, then what that
-    returns for each input.
-    """
+    """Answer the request on stdin."""
     request = pickle.load(sys.stdin.buffer)
     reply = os.fdopen(os.dup(1), "w")
 
@@ -142,6 +135,7 @@ def solve() -> None:
         else:
             print(json.dumps(plain(value)), file=reply, flush=True)
 
+    # at the start, and again once the function is defined
     send(None)
     nothing = os.open("/dev/null", os.O_RDWR)
     for standard in range(3):

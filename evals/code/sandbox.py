@@ -1,10 +1,8 @@
-"""A sandbox around each piece of code that a model writes: one bubblewrap, in which nothing can
-be written or shared.
+"""A sandbox around each piece of code that a model writes: one bubblewrap, in which nothing can be written or shared.
 
-It exposes the system's libraries and the given folders read-only, and no network, no process but its
-own, and no writable file; root becomes nobody. A filter allows the system calls that a calculation needs
-(evals/code/system_calls.py) and no others: no new process or namespace, no socket, no key, and no memory that
-belongs to no address space, so limits on one process (evals/code/runner.py) are limits on the whole sandbox.
+It exposes the system's libraries and the given folders read-only, and no network, no process but its own, and no
+writable file; root becomes nobody. A filter allows the system calls that a calculation needs and no others, so limits
+on one process (evals/code/runner.py) are limits on the whole sandbox.
 """
 
 from __future__ import annotations
@@ -38,12 +36,8 @@ CLONE, CLONE_THREAD = {"x86_64": 56, "aarch64": 220}, 0x10000
 NEW = 403
 
 
-def system_call_filter(machine: str) -> bytes:
-    """The filter as a BPF program (linux/seccomp.h) for "x86_64" or "aarch64": what is not allowed is refused.
-
-    Threads are allowed. clone3, whose flags a filter cannot read, does not exist, so the
-    C library uses clone.
-    """
+def build_filter(machine: str) -> bytes:
+    """Build the BPF program (linux/seccomp.h) that refuses what is not allowed."""
     if machine not in ARCHITECTURES:
         raise ValueError(
             f"no sandbox on {machine}: its system calls are known on {', '.join(ARCHITECTURES)}; {HOW}"
@@ -60,6 +54,8 @@ def system_call_filter(machine: str) -> bytes:
     program += [(load, 0, 0, number)]
     for allowed in numbers(machine):
         program += [(equal, 0, 1, allowed), (ret, 0, 0, allow)]
+    # threads are allowed; clone3, whose flags a filter cannot read, does not exist: the C library
+    # uses clone
     program += [
         (equal, 0, 3, CLONE[machine]),
         (load, 0, 0, first_argument),
@@ -76,10 +72,8 @@ def system_call_filter(machine: str) -> bytes:
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
 
 
-def sandbox_options(readable: Sequence[Path]) -> list[str]:
-    """The command line of a bubblewrap in which `readable` and the system can be
-    read; `as_nobody` goes inside.
-    """
+def build_sandbox(readable: Sequence[Path]) -> list[str]:
+    """Build the command line of a bubblewrap in which `readable` and the system can be read."""
     command = [
         shutil.which("bwrap") or "bwrap",
         "--unshare-pid",
@@ -107,28 +101,27 @@ def sandbox_options(readable: Sequence[Path]) -> list[str]:
     return [*command, "--unshare-user", "--uid", NOBODY, "--gid", NOBODY]
 
 
-def as_nobody(command: Sequence[str]) -> list[str]:
-    """A command for the inside of a sandbox: root becomes nobody, as limits on a user's threads do
-    not hold for it.
-    """
+def wrap_as_nobody(command: Sequence[str]) -> list[str]:
+    """Make root nobody inside of a sandbox."""
+    # limits on a user's threads do not hold for root
     if os.geteuid() == 0:
         return ["setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups", "--", *command]
     return list(command)
 
 
-def why_not() -> str:
-    """What is missing for the sandbox on this machine, or how a process could leave it; empty when it holds."""
+def find_obstacle() -> str:
+    """Return what the sandbox lacks on this machine, or how it leaks; empty when it holds."""
     if shutil.which("bwrap") is None:
         return "bubblewrap (bwrap) is not installed"
     with tempfile.TemporaryFile() as rules:
-        rules.write(system_call_filter(platform.machine()))
+        rules.write(build_filter(platform.machine()))
         rules.seek(0)
         python = [
             "--seccomp",
             str(rules.fileno()),
-            *as_nobody([str(PYTHON), "-I", "-S", "-c", PROBE]),
+            *wrap_as_nobody([str(PYTHON), "-I", "-S", "-c", PROBE]),
         ]
-        command = [*sandbox_options([Path(sys.base_prefix).resolve()]), *python]
+        command = [*build_sandbox([Path(sys.base_prefix).resolve()]), *python]
         trial = subprocess.run(
             command, capture_output=True, text=True, timeout=60, pass_fds=[rules.fileno()]
         )
@@ -140,6 +133,6 @@ def find_sandbox(unsafe: bool = False) -> str:
     """ "bubblewrap", or "none" when `unsafe`; ValueError with the way out where bubblewrap does not work."""
     if unsafe:
         return "none"
-    if reason := why_not():
+    if reason := find_obstacle():
         raise ValueError(f"no sandbox here for the code that a model writes ({reason}); {HOW}")
     return "bubblewrap"

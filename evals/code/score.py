@@ -1,7 +1,6 @@
 """Data sets in EvalPlus's format, and what solutions of them score: every solution in a sandbox of its own.
 
-The rules are EvalPlus's (evals/code/oracle.py, evals/code/judge.py), the code is ours. The expected outputs of a
-data set are computed once, in the run of the reference solutions, and cached.
+The rules are EvalPlus's, the code is ours.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import numpy
 from rich.progress import track
 
 from evals.code.judge import TESTS, judge, make_expected, reference
-from evals.code.sandbox import PYTHON, as_nobody, sandbox_options, system_call_filter
+from evals.code.sandbox import PYTHON, build_filter, build_sandbox, wrap_as_nobody
 from evals.code.solution import SandboxError
 from evals.tables import console
 from records.files import JsonObject, write_atomically
@@ -64,11 +63,13 @@ class Dataset:
     md5: str
     problems: list[JsonObject]
 
+    @property
+    def by_task(self) -> dict[str, JsonObject]:
+        return {problem["task_id"]: problem for problem in self.problems}
+
 
 def open_dataset(path: Path) -> Dataset:
-    """Read a .jsonl or .jsonl.gz file, whose md5 gives the version. ValueError if it is missing or
-    not a data set.
-    """
+    """Read a .jsonl or .jsonl.gz file, whose md5 gives the version."""
     if not path.is_file():
         raise ValueError(
             f"no data set at {path}; {DOWNLOADS}: download it and pass its path as --dataset"
@@ -80,9 +81,8 @@ def open_dataset(path: Path) -> Dataset:
         problems = [json.loads(line) for line in lines if line.strip()]
         tasks = {problem["task_id"] for problem in problems}
         prefixes = {task.partition("/")[0] for task in tasks}
-        if lacking := sorted(
-            {field for problem in problems for field in FIELDS if field not in problem}
-        ):
+        absent = [set(FIELDS) - problem.keys() for problem in problems]
+        if lacking := sorted(set().union(*absent)):
             raise ValueError(f"fields {lacking} are missing")
         if len(tasks) < len(problems) or len(prefixes) != 1 or not prefixes <= set(PREFIXES):
             raise ValueError(f"its task ids are not distinct and all of one of {PREFIXES}")
@@ -96,16 +96,13 @@ def open_dataset(path: Path) -> Dataset:
     return Dataset(name, version, md5, problems)
 
 
-def numpy_folder() -> Path:
-    """Where NumPy lies, the one package that solutions may import beside the standard library."""
-    return Path(numpy.__file__).parents[1]
-
-
 @dataclass(frozen=True)
 class Judge:
     """Scores solutions of one data set.
 
-    folder: for results and work files. cache: keeps expected outputs between runs.
+    Attributes:
+        folder: for results and work files.
+        cache: keeps expected outputs.
     """
 
     dataset: Dataset
@@ -113,14 +110,11 @@ class Judge:
     folder: Path
     cache: Path
     parallel: int = 1
-    min_time_limit_s: float = (
-        10.0  # of a test; EvalPlus's 1 s fails right solutions on slow machines
-    )
+    # of a test; EvalPlus's 1 s fails right solutions on slow machines
+    min_time_limit_s: float = 10.0
 
     def control(self) -> JsonObject:
-        """Score the reference solutions: passed, total, known_failures {task:
-        reason}, unexpected_failures [task].
-        """
+        """Score the reference solutions."""
         rows = [{"task_id": p["task_id"], "solution": reference(p)} for p in self.dataset.problems]
         scored = self.evaluate(rows, "control")
         failed = [task for task, samples in scored.items() if samples[0] != (True, True)]
@@ -134,13 +128,12 @@ class Judge:
         }
 
     def evaluate(self, rows: Sequence[JsonObject], name: str) -> dict[str, list[tuple[bool, bool]]]:
-        """Score {"task_id", "solution"} rows; by task, for each sample, whether (base, base
-        and plus) tests pass.
+        """Test {"task_id", "solution"} rows and write them with their verdicts to `name`.jsonl.
 
-        Writes `name`.jsonl to the folder, the rows with "base" and "plus" ("pass", "fail" or "timeout"). ValueError
-        if the rows could not be scored.
+        Returns:
+            By task, for each sample: whether base tests pass, and base and plus tests.
         """
-        problems = {problem["task_id"]: problem for problem in self.dataset.problems}
+        problems = self.dataset.by_task
         keys = [(row, which) for row in rows for which in TESTS]
         checks = [(problems[row["task_id"]], which, row["solution"]) for row, which in keys]
         with tempfile.TemporaryDirectory(dir=self.folder, prefix=".work-") as work:
@@ -167,17 +160,16 @@ class Judge:
 
     def _request(self, work: Path) -> JsonObject:
         """What a check needs beside the problem and the solution."""
-        packages = numpy_folder()
+        # NumPy is the one package that solutions may import beside the standard library
+        packages = Path(numpy.__file__).parents[1]
         command = [str(PYTHON), "-I", "-S", "-B", "-c", RUNNER.read_text(), str(packages)]
         if self.sandbox == "none":  # all the same a solution ends with its judge
             options, command = [], ["setpriv", "--pdeathsig", "KILL", *command]
         else:
             readable = [Path(sys.base_prefix).resolve()]  # with the standard library
             readable += [*packages.glob("numpy"), *packages.glob("numpy.libs")]
-            options, command = sandbox_options(readable), as_nobody(command)
-        (work / "filter.bpf").write_bytes(
-            system_call_filter(platform.machine()) if options else b""
-        )
+            options, command = build_sandbox(readable), wrap_as_nobody(command)
+        (work / "filter.bpf").write_bytes(build_filter(platform.machine()) if options else b"")
         expected = self.cache / "expected" / self.dataset.md5
         expected.mkdir(parents=True, exist_ok=True)
         return {

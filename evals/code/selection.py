@@ -1,10 +1,7 @@
 """Which lines of an answer are the solution.
 
-The rule "block": among the fenced blocks that parse and define the requested function at top level with a
-real body, the last one, as answers begin with signatures and end with corrections. Otherwise the rule "text":
-from the first line that can begin a program on, as many lines as parse, if they define it; all of the answer
-if none do. Code is cut, never printed again: a tree that parses may not print (numbers of thousands of digits,
-deep nesting). What only shows the function at work is left to evals/code/runner.py.
+"block": of the fenced blocks that define the requested function with a real body, the last one. Otherwise "text": as
+many lines as parse, if they define it; all of the answer if none do.
 """
 
 from __future__ import annotations
@@ -20,37 +17,35 @@ BEGIN = re.compile(r"(async\s+def|def|class|import|from)\s|@\w|\w+\s*(:[^=]*)?=[
 MAX_BEGINS, MAX_CUTS = 32, 64  # as a text of no Python would take O(lines^2) parses
 
 
-def target_function(text: str, entry_point: str) -> tuple[str, str]:
-    """(code, rule) of an answer; thinking is left out."""
+def select_function(text: str, entry_point: str) -> tuple[str, str]:
+    """Return (code, rule) of an answer without its thinking."""
     text = text.replace("\r\n", "\n").rpartition("</think>")[2]
     lines = text.split("\n")  # splitlines would break code at form feeds and U+2028
-    blocks = [code for code in fenced_blocks(lines) if has_real_body(code, entry_point)]
+    # answers begin with signatures and end with corrections. Code is cut, never printed again: a
+    # tree that parses may not print (numbers of thousands of digits, deep nesting)
+    blocks = [code for code in iterate_blocks(lines) if has_real_body(code, entry_point)]
     if blocks:
         return blocks[-1], "block"
     begins = [number for number, line in enumerate(lines) if BEGIN.match(line)]
     for begin in begins[:MAX_BEGINS]:
-        code = longest_beginning(lines[begin:])
+        code = cut_beginning(lines[begin:])
         if has_real_body(code, entry_point):
             return code, "text"
     return text, "text"
 
 
-def fenced_blocks(lines: list[str]) -> Iterator[str]:
-    """The code between every fence and the last later one, or the end, up to which it parses.
-
-    Where a block ends cannot be told from its fences alone: its docstring may hold fences, and the
-    last may be missing. Text may precede a fence on its line: prose at the beginning, the last line of
-    code at the end.
-    """
-    marks = {number: mark for number, line in enumerate(lines) if (mark := FENCE.search(line))}
+def iterate_blocks(lines: list[str]) -> Iterator[str]:
+    """Yield the code between every fence and the last later one, or the end, up to which it parses."""
+    found = [(number, FENCE.search(line)) for number, line in enumerate(lines)]
+    marks = {number: mark for number, mark in found if mark}
     for begin, opening in marks.items():
-        ends = [
-            number
-            for number, mark in marks.items()
-            if number > begin and mark[1][0] == opening[1][0] and not mark[2].strip()
-        ]
+        # fences alone do not tell where a block ends: its docstring may hold some, and the last
+        # may be missing
+        later = [number for number in marks if number > begin and not marks[number][2].strip()]
+        ends = [number for number in later if marks[number][1][0] == opening[1][0]]
         blocks = [lines[begin + 1 :]]
         for end in reversed(ends[:MAX_ENDS]):
+            # text before a fence on its line is the last line of code
             blocks.append([*lines[begin + 1 : end], lines[end][: marks[end].start()]])
         for block in blocks:
             code = textwrap.dedent("\n".join(block)).strip("\n")
@@ -67,7 +62,7 @@ def parse(code: str) -> ast.Module | None:
 
 
 def has_real_body(code: str, entry_point: str) -> bool:
-    """Whether code defines the function at top level, finally by more than a docstring, pass, or `...`."""
+    """Tell whether code defines the function by more than a docstring, pass, or `...`."""
     real = False
     for node in (parse(code) or ast.Module([], [])).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == entry_point:
@@ -84,14 +79,15 @@ def is_stub(node: ast.stmt) -> bool:
     return isinstance(node, ast.Pass | ast.Raise)
 
 
-def longest_beginning(lines: list[str]) -> str:
-    """The first lines up to the last after which they parse; an error tells how many cannot."""
+def cut_beginning(lines: list[str]) -> str:
+    """Return the first lines that parse."""
     for _ in range(MAX_CUTS):
         code = "\n".join(lines)
         try:
             ast.parse(code)
             return code
         except SyntaxError as error:
+            # an error tells from which line on they cannot
             lines = lines[: min(max((error.lineno or 1) - 1, 0), len(lines) - 1)]
         except (ValueError, RecursionError, MemoryError):
             break

@@ -1,8 +1,6 @@
 """A solution in a sandbox of its own, as the process that judges it sees it: values that return, one by one.
 
-What it returns is read from lines of JSON (evals/code/runner.py) into values of exact builtin types, where no
-solution has run. It may write anything, so a line has a limit of length and of time, and makes nothing but the
-values below. This file imports nothing of ours.
+What it returns becomes values of exact builtin types, where no solution has run. This file imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ KINDS["items"] = type(
 
 
 class SandboxError(Exception):
-    """A sandbox did not start: before any of its code ran, so no verdict would mean anything."""
+    """A sandbox did not start, so no verdict would mean anything."""
 
 
 def like(kind: str, value: Any) -> Any:
@@ -68,9 +66,10 @@ def plain(kind: str, value: Any) -> Any:
 
 
 def read(line: bytes, reading: Callable[[str, Any], Any] = like) -> Any:
-    """The value that runner.py wrote as a line of JSON. KeyError, TypeError or ValueError for what is none.
+    """Read the value that runner.py wrote as a line of JSON.
 
-    reading: `like` or `plain`, for what is not exactly of a builtin type.
+    Args:
+        reading: `like` or `plain`, for what is not exactly of a builtin type.
     """
 
     def value_of(sent: dict[str, Any]) -> Any:
@@ -83,7 +82,8 @@ def read(line: bytes, reading: Callable[[str, Any], Any] = like) -> Any:
 class Solution:
     """A process that ends with the one that made it.
 
-    request: of score.py; its `sandbox` around its `runner`, the file of the `filter` of system calls, `limits`.
+    Args:
+        request: of score.py: sandbox, runner, filter, limits.
     """
 
     def __init__(self, request: dict[str, Any], code: str, entry_point: str, inputs: list[Any]):
@@ -119,8 +119,12 @@ class Solution:
             raise SandboxError(f"a sandbox did not start: {shlex.join(options)}") from None
 
     def receive(self, limit_s: float) -> bytes:
-        """The line that it sends next. EOFError if it has ended; TimeoutError after limit_s seconds;
-        ValueError for a line of more than MAX_LINE_BYTES.
+        """Return the line that it sends next.
+
+        Raises:
+            EOFError: it has ended.
+            TimeoutError: nothing within limit_s.
+            ValueError: more than MAX_LINE_BYTES.
         """
         assert self.process.stdout is not None
         pipe, end_s = self.process.stdout.fileno(), time.monotonic() + limit_s

@@ -1,10 +1,8 @@
-"""CORE, 22 tasks that separate models early in training, from a local bundle, on the
-engine or in Transformers.
+"""CORE, 22 tasks that separate models early in training, from a local bundle, on the engine or in Transformers.
 
     python -m evals.core runs/demo/hf --bundle eval_bundle --limit 500 --out runs/demo/evals.jsonl --step 200
 
-Answers are kept next to --out until the record is written, so that an interrupted evaluation resumes.
-The answer to every item stays in items/ there; `python -m evals.compare` compares two such files.
+An interrupted evaluation resumes. `python -m evals.compare` compares the files of items of two.
 """
 
 from __future__ import annotations
@@ -17,22 +15,20 @@ import tyro
 
 from evals.core.evaluate import Settings, evaluate, show
 from evals.core.tasks import Bundle
-from evals.items import partial_beside
+from evals.items import open_partial
 from evals.scorer import LOCAL, SourceFlags, open_scorer, origin
 from records.evals import NOWHERE, AboutFlags, EvalCommand, ModelFolder, code_at_start
 from records.items import write_items
 
 ALL_ITEMS = Settings()
-SettingsFlags = Annotated[
-    Settings,
-    tyro.conf.arg(name="task", help="which items are scored, and their prompts"),
-]
 
 
 def main(
     hf_dir: ModelFolder,
     bundle: Path,
-    settings: SettingsFlags = ALL_ITEMS,
+    settings: Annotated[
+        Settings, tyro.conf.arg(name="task", help="which items are scored, and their prompts")
+    ] = ALL_ITEMS,
     source: SourceFlags = LOCAL,
     about: AboutFlags = NOWHERE,
 ) -> dict[str, Any]:
@@ -42,14 +38,14 @@ def main(
         bundle: folder with the tasks: llm-foundry's scripts/eval/local_data, or nanochat's eval_bundle
     """
     tasks = Bundle(bundle)
-    chosen, _ = tasks.chosen(settings.labels())
+    chosen, _ = tasks.choose(settings.labels())
     data_sha256 = hashlib.sha256(
         "".join(tasks.sha256(task) for task in chosen).encode()
     ).hexdigest()
     scorer = open_scorer(hf_dir, source)
     who = origin(hf_dir, scorer) | {"data_sha256": data_sha256}
     asked = {"protocol": settings.protocol, "limit": settings.limit}
-    partial = partial_beside(about.out, "core", who, asked, scorer.max_length, code_at_start())
+    partial = open_partial(about.out, "core", who, asked, scorer.max_length, code_at_start())
     figures = evaluate(scorer, tasks, settings, partial)
     scorer.close()
     show(figures, tasks)

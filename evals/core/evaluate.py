@@ -1,10 +1,8 @@
-"""CORE on a model: score every task of a bundle and print the table.
-
-In a multiple-choice or schema task the option with the lowest mean loss per token is chosen; a
-continuation is right if each of its tokens is the argmax. CORE is the mean of the centered accuracies of
-all 22 tasks, else null.
+"""CORE on a model: the mean of the centered accuracies of all 22 tasks, else null.
 
     centered = (accuracy - baseline) / (1 - baseline)
+
+The option with the lowest mean loss per token is chosen; a continuation is right if each of its tokens is the argmax.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ class Settings:
         self.labels()
 
     def labels(self) -> list[str]:
-        """The chosen tasks, all if none is named. Raises ValueError for a label that CORE does not have."""
+        """Return the chosen tasks, all if none is named."""
         labels = [task.label for task in TASKS]
         wanted = [label.strip() for label in self.tasks.split(",")] if self.tasks else labels
         if unknown := sorted(set(wanted) - set(labels)):
@@ -56,12 +54,10 @@ class Settings:
 
 
 def judge_item(encoder: Encoder, item: Item, scores: Sequence[Scores]) -> ItemAnswer:
-    """What the model answers to an item, and what the right answer costs it.
-
-    The loss of an option is in nats per token; NaN, as in nanochat, if it has no token of its own
-    ("hot" before "hot air"). Comparisons with NaN are false, so such an option is chosen if it is the
-    first, and never otherwise.
-    """
+    """Judge the answer to an item, and measure what the right answer costs."""
+    # nats per token; NaN, as in nanochat, for an option without a token of its own ("hot" before
+    # "hot air"): comparisons with NaN are false, so it is chosen if it is the first, and never
+    # otherwise
     losses = [-float(s.logprobs.mean()) if len(s.logprobs) else math.nan for s in scores]
     if len(losses) == 1:
         right, gold = bool(scores[0].greedy.all()), 0
@@ -81,8 +77,10 @@ def judge_item(encoder: Encoder, item: Item, scores: Sequence[Scores]) -> ItemAn
 def score_task(
     task: Task, bundle: Bundle, settings: Settings, scorer: Scorer, partial: Partial
 ) -> list[ItemAnswer]:
-    """The answers to the items of one task, those in `partial` from there. Raises Unscorable if one does not
-    fit into the model's context.
+    """Answer the items of one task, but those in `partial`.
+
+    Raises:
+        Unscorable: one does not fit into the context.
     """
     rows, limit = bundle.rows(task), settings.limit
     room = min(scorer.max_length, scorer.scoring_room)
@@ -106,15 +104,16 @@ def baseline(task: Task, version: str) -> float:
 
 
 def center_accuracy(task: Task, accuracy: float, version: str) -> float:
-    """Centered accuracy: 0 at the baseline, 1 if every answer is right, negative below the baseline."""
+    """Center an accuracy: 0 at the baseline, 1 if every answer is right."""
     return (accuracy - baseline(task, version)) / (1 - baseline(task, version))
 
 
-def task_figures(task: Task, answers: Sequence[ItemAnswer], n_total: int) -> JsonObject:
-    """The figures of a task (records.evals.FIELDS). Groups have equal weight. n_total: rows in the file."""
+def summarize_task(task: Task, answers: Sequence[ItemAnswer], n_total: int) -> JsonObject:
+    """Compute the figures of a task (records.evals.FIELDS). n_total: rows in the file."""
     right: dict[str, list[bool]] = {}
     for answer in answers:
         right.setdefault(answer["group"], []).append(answer["right"])
+    # groups have equal weight
     accuracy = math.fsum(sum(group) / len(group) for group in right.values()) / len(right)
     parts = [wilson(sum(group), len(group)) for group in right.values()]
     middle = math.fsum(center for center, _ in parts) / len(parts)
@@ -136,19 +135,20 @@ def task_figures(task: Task, answers: Sequence[ItemAnswer], n_total: int) -> Jso
 
 
 def aggregate(tasks: Mapping[str, Mapping[str, Any]]) -> JsonObject:
-    """core_v1, core_v2, their standard errors and the means of each category, from the figures of the tasks.
-
-    CORE is null unless all 22 tasks are given, a category's means unless all of its tasks are.
-    """
+    """Compute CORE, its standard errors and the means of each category from the figures of the tasks."""
+    # null unless all tasks are given: the mean of some is another number
     categories = {}
     for category in CATEGORIES:
         members = [task for task in TASKS if task.category == category]
-        categories[category] = {"tasks": len(members), **mean_centered(tasks, members, "centered")}
-    return {**mean_centered(tasks, TASKS, "core"), "categories": categories}
+        categories[category] = {
+            "tasks": len(members),
+            **average_centered(tasks, members, "centered"),
+        }
+    return {**average_centered(tasks, TASKS, "core"), "categories": categories}
 
 
-def core_differences(tasks: Mapping[str, JsonObject]) -> JsonObject:
-    """core_v1, core_v2, categories as in a core record, all of them differences, and gold bits per byte."""
+def compare_core(tasks: Mapping[str, JsonObject]) -> JsonObject:
+    """Compute the differences of CORE, of its categories and of the gold bits per byte."""
     of_core = [task for task in TASKS if task.label in tasks]
     centered = {}
     for task in of_core:
@@ -163,12 +163,10 @@ def core_differences(tasks: Mapping[str, JsonObject]) -> JsonObject:
     return differences | mean_of_bits(tasks.values())
 
 
-def mean_centered(
+def average_centered(
     tasks: Mapping[str, Mapping[str, Any]], members: Sequence[Task], name: str
 ) -> dict[str, float | None]:
-    """Mean centered accuracies of `members`, `name`_v1 and _v2, and their standard errors; None
-    if one is missing.
-    """
+    """Average centered accuracies as `name`_v1 and _v2, with standard errors; None if a task is missing."""
     figures: dict[str, float | None] = {}
     for version in VERSIONS:
         mean = error = None
@@ -187,12 +185,12 @@ def mean_centered(
 
 def evaluate(scorer: Scorer, bundle: Bundle, settings: Settings, partial: Partial) -> JsonObject:
     """Score the tasks; returns the figures of a `core` record. Afterwards `partial` holds every answer."""
-    chosen, missing = bundle.chosen(settings.labels())
+    chosen, missing = bundle.choose(settings.labels())
     tasks: dict[str, JsonObject] = {}
     for task in chosen:
         try:
             answers = score_task(task, bundle, settings, scorer, partial)
-            tasks[task.label] = task_figures(task, answers, len(bundle.rows(task)))
+            tasks[task.label] = summarize_task(task, answers, len(bundle.rows(task)))
         except Unscorable as error:
             missing[task.label] = str(error)
     bits = [
@@ -214,7 +212,7 @@ def evaluate(scorer: Scorer, bundle: Bundle, settings: Settings, partial: Partia
 
 
 def show(figures: JsonObject, bundle: Bundle) -> None:
-    """Print the tasks that were scored as a table on stderr, and in a line or two why others were not."""
+    """Print a table of the tasks on stderr, and why others were not scored."""
     title = "" if bundle.not_core is None else f"{bundle.not_core}\n"
     title += (
         f"CORE tasks, {figures['protocol']}: accuracy, centered on v1 and v2, gold bits per byte"
@@ -231,26 +229,25 @@ def show(figures: JsonObject, bundle: Bundle) -> None:
         value, error = figures[f"core_{version}"], figures[f"core_{version}_se"]
         if value is not None:
             console.print(f"CORE {version}  {value:.4f} ± {error:.4f}")
-    for line in remarks(figures, bundle):
+    for line in list_remarks(figures, bundle):
         console.print(line, highlight=False, markup=False)
 
 
-def remarks(figures: JsonObject, bundle: Bundle) -> list[str]:
-    """Lines under the table: why CORE is not computed, tasks that could not be scored, settings
-    that are not CORE's.
-    """
-    absent = [task.label for task in bundle.tasks if bundle.missing(task)]
-    skipped = [label for label, why in figures["missing"].items() if why == NOT_CHOSEN]
+def list_remarks(figures: JsonObject, bundle: Bundle) -> list[str]:
+    """List why CORE is not computed, and settings that are not its own."""
+    absent = {task.label for task in bundle.tasks if bundle.missing(task)}
+    not_chosen = {label for label, why in figures["missing"].items() if why == NOT_CHOSEN}
     lines = []
-    if absent:
-        lines.append(
-            f"{len(absent)} of {len(TASKS)} tasks are not in this bundle: CORE is not computed."
-        )
-        if bundle.not_core is None:
-            lines.append(f"Missing: {', '.join(absent)}; copy their files from {WHERE_FROM}.")
-    if skipped:
-        lines.append(f"{len(skipped)} tasks were not chosen by --tasks: CORE is not computed.")
-    for label in figures["missing"].keys() - {*absent, *skipped}:
+    for labels, what in (
+        (absent, "are not in this bundle"),
+        (not_chosen, "were not chosen by --tasks"),
+    ):
+        if labels:
+            lines.append(f"{len(labels)} of {len(TASKS)} tasks {what}: CORE is not computed.")
+    if absent and bundle.not_core is None:
+        names = [task.label for task in TASKS if task.label in absent]
+        lines.append(f"Missing: {', '.join(names)}; copy their files from {WHERE_FROM}.")
+    for label in figures["missing"].keys() - absent - not_chosen:
         lines.append(f"{label} could not be scored: {figures['missing'][label]}")
     for label, values in figures["differs"].items():
         lines.append(f"{label}: core.yaml sets {values}, unlike CORE")

@@ -1,13 +1,8 @@
 """The token sequences of an item, in one of two protocols that give different scores.
 
-`nanochat`: rows are shuffled with seed 1337, the first n are asked; each row draws its few-shot
-examples with its own
-    seed; examples end in a blank line; whole prompts are encoded, and the answer is where the prompts of an
-    item differ; one BOS.
-`dclm` (llm-foundry): rows in file order; one generator draws the examples of all rows in
-turn; examples are lines;
-    examples, context and answer are encoded separately; special tokens as the tokenizer adds them; jeopardy
-    category by category. A subset is every k-th row, with the same prompts as in a full run.
+`nanochat`: rows shuffled with seed 1337; each draws its few-shot examples with its own seed; whole prompts are encoded.
+`dclm` (llm-foundry): rows in file order; one generator draws all examples; examples, context and answer are encoded
+separately.
 
 In both, a prompt that is too long is truncated from the left.
 """
@@ -28,12 +23,12 @@ ORDER_SEED = 1337
 
 
 class Unscorable(ValueError):
-    """An item that cannot be scored: its answer exceeds the context, or there are too few examples."""
+    """An item whose answer exceeds the context, or with too few examples."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One prompt an option, and the right one's index; a single prompt if the answer is to be produced."""
+    """One prompt an option and the right one's index, or a single prompt."""
 
     prompts: list[Prompt]
     gold: int
@@ -49,7 +44,7 @@ def items(
     most: int | None = None,
 ) -> Iterator[Item]:
     """The items of a task, at most `most`. max_length: the context in tokens. Raises Unscorable."""
-    of_protocol = nanochat_items if protocol == "nanochat" else dclm_items
+    of_protocol = make_nanochat_items if protocol == "nanochat" else make_dclm_items
     return of_protocol(task, rows, encoder, max_length, most)
 
 
@@ -59,7 +54,7 @@ def space_evenly(count: int, most: int | None) -> set[int]:
     return {i * count // size for i in range(size)}
 
 
-def options_of(task: Task, row: Row) -> list[tuple[str, str]]:
+def list_options(task: Task, row: Row) -> list[tuple[str, str]]:
     """(context, answer) of each option, of a language_modeling row the only one."""
     if task.type == "multiple_choice":
         return [(row["query"], choice) for choice in row["choices"]]
@@ -70,21 +65,21 @@ def options_of(task: Task, row: Row) -> list[tuple[str, str]]:
 
 def write_examples(task: Task, examples: Sequence[Row]) -> list[str]:
     """The examples with their right answers."""
-    rights = [options_of(task, example)[example.get("gold", 0)] for example in examples]
+    rights = [list_options(task, example)[example.get("gold", 0)] for example in examples]
     return [f"{context}{task.delimiter}{answer}" for context, answer in rights]
 
 
 # --- nanochat
 
 
-def nanochat_order(count: int, most: int | None) -> list[int]:
+def order_rows(count: int, most: int | None) -> list[int]:
     """Indices of the rows that are asked."""
     order = list(range(count))
     random.Random(ORDER_SEED).shuffle(order)
     return order[:most]
 
 
-def nanochat_examples(index: int, count: int, shots: int) -> list[int]:
+def draw_nanochat_examples(index: int, count: int, shots: int) -> list[int]:
     """Indices of the few-shot examples of row `index` among the `count` rows that are asked."""
     if shots == 0:
         return []
@@ -96,28 +91,28 @@ def nanochat_examples(index: int, count: int, shots: int) -> list[int]:
     return random.Random(FEWSHOT_SEED + index).sample(others, shots)
 
 
-def nanochat_items(
+def make_nanochat_items(
     task: Task, rows: Sequence[Row], encoder: Encoder, max_length: int, most: int | None
 ) -> Iterator[Item]:
     if encoder.bos_id is None:
         raise ValueError(
             "protocol nanochat begins each prompt with BOS or EOS, but the tokenizer has neither"
         )
-    asked = [rows[i] for i in nanochat_order(len(rows), most)]
+    asked = [rows[i] for i in order_rows(len(rows), most)]
     for index, row in enumerate(asked):
-        examples = [asked[i] for i in nanochat_examples(index, len(asked), task.shots)]
-        texts = nanochat_texts(task, row, examples)
+        examples = [asked[i] for i in draw_nanochat_examples(index, len(asked), task.shots)]
+        texts = write_nanochat_texts(task, row, examples)
         sequences = [[encoder.bos_id, *ids] for ids in encoder.encode_each(texts)]
-        prompts = answer_spans(sequences, task.type)
+        prompts = locate_answers(sequences, task.type)
         yield Item([crop_prompt(prompt, max_length) for prompt in prompts], row.get("gold", 0))
 
 
-def nanochat_texts(task: Task, row: Row, examples: Sequence[Row]) -> list[str]:
-    """The prompt of each option; for a language_modeling task the prompts without and with the answer."""
+def write_nanochat_texts(task: Task, row: Row, examples: Sequence[Row]) -> list[str]:
+    """Write the prompt of each option; of a language_modeling task without and with the answer."""
     examples_text = "".join(f"{example}\n\n" for example in write_examples(task, examples))
     texts = [
         f"{examples_text}{context}{task.delimiter}{answer}"
-        for context, answer in options_of(task, row)
+        for context, answer in list_options(task, row)
     ]
     if task.type == "language_modeling":
         # the space before the answer belongs to the answer's first token
@@ -125,14 +120,11 @@ def nanochat_texts(task: Task, row: Row, examples: Sequence[Row]) -> list[str]:
     return texts
 
 
-def answer_spans(sequences: list[list[int]], type_: TaskType) -> list[Prompt]:
-    """Locate the answer: the differing end (choices), the common end (schema), or
-    the added text (language_modeling).
-
-    If the added text changes the tokens before it, which nanochat refuses, the answer begins
-    at the first change.
-    """
+def locate_answers(sequences: list[list[int]], type_: TaskType) -> list[Prompt]:
+    """Locate the answer in each prompt: where they differ, or what is added to the first."""
     if type_ == "language_modeling":
+        # an answer that changes the tokens before it, which nanochat refuses, begins at the first
+        # change
         without, whole = sequences
         return [Prompt(whole, min(common_prefix(without, whole), len(whole) - 1))]
     if type_ == "multiple_choice":
@@ -155,7 +147,7 @@ def crop_prompt(prompt: Prompt, max_length: int) -> Prompt:
 # --- dclm
 
 
-def dclm_items(
+def make_dclm_items(
     task: Task, rows: Sequence[Row], encoder: Encoder, max_length: int, most: int | None
 ) -> Iterator[Item]:
     # GPT-2's tokens include the leading space; SentencePiece adds it
@@ -165,17 +157,17 @@ def dclm_items(
         groups.setdefault(str(row.get("category", "")) if task.by_category else "", []).append(row)
     for number, (group, members) in enumerate(groups.items()):
         asked = space_evenly(len(members), None if most is None else (most + number) // len(groups))
-        for index, examples in enumerate(dclm_examples(len(members), task.shots)):
+        for index, examples in enumerate(draw_dclm_examples(len(members), task.shots)):
             if index in asked:
                 shots = [members[i] for i in examples]
-                prompts = dclm_prompts(
+                prompts = make_dclm_prompts(
                     task, members[index], shots, encoder, needs_space, max_length
                 )
                 yield Item(prompts, members[index].get("gold", 0), group)
 
 
-def dclm_examples(count: int, shots: int) -> Iterator[set[int]]:
-    """The few-shot examples of rows 0, 1, ...; llm-foundry shows them in the set's iteration order."""
+def draw_dclm_examples(count: int, shots: int) -> Iterator[set[int]]:
+    """Draw the few-shot examples of rows 0, 1, ..."""
     generator = random.Random(FEWSHOT_SEED)
     for index in range(count):
         chosen = set(generator.sample(range(count), min(count - 1, shots)))
@@ -185,10 +177,11 @@ def dclm_examples(count: int, shots: int) -> Iterator[set[int]]:
             while other in chosen or other == index:
                 other = generator.choice(range(count))
             chosen.add(other)
+        # llm-foundry shows them in the set's iteration order
         yield chosen
 
 
-def dclm_prompts(
+def make_dclm_prompts(
     task: Task,
     row: Row,
     examples: Sequence[Row],
@@ -205,7 +198,7 @@ def dclm_prompts(
     if len(preamble) > 1 and preamble[-1] == encoder.eos_id:
         preamble = preamble[:-1]
     prompts = []
-    for context, answer in options_of(task, stripped[0]):
+    for context, answer in list_options(task, stripped[0]):
         if task.type == "schema":
             text = context + (task.delimiter.rstrip() if examples_text else "")
         else:

@@ -1,7 +1,6 @@
 """The 22 tasks of CORE (DCLM, https://arxiv.org/abs/2406.11794) as data, and the bundle they are read from.
 
-A baseline is the accuracy of guessing, in percent. DCLM corrected three of them in September 2025, so CORE
-has two versions: v1, which older figures (and nanochat's) use, and v2.
+DCLM corrected three baselines in September 2025: v1 is what older figures, and nanochat's, use, v2 what holds.
 """
 
 from __future__ import annotations
@@ -52,10 +51,9 @@ FIELDS: dict[TaskType, dict[str, type]] = {
 class Bundle:
     """A local folder with the rows of the tasks, in the layout of llm-foundry or nanochat.
 
-    `eval_data/<topic>/<file>.jsonl`, `local_data/...` or `<topic>/...`. If the folder has a core.yaml, its
-    paths, shots and delimiters apply; `differs` lists those that are not CORE's. Baselines are always CORE's,
-    whatever an eval_meta_data.csv says. A folder with other rows in this layout is
-    marked by a file NOT_CORE, whose text goes into the record (`not_core`).
+    Attributes:
+        differs: settings of core.yaml that are not CORE's.
+        not_core: text of the file NOT_CORE, which marks other rows.
     """
 
     def __init__(self, folder: Path):
@@ -69,6 +67,8 @@ class Bundle:
         )
         self.differs: dict[str, JsonObject] = {}
         self.tasks = TASKS
+        # its paths, shots and delimiters apply; baselines are CORE's, whatever an
+        # eval_meta_data.csv says
         if (folder / "core.yaml").is_file():
             entries = read_core_yaml(folder / "core.yaml")
             # a task that core.yaml does not list may have its file nevertheless
@@ -84,7 +84,7 @@ class Bundle:
         return self.root / task.path
 
     def missing(self, task: Task) -> str | None:
-        """Why a task cannot be scored and how to fix it; None if its file exists."""
+        """Return why a task cannot be scored and how to fix it; None if its file exists."""
         if self.file(task).is_file():
             return None
         return f"{self.file(task)} is missing; copy {task.path} there, from {WHERE_FROM}"
@@ -96,9 +96,7 @@ class Bundle:
         return digest.hexdigest()
 
     def rows(self, task: Task) -> list[Row]:
-        """The rows of a task in file order; ValueError names the first line that is not a row
-        of the task's type.
-        """
+        """Read the rows of a task in file order; ValueError names the first line that is none."""
         path = self.file(task)
         lines = json_objects(path)
         rows = [check_row(row, task.type, f"{path}:{number}") for number, row in lines]
@@ -106,7 +104,7 @@ class Bundle:
             raise ValueError(f"{path} is empty; copy it again, from {WHERE_FROM}")
         return rows
 
-    def chosen(self, labels: Iterable[str]) -> tuple[list[Task], dict[str, str]]:
+    def choose(self, labels: Iterable[str]) -> tuple[list[Task], dict[str, str]]:
         """The tasks to score, and the reason for each task that is not scored."""
         wanted, chosen, reasons = set(labels), [], {}
         for task in self.tasks:

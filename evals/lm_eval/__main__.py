@@ -1,14 +1,10 @@
 """lm-eval's stock tasks, or a task file of your own, on a model.
 
-`ruler` stands for its eleven synthetic tasks, scored at each of `--lengths` tokens (the two that
-download QA sets are chosen by name). `--limit N` takes the first N documents of a task, and of each
-length of a RULER task.
-
     python -m evals.lm_eval runs/demo/hf --tasks arc_easy,arc_challenge --num-fewshot 0 --data eval_data --limit 100
     python -m evals.lm_eval HF_DIR --tasks ruler --lengths 2048,4096 --max-length 4224 --out runs/NAME/evals.jsonl
     python -m evals.lm_eval HF_DIR --tasks arc_easy,my_task.yaml --base-url http://127.0.0.1:8000/v1
 
-An endpoint also needs the folder: its tokenizer encodes the prompts and determines the lengths of RULER's.
+An endpoint also needs the folder: its tokenizer encodes the prompts.
 """
 
 from __future__ import annotations
@@ -25,17 +21,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from evals.intervals import wilson
-from evals.items import partial_beside
+from evals.items import open_partial
 from evals.lm_eval.needles import counts
 from evals.lm_eval.tasks import (
     RULER_TASKS,
     SEEDS,
-    data_folder,
-    documents_sha256,
     expand_tasks,
-    first_documents,
-    item_lines,
+    hash_documents,
     load_tasks,
+    make_item_lines,
+    select_documents,
+    use_data_folder,
 )
 from evals.scorer import LOCAL, SourceFlags, origin
 from evals.tables import console, show_table
@@ -58,7 +54,6 @@ if TYPE_CHECKING:
 
     from evals.lm_eval.models import ScorerLM
 
-DEFAULT_LENGTHS = (2048, 4096)
 RULER_CONTEXT = "which documents are scored; RULER needs a --max-length up to 100 tokens above its longest length"
 
 
@@ -70,7 +65,7 @@ class Questions:
     """comma-separated lm-eval task names or paths of task files (.yaml); `ruler` is
     RULER's eleven synthetic tasks
     """
-    lengths: str = ",".join(map(str, DEFAULT_LENGTHS))
+    lengths: str = "2048,4096"
     """comma-separated lengths of a RULER prompt with its answer, in tokens"""
     limit: Limit = None
     """most documents to score per task, and per length of a RULER task"""
@@ -86,10 +81,10 @@ class Questions:
     def __post_init__(self) -> None:
         check_range(1, limit=self.limit)
         check_range(0, num_fewshot=self.num_fewshot)
-        lengths_of(self.lengths)
+        parse_lengths(self.lengths)
 
 
-def lengths_of(text: str) -> list[int]:
+def parse_lengths(text: str) -> list[int]:
     """The ascending token counts of a comma-separated list."""
     lengths = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
     if min(lengths) < 512 or lengths != sorted(set(lengths)):
@@ -103,9 +98,8 @@ def evaluate(
     model: TemplateLM,
     names: Sequence[str],
     tokenizer: Path,
-    *,
-    lengths: Sequence[int] = DEFAULT_LENGTHS,
-    limit: int | None = None,
+    lengths: Sequence[int],
+    limit: int | None,
     **options: Any,
 ) -> JsonObject:
     """Run stock tasks; the result of `lm_eval.simple_evaluate` with samples. options: of that function."""
@@ -117,7 +111,7 @@ def evaluate(
         tasks=tasks,
         task_manager=manager,
         # not lm-eval's `limit`, which takes the first documents of all lengths together, so only the shortest
-        samples={task.task_name: first_documents(task, limit) for task in tasks},
+        samples={task.task_name: select_documents(task, limit) for task in tasks},
         random_seed=SEEDS["random"],
         numpy_random_seed=SEEDS["numpy"],
         torch_random_seed=SEEDS["torch"],
@@ -132,8 +126,8 @@ def evaluate(
     return result
 
 
-def settings_of(asked: Questions, names: Sequence[str], add_bos: bool) -> JsonObject:
-    """The settings in a record. add_bos: whether prompts began with BOS, which not every model has."""
+def describe_settings(asked: Questions, names: Sequence[str], add_bos: bool) -> JsonObject:
+    """Describe the settings in a record. add_bos: whether prompts began with BOS."""
     shots = "the tasks' own shots" if asked.num_fewshot is None else f"{asked.num_fewshot}-shot"
     haystack = "upstream" if asked.data is None else "offline"
     return {
@@ -149,9 +143,7 @@ def settings_of(asked: Questions, names: Sequence[str], add_bos: bool) -> JsonOb
 
 
 def figures_of(result: JsonObject, model: ScorerLM, lengths: Sequence[int]) -> JsonObject:
-    """The scores of a result, RULER's by length, and counts, lengths in tokens and
-    truncations of the prompts.
-    """
+    """Collect the scores, RULER's by length, and the counts and lengths of the prompts."""
     tasks = {name: numbers(values) for name, values in result["results"].items()}
     ruler: dict[str, dict[str, float]] = {}
     if set(tasks) & set(RULER_TASKS):
@@ -159,7 +151,9 @@ def figures_of(result: JsonObject, model: ScorerLM, lengths: Sequence[int]) -> J
             ruler[length] = {
                 name: scores[length] for name, scores in tasks.items() if length in scores
             }
-    prompts = {name: prompt_figures(model, samples) for name, samples in result["samples"].items()}
+    prompts = {
+        name: summarize_prompts(model, samples) for name, samples in result["samples"].items()
+    }
     return {
         "tasks": tasks,
         "ruler": ruler,
@@ -170,18 +164,17 @@ def figures_of(result: JsonObject, model: ScorerLM, lengths: Sequence[int]) -> J
 
 
 def numbers(values: JsonObject) -> dict[str, float]:
-    """The numeric metrics: m or, of a filter, "m,filter", and its error with _stderr; -1:
-    RULER has no documents.
-    """
+    """Select the numeric metrics."""
     metrics = {}
     for key, value in values.items():
+        # -1: RULER has no documents
         if isinstance(value, float) and math.isfinite(value) and value != -1:
             name = re.sub("(_stderr)(,.+)", r"\2\1", key.removesuffix(",none"))
             metrics[name] = float(value)
     return metrics
 
 
-def prompt_figures(model: ScorerLM, samples: list[JsonObject]) -> dict[str, int]:
+def summarize_prompts(model: ScorerLM, samples: list[JsonObject]) -> dict[str, int]:
     """documents, longest_tokens (a prompt and its continuation or generation limit), cut (truncated prompts)."""
     longest = cut = 0
     for context, *more in (arguments for sample in samples for arguments in sample["arguments"]):
@@ -197,12 +190,13 @@ def prompt_figures(model: ScorerLM, samples: list[JsonObject]) -> dict[str, int]
 
 
 def show(figures: JsonObject) -> None:
-    """Print the scores as a table on stderr; the metrics of a RULER task are lengths."""
+    """Print the scores as a table on stderr."""
     rows = []
     for name, metrics in figures["tasks"].items():
         for metric in [metric for metric in metrics if not metric.endswith("_stderr")]:
             score, error = metrics[metric], metrics.get(f"{metric}_stderr")
             documents = figures["prompts"][name]["documents"]
+            # its metrics are lengths
             if name in RULER_TASKS:
                 documents = figures["ruler_counts"][metric]["documents"][name]
                 error = wilson(score * documents, documents)[1]
@@ -224,26 +218,33 @@ def main(
     """Score a model on lm-eval's tasks, or on task files of your own. The last line on stdout
     is the record, JSON.
     """
-    names, lengths, hf_dir = expand_tasks(asked.tasks), lengths_of(asked.lengths), hf_dir.resolve()
+    names, lengths, hf_dir = (
+        expand_tasks(asked.tasks),
+        parse_lengths(asked.lengths),
+        hf_dir.resolve(),
+    )
     about = replace(
         about, out=about.out and about.out.resolve()
-    )  # data_folder changes the working directory
-    with data_folder(asked.data.resolve(), names) if asked.data else contextlib.nullcontext():
+    )  # use_data_folder changes the working directory
+    with use_data_folder(asked.data.resolve(), names) if asked.data else contextlib.nullcontext():
         from evals.lm_eval.models import ScorerLM
 
         model = ScorerLM(hf_dir, source, asked.add_bos)
         who = origin(hf_dir, model.scorer)
-        model.partial = partial_beside(about.out, "lm_eval", who, model.max_length, code_at_start())
+        model.partial = open_partial(about.out, "lm_eval", who, model.max_length, code_at_start())
         result = evaluate(
             model,
             names,
             hf_dir,
-            lengths=lengths,
-            limit=asked.limit,
+            lengths,
+            asked.limit,
             num_fewshot=asked.num_fewshot,
             apply_chat_template=asked.chat_template,
         )
-    settings, lines = settings_of(asked, names, model.add_bos), item_lines(result["samples"])
+    settings, lines = (
+        describe_settings(asked, names, model.add_bos),
+        make_item_lines(result["samples"]),
+    )
     figures = {
         **settings,
         **figures_of(result, model, lengths),
@@ -253,7 +254,7 @@ def main(
     }
     show(figures)
     model.scorer.close()
-    who |= {"data_sha256": documents_sha256(result["samples"])}
+    who |= {"data_sha256": hash_documents(result["samples"])}
     head = {"kind": "lm_eval", "step": about.step, **settings, **who}
     figures["items"] = write_items(about.out, head, lines)
     record = about.append("lm_eval", figures, **who)

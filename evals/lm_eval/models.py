@@ -1,10 +1,4 @@
-"""Any scorer as a model of lm-eval.
-
-Requests are sorted by their ids, so that those with a common prefix (the choices of one question, the shots
-of one task) follow each other. Nothing is truncated silently: a prompt longer than the context is truncated
-from the left, as in lm-eval's own models, with a warning; the record of evals.lm_eval counts them.
-
-Importing this file registers `laneformer`:
+"""Any scorer as a model of lm-eval; importing this file registers `laneformer`:
 `lm_eval.simple_evaluate(model="laneformer", model_args="pretrained=DIR")`.
 """
 
@@ -26,7 +20,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
 from evals.items import WINDOW, Partial
-from evals.scorer import LOCAL, Prompt, Source, fast_tokenizer, open_scorer
+from evals.scorer import LOCAL, Prompt, Source, load_tokenizer, open_scorer
 from records.files import JsonObject
 
 MAX_GEN_TOKS = 256  # lm-eval's default where a task names no limit
@@ -36,16 +30,16 @@ MAX_GEN_TOKS = 256  # lm-eval's default where a task names no limit
 class ScorerLM(TemplateLM):
     """A model folder as an lm-eval model, answered by `source`.
 
-    add_bos: prepend BOS to every prompt, as in training, whether the tokenizer does so by itself or not; false as
-    an attribute where the model has none. ValueError for a folder without a tokenizer. A context longer than
-    config.json's (`source.max_length`) extrapolates beyond the trained positions.
+    Args:
+        add_bos: prepend BOS to every prompt, as in training.
     """
 
     def __init__(self, pretrained: str | Path, source: Source = LOCAL, add_bos: bool = True):
         super().__init__()
         self.folder = Path(pretrained)
         self.scorer = open_scorer(self.folder, source)
-        self.tokenizer = fast_tokenizer(self.folder)
+        self.tokenizer = load_tokenizer(self.folder)
+        # whether the tokenizer does so by itself or not
         self.add_bos = add_bos and self.tokenizer.bos_token_id is not None
         self.max_length, self.scoring_room = self.scorer.max_length, self.scorer.scoring_room
         self.prompt_tokens = 0
@@ -79,7 +73,8 @@ class ScorerLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The text of a conversation, which begins with BOS only where the template writes it, as in training."""
+        """Write a conversation as text."""
+        # as in training, BOS only where the template writes it
         self.add_bos = False
         return self.tokenizer.apply_chat_template(
             chat_history,
@@ -94,10 +89,8 @@ class ScorerLM(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        """(sum of log p of the continuation in nats, whether greedy decoding would have written
-        it) of each request.
-        """
-        order = in_prefix_order([context + continuation for _, context, continuation in requests])
+        """Return (log p of the continuation in nats, whether it is the greedy one) of each request."""
+        order = sort_by_prefix([context + continuation for _, context, continuation in requests])
         # requests of one context, the choices of a question, are one item
         items = [list(same) for _, same in itertools.groupby(order, lambda i: requests[i][1])]
         prompts = [[self._prompt(*requests[i][1:]) for i in item] for item in items]
@@ -111,7 +104,6 @@ class ScorerLM(TemplateLM):
         for item, of_item in zip(items, scored, strict=True):
             for i, (nats, greedy) in zip(item, of_item, strict=True):
                 answers[i] = nats, greedy
-                self.cache_hook.add_partial("loglikelihood", requests[i][0], answers[i])
         return answers
 
     def _prompt(self, context: list[int], continuation: list[int]) -> Prompt:
@@ -125,28 +117,22 @@ class ScorerLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """log p of whole texts in nats: every token once, after BOS, in windows of the context's length."""
+        """Return log p of whole texts in nats."""
         texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
-        sums = self._complete(
-            "rolling", texts, lambda left: map(self.scorer.rolling, left), disable_tqdm
+        return self._complete(
+            "rolling", texts, functools.partial(map, self.scorer.rolling), disable_tqdm
         )
-        for request, nats in zip(requests, sums, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, nats)
-        return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The text after each prompt, up to EOS, the task's first stop string (not included)
-        or its token limit.
-        """
+        """Generate up to EOS, the task's first stop string or its token limit."""
         prompts = [self.tok_encode(request.args[0]) for request in requests]
-        order = in_prefix_order(prompts)
+        order = sort_by_prefix(prompts)
         asked = [(prompts[i], requests[i].args[1]) for i in order]
         generate = functools.partial(itertools.starmap, self._generate)
         texts = self._complete("generating", asked, generate, disable_tqdm)
         answers = [""] * len(requests)
         for i, text in zip(order, texts, strict=True):
             answers[i] = text
-            self.cache_hook.add_partial("generate_until", requests[i].args, text)
         return answers
 
     def _complete(
@@ -157,7 +143,7 @@ class ScorerLM(TemplateLM):
         quiet: bool,
         together: int = 1,
     ) -> list[Any]:
-        """The answers to all that is asked; those of an evaluation that was interrupted are not asked again."""
+        """Answer all that is asked, but what an interrupted evaluation has answered."""
         name = f"{what}-{hashlib.sha256(repr(asked).encode()).hexdigest()[:16]}"
         return self.partial.complete(name, tqdm(asked, what, disable=quiet), answer, together)
 
@@ -175,7 +161,7 @@ class ScorerLM(TemplateLM):
         return self.scorer.generate(ids, limit, [stop for stop in stops if stop], **options).text
 
     def _fitting(self, ids: list[int], room: int) -> list[int]:
-        """The last `room` ids."""
+        """Return the last `room` ids; a prompt that loses its head is warned of."""
         if len(ids) > room:
             warnings.warn(
                 f"prompts lose their head: the context is {self.max_length} tokens", stacklevel=1
@@ -183,6 +169,7 @@ class ScorerLM(TemplateLM):
         return ids[-room:]
 
 
-def in_prefix_order(prompts: Sequence[list[int]]) -> list[int]:
-    """The indices of the prompts in the order of their ids."""
+def sort_by_prefix(prompts: Sequence[list[int]]) -> list[int]:
+    """Sort the indices of the prompts by their ids."""
+    # those with a common prefix, such as the shots of a task, follow each other
     return sorted(range(len(prompts)), key=prompts.__getitem__)

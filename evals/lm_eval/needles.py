@@ -1,8 +1,4 @@
-"""Where RULER's needles lay and whether they were found: counts by length and depth.
-
-lm-eval does not record at which depth it hid a needle. Its value, a random number or UUID, stands in the prompt
-only there, so the place of the value in the text is the depth.
-"""
+"""Where RULER's needles lay and whether they were found: counts by length and depth."""
 
 from __future__ import annotations
 
@@ -13,22 +9,18 @@ from records.files import JsonObject
 DEPTHS = 10  # equal parts of a prompt, the beginning first
 
 
-def needles_of(document: JsonObject, answer: str) -> list[tuple[float, bool]]:
-    """(depth, whether the answer names it) of every needle that is asked for; depth: 0 to 1, a share of the
-    characters of the prompt. [] of a task without needles, whose answers stand in many places.
-    """
+def find_needles(document: JsonObject, answer: str) -> list[tuple[float, bool]]:
+    """Return (depth from 0 to 1, whether the answer names it) of every needle that is asked for."""
     text: str = document.get("input", "")
     values: list[str] = document.get("outputs", [])
     if "special magic" not in text:
         return []
+    # a share of the characters of the prompt
     return [(round(text.index(v) / len(text), 4), v.lower() in answer.lower()) for v in values]
 
 
 def counts(lines: Iterable[JsonObject], lengths: Iterable[int]) -> dict[str, JsonObject]:
-    """By length in tokens: documents by task, and of needles by task [found, asked] at each of DEPTHS parts.
-
-    lines: items with task, length and needles.
-    """
+    """Count by length in tokens: documents by task, and needles as [found, asked] at each of DEPTHS parts."""
     by_length: dict[str, JsonObject] = {
         str(length): {"documents": {}, "depths": {}} for length in lengths
     }

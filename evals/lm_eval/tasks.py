@@ -1,5 +1,4 @@
-"""lm-eval's stock tasks: their documents, from the hub or a local folder, the room that RULER needs, and the lines
-of a file of items.
+"""lm-eval's stock tasks: their documents, the room that RULER needs, and the lines of a file of items.
 
 A local folder replaces the hub, so that tasks run without a network:
 
@@ -9,14 +8,7 @@ A local folder replaces the hub, so that tasks run without a network:
     DIR/baber/paul_graham_essays/train.jsonl    {"text": ...}: the haystack of five RULER tasks
     DIR/nltk_data/tokenizers/punkt_tab/english/ RULER's and IFEval's sentence splitter; else trained on the essays
 
-`hf download --repo-type dataset allenai/ai2_arc --local-dir DIR/allenai/ai2_arc` fetches one. lm-eval opens
-data sets by name, and `datasets` prefers a folder of that name in the working directory. Sentence tables
-trained here are not NLTK's, so RULER's haystacks differ slightly: such scores are marked "offline".
-
-RULER shortens a text until it fits. If even the shortest does not, its needle tasks raise an error, but
-`ruler_vt` loops forever (a bare `except` swallows Ctrl-C as well) and `ruler_cwe` samples from an empty list.
-So the shortest prompts of these two are generated here, by lm-eval's own functions, and measured first; they
-depend on the tokenizer.
+`hf download --repo-type dataset allenai/ai2_arc --local-dir DIR/allenai/ai2_arc` fetches one.
 """
 
 from __future__ import annotations
@@ -36,7 +28,7 @@ import numpy as np
 
 from data_mixtures.readers.local import json_objects
 from evals.commands import choice
-from evals.lm_eval.needles import needles_of
+from evals.lm_eval.needles import find_needles
 from records.files import JsonObject
 
 if TYPE_CHECKING:
@@ -76,7 +68,7 @@ RIGHT = ("acc", "exact_match", "prompt_level_strict_acc")  # metrics of an item 
 
 
 def expand_tasks(names: str) -> list[str]:
-    """The tasks of a comma-separated list: `ruler` as its eleven tasks, the paths of task files absolute."""
+    """Split a comma-separated list: `ruler` is eleven tasks, paths of task files become absolute."""
     tasks: list[str] = []
     for name in (part.strip() for part in names.split(",")):
         if name.endswith((".yaml", ".yml")):  # absolute: --data changes the working directory
@@ -94,7 +86,7 @@ def expand_tasks(names: str) -> list[str]:
 def load_tasks(
     names: Sequence[str], lengths: Sequence[int], tokenizer: Path
 ) -> tuple[TaskManager, list[Task]]:
-    """The stock tasks with their documents, generated from SEEDS as by the `lm_eval` command."""
+    """Load the tasks with their documents, generated from SEEDS as by the `lm_eval` command."""
     import lm_eval.tasks
     from langdetect import DetectorFactory
 
@@ -118,7 +110,7 @@ def load_tasks(
     return manager, list(manager.load(list(names))["tasks"].values())
 
 
-def first_documents(task: Task, limit: int | None) -> list[int]:
+def select_documents(task: Task, limit: int | None) -> list[int]:
     """Indices of a task's first `limit` documents, per length if it has several."""
     seen, chosen = Counter[Any](), []
     for i, document in enumerate(task.eval_docs):
@@ -129,18 +121,18 @@ def first_documents(task: Task, limit: int | None) -> list[int]:
     return chosen
 
 
-def item_lines(samples: dict[str, list[JsonObject]]) -> list[JsonObject]:
-    """The lines of the file of items: right where the task scores it, losses in nats (not per
-    token) of the choices; of RULER length and needles, see needles.py.
-    """
+def make_item_lines(samples: dict[str, list[JsonObject]]) -> list[JsonObject]:
+    """Make the lines of the file of items."""
     lines = []
     for task, of_task in samples.items():
         for sample in of_task:
+            # null where the task scores no answer as right or wrong
             right = next((bool(sample[metric]) for metric in RIGHT if metric in sample), None)
             line = {"task": task, "item": sample["doc_id"], "right": right}
             responses = sample["filtered_resps"]
             if length := sample["doc"].get("max_length"):  # of RULER
-                line |= {"length": length, "needles": needles_of(sample["doc"], responses[0])}
+                line |= {"length": length, "needles": find_needles(sample["doc"], responses[0])}
+            # nats of the choices, not per token
             scored = [
                 r[0] for r in responses if isinstance(r, list | tuple) and isinstance(r[0], float)
             ]
@@ -148,7 +140,7 @@ def item_lines(samples: dict[str, list[JsonObject]]) -> list[JsonObject]:
     return lines
 
 
-def documents_sha256(samples: dict[str, list[JsonObject]]) -> str:
+def hash_documents(samples: dict[str, list[JsonObject]]) -> str:
     """Hash of the documents, in order."""
     digest = hashlib.sha256()
     for name, of_task in samples.items():
@@ -162,7 +154,7 @@ def documents_sha256(samples: dict[str, list[JsonObject]]) -> str:
 
 
 @contextlib.contextmanager
-def data_folder(data: Path, tasks: Sequence[str]) -> Iterator[None]:
+def use_data_folder(data: Path, tasks: Sequence[str]) -> Iterator[None]:
     """Use `data` as the source of all data sets; ValueError names missing files and how to get them."""
     check_present(data, tasks)
     if set(tasks) & {*RULER_TASKS, IFEVAL}:
@@ -174,6 +166,7 @@ def data_folder(data: Path, tasks: Sequence[str]) -> Iterator[None]:
     usual_cache = (
         datasets.config.HF_DATASETS_CACHE
     )  # may hold a data set of the same name from elsewhere
+    # `datasets` prefers a folder of a data set's name in the working directory
     with tempfile.TemporaryDirectory() as cache, contextlib.chdir(data):
         datasets.config.HF_DATASETS_CACHE = Path(cache)
         try:
@@ -209,11 +202,12 @@ def use_sentence_tables(data: Path) -> None:
     if str(folder) not in nltk.data.path:
         nltk.data.path.insert(0, str(folder))
     if not (folder / TABLES).is_dir():
+        # not NLTK's own: RULER's haystacks differ slightly, and such scores are marked "offline"
         make_sentence_tables(data / ESSAYS / "train.jsonl", folder)
 
 
 def make_sentence_tables(essays: Path, folder: Path) -> None:
-    """Train NLTK's Punkt on the essays and write its tables atomically; NLTK writes nowhere but below its paths."""
+    """Train NLTK's Punkt on the essays and write its tables atomically."""
     from nltk.tokenize.punkt import PunktTrainer, save_punkt_params
 
     texts = [essay["text"] for _, essay in json_objects(essays)]
@@ -230,7 +224,10 @@ def make_sentence_tables(essays: Path, folder: Path) -> None:
 
 
 def check_room(names: Sequence[str], lengths: Sequence[int], folder: Path) -> None:
-    """ValueError if a RULER task cannot be generated at one of the lengths with the folder's tokenizer."""
+    """Refuse a length at which a RULER task cannot be generated with the tokenizer of the folder."""
+    # RULER shortens a text until it fits; where even the shortest does not, these two loop forever
+    # or sample from an empty list, so their shortest prompts are made first, by lm-eval's own
+    # functions
     tasks = {"ruler_vt": measure_vt, "ruler_cwe": measure_cwe}
     for name in tasks.keys() & set(names):
         from lm_eval.tasks.ruler.common_utils import get_tokenizer

@@ -16,7 +16,7 @@ from evals.scorer.base import (  # noqa: F401 - all that evaluations use stands 
     Scores,
     Source,
     common_prefix,
-    fast_tokenizer,
+    load_tokenizer,
     read_config,
     score_each,
 )
@@ -31,7 +31,7 @@ LOCAL = Source()
 
 
 def resolve_device(device: str) -> str:
-    """The device of --device, auto and cuda resolved. Raises ValueError for a GPU that is not there."""
+    """Resolve auto and cuda of --device; ValueError for a GPU that is not there."""
     from laneformer.engine.device import has_driver
 
     gpus: list[str] = []
@@ -54,7 +54,7 @@ def resolve_device(device: str) -> str:
 
 
 def choose(folder: Path, source: Source = LOCAL) -> tuple[str, str, str]:
-    """(backend, device, why) for a model folder. Raises ValueError for a backend that cannot run it."""
+    """Return (backend, device, why) for a model folder."""
     from laneformer.llama.families import FAMILIES
 
     model_type = read_config(folder).get("model_type")
@@ -84,8 +84,10 @@ def choose(folder: Path, source: Source = LOCAL) -> tuple[str, str, str]:
 
 
 def open_scorer(folder: Path | None, source: Source = LOCAL) -> Scorer:
-    """Open a model to ask it; ValueError if it cannot be. None: no folder, only a server.
-    Call `close` when done.
+    """Open a model to ask it; `close` it when done.
+
+    Args:
+        folder: None: only a server.
     """
     if source.base_url is not None:
         from evals.scorer.endpoint import EndpointScorer

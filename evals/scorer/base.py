@@ -81,7 +81,8 @@ class Answer(NamedTuple):
 class Encoder:
     """The tokenizer.json of a folder, read as the engine reads it.
 
-    bos_id: the first id of a prompt; EOS if the model has no BOS (GPT-2), None if it has neither.
+    Attributes:
+        bos_id: first id of a prompt; None without BOS and EOS.
     """
 
     def __init__(self, folder: Path):
@@ -96,6 +97,7 @@ class Encoder:
         config = read_config(folder)
         eos, bos_id = config.get("eos_token_id"), config.get("bos_token_id")
         self.eos_id: int | None = eos[0] if isinstance(eos, list) else eos
+        # GPT-2 has no BOS: EOS begins its texts
         self.bos_id: int | None = self.eos_id if bos_id is None else bos_id
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
@@ -108,14 +110,12 @@ class Encoder:
         return [encoding.ids for encoding in encodings]
 
     def prompt_ids(self, prompt: AnyPrompt) -> list[int]:
-        """The ids of a prompt: a text with the tokenizer's special tokens, messages in
-        the folder's chat template.
-        """
+        """Return the ids of a text, of ids, or of messages in the folder's chat template."""
         if isinstance(prompt, str):
             return self.encode(prompt, special_tokens=True)
         if not prompt or not isinstance(prompt[0], dict):
             return list(cast(Sequence[int], prompt))
-        if not (tokenizer := fast_tokenizer(self.folder)).chat_template:
+        if not (tokenizer := load_tokenizer(self.folder)).chat_template:
             raise ValueError(
                 f"{self.folder} has no chat template; ask with a text (evals.code: --prompt completion)"
             )
@@ -132,11 +132,13 @@ class Encoder:
 
 
 class Scorer(Encoder):
-    """A model that can be asked. backend, device, dtype: of the record. max_length: context in tokens.
+    """A model that can be asked.
 
-    scoring_room: ids of the longest prompt with what is scored. parallel: requests that are
-    answered at a time. reused_tokens: of all prompts that were generated from, those whose keys and values were
-    left from an earlier one; None where the scorer does not know.
+    Attributes:
+        max_length: context in tokens.
+        scoring_room: ids of the longest prompt with what is scored.
+        parallel: requests that are answered at a time.
+        reused_tokens: of prompts, whose keys and values an earlier one left; None: unknown.
     """
 
     backend: str
@@ -148,29 +150,30 @@ class Scorer(Encoder):
     reused_tokens: int | None = None
 
     def score(self, items: Iterable[Sequence[Prompt]]) -> Iterator[list[Scores]]:
-        """Scores of every prompt, item by item. Prompts of one item (the options of a question)
-        share what they can.
-        """
+        """Score every prompt, item by item; prompts of one item share what they can."""
         raise NotImplementedError
 
     def generate(
         self, prompt: AnyPrompt, max_new_tokens: int, stops: Sequence[str] = (), **sampling: Any
     ) -> Answer:
-        """The text after a prompt. sampling: temperature (0, the default, is greedy), top_p, top_k, seed."""
+        """Generate the text after a prompt.
+
+        Args:
+            sampling: temperature (0, the default, is greedy), top_p, top_k, seed.
+        """
         raise NotImplementedError
 
     def close(self) -> None:
         """Free the model."""
 
     def rolling(self, ids: Sequence[int]) -> float:
-        """log p of a whole text in nats: every id once, after BOS, in disjoint windows with
-        all context that fits.
-        """
+        """Return log p of a whole text in nats: every id once, after BOS."""
         if self.bos_id is None:
             raise ValueError(
                 f"{self.folder} has neither BOS nor EOS, which a text without context begins with"
             )
         whole, room = [self.bos_id, *ids], self.scoring_room - 1
+        # disjoint windows, each with all context that fits
         windows = []
         for begin in range(1, len(whole), room):
             end = min(begin + room, len(whole))
@@ -198,13 +201,14 @@ class Scorer(Encoder):
 def score_each(
     scorer: Scorer, items: Iterable[Item], prompts_of: Callable[[Item], Sequence[Prompt]]
 ) -> Iterator[tuple[Item, list[Scores]]]:
-    """Every item with the scores of its prompts, in order; items are taken as the scorer asks for them."""
+    """Yield every item with the scores of its prompts, in order."""
+    # items are taken as the scorer asks for them
     items, to_ask = itertools.tee(items)
     return zip(items, scorer.score(map(prompts_of, to_ask)), strict=True)
 
 
 @functools.lru_cache(1)
-def fast_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path) -> Any:
     """The folder's tokenizer as Transformers reads it, which knows its chat template."""
     from transformers import PreTrainedTokenizerFast
 

@@ -1,11 +1,8 @@
-"""An OpenAI-compatible server as a scorer; its API key, if any, comes from OPENAI_API_KEY.
-
-Scoring needs `echo` and `logprobs` of /completions, and a folder whose tokenizer makes the
-ids of the prompts.
-"""
+"""An OpenAI-compatible server as a scorer; its API key, if any, comes from OPENAI_API_KEY."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -39,9 +36,10 @@ STOPS = 4  # that the API allows
 
 
 class EndpointScorer(Scorer):
-    """A model at `base_url`. folder: of its tokenizer and config.json; None: it is only asked to generate.
+    """A model at `base_url`.
 
-    A busy or broken server is asked again with growing waits; then ValueError.
+    Args:
+        folder: of its tokenizer and config.json; None: it is only asked to generate.
     """
 
     backend, dtype = "endpoint", None
@@ -116,13 +114,9 @@ class EndpointScorer(Scorer):
     def _choices(self, path: str, body: JsonObject) -> list[JsonObject]:
         reply = self._post(f"{self.device}/{path}", {"model": self.model, **body})
         choices = reply.get("choices") if isinstance(reply, dict) else None
-        if (
-            not isinstance(choices, list)
-            or not choices
-            or not all(isinstance(choice, dict) for choice in choices)
-        ):
-            raise ValueError(f"{self.device}/{path} returned no choice, but {str(reply)[:200]}")
-        return choices
+        if isinstance(choices, list) and choices and all(isinstance(c, dict) for c in choices):
+            return choices
+        raise ValueError(f"{self.device}/{path} returned no choice, but {str(reply)[:200]}")
 
     def _post(self, url: str, body: JsonObject) -> Any:
         """The reply as JSON."""
@@ -149,32 +143,24 @@ class EndpointScorer(Scorer):
 
 
 def scores_of(choice: JsonObject, prompt: Prompt) -> Scores:
-    """The scores of an echoed prompt; ValueError unless every id of it, and one new one, has its score.
+    """Read the scores of an echoed prompt.
 
-    A server without prompt scores would otherwise give the accuracy of guessing.
+    Raises:
+        ValueError: an id, or the new one, has no score.
     """
-    reply = choice.get("logprobs")
-    lists = [
-        reply.get(name) if isinstance(reply, dict) else None
-        for name in ("token_logprobs", "top_logprobs")
-    ]
-    logprobs, top = (each if isinstance(each, list) else [] for each in lists)
-    whole = len(logprobs) == len(top) == len(prompt.ids) + 1 and all(map(is_number, logprobs[1:]))
-    if not whole or not all(are_scores(each) for each in top[1:]):
+    logprobs, top = list[float | None](), list[set[float | None]]()
+    # of another kind, or too few: refused below
+    with contextlib.suppress(AttributeError, KeyError, TypeError):
+        given = choice["logprobs"]
+        logprobs = [number(value) for value in given["token_logprobs"]]
+        top = [{*map(number, each.values())} for each in given["top_logprobs"][1:]]
+    whole = len(logprobs) == len(top) + 1 == len(prompt.ids) + 1
+    # without prompt scores, a server would get the accuracy of guessing
+    if not whole or not all(top) or None in set(logprobs[1:]).union(*top):
         raise ValueError(
             f"the server gave {len(logprobs)} log-probabilities for a prompt of {len(prompt.ids)} ids; one for each of "
             "them and exactly one new token are needed (echo=true, logprobs=1, max_tokens=1)"
         )
-    own = slice(prompt.start, len(prompt.ids))
-    values = np.array(logprobs[own], dtype=np.float64)
-    return Scores(values, values >= np.array([max(each.values()) for each in top[own]]))
-
-
-def is_number(score: Any) -> bool:
-    return number(score) is not None
-
-
-def are_scores(alternatives: Any) -> bool:
-    """Tell whether this is {token: log-probability} of at least one token."""
-    is_object = isinstance(alternatives, dict) and bool(alternatives)
-    return is_object and all(map(is_number, alternatives.values()))
+    values = np.array(logprobs[prompt.start : -1], dtype=np.float64)
+    best = [np.array([*each], dtype=np.float64).max() for each in top[prompt.start - 1 : -1]]
+    return Scores(values, values >= np.array(best))

@@ -12,10 +12,7 @@ from evals.scorer.base import NOTHING, Answer, AnyPrompt, Prompt, Scorer, Scores
 
 
 class EngineScorer(Scorer):
-    """`laneformer.Engine`, on the CPU with keys and values in fp32, so that figures are the model's.
-
-    options: those of `Engine.from_pretrained`. max_length: context in tokens; default: config.json's.
-    """
+    """`laneformer.Engine` as a scorer. options: those of `Engine.from_pretrained`."""
 
     backend, parallel = "engine", 1
     reused_tokens: int
@@ -28,6 +25,7 @@ class EngineScorer(Scorer):
 
         super().__init__(folder)
         on_gpu = cuda_devices(device)
+        # on the CPU keys and values are exact, so that figures are the model's
         exact = {} if on_gpu else {"kv_dtype": "fp32"}
         self.engine = Engine.from_pretrained(
             folder, device=device, **{"context_tokens": max_length, **exact, **options}

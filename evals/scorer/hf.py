@@ -1,10 +1,4 @@
-"""Any causal language model of Transformers as a scorer: few passes, of many prompts each.
-
-Prompts of a pass are padded on the right, which no earlier position sees, so neither a mask nor positions are
-needed. Options of an item whose common prefix is long are read behind one copy of it: the prefix once, then
-all options in one pass on its keys and values. Everything else is packed into passes of similar lengths.
-A prompt that is generated from goes on from the keys and values that it shares with the one before it.
-"""
+"""Any causal language model of Transformers as a scorer: few passes, of many prompts each."""
 
 from __future__ import annotations
 
@@ -25,18 +19,14 @@ from evals.scorer.base import (
     Scorer,
     Scores,
     common_prefix,
-    fast_tokenizer,
+    load_tokenizer,
     read_config,
 )
 
-PASS_TOKENS = {
-    "cuda": 8192,
-    "cpu": 1024,
-}  # of a pass, padding included, unless one prompt alone has more
-WORTH_A_PASS = {
-    "cuda": 1536,
-    "cpu": 512,
-}  # tokens; reading fewer of them again costs less than one more pass
+# of a pass, padding included, unless one prompt alone has more
+PASS_TOKENS = {"cuda": 8192, "cpu": 1024}
+# tokens; reading fewer of them again costs less than one more pass
+WORTH_A_PASS = {"cuda": 1536, "cpu": 512}
 
 
 Place = tuple[int, int]  # (item, option)
@@ -45,11 +35,14 @@ Place = tuple[int, int]  # (item, option)
 def pack_prompts(
     items: Sequence[Sequence[Prompt]], device_type: str, keeps_prefix: bool
 ) -> Iterator[tuple[list[Place], int]]:
-    """The passes that score a window of items on "cuda" or "cpu": places of the prompts that are read together, and
-    how many ids of a common prefix a pass of its own reads before. Prompts with nothing to score are in none.
+    """Plan the passes that score a window of items.
+
+    Returns:
+        Places of the prompts that are read together, and how many ids of a common prefix are read before.
     """
     loose: list[tuple[int, Place]] = []
     for i, item in enumerate(items):
+        # prompts with nothing to score are in no pass
         options = [(i, k) for k, prompt in enumerate(item) if prompt.start < len(prompt.ids)]
         prompts = [item[k] for _, k in options]
         first = min((p.start - 1 for p in prompts), default=0)
@@ -98,17 +91,14 @@ class TransformersScorer(Scorer):
             max_length or getattr(config, "max_position_embeddings", None) or 1 << 30
         )
         self.scoring_room, self.reused_tokens = self.max_length + 1, 0
-        self._last: tuple[list[int], Any] = (
-            [],
-            None,
-        )  # ids that were read, and their keys and values
+        # ids that were read, and their keys and values
+        self._last: tuple[list[int], Any] = ([], None)
         # a recurrent state cannot be copied for every option
         self._keeps_prefix = not getattr(self._model, "_is_stateful", False)
         takes = inspect.signature(self._model.forward).parameters
         self._few_logits = "logits_to_keep" in takes
-        self._cache = (
-            "cache" if "cache" in takes else "past_key_values"
-        )  # its name before Transformers 5.24
+        # past_key_values: its name before Transformers 5.24
+        self._cache = "cache" if "cache" in takes else "past_key_values"
         with torch.inference_mode():
             if not self._logits([[self.eos_id or 0]], 1, None).isfinite().all():
                 raise ValueError(
@@ -128,7 +118,7 @@ class TransformersScorer(Scorer):
             yield from scores
 
     def _within_memory(self, prompts: Sequence[Prompt], offset: int) -> list[Scores]:
-        """`_score`, in smaller passes where the device's memory does not suffice, which other jobs may share."""
+        """Score, in smaller passes where memory does not suffice."""
         import torch
 
         try:
@@ -143,11 +133,12 @@ class TransformersScorer(Scorer):
         )
 
     def _score(self, prompts: Sequence[Prompt], offset: int) -> list[Scores]:
-        """The scores of prompts that share their first `offset` ids."""
+        """Score prompts that share their first `offset` ids."""
         import torch
 
         cache, rows = None, [p.ids[offset:-1] for p in prompts]  # the last id is only predicted
         width, first = max(map(len, rows)), min(p.start for p in prompts) - 1 - offset
+        # on the right, which no earlier position sees: neither a mask nor positions are needed
         padded = [row + [0] * (width - len(row)) for row in rows]
         with torch.inference_mode():
             if offset:
@@ -173,7 +164,7 @@ class TransformersScorer(Scorer):
         ]
 
     def _logits(self, rows: list[list[int]], count: int, cache: Any) -> Any:
-        """Logits (B, kept, V) of the last positions of a pass. cache: keys and values before it, or None."""
+        """Return logits (B, kept, V) of the last positions. cache: keys and values before it."""
         import torch
 
         options = {self._cache: cache, "use_cache": cache is not None}
@@ -196,12 +187,11 @@ class TransformersScorer(Scorer):
         set_seed(sampling.pop("seed", 0))
         draws = sampling.get("temperature", 0.0) > 0
         options: dict[str, Any] = {"do_sample": draws, "pad_token_id": self.eos_id}
-        if (
-            draws
-        ):  # from the whole distribution, as the engine: its defaults are no top-k and no top-p
+        if draws:
+            # from the whole distribution, as the engine: its defaults are no top-k and no top-p
             options |= {"top_k": 0, "top_p": 1.0, **sampling}
         if stops:
-            options |= {"stop_strings": list(stops), "tokenizer": fast_tokenizer(self.folder)}
+            options |= {"stop_strings": list(stops), "tokenizer": load_tokenizer(self.folder)}
         given, room = torch.tensor([ids], device=self._device), self.room(ids, max_new_tokens)
         with torch.inference_mode():
             options |= self._prefix_of(ids)
@@ -216,15 +206,15 @@ class TransformersScorer(Scorer):
         return Answer(text, "stop" if ended else "length")
 
     def _prefix_of(self, ids: Sequence[int]) -> dict[str, Any]:
-        """The option of `generate` with the keys and values of what the prompt shares with the one before it."""
+        """Return the option of `generate` with the keys and values that the prompt shares with the last."""
         if not self._keeps_prefix:
             return {}
         from transformers import DynamicCache
 
-        (before, cache), self._last = self._last, ([], None)  # a pass that fails leaves neither
-        shared = min(
-            common_prefix(before, ids), len(ids) - 1
-        )  # the last id is read again, for its logits
+        # a pass that fails leaves neither
+        (before, cache), self._last = self._last, ([], None)
+        # the last id is read again, for its logits
+        shared = min(common_prefix(before, ids), len(ids) - 1)
         if not shared or cache is None:
             return {self._cache: DynamicCache()}
         if (beyond := cache.get_seq_length() - shared) > 0:
@@ -238,6 +228,5 @@ class TransformersScorer(Scorer):
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
     """The text before the first stop string."""
-    return text[
-        : min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))
-    ]
+    places = [text.find(stop) for stop in stops]
+    return text[: min((place for place in places if place >= 0), default=len(text))]

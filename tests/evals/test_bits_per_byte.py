@@ -11,10 +11,10 @@ from tokenizers.models import BPE
 
 from evals.bits_per_byte import (
     bits_per_byte,
-    bytes_per_token,
+    count_token_bytes,
+    load_token_bytes,
     load_windows,
     main,
-    matching_token_bytes,
 )
 from evals.items import Partial
 from evals.scorer import Prompt, Scores, Source
@@ -110,7 +110,7 @@ def test_the_command_on_real_held_out_text(prepared_data, tmp_path, monkeypatch)
     tokenizer_from_sentencepiece(prepared_data / "tokenizer.model").save(
         str(tmp_path / "tokenizer.json")
     )
-    token_bytes = matching_token_bytes(tmp_path, prepared_data)
+    token_bytes = load_token_bytes(tmp_path, prepared_data)
     scorer, sources = Unigram(len(token_bytes)), []
     monkeypatch.setattr(
         "evals.bits_per_byte.open_scorer", lambda folder, source: sources.append(source) or scorer
@@ -136,7 +136,7 @@ def test_a_model_with_another_tokenizer_is_refused(prepared_data, tmp_path):
     vocab[a], vocab[b] = vocab[b], vocab[a]
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match="is not the tokenizer of"):
-        matching_token_bytes(tmp_path, prepared_data)
+        load_token_bytes(tmp_path, prepared_data)
 
 
 # the bytes of a text's tokens add up to the bytes of the text, whatever is in it
@@ -160,8 +160,9 @@ def test_bytes_of_tokens_are_the_bytes_of_the_text(tmp_path):
     path = tmp_path / "tokenizer.model"
     for add_dummy_prefix in (True, False):
         path.write_bytes(sentencepiece_model(add_dummy_prefix))
-        processor, counts = sentencepiece.SentencePieceProcessor(str(path)), bytes_per_token(path)
-        assert counts[:259].tolist() == [0] * 3 + [1] * 256, "control tokens and byte tokens"
+        processor, counts = sentencepiece.SentencePieceProcessor(str(path)), count_token_bytes(path)
+        # control tokens and byte tokens
+        assert counts[:259].tolist() == [0] * 3 + [1] * 256
         assert (counts[3:] > 0).all()
         for text in TEXTS:
             ids = processor.encode(text, add_bos=True, add_eos=True)
@@ -173,4 +174,4 @@ def test_pieces_without_known_bytes_are_refused(tmp_path):
     path = tmp_path / "tokenizer.json"
     Tokenizer(BPE({"a": 0}, [])).save(str(path))
     with pytest.raises(ValueError, match="neither byte fallback"):
-        bytes_per_token(path)
+        count_token_bytes(path)

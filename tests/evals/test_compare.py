@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from evals.compare import compare, file_of, main
-from evals.core.evaluate import aggregate, task_figures
+from evals.compare import compare, locate_items, main
+from evals.core.evaluate import aggregate, summarize_task
 from evals.core.tasks import TASKS
 from records.files import append_line
 from records.items import compare_pairs, read_items, write_items
@@ -38,9 +38,8 @@ def test_a_paired_difference_by_hand(tmp_path, capsys):
     main(str(a), str(b))
     assert json.loads(capsys.readouterr().out) == compare(a, b)
     assert read_items(a)[1]["copa", 2]["losses"] == [3.0, None]
-    assert compare_pairs([1.0, 0.0], [1.0, 0.0], added=1)[1] > 0.2, (
-        "two items without a difference are not certain"
-    )
+    # two items without a difference are not certain
+    assert compare_pairs([1.0, 0.0], [1.0, 0.0], added=1)[1] > 0.2
 
 
 def test_other_items_are_refused(tmp_path):
@@ -60,7 +59,7 @@ def test_other_items_are_refused(tmp_path):
         compare(a, tmp_path / "x")
 
 
-def asked(seed: int, better: float = 0.0):
+def draw_answers(seed: int, better: float = 0.0):
     """Answers to six items of every task of CORE, of jeopardy in two categories."""
     draw = random.Random(seed)
     return [
@@ -79,7 +78,7 @@ def asked(seed: int, better: float = 0.0):
 
 
 def test_core_categories_and_gold_bits_are_the_differences_of_the_records(tmp_path):
-    sides = [asked(1), asked(2, better=0.3)]
+    sides = [draw_answers(1), draw_answers(2, better=0.3)]
     a, b = (
         tmp_path / str(write_items(tmp_path / "evals.jsonl", HEAD | {"step": step}, side))
         for step, side in enumerate(sides)
@@ -87,7 +86,7 @@ def test_core_categories_and_gold_bits_are_the_differences_of_the_records(tmp_pa
     found, records = compare(a, b), []
     for side in sides:
         tasks = {
-            task.label: task_figures(task, [x for x in side if x["task"] == task.label], 6)
+            task.label: summarize_task(task, [x for x in side if x["task"] == task.label], 6)
             for task in TASKS
         }
         records.append(tasks | {"": aggregate(tasks)})
@@ -127,14 +126,18 @@ def test_runs_checkpoints_and_phases_are_compared_by_name(tmp_path):
     other = record("y", 7, "phase1", [True, True])
 
     def change(a, b):
-        return compare(file_of(a, "core"), file_of(b, "core"))["tasks"]["copa"]["difference"]
+        return compare(locate_items(a, "core"), locate_items(b, "core"))["tasks"]["copa"][
+            "difference"
+        ]
 
     assert change(f"{run}@10", f"{run}@20") == 0.5
-    assert change(f"{run}@phase1", f"{run}@phase2") == -1, "the last checkpoint of each"
+    # the last checkpoint of each
+    assert change(f"{run}@phase1", f"{run}@phase2") == -1
     assert change(run, other) == 1
     (tmp_path / "w").mkdir()
     (tmp_path / "w" / "phase1").symlink_to(tmp_path / "y")
-    assert change(run, str(tmp_path / "w")) == 1, "records of a phase's folder"
+    # records of a phase's folder
+    assert change(run, str(tmp_path / "w")) == 1
     record("z", 7, "phase1", [True, True, True], limit=9)
     with pytest.raises(ValueError, match=r"were not asked the same: limit 4 and 9"):
         change(run, str(tmp_path / "z"))

@@ -4,7 +4,7 @@ import pytest
 
 from evals.core.__main__ import main
 from evals.core.evaluate import Settings
-from evals.items import WINDOW, partial_beside
+from evals.items import WINDOW, open_partial
 from evals.scorer import Source
 from evals.scorer.engine import EngineScorer
 from records.evals import About
@@ -41,10 +41,10 @@ def test_an_evaluation_goes_on_where_it_ended_with_the_same_bytes(folder, tmp_pa
     with pytest.raises(KeyboardInterrupt):
         evaluate("again")
     assert evaluate("again") == whole
-    assert len(asked) == ENDS_AFTER + ITEMS - WINDOW, "only what was not kept is asked again"
-    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == ["items", "x"], (
-        "nothing else stays"
-    )
+    # only what was not kept is asked again
+    assert len(asked) == ENDS_AFTER + ITEMS - WINDOW
+    # nothing else stays
+    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == ["items", "x"]
 
 
 def test_half_a_window_left_by_a_crash_is_asked_again(tmp_path):
@@ -55,16 +55,16 @@ def test_half_a_window_left_by_a_crash_is_asked_again(tmp_path):
             asked.append(item)
             yield item / 3
 
-    first = partial_beside(tmp_path / "evals.jsonl", "core", "model")
+    first = open_partial(tmp_path / "evals.jsonl", "core", "model")
     assert first.path is not None
     assert first.complete("copa", range(4), answer, together=2) == [0, 1 / 3, 2 / 3, 1.0]
     lines = first.path.read_text().splitlines()
     first.path.write_text(f"{lines[0]}\n{lines[1][:20]}")
     asked.clear()
     for _ in range(2):
-        again = partial_beside(tmp_path / "evals.jsonl", "core", "model")
+        again = open_partial(tmp_path / "evals.jsonl", "core", "model")
         assert again.complete("copa", range(4), answer, together=2) == [0, 1 / 3, 2 / 3, 1.0]
     assert asked == [2, 3]
-    assert partial_beside(tmp_path / "evals.jsonl", "core", "another model").answers == {}
+    assert open_partial(tmp_path / "evals.jsonl", "core", "another model").answers == {}
     again.remove()
     assert not list(tmp_path.iterdir())

@@ -68,7 +68,8 @@ def test_both_backends_generate_the_models_own_tokens(folder, tmp_path):
         before, other = scorer.reused_tokens, [*ids[:-3], *ids[:-3:-1]]
         text = scorer.text_after(other, continue_greedily(model, other, 8))
         assert scorer.generate(other, 8).text == text, kind
-        assert scorer.reused_tokens - before == len(ids) - 3, "the prefix of the prompt before it"
+        # the prefix of the prompt before it
+        assert scorer.reused_tokens - before == len(ids) - 3
         sampled = [scorer.generate(ids, 8, temperature=0.9, seed=seed) for seed in (0, 0, 1)]
         assert sampled[0] == sampled[1] != sampled[2]
         scorer.close()

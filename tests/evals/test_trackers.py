@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evals.trackers import Trackers, scalars
+from evals.trackers import Trackers, name_figures
 from records.files import JsonObject
 from records.job import Job, JobSections, Metrics
 
@@ -105,7 +105,7 @@ def test_the_same_values_everywhere_once(tmp_path, monkeypatch):
         Trackers(job_of(run), log.append).give(records)
     assert not log
     expected = sorted(
-        (name, r["step"], value) for r in early + late for name, value in scalars(r).items()
+        (name, r["step"], value) for r in early + late for name, value in name_figures(r).items()
     )
     assert len(expected) == 2 * 11
     board, rows = started[-1]  # an offline run holds all
@@ -123,7 +123,9 @@ def test_the_same_values_everywhere_once(tmp_path, monkeypatch):
 
 
 def test_names_tell_what_cannot_be_compared():
-    names = {name for kind, record in RECORDS.items() for name in scalars({"kind": kind, **record})}
+    names = {
+        name for kind, record in RECORDS.items() for name in name_figures({"kind": kind, **record})
+    }
     code = "code/humaneval_plus/greedy/chat/problems-164/n-1/temperature-0.8/top_p-1.0/max_new_tokens-768"
     lm_eval = "lm_eval/num_fewshot-0/add_bos-True/chat_template-False/upstream"
     core = "core/nanochat/limit-500"
@@ -140,15 +142,16 @@ def test_names_tell_what_cannot_be_compared():
         f"{lm_eval}/tasks/arc_easy/acc_norm",
         f"{lm_eval}/ruler/2048/ruler_vt",
     }
-    no_core = scalars({"kind": "core", **CORE, "core_v2": None, "core_v2_se": None})
-    assert not [name for name in no_core if "core_v" in name], "no CORE, no figure"
+    no_core = name_figures({"kind": "core", **CORE, "core_v2": None, "core_v2_se": None})
+    # no CORE, no figure
+    assert not [name for name in no_core if "core_v" in name]
 
 
 def test_records_of_any_age_and_kind():
     for name in ("max_per_task", "limit"):
         record = {"kind": "core", "protocol": "dclm", name: 9, "core_v1": 0.2}
-        assert scalars(record) == {"core/dclm/limit-9/core_v1": 0.2}
-    assert scalars({"kind": "unheard of", "loss": 1.0}) == scalars({}) == {}
+        assert name_figures(record) == {"core/dclm/limit-9/core_v1": 0.2}
+    assert name_figures({"kind": "unheard of", "loss": 1.0}) == name_figures({}) == {}
 
 
 def test_a_tracker_that_fails_is_reported_and_gets_it_later(tmp_path):

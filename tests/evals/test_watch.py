@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from evals import watch
-from evals.watch import Watcher, only_watcher
+from evals.watch import Watcher, lock_evaluations
 from records.events import DONE, STOPPED, write_outcome
 from records.files import hold_lock, read_lines
 from records.job import Checkpoint, Evals, Job, JobSections, Training
@@ -60,7 +60,7 @@ class Played(Watcher):
         return self.watch(once=True, every_s=0)
 
 
-def evaluated(run: Path) -> list[tuple[str, int]]:
+def read_evaluated(run: Path) -> list[tuple[str, int]]:
     records = read_lines(run / "evals.jsonl")
     return [(record["kind"].removeprefix("evals."), record["step"]) for record in records]
 
@@ -77,12 +77,13 @@ def test_wanted_steps_in_order_the_last_one_too(tmp_path, monkeypatch):
     watcher, sent = Played(tmp_path), []
     monkeypatch.setattr(watcher.trackers, "give", lambda records: sent.append(len(records)))
     assert watcher.look_once() == 0
-    assert evaluated(tmp_path) == speed_at(1, 10, 20, 35)
-    assert sent == [0, 1, 2, 3, 4], "trackers get each record when it is there"
+    assert read_evaluated(tmp_path) == speed_at(1, 10, 20, 35)
+    # trackers get each record when it is there
+    assert sent == [0, 1, 2, 3, 4]
     late = tmp_path / "late"
     shutil.copytree(tmp_path / "checkpoint", late / "checkpoint")
     Played(late, newest_first=True).look_once()
-    assert evaluated(late) == speed_at(35, 20, 10, 1)
+    assert read_evaluated(late) == speed_at(35, 20, 10, 1)
 
 
 def raise_full_disk():
@@ -99,10 +100,11 @@ def test_a_failure_is_reported_and_left_for_the_next_start(tmp_path, reason):
     for step in (10, 20):
         save(tmp_path, step)
     assert Played(tmp_path, break_step_10).look_once() == 1
-    assert evaluated(tmp_path) == speed_at(20), "later checkpoints are evaluated all the same"
+    # later checkpoints are evaluated all the same
+    assert read_evaluated(tmp_path) == speed_at(20)
     assert reason in (tmp_path / "events.jsonl").read_text()
     assert Played(tmp_path).look_once() == 0
-    assert evaluated(tmp_path) == speed_at(20, 10)
+    assert read_evaluated(tmp_path) == speed_at(20, 10)
 
 
 class Dying:
@@ -115,7 +117,8 @@ class Dying:
         if words[0] == EXPORT:
             return 0
         half = Path(words[words.index("--out") + 1]).with_name("half")
-        assert half.exists() == (self.runs > 0), "what was done is lost"
+        # what was done is lost
+        assert half.exists() == (self.runs > 0)
         half.touch()
         self.runs += 1
         if self.runs <= self.deaths:
@@ -129,7 +132,7 @@ def test_a_command_that_dies_goes_on_where_it_was(tmp_path, monkeypatch):
     save(tmp_path, 10)
     dying = Dying(2)
     assert Played(tmp_path, dying).watch(once=False, every_s=0.01) == 0
-    assert (dying.runs, evaluated(tmp_path)) == (3, speed_at(10))
+    assert (dying.runs, read_evaluated(tmp_path)) == (3, speed_at(10))
     assert not (tmp_path / ".evals-watch").exists()
 
 
@@ -140,10 +143,12 @@ def test_a_command_is_given_up_after_its_retries(tmp_path, monkeypatch):
     while work := watcher.next_work():
         watcher.evaluate(work)
     assert dying.runs == 3
-    assert (tmp_path / ".evals-watch/step-10-0/half").exists(), "for the next start"
+    # for the next start
+    assert (tmp_path / ".evals-watch/step-10-0/half").exists()
     shutil.rmtree(folder)
     watcher.next_work()
-    assert not (tmp_path / ".evals-watch/step-10-0").exists(), "its checkpoint is gone"
+    # its checkpoint is gone
+    assert not (tmp_path / ".evals-watch/step-10-0").exists()
 
 
 def test_a_step_that_was_trained_again_is_evaluated_again(tmp_path):
@@ -152,7 +157,7 @@ def test_a_step_that_was_trained_again_is_evaluated_again(tmp_path):
     os.utime(folder / ".metadata", (2e9, 2e9))
     for _ in range(2):
         Played(tmp_path).look_once()
-    assert evaluated(tmp_path) == speed_at(10, 10)
+    assert read_evaluated(tmp_path) == speed_at(10, 10)
 
 
 def test_a_checkpoint_deleted_meanwhile_is_skipped_and_reported(tmp_path):
@@ -165,7 +170,7 @@ def test_a_checkpoint_deleted_meanwhile_is_skipped_and_reported(tmp_path):
     for step in (10, 20, 35):
         save(tmp_path, step)
     assert Played(tmp_path, delete_all_but_the_last).look_once() == 0
-    assert evaluated(tmp_path) == speed_at(35)
+    assert read_evaluated(tmp_path) == speed_at(35)
     events = [(event["kind"], event["step"]) for event in read_lines(tmp_path / "events.jsonl")]
     assert events == [("evaluation_skipped", 10), ("evaluation_skipped", 20)]
 
@@ -185,10 +190,11 @@ def test_a_command_that_a_killed_watcher_left_is_waited_for(tmp_path):
             process.stdin.close()
         else:
             ended.append(process.wait() == 0)
-            assert not out.exists(), "not what the orphan wrote"
+            # not what the orphan wrote
+            assert not out.exists()
 
     assert Played(tmp_path, end_orphan).look_once() == 0
-    assert (ended, evaluated(tmp_path)) == ([True], speed_at(10))
+    assert (ended, read_evaluated(tmp_path)) == ([True], speed_at(10))
 
 
 def test_a_command_holds_the_lock_of_its_records(tmp_path, monkeypatch):
@@ -209,7 +215,7 @@ def test_sigterm_ends_it_and_what_it_started(tmp_path, monkeypatch):
     def get_terminated(process):
         monkeypatch.undo()
         processes.append(process)
-        with pytest.raises(ValueError, match="another watcher"), only_watcher(tmp_path):
+        with pytest.raises(ValueError, match="another watcher"), lock_evaluations(tmp_path):
             pass
         return handlers[signal.SIGTERM]()
 
@@ -284,8 +290,10 @@ def test_a_job_evaluates_its_own_checkpoints_and_a_killed_watcher_goes_on(prepar
     ]
     events = read_lines(run / "events.jsonl")
     failed = [event for event in events if event["kind"] == "evaluation_failed"]
-    assert [event["step"] for event in failed] == [1, 1, 1, 4, 4], "step 1 again beside step 4"
-    assert failed[1]["reason"].startswith("exit status 1, see"), "what the job says of its watcher"
+    # step 1 again beside step 4
+    assert [event["step"] for event in failed] == [1, 1, 1, 4, 4]
+    # what the job says of its watcher
+    assert failed[1]["reason"].startswith("exit status 1, see")
 
     watching = [
         sys.executable,
@@ -311,7 +319,7 @@ def test_a_job_evaluates_its_own_checkpoints_and_a_killed_watcher_goes_on(prepar
     rows = {row["step"]: row["tokens_total"] for row in read_lines(run / "metrics.jsonl")}
     expected = [(step, "phase1", rows[step]) for step in (1, 2, 4)]
     assert [(r["step"], r["phase"], r["tokens_total"]) for r in records] == expected
-    assert len({record["bits_per_byte"] for record in records}) == 3, (
-        "three checkpoints, three models"
-    )
-    assert not list((run / ".evals-watch").glob("*")), "finished work stayed behind"
+    # three checkpoints, three models
+    assert len({record["bits_per_byte"] for record in records}) == 3
+    # finished work stayed behind
+    assert not list((run / ".evals-watch").glob("*"))

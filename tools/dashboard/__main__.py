@@ -23,29 +23,28 @@ from records.command import run_command
 from records.files import write_atomically
 from records.run import Run, read_run
 from tools.dashboard import evaluations, training
-from tools.dashboard.header import header, tiles_of
-from tools.dashboard.page import html_page, utc
+from tools.dashboard.header import header, write_tiles
+from tools.dashboard.page import utc, write_html
 
 EVERY_S = 60.0  # from one page to the next
-CARDS: dict[
-    str, Callable[[Run], str]
-] = {  # in the order of the page, by their names in the jump links
-    "CORE": evaluations.core_card,
-    "Training": training.training_card,
-    "Sources": training.sources_card,
-    "Positions": training.positions_card,
-    "Bits": evaluations.bits_card,
-    "Tasks": evaluations.tasks_card,
-    "Scores": evaluations.scores_card,
-    "Machine": training.machine_card,
-    "Incidents": training.incidents_card,
-    "Contamination": evaluations.contamination_card,
-    "Provenance": training.provenance_card,
+# in the order of the page, by their names in the jump links
+CARDS: dict[str, Callable[[Run], str]] = {
+    "CORE": evaluations.write_core_card,
+    "Training": training.write_training_card,
+    "Sources": training.write_sources_card,
+    "Positions": training.write_positions_card,
+    "Bits": evaluations.write_bits_card,
+    "Tasks": evaluations.write_tasks_card,
+    "Scores": evaluations.write_scores_card,
+    "Machine": training.write_machine_card,
+    "Incidents": training.write_incidents_card,
+    "Contamination": evaluations.write_contamination_card,
+    "Provenance": training.write_provenance_card,
 }
 
 
 def draw(run: Run, name: str, write: Callable[[Run], str]) -> str | None:
-    """Write one part of a run's page; None where it fails, which becomes a problem of the run."""
+    """Write one part of a run's page; None, and a problem of the run, where it fails."""
     try:
         return write(run)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
@@ -55,9 +54,9 @@ def draw(run: Run, name: str, write: Callable[[Run], str]) -> str | None:
 
 
 def run_section(run: Run, index: int, now: float) -> str:
-    """The header of a run, links to its cards, and those cards that have something to show."""
+    """Write the header of a run, and its cards that have something to show."""
     title = draw(run, "header", lambda run: header(run, now)) or f"<h1>{escape(run.name)}</h1>"
-    head, body, links, absent = title + (draw(run, "tiles", tiles_of) or ""), "", "", []
+    head, body, links, absent = title + (draw(run, "tiles", write_tiles) or ""), "", "", []
     for name, write in CARDS.items():
         html = draw(run, f"card {name}", write)
         if html:
@@ -76,10 +75,10 @@ def page(runs: Sequence[Run], now: float) -> str:
     """The whole page as text."""
     title = " · ".join(run.name for run in runs)
     sections = [run_section(run, index, now) for index, run in enumerate(runs)]
-    together = training.overlay_card(runs) if len(runs) > 1 else ""
+    together = training.write_overlay_card(runs) if len(runs) > 1 else ""
     body = f"{together}{''.join(sections)}<footer>Drawn {utc(now)} UTC from the files of the run.</footer>"
     library = files("plotly").joinpath("package_data/plotly.min.js").read_text(encoding="utf-8")
-    return html_page(title, body, library)
+    return write_html(title, body, library)
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -92,7 +91,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def write_page(folders: Sequence[Path], out: Path, now: float) -> list[Run]:
-    """Write the page of these run folders to `out`, whole or not at all; returns what was read."""
+    """Write the page of run folders to `out`; return what was read."""
     runs = read_runs(folders)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, page(runs, now))

@@ -1,7 +1,4 @@
-"""Charts as data, which page.js draws: panels over one axis of x, and the curves in each of them.
-
-A point is a row or record and a figure; its place on every axis stands in `x_tokens`, `x_step` and `x_time`.
-"""
+"""Charts as data, which page.js draws: panels over one axis of x, and the curves in each of them."""
 
 from __future__ import annotations
 
@@ -13,11 +10,8 @@ from typing import Any, NamedTuple
 from records.run import Run, number
 from tools.dashboard.page import colour, dash
 
-AXES = {
-    "tokens": "x_tokens",
-    "steps": "x_step",
-    "time": "x_time",
-}  # a reader's choice: key of a row
+# a reader's choice: key of a row
+AXES = {"tokens": "x_tokens", "steps": "x_step", "time": "x_time"}
 MOST = 2000  # points of a curve
 VALIDATION = "#a03fb8"
 Json = dict[str, Any]
@@ -59,31 +53,31 @@ MACHINE = (
 
 
 def dig(value: Any, *path: str) -> Any:
-    """What stands at a path of nested objects; None where anything on the way is missing or of another kind."""
+    """Return what stands at a path of nested objects; None where anything on the way is missing."""
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None
     return value
 
 
-def items_of(value: Any) -> list[tuple[str, Any]]:
+def list_items(value: Any) -> list[tuple[str, Any]]:
     """The names and values of a JSON object; none of a value of another kind."""
     return list(value.items()) if isinstance(value, dict) else []
 
 
-def points_of(records: Sequence[Json], *path: str) -> Points:
+def select_points(records: Sequence[Json], *path: str) -> Points:
     """The records that have a number at a path."""
-    return [
-        (record, value) for record in records if number(value := dig(record, *path)) is not None
-    ]
+    values = [(record, dig(record, *path)) for record in records]
+    return [(record, value) for record, value in values if number(value) is not None]
 
 
 def thin(points: Points) -> Points:
-    """At most MOST points: of every bucket of neighbours the lowest and the highest, so that no spike is lost."""
+    """Keep at most MOST points."""
     if len(points) <= MOST:
         return points
     width = math.ceil(2 * len(points) / (MOST - 2))
     chosen = {0, len(points) - 1}
     for start in range(0, len(points), width):
+        # the lowest and the highest of neighbours, so that no spike is lost
         bucket = range(start, min(start + width, len(points)))
         known = [i for i in bucket if points[i][1] is not None]
         # a bucket without any figure stays a gap
@@ -96,13 +90,11 @@ def thin(points: Points) -> Points:
 
 
 def smooth(values: Iterable[float | None], half_life: float) -> Iterator[float | None]:
-    """The exponential mean up to each value, None where there is none.
-
-    The half-life grows to its full length: a loss falls like a power of the steps, so a mean over a fixed span
-    would lie far above its steep beginning.
-    """
+    """Yield the exponential mean up to each value, None where there is none."""
     total = weight = 0.0
     for count, value in enumerate(values):
+        # the half-life grows to its full length: a mean over a fixed span would lie far above the
+        # steep beginning
         keep = 0.5 ** (1 / max(1.0, min(half_life, count / 25)))
         if value is not None:
             mean = total / weight if weight else value
@@ -123,9 +115,11 @@ def places_of(rows: Sequence[Json]) -> Json:
 def curve(
     name: str, points: Points, tint: str, ends: Sequence[Interval | None] = (), **look: Any
 ) -> Json:
-    """One curve. ends: of the interval of 95 % of each point.
+    """Make one curve.
 
-    look: `group` in the legend, `width`, `dash`, `opacity`, and `symbol`, with which few points are marked.
+    Args:
+        ends: intervals of 95 %.
+        look: group in the legend, width, dash, opacity, symbol.
     """
     measured = [(row, number(value)) for row, value in points]
     chosen = measured if ends else thin(measured)
@@ -135,21 +129,19 @@ def curve(
     return drawn | ({"ends": ends} if any(ends) else {}) | look
 
 
-def series(points_of: Mapping[str, Points], **look: Any) -> list[Json]:
-    """A curve for each source, whose colours are the same in every chart of all sources."""
+def series(select_points: Mapping[str, Points], **look: Any) -> list[Json]:
+    """Make a curve for each source."""
+    # in colours that are the same in every chart of all sources
     return [
         curve(name, points, colour(place), dash=dash(place), **look)
-        for place, (name, points) in enumerate(points_of.items())
+        for place, (name, points) in enumerate(select_points.items())
     ]
 
 
 def figure(
     parts: Iterable[tuple[Panel, list[Json]]], run: Run | None = None, columns: int = 1, **more: Any
 ) -> Json | None:
-    """A chart of panels and their curves, with the phases and restarts of a run; None without any figure.
-
-    Curves and panels that have no figure are left out.
-    """
+    """Make a chart of the panels and curves that have a figure; None if there are none."""
     panels, curves = list[Json](), list[Json]()
     for panel, of_panel in parts:
         known = [each for each in of_panel if any(value is not None for value in each["y"])]
@@ -163,11 +155,11 @@ def figure(
         -1:
     ]
     chart = {"panels": panels, "curves": curves, "axes": axes, "columns": columns, **more}
-    return chart | (marks_of(run) if run else {})
+    return chart | (make_marks(run) if run else {})
 
 
-def marks_of(run: Run) -> Json:
-    """Where the phases of a run lie, and where an attempt took over, on every axis."""
+def make_marks(run: Run) -> Json:
+    """Mark the phases of a run, and where an attempt took over, on every axis."""
     phases = []
     for index, phase in enumerate(run.phases):
         if rows := run.rows_of(phase):
@@ -184,7 +176,7 @@ def marks_of(run: Run) -> Json:
     return {"phases": phases, "restarts": {"labels": labels, "x": places_of(firsts)}}
 
 
-def rows_part(run: Run, panel: Panel, **look: Any) -> tuple[Panel, list[Json]]:
+def make_rows_part(run: Run, panel: Panel, **look: Any) -> tuple[Panel, list[Json]]:
     """The panel of a figure of logged rows, by phase."""
     return panel, [
         curve(
@@ -199,15 +191,16 @@ def rows_part(run: Run, panel: Panel, **look: Any) -> tuple[Panel, list[Json]]:
     ]
 
 
-def smoothed(run: Run, rows: Sequence[Json], source: str = "") -> Points:
-    """The loss of logged rows, or that of a source in them, smoothed with a half-life of a 150th of the run."""
+def smooth_loss(run: Run, rows: Sequence[Json], source: str = "") -> Points:
+    """Smooth the loss of logged rows, or of a source in them."""
     values = [number(dig(row, "loss_by_source", source) if source else row["loss"]) for row in rows]
+    # half-life: a 150th of the run
     return list(zip(rows, smooth(values, len(run.rows) / 150), strict=True))
 
 
-def loss_part(run: Run, panel: Panel = LOSS, logged: bool = True) -> tuple[Panel, list[Json]]:
-    """The smoothed loss by phase, with the logged one, the rows that no longer count, and the validation loss."""
-    curves = rows_part(run, panel, opacity=0.3)[1] if logged else []
+def make_loss_part(run: Run, panel: Panel = LOSS, logged: bool = True) -> tuple[Panel, list[Json]]:
+    """Make the panel of the loss: smoothed, logged, repeated, and in validation."""
+    curves = make_rows_part(run, panel, opacity=0.3)[1] if logged else []
     for segment in run.segments if logged else ():
         if not segment.kept:
             again = [(row, row["loss"]) for row in segment.rows]
@@ -217,16 +210,17 @@ def loss_part(run: Run, panel: Panel = LOSS, logged: bool = True) -> tuple[Panel
             )
     for index, phase in enumerate(run.phases):
         # one mean for each phase: another mixture has another loss
-        points = smoothed(run, run.rows_of(phase))
+        points = smooth_loss(run, run.rows_of(phase))
         curves.append(curve("Loss, smoothed", points, colour(index), group=phase, width=2.4))
-        validated = points_of(run.rows_of(phase), "valid_loss")
+        validated = select_points(run.rows_of(phase), "valid_loss")
         curves.append(curve("validation loss", validated, VALIDATION, width=1.4, symbol="diamond"))
     return panel, curves
 
 
-def sources_of(run: Run) -> list[str]:
-    """All sources of training and of held-out text: each has its colour on the whole page."""
+def list_sources(run: Run) -> list[str]:
+    """List all sources of training and of held-out text."""
     keys = ("loss_by_source", "valid_loss_by_source", "valid_loss_by_position")
     by_source = [row.get(key) for row in run.rows for key in keys]
     by_source += [record["sources"] for record in run.evals_of("bits_per_byte")]
-    return list(dict.fromkeys(name for each in by_source for name, _ in items_of(each)))
+    # the place of a source is its colour on the whole page
+    return list(dict.fromkeys(name for each in by_source for name, _ in list_items(each)))

@@ -1,13 +1,10 @@
-"""The cards of what was evaluated: CORE and its tasks, bits per byte, code and questions, contamination.
-
-A `core` record that lacks a task has no aggregate: the mean of the others would be another number. Records of
-other protocols, limits or prompts are curves of their own.
-"""
+"""The cards of what was evaluated: CORE and its tasks, bits per byte, code and questions, contamination."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 from evals.core.tasks import NOT_CHOSEN
 from evals.intervals import Z95
@@ -22,28 +19,28 @@ from tools.dashboard.charts import (
     curve,
     dig,
     figure,
-    items_of,
-    loss_part,
-    points_of,
-    rows_part,
+    list_items,
+    list_sources,
+    make_loss_part,
+    make_rows_part,
+    select_points,
     series,
-    sources_of,
 )
 from tools.dashboard.page import (
     DASHES,
     Tile,
     card,
     chart,
-    chart_card,
     colour,
     dash,
     fold,
-    measured,
+    format_figure,
     missing,
     none,
     percent,
     short,
     table,
+    write_chart_card,
 )
 
 TINT, NEUTRAL = "#8667f7", "#8a94a6"  # of CORE, apart from the colours of phases and sources
@@ -55,7 +52,7 @@ PUBLISHED = (  # CORE of other models: v1 and v2 of the baselines (DCLM correcte
 )
 
 
-def where_evaluated(record: Json) -> str:
+def name_checkpoint(record: Json) -> str:
     step = number(record["step"])
     parts = [str(record["phase"] or ""), "" if step is None else f"step {step:,.0f}"]
     return " ".join(filter(None, parts)) or "checkpoint not recorded"
@@ -69,50 +66,53 @@ def around(value: Any, error: Any) -> Interval | None:
     )
 
 
-def interval_of(ends: Any) -> Interval | None:
+def read_interval(ends: Any) -> Interval | None:
     """An interval as a record holds it: [low, high]."""
     known = isinstance(ends, list) and len(ends) == 2 and None not in map(number, ends)
     return (ends[0], ends[1]) if known else None
 
 
-def settings_text(record: Record) -> str:
-    """What two CORE records must share to be compared."""
+def describe_core_settings(record: Record) -> str:
+    """Describe what two CORE records must share to be on one curve."""
     limit = with_current_names(record).get("limit")
     items = f"{limit} items a task" if limit else "all items"
     return ", ".join(str(part) for part in (record["protocol"], items, record["not_core"]) if part)
 
 
-def core_groups(run: Run) -> dict[str, list[Record]]:
+def group_core_records(run: Run) -> dict[str, list[Record]]:
     """The CORE records of each kind of settings, the newest of each checkpoint."""
     groups: dict[str, dict[str, Record]] = {}
     for record in run.evals_of("core"):
         if isinstance(record["tasks"], dict):
-            groups.setdefault(settings_text(record), {})[where_evaluated(record)] = record
+            groups.setdefault(describe_core_settings(record), {})[name_checkpoint(record)] = record
     return {settings: list(records.values()) for settings, records in groups.items()}
 
 
-def core_tile(run: Run) -> Tile:
+def make_core_tile(run: Run) -> Tile:
     records = [
-        record for group in core_groups(run).values() for record, _ in points_of(group, "core_v2")
+        record
+        for group in group_core_records(run).values()
+        for record, _ in select_points(group, "core_v2")
     ]
     last = [Record(), *records][-1]
-    note = f"± {measured(last['core_v2_se'], '.4f')}, v2; {escape(where_evaluated(last))}"
-    return "CORE", measured(last["core_v2"], ".4f"), note
+    note = f"± {format_figure(last['core_v2_se'], '.4f')}, v2; {escape(name_checkpoint(last))}"
+    return "CORE", format_figure(last["core_v2"], ".4f"), note
 
 
-def core_card(run: Run) -> str:
+def write_core_card(run: Run) -> str:
     """CORE above loss and learning rate, and the newest one among published values."""
     curves, rows = list[Json](), list[tuple[float, list[str]]]()
-    for index, (settings, records) in enumerate(core_groups(run).items()):
-        if points := points_of(records, "core_v2"):
+    for index, (settings, records) in enumerate(group_core_records(run).items()):
+        if points := select_points(records, "core_v2"):
             ends = [around(value, record["core_v2_se"]) for record, value in points]
             look: Json = {"symbol": "circle", "dash": DASHES[index % len(DASHES)]}
             curves.append(curve(settings, points, TINT, ends, **look))
             last = points[-1][0]
-            where = f"<b>{escape(where_evaluated(last))}</b> <small>{escape(settings)}</small>"
+            where = f"<b>{escape(name_checkpoint(last))}</b> <small>{escape(settings)}</small>"
             scores = [(last[key], last[f"{key}_se"]) for key in ("core_v1", "core_v2")]
             cells = [
-                f"{measured(score, '.4f')} ± {measured(error, '.4f')}" for score, error in scores
+                f"{format_figure(score, '.4f')} ± {format_figure(error, '.4f')}"
+                for score, error in scores
             ]
             rows.append((number(last["core_v1"]) or 0.0, [where, *cells]))
     if not curves:
@@ -130,65 +130,66 @@ def core_card(run: Run) -> str:
     panel = Panel(
         "CORE", "v2, mean centered accuracy of 22 tasks; bars: 95 %", height=300, form=".4f"
     )
-    loss = loss_part(run, LOSS._replace(height=130), logged=False)
-    drawn = figure([(panel, curves), loss, rows_part(run, RATE)], run, levels=levels)
+    loss = make_loss_part(run, LOSS._replace(height=130), logged=False)
+    drawn = figure([(panel, curves), loss, make_rows_part(run, RATE)], run, levels=levels)
     assert drawn is not None, "there is a curve"
     head = ("± standard error", "CORE v1", "CORE v2")
     listed = table(head, [cells for _, cells in sorted(rows)], "numbers wrap")
     return card("CORE along the run", chart(drawn, f"core-{run.name}") + listed)
 
 
-def tasks_card(run: Run) -> str:
+def write_tasks_card(run: Run) -> str:
     """The tasks of CORE over the checkpoints, and the newest record in full."""
-    groups = list(core_groups(run).values())
+    groups = list(group_core_records(run).values())
     if not groups or not any(record["tasks"] for record in groups[-1]):
         return ""
     records, last = groups[-1], groups[-1][-1]
     parts, levels = list[tuple[Panel, list[Json]]](), list[Json]()
     for task in dict.fromkeys(name for record in records for name in record["tasks"]):
-        if points := points_of(records, "tasks", task, "accuracy"):
+        if points := select_points(records, "tasks", task, "accuracy"):
             if baseline := number(dig(last, "tasks", task, "baseline_v2")):
                 levels.append({"panel": len(parts), "y": baseline / 100, "label": ""})
-            ends = [task_interval(record["tasks"][task]) for record, _ in points]
+            ends = [read_task_interval(record["tasks"][task]) for record, _ in points]
             panel = Panel(task.replace("bigbench_", "bb_"), height=96, form=".3f", zero=False)
             parts.append((panel, [curve("accuracy", points, TINT, ends, symbol="circle")]))
     drawn = figure(parts, columns=4, levels=levels) if len(records) > 1 else None
     body = chart(drawn, f"tasks-{run.name}") if drawn else ""
     title = "Tasks of a toy bundle, not CORE" if last["not_core"] else "CORE by task"
     caption = (
-        f"{escape(where_evaluated(last))}: {escape(settings_text(last))}, seed {escape(str(last['seed']))}. "
+        f"{escape(name_checkpoint(last))}: {escape(describe_core_settings(last))}, seed {escape(str(last['seed']))}. "
         "Accuracy with its interval of 95 %; dashed: guessing. Centered: 0 at guessing, 1 if all is right."
     )
-    return card(title, body + task_table(last) + missing_part(last), caption)
+    return card(title, body + write_task_table(last) + write_missing(last), caption)
 
 
-def task_interval(task: Json) -> Interval | None:
-    return interval_of(task.get("interval")) or around(
+def read_task_interval(task: Json) -> Interval | None:
+    return read_interval(task.get("interval")) or around(
         task.get("accuracy"), task.get("standard_error")
     )
 
 
-def task_table(record: Record) -> str:
+def write_task_table(record: Record) -> str:
     rows = []
     for name, task in record["tasks"].items():
         if isinstance(task, dict):
-            ends = task_interval(task)
-            accuracy = measured(task.get("accuracy"), ".3f")
+            ends = read_task_interval(task)
+            accuracy = format_figure(task.get("accuracy"), ".3f")
             accuracy += f" <small>{ends[0]:.3f} – {ends[1]:.3f}</small>" if ends else ""
             items = f"{short(task.get('n'))} of {short(task.get('n_total'))}"
             name = f"{escape(name)} <small>{short(task.get('shots'))}-shot</small>"
-            guessing = measured(task.get("baseline_v2"), "g", " %")
+            guessing = format_figure(task.get("baseline_v2"), "g", " %")
             others = [
-                measured(task.get(key), ".3f") for key in ("centered_v2", "gold_bits_per_byte")
+                format_figure(task.get(key), ".3f") for key in ("centered_v2", "gold_bits_per_byte")
             ]
             rows.append([name, items, accuracy, guessing, *others])
     head = ("task", "items", "accuracy", "guessing", "centered", "gold bits per byte")
     return fold("The newest record in full", table(head, rows, "numbers wrap")) if rows else ""
 
 
-def missing_part(record: Record) -> str:
-    """The tasks that a record lacks, with their reasons; not those that nobody chose."""
-    absent = {task: why for task, why in items_of(record["missing"]) if why != NOT_CHOSEN}
+def write_missing(record: Record) -> str:
+    """Write the tasks that a record lacks, with their reasons."""
+    # not those that nobody chose
+    absent = {task: why for task, why in list_items(record["missing"]) if why != NOT_CHOSEN}
     if not absent or record["not_core"]:
         return ""
     reasons = escape("".join(f"{task}: {why}\n" for task, why in absent.items()))
@@ -197,91 +198,85 @@ def missing_part(record: Record) -> str:
     )
 
 
-def bits_card(run: Run) -> str:
+def write_bits_card(run: Run) -> str:
     """Bits per byte of held-out text by source."""
     records = run.evals_of("bits_per_byte")
     points = {
-        name: points_of(records, "sources", name, "bits_per_byte") for name in sources_of(run)
+        name: select_points(records, "sources", name, "bits_per_byte") for name in list_sources(run)
     }
-    whole = curve("all sources", points_of(records, "bits_per_byte"), NEUTRAL, symbol="circle")
+    whole = curve("all sources", select_points(records, "bits_per_byte"), NEUTRAL, symbol="circle")
     of_text = Panel(
         "Bits per byte", "held-out text, lower is better", "", 260, ".4f", zero=False, log=True
     )
     drawn = figure([(of_text, [whole, *series(points, symbol="circle")])])
-    return chart_card("Bits per byte", drawn, f"bits-{run.name}")
+    return write_chart_card("Bits per byte", drawn, f"bits-{run.name}")
 
 
-Score = tuple[Record, float, Interval | None]
+class Score(NamedTuple):
+    """A score of a checkpoint, the panel that it is drawn in, and how it was asked."""
+
+    panel: str
+    name: str
+    how: str
+    record: Record
+    value: float | None
+    ends: Interval | None
 
 
-def scores_of(run: Run) -> dict[str, dict[tuple[str, str], list[Score]]]:
-    """Panel -> (name, how it was asked) -> the scores in the order of the run."""
-    groups: dict[str, dict[tuple[str, str], list[Score]]] = {"Code": {}, "Questions": {}}
+def list_scores(run: Run) -> Iterator[Score]:
+    """List the scores of code and of lm-eval's tasks in the order of the run."""
     for record in run.evals_of("code"):
+        words = [record[key] for key in ("protocol", "temperature", "prompt")]
+        how, ends = ", ".join(map(str, filter(None, words))), record["pass@1_plus_interval"]
         value = number(record["pass@1_plus"])
-        if value is not None:
-            how = ", ".join(
-                str(record[key]) for key in ("protocol", "temperature", "prompt") if record[key]
-            )
-            ends = interval_of(record["pass@1_plus_interval"])
-            groups["Code"].setdefault((str(record["dataset"]), how), []).append(
-                (record, value, ends)
-            )
+        yield Score("Code", str(record["dataset"]), how, record, value, read_interval(ends))
     for record in run.evals_of("lm_eval"):
         shots = "own shots" if record["num_fewshot"] is None else f"{record['num_fewshot']}-shot"
-        options = (
-            "chat" if record["chat_template"] else "",
-            "" if record["limit"] is None else f"limit {record['limit']}",
-        )
-        for task, metrics in items_of(record["tasks"]):
-            known = {name.removesuffix(",none"): number(value) for name, value in items_of(metrics)}
-            for name in [n for n in ("acc_norm", "acc") if known.get(n) is not None][:1] or list(
-                known
-            ):
-                score = known[name]
-                if score is not None and not name.endswith("_stderr"):
-                    how = ", ".join(filter(None, (name, shots, *options)))
-                    ends = around(score, known.get(f"{name}_stderr"))
-                    groups["Questions"].setdefault((task, how), []).append((record, score, ends))
-    return groups
+        chat = "chat" if record["chat_template"] else ""
+        limit = "" if record["limit"] is None else f"limit {record['limit']}"
+        for task, metrics in list_items(record["tasks"]):
+            known = {name.removesuffix(",none"): number(v) for name, v in list_items(metrics)}
+            preferred = [name for name in ("acc_norm", "acc") if known.get(name) is not None][:1]
+            for name in preferred or [name for name in known if not name.endswith("_stderr")]:
+                how = ", ".join(filter(None, (name, shots, chat, limit)))
+                ends = around(known[name], known.get(f"{name}_stderr"))
+                yield Score("Questions", task, how, record, known[name], ends)
 
 
-def scores_card(run: Run) -> str:
+def write_scores_card(run: Run) -> str:
     """Code and lm-eval's tasks: curves over checkpoints, and the newest values."""
+    groups: dict[str, dict[tuple[str, str], list[Score]]] = {"Code": {}, "Questions": {}}
+    for score in list_scores(run):
+        if score.value is not None:
+            groups[score.panel].setdefault((score.name, score.how), []).append(score)
     rows, parts = [], []
     units = {"Code": "pass@1, base and plus tests", "Questions": "share right"}
-    for title, scores_by_name in scores_of(run).items():
+    for title, scores_by_name in groups.items():
         curves = []
         for index, ((name, how), scores) in enumerate(scores_by_name.items()):
-            points, ends = (
-                [(record, value) for record, value, _ in scores],
-                [each[2] for each in scores],
-            )
+            points = [(score.record, score.value) for score in scores]
             look: Json = {"symbol": "circle", "dash": dash(index)}
+            ends, last = [score.ends for score in scores], scores[-1]
             curves.append(curve(f"{name} {how}", points, colour(index), ends, **look))
-            where = escape(where_evaluated(points[-1][0]))
-            half = f" ± {50 * (ends[-1][1] - ends[-1][0]):.1f}" if ends[-1] else ""
-            rows.append([escape(name), escape(how), percent(points[-1][1]) + half, where])
+            half = f" ± {50 * (last.ends[1] - last.ends[0]):.1f}" if last.ends else ""
+            where = escape(name_checkpoint(last.record))
+            rows.append([escape(name), escape(how), percent(last.value) + half, where])
         if any(len(each["y"]) > 1 for each in curves):
             parts.append((Panel(title, units[title], "", 200, ".1%"), curves))
+    if not rows:
+        return ""
     drawn = figure(parts)
     body = chart(drawn, f"scores-{run.name}") if drawn else ""
-    return (
-        card(
-            "Code and questions",
-            body + table(("score", "how", "±: 95 %", "checkpoint"), rows, "wrap"),
-        )
-        if rows
-        else ""
-    )
+    head = ("score", "how", "±: 95 %", "checkpoint")
+    return card("Code and questions", body + table(head, rows, "wrap"))
 
 
-def contamination_card(run: Run) -> str:
+def write_contamination_card(run: Run) -> str:
     """What the training text held of the evaluation sets before its documents were dropped."""
     rows, records = dict[tuple[str, str], list[str]](), run.evals_of("contamination")
     for record in records:
         phase = str(record["phase"] or "")
-        for name, counts in items_of(record["benchmarks"]):
+        for name, counts in list_items(record["benchmarks"]):
             items, touched = number(dig(counts, "items")), number(dig(counts, "touched"))
             share = percent(touched / items if items and touched is not None else None, ".2f")
             figures = [short(items), short(touched), share, short(dig(counts, "documents_dropped"))]

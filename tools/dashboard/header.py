@@ -8,9 +8,9 @@ from statistics import median
 from laneformer import LaneformerConfig
 from records.run import Record, Run
 from records.usage import RECENT, duration, money, usage_of
-from tools.dashboard.charts import Json, dig, smoothed
-from tools.dashboard.evaluations import core_tile, where_evaluated
-from tools.dashboard.page import Tile, colour, measured, none, short, tiles, utc
+from tools.dashboard.charts import Json, dig, smooth_loss
+from tools.dashboard.evaluations import make_core_tile, name_checkpoint
+from tools.dashboard.page import Tile, colour, format_figure, none, short, tiles, utc
 
 RISE = 1.0  # nats above the lowest loss of a phase, from which a run has diverged
 QUIET_S = 600  # without a logged step, after which a run is not called training
@@ -18,11 +18,11 @@ QUIET_S = 600  # without a logged step, after which a run is not called training
 
 def header(run: Run, now: float) -> str:
     kind, words = state(run, now)
-    facts = model_facts(run) + [f"git {start['code_version']}" for start in run.attempts[-1:]]
+    facts = list_model_facts(run) + [f"git {start['code_version']}" for start in run.attempts[-1:]]
     if run.rows and run.rows[-1]["x_tokens"] is not None:
         facts.append(f"{short(run.rows[-1]['x_tokens'])} tokens")
     bars = ""
-    for index, (phase, steps) in enumerate(planned_steps(run).items()):
+    for index, (phase, steps) in enumerate(read_planned_steps(run).items()):
         done = max((row["step"] for row in run.rows_of(phase)), default=0)
         label = f"{escape(phase)} <b>{done:,}</b>" + (f" / {steps:,}" if steps else "")
         percent = 100 * min(done / steps, 1) if steps else 100
@@ -35,18 +35,18 @@ def header(run: Run, now: float) -> str:
     return f'<header><div class="title">{title}</div>{note}{progress}</header>'
 
 
-def planned_steps(run: Run) -> dict[str, int | None]:
-    """Steps that each phase is configured for, in the order of the run; None where no config says it."""
+def read_planned_steps(run: Run) -> dict[str, int | None]:
+    """Read the steps of each phase; None where no config says it."""
     return {
         phase: dig(run.configs, phase, "training", "steps") for phase in [*run.phases, *run.configs]
     }
 
 
 def state(run: Run, now: float) -> tuple[str, str]:
-    """(CSS class, words) for where the run stands, from its last logged rows and its configs."""
+    """Describe where the run stands: (CSS class, words)."""
     if not run.rows:
         return "idle", "no step logged yet"
-    row, planned = run.rows[-1], planned_steps(run)
+    row, planned = run.rows[-1], read_planned_steps(run)
     steps = planned[row["phase"]]
     where = f"{row['phase']}, step {row['step']:,}" + (f" of {steps:,}" if steps else "")
     if reason := divergence(run):
@@ -61,11 +61,11 @@ def state(run: Run, now: float) -> tuple[str, str]:
 
 
 def divergence(run: Run) -> str:
-    """How the loss of the newest phase has diverged, or ""."""
+    """Say how the loss of the newest phase has diverged, or ""."""
     rows = run.rows_of(run.rows[-1]["phase"])
     if rows[-1]["loss"] is None and "averaged" not in rows[-1]:
         return "the loss is not a finite number"
-    means = [mean for _, mean in smoothed(run, rows) if mean is not None]
+    means = [mean for _, mean in smooth_loss(run, rows) if mean is not None]
     newest = [row["loss"] for row in rows[-16:] if row["loss"] is not None]
     if not newest:
         return ""
@@ -74,7 +74,7 @@ def divergence(run: Run) -> str:
     return f"the loss rose from {lowest:.2f} to {now:.2f}" if risen else ""
 
 
-def model_facts(run: Run) -> list[str]:
+def list_model_facts(run: Run) -> list[str]:
     flavors = [dig(config, "model", "flavor") for config in run.configs.values()]
     name = f"Laneformer {next(filter(None, flavors), '')}".strip()
     if not run.model:
@@ -89,24 +89,24 @@ def model_facts(run: Run) -> list[str]:
     return [name, f"{short(model.parameter_count()['total'])} parameters", size, lanes]
 
 
-def tiles_of(run: Run) -> str:
+def write_tiles(run: Run) -> str:
     """The newest figures; what has none takes no room."""
     bits, decode = (
         [Record(), *run.evals_of(kind)][-1] for kind in ("bits_per_byte", "decode_speed")
     )
-    where = f"held-out text, {escape(where_evaluated(bits))}"
-    share = measured(decode["percent_of_probe"], ".0f", " % of the memory's limit")
+    where = f"held-out text, {escape(name_checkpoint(bits))}"
+    share = format_figure(decode["percent_of_probe"], ".0f", " % of the memory's limit")
     speed, mfu = recent(run, "tokens_per_s"), recent(run, "mfu")
     entries = [
-        core_tile(run),
-        loss_tile(run),
-        ("bits per byte", measured(bits["bits_per_byte"], ".4f"), where),
+        make_core_tile(run),
+        make_loss_tile(run),
+        ("bits per byte", format_figure(bits["bits_per_byte"], ".4f"), where),
         ("training speed", short(speed), "tokens per second, median"),
-        *usage_tiles(run),
-        ("MFU", measured(mfu, ".1f", " %"), "of the hardware's peak FLOP/s, median"),
+        *make_usage_tiles(run),
+        ("MFU", format_figure(mfu, ".1f", " %"), "of the hardware's peak FLOP/s, median"),
         (
             "decode",
-            measured(decode["tokens_per_s"], ".4g"),
+            format_figure(decode["tokens_per_s"], ".4g"),
             f"tokens per second at batch 1, {share}",
         ),
     ]
@@ -114,23 +114,27 @@ def tiles_of(run: Run) -> str:
 
 
 def recent(run: Run, key: str) -> float | None:
-    """The median of the last rows, which a restart or a slow node does not move."""
+    """Return the median of the last rows."""
     known = [row[key] for row in run.rows[-RECENT:] if row[key] is not None]
+    # a restart or a slow node does not move it
     return median(known) if known else None
 
 
-def loss_tile(run: Run) -> Tile:
-    """The smoothed loss of the newest phase, beside where this phase began: another phase has another text."""
+def make_loss_tile(run: Run) -> Tile:
+    """Make the tile of the smoothed loss of the newest phase."""
     for phase in reversed(run.phases):
-        known = [(row, mean) for row, mean in smoothed(run, run.rows_of(phase)) if mean is not None]
+        known = [
+            (row, mean) for row, mean in smooth_loss(run, run.rows_of(phase)) if mean is not None
+        ]
         if known:
+            # beside where this phase began: another phase has another text
             (first, began), (_, last) = known[0], known[-1]
             note = f"smoothed; {escape(phase)} began with {began:.3f} at step {first['step']:,}"
             return "loss", f"{last:.4f}", note
     return "loss", none(), ""
 
 
-def usage_tiles(run: Run) -> list[Tile]:
+def make_usage_tiles(run: Run) -> list[Tile]:
     if not run.rows or run.rows[-1]["time"] is None:
         return []
     usage = usage_of(run)

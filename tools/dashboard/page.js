@@ -127,7 +127,7 @@ function layoutOf(chart, state, width) {
       tickformat: panel.form.endsWith('%') ? '.0%' : '', type: panel.log && state.scale === 'log' ? 'log' : 'linear',
     };
     if (grid) layout[axisOf('x', i)] = xaxisOf(chart, state, [left, (column + 1) / columns], nth('y', i));
-    const long = panel.title.length + panel.unit.length > 40;
+    const long = panel.title.length + panel.unit.length > 44;
     const unit = width < 600 && long ? '' : panel.unit;
     layout.annotations.push({
       x: left, y: domain[1], xref: 'paper', yref: 'paper', xanchor: 'left', yanchor: 'bottom', yshift: 3,

@@ -1,8 +1,6 @@
 """The page kit: cards, tables and number formats of an HTML page; page.css is their style, page.js draws the charts.
 
-A page is one file that loads nothing: the policy in its head makes the browser refuse the network. Text,
-grid and background take their colours from the style sheet, in a light and a dark theme; PALETTE is for
-colours with a meaning.
+Text, grid and background take their colours from the style sheet; PALETTE is for colours with a meaning.
 """
 
 from __future__ import annotations
@@ -25,8 +23,9 @@ STYLE, SCRIPT = (
 )
 
 
-def html_page(title: str, body: str, library: str) -> str:
-    """A whole page around the inner HTML of <main>. library: plotly.js."""
+def write_html(title: str, body: str, library: str) -> str:
+    """Write a whole page around the inner HTML of <main>. library: plotly.js."""
+    # one file that loads nothing: the browser refuses the network
     policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>
@@ -51,7 +50,9 @@ def card(title: str, body: str, caption: str = "") -> str:
     return f'<section class="card"><h2>{escape(title)}</h2>{body}{below}</section>'
 
 
-def chart_card(title: str, content: dict[str, Any] | None, name: str, caption: str = "") -> str:
+def write_chart_card(
+    title: str, content: dict[str, Any] | None, name: str, caption: str = ""
+) -> str:
     """The card of a chart alone; "" without any figure."""
     return card(title, chart(content, name), caption) if content else ""
 
@@ -76,26 +77,21 @@ def tiles(entries: Iterable[Tile]) -> str:
 
 
 def table(head: Iterable[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
-    """Cells are HTML. kind: "numbers" aligns all columns but the first to the right, "wrap"
-    breaks lines in cells.
-    """
+    """Write a table of HTML cells. kind: "numbers" (all but the first to the right), "wrap"."""
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     top = "".join(f"<th>{escape(title)}</th>" for title in head)
     return f'<div class="scroll"><table class="{kind}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def chart(content: dict[str, Any], name: str) -> str:
-    """A chart (tools/dashboard/charts.py) under its legend and buttons, which the page's script makes.
-
-    It is an empty element named `name`, and beside it the JSON that the script draws into it.
-    """
+    """Write a chart under its legend and buttons: an empty element, and the JSON that the script draws into it."""
     # whatever a name holds, it must not end the element that it stands in
     text = json.dumps(content, allow_nan=False).replace("<", "\\u003c")
     place = f'<div id="{escape(name)}"></div><script type="application/json">{text}</script>'
     return f'<div class="figure"><div class="tools"></div><div class="chart">{place}</div></div>'
 
 
-def measured(value: Any, form: str, unit: str = "") -> str:
+def format_figure(value: Any, form: str, unit: str = "") -> str:
     """A figure as text, or "not measured"."""
     known = number(value)
     return none() if known is None else f"{known:{form}}{unit}"
@@ -114,7 +110,7 @@ def short(value: Any) -> str:
 def percent(share: Any, form: str = ".1f") -> str:
     """A share of 1 in percent."""
     known = number(share)
-    return measured(known and 100 * known, form, " %")
+    return format_figure(known and 100 * known, form, " %")
 
 
 def utc(seconds: Any) -> str:
@@ -123,7 +119,7 @@ def utc(seconds: Any) -> str:
 
 
 def code(value: Any) -> str:
-    """A hash or path in monospace; long hexadecimal is cut, the whole of it is in the tooltip."""
+    """Write a hash or path in monospace; long hexadecimal is cut."""
     if value is None or value == "":
         return none("not recorded")
     text = str(value)

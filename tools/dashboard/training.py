@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -19,16 +20,17 @@ from tools.dashboard.charts import (
     curve,
     dig,
     figure,
-    loss_part,
+    list_items,
+    list_sources,
+    make_loss_part,
+    make_rows_part,
     places_of,
-    points_of,
-    rows_part,
+    select_points,
     series,
-    smoothed,
-    sources_of,
+    smooth_loss,
 )
-from tools.dashboard.evaluations import where_evaluated
-from tools.dashboard.page import card, chart_card, code, colour, fold, missing, table, utc
+from tools.dashboard.evaluations import name_checkpoint
+from tools.dashboard.page import card, code, colour, fold, missing, table, utc, write_chart_card
 
 LISTED = 40  # incidents
 TROUBLE = re.compile(
@@ -54,42 +56,45 @@ READING = (
 )
 
 
-def training_card(run: Run) -> str:
-    parts = [loss_part(run), *(rows_part(run, panel) for panel in TRAINING)]
+def write_training_card(run: Run) -> str:
+    parts = [make_loss_part(run), *(make_rows_part(run, panel) for panel in TRAINING)]
     caption = f"{count(len(run.rows), 'logged step')}. {READING}"
     if again := sum(len(segment.rows) for segment in run.segments if not segment.kept):
         caption += f" Dotted: {count(again, 'step')} that a restart or roll-back repeated."
-    drawn = figure(parts, run, events=events_of(run))
-    return chart_card("Training", drawn, f"training-{run.name}", caption)
+    drawn = figure(parts, run, events=make_event_marks(run))
+    return write_chart_card("Training", drawn, f"training-{run.name}", caption)
 
 
 def count(number_of: int, thing: str) -> str:
     return f"{number_of:,} {thing}{'' if number_of == 1 else 's'}"
 
 
-def sources_card(run: Run) -> str:
+def write_sources_card(run: Run) -> str:
     """Loss by source, in training and on held-out windows."""
     trained, validated = dict[str, Points](), dict[str, Points]()
-    for name in sources_of(run):
-        means = [each for phase in run.phases for each in smoothed(run, run.rows_of(phase), name)]
+    for name in list_sources(run):
+        means = [
+            each for phase in run.phases for each in smooth_loss(run, run.rows_of(phase), name)
+        ]
         trained[name] = [(row, mean) for row, mean in means if mean is not None]
-        validated[name] = points_of(run.rows, "valid_loss_by_source", name)
+        validated[name] = select_points(run.rows, "valid_loss_by_source", name)
     look: Json = {"height": 200, "form": ".4f", "zero": False, "log": True}
     held_out = Panel("Validation loss by source", "the same windows each time", **look)
     parts = [
         (Panel("Training loss by source", "nats per token, smoothed", **look), series(trained)),
         (held_out, series(validated, symbol="diamond")),
     ]
-    return chart_card("Loss by source", figure(parts, run), f"sources-{run.name}")
+    return write_chart_card("Loss by source", figure(parts, run), f"sources-{run.name}")
 
 
-def positions_card(run: Run) -> str:
-    """What more context is worth: the newest validation by position, beside the first one of its phase."""
+def write_positions_card(run: Run) -> str:
+    """Write what more context is worth."""
     rows = [row for row in run.rows if row["valid_loss_by_position"]]
     if not rows:
         return ""
+    # the newest validation beside the first one of its phase
     last, first = rows[-1], next(row for row in rows if row["phase"] == rows[-1]["phase"])
-    places, curves, octaves = sources_of(run), list[Json](), set[int]()
+    places, curves, octaves = list_sources(run), list[Json](), set[int]()
     for row, look in ((last, {"symbol": "circle"}), (first, {"dash": "dot", "opacity": 0.6})):
         for name, losses in row["valid_loss_by_position"].items():
             points: Points = [({}, loss) for loss in losses.values()]
@@ -105,19 +110,19 @@ def positions_card(run: Run) -> str:
         "with its own dotted curve."
     )
     drawn = figure([(panel, curves)], categories=list(map(str, sorted(octaves))))
-    return chart_card("Loss by position", drawn, f"positions-{run.name}", caption)
+    return write_chart_card("Loss by position", drawn, f"positions-{run.name}", caption)
 
 
-def machine_card(run: Run) -> str:
-    drawn = figure([rows_part(run, panel) for panel in MACHINE], run)
+def write_machine_card(run: Run) -> str:
+    drawn = figure([make_rows_part(run, panel) for panel in MACHINE], run)
     caption = (
         "Waiting and memory are rank 0's; checkpoint seconds stand in the first row after the save."
     )
-    return chart_card("Statistics and machine", drawn, f"machine-{run.name}", caption)
+    return write_chart_card("Statistics and machine", drawn, f"machine-{run.name}", caption)
 
 
-def event_groups(run: Run) -> list[list[Record]]:
-    """Events of all ranks that are one: of the same kind and text at the same place of the same attempt."""
+def group_events(run: Run) -> list[list[Record]]:
+    """Group events of all ranks that are one."""
     groups: dict[tuple[str, ...], list[Record]] = {}
     for event in run.events:
         key = tuple(str(event[name]) for name in ("phase", "attempt", "x_step", "kind", "text"))
@@ -126,7 +131,7 @@ def event_groups(run: Run) -> list[list[Record]]:
 
 
 def is_trouble(event: Record) -> bool:
-    """Whether its kind sounds like trouble, or it has an exit code that no run should end with."""
+    """Tell whether an event is trouble, by its kind or exit code."""
     return bool(TROUBLE.search(str(event["kind"]).lower())) or event["code"] not in (
         None,
         DONE,
@@ -134,8 +139,8 @@ def is_trouble(event: Record) -> bool:
     )
 
 
-def text_of(event: Record) -> str:
-    """The text or reason of an event, else its other facts."""
+def describe_event(event: Record) -> str:
+    """Return the text or reason of an event, else its other facts."""
     facts = {key: value for key, value in event.items() if key not in PLACES and value is not None}
     listed = ", ".join(
         f"{key} {v if isinstance(v, str) else json.dumps(v)}" for key, v in facts.items()
@@ -143,29 +148,29 @@ def text_of(event: Record) -> str:
     return str(event["text"] or event["reason"] or listed)
 
 
-def events_of(run: Run) -> list[Json]:
+def make_event_marks(run: Run) -> list[Json]:
     """Faults, roll-backs and starts, as marks above the loss."""
     marks = []
-    for first, *more in event_groups(run):
+    for first, *more in group_events(run):
         if first["x_step"] is not None:
             times = f", {len(more) + 1} times" if more else ""
-            text = f"{first['kind']}, step {first['x_step']:,.0f}{times}<br>{escape(text_of(first)[:300])}"
+            text = f"{first['kind']}, step {first['x_step']:,.0f}{times}<br>{escape(describe_event(first)[:300])}"
             marks.append({"x": places_of([first]), "text": text, "trouble": is_trouble(first)})
     return marks
 
 
-def incidents_card(run: Run) -> str:
+def write_incidents_card(run: Run) -> str:
     """The events of the run, the newest first; trouble is red."""
     rows = []
-    for first, *more in reversed(event_groups(run)):
+    for first, *more in reversed(group_events(run)):
         kind = str(first["kind"] or "event").removeprefix("supervisor_").replace("_", " ")
         times = f" <small>{len(more) + 1} times</small>" if more else ""
         hosts = ", ".join(
             sorted({str(event["host"]) for event in (first, *more) if event["host"]})[:3]
         )
         name = (missing if is_trouble(first) else escape)(kind) + times
-        where = where_evaluated(first) if first["step"] is not None else str(first["phase"])
-        rows.append([utc(first["time"]), name, *map(escape, (where, hosts, text_of(first)))])
+        where = name_checkpoint(first) if first["step"] is not None else str(first["phase"])
+        rows.append([utc(first["time"]), name, *map(escape, (where, hosts, describe_event(first)))])
     if not rows:
         return ""
     head = ("time (UTC)", "event", "where", "host", "what")
@@ -173,8 +178,8 @@ def incidents_card(run: Run) -> str:
     return card("Incidents", table(head, rows[:LISTED], "events"), caption)
 
 
-def provenance_card(run: Run) -> str:
-    """Where the figures come from: data, tokenizer and code by hash, the starts of the job, settings by phase."""
+def write_provenance_card(run: Run) -> str:
+    """Write where the figures come from."""
     sources: tuple[tuple[str, Sequence[Record], str], ...] = (
         ("tokenizer", run.evals, "tokenizer_sha256"),
         ("evaluation data", run.evals, "data_sha256"),
@@ -197,34 +202,28 @@ def provenance_card(run: Run) -> str:
         if each
     ]
     body = table(("identity", "sha256 or version"), rows, "wrap") if rows else ""
-    names = sorted(
-        {
-            (section, key)
-            for config in run.configs.values()
-            for section, values in config.items()
-            if isinstance(values, dict)
-            for key in values
-        }
-    )
+    configs = run.configs.values()
+    names = set[tuple[str, str]]()
+    for section, values in itertools.chain(*map(list_items, configs)):
+        names |= {(section, key) for key, _ in list_items(values)}
     cells = [
-        [escape(".".join(name)), *(code(dig(config, *name)) for config in run.configs.values())]
-        for name in names
+        [escape(".".join(name)), *(code(dig(config, *name)) for config in configs)]
+        for name in sorted(names)
     ]
-    body += (
-        fold("Settings of the job by phase", table(("setting", *run.configs), cells))
-        if cells
-        else ""
-    )
+    settings = table(("setting", *run.configs), cells)
+    body += fold("Settings of the job by phase", settings) if cells else ""
     return card("Provenance", body) if body else ""
 
 
-def overlay_card(runs: Sequence[Run]) -> str:
+def write_overlay_card(runs: Sequence[Run]) -> str:
     """The smoothed losses of several runs over each other, and their validation losses."""
     curves = []
     for index, run in enumerate(runs):
         look: Json = {"group": run.name, "width": 1.5}
         tint, rows = colour(index), run.rows
-        curves.append(curve(run.name, smoothed(run, rows), tint, **look))
+        curves.append(curve(run.name, smooth_loss(run, rows), tint, **look))
         name = f"{run.name}, validation"
-        curves.append(curve(name, points_of(rows, "valid_loss"), tint, symbol="diamond", **look))
-    return chart_card("Loss of all runs, smoothed", figure([(LOSS, curves)]), "comparison")
+        curves.append(
+            curve(name, select_points(rows, "valid_loss"), tint, symbol="diamond", **look)
+        )
+    return write_chart_card("Loss of all runs, smoothed", figure([(LOSS, curves)]), "comparison")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from evals.code.sandbox import why_not
+from evals.code.sandbox import find_obstacle
 
-missing = why_not()
+missing = find_obstacle()
 needs_sandbox = pytest.mark.skipif(bool(missing), reason=f"no sandbox here: {missing}")
 
 

@@ -12,7 +12,7 @@ from evals.code.__main__ import is_chat
 from evals.code.answers import INSTRUCTION, Sampling, collect
 from evals.code.score import open_dataset
 from evals.items import Partial
-from evals.scorer import Source, fast_tokenizer, open_scorer
+from evals.scorer import Source, load_tokenizer, open_scorer
 from records.files import read_lines
 from tests.evals.code.code_assets import PROBLEMS, write_dataset
 from tests.evals.code.conftest import Endpoint
@@ -56,11 +56,11 @@ def test_answers_of_an_endpoint(endpoint, tmp_path, monkeypatch):
     assert {body["seed"] for body in endpoint.seen} == {row["seed"] for row in rows}
     completions = collect_from(endpoint, tmp_path, chat=False, of="completions")
     last = endpoint.seen[-1]
-    assert (last["path"], last["stop"][0]) == ("/v1/completions", "\ndef "), (
-        "the four likeliest stops"
-    )
+    # the four likeliest stops
+    assert (last["path"], last["stop"][0]) == ("/v1/completions", "\ndef ")
     assert completions[0]["answer"] == PROBLEMS[0]["canonical_solution"]  # up to the stop string
-    assert completions[0]["finish_reason"] == "stop", "which the endpoint did not know"
+    # which the endpoint did not know
+    assert completions[0]["finish_reason"] == "stop"
 
 
 def test_a_run_continues_where_it_ended(endpoint, tmp_path):
@@ -110,7 +110,7 @@ def test_a_refusal_is_not_asked_again(endpoint, tmp_path):
 
 def test_the_engine_answers_chats(folder):
     scorer, turns = open_scorer(folder, Source()), [{"role": "user", "content": "double it"}]
-    template = fast_tokenizer(folder).apply_chat_template
+    template = load_tokenizer(folder).apply_chat_template
     ids = template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
     new = scorer.engine.generate(ids, max_new_tokens=12, temperature=0.9, seed=11)
     text = scorer.text_after(ids, [id_ for id_ in new if id_ != 2])

@@ -73,7 +73,8 @@ def test_the_command(endpoint, tmp_path):
     figures = {task: (row["n"], row["a"], row["b"]) for task, row in tasks.items()}
     assert figures == dict.fromkeys(("humaneval", "humaneval+"), (3, 1, 1))
     outputs = (tmp_path / "cache/expected" / open_dataset(path).md5).iterdir()
-    assert len([*outputs]) == 2 * 3, "of base and plus tests"
+    # of base and plus tests
+    assert len([*outputs]) == 2 * 3
     for sample in read_lines(tmp_path / "r/samples.jsonl"):
         assert sample["solution"].startswith("def ")
         assert (sample["rule"], sample["base"], sample["plus"]) == ("block", "pass", "pass")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from evals.code.inputs import CHANGE_OF, arguments_of
+from evals.code.inputs import CHANGE_OF, convert_arguments
 from evals.code.oracle import Oracle
 
 EVALPLUS = Path(sys.prefix) / "evalplus"
@@ -85,8 +85,8 @@ def test_the_rules_by_hand():
         ]
         assert verdicts == [True] * len(right) + [False] * len(wrong), (dataset, name, expected)
     for task, sent, taken in INPUTS:
-        assert repr(arguments_of(f"Mbpp/{task}", [sent])) == repr([taken]), task
-    assert arguments_of("HumanEval/2", [[[1]]]) == [[[1]]]
+        assert repr(convert_arguments(f"Mbpp/{task}", [sent])) == repr([taken]), task
+    assert convert_arguments("HumanEval/2", [[[1]]]) == [[[1]]]
 
 
 @needs_evalplus
@@ -123,4 +123,4 @@ def test_inputs_of_mbpp():
         cases.append((f"Mbpp/{task}", shapes.get(task) or [[lists, lists]]))
     wanted = theirs([json.dumps({"task": task, "inputs": inputs}) for task, inputs in cases])
     for (task, inputs), text in zip(cases, wanted, strict=True):
-        assert repr(arguments_of(task, inputs)) == text, task
+        assert repr(convert_arguments(task, inputs)) == text, task

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from evals.code import sandbox, system_calls
-from evals.code.sandbox import find_sandbox, system_call_filter
+from evals.code.sandbox import build_filter, find_sandbox
 from tests.evals.code.code_assets import needs_sandbox
 
 SOURCE = Path(sandbox.__file__).parent
@@ -23,13 +23,13 @@ import json, platform, sys
 sys.path.insert(0, FOLDER)
 from evals.code import sandbox, solution
 from pathlib import Path
-if reason := sandbox.why_not():
+if reason := sandbox.find_obstacle():
     sys.exit(reason)
 Path(FOLDER, "own").mkdir(mode=0o755)
-Path(FOLDER, "own/filter").write_bytes(sandbox.system_call_filter(platform.machine()))
+Path(FOLDER, "own/filter").write_bytes(sandbox.build_filter(platform.machine()))
 request = {
-    "sandbox": sandbox.sandbox_options([]), "filter": FOLDER + "/own/filter",
-    "runner": sandbox.as_nobody([sys.executable, "-I", "-c", Path(FOLDER, "evals/code/runner.py").read_text()]),
+    "sandbox": sandbox.build_sandbox([]), "filter": FOLDER + "/own/filter",
+    "runner": sandbox.wrap_as_nobody([sys.executable, "-I", "-c", Path(FOLDER, "evals/code/runner.py").read_text()]),
     "limits": {"memory_bytes": 200 * 2**20, "threads": 16, "cpu_s": 60},
 }
 if LOOP:
@@ -197,7 +197,8 @@ def test_a_solution_dies_with_its_judge(open_folder, user, loop):
     left = below & parents().keys()
     for pid in left:
         os.kill(pid, signal.SIGKILL)
-    assert not left, "runs on without its judge"
+    # runs on without its judge
+    assert not left
 
 
 @needs_sandbox
@@ -226,4 +227,4 @@ def test_no_sandbox_no_run(monkeypatch):
 
 def test_an_unknown_processor_is_refused():
     with pytest.raises(ValueError, match=r"no sandbox on riscv64: .* known on x86_64, aarch64"):
-        system_call_filter("riscv64")
+        build_filter("riscv64")

@@ -41,7 +41,8 @@ def test_a_data_set_is_known_by_its_content(tmp_path):
     dataset = open_dataset(path)
     assert (dataset.name, len(dataset.problems)) == ("humaneval", 4)
     assert dataset.version == f"unknown, 4 problems, md5 {dataset.md5}"
-    assert dataset.problems[3]["base_input"] == [[math.inf]], "as in MBPP+"
+    # as in MBPP+
+    assert dataset.problems[3]["base_input"] == [[math.inf]]
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
     assert open_dataset(tmp_path / "d.jsonl.gz") == dataset
 

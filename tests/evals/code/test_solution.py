@@ -110,7 +110,8 @@ def test_a_function_is_defined_whatever_stands_around_it():
     twice = runner.define_function(
         f"{ADD}\nimport functools\nadd = functools.cache(add)\ncopy = add", "add"
     )
-    assert hasattr(twice, "cache_info"), "what binds the function again is no example"
+    # what binds the function again is no example
+    assert hasattr(twice, "cache_info")
     for needed, name in NEEDED:
         for program in (f"{needed}\n\n{ADD}", f"{ADD}\n\n{needed}"):
             assert name in runner.define_function(program, "add").__globals__

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from evals.core.evaluate import VERSIONS, aggregate, center_accuracy, task_figures
+from evals.core.evaluate import VERSIONS, aggregate, center_accuracy, summarize_task
 from evals.core.tasks import TASKS
 from evals.intervals import Z95, wilson
 from tests.evals.core.core_assets import task
@@ -22,7 +22,7 @@ CORE = (0.4334530946631591, 0.41524569073374634)
 
 
 def figures_of(accuracies: dict[str, float], error: float = 0.0) -> dict[str, dict[str, Any]]:
-    """What `aggregate` reads, as task_figures would give it."""
+    """What `aggregate` reads, as summarize_task would give it."""
     given = {t.label: t for t in TASKS if t.label in accuracies}
     return {
         label: {f"centered_{v}": center_accuracy(t, accuracies[label], v) for v in VERSIONS}
@@ -31,21 +31,21 @@ def figures_of(accuracies: dict[str, float], error: float = 0.0) -> dict[str, di
     }
 
 
-def named(accuracies: tuple[float, ...]) -> dict[str, float]:
+def name_tasks(accuracies: tuple[float, ...]) -> dict[str, float]:
     return dict(zip([t.label for t in TASKS], accuracies, strict=True))
 
 
 def test_core_of_published_accuracies():
-    got = aggregate(figures_of(named(GEMMA_2B)))
+    got = aggregate(figures_of(name_tasks(GEMMA_2B)))
     # 22 float64 values below 1 and their mean: 1e-12 is thousands of roundings of 1e-16
     assert (got["core_v1"], got["core_v2"]) == pytest.approx(CORE, abs=1e-12)
     # planted: with one answer more of copa's 100 it is another number
-    more = named(GEMMA_2B) | {"copa": GEMMA_2B[5] + 0.01}
+    more = name_tasks(GEMMA_2B) | {"copa": GEMMA_2B[5] + 0.01}
     assert abs(aggregate(figures_of(more))["core_v1"] - CORE[0]) > 1e-4
 
 
 def test_categories_are_means_of_their_tasks():
-    got = aggregate(figures_of(named(GEMMA_2B)))["categories"]
+    got = aggregate(figures_of(name_tasks(GEMMA_2B)))["categories"]
     reading = [0.5436140298843384, 0.4256545305252075, (0.7492354512214661 - 0.62) / 0.38]
     assert got["reading"]["centered_v1"] == pytest.approx(sum(reading) / 3, abs=1e-12)
     assert {name: c["tasks"] for name, c in got.items()} == {
@@ -59,7 +59,7 @@ def test_categories_are_means_of_their_tasks():
 
 def test_a_missing_task_leaves_no_core():
     for label in ("squad", "copa"):
-        accuracies = named(GEMMA_2B)
+        accuracies = name_tasks(GEMMA_2B)
         del accuracies[label]
         core = aggregate(figures_of(accuracies))
         assert [core[name] for name in ("core_v1", "core_v2", "core_v1_se", "core_v2_se")] == [
@@ -82,7 +82,7 @@ def test_standard_errors_by_hand():
     """0 of 4 was "± 0.0000"."""
     for right, count in ((0, 4), (4, 4), (3000, 10_000), (3, 4)):
         given = answers({"": [i < right for i in range(count)]})
-        figures = task_figures(task("commonsense_qa"), given, n_total=1221)
+        figures = summarize_task(task("commonsense_qa"), given, n_total=1221)
         low, high = figures["interval"]
         assert figures["accuracy"] == right / count
         assert 0 <= low < high <= 1
@@ -96,12 +96,12 @@ def test_standard_errors_by_hand():
     assert (figures["n"], figures["n_total"], figures["shots"]) == (4, 1221, 10)
     # each error divided by 1 - baseline, then root of the sum of squares over 22
     errors = [0.01 / (1 - t.baseline_v2 / 100) for t in TASKS]
-    got = aggregate(figures_of(named(GEMMA_2B), error=0.01))
+    got = aggregate(figures_of(name_tasks(GEMMA_2B), error=0.01))
     assert got["core_v2_se"] == pytest.approx(math.sqrt(sum(e * e for e in errors)) / 22, rel=1e-12)
 
 
 def test_groups_weigh_the_same_whatever_their_size():
-    figures = task_figures(
+    figures = summarize_task(
         task("jeopardy"), answers({"science": [True], "words": [True] + [False] * 3}), n_total=2117
     )
     assert figures["accuracy"] == pytest.approx((1 + 0.25) / 2, rel=1e-15)

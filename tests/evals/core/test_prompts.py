@@ -9,12 +9,12 @@ from evals.core.prompts import (
     Item,
     Protocol,
     Unscorable,
-    answer_spans,
     crop_prompt,
-    dclm_examples,
+    draw_dclm_examples,
+    draw_nanochat_examples,
     items,
-    nanochat_examples,
-    nanochat_order,
+    locate_answers,
+    order_rows,
     space_evenly,
 )
 from evals.core.tasks import Row
@@ -52,7 +52,7 @@ class Words(Letters):
         return "".join(self.words[i] for i in ids)
 
 
-def asked(
+def ask(
     label: str, rows: list[Row], protocol: Protocol, most: int | None = None, **changed: int
 ) -> list[Item]:
     return list(items(replace(task(label), **changed), rows, protocol, Letters(), LONG, most))
@@ -69,40 +69,39 @@ def read(prompt: Prompt) -> tuple[str, str]:
 
 
 def test_nanochat_choices_are_fixed():
-    assert nanochat_order(10, None) == [0, 3, 7, 2, 1, 6, 4, 5, 8, 9]
-    assert nanochat_order(10, 3) == [0, 3, 7]
-    assert [nanochat_examples(i, 12, 3) for i in range(4)] == [
+    assert order_rows(10, None) == [0, 3, 7, 2, 1, 6, 4, 5, 8, 9]
+    assert order_rows(10, 3) == [0, 3, 7]
+    assert [draw_nanochat_examples(i, 12, 3) for i in range(4)] == [
         [8, 2, 1],
         [7, 9, 8],
         [9, 8, 10],
         [2, 7, 5],
     ]
-    assert nanochat_examples(5, 500, 10) == [39, 143, 234, 458, 13, 25, 53, 245, 247, 352]
+    assert draw_nanochat_examples(5, 500, 10) == [39, 143, 234, 458, 13, 25, 53, 245, 247, 352]
 
 
 def test_dclm_choices_are_fixed():
     chosen = [[3, 4, 5], [0, 4, 5], [0, 1, 5], [1, 4, 5], [0, 1, 5], [0, 3, 4]]
-    assert [list(examples) for examples in dclm_examples(6, 3)] == chosen
+    assert [list(examples) for examples in draw_dclm_examples(6, 3)] == chosen
     last = [386, 302, 881, 1683, 565, 1526, 1813, 539, 221, 1855]
-    assert [list(examples) for examples in dclm_examples(2117, 10)][2116] == last
+    assert [list(examples) for examples in draw_dclm_examples(2117, 10)][2116] == last
     for count, shots in [(32, 10), (230, 3), (11, 10), (300, 0)]:
-        for index, examples in enumerate(dclm_examples(count, shots)):
+        for index, examples in enumerate(draw_dclm_examples(count, shots)):
             assert index not in examples
             assert len(examples) == shots
 
 
 def test_too_few_examples():
     with pytest.raises(Unscorable, match="needs 10 other rows as examples, but only 6 rows"):
-        asked("bigbench_operators", TEXT_ROWS, "nanochat")
-    assert all(len(chosen) == 5 for chosen in dclm_examples(6, 10)), (
-        "dclm shows as many as there are"
-    )
+        ask("bigbench_operators", TEXT_ROWS, "nanochat")
+    # dclm shows as many as there are
+    assert all(len(chosen) == 5 for chosen in draw_dclm_examples(6, 10))
 
 
 def test_a_subset_of_dclm_has_the_prompts_of_the_whole():
-    whole = asked("jeopardy", TEXT_ROWS, "dclm")
+    whole = ask("jeopardy", TEXT_ROWS, "dclm")
     assert [item.group for item in whole] == ["odd"] * 3 + ["even"] * 3
-    part = asked("jeopardy", TEXT_ROWS, "dclm", most=3)
+    part = ask("jeopardy", TEXT_ROWS, "dclm", most=3)
     assert [item.group for item in part] == ["odd", "even", "even"]
     assert all(item in whole for item in part)
     assert space_evenly(10, 4) == {0, 2, 5, 7}
@@ -181,7 +180,7 @@ TEXTS = [
 
 def test_texts_of_each_protocol_and_type():
     for protocol, label, rows, changed, gold, texts in TEXTS:
-        item = asked(label, rows, protocol, **changed)[0]
+        item = ask(label, rows, protocol, **changed)[0]
         assert [read(p) for p in item.prompts] == texts, (protocol, label)
         assert item.gold == gold
         for (
@@ -204,10 +203,10 @@ def test_answer_spans_by_hand():
         ("multiple_choice", [[1, 5, 6], [1, 5]], [2, 2]),  # one is the other's start
         ("schema", [[1, 5, 6, 7, 9], [1, 8, 7, 9]], [3, 2]),
     ):
-        assert answer_spans(prompts, kind) == [*map(Prompt, prompts, starts)]
+        assert locate_answers(prompts, kind) == [*map(Prompt, prompts, starts)]
     # the second: the answer's first letters joined the token before them
     for context in ([1, 4], [1, 4, 3]):
-        assert answer_spans([context, [1, 4, 5, 6]], "language_modeling") == [
+        assert locate_answers([context, [1, 4, 5, 6]], "language_modeling") == [
             Prompt([1, 4, 5, 6], 2)
         ]
 
@@ -219,7 +218,7 @@ def test_answer_spans_by_hand():
 @pytest.mark.parametrize("protocol", ["nanochat", "dclm"])
 def test_a_prompt_too_long_loses_its_beginning(protocol, label):
     rows = ROWS[task(label).type]
-    whole = asked(label, rows, protocol)
+    whole = ask(label, rows, protocol)
     limit = max(len(p.ids) - p.start for item in whole for p in item.prompts) + 4
     short = list(items(task(label), rows, protocol, Letters(), limit))
     assert any(len(p.ids) > limit for item in whole for p in item.prompts)
@@ -227,7 +226,8 @@ def test_a_prompt_too_long_loses_its_beginning(protocol, label):
         assert after.gold == before.gold
         for long, cut in zip(before.prompts, after.prompts, strict=True):
             assert cut.ids == long.ids[-limit:]
-            assert cut.ids[cut.start :] == long.ids[long.start :], "the answer is whole"
+            # the answer is whole
+            assert cut.ids[cut.start :] == long.ids[long.start :]
     with pytest.raises(Unscorable, match="tokens does not fit into"):
         list(items(task(label), rows, protocol, Letters(), limit - 4))
 

@@ -35,7 +35,7 @@ def test_public_files():
     bundle = Bundle(eval_data())
     counts = {t.label: len(bundle.rows(t)) for t in bundle.tasks if bundle.missing(t) is None}
     assert counts == ROWS_OF_PUBLIC_FILES
-    chosen, missing = bundle.chosen([t.label for t in TASKS])
+    chosen, missing = bundle.choose([t.label for t in TASKS])
     assert len(chosen) == 20
     assert list(missing) == ["squad", "coqa"]
 

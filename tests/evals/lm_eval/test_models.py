@@ -12,9 +12,9 @@ import langdetect
 import numpy as np
 import pytest
 
-from evals.lm_eval.__main__ import Questions, main, prompt_figures
+from evals.lm_eval.__main__ import Questions, main, summarize_prompts
 from evals.lm_eval.tasks import expand_tasks
-from evals.scorer import LOCAL, Answer, Source, fast_tokenizer
+from evals.scorer import LOCAL, Answer, Source, load_tokenizer
 from evals.scorer.engine import EngineScorer
 from records.evals import About
 from records.items import read_items
@@ -103,7 +103,7 @@ def test_bos_is_a_choice_and_in_a_conversation_the_templates(model, hf_dir, tmp_
     )
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer | {"post_processor": None}))
-    bare = fast_tokenizer(folder)
+    bare = load_tokenizer(folder)
     assert bare.encode("x") == plain_ids
     for each in (model.tokenizer, bare):
         monkeypatch.setattr(model, "tokenizer", each)
@@ -120,7 +120,8 @@ def test_bos_is_a_choice_and_in_a_conversation_the_templates(model, hf_dir, tmp_
             [*turns, {"role": "assistant", "content": "It is"}], False
         )
         assert given == asked + "It is"
-    assert model.tok_encode("<s>" + asked)[:2].count(bos) == 1, "a template may write it"
+    # a template may write it
+    assert model.tok_encode("<s>" + asked)[:2].count(bos) == 1
     assert bos not in model.tok_encode("x")
 
 
@@ -145,7 +146,7 @@ def test_prompts_that_do_not_fit_are_cut_with_a_warning_and_counted(hf_dir, mode
         view = SimpleNamespace(
             max_length=length, scoring_room=length + 1, tok_encode=model.tok_encode
         )
-        assert prompt_figures(view, samples)["cut"] == cut
+        assert summarize_prompts(view, samples)["cut"] == cut
 
 
 def test_generation_ends_where_the_task_says(model):
@@ -206,9 +207,8 @@ def test_task_files_of_ones_own_are_answered_and_go_on_when_they_end_in_the_midd
     for name, rest in OWN_TASKS.items():
         (tmp_path / f"{name}.yaml").write_text(OWN_TASK.format(name=name, rows=path, rest=rest))
     monkeypatch.chdir(tmp_path)
-    assert expand_tasks("chosen.yaml") == [str(tmp_path / "chosen.yaml")], (
-        "--data changes the working directory"
-    )
+    # --data changes the working directory
+    assert expand_tasks("chosen.yaml") == [str(tmp_path / "chosen.yaml")]
     own_tasks = Questions(",".join(f"{name}.yaml" for name in OWN_TASKS))
     whole = main(
         hf_dir, own_tasks, Source("engine", "cpu"), About(tmp_path / "whole/evals.jsonl", 3)
@@ -230,7 +230,8 @@ def test_task_files_of_ones_own_are_answered_and_go_on_when_they_end_in_the_midd
     monkeypatch.setattr(EngineScorer, "_score", lambda self, prompt: pytest.fail("all are scored"))
     most_texts = len(QUESTIONS)
     record = main(hf_dir, own_tasks, about=about)
-    assert len({*map(tuple, asked)}) == len(asked) == len(QUESTIONS), "only what is left"
+    # only what is left
+    assert len({*map(tuple, asked)}) == len(asked) == len(QUESTIONS)
     items = [tmp_path / "again" / record["items"], tmp_path / "whole" / whole["items"]]
     assert items[0].read_bytes() == items[1].read_bytes()
     assert record["tasks"] == whole["tasks"]
@@ -240,7 +241,8 @@ def test_task_files_of_ones_own_are_answered_and_go_on_when_they_end_in_the_midd
 def check_own_tasks(record, folder: Path, model):
     check_fields(record, None)
     assert (record["backend"], record["device"], record["cut_prompts"]) == ("engine", "cpu", 0)
-    assert record["haystack"] is None, "of RULER alone"
+    # of RULER alone
+    assert record["haystack"] is None
     texts = [question for question, _, _ in QUESTIONS]
     nats = sum(
         model.scorer.rolling(model.tok_encode(text, add_special_tokens=False)) for text in texts
@@ -248,8 +250,10 @@ def check_own_tasks(record, folder: Path, model):
     filters = [
         f"exact_match,{name}{kind}" for name in ("strict", "loose") for kind in ("", "_stderr")
     ]
-    assert record["tasks"]["written"] == dict.fromkeys(filters, 0.0), "exact_match is NumPy's"
-    assert record["prompts"]["written"]["documents"] == len(QUESTIONS), "filters are no documents"
+    # exact_match is NumPy's
+    assert record["tasks"]["written"] == dict.fromkeys(filters, 0.0)
+    # filters are no documents
+    assert record["prompts"]["written"]["documents"] == len(QUESTIONS)
     _, lines = read_items(folder / record["items"])
     assert len(lines) == 3 * len(QUESTIONS)
     right = [line["right"] for (task, _), line in lines.items() if task == "chosen"]
@@ -287,12 +291,12 @@ def test_gsm8k_through_the_chat_template(hf_dir, tmp_path, monkeypatch):
     write_configs(tmp_path / "openai/gsm8k", {"main": {"train": rows[:6], "test": rows[10:]}})
     prompts = answer_with(monkeypatch, lambda prompt: "So it is.\n#### 21")
     record, right = ask_in_chat(hf_dir, "gsm8k", tmp_path)
-    assert record["tasks"]["gsm8k"]["exact_match,strict-match"] == 0.5, (
-        "20 + 1 is 21, 21 + 1 is not"
-    )
+    # 20 + 1 is 21, 21 + 1 is not
+    assert record["tasks"]["gsm8k"]["exact_match,strict-match"] == 0.5
     assert right == [True, False]
     for text, n in zip(sorted(prompts), (20, 21), strict=True):
-        assert (text.count("#### 1"), text.count(">user<")) == (5, 6), "five examples"
+        # five examples
+        assert (text.count("#### 1"), text.count(">user<")) == (5, 6)
         end = text.partition(f"Question: {n} + 1?\nAnswer:")[2]
         assert end == "</s> <|start_header_id|>assistant<|end_header_id|>\n\n"
 
@@ -316,9 +320,8 @@ def test_ifeval_through_the_chat_template(hf_dir, tmp_path, monkeypatch):
     record, right = ask_in_chat(hf_dir, "ifeval", tmp_path)
     assert record["tasks"]["ifeval"]["prompt_level_strict_acc"] == 0.5
     for text in ("Die man in the house", "Guten hello", "no, yes", "I am a test.", "test test"):
-        assert len({langdetect.detect(text) for _ in range(30)}) == 1, (
-            "IFEval's library draws from a seed"
-        )
+        # IFEval's library draws from a seed
+        assert len({langdetect.detect(text) for _ in range(30)}) == 1
     assert right == [False, True]
     assert [prompt.count(">user<") for prompt in seen] == [1, 1]
 

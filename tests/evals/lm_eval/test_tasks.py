@@ -5,16 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from evals.lm_eval.__main__ import Questions, lengths_of, main
-from evals.lm_eval.needles import counts, needles_of
+from evals.lm_eval.__main__ import Questions, main, parse_lengths
+from evals.lm_eval.needles import counts, find_needles
 from evals.lm_eval.tasks import (
     ARC_TASKS,
     RULER_TASKS,
     check_room,
-    data_folder,
     expand_tasks,
-    first_documents,
     load_tasks,
+    select_documents,
+    use_data_folder,
 )
 from laneformer.hf.tokenizer import write_tokenizer
 from records.evals import About
@@ -94,12 +94,15 @@ def test_all_eleven_tasks_are_scored_at_both_lengths(data, tmp_path, monkeypatch
     assert (record["kind"], record["haystack"], record["add_bos"]) == ("lm_eval", "offline", True)
     assert record["ruler"]["2048"] == dict.fromkeys(RULER_TASKS, 1.0)
     assert record["ruler"]["4096"].keys() == set(RULER_TASKS)
-    assert max(record["ruler"]["4096"].values()) < 0.5, "a random model knows no answer"
+    # a random model knows no answer
+    assert max(record["ruler"]["4096"].values()) < 0.5
     for prompts in record["prompts"].values():
-        assert prompts["documents"] == 2, "one of each length"
+        # one of each length
+        assert prompts["documents"] == 2
         assert 2048 < prompts["longest_tokens"] <= record["max_length"] == 4224
     assert record["cut_prompts"] == 0
-    assert 0 < record["reused_tokens"] < record["prompt_tokens"], "lm-eval's essays begin alike"
+    # lm-eval's essays begin alike
+    assert 0 < record["reused_tokens"] < record["prompt_tokens"]
     counted = record["ruler_counts"]["2048"]
     assert counted["documents"] == dict.fromkeys(RULER_TASKS, 1)
     for task, parts in counted["depths"].items():
@@ -111,9 +114,9 @@ def test_all_eleven_tasks_are_scored_at_both_lengths(data, tmp_path, monkeypatch
 def test_needles_are_counted_at_their_depth():
     text = "A special magic number is hidden. " + "x" * 65 + "1234567" + "x" * 94
     asked = {"input": text, "outputs": ["1234567"]}
-    assert needles_of(asked, "it is 1234567.") == [(0.495, True)]
-    assert needles_of(asked, "it is 123456.") == [(0.495, False)]
-    assert needles_of({"input": "no needle 1", "outputs": ["1"]}, "1") == []
+    assert find_needles(asked, "it is 1234567.") == [(0.495, True)]
+    assert find_needles(asked, "it is 123456.") == [(0.495, False)]
+    assert find_needles({"input": "no needle 1", "outputs": ["1"]}, "1") == []
     depths = (0, 0.05, 0.1, 0.999, 1.0)
     lines = [{"task": "a", "length": 512, "needles": [[depth, depth > 0.5]]} for depth in depths]
     lines += [{"task": "b", "length": 512, "needles": []}, {"task": "arc_easy"}]
@@ -132,7 +135,7 @@ def test_documents_are_drawn_from_the_seeds(long_pieces, data):
         _, (task,) = load_tasks(["ruler_vt"], [1024], long_pieces)
         return [document["input"] for document in task.eval_docs]
 
-    with data_folder(data, ["ruler_vt"]):
+    with use_data_folder(data, ["ruler_vt"]):
         assert draw() == draw()
 
 
@@ -162,28 +165,28 @@ def test_lengths_at_which_lm_eval_would_hang_are_refused(long_pieces, tmp_path):
 def test_a_limit_counts_each_length():
     documents = [{"max_length": length} for length in (2048, 4096) for _ in range(5)]
     task = SimpleNamespace(eval_docs=documents)
-    assert first_documents(task, 2) == [0, 1, 5, 6]
-    assert first_documents(task, None) == list(range(10))
+    assert select_documents(task, 2) == [0, 1, 5, 6]
+    assert select_documents(task, None) == list(range(10))
     task.eval_docs = [{"question": "x"}] * 3
-    assert first_documents(task, 2) == [0, 1]
+    assert select_documents(task, 2) == [0, 1]
 
 
 def test_names_and_lengths():
     assert expand_tasks("arc_easy, ruler") == ["arc_easy", *RULER_TASKS]
-    assert lengths_of("2048,4096") == [2048, 4096]
+    assert parse_lengths("2048,4096") == [2048, 4096]
     for names in ("arc_easy,", "ruler,niah_single_1"):
         with pytest.raises(ValueError, match="empty or repeated name"):
             expand_tasks(names)
     for lengths in ("4096,2048", "many", "100", ""):
         with pytest.raises(ValueError, match="ascending token counts"):
-            lengths_of(lengths)
+            parse_lengths(lengths)
 
 
 def test_data_of_another_folder_is_never_taken(data, tmp_path):
     """`datasets` keeps what it has prepared under the data set's name, which folders share."""
     other = write_data(tmp_path, [("Which is wet?", ["water", "sand"], 0)])
     for folder, count in ((data, len(QUESTIONS)), (other, 1), (data, len(QUESTIONS))):
-        with data_folder(folder, ["arc_easy"]):
+        with use_data_folder(folder, ["arc_easy"]):
             _, (task,) = load_tasks(["arc_easy"], [2048], tmp_path)
             assert len(task.eval_docs) == count
 
@@ -196,6 +199,6 @@ def test_missing_data_is_named(tmp_path):
         (["ifeval"], "google/IFEval"),
     ):
         reason = f"download the data set {name} from the hub"
-        with pytest.raises(ValueError, match=reason), data_folder(tmp_path, tasks):
+        with pytest.raises(ValueError, match=reason), use_data_folder(tmp_path, tasks):
             pass
     assert not list(tmp_path.iterdir())

@@ -12,7 +12,16 @@ from tests.records.lines import write_lines
 from tests.tools.dashboard import made_up_run
 from tests.tools.dashboard.made_up_run import chart_of
 from tools.dashboard import evaluations, training
-from tools.dashboard.charts import MOST, Panel, curve, figure, loss_part, smooth, sources_of, thin
+from tools.dashboard.charts import (
+    MOST,
+    Panel,
+    curve,
+    figure,
+    list_sources,
+    make_loss_part,
+    smooth,
+    thin,
+)
 from tools.dashboard.page import colour
 
 
@@ -28,7 +37,8 @@ def test_many_points_keep_their_spikes_ends_and_gaps():
     assert len(chosen) <= MOST
     assert {0, 30_001, 70_000, 99_999} <= {*steps}
     assert steps == sorted(steps)
-    assert sum(value is None for _, value in chosen) > 50, "what was not logged stays a gap"
+    # what was not logged stays a gap
+    assert sum(value is None for _, value in chosen) > 50
     assert thin(points(*values[:MOST])) == points(*values[:MOST])
 
 
@@ -37,9 +47,11 @@ def test_the_mean_follows_a_steep_beginning_and_then_smooths():
     assert list(smooth(steep, 1000))[-1] < 1.1 * steep[-1] < 0.3 * sum(steep) / len(steep)
     for spike in (1e4, -1e4):
         mean = list(smooth([2.0] * 50 + [spike] + [2.0] * 50, 20))
-        assert 1.3 < min(mean) <= max(mean) < 2.7, "a spike does not carry it away"
+        # a spike does not carry it away
+        assert 1.3 < min(mean) <= max(mean) < 2.7
     risen = list(smooth([2.0] * 50 + [7.0] * 100, 5))[-1]
-    assert risen == pytest.approx(7, abs=0.01), "but a divergence does"
+    # but a divergence does
+    assert risen == pytest.approx(7, abs=0.01)
     assert list(smooth([3 + (-1) ** i for i in range(5000)], 100))[-1] == pytest.approx(3, abs=0.02)
     assert list(smooth([1.0, None, 1.0], 5)) == [1.0, None, 1.0]
     assert list(smooth([4.0, 2.0], 1)) == [4.0, pytest.approx((4 * 0.5 + 2) / 1.5)]
@@ -67,7 +79,7 @@ def test_panels_and_curves_without_figures_are_left_out_and_curves_stay_in_their
         for i in (1, 2, 3)
     ]
     run = read_run(write_lines(tmp_path / "metrics.jsonl", rows).parent)
-    chart = chart_of(training.training_card(run))
+    chart = chart_of(training.write_training_card(run))
     assert [panel["title"] for panel in chart["panels"]] == ["Loss", "Learning rate"]
     assert {(each["name"], each["panel"]) for each in chart["curves"]} == {
         ("validation loss", 0),
@@ -77,7 +89,7 @@ def test_panels_and_curves_without_figures_are_left_out_and_curves_stay_in_their
 
 def test_the_loss_is_drawn_logged_and_smoothed_and_what_was_repeated_is_dotted(folder):
     run = read_run(folder)
-    curves = loss_part(run)[1]
+    curves = make_loss_part(run)[1]
     logged, smoothed = (each for each in curves if each["group"] == "phase1")
     assert (logged["name"], smoothed["name"]) == ("Loss", "Loss, smoothed")
     assert (
@@ -93,7 +105,7 @@ def test_the_loss_is_drawn_logged_and_smoothed_and_what_was_repeated_is_dotted(f
 
 def test_phases_are_shaded_and_restarts_marked_on_every_axis(folder):
     run = read_run(folder)
-    chart = figure([loss_part(run)], run)
+    chart = figure([make_loss_part(run)], run)
     assert chart
     places = [(phase["name"], phase["x"]["steps"]) for phase in chart["phases"]]
     assert places == [("phase1", [1, 60]), ("phase2", [61, 90])]
@@ -105,11 +117,15 @@ def test_phases_are_shaded_and_restarts_marked_on_every_axis(folder):
 
 def test_a_source_has_one_colour_on_the_whole_page(folder):
     run = read_run(folder)
-    names = sources_of(run)
+    names = list_sources(run)
     assert {*names} == {*made_up_run.SOURCES}
-    cards = (training.sources_card(run), training.positions_card(run), evaluations.bits_card(run))
-    curves = [each for card in cards for each in chart_of(card)["curves"] if each["group"] in names]
-    assert {(each["group"], each["colour"]) for each in curves} == {
+    cards = (
+        training.write_sources_card(run),
+        training.write_positions_card(run),
+        evaluations.write_bits_card(run),
+    )
+    curves = [each for card in cards for each in chart_of(card)["curves"]]
+    assert {(each["group"], each["colour"]) for each in curves if each["group"] in names} == {
         (name, colour(place)) for place, name in enumerate(names)
     }
 
@@ -124,7 +140,9 @@ def test_the_last_validation_by_position_stands_beside_the_first(tmp_path):
     lines[2] |= {
         "valid_loss_by_position": {"web": {"0": 3.0, "16": None}, "books": {"0": 3.5, "128": 2.0}}
     }
-    card = training.positions_card(read_run(write_lines(tmp_path / "metrics.jsonl", lines).parent))
+    card = training.write_positions_card(
+        read_run(write_lines(tmp_path / "metrics.jsonl", lines).parent)
+    )
     assert "Bold: step 3; dotted: step 1" in card
     chart = chart_of(card)
     assert [(each["name"], each.get("dash"), each["y"]) for each in chart["curves"]] == [

@@ -16,7 +16,13 @@ from tests.records.lines import write_lines
 from tests.tools.dashboard import made_up_run
 from tests.tools.dashboard.made_up_run import chart_of
 from tools.dashboard import evaluations
-from tools.dashboard.evaluations import core_card, core_tile, missing_part, scores_card, tasks_card
+from tools.dashboard.evaluations import (
+    make_core_tile,
+    write_core_card,
+    write_missing,
+    write_scores_card,
+    write_tasks_card,
+)
 
 
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -32,7 +38,7 @@ def run_with(folder: Path, copy: Path, *lines: dict[str, Any]) -> Run:
 def test_core_stands_with_its_interval_above_loss_and_learning_rate_and_among_published_values(
     folder, tmp_path
 ):
-    card, written = core_card(read_run(folder)), records(folder, "core")
+    card, written = write_core_card(read_run(folder)), records(folder, "core")
     chart = chart_of(card)
     assert [panel["title"] for panel in chart["panels"]] == ["CORE", "Loss", "Learning rate"]
     core, last = chart["curves"][0], written[-1]
@@ -45,19 +51,19 @@ def test_core_stands_with_its_interval_above_loss_and_learning_rate_and_among_pu
     ]
     assert "DCLM-7B</td><td>0.5714</td><td>0.5596" in card
     assert f"{last['core_v1']:.4f} ± {last['core_v1_se']:.4f}" in card
-    assert f"{last['core_v2']:.4f}" in core_tile(read_run(folder))[1]
+    assert f"{last['core_v2']:.4f}" in make_core_tile(read_run(folder))[1]
     # other settings are another curve, and a repeated checkpoint counts once
     run = run_with(
         folder, tmp_path / "run", {**last, "protocol": "dclm"}, {**last, "core_v2": 0.125}
     )
-    curves = [each for each in chart_of(core_card(run))["curves"] if each["panel"] == 0]
+    curves = [each for each in chart_of(write_core_card(run))["curves"] if each["panel"] == 0]
     lengths = {each["name"]: len(each["y"]) for each in curves}
     assert lengths == {"nanochat, 500 items a task": 6, "dclm, 500 items a task": 1}
     assert curves[0]["y"][-1] == 0.125
 
 
 def test_tasks_have_a_panel_each_with_intervals_and_the_newest_record_in_full(folder):
-    card, last = tasks_card(read_run(folder)), records(folder, "core")[-1]
+    card, last = write_tasks_card(read_run(folder)), records(folder, "core")[-1]
     chart = chart_of(card)
     assert len(chart["panels"]) == len(chart["curves"]) == 22
     for curve, (task, figures) in zip(chart["curves"], last["tasks"].items(), strict=True):
@@ -71,11 +77,10 @@ def test_tasks_have_a_panel_each_with_intervals_and_the_newest_record_in_full(fo
             f"<td>{figures['centered_v2']:.3f}</td><td>{figures['gold_bits_per_byte']:.3f}</td>"
             in card
         )
-    assert {round(level["y"], 4) for level in chart["levels"]} == {0.25, 0.5, 0.403, 0.62}, (
-        "guessing"
-    )
+    # guessing
+    assert {round(level["y"], 4) for level in chart["levels"]} == {0.25, 0.5, 0.403, 0.62}
     wilson = as_record({"tasks": {"winograd": {"accuracy": 0.0, "interval": [0.0, 0.49], "n": 4}}})
-    assert "0.000 <small>0.000 – 0.490</small>" in evaluations.task_table(wilson)
+    assert "0.000 <small>0.000 – 0.490</small>" in evaluations.write_task_table(wilson)
 
 
 def test_without_a_task_there_is_no_core_and_what_nobody_chose_is_not_missing(folder, tmp_path):
@@ -90,15 +95,15 @@ def test_without_a_task_there_is_no_core_and_what_nobody_chose_is_not_missing(fo
     gappy = shutil.copytree(folder, tmp_path / "gappy")
     write_lines(gappy / "evals.jsonl", [each | gap for each in written])
     run = read_run(gappy)
-    assert core_card(run) == ""
-    assert 'class="none"' in core_tile(run)[1]
-    card = tasks_card(run)
+    assert write_core_card(run) == ""
+    assert 'class="none"' in make_core_tile(run)[1]
+    card = write_tasks_card(run)
     assert "2 tasks missing</span>, hence no CORE" in card
     assert "eval_data/squad.jsonl is missing" in card
     assert len(chart_of(card)["panels"]) == 20
-    assert missing_part(Record(tasks={}, missing={"copa": NOT_CHOSEN})) == ""
+    assert write_missing(Record(tasks={}, missing={"copa": NOT_CHOSEN})) == ""
     toy = {**record, **gap, "not_core": "not CORE: <i>a toy"}
-    card = tasks_card(run_with(gappy, tmp_path / "toy", toy))
+    card = write_tasks_card(run_with(gappy, tmp_path / "toy", toy))
     assert "<h2>Tasks of a toy bundle, not CORE</h2>" in card
     assert "not CORE: &lt;i&gt;a toy" in card
     assert "missing" not in card
@@ -106,7 +111,7 @@ def test_without_a_task_there_is_no_core_and_what_nobody_chose_is_not_missing(fo
 
 def test_code_and_questions_are_curves_by_the_way_they_were_asked(folder):
     run = read_run(folder)
-    card = scores_card(run)
+    card = write_scores_card(run)
     chart = chart_of(card)
     assert [panel["title"] for panel in chart["panels"]] == ["Code", "Questions"]
     assert [each["name"] for each in chart["curves"]] == [
@@ -120,17 +125,17 @@ def test_code_and_questions_are_curves_by_the_way_they_were_asked(folder):
     assert "<td>30.3 % ± 2.6</td>" in card
     for record in run.evals:
         record["chat_template"] = record["phase"] == "phase2"
-    card = scores_card(run)
-    assert card.count("acc_norm, 0-shot") == card.count("acc_norm, 0-shot, chat") + 2, (
-        "never on one curve"
-    )
+    card = write_scores_card(run)
+    # never on one curve
+    assert card.count("acc_norm, 0-shot") == card.count("acc_norm, 0-shot, chat") + 2
 
 
 def test_contamination_counts_what_was_touched_and_says_so_where_nothing_was_searched(folder):
     run = read_run(folder)
-    assert "<td>12</td><td>7.32 %</td><td>431</td>" in evaluations.contamination_card(run)
+    assert "<td>12</td><td>7.32 %</td><td>431</td>" in evaluations.write_contamination_card(run)
     for record in run.evals_of("contamination"):
         record["benchmarks"] = {}
-    text = evaluations.contamination_card(run)
+    text = evaluations.write_contamination_card(run)
     assert "The data were not searched for evaluation items." in text
-    assert "<table" not in text, "no empty table"
+    # no empty table
+    assert "<table" not in text

@@ -93,17 +93,18 @@ def test_the_state_of_a_run_is_named_and_a_diverged_one_is_not_green(
 def test_the_loss_of_the_tile_is_smoothed_and_compared_within_its_phase(tmp_path):
     rows = [row(step, loss=8.0) for step in range(1, 50)]
     rows += [row(step, phase="sft", loss=2.0 + (step == 60)) for step in range(1, 61)]
-    name, value, note = header.loss_tile(read_run(write_rows(tmp_path, rows)))
+    name, value, note = header.make_loss_tile(read_run(write_rows(tmp_path, rows)))
     assert name == "loss"
-    assert 2.0 < float(value) < 2.7, "not the last single batch"
+    # not the last single batch
+    assert 2.0 < float(value) < 2.7
     assert note == "smoothed; sft began with 2.000 at step 1"
 
 
 def test_time_left_cost_and_device_hours(folder):
     run = read_run(folder)
-    assert "training.steps reached" in header.tiles_of(run)
+    assert "training.steps reached" in header.write_tiles(run)
     run.configs["phase2"]["training"]["steps"] = 3030  # of which 30 are done
-    tiles = header.tiles_of(run)
+    tiles = header.write_tiles(run)
     assert re.search(
         r"time left</h3><strong>1 h \d+ min</strong><small>until 20\d\d-\d\d-\d\d", tiles
     )
@@ -116,13 +117,11 @@ def test_time_left_cost_and_device_hours(folder):
 
 
 def test_every_figure_of_the_input_is_on_the_page(folder, text):
-    assert "default-src 'none'" in text, (
-        "and in the browser's test the console names nothing that it has refused"
-    )
+    # and in the browser's test the console names nothing that it has refused
+    assert "default-src 'none'" in text
     charts = charts_of(text)
-    drawn = {
-        value for chart in charts.values() for curve in chart["curves"] for value in curve["y"]
-    }
+    curves = [curve for chart in charts.values() for curve in chart["curves"]]
+    drawn = {value for curve in curves for value in curve["y"]}
     counted = {(each["phase"], each["attempt"], each["step"]) for each in read_run(folder).rows}
     keys = [panel.key for panel in (*TRAINING, *MACHINE, LOSS)]
     for each in read_lines(folder / "metrics.jsonl"):
@@ -162,17 +161,19 @@ def test_incidents_are_listed_once_and_escaped(folder):
     run = read_run(folder)
     for event in run.events:
         event["text"] = "<b>no</b>"
-    incidents = training.incidents_card(run)
-    assert incidents.count("2 times") == 3, "both ranks said it"
+    incidents = training.write_incidents_card(run)
+    # both ranks said it
+    assert incidents.count("2 times") == 3
     assert '<span class="missing">roll back</span>' in incidents
     assert "<b>no" not in incidents
-    assert [mark["trouble"] for mark in training.events_of(run)] == [False, True, False]
+    assert [mark["trouble"] for mark in training.make_event_marks(run)] == [False, True, False]
     run.events = [
         Record(run.events[0], kind="supervisor_end", code=code, text=str(code)) for code in (1, 0)
     ]
-    assert training.incidents_card(run).count('class="missing"') == 1, "the one that crashed"
+    # the one that crashed
+    assert training.write_incidents_card(run).count('class="missing"') == 1
     run.events = [Record(kind="supervisor_alert", text=f"call {i}") for i in range(50)]
-    incidents = training.incidents_card(run)
+    incidents = training.write_incidents_card(run)
     assert "The newest 40 of 50." in incidents
     assert incidents.index("call 49") < incidents.index("call 48")
 
@@ -187,7 +188,8 @@ def test_several_runs_share_a_page_and_a_chart_of_their_losses(folder, tmp_path)
     write_page([folder, *others], tmp_path / "x.html", now=NOW)
     text = (tmp_path / "x.html").read_text()
     assert text.count("<article>") == 3
-    assert "step-5&#x27;: 0.25" in text, "what it was averaged from"
+    # what it was averaged from
+    assert "step-5&#x27;: 0.25" in text
     curves = charts_of(text)["comparison"]["curves"]
     names = {curve["name"] for curve in curves}
     assert names == {"made-up", "made-up, validation", "other", "other (3)"}
@@ -223,7 +225,8 @@ def test_odd_records_cost_no_page_and_a_card_that_fails_is_named(tmp_path, monke
     body = body_of(folder)
     assert "cannot be drawn" not in body
     assert "<i>squad" not in body
-    assert "device-hours" not in body, "of an unknown number of devices"
+    # of an unknown number of devices
+    assert "device-hours" not in body
     write_lines(folder / "attempts.jsonl", [{"attempt": 1, "time": NOW, "world_size": None}])
     monkeypatch.setitem(dashboard.CARDS, "CORE", lambda run: run.evals[0]["<i>"]["x"])
     body = body_of(folder)
@@ -259,7 +262,8 @@ def test_serve_writes_the_page_again_and_whole(folder, tmp_path, monkeypatch):
         dashboard.main((folder,), out, serve=True)
     assert min(pauses) >= dashboard.EVERY_S
     assert min(sizes) > 4e6
-    assert list(tmp_path.glob(".x.html*")) == [], "a temporary file stayed behind"
+    # a temporary file stayed behind
+    assert list(tmp_path.glob(".x.html*")) == []
 
 
 def test_a_call_without_a_run_is_refused():
