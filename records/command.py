@@ -70,8 +70,10 @@ def run_command(
     # SIGTERM as an exception: half-written folders are removed, trainers save, whoever ends this
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        main()
-        sys.stdout.flush()
+        try:
+            main()
+        finally:
+            sys.stdout.flush()  # here, where a closed pipe still has a handler
     except BrokenPipeError:
         # `head` has closed the pipe; Python would fail again when it flushes stdout at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

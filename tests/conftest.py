@@ -7,15 +7,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
 from examples import corpus
-
-if TYPE_CHECKING:  # as a plugin it must be imported by pytest first, for its asserts
-    pass
 
 pytest_plugins = ["tests.tiers", "tests.proofs", "tests.schedule", "tests.shared", "pytester"]
 

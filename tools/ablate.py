@@ -1,11 +1,8 @@
 """What a variant of the model costs in quality: `python -m tools.ablate configs/ablation.toml --out runs/ablation`.
 
-A variant is a line of the trainer's flags. Each is trained on every seed, as a job of the shipped trainer in
-OUT/runs/VARIANT-SEED. A seed gives all variants the same batches and, as a tensor's initial numbers depend on its name
-and the seed, the same initial weights; so the last validation losses are compared in pairs of one seed.
-
-A run that ends adds a line to OUT/results.jsonl; an interrupted command goes on with the same words. Other options go
-to the trainer, in every run: `--training.steps 300 --optimizer.lr 6e-3`.
+A variant is a line of the trainer's flags, trained on every seed as a job in OUT/runs/VARIANT-SEED, whose result is a
+line of OUT/results.jsonl. The last validation losses are compared in pairs of one seed. An interrupted command goes on
+with the same words. Other options go to the trainer, in every run: `--training.steps 300 --optimizer.lr 6e-3`.
 """
 
 from __future__ import annotations
@@ -135,6 +132,7 @@ def plan_runs(plan: Plan, out: Path, shared: Sequence[str]) -> list[Run]:
         skip = ["--resilience.skip_sequences", "0", str(seed * windows)] if seed else []
         for variant, words in plan.variants.items():
             folder = out / "runs" / f"{variant}-{seed}"
+            # a tensor's initial numbers depend on its name and the seed, so variants begin equal
             own = shlex.split(words.replace("{seed}", str(seed)))
             place = ["--job.dump_folder", str(folder), "--debug.seed", str(seed)]
             runs.append(Run(variant, seed, folder, [*job, *place, *skip, *own]))

@@ -52,9 +52,8 @@ def main(
     check_ranges(main, locals())
     ranks = ranks or min(2, torch.cuda.device_count() or 2)  # two fill a step
     started = time.monotonic()
-    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = (
-        "1"  # Transformers shows one for every model that it loads
-    )
+    # Transformers shows one for every model that it loads
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     clear(out)
     stage("1/8  real text -> tokens, shards, mixture locks")
     run("-m", "data_mixtures.prepare", "data_mixtures/demo.toml", "--out", out / "data")

@@ -17,6 +17,7 @@ from rich.markdown import Markdown
 from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda.cards import Card, card_named
 from laneformer.joins import MODULES, Join
+from records.command import run_command
 from tools.markdown import records
 
 Row = dict[str, Any]
@@ -146,4 +147,4 @@ def main(gpu: Literal["h200", "mi300x"] = "h200") -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main, prog="python -m tools.roofline")
+    run_command("tools.roofline", lambda: tyro.cli(main, prog="python -m tools.roofline"))

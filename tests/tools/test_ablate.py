@@ -81,7 +81,6 @@ def test_a_seed_has_batches_and_weights_of_its_own_whatever_the_variant():
             "baseline 'delay_00'; did you mean 'delay_0'",
         ),
         (("seeds =", "seed ="), {}, "unknown key of .* 'seed'; did you mean 'seeds'"),
-        (("seeds = [0, 1, 2, 3, 4]", ""), {}, "lacks seeds"),
         ((), {"variants": ("delay_22",)}, "name for --variants: 'delay_22'; did you mean 'delay_2"),
         ((), {"flags": ["--reprot"]}, "unknown option --reprot; see --help"),
     ],

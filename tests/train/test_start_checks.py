@@ -16,7 +16,6 @@ HYBRID = "parallelism.data_parallel_replicate_degree"
     [
         (2, {}, None),
         (3, {}, r"global_batch_size = 8 is not a multiple of 3 GPUs x local_batch_size = 2"),
-        (1, {"parallelism.data_parallel_shard_degree": 4}, "1 workers do not form a mesh"),
         (2, {HYBRID: 2}, "with shard degree 1 is plain DDP"),
         (2, {"training.seq_len": 16}, "holds windows of 32 tokens, but training.seq_len is 16"),
         (2, {"architecture.vocab_size": 256}, "a vocabulary of 512, but the model's vocab_size is"),

@@ -2,10 +2,8 @@
 
     PYTHONPATH=models:. python3 -m tools.bench cuda --out docs/benchmarks/gpu-decode.md
 
-Parts run one after the other, the most important first, each in a process of its own within a time limit: a crash or
-a hang costs what its part had left. A figure is printed, and the page written again, when it is there, so a run that is
-cut off is worth what it has reached. Percentages are of the vendor's bandwidth, or of our own read probe where the
-page says so. The last line of stdout is JSON.
+Parts run one after the other, the most important first, each in a process of its own within a time limit. A figure is
+printed, and the page written again, when it is there. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -253,6 +251,7 @@ def run_part(part: Part, figures: Result, save: Any) -> None:
     """Adds each figure of a part to `figures` as it comes, and how the part ended where it did not end well."""
     command = [sys.executable, "-m", "tools.bench.cuda", part.function, part.flavor]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    # a crash or a hang costs what this part had left, and no other part
     timer = threading.Timer(part.limit_s, process.kill)
     timer.start()
     try:

@@ -1,8 +1,7 @@
 """What all benchmarks share: candidate processes, alternating trials, spread, machine facts,
 and the Markdown file.
 
-A shared machine changes within seconds, so two figures are only comparable if their trials alternate, and
-ratios are taken within a round. A candidate is a process of its own that sleeps while others are measured.
+A candidate is a process of its own that sleeps while others are measured.
 """
 
 from __future__ import annotations
@@ -104,6 +103,7 @@ T = TypeVar("T")
 
 def alternate(candidates: Iterable[T], rounds: int) -> Iterator[list[T]]:
     """The order of each round: every second one is reversed."""
+    # a shared machine changes within seconds: figures are comparable where trials alternate
     forward = list(candidates)
     return (forward[:: -1 if index % 2 else 1] for index in range(rounds))
 

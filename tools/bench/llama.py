@@ -3,9 +3,8 @@
     torchrun ... -m tools.bench.llama --job.config_file X.toml --model.name
     bench_llama3 [--section.key value ...]
 
-Trainer, model, attention, activation checkpointing, compile, FSDP, loss and metrics are TorchTitan's, untouched. Shape
-and parameter count are the Laneformer's; optimizer and data are the same for both. On one device the model is
-wrapped in FSDP, as the Laneformer is, for the same mixed precision.
+Trainer, model, loss and metrics are TorchTitan's, untouched. Shape and parameter count are the Laneformer's; optimizer
+and data are the same for both.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class TokenLoader:
 def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
     """TorchTitan's, and FSDP on a mesh of one where there is one device."""
     model = parallelize_llama(model, parallel_dims, job_config)
-    if not parallel_dims.fsdp_enabled:
+    if not parallel_dims.fsdp_enabled:  # for the mixed precision that the Laneformer has
         training = job_config.training
         names = training.mixed_precision_param, training.mixed_precision_reduce
         dtypes = (TORCH_DTYPE_MAP[name] for name in names)

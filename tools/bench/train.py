@@ -4,10 +4,8 @@ count, in alternating runs.
     python -m tools.bench train --flavor 2b --out docs/benchmarks/train-h200.md               one GPU
     python -m tools.bench train --flavor tiny --seq-len 128 --local-batch 2 --steps 6 --warmup 2     a laptop's CPU
 
-Each trial is a job of its own (`torchrun -m train`, or `-m tools.bench.llama` on TorchTitan's trainer) on
-synthetic tokens: loader, FSDP, compile, optimizer and metrics are those of a real run, checkpoints are off.
-The first steps of a trial, which compile, are not counted. Speeds are medians over the steps of all trials;
-the ratio is taken within a round, whose order alternates.
+Each trial is a job of its own on synthetic tokens, without checkpoints. Speeds are medians over the timed steps of all
+trials; the ratio is taken within a round, whose order alternates.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ it was published with?
     python -m tools.check published FOLDER --trust-remote-code
     python -m tools.check published model.gguf
 
-The reference is model.py in float64 on the weights as the engine reads them. Our modeling code in float32 shows what
-rounding costs; everybody gets four times its largest error. The published code is the folder's own (it runs only with
---trust-remote-code) or, for models of the Llama family, Transformers'.
+The reference is model.py in float64; everybody gets four times the largest error of our modeling code in float32. The
+published code is the folder's own (it runs only with --trust-remote-code) or, for the Llama family, Transformers'.
 
     S positions   V vocabulary
 """

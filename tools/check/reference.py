@@ -1,8 +1,7 @@
 """What an engine is checked against: random weights, PyTorch and Transformers
 models, distances, planted faults.
 
-Logits say that something is wrong, the modules' outputs say where: the first module in order of execution
-whose error is beyond what rounding explains. How much that is follows from the arithmetic alone
+Logits say that something is wrong, the modules' outputs where: the first one beyond what rounding explains
 (`limit_error`). Needs torch and Transformers alone, so that it also runs where the CPU engine is not built.
 
     S positions   P chosen positions   V vocabulary   N layers   L lanes   D hidden

@@ -1,9 +1,7 @@
 """Low-rank changes (LoRA) of late layers, so that a recovered model is a small file beside the dense one.
 
 A matrix W (L, out, in) of a layer becomes W + B A, lane by lane, with A (L, rank, in) drawn and B (L, out, rank)
-zero at first; the layer's norm scales are trained as they are. `write` leaves adapter.safetensors (bfloat16) and
-adapter.json, which says of which model and how late. `merge` gives the weights of a plain late model, so nothing
-that runs it has to know of adapters.
+zero at first; the layer's norm scales are trained as they are. `merge` gives the weights of a plain late model.
 
 An adapter can hold a layout: `layout.N` is the order of the dense model's KV groups or neurons in module N, which
 decides what shares a lane. examples/smollm2_late has one; the search for it is at commit 04aeaa48.

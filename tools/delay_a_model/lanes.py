@@ -1,11 +1,8 @@
 """A dense model cut into lanes, and layers whose outputs reach the other lanes late.
 
-Cutting changes nothing: heads and intermediate columns are dealt out to lanes, and at delay 0 every lane's
-stream is the dense model's. One number per layer says how late it is, `late` in [0, 1]: a lane adds its own
-partial output p_l and (1 - late) (P - p_l) of the others' at once, and late (P - p_l) `delay` layers later. 0
-is the join PRESENT, 1 is PAST (config.py). The share belongs to the layer that sends, so every output is
-counted once, also at the border between layers. What is in flight after the last layer is dropped, as in a
-Laneformer, or flushed: one blocking sum before the final norm, after which all lanes are equal again.
+Cutting changes nothing: at delay 0 every lane's stream is the dense model's. One number per layer says how late it
+is, `late` in [0, 1]: a lane adds its own partial output p_l and (1 - late) (P - p_l) of the others' at once, and
+late (P - p_l) `delay` layers later. 0 is the join PRESENT, 1 is PAST (config.py).
 
     B batch   S positions   L lanes   D hidden   V vocabulary
 """
@@ -52,6 +49,7 @@ class LateLayer(LaneformerLayer):
         cache: Any = None,
     ) -> tuple[Tensor, Pair]:
         """`delayed` and what is returned beside the streams are weighted with the share of the layer that sends."""
+        # the share is the sender's, so every output is counted once, also at the border between layers
         attention = self.attention(self.attention_norm(h), rope, mask, cache)
         h = join_late(h, attention, self.late, delayed[0])
         mlp = self.feed_forward(self.ffn_norm(h))
@@ -110,6 +108,7 @@ def late_streams(
     for layer, mask in zip(layers, masks, strict=True):
         h, sent = layer(h, in_flight.popleft(), rope, mask)
         in_flight.append(sent)
+    # what is in flight after the last layer: dropped, as in a Laneformer, or flushed by one blocking sum
     partials = [p for p in itertools.chain(*in_flight) if p is not None]
     others = [p.sum(2, keepdim=True) - p for p in partials]
     return h, torch.stack(others).sum(0) if others else None

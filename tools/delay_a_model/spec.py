@@ -1,9 +1,7 @@
 """The shipped trainer for late layers (`experimental.custom_import = "tools.delay_a_model.spec"`, `[late]`).
 
-Layers below `first_late_layer` stay as they are, so their output is computed once for teacher and student. The
-teacher is the dense model's upper layers, the student starts as a copy of them; embedding, final norm and head
-are shared and frozen. With `lora_rank` so are the layers' matrices, and what is trained is the adapter. The loss
-of a token is KL(teacher || student) of the prediction of the next one.
+The teacher is the dense model's layers from `first_late_layer` on, the student starts as a copy of them; all else is
+shared and frozen, with `lora_rank` the layers' matrices too. The loss of a token is KL(teacher || student).
 """
 
 from __future__ import annotations
@@ -93,6 +91,7 @@ class LateLaneformer(TitanLaneformer):
         """Logits (B, S, V), or with labels (B, S) the KL of every token; of a label, only whether it counts matters."""
         first, late = self.late.first_late_layer, self.late
         lower, upper, above = self.layers[:first], self.layers[first:], masks[first:]
+        # frozen, so computed once for teacher and student
         h, _ = run_layers(
             lower, self.config, embedding, rope, masks[:first], share_equal_streams=True
         )

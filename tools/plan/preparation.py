@@ -1,15 +1,9 @@
 """How much of each source a run needs, and the network and disk that preparing it takes, before any download.
 
-A run seldom reads whole sources, and what it does not read need not be stored, so a recipe can take a part of a source:
+A recipe can take a part of a source:
 
-    keep = 0.12  the documents that the shuffle would put first: exact, uniform, and extended by a larger one. All files
-                 are fetched; the other documents are neither tokenized nor stored.
-    files = 300  that many files alone, in the order of a hash of their names. The others are not even fetched, but how
-                 many tokens are in a file is known only roughly.
-
-So `files` comes first where a source has much more than is needed, and `keep` takes the rest. How many
-files a source has is known when `python -m data_mixtures plan` has listed them (--data DIR); offline
-there is `keep` alone.
+    keep = 0.12  the documents that the shuffle would put first; all files are fetched
+    files = 300  that many files alone, in the order of a hash of their names
 """
 
 from __future__ import annotations
@@ -56,6 +50,8 @@ def parts(sources: Sequence[Result], listed: Mapping[str, Sequence[int]]) -> lis
 def source_part(source: Result, sizes: Sequence[int]) -> Result:
     need, pool = source["tokens_so_far"], TOKENS_AS_COUNTED * source["expected_tokens"]
     share = min(1.0, max(need * (1 + MARGIN), MIN_TOKENS) / pool)
+    # `files` first where a source has much more than is needed, `keep` takes the rest; how many files
+    # there are is known when `python -m data_mixtures plan` has listed them
     files, of_files, raw = source["files"], 1.0, RAW_BYTES * source["expected_tokens"]
     if files is not None:  # whatever is listed are those files
         of_files = min(1.0, (sum(sizes) or files * FILE_BYTES) / raw)

@@ -1,10 +1,6 @@
 """The arithmetic of a training run before it runs: tokens, FLOPs, time, memory,
 checkpoints, data, network traffic.
 
-Everything follows from the job file, the architecture and a datasheet, but for an estimate, named
-as such, the usable share of a GPU's memory, and one figure counted in generated code, what a
-layer's backward pass allocates.
-
 Where lanes are on several ranks (`lane_ranks`), it is calculated from how they exchange; no GPU has shown it.
 
     P parameters   L lanes   D hidden   F intermediate   V vocabulary   B local batch   S sequence

@@ -45,8 +45,6 @@ class Story:
 
     phase1: Path
     phase2: Path
-    snapshot: Path
-    code: Path  # one line a worker: the laneformer that it imported
     refused: str
     requeued: dict[str, str]
     waiting: dict[str, str]
@@ -67,11 +65,10 @@ class Launcher:
         run = ("--run", str(self.folder / f"phase{number}"))
         return launch(self.checkout, *arguments, *run, *SMALL, *lock, env=self.env)
 
-    def submit(self, number: int, *arguments: str) -> tuple[int, Path]:
+    def submit(self, number: int, *arguments: str) -> int:
         outcome = self.launch(number, *arguments)
         assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-        answer = json.loads(outcome.stdout.splitlines()[-1])
-        return answer["job_id"], Path(answer["snapshot"])
+        return json.loads(outcome.stdout.splitlines()[-1])["job_id"]
 
     def break_checkout(self) -> None:
         files = ("__main__", "supervise/__main__", "supervise/preflight")
@@ -109,9 +106,9 @@ def story(prepared_data, tmp_path_factory):
         there = Launcher(folder, prepared_data, cluster)
         nodes = ("--nodes", "2", "--gpus-per-node", "1", "--spares", "1", "--cpu")
         first = ("configs/debug_phase1.toml", *nodes)
-        id1, snapshot = there.submit(1, *first, "--time", "30", "--env", "PACED_SECONDS=5")
+        id1 = there.submit(1, *first, "--time", "30", "--env", "PACED_SECONDS=5")
         switch = ("--phase-switch", str(folder / "phase1"), "--config", "configs/debug_phase2.toml")
-        id2, _ = there.submit(2, *switch)
+        id2 = there.submit(2, *switch)
         waiting = cluster.job(id2)
         refused = there.launch(1, *first).stderr
         there.break_checkout()
@@ -127,8 +124,8 @@ def story(prepared_data, tmp_path_factory):
         cluster.make_bad("n2")
         job2 = there.wait_for_end(id2)
     assert not cluster.processes(), "the cluster left processes behind"
-    phase1, phase2, code = (folder / name for name in ("phase1", "phase2", "code"))
-    return Story(phase1, phase2, snapshot, code, refused, requeued, waiting, job1, job2)
+    phase1, phase2 = (folder / name for name in ("phase1", "phase2"))
+    return Story(phase1, phase2, refused, requeued, waiting, job1, job2)
 
 
 def supervisor(run: Path, kind: str) -> list[dict]:
@@ -166,18 +163,6 @@ def test_spare_takes_the_place_of_a_lost_node(story):
 
 def test_it_is_the_undisturbed_run_bit_for_bit(story, run_without_faults):
     assert_same(story.phase1, run_without_faults, 40)
-
-
-def test_job_runs_from_its_snapshot(story):
-    workers = story.code.read_text().splitlines()
-    assert len(workers) == 2 * (3 + 1), "three starts of phase 1, one of phase 2, two ranks each"
-    snapshots = [run / "snapshot" for run in (story.phase1, story.phase2)]
-    for file in map(Path, workers):
-        assert any(file.is_relative_to(folder) for folder in snapshots), file
-    version = json.loads((story.snapshot / "snapshot.json").read_text())["code_version"]
-    assert {attempt["code_version"] for attempt in read_lines(story.phase1 / "attempts.jsonl")} == {
-        version
-    }
 
 
 def test_phase_two_waits_and_leaves_out_a_bad_node(story):
