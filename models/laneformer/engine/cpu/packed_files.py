@@ -15,7 +15,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +31,6 @@ BUDGET = "LANEFORMER_PACKED_BYTES"
 DEFAULT_BYTES = 32 * 10**9
 MAX_PLANS = 4  # of one model
 LONGEST_HEADER = 2 << 20
-
-
-@dataclass(frozen=True)
-class PackedFile:
-    """source: the model's folder or GGUF file. used_s: since the epoch."""
-
-    path: Path
-    source: Path
-    bytes: int
-    used_s: float
 
 
 def read_budget() -> int:
@@ -67,14 +56,14 @@ def register(source: Path) -> None:
         (directory / SOURCE).write_bytes(os.fsencode(source))
 
 
-def list_packed() -> list[PackedFile]:
+def list_packed() -> list[CacheFile]:
     """All files of packed weights, those used longest ago first."""
     files = []
     for directory, source in directories().items():
         for path in directory.glob("*.bin"):
             with contextlib.suppress(FileNotFoundError):  # another process has removed it
-                files.append(PackedFile(path, source, path.stat().st_size, last_use_s(path)))
-    return sorted(files, key=lambda file: file.used_s)
+                files.append(CacheFile(last_use_s(path), path, path.stat().st_size, source))
+    return sorted(files)
 
 
 def directories() -> dict[Path, Path]:
@@ -96,9 +85,7 @@ def remove_others(new: Path, layout: int) -> None:
     same = [file.path for file in list_packed() if file.path.parent == new.parent]
     for path in same[: max(0, len(same) - MAX_PLANS)]:
         remove(path)
-    others = [
-        CacheFile(file.used_s, file.path, file.bytes) for file in list_packed() if file.path != new
-    ]
+    others = [file for file in list_packed() if file.path != new]
     cache_files.remove_oldest(others, read_budget() - new.stat().st_size, remove)
 
 
