@@ -1,11 +1,4 @@
-"""Which packed weights stay on the disk: those used last, within one budget over all models, and of models
-still there.
-
-They lie beside their model (`.packed/`), or, of a GGUF file or a folder that takes none, in a directory of
-the user's cache that is named by a hash of the model's path. That directory also says which path, so that
-every copy is found, wherever it lies, and recognised when its model is gone. An engine holds the file that it has
-mapped (cache_files.py).
-"""
+"""Which packed weights stay on the disk: those used last, within one budget over all models still there."""
 
 from __future__ import annotations
 
@@ -45,6 +38,7 @@ def read_budget() -> int:
 
 def own_directory(source: Path) -> Path:
     """Of a model, in the user's cache."""
+    # for GGUF files, and folders that take no `.packed`; it also says where each model's copies lie
     return user_cache() / hashlib.sha256(os.fsencode(source)).hexdigest()[:16]
 
 
