@@ -5,8 +5,8 @@ from __future__ import annotations
 import codecs
 import contextlib
 import re
-from collections.abc import Generator, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -108,9 +108,13 @@ class StopStrings:
         return next((n for n in range(longest, 0, -1) if stop.startswith(self.held[-n:])), 0)
 
 
-def text_of(
-    tokens: Generator[int, None, None], text: TextStream, stops: StopStrings
-) -> Generator[str, None, None]:
+class Tokens(Iterator[int], Protocol):
+    """A running request's token ids; closing it ends the request."""
+
+    def close(self) -> None: ...
+
+
+def text_of(tokens: Tokens, text: TextStream, stops: StopStrings) -> Generator[str, None, None]:
     """Pieces of text; closes `tokens` as soon as a stop string is complete."""
     with contextlib.closing(tokens):
         for token in tokens:
