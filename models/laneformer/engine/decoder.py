@@ -128,20 +128,14 @@ class Decoder(Protocol):
     call these, but only one at a time `collect`.
     """
 
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def math(self) -> str: ...
-    @property
-    def kv_dtype(self) -> str: ...
-    @property
-    def isa(self) -> str: ...
-    @property
-    def threads(self) -> int: ...
-    @property
-    def weight_bytes(self) -> int: ...
-    @property
-    def max_joined(self) -> int: ...
+    dtype: str
+    math: str
+    kv_dtype: str
+    isa: str
+    threads: int
+    weight_bytes: int
+    max_joined: int
+
     @property
     def failure(self) -> str | None:
         """Why all requests have ended, and none can join any more."""

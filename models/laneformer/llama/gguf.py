@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import struct
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +26,7 @@ from .vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
+    from gguf.gguf_reader import ReaderField
 
 # whose rows of queries and keys the converter permutes
 PERMUTED = ("llama", "smollm3", "granite", "mistral3")
@@ -93,9 +95,7 @@ class GgufFile(LazyTensors):
     def __init__(self, path: Path, dtype: str = "auto", blocks: bool = False):
         """ValueError for what is no GGUF file, or holds types or tensors that the engine does not read."""
         reader, self.files = open_file(path), [path]
-        self.metadata: dict[str, Any] = {
-            name: f.contents() for name, f in reader.fields.items() if f.types
-        }
+        self.metadata = {name: contents_of(f) for name, f in reader.fields.items() if f.types}
         self.architecture = self.metadata.get("general.architecture")
         tensors = list(reader.tensors)
         if (count := self.metadata.get("split.count", 1)) > 1:
@@ -147,9 +147,8 @@ class GgufFile(LazyTensors):
             data = rows.swapaxes(1, 2).reshape(data.shape)
         if stored.tensor_type.name in STORED:
             return Tensor(kind, data if kind == "fp32" else data.view(np.uint16))
-        if (
-            self.dtype == AS_IN_FILE
-        ):  # the engine holds blocks, and widens those of an embedding apart
+        # the engine holds blocks, and widens those of an embedding apart
+        if self.dtype == AS_IN_FILE:
             return Tensor(kind, data)
         return Tensor(kind, widen(data, stored.tensor_type, kind))
 
@@ -226,13 +225,10 @@ def open_file(path: Path) -> GGUFReader:
         ) from None
 
     class Reader(GGUFReader):
-        """Vocabularies, which are arrays of a hundred thousand strings, in a tenth of the time.
-
-        The file is a plain array, as each access to a np.memmap takes microseconds, and an element of an
-        array is one view of it.
-        """
+        """Vocabularies, which are arrays of a hundred thousand strings, in a tenth of the time."""
 
         def __setattr__(self, name: str, value: Any) -> None:
+            # each access to a np.memmap takes microseconds, to a plain array less
             super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
 
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
@@ -244,19 +240,17 @@ def open_file(path: Path) -> GGUFReader:
                 item == GGUFValueType.ARRAY or self.byte_order == "S"
             ):  # nested, or of the other byte order
                 return super()._get_field_parts(orig_offs, raw_type)
+            parts: list[Any]
             if item == GGUFValueType.STRING:
-                parts, at = strings(self.data, at, count)
+                parts, at = find_strings(self.data, at, count)
             else:
                 values = self._get(at, self.gguf_scalar_to_np[item], count)
                 if len(values) < count:
                     raise ValueError(f"an array of {count} values goes beyond the file's end")
-                parts, at = list(values[:, None]), at + values.nbytes
-            return (
-                at - orig_offs,
-                parts,
-                list(range(count)),
-                [GGUFValueType(raw_type), *[item] * bool(count)],
-            )
+                # all in one part: a part for each would take a microsecond each
+                parts, at = [values], at + values.nbytes
+            types = [GGUFValueType(raw_type), *[item] * bool(count)]
+            return at - orig_offs, parts, list(range(len(parts))), types
 
     try:
         return Reader(path)
@@ -264,15 +258,28 @@ def open_file(path: Path) -> GGUFReader:
         raise ValueError(f"{path} cannot be read as a GGUF file: {error}") from None
 
 
-def strings(data: np.ndarray, at: int, count: int) -> tuple[list[np.ndarray], int]:
+def contents_of(field: ReaderField) -> Any:
+    """The value of a field of `open_file`."""
+    parts: list[Any] = [field.parts[i] for i in field.data]
+    if not parts or not isinstance(parts[0], bytes):
+        return field.contents()
+    return [part.decode() for part in parts]
+
+
+def find_strings(data: np.ndarray, at: int, count: int) -> tuple[list[bytes], int]:
     """The bytes of `count` strings that begin at `at`, each behind its length of 8 bytes; and their end."""
-    pieces, whole = [], data.data
-    for _ in range(count):
-        begin, at = at + 8, at + 8 + int.from_bytes(whole[at : at + 8], "little")
-        pieces.append(data[begin:at])
-        if at > len(data):
-            raise ValueError(f"string {len(pieces) - 1} of {count} goes beyond the file's end")
-    return pieces, at
+    found, whole, read_length = [], data.data, struct.Struct("<Q").unpack_from
+    for i in range(count):
+        try:
+            (length,) = read_length(whole, at)
+        except struct.error:
+            length = len(whole)
+        begin, at = at + 8, at + 8 + length
+        if at > len(whole):
+            raise ValueError(f"string {i} of {count} goes beyond the file's end")
+        # bytes, which the garbage collector does not visit: views double the time
+        found.append(bytes(whole[begin:at]))
+    return found, at
 
 
 def hf_name(name: str, architecture: str | None = None) -> str:

@@ -103,7 +103,7 @@ def tokenizer_of(vocabulary: Vocabulary) -> Tokenizer:
 
 def byte_level_bpe(pieces: list[str], merges: list[str], pre: str) -> Tokenizer:
     """BPE over bytes; `pre` is a name of PRE_TOKENIZERS."""
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    pairs = [merge.partition(" ")[::2] for merge in merges]
     vocab = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab, pairs, ignore_merges=pre in WHOLE_WORDS))
     pattern = PRE_TOKENIZERS[pre]

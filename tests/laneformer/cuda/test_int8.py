@@ -24,7 +24,7 @@ from tests.laneformer.cuda.emulated import EmulatedPasses, needs_emulator
 from tests.laneformer.cuda.harness import SMALL, random_model, small_config, tensors_of
 from tests.laneformer.cuda.shapes import SHAPES, Shape
 from tests.laneformer.cuda.test_kernels import check
-from tests.laneformer.engine.test_integer import draw_weights, packed
+from tests.laneformer.engine.test_integer import draw_weights, pack_rows
 from tests.proofs import CORE_SOURCES, KERNEL_SOURCES
 
 
@@ -62,7 +62,7 @@ def emulate(name, builds) -> EmulatedPasses:
 
 def test_int8_numbers_are_the_cpus():
     weights = draw_weights(72, 96)
-    integers, scales = packed(weights, "int8")
+    integers, scales = pack_rows(weights, "int8")
     numbers, own = quantize(torch.from_numpy(weights))
     np.testing.assert_array_equal((numbers ^ -128).numpy(), integers.reshape(weights.shape))
     np.testing.assert_array_equal(own.numpy(), scales)

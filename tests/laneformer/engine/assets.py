@@ -129,7 +129,7 @@ def fix_costs(monkeypatch):
     monkeypatch.setattr(CpuDecoder, "__init__", make)
 
 
-def widened(model, dtype: torch.dtype) -> Laneformer:
+def widen_model(model, dtype: torch.dtype) -> Laneformer:
     wide = Laneformer(model.config).to(dtype).eval()
     wide.load_state_dict(model.state_dict())
     return wide
@@ -137,7 +137,7 @@ def widened(model, dtype: torch.dtype) -> Laneformer:
 
 @torch.no_grad()
 def torch_logits(model, ids: list[int], dtype: torch.dtype = torch.float64) -> np.ndarray:
-    return widened(model, dtype)(torch.tensor([ids]))[0].numpy()
+    return widen_model(model, dtype)(torch.tensor([ids]))[0].numpy()
 
 
 def float32_error(model, ids: list[int], reference: np.ndarray) -> float:

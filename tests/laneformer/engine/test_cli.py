@@ -196,7 +196,7 @@ TEMPLATE = "{% for m in messages %}{{ bos_token }}{{ m.role[0] + m.content }}{% 
 
 
 @pytest.fixture
-def sampled(tmp_path, folder):
+def sampling_folder(tmp_path, folder):
     """The folder with a chat template, and with sampling as its default."""
     path = shutil.copytree(folder, tmp_path / "sampled", ignore=shutil.ignore_patterns(FOLDER))
     (path / "chat_template.jinja").write_text(TEMPLATE)
@@ -214,10 +214,10 @@ def sampled(tmp_path, folder):
     return path
 
 
-def test_sampling_of_generation_config_is_the_default_and_said(sampled, capsys):
+def test_sampling_of_generation_config_is_the_default_and_said(sampling_folder, capsys):
     defaults = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
     options = {"max_new_tokens": 20, "seed": 5}
-    with Engine.from_pretrained(sampled) as engine:
+    with Engine.from_pretrained(sampling_folder) as engine:
         assert engine.sampling_defaults == defaults
         assert engine.eos_ids == (2, 7)
         greedy = engine.generate_text("a b", max_new_tokens=20)
@@ -231,16 +231,16 @@ def test_sampling_of_generation_config_is_the_default_and_said(sampled, capsys):
     line = "from the model's generation_config.json: temperature 0.8, top_k 50, top_p 0.9 (--greedy turns it off)"
     for option, text in expected.items():
         flags = ["--max-new-tokens", "20", "--seed", "5", *([option] if option else [])]
-        printed, notes = generate(sampled, capsys, "a b", *flags)
+        printed, notes = generate(sampling_folder, capsys, "a b", *flags)
         assert printed == text
         assert (line in notes) == (option == "")
         assert ("generation_config" in notes) == (option != "--greedy")
 
 
-def test_chat_sends_the_prompt_through_the_model_s_template(sampled, capsys):
-    with Engine.from_pretrained(sampled) as engine:
+def test_chat_sends_the_prompt_through_the_model_s_template(sampling_folder, capsys):
+    with Engine.from_pretrained(sampling_folder) as engine:
         for system, text in (([], "<s>uhiTrue"), (["--system", "b"], "<s>sb<s>uhiTrue")):
             ids = engine.tokenizer.encode(text, add_special_tokens=False).ids
             expected = engine.generate_text(ids, max_new_tokens=20)
             flags = ["--max-new-tokens", "20", "--greedy", "--chat", *system]
-            assert generate(sampled, capsys, "hi", *flags)[0] == expected
+            assert generate(sampling_folder, capsys, "hi", *flags)[0] == expected

@@ -22,7 +22,7 @@ from tests.laneformer.engine.assets import (
     engine_of,
     random_ids,
     small_model,
-    widened,
+    widen_model,
     write_folder,
 )
 
@@ -250,7 +250,7 @@ def largest_error(model, engine) -> float:
     """
     of_step, worst = {step: (ids, logits) for ids, step, logits in take_drafts(engine)}, -np.inf
     assert len(of_step) >= 4
-    double, single = widened(model, torch.float64), widened(model, torch.float32)
+    double, single = widen_model(model, torch.float64), widen_model(model, torch.float32)
     for step, (ids, logits) in of_step.items():
         exact = reference(double, ids, step)
         assert np.array_equal(np.isinf(logits), np.isinf(exact))
@@ -297,7 +297,7 @@ def test_quantised_drafts_are_near(dtype, least):
         take_drafts(set_draft_cost(engine))
         engine.generate(random_ids(model.config, 30, 1), max_new_tokens=20)
         ids, step, logits = take_drafts(engine)[0]
-    exact = reference(widened(model, torch.float64), ids, step)
+    exact = reference(widen_model(model, torch.float64), ids, step)
     can = np.isfinite(exact)
     assert np.corrcoef(logits[can], exact[can])[0, 1] > least
 

@@ -49,7 +49,7 @@ def in_groups(values: np.ndarray) -> np.ndarray:
     return np.pad(values, ((0, 0), (0, -inputs % GROUP))).reshape(rows, -1, GROUP)
 
 
-def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def round_inputs(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Integers (columns, groups, 32) and scales (columns, groups) of the inputs."""
     groups = in_groups(x)
     most = np.abs(groups).max(-1)
@@ -60,7 +60,7 @@ def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.rint(groups * inverse[..., None]).astype(np.int64), scales
 
 
-def unpacked(tape, rows, inputs, dtype) -> tuple[np.ndarray, np.ndarray]:
+def unpack_tape(tape, rows, inputs, dtype) -> tuple[np.ndarray, np.ndarray]:
     """Integers (rows, groups, 32), and scales by row and group (int4) or by row (int8), read by kernels.h."""
     tiles, pairs, groups = -(-rows // 32), -(-inputs // 2), -(-inputs // GROUP)
     tape = tape.reshape(tiles, -1)
@@ -86,8 +86,8 @@ def unpacked(tape, rows, inputs, dtype) -> tuple[np.ndarray, np.ndarray]:
 
 def multiply_by_definition(tape, x, rows, dtype) -> np.ndarray:
     """The product (columns, rows): exact sums of integers, then float32 operations that round one at a time."""
-    integers, scales = unpacked(tape, rows, x.shape[1], dtype)
-    inputs, input_scales = rounded(x)
+    integers, scales = unpack_tape(tape, rows, x.shape[1], dtype)
+    inputs, input_scales = round_inputs(x)
     sums = np.einsum("rgk,cgk->gcr", integers, inputs).astype(single)
     total = np.zeros((len(x), rows), single)
     for group, products in enumerate(sums):
@@ -122,17 +122,17 @@ def test_inputs_too_small_for_a_scale_are_zeros():
     np.testing.assert_array_equal(product[:32], 0)
 
 
-def packed(weights: np.ndarray, dtype: str = "int4") -> tuple[np.ndarray, np.ndarray]:
+def pack_rows(weights: np.ndarray, dtype: str = "int4") -> tuple[np.ndarray, np.ndarray]:
     """Integers (rows, groups, 32), and scales by row and group (int4) or by row (int8)."""
     tape, _ = _core.multiply(weights, weights[:1], dtype, "int8", "portable")
-    return unpacked(tape, *weights.shape, dtype)
+    return unpack_tape(tape, *weights.shape, dtype)
 
 
 def test_int8_holds_every_weight_rounded_once():
     """To whole multiples of a row's scale, as round_to_int8 has it; rows too small for a scale are zeros."""
     weights = draw_weights(72, 96)
     weights[5], weights[6] = 0.0, 1e-37  # which over 127 is no normal number any more
-    integers, scales = packed(weights, "int8")
+    integers, scales = pack_rows(weights, "int8")
     steps = np.abs(weights).max(1).astype(np.float64) / LARGEST
     steps[steps < np.finfo(single).tiny] = 0
     np.testing.assert_allclose(scales, steps, rtol=2**-24)  # one rounding to float32
@@ -145,7 +145,7 @@ def test_int8_holds_every_weight_rounded_once():
 def test_the_scales_are_nearly_the_best_ones():
     """Within 3% of the squared error of a search over 80 scales, and a third less than of 16 equal steps."""
     groups = np.random.default_rng(3).standard_normal((2000, GROUP)).astype(single)
-    levels, scales = packed(groups)
+    levels, scales = pack_rows(groups)
     error = ((groups - levels[:, 0] * scales) ** 2).sum()
     peak = groups[np.arange(len(groups)), np.abs(groups).argmax(1)][:, None]
     best = np.full(len(groups), np.inf)
@@ -162,13 +162,13 @@ def test_zeros_stay_zeros_and_small_or_large_weights_are_no_surprise():
     weights = np.zeros((3, 64), single)
     weights[1, 32:] = 1e-9  # below what a scale in fp16 can hold
     weights[2, 32:] = 2.0**20
-    levels, scales = packed(weights)
+    levels, scales = pack_rows(weights)
     np.testing.assert_array_equal(scales[:2], 0)
     np.testing.assert_allclose(levels[2, 1] * scales[2, 1], 2.0**20, rtol=0.01)
     for bad in (2.0**21, np.inf, np.nan):
         weights[0, 40] = bad
         with pytest.raises(ValueError, match="not finite"):
-            packed(weights)
+            pack_rows(weights)
 
 
 def powers_of_two(model) -> Laneformer:

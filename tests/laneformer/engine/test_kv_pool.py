@@ -35,7 +35,7 @@ def answer(engine, prompt, new=8, **options) -> tuple[list[int], list[float | No
     return result.ids, [token.logprob for token in result.tokens], result.statistics.reused_tokens
 
 
-def reused_as_fresh(engine, fresh, prompt, new=8) -> int:
+def check_reuse(engine, fresh, prompt, new=8) -> int:
     """How many ids were not read again; the answer has the bits of an engine that reads all of them."""
     *seen, reused = answer(engine, prompt, new)
     assert seen == [*answer(fresh, prompt, len(seen[0]), reuse_prefix=False)[:2]]
@@ -92,7 +92,7 @@ def test_a_prompt_may_part_anywhere_from_the_cached_one(swa_layers):
         for kept in (439, 350, 301, 200, 8, 1):
             engine.generate(ids, max_new_tokens=1, reuse_prefix=False)
             other = [*ids[:kept], (ids[kept] + 1) % 100]
-            assert reused_as_fresh(engine, fresh, other, 1) == kept
+            assert check_reuse(engine, fresh, other, 1) == kept
 
 
 def test_what_was_cancelled_or_kept_its_logits_changes_no_bit():
@@ -103,7 +103,7 @@ def test_what_was_cancelled_or_kept_its_logits_changes_no_bit():
             stream = engine.stream(ids[:length], max_new_tokens=50, speculate=4)
             next(stream), stream.close()
             for prompt in (ids, ids[: length + 2], ids[:length]):
-                reused_as_fresh(engine, fresh, prompt)
+                check_reuse(engine, fresh, prompt)
                 engine.logits(ids[:length])
 
 
@@ -117,7 +117,7 @@ def test_without_room_a_conversation_goes_on_with_its_windows_alone(window):
             assert new[2] == (len(talk) - 61 if turn else 0)
             talk += new[0] + random_ids(engine.config, 60, seed=turn)
         edited = [*talk[:550], *random_ids(engine.config, 60, seed=9)]
-        assert reused_as_fresh(engine, fresh, edited) == 0
+        assert check_reuse(engine, fresh, edited) == 0
 
 
 def test_positions_between_starts_go_first():
@@ -132,7 +132,7 @@ def test_positions_between_starts_go_first():
         # ends of prompts: 299 and 649; of the first answer: 449
         for kept, start in ((760, 649), (650, 649), (640, 449), (460, 449), (380, 299), (250, 0)):
             prompt = [*talk[:kept], (talk[kept] + 1) % 100]
-            assert start <= reused_as_fresh(engine, fresh, prompt, 1) <= -(-start // PAGE) * PAGE
+            assert start <= check_reuse(engine, fresh, prompt, 1) <= -(-start // PAGE) * PAGE
 
 
 def test_a_request_copies_from_one_that_runs():

@@ -61,8 +61,8 @@ def test_threads_are_those_that_leave_the_slowest_one_least():
         {"sys/devices/cpu_atom/cpus": "4-7"},
         {f"{CPU}/types/intel_atom_0/cpulist": "4-7"},
         {
-            f"{CPU}/cpu{cpu}/cpu_capacity": "1024" if cpu == 0 else "800" if cpu < 4 else "350"
-            for cpu in range(8)
+            f"{CPU}/cpu{cpu}/cpu_capacity": capacity
+            for cpu, capacity in enumerate(["1024", *["800"] * 3, *["350"] * 4])
         },
     ],
 )

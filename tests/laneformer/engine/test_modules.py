@@ -15,7 +15,7 @@ from tests.laneformer.engine.assets import (
     small_config,
     small_model,
     usable_isas,
-    widened,
+    widen_model,
 )
 from tools.check.reference import (
     BLOCK,
@@ -35,7 +35,7 @@ def compare(model, config=None, length=90, **options):
     """The engine's and the float64 model's outputs at chosen positions, and the report on them."""
     ids = random_ids(model.config, length)
     positions = choose_positions(model.config, length)
-    _, reference = model_outputs(widened(model, torch.float64), ids, positions)
+    _, reference = model_outputs(widen_model(model, torch.float64), ids, positions)
     with engine_of(model, config, **options) as engine:
         partials = engine._partials(ids, positions)
     report = module_report(

@@ -97,14 +97,14 @@ def hashes(*command: str | Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def watched():
+def sanitizer_run():
     """The program under AddressSanitizer and UBSan with every instruction set, and the hashes that it gives."""
     program = build("address,undefined")
     return program, hashes(program)
 
 
-def test_a_write_beyond_the_weights_is_caught_and_nothing_else_is(watched):
-    program, by_case = watched
+def test_a_write_beyond_the_weights_is_caught_and_nothing_else_is(sanitizer_run):
+    program, by_case = sanitizer_run
     assert "portable" in by_case
     caught = run(program, "overflow")
     assert caught.returncode != 0
@@ -120,12 +120,12 @@ def test_a_race_is_caught_and_nothing_else_is():
 
 
 @pytest.mark.skipif(not ON_X86, reason="compares with x86")
-def test_neon_gives_the_bits_of_avx2(watched):
+def test_neon_gives_the_bits_of_avx2(sanitizer_run):
     """NEON fuses multiply-adds as AVX2 does and every sum has the same order, so nothing may differ."""
     emulator = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
     if emulator is None or shutil.which(AARCH64["CMAKE_CXX_COMPILER"]) is None:
         pytest.skip("no aarch64 compiler or emulator")
-    here = watched[1]
+    here = sanitizer_run[1]
     if "avx2" not in here:
         pytest.skip("this CPU has no AVX2 to compare with")
     there = hashes(emulator, build("none", "aarch64", **AARCH64), "only", "portable", *OF_TYPES)

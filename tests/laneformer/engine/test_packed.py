@@ -41,7 +41,7 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def hashed(monkeypatch):
+def hash_sizes(monkeypatch):
     """Bytes of each part whose content was hashed, in order."""
     sizes, content_hash = [], _core.content_hash
     monkeypatch.setattr(
@@ -68,14 +68,14 @@ def only_file(folder):
     return path
 
 
-def test_a_second_start_maps_what_the_first_packed(folder, loads, hashed):
+def test_a_second_start_maps_what_the_first_packed(folder, loads, hash_sizes):
     """And compares it with its hashes: every tape and the embedding once, and again where the file was touched."""
     expected = engine_of(small_model(dtype="bf16")).logits(IDS)
     compared = []
     for start in range(6):
         np.testing.assert_array_equal(logits_of(folder), expected)
-        compared.append(len(hashed))
-        del hashed[:]
+        compared.append(len(hash_sizes))
+        del hash_sizes[:]
         if start == 2:
             os.utime(only_file(folder))
         if start == 4:

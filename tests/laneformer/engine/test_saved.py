@@ -24,7 +24,7 @@ from tests.laneformer.engine.assets import (
     random_model,
     small_model,
 )
-from tests.laneformer.engine.test_kv_pool import LONG, answer, reused_as_fresh
+from tests.laneformer.engine.test_kv_pool import LONG, answer, check_reuse
 from tests.laneformer.engine.test_running import run_python
 
 
@@ -55,7 +55,7 @@ def talk(model):
 
 
 @pytest.fixture
-def kept(model, talk, tmp_path):
+def saves(model, talk, tmp_path):
     """The directory that one conversation has left."""
     with engine_of(model, threads=1, cache_dir=tmp_path / "kept") as engine:
         answer(engine, talk)
@@ -75,7 +75,7 @@ def test_a_restart_goes_on_with_the_same_bits(model, talk, tmp_path, threads, kv
     with engine_of(model, **options) as fresh:
         for prompt, start in ((talk, 399), (longer, 400), (edited, 370)):
             with engine_of(model, **options, cache_dir=tmp_path) as engine:
-                assert reused_as_fresh(engine, fresh, prompt) == start
+                assert check_reuse(engine, fresh, prompt) == start
                 assert prefixes(engine).counts["hits"] == 1
 
 
@@ -96,10 +96,10 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_file_is_removed_and_never_used(model, talk, kept, caplog, damage):
-    (path,) = files(kept)
+def test_a_damaged_file_is_removed_and_never_used(model, talk, saves, caplog, damage):
+    (path,) = files(saves)
     DAMAGE[damage](path)
-    with engine_of(model) as fresh, engine_of(model, threads=1, cache_dir=kept) as engine:
+    with engine_of(model) as fresh, engine_of(model, threads=1, cache_dir=saves) as engine:
         assert answer(engine, talk) == answer(fresh, talk)
         assert prefixes(engine).counts["files"] == 0
         assert not path.exists()
@@ -110,20 +110,20 @@ def test_a_damaged_file_is_removed_and_never_used(model, talk, kept, caplog, dam
     assert "is removed" in warning
 
 
-def test_a_file_of_another_model_under_an_own_name_is_refused(model, talk, kept, caplog):
-    other, (path,) = random_model(model.config, seed=2), files(kept)
-    with engine_of(other, threads=1, cache_dir=kept) as engine:
+def test_a_file_of_another_model_under_an_own_name_is_refused(model, talk, saves, caplog):
+    other, (path,) = random_model(model.config, seed=2), files(saves)
+    with engine_of(other, threads=1, cache_dir=saves) as engine:
         expected = answer(engine, talk)
     assert not caplog.records
-    own = next(file for file in files(kept) if file != path)
+    own = next(file for file in files(saves) if file != path)
     shutil.copy(path, own)
-    with engine_of(other, threads=1, cache_dir=kept) as engine:
+    with engine_of(other, threads=1, cache_dir=saves) as engine:
         assert answer(engine, talk) == expected
     assert "of another model" in caplog.text
     assert path.exists()
 
 
-def test_what_decides_the_bits_is_part_of_the_key(model, talk, kept):
+def test_what_decides_the_bits_is_part_of_the_key(model, talk, saves):
     norm = random_model(model.config, seed=1)
     norm.state_dict()["norm.weight"].mul_(1.5)
     for other, options in (
@@ -133,7 +133,7 @@ def test_what_decides_the_bits_is_part_of_the_key(model, talk, kept):
         (model, {"threads": 2}),
         (norm, {}),
     ):
-        with engine_of(other, **{"threads": 1, **options}, cache_dir=kept) as engine:
+        with engine_of(other, **{"threads": 1, **options}, cache_dir=saves) as engine:
             assert answer(engine, talk)[2] == 0, options
 
 

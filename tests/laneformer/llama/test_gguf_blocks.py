@@ -17,7 +17,7 @@ from laneformer import Engine
 from laneformer.engine.cpu import _core
 from laneformer.engine.cpu.spec import choose_types
 from laneformer.engine.folder import read_checkpoint
-from tests.laneformer.engine.test_integer import ISAS, rounded
+from tests.laneformer.engine.test_integer import ISAS, round_inputs
 from tests.laneformer.llama.folders import engine_logits
 from tests.laneformer.llama.gguf_assets import BLOCKS, random_blocks, random_llama, write_gguf
 
@@ -60,7 +60,7 @@ def test_scales_of_mxfp4_have_every_exponent():
 
 def define_product(rows: np.ndarray, x: np.ndarray) -> np.ndarray:
     """The product (columns, rows) of held rows in float64, with inputs rounded as the kernels round them."""
-    inputs, scales = rounded(x)
+    inputs, scales = round_inputs(x)
     return (inputs * scales[..., None].astype(np.float64)).reshape(len(x), -1) @ rows.astype(
         np.float64
     ).T

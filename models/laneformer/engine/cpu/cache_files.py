@@ -16,11 +16,15 @@ log = logging.getLogger(__name__)
 
 
 class CacheFile(NamedTuple):
-    """In order: by when it was used last, in seconds or nanoseconds since the epoch."""
+    """In order: by when it was used last, in seconds or nanoseconds since the epoch.
+
+    source: of packed weights, the model's folder or GGUF file.
+    """
 
     used: float
     path: Path
     bytes: int
+    source: Path = Path()
 
 
 def hold(file: IO[bytes], alone: bool = False) -> None:

@@ -1,11 +1,6 @@
 """Packed weights kept beside the model: the next start maps them instead of packing again.
 
-A file holds one thread plan's tapes and the embedding, each at a multiple of 2 MiB so that the kernel can map
-it with huge pages; where the file system has none, they are copied. Its name is a hash of the layout, dtype
-and thread plan; its header holds hashes of the safetensors that it was made from and of every part. A file is
-read through and compared with them by the first start that maps it, and again whenever its inode says that it was
-touched since (`.checked` beside it, written when all of it is on the disk). Anything that does not fit is packed again.
-Which files stay: packed_files.py.
+A file holds one thread plan's tapes and the embedding. Anything that does not fit is packed again.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ from .packed_files import BUDGET, FOLDER, own_directory, read_budget, register, 
 
 LAYOUT_VERSION = 5  # of tiles, tapes and this file; raise it when any of them changes
 SMALL_PAGES = ("tmpfs", "ramfs")  # file systems that map 4 KiB pages
-ALIGNMENT = 2 << 20
+ALIGNMENT = 2 << 20  # of tapes and embedding, so that the kernel can map them with huge pages
 log = logging.getLogger(__name__)
 
 
@@ -74,6 +69,7 @@ class PackedWeights:
             parts = [data[at : at + size] for at, size, _ in header["parts"]]
             sizes = [len(decoder.part(i)) for i in range(decoder.parts)]
             fits = [len(part) for part in parts] == sizes
+            # read through by the first start that maps it, and again when its inode says that it was touched
             intact = fits and (is_checked(path) or self._is_intact(path, parts, header))
         except (OSError, ValueError, TypeError, KeyError) as error:
             log.info("%s is damaged and will be replaced: %r", path, error)
@@ -83,6 +79,7 @@ class PackedWeights:
             return False
         for i, part in enumerate(parts):
             decoder.map_part(i, part)
+        # without huge pages, or from another memory node, reading them in place would be slow
         if this_machine().nodes > 1 or file_system(path) in SMALL_PAGES:
             decoder.copy_parts()
         with contextlib.suppress(OSError):  # a read-only folder
@@ -95,6 +92,7 @@ class PackedWeights:
             digest for _, _, digest in header["parts"]
         ]:
             return False
+        # the mark may be on the disk no sooner than what it vouches for
         with open(path, "rb") as file:
             os.fsync(file.fileno())
         with contextlib.suppress(OSError):  # a read-only folder: the next start compares again

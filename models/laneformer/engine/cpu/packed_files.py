@@ -1,11 +1,4 @@
-"""Which packed weights stay on the disk: those used last, within one budget over all models, and of models
-still there.
-
-They lie beside their model (`.packed/`), or, of a GGUF file or a folder that takes none, in a directory of
-the user's cache that is named by a hash of the model's path. That directory also says which path, so that
-every copy is found, wherever it lies, and recognised when its model is gone. An engine holds the file that it has
-mapped (cache_files.py).
-"""
+"""Which packed weights stay on the disk: those used last, within one budget over all models still there."""
 
 from __future__ import annotations
 
@@ -15,7 +8,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +25,6 @@ MAX_PLANS = 4  # of one model
 LONGEST_HEADER = 2 << 20
 
 
-@dataclass(frozen=True)
-class PackedFile:
-    """source: the model's folder or GGUF file. used_s: since the epoch."""
-
-    path: Path
-    source: Path
-    bytes: int
-    used_s: float
-
-
 def read_budget() -> int:
     """The budget; ValueError where the environment sets no whole number."""
     budget = os.environ.get(BUDGET) or str(DEFAULT_BYTES)
@@ -55,6 +37,7 @@ def read_budget() -> int:
 
 def own_directory(source: Path) -> Path:
     """Of a model, in the user's cache."""
+    # for GGUF files, and folders that take no `.packed`; it also says where each model's copies lie
     return user_cache() / hashlib.sha256(os.fsencode(source)).hexdigest()[:16]
 
 
@@ -66,14 +49,14 @@ def register(source: Path) -> None:
         (directory / SOURCE).write_bytes(os.fsencode(source))
 
 
-def list_packed() -> list[PackedFile]:
+def list_packed() -> list[CacheFile]:
     """All files of packed weights, those used longest ago first."""
     files = []
     for directory, source in directories().items():
         for path in directory.glob("*.bin"):
             with contextlib.suppress(FileNotFoundError):  # another process has removed it
-                files.append(PackedFile(path, source, path.stat().st_size, last_use_s(path)))
-    return sorted(files, key=lambda file: file.used_s)
+                files.append(CacheFile(last_use_s(path), path, path.stat().st_size, source))
+    return sorted(files)
 
 
 def directories() -> dict[Path, Path]:
@@ -95,9 +78,7 @@ def remove_others(new: Path, layout: int) -> None:
     same = [file.path for file in list_packed() if file.path.parent == new.parent]
     for path in same[: max(0, len(same) - MAX_PLANS)]:
         remove(path)
-    others = [
-        CacheFile(file.used_s, file.path, file.bytes) for file in list_packed() if file.path != new
-    ]
+    others = [file for file in list_packed() if file.path != new]
     cache_files.remove_oldest(others, read_budget() - new.stat().st_size, remove)
 
 

@@ -1,12 +1,7 @@
 """Prefix caches that survive a restart: in `cache_dir`, a directory with files (saved_folder.py).
 
-A prefix is saved when nothing has happened for IDLE_S and it has grown (schedule/saved_prefix.cpp), when it
-leaves the pool of caches, and when the decoder is closed; on a thread of the lowest priority, which stops
-for requests, except at the end. It is loaded before a request joins that shares more with a file than with
-the pool. Files are named by a key of everything that decides the bits of keys and values, so other models
-may use the same directory; all of them share one limit, beyond which the file goes that was used longest
-ago. A file that is cut, changed, or not what its name says is removed with a warning. Nobody waits until a
-file is on the disk: what a crash of the machine leaves is found out like any other damage.
+A prefix is saved when it has grown and nothing has happened for IDLE_S, when it leaves the pool of caches, and when
+the decoder is closed. It is loaded before a request joins that shares more with a file than with the pool.
 """
 
 from __future__ import annotations
@@ -121,7 +116,8 @@ class SavedPrefixes:
         self.decoder.set_saves(False)
 
     def _run(self) -> None:
-        if sys.platform == "linux":  # of this thread alone
+        # saving must not slow requests: the lowest priority, of this thread alone
+        if sys.platform == "linux":
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         grown = False
         while not self._closed:
@@ -145,6 +141,7 @@ class SavedPrefixes:
             cache, ids, starts, dropped = found
             part, done, prefix = None, False, Prefix(ids, starts, dropped)
             read = functools.partial(self.decoder.segment, cache)
+            # nobody waits until it is on the disk: what a crash leaves is found like any other damage
             try:
                 part = self.folder.part(prefix)
                 write(
@@ -211,6 +208,7 @@ def model_key(
     others: Sequence[str] = [
         name for name in sorted(config.tensor_shapes()) if not name.endswith(packed)
     ]
+    # so that other models, and other builds of the engine, may use the same directory
     known: dict[str, Any] = {
         "format": FORMAT_VERSION,
         "config": config.to_dict(),

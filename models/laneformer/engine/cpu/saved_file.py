@@ -3,10 +3,7 @@
     pieces of the segments | header with the ids, JSON | its hash, 32 characters | its length, 8 bytes
 
 A segment is the keys, or values, of one KV head of a layer (csrc/kv_memory.h), in an order that does not depend
-on the threads; layers with windows have only the pages that a likely start needs. Every
-part has a hash (csrc/content_hash.h: against damage, not against an adversary). The header comes last: a
-file that was cut has none. What is read goes straight into a cache's memory and is hashed there, so nothing
-can change between check and use.
+on the threads; layers with windows have only the pages that a likely start needs.
 """
 
 from __future__ import annotations
@@ -91,6 +88,7 @@ def write(
             digests.append(_core.content_hash(piece))
             file.write(piece.data)
             between(time.monotonic() - began_s)
+        # it comes last: a file that was cut has none
         header = {
             "key": key,
             "ids": prefix.ids.tolist(),
@@ -128,6 +126,7 @@ class SavedFile:
         with open(self.path, "rb") as file:
             for (index, first, end), digest in self.pieces:
                 if first < needed:
+                    # hashed in the cache's own memory: nothing can change between check and use
                     piece = segment(index)[first:end]
                     file.seek(at)
                     if (

@@ -9,7 +9,7 @@ namespace laneformer {
 
 namespace {
 
-using Ids = nb::ndarray<const int32_t, nb::ro, nb::c_contig, nb::device::cpu>;
+using IdArray = nb::ndarray<const int32_t, nb::ro, nb::c_contig, nb::device::cpu>;
 
 class HostSchedule {
  public:
@@ -68,7 +68,7 @@ class HostSchedule {
   Schedule schedule_;
 };
 
-const Pass* next(HostSchedule& host, std::optional<Ids> picked, std::optional<Floats> logits, int refused,
+const Pass* next(HostSchedule& host, std::optional<IdArray> picked, std::optional<Floats> logits, int refused,
                  std::optional<std::string> error) {
   PassResult given;
   given.refused = refused, given.error = error ? error->c_str() : nullptr;
@@ -79,7 +79,7 @@ const Pass* next(HostSchedule& host, std::optional<Ids> picked, std::optional<Fl
   return host.next(given);
 }
 
-void score(HostSchedule& host, int position, Floats logprobs, Ids ids, Floats tops) {
+void score(HostSchedule& host, int position, Floats logprobs, IdArray ids, Floats tops) {
   const size_t count = logprobs.size(), top = host.schedule().piece(host.last()).top;
   if (ids.size() != count * top || tops.size() != count * top) throw std::invalid_argument("scores of another number");
   host.schedule().score(host.last(), position, count, logprobs.data(), ids.data(), tops.data());

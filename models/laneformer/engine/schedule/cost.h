@@ -7,6 +7,8 @@
 
 namespace laneformer {
 
+constexpr double kLeastGain = 1.03;  // of drafts over a pass without
+
 class Cost {
  public:
   Cost() { interpolate(); }

@@ -9,7 +9,6 @@ namespace laneformer {
 
 namespace {
 constexpr int kMostDrafts = 6;
-constexpr double kLeastGain = 1.03;  // over a pass without drafts
 constexpr double kCertain[] = {0.3, 0.5, 0.7, 0.9};  // its own odds, between two kinds of drafts
 
 int kind_of(double odds) {

@@ -8,7 +8,6 @@
 namespace laneformer {
 
 namespace {
-constexpr double kLeastGain = 1.03;  // of drafts
 constexpr int kAheadOfDrafts = 3;  // passes, after which a drafter is asked again
 }  // namespace
 

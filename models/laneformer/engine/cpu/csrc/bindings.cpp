@@ -5,9 +5,6 @@
 #include <nanobind/stl/map.h>
 
 #include <algorithm>
-#include <cstring>
-#include <stdexcept>
-#include <utility>
 
 #include "content_hash.h"
 #include "saved_bindings.h"
@@ -109,8 +106,7 @@ ModelSpec spec_from(nb::dict d) {
 }
 
 void construct(Decoder* self, nb::dict spec, const std::string& dtype, const std::string& embedding_dtype, int threads,
-               const std::string& isa, const std::string& math, std::vector<int> cpus,
-               double processors) {
+               const std::string& isa, const std::string& math, std::vector<int> cpus, double processors) {
   new (self) Decoder(spec_from(spec), dtype_named(dtype, kDTypeCount), dtype_named(embedding_dtype), threads,
                      choose_kernels(isa.c_str()), math_named(math), std::move(cpus), processors);
 }

@@ -1,5 +1,5 @@
-// One source per table of inner loops: CMakeLists.txt compiles it once per instruction set, with LANEFORMER_ISA and the
-// flags, and once without them for the choice between the tables.
+// One source per table of inner loops: CMakeLists.txt compiles it once per instruction set, with LANEFORMER_ISA, the flags
+// and LANEFORMER_BASE where most of the table is another's, and once without them for the choice between the tables.
 #ifdef LANEFORMER_ISA
 #include "kernels_impl.h"
 
@@ -9,17 +9,30 @@
 #define TABLE(isa) JOINED(isa)
 
 namespace laneformer {
-static constexpr Kernels table = kernels_named(TEXT(LANEFORMER_ISA));
-const Kernels* TABLE(LANEFORMER_ISA)() { return &table; }
+const Kernels* TABLE(LANEFORMER_ISA)() {  // for CPUs that have it: this is compiled with its flags, too
+  static const Kernels table = [] {
+#if defined(LANEFORMER_BASE)
+    Kernels k = *TABLE(LANEFORMER_BASE)();
+#else
+    Kernels k{};
+    set_common(k);
+#endif
+    set_own(k);
+    k.isa = TEXT(LANEFORMER_ISA);
+    return k;
+  }();
+  return &table;
+}
 }  // namespace laneformer
 
 #else
 #include <iterator>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "kernels.h"
-#if defined(LANEFORMER_AMX)
+#if defined(__x86_64__) && defined(__linux__)
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -27,16 +40,15 @@ const Kernels* TABLE(LANEFORMER_ISA)() { return &table; }
 
 namespace laneformer {
 
-constexpr int kMatrixUnit = 6;  // the highest level; the others count from portable
+#define LEFT_OUT(isa) __attribute__((weak)) const Kernels* isa##_kernels() { return nullptr; }
+EACH_ISA(LEFT_OUT)
 
-#if !defined(LANEFORMER_X86)
-const Kernels* avx2_kernels() { return nullptr; }
-const Kernels* avx2_vnni_kernels() { return nullptr; }
-const Kernels* avx512_kernels() { return nullptr; }
-const Kernels* avx512_vnni_kernels() { return nullptr; }
-const Kernels* avx512_bf16_kernels() { return nullptr; }
-static bool cpu_has(int) { return true; }
-#else
+// Tables may be asked for only where the CPU has the instructions.
+#define LEVEL(isa) {#isa, isa##_kernels},
+constexpr std::pair<const char*, const Kernels* (*)()> kLevelsUp[] = {EACH_ISA(LEVEL)};
+constexpr int kMatrixUnit = std::size(kLevelsUp) - 1;
+
+#if defined(__x86_64__) && !defined(LANEFORMER_EMULATED_TILES)
 static bool cpu_has(int level) {
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -47,9 +59,8 @@ static bool cpu_has(int level) {
                       avx512 && vnni && __builtin_cpu_supports("avx512bf16")};
   return has[level];
 }
-#endif
 
-#if defined(LANEFORMER_AMX)
+#if defined(__linux__)
 // Tiles of bf16, and Linux's permission for this process to use them, as they enlarge what a thread switch saves.
 static bool ask_for_matrix_unit() {
   constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kTileState = 3u << 17;
@@ -61,9 +72,10 @@ static bool ask_for_matrix_unit() {
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 #else
-#if !defined(LANEFORMER_EMULATED_TILES)
-const Kernels* amx_kernels() { return nullptr; }
+static bool ask_for_matrix_unit() { return false; }
 #endif
+#else  // what was compiled runs
+static bool cpu_has(int) { return true; }
 static bool ask_for_matrix_unit() { return true; }
 #endif
 
@@ -74,17 +86,15 @@ static bool usable(int level) {
 }
 
 const Kernels* choose_kernels(const char* isa) {
-  const Kernels* all[] = {portable_kernels(),    avx2_kernels(),        avx2_vnni_kernels(), avx512_kernels(),
-                          avx512_vnni_kernels(), avx512_bf16_kernels(), amx_kernels()};
-  static_assert(std::size(all) == kMatrixUnit + 1);
   const std::string wanted = isa;
   std::string have;
   for (int level = kMatrixUnit; level >= 0; --level) {
-    const bool asked = wanted == "auto" || (all[level] && wanted == all[level]->isa);
-    if (asked && all[level] && usable(level)) return all[level];
+    if (wanted != "auto" && wanted != kLevelsUp[level].first) continue;
+    if (const Kernels* kernels = usable(level) ? kLevelsUp[level].second() : nullptr) return kernels;
   }
   for (int level = kMatrixUnit; level >= 0; --level)
-    if (all[level] && usable(level)) have += std::string(have.empty() ? "" : ", ") + all[level]->isa;
+    if (usable(level) && kLevelsUp[level].second())
+      have += std::string(have.empty() ? "" : ", ") + kLevelsUp[level].first;
   throw std::invalid_argument("isa = '" + wanted + "' cannot run here; this CPU and this build have: auto, " + have);
 }
 

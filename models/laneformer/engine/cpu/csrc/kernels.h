@@ -153,13 +153,10 @@ struct Kernels {
 // differs between CPUs by 10% and more.
 constexpr size_t kAhead[] = {0, 1536, 2560, 3072, 4096, 6144, 8192, 12288};
 
-const Kernels* portable_kernels();
-const Kernels* avx2_kernels();  // null where not compiled in
-const Kernels* avx2_vnni_kernels();
-const Kernels* avx512_kernels();
-const Kernels* avx512_vnni_kernels();
-const Kernels* avx512_bf16_kernels();
-const Kernels* amx_kernels();
+// Instruction sets, each better than those before it; null where not compiled in.
+#define EACH_ISA(of) of(portable) of(avx2) of(avx2_vnni) of(avx512) of(avx512_vnni) of(avx512_bf16) of(amx)
+#define DECLARE_KERNELS(isa) const Kernels* isa##_kernels();
+EACH_ISA(DECLARE_KERNELS)
 
 // "auto" or a name; throws std::invalid_argument for what this binary or this CPU lacks.
 const Kernels* choose_kernels(const char* isa);

@@ -176,7 +176,7 @@ void Layers::mlp(int t, int layer, int own, const Pass& pass, float* partial) {
 
 // --- joins ------------------------------------------------------------------------------------------------------
 
-// The update table of config.Join for the own lanes; sums over lanes are always in lane order.
+// The update table of joins.Join for the own lanes; sums over lanes are always in lane order.
 void Layers::join_lanes(int t, int layer, Module module, const Pass& pass) {
   const ThreadPlan& plan = shared_.model.plan(t);
   const Kernels& kernels = shared_.kernels;
