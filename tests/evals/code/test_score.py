@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from evals.code import score
 from evals.code.__main__ import figures_of
 from evals.code.judge import judge
 from evals.code.sandbox import find_sandbox
-from evals.code.score import LIMITS, Judge, numpy_folder, open_dataset, reference
+from evals.code.score import LIMITS, Judge, open_dataset, reference
 from evals.code.solution import SandboxError
 from tests.evals.code.code_assets import (
     ANSWER,
@@ -103,7 +104,8 @@ def test_hostile_solutions_fail_and_harm_nobody(tmp_path, monkeypatch):
     victim.chmod(0o666)
     tmp_path.chmod(0o777)
     above = [*reversed(tmp_path.parents), tmp_path]
-    hidden = next(folder for folder in above if not numpy_folder().is_relative_to(folder))
+    packages = Path(numpy.__file__).parents[1]
+    hidden = next(folder for folder in above if not packages.is_relative_to(folder))
     with socket.create_server(("127.0.0.1", 0)) as server:
         hostile = HOSTILE | escapes(victim, new, hidden, server.getsockname()[1])
         others = {
