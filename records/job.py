@@ -4,7 +4,6 @@
 
 import itertools
 import tomllib
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -180,8 +179,6 @@ class Resilience:
     batch, or skip the batch at once, as nothing has moved, and restart (skipping) only after more
     than max_skips of them
     """
-    unclean_policy: Literal["stop", "rollback", "rollback_and_skip", "skip"] | None = None
-    """Former name of on_bad_step, still read"""
     max_skips: int = 3
     """Refused steps within spike_window steps that the policy `skip` skips; one more, and it goes back to the
     newest checkpoint: what is refused again and again is not the data's fault
@@ -215,16 +212,8 @@ class Resilience:
     """
 
     def __post_init__(self) -> None:
-        if self.unclean_policy is not None:
-            warnings.warn(
-                "resilience.unclean_policy is now called resilience.on_bad_step",
-                FutureWarning,
-                stacklevel=2,
-            )
-            self.on_bad_step, self.unclean_policy = self.unclean_policy, None
-        self.skip_sequences = [
-            (int(first), int(last)) for first, last in self.skip_sequences
-        ]  # TOML has lists
+        # TOML has lists
+        self.skip_sequences = [(int(first), int(last)) for first, last in self.skip_sequences]
 
 
 @dataclass

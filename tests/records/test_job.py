@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
@@ -24,7 +23,6 @@ FLAGS = [
     "--evals.in_loop",
     "--metrics.no-enable_wandb",
 ]
-FORMER = "resilience.unclean_policy is now called resilience.on_bad_step"
 # in a process of its own: TorchTitan keeps global state
 LOAD = """
 import json, sys
@@ -35,39 +33,21 @@ print(json.dumps([ConfigManager().parse_args(job).to_dict() for job in json.load
 """
 
 
-def with_policy(path: Path, line: str) -> str:
-    text = (ROOT / "configs/debug_phase1.toml").read_text()
-    path.write_text(text.replace('on_bad_step = "rollback"', line))
-    return str(path)
-
-
 @pytest.mark.job
 def test_it_agrees_with_torchtitan_in_every_value(tmp_path):
-    # On the shipped job files, on one that leaves everything to the defaults, and where a key has
-    # its former name, in the job file and as a flag that overrides it.
+    # On the shipped job files, and on one that leaves everything to the defaults.
     bare = tmp_path / "bare.toml"
     bare.write_text(
         '[job]\ncustom_config_module = "train.job_config"\n[experimental]\ncustom_import = "train.spec"\n'
     )
     assert len(CONFIGS) >= 4
     jobs = [["--job.config_file", path, *FLAGS] for path in (*CONFIGS, str(bare))]
-    former = with_policy(tmp_path / "former.toml", 'unclean_policy = "skip"')
-    renamed = [["--job.config_file", former, *FLAGS]]
-    stops = with_policy(tmp_path / "stop.toml", 'on_bad_step = "stop"')
-    renamed += [["--job.config_file", stops, *FLAGS, "--resilience.unclean-policy", "skip"]]
-    command = [sys.executable, "-c", LOAD, json.dumps(jobs + renamed)]
+    command = [sys.executable, "-c", LOAD, json.dumps(jobs)]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr[-3000:]
-    assert FORMER in process.stderr
-    for job, heavy in zip(jobs + renamed, json.loads(process.stdout.splitlines()[-1]), strict=True):
-        with (
-            pytest.warns(FutureWarning, match=FORMER)
-            if job in renamed
-            else contextlib.nullcontext()
-        ):
-            light = json.loads(json.dumps(asdict(read_job(job))))
+    for job, heavy in zip(jobs, json.loads(process.stdout.splitlines()[-1]), strict=True):
+        light = json.loads(json.dumps(asdict(read_job(job))))
         assert light["evals"]["in_loop"] is True
-        assert job not in renamed or light["resilience"]["on_bad_step"] == "skip"
         for section, values in light.items():
             assert values == {key: heavy[section][key] for key in values}, f"{job} [{section}]"
 

@@ -1,7 +1,6 @@
 """One self-contained HTML page of one or more runs: what was trained, its progress, and what was measured.
 
     python -m tools.dashboard runs/demo --out runs/demo/dashboard.html
-    python -m tools.dashboard runs/phase1 --out page.html --serve      (writes it again every minute)
 
 The page is one file with plotly.js inside; its policy makes the browser refuse the network. What has no figure
 takes no room. W&B and TensorBoard, which training feeds, are the live view.
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -26,7 +24,6 @@ from tools.dashboard import evaluations, training
 from tools.dashboard.header import header, write_tiles
 from tools.dashboard.page import utc, write_html
 
-EVERY_S = 60.0  # from one page to the next
 # in the order of the page, by their names in the jump links
 CARDS: dict[str, Callable[[Run], str]] = {
     "CORE": evaluations.write_core_card,
@@ -39,7 +36,6 @@ CARDS: dict[str, Callable[[Run], str]] = {
     "Machine": training.write_machine_card,
     "Incidents": training.write_incidents_card,
     "Contamination": evaluations.write_contamination_card,
-    "Provenance": training.write_provenance_card,
 }
 
 
@@ -101,35 +97,22 @@ def write_page(folders: Sequence[Path], out: Path, now: float) -> list[Run]:
 def main(
     run_dirs: Annotated[tuple[Path, ...], tyro.conf.Positional],
     out: Path = Path("dashboard.html"),
-    serve: bool = False,
 ) -> None:
     """Draw one or more run folders as one HTML file that needs no network.
 
     Args:
         run_dirs: run folders; the losses of several are drawn over each other
         out: HTML file to write
-        serve: write the file again every minute, until interrupted; reload it in the browser
     """
     if not run_dirs:
         raise ValueError(
             "no run folder given; for example: python -m tools.dashboard runs/demo --out dashboard.html"
         )
-    while True:
-        began = time.monotonic()
-        for run in write_page(run_dirs, out, time.time()):
-            steps = training.count(len(run.rows), "logged step")
-            print(f"{run.name}: {steps}, {len(run.evals)} evaluations", *run.warnings, sep="\n  ")
-        print(f"{out} ({out.stat().st_size / 1e6:.1f} MB)", flush=True)
-        if not serve:
-            return
-        # a login node is shared: at most a fifth of one core
-        time.sleep(max(EVERY_S, 4 * (time.monotonic() - began)))
-
-
-def run() -> None:
-    with suppress(KeyboardInterrupt):  # how --serve ends
-        tyro.cli(main, prog="python -m tools.dashboard")
+    for run in write_page(run_dirs, out, time.time()):
+        steps = training.count(len(run.rows), "logged step")
+        print(f"{run.name}: {steps}, {len(run.evals)} evaluations", *run.warnings, sep="\n  ")
+    print(f"{out} ({out.stat().st_size / 1e6:.1f} MB)", flush=True)
 
 
 if __name__ == "__main__":
-    run_command("dashboard", run)
+    run_command("dashboard", lambda: tyro.cli(main, prog="python -m tools.dashboard"))

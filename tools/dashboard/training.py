@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -18,9 +17,7 @@ from tools.dashboard.charts import (
     Panel,
     Points,
     curve,
-    dig,
     figure,
-    list_items,
     list_sources,
     make_loss_part,
     make_rows_part,
@@ -30,7 +27,7 @@ from tools.dashboard.charts import (
     smooth_loss,
 )
 from tools.dashboard.evaluations import name_checkpoint
-from tools.dashboard.page import card, code, colour, fold, missing, table, utc, write_chart_card
+from tools.dashboard.page import card, colour, missing, table, utc, write_chart_card
 
 LISTED = 40  # incidents
 TROUBLE = re.compile(
@@ -176,43 +173,6 @@ def write_incidents_card(run: Run) -> str:
     head = ("time (UTC)", "event", "where", "host", "what")
     caption = f"The newest {LISTED} of {len(rows):,}." if len(rows) > LISTED else ""
     return card("Incidents", table(head, rows[:LISTED], "events"), caption)
-
-
-def write_provenance_card(run: Run) -> str:
-    """Write where the figures come from."""
-    sources: tuple[tuple[str, Sequence[Record], str], ...] = (
-        ("tokenizer", run.evals, "tokenizer_sha256"),
-        ("evaluation data", run.evals, "data_sha256"),
-        ("code of evaluations", run.evals, "code_version"),
-        ("mixture", run.attempts, "mixture_fingerprint"),
-        ("code of training", run.attempts, "code_version"),
-        ("torch", run.attempts, "torch"),
-        ("ranks", run.attempts, "world_size"),
-    )
-    facts = {
-        title: [str(each[key]) for each in records if each[key]] for title, records, key in sources
-    }
-    for phase, lineage in run.lineages.items():
-        facts |= {
-            f"{key} of {phase}": [str(value)] for key, value in lineage.items() if value is not None
-        }
-    rows = [
-        [escape(name), " ".join(map(code, dict.fromkeys(each)))]
-        for name, each in facts.items()
-        if each
-    ]
-    body = table(("identity", "sha256 or version"), rows, "wrap") if rows else ""
-    configs = run.configs.values()
-    names = set[tuple[str, str]]()
-    for section, values in itertools.chain(*map(list_items, configs)):
-        names |= {(section, key) for key, _ in list_items(values)}
-    cells = [
-        [escape(".".join(name)), *(code(dig(config, *name)) for config in configs)]
-        for name in sorted(names)
-    ]
-    settings = table(("setting", *run.configs), cells)
-    body += fold("Settings of the job by phase", settings) if cells else ""
-    return card("Provenance", body) if body else ""
 
 
 def write_overlay_card(runs: Sequence[Run]) -> str:
