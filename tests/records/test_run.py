@@ -260,3 +260,11 @@ def test_a_wandb_run_belongs_to_a_folder_and_not_to_its_path(tmp_path, monkeypat
     with ThreadPoolExecutor(8) as pool:
         # drawn once by all that start together
         assert len(set(pool.map(read_wandb_id, [tmp_path / "many"] * 8))) == 1
+
+
+def test_a_full_disk_has_an_id_as_well(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("records.run.write_atomically", fail)
+    assert wandb_id(tmp_path, monkeypatch) != wandb_id(tmp_path, monkeypatch)

@@ -16,8 +16,9 @@ from laneformer.hf.tokenizer import CHAT_TEMPLATE
 from records import job as job_sections
 from records.files import read_json
 from tests.train import production
-from tests.train.runs import metrics, succeed, weights
+from tests.train.runs import copy_stopped_at, metrics, succeed, weights
 from tests.train.sft import chats
+from tests.train.supervised import assert_same
 from train.data import build_mixture_loader
 
 STEPS, GLOBAL_BATCH, WINDOWS = 4, 4, 5
@@ -91,6 +92,14 @@ def test_held_out_loss_is_that_of_answers(whole, lock):
     row = metrics(whole)[-1]
     assert abs(row["valid_loss"] - losses.sum().item() / count) < 64 * EPSILON * row["valid_loss"]
     assert [r["step"] for r in metrics(whole) if "valid_loss" in r] == [2, 4]
+
+
+@pytest.mark.job
+def test_resumed_it_is_the_same_run(whole, lock, parent, tmp_path):
+    resumed = tmp_path / "resumed"
+    copy_stopped_at(2, whole, resumed)
+    succeed(resumed, lock, *flags(parent), config="debug_sft")
+    assert_same(resumed, whole, STEPS)
 
 
 def test_packed_conversations_must_not_see_each_other(lock):
