@@ -22,9 +22,8 @@ from data_mixtures.recipe import PACKINGS, check_known
 from data_mixtures.shards import Json
 from data_mixtures.window_files import TokenFile, WindowFiles
 
-PACKING = PACKINGS[
-    0
-]  # documents in a row, cut every seq_len tokens; the id `bos_id` marks where one begins
+# documents in a row, cut every seq_len tokens; the id `bos_id` marks where one begins
+PACKING = PACKINGS[0]
 # Other packings: whole documents, or conversations, in the first S tokens of each window. Beside each file of tokens
 # lies one of the same form, with the flags of the tokens; its entry is "flags" in theirs.
 CONVERSATIONS = "conversations"

@@ -48,9 +48,8 @@ class Packed(NamedTuple):
 def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
     """Indices of the items in each window of `size`; every length is from 1 to size."""
     windows: list[list[int]] = []
-    with_room: list[list[int]] = [
-        [] for _ in range(size + 1)
-    ]  # windows by the room that they have left
+    # windows by the room that they have left
+    with_room: list[list[int]] = [[] for _ in range(size + 1)]
     rooms = 0  # bit r: some window has room r
     for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[item]

@@ -31,9 +31,8 @@ import xxhash
 
 from records.files import write_atomically
 
-Json = dict[
-    str, Any
-]  # an object of a JSON file: a manifest, lock, plan or receipt, or a part of one
+# an object of a JSON file: a manifest, lock, plan or receipt, or a part of one
+Json = dict[str, Any]
 FORMAT = 2
 BLOCK_BYTES = 16 << 20  # the unit of integrity checks while reading
 MANIFEST = "source.json"

@@ -28,9 +28,8 @@ from records.files import hold_lock, host_name
 
 MARK, RECEIPT, MANIFEST, LOCK = ".url", "receipt.json", "source.json", ".lock"
 KEPT_BYTES = 4 << 30
-Place = tuple[
-    str, str
-]  # a URL, and a name of the moment: what a worker has of an earlier one is not used
+# a URL, and a name of the moment: what a worker has of an earlier one is not used
+Place = tuple[str, str]
 
 
 class Store:
@@ -44,9 +43,8 @@ class Store:
             )
         self._kept: dict[Path, int] = {}  # data here, oldest first
         self._listed: set[Path] = set()  # folders all of whose receipts are here
-        self._saved: dict[
-            str, tuple[int, int]
-        ] = {}  # small files of the folder itself, as they are there
+        # small files of the folder itself, as they are there
+        self._saved: dict[str, tuple[int, int]] = {}
 
     def name(self, path: Path) -> str:
         return f"{self.root}/{path.relative_to(self.here)}"

@@ -45,9 +45,8 @@ class WindowFiles:
                     f"the manifest of {path} has {count} block hashes for {size} bytes, one for each "
                     f"{shards.BLOCK_BYTES} is needed; prepare the data again"
                 )
-        self._checked = [
-            bytearray(count) for count in blocks
-        ]  # by file, a byte a block; 1: it is good
+        # by file, a byte a block; 1: it is good
+        self._checked = [bytearray(count) for count in blocks]
         self._checking = [threading.Lock() for _ in range(CHECKS_AT_A_TIME)]
         # one that is left out while a thread still reads it stays open for that thread
         self._map = functools.lru_cache(OPEN_FILES)(self._open_map)

@@ -32,9 +32,8 @@ PROSE_BYTES, CODE_BYTES, EXAMPLES_BYTES = 1_600_000, 2_800_000, 700_000  # most 
 
 def main(out: Path) -> None:
     """Write web, code, math, multilingual and qa as JSON lines into `out`."""
-    packages = (
-        out / ".wheels" / "site-packages"
-    )  # from there on, names of files are names of modules
+    # from there on, names of files are names of modules
+    packages = out / ".wheels" / "site-packages"
     if not packages.is_dir():
         unpack(out / ".wheels", packages)
     corpus.write(out, texts(packages))

@@ -78,9 +78,8 @@ def steps_before(lineage: JsonObject) -> int:
         above = read_json(run_folder(parent) / "lineage.json", {})
     except (OSError, ValueError):
         above = {}
-    further = isinstance(above, dict) and above.get("parent") != lineage.get(
-        "parent"
-    )  # not the run itself
+    # not the run itself
+    further = isinstance(above, dict) and above.get("parent") != lineage.get("parent")
     return int(named[1]) + (steps_before(above) if further else 0)
 
 

@@ -25,12 +25,8 @@ from records.files import JsonObject, file_sha256, read_json, write_atomically
 
 BYTES_PER_PARAMETER = 12  # float32: the weight, and AdamW's two moments
 STEP_FOLDER = re.compile(r"step-(\d+)$")
-RUN_FILES = (
-    "config.toml",
-    "model.json",
-    "lineage.json",
-    "metrics.jsonl",
-)  # any of these makes a run folder
+# any of these makes a run folder
+RUN_FILES = ("config.toml", "model.json", "lineage.json", "metrics.jsonl")
 TRASH = ".trash-"
 CHECKSUMS, ARCHITECTURE = "checksums.json", "model.json"
 logger = logging.getLogger()

@@ -36,12 +36,8 @@ def optional(metavar: str, default: str) -> Any:
 
 
 Limit = Annotated[int | None, optional("INT", "all")]
-SERVER = (
-    "--base-url",
-    "--model",
-    "--concurrency",
-    "--timeout-s",
-)  # of no use for a checkpoint's own files
+# of no use for a checkpoint's own files
+SERVER = ("--base-url", "--model", "--concurrency", "--timeout-s")
 FRAME = re.compile(r"[╭╮╰╯│─]+|-{9,}")  # around tyro's messages
 
 

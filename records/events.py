@@ -25,9 +25,8 @@ from records.files import (
 # how a worker or the supervisor ends: exit status, and `code` in outcome.json; any other status is a crash
 DONE = 0  # training.steps reached
 CRASHED = 1
-STOPPED_UNSAVED = (
-    84  # stopped on request, but without a new checkpoint; starting again repeats steps
-)
+# stopped on request, but without a new checkpoint; starting again repeats steps
+STOPPED_UNSAVED = 84
 STOPPED = 85  # stopped on request with a checkpoint saved; start again to continue
 BAD_STEP = 86  # the guard refused a step; its batch is recorded in events.jsonl
 REFUSED = 87  # the settings cannot work; starting again does not help
@@ -90,9 +89,8 @@ def crash_on_record(
         reason = f"{name}: {ADVICE.get(name, '')}{problem}"
         # wrong settings and missing files are one line of rank 0, not a traceback
         if starting() and isinstance(problem, (*REFUSALS, OSError)):
-            others = (
-                isinstance(problem, Held) and SUPERVISED not in os.environ
-            )  # nothing here is this job's to write
+            # nothing here is this job's to write
+            others = isinstance(problem, Held) and SUPERVISED not in os.environ
             refuse(None if others else run, attempt, problem)
         write_outcome(run, attempt, CRASHED, step(), reason)
         record_event(run, "crash", attempt=attempt, step=step(), reason=reason[:REASON_CHARS])

@@ -24,9 +24,8 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja"
 
 
 JsonObject = dict[str, Any]  # such as a line of a run's files
-Skipped = dict[
-    int, type[Exception]
-]  # numbers of lines that are not JSON; UnicodeDecodeError: not UTF-8
+# numbers of lines that are not JSON; UnicodeDecodeError: not UTF-8
+Skipped = dict[int, type[Exception]]
 
 _kept: dict[Path, list[str]] = {}  # lines that wait for room on their disk
 _keeping = threading.Lock()

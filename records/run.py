@@ -48,11 +48,8 @@ FIGURES = [
     "z_loss",
     "max_logit",
 ]
-BY_SOURCE = (  # {source: figure}, of positions {source: {first position of an octave: figure}}
-    "loss_by_source",
-    "valid_loss_by_source",
-    "valid_loss_by_position",
-)
+# {source: figure}, of positions {source: {first position of an octave: figure}}
+BY_SOURCE = ("loss_by_source", "valid_loss_by_source", "valid_loss_by_position")
 LINES = ("metrics.jsonl", "evals.jsonl", "events.jsonl", "attempts.jsonl")
 OBJECTS = ("config.toml", "model.json", "lineage.json")
 NOTE = "note.txt"

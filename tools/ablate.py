@@ -200,10 +200,8 @@ def start(run: Run) -> subprocess.Popen[bytes]:
     """The trainer as the only rank of a job, which goes on at its newest checkpoint."""
     run.folder.mkdir(parents=True, exist_ok=True)
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    place = {
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "0",
-    }  # 0: any free port, as no other rank asks for it
+    # 0: any free port, as no other rank asks for it
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     with open(run.folder / "train.log", "ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "train", *run.flags],

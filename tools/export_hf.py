@@ -73,9 +73,8 @@ def frequent_ids(checkpoint: Path, lock: Path | None, count: int) -> tuple[int, 
     counts = np.zeros(given.vocab_size, dtype=np.int64)
     sources = [source for source in read_lock(lock)["sources"] if source["weight"]]
     weights = sum(source["weight"] for source in sources)
-    once = min(
-        source["windows"] * weights // source["weight"] for source in sources
-    )  # before one is read again
+    # before one is read again
+    once = min(source["windows"] * weights // source["weight"] for source in sources)
     for first in range(0, last := max(1, min(COUNTED_WINDOWS, once)), WINDOWS_AT_A_TIME):
         some = min(WINDOWS_AT_A_TIME, last - first)
         tokens = given.sequences(first, some)[0]

@@ -166,9 +166,8 @@ class CheckpointSaver(CheckpointManager):
         """Settle the pending save: all ranks learn whether any failed; what is half written is deleted."""
         step, self.pending_step = self.pending_step, None
         assert step is not None, "a save is pending"
-        enter(
-            f"the verdict on the save of step {step}"
-        )  # a rank whose save never ends has not come here
+        # a rank whose save never ends has not come here
+        enter(f"the verdict on the save of step {step}")
         problem = first_problem(problem)
         self.retrying = False
         if problem:

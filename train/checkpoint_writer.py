@@ -30,9 +30,8 @@ KILLED_S = 30.0  # more: it hangs in a file system, and ends when that answers
 class Hashing:
     """A binary stream, written in one go, and its SHA-256."""
 
-    problem: OSError | None = (
-        None  # torch's writer makes a RuntimeError of it that names no full disk
-    )
+    # torch's writer makes a RuntimeError of it that names no full disk
+    problem: OSError | None = None
 
     def __init__(self, stream: Any):
         self.stream, self.sha256 = stream, hashlib.sha256()

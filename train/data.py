@@ -32,9 +32,8 @@ class LoaderState:
     """What a checkpoint holds of the data: equal on all ranks, whatever their number."""
 
     sequences: int = 0  # positions that the trainer has taken, all ranks together
-    contents: dict[str, str] = field(
-        default_factory=dict
-    )  # SHA-256 by source, of all phases so far
+    # SHA-256 by source, of all phases so far
+    contents: dict[str, str] = field(default_factory=dict)
     # of what earlier phases used up, by source:
     offsets: dict[str, int] = field(default_factory=dict)  # windows
     left_out: dict[str, int] = field(default_factory=dict)  # those among them that were skipped

@@ -32,18 +32,15 @@ class Diagnostics:
         """Watch the next micro-batch's streams; every micro-batch adds its logits."""
         self.watching = True
         self.mean_squares: list[Tensor] = []
-        self.logits: list[
-            Tensor
-        ] = []  # (3,): sum of squared log-denominators, tokens, largest logit
-        self.drafts: list[
-            Tensor
-        ] = []  # (2 K,): sums of loss, and of tokens, of each step of the head that drafts
+        # (3,): sum of squared log-denominators, tokens, largest logit
+        self.logits: list[Tensor] = []
+        # (2 K,): sums of loss, and of tokens, of each step of the head that drafts
+        self.drafts: list[Tensor] = []
 
     def _see_stream(self, layer: nn.Module, inputs: Any, outputs: Any) -> None:
         if self.watching:
-            stream = outputs[
-                0
-            ].detach()  # (B, S, L, D); the norm of a wide tensor without a wide copy of it
+            # (B, S, L, D); the norm of a wide tensor without a wide copy of it
+            stream = outputs[0].detach()
             square = torch.linalg.vector_norm(stream, dtype=torch.float32).double().square()
             self.mean_squares.append(square / stream.numel())
 

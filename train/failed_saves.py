@@ -24,9 +24,8 @@ class FailedSaves:
 
     problem: str | None = None  # of the last save
     in_a_row: int = 0  # those on a full disk left out
-    retry_at_s: float | None = (
-        None  # on the monotonic clock; None: the disk is not known to be full
-    )
+    # on the monotonic clock; None: the disk is not known to be full
+    retry_at_s: float | None = None
 
     def __init__(self, run: Path, folder: Path, most: int):
         """most: failures in a row that end the job."""

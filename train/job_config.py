@@ -145,9 +145,8 @@ def patch_torch_for_cpu() -> None:
             activities=[activity for activity in activities if activity is not None], **options
         )
     )
-    cpu.current_device = lambda: (
-        0
-    )  # torch.cpu's own returns "cpu", which barrier(device_ids=...) refuses
+    # torch.cpu's own returns "cpu", which barrier(device_ids=...) refuses
+    cpu.current_device = lambda: 0
 
 
 def format_job(job: Any) -> str:

@@ -93,9 +93,8 @@ class RunMetrics(MetricsProcessor):
         self.disk_full = False
         self.row: dict[str, Any] = {}  # the last one written
         self.loss_z, self.grad_norm_z = RunningZ(Z_WINDOW), RunningZ(Z_WINDOW)
-        self.rates: deque[float] = deque(
-            maxlen=RECENT
-        )  # tokens per second and device of the last rows
+        # tokens per second and device of the last rows
+        self.rates: deque[float] = deque(maxlen=RECENT)
         self.began, self.gpu_hours_before = time.time(), 0.0
 
     def begin_attempt(self, attempt: int, step: int, tokens: int, tokens_before: int) -> None:

@@ -54,10 +54,8 @@ def apply_optimizer_settings(
     lr = optimizer_config.lr
     for optimizer, scheduler in zip(optimizers.optimizers, schedulers.schedulers, strict=True):
         scheduler.base_lrs = [lr] * len(optimizer.param_groups)
-        decays = (
-            optimizer_config.weight_decay,
-            0.0,
-        )  # build_laneformer_optimizers: matrices, norm scales
+        # build_laneformer_optimizers: matrices, norm scales
+        decays = (optimizer_config.weight_decay, 0.0)
         for group, lr_lambda, decay in zip(
             optimizer.param_groups, scheduler.lr_lambdas, decays, strict=True
         ):

@@ -182,9 +182,8 @@ class LaneformerTrainer(torchtitan.train.Trainer):
                     break
                 except BadStep as problem:
                     # nothing has moved: the batch after it takes its place
-                    self.bad_steps.leave_out(
-                        problem, self.step, loss, grad_norm
-                    )  # raises if it may not
+                    # raises if it may not
+                    self.bad_steps.leave_out(problem, self.step, loss, grad_norm)
                     self.heartbeat.beat(self.step - 1)
             lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
             self.checkpointer.maybe_wait_for_staging()

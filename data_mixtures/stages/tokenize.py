@@ -227,9 +227,8 @@ def first_documents(
 ) -> list[str]:
     """Of (id, text) in any order: those that training sees first, until they have `budget` bytes together."""
     held_out = shards.find_held_out_limit(_find_most_held_out(recipe))
-    heap: list[
-        tuple[int, int, bytes]
-    ] = []  # negative, so that the last in the shuffle's order comes first
+    # negative, so that the last in the shuffle's order comes first
+    heap: list[tuple[int, int, bytes]] = []
     ids, size = set[int](), 0
     for identity, text in documents:
         number = int.from_bytes(identity, "big")

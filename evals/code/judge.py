@@ -28,9 +28,8 @@ REFERENCE_S = 600.0  # for one input
 SMALL_PROCESSES = multiprocessing.get_context("forkserver")  # this one may hold a model
 SMALL_PROCESSES.set_forkserver_preload([__name__])
 
-Request = dict[
-    str, Any
-]  # of score.py: what runs a solution, limits, data set, folder of expected outputs
+# of score.py: what runs a solution, limits, data set, folder of expected outputs
+Request = dict[str, Any]
 Problem = dict[str, Any]
 
 
@@ -125,9 +124,8 @@ def exit_with_status(request: Request, problem: Problem, which: str, code: str) 
     exit_status, limits = 1, request["limits"]
     try:
         held_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        memory_bytes = (
-            held_bytes + 2 * limits["memory_bytes"]
-        )  # what is expected, and what is returned
+        # what is expected, and what is returned
+        memory_bytes = held_bytes + 2 * limits["memory_bytes"]
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
         resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_s"], limits["cpu_s"]))
         # it answers by its status alone: what a solution returns exhausts no memory but this

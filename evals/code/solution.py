@@ -26,9 +26,8 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "LANG": "C.UTF-8",
 }
-MAX_LINE_BYTES = (
-    1 << 30
-)  # of one returned value; the largest that is expected, of Mbpp/255, takes 0.6 GB
+# of one returned value; the largest that is expected, of Mbpp/255, takes 0.6 GB
+MAX_LINE_BYTES = 1 << 30
 # values that compare as their builtin type does but are not of it, as EvalPlus accepts
 # NumPy's and collections'
 BUILTIN = (int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
@@ -46,9 +45,8 @@ CONTENTS: dict[
     "frozenset": frozenset,
     "dict": dict,
 }
-KINDS["items"] = type(
-    "items", (list,), {"__eq__": lambda *_: False}
-)  # of other iterables: a set can be made of them
+# of other iterables: a set can be made of them
+KINDS["items"] = type("items", (list,), {"__eq__": lambda *_: False})
 
 
 class SandboxError(Exception):
@@ -111,9 +109,8 @@ class Solution:
         assert self.process.stdin is not None
         try:
             with self.process.stdin as pipe:
-                pickle.dump(
-                    job, pipe
-                )  # into the sandbox; nothing that comes out of it is unpickled
+                # into the sandbox; nothing that comes out of it is unpickled
+                pickle.dump(job, pipe)
             self.receive(60.0)
         except (OSError, EOFError, TimeoutError):
             raise SandboxError(f"a sandbox did not start: {shlex.join(options)}") from None

@@ -223,9 +223,8 @@ def main(
         parse_lengths(asked.lengths),
         hf_dir.resolve(),
     )
-    about = replace(
-        about, out=about.out and about.out.resolve()
-    )  # use_data_folder changes the working directory
+    # use_data_folder changes the working directory
+    about = replace(about, out=about.out and about.out.resolve())
     with use_data_folder(asked.data.resolve(), names) if asked.data else contextlib.nullcontext():
         from evals.lm_eval.models import ScorerLM
 

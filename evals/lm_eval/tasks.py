@@ -50,12 +50,8 @@ RULER_TASKS = (
     "ruler_fwe",
 )
 ARC_TASKS, IFEVAL = ("arc_easy", "arc_challenge"), "ifeval"
-FOLDERS = (
-    "arc",
-    "ruler",
-    "gsm8k",
-    IFEVAL,
-)  # of lm-eval, looked at first: to index all takes seconds
+# of lm-eval, looked at first: to index all takes seconds
+FOLDERS = ("arc", "ruler", "gsm8k", IFEVAL)
 TABLES = Path("tokenizers") / "punkt_tab" / "english"
 # lm-eval's defaults; the first two determine RULER's texts
 SEEDS = {"random": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}
@@ -163,9 +159,8 @@ def use_data_folder(data: Path, tasks: Sequence[str]) -> Iterator[None]:
     os.environ.update(dict.fromkeys(before, "1"))  # read at import: missing data fails at once
     import datasets
 
-    usual_cache = (
-        datasets.config.HF_DATASETS_CACHE
-    )  # may hold a data set of the same name from elsewhere
+    # may hold a data set of the same name from elsewhere
+    usual_cache = datasets.config.HF_DATASETS_CACHE
     # `datasets` prefers a folder of a data set's name in the working directory
     with tempfile.TemporaryDirectory() as cache, contextlib.chdir(data):
         datasets.config.HF_DATASETS_CACHE = Path(cache)
@@ -243,9 +238,8 @@ def check_room(names: Sequence[str], lengths: Sequence[int], folder: Path) -> No
                     )
 
 
-Measured = list[
-    tuple[str, int, int]
-]  # parts of a prompt: what it is, its tokens, the most that it may have
+# parts of a prompt: what it is, its tokens, the most that it may have
+Measured = list[tuple[str, int, int]]
 
 
 def measure_vt(tokenizer: Any, length: int) -> Measured:

@@ -48,9 +48,8 @@ def test_sequences_follow_the_definition(counting_data, offsets):
 
 
 def test_epoch_cap_is_an_error_that_names_the_source(counting_data):
-    mix = Mixture.open(
-        counting_data(cap=2) / "phase1.lock.json"
-    )  # s1: 23 windows at weight 3 of 10 is the first to end
+    # s1: 23 windows at weight 3 of 10 is the first to end
+    mix = Mixture.open(counting_data(cap=2) / "phase1.lock.json")
     last = 10 * (46 // 3)
     mix.check_epochs(last)
     mix.sequences(last - 1, 1)

@@ -47,9 +47,8 @@ def test_epoch_0_reads_each_window_once_and_those_of_a_document_far_apart(window
     place[read] = np.arange(windows)
     assert np.array_equal(np.sort(read), np.arange(windows))
     if apart < windows:
-        distance = np.abs(
-            place[apart:] - place[:-apart]
-        )  # of all pairs of windows that lie so far apart
+        # of all pairs of windows that lie so far apart
+        distance = np.abs(place[apart:] - place[:-apart])
         assert distance.min() >= windows / ((order.MAX_QUOTIENT + 2) * apart)
 
 

@@ -117,9 +117,8 @@ def write_awkward_lines(path: Path) -> None:
         for number, text in enumerate(write_text(20, 60, 90) + write_text(20, 3, 90)):
             end = (b"\n", b"\r\n", b"\n\n", b"\n  \n", b"\nno json\n", b"\n\xff\n")[number % 6]
             lines.write(json.dumps({"content": text, "url": f'"row":{number}'}).encode() + end)
-        lines.write(
-            json.dumps({"content": write_text(21, 1, 90)[0]}).encode()
-        )  # no newline at its end
+        # no newline at its end
+        lines.write(json.dumps({"content": write_text(21, 1, 90)[0]}).encode())
 
 
 @pytest.mark.job

@@ -35,9 +35,8 @@ def test_documents_are_whole_where_they_fit_and_each_token_is_a_label_once(lengt
     count = len(made.tokens) // SIZE
     assert len(made.tokens) == len(made.flags) == (count * SIZE + 1 if lengths else 0)
     rows = [slice(at * SIZE, (at + 1) * SIZE) for at in range(count)]
-    labels = [
-        made.tokens[here][1:][(made.flags[here][1:] & TRAINED) > 0] for here in rows
-    ]  # the window's last label is the next one's first token
+    # the window's last label is the next one's first token
+    labels = [made.tokens[here][1:][(made.flags[here][1:] & TRAINED) > 0] for here in rows]
     assert sorted(np.concatenate([[], *labels])) == sorted(
         np.concatenate([[], *(each[1:] for each in documents)])
     )

@@ -100,9 +100,8 @@ SCORERS = {
 
 @pytest.mark.parametrize("name", SCORERS)
 def test_scores_are_pytorchs(models, name, monkeypatch, capsys):
-    monkeypatch.setattr(
-        "builtins.input", lambda question: pytest.fail(question)
-    )  # whether code may run
+    # whether code may run
+    monkeypatch.setattr("builtins.input", lambda question: pytest.fail(question))
     (source, backend, dtype), (folder, model) = SCORERS[name], models[name.split()[0]]
     scorer = open_scorer(folder, source)
     assert f"{backend} on cpu in {dtype} (" in capsys.readouterr().err
@@ -297,9 +296,8 @@ def test_bad_input(tmp_path):
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
         open_scorer(tmp_path)
     write_llama(tmp_path)
-    in_8_bits = open_scorer(
-        tmp_path, Source("engine", "cpu", dtype="int8")
-    )  # which reads a Llama, too
+    # which reads a Llama, too
+    in_8_bits = open_scorer(tmp_path, Source("engine", "cpu", dtype="int8"))
     assert in_8_bits.dtype == "int8"
     in_8_bits.close()
     for source, reason in (

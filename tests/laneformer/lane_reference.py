@@ -111,9 +111,8 @@ def update(
     delay = c.broadcast_delay
     first = c.first_late_layer + (plant == "border")
     waiting = min(delay, c.early_layers or delay) if c.use_early_comm else 0
-    early = [
-        i < max(first, waiting) for i in range(c.num_hidden_layers)
-    ]  # PRESENT, if the module talks
+    # PRESENT, if the module talks
+    early = [i < max(first, waiting) for i in range(c.num_hidden_layers)]
     source = layer - delay + (1 if plant == "delay" and delay > 1 else 0)
     for t in range(h.shape[0]):
         for lane in range(lanes):

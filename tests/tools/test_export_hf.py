@@ -34,9 +34,8 @@ def test_progress_survives_a_cut_line(tmp_path):
 
 def test_draft_ids_are_the_most_frequent(prepared_data, tmp_path, monkeypatch):
     """Of the first windows of the mixture; what else the command may be asked is refused."""
-    monkeypatch.setattr(
-        "tools.export_hf.COUNTED_WINDOWS", 70
-    )  # no multiple of what is read at a time
+    # no multiple of what is read at a time
+    monkeypatch.setattr("tools.export_hf.COUNTED_WINDOWS", 70)
     lock = prepared_data / "phase1.lock.json"
     tokens = Mixture.open(lock).sequences(0, 70)[0]
     counts = np.bincount(tokens.ravel(), minlength=512)

@@ -45,10 +45,8 @@ DEVIATIONS = {  # everything else that a machine with two CPU ranks forces
     "compile.backend": "eager",  # traces, guards and recompiles as inductor does, without generating code
     "experimental.custom_import": "tests.train.production_facts",  # train.spec, and what it saw of the model
 }
-HYBRID = {  # four ranks: two replicas of two shards, as the 2B run has 24 of 8
-    "parallelism.data_parallel_replicate_degree": 2,
-    "training.global_batch_size": 16,
-}
+# four ranks: two replicas of two shards, as the 2B run has 24 of 8
+HYBRID = {"parallelism.data_parallel_replicate_degree": 2, "training.global_batch_size": 16}
 
 
 def train(

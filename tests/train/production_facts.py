@@ -33,9 +33,8 @@ if "LANEFORMER_FAULTS" in os.environ:
 train_loop, set_pg_timeouts = LaneformerTrainer.train, dist_utils.set_pg_timeouts
 timeouts_s: list[float] = []
 all_reduce = torch.distributed.all_reduce
-reductions = [
-    0
-]  # exchanges of gradients between replicas in each step; the last entry is of the one under way
+# exchanges of gradients between replicas in each step; the last entry is of the one under way
+reductions = [0]
 
 
 def count_all_reduce(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
@@ -83,9 +82,8 @@ def record_training(self: LaneformerTrainer) -> None:
             str(t.dtype) for t in inputs if isinstance(t, torch.Tensor) and t.is_floating_point()
         )
 
-    weights = sorted(
-        {str(p.dtype) for p in model.parameters()}
-    )  # now: some stay gathered after the last step
+    # now: some stay gathered after the last step
+    weights = sorted({str(p.dtype) for p in model.parameters()})
     model.lm_head.register_forward_pre_hook(look)
     order = record_order(self)
     train_loop(self)

@@ -14,9 +14,8 @@ import torch
 from tests.train.runs import GLOBAL_BATCH, load_saved, metrics, run_forked, run_job, toy
 
 RANKS = 2
-HANG_TIMEOUT_S = (
-    30  # a step of a toy on a busy machine is no hang; a stopped rank costs this, asleep
-)
+# a step of a toy on a busy machine is no hang; a stopped rank costs this, asleep
+HANG_TIMEOUT_S = 30
 STEPS, INTERVAL = 40, 5  # of the reference run, and between checkpoints
 COMPARED = ("loss", "max_loss", "grad_norm", "lr", "tokens")
 

@@ -22,10 +22,8 @@ SHAPES = {
     "swa_layers": (),
     "vocab_size": 64,
 }
-FEW, MANY = (
-    8,
-    12,
-)  # in both a layer of every kind: the first ones receive nothing, the last ones broadcast nothing
+# in both a layer of every kind: the first ones receive nothing, the last ones broadcast nothing
+FEW, MANY = 8, 12
 
 
 @pytest.fixture

@@ -46,9 +46,8 @@ def test_its_memory_survives_a_restart():
     restarted.load_state_dict(train_guard().state_dict())
     with pytest.raises(BadStep):
         restarted.check(4.0, 1.0)
-    Guard(Resilience(spike_window=32, max_loss_z=10.0)).check(
-        4.0, 1.0
-    )  # without memory it is blind
+    # without memory it is blind
+    Guard(Resilience(spike_window=32, max_loss_z=10.0)).check(4.0, 1.0)
 
 
 def test_z_scores_find_a_spike_after_a_spike():

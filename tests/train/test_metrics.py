@@ -60,9 +60,8 @@ def test_rows_hold_what_the_hardware_did(logged_run):
 def test_rows_say_what_the_job_has_used_and_when_it_ends(logged_run):
     rows, (start,) = metrics(logged_run), read_lines(logged_run / "attempts.jsonl")
     for row in rows:
-        hours = (
-            2 * (row["time"] - start["time"]) / 3600
-        )  # two ranks; the line is written when the model is built
+        # two ranks; the line is written when the model is built
+        hours = 2 * (row["time"] - start["time"]) / 3600
         assert hours < row["gpu_hours"] < hours + 2 * 60 / 3600
         assert row["cost"] == 3600 * row["gpu_hours"]
         rate = 2 * statistics.median(r["tokens_per_s_per_device"] for r in rows[: row["step"]])

@@ -27,9 +27,8 @@ def test_validation_is_the_checkpoints_loss_in_one_process(logged_run, prepared_
         name: plain_loss(model, valid_windows(prepared_data, name, WINDOWS)) for name in weights
     }
     total = sum(weights[name] * expected[name] for name in weights) / sum(weights.values())
-    rounding = (
-        2 * SEQ_LEN * EPSILON * total
-    )  # a sum of float32 over a sequence, and the logits' own
+    # a sum of float32 over a sequence, and the logits' own
+    rounding = 2 * SEQ_LEN * EPSILON * total
     for name, loss in rows[-1]["valid_loss_by_source"].items():
         assert abs(loss - expected[name]) < rounding, name
         halves = rows[-1]["valid_loss_by_position"][name]  # of windows of 32 tokens

@@ -19,9 +19,8 @@ import numpy as np
 from laneformer import LaneformerConfig
 from tools.bench.baselines import Baseline
 
-FOLDER = (
-    Path(sys.prefix) / "llama-cpp"
-)  # beside the environment, so that none of its packages changes
+# beside the environment, so that none of its packages changes
+FOLDER = Path(sys.prefix) / "llama-cpp"
 CACHE_FOLDER = Path.home() / ".cache" / "laneformer"
 MAX_CONTEXT = 8192  # its keys and values are allocated at once
 
@@ -144,9 +143,8 @@ def as_gguf(path: Path, kind: str, folder: Path = CACHE_FOLDER) -> Path:
     matrices = [
         t for t in gguf.GGUFReader(path).tensors if len(t.shape) > 1 and t.name.endswith(".weight")
     ]
-    types = {
-        t.tensor_type.name for t in matrices if ".ffn_gate_inp." not in t.name
-    }  # a router stays in F32
+    # a router stays in F32
+    types = {t.tensor_type.name for t in matrices if ".ffn_gate_inp." not in t.name}
     if kind in ("bf16", "fp16") and types == {name}:
         return path
     if types != {"BF16"} and kind != "bf16":

@@ -63,9 +63,8 @@ class Reference:
     error: float  # of bf16: largest relative error of a position
     kl: float
     worst: float  # largest difference of a logit
-    continuations: dict[
-        tuple[int, ...], tuple[list[int], list[float]]
-    ]  # of prompts: tokens and leads of float32
+    # of prompts: tokens and leads of float32
+    continuations: dict[tuple[int, ...], tuple[list[int], list[float]]]
 
 
 def reference(

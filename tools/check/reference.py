@@ -26,10 +26,8 @@ from laneformer.llama import layers as families
 from laneformer.tensors import STORED_TYPES, Tensor, dtype_name
 
 TORCH_DTYPES = {name: getattr(torch, stored.torch) for name, stored in STORED_TYPES.items()}
-FP32, BF16 = (
-    2.0**-24,
-    2.0**-9,
-)  # unit roundoff: the largest relative error of one rounding to nearest
+# unit roundoff: the largest relative error of one rounding to nearest
+FP32, BF16 = 2.0**-24, 2.0**-9
 BLOCK = 128  # positions of a prompt that the engine reads at a time
 # of a module's matrices in a row: the normed stream, then the mixed values or the gated ones
 ROUNDED_INPUTS = 2

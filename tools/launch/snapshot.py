@@ -66,9 +66,8 @@ def take_snapshot(
         (partial / "code").mkdir()
         archive = git("archive", "--format=tar", code["tree"])
         subprocess.run(["tar", "-xC", str(partial / "code")], input=archive, check=True)
-        (partial / "code/CODE_VERSION").write_text(
-            code["version"] + "\n"
-        )  # records.files.code_version reads it
+        # records.files.code_version reads it
+        (partial / "code/CODE_VERSION").write_text(code["version"] + "\n")
         if code["diff"]:
             (partial / "changes.diff").write_bytes(code["diff"])
         write_interpreter(partial / "env")

@@ -23,11 +23,8 @@ from records.workers import end_with_parent
 from .turns import Conversation, encode
 
 ROWS_AT_A_TIME = 64  # to a worker process
-IN_FOLDERS = (
-    "jsonl",
-    "ndjson",
-    "parquet",
-)  # not .json, in which data sets of the hub describe themselves
+# not .json, in which data sets of the hub describe themselves
+IN_FOLDERS = ("jsonl", "ndjson", "parquet")
 
 
 class Refusal(NamedTuple):

@@ -44,10 +44,8 @@ class Heartbeat:
             "pid": os.getpid(),
             "step": None,
         }
-        self.state["mark"] = (
-            0,
-            "the start",
-        )  # how many were passed, and what the rank is doing since the last
+        # how many were passed, and what the rank is doing since the last
+        self.state["mark"] = 0, "the start"
         # its watchdog needs neither a signal from outside, so it works on every node, nor the interpreter's lock
         faulthandler.dump_traceback_later(start_timeout_s, file=self.stacks)
         threading.Thread(target=self._write_periodically, daemon=True, name="heartbeat").start()

@@ -12,9 +12,8 @@ from typing import TextIO
 from records.events import SUPERVISED
 from records.files import hold_lock
 
-OLD_WORKERS_S = (
-    120.0  # until killed workers are gone, and the file server has noticed that a node is
-)
+# until killed workers are gone, and the file server has noticed that a node is
+OLD_WORKERS_S = 120.0
 
 
 def hold_run(run: Path) -> TextIO:

@@ -36,9 +36,8 @@ from records.job import JobSections, read_job
 from .workers import end_workers, srun, start_workers
 
 GIB = 1 << 30
-NODE_DEADLINE_S = (
-    900.0  # of all checks of a node; torch's import takes minutes on a cold file system
-)
+# of all checks of a node; torch's import takes minutes on a cold file system
+NODE_DEADLINE_S = 900.0
 MEET_S = 240  # until all ranks of an exchange have started
 TIMEOUT_S = 60  # of gloo and of NCCL, once all ranks are there
 EXCHANGE_DEADLINE_S = MEET_S + 2 * TIMEOUT_S + 120
@@ -328,9 +327,8 @@ def exchange(folder: Path) -> None:
     store, rank, ranks = next(dist.rendezvous("env://", timeout=timedelta(seconds=MEET_S)))
     if store.add("ranks", 1) == ranks:
         store.set("all are here", "")
-    store.wait(
-        ["all are here"]
-    )  # who is late because imports take long is no problem of the network
+    # who is late because imports take long is no problem of the network
+    store.wait(["all are here"])
     for backend in ["gloo", "nccl"] if torch.cuda.is_available() else ["gloo"]:
         note = folder / f"{backend}-{rank}"
         note.touch()

@@ -164,10 +164,8 @@ FAMILIES = {
         ropes={"full_attention": 1e6, "sliding_attention": 1e4},
     ),
 }
-TEXT_OF = {
-    "gemma3": "gemma3_text",
-    "mistral3": "mistral",
-}  # the family of the text model beside a vision tower
+# the family of the text model beside a vision tower
+TEXT_OF = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 SUPPORTED = (
     f"model_type {', '.join((*FAMILIES, *TEXT_OF))}: decoders with RoPE and RMSNorm, such as Llama 2 and 3, SmolLM, "
     "Mistral, Qwen 2, 2.5 and 3 (also with experts), OLMo 2 and 3, Granite 3, "

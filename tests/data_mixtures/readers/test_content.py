@@ -120,9 +120,8 @@ def test_contents_become_shards_and_missing_ones_stop_the_unit_alone(tmp_path, m
         bucket.asked.clear()
         prepare_folder(tmp_path / "code.toml", out)
         assert set(bucket.asked) == {sha1(each) for each in (*contents[100:110], *contents[200:])}
-        (
-            tmp_path / "resolved.parquet"
-        ).touch()  # another time is another plan, and not a reason to ask again
+        # another time is another plan, and not a reason to ask again
+        (tmp_path / "resolved.parquet").touch()
         bucket.asked.clear()
         assert "fetch         3 units done" in prepare_folder(tmp_path / "code.toml", out)
         assert set(bucket.asked) == {sha1(each) for each in contents[107:110]}

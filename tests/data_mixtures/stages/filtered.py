@@ -19,9 +19,8 @@ NONE = recipe.TokenizerFile("none")
 
 def make_unit_folder(out: Path, name: str, unit: stage.Unit) -> Path:
     folder = stage.unit_folder(out, name, unit)
-    shutil.rmtree(
-        folder, ignore_errors=True
-    )  # receipts are read again when a folder of units changes
+    # receipts are read again when a folder of units changes
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
 

@@ -118,9 +118,8 @@ def test_without_hard_links_files_are_copied(data, monkeypatch):
 
 
 def test_counts_that_do_not_add_up_are_refused(data):
-    write_counts(
-        data, "notes", split(TWO_TEXTS["notes"][1:], 2)
-    )  # as if filtered again, after the rest
+    # as if filtered again, after the rest
+    write_counts(data, "notes", split(TWO_TEXTS["notes"][1:], 2))
     with pytest.raises(ValueError, match=r"'notes' was filtered again after it was tokenized"):
         write(data)
     write_counts(data, "notes", split(TWO_TEXTS["notes"], 2), lie=1)

@@ -73,11 +73,8 @@ def test_what_a_step_drops_is_counted_under_its_name_and_changed_text_has_its_ow
     ]
 
 
-LONG = {
-    "8k": (32_000, 64_000),
-    "16k": (64_000, 128_000),
-    "32k": (128_000, 10_000_000),
-}  # characters
+# characters
+LONG = {"8k": (32_000, 64_000), "16k": (64_000, 128_000), "32k": (128_000, 10_000_000)}
 
 
 def test_each_bucket_of_the_long_mixture_gets_exactly_its_own_documents():

@@ -94,11 +94,8 @@ def test_too_little_text_is_named(tmp_path):
         work.units()
 
 
-MADE_BY = (
-    "tokenize",
-    "runs",
-    "order",
-)  # a stage of STAGES reads what the one of the same place here made
+# a stage of STAGES reads what the one of the same place here made
+MADE_BY = ("tokenize", "runs", "order")
 OF_DOCUMENTS = ("tokens.bin", "documents.npy", "origins.bin", "tokens.bin.xxh3")
 
 

@@ -102,11 +102,8 @@ def write_laneformer(folder: Path, context: int = 128) -> Laneformer:
     )
     model = random_model(config, seed=3)
     write_text_parts(folder)
-    code = {
-        "AutoConfig": "x.X",
-        "AutoModel": "y.Y",
-        "AutoModelForCausalLM": "y.Z",
-    }  # which is not there
+    # which is not there
+    code = {"AutoConfig": "x.X", "AutoModel": "y.Y", "AutoModelForCausalLM": "y.Z"}
     write_folder(folder, model, auto_map=code, bos_token_id=1, eos_token_id=2)
     return model
 

@@ -28,9 +28,8 @@ from tests.laneformer.engine.assets import random_model, small_config
 
 def talk(folder, lines, monkeypatch, *flags):
     data = lines.encode() if isinstance(lines, str) else lines
-    stdin = io.TextIOWrapper(
-        io.BytesIO(data), encoding="utf-8", newline="\n"
-    )  # as Python opens its own
+    # as Python opens its own
+    stdin = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8", newline="\n")
     monkeypatch.setattr(sys, "stdin", stdin)
     main(["chat", str(folder), "--threads", "1", "--max-new-tokens", "12", *flags])
 
@@ -203,9 +202,8 @@ class PseudoTerminal:
     def read(self, timeout_s: float):
         if select.select([self.end], [], [], timeout_s)[0]:
             text = os.read(self.end, 65536).decode(errors="replace")
-            self.seen += re.sub(
-                r"\x1b\[\?2004[hl]", "", text
-            )  # pastes are asked for in brackets, or no more
+            # pastes are asked for in brackets, or no more
+            self.seen += re.sub(r"\x1b\[\?2004[hl]", "", text)
 
     def expect(self, pattern: str, timeout_s: float = 60) -> str:
         """What came up to and with the pattern."""
@@ -227,9 +225,8 @@ class PseudoTerminal:
 def test_under_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(tmp_path):
     model = random_model(small_config(vocab_size=268, max_position_embeddings=100_000))
     with torch.no_grad():
-        model.lm_head.weight[-1, -1] = (
-            0  # its logit is never the highest: the model does not come to an end
-        )
+        # its logit is never the highest: the model does not come to an end
+        model.lm_head.weight[-1, -1] = 0
     folder = talker(tmp_path / "chat", model)
     file = tmp_path / "chat.json"
     flags = ["--threads=1", "--greedy", "--no-cache"]

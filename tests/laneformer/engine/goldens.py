@@ -106,9 +106,8 @@ def _request(draw, vocab, shared) -> Asked:
         return Asked(prompt, options, masks=masks)
     if options.setdefault("speculate", 0):
         prompt = (prompt[-12:] * 3)[: len(prompt)] + prompt[-12:]
-        options["logit_bias"] = dict.fromkeys(
-            prompt[-2:], 6.0
-        )  # so that drafts are right now and then
+        # so that drafts are right now and then
+        options["logit_bias"] = dict.fromkeys(prompt[-2:], 6.0)
     return Asked(prompt, options)
 
 

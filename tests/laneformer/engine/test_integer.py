@@ -70,9 +70,8 @@ def unpack_tape(tape, rows, inputs, dtype) -> tuple[np.ndarray, np.ndarray]:
         scales = np.ascontiguousarray(tape[:, 64 * pairs :]).view(single).reshape(-1)[:rows]
         return in_groups(integers.astype(np.int64)), scales
     tape = tape.reshape(tiles, groups, 576)
-    lines = tape[:, :, :512].reshape(
-        tiles, groups, 4, 2, 16, 4
-    )  # eight inputs, group of rows, row, byte
+    # eight inputs, group of rows, row, byte
+    lines = tape[:, :, :512].reshape(tiles, groups, 4, 2, 16, 4)
     nibbles = np.stack([lines & 15, lines >> 4], 5)
     bits = nibbles.transpose(0, 3, 4, 1, 2, 5, 6).reshape(tiles * 32, groups, GROUP)
     scales = (

@@ -158,9 +158,8 @@ def test_memory_is_taken_as_it_is_written_and_given_back():
         "tiny", max_position_embeddings=131_072, num_hidden_layers=8, vocab_size=512
     )
     with Engine.random(config, dtype="bf16", threads=2, cache_bytes=1 << 40) as engine:
-        engine.generate(
-            random_ids(config, 2000, seed=9), max_new_tokens=1
-        )  # touches the other buffers
+        # touches the other buffers
+        engine.generate(random_ids(config, 2000, seed=9), max_new_tokens=1)
         before, counted = resident_bytes(), kv_bytes(engine)
         for i in range(3):
             engine.generate(random_ids(config, 2000, seed=i), max_new_tokens=1, reuse_prefix=False)

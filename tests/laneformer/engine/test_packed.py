@@ -270,9 +270,8 @@ def test_what_has_lost_its_model_is_removed(models):
     path = start(models[2])
     assert (path.parent / SOURCE).read_text() == str(models[2])
     shutil.rmtree(models[2])
-    foreign = (
-        path.parent.parent / "0123456789abcdef" / "0.bin"
-    )  # of a version that did not say whose it is
+    # of a version that did not say whose it is
+    foreign = path.parent.parent / "0123456789abcdef" / "0.bin"
     foreign.parent.mkdir()
     foreign.write_bytes(b"12345678901")
     named = foreign.with_name("1.bin")  # of this layout: nothing says whose

@@ -36,9 +36,8 @@ def test_a_column_has_the_bits_that_it_has_alone(isa, dtype):
         weights = rng.standard_normal((rows, inputs)).astype(np.float32)
         x = rng.standard_normal((max(COLUMNS), inputs)).astype(np.float32)
         alone = np.concatenate([multiply(weights, row[None], dtype, "exact", isa) for row in x])
-        rounded = (
-            np.abs(x).sum(1, keepdims=True) * np.abs(weights).max() / 254
-        )  # int8's, the coarsest
+        # int8's, the coarsest
+        rounded = np.abs(x).sum(1, keepdims=True) * np.abs(weights).max() / 254
         assert (np.abs(alone - x @ weights.T) <= 1.01 * rounded).all()
         for columns in COLUMNS:
             if isa == "amx" and dtype == "bf16" and columns > FEW:

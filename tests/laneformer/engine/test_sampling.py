@@ -100,9 +100,8 @@ def test_stop_ids_and_the_models_own_end():
     model = small_model(seed=2)
     with engine_of(model) as engine:
         tokens = engine.generate([1], max_new_tokens=30)
-        position = next(
-            i for i in range(5, 30) if tokens.index(tokens[i]) == i
-        )  # a token's first appearance
+        # a token's first appearance
+        position = next(i for i in range(5, 30) if tokens.index(tokens[i]) == i)
         stop = tokens[position]
         assert engine.generate([1], max_new_tokens=30, stop_ids=[stop]) == tokens[: position + 1]
     with engine_of(model, eos_ids=(stop,)) as engine:

@@ -191,9 +191,8 @@ def test_idle_time_saves_what_has_grown(model, talk, tmp_path):
         before = files(tmp_path)
         talk = talk + first + random_ids(model.config, 100, seed=5)
         answer(engine, talk)
-        until(
-            lambda: files(tmp_path) != before and len(files(tmp_path)) == 1
-        )  # the longer one contains it
+        # the longer one contains it
+        until(lambda: files(tmp_path) != before and len(files(tmp_path)) == 1)
         counts = prefixes(engine).counts
         assert (counts["files"], counts["bytes"]) == (1, files(tmp_path)[0].stat().st_size)
 

@@ -15,10 +15,8 @@ from laneformer.engine import StopStrings, TextStream
 from tests.laneformer.engine.assets import byte_tokenizer, engine_of, small_model
 from tests.laneformer.engine.test_running import while_it_runs
 
-LONG = {
-    "max_position_embeddings": 20_000,
-    "swa_layers": (0, 1),
-}  # long requests, slower with every token
+# long requests, slower with every token
+LONG = {"max_position_embeddings": 20_000, "swa_layers": (0, 1)}
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +73,8 @@ def test_text_generation_is_the_token_streams_text(engine):
 
 
 def test_stop_strings_end_the_request_across_token_borders(engine):
-    bias = {
-        engine.tokenizer.token_to_id(token): 30.0 for token in ("a", "b", " ")
-    }  # one character a token
+    # one character a token
+    bias = {engine.tokenizer.token_to_id(token): 30.0 for token in ("a", "b", " ")}
     options = {"max_new_tokens": 60, "temperature": 1.0, "seed": 1, "logit_bias": bias}
     whole, rng = engine.generate_text("a", **options), random.Random(2)
     assert set(whole) <= set("ab ")

@@ -118,9 +118,8 @@ class StandIn:
         due_s = time.monotonic()
         try:
             for i in range(0, len(pieces), run):
-                due_s = max(
-                    due_s + run / rate, time.monotonic() - 0.1
-                )  # after a pause it does not catch up
+                # after a pause it does not catch up
+                due_s = max(due_s + run / rate, time.monotonic() - 0.1)
                 await asyncio.sleep(max(0.001, due_s - time.monotonic()))
                 yield event({"content": "".join(pieces[i : i + run])}, min(len(pieces), i + run))
                 if word == "BREAK" and i > 3:

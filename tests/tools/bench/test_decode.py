@@ -74,9 +74,8 @@ def test_figures_of_known_speeds(fake):
         "llamacpp",
         OURS,
     ]
-    measured = [entry for entry in fake.log if entry[1] in ("decode", "probe")][
-        2:
-    ]  # after the two warm-ups
+    # after the two warm-ups
+    measured = [entry for entry in fake.log if entry[1] in ("decode", "probe")][2:]
     assert [do for _, do in measured[:10]] == ["probe", "decode", "probe", "decode", "probe"] * 2
     assert [name for name, do in measured if do == "decode"][:4] == [
         OURS,
@@ -174,9 +173,8 @@ def test_the_random_gguf_holds_the_same_matrices_and_a_token_reads_them_once(tmp
 def test_ours_alone_from_the_command_line(capsys, tmp_path):
     out = tmp_path / "decode.md"
     words = "decode --flavor tiny --against= --pairs 1 --new-tokens 8 --threads 1 --prefill 16 --ours kv_dtype=int8"
-    main(
-        [*words.split(), "--depth", "600", "--context-tokens", "700", "--out", str(out)]
-    )  # the flavor has 512
+    # the flavor has 512
+    main([*words.split(), "--depth", "600", "--context-tokens", "700", "--out", str(out)])
     captured = capsys.readouterr()
     result = json.loads(captured.out.splitlines()[-1])
     for workload in result["workloads"]:
