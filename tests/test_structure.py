@@ -25,18 +25,18 @@ from tools.check.imports import (
 
 ROOT = Path(__file__).resolve().parents[1]
 # inside laneformer: what a part may use of the others (circles are forbidden besides)
-PLAIN = {"ropes", "supports", "config", "tensors", "old_spellings", "flops"}
+PLAIN = {"ropes", "supports", "config", "joins", "tensors", "old_spellings", "flops"}
 LAYERS = {"cache", "initialization", "lanes", "mtp", "positions"}
 INSIDE = {
     **dict.fromkeys(PLAIN, PLAIN),
-    **{part: {"config", "ropes", *LAYERS} for part in (*LAYERS, "model")},
+    **{part: {"config", "joins", "ropes", *LAYERS} for part in (*LAYERS, "model")},
     "llama": PLAIN | LAYERS | {"model"},
     "hf": PLAIN | LAYERS | {"llama", "model"},
-    "titan": {"config", "flops", "model", "supports"} | LAYERS,
+    "titan": {"config", "flops", "joins", "model", "supports"} | LAYERS,
     "chat": {"config"},
     "prompts": {"chat"},
     "engine": PLAIN | {"llama"},
-    "engine/cuda": {"config", "engine", "model", "positions", "tensors"},
+    "engine/cuda": {"config", "engine", "joins", "model", "positions", "tensors"},
     "serve": {"chat", "config", "engine", "prompts"},
     "cli": {"chat", "config", "engine", "prompts", "serve", "tensors"},
 }

@@ -12,7 +12,7 @@ import torch
 
 from laneformer import Laneformer, LaneformerConfig, positions
 from laneformer.engine.folder import rope_tables
-from tests.laneformer.test_model import build, transcribed
+from tests.laneformer.test_model import build, transcribe
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12}
 KINDS: dict[str, dict[str, Any]] = {
@@ -44,7 +44,7 @@ def error(model: Laneformer) -> float:
     ids = np.random.default_rng(1).integers(0, model.config.vocab_size, LENGTH).tolist()
     with torch.no_grad():
         logits = model(torch.tensor([ids]))[0].numpy()
-    return float(np.abs(logits - transcribed(model, ids)).max())
+    return float(np.abs(logits - transcribe(model, ids)).max())
 
 
 @pytest.mark.parametrize("delay", [0, 1, 2])

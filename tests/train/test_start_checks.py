@@ -20,7 +20,7 @@ HYBRID = "parallelism.data_parallel_replicate_degree"
         (2, {"training.seq_len": 16}, "holds windows of 32 tokens, but training.seq_len is 16"),
         (2, {"architecture.vocab_size": 256}, "a vocabulary of 512, but the model's vocab_size is"),
         (2, {"training.steps": 90_000}, "epoch_cap"),
-        (2, {"mixture.lock": "nowhere.json"}, r"mixture\.lock = 'nowhere\.json' does not exist"),
+        (2, {"mixture.lock": "nowhere.json"}, r"nowhere\.json is missing; prepare the data"),
         (2, {"checkpoint.no-allow_fresh_start": ()}, "would start from random weights"),
     ],
 )

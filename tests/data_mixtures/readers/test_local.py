@@ -63,7 +63,7 @@ def test_a_text_that_is_too_large_is_counted_and_not_read(suffix, tmp_path, monk
 # a frame of zstd without content
 SKIPPABLE = b"\x50\x2a\x4d\x18" + struct.pack("<I", 6) + b"abcdef"
 # beside and between members or frames: what the stock tools read
-BETWEEN = {"gz": b"\0" * 700, "zst": SKIPPABLE, "bz2": bz2.compress(b"") + b"\0" * 700}
+BETWEEN = {"gz": b"\0" * 700, "zst": SKIPPABLE, "bz2": bz2.compress(b"")}
 
 
 @pytest.mark.parametrize("suffix", PACK)
@@ -72,6 +72,8 @@ def test_what_is_packed_is_whole_or_damaged(suffix, tmp_path):
     members = pack(RAW[:9000]) + pack(RAW[9000:])  # several, as `cat` makes them
     between = BETWEEN[suffix]
     stock = pack(b"") + pack(RAW[:9000]) + between + pack(RAW[9000:]) + between
+    if suffix == "bz2":
+        stock += b"\0" * 700  # behind the last stream alone
     reference = {"gz": gzip, "bz2": bz2}.get(suffix)
     assert reference is None or reference.decompress(stock) == RAW
     for whole in (pack(RAW), members, stock):

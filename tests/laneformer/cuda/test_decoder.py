@@ -263,10 +263,14 @@ def test_devices_that_are_not_there():
 
 LACKS = {  # what is patched, and in which module
     "no NVIDIA driver": (device, "driver_version", lambda: None),
-    "torch is not installed: pip install": (device, "installed", lambda module: module != "torch"),
+    "torch is not installed: pip install": (
+        device,
+        "is_installed",
+        lambda module: module != "torch",
+    ),
     "cuda.bindings is not installed: pip": (
         device,
-        "installed",
+        "is_installed",
         lambda module: module != "cuda.bindings",
     ),
     "built without CUDA": (torch.version, "cuda", None),
@@ -283,7 +287,7 @@ LACKS = {  # what is patched, and in which module
 def test_what_is_missing_is_said(message, monkeypatch):
     monkeypatch.undo()  # two_gpus
     monkeypatch.setattr(device, "driver_version", lambda: 13000)
-    monkeypatch.setattr(device, "installed", lambda module: True)
+    monkeypatch.setattr(device, "is_installed", lambda module: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(*LACKS[message])

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.proofs import CACHE, CORE_SOURCES, matched
+from tests.proofs import CACHE, CORE_SOURCES, match_patterns
 
 ROOT = Path(__file__).resolve().parents[3]
 AARCH64 = {
@@ -46,7 +46,9 @@ def sources() -> Iterator[Path]:
     copy.mkdir(parents=True, exist_ok=True)
     with open(CACHE / "core.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        wanted = {path.relative_to(ROOT): path.read_bytes() for path in matched(CORE_SOURCES)}
+        wanted = {
+            path.relative_to(ROOT): path.read_bytes() for path in match_patterns(CORE_SOURCES)
+        }
         for path in [path for path in copy.rglob("*") if path.is_file()]:
             if path.relative_to(copy) not in wanted:
                 path.unlink()

@@ -86,7 +86,7 @@ def test_special_tokens_and_wrong_merges(tmp_path):
         ({"remove_extra_whitespaces": True}, "Only BPE models"),
         ({"normalization_rule_name": "nmt_nfkc"}, "Only BPE models"),
         ({"treat_whitespace_as_suffix": True}, "Only BPE models"),
-        ({"user_defined_symbols": ["<|end|>"]}, "no user_defined_symbols"),
+        ({"user_defined_symbols": "<|end|>"}, "no user_defined_symbols"),
         ({"byte_fallback": False}, "has no byte pieces"),
         ({"eos_id": -1}, "has no piece that ends a document"),
     ],
