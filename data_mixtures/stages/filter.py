@@ -1,13 +1,9 @@
-"""filter: raw.parquet -> DIR/filter/<source>/unit-NNNNN/documents.parquet, the texts worth training
-on with their ids.
+"""filter: raw.parquet -> DIR/filter/<source>/unit-NNNNN/documents.parquet, the texts kept, with ids.
 
-Texts are read as bytes, so that broken UTF-8 is counted and does not end the run. Documents stay whole, unless
-the recipe sets max_document_chars: then longer ones are cut at newlines, and each piece is a document. A
-dropped one is counted under the first reason that holds: not_utf8, empty, too_short, too_long, not_kept (`keep`),
-contaminated (`decontaminate`), or what a step says (`quality`); steps up to the last that changes text come
-before not_kept, which is judged by the final text. The order is kept. The bytes written depend on the input
-and the versions of packages alone: no dictionaries, no statistics, row groups cut by size. Memory is bounded
-by a row group, whatever the file.
+A dropped document is counted under the first reason that holds: not_utf8, empty, too_short,
+too_long, not_kept (`keep`), contaminated (`decontaminate`), or the reason of a step (`quality`).
+Steps up to the last one that changes text run before not_kept, which is judged by the final text.
+The order is kept, and memory is bounded by a row group.
 """
 
 from __future__ import annotations
@@ -42,9 +38,7 @@ _ROW_GROUP_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Filter(Stage):
-    """One unit: the documents of one raw Parquet file. The benchmark index must
-    have been built (`make_index`).
-    """
+    """The stage `filter`; `make_index` must have built the benchmark index before."""
 
     name = "filter"
 
@@ -70,7 +64,7 @@ class Filter(Stage):
         return chosen.counts()
 
     def _rows_before(self, unit: Unit) -> int:
-        """Rows of the unit's file that stand in units before it."""
+        """Return how many rows of the unit's file belong to units before it."""
         entry = stage.find_unit_plan(self.out, unit)
         if not entry.get("range", [0])[0]:
             return entry.get("first_row", 0)
@@ -85,7 +79,7 @@ class Filter(Stage):
 
 
 def _text_column(entry: Json) -> str:
-    """The column of a planned unit's raw.parquet that holds its text."""
+    """Return the column of a planned unit's raw.parquet that holds its text."""
     return entry.get("text_column", "text")
 
 
@@ -93,7 +87,7 @@ Row = tuple[bytes | None, str]  # a text as the bytes that stand in a raw file, 
 
 
 class Document(NamedTuple):
-    """A text on its way through the filter; utf8: empty after a change of the text."""
+    """A text on its way through the filter; `utf8` is empty after a change of the text."""
 
     origin: str
     text: str
@@ -102,7 +96,11 @@ class Document(NamedTuple):
 
 
 class DocumentFilter:
-    """Keeps texts, and counts those that it drops. index: None to keep texts that hold items of benchmarks."""
+    """A filter that keeps or drops texts and counts what it drops.
+
+    Args:
+        index: None to keep texts that hold benchmark items.
+    """
 
     def __init__(
         self,
@@ -120,7 +118,7 @@ class DocumentFilter:
         self._contamination: dict[str, Json] = {}
 
     def select(self, rows: Sequence[Row]) -> list[tuple[bytes, bytes, str]]:
-        """(id, text as UTF-8, origin) of the documents to keep, in their order."""
+        """Return (id, text as UTF-8, origin) of the documents to keep, in their order."""
         self._read += len(rows)
         pieces = [each for raw, origin in rows for each in self._pieces(origin, raw or b"")]
         final = self._choose_documents(self._through(self.before, pieces))
@@ -131,7 +129,8 @@ class DocumentFilter:
         return kept
 
     def _pieces(self, origin: str, raw: bytes) -> list[Document]:
-        """A row's documents: none, its text, or the pieces of a long one."""
+        """Return a row's documents: none, its text, or the pieces of a long one."""
+        # rows come as bytes, so that broken UTF-8 is counted and does not end the run
         try:
             text = raw.decode("utf-8")
         except UnicodeDecodeError:
@@ -144,6 +143,7 @@ class DocumentFilter:
         if len(text) > self.limits.max_chars and text.strip():
             self._dropped["too_long"] += 1
             return []
+        # documents stay whole unless the recipe sets a limit; each piece is then a document
         limit = self.recipe.max_document_chars
         pieces = [text] if limit is None else list(cut(text, limit))
         self._cut += len(pieces) - 1
@@ -158,7 +158,7 @@ class DocumentFilter:
         return True
 
     def _through(self, steps: Sequence[Step], documents: list[Document]) -> list[Document]:
-        """What the steps leave; a text that they changed must be long enough again."""
+        """Return what the steps keep."""
         left = []
         for document in documents if steps else ():
             text, reason = document.text, None
@@ -169,16 +169,18 @@ class DocumentFilter:
                     break
             if text != document.text:
                 document = Document(document.origin, text)
+            # a text that a step changed must be long enough again
             if reason is None and (document.utf8 or self._long_enough(text)):
                 left.append(document)
         return left if steps else documents
 
     def _choose_documents(self, documents: list[Document]) -> list[Document]:
-        """With their ids, those in the part of the source that is kept: what the shuffle would put first."""
+        """Return the documents in the part of the source that is kept, with their ids."""
         chosen = []
         for origin, text, utf8, _ in documents:
             utf8 = utf8 or text.encode()
             identity = xxhash.xxh3_128_digest(utf8)
+            # keep those that the shuffle would put first
             if self.below >= 2**64 or key_of_id(identity, self.recipe.seed) < self.below:
                 chosen.append(Document(origin, text, utf8, identity))
         self._dropped["not_kept"] += len(documents) - len(chosen)
@@ -199,13 +201,11 @@ class DocumentFilter:
         return [each for each, items in zip(documents, held, strict=True) if not items]
 
     def counts(self) -> Json:
-        """For the receipt, which outlives the files: {"read", "cut", "kept",
-        "bytes", "nuls", "dropped", "contamination"}.
+        """Return {"read", "cut", "kept", "bytes", "nuls", "dropped", "contamination"} for the receipt.
 
-        read: documents, cut ones by their pieces. cut: pieces among them beyond the first of a document.
-        nuls: documents from which NUL characters were taken.
-        dropped: by reason. contamination: {benchmark: {"documents": dropped for it, "items": {item:
-        documents that hold it}}}
+        read: documents, cut ones by their pieces. cut: pieces beyond the first of a document.
+        nuls: documents from which NUL characters were removed. dropped: by reason.
+        contamination: {benchmark: {"documents": dropped for it, "items": {item: documents that hold it}}}
         """
         read = self._read + self._cut
         assert read == self._kept + self._dropped.total(), (
@@ -221,7 +221,7 @@ class DocumentFilter:
 
 
 def cut(text: str, max_chars: int) -> Iterator[str]:
-    """The text in pieces of at most max_chars, cut behind a newline where there is one."""
+    """Split a text into pieces of at most max_chars, after a newline where there is one."""
     start = 0
     while len(text) - start > max_chars:
         newline = text.rfind("\n", start, start + max_chars)
@@ -234,10 +234,12 @@ def cut(text: str, max_chars: int) -> Iterator[str]:
 def read_raw(
     path: Path, column: str, file: str | None = None, before: int = 0
 ) -> Iterator[list[Row]]:
-    """A raw file in batches of rows.
+    """Read a raw file in batches of rows.
 
-    file: the planned path, where its rows are those of the input, else None: the column "origin" says
-    where they come from. before: rows of the input that are in other raw files.
+    Args:
+        file: the planned path, if its rows are those of the input; None if the column "origin" says
+            where they come from.
+        before: rows of the input that are in other raw files.
     """
     try:
         with pq.ParquetFile(path, memory_map=True) as parquet:
@@ -265,9 +267,10 @@ def read_raw(
 
 
 def _origin(file: str | None, number: int, fields: Mapping[str, Any], before: int) -> str:
-    """Where a row came from; a reader's own origin counts rows of a part of a file."""
+    """Return where a row came from."""
     if ORIGIN not in fields or file is not None:
         return encode_origin(file or "", number, fields)
+    # a reader's own origin counts the rows of a part of a file
     if not before:
         return fields[ORIGIN]
     # `"row":` stands in no string of JSON
@@ -275,10 +278,10 @@ def _origin(file: str | None, number: int, fields: Mapping[str, Any], before: in
 
 
 def write(path: Path, batches: Iterable[list[tuple[bytes, bytes, str]]]) -> None:
-    """documents.parquet: `doc_id`, xxh3_128 of the text big-endian, `text` and `origin`; the
-    text must be UTF-8.
-    """
+    """Write documents.parquet: `doc_id` (xxh3_128 of the text, big-endian), `text` (UTF-8) and `origin`."""
     documents = itertools.chain.from_iterable(batches)
+    # no dictionaries, no statistics, row groups cut by size: the bytes depend only on the input and
+    # the versions of packages
     with pq.ParquetWriter(
         path,
         SCHEMA,

@@ -1,11 +1,8 @@
-"""The manifest of a source: its finished shards under DIR/<source>/, with source.json that
-says what they are.
+"""The manifest of a source: its finished shards under DIR/<source>/, described by source.json.
 
-Files are hard links to those of `shuffle` (copies where the file system cannot link), and the folder
-appears by one rename. Every document that was read is in source.json: read == kept + sum(dropped). It is a
-pure function of the texts, the plan, the tokenizer, the recipe's numbers and the code: no time, no host.
-Its identity, which locks pin, is `shards.content_sha256`; the code's version and the plan's hash stand
-beside it and pin nothing.
+source.json is a pure function of the texts, the plan, the tokenizer, the recipe's numbers and the
+code: no time, no host. Every document read is accounted for: read == kept + sum(dropped). Locks pin
+its identity, `shards.content_sha256`; the code's version and the plan's hash pin nothing.
 """
 
 from __future__ import annotations
@@ -46,9 +43,10 @@ _DECIDES = (
 def write(
     recipe: Recipe, out: Path, sources: tuple[str, ...], console: Console, replace: bool = False
 ) -> dict[str, str]:
-    """Publish every source and pin every phase of the recipe; "built" or "reused" by source.
+    """Publish every source and pin every phase of the recipe; return "built" or "reused" by source.
 
-    ValueError when a stage before is not finished, counts do not add up, or a lock pins other data of a source.
+    Raises:
+        ValueError: an earlier stage is not finished, counts do not add up, or a lock pins other data.
     """
     made = {}
     for source in sources:
@@ -65,7 +63,7 @@ def write(
 
 
 def check_pinned(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
-    """ValueError when a recipe, or its plan, asks for other data than what is published and pinned by a lock."""
+    """Raise ValueError when the recipe or plan asks for other data than a lock pins."""
     for source in sources:
         published = _manifest(out / source)
         locks = [
@@ -84,14 +82,14 @@ def check_pinned(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
 
 
 def _manifest(folder: Path) -> Json:
-    """source.json, empty when there is none that can be read."""
+    """Return source.json, empty when none can be read."""
     with suppress(ValueError):
         return shards.read_manifest(folder)
     return {}
 
 
 def _decides(recipe: Recipe, out: Path, source: str) -> Json:
-    """What decides the data of a source as far as it is known before: of the recipe, and the plan's files."""
+    """Return what decides the data of a source, as far as the recipe and the plan say."""
     every = {**asdict(recipe), **asdict(recipe.source(source))}
     decides = {key: value for key, value in every.items() if key in _DECIDES}
     decides["valid_per_10000"] = recipe.valid_per_10000_of(source)
@@ -109,7 +107,7 @@ def _decides(recipe: Recipe, out: Path, source: str) -> Json:
 
 
 def _pins(out: Path, source: str) -> dict[str, str]:
-    """The content of a source that each lock pins, by the lock's name."""
+    """Return the content of a source that each lock pins, by the lock's name."""
     by_lock: dict[str, str] = {}
     for path in sorted(out.glob("*.lock.json")):
         with suppress(ValueError):  # one that is broken pins nothing
@@ -123,7 +121,7 @@ def _pins(out: Path, source: str) -> dict[str, str]:
 
 
 def _refuse_other_data(out: Path, source: str, description: Json) -> None:
-    """ValueError when a lock pins data of a source that this description would replace by other data."""
+    """Raise ValueError when publishing this description would replace data that a lock pins."""
     published, new = _manifest(out / source), shards.content_sha256(description)
     pins = _pins(out, source).items()
     if locks := [
@@ -163,6 +161,7 @@ def _publish(recipe: Recipe, out: Path, source: str, replace: bool) -> str:
     partial.mkdir()
     try:
         for name, path in files.items():
+            # hard links, or copies where the file system cannot link; one rename publishes them all
             _link(path, partial / name)
         shards.write_manifest(partial, description)
         shards.publish(partial, final)
@@ -172,7 +171,7 @@ def _publish(recipe: Recipe, out: Path, source: str, replace: bool) -> str:
 
 
 def _is_copy(link: Path, path: Path) -> bool:
-    """Whether a link or a copy and its file, unless that was freed, have size and time in common."""
+    """Return whether a link or copy has the size and time of its file, unless that was freed."""
     ours, theirs = link.stat(), path.stat() if path.exists() else link.stat()
     return (ours.st_size, ours.st_mtime_ns) == (theirs.st_size, theirs.st_mtime_ns)
 
@@ -185,7 +184,7 @@ def _publish_there(
     written: tuple[Json, ...],
     replace: bool,
 ) -> str:
-    """Where nothing can be linked: files move from their units, and source.json is written last."""
+    """Publish to a store, which has no links: files move from their units, source.json is written last."""
     final, sizes, known = out / source, there.sizes(out / source), {shards.MANIFEST}
     left = dict[Unit, Json]()
     for unit, receipt in (
@@ -252,7 +251,7 @@ def _description(recipe: Recipe, out: Path, source: str, written: tuple[Json, ..
 
 
 def _token_facts(out: Path, source: str, entries: tuple[Json, ...]) -> Json:
-    """What the tokenizer of the folder decides. ValueError when the shards are not of its width."""
+    """Return the facts of the folder's tokenizer; ValueError when the shards have another token width."""
     facts = tokenizer.facts(shards.tokenizer_path(out))
     widths = {shards.token_dtype(entry).itemsize for entry in entries if entry["tokens"]}
     if widths - {facts["token_bytes"]}:
@@ -263,7 +262,7 @@ def _token_facts(out: Path, source: str, entries: tuple[Json, ...]) -> Json:
 
 
 def _counts(out: Path, source: str) -> Json:
-    """Documents, tokens and bytes that are kept, and all that was read, with what was dropped by reason."""
+    """Return documents, tokens and bytes kept, documents read, and documents dropped by reason."""
     fetched = (
         stage.counts(out, "fetch", source)
         if stage.read_receipt(out, "fetch", Unit(source, 0))
@@ -308,9 +307,9 @@ def _read_order_counts(out: Path, source: str) -> list[Json]:
 
 
 def _count_unused(recipe: Recipe, out: Path, source: str, train: list[Json], valid: Json) -> Json:
-    """What lies behind the last window: tokens of training and of what is held out, documents of training.
+    """Count what lies after the last window: train_tokens, valid_tokens and train_documents.
 
-    Of packed windows, in which nothing is lost: the tokens of padding.
+    Packed windows lose nothing; for them it counts the padding tokens.
     """
     if recipe.packing != mixture.PACKING:
         return {"train_tokens": 0, "padding": sum(entry["padding"] for entry in (*train, valid))}
@@ -325,7 +324,7 @@ def _count_unused(recipe: Recipe, out: Path, source: str, train: list[Json], val
 
 
 def _contamination(out: Path, source: str) -> Json:
-    """{benchmark: {"documents": dropped for it, "items": how many of its items they held}}"""
+    """Return {benchmark: {"documents": dropped for it, "items": how many of its items they held}}."""
     documents, items = Counter[str](), dict[str, set[str]]()
     for counts in stage.counts(out, "filter", source):
         for benchmark, found in counts["contamination"].items():

@@ -1,10 +1,7 @@
-"""plan: a recipe -> DIR/plan.json, every file that will be read, before any is.
+"""plan: a recipe -> DIR/plan.json, the list of every file that will be read.
 
-First the access to all repositories is checked, and all that refuse are named at once. Then every source gets
-its units in a stable order: one Parquet file each, with its size and hash, or a group of local files. The
-columns are read from the footer of each folder's first file, never assumed. The plan of a hub source is kept,
-as a revision does not change; local files are listed again at every start, after the recipe's `corpus`
-program has written its own.
+Every source gets its units in a stable order: one Parquet file each, with its size and hash, or a
+group of local files.
 """
 
 from __future__ import annotations
@@ -37,7 +34,11 @@ R = TypeVar("R")
 
 
 def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = None) -> Json:
-    """Plan the named sources (others stay) and write plan.json. ValueError names all refusals."""
+    """Plan the named sources, keep the others, write plan.json and return it.
+
+    Raises:
+        ValueError: names all repositories and sources that cannot be planned.
+    """
     before = read_plan(out)["sources"] if (out / PLAN).is_file() else {}
     chosen = [each for each in recipe.sources if each.name in set(names)]
     check_known("source", names, [each.name for each in recipe.sources])
@@ -45,6 +46,7 @@ def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = N
     if recipe.corpus is not None and on_disk:
         _write_corpus(recipe.corpus, out / "corpus")
     remote = [each for each in chosen if isinstance(each, HubSource)]
+    # a revision does not change, so the plan of a hub source is kept; local files are listed every time
     new = [each for each in remote if before.get(each.name, {}).get("spec") != _spec(each)]
     planned = _plan_hub(hub.origin(mirror), new) if new else {}
     planned |= _plan_each(on_disk, lambda each: _local(each, local.roots(out, recipe.folder)))
@@ -67,7 +69,7 @@ def _write_corpus(module: str, folder: Path) -> None:
 
 
 def _spec(each: HubSource) -> Json:
-    """What of a source decides its files and columns; not what others counted, nor its category."""
+    """Return the fields of a source that decide its files and columns."""
     names = ("repo", "revision", "configs", "files", "text_columns", "licence", "gate")
     # lists in place of tuples, as plan.json has it
     return json.loads(json.dumps({name: getattr(each, name) for name in names}))
@@ -84,7 +86,7 @@ def _number_units(each: Source, entries: Iterable[Json]) -> list[Json]:
 
 
 def _local(each: LocalSource, roots: Mapping[str, str]) -> Json:
-    """Files in the order in which they are read; a capped input is one unit, as its cap is on the text found."""
+    """Plan the files of a local source in the order in which they are read."""
     entries: list[Json] = []
     decides: list[Any] = []
     for source_input in each.inputs:
@@ -112,12 +114,13 @@ def _local(each: LocalSource, roots: Mapping[str, str]) -> Json:
 def _groups(
     source_input: Input, files: list[local.FileVersion]
 ) -> Iterator[tuple[list[local.FileVersion], list[int], list[Json]]]:
-    """Files that belong together; row groups, of contents; what the plan says of each unit of them."""
+    """Yield files that belong together, row groups (of `resolved` contents), and the plan of each unit."""
     if source_input.kind == "resolved":
         whole: list[Json] = [{}]
         yield from (([file], rows, whole) for file in files for rows in content.units(file[0]))
     elif source_input.kind == "parquet":
         yield from (([file], [], _row_groups(*file[:2])) for file in files)
+    # the cap is on the text found, so a capped input is one unit
     elif source_input.max_bytes is not None:
         yield files, [], [{}]
     else:
@@ -126,14 +129,15 @@ def _groups(
 
 
 def size_of(entry: Json) -> int:
-    """Bytes of what a unit reads."""
+    """Return the bytes that a unit reads."""
     if "range" in entry:
         return entry["range"][1] - entry["range"][0]
     return entry.get("bytes", 0) + sum(file[1] for file in entry.get("files", ()))
 
 
 def _ranges(group: list[local.FileVersion]) -> list[Json]:
-    """Bytes of the last file of a group, the only one that may be large, where its lines can be found from anywhere."""
+    """Split the last file of a group into byte ranges, if it is large and seekable."""
+    # only the last file of a group can be large
     *small, large = group
     if large[1] <= UNIT_BYTES or not can_seek(large[0]):
         return [{}]
@@ -145,7 +149,8 @@ def _ranges(group: list[local.FileVersion]) -> list[Json]:
 
 
 def _row_groups(name: str, size: int) -> list[Json]:
-    """Row groups of a Parquet file, about UNIT_BYTES, and rows before; one away that is small stays whole."""
+    """Split a Parquet file into units of about UNIT_BYTES: row groups, rows before, bytes."""
+    # a small remote file stays whole
     if not can_seek(name) or ("://" in name and size <= UNIT_BYTES):
         return [{}]
     try:
@@ -168,7 +173,8 @@ def _row_groups(name: str, size: int) -> list[Json]:
 
 
 def _check_field(source_input: Input, name: str) -> None:
-    """ValueError when the first file lacks the field or column of text; damage is counted when it is read."""
+    """Raise ValueError when the first file lacks the text field or column."""
+    # damage is no error here: it is counted when the file is read
     if source_input.kind == "parquet":
         with open_input(name) as file:
             _column_of(file, (source_input.field,), name)
@@ -179,7 +185,7 @@ def _check_field(source_input: Input, name: str) -> None:
 
 
 def describe_shared_files(plan: Json) -> Iterator[str]:
-    """Sentences on files that two sources read, where the same text counts in both."""
+    """Yield sentences on files that two sources read, whose text then counts in both."""
     places: dict[tuple[str, str], set[str]] = {}
     for source, entry in plan["sources"].items():
         for unit in entry["units"]:
@@ -194,7 +200,8 @@ def describe_shared_files(plan: Json) -> Iterator[str]:
 
 
 def _plan_hub(origin: hub.Mirror, wanted: list[HubSource]) -> dict[str, Json]:
-    """Access first, for all; then files and columns. One error names every source that fails, and why."""
+    """Plan hub sources; one error names every source that fails, and why."""
+    # access to all repositories is checked before any file is listed
     sources: dict[tuple[str, str], list[str]] = {}
     for each in wanted:
         sources.setdefault((each.repo, each.revision), []).append(each.name)
@@ -213,7 +220,7 @@ def _plan_each(wanted: Iterable[S], ask: Callable[[S], Json]) -> dict[str, Json]
 
 
 def _ask_each(wanted: Mapping[str, T], ask: Callable[[T], R], problem: str) -> dict[str, R]:
-    """The answers by name, or one error for all that are refused."""
+    """Return the answers by name, or raise one ValueError for all that are refused."""
     answers, refused = {}, []
     for name, each in wanted.items():
         try:
@@ -236,6 +243,7 @@ def _hub(origin: hub.Mirror, each: HubSource, revision: str) -> Json:
             files = sorted(files, key=lambda file: xxhash.xxh3_64_intdigest(file.path.encode()))[
                 : each.files
             ]
+        # the column is read from the footer of each folder's first file, never assumed
         with origin.open(each.repo, revision, files[0].path) as opened:
             column = _column_of(
                 opened, each.text_columns, f"{each.repo} @ {revision}: {files[0].path}"
@@ -249,7 +257,7 @@ def _hub(origin: hub.Mirror, each: HubSource, revision: str) -> Json:
 
 
 def _column_of(file: BinaryIO, names: tuple[str, ...], where: str) -> str:
-    """`text_column` of a Parquet file, by its footer."""
+    """Find the text column of a Parquet file by its footer."""
     try:
         schema = pyarrow.parquet.read_schema(file)
     except (pyarrow.ArrowInvalid, OSError) as error:
@@ -258,7 +266,7 @@ def _column_of(file: BinaryIO, names: tuple[str, ...], where: str) -> str:
 
 
 def text_column(schema: pyarrow.Schema, names: tuple[str, ...], where: str) -> str:
-    """Which of these columns of a file holds the text. ValueError names the columns of an unknown layout."""
+    """Return which of `names` is the text column; ValueError lists the columns of an unknown layout."""
     columns = f"its columns: {', '.join(f'{field.name} ({field.type})' for field in schema)}"
     texts = {field.name for field in schema if holds_text(field.type)}
     matches = [name for name in names if name in texts]

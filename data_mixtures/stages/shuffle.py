@@ -1,12 +1,9 @@
-"""From sorted runs to shards: one order for a source, then every shard gathered from where its tokens lie.
+"""order and shuffle: from sorted runs to shards, one order for a whole source.
 
-Each run (of `tokenize` or `runs`) is sorted by (key, high, low), where key = xxh3(seed, low) and (high, low)
-are the halves of the 128-bit hash of the text. So a range of keys is a contiguous slice of every run, and
-the source's order is the merge of such slices. Stage `order` merges the indexes of one range of keys (no
-tokens), drops exact duplicates and sets held-out documents apart. Stage `shuffle` makes one shard: it reads
-the slices that hold its tokens, in large pieces, and puts the documents in their order. Tokens are read once
-and written once. Memory does not grow with the source or the number of its runs; the bytes depend on neither
-units, runs nor workers.
+Each run (of `tokenize` or `runs`) is sorted by (key, high, low), where key = xxh3(seed, low) and
+(high, low) are the halves of the text's 128-bit hash. A range of keys is thus a contiguous slice of
+every run, and the source's order is the merge of such slices. Memory does not grow with the source
+or the number of runs; the bytes depend on neither units, runs nor workers.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ _LOCATED = np.dtype([*_PLACED.descr, ("at", "<i8")])
 
 @dataclass(frozen=True)
 class OrderDocuments(Stage):
-    """Stage `order`: one unit is a range of keys of a source; writes train.npy and valid.npy (_PLACED)."""
+    """The stage `order`: a unit is a range of keys; writes train.npy and valid.npy (_PLACED)."""
 
     name = ORDER
 
@@ -57,6 +54,7 @@ class OrderDocuments(Stage):
 
     def work(self, unit: Unit, folder: Path) -> Json:
         low, high = ranges_of(self.out, unit.source)[unit.number]
+        # merges the indexes only, no tokens
         with blocks.open_files(
             self.out, *sorted_runs.find_units(self.out, unit.source), INDEX
         ) as files:
@@ -74,31 +72,29 @@ class OrderDocuments(Stage):
 
 
 def layout(recipe: Recipe, source: str) -> Json:
-    """What decides how tokens become windows and shards; the packing where it is not the usual one."""
+    """Return what decides how tokens become windows and shards; the packing only if it is not the default."""
     numbers = {name: getattr(recipe, name) for name in ("seed", "seq_len", "windows_per_shard")}
     packed = {"packing": recipe.packing} if recipe.packing != mixture.PACKING else {}
     return {**numbers, "valid_per_10000": recipe.valid_per_10000_of(source), **packed}
 
 
 def flags_name(name: str) -> str:
-    """Of the file with the flags of a file of packed tokens."""
+    """Return the name of the flags file of a file of packed tokens."""
     return f"{Path(name).stem}.flags.bin"
 
 
 @dataclass(frozen=True)
 class WriteShards(Stage):
-    """Stage `shuffle`: unit n of a source is its shard n, the one after its last shard is its held-out part.
+    """The stage `shuffle`: unit n is shard n; the unit after the last shard is the held-out part."""
 
-    The counts in a receipt are the file's entry in source.json.
-    """
-
+    # the counts in a receipt are the file's entry in source.json
     name = SHUFFLE
 
     def units(self) -> list[Unit]:
         return [Unit(source, n) for source in self.sources for n in range(self.shards(source) + 1)]
 
     def shards(self, source: str) -> int:
-        """How many shards a source fills. ValueError when its text fills not one window of training."""
+        """Return how many shards a source fills; ValueError when it cannot fill one training window."""
         if not (windows := self._windows(source, "train")):
             few = f"too little text for one training window of {self.recipe.seq_len} tokens"
             raise ValueError(f"source {source!r} has {few}: add text, or lower seq_len")
@@ -150,7 +146,7 @@ class WriteShards(Stage):
     def _write_concatenated(
         self, unit: Unit, part: str, path: Path
     ) -> tuple[Json, np.ndarray, None]:
-        """Write a file of windows of the source's stream; its entry, and the documents that begin there."""
+        """Write a file of windows of the source's stream; return its entry and the documents that begin there."""
         windows, seq_len = self._windows(unit.source, part), self.recipe.seq_len
         before = unit.number * self.recipe.windows_per_shard if part == "train" else 0
         if part == "train":
@@ -166,7 +162,11 @@ class WriteShards(Stage):
     def _write_packed(
         self, unit: Unit, part: str, path: Path
     ) -> tuple[Json, np.ndarray, np.ndarray]:
-        """The same of documents that begin in one shard's part of the stream, whole; and their order there."""
+        """Write packed windows of the documents that begin in one shard's part of the stream.
+
+        Returns:
+            The file's entry, the documents, and their order in the file.
+        """
         seq_len, first, last = self.recipe.seq_len, 0, self._count(unit.source, part, "tokens")
         if part == "train":
             size = self.recipe.windows_per_shard * seq_len
@@ -191,7 +191,11 @@ class WriteShards(Stage):
         begins: list[np.ndarray],
         whole: bool = False,
     ) -> Iterator[np.ndarray]:
-        """Tokens first <= i < last of a source, or of documents that begin there, which `begins` gets."""
+        """Yield tokens first <= i < last of a source; append the documents that begin there to `begins`.
+
+        Args:
+            whole: yield all tokens of the documents that begin there instead.
+        """
         at, dtype = 0, sorted_runs.dtype_of(self.out, source)
         with blocks.open_files(
             self.out, *sorted_runs.find_units(self.out, source), TOKENS
@@ -214,7 +218,12 @@ class WriteShards(Stage):
 
 
 def _place_documents(rows: np.ndarray, at: int, first: int, last: int) -> np.ndarray:
-    """Documents (_LOCATED) with tokens in first <= i < last, of a range whose first token is token `at`."""
+    """Return the documents (_LOCATED) with tokens in first <= i < last.
+
+    Args:
+        rows: a range of documents (_PLACED).
+        at: place of its first token in the stream.
+    """
     ends = at + np.cumsum(rows["length"], dtype=np.int64)
     begin = int(np.searchsorted(ends, first, side="right"))
     end = int(np.searchsorted(ends, last, side="left")) + 1

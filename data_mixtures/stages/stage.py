@@ -1,12 +1,10 @@
-"""What all stages share: units of work, each with a receipt, each restartable after any kill; and
-the plan they follow.
+"""The base of all stages: units of work, each with a receipt and restartable after a kill.
 
-A unit's result is a folder, DIR/<stage>/<source>/unit-NNNNN/, that appears by one rename with its
-receipt.json inside: either it is complete or it does not exist. The receipt holds the key (a hash of
-everything that the result depends on, including the receipts of the previous stage), the size and hash of
-every file, and the counts. A unit whose receipt has the right key and whose files have their sizes is not
-done again; so a change cascades, and a restart repeats only what was lost. A unit reads its own inputs only,
-so no result depends on workers. `free` deletes the files that the next stage has read; the receipt stays.
+A unit's result is the folder DIR/<stage>/<source>/unit-NNNNN/, which appears by one rename with its
+receipt.json inside. The receipt holds the key (a hash of everything that the result depends on,
+including the receipts of the previous stage), the size and hash of every file, and the counts. A
+unit is done again only if its key or the sizes of its files differ, so changes cascade. A unit reads
+only its own inputs, so results do not depend on the workers.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ FORMATS = {
 
 @dataclass(frozen=True, order=True)
 class Unit:
-    """One piece of work of a source; its number is the same in every stage from fetch to tokenize."""
+    """A piece of work of a source; its number is the same in every stage from fetch to tokenize."""
 
     source: str
     number: int
@@ -73,28 +71,29 @@ class Unit:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage over the units of some sources. It is sent to worker processes, so it holds plain data only."""
+    """A stage over the units of some sources."""
 
+    # a stage is sent to worker processes, so it holds plain data only
     name: ClassVar[str]  # of the folder of its results in `out`
     recipe: Recipe
     out: Path
     sources: tuple[str, ...]
 
     def units(self) -> list[Unit]:
-        """All units, in a fixed order; by default those of the plan."""
+        """Return all units in a fixed order; by default those of the plan."""
         return [unit for source in self.sources for unit in list_units(self.out, source)]
 
     def key(self, unit: Unit) -> str:
-        """A hash of everything that the result depends on: `key_of(name, parameters, files of the stage before)`."""
+        """Return the hash (`key_of`) of everything that the unit's result depends on."""
         raise NotImplementedError
 
     def work(self, unit: Unit, folder: Path) -> Json:
-        """Write the unit's files into `folder` (empty, renamed afterwards); the counts for its receipt."""
+        """Write the unit's files into the empty `folder` and return the counts for its receipt."""
         raise NotImplementedError
 
 
 def cache_by_file(read: Callable[[Path], T]) -> Callable[[Path], T]:
-    """`read`, which reads a file again only when its time or size has changed."""
+    """Cache `read`, which reads a file again only when its time or size has changed."""
 
     @functools.lru_cache(maxsize=4)
     def read_cached(path: Path, mtime_ns: int, size: int) -> T:
@@ -112,7 +111,11 @@ sha256_of = cache_by_file(file_sha256)
 
 
 def read_plan(out: Path) -> Json:
-    """plan.json: {"format", "sources": {name: {..., "plan_hash", "units": [...]}}}. ValueError if none."""
+    """Return plan.json: {"format", "sources": {name: {..., "plan_hash", "units": [...]}}}.
+
+    Raises:
+        ValueError: there is no plan.
+    """
     if not (path := out / PLAN).is_file():
         raise ValueError(
             f"{path} does not exist; run `python -m data_mixtures plan RECIPE --out {out}`"
@@ -131,7 +134,7 @@ def _read_plan(path: Path) -> Json:
 
 
 def find_plan(out: Path, source: str) -> Json:
-    """What is planned for a source. ValueError when the plan lacks it."""
+    """Return the plan of a source; ValueError when the plan lacks it."""
     if source not in (sources := read_plan(out)["sources"]):
         raise ValueError(
             f"{out / PLAN} lacks source {source!r}; plan it: python -m data_mixtures plan"
@@ -140,12 +143,12 @@ def find_plan(out: Path, source: str) -> Json:
 
 
 def list_units(out: Path, source: str) -> list[Unit]:
-    """The units of a source, in their order; the same from fetch to tokenize."""
+    """Return the units of a source in their order, the same from fetch to tokenize."""
     return [Unit(source, entry["number"]) for entry in find_plan(out, source)["units"]]
 
 
 def group_size(units: int, most: int, largest: int) -> int:
-    """How many units that follow each other are a group, for at most `most` groups; never above `largest`."""
+    """Return how many consecutive units form a group: at most `largest`, for about `most` groups."""
     return max(min(-(-units // most), largest), 1)
 
 
@@ -158,14 +161,15 @@ def unit_folder(out: Path, stage: str, unit: Unit) -> Path:
 
 
 def key_of(name: str, *parts: Any) -> str:
-    """sha256 (hex) over a stage's name and format (FORMATS) and parts, as JSON."""
+    """Return the sha256 (hex) of a stage's name, its format (FORMATS) and the parts, as JSON."""
     content = json.dumps([name, FORMATS[name], *parts], sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()
 
 
 @functools.cache
 def code_sha256() -> str:
-    """Of this package as it is; receipts say which code made a unit, and it decides nothing."""
+    """Return the hash of this package's code."""
+    # receipts record which code made a unit; it decides nothing
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
@@ -173,7 +177,7 @@ def code_sha256() -> str:
 
 
 def read_receipt(out: Path, stage: str, unit: Unit) -> Json | None:
-    """{"key", "code", "files": {name: {"bytes", "xxh3"}}, "counts"[, "freed"]} of a unit, or None."""
+    """Return a unit's {"key", "code", "files": {name: {"bytes", "xxh3"}}, "counts"[, "freed"]}, or None."""
     path = unit_folder(out, stage, unit) / RECEIPT
     if there := store.of(out):
         there.pull(path)
@@ -184,14 +188,14 @@ def read_receipt(out: Path, stage: str, unit: Unit) -> Json | None:
 
 
 def receipt_of(out: Path, stage: str, unit: Unit) -> Json:
-    """The receipt of a finished unit. ValueError when that stage has not done it."""
+    """Return the receipt of a finished unit; ValueError when the stage has not done it."""
     if (receipt := read_receipt(out, stage, unit)) is None:
         raise ValueError(f"{out}: {unit} has not been through {stage!r} yet; run that stage first")
     return receipt
 
 
 def receipts(out: Path, stage: str, source: str, count: int | None = None) -> tuple[Json, ...]:
-    """Receipts of a source's first `count` units; default: all. ValueError if one is missing."""
+    """Return the receipts of a source's first `count` units (default: all); ValueError if one is missing."""
     folder = out / stage / source
     if there := store.of(out):
         there.read_receipts(folder)
@@ -207,12 +211,12 @@ def _receipts(out: Path, stage: str, source: str, count: int, changed_ns: int) -
 
 
 def counts(out: Path, stage: str, source: str, count: int | None = None) -> list[Json]:
-    """What the receipts of a source count, unit by unit. ValueError as `receipts`."""
+    """Return the counts of a source's receipts, unit by unit. ValueError as `receipts`."""
     return [receipt["counts"] for receipt in receipts(out, stage, source, count)]
 
 
 def result(out: Path, stage: str, unit: Unit) -> tuple[Path, Json]:
-    """Folder and receipt of a finished unit. ValueError when that stage has not done it, or was freed."""
+    """Return the folder and receipt of a finished unit; ValueError when it is not done, or was freed."""
     receipt, folder = receipt_of(out, stage, unit), unit_folder(out, stage, unit)
     if receipt.get("freed"):
         raise ValueError(
@@ -226,10 +230,10 @@ def result(out: Path, stage: str, unit: Unit) -> tuple[Path, Json]:
 
 
 def check_file(out: Path, stage: str, unit: Unit, name: str) -> Path:
-    """Check that a file of a finished unit holds the bytes that were written; its path.
+    """Return the path of a file of a finished unit after comparing its bytes with the receipt.
 
     Raises:
-        ValueError: it does not. Then the unit counts as not done, and the next start makes it again.
+        ValueError: they differ; the unit then counts as not done, and the next start makes it again.
     """
     folder, receipt = result(out, stage, unit)
     path, expected = folder / name, receipt["files"][name]
@@ -251,7 +255,7 @@ def check_file(out: Path, stage: str, unit: Unit, name: str) -> Path:
 
 
 def forget(out: Path, stage: str, unit: Unit) -> None:
-    """Let a unit count as not done."""
+    """Mark a unit as not done."""
     folder = unit_folder(out, stage, unit)
     if folder.is_dir():
         (folder / RECEIPT).unlink(missing_ok=True)
@@ -261,7 +265,7 @@ def forget(out: Path, stage: str, unit: Unit) -> None:
 
 
 def is_done(stage: Stage, unit: Unit) -> bool:
-    """Whether the unit's result is there, whole, and made from what `key` says."""
+    """Return whether the unit's result is there, complete, and made from what `key` describes."""
     receipt = read_receipt(stage.out, stage.name, unit)
     if receipt is None or receipt["key"] != stage.key(unit):
         return False
@@ -273,7 +277,7 @@ def is_done(stage: Stage, unit: Unit) -> bool:
 
 
 def free(out: Path, stage: str, unit: Unit) -> int:
-    """Delete a finished unit's files, not its receipt and small JSON; the bytes that became free."""
+    """Delete a finished unit's files except its receipt and other JSON; return the bytes freed."""
     receipt, folder = receipt_of(out, stage, unit), unit_folder(out, stage, unit)
     # the receipt first: after a kill in between, no receipt lists a file that is gone
     shards.write_json(folder / RECEIPT, {**receipt, "freed": True})
@@ -289,7 +293,11 @@ def free(out: Path, stage: str, unit: Unit) -> int:
 
 @contextmanager
 def exclusive(out: Path) -> Iterator[Path]:
-    """One preparation per folder, or URL; the folder in which stages work. ValueError names another one."""
+    """Lock a folder or URL for one preparation and yield the folder in which stages work.
+
+    Raises:
+        ValueError: another process is preparing it.
+    """
     # workers inherit it: all runs of a source are open at a time
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -303,13 +311,14 @@ def exclusive(out: Path) -> Iterator[Path]:
 
 
 def remove_partial(out: Path, stage: str) -> None:
-    """What killed runs of this stage left behind; only in `exclusive`."""
+    """Delete what killed runs of this stage left behind; call it only in `exclusive`."""
     for left in (*(out / stage).glob("*/.*.partial"), *(out / stage).glob("*/.*.old")):
         shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 def do(stage: Stage, unit: Unit) -> None:
-    """One unit: work into a folder of another name, add the receipt, rename."""
+    """Do one unit."""
+    # work in a folder of another name; the rename at the end makes the result appear at once
     final = unit_folder(stage.out, stage.name, unit)
     partial = final.with_name(f".{final.name}.{uuid.uuid4().hex}.partial")
     partial.mkdir(parents=True)
@@ -326,15 +335,17 @@ def do(stage: Stage, unit: Unit) -> None:
 
 
 def attempt(stage: Stage, unit: Unit, place: store.Place | None = None) -> Json | None:
-    """Do one unit; what went wrong, if anything, as plain data, since not every exception can be pickled.
+    """Do one unit and return what went wrong, or None.
 
-    place: the store that holds the data, if this is not the process that has a folder of it.
+    Args:
+        place: the store that holds the data, if this process has no folder of it.
     """
     try:
         if place is not None:
             stage = replace(stage, out=store.workers_copy(place))
         if not is_done(stage, unit):  # a worker that was lost may have left its receipt
             do(stage, unit)
+    # failures are returned as plain data, since not every exception can be pickled
     except FOR_USERS as error:
         return {"user": True, "message": f"{stage.name} {unit}: {error}"}
     except Exception:
