@@ -1,8 +1,6 @@
-"""Files that later stages read in slices: every block is compared with its hash when it is read.
+"""Files that later stages read in slices; every block is compared with its hash when it is read.
 
-`seal` writes the hashes of a finished file beside it, as uint64 in FILE.xxh3. They are read in slices as
-well: the hashes of a whole source would be too large for receipts, which every worker parses. `gather` copies
-documents from where they lie in many such files into one order, in constant memory.
+`seal` writes the hashes of a finished file beside it, as uint64 in FILE.xxh3.
 """
 
 from __future__ import annotations
@@ -36,6 +34,7 @@ COPY_BYTES = 1 << 20  # returned at a time: few enough to be hashed while they a
 
 def seal(path: Path) -> None:
     """Write the hashes of a file's blocks beside it."""
+    # not in the receipt, which every worker parses: the hashes of a whole source are too large for it
     with path.open("rb") as file, path.with_name(path.name + HASHES).open("wb") as hashes:
         while data := file.read(_SEALED_BYTES // BLOCK_BYTES * BLOCK_BYTES):
             hashes.write(_hashes(memoryview(data)).tobytes())
@@ -50,7 +49,7 @@ def _hashes(data: memoryview) -> np.ndarray:
 
 @dataclass(frozen=True)
 class CheckedFile:
-    """A sealed file of a finished unit, open, as is that of its hashes."""
+    """An open sealed file of a finished unit, with the open file of its hashes."""
 
     place: tuple[Path, str, Unit]  # folder of the data, stage, unit
     name: str
@@ -61,14 +60,14 @@ class CheckedFile:
         return f"{stage.unit_folder(*self.place) / self.name}"
 
     def read(self, begin: int, end: int) -> memoryview:
-        """Bytes begin <= i < end."""
+        """Return bytes begin <= i < end."""
         first, last = begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)
         data = memoryview(bytearray((last - first) * BLOCK_BYTES))
         self.read_blocks(first, last, data)
         return data[begin - first * BLOCK_BYTES : end - first * BLOCK_BYTES]
 
     def read_rows(self, column: str, low: int, high: int) -> np.ndarray:
-        """Rows with low <= column < high of a .npy file that is sorted by that column."""
+        """Return the rows with low <= column < high of a .npy file that is sorted by that column."""
         header = io.BytesIO(self.read(0, _HEADER_BYTES))
         np.lib.format.read_magic(header)
         (count,), _, dtype = np.lib.format.read_array_header_1_0(header)
@@ -83,14 +82,15 @@ class CheckedFile:
         return rows(*(bisect_left(range(count), bound, key=key) for bound in (low, high)))
 
     def read_blocks(self, first: int, last: int, into: memoryview) -> None:
-        """Blocks first <= i < last, into a buffer with room for whole blocks; that of the file's
-        end may be shorter.
+        """Read blocks first <= i < last into a buffer with room for whole blocks.
 
-        ValueError when they are not what was written: then the unit counts as not done, and is made again.
+        Raises:
+            ValueError: the bytes differ from what was written; the unit then counts as not done.
         """
         size = read_at(self.data, first * BLOCK_BYTES, into)
         expected = np.zeros(last - first, "<u8")
         read_at(self.hashes, 8 * first, expected.view(np.uint8).data)
+        # the last block of the file may be shorter
         hashes = _hashes(into[:size])
         if len(hashes) != last - first or (hashes != expected).any():
             stage.forget(*self.place)
@@ -102,7 +102,7 @@ class CheckedFile:
 
 
 def read_at(file: Any, place: int, into: memoryview) -> int:
-    """Fill a buffer from this place of a file on; returns how much there was."""
+    """Fill a buffer from this place of a file on; return how many bytes were there."""
     size = 0
     file.seek(place)
     while size < len(into) and (count := file.readinto(into[size:])):
@@ -114,7 +114,7 @@ def read_at(file: Any, place: int, into: memoryview) -> int:
 def open_files(
     out: Path, made_by: str, units: Iterable[Unit], name: str
 ) -> Iterator[list[CheckedFile]]:
-    """That file of each unit. ValueError when one is not there, or was freed."""
+    """Open the file `name` of each unit; ValueError when one is not there, or was freed."""
     with ExitStack() as stack:
         files = []
         for unit in units:
@@ -136,10 +136,10 @@ def gather(
     lengths: np.ndarray,
     dtype: np.dtype,
 ) -> Iterator[np.ndarray]:
-    """Documents one after the other, in pieces of dtype.
+    """Yield documents one after another, in pieces of `dtype`, in constant memory.
 
-    Document i is lengths[i] items of files[units[i]] from starts[i] on; those of one file must
-    lie in ascending order.
+    Document i is lengths[i] items of files[units[i]] from starts[i] on; the documents of one file must
+    be in ascending order.
     """
     begins = starts.astype(np.int64) * dtype.itemsize
     ends = begins + lengths.astype(np.int64) * dtype.itemsize
@@ -149,7 +149,8 @@ def gather(
 
 
 def _bytes_read(units: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """How much more is read for each document: the blocks that do not hold an earlier one of the same file."""
+    """Return the additional bytes read for each document."""
+    # a block that an earlier document of the same file has read is not read again
     order = np.argsort(units, kind="stable")
     unit, first, last = units[order], *_blocks(begins[order], ends[order])
     first[1:] = np.where(unit[1:] == unit[:-1], np.maximum(first[1:], last[:-1]), first[1:])
@@ -163,7 +164,7 @@ def _blocks(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def _pieces(sizes: np.ndarray, limit: int) -> Iterator[slice]:
-    """Slices of consecutive documents of at most that size together, at least one document each."""
+    """Yield slices of consecutive documents of at most `limit` bytes, at least one document each."""
     ends, begin, before = np.cumsum(sizes), 0, 0
     while begin < len(sizes):
         end = max(int(np.searchsorted(ends, before + limit, side="right")), begin + 1)
@@ -174,7 +175,7 @@ def _pieces(sizes: np.ndarray, limit: int) -> Iterator[slice]:
 def _in_order(
     files: Sequence[CheckedFile], units: np.ndarray, begins: np.ndarray, ends: np.ndarray
 ) -> Iterator[np.ndarray]:
-    """The bytes of documents that fit into the buffer together."""
+    """Yield the bytes of documents that fit into the buffer together."""
     order = np.argsort(units, kind="stable")
     unit, begin, end = units[order], begins[order], ends[order]
     first, last = _blocks(begin, end)
@@ -197,7 +198,7 @@ def _in_order(
 
 
 def take_values(offsets: np.ndarray, data: np.ndarray, chosen: np.ndarray) -> Iterator[np.ndarray]:
-    """Values of a buffer one after the other, in pieces; value k is data[offsets[k] : offsets[k + 1]]."""
+    """Yield chosen values of a buffer in pieces; value k is data[offsets[k] : offsets[k + 1]]."""
     # Arrow copies values of any length at the speed of memory
     buffers = [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(data)]
     values = pyarrow.LargeBinaryArray.from_buffers(

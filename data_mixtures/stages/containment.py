@@ -1,14 +1,11 @@
-"""Held-out documents whose text stands in training: DIR/contained/all/unit-00000/, the rows that tokenize
-leaves out.
+"""Held-out documents whose text is also in training: DIR/contained/all/unit-00000/, the rows left out.
 
-A held-out document of which `contained_share` of the runs of 13 words stand in documents of training is left
-out of validation. Training keeps its text: else a held-out file that is nothing but a licence would take
-every file with that licence out of it. Words, runs and their search are those of `ngrams`, where a document is a
-passage; the MOST_GRAMS runs with the smallest hashes are a fair sample of many.
+A held-out document is left out of validation when documents of training hold `contained_share` of
+its runs of 13 words. Words, runs and their search are those of `ngrams`; a document is a passage.
 
-Three stages, by group of filtered units but for the last: `held_out`, the runs of its held-out documents;
-`scan`, which of all those its documents of training have; `contained`, once: the documents. Near copies are
-out before. The text is read twice; a worker holds the runs of all held-out documents, 64 times 20 bytes each.
+`held_out`, by group of filtered units, writes the runs of held-out documents; `scan`, by group, which
+of all those its training documents hold; `contained`, once, the documents. The text is read twice; a
+worker holds the runs of all held-out documents, 64 times 20 bytes each.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ _GRAM = np.dtype([("head", "<u8"), ("gram", "<u8"), ("document", "<u4")])
 
 class _Texts(Grouped):
     def decides(self, unit: Unit) -> list[Any]:
-        """What keys say about the documents of a group, and which of them are held out."""
+        """Return what the keys say about a group's documents and which of them are held out."""
         near = [
             documents.near_copies(self.recipe, self.out, each) for each, _ in self.members(unit)
         ]
@@ -43,9 +40,10 @@ class _Texts(Grouped):
         return [self.recipe.valid_per_10000_of(unit.source), self.files(unit), digests]
 
     def texts(self, unit: Unit, held_out: bool) -> Iterator[tuple[np.ndarray, list[str]]]:
-        """Numbers in the group and texts of its held-out documents, or of all others."""
+        """Yield numbers in the group and texts of its held-out documents, or of all others."""
         below, first = shards.find_held_out_limit(self.recipe.valid_per_10000_of(unit.source)), 0
         for member, receipt in self.members(unit):
+            # near copies are left out before
             near = documents.near_copies(self.recipe, self.out, member)
             numbers = first + np.delete(np.arange(receipt["counts"]["kept"]), near)
             path = stage.check_file(self.out, "filter", member, DOCUMENTS)
@@ -62,7 +60,7 @@ class _Texts(Grouped):
 
 
 class HeldOut(_Texts):
-    """grams.npy: _GRAM, of the group's held-out documents."""
+    """The stage `held_out`: grams.npy holds the _GRAM rows of the group's held-out documents."""
 
     name = HELD_OUT
 
@@ -85,7 +83,8 @@ class HeldOut(_Texts):
 
 
 def _smallest(passages: np.ndarray, grams: np.ndarray) -> np.ndarray:
-    """Where the MOST_GRAMS smallest different grams of each passage are."""
+    """Return the places of the MOST_GRAMS smallest distinct grams of each passage."""
+    # the runs with the smallest hashes are a fair sample of many
     order = np.lexsort((grams, passages))
     same = (np.diff(passages[order]) == 0) & (np.diff(grams[order]) == 0)
     order = order[np.append(True, ~same)[: len(order)]]
@@ -94,7 +93,7 @@ def _smallest(passages: np.ndarray, grams: np.ndarray) -> np.ndarray:
 
 
 def _index(work: Stage) -> tuple[ngrams.Index, np.ndarray]:
-    """All held-out documents as passages, and their numbers among all documents."""
+    """Return the index of all held-out documents, and their numbers among all documents."""
     groups = tuple((group, first) for group, _, first in of_all(work, HELD_OUT))
     return _build_index(work.out, groups, str(files_of_all(work, HELD_OUT)))
 
@@ -112,7 +111,7 @@ def _build_index(
 
 
 class Scan(_Texts):
-    """found.npy: a bit for each run of the held-out documents, whether the group has it in training."""
+    """The stage `scan`: found.npy has a bit for each run of held-out documents that training holds."""
 
     name = SCAN
 
@@ -130,7 +129,7 @@ class Scan(_Texts):
 
 
 class Contained(Grouped):
-    """The rows of all units that are left out."""
+    """The stage `contained`: the rows of all units that are left out."""
 
     name = CONTAINED
 
@@ -155,6 +154,8 @@ class Contained(Grouped):
         runs, of_training = (
             np.bincount(each, minlength=len(numbers)) for each in (passages, in_training)
         )
+        # validation loses the document, training keeps its text: a held-out file that is only a licence
+        # would else remove every file with that licence from training
         contained = numbers[of_training >= self.recipe.dedup.contained_share * runs]
         documents.write_rows(
             folder, [each for group in groups for each in self.members(group)], contained

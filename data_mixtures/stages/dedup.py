@@ -1,15 +1,12 @@
-"""Near copies: documents.parquet of all sources -> DIR/dedup/<source>/unit-NNNNN/, the rows that tokenize
-leaves out.
+"""Near copies: documents.parquet of all sources -> DIR/dedup/<source>/unit-NNNNN/, the rows left out.
 
-MinHash with datatrove's normalisation of text, shingles, hash functions, and its rule: two documents are near
-copies when all hashes of a bucket, a band, are equal. A document stays only if it comes first in all of its
-bands: what is held out before the rest, so that a run trains on no near copy of what it is validated on, then
-in the recipe's order. So no two that stay share a band, and who goes shares one with a document before it. No
-pairs, no clusters: the work is linear in documents, counted in docs/decisions/data-pipeline.md.
+MinHash with datatrove's text normalisation, shingles and hash functions: two documents are near
+copies when all hashes of a bucket (a band) are equal. A document stays only if it comes first in all
+of its bands, so no two that stay share a band. There are no pairs and no clusters: the work is
+linear in documents (docs/decisions/data-pipeline.md).
 
-Three stages. `signatures`, by group of filtered units: a row for each band of each document, by the band's
-hash. `bands`, by range of hashes: who is not first there, by number, a document's place in all units of all
-sources. `dedup`, by group: its rows of all ranges. So every row is written once and read once.
+`signatures`, by group of filtered units, hashes each band of each document. `bands`, by range of
+hashes, lists the documents that are not first there. `dedup`, by group, collects their rows.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ _TRAINED = np.uint64(1 << 63)
 
 @dataclass(frozen=True)
 class Signatures(Grouped):
-    """sorted.npy: a _BAND row for each band of each document, by hash."""
+    """The stage `signatures`: sorted.npy holds a _BAND row for each band of each document, by hash."""
 
     name = SIGNATURES
 
@@ -71,13 +68,12 @@ class Signatures(Grouped):
 
 
 def signer(settings: recipe.Dedup) -> Callable[[str, int], np.ndarray]:
-    """(text, low half of its id) -> a hash for each band, uint64; of text without shingles, that half."""
+    """Return a function (text, low half of its id) -> a uint64 hash for each band."""
     from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupSignature
     from datatrove.utils.word_tokenizers import WordTokenizer
 
+    # splits at spaces, after punctuation is removed: the words of spaCy, ten times as fast
     class Words(WordTokenizer):
-        """What stands between spaces, after the punctuation is gone: as spaCy's, ten times as fast."""
-
         def word_tokenize(self, text: str) -> list[str]:
             return text.split()
 
@@ -91,6 +87,7 @@ def signer(settings: recipe.Dedup) -> Callable[[str, int], np.ndarray]:
 
     def sign(text: str, low: int) -> np.ndarray:
         shingles = step.get_shingles(text)
+        # text without shingles gets its id, so that such texts are no near copies of each other
         if not shingles.size:
             return np.full(settings.buckets, low, np.uint64)
         bands = enumerate(np.array(step.get_signature(shingles), "<u8"))
@@ -102,15 +99,17 @@ def signer(settings: recipe.Dedup) -> Callable[[str, int], np.ndarray]:
 
 
 def write_sorted(folder: Path, rows: np.ndarray) -> None:
-    """Rows of which others read ranges."""
+    """Write rows of which other units read ranges."""
     shards.save_array(folder / SORTED, rows)
     blocks.seal(folder / SORTED)
 
 
 @dataclass(frozen=True)
 class Bands(Stage):
-    """A range of hashes: numbers (int64) of documents that are not first in a band, each once, by group."""
+    """The stage `bands`: a unit is a range of hashes."""
 
+    # writes the numbers (_NUMBER) of documents that are not first in a band, each once, ascending. A
+    # number is a document's place in all units of all sources
     name = BANDS
 
     def units(self) -> list[Unit]:
@@ -130,6 +129,8 @@ class Bands(Stage):
             with blocks.open_files(self.out, SIGNATURES, [group], SORTED) as (file,):
                 rows = file.read_rows("hash", low, high)
             hashes.append(rows["hash"])
+            # held-out documents rank before the rest, so that no run trains on a near copy of its validation;
+            # then the recipe's order counts
             trained = np.where(rows["held_out"], np.uint64(0), _TRAINED)
             ranks.append(rows["row"].astype(np.uint64) + np.uint64(first) + trained)
         later = np.unique(not_first(np.concatenate(hashes), np.concatenate(ranks)) & ~_TRAINED)
@@ -138,7 +139,7 @@ class Bands(Stage):
 
 
 def not_first(hashes: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-    """The ranks that stand with a hash of which there is a lower one; each as often as that is so."""
+    """Return the ranks that share a hash with a lower rank, once for each such hash."""
     order = np.lexsort((ranks, hashes))
     hashes, ranks = hashes[order], ranks[order]
     new = np.append(True, hashes[1:] != hashes[:-1])[: len(hashes)]
@@ -147,7 +148,7 @@ def not_first(hashes: np.ndarray, ranks: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Dedup(Grouped):
-    """The rows of a group that are left out."""
+    """The stage `dedup`: the rows of a group that are left out."""
 
     name = DEDUP
 

@@ -1,8 +1,7 @@
-"""fetch: DIR/plan.json -> DIR/fetch/<source>/unit-NNNNN/raw.parquet, checked against what was planned.
+"""fetch: DIR/plan.json -> DIR/fetch/<source>/unit-NNNNN/raw.parquet, checked against the plan.
 
-Parquet files keep their bytes: size and sha256 must be the planned ones, the Parquet must open, its text must
-be in the planned column. Text and JSON lines go through `readers` into two columns, text and where it came
-from; what these leave out is counted.
+Parquet files keep their bytes. Text and JSON lines become two columns, text and origin; what the
+`readers` leave out is counted.
 """
 
 from __future__ import annotations
@@ -40,13 +39,15 @@ FIRST_WAIT_S = 2.0  # doubled with every attempt
 
 
 class Damaged(ValueError):
-    """A file that is not what was planned."""
+    """A file differs from its plan."""
 
 
 @dataclass(frozen=True)
 class Fetch(Stage):
-    """One unit: one Parquet file or row groups of it, a group of files of text or JSON lines, or a part of one."""
+    """The stage `fetch`."""
 
+    # a unit is a Parquet file or row groups of it, a group of files of text or JSON lines, or a part
+    # of one such file
     name = "fetch"
     mirror: str | None = None
 
@@ -86,7 +87,7 @@ class Fetch(Stage):
         )
 
     def _download(self, planned: Json, entry: Json, target: Path) -> Json:
-        """A Parquet file of the hub, or of its mirror."""
+        """Fetch a Parquet file from the hub or its mirror."""
         origin, repo, revision = hub.origin(self.mirror), planned["repo"], planned["revision"]
         where = f"{repo}/{entry['path']}"
 
@@ -105,14 +106,14 @@ class Fetch(Stage):
             raise ValueError(f"{where} @ {revision}: {error}") from error
 
     def remove_parts(self) -> None:
-        """Delete contents that are in the files of finished units by now."""
+        """Delete the parts of contents whose units are finished."""
         for source in self.sources:
             for folder in (self.out / self.name / source).glob(".unit-*.parts"):
                 if is_done(self, Unit(source, int(folder.name[6:11]))):
                     shutil.rmtree(folder, ignore_errors=True)
 
     def check_room(self, budget_bytes: int | None) -> None:
-        """Refuse, before anything is read, what would pass the budget of DIR/fetch or the disk."""
+        """Raise ValueError if the units to fetch exceed the budget of DIR/fetch or the free disk."""
         held = need = links = 0
         linked = self.mirror is not None and not hub.origin(self.mirror).remote
         for unit in self.units():
@@ -141,7 +142,7 @@ class Fetch(Stage):
 
 
 def _retry(work: Callable[[], Json], target: Path, remote: bool) -> Json:
-    """What `work` returns, after more attempts where it fails with what may pass."""
+    """Return the result of `work`; repeat it after errors that may be transient."""
     attempt = 1
     while True:
         try:
@@ -156,7 +157,7 @@ def _retry(work: Callable[[], Json], target: Path, remote: bool) -> Json:
 
 
 def _copy(entry: Json, target: Path) -> Json:
-    """A Parquet file of one's own."""
+    """Copy or link a local source's Parquet file."""
     local.check_unchanged([entry["file"]])
     system, name = fsspec.url_to_fs(entry["file"][0])
     hub.copy_or_link(system, name, target)
@@ -164,7 +165,7 @@ def _copy(entry: Json, target: Path) -> Json:
 
 
 def _copy_groups(entry: Json, target: Path) -> Json:
-    """Row groups of a Parquet file of one's own: the text, and what is known of its origin."""
+    """Copy row groups of a local source's Parquet file: the text and the columns of its origin."""
     name, rows = entry["file"][0], 0
     local.check_unchanged([entry["file"]])
     with (
@@ -188,7 +189,7 @@ def _copy_groups(entry: Json, target: Path) -> Json:
 
 @contextmanager
 def _complete(name: str) -> Iterator[None]:
-    """Damaged for a file that is not Parquet, or ends too early."""
+    """Raise Damaged for a file that is not Parquet, or ends too early."""
     try:
         yield
     except pyarrow.ArrowInvalid as error:
@@ -198,7 +199,7 @@ def _complete(name: str) -> Iterator[None]:
 
 
 def check(path: Path, entry: Json, where: str) -> Json:
-    """A fetched file against its plan; returns its counts. Damaged says what differs."""
+    """Compare a fetched file with its plan and return its counts; Damaged says what differs."""
     if (size := path.stat().st_size) != entry["bytes"]:
         raise Damaged(
             f"{where} came with {size:,} bytes, the plan says {entry['bytes']:,}: truncated, or another file"
@@ -212,18 +213,20 @@ def check(path: Path, entry: Json, where: str) -> Json:
 
 
 def _is_transient(error: Exception) -> bool:
-    """Whether another attempt may succeed: not after a refusal, what we say ourselves, or a full disk."""
+    """Return whether another attempt may succeed."""
     if isinstance(error, hub_errors.HfHubHTTPError):
         return error.response.status_code not in (401, 403, 404)
     if isinstance(error, Damaged):
         return True
+    # refusals, other errors of this package, and full disks are final
     if isinstance(error, FileNotFoundError | PermissionError | ValueError | local.Damaged):
         return False
     return getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _read_local(entry: Json, target: Path, names: Mapping[str, str]) -> Json:
-    """All documents of a group of files; none of a file that turns out to be damaged behind some."""
+    """Read all documents of a group of files."""
+    # a file that turns out to be damaged gives no documents at all: all files are read again without it
     damaged: dict[str, tuple[local.Unreadable, int]] = {}
     while True:
         dropped = local.Dropped()
@@ -267,7 +270,7 @@ def _write(entry: Json, names: Mapping[str, str], target: Path, dropped: local.D
 
 
 def sum_lost_files(fetched: Iterable[Json]) -> Json:
-    """What receipts count of files that are lost as a whole: {"files": {name: bytes}, "share"} of all bytes."""
+    """Return {"files": {name: bytes}, "share"} of the files lost as a whole; share: of all bytes."""
     files, read = Counter[str](), 0
     for counts in fetched:
         files.update(counts.get("lost_files", {}))
@@ -276,7 +279,7 @@ def sum_lost_files(fetched: Iterable[Json]) -> Json:
 
 
 def describe_lost_files(lost: Json) -> str:
-    """A sentence with the names of lost files; empty for none."""
+    """Return a sentence with the names of lost files; empty for none."""
     names = list(lost["files"])
     if not names:
         return ""
@@ -288,7 +291,7 @@ def describe_lost_files(lost: Json) -> str:
 def check_dropped(
     recipe: Recipe, out: Path, sources: tuple[str, ...], stages: tuple[str, ...]
 ) -> None:
-    """ValueError for a source of which these stages could not read more than the recipe's max_dropped_share."""
+    """Raise ValueError for a source of which more than max_dropped_share could not be read."""
     for source in sources:
         fetched, entries = stage.counts(out, "fetch", source), stage.find_plan(out, source)["units"]
         lost, examples = Counter[str](), dict[str, str]()
@@ -320,7 +323,7 @@ def check_dropped(
 
 
 def check_enough(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
-    """ValueError names the first source without enough text, which a run would soon repeat."""
+    """Raise ValueError for the first source with too little text, which a run would soon repeat."""
     for each in map(recipe.source, sources):
         counts = stage.counts(out, "fetch", each.name)
         total = sum(count["bytes"] for count in counts)

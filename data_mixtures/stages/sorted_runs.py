@@ -1,10 +1,8 @@
 """runs: many tokenized units merged to few sorted runs, DIR/runs/<source>/unit-NNNNN/, of the same form.
 
-Every shard reads a slice of each run, so files are opened (runs x shards) times: with a source's units as its
-runs, the square of its size. A source of more than RUNS units is therefore merged first, consecutive units to
-one run: here every file is opened once, and then at most RUNS by a shard. Nothing is dropped and ties keep
-the order of the units, so the shards have the same bytes with and without. Of a source of fewer units, each
-is a run already.
+Every shard reads a slice of each run, so files are opened (runs x shards) times: with units as runs,
+the square of a source's size. A source of more than RUNS units is therefore merged first. Nothing is
+dropped and ties keep the order of the units, so the shards have the same bytes with and without.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ MERGED = np.dtype([*DOCUMENT.descr, ("unit", "<u2")])
 
 
 def groups(out: Path, source: str) -> list[list[Unit]]:
-    """The tokenized units that each run of a source is made of."""
+    """Return the tokenized units of each run of a source."""
     units = stage.list_units(out, source)
     size = stage.group_size(len(units), RUNS, UNITS_PER_RUN)
     return [units[first : first + size] for first in range(0, len(units), size)]
@@ -51,7 +49,7 @@ def receipts(out: Path, source: str) -> tuple[Json, ...]:
 
 
 def token_dtype(receipts: Sequence[Json]) -> np.dtype:
-    """The type of the tokens that these receipts describe."""
+    """Return the dtype of the tokens that these receipts describe."""
     size = sum(receipt["files"][TOKENS]["bytes"] for receipt in receipts)
     tokens = sum(receipt["counts"]["tokens"] for receipt in receipts)
     return shards.token_dtype({"bytes": size, "tokens": tokens})
@@ -63,11 +61,12 @@ def dtype_of(out: Path, source: str) -> np.dtype:
 
 @dataclass(frozen=True)
 class Runs(Stage):
-    """One unit: consecutive tokenized units, merged. No units for a source that needs no merge."""
+    """The stage `runs`: a unit is a merge of consecutive tokenized units."""
 
     name = "runs"
 
     def units(self) -> list[Unit]:
+        # a source of few units needs no merge: each of its units is a run already
         by_source = [find_units(self.out, source) for source in self.sources]
         return list(chain.from_iterable(units for name, units in by_source if name == self.name))
 
@@ -77,7 +76,7 @@ class Runs(Stage):
         )
 
     def _list_members(self, unit: Unit) -> list[tuple[Unit, Json]]:
-        """The tokenized units of a run, with their receipts."""
+        """Return the tokenized units of a run, with their receipts."""
         group = groups(self.out, unit.source)[unit.number]
         return [(each, stage.receipt_of(self.out, "tokenize", each)) for each in group]
 
@@ -110,13 +109,14 @@ class Runs(Stage):
 
 
 def key_ranges(documents: int) -> list[tuple[int, int]]:
-    """Equal ranges, low <= key < high, few enough for so many documents to be merged one range at a time."""
+    """Return equal ranges low <= key < high, so many that one range of documents fits in memory."""
     count = max(-(-documents // DOCUMENTS_PER_RANGE), 1)
     return [(number * 2**64 // count, (number + 1) * 2**64 // count) for number in range(count)]
 
 
 def ranges_of(out: Path, source: str) -> list[tuple[int, int]]:
-    """The key ranges in which a source is merged: a function of its documents alone. ValueError for none."""
+    """Return the key ranges in which a source is merged; ValueError if it has no documents."""
+    # a function of the documents alone, not of units or runs
     documents = sum(receipt["counts"]["documents"] for receipt in receipts(out, source))
     if not documents:
         raise ValueError(
@@ -127,7 +127,7 @@ def ranges_of(out: Path, source: str) -> list[tuple[int, int]]:
 
 
 def read_slices(files: Sequence[CheckedFile], low: int, high: int) -> list[np.ndarray]:
-    """Documents of every run with low <= key < high (MERGED), from its documents.npy."""
+    """Return the documents (MERGED) of every run with low <= key < high."""
     slices = []
     for number, file in enumerate(files):
         part = with_columns(file.read_rows("key", low, high), MERGED)
@@ -138,7 +138,7 @@ def read_slices(files: Sequence[CheckedFile], low: int, high: int) -> list[np.nd
 
 
 def with_columns(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Rows of another dtype, with the columns that both have."""
+    """Return the rows as another dtype, with the columns that both have."""
     made = np.zeros(len(rows), dtype)
     for name in set(made.dtype.names or ()).intersection(rows.dtype.names or ()):
         made[name] = rows[name]  # one at a time: numpy assigns several ten times slower
@@ -146,12 +146,12 @@ def with_columns(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def in_order(parts: Iterable[np.ndarray]) -> np.ndarray:
-    """Documents (MERGED) by (key, high, low); equal ones stay in the order of the parts."""
+    """Return documents (MERGED) by (key, high, low); ties keep the order of the parts."""
     documents = np.concatenate(list(parts))
     return documents[by_key(documents)]
 
 
 def drop_duplicates(documents: np.ndarray) -> np.ndarray:
-    """The first of documents in order that have the same 128-bit id."""
+    """Keep the first of consecutive documents that have the same 128-bit id."""
     new = (np.diff(documents["low"]) != 0) | (np.diff(documents["high"]) != 0)
     return documents[np.append(True, new)[: len(documents)]]

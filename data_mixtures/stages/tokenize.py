@@ -1,10 +1,8 @@
-"""tokenize: documents.parquet -> DIR/tokenize/<source>/unit-NNNNN/{documents.npy,
-tokens.bin, origins.bin}, shuffled.
+"""tokenize: documents.parquet -> DIR/tokenize/<source>/unit-NNNNN/{documents.npy, tokens.bin, origins.bin}.
 
-All list the unit's documents by (key, high, low): the halves of the 128-bit id, and key = xxh3_64(low,
-seed). So any range of keys is one slice of every unit, and the order of a whole source is a merge. Before
-that, the tokenizer is copied, or trained on the documents with the smallest keys: a sample that does not
-depend on units or workers.
+All three files list the unit's documents by (key, high, low): high and low are the halves of the
+128-bit id, and key = xxh3_64(low, seed). A range of keys is thus one slice of every unit, and the
+order of a whole source is a merge.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ COMPARED_OF, _COMPARED_BYTES, _COMPARED_CHARS = 1000, 1 << 16, 100_000
 
 @dataclass(frozen=True)
 class Tokenize(Stage):
-    """One unit: the documents that the filter kept of one file. `make_tokenizer` must have run before."""
+    """The stage `tokenize`; `make_tokenizer` must have run before."""
 
     name = "tokenize"
 
@@ -60,7 +58,7 @@ class Tokenize(Stage):
         return self._work(unit, folder, fast=True) or self._work(unit, folder, fast=False)
 
     def _work(self, unit: Unit, folder: Path, fast: bool) -> Json:
-        """Empty where the fast encoder must not be used for this unit."""
+        """Tokenize a unit; return its counts, empty if the fast encoder must not be used for it."""
         made = _load_tokenizer(shards.tokenizer_path(self.out), tuple(_hashes(self.out)))
         rows, looping, encoded_bytes = [], [np.empty(0, bool)], 0
         wanted = self.recipe.filter.repeated_ngrams
@@ -100,11 +98,14 @@ class Tokenize(Stage):
 
 
 def is_exact(made: tokenizer.Tokenizer, ids: list[bytes], texts: list[bytes], before: int) -> bool:
-    """Whether the library gives the ids of the fast encoder for the first documents of a unit, and one of 1,000.
+    """Return whether the fast encoder gives the library's ids for a sample of a unit's documents.
 
-    before: bytes of the unit's documents before these. Which are compared depends on the unit alone, so
-    whichever worker does it writes the same bytes.
+    The sample is the unit's first documents and one of 1,000.
+
+    Args:
+        before: bytes of the unit's documents before these.
     """
+    # the sample depends on the unit alone, so every worker writes the same bytes
     for identity, text in zip(ids, texts, strict=True):
         chosen = before < _COMPARED_BYTES or int.from_bytes(identity[-4:], "big") % COMPARED_OF == 0
         before += len(text)
@@ -114,17 +115,17 @@ def is_exact(made: tokenizer.Tokenizer, ids: list[bytes], texts: list[bytes], be
 
 
 def parts(tokens: np.dtype) -> tuple[tuple[str, str, str, np.dtype], ...]:
-    """Of tokens and origins: the file, the columns of DOCUMENT with begins and lengths, its dtype."""
+    """Return (file, column of starts, column of lengths, dtype) of the tokens and of the origins."""
     return (TOKENS, "start", "length", tokens), (ORIGINS, "origin", "origin_bytes", np.dtype("u1"))
 
 
 def by_key(documents: np.ndarray) -> np.ndarray:
-    """The places of documents in the order (key, high, low); equal ones as they come."""
+    """Return the stable order of documents by (key, high, low)."""
     return np.lexsort((documents["low"], documents["high"], documents["key"]))
 
 
 def totals(documents: np.ndarray) -> dict[str, int]:
-    """What receipts count of documents: their number, tokens, and bytes of text."""
+    """Return the number of documents, their tokens, and their bytes of text."""
     tokens, size = (int(documents[name].sum(dtype=np.int64)) for name in ("length", "bytes"))
     return {"documents": len(documents), "tokens": tokens, "bytes": size}
 
@@ -142,7 +143,7 @@ def _load_tokenizer(path: Path, hashes: tuple[str, ...]) -> tokenizer.Tokenizer:
 def describe(
     ids: list[bytes], seed: int, lengths: np.ndarray, texts: list[bytes], origins: list[bytes]
 ) -> np.ndarray:
-    """The rows of documents.npy, before they are in order: key and halves of the ids, and lengths."""
+    """Return the rows of documents.npy (DOCUMENT), not yet in order."""
     rows = np.zeros(len(ids), DOCUMENT)
     rows["high"], rows["low"] = np.frombuffer(b"".join(ids), ">u8").reshape(-1, 2).T
     rows["key"] = [key_of_id(identity, seed) for identity in ids]
@@ -153,12 +154,16 @@ def describe(
 
 
 def key_of_id(identity: bytes, seed: int) -> int:
-    """What the shuffle sorts by: xxh3_64 of the id's low half, little-endian."""
+    """Return the sort key of the shuffle: xxh3_64 of the id's low half, little-endian."""
     return xxhash.xxh3_64_intdigest(identity[:7:-1], seed=seed)
 
 
 def write_ordered(path: Path, unsorted: Path, sizes: np.ndarray, order: np.ndarray) -> None:
-    """Documents of a file, sizes in bytes as they stand in it, written in another order."""
+    """Write the documents of a file in another order.
+
+    Args:
+        sizes: bytes of each document, in the order of `unsorted`.
+    """
     offsets = np.append(0, np.cumsum(sizes, dtype=np.int64))
     with path.open("wb") as file:
         if offsets[-1]:
@@ -167,7 +172,7 @@ def write_ordered(path: Path, unsorted: Path, sizes: np.ndarray, order: np.ndarr
 
 
 def make_tokenizer(recipe: Recipe, out: Path) -> None:
-    """Write DIR/tokenizer.model or .json, unless it is there: the recipe's, or trained on the text."""
+    """Write DIR/tokenizer.model or .json, the recipe's or one trained on the text, unless it is there."""
     receipt, given = out / f"tokenizer.{stage.RECEIPT}", recipe.tokenizer
     key = _tokenizer_key(recipe, out)
     made = shards.read_json(receipt, "delete it") if receipt.is_file() else None
@@ -205,14 +210,16 @@ def _tokenizer_key(recipe: Recipe, out: Path) -> str:
 
 
 def _find_most_held_out(recipe: Recipe) -> int:
-    """What any source holds out is not in the sample."""
+    """Return the largest valid_per_10000 of all sources."""
+    # what any source holds out is not in the training sample
     return max(recipe.valid_per_10000_of(each.name) for each in recipe.sources)
 
 
 def training_sample(recipe: Recipe, out: Path, train_bytes: int) -> list[str]:
-    """Training documents of every source in shuffled order, up to the source's share of train_bytes by size."""
+    """Return training documents in shuffled order; each source gets its share of train_bytes by size."""
     counted = {each.name: stage.counts(out, "filter", each.name) for each in recipe.sources}
     sizes = {name: sum(each["bytes"] for each in counts) for name, counts in counted.items()}
+    # the documents with the smallest keys: a sample that does not depend on units or workers
     total, sample = max(sum(sizes.values()), 1), []
     for source, size in sizes.items():
         units = stage.list_units(out, source)
@@ -225,7 +232,11 @@ def training_sample(recipe: Recipe, out: Path, train_bytes: int) -> list[str]:
 def first_documents(
     documents: Iterable[tuple[bytes, bytes]], budget: int, recipe: Recipe
 ) -> list[str]:
-    """Of (id, text) in any order: those that training sees first, until they have `budget` bytes together."""
+    """Return the documents that training sees first, until they hold `budget` bytes together.
+
+    Args:
+        documents: (id, text) in any order.
+    """
     held_out = shards.find_held_out_limit(_find_most_held_out(recipe))
     # negative, so that the last in the shuffle's order comes first
     heap: list[tuple[int, int, bytes]] = []
