@@ -1,8 +1,8 @@
 """A mixture: a lock file that pins data, weights and seed, and the batches that follow from it.
 
-Rule: sequence g = f(lock, manifests, seed, g). A run's whole loader state is one integer (sequences consumed)
-and the fingerprint of the lock; ranks, workers and batch sizes only cut the same list into other slices. See
-`order` for how g becomes a window.
+Sequence g is f(lock, manifests, seed, g); `order` says how g becomes a window. A run's whole loader
+state is the number of sequences consumed and the lock's fingerprint; ranks, workers and batch sizes
+only slice the same list differently.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def pin(
     epoch_cap: int,
     packing: str = PACKING,
 ) -> Path:
-    """Write data_dir/<phase>.lock.json: these sources, with these weights, as their content is now."""
+    """Write data_dir/<phase>.lock.json with the current content of these sources; return its path."""
     first = shards.read_manifest(data_dir / next(iter(weights)))
     lock: Json = {"format": shards.FORMAT, "phase": phase, "seed": seed, "seq_len": seq_len}
     lock |= {
@@ -57,7 +57,7 @@ def pin(
 
 
 def source_entry(data_dir: Path, name: str, weight: int, epoch_cap: int, lock: Json) -> Json:
-    """What a lock says of a source as it is now. ValueError for another tokenizer or length."""
+    """Return a source's entry in a lock; ValueError for another tokenizer, length or packing."""
     manifest = shards.read_manifest(data_dir / name)
     if facts := [key for key in (*shards.TOKENIZER_FACTS, "seq_len") if manifest[key] != lock[key]]:
         raise ValueError(
@@ -78,7 +78,8 @@ def source_entry(data_dir: Path, name: str, weight: int, epoch_cap: int, lock: J
 
 
 def fingerprint(lock: Json) -> str:
-    """The identity of a mixture: sha256 over the lock (keys sorted, no spaces) without this field and labels."""
+    """Return the identity of a mixture: sha256 of the lock (keys sorted, no spaces)."""
+    # without the fingerprint itself, and without labels
     content = {key: value for key, value in lock.items() if key != "fingerprint"}
     sources = lock["sources"]
     content["sources"] = [{k: v for k, v in entry.items() if k not in _LABELS} for entry in sources]
@@ -92,7 +93,7 @@ def _digest(value: Any) -> str:
 
 
 def read_lock(path: Path) -> Json:
-    """A lock file, checked against its own fingerprint. ValueError names the file."""
+    """Read a lock file and check its fingerprint; ValueError names the file."""
     lock = shards.read_json(path, shards.PREPARE)
     shards.check_format(path, lock)
     if lock.get("fingerprint") != fingerprint(lock):
@@ -108,7 +109,7 @@ def read_lock(path: Path) -> Json:
 
 
 class Mixture:
-    """The sequences of one phase, by index; any number of threads may read. Open it with `Mixture.open`."""
+    """The sequences of one phase, by index; safe for any number of threads. Use `Mixture.open`."""
 
     def __init__(self, lock: Json, files: Sequence[TokenFile]) -> None:
         sources = lock["sources"]
@@ -151,9 +152,13 @@ class Mixture:
 
     @classmethod
     def open(cls, lock_path: str | Path, offsets: Mapping[str, int] | None = None) -> Mixture:
-        """Open a lock file and the sources beside it. offsets: `windows_per_source` of earlier phases.
+        """Open a lock file and the sources beside it.
 
-        ValueError for an edited lock, a manifest that is not the pinned one, a shard of another size.
+        Args:
+            offsets: `windows_per_source` of earlier phases.
+
+        Raises:
+            ValueError: an edited lock, a manifest that is not the pinned one, a shard of another size.
         """
         path = Path(lock_path)
         lock = read_lock(path)
@@ -163,7 +168,7 @@ class Mixture:
         return mixture.starting_at(offsets) if offsets else mixture
 
     def starting_at(self, offsets: Mapping[str, int]) -> Mixture:
-        """The same mixture behind the windows that earlier phases consumed. ValueError as `open`."""
+        """Return the same mixture after the windows that earlier phases consumed. ValueError as `open`."""
         check_known("source in offsets:", offsets, self.source_names)
         for name, offset in offsets.items():
             if offset < 0:
@@ -177,9 +182,10 @@ class Mixture:
         return moved
 
     def sequences(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Global sequences from `first` on: (tokens int64 (count, S + 1), source_index int64 (count,)).
+        """Return global sequences from `first` on: (tokens int64 (count, S + 1), source_index int64 (count,)).
 
-        ValueError when a source would pass its epoch cap, or when a block of a shard is damaged.
+        Raises:
+            ValueError: a source would pass its epoch cap, or a block of a shard is damaged.
         """
         if first < 0 or count < 0:
             raise ValueError(f"sequences({first}, {count}): first and count must not be negative")
@@ -190,13 +196,13 @@ class Mixture:
         return self._files.read_windows(files, windows), source_index
 
     def flags(self, first: int, count: int) -> np.ndarray:
-        """Flags (TRAINED, BEGINS) of these sequences' tokens, int64 (count, S + 1); if `packed` only."""
+        """Return the flags (TRAINED, BEGINS) of these sequences' tokens, int64 (count, S + 1); if `packed` only."""
         assert self._flags is not None, f"{self.phase} is not packed: its tokens have no flags"
         _, files, windows, _ = self._find(np.arange(first, first + count, dtype=np.int64))
         return self._flags.read_windows(files, windows)
 
     def locate(self, numbers: np.ndarray) -> list[Json]:
-        """Where sequences (int64 (n,)) lie: source, shard file, offset of the first token in it; epoch."""
+        """Return source, shard file, first token in it, and epoch of sequences (int64 (n,))."""
         places = []
         for number, source, file, window, epoch in np.stack(
             [numbers, *self._find(numbers)], axis=1
@@ -207,14 +213,14 @@ class Mixture:
         return places
 
     def windows_per_source(self, sequences: int) -> dict[str, int]:
-        """Windows of each source consumed after so many sequences, offsets included: closed form."""
+        """Return how many windows of each source are consumed after `sequences` sequences, with offsets."""
         return dict(zip(self.source_names, self._count_consumed(sequences).tolist(), strict=True))
 
     def _count_consumed(self, sequences: int) -> np.ndarray:
         return self._offsets + order.count_served(self.weights, self._places, sequences)
 
     def check_epochs(self, sequences: int) -> None:
-        """ValueError when `sequences` sequences would repeat a source more often than its epoch cap allows."""
+        """Raise ValueError when so many sequences would repeat a source beyond its epoch cap."""
         consumed = self._count_consumed(sequences)
         passed = (consumed > self._offsets) & (consumed > self._caps * self._windows)
         for index in np.flatnonzero(passed).tolist():
@@ -227,15 +233,15 @@ class Mixture:
 
     @property
     def rule(self) -> str:
-        """Identity (hex) of how sequences are drawn: weights, seed and cuts, not the text."""
+        """The identity (hex) of how sequences are drawn: weights, seed and cuts, not the text."""
         weights = [pair for pair in zip(self.source_names, self.weights, strict=True) if pair[1]]
         # 0: folders of before had segments
         return _digest([order.RULE, self._decides, [[0, weights]]])
 
     def read_files(self, source: str, windows: int) -> list[str]:
-        """Identities (hex) of what decides the first windows that are read of a source: its files.
+        """Return identities (hex) of the files that decide a source's first `windows` windows.
 
-        Behind the first epoch, of the whole source too. Equal beginnings give the same windows.
+        After the first epoch, they include the whole source. Equal beginnings give the same windows.
         """
         index = self.source_names.index(source)
         begin, total = int(self._source_begins[index]), int(self._windows[index])
@@ -247,7 +253,7 @@ class Mixture:
         return read + whole
 
     def check_continues(self, source: str, windows: int, read: Sequence[str] | None) -> None:
-        """ValueError unless these data were read. read: their `read_files`, None where that was not kept."""
+        """Raise ValueError unless `read` (the `read_files` of then, or None) are the current data."""
         now = self.read_files(source, windows)
         if now == read:
             return
@@ -265,7 +271,7 @@ class Mixture:
         )
 
     def _find(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Source, file, the window within the file, and epoch of global sequences: int64 (n,) each."""
+        """Return source, file, window in the file, and epoch of global sequences: int64 (n,) each."""
         block, place = np.divmod(g, len(self._places))
         index = self._places[place]
         items = self._offsets[index] + block * np.array(self.weights)[index] + self._ranks[place]
@@ -301,9 +307,14 @@ def _flags_of(file: TokenFile) -> TokenFile:
 def valid_windows(
     data_dir: str | Path, source: str, max_windows: int | None = None, flags: bool = False
 ) -> np.ndarray:
-    """Held-out windows of a source, never in training: (n, S + 1) as on disk, the first max_windows of them.
+    """Return held-out windows of a source, never in training: (n, S + 1), dtype as on disk.
 
-    flags: those of the tokens instead, of packed conversations. ValueError when they are missing or damaged.
+    Args:
+        max_windows: return only the first ones.
+        flags: return the tokens' flags instead, of packed windows.
+
+    Raises:
+        ValueError: files are missing or damaged.
     """
     folder = Path(data_dir) / source
     manifest = shards.read_manifest(folder)

@@ -1,14 +1,12 @@
-"""Which passages a text holds, by runs of words: the one matcher of decontamination and containment.
+"""Find which passages a text holds, by runs of words; used by decontamination and containment.
 
-A word is a run of letters, digits and combining marks, in lower case; everything else separates. A text holds a
-passage of at least 13 words when it has half of the passage's distinct 13-grams, and a shorter one of at least 8
-when it has all of its words in a row; fewer words say nothing. Grams of numbers and single letters are left out.
-Why these: docs/decisions/data-pipeline.md.
+A word is a run of letters, digits and combining marks, in lower case. A text holds a passage of at
+least 13 words when it has half of the passage's distinct 13-grams, and a shorter one of at least 8
+when it has all of its words in a row. Fewer words never match. Grams of numbers and single letters
+are left out. Reasons: docs/decisions/data-pipeline.md.
 
-A word is hashed as the UTF-8 of its lower case, eight bytes at a time; a gram is a polynomial mod 2**64 over the
-hashes of its words. So the work is a pass over the bytes that finds where words begin, and a few operations a
-word. The first 8 words of a gram are its head. Two tables, by the highest bits of its hash and by those that
-follow, keep almost all text away from the search in the sorted index.
+A word is hashed as the UTF-8 of its lower case, eight bytes at a time; a gram is a polynomial mod
+2**64 over the hashes of its words. The first 8 words of a gram are its head.
 """
 
 from __future__ import annotations
@@ -41,8 +39,9 @@ Triple = tuple[np.ndarray, np.ndarray, np.ndarray]
 class Index:
     """Hashes of the grams of passages, and the search for them.
 
-    heads (H,) uint64, sorted: the first words of all grams. grams (G,) uint64, sorted; passages[first[i] :
-    first[i + 1]] have grams[i]. needed, by passage: how many of its grams make a text hold it.
+    heads (H,) uint64, sorted: the first words of all grams. grams (G,) uint64, sorted;
+    passages[first[i] : first[i + 1]] have grams[i]. needed, by passage: how many of its grams a text
+    must have to hold it.
     """
 
     heads: np.ndarray
@@ -53,7 +52,7 @@ class Index:
 
     @classmethod
     def build(cls, heads: np.ndarray, grams: np.ndarray, passages: np.ndarray, count: int) -> Index:
-        """Of the grams of `count` passages, as `passage_grams` gives them."""
+        """Build the index from the grams of `count` passages, as `passage_grams` returns them."""
         order = np.lexsort((passages, grams))
         grams, passages = grams[order], passages[order]
         new = np.append(True, (np.diff(grams) != 0) | (np.diff(passages) != 0))[: len(grams)]
@@ -64,7 +63,7 @@ class Index:
         return cls(np.unique(heads), unique, first, owners.astype(np.int32), needed)
 
     def find_passages(self, texts: list[str]) -> Pair:
-        """(text, passage) of everything that these texts hold, int64."""
+        """Return (text, passage) of everything that these texts hold, int64."""
         text, gram = _distinct_pairs(*self.find_grams(texts))[:2]
         counts = self.first[gram + 1] - self.first[gram]
         at = np.arange(counts.sum()) + np.repeat(
@@ -76,7 +75,7 @@ class Index:
         return text[enough], passage[enough]
 
     def find_grams(self, texts: list[str]) -> Pair:
-        """(text, place in `grams`) of all that these texts have, with repeats."""
+        """Return (text, place in `grams`) of all grams that these texts have, with repeats."""
         pairs, first = [np.empty((2, 0), np.int64)], 0
         for window in _windows(texts):
             text, place = self._find_in_window(*_word_hashes(window))
@@ -86,7 +85,7 @@ class Index:
         return text, place
 
     def _find_in_window(self, words: np.ndarray, bounds: np.ndarray) -> Pair:
-        """The same, where text i is words[bounds[i] : bounds[i + 1]]."""
+        """Find the grams of one window; text i is words[bounds[i] : bounds[i + 1]]."""
         heads = words
         for span in (1, 2, 4):  # a head is 8 words: two halves of 4, which are two of 2
             heads = heads[:-span] + heads[span:] * _power(span)
@@ -113,10 +112,12 @@ class Index:
 
 
 class _Lookup:
-    """Sorted hashes, and which of many others are among them."""
+    """Search in sorted hashes."""
 
     def __init__(self, hashes: np.ndarray) -> None:
         self.hashes = hashes
+        # two tables, by a hash's highest bits and by those that follow, keep almost all text away from
+        # the binary search
         self._tables, done = [], 0
         for entries in _TABLE_ENTRIES:
             bits = max(10, (len(hashes) * entries).bit_length())
@@ -127,7 +128,7 @@ class _Lookup:
             done += bits
 
     def find(self, hashes: np.ndarray) -> Pair:
-        """(places of those that are known, their places among the known)."""
+        """Return (places of the known hashes, their places among the known)."""
         at = np.arange(len(hashes))
         for table, shifts in self._tables:
             bits = (hashes << shifts[0] >> shifts[1]).view(np.int64)
@@ -139,9 +140,9 @@ class _Lookup:
 
 
 def passage_grams(texts: list[str]) -> Triple:
-    """What stands for each text as a passage: all its 13-grams, or the whole of a short one.
+    """Return (head uint64, gram uint64, number of the text) of the grams of all texts.
 
-    (head uint64, gram uint64, number of the text), in a row over all texts.
+    A text gives all its 13-grams, or the whole of a short one.
     """
     parts, first = [(np.empty(0, np.uint64), np.empty(0, np.uint64), np.empty(0, np.int64))], 0
     for window in _windows(texts):
@@ -163,7 +164,7 @@ def passage_grams(texts: list[str]) -> Triple:
 
 
 def _gram_hashes(words: np.ndarray, at: np.ndarray, length: int) -> np.ndarray:
-    """The hashes of the grams that start at some words: the sum of words[at + i] * multiplier**i."""
+    """Return the hashes of the grams at words `at`: the sum of words[at + i] * multiplier**i."""
     hashes = words[at].copy()
     for i in range(1, length):
         hashes += words[at + i] * _power(i)
@@ -175,13 +176,13 @@ def _power(exponent: int) -> np.uint64:
 
 
 def _distinct_pairs(first: np.ndarray, second: np.ndarray) -> Triple:
-    """(first, second, how often) of the distinct pairs, sorted; int64, below 2**31 each."""
+    """Return (first, second, count) of the distinct pairs, sorted; int64, below 2**31 each."""
     pairs, counts = np.unique(first << 32 | second, return_counts=True)
     return pairs >> 32, pairs & 0xFFFFFFFF, counts
 
 
 def _windows(texts: list[str]) -> Iterator[list[str]]:
-    """Texts in runs of about one window; a longer text is alone."""
+    """Group texts into windows of about WINDOW_CHARS; a longer text is alone."""
     window: list[str] = []
     size = 0
     for text in texts:
@@ -195,7 +196,7 @@ def _windows(texts: list[str]) -> Iterator[list[str]]:
 
 
 def _word_hashes(texts: list[str]) -> Pair:
-    """Hashes of words, uint64, and bounds (texts + 1,): text i has hashes[bounds[i]:bounds[i + 1]]."""
+    """Return hashes (uint64) and bounds (texts + 1,): text i has hashes[bounds[i] : bounds[i + 1]]."""
     parts = [_fold(text) for text in texts]
     data = np.frombuffer(b"\0".join(parts), np.uint8)
     starts, ends = _runs(data)
@@ -204,7 +205,7 @@ def _word_hashes(texts: list[str]) -> Pair:
 
 
 def _fold(text: str) -> bytes:
-    """The UTF-8 of the lower case of a word's characters, zeros for every other one."""
+    """Return the lower case of a word's characters as UTF-8, zeros for every other character."""
     if text.isascii():
         return text.encode("ascii").translate(_make_fold_table())
     return (
@@ -213,12 +214,12 @@ def _fold(text: str) -> bytes:
 
 
 def _lower(text: str) -> np.ndarray:
-    """uint32: the lower case of a word's characters, 0 for all others."""
+    """Return the lower case of a word's characters as uint32, 0 for every other character."""
     return _characters()[np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), "<u4")]
 
 
 def _hash_words(data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """uint64, of the words data[starts[i] : ends[i]] of bytes, none of which is 0."""
+    """Return uint64 hashes of the words data[starts[i] : ends[i]], which hold no byte 0."""
     padded = np.concatenate([data, np.zeros(_EIGHT, np.uint8)])
     eight = np.ndarray(len(data) + 1, "<u8", padded, strides=(1,))  # from each byte on
     left = ends - starts
@@ -240,7 +241,7 @@ def _hash_words(data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.nd
 
 
 def _runs(characters: np.ndarray) -> Pair:
-    """(starts, ends) of the words."""
+    """Return (starts, ends) of the words."""
     inside = np.zeros(len(characters) + 2, bool)
     np.not_equal(characters, 0, out=inside[1:-1])
     edges = np.flatnonzero(inside[1:] != inside[:-1])
@@ -248,7 +249,7 @@ def _runs(characters: np.ndarray) -> Pair:
 
 
 def _have_two_letters(texts: list[str]) -> np.ndarray:
-    """For every word of `_word_hashes(texts)` whether it has two letters or more, and so says something."""
+    """Return for every word of `_word_hashes(texts)` whether it has two letters or more."""
     text = "\n".join(texts)
     starts, ends = _runs(_lower(text))
     letters = np.cumsum([0, *(character.isalpha() for character in text)])
@@ -257,7 +258,7 @@ def _have_two_letters(texts: list[str]) -> np.ndarray:
 
 @functools.cache
 def _characters() -> np.ndarray:
-    """uint32 (code points,): the lower case of a letter, digit or combining mark, 0 for all others."""
+    """Return uint32 (code points,): a letter, digit or mark in lower case, 0 for all others."""
     folded = np.zeros(_CODE_POINTS, np.uint32)
     for code in range(_ASSIGNED):
         character = chr(code)
@@ -269,5 +270,5 @@ def _characters() -> np.ndarray:
 
 @functools.cache
 def _make_fold_table() -> bytes:
-    """For `bytes.translate`."""
+    """Return the table of `_fold` for `bytes.translate`."""
     return _characters()[:128].astype(np.uint8).tobytes() + bytes(range(128, 256))

@@ -1,16 +1,16 @@
-"""A source on disk: token shards, document index, held-out windows, and the manifest that says what they are.
+"""A source on disk: token shards, document indexes, held-out windows, and their manifest.
 
-A shard is a little-endian stream of windows * S + 1 tokens, uint16 where the vocabulary has at most 65,536
-ids and uint32 where it has more; window i is tokens[i * S : i * S + S + 1], so windows overlap by one token
-and every token is a target exactly once. Neighbouring shards share one token for the same reason.
-`shard-NNNNN.docs.zst` lists the documents that begin in the shard, zstd-compressed: uint64 count, uint64 ids,
-uint32 lengths in tokens, uint32 lengths of the origins in bytes, and the origins: where each came from, as
-JSON. `valid.bin` has the same window form. Folders made before parity files were dropped also hold NAME.parity,
-which nothing reads.
+`shard-NNNNN.bin` is a little-endian stream of windows * S + 1 tokens, uint16 for vocabularies of at
+most 65,536 ids, else uint32. Window i is tokens[i * S : i * S + S + 1]: windows overlap by one token,
+as do neighbouring shards, so every token is a target exactly once. `valid.bin` has the same form.
 
-`source.json` is a pure function of the texts, the tokenizer, the recipe's numbers and the code: no time, no
-path, no host. A lock pins its content (`content_sha256`); code version, plan, counts and document indexes say
-where it came from, and may differ.
+`shard-NNNNN.docs.zst` lists the documents that begin in the shard, zstd-compressed: uint64 count,
+uint64 ids, uint32 lengths in tokens, uint32 lengths of the origins in bytes, and the origins: where
+each came from, as JSON.
+
+`source.json` is a pure function of the texts, the tokenizer, the recipe's numbers and the code: no
+time, no path, no host. A lock pins its content (`content_sha256`), not code version, plan, counts and
+document indexes.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _CONTENT_OF_FILE = ("bytes", "windows", "sha256", "xxh3_blocks")
 
 
 def find_held_out_limit(valid_per_10000: int) -> int:
-    """Documents whose id is smaller are held out."""
+    """Return the limit below which the ids of held-out documents lie."""
     return valid_per_10000 * 2**64 // 10_000
 
 
 def token_dtype(entry: Json) -> np.dtype:
-    """How tokens lie in an entry's file: little-endian, 2 or 4 bytes each. ValueError if neither."""
+    """Return the dtype of the tokens in an entry's file, <u2 or <u4; ValueError if neither fits."""
     width, rest = divmod(entry["bytes"] or 2, entry["tokens"] or 1)  # an empty file has no width
     if rest or width not in (2, 4):
         raise ValueError(
@@ -69,12 +69,12 @@ def windows_in(tokens: int, seq_len: int) -> int:
 
 
 def write_windows(path: Path, tokens: np.ndarray, seq_len: int) -> Json:
-    """Write as many whole windows as the tokens fill; returns the file's entry in the manifest."""
+    """Write as many whole windows as the tokens fill; return the file's entry in the manifest."""
     return write_pieces(path, [tokens[: windows_in(len(tokens), seq_len) * seq_len + 1]], seq_len)
 
 
 def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> Json:
-    """Write windows whose tokens come in pieces, all uint16 or all uint32; the file's entry."""
+    """Write windows whose tokens come in pieces, all uint16 or all uint32; return the file's entry."""
     whole = hashlib.sha256()
     block = xxhash.xxh3_64()
     blocks = []
@@ -104,9 +104,11 @@ def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> Json
 def write_documents(
     path: Path, columns: Sequence[np.ndarray], origins: Iterable[np.ndarray]
 ) -> Json:
-    """The document index, with a hash of its uncompressed bytes, on which the zstd version has no influence.
+    """Write the document index and return its entry.
 
-    columns: ids, lengths in tokens, lengths of origins in bytes. origins: their bytes together, in pieces.
+    Args:
+        columns: ids, lengths in tokens, lengths of origins in bytes.
+        origins: their bytes one after another, in pieces.
     """
     whole, (ids, lengths, sizes) = hashlib.sha256(), columns
     head = (
@@ -117,13 +119,14 @@ def write_documents(
     )
     with pyarrow.CompressedOutputStream(str(path), "zstd") as stream:
         for data in chain(head, origins):
+            # hash the uncompressed bytes, which do not depend on the zstd version
             whole.update(data.data)
             stream.write(data.data)
     return {"name": path.name, "documents": len(ids), "sha256_uncompressed": whole.hexdigest()}
 
 
 def read_documents(path: Path) -> tuple[np.ndarray, np.ndarray, pyarrow.LargeStringArray]:
-    """(ids uint64, lengths uint32, origins) of the documents that begin in a shard."""
+    """Return (ids uint64, lengths uint32, origins) of the documents that begin in a shard."""
     return unpack_documents(unpack_file(path))
 
 
@@ -142,7 +145,7 @@ def unpack_documents(data: bytes) -> tuple[np.ndarray, np.ndarray, pyarrow.Large
 
 
 def token_files(manifest: Json) -> list[Json]:
-    """The entries of all files of tokens: the shards in their order, then the held-out windows."""
+    """Return the entries of all token files: the shards in order, then the held-out windows."""
     return [*manifest["shards"], manifest["valid"]]
 
 
@@ -156,14 +159,14 @@ def _window_files(manifest: Json) -> list[Json]:
 
 
 def content_sha256(manifest: Json) -> str:
-    """The identity of a source's data: a hash of what decides its windows, and of nothing else."""
+    """Return the identity of a source's data: a hash of what decides its windows, and nothing else."""
     of_files = [[entry[name] for name in _CONTENT_OF_FILE] for entry in _window_files(manifest)]
     content = json.dumps([[manifest.get(name) for name in _CONTENT], of_files])
     return hashlib.sha256(content.encode()).hexdigest()
 
 
 def write_manifest(folder: Path, manifest: Json) -> None:
-    """Write source.json; its format and content_sha256 are added here."""
+    """Write source.json, with its format and content_sha256."""
     write_json(
         folder / MANIFEST,
         {"format": FORMAT, **manifest, "content_sha256": content_sha256(manifest)},
@@ -171,13 +174,13 @@ def write_manifest(folder: Path, manifest: Json) -> None:
 
 
 def tokenizer_path(folder: Path) -> Path:
-    """The tokenizer of a data or run folder; the path of a sentencepiece model where there is none."""
+    """Return the tokenizer of a data or run folder: tokenizer.json, or else the sentencepiece model's path."""
     path = folder / TOKENIZER_JSON
     return path if path.is_file() else folder / TOKENIZER_MODEL
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """What another folder needs to have this folder's tokenizer and, of conversations, their template."""
+    """Return the files to copy for a folder's tokenizer and, for conversations, their template."""
     path = tokenizer_path(folder)
     files = (path, folder / TOKENIZER_CONFIG) if path.name == TOKENIZER_JSON else (path,)
     files = (*files, folder / CHAT_TEMPLATE)
@@ -185,11 +188,11 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 class MissingFile(ValueError, FileNotFoundError):
-    """A file that has to be there is not, or not yet: the mount of one node may be slow."""
+    """A required file is not there, or not yet: a node's mount may be slow."""
 
 
 def read_json(path: Path, fix: str) -> Json:
-    """A JSON object. ValueError names the file and the fix when it is missing or broken."""
+    """Read a JSON object; ValueError names the file and the fix when it is missing or broken."""
     if not path.is_file():
         raise ValueError(f"{path} is missing; {fix}")
     try:
@@ -199,7 +202,7 @@ def read_json(path: Path, fix: str) -> Json:
 
 
 def read_manifest(folder: Path) -> Json:
-    """source.json as a dictionary. ValueError when it is missing, broken, edited, or of another format."""
+    """Read source.json; ValueError when it is missing, broken, edited, or of another format."""
     manifest = read_json(path := folder / MANIFEST, PREPARE)
     check_format(path, manifest)
     if (recorded := manifest.get("content_sha256")) != (actual := content_sha256(manifest)):
@@ -209,7 +212,8 @@ def read_manifest(folder: Path) -> Json:
 
 
 def read_manifests(data: Path) -> dict[str, Json]:
-    """The manifests of all sources of a folder, by name; what a killed publication left is hidden."""
+    """Read the manifests of all sources of a folder, by name."""
+    # a killed publication may have left hidden folders
     folders = sorted(path.parent for path in data.glob(f"[!.]*/{MANIFEST}"))
     if not folders:
         raise ValueError(
@@ -219,13 +223,14 @@ def read_manifests(data: Path) -> dict[str, Json]:
 
 
 def check_format(path: Path, content: Json) -> None:
-    """ValueError for a manifest or lock of another format."""
+    """Raise ValueError for a manifest or lock of another format."""
     if (file_format := content.get("format")) != FORMAT:
         raise ValueError(f"{path} has format {file_format!r}, this code reads {FORMAT}; {PREPARE}")
 
 
 def files_of(entry: Json) -> tuple[str, ...]:
-    """Names of the files that an entry of the manifest describes."""
+    """Return the names of the files that an entry of the manifest describes."""
+    # older folders also hold parity files, which nothing reads
     return (
         entry["name"],
         *(entry[part]["name"] for part in ("parity", "docs", "flags") if part in entry),
@@ -233,7 +238,7 @@ def files_of(entry: Json) -> tuple[str, ...]:
 
 
 def check_sizes(folder: Path, manifest: Json) -> None:
-    """Every file of the manifest exists with its size. ValueError names the first one that does not."""
+    """Raise ValueError for the first file of the manifest that is missing or has another size."""
     for entry in _window_files(manifest):
         path, expected = os.path.join(folder, entry["name"]), entry["bytes"]
         try:  # one question a file: there may be thousands, on a file system far away
@@ -254,14 +259,15 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def save_array(path: Path, array: np.ndarray) -> None:
-    """np.save of an array, but a full disk is reported as such: numpy says "145 requested and 122 written"."""
+    """Write an array as `np.save` does."""
+    # on a full disk, numpy's own error only says "145 requested and 122 written"
     with path.open("wb") as file:
         write_array_header(file, array.dtype, len(array))
         file.write(np.ascontiguousarray(array).view(np.uint8).data)
 
 
 def write_array_header(file: BinaryIO, dtype: np.dtype, rows: int) -> None:
-    """The header of a .npy file of one dimension."""
+    """Write the header of a one-dimensional .npy file."""
     descr = np.lib.format.dtype_to_descr(dtype)
     np.lib.format.write_array_header_1_0(
         file, {"descr": descr, "fortran_order": False, "shape": (rows,)}
@@ -269,7 +275,7 @@ def write_array_header(file: BinaryIO, dtype: np.dtype, rows: int) -> None:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Put a finished folder in its place; an older one is deleted only after the new one is there."""
+    """Move a finished folder into place; an older one is deleted only afterwards."""
     old = final.with_name(f".{final.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if final.exists():

@@ -1,9 +1,8 @@
-"""A data folder behind a URL (`--out s3://bucket/data`): stages work in a copy of it on this machine's disk.
+"""A data folder behind a URL (`--out s3://bucket/data`): stages work in a copy on the local disk.
 
-It holds plans, receipts, manifests; data come when they are read, up to KEPT_BYTES at a time, and what a unit
-makes goes to the store and leaves the disk, its receipt last: an object is there whole or not at all, so a
-receipt is as atomic as a rename. `.url` in it says what it is a copy of. Each worker has a copy of its own,
-in TMPDIR.
+The copy holds plans, receipts and manifests; data come when they are read, up to KEPT_BYTES at a
+time, and what a unit makes goes to the store and leaves the disk. The file `.url` in the copy names
+its origin. Each worker has its own copy, in TMPDIR.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Place = tuple[str, str]
 
 
 class Store:
-    """What is behind the URL of a copy. Paths are of files in the copy, which are there under the same names."""
+    """The store behind a copy's URL. Paths are of files in the copy; the store has the same names."""
 
     def __init__(self, here: Path, url: str) -> None:
         self.here, self.url = here, url
@@ -50,7 +49,7 @@ class Store:
         return f"{self.root}/{path.relative_to(self.here)}"
 
     def read_small(self, manifests: bool = False) -> None:
-        """Copy the files of the folder itself, and what is published."""
+        """Copy the files directly in the folder and, if `manifests`, those of published sources."""
         names = self.system.find(self.root, maxdepth=1)
         if manifests:
             # a bucket's folder may have a name that reads as a pattern
@@ -59,9 +58,8 @@ class Store:
         self._saved = self._stat_small()
 
     def save(self) -> None:
-        """Put back the files of the folder itself that have changed, and delete those that went here; what
-        others have put there stays.
-        """
+        """Put back changed files of the folder itself, and delete there those deleted here."""
+        # what others have put there stays
         small = self._stat_small()
         for name, _ in small.items() - self._saved.items():
             self.put(self.here / name)
@@ -69,7 +67,7 @@ class Store:
         self._saved = small
 
     def _stat_small(self) -> dict[str, tuple[int, int]]:
-        """(bytes, time of change) of the files of the folder itself, by name."""
+        """Return (bytes, time of change) of the files directly in the folder, by name."""
         files = (each for each in self.here.iterdir() if each.is_file() and each.name[0] != ".")
         return {each.name: (each.stat().st_size, each.stat().st_mtime_ns) for each in files}
 
@@ -81,7 +79,7 @@ class Store:
             path.write_bytes(content)
 
     def read_receipts(self, folder: Path, again: bool = False) -> None:
-        """Copy the receipts of all units of a source, in one go."""
+        """Copy the receipts of all units of a source at once."""
         if again or folder not in self._listed:
             for unit in folder.glob("unit-*"):  # those that are gone there
                 (unit / RECEIPT).unlink(missing_ok=True)
@@ -93,7 +91,7 @@ class Store:
                 os.utime(folder)  # its time tells readers that receipts changed
 
     def pull(self, path: Path) -> None:
-        """Copy a file, unless it is here or nowhere; files of data go again, the oldest first, when there are many."""
+        """Copy a file, unless it is here already or not in the store."""
         if path.exists() or (path.name == RECEIPT and path.parents[1] in self._listed):
             return
         part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
@@ -106,22 +104,25 @@ class Store:
         finally:
             part.unlink(missing_ok=True)
         if path.suffix != ".json":
+            # room for data is limited: the oldest copies go first
             self.drop(KEPT_BYTES)
             self._kept[path] = path.stat().st_size
 
     def drop(self, keep_bytes: int) -> None:
-        """Delete copies of data, the oldest first, until so much is left; whoever has one open or mapped keeps it."""
+        """Delete copies of data, the oldest first, until at most `keep_bytes` are left."""
         while sum(self._kept.values()) > keep_bytes:
             oldest = next(iter(self._kept))
+            # whoever has it open or mapped keeps it
             oldest.unlink(missing_ok=True)
             del self._kept[oldest]
 
     def push(self, folder: Path) -> None:
-        """Put the files of a finished unit, the receipt last; the others leave this disk."""
+        """Move the files of a finished unit to the store; only its receipt stays here as well."""
         *files, receipt = sorted(folder.iterdir(), key=lambda path: path.name == RECEIPT)
         self.remove([receipt])
         for path in files:
             self.put(path)
+        # last: an object appears whole or not at all, so a receipt is as atomic as a rename
         self.put(receipt)
         for path in files:
             path.unlink()
@@ -130,7 +131,7 @@ class Store:
         self.system.put_file(str(path), self.name(path))
 
     def copy(self, path: Path, target: Path) -> None:
-        """Copy a file there to another name; the store does that itself."""
+        """Copy a file within the store."""
         self.system.cp_file(self.name(path), self.name(target))
 
     def remove(self, paths: Iterable[Path], recursive: bool = False) -> None:
@@ -139,16 +140,14 @@ class Store:
                 self.system.rm(self.name(path), recursive=recursive)
 
     def sizes(self, folder: Path) -> dict[str, int]:
-        """Bytes of the files that are in a folder there, by name."""
+        """Return the bytes of the files in a folder of the store, by name."""
         files = self.system.find(self.name(folder), detail=True)
         return {Path(name).name: info["size"] for name, info in files.items()}
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """One preparation at a time, as long as all say so: bytes do not depend on it.
-
-        A lock that this machine left is not held any more: no other process here has the copy.
-        """
+        """Hold the store's lock file; ValueError names another holder."""
+        # advisory: it works as long as all processes use it, but the bytes of the data do not depend on it
         lock, holder_name = f"{self.root}/{LOCK}", f"process {os.getpid()} on {host_name()}"
         try:
             with explain_errors(self.url, "written"):
@@ -160,6 +159,7 @@ class Store:
                 raise ValueError(
                     f"{busy}; wait for it, or delete {self.url}/{LOCK} if it is gone"
                 ) from None
+            # a lock that this machine left is stale: no other process here has the copy
             self.system.pipe_file(lock, holder_name.encode())
         try:
             yield
@@ -168,7 +168,8 @@ class Store:
 
 
 def url_of(out: Path) -> str | None:
-    """The URL that was given as a path, which has lost one slash; None for a folder."""
+    """Return the URL that was given as a path; None for a folder."""
+    # Path has removed one slash
     match = re.match(r"([a-z][a-z0-9+.-]+):/+(.+)", str(out))
     return f"{match[1]}://{match[2]}" if match else None
 
@@ -177,7 +178,7 @@ _stores: dict[Path, Store | None] = {}
 
 
 def of(out: Path) -> Store | None:
-    """What a folder is a copy of; None for a folder of its own."""
+    """Return the store that a folder is a copy of; None for an ordinary folder."""
     if out not in _stores:
         mark = out / MARK
         _stores[out] = Store(out, mark.read_text(encoding="utf-8")) if mark.is_file() else None
@@ -186,7 +187,7 @@ def of(out: Path) -> Store | None:
 
 @contextmanager
 def open_copy(url: str) -> Iterator[Path]:
-    """The main process's copy, alone on this machine and, as far as one can tell, elsewhere."""
+    """Open the main process's copy, alone on this machine and, by the store's lock, elsewhere."""
     here = _scratch() / f"{zlib.crc32(url.encode()):08x}"
     problem = f"another process is preparing {url}; wait for it, or use another --out"
     with hold_lock(here.with_suffix(LOCK), problem):
@@ -204,13 +205,13 @@ def open_copy(url: str) -> Iterator[Path]:
 
 
 def place(out: Path) -> Place | None:
-    """What a worker needs to have a copy of its own, as things are now; None for a folder that all see."""
+    """Return what a worker needs to make its own copy; None for an ordinary folder."""
     return (store.url, uuid.uuid4().hex) if (store := of(out)) else None
 
 
 @functools.lru_cache(maxsize=1)
 def workers_copy(place: Place) -> Path:
-    """A copy for this process; one that it had before goes."""
+    """Make a copy for this process, in place of one that it had before."""
     here = _workers_folder()
     _new(here, place[0]).read_small()
     return here
@@ -243,7 +244,7 @@ def _scratch() -> Path:
 
 
 def open_part(out: Path, path: Path) -> BinaryIO:
-    """A file to read parts of, here or there. FileNotFoundError."""
+    """Open a file, here or in the store, to read parts of it; FileNotFoundError if it is missing."""
     store = of(out)
     found: Any = (
         store.system.open(store.name(path), "rb", cache_type="none")

@@ -1,14 +1,11 @@
-"""The tokenizer of a data folder: a sentencepiece model, given or trained here, or
-a Hugging Face tokenizer.json.
+"""The tokenizer of a data folder: a sentencepiece model, or a Hugging Face tokenizer.json.
 
-A document is bos_id, its text's ids, eos_id; where both are the same id (GPT-2, Qwen), that one begins each
-document. Text is never parsed for control tokens: "<s>" in a document is three characters, and a tokenizer
-that makes a control id of a text is refused. Ids come from the file: sentencepiece models hold them, for a
-tokenizer.json they are named by the recipe, by tokenizer_config.json or special_tokens_map.json beside it, or
-are known by their names.
+A document is bos_id, its text's ids, eos_id; if both are the same id (GPT-2, Qwen), it only begins
+each document. Text is never parsed for control tokens: "<s>" in a document is three characters, and
+a tokenizer that makes a control id of text is refused.
 
-Trained here: <unk> 0, <s> 1, </s> 2, no pad; BPE with byte fallback, so no text is ever unknown; identity
-normalizer, spaces kept, digits split one by one.
+A model trained here has <unk> 0, <s> 1, </s> 2 and no pad; BPE with byte fallback, so no text is
+unknown; identity normalizer, spaces kept, digits split one by one.
 """
 
 from __future__ import annotations
@@ -47,7 +44,8 @@ _PROBED = 1000
 
 
 def train(texts: Iterable[str], training: TokenizerTraining) -> bytes:
-    """A serialized model from texts, line by line (so a newline stays the byte piece <0x0A>, as in Llama-2)."""
+    """Train a model on texts and return it serialized."""
+    # line by line, so a newline stays the byte piece <0x0A>, as in Llama-2
     every = chain.from_iterable(text.split("\n") for text in texts)
     lines = (line for line in every if 0 < len(line.encode()) <= MAX_LINE_BYTES)
     model, size = io.BytesIO(), training.vocab_size
@@ -80,9 +78,13 @@ def train(texts: Iterable[str], training: TokenizerTraining) -> bytes:
 
 
 def load(path: Path, bos: str | None = None, eos: str | None = None) -> Tokenizer:
-    """Open a sentencepiece model or a tokenizer.json. bos, eos: the latter's tokens at the ends of documents.
+    """Open a sentencepiece model or a tokenizer.json.
 
-    ValueError for a file that cannot be read, or where these tokens cannot be found.
+    Args:
+        bos, eos: tokens at the ends of a document, for a tokenizer.json only.
+
+    Raises:
+        ValueError: the file cannot be read, or these tokens cannot be found.
     """
     if not path.is_file():
         raise ValueError(
@@ -101,18 +103,16 @@ def load(path: Path, bos: str | None = None, eos: str | None = None) -> Tokenize
 
 
 def load_given(given: TokenizerFile) -> Tokenizer:
-    """The tokenizer that a recipe names. ValueError as `load`."""
+    """Open the tokenizer that a recipe names. ValueError as `load`."""
     return load(Path(given.path), given.bos, given.eos)
 
 
 def copy_given(given: TokenizerFile, folder: Path) -> Path:
-    """Write a recipe's tokenizer into a folder as others read it from there; returns its path.
-
-    tokenizer_config.json beside a tokenizer.json says which tokens begin and end a document.
-    """
+    """Copy a recipe's tokenizer into a folder; return its path."""
     path, names = Path(given.path), load_given(given).names
     target = folder / (shards.TOKENIZER_JSON if names else shards.TOKENIZER_MODEL)
     if names:
+        # tokenizer_config.json beside a tokenizer.json names the tokens at the ends of a document
         beside = path.with_name(shards.TOKENIZER_CONFIG)
         config = shards.read_json(beside, "mend it") if beside.is_file() else {}
         config |= {"bos_token": names[0], "eos_token": names[1]}
@@ -122,11 +122,7 @@ def copy_given(given: TokenizerFile, folder: Path) -> Path:
 
 
 def check_exportable(given: TokenizerFile) -> None:
-    """Ask of a recipe's tokenizer what the export of a model will demand.
-
-    Raises:
-        ValueError: it cannot be read, or exported.
-    """
+    """Raise ValueError if a recipe's tokenizer cannot be read, or exported with a model."""
     with tempfile.TemporaryDirectory() as folder:
         path = copy_given(given, Path(folder))
         try:
@@ -138,16 +134,17 @@ def check_exportable(given: TokenizerFile) -> None:
 
 
 def facts(path: Path) -> dict[str, Any]:
-    """What source.json and the lock say of a tokenizer."""
+    """Return what source.json and the lock record of a tokenizer."""
     read = load(path)
     values = read.vocab_size, read.dtype.itemsize, read.bos_id, read.eos_id
     return dict(zip(shards.TOKENIZER_FACTS, (file_sha256(path), *values), strict=True))
 
 
 class Tokenizer(abc.ABC):
-    """Text to token ids and back. vocab_size: one more than the largest id; dtype: of tokens on disk.
+    """Text to token ids and back.
 
-    names: of the tokens that begin and end a document, where the file itself does not say which they are.
+    vocab_size: one more than the largest id. dtype: of tokens on disk. names: of the tokens that begin
+    and end a document, if the file itself does not say which they are.
     """
 
     names: tuple[str, str] | None = None
@@ -163,19 +160,19 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def reference(self, text: str) -> list[int]:
-        """The ids of a text alone, by the library whose tokenizer it is."""
+        """Return the ids of a text alone, by the tokenizer's own library."""
 
     @abc.abstractmethod
     def _fast_encoder(self) -> fast_encoder.Encode | None:
-        """An encoder that may be used where it gives the ids of `reference`."""
+        """Return an encoder that may be used where it gives the ids of `reference`."""
 
     @abc.abstractmethod
     def decode_ids(self, ids: list[int]) -> str:
-        """The text of ids without control ids."""
+        """Return the text of ids without control ids."""
 
     @functools.cached_property
     def fast(self) -> fast_encoder.Encode | None:
-        """The fast encoder, None where it encodes a probe otherwise than the library."""
+        """The fast encoder, or None if it encodes a probe differently from the library."""
         encode, special = self._fast_encoder(), self._list_spellings()[:_PROBED]
         around = [f"a{each}b {each}  {each}\n{each}" for each in special]
         probes = [*fast_encoder.PROBES, *special, *around, "".join(special), " ".join(special)]
@@ -183,10 +180,10 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def _list_spellings(self) -> list[str]:
-        """Tokens that are found in text as they are spelled, or must not be."""
+        """Return tokens that are found in text as they are spelled, or must not be."""
 
     def is_exact(self, text: str) -> bool:
-        """Whether the fast encoder, if there is one, gives the ids of the library."""
+        """Return whether the fast encoder, if any, gives the library's ids."""
         return self.fast is None or self._agrees(self.fast, text)
 
     def _agrees(self, encode: fast_encoder.Encode, text: str) -> bool:
@@ -195,9 +192,13 @@ class Tokenizer(abc.ABC):
     def encode(
         self, texts: Sequence[str] | Sequence[bytes], fast: bool = True
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Documents (UTF-8, if bytes): (tokens of all in a row, lengths uint32 of each).
+        """Encode documents (bytes are UTF-8); return their tokens in a row, and their lengths (uint32).
 
-        fast: False to use the library alone. ValueError for text that makes control ids.
+        Args:
+            fast: False to use the library alone.
+
+        Raises:
+            ValueError: the text makes control ids.
         """
         encode = (self.fast if fast else None) or self._reference_ids
         ids, sizes = encode(texts)
@@ -229,7 +230,7 @@ class Tokenizer(abc.ABC):
         )
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids, control ids left out."""
+        """Return the text of ids, control ids left out."""
         return self.decode_ids([int(i) for i in ids if not self._is_control[i]])
 
 
@@ -238,7 +239,7 @@ def _decode_text(text: str | bytes) -> str:
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer.json: no special token is found in text, nothing is added to it or cut off."""
+    """A tokenizer.json; special tokens are not found in text, and nothing is added or cut off."""
 
     def __init__(self, path: Path, bos: str | None, eos: str | None) -> None:
         try:
@@ -275,7 +276,8 @@ class JsonTokenizer(Tokenizer):
 def _begin_and_end(
     path: Path, bos: str | None, eos: str | None, special: dict[str, int]
 ) -> tuple[str, str]:
-    """The names of the tokens that begin and end a document. ValueError when they are not known."""
+    """Return the names of the tokens that begin and end a document; ValueError if they are unknown."""
+    # the recipe's names first, then those of these files, then KNOWN_NAMES
     names: dict[str, Any] = {}
     for file in ("special_tokens_map.json", shards.TOKENIZER_CONFIG):
         if (beside := path.with_name(file)).is_file():
@@ -303,9 +305,10 @@ class SentencepieceTokenizer(Tokenizer):
     """A sentencepiece model."""
 
     def __init__(self, processor: sentencepiece.SentencePieceProcessor) -> None:
-        """ValueError for a model without </s>; one without <s> begins a document with </s>."""
+        """Raise ValueError for a model without </s>."""
         if (eos_id := processor.eos_id()) < 0:
             raise ValueError("it has no </s>, which ends a document; train it with eos_id set")
+        # a model without <s> begins a document with </s>
         bos_id = processor.bos_id() if processor.bos_id() >= 0 else eos_id
         control = [i for i in range(processor.vocab_size()) if processor.is_control(i)]
         super().__init__(processor.vocab_size(), bos_id, eos_id, control)

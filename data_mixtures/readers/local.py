@@ -1,8 +1,7 @@
-"""Files of one's own, here or behind a URL: which there are, and the documents of those that are not Parquet.
+"""Local files, or files behind a URL: listing them, and reading the documents of text and JSON lines.
 
-Order and amount depend on the files alone: files of an input are read in the order of a hash of their names,
-so that a cap takes a fair sample of them instead of the first names of the alphabet. Nothing is guessed: a
-file or line that cannot be read gives a named reason, which is counted in the manifest.
+Order and amount depend on the files alone. A file or line that cannot be read gets a named reason,
+which is counted in the manifest.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ FileVersion = list[Any]
 
 
 def roots(out: os.PathLike[str] | str, recipe: os.PathLike[str] | str) -> dict[str, str]:
-    """What {recipe}, {stdlib}... stand for in paths; of a data folder and the recipe's folder."""
+    """Return what {recipe}, {stdlib}... stand for in paths, given the data folder and the recipe's folder."""
     python = sysconfig.get_paths()
     here = {"recipe": os.path.abspath(recipe), "corpus": os.path.join(out, "corpus")}
     return {**here, "stdlib": python["stdlib"], "site_packages": python["purelib"]}
@@ -87,6 +86,7 @@ def find(
                 f"the name of the file {name!r} is not UTF-8; rename it, or exclude it"
             )
     places = [(portable(name, roots), file) for name, file in files.items()]
+    # by a hash of their names, so that a cap takes a fair sample and not the alphabet's first names
     places.sort(key=lambda place: (xxhash.xxh3_64_intdigest(os.fsencode(place[0])), place[0]))
     return [file for _, file in places[: source_input.files]]
 
@@ -94,11 +94,11 @@ def find(
 def pattern_of(
     path: str, roots: Mapping[str, str] = MappingProxyType({}), anchored: bool = True
 ) -> str:
-    """Make the pattern of a path, for `glob` and for what takes patterns as `datasets` does.
+    """Return the pattern of a path, for `glob` and for what takes patterns as `datasets` does.
 
     Args:
         path: a file or a pattern; ~ is the home folder.
-        roots: as `roots` gives them. With a root "recipe", a relative path is of that folder.
+        roots: as `roots` returns them. With a root "recipe", a relative path is of that folder.
         anchored: false for a pattern that is compared with whole names, such as */drafts/*.
     """
     path = os.path.expanduser(path)
@@ -113,7 +113,7 @@ def pattern_of(
 
 
 def portable(path: str, roots: Mapping[str, str]) -> str:
-    """A file's name in plans and origins, the same in another folder; beside the recipe, from there on."""
+    """Return a file's name in plans and origins, which does not change with the location of the roots."""
     # the longest root first, as one may contain the other
     for name, root in sorted(roots.items(), key=lambda item: -len(item[1])):
         if path.startswith(root + os.sep):
@@ -138,7 +138,7 @@ def _glob(pattern: str) -> Iterator[FileVersion]:
 
 
 def _stat_file(name: str) -> FileVersion:
-    """A file as it is now. FileNotFoundError where it is gone."""
+    """Return a file's current version; FileNotFoundError if it is gone."""
     if "://" in name:
         system, path = fsspec.url_to_fs(name)
         return _describe_remote(name, system.info(path))
@@ -154,7 +154,7 @@ def _describe_remote(name: str, info: Json) -> FileVersion:
 
 
 def check_unchanged(files: Iterable[FileVersion]) -> None:
-    """ValueError names a file that is not as it was planned."""
+    """Raise ValueError for a file that differs from its plan."""
     again = "start again with `plan`, which lists the files again, or with `prepare`"
     for name, size, version in files:
         try:
@@ -169,7 +169,7 @@ def check_unchanged(files: Iterable[FileVersion]) -> None:
 
 
 def check_kind(source_input: Input, files: Iterable[FileVersion]) -> None:
-    """ValueError for a file whose suffix says that it is of another kind than its input."""
+    """Raise ValueError for a file whose suffix says that it is of another kind than its input."""
     wanted = "parquet" if source_input.kind == "resolved" else source_input.kind
     for name, _, _ in files:
         plain, codec = split_codec(name)
@@ -184,7 +184,7 @@ def check_kind(source_input: Input, files: Iterable[FileVersion]) -> None:
 
 
 class Dropped(Counter[str]):
-    """What was not read, by reason, each with the first place where."""
+    """Counts of what was not read, by reason, each with the first place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class Dropped(Counter[str]):
         self.examples.setdefault(reason, where)
 
     def add_file(self, name: str, error: Unreadable, count: int = 1) -> None:
-        """Count a whole file; count: documents of it that were read before."""
+        """Count a whole file, or `count` documents of it."""
         self.add(error.reason, f"{name} ({error.fix})" if error.fix else name, count)
         self.files.add(name)
 
@@ -214,9 +214,11 @@ Document = tuple[str, str, int, Json]  # text, file, row from 0, and the fields 
 def documents(
     source_input: Input, names: Iterable[str], dropped: Dropped, span: tuple[int, int] | None = None
 ) -> Iterator[Document]:
-    """All documents of text or JSON lines, up to the first that does not fit under the input's cap.
+    """Yield the documents of text files or JSON lines, up to the input's cap.
 
-    dropped: counts what gives none. span: the JSON lines, and rows, that begin in these bytes.
+    Args:
+        dropped: counts what gives no document.
+        span: read only the JSON lines that begin in these bytes; rows are counted from there.
     """
     size = 0
     for text, name, row, fields in _read_files(source_input, names, dropped, span):
@@ -251,7 +253,7 @@ def _read_files(
 
 
 def read(name: str | os.PathLike[str]) -> str:
-    r"""A text file with \n as line end. Unreadable: damaged, not_utf8, not_text, too_large."""
+    r"""Read a text file with \n as line end. Unreadable: damaged, not_utf8, not_text, too_large."""
     with open_input(os.fspath(name)) as file:
         if len(raw := file.read(LARGEST_BYTES + 1)) > LARGEST_BYTES:
             raise Unreadable("too_large")
@@ -267,7 +269,7 @@ def read(name: str | os.PathLike[str]) -> str:
 def _read_rows(
     name: str, field: str, dropped: Dropped, span: tuple[int, int] | None = None
 ) -> Iterator[Document]:
-    """The documents of JSON lines; null is an empty text. Unreadable: another encoding than UTF-8."""
+    """Yield the documents of JSON lines; null is an empty text. Unreadable: another encoding than UTF-8."""
     row, skipped = 0, Skipped()
     place = f"{name} from byte {span[0]} on" if span and span[0] else name
     try:
@@ -291,7 +293,7 @@ def _read_rows(
 
 
 def _read_between(file: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
-    """The lines that begin at bytes begin <= i < end."""
+    """Yield the lines that begin at bytes begin <= i < end."""
     if begin:
         file.seek(begin - 1)
         begin += len(file.readline()) - 1
@@ -301,7 +303,7 @@ def _read_between(file: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
 
 
 def _count_lines(lines: Iterable[bytes], dropped: Dropped) -> Iterator[bytes]:
-    """The lines, counted. Unreadable: UTF-16 or UTF-32."""
+    """Count the lines and yield them. Unreadable: UTF-16 or UTF-32."""
     for number, line in enumerate(lines):
         if number == 0 and _is_wide(line):
             raise Unreadable("not_utf8")
@@ -310,12 +312,12 @@ def _count_lines(lines: Iterable[bytes], dropped: Dropped) -> Iterator[bytes]:
 
 
 def _is_wide(line: bytes) -> bool:
-    """Whether a file is UTF-16 or UTF-32, which a mark or its first character shows."""
+    """Return whether a file is UTF-16 or UTF-32, by its byte order mark or first character."""
     return line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in line[:4]
 
 
 def find_first_problem(name: str, field: str) -> str | None:
-    """What is wrong with the first line of a file; None where nothing is, or where it cannot be read."""
+    """Return what is wrong with the first line of a file; None if nothing is, or if it cannot be read."""
     try:
         with open_input(name) as file:
             head = list(itertools.islice(file, 100))
@@ -334,7 +336,7 @@ def find_first_problem(name: str, field: str) -> str | None:
 
 
 def find_problem(value: Any, field: str) -> str | None:
-    """What is wrong with a JSON line that should have text in this field; None where nothing is."""
+    """Return what is wrong with a JSON line that should have text in this field, or None."""
     if not isinstance(value, dict):
         return f"is a {type(value).__name__}, not an object: {NOT_LINES}"
     if field not in value:
@@ -347,16 +349,13 @@ def find_problem(value: Any, field: str) -> str | None:
 def json_objects(
     name: str | os.PathLike[str], skipped: Skipped | None = None
 ) -> Iterator[tuple[int, Any]]:
-    """Read a file of JSON lines, compressed or not, here or behind a URL.
+    """Yield (number from 1, value) of every line of a JSON lines file that is not blank.
 
     Args:
         skipped: receives the numbers of lines that are not JSON, which are an error without it.
 
-    Returns:
-        (number from 1, value) of every line that is not blank.
-
     Raises:
-        ValueError: a line is not JSON, or what is compressed is damaged or truncated.
+        ValueError: a line is not JSON, or a compressed file is damaged or truncated.
     """
     try:
         # bytes, whose lines end at a newline alone: str.splitlines would end them at U+2028, U+2029 and U+0085
@@ -368,7 +367,7 @@ def json_objects(
 
 
 def group_by_size(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Consecutive items in lists; each ends with the item that brings its total size to the limit."""
+    """Yield consecutive items in lists; each ends with the item that brings its size to the limit."""
     group: list[T] = []
     size = 0
     for item in items:
