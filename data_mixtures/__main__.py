@@ -33,7 +33,7 @@ def main() -> int:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """One command. ValueError for everything that a user can fix."""
+    """Run one command; ValueError for everything that a user can fix."""
     commands: dict[str, Callable[..., Any]] = {
         "prepare": prepare.run,
         **{name: functools.partial(one_stage, name) for name in pipeline.TO_SHARDS},
@@ -56,7 +56,7 @@ def open_run(given: Arguments, sources: str) -> AbstractContextManager[pipeline.
 
 
 def check_on_disk(given: Arguments, command: str) -> None:
-    """ValueError for a command that reads all data, where they are behind a URL."""
+    """Raise ValueError for a command that reads all data when they are behind a URL."""
     if url := store.url_of(given.out):
         copy = f"copy the <source> folders, tokenizer.* and *.lock.json of {url} to a folder"
         raise ValueError(

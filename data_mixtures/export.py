@@ -1,11 +1,10 @@
-"""A mixture for other trainers: its sequences as a `datasets.IterableDataset`, or as a torchdata node that resumes.
+"""A mixture for other trainers: a `datasets.IterableDataset`, or a torchdata node that resumes.
 
     dataset = export.as_dataset("data/own/phase1.lock.json", sequences=100_000, rank=rank, world=world)
     node = export.MixtureNode("data/own/phase1.lock.json", rank, world)
 
-A row is {"input_ids": int64 (S + 1,), "source": its name}: S inputs, and as many targets one token further, which a
-model that shifts its labels takes from the same row. Rank r of w reads the sequences r, r + w, ..., so the union of
-all ranks is the same list for every w.
+A row is {"input_ids": int64 (S + 1,), "source": its name}: S inputs, and S targets one token further.
+Rank r of w reads the sequences r, r + w, ..., so the union of all ranks is the same for every w.
 """
 
 from __future__ import annotations
@@ -47,9 +46,10 @@ def _rows(lock: str, numbers: list[range]) -> Iterator[Row]:
 def as_dataset(
     lock: str | Path, sequences: int, start: int = 0, rank: int = 0, world: int = 1
 ) -> datasets.IterableDataset:
-    """Sequences start <= i < sequences of one rank. ValueError where the epoch cap is passed.
+    """Return sequences start <= i < sequences of one rank; ValueError if they pass the epoch cap.
 
-    To go on after n of them on each rank: start + n * world, which costs nothing, unlike `load_state_dict`.
+    To continue after n of them on each rank, use start + n * world: it costs nothing, unlike
+    `load_state_dict`.
     """
     _open_mixture(lock).check_epochs(sequences)
     numbers = [range(start + rank, sequences, world)]
@@ -61,7 +61,7 @@ def as_dataset(
 
 
 class MixtureNode(BaseNode[Row]):
-    """Sequences of one rank, without end: an epoch cap that is passed is a ValueError. Its state fits any world."""
+    """Endless sequences of one rank; ValueError past the epoch cap. Its state fits any world size."""
 
     def __init__(self, lock: str | Path, rank: int = 0, world: int = 1) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class MixtureNode(BaseNode[Row]):
         self.sequences = 0
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """From a state of `get_state` on. ValueError for one of other sequences."""
+        """Continue from a state of `get_state`; ValueError for a state of other sequences."""
         super().reset(initial_state)
         self.sequences = 0
         if initial_state is not None:

@@ -1,10 +1,7 @@
 """gigatoken as a tokenizer's encoder: the ids of `tokenizers` and sentencepiece, 10 to 150 times as fast.
 
-It finds every added token in a text, special ones too, and cannot be told not to: "<s>" in a document would become
-the control id. So it gets a tokenizer without its special tokens, and of a sentencepiece model, whose merges are
-derived from its pieces, without merges to pieces that sentencepiece never makes of text. What it cannot load
-(Unigram, other normalizers), or encodes otherwise than the library, has no fast encoder
-(docs/decisions/data-pipeline.md).
+What it cannot load (Unigram, other normalizers), or encodes differently from the library, has no fast
+encoder (docs/decisions/data-pipeline.md).
 """
 
 from __future__ import annotations
@@ -54,14 +51,16 @@ PROBES = (
 
 
 def of_json(path: Path) -> Encode | None:
-    """Of a tokenizer.json."""
+    """Return the encoder of a tokenizer.json."""
     spec = json.loads(path.read_text(encoding="utf-8"))
+    # gigatoken finds every added token in a text, and has no option against it: "<s>" in a document
+    # would become the control id. So it gets the tokenizer without its special tokens
     spec["added_tokens"] = [each for each in spec.get("added_tokens") or () if not each["special"]]
     return _encoder(lambda: spec)
 
 
 def of_sentencepiece(model: bytes) -> Encode | None:
-    """Of a sentencepiece model."""
+    """Return the encoder of a sentencepiece model."""
 
     def convert() -> dict[str, Any]:
         from gigatoken._load.sentencepiece import sentencepiece_to_tokenizer_json
@@ -70,6 +69,7 @@ def of_sentencepiece(model: bytes) -> Encode | None:
         special = {each["content"] for each in spec["added_tokens"] if each["special"]}
         never = special | {spec["model"]["unk_token"]} | {f"<0x{byte:02X}>" for byte in range(256)}
         spec["added_tokens"] = [each for each in spec["added_tokens"] if not each["special"]]
+        # merges are derived from the pieces; drop those to pieces that sentencepiece never makes of text
         spec["model"]["merges"] = [
             pair for pair in spec["model"]["merges"] if "".join(pair) not in never
         ]

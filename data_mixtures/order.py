@@ -1,15 +1,12 @@
-"""The order of a training run as pure functions of integers: nothing is stored or drawn while training.
+"""The order of a training run as pure functions of integers: nothing is stored or drawn in training.
 
-Idea. Source weights are integers w_s with sum M. A pattern P of M entries names the source of each sequence
-of a block; the rank R of an entry counts the earlier entries of the same source in the block. Global sequence
-g lies in block b = g div M at place r = g mod M, comes from source s = P[r] and is that source's item j =
-offset_s + b w_s + R[r]. Item j lies in epoch e = j div n_s of a source of n_s windows; the window is pi(j mod
-n_s). In epoch 0, pi stays within each shard file, whose documents are shuffled already, and a `stride` keeps
-the windows of a long document apart. Afterwards it is a keyed permutation of the whole source.
-
-The pattern is Tijdeman's solution of the chairman assignment problem (Discrete Mathematics 32, 1980): with n
-sources no prefix of the run deviates from its exact share by more than 1 - 1/(2n - 2) sequences, and every
-block is exact. Taking the largest deficit first has no such bound: docs/decisions/data-order.md.
+Source weights are integers w_s with sum M. A pattern P of M entries names the source of each sequence
+of a block; the rank R of an entry counts the earlier entries of the same source in the block. Global
+sequence g lies in block b = g div M at place r = g mod M, comes from source s = P[r] and is that
+source's item j = offset_s + b w_s + R[r]. Item j lies in epoch e = j div n_s of a source of n_s
+windows; the window is pi(j mod n_s). In epoch 0, pi stays within each shard file, whose documents are
+shuffled, and a `stride` separates the windows of a long document. Afterwards pi is a keyed
+permutation of the whole source.
 """
 
 from __future__ import annotations
@@ -32,9 +29,15 @@ _NEVER = np.int64(1) << 62
 def pattern(weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Interleave sources by integer weights: (P, R), both int64 of shape (sum of weights,).
 
-    P[r] is the source of place r, R[r] the number of earlier places with the same source. ValueError for
-    weights that are negative, not integers, all zero, or that sum to more than MAX_WEIGHT_SUM.
+    P[r] is the source of place r, R[r] the number of earlier places with the same source.
+
+    Raises:
+        ValueError: weights are negative, not integers, all zero, or sum to more than MAX_WEIGHT_SUM.
     """
+    # Tijdeman's solution of the chairman assignment problem (Discrete Mathematics 32, 1980): with n
+    # sources no prefix of the run deviates from its exact share by more than 1 - 1/(2n - 2) sequences,
+    # and every block is exact. Taking the largest deficit first has no such bound
+    # (docs/decisions/data-order.md).
     _check_weights(weights)
     active = np.flatnonzero(weights)
     w = np.asarray(weights, dtype=np.int64)[active]
@@ -76,7 +79,7 @@ def _check_weights(weights: Sequence[int]) -> None:
 
 
 def count_served(weights: Sequence[int], places: np.ndarray, sequences: int) -> np.ndarray:
-    """How many of the first `sequences` sequences come from each source: closed form, int64 (sources,)."""
+    """Count the first `sequences` sequences by source, in closed form: int64 (sources,)."""
     blocks, rest = divmod(sequences, len(places))
     return blocks * np.asarray(weights, dtype=np.int64) + np.bincount(
         places[:rest], minlength=len(weights)
@@ -85,7 +88,7 @@ def count_served(weights: Sequence[int], places: np.ndarray, sequences: int) -> 
 
 @lru_cache(maxsize=4096)
 def stride(windows: int) -> int:
-    """Choose the step from each window that epoch 0 reads of a shard to the next: about windows / 1.618."""
+    """Return the step between windows that epoch 0 reads of a shard: about windows / 1.618."""
     # Windows that lie d apart in the shard are read at least windows / ((MAX_QUOTIENT + 2) d) windows of it
     # apart. Proof: let q_i be the denominators of the convergents of stride / windows. For q_i <= j < q_(i+1),
     # j strides end at least windows / (q_i + q_(i+1)) from where they began (the law of best approximations),
@@ -97,7 +100,7 @@ def stride(windows: int) -> int:
 
 
 def _quotients(numerator: int, denominator: int) -> Iterator[int]:
-    """The continued fraction of numerator / denominator."""
+    """Yield the continued fraction of numerator / denominator."""
     while denominator:
         quotient, rest = divmod(numerator, denominator)
         yield quotient
@@ -105,13 +108,13 @@ def _quotients(numerator: int, denominator: int) -> Iterator[int]:
 
 
 def begin(seed: int, source: str, shard: str, windows: int) -> int:
-    """The window of a shard that epoch 0 reads first."""
+    """Return the window of a shard that epoch 0 reads first."""
     return xxhash.xxh3_64_intdigest(f"{seed}/{source}/{shard}".encode()) % windows
 
 
 @lru_cache(maxsize=4096)
 def round_keys(seed: int, source: str, epoch: int) -> tuple[int, ...]:
-    """The 64-bit keys of one source's permutation in one epoch."""
+    """Return the 64-bit keys of one source's permutation in one epoch."""
     return tuple(
         xxhash.xxh3_64_intdigest(f"{seed}/{source}/{epoch}/{i}".encode())
         for i in range(FEISTEL_ROUNDS)
@@ -119,7 +122,7 @@ def round_keys(seed: int, source: str, epoch: int) -> tuple[int, ...]:
 
 
 def permute(item: int, size: int, keys: Sequence[int]) -> int:
-    """Find where a keyed permutation of range(size) puts an item."""
+    """Return the place of an item in a keyed permutation of range(size)."""
     # A Feistel network permutes the next power of two; values that fall outside are walked along their cycle
     # until they come back, which keeps it a bijection (Black and Rogaway, Ciphers with Arbitrary Finite
     # Domains, 2002). One item at a time, about 10 us each: arrays would only be faster for batches of hundreds,

@@ -1,9 +1,9 @@
-"""Best-fit-decreasing packing: whole texts into windows, so that almost no token of a window is padding.
+"""Best-fit-decreasing packing of whole texts into windows, with almost no padding.
 
 The longest first, each into the open window with the least room that is enough (Ding et al., Fewer
-Truncations Improve Language Modeling, 2024). Conversations are packed so in train/sft, documents with
-packing = "best_fit". A window of S + 1 tokens holds texts in its first S, and each of their tokens is an
-input once; the token behind them is the first of the next window, which is never trained.
+Truncations Improve Language Modeling, 2024). A window of S + 1 tokens holds texts in its first S, and
+each of their tokens is an input once; the last token is the first of the next window and is never
+trained.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from data_mixtures.mixture import BEGINS, TRAINED
 
 
 class Text(Protocol):
-    """ids: unsigned integers (n,); trained: bool (n,), which of them count as labels."""
+    """ids: unsigned integers (n,). trained: bool (n,), which of them count as labels."""
 
     @property
     def ids(self) -> np.ndarray: ...
@@ -35,8 +35,10 @@ class Piece(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """tokens, flags: (windows * size + 1,), as on disk; order: int64, the documents as they begin there;
-    padding: how many tokens are none of a document's.
+    """Packed windows.
+
+    tokens, flags: (windows * size + 1,), as on disk. order: int64, the documents in the order in which
+    they begin there. padding: tokens of no document.
     """
 
     tokens: np.ndarray
@@ -46,7 +48,7 @@ class Packed(NamedTuple):
 
 
 def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Indices of the items in each window of `size`; every length is from 1 to size."""
+    """Return the indices of the items in each window of `size`; every length is from 1 to size."""
     windows: list[list[int]] = []
     # windows by the room that they have left
     with_room: list[list[int]] = [[] for _ in range(size + 1)]
@@ -71,7 +73,7 @@ def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 def shuffle_windows(windows: list[list[int]], keys: Sequence[int], seed: int) -> list[list[int]]:
-    """The windows in an order that first texts and the seed decide, in which epoch 0 reads them."""
+    """Sort windows by a hash of the seed and their first text's key: the order in which epoch 0 reads them."""
     return sorted(
         windows, key=lambda window: xxhash.xxh3_64_intdigest(f"{seed}/{keys[window[0]]}".encode())
     )
@@ -80,7 +82,7 @@ def shuffle_windows(windows: list[list[int]], keys: Sequence[int], seed: int) ->
 def streams(
     windows: Sequence[Sequence[int]], texts: Sequence[Text], size: int, dtype: np.dtype
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and flags of windows in a row, (windows * size + 1,) each; the rest of a window is padding."""
+    """Return tokens and flags of consecutive windows, (windows * size + 1,) each, padded."""
     tokens, flags = np.zeros((2, len(windows) * size + 1), dtype)
     for number, window in enumerate(windows):
         at = number * size
@@ -97,7 +99,11 @@ def streams(
 def best_fit(
     stream: np.ndarray, lengths: np.ndarray, keys: np.ndarray, size: int, seed: int
 ) -> Packed:
-    """Pack documents that lie in `stream` one after the other into windows. keys: their ids."""
+    """Pack consecutive documents of `stream` into windows.
+
+    Args:
+        keys: the documents' ids.
+    """
     # a longer document than a window is cut into whole windows and a rest, which share one token with the
     # piece before: so each of a document's tokens but its first is a label once
     later, ends = np.arange(size) > 0, np.cumsum(lengths, dtype=np.int64)

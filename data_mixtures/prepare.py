@@ -31,9 +31,13 @@ from records.workers import usable_cpus
 
 
 def prepare(recipe_path: Path, out: Path, options: Options, console: Console, **how: Any) -> None:
-    """Run all stages. ValueError for a wrong recipe, missing text, a full disk...; finished units are kept.
+    """Run all stages; finished units are kept after an error.
 
-    how: mirror, budget_bytes, replace, as `Arguments` has them.
+    Args:
+        how: mirror, budget_bytes, replace, as in `Arguments`.
+
+    Raises:
+        ValueError: wrong recipe, missing text, full disk...
     """
     started = time.monotonic()
     console.print(f"preparing {recipe_path} -> {out}", soft_wrap=True)
@@ -75,7 +79,7 @@ class Arguments:
     """Where units run: processes here, or the Ray cluster of RAY_ADDRESS, else one of this machine alone"""
 
     def options(self) -> Options:
-        """The executor that these ask for. ValueError for a wrong number of workers."""
+        """Return the executor options; ValueError for a wrong number of workers."""
         if self.workers is None:
             return Options(0 if self.executor == "ray" else usable_cpus(), self.executor)
         if self.workers < 1:
@@ -87,7 +91,7 @@ class Arguments:
 
 
 def run_command(run: Callable[[], None]) -> int:
-    """The exit status of a command; what a user can fix is one line, not a traceback."""
+    """Run a command and return its exit status; print errors that a user can fix as one line."""
     try:
         run()
     except (ValueError, OSError) as error:  # their messages say what is wrong

@@ -71,7 +71,7 @@ def command(question: tyro.conf.OmitArgPrefixes[Question]) -> None:
 
 
 def run(given: Question, console: Console) -> None:
-    """ValueError for everything that a user can fix."""
+    """Show what the question asks for; ValueError for everything that a user can fix."""
     if not given.data.exists():
         raise ValueError(
             f"{given.data} does not exist; give a lock file (phase1.lock.json) or a run folder"
@@ -141,7 +141,7 @@ def _find_refused_batches(given: Question, attempts: list[skips.Reading]) -> lis
 
 
 def read_sequences(lock: Path, offsets: dict[str, int], numbers: np.ndarray) -> Iterator[Json]:
-    """Sequences of a lock with their documents."""
+    """Yield sequences of a lock with their documents."""
     mixture = Mixture.open(lock, offsets)
     pieces = tokenizer.load(shards.tokenizer_path(lock.parent))
     for number in numbers.tolist():
@@ -160,9 +160,10 @@ def read_sequences(lock: Path, offsets: dict[str, int], numbers: np.ndarray) -> 
 
 
 def _document_at(data: Path, place: Json, begin: int, packed: bool) -> Json:
-    """The document that holds a token of a sequence, which may have begun in an earlier shard.
+    """Return the document that holds a token of a sequence; it may begin in an earlier shard.
 
-    {} for padding and the rest of a long document in packed windows, and where the earlier shard is gone.
+    Returns {} for padding and the rest of a long document in packed windows, and where the earlier
+    shard is gone.
     """
     folder, token = data / place["source"], place["token_offset"] + begin
     manifest = _manifest(folder)
@@ -190,7 +191,7 @@ def _manifest(folder: Path) -> Json:
 
 @dataclass(frozen=True)
 class Index:
-    """The documents that begin in a shard, in the order of `begins`, int64: their first tokens in it."""
+    """The documents that begin in a shard; `begins` (int64) are their first tokens in it."""
 
     begins: np.ndarray
     ids: np.ndarray
@@ -222,7 +223,7 @@ def read_index(folder: Path, number: int) -> Index:
 def find_documents(
     lock: Path, document: str | None, origin: str | None, console: Console
 ) -> Iterator[Json]:
-    """The documents of all sources of a lock with this id, or with this text in their origin."""
+    """Yield the documents of all sources of a lock with this id, or with this text in their origin."""
     if not origin and not re.fullmatch(r"[0-9a-f]{16}", document or ""):
         raise ValueError(
             f"--document {document!r} must be 16 hexadecimal digits, as show prints them"
@@ -249,7 +250,7 @@ def find_documents(
 
 
 def print_text(found: Json, console: Console) -> None:
-    """A sequence, or a document that was searched for."""
+    """Print a sequence, or a document from a search."""
 
     def line(text: str, style: str = "") -> None:
         console.print(text, style=style, markup=False, soft_wrap=True)

@@ -1,10 +1,7 @@
-"""Windows of token files, memory-mapped, whose bytes are checked before they are used for the first time.
+"""Windows of memory-mapped token files, whose bytes are checked before their first use.
 
-The manifest holds an xxh3 of every 16 MiB of a file. Whoever first touches a block reads it whole and
-compares; a block that differs ends the read with its name, never with other data. The check reads the file
-and not the map: that lets other threads go on, a broken disk answers with an error where a map would kill
-the process (SIGBUS), and the block then lies in the page cache, read in a row: the check is the read-ahead
-of the windows that follow.
+The manifest holds an xxh3 of every 16 MiB of a file. The first reader of a block compares all of it;
+a block that differs ends the read with an error that names it.
 """
 
 from __future__ import annotations
@@ -29,10 +26,10 @@ TokenFile = tuple[str, Json]  # path, its entry of the manifest
 
 
 class WindowFiles:
-    """Many files of windows, read by any number of threads; at most OPEN_FILES of them are mapped at a time."""
+    """Many files of windows, safe for any number of threads; at most OPEN_FILES are mapped at a time."""
 
     def __init__(self, files: Sequence[TokenFile], seq_len: int) -> None:
-        """ValueError when an entry's hashes do not cover its bytes."""
+        """Raise ValueError when an entry's hashes do not cover its bytes."""
         self.seq_len = seq_len
         self._paths = [path for path, _ in files]
         self._bytes = [entry["bytes"] for _, entry in files]
@@ -84,6 +81,8 @@ class WindowFiles:
         path, begin = self._paths[file], block * shards.BLOCK_BYTES
         end = min(begin + shards.BLOCK_BYTES, self._bytes[file])
         place = f"{path}: block {block} of {len(self._checked[file])} (bytes {begin} to {end})"
+        # reads the file, not the map: other threads go on, and a broken disk gives an error where a map
+        # would kill the process (SIGBUS). The block is then in the page cache, read ahead for what follows
         try:
             digest = _digest(path, begin, end)
         except OSError as problem:
@@ -103,7 +102,7 @@ _FIX = (
 
 
 def _digest(path: str, begin: int, end: int) -> bytes:
-    """xxh3 of bytes begin to end of a file, as in the manifest; of fewer where the file ends early."""
+    """Return the xxh3 of bytes begin <= i < end of a file, fewer if the file ends early."""
     digest, buffer = xxhash.xxh3_64(), memoryview(bytearray(CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
         file.seek(begin)

@@ -1,4 +1,4 @@
-"""Columns of Parquet files: which of them hold text, and what is known of where a row came from."""
+"""Columns of Parquet files: which of them hold text, and where a row came from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=st
 
 
 def holds_text(kind: pa.DataType) -> bool:
-    """Tell whether values of an Arrow type are strings, or bytes that may be UTF-8."""
+    """Return whether values of an Arrow type are strings, or bytes that may be UTF-8."""
     # categories of pandas and Polars, and types such as arrow.json, keep their text one level below
     while isinstance(kind, pa.BaseExtensionType | pa.DictionaryType):
         is_dictionary = isinstance(kind, pa.DictionaryType)
@@ -30,12 +30,12 @@ def holds_text(kind: pa.DataType) -> bool:
 
 
 def origin_columns(schema: pa.Schema) -> list[str]:
-    """List the ORIGIN_FIELDS that a file has; a name of two columns says nothing."""
+    """Return the ORIGIN_FIELDS that a file has; a name of two columns does not count."""
     return [name for name in ORIGIN_FIELDS if schema.names.count(name) == 1]
 
 
 def encode_origin(file: str, row: int, fields: Mapping[str, Any]) -> str:
-    """Say where a document came from, as JSON: its file, its row from 0, its ORIGIN_FIELDS."""
+    """Return where a document came from, as JSON: its file, its row from 0, its ORIGIN_FIELDS."""
     text = f'{{"file":{_encode(file)},"row":{row}'
     for name in ORIGIN_FIELDS if fields else ():
         if (value := fields.get(name)) is not None:

@@ -1,14 +1,8 @@
-"""Contents by their sha1, from a bucket as Software Heritage's: text for a Parquet file that
-only says which ones.
+"""Text for a Parquet file of sha1 hashes, from a bucket of contents such as Software Heritage's.
 
-The file has a column `sha1` (40 hex digits, or 20 bytes) and may say more of each row
-(`columns.ORIGIN_FIELDS`). The rows of one unit are asked for once for each sha1, many at a time, through
-fsspec, so that the URL may be of https or of s3. An object may be gzip-compressed, as Software Heritage's
-are; a content counts only if it has its sha1.
-
-What has come is saved as it comes, in parts beside the unit's folder: after a kill, or when too much
-was missing, only the rest is asked for. Parts are named by nothing but what they hold, so no change of
-plan makes them wrong.
+The file has a column `sha1` (40 hex digits, or 20 bytes) and may have more about each row
+(`columns.ORIGIN_FIELDS`). The bucket is any fsspec URL; objects may be gzip-compressed. A content
+counts only if it has its sha1.
 """
 
 from __future__ import annotations
@@ -53,12 +47,17 @@ _BATCH = 512
 def fetch(
     path: str, name: str, groups: Sequence[int], settings: Input, target: Path, parts: Path
 ) -> dict[str, Any]:
-    """Write the contents of some row groups of a Parquet file; returns the counts of a receipt.
+    """Write the contents of some row groups of a Parquet file; return the counts of a receipt.
 
-    name: of the file, in origins. ValueError when more than `max_missing_share` of the contents are missing,
-    or when nothing answers; `parts` stay then.
+    Args:
+        name: the file's name in origins.
+        parts: folder of the contents that have come, kept after an error.
+
+    Raises:
+        ValueError: more than `max_missing_share` of the contents are missing, or nothing answers.
     """
     origins, left_out = _find_origins(path, name, groups)
+    # after a kill, or when too much was missing, only the rest is requested
     saved = {sha1 for part in _parts(parts) for sha1 in part.read(["sha1"])["sha1"].to_pylist()}
     ask = [sha1 for sha1 in origins if sha1 not in saved]
     missing = _save(settings.content_url, ask, parts)
@@ -77,9 +76,10 @@ def fetch(
 
 
 def take_over(raw: Path, parts: Path) -> None:
-    """Make parts of what an older plan has fetched: contents do not depend on which file named them."""
+    """Make parts from a raw file of an older plan."""
     if not raw.is_file() or parts.is_dir():
         return
+    # contents do not depend on which file named them
     with pq.ParquetFile(raw) as old:
         for batch in old.iter_batches(PART_CONTENTS, columns=["text"]):
             _save_part(
@@ -98,7 +98,7 @@ def _open_resolved(path: str) -> Iterator[pq.ParquetFile]:
 
 
 def units(path: str) -> list[list[int]]:
-    """Row groups of a resolved file that make a unit each, by its footer. ValueError when it has no sha1."""
+    """Return the row groups of each unit of a resolved file, by its footer; ValueError without sha1."""
     with _open_resolved(path) as parquet:
         sizes = [
             parquet.metadata.row_group(number).num_rows for number in range(parquet.num_row_groups)
@@ -109,7 +109,7 @@ def units(path: str) -> list[list[int]]:
 def _find_origins(
     path: str, name: str, groups: Sequence[int]
 ) -> tuple[dict[bytes, str], Counter[str]]:
-    """The origin of each distinct sha1, in the order of the rows, and why other rows are left out."""
+    """Return the origin of each distinct sha1 in row order, and counts of the other rows by reason."""
     origins: dict[bytes, str] = {}
     left_out = Counter(same_content=0, no_sha1=0)
     with _open_resolved(path) as parquet:
@@ -137,7 +137,7 @@ def _parts(folder: Path) -> Iterator[pq.ParquetFile]:
 
 
 def _save(url: str, ask: list[bytes], folder: Path) -> Counter[str]:
-    """Save every content that comes; why the others did not. ValueError when nothing answers any more."""
+    """Save every content that comes; count the others by reason. ValueError when nothing answers any more."""
     bucket, missing = _Bucket(url), Counter[str]()
     with ThreadPoolExecutor(CONNECTIONS) as pool:
         for start in range(0, len(ask), PART_CONTENTS):
@@ -164,6 +164,7 @@ def _save(url: str, ask: list[bytes], folder: Path) -> Counter[str]:
 
 def _save_part(folder: Path, came: list[tuple[bytes, bytes]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    # named by a number, without the plan: no change of plan makes a part wrong
     path = folder / f"part-{len(list(folder.glob('part-*.parquet'))):06d}.parquet"
     partial = path.with_suffix(".partial")
     table = pa.Table.from_pylist(
@@ -188,7 +189,7 @@ class _Bucket:
         return self.unanswered > 2 * CONNECTIONS
 
     def content(self, sha1: bytes) -> bytes | str:
-        """The content, or the reason why it is missing."""
+        """Return the content, or the reason why it is missing."""
         url = self.pattern.format(sha1=sha1.hex())
         answer: bytes | str = "not_asked"
         for attempt in range(0 if self.is_silent() else ATTEMPTS):
@@ -213,11 +214,11 @@ class _Bucket:
 
 
 class WrongSha1(OSError):
-    """An object that is not the content that was asked for."""
+    """The object is not the requested content."""
 
 
 def _with_sha1(sha1: bytes, body: bytes) -> bytes:
-    """The object, or what is compressed in it, whichever has that sha1."""
+    """Return the object or its decompressed bytes, whichever has that sha1."""
     if _sha1(body) == sha1:
         return body
     with suppress(OSError, EOFError, zlib.error):

@@ -1,8 +1,7 @@
 """Parquet files of a dataset on the hub, or in a mirror of it.
 
-A mirror is any URL that fsspec supports, or a folder, laid out as <repo>/<config folder>/*.parquet. The hub is
-one more file system of fsspec, which knows commits and hashes: both list the files of a folder and open one to
-read parts of it in the same way.
+A mirror is a folder or any URL that fsspec supports, laid out as <repo>/<config folder>/*.parquet. The
+hub is one more fsspec file system, with commits and hashes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from huggingface_hub.utils import disable_progress_bars
 
 @dataclass(frozen=True, order=True)
 class File:
-    """A Parquet file of a repository; sha256 (hex) where the origin knows it without reading the file."""
+    """A Parquet file of a repository; sha256 (hex) if known without reading the file."""
 
     path: str
     bytes: int
@@ -31,7 +30,7 @@ class File:
 
 
 class Mirror:
-    """A copy of repositories in a folder or behind a URL. It has no commits: the revision is not checked."""
+    """A copy of repositories in a folder or behind a URL, without commits: revisions are not checked."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -39,17 +38,17 @@ class Mirror:
         self.remote = not is_local(self.system)  # a failed transfer can be tried again
 
     def place(self, repo: str, revision: str, path: str = "") -> str:
-        """Where a file or folder of a repository is in the file system."""
+        """Return where a file or folder of a repository is in the file system."""
         return f"{self.root}/{repo}/{path}"
 
     def revision(self, repo: str, revision: str) -> str:
-        """The full revision of a repository. ValueError says what to do if it cannot be read."""
+        """Return the full revision of a repository; ValueError says what to do if it cannot be read."""
         if not self.system.isdir(f"{self.root}/{repo}"):
             raise ValueError(f"the mirror {self.url} has no folder {repo}")
         return revision
 
     def files(self, repo: str, revision: str, folder: str) -> list[File]:
-        """All Parquet files below exactly this folder, by path; none when there is no such folder."""
+        """Return all Parquet files below exactly this folder, by path; none if there is no such folder."""
         start, files = self.place(repo, revision), []
         for name, info in self.system.find(start + folder, detail=True).items():
             if name.endswith(".parquet"):
@@ -117,7 +116,7 @@ class Hub(Mirror):
 
 
 def copy_or_link(system: Any, source: str, target: Path) -> None:
-    """A file of an fsspec file system; a link needs no space."""
+    """Copy a file of an fsspec file system, or link it, which needs no space."""
     if is_local(system) and os.path.exists(source):
         with suppress(OSError):  # another disk, or a file system without links
             # Linux would link a symbolic link itself

@@ -1,7 +1,7 @@
-"""The bytes of a file, here or behind a URL, unpacked as its suffix says.
+"""Read a file, local or behind a URL, decompressed according to its suffix.
 
-What the stock tools read is not damaged: several members, streams or frames in a row, zeros behind one, skippable
-frames of zstd. zstd goes through pyarrow, which finds what is truncated (decisions/data-pipeline.md).
+As with the stock tools, several members, streams or frames in a row, zeros after one, and skippable
+frames of zstd are no damage.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 class Unreadable(Exception):
     """A file that gives no text.
 
-    reason: what the manifest counts. fix: what to do about the file, where that is known.
+    reason: counted in the manifest. fix: what to do about the file, if known.
     """
 
     def __init__(self, reason: str, fix: str = "") -> None:
@@ -42,7 +42,7 @@ def split_codec(name: str) -> tuple[str, str | None]:
 
 
 class _Bzip2(io.RawIOBase):
-    """Streams of bzip2 in a row."""
+    """Consecutive streams of bzip2."""
 
     # pyarrow fails at an empty stream behind another, and at zeros, which tapes and block devices leave behind the
     # last; Python's own bz2 file takes a stream whose head is damaged for the end, without a word
@@ -72,6 +72,7 @@ class _Bzip2(io.RawIOBase):
 _UNPACKERS: dict[str, Callable[[Any], Any]] = {
     "gzip": lambda raw: gzip.GzipFile(fileobj=raw),
     "bz2": _Bzip2,
+    # pyarrow finds truncated zstd (docs/decisions/data-pipeline.md)
     "zstd": lambda raw: pyarrow.CompressedInputStream(raw, "zstd"),
 }
 
@@ -81,7 +82,7 @@ def open_input(name: str) -> Iterator[BinaryIO]:
     """Open a file to read its unpacked bytes.
 
     Raises:
-        Unreadable: what is compressed is damaged or truncated, or needs more memory than is given to it.
+        Unreadable: compressed data are damaged, truncated, or need too much memory.
     """
     codec = split_codec(name)[1]
     with fsspec.open(name, "rb").open() if "://" in name else open(name, "rb") as raw:
@@ -105,13 +106,13 @@ def open_input(name: str) -> Iterator[BinaryIO]:
 
 
 def can_seek(name: str) -> bool:
-    """Whether a file can be read from its middle on: it is not compressed, and on a disk or in a store."""
+    """Return whether a file can be read from its middle: not compressed, on a disk or in a store."""
     return split_codec(name)[1] is None and ("://" not in name or name.split("://")[0] in EXTRAS)
 
 
 @contextmanager
 def explain_errors(url: str, done: str = "read") -> Iterator[None]:
-    """What goes wrong behind a URL, as a ValueError with the URL; every store has errors of its own."""
+    """Turn errors behind a URL into a ValueError with the URL."""
     try:
         yield
     except FileExistsError:
@@ -120,5 +121,6 @@ def explain_errors(url: str, done: str = "read") -> Iterator[None]:
         extra = EXTRAS.get(url.split("://")[0])
         fix = f": pip install 'laneformer[{extra}]'" if extra else ""
         raise ValueError(f"{url} needs a package that is missing ({error}){fix}") from error
+    # every store raises errors of its own
     except Exception as error:
         raise ValueError(f"{url} cannot be {done}: {type(error).__name__}: {error}") from error

@@ -1,6 +1,7 @@
-"""Decontamination: which benchmark items a document holds, from an index that holds hashes only (`ngrams`).
+"""Decontamination: which benchmark items a document holds, by an index of hashes (`ngrams`).
 
-A string of an item (question, choice, solution, test) is a passage. A document that holds one is dropped.
+Every string of an item (question, choice, solution, test) is a passage; a document that holds one
+is dropped.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ INDEX = "benchmarks.npz"
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What an index knows of one benchmark; the order of `files` numbers the items from 0."""
+    """A benchmark in an index; the order of `files` numbers the items from 0."""
 
     name: str
     items: int
@@ -39,14 +40,14 @@ class Benchmark:
 
 
 class Index(NamedTuple):
-    """The passages of all benchmarks; items: whose each passage is, numbered through all benchmarks."""
+    """The passages of all benchmarks; items[i]: the item of passage i, numbered through all benchmarks."""
 
     benchmarks: tuple[Benchmark, ...]
     passages: ngrams.Index
     items: np.ndarray
 
     def find(self, texts: list[str]) -> list[list[tuple[str, int]]]:
-        """(benchmark, number of the item) of everything that each text holds, sorted."""
+        """Return the sorted (benchmark, number of the item) of everything that each text holds."""
         starts = np.cumsum([0, *(benchmark.items for benchmark in self.benchmarks)])
         held: list[set[tuple[int, int]]] = [set() for _ in texts]
         text, passage = self.passages.find_passages(texts)
@@ -58,10 +59,13 @@ class Index(NamedTuple):
 
 
 def make_index(benchmarks: Mapping[str, str], out: Path) -> None:
-    """Write DIR/benchmarks.npz from files of JSON lines(.gz) or Parquet (name -> path or glob),
-    unless it is there.
+    """Write DIR/benchmarks.npz from JSON lines(.gz) or Parquet files, unless it is there.
 
-    Without benchmarks there is no index. ValueError names the files that are missing or unreadable.
+    Args:
+        benchmarks: name -> path or glob; if empty, there is no index.
+
+    Raises:
+        ValueError: names the files that are missing or unreadable.
     """
     path = out / INDEX
     if not benchmarks:
@@ -96,13 +100,13 @@ def make_index(benchmarks: Mapping[str, str], out: Path) -> None:
 
 
 def read_benchmarks(out: Path) -> tuple[Benchmark, ...]:
-    """What the index of a data folder holds, nothing without one."""
+    """Return the benchmarks in the index of a data folder, none without an index."""
     header = _header(out / INDEX)
     return tuple(Benchmark(**benchmark) for benchmark in header["benchmarks"]) if header else ()
 
 
 def load(out: Path, names: Iterable[str]) -> Index | None:
-    """The index of a data folder, None for no names. ValueError when it is of other benchmarks."""
+    """Return the index of a data folder, None for no names; ValueError when it is of other benchmarks."""
     return _load(out / INDEX) if identity(out, names) else None
 
 
@@ -114,7 +118,7 @@ def _load(path: Path) -> Index:
 
 
 def identity(out: Path, names: Iterable[str]) -> Any:
-    """What keys of filtered units say of the index: names, item counts, file hashes. ValueError as `load`."""
+    """Return what the keys of filtered units say about the index. ValueError as `load`."""
     header = _header(out / INDEX)
     held = {benchmark["name"] for benchmark in header["benchmarks"]} if header else set()
     if held != set(names):
@@ -131,7 +135,7 @@ def _header(path: Path) -> Json | None:
 
 
 def build(items: Iterable[Iterable[str]]) -> tuple[ngrams.Index, np.ndarray]:
-    """The index of all passages, and whose each is, int32; items are numbered in this order."""
+    """Return the index of all passages, and the item of each passage, int32, numbered in order."""
     numbered = [(number, text) for number, texts in enumerate(items) for text in texts]
     grams = ngrams.passage_grams([text for _, text in numbered])
     owners = np.array([number for number, _ in numbered], np.int32)
@@ -167,9 +171,10 @@ def _read_items(path: Path) -> Iterator[list[str]]:
 
 
 def strings(value: Any, inside_list: bool = False) -> Iterator[str]:
-    """All strings of an item, except in lists within lists: those are arguments of tests, such as pangrams."""
+    """Yield all strings of an item, except in lists within lists."""
     if isinstance(value, str):
         yield value
+    # lists within lists are arguments of tests, such as pangrams
     elif isinstance(value, dict) or (isinstance(value, list) and not inside_list):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from strings(inner, inside_list or isinstance(value, list))

@@ -1,7 +1,7 @@
-"""Documents as the filter kept them, and the one place that says which of them do not become tokens: near copies
-(`dedup`), held-out text that stands in training (`containment`), and repeated n-grams.
+"""Documents kept by the filter, and which of them are left out of the tokens.
 
-These stages work on groups of units, so that what one of them reads of all groups is few large pieces.
+Left out are near copies (`dedup`), held-out text that is also in training (`containment`), and
+repeated n-grams.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ def _units_per_group(out: Path, source: str) -> int:
 
 
 def groups(out: Path, source: str) -> int:
-    """How many groups the units of a source are."""
+    """Return the number of groups that a source's units form."""
     return -(-len(stage.find_plan(out, source)["units"]) // _units_per_group(out, source))
 
 
 @dataclass(frozen=True)
 class Grouped(Stage):
-    """A stage of which one unit is a group of filtered units."""
+    """A stage whose unit is a group of filtered units."""
 
+    # groups, so that what one of them reads of all others is few large pieces
     def units(self) -> list[Unit]:
         return [Unit(source, n) for source in self.sources for n in range(groups(self.out, source))]
 
     def members(self, unit: Unit) -> list[tuple[Unit, Json]]:
-        """The filtered units of a group, with their receipts."""
+        """Return the filtered units of a group, with their receipts."""
         size = _units_per_group(self.out, unit.source)
         group = stage.list_units(self.out, unit.source)[
             unit.number * size : (unit.number + 1) * size
@@ -63,7 +64,7 @@ class Grouped(Stage):
 
 
 def of_all(work: Stage, made_by: str) -> Iterator[tuple[Unit, Json, int]]:
-    """(group, receipt of that stage, number of its first document) of all sources, in the recipe's order."""
+    """Yield (group, receipt of that stage, number of its first document) of all sources in order."""
     first = 0
     for source in (each.name for each in work.recipe.sources):
         made = stage.receipts(work.out, made_by, source, groups(work.out, source))
@@ -73,14 +74,18 @@ def of_all(work: Stage, made_by: str) -> Iterator[tuple[Unit, Json, int]]:
 
 
 def files_of_all(work: Stage, made_by: str) -> list[Any]:
-    """What keys say about the results of a stage for all groups."""
+    """Return what the keys say about a stage's results for all groups."""
     return [[str(unit), receipt["files"]] for unit, receipt, _ in of_all(work, made_by)]
 
 
 def write_rows(folder: Path, members: Sequence[tuple[Unit, Json]], numbers: np.ndarray) -> None:
-    """What a stage leaves out of filtered units in a row; numbers: ascending, from the first's row 0.
+    """Write the rows that a stage leaves out of consecutive filtered units.
 
-    rows.npy: int64, rows of documents.parquet, unit after unit. units.json: where a unit's are, [first, end).
+    rows.npy: int64, rows of documents.parquet, unit after unit. units.json: each unit's part of them,
+    [first, end).
+
+    Args:
+        numbers: ascending document numbers; row 0 of the first unit is 0.
     """
     ends = np.cumsum([0, *(receipt["counts"]["kept"] for _, receipt in members)])
     places = np.searchsorted(numbers, ends).tolist()
@@ -110,7 +115,7 @@ def _load_rows(path: Path) -> tuple[np.ndarray, dict[str, list[int]]]:
 
 
 def near_copies(recipe: Recipe, out: Path, unit: Unit) -> np.ndarray:
-    """Rows of a unit's documents.parquet that are near copies, ascending; none without [dedup] minhash."""
+    """Return a unit's rows that are near copies, ascending; none without [dedup] minhash."""
     if not recipe.dedup.minhash:
         return np.empty(0, np.int64)
     group = Unit(unit.source, unit.number // _units_per_group(out, unit.source))
@@ -118,7 +123,7 @@ def near_copies(recipe: Recipe, out: Path, unit: Unit) -> np.ndarray:
 
 
 def find_left_out(recipe: Recipe, out: Path, unit: Unit) -> Mapping[str, np.ndarray]:
-    """By reason, the rows of a unit's documents.parquet that tokenize does not read."""
+    """Return by reason the rows of a unit's documents.parquet that tokenize does not read."""
     rows = {NEAR_DUPLICATE: near_copies(recipe, out, unit)}
     return rows | (
         {CONTAINED: _rows(out, CONTAINED, ALL, unit)} if recipe.dedup.contained_share else {}
@@ -126,13 +131,13 @@ def find_left_out(recipe: Recipe, out: Path, unit: Unit) -> Mapping[str, np.ndar
 
 
 def read_remaining(recipe: Recipe, out: Path, unit: Unit) -> Iterator[Documents]:
-    """What the filter kept of a unit, but for what is left out."""
+    """Read the documents that the filter kept of a unit, without those left out."""
     without = np.concatenate(list(find_left_out(recipe, out, unit).values()))
     return read_documents(stage.check_file(out, "filter", unit, DOCUMENTS), without)
 
 
 def read_documents(path: Path, without: Any = ()) -> Iterator[Documents]:
-    """documents.parquet in batches, but for the rows `without`."""
+    """Read documents.parquet in batches, except for the rows `without`."""
     with pq.ParquetFile(path, memory_map=True) as parquet:
         stays, first = np.ones(parquet.metadata.num_rows, bool), 0
         stays[np.asarray(without, np.int64)] = False
@@ -146,7 +151,7 @@ def read_documents(path: Path, without: Any = ()) -> Iterator[Documents]:
 
 
 def with_repeats(tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Find the documents, in a row in `tokens`, that hold many repeats of an n-gram: bool (documents,)."""
+    """Return which of the consecutive documents hold many repeats of an n-gram: bool (documents,)."""
     # The rule of OLMo-core's InstanceFilterConfig, which masks such windows while training because they cause
     # loss spikes: 1 to 13 tokens, 32 times in a row, such as "ha ha ha" or an empty table. Here the document is
     # dropped before the shuffle: windows are fixed by the stream of tokens, so to leave one out would leave out

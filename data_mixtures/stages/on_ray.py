@@ -1,9 +1,8 @@
-"""Units as tasks of a Ray cluster: that of RAY_ADDRESS, else one of this machine alone.
+"""Run units as tasks of a Ray cluster: that of RAY_ADDRESS, else one of this machine alone.
 
-Ray places units on nodes, and runs those of a lost node or a killed worker again. What a unit is, when it is done
-and which bytes it has is the matter of `stage`, as with every executor; a unit that runs twice writes the same
-bytes. Nodes need this checkout and its environment at the same paths, and what the recipe reads and writes on a
-disk that they share, or behind URLs.
+Ray repeats the units of a lost node or killed worker; a unit that runs twice writes the same bytes.
+Nodes need this checkout and its environment at the same paths, and the recipe's inputs and outputs
+on a shared disk or behind URLs.
 """
 
 from __future__ import annotations
@@ -23,10 +22,13 @@ OBJECT_STORE_BYTES = 80 << 20
 
 
 def outcomes(stage: Stage, units: list[Unit], workers: int) -> Generator[Json | None]:
-    """What `attempt` says of the units, as they finish; those that still run when it is closed are ended.
+    """Yield the result of `attempt` for each unit as it finishes; closing cancels running units.
 
-    workers: units at a time; 0: what keeps all CPUs of the cluster busy, those of nodes that join later too.
-    ValueError names a unit that was lost RETRIES + 1 times.
+    Args:
+        workers: units at a time; 0 to keep all CPUs of the cluster busy, also of nodes that join later.
+
+    Raises:
+        ValueError: names a unit that was lost RETRIES + 1 times.
     """
     ray = _connect()
     work = ray.remote(num_cpus=1, max_retries=RETRIES)(attempt)
@@ -55,7 +57,7 @@ def outcomes(stage: Stage, units: list[Unit], workers: int) -> Generator[Json | 
 
 
 def _connect() -> Any:
-    """Ray, connected to its cluster."""
+    """Return the `ray` module, connected to its cluster."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray

@@ -1,4 +1,4 @@
-"""The stages in their order, and how each is run over the sources of a recipe."""
+"""The stages in order, and how each is run over the sources of a recipe."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ READERS: Mapping[str, type[stage.Stage]] = {
 
 @dataclass(frozen=True)
 class RunContext:
-    """What every stage is run on, and how."""
+    """What every stage runs on, and how."""
 
     recipe: Recipe
     out: Path
@@ -60,12 +60,12 @@ class RunContext:
 
     @property
     def scope(self) -> tuple[Recipe, Path, tuple[str, ...]]:
-        """What every stage takes first."""
+        """The first arguments of every stage."""
         return self.recipe, self.out, self.sources
 
     @property
     def threads(self) -> int:
-        """For what runs in this process, wherever units run."""
+        """Threads for work in this process."""
         return self.options.workers if self.options.kind == "local" else usable_cpus()
 
     def run(self, kind: Callable[..., stage.Stage], *more: Any) -> None:
@@ -79,7 +79,12 @@ class RunContext:
 def open_run(
     recipe_path: Path, out: Path, options: Options, console: Console, sources: str = "", **how: Any
 ) -> Iterator[RunContext]:
-    """The folder of a recipe, alone. sources: names, separated by commas; how: the rest of `RunContext`."""
+    """Lock a recipe's data folder and yield the context of its stages.
+
+    Args:
+        sources: names, separated by commas; default: all.
+        how: the other fields of `RunContext`.
+    """
     recipe = recipe_file.load(recipe_path)
     known = tuple(source.name for source in recipe.sources)
     names = tuple(sources.split(",")) if sources else known
@@ -94,19 +99,20 @@ def open_run(
 
 
 def do(context: RunContext, name: str) -> None:
-    """One stage of TO_SHARDS. ValueError where other data would replace what a lock pins."""
+    """Run a stage of TO_SHARDS; ValueError if other data would replace what a lock pins."""
     if not context.replace:
         manifest.check_pinned(*context.scope)
     TO_SHARDS[name](context)
 
 
 def publish(context: RunContext) -> dict[str, str]:
-    """The stage `manifest`: "built" or "reused" by source."""
+    """Run the stage `manifest`; return "built" or "reused" by source."""
     return manifest.write(*context.scope, context.console, context.replace)
 
 
 def _check_later_stages(recipe: Recipe, out: Path) -> None:
-    """Check what the last stages need before the first ones take days. ValueError says what is missing."""
+    """Raise ValueError if the last stages lack something."""
+    # early, before the first stages take days
     if isinstance(recipe.tokenizer, TokenizerFile):
         tokenizer.check_exportable(recipe.tokenizer)
     for source in recipe.sources:
@@ -149,7 +155,8 @@ def _filter(context: RunContext) -> None:
 
 
 def _dedup(context: RunContext) -> None:
-    """Signatures of the sources that were asked for; near copies over all of the recipe's."""
+    """Find near copies, and held-out text that is in training."""
+    # signatures of the requested sources; near copies over all sources of the recipe
     wanted = context.recipe.dedup
     near = (Signatures, Bands, Dedup) if wanted.minhash else ()
     inside = (HeldOut, Scan, Contained) if wanted.contained_share > 0 else ()
@@ -173,7 +180,7 @@ def _shuffle(context: RunContext) -> None:
 
 
 def check_data(context: RunContext, recipe_path: Path) -> None:
-    """The stage `verify`. ValueError for damage, with the commands that restore what is damaged."""
+    """Run the stage `verify`; ValueError for damage, with the commands that restore the files."""
     damage = verify.verify(context.out, context.sources, context.console, context.threads)
     if damage:
         commands = "\n  ".join(verify.remedy(recipe_path, context.out, damage))
@@ -185,7 +192,7 @@ def check_data(context: RunContext, recipe_path: Path) -> None:
 
 
 def free(context: RunContext, name: str) -> None:
-    """Delete the files of a stage, source by source, if the stage that reads them has done all units."""
+    """Delete the files of a stage, by source, if the stage that reads them has done all units."""
     for source in context.sources:
         of_source = context.recipe, context.out, (source,)
         merged = Runs(*of_source).units()

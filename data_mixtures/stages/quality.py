@@ -1,8 +1,6 @@
 """The steps of [filter]: filters and formatters of datatrove by name.
 
-A step is a name, or a table { name = ..., argument = ... } with the arguments of datatrove's class. Of
-datatrove 0.10 those are offered that need nothing but the text; not offered: what downloads word lists (C4
-bad words, unigrams), looks at the URL, or draws at random. It has no filters for code.
+A step is a name, or a table { name = ..., argument = ... } with the arguments of datatrove's class.
 """
 
 from __future__ import annotations
@@ -20,6 +18,8 @@ from data_mixtures.shards import Json
 from data_mixtures.stages import stage
 
 # name -> class in datatrove.pipeline, and whether it may change the text
+# of datatrove 0.10, those that need only the text: none that downloads word lists (C4 bad words,
+# unigrams), looks at the URL, or draws at random. It has no filters for code
 CLASSES = {
     "language": ("filters.LanguageFilter", False),
     "fasttext": ("filters.FastTextClassifierFilter", True),
@@ -53,7 +53,7 @@ _TRIAL = "A text to try the step with, so that what it needs is missed before th
 
 @dataclass(frozen=True)
 class Step:
-    """run: text -> (the text as it goes on, None or the reason why it is dropped)."""
+    """run: text -> (the text after the step, None or the reason why it is dropped)."""
 
     name: str
     changes: bool
@@ -69,7 +69,7 @@ class Step:
 
 
 def steps_of(recipe: Recipe, source: str) -> list[Json]:
-    """The steps of a source as tables; the path of a model is relative to the recipe's folder."""
+    """Return the steps of a source as tables; a model's path is relative to the recipe's folder."""
     own = recipe.source(source).steps
     given = recipe.filter.steps if own is None else own
     tables = [{"name": each} if isinstance(each, str) else dict(each) for each in given]
@@ -82,7 +82,7 @@ def steps_of(recipe: Recipe, source: str) -> list[Json]:
 
 
 def load(steps: Iterable[Json]) -> tuple[Step, ...]:
-    """What the tables name. ValueError: an unknown name or argument, a missing package or model."""
+    """Load the steps; ValueError for an unknown name or argument, a missing package or model."""
     return tuple(_load(dict(given)) for given in steps)
 
 
@@ -130,14 +130,13 @@ def _runner(name: str, made: Any, arguments: Json) -> Callable[[str], tuple[str,
 
 
 def _with_model(name: str, made: Any, arguments: Json) -> Any:
-    """A filter around a fastText model from a file here: datatrove would download it, and keep it
-    by its name alone.
-    """
+    """Return a filter with a local fastText model."""
     path = arguments.get("model")
     if path is None or not Path(path).is_file():
         raise ValueError(f"model = {path!r} must be the path of a file: {MODELS[name]}")
     given = {key: value for key, value in arguments.items() if key != "model"}
     step = made(**given, model_url="") if name == "fasttext" else made(**given)
+    # datatrove would download the model, and cache it by its name alone
     from fasttext.FastText import _FastText
 
     model = _FastText(str(path))
@@ -155,16 +154,15 @@ def _with_model(name: str, made: Any, arguments: Json) -> Any:
 
 
 def identity(steps: list[Json]) -> Any:
-    """What the keys of filtered units say about the steps: names, arguments, hashes
-    of models, package versions.
-    """
+    """Return what the keys of filtered units say about the steps."""
     models = [Path(each["model"]) for each in steps if "model" in each]
     hashes = [stage.sha256_of(path) for path in models if path.is_file()]
+    # names and arguments, hashes of models, package versions
     return [steps, hashes, versions(PACKAGES)] if steps else []
 
 
 def versions(packages: Iterable[str]) -> list[str | None]:
-    """Installed versions, None for a package that is not there."""
+    """Return installed versions, None for a missing package."""
     return [
         next((each.version for each in metadata.distributions(name=name)), None)
         for name in packages

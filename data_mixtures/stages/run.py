@@ -1,7 +1,7 @@
-"""Run the units of a stage that are not done: one after another, on processes of this machine, or on Ray.
+"""Run the unfinished units of a stage: one after another, on local processes, or on Ray.
 
-A worker that is killed is an error that names its unit; workers end with the main process, however that ends.
-What they print is in DIR/.logs/<stage>/workers.log, and what each is at in DIR/.logs/<stage>/workers/.
+A killed worker is an error that names its unit; workers end with the main process. Their output is
+in DIR/.logs/<stage>/workers.log, their current units in DIR/.logs/<stage>/workers/.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Options:
 
 
 def _run(stage: Stage, units: list[Unit], options: Options, tell: Callable[[int], None]) -> None:
-    """Do all the units. ValueError for what a user can fix."""
+    """Do all the units; ValueError for what a user can fix."""
     remove_partial(stage.out, stage.name)
     place = store.place(stage.out)
     if options.kind == "ray" and units:
@@ -101,7 +101,8 @@ def _in_parallel(
 
 
 def _begin(logs: Path) -> None:
-    """In a new worker: print to a log, leave Ctrl-C to the main process, and end when that is gone."""
+    """Set up a new worker."""
+    # it prints to a log, leaves Ctrl-C to the main process, and ends with that
     log = os.open(logs / "workers.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -119,7 +120,7 @@ def _work(stage: Stage, unit: Unit, place: store.Place | None, logs: Path) -> Js
 
 
 def run_units(stage: Stage, options: Options, console: Console) -> dict[Unit, Json]:
-    """Do what is not done; returns the receipts of all units, in their order. Only in `stage.exclusive`."""
+    """Do the unfinished units and return the receipts of all, in order; only in `stage.exclusive`."""
     started = time.monotonic()
     units = stage.units()
     _read_receipts(stage, units)
@@ -148,7 +149,7 @@ def run_units(stage: Stage, options: Options, console: Console) -> dict[Unit, Js
 
 
 def _read_receipts(stage: Stage, units: list[Unit]) -> None:
-    """Exchange with the store, where there is one: the plan and what else workers need, and receipts of units."""
+    """Exchange files with the store, if any: put what workers need, read the receipts of units."""
     if there := store.of(stage.out):
         there.save()
         for source in {unit.source for unit in units}:
@@ -156,9 +157,10 @@ def _read_receipts(stage: Stage, units: list[Unit]) -> None:
 
 
 def _remove_others(stage: Stage, units: list[Unit]) -> None:
-    """Delete units with numbers that these sources no longer have, of an older plan or of more text."""
+    """Delete units with numbers that these sources no longer have."""
     known = {unit_folder(stage.out, stage.name, unit) for unit in units}
     here = {path for folder in {unit.parent for unit in known} for path in folder.glob("unit-*")}
+    # they are of an older plan or of more text
     for folder in here - known:
         shutil.rmtree(folder)
         if there := store.of(stage.out):
@@ -166,7 +168,7 @@ def _remove_others(stage: Stage, units: list[Unit]) -> None:
 
 
 def summary(stage: str, receipts: Mapping[Unit, Json]) -> Table:
-    """The counts of a stage, summed by source; counts by reason are one sum each."""
+    """Return a table of a stage's counts, summed by source; counts by reason are one sum each."""
     sums: dict[str, Counter[str]] = {}
     for unit, receipt in receipts.items():
         row = sums.setdefault(unit.source, Counter())
@@ -182,7 +184,7 @@ def summary(stage: str, receipts: Mapping[Unit, Json]) -> Table:
 
 
 def figures(title: str | None, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> Table:
-    """Rows of a name and its figures; integers get separators."""
+    """Return a table whose rows are a name and its figures; integers get separators."""
     table = Table(
         box=box.SIMPLE, title=title, title_justify="left", pad_edge=False, collapse_padding=True
     )

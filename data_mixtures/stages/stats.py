@@ -1,8 +1,7 @@
-"""stats: what prepared data holds, as tables on the terminal and in DIR/stats.json; `show` has the documents.
+"""stats: what prepared data hold, as tables on the terminal and in DIR/stats.json.
 
-Tokens by source against the mixtures, lengths of documents, what was dropped and why, and which sources share
-documents. These are counted exactly: all tokenized units are sorted by the same key, so one merge over ranges
-of keys brings equal ids together, whatever source they come from.
+Tokens by source against the mixtures, lengths of documents, what was dropped and why, and which
+sources share documents.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ FACTS = (
 
 
 def write(out: Path, sources: tuple[str, ...], console: Console, workers: int) -> Json:
-    """Print, and write stats.json; returns what it holds."""
+    """Print the tables, write stats.json, and return its content."""
     manifests = {source: shards.read_manifest(out / source) for source in sources}
     facts = {}
     for name, manifest in manifests.items():
@@ -63,7 +62,11 @@ def write(out: Path, sources: tuple[str, ...], console: Console, workers: int) -
 
 
 def print_lost_files(sources: Mapping[str, Json], console: Console) -> None:
-    """Name what is lost of each source. sources: by name, each with "lost"."""
+    """Print the lost files of each source.
+
+    Args:
+        sources: by name, each with "lost".
+    """
     for name, each in sources.items():
         if sentence := describe_lost_files(each["lost"]):
             line = f"{name}: {sentence}"
@@ -71,7 +74,7 @@ def print_lost_files(sources: Mapping[str, Json], console: Console) -> None:
 
 
 def _phases(out: Path) -> Json:
-    """The share of each source in every phase that is pinned."""
+    """Return the share of each source in every pinned phase."""
     phases = {}
     for path in sorted(out.glob("*.lock.json")):
         lock = mixture.read_lock(path)
@@ -82,7 +85,7 @@ def _phases(out: Path) -> Json:
 
 
 def sizes_and_lengths(manifests: Mapping[str, Json]) -> tuple[Table, Table]:
-    """What each source holds; then its documents' lengths, cuts, and tokens not used."""
+    """Return two tables: what each source holds; its documents' lengths, cuts, and unused tokens."""
     sizes, lengths = [], []
     for name, m in manifests.items():
         counts = m["documents"], sum(m["dropped"].values()), m["tokens"], m["bytes"]
@@ -132,9 +135,10 @@ def _make_shared_table(stats: Json) -> Table:
 
 
 def count_shared_documents(out: Path, sources: tuple[str, ...], workers: int) -> Json:
-    """{"pairs": [{"sources", "documents"}]}: of equal ids; {"unknown": why} when units were deleted."""
+    """Return {"pairs": [{"sources", "documents"}]} by equal ids, or {"unknown": why} if units were deleted."""
     try:
         receipts = [receipt for source in sources for receipt in sorted_runs.receipts(out, source)]
+        # all units are sorted by the same key, so ranges of keys bring equal ids of all sources together
         ranges = sorted_runs.key_ranges(sum(receipt["counts"]["documents"] for receipt in receipts))
         with ThreadPoolExecutor(workers) as pool:
             shared = sum(
@@ -150,7 +154,7 @@ def count_shared_documents(out: Path, sources: tuple[str, ...], workers: int) ->
 def _count_shared(
     out: Path, sources: tuple[str, ...], low: int, high: int
 ) -> Counter[tuple[str, str]]:
-    """How many documents with low <= key < high two sources have in common."""
+    """Count the documents with low <= key < high that two sources have in common."""
     ids = {}
     for source in sources:
         with blocks.open_files(out, *sorted_runs.find_units(out, source), INDEX) as files:

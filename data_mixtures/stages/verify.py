@@ -1,11 +1,8 @@
-"""verify: every byte of every source compared with its manifest, damage named by file and block.
+"""verify: compare every byte of every source with its manifest, and name damage by file and block.
 
-One pass over a file gives its sha256, the hash of each 16 MiB block (which locates damage) and the positions
-of `bos_id`, which must be where the document index says that documents begin. Locks are checked against
-manifests. Threads suffice: hashing and searching release the interpreter lock.
-
-Nothing is changed. `remedy` says which commands make the damaged files again: from the tokenized units, with
-the same bytes, so manifest, locks and fingerprints stay what they were.
+One pass over a file gives its sha256, the hash of each 16 MiB block (which locates damage) and the
+positions of `bos_id`, which must match the document index. Nothing is changed; `remedy` lists the
+commands that make damaged files again with the same bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from data_mixtures.stages.stage import Unit
 
 @dataclass(frozen=True)
 class Damage:
-    """Something that is not what it should be."""
+    """A file and what is wrong with it."""
 
     path: Path
     reason: str
@@ -42,9 +39,10 @@ class Damage:
 
 
 def verify(out: Path, sources: tuple[str, ...], console: Console, workers: int) -> list[Damage]:
-    """Check all files of these sources and the locks beside them, and print what is wrong.
+    """Check all files of these sources and the locks beside them; print and return the damage.
 
-    ValueError when a source has no readable manifest.
+    Raises:
+        ValueError: a source has no readable manifest.
     """
     manifests = {source: shards.read_manifest(out / source) for source in sources}
     files = [
@@ -53,6 +51,7 @@ def verify(out: Path, sources: tuple[str, ...], console: Console, workers: int) 
         for entry in shards.token_files(manifest)
     ]
     damage: list[Damage] = []
+    # threads suffice: hashing and searching release the interpreter lock
     with ThreadPoolExecutor(workers) as pool:
         checks = pool.map(_check_file, *zip(*files, strict=True))
         for of_file in track(checks, "verifying", len(files), console=console, transient=True):
@@ -69,7 +68,7 @@ def verify(out: Path, sources: tuple[str, ...], console: Console, workers: int) 
 
 
 def _check_file(folder: Path, manifest: Json, entry: Json) -> list[Damage]:
-    """The tokens of a file, its flags, its document index, and this against the tokens."""
+    """Check a file's tokens, flags and document index, and the index against the tokens."""
     damage, begins = _check_tokens(folder / entry["name"], entry, manifest["bos_id"])
     if "flags" in entry:
         damage += _check_tokens(
@@ -87,7 +86,11 @@ def _check_file(folder: Path, manifest: Json, entry: Json) -> list[Damage]:
 
 
 def _check_index(path: Path, manifest: Json, entry: Json, begins: np.ndarray | None) -> None:
-    """A document index. begins: where documents begin in undamaged tokens. ValueError or OSError says what is wrong."""
+    """Check a document index; ValueError or OSError says what is wrong.
+
+    Args:
+        begins: where documents begin in the tokens, None if these are damaged.
+    """
     if not path.is_file():
         raise ValueError("missing")
     data, docs = shards.unpack_file(path), entry["docs"]
@@ -110,7 +113,7 @@ def _check_index(path: Path, manifest: Json, entry: Json, begins: np.ndarray | N
 
 
 def _check_tokens(path: Path, entry: Json, bos_id: int) -> tuple[list[Damage], np.ndarray | None]:
-    """Bytes of a file against its entry; where `bos_id` stands, int64, if there is no damage."""
+    """Compare a file with its entry; return the damage and, without any, the int64 places of `bos_id`."""
     if not path.is_file():
         return [Damage(path, f"missing; {entry['bytes']} bytes in the manifest")], None
     damage: list[Damage] = []
@@ -136,7 +139,7 @@ def _check_tokens(path: Path, entry: Json, bos_id: int) -> tuple[list[Damage], n
 
 
 def _read_block(path: Path, at: int) -> bytes:
-    """A block of a file, empty where the disk cannot read it."""
+    """Read a block of a file; empty if the disk cannot read it."""
     with suppress(OSError), path.open("rb", buffering=0) as file:
         file.seek(at)
         return file.read(shards.BLOCK_BYTES)
@@ -144,7 +147,7 @@ def _read_block(path: Path, at: int) -> bytes:
 
 
 def _check_listing(folder: Path, manifest: Json) -> list[Damage]:
-    """Files that do not belong into a source's folder."""
+    """Return the files that do not belong in a source's folder."""
     listed = [*shards.token_files(manifest), *manifest.get("quarantined", [])]
     known = {shards.MANIFEST, *(name for entry in listed for name in shards.files_of(entry))}
     others = sorted(each for each in folder.iterdir() if each.name not in known)
