@@ -42,7 +42,7 @@ def pin(
     epoch_cap: int,
     packing: str = PACKING,
 ) -> Path:
-    """Write data_dir/<phase>.lock.json with the current content of these sources; return its path."""
+    """Write data_dir/<phase>.lock.json for the current content of these sources; return its path."""
     first = shards.read_manifest(data_dir / next(iter(weights)))
     lock: Json = {"format": shards.FORMAT, "phase": phase, "seed": seed, "seq_len": seq_len}
     lock |= {
@@ -109,7 +109,7 @@ def read_lock(path: Path) -> Json:
 
 
 class Mixture:
-    """The sequences of one phase, by index; safe for any number of threads. Use `Mixture.open`."""
+    """The sequences of one phase, by index; any number of threads may read."""
 
     def __init__(self, lock: Json, files: Sequence[TokenFile]) -> None:
         sources = lock["sources"]
@@ -168,7 +168,7 @@ class Mixture:
         return mixture.starting_at(offsets) if offsets else mixture
 
     def starting_at(self, offsets: Mapping[str, int]) -> Mixture:
-        """Return the same mixture after the windows that earlier phases consumed. ValueError as `open`."""
+        """Return this mixture after the windows of earlier phases. ValueError as `open`."""
         check_known("source in offsets:", offsets, self.source_names)
         for name, offset in offsets.items():
             if offset < 0:
@@ -213,14 +213,14 @@ class Mixture:
         return places
 
     def windows_per_source(self, sequences: int) -> dict[str, int]:
-        """Return how many windows of each source are consumed after `sequences` sequences, with offsets."""
+        """Return the windows of each source consumed after `sequences` sequences, offsets included."""
         return dict(zip(self.source_names, self._count_consumed(sequences).tolist(), strict=True))
 
     def _count_consumed(self, sequences: int) -> np.ndarray:
         return self._offsets + order.count_served(self.weights, self._places, sequences)
 
     def check_epochs(self, sequences: int) -> None:
-        """Raise ValueError when so many sequences would repeat a source beyond its epoch cap."""
+        """Raise ValueError if `sequences` sequences repeat a source beyond its epoch cap."""
         consumed = self._count_consumed(sequences)
         passed = (consumed > self._offsets) & (consumed > self._caps * self._windows)
         for index in np.flatnonzero(passed).tolist():

@@ -39,9 +39,9 @@ Triple = tuple[np.ndarray, np.ndarray, np.ndarray]
 class Index:
     """Hashes of the grams of passages, and the search for them.
 
-    heads (H,) uint64, sorted: the first words of all grams. grams (G,) uint64, sorted;
-    passages[first[i] : first[i + 1]] have grams[i]. needed, by passage: how many of its grams a text
-    must have to hold it.
+    heads: (H,) uint64, sorted, of the first words of all grams. grams: (G,) uint64, sorted;
+    passages[first[i] : first[i + 1]] have grams[i]. needed: by passage, how many of its grams a text
+    must have.
     """
 
     heads: np.ndarray
@@ -75,7 +75,7 @@ class Index:
         return text[enough], passage[enough]
 
     def find_grams(self, texts: list[str]) -> Pair:
-        """Return (text, place in `grams`) of all grams that these texts have, with repeats."""
+        """Return (text, place in `grams`) of all grams of these texts, with repeats."""
         pairs, first = [np.empty((2, 0), np.int64)], 0
         for window in _windows(texts):
             text, place = self._find_in_window(*_word_hashes(window))
@@ -112,8 +112,6 @@ class Index:
 
 
 class _Lookup:
-    """Search in sorted hashes."""
-
     def __init__(self, hashes: np.ndarray) -> None:
         self.hashes = hashes
         # two tables, by a hash's highest bits and by those that follow, keep almost all text away from
@@ -182,7 +180,7 @@ def _distinct_pairs(first: np.ndarray, second: np.ndarray) -> Triple:
 
 
 def _windows(texts: list[str]) -> Iterator[list[str]]:
-    """Group texts into windows of about WINDOW_CHARS; a longer text is alone."""
+    """Group texts into windows of about WINDOW_CHARS."""
     window: list[str] = []
     size = 0
     for text in texts:
@@ -205,7 +203,7 @@ def _word_hashes(texts: list[str]) -> Pair:
 
 
 def _fold(text: str) -> bytes:
-    """Return the lower case of a word's characters as UTF-8, zeros for every other character."""
+    """Return the UTF-8 of `_lower`."""
     if text.isascii():
         return text.encode("ascii").translate(_make_fold_table())
     return (
@@ -214,12 +212,12 @@ def _fold(text: str) -> bytes:
 
 
 def _lower(text: str) -> np.ndarray:
-    """Return the lower case of a word's characters as uint32, 0 for every other character."""
+    """Return uint32: the lower case of word characters, 0 for others."""
     return _characters()[np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), "<u4")]
 
 
 def _hash_words(data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return uint64 hashes of the words data[starts[i] : ends[i]], which hold no byte 0."""
+    """Return uint64 hashes of the words data[starts[i] : ends[i]]."""
     padded = np.concatenate([data, np.zeros(_EIGHT, np.uint8)])
     eight = np.ndarray(len(data) + 1, "<u8", padded, strides=(1,))  # from each byte on
     left = ends - starts
@@ -249,7 +247,7 @@ def _runs(characters: np.ndarray) -> Pair:
 
 
 def _have_two_letters(texts: list[str]) -> np.ndarray:
-    """Return for every word of `_word_hashes(texts)` whether it has two letters or more."""
+    """Return whether each word of `_word_hashes(texts)` has two letters or more."""
     text = "\n".join(texts)
     starts, ends = _runs(_lower(text))
     letters = np.cumsum([0, *(character.isalpha() for character in text)])
@@ -258,7 +256,7 @@ def _have_two_letters(texts: list[str]) -> np.ndarray:
 
 @functools.cache
 def _characters() -> np.ndarray:
-    """Return uint32 (code points,): a letter, digit or mark in lower case, 0 for all others."""
+    """Return uint32 (code points,): the lower case of a letter, digit or mark, else 0."""
     folded = np.zeros(_CODE_POINTS, np.uint32)
     for code in range(_ASSIGNED):
         character = chr(code)
@@ -270,5 +268,4 @@ def _characters() -> np.ndarray:
 
 @functools.cache
 def _make_fold_table() -> bytes:
-    """Return the table of `_fold` for `bytes.translate`."""
     return _characters()[:128].astype(np.uint8).tobytes() + bytes(range(128, 256))

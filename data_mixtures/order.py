@@ -88,7 +88,7 @@ def count_served(weights: Sequence[int], places: np.ndarray, sequences: int) -> 
 
 @lru_cache(maxsize=4096)
 def stride(windows: int) -> int:
-    """Return the step between windows that epoch 0 reads of a shard: about windows / 1.618."""
+    """Return the step between the windows that epoch 0 reads: about windows / 1.618."""
     # Windows that lie d apart in the shard are read at least windows / ((MAX_QUOTIENT + 2) d) windows of it
     # apart. Proof: let q_i be the denominators of the convergents of stride / windows. For q_i <= j < q_(i+1),
     # j strides end at least windows / (q_i + q_(i+1)) from where they began (the law of best approximations),
@@ -114,7 +114,7 @@ def begin(seed: int, source: str, shard: str, windows: int) -> int:
 
 @lru_cache(maxsize=4096)
 def round_keys(seed: int, source: str, epoch: int) -> tuple[int, ...]:
-    """Return the 64-bit keys of one source's permutation in one epoch."""
+    """Return the 64-bit keys of a source's permutation in an epoch."""
     return tuple(
         xxhash.xxh3_64_intdigest(f"{seed}/{source}/{epoch}/{i}".encode())
         for i in range(FEISTEL_ROUNDS)

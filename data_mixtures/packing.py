@@ -28,7 +28,7 @@ class Text(Protocol):
 
 
 class Piece(NamedTuple):
-    """A document, or a part of one that is longer than a window."""
+    """A document, or a part of one longer than a window."""
 
     ids: np.ndarray
     trained: np.ndarray
@@ -48,7 +48,7 @@ class Packed(NamedTuple):
 
 
 def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Return the indices of the items in each window of `size`; every length is from 1 to size."""
+    """Return the indices of the items in each window; lengths are from 1 to size."""
     windows: list[list[int]] = []
     # windows by the room that they have left
     with_room: list[list[int]] = [[] for _ in range(size + 1)]
@@ -73,7 +73,7 @@ def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 def shuffle_windows(windows: list[list[int]], keys: Sequence[int], seed: int) -> list[list[int]]:
-    """Sort windows by a hash of the seed and their first text's key: the order in which epoch 0 reads them."""
+    """Return the windows in the order of epoch 0, by seed and first text."""
     return sorted(
         windows, key=lambda window: xxhash.xxh3_64_intdigest(f"{seed}/{keys[window[0]]}".encode())
     )

@@ -55,7 +55,7 @@ def find_held_out_limit(valid_per_10000: int) -> int:
 
 
 def token_dtype(entry: Json) -> np.dtype:
-    """Return the dtype of the tokens in an entry's file, <u2 or <u4; ValueError if neither fits."""
+    """Return the dtype of an entry's tokens, <u2 or <u4; ValueError if neither fits."""
     width, rest = divmod(entry["bytes"] or 2, entry["tokens"] or 1)  # an empty file has no width
     if rest or width not in (2, 4):
         raise ValueError(
@@ -69,12 +69,12 @@ def windows_in(tokens: int, seq_len: int) -> int:
 
 
 def write_windows(path: Path, tokens: np.ndarray, seq_len: int) -> Json:
-    """Write as many whole windows as the tokens fill; return the file's entry in the manifest."""
+    """Write the whole windows that the tokens fill; return the file's manifest entry."""
     return write_pieces(path, [tokens[: windows_in(len(tokens), seq_len) * seq_len + 1]], seq_len)
 
 
 def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> Json:
-    """Write windows whose tokens come in pieces, all uint16 or all uint32; return the file's entry."""
+    """Write windows from pieces of tokens, all uint16 or all uint32; return the file's manifest entry."""
     whole = hashlib.sha256()
     block = xxhash.xxh3_64()
     blocks = []
@@ -145,7 +145,7 @@ def unpack_documents(data: bytes) -> tuple[np.ndarray, np.ndarray, pyarrow.Large
 
 
 def token_files(manifest: Json) -> list[Json]:
-    """Return the entries of all token files: the shards in order, then the held-out windows."""
+    """Return the entries of all token files: shards in order, then held-out windows."""
     return [*manifest["shards"], manifest["valid"]]
 
 
@@ -159,14 +159,14 @@ def _window_files(manifest: Json) -> list[Json]:
 
 
 def content_sha256(manifest: Json) -> str:
-    """Return the identity of a source's data: a hash of what decides its windows, and nothing else."""
+    """Return the identity of a source's data: a hash of what decides its windows."""
     of_files = [[entry[name] for name in _CONTENT_OF_FILE] for entry in _window_files(manifest)]
     content = json.dumps([[manifest.get(name) for name in _CONTENT], of_files])
     return hashlib.sha256(content.encode()).hexdigest()
 
 
 def write_manifest(folder: Path, manifest: Json) -> None:
-    """Write source.json, with its format and content_sha256."""
+    """Write source.json, adding its format and content_sha256."""
     write_json(
         folder / MANIFEST,
         {"format": FORMAT, **manifest, "content_sha256": content_sha256(manifest)},
@@ -174,13 +174,13 @@ def write_manifest(folder: Path, manifest: Json) -> None:
 
 
 def tokenizer_path(folder: Path) -> Path:
-    """Return the tokenizer of a data or run folder: tokenizer.json, or else the sentencepiece model's path."""
+    """Return the path of tokenizer.json, or of the sentencepiece model without one."""
     path = folder / TOKENIZER_JSON
     return path if path.is_file() else folder / TOKENIZER_MODEL
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Return the files to copy for a folder's tokenizer and, for conversations, their template."""
+    """Return the files of a folder's tokenizer and, for conversations, their template."""
     path = tokenizer_path(folder)
     files = (path, folder / TOKENIZER_CONFIG) if path.name == TOKENIZER_JSON else (path,)
     files = (*files, folder / CHAT_TEMPLATE)
@@ -188,11 +188,11 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 class MissingFile(ValueError, FileNotFoundError):
-    """A required file is not there, or not yet: a node's mount may be slow."""
+    """A required file is not there (yet): a node's mount may be slow."""
 
 
 def read_json(path: Path, fix: str) -> Json:
-    """Read a JSON object; ValueError names the file and the fix when it is missing or broken."""
+    """Read a JSON object; ValueError names the file and the fix."""
     if not path.is_file():
         raise ValueError(f"{path} is missing; {fix}")
     try:
@@ -223,13 +223,12 @@ def read_manifests(data: Path) -> dict[str, Json]:
 
 
 def check_format(path: Path, content: Json) -> None:
-    """Raise ValueError for a manifest or lock of another format."""
     if (file_format := content.get("format")) != FORMAT:
         raise ValueError(f"{path} has format {file_format!r}, this code reads {FORMAT}; {PREPARE}")
 
 
 def files_of(entry: Json) -> tuple[str, ...]:
-    """Return the names of the files that an entry of the manifest describes."""
+    """Return the names of all files that a manifest entry describes."""
     # older folders also hold parity files, which nothing reads
     return (
         entry["name"],
@@ -238,7 +237,7 @@ def files_of(entry: Json) -> tuple[str, ...]:
 
 
 def check_sizes(folder: Path, manifest: Json) -> None:
-    """Raise ValueError for the first file of the manifest that is missing or has another size."""
+    """Raise ValueError for the first file of the manifest that is missing or of another size."""
     for entry in _window_files(manifest):
         path, expected = os.path.join(folder, entry["name"]), entry["bytes"]
         try:  # one question a file: there may be thousands, on a file system far away
@@ -275,7 +274,7 @@ def write_array_header(file: BinaryIO, dtype: np.dtype, rows: int) -> None:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Move a finished folder into place; an older one is deleted only afterwards."""
+    """Move a finished folder into place; delete an older one only afterwards."""
     old = final.with_name(f".{final.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if final.exists():

@@ -141,7 +141,6 @@ def _find_refused_batches(given: Question, attempts: list[skips.Reading]) -> lis
 
 
 def read_sequences(lock: Path, offsets: dict[str, int], numbers: np.ndarray) -> Iterator[Json]:
-    """Yield sequences of a lock with their documents."""
     mixture = Mixture.open(lock, offsets)
     pieces = tokenizer.load(shards.tokenizer_path(lock.parent))
     for number in numbers.tolist():
@@ -160,16 +159,14 @@ def read_sequences(lock: Path, offsets: dict[str, int], numbers: np.ndarray) -> 
 
 
 def _document_at(data: Path, place: Json, begin: int, packed: bool) -> Json:
-    """Return the document that holds a token of a sequence; it may begin in an earlier shard.
-
-    Returns {} for padding and the rest of a long document in packed windows, and where the earlier
-    shard is gone.
-    """
+    """Return the document that holds a token of a sequence; {} if none is found."""
     folder, token = data / place["source"], place["token_offset"] + begin
     manifest = _manifest(folder)
     stride = manifest["windows_per_shard"] * manifest["seq_len"]
     names = [entry["name"] for entry in manifest["shards"]]
     number = shards.shard_number(place["shard"])
+    # it may begin in an earlier shard. None: padding, the rest of a long document in packed windows,
+    # or an earlier shard that is gone
     for position in range(names.index(place["shard"]), -1, -1):
         index = read_index(folder, position)
         # the same token, counted from the beginning of this shard
@@ -223,7 +220,7 @@ def read_index(folder: Path, number: int) -> Index:
 def find_documents(
     lock: Path, document: str | None, origin: str | None, console: Console
 ) -> Iterator[Json]:
-    """Yield the documents of all sources of a lock with this id, or with this text in their origin."""
+    """Yield all documents of a lock with this id, or with this text in their origin."""
     if not origin and not re.fullmatch(r"[0-9a-f]{16}", document or ""):
         raise ValueError(
             f"--document {document!r} must be 16 hexadecimal digits, as show prints them"
@@ -250,7 +247,6 @@ def find_documents(
 
 
 def print_text(found: Json, console: Console) -> None:
-    """Print a sequence, or a document from a search."""
 
     def line(text: str, style: str = "") -> None:
         console.print(text, style=style, markup=False, soft_wrap=True)

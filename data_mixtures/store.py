@@ -49,7 +49,7 @@ class Store:
         return f"{self.root}/{path.relative_to(self.here)}"
 
     def read_small(self, manifests: bool = False) -> None:
-        """Copy the files directly in the folder and, if `manifests`, those of published sources."""
+        """Copy the folder's own files and, if `manifests`, published ones."""
         names = self.system.find(self.root, maxdepth=1)
         if manifests:
             # a bucket's folder may have a name that reads as a pattern
@@ -67,7 +67,7 @@ class Store:
         self._saved = small
 
     def _stat_small(self) -> dict[str, tuple[int, int]]:
-        """Return (bytes, time of change) of the files directly in the folder, by name."""
+        """Return (bytes, time of change) of the folder's own files."""
         files = (each for each in self.here.iterdir() if each.is_file() and each.name[0] != ".")
         return {each.name: (each.stat().st_size, each.stat().st_mtime_ns) for each in files}
 
@@ -91,7 +91,7 @@ class Store:
                 os.utime(folder)  # its time tells readers that receipts changed
 
     def pull(self, path: Path) -> None:
-        """Copy a file, unless it is here already or not in the store."""
+        """Copy a file from the store, unless it is here or not there."""
         if path.exists() or (path.name == RECEIPT and path.parents[1] in self._listed):
             return
         part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
@@ -109,7 +109,7 @@ class Store:
             self._kept[path] = path.stat().st_size
 
     def drop(self, keep_bytes: int) -> None:
-        """Delete copies of data, the oldest first, until at most `keep_bytes` are left."""
+        """Delete the oldest copies of data until `keep_bytes` are left."""
         while sum(self._kept.values()) > keep_bytes:
             oldest = next(iter(self._kept))
             # whoever has it open or mapped keeps it
@@ -140,7 +140,7 @@ class Store:
                 self.system.rm(self.name(path), recursive=recursive)
 
     def sizes(self, folder: Path) -> dict[str, int]:
-        """Return the bytes of the files in a folder of the store, by name."""
+        """Return the bytes of the files in a stored folder, by name."""
         files = self.system.find(self.name(folder), detail=True)
         return {Path(name).name: info["size"] for name, info in files.items()}
 
@@ -187,7 +187,7 @@ def of(out: Path) -> Store | None:
 
 @contextmanager
 def open_copy(url: str) -> Iterator[Path]:
-    """Open the main process's copy, alone on this machine and, by the store's lock, elsewhere."""
+    """Yield the main process's copy, locked here and in the store."""
     here = _scratch() / f"{zlib.crc32(url.encode()):08x}"
     problem = f"another process is preparing {url}; wait for it, or use another --out"
     with hold_lock(here.with_suffix(LOCK), problem):
@@ -205,13 +205,13 @@ def open_copy(url: str) -> Iterator[Path]:
 
 
 def place(out: Path) -> Place | None:
-    """Return what a worker needs to make its own copy; None for an ordinary folder."""
+    """Return what a worker needs for its own copy; None for an ordinary folder."""
     return (store.url, uuid.uuid4().hex) if (store := of(out)) else None
 
 
 @functools.lru_cache(maxsize=1)
 def workers_copy(place: Place) -> Path:
-    """Make a copy for this process, in place of one that it had before."""
+    """Make this process's copy, in place of an older one."""
     here = _workers_folder()
     _new(here, place[0]).read_small()
     return here
@@ -231,7 +231,7 @@ def _new(here: Path, url: str) -> Store:
 
 
 def _remove_left() -> None:
-    """Delete the copies of workers that are gone."""
+    """Delete the copies of dead workers."""
     for old in _scratch().glob("worker-*"):
         if not Path(f"/proc/{old.name.removeprefix('worker-')}").exists():
             shutil.rmtree(old, ignore_errors=True)
@@ -244,7 +244,7 @@ def _scratch() -> Path:
 
 
 def open_part(out: Path, path: Path) -> BinaryIO:
-    """Open a file, here or in the store, to read parts of it; FileNotFoundError if it is missing."""
+    """Open a file, here or in the store, to read parts of it."""
     store = of(out)
     found: Any = (
         store.system.open(store.name(path), "rb", cache_type="none")

@@ -44,7 +44,7 @@ _PROBED = 1000
 
 
 def train(texts: Iterable[str], training: TokenizerTraining) -> bytes:
-    """Train a model on texts and return it serialized."""
+    """Train a sentencepiece model and return it serialized."""
     # line by line, so a newline stays the byte piece <0x0A>, as in Llama-2
     every = chain.from_iterable(text.split("\n") for text in texts)
     lines = (line for line in every if 0 < len(line.encode()) <= MAX_LINE_BYTES)
@@ -103,7 +103,6 @@ def load(path: Path, bos: str | None = None, eos: str | None = None) -> Tokenize
 
 
 def load_given(given: TokenizerFile) -> Tokenizer:
-    """Open the tokenizer that a recipe names. ValueError as `load`."""
     return load(Path(given.path), given.bos, given.eos)
 
 
@@ -122,7 +121,7 @@ def copy_given(given: TokenizerFile, folder: Path) -> Path:
 
 
 def check_exportable(given: TokenizerFile) -> None:
-    """Raise ValueError if a recipe's tokenizer cannot be read, or exported with a model."""
+    """Raise ValueError if a recipe's tokenizer cannot be read or exported."""
     with tempfile.TemporaryDirectory() as folder:
         path = copy_given(given, Path(folder))
         try:
@@ -134,7 +133,7 @@ def check_exportable(given: TokenizerFile) -> None:
 
 
 def facts(path: Path) -> dict[str, Any]:
-    """Return what source.json and the lock record of a tokenizer."""
+    """Return what source.json and locks record of a tokenizer."""
     read = load(path)
     values = read.vocab_size, read.dtype.itemsize, read.bos_id, read.eos_id
     return dict(zip(shards.TOKENIZER_FACTS, (file_sha256(path), *values), strict=True))
@@ -143,8 +142,8 @@ def facts(path: Path) -> dict[str, Any]:
 class Tokenizer(abc.ABC):
     """Text to token ids and back.
 
-    vocab_size: one more than the largest id. dtype: of tokens on disk. names: of the tokens that begin
-    and end a document, if the file itself does not say which they are.
+    vocab_size: one more than the largest id. dtype: of tokens on disk. names: of the tokens at the ends
+    of a document, if the file does not define them.
     """
 
     names: tuple[str, str] | None = None
@@ -160,11 +159,11 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def reference(self, text: str) -> list[int]:
-        """Return the ids of a text alone, by the tokenizer's own library."""
+        """Return the ids of a text by the tokenizer's own library."""
 
     @abc.abstractmethod
     def _fast_encoder(self) -> fast_encoder.Encode | None:
-        """Return an encoder that may be used where it gives the ids of `reference`."""
+        """Return an encoder to be used only if it gives the ids of `reference`."""
 
     @abc.abstractmethod
     def decode_ids(self, ids: list[int]) -> str:
@@ -180,7 +179,7 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def _list_spellings(self) -> list[str]:
-        """Return tokens that are found in text as they are spelled, or must not be."""
+        """Return tokens that are, or must not be, found in text as spelled."""
 
     def is_exact(self, text: str) -> bool:
         """Return whether the fast encoder, if any, gives the library's ids."""
@@ -239,7 +238,7 @@ def _decode_text(text: str | bytes) -> str:
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer.json; special tokens are not found in text, and nothing is added or cut off."""
+    """A tokenizer.json; special tokens are not found in text, nothing is added or cut off."""
 
     def __init__(self, path: Path, bos: str | None, eos: str | None) -> None:
         try:
@@ -276,7 +275,7 @@ class JsonTokenizer(Tokenizer):
 def _begin_and_end(
     path: Path, bos: str | None, eos: str | None, special: dict[str, int]
 ) -> tuple[str, str]:
-    """Return the names of the tokens that begin and end a document; ValueError if they are unknown."""
+    """Return the tokens that begin and end a document; ValueError if unknown."""
     # the recipe's names first, then those of these files, then KNOWN_NAMES
     names: dict[str, Any] = {}
     for file in ("special_tokens_map.json", shards.TOKENIZER_CONFIG):
@@ -302,8 +301,6 @@ def _begin_and_end(
 
 
 class SentencepieceTokenizer(Tokenizer):
-    """A sentencepiece model."""
-
     def __init__(self, processor: sentencepiece.SentencePieceProcessor) -> None:
         """Raise ValueError for a model without </s>."""
         if (eos_id := processor.eos_id()) < 0:

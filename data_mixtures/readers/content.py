@@ -76,7 +76,7 @@ def fetch(
 
 
 def take_over(raw: Path, parts: Path) -> None:
-    """Make parts from a raw file of an older plan."""
+    """Make parts from an older plan's raw file."""
     if not raw.is_file() or parts.is_dir():
         return
     # contents do not depend on which file named them
@@ -98,7 +98,7 @@ def _open_resolved(path: str) -> Iterator[pq.ParquetFile]:
 
 
 def units(path: str) -> list[list[int]]:
-    """Return the row groups of each unit of a resolved file, by its footer; ValueError without sha1."""
+    """Return the row groups of each unit of a resolved file; ValueError without sha1."""
     with _open_resolved(path) as parquet:
         sizes = [
             parquet.metadata.row_group(number).num_rows for number in range(parquet.num_row_groups)
@@ -109,7 +109,7 @@ def units(path: str) -> list[list[int]]:
 def _find_origins(
     path: str, name: str, groups: Sequence[int]
 ) -> tuple[dict[bytes, str], Counter[str]]:
-    """Return the origin of each distinct sha1 in row order, and counts of the other rows by reason."""
+    """Return the origins by distinct sha1 in row order, and counts of other rows."""
     origins: dict[bytes, str] = {}
     left_out = Counter(same_content=0, no_sha1=0)
     with _open_resolved(path) as parquet:
@@ -137,7 +137,7 @@ def _parts(folder: Path) -> Iterator[pq.ParquetFile]:
 
 
 def _save(url: str, ask: list[bytes], folder: Path) -> Counter[str]:
-    """Save every content that comes; count the others by reason. ValueError when nothing answers any more."""
+    """Save every content that comes and count the others; ValueError if nothing answers."""
     bucket, missing = _Bucket(url), Counter[str]()
     with ThreadPoolExecutor(CONNECTIONS) as pool:
         for start in range(0, len(ask), PART_CONTENTS):
@@ -177,8 +177,6 @@ def _save_part(folder: Path, came: list[tuple[bytes, bytes]]) -> None:
 
 
 class _Bucket:
-    """An fsspec file system whose files are contents."""
-
     def __init__(self, url: str) -> None:
         # s3fs has time-outs of its own
         options = {"timeout": aiohttp.ClientTimeout(TIMEOUT_S)} if url.startswith("http") else {}
@@ -189,7 +187,7 @@ class _Bucket:
         return self.unanswered > 2 * CONNECTIONS
 
     def content(self, sha1: bytes) -> bytes | str:
-        """Return the content, or the reason why it is missing."""
+        """Return the content, or why it is missing."""
         url = self.pattern.format(sha1=sha1.hex())
         answer: bytes | str = "not_asked"
         for attempt in range(0 if self.is_silent() else ATTEMPTS):
@@ -218,7 +216,7 @@ class WrongSha1(OSError):
 
 
 def _with_sha1(sha1: bytes, body: bytes) -> bytes:
-    """Return the object or its decompressed bytes, whichever has that sha1."""
+    """Return the object, plain or decompressed, that has this sha1."""
     if _sha1(body) == sha1:
         return body
     with suppress(OSError, EOFError, zlib.error):

@@ -22,7 +22,7 @@ from huggingface_hub.utils import disable_progress_bars
 
 @dataclass(frozen=True, order=True)
 class File:
-    """A Parquet file of a repository; sha256 (hex) if known without reading the file."""
+    """A Parquet file; sha256 (hex) if known without reading it."""
 
     path: str
     bytes: int
@@ -30,7 +30,7 @@ class File:
 
 
 class Mirror:
-    """A copy of repositories in a folder or behind a URL, without commits: revisions are not checked."""
+    """A copy of repositories, without commits: revisions are not checked."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -38,17 +38,16 @@ class Mirror:
         self.remote = not is_local(self.system)  # a failed transfer can be tried again
 
     def place(self, repo: str, revision: str, path: str = "") -> str:
-        """Return where a file or folder of a repository is in the file system."""
         return f"{self.root}/{repo}/{path}"
 
     def revision(self, repo: str, revision: str) -> str:
-        """Return the full revision of a repository; ValueError says what to do if it cannot be read."""
+        """Return the full revision of a repository; ValueError if it cannot be read."""
         if not self.system.isdir(f"{self.root}/{repo}"):
             raise ValueError(f"the mirror {self.url} has no folder {repo}")
         return revision
 
     def files(self, repo: str, revision: str, folder: str) -> list[File]:
-        """Return all Parquet files below exactly this folder, by path; none if there is no such folder."""
+        """Return all Parquet files below exactly this folder, by path."""
         start, files = self.place(repo, revision), []
         for name, info in self.system.find(start + folder, detail=True).items():
             if name.endswith(".parquet"):
@@ -116,7 +115,7 @@ class Hub(Mirror):
 
 
 def copy_or_link(system: Any, source: str, target: Path) -> None:
-    """Copy a file of an fsspec file system, or link it, which needs no space."""
+    """Copy a file, or link it, which needs no space."""
     if is_local(system) and os.path.exists(source):
         with suppress(OSError):  # another disk, or a file system without links
             # Linux would link a symbolic link itself

@@ -48,7 +48,7 @@ FileVersion = list[Any]
 
 
 def roots(out: os.PathLike[str] | str, recipe: os.PathLike[str] | str) -> dict[str, str]:
-    """Return what {recipe}, {stdlib}... stand for in paths, given the data folder and the recipe's folder."""
+    """Return what {recipe}, {stdlib}... stand for in paths."""
     python = sysconfig.get_paths()
     here = {"recipe": os.path.abspath(recipe), "corpus": os.path.join(out, "corpus")}
     return {**here, "stdlib": python["stdlib"], "site_packages": python["purelib"]}
@@ -113,7 +113,7 @@ def pattern_of(
 
 
 def portable(path: str, roots: Mapping[str, str]) -> str:
-    """Return a file's name in plans and origins, which does not change with the location of the roots."""
+    """Return a file's name in plans and origins, which is independent of where the roots are."""
     # the longest root first, as one may contain the other
     for name, root in sorted(roots.items(), key=lambda item: -len(item[1])):
         if path.startswith(root + os.sep):
@@ -169,7 +169,7 @@ def check_unchanged(files: Iterable[FileVersion]) -> None:
 
 
 def check_kind(source_input: Input, files: Iterable[FileVersion]) -> None:
-    """Raise ValueError for a file whose suffix says that it is of another kind than its input."""
+    """Raise ValueError for a file whose suffix is of another kind than its input."""
     wanted = "parquet" if source_input.kind == "resolved" else source_input.kind
     for name, _, _ in files:
         plain, codec = split_codec(name)
@@ -184,7 +184,7 @@ def check_kind(source_input: Input, files: Iterable[FileVersion]) -> None:
 
 
 class Dropped(Counter[str]):
-    """Counts of what was not read, by reason, each with the first place."""
+    """Counts of what was not read, by reason, with the first place of each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class Dropped(Counter[str]):
 
 
 class Damaged(Exception):
-    """A file of many documents that cannot be read to its end: (name, (what is wrong, documents before))."""
+    """A file whose documents cannot be read to the end: (name, (what is wrong, documents before))."""
 
 
 Document = tuple[str, str, int, Json]  # text, file, row from 0, and the fields beside the text
@@ -269,7 +269,7 @@ def read(name: str | os.PathLike[str]) -> str:
 def _read_rows(
     name: str, field: str, dropped: Dropped, span: tuple[int, int] | None = None
 ) -> Iterator[Document]:
-    """Yield the documents of JSON lines; null is an empty text. Unreadable: another encoding than UTF-8."""
+    """Yield the documents of JSON lines; null is an empty text."""
     row, skipped = 0, Skipped()
     place = f"{name} from byte {span[0]} on" if span and span[0] else name
     try:
@@ -303,7 +303,6 @@ def _read_between(file: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
 
 
 def _count_lines(lines: Iterable[bytes], dropped: Dropped) -> Iterator[bytes]:
-    """Count the lines and yield them. Unreadable: UTF-16 or UTF-32."""
     for number, line in enumerate(lines):
         if number == 0 and _is_wide(line):
             raise Unreadable("not_utf8")
@@ -312,12 +311,12 @@ def _count_lines(lines: Iterable[bytes], dropped: Dropped) -> Iterator[bytes]:
 
 
 def _is_wide(line: bytes) -> bool:
-    """Return whether a file is UTF-16 or UTF-32, by its byte order mark or first character."""
+    """Return whether a file is UTF-16 or UTF-32, by its first line."""
     return line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in line[:4]
 
 
 def find_first_problem(name: str, field: str) -> str | None:
-    """Return what is wrong with the first line of a file; None if nothing is, or if it cannot be read."""
+    """Return what is wrong with the first line of a file, or None."""
     try:
         with open_input(name) as file:
             head = list(itertools.islice(file, 100))
@@ -336,7 +335,7 @@ def find_first_problem(name: str, field: str) -> str | None:
 
 
 def find_problem(value: Any, field: str) -> str | None:
-    """Return what is wrong with a JSON line that should have text in this field, or None."""
+    """Return what is wrong with a JSON line that should have text in `field`, or None."""
     if not isinstance(value, dict):
         return f"is a {type(value).__name__}, not an object: {NOT_LINES}"
     if field not in value:
@@ -352,7 +351,7 @@ def json_objects(
     """Yield (number from 1, value) of every line of a JSON lines file that is not blank.
 
     Args:
-        skipped: receives the numbers of lines that are not JSON, which are an error without it.
+        skipped: receives the numbers of lines that are not JSON; without it they are errors.
 
     Raises:
         ValueError: a line is not JSON, or a compressed file is damaged or truncated.
@@ -367,7 +366,7 @@ def json_objects(
 
 
 def group_by_size(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Yield consecutive items in lists; each ends with the item that brings its size to the limit."""
+    """Group consecutive items; a group ends with the item that reaches the limit."""
     group: list[T] = []
     size = 0
     for item in items:

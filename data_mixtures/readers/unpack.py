@@ -26,7 +26,7 @@ CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 class Unreadable(Exception):
     """A file that gives no text.
 
-    reason: counted in the manifest. fix: what to do about the file, if known.
+    reason: for the manifest. fix: what to do about the file.
     """
 
     def __init__(self, reason: str, fix: str = "") -> None:
@@ -42,8 +42,6 @@ def split_codec(name: str) -> tuple[str, str | None]:
 
 
 class _Bzip2(io.RawIOBase):
-    """Consecutive streams of bzip2."""
-
     # pyarrow fails at an empty stream behind another, and at zeros, which tapes and block devices leave behind the
     # last; Python's own bz2 file takes a stream whose head is damaged for the end, without a word
     def __init__(self, raw: BinaryIO) -> None:
@@ -106,7 +104,7 @@ def open_input(name: str) -> Iterator[BinaryIO]:
 
 
 def can_seek(name: str) -> bool:
-    """Return whether a file can be read from its middle: not compressed, on a disk or in a store."""
+    """Return whether a file can be read from its middle."""
     return split_codec(name)[1] is None and ("://" not in name or name.split("://")[0] in EXTRAS)
 
 

@@ -49,7 +49,7 @@ def _hashes(data: memoryview) -> np.ndarray:
 
 @dataclass(frozen=True)
 class CheckedFile:
-    """An open sealed file of a finished unit, with the open file of its hashes."""
+    """An open sealed file of a finished unit, with its hashes."""
 
     place: tuple[Path, str, Unit]  # folder of the data, stage, unit
     name: str
@@ -102,7 +102,7 @@ class CheckedFile:
 
 
 def read_at(file: Any, place: int, into: memoryview) -> int:
-    """Fill a buffer from this place of a file on; return how many bytes were there."""
+    """Fill a buffer from `place` on; return how many bytes were there."""
     size = 0
     file.seek(place)
     while size < len(into) and (count := file.readinto(into[size:])):
@@ -114,7 +114,7 @@ def read_at(file: Any, place: int, into: memoryview) -> int:
 def open_files(
     out: Path, made_by: str, units: Iterable[Unit], name: str
 ) -> Iterator[list[CheckedFile]]:
-    """Open the file `name` of each unit; ValueError when one is not there, or was freed."""
+    """Open file `name` of each unit; ValueError if one is missing or freed."""
     with ExitStack() as stack:
         files = []
         for unit in units:
@@ -136,10 +136,10 @@ def gather(
     lengths: np.ndarray,
     dtype: np.dtype,
 ) -> Iterator[np.ndarray]:
-    """Yield documents one after another, in pieces of `dtype`, in constant memory.
+    """Yield documents one after another in pieces, in constant memory.
 
-    Document i is lengths[i] items of files[units[i]] from starts[i] on; the documents of one file must
-    be in ascending order.
+    Document i is lengths[i] items of files[units[i]] from starts[i] on; within a file, starts must
+    ascend.
     """
     begins = starts.astype(np.int64) * dtype.itemsize
     ends = begins + lengths.astype(np.int64) * dtype.itemsize
@@ -149,7 +149,6 @@ def gather(
 
 
 def _bytes_read(units: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return the additional bytes read for each document."""
     # a block that an earlier document of the same file has read is not read again
     order = np.argsort(units, kind="stable")
     unit, first, last = units[order], *_blocks(begins[order], ends[order])
@@ -164,7 +163,7 @@ def _blocks(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def _pieces(sizes: np.ndarray, limit: int) -> Iterator[slice]:
-    """Yield slices of consecutive documents of at most `limit` bytes, at least one document each."""
+    """Yield slices of consecutive documents, at most `limit` bytes or one document each."""
     ends, begin, before = np.cumsum(sizes), 0, 0
     while begin < len(sizes):
         end = max(int(np.searchsorted(ends, before + limit, side="right")), begin + 1)
@@ -175,7 +174,6 @@ def _pieces(sizes: np.ndarray, limit: int) -> Iterator[slice]:
 def _in_order(
     files: Sequence[CheckedFile], units: np.ndarray, begins: np.ndarray, ends: np.ndarray
 ) -> Iterator[np.ndarray]:
-    """Yield the bytes of documents that fit into the buffer together."""
     order = np.argsort(units, kind="stable")
     unit, begin, end = units[order], begins[order], ends[order]
     first, last = _blocks(begin, end)

@@ -32,7 +32,7 @@ _GRAM = np.dtype([("head", "<u8"), ("gram", "<u8"), ("document", "<u4")])
 
 class _Texts(Grouped):
     def decides(self, unit: Unit) -> list[Any]:
-        """Return what the keys say about a group's documents and which of them are held out."""
+        """Return what keys say about a group's documents and which are held out."""
         near = [
             documents.near_copies(self.recipe, self.out, each) for each, _ in self.members(unit)
         ]
@@ -40,7 +40,7 @@ class _Texts(Grouped):
         return [self.recipe.valid_per_10000_of(unit.source), self.files(unit), digests]
 
     def texts(self, unit: Unit, held_out: bool) -> Iterator[tuple[np.ndarray, list[str]]]:
-        """Yield numbers in the group and texts of its held-out documents, or of all others."""
+        """Yield numbers and texts of the group's held-out documents, or of all others."""
         below, first = shards.find_held_out_limit(self.recipe.valid_per_10000_of(unit.source)), 0
         for member, receipt in self.members(unit):
             # near copies are left out before
@@ -60,7 +60,7 @@ class _Texts(Grouped):
 
 
 class HeldOut(_Texts):
-    """The stage `held_out`: grams.npy holds the _GRAM rows of the group's held-out documents."""
+    """The stage `held_out`: grams.npy holds the _GRAM rows of held-out documents."""
 
     name = HELD_OUT
 
@@ -83,7 +83,7 @@ class HeldOut(_Texts):
 
 
 def _smallest(passages: np.ndarray, grams: np.ndarray) -> np.ndarray:
-    """Return the places of the MOST_GRAMS smallest distinct grams of each passage."""
+    """Return the places of each passage's MOST_GRAMS smallest distinct grams."""
     # the runs with the smallest hashes are a fair sample of many
     order = np.lexsort((grams, passages))
     same = (np.diff(passages[order]) == 0) & (np.diff(grams[order]) == 0)
@@ -93,7 +93,7 @@ def _smallest(passages: np.ndarray, grams: np.ndarray) -> np.ndarray:
 
 
 def _index(work: Stage) -> tuple[ngrams.Index, np.ndarray]:
-    """Return the index of all held-out documents, and their numbers among all documents."""
+    """Return the index of all held-out documents, and their numbers."""
     groups = tuple((group, first) for group, _, first in of_all(work, HELD_OUT))
     return _build_index(work.out, groups, str(files_of_all(work, HELD_OUT)))
 
@@ -111,7 +111,7 @@ def _build_index(
 
 
 class Scan(_Texts):
-    """The stage `scan`: found.npy has a bit for each run of held-out documents that training holds."""
+    """The stage `scan`: found.npy has a bit for each held-out run that training holds."""
 
     name = SCAN
 
@@ -129,7 +129,7 @@ class Scan(_Texts):
 
 
 class Contained(Grouped):
-    """The stage `contained`: the rows of all units that are left out."""
+    """The stage `contained`: the rows left out."""
 
     name = CONTAINED
 

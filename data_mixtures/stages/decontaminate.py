@@ -31,7 +31,7 @@ INDEX = "benchmarks.npz"
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark in an index; the order of `files` numbers the items from 0."""
+    """An indexed benchmark; the order of `files` numbers the items from 0."""
 
     name: str
     items: int
@@ -40,14 +40,14 @@ class Benchmark:
 
 
 class Index(NamedTuple):
-    """The passages of all benchmarks; items[i]: the item of passage i, numbered through all benchmarks."""
+    """The passages of all benchmarks; items: each passage's, numbered through all benchmarks."""
 
     benchmarks: tuple[Benchmark, ...]
     passages: ngrams.Index
     items: np.ndarray
 
     def find(self, texts: list[str]) -> list[list[tuple[str, int]]]:
-        """Return the sorted (benchmark, number of the item) of everything that each text holds."""
+        """Return the sorted (benchmark, item number) that each text holds."""
         starts = np.cumsum([0, *(benchmark.items for benchmark in self.benchmarks)])
         held: list[set[tuple[int, int]]] = [set() for _ in texts]
         text, passage = self.passages.find_passages(texts)
@@ -100,13 +100,13 @@ def make_index(benchmarks: Mapping[str, str], out: Path) -> None:
 
 
 def read_benchmarks(out: Path) -> tuple[Benchmark, ...]:
-    """Return the benchmarks in the index of a data folder, none without an index."""
+    """Return the indexed benchmarks of a data folder."""
     header = _header(out / INDEX)
     return tuple(Benchmark(**benchmark) for benchmark in header["benchmarks"]) if header else ()
 
 
 def load(out: Path, names: Iterable[str]) -> Index | None:
-    """Return the index of a data folder, None for no names; ValueError when it is of other benchmarks."""
+    """Return the index of a data folder; ValueError if it is of other benchmarks."""
     return _load(out / INDEX) if identity(out, names) else None
 
 
@@ -118,7 +118,7 @@ def _load(path: Path) -> Index:
 
 
 def identity(out: Path, names: Iterable[str]) -> Any:
-    """Return what the keys of filtered units say about the index. ValueError as `load`."""
+    """Return what keys say about the index. ValueError as `load`."""
     header = _header(out / INDEX)
     held = {benchmark["name"] for benchmark in header["benchmarks"]} if header else set()
     if held != set(names):
@@ -135,7 +135,7 @@ def _header(path: Path) -> Json | None:
 
 
 def build(items: Iterable[Iterable[str]]) -> tuple[ngrams.Index, np.ndarray]:
-    """Return the index of all passages, and the item of each passage, int32, numbered in order."""
+    """Return the index, and each passage's item (int32), numbered in order."""
     numbered = [(number, text) for number, texts in enumerate(items) for text in texts]
     grams = ngrams.passage_grams([text for _, text in numbered])
     owners = np.array([number for number, _ in numbered], np.int32)
@@ -159,7 +159,7 @@ def _find_files(name: str, pattern: str) -> list[Path]:
 
 
 def _read_items(path: Path) -> Iterator[list[str]]:
-    """Read the passages of every item of a file."""
+    """Read the passages of every item."""
     if path.suffix.lower() != ".parquet":
         for _, item in json_objects(path):
             yield list(strings(item))

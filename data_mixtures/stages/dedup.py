@@ -34,7 +34,7 @@ _TRAINED = np.uint64(1 << 63)
 
 @dataclass(frozen=True)
 class Signatures(Grouped):
-    """The stage `signatures`: sorted.npy holds a _BAND row for each band of each document, by hash."""
+    """The stage `signatures`: sorted.npy holds a _BAND row per band and document, by hash."""
 
     name = SIGNATURES
 
@@ -68,7 +68,7 @@ class Signatures(Grouped):
 
 
 def signer(settings: recipe.Dedup) -> Callable[[str, int], np.ndarray]:
-    """Return a function (text, low half of its id) -> a uint64 hash for each band."""
+    """Return a function (text, low half of its id) -> uint64 hashes of the bands."""
     from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupSignature
     from datatrove.utils.word_tokenizers import WordTokenizer
 
@@ -99,7 +99,6 @@ def signer(settings: recipe.Dedup) -> Callable[[str, int], np.ndarray]:
 
 
 def write_sorted(folder: Path, rows: np.ndarray) -> None:
-    """Write rows of which other units read ranges."""
     shards.save_array(folder / SORTED, rows)
     blocks.seal(folder / SORTED)
 
@@ -139,7 +138,7 @@ class Bands(Stage):
 
 
 def not_first(hashes: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-    """Return the ranks that share a hash with a lower rank, once for each such hash."""
+    """Return the ranks that share a hash with a lower rank, once per such hash."""
     order = np.lexsort((ranks, hashes))
     hashes, ranks = hashes[order], ranks[order]
     new = np.append(True, hashes[1:] != hashes[:-1])[: len(hashes)]

@@ -39,7 +39,7 @@ def _units_per_group(out: Path, source: str) -> int:
 
 
 def groups(out: Path, source: str) -> int:
-    """Return the number of groups that a source's units form."""
+    """Return how many groups a source's units form."""
     return -(-len(stage.find_plan(out, source)["units"]) // _units_per_group(out, source))
 
 
@@ -52,7 +52,6 @@ class Grouped(Stage):
         return [Unit(source, n) for source in self.sources for n in range(groups(self.out, source))]
 
     def members(self, unit: Unit) -> list[tuple[Unit, Json]]:
-        """Return the filtered units of a group, with their receipts."""
         size = _units_per_group(self.out, unit.source)
         group = stage.list_units(self.out, unit.source)[
             unit.number * size : (unit.number + 1) * size
@@ -64,7 +63,7 @@ class Grouped(Stage):
 
 
 def of_all(work: Stage, made_by: str) -> Iterator[tuple[Unit, Json, int]]:
-    """Yield (group, receipt of that stage, number of its first document) of all sources in order."""
+    """Yield (group, receipt, number of its first document) of all sources in order."""
     first = 0
     for source in (each.name for each in work.recipe.sources):
         made = stage.receipts(work.out, made_by, source, groups(work.out, source))
@@ -74,7 +73,7 @@ def of_all(work: Stage, made_by: str) -> Iterator[tuple[Unit, Json, int]]:
 
 
 def files_of_all(work: Stage, made_by: str) -> list[Any]:
-    """Return what the keys say about a stage's results for all groups."""
+    """Return what keys say about a stage's results for all groups."""
     return [[str(unit), receipt["files"]] for unit, receipt, _ in of_all(work, made_by)]
 
 
@@ -115,7 +114,7 @@ def _load_rows(path: Path) -> tuple[np.ndarray, dict[str, list[int]]]:
 
 
 def near_copies(recipe: Recipe, out: Path, unit: Unit) -> np.ndarray:
-    """Return a unit's rows that are near copies, ascending; none without [dedup] minhash."""
+    """Return a unit's rows that are near copies, ascending."""
     if not recipe.dedup.minhash:
         return np.empty(0, np.int64)
     group = Unit(unit.source, unit.number // _units_per_group(out, unit.source))
@@ -123,7 +122,7 @@ def near_copies(recipe: Recipe, out: Path, unit: Unit) -> np.ndarray:
 
 
 def find_left_out(recipe: Recipe, out: Path, unit: Unit) -> Mapping[str, np.ndarray]:
-    """Return by reason the rows of a unit's documents.parquet that tokenize does not read."""
+    """Return a unit's rows that tokenize does not read, by reason."""
     rows = {NEAR_DUPLICATE: near_copies(recipe, out, unit)}
     return rows | (
         {CONTAINED: _rows(out, CONTAINED, ALL, unit)} if recipe.dedup.contained_share else {}
@@ -131,7 +130,7 @@ def find_left_out(recipe: Recipe, out: Path, unit: Unit) -> Mapping[str, np.ndar
 
 
 def read_remaining(recipe: Recipe, out: Path, unit: Unit) -> Iterator[Documents]:
-    """Read the documents that the filter kept of a unit, without those left out."""
+    """Read a unit's kept documents that are not left out."""
     without = np.concatenate(list(find_left_out(recipe, out, unit).values()))
     return read_documents(stage.check_file(out, "filter", unit, DOCUMENTS), without)
 

@@ -87,7 +87,6 @@ class Fetch(Stage):
         )
 
     def _download(self, planned: Json, entry: Json, target: Path) -> Json:
-        """Fetch a Parquet file from the hub or its mirror."""
         origin, repo, revision = hub.origin(self.mirror), planned["repo"], planned["revision"]
         where = f"{repo}/{entry['path']}"
 
@@ -106,14 +105,14 @@ class Fetch(Stage):
             raise ValueError(f"{where} @ {revision}: {error}") from error
 
     def remove_parts(self) -> None:
-        """Delete the parts of contents whose units are finished."""
+        """Delete the parts of contents of finished units."""
         for source in self.sources:
             for folder in (self.out / self.name / source).glob(".unit-*.parts"):
                 if is_done(self, Unit(source, int(folder.name[6:11]))):
                     shutil.rmtree(folder, ignore_errors=True)
 
     def check_room(self, budget_bytes: int | None) -> None:
-        """Raise ValueError if the units to fetch exceed the budget of DIR/fetch or the free disk."""
+        """Raise ValueError if the units to fetch exceed the budget or the free disk."""
         held = need = links = 0
         linked = self.mirror is not None and not hub.origin(self.mirror).remote
         for unit in self.units():
@@ -142,7 +141,7 @@ class Fetch(Stage):
 
 
 def _retry(work: Callable[[], Json], target: Path, remote: bool) -> Json:
-    """Return the result of `work`; repeat it after errors that may be transient."""
+    """Return the result of `work`, repeated after transient errors."""
     attempt = 1
     while True:
         try:
@@ -157,7 +156,6 @@ def _retry(work: Callable[[], Json], target: Path, remote: bool) -> Json:
 
 
 def _copy(entry: Json, target: Path) -> Json:
-    """Copy or link a local source's Parquet file."""
     local.check_unchanged([entry["file"]])
     system, name = fsspec.url_to_fs(entry["file"][0])
     hub.copy_or_link(system, name, target)
@@ -165,7 +163,7 @@ def _copy(entry: Json, target: Path) -> Json:
 
 
 def _copy_groups(entry: Json, target: Path) -> Json:
-    """Copy row groups of a local source's Parquet file: the text and the columns of its origin."""
+    """Copy row groups of a Parquet file: text and columns of the origin."""
     name, rows = entry["file"][0], 0
     local.check_unchanged([entry["file"]])
     with (
@@ -189,7 +187,6 @@ def _copy_groups(entry: Json, target: Path) -> Json:
 
 @contextmanager
 def _complete(name: str) -> Iterator[None]:
-    """Raise Damaged for a file that is not Parquet, or ends too early."""
     try:
         yield
     except pyarrow.ArrowInvalid as error:
@@ -199,7 +196,7 @@ def _complete(name: str) -> Iterator[None]:
 
 
 def check(path: Path, entry: Json, where: str) -> Json:
-    """Compare a fetched file with its plan and return its counts; Damaged says what differs."""
+    """Compare a file with its plan and return its counts; Damaged says what differs."""
     if (size := path.stat().st_size) != entry["bytes"]:
         raise Damaged(
             f"{where} came with {size:,} bytes, the plan says {entry['bytes']:,}: truncated, or another file"
@@ -213,7 +210,6 @@ def check(path: Path, entry: Json, where: str) -> Json:
 
 
 def _is_transient(error: Exception) -> bool:
-    """Return whether another attempt may succeed."""
     if isinstance(error, hub_errors.HfHubHTTPError):
         return error.response.status_code not in (401, 403, 404)
     if isinstance(error, Damaged):
@@ -225,7 +221,6 @@ def _is_transient(error: Exception) -> bool:
 
 
 def _read_local(entry: Json, target: Path, names: Mapping[str, str]) -> Json:
-    """Read all documents of a group of files."""
     # a file that turns out to be damaged gives no documents at all: all files are read again without it
     damaged: dict[str, tuple[local.Unreadable, int]] = {}
     while True:
@@ -270,7 +265,7 @@ def _write(entry: Json, names: Mapping[str, str], target: Path, dropped: local.D
 
 
 def sum_lost_files(fetched: Iterable[Json]) -> Json:
-    """Return {"files": {name: bytes}, "share"} of the files lost as a whole; share: of all bytes."""
+    """Return {"files": {name: bytes}, "share" of all bytes} of the files lost as a whole."""
     files, read = Counter[str](), 0
     for counts in fetched:
         files.update(counts.get("lost_files", {}))
@@ -279,7 +274,7 @@ def sum_lost_files(fetched: Iterable[Json]) -> Json:
 
 
 def describe_lost_files(lost: Json) -> str:
-    """Return a sentence with the names of lost files; empty for none."""
+    """Name lost files in a sentence; empty for none."""
     names = list(lost["files"])
     if not names:
         return ""
@@ -291,7 +286,7 @@ def describe_lost_files(lost: Json) -> str:
 def check_dropped(
     recipe: Recipe, out: Path, sources: tuple[str, ...], stages: tuple[str, ...]
 ) -> None:
-    """Raise ValueError for a source of which more than max_dropped_share could not be read."""
+    """Raise ValueError for a source that lost more than max_dropped_share."""
     for source in sources:
         fetched, entries = stage.counts(out, "fetch", source), stage.find_plan(out, source)["units"]
         lost, examples = Counter[str](), dict[str, str]()
@@ -323,7 +318,7 @@ def check_dropped(
 
 
 def check_enough(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
-    """Raise ValueError for the first source with too little text, which a run would soon repeat."""
+    """Raise ValueError for the first source with too little text."""
     for each in map(recipe.source, sources):
         counts = stage.counts(out, "fetch", each.name)
         total = sum(count["bytes"] for count in counts)

@@ -64,7 +64,7 @@ class Filter(Stage):
         return chosen.counts()
 
     def _rows_before(self, unit: Unit) -> int:
-        """Return how many rows of the unit's file belong to units before it."""
+        """Return how many rows of the unit's file are in earlier units."""
         entry = stage.find_unit_plan(self.out, unit)
         if not entry.get("range", [0])[0]:
             return entry.get("first_row", 0)
@@ -79,7 +79,6 @@ class Filter(Stage):
 
 
 def _text_column(entry: Json) -> str:
-    """Return the column of a planned unit's raw.parquet that holds its text."""
     return entry.get("text_column", "text")
 
 
@@ -87,7 +86,7 @@ Row = tuple[bytes | None, str]  # a text as the bytes that stand in a raw file, 
 
 
 class Document(NamedTuple):
-    """A text on its way through the filter; `utf8` is empty after a change of the text."""
+    """A text in the filter; `utf8` is empty after a change of the text."""
 
     origin: str
     text: str
@@ -96,7 +95,7 @@ class Document(NamedTuple):
 
 
 class DocumentFilter:
-    """A filter that keeps or drops texts and counts what it drops.
+    """Select texts and count those dropped.
 
     Args:
         index: None to keep texts that hold benchmark items.
@@ -118,7 +117,7 @@ class DocumentFilter:
         self._contamination: dict[str, Json] = {}
 
     def select(self, rows: Sequence[Row]) -> list[tuple[bytes, bytes, str]]:
-        """Return (id, text as UTF-8, origin) of the documents to keep, in their order."""
+        """Return (id, text as UTF-8, origin) of the documents to keep, in order."""
         self._read += len(rows)
         pieces = [each for raw, origin in rows for each in self._pieces(origin, raw or b"")]
         final = self._choose_documents(self._through(self.before, pieces))
@@ -129,7 +128,7 @@ class DocumentFilter:
         return kept
 
     def _pieces(self, origin: str, raw: bytes) -> list[Document]:
-        """Return a row's documents: none, its text, or the pieces of a long one."""
+        """Return a row's documents: none, its text, or pieces of it."""
         # rows come as bytes, so that broken UTF-8 is counted and does not end the run
         try:
             text = raw.decode("utf-8")
@@ -158,7 +157,6 @@ class DocumentFilter:
         return True
 
     def _through(self, steps: Sequence[Step], documents: list[Document]) -> list[Document]:
-        """Return what the steps keep."""
         left = []
         for document in documents if steps else ():
             text, reason = document.text, None
@@ -175,7 +173,7 @@ class DocumentFilter:
         return left if steps else documents
 
     def _choose_documents(self, documents: list[Document]) -> list[Document]:
-        """Return the documents in the part of the source that is kept, with their ids."""
+        """Return the documents of the kept part of the source, with ids."""
         chosen = []
         for origin, text, utf8, _ in documents:
             utf8 = utf8 or text.encode()
@@ -267,7 +265,6 @@ def read_raw(
 
 
 def _origin(file: str | None, number: int, fields: Mapping[str, Any], before: int) -> str:
-    """Return where a row came from."""
     if ORIGIN not in fields or file is not None:
         return encode_origin(file or "", number, fields)
     # a reader's own origin counts the rows of a part of a file

@@ -82,14 +82,13 @@ def check_pinned(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
 
 
 def _manifest(folder: Path) -> Json:
-    """Return source.json, empty when none can be read."""
     with suppress(ValueError):
         return shards.read_manifest(folder)
     return {}
 
 
 def _decides(recipe: Recipe, out: Path, source: str) -> Json:
-    """Return what decides the data of a source, as far as the recipe and the plan say."""
+    """Return what decides a source's data, as far as recipe and plan say."""
     every = {**asdict(recipe), **asdict(recipe.source(source))}
     decides = {key: value for key, value in every.items() if key in _DECIDES}
     decides["valid_per_10000"] = recipe.valid_per_10000_of(source)
@@ -107,7 +106,7 @@ def _decides(recipe: Recipe, out: Path, source: str) -> Json:
 
 
 def _pins(out: Path, source: str) -> dict[str, str]:
-    """Return the content of a source that each lock pins, by the lock's name."""
+    """Return the content of a source that each lock pins, by lock."""
     by_lock: dict[str, str] = {}
     for path in sorted(out.glob("*.lock.json")):
         with suppress(ValueError):  # one that is broken pins nothing
@@ -121,7 +120,7 @@ def _pins(out: Path, source: str) -> dict[str, str]:
 
 
 def _refuse_other_data(out: Path, source: str, description: Json) -> None:
-    """Raise ValueError when publishing this description would replace data that a lock pins."""
+    """Raise ValueError if this description would replace data that a lock pins."""
     published, new = _manifest(out / source), shards.content_sha256(description)
     pins = _pins(out, source).items()
     if locks := [
@@ -171,7 +170,6 @@ def _publish(recipe: Recipe, out: Path, source: str, replace: bool) -> str:
 
 
 def _is_copy(link: Path, path: Path) -> bool:
-    """Return whether a link or copy has the size and time of its file, unless that was freed."""
     ours, theirs = link.stat(), path.stat() if path.exists() else link.stat()
     return (ours.st_size, ours.st_mtime_ns) == (theirs.st_size, theirs.st_mtime_ns)
 
@@ -184,7 +182,7 @@ def _publish_there(
     written: tuple[Json, ...],
     replace: bool,
 ) -> str:
-    """Publish to a store, which has no links: files move from their units, source.json is written last."""
+    """Publish to a store, without links: files move from their units, source.json comes last."""
     final, sizes, known = out / source, there.sizes(out / source), {shards.MANIFEST}
     left = dict[Unit, Json]()
     for unit, receipt in (
@@ -251,7 +249,7 @@ def _description(recipe: Recipe, out: Path, source: str, written: tuple[Json, ..
 
 
 def _token_facts(out: Path, source: str, entries: tuple[Json, ...]) -> Json:
-    """Return the facts of the folder's tokenizer; ValueError when the shards have another token width."""
+    """Return the tokenizer's facts; ValueError if the shards have another token width."""
     facts = tokenizer.facts(shards.tokenizer_path(out))
     widths = {shards.token_dtype(entry).itemsize for entry in entries if entry["tokens"]}
     if widths - {facts["token_bytes"]}:
@@ -262,7 +260,7 @@ def _token_facts(out: Path, source: str, entries: tuple[Json, ...]) -> Json:
 
 
 def _counts(out: Path, source: str) -> Json:
-    """Return documents, tokens and bytes kept, documents read, and documents dropped by reason."""
+    """Return what was kept, what was read, and what was dropped by reason."""
     fetched = (
         stage.counts(out, "fetch", source)
         if stage.read_receipt(out, "fetch", Unit(source, 0))

@@ -57,7 +57,6 @@ def outcomes(stage: Stage, units: list[Unit], workers: int) -> Generator[Json | 
 
 
 def _connect() -> Any:
-    """Return the `ray` module, connected to its cluster."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray

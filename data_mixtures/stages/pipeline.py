@@ -46,8 +46,6 @@ READERS: Mapping[str, type[stage.Stage]] = {
 
 @dataclass(frozen=True)
 class RunContext:
-    """What every stage runs on, and how."""
-
     recipe: Recipe
     out: Path
     sources: tuple[str, ...]
@@ -60,12 +58,11 @@ class RunContext:
 
     @property
     def scope(self) -> tuple[Recipe, Path, tuple[str, ...]]:
-        """The first arguments of every stage."""
         return self.recipe, self.out, self.sources
 
     @property
     def threads(self) -> int:
-        """Threads for work in this process."""
+        # for what runs in this process, wherever units run
         return self.options.workers if self.options.kind == "local" else usable_cpus()
 
     def run(self, kind: Callable[..., stage.Stage], *more: Any) -> None:
@@ -111,7 +108,6 @@ def publish(context: RunContext) -> dict[str, str]:
 
 
 def _check_later_stages(recipe: Recipe, out: Path) -> None:
-    """Raise ValueError if the last stages lack something."""
     # early, before the first stages take days
     if isinstance(recipe.tokenizer, TokenizerFile):
         tokenizer.check_exportable(recipe.tokenizer)
@@ -155,7 +151,6 @@ def _filter(context: RunContext) -> None:
 
 
 def _dedup(context: RunContext) -> None:
-    """Find near copies, and held-out text that is in training."""
     # signatures of the requested sources; near copies over all sources of the recipe
     wanted = context.recipe.dedup
     near = (Signatures, Bands, Dedup) if wanted.minhash else ()
@@ -192,7 +187,7 @@ def check_data(context: RunContext, recipe_path: Path) -> None:
 
 
 def free(context: RunContext, name: str) -> None:
-    """Delete the files of a stage, by source, if the stage that reads them has done all units."""
+    """Delete a stage's files, if the stage that reads them has done all units."""
     for source in context.sources:
         of_source = context.recipe, context.out, (source,)
         merged = Runs(*of_source).units()

@@ -34,7 +34,7 @@ R = TypeVar("R")
 
 
 def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = None) -> Json:
-    """Plan the named sources, keep the others, write plan.json and return it.
+    """Plan the named sources, keep the others, and write plan.json.
 
     Raises:
         ValueError: names all repositories and sources that cannot be planned.
@@ -69,7 +69,7 @@ def _write_corpus(module: str, folder: Path) -> None:
 
 
 def _spec(each: HubSource) -> Json:
-    """Return the fields of a source that decide its files and columns."""
+    # the fields that decide a source's files and columns
     names = ("repo", "revision", "configs", "files", "text_columns", "licence", "gate")
     # lists in place of tuples, as plan.json has it
     return json.loads(json.dumps({name: getattr(each, name) for name in names}))
@@ -86,7 +86,6 @@ def _number_units(each: Source, entries: Iterable[Json]) -> list[Json]:
 
 
 def _local(each: LocalSource, roots: Mapping[str, str]) -> Json:
-    """Plan the files of a local source in the order in which they are read."""
     entries: list[Json] = []
     decides: list[Any] = []
     for source_input in each.inputs:
@@ -114,7 +113,7 @@ def _local(each: LocalSource, roots: Mapping[str, str]) -> Json:
 def _groups(
     source_input: Input, files: list[local.FileVersion]
 ) -> Iterator[tuple[list[local.FileVersion], list[int], list[Json]]]:
-    """Yield files that belong together, row groups (of `resolved` contents), and the plan of each unit."""
+    """Yield files of a group, row groups (of contents), and the plan of each unit."""
     if source_input.kind == "resolved":
         whole: list[Json] = [{}]
         yield from (([file], rows, whole) for file in files for rows in content.units(file[0]))
@@ -136,7 +135,7 @@ def size_of(entry: Json) -> int:
 
 
 def _ranges(group: list[local.FileVersion]) -> list[Json]:
-    """Split the last file of a group into byte ranges, if it is large and seekable."""
+    """Split the last file of a group into byte ranges if it is large and seekable."""
     # only the last file of a group can be large
     *small, large = group
     if large[1] <= UNIT_BYTES or not can_seek(large[0]):
@@ -149,7 +148,7 @@ def _ranges(group: list[local.FileVersion]) -> list[Json]:
 
 
 def _row_groups(name: str, size: int) -> list[Json]:
-    """Split a Parquet file into units of about UNIT_BYTES: row groups, rows before, bytes."""
+    """Split a Parquet file into row groups of about UNIT_BYTES."""
     # a small remote file stays whole
     if not can_seek(name) or ("://" in name and size <= UNIT_BYTES):
         return [{}]
@@ -173,7 +172,7 @@ def _row_groups(name: str, size: int) -> list[Json]:
 
 
 def _check_field(source_input: Input, name: str) -> None:
-    """Raise ValueError when the first file lacks the text field or column."""
+    """Raise ValueError if the first file lacks the text field or column."""
     # damage is no error here: it is counted when the file is read
     if source_input.kind == "parquet":
         with open_input(name) as file:
@@ -185,7 +184,7 @@ def _check_field(source_input: Input, name: str) -> None:
 
 
 def describe_shared_files(plan: Json) -> Iterator[str]:
-    """Yield sentences on files that two sources read, whose text then counts in both."""
+    """Yield sentences on files that several sources read, whose text then counts in each."""
     places: dict[tuple[str, str], set[str]] = {}
     for source, entry in plan["sources"].items():
         for unit in entry["units"]:
@@ -200,7 +199,6 @@ def describe_shared_files(plan: Json) -> Iterator[str]:
 
 
 def _plan_hub(origin: hub.Mirror, wanted: list[HubSource]) -> dict[str, Json]:
-    """Plan hub sources; one error names every source that fails, and why."""
     # access to all repositories is checked before any file is listed
     sources: dict[tuple[str, str], list[str]] = {}
     for each in wanted:
@@ -220,7 +218,7 @@ def _plan_each(wanted: Iterable[S], ask: Callable[[S], Json]) -> dict[str, Json]
 
 
 def _ask_each(wanted: Mapping[str, T], ask: Callable[[T], R], problem: str) -> dict[str, R]:
-    """Return the answers by name, or raise one ValueError for all that are refused."""
+    """Return the answers by name; one ValueError names all refusals."""
     answers, refused = {}, []
     for name, each in wanted.items():
         try:
@@ -257,7 +255,6 @@ def _hub(origin: hub.Mirror, each: HubSource, revision: str) -> Json:
 
 
 def _column_of(file: BinaryIO, names: tuple[str, ...], where: str) -> str:
-    """Find the text column of a Parquet file by its footer."""
     try:
         schema = pyarrow.parquet.read_schema(file)
     except (pyarrow.ArrowInvalid, OSError) as error:
@@ -266,7 +263,7 @@ def _column_of(file: BinaryIO, names: tuple[str, ...], where: str) -> str:
 
 
 def text_column(schema: pyarrow.Schema, names: tuple[str, ...], where: str) -> str:
-    """Return which of `names` is the text column; ValueError lists the columns of an unknown layout."""
+    """Return which of `names` is the text column; ValueError lists the columns there are."""
     columns = f"its columns: {', '.join(f'{field.name} ({field.type})' for field in schema)}"
     texts = {field.name for field in schema if holds_text(field.type)}
     matches = [name for name in names if name in texts]

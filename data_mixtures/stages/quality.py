@@ -69,7 +69,7 @@ class Step:
 
 
 def steps_of(recipe: Recipe, source: str) -> list[Json]:
-    """Return the steps of a source as tables; a model's path is relative to the recipe's folder."""
+    """Return a source's steps as tables; model paths are relative to the recipe's folder."""
     own = recipe.source(source).steps
     given = recipe.filter.steps if own is None else own
     tables = [{"name": each} if isinstance(each, str) else dict(each) for each in given]
@@ -130,7 +130,6 @@ def _runner(name: str, made: Any, arguments: Json) -> Callable[[str], tuple[str,
 
 
 def _with_model(name: str, made: Any, arguments: Json) -> Any:
-    """Return a filter with a local fastText model."""
     path = arguments.get("model")
     if path is None or not Path(path).is_file():
         raise ValueError(f"model = {path!r} must be the path of a file: {MODELS[name]}")
@@ -162,7 +161,6 @@ def identity(steps: list[Json]) -> Any:
 
 
 def versions(packages: Iterable[str]) -> list[str | None]:
-    """Return installed versions, None for a missing package."""
     return [
         next((each.version for each in metadata.distributions(name=name)), None)
         for name in packages

@@ -48,7 +48,6 @@ class Options:
 
 
 def _run(stage: Stage, units: list[Unit], options: Options, tell: Callable[[int], None]) -> None:
-    """Do all the units; ValueError for what a user can fix."""
     remove_partial(stage.out, stage.name)
     place = store.place(stage.out)
     if options.kind == "ray" and units:
@@ -101,7 +100,6 @@ def _in_parallel(
 
 
 def _begin(logs: Path) -> None:
-    """Set up a new worker."""
     # it prints to a log, leaves Ctrl-C to the main process, and ends with that
     log = os.open(logs / "workers.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
@@ -120,7 +118,7 @@ def _work(stage: Stage, unit: Unit, place: store.Place | None, logs: Path) -> Js
 
 
 def run_units(stage: Stage, options: Options, console: Console) -> dict[Unit, Json]:
-    """Do the unfinished units and return the receipts of all, in order; only in `stage.exclusive`."""
+    """Do the unfinished units and return all receipts, in order; only in `stage.exclusive`."""
     started = time.monotonic()
     units = stage.units()
     _read_receipts(stage, units)
@@ -149,15 +147,14 @@ def run_units(stage: Stage, options: Options, console: Console) -> dict[Unit, Js
 
 
 def _read_receipts(stage: Stage, units: list[Unit]) -> None:
-    """Exchange files with the store, if any: put what workers need, read the receipts of units."""
     if there := store.of(stage.out):
+        # the plan and what else workers need
         there.save()
         for source in {unit.source for unit in units}:
             there.read_receipts(stage.out / stage.name / source, again=True)
 
 
 def _remove_others(stage: Stage, units: list[Unit]) -> None:
-    """Delete units with numbers that these sources no longer have."""
     known = {unit_folder(stage.out, stage.name, unit) for unit in units}
     here = {path for folder in {unit.parent for unit in known} for path in folder.glob("unit-*")}
     # they are of an older plan or of more text
@@ -168,7 +165,7 @@ def _remove_others(stage: Stage, units: list[Unit]) -> None:
 
 
 def summary(stage: str, receipts: Mapping[Unit, Json]) -> Table:
-    """Return a table of a stage's counts, summed by source; counts by reason are one sum each."""
+    """Return a table of a stage's counts by source."""
     sums: dict[str, Counter[str]] = {}
     for unit, receipt in receipts.items():
         row = sums.setdefault(unit.source, Counter())
@@ -184,7 +181,7 @@ def summary(stage: str, receipts: Mapping[Unit, Json]) -> Table:
 
 
 def figures(title: str | None, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> Table:
-    """Return a table whose rows are a name and its figures; integers get separators."""
+    """Return a table of names and figures; integers get separators."""
     table = Table(
         box=box.SIMPLE, title=title, title_justify="left", pad_edge=False, collapse_padding=True
     )

@@ -72,14 +72,15 @@ class OrderDocuments(Stage):
 
 
 def layout(recipe: Recipe, source: str) -> Json:
-    """Return what decides how tokens become windows and shards; the packing only if it is not the default."""
+    """Return what decides how tokens become windows and shards."""
     numbers = {name: getattr(recipe, name) for name in ("seed", "seq_len", "windows_per_shard")}
+    # only if it is not the default
     packed = {"packing": recipe.packing} if recipe.packing != mixture.PACKING else {}
     return {**numbers, "valid_per_10000": recipe.valid_per_10000_of(source), **packed}
 
 
 def flags_name(name: str) -> str:
-    """Return the name of the flags file of a file of packed tokens."""
+    """Return the name of a token file's flags file."""
     return f"{Path(name).stem}.flags.bin"
 
 
@@ -94,7 +95,7 @@ class WriteShards(Stage):
         return [Unit(source, n) for source in self.sources for n in range(self.shards(source) + 1)]
 
     def shards(self, source: str) -> int:
-        """Return how many shards a source fills; ValueError when it cannot fill one training window."""
+        """Return how many shards a source fills; ValueError if not even one window."""
         if not (windows := self._windows(source, "train")):
             few = f"too little text for one training window of {self.recipe.seq_len} tokens"
             raise ValueError(f"source {source!r} has {few}: add text, or lower seq_len")
@@ -146,7 +147,7 @@ class WriteShards(Stage):
     def _write_concatenated(
         self, unit: Unit, part: str, path: Path
     ) -> tuple[Json, np.ndarray, None]:
-        """Write a file of windows of the source's stream; return its entry and the documents that begin there."""
+        """Write windows of the source's stream; return the entry and the documents that begin there."""
         windows, seq_len = self._windows(unit.source, part), self.recipe.seq_len
         before = unit.number * self.recipe.windows_per_shard if part == "train" else 0
         if part == "train":

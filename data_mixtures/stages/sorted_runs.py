@@ -30,7 +30,7 @@ MERGED = np.dtype([*DOCUMENT.descr, ("unit", "<u2")])
 
 
 def groups(out: Path, source: str) -> list[list[Unit]]:
-    """Return the tokenized units of each run of a source."""
+    """Return the tokenized units of each run."""
     units = stage.list_units(out, source)
     size = stage.group_size(len(units), RUNS, UNITS_PER_RUN)
     return [units[first : first + size] for first in range(0, len(units), size)]
@@ -49,7 +49,6 @@ def receipts(out: Path, source: str) -> tuple[Json, ...]:
 
 
 def token_dtype(receipts: Sequence[Json]) -> np.dtype:
-    """Return the dtype of the tokens that these receipts describe."""
     size = sum(receipt["files"][TOKENS]["bytes"] for receipt in receipts)
     tokens = sum(receipt["counts"]["tokens"] for receipt in receipts)
     return shards.token_dtype({"bytes": size, "tokens": tokens})
@@ -76,7 +75,6 @@ class Runs(Stage):
         )
 
     def _list_members(self, unit: Unit) -> list[tuple[Unit, Json]]:
-        """Return the tokenized units of a run, with their receipts."""
         group = groups(self.out, unit.source)[unit.number]
         return [(each, stage.receipt_of(self.out, "tokenize", each)) for each in group]
 
@@ -109,13 +107,13 @@ class Runs(Stage):
 
 
 def key_ranges(documents: int) -> list[tuple[int, int]]:
-    """Return equal ranges low <= key < high, so many that one range of documents fits in memory."""
+    """Return equal ranges low <= key < high, each with few enough documents to merge."""
     count = max(-(-documents // DOCUMENTS_PER_RANGE), 1)
     return [(number * 2**64 // count, (number + 1) * 2**64 // count) for number in range(count)]
 
 
 def ranges_of(out: Path, source: str) -> list[tuple[int, int]]:
-    """Return the key ranges in which a source is merged; ValueError if it has no documents."""
+    """Return a source's key ranges for merging; ValueError if it has no documents."""
     # a function of the documents alone, not of units or runs
     documents = sum(receipt["counts"]["documents"] for receipt in receipts(out, source))
     if not documents:
@@ -138,7 +136,7 @@ def read_slices(files: Sequence[CheckedFile], low: int, high: int) -> list[np.nd
 
 
 def with_columns(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return the rows as another dtype, with the columns that both have."""
+    """Convert rows to another dtype by their common columns."""
     made = np.zeros(len(rows), dtype)
     for name in set(made.dtype.names or ()).intersection(rows.dtype.names or ()):
         made[name] = rows[name]  # one at a time: numpy assigns several ten times slower

@@ -60,7 +60,7 @@ FORMATS = {
 
 @dataclass(frozen=True, order=True)
 class Unit:
-    """A piece of work of a source; its number is the same in every stage from fetch to tokenize."""
+    """A piece of work of a source, with the same number in every stage from fetch to tokenize."""
 
     source: str
     number: int
@@ -88,12 +88,12 @@ class Stage:
         raise NotImplementedError
 
     def work(self, unit: Unit, folder: Path) -> Json:
-        """Write the unit's files into the empty `folder` and return the counts for its receipt."""
+        """Write the unit's files into the empty `folder`; return the counts for its receipt."""
         raise NotImplementedError
 
 
 def cache_by_file(read: Callable[[Path], T]) -> Callable[[Path], T]:
-    """Cache `read`, which reads a file again only when its time or size has changed."""
+    """Cache `read` until a file's time or size changes."""
 
     @functools.lru_cache(maxsize=4)
     def read_cached(path: Path, mtime_ns: int, size: int) -> T:
@@ -134,7 +134,7 @@ def _read_plan(path: Path) -> Json:
 
 
 def find_plan(out: Path, source: str) -> Json:
-    """Return the plan of a source; ValueError when the plan lacks it."""
+    """Return the plan of a source; ValueError if there is none."""
     if source not in (sources := read_plan(out)["sources"]):
         raise ValueError(
             f"{out / PLAN} lacks source {source!r}; plan it: python -m data_mixtures plan"
@@ -143,12 +143,12 @@ def find_plan(out: Path, source: str) -> Json:
 
 
 def list_units(out: Path, source: str) -> list[Unit]:
-    """Return the units of a source in their order, the same from fetch to tokenize."""
+    """Return the units of a source in order."""
     return [Unit(source, entry["number"]) for entry in find_plan(out, source)["units"]]
 
 
 def group_size(units: int, most: int, largest: int) -> int:
-    """Return how many consecutive units form a group: at most `largest`, for about `most` groups."""
+    """Return the units per group for about `most` groups, at most `largest`."""
     return max(min(-(-units // most), largest), 1)
 
 
@@ -161,14 +161,13 @@ def unit_folder(out: Path, stage: str, unit: Unit) -> Path:
 
 
 def key_of(name: str, *parts: Any) -> str:
-    """Return the sha256 (hex) of a stage's name, its format (FORMATS) and the parts, as JSON."""
+    """Return the sha256 (hex) of a stage's name, format and parts."""
     content = json.dumps([name, FORMATS[name], *parts], sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()
 
 
 @functools.cache
 def code_sha256() -> str:
-    """Return the hash of this package's code."""
     # receipts record which code made a unit; it decides nothing
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
@@ -188,7 +187,7 @@ def read_receipt(out: Path, stage: str, unit: Unit) -> Json | None:
 
 
 def receipt_of(out: Path, stage: str, unit: Unit) -> Json:
-    """Return the receipt of a finished unit; ValueError when the stage has not done it."""
+    """Return the receipt of a finished unit; ValueError if it is unfinished."""
     if (receipt := read_receipt(out, stage, unit)) is None:
         raise ValueError(f"{out}: {unit} has not been through {stage!r} yet; run that stage first")
     return receipt
@@ -211,12 +210,12 @@ def _receipts(out: Path, stage: str, source: str, count: int, changed_ns: int) -
 
 
 def counts(out: Path, stage: str, source: str, count: int | None = None) -> list[Json]:
-    """Return the counts of a source's receipts, unit by unit. ValueError as `receipts`."""
+    """Return the counts of a source's receipts. ValueError as `receipts`."""
     return [receipt["counts"] for receipt in receipts(out, stage, source, count)]
 
 
 def result(out: Path, stage: str, unit: Unit) -> tuple[Path, Json]:
-    """Return the folder and receipt of a finished unit; ValueError when it is not done, or was freed."""
+    """Return folder and receipt of a finished unit; ValueError if it is unfinished or freed."""
     receipt, folder = receipt_of(out, stage, unit), unit_folder(out, stage, unit)
     if receipt.get("freed"):
         raise ValueError(
@@ -230,10 +229,10 @@ def result(out: Path, stage: str, unit: Unit) -> tuple[Path, Json]:
 
 
 def check_file(out: Path, stage: str, unit: Unit, name: str) -> Path:
-    """Return the path of a file of a finished unit after comparing its bytes with the receipt.
+    """Return the path of a finished unit's file after comparing its bytes with the receipt.
 
     Raises:
-        ValueError: they differ; the unit then counts as not done, and the next start makes it again.
+        ValueError: they differ; the unit then counts as not done.
     """
     folder, receipt = result(out, stage, unit)
     path, expected = folder / name, receipt["files"][name]
@@ -265,7 +264,7 @@ def forget(out: Path, stage: str, unit: Unit) -> None:
 
 
 def is_done(stage: Stage, unit: Unit) -> bool:
-    """Return whether the unit's result is there, complete, and made from what `key` describes."""
+    """Return whether the unit's result is complete and has its current key."""
     receipt = read_receipt(stage.out, stage.name, unit)
     if receipt is None or receipt["key"] != stage.key(unit):
         return False
@@ -277,7 +276,7 @@ def is_done(stage: Stage, unit: Unit) -> bool:
 
 
 def free(out: Path, stage: str, unit: Unit) -> int:
-    """Delete a finished unit's files except its receipt and other JSON; return the bytes freed."""
+    """Delete a finished unit's files except JSON; return the bytes freed."""
     receipt, folder = receipt_of(out, stage, unit), unit_folder(out, stage, unit)
     # the receipt first: after a kill in between, no receipt lists a file that is gone
     shards.write_json(folder / RECEIPT, {**receipt, "freed": True})
@@ -293,7 +292,7 @@ def free(out: Path, stage: str, unit: Unit) -> int:
 
 @contextmanager
 def exclusive(out: Path) -> Iterator[Path]:
-    """Lock a folder or URL for one preparation and yield the folder in which stages work.
+    """Lock a folder or URL for one preparation; yield the folder to work in.
 
     Raises:
         ValueError: another process is preparing it.
@@ -311,13 +310,12 @@ def exclusive(out: Path) -> Iterator[Path]:
 
 
 def remove_partial(out: Path, stage: str) -> None:
-    """Delete what killed runs of this stage left behind; call it only in `exclusive`."""
+    """Delete what killed runs of this stage left; only in `exclusive`."""
     for left in (*(out / stage).glob("*/.*.partial"), *(out / stage).glob("*/.*.old")):
         shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 def do(stage: Stage, unit: Unit) -> None:
-    """Do one unit."""
     # work in a folder of another name; the rename at the end makes the result appear at once
     final = unit_folder(stage.out, stage.name, unit)
     partial = final.with_name(f".{final.name}.{uuid.uuid4().hex}.partial")

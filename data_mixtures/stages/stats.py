@@ -62,11 +62,7 @@ def write(out: Path, sources: tuple[str, ...], console: Console, workers: int) -
 
 
 def print_lost_files(sources: Mapping[str, Json], console: Console) -> None:
-    """Print the lost files of each source.
-
-    Args:
-        sources: by name, each with "lost".
-    """
+    """Print the lost files of each source ("lost")."""
     for name, each in sources.items():
         if sentence := describe_lost_files(each["lost"]):
             line = f"{name}: {sentence}"
@@ -85,7 +81,7 @@ def _phases(out: Path) -> Json:
 
 
 def sizes_and_lengths(manifests: Mapping[str, Json]) -> tuple[Table, Table]:
-    """Return two tables: what each source holds; its documents' lengths, cuts, and unused tokens."""
+    """Return tables of what sources hold, and of document lengths, cuts and unused tokens."""
     sizes, lengths = [], []
     for name, m in manifests.items():
         counts = m["documents"], sum(m["dropped"].values()), m["tokens"], m["bytes"]
@@ -154,7 +150,7 @@ def count_shared_documents(out: Path, sources: tuple[str, ...], workers: int) ->
 def _count_shared(
     out: Path, sources: tuple[str, ...], low: int, high: int
 ) -> Counter[tuple[str, str]]:
-    """Count the documents with low <= key < high that two sources have in common."""
+    """Count the documents with low <= key < high that pairs of sources share."""
     ids = {}
     for source in sources:
         with blocks.open_files(out, *sorted_runs.find_units(out, source), INDEX) as files:

@@ -58,7 +58,7 @@ class Tokenize(Stage):
         return self._work(unit, folder, fast=True) or self._work(unit, folder, fast=False)
 
     def _work(self, unit: Unit, folder: Path, fast: bool) -> Json:
-        """Tokenize a unit; return its counts, empty if the fast encoder must not be used for it."""
+        """Return the counts, or {} if the fast encoder must not be used for this unit."""
         made = _load_tokenizer(shards.tokenizer_path(self.out), tuple(_hashes(self.out)))
         rows, looping, encoded_bytes = [], [np.empty(0, bool)], 0
         wanted = self.recipe.filter.repeated_ngrams
@@ -115,7 +115,7 @@ def is_exact(made: tokenizer.Tokenizer, ids: list[bytes], texts: list[bytes], be
 
 
 def parts(tokens: np.dtype) -> tuple[tuple[str, str, str, np.dtype], ...]:
-    """Return (file, column of starts, column of lengths, dtype) of the tokens and of the origins."""
+    """Return (file, column of starts, column of lengths, dtype) of tokens and origins."""
     return (TOKENS, "start", "length", tokens), (ORIGINS, "origin", "origin_bytes", np.dtype("u1"))
 
 
@@ -125,7 +125,7 @@ def by_key(documents: np.ndarray) -> np.ndarray:
 
 
 def totals(documents: np.ndarray) -> dict[str, int]:
-    """Return the number of documents, their tokens, and their bytes of text."""
+    """Return the counts of documents, tokens, and bytes of text."""
     tokens, size = (int(documents[name].sum(dtype=np.int64)) for name in ("length", "bytes"))
     return {"documents": len(documents), "tokens": tokens, "bytes": size}
 
@@ -143,7 +143,7 @@ def _load_tokenizer(path: Path, hashes: tuple[str, ...]) -> tokenizer.Tokenizer:
 def describe(
     ids: list[bytes], seed: int, lengths: np.ndarray, texts: list[bytes], origins: list[bytes]
 ) -> np.ndarray:
-    """Return the rows of documents.npy (DOCUMENT), not yet in order."""
+    """Return the unordered rows of documents.npy (DOCUMENT)."""
     rows = np.zeros(len(ids), DOCUMENT)
     rows["high"], rows["low"] = np.frombuffer(b"".join(ids), ">u8").reshape(-1, 2).T
     rows["key"] = [key_of_id(identity, seed) for identity in ids]
@@ -154,7 +154,7 @@ def describe(
 
 
 def key_of_id(identity: bytes, seed: int) -> int:
-    """Return the sort key of the shuffle: xxh3_64 of the id's low half, little-endian."""
+    """Return the shuffle's sort key: xxh3_64 of the id's low half, little-endian."""
     return xxhash.xxh3_64_intdigest(identity[:7:-1], seed=seed)
 
 
@@ -172,7 +172,7 @@ def write_ordered(path: Path, unsorted: Path, sizes: np.ndarray, order: np.ndarr
 
 
 def make_tokenizer(recipe: Recipe, out: Path) -> None:
-    """Write DIR/tokenizer.model or .json, the recipe's or one trained on the text, unless it is there."""
+    """Write DIR/tokenizer.model or .json, given or trained, unless it is there."""
     receipt, given = out / f"tokenizer.{stage.RECEIPT}", recipe.tokenizer
     key = _tokenizer_key(recipe, out)
     made = shards.read_json(receipt, "delete it") if receipt.is_file() else None
@@ -210,13 +210,12 @@ def _tokenizer_key(recipe: Recipe, out: Path) -> str:
 
 
 def _find_most_held_out(recipe: Recipe) -> int:
-    """Return the largest valid_per_10000 of all sources."""
     # what any source holds out is not in the training sample
     return max(recipe.valid_per_10000_of(each.name) for each in recipe.sources)
 
 
 def training_sample(recipe: Recipe, out: Path, train_bytes: int) -> list[str]:
-    """Return training documents in shuffled order; each source gets its share of train_bytes by size."""
+    """Return training documents in shuffled order, train_bytes shared among sources by size."""
     counted = {each.name: stage.counts(out, "filter", each.name) for each in recipe.sources}
     sizes = {name: sum(each["bytes"] for each in counts) for name, counts in counted.items()}
     # the documents with the smallest keys: a sample that does not depend on units or workers

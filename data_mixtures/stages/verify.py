@@ -29,8 +29,6 @@ from data_mixtures.stages.stage import Unit
 
 @dataclass(frozen=True)
 class Damage:
-    """A file and what is wrong with it."""
-
     path: Path
     reason: str
 
@@ -68,7 +66,6 @@ def verify(out: Path, sources: tuple[str, ...], console: Console, workers: int) 
 
 
 def _check_file(folder: Path, manifest: Json, entry: Json) -> list[Damage]:
-    """Check a file's tokens, flags and document index, and the index against the tokens."""
     damage, begins = _check_tokens(folder / entry["name"], entry, manifest["bos_id"])
     if "flags" in entry:
         damage += _check_tokens(
@@ -89,7 +86,7 @@ def _check_index(path: Path, manifest: Json, entry: Json, begins: np.ndarray | N
     """Check a document index; ValueError or OSError says what is wrong.
 
     Args:
-        begins: where documents begin in the tokens, None if these are damaged.
+        begins: where documents begin in undamaged tokens.
     """
     if not path.is_file():
         raise ValueError("missing")
@@ -113,7 +110,7 @@ def _check_index(path: Path, manifest: Json, entry: Json, begins: np.ndarray | N
 
 
 def _check_tokens(path: Path, entry: Json, bos_id: int) -> tuple[list[Damage], np.ndarray | None]:
-    """Compare a file with its entry; return the damage and, without any, the int64 places of `bos_id`."""
+    """Return a file's damage and, without any, the int64 places of `bos_id`."""
     if not path.is_file():
         return [Damage(path, f"missing; {entry['bytes']} bytes in the manifest")], None
     damage: list[Damage] = []
@@ -139,7 +136,7 @@ def _check_tokens(path: Path, entry: Json, bos_id: int) -> tuple[list[Damage], n
 
 
 def _read_block(path: Path, at: int) -> bytes:
-    """Read a block of a file; empty if the disk cannot read it."""
+    """Read a block; empty if the disk cannot."""
     with suppress(OSError), path.open("rb", buffering=0) as file:
         file.seek(at)
         return file.read(shards.BLOCK_BYTES)
@@ -147,7 +144,6 @@ def _read_block(path: Path, at: int) -> bytes:
 
 
 def _check_listing(folder: Path, manifest: Json) -> list[Damage]:
-    """Return the files that do not belong in a source's folder."""
     listed = [*shards.token_files(manifest), *manifest.get("quarantined", [])]
     known = {shards.MANIFEST, *(name for entry in listed for name in shards.files_of(entry))}
     others = sorted(each for each in folder.iterdir() if each.name not in known)
@@ -176,7 +172,7 @@ def _check_locks(out: Path, manifests: dict[str, Json]) -> list[Damage]:
 
 
 def remedy(recipe_path: Path, out: Path, damage: Iterable[Damage]) -> list[str]:
-    """List the shell commands that restore damaged files: what to delete, and how it is written again."""
+    """List the shell commands that restore damaged files."""
     # A published file is a hard link to its unit's in `shuffle`, so both go, and the shard is made again from
     # the tokenized units. `prepare` compares manifests, locks and the tokenizer by itself.
     gone: dict[Path, None] = {}
