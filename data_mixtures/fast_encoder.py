@@ -17,7 +17,8 @@ import numpy as np
 Texts = Sequence[str] | Sequence[bytes]
 Encoded = tuple[np.ndarray, np.ndarray]  # ids of all texts in a row, and how many each has
 Encode = Callable[[Texts], Encoded]
-# where encoders differ: spaces, line ends, cases, numbers, normal forms, scripts, signs, words of specials
+# where encoders differ: spaces, line ends, cases, numbers, normal forms, scripts, signs, words of
+# specials
 PROBES = (
     "",
     " ",
@@ -69,7 +70,8 @@ def of_sentencepiece(model: bytes) -> Encode | None:
         special = {each["content"] for each in spec["added_tokens"] if each["special"]}
         never = special | {spec["model"]["unk_token"]} | {f"<0x{byte:02X}>" for byte in range(256)}
         spec["added_tokens"] = [each for each in spec["added_tokens"] if not each["special"]]
-        # merges are derived from the pieces; drop those to pieces that sentencepiece never makes of text
+        # merges are derived from the pieces; drop those to pieces that sentencepiece never makes of
+        # text
         spec["model"]["merges"] = [
             pair for pair in spec["model"]["merges"] if "".join(pair) not in never
         ]

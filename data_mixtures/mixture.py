@@ -1,8 +1,7 @@
 """A mixture: a lock file that pins data, weights and seed, and the batches that follow from it.
 
-Sequence g is f(lock, manifests, seed, g); `order` says how g becomes a window. A run's whole loader
-state is the number of sequences consumed and the lock's fingerprint; ranks, workers and batch sizes
-only slice the same list differently.
+Sequence g is f(lock, manifests, seed, g); `order` says how g becomes a window. A run's loader state is
+the number of sequences consumed and the lock's fingerprint.
 """
 
 from __future__ import annotations
@@ -24,8 +23,9 @@ from data_mixtures.window_files import TokenFile, WindowFiles
 
 # documents in a row, cut every seq_len tokens; the id `bos_id` marks where one begins
 PACKING = PACKINGS[0]
-# Other packings: whole documents, or conversations, in the first S tokens of each window. Beside each file of tokens
-# lies one of the same form, with the flags of the tokens; its entry is "flags" in theirs.
+# Other packings: whole documents, or conversations, in the first S tokens of each window. Beside
+# each file of tokens lies one of the same form, with the flags of the tokens; its entry is "flags"
+# in theirs.
 CONVERSATIONS = "conversations"
 _LABELS = ("category", "epoch_cap")  # of a source in a lock: they decide no sequence
 PLACE = "sequence", "source", "shard", "token_offset", "epoch"  # of a sequence
@@ -139,8 +139,8 @@ class Mixture:
         self._file_names = [shard["name"] for _, shard in files]
         self._file_sha256 = [shard["sha256"] for _, shard in files]
         self._decides = [lock[key] for key in ("seed", "seq_len", "packing", "tokenizer_sha256")]
-        # epoch 0: how many windows a file has, the step between those that are read in a row, and the
-        # first of them
+        # epoch 0: how many windows a file has, the step between those that are read in a row, and
+        # the first of them
         owners = np.searchsorted(self._source_begins, self._file_begins, side="right") - 1
         steps = []
         for owner, name, count in zip(
@@ -189,6 +189,7 @@ class Mixture:
         """
         if first < 0 or count < 0:
             raise ValueError(f"sequences({first}, {count}): first and count must not be negative")
+        # ranks, workers and batch sizes only slice the same list differently
         self.check_epochs(first + count)
         source_index, files, windows, _ = self._find(
             np.arange(first, first + count, dtype=np.int64)

@@ -2,11 +2,7 @@
 
 A word is a run of letters, digits and combining marks, in lower case. A text holds a passage of at
 least 13 words when it has half of the passage's distinct 13-grams, and a shorter one of at least 8
-when it has all of its words in a row. Fewer words never match. Grams of numbers and single letters
-are left out. Reasons: docs/decisions/data-pipeline.md.
-
-A word is hashed as the UTF-8 of its lower case, eight bytes at a time; a gram is a polynomial mod
-2**64 over the hashes of its words. The first 8 words of a gram are its head.
+when it has all of its words in a row. Reasons: docs/decisions/data-pipeline.md.
 """
 
 from __future__ import annotations
@@ -114,8 +110,8 @@ class Index:
 class _Lookup:
     def __init__(self, hashes: np.ndarray) -> None:
         self.hashes = hashes
-        # two tables, by a hash's highest bits and by those that follow, keep almost all text away from
-        # the binary search
+        # two tables, by a hash's highest bits and by those that follow, keep almost all text away
+        # from the binary search
         self._tables, done = [], 0
         for entries in _TABLE_ENTRIES:
             bits = max(10, (len(hashes) * entries).bit_length())
@@ -152,6 +148,7 @@ def passage_grams(texts: list[str]) -> Triple:
             passage = np.searchsorted(bounds, at, side="right") - 1
             wanted = sizes[passage] >= length if length == GRAM_WORDS else sizes[passage] == length
             wanted &= at + length <= bounds[passage + 1]
+            # leave out grams of numbers and single letters
             wanted &= telling[at + length] - telling[at] >= _TELLING_WORDS
             at = at[wanted]
             heads, grams = (_gram_hashes(words, at, size) for size in (SHORTEST_WORDS, length))
@@ -218,6 +215,7 @@ def _lower(text: str) -> np.ndarray:
 
 def _hash_words(data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Return uint64 hashes of the words data[starts[i] : ends[i]]."""
+    # UTF-8, eight bytes at a time: a few operations a word
     padded = np.concatenate([data, np.zeros(_EIGHT, np.uint8)])
     eight = np.ndarray(len(data) + 1, "<u8", padded, strides=(1,))  # from each byte on
     left = ends - starts

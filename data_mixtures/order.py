@@ -35,8 +35,8 @@ def pattern(weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         ValueError: weights are negative, not integers, all zero, or sum to more than MAX_WEIGHT_SUM.
     """
     # Tijdeman's solution of the chairman assignment problem (Discrete Mathematics 32, 1980): with n
-    # sources no prefix of the run deviates from its exact share by more than 1 - 1/(2n - 2) sequences,
-    # and every block is exact. Taking the largest deficit first has no such bound
+    # sources no prefix of the run deviates from its exact share by more than 1 - 1/(2n - 2)
+    # sequences, and every block is exact. Taking the largest deficit first has no such bound
     # (docs/decisions/data-order.md).
     _check_weights(weights)
     active = np.flatnonzero(weights)
@@ -63,8 +63,8 @@ def pattern(weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
 
 def _deadlines(served: np.ndarray, w: np.ndarray, slack: int) -> np.ndarray:
     # (served + 1 - 1/slack) / w, scaled by slack * 2**32 and floored. Different fractions with
-    # denominators up to 2**15 are at least 2**-30 apart, so flooring after the scaling keeps them apart:
-    # the comparison is exact.
+    # denominators up to 2**15 are at least 2**-30 apart, so flooring after the scaling keeps them
+    # apart: the comparison is exact.
     return ((slack * (served + 1) - 1) << 32) // w
 
 
@@ -89,10 +89,11 @@ def count_served(weights: Sequence[int], places: np.ndarray, sequences: int) -> 
 @lru_cache(maxsize=4096)
 def stride(windows: int) -> int:
     """Return the step between the windows that epoch 0 reads: about windows / 1.618."""
-    # Windows that lie d apart in the shard are read at least windows / ((MAX_QUOTIENT + 2) d) windows of it
-    # apart. Proof: let q_i be the denominators of the convergents of stride / windows. For q_i <= j < q_(i+1),
-    # j strides end at least windows / (q_i + q_(i+1)) from where they began (the law of best approximations),
-    # and q_(i+1) <= (MAX_QUOTIENT + 1) q_i, so at least windows / ((MAX_QUOTIENT + 2) j) from there.
+    # Windows that lie d apart in the shard are read at least windows / ((MAX_QUOTIENT + 2) d)
+    # windows of it apart. Proof: let q_i be the denominators of the convergents of stride /
+    # windows. For q_i <= j < q_(i+1), j strides end at least windows / (q_i + q_(i+1)) from where
+    # they began (the law of best approximations), and q_(i+1) <= (MAX_QUOTIENT + 1) q_i, so at
+    # least windows / ((MAX_QUOTIENT + 2) j) from there.
     golden = windows * _GOLDEN >> 64
     near = (golden + sign * distance for distance in range(windows + 1) for sign in (1, -1))
     fits = (each for each in near if 0 < each <= windows and gcd(each, windows) == 1)
@@ -123,10 +124,10 @@ def round_keys(seed: int, source: str, epoch: int) -> tuple[int, ...]:
 
 def permute(item: int, size: int, keys: Sequence[int]) -> int:
     """Return the place of an item in a keyed permutation of range(size)."""
-    # A Feistel network permutes the next power of two; values that fall outside are walked along their cycle
-    # until they come back, which keeps it a bijection (Black and Rogaway, Ciphers with Arbitrary Finite
-    # Domains, 2002). One item at a time, about 10 us each: arrays would only be faster for batches of hundreds,
-    # which no rank reads.
+    # A Feistel network permutes the next power of two; values that fall outside are walked along
+    # their cycle until they come back, which keeps it a bijection (Black and Rogaway, Ciphers with
+    # Arbitrary Finite Domains, 2002). One item at a time, about 10 us each: arrays would only be
+    # faster for batches of hundreds, which no rank reads.
     bits = max(2, (size - 1).bit_length())
     item = _feistel(item, bits, keys)
     while item >= size:

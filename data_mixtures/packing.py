@@ -1,9 +1,7 @@
 """Best-fit-decreasing packing of whole texts into windows, with almost no padding.
 
-The longest first, each into the open window with the least room that is enough (Ding et al., Fewer
-Truncations Improve Language Modeling, 2024). A window of S + 1 tokens holds texts in its first S, and
-each of their tokens is an input once; the last token is the first of the next window and is never
-trained.
+A window of S + 1 tokens holds texts in its first S, and each of their tokens is an input once; the last
+token is the first of the next window and is never trained.
 """
 
 from __future__ import annotations
@@ -53,6 +51,8 @@ def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
     # windows by the room that they have left
     with_room: list[list[int]] = [[] for _ in range(size + 1)]
     rooms = 0  # bit r: some window has room r
+    # the longest first, each into the open window with the least room that is enough (Ding et al.,
+    # Fewer Truncations Improve Language Modeling, 2024)
     for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[item]
         assert 0 < length <= size, f"item {item} has length {length}, a window {size}"
@@ -104,8 +104,8 @@ def best_fit(
     Args:
         keys: the documents' ids.
     """
-    # a longer document than a window is cut into whole windows and a rest, which share one token with the
-    # piece before: so each of a document's tokens but its first is a label once
+    # a longer document than a window is cut into whole windows and a rest, which share one token
+    # with the piece before: so each of a document's tokens but its first is a label once
     later, ends = np.arange(size) > 0, np.cumsum(lengths, dtype=np.int64)
     pieces, owners, first = list[Piece](), list[int](), list[bool]()
     for document, (begin, end) in enumerate(

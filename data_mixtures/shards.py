@@ -4,13 +4,8 @@
 most 65,536 ids, else uint32. Window i is tokens[i * S : i * S + S + 1]: windows overlap by one token,
 as do neighbouring shards, so every token is a target exactly once. `valid.bin` has the same form.
 
-`shard-NNNNN.docs.zst` lists the documents that begin in the shard, zstd-compressed: uint64 count,
-uint64 ids, uint32 lengths in tokens, uint32 lengths of the origins in bytes, and the origins: where
-each came from, as JSON.
-
-`source.json` is a pure function of the texts, the tokenizer, the recipe's numbers and the code: no
-time, no path, no host. A lock pins its content (`content_sha256`), not code version, plan, counts and
-document indexes.
+`shard-NNNNN.docs.zst` lists the documents that begin in the shard: uint64 count, uint64 ids, uint32
+lengths in tokens, uint32 lengths of the origins in bytes, and the origins as JSON.
 """
 
 from __future__ import annotations
@@ -41,10 +36,11 @@ VALID = "valid.bin"
 CHAT_TEMPLATE = "chat_template.jinja"  # of conversations
 TOKENIZER_MODEL, TOKENIZER_JSON = "tokenizer.model", "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-# The same in the lock and in every source. bos_id begins each document, eos_id ends it; if they are equal, it
-# only begins one.
+# The same in the lock and in every source. bos_id begins each document, eos_id ends it; if they are
+# equal, it only begins one.
 TOKENIZER_FACTS = ("tokenizer_sha256", "vocab_size", "token_bytes", "bos_id", "eos_id")
-# what decides the windows of a source and how they are read; the block hashes are what training compares
+# what decides the windows of a source and how they are read; the block hashes are what training
+# compares
 _CONTENT = ("windows", "seed", "seq_len", *TOKENIZER_FACTS)
 _CONTENT_OF_FILE = ("bytes", "windows", "sha256", "xxh3_blocks")
 
@@ -160,6 +156,8 @@ def _window_files(manifest: Json) -> list[Json]:
 
 def content_sha256(manifest: Json) -> str:
     """Return the identity of a source's data: a hash of what decides its windows."""
+    # not of code version, plan, counts and document indexes, which say where the data came from and
+    # may differ
     of_files = [[entry[name] for name in _CONTENT_OF_FILE] for entry in _window_files(manifest)]
     content = json.dumps([[manifest.get(name) for name in _CONTENT], of_files])
     return hashlib.sha256(content.encode()).hexdigest()
@@ -167,6 +165,8 @@ def content_sha256(manifest: Json) -> str:
 
 def write_manifest(folder: Path, manifest: Json) -> None:
     """Write source.json, adding its format and content_sha256."""
+    # a pure function of the texts, the tokenizer, the recipe's numbers and the code: no time, no
+    # path, no host
     write_json(
         folder / MANIFEST,
         {"format": FORMAT, **manifest, "content_sha256": content_sha256(manifest)},

@@ -1,8 +1,7 @@
 """A data folder behind a URL (`--out s3://bucket/data`): stages work in a copy on the local disk.
 
-The copy holds plans, receipts and manifests; data come when they are read, up to KEPT_BYTES at a
-time, and what a unit makes goes to the store and leaves the disk. The file `.url` in the copy names
-its origin. Each worker has its own copy, in TMPDIR.
+The copy holds plans, receipts and manifests; data come when they are read, up to KEPT_BYTES, and what
+a unit makes goes to the store.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ import fsspec
 from data_mixtures.readers.unpack import explain_errors
 from records.files import hold_lock, host_name
 
+# the file .url of a copy names its origin
 MARK, RECEIPT, MANIFEST, LOCK = ".url", "receipt.json", "source.json", ".lock"
 KEPT_BYTES = 4 << 30
 # a URL, and a name of the moment: what a worker has of an earlier one is not used
@@ -147,7 +147,8 @@ class Store:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the store's lock file; ValueError names another holder."""
-        # advisory: it works as long as all processes use it, but the bytes of the data do not depend on it
+        # advisory: it works as long as all processes use it, but the bytes of the data do not
+        # depend on it
         lock, holder_name = f"{self.root}/{LOCK}", f"process {os.getpid()} on {host_name()}"
         try:
             with explain_errors(self.url, "written"):

@@ -1,11 +1,7 @@
 """The tokenizer of a data folder: a sentencepiece model, or a Hugging Face tokenizer.json.
 
 A document is bos_id, its text's ids, eos_id; if both are the same id (GPT-2, Qwen), it only begins
-each document. Text is never parsed for control tokens: "<s>" in a document is three characters, and
-a tokenizer that makes a control id of text is refused.
-
-A model trained here has <unk> 0, <s> 1, </s> 2 and no pad; BPE with byte fallback, so no text is
-unknown; identity normalizer, spaces kept, digits split one by one.
+each document. Text is never parsed for control tokens: "<s>" in a document is three characters.
 """
 
 from __future__ import annotations
@@ -63,6 +59,7 @@ def train(texts: Iterable[str], training: TokenizerTraining) -> bytes:
             remove_extra_whitespaces=False,
             normalization_rule_name="identity",
             max_sentence_length=MAX_LINE_BYTES,
+            # no pad; with byte fallback no text is unknown
             unk_id=0,
             bos_id=1,
             eos_id=2,
@@ -125,7 +122,8 @@ def check_exportable(given: TokenizerFile) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = copy_given(given, Path(folder))
         try:
-            # the export's own rule: it opens the tokenizer, and compares ids with those of sentencepiece
+            # the export's own rule: it opens the tokenizer, and compares ids with those of
+            # sentencepiece
             open_tokenizer(path)
         except ValueError as error:
             reason = str(error).replace(str(path), given.path)
@@ -318,7 +316,8 @@ class SentencepieceTokenizer(Tokenizer):
         return fast_encoder.of_sentencepiece(self._processor.serialized_model_proto())
 
     def _list_spellings(self) -> list[str]:
-        # what is given by a user has the score 0, as control pieces have, and the first of those that are trained
+        # what is given by a user has the score 0, as control pieces have, and the first of those
+        # that are trained
         made = self._processor
         ids = (
             i for i in range(made.vocab_size()) if not made.is_byte(i) and made.get_score(i) == 0

@@ -1,8 +1,4 @@
-"""Windows of memory-mapped token files, whose bytes are checked before their first use.
-
-The manifest holds an xxh3 of every 16 MiB of a file. The first reader of a block compares all of it;
-a block that differs ends the read with an error that names it.
-"""
+"""Windows of memory-mapped token files, whose bytes are checked before their first use."""
 
 from __future__ import annotations
 
@@ -64,6 +60,8 @@ class WindowFiles:
         for block in range(
             first * width // shards.BLOCK_BYTES, (end * width - 1) // shards.BLOCK_BYTES + 1
         ):
+            # the first reader of a block compares all of it with its xxh3 in the manifest; damage
+            # ends the read
             if not checked[block]:
                 self._check(file, block)
         out[:] = self._map(file)[first:end]
@@ -81,8 +79,9 @@ class WindowFiles:
         path, begin = self._paths[file], block * shards.BLOCK_BYTES
         end = min(begin + shards.BLOCK_BYTES, self._bytes[file])
         place = f"{path}: block {block} of {len(self._checked[file])} (bytes {begin} to {end})"
-        # reads the file, not the map: other threads go on, and a broken disk gives an error where a map
-        # would kill the process (SIGBUS). The block is then in the page cache, read ahead for what follows
+        # reads the file, not the map: other threads go on, and a broken disk gives an error where a
+        # map would kill the process (SIGBUS). The block is then in the page cache, read ahead for
+        # what follows
         try:
             digest = _digest(path, begin, end)
         except OSError as problem:

@@ -1,8 +1,7 @@
 """Text for a Parquet file of sha1 hashes, from a bucket of contents such as Software Heritage's.
 
-The file has a column `sha1` (40 hex digits, or 20 bytes) and may have more about each row
-(`columns.ORIGIN_FIELDS`). The bucket is any fsspec URL; objects may be gzip-compressed. A content
-counts only if it has its sha1.
+The file has a column `sha1` (40 hex digits, or 20 bytes) and may have `columns.ORIGIN_FIELDS`. The
+bucket is any fsspec URL; objects may be gzip-compressed.
 """
 
 from __future__ import annotations

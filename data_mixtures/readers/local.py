@@ -1,7 +1,6 @@
 """Local files, or files behind a URL: listing them, and reading the documents of text and JSON lines.
 
-Order and amount depend on the files alone. A file or line that cannot be read gets a named reason,
-which is counted in the manifest.
+A file or line that cannot be read gets a named reason, which is counted in the manifest.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ UNREADABLE = (
     *(".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".pdf"),
     *(".xz", ".7z", ".zip", ".tar", ".tgz"),
 )
-# reasons for which a file or line was not read, besides those for which `filter` may drop a text that was
+# reasons for which a file or line was not read, besides those for which `filter` may drop a text
+# that was
 DAMAGE = (
     *("damaged", "long_window", "not_utf8", "not_text", "too_large"),
     *("not_json", "no_field", "no_permission"),
@@ -357,8 +357,8 @@ def json_objects(
         ValueError: a line is not JSON, or a compressed file is damaged or truncated.
     """
     try:
-        # bytes, whose lines end at a newline alone: str.splitlines would end them at U+2028, U+2029 and U+0085
-        # inside of strings, too
+        # bytes, whose lines end at a newline alone: str.splitlines would end them at U+2028, U+2029
+        # and U+0085 inside of strings, too
         with open_input(os.fspath(name)) as file:
             yield from json_lines(file, name, skipped)
     except Unreadable as error:

@@ -42,8 +42,9 @@ def split_codec(name: str) -> tuple[str, str | None]:
 
 
 class _Bzip2(io.RawIOBase):
-    # pyarrow fails at an empty stream behind another, and at zeros, which tapes and block devices leave behind the
-    # last; Python's own bz2 file takes a stream whose head is damaged for the end, without a word
+    # pyarrow fails at an empty stream behind another, and at zeros, which tapes and block devices
+    # leave behind the last; Python's own bz2 file takes a stream whose head is damaged for the end,
+    # without a word
     def __init__(self, raw: BinaryIO) -> None:
         self._raw, self._stream = raw, bz2.BZ2Decompressor()
 

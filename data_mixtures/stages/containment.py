@@ -2,10 +2,6 @@
 
 A held-out document is left out of validation when documents of training hold `contained_share` of
 its runs of 13 words. Words, runs and their search are those of `ngrams`; a document is a passage.
-
-`held_out`, by group of filtered units, writes the runs of held-out documents; `scan`, by group, which
-of all those its training documents hold; `contained`, once, the documents. The text is read twice; a
-worker holds the runs of all held-out documents, 64 times 20 bytes each.
 """
 
 from __future__ import annotations
@@ -102,6 +98,7 @@ def _index(work: Stage) -> tuple[ngrams.Index, np.ndarray]:
 def _build_index(
     out: Path, groups: tuple[tuple[Unit, int], ...], _: str
 ) -> tuple[ngrams.Index, np.ndarray]:
+    # a worker holds the runs of all held-out documents, 64 times 20 bytes each
     rows = [np.load(stage.check_file(out, HELD_OUT, group, GRAMS)) for group, _ in groups]
     pairs = zip(groups, rows, strict=True)
     owners = [first + each["document"].astype(np.int64) for (_, first), each in pairs]
@@ -154,8 +151,8 @@ class Contained(Grouped):
         runs, of_training = (
             np.bincount(each, minlength=len(numbers)) for each in (passages, in_training)
         )
-        # validation loses the document, training keeps its text: a held-out file that is only a licence
-        # would else remove every file with that licence from training
+        # validation loses the document, training keeps its text: a held-out file that is only a
+        # licence would else remove every file with that licence from training
         contained = numbers[of_training >= self.recipe.dedup.contained_share * runs]
         documents.write_rows(
             folder, [each for group in groups for each in self.members(group)], contained

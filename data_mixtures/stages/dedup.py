@@ -2,11 +2,7 @@
 
 MinHash with datatrove's text normalisation, shingles and hash functions: two documents are near
 copies when all hashes of a bucket (a band) are equal. A document stays only if it comes first in all
-of its bands, so no two that stay share a band. There are no pairs and no clusters: the work is
-linear in documents (docs/decisions/data-pipeline.md).
-
-`signatures`, by group of filtered units, hashes each band of each document. `bands`, by range of
-hashes, lists the documents that are not first there. `dedup`, by group, collects their rows.
+of its bands (docs/decisions/data-pipeline.md).
 """
 
 from __future__ import annotations
@@ -107,8 +103,8 @@ def write_sorted(folder: Path, rows: np.ndarray) -> None:
 class Bands(Stage):
     """The stage `bands`: a unit is a range of hashes."""
 
-    # writes the numbers (_NUMBER) of documents that are not first in a band, each once, ascending. A
-    # number is a document's place in all units of all sources
+    # writes the numbers (_NUMBER) of documents that are not first in a band, each once, ascending.
+    # A number is a document's place in all units of all sources
     name = BANDS
 
     def units(self) -> list[Unit]:
@@ -128,10 +124,11 @@ class Bands(Stage):
             with blocks.open_files(self.out, SIGNATURES, [group], SORTED) as (file,):
                 rows = file.read_rows("hash", low, high)
             hashes.append(rows["hash"])
-            # held-out documents rank before the rest, so that no run trains on a near copy of its validation;
-            # then the recipe's order counts
+            # held-out documents rank before the rest, so that no run trains on a near copy of its
+            # validation; then the recipe's order counts
             trained = np.where(rows["held_out"], np.uint64(0), _TRAINED)
             ranks.append(rows["row"].astype(np.uint64) + np.uint64(first) + trained)
+        # so no two documents that stay share a band. No pairs, no clusters: linear in documents
         later = np.unique(not_first(np.concatenate(hashes), np.concatenate(ranks)) & ~_TRAINED)
         write_sorted(folder, later.view(_NUMBER))
         return {"rows": sum(map(len, hashes)), "later": len(later)}
@@ -160,6 +157,7 @@ class Dedup(Grouped):
         return stage.key_of(self.name, str(unit), self.files(unit), later)
 
     def work(self, unit: Unit, folder: Path) -> Json:
+        # its rows of all ranges: every row is written once and read once
         _, receipt, first = next(each for each in of_all(self, SIGNATURES) if each[0] == unit)
         count = receipt["counts"]["documents"]
         with blocks.open_files(self.out, BANDS, self._bands(), SORTED) as files:

@@ -151,10 +151,10 @@ def read_documents(path: Path, without: Any = ()) -> Iterator[Documents]:
 
 def with_repeats(tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return which of the consecutive documents hold many repeats of an n-gram: bool (documents,)."""
-    # The rule of OLMo-core's InstanceFilterConfig, which masks such windows while training because they cause
-    # loss spikes: 1 to 13 tokens, 32 times in a row, such as "ha ha ha" or an empty table. Here the document is
-    # dropped before the shuffle: windows are fixed by the stream of tokens, so to leave one out would leave out
-    # the ends of two other documents with it.
+    # The rule of OLMo-core's InstanceFilterConfig, which masks such windows while training because
+    # they cause loss spikes: 1 to 13 tokens, 32 times in a row, such as "ha ha ha" or an empty
+    # table. Here the document is dropped before the shuffle: windows are fixed by the stream of
+    # tokens, so to leave one out would leave out the ends of two other documents with it.
     ends = np.cumsum(lengths, dtype=np.int64)
     has_run = np.zeros(len(lengths), bool)
     for period in range(1, MAX_PERIOD + 1):

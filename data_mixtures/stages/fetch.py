@@ -46,8 +46,8 @@ class Damaged(ValueError):
 class Fetch(Stage):
     """The stage `fetch`."""
 
-    # a unit is a Parquet file or row groups of it, a group of files of text or JSON lines, or a part
-    # of one such file
+    # a unit is a Parquet file or row groups of it, a group of files of text or JSON lines, or a
+    # part of one such file
     name = "fetch"
     mirror: str | None = None
 
@@ -221,7 +221,8 @@ def _is_transient(error: Exception) -> bool:
 
 
 def _read_local(entry: Json, target: Path, names: Mapping[str, str]) -> Json:
-    # a file that turns out to be damaged gives no documents at all: all files are read again without it
+    # a file that turns out to be damaged gives no documents at all: all files are read again
+    # without it
     damaged: dict[str, tuple[local.Unreadable, int]] = {}
     while True:
         dropped = local.Dropped()

@@ -1,9 +1,8 @@
 """filter: raw.parquet -> DIR/filter/<source>/unit-NNNNN/documents.parquet, the texts kept, with ids.
 
 A dropped document is counted under the first reason that holds: not_utf8, empty, too_short,
-too_long, not_kept (`keep`), contaminated (`decontaminate`), or the reason of a step (`quality`).
-Steps up to the last one that changes text run before not_kept, which is judged by the final text.
-The order is kept, and memory is bounded by a row group.
+too_long, not_kept (`keep`), contaminated (`decontaminate`), or the reason of a step (`quality`). The
+order is kept, and memory is bounded by a row group.
 """
 
 from __future__ import annotations
@@ -110,6 +109,8 @@ class DocumentFilter:
     ) -> None:
         self.recipe, self.limits = recipe, recipe.filter
         self.index, self.below = index, keep * 2**64
+        # steps up to the last one that changes text run before not_kept, which is judged by the
+        # final text
         changing = max((place + 1 for place, step in enumerate(steps) if step.changes), default=0)
         self.before, self.after = steps[:changing], steps[changing:]
         self._read = self._cut = self._kept = self._bytes = self._nuls = 0

@@ -1,8 +1,7 @@
 """The manifest of a source: its finished shards under DIR/<source>/, described by source.json.
 
-source.json is a pure function of the texts, the plan, the tokenizer, the recipe's numbers and the
-code: no time, no host. Every document read is accounted for: read == kept + sum(dropped). Locks pin
-its identity, `shards.content_sha256`; the code's version and the plan's hash pin nothing.
+Every document read is accounted for: read == kept + sum(dropped). Locks pin the manifest's identity,
+`shards.content_sha256`.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from data_mixtures.stages.fetch import sum_lost_files
 from data_mixtures.stages.stage import Unit, receipts
 from records.files import code_version, file_sha256
 
-# what decides the data of a source beside its plan; kept in source.json, so that a change is seen before
-# it is made
+# what decides the data of a source beside its plan; kept in source.json, so that a change is seen
+# before it is made
 _DECIDES = (
     "seed",
     "seq_len",

@@ -1,8 +1,7 @@
 """Run units as tasks of a Ray cluster: that of RAY_ADDRESS, else one of this machine alone.
 
-Ray repeats the units of a lost node or killed worker; a unit that runs twice writes the same bytes.
-Nodes need this checkout and its environment at the same paths, and the recipe's inputs and outputs
-on a shared disk or behind URLs.
+Nodes need this checkout and its environment at the same paths, and the recipe's inputs and outputs on
+a shared disk or behind URLs.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ def outcomes(stage: Stage, units: list[Unit], workers: int) -> Generator[Json | 
         ValueError: names a unit that was lost RETRIES + 1 times.
     """
     ray = _connect()
+    # Ray repeats the units of a lost node or killed worker; a second run writes the same bytes
     work = ray.remote(num_cpus=1, max_retries=RETRIES)(attempt)
     place = store.place(stage.out)
     waiting, running = list(reversed(units)), dict[Any, Unit]()

@@ -46,7 +46,8 @@ def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = N
     if recipe.corpus is not None and on_disk:
         _write_corpus(recipe.corpus, out / "corpus")
     remote = [each for each in chosen if isinstance(each, HubSource)]
-    # a revision does not change, so the plan of a hub source is kept; local files are listed every time
+    # a revision does not change, so the plan of a hub source is kept; local files are listed every
+    # time
     new = [each for each in remote if before.get(each.name, {}).get("spec") != _spec(each)]
     planned = _plan_hub(hub.origin(mirror), new) if new else {}
     planned |= _plan_each(on_disk, lambda each: _local(each, local.roots(out, recipe.folder)))
@@ -92,11 +93,12 @@ def _local(each: LocalSource, roots: Mapping[str, str]) -> Json:
         files = local.find(source_input, roots)
         local.check_kind(source_input, files)
         _check_field(source_input, files[0][0])
-        # how a listed file is read; it was found by the rest, and more that is found leaves its unit as it is
+        # how a listed file is read; it was found by the rest, and more that is found leaves its
+        # unit as it is
         settings = asdict(replace(source_input, paths=("*",), exclude=(), files=None))
         for group, rows, parts in _groups(source_input, files):
-            # a file may get another time or folder without other content: it is read again, but the data
-            # is the same
+            # a file may get another time or folder without other content: it is read again, but the
+            # data is the same
             names = [[local.portable(name, roots), size] for name, size, _ in group]
             entry: Json = {"kind": "local", "input": settings, "files": group}
             if source_input.kind == "resolved":

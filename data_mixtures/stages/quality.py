@@ -115,7 +115,8 @@ def _runner(name: str, made: Any, arguments: Json) -> Callable[[str], tuple[str,
     from datatrove.data import Document
 
     if CLASSES[name][0].startswith("formatters."):
-        # a new one for each text: that of PII takes its replacements in turn, over all texts that it sees
+        # a new one for each text: that of PII takes its replacements in turn, over all texts that
+        # it sees
         return lambda text: (made(**arguments).format(text), None)
     step = _with_model(name, made, arguments) if name in MODELS else made(**arguments)
 

@@ -1,7 +1,6 @@
 """Run the unfinished units of a stage: one after another, on local processes, or on Ray.
 
-A killed worker is an error that names its unit; workers end with the main process. Their output is
-in DIR/.logs/<stage>/workers.log, their current units in DIR/.logs/<stage>/workers/.
+Workers' output is in DIR/.logs/<stage>/workers.log, their current units in DIR/.logs/<stage>/workers/.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """order and shuffle: from sorted runs to shards, one order for a whole source.
 
 Each run (of `tokenize` or `runs`) is sorted by (key, high, low), where key = xxh3(seed, low) and
-(high, low) are the halves of the text's 128-bit hash. A range of keys is thus a contiguous slice of
-every run, and the source's order is the merge of such slices. Memory does not grow with the source
-or the number of runs; the bytes depend on neither units, runs nor workers.
+(high, low) are the halves of the text's 128-bit hash. The bytes depend on neither units, runs nor
+workers.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from data_mixtures.stages.stage import Stage, Unit, receipts
 from data_mixtures.stages.tokenize import DOCUMENT, INDEX, ORIGINS, SLICED, TOKENS, totals
 
 ORDER, SHUFFLE = "order", "shuffle"
-# what `order` writes for a document, in the final order: `unit` is its run, `start` its first token in
-# tokens.bin of it
+# what `order` writes for a document, in the final order: `unit` is its run, `start` its first token
+# in tokens.bin of it
 _KEPT = ("low", "start", "origin", "length", "origin_bytes")
 _PLACED = np.dtype([*((name, DOCUMENT[name]) for name in _KEPT), ("unit", "<u2")])
 # a document of a shard: `at` is its first token in the source's stream
@@ -53,6 +52,7 @@ class OrderDocuments(Stage):
         )
 
     def work(self, unit: Unit, folder: Path) -> Json:
+        # a range of keys is one slice of every run; the source's order is the merge of such slices
         low, high = ranges_of(self.out, unit.source)[unit.number]
         # merges the indexes only, no tokens
         with blocks.open_files(
@@ -214,6 +214,8 @@ class WriteShards(Stage):
                         documents, skip, until = begins[-1], 0, begins[-1]["length"]
                     lengths = np.minimum(documents["length"], until) - skip
                     starts = documents["start"].astype(np.int64) + skip
+                    # slices are read in large pieces; memory does not grow with the source or the
+                    # number of runs
                     yield from blocks.gather(files, documents["unit"], starts, lengths, dtype)
                 at += tokens
 

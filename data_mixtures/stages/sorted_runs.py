@@ -1,9 +1,4 @@
-"""runs: many tokenized units merged to few sorted runs, DIR/runs/<source>/unit-NNNNN/, of the same form.
-
-Every shard reads a slice of each run, so files are opened (runs x shards) times: with units as runs,
-the square of a source's size. A source of more than RUNS units is therefore merged first. Nothing is
-dropped and ties keep the order of the units, so the shards have the same bytes with and without.
-"""
+"""runs: many tokenized units merged to few sorted runs, DIR/runs/<source>/unit-NNNNN/, of the same form."""
 
 from __future__ import annotations
 
@@ -38,6 +33,8 @@ def groups(out: Path, source: str) -> list[list[Unit]]:
 
 def find_units(out: Path, source: str) -> tuple[str, list[Unit]]:
     units, count = stage.list_units(out, source), len(groups(out, source))
+    # every shard reads a slice of each run, so files are opened (runs x shards) times: with units
+    # as runs, the square of a source's size. Hence more than RUNS units are merged first
     if count == len(units):
         return "tokenize", units
     return "runs", [Unit(source, number) for number in range(count)]
@@ -91,6 +88,8 @@ class Runs(Stage):
             shards.write_array_header(written[INDEX], DOCUMENT, total["documents"])
             at = {TOKENS: 0, ORIGINS: 0}
             for keys in key_ranges(total["documents"]):
+                # drops nothing, and ties keep the order of the units: shards have the same bytes
+                # without a merge
                 rows = in_order(read_slices(read[INDEX], *keys))
                 for name, start, length, dtype in parts(token_dtype(made)):
                     lengths = rows[length].astype(np.int64)

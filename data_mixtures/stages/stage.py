@@ -1,10 +1,7 @@
 """The base of all stages: units of work, each with a receipt and restartable after a kill.
 
 A unit's result is the folder DIR/<stage>/<source>/unit-NNNNN/, which appears by one rename with its
-receipt.json inside. The receipt holds the key (a hash of everything that the result depends on,
-including the receipts of the previous stage), the size and hash of every file, and the counts. A
-unit is done again only if its key or the sizes of its files differ, so changes cascade. A unit reads
-only its own inputs, so results do not depend on the workers.
+receipt.json inside. Results do not depend on the workers: a unit reads only its own inputs.
 """
 
 from __future__ import annotations
@@ -38,8 +35,8 @@ AGAIN = "run the same command again: it continues with the unfinished units"
 # their message alone says what to do: wrong input, a disk or network
 FOR_USERS = ValueError, OSError
 T = TypeVar("T")
-# of what each stage makes, raised when other code gives other results: a test holds the hashes of these. Other code
-# that gives the same results makes nothing again
+# of what each stage makes, raised when other code gives other results: a test holds the hashes of
+# these. Other code that gives the same results makes nothing again
 FORMATS = {
     "benchmarks": 2,
     "fetch": 1,
@@ -265,6 +262,8 @@ def forget(out: Path, stage: str, unit: Unit) -> None:
 
 def is_done(stage: Stage, unit: Unit) -> bool:
     """Return whether the unit's result is complete and has its current key."""
+    # the key covers the receipts of the previous stage, so a change cascades, and a restart repeats
+    # only what was lost
     receipt = read_receipt(stage.out, stage.name, unit)
     if receipt is None or receipt["key"] != stage.key(unit):
         return False

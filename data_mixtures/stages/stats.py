@@ -134,7 +134,8 @@ def count_shared_documents(out: Path, sources: tuple[str, ...], workers: int) ->
     """Return {"pairs": [{"sources", "documents"}]} by equal ids, or {"unknown": why} if units were deleted."""
     try:
         receipts = [receipt for source in sources for receipt in sorted_runs.receipts(out, source)]
-        # all units are sorted by the same key, so ranges of keys bring equal ids of all sources together
+        # all units are sorted by the same key, so ranges of keys bring equal ids of all sources
+        # together
         ranges = sorted_runs.key_ranges(sum(receipt["counts"]["documents"] for receipt in receipts))
         with ThreadPoolExecutor(workers) as pool:
             shared = sum(

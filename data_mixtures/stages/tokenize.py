@@ -1,8 +1,7 @@
 """tokenize: documents.parquet -> DIR/tokenize/<source>/unit-NNNNN/{documents.npy, tokens.bin, origins.bin}.
 
-All three files list the unit's documents by (key, high, low): high and low are the halves of the
-128-bit id, and key = xxh3_64(low, seed). A range of keys is thus one slice of every unit, and the
-order of a whole source is a merge.
+The files list documents by (key, high, low): the halves of the 128-bit id, and key = xxh3_64(low,
+seed).
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from data_mixtures.stages.stage import DOCUMENTS, Stage, Unit
 from records.files import file_sha256, write_atomically
 
 INDEX, TOKENS, ORIGINS = SLICED = "documents.npy", "tokens.bin", "origins.bin"
-# start and length are of its tokens, in tokens; origin and origin_bytes of the JSON that tells where
-# it came from
+# start and length are of its tokens, in tokens; origin and origin_bytes of the JSON that tells
+# where it came from
 _COLUMNS = ("key", "high", "low", "start", "origin"), ("length", "bytes", "origin_bytes")
 DOCUMENT = np.dtype(
     [(name, kind) for names, kind in zip(_COLUMNS, ("<u8", "<u4"), strict=True) for name in names]
@@ -76,6 +75,7 @@ class Tokenize(Stage):
                     documents.with_repeats(tokens, lengths) if wanted else np.zeros(len(ids), bool)
                 )
         unit_documents = np.concatenate([np.empty(0, DOCUMENT), *rows])
+        # a range of keys is then one slice of every unit, and the order of a source is a merge
         order = by_key(unit_documents)
         ordered = unit_documents[order := order[~np.concatenate(looping)[order]]]
         for name, start, length, dtype in parts(made.dtype):

@@ -1,9 +1,4 @@
-"""verify: compare every byte of every source with its manifest, and name damage by file and block.
-
-One pass over a file gives its sha256, the hash of each 16 MiB block (which locates damage) and the
-positions of `bos_id`, which must match the document index. Nothing is changed; `remedy` lists the
-commands that make damaged files again with the same bytes.
-"""
+"""verify: compare every byte of every source with its manifest, and name damage by file and block."""
 
 from __future__ import annotations
 
@@ -115,6 +110,8 @@ def _check_tokens(path: Path, entry: Json, bos_id: int) -> tuple[list[Damage], n
         return [Damage(path, f"missing; {entry['bytes']} bytes in the manifest")], None
     damage: list[Damage] = []
     whole, begins, dtype = hashlib.sha256(), [np.empty(0, np.int64)], shards.token_dtype(entry)
+    # one pass: sha256 of the file, the hash of each 16 MiB block, which locates damage, and the
+    # places of `bos_id`, which must match the document index
     for number, expected in enumerate(entry["xxh3_blocks"]):
         at = number * shards.BLOCK_BYTES
         block = _read_block(path, at)
@@ -173,8 +170,9 @@ def _check_locks(out: Path, manifests: dict[str, Json]) -> list[Damage]:
 
 def remedy(recipe_path: Path, out: Path, damage: Iterable[Damage]) -> list[str]:
     """List the shell commands that restore damaged files."""
-    # A published file is a hard link to its unit's in `shuffle`, so both go, and the shard is made again from
-    # the tokenized units. `prepare` compares manifests, locks and the tokenizer by itself.
+    # A published file is a hard link to its unit's in `shuffle`, so both go, and the shard is made
+    # again from the tokenized units. `prepare` compares manifests, locks and the tokenizer by
+    # itself.
     gone: dict[Path, None] = {}
     for path in (each.path for each in damage):
         if path.parent == out or path.name == shards.MANIFEST:
