@@ -101,7 +101,7 @@ def stride(windows: int) -> int:
 
 
 def _quotients(numerator: int, denominator: int) -> Iterator[int]:
-    """Yield the continued fraction of numerator / denominator."""
+    # the continued fraction of numerator / denominator
     while denominator:
         quotient, rest = divmod(numerator, denominator)
         yield quotient

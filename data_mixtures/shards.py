@@ -258,7 +258,6 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def save_array(path: Path, array: np.ndarray) -> None:
-    """Write an array as `np.save` does."""
     # on a full disk, numpy's own error only says "145 requested and 122 written"
     with path.open("wb") as file:
         write_array_header(file, array.dtype, len(array))
@@ -266,7 +265,7 @@ def save_array(path: Path, array: np.ndarray) -> None:
 
 
 def write_array_header(file: BinaryIO, dtype: np.dtype, rows: int) -> None:
-    """Write the header of a one-dimensional .npy file."""
+    # one-dimensional
     descr = np.lib.format.dtype_to_descr(dtype)
     np.lib.format.write_array_header_1_0(
         file, {"descr": descr, "fortran_order": False, "shape": (rows,)}

@@ -165,7 +165,7 @@ def _document_at(data: Path, place: Json, begin: int, packed: bool) -> Json:
     stride = manifest["windows_per_shard"] * manifest["seq_len"]
     names = [entry["name"] for entry in manifest["shards"]]
     number = shards.shard_number(place["shard"])
-    # it may begin in an earlier shard. None: padding, the rest of a long document in packed
+    # it may begin in an earlier shard. {} for padding, the rest of a long document in packed
     # windows, or an earlier shard that is gone
     for position in range(names.index(place["shard"]), -1, -1):
         index = read_index(folder, position)

@@ -32,7 +32,7 @@ Place = tuple[str, str]
 
 
 class Store:
-    """The store behind a copy's URL. Paths are of files in the copy; the store has the same names."""
+    """The store behind a copy's URL; both use the same relative names."""
 
     def __init__(self, here: Path, url: str) -> None:
         self.here, self.url = here, url
@@ -58,7 +58,7 @@ class Store:
         self._saved = self._stat_small()
 
     def save(self) -> None:
-        """Put back changed files of the folder itself, and delete there those deleted here."""
+        """Put changed files of the folder itself, and remove those deleted here."""
         # what others have put there stays
         small = self._stat_small()
         for name, _ in small.items() - self._saved.items():
@@ -67,8 +67,8 @@ class Store:
         self._saved = small
 
     def _stat_small(self) -> dict[str, tuple[int, int]]:
-        """Return (bytes, time of change) of the folder's own files."""
         files = (each for each in self.here.iterdir() if each.is_file() and each.name[0] != ".")
+        # (bytes, time of change)
         return {each.name: (each.stat().st_size, each.stat().st_mtime_ns) for each in files}
 
     def _write(self, names: Iterable[str]) -> None:
@@ -91,7 +91,7 @@ class Store:
                 os.utime(folder)  # its time tells readers that receipts changed
 
     def pull(self, path: Path) -> None:
-        """Copy a file from the store, unless it is here or not there."""
+        """Copy a file from the store, unless it exists here or is missing there."""
         if path.exists() or (path.name == RECEIPT and path.parents[1] in self._listed):
             return
         part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
@@ -131,7 +131,6 @@ class Store:
         self.system.put_file(str(path), self.name(path))
 
     def copy(self, path: Path, target: Path) -> None:
-        """Copy a file within the store."""
         self.system.cp_file(self.name(path), self.name(target))
 
     def remove(self, paths: Iterable[Path], recursive: bool = False) -> None:
@@ -232,7 +231,7 @@ def _new(here: Path, url: str) -> Store:
 
 
 def _remove_left() -> None:
-    """Delete the copies of dead workers."""
+    # copies of workers that are gone
     for old in _scratch().glob("worker-*"):
         if not Path(f"/proc/{old.name.removeprefix('worker-')}").exists():
             shutil.rmtree(old, ignore_errors=True)
@@ -245,7 +244,7 @@ def _scratch() -> Path:
 
 
 def open_part(out: Path, path: Path) -> BinaryIO:
-    """Open a file, here or in the store, to read parts of it."""
+    """Open a file, here or in the store, to read parts of it; FileNotFoundError if missing."""
     store = of(out)
     found: Any = (
         store.system.open(store.name(path), "rb", cache_type="none")

@@ -215,7 +215,6 @@ class WrongSha1(OSError):
 
 
 def _with_sha1(sha1: bytes, body: bytes) -> bytes:
-    """Return the object, plain or decompressed, that has this sha1."""
     if _sha1(body) == sha1:
         return body
     with suppress(OSError, EOFError, zlib.error):

@@ -141,7 +141,6 @@ class Fetch(Stage):
 
 
 def _retry(work: Callable[[], Json], target: Path, remote: bool) -> Json:
-    """Return the result of `work`, repeated after transient errors."""
     attempt = 1
     while True:
         try:

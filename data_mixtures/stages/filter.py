@@ -129,7 +129,6 @@ class DocumentFilter:
         return kept
 
     def _pieces(self, origin: str, raw: bytes) -> list[Document]:
-        """Return a row's documents: none, its text, or pieces of it."""
         # rows come as bytes, so that broken UTF-8 is counted and does not end the run
         try:
             text = raw.decode("utf-8")
@@ -174,7 +173,6 @@ class DocumentFilter:
         return left if steps else documents
 
     def _choose_documents(self, documents: list[Document]) -> list[Document]:
-        """Return the documents of the kept part of the source, with ids."""
         chosen = []
         for origin, text, utf8, _ in documents:
             utf8 = utf8 or text.encode()

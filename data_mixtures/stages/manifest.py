@@ -105,7 +105,7 @@ def _decides(recipe: Recipe, out: Path, source: str) -> Json:
 
 
 def _pins(out: Path, source: str) -> dict[str, str]:
-    """Return the content of a source that each lock pins, by lock."""
+    """Return the content of a source that each lock pins."""
     by_lock: dict[str, str] = {}
     for path in sorted(out.glob("*.lock.json")):
         with suppress(ValueError):  # one that is broken pins nothing
@@ -119,7 +119,6 @@ def _pins(out: Path, source: str) -> dict[str, str]:
 
 
 def _refuse_other_data(out: Path, source: str, description: Json) -> None:
-    """Raise ValueError if this description would replace data that a lock pins."""
     published, new = _manifest(out / source), shards.content_sha256(description)
     pins = _pins(out, source).items()
     if locks := [
@@ -181,7 +180,6 @@ def _publish_there(
     written: tuple[Json, ...],
     replace: bool,
 ) -> str:
-    """Publish to a store, without links: files move from their units, source.json comes last."""
     final, sizes, known = out / source, there.sizes(out / source), {shards.MANIFEST}
     left = dict[Unit, Json]()
     for unit, receipt in (
@@ -202,6 +200,7 @@ def _publish_there(
         if not replace:
             _refuse_other_data(out, source, description)
         there.remove([final / shards.MANIFEST])
+    # a store has no links: files move from their units, and source.json is written last
     for unit, files in left.items():
         for name in files:
             there.copy(stage.unit_folder(out, shuffle.SHUFFLE, unit) / name, final / name)

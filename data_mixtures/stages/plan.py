@@ -130,7 +130,6 @@ def _groups(
 
 
 def size_of(entry: Json) -> int:
-    """Return the bytes that a unit reads."""
     if "range" in entry:
         return entry["range"][1] - entry["range"][0]
     return entry.get("bytes", 0) + sum(file[1] for file in entry.get("files", ()))
@@ -220,13 +219,13 @@ def _plan_each(wanted: Iterable[S], ask: Callable[[S], Json]) -> dict[str, Json]
 
 
 def _ask_each(wanted: Mapping[str, T], ask: Callable[[T], R], problem: str) -> dict[str, R]:
-    """Return the answers by name; one ValueError names all refusals."""
     answers, refused = {}, []
     for name, each in wanted.items():
         try:
             answers[name] = ask(each)
         except ValueError as error:
             refused.append(f"  {name}: {error}")
+    # one error for all
     if refused:
         raise ValueError("\n".join([f"{len(refused)} {problem}; nothing was read:", *refused]))
     return answers

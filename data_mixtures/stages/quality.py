@@ -154,7 +154,7 @@ def _with_model(name: str, made: Any, arguments: Json) -> Any:
 
 
 def identity(steps: list[Json]) -> Any:
-    """Return what the keys of filtered units say about the steps."""
+    """Return what keys say about the steps."""
     models = [Path(each["model"]) for each in steps if "model" in each]
     hashes = [stage.sha256_of(path) for path in models if path.is_file()]
     # names and arguments, hashes of models, package versions

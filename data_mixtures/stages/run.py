@@ -156,7 +156,7 @@ def _read_receipts(stage: Stage, units: list[Unit]) -> None:
 def _remove_others(stage: Stage, units: list[Unit]) -> None:
     known = {unit_folder(stage.out, stage.name, unit) for unit in units}
     here = {path for folder in {unit.parent for unit in known} for path in folder.glob("unit-*")}
-    # they are of an older plan or of more text
+    # units of an older plan, or of a time with more text
     for folder in here - known:
         shutil.rmtree(folder)
         if there := store.of(stage.out):

@@ -80,7 +80,6 @@ def layout(recipe: Recipe, source: str) -> Json:
 
 
 def flags_name(name: str) -> str:
-    """Return the name of a token file's flags file."""
     return f"{Path(name).stem}.flags.bin"
 
 
@@ -95,7 +94,7 @@ class WriteShards(Stage):
         return [Unit(source, n) for source in self.sources for n in range(self.shards(source) + 1)]
 
     def shards(self, source: str) -> int:
-        """Return how many shards a source fills; ValueError if not even one window."""
+        """Return how many shards a source fills; ValueError if its text fills no training window."""
         if not (windows := self._windows(source, "train")):
             few = f"too little text for one training window of {self.recipe.seq_len} tokens"
             raise ValueError(f"source {source!r} has {few}: add text, or lower seq_len")

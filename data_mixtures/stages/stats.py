@@ -40,7 +40,6 @@ FACTS = (
 
 
 def write(out: Path, sources: tuple[str, ...], console: Console, workers: int) -> Json:
-    """Print the tables, write stats.json, and return its content."""
     manifests = {source: shards.read_manifest(out / source) for source in sources}
     facts = {}
     for name, manifest in manifests.items():
@@ -62,7 +61,6 @@ def write(out: Path, sources: tuple[str, ...], console: Console, workers: int) -
 
 
 def print_lost_files(sources: Mapping[str, Json], console: Console) -> None:
-    """Print the lost files of each source ("lost")."""
     for name, each in sources.items():
         if sentence := describe_lost_files(each["lost"]):
             line = f"{name}: {sentence}"
@@ -70,7 +68,6 @@ def print_lost_files(sources: Mapping[str, Json], console: Console) -> None:
 
 
 def _phases(out: Path) -> Json:
-    """Return the share of each source in every pinned phase."""
     phases = {}
     for path in sorted(out.glob("*.lock.json")):
         lock = mixture.read_lock(path)
@@ -151,7 +148,7 @@ def count_shared_documents(out: Path, sources: tuple[str, ...], workers: int) ->
 def _count_shared(
     out: Path, sources: tuple[str, ...], low: int, high: int
 ) -> Counter[tuple[str, str]]:
-    """Count the documents with low <= key < high that pairs of sources share."""
+    # documents with low <= key < high
     ids = {}
     for source in sources:
         with blocks.open_files(out, *sorted_runs.find_units(out, source), INDEX) as files:

@@ -98,9 +98,7 @@ class Tokenize(Stage):
 
 
 def is_exact(made: tokenizer.Tokenizer, ids: list[bytes], texts: list[bytes], before: int) -> bool:
-    """Return whether the fast encoder gives the library's ids for a sample of a unit's documents.
-
-    The sample is the unit's first documents and one of 1,000.
+    """Return whether the fast encoder gives the library's ids for a sample of these documents.
 
     Args:
         before: bytes of the unit's documents before these.
@@ -125,7 +123,6 @@ def by_key(documents: np.ndarray) -> np.ndarray:
 
 
 def totals(documents: np.ndarray) -> dict[str, int]:
-    """Return the counts of documents, tokens, and bytes of text."""
     tokens, size = (int(documents[name].sum(dtype=np.int64)) for name in ("length", "bytes"))
     return {"documents": len(documents), "tokens": tokens, "bytes": size}
 

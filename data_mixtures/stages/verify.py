@@ -133,10 +133,10 @@ def _check_tokens(path: Path, entry: Json, bos_id: int) -> tuple[list[Damage], n
 
 
 def _read_block(path: Path, at: int) -> bytes:
-    """Read a block; empty if the disk cannot."""
     with suppress(OSError), path.open("rb", buffering=0) as file:
         file.seek(at)
         return file.read(shards.BLOCK_BYTES)
+    # the disk cannot read it
     return b""
 
 
