@@ -70,8 +70,7 @@ def of_sentencepiece(model: bytes) -> Encode | None:
         special = {each["content"] for each in spec["added_tokens"] if each["special"]}
         never = special | {spec["model"]["unk_token"]} | {f"<0x{byte:02X}>" for byte in range(256)}
         spec["added_tokens"] = [each for each in spec["added_tokens"] if not each["special"]]
-        # merges are derived from the pieces; drop those to pieces that sentencepiece never makes of
-        # text
+        # derived from the pieces; drop merges to pieces that sentencepiece never makes of text
         spec["model"]["merges"] = [
             pair for pair in spec["model"]["merges"] if "".join(pair) not in never
         ]

@@ -58,7 +58,7 @@ class Store:
         self._saved = self._stat_small()
 
     def save(self) -> None:
-        """Put changed files of the folder itself, and remove those deleted here."""
+        """Copy changes and deletions of the folder's own files to the store."""
         # what others have put there stays
         small = self._stat_small()
         for name, _ in small.items() - self._saved.items():

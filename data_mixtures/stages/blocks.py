@@ -34,8 +34,7 @@ COPY_BYTES = 1 << 20  # returned at a time: few enough to be hashed while they a
 
 def seal(path: Path) -> None:
     """Write the hashes of a file's blocks beside it."""
-    # not in the receipt, which every worker parses: the hashes of a whole source are too large for
-    # it
+    # not in receipts, which every worker parses: the hashes of a whole source are too large
     with path.open("rb") as file, path.with_name(path.name + HASHES).open("wb") as hashes:
         while data := file.read(_SEALED_BYTES // BLOCK_BYTES * BLOCK_BYTES):
             hashes.write(_hashes(memoryview(data)).tobytes())
@@ -213,6 +212,5 @@ def take_values(offsets: np.ndarray, data: np.ndarray, chosen: np.ndarray) -> It
 
 @functools.lru_cache(maxsize=1)
 def _buffer(size: int) -> np.ndarray:
-    # kept for the next shard: the first touch of new memory costs more than all that is done with
-    # it
+    # kept for the next shard: the first touch of new memory costs more than all work on it
     return np.empty(size, dtype=np.uint8)

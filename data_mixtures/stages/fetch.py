@@ -220,8 +220,7 @@ def _is_transient(error: Exception) -> bool:
 
 
 def _read_local(entry: Json, target: Path, names: Mapping[str, str]) -> Json:
-    # a file that turns out to be damaged gives no documents at all: all files are read again
-    # without it
+    # a damaged file gives no documents at all: all files are read again without it
     damaged: dict[str, tuple[local.Unreadable, int]] = {}
     while True:
         dropped = local.Dropped()

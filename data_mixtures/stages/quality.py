@@ -17,9 +17,9 @@ from data_mixtures.recipe import Recipe, check_known
 from data_mixtures.shards import Json
 from data_mixtures.stages import stage
 
-# name -> class in datatrove.pipeline, and whether it may change the text
-# of datatrove 0.10, those that need only the text: none that downloads word lists (C4 bad words,
-# unigrams), looks at the URL, or draws at random. It has no filters for code
+# name -> class in datatrove.pipeline, and whether it may change the text;
+# of datatrove 0.10 those that need only the text: none that downloads word lists (C4 bad words,
+# unigrams), looks at the URL, or draws at random; datatrove has no filters for code
 CLASSES = {
     "language": ("filters.LanguageFilter", False),
     "fasttext": ("filters.FastTextClassifierFilter", True),

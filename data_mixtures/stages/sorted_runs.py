@@ -88,8 +88,7 @@ class Runs(Stage):
             shards.write_array_header(written[INDEX], DOCUMENT, total["documents"])
             at = {TOKENS: 0, ORIGINS: 0}
             for keys in key_ranges(total["documents"]):
-                # drops nothing, and ties keep the order of the units: shards have the same bytes
-                # without a merge
+                # drops nothing and keeps ties in unit order: shards are the same without a merge
                 rows = in_order(read_slices(read[INDEX], *keys))
                 for name, start, length, dtype in parts(token_dtype(made)):
                     lengths = rows[length].astype(np.int64)

@@ -24,7 +24,7 @@ from data_mixtures.stages.stage import DOCUMENTS, Stage, Unit
 from records.files import file_sha256, write_atomically
 
 INDEX, TOKENS, ORIGINS = SLICED = "documents.npy", "tokens.bin", "origins.bin"
-# start and length are of its tokens, in tokens; origin and origin_bytes of the JSON that tells
+# start and length are of its tokens, in tokens; origin and origin_bytes of the JSON that says
 # where it came from
 _COLUMNS = ("key", "high", "low", "start", "origin"), ("length", "bytes", "origin_bytes")
 DOCUMENT = np.dtype(

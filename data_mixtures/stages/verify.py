@@ -136,7 +136,7 @@ def _read_block(path: Path, at: int) -> bytes:
     with suppress(OSError), path.open("rb", buffering=0) as file:
         file.seek(at)
         return file.read(shards.BLOCK_BYTES)
-    # the disk cannot read it
+    # a disk error: nothing could be read
     return b""
 
 
