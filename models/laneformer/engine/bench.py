@@ -128,8 +128,8 @@ def synthetic(engine: Engine, acceptance: Sequence[float], depth: int = 0) -> di
 
     Raises ValueError on GPUs, and for odds outside of 0 to 1.
     """
-    # drafts cost what the model's own head takes, or nothing where it has none: the result is an upper
-    # bound for a trained head or a draft model
+    # drafts cost what the model's own head takes, or nothing where it has none: the result is then
+    # an upper bound for a trained head or a draft model
     in_range("number of acceptances", len(acceptance), int, 1, MAX_DRAFT_TOKENS)
     for i, odds in enumerate(acceptance):
         in_range(f"acceptance[{i}]", odds, float, 0.0, 1.0)
