@@ -41,8 +41,9 @@ class SavedPrefixes:
     limit_bytes: of all files in the directory. hits, hit_tokens: prefixes loaded, and ids not read again.
     """
 
-    # a prefix is saved when it has grown and nothing happened for IDLE_S, when it leaves the pool of
-    # caches, and at `close`; it is loaded before a request that shares more with a file than the pool
+    # a prefix is saved when it has grown and nothing happened for IDLE_S, when it leaves the pool
+    # of caches, and at `close`; it is loaded before a request that shares more with a file than with
+    # the pool
 
     def __init__(self, decoder: _core.Decoder, directory: Path, limit_bytes: int, key: str):
         self.decoder, self.layout = decoder, Layout(*decoder.kv_layout)
