@@ -24,16 +24,16 @@ from .running import ExclusiveDecoder
 
 @dataclass(frozen=True)
 class Update:
-    """The news of one request since the last `updates`.
-
-    finish_reason: None while it runs; then "stop" (a stop id, or all scored), "length", "cancelled"
-    (`Batch.leave`), or "error" with `error`. scores: of a finished scoring request. statistics: of any finished one.
-    """
+    """The news of one request since the last `updates`."""
 
     ticket: int
     tokens: list[GeneratedToken]
+    # None while it runs; then "stop" (a stop id, or all scored), "length", "cancelled"
+    # (`Batch.leave`), or "error" with `error`
     finish_reason: str | None = None
+    # of a finished scoring request
     scores: PromptLogprobs | None = None
+    # of any finished request
     statistics: Statistics | None = None
     error: str | None = None
 

@@ -33,28 +33,25 @@ OBJECT = json.JSONDecoder(parse_int=str, parse_float=str)  # numbers of any leng
 
 
 class Delta(NamedTuple):
-    """A new piece of an answer.
+    """A new piece of an answer."""
 
-    kind: "reasoning", "text", "id" (of the next call, where the model writes one), "call" (a call begins; text is
-    the function's name) or "arguments" (of that call).
-    """
-
+    # "reasoning", "text", "id" (of the next call, where the model writes one), "call" (a call begins;
+    # text is the function's name) or "arguments" (of that call)
     kind: str
     text: str
 
 
 @dataclass(frozen=True)
 class CallForm:
-    """The syntax of calls: begin NAME middle ARGUMENTS (between NAME middle ARGUMENTS)* end.
+    """The syntax of calls: begin NAME middle ARGUMENTS (between NAME middle ARGUMENTS)* end."""
 
-    between: None where the model makes one call at a time. as_text: the template takes arguments as a JSON
-    string. CALL_ID and CALL_NUMBER mark the places of the call's id and number.
-    """
-
+    # CALL_ID and CALL_NUMBER within these mark the places of the call's id and number
     begin: str
     middle: str
+    # None where the model makes one call at a time
     between: str | None
     end: str
+    # the template takes arguments as a string of JSON
     as_text: bool = False
 
     @property

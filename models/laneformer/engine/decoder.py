@@ -71,9 +71,11 @@ class DraftModel:
 
 @dataclass(frozen=True)
 class DraftHead:
-    """A head for multi-token prediction: the number of ids it can draft, the bytes read per draft."""
+    """A head for multi-token prediction."""
 
+    # number of ids that it can draft
     ids: int
+    # read for each draft
     weight_bytes: int
 
 
@@ -82,36 +84,36 @@ Scores = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class Ended(NamedTuple):
-    """The results that a request has at its end; `statistics` has the fields of `Statistics`.
+    """The results that a request has at its end."""
 
-    logits: float32, [position][vocab], flat.
-    partials: float32, [position][layer][module][lane][hidden], flat.
-    first_token_s: from the join. token_s: float64, of each token after the first.
-    """
-
+    # the fields of `Statistics`
     statistics: dict[str, int]
     error: Exception | None = None  # it ended because of this
+    # float32, [position][vocab], flat
     logits: np.ndarray | None = None
+    # float32, [position][layer][module][lane][hidden], flat
     partials: np.ndarray | None = None
+    # from the join
     first_token_s: float = 0.0
+    # float64, of each token after the first
     token_s: np.ndarray | None = None
 
 
 class Collected(NamedTuple):
-    """New tokens of one request, the first of which has index `first`; `ended` is set at its end.
-
-    scores: of these tokens with `logprobs`; of a scoring request, all scores at its end.
-    """
+    """New tokens of one request."""
 
     ticket: int
+    # index of the first of these tokens
     first: int
     tokens: list[int]
+    # of these tokens with `logprobs`; of a scoring request, all scores at its end
     scores: Scores | None = None
+    # set once, at the request's end
     ended: Ended | None = None
 
     @property
     def whole(self) -> Ended:
-        """Return `ended`, which must be set."""
+        """The last news' `ended`."""
         assert self.ended is not None
         return self.ended
 
@@ -183,13 +185,12 @@ def finish_reason(request: Request, tokens: Sequence[int], cancelled: bool) -> s
 
 @dataclass(frozen=True)
 class GeneratedToken:
-    """One new token, with its log-probability before penalties and temperature (option `logprobs=n`).
-
-    top: (id, log-probability) of the n likeliest ids, the likeliest first.
-    """
+    """One new token; with the option `logprobs=n`, its log-probability and the n likeliest ids'."""
 
     id: int
+    # before penalties and temperature
     logprob: float | None = None
+    # (id, log-probability), the likeliest first
     top: tuple[tuple[int, float], ...] = ()
 
     @staticmethod
@@ -207,27 +208,25 @@ class GeneratedToken:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Counts of one request, or of those that ran together.
+    """Counts of one request, or of those that ran together."""
 
-    reused_tokens: prompt tokens whose keys and values were cached or copied from another request.
-    passes: reads of all weights. proposed_tokens, accepted_tokens: drafts, and those that were right.
-    """
-
+    # prompt tokens whose keys and values were cached, or copied from another request
     reused_tokens: int = 0
+    # reads of all weights
     passes: int = 0
+    # draft tokens
     proposed_tokens: int = 0
+    # draft tokens that were right
     accepted_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A finished request.
-
-    finish_reason: "stop" (a stop id), "length" (max_new_tokens, or the context is full) or "cancelled"
-    (`Engine.cancel` or `close` came first; tokens are those until then).
-    """
+    """A finished request."""
 
     tokens: list[GeneratedToken]
+    # "stop" (a stop id), "length" (max_new_tokens, or the context is full) or "cancelled"
+    # (`Engine.cancel` or `close` came first; tokens are those until then)
     finish_reason: str
     prompt_tokens: int
     statistics: Statistics
@@ -239,15 +238,15 @@ class Generation:
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """Scores of n ids of a prompt, each given all before it.
+    """Scores of n ids of a prompt, each given all before it."""
 
-    logprobs: float32 (n,). top_ids: int32 (n, top), the likeliest first. top_logprobs: float32 (n, top).
-    is_greedy: bool (n,), whether greedy decoding would choose the id; needs top >= 1.
-    """
-
+    # float32 (n,)
     logprobs: np.ndarray
+    # int32 (n, top), the likeliest first
     top_ids: np.ndarray
+    # float32 (n, top)
     top_logprobs: np.ndarray
+    # bool (n,): greedy decoding would choose the id; needs top >= 1
     is_greedy: np.ndarray
 
     @staticmethod

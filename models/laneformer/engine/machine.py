@@ -17,15 +17,15 @@ PERFORMANCE_CAPACITY = 0.5  # share of the fastest core's: slower ones would del
 
 @dataclass(frozen=True)
 class Machine:
-    """The CPUs that this process may use.
+    """The CPUs that this process may use."""
 
-    cores: the CPUs of each physical core. slow: those of efficiency cores. nodes: their memory nodes.
-    quota_cpus: CPU seconds per second that the control groups allow; None: no limit.
-    """
-
+    # of each physical core
     cores: tuple[tuple[int, ...], ...]
+    # of efficiency cores beside them
     slow: tuple[int, ...] = ()
+    # CPU seconds per second that the control groups allow; None: no limit
     quota_cpus: float | None = None
+    # number of memory nodes of these CPUs
     nodes: int = 1
 
     @property

@@ -13,14 +13,13 @@ log = logging.getLogger(__name__)
 
 
 class CacheFile(NamedTuple):
-    """A file that sorts by its last use.
+    """A file that sorts by its last use."""
 
-    used: seconds or nanoseconds since the epoch. source: the model's folder or GGUF file, for packed weights.
-    """
-
+    # seconds or nanoseconds since the epoch: the first field, which decides the order
     used: float
     path: Path
     bytes: int
+    # of packed weights: the model's folder or GGUF file
     source: Path = Path()
 
 

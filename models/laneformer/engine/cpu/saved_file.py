@@ -33,10 +33,11 @@ class Damaged(ValueError):
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a decoder's caches; windowed: for each segment, whether its layer has a window."""
+    """The layout of a decoder's caches."""
 
     position_bytes: int
     page: int  # positions that are kept or dropped together
+    # of each segment: its layer has a window
     windowed: Sequence[bool]
 
     def pieces(self, positions: int, dropped: np.ndarray) -> list[tuple[int, int, int]]:
@@ -53,13 +54,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class Prefix:
-    """The ids of a file, and where sequences can start.
+    """The ids of a file, and where sequences can start."""
 
-    ids: int32 (n,). starts: likely start positions. dropped: uint8 (pages,), 1 where layers with windows lost a page.
-    """
-
+    # int32 (n,)
     ids: np.ndarray
+    # positions where a sequence is likely to start
     starts: list[int]
+    # uint8 (pages,), 1 where layers with windows have lost a page
     dropped: np.ndarray
 
     def count_shared(self, ids: np.ndarray) -> int:
