@@ -40,8 +40,6 @@ class Update:
 
 @dataclass
 class Joined:
-    """A running request."""
-
     request: Request
     left: bool = False  # `leave` was called
     last: Sequence[int] = ()  # its last token, once there is one
@@ -51,8 +49,8 @@ class Batch:
     """Decode many requests at a time (`Engine.batch`); closing it ends them all.
 
     Up to `max_joined` decode together; a further `join` raises RuntimeError until `updates` reports an end.
-    Each request gets the tokens it would get alone. One thread at a time collects
-    updates; the other methods may be called from any thread.
+    Each request gets the tokens it would get alone. Any thread may call any method; `updates` calls
+    wait for each other.
     """
 
     def __init__(self, exclusive: ExclusiveDecoder, requests: Requests):
@@ -77,15 +75,14 @@ class Batch:
     def generation(
         self, prompt_ids: Sequence[int], *, masked: bool = False, **options: Any
     ) -> Request:
-        """Return the request of `join`; ValueError for invalid ids or options."""
+        """Return the request of `join`."""
         return self._requests.generation(prompt_ids, options, masked=masked)
 
     def scoring(self, ids: Sequence[int], *, start: int = 1, top: int = 0) -> Request:
-        """Return the request of `score`; ValueError for invalid ids or options."""
+        """Return the request of `score`."""
         return self._requests.scoring(ids, start, top)
 
     def begin(self, request: Request) -> int:
-        """Begin a request; return its ticket."""
         with self._lock:
             if self._closed:
                 raise ValueError("this batch is closed")
@@ -94,7 +91,7 @@ class Batch:
         return ticket
 
     def leave(self, ticket: int) -> None:
-        """End a request at the next token; its last update is "cancelled", unless it had ended by then."""
+        """End a request at the next token: "cancelled", unless it had ended by then."""
         with self._lock:
             if ticket in self._joined:
                 self._joined[ticket].left = True
@@ -103,8 +100,9 @@ class Batch:
     def allow(self, ticket: int, index: int, mask: np.ndarray) -> None:
         """Set the ids possible for new token `index` (from 0) of a masked request.
 
-        mask: bit id % 32 of word id // 32, uint32 (ceil(V / 32),). It may come while the pass before the draw runs.
+        mask: bit id % 32 of word id // 32, uint32 (ceil(V / 32),).
         """
+        # it may come while the pass before the draw runs
         self._decoder.allow(ticket, index, mask)
 
     def updates(self, timeout_s: float) -> list[Update]:

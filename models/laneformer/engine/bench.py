@@ -83,7 +83,7 @@ def benchmark(
 
 
 def prompt_speed(engine: Engine, length: int) -> dict[str, float]:
-    """Return the speed of prompts of this many tokens, against probes before and after each."""
+    """Measure prompts of this many tokens, against probes."""
     decoder: Any = engine._open()
     # the probe: matrix products of a layer's own shapes, with weights in the caches
     first_s, probes = [], [decoder.probe_products()]
@@ -116,7 +116,7 @@ def after(
     fields: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Any:
-    """Run a timed request for this many new tokens; `fields` are those of Request, `options` of generate."""
+    """Run a timed request; `fields` are those of Request, `options` those of GenerationOptions."""
     # one token per pass, unless options override speculate
     options = {"max_new_tokens": tokens, "ignore_eos": True, "speculate": 0, **options}
     request = engine._requests.generation(prompt, options, timed=True, quiet=True, **fields)
@@ -138,7 +138,7 @@ def synthetic(engine: Engine, acceptance: Sequence[float], depth: int = 0) -> di
 
 
 def measure_drafts(engine: Engine, depth: int = 0) -> dict[str, Any]:
-    """Measure the model's own head on greedy text after random ids: its speed-up and acceptance."""
+    """Measure speed-up and acceptance of the model's own head on greedy text after random ids."""
     assert engine.draft_head is not None, "a model without a head that drafts"
     figures = on_and_off(engine, depth, {}, MAX_DRAFT_TOKENS, replays=False)
     return {**dataclasses.asdict(engine.draft_head), **figures}
@@ -147,7 +147,7 @@ def measure_drafts(engine: Engine, depth: int = 0) -> dict[str, Any]:
 def on_and_off(
     engine: Engine, depth: int, fields: Mapping[str, Any], speculate: int, replays: bool
 ) -> dict[str, Any]:
-    """Measure decoding with and without drafts in turn; `replays`: random ids replace those drawn."""
+    """Measure decoding with and without drafts in turn."""
     if engine.isa == CUDA:
         raise ValueError("drafts are measured by the CPU engine; use device = 'cpu'")
     prompt = random_prompt(engine, max(depth, 1))
@@ -155,6 +155,7 @@ def on_and_off(
     tokens = in_range(
         "tokens that the context leaves", min(DRAFTED_TOKENS, room), int, MIN_TOKENS, room
     )
+    # random ids, whatever is drawn
     replay = {"replay": random_prompt(engine, tokens)} if replays else {}
     seconds, passes, proposed, accepted = [], [], 0, 0
     for turn in range(DRAFTED_ROUNDS + 1):  # the first one learns what columns cost
@@ -179,12 +180,12 @@ def on_and_off(
 
 
 def bytes_per_token(engine: Engine, positions: float) -> float:
-    """Return the bytes of weights, keys and values that the CPU engine reads for one token."""
+    """Return the bytes that the CPU engine reads for one token."""
     return engine.weight_bytes + engine.config.cached_bytes(positions, *KV_BYTES[engine.kv_dtype])
 
 
 def probe(engine: Engine) -> float:
-    """Return the bytes/s that the CPU engine's threads now read from memory."""
+    """Measure the bytes/s that the CPU engine's threads read."""
     decoder: Any = engine._open()
     return decoder.probe()
 
@@ -210,10 +211,8 @@ def slower_link(engine: Engine, link_us: float) -> dict[str, float]:
 
 
 def link_speeds(engine: Engine, links_us: Sequence[float]) -> list[float]:
-    """Return tokens/s of one request at each of these latencies, by its median token; the last one stays.
-
-    Raises RuntimeError where a latency changes a token.
-    """
+    """Return tokens/s at each of these latencies; RuntimeError where one changes a token."""
+    # the last latency stays set
     decoder: Any = engine._open()
     speeds: list[float] = []
     tokens: list[list[int]] = []
@@ -228,7 +227,6 @@ def link_speeds(engine: Engine, links_us: Sequence[float]) -> list[float]:
 
 
 def spread(name: str, values: np.ndarray) -> dict[str, float]:
-    """Return the median of segments, and their 10th and 90th percentile."""
     low, median, high = (float(np.percentile(values, percent)) for percent in (10, 50, 90))
     return {name: median, f"{name}_p10": low, f"{name}_p90": high}
 

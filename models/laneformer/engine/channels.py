@@ -35,7 +35,7 @@ OBJECT = json.JSONDecoder(parse_int=str, parse_float=str)  # numbers of any leng
 class Delta(NamedTuple):
     """A new piece of an answer."""
 
-    # "reasoning", "text", "id" (of the next call, where the model writes one), "call" (a call begins;
+    # "reasoning", "text", "id" (of the next call, where the model writes one), "call" (one begins:
     # text is the function's name) or "arguments" (of that call)
     kind: str
     text: str
@@ -83,12 +83,13 @@ HARMONY = CallForm(
 
 
 def speaks_harmony(tokenizer_config: Mapping[str, Any]) -> bool:
-    """Return whether the model's chat template uses the harmony format."""
+    """Return whether the chat template uses the harmony format."""
     return f"{CHANNEL}analysis" in str(tokenizer_config.get("chat_template"))
 
 
 def begins_reasoning(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
-    """Return whether the prompt ends in a <think>, with which some templates open the answer."""
+    """Return whether the prompt ends in a <think>."""
+    # some templates open the answer with it
     end = tokenizer.decode(prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False)
     return end.rstrip().endswith(BEGIN)
 
@@ -100,8 +101,8 @@ class AnswerReader:
     # white space around <think> and </think> is dropped
 
     def __init__(self, calls: CallForm | None = None, inside: bool = False, harmony: bool = False):
-        """inside: the prompt has already opened the reasoning."""
-        self.inside = inside  # within the reasoning
+        # within the reasoning, which the prompt may have opened already
+        self.inside = inside
         self._calls = calls
         self._held, self._ended = "", False  # unread text, and whether no more will come
         self._chosen = ""  # the id or number in the last mark
@@ -141,7 +142,6 @@ class AnswerReader:
             yield from self._read_calls(self._calls)
 
     def _read_calls(self, form: CallForm) -> Generator[None, None, None]:
-        """Read text up to the first call, then calls."""
         while not self._held and not self._ended:
             yield
         only_text = form.marker == "{" and not self._held.startswith("{")
@@ -161,8 +161,7 @@ class AnswerReader:
             begin = form.between
 
     def _read_arguments(self) -> Generator[None, None, None]:
-        """Read JSON up to the end of its object."""
-        arguments = ""
+        arguments = ""  # JSON, up to the end of its object
         while True:
             place, end = len(arguments), None
             arguments += self._held
@@ -176,7 +175,7 @@ class AnswerReader:
             yield
 
     def _read_harmony(self) -> Generator[None, None, None]:
-        """Read messages, HEADER<|message|>TEXT<|end|>; text without a header is text."""
+        # messages: HEADER<|message|>TEXT<|end|>; what has no header is text
         kinds: set[str] = set()  # of the messages so far
         while True:
             while self._may_begin_header() and MESSAGE not in self._held and not self._ended:
@@ -201,7 +200,8 @@ class AnswerReader:
             self._held = self._held if mark in ENDS else mark + self._held
 
     def _begin_message(self, header: str) -> str:
-        """Return the kind of the message's text; its header names a channel, and in "to=" a recipient."""
+        """Return the kind of the message's text."""
+        # a header names a channel, and in "to=" a recipient
         channel = re.search(re.escape(CHANNEL) + r"\s*(\w+)", header)
         spoken_to = re.search(r"\bto=([^\s<]+)", header)
         name = spoken_to[1] if spoken_to else ""

@@ -30,7 +30,7 @@ class EngineLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Request:
-    """A checked request (requests.py): generates after `prompt`, or scores prompt[score_from:] where score_from > 0."""
+    """A checked request (requests.py): generate after the prompt, or score prompt[score_from:] if score_from > 0."""
 
     # the C++ and the CUDA decoder read the fields by name
 
@@ -113,7 +113,7 @@ class Collected(NamedTuple):
 
     @property
     def whole(self) -> Ended:
-        """The last news' `ended`."""
+        """Return `ended` of the last news."""
         assert self.ended is not None
         return self.ended
 
@@ -134,7 +134,7 @@ class Decoder(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """The reason why all requests ended and none can join; None while it works."""
+        """The reason why no request can run; None while it works."""
         ...
 
     def join(self, requests: Sequence[Request]) -> list[int]:
@@ -151,7 +151,7 @@ class Decoder(Protocol):
 
     @property
     def running(self) -> int:
-        """The number of requests whose end has not been collected."""
+        """The number of requests with an uncollected end."""
         ...
 
     def leave(self, ticket: int) -> None:

@@ -186,12 +186,12 @@ class Engine:
         return partials.reshape(-1, c.num_hidden_layers, len(MODULES), c.num_lanes, c.hidden_size)
 
     def batch(self) -> Batch:
-        """Begin a batch; the engine takes no other requests until it is closed. RuntimeError while one runs."""
+        """Begin a batch; until it is closed other calls raise RuntimeError."""
         return Batch(self._exclusive, self._requests)
 
     @property
     def statistics(self) -> Statistics:
-        """Statistics of the last request."""
+        """Counts of the last request."""
         return Statistics(**self._open().statistics())
 
     @property
@@ -204,7 +204,6 @@ class Engine:
 
     @property
     def draft_kv_bytes(self) -> int:
-        """Bytes of keys and values of a draft model."""
         return getattr(self._open(), "draft_kv_bytes", 0)
 
     @property
@@ -214,12 +213,12 @@ class Engine:
         return prefixes.counts if prefixes else {}
 
     def load_prefix(self, prompt_ids: Sequence[int]) -> None:
-        """Load what `cache_dir` has of this prompt now, not when its request joins."""
+        """Load what `cache_dir` has of this prompt before its request joins."""
         if prefixes := getattr(self._open(), "prefixes", None):
             prefixes.load(prompt_ids, len(prompt_ids) - 1)
 
     def cancel(self) -> None:
-        """End running requests, from any thread: waiting calls raise Cancelled, `generate_detailed` returns early."""
+        """End requests, from any thread: calls raise Cancelled, `generate_detailed` returns what there is."""
         self._exclusive.cancel()
 
     def close(self) -> None:

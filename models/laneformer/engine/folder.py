@@ -50,8 +50,7 @@ class Checkpoint:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether it is a GGUF file."""
-    # by its first bytes: Ollama's files have no suffix
+    # Ollama's files have no suffix
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -158,7 +157,6 @@ def default_lanes(values: Mapping[str, Any], threads: int | None, gpus: int) -> 
 def read_gguf(
     path: Path, lanes: int | None, threads: int | None, dtype: str, gpus: int
 ) -> Checkpoint:
-    """Read a GGUF file."""
     file = GgufFile(path, dtype, blocks=not gpus)
     vocabulary = file.vocabulary
     lanes = default_lanes(file.config, threads, gpus) if lanes is None else lanes
@@ -192,7 +190,7 @@ def check_pieces(path: Path, tokenizer: Tokenizer, vocabulary: Vocabulary) -> No
 
 
 def config_of(values: dict[str, Any]) -> LaneformerConfig:
-    """Return the architecture in a `config.json`; ValueError for bad values and misspelt keys."""
+    """Check the values of a `config.json`; ValueError for bad values and misspelt keys."""
     known = [field.name for field in dataclasses.fields(LaneformerConfig)]
     values = modern_spelling(values)
     # Transformers writes other keys, too, so only one close to a known key is an error

@@ -70,7 +70,6 @@ def this_machine(root: Path = Path("/"), allowed: set[int] | None = None) -> Mac
 
 
 def performance_cpus(root: Path, allowed: set[int]) -> set[int]:
-    """Return the allowed CPUs without efficiency cores."""
     # on x86 the kernel lists them by name, on Arm it gives capacities
     devices = root / "sys/devices"
     efficient = [
@@ -86,12 +85,13 @@ def performance_cpus(root: Path, allowed: set[int]) -> set[int]:
 
 
 def quota_cpus(root: Path) -> float | None:
-    """Return the least limit of this process's control group and its parents, in CPUs."""
+    # the least limit counts
     return min((limit for folder in control_groups(root) for limit in limits(folder)), default=None)
 
 
 def control_groups(root: Path, controller: str = "cpu") -> Iterator[Path]:
-    """Yield the folders of this process's control groups and their parents, versions 1 and 2."""
+    """Yield the folders of this process's control groups and their parents."""
+    # versions 1 (with controllers) and 2
     mount = root / "sys/fs/cgroup"
     for line in text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -151,13 +151,12 @@ def file_system(path: Path, root: Path = Path("/")) -> str:
 
 
 def cpu_list(listed: str) -> set[int]:
-    """Parse a list of CPUs: "0-3,8" -> {0, 1, 2, 3, 8}."""
+    # such as "0-3,8"
     ranges = [part.partition("-") for part in listed.split(",") if part]
     return {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
 
 
 def text(path: Path) -> str:
-    """Return the file's text; empty where it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -19,7 +19,7 @@ LONGEST_END_S = 10.0  # the exit waits so long for a request to end
 
 
 class Cancelled(RuntimeError):
-    """The request was cancelled (`Engine.cancel`, `Engine.close`, `Stream.close`) before it finished."""
+    """The request was cancelled before it finished."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -28,13 +28,13 @@ class Cancelled(RuntimeError):
 
 
 class User(Protocol):
-    """The user of a decoder, a `Call` or a `Batch`; any thread may call both methods."""
+    """A `Call` or a `Batch`; any thread may call both methods."""
 
     def cancel(self) -> None:
         """End the requests at the next token."""
 
     def close(self) -> None:
-        """End the requests; no more will come."""
+        """End the requests for good."""
 
 
 class ExclusiveDecoder:
@@ -94,7 +94,7 @@ class ExclusiveDecoder:
 
 
 class Call:
-    """A request that has the decoder to itself; any thread may cancel it at any time."""
+    """A request that has the decoder to itself; any thread may cancel it."""
 
     def __init__(self, exclusive: ExclusiveDecoder, request: Request):
         self.exclusive, self.request = exclusive, request
@@ -103,10 +103,7 @@ class Call:
         self._lock = threading.Lock()
 
     def finish(self, even_cancelled: bool = False) -> Collected:
-        """Run a quiet or a scoring request to its end; return everything that came of it.
-
-        Raises Cancelled where it was cancelled, unless `even_cancelled`.
-        """
+        """Run a quiet or scoring request to its end; raise Cancelled unless `even_cancelled`."""
         *_, last = self._decode()
         if not even_cancelled:
             self.expect_finished()
@@ -200,8 +197,7 @@ def end_all() -> None:
 
 
 def forget_all() -> None:
-    """Forget the parent's requests in a forked child."""
-    # the threads that would end them do not exist here
+    # a forked child has none of the threads that would end the parent's requests
     STREAMS.clear()
     DECODERS.clear()
 

@@ -35,7 +35,7 @@ class TextStream:
         return self._piece(end) if end > self.shown else ""
 
     def finish(self) -> str:
-        """Return the text that was held back, with unfinished characters replaced."""
+        """Return the text held back, with unfinished characters replaced."""
         return self._piece(len(self.ids))
 
     def _count_unfinished(self) -> int:
@@ -95,7 +95,7 @@ class StopStrings:
         return out
 
     def finish(self) -> str:
-        """Return the text held back for a stop string that never came; empty when one was found."""
+        """Return the text held back; empty when a stop string was found."""
         held, self.held = self.held, ""
         return "" if self.found else held
 
@@ -106,7 +106,7 @@ class StopStrings:
 
 
 class Tokens(Iterator[int], Protocol):
-    """The token ids of a running request; closing it ends the request."""
+    """Token ids of a running request, which `close` ends."""
 
     def close(self) -> None: ...
 

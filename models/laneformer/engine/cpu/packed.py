@@ -53,7 +53,7 @@ class PackedWeights:
                 log.info("packed weights cannot be kept in %s: %s", directory, error)
 
     def directories(self) -> list[Path]:
-        """Return the directories to read from and write to, in order of preference."""
+        # in order of preference
         return [self.folder / FOLDER, own_directory(self.folder)]
 
     def _load(self, decoder: _core.Decoder, plan: dict[str, Any], path: Path) -> bool:
@@ -95,7 +95,6 @@ class PackedWeights:
         return True
 
     def _is_source_of(self, header: dict[str, Any]) -> bool:
-        """Return whether the file was packed from the model's files."""
         # equal stamps spare reading the model's files
         return (
             header.get("stamps") == stamps(self.files)
@@ -153,7 +152,7 @@ def stamps(files: list[Path]) -> list[list[int]]:
 
 
 def is_checked(path: Path) -> bool:
-    """Return whether the file is unchanged since its hashes were last compared."""
+    # unchanged since its hashes were last compared
     try:
         return bool(json.loads(path.with_suffix(".checked").read_text()) == stamps([path]))
     except (OSError, ValueError):

@@ -36,7 +36,6 @@ def read_budget() -> int:
 
 
 def own_directory(source: Path) -> Path:
-    """Return a model's directory in the user's cache."""
     # for GGUF files and read-only folders; its note SOURCE also leads to copies beside the model
     return user_cache() / hashlib.sha256(os.fsencode(source)).hexdigest()[:16]
 
@@ -51,7 +50,7 @@ def register(source: Path) -> None:
 
 
 def list_packed() -> list[CacheFile]:
-    """Return all files of packed weights, the least recently used first."""
+    """Return all packed weights, the least recently used first."""
     files = []
     for directory, source in directories().items():
         for path in directory.glob("*.bin"):
@@ -61,7 +60,7 @@ def list_packed() -> list[CacheFile]:
 
 
 def directories() -> dict[Path, Path]:
-    """Return the directories of packed weights, each with its model."""
+    """Return each directory of packed weights with its model."""
     places: dict[Path, Path] = {}
     for note in user_cache().glob(f"{OURS}/{SOURCE}"):
         source = Path(os.fsdecode(note.read_bytes()))

@@ -100,11 +100,9 @@ class SavedPrefixes:
                 return
 
     def wake(self) -> None:
-        """Note that a request has made progress."""
         self._woken.set()
 
     def close(self) -> None:
-        """Save the remaining prefixes; safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -164,7 +162,6 @@ class SavedPrefixes:
             return done
 
     def _end(self, part: Path, prefix: Prefix | None) -> None:
-        """Publish the written file, or remove it where prefix is None."""
         try:
             if prefix is not None:
                 self.folder.publish(part, prefix)
@@ -174,14 +171,14 @@ class SavedPrefixes:
             self._tell(f"{part} cannot be kept: {error}")
 
     def _yield(self, what: _core.Save, took_s: float) -> None:
-        """Let requests run between two pieces."""
+        # between two pieces
         if what == _core.Save.grown and self.decoder.running and not self._closed:
             raise Interrupted
         if what == _core.Save.leaving and self.decoder.running and not self._closed:
             time.sleep(took_s)
 
     def _tell(self, why: object) -> None:
-        """Warn once, until files can be written again."""
+        # once, until files can be written again
         if not self._told:
             log.warning("%s; they are computed again after a restart", why)
         self._told = True

@@ -98,7 +98,6 @@ class SavedFolder:
                 self._remove(old.path)
 
     def reject(self, path: Path, why: Exception) -> None:
-        """Remove a file that cannot be used, with a warning."""
         if not isinstance(why, FileNotFoundError):
             log.warning("%s is removed, as it cannot be used: %s", path, why)
         self._remove(path)
