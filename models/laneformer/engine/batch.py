@@ -24,7 +24,7 @@ from .running import ExclusiveDecoder
 
 @dataclass(frozen=True)
 class Update:
-    """The news of one request since the last `updates`."""
+    """The progress of one request since the last call of `updates`."""
 
     ticket: int
     tokens: list[GeneratedToken]
@@ -91,7 +91,7 @@ class Batch:
         return ticket
 
     def leave(self, ticket: int) -> None:
-        """End a request at the next token: "cancelled", unless it had ended by then."""
+        """End a request at the next token, as "cancelled" unless it had ended."""
         with self._lock:
             if ticket in self._joined:
                 self._joined[ticket].left = True
@@ -106,7 +106,7 @@ class Batch:
         self._decoder.allow(ticket, index, mask)
 
     def updates(self, timeout_s: float) -> list[Update]:
-        """Wait for news, at most `timeout_s`; return the updates since the last call, in order."""
+        """Wait up to `timeout_s` for updates; return them in order."""
         with self._collecting:
             return [self._update(collected) for collected in self._decoder.collect(timeout_s)]
 
@@ -137,7 +137,7 @@ class Batch:
     @property
     def unanswered(self) -> bool:
         """Whether the device does not answer."""
-        # then nothing of it can be freed, and only os._exit ends the process
+        # where it does not, nothing of it can be freed, and only os._exit ends the process
         return getattr(self._decoder, "unanswered", False)
 
     def cancel(self) -> None:
@@ -152,8 +152,8 @@ class Batch:
         self.cancel()
         while self._joined:
             try:
-                self.updates(0.1)  # not longer: another thread may collect the news instead
-            except EngineLost:  # no news will come
+                self.updates(0.1)  # not longer: another thread may collect the updates instead
+            except EngineLost:  # no update will come
                 self._joined.clear()
         if not closed:
             self._exclusive.release()

@@ -200,7 +200,6 @@ class AnswerReader:
             self._held = self._held if mark in ENDS else mark + self._held
 
     def _begin_message(self, header: str) -> str:
-        """Return the kind of the message's text."""
         # a header names a channel, and in "to=" a recipient
         channel = re.search(re.escape(CHANNEL) + r"\s*(\w+)", header)
         spoken_to = re.search(r"\bto=([^\s<]+)", header)
@@ -217,7 +216,7 @@ class AnswerReader:
         return any(held.startswith(begin) or begin.startswith(held) for begin in HEADER_BEGINS)
 
     def _take_until(self, mark: str) -> Generator[None, None, str | None]:
-        """Return the text before a mark, None where the answer ends first; keep what is chosen within it."""
+        # the text before a mark, None where the answer ends first
         texts = []
         for part in re.split(CHOSEN, mark):
             # an empty last part: what was chosen ends where the arguments begin
@@ -229,13 +228,14 @@ class AnswerReader:
             place = self._held.index(end)
             texts.append(self._held[:place])
             self._held = self._held[place + len(part) :]
+        # the id or number that the model chose within the mark
         self._chosen = "".join(texts[1:]) or self._chosen
         return texts[0]
 
     def _pass_on(
         self, kind: str, marks: Sequence[str], stripped: bool = False
     ) -> Generator[None, None, str | None]:
-        """Add text as it comes, up to one of the marks; return that mark, None at the answer's end."""
+        """Add text up to one of the marks; return that mark, None at the answer's end."""
         stops, space, begun = StopStrings(marks), "", False
         while True:
             text = space + stops.push(self._held)

@@ -21,7 +21,7 @@ class RequestFailed(RuntimeError):
 
 
 class Unanswered(RequestFailed):
-    """A launch never ended: the device does not answer, and its memory may not be freeable."""
+    """A launch never ended: the device's memory may not be freeable."""
 
 
 class EngineLost(RuntimeError):
@@ -30,7 +30,7 @@ class EngineLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Request:
-    """A checked request (requests.py): generate after the prompt, or score prompt[score_from:] if score_from > 0."""
+    """A checked request: generate after the prompt, or score prompt[score_from:] if score_from > 0."""
 
     # the C++ and the CUDA decoder read the fields by name
 
@@ -113,7 +113,7 @@ class Collected(NamedTuple):
 
     @property
     def whole(self) -> Ended:
-        """Return `ended` of the last news."""
+        """Return `ended`; only for the last piece of a request."""
         assert self.ended is not None
         return self.ended
 
@@ -146,7 +146,7 @@ class Decoder(Protocol):
         ...
 
     def collect(self, timeout_s: float) -> list[Collected]:
-        """Wait for news, at most `timeout_s`; return what is new of every request since the last call."""
+        """Wait up to `timeout_s` for progress of any request; return it."""
         ...
 
     @property
@@ -251,7 +251,7 @@ class PromptLogprobs:
 
     @staticmethod
     def of(ids: Sequence[int], scores: Scores, top: int) -> PromptLogprobs:
-        """Make it from a decoder's scores of these ids."""
+        """Convert a decoder's scores of these ids."""
         logprobs, *tops = scores
         top_ids, top_logprobs = (values.reshape(len(ids), top) for values in tops)
         # the first of equally likely ids is the lowest, which greedy decoding takes

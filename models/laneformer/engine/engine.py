@@ -1,8 +1,4 @@
-"""Engine: load a model and generate tokens, text or log-probabilities with it.
-
-A call goes Call.finish (Call.read, for streams) -> Decoder.join -> the schedule, whose passes run in C++
-(`CpuExecutor::run_passes`) or on GPUs (`CudaExecutor.run`); results return through Decoder.collect.
-"""
+"""Engine: load a model and generate tokens, text or log-probabilities with it."""
 
 from __future__ import annotations
 
@@ -179,14 +175,14 @@ class Engine:
         return logits.reshape(-1, self.config.vocab_size)
 
     def _partials(self, ids: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-        """Return outputs of modules at ascending positions, for checks: float32 (positions, layers, 2, L, D)."""
+        # for checks: outputs of modules at ascending positions, float32 (positions, layers, 2, L, D)
         partials = self._call(self._requests.logits(ids, positions)).finish().whole.partials
         assert partials is not None
         c = self.config
         return partials.reshape(-1, c.num_hidden_layers, len(MODULES), c.num_lanes, c.hidden_size)
 
     def batch(self) -> Batch:
-        """Begin a batch; until it is closed other calls raise RuntimeError."""
+        """Begin a batch; RuntimeError while a request runs, and in other calls until the batch is closed."""
         return Batch(self._exclusive, self._requests)
 
     @property
@@ -232,6 +228,9 @@ class Engine:
         self.close()
 
     def _call(self, request: Request) -> Call:
+        # from here: Call.finish (Call.read, for streams) -> Decoder.join -> the schedule, whose
+        # passes run in C++ (`CpuExecutor::run_passes`) or on GPUs (`CudaExecutor.run`) ->
+        # Decoder.collect
         return Call(self._exclusive, request)
 
     def _open(self) -> Decoder:

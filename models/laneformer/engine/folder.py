@@ -1,4 +1,4 @@
-"""Read and check a Hugging Face folder or a GGUF file, as memory-mapped tensors; compute rotary tables."""
+"""Read a Hugging Face folder or a GGUF file as memory-mapped tensors; compute rotary tables."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def limits(folder: Path) -> Iterator[float]:
 
 
 def fast_cores() -> int:
-    """Return the number of performance cores on macOS; 0 where sysctl does not list them."""
+    """Return the number of performance cores on macOS, if known, else 0."""
     if sys.platform != "darwin":
         return 0
     asked = subprocess.run(

@@ -36,7 +36,7 @@ class Requests:
         what: str = "prompt_ids",
         **fields: Any,
     ) -> Request:
-        """Make a generation of `options` (GenerationOptions) and further `fields` of Request."""
+        """Make a request of `options` (GenerationOptions) and further `fields`."""
         ids = self._check_prompt(prompt, what)
         checked = GenerationOptions.from_kwargs(options)
         request = make_request(checked, ids, self.config.vocab_size, self.eos_ids)
@@ -79,7 +79,7 @@ class Requests:
 def make_request(
     options: GenerationOptions, prompt: Sequence[int], vocab_size: int, eos_ids: Sequence[int] = ()
 ) -> Request:
-    """Make a request of a checked prompt and options whose ids are unchecked."""
+    # the prompt is checked already, ids in the options are not
     biased = check_ids(list(options.logit_bias), vocab_size, "logit_bias")
     stops = check_ids(options.stop_ids, vocab_size, "stop_ids")
     return Request(

@@ -1,4 +1,4 @@
-"""Run a call's requests: exclusive use of a decoder, streams, cancellation, and the end at exit."""
+"""Run requests with exclusive use of a decoder: streams, cancellation, and the end at exit."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Call:
             raise Cancelled
 
     def _decode(self) -> Generator[Collected]:
-        """Yield the news of the request until it ends; raise its error."""
+        """Yield the progress of the request until it ends; raise its error."""
         decoder, process = self.exclusive.acquire(self), os.getpid()
         try:
             with self._lock:

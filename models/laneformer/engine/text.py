@@ -39,7 +39,7 @@ class TextStream:
         return self._piece(len(self.ids))
 
     def _count_unfinished(self) -> int:
-        """Return the number of tokens at the end that may still become a character."""
+        # tokens at the end that may still become a character; older ones cannot
         names = [self.tokenizer.id_to_token(token) or "" for token in self.ids[-LONGEST_BYTES:]]
         found = [re.fullmatch("<0x([0-9A-F]{2})>", name) for name in names]
         if found[-1] is None:
@@ -100,7 +100,7 @@ class StopStrings:
         return "" if self.found else held
 
     def _count_begun(self, stop: str) -> int:
-        """Return the length of the longest end of the held text that begins this stop string."""
+        # length of the longest end of the held text that begins this stop string
         longest = min(len(stop) - 1, len(self.held))
         return next((n for n in range(longest, 0, -1) if stop.startswith(self.held[-n:])), 0)
 

@@ -35,7 +35,7 @@ class TextFiles(NamedTuple):
         """Return these, with missing parts from another source."""
         config = {**other.tokenizer_config, **self.tokenizer_config}
         if self.tokenizer_config.get("chat_template"):
-            # the rule of the other source's template
+            # it belongs to the other source's template
             config.pop("conversation_bos", None)
         return TextFiles(self.tokenizer, config, self.sampling or other.sampling)
 

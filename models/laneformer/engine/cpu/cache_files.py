@@ -1,4 +1,4 @@
-"""Lock files of a cache that several processes share, and remove the oldest ones not in use."""
+"""Share cache files between processes: lock those in use, remove the oldest others."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def read_budget() -> int:
 
 
 def own_directory(source: Path) -> Path:
-    # for GGUF files and read-only folders; its note SOURCE also leads to copies beside the model
+    # for GGUF files, and folders that take no `.packed`; SOURCE leads to copies beside the model
     return user_cache() / hashlib.sha256(os.fsencode(source)).hexdigest()[:16]
 
 

@@ -42,8 +42,8 @@ class SavedPrefixes:
     """
 
     # a prefix is saved when it has grown and nothing happened for IDLE_S, when it leaves the pool
-    # of caches, and at `close`; it is loaded before a request that shares more with a file than with
-    # the pool
+    # of caches, and at `close`; it is loaded before a request that shares more with a file than
+    # with the pool
 
     def __init__(self, decoder: _core.Decoder, directory: Path, limit_bytes: int, key: str):
         self.decoder, self.layout = decoder, Layout(*decoder.kv_layout)
@@ -62,7 +62,7 @@ class SavedPrefixes:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The number, bytes and hits of this model's files, and the limit of the directory."""
+        """The number, bytes and hits of this model's files, and the limit."""
         return {
             "files": len(self.folder),
             "bytes": self.folder.bytes,

@@ -2,8 +2,8 @@
 
     pieces of the segments | header with the ids, JSON | its hash, 32 characters | its length, 8 bytes
 
-A segment holds the keys or values of one KV head of a layer (csrc/kv_memory.h), in an order independent of the
-threads; layers with windows have only the pages that a likely start needs.
+A segment holds the keys or values of one KV head of a layer (csrc/kv_memory.h), in an order that does not
+depend on the threads.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Layout:
 
     def pieces(self, positions: int, dropped: np.ndarray) -> list[tuple[int, int, int]]:
         """Return (segment, first byte, end) of each piece, in the order of the file."""
+        # layers with windows have only the pages that a likely start needs
         windowed_runs = list(runs_of_zeros(dropped, self.page, positions))
         pieces = []
         for segment, windowed in enumerate(self.windowed):
@@ -64,7 +65,7 @@ class Prefix:
     dropped: np.ndarray
 
     def count_shared(self, ids: np.ndarray) -> int:
-        """Return the length of the common beginning."""
+        """Return the number of leading ids in common."""
         most = min(len(self.ids), len(ids))
         other = np.flatnonzero(self.ids[:most] != ids[:most])
         return int(other[0]) if len(other) else most

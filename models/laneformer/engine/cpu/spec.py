@@ -27,7 +27,7 @@ def choose_types(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> lis
             return "int8"
         return _core.BLOCKS.get(kind, kind)
 
-    # w1 and w3 share tiles, and so do queries, keys and values where a lane's rows end within a tile
+    # w1 and w3 share tiles, and so do queries, keys and values where a lane's rows end within one
     together: list[tuple[str, ...]] = [("feed_forward.w1", "feed_forward.w3")]
     if config.query_size // config.num_lanes % 16 or config.head_dim % 16:
         together.append(BIASED)
