@@ -175,7 +175,7 @@ class Engine:
         return logits.reshape(-1, self.config.vocab_size)
 
     def _partials(self, ids: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-        # for checks: outputs of modules at ascending positions, float32 (positions, layers, 2, L, D)
+        # for checks: modules' outputs at ascending positions, float32 (positions, layers, 2, L, D)
         partials = self._call(self._requests.logits(ids, positions)).finish().whole.partials
         assert partials is not None
         c = self.config

@@ -1,4 +1,4 @@
-"""Find the cores, the CPU quota, the memory nodes and the memory that this process may use."""
+"""Find the cores, CPU quota and memory that this process may use."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class CpuDecoder(_core.Decoder):
     @property
     def _plan(self) -> dict[str, Any]:
         """Everything beside the weights that decides the packed bytes."""
-        # a longer context changes rotary tables only, which are not packed
+        # the context decides only tables by position, which are not packed
         config = self.config.to_dict()
         del config["max_position_embeddings"]
         return {

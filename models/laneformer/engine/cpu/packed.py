@@ -1,4 +1,4 @@
-"""Keep packed weights in a file beside the model, which the next start maps instead of packing again."""
+"""Keep packed weights in a file beside the model, which the next start maps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PackedWeights:
         return False
 
     def save(self, decoder: _core.Decoder, plan: dict[str, Any]) -> None:
-        """Write the decoder's tapes into the first directory that takes them."""
+        """Write the decoder's tapes to the first directory that takes them."""
         for directory in self.directories():
             try:
                 directory.mkdir(parents=True, exist_ok=True)

@@ -100,7 +100,7 @@ def remove(path: Path) -> bool:
 
 
 def remove_directory(directory: Path) -> None:
-    """Remove the directory of a model that is gone or unnamed, unless an engine uses a file."""
+    """Remove a model's directory, unless an engine uses a file."""
     removed = [remove(path) for path in directory.glob("*.bin")]
     if all(removed):
         shutil.rmtree(directory, ignore_errors=True)
