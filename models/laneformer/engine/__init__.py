@@ -1,8 +1,4 @@
-"""The decode engine: threads or groups of multiprocessors that own lanes and walk a packed tape of weights.
-
-No Python runs between tokens. All names are imported on first use: what only a GPU needs (`engine.cuda`)
-works where the C++ core is not built, and its shapes and structures where numpy is missing.
-"""
+"""The decode engine: threads or groups of multiprocessors that own lanes and walk a packed tape of weights."""
 
 from __future__ import annotations
 
@@ -17,6 +13,8 @@ if TYPE_CHECKING:
     from .running import Cancelled
     from .text import StopStrings, TextStream
 
+# imported on first use: `engine.cuda` works without the C++ core, and its shapes and structures
+# without numpy
 HOMES = {
     "batch": ("Batch", "Update"),
     "decoder": ("GeneratedToken", "Generation", "PromptLogprobs", "Statistics"),

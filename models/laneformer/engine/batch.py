@@ -1,8 +1,4 @@
-"""Batch: requests that decode side by side, joining and leaving between two tokens (continuous batching).
-
-Each draws the tokens that it would draw alone. One thread collects the updates of all; every other call may
-come from any thread.
-"""
+"""Batch: continuous batching of requests, which join and leave between two tokens."""
 
 from __future__ import annotations
 
@@ -28,35 +24,33 @@ from .running import ExclusiveDecoder
 
 @dataclass(frozen=True)
 class Update:
-    """What came of one request since the last `updates`.
-
-    finish_reason: None while it runs; then "stop" (a stop id, or all scored), "length", "cancelled"
-    (`Batch.leave`), or "error" with `error`. scores: of a scoring request that has finished. statistics:
-    of any that has.
-    """
+    """The progress of one request since the last call of `updates`."""
 
     ticket: int
     tokens: list[GeneratedToken]
+    # None while it runs; then "stop" (a stop id, or all scored), "length", "cancelled"
+    # (`Batch.leave`), or "error" with `error`
     finish_reason: str | None = None
+    # of a finished scoring request
     scores: PromptLogprobs | None = None
+    # of any finished request
     statistics: Statistics | None = None
     error: str | None = None
 
 
 @dataclass
 class Joined:
-    """A request that runs."""
-
     request: Request
-    left: bool = False  # it was told to end
+    left: bool = False  # `leave` was called
     last: Sequence[int] = ()  # its last token, once there is one
 
 
 class Batch:
-    """The engine's decoder, for many requests at a time (`Engine.batch`); closing it ends them all.
+    """Decode many requests at a time (`Engine.batch`); closing it ends them all.
 
-    Up to `max_joined` decode together; a further `join` raises RuntimeError until `updates` has
-    told that one ended.
+    Up to `max_joined` decode together; a further `join` raises RuntimeError until `updates` reports an end.
+    Each request gets the tokens it would get alone. Any thread may call any method; `updates` calls
+    wait for each other.
     """
 
     def __init__(self, exclusive: ExclusiveDecoder, requests: Requests):
@@ -68,29 +62,27 @@ class Batch:
         self.max_joined = self._decoder.max_joined
 
     def join(self, prompt_ids: Sequence[int], *, masked: bool = False, **options: Any) -> int:
-        """Begin to generate after a prompt; returns the request's ticket.
-        `options` as of `Engine.generate_detailed`.
+        """Begin to generate after a prompt; return the request's ticket.
 
-        masked: before each new token is drawn, `allow` must have said which ids are possible.
+        masked: each new token waits for its ids from `allow`. options: those of `Engine.generate_detailed`.
         """
         return self.begin(self.generation(prompt_ids, masked=masked, **options))
 
     def score(self, ids: Sequence[int], *, start: int = 1, top: int = 0) -> int:
-        """Begin to score ids[start:], as `Engine.logprobs` does; returns the ticket."""
+        """Begin to score ids[start:], as `Engine.logprobs` does; return the ticket."""
         return self.begin(self.scoring(ids, start=start, top=top))
 
     def generation(
         self, prompt_ids: Sequence[int], *, masked: bool = False, **options: Any
     ) -> Request:
-        """What `join` begins; ValueError for what the engine does not take."""
+        """Return the request of `join`."""
         return self._requests.generation(prompt_ids, options, masked=masked)
 
     def scoring(self, ids: Sequence[int], *, start: int = 1, top: int = 0) -> Request:
-        """What `score` begins; ValueError for what the engine does not take."""
+        """Return the request of `score`."""
         return self._requests.scoring(ids, start, top)
 
     def begin(self, request: Request) -> int:
-        """Returns the ticket."""
         with self._lock:
             if self._closed:
                 raise ValueError("this batch is closed")
@@ -99,22 +91,22 @@ class Batch:
         return ticket
 
     def leave(self, ticket: int) -> None:
-        """End a request at the next token; its last update says "cancelled", unless it had ended by then."""
+        """End a request at the next token, as "cancelled" unless it had ended."""
         with self._lock:
             if ticket in self._joined:
                 self._joined[ticket].left = True
                 self._decoder.leave(ticket)
 
     def allow(self, ticket: int, index: int, mask: np.ndarray) -> None:
-        """The ids among which new token `index` (from 0) of a masked request is drawn.
+        """Set the ids possible for new token `index` (from 0) of a masked request.
 
-        mask: bit id % 32 of word id // 32, uint32 (ceil(V / 32),). It may come while the pass
-        before the draw runs.
+        mask: bit id % 32 of word id // 32, uint32 (ceil(V / 32),).
         """
+        # it may come while the pass before the draw runs
         self._decoder.allow(ticket, index, mask)
 
     def updates(self, timeout_s: float) -> list[Update]:
-        """What has come since the last call, in order; waits until there is something, or the time is up."""
+        """Wait up to `timeout_s` for updates; return them in order."""
         with self._collecting:
             return [self._update(collected) for collected in self._decoder.collect(timeout_s)]
 
@@ -139,12 +131,13 @@ class Batch:
 
     @property
     def failure(self) -> str | None:
-        """Why no request can join any more."""
+        """The reason why no request can join any more."""
         return self._decoder.failure
 
     @property
     def unanswered(self) -> bool:
-        """Whether the device does not answer: nothing of it can be freed, and the process ends by os._exit alone."""
+        """Whether the device does not answer."""
+        # where it does not, nothing of it can be freed, and only os._exit ends the process
         return getattr(self._decoder, "unanswered", False)
 
     def cancel(self) -> None:
@@ -153,14 +146,14 @@ class Batch:
             self.leave(ticket)
 
     def close(self) -> None:
-        """End all requests and wait until they have; the engine then takes others. Safe to call twice."""
+        """End all requests and wait for their end; the engine then takes others. Safe to call twice."""
         with self._lock:
             closed, self._closed = self._closed, True
         self.cancel()
         while self._joined:
             try:
-                self.updates(0.1)  # another thread may collect them
-            except EngineLost:  # nothing more comes of them
+                self.updates(0.1)  # not longer: another thread may collect the updates instead
+            except EngineLost:  # no update will come
                 self._joined.clear()
         if not closed:
             self._exclusive.release()

@@ -1,10 +1,4 @@
-"""Decode speed next to what the memory gives at the same moment.
-
-A tokens/s figure of a shared machine says little by itself: its read bandwidth can change by a factor of
-three within minutes. So decoding stops every few tokens and lets the same threads read a large buffer
-from end to end; each segment of tokens is compared with the probes before and after it. So are prompts, with
-the products of a layer's own shapes whose weights the caches hold.
-"""
+"""Measure decode and prompt speed against probes of memory and matrix products at the same moment."""
 
 from __future__ import annotations
 
@@ -38,9 +32,7 @@ LINK_TOKENS, LINK_ROUNDS = 24, 5
 def benchmark(
     engine: Engine, depth: int = 0, progress: Callable[[str], None] = print
 ) -> dict[str, Any]:
-    """Figures of single-request decoding after `depth` cached positions; the keys are
-    those of `laneformer bench`. On GPUs: cuda/bench.py.
-    """
+    """Return the figures of `laneformer bench`: single-request decoding after `depth` cached positions."""
     decoder: Any = engine._open()
     if engine.isa == CUDA:
         from .cuda import bench  # imports torch
@@ -58,6 +50,8 @@ def benchmark(
     )
     segment = max(1, min(segment, (context - len(prompt)) // (2 * SEGMENTS)))
     progress(f"{SEGMENTS} segments of {segment} tokens, a read probe before and after each")
+    # the read bandwidth of a shared machine can change by a factor of three within minutes, so each
+    # segment is compared with the probes before and after it: the same threads read a large buffer
     ids, token_s, probes = list(prompt), np.empty((SEGMENTS, segment)), [decoder.probe()]
     for i in range(SEGMENTS):
         collected = after(engine, ids, segment + 1)
@@ -89,8 +83,9 @@ def benchmark(
 
 
 def prompt_speed(engine: Engine, length: int) -> dict[str, float]:
-    """Prompts of this many tokens, a probe of the threads' matrix products before and after each."""
+    """Measure prompts of this many tokens, against probes."""
     decoder: Any = engine._open()
+    # the probe: matrix products of a layer's own shapes, with weights in the caches
     first_s, probes = [], [decoder.probe_products()]
     for _ in range(PROMPTS):
         collected = after(engine, random_prompt(engine, length), 1, reuse_prefix=False)
@@ -121,20 +116,20 @@ def after(
     fields: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Any:
-    """A timed request, Collected at its end, with this many new tokens, one in each pass; `fields` of Request."""
+    """Run a timed request; `fields` are those of Request, `options` those of GenerationOptions."""
+    # one token per pass, unless options override speculate
     options = {"max_new_tokens": tokens, "ignore_eos": True, "speculate": 0, **options}
     request = engine._requests.generation(prompt, options, timed=True, quiet=True, **fields)
     return engine._call(request).finish()
 
 
 def synthetic(engine: Engine, acceptance: Sequence[float], depth: int = 0) -> dict[str, Any]:
-    """What drafts are worth here of which number i is right with odds acceptance[i] where those before it were.
+    """Measure decoding with drafts, of which number i is right with odds acceptance[i] if those before it are.
 
-    They cost what the model's own head takes to make them, or nothing where it has none: an upper bound, then,
-    for a trained head or a draft model. As many are made as measured passes make worth it.
-
-    ValueError on GPUs, and for odds outside of 0 to 1.
+    Raises ValueError on GPUs, and for odds outside of 0 to 1.
     """
+    # drafts cost what the model's own head takes, or nothing where it has none: the result is then
+    # an upper bound for a trained head or a draft model
     in_range("number of acceptances", len(acceptance), int, 1, MAX_DRAFT_TOKENS)
     for i, odds in enumerate(acceptance):
         in_range(f"acceptance[{i}]", odds, float, 0.0, 1.0)
@@ -143,7 +138,7 @@ def synthetic(engine: Engine, acceptance: Sequence[float], depth: int = 0) -> di
 
 
 def measure_drafts(engine: Engine, depth: int = 0) -> dict[str, Any]:
-    """What the model's own head brings to greedy text after random ids, and how often it is right."""
+    """Measure speed-up and acceptance of the model's own head on greedy text after random ids."""
     assert engine.draft_head is not None, "a model without a head that drafts"
     figures = on_and_off(engine, depth, {}, MAX_DRAFT_TOKENS, replays=False)
     return {**dataclasses.asdict(engine.draft_head), **figures}
@@ -152,7 +147,7 @@ def measure_drafts(engine: Engine, depth: int = 0) -> dict[str, Any]:
 def on_and_off(
     engine: Engine, depth: int, fields: Mapping[str, Any], speculate: int, replays: bool
 ) -> dict[str, Any]:
-    """Decoding with drafts against decoding without, in turns; `replays`: of random ids, whatever is drawn."""
+    """Measure decoding with and without drafts in turn."""
     if engine.isa == CUDA:
         raise ValueError("drafts are measured by the CPU engine; use device = 'cpu'")
     prompt = random_prompt(engine, max(depth, 1))
@@ -160,6 +155,7 @@ def on_and_off(
     tokens = in_range(
         "tokens that the context leaves", min(DRAFTED_TOKENS, room), int, MIN_TOKENS, room
     )
+    # random ids, whatever is drawn
     replay = {"replay": random_prompt(engine, tokens)} if replays else {}
     seconds, passes, proposed, accepted = [], [], 0, 0
     for turn in range(DRAFTED_ROUNDS + 1):  # the first one learns what columns cost
@@ -184,21 +180,21 @@ def on_and_off(
 
 
 def bytes_per_token(engine: Engine, positions: float) -> float:
-    """Bytes of weights, keys and values that the CPU engine reads for one token after this many positions."""
+    """Return the bytes that the CPU engine reads for one token."""
     return engine.weight_bytes + engine.config.cached_bytes(positions, *KV_BYTES[engine.kv_dtype])
 
 
 def probe(engine: Engine) -> float:
-    """Bytes/s that the CPU engine's threads read from memory, now."""
+    """Measure the bytes/s that the CPU engine's threads read."""
     decoder: Any = engine._open()
     return decoder.probe()
 
 
 def slower_link(engine: Engine, link_us: float) -> dict[str, float]:
-    """From now on a lane sees what lanes of other threads wrote so much later, as over a link of that latency.
+    """Simulate a link of this latency between the lanes of different threads, and keep it on.
 
-    Tokens stay the same. Tokens/s with and without it, medians of turns. ValueError on GPUs, and where threads share
-    every lane.
+    Returns tokens/s with and without it, medians of turns; the tokens stay the same.
+    Raises ValueError on GPUs, and where threads share every lane.
     """
     if engine.isa == CUDA:
         raise ValueError(f"link_us = {link_us:g} is for the CPU engine; use device = 'cpu'")
@@ -208,17 +204,15 @@ def slower_link(engine: Engine, link_us: float) -> dict[str, float]:
             f"link_us = {link_us:g}: {engine.threads} threads share every lane of {engine.config.num_lanes}, so there "
             "is no link between lanes; take as many threads as lanes, or a divisor above 1"
         )
-    # the first one warms
+    # the first turn only warms up
     turns = [link_speeds(engine, (0.0, link_us)) for _ in range(LINK_ROUNDS + 1)]
     without, behind = np.median(turns[1:], axis=0).tolist()
     return {"us": link_us, "tokens_per_s": behind, "tokens_per_s_without": without}
 
 
 def link_speeds(engine: Engine, links_us: Sequence[float]) -> list[float]:
-    """Tokens/s of one request behind links of these latencies in turn, by its median token; the last one stays.
-
-    RuntimeError where a latency changes a token.
-    """
+    """Return tokens/s at each of these latencies; RuntimeError where one changes a token."""
+    # the last latency stays set
     decoder: Any = engine._open()
     speeds: list[float] = []
     tokens: list[list[int]] = []
@@ -233,7 +227,6 @@ def link_speeds(engine: Engine, links_us: Sequence[float]) -> list[float]:
 
 
 def spread(name: str, values: np.ndarray) -> dict[str, float]:
-    """The median of segments, their tenth and their ninetieth percentile."""
     low, median, high = (float(np.percentile(values, percent)) for percent in (10, 50, 90))
     return {name: median, f"{name}_p10": low, f"{name}_p90": high}
 

@@ -1,8 +1,7 @@
-"""The parser of answers: a model's text, as it comes, split into reasoning, text and calls of tools.
+"""Parse a model's streamed answer into reasoning, text and tool calls.
 
-Two formats are known. Most models write `<think>REASONING</think>TEXT`, with calls in the form that their chat
-template shows (`CallForm`); gpt-oss writes OpenAI's harmony:
-https://developers.openai.com/cookbook/articles/openai-harmony
+Formats: `<think>REASONING</think>TEXT` with calls in the form of the chat template (`CallForm`), and OpenAI's
+harmony (gpt-oss): https://developers.openai.com/cookbook/articles/openai-harmony
 """
 
 from __future__ import annotations
@@ -20,45 +19,45 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 BEGIN, END = "<think>", "</think>"
-PROMPT_END_TOKENS = 8  # among them is that <think>
+PROMPT_END_TOKENS = 8  # enough to contain a <think> at the prompt's end
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 ENDS = "<|end|>", "<|call|>", "<|return|>"
 NEXT = f"{ENDS[0]}{START}assistant"  # another message of the same answer
 FUNCTIONS = "functions."
 ANSWER = f"{CHANNEL}final{MESSAGE}"
 HEADER_BEGINS = "<|", "to="
-# what the model chooses in a form of calls, as private characters: a call's id, or its number
+# private-use characters for what the model chooses within a CallForm: a call's id, or its number
 CALL_ID, CALL_NUMBER = "\ue000", "\ue001"
 CHOSEN = f"[{CALL_ID}{CALL_NUMBER}]"
 OBJECT = json.JSONDecoder(parse_int=str, parse_float=str)  # numbers of any length
 
 
 class Delta(NamedTuple):
-    """What is new. kind: "reasoning", "text", "id" (of the call that begins next, where the model has written one),
-    "call" (a call begins; text: the function's name), or "arguments" (of that call).
-    """
+    """A new piece of an answer."""
 
+    # "reasoning", "text", "id" (of the next call, where the model writes one), "call" (one begins:
+    # text is the function's name) or "arguments" (of that call)
     kind: str
     text: str
 
 
 @dataclass(frozen=True)
 class CallForm:
-    """How calls are written: begin NAME middle ARGUMENTS (between NAME middle ARGUMENTS)* end.
+    """The syntax of calls: begin NAME middle ARGUMENTS (between NAME middle ARGUMENTS)* end."""
 
-    between: None where the model makes one call at a time. as_text: its template takes arguments as
-    a string of JSON. CALL_ID and CALL_NUMBER stand where the model writes the call's id or counts it.
-    """
-
+    # CALL_ID and CALL_NUMBER within these mark the places of the call's id and number
     begin: str
     middle: str
+    # None where the model makes one call at a time
     between: str | None
     end: str
+    # the template takes arguments as a string of JSON
     as_text: bool = False
 
     @property
     def marker(self) -> str:
-        """What begins a call and no other text; "{" does at the start of an answer only."""
+        """The text that begins a call and nothing else."""
+        # "{" begins a call only at the start of an answer
         if self.begin[0] == "{":
             return "{"
         first_word = re.match(rf"<[^<>\s]*>|.[^\s{{\[{CALL_ID}{CALL_NUMBER}]*", self.begin)
@@ -84,41 +83,41 @@ HARMONY = CallForm(
 
 
 def speaks_harmony(tokenizer_config: Mapping[str, Any]) -> bool:
-    """Whether the model's chat template is of that format."""
+    """Return whether the chat template uses the harmony format."""
     return f"{CHANNEL}analysis" in str(tokenizer_config.get("chat_template"))
 
 
 def begins_reasoning(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
-    """Whether the prompt ends in a <think>, with which a template opens the answer."""
+    """Return whether the prompt ends in a <think>."""
+    # some templates open the answer with it
     end = tokenizer.decode(prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False)
     return end.rstrip().endswith(BEGIN)
 
 
 class AnswerReader:
-    """The text of one answer, in any pieces, as deltas without the marks between them.
+    """Split the text of one answer, pushed in any pieces, into deltas without the marks between them."""
 
-    Calls are looked for where there is a form of them; behind its marker nothing but calls in that form is
-    expected, which a grammar guarantees. White space around <think> and </think> belongs to nobody.
-    """
+    # after a form's marker only calls in that form can follow: a grammar guarantees it;
+    # white space around <think> and </think> is dropped
 
     def __init__(self, calls: CallForm | None = None, inside: bool = False, harmony: bool = False):
-        """inside: the prompt has opened the reasoning already."""
-        self.inside = inside  # a reasoning is being read
+        # within the reasoning, which the prompt may have opened already
+        self.inside = inside
         self._calls = calls
-        self._held, self._ended = "", False  # text that is not read yet, and whether it is all
-        self._chosen = ""  # of the last mark: an id, or a number
+        self._held, self._ended = "", False  # unread text, and whether no more will come
+        self._chosen = ""  # the id or number in the last mark
         self._deltas: list[Delta] = []
         self._reading = self._read_harmony() if harmony else self._read_answer()
 
     def push(self, text: str) -> list[Delta]:
-        """What is certainly new."""
+        """Return the deltas that no later text can change."""
         self._held += text
         next(self._reading, None)
         deltas, self._deltas = self._deltas, []
         return deltas
 
     def finish(self) -> list[Delta]:
-        """What was held back for a mark that never came."""
+        """Return what was held back for a mark that never came."""
         self._ended = True
         return self.push("")
 
@@ -143,7 +142,6 @@ class AnswerReader:
             yield from self._read_calls(self._calls)
 
     def _read_calls(self, form: CallForm) -> Generator[None, None, None]:
-        """Text up to the first call, then calls."""
         while not self._held and not self._ended:
             yield
         only_text = form.marker == "{" and not self._held.startswith("{")
@@ -163,8 +161,7 @@ class AnswerReader:
             begin = form.between
 
     def _read_arguments(self) -> Generator[None, None, None]:
-        """JSON to the end of its object."""
-        arguments = ""
+        arguments = ""  # JSON, up to the end of its object
         while True:
             place, end = len(arguments), None
             arguments += self._held
@@ -178,11 +175,7 @@ class AnswerReader:
             yield
 
     def _read_harmony(self) -> Generator[None, None, None]:
-        """Messages, HEADER<|message|>TEXT<|end|>. The header names a channel, and in "to=" who is spoken to.
-
-        Reasoning is the channel analysis, and what is for nobody that is known here; the others are text. So
-        is what has no header.
-        """
+        # messages: HEADER<|message|>TEXT<|end|>; what has no header is text
         kinds: set[str] = set()  # of the messages so far
         while True:
             while self._may_begin_header() and MESSAGE not in self._held and not self._ended:
@@ -207,13 +200,14 @@ class AnswerReader:
             self._held = self._held if mark in ENDS else mark + self._held
 
     def _begin_message(self, header: str) -> str:
-        """The kind of its text."""
+        # a header names a channel, and in "to=" a recipient
         channel = re.search(re.escape(CHANNEL) + r"\s*(\w+)", header)
         spoken_to = re.search(r"\bto=([^\s<]+)", header)
         name = spoken_to[1] if spoken_to else ""
         if self._calls is not None and name.startswith(FUNCTIONS):
             self._add("call", name.removeprefix(FUNCTIONS))
             return "arguments"
+        # messages to an unknown recipient are shown as reasoning, like the channel analysis
         self.inside = bool(name or (channel and channel[1] == "analysis"))
         return "reasoning" if self.inside else "text"
 
@@ -222,10 +216,11 @@ class AnswerReader:
         return any(held.startswith(begin) or begin.startswith(held) for begin in HEADER_BEGINS)
 
     def _take_until(self, mark: str) -> Generator[None, None, str | None]:
-        """What stands before a mark; None where the answer ends first. What is chosen within the mark is kept."""
+        # the text before a mark, None where the answer ends first
         texts = []
         for part in re.split(CHOSEN, mark):
-            end = part or "{"  # of arguments
+            # an empty last part: what was chosen ends where the arguments begin
+            end = part or "{"
             while end not in self._held:
                 if self._ended:
                     return None
@@ -233,16 +228,14 @@ class AnswerReader:
             place = self._held.index(end)
             texts.append(self._held[:place])
             self._held = self._held[place + len(part) :]
+        # the id or number that the model chose within the mark
         self._chosen = "".join(texts[1:]) or self._chosen
         return texts[0]
 
     def _pass_on(
         self, kind: str, marks: Sequence[str], stripped: bool = False
     ) -> Generator[None, None, str | None]:
-        """Add text as it comes, up to one of the marks, which is returned; None at the answer's end.
-
-        stripped: without white space at both ends.
-        """
+        """Add text up to one of the marks; return that mark, None at the answer's end."""
         stops, space, begun = StopStrings(marks), "", False
         while True:
             text = space + stops.push(self._held)
@@ -250,6 +243,7 @@ class AnswerReader:
             if self._ended:
                 text += stops.finish()
             if stripped:
+                # trailing space waits: it counts only if more text follows
                 text = text if begun else text.lstrip()
                 space = text[len(text.rstrip()) :]
                 text = text.rstrip()

@@ -1,8 +1,4 @@
-"""What an engine asks of a decoder, the request that it hands over, and the results that it gives back.
-
-`CpuDecoder` (cpu/decoder.py) and `CudaDecoder` (cuda/decoder.py) implement `Decoder`; `Engine`
-holds one of them.
-"""
+"""The interface `Decoder` that the CPU and the CUDA engine implement, its requests and its results."""
 
 from __future__ import annotations
 
@@ -15,30 +11,28 @@ import numpy as np
 
 from .sampling import Sampling
 
-# of cached keys and values: bytes of an element, and of the scale that a head has at each position
+# cached keys and values: bytes per element, and per scale (one for each head and position)
 KV_BYTES = {"fp32": (4, 0), "bf16": (2, 0), "fp16": (2, 0), "int8": (1, 4)}
 CUDA = "cuda"  # the `isa` of the decoder on GPUs
 
 
 class RequestFailed(RuntimeError):
-    """A decoder could not finish this request; it is ready for the next one."""
+    """The decoder could not finish this request, but can take the next one."""
 
 
 class Unanswered(RequestFailed):
-    """A launch has never ended: the device does not answer, and may not even let go of its memory."""
+    """A launch never ended: the device's memory may not be freeable."""
 
 
 class EngineLost(RuntimeError):
-    """The device has failed: no request can run until the model is loaded again."""
+    """The device failed: no request can run until the model is loaded again."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One request, complete and checked (requests.py); both decoders read it field by field.
+    """A checked request: generate after the prompt, or score prompt[score_from:] if score_from > 0."""
 
-    A request either generates up to `max_new_tokens` after its prompt, or, with `score_from` > 0, scores the
-    ids of its prompt from that index on.
-    """
+    # the C++ and the CUDA decoder read the fields by name
 
     prompt: Sequence[int]
     max_new_tokens: int = 0
@@ -54,13 +48,13 @@ class Request:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Sequence[tuple[int, float]] = ()
-    masked: bool = False  # each token is drawn among the ids that `allow` names
-    # its end alone is news: no token wakes who collects, which would take a core
+    masked: bool = False  # each token is drawn among the ids that `Decoder.allow` permits
+    # only its end is reported: waking the collecting thread for each token would take a core
     quiet: bool = False
     replay: Sequence[int] = ()  # for measurements: the output's first ids, whatever is drawn
     # for measurements: odds of drafts of `replay` to be right, by place
     acceptance: Sequence[float] = ()
-    timed: bool = False  # with the times of tokens at its end (bench.py)
+    timed: bool = False  # record the times of tokens (bench.py)
     # scoring
     score_from: int = 0
     keep_logits: bool = False  # the logits of every position as well
@@ -77,55 +71,57 @@ class DraftModel:
 
 @dataclass(frozen=True)
 class DraftHead:
-    """For multi-token prediction. ids: that it can draft. weight_bytes: read for each draft."""
+    """A head for multi-token prediction."""
 
+    # number of ids that it can draft
     ids: int
+    # read for each draft
     weight_bytes: int
 
 
-# of scored tokens: log p (count,) float32, likeliest ids int32 and their log p float32, flat
+# log p (count,) float32; likeliest ids int32 and their log p float32, both flat (count * top,)
 Scores = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class Ended(NamedTuple):
-    """What a request leaves: the fields of `Statistics`, and what it was asked to keep.
+    """The results that a request has at its end."""
 
-    logits: float32, [position][vocab], flat. partials: float32, [position][layer][module][lane][hidden], flat.
-    first_token_s: from the join. token_s: float64, of each token after the first.
-    """
-
+    # the fields of `Statistics`
     statistics: dict[str, int]
     error: Exception | None = None  # it ended because of this
+    # float32, [position][vocab], flat
     logits: np.ndarray | None = None
+    # float32, [position][layer][module][lane][hidden], flat
     partials: np.ndarray | None = None
+    # from the join
     first_token_s: float = 0.0
+    # float64, of each token after the first
     token_s: np.ndarray | None = None
 
 
 class Collected(NamedTuple):
-    """News of one request: tokens first, first + 1, ...; `ended` once it has.
-
-    scores: of these tokens where the request has `logprobs`; of a scoring request, all of them at its end.
-    """
+    """New tokens of one request."""
 
     ticket: int
+    # index of the first of these tokens
     first: int
     tokens: list[int]
+    # of these tokens with `logprobs`; of a scoring request, all scores at its end
     scores: Scores | None = None
+    # set once, at the request's end
     ended: Ended | None = None
 
     @property
     def whole(self) -> Ended:
-        """Of news that are the last."""
+        """Return `ended`; only for the last piece of a request."""
         assert self.ended is not None
         return self.ended
 
 
 class Decoder(Protocol):
-    """A model in memory and the loop that decodes with it.
+    """A loaded model and its decode loop; any thread may call it, but only one at a time `collect`.
 
-    Requests join and leave between two tokens of the others, and each gets what it gets alone. Any thread may
-    call these, but only one at a time `collect`.
+    Requests join and leave between two tokens of the others; each gets the tokens it would get alone.
     """
 
     dtype: str
@@ -138,48 +134,48 @@ class Decoder(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Why all requests have ended, and none can join any more."""
+        """The reason why no request can run; None while it works."""
         ...
 
     def join(self, requests: Sequence[Request]) -> list[int]:
-        """Begin requests before the same token; returns their tickets, which are never used again.
+        """Begin requests before the same token; return their tickets, which are never reused.
 
-        RuntimeError where more than `max_joined` would run whose end has not been collected; ValueError for an
-        option that this decoder does not have.
+        Raises RuntimeError for more than `max_joined` requests whose end is not collected yet, and ValueError
+        for an option that this decoder does not have.
         """
         ...
 
     def collect(self, timeout_s: float) -> list[Collected]:
-        """News of every request since the last call; waits until there are some, or the time is up."""
+        """Wait up to `timeout_s` for progress of any request; return it."""
         ...
 
     @property
     def running(self) -> int:
-        """Requests whose end has not been collected."""
+        """The number of requests with an uncollected end."""
         ...
 
     def leave(self, ticket: int) -> None:
-        """End a request at the next token; nothing where it has ended."""
+        """End a request at the next token; do nothing where it has ended."""
         ...
 
     def leave_all(self) -> None: ...
 
     def allow(self, ticket: int, index: int, mask: np.ndarray) -> None:
-        """New token `index` (from 0) of a masked request is one of these ids: bits, uint32 (ceil(V / 32),).
+        """Set the ids possible for new token `index` (from 0) of a masked request; do nothing where it has ended.
 
-        The draw waits for it; the other requests do not. Nothing where the request has ended.
+        mask: a bit per id, uint32 (ceil(V / 32),). The draw waits for it, other requests do not.
         """
         ...
 
     def statistics(self) -> dict[str, int]:
-        """The fields of `Statistics`, of all requests that have ended since none ran."""
+        """Return the fields of `Statistics` over all requests that ended since none ran."""
         ...
 
     def close(self) -> None: ...
 
 
 def finish_reason(request: Request, tokens: Sequence[int], cancelled: bool) -> str:
-    """Why a request without an error has ended: "stop" (a stop id, or all is scored), "cancelled" or "length"."""
+    """Return "stop" (a stop id, or all is scored), "cancelled" or "length" for a request without error."""
     if tokens and tokens[-1] in request.stop_ids:
         return "stop"
     if cancelled:
@@ -189,19 +185,17 @@ def finish_reason(request: Request, tokens: Sequence[int], cancelled: bool) -> s
 
 @dataclass(frozen=True)
 class GeneratedToken:
-    """One new token; with the option `logprobs=n`, of the model's own
-    distribution (before penalties, temperature):
-
-    logprob: its log-probability. top: (id, log-probability) of the n likeliest ids, the likeliest first.
-    """
+    """One new token; with the option `logprobs=n`, its log-probability and the n likeliest ids'."""
 
     id: int
+    # before penalties and temperature
     logprob: float | None = None
+    # (id, log-probability), the likeliest first
     top: tuple[tuple[int, float], ...] = ()
 
     @staticmethod
     def attach_scores(ids: Sequence[int], scores: Scores | None) -> list[GeneratedToken]:
-        """Tokens with their scores, where they have such."""
+        """Return tokens with their scores, if any."""
         if scores is None or not ids:
             return [GeneratedToken(i) for i in ids]
         logprobs, top_ids, top_logprobs = (values.tolist() for values in scores)
@@ -214,26 +208,25 @@ class GeneratedToken:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of one request, or of those that ran together.
+    """Counts of one request, or of those that ran together."""
 
-    reused_tokens: prompt tokens whose keys and values were still there, or were copied from another
-    request's. passes: reads of all the weights. proposed_tokens: draft tokens of `speculate`;
-    accepted_tokens: those that were right.
-    """
-
+    # prompt tokens whose keys and values were cached, or copied from another request
     reused_tokens: int = 0
+    # reads of all weights
     passes: int = 0
+    # draft tokens
     proposed_tokens: int = 0
+    # draft tokens that were right
     accepted_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A request that has ended. finish_reason: "stop" (a stop id), "length" (max_new_tokens, or the context
-    is full) or "cancelled" (`Engine.cancel` or `close` came first; tokens are those until then).
-    """
+    """A finished request."""
 
     tokens: list[GeneratedToken]
+    # "stop" (a stop id), "length" (max_new_tokens, or the context is full) or "cancelled"
+    # (`Engine.cancel` or `close` came first; tokens are those until then)
     finish_reason: str
     prompt_tokens: int
     statistics: Statistics
@@ -245,22 +238,22 @@ class Generation:
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """Of the n scored ids of a prompt, each given all before it; the likeliest id is first in `top_ids`.
+    """Scores of n ids of a prompt, each given all before it."""
 
-    logprobs: float32 (n,). top_ids: int32 (n, top). top_logprobs: float32 (n, top). is_greedy: bool (n,),
-    whether the id is the one that greedy decoding would have chosen (the lowest of equally likely ones); it
-    needs top >= 1.
-    """
-
+    # float32 (n,)
     logprobs: np.ndarray
+    # int32 (n, top), the likeliest first
     top_ids: np.ndarray
+    # float32 (n, top)
     top_logprobs: np.ndarray
+    # bool (n,): greedy decoding would choose the id; needs top >= 1
     is_greedy: np.ndarray
 
     @staticmethod
     def of(ids: Sequence[int], scores: Scores, top: int) -> PromptLogprobs:
-        """From a decoder's scores of these ids."""
+        """Convert a decoder's scores of these ids."""
         logprobs, *tops = scores
         top_ids, top_logprobs = (values.reshape(len(ids), top) for values in tops)
+        # the first of equally likely ids is the lowest, which greedy decoding takes
         greedy = (top_ids[:, :1] == np.array(ids, np.int32)[:, None]).any(1)
         return PromptLogprobs(logprobs, top_ids, top_logprobs, greedy)

@@ -1,4 +1,4 @@
-"""Which devices an engine runs on. Torch is imported only where there is an NVIDIA driver."""
+"""Choose the devices of an engine, without importing torch where there is no NVIDIA driver."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ DRIVER = "libcuda.so.1"
 
 
 def cuda_devices(device: str) -> tuple[str, ...]:
-    """The GPUs that `device` means, such as ("cuda:0", "cuda:1"); none: the CPU.
+    """Return the GPUs that `device` means, such as ("cuda:0", "cuda:1"); empty for the CPU.
 
-    "auto" is the CPU until the CUDA engine has run on a GPU: nobody should get
-    unproven kernels without asking.
-
-    ValueError: not one of "auto", "cpu", "cuda", "cuda:0", "cuda:0,cuda:1"..., or what to install for it.
+    Raises ValueError for other values than "auto", "cpu", "cuda", "cuda:0", "cuda:0,cuda:1"..., and where
+    something must be installed first.
     """
+    # "auto" is the CPU: nobody should get unproven kernels without asking
     if device in ("auto", "cpu"):
         return ()
     names = device.split(",") if isinstance(device, str) else []
@@ -37,7 +36,7 @@ def cuda_devices(device: str) -> tuple[str, ...]:
 
 
 def why_no_cuda() -> str | None:
-    """What the CUDA engine lacks on this machine, and the remedy; None: nothing."""
+    """Return what the CUDA engine lacks on this machine, and the remedy; None: nothing."""
     driver = driver_version()
     if driver is None:
         return f"there is no NVIDIA driver ({DRIVER}) on this machine"
@@ -63,7 +62,7 @@ def has_driver() -> bool:
 
 
 def driver_version() -> int | None:
-    """The CUDA version that the driver is for, such as 12040 for 12.4; None: there is no driver."""
+    """Return the driver's CUDA version, such as 12040 for 12.4; None without a driver."""
     version = ctypes.c_int()
     try:
         ctypes.CDLL(DRIVER).cuDriverGetVersion(ctypes.byref(version))
@@ -75,5 +74,5 @@ def driver_version() -> int | None:
 def is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package that the module is in
+    except ModuleNotFoundError:  # the parent package is missing
         return False

@@ -1,4 +1,4 @@
-"""A small model that drafts in passes of its own (schedule/model_drafts.h), in place of the model's own head."""
+"""Load a small model that drafts in its own passes (schedule/model_drafts.h), instead of a head."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ if TYPE_CHECKING:
 
 
 class DraftSource(NamedTuple):
-    """path: a folder or GGUF file. tokenizer: the large model's. cache: keep the packed weights on disk."""
-
+    # a folder or GGUF file
     path: Path
+    # the large model's
     tokenizer: Tokenizer | None
+    # keep the packed weights on disk
     cache: bool
 
 
 def load_draft_model(
     decoder: CpuDecoder, config: LaneformerConfig, source: DraftSource
 ) -> DraftModel:
-    """Load a small model, and let it draft for the decoder's model; ValueError for another vocabulary."""
+    """Let a small model draft for the decoder's; ValueError for another vocabulary."""
     path = source.path
     checkpoint = read_checkpoint(path, None, decoder.threads)
     own, other = (
@@ -53,7 +54,7 @@ def load_draft_model(
 def read_vocabulary(
     tokenizer: Tokenizer | None, config: LaneformerConfig
 ) -> tuple[int, dict[str, int]]:
-    """The number of ids, and what each of them says where that is known."""
+    """Return the number of ids, and the id of each token, if known."""
     return config.vocab_size, {} if tokenizer is None else tokenizer.get_vocab(
         with_added_tokens=True
     )

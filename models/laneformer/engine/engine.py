@@ -1,9 +1,4 @@
-"""Engine: the facade of inference. It makes requests and holds the decoder that they join.
-
-From `generate` to the decode loop: Call.finish (Call.read, for streams) -> Decoder.join -> the schedule, whose
-passes run in C++ (`CpuExecutor::run_passes`) or on GPUs (`CudaExecutor.run`); what they yield comes back through
-Decoder.collect.
-"""
+"""Engine: load a model and generate tokens, text or log-probabilities with it."""
 
 from __future__ import annotations
 
@@ -41,12 +36,12 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """Decodes one request at a time. A context manager; `close()` frees the weights.
+    """Decode one request at a time; a context manager, whose `close()` frees the weights.
 
     device: "cpu", "cuda", "cuda:0,cuda:1" for several GPUs, or "auto" (the CPU; see device.py).
-    dtype: of the matrices; embedding and norms keep theirs. "auto" keeps the checkpoint's; "int8" has a scale a row;
-        "int4" a scale and 16 levels for every 32 inputs of a row (first and last layer and the head are int8), and
-        "gguf" keeps each matrix in the blocks of its GGUF file: both imply math="int8". GPUs: 16-bit types, "int8".
+    dtype: of the matrices; embedding and norms keep theirs. "auto" keeps the checkpoint's; "int8" has a scale per
+        row; "int4" a scale and 16 levels for every 32 inputs of a row (first and last layer and the head are int8);
+        "gguf" keeps the blocks of the GGUF file. The last two imply math="int8". GPUs: 16-bit types, "int8".
     options: those of `CpuDecoder` or `CudaDecoder`, such as threads or cache_bytes.
     """
 
@@ -63,9 +58,9 @@ class Engine:
         sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
         **options: Any,
     ):
-        """Pack tensors named and shaped as `config.tensor_shapes` says; ValueError for bad options and values."""
+        """Pack tensors named and shaped as in `config.tensor_shapes`; ValueError for bad options and values."""
         self.config, self.eos_ids = config, tuple(eos_ids)
-        # for others to read: `generate` is greedy whatever the model's makers recommend
+        # callers may read these; `generate` is greedy whatever sampling the model recommends
         self.tokenizer, self.tokenizer_config = tokenizer, dict(tokenizer_config)
         self.sampling_defaults = dict(sampling_defaults)
         self._requests = Requests(config, self.eos_ids)
@@ -83,9 +78,9 @@ class Engine:
     def from_pretrained(
         cls, path: str | Path, device: str = "auto", dtype: str = "auto", **options: Any
     ) -> Engine:
-        """Load a folder of this project or of the Llama family, or a GGUF file; ValueError says what is wrong.
+        """Load a folder of this project or of the Llama family, or a GGUF file; ValueError for a bad one.
 
-        dtype "auto" of a quantised GGUF file is "gguf", its blocks as they are, and "int8" on GPUs.
+        dtype: "auto" of a quantised GGUF file is "gguf", or "int8" on GPUs.
         options: those of `read_model` (loading.py), such as lanes or draft, and of Engine.
         """
         return cls(**read_model(path, device, dtype, **options))
@@ -99,7 +94,7 @@ class Engine:
         device: str = "auto",
         **options: Any,
     ) -> Engine:
-        """Random weights of a flavor's shapes, for benchmarks without a checkpoint; `options` as in Engine."""
+        """Make random weights of a flavor's shapes, for benchmarks; `options` as in Engine."""
         config = LaneformerConfig.from_flavor(flavor) if isinstance(flavor, str) else flavor
         dtype = dtype_name(dtype)
         return cls(
@@ -107,17 +102,17 @@ class Engine:
         )
 
     def generate(self, prompt_ids: Sequence[int], **options: Any) -> list[int]:
-        """New token ids after the prompt; options are those of GenerationOptions."""
+        """Return new token ids after the prompt; options are those of GenerationOptions."""
         request = self._requests.generation(prompt_ids, without_logprobs(options), quiet=True)
         return self._call(request).finish().tokens
 
     def stream(self, prompt_ids: Sequence[int], **options: Any) -> Stream[int]:
-        """The tokens of `generate`, each as soon as it is known; closing the stream cancels the request."""
+        """Yield the tokens of `generate` as they come; closing the stream cancels the request."""
         call = self._call(self._requests.generation(prompt_ids, without_logprobs(options)))
         return Stream(call.read(lambda ids, scores: ids), call)
 
     def generate_detailed(self, prompt_ids: Sequence[int], **options: Any) -> Generation:
-        """`generate` with log-probabilities (option `logprobs`), the reason of the end, and statistics."""
+        """Generate, with log-probabilities (option `logprobs`), finish reason and statistics."""
         request = self._requests.generation(prompt_ids, options, quiet=True)
         call = self._call(request)
         news = call.finish(even_cancelled=True)
@@ -126,20 +121,20 @@ class Engine:
         return Generation(tokens, reason, len(request.prompt), Statistics(**news.whole.statistics))
 
     def stream_detailed(self, prompt_ids: Sequence[int], **options: Any) -> Stream[GeneratedToken]:
-        """The tokens of `generate_detailed`, each as soon as it is known."""
+        """Yield the tokens of `generate_detailed` as they come."""
         call = self._call(self._requests.generation(prompt_ids, options))
         return Stream(call.read(GeneratedToken.attach_scores), call)
 
     def generate_text(
         self, prompt: str | Sequence[int], *, stop: str | Sequence[str] = (), **options: Any
     ) -> str:
-        """Text after the prompt (text or ids), without the stop string that ended it; needs a tokenizer."""
+        """Return text after the prompt (text or ids), without the stop string; needs a tokenizer."""
         return "".join(self.stream_text(prompt, stop=stop, **options))
 
     def stream_text(
         self, prompt: str | Sequence[int], *, stop: str | Sequence[str] = (), **options: Any
     ) -> Stream[str]:
-        """The text of `generate_text` in pieces: whole characters, and never a part of a stop string."""
+        """Yield the text of `generate_text` in pieces: whole characters, no part of a stop string."""
         if self.tokenizer is None:
             raise ValueError(
                 "text needs a tokenizer, but the model's folder holds no tokenizer.json"
@@ -165,41 +160,39 @@ class Engine:
         start: int = 1,
         reuse_prefix: bool = True,
     ) -> np.ndarray | PromptLogprobs:
-        """log p(ids[i] | ids[:i]) for i >= start, float32 (len(ids) - start,); with `top` also the likeliest ids.
-
-        The last id is only predicted, never read. A later `start` saves the head's work, and that of the
-        positions before it that are still in the KV cache, as when many continuations follow one context.
-        """
+        """Return log p(ids[i] | ids[:i]) for i >= start, float32 (len(ids) - start,); `top`: also likeliest ids."""
+        # a later start saves the head's work, and that of cached positions before it, as when many
+        # continuations follow one context
         request = self._requests.scoring(ids, start, 0 if top is None else top, reuse_prefix)
         scores = self._call(request).finish().scores
         assert scores is not None
         return scores[0] if top is None else PromptLogprobs.of(request.prompt[start:], scores, top)
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
-        """The logits after every position, float32 (len(ids), V)."""
+        """Return the logits after every position, float32 (len(ids), V)."""
         logits = self._call(self._requests.logits(ids)).finish().whole.logits
         assert logits is not None
         return logits.reshape(-1, self.config.vocab_size)
 
     def _partials(self, ids: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-        """Outputs of modules at ascending positions, for checks: float32 (positions, layers, 2, L, D)."""
+        # for checks: modules' outputs at ascending positions, float32 (positions, layers, 2, L, D)
         partials = self._call(self._requests.logits(ids, positions)).finish().whole.partials
         assert partials is not None
         c = self.config
         return partials.reshape(-1, c.num_hidden_layers, len(MODULES), c.num_lanes, c.hidden_size)
 
     def batch(self) -> Batch:
-        """For requests side by side; until it is closed the engine takes no others, and RuntimeError while one runs."""
+        """Begin a batch; RuntimeError while a request runs, and in other calls until the batch is closed."""
         return Batch(self._exclusive, self._requests)
 
     @property
     def statistics(self) -> Statistics:
-        """Of the last request: reused positions, passes, draft tokens."""
+        """Counts of the last request."""
         return Statistics(**self._open().statistics())
 
     @property
     def kv_cache(self) -> dict[str, int]:
-        """Bytes of keys and values now, and the most that are kept; empty on GPUs, which count sequences."""
+        """Bytes of cached keys and values, and their limit; empty on GPUs, which count sequences."""
         decoder: Any = self._open()
         if self.isa == CUDA:
             return {}
@@ -207,26 +200,25 @@ class Engine:
 
     @property
     def draft_kv_bytes(self) -> int:
-        """Bytes of keys and values that a draft model holds now."""
         return getattr(self._open(), "draft_kv_bytes", 0)
 
     @property
     def saved_prefixes(self) -> dict[str, int]:
-        """Of the files in `cache_dir`: number, bytes, limit, and their use; empty without one."""
+        """Number, bytes, limit and hits of the files in `cache_dir`; empty without one."""
         prefixes = getattr(self._open(), "prefixes", None)
         return prefixes.counts if prefixes else {}
 
     def load_prefix(self, prompt_ids: Sequence[int]) -> None:
-        """Load what `cache_dir` has of this prompt now; else that is done when its request joins."""
+        """Load what `cache_dir` has of this prompt before its request joins."""
         if prefixes := getattr(self._open(), "prefixes", None):
             prefixes.load(prompt_ids, len(prompt_ids) - 1)
 
     def cancel(self) -> None:
-        """End what runs, from any thread. Who waits gets Cancelled, or from `generate_detailed` what there was."""
+        """End requests, from any thread: calls raise Cancelled, `generate_detailed` returns what there is."""
         self._exclusive.cancel()
 
     def close(self) -> None:
-        """Cancel what runs, stop the threads and free the weights; from any thread, safe to call twice."""
+        """Cancel requests, stop the threads and free the weights; from any thread, safe to call twice."""
         self._exclusive.close()
 
     def __enter__(self) -> Engine:
@@ -236,6 +228,9 @@ class Engine:
         self.close()
 
     def _call(self, request: Request) -> Call:
+        # from here: Call.finish (Call.read, for streams) -> Decoder.join -> the schedule, whose
+        # passes run in C++ (`CpuExecutor::run_passes`) or on GPUs (`CudaExecutor.run`) ->
+        # Decoder.collect
         return Call(self._exclusive, request)
 
     def _open(self) -> Decoder:

@@ -1,8 +1,4 @@
-"""A Hugging Face folder as memory-mapped tensors: read, named, and checked before anything is computed.
-
-safetensors is a length, a JSON header and raw bytes, so it is mapped directly: numpy has no bfloat16, and the
-engine needs the bits as they are, without a copy and without torch. The rotary tables are computed here, too.
-"""
+"""Read a Hugging Face folder or a GGUF file as memory-mapped tensors; compute rotary tables."""
 
 from __future__ import annotations
 
@@ -41,20 +37,20 @@ MAX_CONTEXT = 2**31 - 1  # positions are 32-bit
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything the engine takes from a folder; tensor names are those of the plain model, without prefix."""
+    """Everything that the engine takes from a folder; tensor names have no prefix."""
 
     config: LaneformerConfig
     tensors: Mapping[str, Tensor]
     eos_ids: tuple[int, ...]
-    files: list[Path]  # where the tensors are mapped from
+    files: list[Path]  # the files that the tensors are mapped from
     tokenizer: Tokenizer | None
     tokenizer_config: dict[str, Any]  # Hugging Face's, with the chat template
-    sampling_defaults: dict[str, Any]  # options of the model's makers
+    sampling_defaults: dict[str, Any]  # recommended by the model's makers
     dtype: str = "auto"  # what "auto" means for this checkpoint
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether it is a GGUF file by its first bytes: Ollama's have no suffix."""
+    # Ollama's files have no suffix
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -68,11 +64,10 @@ def read_checkpoint(
     dtype: str = "auto",
     gpus: int = 0,
 ) -> Checkpoint:
-    """Read and check a folder with `config.json` and `model*.safetensors`, or a GGUF file;
-    ValueError for bad ones.
+    """Read a folder with `config.json` and `model*.safetensors`, or a GGUF file; ValueError for a bad one.
 
-    lanes: of a model that has none of its own (llama/); None: as many as suit `threads` threads, default all
-    cores, or `gpus`. dtype: the engine's option; a GGUF file's tensors are widened for it.
+    lanes: of a Llama-family model (llama/); None: as many as suit `threads` (default all cores) or `gpus`.
+    dtype: the engine's option, to which a GGUF file's tensors are widened.
     """
     if is_gguf(folder):
         return read_gguf(folder, lanes, threads, dtype, gpus)
@@ -106,7 +101,8 @@ def read_checkpoint(
 
 
 def refuse_adapter(folder: Path) -> None:
-    """ValueError for a LoRA adapter, alone or beside a model's weights, to which Transformers would add it."""
+    """Raise ValueError for a LoRA adapter, alone or beside a model's weights."""
+    # Transformers would add it to the weights, so ignoring it would give other outputs
     if not (folder / "adapter_config.json").is_file():
         return
     base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
@@ -122,9 +118,9 @@ def refuse_adapter(folder: Path) -> None:
 
 
 def check_tables(config: LaneformerConfig) -> None:
-    """ValueError for a context whose rotary tables the machine has no memory for."""
+    """Raise ValueError for a context whose rotary tables do not fit into memory."""
     tokens = config.max_position_embeddings
-    needed = 24 * config.head_dim * tokens  # with what they are computed from
+    needed = 24 * config.head_dim * tokens  # and the values they are computed from
     if tokens > MAX_CONTEXT or needed > memory_bytes():
         raise ValueError(
             f"a context of {tokens} tokens, as the model's files say, needs {needed / 1e9:,.1f} GB of rotary tables; "
@@ -133,7 +129,7 @@ def check_tables(config: LaneformerConfig) -> None:
 
 
 def with_context(config: LaneformerConfig, tokens: int, kv_dtype: str = "auto") -> LaneformerConfig:
-    """The config with this context; ValueError where the machine has no memory for it."""
+    """Return the config with this context; ValueError where it does not fit into memory."""
     drafts = (
         4 * config.num_nextn_predict_layers * config.head_dim * config.num_key_value_heads * tokens
     )
@@ -161,11 +157,11 @@ def default_lanes(values: Mapping[str, Any], threads: int | None, gpus: int) -> 
 def read_gguf(
     path: Path, lanes: int | None, threads: int | None, dtype: str, gpus: int
 ) -> Checkpoint:
-    """A GGUF file; a tokenizer.json beside it, with what belongs to it, goes before the file's own."""
     file = GgufFile(path, dtype, blocks=not gpus)
     vocabulary = file.vocabulary
     lanes = default_lanes(file.config, threads, gpus) if lanes is None else lanes
     config, tensors = laneformer_of(file.config, file, lanes, from_gguf=True)
+    # a tokenizer.json and its companions beside the file replace the file's own
     texts = read_texts(path.parent)
     sampling = {**CONVERSATION_SAMPLING, **file.sampling} if file.sampling else {}
     try:
@@ -184,7 +180,7 @@ def read_gguf(
 
 
 def check_pieces(path: Path, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
-    """ValueError for a tokenizer whose ordinary pieces are not the file's."""
+    """Raise ValueError for a tokenizer whose ordinary pieces differ from the file's."""
     for i, (piece, kind) in enumerate(zip(vocabulary.pieces, vocabulary.types, strict=False)):
         if kind == NORMAL and (other := tokenizer.id_to_token(i)) != piece:
             raise ValueError(
@@ -194,11 +190,10 @@ def check_pieces(path: Path, tokenizer: Tokenizer, vocabulary: Vocabulary) -> No
 
 
 def config_of(values: dict[str, Any]) -> LaneformerConfig:
-    """The architecture in a `config.json`; other keys are Transformers' bookkeeping,
-    unless they look misspelt.
-    """
+    """Check the values of a `config.json`; ValueError for bad values and misspelt keys."""
     known = [field.name for field in dataclasses.fields(LaneformerConfig)]
     values = modern_spelling(values)
+    # Transformers writes other keys, too, so only one close to a known key is an error
     for key in values:
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
         if key not in known and near and near[0] not in values:
@@ -219,7 +214,7 @@ def config_of(values: dict[str, Any]) -> LaneformerConfig:
 def eos_ids(
     folder: Path, config_values: dict[str, Any], config: LaneformerConfig
 ) -> tuple[int, ...]:
-    """Where generation stops by itself: `generation_config.json`, else `config.json`; one id or a list."""
+    """Return the end-of-text ids of `generation_config.json`, else of `config.json`."""
     ids = read_optional(folder / "generation_config.json").get("eos_token_id")
     if ids is None:
         ids = config_values.get("eos_token_id")
@@ -234,15 +229,17 @@ def eos_ids(
 
 
 def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Names and mapped tensors of one file; ValueError when it is cut short or holds another element type."""
+    """Yield names and mapped tensors of one file; ValueError for a truncated file or another element type."""
     refuse_pointer(path)
     try:
-        # checks the header: every tensor's bytes follow those of the one before
+        # checks the header, and that every tensor's bytes follow those of the one before
         safe_open(path, "np")
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"{path} is truncated, or has no valid safetensors header: {error}"
         ) from None
+    # a length, a JSON header, raw bytes: mapped here and not by the library, because numpy has no
+    # bfloat16 and the engine needs the bits unchanged, without a copy
     raw = np.memmap(path, np.uint8, "r")
     start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
     types = {stored.safetensors: (dtype, stored.element) for dtype, stored in STORED_TYPES.items()}
@@ -256,14 +253,13 @@ def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
         dtype, element = types[entry["dtype"]]
         begin, end = entry["data_offsets"]
         values = raw[start + begin : start + end].view(element).reshape(entry["shape"])
-        # a copy where the file is not aligned
+        # copies only where the file is not aligned
         yield name, Tensor(dtype, np.require(values, requirements="A"))
 
 
 def rope_tables(config: LaneformerConfig) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin (context, d/2) float32, bit for bit those of model.py (each float32 step rounded once);
-    of `config.ropes` one table after the other, (ropes, context, d/2).
-    """
+    """Return cos and sin, float32 (context, d/2), or (ropes, context, d/2) with `config.ropes`."""
+    # bit for bit those of model.py: each float32 step is rounded once
     context = config.max_position_embeddings
     if config.ropes:
         pairs = [rope.of_pairs(context, config.head_dim // 2) for rope in config.ropes]
@@ -285,7 +281,7 @@ def cos_and_sin(frequency: np.ndarray, context: int) -> tuple[np.ndarray, np.nda
 
 
 def query_scales(config: LaneformerConfig) -> np.ndarray | None:
-    """What queries are multiplied with by position, (context,) float32; None where that is 1."""
+    """Return the factor of queries at each position, float32 (context,); None where it is 1."""
     growth = variant_of(config).query_growth
     if growth is None:
         return None

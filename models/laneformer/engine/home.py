@@ -1,6 +1,4 @@
-"""The user's own places. Without a home directory (a container's user has no entry in passwd) they are where nothing
-can be: nothing is found there and nothing kept, and nobody has to ask.
-"""
+"""The user's home and cache directories."""
 
 from __future__ import annotations
 
@@ -12,6 +10,8 @@ def home() -> Path:
     try:
         return Path.home()
     except RuntimeError:
+        # no home directory (a container's user without an entry in passwd): below this path nothing
+        # can exist or be written, so callers need no special case
         return Path(os.devnull)
 
 

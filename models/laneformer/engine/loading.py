@@ -1,4 +1,4 @@
-"""From a path, or from tensors, to a model in memory: what an `Engine` is made of."""
+"""Load a model from a path or from tensors, and choose its decoder."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def read_model(
     draft: str | Path | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """The arguments of `Engine` for the model in a folder or a GGUF file; ValueError says what is wrong with it.
+    """Return the arguments of `Engine` for a folder or a GGUF file; ValueError for a bad one.
 
-    cache: keep the CPU's packed weights in `path`/.packed (or the user's cache directory) for the next start:
-        the four combinations of threads and dtype that were used last.
-    context_tokens: in place of the config's max_position_embeddings.
+    cache: keep the CPU's packed weights in `path`/.packed (or the user's cache directory) for the next start,
+        for the four combinations of threads and dtype used last.
+    context_tokens: replaces the config's max_position_embeddings.
     lanes: of a Llama-family model; default: as many as share threads evenly (GPUs: up to 8) and divide its
         heads and MLP rows.
-    draft: a small model with the same vocabulary, whose drafts are verified where that is faster, in place of
-        those of the model's own head; the output stays the same.
+    draft: a small model with the same vocabulary that drafts in place of the model's own head; the output
+        stays the same.
     """
     gpus = len(cuda_devices(device))
     checkpoint = read_checkpoint(Path(path), lanes, threads, dtype, gpus)
@@ -75,7 +75,8 @@ def read_model(
 
 
 def random_tensors(config: LaneformerConfig, dtype: str, seed: int) -> RandomTensors:
-    """Of the config's shapes; int8 and int4 are made of the bf16 weights of the same seed."""
+    """Return random tensors of the config's shapes."""
+    # int8 and int4 are made of the bf16 weights of the same seed
     one_of("dtype of random weights", dtype, [name for name in MATRIX_DTYPES if name != AS_IN_FILE])
     return RandomTensors(config, "bf16" if dtype in ("int8", "int4") else dtype, seed)
 
@@ -89,7 +90,7 @@ def load_decoder(
     draft: DraftSource | None = None,
     **options: Any,
 ) -> Decoder:
-    """The model on its device; ValueError for options that the device does not have."""
+    """Load the model on its device; ValueError for options that the device does not have."""
     dtype = dtype_name(dtype)
     one_of("dtype", dtype, ("auto", *MATRIX_DTYPES))
     devices = cuda_devices(device)

@@ -1,8 +1,4 @@
-"""The processors and the memory that this process may use: cores, CPU quotas, memory nodes.
-
-Everything is read from the files of Linux below one root folder; on macOS, sysctl says how many
-fast cores there are.
-"""
+"""Find the cores, CPU quota and memory that this process may use."""
 
 from __future__ import annotations
 
@@ -14,43 +10,43 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# memory.stat of versions 2 and 1
+# keys of memory.stat in cgroup versions 2 and 1
 NOT_RECLAIMED = ("anon", "file_mapped", "total_rss", "total_mapped_file")
-PERFORMANCE_CAPACITY = 0.5  # of the fastest core's: slower ones would hold up every pass
+PERFORMANCE_CAPACITY = 0.5  # share of the fastest core's: slower ones would delay every pass
 
 
 @dataclass(frozen=True)
 class Machine:
-    """cores: the CPUs of each physical core that this process may use; slow: those of
-    efficiency cores beside them.
+    """The CPUs that this process may use."""
 
-    quota_cpus: CPU seconds a second that the control groups allow; None: no limit. nodes: memory
-    nodes of those CPUs.
-    """
-
+    # of each physical core
     cores: tuple[tuple[int, ...], ...]
+    # of efficiency cores beside them
     slow: tuple[int, ...] = ()
+    # CPU seconds per second that the control groups allow; None: no limit
     quota_cpus: float | None = None
+    # number of memory nodes of these CPUs
     nodes: int = 1
 
     @property
     def processors(self) -> float:
-        """How many threads can run at once: beyond that, none should spin."""
+        """The number of threads that can run at once; with more, none should spin."""
         return min(len(self.one_cpu_a_core_first()), self.quota_cpus or float("inf"))
 
     @property
     def threads(self) -> int:
-        """One a core, and within the quota."""
+        """One thread per core, within the quota."""
         return max(1, min(len(self.cores), int(self.quota_cpus or len(self.cores))))
 
     def one_cpu_a_core_first(self) -> list[int]:
-        """All CPUs: the first of each core, then their siblings, then the slow ones."""
+        """Return all CPUs: the first of each core, then their siblings, then the slow ones."""
         ranked = [(rank, cpu) for core in self.cores for rank, cpu in enumerate(core)]
         return [*(cpu for _, cpu in sorted(ranked)), *self.slow]
 
 
 def this_machine(root: Path = Path("/"), allowed: set[int] | None = None) -> Machine:
-    """What the files below `root` say; `allowed`: CPUs, by default those of this process's affinity."""
+    """Read Linux's files below `root`; `allowed`: CPUs, by default those of this process's affinity."""
+    # macOS has neither those files nor an affinity
     if allowed is None and not hasattr(os, "sched_getaffinity"):
         return Machine(tuple((cpu,) for cpu in range(fast_cores() or os.cpu_count() or 1)))
     allowed = os.sched_getaffinity(0) if allowed is None else allowed
@@ -74,9 +70,7 @@ def this_machine(root: Path = Path("/"), allowed: set[int] | None = None) -> Mac
 
 
 def performance_cpus(root: Path, allowed: set[int]) -> set[int]:
-    """The allowed CPUs without the efficiency cores that the kernel tells apart: by name on x86,
-    by capacity on Arm.
-    """
+    # on x86 the kernel lists them by name, on Arm it gives capacities
     devices = root / "sys/devices"
     efficient = [
         *devices.glob("cpu_atom/cpus"),
@@ -91,19 +85,19 @@ def performance_cpus(root: Path, allowed: set[int]) -> set[int]:
 
 
 def quota_cpus(root: Path) -> float | None:
-    """The least limit of this process's control group and of those above it, in CPUs."""
+    # the least limit counts
     return min((limit for folder in control_groups(root) for limit in limits(folder)), default=None)
 
 
 def control_groups(root: Path, controller: str = "cpu") -> Iterator[Path]:
-    """Folders of versions 1 and 2; in a container /proc may name a path of the host that
-    is not mounted there.
-    """
+    """Yield the folders of this process's control groups and their parents."""
+    # versions 1 (with controllers) and 2
     mount = root / "sys/fs/cgroup"
     for line in text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
+        # in a container /proc may name a path of the host that is not mounted: try its parents, too
         steps = [step for step in path.split("/") if step not in ("", "..")]
         for base in (
             (mount / controllers, mount / controller) if controllers else (mount, mount / "unified")
@@ -122,7 +116,7 @@ def limits(folder: Path) -> Iterator[float]:
 
 
 def fast_cores() -> int:
-    """macOS: the performance cores; 0 where sysctl does not tell them apart."""
+    """Return the number of performance cores on macOS, if known, else 0."""
     if sys.platform != "darwin":
         return 0
     asked = subprocess.run(
@@ -136,19 +130,20 @@ def memory_bytes() -> int:
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int:
-    """What this process may still take: of the machine's memory, and within the limits of its control groups."""
+    """Return the bytes that are free on the machine and within the limits of the control groups."""
     available = re.search(r"MemAvailable:\s+(\d+) kB", text(root / "proc/meminfo"))
     left = [1024 * int(available[1]) if available else memory_bytes()]
     for folder in control_groups(root, "memory"):
         limit = text(folder / "memory.max") or text(folder / "memory.limit_in_bytes")
         if limit.isdigit():
+            # the page cache counts against the limit, but can be reclaimed
             used = dict(line.split() for line in text(folder / "memory.stat").splitlines())
             left += [int(limit) - sum(int(used.get(name, 0)) for name in NOT_RECLAIMED)]
     return max(0, min(left))
 
 
 def file_system(path: Path, root: Path = Path("/")) -> str:
-    """The type, such as "ext4", of what holds a file; empty where the system does not tell."""
+    """Return the type of a file's file system, such as "ext4"; empty where unknown."""
     device = path.stat().st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
     mounts = [line.split() for line in text(root / "proc/self/mountinfo").splitlines()]
@@ -156,13 +151,12 @@ def file_system(path: Path, root: Path = Path("/")) -> str:
 
 
 def cpu_list(listed: str) -> set[int]:
-    """ "0-3,8" -> {0, 1, 2, 3, 8}"""
+    # such as "0-3,8"
     ranges = [part.partition("-") for part in listed.split(",") if part]
     return {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
 
 
 def text(path: Path) -> str:
-    """The file's one value or lines; empty where there is none."""
     try:
         return path.read_text().strip()
     except OSError:

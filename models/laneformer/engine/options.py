@@ -16,7 +16,8 @@ from .decoder import Sampling
 MAX_DRAFT_TOKENS = 31  # columns of a pass beside the last known token's
 MAX_LOGPROBS = 100
 MIN_TEMPERATURE = 1e-6  # colder draws are greedy
-# of conversations with a model whose makers do not say: llama.cpp's defaults; greedy chats end in loops
+# for conversations with models that recommend nothing: llama.cpp's defaults, as greedy chats
+# end in loops
 CONVERSATION_SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 # odd, so all seeds of a batch differ; far apart, so neighbouring seeds share none
 SEED_STEP = 0x9E3779B97F4A7C15
@@ -119,7 +120,7 @@ class GenerationOptions:
 
     @classmethod
     def from_kwargs(cls, options: Mapping[str, Any]) -> GenerationOptions:
-        """Options by name; an unknown name raises ValueError with the nearest known one."""
+        """Make options by name; ValueError for an unknown name, with the nearest known one."""
         known = [field.name for field in dataclasses.fields(cls)]
         for name in options:
             if name not in known:
@@ -148,11 +149,9 @@ def without_logprobs(options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """How a model's makers want it sampled (`generation_config.json`), as options; empty: they do not say.
-
-    As Transformers' generate() applies that file: without do_sample the repetition penalty alone counts, with
-    it top_k is 50 unless it says otherwise. A do_sample of false is a temperature of 0.
-    """
+    """Return the options that `generation_config.json` recommends; empty where it recommends none."""
+    # as in Transformers' generate(): without do_sample only the repetition penalty counts, with it
+    # top_k is 50 unless given; do_sample = false is a temperature of 0
     settings = {name: value for name, value in generation_config.items() if value is not None}
     names = ["repetition_penalty"]
     wanted: dict[str, Any] = {}
@@ -167,17 +166,17 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def conversation_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """What conversations leave open: the makers' sampling, or where they do not say, CONVERSATION_SAMPLING."""
+    """Return the defaults of conversations: the model's, else CONVERSATION_SAMPLING."""
     return dict(defaults or CONVERSATION_SAMPLING)
 
 
 def batch_seeds(seed: int, prompts: int) -> list[int]:
-    """The seeds that one seed gives several answers; the first keeps it."""
+    """Return a seed for each prompt; the first is `seed` itself."""
     return [(seed + i * SEED_STEP) % 2**64 for i in range(prompts)]
 
 
 def in_range(name: str, value: Any, kind: type, low: float, high: float) -> Any:
-    """The value as `kind` (int or float) when it is one, finite, and in low .. high, else ValueError."""
+    """Return the value as `kind` (int or float); ValueError unless it is one, finite and in low .. high."""
     allowed = (int, np.integer) if kind is int else (int, float, np.integer, np.floating)
     if isinstance(value, bool) or not isinstance(value, allowed) or not math.isfinite(value):
         raise ValueError(

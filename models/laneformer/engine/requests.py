@@ -1,4 +1,4 @@
-"""From what a caller gives to what a decoder is given: every id is checked here, every option in options.py."""
+"""Make checked requests of callers' ids and options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAME_FIELDS = (  # of GenerationOptions and of Request
 
 
 class Requests:
-    """Makes the requests of one engine; ValueError for what its model does not take."""
+    """Make the requests of one engine; ValueError for ids and options that its model does not take."""
 
     def __init__(self, config: LaneformerConfig, eos_ids: Sequence[int]):
         self.config, self.eos_ids = config, eos_ids
@@ -36,7 +36,7 @@ class Requests:
         what: str = "prompt_ids",
         **fields: Any,
     ) -> Request:
-        """`options` are those of GenerationOptions, `fields` others of Request."""
+        """Make a request of `options` (GenerationOptions) and further `fields`."""
         ids = self._check_prompt(prompt, what)
         checked = GenerationOptions.from_kwargs(options)
         request = make_request(checked, ids, self.config.vocab_size, self.eos_ids)
@@ -52,7 +52,7 @@ class Requests:
         return Request(checked, score_from=first, logprobs=count, reuse_prefix=reuse_prefix)
 
     def logits(self, ids: Sequence[int], positions: Sequence[int] = ()) -> Request:
-        """For the logits of every position, and the outputs of modules at `positions`."""
+        """Make a request for the logits of every position, and outputs of modules at `positions`."""
         return Request(
             self._check_prompt(ids, "ids"),
             score_from=1,
@@ -79,7 +79,7 @@ class Requests:
 def make_request(
     options: GenerationOptions, prompt: Sequence[int], vocab_size: int, eos_ids: Sequence[int] = ()
 ) -> Request:
-    """For a checked prompt; ids in the options are checked here."""
+    # the prompt is checked already, ids in the options are not
     biased = check_ids(list(options.logit_bias), vocab_size, "logit_bias")
     stops = check_ids(options.stop_ids, vocab_size, "stop_ids")
     return Request(
@@ -94,7 +94,7 @@ def make_request(
 
 
 def check_ids(ids: Any, vocab_size: int, what: str) -> list[int]:
-    """Token ids as a list of Python ints, each in 0 .. vocab_size - 1, else ValueError."""
+    """Return token ids as Python ints; ValueError unless each is in 0 .. vocab_size - 1."""
     array = np.asarray(ids)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(

@@ -1,8 +1,4 @@
-"""A call's requests while they run: cancelled from any thread, read as a stream, ended before the interpreter is.
-
-A thread that returns from C++ while the interpreter shuts down would abort the process, so all
-requests end at exit.
-"""
+"""Run requests with exclusive use of a decoder: streams, cancellation, and the end at exit."""
 
 from __future__ import annotations
 
@@ -19,13 +15,11 @@ from .decoder import Collected, Decoder, Request, Scores
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 SIGNAL_POLL_S = 0.1  # longest delay of Ctrl-C while a decoder works
-LONGEST_END_S = 10.0  # that the exit waits for a request to end
+LONGEST_END_S = 10.0  # the exit waits so long for a request to end
 
 
 class Cancelled(RuntimeError):
-    """The request was cancelled (`Engine.cancel`, `Engine.close`, or `close` of its stream)
-    before it was finished.
-    """
+    """The request was cancelled before it finished."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -34,23 +28,20 @@ class Cancelled(RuntimeError):
 
 
 class User(Protocol):
-    """Who uses a decoder: a `Call` or a `Batch`. Both methods may come from any thread."""
+    """A `Call` or a `Batch`; any thread may call both methods."""
 
     def cancel(self) -> None:
-        """End its requests at the next token."""
+        """End the requests at the next token."""
 
     def close(self) -> None:
-        """The same, for the last time."""
+        """End the requests for good."""
 
 
 class ExclusiveDecoder:
-    """A decoder that one call, or one batch, uses at a time, in the process that made it.
-
-    lock: held by who uses it, and while the weights load.
-    """
+    """A decoder that one call or batch uses at a time, in the process that made it."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # held by the user, and while the weights load
         self._decoder: Decoder | None = None
         self._user: User | None = None  # who holds the lock
         self._process = os.getpid()
@@ -62,7 +53,7 @@ class ExclusiveDecoder:
         return self._decoder
 
     def get(self) -> Decoder:
-        """ValueError once it is closed, RuntimeError in a forked child."""
+        """Return the decoder; ValueError once it is closed, RuntimeError in a forked child."""
         if self._decoder is None:
             raise ValueError("this engine is closed")
         if os.getpid() != self._process:
@@ -83,7 +74,7 @@ class ExclusiveDecoder:
         return decoder
 
     def release(self) -> None:
-        # no cycle of references: an engine that is dropped frees its weights at once
+        # break the reference cycle: an engine that is dropped frees its weights at once
         self._user = None
         self.lock.release()
 
@@ -93,7 +84,7 @@ class ExclusiveDecoder:
             user.cancel()
 
     def close(self) -> None:
-        """End what runs and free the weights; from any thread, safe to call twice."""
+        """End running requests and free the weights; from any thread, safe to call twice."""
         decoder, self._decoder = self._decoder, None
         user = self._user
         if user is not None:
@@ -103,10 +94,7 @@ class ExclusiveDecoder:
 
 
 class Call:
-    """A request that has the decoder to itself: before its start, at work, or over.
-
-    `cancel` may come from any thread, at any time.
-    """
+    """A request that has the decoder to itself; any thread may cancel it."""
 
     def __init__(self, exclusive: ExclusiveDecoder, request: Request):
         self.exclusive, self.request = exclusive, request
@@ -115,17 +103,14 @@ class Call:
         self._lock = threading.Lock()
 
     def finish(self, even_cancelled: bool = False) -> Collected:
-        """All that comes of a quiet request, or of a scoring one.
-
-        Cancelled where it was cancelled, or with `even_cancelled` what there was by then.
-        """
+        """Run a quiet or scoring request to its end; raise Cancelled unless `even_cancelled`."""
         *_, last = self._decode()
         if not even_cancelled:
             self.expect_finished()
         return last
 
     def read(self, read: Callable[[list[int], Scores | None], list[T]]) -> Generator[T, None, None]:
-        """What `read` makes of new token ids and their scores, one by one."""
+        """Yield one by one what `read` makes of new token ids and their scores."""
         # nothing runs before the first result is asked for: an iterator that is never advanced
         # must not leave a request running
         with contextlib.closing(self._decode()) as all_news:
@@ -146,10 +131,7 @@ class Call:
             raise Cancelled
 
     def _decode(self) -> Generator[Collected]:
-        """What comes of the request until it has ended; raises its error.
-
-        Where the generator ends before the request, that is told to leave, and waited for.
-        """
+        """Yield the progress of the request until it ends; raise its error."""
         decoder, process = self.exclusive.acquire(self), os.getpid()
         try:
             with self._lock:
@@ -163,22 +145,22 @@ class Call:
                         raise news.ended.error
                     yield news
         finally:
+            # where the generator is closed early, end the request and wait for that
             with self._lock:
                 self.over, self._decoder = True, None
             decoder.leave_all()
             while (
                 os.getpid() == process and decoder.running
             ):  # a forked child has nobody to wait for
-                with contextlib.suppress(Exception):  # what has failed is known by now
+                with contextlib.suppress(Exception):  # its failure was raised before
                     decoder.collect(SIGNAL_POLL_S)
             self.exclusive.release()
 
 
 class Stream(Iterator[T_co]):
-    """Results of one request, each as soon as it is known.
+    """The results of one request as they come; a stream that is dropped ends its request.
 
-    `close` ends the request and may be called from any thread; after that `next` raises Cancelled, unless the
-    request had finished by then. A stream that is dropped ends its request, too.
+    Any thread may call `close`, which ends the request; `next` then raises Cancelled, unless it had finished.
     """
 
     def __init__(self, results: Generator[T_co, None, None], call: Call):
@@ -206,15 +188,16 @@ DECODERS: weakref.WeakSet[ExclusiveDecoder] = weakref.WeakSet()
 
 @atexit.register
 def end_all() -> None:
+    # a thread that returns from C++ while the interpreter shuts down would abort the process
     for stream in tuple(STREAMS):
         stream.close()
     for decoder in tuple(DECODERS):
         decoder.close()
-        decoder.lock.acquire(timeout=LONGEST_END_S)  # and nobody gets it any more
+        decoder.lock.acquire(timeout=LONGEST_END_S)  # never released: no request can start
 
 
 def forget_all() -> None:
-    """In a forked child: the threads that would end the parent's requests do not exist there."""
+    # a forked child has none of the threads that would end the parent's requests
     STREAMS.clear()
     DECODERS.clear()
 

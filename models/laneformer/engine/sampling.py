@@ -1,4 +1,4 @@
-"""The rule by which a token is drawn, as both decoders take it; only the standard library is imported."""
+"""The sampling parameters of both decoders, with the standard library alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 
 
 class Sampling(ctypes.Structure):
-    """How a token is drawn (sampling.h: Sampling)."""
+    """The parameters by which a token is drawn (sampling.h: Sampling)."""
 
     _fields_ = [
         ("seed", ctypes.c_uint64),

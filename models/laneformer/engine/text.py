@@ -1,4 +1,4 @@
-"""Tokens to text while they come: no half characters, and nothing that may be the beginning of a stop string."""
+"""Decode a stream of tokens to text, in whole characters and up to a stop string."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 CONTEXT_TOKENS = 6  # of the prompt, decoded with the first piece
-LONGEST_BYTES = 8  # that are looked at: a character before the unfinished one shows where it begins
-LONGEST_UNFINISHED = 3  # bytes of a UTF-8 character that lacks its last one, so also tokens
+LONGEST_BYTES = 8  # to look at: the character before the unfinished one shows where that begins
+LONGEST_UNFINISHED = 3  # bytes of a UTF-8 character without its last one, so at most as many tokens
 
 
 class TextStream:
-    """Tokens to text, piece by piece. Text is held back while it ends in an unfinished UTF-8 sequence.
-
-    Decoding depends on the neighbours (a leading space, bytes that form one character), so a piece is the
-    difference between two decodings that start at the same token: the last one whose text is already out.
-    """
+    """Decode tokens piece by piece; text is held back while it ends in an unfinished UTF-8 sequence."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool = True
@@ -39,11 +35,11 @@ class TextStream:
         return self._piece(end) if end > self.shown else ""
 
     def finish(self) -> str:
-        """What was held back, with its unfinished characters replaced."""
+        """Return the text held back, with unfinished characters replaced."""
         return self._piece(len(self.ids))
 
     def _count_unfinished(self) -> int:
-        """Tokens at the end that may yet become a character; what is older cannot."""
+        # tokens at the end that may still become a character; older ones cannot
         names = [self.tokenizer.id_to_token(token) or "" for token in self.ids[-LONGEST_BYTES:]]
         found = [re.fullmatch("<0x([0-9A-F]{2})>", name) for name in names]
         if found[-1] is None:
@@ -55,6 +51,8 @@ class TextStream:
         return len(decoder.getstate()[0])
 
     def _piece(self, end: int) -> str:
+        # decoding depends on the neighbours (a leading space, bytes that form one character), so a
+        # piece is the difference of two decodings that start at the same token
         before, now = self._decode(self.shown), self._decode(end)
         if len(now) > len(before):
             self.start, self.shown = self.shown, end
@@ -65,10 +63,9 @@ class TextStream:
 
 
 class StopStrings:
-    """Text up to the first stop string that is completed; the end of the text is held back while
-    it may begin one.
+    """Cut text at the first complete stop string, however the text comes in pieces.
 
-    How the text is cut into pieces changes nothing.
+    The end of the text is held back while it may begin a stop string.
     """
 
     def __init__(self, stops: str | Iterable[str]):
@@ -85,10 +82,10 @@ class StopStrings:
         self.held = ""
 
     def push(self, text: str) -> str:
-        """The part of the text so far that is new and certainly before any stop string."""
+        """Return the new part of the text that is certainly before any stop string."""
         self.held += text
         places = [(self.held.find(stop), stop) for stop in self.stops]
-        # the one that is complete first
+        # the stop string that is complete first counts, not the one that begins first
         ends = [(place + len(stop), place, stop) for place, stop in places if place >= 0]
         if ends:
             _, end, self.found = min(ends)
@@ -98,24 +95,24 @@ class StopStrings:
         return out
 
     def finish(self) -> str:
-        """The text that was held back for a stop string that never came; empty when one was found."""
+        """Return the text held back; empty when a stop string was found."""
         held, self.held = self.held, ""
         return "" if self.found else held
 
     def _count_begun(self, stop: str) -> int:
-        """Length of the longest end of the held text that begins this stop string."""
+        # length of the longest end of the held text that begins this stop string
         longest = min(len(stop) - 1, len(self.held))
         return next((n for n in range(longest, 0, -1) if stop.startswith(self.held[-n:])), 0)
 
 
 class Tokens(Iterator[int], Protocol):
-    """A running request's token ids; closing it ends the request."""
+    """Token ids of a running request, which `close` ends."""
 
     def close(self) -> None: ...
 
 
 def text_of(tokens: Tokens, text: TextStream, stops: StopStrings) -> Generator[str, None, None]:
-    """Pieces of text; closes `tokens` as soon as a stop string is complete."""
+    """Yield pieces of text; close `tokens` once a stop string is complete."""
     with contextlib.closing(tokens):
         for token in tokens:
             piece = stops.push(text.push(token))

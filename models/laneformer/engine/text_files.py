@@ -1,4 +1,4 @@
-"""A folder's tokenizer with its added tokens, chat templates and sampling, read as Transformers reads them."""
+"""Read a folder's tokenizer, chat templates and sampling options, as Transformers does."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 class TextFiles(NamedTuple):
-    """tokenizer_config: Hugging Face's, with the chat templates. sampling: options of the model's makers."""
-
     tokenizer: Tokenizer | None
+    # Hugging Face's, with the chat templates
     tokenizer_config: dict[str, Any]
+    # options that the model recommends
     sampling: dict[str, Any]
 
     def fill_from(self, other: TextFiles) -> TextFiles:
-        """With what this folder lacks from another source; a template keeps its own source's rules."""
+        """Return these, with missing parts from another source."""
         config = {**other.tokenizer_config, **self.tokenizer_config}
         if self.tokenizer_config.get("chat_template"):
+            # it belongs to the other source's template
             config.pop("conversation_bos", None)
         return TextFiles(self.tokenizer, config, self.sampling or other.sampling)
 
@@ -59,7 +60,7 @@ def read_texts(folder: Path) -> TextFiles:
 
 
 def read_tokenizer(folder: Path, values: dict[str, Any]) -> Tokenizer | None:
-    """The folder's tokenizer.json with the tokens that a tokenizer_config.json adds; None where there is none."""
+    """Read tokenizer.json with the tokens that tokenizer_config.json adds; None without the file."""
     path = folder / "tokenizer.json"
     if not path.exists():
         return None
@@ -77,7 +78,7 @@ def read_tokenizer(folder: Path, values: dict[str, Any]) -> Tokenizer | None:
 
 
 def tokens_beside(folder: Path, tokenizer: Tokenizer, values: dict[str, Any]) -> list[Any]:
-    """Added tokens that tokenizer.json has not, or has with other properties."""
+    """Return added tokens that tokenizer.json lacks, or has with other properties."""
     from tokenizers import AddedToken
 
     lists = [values[name] for name in EXTRA if isinstance(values.get(name), list)]
@@ -114,12 +115,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_optional(path: Path) -> dict[str, Any]:
-    """`read_json`; empty where there is no such file."""
     return read_json(path) if path.exists() else {}
 
 
 def refuse_pointer(path: Path) -> None:
-    """ValueError for what Git leaves where LFS has not fetched a file."""
+    """Raise ValueError for the pointer that Git leaves where LFS has not fetched a file."""
     with path.open("rb") as file:
         if file.read(len(POINTER)) == POINTER:
             raise ValueError(

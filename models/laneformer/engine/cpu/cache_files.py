@@ -1,7 +1,4 @@
-"""Files of a cache that several processes share: held by locks while somebody uses them, removed by age.
-
-A lock ends with the process that took it, so nothing that was killed is in anybody's way.
-"""
+"""Share cache files between processes: lock those in use, remove the oldest others."""
 
 from __future__ import annotations
 
@@ -16,19 +13,19 @@ log = logging.getLogger(__name__)
 
 
 class CacheFile(NamedTuple):
-    """In order: by when it was used last, in seconds or nanoseconds since the epoch.
+    """A file that sorts by its last use."""
 
-    source: of packed weights, the model's folder or GGUF file.
-    """
-
+    # seconds or nanoseconds since the epoch: the first field, which decides the order
     used: float
     path: Path
     bytes: int
+    # of packed weights: the model's folder or GGUF file
     source: Path = Path()
 
 
 def hold(file: IO[bytes], alone: bool = False) -> None:
-    """Let nobody remove the file while it, or a mapping of it, is open. alone: OSError where another holds it."""
+    """Protect the file from removal while it or a mapping of it is open; alone: OSError where it is held."""
+    # the kernel drops the lock of a process that dies
     if alone:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return
@@ -37,7 +34,7 @@ def hold(file: IO[bytes], alone: bool = False) -> None:
 
 
 def remove(path: Path) -> bool:
-    """False where somebody holds it."""
+    """Remove the file; return False where a process holds it."""
     try:
         with open(path, "rb") as file:
             hold(file, alone=True)
@@ -54,7 +51,7 @@ def remove(path: Path) -> bool:
 def remove_oldest(
     files: Iterable[CacheFile], limit_bytes: int, remove: Callable[[Path], bool]
 ) -> None:
-    """Until those that are left are within the limit."""
+    """Remove the least recently used files until the others are within the limit."""
     ordered = sorted(files)
     total = sum(file.bytes for file in ordered)
     for file in ordered:

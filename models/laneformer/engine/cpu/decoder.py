@@ -1,6 +1,4 @@
-"""The decoder on the CPU: packs a config and named tensors into the tapes of the C++
-core (csrc/), which decodes.
-"""
+"""The decoder on the CPU: packs named tensors into the tapes of the C++ core (csrc/), which decodes."""
 
 from __future__ import annotations
 
@@ -34,27 +32,25 @@ MULTIPLIES_BF16 = ("avx512_bf16", "amx")  # others would round inputs and gain n
 
 
 class CpuDecoder(_core.Decoder):
-    """The C++ decoder with its weights loaded; its loop runs on threads of its own.
+    """The C++ decoder with its weights loaded; its loop runs on its own threads.
 
-    threads: default all physical cores, or what the container's CPU quota allows.
+    threads: default all physical cores, or as many as the container's CPU quota allows.
     isa: "auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2" or "portable"; default from
         the environment variable LANEFORMER_ISA. Results are bit-identical alone, batched or drafted, except on
         "amx" with bf16 weights, where passes of four positions and more differ by about 1e-6.
-    math: "exact" widens weights to fp32 and keeps fp32 activations; with kv_dtype="fp32", greedy output equals
-        the float32 model's. "bf16" rounds matrix inputs to bf16 (vdpbf16ps where the CPU has it) and needs bf16
-        weights. "int8" rounds every 32 matrix inputs to int8 and needs int8, int4 or gguf weights. "auto", the
-        default, is "exact" wherever the weights permit it, and "int8" for int4 and gguf. "fast", which the
-        `laneformer` commands take, is "int8" for int8 weights, too, and "bf16" for bf16 ones where the CPU
-        multiplies those.
-    pin: bind each thread to a CPU of its own, one per core first. Default on machines with several memory
-        nodes; meant for an engine that has the machine to itself.
+    math: "exact" widens weights to fp32, keeps fp32 activations; with kv_dtype="fp32", greedy output equals the
+        float32 model's. "bf16" rounds matrix inputs to bf16 and needs bf16 weights. "int8" rounds every 32 matrix
+        inputs to int8 and needs int8, int4 or gguf weights. "auto": "exact" where the weights permit it, else
+        "int8". "fast", the default of the `laneformer` commands: "int8" for int8 weights, too, and "bf16" for bf16
+        ones where the CPU multiplies those.
+    pin: bind each thread to its own CPU, one per core first. Default on machines with several memory nodes; meant
+        for an engine that has the machine to itself.
     kv_dtype: of cached keys and values. "auto": "fp32" for fp32 weights, else "fp16", which raises ValueError
-        for values beyond 65,504; "bf16" holds them. "int8": integers with a scale for each head and position,
-        nearly half of 16 bits (docs/long-context.md has what it costs).
-    cache_bytes: memory for keys and values of earlier requests, so that a new prompt reuses the prefix it shares
-        with one of them. Default: a quarter of the free memory (schedule/prefix.h).
-    cache_dir: a directory that keeps prefixes of earlier requests for the next start (saved.py); `close` saves the
-        last ones. cache_dir_bytes: of all its files; default: 10 GB.
+        for values beyond 65,504; "bf16" holds them. "int8" has a scale for each head and position
+        (docs/long-context.md).
+    cache_bytes: memory for keys and values of earlier requests, whose prefixes new prompts reuse. Default: a
+        quarter of the free memory.
+    cache_dir: a directory that keeps prefixes for the next start (saved.py). cache_dir_bytes: of all its files.
     packed: maps the packed weights of an earlier start, or keeps them for the next one.
     """
 
@@ -65,7 +61,7 @@ class CpuDecoder(_core.Decoder):
 
     @property
     def draft_head(self) -> DraftHead | None:
-        """The model's own, where it drafts."""
+        """The model's own head, where it drafts."""
         if self.draft_model is not None or not self.config.num_nextn_predict_layers:
             return None
         return DraftHead(
@@ -149,14 +145,15 @@ class CpuDecoder(_core.Decoder):
         return news
 
     def close(self) -> None:
-        """End all requests, and save what is to survive; threads and weights go with the object."""
+        """End all requests and save their prefixes; threads and weights go with the object."""
         self.leave_all()
         if self.prefixes is not None:
             self.prefixes.close()
 
     @property
     def _plan(self) -> dict[str, Any]:
-        """What decides the packed bytes beside the weights."""
+        """Everything beside the weights that decides the packed bytes."""
+        # the context decides only tables by position, which are not packed
         config = self.config.to_dict()
         del config["max_position_embeddings"]
         return {
@@ -168,14 +165,13 @@ class CpuDecoder(_core.Decoder):
 
 
 def plan_threads(machine: Machine, lanes: int) -> int:
-    """As many threads as leave the slowest one least to do (csrc/tapes.cpp, share_lanes): cores that are
-    left over, or slow, would make no pass faster.
-    """
+    """Return the number of threads that leaves the slowest one least to do."""
+    # csrc/tapes.cpp, share_lanes: further threads would make no pass faster
     return min(range(1, machine.threads + 1), key=lambda n: (_core.largest_share(lanes, n), n))
 
 
 def choose_math(math: str, dtype: str, isa: str) -> str:
-    """What `math` means for weights of this dtype; ValueError where it needs others."""
+    """Return the arithmetic that `math` means for this dtype; ValueError where it needs another one."""
     fitting = [name for name, dtypes in MATHS.items() if dtype in dtypes]
     if math not in (*CHOSEN_MATHS, *fitting):
         raise ValueError(
@@ -186,13 +182,14 @@ def choose_math(math: str, dtype: str, isa: str) -> str:
         return math
     if "exact" not in fitting:
         return fitting[0]
-    # "fast" is what this CPU reads prompts with fastest
+    # "fast" is the arithmetic with which this CPU reads prompts fastest
     rounds = dtype == "int8" or (dtype == "bf16" and _core.isa_of(isa) in MULTIPLIES_BF16)
     return fitting[-1] if math == "fast" and rounds else "exact"
 
 
 def embedding_dtype(config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype: str) -> str:
-    """Rows are read one at a time: those of quantised models keep the 16 or 32 bits that they have."""
+    """Return the dtype of the packed embedding."""
+    # rows are read one at a time, so quantised models keep their 16 or 32 bits
     if dtype not in ("int8", "int4", AS_IN_FILE):
         return dtype
     own = "fp16" if config.tie_word_embeddings else type_of(tensors, EMBEDDING)

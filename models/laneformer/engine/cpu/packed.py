@@ -1,7 +1,4 @@
-"""Packed weights kept beside the model: the next start maps them instead of packing again.
-
-A file holds one thread plan's tapes and the embedding. Anything that does not fit is packed again.
-"""
+"""Keep packed weights in a file beside the model, which the next start maps."""
 
 from __future__ import annotations
 
@@ -22,21 +19,21 @@ from . import _core
 from .cache_files import hold
 from .packed_files import BUDGET, FOLDER, own_directory, read_budget, register, remove_others
 
-LAYOUT_VERSION = 5  # of tiles, tapes and this file; raise it when any of them changes
-SMALL_PAGES = ("tmpfs", "ramfs")  # file systems that map 4 KiB pages
+LAYOUT_VERSION = 5  # of tiles, tapes and this format; raise it when any of them changes
+SMALL_PAGES = ("tmpfs", "ramfs")  # file systems that map pages of 4 KiB
 ALIGNMENT = 2 << 20  # of tapes and embedding, so that the kernel can map them with huge pages
 log = logging.getLogger(__name__)
 
 
 class PackedWeights:
-    """The cache of one model folder for one plan: `load` into a decoder, or `save` what it has packed."""
+    """The packed weights of one model; each file holds the tapes of one thread plan, and the embedding."""
 
     def __init__(self, folder: Path, files: list[Path]):
         self.folder, self.files = folder.resolve(), files
         self._content: str | None = None
 
     def load(self, decoder: _core.Decoder, plan: dict[str, Any]) -> bool:
-        """Map the tapes of a valid file into the decoder; False where there is none."""
+        """Map the tapes of a valid file into the decoder; return False where there is none."""
         for directory in self.directories():
             path = directory / file_name(plan)
             if path.is_file() and self._load(decoder, plan, path):
@@ -44,9 +41,7 @@ class PackedWeights:
         return False
 
     def save(self, decoder: _core.Decoder, plan: dict[str, Any]) -> None:
-        """Write the decoder's tapes into the first directory that takes them;
-        nothing half-written stays behind.
-        """
+        """Write the decoder's tapes to the first directory that takes them."""
         for directory in self.directories():
             try:
                 directory.mkdir(parents=True, exist_ok=True)
@@ -58,7 +53,7 @@ class PackedWeights:
                 log.info("packed weights cannot be kept in %s: %s", directory, error)
 
     def directories(self) -> list[Path]:
-        """Where files are looked for and written, the first choice first."""
+        # in order of preference
         return [self.folder / FOLDER, own_directory(self.folder)]
 
     def _load(self, decoder: _core.Decoder, plan: dict[str, Any], path: Path) -> bool:
@@ -69,7 +64,7 @@ class PackedWeights:
             parts = [data[at : at + size] for at, size, _ in header["parts"]]
             sizes = [len(decoder.part(i)) for i in range(decoder.parts)]
             fits = [len(part) for part in parts] == sizes
-            # read through by the first start that maps it, and again when its inode says that it was touched
+            # the first start that maps a file compares its hashes, later ones if its inode changed
             intact = fits and (is_checked(path) or self._is_intact(path, parts, header))
         except (OSError, ValueError, TypeError, KeyError) as error:
             log.info("%s is damaged and will be replaced: %r", path, error)
@@ -79,7 +74,7 @@ class PackedWeights:
             return False
         for i, part in enumerate(parts):
             decoder.map_part(i, part)
-        # without huge pages, or from another memory node, reading them in place would be slow
+        # in place, reads without huge pages, or from another memory node, would be slow
         if this_machine().nodes > 1 or file_system(path) in SMALL_PAGES:
             decoder.copy_parts()
         with contextlib.suppress(OSError):  # a read-only folder
@@ -92,7 +87,7 @@ class PackedWeights:
             digest for _, _, digest in header["parts"]
         ]:
             return False
-        # the mark may be on the disk no sooner than what it vouches for
+        # the mark must not reach the disk before the data that it vouches for
         with open(path, "rb") as file:
             os.fsync(file.fileno())
         with contextlib.suppress(OSError):  # a read-only folder: the next start compares again
@@ -100,7 +95,7 @@ class PackedWeights:
         return True
 
     def _is_source_of(self, header: dict[str, Any]) -> bool:
-        """Untouched files need not be read; others are compared."""
+        # equal stamps spare reading the model's files
         return (
             header.get("stamps") == stamps(self.files)
             or header.get("content") == self._source_hash()
@@ -130,6 +125,7 @@ class PackedWeights:
             raise OSError(f"{end / 1e9:.1f} GB are more than {BUDGET} = {most}")
         text = json.dumps(header).encode()
         assert len(text) + 8 <= ALIGNMENT, "the header outgrew its place"
+        # written under another name: no start can map half a file
         unfinished = path.with_suffix(f".{os.getpid()}.part")
         try:
             with open(unfinished, "wb") as file:
@@ -149,13 +145,14 @@ def file_name(plan: dict[str, Any]) -> str:
 
 
 def stamps(files: list[Path]) -> list[list[int]]:
-    """What changes whenever a file is written or replaced; an inode's change time cannot be set by hand."""
+    """Return values that change whenever a file is written or replaced."""
+    # an inode's change time cannot be set by hand, unlike its modification time
     stats = [path.stat() for path in files]
     return [[s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for s in stats]
 
 
 def is_checked(path: Path) -> bool:
-    """Whether the file has not been touched since its hashes were last compared."""
+    # unchanged since its hashes were last compared
     try:
         return bool(json.loads(path.with_suffix(".checked").read_text()) == stamps([path]))
     except (OSError, ValueError):
@@ -163,12 +160,12 @@ def is_checked(path: Path) -> bool:
 
 
 def read_header(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
-    """The file as mapped bytes, and its header; ValueError where it is no such file."""
-    # else what is read first would be gone before it is used
+    """Return the file as mapped bytes, and its header; ValueError for another kind of file."""
+    # populating more than the memory would evict the first pages before they are used
     fits = path.stat().st_size < memory_bytes()
     flags = mmap.MAP_PRIVATE | (getattr(mmap, "MAP_POPULATE", 0) if fits else 0)
     with open(path, "rb") as file:
-        hold(file)  # the mapping has it too
+        hold(file)  # the mapping keeps the lock
         data = np.frombuffer(
             mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ), np.uint8
         )

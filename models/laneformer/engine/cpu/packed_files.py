@@ -1,4 +1,4 @@
-"""Which packed weights stay on the disk: those used last, within one budget over all models still there."""
+"""Keep the packed weights used last within one disk budget for all models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .cache_files import CacheFile
 
 FOLDER = ".packed"
 SOURCE = "source"  # the file with the model's path
-# names of models' directories in the user's cache, where other things lie as well
+# names of models' directories in the user's cache, which has other entries, too
 OURS = "[0-9a-f]" * 16
 BUDGET = "LANEFORMER_PACKED_BYTES"
 DEFAULT_BYTES = 32 * 10**9
@@ -26,7 +26,7 @@ LONGEST_HEADER = 2 << 20
 
 
 def read_budget() -> int:
-    """The budget; ValueError where the environment sets no whole number."""
+    """Return the budget in bytes; ValueError where the environment's is not a whole number."""
     budget = os.environ.get(BUDGET) or str(DEFAULT_BYTES)
     if not budget.isdecimal():
         raise ValueError(
@@ -36,13 +36,13 @@ def read_budget() -> int:
 
 
 def own_directory(source: Path) -> Path:
-    """Of a model, in the user's cache."""
-    # for GGUF files, and folders that take no `.packed`; it also says where each model's copies lie
+    # for GGUF files, and folders that take no `.packed`; SOURCE leads to copies beside the model
     return user_cache() / hashlib.sha256(os.fsencode(source)).hexdigest()[:16]
 
 
 def register(source: Path) -> None:
-    """Let the model's copies be found; without a place to note it they are not counted."""
+    """Note the model's path, so that the budget counts its packed weights."""
+    # where the note cannot be written they are not counted
     directory = own_directory(source)
     with contextlib.suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def register(source: Path) -> None:
 
 
 def list_packed() -> list[CacheFile]:
-    """All files of packed weights, those used longest ago first."""
+    """Return all packed weights, the least recently used first."""
     files = []
     for directory, source in directories().items():
         for path in directory.glob("*.bin"):
@@ -60,7 +60,7 @@ def list_packed() -> list[CacheFile]:
 
 
 def directories() -> dict[Path, Path]:
-    """Where packed weights lie, and of which model."""
+    """Return each directory of packed weights with its model."""
     places: dict[Path, Path] = {}
     for note in user_cache().glob(f"{OURS}/{SOURCE}"):
         source = Path(os.fsdecode(note.read_bytes()))
@@ -69,7 +69,7 @@ def directories() -> dict[Path, Path]:
 
 
 def remove_others(new: Path, layout: int) -> None:
-    """Remove what the file that was just written leaves no room for: first of all what nobody can use."""
+    """Remove files that nobody can use, then the oldest ones that the new file leaves no room for."""
     for directory in user_cache().glob(OURS):
         note = directory / SOURCE
         if not note.exists() or not Path(os.fsdecode(note.read_bytes())).exists():
@@ -83,16 +83,16 @@ def remove_others(new: Path, layout: int) -> None:
 
 
 def remove_unusable(places: Iterable[Path], layout: int) -> None:
-    """Files of other layouts, marks of files that are gone, and what a writer that died has left."""
+    """Remove files of other layouts, marks without files, and files of dead writers."""
     for path in [path for directory in places for path in directory.glob("*.*")]:
         lost_mark = path.suffix == ".checked" and not path.with_suffix(".bin").exists()
         other_layout = path.suffix == ".bin" and layout_of(path) != layout
-        if lost_mark or other_layout or path.suffix == ".part":  # its writer would hold it
+        if lost_mark or other_layout or path.suffix == ".part":  # a live writer holds it
             remove(path)
 
 
 def remove(path: Path) -> bool:
-    """The file and its mark; False where an engine has it."""
+    """Remove the file and its mark; return False where an engine uses it."""
     if not cache_files.remove(path):
         return False
     path.with_suffix(".checked").unlink(missing_ok=True)
@@ -100,7 +100,7 @@ def remove(path: Path) -> bool:
 
 
 def remove_directory(directory: Path) -> None:
-    """Of a model that is gone, or that nothing names."""
+    """Remove a model's directory, unless an engine uses a file."""
     removed = [remove(path) for path in directory.glob("*.bin")]
     if all(removed):
         shutil.rmtree(directory, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Random weights of a config's shapes, for measurements without a checkpoint."""
+"""Make random weights of a config's shapes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import _core
 
 
 class RandomTensors(Mapping[str, Tensor]):
-    """Tensors made when they are asked for, so that only one exists at a time."""
+    """Random tensors that are made on access, so that only one exists at a time."""
 
     def __init__(self, config: LaneformerConfig, dtype: str, seed: int):
         self.dtype, self.seed, self.shapes = dtype, seed, config.tensor_shapes()

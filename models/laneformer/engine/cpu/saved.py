@@ -1,8 +1,4 @@
-"""Prefix caches that survive a restart: in `cache_dir`, a directory with files (saved_folder.py).
-
-A prefix is saved when it has grown and nothing has happened for IDLE_S, when it leaves the pool of caches, and when
-the decoder is closed. It is loaded before a request joins that shares more with a file than with the pool.
-"""
+"""Save cached prefixes to files in `cache_dir`, and load them after a restart (saved_folder.py)."""
 
 from __future__ import annotations
 
@@ -30,21 +26,24 @@ from .saved_file import FORMAT_VERSION, Damaged, Layout, Prefix, write
 from .saved_folder import SavedFolder, TooLarge
 
 DEFAULT_BYTES = 10 * 10**9
-IDLE_S = 10.0
-WORTH_LOADING = 32  # positions: fewer are read in the time that it takes
+IDLE_S = 10.0  # without requests, before prefixes that have grown are saved
+WORTH_LOADING = 32  # positions: computing fewer is as fast as loading them
 log = logging.getLogger(__name__)
 
 
 class Interrupted(Exception):
-    """A request has come."""
+    """A request arrived while a prefix was being saved."""
 
 
 class SavedPrefixes:
-    """The files of one decoder. ValueError where the directory cannot be used.
+    """The saved prefixes of one decoder; ValueError where the directory cannot be used.
 
-    limit_bytes: of all files in the directory. hits, hit_tokens: prefixes that were loaded, and ids that
-    need not be read for that.
+    limit_bytes: of all files in the directory. hits, hit_tokens: prefixes loaded, and ids not read again.
     """
+
+    # a prefix is saved when it has grown and nothing happened for IDLE_S, when it leaves the pool
+    # of caches, and at `close`; it is loaded before a request that shares more with a file than
+    # with the pool
 
     def __init__(self, decoder: _core.Decoder, directory: Path, limit_bytes: int, key: str):
         self.decoder, self.layout = decoder, Layout(*decoder.kv_layout)
@@ -63,7 +62,7 @@ class SavedPrefixes:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Of this model's files: how many, their bytes, the limit of all, and what they were good for."""
+        """The number, bytes and hits of this model's files, and the limit."""
         return {
             "files": len(self.folder),
             "bytes": self.folder.bytes,
@@ -73,7 +72,7 @@ class SavedPrefixes:
         }
 
     def load(self, prompt: Sequence[int], most: int) -> None:
-        """Into the pool, from the file with which the prompt starts the latest, at `most` or before."""
+        """Load into the pool the file with which the prompt starts latest, at `most` or before."""
         if not len(self.folder) or most < WORTH_LOADING:
             return
         prompt, ids = list(prompt), np.array(prompt[:most], np.int32)
@@ -101,11 +100,9 @@ class SavedPrefixes:
                 return
 
     def wake(self) -> None:
-        """Something has come of a request."""
         self._woken.set()
 
     def close(self) -> None:
-        """Save what is not saved yet. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -133,7 +130,7 @@ class SavedPrefixes:
             grown = woken
 
     def _save(self, what: _core.Save) -> bool:
-        """False where there was nothing to save, or it could not be."""
+        """Save one prefix; return False where there was none, or saving failed."""
         with self._saving:
             found = self.decoder.begin_saving(what)
             if found is None:
@@ -141,7 +138,7 @@ class SavedPrefixes:
             cache, ids, starts, dropped = found
             part, done, prefix = None, False, Prefix(ids, starts, dropped)
             read = functools.partial(self.decoder.segment, cache)
-            # nobody waits until it is on the disk: what a crash leaves is found like any other damage
+            # no fsync: what a crash leaves is found like any other damage
             try:
                 part = self.folder.part(prefix)
                 write(
@@ -156,7 +153,7 @@ class SavedPrefixes:
             except Interrupted:
                 pass
             except OSError as error:
-                done = isinstance(error, TooLarge)  # it is not tried again before it has grown
+                done = isinstance(error, TooLarge)  # not tried again before it grows
                 self._tell(f"prefixes cannot be saved in {self.folder.directory}: {error}")
             finally:
                 whole = self.decoder.saved(done)
@@ -165,7 +162,6 @@ class SavedPrefixes:
             return done
 
     def _end(self, part: Path, prefix: Prefix | None) -> None:
-        """Of what was written; None: it is to be thrown away."""
         try:
             if prefix is not None:
                 self.folder.publish(part, prefix)
@@ -175,21 +171,21 @@ class SavedPrefixes:
             self._tell(f"{part} cannot be kept: {error}")
 
     def _yield(self, what: _core.Save, took_s: float) -> None:
-        """Between two pieces, to requests."""
+        # between two pieces
         if what == _core.Save.grown and self.decoder.running and not self._closed:
             raise Interrupted
         if what == _core.Save.leaving and self.decoder.running and not self._closed:
             time.sleep(took_s)
 
     def _tell(self, why: object) -> None:
-        """Once, until files can be written again."""
+        # once, until files can be written again
         if not self._told:
             log.warning("%s; they are computed again after a restart", why)
         self._told = True
 
 
 def max_reusable(request: Request) -> int:
-    """As of a Sequence (schedule/sequence.h)."""
+    """Return the most positions that a request may reuse, as in schedule/sequence.h."""
     if not request.reuse_prefix or request.keep_logits:
         return 0
     return (request.score_from or len(request.prompt)) - 1
@@ -201,14 +197,12 @@ def model_key(
     config: LaneformerConfig,
     tensors: Mapping[str, Tensor],
 ) -> str:
-    """Of all that decides the bits of keys and values: weights as they are packed for the threads, config,
-    arithmetic, and the compiled engine itself.
-    """
+    """Return a hash of everything that decides the bits of keys and values."""
     packed = (EMBEDDING, HEAD, *(f"{matrix}.weight" for matrix in (*MATRICES, ROUTER)))
     others: Sequence[str] = [
         name for name in sorted(config.tensor_shapes()) if not name.endswith(packed)
     ]
-    # so that other models, and other builds of the engine, may use the same directory
+    # other models, and other builds of the engine, may use the same directory
     known: dict[str, Any] = {
         "format": FORMAT_VERSION,
         "config": config.to_dict(),

@@ -1,9 +1,9 @@
-"""A file with the keys and values of one prefix.
+"""Read and write a file with the keys and values of one prefix.
 
     pieces of the segments | header with the ids, JSON | its hash, 32 characters | its length, 8 bytes
 
-A segment is the keys, or values, of one KV head of a layer (csrc/kv_memory.h), in an order that does not depend
-on the threads; layers with windows have only the pages that a likely start needs.
+A segment holds the keys or values of one KV head of a layer (csrc/kv_memory.h), in an order that does not
+depend on the threads.
 """
 
 from __future__ import annotations
@@ -21,26 +21,28 @@ import numpy as np
 from . import _core
 from .cache_files import hold
 
-FORMAT_VERSION = 2  # of this file
+FORMAT_VERSION = 2  # raise it when the file's format changes
 TAIL_BYTES = 32 + 8
-PIECE_BYTES = 4 << 20  # hashed by one thread, and written without a pause
+PIECE_BYTES = 4 << 20  # hashed by one thread, written without a pause
 BLOCK = 16  # positions whose keys lie together
 
 
 class Damaged(ValueError):
-    """The file is cut, changed, or of another model."""
+    """The file is truncated, changed, or of another model."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Of a decoder's caches. windowed: of each segment, whether its layer has a window."""
+    """The layout of a decoder's caches."""
 
     position_bytes: int
     page: int  # positions that are kept or dropped together
+    # of each segment: its layer has a window
     windowed: Sequence[bool]
 
     def pieces(self, positions: int, dropped: np.ndarray) -> list[tuple[int, int, int]]:
-        """Segment, first byte in it, end: in the order of the file."""
+        """Return (segment, first byte, end) of each piece, in the order of the file."""
+        # layers with windows have only the pages that a likely start needs
         windowed_runs = list(runs_of_zeros(dropped, self.page, positions))
         pieces = []
         for segment, windowed in enumerate(self.windowed):
@@ -53,18 +55,17 @@ class Layout:
 
 @dataclass(frozen=True)
 class Prefix:
-    """What a file holds beside keys and values.
+    """The ids of a file, and where sequences can start."""
 
-    ids: int32 (n,). starts: positions where a sequence is likely to start. dropped: uint8 (pages,), 1 where
-    layers with windows have lost a page.
-    """
-
+    # int32 (n,)
     ids: np.ndarray
+    # positions where a sequence is likely to start
     starts: list[int]
+    # uint8 (pages,), 1 where layers with windows have lost a page
     dropped: np.ndarray
 
     def count_shared(self, ids: np.ndarray) -> int:
-        """Ids at the beginning of both."""
+        """Return the number of leading ids in common."""
         most = min(len(self.ids), len(ids))
         other = np.flatnonzero(self.ids[:most] != ids[:most])
         return int(other[0]) if len(other) else most
@@ -78,8 +79,8 @@ def write(
     segment: Callable[[int], np.ndarray],
     between: Callable[[float], None],
 ) -> None:
-    """segment: its bytes, uint8. between: is told the seconds of each piece. The file is locked meanwhile."""
-    # prompts are private: nobody else reads the file
+    """Write and lock a file; segment returns uint8 bytes, between takes the seconds of each piece."""
+    # prompts are private: only the owner may read the file
     with open(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         hold(file, alone=True)
         digests = []
@@ -88,7 +89,7 @@ def write(
             digests.append(_core.content_hash(piece))
             file.write(piece.data)
             between(time.monotonic() - began_s)
-        # it comes last: a file that was cut has none
+        # the header comes last: a truncated file has none
         header = {
             "key": key,
             "ids": prefix.ids.tolist(),
@@ -101,12 +102,12 @@ def write(
 
 
 def file_bytes(prefix: Prefix, layout: Layout) -> int:
-    """Of its file, nearly: without the header."""
+    """Return the bytes of a prefix's file without the header."""
     return sum(end - first for _, first, end in layout.pieces(len(prefix.ids), prefix.dropped))
 
 
 class SavedFile:
-    """A file whose header is intact; Damaged where it is not, or of another key than this."""
+    """A file with an intact header; raises Damaged where it is not, or has another key."""
 
     def __init__(self, path: Path, key: str, layout: Layout):
         self.path, self.layout = path, layout
@@ -120,7 +121,7 @@ class SavedFile:
         self.pieces = list(zip(layout.pieces(len(ids), dropped), header["pieces"], strict=True))
 
     def fill(self, positions: int, segment: Callable[[int], np.ndarray]) -> None:
-        """Keys and values of the first positions; Damaged where a piece of them is not what was written."""
+        """Read keys and values of the first positions into segments; Damaged where a hash differs."""
         at = 0
         needed = -(-positions // BLOCK) * BLOCK * self.layout.position_bytes
         with open(self.path, "rb") as file:
@@ -150,7 +151,7 @@ def read_header(file: IO[bytes], size: int) -> dict[str, Any]:
 
 
 def runs_of_zeros(dropped: np.ndarray, page: int, positions: int) -> Iterator[tuple[int, int]]:
-    """Positions of pages that are there, as (first, end)."""
+    """Yield the runs of positions whose pages are not dropped, as (first, end)."""
     edges = np.flatnonzero(np.diff(np.concatenate([[1], dropped, [1]]) == 0))
     for first, end in edges.reshape(-1, 2).tolist():
         yield first * page, min(end * page, positions)

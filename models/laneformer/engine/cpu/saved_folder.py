@@ -1,8 +1,4 @@
-"""The directory with the files of prefixes (saved_file.py): which fits a prompt best, and which goes first.
-
-Other models, and other processes, may use it too: a file's name begins with the key of its model, and all
-share one limit. Files that are cut, changed, or not what their name says are removed with a warning.
-"""
+"""Choose among the files of saved prefixes (saved_file.py): the best for a prompt, the ones to remove."""
 
 from __future__ import annotations
 
@@ -19,19 +15,19 @@ from . import _core, cache_files
 from .cache_files import CacheFile
 from .saved_file import Damaged, Layout, Prefix, SavedFile, file_bytes
 
-KEY_DIGITS = 16  # of a name
+KEY_DIGITS = 16  # of the model's key, at the beginning of a file's name
 log = logging.getLogger(__name__)
 
 
 class TooLarge(OSError):
-    """One file would be beyond the limit."""
+    """The file alone would exceed the limit."""
 
 
 class SavedFolder:
-    """OSError where the directory cannot be used.
+    """A directory of saved prefixes, shared with other models and processes; OSError where unusable.
 
-    limit_bytes: of all files there. start_in: where a sequence can start that shares so many ids with a
-    prefix whose pages are dropped like this.
+    limit_bytes: of all files there, those of other models included.
+    start_in: takes a prefix's `dropped` and the number of shared ids; returns where a sequence can start.
     """
 
     def __init__(
@@ -49,7 +45,7 @@ class SavedFolder:
         self._lock = threading.Lock()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for part in directory.glob("*.part"):
-            cache_files.remove(part)  # where its writer, which holds it, is gone
+            cache_files.remove(part)  # stays while its writer lives, which holds it
         for path in directory.glob(f"{key[:KEY_DIGITS]}-*.kv"):
             self._add(path)
 
@@ -61,7 +57,7 @@ class SavedFolder:
         return sum(file.bytes for file in self._list_files())
 
     def best(self, ids: np.ndarray) -> tuple[SavedFile, int] | None:
-        """With which a prompt starts the latest, and where."""
+        """Return the file with which a prompt starts latest, and the start."""
         starts = [
             (self._start_in(file.prefix.dropped, file.prefix.count_shared(ids)), file)
             for file in self._list_files()
@@ -72,9 +68,7 @@ class SavedFolder:
         return file, start
 
     def part(self, prefix: Prefix) -> Path:
-        """Where to write a prefix; there is room for it then, and those used longest ago are gone. Else
-        TooLarge.
-        """
+        """Make room by removing the oldest files; return the path to write a prefix to, or raise TooLarge."""
         size = file_bytes(prefix, self.layout)
         if size > self.limit_bytes:
             raise TooLarge(
@@ -89,7 +83,7 @@ class SavedFolder:
         return self._path(prefix).with_suffix(f".{os.getpid()}.part")
 
     def publish(self, part: Path, prefix: Prefix) -> None:
-        """The file that was written takes its name; those that it contains go."""
+        """Rename a written file to its final name; remove the files whose prefix it contains."""
         path = self._path(prefix)
         os.replace(part, path)
         new = self._add(path)

@@ -1,4 +1,4 @@
-"""The config as plain numbers for the C++ core (csrc/model.h), and the types that its matrices have there."""
+"""Convert a config to the fields and matrix types of the C++ core (csrc/model.h)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ...llama.variant import GATES, variant_of
 from ...tensors import Tensor, type_of
 from . import _core
 
-GROUP_INPUTS = 32  # that blocks give a scale
+GROUP_INPUTS = 32  # inputs of a block that share a scale
 EXPERTS = ("experts", "active", "normed_weights", "expert_bias")  # in the core's words
 
 
 def choose_types(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """The type of each matrix of a GGUF file on the tapes: per layer in the order of MATRICES, and last of the head."""
+    """Return the packed types of a GGUF file's matrices: per layer in the order of MATRICES, the head last."""
     shapes = {**config.tensor_shapes(), head_of(config): config.head_shape}
 
     def type_on_tape(name: str) -> str:
@@ -27,7 +27,7 @@ def choose_types(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> lis
             return "int8"
         return _core.BLOCKS.get(kind, kind)
 
-    # w1 and w3 share tiles, and so do queries, keys and values where a lane's rows end within a tile
+    # w1 and w3 share tiles, and so do queries, keys and values where a lane's rows end within one
     together: list[tuple[str, ...]] = [("feed_forward.w1", "feed_forward.w3")]
     if config.query_size // config.num_lanes % 16 or config.head_dim % 16:
         together.append(BIASED)
@@ -44,12 +44,12 @@ def choose_types(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> lis
 
 
 def head_of(config: LaneformerConfig) -> str:
-    """The tensor with the head's rows."""
+    """Return the name of the tensor with the head's rows."""
     return EMBEDDING if config.tie_word_embeddings else HEAD
 
 
 def core_spec(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The fields of csrc/model.h, whose rules about layers the config has decided, and the ids that can be drafted."""
+    """Return the fields of csrc/model.h, and the ids that can be drafted."""
     # the head that drafts has the layer after the last one
     layers = range(config.num_hidden_layers + config.num_nextn_predict_layers)
     variant = variant_of(config)

@@ -1,4 +1,4 @@
-"""Hands a model's tensors to the C++ core, which packs them into tapes; one tensor at a time is in memory."""
+"""Pass tensors one at a time to the C++ core, which packs them into tapes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load_vectors(
         decoder.set_query_scales(scales)
     layers, shapes = layer_prefixes(config), config.tensor_shapes()
     heads_own = ("hidden_norm", "embedding_norm", "norm") if config.num_nextn_predict_layers else ()
-    # the core's order; what this model lacks keeps its number
+    # the core's order; a norm that this model lacks keeps its index
     norms = [f"{layer}{norm}.weight" for layer in layers for norm in NORMS]
     norms += ["norm.weight", *(f"{MTP}{norm}.weight" for norm in heads_own)]
     norms += [f"{layer}{norm}.weight" for layer in layers for norm in POST_NORMS]
@@ -70,13 +70,13 @@ def send(
 
 
 def layer_prefixes(config: LaneformerConfig) -> list[str]:
-    """How the names of each layer's tensors begin; the block of the head that drafts is the last."""
+    """Return the name prefixes of the layers; the drafting head's block is the last."""
     layers = [f"layers.{i}." for i in range(config.num_hidden_layers)]
     return [*layers, f"{MTP}layer."] if config.num_nextn_predict_layers else layers
 
 
 def check_dtypes(config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype: str) -> None:
-    """With dtype="auto": ValueError where layers differ, a warning where head or embedding lose digits."""
+    """Raise ValueError where layers' dtypes differ; warn where head or embedding lose digits."""
     own = (EMBEDDING, head_of(config))
     matrices = tuple(f"{matrix}.weight" for matrix in MATRICES)
     for name in config.tensor_shapes():
