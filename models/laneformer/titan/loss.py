@@ -1,13 +1,10 @@
-"""Cross-entropy straight from the streams: the logits of a chunk of tokens at a time, never
-those of the batch.
+"""Cross-entropy from the streams, with the logits of one chunk of tokens at a time.
 
     N tokens   L lanes   D hidden   v = V / L, the slice of the vocabulary that a lane scores
 
-A batch's logits are the largest tensor of a step (fp32 logits, their softmax, their gradient). They
-live only inside the loss, so the forward pass computes them chunk by chunk, keeping one number per
-token (the log of the softmax's denominator), and the backward pass recomputes them, which costs one
-more product with the head. The result is one loss per token: their sum is the training loss, their sums
-by source are the per-source losses.
+A batch's logits would be the largest tensor of a step. The forward pass computes them chunk by chunk
+and keeps one number a token (the log of the softmax's denominator); the backward pass recomputes
+them, one more product with the head. The result is one loss a token.
 """
 
 from __future__ import annotations
@@ -30,8 +27,10 @@ CHUNK_TOKENS = 2048
 
 
 def softmax_parts(logits: Tensor, labels: Tensor, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """logits (L, n, v) of the vocabulary from id `first` on -> the softmax's log-denominators, largest logits,
-    and the labels' logits, 0 for a label that is not among them; each (n,).
+    """Return the softmax's log-denominators, largest logits, and the labels' logits; each (n,).
+
+    Args:
+        logits: (L, n, v), of the vocabulary from id `first` on. A label outside of it has logit 0.
     """
     lanes, count, slice_size = logits.shape
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -54,11 +53,12 @@ def logits_gradient(
     z_loss_weight: float = 0.0,
     first: int = 0,
 ) -> Tensor:
-    """d loss / d logits (L, n, v) in the logits' dtype: (softmax - one-hot) times each
-    token's own gradient (n,).
+    """Return d loss / d logits (L, n, v) in the logits' dtype.
 
-    With a z-loss, z_loss_weight times the squared log-denominator: its gradient is the softmax's, too. The
-    logits are those of the vocabulary from id `first` on.
+    Args:
+        gradient: Of each token's loss, (n,).
+        z_loss_weight: Factor of the squared log-denominator in the loss.
+        first: First id of the logits' part of the vocabulary.
     """
     lanes, _, slice_size = logits.shape
     wide = logits.to(denominator.dtype)
@@ -69,6 +69,7 @@ def logits_gradient(
     weight = torch.where(labels == IGNORE_INDEX, 0.0, gradient)
     softmax = (wide - denominator[None, :, None]).exp()
     if z_loss_weight:
+        # the log-denominator's gradient is the softmax, too
         softmax = softmax * (1 + 2 * z_loss_weight * denominator)[None, :, None]
     return ((softmax - one_hot.to(wide.dtype)) * weight[None, :, None]).to(logits.dtype)
 
@@ -79,10 +80,10 @@ def _compile(function: Callable[..., Any], backend: str | None) -> Callable[...,
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Losses (N,) of streams (N, L, D) scored by a vocabulary-parallel head (L, v, D); labels int64 (N,).
+    """Losses (N,) of streams (N, L, D) under a vocabulary-parallel head (L, v, D); labels int64 (N,).
 
-    Returns log-denominators and largest logits (N,) as well, for the log. The losses leave the z-loss out,
-    their gradients contain it. axis: whose lanes the streams and the head are, if not all; the losses are of
+    Also returns log-denominators and largest logits (N,), for the log. The losses leave the z-loss out,
+    their gradients contain it. With `axis`, streams and head are those of its lanes; the losses are over
     the whole vocabulary, and the gradients this rank's.
     """
 
@@ -156,11 +157,13 @@ class TitanHead(LMHead):
         labels: Tensor | None = None,
         trained: int | None = None,
     ) -> Tensor:
-        """Streams (B, S, L, D) -> logits (B, S, V), or with labels (B, S) the losses (B, S)
-        in float32 or wider. Without a norm the streams are normed.
+        """Return logits (B, S, V) of streams (B, S, L, D), or with labels (B, S) the losses (B, S).
 
-        trained: number of labels that are not ignored, if the caller knows it: whole chunks of ignored
-        ones are then skipped.
+        Losses are float32 or wider.
+
+        Args:
+            norm: None where the streams are normed.
+            trained: Number of labels that are not ignored, if known, to skip whole chunks of ignored ones.
         """
         assert self.weight is not None, "a model that is trained has a head of its own"
         if norm is not None:
@@ -187,8 +190,9 @@ class TitanHead(LMHead):
         return losses.view(labels.shape)
 
     def as_one_product(self, h: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Normed streams (B, S, L, D) and the weight -> x (N, L, D), weight (L, v, D) of a vocabulary-parallel head
-        with the same logits; of the other kinds, which sum over lanes, with one lane.
+        """Return x (N, L, D) and weight (L, v, D) of a vocabulary-parallel head with the same logits.
+
+        Heads of the other kinds, which sum over lanes, become one with a single lane.
         """
         x = h.flatten(0, 1)
         if self.kind == "vocab_parallel":
@@ -200,7 +204,7 @@ class TitanHead(LMHead):
 
     @torch.no_grad()
     def likeliest(self, x: Tensor) -> Tensor:
-        """Normed streams (B, S, L, D) -> the ids with the largest logits, int64 (B, S)."""
+        """Return the ids with the largest logits, int64 (B, S), of normed streams (B, S, L, D)."""
         assert self.weight is not None
         rows = x.flatten(0, 1).split(self.chunk_tokens)
         return torch.cat([self.score(part[None], self.weight)[0].argmax(-1) for part in rows]).view(

@@ -253,7 +253,7 @@ def biases(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torch.Ten
 
 
 def head_norms(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torch.Tensor:
-    """Return the norms of queries and keys, float32 (2 layers, d) as (layers, 2, d); empty without any."""
+    """Return the norms of queries and keys, float32 (layers, 2, d); empty without any."""
     if not config.qk_norm:
         return torch.empty(0)
     names = [

@@ -1,9 +1,7 @@
-"""Prompts through tensor cores: PyTorch runs the plain model over many positions, keys and values
-go to the kernels.
+"""Long prompts and scores by the plain PyTorch model, whose keys and values go to the kernels.
 
-PyTorch buys matrix products at the hardware's speed for prompts and scores, without a line of our own
-for them; it gets the weights from the tapes (tape_model.py). The arithmetic is that of the Hugging Face
-model in 16 bits.
+The weights come from the tapes (tape_model.py). The arithmetic is that of the Hugging Face model in
+16 bits.
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ HEAD_TOKENS = 256  # positions whose logits are there at once
 
 
 class DeviceCache:
-    """Keys and values of one sequence in the kernels' own memory, as model.py's attention asks for them.
+    """Keys and values of one sequence in the kernels' memory, with the cache interface of model.py.
 
-    The kernels deal positions to splits, and keep of window layers a ring; positions that have left the ring
-    read as zeros, which the masks hide. Each of several devices holds the heads of its lanes.
+    Each of several devices holds the heads of its lanes. Window layers keep a ring of positions; those
+    that have left the ring read as zeros, which the masks hide.
     """
 
     def __init__(self, memories: Sequence[DeviceMemory], length: int = 0):
@@ -37,7 +35,7 @@ class DeviceCache:
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep new keys and values, each (1, K, S, d); returns all so far, (1, K, T, d)."""
+        """Store new keys and values, each (1, K, S, d); return all so far, (1, K, T, d)."""
         # (2, K, S, d)
         stored = torch.stack((key[0], value[0])).to(TORCH_TYPES[self.memories[0].geometry.half])
         new = stored.to(key.dtype)  # seen as later tokens will see them
@@ -47,14 +45,14 @@ class DeviceCache:
         return everything[:1], everything[1:]
 
     def read(self, layer: int) -> torch.Tensor:
-        """What is there of the positions below `length`: (2, K, length, d)."""
+        """Return the stored keys and values of positions below `length`: (2, K, length, d)."""
         device = self.memories[0].device
         return torch.cat([self._read(memory, layer).to(device) for memory in self.memories], 1)
 
     def _places(
         self, memory: DeviceMemory, layer: int, start: int, end: int
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Split and slot of those positions in start .. end that the layer keeps, and the first of them."""
+        """Return split and slot of the positions in start .. end that the layer keeps, and the first one."""
         geometry = memory.geometry
         slots = geometry.kv_slots(layer)
         start = max(start, end - geometry.splits * slots)
@@ -77,8 +75,10 @@ class DeviceCache:
 
 @torch.inference_mode()
 def streams(model: TapeModel, ids: Sequence[int], cache: DeviceCache) -> Iterator[torch.Tensor]:
-    """Reads tokens that follow the cache's; yields the lanes' streams after the last layer, (1, S,
-    L, D) a chunk.
+    """Read tokens that follow the cache's.
+
+    Yields:
+        The lanes' streams after the last layer, (1, S, L, D), for each chunk.
     """
     device = model.embedding.device
     for first in range(0, len(ids), CHUNK_TOKENS):
@@ -96,7 +96,7 @@ def streams(model: TapeModel, ids: Sequence[int], cache: DeviceCache) -> Iterato
 def read_prompt(
     model: TapeModel, ids: Sequence[int], cache: DeviceCache, first_row: int
 ) -> Iterator[torch.Tensor]:
-    """The same; yields float32 logits (n, V), in blocks, of the positions from `first_row` on."""
+    """Read tokens; yield blocks of float32 logits (n, V) of the positions from `first_row` on."""
     for h in streams(model, ids, cache):
         if (rows := min(cache.length - first_row, h.shape[1])) > 0:
             yield from logits_of(model, h[:, -rows:])
@@ -104,11 +104,10 @@ def read_prompt(
 
 @torch.inference_mode()
 def logits_of(model: TapeModel, h: torch.Tensor) -> Iterator[torch.Tensor]:
-    """float32 logits (positions, V) of streams (1, S, L, D), some positions at a time; the head's
-    sums are in fp32.
-    """
+    """Yield float32 logits (positions, V) of streams (1, S, L, D), some positions at a time."""
     weight = model.head()
     for part in h[0].split(HEAD_TOKENS):
+        # the head's sums are in float32
         x = model.norm(part.float())
         yield torch.cat([F.linear(x[:, lane], rows.float()) for lane, rows in enumerate(weight)], 1)
 
@@ -116,7 +115,11 @@ def logits_of(model: TapeModel, h: torch.Tensor) -> Iterator[torch.Tensor]:
 def scores_of(
     logits: torch.Tensor, targets: Sequence[int], top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of logits (n, V): log p of the targets (n,), the `top` likeliest ids and their log p, flat; on the CPU."""
+    """Return log p of the targets (n,), the `top` likeliest ids and their log p (both flat), on the CPU.
+
+    Args:
+        logits: (n, V).
+    """
     logprobs = logits.log_softmax(-1)
     own = logprobs.gather(
         1, torch.tensor(targets, dtype=torch.int64, device=logits.device)[:, None]
