@@ -1,14 +1,11 @@
-"""The tokenizer of the data as a `tokenizer.json` that yields the same ids, with nothing but
-`tokenizers` at run time.
+"""The data's tokenizer as a `tokenizer.json` with the same ids, which needs `tokenizers` alone at run time.
 
-One that is a tokenizer.json keeps its pieces, a SentencePiece BPE model is converted. SentencePiece keeps
-scores, `tokenizers` keeps merges. A BPE piece's score is its rank, so every way to split a piece into two
-known pieces is a merge, ranked by the score of the whole. The result is held against SentencePiece itself
-before it is used: on every piece of the vocabulary and on texts that are known to go wrong.
+A tokenizer.json keeps its pieces; a SentencePiece BPE model is converted and compared with
+SentencePiece on every piece and on texts that are known to go wrong.
 
-Text that spells a special token ("<s>") becomes that token here, as in every Llama tokenizer of Transformers
-(the chat template needs it for "</s>"); SentencePiece alone reads it as plain characters. After a special
-token a text starts anew, with its own dummy prefix.
+Text that spells a special token ("<s>") becomes that token, as in every Llama tokenizer of
+Transformers (the chat template needs it for "</s>"); SentencePiece alone reads plain characters.
+After a special token a text starts anew, with its own dummy prefix.
 """
 
 from __future__ import annotations
@@ -57,11 +54,12 @@ PROBES = [
 
 
 def open_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """A `tokenizer.model` or `tokenizer.json` with BOS in front of a text, and its
-    special tokens ("bos_token", ...).
+    """Return the tokenizer of a `tokenizer.model` or `tokenizer.json`, BOS in front, and its special tokens.
 
-    Without a token of its own to begin a document, EOS begins one. Padding is a token that no text has: with
-    `</s>` as padding its loss would be masked away. ValueError for a tokenizer that cannot give the same ids.
+    Special tokens go by "bos_token", ...; without a token to begin a document, EOS begins one.
+
+    Raises:
+        ValueError: The tokenizer cannot give the same ids.
     """
     if path.suffix == ".json":
         return _tokenizer_from_json(path)
@@ -120,7 +118,7 @@ def _tokenizer_from_json(path: Path) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def tokenizer_from_sentencepiece(model: Path | str) -> Tokenizer:
-    """The fast tokenizer of a `tokenizer.model`, BOS in front; ValueError where it cannot give the same ids."""
+    """Convert a `tokenizer.model`, BOS in front; raise ValueError where ids would differ."""
     sp = _sentencepiece(model)
     pieces, special = [sp.id_to_piece(i) for i in range(len(sp))], _special_of(sp)
     if not any(sp.is_byte(i) for i in range(len(sp))):
@@ -164,9 +162,7 @@ def check_same_ids(tokenizer: Tokenizer, sp: SentencePieceProcessor, text: str) 
 def write_tokenizer(
     path: Path, out: Path, max_length: int, template: Path = CHAT_TEMPLATE
 ) -> tuple[Tokenizer, dict[str, str]]:
-    """tokenizer.json, tokenizer_config.json and chat_template.jinja (a copy of `template`) into
-    the folder `out`; returns `open_tokenizer`.
-    """
+    """Write tokenizer.json, tokenizer_config.json and `template` to `out`; return `open_tokenizer`."""
     tokenizer, special = open_tokenizer(path)
     tokenizer.save(str(out / "tokenizer.json"))
     config: dict[str, Any] = {
