@@ -82,6 +82,7 @@ def _special_of(sp: SentencePieceProcessor) -> dict[str, str]:
         "unk_token": sp.unk_id(),
         "bos_token": bos_id,
         "eos_token": sp.eos_id(),
+        # a token that no text has: the loss of `</s>` as padding would be masked away
         "pad_token": sp.unk_id(),
     }
     return {name: sp.id_to_piece(i) for name, i in ids.items()}

@@ -43,6 +43,7 @@ class FusedLayer(TitanLayer):
         norm: LaneRMSNorm | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return streams, normed streams, and the partial if it is to be broadcast."""
+        # the kernels know Join.PAST only: other joins become a term to add
         how, broadcast = self.joins[module], self.broadcasts[module]
         term = partial
         if how == Join.PRESENT and partial.shape[2] > 1:
