@@ -1,7 +1,6 @@
-"""A `config.json` of another family as a LaneformerConfig with delay 0; what would compute otherwise
-is refused by name.
+"""Read another family's `config.json` as a LaneformerConfig with delay 0, or refuse it by key.
 
-families.py has the table of what tells them apart.
+families.py has the table of families.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ MAX_GPU_LANES = 8  # as `2b` has: 16 multiprocessors of an H200 to each
 
 
 def config_of_llama(values: Mapping[str, Any], lanes: int) -> LaneformerConfig:
-    """The architecture with its heads and MLP rows on `lanes` lanes. ValueError names what is not supported."""
+    """Return the architecture on `lanes` lanes; raise ValueError for what is not supported."""
     try:
         return translate(values, lanes)
     except TypeError as error:
@@ -81,7 +80,7 @@ def translate(values: Mapping[str, Any], lanes: int) -> LaneformerConfig:
 
 
 def text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of the text model alone, where a vision tower stands beside it."""
+    """Return the config of the text model alone, where a vision tower stands beside it."""
     family, text = TEXT_OF.get(values.get("model_type", "")), values.get("text_config")
     if family is None or not isinstance(text, Mapping):
         return values
@@ -105,7 +104,7 @@ def experts(read: Mapping[str, Any], biased: bool) -> Experts | None:
 
 
 def scales(read: Mapping[str, Any]) -> dict[str, Any]:
-    """Scales of embeddings, scores and queries, by the names of a Variant."""
+    """Return scales of embeddings, scores and queries, by the names of a Variant."""
     values: dict[str, Any] = {}
     if "embedding_multiplier" in read:
         values["embedding_scale"] = read["embedding_multiplier"] / read["residual_multiplier"]
@@ -120,9 +119,7 @@ def scales(read: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lanes_for(values: Mapping[str, Any], threads: int) -> int:
-    """Lanes for a model that has none of its own: one a thread, or a group of threads for
-    each of fewer lanes.
-    """
+    """Return the lanes for a model that has none of its own."""
     family = family_named(values)
     if family.variant.get("joint_qk_norm"):
         return 1
@@ -130,15 +127,15 @@ def lanes_for(values: Mapping[str, Any], threads: int) -> int:
     rows = shared_sizes(values, (family.width,))
     if family.interleaved:
         rows = [size // BLOCK if size % BLOCK == 0 else size for size in rows]
+    # one lane a thread, or fewer lanes with a group of threads each
     return math.gcd(threads, *heads, *rows)
 
 
 def lanes_for_gpus(values: Mapping[str, Any], gpus: int) -> int:
-    """Lanes that GPUs share evenly, with whole heads, MLP rows and vocabulary rows;
-    many, for short exchanges.
-    """
+    """Return the most lanes that GPUs share evenly, with whole heads, MLP and vocabulary rows."""
     shared = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
     sizes = shared_sizes(values, shared)
+    # many lanes have short exchanges
     return max(
         (n for n in range(gpus, MAX_GPU_LANES + 1, gpus) if all(s % n == 0 for s in sizes)),
         default=gpus,
@@ -146,7 +143,7 @@ def lanes_for_gpus(values: Mapping[str, Any], gpus: int) -> int:
 
 
 def family_named(values: Mapping[str, Any]) -> Family:
-    """That of the text model; Llama where there is no such family, which is refused later."""
+    """Return the text model's family; Llama for an unknown one, which is refused later."""
     return FAMILIES.get(str(text_values(values).get("model_type")), FAMILIES["llama"])
 
 
@@ -156,7 +153,7 @@ def shared_sizes(values: Mapping[str, Any], names: tuple[str, ...]) -> list[int]
 
 
 def family_of(values: Mapping[str, Any]) -> Family:
-    """The family that `model_type` names, after every key has been looked at."""
+    """Return the family that `model_type` names, after a check of every key."""
     name = values.get("model_type")
     if name not in FAMILIES:
         raise ValueError(
@@ -200,7 +197,7 @@ def check_key(key: str, value: Any, family: Family) -> None:
 
 
 def why_not(name: str, known: Iterable[str], values: Mapping[str, Any]) -> str:
-    """Of a family, or a GGUF file's architecture, that is not known: what it has, and the nearest that is."""
+    """Return why a family or a GGUF architecture is not supported, and the nearest that is."""
     text = values.get("text_config")
     every = {**values, **text} if isinstance(text, Mapping) else values
     reasons = {meaning for key, value in every.items() if value and (meaning := meaning_of(key))}
@@ -219,7 +216,7 @@ def meaning_of(key: str) -> str | None:
 def windows(
     read: Mapping[str, Any], family: Family, layers: range, nope: tuple[int, ...]
 ) -> tuple[int | None, tuple[int, ...]]:
-    """The sliding window (None: there is none) and the layers that have it."""
+    """Return the sliding window (None: there is none) and the layers that have it."""
     window = (
         read["sliding_window"]
         if read.get("use_sliding_window", True) and "sliding_window" in read
@@ -252,8 +249,9 @@ def windows(
 
 
 def layers_without_rope(read: Mapping[str, Any], layers: range) -> tuple[int, ...]:
-    """From `no_rope_layers`, which is 1 where a layer has RoPE, or each `no_rope_layer_interval`-th layer."""
+    """Return the layers without RoPE."""
     has_rope, every = read["no_rope_layers"], read["no_rope_layer_interval"]
+    # `no_rope_layers` is 1 where a layer has RoPE
     if has_rope is None:
         return tuple(layers[every - 1 :: every])
     return tuple(i for i in layers if not has_rope[i])

@@ -93,7 +93,11 @@ class GgufFile(LazyTensors):
     """
 
     def __init__(self, path: Path, dtype: str = "auto", blocks: bool = False):
-        """Open the file; raise ValueError for no GGUF file, or types or tensors that the engine cannot read."""
+        """Open the file.
+
+        Raises:
+            ValueError: It is no GGUF file, or has types or tensors that the engine cannot read.
+        """
         reader, self.files = open_file(path), [path]
         self.metadata = {name: contents_of(f) for name, f in reader.fields.items() if f.types}
         self.architecture = self.metadata.get("general.architecture")

@@ -42,9 +42,10 @@ IGNORED = {"max_position_embeddings", "llama_4_scaling_beta"}  # the latter is q
 def rope_fields(
     read: Mapping[str, Any], head_dim: int, by_kind: Mapping[str, float]
 ) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` of a LaneformerConfig where those say it all, else `ropes` of its variant.
+    """Return a config's `rope_theta` and `rope_scaling`, or its variant's `ropes` where those do not suffice.
 
-    by_kind: bases of the kinds of layers, where a family has RoPE by kind.
+    Args:
+        by_kind: Bases of the kinds of layers, where a family has RoPE by kind.
     """
     parameters = read["rope_scaling"] or read["rope_parameters"] or {}
     nested = any(isinstance(parameters.get(kind), Mapping) for kind in KINDS)
@@ -75,7 +76,11 @@ def rope_fields(
 def complete(
     parameters: Mapping[str, Any], read: Mapping[str, Any], theta: float
 ) -> dict[str, Any]:
-    """One kind's parameters with base, type and share of rotated pairs; ValueError for what is not known."""
+    """Return one kind's parameters with base, type and share of rotated pairs.
+
+    Raises:
+        ValueError: The type or another key is unknown.
+    """
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     kind = "longrope" if kind == "su" or (kind == "yarn" and "long_factor" in parameters) else kind
     other = (
@@ -132,9 +137,9 @@ def rope_of(parameters: Mapping[str, Any], read: Mapping[str, Any], head_dim: in
 def longrope(
     parameters: Mapping[str, Any], wavelength: np.ndarray, trained: int, factor: float
 ) -> Rope:
-    """Each wavelength times a factor of its own, other ones in a context within what was trained (arXiv 2402.13753).
+    """Return LongRoPE (arXiv 2402.13753): each wavelength times a factor of its own.
 
-    Transformers chooses by the length of the text so far; here, as in llama.cpp and vLLM, the context decides.
+    Short factors serve a context within the trained length.
     """
     scale = parameters.get("attention_factor")
     if scale is None:
@@ -147,6 +152,8 @@ def longrope(
             raise ValueError(
                 f"long_factor and short_factor hold {[len(f) for f in factors]} numbers; {len(wavelength)} pairs rotate"
             )
+    # Transformers chooses by the length of the text so far; here, as in llama.cpp and vLLM, the
+    # context decides
     long, short = (
         tuple((1 / (values * wavelength)).astype(np.float32).tolist()) for values in factors
     )

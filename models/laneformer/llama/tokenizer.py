@@ -1,9 +1,8 @@
-"""Tokenizers that a GGUF file describes by pieces, as a `tokenizers.Tokenizer`: byte-level
-BPE, and SentencePiece BPE.
+"""Build a `tokenizers.Tokenizer` from a GGUF file's pieces: byte-level BPE or SentencePiece BPE.
 
-How a text is cut before merges are applied (the pre-tokenizer) stands in the file by name only; the names
-known here are those of models that the engine reads, with the rules of their own tokenizer.json. Another name
-is refused: ids that are almost right would make a model look bad, and nobody would know why.
+The file gives the rule that cuts a text before merges (the pre-tokenizer) by name only. The names known
+here have the rules of their models' own tokenizer.json; others are refused, as ids that are almost right
+would make a model worse without an error.
 """
 
 from __future__ import annotations
@@ -65,8 +64,10 @@ SINGLE_DIGITS = ("smollm", "refact")
 
 
 def tokenizer_of(vocabulary: Vocabulary) -> Tokenizer:
-    """The tokenizer in a GGUF file's metadata, BOS in front where the model wants it;
-    ValueError for unknown kinds.
+    """Return a GGUF file's tokenizer, with BOS in front where the model wants it.
+
+    Raises:
+        ValueError: The kind is unknown.
     """
     pieces, types, values = vocabulary.pieces, vocabulary.types, vocabulary.values
     kind, pre = values.get("model"), values.get("pre")
@@ -102,7 +103,7 @@ def tokenizer_of(vocabulary: Vocabulary) -> Tokenizer:
 
 
 def byte_level_bpe(pieces: list[str], merges: list[str], pre: str) -> Tokenizer:
-    """BPE over bytes; `pre` is a name of PRE_TOKENIZERS."""
+    """Return a BPE over bytes; `pre` is a name of PRE_TOKENIZERS."""
     pairs = [merge.partition(" ")[::2] for merge in merges]
     vocab = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab, pairs, ignore_merges=pre in WHOLE_WORDS))
@@ -124,7 +125,11 @@ def byte_level_bpe(pieces: list[str], merges: list[str], pre: str) -> Tokenizer:
 def sentencepiece_bpe(
     pieces: list[str], scores: dict[str, float], unk: str | None, dummy_prefix: bool
 ) -> Tokenizer:
-    """SentencePiece BPE with byte pieces; `scores` are those of ordinary pieces, which alone are merged."""
+    """Return a SentencePiece BPE with byte pieces.
+
+    Args:
+        scores: Of ordinary pieces, which alone are merged.
+    """
     vocab = {piece: i for i, piece in enumerate(pieces)}
     merges = merges_by_score(scores)
     tokenizer = Tokenizer(
@@ -144,14 +149,10 @@ def sentencepiece_bpe(
 
 
 def merges_by_score(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """Every split of every piece into two pieces, best score first; among equal scores
-    the longest piece first.
-
-    Equal scores are what Llama-2 gives to runs of spaces. SentencePiece then merges leftmost first, so a run
-    grows at its left end until no longer piece exists; "longest first" is the same order told by rank
-    instead of by place.
-    """
+    """Return every split of every piece into two pieces, best score first, then longest piece first."""
     merges = []
+    # Llama-2 gives equal scores to runs of spaces. SentencePiece merges these leftmost first, so a
+    # run grows at its left end until no longer piece exists: the same as longest first
     for piece in sorted(scores, key=lambda piece: (-scores[piece], -len(piece))):
         splits = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
         merges += [(left, right) for left, right in splits if left in scores and right in scores]

@@ -1,6 +1,6 @@
-"""The vocabulary in a GGUF file's metadata, by llama.cpp's rules: pieces, their types, and which ids are special.
+"""The vocabulary in a GGUF file's metadata, by llama.cpp's rules: pieces, their types, special ids.
 
-Ids are checked here, once. What a file leaves out or names wrongly has llama.cpp's default.
+An id that a file leaves out, or that does not exist, has llama.cpp's default.
 """
 
 from __future__ import annotations
@@ -45,10 +45,20 @@ BESIDE = "Put the model's tokenizer.json beside the file: it is used then"
 
 
 class Vocabulary:
-    """pieces: text of each id. types: of each piece. values: the file's other fields of the tokenizer."""
+    """A GGUF file's vocabulary.
+
+    Attributes:
+        pieces: Text of each id.
+        types: Of each piece.
+        values: The file's other fields of the tokenizer.
+    """
 
     def __init__(self, metadata: Mapping[str, Any], rows: int | None = None):
-        """rows: of the embedding. ValueError for lists that do not belong together."""
+        """Read the vocabulary; raise ValueError for lists whose lengths do not fit.
+
+        Args:
+            rows: Of the embedding.
+        """
         self.metadata = metadata
         self.values = {
             name.removeprefix(PREFIX): v for name, v in metadata.items() if name.startswith(PREFIX)
@@ -70,12 +80,12 @@ class Vocabulary:
         return isinstance(value, int) and 0 <= value < self.size
 
     def special_id(self, name: str) -> int | None:
-        """The file's id of "bos", "eos", ...; the default where it names none that exists."""
+        """Return the file's id of "bos", "eos", ...; the default where it names none that exists."""
         default = DEFAULTS.get(name) if self.values.get("model") == "llama" else None
         return next(filter(self.is_id, (self.values.get(f"{name}_token_id"), default)), None)
 
     def eos_ids(self) -> list[int]:
-        """Where generation stops: ids that the file names, and pieces known to end turns and texts."""
+        """Return the ids that stop generation: those the file names, and known ends of turns and texts."""
         ends = {i for i in map(self.special_id, NAMED_ENDS) if i is not None}
         ends.update(filter(self.is_id, self.values.get("eos_token_ids") or ()))
         ends.update(i for i, piece in enumerate(self.pieces) if piece in ENDS)
@@ -86,12 +96,12 @@ class Vocabulary:
 
     @property
     def begins_with(self) -> int | None:
-        """The id that begins every text, and every conversation, whatever its template writes."""
+        """Return the id that begins every text and conversation, whatever its template writes."""
         usual = self.values.get("model") == "llama" or self.values.get("pre") in BEGINS_WITH_BOS
         return self.special_id("bos") if self.values.get("add_bos_token", usual) else None
 
     def tokenizer_config(self) -> dict[str, Any]:
-        """Chat templates and special tokens, as in a tokenizer_config.json; `conversation_bos`: see `begins_with`."""
+        """Return chat templates and special tokens as in a tokenizer_config.json."""
         named = {
             name.removeprefix(f"{TEMPLATE}."): value
             for name, value in self.metadata.items()

@@ -16,7 +16,11 @@ MAX_CACHES = 64
 
 
 class Caches:
-    """As many as `memory.kv` is of. `kv`: of each, the numbers on each device."""
+    """Caches of sequences, as many as `memory.kv` holds.
+
+    Attributes:
+        kv: Of each cache, the numbers on each device.
+    """
 
     def __init__(self, memories: Sequence[DeviceMemory]):
         self.memories, g = memories, memories[0].geometry

@@ -134,7 +134,7 @@ def make_passes(
     cache_bytes: int | None,
     version: str,
 ) -> PassDecoder:
-    """Return the decoder of a version."""
+    """Return a version's decoder; the graph's, with a warning, where passes cannot run on one GPU."""
     if version not in DECODERS:
         raise ValueError(
             f"version = {version!r} is unknown; choose from {' and '.join(map(repr, DECODERS))}"
@@ -156,6 +156,7 @@ def make_passes(
 
 
 def build_ended(statistics: dict[str, int], error: Exception | None, *left: Any) -> Ended:
-    """What the executor could not do is no mistake of the caller."""
+    """Return a request's end; a RuntimeError becomes RequestFailed."""
+    # a failure of the executor is no mistake of the caller
     failed = RequestFailed(str(error)) if isinstance(error, RuntimeError) else error
     return Ended(statistics, failed, *left)

@@ -59,7 +59,7 @@ class CudaExecutor:
         weakref.finalize(self, end, self.schedule, thread)
 
     def close(self) -> None:
-        """The memory goes as soon as nothing runs any more."""
+        """Close the schedule; the memory is freed once nothing runs."""
         self.schedule.close()
 
     def run(self) -> None:
@@ -77,7 +77,7 @@ class CudaExecutor:
             )
 
     def _pass(self, passes: PassDecoder, plan: _core.Pass) -> dict[str, Any]:
-        """What it gave, as `Schedule.next` takes it."""
+        """Run a pass; return its results as arguments of `Schedule.next`."""
         for op in plan.ops:
             passes.caches.apply(op)
         if plan.piece:
@@ -129,12 +129,13 @@ def launch(passes: PassDecoder, *columns: Any) -> list[list[int]]:
 def column_of(column: _core.Column, draw: _core.Draw) -> Column:
     """Return a column as the kernel takes it; its sequence is the cache."""
     stops = draw.stops
+    # without effect where the schedule draws
     rule = Sampling.from_buffer_copy(draw.rule)
     return Column(column.token, column.position, column.cache, 0, len(stops), tuple(stops), rule)
 
 
 def end(schedule: _core.Schedule, thread: threading.Thread) -> None:
-    """It is not to outlive what it calls."""
+    """Close the schedule and wait for its thread, which must not outlive what it calls."""
     schedule.close()
     if thread is not threading.current_thread():
         thread.join(LONGEST_END_S)
@@ -142,7 +143,8 @@ def end(schedule: _core.Schedule, thread: threading.Thread) -> None:
 
 
 def serve(schedule: _core.Schedule, executor: weakref.ref[CudaExecutor]) -> None:
-    """The thread: whoever holds the executor may drop it while this sleeps."""
+    """Run the executor whenever the schedule wakes this thread."""
+    # a weak reference: the executor may be dropped while this sleeps
     while schedule.wait():
         if (awake := executor()) is None:
             return

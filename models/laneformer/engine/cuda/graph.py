@@ -1,6 +1,6 @@
 """The version "graph": each pass of one column replays a captured graph of kernels (graph.cu).
 
-It is the comparison that the kernel of passes has to stand, and what decodes where that kernel cannot be resident.
+It is the baseline of the kernel of passes, and decodes where that kernel cannot be resident.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .structures import MAX_COLUMNS, GraphState
 
 
 class GraphDecoder(PassDecoder):
-    """On one GPU."""
+    """Replay a graph of kernels on one GPU."""
 
     version = "graph"
 
@@ -33,7 +33,7 @@ class GraphDecoder(PassDecoder):
         self._graph = self._capture()
 
     def _capture(self) -> torch.cuda.CUDAGraph:
-        """One pass, whose order is in device memory."""
+        """Capture one pass, whose order is in device memory."""
         argument: Any = self._arguments([], 0, None)[0]
         torch.cuda.synchronize(self.devices[0])
         graph = torch.cuda.CUDAGraph()

@@ -44,7 +44,7 @@ def describe(device: torch.device) -> Machine:
 
 
 def share_of(devices: Sequence[torch.device]) -> tuple[Machine, int]:
-    """Return each share of its GPU, and how often the most frequent GPU is named."""
+    """Return what each device has of its GPU, and the most devices that share one GPU."""
     machine, sharing = describe(devices[0]), max(map(list(devices).count, devices))
     return dataclasses.replace(machine, multiprocessors=machine.multiprocessors // sharing), sharing
 

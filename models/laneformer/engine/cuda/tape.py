@@ -44,7 +44,7 @@ def tile_strips(geometry: Geometry, matrix: Matrix) -> Iterator[np.ndarray]:
 
 
 def units_of_warps(geometry: Geometry, matrix: Matrix) -> Iterator[list[tuple[int, int]]]:
-    """Return (part, row of tiles) of each warp of a lane, in its order."""
+    """Yield (part, row of tiles) of each warp of a lane, in its order."""
     for block, warp in itertools.product(range(geometry.blocks_per_lane), range(geometry.warps)):
         yield matrix.tiles(block, geometry.blocks_per_lane, warp, geometry.warps)
 
