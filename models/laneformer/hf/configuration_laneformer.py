@@ -49,5 +49,4 @@ class LaneformerHFConfig(PretrainedConfig):
         return [types[i in self.swa_layers] for i in range(self.num_hidden_layers)]
 
     def to_lanes(self) -> LaneformerConfig:
-        """Return the architecture alone, as model.py takes it."""
         return LaneformerConfig.from_dict({name: getattr(self, name) for name in FIELDS})

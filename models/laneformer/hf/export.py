@@ -140,7 +140,6 @@ def export(
 
 
 def require(paths: dict[str, Path]) -> None:
-    """Raise ValueError for a file that does not exist, with the option that names it."""
     for option, path in paths.items():
         if not path.is_file():
             raise ValueError(f"{path} does not exist; pass its path with {option}")
@@ -182,7 +181,6 @@ def locate_tokenizer(run_folder: Path) -> Path:
 
 
 def checkpoint_step(checkpoint: Path) -> int | None:
-    """Return N of a folder `step-N`; None for any other name."""
     match = re.fullmatch(r"step-(\d+)", locate_checkpoint(checkpoint).name)
     return int(match[1]) if match else None
 
@@ -235,11 +233,7 @@ def hold_folder(folder: Path, out: Path) -> Iterator[None]:
 
 
 def load_weights(checkpoint: Path, config: LaneformerConfig) -> dict[str, Tensor]:
-    """Return the model's tensors of a DCP checkpoint in the stored dtype.
-
-    Raises:
-        ValueError: A tensor is missing or misshapen.
-    """
+    """Read tensors in the stored dtype; raise ValueError for missing or misshapen ones."""
     if not (checkpoint / ".metadata").is_file():
         raise ValueError(
             f"{checkpoint} is no complete torch DCP checkpoint (no .metadata); choose another step"
@@ -279,7 +273,6 @@ def round_weight(name: str, weight: Tensor, dtype: DType) -> Tensor:
 def write_weights(
     folder: Path, weights: dict[str, Tensor], max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Write model.safetensors, or shards with an index where it would be too large."""
     named = {hf_name(name): weight for name, weight in weights.items()}
     split = split_torch_state_dict_into_shards(named, max_shard_size=max_shard_bytes)
     for file, names in split.filename_to_tensors.items():
@@ -297,11 +290,6 @@ def write_weights(
 def write_configs(
     folder: Path, config: LaneformerConfig, dtype: DType, token_ids: dict[str, Any]
 ) -> None:
-    """Write config.json and generation_config.json.
-
-    Args:
-        token_ids: bos_token_id, eos_token_id (one or a list), and pad_token_id if any.
-    """
     head = {"architectures": ["LaneformerForCausalLM"], "auto_map": AUTO_MAP}
     head |= {"model_type": "laneformer", "dtype": dtype}
     (folder / "config.json").write_text(
@@ -328,7 +316,6 @@ def write_card(
     progress: Progress,
     special: dict[str, str],
 ) -> None:
-    """Write README.md, the model card of a checkpoint whose weights were exported as `dtype`."""
     template = (folder / CHAT_TEMPLATE.name).read_text()
     chat = CHAT_WITH_TOOLS if "tools" in template else CHAT
     c = config
@@ -362,11 +349,7 @@ def write_card(
 
 @torch.no_grad()
 def verify(folder: Path, config: LaneformerConfig, weights: dict[str, Tensor]) -> float:
-    """Return the largest absolute difference of the exported and the plain model's logits, in float32.
-
-    Raises:
-        ValueError: Logits or drafting weights differ.
-    """
+    """Return the largest absolute difference of the exported and the plain model's logits, in float32."""
     from transformers import AutoModelForCausalLM
 
     length = min(config.max_position_embeddings, config.sliding_window + 16, 256)

@@ -78,7 +78,6 @@ class LaneformerPreTrainedModel(PreTrainedModel):
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Return the embedding; raise ValueError for another vocabulary size."""
         # the head's rows belong to lanes, so a longer vocabulary would move them all
         if new_num_tokens not in (None, self.config.vocab_size):
             raise ValueError(
@@ -196,7 +195,6 @@ class LaneformerModel(LaneformerPreTrainedModel):
         return [by_type[kind] for kind in types]
 
     def _checkpoint_layer(self, layer: nn.Module) -> Callable[..., Any]:
-        """Return the layer with its activations recomputed in the backward pass."""
 
         def run(
             h: Tensor, delayed: tuple, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: None
@@ -224,7 +222,6 @@ class LaneformerForCausalLM(LaneformerPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """Return the head, or None where the embedding is its weight."""
         # 4.57 would tie it in a shape without lanes
         return None if self.config.tie_word_embeddings else self.lm_head
 

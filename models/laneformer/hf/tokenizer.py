@@ -54,13 +54,7 @@ PROBES = [
 
 
 def open_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """Return the tokenizer of a `tokenizer.model` or `tokenizer.json`, BOS in front, and its special tokens.
-
-    Special tokens go by "bos_token", ...; without a token to begin a document, EOS begins one.
-
-    Raises:
-        ValueError: The tokenizer cannot give the same ids.
-    """
+    """Return a tokenizer with BOS in front, and its special tokens by "bos_token", ..."""
     if path.suffix == ".json":
         return _tokenizer_from_json(path)
     return tokenizer_from_sentencepiece(path), _special_of(_sentencepiece(path))
@@ -103,6 +97,7 @@ def _tokenizer_from_json(path: Path) -> tuple[Tokenizer, dict[str, str]]:
         for name, value in named.items()
     }
     eos, unk = tokens.get("eos_token"), getattr(tokenizer.model, "unk_token", None)
+    # without a token to begin a document, EOS begins one
     bos = tokens.get("bos_token") or eos
     if eos is None or bos is None or None in map(tokenizer.token_to_id, (bos, eos)):
         raise ValueError(

@@ -104,7 +104,6 @@ def experts(read: Mapping[str, Any], biased: bool) -> Experts | None:
 
 
 def scales(read: Mapping[str, Any]) -> dict[str, Any]:
-    """Return scales of embeddings, scores and queries, by the names of a Variant."""
     values: dict[str, Any] = {}
     if "embedding_multiplier" in read:
         values["embedding_scale"] = read["embedding_multiplier"] / read["residual_multiplier"]
@@ -143,7 +142,7 @@ def lanes_for_gpus(values: Mapping[str, Any], gpus: int) -> int:
 
 
 def family_named(values: Mapping[str, Any]) -> Family:
-    """Return the text model's family; Llama for an unknown one, which is refused later."""
+    # an unknown family is refused later
     return FAMILIES.get(str(text_values(values).get("model_type")), FAMILIES["llama"])
 
 
@@ -153,7 +152,6 @@ def shared_sizes(values: Mapping[str, Any], names: tuple[str, ...]) -> list[int]
 
 
 def family_of(values: Mapping[str, Any]) -> Family:
-    """Return the family that `model_type` names, after a check of every key."""
     name = values.get("model_type")
     if name not in FAMILIES:
         raise ValueError(
@@ -197,7 +195,6 @@ def check_key(key: str, value: Any, family: Family) -> None:
 
 
 def why_not(name: str, known: Iterable[str], values: Mapping[str, Any]) -> str:
-    """Return why a family or a GGUF architecture is not supported, and the nearest that is."""
     text = values.get("text_config")
     every = {**values, **text} if isinstance(text, Mapping) else values
     reasons = {meaning for key, value in every.items() if value and (meaning := meaning_of(key))}
@@ -249,7 +246,6 @@ def windows(
 
 
 def layers_without_rope(read: Mapping[str, Any], layers: range) -> tuple[int, ...]:
-    """Return the layers without RoPE."""
     has_rope, every = read["no_rope_layers"], read["no_rope_layer_interval"]
     # `no_rope_layers` is 1 where a layer has RoPE
     if has_rope is None:

@@ -82,7 +82,6 @@ def new_name(name: str) -> str:
 
 
 def choose_rows(source: TensorSource, rows: slice) -> TensorSource:
-    """Return those rows of every expert."""
     count, total, *inputs = source.shape
 
     def load() -> Tensor:
@@ -106,7 +105,6 @@ def slice_stacked_rows(sources: Sources, name: str, rows: slice) -> TensorSource
 
 
 def join_blocks(name: str, sources: Sources, rows: slice) -> TensorSource:
-    """Return MXFP4's values with their scales, in rows of GGUF's blocks."""
     other = name.removesuffix("_blocks") + "_scales"
     if other not in sources:
         raise ValueError(f"the checkpoint holds {name}, but not {other}")

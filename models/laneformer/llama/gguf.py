@@ -158,7 +158,6 @@ class GgufFile(LazyTensors):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Return the file's sampling options by the engine's names; empty where it has none."""
         names = {
             "temp": "temperature",
             "top_k": "top_k",
@@ -170,7 +169,6 @@ class GgufFile(LazyTensors):
         return {name: value for name, value in values.items() if value is not None}
 
     def _heads(self, name: str) -> int:
-        """Return the heads of a query or key projection; 0 for other tensors."""
         key = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(
             name.split(".")[-2], ""
         )
@@ -178,7 +176,7 @@ class GgufFile(LazyTensors):
 
 
 def best_dtype(stored: dict[str, ReaderTensor], blocks: bool) -> str:
-    """Return the type of most weights, for dtype="auto"; int8 for quantised ones without blocks."""
+    """Return the type of most weights, for dtype="auto"."""
     sizes: Counter[str] = Counter()
     for name, tensor in stored.items():
         sizes[tensor.tensor_type.name] += int(tensor.n_elements) if ".layers." in name else 0
@@ -186,7 +184,6 @@ def best_dtype(stored: dict[str, ReaderTensor], blocks: bool) -> str:
 
 
 def widen(data: np.ndarray, kind: Any, dtype: str) -> np.ndarray:
-    """Return rows of blocks as fp32, or as the bits of fp16."""
     from gguf.quants import dequantize
 
     def widen(rows: np.ndarray) -> np.ndarray:
@@ -223,7 +220,6 @@ def parts_of(path: Path, count: int) -> list[Path]:
 
 
 def open_file(path: Path) -> GGUFReader:
-    """Return the mapped file with its fields and tensors; raise ValueError where that fails."""
     try:
         from gguf import GGUFReader, GGUFValueType
     except ModuleNotFoundError:
@@ -266,7 +262,6 @@ def open_file(path: Path) -> GGUFReader:
 
 
 def contents_of(field: ReaderField) -> Any:
-    """Return the value of a field of `open_file`."""
     parts: list[Any] = [field.parts[i] for i in field.data]
     if not parts or not isinstance(parts[0], bytes):
         return field.contents()

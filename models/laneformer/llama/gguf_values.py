@@ -65,7 +65,6 @@ class Fields:
         self.read: set[str] = set()
 
     def of_layers(self, key: str) -> Any:
-        """Return a field as stored, which may be a list with a value a layer."""
         self.read.add(key)
         return self.values.get(key)
 
@@ -87,7 +86,6 @@ class Fields:
         return value
 
     def refuse_unread(self) -> None:
-        """Raise ValueError for a field that may change what the model computes."""
         for key, value in self.values.items():
             if key in self.read or key.startswith(OTHER_TOWER):
                 continue
@@ -102,7 +100,6 @@ class Fields:
 def config_values(
     metadata: Mapping[str, Any], stored: Mapping[str, ReaderTensor]
 ) -> dict[str, Any]:
-    """Return the model's config.json, as Transformers would write it."""
     field = Fields(metadata)
     has_experts = field.architecture in ("qwen3moe", "gpt-oss")
     if field("expert_count") and not has_experts:
@@ -197,7 +194,6 @@ OWN = {  # keys of config.json that an architecture has beside, by its fields
 
 
 def own_values(field: Fields, head_dim: int, rotated: int) -> dict[str, Any]:
-    """Return an architecture's own keys, with llama.cpp's defaults."""
     values = {name: field(key) for name, key in OWN.get(field.architecture, {}).items()}
     if field.architecture == "granite":
         usual = {"attention_multiplier": head_dim**-0.5}
@@ -218,7 +214,6 @@ def own_values(field: Fields, head_dim: int, rotated: int) -> dict[str, Any]:
 def rope_scaling(
     field: Fields, stored: Mapping[str, ReaderTensor], head_dim: int
 ) -> dict[str, Any] | None:
-    """Return the RoPE scaling in config.json's form."""
     # files of 2023 have another name for the factor, and no type
     factor = field("rope.scale_linear", 0.0)
     factor = field("rope.scaling.factor", factor) or 1.0

@@ -44,8 +44,6 @@ def norm_partial(partial: Tensor, norm: LaneRMSNorm | None) -> Tensor:
 
 
 class Weight(nn.Module):
-    """A parameter named `weight`; with `bias`, another of that shape."""
-
     def __init__(self, *shape: int, bias: tuple[int, ...] | None = None):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape))
@@ -65,8 +63,6 @@ class BiasedOutput(LaneLinear):
 
 
 class FamilyAttention(LaneAttention):
-    """Attention with sinks, an output bias, joint norms, or other scales of scores or late queries."""
-
     def __init__(self, config: LaneformerConfig, variant: Variant, layer: int):
         super().__init__(config, layer)
         self.variant = variant
@@ -128,8 +124,6 @@ class FamilyAttention(LaneAttention):
 
 
 class FamilyFeedForward(LaneFeedForward):
-    """A dense MLP with another gate."""
-
     def __init__(self, config: LaneformerConfig, variant: Variant):
         super().__init__(config)
         self.act, self.post_norm = variant.hidden_act, post_norm(config, variant)
@@ -176,7 +170,6 @@ class LaneExperts(nn.Module):
         return weights.to(x.dtype)
 
     def expert(self, number: int, x: Tensor) -> Tensor:
-        """Return one expert's partial outputs of some positions (N, L, D)."""
         gate = torch.einsum("nli,loi->nlo", x, self.w1.weight[number])
         up = torch.einsum("nli,loi->nlo", x, self.w3.weight[number])
         if self.w1.bias is not None and self.w3.bias is not None:
@@ -213,8 +206,6 @@ def plain_model(config: LaneformerConfig) -> Laneformer:
 
 
 class FamilyModel(Laneformer):
-    """A model of FamilyLayers, whose embedding and late queries may be scaled."""
-
     def __init__(self, config: LaneformerConfig):
         super().__init__(config, FamilyLayer)
 
@@ -222,9 +213,9 @@ class FamilyModel(Laneformer):
         return super().embed(input_ids) * variant_of(self.config).embedding_scale
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin; where queries grow, their tables follow those of keys."""
         cos, sin = super().rope(positions)
         growth = variant_of(self.config).query_growth
+        # where queries grow, their tables follow those of keys
         if growth is None:
             return cos, sin
         scale = 1 + growth[0] * torch.log(

@@ -60,12 +60,7 @@ def laneformer_of(
     """Return a model of one of the families as a Laneformer with delay 0 (see `lanes_for`).
 
     Args:
-        values: Its config.json.
-        tensors: Named and shaped as in Hugging Face's folders.
         from_gguf: Whether experts are stacked, and norms' offsets included.
-
-    Raises:
-        ValueError: Something is missing, misshapen or not supported; the message names it.
     """
     config, sources = config_of_llama(values, lanes), sources_of(tensors)
     if values is not text_values(values):
@@ -168,7 +163,6 @@ class LlamaTensors(LazyTensors):
 
     @property
     def has_blocks(self) -> bool:
-        """Return whether a folder's matrices are in blocks."""
         return any(source.dtype not in STORED_TYPES for source in self.sources.values())
 
     def _translate(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -197,7 +191,6 @@ class LlamaTensors(LazyTensors):
         return dataclasses.replace(stored, values=values.reshape(shape))
 
     def _norm(self, name: str, stored: Tensor) -> Tensor:
-        """Return a norm's weights with offset and factor applied, in float32."""
         factor = self.logits if name == "norm.weight" else 1.0
         if not self.norm_offset and factor == 1.0:
             return stored
@@ -214,7 +207,6 @@ class LlamaTensors(LazyTensors):
         return (*shape[:-3], shape[-3] * shape[-2], shape[-1]) if len(shape) >= 3 else shape
 
     def _source_of(self, name: str) -> str:
-        """Return Hugging Face's name of the tensor that holds one of ours."""
         source = source_of(name, self.variant.norm_placement)
         if self.variant.experts and ROUTER not in name:
             source = source.replace(".mlp.", ".mlp.experts.")
@@ -236,7 +228,6 @@ def part_of(name: str) -> tuple[str, str]:
 
 
 def source_of(name: str, norm_placement: str = "pre") -> str:
-    """Return Hugging Face's name of one of our tensors."""
     if name in WHOLE:
         return WHOLE[name]
     part, kind = part_of(name)

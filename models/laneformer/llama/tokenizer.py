@@ -64,11 +64,7 @@ SINGLE_DIGITS = ("smollm", "refact")
 
 
 def tokenizer_of(vocabulary: Vocabulary) -> Tokenizer:
-    """Return a GGUF file's tokenizer, with BOS in front where the model wants it.
-
-    Raises:
-        ValueError: The kind is unknown.
-    """
+    """Return the tokenizer, BOS in front where the model wants it; ValueError for unknown kinds."""
     pieces, types, values = vocabulary.pieces, vocabulary.types, vocabulary.values
     kind, pre = values.get("model"), values.get("pre")
     if kind not in ("gpt2", "llama"):
@@ -103,7 +99,6 @@ def tokenizer_of(vocabulary: Vocabulary) -> Tokenizer:
 
 
 def byte_level_bpe(pieces: list[str], merges: list[str], pre: str) -> Tokenizer:
-    """Return a BPE over bytes; `pre` is a name of PRE_TOKENIZERS."""
     pairs = [merge.partition(" ")[::2] for merge in merges]
     vocab = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab, pairs, ignore_merges=pre in WHOLE_WORDS))
@@ -160,7 +155,6 @@ def merges_by_score(scores: dict[str, float]) -> list[tuple[str, str]]:
 
 
 def begin_with(bos: str, tokenizer: Tokenizer) -> None:
-    """Let every text begin with this token."""
     begin = [(bos, tokenizer.token_to_id(bos))]
     tokenizer.post_processor = processors.TemplateProcessing(
         [bos, "$A"], [bos, "$A", bos, "$B"], begin

@@ -84,7 +84,6 @@ class Variant:
         return self.norm_placement != "pre"
 
     def differences(self) -> dict[str, Any]:
-        """Return the fields that are not a Laneformer's, by name; of ropes their number."""
         fields = dataclasses.fields(self)
         changed = {
             f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default
@@ -156,5 +155,4 @@ class FamilyConfig(LaneformerConfig):
 
 
 def variant_of(config: LaneformerConfig) -> Variant:
-    """Return a model's differences from a Laneformer."""
     return config.variant if isinstance(config, FamilyConfig) else Variant()

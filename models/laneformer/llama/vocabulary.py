@@ -80,12 +80,10 @@ class Vocabulary:
         return isinstance(value, int) and 0 <= value < self.size
 
     def special_id(self, name: str) -> int | None:
-        """Return the file's id of "bos", "eos", ...; the default where it names none that exists."""
         default = DEFAULTS.get(name) if self.values.get("model") == "llama" else None
         return next(filter(self.is_id, (self.values.get(f"{name}_token_id"), default)), None)
 
     def eos_ids(self) -> list[int]:
-        """Return the ids that stop generation: those the file names, and known ends of turns and texts."""
         ends = {i for i in map(self.special_id, NAMED_ENDS) if i is not None}
         ends.update(filter(self.is_id, self.values.get("eos_token_ids") or ()))
         ends.update(i for i, piece in enumerate(self.pieces) if piece in ENDS)
@@ -96,12 +94,11 @@ class Vocabulary:
 
     @property
     def begins_with(self) -> int | None:
-        """Return the id that begins every text and conversation, whatever its template writes."""
+        # every text and conversation begins with it, whatever the template writes
         usual = self.values.get("model") == "llama" or self.values.get("pre") in BEGINS_WITH_BOS
         return self.special_id("bos") if self.values.get("add_bos_token", usual) else None
 
     def tokenizer_config(self) -> dict[str, Any]:
-        """Return chat templates and special tokens as in a tokenizer_config.json."""
         named = {
             name.removeprefix(f"{TEMPLATE}."): value
             for name, value in self.metadata.items()

@@ -22,14 +22,13 @@ from .products import one_product
 
 
 class TitanAttention(LaneAttention):
-    """The model's attention; a BlockMask chooses FlexAttention, any other mask SDPA."""
-
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         return one_product(x, self.wq, self.wk, self.wv)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask | None
     ) -> Tensor:
+        # a BlockMask chooses FlexAttention
         if not isinstance(mask, BlockMask):
             return super().attend(query, key, value, mask)
         out = flex_attention(query, key, value, block_mask=mask, enable_gqa=True)
@@ -38,7 +37,7 @@ class TitanAttention(LaneAttention):
 
 
 def document_ids(input_ids: Tensor, bos_id: int) -> Tensor:
-    """Return the document of each token in its sequence, int64 (B, S)."""
+    """Return the document of each token, int64 (B, S)."""
     # the first document may have begun before the window
     return (input_ids == bos_id).cumsum(1)
 
@@ -81,7 +80,6 @@ def _causal(window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Te
 
 @functools.cache
 def _block_mask_builder(device_type: str) -> Callable[..., BlockMask]:
-    """Return `create_block_mask`, compiled on a GPU."""
     # uncompiled it writes several tensors (B, 1, S, S), of 8 bytes an element, in between
     return create_block_mask if device_type == "cpu" else torch.compile(create_block_mask)
 

@@ -34,18 +34,13 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 @dataclass(frozen=True)
 class Recipe:
-    """What one scale covers and how gradients are computed.
-
-    Attributes:
-        by_row: One scale for each row instead of one for each matrix.
-        gradient: Type that the output's gradients are rounded to.
-        fast_backward: Whether the backward pass may sum with fewer bits ("fast accumulation"), as the
-            forward pass always does.
-    """
+    """What one scale covers and how gradients are computed."""
 
     name: str
+    # one scale for each row instead of one for each matrix
     by_row: bool
     gradient: torch.dtype
+    # fewer bits in sums of the backward pass, as always in the forward pass
     fast_backward: bool
 
     def scale(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -72,7 +67,6 @@ RECIPES = {
 
 
 def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x times its scale, clamped and rounded to float8, contiguous."""
     limit = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-limit, limit).to(dtype).contiguous()
 
@@ -161,11 +155,7 @@ class Float8:
 
 
 class Float8FeedForward(LaneFeedForward):
-    """`TitanFeedForward` with float8 products.
-
-    Attributes:
-        sums: Whether w2's partial outputs are added up, (B, S, 1, D).
-    """
+    """`TitanFeedForward` with float8 products; with `sums`, w2's outputs are added up, (B, S, 1, D)."""
 
     def __init__(self, config: LaneformerConfig, float8: Float8, sums: bool):
         super().__init__(config)
@@ -216,7 +206,7 @@ def check_shapes(config: LaneformerConfig, tokens: int) -> None:
 
 
 def check_device(emulate: bool, capability: tuple[int, int] | None) -> None:
-    """Raise ValueError on a GPU without float8 products (None: no GPU), unless they are emulated."""
+    """Raise ValueError without float8 products on the GPU (None: no GPU), unless emulated."""
     if emulate or (capability is not None and capability >= CAPABILITY):
         return
     available = (
@@ -248,8 +238,6 @@ def use_float8(model: Any, float8: Float8) -> None:
 
 
 class Float8Converter(ModelConverter):
-    """TorchTitan's converter for `quantize.linear.float8` in `model.converters`."""
-
     def __init__(self, job_config: JobConfig, parallel_dims: Any):
         float8 = float8_of(job_config)
         assert float8 is not None, f"{NAME} is in model.converters"

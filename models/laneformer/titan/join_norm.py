@@ -1,9 +1,4 @@
-"""Join and RMSNorm for training: operators around the Triton kernels, with one backward kernel.
-
-The forward pass is two operators, `join` and `rms_norm`, so that selective checkpointing can keep
-the results of either. Where the compiler finds both together, `FuseJoinNorm` replaces them with the
-single kernel that does both.
-"""
+"""Join and RMSNorm for training: operators around the Triton kernels, with one backward kernel."""
 
 from __future__ import annotations
 
@@ -56,7 +51,6 @@ join_norm.register_fake(lambda h, partial, delayed, weight, eps: _allocate_parts
 def _forward(
     h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Tensor | None, eps: float
 ) -> Parts:
-    """Launch the forward kernel: streams, normed streams and 1/rms, as `_allocate_parts` has them."""
     h, partial, delayed = (_readable_by_kernels(t) for t in (h, partial, delayed))
     streams, normed, rstd = _allocate_parts(h, partial is not None, weight is not None)
     kernels.forward_kernel[(h.shape[0] * h.shape[1],)](
@@ -149,7 +143,6 @@ def _(
 def _outputs(
     like: Tensor, handed_on: bool, weight: Tensor | None, delayed: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return uninitialized results of the backward kernel."""
     d_h, d_partial, d_delayed = (
         like.new_empty(like.shape if has else 0) for has in (weight is not None, handed_on, delayed)
     )
@@ -222,7 +215,6 @@ class JoinNorm(torch.autograd.Function):
 
 
 def fuse_join_norm() -> None:
-    """Let Inductor replace `join` and `rms_norm` by the kernel that does both."""
     pass_after_autograd(FuseJoinNorm())
 
 
@@ -253,7 +245,6 @@ class FuseJoinNorm(GraphPass):
 
 
 def check_kernels() -> None:
-    """Raise ValueError without a GPU, unless in Triton's interpreter (TRITON_INTERPRET=1)."""
     if not torch.cuda.is_available() and isinstance(kernels.forward_kernel, triton.JITFunction):
         raise ValueError(
             "model.join_norm = 'triton' needs a GPU, and torch sees none; use 'auto' or 'plain'"
@@ -269,12 +260,11 @@ def _readable_by_kernels(x: Tensor | None) -> Any:
 
 
 def _strides(x: Tensor | None) -> tuple[int, int]:
-    """Return the strides of a token and of a lane."""
+    # of a token and of a lane
     return (0, 0) if x is None else (x.stride(1), x.stride(2))
 
 
 def _shape(x: Tensor, weight: Tensor | None) -> dict[str, Any]:
-    """Return the constants that both kernels are compiled for."""
     lanes, hidden = x.shape[2:]
     lane_scales = weight is not None and weight.dim() == 2
     choices = {"NORM": weight is not None, "LANE_SCALES": lane_scales, "L": lanes, "D": hidden}
@@ -282,7 +272,6 @@ def _shape(x: Tensor, weight: Tensor | None) -> dict[str, Any]:
 
 
 def _processors(device: torch.device) -> int:
-    """Return the device's number of SMs; 1 in Triton's interpreter."""
     return (
         torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"

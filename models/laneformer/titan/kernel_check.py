@@ -73,7 +73,6 @@ def with_working_kernels(model: Any, job: JobConfig, prepare: Prepare) -> Any:
 
 
 def plain_model(model: Any, job: JobConfig, float8: Float8 | None) -> Any:
-    """Return a model like it on the meta device, without kernels."""
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[job.training.dtype]):
         plain = type(model)(replace(model.model_args, attention="sdpa", join_norm="plain"))
         if float8 is not None:
@@ -152,7 +151,7 @@ def run_layer(
 
 
 def largest_error(tensors: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the largest error of any tensor, in units of its largest element; NaN if one is."""
+    # in units of a tensor's largest element; NaN if one is
     pairs = zip(tensors, expected, strict=True)
     errors = [(ours.to(wide.dtype) - wide).abs().max() / wide.abs().max() for ours, wide in pairs]
     return float(torch.stack(errors).max())

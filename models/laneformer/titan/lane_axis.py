@@ -51,7 +51,7 @@ class _Arrive(torch.autograd.Function):
 
 
 class LaneAxis(Lanes):
-    """This rank's lanes among those of all ranks of a one-dimensional mesh, in its order."""
+    """This rank's lanes among those of a one-dimensional mesh."""
 
     def __init__(self, total: int, mesh: DeviceMesh):
         super().__init__(total)
@@ -143,7 +143,6 @@ def give_lanes_to_ranks(model: Any, mesh: DeviceMesh) -> None:
 
 
 def is_owned_by_lanes(module: nn.Module, parameter: Tensor) -> bool:
-    """Return whether a parameter's first axis is the lanes'."""
     return isinstance(module, LaneLinear | LMHead) or (
         isinstance(module, LaneRMSNorm) and parameter.dim() == 2
     )
@@ -158,10 +157,7 @@ def _read_own_part(module: nn.Module, name: str) -> None:
 
 
 def own_parts(*units: nn.Module) -> None:
-    """Before each forward pass, give the modules of a unit that FSDP gathers this rank's plain tensors.
-
-    A part's gradient is a part of the parameter's or, where all ranks have the parameter, a term of it.
-    """
+    """Before each forward pass, give a unit's modules this rank's parts as plain tensors."""
     for unit in units:
         # outside of compiled code, whose backward pass could not keep a mesh
         unit.register_forward_pre_hook(torch.compiler.disable(_own_parts))

@@ -30,9 +30,6 @@ class TitanLayer(LaneformerLayer):
     """The model's layer, with the streams between attention and MLP kept for the backward pass.
 
     Without them the backward pass would compute wo and the join again, which reads two more wide tensors.
-    The normed streams are kept, too: to compute them again is to read and write the streams. Where every
-    lane adds the sum of all partials at once and nobody needs them one by one, they are never made: while the
-    streams are equal, the layer is a dense Transformer's.
     """
 
     def __init__(self, config: LaneformerConfig, layer: int):

@@ -2,9 +2,7 @@
 
     N tokens   L lanes   D hidden   v = V / L, the slice of the vocabulary that a lane scores
 
-A batch's logits would be the largest tensor of a step. The forward pass computes them chunk by chunk
-and keeps one number a token (the log of the softmax's denominator); the backward pass recomputes
-them, one more product with the head. The result is one loss a token.
+The logits of a batch would be the largest tensor of a step.
 """
 
 from __future__ import annotations
@@ -82,9 +80,8 @@ def _compile(function: Callable[..., Any], backend: str | None) -> Callable[...,
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Losses (N,) of streams (N, L, D) under a vocabulary-parallel head (L, v, D); labels int64 (N,).
 
-    Also returns log-denominators and largest logits (N,), for the log. The losses leave the z-loss out,
-    their gradients contain it. With `axis`, streams and head are those of its lanes; the losses are over
-    the whole vocabulary, and the gradients this rank's.
+    Also returns log-denominators and largest logits (N,). The losses leave the z-loss out, their gradients
+    contain it. With `axis`, streams, head and gradients are those of its lanes.
     """
 
     @staticmethod
@@ -125,6 +122,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             *(t.split(ctx.chunk) for t in (x, labels, denominators, gradients[0])), strict=True
         ):
             rows = part.transpose(0, 1)
+            # computed again: the forward pass keeps one number a token
             logits = torch.bmm(rows, weight.mT)
             d_logits = function(logits, denominator, label, gradient, ctx.z_loss_weight, ctx.first)
             x_gradient[at : at + len(part)] = torch.bmm(d_logits, weight).transpose(0, 1)

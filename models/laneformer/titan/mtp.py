@@ -26,8 +26,6 @@ VALIDATED_STEPS = 3  # positions whose acceptance is measured, whatever the numb
 
 @dataclass
 class DraftTraining:
-    """The job's [mtp] section, with optimizer steps in place of shares."""
-
     steps: int = 1
     loss_weight: float = 0.3
     final_loss_weight: float = 0.1
@@ -54,7 +52,6 @@ class DraftTraining:
         return cls(section.steps, *weights, lower_at, section.freeze_base)
 
     def weight(self, step: int) -> float:
-        """Return the weight of the drafts' loss at an optimizer step, counted from 1."""
         return self.loss_weight if step <= self.lower_at_step else self.final_loss_weight
 
 
@@ -132,7 +129,7 @@ def step_labels(labels: Tensor, documents: Tensor | None, bos_id: int | None, st
 def step_mask(
     step: int, positions: Tensor, first: Any, documents: Tensor | None
 ) -> Tensor | BlockMask:
-    """Return step k's mask (S, k S), k at least 2; for FlexAttention where step 1's is."""
+    """Return step k's mask (S, k S), k at least 2."""
     if isinstance(first, BlockMask) and documents is not None:
         return document_blocks(documents, step=step)
     visible = draft_mask(len(positions), step, positions.device)
@@ -142,10 +139,10 @@ def step_mask(
 
 
 def count_accepted(chosen: Tensor, drafted: Tensor) -> Tensor:
-    """Return whether steps 1 to k agree with the model, (K, B, S), from the likeliest ids of both.
+    """Return whether steps 1 to k agree with the model, (K, B, S).
 
     Args:
-        chosen: By the model, (B, S).
+        chosen: Likeliest ids by the model, (B, S).
         drafted: By each step, (K, B, S).
     """
     agree = torch.stack([each == chosen.roll(-k, 1) for k, each in enumerate(drafted, 1)])

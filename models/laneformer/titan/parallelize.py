@@ -70,7 +70,7 @@ def parallelize_laneformer(
 
 
 def refuse_other_layers(model: TitanLaneformer) -> None:
-    """Raise ValueError for an experiment's model, whose lanes may exchange in a way of their own."""
+    # the lanes of an experiment's model may exchange in a way of their own
     if own := {type(part) for part in (model, *model.layers)} - {TitanLaneformer, TitanLayer}:
         names = ", ".join(sorted(kind.__name__ for kind in own))
         raise ValueError(f"{OPTION} > 1 is not possible with {names}; set {OPTION} = 1")
@@ -92,7 +92,6 @@ def meshes(parallel_dims: ParallelDims) -> tuple[DeviceMesh, DeviceMesh | None]:
 
 
 def checkpoint_and_compile(model: Laneformer, job_config: JobConfig) -> None:
-    """Prepare layers, last norm and loss as the job says, in place; needs no mesh and no device."""
     compile_model = job_config.compile.enable and "model" in job_config.compile.components
     checkpointing = job_config.activation_checkpoint
     if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
@@ -125,7 +124,6 @@ def checkpoint_and_compile(model: Laneformer, job_config: JobConfig) -> None:
 
 
 def apply_selective_checkpointing(model: Laneformer, saved_ops: frozenset[Any] = KEPT_OPS) -> None:
-    """Wrap every layer to keep the results of these operations and recompute the rest."""
 
     def policy(context: Any, operation: Any, *operands: Any, **options: Any) -> CheckpointPolicy:
         return (
@@ -143,14 +141,13 @@ def apply_selective_checkpointing(model: Laneformer, saved_ops: frozenset[Any] =
 
 
 def shard_dimension(shape: torch.Size, degree: int) -> int:
-    """Return the first dimension that `degree` divides; 0 (cut unevenly) when there is none."""
+    """Return the first dimension that `degree` divides; 0 when there is none."""
     # dimension 0 of a lane matrix is L = 8: on more than eight shards most ranks would own nothing.
     # With 8 shards (HSDP, one node) it is one lane a GPU
     return next((dim for dim, size in enumerate(shape) if size % degree == 0), 0)
 
 
 def apply_fsdp(model: Laneformer, mesh: DeviceMesh, job_config: JobConfig) -> None:
-    """Shard the embedding, each layer, and norm with head as one unit each."""
     degree = mesh.size() if mesh.ndim == 1 else mesh.size(1)
     policy = MixedPrecisionPolicy(
         param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],

@@ -31,7 +31,6 @@ EXCHANGES = frozenset(
 
 
 def lower_to_nothing(operation: Any) -> None:
-    """Let Inductor replace an operator by its argument."""
     from torch._inductor.lowering import lowerings, register_lowering
 
     if operation not in lowerings:
@@ -39,12 +38,10 @@ def lower_to_nothing(operation: Any) -> None:
 
 
 def pass_after_autograd(graph_pass: GraphPass) -> None:
-    """Let Inductor run a pass over each graph, forward or backward, as the last of its own."""
     torch._inductor.config.post_grad_custom_post_pass = graph_pass
 
 
 def allow_variants(count: int) -> None:
-    """Set how often one function may be compiled; Dynamo's own limit is 8."""
     torch._dynamo.config.recompile_limit = count
 
 
@@ -61,7 +58,6 @@ def wait_for_reduction(started: Tensor) -> Tensor:
 
 
 def forget_compiled() -> None:
-    """Drop what is compiled in this process, and the shapes seen so far."""
     torch._dynamo.reset()
 
 

@@ -30,7 +30,6 @@ keep.register_autograd(lambda context, gradient: gradient)
 
 
 def lower_keep_to_nothing() -> None:
-    """Let Inductor drop the mark instead of copying the tensor."""
     lower_to_nothing(torch.ops.laneformer.keep.default)
 
 

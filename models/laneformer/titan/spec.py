@@ -28,8 +28,6 @@ from .mtp import Drafted, DraftTraining, losses_with_drafts
 
 @dataclass
 class LaneformerArgs(BaseModelArgs):
-    """Architecture, attention kernel and initialisation seed of a training job."""
-
     config: LaneformerConfig = field(default_factory=LaneformerConfig)
     init_seed: int = 0
     attention: str = "sdpa"
@@ -40,7 +38,6 @@ class LaneformerArgs(BaseModelArgs):
     mtp: DraftTraining = field(default_factory=DraftTraining)
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
-        """Take the job's settings and check them; raise ValueError for what is not possible."""
         section = vars(job_config.architecture)
         overrides = {key: value for key, value in section.items() if value is not None}
         self.config = LaneformerConfig.from_dict({**self.config.to_dict(), **overrides})
@@ -67,18 +64,18 @@ class LaneformerArgs(BaseModelArgs):
 
 
 def choose_attention(job_config: JobConfig) -> str:
-    """Return the kernel of `model.attention`; "auto" is flex where it is compiled for a GPU."""
     kind = job_config.model.attention
     if kind == "auto":
         compiled = job_config.compile.enable and "model" in job_config.compile.components
+        # FlexAttention needs to be compiled for a GPU
         return "flex" if compiled and torch.cuda.is_available() else "sdpa"
     return kind
 
 
 def choose_join_norm(job_config: JobConfig) -> str:
-    """Return "triton" or "plain"; "auto" is triton on a GPU that has all lanes."""
     kind = job_config.model.join_norm
     if kind == "auto":
+        # the kernels need all lanes
         whole = job_config.parallelism.tensor_parallel_degree == 1
         kind = "triton" if whole and torch.cuda.is_available() else "plain"
     return kind
@@ -162,11 +159,10 @@ class TitanLaneformer(Laneformer):
         return self.lm_head(h.expand(-1, -1, self.lanes.here, -1), self.norm, labels, trained)
 
     def begin_step(self, step: int) -> None:
-        """Prepare an optimizer step, counted from 1; the trainer calls it before each."""
+        """Prepare an optimizer step, counted from 1."""
         self.draft_weight = self.model_args.mtp.weight(step)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:  # type: ignore[override]
-        """Initialize the parameters in place; there are no buffers."""
         for name, parameter in self.named_parameters():
             # checkpointed layers have a wrapper in their names, which must not change the numbers drawn
             plain = name.replace("_checkpoint_wrapped_module.", "")

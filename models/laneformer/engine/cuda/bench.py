@@ -3,8 +3,7 @@
     t = bytes / bandwidth + layers x c
 
 c is the microseconds a layer that the stream of weights does not hide; exchanges between lanes
-decide it. Requests take the server's path: the schedule, the executor's thread, launches of several
-passes. A token's time is that of its news, which comes with the rest of its launch.
+decide it.
 """
 
 from __future__ import annotations
@@ -61,6 +60,8 @@ def benchmark(
     tokens = min(TOKENS, context - len(prompt))
     progress(f"{RUNS} runs of {tokens} tokens")
     arrivals(executor, prompt, MIN_TOKENS)  # warm: code, clocks
+    # requests take the server's path, and a token's time is that of its news, with the rest of its
+    # launch
     runs = [rate_of(arrivals(executor, prompt, tokens)) for _ in range(RUNS)]
     tokens_per_s = statistics.median(runs)
     bytes_per_token = weight_bytes(passes.geometry) + config.cached_bytes(
@@ -114,8 +115,8 @@ def shares(
 
 
 def datasheet(device: str) -> float | None:
-    """Return the maker's memory bandwidth of a GPU in bytes/s; None where cards.toml lacks it."""
     card = card_of_device(device)
+    # bytes/s
     return None if card is None else card.bandwidth_bytes_per_s
 
 
@@ -138,13 +139,12 @@ def arrivals(executor: CudaExecutor, prompt: list[int], tokens: int, **options: 
 
 
 def rate_of(times: np.ndarray) -> float:
-    """Return the tokens/s of one run."""
     # without the first tokens, which came together
     return float((times > times[0]).sum() / (times[-1] - times[0]))
 
 
 def measure_prefill(executor: CudaExecutor, depth: int) -> tuple[float, float]:
-    """Return the seconds to the first token of a prompt, and prompt tokens/s."""
+    """Return the seconds to the first token, and prompt tokens/s."""
     passes: Any = executor.passes
     # `depth`, or a typical length
     length = max(depth, min(2048, passes.config.max_position_embeddings // 2))
@@ -163,7 +163,7 @@ def random_prompt(config: LaneformerConfig, length: int) -> list[int]:
 
 
 def weight_bytes(geometry: Geometry) -> int:
-    """Return the bytes of weights that all GPUs read for one token, without the tapes' padding."""
+    """Return the bytes that all GPUs read for one token, without padding."""
     config, scale = geometry.config, 4 * (geometry.dtype == "int8")  # bytes a row
     matrices = {op: geometry.matrix(op) for op in OPS}
     rows = {op: matrix.rows * config.num_hidden_layers for op, matrix in matrices.items()}
@@ -176,7 +176,6 @@ def weight_bytes(geometry: Geometry) -> int:
 
 
 def probe_argument(memory: DeviceMemory, sums: torch.Tensor, rounds: int) -> Probe:
-    """Return the argument to read the tapes `rounds` times; `sums`: int32, one a thread."""
     return Probe(memory.tapes.data_ptr(), memory.tape_at.data_ptr(), sums.data_ptr(), rounds)
 
 
@@ -185,11 +184,7 @@ def sum_tapes(memory: DeviceMemory) -> int:
 
 
 def read_bandwidth(memory: DeviceMemory) -> float:
-    """Measure how fast a GPU reads its tapes, in bytes/s.
-
-    Raises:
-        RuntimeError: The ring of chunks has not read everything.
-    """
+    """Measure how fast a GPU reads its tapes, in bytes/s."""
     geometry, size = memory.geometry, int(tape_starts(memory.geometry)[-1])
     kernels = Kernels("probe", geometry, memory.device)
     sums = torch.zeros(geometry.blocks * geometry.threads, dtype=torch.int32, device=memory.device)

@@ -40,12 +40,11 @@ class Caches:
             self._copy(op.source, op.cache, op.end)
 
     def of(self, cache: int) -> list[DeviceMemory]:
-        """Return the devices' memory with this cache's keys and values in place of all."""
         return [memory.of(kv) for memory, kv in zip(self.memories, self.kv[cache], strict=True)]
 
     def _copy(self, source: int, target: int, count: int) -> None:
-        """Copy the first `count` positions; of a ring that is shorter, all of it."""
         g = self.memories[0].geometry
+        # of a ring that is shorter, all of it
         used = -(-count // g.splits)
         for from_, to in zip(self.of(source), self.of(target), strict=True):
             for layer in range(g.config.num_hidden_layers):

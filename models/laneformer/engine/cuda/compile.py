@@ -68,11 +68,11 @@ def compile_cubin(
 
 
 def keep(path: Path, content: bytes) -> None:
-    """Write the file whole or not at all."""
     unfinished = path.with_suffix(f".{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished.write_bytes(content)
+        # whole or not at all
         os.replace(unfinished, path)
     except OSError:
         # without the file, the next start compiles again

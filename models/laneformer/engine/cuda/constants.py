@@ -12,7 +12,6 @@ from .structures import MAX_COLUMNS, MAX_STOPS
 
 
 def constants_of(geometry: Geometry) -> str:
-    """Return the C++ text in front of the kernels."""
     c, layers = geometry.config, range(geometry.config.num_hidden_layers)
     starts = [sum(geometry.kv_layer(j) for j in range(i)) for i in layers]
     lines = [
@@ -38,7 +37,6 @@ def constants_of(geometry: Geometry) -> str:
 
 
 def sizes_of(geometry: Geometry) -> dict[str, int]:
-    """Return the constants that are one number each."""
     c = geometry.config
     return {
         "kLanes": c.num_lanes,
@@ -103,7 +101,6 @@ def module_tables_of(config: LaneformerConfig) -> dict[str, Sequence[Sequence[ob
 
 
 def join_name(join: Join) -> str:
-    """Return the kernels' name of a join: kPresent, kNoReduce, kPast."""
     return "k" + join.name.title().replace("_", "")
 
 

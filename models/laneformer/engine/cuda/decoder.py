@@ -79,7 +79,6 @@ class CudaDecoder:
         self.weight_bytes = sum(memory.weight_bytes for memory in memories)
 
     def join(self, requests: Sequence[Request]) -> list[int]:
-        """Add requests; raise EngineLost after the GPU has failed, ValueError for what only the CPU has."""
         for request in requests:
             if request.keep_partials:
                 raise ValueError(f"keep_partials = {request.keep_partials!r}: {USE_CPU}")
@@ -121,7 +120,6 @@ class CudaDecoder:
         return self.executor.schedule.statistics()
 
     def close(self) -> None:
-        """End the requests, then free the memory."""
         self.leave_all()
         self.executor.close()
 
@@ -156,7 +154,6 @@ def make_passes(
 
 
 def build_ended(statistics: dict[str, int], error: Exception | None, *left: Any) -> Ended:
-    """Return a request's end; a RuntimeError becomes RequestFailed."""
     # a failure of the executor is no mistake of the caller
     failed = RequestFailed(str(error)) if isinstance(error, RuntimeError) else error
     return Ended(statistics, failed, *left)

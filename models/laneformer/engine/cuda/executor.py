@@ -59,11 +59,9 @@ class CudaExecutor:
         weakref.finalize(self, end, self.schedule, thread)
 
     def close(self) -> None:
-        """Close the schedule; the memory is freed once nothing runs."""
         self.schedule.close()
 
     def run(self) -> None:
-        """Run passes until there is nothing to run."""
         assert self.passes is not None
         results: dict[str, Any] = {}
         try:
@@ -98,7 +96,6 @@ class CudaExecutor:
         return {**results, "logits": self._logits[rows].cpu().numpy()} if rows else results
 
     def _read(self, passes: PassDecoder, plan: _core.Pass) -> dict[str, Any]:
-        """Read a piece of a prompt, with its scores."""
         piece, start = self.schedule.piece(), plan.start
         ids, at = piece.ids, piece.first_row
         try:
@@ -115,10 +112,7 @@ class CudaExecutor:
 
 
 def launch(passes: PassDecoder, *columns: Any) -> list[list[int]]:
-    """Run passes; raise NotResident where the driver still refuses the launch after a while.
-
-    Nothing has changed then.
-    """
+    """Run passes; raise NotResident where the driver refuses the launch for a while."""
     for wait_s in RETRIES_S:
         with contextlib.suppress(NotResident):
             return passes.run(*columns)

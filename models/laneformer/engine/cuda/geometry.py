@@ -52,7 +52,8 @@ class Machine:
 
 
 def architecture_name(number: int) -> str:
-    """Return NVRTC's name of an architecture, such as sm_90a; the "a" enables all instructions."""
+    """Return NVRTC's name, such as sm_90a."""
+    # the "a" enables all instructions
     return f"sm_{number}" + ("a" if number >= 90 else "")
 
 
@@ -78,11 +79,10 @@ class Matrix:
         return self.rows // TILE
 
     def first_row(self, block: int, blocks: int) -> int:
-        """Return the first row of one of a lane's blocks."""
         return self.units * block // blocks * TILE
 
     def max_rows(self, blocks: int) -> int:
-        """Return the rows of the busiest block."""
+        # of the busiest block
         return -(-self.units // blocks) * TILE
 
     def tiles(self, block: int, blocks: int, warp: int, warps: int) -> list[tuple[int, int]]:
@@ -110,7 +110,6 @@ class Geometry:
 
     @property
     def number_bytes(self) -> int:
-        """Return the bytes of one weight of a matrix."""
         return 1 if self.dtype == "int8" else 2
 
     @property
@@ -127,27 +126,24 @@ class Geometry:
 
     @property
     def splits(self) -> int:
-        """Return the number of blocks that share the keys of one KV head."""
+        # blocks that share the keys of one KV head
         return min(MAX_SPLITS, max(1, self.blocks_per_lane // self.config.kv_heads_per_lane))
 
     @property
     def threads(self) -> int:
-        """Return the threads of a block."""
         return self.warps * WARP_THREADS
 
     @property
     def strip(self) -> int:
-        """Return the rows of segments that share their columns; they must fit in a chunk."""
+        # rows of segments that share their columns; they must fit in a chunk
         return min(4, self.chunk_bytes // SEGMENT_BYTES)
 
     @property
     def mail_slots(self) -> int:
-        """Return the number of layers whose partial outputs are kept."""
         # twice: the lane that waits for outputs of `delay` layers ago is waited for likewise
         return 2 * self.config.broadcast_delay + 2
 
     def matrix(self, op: str) -> Matrix:
-        """Return the shape of one lane's matrix; the head's rows are padded to whole tiles."""
         c, lanes = self.config, self.config.num_lanes
         kv = c.kv_heads_per_lane * c.head_dim
         rows, columns = {
@@ -155,19 +151,19 @@ class Geometry:
             "output": (c.hidden_size, self.heads * c.head_dim),
             "gate_up": (2 * c.intermediate_size // lanes, c.hidden_size),
             "down": (c.hidden_size, c.intermediate_size // lanes),
+            # rows fill up the last tile
             "head": (-(-c.vocab_size // lanes // TILE) * TILE, c.hidden_size),
         }[op]
         numbers = 16 // self.number_bytes
         return Matrix(rows, columns, parts_of(rows, columns, 2 * numbers), numbers)
 
     def kv_slots(self, layer: int) -> int:
-        """Return the positions that one split keeps: the window's, or all."""
+        """Return the positions that one split keeps."""
         context = self.config.max_position_embeddings
         # drafts write before they turn out wrong
         return -(-min((self.config.window(layer) or context) + MAX_DRAFTS, context) // self.splits)
 
     def kv_layer(self, layer: int) -> int:
-        """Return the numbers of keys and values that one lane keeps of a layer."""
         return (
             2
             * self.config.kv_heads_per_lane
@@ -182,22 +178,21 @@ class Geometry:
 
     @property
     def stream_rows(self) -> int:
-        """Return the rows of the stream that the busiest block has."""
         return max(self.matrix(op).max_rows(self.blocks_per_lane) for op in ("output", "down"))
 
     @property
     def column_stride(self) -> int:
-        """Return the float32 numbers from one column's inputs to the next's (columns.cuh: padded)."""
+        # float32 numbers from one column's inputs to the next's (columns.cuh: padded)
         return -(-max(self.wide, self.narrow) // 32) * 32 + 16
 
     @property
     def max_sums(self) -> int:
-        """Return the float32 sums of one column in the busiest block: its rows times the parts."""
+        # float32 numbers: rows of the busiest block, in each part of their columns
         return max(m.max_rows(self.blocks_per_lane) * m.parts for m in map(self.matrix, OPS))
 
     @property
     def wide(self) -> int:
-        """Return the float32 numbers of the wide input buffer, a multiple of a float4."""
+        """Return the float32 numbers of the wide input buffer."""
         # the buffer also holds each warp's partial attention
         partial = self.warps * self.group * (self.config.head_dim + 2)
         return max(self.config.hidden_size, -(-partial // 4) * 4)
@@ -211,7 +206,7 @@ class Geometry:
 
     @property
     def fixed_shared_bytes(self) -> int:
-        """Return the shared memory beside the ring and its barriers."""
+        """Return the shared memory beside the ring."""
         # queries, a new key and value; of each column inputs, sums, stream rows, a scale and a
         # token
         head, norms = self.config.head_dim, self.config.qk_norm * (self.group + 1)
@@ -227,13 +222,12 @@ class Geometry:
 
     @property
     def blocks(self) -> int:
-        """Return the blocks of one device's launch."""
         return self.lanes_per_device * self.blocks_per_lane
 
     @property
     def lane_words(self) -> int:
-        """Return the 8-byte words that the blocks of one lane exchange (exchange.cuh: kLaneWords)."""
         c = self.config
+        # 8-byte words that a lane's blocks exchange (exchange.cuh: kLaneWords)
         partial = self.heads * self.splits * (c.head_dim + 2)
         return (
             2 * c.hidden_size
@@ -244,14 +238,14 @@ class Geometry:
 
     @property
     def inbox_words(self) -> int:
-        """Return the words that all lanes write to every device (exchange.cuh: kInboxWords)."""
         c = self.config
+        # words that all lanes write to every device (exchange.cuh: kInboxWords)
         mail = 2 * self.mail_slots * c.num_lanes * c.hidden_size
         return mail + 2 * c.num_lanes * self.blocks_per_lane + 2 * c.vocab_size + 2
 
     @property
     def flush_points(self) -> list[tuple[int, int]]:
-        """Return (layer, module) of outputs that have no layer left and join with the last module."""
+        """Return (layer, module) of outputs that join with the last module."""
         if not self.config.flush:
             return []
         modules = itertools.product(range(self.config.num_hidden_layers), enumerate(MODULES))

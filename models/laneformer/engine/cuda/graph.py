@@ -19,8 +19,6 @@ from .structures import MAX_COLUMNS, GraphState
 
 
 class GraphDecoder(PassDecoder):
-    """Replay a graph of kernels on one GPU."""
-
     version = "graph"
 
     def _load(self) -> None:
@@ -33,7 +31,6 @@ class GraphDecoder(PassDecoder):
         self._graph = self._capture()
 
     def _capture(self) -> torch.cuda.CUDAGraph:
-        """Capture one pass, whose order is in device memory."""
         argument: Any = self._arguments([], 0, None)[0]
         torch.cuda.synchronize(self.devices[0])
         graph = torch.cuda.CUDAGraph()

@@ -1,8 +1,4 @@
-"""Load CUDA kernels, check that their blocks can be resident together, and launch them.
-
-Calls go to the driver, because the argument of a launch is a structure. Streams are torch's, so that
-torch captures graphs, orders copies and frees memory as usual.
-"""
+"""Load CUDA kernels, check that their blocks can be resident together, and launch them."""
 
 from __future__ import annotations
 
@@ -23,11 +19,7 @@ class NotResident(RuntimeError):
 
 
 def describe(device: torch.device) -> Machine:
-    """Return the properties of a GPU that decide the geometry.
-
-    Raises:
-        ValueError: The GPU is AMD's or too old.
-    """
+    """Return the properties that decide the geometry; raise ValueError for a GPU too old, or AMD's."""
     if torch.version.hip:
         raise ValueError(
             'this PyTorch is for AMD GPUs, the CUDA engine for NVIDIA\'s; use device "cpu"'
@@ -50,8 +42,6 @@ def share_of(devices: Sequence[torch.device]) -> tuple[Machine, int]:
 
 
 class Kernels:
-    """The kernels of one version, or of the probe, on one GPU."""
-
     def __init__(
         self, version: str, geometry: Geometry, device: torch.device, shared: bool = False
     ):
@@ -96,7 +86,7 @@ class Kernels:
         check(driver.cuLaunchKernelEx(config, self._kernel(name), ctypes.addressof(pointers), 0))
 
     def load(self, *names: str) -> None:
-        """Load kernels before their first launch, which may be in a capture or beside a spinning kernel."""
+        """Load kernels before their first launch, which may be in a capture."""
         from cuda.bindings import driver
 
         registers = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS
@@ -141,12 +131,7 @@ class Kernels:
 
 
 def check(result: tuple[Any, ...]) -> Any:
-    """Return the values of a driver call.
-
-    Raises:
-        NotResident: A cooperative launch is too large.
-        RuntimeError: The call failed otherwise.
-    """
+    """Return the values of a driver call; raise NotResident or RuntimeError."""
     from cuda.bindings import driver
 
     status, *values = result

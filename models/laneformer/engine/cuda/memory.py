@@ -117,23 +117,18 @@ class DeviceMemory:
         return rows
 
     def reset_words(self) -> None:
-        """Reset all words, after a hang or before epochs run out, so that none is of any epoch."""
+        # after a hang or before epochs run out: no word is of any epoch
         for words in (self.lane_words, self.inbox, self.aborted, self.report, self.picks):
             words.zero_()
         self.epoch = 0
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of weights that a token reads, with the padding of the tapes' last chunks."""
+        # with the padding of the tapes' last chunks
         return int(tape_starts(self.geometry)[-1]) + self.scales.nbytes
 
     def arguments(self, inboxes: Sequence[torch.Tensor], limit_s: float = 10.0) -> Any:
-        """Return the argument of launches, with an empty order.
-
-        Args:
-            inboxes: Of all devices.
-            limit_s: Longest wait of a kernel.
-        """
+        """Return the argument of launches, with an empty order."""
         p = decode_structure(self.geometry.devices)()
         p.weights = Weights(*(getattr(self, name).data_ptr() for name in WEIGHTS))
         for name in ("lane_words", "aborted", "report", "cancel", "picks", "graph"):
@@ -144,13 +139,12 @@ class DeviceMemory:
         return p
 
     def of(self, kv: torch.Tensor) -> DeviceMemory:
-        """Return the same memory with `kv`, one sequence's keys and values, in place of all."""
+        """Return a copy with one sequence's keys and values in place of all."""
         other = copy.copy(self)
         other.kv = kv
         return other
 
     def hang(self) -> Report | None:
-        """Return the watchdog's report if it has given up a wait."""
         report = Report.from_buffer_copy(self.report.numpy().tobytes())
         return report if report.set else None
 
@@ -195,7 +189,7 @@ def split_rows(op: str, matrix: torch.Tensor, rows: Sequence[int]) -> Sequence[t
 def lane_matrices(
     geometry: Geometry, tensors: Mapping[str, Tensor], op: str, layer: int, lanes: slice
 ) -> list[torch.Tensor]:
-    """Return a kernel matrix (lanes, rows, columns), and with 8 bits its scales (lanes, rows)."""
+    """Return numbers (lanes, rows, columns), and with 8 bits scales (lanes, rows)."""
     head = EMBEDDING if geometry.config.tie_word_embeddings else HEAD
     names = [head] if op == "head" else [f"layers.{layer}.{name}.weight" for name in PARTS[op]]
     parts = [read_matrix(geometry, tensors, name) for name in names]
@@ -205,7 +199,7 @@ def lane_matrices(
 def read_matrix(
     geometry: Geometry, tensors: Mapping[str, Tensor], name: str
 ) -> tuple[torch.Tensor, ...]:
-    """Return a tensor as (L, rows, columns), and with 8 bits its scales (L, rows)."""
+    """Return numbers (L, rows, columns), and with 8 bits scales (L, rows)."""
     eight = geometry.dtype == "int8"
     values = finite(tensors, name, torch.float32 if eight else TORCH_TYPES[geometry.dtype])
     if name in (HEAD, EMBEDDING):  # rows of zeros fill up the last tile
@@ -215,7 +209,6 @@ def read_matrix(
 
 
 def as_torch(tensor: Tensor) -> torch.Tensor:
-    """Return a copy of the values in their own type."""
     # a copy, as torch warns of arrays that cannot be written, such as a mapped file
     values = np.array(tensor.values)
     if tensor.dtype == "fp32":
@@ -224,12 +217,12 @@ def as_torch(tensor: Tensor) -> torch.Tensor:
 
 
 def half_of(tensors: Mapping[str, Tensor]) -> str:
-    """Return the 16-bit type of a checkpoint's matrices; bf16 where they are fp32."""
+    # the checkpoint's 16-bit type
     return tensors[FIRST_MATRIX].dtype.replace("fp32", "bf16")
 
 
 def norm_scales(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torch.Tensor:
-    """Return the norms' scales, float32 (2 layers + 1, D) or (2 layers + 1, L, D), in order of use."""
+    """Return float32 (2 layers + 1, D) or (2 layers + 1, L, D), in order of use."""
     names = [f"layers.{i}.{norm}.weight" for i in range(config.num_hidden_layers) for norm in NORMS]
     return torch.stack([finite(tensors, name) for name in (*names, "norm.weight")])
 
@@ -242,7 +235,7 @@ def turns(config: LaneformerConfig) -> torch.Tensor:
 
 
 def biases(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torch.Tensor:
-    """Return the biases, float32 (layers, L, rows of a lane's qkv matrix); empty without any."""
+    """Return float32 (layers, L, rows of a lane's qkv matrix)."""
     if not config.attention_bias:
         return torch.empty(0)
     layers = range(config.num_hidden_layers)
@@ -253,7 +246,7 @@ def biases(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torch.Ten
 
 
 def head_norms(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torch.Tensor:
-    """Return the norms of queries and keys, float32 (layers, 2, d); empty without any."""
+    """Return float32 (layers, 2, d), of queries and of keys."""
     if not config.qk_norm:
         return torch.empty(0)
     names = [

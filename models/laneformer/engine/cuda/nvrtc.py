@@ -1,8 +1,7 @@
 """Find NVIDIA's run-time compilers, and the newest one whose code the driver loads.
 
-A machine may have several: PyTorch's, those of pip packages, a toolkit's. NVRTC 13 writes machine code
-(ELF ABI 8) that drivers for CUDA 12 do not load, so the driver's version decides; cuda-bindings would
-take the compiler of its own version. The calls are NVRTC's C interface (nvrtc.h).
+NVRTC 13 writes machine code (ELF ABI 8) that drivers for CUDA 12 do not load. The calls are NVRTC's C
+interface (nvrtc.h).
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ class Nvrtc:
     """
 
     def __init__(self, library: str):
-        """Load the library; raise OSError or AttributeError where that fails."""
         # NVRTC 13.0 does not look beside itself for the part that it opens by name
         if Path(library).is_absolute():
             for part in Path(library).parent.glob("libnvrtc-builtins.so.*"):
@@ -76,7 +74,6 @@ class Nvrtc:
 
 @functools.cache
 def compilers() -> tuple[Nvrtc, ...]:
-    """Return the installed compilers, the newest first."""
     compilers: dict[tuple[int, int], Nvrtc] = {}
     for path in libraries():
         # a file that is not for this machine, a dangling link

@@ -64,11 +64,7 @@ def sequences_in(free: int, geometry: Geometry, cache_bytes: int | None) -> int:
 def fit_builds(
     builds: list[Geometry], free: int, cache_bytes: int | None
 ) -> tuple[list[Geometry], int]:
-    """Return the builds whose columns fit in memory, and the KV capacity in sequences.
-
-    Raises:
-        ValueError: None fits.
-    """
+    """Return the builds whose columns fit, and the KV capacity in sequences."""
     while len(builds) > 1:
         with contextlib.suppress(ValueError):
             return builds, sequences_in(free, builds[-1], cache_bytes)
@@ -129,7 +125,6 @@ class PassDecoder:
         self.ahead = self._passes_that_follow()
 
     def _load(self) -> None:
-        """Load the kernels of the builds; raise NotResident where blocks would not all run at once."""
         shared = self._sharing > 1
         self.kernels = [
             [Kernels(self.version, g, d, shared) for d in self.devices] for g in self.builds
@@ -173,7 +168,6 @@ class PassDecoder:
 
     @functools.cached_property
     def tape_model(self) -> TapeModel:
-        """Return the PyTorch model over the tiles, for long prompts and scores."""
         return TapeModel(self.memories)
 
     def read(
@@ -197,17 +191,13 @@ class PassDecoder:
     ) -> list[list[int]]:
         """Return the next token of each column, then up to `ahead` further rows of tokens.
 
-        A column that has drawn a stop id or its `left`-th token has -1 in later rows. A launch makes
-        PASSES_PER_LAUNCH passes at most and ends when all columns have.
-
         Args:
             logits: float32 (columns, V) on the device, filled with those of the first row.
-            look: Called now and then with the tokens so far; True ends the launch.
+            look: Called with the tokens so far; True ends the launch.
 
         Raises:
             ValueError: `ahead` with logits, or with two columns of one sequence.
             RequestFailed: A launch hung.
-            RuntimeError: The GPU failed.
         """
         if ahead and (logits is not None or len({c.sequence for c in columns}) < len(columns)):
             raise ValueError(
@@ -223,12 +213,13 @@ class PassDecoder:
             if look is not None and look(memory.read_picks(first, len(columns))):
                 memory.cancel.fill_(1)  # its first block tells the others
         self._end_hang()
+        # -1 after a column's stop id or its `left`-th token; a launch ends when all columns have
         rows = memory.read_picks(first, len(columns))
         self.passes += len(rows)
         return rows
 
     def _until_done(self, passes: int) -> Iterator[None]:
-        """Yield while the launch runs; raise Unanswered where it does not end in time."""
+        """Yield while the launch runs; raise Unanswered after too long."""
         # needed beside the kernel's own limit: a kernel that waits for its weights ignores the
         # clock
         longest_s = self.limit_s + passes * PASS_S + self.late_s
@@ -240,14 +231,12 @@ class PassDecoder:
             time.sleep(POLL_S)
 
     def _end_hang(self) -> None:
-        """Raise RequestFailed with who waited for what, if a launch has given up a wait."""
         for report in [memory.hang() for memory in self.memories]:
             if report is not None:
                 self._reset_words()
                 raise RequestFailed(report.describe(self.limit_s))
 
     def _reset_words(self) -> None:
-        """Reset the words of every device, so that none is of any epoch."""
         for memory in self.memories:
             memory.reset_words()
 
@@ -274,7 +263,7 @@ class PassDecoder:
                 of_device.launch("pass", argument)
 
     def build_for(self, arguments: Sequence[Any]) -> int:
-        """Return the index of the smallest build that holds the columns of `arguments`."""
+        """Return the index of the smallest build that holds the columns."""
         counts = [geometry.columns for geometry in self.builds]
         return bisect.bisect_left(counts, arguments[0].order.column_count)
 

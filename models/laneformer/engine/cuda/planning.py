@@ -1,7 +1,4 @@
-"""Choose the geometry of a model on a GPU, or refuse with what would fit.
-
-Nothing here needs a GPU: `Machine` has the properties that decide (launch.py reads it from the driver).
-"""
+"""Choose the geometry of a model on a GPU, or refuse with what would fit; needs no GPU."""
 
 from __future__ import annotations
 

@@ -23,11 +23,7 @@ HEAD_TOKENS = 256  # positions whose logits are there at once
 
 
 class DeviceCache:
-    """Keys and values of one sequence in the kernels' memory, with the cache interface of model.py.
-
-    Each of several devices holds the heads of its lanes. Window layers keep a ring of positions; those
-    that have left the ring read as zeros, which the masks hide.
-    """
+    """Keys and values of one sequence in the kernels' memory, with the cache interface of model.py."""
 
     def __init__(self, memories: Sequence[DeviceMemory], length: int = 0):
         self.memories, self.length = memories, length
@@ -45,15 +41,14 @@ class DeviceCache:
         return everything[:1], everything[1:]
 
     def read(self, layer: int) -> torch.Tensor:
-        """Return the stored keys and values of positions below `length`: (2, K, length, d)."""
         device = self.memories[0].device
         return torch.cat([self._read(memory, layer).to(device) for memory in self.memories], 1)
 
     def _places(
         self, memory: DeviceMemory, layer: int, start: int, end: int
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Return split and slot of the positions in start .. end that the layer keeps, and the first one."""
         geometry = memory.geometry
+        # split and slot of the positions that the layer keeps, and the first one
         slots = geometry.kv_slots(layer)
         start = max(start, end - geometry.splits * slots)
         positions = torch.arange(start, end, device=memory.device)
@@ -70,16 +65,13 @@ class DeviceCache:
         split, slot, start = self._places(memory, layer, 0, self.length)
         kv = memory.kv_layer(layer)
         there = kv[:, :, split, slot].permute(3, 0, 1, 2, 4).flatten(1, 2)  # (2, K, positions, d)
+        # positions that have left a window's ring read as zeros, which the masks hide
         return F.pad(there, (0, 0, start, 0)).view(TORCH_TYPES[memory.geometry.half])
 
 
 @torch.inference_mode()
 def streams(model: TapeModel, ids: Sequence[int], cache: DeviceCache) -> Iterator[torch.Tensor]:
-    """Read tokens that follow the cache's.
-
-    Yields:
-        The lanes' streams after the last layer, (1, S, L, D), for each chunk.
-    """
+    """Yield the lanes' streams after the last layer, (1, S, L, D), for each chunk."""
     device = model.embedding.device
     for first in range(0, len(ids), CHUNK_TOKENS):
         new = torch.tensor([ids[first : first + CHUNK_TOKENS]], device=device)
@@ -96,7 +88,7 @@ def streams(model: TapeModel, ids: Sequence[int], cache: DeviceCache) -> Iterato
 def read_prompt(
     model: TapeModel, ids: Sequence[int], cache: DeviceCache, first_row: int
 ) -> Iterator[torch.Tensor]:
-    """Read tokens; yield blocks of float32 logits (n, V) of the positions from `first_row` on."""
+    """Yield float32 logits (n, V), in blocks, of the positions from `first_row` on."""
     for h in streams(model, ids, cache):
         if (rows := min(cache.length - first_row, h.shape[1])) > 0:
             yield from logits_of(model, h[:, -rows:])

@@ -65,7 +65,6 @@ class GraphState(ctypes.Structure):
 
     @classmethod
     def of(cls, order: Order) -> GraphState:
-        """Return the state before the first pass."""
         return cls(order, (ctypes.c_int * MAX_COLUMNS)(*(column.token for column in order.columns)))
 
 
@@ -77,7 +76,6 @@ class Report(ctypes.Structure):
     ] + [("epoch", ctypes.c_uint32)]
 
     def describe(self, limit_s: float) -> str:
-        """Return who waited for what."""
         return (
             f"the pass kernel waited {limit_s} s in vain: lane {self.lane}, layer {self.layer}, exchange "
             f"{EXCHANGES[self.exchange]!r}, block {self.block}, warp {self.warp}, epoch {self.epoch}"

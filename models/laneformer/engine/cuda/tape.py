@@ -1,9 +1,6 @@
-"""Pack weights as the kernels read them: one tape a warp, its rows of every matrix in execution order.
+"""Pack weights as the kernels read them: one tape a warp, in execution order (tape.cuh).
 
-tape.cuh describes a tape, and columns.cuh reads it. Packing is a permutation of numbers: one gather a
-matrix, on the GPU when the tensors are there.
-
-    W[row, column] of a lane -> [strip][step][row of tiles][thread][8 numbers, or 16 of 8 bits]
+W[row, column] of a lane -> [strip][step][row of tiles][thread][8 numbers, or 16 of 8 bits]
 """
 
 from __future__ import annotations
@@ -44,7 +41,6 @@ def tile_strips(geometry: Geometry, matrix: Matrix) -> Iterator[np.ndarray]:
 
 
 def units_of_warps(geometry: Geometry, matrix: Matrix) -> Iterator[list[tuple[int, int]]]:
-    """Yield (part, row of tiles) of each warp of a lane, in its order."""
     for block, warp in itertools.product(range(geometry.blocks_per_lane), range(geometry.warps)):
         yield matrix.tiles(block, geometry.blocks_per_lane, warp, geometry.warps)
 
@@ -58,7 +54,7 @@ def segment_counts(geometry: Geometry, op: str) -> np.ndarray:
 
 
 def steps(geometry: Geometry) -> Iterator[tuple[str, int]]:
-    """Yield (op, layer) of a token, in the order of execution."""
+    """Yield (op, layer) in the order of execution."""
     for layer in range(geometry.config.num_hidden_layers):
         for op in OPS[:-1]:
             yield op, layer
@@ -87,7 +83,6 @@ def segments_of(geometry: Geometry) -> Iterator[tuple[str, int, np.ndarray]]:
 
 
 def pack(geometry: Geometry, matrices: LaneMatrices, device: torch.device | str) -> torch.Tensor:
-    """Return the tapes of one device: (numbers,) of NUMBERS."""
     kind, size = NUMBERS[geometry.number_bytes], SEGMENT_BYTES // geometry.number_bytes
     tapes = torch.zeros(
         int(tape_starts(geometry)[-1]) // geometry.number_bytes, dtype=kind, device=device
