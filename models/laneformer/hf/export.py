@@ -197,6 +197,7 @@ def stage_folder(out: Path, overwrite: bool = False) -> Iterator[Path]:
                 )
             yield part
             if out.exists():
+                # comes back if the rename below fails
                 out.rename(old)
             part.rename(out)
         except (SafetensorError, CheckpointException) as error:
@@ -241,6 +242,7 @@ def load_weights(checkpoint: Path, config: LaneformerConfig) -> dict[str, Tensor
     reader = dcp.FileSystemReader(checkpoint)
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     expected = config.tensor_shapes()
+    # the model's own tensors alone
     shapes = {
         name: stored[name].size for name in stored if name in expected or name.startswith("layers.")
     }
@@ -352,6 +354,7 @@ def verify(folder: Path, config: LaneformerConfig, weights: dict[str, Tensor]) -
     """Return the largest absolute difference of the exported and the plain model's logits, in float32."""
     from transformers import AutoModelForCausalLM
 
+    # past a short window, so that its mask takes effect
     length = min(config.max_position_embeddings, config.sliding_window + 16, 256)
     ids = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     with torch.device("meta"):

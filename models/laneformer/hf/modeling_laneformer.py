@@ -70,8 +70,10 @@ class LaneformerPreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         weight = getattr(module, "weight", None)
+        # loaded weights stay
         if weight is None or getattr(weight, "_is_hf_initialized", False):
             return
+        # a parameter's name decides its numbers, as in training
         name = next(name for name, candidate in self.named_modules() if candidate is module)
         init_parameter(self.config.to_lanes(), f"{name}.weight".removeprefix("model."), weight)
 
@@ -159,6 +161,7 @@ class LaneformerModel(LaneformerPreTrainedModel):
         masks = self._masks(embedding, attention_mask, cache_position, cache, position_ids)
         positioned: Any = cache
         if cache is not None and TAKES_CACHE_POSITION:
+            # StaticCache needs the positions of new keys
             positioned = PositionedCache(cache, cache_position)
         layers: Any = (
             [self._checkpoint_layer(layer) for layer in self.layers]
@@ -275,5 +278,6 @@ def positions_of(attention_mask: Tensor | dict | None, cache_position: Tensor) -
     """Return positions (B or 1, S); with a padding mask (B, T) a row's first real token is 0."""
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
         return cache_position[None]
+    # padding before the first token has position 0, too
     counted = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
     return counted[:, cache_position]

@@ -87,6 +87,7 @@ def _tokenizer_from_json(path: Path) -> tuple[Tokenizer, dict[str, str]]:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise ValueError(f"{path} cannot be read as a tokenizer.json: {error}") from error
+    # settings that the file may have
     tokenizer.no_truncation()
     tokenizer.no_padding()
     beside = path.with_name("tokenizer_config.json")
@@ -124,10 +125,12 @@ def tokenizer_from_sentencepiece(model: Path | str) -> Tokenizer:
     ordinary = [
         i for i in range(len(sp)) if not (sp.is_control(i) or sp.is_unknown(i) or sp.is_byte(i))
     ]
+    # a piece's score is its rank: each split into two known pieces is a merge of that rank
     scores = {pieces[i]: sp.get_score(i) for i in ordinary}
     tokenizer = sentencepiece_bpe(
         pieces, scores, special["unk_token"], sp.normalize("x") == f"{SPACE}x"
     )
+    # texts that are known to go wrong, and every piece of the vocabulary
     for text in PROBES + [pieces[i].replace(SPACE, " ") for i in ordinary]:
         check_same_ids(tokenizer, sp, text)
     # a user-defined symbol, whose score is 0, never merges with what stands beside it
@@ -138,6 +141,7 @@ def tokenizer_from_sentencepiece(model: Path | str) -> Tokenizer:
     control = dict.fromkeys(
         [*special.values(), *(pieces[i] for i in range(len(sp)) if sp.is_control(i))]
     )
+    # after the comparison: SentencePiece reads them as plain characters
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in control]
     )

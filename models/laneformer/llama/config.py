@@ -84,6 +84,7 @@ def text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     family, text = TEXT_OF.get(values.get("model_type", "")), values.get("text_config")
     if family is None or not isinstance(text, Mapping):
         return values
+    # may be in the outer config alone
     outer = {"tie_word_embeddings"} & values.keys() - text.keys()
     return {
         "model_type": family,
@@ -120,11 +121,13 @@ def scales(read: Mapping[str, Any]) -> dict[str, Any]:
 def lanes_for(values: Mapping[str, Any], threads: int) -> int:
     """Return the lanes for a model that has none of its own."""
     family = family_named(values)
+    # a joint norm is over all heads, so they stay on one lane
     if family.variant.get("joint_qk_norm"):
         return 1
     heads = shared_sizes(values, ("num_attention_heads", "num_key_value_heads"))
     rows = shared_sizes(values, (family.width,))
     if family.interleaved:
+        # lanes do not cut blocks
         rows = [size // BLOCK if size % BLOCK == 0 else size for size in rows]
     # one lane a thread, or fewer lanes with a group of threads each
     return math.gcd(threads, *heads, *rows)
@@ -184,6 +187,7 @@ def check_key(key: str, value: Any, family: Family) -> None:
     accepted = ACCEPTED | family.accepted
     if value is None or value in accepted.get(key, ()):
         return
+    # a key that is neither read nor harmless may change what the model computes
     meaning = meaning_of(key)
     only = f"; only {' or '.join(map(repr, accepted[key]))}" if key in accepted else ""
     raise ValueError(
@@ -229,8 +233,10 @@ def windows(
             )
         windowed = tuple(i for i in layers if types[i] == "sliding_attention")
     elif family.windowed == "later":
+        # layers from this one on have the window
         windowed = tuple(layers[read["max_window_layers"] :])
     elif isinstance(family.windowed, int):
+        # each `every`-th layer sees everything
         every = read.get("sliding_window_pattern") or family.windowed
         windowed = tuple(i for i in layers if (i + 1) % every)
     else:

@@ -40,6 +40,7 @@ def stack_experts(sources: Sources) -> Sources:
     for name, experts in numbers.items():
         if missing := set(range(max(experts) + 1)) - experts.keys():
             raise ValueError(f"{name}: the experts {sorted(missing)} are missing")
+        # a stack has one type and shape
         kinds = {(expert.dtype, expert.shape) for expert in experts.values()}
         if len(kinds) > 1:
             raise ValueError(
@@ -65,6 +66,7 @@ def split_experts(sources: Sources) -> Sources:
         stem, _, part = name.partition(FUSED)
         if not part:
             split[new_name(name)] = sources[name]
+        # scales are read with their blocks
         elif not part.endswith("_scales"):
             kind = "bias" if part.endswith("_bias") else "weight"
             whole = part.removesuffix("_bias").removesuffix("_blocks")
@@ -100,6 +102,7 @@ def slice_stacked_rows(sources: Sources, name: str, rows: slice) -> TensorSource
         return choose_rows(sources[name], rows)
     if len(shape) != 3:
         raise ValueError(f"{name} has shape {shape}; experts' matrices have 3 dimensions, biases 2")
+    # stored as (E, in, out)
     turned = lambda: Tensor(dtype, load().values.swapaxes(1, 2))  # noqa: E731
     return choose_rows(TensorSource(dtype, (shape[0], shape[2], shape[1]), turned), rows)
 
@@ -124,6 +127,7 @@ def as_gguf(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     # byte i of an MXFP4 block has inputs 2i and 2i + 1; ggml's has an exponent, then bytes of i and
     # i + 16
     rows = np.empty((*blocks.shape[:-1], 17), np.uint8)
+    # low half bytes have the even inputs, high ones the odd
     first, second = blocks[..., :8], blocks[..., 8:]
     rows[..., 0] = scales
     rows[..., 1::2] = first & 15 | second << 4

@@ -102,6 +102,7 @@ class GgufFile(LazyTensors):
         self.metadata = {name: contents_of(f) for name, f in reader.fields.items() if f.types}
         self.architecture = self.metadata.get("general.architecture")
         tensors = list(reader.tensors)
+        # the metadata of a split model is the first part's
         if (count := self.metadata.get("split.count", 1)) > 1:
             self.files = parts_of(path, count)
             tensors += [tensor for part in self.files[1:] for tensor in open_file(part).tensors]
@@ -179,7 +180,9 @@ def best_dtype(stored: dict[str, ReaderTensor], blocks: bool) -> str:
     """Return the type of most weights, for dtype="auto"."""
     sizes: Counter[str] = Counter()
     for name, tensor in stored.items():
+        # embedding and head do not count
         sizes[tensor.tensor_type.name] += int(tensor.n_elements) if ".layers." in name else 0
+    # quantised weights become int8 where the engine does not hold blocks
     return STORED.get(sizes.most_common(1)[0][0], AS_IN_FILE if blocks else "int8")
 
 

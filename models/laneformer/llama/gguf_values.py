@@ -89,6 +89,7 @@ class Fields:
         for key, value in self.values.items():
             if key in self.read or key.startswith(OTHER_TOWER):
                 continue
+            # an unknown field is refused unless it is zero or empty
             nothing = not any(value) if isinstance(value, list) else not value
             allowed = KNOWN.get(key, () if not nothing else None)
             if allowed is not None and value not in allowed:
@@ -113,6 +114,7 @@ def config_values(
     rotated = field("rope.dimension_count") or hidden // heads
     head_dim = field("attention.key_length", hidden // heads if partial else rotated)
     same = ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa")
+    # keys and values of heads have one size; Phi-3's heads alone may rotate in part
     for key in (*same, *(() if partial else ("rope.dimension_count", "rope.dimension_count_swa"))):
         if field(key, head_dim) != head_dim:
             raise ValueError(
@@ -141,6 +143,7 @@ def config_values(
         "rope_scaling": rope_scaling(field, stored, head_dim),
         "max_position_embeddings": field.require("context_length"),
         "vocab_size": int(stored["model.embed_tokens.weight"].shape[1]),
+        # a file without a head uses the embedding
         "tie_word_embeddings": "lm_head.weight" not in stored,
         "sliding_window": window,
         "layer_types": layer_types(field),
@@ -162,6 +165,7 @@ def layer_types(field: Fields) -> list[str] | None:
 
 
 def model_type(field: Fields, window: int | None) -> str:
+    # the model_type that has a window
     with_window = {"llama": "mistral", "olmo2": "olmo3"} if window else {}
     yarn = field("rope.scaling.type") is not None
     plain = {} if yarn else {"mistral3": "mistral"}
@@ -237,6 +241,7 @@ def rope_scaling(
     divisors = np.asarray(stored[ROPE_FACTORS].data, np.float64)
     factor, low, high = float(divisors.max()), 1.0, 4.0
     frequency = field("rope.freq_base", 10000.0) ** -(np.arange(0, head_dim, 2) / head_dim)
+    # search the trained length whose formula gives these divisors
     for length in (8192, field("rope.scaling.original_context_length", 8192)):
         blend = ((length * frequency / (2 * np.pi) - low) / (high - low)).clip(0, 1)
         if divisors.shape == blend.shape and np.allclose(

@@ -69,6 +69,7 @@ class FamilyAttention(LaneAttention):
         if variant.output_bias:
             self.wo = BiasedOutput(config)
         if variant.joint_qk_norm:
+            # one norm over all heads
             self.q_norm = LaneRMSNorm(config, config.query_size)
             self.k_norm = LaneRMSNorm(config, config.head_dim * config.num_key_value_heads)
         self.sinks = Weight(config.num_attention_heads) if variant.attention_sinks else None
@@ -111,13 +112,16 @@ class FamilyAttention(LaneAttention):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor
     ) -> Tensor:
         """Attend with one more score for each head, `sinks` (H,), that belongs to no key."""
+        # a KV head for each query head of its group
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         scale = self.variant.attention_scale or query.shape[-1] ** -0.5
         scores = query @ key.transpose(-1, -2) * scale
         if mask is None:
             new, total = scores.shape[-2:]
+            # plain causality: queries are the last positions
             mask = torch.ones(new, total, dtype=torch.bool, device=query.device).tril(total - new)
         scores = scores.masked_fill(~mask, float("-inf"))
+        # a sink takes its share of the softmax, and no value
         scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), -1)
         weights = scores.softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32))
         return weights[..., :-1].to(value.dtype) @ value
@@ -182,6 +186,7 @@ class LaneExperts(nn.Module):
         out = x.new_zeros(*x.shape[:2], self.w2.weight.shape[1], x.shape[-1])
         for number in range(self.experts.total):
             weight = weights[..., number, None]
+            # only positions at which some lane has chosen this expert
             served = (weight != 0).any(2)[..., 0]  # (B, S)
             if served.any():
                 out[served] += weight[served] * self.expert(number, x[served])
@@ -196,6 +201,7 @@ class FamilyLayer(LaneformerLayer):
         variant = variant_of(config)
         self.attention = FamilyAttention(config, variant, layer)
         self.feed_forward = (LaneExperts if variant.experts else FamilyFeedForward)(config, variant)
+        # the norms of "post" are over modules' outputs
         if not variant.pre_norms:
             self.attention_norm, self.ffn_norm = nn.Identity(), nn.Identity()
 

@@ -60,9 +60,11 @@ def rope_fields(
     )
     full = complete(kinds[KINDS[0]], read, read.get("rope_theta") or by_kind.get(KINDS[0], 10000.0))
     if by_kind:
+        # layers with a window have a base of their own
         local = read.get("rope_local_base_freq") or by_kind[KINDS[1]] or full["rope_theta"]
         sliding = complete(kinds[KINDS[1]], read, local)
         return {"ropes": tuple(rope_of(kind, read, head_dim) for kind in (full, sliding))}
+    # what a LaneformerConfig expresses without ropes
     plain = full["partial_rotary_factor"] == 1.0 and not full.get("llama_4_scaling_beta")
     if plain and full["rope_type"] in ("default", "llama3"):
         scaling = {name: full[name] for name in LLAMA3_KEYS if full.get(name) is not None}
@@ -82,6 +84,7 @@ def complete(
         ValueError: The type or another key is unknown.
     """
     kind = parameters.get("rope_type", parameters.get("type", "default"))
+    # other names of LongRoPE in config.json
     kind = "longrope" if kind == "su" or (kind == "yarn" and "long_factor" in parameters) else kind
     other = (
         {key: v for key, v in parameters.items() if v is not None}
@@ -92,6 +95,7 @@ def complete(
             if key not in PLAIN | KEYS[kind] | IGNORED and v is not None
         }
     )
+    # a key that the type does not read may change the rotation
     if kind not in KEYS or other:
         raise ValueError(
             f"RoPE of the kind {dict(parameters)} is not supported; supported are the types {', '.join(KEYS)}"

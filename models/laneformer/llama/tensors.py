@@ -81,6 +81,7 @@ def text_sources(sources: Sources) -> Sources:
     return {
         NESTED.sub("" if "lm_head" in name else "model.", name): source
         for name, source in sources.items()
+        # without the vision tower's tensors
         if not OTHER_TOWER.match(name)
     }
 
@@ -105,6 +106,7 @@ def split_fused(sources: Sources, config: LaneformerConfig) -> Sources:
         check_shapes(
             "the checkpoint", {name: source.shape}, {name: (sum(fused[module].values()), d)}
         )
+        # the parts' rows follow each other in this order
         first = 0
         for part, rows in fused[module].items():
             load = functools.partial(load_rows, source, slice(first, first + rows))
@@ -174,6 +176,7 @@ class LlamaTensors(LazyTensors):
         if part in ROTATED:
             # Llama rotates the pairs (j, j + d/2) of a head, model.py the pairs (2j, 2j+1)
             heads = values.reshape(-1, self.config.head_dim, *values.shape[1:])
+            # rows beyond those that rotate stay in place
             halves = (
                 heads[:, : self.rotated]
                 .reshape(-1, 2, self.rotated // 2, *values.shape[1:])
@@ -186,11 +189,13 @@ class LlamaTensors(LazyTensors):
         ):  # blocks, of which the engine cuts the lanes' rows or columns
             return dataclasses.replace(stored, values=values)
         if part in COLUMNS and kind == "weight":
+            # a lane owns columns here, so the lanes' axis moves in front of the rows
             *experts, lanes, rows, columns = shape
             values = values.reshape(*experts, rows, lanes, columns).swapaxes(-3, -2)
         return dataclasses.replace(stored, values=values.reshape(shape))
 
     def _norm(self, name: str, stored: Tensor) -> Tensor:
+        # the divisor of logits is part of the last norm
         factor = self.logits if name == "norm.weight" else 1.0
         if not self.norm_offset and factor == 1.0:
             return stored

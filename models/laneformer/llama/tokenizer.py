@@ -137,6 +137,7 @@ def sentencepiece_bpe(
         decoders.Fuse(),
     ]
     if dummy_prefix:
+        # a space in front of the text, which decoding strips again
         spaces = normalizers.Sequence([normalizers.Prepend(SPACE), spaces])
         steps.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer, tokenizer.decoder = spaces, decoders.Sequence(steps)

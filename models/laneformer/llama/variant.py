@@ -66,6 +66,7 @@ class Variant:
 
     def __post_init__(self) -> None:
         if self.experts is not None:
+            # a JSON file has lists in place of tuples
             object.__setattr__(self, "experts", Experts(*self.experts))
             if not 1 <= self.experts.active <= self.experts.total:
                 raise ValueError(f"{self.experts}: `active` must be from 1 to `total`")
@@ -105,6 +106,7 @@ class FamilyConfig(LaneformerConfig):
         late = (
             self.broadcast_delay or self.num_nextn_predict_layers or not self.replicated_rmsn_scale
         )
+        # a joint norm is over all heads, so they stay on one lane
         if changed and (late or (joint and self.num_lanes > 1)):
             raise ValueError(
                 f"{', '.join(changed)} need broadcast_delay = 0, replicated_rmsn_scale, no head that drafts; "

@@ -65,6 +65,7 @@ class Vocabulary:
         }
         self.pieces: list[str] = self.values.get("tokens") or []
         self.types: list[int] = self.values.get("token_type") or [NORMAL] * len(self.pieces)
+        # without pieces, each row of the embedding has an id
         self.size = len(self.pieces) if "tokens" in self.values else rows or 0
         for name in ("token_type", "scores"):
             if len(values := self.values.get(name) or self.pieces) < len(self.pieces):

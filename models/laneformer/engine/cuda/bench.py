@@ -116,7 +116,7 @@ def shares(
 
 def datasheet(device: str) -> float | None:
     card = card_of_device(device)
-    # bytes/s
+    # the maker's figure, in bytes/s
     return None if card is None else card.bandwidth_bytes_per_s
 
 
