@@ -74,7 +74,7 @@ class LaneAxis(Lanes):
     def together(
         self, denominators: Tensor, peaks: Tensor, chosen: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Combine (N,) values of this rank's part of the vocabulary to those of all of it.
+        """Combine values (N,) of this rank's part of the vocabulary into those of all of it.
 
         Returns:
             Log of the softmax's denominator, largest logit, and the label's logit (in `chosen` 0 where it is

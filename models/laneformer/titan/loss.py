@@ -81,7 +81,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """Losses (N,) of streams (N, L, D) under a vocabulary-parallel head (L, v, D); labels int64 (N,).
 
     Also returns log-denominators and largest logits (N,). The losses leave the z-loss out, their gradients
-    contain it. With `axis`, streams, head and gradients are those of its lanes.
+    contain it. With `axis`, streams, head and gradients are those of its lanes; losses are over the whole
+    vocabulary.
     """
 
     @staticmethod

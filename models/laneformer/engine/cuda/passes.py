@@ -220,8 +220,7 @@ class PassDecoder:
 
     def _until_done(self, passes: int) -> Iterator[None]:
         """Yield while the launch runs; raise Unanswered after too long."""
-        # needed beside the kernel's own limit: a kernel that waits for its weights ignores the
-        # clock
+        # the host has a limit, too: a kernel that waits for its weights does not look at the clock
         longest_s = self.limit_s + passes * PASS_S + self.late_s
         last_s = time.monotonic() + longest_s
         while not all(stream.query() for stream in self._streams):
