@@ -58,7 +58,8 @@ def translate(values: Mapping[str, Any], lanes: int) -> LaneformerConfig:
         sliding_window=window or read["max_position_embeddings"],
         swa_layers=windowed,
         lm_head_type="replicate" if read["vocab_size"] % lanes else "vocab_parallel",
-        # Granite adds r times a module's output: its streams are held divided by r, which a norm undoes
+        # Granite adds r times a module's output: its streams are held divided by r, which a norm
+        # undoes
         norm_eps=read["rms_norm_eps"] / read.get("residual_multiplier", 1.0) ** 2,
         initializer_range=read["initializer_range"],
         tie_word_embeddings=bool(read["tie_word_embeddings"]),

@@ -43,8 +43,8 @@ _GPT4O = _CASED.format(upper=_UPPER, lower=_LOWER, ends=_ENDS + "?") + _REST.for
 )
 _LLAMA3 = _WORDS + _REST.format(digits="{1,3}", slash="")
 _QWEN2 = _WORDS + _REST.format(digits="", slash="")
-# By the name in the file: the pattern of a piece; None: GPT-2's own. OLMo 2 and 3 and Phi 4 come as dbrx, Phi 4 mini
-# as gpt-4o, Granite 3 as refact.
+# By the name in the file: the pattern of a piece; None: GPT-2's own. OLMo 2 and 3 and Phi 4 come as
+# dbrx, Phi 4 mini as gpt-4o, Granite 3 as refact.
 PRE_TOKENIZERS = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,

@@ -13,7 +13,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # token types
 DEFAULTS = {"bos": 1, "eos": 2, "unknown": 0}  # ids of SentencePiece's vocabularies
 # pre-tokenizers, unless the file says
 BEGINS_WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
-# of turns and texts, by their text: files often name one end alone, and mark others as ordinary pieces
+# of turns and texts, by their text: files often name one end alone, and mark others as ordinary
+# pieces
 ENDS = frozenset(
     {
         "<|eot_id|>",

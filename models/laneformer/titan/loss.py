@@ -116,7 +116,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         x, weight, labels, denominators = ctx.saved_tensors
         function = _compile(logits_gradient, ctx.backend)
         x_gradient = torch.empty_like(x)
-        # summed over the chunks in float32 at least: in bfloat16 every chunk would round the sum again
+        # summed over the chunks in float32 at least: in bfloat16 every chunk would round the sum
+        # again
         weight_gradient = torch.zeros(weight.shape, dtype=denominators.dtype, device=weight.device)
         weighs, at = ctx.needs_input_grad[1], 0  # a frozen head has no gradient
         for part, label, denominator, gradient in zip(
@@ -177,7 +178,8 @@ class TitanHead(LMHead):
         if trained is not None:
             count = -(-max(trained, 1) // self.chunk_tokens) * self.chunk_tokens
             if count < len(targets):
-                # the trained rows first, then ignored ones up to whole chunks: every chunk has the compiled shape
+                # the trained rows first, then ignored ones up to whole chunks: every chunk has the
+                # compiled shape
                 rows = (targets == IGNORE_INDEX).to(torch.uint8).argsort(stable=True)[:count]
                 x, targets = x.index_select(0, rows), targets[rows]
         options = self.chunk_tokens, self.compile_backend, self.z_loss_weight, axis

@@ -108,9 +108,10 @@ def checkpoint_and_compile(model: Laneformer, job_config: JobConfig) -> None:
             base_folder=job_config.job.dump_folder,
         )
     if compile_model:
-        # All layers share one code object, and Dynamo counts its variants together: the 2B layout has six
-        # (which inputs a layer receives, with or without a mask) in each of two grad modes, above the default
-        # limit of 8, where fullgraph turns the limit into an error at the first validation.
+        # All layers share one code object, and Dynamo counts its variants together: the 2B layout
+        # has six (which inputs a layer receives, with or without a mask) in each of two grad modes,
+        # above the default limit of 8, where fullgraph turns the limit into an error at the first
+        # validation.
         allow_variants(RECOMPILE_LIMIT)
         lower_keep_to_nothing()
         fuse_join_norm()

@@ -164,6 +164,7 @@ class TitanLaneformer(Laneformer):
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:  # type: ignore[override]
         for name, parameter in self.named_parameters():
-            # checkpointed layers have a wrapper in their names, which must not change the numbers drawn
+            # checkpointed layers have a wrapper in their names, which must not change the numbers
+            # drawn
             plain = name.replace("_checkpoint_wrapped_module.", "")
             init_parameter(self.config, plain, parameter, self.model_args.init_seed)

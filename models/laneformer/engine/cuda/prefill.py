@@ -16,8 +16,8 @@ from ...positions import rope_table
 from .memory import TORCH_TYPES, DeviceMemory
 from .tape_model import TapeModel
 
-# positions at a time: the arithmetic takes longer than reading the weights back (18 and 10 ms for `2b` on an
-# H200, both calculated), and their streams are small (100 MB each)
+# positions at a time: the arithmetic takes longer than reading the weights back (18 and 10 ms for
+# `2b` on an H200, both calculated), and their streams are small (100 MB each)
 CHUNK_TOKENS = 2048
 HEAD_TOKENS = 256  # positions whose logits are there at once
 

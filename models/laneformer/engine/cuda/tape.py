@@ -28,8 +28,8 @@ def tile_strips(geometry: Geometry, matrix: Matrix) -> Iterator[np.ndarray]:
     wide = matrix.thread_numbers // 8  # tiles of a segment
     steps = matrix.columns // (wide * TILE) // matrix.parts
     shape = (matrix.rows // TILE, 2, TILE // 2, matrix.parts, steps, wide, 4, 2, 2)
-    # (row of tiles, part, step, thread / 4, thread % 4, tile, pair of columns, half of the rows, 2): a segment
-    # is the last six
+    # (row of tiles, part, step, thread / 4, thread % 4, tile, pair of columns, half of the rows,
+    # 2): a segment is the last six
     tiles = (
         np.arange(matrix.rows * matrix.columns).reshape(shape).transpose(0, 3, 4, 2, 6, 5, 7, 1, 8)
     )
