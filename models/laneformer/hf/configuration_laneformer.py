@@ -1,7 +1,6 @@
-"""The Transformers config: the fields of LaneformerConfig under the same names,
-and Transformers' own bookkeeping.
+"""The Transformers config: the fields of LaneformerConfig under the same names.
 
-An exported folder holds this file next to config.py, from which every field, default and check comes.
+An exported folder has this file next to config.py, which has every field, default and check.
 """
 
 from __future__ import annotations
@@ -45,10 +44,9 @@ class LaneformerHFConfig(PretrainedConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """Read by Transformers' masks and caches; derived, so that `swa_layers` alone determines it."""
+        """Return the kinds of layers that Transformers' masks and caches read, derived from `swa_layers`."""
         types = ("full_attention", "sliding_attention")
         return [types[i in self.swa_layers] for i in range(self.num_hidden_layers)]
 
     def to_lanes(self) -> LaneformerConfig:
-        """The architecture alone, as model.py takes it."""
         return LaneformerConfig.from_dict({name: getattr(self, name) for name in FIELDS})

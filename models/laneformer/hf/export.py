@@ -1,11 +1,10 @@
-"""A training checkpoint (torch DCP) as a Hugging Face folder that loads without this package.
+"""Export a training checkpoint (torch DCP) as a Hugging Face folder that loads without this package.
 
     python -m laneformer.hf.export --checkpoint runs/demo/phase2/checkpoint/step-150 --out runs/demo/hf
 
-Only the model's own tensors are read, and every one of them must be there in the right shape. The folder
-is written under a temporary name, loaded back through Transformers, compared with the plain PyTorch
-model, and only then renamed. The architecture and the tokenizer come from the run folder (two levels
-above the checkpoint) unless given; so does the chat template, which is the published one where it has none.
+The folder is loaded back through Transformers and compared with the plain PyTorch model before it gets
+its name. Architecture, tokenizer and chat template come from the run folder (two levels above the
+checkpoint) unless given; a run without a template gets the published one.
 """
 
 from __future__ import annotations
@@ -141,7 +140,6 @@ def export(
 
 
 def require(paths: dict[str, Path]) -> None:
-    """ValueError for a file that is not there, with the option that names it."""
     for option, path in paths.items():
         if not path.is_file():
             raise ValueError(f"{path} does not exist; pass its path with {option}")
@@ -150,9 +148,8 @@ def require(paths: dict[str, Path]) -> None:
 def copy_tokenizer(
     path: Path, folder: Path, config: LaneformerConfig, run_folder: Path
 ) -> tuple[dict[str, str], dict[str, int]]:
-    """The tokenizer's files, with the run's chat template or else the published one; its special
-    tokens, and the ids of those that config.json names.
-    """
+    """Write the tokenizer's files; return its special tokens and the ids that config.json names."""
+    # the run's chat template, or else the published one
     own_template = run_folder / CHAT_TEMPLATE.name
     template = own_template if own_template.is_file() else CHAT_TEMPLATE
     tokenizer, special = write_tokenizer(path, folder, config.max_position_embeddings, template)
@@ -171,29 +168,26 @@ def copy_tokenizer(
 
 
 def locate_checkpoint(checkpoint: Path) -> Path:
-    """RUN/checkpoint/step-N as an absolute path: as it is given, else, where that is in no run, as links lead."""
+    """Return RUN/checkpoint/step-N as an absolute path; links are followed only outside of a run."""
     path = Path(os.path.abspath(checkpoint))
     in_run = path.name.startswith("step-") and (path.parent.parent / "model.json").is_file()
     return path if in_run else checkpoint.resolve()
 
 
 def locate_tokenizer(run_folder: Path) -> Path:
-    """The run's tokenizer.json, else its tokenizer.model, there or not."""
+    """Return the path of the run's tokenizer.json, else of its tokenizer.model, even if missing."""
     path = run_folder / "tokenizer.json"
     return path if path.is_file() else run_folder / "tokenizer.model"
 
 
 def checkpoint_step(checkpoint: Path) -> int | None:
-    """N of a folder `step-N`; None for any other name."""
     match = re.fullmatch(r"step-(\d+)", locate_checkpoint(checkpoint).name)
     return int(match[1]) if match else None
 
 
 @contextlib.contextmanager
 def stage_folder(out: Path, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary folder next to `out` that replaces it when the block succeeds, and is
-    deleted when it raises.
-    """
+    """Yield a temporary folder that replaces `out` when the block succeeds and is deleted when it raises."""
     part, old = out.with_name(out.name + ".part"), out.with_name(out.name + ".old")
     with hold_folder(part, out):
         try:
@@ -203,6 +197,7 @@ def stage_folder(out: Path, overwrite: bool = False) -> Iterator[Path]:
                 )
             yield part
             if out.exists():
+                # comes back if the rename below fails
                 out.rename(old)
             part.rename(out)
         except (SafetensorError, CheckpointException) as error:
@@ -218,7 +213,7 @@ def stage_folder(out: Path, overwrite: bool = False) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def hold_folder(folder: Path, out: Path) -> Iterator[None]:
-    """An empty folder that no other process writes meanwhile; ValueError where one does."""
+    """Lock and empty a folder while the block runs; raise ValueError where another process writes it."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -239,9 +234,7 @@ def hold_folder(folder: Path, out: Path) -> Iterator[None]:
 
 
 def load_weights(checkpoint: Path, config: LaneformerConfig) -> dict[str, Tensor]:
-    """The model's tensors of a DCP checkpoint, in the stored dtype; ValueError if one
-    is missing or misshapen.
-    """
+    """Read tensors in the stored dtype; raise ValueError for missing or misshapen ones."""
     if not (checkpoint / ".metadata").is_file():
         raise ValueError(
             f"{checkpoint} is no complete torch DCP checkpoint (no .metadata); choose another step"
@@ -249,6 +242,7 @@ def load_weights(checkpoint: Path, config: LaneformerConfig) -> dict[str, Tensor
     reader = dcp.FileSystemReader(checkpoint)
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     expected = config.tensor_shapes()
+    # the model's own tensors alone
     shapes = {
         name: stored[name].size for name in stored if name in expected or name.startswith("layers.")
     }
@@ -281,7 +275,6 @@ def round_weight(name: str, weight: Tensor, dtype: DType) -> Tensor:
 def write_weights(
     folder: Path, weights: dict[str, Tensor], max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """model.safetensors, or model-0000N-of-0000M.safetensors with an index where it would be too large."""
     named = {hf_name(name): weight for name, weight in weights.items()}
     split = split_torch_state_dict_into_shards(named, max_shard_size=max_shard_bytes)
     for file, names in split.filename_to_tensors.items():
@@ -299,9 +292,6 @@ def write_weights(
 def write_configs(
     folder: Path, config: LaneformerConfig, dtype: DType, token_ids: dict[str, Any]
 ) -> None:
-    """config.json and generation_config.json; token_ids: bos_token_id, eos_token_id (one or a list), and
-    pad_token_id if any.
-    """
     head = {"architectures": ["LaneformerForCausalLM"], "auto_map": AUTO_MAP}
     head |= {"model_type": "laneformer", "dtype": dtype}
     (folder / "config.json").write_text(
@@ -311,9 +301,10 @@ def write_configs(
 
 
 def write_code(folder: Path) -> None:
-    """The files of remote code, in one flat folder, so `from ..model` becomes `from .model`."""
+    """Write the files of remote code into one flat folder."""
     package = Path(__file__).parent.parent
     for source in CODE:
+        # `from ..model` becomes `from .model`
         text = re.sub(
             r"^from \.\.(\w)", r"from .\1", (package / source).read_text(), flags=re.MULTILINE
         )
@@ -327,7 +318,6 @@ def write_card(
     progress: Progress,
     special: dict[str, str],
 ) -> None:
-    """README.md, the model card of a checkpoint whose weights were exported as `dtype`."""
     template = (folder / CHAT_TEMPLATE.name).read_text()
     chat = CHAT_WITH_TOOLS if "tools" in template else CHAT
     c = config
@@ -361,14 +351,10 @@ def write_card(
 
 @torch.no_grad()
 def verify(folder: Path, config: LaneformerConfig, weights: dict[str, Tensor]) -> float:
-    """Largest absolute difference between the logits of the exported folder and of the
-    plain model, in float32.
-
-    Both run the same operations on the same numbers, so only the choice of an attention kernel can differ:
-    rounding, about 1e-6 of the largest logit. A misplaced weight changes logits by about their own size.
-    """
+    """Return the largest absolute difference of the exported and the plain model's logits, in float32."""
     from transformers import AutoModelForCausalLM
 
+    # past a short window, so that its mask takes effect
     length = min(config.max_position_embeddings, config.sliding_window + 16, 256)
     ids = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     with torch.device("meta"):
@@ -381,6 +367,8 @@ def verify(folder: Path, config: LaneformerConfig, weights: dict[str, Tensor]) -
         folder, trust_remote_code=True, dtype=torch.float32
     )
     difference = float((exported.eval()(ids).logits - expected).abs().max())
+    # the same operations on the same numbers: only the choice of an attention kernel can differ,
+    # about 1e-6 of the largest logit. A misplaced weight changes logits by about their own size
     if not difference <= 1e-4 * float(expected.abs().max()):
         raise ValueError(
             f"exported logits differ from the training model's by {difference:.3g}; nothing was written"

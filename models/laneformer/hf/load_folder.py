@@ -80,10 +80,6 @@ def import_folder(hf: Path, out: Path, overwrite: bool = False) -> dict[str, Any
 
 
 def read_weights(hf: Path, config: LaneformerConfig) -> dict[str, Tensor]:
-    """All tensors of the folder under the training names, in their own dtype.
-
-    ValueError if a tensor is missing, unknown, or not of the config's shape.
-    """
     weights: dict[str, Tensor] = {}
     for file in weight_files(hf):
         with safe_open(file, framework="pt") as tensors:

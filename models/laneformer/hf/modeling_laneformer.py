@@ -1,10 +1,8 @@
-"""Laneformer as Transformers models: the layers, the head and the mathematics are model.py's, unchanged.
+"""Laneformer as Transformers models: caches, masks, padding, loss, generate() around model.py's layers.
 
-What is here is what Transformers adds: its caches and masks, positions for padded batches, the loss,
-generate(), gradient checkpointing. One file serves 4.57 and 5.x; where they differ (the arguments of the mask
-functions, and with them those of StaticCache.update; the cache's name) the signature decides. RoPE is computed
-in forward: a buffer filled in __init__ would stay empty under the meta-device loading of 5.x. An exported folder
-carries this file beside model.py and config.py.
+One file serves Transformers 4.57 and 5.x; where they differ (arguments of the mask functions and of
+StaticCache.update, the cache's name) the signature decides. An exported folder has this file beside
+model.py and config.py.
 
     B batch   S query positions   T key positions   L lanes   D hidden   V vocabulary
 """
@@ -41,7 +39,7 @@ CACHE = "cache" if "cache" in MASK_ARGUMENTS else "past_key_values"  # from 5.24
 
 
 class PositionedCache:
-    """A Transformers 4.x cache that is told where the new keys go (StaticCache cannot know otherwise)."""
+    """A Transformers 4.x cache with the positions of new keys, which StaticCache cannot know otherwise."""
 
     def __init__(self, cache: Cache, cache_position: Tensor):
         self.cache, self.where = cache, {"cache_position": cache_position}
@@ -51,7 +49,7 @@ class PositionedCache:
 
 
 class LaneformerPreTrainedModel(PreTrainedModel):
-    """What both models share: initialisation as in training, SDPA attention only, a vocabulary of fixed size."""
+    """Base of both models: initialisation as in training, SDPA only, a vocabulary of fixed size."""
 
     config_class = LaneformerHFConfig
     config: LaneformerHFConfig
@@ -72,17 +70,17 @@ class LaneformerPreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         weight = getattr(module, "weight", None)
+        # loaded weights stay
         if weight is None or getattr(weight, "_is_hf_initialized", False):
             return
+        # a parameter's name decides its numbers, as in training
         name = next(name for name, candidate in self.named_modules() if candidate is module)
         init_parameter(self.config.to_lanes(), f"{name}.weight".removeprefix("model."), weight)
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Refused unless it changes nothing: the head's rows belong to lanes, so a longer
-        vocabulary moves them all.
-        """
+        # the head's rows belong to lanes, so a longer vocabulary would move them all
         if new_num_tokens not in (None, self.config.vocab_size):
             raise ValueError(
                 f"cannot resize the vocabulary from {self.config.vocab_size} to {new_num_tokens}: the head's rows are "
@@ -113,8 +111,9 @@ class LaneformerModel(LaneformerPreTrainedModel):
 
     @can_return_tuple
     def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> BaseModelOutputWithPast:
-        """`last_hidden_state` (B, S, D) is the mean over lanes of their normed streams;
-        arguments as in `streams`.
+        """Return `last_hidden_state` (B, S, D), the mean over lanes of their normed streams.
+
+        Arguments are those of `streams`.
         """
         h, cache = self.streams(input_ids, **kwargs)
         named: dict[str, Any] = {CACHE: cache}
@@ -131,8 +130,9 @@ class LaneformerModel(LaneformerPreTrainedModel):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Cache | None]:
-        """Token ids (B, S) or embeddings (B, S, D) -> the streams (B, S, L, D) after the last
-        layer, and the cache, which `past_key_values` and `cache` both name.
+        """Return the streams (B, S, L, D) after the last layer, and the cache.
+
+        Takes token ids (B, S) or embeddings (B, S, D); `past_key_values` and `cache` both name the cache.
         """
         for name in ("output_hidden_states", "output_attentions"):
             if kwargs.get(name, getattr(self.config, name, False)):
@@ -161,12 +161,14 @@ class LaneformerModel(LaneformerPreTrainedModel):
         masks = self._masks(embedding, attention_mask, cache_position, cache, position_ids)
         positioned: Any = cache
         if cache is not None and TAKES_CACHE_POSITION:
+            # StaticCache needs the positions of new keys
             positioned = PositionedCache(cache, cache_position)
         layers: Any = (
             [self._checkpoint_layer(layer) for layer in self.layers]
             if checkpointing
             else self.layers
         )
+        # not a buffer from __init__, which would stay empty under the meta-device loading of 5.x
         rope = rope_table(self.lanes, position_ids)
         h, _ = run_layers(layers, self.lanes, embedding, rope, masks, positioned)
         return h, cache
@@ -179,7 +181,7 @@ class LaneformerModel(LaneformerPreTrainedModel):
         cache: Cache | None,
         position_ids: Tensor,
     ) -> list[Any]:
-        """One mask a layer, (B or 1, 1, S, T) bool, or None for plain causality."""
+        """Return one mask a layer, (B or 1, 1, S, T) bool, or None for plain causality."""
         types = self.config.layer_types
         if isinstance(attention_mask, dict):  # generate() with a static cache has made them already
             return [attention_mask[kind] for kind in types]
@@ -196,13 +198,11 @@ class LaneformerModel(LaneformerPreTrainedModel):
         return [by_type[kind] for kind in types]
 
     def _checkpoint_layer(self, layer: nn.Module) -> Callable[..., Any]:
-        """The layer, its activations recomputed in backward; checkpointing tracks tensors
-        in flat arguments only.
-        """
 
         def run(
             h: Tensor, delayed: tuple, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: None
         ) -> tuple:
+            # checkpointing tracks tensors in flat arguments only
             def flat(
                 h: Tensor, attention: Tensor | None, mlp: Tensor | None
             ) -> tuple[Tensor | None, ...]:
@@ -225,7 +225,7 @@ class LaneformerForCausalLM(LaneformerPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """None where the embedding is the head's weight: 4.57 would tie it in a shape without lanes."""
+        # 4.57 would tie it in a shape without lanes
         return None if self.config.tie_word_embeddings else self.lm_head
 
     @can_return_tuple
@@ -242,11 +242,12 @@ class LaneformerForCausalLM(LaneformerPreTrainedModel, GenerationMixin):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits (B, S or fewer, V) in the weights' dtype; labels (B, S) as in Transformers,
-        -100 is left out.
+        """Return logits (B, S or fewer, V) in the weights' dtype, and with labels the loss.
 
-        `logits_to_keep`: how many of the last positions (0: all), or a tensor of positions. Hidden states and
-        attention weights are not returned. Further keywords (num_items_in_batch) go to the loss.
+        Args:
+            labels: (B, S); -100 is left out of the loss.
+            logits_to_keep: Number of last positions (0: all), or a tensor of positions.
+            kwargs: Further arguments of the loss (num_items_in_batch).
         """
         cache_position = kwargs.pop("cache_position", None)  # the loss does not take it
         h, cache = self.model.streams(
@@ -274,10 +275,9 @@ class LaneformerForCausalLM(LaneformerPreTrainedModel, GenerationMixin):
 
 
 def positions_of(attention_mask: Tensor | dict | None, cache_position: Tensor) -> Tensor:
-    """Positions (B or 1, S): with a mask (B, T) of padding, a row's first real token is
-    0; else plain counting.
-    """
+    """Return positions (B or 1, S); with a padding mask (B, T) a row's first real token is 0."""
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
         return cache_position[None]
+    # padding before the first token has position 0, too
     counted = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
     return counted[:, cache_position]

@@ -1,14 +1,11 @@
-"""The tokenizer of the data as a `tokenizer.json` that yields the same ids, with nothing but
-`tokenizers` at run time.
+"""The data's tokenizer as a `tokenizer.json` with the same ids, which needs `tokenizers` alone at run time.
 
-One that is a tokenizer.json keeps its pieces, a SentencePiece BPE model is converted. SentencePiece keeps
-scores, `tokenizers` keeps merges. A BPE piece's score is its rank, so every way to split a piece into two
-known pieces is a merge, ranked by the score of the whole. The result is held against SentencePiece itself
-before it is used: on every piece of the vocabulary and on texts that are known to go wrong.
+A tokenizer.json keeps its pieces; a SentencePiece BPE model is converted and compared with
+SentencePiece on every piece and on texts that are known to go wrong.
 
-Text that spells a special token ("<s>") becomes that token here, as in every Llama tokenizer of Transformers
-(the chat template needs it for "</s>"); SentencePiece alone reads it as plain characters. After a special
-token a text starts anew, with its own dummy prefix.
+Text that spells a special token ("<s>") becomes that token, as in every Llama tokenizer of
+Transformers (the chat template needs it for "</s>"); SentencePiece alone reads plain characters.
+After a special token a text starts anew, with its own dummy prefix.
 """
 
 from __future__ import annotations
@@ -57,12 +54,7 @@ PROBES = [
 
 
 def open_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """A `tokenizer.model` or `tokenizer.json` with BOS in front of a text, and its
-    special tokens ("bos_token", ...).
-
-    Without a token of its own to begin a document, EOS begins one. Padding is a token that no text has: with
-    `</s>` as padding its loss would be masked away. ValueError for a tokenizer that cannot give the same ids.
-    """
+    """Return a tokenizer with BOS in front, and its special tokens by "bos_token", ..."""
     if path.suffix == ".json":
         return _tokenizer_from_json(path)
     return tokenizer_from_sentencepiece(path), _special_of(_sentencepiece(path))
@@ -84,6 +76,7 @@ def _special_of(sp: SentencePieceProcessor) -> dict[str, str]:
         "unk_token": sp.unk_id(),
         "bos_token": bos_id,
         "eos_token": sp.eos_id(),
+        # a token that no text has: the loss of `</s>` as padding would be masked away
         "pad_token": sp.unk_id(),
     }
     return {name: sp.id_to_piece(i) for name, i in ids.items()}
@@ -94,6 +87,7 @@ def _tokenizer_from_json(path: Path) -> tuple[Tokenizer, dict[str, str]]:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise ValueError(f"{path} cannot be read as a tokenizer.json: {error}") from error
+    # settings that the file may have
     tokenizer.no_truncation()
     tokenizer.no_padding()
     beside = path.with_name("tokenizer_config.json")
@@ -104,6 +98,7 @@ def _tokenizer_from_json(path: Path) -> tuple[Tokenizer, dict[str, str]]:
         for name, value in named.items()
     }
     eos, unk = tokens.get("eos_token"), getattr(tokenizer.model, "unk_token", None)
+    # without a token to begin a document, EOS begins one
     bos = tokens.get("bos_token") or eos
     if eos is None or bos is None or None in map(tokenizer.token_to_id, (bos, eos)):
         raise ValueError(
@@ -120,7 +115,7 @@ def _tokenizer_from_json(path: Path) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def tokenizer_from_sentencepiece(model: Path | str) -> Tokenizer:
-    """The fast tokenizer of a `tokenizer.model`, BOS in front; ValueError where it cannot give the same ids."""
+    """Convert a `tokenizer.model`, BOS in front; raise ValueError where ids would differ."""
     sp = _sentencepiece(model)
     pieces, special = [sp.id_to_piece(i) for i in range(len(sp))], _special_of(sp)
     if not any(sp.is_byte(i) for i in range(len(sp))):
@@ -130,10 +125,12 @@ def tokenizer_from_sentencepiece(model: Path | str) -> Tokenizer:
     ordinary = [
         i for i in range(len(sp)) if not (sp.is_control(i) or sp.is_unknown(i) or sp.is_byte(i))
     ]
+    # a piece's score is its rank: each split into two known pieces is a merge of that rank
     scores = {pieces[i]: sp.get_score(i) for i in ordinary}
     tokenizer = sentencepiece_bpe(
         pieces, scores, special["unk_token"], sp.normalize("x") == f"{SPACE}x"
     )
+    # texts that are known to go wrong, and every piece of the vocabulary
     for text in PROBES + [pieces[i].replace(SPACE, " ") for i in ordinary]:
         check_same_ids(tokenizer, sp, text)
     # a user-defined symbol, whose score is 0, never merges with what stands beside it
@@ -144,6 +141,7 @@ def tokenizer_from_sentencepiece(model: Path | str) -> Tokenizer:
     control = dict.fromkeys(
         [*special.values(), *(pieces[i] for i in range(len(sp)) if sp.is_control(i))]
     )
+    # after the comparison: SentencePiece reads them as plain characters
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in control]
     )
@@ -164,9 +162,7 @@ def check_same_ids(tokenizer: Tokenizer, sp: SentencePieceProcessor, text: str) 
 def write_tokenizer(
     path: Path, out: Path, max_length: int, template: Path = CHAT_TEMPLATE
 ) -> tuple[Tokenizer, dict[str, str]]:
-    """tokenizer.json, tokenizer_config.json and chat_template.jinja (a copy of `template`) into
-    the folder `out`; returns `open_tokenizer`.
-    """
+    """Write tokenizer.json, tokenizer_config.json and `template` to `out`; return `open_tokenizer`."""
     tokenizer, special = open_tokenizer(path)
     tokenizer.save(str(out / "tokenizer.json"))
     config: dict[str, Any] = {

@@ -1,7 +1,6 @@
-"""A `config.json` of another family as a LaneformerConfig with delay 0; what would compute otherwise
-is refused by name.
+"""Read another family's `config.json` as a LaneformerConfig with delay 0, or refuse it by key.
 
-families.py has the table of what tells them apart.
+families.py has the table of families.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ MAX_GPU_LANES = 8  # as `2b` has: 16 multiprocessors of an H200 to each
 
 
 def config_of_llama(values: Mapping[str, Any], lanes: int) -> LaneformerConfig:
-    """The architecture with its heads and MLP rows on `lanes` lanes. ValueError names what is not supported."""
+    """Return the architecture on `lanes` lanes; raise ValueError for what is not supported."""
     try:
         return translate(values, lanes)
     except TypeError as error:
@@ -59,7 +58,8 @@ def translate(values: Mapping[str, Any], lanes: int) -> LaneformerConfig:
         sliding_window=window or read["max_position_embeddings"],
         swa_layers=windowed,
         lm_head_type="replicate" if read["vocab_size"] % lanes else "vocab_parallel",
-        # Granite adds r times a module's output: its streams are held divided by r, which a norm undoes
+        # Granite adds r times a module's output: its streams are held divided by r, which a norm
+        # undoes
         norm_eps=read["rms_norm_eps"] / read.get("residual_multiplier", 1.0) ** 2,
         initializer_range=read["initializer_range"],
         tie_word_embeddings=bool(read["tie_word_embeddings"]),
@@ -81,10 +81,11 @@ def translate(values: Mapping[str, Any], lanes: int) -> LaneformerConfig:
 
 
 def text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of the text model alone, where a vision tower stands beside it."""
+    """Return the config of the text model alone, where a vision tower stands beside it."""
     family, text = TEXT_OF.get(values.get("model_type", "")), values.get("text_config")
     if family is None or not isinstance(text, Mapping):
         return values
+    # may be in the outer config alone
     outer = {"tie_word_embeddings"} & values.keys() - text.keys()
     return {
         "model_type": family,
@@ -105,7 +106,6 @@ def experts(read: Mapping[str, Any], biased: bool) -> Experts | None:
 
 
 def scales(read: Mapping[str, Any]) -> dict[str, Any]:
-    """Scales of embeddings, scores and queries, by the names of a Variant."""
     values: dict[str, Any] = {}
     if "embedding_multiplier" in read:
         values["embedding_scale"] = read["embedding_multiplier"] / read["residual_multiplier"]
@@ -120,25 +120,25 @@ def scales(read: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lanes_for(values: Mapping[str, Any], threads: int) -> int:
-    """Lanes for a model that has none of its own: one a thread, or a group of threads for
-    each of fewer lanes.
-    """
+    """Return the lanes for a model that has none of its own."""
     family = family_named(values)
+    # a joint norm is over all heads, so they stay on one lane
     if family.variant.get("joint_qk_norm"):
         return 1
     heads = shared_sizes(values, ("num_attention_heads", "num_key_value_heads"))
     rows = shared_sizes(values, (family.width,))
     if family.interleaved:
+        # lanes do not cut blocks
         rows = [size // BLOCK if size % BLOCK == 0 else size for size in rows]
+    # one lane a thread, or fewer lanes with a group of threads each
     return math.gcd(threads, *heads, *rows)
 
 
 def lanes_for_gpus(values: Mapping[str, Any], gpus: int) -> int:
-    """Lanes that GPUs share evenly, with whole heads, MLP rows and vocabulary rows;
-    many, for short exchanges.
-    """
+    """Return the most lanes that GPUs share evenly, with whole heads, MLP and vocabulary rows."""
     shared = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
     sizes = shared_sizes(values, shared)
+    # many lanes have short exchanges
     return max(
         (n for n in range(gpus, MAX_GPU_LANES + 1, gpus) if all(s % n == 0 for s in sizes)),
         default=gpus,
@@ -146,7 +146,7 @@ def lanes_for_gpus(values: Mapping[str, Any], gpus: int) -> int:
 
 
 def family_named(values: Mapping[str, Any]) -> Family:
-    """That of the text model; Llama where there is no such family, which is refused later."""
+    # an unknown family is refused later
     return FAMILIES.get(str(text_values(values).get("model_type")), FAMILIES["llama"])
 
 
@@ -156,7 +156,6 @@ def shared_sizes(values: Mapping[str, Any], names: tuple[str, ...]) -> list[int]
 
 
 def family_of(values: Mapping[str, Any]) -> Family:
-    """The family that `model_type` names, after every key has been looked at."""
     name = values.get("model_type")
     if name not in FAMILIES:
         raise ValueError(
@@ -189,6 +188,7 @@ def check_key(key: str, value: Any, family: Family) -> None:
     accepted = ACCEPTED | family.accepted
     if value is None or value in accepted.get(key, ()):
         return
+    # a key that is neither read nor harmless may change what the model computes
     meaning = meaning_of(key)
     only = f"; only {' or '.join(map(repr, accepted[key]))}" if key in accepted else ""
     raise ValueError(
@@ -200,7 +200,6 @@ def check_key(key: str, value: Any, family: Family) -> None:
 
 
 def why_not(name: str, known: Iterable[str], values: Mapping[str, Any]) -> str:
-    """Of a family, or a GGUF file's architecture, that is not known: what it has, and the nearest that is."""
     text = values.get("text_config")
     every = {**values, **text} if isinstance(text, Mapping) else values
     reasons = {meaning for key, value in every.items() if value and (meaning := meaning_of(key))}
@@ -219,7 +218,7 @@ def meaning_of(key: str) -> str | None:
 def windows(
     read: Mapping[str, Any], family: Family, layers: range, nope: tuple[int, ...]
 ) -> tuple[int | None, tuple[int, ...]]:
-    """The sliding window (None: there is none) and the layers that have it."""
+    """Return the sliding window (None: there is none) and the layers that have it."""
     window = (
         read["sliding_window"]
         if read.get("use_sliding_window", True) and "sliding_window" in read
@@ -235,8 +234,10 @@ def windows(
             )
         windowed = tuple(i for i in layers if types[i] == "sliding_attention")
     elif family.windowed == "later":
+        # layers from this one on have the window
         windowed = tuple(layers[read["max_window_layers"] :])
     elif isinstance(family.windowed, int):
+        # each `every`-th layer sees everything
         every = read.get("sliding_window_pattern") or family.windowed
         windowed = tuple(i for i in layers if (i + 1) % every)
     else:
@@ -252,8 +253,8 @@ def windows(
 
 
 def layers_without_rope(read: Mapping[str, Any], layers: range) -> tuple[int, ...]:
-    """From `no_rope_layers`, which is 1 where a layer has RoPE, or each `no_rope_layer_interval`-th layer."""
     has_rope, every = read["no_rope_layers"], read["no_rope_layer_interval"]
+    # `no_rope_layers` is 1 where a layer has RoPE
     if has_rope is None:
         return tuple(layers[every - 1 :: every])
     return tuple(i for i in layers if not has_rope[i])

@@ -1,9 +1,9 @@
-"""Stacks a folder's experts: whatever form they are stored in, one tensor (E, rows, inputs) a layer and part.
+"""Stack a folder's experts, in whatever form, as one tensor (E, rows, inputs) a layer and part.
 
-Most folders hold a tensor for each expert. gpt-oss's hold them stacked, gate and up projection as one matrix whose even
-rows are gates and whose odd rows are ups. In 16 bits that matrix is transposed, (E, in, out). As MXFP4 (OCP
-Microscaling Formats) it is `_blocks` (E, out, in / 32, 16), bytes of two inputs each, and `_scales` (E, out, in / 32),
-and comes as rows of the blocks of GGUF files.
+Most folders have a tensor for each expert. gpt-oss's are stacked, gate and up projection as one matrix
+whose even rows are gates and whose odd rows are ups. In 16 bits that matrix is transposed, (E, in, out).
+As MXFP4 (OCP Microscaling Formats) it is `_blocks` (E, out, in / 32, 16), bytes of two inputs each, and
+`_scales` (E, out, in / 32), and becomes rows of the blocks of GGUF files.
 
 E experts
 """
@@ -26,9 +26,12 @@ Sources = dict[str, TensorSource]
 
 
 def stack_experts(sources: Sources) -> Sources:
-    """`layer.experts.0.part`, `layer.experts.1.part`, ... as `layer.experts.part`, (E, ...); others as they are.
+    """Return `layer.experts.0.part`, `layer.experts.1.part`, ... as `layer.experts.part`, (E, ...).
 
-    ValueError where an expert is missing, or of another shape or type than the first.
+    Other tensors stay.
+
+    Raises:
+        ValueError: An expert is missing, or of another shape or type than the first.
     """
     stacked = {name: source for name, source in sources.items() if not EXPERT.fullmatch(name)}
     numbers: dict[str, dict[int, TensorSource]] = defaultdict(dict)
@@ -37,6 +40,7 @@ def stack_experts(sources: Sources) -> Sources:
     for name, experts in numbers.items():
         if missing := set(range(max(experts) + 1)) - experts.keys():
             raise ValueError(f"{name}: the experts {sorted(missing)} are missing")
+        # a stack has one type and shape
         kinds = {(expert.dtype, expert.shape) for expert in experts.values()}
         if len(kinds) > 1:
             raise ValueError(
@@ -53,14 +57,16 @@ def stack(experts: list[TensorSource]) -> TensorSource:
 
 
 def split_experts(sources: Sources) -> Sources:
-    """gpt-oss's `experts.gate_up_proj` and `experts.down_proj` as `experts.gate_proj.weight`, (E, rows, inputs), and
-    so on; others as they are, by the names of other mixtures of experts.
+    """Return gpt-oss's experts as `experts.gate_proj.weight`, (E, rows, inputs), and so on.
+
+    Other tensors get the names of other mixtures of experts.
     """
     split: Sources = {}
     for name in sources:
         stem, _, part = name.partition(FUSED)
         if not part:
             split[new_name(name)] = sources[name]
+        # scales are read with their blocks
         elif not part.endswith("_scales"):
             kind = "bias" if part.endswith("_bias") else "weight"
             whole = part.removesuffix("_bias").removesuffix("_blocks")
@@ -78,7 +84,6 @@ def new_name(name: str) -> str:
 
 
 def choose_rows(source: TensorSource, rows: slice) -> TensorSource:
-    """Those rows of every expert."""
     count, total, *inputs = source.shape
 
     def load() -> Tensor:
@@ -89,7 +94,7 @@ def choose_rows(source: TensorSource, rows: slice) -> TensorSource:
 
 
 def slice_stacked_rows(sources: Sources, name: str, rows: slice) -> TensorSource:
-    """Those rows of one of gpt-oss's tensors as (E, rows, inputs), or of a bias (E, rows)."""
+    """Return those rows of one of gpt-oss's tensors as (E, rows, inputs), or of a bias (E, rows)."""
     dtype, shape, load = sources[name]
     if name.endswith("_blocks"):
         return join_blocks(name, sources, rows)
@@ -97,12 +102,12 @@ def slice_stacked_rows(sources: Sources, name: str, rows: slice) -> TensorSource
         return choose_rows(sources[name], rows)
     if len(shape) != 3:
         raise ValueError(f"{name} has shape {shape}; experts' matrices have 3 dimensions, biases 2")
+    # stored as (E, in, out)
     turned = lambda: Tensor(dtype, load().values.swapaxes(1, 2))  # noqa: E731
     return choose_rows(TensorSource(dtype, (shape[0], shape[2], shape[1]), turned), rows)
 
 
 def join_blocks(name: str, sources: Sources, rows: slice) -> TensorSource:
-    """MXFP4's values with their scales, in rows of GGUF's blocks."""
     other = name.removesuffix("_blocks") + "_scales"
     if other not in sources:
         raise ValueError(f"the checkpoint holds {name}, but not {other}")
@@ -118,10 +123,11 @@ def join_blocks(name: str, sources: Sources, rows: slice) -> TensorSource:
 
 
 def as_gguf(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Blocks (..., G, 16), whose byte i has inputs 2i and 2i + 1, with their exponents (..., G), as rows of
-    ggml's blocks, (..., 17 G): an exponent, then bytes of the inputs i and i + 16.
-    """
+    """Return MXFP4 blocks (..., G, 16) with exponents (..., G) as rows of ggml's blocks, (..., 17 G)."""
+    # byte i of an MXFP4 block has inputs 2i and 2i + 1; ggml's has an exponent, then bytes of i and
+    # i + 16
     rows = np.empty((*blocks.shape[:-1], 17), np.uint8)
+    # low half bytes have the even inputs, high ones the odd
     first, second = blocks[..., :8], blocks[..., 8:]
     rows[..., 0] = scales
     rows[..., 1::2] = first & 15 | second << 4

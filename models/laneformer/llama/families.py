@@ -1,7 +1,8 @@
-"""The families of other architectures: one table, FAMILIES, says what tells them apart.
+"""The other model families: one table, FAMILIES, of their differences from Llama.
 
-A key of a `config.json` is read, or known to change nothing, or refused: a misread key costs an error message, an
-ignored one a wrong model. Defaults of keys that a file leaves out are those of its class in Transformers.
+A key of a `config.json` is read, or known to change nothing, or refused: a misread key costs an error
+message, an ignored one a wrong model. Keys that a file leaves out have the defaults of its class in
+Transformers.
 """
 
 from __future__ import annotations
@@ -42,14 +43,19 @@ SMOLLM3 = {
 
 @dataclass(frozen=True)
 class Family:
-    """What tells a family from Llama.
+    """Differences of a family from Llama.
 
-    architectures: its classes in Transformers. optional: keys that a file may leave out, with their defaults.
-    variant: fields of a LaneformerConfig's variant. windowed: the layers with a window where `layer_types` does not
-    say, see `windows`. ropes: bases of full and sliding layers, where they differ. norm_offset: what is added to
-    norms' weights. fused: whether queries, keys and values are one matrix, gate and up another. width: the key
-    with the rows of the MLP, or of each expert. accepted: what keys may hold, in place of ACCEPTED.
-    interleaved: whether experts are stored as gpt-oss's are (interleaved.py), in blocks that lanes do not cut.
+    Attributes:
+        architectures: Its classes in Transformers.
+        optional: Keys that a file may leave out, with their defaults.
+        variant: Fields of a LaneformerConfig's variant.
+        windowed: Layers with a window where `layer_types` is missing, see `windows`.
+        ropes: Bases of full and sliding layers, where they differ.
+        norm_offset: Added to norms' weights.
+        fused: Whether queries, keys and values are one matrix, gate and up another.
+        width: Key with the rows of the MLP, or of each expert.
+        accepted: Values that keys may have, in place of ACCEPTED.
+        interleaved: Whether experts are stored as gpt-oss's, in blocks that lanes do not cut.
     """
 
     architectures: tuple[str, ...]

@@ -1,9 +1,7 @@
-"""A GGUF file as what a Hugging Face folder holds: config values, tensors by name, tokenizer, chat template.
+"""Read a GGUF file as a Hugging Face folder: config, tensors by name, tokenizer, chat template.
 
-The file is mapped. A quantised tensor comes as its blocks where the engine holds those, else it is widened when it
-is asked for, one at a time: a model is never whole in memory twice. llama.cpp's converter permutes the rows of
-Llama's query and key matrices for its own RoPE; that is undone here, so that names, shapes and order are those of
-Transformers.
+The file is mapped, and tensors are read or widened one at a time: a model is never whole in memory
+twice. Names, shapes and order of rows are those of Transformers.
 """
 
 from __future__ import annotations
@@ -86,18 +84,25 @@ NO_WEIGHTS = (ROPE_FACTORS, *LONGROPE.values())
 
 
 class GgufFile(LazyTensors):
-    """Tensors by their Hugging Face names, made when they are asked for; `metadata` is the file's.
+    """Tensors by their Hugging Face names, made on access; `metadata` is the file's.
 
-    dtype: what the engine will hold matrices in: "gguf" for their blocks as they are; decides how the embedding of a
-    quantised file is widened. blocks: whether "auto" may mean that.
+    Args:
+        dtype: Type that the engine holds matrices in, "gguf" for their blocks; decides how the embedding
+            of a quantised file is widened.
+        blocks: Whether "auto" may mean "gguf".
     """
 
     def __init__(self, path: Path, dtype: str = "auto", blocks: bool = False):
-        """ValueError for what is no GGUF file, or holds types or tensors that the engine does not read."""
+        """Open the file.
+
+        Raises:
+            ValueError: It is no GGUF file, or has types or tensors that the engine cannot read.
+        """
         reader, self.files = open_file(path), [path]
         self.metadata = {name: contents_of(f) for name, f in reader.fields.items() if f.types}
         self.architecture = self.metadata.get("general.architecture")
         tensors = list(reader.tensors)
+        # the metadata of a split model is the first part's
         if (count := self.metadata.get("split.count", 1)) > 1:
             self.files = parts_of(path, count)
             tensors += [tensor for part in self.files[1:] for tensor in open_file(part).tensors]
@@ -142,7 +147,7 @@ class GgufFile(LazyTensors):
     def _load(self, name: str, stored: ReaderTensor, kind: str) -> Tensor:
         data = stored.data
         if self.architecture in PERMUTED and (heads := self._heads(name)):
-            # the converter made pairs of a head's two halves
+            # llama.cpp's converter made pairs of a head's two halves, for its own RoPE
             rows = data.reshape(heads, -1, 2, *data.shape[1:])
             data = rows.swapaxes(1, 2).reshape(data.shape)
         if stored.tensor_type.name in STORED:
@@ -154,7 +159,6 @@ class GgufFile(LazyTensors):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Sampling that the file asks for, by the engine's names of the options; empty where it asks for none."""
         names = {
             "temp": "temperature",
             "top_k": "top_k",
@@ -166,7 +170,6 @@ class GgufFile(LazyTensors):
         return {name: value for name, value in values.items() if value is not None}
 
     def _heads(self, name: str) -> int:
-        """Heads of a query or key projection, whose rows the converter permutes; 0 for other tensors."""
         key = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(
             name.split(".")[-2], ""
         )
@@ -174,21 +177,23 @@ class GgufFile(LazyTensors):
 
 
 def best_dtype(stored: dict[str, ReaderTensor], blocks: bool) -> str:
-    """What dtype="auto" means: the type of most weights, and of quantised ones where blocks are not held int8."""
+    """Return the type of most weights, for dtype="auto"."""
     sizes: Counter[str] = Counter()
     for name, tensor in stored.items():
+        # embedding and head do not count
         sizes[tensor.tensor_type.name] += int(tensor.n_elements) if ".layers." in name else 0
+    # quantised weights become int8 where the engine does not hold blocks
     return STORED.get(sizes.most_common(1)[0][0], AS_IN_FILE if blocks else "int8")
 
 
 def widen(data: np.ndarray, kind: Any, dtype: str) -> np.ndarray:
-    """Rows of blocks as fp32, or as the bits of fp16: a few at a time, on all cores."""
     from gguf.quants import dequantize
 
     def widen(rows: np.ndarray) -> np.ndarray:
         wide = dequantize(rows, kind)
         return wide if dtype == "fp32" else wide.astype(np.float16).view(np.uint16)
 
+    # a few rows at a time, on all cores
     whole = data.reshape(-1, data.shape[-1])
     cuts = range(
         WIDENED_BYTES // whole.shape[1] + 1, len(whole), WIDENED_BYTES // whole.shape[1] + 1
@@ -199,8 +204,10 @@ def widen(data: np.ndarray, kind: Any, dtype: str) -> np.ndarray:
 
 
 def parts_of(path: Path, count: int) -> list[Path]:
-    """The files of a model in `count` parts, by the first one's name; ValueError for another one's, or where some
-    are missing.
+    """Return the files of a model in `count` parts, from the path of the first.
+
+    Raises:
+        ValueError: The path is another part's, or parts are missing.
     """
     match = re.fullmatch(r"(.*)-00001-of-\d{5}\.gguf", path.name)
     if not match:
@@ -216,7 +223,6 @@ def parts_of(path: Path, count: int) -> list[Path]:
 
 
 def open_file(path: Path) -> GGUFReader:
-    """The mapped file with its fields and tensors; ValueError where that fails."""
     try:
         from gguf import GGUFReader, GGUFValueType
     except ModuleNotFoundError:
@@ -259,7 +265,6 @@ def open_file(path: Path) -> GGUFReader:
 
 
 def contents_of(field: ReaderField) -> Any:
-    """The value of a field of `open_file`."""
     parts: list[Any] = [field.parts[i] for i in field.data]
     if not parts or not isinstance(parts[0], bytes):
         return field.contents()
@@ -267,7 +272,7 @@ def contents_of(field: ReaderField) -> Any:
 
 
 def find_strings(data: np.ndarray, at: int, count: int) -> tuple[list[bytes], int]:
-    """The bytes of `count` strings that begin at `at`, each behind its length of 8 bytes; and their end."""
+    """Return the bytes of `count` strings from `at` on, each after its length of 8 bytes; and their end."""
     found, whole, read_length = [], data.data, struct.Struct("<Q").unpack_from
     for i in range(count):
         try:
@@ -283,7 +288,7 @@ def find_strings(data: np.ndarray, at: int, count: int) -> tuple[list[bytes], in
 
 
 def hf_name(name: str, architecture: str | None = None) -> str:
-    """The name in Transformers of a GGUF tensor; ValueError for one that no supported model has."""
+    """Return a GGUF tensor's name in Transformers; raise ValueError where no supported model has it."""
     if name in NO_WEIGHTS:
         return name
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)

@@ -1,6 +1,6 @@
-"""What a GGUF file says of its model, as the config.json that Transformers would write.
+"""Read a GGUF file's fields as the config.json that Transformers would write.
 
-Of what a file leaves out, the values are those that llama.cpp assumes.
+Fields that a file leaves out have the values that llama.cpp assumes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ OTHER_TOWER = ("vision.", "mm.")  # beginnings of fields
 
 
 class Fields:
-    """The architecture's fields, by names without its own in front; it knows which have been read."""
+    """The architecture's fields, by names without its own in front, with a record of those read."""
 
     def __init__(self, metadata: Mapping[str, Any]):
         self.architecture = str(metadata["general.architecture"])
@@ -65,7 +65,6 @@ class Fields:
         self.read: set[str] = set()
 
     def of_layers(self, key: str) -> Any:
-        """As it stands there, which may be a list with a value a layer."""
         self.read.add(key)
         return self.values.get(key)
 
@@ -87,10 +86,10 @@ class Fields:
         return value
 
     def refuse_unread(self) -> None:
-        """ValueError for a field that may change what the model computes."""
         for key, value in self.values.items():
             if key in self.read or key.startswith(OTHER_TOWER):
                 continue
+            # an unknown field is refused unless it is zero or empty
             nothing = not any(value) if isinstance(value, list) else not value
             allowed = KNOWN.get(key, () if not nothing else None)
             if allowed is not None and value not in allowed:
@@ -102,7 +101,6 @@ class Fields:
 def config_values(
     metadata: Mapping[str, Any], stored: Mapping[str, ReaderTensor]
 ) -> dict[str, Any]:
-    """The model's config.json, as Transformers would write it."""
     field = Fields(metadata)
     has_experts = field.architecture in ("qwen3moe", "gpt-oss")
     if field("expert_count") and not has_experts:
@@ -116,6 +114,7 @@ def config_values(
     rotated = field("rope.dimension_count") or hidden // heads
     head_dim = field("attention.key_length", hidden // heads if partial else rotated)
     same = ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa")
+    # keys and values of heads have one size; Phi-3's heads alone may rotate in part
     for key in (*same, *(() if partial else ("rope.dimension_count", "rope.dimension_count_swa"))):
         if field(key, head_dim) != head_dim:
             raise ValueError(
@@ -144,6 +143,7 @@ def config_values(
         "rope_scaling": rope_scaling(field, stored, head_dim),
         "max_position_embeddings": field.require("context_length"),
         "vocab_size": int(stored["model.embed_tokens.weight"].shape[1]),
+        # a file without a head uses the embedding
         "tie_word_embeddings": "lm_head.weight" not in stored,
         "sliding_window": window,
         "layer_types": layer_types(field),
@@ -154,16 +154,18 @@ def config_values(
 
 
 def layer_types(field: Fields) -> list[str] | None:
-    """Which layers have a window: one value a layer, or n for all but each n-th; None: the architecture says it."""
+    """Return the kind of each layer; None where the architecture decides."""
     pattern = field.of_layers("attention.sliding_window_pattern")
     if pattern is None:
         return None
+    # n: all but each n-th layer have a window
     if not isinstance(pattern, list):
         pattern = [(i + 1) % pattern for i in range(field.require("block_count"))]
     return [("full_attention", "sliding_attention")[bool(is_local)] for is_local in pattern]
 
 
 def model_type(field: Fields, window: int | None) -> str:
+    # the model_type that has a window
     with_window = {"llama": "mistral", "olmo2": "olmo3"} if window else {}
     yarn = field("rope.scaling.type") is not None
     plain = {} if yarn else {"mistral3": "mistral"}
@@ -196,7 +198,6 @@ OWN = {  # keys of config.json that an architecture has beside, by its fields
 
 
 def own_values(field: Fields, head_dim: int, rotated: int) -> dict[str, Any]:
-    """Of what the file leaves out, what llama.cpp assumes."""
     values = {name: field(key) for name, key in OWN.get(field.architecture, {}).items()}
     if field.architecture == "granite":
         usual = {"attention_multiplier": head_dim**-0.5}
@@ -217,7 +218,6 @@ def own_values(field: Fields, head_dim: int, rotated: int) -> dict[str, Any]:
 def rope_scaling(
     field: Fields, stored: Mapping[str, ReaderTensor], head_dim: int
 ) -> dict[str, Any] | None:
-    """Llama 3's scaling, of which the file holds only the divisor of each frequency; other kinds by name."""
     # files of 2023 have another name for the factor, and no type
     factor = field("rope.scale_linear", 0.0)
     factor = field("rope.scaling.factor", factor) or 1.0
@@ -237,9 +237,11 @@ def rope_scaling(
         }
     if ROPE_FACTORS not in stored:
         return None
+    # of Llama 3's scaling the file has only the divisor of each frequency
     divisors = np.asarray(stored[ROPE_FACTORS].data, np.float64)
     factor, low, high = float(divisors.max()), 1.0, 4.0
     frequency = field("rope.freq_base", 10000.0) ** -(np.arange(0, head_dim, 2) / head_dim)
+    # search the trained length whose formula gives these divisors
     for length in (8192, field("rope.scaling.original_context_length", 8192)):
         blend = ((length * frequency / (2 * np.pi) - low) / (high - low)).clip(0, 1)
         if divisors.shape == blend.shape and np.allclose(

@@ -1,4 +1,4 @@
-"""Layers of other families in plain PyTorch, for what a Laneformer has not (variant.py): the engine's reference.
+"""Layers of other model families in plain PyTorch (variant.py), the reference of the engine.
 
 B batch   S query positions   T key positions   L lanes   H query heads   d head dimension   D hidden
 E experts   F an expert's intermediate rows
@@ -21,10 +21,8 @@ LIMIT, STEEPNESS = 7.0, 1.702  # of swiglu_oai
 
 
 def apply_gate(act: str, gate: Tensor, up: Tensor) -> Tensor:
-    """An MLP's inner values, by variant.py's name of its gate.
-
-    "swiglu_oai" is gpt-oss's: gates are at most 7, ups from -7 to 7 and one more.
-    """
+    """Return an MLP's inner values, by variant.py's name of its gate."""
+    # gpt-oss: gates are at most 7, ups from -7 to 7 and one more
     if act == "swiglu_oai":
         gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
         return gate * torch.sigmoid(STEEPNESS * gate) * (up + 1)
@@ -32,7 +30,7 @@ def apply_gate(act: str, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def add_to_sum(partial: Tensor, bias: Tensor) -> Tensor:
-    """A bias of what partial outputs (..., L, D) add up to: the first lane's."""
+    """Add a bias of the lanes' sum to partial outputs (..., L, D): to the first lane's."""
     return torch.cat((partial[..., :1, :] + bias, partial[..., 1:, :]), -2)
 
 
@@ -41,13 +39,11 @@ def post_norm(config: LaneformerConfig, variant: Variant) -> LaneRMSNorm | None:
 
 
 def norm_partial(partial: Tensor, norm: LaneRMSNorm | None) -> Tensor:
-    """What joins: partial outputs (B, S, L, D), or the norm of their sum (B, S, 1, D), for all lanes."""
+    """Return what joins: partial outputs (B, S, L, D), or the norm of their sum (B, S, 1, D)."""
     return partial if norm is None else norm(partial.sum(2, keepdim=True))
 
 
 class Weight(nn.Module):
-    """A parameter of this shape, named `weight`; with `bias`, another of that shape."""
-
     def __init__(self, *shape: int, bias: tuple[int, ...] | None = None):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape))
@@ -67,14 +63,13 @@ class BiasedOutput(LaneLinear):
 
 
 class FamilyAttention(LaneAttention):
-    """With sinks, a bias of the output, joint norms, or another scale of the scores or of late queries."""
-
     def __init__(self, config: LaneformerConfig, variant: Variant, layer: int):
         super().__init__(config, layer)
         self.variant = variant
         if variant.output_bias:
             self.wo = BiasedOutput(config)
         if variant.joint_qk_norm:
+            # one norm over all heads
             self.q_norm = LaneRMSNorm(config, config.query_size)
             self.k_norm = LaneRMSNorm(config, config.head_dim * config.num_key_value_heads)
         self.sinks = Weight(config.num_attention_heads) if variant.attention_sinks else None
@@ -116,22 +111,23 @@ class FamilyAttention(LaneAttention):
     def _attend_with_sinks(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor
     ) -> Tensor:
-        """The softmax has one score more a head, of no key: `sinks` (H,)."""
+        """Attend with one more score for each head, `sinks` (H,), that belongs to no key."""
+        # a KV head for each query head of its group
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         scale = self.variant.attention_scale or query.shape[-1] ** -0.5
         scores = query @ key.transpose(-1, -2) * scale
         if mask is None:
             new, total = scores.shape[-2:]
+            # plain causality: queries are the last positions
             mask = torch.ones(new, total, dtype=torch.bool, device=query.device).tril(total - new)
         scores = scores.masked_fill(~mask, float("-inf"))
+        # a sink takes its share of the softmax, and no value
         scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), -1)
         weights = scores.softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32))
         return weights[..., :-1].to(value.dtype) @ value
 
 
 class FamilyFeedForward(LaneFeedForward):
-    """A dense MLP with another gate."""
-
     def __init__(self, config: LaneformerConfig, variant: Variant):
         super().__init__(config)
         self.act, self.post_norm = variant.hidden_act, post_norm(config, variant)
@@ -141,11 +137,11 @@ class FamilyFeedForward(LaneFeedForward):
 
 
 class LaneExperts(nn.Module):
-    """The sum of the chosen experts' MLPs by their weights; a partial output per lane, (B, S, L, D).
+    """The weighted sum of the chosen experts' MLPs; a partial output per lane, (B, S, L, D).
 
-    Every lane owns rows of each expert (see LaneLinear): w1 and w3 (E, L, F / L, D), w2 (E, L, D, F / L). The
-    router (E, D) is every lane's, which chooses by its own stream. Where they are biased: w1 and w3
-    (E, L, F / L), the sum of the lanes' w2 (E, D), the router (E,).
+    Every lane owns rows of each expert (see LaneLinear): w1 and w3 (E, L, F / L, D), w2 (E, L, D, F / L).
+    All lanes have the router (E, D), and each chooses by its own stream. Biases: w1 and w3 (E, L, F / L),
+    the sum of the lanes' w2 (E, D), the router (E,).
     """
 
     def __init__(self, config: LaneformerConfig, variant: Variant):
@@ -160,12 +156,14 @@ class LaneExperts(nn.Module):
         self.post_norm = post_norm(config, variant)
 
     def route(self, x: Tensor) -> Tensor:
-        """Normed streams (B, S, L, D) -> weights of all experts (B, S, L, E), zero for those not chosen.
+        """Return the weights of all experts (B, S, L, E), zero for those not chosen.
 
-        Of equal scores the first expert's is the larger.
+        Args:
+            x: Normed streams (B, S, L, D).
         """
         scores = torch.einsum("bsli,ei->bsle", x, self.router.weight)
         scores = scores if self.router.bias is None else scores + self.router.bias
+        # stable: of equal scores the first expert's counts as larger
         chosen = scores.sort(dim=-1, descending=True, stable=True).indices[
             ..., : self.experts.active
         ]
@@ -176,7 +174,6 @@ class LaneExperts(nn.Module):
         return weights.to(x.dtype)
 
     def expert(self, number: int, x: Tensor) -> Tensor:
-        """One expert's partial outputs of some positions (N, L, D)."""
         gate = torch.einsum("nli,loi->nlo", x, self.w1.weight[number])
         up = torch.einsum("nli,loi->nlo", x, self.w3.weight[number])
         if self.w1.bias is not None and self.w3.bias is not None:
@@ -189,6 +186,7 @@ class LaneExperts(nn.Module):
         out = x.new_zeros(*x.shape[:2], self.w2.weight.shape[1], x.shape[-1])
         for number in range(self.experts.total):
             weight = weights[..., number, None]
+            # only positions at which some lane has chosen this expert
             served = (weight != 0).any(2)[..., 0]  # (B, S)
             if served.any():
                 out[served] += weight[served] * self.expert(number, x[served])
@@ -203,18 +201,17 @@ class FamilyLayer(LaneformerLayer):
         variant = variant_of(config)
         self.attention = FamilyAttention(config, variant, layer)
         self.feed_forward = (LaneExperts if variant.experts else FamilyFeedForward)(config, variant)
+        # the norms of "post" are over modules' outputs
         if not variant.pre_norms:
             self.attention_norm, self.ffn_norm = nn.Identity(), nn.Identity()
 
 
 def plain_model(config: LaneformerConfig) -> Laneformer:
-    """The plain PyTorch model of a Laneformer or of any other family."""
+    """Return the plain PyTorch model of a Laneformer or of any other family."""
     return FamilyModel(config) if config.needs_other_layers() else Laneformer(config)
 
 
 class FamilyModel(Laneformer):
-    """A model of FamilyLayers, whose embedding and late queries may be scaled."""
-
     def __init__(self, config: LaneformerConfig):
         super().__init__(config, FamilyLayer)
 
@@ -222,9 +219,9 @@ class FamilyModel(Laneformer):
         return super().embed(input_ids) * variant_of(self.config).embedding_scale
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Where queries grow, their tables follow those of keys."""
         cos, sin = super().rope(positions)
         growth = variant_of(self.config).query_growth
+        # where queries grow, their tables follow those of keys
         if growth is None:
             return cos, sin
         scale = 1 + growth[0] * torch.log(

@@ -42,9 +42,10 @@ IGNORED = {"max_position_embeddings", "llama_4_scaling_beta"}  # the latter is q
 def rope_fields(
     read: Mapping[str, Any], head_dim: int, by_kind: Mapping[str, float]
 ) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` of a LaneformerConfig where those say it all, else `ropes` of its variant.
+    """Return a config's `rope_theta` and `rope_scaling`, or its variant's `ropes` where those do not suffice.
 
-    by_kind: bases of the kinds of layers, where a family has RoPE by kind.
+    Args:
+        by_kind: Bases of the kinds of layers, where a family has RoPE by kind.
     """
     parameters = read["rope_scaling"] or read["rope_parameters"] or {}
     nested = any(isinstance(parameters.get(kind), Mapping) for kind in KINDS)
@@ -59,9 +60,11 @@ def rope_fields(
     )
     full = complete(kinds[KINDS[0]], read, read.get("rope_theta") or by_kind.get(KINDS[0], 10000.0))
     if by_kind:
+        # layers with a window have a base of their own
         local = read.get("rope_local_base_freq") or by_kind[KINDS[1]] or full["rope_theta"]
         sliding = complete(kinds[KINDS[1]], read, local)
         return {"ropes": tuple(rope_of(kind, read, head_dim) for kind in (full, sliding))}
+    # what a LaneformerConfig expresses without ropes
     plain = full["partial_rotary_factor"] == 1.0 and not full.get("llama_4_scaling_beta")
     if plain and full["rope_type"] in ("default", "llama3"):
         scaling = {name: full[name] for name in LLAMA3_KEYS if full.get(name) is not None}
@@ -75,8 +78,13 @@ def rope_fields(
 def complete(
     parameters: Mapping[str, Any], read: Mapping[str, Any], theta: float
 ) -> dict[str, Any]:
-    """One kind's parameters with base, type and share of rotated pairs; ValueError for what is not known."""
+    """Return one kind's parameters with base, type and share of rotated pairs.
+
+    Raises:
+        ValueError: The type or another key is unknown.
+    """
     kind = parameters.get("rope_type", parameters.get("type", "default"))
+    # other names of LongRoPE in config.json
     kind = "longrope" if kind == "su" or (kind == "yarn" and "long_factor" in parameters) else kind
     other = (
         {key: v for key, v in parameters.items() if v is not None}
@@ -87,6 +95,7 @@ def complete(
             if key not in PLAIN | KEYS[kind] | IGNORED and v is not None
         }
     )
+    # a key that the type does not read may change the rotation
     if kind not in KEYS or other:
         raise ValueError(
             f"RoPE of the kind {dict(parameters)} is not supported; supported are the types {', '.join(KEYS)}"
@@ -132,9 +141,9 @@ def rope_of(parameters: Mapping[str, Any], read: Mapping[str, Any], head_dim: in
 def longrope(
     parameters: Mapping[str, Any], wavelength: np.ndarray, trained: int, factor: float
 ) -> Rope:
-    """Each wavelength times a factor of its own, other ones in a context within what was trained (arXiv 2402.13753).
+    """Return LongRoPE (arXiv 2402.13753): each wavelength times a factor of its own.
 
-    Transformers chooses by the length of the text so far; here, as in llama.cpp and vLLM, the context decides.
+    Short factors serve a context within the trained length.
     """
     scale = parameters.get("attention_factor")
     if scale is None:
@@ -147,6 +156,8 @@ def longrope(
             raise ValueError(
                 f"long_factor and short_factor hold {[len(f) for f in factors]} numbers; {len(wavelength)} pairs rotate"
             )
+    # Transformers chooses by the length of the text so far; here, as in llama.cpp and vLLM, the
+    # context decides
     long, short = (
         tuple((1 / (values * wavelength)).astype(np.float32).tolist()) for values in factors
     )

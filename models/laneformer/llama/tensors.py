@@ -1,9 +1,6 @@
-"""The tensors of a model of another family under the names and in the shapes of a Laneformer, each when
-it is asked for.
+"""Tensors of other model families under a Laneformer's names and shapes, each translated on access.
 
-Only one translated tensor exists at a time. Lanes own rows or columns (config.py's `tensor_shapes`), and
-the rows of queries and keys change their order: Llama rotates the pairs (j, j + d/2) of a head, model.py
-the pairs (2j, 2j+1).
+Lanes own rows or columns (config.py's `tensor_shapes`).
 
     L lanes   D hidden   d head dimension   V vocabulary
 """
@@ -60,10 +57,10 @@ IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 def laneformer_of(
     values: Mapping[str, Any], tensors: Mapping[str, Tensor], lanes: int, from_gguf: bool = False
 ) -> tuple[LaneformerConfig, LlamaTensors]:
-    """A model of one of the families as a Laneformer with delay 0 and `lanes` lanes (see `lanes_for`).
+    """Return a model of one of the families as a Laneformer with delay 0 (see `lanes_for`).
 
-    values: its config.json. tensors: named and shaped as in Hugging Face's folders; from_gguf: with stacked experts,
-    and norms as they are multiplied. ValueError names what is missing, misshapen or not supported.
+    Args:
+        from_gguf: Whether experts are stacked, and norms' offsets included.
     """
     config, sources = config_of_llama(values, lanes), sources_of(tensors)
     if values is not text_values(values):
@@ -80,16 +77,17 @@ def laneformer_of(
 
 
 def text_sources(sources: Sources) -> Sources:
-    """Those of the text model, named as if it were alone."""
+    """Return the sources of the text model, named as if it were alone."""
     return {
         NESTED.sub("" if "lm_head" in name else "model.", name): source
         for name, source in sources.items()
+        # without the vision tower's tensors
         if not OTHER_TOWER.match(name)
     }
 
 
 def split_fused(sources: Sources, config: LaneformerConfig) -> Sources:
-    """Phi's matrices, of which one holds the rows of several, as those of other families."""
+    """Return Phi's matrices, of which one holds the rows of several, as those of other families."""
     d, kv, f = (
         config.hidden_size,
         config.head_dim * config.num_key_value_heads,
@@ -108,6 +106,7 @@ def split_fused(sources: Sources, config: LaneformerConfig) -> Sources:
         check_shapes(
             "the checkpoint", {name: source.shape}, {name: (sum(fused[module].values()), d)}
         )
+        # the parts' rows follow each other in this order
         first = 0
         for part, rows in fused[module].items():
             load = functools.partial(load_rows, source, slice(first, first + rows))
@@ -122,9 +121,11 @@ def load_rows(source: TensorSource, rows: slice) -> Tensor:
 
 
 class LlamaTensors(LazyTensors):
-    """Tensors named and shaped as `config.tensor_shapes` says, made of Hugging Face's on access.
+    """Tensors named and shaped as `config.tensor_shapes`, made from Hugging Face's on access.
 
-    norm_offset: added to norms' weights; logits: what the last norm is multiplied with.
+    Args:
+        norm_offset: Added to norms' weights.
+        logits: Factor of the last norm.
     """
 
     def __init__(
@@ -164,7 +165,6 @@ class LlamaTensors(LazyTensors):
 
     @property
     def has_blocks(self) -> bool:
-        """Whether a folder's matrices are in blocks."""
         return any(source.dtype not in STORED_TYPES for source in self.sources.values())
 
     def _translate(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -174,7 +174,9 @@ class LlamaTensors(LazyTensors):
             stored = self._norm(name, stored)
         values = stored.values
         if part in ROTATED:
+            # Llama rotates the pairs (j, j + d/2) of a head, model.py the pairs (2j, 2j+1)
             heads = values.reshape(-1, self.config.head_dim, *values.shape[1:])
+            # rows beyond those that rotate stay in place
             halves = (
                 heads[:, : self.rotated]
                 .reshape(-1, 2, self.rotated // 2, *values.shape[1:])
@@ -187,12 +189,13 @@ class LlamaTensors(LazyTensors):
         ):  # blocks, of which the engine cuts the lanes' rows or columns
             return dataclasses.replace(stored, values=values)
         if part in COLUMNS and kind == "weight":
+            # a lane owns columns here, so the lanes' axis moves in front of the rows
             *experts, lanes, rows, columns = shape
             values = values.reshape(*experts, rows, lanes, columns).swapaxes(-3, -2)
         return dataclasses.replace(stored, values=values.reshape(shape))
 
     def _norm(self, name: str, stored: Tensor) -> Tensor:
-        """A norm's weights with what is folded into them, in float32."""
+        # the divisor of logits is part of the last norm
         factor = self.logits if name == "norm.weight" else 1.0
         if not self.norm_offset and factor == 1.0:
             return stored
@@ -209,7 +212,6 @@ class LlamaTensors(LazyTensors):
         return (*shape[:-3], shape[-3] * shape[-2], shape[-1]) if len(shape) >= 3 else shape
 
     def _source_of(self, name: str) -> str:
-        """Hugging Face's name of the tensor that holds one of ours."""
         source = source_of(name, self.variant.norm_placement)
         if self.variant.experts and ROUTER not in name:
             source = source.replace(".mlp.", ".mlp.experts.")
@@ -225,13 +227,12 @@ def widen(tensor: Tensor) -> np.ndarray:
 
 
 def part_of(name: str) -> tuple[str, str]:
-    """("attention.wq", "weight") of "layers.3.attention.wq.weight"."""
+    """Return ("attention.wq", "weight") for "layers.3.attention.wq.weight"."""
     part, _, kind = re.sub(r"^layers\.\d+\.", "", name).rpartition(".")
     return part, kind
 
 
 def source_of(name: str, norm_placement: str = "pre") -> str:
-    """Hugging Face's name of one of our tensors."""
     if name in WHOLE:
         return WHOLE[name]
     part, kind = part_of(name)

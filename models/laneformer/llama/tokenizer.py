@@ -1,9 +1,8 @@
-"""Tokenizers that a GGUF file describes by pieces, as a `tokenizers.Tokenizer`: byte-level
-BPE, and SentencePiece BPE.
+"""Build a `tokenizers.Tokenizer` from a GGUF file's pieces: byte-level BPE or SentencePiece BPE.
 
-How a text is cut before merges are applied (the pre-tokenizer) stands in the file by name only; the names
-known here are those of models that the engine reads, with the rules of their own tokenizer.json. Another name
-is refused: ids that are almost right would make a model look bad, and nobody would know why.
+The file gives the rule that cuts a text before merges (the pre-tokenizer) by name only. The names known
+here have the rules of their models' own tokenizer.json; others are refused, as ids that are almost right
+would make a model worse without an error.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ _GPT4O = _CASED.format(upper=_UPPER, lower=_LOWER, ends=_ENDS + "?") + _REST.for
 )
 _LLAMA3 = _WORDS + _REST.format(digits="{1,3}", slash="")
 _QWEN2 = _WORDS + _REST.format(digits="", slash="")
-# By the name in the file: the pattern of a piece; None: GPT-2's own. OLMo 2 and 3 and Phi 4 come as dbrx, Phi 4 mini
-# as gpt-4o, Granite 3 as refact.
+# By the name in the file: the pattern of a piece; None: GPT-2's own. OLMo 2 and 3 and Phi 4 come as
+# dbrx, Phi 4 mini as gpt-4o, Granite 3 as refact.
 PRE_TOKENIZERS = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
@@ -65,9 +64,7 @@ SINGLE_DIGITS = ("smollm", "refact")
 
 
 def tokenizer_of(vocabulary: Vocabulary) -> Tokenizer:
-    """The tokenizer in a GGUF file's metadata, BOS in front where the model wants it;
-    ValueError for unknown kinds.
-    """
+    """Return the tokenizer, BOS in front where the model wants it; ValueError for unknown kinds."""
     pieces, types, values = vocabulary.pieces, vocabulary.types, vocabulary.values
     kind, pre = values.get("model"), values.get("pre")
     if kind not in ("gpt2", "llama"):
@@ -102,7 +99,6 @@ def tokenizer_of(vocabulary: Vocabulary) -> Tokenizer:
 
 
 def byte_level_bpe(pieces: list[str], merges: list[str], pre: str) -> Tokenizer:
-    """BPE over bytes; `pre` is a name of PRE_TOKENIZERS."""
     pairs = [merge.partition(" ")[::2] for merge in merges]
     vocab = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab, pairs, ignore_merges=pre in WHOLE_WORDS))
@@ -124,7 +120,11 @@ def byte_level_bpe(pieces: list[str], merges: list[str], pre: str) -> Tokenizer:
 def sentencepiece_bpe(
     pieces: list[str], scores: dict[str, float], unk: str | None, dummy_prefix: bool
 ) -> Tokenizer:
-    """SentencePiece BPE with byte pieces; `scores` are those of ordinary pieces, which alone are merged."""
+    """Return a SentencePiece BPE with byte pieces.
+
+    Args:
+        scores: Of ordinary pieces, which alone are merged.
+    """
     vocab = {piece: i for i, piece in enumerate(pieces)}
     merges = merges_by_score(scores)
     tokenizer = Tokenizer(
@@ -137,6 +137,7 @@ def sentencepiece_bpe(
         decoders.Fuse(),
     ]
     if dummy_prefix:
+        # a space in front of the text, which decoding strips again
         spaces = normalizers.Sequence([normalizers.Prepend(SPACE), spaces])
         steps.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer, tokenizer.decoder = spaces, decoders.Sequence(steps)
@@ -144,14 +145,10 @@ def sentencepiece_bpe(
 
 
 def merges_by_score(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """Every split of every piece into two pieces, best score first; among equal scores
-    the longest piece first.
-
-    Equal scores are what Llama-2 gives to runs of spaces. SentencePiece then merges leftmost first, so a run
-    grows at its left end until no longer piece exists; "longest first" is the same order told by rank
-    instead of by place.
-    """
+    """Return every split of every piece into two pieces, best score first, then longest piece first."""
     merges = []
+    # Llama-2 gives equal scores to runs of spaces. SentencePiece merges these leftmost first, so a
+    # run grows at its left end until no longer piece exists: the same as longest first
     for piece in sorted(scores, key=lambda piece: (-scores[piece], -len(piece))):
         splits = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
         merges += [(left, right) for left, right in splits if left in scores and right in scores]
@@ -159,7 +156,6 @@ def merges_by_score(scores: dict[str, float]) -> list[tuple[str, str]]:
 
 
 def begin_with(bos: str, tokenizer: Tokenizer) -> None:
-    """Let every text begin with this token."""
     begin = [(bos, tokenizer.token_to_id(bos))]
     tokenizer.post_processor = processors.TemplateProcessing(
         [bos, "$A"], [bos, "$A", bos, "$B"], begin

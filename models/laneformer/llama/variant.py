@@ -1,7 +1,7 @@
-"""What models of other families compute otherwise than a Laneformer, as data.
+"""Differences of other model families from a Laneformer, as data.
 
-Such a model is never trained here: it is read, each of its lanes waits for the others, and what cannot run it names
-what it lacks (supports.py).
+Such models are only read, never trained here, and their lanes wait for each other. What cannot run
+one names what it lacks (supports.py).
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ ROUTER = "feed_forward.router"  # of a mixture of experts
 class Experts(NamedTuple):
     """A mixture of experts in place of every layer's MLP; `intermediate_size` is one expert's.
 
-    active: of `total`, those with the largest scores of a router. normed: whether their weights, which are the
-    softmax of all scores, are divided by their sum. biased: the router, and all matrices of the experts.
+    Attributes:
+        active: Experts of `total` that are used: those with the router's largest scores.
+        normed: Whether the weights, from the softmax of all scores, are divided by their sum.
+        biased: Whether the router and all matrices of the experts have biases.
     """
 
     total: int
@@ -38,13 +40,17 @@ class Experts(NamedTuple):
 class Variant:
     """Differences from a Laneformer; without arguments there is none.
 
-    hidden_act: of the MLP's gate. norm_placement: "pre" norms a module's input, "post" the sum of its lanes' outputs,
-    "both" does both. joint_qk_norm: with `qk_norm`, one norm of all heads' queries and one of their keys, on one lane.
-    attention_scale: what scores are multiplied with, None for 1 / sqrt(head_dim). query_growth (g, n): queries at
-    position p are multiplied with 1 + g log(1 + p // n), which needs ropes. ropes: in place of `rope_theta` and
-    `rope_scaling`; of all layers, or of those that see everything and those with a window. experts: None for a dense
-    MLP. attention_sinks: a score of each query head that joins every softmax and takes no value. output_bias: of
-    attention's output, as `attention_bias` is of its inputs.
+    Attributes:
+        hidden_act: Activation of the MLP's gate.
+        norm_placement: "pre" norms a module's input, "post" the sum of its lanes' outputs, "both" both.
+        joint_qk_norm: With `qk_norm`, one norm of all heads' queries and one of their keys, on one lane.
+        attention_scale: Factor of scores; None for 1 / sqrt(head_dim).
+        query_growth: (g, n) multiplies queries at position p by 1 + g log(1 + p // n); needs ropes.
+        ropes: In place of `rope_theta` and `rope_scaling`; one of all layers, or two: of layers that see
+            everything and of those with a window.
+        experts: None for a dense MLP.
+        attention_sinks: A score of each query head that joins every softmax and takes no value.
+        output_bias: Bias of attention's output, as `attention_bias` is of its inputs.
     """
 
     hidden_act: str = "silu"
@@ -60,6 +66,7 @@ class Variant:
 
     def __post_init__(self) -> None:
         if self.experts is not None:
+            # a JSON file has lists in place of tuples
             object.__setattr__(self, "experts", Experts(*self.experts))
             if not 1 <= self.experts.active <= self.experts.total:
                 raise ValueError(f"{self.experts}: `active` must be from 1 to `total`")
@@ -78,7 +85,6 @@ class Variant:
         return self.norm_placement != "pre"
 
     def differences(self) -> dict[str, Any]:
-        """The fields that are not a Laneformer's, by name; of ropes how many there are."""
         fields = dataclasses.fields(self)
         changed = {
             f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default
@@ -88,7 +94,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class FamilyConfig(LaneformerConfig):
-    """The config of another family's model: what `variant` says goes before a Laneformer's."""
+    """The config of another family's model; `variant` takes precedence over a Laneformer's fields."""
 
     variant: Variant = field(default_factory=Variant)
 
@@ -100,6 +106,7 @@ class FamilyConfig(LaneformerConfig):
         late = (
             self.broadcast_delay or self.num_nextn_predict_layers or not self.replicated_rmsn_scale
         )
+        # a joint norm is over all heads, so they stay on one lane
         if changed and (late or (joint and self.num_lanes > 1)):
             raise ValueError(
                 f"{', '.join(changed)} need broadcast_delay = 0, replicated_rmsn_scale, no head that drafts; "
@@ -150,5 +157,4 @@ class FamilyConfig(LaneformerConfig):
 
 
 def variant_of(config: LaneformerConfig) -> Variant:
-    """What the model computes otherwise than a Laneformer; of a Laneformer nothing."""
     return config.variant if isinstance(config, FamilyConfig) else Variant()

@@ -1,6 +1,6 @@
-"""The vocabulary in a GGUF file's metadata, by llama.cpp's rules: pieces, their types, and which ids are special.
+"""The vocabulary in a GGUF file's metadata, by llama.cpp's rules: pieces, their types, special ids.
 
-Ids are checked here, once. What a file leaves out or names wrongly has llama.cpp's default.
+An id that a file leaves out, or that does not exist, has llama.cpp's default.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # token types
 DEFAULTS = {"bos": 1, "eos": 2, "unknown": 0}  # ids of SentencePiece's vocabularies
 # pre-tokenizers, unless the file says
 BEGINS_WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
-# of turns and texts, by their text: files often name one end alone, and mark others as ordinary pieces
+# of turns and texts, by their text: files often name one end alone, and mark others as ordinary
+# pieces
 ENDS = frozenset(
     {
         "<|eot_id|>",
@@ -45,16 +46,27 @@ BESIDE = "Put the model's tokenizer.json beside the file: it is used then"
 
 
 class Vocabulary:
-    """pieces: text of each id. types: of each piece. values: the file's other fields of the tokenizer."""
+    """A GGUF file's vocabulary.
+
+    Attributes:
+        pieces: Text of each id.
+        types: Of each piece.
+        values: The file's other fields of the tokenizer.
+    """
 
     def __init__(self, metadata: Mapping[str, Any], rows: int | None = None):
-        """rows: of the embedding. ValueError for lists that do not belong together."""
+        """Read the vocabulary; raise ValueError for lists whose lengths do not fit.
+
+        Args:
+            rows: Of the embedding.
+        """
         self.metadata = metadata
         self.values = {
             name.removeprefix(PREFIX): v for name, v in metadata.items() if name.startswith(PREFIX)
         }
         self.pieces: list[str] = self.values.get("tokens") or []
         self.types: list[int] = self.values.get("token_type") or [NORMAL] * len(self.pieces)
+        # without pieces, each row of the embedding has an id
         self.size = len(self.pieces) if "tokens" in self.values else rows or 0
         for name in ("token_type", "scores"):
             if len(values := self.values.get(name) or self.pieces) < len(self.pieces):
@@ -70,12 +82,10 @@ class Vocabulary:
         return isinstance(value, int) and 0 <= value < self.size
 
     def special_id(self, name: str) -> int | None:
-        """The file's id of "bos", "eos", ...; the default where it names none that exists."""
         default = DEFAULTS.get(name) if self.values.get("model") == "llama" else None
         return next(filter(self.is_id, (self.values.get(f"{name}_token_id"), default)), None)
 
     def eos_ids(self) -> list[int]:
-        """Where generation stops: ids that the file names, and pieces known to end turns and texts."""
         ends = {i for i in map(self.special_id, NAMED_ENDS) if i is not None}
         ends.update(filter(self.is_id, self.values.get("eos_token_ids") or ()))
         ends.update(i for i, piece in enumerate(self.pieces) if piece in ENDS)
@@ -86,12 +96,11 @@ class Vocabulary:
 
     @property
     def begins_with(self) -> int | None:
-        """The id that begins every text, and every conversation, whatever its template writes."""
+        # every text and conversation begins with it, whatever the template writes
         usual = self.values.get("model") == "llama" or self.values.get("pre") in BEGINS_WITH_BOS
         return self.special_id("bos") if self.values.get("add_bos_token", usual) else None
 
     def tokenizer_config(self) -> dict[str, Any]:
-        """Chat templates and special tokens, as in a tokenizer_config.json; `conversation_bos`: see `begins_with`."""
         named = {
             name.removeprefix(f"{TEMPLATE}."): value
             for name, value in self.metadata.items()

@@ -1,11 +1,9 @@
-"""Attention for training: FlexAttention on a GPU, where a window or document mask would cost
-SDPA its fast kernels.
+"""Attention for training: FlexAttention where a mask would cost SDPA its fast kernels on a GPU.
 
-On CUDA, SDPA's flash kernel takes no mask and its memory-efficient one no grouped KV heads; what is left
-is cuDNN, where it accepts the shapes, or the math kernel, which materializes all scores. FlexAttention
-skips the blocks that a window or a document boundary empties and has one fused kernel, if it is
-compiled; without compile it materializes the scores, too. On the CPU, and where no mask is needed, it is
-SDPA as in the plain model.
+On CUDA, SDPA's flash kernel takes no mask and its memory-efficient one no grouped KV heads; cuDNN does
+not take all shapes, and the math kernel materializes all scores. Compiled FlexAttention is one fused
+kernel that skips the blocks a window or a document boundary empties; without compile it materializes
+the scores, too. SDPA remains on the CPU and where no mask is needed.
 """
 
 from __future__ import annotations
@@ -24,14 +22,13 @@ from .products import one_product
 
 
 class TitanAttention(LaneAttention):
-    """The model's attention; a BlockMask chooses FlexAttention, any other mask SDPA."""
-
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         return one_product(x, self.wq, self.wk, self.wv)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask | None
     ) -> Tensor:
+        # a BlockMask chooses FlexAttention
         if not isinstance(mask, BlockMask):
             return super().attend(query, key, value, mask)
         out = flex_attention(query, key, value, block_mask=mask, enable_gqa=True)
@@ -40,18 +37,18 @@ class TitanAttention(LaneAttention):
 
 
 def document_ids(input_ids: Tensor, bos_id: int) -> Tensor:
-    """Which document of its sequence a token belongs to, int64 (B, S); a first one may have
-    begun before the window.
-    """
+    """Return the document of each token, int64 (B, S)."""
+    # the first document may have begun before the window
     return (input_ids == bos_id).cumsum(1)
 
 
 def training_masks(
     config: LaneformerConfig, input_ids: Tensor, kind: str, documents: Tensor | None
 ) -> list[Tensor | BlockMask | None]:
-    """One mask a layer, None for plain causality; with `documents` (B, S) no token sees another document's.
+    """Return one mask a layer, None for plain causality; the head for drafts counts as a layer.
 
-    The head for multi-token prediction counts as a layer.
+    Args:
+        documents: (B, S); no token sees another document's.
     """
     layers = range(config.num_hidden_layers + config.num_nextn_predict_layers)
     seq_len, device = input_ids.shape[1], input_ids.device
@@ -83,9 +80,7 @@ def _causal(window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Te
 
 @functools.cache
 def _block_mask_builder(device_type: str) -> Callable[..., BlockMask]:
-    """Compiled on a GPU: as it stands it writes several tensors (B, 1, S, S), of 8 bytes
-    an element, in between.
-    """
+    # uncompiled it writes several tensors (B, 1, S, S), of 8 bytes an element, in between
     return create_block_mask if device_type == "cpu" else torch.compile(create_block_mask)
 
 
@@ -95,9 +90,10 @@ def _plain_blocks(window: int | None, seq_len: int, device: torch.device) -> Blo
 
 
 def document_blocks(documents: Tensor, window: int | None = None, step: int = 1) -> BlockMask:
-    """Causal attention within documents (B, S), for FlexAttention: (S, S).
+    """Return the mask of causal attention within documents (B, S) for FlexAttention: (S, S).
 
-    step: of drafts, whose keys follow those of the steps before (`mtp.draft_mask`): (S, step S).
+    Args:
+        step: Of drafts, whose keys follow those of earlier steps (`mtp.draft_mask`): (S, step S).
     """
     causal = _causal(window)
     size, length = documents.shape

@@ -2,15 +2,9 @@
 
     N products of one call: the lanes, or 1   T tokens (B*S)   O, K output and input features of one product
 
-`y = x w^T` and both of its gradients multiply float8 values and sum in float32. Scales are dynamic, as in
-torchao (arXiv 2209.05433, section 4.3): they put the largest value of what they cover at the format's
-largest. The tensor cores of a Hopper GPU read both operands along the axis that is summed, so the gradient of
-the weights needs x and y's gradient transposed. They are transposed in float8, which moves half the bytes;
-scales of rows are powers of two, so that values get the scales of their columns without being rounded again.
-Of x the backward pass keeps that alone.
-
-Streams that are equal in all lanes are one product with all lanes' weights, and so is a sum over lanes
-(products.py).
+`y = x w^T` and both of its gradients multiply float8 values and sum in float32. Scales are dynamic, as
+in torchao (arXiv 2209.05433, section 4.3): they map the largest value they cover to the format's
+largest.
 """
 
 from __future__ import annotations
@@ -40,28 +34,27 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 @dataclass(frozen=True)
 class Recipe:
-    """What one scale covers, what gradients of the output are rounded to, and whether products of the
-    backward pass may sum with fewer bits ("fast accumulation", which the forward's always do).
-    """
+    """What one scale covers and how gradients are computed."""
 
     name: str
+    # one scale for each row instead of one for each matrix
     by_row: bool
     gradient: torch.dtype
+    # fewer bits in sums of the backward pass, as always in the forward pass
     fast_backward: bool
 
     def scale(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """The factor of x (N, M, K) before it is rounded: (N, 1, 1), or of each row (N, M, 1), float32.
-
-        A row's is a power of two: sign and exponent without the 23 bits of the mantissa.
-        """
+        """Return the factor of x (N, M, K) before rounding: (N, 1, 1), or by row (N, M, 1), float32."""
         largest = x.abs().amax(-1 if self.by_row else (-2, -1), keepdim=True).float()
         scale = torch.finfo(dtype).max / largest.clamp(min=SMALLEST)
+        # a row's scale is a power of two: sign and exponent without the 23 bits of the mantissa
         return (scale.view(torch.int32) >> 23 << 23).view(torch.float32) if self.by_row else scale
 
     def transpose(self, values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Float8 values (N, M, K) and their scale -> (N, K, M) and theirs."""
+        """Transpose float8 values (N, M, K) and their scale to (N, K, M)."""
         if not self.by_row:
             return values.mT.contiguous(), scale
+        # powers of two: values get the scales of their columns without another rounding
         columns = (values.float() / scale).mT
         scale = self.scale(columns, values.dtype)
         return quantize(columns, scale, values.dtype), scale
@@ -74,7 +67,6 @@ RECIPES = {
 
 
 def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x times its scale, clamped and rounded to float8, contiguous."""
     limit = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-limit, limit).to(dtype).contiguous()
 
@@ -89,10 +81,11 @@ def multiply_scaled(
     fast: bool,
     emulate: bool,
 ) -> Tensor:
-    """Float8 values a (N, M, K) and b (N, O, K) over their scales -> (N, M, O) in `dtype`.
+    """Multiply float8 values a (N, M, K) and b (N, O, K), divided by their scales, to (N, M, O) in `dtype`.
 
-    a_scale, b_scale: what the values were multiplied by, (N, 1, 1) or of each row (N, M, 1) and (N, O, 1),
-    float32. emulate: multiply in float32, which holds a product of two float8 values exactly.
+    Args:
+        a_scale, b_scale: Factors of the values, float32 (N, 1, 1), or by row (N, M, 1) and (N, O, 1).
+        emulate: Multiply in float32, which holds a product of two float8 values exactly.
     """
     inverse_a, inverse_b = a_scale.reciprocal(), b_scale.reciprocal().mT
     if emulate:
@@ -117,7 +110,7 @@ def _(
 
 
 class Float8Product(torch.autograd.Function):
-    """x (N, T, K), weight (N, O, K) -> (N, T, O) in x's dtype."""
+    """Multiply x (N, T, K) and weight (N, O, K) to (N, T, O) in x's dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, emulate: bool) -> Tensor:
@@ -125,6 +118,7 @@ class Float8Product(torch.autograd.Function):
         values, weights = keep(quantize(x, x_scale, E4M3)), quantize(weight, w_scale, E4M3)
         # marked after its use: the mark is where the compiler ends a kernel
         x_scale, w_scale = keep(x_scale), keep(w_scale)
+        # of x only the float8 values are kept
         ctx.save_for_backward(values, x_scale, weight, w_scale)
         ctx.recipe, ctx.emulate = recipe, emulate
         return multiply_scaled(values, weights, x_scale, w_scale, x.dtype, True, emulate)
@@ -134,6 +128,8 @@ class Float8Product(torch.autograd.Function):
         x, x_scale, weight, w_scale = ctx.saved_tensors
         recipe: Recipe = ctx.recipe
         how = weight.dtype, recipe.fast_backward, ctx.emulate
+        # Hopper's tensor cores read both operands along the summed axis, so the weight's gradient
+        # needs x and y's gradient transposed; in float8 that moves half the bytes
         x, x_scale = recipe.transpose(x, x_scale)
         if recipe.by_row:
             w_scale = recipe.scale(weight.mT, E4M3)
@@ -146,26 +142,27 @@ class Float8Product(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Float8:
-    """How a job's products are computed: the section `[quantize.linear.float8]`."""
+    """Settings of the job's section `[quantize.linear.float8]`."""
 
     recipe: Recipe
     emulate: bool
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x (B, S, N, K), weight (N, O, K) -> (B, S, N, O)."""
+        """Multiply x (B, S, N, K) and weight (N, O, K) to (B, S, N, O)."""
         rows = x.flatten(0, 1).transpose(0, 1)
         y: Tensor = Float8Product.apply(rows, weight, self.recipe, self.emulate)
         return y.transpose(0, 1).unflatten(0, x.shape[:2])
 
 
 class Float8FeedForward(LaneFeedForward):
-    """`TitanFeedForward` with float8 products. sums: w2's partial outputs are added up, (B, S, 1, D)."""
+    """`TitanFeedForward` with float8 products; with `sums`, w2's outputs are added up, (B, S, 1, D)."""
 
     def __init__(self, config: LaneformerConfig, float8: Float8, sums: bool):
         super().__init__(config)
         self.float8, self.sums = float8, sums
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        # streams that are equal in all lanes are one product with all lanes' weights
         weight = torch.cat([self.w1.weight, self.w3.weight], 1)
         width = weight.shape[1]
         product = keep(self.float8(x, weight.unflatten(0, (x.shape[2], -1)).flatten(1, 2)))
@@ -182,7 +179,7 @@ class Float8FeedForward(LaneFeedForward):
 
 
 def float8_of(job_config: JobConfig) -> Float8 | None:
-    """What `model.converters` and its section say; None without float8."""
+    """Return the float8 settings of a job; None without float8."""
     section = job_config.quantize.linear.float8
     if NAME not in job_config.model.converters:
         return None
@@ -190,7 +187,11 @@ def float8_of(job_config: JobConfig) -> Float8 | None:
 
 
 def check_shapes(config: LaneformerConfig, tokens: int) -> None:
-    """ValueError where an axis of a product is no multiple of what a GPU takes. tokens: of a micro-batch."""
+    """Raise ValueError where an axis of a product is no multiple of what a GPU takes.
+
+    Args:
+        tokens: Of a micro-batch.
+    """
     axes = {
         "hidden_size": config.hidden_size,
         "intermediate_size / num_lanes": config.intermediate_size // config.num_lanes,
@@ -205,7 +206,7 @@ def check_shapes(config: LaneformerConfig, tokens: int) -> None:
 
 
 def check_device(emulate: bool, capability: tuple[int, int] | None) -> None:
-    """ValueError on a GPU without float8 products (None: no GPU), unless they are emulated."""
+    """Raise ValueError without float8 products on the GPU (None: no GPU), unless emulated."""
     if emulate or (capability is not None and capability >= CAPABILITY):
         return
     available = (
@@ -237,8 +238,6 @@ def use_float8(model: Any, float8: Float8) -> None:
 
 
 class Float8Converter(ModelConverter):
-    """What `quantize.linear.float8` in `model.converters` means for a model of lanes."""
-
     def __init__(self, job_config: JobConfig, parallel_dims: Any):
         float8 = float8_of(job_config)
         assert float8 is not None, f"{NAME} is in model.converters"

@@ -42,9 +42,8 @@ class FusedLayer(TitanLayer):
         delayed: Tensor | None,
         norm: LaneRMSNorm | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Streams, the same normed, and the partial if it is to be broadcast. The
-        kernels know Join.PAST only.
-        """
+        """Return streams, normed streams, and the partial if it is to be broadcast."""
+        # the kernels know Join.PAST only: other joins become a term to add
         how, broadcast = self.joins[module], self.broadcasts[module]
         term = partial
         if how == Join.PRESENT and partial.shape[2] > 1:
@@ -61,7 +60,7 @@ class FusedLayer(TitanLayer):
 
 
 def _wide(h: Tensor, norm: LaneRMSNorm | None) -> Tensor:
-    """One stream that stands for all lanes, repeated where the lanes' scales differ."""
+    """Repeat one stream that stands for all lanes, where the lanes' scales differ."""
     return (
         h.expand(-1, -1, len(norm.weight), -1) if norm is not None and norm.weight.dim() == 2 else h
     )

@@ -1,13 +1,4 @@
-"""Join + RMSNorm for training as operators around the Triton kernels, with one backward kernel for both.
-
-The forward is two operators, `join` and `rms_norm`, although one kernel does both: so selective
-checkpointing can keep the results of either. Where the compiler finds both together, `FuseJoinNorm` puts the
-single kernel in their place.
-
-A partial output that a later layer receives as well has two gradients. `JoinNorm` hands it on as an output
-of its own, so that its backward kernel adds the second gradient on the way; autograd's addition would read
-and write it again.
-"""
+"""Join and RMSNorm for training: operators around the Triton kernels, with one backward kernel."""
 
 from __future__ import annotations
 
@@ -27,13 +18,13 @@ Parts = tuple[Tensor, Tensor, Tensor]
 
 @torch.library.custom_op("laneformer::join", mutates_args=())
 def join(h: Tensor, partial: Tensor, delayed: Tensor | None) -> Tensor:
-    """`join_lanes` of model.py for Join.PAST as one kernel: streams (B, S, L, D) in h's dtype."""
+    """Compute `join_lanes` of model.py for Join.PAST: streams (B, S, L, D) in h's dtype."""
     return _forward(h, partial, delayed, None, 0.0)[0]
 
 
 @torch.library.custom_op("laneformer::rms_norm", mutates_args=())
 def rms_norm(h: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`LaneRMSNorm` as one kernel: the normed streams in h's dtype, and 1/rms (B, S, L) float32."""
+    """Compute `LaneRMSNorm`: the normed streams in h's dtype, and 1/rms (B, S, L) float32."""
     return _forward(h, None, None, weight, eps)[1:]
 
 
@@ -41,12 +32,12 @@ def rms_norm(h: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def join_norm(
     h: Tensor, partial: Tensor, delayed: Tensor | None, weight: Tensor, eps: float
 ) -> Parts:
-    """`join`, then `rms_norm` of its streams, as one kernel: streams, normed streams, 1/rms."""
+    """Compute `join`, then `rms_norm` of its streams, in one kernel: streams, normed streams, 1/rms."""
     return _forward(h, partial, delayed, weight, eps)
 
 
 def _allocate_parts(h: Tensor, joined: bool, normed: bool) -> Parts:
-    """Streams (h itself where nothing is joined), normed streams and 1/rms, the latter empty without a norm."""
+    """Return streams (h itself without a join), normed streams and 1/rms (both empty without a norm)."""
     streams = h.new_empty(h.shape) if joined else h
     shapes = (h.shape, h.shape[:3]) if normed else (0, 0)
     return streams, h.new_empty(shapes[0]), h.new_empty(shapes[1], dtype=torch.float32)
@@ -60,9 +51,6 @@ join_norm.register_fake(lambda h, partial, delayed, weight, eps: _allocate_parts
 def _forward(
     h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Tensor | None, eps: float
 ) -> Parts:
-    """Launch the forward kernel: streams (h itself without a partial), normed and 1/rms
-    (empty without a weight).
-    """
     h, partial, delayed = (_readable_by_kernels(t) for t in (h, partial, delayed))
     streams, normed, rstd = _allocate_parts(h, partial is not None, weight is not None)
     kernels.forward_kernel[(h.shape[0] * h.shape[1],)](
@@ -94,11 +82,13 @@ def join_norm_backward(
     rstd: Tensor | None,
     delayed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of h, partial, delayed and weight; empty where there is none or where it is another one.
+    """Return the gradients of h, partial, delayed and weight.
 
-    h's is d_streams for a join alone, the partial's is h's if nothing was handed on. d_normed, streams,
-    weight and 1/rms belong to the norm, and are None for a join alone. The scale's gradient is summed in
-    float32, in an order that depends on the number of the device's SMs alone.
+    A gradient is empty where there is none, or where it equals another: h's is d_streams for a join
+    alone, the partial's is h's if nothing was handed on.
+
+    Args:
+        d_normed, streams, weight, rstd: Of the norm; None for a join alone.
     """
     d_streams, d_normed, d_handed_on, streams = (
         _readable_by_kernels(t) for t in (d_streams, d_normed, d_handed_on, streams)
@@ -108,6 +98,7 @@ def join_norm_backward(
     d_h, d_partial, d_delayed, d_weight = _outputs(
         d_streams, d_handed_on is not None, weight, delayed
     )
+    # the scale's gradient is summed in float32, in an order that depends on the device's SMs alone
     sums = (
         None if weight is None else weight.new_zeros(programs, *weight.shape, dtype=torch.float32)
     )
@@ -152,7 +143,6 @@ def _(
 def _outputs(
     like: Tensor, handed_on: bool, weight: Tensor | None, delayed: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Uninitialized results of the backward kernel."""
     d_h, d_partial, d_delayed = (
         like.new_empty(like.shape if has else 0) for has in (weight is not None, handed_on, delayed)
     )
@@ -165,11 +155,11 @@ def _outputs(
 
 
 class JoinNorm(torch.autograd.Function):
-    """(h, partial, delayed, weight) -> (streams, normed, partial): a join, a norm, or both in this order.
+    """A join, a norm, or both: (h, partial, delayed, weight) -> (streams, normed, partial).
 
-    h + partial + (delayed's sum over lanes - delayed), all (B, S, L, D), h alone without a partial; normed is
-    None without a weight, the partial unless `hand_on`. Whoever needs streams or partial further has to use
-    the ones that leave: then all their gradients meet in one kernel.
+    The streams are h + partial + (delayed's sum over lanes - delayed), all (B, S, L, D); h alone without
+    a partial. normed is None without a weight, the returned partial unless `hand_on`. Later uses of
+    streams or partial must take the returned ones, so that all their gradients meet in one kernel.
     """
 
     @staticmethod
@@ -192,6 +182,8 @@ class JoinNorm(torch.autograd.Function):
             delayed is not None,
             weight is not None,
         )
+        # a partial that a later layer also receives has two gradients: handed on as an output, it
+        # gets their sum in the backward kernel, where autograd would read and write it again
         ctx.hand_on = hand_on
         return (
             streams,
@@ -223,12 +215,11 @@ class JoinNorm(torch.autograd.Function):
 
 
 def fuse_join_norm() -> None:
-    """Let Inductor use the kernel that does both."""
     pass_after_autograd(FuseJoinNorm())
 
 
 class FuseJoinNorm(GraphPass):
-    """Inductor's pass over a graph: a `join` whose streams `rms_norm` reads becomes one `join_norm`."""
+    """Inductor pass that fuses a `join` with the `rms_norm` that reads its streams."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         operations = torch.ops.laneformer
@@ -254,7 +245,6 @@ class FuseJoinNorm(GraphPass):
 
 
 def check_kernels() -> None:
-    """ValueError where they cannot run: without a GPU, unless in Triton's interpreter (TRITON_INTERPRET=1)."""
     if not torch.cuda.is_available() and isinstance(kernels.forward_kernel, triton.JITFunction):
         raise ValueError(
             "model.join_norm = 'triton' needs a GPU, and torch sees none; use 'auto' or 'plain'"
@@ -262,7 +252,7 @@ def check_kernels() -> None:
 
 
 def _readable_by_kernels(x: Tensor | None) -> Any:
-    """x (B, S, L, D) as the kernels can read it: one stride for all tokens, columns adjacent; else a copy."""
+    """Return x (B, S, L, D) with one stride for all tokens and adjacent columns, copied if needed."""
     if x is None:
         return None
     one_stride = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
@@ -270,12 +260,11 @@ def _readable_by_kernels(x: Tensor | None) -> Any:
 
 
 def _strides(x: Tensor | None) -> tuple[int, int]:
-    """Of a token and of a lane."""
+    # of a token and of a lane
     return (0, 0) if x is None else (x.stride(1), x.stride(2))
 
 
 def _shape(x: Tensor, weight: Tensor | None) -> dict[str, Any]:
-    """What both kernels are compiled for."""
     lanes, hidden = x.shape[2:]
     lane_scales = weight is not None and weight.dim() == 2
     choices = {"NORM": weight is not None, "LANE_SCALES": lane_scales, "L": lanes, "D": hidden}
@@ -283,7 +272,6 @@ def _shape(x: Tensor, weight: Tensor | None) -> dict[str, Any]:
 
 
 def _processors(device: torch.device) -> int:
-    """SMs of the device; a few programs in Triton's interpreter."""
     return (
         torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"

@@ -1,18 +1,17 @@
-"""Triton kernels of join + RMSNorm, forward and backward: one program a token, all its lanes in one tile.
+"""Triton kernels of join and RMSNorm, forward and backward: one program a token, all its lanes in one tile.
 
     T tokens (B*S)   L lanes   D hidden   W bytes of one stream tensor (B, S, L, D)
 
-A join adds the other lanes' delayed outputs, a sum over lanes; the norm after it needs a sum over the hidden
-axis of what the join wrote. The compiler makes a kernel of each sum, and every kernel reads and writes wide
-tensors again. Here a tile holds all lanes of some columns, so the sum over lanes never leaves the registers,
-and the second pass over a token reads what the first one left in the cache (24,576 values in the 2B model).
+A join needs a sum over lanes, the norm after it a sum over the hidden axis of what the join wrote.
+The compiler makes a kernel of each sum, which reads and writes the wide tensors again. Here a tile
+holds all lanes of some columns: the sum over lanes stays in registers, and the second pass over a
+token reads what the first one left in the cache (24,576 values in the 2B model).
 
     forward    with delayed and norm: reads h, partial, delayed, writes the streams and their norm     5 W
     backward   of it: reads three gradients and the streams, writes the gradients of h, partial, delayed   7 W
 
-Sums are float32 whatever the tensors are; every result is rounded once. A tensor that is read may
-have any token and lane strides (an expanded embedding, a product with the lane axis in front), but
-its columns are adjacent.
+Sums are float32 whatever the tensors' types; every result is rounded once. Inputs may have any token
+and lane strides (an expanded embedding, a product with the lane axis in front), but adjacent columns.
 """
 
 from __future__ import annotations
@@ -27,9 +26,10 @@ TILE = 8 * COLUMNS  # values; more spill registers
 
 
 def tile(num_lanes: int, hidden_size: int, lane_scales: bool) -> dict[str, int]:
-    """LANES and COLS of the kernels; scales of every lane take registers, too."""
+    """Return LANES and COLS of the kernels."""
     lanes = triton.next_power_of_2(num_lanes)
     columns = min(triton.next_power_of_2(hidden_size), COLUMNS, TILE // lanes)
+    # scales of every lane take registers, too
     return {"LANES": lanes, "COLS": columns // 2 if lane_scales else columns}
 
 

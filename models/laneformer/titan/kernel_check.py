@@ -1,11 +1,8 @@
-"""At the start of a job: do the kernels that it chose compute what the plain layer does?
+"""Check at the start of a job that its kernels compute what the plain layer does.
 
-One layer of the job's own shapes, prepared as the job prepares its layers (so that Inductor's cache can serve the job
-what is compiled here), goes forward and backward. The reference is the plain layer, eager, with SDPA, in the next
-wider type, with emulated float8 products if the job has such. How far the job's type may be from it is not guessed:
-the plain layer in that type shows it. All rows of the micro-batch are equal, so the reference computes one.
-
-Where the kernels fail on any rank, all ranks train with plain layers.
+One layer of the job's own shapes goes forward and backward, prepared as the job prepares its layers, so
+that Inductor's cache serves the job later. Where the kernels fail on any rank, all ranks train with
+plain layers.
 
     S sequence   L lanes   D hidden
 """
@@ -39,16 +36,19 @@ Prepare = Callable[[Any, JobConfig], None]
 
 
 def with_working_kernels(model: Any, job: JobConfig, prepare: Prepare) -> Any:
-    """The (meta) model, or one of plain layers where its kernels fail here, as `model.fallback` and a warning say.
+    """Return the (meta) model, or one of plain layers where its kernels fail on this machine.
 
-    prepare: what the job does to a model's layers, `checkpoint_and_compile`. Without a GPU and with the plain
-    kernels there is nothing to check. Raises what the plain layer raises.
+    `fallback` of the result has the reason, as has a warning. Raises what the plain layer raises.
+
+    Args:
+        prepare: `checkpoint_and_compile`, what the job does to a model's layers.
     """
     model.fallback = ""
     args, compiled = model.model_args, job.compile.enable and "model" in job.compile.components
     scaled = model.float8 is not None and not model.float8.emulate
     kernels = scaled or (args.attention, args.join_norm) != ("sdpa", "plain")
     ours = [i for i, layer in enumerate(model.layers) if type(layer) in (TitanLayer, FusedLayer)]
+    # plain kernels without a GPU need no check
     if not ours or not (kernels or (compiled and torch.cuda.is_available())):
         return model
     # the last one with a window has a mask, and delayed outputs to add
@@ -73,7 +73,6 @@ def with_working_kernels(model: Any, job: JobConfig, prepare: Prepare) -> Any:
 
 
 def plain_model(model: Any, job: JobConfig, float8: Float8 | None) -> Any:
-    """One like it on the meta device, without kernels."""
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[job.training.dtype]):
         plain = type(model)(replace(model.model_args, attention="sdpa", join_norm="plain"))
         if float8 is not None:
@@ -82,10 +81,12 @@ def plain_model(model: Any, job: JobConfig, float8: Float8 | None) -> Any:
 
 
 def layer_problem(model: Any, layer: int, job: JobConfig, prepare: Prepare) -> str:
-    """Why the kernels cannot be used: an exception, or how wrong they are; "" if all is well."""
+    """Return why the kernels cannot be used: an exception, or their error; "" if all is well."""
     dtype = TORCH_DTYPE_MAP[job.training.mixed_precision_param]
     plain = plain_model(model, job, model.float8 and replace(model.float8, emulate=True))
     expected = run_layer(plain, layer, job, WIDER[dtype])
+    # the plain layer in the job's type shows how far that type may be off. All rows are equal, so
+    # the reference computes one, eager, with SDPA, in the next wider type
     rounding = largest_error(run_layer(plain, layer, job, dtype), expected)
     allowed = MARGIN * max(rounding, torch.finfo(dtype).eps)
     try:
@@ -106,7 +107,10 @@ def run_layer(
     rows: int = 1,
     prepare: Prepare | None = None,
 ) -> list[Tensor]:
-    """A layer's outputs and the gradients of its inputs for the first row, the weights' gradients over the rows."""
+    """Return a layer's outputs and its inputs' gradients for the first row, and the weights' gradients.
+
+    The weights' gradients are a mean over the rows.
+    """
     config, length, model = model.config, min(job.training.seq_len, LONGEST), copy.deepcopy(model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(0)
@@ -147,7 +151,7 @@ def run_layer(
 
 
 def largest_error(tensors: list[Tensor], expected: list[Tensor]) -> float:
-    """Of any tensor, in units of its largest element; NaN if one is."""
+    # in units of a tensor's largest element; NaN if one is
     pairs = zip(tensors, expected, strict=True)
     errors = [(ours.to(wide.dtype) - wide).abs().max() / wide.abs().max() for ours, wide in pairs]
     return float(torch.stack(errors).max())

@@ -1,13 +1,11 @@
-"""One or some lanes a rank: the lanes as an axis of a training job's mesh (TorchTitan's "tp").
+"""Lanes on several ranks: the lanes as an axis of a training job's mesh (TorchTitan's "tp").
 
-Keys, values, heads, MLP rows and streams of a lane live on the rank that owns it, so a sequence's activations
-are divided by the ranks. Lanes exchange sums of their partial outputs alone: at once where a join waits
-(Join.PRESENT), else by an all-reduce that starts when the partial outputs exist and that is waited for
-`broadcast_delay` layers later; in the backward pass the same sums travel the other way, and have as long.
+The rank that owns a lane has its keys, values, heads, MLP rows and stream, which divides a sequence's
+activations by the ranks. Ranks exchange only sums of partial outputs.
 
-Gradients: of what one rank has (a lane's stream, its partial output, its matrices) a rank has the whole
-gradient; of what all ranks have alike (the embedding, sums, equal streams, norm scales) its own lanes' part,
-which a sum's backward pass, or FSDP for parameters, adds up.
+Gradients: a rank has the whole gradient of what it alone owns (a lane's stream, partial output and
+matrices). Of what all ranks have (the embedding, sums, equal streams, norm scales) it has its own
+lanes' part; a sum's backward pass, or FSDP for parameters, adds the parts.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ OPTION = "parallelism.tensor_parallel_degree"
 
 
 class _Start(torch.autograd.Function):
-    """An all-reduce that begins; in the backward pass the gradients' one, which `_Arrive` began, ends."""
+    """Start an all-reduce; the backward pass waits for the one that `_Arrive`'s backward started."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
@@ -40,7 +38,7 @@ class _Start(torch.autograd.Function):
 
 
 class _Arrive(torch.autograd.Function):
-    """The all-reduce that `_Start` began ends; nothing else may read what is under way."""
+    """Wait for the all-reduce of `_Start`; nothing else may read its tensor before."""
 
     @staticmethod
     def forward(ctx: Any, started: Tensor, group: str) -> Tensor:
@@ -53,7 +51,7 @@ class _Arrive(torch.autograd.Function):
 
 
 class LaneAxis(Lanes):
-    """This rank's lanes among those of all ranks of a one-dimensional mesh, in its order."""
+    """This rank's lanes among those of a one-dimensional mesh."""
 
     def __init__(self, total: int, mesh: DeviceMesh):
         super().__init__(total)
@@ -64,6 +62,8 @@ class LaneAxis(Lanes):
     def sum(self, partial: Tensor) -> Tensor:
         return _Arrive.apply(_Start.apply(_own_sum(partial), self.group), self.group)
 
+    # the sum starts when the partial outputs exist and is received `broadcast_delay` layers later;
+    # in the backward pass the gradients' sum has as long
     def send(self, partial: Tensor) -> Any:
         return partial, _Start.apply(_own_sum(partial), self.group)
 
@@ -74,8 +74,11 @@ class LaneAxis(Lanes):
     def together(
         self, denominators: Tensor, peaks: Tensor, chosen: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each token (N,), of this rank's part of the vocabulary -> of all of it: log of the softmax's
-        denominator, largest logit, the label's logit (0 where it is another rank's).
+        """Combine values (N,) of this rank's part of the vocabulary into those of all of it.
+
+        Returns:
+            Log of the softmax's denominator, largest logit, and the label's logit (in `chosen` 0 where it is
+            another rank's).
         """
         peak = wait_for_reduction(start_reduction(peaks, self.group, "max"))
         sums = torch.stack([(denominators - peak).exp(), chosen])
@@ -88,7 +91,7 @@ def _own_sum(partial: Tensor) -> Tensor:
 
 
 def check_lane_axis(config: LaneformerConfig, job_config: Any) -> None:
-    """ValueError where a job's lanes cannot be given to several ranks; joins and delays are all possible."""
+    """Raise ValueError where a job's lanes cannot be spread over several ranks."""
     degree, lanes = job_config.parallelism.tensor_parallel_degree, config.num_lanes
     if degree == 1:
         return
@@ -124,14 +127,13 @@ def check_lane_axis(config: LaneformerConfig, job_config: Any) -> None:
 
 
 def give_lanes_to_ranks(model: Any, mesh: DeviceMesh) -> None:
-    """Let a model of all lanes compute this rank's alone, in place: what has a lane axis is cut along it, the
-    rest is on every rank.
-    """
+    """Let a model of all lanes compute this rank's alone, in place."""
     axis = LaneAxis(model.config.num_lanes, mesh)
     for module in model.modules():
         if isinstance(getattr(module, "lanes", None), Lanes):
             module.lanes = axis
         for name, parameter in list(module.named_parameters(recurse=False)):
+            # what has a lane axis is cut along it, the rest is on every rank
             placement = Shard(0) if is_owned_by_lanes(module, parameter) else Replicate()
             cut = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
             module.register_parameter(
@@ -141,14 +143,13 @@ def give_lanes_to_ranks(model: Any, mesh: DeviceMesh) -> None:
 
 
 def is_owned_by_lanes(module: nn.Module, parameter: Tensor) -> bool:
-    """Whether a parameter's first axis is the lanes'."""
     return isinstance(module, LaneLinear | LMHead) or (
         isinstance(module, LaneRMSNorm) and parameter.dim() == 2
     )
 
 
 def _read_own_part(module: nn.Module, name: str) -> None:
-    """Let the module's code find, under the parameter's name, what `own_parts` has put beside it."""
+    """Let the parameter's name give the module's code the part that `own_parts` put beside it."""
     kind, beside = type(module), f"own_{name}"
     module.__class__ = type(
         f"Own{kind.__name__}", (kind,), {name: property(lambda module: getattr(module, beside))}
@@ -156,13 +157,9 @@ def _read_own_part(module: nn.Module, name: str) -> None:
 
 
 def own_parts(*units: nn.Module) -> None:
-    """Before each forward pass of a unit that FSDP gathers, give its modules' code this rank's parts, plain
-    tensors.
-
-    Not inside of what is compiled, whose backward pass could not keep a mesh. A part's gradient is a part of
-    the parameter's or, of what all ranks have, a term.
-    """
+    """Before each forward pass, give a unit's modules this rank's parts as plain tensors."""
     for unit in units:
+        # outside of compiled code, whose backward pass could not keep a mesh
         unit.register_forward_pre_hook(torch.compiler.disable(_own_parts))
 
 

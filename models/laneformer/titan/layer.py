@@ -20,20 +20,16 @@ class TitanFeedForward(LaneFeedForward):
 
 
 class KeptRMSNorm(LaneRMSNorm):
-    """The norm, held for the backward pass: the gradients of the product after it read it, as wide as it is."""
+    """The norm, kept for the backward pass: gradients of the product after it read its result."""
 
     def forward(self, x: Tensor) -> Tensor:
         return keep(super().forward(x))
 
 
 class TitanLayer(LaneformerLayer):
-    """The model's layer.
+    """The model's layer, with the streams between attention and MLP kept for the backward pass.
 
-    Its backward pass starts from the streams between attention and MLP: without them it would compute wo
-    again, and the join, which reads two more wide tensors. The normed streams are held, too: there is room
-    for them, and to compute them again is to read and write the streams. Where every lane adds the sum of all
-    partials at once and nobody needs them one by one, they are never made: the layer is a dense Transformer's
-    as long as the streams are equal.
+    Without them the backward pass would compute wo and the join again, which reads two more wide tensors.
     """
 
     def __init__(self, config: LaneformerConfig, layer: int):

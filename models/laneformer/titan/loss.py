@@ -1,13 +1,8 @@
-"""Cross-entropy straight from the streams: the logits of a chunk of tokens at a time, never
-those of the batch.
+"""Cross-entropy from the streams, with the logits of one chunk of tokens at a time.
 
     N tokens   L lanes   D hidden   v = V / L, the slice of the vocabulary that a lane scores
 
-A batch's logits are the largest tensor of a step (fp32 logits, their softmax, their gradient). They
-live only inside the loss, so the forward pass computes them chunk by chunk, keeping one number per
-token (the log of the softmax's denominator), and the backward pass recomputes them, which costs one
-more product with the head. The result is one loss per token: their sum is the training loss, their sums
-by source are the per-source losses.
+The logits of a batch would be the largest tensor of a step.
 """
 
 from __future__ import annotations
@@ -30,8 +25,10 @@ CHUNK_TOKENS = 2048
 
 
 def softmax_parts(logits: Tensor, labels: Tensor, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """logits (L, n, v) of the vocabulary from id `first` on -> the softmax's log-denominators, largest logits,
-    and the labels' logits, 0 for a label that is not among them; each (n,).
+    """Return the softmax's log-denominators, largest logits, and the labels' logits; each (n,).
+
+    Args:
+        logits: (L, n, v), of the vocabulary from id `first` on. A label outside of it has logit 0.
     """
     lanes, count, slice_size = logits.shape
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -54,11 +51,12 @@ def logits_gradient(
     z_loss_weight: float = 0.0,
     first: int = 0,
 ) -> Tensor:
-    """d loss / d logits (L, n, v) in the logits' dtype: (softmax - one-hot) times each
-    token's own gradient (n,).
+    """Return d loss / d logits (L, n, v) in the logits' dtype.
 
-    With a z-loss, z_loss_weight times the squared log-denominator: its gradient is the softmax's, too. The
-    logits are those of the vocabulary from id `first` on.
+    Args:
+        gradient: Of each token's loss, (n,).
+        z_loss_weight: Factor of the squared log-denominator in the loss.
+        first: First id of the logits' part of the vocabulary.
     """
     lanes, _, slice_size = logits.shape
     wide = logits.to(denominator.dtype)
@@ -69,6 +67,7 @@ def logits_gradient(
     weight = torch.where(labels == IGNORE_INDEX, 0.0, gradient)
     softmax = (wide - denominator[None, :, None]).exp()
     if z_loss_weight:
+        # the log-denominator's gradient is the softmax, too
         softmax = softmax * (1 + 2 * z_loss_weight * denominator)[None, :, None]
     return ((softmax - one_hot.to(wide.dtype)) * weight[None, :, None]).to(logits.dtype)
 
@@ -79,11 +78,11 @@ def _compile(function: Callable[..., Any], backend: str | None) -> Callable[...,
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Losses (N,) of streams (N, L, D) scored by a vocabulary-parallel head (L, v, D); labels int64 (N,).
+    """Losses (N,) of streams (N, L, D) under a vocabulary-parallel head (L, v, D); labels int64 (N,).
 
-    Returns log-denominators and largest logits (N,) as well, for the log. The losses leave the z-loss out,
-    their gradients contain it. axis: whose lanes the streams and the head are, if not all; the losses are of
-    the whole vocabulary, and the gradients this rank's.
+    Also returns log-denominators and largest logits (N,). The losses leave the z-loss out, their gradients
+    contain it. With `axis`, streams, head and gradients are those of its lanes; losses are over the whole
+    vocabulary.
     """
 
     @staticmethod
@@ -117,13 +116,15 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         x, weight, labels, denominators = ctx.saved_tensors
         function = _compile(logits_gradient, ctx.backend)
         x_gradient = torch.empty_like(x)
-        # summed over the chunks in float32 at least: in bfloat16 every chunk would round the sum again
+        # summed over the chunks in float32 at least: in bfloat16 every chunk would round the sum
+        # again
         weight_gradient = torch.zeros(weight.shape, dtype=denominators.dtype, device=weight.device)
         weighs, at = ctx.needs_input_grad[1], 0  # a frozen head has no gradient
         for part, label, denominator, gradient in zip(
             *(t.split(ctx.chunk) for t in (x, labels, denominators, gradients[0])), strict=True
         ):
             rows = part.transpose(0, 1)
+            # computed again: the forward pass keeps one number a token
             logits = torch.bmm(rows, weight.mT)
             d_logits = function(logits, denominator, label, gradient, ctx.z_loss_weight, ctx.first)
             x_gradient[at : at + len(part)] = torch.bmm(d_logits, weight).transpose(0, 1)
@@ -156,11 +157,13 @@ class TitanHead(LMHead):
         labels: Tensor | None = None,
         trained: int | None = None,
     ) -> Tensor:
-        """Streams (B, S, L, D) -> logits (B, S, V), or with labels (B, S) the losses (B, S)
-        in float32 or wider. Without a norm the streams are normed.
+        """Return logits (B, S, V) of streams (B, S, L, D), or with labels (B, S) the losses (B, S).
 
-        trained: number of labels that are not ignored, if the caller knows it: whole chunks of ignored
-        ones are then skipped.
+        Losses are float32 or wider.
+
+        Args:
+            norm: None where the streams are normed.
+            trained: Number of labels that are not ignored, if known, to skip whole chunks of ignored ones.
         """
         assert self.weight is not None, "a model that is trained has a head of its own"
         if norm is not None:
@@ -175,7 +178,8 @@ class TitanHead(LMHead):
         if trained is not None:
             count = -(-max(trained, 1) // self.chunk_tokens) * self.chunk_tokens
             if count < len(targets):
-                # the trained rows first, then ignored ones up to whole chunks: every chunk has the compiled shape
+                # the trained rows first, then ignored ones up to whole chunks: every chunk has the
+                # compiled shape
                 rows = (targets == IGNORE_INDEX).to(torch.uint8).argsort(stable=True)[:count]
                 x, targets = x.index_select(0, rows), targets[rows]
         options = self.chunk_tokens, self.compile_backend, self.z_loss_weight, axis
@@ -187,8 +191,9 @@ class TitanHead(LMHead):
         return losses.view(labels.shape)
 
     def as_one_product(self, h: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Normed streams (B, S, L, D) and the weight -> x (N, L, D), weight (L, v, D) of a vocabulary-parallel head
-        with the same logits; of the other kinds, which sum over lanes, with one lane.
+        """Return x (N, L, D) and weight (L, v, D) of a vocabulary-parallel head with the same logits.
+
+        Heads of the other kinds, which sum over lanes, become one with a single lane.
         """
         x = h.flatten(0, 1)
         if self.kind == "vocab_parallel":
@@ -200,7 +205,7 @@ class TitanHead(LMHead):
 
     @torch.no_grad()
     def likeliest(self, x: Tensor) -> Tensor:
-        """Normed streams (B, S, L, D) -> the ids with the largest logits, int64 (B, S)."""
+        """Return the ids with the largest logits, int64 (B, S), of normed streams (B, S, L, D)."""
         assert self.weight is not None
         rows = x.flatten(0, 1).split(self.chunk_tokens)
         return torch.cat([self.score(part[None], self.weight)[0].argmax(-1) for part in rows]).view(

@@ -1,9 +1,8 @@
-"""Training of the head for multi-token prediction: what it reads, its labels, loss and acceptance.
+"""Training of the head for multi-token prediction: inputs, labels, loss and acceptance.
 
     B batch   S sequence   L lanes   D hidden   K steps, the tokens drafted after the next one
 
-Step k at position t is given the tokens up to t+k and predicts token t+k+1, so its labels are the model's,
-k places earlier: those of other documents, and those past the window's end, are ignored.
+Step k at position t gets the tokens up to t+k and predicts token t+k+1.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ VALIDATED_STEPS = 3  # positions whose acceptance is measured, whatever the numb
 
 @dataclass
 class DraftTraining:
-    """The job's [mtp] section, with steps of the optimizer in place of shares."""
-
     steps: int = 1
     loss_weight: float = 0.3
     final_loss_weight: float = 0.1
@@ -37,7 +34,7 @@ class DraftTraining:
 
     @classmethod
     def of(cls, job_config: Any, config: LaneformerConfig) -> DraftTraining:
-        """ValueError where the architecture has no head to train, or has a draft vocabulary already."""
+        """Read the job's section; raise ValueError without a head to train, or with a draft vocabulary."""
         section = job_config.mtp
         if section.freeze_base and not config.num_nextn_predict_layers:
             raise ValueError(
@@ -55,13 +52,12 @@ class DraftTraining:
         return cls(section.steps, *weights, lower_at, section.freeze_base)
 
     def weight(self, step: int) -> float:
-        """Of the drafts' loss at an optimizer step, counted from 1."""
         return self.loss_weight if step <= self.lower_at_step else self.final_loss_weight
 
 
 @dataclass
 class Drafted:
-    """What the last forward pass of the head gave; no gradients."""
+    """Results of the head's last forward pass, without gradients."""
 
     losses: Tensor  # (K, B, S), 0 where ignored
     labels: Tensor  # (K, B, S)
@@ -79,14 +75,16 @@ def losses_with_drafts(
     documents: Tensor | None,
     kept_apart: Tensor | None,
 ) -> Tensor:
-    """The model's losses (B, S), whose gradients contain the weighted losses of the drafts; fills
-    `model.drafted`.
+    """Return the model's losses (B, S) with the drafts' weighted gradients; fill `model.drafted`.
 
-    masks: one a layer, the head's last. documents (B, S): of each token; kept_apart: the same where attention
-    is restricted to them. With a frozen base nothing of it is kept for the backward pass.
+    Args:
+        masks: One a layer, the head's last.
+        documents: Of each token, (B, S).
+        kept_apart: The same where attention is restricted to documents.
     """
     training, config, head = model.model_args.mtp, model.config, model.lm_head
     steps = training.steps if model.training else VALIDATED_STEPS
+    # a frozen base keeps nothing for the backward pass
     with torch.set_grad_enabled(torch.is_grad_enabled() and not training.freeze_base):
         h, tail = run_layers(
             model.layers, config, embedding, rope, masks[:-1], share_equal_streams=True
@@ -107,11 +105,17 @@ def losses_with_drafts(
     head.normalizers = normalizers  # diagnostics are about the model's own logits
     model.drafted = Drafted(drafts.detach(), targets, accepted)
     added = model.draft_weight * drafts.sum(0)
+    # the drafts' value cancels, their gradient does not
     return losses + added - added.detach()
 
 
 def step_labels(labels: Tensor, documents: Tensor | None, bos_id: int | None, step: int) -> Tensor:
-    """Labels (B, S) of the model -> those of step k; documents (B, S): of the tokens, None if not known."""
+    """Return the labels of step k, from the model's labels (B, S).
+
+    Args:
+        documents: Of the tokens, (B, S); None if not known.
+    """
+    # k places earlier; labels past the window's end or of another document are ignored
     targets = labels.roll(-step, 1)
     targets[:, -step:] = IGNORE_INDEX
     if documents is None:
@@ -125,7 +129,7 @@ def step_labels(labels: Tensor, documents: Tensor | None, bos_id: int | None, st
 def step_mask(
     step: int, positions: Tensor, first: Any, documents: Tensor | None
 ) -> Tensor | BlockMask:
-    """Step k's mask (S, k S), k at least 2: for FlexAttention where step 1's is."""
+    """Return step k's mask (S, k S), k at least 2."""
     if isinstance(first, BlockMask) and documents is not None:
         return document_blocks(documents, step=step)
     visible = draft_mask(len(positions), step, positions.device)
@@ -135,6 +139,11 @@ def step_mask(
 
 
 def count_accepted(chosen: Tensor, drafted: Tensor) -> Tensor:
-    """Likeliest ids by the model (B, S) and by each step (K, B, S) -> whether steps 1 to k agree with it."""
+    """Return whether steps 1 to k agree with the model, (K, B, S).
+
+    Args:
+        chosen: Likeliest ids by the model, (B, S).
+        drafted: By each step, (K, B, S).
+    """
     agree = torch.stack([each == chosen.roll(-k, 1) for k, each in enumerate(drafted, 1)])
     return agree.cumprod(0).bool()

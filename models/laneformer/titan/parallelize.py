@@ -1,15 +1,9 @@
 """Activation checkpointing, compile per layer, and FSDP2 or HSDP, in TorchTitan's order.
 
-The lane axis decides the sharding. FSDP cuts dimension 0 by default, and dimension 0 of a lane matrix is L
-= 8: on more than eight shards most ranks would own nothing. Each parameter is therefore cut along its
-first dimension that the shard degree divides; with 8 shards (HSDP, one node) that is the lane axis itself,
-one lane per GPU.
-
-The lane axis decides what to keep for the backward pass, too. A product that fans out (wq, wk, wv, w1, w3) is
-D or F wide; one that fans in (wo, w2) gives every lane a stream of its own, L times D. Selective
-checkpointing keeps the first kind, the streams between attention and MLP, what the norms and attention
-return, and computes the rest again: no product is, and nothing that is as wide as the streams but the join in
-front of the MLP's output.
+Selective checkpointing keeps products that fan out (wq, wk, wv, w1, w3: D or F wide), the streams
+between attention and MLP, and the results of norms and attention. Products that fan in (wo, w2) give
+every lane a stream, L times D wide. No product is computed again, and of what is as wide as the streams
+only the join in front of the MLP's output.
 """
 
 from __future__ import annotations
@@ -54,8 +48,9 @@ KEPT_OPS = EXCHANGES | {
 def parallelize_laneformer(
     model: TitanLaneformer, parallel_dims: ParallelDims, job_config: JobConfig
 ) -> nn.Module:
-    """The (meta) model prepared for its mesh, without kernels that fail here; `train.job_checks` has refused all but
-    FSDP and HSDP.
+    """Prepare the (meta) model for its mesh, without kernels that fail on this machine.
+
+    `train.job_checks` has refused all but FSDP and HSDP.
     """
     if isinstance(model.layers[0], FusedLayer):
         check_kernels()
@@ -75,18 +70,14 @@ def parallelize_laneformer(
 
 
 def refuse_other_layers(model: TitanLaneformer) -> None:
-    """ValueError for an experiment's model, whose lanes may exchange in a way of their own."""
+    # the lanes of an experiment's model may exchange in a way of their own
     if own := {type(part) for part in (model, *model.layers)} - {TitanLaneformer, TitanLayer}:
         names = ", ".join(sorted(kind.__name__ for kind in own))
         raise ValueError(f"{OPTION} > 1 is not possible with {names}; set {OPTION} = 1")
 
 
 def meshes(parallel_dims: ParallelDims) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Of FSDP or HSDP, and of the lanes if they are on several ranks.
-
-    One device is an FSDP mesh of one: the same mixed precision everywhere; under autocast sums would widen the
-    streams.
-    """
+    """Return the mesh of FSDP or HSDP, and that of the lanes if they are on several ranks."""
     lanes = parallel_dims.get_mesh("tp") if parallel_dims.tp_enabled else None
     if parallel_dims.fsdp_enabled:
         names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
@@ -94,12 +85,13 @@ def meshes(parallel_dims: ParallelDims) -> tuple[DeviceMesh, DeviceMesh | None]:
     world = parallel_dims.world_mesh
     if lanes is None:
         return world, None
+    # one device is an FSDP mesh of one for the same mixed precision: autocast's sums would widen
+    # streams
     both = init_device_mesh(world.device_type, (1, lanes.size()), mesh_dim_names=("fsdp", "tp"))
     return both["fsdp"], both["tp"]
 
 
 def checkpoint_and_compile(model: Laneformer, job_config: JobConfig) -> None:
-    """Prepare layers, last norm and loss as the job says, in place; needs no mesh and no device."""
     compile_model = job_config.compile.enable and "model" in job_config.compile.components
     checkpointing = job_config.activation_checkpoint
     if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
@@ -116,9 +108,10 @@ def checkpoint_and_compile(model: Laneformer, job_config: JobConfig) -> None:
             base_folder=job_config.job.dump_folder,
         )
     if compile_model:
-        # All layers share one code object, and Dynamo counts its variants together: the 2B layout has six
-        # (which inputs a layer receives, with or without a mask) in each of two grad modes, above the default
-        # limit of 8, where fullgraph turns the limit into an error at the first validation.
+        # All layers share one code object, and Dynamo counts its variants together: the 2B layout
+        # has six (which inputs a layer receives, with or without a mask) in each of two grad modes,
+        # above the default limit of 8, where fullgraph turns the limit into an error at the first
+        # validation.
         allow_variants(RECOMPILE_LIMIT)
         lower_keep_to_nothing()
         fuse_join_norm()
@@ -132,7 +125,6 @@ def checkpoint_and_compile(model: Laneformer, job_config: JobConfig) -> None:
 
 
 def apply_selective_checkpointing(model: Laneformer, saved_ops: frozenset[Any] = KEPT_OPS) -> None:
-    """Wrap every layer so that its backward pass keeps these operations' results and recomputes the rest."""
 
     def policy(context: Any, operation: Any, *operands: Any, **options: Any) -> CheckpointPolicy:
         return (
@@ -150,14 +142,13 @@ def apply_selective_checkpointing(model: Laneformer, saved_ops: frozenset[Any] =
 
 
 def shard_dimension(shape: torch.Size, degree: int) -> int:
-    """The first dimension that `degree` divides; 0 (cut unevenly) when there is none."""
+    """Return the first dimension that `degree` divides; 0 when there is none."""
+    # dimension 0 of a lane matrix is L = 8: on more than eight shards most ranks would own nothing.
+    # With 8 shards (HSDP, one node) it is one lane a GPU
     return next((dim for dim, size in enumerate(shape) if size % degree == 0), 0)
 
 
 def apply_fsdp(model: Laneformer, mesh: DeviceMesh, job_config: JobConfig) -> None:
-    """Shard embedding, every layer, and norm with head as one unit each; gradients are summed, the
-    loss is a mean.
-    """
     degree = mesh.size() if mesh.ndim == 1 else mesh.size(1)
     policy = MixedPrecisionPolicy(
         param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],

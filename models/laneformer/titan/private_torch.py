@@ -1,7 +1,7 @@
-"""What training needs of torch's compiler and has no public name: what another version of torch may move.
+"""Private parts of torch's compiler that training needs, which another version of torch may move.
 
-Nothing else in `titan/` and `train/` may name a module of torch that begins with an underscore (a test), but the
-places at which TorchTitan asks for a GPU: `train.job_config.patch_torch_for_cpu`.
+Nothing else in `titan/` and `train/` may name a module of torch that begins with an underscore (a
+test), except where TorchTitan asks for a GPU: `train.job_config.patch_torch_for_cpu`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ EXCHANGES = frozenset(
 
 
 def lower_to_nothing(operation: Any) -> None:
-    """Teach Inductor that an operator hands on its argument."""
     from torch._inductor.lowering import lowerings, register_lowering
 
     if operation not in lowerings:
@@ -39,36 +38,35 @@ def lower_to_nothing(operation: Any) -> None:
 
 
 def pass_after_autograd(graph_pass: GraphPass) -> None:
-    """Let Inductor run it over each graph, forward or backward, as the last of its own."""
     torch._inductor.config.post_grad_custom_post_pass = graph_pass
 
 
 def allow_variants(count: int) -> None:
-    """How often one function may be compiled; Dynamo's own limit is 8."""
     torch._dynamo.config.recompile_limit = count
 
 
 def start_reduction(x: Tensor, group: str, how: str = "sum") -> Tensor:
-    """An all-reduce that is under way when this returns: its result must not be read before `arrived`."""
+    """Start an all-reduce; its result must not be read before `wait_for_reduction`."""
     started: Tensor = torch.ops._c10d_functional.all_reduce(x.contiguous(), how, group)
     return started
 
 
 def wait_for_reduction(started: Tensor) -> Tensor:
-    """The result of `start_reduction`, once it is there."""
+    """Return the result of `start_reduction`, once it is complete."""
     result: Tensor = torch.ops._c10d_functional.wait_tensor(started)
     return result
 
 
 def forget_compiled() -> None:
-    """What is compiled in this process, and the shapes seen so far."""
     torch._dynamo.reset()
 
 
 def multiply_float8(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, fast: bool, out: Tensor
 ) -> None:
-    """out (M, O) = float8 a (M, K) times b (K, O), its columns adjacent, times their scales: (1, 1) each, or
-    (M, 1) and (1, O), float32. `torch.nn.functional.scaled_mm` takes the same but not `out`.
+    """Write float8 a (M, K) times b (K, O), times their scales, to out (M, O).
+
+    b's columns are adjacent. Scales are float32, (1, 1) each, or (M, 1) and (1, O).
     """
+    # torch.nn.functional.scaled_mm takes the same but not `out`
     torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=out.dtype, use_fast_accum=fast, out=out)

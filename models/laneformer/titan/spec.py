@@ -1,6 +1,4 @@
-"""The Laneformer as TorchTitan sees a model: arguments by flavor, FLOPs for
-MFU, construction and initialisation.
-"""
+"""The Laneformer as a TorchTitan model: arguments by flavor, FLOPs for MFU, construction, init."""
 
 from __future__ import annotations
 
@@ -30,10 +28,6 @@ from .mtp import Drafted, DraftTraining, losses_with_drafts
 
 @dataclass
 class LaneformerArgs(BaseModelArgs):
-    """Architecture, attention kernel and initialisation seed; TorchTitan logs it and asks
-    for parameters and FLOPs.
-    """
-
     config: LaneformerConfig = field(default_factory=LaneformerConfig)
     init_seed: int = 0
     attention: str = "sdpa"
@@ -44,7 +38,6 @@ class LaneformerArgs(BaseModelArgs):
     mtp: DraftTraining = field(default_factory=DraftTraining)
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
-        """Take `[architecture]` overrides, the seed, and check the sequence length. Raises ValueError."""
         section = vars(job_config.architecture)
         overrides = {key: value for key, value in section.items() if value is not None}
         self.config = LaneformerConfig.from_dict({**self.config.to_dict(), **overrides})
@@ -71,18 +64,18 @@ class LaneformerArgs(BaseModelArgs):
 
 
 def choose_attention(job_config: JobConfig) -> str:
-    """The kernel that `model.attention` names; "auto" is flex where it is compiled for a GPU."""
     kind = job_config.model.attention
     if kind == "auto":
         compiled = job_config.compile.enable and "model" in job_config.compile.components
+        # FlexAttention needs to be compiled for a GPU
         return "flex" if compiled and torch.cuda.is_available() else "sdpa"
     return kind
 
 
 def choose_join_norm(job_config: JobConfig) -> str:
-    """What `model.join_norm` names, "triton" or "plain"; "auto" is triton on a GPU that has all lanes."""
     kind = job_config.model.join_norm
     if kind == "auto":
+        # the kernels need all lanes
         whole = job_config.parallelism.tensor_parallel_degree == 1
         kind = "triton" if whole and torch.cuda.is_available() else "plain"
     return kind
@@ -93,9 +86,7 @@ def model_args_by_flavor() -> dict[str, LaneformerArgs]:
 
 
 class TitanLaneformer(Laneformer):
-    """The same module with the constructor and `init_weights` of TorchTitan's ModelProtocol,
-    a protocol by shape.
-    """
+    """The model with the constructor and `init_weights` of TorchTitan's ModelProtocol."""
 
     float8: Float8 | None = None  # set by its converter
 
@@ -117,12 +108,14 @@ class TitanLaneformer(Laneformer):
         documents: Tensor | None = None,
         trained: int | None = None,
     ) -> Tensor:
-        """Token ids (B, S) -> logits (B, S, V); with labels (B, S) the loss of every token, (B, S).
+        """Return logits (B, S, V) of token ids (B, S); with labels (B, S) the loss of every token, (B, S).
 
-        documents: integers (B, S), the document of each token; default with `mask_documents`: `bos_id`
-        begins one. Positions go on across documents: attention within one depends on their differences only
-        (RoPE). trained: see TitanHead.
+        Args:
+            documents: The document of each token, integers (B, S); by default, with `mask_documents`, one
+                begins at each `bos_id`.
+            trained: See TitanHead.
         """
+        # positions go on across documents: within one, RoPE depends on their differences only
         rope = rope_table(self.config, torch.arange(input_ids.shape[1], device=input_ids.device))
         bos_id, masked = self.model_args.bos_id, self.model_args.mask_documents
         if documents is None and masked and bos_id is None:
@@ -149,9 +142,10 @@ class TitanLaneformer(Laneformer):
         labels: Tensor | None,
         trained: int | None,
     ) -> Tensor:
-        """Embeddings (B, S, D) -> what `forward` returns; a model with other streams or another loss overrides it.
+        """Return what `forward` does, from embeddings (B, S, D); models with other streams override it.
 
-        masks: one a layer; a block mask passes through the layers to TitanAttention.
+        Args:
+            masks: One a layer; a block mask passes through the layers to TitanAttention.
         """
         h, _ = run_layers(
             self.layers,
@@ -165,12 +159,12 @@ class TitanLaneformer(Laneformer):
         return self.lm_head(h.expand(-1, -1, self.lanes.here, -1), self.norm, labels, trained)
 
     def begin_step(self, step: int) -> None:
-        """Called by the trainer before each optimizer step, counted from 1; for models that change while they train."""
+        """Prepare an optimizer step, counted from 1."""
         self.draft_weight = self.model_args.mtp.weight(step)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:  # type: ignore[override]
-        """Initialize the parameters in place; there are no buffers."""
         for name, parameter in self.named_parameters():
-            # checkpointed layers have a wrapper in their names, which must not change the numbers drawn
+            # checkpointed layers have a wrapper in their names, which must not change the numbers
+            # drawn
             plain = name.replace("_checkpoint_wrapped_module.", "")
             init_parameter(self.config, plain, parameter, self.model_args.init_seed)

@@ -1,10 +1,9 @@
-"""Decode speed on GPUs next to what their memory gives: percent of the read probe, and what each layer leaves exposed.
+"""Decode speed on GPUs, as a share of memory bandwidth and as the time exposed in each layer.
 
     t = bytes / bandwidth + layers x c
 
-c, the microseconds a layer that the stream of weights does not hide, is the figure that exchanges decide. Requests go
-the server's way: the schedule, the executor's thread, launches of several passes. A token's time is that at which its
-news comes, with all of its launch.
+c is the microseconds a layer that the stream of weights does not hide; exchanges between lanes
+decide it.
 """
 
 from __future__ import annotations
@@ -40,8 +39,13 @@ LONGEST_S = 60.0  # without news of a request
 def benchmark(
     executor: CudaExecutor, depth: int = 0, progress: Callable[[str], None] = print
 ) -> dict[str, Any]:
-    """Figures of single-request decoding after `depth` cached positions; the keys are
-    those of `laneformer bench`. ValueError for a depth without room.
+    """Measure single-request decoding after `depth` cached positions.
+
+    Returns:
+        The keys of `laneformer bench`.
+
+    Raises:
+        ValueError: The context has no room for `depth`.
     """
     passes: Any = executor.passes
     config, context = passes.config, passes.config.max_position_embeddings
@@ -56,6 +60,8 @@ def benchmark(
     tokens = min(TOKENS, context - len(prompt))
     progress(f"{RUNS} runs of {tokens} tokens")
     arrivals(executor, prompt, MIN_TOKENS)  # warm: code, clocks
+    # requests take the server's path, and a token's time is that of its news, with the rest of its
+    # launch
     runs = [rate_of(arrivals(executor, prompt, tokens)) for _ in range(RUNS)]
     tokens_per_s = statistics.median(runs)
     bytes_per_token = weight_bytes(passes.geometry) + config.cached_bytes(
@@ -94,8 +100,11 @@ def shares(
     gpus: int,
     layers: int,
 ) -> dict[str, float | None]:
-    """How much of the bandwidth (bytes/s; `stated`: of one GPU, by its maker) a speed is, and the time a layer that
-    is not.
+    """Return a speed as percent of the bandwidth, and the exposed microseconds a layer.
+
+    Args:
+        probe: Measured bandwidth of all GPUs, bytes/s.
+        stated: The maker's bandwidth of one GPU, bytes/s.
     """
     rate = bytes_per_token * tokens_per_s
     return {
@@ -106,14 +115,16 @@ def shares(
 
 
 def datasheet(device: str) -> float | None:
-    """Bytes/s that the maker states for the memory of a GPU of this name; None where cards.toml has it not."""
     card = card_of_device(device)
+    # the maker's figure, in bytes/s
     return None if card is None else card.bandwidth_bytes_per_s
 
 
 def arrivals(executor: CudaExecutor, prompt: list[int], tokens: int, **options: Any) -> np.ndarray:
-    """Seconds (of any origin) at which the news of each of `tokens` new tokens came. RuntimeError where the request
-    fails, or no news comes.
+    """Return the seconds (of any origin) at which the news of each new token came.
+
+    Raises:
+        RuntimeError: The request failed, or no news came.
     """
     times: list[float] = []
     executor.schedule.join([Request(prompt, tokens, **options)])
@@ -128,15 +139,14 @@ def arrivals(executor: CudaExecutor, prompt: list[int], tokens: int, **options: 
 
 
 def rate_of(times: np.ndarray) -> float:
-    """Tokens/s of one run: of those that came after the first ones, which came together."""
+    # without the first tokens, which came together
     return float((times > times[0]).sum() / (times[-1] - times[0]))
 
 
 def measure_prefill(executor: CudaExecutor, depth: int) -> tuple[float, float]:
-    """Seconds to the first token after a prompt of `depth` (or a typical length), and
-    prompt tokens per second.
-    """
+    """Return the seconds to the first token, and prompt tokens/s."""
     passes: Any = executor.passes
+    # `depth`, or a typical length
     length = max(depth, min(2048, passes.config.max_position_embeddings // 2))
     prompt = random_prompt(passes.config, length)
     seconds = []
@@ -153,9 +163,7 @@ def random_prompt(config: LaneformerConfig, length: int) -> list[int]:
 
 
 def weight_bytes(geometry: Geometry) -> int:
-    """Bytes of weights that all GPUs together read for one token, without what fills up
-    the tapes' last chunks.
-    """
+    """Return the bytes that all GPUs read for one token, without padding."""
     config, scale = geometry.config, 4 * (geometry.dtype == "int8")  # bytes a row
     matrices = {op: geometry.matrix(op) for op in OPS}
     rows = {op: matrix.rows * config.num_hidden_layers for op, matrix in matrices.items()}
@@ -168,7 +176,6 @@ def weight_bytes(geometry: Geometry) -> int:
 
 
 def probe_argument(memory: DeviceMemory, sums: torch.Tensor, rounds: int) -> Probe:
-    """Read the device's tapes `rounds` times; `sums`: int32, one for each thread of the launch."""
     return Probe(memory.tapes.data_ptr(), memory.tape_at.data_ptr(), sums.data_ptr(), rounds)
 
 
@@ -177,16 +184,14 @@ def sum_tapes(memory: DeviceMemory) -> int:
 
 
 def read_bandwidth(memory: DeviceMemory) -> float:
-    """Bytes/s of the tapes, the best of RUNS by the decode kernels' own ring of chunks and by the plain loads of
-    torch.sum. RuntimeError where the ring has not read everything.
-
-    The weights of small models stay in the L2, and so the figure is the L2's.
-    """
+    """Measure how fast a GPU reads its tapes, in bytes/s."""
     geometry, size = memory.geometry, int(tape_starts(memory.geometry)[-1])
     kernels = Kernels("probe", geometry, memory.device)
     sums = torch.zeros(geometry.blocks * geometry.threads, dtype=torch.int32, device=memory.device)
     rounds = math.ceil(PROBED_BYTES / size)
     argument, words = probe_argument(memory, sums, rounds), memory.tapes.view(torch.int32)
+    # the best of the decode kernels' own ring and of plain loads. The weights of small models stay
+    # in the L2 cache, so the figure is then the cache's.
     ways: list[Callable[[], object]] = [
         lambda: kernels.launch("stream", argument),
         lambda: [words.sum(dtype=torch.int64) for _ in range(rounds)],

@@ -1,8 +1,8 @@
-"""Keys and values of sequences in device memory: where the schedule's KvOps are carried out.
+"""Keys and values of sequences in device memory, on which the schedule's KvOps act.
 
-A layer with a sliding window has a ring that overwrites, so a sequence can start wherever no ring has lost a key of
-the window before it; the schedule goes by two numbers of the rings (schedule/prefix.h). A copy of `2b`'s 4,096
-positions (252 MB) is calculated as 0.1 ms.
+A layer with a sliding window has a ring that overwrites, so a sequence can start wherever no ring has
+lost a key of the window before it (schedule/prefix.h). A copy of `2b`'s 4,096 positions (252 MB)
+takes 0.1 ms (calculated).
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ MAX_CACHES = 64
 
 
 class Caches:
-    """As many as `memory.kv` is of. `kv`: of each, the numbers on each device."""
+    """Caches of sequences, as many as `memory.kv` holds.
+
+    Attributes:
+        kv: Of each cache, the numbers on each device.
+    """
 
     def __init__(self, memories: Sequence[DeviceMemory]):
         self.memories, g = memories, memories[0].geometry
@@ -36,12 +40,11 @@ class Caches:
             self._copy(op.source, op.cache, op.end)
 
     def of(self, cache: int) -> list[DeviceMemory]:
-        """The devices' memory, with this cache's keys and values in the place of all."""
         return [memory.of(kv) for memory, kv in zip(self.memories, self.kv[cache], strict=True)]
 
     def _copy(self, source: int, target: int, count: int) -> None:
-        """The first `count` positions; of a ring that is shorter, all of it."""
         g = self.memories[0].geometry
+        # of a ring that is shorter, all of it
         used = -(-count // g.splits)
         for from_, to in zip(self.of(source), self.of(target), strict=True):
             for layer in range(g.config.num_hidden_layers):

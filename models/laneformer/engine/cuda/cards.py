@@ -1,4 +1,4 @@
-"""Datasheets of GPUs, from cards.toml: the engine's and the tools' one table. Only the standard library is imported."""
+"""Datasheets of GPUs from cards.toml, for the engine and the tools; imports the standard library only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CARDS = [Card(name, **row) for name, row in tomllib.loads(TEXT).items()]  # noqa
 
 
 def card_named(name: str) -> Card:
-    """The card whose name starts with `name` in any case, the shortest of several. ValueError for an unknown name."""
+    """Return the shortest-named card whose name starts with `name` in any case; raise ValueError for none."""
     matching = [card for card in CARDS if card.name.lower().startswith(name.lower())]
     if not matching:
         names = ", ".join(card.name for card in CARDS)
@@ -34,5 +34,5 @@ def card_named(name: str) -> Card:
 
 
 def card_of_device(device: str) -> Card | None:
-    """The card that a driver calls `device`, such as NVIDIA H100 80GB HBM3; None where the table has it not."""
+    """Return the card of a driver's device name, such as NVIDIA H100 80GB HBM3; None if not in the table."""
     return next((card for card in CARDS if card.name.lower() in device.lower()), None)

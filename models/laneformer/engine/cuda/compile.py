@@ -1,9 +1,7 @@
-"""Kernels from source to machine code at run time, without a toolkit (nvrtc.py
-compiles, launch.py starts them).
+"""Compile CUDA kernels from source at run time, without a toolkit and without a GPU.
 
-The sources are compiled for one geometry and one architecture, which needs no GPU. Cubins are kept in
-the user's cache directory under a hash of everything that decides them: sources, constants, options,
-and the compiler's version.
+nvrtc.py calls the compiler, launch.py starts the kernels. Cubins are kept in the user's cache directory
+under a hash of sources, constants, options and the compiler's version.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ INCLUDES = (FOLDER, FOLDER.parent)  # there is sampling.h, which the C++ core sh
 
 
 def source_of(version: str, geometry: Geometry) -> str:
-    """One translation unit: the geometry's constants, then the kernels of a version, or of the probe."""
+    """Return the geometry's constants followed by the kernels of a version, or of the probe."""
     return (
         f'#define GRAPH {version == "graph":d}\n{constants_of(geometry)}#include "{version}.cu"\n'
     )
@@ -38,10 +36,14 @@ def compile_cubin(
     driver: int | None = None,
     compiler: Nvrtc | None = None,
 ) -> bytes:
-    """Machine code for an architecture such as "sm_90a"; RuntimeError with the compiler's message.
+    """Return machine code for an architecture such as "sm_90a".
 
-    `cache` is the folder of kept cubins; by default $XDG_CACHE_HOME/laneformer/cubins. `compiler`: by default
-    the newest one whose code this driver loads.
+    Args:
+        cache: Folder of cubins; by default $XDG_CACHE_HOME/laneformer/cubins.
+        compiler: By default the newest one whose code this driver loads.
+
+    Raises:
+        RuntimeError: With the compiler's message.
     """
     source, compiler = source_of(version, geometry), compiler or compiler_for(architecture, driver)
     patterns = [(folder, suffix) for folder in INCLUDES for suffix in ("*.cu*", "*.h")]
@@ -66,14 +68,13 @@ def compile_cubin(
 
 
 def keep(path: Path, content: bytes) -> None:
-    """Write the file whole or not at all; a folder that cannot be written costs the next start
-    its time, no more.
-    """
     unfinished = path.with_suffix(f".{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished.write_bytes(content)
+        # whole or not at all
         os.replace(unfinished, path)
     except OSError:
+        # without the file, the next start compiles again
         with contextlib.suppress(OSError):
             unfinished.unlink()

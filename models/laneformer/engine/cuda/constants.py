@@ -1,4 +1,4 @@
-"""The geometry as the C++ text in front of the kernels: sizes, and tables with a number a layer or matrix."""
+"""Write the geometry as C++ text in front of the kernels: sizes, and tables by layer or matrix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from .structures import MAX_COLUMNS, MAX_STOPS
 
 
 def constants_of(geometry: Geometry) -> str:
-    """The C++ text in front of the kernels."""
     c, layers = geometry.config, range(geometry.config.num_hidden_layers)
     starts = [sum(geometry.kv_layer(j) for j in range(i)) for i in layers]
     lines = [
@@ -38,7 +37,6 @@ def constants_of(geometry: Geometry) -> str:
 
 
 def sizes_of(geometry: Geometry) -> dict[str, int]:
-    """The constants that are one number each."""
     c = geometry.config
     return {
         "kLanes": c.num_lanes,
@@ -73,7 +71,7 @@ def sizes_of(geometry: Geometry) -> dict[str, int]:
 
 
 def tables_of(geometry: Geometry) -> dict[str, Sequence[int]]:
-    """The tables with a number for each matrix, layer or flush."""
+    """Return the tables with a number for each matrix, layer or flush."""
     c, layers = geometry.config, range(geometry.config.num_hidden_layers)
     matrices = [geometry.matrix(op) for op in OPS]
     return {
@@ -91,7 +89,7 @@ def tables_of(geometry: Geometry) -> dict[str, Sequence[int]]:
 
 
 def module_tables_of(config: LaneformerConfig) -> dict[str, Sequence[Sequence[object]]]:
-    """The tables with a row for each of MODULES and a column a layer."""
+    """Return the tables with a row for each of MODULES and a column a layer."""
     c, layers = config, range(config.num_hidden_layers)
     return {
         "kJoins": [[join_name(c.join(i, m)) for i in layers] for m in MODULES],
@@ -103,7 +101,6 @@ def module_tables_of(config: LaneformerConfig) -> dict[str, Sequence[Sequence[ob
 
 
 def join_name(join: Join) -> str:
-    """The kernels' name of a join: kPresent, kNoReduce, kPast."""
     return "k" + join.name.title().replace("_", "")
 
 

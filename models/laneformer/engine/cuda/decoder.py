@@ -1,4 +1,4 @@
-"""CudaDecoder: a Decoder on GPUs. The schedule is the CPU's; what it plans, an executor runs (executor.py)."""
+"""CudaDecoder: a Decoder on GPUs, whose executor (executor.py) runs what the schedule plans."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ USE_CPU = "the CUDA engine does not have this option; use device = 'cpu'"
 
 
 class CudaDecoder:
-    """Decodes on one or more GPUs that share the lanes.
+    """Decode on one or more GPUs that share the lanes.
 
-    The kernels compute as math="exact" does, but for keys and values in 16 bits; longer prompts, and scores, go
-    through PyTorch in 16 bits. Requests share passes over the weights (passes.py). Where their kernel cannot run, and
-    for version="graph", requests come one after the other, and `speculate` has no effect.
+    The kernels compute as math="exact" does, but for keys and values in 16 bits; longer prompts, and
+    scores, go through PyTorch in 16 bits. Where the kernel of passes cannot run, and for version="graph",
+    requests run one after the other, and `speculate` has no effect.
     """
 
     def __init__(
@@ -46,11 +46,15 @@ class CudaDecoder:
         kv_dtype: str = "auto",
         cache_bytes: int | None = None,
     ):
-        """`dtype` "auto" is the checkpoint's, and bf16 where that is fp32.
-        `version`: "passes" or "graph".
+        """Load the model.
 
-        ValueError for a model that the kernels cannot hold, and for options of the CPU: threads, isa,
-        math, pin, kv_dtype.
+        Args:
+            dtype: "auto" is the checkpoint's, and bf16 where that is fp32.
+            version: "passes" or "graph".
+
+        Raises:
+            ValueError: The kernels cannot hold the model, or an option is the CPU's: threads, isa, math,
+                pin, kv_dtype.
         """
         if dtype == "auto":
             dtype = half_of(tensors)
@@ -75,7 +79,6 @@ class CudaDecoder:
         self.weight_bytes = sum(memory.weight_bytes for memory in memories)
 
     def join(self, requests: Sequence[Request]) -> list[int]:
-        """EngineLost after the GPU has failed; ValueError for what only the CPU has."""
         for request in requests:
             if request.keep_partials:
                 raise ValueError(f"keep_partials = {request.keep_partials!r}: {USE_CPU}")
@@ -101,7 +104,7 @@ class CudaDecoder:
 
     @property
     def unanswered(self) -> bool:
-        """Whether it failed as the GPU does not answer: the process cannot end in an orderly way."""
+        """Return whether the GPU no longer answers; the process then cannot end in an orderly way."""
         return self.executor.unanswered
 
     def leave(self, ticket: int) -> None:
@@ -117,7 +120,6 @@ class CudaDecoder:
         return self.executor.schedule.statistics()
 
     def close(self) -> None:
-        """End the requests, and then give the memory back."""
         self.leave_all()
         self.executor.close()
 
@@ -130,7 +132,7 @@ def make_passes(
     cache_bytes: int | None,
     version: str,
 ) -> PassDecoder:
-    """Of this version; of the graph, with a warning, where the kernel of passes cannot run on one GPU."""
+    """Return a version's decoder; the graph's, with a warning, where passes cannot run on one GPU."""
     if version not in DECODERS:
         raise ValueError(
             f"version = {version!r} is unknown; choose from {' and '.join(map(repr, DECODERS))}"
@@ -152,6 +154,6 @@ def make_passes(
 
 
 def build_ended(statistics: dict[str, int], error: Exception | None, *left: Any) -> Ended:
-    """What the executor could not do is no mistake of the caller."""
+    # a failure of the executor is no mistake of the caller
     failed = RequestFailed(str(error)) if isinstance(error, RuntimeError) else error
     return Ended(statistics, failed, *left)

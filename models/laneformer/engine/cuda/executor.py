@@ -1,4 +1,4 @@
-"""CudaExecutor: carries out on GPUs the passes that the schedule plans (schedule/schedule.h), in one host thread."""
+"""CudaExecutor: runs the passes that the schedule plans (schedule/schedule.h) in one host thread."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ RETRIES_S = (0.01, 0.1, 1.0)
 
 
 class CudaExecutor:
-    """The thread sleeps where nothing can run, and ends with this object.
+    """Run passes in a thread that sleeps where nothing can run, and ends with this object.
 
-    An error of the GPU ends all requests, and no further one can join: nothing in device memory can be trusted.
-    `unanswered`: as a launch has never ended.
+    An error of the GPU ends all requests, and no further one can join: nothing in device memory can be
+    trusted. `unanswered`: whether a launch has never ended.
     """
 
     unanswered = False
@@ -59,11 +59,9 @@ class CudaExecutor:
         weakref.finalize(self, end, self.schedule, thread)
 
     def close(self) -> None:
-        """The memory goes as soon as nothing runs any more."""
         self.schedule.close()
 
     def run(self) -> None:
-        """Passes, until there is nothing to run."""
         assert self.passes is not None
         results: dict[str, Any] = {}
         try:
@@ -77,7 +75,7 @@ class CudaExecutor:
             )
 
     def _pass(self, passes: PassDecoder, plan: _core.Pass) -> dict[str, Any]:
-        """What it gave, as `Schedule.next` takes it."""
+        """Run a pass; return its results as arguments of `Schedule.next`."""
         for op in plan.ops:
             passes.caches.apply(op)
         if plan.piece:
@@ -98,7 +96,6 @@ class CudaExecutor:
         return {**results, "logits": self._logits[rows].cpu().numpy()} if rows else results
 
     def _read(self, passes: PassDecoder, plan: _core.Pass) -> dict[str, Any]:
-        """A piece of a prompt, with its scores."""
         piece, start = self.schedule.piece(), plan.start
         ids, at = piece.ids, piece.first_row
         try:
@@ -115,7 +112,7 @@ class CudaExecutor:
 
 
 def launch(passes: PassDecoder, *columns: Any) -> list[list[int]]:
-    """NotResident where the driver still refuses the launch after a while; nothing has changed then."""
+    """Run passes; raise NotResident where the driver refuses the launch for a while."""
     for wait_s in RETRIES_S:
         with contextlib.suppress(NotResident):
             return passes.run(*columns)
@@ -124,14 +121,15 @@ def launch(passes: PassDecoder, *columns: Any) -> list[list[int]]:
 
 
 def column_of(column: _core.Column, draw: _core.Draw) -> Column:
-    """As the kernel takes it; its sequence is the cache. Where the schedule draws, the rule is of no account."""
+    """Return a column as the kernel takes it; its sequence is the cache."""
     stops = draw.stops
+    # without effect where the schedule draws
     rule = Sampling.from_buffer_copy(draw.rule)
     return Column(column.token, column.position, column.cache, 0, len(stops), tuple(stops), rule)
 
 
 def end(schedule: _core.Schedule, thread: threading.Thread) -> None:
-    """It is not to outlive what it calls."""
+    """Close the schedule and wait for its thread, which must not outlive what it calls."""
     schedule.close()
     if thread is not threading.current_thread():
         thread.join(LONGEST_END_S)
@@ -139,7 +137,8 @@ def end(schedule: _core.Schedule, thread: threading.Thread) -> None:
 
 
 def serve(schedule: _core.Schedule, executor: weakref.ref[CudaExecutor]) -> None:
-    """The thread: whoever holds the executor may drop it while this sleeps."""
+    """Run the executor whenever the schedule wakes this thread."""
+    # a weak reference: the executor may be dropped while this sleeps
     while schedule.wait():
         if (awake := executor()) is None:
             return

@@ -1,9 +1,7 @@
-"""Which multiprocessors are which lane, how much shared memory goes where: every shape of the
-kernels, in one place.
+"""Shapes of the CUDA kernels: multiprocessors of each lane, warps, tiles and shared memory.
 
-A lane is a group of `blocks_per_lane` blocks, one block a multiprocessor, `warps` warps a block.
-constants.py writes all of it as the C++ text that the kernels are compiled with; tape.py cuts the weights by
-the same numbers.
+A lane is a group of `blocks_per_lane` blocks of `warps` warps, one block a multiprocessor.
+constants.py writes these numbers as C++ text for the kernels; tape.py cuts the weights by them.
 
     B bytes   D hidden   L lanes   d head dimension
 """
@@ -38,8 +36,10 @@ WARPS, CHUNK_BYTES = (16, 12, 8, 4, 2, 1), (2048, 1024, SEGMENT_BYTES)
 
 @dataclass(frozen=True)
 class Machine:
-    """What of a GPU decides the geometry. `shared_bytes`: what one block may use
-    of a multiprocessor's memory.
+    """Properties of a GPU that decide the geometry.
+
+    Attributes:
+        shared_bytes: Shared memory of a multiprocessor that one block may use.
     """
 
     multiprocessors: int
@@ -47,12 +47,13 @@ class Machine:
     architecture: int  # 90 for sm_90
 
     def shared_bytes_per_block(self, blocks: int) -> int:
-        """The same for each of so many blocks that are resident together."""
+        """Return what each of `blocks` blocks may use when they are resident together."""
         return (self.shared_bytes + RESERVED_BYTES) // blocks - RESERVED_BYTES
 
 
 def architecture_name(number: int) -> str:
-    """What NVRTC calls it, such as sm_90a: with all instructions of this GPU."""
+    """Return NVRTC's name, such as sm_90a."""
+    # the "a" enables all instructions
     return f"sm_{number}" + ("a" if number >= 90 else "")
 
 
@@ -63,8 +64,9 @@ H200 = Machine(132, 227 * 1024, 90)
 class Matrix:
     """One matrix of a lane, (rows, columns), cut into tiles for matrix-multiply instructions.
 
-    A row of tiles stays in one block, whose warps share the `parts` of its columns out: part after part, in each all
-    of the block's rows of tiles. A segment is one tile, or with 8 bits two beside each other.
+    A row of tiles stays in one block. The block's warps divide the `parts` of its columns; within a
+    part they take all of the block's rows of tiles. A segment is one tile, or with 8 bits two tiles
+    side by side.
     """
 
     rows: int
@@ -77,15 +79,14 @@ class Matrix:
         return self.rows // TILE
 
     def first_row(self, block: int, blocks: int) -> int:
-        """The first row of one of a lane's blocks."""
         return self.units * block // blocks * TILE
 
     def max_rows(self, blocks: int) -> int:
-        """Of the busiest block."""
+        # of the busiest block
         return -(-self.units // blocks) * TILE
 
     def tiles(self, block: int, blocks: int, warp: int, warps: int) -> list[tuple[int, int]]:
-        """(part, row of tiles) of a warp of a block, in its order; rows are counted in the lane."""
+        """Return (part, row of tiles) of a warp in its order; rows are counted in the lane."""
         first, end = (self.first_row(b, blocks) // TILE for b in (block, block + 1))
         units = (end - first) * self.parts
         mine = range(units * warp // warps, units * (warp + 1) // warps)
@@ -94,7 +95,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Geometry:
-    """One model on one kind of GPU. Sizes of keys and values are in 16-bit numbers."""
+    """Shapes for one model on one kind of GPU; sizes of keys and values are in 16-bit numbers."""
 
     config: LaneformerConfig
     dtype: str  # of matrices, one of DTYPES
@@ -109,7 +110,6 @@ class Geometry:
 
     @property
     def number_bytes(self) -> int:
-        """Of a weight of a matrix."""
         return 1 if self.dtype == "int8" else 2
 
     @property
@@ -126,28 +126,24 @@ class Geometry:
 
     @property
     def splits(self) -> int:
-        """Blocks that share the keys of one KV head."""
+        # blocks that share the keys of one KV head
         return min(MAX_SPLITS, max(1, self.blocks_per_lane // self.config.kv_heads_per_lane))
 
     @property
     def threads(self) -> int:
-        """Of a block."""
         return self.warps * WARP_THREADS
 
     @property
     def strip(self) -> int:
-        """Rows of segments that share their columns; they must fit in a chunk."""
+        # rows of segments that share their columns; they must fit in a chunk
         return min(4, self.chunk_bytes // SEGMENT_BYTES)
 
     @property
     def mail_slots(self) -> int:
-        """Layers of partial outputs to keep: who waits for those of `delay` layers ago
-        is waited for likewise.
-        """
+        # twice: the lane that waits for outputs of `delay` layers ago is waited for likewise
         return 2 * self.config.broadcast_delay + 2
 
     def matrix(self, op: str) -> Matrix:
-        """The matrix of one lane; rows fill up the last tile of the head."""
         c, lanes = self.config, self.config.num_lanes
         kv = c.kv_heads_per_lane * c.head_dim
         rows, columns = {
@@ -155,19 +151,19 @@ class Geometry:
             "output": (c.hidden_size, self.heads * c.head_dim),
             "gate_up": (2 * c.intermediate_size // lanes, c.hidden_size),
             "down": (c.hidden_size, c.intermediate_size // lanes),
+            # rows fill up the last tile
             "head": (-(-c.vocab_size // lanes // TILE) * TILE, c.hidden_size),
         }[op]
         numbers = 16 // self.number_bytes
         return Matrix(rows, columns, parts_of(rows, columns, 2 * numbers), numbers)
 
     def kv_slots(self, layer: int) -> int:
-        """Positions that one split keeps: the window's, or all."""
+        """Return the positions that one split keeps."""
         context = self.config.max_position_embeddings
         # drafts write before they turn out wrong
         return -(-min((self.config.window(layer) or context) + MAX_DRAFTS, context) // self.splits)
 
     def kv_layer(self, layer: int) -> int:
-        """Numbers of keys and values that one lane keeps of a layer."""
         return (
             2
             * self.config.kv_heads_per_lane
@@ -182,40 +178,37 @@ class Geometry:
 
     @property
     def stream_rows(self) -> int:
-        """Of the stream, that the busiest block has."""
         return max(self.matrix(op).max_rows(self.blocks_per_lane) for op in ("output", "down"))
 
     @property
     def column_stride(self) -> int:
-        """float32 numbers from one column's inputs to the next's (columns.cuh: padded)."""
+        # float32 numbers from one column's inputs to the next's (columns.cuh: padded)
         return -(-max(self.wide, self.narrow) // 32) * 32 + 16
 
     @property
     def max_sums(self) -> int:
-        """float32 numbers of one column that the busiest block adds up: its rows in each
-        part of their columns.
-        """
+        # float32 numbers: rows of the busiest block, in each part of their columns
         return max(m.max_rows(self.blocks_per_lane) * m.parts for m in map(self.matrix, OPS))
 
     @property
     def wide(self) -> int:
-        """float32 numbers of the wide input buffer, which also holds each warp's
-        partial attention; whole float4.
-        """
+        """Return the float32 numbers of the wide input buffer."""
+        # the buffer also holds each warp's partial attention
         partial = self.warps * self.group * (self.config.head_dim + 2)
         return max(self.config.hidden_size, -(-partial // 4) * 4)
 
     @property
     def narrow(self) -> int:
-        """float32 numbers of the narrow input buffer, which also holds a new key and value in 16 bits."""
+        """Return the float32 numbers of the narrow input buffer."""
         c = self.config
+        # head_dim: the buffer also holds a new key and value in 16 bits
         return max(c.query_size // c.num_lanes, c.intermediate_size // c.num_lanes, c.head_dim)
 
     @property
     def fixed_shared_bytes(self) -> int:
-        """Shared memory beside the ring and its barriers: queries, a new key and value, and of each column inputs,
-        sums, rows of the stream, a scale and a token.
-        """
+        """Return the shared memory beside the ring."""
+        # queries, a new key and value; of each column inputs, sums, stream rows, a scale and a
+        # token
         head, norms = self.config.head_dim, self.config.qk_norm * (self.group + 1)
         column = self.column_stride + self.max_sums + self.stream_rows + 2
         return (
@@ -229,13 +222,12 @@ class Geometry:
 
     @property
     def blocks(self) -> int:
-        """Blocks of one device's launch."""
         return self.lanes_per_device * self.blocks_per_lane
 
     @property
     def lane_words(self) -> int:
-        """8-byte words that the blocks of one lane exchange (exchange.cuh: kLaneWords)."""
         c = self.config
+        # 8-byte words that a lane's blocks exchange (exchange.cuh: kLaneWords)
         partial = self.heads * self.splits * (c.head_dim + 2)
         return (
             2 * c.hidden_size
@@ -246,14 +238,14 @@ class Geometry:
 
     @property
     def inbox_words(self) -> int:
-        """Words that all lanes write to every device (exchange.cuh: kInboxWords)."""
         c = self.config
+        # words that all lanes write to every device (exchange.cuh: kInboxWords)
         mail = 2 * self.mail_slots * c.num_lanes * c.hidden_size
         return mail + 2 * c.num_lanes * self.blocks_per_lane + 2 * c.vocab_size + 2
 
     @property
     def flush_points(self) -> list[tuple[int, int]]:
-        """Layer and module of the outputs that no layer is left for, and that join with the last module."""
+        """Return (layer, module) of outputs that join with the last module."""
         if not self.config.flush:
             return []
         modules = itertools.product(range(self.config.num_hidden_layers), enumerate(MODULES))
@@ -261,7 +253,8 @@ class Geometry:
 
 
 def parts_of(rows: int, columns: int, segment_columns: int = TILE) -> int:
-    """Into how many parts the columns are cut, whose sums are added in order: a matter of the matrix alone."""
+    """Return how many parts the columns are cut into; their sums are added in order."""
+    # depends on the matrix alone, so the order of sums is the same on every GPU
     parts = 1
     while (
         parts < MAX_PARTS

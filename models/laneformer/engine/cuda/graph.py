@@ -1,6 +1,6 @@
 """The version "graph": each pass of one column replays a captured graph of kernels (graph.cu).
 
-It is the comparison that the kernel of passes has to stand, and what decodes where that kernel cannot be resident.
+It is the baseline of the kernel of passes, and decodes where that kernel cannot be resident.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from .structures import MAX_COLUMNS, GraphState
 
 
 class GraphDecoder(PassDecoder):
-    """On one GPU."""
-
     version = "graph"
 
     def _load(self) -> None:
@@ -33,7 +31,6 @@ class GraphDecoder(PassDecoder):
         self._graph = self._capture()
 
     def _capture(self) -> torch.cuda.CUDAGraph:
-        """One pass, whose order is in device memory."""
         argument: Any = self._arguments([], 0, None)[0]
         torch.cuda.synchronize(self.devices[0])
         graph = torch.cuda.CUDAGraph()

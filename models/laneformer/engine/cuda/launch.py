@@ -1,8 +1,4 @@
-"""Kernels on a GPU: loaded, checked against what can be resident, launched on torch's streams.
-
-Calls go to the driver, because the argument of a launch is a structure. Streams are torch's, so that torch
-captures graphs, orders copies and frees memory as ever.
-"""
+"""Load CUDA kernels, check that their blocks can be resident together, and launch them."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ class NotResident(RuntimeError):
 
 
 def describe(device: torch.device) -> Machine:
-    """What of this GPU decides the geometry; ValueError for one that is too old, or AMD's."""
+    """Return the properties that decide the geometry; raise ValueError for a GPU too old, or AMD's."""
     if torch.version.hip:
         raise ValueError(
             'this PyTorch is for AMD GPUs, the CUDA engine for NVIDIA\'s; use device "cpu"'
@@ -40,18 +36,20 @@ def describe(device: torch.device) -> Machine:
 
 
 def share_of(devices: Sequence[torch.device]) -> tuple[Machine, int]:
-    """What each of these has of its GPU, and how often the GPU is named that is named most often."""
+    """Return what each device has of its GPU, and the most devices that share one GPU."""
     machine, sharing = describe(devices[0]), max(map(list(devices).count, devices))
     return dataclasses.replace(machine, multiprocessors=machine.multiprocessors // sharing), sharing
 
 
 class Kernels:
-    """The kernels of one version, or of the probe, on one GPU."""
-
     def __init__(
         self, version: str, geometry: Geometry, device: torch.device, shared: bool = False
     ):
-        """`shared`: other launches wait for this one's blocks and run beside them on the same GPU."""
+        """Compile and load the kernels.
+
+        Args:
+            shared: Other launches wait for this one's blocks and run beside them on the same GPU.
+        """
         from cuda.bindings import driver
 
         self.geometry, self.device, self.version = geometry, device, version
@@ -67,9 +65,7 @@ class Kernels:
         self._kernels: dict[str, Any] = {}
 
     def launch(self, name: str, argument: ctypes.Structure, blocks: int | None = None) -> None:
-        """Start a kernel on torch's current stream; the graph's overlap. NotResident: where
-        that does not fit.
-        """
+        """Start a kernel on torch's current stream; raise NotResident where it does not fit."""
         from cuda.bindings import driver
 
         config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
@@ -90,9 +86,7 @@ class Kernels:
         check(driver.cuLaunchKernelEx(config, self._kernel(name), ctypes.addressof(pointers), 0))
 
     def load(self, *names: str) -> None:
-        """Bring kernels to the GPU before their first launch, which may be in a capture or
-        beside a spinning kernel.
-        """
+        """Load kernels before their first launch, which may be in a capture."""
         from cuda.bindings import driver
 
         registers = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS
@@ -103,7 +97,7 @@ class Kernels:
                 check(driver.cuFuncGetAttribute(registers, function))
 
     def require_resident(self, name: str, launches: int = 1) -> None:
-        """NotResident: the GPU cannot hold all blocks of so many launches at once."""
+        """Raise NotResident where the GPU cannot hold all blocks of so many launches at once."""
         from cuda.bindings import driver
 
         threads, shared = self.geometry.threads, self.geometry.shared_bytes
@@ -137,9 +131,7 @@ class Kernels:
 
 
 def check(result: tuple[Any, ...]) -> Any:
-    """What a driver call gave; RuntimeError where it failed, NotResident for a cooperative
-    launch that cannot be.
-    """
+    """Return the values of a driver call; raise NotResident or RuntimeError."""
     from cuda.bindings import driver
 
     status, *values = result

@@ -1,7 +1,6 @@
 """What one GPU holds: tapes, tables, keys and values, and the words that its blocks exchange.
 
-Everything is a torch tensor on one device, so the tests hold the same memory on the CPU. What the host reads
-or writes while a kernel runs (new tokens, the stop flag, the report of a hang) is pinned host memory.
+Everything is a torch tensor on one device, so tests can hold the same memory on the CPU.
 """
 
 from __future__ import annotations
@@ -38,9 +37,7 @@ TORCH_TYPES: dict[str, torch.dtype] = {
 
 
 class DeviceMemory:
-    """The memory of device number `index` of `geometry.devices`; its lanes follow those of
-    the devices before it.
-    """
+    """Memory of device `index` of `geometry.devices`; its lanes follow those of earlier devices."""
 
     def __init__(
         self,
@@ -50,9 +47,13 @@ class DeviceMemory:
         device: torch.device | str,
         sequences: int = 1,
     ):
-        """Pack the weights; ValueError names a tensor with a value that is not finite in 16 bits.
+        """Pack the weights and allocate the rest.
 
-        sequences: that have keys and values here.
+        Args:
+            sequences: Number whose keys and values are held here.
+
+        Raises:
+            ValueError: A tensor has a value that is not finite in 16 bits, or the GPU lacks memory.
         """
         config = geometry.config
         self.geometry = geometry
@@ -81,6 +82,7 @@ class DeviceMemory:
         streams = 4 * columns * lanes * config.hidden_size
         self.graph = self._zeros(ctypes.sizeof(GraphState) + streams, torch.uint8)
         self.aborted = self._zeros(1, torch.int32)
+        # pinned: the host reads or writes these while a kernel runs
         self.cancel, self.report = self._allocate_pinned(1), self._allocate_pinned(8)
         picks = self._allocate_pinned(2 * PASSES_PER_LAUNCH * MAX_COLUMNS)
         self.picks = picks.view(torch.int64).view(-1, MAX_COLUMNS)
@@ -99,8 +101,9 @@ class DeviceMemory:
         self.scales = self._put(torch.cat([torch.empty(0), *(part.flatten() for part in scales)]))
 
     def read_picks(self, epoch: int, columns: int) -> list[list[int]]:
-        """Tokens [pass][column] that passes from this epoch on have chosen so far; -1 where a
-        column has ended before. The kernel may still run.
+        """Return the tokens [pass][column] that passes from `epoch` on have chosen so far.
+
+        -1 stands where a column has ended before. The kernel may still run.
         """
         rows, running = list[list[int]](), [True] * columns
         for number, words in enumerate(self.picks[:, :columns].tolist(), epoch + 1):
@@ -114,18 +117,18 @@ class DeviceMemory:
         return rows
 
     def reset_words(self) -> None:
-        """After a hang, or before epochs run out: no word is of any epoch."""
+        # after a hang or before epochs run out: no word is of any epoch
         for words in (self.lane_words, self.inbox, self.aborted, self.report, self.picks):
             words.zero_()
         self.epoch = 0
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a token reads; the filling of the tapes' last chunks is among them."""
+        # with the padding of the tapes' last chunks
         return int(tape_starts(self.geometry)[-1]) + self.scales.nbytes
 
     def arguments(self, inboxes: Sequence[torch.Tensor], limit_s: float = 10.0) -> Any:
-        """The argument of launches, whose order is empty. inboxes: of all devices; limit_s: of a wait."""
+        """Return the argument of launches, with an empty order."""
         p = decode_structure(self.geometry.devices)()
         p.weights = Weights(*(getattr(self, name).data_ptr() for name in WEIGHTS))
         for name in ("lane_words", "aborted", "report", "cancel", "picks", "graph"):
@@ -136,18 +139,17 @@ class DeviceMemory:
         return p
 
     def of(self, kv: torch.Tensor) -> DeviceMemory:
-        """The same memory with one sequence's keys and values in the place of all."""
+        """Return a copy with one sequence's keys and values in place of all."""
         other = copy.copy(self)
         other.kv = kv
         return other
 
     def hang(self) -> Report | None:
-        """What the watchdog wrote, if it has given up a wait."""
         report = Report.from_buffer_copy(self.report.numpy().tobytes())
         return report if report.set else None
 
     def kv_layer(self, layer: int) -> torch.Tensor:
-        """A layer's part of the first sequence: int16 (lanes, KV heads, splits, slots, 2, d)."""
+        """Return a layer's part of the first sequence: int16 (lanes, KV heads, splits, slots, 2, d)."""
         g = self.geometry
         start = sum(g.kv_layer(i) for i in range(layer))
         sequence = self.kv.view(-1, g.lanes_per_device, g.kv_lane)[0]
@@ -175,21 +177,19 @@ PARTS = {  # tensors of a layer that make one matrix of the kernels
 
 
 def join_parts(op: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The rows (lanes, rows, ...) of a kernels' matrix from those of its tensors: q, k, v in a row; gate and up
-    rows alternate.
-    """
+    """Join tensors (lanes, rows, ...) into a kernel matrix: q, k, v in a row; gate and up alternate."""
     return torch.stack([*parts], 2).flatten(1, 2) if op == "gate_up" else torch.cat([*parts], 1)
 
 
 def split_rows(op: str, matrix: torch.Tensor, rows: Sequence[int]) -> Sequence[torch.Tensor]:
-    """The tensors, of as many rows each, of which `joined` makes this matrix: views."""
+    """Split a matrix into the tensors, of `rows` rows each, that `join_parts` joins; views."""
     return matrix.unflatten(1, (-1, 2)).unbind(2) if op == "gate_up" else matrix.split([*rows], 1)
 
 
 def lane_matrices(
     geometry: Geometry, tensors: Mapping[str, Tensor], op: str, layer: int, lanes: slice
 ) -> list[torch.Tensor]:
-    """One of the kernels' matrices: numbers (lanes, rows, columns), and with 8 bits scales (lanes, rows)."""
+    """Return numbers (lanes, rows, columns), and with 8 bits scales (lanes, rows)."""
     head = EMBEDDING if geometry.config.tie_word_embeddings else HEAD
     names = [head] if op == "head" else [f"layers.{layer}.{name}.weight" for name in PARTS[op]]
     parts = [read_matrix(geometry, tensors, name) for name in names]
@@ -199,7 +199,7 @@ def lane_matrices(
 def read_matrix(
     geometry: Geometry, tensors: Mapping[str, Tensor], name: str
 ) -> tuple[torch.Tensor, ...]:
-    """(L, rows, columns), and with 8 bits scales (L, rows)."""
+    """Return numbers (L, rows, columns), and with 8 bits scales (L, rows)."""
     eight = geometry.dtype == "int8"
     values = finite(tensors, name, torch.float32 if eight else TORCH_TYPES[geometry.dtype])
     if name in (HEAD, EMBEDDING):  # rows of zeros fill up the last tile
@@ -209,9 +209,7 @@ def read_matrix(
 
 
 def as_torch(tensor: Tensor) -> torch.Tensor:
-    """The values in their own type; a copy, as torch warns of arrays that cannot be written, such
-    as a mapped file.
-    """
+    # a copy, as torch warns of arrays that cannot be written, such as a mapped file
     values = np.array(tensor.values)
     if tensor.dtype == "fp32":
         return torch.from_numpy(values)
@@ -219,25 +217,25 @@ def as_torch(tensor: Tensor) -> torch.Tensor:
 
 
 def half_of(tensors: Mapping[str, Tensor]) -> str:
-    """The 16-bit type of a checkpoint: its matrices', and bf16 where that is fp32."""
+    # the checkpoint's 16-bit type
     return tensors[FIRST_MATRIX].dtype.replace("fp32", "bf16")
 
 
 def norm_scales(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torch.Tensor:
-    """float32 (2 layers + 1, D) or (2 layers + 1, L, D), in the order of use."""
+    """Return float32 (2 layers + 1, D) or (2 layers + 1, L, D), in order of use."""
     names = [f"layers.{i}.{norm}.weight" for i in range(config.num_hidden_layers) for norm in NORMS]
     return torch.stack([finite(tensors, name) for name in (*names, "norm.weight")])
 
 
 def turns(config: LaneformerConfig) -> torch.Tensor:
-    """cos and sin, float32 (1 + ropes x context, d/2, 2): of no rotation, then of each rope's positions."""
+    """Return cos and sin, float32 (1 + ropes x context, d/2, 2); the first row is no rotation."""
     tables = torch.from_numpy(np.stack(rope_tables(config), -1))
     rows = tables.view(-1, config.head_dim // 2, 2)
     return torch.cat([torch.tensor([1.0, 0.0]).expand_as(rows[:1]), rows])
 
 
 def biases(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torch.Tensor:
-    """float32 (layers, L, rows of a lane's qkv matrix); empty where there are none."""
+    """Return float32 (layers, L, rows of a lane's qkv matrix)."""
     if not config.attention_bias:
         return torch.empty(0)
     layers = range(config.num_hidden_layers)
@@ -248,7 +246,7 @@ def biases(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torch.Ten
 
 
 def head_norms(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torch.Tensor:
-    """float32 (layers, 2, d), flat: the norms of queries and of keys; empty where there are none."""
+    """Return float32 (layers, 2, d), of queries and of keys."""
     if not config.qk_norm:
         return torch.empty(0)
     names = [
@@ -260,7 +258,7 @@ def head_norms(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torch
 def finite(
     tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """A tensor in this type; ValueError where a value is not finite in it."""
+    """Return a tensor in `dtype`; raise ValueError where a value is not finite in it."""
     values = as_torch(tensors[name]).to(dtype)
     if not values.isfinite().all():
         raise ValueError(

@@ -1,8 +1,7 @@
-"""NVIDIA's run-time compilers on this machine, and the newest one whose code the driver loads.
+"""Find NVIDIA's run-time compilers, and the newest one whose code the driver loads.
 
-A machine may have several: PyTorch's, those of pip packages, a toolkit's. NVRTC 13 writes machine code in a
-format (ELF ABI 8) that drivers for CUDA 12 do not know, so the driver's version decides; cuda-bindings would
-always take the compiler of its own version. The calls are NVRTC's C interface (nvrtc.h).
+NVRTC 13 writes machine code (ELF ABI 8) that drivers for CUDA 12 do not load. The calls are NVRTC's C
+interface (nvrtc.h).
 """
 
 from __future__ import annotations
@@ -22,10 +21,14 @@ BY_NAME = ("libnvrtc.so.13", "libnvrtc.so.12")  # where the loader looks
 
 
 class Nvrtc:
-    """One libnvrtc. `version`: such as (13, 0); `architectures`: the numbers of those that it compiles for."""
+    """One libnvrtc.
+
+    Attributes:
+        version: Such as (13, 0).
+        architectures: Numbers of those that it compiles for.
+    """
 
     def __init__(self, library: str):
-        """OSError or AttributeError where it cannot be loaded."""
         # NVRTC 13.0 does not look beside itself for the part that it opens by name
         if Path(library).is_absolute():
             for part in Path(library).parent.glob("libnvrtc-builtins.so.*"):
@@ -42,7 +45,7 @@ class Nvrtc:
     def compile(
         self, source: str, architecture: str, includes: Sequence[Path] = (), *options: str
     ) -> bytes:
-        """Machine code (a cubin); RuntimeError with the compiler's log."""
+        """Return machine code (a cubin); raise RuntimeError with the compiler's log."""
         arguments = [
             f"--gpu-architecture={architecture}",
             *OPTIONS,
@@ -71,7 +74,6 @@ class Nvrtc:
 
 @functools.cache
 def compilers() -> tuple[Nvrtc, ...]:
-    """Those that are installed, the newest first."""
     compilers: dict[tuple[int, int], Nvrtc] = {}
     for path in libraries():
         # a file that is not for this machine, a dangling link
@@ -92,10 +94,13 @@ def libraries() -> Iterator[str]:
 
 
 def compiler_for(architecture: str, driver: int | None) -> Nvrtc:
-    """The newest compiler for an architecture such as "sm_90a" whose code a driver (such as
-    12040) loads; None: any.
+    """Return the newest compiler for an architecture such as "sm_90a" whose code the driver loads.
 
-    RuntimeError: what is installed, and what to install.
+    Args:
+        driver: Version such as 12040; None for any.
+
+    Raises:
+        RuntimeError: No such compiler; the message names what is installed and what to install.
     """
     number = int("".join(filter(str.isdigit, architecture)))
     for compiler in compilers():

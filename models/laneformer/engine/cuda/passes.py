@@ -1,9 +1,7 @@
-"""Passes over the weights for up to 8 columns: sequences side by side, drafts, ids of prompts.
+"""Decode up to 8 columns (sequences side by side, drafts, prompt ids) in each pass over the weights.
 
-Between two launches the host says what the columns are. Where each of them draws the next token of a sequence, a
-launch may go on alone for some passes, and its tokens are read while it runs. Each sequence draws the tokens that it
-would draw alone, whatever shares its passes. Long prompts are read by PyTorch, a piece between two passes.
 Each pass is one kernel (passes.cu); graph.py has the version that replays a graph of kernels.
+A sequence gets the same tokens whatever else shares its passes.
 """
 
 from __future__ import annotations
@@ -44,10 +42,10 @@ LAUNCH_S = 1.0  # of a launch at most: the driver of a GPU with a display ends o
 
 
 def sequences_in(free: int, geometry: Geometry, cache_bytes: int | None) -> int:
-    """KV capacity in sequences, given `free` bytes of device memory before anything else of a pass is allocated.
+    """Return the KV capacity in sequences, given `free` bytes of device memory before any allocation.
 
-    One for each column, plus cached ones in a quarter of the remainder or in `cache_bytes`. ValueError if the
-    columns alone do not fit.
+    Raises:
+        ValueError: The columns alone do not fit.
     """
     config, columns, lanes = geometry.config, geometry.columns, geometry.lanes_per_device
     tiles, each = int(tape_starts(geometry)[-1]), 2 * lanes * geometry.kv_lane
@@ -58,6 +56,7 @@ def sequences_in(free: int, geometry: Geometry, cache_bytes: int | None) -> int:
             f"a pass of {columns} columns needs {needed / 1e9:.1f} GB, {tiles / 1e9:.1f} of them for weights; "
             f"the GPU has {free / 1e9:.1f} GB free; use a smaller context_tokens or more GPUs"
         )
+    # one sequence for each column; cached ones get a quarter of the remainder, or `cache_bytes`
     spare = (free - needed) // 4 if cache_bytes is None else min(cache_bytes, free - needed)
     return columns + min(MAX_CACHES - columns, spare // each)
 
@@ -65,7 +64,7 @@ def sequences_in(free: int, geometry: Geometry, cache_bytes: int | None) -> int:
 def fit_builds(
     builds: list[Geometry], free: int, cache_bytes: int | None
 ) -> tuple[list[Geometry], int]:
-    """The builds whose columns have memory, and for how many sequences; ValueError where none has."""
+    """Return the builds whose columns fit, and the KV capacity in sequences."""
     while len(builds) > 1:
         with contextlib.suppress(ValueError):
             return builds, sequences_in(free, builds[-1], cache_bytes)
@@ -74,10 +73,13 @@ def fit_builds(
 
 
 class PassDecoder:
-    """Weights as tiles on the GPUs, and passes over them. `geometry`: of the build with the most columns.
+    """Hold the weights as tiles on the GPUs and run passes over them.
 
-    columns, sequences: at most in a pass. unread: prompt ids that columns may read; more are read by PyTorch.
-    ahead: further tokens of each column that a call of `run` may make.
+    Attributes:
+        geometry: Of the build with the most columns.
+        columns, sequences: Most of them in a pass.
+        unread: Prompt ids that columns may read; PyTorch reads longer prompts.
+        ahead: Further tokens of each column that a call of `run` may make.
     """
 
     version = "passes"
@@ -92,11 +94,16 @@ class PassDecoder:
         limit_s: float = 10.0,
         cache_bytes: int | None = None,
     ):
-        """`cache_bytes`: of each GPU, for earlier sequences; None: a quarter of what is left. `limit_s`: of a wait.
-        A GPU that is named more than once is shared out.
+        """Load the weights and test the kernels.
 
-        ValueError for a model or a GPU that tiles do not fit; NotResident where blocks would not
-        all run at once.
+        Args:
+            devices: A GPU that is named more than once is shared out.
+            limit_s: Longest wait of a kernel.
+            cache_bytes: Of each GPU, for earlier sequences; None takes a quarter of what is left.
+
+        Raises:
+            ValueError: Tiles do not fit the model or the GPU.
+            NotResident: Blocks would not all run at once.
         """
         self.config, self.limit_s = config, limit_s
         self.devices = [torch.device(device) for device in devices]
@@ -118,7 +125,6 @@ class PassDecoder:
         self.ahead = self._passes_that_follow()
 
     def _load(self) -> None:
-        """The kernels of the builds; NotResident where blocks would not all run at once."""
         shared = self._sharing > 1
         self.kernels = [
             [Kernels(self.version, g, d, shared) for d in self.devices] for g in self.builds
@@ -134,11 +140,13 @@ class PassDecoder:
         self.unread, self.ahead = COLUMN_TOKENS * self.columns, PASSES_PER_LAUNCH - 1
 
     def _passes_that_follow(self) -> int:
-        """The test at load: how many passes a launch may make unasked. A warning where these are fewer than usual.
+        """Return how many further passes a launch may make, after a test of the kernels.
 
-        The tokens of one launch must be those of as many launches. RuntimeError where not even one pass runs;
-        NotResident where others have the multiprocessors.
+        Raises:
+            RuntimeError: Not even one pass runs.
+            NotResident: Other processes occupy the multiprocessors.
         """
+        # the tokens of one launch of several passes must be those of as many single launches
         single, column = list[int](), Column(0, 0, 0)
         for position in range(3):
             start_s = time.monotonic()
@@ -160,14 +168,15 @@ class PassDecoder:
 
     @functools.cached_property
     def tape_model(self) -> TapeModel:
-        """The PyTorch model on the tiles, for long prompts and scores; made when it is first needed."""
         return TapeModel(self.memories)
 
     def read(
         self, ids: Sequence[int], cache: int, position: int, first_row: int
     ) -> Iterator[torch.Tensor]:
-        """Fill a cache from `position` on, by PyTorch; float32 logits (n, V), in blocks, of the positions from
-        `first_row` on.
+        """Fill a cache from `position` on by PyTorch.
+
+        Yields:
+            Blocks of float32 logits (n, V) of the positions from `first_row` on.
         """
         return read_prompt(
             self.tape_model, ids, DeviceCache(self.caches.of(cache), position), first_row
@@ -180,14 +189,15 @@ class PassDecoder:
         logits: torch.Tensor | None = None,
         look: Look | None = None,
     ) -> list[list[int]]:
-        """The token that each column would be followed by, then up to `ahead` times those that follow these.
+        """Return the next token of each column, then up to `ahead` further rows of tokens.
 
-        Each column goes on with the token that it drew, until that is one of its stop ids or its `left`-th; then it
-        has -1. A launch makes PASSES_PER_LAUNCH at most, and ends when all columns have. logits: float32
-        (columns, V) of the first row, on the device, filled. look: is told now and then what there is so far.
+        Args:
+            logits: float32 (columns, V) on the device, filled with those of the first row.
+            look: Called with the tokens so far; True ends the launch.
 
-        ValueError for columns that the device cannot go on with: two of one sequence, logits. RequestFailed after a
-        hang. RuntimeError where the GPU fails.
+        Raises:
+            ValueError: `ahead` with logits, or with two columns of one sequence.
+            RequestFailed: A launch hung.
         """
         if ahead and (logits is not None or len({c.sequence for c in columns}) < len(columns)):
             raise ValueError(
@@ -203,14 +213,14 @@ class PassDecoder:
             if look is not None and look(memory.read_picks(first, len(columns))):
                 memory.cancel.fill_(1)  # its first block tells the others
         self._end_hang()
+        # -1 after a column's stop id or its `left`-th token; a launch ends when all columns have
         rows = memory.read_picks(first, len(columns))
         self.passes += len(rows)
         return rows
 
     def _until_done(self, passes: int) -> Iterator[None]:
-        """Again and again while the launch runs. Unanswered where it never ends: a kernel that waits for its weights
-        does not look at the clock.
-        """
+        """Yield while the launch runs; raise Unanswered after too long."""
+        # the host has a limit, too: a kernel that waits for its weights does not look at the clock
         longest_s = self.limit_s + passes * PASS_S + self.late_s
         last_s = time.monotonic() + longest_s
         while not all(stream.query() for stream in self._streams):
@@ -220,14 +230,12 @@ class PassDecoder:
             time.sleep(POLL_S)
 
     def _end_hang(self) -> None:
-        """RequestFailed, which says who waited for what, if a launch has given up a wait."""
         for report in [memory.hang() for memory in self.memories]:
             if report is not None:
                 self._reset_words()
                 raise RequestFailed(report.describe(self.limit_s))
 
     def _reset_words(self) -> None:
-        """No word on any device is of any epoch."""
         for memory in self.memories:
             memory.reset_words()
 
@@ -254,13 +262,13 @@ class PassDecoder:
                 of_device.launch("pass", argument)
 
     def build_for(self, arguments: Sequence[Any]) -> int:
-        """The smallest build that holds their columns."""
+        """Return the index of the smallest build that holds the columns."""
         counts = [geometry.columns for geometry in self.builds]
         return bisect.bisect_left(counts, arguments[0].order.column_count)
 
 
 def connect(devices: Sequence[torch.device]) -> None:
-    """Let every GPU write to the memory of every other; ValueError where it cannot."""
+    """Let every GPU write to the memory of every other; raise ValueError where it cannot."""
     for device in devices:
         for other in devices:
             if other != device and not torch.cuda.can_device_access_peer(device, other):

@@ -1,7 +1,4 @@
-"""The geometry of a model on a GPU: what fits, and what is refused.
-
-Nothing here needs a GPU: `Machine` says what decides (launch.py reads it from the driver).
-"""
+"""Choose the geometry of a model on a GPU, or refuse with what would fit; needs no GPU."""
 
 from __future__ import annotations
 
@@ -46,15 +43,16 @@ def plan(
     columns: int = 1,
     half: str = "bf16",  # beside int8: of the embedding, keys and values
 ) -> Geometry:
-    """The geometry for this GPU: as many blocks a lane as there are multiprocessors, a ring as
-    deep as memory allows.
+    """Return the geometry with the most blocks a lane and the deepest ring that fit this GPU.
 
-    `resident`: blocks that a multiprocessor holds together; two for the graph version, whose kernels overlap.
-    What is not given of `warps` and `chunk_bytes` is the first of WARPS and CHUNK_BYTES that fits; the engine gives
-    neither, nor `blocks_per_lane`. Both versions give the same bits where they have as many warps, because sums over
-    a block depend on these.
+    Args:
+        resident: Blocks that a multiprocessor holds together; two for the graph version, whose kernels
+            overlap.
+        warps, chunk_bytes: None takes the first of WARPS or CHUNK_BYTES that fits, as the engine does.
+        blocks_per_lane: None takes the multiprocessors of a lane, as the engine does.
 
-    ValueError where the model does not fit the kernels or the GPU; the message says what would.
+    Raises:
+        ValueError: The model does not fit the kernels or the GPU; the message names what would.
     """
     check_model(config, dtype, devices)
     lanes, count = config.num_lanes // devices, machine.multiprocessors
@@ -66,6 +64,7 @@ def plan(
     most = MAX_TILE_WARPS // resident
     if config.head_dim >= LARGE_HEAD:
         most = min(most, LARGE_HEAD_WARPS)
+    # sums over a block depend on its warps, so both versions give the same bits with as many
     warp_counts = [warps] if warps else [n for n in WARPS if n <= most]
     cuts = list[Geometry]()
     for n, size in itertools.product(warp_counts, [chunk_bytes] if chunk_bytes else CHUNK_BYTES):
@@ -84,11 +83,13 @@ def plan(
 def plan_builds(
     config: LaneformerConfig, dtype: str, machine: Machine, version: str = "passes", **shape: Any
 ) -> list[Geometry]:
-    """The builds of a version; of passes, the one with the most columns last; ValueError where not even two fit.
+    """Return the builds of a version; of passes, the one with the most columns last.
 
-    All read the same tiles, keys, values and words, so all have the warps and chunks of the last one, and those with
-    fewer columns a deeper ring. So many columns are left out that take more than half the warps of one column.
-    The graph has one build. `shape` goes to `plan`; where it says how many columns, there is one build.
+    Args:
+        shape: Arguments of `plan`; with `columns` there is one build.
+
+    Raises:
+        ValueError: Not even two columns fit.
     """
     if version == "graph":
         shape = {"columns": 1, "resident": 2, **shape}
@@ -96,6 +97,7 @@ def plan_builds(
     if "columns" in shape:
         return [build()]
     warps = build(columns=1).warps
+    # skip counts of columns that leave fewer than half of one column's warps
     for most in MOST_COLUMNS:
         with contextlib.suppress(ValueError):
             last = build(columns=most)
@@ -106,6 +108,8 @@ def plan_builds(
                 break
     else:
         last = build(columns=MOST_COLUMNS[-1])
+    # all builds read the same tiles, keys, values and words, so they share warps and chunk size;
+    # those with fewer columns have a deeper ring
     cut = {"warps": last.warps, "chunk_bytes": last.chunk_bytes}
     fewer = [count for count in BUILDS if count < last.columns]
     return [*(plan(config, dtype, machine, **{**shape, **cut, "columns": n}) for n in fewer), last]

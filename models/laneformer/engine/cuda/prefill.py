@@ -1,9 +1,7 @@
-"""Prompts through tensor cores: PyTorch runs the plain model over many positions, keys and values
-go to the kernels.
+"""Long prompts and scores by the plain PyTorch model, whose keys and values go to the kernels.
 
-PyTorch buys matrix products at the hardware's speed for prompts and scores, without a line of our own
-for them; it gets the weights from the tapes (tape_model.py). The arithmetic is that of the Hugging Face
-model in 16 bits.
+The weights come from the tapes (tape_model.py). The arithmetic is that of the Hugging Face model in
+16 bits.
 """
 
 from __future__ import annotations
@@ -18,18 +16,14 @@ from ...positions import rope_table
 from .memory import TORCH_TYPES, DeviceMemory
 from .tape_model import TapeModel
 
-# positions at a time: the arithmetic takes longer than reading the weights back (18 and 10 ms for `2b` on an
-# H200, both calculated), and their streams are small (100 MB each)
+# positions at a time: the arithmetic takes longer than reading the weights back (18 and 10 ms for
+# `2b` on an H200, both calculated), and their streams are small (100 MB each)
 CHUNK_TOKENS = 2048
 HEAD_TOKENS = 256  # positions whose logits are there at once
 
 
 class DeviceCache:
-    """Keys and values of one sequence in the kernels' own memory, as model.py's attention asks for them.
-
-    The kernels deal positions to splits, and keep of window layers a ring; positions that have left the ring
-    read as zeros, which the masks hide. Each of several devices holds the heads of its lanes.
-    """
+    """Keys and values of one sequence in the kernels' memory, with the cache interface of model.py."""
 
     def __init__(self, memories: Sequence[DeviceMemory], length: int = 0):
         self.memories, self.length = memories, length
@@ -37,7 +31,7 @@ class DeviceCache:
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep new keys and values, each (1, K, S, d); returns all so far, (1, K, T, d)."""
+        """Store new keys and values, each (1, K, S, d); return all so far, (1, K, T, d)."""
         # (2, K, S, d)
         stored = torch.stack((key[0], value[0])).to(TORCH_TYPES[self.memories[0].geometry.half])
         new = stored.to(key.dtype)  # seen as later tokens will see them
@@ -47,15 +41,14 @@ class DeviceCache:
         return everything[:1], everything[1:]
 
     def read(self, layer: int) -> torch.Tensor:
-        """What is there of the positions below `length`: (2, K, length, d)."""
         device = self.memories[0].device
         return torch.cat([self._read(memory, layer).to(device) for memory in self.memories], 1)
 
     def _places(
         self, memory: DeviceMemory, layer: int, start: int, end: int
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Split and slot of those positions in start .. end that the layer keeps, and the first of them."""
         geometry = memory.geometry
+        # split and slot of the positions that the layer keeps, and the first one
         slots = geometry.kv_slots(layer)
         start = max(start, end - geometry.splits * slots)
         positions = torch.arange(start, end, device=memory.device)
@@ -72,14 +65,13 @@ class DeviceCache:
         split, slot, start = self._places(memory, layer, 0, self.length)
         kv = memory.kv_layer(layer)
         there = kv[:, :, split, slot].permute(3, 0, 1, 2, 4).flatten(1, 2)  # (2, K, positions, d)
+        # positions that have left a window's ring read as zeros, which the masks hide
         return F.pad(there, (0, 0, start, 0)).view(TORCH_TYPES[memory.geometry.half])
 
 
 @torch.inference_mode()
 def streams(model: TapeModel, ids: Sequence[int], cache: DeviceCache) -> Iterator[torch.Tensor]:
-    """Reads tokens that follow the cache's; yields the lanes' streams after the last layer, (1, S,
-    L, D) a chunk.
-    """
+    """Yield the lanes' streams after the last layer, (1, S, L, D), for each chunk."""
     device = model.embedding.device
     for first in range(0, len(ids), CHUNK_TOKENS):
         new = torch.tensor([ids[first : first + CHUNK_TOKENS]], device=device)
@@ -96,7 +88,7 @@ def streams(model: TapeModel, ids: Sequence[int], cache: DeviceCache) -> Iterato
 def read_prompt(
     model: TapeModel, ids: Sequence[int], cache: DeviceCache, first_row: int
 ) -> Iterator[torch.Tensor]:
-    """The same; yields float32 logits (n, V), in blocks, of the positions from `first_row` on."""
+    """Yield float32 logits (n, V), in blocks, of the positions from `first_row` on."""
     for h in streams(model, ids, cache):
         if (rows := min(cache.length - first_row, h.shape[1])) > 0:
             yield from logits_of(model, h[:, -rows:])
@@ -104,11 +96,10 @@ def read_prompt(
 
 @torch.inference_mode()
 def logits_of(model: TapeModel, h: torch.Tensor) -> Iterator[torch.Tensor]:
-    """float32 logits (positions, V) of streams (1, S, L, D), some positions at a time; the head's
-    sums are in fp32.
-    """
+    """Yield float32 logits (positions, V) of streams (1, S, L, D), some positions at a time."""
     weight = model.head()
     for part in h[0].split(HEAD_TOKENS):
+        # the head's sums are in float32
         x = model.norm(part.float())
         yield torch.cat([F.linear(x[:, lane], rows.float()) for lane, rows in enumerate(weight)], 1)
 
@@ -116,7 +107,11 @@ def logits_of(model: TapeModel, h: torch.Tensor) -> Iterator[torch.Tensor]:
 def scores_of(
     logits: torch.Tensor, targets: Sequence[int], top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of logits (n, V): log p of the targets (n,), the `top` likeliest ids and their log p, flat; on the CPU."""
+    """Return log p of the targets (n,), the `top` likeliest ids and their log p (both flat), on the CPU.
+
+    Args:
+        logits: (n, V).
+    """
     logprobs = logits.log_softmax(-1)
     own = logprobs.gather(
         1, torch.tensor(targets, dtype=torch.int64, device=logits.device)[:, None]

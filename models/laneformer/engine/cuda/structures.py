@@ -1,4 +1,4 @@
-"""The kernels' arguments as C structures, field by field those of block.cuh and probe.cu, and their limits."""
+"""The kernels' arguments as C structures with the fields of block.cuh and probe.cu, and their limits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Column(ctypes.Structure):
 
 
 class Order(ctypes.Structure):
-    """What a launch is to do (block.cuh: Order)."""
+    """What a launch has to do (block.cuh: Order)."""
 
     _fields_ = [
         ("logits", ctypes.c_void_p),
@@ -65,7 +65,6 @@ class GraphState(ctypes.Structure):
 
     @classmethod
     def of(cls, order: Order) -> GraphState:
-        """Before the first pass."""
         return cls(order, (ctypes.c_int * MAX_COLUMNS)(*(column.token for column in order.columns)))
 
 
@@ -77,7 +76,6 @@ class Report(ctypes.Structure):
     ] + [("epoch", ctypes.c_uint32)]
 
     def describe(self, limit_s: float) -> str:
-        """Who waited for what."""
         return (
             f"the pass kernel waited {limit_s} s in vain: lane {self.lane}, layer {self.layer}, exchange "
             f"{EXCHANGES[self.exchange]!r}, block {self.block}, warp {self.warp}, epoch {self.epoch}"
@@ -86,7 +84,7 @@ class Report(ctypes.Structure):
 
 @functools.cache  # of all launches
 def decode_structure(devices: int) -> type[ctypes.Structure]:
-    """The argument of all kernels on so many devices (block.cuh: Decode)."""
+    """Return the type of all kernels' argument on so many devices (block.cuh: Decode)."""
     pointers = ("aborted", "report", "cancel", "picks", "graph")
 
     class Decode(ctypes.Structure):

@@ -1,9 +1,6 @@
-"""Weights as the kernels read them: one tape a warp, its rows of every matrix in the order of execution.
+"""Pack weights as the kernels read them: one tape a warp, in execution order (tape.cuh).
 
-tape.cuh describes a tape, and columns.cuh reads it; the index arithmetic is here. Everything is a permutation of
-numbers, so packing is one gather a matrix, on the GPU when the tensors are there.
-
-    W[row, column] of a lane -> [strip][step][row of tiles][thread][8 numbers, or 16 of 8 bits]
+W[row, column] of a lane -> [strip][step][row of tiles][thread][8 numbers, or 16 of 8 bits]
 """
 
 from __future__ import annotations
@@ -22,17 +19,17 @@ NUMBERS = {2: torch.int16, 1: torch.int8}
 
 
 def order(geometry: Geometry, matrix: Matrix) -> np.ndarray:
-    """Which number of the matrix comes at each place of its tapes, warp after warp: int64 (rows * columns,)."""
+    """Return which number of the matrix is at each place of its tapes: int64 (rows * columns,)."""
     return np.concatenate([*tile_strips(geometry, matrix)])
 
 
 def tile_strips(geometry: Geometry, matrix: Matrix) -> Iterator[np.ndarray]:
-    """Up to `strip` tiles below each other, through one part of the columns."""
+    """Yield up to `strip` tiles below each other, through one part of the columns."""
     wide = matrix.thread_numbers // 8  # tiles of a segment
     steps = matrix.columns // (wide * TILE) // matrix.parts
     shape = (matrix.rows // TILE, 2, TILE // 2, matrix.parts, steps, wide, 4, 2, 2)
-    # (row of tiles, part, step, thread / 4, thread % 4, tile, pair of columns, half of the rows, 2): a segment
-    # is the last six
+    # (row of tiles, part, step, thread / 4, thread % 4, tile, pair of columns, half of the rows,
+    # 2): a segment is the last six
     tiles = (
         np.arange(matrix.rows * matrix.columns).reshape(shape).transpose(0, 3, 4, 2, 6, 5, 7, 1, 8)
     )
@@ -44,13 +41,12 @@ def tile_strips(geometry: Geometry, matrix: Matrix) -> Iterator[np.ndarray]:
 
 
 def units_of_warps(geometry: Geometry, matrix: Matrix) -> Iterator[list[tuple[int, int]]]:
-    """(part, row of tiles) of each warp of a lane, in its order."""
     for block, warp in itertools.product(range(geometry.blocks_per_lane), range(geometry.warps)):
         yield matrix.tiles(block, geometry.blocks_per_lane, warp, geometry.warps)
 
 
 def segment_counts(geometry: Geometry, op: str) -> np.ndarray:
-    """Segments that each warp of a lane has of the matrix `op`: int64 (warps,)."""
+    """Return the segments that each warp of a lane has of the matrix `op`: int64 (warps,)."""
     matrix = geometry.matrix(op)
     bytes_of_unit = TILE * matrix.columns // matrix.parts * geometry.number_bytes
     units = np.array([len(units) for units in units_of_warps(geometry, matrix)])
@@ -58,7 +54,7 @@ def segment_counts(geometry: Geometry, op: str) -> np.ndarray:
 
 
 def steps(geometry: Geometry) -> Iterator[tuple[str, int]]:
-    """(op, layer) of a token, in the order of execution."""
+    """Yield (op, layer) in the order of execution."""
     for layer in range(geometry.config.num_hidden_layers):
         for op in OPS[:-1]:
             yield op, layer
@@ -66,7 +62,7 @@ def steps(geometry: Geometry) -> Iterator[tuple[str, int]]:
 
 
 def tape_starts(geometry: Geometry) -> np.ndarray:
-    """The first byte of each warp's tape in a device's buffer, and the end of the last: int64 (warps + 1,)."""
+    """Return each tape's first byte in a device's buffer, and the last one's end: int64 (warps + 1,)."""
     *of_layer, head = (segment_counts(geometry, op) for op in OPS)
     segments = geometry.config.num_hidden_layers * sum(of_layer) + head
     chunks = -(-SEGMENT_BYTES * segments // geometry.chunk_bytes)
@@ -74,7 +70,7 @@ def tape_starts(geometry: Geometry) -> np.ndarray:
 
 
 def segments_of(geometry: Geometry) -> Iterator[tuple[str, int, np.ndarray]]:
-    """For each matrix (op, layer): its segments on a device, int64 (lanes, segments), in the order of `order`."""
+    """Yield each matrix (op, layer) and its segments on a device, int64 (lanes, segments), as in `order`."""
     counts = {op: segment_counts(geometry, op) for op in OPS}
     # of each segment
     warps = {op: np.arange(len(count)).repeat(count) for op, count in counts.items()}
@@ -87,7 +83,6 @@ def segments_of(geometry: Geometry) -> Iterator[tuple[str, int, np.ndarray]]:
 
 
 def pack(geometry: Geometry, matrices: LaneMatrices, device: torch.device | str) -> torch.Tensor:
-    """The tapes of one device: (numbers,) of NUMBERS."""
     kind, size = NUMBERS[geometry.number_bytes], SEGMENT_BYTES // geometry.number_bytes
     tapes = torch.zeros(
         int(tape_starts(geometry)[-1]) // geometry.number_bytes, dtype=kind, device=device

@@ -1,11 +1,7 @@
-"""The plain PyTorch model over the weights on the tapes: one layer at a time is put back
-into rows and columns.
+"""The plain PyTorch model over the tapes' weights, one layer at a time put back into matrices.
 
-Prompts and scores need no second copy of the weights: all layers share one layer's memory, and the numbers are those
-that were packed, bit for bit. It costs a pass over all weights for every chunk of positions: about 16 bytes are moved
-for a weight of two (a segment is read and written, then with 4 bytes of index a number is, then the matrix is copied).
-For `2b` that is 36 GB, calculated as 10 ms on an H200, and memory for one layer (0.3 GB), twice its largest matrix, and
-0.15 GB of indices, for which the host computes 1.3 s when the model is first needed (measured, one core of a Zen 5).
+Prompts and scores need no second copy of the weights; the numbers are those that were packed, bit for
+bit. Each chunk of positions costs a pass over all weights.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from .tape import order, segments_of, steps
 
 
 class TapeModel:
-    """What `streams` and `logits_of` ask of a model (prefill.py). `layers` yields each as soon as it is read."""
+    """The model interface of `streams` and `logits_of` (prefill.py)."""
 
     def __init__(self, memories: Sequence[DeviceMemory]):
         geometry = memories[0].geometry
@@ -49,6 +45,7 @@ class TapeModel:
             layer.load_state_dict(
                 {**weights, **norms, **self._attention_tensors(i, weights)}, assign=True
             )
+        # for `2b` 0.15 GB of indices, which one core of a Zen 5 computes in 1.3 s (measured)
         segments = {
             (op, layer): torch.from_numpy(s.astype(np.int32))
             for op, layer, s in segments_of(geometry)
@@ -65,7 +62,6 @@ class TapeModel:
         ]
 
     def _empty(self, op: str) -> torch.Tensor:
-        """(L, rows, columns) for the kernels' matrix `op`."""
         matrix, device = self._geometry.matrix(op), self.embedding.device
         return torch.empty(
             self.config.num_lanes, matrix.rows, matrix.columns, dtype=self.dtype, device=device
@@ -74,7 +70,6 @@ class TapeModel:
     def _attention_tensors(
         self, layer: int, weights: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Biases and norms of heads, where a layer has them."""
         tensors: dict[str, torch.Tensor] = {}
         if self.config.attention_bias:
             rows = [weights[f"{name}.weight"].shape[1] for name in BIASED]
@@ -94,7 +89,7 @@ class TapeModel:
             yield layer  # type: ignore[misc]
 
     def head(self) -> torch.Tensor:
-        """(L, V / L, D); read again each time, unless it is the embedding."""
+        """Return the head (L, V / L, D)."""
         if self.config.tie_word_embeddings and not self._scales:
             return self.embedding.view(self.config.head_shape)
         weight = self._empty(OPS[-1])
@@ -102,9 +97,10 @@ class TapeModel:
         return weight[:, : self.config.head_shape[1]]
 
     def _read_matrix(self, op: str, layer: int, matrix: torch.Tensor) -> None:
-        """Fill the matrix (L, rows, columns) with the numbers of this layer."""
         for i, memory in enumerate(self._memories):
             own = matrix.split(self._geometry.lanes_per_device)[i]
+            # about 16 bytes are moved for a weight of two: 36 GB for `2b`, 10 ms on an H200
+            # (calculated)
             segments = memory.tapes.view(-1, SEGMENT_BYTES // self._geometry.number_bytes)
             taped = segments.index_select(0, self._segments[i][op, layer]).view(len(own), -1)
             numbers = taped.index_select(1, self._numbers[i][op]).view(own.shape)
@@ -115,14 +111,13 @@ class TapeModel:
 
 
 def scales_of(geometry: Geometry, memory: DeviceMemory) -> dict[tuple[str, int], torch.Tensor]:
-    """The scales of each matrix (op, layer) on a device, flat."""
     ops = [*steps(geometry)]
     rows = [geometry.lanes_per_device * geometry.matrix(op).rows for op, _ in ops]
     return dict(zip(ops, memory.scales.split(rows), strict=True))
 
 
 def number_places(geometry: Geometry, op: str) -> torch.Tensor:
-    """Where each number of a lane's matrix `op` is among those in the order of `order`, flat."""
+    """Return where each number of a lane's matrix `op` is in the order of `order`, flat."""
     numbers = torch.from_numpy(order(geometry, geometry.matrix(op)))
     places = torch.empty(len(numbers), dtype=torch.int32)
     places[numbers] = torch.arange(len(numbers), dtype=torch.int32)
