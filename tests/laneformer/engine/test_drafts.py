@@ -1,6 +1,7 @@
-"""Drafts: where they come from (the text, a small model, the model's own head), and what they cost.
+"""Tests of drafts: their sources (the text, a small model, the model's own head) and their cost.
 
-That no request's tokens depend on them: test_goldens.py; log-probabilities: test_logprobs.py.
+test_goldens.py shows that no request's tokens depend on them, test_logprobs.py the same of
+log-probabilities.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CHEAP = 0.001  # of the cost of a pass: so that many are made
 
 
 def longest_end(text: list[int], other: list[int], own: bool) -> tuple[int, int]:
-    """By brute force: the length of the longest end of `text` in `other`, and where what followed it is."""
+    """Return, by brute force, the length of the longest end of `text` in `other` and the index after it."""
     best = (0, 0)
     for place in range(1, len(other)):
         pairs = zip(reversed(other[:place]), reversed(text), strict=False)
@@ -154,7 +155,7 @@ def test_a_prediction_is_drafted_and_changes_no_token():
 
 @pytest.mark.parametrize(("each_column", "temperature"), [(0.05, 1.0), (0.25, 0.0), (0.6, 1.0)])
 def test_drafts_cost_next_to_nothing_where_they_fail(each_column, temperature):
-    """By the cost of columns; with few ids, ends of the text stood before all the time and mean little."""
+    # measured as the cost of columns; with few ids, ends of the text recur often and predict little
     with engine_of(small_model(vocab_size=16, max_position_embeddings=512)) as engine:
         core(engine).fix_cost(each_column)
         for seed in range(3):
@@ -229,13 +230,13 @@ def test_a_small_model_comes_from_a_folder_and_has_the_same_vocabulary(tmp_path)
 
 
 def take_drafts(engine) -> list[tuple[list[int], int, np.ndarray]]:
-    """The text, the drafts before this one, and its logits (V,): of all since the last call, if there was one."""
+    """Return ids, the number of drafts at their end, and logits (V,) of each draft since the last call."""
     return core(engine).recorded_drafts()
 
 
 @torch.no_grad()
 def reference(wide: Laneformer, ids: list[int], drafts: int) -> np.ndarray:
-    """Logits (V,) of the draft after `ids`, of which the last `drafts` were drafted after the others."""
+    """Return the logits (V,) of the draft after `ids`, of which the last `drafts` were drafted."""
     logits = draft_logits(wide, torch.tensor([ids]), drafts + 1)[drafts][0, -1].numpy()
     if DRAFT_IDS in wide.state_dict():
         impossible = np.ones(len(logits), bool)
@@ -245,9 +246,7 @@ def reference(wide: Laneformer, ids: list[int], drafts: int) -> np.ndarray:
 
 
 def largest_error(model, engine) -> float:
-    """Of the logits of the last draft of each step, beyond eight times the error that float32 makes of the same draft
-    in PyTorch.
-    """
+    """Return the largest error of the last draft's logits, beyond eight times that of PyTorch in float32."""
     of_step, worst = {step: (ids, logits) for ids, step, logits in take_drafts(engine)}, -np.inf
     assert len(of_step) >= 4
     double, single = widen_model(model, torch.float64), widen_model(model, torch.float32)
@@ -276,7 +275,7 @@ def largest_error(model, engine) -> float:
     ],
 )
 def test_logits_of_drafts_are_the_models(overrides, threads):
-    """Also after a prompt from the cache, whose keys of the head are kept as well."""
+    # also after a cached prompt, whose keys of the head are cached as well
     model = model_with_head(**overrides)
     prompt = random_ids(model.config, 150, 1)  # two passes
     with engine_of(model, threads=threads) as engine:
