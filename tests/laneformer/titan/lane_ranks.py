@@ -1,9 +1,9 @@
-"""Losses and gradients of small models whose lanes are on several ranks, in processes of their own.
+"""Losses and gradients of small models whose lanes are on several ranks, each a process.
 
     python -m tests.laneformer.titan.lane_ranks FOLDER
 
-Four gloo ranks, started once, compute one batch for each of RUNS: FOLDER/RUN.pt holds losses (B, S), what the head
-has seen, and the whole gradient of each parameter.
+Four gloo ranks, started once, compute one batch for each of RUNS. FOLDER/RUN.pt holds losses (B, S),
+the head's normalizers, and the whole gradient of each parameter.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def build(name) -> TitanLaneformer:
 
 
 def measure(model, part=0, parts=1) -> dict[str, Any]:
-    """Of one of so many equal parts of the batch."""
+    """Return losses, normalizers and gradients of one of `parts` equal parts of the batch."""
     batch, weights = tokens(), torch.linspace(0.5, 1.5, BATCH * LENGTH).view(BATCH, LENGTH)
     labels = batch[:, 1:].clone()
     labels[0, :3] = -100
@@ -110,7 +110,7 @@ def one_case(name, dtype, mesh) -> dict[str, Any]:
 
 
 def own_twice(self: lane_axis.LaneAxis, sent, first_only=False) -> torch.Tensor:
-    """`receive` with the lane's own partial output, which it has added at once."""
+    """Receive a sum that includes the lane's own partial output, which it has already added."""
     return lane_axis._Arrive.apply(sent[1], self.group)
 
 
@@ -126,7 +126,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
 
 
 class Run(NamedTuple):
-    """A case on RANKS ranks, of which `shards` groups share the batch and each group shares the lanes."""
+    """A case on RANKS ranks: `shards` groups split the batch, and each group splits the lanes."""
 
     shards: int
     case: str
@@ -169,7 +169,7 @@ def rank_main(rank, folder):
 
 
 def start_rank(rank, folder) -> int:
-    """The process id of a fork that runs it."""
+    """Fork a process for the rank and return its id."""
     if child := os.fork():
         return child
     try:
