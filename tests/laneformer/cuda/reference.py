@@ -2,6 +2,7 @@
 
 T positions   K KV heads   d head dimension   V vocabulary
 """
+
 # Two checks replace one loose tolerance. The reference attends to the kernels' own keys and values,
 # so one that fp32 rounded to the other side costs nothing later. Each of those must be a 16-bit
 # rounding of the reference's, within the error of fp32, measured as PyTorch's in float32. Another

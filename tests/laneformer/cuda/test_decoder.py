@@ -1,6 +1,6 @@
-"""The engine on GPUs without a GPU: its API on a plain PyTorch loop, and which device gives which engine.
+"""Tests of the engine for GPUs without a GPU: its API with a plain PyTorch loop, and device selection.
 
-What the schedule decides is told by the tests of the CPU engine, which shares it.
+The tests of the CPU engine cover the schedule, which is the same.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def test_every_way_to_generate_gives_the_same_tokens(engine, expected):
 
 
 def test_a_request_draws_from_what_its_masks_allow(engine, expected):
-    """Beside one without masks, which draws as alone."""
+    # beside a request without masks, which draws as alone
     with engine.batch() as batch:
         masked, plain = (
             batch.join(PROMPT, masked=True, max_new_tokens=2),
@@ -113,7 +113,7 @@ def test_a_join_ends_the_passes_ahead(engine, monkeypatch):
 
 
 def test_a_prompt_without_memory_ends_alone(engine, expected, monkeypatch):
-    """The others go on, and what it has written is nobody's."""
+    # the others go on, and no request reuses what it wrote
 
     def full(*_):
         raise torch.OutOfMemoryError("tried to allocate 3 GiB")
@@ -152,7 +152,8 @@ def test_a_closed_engine_says_so(engine):
 
 
 def reference_logits(model, ids) -> np.ndarray:
-    """float32 (n, V): the layers in bf16 as the engine has them, the head in float64."""
+    """Return logits (n, V) in float32."""
+    # layers in bf16 as in the engine, the head in float64
     positions = torch.arange(len(ids))
     embedding, masks = model.tok_embeddings(torch.tensor([ids])), model.masks(positions, positions)
     h, _ = run_layers(

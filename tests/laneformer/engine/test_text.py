@@ -1,4 +1,4 @@
-"""Text out of the engine: stop strings that never leak, cancelling at any point, and Ctrl-C."""
+"""Tests of the engine's text: stop strings that never leak, cancelling, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ def engine():
 
 
 def cut(text, stops) -> str:
-    """The text before the stop string that is complete first; of two that end together,
-    before the longer one.
-    """
+    """Return the text before the stop string that is complete first; of two, before the longer one."""
     for end in range(1, len(text) + 1):
         ended = [len(stop) for stop in stops if text[:end].endswith(stop)]
         if ended:
@@ -143,7 +141,7 @@ def test_a_stream_keeps_its_tokens_when_its_request_is_done_but_not_read():
 
 
 def interrupt(engine, call) -> float:
-    """CPU seconds from Ctrl-C until the call ended with it."""
+    """Return the CPU seconds from Ctrl-C until the call ended."""
     pressed_s = []
 
     def press():

@@ -1,4 +1,4 @@
-"""DCP checkpoint -> HF folder -> fresh processes without our packages, on both major versions of Transformers."""
+"""Tests of export: DCP checkpoint -> HF folder -> fresh processes without our packages, both majors of Transformers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def compute_outputs(model) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def greedy(model, prompt) -> list[int]:
-    """The training model's own decoding, token by token, up to `</s>`."""
+    """Decode greedily with the training model, token by token, up to `</s>`."""
     cache, new, feed = KVCache(model.config.num_hidden_layers), [], prompt
     while len(new) < NEW_TOKENS and new[-1:] != [2]:
         new.append(int(model(torch.tensor([feed]), cache)[0, -1].argmax()))
@@ -86,9 +86,8 @@ def greedy(model, prompt) -> list[int]:
 
 @pytest.fixture(scope="module")
 def models(model, exported, tmp_path_factory):
-    """With their folders. converted: with a tied head, which 4.57 would tie in another shape; late upper layers and
-    the flush.
-    """
+    """Return models with their folders."""
+    # converted: a tied head, which 4.57 would tie in another shape; late upper layers and the flush
     how = {"tie_word_embeddings": True, "broadcast_delay": 1, "first_late_layer": 3, "flush": True}
     converted, root = random_model(**how), tmp_path_factory.mktemp("converted")
     export(write_run(root / "run", converted), root / "hf", "float32")
@@ -107,7 +106,8 @@ def answers(
     tmp_path_factory,
     models,
 ):
-    """Of a fresh process elsewhere, that cannot import anything of ours, to the same questions of each model."""
+    """Return a fresh process' answers to the same questions of each model."""
+    # it runs elsewhere and cannot import any of our packages
     version, elsewhere = request.param, tmp_path_factory.mktemp("elsewhere")
     if version == "4.57" and not TRANSFORMERS_4.is_dir():
         pytest.skip(f"no {TRANSFORMERS_4}; `make test` installs it")

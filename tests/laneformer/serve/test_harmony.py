@@ -1,4 +1,4 @@
-"""OpenAI's harmony, which gpt-oss writes: told apart in every API, forced by grammars, and back in its own template."""
+"""Tests of OpenAI's harmony, which gpt-oss writes: its parts in every API, grammars, and the template."""
 
 import itertools
 import json
@@ -92,13 +92,13 @@ def ids_of(grammars, text) -> list[int]:
 
 
 def begins(grammars, grammar, text, *end) -> bool:
-    """Whether an answer may begin so."""
+    """Return whether an answer may begin so."""
     ids = [*ids_of(grammars, text), *end]
     return tokens_allowed(grammar.copy(), ids) == len(ids)
 
 
 def fits(grammars, grammar, text) -> bool:
-    """Whether an answer may be this text."""
+    """Return whether an answer may be this text."""
     return begins(grammars, grammar, text, grammars.eos_ids[0])
 
 
@@ -133,7 +133,7 @@ def api(folder):
 
 
 def test_calls_of_random_weights_are_valid(api):
-    """Through the real decode loop: control tokens are read, and stop ids end the answer."""
+    # through the real decode loop, which reads control tokens and ends at stop ids
     calls = []
     for seed in range(4):
         sampled = {"tools": TOOLS, "temperature": 1, "seed": seed, "max_tokens": 300}

@@ -1,6 +1,4 @@
-"""The playground in a real browser: in front of a stand-in server that is as fast, or breaks, as a test
-wants it, and once in front of a real one.
-"""
+"""Tests of the playground in a browser, with a stand-in server that is fast or breaks, and a real one."""
 
 import json
 import re
@@ -95,7 +93,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture
 def page(browser, stand_in):
-    """The page in its first state."""
+    """Open the page in its first state."""
     stand_in.reset()
     browser.size(1400, 900)
     if browser.run("location.protocol") == "http:":
@@ -115,7 +113,7 @@ def say(page, text, until=ANSWERED):
 
 
 def text(page, selector) -> str:
-    """Of the last element."""
+    """Return the last element's text."""
     return page.run(f"[...document.querySelectorAll({selector!r})].at(-1)?.innerText ?? ''")
 
 
@@ -158,7 +156,7 @@ METER = """import('/playground/stream.js').then(({ Meter }) => %s.map((arrivals)
 
 
 def test_gaps_are_of_tokens_as_the_rate_is(page):
-    """Also where several come in one piece."""
+    # also where several tokens come in one piece
     figures = {
         ((0, 1), (10, 2), (20, 3)): [100, 10, 10],
         ((0, 1), (2, 9), (4, 17)): [4000, 0.25, 0.25],
@@ -172,7 +170,7 @@ def test_gaps_are_of_tokens_as_the_rate_is(page):
 
 
 def test_reasoning_is_folded_and_answers_are_copied_and_exported(page, stand_in):
-    """What would go to the clipboard and into the file."""
+    # including what would go to the clipboard and into the file
     say(page, "THINK about it")
     page.open(stand_in.address)  # kept with the chat
     page.until("document.querySelector('article.assistant footer')")
@@ -415,14 +413,14 @@ def test_drafts_are_switched_and_compared(page, stand_in):
 
 
 def script_s(page) -> float:
-    """CPU seconds of the page's own thread."""
+    """Return the CPU seconds of the page's own thread."""
     metrics = page.call("Performance.getMetrics")["metrics"]
     return next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration")
 
 
 @pytest.mark.job
 def test_2000_tokens_a_second_leave_the_page_alive(page):
-    """It draws them in less of its own time than they take to come."""
+    # drawing takes less of its time than the tokens take to arrive
     page.call("Performance.enable", timeDomain="threadTicks")
     before_s = script_s(page)
     say(page, "FAST 8000")
