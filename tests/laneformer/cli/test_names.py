@@ -1,4 +1,4 @@
-"""Models by name: fetched once from Hugging Face, and found where other programs keep them."""
+"""Tests of models by name: downloaded once from Hugging Face, and found in other programs' folders."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ GENERATE = ["--prompt", "hi", "--threads=1", "--max-new-tokens=4", "--no-cache"]
 
 
 def lay_out_hub(files, source, cache, patch) -> list[str]:
-    """Hugging Face with these files in one repository, which its library lays into a cache; what is fetched."""
+    """Replace Hugging Face by one repository with these files; return the list of downloads."""
     fetched = []
 
     def list_repo_files(_, repository):

@@ -1,4 +1,4 @@
-"""The command line: text that streams without broken characters, the bench's JSON, and plain error messages."""
+"""Tests of the command line: text that streams in whole characters, the bench's JSON, error messages."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def short_bench(monkeypatch):
 
 
 def generate(folder, capsys, prompt, *flags) -> tuple[str, str]:
-    """What the command prints, without the last line end, and what it says beside that."""
+    """Return the command's stdout without the last line end, and its stderr."""
     main(["generate", str(folder), "--prompt", prompt, *flags])
     printed = capsys.readouterr()
     assert printed.out.endswith("\n")
@@ -197,7 +197,7 @@ TEMPLATE = "{% for m in messages %}{{ bos_token }}{{ m.role[0] + m.content }}{% 
 
 @pytest.fixture
 def sampling_folder(tmp_path, folder):
-    """The folder with a chat template, and with sampling as its default."""
+    """Return the folder with a chat template and with sampling as its default."""
     path = shutil.copytree(folder, tmp_path / "sampled", ignore=shutil.ignore_patterns(FOLDER))
     (path / "chat_template.jinja").write_text(TEMPLATE)
     (path / "tokenizer_config.json").write_text(

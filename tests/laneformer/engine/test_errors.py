@@ -1,6 +1,4 @@
-"""Bad folders, bad options and bad prompts: each a ValueError that names what is wrong;
-the process never dies.
-"""
+"""Tests of bad folders, options and prompts: each a ValueError that names the fault, never a crash."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ def change_weights(folder, change):
 
 @pytest.fixture
 def refuses(folder):
-    """Loading the folder must fail with this message."""
+    """Assert that loading the folder fails with this message."""
 
     def check(message, **options):
         with pytest.raises(ValueError, match=message):
@@ -291,7 +289,7 @@ def test_sharded_checkpoints(folder, refuses):
     [("vocab_parallel", 1e20), ("replicate", 1e30), ("lane", 1e38), ("vocab_parallel", 1e38)],
 )
 def test_activations_beyond_float32_are_an_error(head, scale):
-    """Else their norms are zeros, and all tokens equally likely."""
+    # their norms would be zeros and all tokens equally likely
     model = small_model(lm_head_type=head)
     with torch.no_grad():
         (model.lm_head if scale > 1e35 else model.layers[2].feed_forward.w2).weight.mul_(scale)
@@ -310,7 +308,7 @@ def cast(folder, dtype, *names):
 
 
 def test_the_automatic_dtype_is_that_of_the_layers(folder, refuses):
-    """And torch's names of types are known."""
+    # torch's names of types are accepted, too
     for dtype in ("bfloat16", torch.bfloat16, "bf16"):
         assert Engine.from_pretrained(folder, dtype=dtype).dtype == "bf16"
     cast(folder, torch.bfloat16, "lm_head.weight")

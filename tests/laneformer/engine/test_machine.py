@@ -1,4 +1,4 @@
-"""Cores, quotas and memory nodes, read from made-up trees of /sys and /proc."""
+"""Tests of cores, quotas and memory nodes, read from mock trees of /sys and /proc."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""tools.check.engine at tiny size: it passes the engine as it is, also beside Transformers, and fails a wrong one.
+"""Tests that tools.check.engine at tiny size passes the engine, also beside Transformers, and fails wrong ones.
 
-The tolerances are the tool's own, computed from PyTorch's float32 (or bf16) error on the same weights.
+The tool computes its tolerances from PyTorch's float32 (or bf16) error on the same weights.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Requests that end before they are finished: cancelled, their engine closed, forked, or the
-interpreter at its end.
-"""
+"""Tests of requests that end early: cancelled, their engine closed or forked, the interpreter ending."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ def engine():
 
 
 def while_it_runs(engine, act) -> threading.Thread:
-    """`act` from another thread, once a request of this one is at work."""
+    """Call `act` from another thread while a request of this one runs."""
     decoder = engine._open()
 
     def wait_and_act():
@@ -123,7 +121,7 @@ engine = Engine.random(config)
 
 
 def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Such a program after PRELUDE; a hang is a TimeoutExpired."""
+    """Run a program after PRELUDE; a hang raises TimeoutExpired."""
     program = PRELUDE + textwrap.dedent(code)
     command = [sys.executable, "-c", program, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)

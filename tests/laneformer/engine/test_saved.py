@@ -1,4 +1,4 @@
-"""Prefixes that survive a restart (`cache_dir`): the same bits as computed, and never a damaged or foreign file."""
+"""Tests of prefixes saved in `cache_dir`: a restart gives the same bits and uses no damaged file."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def talk(model):
 
 @pytest.fixture
 def saves(model, talk, tmp_path):
-    """The directory that one conversation has left."""
+    """Return the directory that one conversation has left."""
     with engine_of(model, threads=1, cache_dir=tmp_path / "kept") as engine:
         answer(engine, talk)
     assert len(files(tmp_path / "kept")) == 1

@@ -1,6 +1,4 @@
-"""A tokenizer.json of the data in the exported folder: Transformers, chat template and evaluations
-count as we do.
-"""
+"""Tests that the data's tokenizer.json in the exported folder counts tokens as we do."""
 
 from __future__ import annotations
 

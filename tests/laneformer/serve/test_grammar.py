@@ -1,4 +1,4 @@
-"""Answers under a grammar: from a random model, at temperature 1, each parses and is valid."""
+"""Tests that answers under a grammar, from a random model at temperature 1, parse and are valid."""
 
 import functools
 import json
@@ -54,7 +54,7 @@ class Shifted(Grammar):
 
 
 class Late(Grammar):
-    """The mask of the previous token."""
+    """A grammar that gives the mask of the previous token."""
 
     last: np.ndarray | None = None
 
