@@ -16,6 +16,7 @@ Weights = dict[str, np.ndarray]
 
 
 def rms_norm(x: np.ndarray, scale: np.ndarray, lane: int, eps: float) -> np.ndarray:
+    # one scale for all lanes, or one for each
     own_scale = scale if scale.ndim == 1 else scale[lane]
     return x / np.sqrt((x * x).mean() + eps) * own_scale
 
@@ -57,6 +58,7 @@ def layer_rope(c: LaneformerConfig, layer: int) -> tuple[list[float], float] | N
 
 def attend(query: np.ndarray, keys: list[np.ndarray], values: list[np.ndarray]) -> np.ndarray:
     scores = np.array([query @ key for key in keys]) / np.sqrt(len(query))
+    # a softmax; subtracting the maximum avoids overflow
     weights = np.exp(scores - scores.max())
     return sum(w * v for w, v in zip(weights / weights.sum(), values, strict=True))
 
@@ -84,6 +86,7 @@ def lane_attention(
         first = 0 if window is None else max(0, t - window + 1)
         joined = []
         for h in range(heads):
+            # grouped-query attention: consecutive heads share a KV head
             kv = h // (heads // kv_heads)
             query = rotate((wq @ row)[own[h]], t, rope)
             joined.append(attend(query, keys[kv][first : t + 1], values[kv][first : t + 1]))
@@ -139,9 +142,11 @@ def head(c: LaneformerConfig, w: Weights, streams: np.ndarray) -> np.ndarray:
     if c.lm_head_type == "vocab_parallel":
         return np.concatenate([weight[lane] @ normed[lane] for lane in lanes])
     if c.lm_head_type == "lane":
+        # each lane's head reads only its own columns of its normed stream
         width = c.hidden_size // c.num_lanes
         return sum(weight[lane] @ normed[lane][lane * width : (lane + 1) * width] for lane in lanes)
     if c.pre_norm_lane_agg:
+        # the lanes' streams are summed before the norm, else after it
         total = sum(streams[lane] for lane in lanes)
         return weight @ (
             sum(rms_norm(total, scale, lane, c.norm_eps) for lane in lanes) / c.num_lanes

@@ -123,8 +123,8 @@ def test_unknown_names_are_refused():
         LaneformerConfig.from_dict({"num_lane": 8})
 
 
-# fields; how the first layers join; the layers that broadcast and those that add what is delayed. The outputs of the
-# last layers never reach the other lanes.
+# fields; how the first layers join; the layers that broadcast and those that add what is delayed.
+# The outputs of the last layers never reach the other lanes.
 PART_WAITS = {"broadcast_delay": 3, "early_layers": 1}
 JOINS: list[tuple[dict[str, Any], list[Join], range, range]] = [
     ({}, [Join.PRESENT] * 2 + [Join.PAST], range(2, 13), range(4, 15)),

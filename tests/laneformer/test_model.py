@@ -32,9 +32,9 @@ HEADS = [
     {"lm_head_type": "replicate", "pre_norm_lane_agg": True},
 ]
 UNIT_F32 = 2.0**-24  # half a unit in the last place of float32
-# Float64 sums of a few hundred terms, six layers deep, on logits of order one: every operation is off by at
-# most 2^-53 of its result, and even if 10^4 of them pulled one way 10^4 * 2^-53 is 1.1e-12. A wrong term is
-# off by 1e-6 or more.
+# Float64 sums of a few hundred terms, six layers deep, on logits of order one: every operation is
+# off by at most 2^-53 of its result, and even if 10^4 of them pulled one way 10^4 * 2^-53 is
+# 1.1e-12. A wrong term is off by 1e-6 or more.
 FLOAT64_TOLERANCE = 1e4 * 2.0**-53
 
 
@@ -137,7 +137,8 @@ def test_rope_table_is_exact_to_its_float32_angle():
     position = positions[None, :, None, None]
     pairs = torch.arange(config.head_dim // 2, dtype=torch.float64)
     frequency = config.rope_theta ** (-2 * pairs / config.head_dim)
-    # exponent off by one unit times ln(theta) in the result, power 2, reciprocal 1, product 1; cos, sin 2 themselves
+    # exponent off by one unit times ln(theta) in the result, power 2, reciprocal 1, product 1; cos,
+    # sin 2 themselves
     bound = (math.log(config.rope_theta) + 4) * UNIT_F32 * position * frequency + 2 * UNIT_F32
     assert ((cos - exact_cos).abs() <= bound).all()
     assert ((sin - exact_sin).abs() <= bound).all()

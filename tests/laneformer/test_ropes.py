@@ -28,8 +28,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "no rotation on full": {"rope_theta": 100.0, "nope_layers": (2, 4, 5)},
 }
 LENGTH = 20
-# float32 tables in a float64 model: an angle of at most LENGTH is off by some units of 2^-24, and six layers of weights
-# of unit gain multiply that by less than a hundred
+# float32 tables in a float64 model: an angle of at most LENGTH is off by some units of 2^-24, and
+# six layers of weights of unit gain multiply that by less than a hundred
 TOLERANCE = 100 * LENGTH * 2.0**-24
 
 

@@ -62,7 +62,8 @@ class Shape:
 
 # Windows of 5 over two splits: a ring keeps one position more than the window shows.
 SHAPES = {
-    # one PRESENT layer, then mail of the layer before; a vocabulary that leaves a tile of the head half empty
+    # one PRESENT layer, then mail of the layer before; a vocabulary that leaves a tile of the head
+    # half empty
     "delay 1": Shape({"sliding_window": 5, "vocab_size": 104}),
     "delay 0": Shape(
         {

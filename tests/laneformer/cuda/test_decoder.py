@@ -103,6 +103,7 @@ def test_a_join_ends_the_passes_ahead(engine, monkeypatch):
                 tickets.append(batch.join(PROMPT[::-1], max_new_tokens=3, speculate=0))
             return one_pass(passes, asked, logits)
 
+        # the join comes from within a pass, while passes ahead are under way
         monkeypatch.setattr(LoopPasses, "_pass", joining)
         tickets.append(batch.join(PROMPT, max_new_tokens=30, speculate=0))
         ended = 0
@@ -167,7 +168,8 @@ def test_scores_are_those_of_the_model(engine, monkeypatch):
     ids = [(11 * i + 3) % 264 for i in range(49)]
     logits = reference_logits(passes_of(engine).model, ids[:48])
     logprobs = torch.from_numpy(logits).log_softmax(-1).numpy()
-    # fp32 sums of 64 products: 64 roundings of 2^-24 of at most the sum of magnitudes, here below 200
+    # fp32 sums of 64 products: 64 roundings of 2^-24 of at most the sum of magnitudes, here below
+    # 200
     bound = 64 * 2**-24 * 200
     np.testing.assert_allclose(engine.logits(ids[:48]), logits, rtol=0, atol=bound)
     np.testing.assert_allclose(
@@ -231,6 +233,7 @@ def test_a_models_own_head_drafts_nothing_here():
 
 
 def test_the_device_chooses_the_engine(tmp_path, expected):
+    # a checkpoint in fp32, which the GPU engine rounds to bf16
     folder = write_folder(tmp_path / "hf", copy.deepcopy(MODEL).float(), eos_token_id=3)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     with Engine.from_pretrained(folder, device="cuda:0,cuda:1", context_tokens=40) as engine:

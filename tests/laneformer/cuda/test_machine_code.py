@@ -36,8 +36,8 @@ pytestmark = [
 ]
 CUBINS = CACHE / "cubins"  # each is named by all that decides it
 H200 = "H100 SXM, NVL, H200, GH200"
-# (card, model, dtype, GPUs) of the build with the most columns: at most so many bytes of stack, loads and stores of
-# spilled registers, and instructions of 16 bytes. They are to go down only
+# (card, model, dtype, GPUs) of the build with the most columns: at most so many bytes of stack,
+# loads and stores of spilled registers, and instructions of 16 bytes. They are to go down only
 LIMITS = {
     ("A100 40 GB, 80 GB", "2b", "bf16", 1): (568, 801, 18400),
     (H200, "2b", "int8", 1): (408, 290, 19800),
@@ -142,7 +142,8 @@ STALE = (
     "(2 * slot + value) * kHeadDim) + c * kKeyThreads + here(thread_index()) % kKeyThreads);"
 )
 Gate = Callable[[Kernel], None]
-# devices of the build: (file, was, now, the gate that finds it, with this message); all of a build are in one source
+# devices of the build: (file, was, now, the gate that finds it, with this message); all of a build
+# are in one source
 FAULTS = {
     1: [
         (

@@ -154,8 +154,8 @@ def test_a_long_prompt_is_read_in_parts_beside_others():
         assert 8 <= beside.passes <= 90
 
 
-# seconds of a pass with 1 + so many columns: bound by memory and then by arithmetic; by arithmetic alone; by
-# neither; and one where a second column costs far more than the first
+# seconds of a pass with 1 + so many columns: bound by memory and then by arithmetic; by arithmetic
+# alone; by neither; and one where a second column costs far more than the first
 MACHINES = {
     "memory": lambda columns: max(0.013, 0.0011 * (1 + columns)),
     "arithmetic": lambda columns: 0.001 * (1 + columns),

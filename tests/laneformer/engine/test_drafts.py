@@ -82,6 +82,7 @@ def test_prediction_and_past_outputs_are_texts_too():
 def test_odds_follow_what_was_right_and_drafts_are_tried_again():
     drafter = _core.Drafter([], [1, 2, 3, 4, 5, 6] * 4, [])
     first = drafter.propose(4)[1]
+    # all of these drafts were wrong, so odds fall
     for _ in range(20):
         drafter.verified(4, 0)
     assert drafter.propose(4)[1][0] < 0.2 * first[0]
@@ -97,6 +98,7 @@ def test_odds_follow_what_was_right_and_drafts_are_tried_again():
 def test_cost_is_what_passes_took():
     cost = _core.Cost()
     assert cost.of(1) == 1.0
+    # the cost of one column and of four; others are interpolated or extrapolated
     for _ in range(50):
         cost.passed(1, 0.010)
         cost.passed(4, 0.014)
@@ -136,6 +138,7 @@ def test_as_many_drafts_are_tried_as_their_columns_are_worth(each_column):
     with engine_of(small_model(vocab_size=100, max_position_embeddings=192)) as engine:
         core(engine).fix_cost(each_column)
         forced = {"logit_bias": {5: 100}, "max_new_tokens": 100}
+        # the bias forces the same token for ever, so every draft of it is right
         repeats = engine.generate_detailed([5] * 40, **forced).statistics
         assert repeats.passes == 100 - repeats.accepted_tokens
         if each_column == 2.0:  # not even what is certain
@@ -147,6 +150,7 @@ def test_as_many_drafts_are_tried_as_their_columns_are_worth(each_column):
 def test_a_prediction_is_drafted_and_changes_no_token():
     with engine_of(small_model(max_position_embeddings=192)) as engine:
         prompt, options = [3, 1, 4, 1, 5], {"max_new_tokens": 60, "temperature": 1.0, "seed": 5}
+        # the reference: the same draws without any drafts
         plain = engine.generate(prompt, **options, speculate=0)
         predicted = engine.generate_detailed(prompt, **options, prediction=plain)
         assert predicted.ids == plain
@@ -177,6 +181,7 @@ def test_drafts_that_do_not_pay_are_not_made(source):
     with engine_of(own) as engine, engine_of(small) as other:
         if source == "model":
             core(engine).draft_with(core(other))
+        # a draft costs as much as two passes
         take_drafts(set_draft_cost(engine, draft=2.0))
         engine.generate(random_ids(engine.config, 30, 3), max_new_tokens=60, reuse_prefix=False)
         assert not take_drafts(engine)
@@ -239,6 +244,7 @@ def reference(wide: Laneformer, ids: list[int], drafts: int) -> np.ndarray:
     """Return the logits (V,) of the draft after `ids`, of which the last `drafts` were drafted."""
     logits = draft_logits(wide, torch.tensor([ids]), drafts + 1)[drafts][0, -1].numpy()
     if DRAFT_IDS in wide.state_dict():
+        # a head over fewer ids never drafts the others
         impossible = np.ones(len(logits), bool)
         impossible[wide.state_dict()[DRAFT_IDS].long().numpy()] = False
         logits[impossible] = -np.inf
@@ -255,6 +261,7 @@ def largest_error(model, engine) -> float:
         assert np.array_equal(np.isinf(logits), np.isinf(exact))
         can = np.isfinite(exact)
         rounding = np.abs(reference(single, ids, step)[can] - exact[can]).max()
+        # ids outside the head's vocabulary are -inf on both sides
         worst = max(worst, float(np.abs(logits[can] - exact[can]).max() - 8 * rounding))
     return worst
 

@@ -199,7 +199,9 @@ def test_a_misspelt_key_is_refused_and_bookkeeping_is_not(folder, refuses):
 def test_weights_that_are_no_safetensors(folder, refuses):
     whole, norm = (folder / WEIGHTS).read_bytes(), "model.norm.weight"
     size = int.from_bytes(whole[:8], "little")
+    # cut in the header's length, in the header, in the data, and before the last byte
     damaged = [whole[:length] for length in (0, 7, 9, 500, len(whole) // 2, len(whole) - 1)]
+    # a valid length of a header that is not JSON
     damaged.append(b"\x10" + bytes(7) + b"not json at all!" + bytes(64))
     for values in ({"data_offsets": [0, -8]}, {"shape": [48.0]}):
         header = json.loads(whole[8 : 8 + size])
@@ -222,6 +224,7 @@ def test_tensors_may_begin_at_any_byte(folder):
     whole = (folder / WEIGHTS).read_bytes()
     size = int.from_bytes(whole[:8], "little")
     expected = logits_of(folder)
+    # one more space in the header shifts all tensors by a byte
     odd = (size + 1).to_bytes(8, "little") + whole[8 : 8 + size] + b" " + whole[8 + size :]
     (folder / WEIGHTS).write_bytes(odd)
     np.testing.assert_array_equal(logits_of(folder), expected)

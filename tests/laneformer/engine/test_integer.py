@@ -65,6 +65,7 @@ def unpack_tape(tape, rows, inputs, dtype) -> tuple[np.ndarray, np.ndarray]:
     tiles, pairs, groups = -(-rows // 32), -(-inputs // 2), -(-inputs // GROUP)
     tape = tape.reshape(tiles, -1)
     if dtype == "int8":
+        # tile, pair of inputs, row, half of the tile, input of the pair
         lines = tape[:, : 64 * pairs].view(np.int8).reshape(tiles, pairs, 16, 2, 2)
         integers = lines.transpose(0, 3, 2, 1, 4).reshape(tiles * 32, 2 * pairs)[:rows]
         scales = np.ascontiguousarray(tape[:, 64 * pairs :]).view(single).reshape(-1)[:rows]

@@ -26,8 +26,9 @@ AARCH64 = {
     "CMAKE_SYSTEM_PROCESSOR": "aarch64",
     "CMAKE_CXX_COMPILER": "aarch64-linux-gnu-g++",
 }
-# Under emulation and ThreadSanitizer, which are slow, only cases that differ in what these look at: in their
-# types of numbers, or in what threads share (AddressSanitizer has all, of every instruction set).
+# Under emulation and ThreadSanitizer, which are slow, only cases that differ in what these look at:
+# in their types of numbers, or in what threads share (AddressSanitizer has all, of every
+# instruction set).
 OF_TYPES = ("fp16", "fp32", "int4", "int8_rounded", "fp16_kv", "int8_kv")
 OF_THREADS = ("portable", "fp32", "int4", "family", "experts", "gpt_oss_int4", "flush", "int8_kv")
 PRODUCTS = 13  # int8, int4, and the eleven types of blocks in GGUF files

@@ -76,6 +76,7 @@ def test_a_second_start_maps_what_the_first_packed(folder, loads, hash_sizes):
         np.testing.assert_array_equal(logits_of(folder), expected)
         compared.append(len(hash_sizes))
         del hash_sizes[:]
+        # a touched file must be checked again
         if start == 2:
             os.utime(only_file(folder))
         if start == 4:
@@ -113,6 +114,7 @@ def test_other_weights_under_the_same_name_and_times_are_noticed(folder, loads):
     state = load_file(path)
     state["lm_head.weight"][0, 3, 5] *= -1  # one bit of one value
     save_file(state, path)
+    # the same times, so only the content tells them apart
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     after = logits_of(folder)
     assert loads == [False, True, False]
@@ -217,7 +219,7 @@ def test_the_file_system_of_a_path(tmp_path):
     assert machine.file_system(tmp_path, root=tmp_path / "nowhere") == ""
 
 
-# ---- which files stay: within one budget over all models, those used last, and never without their model ----
+# ---- which files stay: the last used within one budget for all models, none without its model ----
 
 
 @pytest.fixture
@@ -245,6 +247,7 @@ def test_the_files_used_longest_ago_leave_first(models, monkeypatch):
     os.utime(second.with_suffix(".checked"), (0, 0))
     size = first.stat().st_size
     assert [one.path for one in list_packed()] == [second, first]
+    # room for two of three files
     monkeypatch.setenv(BUDGET, str(2 * size + 1))
     third = start(models[2])
     assert [one.path for one in list_packed()] == [first, third]

@@ -150,7 +150,8 @@ def chi_square(logits, expected, **options) -> tuple[float, int]:
 def test_sampling_follows_the_distribution(options):
     logits = np.random.default_rng(1).normal(size=12).astype(np.float32)
     distance, freedom = chi_square(logits, probabilities(logits, **options), **options)
-    # five standard deviations above the statistic's mean (fixed seeds, so it either holds or does not)
+    # five standard deviations above the statistic's mean (fixed seeds, so it either holds or does
+    # not)
     assert distance <= freedom + 5 * np.sqrt(2 * freedom)
 
 

@@ -14,8 +14,8 @@ import torch
 from laneformer import Laneformer, LaneformerConfig
 
 VOCAB_SIZE = 1024
-# float32 logits of about 10 from six layers of sums; padded batches and caches choose other kernels for
-# the same sums
+# float32 logits of about 10 from six layers of sums; padded batches and caches choose other kernels
+# for the same sums
 FLOAT32_TOLERANCE = 10 * 50 * 2.0**-24
 
 

@@ -137,6 +137,7 @@ def answers(
         for name in ("PATH", "OMP_NUM_THREADS", "LD_LIBRARY_PATH")
         if name in os.environ
     }
+    # no caches or downloads of Hugging Face
     env |= {"HF_HOME": str(elsewhere / "hf_home"), "HF_HUB_OFFLINE": "1", "HOME": str(elsewhere)}
     done = subprocess.run(command, cwd=elsewhere, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -155,6 +156,7 @@ def test_a_fresh_process_computes_what_the_training_model_does(answers, models, 
     assert all(answer["config"][name] == value for name, value in model.config.to_dict().items())
     assert answer["dtype"] == torch.float32
     tokens = [greedy(model, prompt) for prompt in PROMPTS]
+    # not all prompts end early
     assert max(map(len, tokens)) == NEW_TOKENS  # past the window
     for way in ("greedy", "greedy_padded_batch", "greedy_without_cache", "greedy_static_cache"):
         assert answer[way] == tokens, way
@@ -201,6 +203,7 @@ def test_report_and_files(exported, model):
     )  # what ends a turn
     card = (out / "README.md").read_text()
     assert all(f"{real:,}" in card for real in (report["parameters"], 123_456))
+    # exported code must not import from our package
     assert "from .." not in "".join(path.read_text() for path in out.glob("*.py"))
 
 
@@ -208,6 +211,7 @@ def test_verification_notices_one_wrong_lane(exported, checkpoint, model):
     weights = load_weights(checkpoint, model.config)
     assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
     name = "layers.5.feed_forward.w2.weight"
+    # exchange two lanes
     weights[name] = weights[name][[1, 0, 2, 3]]
     with pytest.raises(ValueError, match="differ from the training model's"):
         verify(exported[0], model.config, weights)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import transformers
 
 IDS = np.random.default_rng(0).integers(0, 128, 100).tolist()
-# float32 sums in another order err by about 1e-6 here; a wrong rotation, window or bias by 1e-2 and more
+# float32 sums in another order err by about 1e-6 here; a wrong rotation, window or bias by 1e-2
 ALLOWED = 1e-5
 
 SIZES: dict[str, Any] = {

@@ -63,7 +63,7 @@ TEXTS = [
 
 PIECES = ("1234567", "I'LL don't", "we've\n\n x", " 3.14\n", "xYz")
 BLOCKS: dict[str, tuple[int, int, dict[int, float]]] = {
-    # inputs, bytes, where fp16 numbers lie, and their size for weights of about 1; MXFP4 has an exponent
+    # inputs, bytes, offsets of fp16 numbers with their size for weights of about 1 (MXFP4: none)
     "Q4_0": (32, 18, {0: 0.2}), "Q4_1": (32, 20, {0: 0.2, 2: -1.5}), "Q5_0": (32, 22, {0: 0.1}),
     "Q5_1": (32, 24, {0: 0.1, 2: -1.5}), "Q8_0": (32, 34, {0: 0.013}), "IQ4_NL": (32, 18, {0: 0.015}),
     "Q4_K": (256, 144, {0: 0.006, 2: 0.045}), "Q5_K": (256, 176, {0: 0.003, 2: 0.045}),
@@ -80,6 +80,7 @@ def random_blocks(kind: str, rows: int, inputs: int, seed: int = 0) -> np.ndarra
     for at, scale in halves.items():
         drawn = rng.uniform(0.7, 1.3, (*blocks.shape[:2], 1)) * scale / inputs**0.5
         blocks[:, :, at : at + 2] = drawn.astype(np.float16).view(np.uint8)
+    # the first byte is the scale's exponent, biased by 127
     if kind == "MXFP4":
         blocks[:, :, 0] = 126 - int(np.log2(inputs) / 2) - rng.integers(0, 3, blocks.shape[:2])
     return blocks.reshape(rows, -1)
@@ -95,6 +96,7 @@ def random_llama(architecture: str, **overrides: Any) -> Any:
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() == 1:
+                # Gemma 3 adds 1 to its norm scales, so they are centred at 0, like biases
                 zero = "norm" not in name or architecture == "gemma3"
                 p.copy_((not zero) + 0.2 * torch.randn(p.shape))
             else:
@@ -129,6 +131,7 @@ def write_gguf(
     own, added = own_fields(architecture, c)
     for name, value in {**own, **plain_fields(), **(fields or {})}.items():
         if value is not None:
+            # the package takes every integer for one of 32 bits
             large = isinstance(value, int) and value >= 2**31
             of = GGUFValueType.UINT64 if large else GGUFValueType.get_type(value)
             writer.add_key_value(name, value, of)
@@ -138,6 +141,7 @@ def write_gguf(
             continue
         array = np.asarray(value, np.float32)
         part = name.split(".")[-2]
+        # the converter stores 1 + scale
         if architecture == "gemma3" and name.endswith("norm.weight"):
             array = array + 1
         if architecture in PERMUTED and part in heads:

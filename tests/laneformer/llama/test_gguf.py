@@ -114,6 +114,7 @@ def test_every_architecture(tmp_path, name):
     architecture, overrides = ARCHITECTURES[name]
     model, extra = random_llama(architecture, **overrides), {}
     if name == "llama3":
+        # the file stores Llama 3's scaling as a factor of each frequency
         plain = 5e5 ** -(np.arange(0, 16, 2) / 16)
         extra["rope_freqs.weight"] = (plain / model.model.rotary_emb.inv_freq.numpy()).astype(
             np.float32
@@ -141,6 +142,7 @@ def test_every_type_that_the_package_writes(tmp_path, kind):
 def test_the_engine_generates_what_transformers_does(tmp_path, capsys):
     path = write_llama(tmp_path, "Q8_0")
     ids = list(range(5, 17))
+    # no eos, so that both generate all 24 tokens
     options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": -1}
     expected = read_by_transformers(path).generate(torch.tensor([ids]), **options)[0, 12:]
     with Engine.from_pretrained(path, dtype="fp32") as engine:
@@ -360,6 +362,7 @@ def test_files_that_others_load_with_defaults(tmp_path):
 
 
 def test_types_and_tensors_that_are_not_read(tmp_path, monkeypatch):
+    # a router outside a mixture of experts; factors that no Llama 3 scaling gives
     for name, values, message in (
         (
             "blk.0.ffn_gate_inp.weight",
@@ -384,6 +387,7 @@ def test_types_and_tensors_that_are_not_read(tmp_path, monkeypatch):
 
 def test_files_that_are_no_gguf(tmp_path, monkeypatch):
     path = write_llama(tmp_path)
+    # empty, only the magic, another format, cut in the fields, in the middle, and at the end
     whole, broken = path.read_bytes(), tmp_path / "broken.gguf"
     for content in (
         b"",
@@ -418,6 +422,7 @@ def test_a_model_in_parts(tmp_path):
             tokens.append(engine.generate([5, 6], max_new_tokens=8))
     assert tokens[0] == tokens[1] == tokens[2]
     assert [file.name[6:11] for file in read_checkpoint(first).files] == ["00001", "00002", "00003"]
+    # only the first part names a model
     second = tmp_path / "model-00002-of-00003.gguf"
     with pytest.raises(ValueError, match=r"give the first, NAME-00001-of-00003\.gguf"):
         GgufFile(second)

@@ -110,7 +110,8 @@ def serving(engine, **options) -> Iterator[TestClient]:
         app = create_app(engine, ServerOptions(**{"model_name": "tiny", **options}))
     with TestClient(app, "http://localhost", raise_server_exceptions=False) as client:
         yield client
-    # FastAPI caches endpoints as long as the process lives; the extension module calls an engine there leaked
+    # FastAPI caches endpoints as long as the process lives; the extension module calls an engine
+    # there leaked
     vars(app.state.scheduler).clear()
 
 
@@ -198,8 +199,10 @@ def launch(*arguments: str) -> Server:
             lines.put(line)
             if line.startswith("laneformer serves "):
                 address.put(line.split(" at ")[-1].strip())
+        # the output has ended without an address: the server did not start
         address.put("")
 
+    # read in a thread, so that a full pipe never blocks the server
     threading.Thread(target=read, daemon=True).start()
     server = Server(address.get(timeout=START_S), process, lines)
     if not server.url:

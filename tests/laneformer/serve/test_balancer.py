@@ -57,6 +57,7 @@ def write_configuration(folder, servers, sockets) -> Path:
     text = BLOCKS["haproxy"]
     for address, listening in zip(("127.0.0.1:8000", "127.0.0.1:8405"), sockets, strict=True):
         assert text.count(f"bind {address}") == 1
+        # HAProxy inherits open sockets, so no other process can take the ports meanwhile
         text = text.replace(f"bind {address}", f"bind fd@{listening.fileno()}")
     for name, server in servers.items():
         address = server.url.removeprefix("http://")
@@ -135,6 +136,7 @@ def test_one_is_drained_one_is_killed_and_no_conversation_ends(balancer):
             name: count_of(httpx.get(f"{server.url}/metrics").text, "running")
             for name, server in balancer.servers.items()
         }
+        # the server with the long stream
         drained = max(running, key=running.__getitem__)
         balancer.servers[drained].process.send_signal(signal.SIGTERM)
         after = [balancer.say(talk, "And now?")[0] for talk in talks]
@@ -148,6 +150,7 @@ def test_one_is_drained_one_is_killed_and_no_conversation_ends(balancer):
 
     killed = after[0]
     balancer.servers[killed].kill()
+    # conversations move to the one that remains
     (left,) = set(NAMES) - {drained, killed}
     assert {balancer.say(talk, "Still there?")[0] for talk in talks} == {left}
     wait_until(lambda: balancer.healthy() == {left})

@@ -172,6 +172,7 @@ def test_gaps_are_of_tokens_as_the_rate_is(page):
 def test_reasoning_is_folded_and_answers_are_copied_and_exported(page, stand_in):
     # including what would go to the clipboard and into the file
     say(page, "THINK about it")
+    # a reload: reasoning must survive in the stored chat, folded
     page.open(stand_in.address)  # kept with the chat
     page.until("document.querySelector('article.assistant footer')")
     folded = "document.querySelector('article.assistant details')"
@@ -182,6 +183,7 @@ def test_reasoning_is_folded_and_answers_are_copied_and_exported(page, stand_in)
     contents = [message["content"] for message in stand_in.requests[-1]["messages"]]
     assert contents == ["THINK about it", "You said: THINK about it", "Code"]
     page.run(
+        # record what would be copied and exported
         "window.copied = [], navigator.clipboard.writeText = async (text) => void copied.push(text),"
         "URL.createObjectURL = (blob) => (blob.text().then((text) => window.written = text), 'blob:x'),"
         "HTMLAnchorElement.prototype.click = function () {}"
@@ -235,6 +237,7 @@ RENDER = """import('/playground/markdown.js').then(({ Markdown }) => {
 def test_what_a_model_writes_never_runs(page, stand_in):
     stand_in.texts["attack"] = "\n\n".join(HOSTILE)
     say(page, "attack")
+    # two frames: the answer is drawn and its handlers, if any, have run
     page.run("new Promise((next) => requestAnimationFrame(() => requestAnimationFrame(next)))")
     assert page.run("typeof window.pwned") == "undefined"
     tags = "script, img, svg, iframe, style, b"
@@ -290,6 +293,7 @@ def test_chats_are_left_opened_and_deleted_with_a_way_back(page, stand_in):
     delete = '#earlier [aria-label="Delete the chat: Second"]'
     page.click(delete)
     assert earlier() == ["SLOW", "First", "“Second” is deleted."]
+    # the way back has the focus
     page.run("document.activeElement.click()")
     assert earlier() == ["SLOW", "Second", "First"]
     page.click(delete)
@@ -314,6 +318,7 @@ def test_settings_are_sent_and_remembered(page, stand_in):
         "top_p": "3",
     }.items():
         page.run(f"{field % name}.value = {value!r}")
+        # setting `value` from a script fires no event
         page.run(f"{field % name}.dispatchEvent(new Event('input', {{bubbles: true}}))")
     page.open(stand_in.address)
     page.until(f"{field % 'seed'}?.value === '7'")
@@ -376,6 +381,7 @@ def test_a_busy_machine_drafts_and_a_slower_link_are_told(page, stand_in):
     say(page, "Compare")
     page.until(f"!{limit}.includes('busy')")
     footer = "document.querySelector('article.assistant:last-child footer')?.innerText"
+    # only accepted drafts may explain a rate beyond the limit of one read per token
     for tokens, accepted in ((400, 0), (404, 3)):  # beyond the limit of 500 a second
         stand_in.accepted_tokens = accepted
         say(page, f"FAST {tokens}")

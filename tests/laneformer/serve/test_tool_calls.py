@@ -146,6 +146,7 @@ def test_the_id_that_a_model_writes_is_its_calls(name, ids):
     form = calling(name).form
 
     def read(calls):
+        # letter by letter, as a stream may cut anywhere
         answer = ChoiceAnswer(AnswerReader(form))
         for letter in spell_calls(form, calls):
             answer.push(Piece(0, letter))
@@ -167,6 +168,7 @@ def test_calls_go_back_as_transformers_renders_them(name):
     from transformers import PreTrainedTokenizerFast
 
     tool = calling(name)
+    # a form without a separator has one call per answer
     calls = CALLS[:1] if tool.form.between is None else CALLS
     messages = [
         {"role": "user", "content": "?"},
@@ -180,6 +182,7 @@ def test_calls_go_back_as_transformers_renders_them(name):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, chat_template=template, **TOKENS)
     text = tokenizer.apply_chat_template(sent, tools=TOOLS, tokenize=False)
     written = spell_calls(tool.form, calls)
+    # its template writes all calls in one JSON list
     if name == "mistral":
         written = tool.form.begin + 'get_weather", "arguments": {"city": "Köln'
     assert written in text
@@ -255,6 +258,7 @@ def test_every_call_is_valid(name, kind):
         ):
             use = tool.select_tools(request_with(TOOLS, choice, parallel_tool_calls=parallel))
             answers = [draw_answer(batch, use.make_grammar(), seed=seed) for seed in range(SEEDS)]
+            # a random model may also reach the token limit, in the middle of a call
             ended = [ids for ids, reason in answers if reason == "stop"]
             assert ended, choice
             for ids in ended:
@@ -303,6 +307,7 @@ def ids_of(kind: str, text: str) -> list[int]:
     tokenizer = Tokenizer.from_str(grammars(kind).tokenizer.to_str())
     tokenizer.no_truncation()
     ids = []
+    # encode behind a newline and cut it off, so that no tokenizer adds a space
     before = tokenizer.encode("\n", add_special_tokens=False).ids
     for part in re.split(r"(\[TOOL_CALLS\]|\[ARGS\])", text):
         if part[:1] == "[":

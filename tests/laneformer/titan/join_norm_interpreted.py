@@ -65,6 +65,7 @@ def results(
 ) -> list[Tensor]:
     """Return the outputs (streams, normed) of `function`, then the gradients of all inputs."""
     # the third output uses the partial a second time
+    # autograd.grad needs leaves of its own for each run
     leaves = [None if t is None else t.detach().requires_grad_() for t in inputs]
     outputs = [t for t in function(*leaves, how) if t is not None]
     wanted = [t for t in leaves if t is not None]

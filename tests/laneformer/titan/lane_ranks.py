@@ -82,9 +82,11 @@ def measure(model, part=0, parts=1) -> dict[str, Any]:
     """Return losses, normalizers and gradients of one of `parts` equal parts of the batch."""
     batch, weights = tokens(), torch.linspace(0.5, 1.5, BATCH * LENGTH).view(BATCH, LENGTH)
     labels = batch[:, 1:].clone()
+    # ignored labels
     labels[0, :3] = -100
     inputs, labels, weights = (each.chunk(parts)[part] for each in (batch[:, :-1], labels, weights))
     losses = model(inputs, labels)
+    # unequal weights, so that losses of other tokens cannot take each other's place
     (losses * weights).sum().backward()
     gradients = gradients_of(model)
     whole = {
@@ -98,6 +100,7 @@ def one_case(name, dtype, mesh) -> dict[str, Any]:
     job.training.mixed_precision_param = job.training.mixed_precision_reduce = dtype
     job.activation_checkpoint.mode = name if name in ("full", "selective") else "none"
     job.activation_checkpoint.selective_ac_option = "op"
+    # built without memory, split over ranks, then allocated and initialized, as a job does
     with torch.device("meta"):
         model = build(name)
     lane_axis.give_lanes_to_ranks(model, mesh["tp"])
@@ -162,6 +165,7 @@ def rank_main(rank, folder):
             measured = one_case(run.case, run.dtype, mesh)
         everyone: list[Any] = [None] * RANKS
         torch.distributed.all_gather_object(everyone, measured["losses"])
+        # ranks of one group have the same losses; take the first rank of each
         measured["losses"] = torch.cat(everyone[:: mesh.size(1)])
         if rank == 0:
             torch.save(measured, folder / run.file)
@@ -183,4 +187,5 @@ def start_rank(rank, folder) -> int:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     children = [start_rank(rank, Path(sys.argv[1])) for rank in range(RANKS)]
+    # fail if any rank fails
     sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))

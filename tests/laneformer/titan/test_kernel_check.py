@@ -36,7 +36,8 @@ SHAPE = (
     "2",
 )
 PRECISION = "--training.mixed_precision_param"
-# with selective checkpointing, through autograd's compiler, as a job runs it; a whole micro-batch of documents
+# with selective checkpointing, through autograd's compiler, as a job runs it; a whole micro-batch
+# of documents
 COMPILED = (
     "--compile.enable",
     "--compile.backend",

@@ -20,7 +20,8 @@ from tests.laneformer.titan.titan_assets import (
     train,
 )
 
-# of attention, of the MLP; and whether delayed outputs are sent again, lanes have norm scales of their own
+# of attention, of the MLP; and whether delayed outputs are sent again, lanes have norm scales of
+# their own
 COMMS = [
     (True, True, False),
     (True, True, True),

@@ -31,7 +31,7 @@ CONFIG = LaneformerConfig.from_flavor(
     num_nextn_predict_layers=1,
 )
 SEQ_LEN, BOS, WEIGHT = 24, 1, 0.25
-# Two float64 computations of the same sums in other orders: 1e4 roundings of 2^-53, on gradients of order one
+# float64 sums in two orders: 1e4 roundings of 2^-53, on gradients of order one
 TOLERANCE = 1e4 * 2.0**-53
 ROTATED = 2.0**-24  # the same text at other positions: the table of angles is float32
 
