@@ -30,6 +30,7 @@ def lay_out_hub(files, source, cache, patch) -> list[str]:
         folder = cache / f"models--{repository.replace('/', '--')}"
         revision = folder / "snapshots" / COMMIT
         revision.mkdir(parents=True)
+        # the library's own filter, and the layout of its cache
         for name in filter_repo_objects(files, **patterns):
             shutil.copy(source / name, revision)
             fetched.append(name)
@@ -52,6 +53,7 @@ def test_a_name_is_fetched_once_listed_and_told_where_it_cannot_be(
     others = ["README.md", "original/model.safetensors"]
     fetched = lay_out_hub([*files, *others], folder, tmp_path / "cache", monkeypatch)
     printed = []
+    # the second time, and as a small model, it is in the cache
     for flags in ([], ["--draft", TALKER]):
         main(["generate", TALKER, *GENERATE, *flags])
         printed.append(capsys.readouterr().out)

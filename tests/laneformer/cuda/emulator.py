@@ -102,6 +102,7 @@ def build(
                 ["g++", "-shared", assembled, "-o", shared],
             ):
                 compile_step("the emulated unit", step)
+            # a rename is atomic, so another process never loads half a library
             shared.rename(library)
     return ctypes.CDLL(str(library))
 

@@ -75,6 +75,7 @@ def _request(draw, vocab, shared) -> Asked:
     # prompts often share a prefix or repeat themselves
     prompt = draw.choice(shared)[: draw.choice((0, 1, 20, 60, 140, 200))]
     prompt = prompt + [draw.randrange(vocab) for _ in range(draw.randrange(1, 30))]
+    # 15% are scored, 15% have masks, the others generate freely
     kind = draw.random()
     if kind < 0.15:
         return Asked(prompt, {"top": draw.randrange(4)}, start=draw.randrange(1, len(prompt) + 1))
@@ -161,6 +162,7 @@ def side_by_side(engine, every, late_masks=False) -> list[list[int]]:
         while waiting or running:
             while waiting and len(running) < batch.max_joined:
                 number = waiting.pop(0)
+                # requests join in order, whenever one has ended
                 running[join(batch, every[number], vocab, masks)] = number
             for update in batch.updates(10.0):
                 number = running[update.ticket]

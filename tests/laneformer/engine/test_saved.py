@@ -127,7 +127,7 @@ def test_a_file_of_another_model_under_an_own_name_is_refused(model, talk, saves
 
 def test_what_decides_the_bits_is_part_of_the_key(model, talk, saves):
     norm = random_model(model.config, seed=1)
-    # the last norm is applied after all keys and values, and still another model
+    # the last norm changes no key or value, yet makes another model
     norm.state_dict()["norm.weight"].mul_(1.5)
     for other, options in (
         (model, {"kv_dtype": "fp16"}),

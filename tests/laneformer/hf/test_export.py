@@ -137,7 +137,7 @@ def answers(
         for name in ("PATH", "OMP_NUM_THREADS", "LD_LIBRARY_PATH")
         if name in os.environ
     }
-    # no caches or downloads of Hugging Face
+    # an empty cache and no downloads
     env |= {"HF_HOME": str(elsewhere / "hf_home"), "HF_HUB_OFFLINE": "1", "HOME": str(elsewhere)}
     done = subprocess.run(command, cwd=elsewhere, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]

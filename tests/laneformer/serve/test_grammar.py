@@ -74,6 +74,7 @@ class Forgetful(Grammar):
 def test_planted_faults_show(planted):
     for seed in range(3):
         grammar = grammars().compile_schema(SCHEMAS["flat"], "schema")
+        # the fault replaces a method of the compiled grammar
         grammar.__class__ = planted
         with batch_of() as batch:
             try:
@@ -116,6 +117,7 @@ def test_a_table_smaller_than_the_tokenizer():
 def test_white_space_is_bounded():
     grammar = grammars().compile_schema({"type": "object"}, "schema")
     compiler = grammars()
+    # tokens of white space alone
     blank = {
         i
         for i in range(compiler.tokenizer.get_vocab_size())

@@ -62,6 +62,7 @@ def test_a_conversation_in_its_own_template(grammars):
     sent = [
         *HELLO,
         {"role": "assistant", "content": "Good day!", "reasoning_content": "hidden"},
+        # the reasoning of an earlier turn is dropped, that of the last turn's calls stays
         *ROME,
         {
             "role": "assistant",
@@ -108,6 +109,7 @@ def test_grammars_leave_room_for_reasoning(grammars):
         calling.select_tools(request_with(TOOLS, choice)).make_grammar()
         for choice in ("auto", "required")
     )
+    # the recipient stands in the channel or in the role, with or without a type
     role = f" to=functions.weather{CHANNEL}commentary"
     calls = [CALLED + ARGUMENTS, f"{role} json{MESSAGE}{ARGUMENTS}", f"{role}{MESSAGE}{ARGUMENTS}"]
     preamble = f"{CHANNEL}commentary{MESSAGE}I look.{NEXT}"
@@ -155,6 +157,7 @@ def test_a_budget_ends_the_reasoning_before_an_answer_of_a_schema(api, grammars)
         return_token_ids=True,
         temperature=1,
         max_tokens=300,
+        # push the model into reasoning, which it would not begin by itself
         logit_bias={str(i): 30 for i in head},
         reasoning_budget=BUDGET,
     )

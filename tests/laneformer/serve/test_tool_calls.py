@@ -182,7 +182,6 @@ def test_calls_go_back_as_transformers_renders_them(name):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, chat_template=template, **TOKENS)
     text = tokenizer.apply_chat_template(sent, tools=TOOLS, tokenize=False)
     written = spell_calls(tool.form, calls)
-    # its template writes all calls in one JSON list
     if name == "mistral":
         written = tool.form.begin + 'get_weather", "arguments": {"city": "Köln'
     assert written in text

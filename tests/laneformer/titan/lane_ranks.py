@@ -86,7 +86,7 @@ def measure(model, part=0, parts=1) -> dict[str, Any]:
     labels[0, :3] = -100
     inputs, labels, weights = (each.chunk(parts)[part] for each in (batch[:, :-1], labels, weights))
     losses = model(inputs, labels)
-    # unequal weights, so that losses of other tokens cannot take each other's place
+    # unequal weights, so that exchanged tokens change the gradients
     (losses * weights).sum().backward()
     gradients = gradients_of(model)
     whole = {
