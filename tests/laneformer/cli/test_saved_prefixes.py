@@ -18,7 +18,7 @@ def complete(server, prompt) -> tuple[str, int]:
 
 @pytest.fixture
 def serve(folder):
-    """Return `serve(cache_dir, *flags)`, which runs the command in a process."""
+    """Yield `serve(cache_dir, *flags)`, which runs the command in a process."""
     servers = []
 
     def begin(cache_dir, *flags):

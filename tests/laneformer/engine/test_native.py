@@ -39,8 +39,8 @@ pytestmark = [pytest.mark.proof(*CORE_SOURCES, programs=True), pytest.mark.timeo
 
 @contextlib.contextmanager
 def sources() -> Iterator[Path]:
-    """Return a copy of the core's sources for this caller, with what was compiled from the last copy."""
-    # every checkout compiles there, and only the files that differ from the last one's
+    """Yield, under a lock, the copy of the core's sources that all checkouts compile."""
+    # files that did not change stay, so only what differs from the last checkout's is compiled
     copy = CACHE / "core"
     copy.mkdir(parents=True, exist_ok=True)
     with open(CACHE / "core.lock", "w") as lock:

@@ -75,7 +75,7 @@ def generate(path: str, model: torch.nn.Module) -> dict:
 
 
 def ask_tokenizer(path: str) -> dict:
-    """Return ids of texts and their decoding; for conversations text, ids and the mask of trained tokens."""
+    """Return the tokenizer's special ids, texts' ids and decoding, and conversations' ids and trained masks."""
     tokenizer = AutoTokenizer.from_pretrained(path)
     ids = [tokenizer(text)["input_ids"] for text in asked["texts"]]
     options = {"return_dict": True, "return_assistant_tokens_mask": True}

@@ -92,7 +92,7 @@ def _model(kind: str) -> Laneformer:
 
 @contextlib.contextmanager
 def batch_of(kind: str = "bytes") -> Iterator[Batch]:
-    """Return a batch of an engine with random weights."""
+    """Yield a batch of an engine with random weights."""
     # such a model's text has a form only where a grammar enforces one
     compiler = grammars(kind)
     with (

@@ -28,7 +28,7 @@ def write_call(arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def client(model_folder):
-    """Return a client of a model that writes, and ends, as the system message says."""
+    """Yield a client of a model that writes, and ends, as the system message says."""
     script = [
         ("rule cut", write_call(CUT), "length"),
         ("rule stopped", write_call(CUT), "stop"),

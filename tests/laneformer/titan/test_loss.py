@@ -70,7 +70,7 @@ def test_losses_and_gradients_are_the_plain_models(head, z_weight):
 
 
 def rows_of_head(operation, out) -> int:
-    """Return the number of rows in the head's matrix product, if this is it."""
+    """Return the number of rows if this is the head's matrix product, else 0."""
     is_product = operation is torch.ops.aten.bmm.default
     lanes = SMALL.num_lanes
     is_head = is_product and (out.shape[0], out.shape[-1]) == (lanes, SMALL.vocab_size // lanes)

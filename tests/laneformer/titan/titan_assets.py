@@ -32,7 +32,7 @@ SHAPE = {
 
 
 class PlainJoinNorm:
-    """The model's formulas in place of the join and norm kernels, with the partial scaled by `wrong`."""
+    """The model's formulas in place of the join and norm kernels, with the partial times 1 + `wrong`."""
 
     def __init__(self, wrong: float):
         self.wrong = wrong

@@ -105,7 +105,7 @@ def note(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def agent_server(note, tmp_path_factory):
-    """Return a server whose context holds the prompts of agents."""
+    """Yield a server whose context holds the prompts of agents."""
     sizes = {"max_position_embeddings": 262_144}
     folder = write_model(tmp_path_factory.mktemp("served") / "long", **sizes)
     script = [(key, text.replace("NOTE", str(note))) for key, text in SCRIPT]
