@@ -32,6 +32,7 @@ class KeptCache:
 
     def update(self, key: Tensor, value: Tensor, layer_idx) -> tuple[Tensor, Tensor]:
         self.offered.append(torch.stack((key, value)))
+        # attend to what the kernels stored, not to what was just computed
         keys, values = self.kept[layer_idx]
         return keys.to(key), values.to(value)
 
@@ -62,6 +63,7 @@ def read_one_by_one(emulated, ids: list[int]) -> tuple[Tensor, list[tuple[Tensor
     layers, rows = range(emulated.config.num_hidden_layers), []
     kept: list[list[Tensor]] = [[] for _ in layers]
     for position, token in enumerate(ids):
+        # another order of threads for each token
         emulated.seed = position
         rows.append(emulated.logits([(token, position, 0)]))
         for layer in layers:

@@ -272,6 +272,7 @@ def company(kernels, seed) -> list[torch.Tensor]:
     """Run three passes of two sequences, then a launch of two passes of three."""
     kernels.forget()
     kernels.seed, ids, other, rows = seed, text(6), text(6, 2), []
+    # two columns of sequence 1 beside two of sequence 3
     for i in range(0, 6, 2):
         mine = [(ids[i], i, 1), (ids[i + 1], i + 1, 1)]
         rows.append(kernels.logits([(other[i], i, 3), *mine, (other[i + 1], i + 1, 3)]))
@@ -282,6 +283,7 @@ def company(kernels, seed) -> list[torch.Tensor]:
 def launches_of_several(kernels, seed) -> list[torch.Tensor]:
     """Run four passes, of which one column takes two, and a launch that the host cancels."""
     rows = []
+    # the second launch finds the host's cancel from its beginning
     for cancelled in (0, 1):
         kernels.seed, wanted = seed, columns(start(kernels), 2)
         wanted[1].left = 2
@@ -340,9 +342,11 @@ BUILDS = {
 def test_every_fault_is_found(name, cuda_builds):
     build = BUILDS[name]
     kernels = build.plant_faults(cuda_builds)
+    # no fault is in force yet
     right = build.act(kernels, 0)
     for seed in build.seeds:
         assert build.outcome(kernels, seed, right) == "", "without a fault in force"
+    # 0 is no fault
     for number, (fault_name, fault) in enumerate(build.faults.items(), 1):
         put_in_force(kernels, number)
         for seed in build.seeds:
@@ -371,6 +375,7 @@ def test_no_race(name, cuda_builds):
         kernels.forget()
         kernels.decode(ids, 3, seed)
         reads, writes = plain_accesses(kernels.library)
+        # accesses were checked at all
         assert reads > writes > 10_000
 
 
@@ -424,6 +429,7 @@ def test_what_wrong_drafts_leave_in_a_ring_is_outside_the_window(spare, cuda_bui
     rows = []
     for i, token in enumerate(ids):
         rows.append(
+            # one right token and seven wrong drafts after it
             eight.logits([(token, i, 0), *((95 - token, i + n, 0) for n in range(1, 8))])[:1]
         )
     right = one_by_one(EmulatedPasses(cuda_builds, 1, **shape), ids)

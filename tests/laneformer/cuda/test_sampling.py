@@ -59,6 +59,7 @@ class Sampler:
 
     def __call__(self, logits, how, count=COUNT, order=0, first=0) -> list[int]:
         """Return the kernel's tokens at `count` positions from `first` on."""
+        # -1 marks a position that the kernel did not write
         words, tokens = np.zeros(2 * len(logits), np.uint64), np.full(count, -1, np.int32)
         argument = Picks(
             how.sampling, logits.ctypes.data, words.ctypes.data, tokens.ctypes.data, first, count
@@ -89,6 +90,7 @@ def philox(seed, positions, tokens) -> np.ndarray:
             a >> np.uint64(32) ^ x[3] ^ np.uint64(key[1]),
             a & low,
         ]
+        # the Weyl sequence of Philox's keys
         key = [(key[0] + 0x9E3779B9) & 0xFFFFFFFF, (key[1] + 0xBB67AE85) & 0xFFFFFFFF]
     return x[0]
 
@@ -97,6 +99,7 @@ def test_the_noise_is_philoxs():
     # known answer of Random123 1.14 for an all-zero counter and key; of equal logits, the one with
     # the highest bits is drawn
     assert philox(0, np.zeros(1), np.zeros(1))[0] == 0x6627E8D5
+    # a seed beyond 32 bits uses both words of the key
     bits = philox(2**40 + 7, np.arange(COUNT)[:, None], np.arange(VOCAB)[None]) >> np.uint64(9)
     assert (
         draw_tokens(np.zeros(VOCAB, np.float32), request(1.0, 2**40 + 7)) == bits.argmax(1).tolist()
@@ -149,6 +152,7 @@ def test_draws_are_those_of_the_core(sampler):
 def test_more_logits_than_registers(cuda_builds):
     # Each of 32 threads keeps 64 of the 2,072 logits and reads the others, the likeliest, again.
     # Ties are among them.
+    # sixteenths, so that many logits are equal
     logits = (np.random.default_rng(1).standard_normal(2072) * 16).round().astype(np.float32) / 16
     logits[-20:] += 8
     sampler = Sampler(cuda_builds, 2072, 1)
@@ -161,6 +165,7 @@ def test_broken_logits_give_a_token(sampler):
     # a broken token is not drawn while others are numbers
     ways = [request(0.0, 1), request(1.0, 1), request(1.0, 1, top_k=9, top_p=0.5)]
     for broken, how in itertools.product((np.nan, np.inf, -np.inf), ways):
+        # all logits broken, or one alone
         everything, one = np.full(VOCAB, broken, np.float32), LOGITS.copy()
         one[77] = broken
         for logits in (everything, one):
@@ -174,5 +179,6 @@ def test_the_whole_kernel_draws_from_its_logits(cuda_builds):
     ids = [5, 17, 60]
     how = request(1.0, 9, emulated.config.vocab_size, top_k=8, top_p=0.8)
     tokens, _ = emulated.decode(ids, 6, sampling=how.sampling)
+    # the same tokens once more, as a prompt, for the logits that they were drawn from
     _, logits = emulated.decode(ids + tokens)
     assert tokens == [draw_tokens(logits[at].numpy(), how, 1, at)[0] for at in range(2, 8)]

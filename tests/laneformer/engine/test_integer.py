@@ -70,6 +70,7 @@ def unpack_tape(tape, rows, inputs, dtype) -> tuple[np.ndarray, np.ndarray]:
         integers = lines.transpose(0, 3, 2, 1, 4).reshape(tiles * 32, 2 * pairs)[:rows]
         scales = np.ascontiguousarray(tape[:, 64 * pairs :]).view(single).reshape(-1)[:rows]
         return in_groups(integers.astype(np.int64)), scales
+    # 512 bytes of nibbles and 64 of fp16 scales for each group of 32 inputs of a tile's 32 rows
     tape = tape.reshape(tiles, groups, 576)
     # eight inputs, group of rows, row, byte
     lines = tape[:, :, :512].reshape(tiles, groups, 4, 2, 16, 4)
@@ -125,6 +126,7 @@ def test_inputs_too_small_for_a_scale_are_zeros():
 
 def pack_rows(weights: np.ndarray, dtype: str = "int4") -> tuple[np.ndarray, np.ndarray]:
     """Return the packed weights as `unpack_tape` does."""
+    # the product is not used
     tape, _ = _core.multiply(weights, weights[:1], dtype, "int8", "portable")
     return unpack_tape(tape, *weights.shape, dtype)
 
@@ -150,6 +152,7 @@ def test_the_scales_are_nearly_the_best_ones():
     error = ((groups - levels[:, 0] * scales) ** 2).sum()
     peak = groups[np.arange(len(groups)), np.abs(groups).argmax(1)][:, None]
     best = np.full(len(groups), np.inf)
+    # the levels reach from -69 to 58: search scales that map the peak to either end
     for edge in (*np.linspace(-90, -50, 40), *np.linspace(40, 80, 40)):
         nearest = np.abs(groups[..., None] - LEVELS * (peak / edge)[..., None]).min(-1)
         best = np.minimum(best, (nearest**2).sum(-1))
@@ -180,6 +183,7 @@ def powers_of_two(model) -> Laneformer:
         for name, p in model.named_parameters():
             if "norm" not in name and "embeddings" not in name:
                 integers = torch.randint(-LARGEST, LARGEST + 1, p.shape, generator=generator)
+                # so that the row's scale is the power of two itself
                 integers[..., 3] = -LARGEST
                 p.copy_(
                     integers * 2.0 ** -torch.randint(7, 11, (*p.shape[:-1], 1), generator=generator)

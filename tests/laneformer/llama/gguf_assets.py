@@ -129,6 +129,7 @@ def write_gguf(
     architecture = {"olmo3": "olmo2"}.get(architecture, architecture)
     writer = GGUFWriter(path, architecture, split_max_tensors=part_tensors)
     own, added = own_fields(architecture, c)
+    # later ones replace earlier ones
     for name, value in {**own, **plain_fields(), **(fields or {})}.items():
         if value is not None:
             # the package takes every integer for one of 32 bits
@@ -137,6 +138,7 @@ def write_gguf(
             writer.add_key_value(name, value, of)
     heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
     for name, value in {**split_fused(model.state_dict()), **added, **(extra or {})}.items():
+        # a tied head is not stored twice
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
         array = np.asarray(value, np.float32)

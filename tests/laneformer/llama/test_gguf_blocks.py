@@ -45,6 +45,7 @@ def test_rows_come_out_of_the_tape_as_ggml_widens_them(kind):
 def test_scales_of_mxfp4_have_every_exponent():
     # from a subnormal scale to the last one whose largest weight is a float32; larger are refused
     data = random_blocks("MXFP4", 253, 32)
+    # every exponent of a block's scale
     data[:, 0], data[:, 1] = np.arange(253), 0xF7  # and its largest weight, both ways
     rows, _ = _core.multiply_blocks(data, np.zeros((1, 32), single), "mxfp4", "portable")
     expected = dequantize(data, GGMLQuantizationType.MXFP4)
@@ -71,6 +72,7 @@ def define_product(rows: np.ndarray, x: np.ndarray) -> np.ndarray:
 def test_products_are_those_of_the_rows(kind):
     # to float32's own error; the same bits on every instruction set and for any number of columns
     x = np.random.default_rng(1).standard_normal((13, 512)).astype(single)
+    # a group of zeros has no scale
     x[0, :32] = 0
     for count, before in ((5, 0), (32, 96), (70, 128)):
         data = random_blocks(kind, count, 768)

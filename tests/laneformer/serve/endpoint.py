@@ -76,6 +76,7 @@ def join_chunks(chunks: Iterable[Any], index: int, *keys: str) -> list[Any]:
     """Concatenate what the chunks of one choice have under these keys: characters or list elements."""
     parts = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
     for key in keys:
+        # chunks without the key, or with null, add nothing
         parts = [part[key] for part in parts if part.get(key)]
     return [entry for part in parts for entry in part]
 

@@ -147,6 +147,7 @@ def own_lane_twice(h: Tensor, partial: Tensor, delayed: Tensor, weight: Tensor, 
 
 def leave_unscaled(h: Tensor, partial: Tensor, delayed: Tensor, weight: Tensor, how: Join) -> Any:
     streams, _, again = exact(h, partial, delayed, weight, how)
+    # changes the gradient of the scale, and no value
     wrong = streams.detach() * (weight - weight.detach())  # zero, but for its gradient
     return streams, exact(h, partial, delayed, weight.detach(), how)[1] + wrong, again
 
@@ -180,6 +181,7 @@ def test_join_and_norm_in_one_graph_become_one_kernel():
     FuseJoinNorm()(module.graph)
     module.graph.lint()
     module.recompile()
+    # the second norm reads other streams and must stay separate
     called = [str(node.target) for node in module.graph.nodes if "laneformer" in str(node.target)]
     assert sorted(called) == ["laneformer.join_norm.default", "laneformer.rms_norm.default"]
     for found, wanted in zip(module(*inputs), both(*inputs), strict=True):

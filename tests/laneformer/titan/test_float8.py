@@ -47,6 +47,7 @@ def draw_tensors() -> tuple[Tensor, Tensor, Tensor]:
     def draw(*shape):
         values = torch.randn(*shape, generator=generator)
         for axis, size in enumerate(shape):
+            # a random factor for each index of the axis
             of_axis = torch.randn(size, generator=generator).exp2()
             values *= of_axis.reshape(*(-1 if i == axis else 1 for i in range(len(shape))))
         return values
@@ -84,6 +85,7 @@ def exact_and_bounds(recipe) -> tuple[Products, Products]:
         """Return a (L, M, K) times b (L, N, K) and the largest error of both roundings."""
         off_a, off_b = rounding(a, of_a, turned), rounding(b, E4M3, turned)
         size = (a.abs() + off_a) @ (b.abs() + off_b).mT
+        # the float32 sum adds its own error
         float32 = (a.shape[-1] + 4) * torch.finfo(torch.float32).eps * size
         return a @ b.mT, size - a.abs() @ b.abs().mT + float32
 
