@@ -1,4 +1,4 @@
-"""What the tests of the CUDA kernels share: one folder of emulated builds, each of which costs seconds."""
+"""A fixture for the tests of the CUDA kernels: one folder of emulated builds."""
 
 from __future__ import annotations
 
@@ -9,5 +9,6 @@ from tests.proofs import CACHE
 
 @pytest.fixture(scope="session")
 def cuda_builds():
-    """A folder for built kernels, kept from run to run: each is named by a hash of all that decides it."""
+    """Return a folder for built kernels, kept between runs."""
+    # a build costs seconds; its name is a hash of all that determines it
     return CACHE / "emulated"

@@ -1,4 +1,4 @@
-"""What the head for multi-token prediction drafts, by the plain model."""
+"""Drafts of the multi-token-prediction head by the plain model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from laneformer.mtp import draft_mask
 
 
 def draft_logits(model: Laneformer, input_ids: Tensor, steps: int = 1) -> list[Tensor]:
-    """Token ids (B, S) -> the logits of step k, (B, S - k, V): those at t score token t+k+1, given the tokens up to
-    t+k. The whole vocabulary, whatever `draft_vocab_size`.
-    """
+    """Return step k's logits (B, S - k, V) for token ids (B, S), over the whole vocabulary."""
+    # logits at t score token t+k+1, given the tokens up to t+k; `draft_vocab_size` does not matter
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)
     embedding, masks = model.tok_embeddings(input_ids), model.masks(positions, positions)
     h, tail = run_layers(model.layers, model.config, embedding, model.rope(positions), masks)

@@ -1,4 +1,4 @@
-"""What weights in int8 stand for."""
+"""The numbers that int8 weights stand for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import torch
 
 
 def round_to_int8(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What int8 weights stand for: of every matrix' rows whole multiples of a scale, at most 127 of them; float64."""
+    """Round every matrix to what its int8 weights stand for, in float64."""
+    # each row has whole multiples of a scale, at most 127 of them
     rounded = {}
     for name, weight in weights.items():
         if name.startswith("tok_embeddings") or name.endswith(("norm.weight", ".bias")):

@@ -1,8 +1,7 @@
-"""The update table of LANEFORMER.md, written down literally: one token, one lane and one head at
-a time, in float64.
+"""A literal NumPy version of LANEFORMER.md's update table in float64: one token, lane and head at a time.
 
-Slow and plain on purpose, and without a line of model.py: what two independent writings agree on is the
-architecture. `plant` puts one known error in, so that a comparison can show that it would notice.
+It is slow and shares no code with model.py, so agreement of the two checks the architecture.
+`plant` introduces one known error, to show that a comparison would detect it.
 """
 
 from __future__ import annotations
@@ -17,12 +16,13 @@ Weights = dict[str, np.ndarray]
 
 
 def rms_norm(x: np.ndarray, scale: np.ndarray, lane: int, eps: float) -> np.ndarray:
+    # one scale for all lanes, or one for each
     own_scale = scale if scale.ndim == 1 else scale[lane]
     return x / np.sqrt((x * x).mean() + eps) * own_scale
 
 
 def rotate(x: np.ndarray, position: int, rope: tuple[list[float], float] | None) -> np.ndarray:
-    """One head's vector as d/2 complex numbers, each turned by its own angle and scaled; None: as it is."""
+    """Rotate one head's vector as d/2 complex numbers; `rope` is (radians per position, scale)."""
     if rope is None:
         return x
     turned = np.empty(len(x))
@@ -33,7 +33,10 @@ def rotate(x: np.ndarray, position: int, rope: tuple[list[float], float] | None)
 
 
 def layer_rope(c: LaneformerConfig, layer: int) -> tuple[list[float], float] | None:
-    """A layer's radians per position and scale, by the paper of YaRN (arXiv 2309.00071, 3.2 to 3.4) where it is on."""
+    """Return a layer's radians per position and its scale, or None for a layer without RoPE.
+
+    YaRN follows its paper (arXiv 2309.00071, sections 3.2 to 3.4).
+    """
     windowed = layer in c.swa_layers
     if layer in c.nope_layers:
         return None
@@ -55,6 +58,7 @@ def layer_rope(c: LaneformerConfig, layer: int) -> tuple[list[float], float] | N
 
 def attend(query: np.ndarray, keys: list[np.ndarray], values: list[np.ndarray]) -> np.ndarray:
     scores = np.array([query @ key for key in keys]) / np.sqrt(len(query))
+    # a softmax; subtracting the maximum avoids overflow
     weights = np.exp(scores - scores.max())
     return sum(w * v for w, v in zip(weights / weights.sum(), values, strict=True))
 
@@ -62,7 +66,7 @@ def attend(query: np.ndarray, keys: list[np.ndarray], values: list[np.ndarray]) 
 def lane_attention(
     c: LaneformerConfig, w: Weights, layer: int, lane: int, x: list[np.ndarray], window: int | None
 ) -> list[np.ndarray]:
-    """One lane's attention over its normed stream x, a list over tokens; its partial output for every token."""
+    """Return one lane's partial output for every token; x is the lane's normed stream, one row per token."""
     wq, wk, wv, wo = (
         w[f"layers.{layer}.attention.{name}.weight"][lane] for name in ("wq", "wk", "wv", "wo")
     )
@@ -82,6 +86,7 @@ def lane_attention(
         first = 0 if window is None else max(0, t - window + 1)
         joined = []
         for h in range(heads):
+            # grouped-query attention: consecutive heads share a KV head
             kv = h // (heads // kv_heads)
             query = rotate((wq @ row)[own[h]], t, rope)
             joined.append(attend(query, keys[kv][first : t + 1], values[kv][first : t + 1]))
@@ -104,9 +109,8 @@ def update(
     comm: bool,
     plant: str,
 ) -> None:
-    """Add one module's partials to the streams h (S, L, D); `outputs` holds this module's
-    partials, layer by layer.
-    """
+    """Add one module's partials to the streams h (S, L, D) in place."""
+    # outputs: this module's partials, layer by layer
     p, lanes = outputs[layer], c.num_lanes
     delay = c.broadcast_delay
     first = c.first_late_layer + (plant == "border")
@@ -132,15 +136,17 @@ def update(
 
 
 def head(c: LaneformerConfig, w: Weights, streams: np.ndarray) -> np.ndarray:
-    """Logits (V,) of one token from its lanes' streams (L, D)."""
+    """Return the logits (V,) of one token from its lanes' streams (L, D)."""
     scale, weight, lanes = w["norm.weight"], w["lm_head.weight"], range(c.num_lanes)
     normed = [rms_norm(streams[lane], scale, lane, c.norm_eps) for lane in lanes]
     if c.lm_head_type == "vocab_parallel":
         return np.concatenate([weight[lane] @ normed[lane] for lane in lanes])
     if c.lm_head_type == "lane":
+        # each lane's head reads only its own columns of its normed stream
         width = c.hidden_size // c.num_lanes
         return sum(weight[lane] @ normed[lane][lane * width : (lane + 1) * width] for lane in lanes)
     if c.pre_norm_lane_agg:
+        # the lanes' streams are summed before the norm, else after it
         total = sum(streams[lane] for lane in lanes)
         return weight @ (
             sum(rms_norm(total, scale, lane, c.norm_eps) for lane in lanes) / c.num_lanes
@@ -151,8 +157,11 @@ def head(c: LaneformerConfig, w: Weights, streams: np.ndarray) -> np.ndarray:
 def reference_logits(
     c: LaneformerConfig, w: Weights, ids: list[int], plant: str = ""
 ) -> np.ndarray:
-    """Logits (S, V) float64 of one sequence; `plant` is "", "remote" (one partial lost), "delay", "window", "flush"
-    (left out) or "border" (one more layer that is not late).
+    """Return the logits (S, V) of one sequence in float64.
+
+    Args:
+        plant: "", "remote" (one partial lost), "delay", "window", "flush" (left out) or "border"
+            (one late layer less).
     """
     return np.array([head(c, w, streams) for streams in reference_streams(c, w, ids, plant)[0]])
 
@@ -160,7 +169,7 @@ def reference_logits(
 def reference_streams(
     c: LaneformerConfig, w: Weights, ids: list[int], plant: str = ""
 ) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
-    """Streams (S, L, D) after the last layer; every layer's partials (S, L, D), attention, MLP."""
+    """Return the streams (S, L, D) after the last layer, then all layers' attention and MLP partials."""
     h = np.array([[w["tok_embeddings.weight"][token] for _ in range(c.num_lanes)] for token in ids])
     attention_outputs: list[np.ndarray] = []
     mlp_outputs: list[np.ndarray] = []
@@ -190,7 +199,7 @@ def reference_streams(
 
 
 def tail(c: LaneformerConfig, *outputs: list[np.ndarray]) -> np.ndarray:
-    """What the last layers' late modules gave the other lanes, and no layer is left for, (S, L, D)."""
+    """Return the sum (S, L, D) of other lanes' partials that no layer is left to receive."""
     lost = np.zeros_like(outputs[0][0])
     first = max(c.broadcast_delay, c.first_late_layer, c.num_hidden_layers - c.broadcast_delay)
     for module, comm in zip(outputs, (c.use_attention_comm, c.use_mlp_comm), strict=True):
@@ -202,9 +211,10 @@ def tail(c: LaneformerConfig, *outputs: list[np.ndarray]) -> np.ndarray:
 def reference_drafts(
     c: LaneformerConfig, w: Weights, ids: list[int], at: int, steps: int, plant: str = ""
 ) -> list[np.ndarray]:
-    """The head's logits (V,) of token at+2 to at+steps+1, each given the tokens before it, one pass after the
-    other as an engine drafts; `plant` is "", "tail" (what never arrived is left out) or "token" (the wrong
-    one).
+    """Return the head's logits (V,) for tokens at+2 to at+steps+1, each given the tokens before it.
+
+    Args:
+        plant: "", "tail" (leave out what never arrived) or "token" (read the wrong token).
     """
     h, *outputs = reference_streams(c, w, ids[: at + 1])
     if c.deliver_tail and not c.flush and plant != "tail":
@@ -212,6 +222,7 @@ def reference_drafts(
     embedding, shift = w["tok_embeddings.weight"], plant != "token"
     columns = [block_input(c, w, h[t], embedding[ids[t + shift]]) for t in range(at + 1)]
     found = []
+    # one pass after the other, as an engine drafts
     for k in range(1, steps + 1):
         y = draft_block(c, w, columns)[-1]
         found.append(head(c, w | {"norm.weight": w["mtp.norm.weight"]}, y))
@@ -231,7 +242,7 @@ def block_input(
 
 
 def draft_block(c: LaneformerConfig, w: Weights, columns: list[np.ndarray]) -> np.ndarray:
-    """The block's output streams (columns, L, D): a layer whose lanes wait for each other."""
+    """Return the output streams (columns, L, D) of the MTP block, whose lanes wait for each other."""
     n, h = c.num_hidden_layers, np.array(columns)
     w = w | {f"layers.{n}.{name.removeprefix('mtp.layer.')}": each for name, each in w.items()}
     for norm in ("attention_norm", "ffn_norm"):

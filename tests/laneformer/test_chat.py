@@ -1,4 +1,4 @@
-"""Conversations in the published template against Transformers on the exported folder: each id, and what is trained."""
+"""Tests of conversations in the published template against Transformers: ids and trained tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's own chat template against Transformers' apply_chat_template, text for text."""
+"""Tests of a model's own chat template against Transformers' apply_chat_template, text for text."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def template_of(template: str) -> ChatTemplate:
 
 
 def same(template: str, messages: list, **options: Any) -> bool:
-    """Whether both render the same text, or both refuse."""
+    """Return whether both render the same text or both refuse."""
     chat = template_of(template)
     try:
         expected = theirs(template, messages, **options)
@@ -90,7 +90,7 @@ def test_templates_of_many_models():
 
 
 def compare_templates(template: str) -> list[bool]:
-    """`same` for conversations of several lengths, with and without tools and a variable of Qwen's."""
+    """Apply `same` to conversations of several lengths, with and without tools and Qwen's variable."""
     return [
         same(template, messages, add_generation_prompt=len(messages) % 2 == 1, **options)
         for messages in (TURNS, TURNS[:2], SYSTEM + TURNS)

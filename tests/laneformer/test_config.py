@@ -1,4 +1,4 @@
-"""The config: the published sizes, the rules of joining, and errors that name the value and the fix."""
+"""Tests of the config: published sizes, join rules, and errors that name the value and the fix."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DRAFTS = {"num_nextn_predict_layers": 1}
     ids=str,
 )
 def test_shapes_and_counts_are_those_of_the_model(flavor, fields):
-    """And the dictionary comes back from JSON."""
+    # the dictionary also survives JSON
     config = LaneformerConfig.from_flavor(flavor, **fields)
     with torch.device("meta"):
         model = Laneformer(config)
@@ -123,8 +123,8 @@ def test_unknown_names_are_refused():
         LaneformerConfig.from_dict({"num_lane": 8})
 
 
-# fields; how the first layers join; the layers that broadcast and those that add what is delayed. The outputs of the
-# last layers never reach the other lanes.
+# fields; how the first layers join; the layers that broadcast and those that add what is delayed.
+# The outputs of the last layers never reach the other lanes.
 PART_WAITS = {"broadcast_delay": 3, "early_layers": 1}
 JOINS: list[tuple[dict[str, Any], list[Join], range, range]] = [
     ({}, [Join.PRESENT] * 2 + [Join.PAST], range(2, 13), range(4, 15)),
@@ -146,7 +146,7 @@ JOINS: list[tuple[dict[str, Any], list[Join], range, range]] = [
 
 @pytest.mark.parametrize(("fields", "joins", "broadcast", "delayed"), JOINS)
 def test_joins_of_the_published_model(fields, joins, broadcast, delayed):
-    """Fields that say nothing are left out of config.json."""
+    # config.json omits fields that change nothing
     config = LaneformerConfig.from_flavor("2b", **fields)
     for module in MODULES:
         assert [config.join(i, module) for i in range(len(joins))] == joins

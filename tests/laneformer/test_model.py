@@ -1,5 +1,6 @@
-"""The mathematics against another writing of it, the update table as plain loops; Transformers' Llama is the other one
-(llama/test_families.py).
+"""Tests of the model against another implementation: the update table as plain loops.
+
+llama/test_families.py compares it with Transformers' Llama.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ HEADS = [
     {"lm_head_type": "replicate", "pre_norm_lane_agg": True},
 ]
 UNIT_F32 = 2.0**-24  # half a unit in the last place of float32
-# Float64 sums of a few hundred terms, six layers deep, on logits of order one: every operation is off by at
-# most 2^-53 of its result, and even if 10^4 of them pulled one way 10^4 * 2^-53 is 1.1e-12. A wrong term is
-# off by 1e-6 or more.
+# Float64 sums of a few hundred terms, six layers deep, on logits of order one: every operation is
+# off by at most 2^-53 of its result, and even if 10^4 of them pulled one way 10^4 * 2^-53 is
+# 1.1e-12. A wrong term is off by 1e-6 or more.
 FLOAT64_TOLERANCE = 1e4 * 2.0**-53
 
 
 def build(seed: int = 0, dtype: torch.dtype = torch.float64, **overrides: object) -> Laneformer:
-    """A small model whose every number matters: matrices far from tiny, norm scales far from one."""
+    """Return a small model with large matrices and norm scales far from 1, so that every number matters."""
     model = Laneformer(LaneformerConfig(**{**SMALL, **overrides})).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -53,7 +54,8 @@ def build(seed: int = 0, dtype: torch.dtype = torch.float64, **overrides: object
 def exact_rope(
     config: LaneformerConfig, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The float64 table, so that the comparison in float64 does not wait on the float32 one of the model."""
+    """Use the RoPE table in float64."""
+    # the model's float32 table would limit the comparison in float64
     j = torch.arange(config.head_dim // 2, dtype=torch.float64)
     angle = positions[:, None] * config.rope_theta ** (-2 * j / config.head_dim)
     return angle.cos()[None, :, None], angle.sin()[None, :, None]
@@ -93,7 +95,7 @@ def test_forward_is_the_update_table(delay, early):
 @pytest.mark.parametrize("delay", [1, 2, 4])
 @pytest.mark.parametrize("first", [0, 1, 3, 5])
 def test_late_upper_layers_and_the_flush_are_the_update_table(delay, first):
-    """With heads that read the streams each in its own way; early layers of which all, some or none wait."""
+    # with heads that read the streams in different ways; all, some or no early layers wait
     rows: list[dict[str, Any]] = [
         {"flush": flush, "use_early_comm": early, **head}
         for (flush, early), head in zip(itertools.product(BOTH, repeat=2), HEADS, strict=True)
@@ -124,7 +126,8 @@ def test_planted_errors_are_noticed(plant, early):
 
 
 def test_rope_table_is_exact_to_its_float32_angle():
-    """The angle is a product of roundings: frequency (power and reciprocal, some units) times position, then cos."""
+    # the angle has rounding errors of the frequency (power and reciprocal) and of its product with
+    # the position, then cos
     config = LaneformerConfig.from_flavor("2b")
     positions = torch.arange(config.max_position_embeddings)
     (cos, sin), (exact_cos, exact_sin) = (
@@ -134,7 +137,8 @@ def test_rope_table_is_exact_to_its_float32_angle():
     position = positions[None, :, None, None]
     pairs = torch.arange(config.head_dim // 2, dtype=torch.float64)
     frequency = config.rope_theta ** (-2 * pairs / config.head_dim)
-    # exponent off by one unit times ln(theta) in the result, power 2, reciprocal 1, product 1; cos, sin 2 themselves
+    # exponent off by one unit times ln(theta) in the result, power 2, reciprocal 1, product 1; cos,
+    # sin 2 themselves
     bound = (math.log(config.rope_theta) + 4) * UNIT_F32 * position * frequency + 2 * UNIT_F32
     assert ((cos - exact_cos).abs() <= bound).all()
     assert ((sin - exact_sin).abs() <= bound).all()
@@ -143,7 +147,7 @@ def test_rope_table_is_exact_to_its_float32_angle():
 @pytest.mark.parametrize("delay", [0, 2])
 @pytest.mark.parametrize("chunks", [[1] * 10, [3, 1, 4, 2], [6, 4], [4, 6], [9, 1]])
 def test_cached_decoding_is_the_full_forward(delay, chunks):
-    """The window is 4, so every split crosses its edge."""
+    # the window is 4, so every split crosses its edge
     model, ids = build(broadcast_delay=delay), torch.tensor([IDS, IDS[::-1]])
     cache = KVCache(model.config.num_hidden_layers)
     with torch.no_grad():
@@ -193,7 +197,7 @@ def test_init_has_the_stated_deviations():
 
 
 def test_attention_compiles_for_any_length():
-    """Where lengths are symbolic, as after a second one, so is every comparison of them."""
+    # a second length makes lengths symbolic, and so every comparison of them
     attention = LaneAttention(LaneformerConfig.from_flavor("tiny"), 0)
     compiled = torch.compile(attention.attend, fullgraph=True, dynamic=True, backend="eager")
     for length in (8, 16, 1):

@@ -1,4 +1,4 @@
-"""The multi-token-prediction head against its definition as plain loops, and its place in the config."""
+"""Tests of the multi-token-prediction head against plain loops, and of its config."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def drafts_of(model: Laneformer) -> list[np.ndarray]:
 
 
 def difference(model: Laneformer, plant: str = "") -> float:
-    """Of the model's logits and those of the loops, at every position that all steps know."""
+    """Return the difference between the model's logits and the loops' at positions that all steps have."""
     weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
     ours, worst = drafts_of(model), 0.0
     for at in range(len(IDS) - STEPS):
@@ -34,7 +34,8 @@ def difference(model: Laneformer, plant: str = "") -> float:
 
 @pytest.fixture(autouse=True)
 def rope_in_float64(monkeypatch):
-    """So that the comparison in float64 does not wait on the float32 table of the model."""
+    """Use the RoPE table in float64."""
+    # the model's float32 table would limit the comparison in float64
     monkeypatch.setattr("laneformer.model.rope_table", exact_rope)
 
 
@@ -56,7 +57,7 @@ SWITCHES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("switches", SWITCHES, ids=str)
 def test_drafts_are_those_of_the_loops(switches):
-    """Steps 1 to 3 in one pass over all positions are what passes of single columns give."""
+    # steps 1 to 3 in one pass over all positions equal passes of single columns
     assert difference(build(num_nextn_predict_layers=1, **switches)) < FLOAT64_TOLERANCE
 
 
@@ -66,7 +67,7 @@ def test_the_comparison_would_notice(plant):
 
 
 def test_the_model_without_the_head_is_unchanged():
-    """Neither its dictionary nor its logits: what the head needs of the last layers joins no stream."""
+    # the state dict and the logits; what the head reads of the last layers joins no stream
     with_head, without = build(num_nextn_predict_layers=1), build()
     fields = {"num_nextn_predict_layers", "draft_vocab_size", "deliver_tail"}
     assert not fields & without.config.to_dict().keys()

@@ -1,4 +1,4 @@
-"""Only a chat template writes control tokens; where nobody spells one, ids are those of Transformers."""
+"""Tests that only a chat template writes control tokens, and that other ids are Transformers'."""
 
 from __future__ import annotations
 
@@ -57,10 +57,8 @@ SPELLED = (
 
 
 def sentencepiece_like(first_only: bool, **flags: bool) -> Tokenizer:
-    """As of Llama 2: a dummy prefix, before every text or (as converted lately) before the first alone.
-
-    flags: of its control tokens.
-    """
+    """Return a tokenizer like Llama 2's; `flags` are those of its control tokens."""
+    # its dummy prefix comes before every text or, in newer conversions, before the first alone
     letters = sorted(
         set("".join((*PLAIN, *SPELLED, *TEMPLATES.values(), "systemuserassistant"))) - {" "}
     )
@@ -147,7 +145,7 @@ def test_ids_are_those_of_transformers(kind, template):
 
 @cases
 def test_control_ids_come_from_the_template_alone(kind, template):
-    """As many as with contents that spell none; and decoded, the contents are all there."""
+    # as many as with contents that contain none; decoding returns the contents in full
     ours, tokenizer = encoder(kind, template), TOKENIZERS[kind]
     control = {tokenizer.token_to_id(name) for name in SPECIAL}
 

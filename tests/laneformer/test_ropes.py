@@ -1,6 +1,4 @@
-"""RoPE by kind of layer, YaRN and layers without rotation, in a model whose lanes are late: against float64 loops at
-every position, and against Transformers' tables.
-"""
+"""Tests of RoPE by kind of layer, YaRN and NoPE layers against float64 loops and Transformers' tables."""
 
 from __future__ import annotations
 
@@ -30,8 +28,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "no rotation on full": {"rope_theta": 100.0, "nope_layers": (2, 4, 5)},
 }
 LENGTH = 20
-# float32 tables in a float64 model: an angle of at most LENGTH is off by some units of 2^-24, and six layers of weights
-# of unit gain multiply that by less than a hundred
+# float32 tables in a float64 model: an angle of at most LENGTH is off by some units of 2^-24, and
+# six layers of weights of unit gain multiply that by less than a hundred
 TOLERANCE = 100 * LENGTH * 2.0**-24
 
 
@@ -40,7 +38,7 @@ def build_model(kind: str, delay: int = 2) -> Laneformer:
 
 
 def error(model: Laneformer) -> float:
-    """The largest difference of a logit, over all positions, from the reference."""
+    """Return the largest difference of a logit from the reference over all positions."""
     ids = np.random.default_rng(1).integers(0, model.config.vocab_size, LENGTH).tolist()
     with torch.no_grad():
         logits = model(torch.tensor([ids]))[0].numpy()
@@ -56,7 +54,7 @@ def test_every_position_is_the_references(kind, delay):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_of_the_other_kind_is_noticed(kind):
-    """Planted: the last layer with windows' table, or rotated where it is not to be; YaRN without its scale."""
+    # planted: the last layer with the windows' table, or rotated although NoPE; YaRN without scale
     model = build_model(kind)
     last = model.layers[-1].attention
     if len(model.config.ropes) > 1:
@@ -71,7 +69,8 @@ def test_a_layer_of_the_other_kind_is_noticed(kind):
 
 @pytest.mark.parametrize(("layers", "theta"), [("all", 1e4), ("full", 5e5)])
 def test_yarn_is_transformers_at_131072_positions(layers, theta):
-    """Equal where the frequencies are; the engine to rounding. Windows keep their base and, with "full", no scale."""
+    # equal where the frequencies are, the engine within rounding; windows keep their base and,
+    # with "full", no scale
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

@@ -1,4 +1,4 @@
-"""The wheel, installed in a fresh environment elsewhere with its few dependencies, decodes a model without torch."""
+"""Tests that the installed wheel decodes a model without torch in a fresh environment."""
 
 from __future__ import annotations
 

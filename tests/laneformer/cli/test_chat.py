@@ -1,4 +1,4 @@
-"""laneformer chat: through pipes and under a pseudo terminal, with ids that go on where the cache ends."""
+"""Tests of laneformer chat through pipes and in a pseudo terminal."""
 
 import fcntl
 import io
@@ -35,7 +35,7 @@ def talk(folder, lines, monkeypatch, *flags):
 
 
 def test_a_conversation_through_pipes(folder, tmp_path, monkeypatch, capsys):
-    """Lines end as on Linux or as on Windows."""
+    # lines end as on Linux or as on Windows
     file = tmp_path / "chat.json"
     typed = (
         f'hi\\\r\nthere\r\n"""\r\na\r\n\r\n  b"""\n/sav\n/nonsense\n\n/save\n/save {file}\n/help'
@@ -63,7 +63,7 @@ def test_a_conversation_through_pipes(folder, tmp_path, monkeypatch, capsys):
 
 
 def test_the_next_prompt_goes_on_where_the_cache_ends(folder):
-    """Also where the reply's text would be encoded into other ids, as a random model's nearly always is."""
+    # also if the reply's text encodes to other ids, as a random model's nearly always does
     with Engine.from_pretrained(folder, threads=1) as engine:
         conversation = Conversation(engine, [])
         for turn, text in enumerate(("hi", "there", "you")):
@@ -180,7 +180,7 @@ def test_what_a_terminal_would_obey_is_not_printed(folder, monkeypatch, capsys):
 
 
 class PseudoTerminal:
-    """A process whose terminal this is."""
+    """A process in a pseudo terminal."""
 
     def __init__(self, *command: str):
         self.end, end = pty.openpty()
@@ -206,7 +206,7 @@ class PseudoTerminal:
             self.seen += re.sub(r"\x1b\[\?2004[hl]", "", text)
 
     def expect(self, pattern: str, timeout_s: float = 60) -> str:
-        """What came up to and with the pattern."""
+        """Return the output up to and including the pattern."""
         until = time.monotonic() + timeout_s
         while not (match := re.search(pattern, self.seen, re.S)):
             assert time.monotonic() < until, f"no {pattern!r} in {self.seen!r}"
@@ -216,7 +216,7 @@ class PseudoTerminal:
         return before
 
     def interrupt_answer(self):
-        """Ctrl-C, once a line of endless text has come."""
+        """Send Ctrl-C once a line of endless text has come."""
         self.expect("\r\n.{40}")
         self.send("\x03")
         assert "stopped" in self.expect("prompt tokens cached[^\n]*\n.*> ")

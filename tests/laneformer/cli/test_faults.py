@@ -1,4 +1,4 @@
-"""What the system refuses, and readers that leave: one sentence or none, and never a traceback."""
+"""Tests of system errors and readers that leave: one sentence or none, and never a traceback."""
 
 import errno
 import io
@@ -30,12 +30,12 @@ FAST = "--threads 1 --no-cache"
 
 @pytest.fixture
 def own(folder, tmp_path):
-    """A copy that a test may damage."""
+    """Return a copy that a test may damage."""
     return Path(shutil.copytree(folder, tmp_path / "own", ignore=shutil.ignore_patterns(".packed")))
 
 
 def run(script: str, **environment: str) -> tuple[int, str]:
-    """Status of the first command of a script's last pipeline, and its stderr."""
+    """Return the status of the first command in a script's last pipeline, and its stderr."""
     script = f"{script}; exit ${{PIPESTATUS[0]}}"
     process = subprocess.run(
         ["bash", "-c", script],
@@ -103,7 +103,7 @@ def test_what_the_system_or_the_shell_gets_wrong_is_named(own, capsys, words, se
 
 
 class Gone(io.RawIOBase):
-    """A terminal that was closed; whoever goes on reading is interrupted."""
+    """A closed terminal; reading on from it is interrupted."""
 
     reads = 0
 
@@ -121,7 +121,7 @@ def test_a_conversation_ends_with_its_terminal(own, monkeypatch):
 
 
 def test_a_folder_may_have_any_name(own, tmp_path, monkeypatch, capsys):
-    """Its packed weights are kept in the user's cache, where its own folder takes none."""
+    # packed weights go to the user's cache if its own folder takes none
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     odd = own.rename(os.fsdecode(os.fsencode(own) + b"\xe9"))
     (odd / ".packed").touch()

@@ -1,4 +1,4 @@
-"""Models by name: fetched once from Hugging Face, and found where other programs keep them."""
+"""Tests of models by name: downloaded once from Hugging Face, and found in other programs' folders."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ GENERATE = ["--prompt", "hi", "--threads=1", "--max-new-tokens=4", "--no-cache"]
 
 
 def lay_out_hub(files, source, cache, patch) -> list[str]:
-    """Hugging Face with these files in one repository, which its library lays into a cache; what is fetched."""
+    """Replace Hugging Face by one repository with these files; return the list of downloads."""
     fetched = []
 
     def list_repo_files(_, repository):
@@ -30,6 +30,7 @@ def lay_out_hub(files, source, cache, patch) -> list[str]:
         folder = cache / f"models--{repository.replace('/', '--')}"
         revision = folder / "snapshots" / COMMIT
         revision.mkdir(parents=True)
+        # the library's own filter, and the layout of its cache
         for name in filter_repo_objects(files, **patterns):
             shutil.copy(source / name, revision)
             fetched.append(name)
@@ -52,6 +53,7 @@ def test_a_name_is_fetched_once_listed_and_told_where_it_cannot_be(
     others = ["README.md", "original/model.safetensors"]
     fetched = lay_out_hub([*files, *others], folder, tmp_path / "cache", monkeypatch)
     printed = []
+    # the second time, and as a small model, it is in the cache
     for flags in ([], ["--draft", TALKER]):
         main(["generate", TALKER, *GENERATE, *flags])
         printed.append(capsys.readouterr().out)

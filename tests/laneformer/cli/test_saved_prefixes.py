@@ -1,4 +1,4 @@
-"""laneformer serve --cache-dir: a server that is started again goes on where the one before it has ended."""
+"""Tests that laneformer serve --cache-dir reuses prefixes after a restart."""
 
 import re
 
@@ -10,7 +10,7 @@ from tests.laneformer.serve.conftest import launch
 
 
 def complete(server, prompt) -> tuple[str, int]:
-    """Text, and how many ids of the prompt were not read."""
+    """Return the text and the number of reused prompt ids."""
     body = {"prompt": prompt, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300).json()
     return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -18,7 +18,7 @@ def complete(server, prompt) -> tuple[str, int]:
 
 @pytest.fixture
 def serve(folder):
-    """`serve(cache_dir, *flags)`: the command in a process."""
+    """Yield `serve(cache_dir, *flags)`, which runs the command in a process."""
     servers = []
 
     def begin(cache_dir, *flags):

@@ -1,4 +1,4 @@
-"""laneformer serve as a command: its flags reach the server, the page is opened, Ctrl-C is an orderly end."""
+"""Tests of the command laneformer serve: flags reach the server, the page opens, Ctrl-C ends it."""
 
 import signal
 import subprocess

@@ -1,6 +1,6 @@
-"""The GPUs that people have, what a driver would refuse on each, and models that people run on them.
+"""GPUs in use, a driver's limits on each, and models that run on them.
 
-Multiprocessors: NVIDIA's data sheets and architecture white papers; limits of a multiprocessor: "Technical
+Multiprocessors come from NVIDIA's data sheets and white papers, their limits from "Technical
 specifications per compute capability" in the CUDA C++ programming guide.
 """
 
@@ -59,7 +59,7 @@ CARDS = {
 
 
 def llama(**values) -> LaneformerConfig:
-    """On one GPU, from what the model's config.json says of it."""
+    """Return a model's configuration on one GPU, from the values of its config.json."""
     return config_of_llama(values, lanes_for_gpus(values, 1))
 
 

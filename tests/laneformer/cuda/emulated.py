@@ -1,6 +1,6 @@
-"""The CUDA engine's kernels on the emulator, under its own host side: PassDecoder with memory on the CPU.
+"""The CUDA engine's host side, PassDecoder, with its kernels on the emulator and memory on the CPU.
 
-A launch runs in a thread of its own, as a GPU runs it beside the host.
+A launch runs in its own thread, as a GPU runs beside the host.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ emulator_proof = [pytest.mark.proof(*KERNEL_SOURCES), needs_emulator]
 
 
 class Running:
-    """What a torch stream says of a launch; here the launch is a thread. Its error comes out where a GPU's would."""
+    """A launch in a thread, with the interface of a torch stream; raises its error where a GPU would."""
 
     def __init__(self, launch: Callable[[], None]):
         self.launched = THREADS.submit(launch)
@@ -54,14 +54,17 @@ class Running:
 
 
 def build_unit(geometry, text, builds) -> ctypes.CDLL:
-    """The emulated library of a text that includes some of the kernels' headers."""
+    """Build the emulated library of a text that includes some of the kernels' headers."""
     source = f"#define GRAPH 0\n{constants_of(geometry)}{text}"
     return emulator.build(source, INCLUDES, {"TABLE": "constexpr"}, builds)
 
 
 class EmulatedPasses(PassDecoder):
-    """`watchdog`: what waits in vain is given up by the kernels' own time-out. `launched`: columns of each launch's
-    build."""
+    """A PassDecoder on the emulator.
+
+    `launched` records each launch's number of columns. With `watchdog`, the kernels' own time-out ends
+    a wait in vain.
+    """
 
     watchdog = False
     late_s = 600.0  # an emulated pass takes seconds
@@ -79,8 +82,13 @@ class EmulatedPasses(PassDecoder):
         version="passes",
         **shape,
     ):
-        """`config`: by default small_config; `tensors`: by default a random model's. `shape` for `plan`; `fewer`:
-        columns of the builds beside that of `columns`.
+        """Create memory and geometry; the kernels are built on first use.
+
+        Args:
+            fewer: columns of further builds, besides the one with `columns`.
+            config: by default `small_config()`.
+            tensors: by default those of a random model.
+            shape: passed to `plan`.
         """
         self.config, self.limit_s, self.seed = config or small_config(), 10.0, 0
         dtype, self.races, self.version = shape.pop("dtype", "bf16"), races, version
@@ -105,7 +113,6 @@ class EmulatedPasses(PassDecoder):
 
     @functools.cached_property
     def library(self) -> ctypes.CDLL:
-        """Built when it is first needed."""
         return self.build(source_of(self.version, self.geometry), self.folder)
 
     @functools.cached_property
@@ -114,14 +121,14 @@ class EmulatedPasses(PassDecoder):
         return [*smaller, self.library]
 
     def build(self, source, builds, folder=FOLDER) -> ctypes.CDLL:
-        """The kernels of this text, which includes those of `folder`."""
+        """Build the kernels of a source that includes those of `folder`."""
         source += "".join(f"EMULATE({kernel}, Decode)\n" for kernel in KERNELS[self.version])
         return emulator.build(
             source, [folder, *INCLUDES], {"TABLE": "constexpr"}, builds, self.races
         )
 
     def forget(self):
-        """Words as new; keys and values that nobody has written are no numbers."""
+        """Reset all words, and fill keys and values with NaN."""
         self._reset_words()
         for memory in self.memories:
             memory.kv.fill_(0x7FFF)
@@ -159,13 +166,13 @@ class EmulatedPasses(PassDecoder):
                 emulate(kernel, argument, blocks=blocks)
 
     def logits(self, columns: Sequence[tuple[int, int, int]], sampling=GREEDY) -> torch.Tensor:
-        """Of one pass of (token, position, sequence): (columns, V)."""
+        """Return the logits (columns, V) of one pass of (token, position, sequence)."""
         return self.picks(columns, sampling)[1]
 
     def picks(
         self, columns: Sequence[tuple[int, int, int]], sampling=GREEDY
     ) -> tuple[list[int], torch.Tensor]:
-        """The tokens that they would be followed by, and the logits."""
+        """Return the next token of each column, and the logits."""
         rows = torch.full((len(columns), self.config.vocab_size), float("nan"))
         picked = self.run([Column(*column, sampling=sampling) for column in columns], logits=rows)
         return picked[0], rows
@@ -173,10 +180,10 @@ class EmulatedPasses(PassDecoder):
     def decode(
         self, ids: list[int], count=1, seed=0, sampling=GREEDY, stops: Sequence[int] = ()
     ) -> tuple[list[int], torch.Tensor]:
-        """Read `ids` from position 0, as many columns at a time as there are, and make up to `count` tokens in one
-        more launch: (new tokens, logits (len(ids), V)).
-        """
+        """Read `ids` from position 0 and generate up to `count` tokens: (new tokens, logits (len(ids), V))."""
         self.seed, columns, parts = seed, [(token, i, 0) for i, token in enumerate(ids)], []
+        # as many columns at a time as there are; the new tokens after the first take one more
+        # launch
         for start in range(0, len(ids), self.columns):
             picked, rows = self.picks(columns[start : start + self.columns], sampling)
             parts.append(rows)

@@ -1,7 +1,7 @@
-"""Kernels of the CUDA engine on the CPU: build a translation unit over emulator.h, launch what it emulates.
+"""Run the CUDA engine's kernels on the CPU, as a translation unit built over emulator.h.
 
-A launch runs every thread of its grids as a fiber, in an order drawn from a seed, and checks what a GPU would
-leave undefined (machine.h) and that no word is overwritten before it was read, in any order (order.h).
+Every thread of a launch runs as a fiber, in an order drawn from a seed. Checked are what a GPU
+leaves undefined (machine.h) and, for any order, words overwritten before they were read (order.h).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class EmulationError(AssertionError):
 
 @dataclass(frozen=True)
 class Report:
-    """What a launch did: stores of words, accepted reads, words overwritten that nobody had read, steps."""
+    """Counts of one launch: stores of words, accepted reads, unread words overwritten, and steps."""
 
     stores: int
     accepted: int
@@ -57,11 +57,14 @@ def build(
     cache_dir: Path,
     races: bool = False,
 ) -> ctypes.CDLL:
-    """The library of one translation unit, from `cache_dir` if the same was built before.
+    """Return the library of one translation unit, built unless `cache_dir` has it already.
 
-    The unit includes emulator.h and ends with EMULATE(kernel, Params) for each kernel. races: it also
-    checks accesses of plain data (races.h), for some five times the processor time. RuntimeError:
-    with the compiler's message.
+    Args:
+        source: includes emulator.h and ends with EMULATE(kernel, Params) for each kernel.
+        races: also check accesses of plain data (races.h), at about five times the processor time.
+
+    Raises:
+        RuntimeError: The unit does not compile; with the compiler's message.
     """
     if MISSING:
         raise RuntimeError(MISSING)
@@ -99,6 +102,7 @@ def build(
                 ["g++", "-shared", assembled, "-o", shared],
             ):
                 compile_step("the emulated unit", step)
+            # a rename is atomic, so another process never loads half a library
             shared.rename(library)
     return ctypes.CDLL(str(library))
 
@@ -117,10 +121,8 @@ def compile_step(what: str, command: Sequence[str | Path]):
 
 @functools.cache
 def precompile_headers() -> Path:
-    """A header with what does not depend on the unit, which its compiler does not read again: a quarter of its time.
-
-    It is made once in CACHE, for this compiler and these contents.
-    """
+    """Return the precompiled header of what no unit changes, built once per compiler and contents."""
+    # a unit that includes it compiles in a quarter less time
     parts = [
         repr((FLAGS, compiler())).encode(),
         *((FOLDER / name).read_bytes() for name in MACHINE),
@@ -168,13 +170,19 @@ def launch(
     names: Mapping[str, tuple[int, int]] | None = None,
     plain: Mapping[str, tuple[int, int]] | None = None,
 ) -> Report:
-    """Run one grid, or one for each of `params` side by side, to the end.
+    """Run one grid to the end, or one grid for each of `params` side by side.
 
-    params: laid out as the kernel's Params. threads: of a block, a multiple of 32. seed: of the order in
-    which threads run and of the delay of copies. names: {name: (address, bytes)} of word buffers, for
-    messages; plain: the same of buffers beside shared memory whose accesses are checked, where the library
-    was built for that. watchdog: a launch in which nothing can go on is left to the kernel's own time-out:
-    the clock runs on, faster and faster. EmulationError: what went wrong, with the place and the seed.
+    Args:
+        params: laid out as the kernel's Params.
+        threads: per block, a multiple of 32.
+        seed: of the order in which threads run and of the delay of copies.
+        watchdog: leave a launch that is stuck to the kernel's own time-out.
+        names: {name: (address, bytes)} of word buffers, for messages.
+        plain: the same of buffers, besides shared memory, whose accesses are checked in a library
+            built with `races`.
+
+    Raises:
+        EmulationError: with the place and the seed.
     """
     grids = [params] if isinstance(params, ctypes.Structure) else list(params)
     if threads % 32 or threads < 32:
@@ -192,6 +200,7 @@ def launch(
         threads,
         shared_bytes,
         ctypes.c_uint64(seed),
+        # when nothing can go on, the clock advances, faster and faster, until the kernel gives up
         WATCHDOG if watchdog else 0,
         message,
         len(message),
@@ -204,7 +213,7 @@ def launch(
 
 
 def plain_accesses(library) -> tuple[int, int]:
-    """Checked reads and writes of plain data in the last launch, counted in 4 bytes."""
+    """Return the checked reads and writes of plain data in the last launch, in units of 4 bytes."""
     figures = (ctypes.c_uint64 * 2)()
     library.emulator_plain_report(figures)
     return figures[0], figures[1]

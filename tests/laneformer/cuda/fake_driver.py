@@ -1,7 +1,7 @@
-"""The driver's calls on one card without a GPU: they refuse blocks that cannot be resident, and keep each launch.
+"""A CUDA driver for one card without a GPU: refuses blocks that cannot be resident, records launches.
 
-Structures and enumerations are those of cuda-bindings. Machine code is what a compiler promises of it: the registers
-of __launch_bounds__, the size of the argument.
+Structures and enumerations are those of cuda-bindings. Machine code is taken to need the registers
+of __launch_bounds__ and the size of the argument.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def argument_of(version, geometry) -> type[ctypes.Structure]:
 
 
 class FakeDriver:
-    """In the place of the driver, and of what the engine asks of torch.cuda."""
+    """Replaces the driver, and what the engine uses of torch.cuda."""
 
     def __init__(self, monkeypatch, card=H200, version: int = 13000):
         from cuda.bindings import driver

@@ -24,7 +24,7 @@ KERNELS = {
 
 
 def small_config(**changes) -> LaneformerConfig:
-    """Two lanes, four layers, of which two have a window that a short text leaves."""
+    """Return a configuration of two lanes and four layers, two of which have a short window."""
     sizes = {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -42,7 +42,8 @@ def small_config(**changes) -> LaneformerConfig:
 
 
 def random_model(config, dtype: str = "bf16", seed=0) -> Laneformer:
-    """float64, with weights that 16 bits hold exactly; large enough that every path decides about the logits."""
+    """Return a float64 model whose weights 16 bits hold exactly."""
+    # weights are large enough that every path matters to the logits
     generator = torch.Generator().manual_seed(seed)
     model = Laneformer(config).double().requires_grad_(False)
     for name, parameter in model.named_parameters():
@@ -53,7 +54,7 @@ def random_model(config, dtype: str = "bf16", seed=0) -> Laneformer:
 
 
 def tensors_of(model, dtype: str) -> dict[str, Tensor]:
-    """The state dict as the engine reads it from a folder."""
+    """Return the state dict as the engine reads it from a folder."""
     tensors = {}
     for name, values in model.state_dict().items():
         if name.endswith("norm.weight"):
@@ -67,7 +68,8 @@ def tensors_of(model, dtype: str) -> dict[str, Tensor]:
 
 
 def as_stored_in(model, dtype: str) -> Laneformer:
-    """float64, with the numbers that weights of 8 bits stand for; a tied head is then another matrix."""
+    """Return the model in float64 with the numbers that 8-bit weights stand for."""
+    # a tied head is then another matrix
     if dtype != "int8":
         return model
     config = dataclasses.replace(model.config, tie_word_embeddings=False)
@@ -80,7 +82,7 @@ def as_stored_in(model, dtype: str) -> Laneformer:
 
 
 def plain_model(config, tensors: dict[str, Tensor], dtype: str) -> Laneformer:
-    """The PyTorch model in 16 bits."""
+    """Return the PyTorch model in 16 bits."""
     model = Laneformer(config).to(TORCH_TYPES[dtype])
     names = model.state_dict().keys() - {DRAFT_IDS}
     model.load_state_dict(
@@ -90,7 +92,7 @@ def plain_model(config, tensors: dict[str, Tensor], dtype: str) -> Laneformer:
 
 
 def as_read(model):
-    """A plain model in the place of a TapeModel."""
+    """Wrap a plain model to replace a TapeModel."""
     weights = {"embedding": model.tok_embeddings.weight, "head": lambda: model.lm_head.weight}
     return SimpleNamespace(
         config=model.config,

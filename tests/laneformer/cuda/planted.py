@@ -1,4 +1,4 @@
-"""Faults planted in the kernels' source for the emulator: one build has all of them, each in force when asked for."""
+"""Faults planted in the kernels' source for the emulator: one build holds all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DECLARATION = 'extern "C" {\nint planted = 0;\n}\n'
 
 
 def plant_all(kernels, builds, faults: Iterable[Patch]):
-    """Build the same shape from sources with these faults, numbered from 1 on; none is in force."""
+    """Build the shape from sources with these faults, numbered from 1 on, none in force."""
     with tempfile.TemporaryDirectory() as copy:
         folder = Path(copy)
         shutil.copytree(
@@ -35,5 +35,5 @@ def plant_all(kernels, builds, faults: Iterable[Patch]):
 
 
 def put_in_force(kernels, number):
-    """This fault, and no other; 0: none."""
+    """Put one fault in force, and no other; 0 is none."""
     ctypes.c_int.in_dll(kernels.library, "planted").value = number

@@ -1,14 +1,13 @@
-"""What the kernels may be off by, computed: the model in float64 over the keys and values
-that the kernels kept.
+"""Computed error bounds for the kernels: the model in float64 over the kernels' own keys and values.
 
-Two checks take the place of one loose tolerance. The reference attends to the kernels' own keys and values, so a number
-that fp32 has rounded to the other side costs nothing later on; and each of those must be a 16-bit rounding of the
-reference's, give or take the error of fp32. That error is PyTorch's own: the same model in float32. The kernels sum in
-another order, which changes an error's value but not its size: four times PyTorch's largest is allowed, as of the CPU
-engine (tests/laneformer/engine/assets.py).
-
-    T positions   K KV heads   d head dimension   V vocabulary
+T positions   K KV heads   d head dimension   V vocabulary
 """
+
+# Two checks replace one loose tolerance. The reference attends to the kernels' own keys and values,
+# so one that fp32 rounded to the other side costs nothing later. Each of those must be a 16-bit
+# rounding of the reference's, within the error of fp32, measured as PyTorch's in float32. Another
+# order of sums changes an error's value but not its size, so four times PyTorch's largest error is
+# allowed, as for the CPU engine (tests/laneformer/engine/assets.py).
 
 from __future__ import annotations
 
@@ -24,9 +23,7 @@ ALLOWED = 4  # times PyTorch's error
 
 
 class KeptCache:
-    """model.py's cache with the kernels' own keys and values, per layer (1, K, T, d); keeps
-    what it was offered.
-    """
+    """A cache for model.py that returns the kernels' keys and values (1, K, T, d) and records the model's."""
 
     length = 0
 
@@ -35,15 +32,14 @@ class KeptCache:
 
     def update(self, key: Tensor, value: Tensor, layer_idx) -> tuple[Tensor, Tensor]:
         self.offered.append(torch.stack((key, value)))
+        # attend to what the kernels stored, not to what was just computed
         keys, values = self.kept[layer_idx]
         return keys.to(key), values.to(value)
 
 
 @dataclass
 class Expected:
-    """Logits (T, V), how far fp32 may be off, and the 16-bit numbers between which the kept ones (2,
-    K, T, d) lie.
-    """
+    """Logits (T, V), the tolerance of fp32, and bounds of the 16-bit keys and values (2, K, T, d)."""
 
     logits: Tensor
     tolerance: float
@@ -52,7 +48,7 @@ class Expected:
 
 
 def read_keys_and_values(emulated, layer, position) -> Tensor:
-    """The key and value of one position, as the kernels keep them: float64 (2, K, d)."""
+    """Return the kernels' key and value of one position: float64 (2, K, d)."""
     splits, slots = emulated.geometry.splits, emulated.geometry.kv_slots(layer)
     heads = [
         m.kv_layer(layer)[:, :, position % splits, position // splits % slots]
@@ -63,10 +59,11 @@ def read_keys_and_values(emulated, layer, position) -> Tensor:
 
 
 def read_one_by_one(emulated, ids: list[int]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """A launch for each token: logits (T, V), and all keys and values (1, K, T, d) of each layer."""
+    """Launch once per token; return logits (T, V) and each layer's keys and values (1, K, T, d)."""
     layers, rows = range(emulated.config.num_hidden_layers), []
     kept: list[list[Tensor]] = [[] for _ in layers]
     for position, token in enumerate(ids):
+        # another order of threads for each token
         emulated.seed = position
         rows.append(emulated.logits([(token, position, 0)]))
         for layer in layers:
@@ -76,7 +73,7 @@ def read_one_by_one(emulated, ids: list[int]) -> tuple[Tensor, list[tuple[Tensor
 
 
 def compute_expected(emulated, ids: list[int], kept: list[tuple[Tensor, Tensor]]) -> Expected:
-    """The reference, and how far from it fp32 may be."""
+    """Return the reference and its tolerances."""
 
     def run(model):
         cache = KeptCache(kept)

@@ -1,6 +1,6 @@
-"""Machine code of a cubin, as lists of instructions, read from nvdisasm's text in its order.
+"""A cubin's machine code as lists of instructions, read from nvdisasm's output.
 
-The disassembler comes in Triton's wheel.
+The disassembler comes with Triton's wheel.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Instruction:
 
     @property
     def bits(self) -> int:
-        """Of a memory access, for each thread."""
+        """The width of a memory access per thread."""
         return next((int(part) for part in self.op.split(".") if part in ("64", "128", "16")), 32)
 
     @cached_property
     def registers(self) -> set[str]:
-        """Those that are named; of a vector its first one, of a 64-bit address both."""
+        """The registers named: of a vector the first, of a 64-bit address both."""
         return {
             f"{kind}{int(number) + i}"
             for kind, number, wide in REGISTER.findall(DESCRIPTOR.sub("", self.operands))
@@ -53,10 +53,8 @@ def instructions(listing: str) -> list[Instruction]:
 
 
 def pending_loads(code) -> list[tuple[Instruction, Instruction]]:
-    """(a copy to shared memory, a 16-byte load from there that nothing has waited for when it starts).
-
-    A value is there when an instruction names one of its registers.
-    """
+    """Return pairs of a copy to shared memory and a 16-byte shared load that is pending at its start."""
+    # a load is complete once an instruction names one of its registers
     pending: dict[str, Instruction] = {}
     pairs = []
     for this in code:
@@ -79,7 +77,7 @@ class Kernel:
 
 
 def tools() -> Path | None:
-    """The folder of nvdisasm and cuobjdump; None where Triton is not installed."""
+    """Return the folder of nvdisasm and cuobjdump, or None if Triton is not installed."""
     try:
         import triton
     except ImportError:

@@ -1,7 +1,7 @@
-"""Shapes for the decode kernels on the emulator: a table that meets every rule of the kernels.
+"""A table of shapes for the decode kernels on the emulator, which covers every rule of the kernels.
 
-A shape is what changes of the small model, and how a GPU is shared out: blocks a lane, warps a block, bytes a
-chunk, chunks a ring.
+A shape is a change of the small model and a layout: blocks per lane, warps per block, bytes per
+chunk, chunks per ring.
 """
 
 from __future__ import annotations
@@ -55,14 +55,15 @@ class Shape:
         return plan(self.model, self.dtype, self.machine(), **self.plan)
 
     def emulate(self, builds, **options) -> EmulatedPasses:
-        """The kernels of this shape, with `options` for EmulatedPasses."""
+        """Return the kernels of this shape, with `options` for EmulatedPasses."""
         given = {"dtype": self.dtype, "machine": self.machine(), **self.plan, **options}
         return EmulatedPasses(builds, config=self.model, **given)
 
 
 # Windows of 5 over two splits: a ring keeps one position more than the window shows.
 SHAPES = {
-    # one PRESENT layer, then mail of the layer before; a vocabulary that leaves a tile of the head half empty
+    # one PRESENT layer, then mail of the layer before; a vocabulary that leaves a tile of the head
+    # half empty
     "delay 1": Shape({"sliding_window": 5, "vocab_size": 104}),
     "delay 0": Shape(
         {

@@ -1,4 +1,4 @@
-"""`LoopPasses`: passes by the plain PyTorch model, in the place of the CUDA engine's; what tests ask of an engine."""
+"""`LoopPasses`, which runs passes with the plain PyTorch model instead of the CUDA engine's kernels."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tests.laneformer.cuda.harness import SMALL, as_read, plain_model
 
 
 def passes_of(engine):
-    """What runs the engine's passes: one of those below, or on a GPU PassDecoder."""
+    """Return the object that runs an engine's passes: one of those below, or a GPU's PassDecoder."""
     return cuda_of(engine).executor.passes
 
 
 def answers(executor, requests: Iterable[Request]) -> list[Collected]:
-    """All that comes of requests, of which as many run side by side as there is room for."""
+    """Return all results of requests, of which as many run at once as there is room for."""
     most, waiting = executor.passes.sequences, [replace(r, quiet=True) for r in requests]
     tickets, collected = list[int](), dict[int, Collected]()
     while waiting or len(collected) < len(tickets):
@@ -49,7 +49,7 @@ def cuda_of(engine) -> CudaDecoder:
 
 
 def pretend_gpu(monkeypatch, decoder, devices=1):
-    """As if there were GPUs, on which passes are run by what `decoder` makes."""
+    """Pretend that there are GPUs, whose passes run on what `decoder` returns."""
     monkeypatch.setitem(graph.DECODERS, "passes", decoder)
     monkeypatch.setattr(device, "why_no_cuda", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
@@ -68,7 +68,7 @@ class LoopCaches(Caches):
 
 
 class LoopPasses(PassDecoder):
-    """Passes of up to five columns by the PyTorch model: its logits, and of each column its greedy token."""
+    """Passes of up to five columns by the PyTorch model, with its logits and greedy tokens."""
 
     def __init__(self, config, tensors, dtype: str, devices=(), cache_bytes=None):
         self.config, self.devices = config, devices
@@ -89,7 +89,8 @@ class LoopPasses(PassDecoder):
             yield self.logits_after(known)[first_row:]
 
     def logits_after(self, ids: Sequence[int]) -> torch.Tensor:
-        """float32 (len(ids), V): the layers in 16 bits, the head's sums in float32, as on a GPU."""
+        """Return logits (len(ids), V) in float32."""
+        # layers in 16 bits and the head's sums in float32, as on a GPU
         positions = torch.arange(len(ids))
         embedding = self.model.tok_embeddings(torch.tensor([ids]))
         masks = self.model.masks(positions, positions)

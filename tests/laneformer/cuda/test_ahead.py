@@ -1,4 +1,4 @@
-"""Launches of several passes on the emulator: tokens of as many launches of one, and all blocks leave together."""
+"""Tests of launches of several passes on the emulator: the tokens of single passes, and a common end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ WAYS = Sampling(top_p=1.0), Sampling(7, 2.0, 1.0, 0.0, 0), Sampling(8, 0.7, 0.9,
 
 
 def columns(tokens, position, **fields) -> list[Column]:
-    """Of sequences 2, 1, 0 at their own positions: greedy, drawn, drawn with filters."""
+    """Return columns of sequences 2, 1, 0: greedy, drawn, and drawn with filters."""
+    # each at its own position
     return [
         Column(token, position + i, 2 - i, sampling=WAYS[i], **fields)
         for i, token in enumerate(tokens)
@@ -42,7 +43,8 @@ def columns(tokens, position, **fields) -> list[Column]:
 
 
 def start(passes) -> list[int]:
-    """The first three ids of all; what each would be followed by. Positions differ: the third starts at 2."""
+    """Read the first ids of all three sequences and return the token that follows each."""
+    # positions differ: the third starts at 2
     passes.forget()
     for i in range(2):
         passes.run([Column(5 + i, i, s, sampling=WAYS[0]) for s in range(3)])
@@ -85,7 +87,7 @@ def right(two):
 
 
 def test_lanes_on_two_devices_give_the_bits_of_one(two, right, cuda_builds):
-    """Tokens, keys and values; whether greedy, drawn, or with filters, where one block has the scores of all."""
+    # tokens, keys and values; greedy, drawn, and with filters, where one block has all scores
     one = EmulatedPasses(cuda_builds, 3, blocks_per_lane=2)
     assert one_by_one(one, 6) == one_by_one(two, 6) == right
     for layer in range(one.config.num_hidden_layers):
@@ -94,7 +96,7 @@ def test_lanes_on_two_devices_give_the_bits_of_one(two, right, cuda_builds):
 
 
 def test_each_column_ends_by_itself(two, right):
-    """At a stop id, at its last token; the launch ends with the last column, before its last pass."""
+    # at a stop id or its last token; the launch ends with the last column, before its last pass
     wanted, first = columns(start(two), 2), two.memories[0].epoch
     stop = next(i for i in range(1, 5) if right[i][0] not in [row[0] for row in right[:i]])
     wanted[0].stop_count, wanted[0].stops[:2] = 2, [95 - right[stop][0], right[stop][0]]
@@ -125,7 +127,7 @@ def test_tokens_are_seen_while_the_kernel_runs(two, right):
 
 
 def test_builds_share_tiles_caches_and_words(cuda_builds):
-    """Passes of 1, 4 and 8 columns alternate over one memory; each gives the bits of the build of eight alone."""
+    # passes of 1, 4 and 8 columns alternate over one memory; each has the bits of eight alone
     shape = {"sequences": 8, "blocks_per_lane": 2, "dtype": "int8"}
     eight = EmulatedPasses(cuda_builds, 8, **shape)
     builds = EmulatedPasses(cuda_builds, 8, fewer=(1, 4), **shape)

@@ -1,4 +1,4 @@
-"""What `laneformer bench` measures on a GPU, without one: arrivals, bytes, shares, the probe's sums."""
+"""Tests of `laneformer bench` for GPUs without one: arrivals, bytes, shares, the probe's sums."""
 
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ CONFIG = LaneformerConfig.from_flavor("2b")
 
 
 def test_shares_by_hand():
-    """1000 us a token, of which 909.09 are the stream."""
+    # 1000 us per token, of which 909.09 are the stream
     one, two = shares(1000.0, 4e9, 4.4e12, 5e12, 1, 10), shares(1000.0, 4e9, 8.8e12, 5e12, 2, 10)
     assert one["percent_of_probe"] == pytest.approx(90.909, abs=1e-3)
     assert (one["percent_of_datasheet"], two["percent_of_datasheet"]) == pytest.approx((80, 40))
@@ -32,7 +32,8 @@ def test_shares_by_hand():
 
 
 def test_the_figures_of_a_run_have_the_contracts_names(monkeypatch):
-    """A token reads two bytes of each weight but the embedding, and 6144 bytes of keys and values a layer."""
+    # a token reads two bytes per weight but the embedding, and 6144 bytes of keys and values a
+    # layer
     geometry, counts = plan(CONFIG, "bf16", H200), CONFIG.parameter_count()
     assert (
         bench.weight_bytes(geometry)

@@ -1,7 +1,7 @@
-"""What earlier sequences leave on a GPU: a prompt starts only where all that its windows show is there, and its own.
+"""Tests of reused sequences on a GPU: a prompt starts only where all positions in its windows are its own.
 
-The schedule decides, the executor moves; here numbers stand for keys and values, and the next id is a sum of those
-before it.
+The schedule decides, the executor copies. Numbers stand for keys and values, and the next id is a
+sum of the ids before it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WHOLE = 2  # a layer without a window
 
 @pytest.fixture(autouse=True)
 def without_drafts(monkeypatch):
-    """Rings have no positions to spare for them."""
+    # rings then need no spare positions
     monkeypatch.setattr(geometry, "MAX_DRAFTS", 0)
 
 
@@ -42,7 +42,7 @@ def number_after(before: int, token: int) -> int:
 
 
 def continue_text(ids: list[int], count: int) -> list[int]:
-    """What follows a text: the sum of all of it decides."""
+    """Return the continuation of a text, which depends on the sum of all its ids."""
     number, made = 0, list[int]()
     for token in ids[:-1]:
         number = number_after(number, token)
@@ -53,7 +53,7 @@ def continue_text(ids: list[int], count: int) -> list[int]:
 
 
 class Numbers:
-    """Passes in which a position's keys and values are a number of all ids up to it."""
+    """Passes in which a position's keys and values are one number that depends on all ids up to it."""
 
     ahead = 0
 
@@ -70,7 +70,7 @@ class Numbers:
         self.caches = Caches([memory])
 
     def place(self, cache: int, layer: int, positions: range) -> torch.Tensor:
-        """(positions, numbers) there."""
+        """Return (positions, numbers) there."""
         at = torch.tensor([*positions], dtype=torch.int64)
         (memory,) = self.caches.of(cache)
         kv = memory.kv_layer(layer)
@@ -81,7 +81,8 @@ class Numbers:
         return [[self._run(c.sequence, c.position, c.token) for c in columns]]
 
     def _run(self, cache: int, position: int, token: int) -> int:
-        """The next id. Each layer shows the same numbers, as far back as its window goes."""
+        """Return the next id."""
+        # each layer sees the same numbers, as far back as its window reaches
         known = self.place(cache, WHOLE, range(position))[:, 0]
         number = number_after(int(known[-1]) if position else 0, token)
         for layer in range(CONFIG.num_hidden_layers):
@@ -107,7 +108,7 @@ class Numbers:
     ("sequences", "caches", "unread"), [(1, 1, 64), (1, 2, 3), (2, 2, 64), (3, 4, 3)]
 )
 def test_random_conversations(sequences, caches, unread, monkeypatch):
-    """Also with prompts in pieces."""
+    # also with prompts in chunks
     monkeypatch.setattr(executor_module, "PIECE_TOKENS", 4)
     draw = random.Random(10 * sequences + caches)
     executor, texts, reused_tokens = CudaExecutor(Numbers(sequences, caches, unread)), [[1]], 0
@@ -129,7 +130,7 @@ def test_random_conversations(sequences, caches, unread, monkeypatch):
 
 @pytest.mark.parametrize(("ring", "back", "found"), [(6, 2, False), (7, 2, True), (6, 3, True)])
 def test_a_number_too_large_is_found(ring, back, found, monkeypatch):
-    """What reads a position that its ring has lost is seen."""
+    # reads of a position that its ring no longer has are detected
     monkeypatch.setattr(Caches, "shape", lambda self: _core.KvShape(48, 1, ring, back))
     errors = []
     for held, shared in ((10, 7), (7, 3)):

@@ -1,4 +1,4 @@
-"""The one table of datasheets: cards are found by what users and drivers call them."""
+"""Tests of the table of datasheets: cards are found by the names that users and drivers use."""
 
 import math
 

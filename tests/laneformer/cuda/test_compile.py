@@ -1,6 +1,6 @@
-"""Cubins are kept, under all that decides them, and what goes wrong is said.
+"""Tests that cubins are cached by all that determines them, and of compile errors.
 
-The kernels' machine code: test_machine_code.py.
+test_machine_code.py covers the kernels' machine code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def small(**shape) -> Geometry:
 
 
 class Compiler:
-    """Stands for NVRTC: counts, and makes a cubin of the source."""
+    """A replacement for NVRTC that counts calls and returns a cubin of the source."""
 
     def __init__(self, monkeypatch):
         self.runs, self.version = 0, (13, 0)
@@ -37,7 +37,7 @@ class Compiler:
 
 
 def test_a_cubin_is_compiled_once(tmp_path, monkeypatch):
-    """And again for anything that decides it; nothing else is left in the user's cache."""
+    # again for a change of anything that determines it; nothing else stays in the user's cache
     compiler = Compiler(monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = compile_cubin("passes", small(), "sm_90a")
@@ -61,7 +61,7 @@ def test_a_cubin_is_compiled_once(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not compilers(), reason="needs the cuda extra: pip install 'laneformer[cuda]'")
 def test_what_does_not_compile_is_reported(tmp_path, monkeypatch):
-    """With the compiler's own words and the place; nothing is kept."""
+    # with the compiler's message and the place; nothing is cached
     with pytest.raises(RuntimeError, match=r"no compiler .NVRTC. here fits sm_1234; installed: "):
         compile_cubin("passes", small(), "sm_1234", tmp_path)
     broken, kept = tmp_path / "kernels", tmp_path / "kept"

@@ -1,6 +1,6 @@
-"""The engine on GPUs without a GPU: its API on a plain PyTorch loop, and which device gives which engine.
+"""Tests of the engine for GPUs without a GPU: its API with a plain PyTorch loop, and device selection.
 
-What the schedule decides is told by the tests of the CPU engine, which shares it.
+The tests of the CPU engine cover the schedule, which is the same.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def test_every_way_to_generate_gives_the_same_tokens(engine, expected):
 
 
 def test_a_request_draws_from_what_its_masks_allow(engine, expected):
-    """Beside one without masks, which draws as alone."""
+    # beside a request without masks, which draws as alone
     with engine.batch() as batch:
         masked, plain = (
             batch.join(PROMPT, masked=True, max_new_tokens=2),
@@ -103,6 +103,7 @@ def test_a_join_ends_the_passes_ahead(engine, monkeypatch):
                 tickets.append(batch.join(PROMPT[::-1], max_new_tokens=3, speculate=0))
             return one_pass(passes, asked, logits)
 
+        # the join comes from within a pass, while passes ahead are under way
         monkeypatch.setattr(LoopPasses, "_pass", joining)
         tickets.append(batch.join(PROMPT, max_new_tokens=30, speculate=0))
         ended = 0
@@ -113,7 +114,7 @@ def test_a_join_ends_the_passes_ahead(engine, monkeypatch):
 
 
 def test_a_prompt_without_memory_ends_alone(engine, expected, monkeypatch):
-    """The others go on, and what it has written is nobody's."""
+    # the others go on, and no request reuses what it wrote
 
     def full(*_):
         raise torch.OutOfMemoryError("tried to allocate 3 GiB")
@@ -152,7 +153,8 @@ def test_a_closed_engine_says_so(engine):
 
 
 def reference_logits(model, ids) -> np.ndarray:
-    """float32 (n, V): the layers in bf16 as the engine has them, the head in float64."""
+    """Return logits (n, V) in float32."""
+    # layers in bf16 as in the engine, the head in float64
     positions = torch.arange(len(ids))
     embedding, masks = model.tok_embeddings(torch.tensor([ids])), model.masks(positions, positions)
     h, _ = run_layers(
@@ -166,7 +168,8 @@ def test_scores_are_those_of_the_model(engine, monkeypatch):
     ids = [(11 * i + 3) % 264 for i in range(49)]
     logits = reference_logits(passes_of(engine).model, ids[:48])
     logprobs = torch.from_numpy(logits).log_softmax(-1).numpy()
-    # fp32 sums of 64 products: 64 roundings of 2^-24 of at most the sum of magnitudes, here below 200
+    # fp32 sums of 64 products: 64 roundings of 2^-24 of at most the sum of magnitudes, here below
+    # 200
     bound = 64 * 2**-24 * 200
     np.testing.assert_allclose(engine.logits(ids[:48]), logits, rtol=0, atol=bound)
     np.testing.assert_allclose(
@@ -230,6 +233,7 @@ def test_a_models_own_head_drafts_nothing_here():
 
 
 def test_the_device_chooses_the_engine(tmp_path, expected):
+    # a checkpoint in fp32, which the GPU engine rounds to bf16
     folder = write_folder(tmp_path / "hf", copy.deepcopy(MODEL).float(), eos_token_id=3)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     with Engine.from_pretrained(folder, device="cuda:0,cuda:1", context_tokens=40) as engine:

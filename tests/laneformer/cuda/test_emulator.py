@@ -1,6 +1,6 @@
-"""The CUDA emulator on toy kernels (toys.cu): what it claims for every order of the threads is found with every seed.
+"""Tests of the CUDA emulator on toy kernels (toys.cu): it finds faults of any thread order with every seed.
 
-What it finds in the kernels themselves: test_faults.py.
+test_faults.py plants faults in the kernels themselves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Params(ctypes.Structure):
 
 
 class Toys:
-    """The toy kernels of one library over arrays that every launch finds fresh."""
+    """The toy kernels of one library, with fresh arrays for every launch."""
 
     def __init__(self, folder):
         self.library = emulator.build(TOYS, [], {"WEIGHTS_BF16": 0}, folder)

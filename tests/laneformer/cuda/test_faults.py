@@ -1,8 +1,7 @@
-"""Faults planted in the kernels' source: each is found on the emulator, in every order of threads.
+"""Tests that faults planted in the kernels' source are found on the emulator, in every order of threads.
 
-A table for each build. All its faults are in one source, and each is in force when it is asked
-for (planted.py). Each names what finds it: a pattern of the emulator's message, or "numbers" where
-tokens, logits, keys or values differ.
+Each build has a table of faults, all in one source (planted.py). A fault names what finds it: a
+pattern of the emulator's message, or "numbers" where tokens, logits, keys or values differ.
 Builds that check races on plain data (races.h) cost ten times the processor time.
 """
 
@@ -33,7 +32,7 @@ pytestmark = emulator_proof
 
 @dataclass(frozen=True)
 class Fault:
-    """A change of one place, in force while `planted` is its number; HERE in `now` asks for that."""
+    """A change of one place, in force while `planted` equals its number; HERE in `now` tests for that."""
 
     file: str
     was: str
@@ -262,7 +261,7 @@ RACES = {
 
 
 def decode(kernels, seed) -> list[torch.Tensor]:
-    """A text in columns, then passes that follow unasked."""
+    """Read a text in columns, then run passes ahead."""
     kernels.forget()
     ids = test_kernels.text(kernels, 6)
     tokens, logits = kernels.decode(ids, 3, seed)
@@ -270,9 +269,10 @@ def decode(kernels, seed) -> list[torch.Tensor]:
 
 
 def company(kernels, seed) -> list[torch.Tensor]:
-    """Three passes of two sequences, then a launch of two passes of three."""
+    """Run three passes of two sequences, then a launch of two passes of three."""
     kernels.forget()
     kernels.seed, ids, other, rows = seed, text(6), text(6, 2), []
+    # two columns of sequence 1 beside two of sequence 3
     for i in range(0, 6, 2):
         mine = [(ids[i], i, 1), (ids[i + 1], i + 1, 1)]
         rows.append(kernels.logits([(other[i], i, 3), *mine, (other[i + 1], i + 1, 3)]))
@@ -281,8 +281,9 @@ def company(kernels, seed) -> list[torch.Tensor]:
 
 
 def launches_of_several(kernels, seed) -> list[torch.Tensor]:
-    """Four passes, which a column leaves after two, and a launch that the host ends."""
+    """Run four passes, of which one column takes two, and a launch that the host cancels."""
     rows = []
+    # the second launch finds the host's cancel from its beginning
     for cancelled in (0, 1):
         kernels.seed, wanted = seed, columns(start(kernels), 2)
         wanted[1].left = 2
@@ -296,7 +297,7 @@ def launches_of_several(kernels, seed) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Build:
-    """Kernels, what they are asked to do, the faults in their source, and orders of threads."""
+    """Kernels, a run of them, the faults in their source, and the seeds of thread orders."""
 
     make: Callable[[Path], EmulatedPasses]
     act: Callable[[EmulatedPasses, int], list[torch.Tensor]]
@@ -304,7 +305,7 @@ class Build:
     seeds: tuple[int, ...]
 
     def plant_faults(self, builds) -> EmulatedPasses:
-        """The kernels with all faults in their source, none in force."""
+        """Return the kernels with all faults in their source and none in force."""
         kernels = self.make(builds)
         plant_all(
             kernels, builds, [(fault.file, fault.was, fault.now) for fault in self.faults.values()]
@@ -312,7 +313,7 @@ class Build:
         return kernels
 
     def outcome(self, kernels, seed, right) -> str:
-        """What the emulator says; "numbers" where it says nothing and what was made differs."""
+        """Return the emulator's message, "numbers" if only the results differ, or ""."""
         try:
             made = self.act(kernels, seed)
         except EmulationError as error:
@@ -341,9 +342,11 @@ BUILDS = {
 def test_every_fault_is_found(name, cuda_builds):
     build = BUILDS[name]
     kernels = build.plant_faults(cuda_builds)
+    # no fault is in force yet
     right = build.act(kernels, 0)
     for seed in build.seeds:
         assert build.outcome(kernels, seed, right) == "", "without a fault in force"
+    # 0 is no fault
     for number, (fault_name, fault) in enumerate(build.faults.items(), 1):
         put_in_force(kernels, number)
         for seed in build.seeds:
@@ -365,13 +368,14 @@ PLAIN = {
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_no_race(name, cuda_builds):
-    """On shared memory, keys or values; the rings wrap, but for those of wide heads."""
+    # on shared memory, keys or values; the rings wrap, except those of wide heads
     kernels = PLAIN[name](cuda_builds)
     ids = test_kernels.text(kernels, 4 if name == "wide heads" else 7)
     for seed in (0, 3):
         kernels.forget()
         kernels.decode(ids, 3, seed)
         reads, writes = plain_accesses(kernels.library)
+        # accesses were checked at all
         assert reads > writes > 10_000
 
 
@@ -394,7 +398,7 @@ HANGS = {  # lane, layer and exchange of those that wait in vain; lane 0 may the
 
 
 def test_a_hang_is_given_up(cuda_builds):
-    """All blocks end, a wait in vain is reported, and with words reset the memory decodes again."""
+    # all blocks end, the wait is reported, and after a reset of the words the memory decodes again
     kernels = BUILDS["exchanges"].plant_faults(cuda_builds)
     right, memory = decode(kernels, 0), kernels.memories[0]
     for (name, waits), seed in itertools.product(HANGS.items(), range(3)):
@@ -417,7 +421,7 @@ def test_a_hang_is_given_up(cuda_builds):
 
 @pytest.mark.parametrize("spare", [7, 5])
 def test_what_wrong_drafts_leave_in_a_ring_is_outside_the_window(spare, cuda_builds, monkeypatch):
-    """Seven wrong drafts a pass; with a ring of fewer spare positions than they need, it is seen."""
+    # seven wrong drafts per pass; a ring with fewer spare positions gives wrong logits
     monkeypatch.setattr(geometry, "MAX_DRAFTS", spare)
     shape = {"blocks_per_lane": 2}
     eight, ids = EmulatedPasses(cuda_builds, 8, **shape), text(12)
@@ -425,6 +429,7 @@ def test_what_wrong_drafts_leave_in_a_ring_is_outside_the_window(spare, cuda_bui
     rows = []
     for i, token in enumerate(ids):
         rows.append(
+            # one right token and seven wrong drafts after it
             eight.logits([(token, i, 0), *((95 - token, i + n, 0) for n in range(1, 8))])[:1]
         )
     right = one_by_one(EmulatedPasses(cuda_builds, 1, **shape), ids)

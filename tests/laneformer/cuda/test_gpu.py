@@ -1,9 +1,8 @@
-"""The CUDA engine on a GPU: right, repeatable, and out of the way when it is told to stop.
-Skipped without a GPU.
+"""Tests of the CUDA engine on a GPU, skipped without one.
 
     pytest tests/laneformer/cuda/test_gpu.py
 
-What the logits and tokens are held against, and the planted faults, are those of tools/check/cuda.py.
+tools/check/cuda.py has the planted faults and the references for logits and tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def tiny():
 
 @pytest.mark.parametrize("flavor", ["tiny", "300m"])
 def test_the_verdict(flavor):
-    """Both versions against Transformers; planted faults are refused."""
+    # both versions against Transformers; planted faults are refused
     figures = dict(check_flavor(flavor))
     assert figures["planted faults are refused"]
     assert not [name for name, value in figures.items() if value is False], figures
@@ -58,15 +57,13 @@ def test_float16():
 
 
 def test_lanes_in_two_memories_give_the_same_tokens(tiny):
-    """The protocol between GPUs: two groups of lanes with memories and launches of their own,
-    here on one GPU.
-    """
+    # the protocol between GPUs on one: two groups of lanes with their own memories and launches
     decoder = PassDecoder(TINY, tensors_of(weights_of(TINY)), "bf16", devices=("cuda:0", "cuda:0"))
     assert greedy(decoder, PROMPT, 40) == tiny.generate(PROMPT, max_new_tokens=40)
 
 
 def test_a_column_has_the_same_bits_in_any_company():
-    """A pass's matrix products are an instruction's columns; no column may depend on another."""
+    # columns are those of a matrix instruction, so none may depend on another
     passes = PassDecoder(TINY, tensors_of(weights_of(TINY)), "bf16")
 
     def logits(columns):
@@ -88,7 +85,7 @@ def test_a_column_has_the_same_bits_in_any_company():
 
 
 def test_a_wait_in_vain_is_reported_and_over(tiny):
-    """One block is missing, so the others wait for its words."""
+    # one block is missing, so the others wait for its words
     passes = passes_of(tiny)
     tokens = greedy(passes, PROMPT, 9)
     kernels, limit_s = passes.kernels[0][0], passes.limit_s
@@ -112,7 +109,7 @@ def test_a_wait_in_vain_is_reported_and_over(tiny):
 
 
 def test_draws_are_those_of_the_core(tiny):
-    """What the C++ core draws from the same logits, with filters and without; by both versions."""
+    # both versions, from the same logits, with filters and without
     options = {"max_new_tokens": 40, "temperature": 1.0, "reuse_prefix": False}
     with Engine(TINY, tensors_of(weights_of(TINY)), device="cuda", version="graph") as graph:
         for seed, filters in enumerate(({}, {"top_k": 7}, {"top_p": 0.6}, {"min_p": 0.2})):

@@ -1,7 +1,6 @@
-"""int8 weights on the GPU: the CPU's numbers, every code unpacked, every logit on the emulator, prompts.
+"""Tests of int8 weights on the GPU: the CPU's numbers, every code, every logit on the emulator, prompts.
 
-The reference of all logits are the weights that int8 stands for, written down once more in
-tools/check/reference.py.
+tools/check/reference.py defines the weights that int8 stands for, the reference of all logits.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ SHAPES_INT8 = {
 
 
 def emulate(name, builds) -> EmulatedPasses:
-    """A shape with int8 weights, and whatever 16 bits it had beside them."""
+    """Return the kernels of a shape with int8 weights, whatever its 16-bit type."""
     shape = SHAPES_INT8[name]
     return dataclasses.replace(shape, dtype="int8").emulate(builds, half=shape.dtype)
 
@@ -90,7 +89,7 @@ def test_every_logit(name, cuda_builds):
 
 
 def test_prompts_have_the_weights_that_int8_stands_for():
-    """Rounded to fp32, as the CPU engine has them, and to the 16 bits of the prompt."""
+    # rounded to fp32, as in the CPU engine, then to the prompt's 16 bits
     kernels = emulate("on two GPUs", Path())
     stored = kernels.model.state_dict()
     model = TapeModel(kernels.memories)
@@ -101,7 +100,7 @@ def test_prompts_have_the_weights_that_int8_stands_for():
 
 
 def test_tapes_hold_a_byte_for_each_weight():
-    """And a scale for each row; the segments of a token are half as many."""
+    # and one scale per row; a token has half as many segments
     config = LaneformerConfig.from_flavor("2b")
     eight, sixteen = plan(config, "int8", H200), plan(config, "bf16", H200)
     assert dataclasses.replace(eight, dtype="bf16") == sixteen

@@ -1,8 +1,8 @@
-"""The decode kernels on the emulator: every logit of every position, in any order of threads, cut in any way.
+"""Tests of the decode kernels on the emulator: logits at every position, for any thread order and layout.
 
-That every word is written before it is read, that none is overwritten early and that nobody waits
-for ever is proved by the emulator, for all orders of the threads that a launch can have (order.h).
-test_faults.py shows that the checks here and in the emulator find planted faults.
+The emulator proves, for all thread orders of a launch (order.h), that words are written before they
+are read and not overwritten early, and that no thread waits for ever. test_faults.py shows that
+these checks and the emulator's find planted faults.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ def text(emulated, count) -> list[int]:
 
 
 def check(emulated, count, seeds):
-    """A text of `count` tokens against the reference; in several columns, and orders of the threads, the same bits;
-    and the passes that follow unasked make the tokens of single ones.
-    """
+    """Compare a text of `count` tokens with the reference."""
+    # several columns and thread orders give the same bits; passes ahead give single passes' tokens
     ids = text(emulated, count)
     emulated.forget()
     logits, kept = read_one_by_one(emulated, ids)
@@ -65,7 +64,7 @@ GRAPHS = {
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_the_graph_gives_the_same_bits(name, cuda_builds):
-    """And so does each of its replays: the last tokens are its own. A column that has ended stands still."""
+    # each replay, too, up to its last tokens; a column that has ended does not advance
     passes = GRAPHS[name].emulate(cuda_builds)
     graph = GRAPHS[name].emulate(cuda_builds, version="graph")
     ids = text(passes, 6)

@@ -1,4 +1,4 @@
-"""Launches as they reach a driver, on a card of every generation."""
+"""Tests of launches as they reach a driver, on a card of every generation."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def geometries_of(version, card) -> list[Geometry]:
 
 
 def fill_argument(version, geometry) -> bytes:
-    """An argument's bytes, all of them known."""
+    """Return an argument with known bytes."""
     return bytes((7 * i + 1) % 256 for i in range(ctypes.sizeof(argument_of(version, geometry))))
 
 
@@ -75,7 +75,7 @@ def launch_all(driver, version, kernels=launch) -> list[dict[str, Any]]:
 
 
 def faults_of(card, version, launches) -> list[str]:
-    """What is wrong with them: attributes, sizes, stream, argument; not loaded, or without their shared memory."""
+    """Return the faults of launches: attributes, sizes, stream, argument, loading or shared memory."""
     attributes = {
         "passes": {COOPERATIVE: 1},
         "graph": {OVERLAP: int(card.architecture >= 90)},
@@ -141,7 +141,7 @@ TWO = ("cuda:0", "cuda:0")
 
 
 class Choosing(PassDecoder):
-    """Launches have chosen tokens: each a number of its position."""
+    """Launches whose chosen tokens depend on their positions."""
 
     late_s = 0.05
 
@@ -190,7 +190,8 @@ def launches_of(driver) -> list[tuple[str, dict[int, int]]]:
 
 
 def test_requests_launch_what_their_version_has(driver):
-    """Of passes four launches at load, of which the last makes 16, then the request's; the graph is captured once."""
+    # passes: four launches at load, the last of 16 passes, then the request's; the graph is
+    # captured once
     assert answer(decoder_of()) == ANSWER
     assert launches_of(driver) == [("pass", {COOPERATIVE: 1})] * (4 + 3)
     driver.launches.clear()
@@ -200,7 +201,7 @@ def test_requests_launch_what_their_version_has(driver):
 
 
 def test_two_groups_of_lanes_on_one_gpu_are_launched_plainly(driver):
-    """Two cooperative launches may run one after the other, and each waits for the other's words."""
+    # two cooperative launches may run one after the other, while each waits for the other's words
     assert answer(decoder_of(TWO)) == ANSWER
     assert {str(record) for record in launches_of(driver)} == {str(("pass", {OVERLAP: 0}))}
     assert sum(record["grid"][0] for record in driver.launches[:2]) <= H200.multiprocessors
@@ -214,7 +215,7 @@ def test_two_groups_of_lanes_on_one_gpu_are_launched_plainly(driver):
     ],
 )
 def test_the_graph_decodes_where_blocks_cannot_be_resident(changes, reason, driver):
-    """Found at the first launch or before it; said once. Where there is no graph, it is an error."""
+    # detected at the first launch or before, reported once; without a graph it is an error
     vars(driver).update(changes)
     with pytest.warns(
         UserWarning, match=f"the graph version decodes, one request at a time.*{reason}"
@@ -236,7 +237,7 @@ GPU_FAULTS = [
 
 @pytest.mark.parametrize(("fault", "reason"), GPU_FAULTS)
 def test_a_gpu_that_fails_ends_all_requests(fault, reason, driver):
-    """With one sentence, soon; the next one is refused with it, and nobody waits for ever."""
+    # within a short time, with one sentence; the next request is refused with it
     decoder = decoder_of()
     vars(driver).update(fault)
     _, error = answer(decoder)

@@ -1,4 +1,4 @@
-"""Models of the Llama family on the CUDA engine: every logit on the emulator, and folders end to end."""
+"""Tests of Llama-family models on the CUDA engine: logits on the emulator, and folders end to end."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def test_every_logit(name, cuda_builds):
 
 
 def test_a_folder_end_to_end(tmp_path, cuda_builds, monkeypatch):
-    """Written and judged by Transformers; prompts through PyTorch on the tapes, tokens by the kernels."""
+    # Transformers writes and judges it; PyTorch reads prompts on the tapes, the kernels decode
     values = {
         "vocab_size": 136,
         "max_position_embeddings": 48,

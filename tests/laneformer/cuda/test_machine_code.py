@@ -1,8 +1,8 @@
-"""Gates on the machine code of the decode kernels: what no run on a CPU can show.
+"""Checks of the decode kernels' machine code, for properties that no run on a CPU can show.
 
-Registers, spills, the width and scope of words' accesses, loads that a copy overtakes. The figures
-and their reasons: docs/decisions/gpu.md. Seven builds in all: those that run, one for the newest cards, and two
-with planted faults that the gates must find. NVRTC needs neither a GPU nor a toolkit.
+They cover registers, spills, the width and scope of words' accesses, and loads that a copy
+overtakes; docs/decisions/gpu.md gives the figures and reasons. Of seven builds, two have planted
+faults that the checks must find. NVRTC needs neither a GPU nor a toolkit.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ pytestmark = [
 ]
 CUBINS = CACHE / "cubins"  # each is named by all that decides it
 H200 = "H100 SXM, NVL, H200, GH200"
-# (card, model, dtype, GPUs) of the build with the most columns: at most so many bytes of stack, loads and stores of
-# spilled registers, and instructions of 16 bytes. They are to go down only
+# (card, model, dtype, GPUs) of the build with the most columns: at most so many bytes of stack,
+# loads and stores of spilled registers, and instructions of 16 bytes. They are to go down only
 LIMITS = {
     ("A100 40 GB, 80 GB", "2b", "bf16", 1): (568, 801, 18400),
     (H200, "2b", "int8", 1): (408, 290, 19800),
@@ -63,10 +63,8 @@ def require_none(sites: Iterable[object], what: str):
 
 
 def words_are_whole(code, devices):
-    """A word is stored and loaded in one access of 64 bits or more, which all GPUs see.
-
-    The compiler may load a word's epoch alone where its value is not used. Flags have 32 bits.
-    """
+    """Check that words are stored and loaded in one access of at least 64 bits that all GPUs see."""
+    # the compiler may load only a word's epoch where its value is unused; flags have 32 bits
     scope = "STRONG.SYS" if devices > 1 else "STRONG.GPU"
     words = [this for this in code if scope in this.op and this.bits >= 64]
     stores = [this for this in words if this.name in ("ST", "STG")]
@@ -81,12 +79,12 @@ def words_are_whole(code, devices):
 
 
 def nothing_stale_is_read(code):
-    """No load through the non-coherent cache, which shows old values of what is written meanwhile."""
+    """Check that nothing is loaded through the non-coherent cache, which may return old values."""
     require_none((this for this in code if "CONSTANT" in this.op), "non-coherent loads")
 
 
 def slots_are_consumed(code):
-    """Of what a thread loads from a slot of the ring, all has come before the slot's next copy is issued."""
+    """Check that a thread's loads from a ring slot complete before the slot's next copy is issued."""
     pairs = pending_loads(code)
     require_none(
         (f"{load} before {copy}" for copy, load in pairs), "loads not awaited before a copy"
@@ -144,7 +142,8 @@ STALE = (
     "(2 * slot + value) * kHeadDim) + c * kKeyThreads + here(thread_index()) % kKeyThreads);"
 )
 Gate = Callable[[Kernel], None]
-# devices of the build: (file, was, now, the gate that finds it, with this message); all of a build are in one source
+# devices of the build: (file, was, now, the gate that finds it, with this message); all of a build
+# are in one source
 FAULTS = {
     1: [
         (

@@ -1,4 +1,4 @@
-"""Which compiler is taken: the newest of those on the machine whose code the driver loads."""
+"""Tests that the newest compiler on the machine whose code the driver loads is chosen."""
 
 import shutil
 import subprocess

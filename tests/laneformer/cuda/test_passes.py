@@ -1,4 +1,4 @@
-"""Passes of several columns: in any company the same bits; batches and drafts change no token."""
+"""Tests of passes of several columns: equal bits in any company; batches and drafts change no token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def decode(executor, prompts, sampling, **options) -> list[Collected]:
 
 
 def test_batches_and_drafts_change_no_token(cuda_builds):
-    """Greedy, drawn and filtered; prompts of different lengths, read in pieces beside those that decode."""
+    # greedy, drawn and filtered; prompts of several lengths are read beside those that decode
     prompts = [text(3), [5, 6, 7, 5, 6, 7, 5, 6], text(11, 4)]
     single = EmulatedPasses(cuda_builds, 1)
     single.unread = 64
@@ -52,7 +52,7 @@ def test_batches_and_drafts_change_no_token(cuda_builds):
 
 
 def test_each_option_as_alone(cuda_builds):
-    """What the kernel draws beside what the schedule draws from rows of logits, with drafts among both."""
+    # the kernel draws some, the schedule others from rows of logits; drafts occur in both
     ids = [70, 70, 22, 70, 70, 22, 62, 70, 70, 22]
     asked = [
         Request(ids, 9, speculate=3),

@@ -1,4 +1,4 @@
-"""What fits a GPU: shared memory, registers, blocks, columns; and what is refused."""
+"""Tests of what fits a GPU: shared memory, registers, blocks and columns; and of refusals."""
 
 import itertools
 from dataclasses import replace
@@ -15,11 +15,8 @@ from tests.laneformer.cuda.shapes import SIZES
 
 
 def test_both_versions_fit_every_card():
-    """With rings of at least two chunks, and registers for two blocks of the graph.
-
-    Builds of passes share what is in memory, so it is cut alike, and those of fewer columns have
-    as deep a ring or a deeper one.
-    """
+    # Rings have at least two chunks, and registers suffice for two blocks of the graph. Builds of
+    # passes share memory, so it is cut alike; those of fewer columns have rings at least as deep.
     assert all(1024 * (total - block) == RESERVED_BYTES for total, block, _ in LIMITS.values())
     for card, config in itertools.product(CARDS.values(), MODELS.values()):
         builds = plan_builds(config, "bf16", card.machine)
@@ -40,7 +37,7 @@ def test_both_versions_fit_every_card():
 
 
 def test_columns_leave_memory_for_the_ring():
-    """The 2b model: eight columns on an H200, fewer where the ring would be too small."""
+    # the 2b model: eight columns on an H200, fewer where the ring would be too small
     builds = plan_builds(MODELS["2b"], "bf16", H200)
     on_a100 = plan_builds(MODELS["2b"], "bf16", Machine(108, 163 << 10, 80))
     assert (builds[-1].columns, on_a100[-1].columns) == (8, 4)

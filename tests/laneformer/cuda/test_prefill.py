@@ -1,7 +1,7 @@
-"""Prompts through PyTorch: the kernels go on as if they had read the prompt themselves.
+"""Tests of prompts that PyTorch reads: the kernels continue as if they had read the prompt.
 
-Bit for bit the streams of the same model with a plain cache, so that dealing to splits and rings loses nothing; and
-the tokens of kernels that read the prompt themselves.
+The streams equal bit for bit those of the model with a plain cache, so the distribution over splits
+and rings loses nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TEXT = torch.randint(96, (21,), generator=torch.Generator().manual_seed(8)).toli
 
 
 class PlainCache:
-    """Everything, in the order of its coming: per layer (2, K, T, d)."""
+    """A cache of all keys and values in order: per layer (2, K, T, d)."""
 
     def __init__(self) -> None:
         self.length, self.kept = 0, dict[int, torch.Tensor]()
@@ -57,7 +57,7 @@ def same_streams(model: Any, cache: Any, other: Any, other_cache: Any) -> bool:
     ("chunk", "devices", "dtype"), [(1, 1, "fp16"), (3, 2, "bf16"), (1024, 2, "fp16")]
 )
 def test_the_kernels_memory_is_a_cache(monkeypatch, chunk, devices, dtype):
-    """The streams of the plain model with a plain cache, chunk after chunk."""
+    # the streams of the plain model with a plain cache, chunk by chunk
     monkeypatch.setattr(prefill, "CHUNK_TOKENS", chunk)
     config = small_config()
     geometry = plan(config, dtype, SMALL, devices=devices, blocks_per_lane=4, warps=2)
@@ -78,7 +78,7 @@ def test_the_kernels_memory_is_a_cache(monkeypatch, chunk, devices, dtype):
 
 @pytest.mark.parametrize("name", [*SHAPES, *FAMILIES])
 def test_every_weight_comes_back_from_the_tapes(name):
-    """Bit for bit; and what it costs is one layer."""
+    # bit for bit, for the memory of one layer
     shape = SHAPES[name] if name in SHAPES else family(name)
     geometry = shape.plan_geometry()
     tensors = tensors_of(random_model(shape.model, shape.dtype), shape.dtype)
@@ -107,7 +107,7 @@ def test_every_weight_comes_back_from_the_tapes(name):
     ids=["new", "another"],
 )
 def test_decoding_goes_on(monkeypatch, cuda_builds, before, at, ids):
-    """After a prompt in chunks of three, from a prefix that is there: the tokens are those of kernels alone."""
+    # a prompt in chunks of three after a cached prefix gives the tokens of kernels alone
     monkeypatch.setattr(prefill, "CHUNK_TOKENS", 3)
     emulated = EmulatedPasses(cuda_builds, 3, blocks_per_lane=2)
     model = as_read(copy.deepcopy(emulated.model).float())

@@ -1,6 +1,7 @@
-"""The kernels' sampler gives the tokens of the C++ core, which draws by the same rule (sampling.h): one seed, one text.
+"""Tests that the kernels' sampler draws the tokens of the C++ core, by the rule in sampling.h.
 
-The core's filters and draws are held against numpy by tests/laneformer/engine/test_sampling.py, its noise here.
+tests/laneformer/engine/test_sampling.py compares the core's filters and draws with NumPy; its noise
+is compared here.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def request(temperature, seed=0, vocab=VOCAB, **filters) -> Request:
 
 
 def draw_tokens(logits, how, count=COUNT, first=0) -> list[int]:
-    """The core's tokens of `count` positions from `first` on."""
+    """Return the core's tokens at `count` positions from `first` on."""
     return [_core.sample(logits, how, [], [], position) for position in range(first, first + count)]
 
 
@@ -50,14 +51,15 @@ class Picks(ctypes.Structure):
 
 
 class Sampler:
-    """The sampler's kernel on the emulator."""
+    """The sampler kernel on the emulator."""
 
     def __init__(self, builds, vocab=VOCAB, warps=2):
         self.geometry = plan(small_config(vocab_size=vocab), "bf16", SMALL, warps=warps)
         self.library = build_unit(self.geometry, '#include "sampler.cu"\n', builds)
 
     def __call__(self, logits, how, count=COUNT, order=0, first=0) -> list[int]:
-        """The kernel's tokens of `count` positions from `first` on."""
+        """Return the kernel's tokens at `count` positions from `first` on."""
+        # -1 marks a position that the kernel did not write
         words, tokens = np.zeros(2 * len(logits), np.uint64), np.full(count, -1, np.int32)
         argument = Picks(
             how.sampling, logits.ctypes.data, words.ctypes.data, tokens.ctypes.data, first, count
@@ -75,7 +77,7 @@ def sampler(cuda_builds):
 
 
 def philox(seed, positions, tokens) -> np.ndarray:
-    """Philox4x32-10's first word for counters (position, token, 0, 0), broadcast."""
+    """Return the first word of Philox4x32-10 for counters (position, token, 0, 0), broadcast."""
     low = np.uint64(0xFFFFFFFF)
     x = [*np.broadcast_arrays(positions.astype(np.uint64), tokens.astype(np.uint64))]
     x += [np.zeros_like(x[0]), np.zeros_like(x[0])]
@@ -88,15 +90,16 @@ def philox(seed, positions, tokens) -> np.ndarray:
             a >> np.uint64(32) ^ x[3] ^ np.uint64(key[1]),
             a & low,
         ]
+        # the Weyl sequence of Philox's keys
         key = [(key[0] + 0x9E3779B9) & 0xFFFFFFFF, (key[1] + 0xBB67AE85) & 0xFFFFFFFF]
     return x[0]
 
 
 def test_the_noise_is_philoxs():
-    """Known answers of Random123 1.14 for an all-zero counter and key; of equal logits, the one with the highest
-    of its bits is drawn.
-    """
+    # known answer of Random123 1.14 for an all-zero counter and key; of equal logits, the one with
+    # the highest bits is drawn
     assert philox(0, np.zeros(1), np.zeros(1))[0] == 0x6627E8D5
+    # a seed beyond 32 bits uses both words of the key
     bits = philox(2**40 + 7, np.arange(COUNT)[:, None], np.arange(VOCAB)[None]) >> np.uint64(9)
     assert (
         draw_tokens(np.zeros(VOCAB, np.float32), request(1.0, 2**40 + 7)) == bits.argmax(1).tolist()
@@ -104,7 +107,7 @@ def test_the_noise_is_philoxs():
 
 
 def test_the_noise_is_never_infinite(sampler):
-    """Here token 77's bits are all ones. Rounded up to 1, they would make the least likely token win."""
+    # token 77's bits are all ones; rounded up to 1, they would make the least likely token win
     position, token, logits = 573060, 77, LOGITS.copy()
     assert philox(0, np.full(1, position), np.full(1, token))[0] >> np.uint64(8) == 2**24 - 1
     logits[token] = -30
@@ -147,9 +150,9 @@ def test_draws_are_those_of_the_core(sampler):
 
 
 def test_more_logits_than_registers(cuda_builds):
-    """2,072 of them for 32 threads, which keep 64 each and read the others, the likeliest, again;
-    ties are mixed in.
-    """
+    # Each of 32 threads keeps 64 of the 2,072 logits and reads the others, the likeliest, again.
+    # Ties are among them.
+    # sixteenths, so that many logits are equal
     logits = (np.random.default_rng(1).standard_normal(2072) * 16).round().astype(np.float32) / 16
     logits[-20:] += 8
     sampler = Sampler(cuda_builds, 2072, 1)
@@ -159,9 +162,10 @@ def test_more_logits_than_registers(cuda_builds):
 
 
 def test_broken_logits_give_a_token(sampler):
-    """All logits broken, or one: a token of the vocabulary, and no broken one beside those that are numbers."""
+    # a broken token is not drawn while others are numbers
     ways = [request(0.0, 1), request(1.0, 1), request(1.0, 1, top_k=9, top_p=0.5)]
     for broken, how in itertools.product((np.nan, np.inf, -np.inf), ways):
+        # all logits broken, or one alone
         everything, one = np.full(VOCAB, broken, np.float32), LOGITS.copy()
         one[77] = broken
         for logits in (everything, one):
@@ -175,5 +179,6 @@ def test_the_whole_kernel_draws_from_its_logits(cuda_builds):
     ids = [5, 17, 60]
     how = request(1.0, 9, emulated.config.vocab_size, top_k=8, top_p=0.8)
     tokens, _ = emulated.decode(ids, 6, sampling=how.sampling)
+    # the same tokens once more, as a prompt, for the logits that they were drawn from
     _, logits = emulated.decode(ids + tokens)
     assert tokens == [draw_tokens(logits[at].numpy(), how, 1, at)[0] for at in range(2, 8)]

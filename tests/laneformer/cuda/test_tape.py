@@ -1,7 +1,7 @@
-"""Words, arguments and shared memory: what Python lays out is what the kernels read.
+"""Tests that Python and the kernels agree on the layout of words, arguments and shared memory.
 
-Sizes and places are asked of the kernels themselves, built for the CPU. The weights of a tape: test_prefill.py reads
-every one back, test_kernels.py multiplies by them.
+The kernels, built for the CPU, report sizes and offsets. test_prefill.py reads back all weights of
+a tape, and test_kernels.py multiplies by them.
 """
 
 import ctypes
@@ -42,9 +42,7 @@ extern "C" void sizes(int64_t* out) {
 @needs_emulator
 @pytest.mark.parametrize("name", ["delay 2", "delay 0", "at once"])
 def test_the_kernels_have_the_same_sizes_and_places(name, cuda_builds):
-    """Words, arguments and shared memory, on one device and on two; every pointer that is read
-    as float4 is aligned.
-    """
+    # on one device and on two; every pointer that is read as float4 is aligned
     geometry = SHAPES[name].plan_geometry()
     decode = decode_structure(geometry.devices)
     fields = [name for name, _ in decode._fields_]

@@ -1,4 +1,4 @@
-"""A GPU that does not answer: the server says so, and ends with a status of its own."""
+"""Tests of a GPU that does not answer: the server says so and ends with a status of its own."""
 
 import threading
 import time
@@ -18,14 +18,14 @@ CONFIG = small_config(vocab_size=264, max_position_embeddings=48)
 
 
 class Left(BaseException):
-    """In the place of the process's end."""
+    """Raised instead of ending the process."""
 
 
 @pytest.mark.parametrize(
     ("error", "status"), [(Unanswered("it has not ended"), 70), (RuntimeError("700"), None)]
 )
 def test_the_server_ends_with_its_status(error, status, monkeypatch, capsys):
-    """At its start it says how many requests share passes."""
+    # at its start it prints how many requests share passes
 
     def fails(*_):
         raise error

@@ -1,4 +1,4 @@
-"""Small models for the engine's tests, their float64 logits, and folders as an export would write them."""
+"""Small models for the engine's tests, their float64 logits, and exported model folders."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.flo
 
 
 def small_config(**overrides) -> LaneformerConfig:
-    """Odd sizes on purpose: nothing is a multiple of the engine's tiles, and the window
-    is shorter than prompts.
-    """
+    """Return a configuration of odd sizes."""
+    # no size is a multiple of the engine's tiles, and the window is shorter than prompts
     values = {
         "hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 5, "num_attention_heads": 8,
         "num_key_value_heads": 4, "num_lanes": 4, "broadcast_delay": 2, "sliding_window": 7, "swa_layers": (0, 1, 3),
@@ -45,7 +44,8 @@ def small_config(**overrides) -> LaneformerConfig:
 
 
 def random_model(config, seed=0, dtype: str = "fp32") -> Laneformer:
-    """Weights of unit gain, so that every module matters to the logits, rounded to `dtype`."""
+    """Return a model of random weights rounded to `dtype`."""
+    # unit gain, so that every module matters to the logits
     generator = torch.Generator().manual_seed(seed)
     model = Laneformer(config).eval()
     with torch.no_grad():
@@ -75,9 +75,8 @@ def tensors_of(model) -> dict[str, Tensor]:
 
 
 def engine_of(model, config: LaneformerConfig | None = None, **options) -> Engine:
-    """Keys and values are in fp32 unless asked otherwise: most tests compare with float64 to
-    the last few bits.
-    """
+    """Open an engine on a model's weights, by default with fp32 keys and values."""
+    # most tests compare with float64 to the last few bits
     return with_fixed_cost(
         Engine(config or model.config, tensors_of(model), **{"kv_dtype": "fp32", **options})
     )
@@ -90,13 +89,14 @@ def core(engine) -> CpuDecoder:
 
 
 def with_fixed_cost(engine) -> Engine:
-    """The same drafts every time, and many of them: each column of a pass costs a little, measured or not."""
+    """Fix the cost that the engine assumes for each column of a pass."""
+    # a measured cost varies between runs, and with it the drafts; a small one allows many drafts
     core(engine).fix_cost(EACH_COLUMN)
     return engine
 
 
 def collect(batch, *tickets: int) -> dict[int, list[Update]]:
-    """The updates of all requests until these have ended."""
+    """Return the updates of all requests until the requests of `tickets` have ended."""
     updates: dict[int, list[Update]] = {ticket: [] for ticket in tickets}
     while any(
         not updates[ticket] or updates[ticket][-1].finish_reason is None for ticket in tickets
@@ -111,7 +111,7 @@ def tokens_of(updates: list[Update]) -> list[GeneratedToken]:
 
 
 def generate_together(engine, prompts: Sequence[Sequence[int]], **options) -> list[list[int]]:
-    """`Engine.generate` for prompts that decode side by side."""
+    """Generate as `Engine.generate` does, for prompts that decode side by side."""
     with engine.batch() as batch:
         tickets = [batch.join(prompt, **options) for prompt in prompts]
         updates = collect(batch, *tickets)
@@ -119,7 +119,7 @@ def generate_together(engine, prompts: Sequence[Sequence[int]], **options) -> li
 
 
 def fix_costs(monkeypatch):
-    """The same for all engines on the CPU that are made from now on."""
+    """Fix the cost of columns in all CPU engines that are opened from now on."""
     made = CpuDecoder.__init__
 
     def make(decoder, *arguments, **options):
@@ -141,14 +141,13 @@ def torch_logits(model, ids: list[int], dtype: torch.dtype = torch.float64) -> n
 
 
 def float32_error(model, ids: list[int], reference: np.ndarray) -> float:
-    """The rounding error that float32 arithmetic itself makes on this model: PyTorch's,
-    largest over the logits.
-    """
+    """Return the largest error over the logits that PyTorch makes in float32."""
     return float(np.abs(torch_logits(model, ids, torch.float32) - reference).max())
 
 
 def assert_equal_widths(by_isa: dict[str, np.ndarray]):
-    """Vectors of any width sum in the same order; `portable` does not fuse."""
+    """Assert that instruction sets agree bit for bit, but for `portable`."""
+    # vectors of any width sum in the same order; `portable` does not fuse multiply and add
     wide = [logits for isa, logits in by_isa.items() if isa != "portable"]
     for other in wide[1:]:
         np.testing.assert_array_equal(other, wide[0])
@@ -161,12 +160,10 @@ def resident_bytes() -> int:
 def check_logits(
     model, ids: list[int], config: LaneformerConfig | None = None, **options
 ) -> np.ndarray:
-    """The engine's logits, checked against float64.
-
-    Both start from the same weights, so what differs is float32 rounding; the engine sums in another order than
-    PyTorch, which changes an error's value but not its size: four times PyTorch's largest error is allowed. A planted
-    error is thousands of times larger.
-    """
+    """Return the engine's logits after comparing them with float64."""
+    # The weights are the same, so only float32 rounding differs. The engine sums in another order
+    # than PyTorch, which changes an error's value but not its size. Planted errors are thousands of
+    # times larger.
     reference = torch_logits(model, ids)
     with engine_of(model, config, **options) as engine:
         logits = engine.logits(ids)
@@ -193,7 +190,8 @@ def write_folder(folder, model, **config_values) -> Path:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Three special tokens, all bytes, and a few words: every text falls back to bytes where it must."""
+    """Return a tokenizer of three special tokens, all bytes, "a", "b" and the space."""
+    # texts fall back to bytes for every other character
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "b", " "]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
@@ -205,7 +203,8 @@ def byte_tokenizer() -> Tokenizer:
 def usable_isas(
     known: Sequence[str] = ("avx512_bf16", "avx512", "avx2", "portable"),
 ) -> tuple[str, ...]:
-    """The best first; by default those whose blocks of columns have the bits of single ones."""
+    """Return the instruction sets of `known` that this CPU has, in their order."""
+    # by default the best first, of those whose blocks of columns have the bits of single columns
     model = random_model(small_config(num_hidden_layers=1, swa_layers=()))
     usable = []
     for isa in known:
@@ -218,9 +217,8 @@ def usable_isas(
 
 
 def best_below_amx() -> str | None:
-    """The instruction set to test without the matrix unit; None where the automatic or the
-    user's choice is without.
-    """
+    """Return the best instruction set below AMX, or None if the engine uses no AMX anyway."""
+    # LANEFORMER_ISA is the user's own choice
     return (
         usable_isas()[0] if usable_isas(("amx",)) and "LANEFORMER_ISA" not in os.environ else None
     )

@@ -1,7 +1,6 @@
-"""What holds bit for bit is tested on the best instruction set below the matrix unit,
-whose blocks round otherwise.
+"""Run tests of bit equality on the best instruction set below AMX, whose blocks round differently.
 
-test_matrix_unit.py has what holds on that one; tests that name an instruction set get it.
+test_matrix_unit.py tests AMX itself; tests that name an instruction set get it.
 """
 
 import pytest

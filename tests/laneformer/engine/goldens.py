@@ -1,10 +1,8 @@
-"""200 requests of every kind to six random models, and the ids that the engine answered with in November 2026.
+"""200 requests of every kind to six random models, and the token ids that the engine must answer with.
 
     python -m tests.laneformer.engine.goldens     records goldens.json anew: only where tokens are meant to change
 
-Weights are integers times a constant, so they are the same everywhere. The recorder asks for the same ids from the
-portable kernels, which round otherwise: no answer depends on a tie. Models whose activations are rounded (int8, int4)
-are excepted, as a rounding may flip there; their ids hold for all other instruction sets.
+Weights are integers times a constant, so they are the same everywhere.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ ROUNDED = ("int8", "int4")
 
 @dataclass(frozen=True)
 class Asked:
-    """Scored from `start` on where that is not 0, else generated; with `masks`, each token among these ids."""
+    """A request: scored from `start` on unless that is 0, else generated, with each token within its mask."""
 
     ids: list[int]
     options: dict[str, Any]
@@ -73,9 +71,11 @@ def requests(name) -> list[Asked]:
 
 
 def _request(draw, vocab, shared) -> Asked:
-    """Prompts often begin as others do, or repeat themselves; the options are any mixture."""
+    """Return a random request with any mixture of options."""
+    # prompts often share a prefix or repeat themselves
     prompt = draw.choice(shared)[: draw.choice((0, 1, 20, 60, 140, 200))]
     prompt = prompt + [draw.randrange(vocab) for _ in range(draw.randrange(1, 30))]
+    # 15% are scored, 15% have masks, the others generate freely
     kind = draw.random()
     if kind < 0.15:
         return Asked(prompt, {"top": draw.randrange(4)}, start=draw.randrange(1, len(prompt) + 1))
@@ -119,7 +119,8 @@ def mask_of(ids, vocab) -> np.ndarray:
 
 
 def join(batch, asked, vocab, masks=None) -> int:
-    """masks: how many come with the request; the others are left to `allow`."""
+    """Send a request to the batch."""
+    # masks: how many masks come with the request; `allow` adds the others later
     if asked.start:
         return batch.score(asked.ids, start=asked.start, **asked.options)
     ticket = batch.join(asked.ids, masked=bool(asked.masks), **asked.options)
@@ -129,7 +130,7 @@ def join(batch, asked, vocab, masks=None) -> int:
 
 
 def ids_of(updates: Sequence[Update]) -> list[int]:
-    """Of the tokens and of the likeliest beside them, or of what was scored."""
+    """Return the ids of the tokens and of their likeliest alternatives, or of the scored positions."""
     assert updates[-1].error is None
     if (scores := updates[-1].scores) is not None:
         return scores.top_ids.ravel().tolist()
@@ -141,7 +142,7 @@ def ids_of_tokens(tokens: Sequence[GeneratedToken]) -> list[int]:
 
 
 def alone(engine, asked) -> list[int]:
-    """The ids, then reused positions, passes, draft tokens, and those that were right."""
+    """Return the ids, then the counts of reused positions, passes, draft tokens and accepted drafts."""
     with engine.batch() as batch:
         ticket = join(batch, asked, engine.config.vocab_size)
         updates = collect(batch, ticket)[ticket]
@@ -149,9 +150,10 @@ def alone(engine, asked) -> list[int]:
 
 
 def side_by_side(engine, every, late_masks=False) -> list[list[int]]:
-    """The ids of all, which join in order, as many at a time as there is room for.
+    """Return the ids of all requests, which join in order, as many at a time as there is room for.
 
-    late_masks: the mask of a token comes after the token before it.
+    Args:
+        late_masks: send each token's mask only after the token before it.
     """
     vocab, masks = engine.config.vocab_size, 1 if late_masks else None
     waiting, running = list(range(len(every))), dict[int, int]()  # by ticket: the request's number
@@ -160,6 +162,7 @@ def side_by_side(engine, every, late_masks=False) -> list[list[int]]:
         while waiting or running:
             while waiting and len(running) < batch.max_joined:
                 number = waiting.pop(0)
+                # requests join in order, whenever one has ended
                 running[join(batch, every[number], vocab, masks)] = number
             for update in batch.updates(10.0):
                 number = running[update.ticket]
@@ -182,6 +185,9 @@ def record() -> Iterator[tuple[str, list[list[int]]]]:
         for isa in ("auto", "portable"):
             with engine_of(name, threads=1, isa=isa) as engine:
                 answers[isa] = [alone(engine, asked) for asked in requests(name)]
+        # The portable kernels round differently, so no answer may depend on a tie. Rounded
+        # activations
+        # (int8, int4) may flip; their ids hold for all other instruction sets.
         if name not in ROUNDED and answers["auto"] != answers["portable"]:
             raise RuntimeError(
                 f"{name}: an answer depends on rounding; take other weights or requests"

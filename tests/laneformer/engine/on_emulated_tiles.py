@@ -1,7 +1,8 @@
-"""pytest with a core whose instruction set `amx` is emulated, as on a machine that has it:
+"""Run pytest with a core whose instruction set `amx` is emulated, as on a machine that has it.
 
-python -m tests.laneformer.engine.on_emulated_tiles CORE ARGUMENTS..., where CORE is the
-module that CMake built
+    python -m tests.laneformer.engine.on_emulated_tiles CORE ARGUMENTS...
+
+CORE is the module that CMake built.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`Engine.batch`: requests that join and leave, masks, and the pace of prompts. Their tokens: test_goldens.py."""
+"""Tests of `Engine.batch`: joining and leaving, masks, and the pace of prompts.
+
+test_goldens.py checks the tokens.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def test_a_ninth_request_is_refused_until_one_has_been_collected():
 
 
 def test_requests_from_many_threads():
-    """Eight threads join and leave at any time, one collects; nothing is lost and nothing mixed up."""
+    # eight threads join and leave, one collects; nothing is lost or mixed up
     options = {"max_new_tokens": 40, "ignore_eos": True}
     with engine_of(small_model(), threads=2) as engine:
         expected = {i: engine.generate([i], **options) for i in range(8)}
@@ -70,7 +73,7 @@ def test_requests_from_many_threads():
 
 
 def failing_at(token) -> Engine:
-    """One whose activations overflow after this token."""
+    """Return an engine whose activations overflow after this token."""
     model = small_model()
     with torch.no_grad():
         model.tok_embeddings.weight[token] = 1e30
@@ -138,7 +141,7 @@ def test_a_request_may_leave_while_it_waits_for_its_mask():
 
 
 def test_a_long_prompt_is_read_in_parts_beside_others():
-    """Its parts begin with two columns and grow by half at most. Alone it is one pass: test_goldens.py."""
+    # parts begin with two columns and grow by half at most; alone it is one pass (test_goldens.py)
     with engine_of(small_model(**LONG), threads=2) as engine:
         prompt = random_ids(engine.config, 90)
         with engine.batch() as batch:
@@ -151,8 +154,8 @@ def test_a_long_prompt_is_read_in_parts_beside_others():
         assert 8 <= beside.passes <= 90
 
 
-# seconds of a pass with 1 + so many columns: bound by memory and then by arithmetic; by arithmetic alone; by
-# neither; and one where a second column costs far more than the first
+# seconds of a pass with 1 + so many columns: bound by memory and then by arithmetic; by arithmetic
+# alone; by neither; and one where a second column costs far more than the first
 MACHINES = {
     "memory": lambda columns: max(0.013, 0.0011 * (1 + columns)),
     "arithmetic": lambda columns: 0.001 * (1 + columns),

@@ -1,7 +1,7 @@
-"""No bit depends on threads or on blocks of columns: one table of models and arithmetics.
+"""Tests that no bit depends on threads or blocks of columns, for a table of models and arithmetics.
 
-Requests of every kind, alone and in company, are compared in test_goldens.py; products alone in test_products.py.
-The threads outnumber the cores here, so every wait also meets a peer that is not running.
+test_goldens.py compares requests alone and in company; test_products.py covers single products.
+The threads outnumber the cores, so waits also meet a peer that is not running.
 """
 
 from __future__ import annotations

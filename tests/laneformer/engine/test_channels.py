@@ -1,4 +1,4 @@
-"""Reasoning, text and calls of an answer are told apart, in whatever pieces it comes: <think> and harmony."""
+"""Tests that reasoning, text and calls of an answer are separated, for <think> and harmony."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LLAMA = CallForm('{"name": "', '", "parameters": ', None, "}")
 
 
 def read(pieces, **options) -> list[tuple[str, str]]:
-    """Kinds and texts, those of a kind in a row as one."""
+    """Return kinds and texts, with consecutive ones of a kind as one."""
     reader = AnswerReader(**options)
     deltas = [delta for piece in pieces for delta in reader.push(piece)] + reader.finish()
     parts = []
@@ -38,7 +38,7 @@ def read(pieces, **options) -> list[tuple[str, str]]:
 
 
 def check_pieces(text, expected, step=1, **options):
-    """In one piece, in letters, and in three pieces that end at any multiple of `step`."""
+    """Check a text in one piece, in letters, and in three pieces cut at multiples of `step`."""
     assert read([text], **options) == expected
     assert read(list(text), **options) == expected
     for a, b in itertools.combinations(range(0, len(text), step), 2):
@@ -141,7 +141,7 @@ HERMES_CALLS = [
     ],
 )
 def test_calls(text, form, expected):
-    """Also those that the limit of tokens has cut."""
+    # also those that the token limit has cut
     check_pieces(text, expected, step=7, calls=form)
 
 

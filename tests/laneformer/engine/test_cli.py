@@ -1,4 +1,4 @@
-"""The command line: text that streams without broken characters, the bench's JSON, and plain error messages."""
+"""Tests of the command line: text that streams in whole characters, the bench's JSON, error messages."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def short_bench(monkeypatch):
 
 
 def generate(folder, capsys, prompt, *flags) -> tuple[str, str]:
-    """What the command prints, without the last line end, and what it says beside that."""
+    """Return the command's stdout without the last line end, and its stderr."""
     main(["generate", str(folder), "--prompt", prompt, *flags])
     printed = capsys.readouterr()
     assert printed.out.endswith("\n")
@@ -81,9 +81,11 @@ def test_flags_reach_the_engine(folder, capsys, monkeypatch):
     with Engine.from_pretrained(folder) as engine:
         expected = engine.generate_text("a é b", **options, ignore_eos=True)
     assert generate(folder, capsys, "a é b", *flags, "--speculate=4", "--threads=2")[0] == expected
+    # a character from the middle of the text
     stop = expected[len(expected) // 2]
     stopped, _ = generate(folder, capsys, "a é b", *flags, "--stop", "xyz", "--stop", stop)
     assert stopped == expected[: expected.index(stop)]
+    # a prompt that repeats itself, so that drafts occur
     _, notes = generate(folder, capsys, "a b a b a b", "--max-new-tokens", "60", "--ignore-eos")
     assert "draft tokens were right" in notes
 
@@ -112,7 +114,8 @@ def test_bench_ends_with_its_figures(capsys, short_bench):
     recomputed = (
         100 * figures["bytes_per_token"] * figures["tokens_per_s"] / figures["probe_bytes_per_s"]
     )
-    # the figure is a median of ratios, this a ratio of medians: on a busy machine they part, but not by units
+    # the figure is a median of ratios, this a ratio of medians: on a busy machine they part, but
+    # not by units
     assert 0.2 < figures["percent_of_probe"] / recomputed < 5
     assert figures["draft_head"]["ids"] == 64
     assert 0 < figures["draft_head"]["weight_bytes"] < figures["bytes_per_token"]
@@ -148,6 +151,7 @@ def test_a_folder_is_measured_at_depths_and_int8_is_named(folder, capsys, short_
     assert link["tokens_per_s"] < 1000, "each token waits for the link at least once"
     assert "over a link of 1000 us: " in printed.err
     assert "int8: " in printed.err
+    # the command uses int8 arithmetic for int8 weights unless asked otherwise
     for flags, math in ([], "int8"), (["--math", "exact"], "exact"):
         with Engine.from_pretrained(folder, dtype="int8", math=math) as engine:
             expected = engine.generate_text("a b", max_new_tokens=10)
@@ -197,7 +201,7 @@ TEMPLATE = "{% for m in messages %}{{ bos_token }}{{ m.role[0] + m.content }}{% 
 
 @pytest.fixture
 def sampling_folder(tmp_path, folder):
-    """The folder with a chat template, and with sampling as its default."""
+    """Return the folder with a chat template and with sampling as its default."""
     path = shutil.copytree(folder, tmp_path / "sampled", ignore=shutil.ignore_patterns(FOLDER))
     (path / "chat_template.jinja").write_text(TEMPLATE)
     (path / "tokenizer_config.json").write_text(
@@ -207,6 +211,7 @@ def sampling_folder(tmp_path, folder):
         "do_sample": True,
         "temperature": 0.8,
         "top_p": 0.9,
+        # null values, as Transformers writes them, set nothing
         "repetition_penalty": None,
         "eos_token_id": [2, 7],
     }

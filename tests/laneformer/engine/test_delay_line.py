@@ -1,6 +1,6 @@
-"""The delay line between lanes makes each join wait as long as it must, and no longer; Ladder Residual.
+"""Tests that the delay line between lanes delays each join as long as required; Ladder Residual.
 
-That it changes no token: test_goldens.py.
+test_goldens.py shows that it changes no token.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def engine_with(variant, link_s=0.0) -> Engine:
 
 
 def floor_s(variant, link_s=LINK_S) -> float:
-    """What a token takes at least where computing takes no time."""
+    """Return the least seconds per token if computing takes no time."""
     config = small_config(**VARIANTS[variant])
     assert config.num_hidden_layers == LAYERS
     return token_s(config, (0.0, 0.0), link_s, modules_late=int(variant == "ladder"))
@@ -75,7 +75,8 @@ def test_threads_of_one_lane_do_not_wait_for_the_link():
 
 
 def module_late_logits(model, ids) -> np.ndarray:
-    """Ladder Residual by its definition, in float64: a module reads the sums of all modules but the one before it."""
+    """Return Ladder Residual's logits by definition, in float64."""
+    # a module reads the sums of all modules but the one before it
     rows = torch.tensor([ids])
     stream = model.tok_embeddings(rows)[:, :, None].expand(-1, -1, model.config.num_lanes, -1)
     sums = []

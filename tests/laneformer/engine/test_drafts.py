@@ -1,6 +1,7 @@
-"""Drafts: where they come from (the text, a small model, the model's own head), and what they cost.
+"""Tests of drafts: their sources (the text, a small model, the model's own head) and their cost.
 
-That no request's tokens depend on them: test_goldens.py; log-probabilities: test_logprobs.py.
+test_goldens.py shows that no request's tokens depend on them, test_logprobs.py the same of
+log-probabilities.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CHEAP = 0.001  # of the cost of a pass: so that many are made
 
 
 def longest_end(text: list[int], other: list[int], own: bool) -> tuple[int, int]:
-    """By brute force: the length of the longest end of `text` in `other`, and where what followed it is."""
+    """Return, by brute force, the length of the longest end of `text` in `other` and the index after it."""
     best = (0, 0)
     for place in range(1, len(other)):
         pairs = zip(reversed(other[:place]), reversed(text), strict=False)
@@ -81,6 +82,7 @@ def test_prediction_and_past_outputs_are_texts_too():
 def test_odds_follow_what_was_right_and_drafts_are_tried_again():
     drafter = _core.Drafter([], [1, 2, 3, 4, 5, 6] * 4, [])
     first = drafter.propose(4)[1]
+    # all of these drafts were wrong, so odds fall
     for _ in range(20):
         drafter.verified(4, 0)
     assert drafter.propose(4)[1][0] < 0.2 * first[0]
@@ -96,6 +98,7 @@ def test_odds_follow_what_was_right_and_drafts_are_tried_again():
 def test_cost_is_what_passes_took():
     cost = _core.Cost()
     assert cost.of(1) == 1.0
+    # the cost of one column and of four; others are interpolated or extrapolated
     for _ in range(50):
         cost.passed(1, 0.010)
         cost.passed(4, 0.014)
@@ -135,6 +138,7 @@ def test_as_many_drafts_are_tried_as_their_columns_are_worth(each_column):
     with engine_of(small_model(vocab_size=100, max_position_embeddings=192)) as engine:
         core(engine).fix_cost(each_column)
         forced = {"logit_bias": {5: 100}, "max_new_tokens": 100}
+        # the bias forces the same token for ever, so every draft of it is right
         repeats = engine.generate_detailed([5] * 40, **forced).statistics
         assert repeats.passes == 100 - repeats.accepted_tokens
         if each_column == 2.0:  # not even what is certain
@@ -146,6 +150,7 @@ def test_as_many_drafts_are_tried_as_their_columns_are_worth(each_column):
 def test_a_prediction_is_drafted_and_changes_no_token():
     with engine_of(small_model(max_position_embeddings=192)) as engine:
         prompt, options = [3, 1, 4, 1, 5], {"max_new_tokens": 60, "temperature": 1.0, "seed": 5}
+        # the reference: the same draws without any drafts
         plain = engine.generate(prompt, **options, speculate=0)
         predicted = engine.generate_detailed(prompt, **options, prediction=plain)
         assert predicted.ids == plain
@@ -154,7 +159,7 @@ def test_a_prediction_is_drafted_and_changes_no_token():
 
 @pytest.mark.parametrize(("each_column", "temperature"), [(0.05, 1.0), (0.25, 0.0), (0.6, 1.0)])
 def test_drafts_cost_next_to_nothing_where_they_fail(each_column, temperature):
-    """By the cost of columns; with few ids, ends of the text stood before all the time and mean little."""
+    # measured as the cost of columns; with few ids, ends of the text recur often and predict little
     with engine_of(small_model(vocab_size=16, max_position_embeddings=512)) as engine:
         core(engine).fix_cost(each_column)
         for seed in range(3):
@@ -176,6 +181,7 @@ def test_drafts_that_do_not_pay_are_not_made(source):
     with engine_of(own) as engine, engine_of(small) as other:
         if source == "model":
             core(engine).draft_with(core(other))
+        # a draft costs as much as two passes
         take_drafts(set_draft_cost(engine, draft=2.0))
         engine.generate(random_ids(engine.config, 30, 3), max_new_tokens=60, reuse_prefix=False)
         assert not take_drafts(engine)
@@ -229,15 +235,16 @@ def test_a_small_model_comes_from_a_folder_and_has_the_same_vocabulary(tmp_path)
 
 
 def take_drafts(engine) -> list[tuple[list[int], int, np.ndarray]]:
-    """The text, the drafts before this one, and its logits (V,): of all since the last call, if there was one."""
+    """Return ids, the number of drafts at their end, and logits (V,) of each draft since the last call."""
     return core(engine).recorded_drafts()
 
 
 @torch.no_grad()
 def reference(wide: Laneformer, ids: list[int], drafts: int) -> np.ndarray:
-    """Logits (V,) of the draft after `ids`, of which the last `drafts` were drafted after the others."""
+    """Return the logits (V,) of the draft after `ids`, of which the last `drafts` were drafted."""
     logits = draft_logits(wide, torch.tensor([ids]), drafts + 1)[drafts][0, -1].numpy()
     if DRAFT_IDS in wide.state_dict():
+        # a head over fewer ids never drafts the others
         impossible = np.ones(len(logits), bool)
         impossible[wide.state_dict()[DRAFT_IDS].long().numpy()] = False
         logits[impossible] = -np.inf
@@ -245,9 +252,7 @@ def reference(wide: Laneformer, ids: list[int], drafts: int) -> np.ndarray:
 
 
 def largest_error(model, engine) -> float:
-    """Of the logits of the last draft of each step, beyond eight times the error that float32 makes of the same draft
-    in PyTorch.
-    """
+    """Return the largest error of the last draft's logits, beyond eight times that of PyTorch in float32."""
     of_step, worst = {step: (ids, logits) for ids, step, logits in take_drafts(engine)}, -np.inf
     assert len(of_step) >= 4
     double, single = widen_model(model, torch.float64), widen_model(model, torch.float32)
@@ -256,6 +261,7 @@ def largest_error(model, engine) -> float:
         assert np.array_equal(np.isinf(logits), np.isinf(exact))
         can = np.isfinite(exact)
         rounding = np.abs(reference(single, ids, step)[can] - exact[can]).max()
+        # ids outside the head's vocabulary are -inf on both sides
         worst = max(worst, float(np.abs(logits[can] - exact[can]).max() - 8 * rounding))
     return worst
 
@@ -276,7 +282,7 @@ def largest_error(model, engine) -> float:
     ],
 )
 def test_logits_of_drafts_are_the_models(overrides, threads):
-    """Also after a prompt from the cache, whose keys of the head are kept as well."""
+    # also after a cached prompt, whose keys of the head are cached as well
     model = model_with_head(**overrides)
     prompt = random_ids(model.config, 150, 1)  # two passes
     with engine_of(model, threads=threads) as engine:

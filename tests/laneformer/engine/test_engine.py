@@ -1,6 +1,6 @@
-"""The engine's arithmetic against model.py in float64, with every switch. Instruction sets: test_modules.py.
+"""Tests of the engine's arithmetic against model.py in float64, with every switch.
 
-The tolerance: see `check_logits`.
+test_modules.py covers instruction sets; `check_logits` defines the tolerance.
 """
 
 import itertools
@@ -79,7 +79,7 @@ def test_every_switch_matches_the_model(switches):
 
 
 def test_random_configs():
-    """Twelve mixtures of the switches, each with another shape, dtype and thread count."""
+    # twelve mixtures of the switches, each with another shape, dtype and thread count
     rng = np.random.default_rng(10)
     names = [name for name in SWITCHES if name not in ("one_lane", "wide_heads")]
     for trial, dtype in zip(range(12), itertools.cycle(TORCH_DTYPES)):
@@ -98,7 +98,7 @@ def test_random_configs():
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_gates_far_below_zero_close(isa):
-    """One layer whose MLP is silu(gate) alone; e^-gate does not fit a float below -88.7."""
+    # one layer whose MLP is silu(gate) alone; e^-gate overflows a float below -88.7
     shape = {"num_hidden_layers": 1, "num_lanes": 1, "intermediate_size": 48, "swa_layers": ()}
     model = small_model(**shape, norm_eps=1e-12, seed=10)
     gates = -np.linspace(80, 300, 48, dtype=np.float32)
@@ -117,7 +117,7 @@ def test_gates_far_below_zero_close(isa):
 
 
 def test_logits_are_handed_over_and_not_kept():
-    """One buffer: not a copy beside it while it is read, nor one that stays after the caller has dropped his."""
+    # one buffer: no copy while it is read, and none that remains after the caller drops it
     config = small_config(vocab_size=40_000, max_position_embeddings=1000)
     size = 800 * config.vocab_size * 4
 

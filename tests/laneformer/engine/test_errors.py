@@ -1,6 +1,4 @@
-"""Bad folders, bad options and bad prompts: each a ValueError that names what is wrong;
-the process never dies.
-"""
+"""Tests of bad folders, options and prompts: each a ValueError that names the fault, never a crash."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ def change_weights(folder, change):
 
 @pytest.fixture
 def refuses(folder):
-    """Loading the folder must fail with this message."""
+    """Assert that loading the folder fails with this message."""
 
     def check(message, **options):
         with pytest.raises(ValueError, match=message):
@@ -201,7 +199,9 @@ def test_a_misspelt_key_is_refused_and_bookkeeping_is_not(folder, refuses):
 def test_weights_that_are_no_safetensors(folder, refuses):
     whole, norm = (folder / WEIGHTS).read_bytes(), "model.norm.weight"
     size = int.from_bytes(whole[:8], "little")
+    # cut in the header's length, in the header, in the data, and before the last byte
     damaged = [whole[:length] for length in (0, 7, 9, 500, len(whole) // 2, len(whole) - 1)]
+    # a valid length of a header that is not JSON
     damaged.append(b"\x10" + bytes(7) + b"not json at all!" + bytes(64))
     for values in ({"data_offsets": [0, -8]}, {"shape": [48.0]}):
         header = json.loads(whole[8 : 8 + size])
@@ -224,6 +224,7 @@ def test_tensors_may_begin_at_any_byte(folder):
     whole = (folder / WEIGHTS).read_bytes()
     size = int.from_bytes(whole[:8], "little")
     expected = logits_of(folder)
+    # one more space in the header shifts all tensors by a byte
     odd = (size + 1).to_bytes(8, "little") + whole[8 : 8 + size] + b" " + whole[8 + size :]
     (folder / WEIGHTS).write_bytes(odd)
     np.testing.assert_array_equal(logits_of(folder), expected)
@@ -291,7 +292,7 @@ def test_sharded_checkpoints(folder, refuses):
     [("vocab_parallel", 1e20), ("replicate", 1e30), ("lane", 1e38), ("vocab_parallel", 1e38)],
 )
 def test_activations_beyond_float32_are_an_error(head, scale):
-    """Else their norms are zeros, and all tokens equally likely."""
+    # their norms would be zeros and all tokens equally likely
     model = small_model(lm_head_type=head)
     with torch.no_grad():
         (model.lm_head if scale > 1e35 else model.layers[2].feed_forward.w2).weight.mul_(scale)
@@ -310,7 +311,7 @@ def cast(folder, dtype, *names):
 
 
 def test_the_automatic_dtype_is_that_of_the_layers(folder, refuses):
-    """And torch's names of types are known."""
+    # torch's names of types are accepted, too
     for dtype in ("bfloat16", torch.bfloat16, "bf16"):
         assert Engine.from_pretrained(folder, dtype=dtype).dtype == "bf16"
     cast(folder, torch.bfloat16, "lm_head.weight")

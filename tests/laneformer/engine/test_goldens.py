@@ -1,7 +1,7 @@
-"""The ids that 200 recorded requests were answered with: the same for ever, however they are run.
+"""Tests that 200 recorded requests always give the same ids, however they are run.
 
-One table of modes: threads, instruction sets, company, streams, drafts from every source, a slow link between lanes,
-and keys and values that come from files.
+The modes are threads, instruction sets, company, streams, drafts from every source, a slow link
+between lanes, and keys and values from files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def ids(name) -> list[list[int]]:
 
 
 def check_all(name, **options):
-    """Every request one after the other, its statistics too, and all side by side."""
+    """Check every request alone, with its statistics, and all of them side by side."""
     every = requests(name)
     with engine_of(name, **options) as engine:
         assert [alone(engine, asked) for asked in every] == GOLDENS[name]
@@ -80,7 +80,7 @@ def one_by_one(engine, every) -> list[list[int]]:
 
 
 def with_drafts(every: list[Asked]) -> list[Asked]:
-    """The same requests, wherever drafts are possible with as many as there may be."""
+    """Return the requests with as many drafts as possible."""
     return [
         asked
         if asked.start
@@ -94,7 +94,7 @@ def with_drafts(every: list[Asked]) -> list[Asked]:
     ("name", "heads"), [("delay_2", 0), ("int4", 0), ("delay_2", 1), ("replicated_head", 1)]
 )
 def test_with_drafts_of_a_small_model_or_of_an_own_head(name, heads, answer):
-    """A head adds tensors, and leaves the others as they are."""
+    # a head adds tensors and does not change the others
     with (
         engine_of(name, threads=2, num_nextn_predict_layers=heads) as engine,
         engine_of(name, threads=2, seed=12) as small,

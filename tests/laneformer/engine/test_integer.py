@@ -1,7 +1,7 @@
-"""Weights in int8 and int4, products with activations rounded to int8, and engines of such weights.
+"""Tests of int8 and int4 weights, products with activations rounded to int8, and their engines.
 
-The definition is written down here, in numpy, and every instruction set has to give its bits. That threads and blocks
-change no bit: test_bits.py.
+NumPy defines the products here, and every instruction set must match them bit for bit.
+test_bits.py shows that threads and blocks change no bit.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ single = np.float32
 
 
 def draw_weights(rows, inputs, seed=0) -> np.ndarray:
-    """Rows of very different magnitude; the first four only of its largest, of both
-    signs, in all combinations.
-    """
+    """Return rows of very different magnitude."""
+    # the first four rows have only their largest value, in all combinations of signs
     rng = np.random.default_rng(seed)
     values = rng.standard_normal((rows, inputs)) * 10.0 ** rng.integers(-3, 2, (rows, 1))
     values[:4] = np.where(
@@ -44,13 +43,13 @@ def draw_weights(rows, inputs, seed=0) -> np.ndarray:
 
 
 def in_groups(values: np.ndarray) -> np.ndarray:
-    """(rows, inputs) -> (rows, groups, 32), padded with zeros."""
+    """Reshape (rows, inputs) to (rows, groups, 32), padded with zeros."""
     rows, inputs = values.shape
     return np.pad(values, ((0, 0), (0, -inputs % GROUP))).reshape(rows, -1, GROUP)
 
 
 def round_inputs(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Integers (columns, groups, 32) and scales (columns, groups) of the inputs."""
+    """Return the inputs' integers (columns, groups, 32) and scales (columns, groups)."""
     groups = in_groups(x)
     most = np.abs(groups).max(-1)
     scales = most / single(127)
@@ -61,14 +60,17 @@ def round_inputs(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def unpack_tape(tape, rows, inputs, dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Integers (rows, groups, 32), and scales by row and group (int4) or by row (int8), read by kernels.h."""
+    """Return integers (rows, groups, 32), and scales per row and group (int4) or per row (int8)."""
+    # the layout is that of kernels.h
     tiles, pairs, groups = -(-rows // 32), -(-inputs // 2), -(-inputs // GROUP)
     tape = tape.reshape(tiles, -1)
     if dtype == "int8":
+        # tile, pair of inputs, row, half of the tile, input of the pair
         lines = tape[:, : 64 * pairs].view(np.int8).reshape(tiles, pairs, 16, 2, 2)
         integers = lines.transpose(0, 3, 2, 1, 4).reshape(tiles * 32, 2 * pairs)[:rows]
         scales = np.ascontiguousarray(tape[:, 64 * pairs :]).view(single).reshape(-1)[:rows]
         return in_groups(integers.astype(np.int64)), scales
+    # 512 bytes of nibbles and 64 of fp16 scales for each group of 32 inputs of a tile's 32 rows
     tape = tape.reshape(tiles, groups, 576)
     # eight inputs, group of rows, row, byte
     lines = tape[:, :, :512].reshape(tiles, groups, 4, 2, 16, 4)
@@ -84,7 +86,8 @@ def unpack_tape(tape, rows, inputs, dtype) -> tuple[np.ndarray, np.ndarray]:
 
 
 def multiply_by_definition(tape, x, rows, dtype) -> np.ndarray:
-    """The product (columns, rows): exact sums of integers, then float32 operations that round one at a time."""
+    """Return the product (columns, rows)."""
+    # integers are summed exactly; then each float32 operation rounds
     integers, scales = unpack_tape(tape, rows, x.shape[1], dtype)
     inputs, input_scales = round_inputs(x)
     sums = np.einsum("rgk,cgk->gcr", integers, inputs).astype(single)
@@ -122,13 +125,14 @@ def test_inputs_too_small_for_a_scale_are_zeros():
 
 
 def pack_rows(weights: np.ndarray, dtype: str = "int4") -> tuple[np.ndarray, np.ndarray]:
-    """Integers (rows, groups, 32), and scales by row and group (int4) or by row (int8)."""
+    """Return the packed weights as `unpack_tape` does."""
+    # the product is not used
     tape, _ = _core.multiply(weights, weights[:1], dtype, "int8", "portable")
     return unpack_tape(tape, *weights.shape, dtype)
 
 
 def test_int8_holds_every_weight_rounded_once():
-    """To whole multiples of a row's scale, as round_to_int8 has it; rows too small for a scale are zeros."""
+    # whole multiples of a row's scale, as in round_to_int8; rows too small for a scale are zeros
     weights = draw_weights(72, 96)
     weights[5], weights[6] = 0.0, 1e-37  # which over 127 is no normal number any more
     integers, scales = pack_rows(weights, "int8")
@@ -142,12 +146,13 @@ def test_int8_holds_every_weight_rounded_once():
 
 
 def test_the_scales_are_nearly_the_best_ones():
-    """Within 3% of the squared error of a search over 80 scales, and a third less than of 16 equal steps."""
+    # within 3% of the squared error of a search over 80 scales; a quarter below that of equal steps
     groups = np.random.default_rng(3).standard_normal((2000, GROUP)).astype(single)
     levels, scales = pack_rows(groups)
     error = ((groups - levels[:, 0] * scales) ** 2).sum()
     peak = groups[np.arange(len(groups)), np.abs(groups).argmax(1)][:, None]
     best = np.full(len(groups), np.inf)
+    # the levels reach from -69 to 58: search scales that map the peak to either end
     for edge in (*np.linspace(-90, -50, 40), *np.linspace(40, 80, 40)):
         nearest = np.abs(groups[..., None] - LEVELS * (peak / edge)[..., None]).min(-1)
         best = np.minimum(best, (nearest**2).sum(-1))
@@ -171,12 +176,14 @@ def test_zeros_stay_zeros_and_small_or_large_weights_are_no_surprise():
 
 
 def powers_of_two(model) -> Laneformer:
-    """Every row in whole multiples of a power of two, 127 of them somewhere: int8 holds such a model exactly."""
+    """Replace weights by values that int8 holds exactly."""
+    # whole multiples of a power of two for each row, with 127 of them somewhere
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "norm" not in name and "embeddings" not in name:
                 integers = torch.randint(-LARGEST, LARGEST + 1, p.shape, generator=generator)
+                # so that the row's scale is the power of two itself
                 integers[..., 3] = -LARGEST
                 p.copy_(
                     integers * 2.0 ** -torch.randint(7, 11, (*p.shape[:-1], 1), generator=generator)
@@ -186,7 +193,7 @@ def powers_of_two(model) -> Laneformer:
 
 @pytest.mark.parametrize("head", HEADS)
 def test_a_model_that_int8_holds_gives_the_bits_of_fp32(head):
-    """Sums of integers, scaled at their end by a power of two, round as the sums of the scaled weights do."""
+    # sums of integers scaled by a power of two round as sums of the scaled weights do
     model = powers_of_two(small_model(lm_head_type=head))
     ids = random_ids(model.config, 50)
     for isa in usable_isas():
@@ -196,7 +203,7 @@ def test_a_model_that_int8_holds_gives_the_bits_of_fp32(head):
 
 @pytest.mark.parametrize("head", HEADS)
 def test_logits_are_near_those_of_exact_activations(head):
-    """Rounded to int8 in groups, activations cost about a hundredth of the logits' spread; more is a fault."""
+    # rounding activations costs about a hundredth of the logits' spread; more is a fault
     model = small_model(lm_head_type=head, seed=1, dtype="bf16")
     ids = random_ids(model.config, 50)
     with (
@@ -229,7 +236,7 @@ def test_what_is_fast_depends_on_the_weights_and_the_cpu(monkeypatch, dtype, isa
 
 
 def test_a_weight_takes_a_byte_or_half_of_one_and_the_embedding_keeps_its_type():
-    """int4: but for the outer layers and the head. Scales and padding to tiles come on top."""
+    # scales and padding to tiles add to it; in int4, outer layers and the head keep more bits
     wide = small_config(hidden_size=256, intermediate_size=512, num_hidden_layers=12, swa_layers=())
     bytes_of = {}
     for dtype in ("bf16", "int8", "int4"):

@@ -1,7 +1,6 @@
-"""Cached keys and values in 16 and 8 bits, and attention in blocks of queries and chunks of positions.
+"""Tests of cached keys and values in 16 and 8 bits, and of attention in blocks and chunks.
 
-Contexts are longer than two chunks (256 positions each), so that chunks are merged, cut by
-windows, and shared out.
+Contexts exceed two chunks of 256 positions, so chunks are merged, cut by windows, and distributed.
 """
 
 import itertools
@@ -58,7 +57,7 @@ KV_OF_SHAPES = [
 
 @pytest.mark.parametrize(("shape", "kv_dtype"), KV_OF_SHAPES)
 def test_blocks_and_chunks_give_the_bits_of_single_tokens(shape, kv_dtype):
-    """One position a pass, passes of 128, and 16 threads on the lanes."""
+    # one position per pass, passes of 128, and 16 threads on the lanes
     model = long_model(**SHAPES[shape])
     with engine_of(model, threads=2, kv_dtype=kv_dtype) as engine:
         generated = engine.generate_detailed(
@@ -84,9 +83,7 @@ def test_long_contexts_are_right(shape):
 
 @pytest.mark.parametrize("kv_dtype", ["bf16", "fp16", "int8"])
 def test_keys_and_values_are_rounded_and_nothing_else(kv_dtype, monkeypatch):
-    """The float64 model with rounded keys and values differs by the few that float32 errors
-    push over an edge.
-    """
+    # float32 errors move a few values across a rounding edge of the float64 model's
     model = long_model(sliding_window=300)
     ids = random_ids(model.config, LENGTH)
     exact = torch_logits(model, ids)

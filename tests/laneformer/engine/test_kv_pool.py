@@ -1,6 +1,4 @@
-"""Keys and values of earlier requests within `cache_bytes`: what stays, where prompts start,
-and the same bits.
-"""
+"""Tests of cached keys and values within `cache_bytes`: eviction, where prompts start, equal bits."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ LONG = {"max_position_embeddings": 1024, "vocab_size": 100}
 
 
 def answer(engine, prompt, new=8, **options) -> tuple[list[int], list[float | None], int]:
-    """Ids, log-probabilities, and how many prompt ids were not read again."""
+    """Return ids, log-probabilities, and the number of reused prompt ids."""
     result = engine.generate_detailed(
         prompt, max_new_tokens=new, logprobs=0, ignore_eos=True, **options
     )
@@ -36,7 +34,7 @@ def answer(engine, prompt, new=8, **options) -> tuple[list[int], list[float | No
 
 
 def check_reuse(engine, fresh, prompt, new=8) -> int:
-    """How many ids were not read again; the answer has the bits of an engine that reads all of them."""
+    """Return the number of reused ids, after comparing bits with an engine that reads all of them."""
     *seen, reused = answer(engine, prompt, new)
     assert seen == [*answer(fresh, prompt, len(seen[0]), reuse_prefix=False)[:2]]
     return reused
@@ -47,7 +45,7 @@ def kv_bytes(engine) -> int:
 
 
 def bytes_of(positions, config=None, **options) -> int:
-    """What one request of so many positions takes."""
+    """Return the bytes of one request of so many positions."""
     with engine_of(random_model(config or small_config(**LONG)), **options) as engine:
         engine.generate(random_ids(engine.config, positions), max_new_tokens=1)
         return kv_bytes(engine)
@@ -121,7 +119,7 @@ def test_without_room_a_conversation_goes_on_with_its_windows_alone(window):
 
 
 def test_positions_between_starts_go_first():
-    """A start keeps the pages of its window, so that any position of its last page may be one."""
+    # a start keeps its window's pages, so any position of its last page may be a start
     model = small_model(**LONG, seed=5)
     with engine_of(model) as engine, engine_of(model) as fresh:
         talk = random_ids(engine.config, 300)
@@ -136,7 +134,7 @@ def test_positions_between_starts_go_first():
 
 
 def test_a_request_copies_from_one_that_runs():
-    """With the same tokens: test_goldens.py."""
+    # test_goldens.py checks the tokens
     model = small_model(**LONG, seed=7)
     system = random_ids(model.config, 150)
     prompts = [system + random_ids(model.config, 20, seed=i) for i in range(1, 5)]

@@ -1,4 +1,4 @@
-"""Log-probabilities of generated tokens and of prompts against PyTorch in float64, and against each other."""
+"""Tests of log-probabilities of tokens and prompts against PyTorch in float64 and each other."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ SAMPLED = {
 
 
 def reference(model, ids) -> tuple[np.ndarray, float]:
-    """log p after every position, float64, and the allowed error: log_softmax adds up to twice the logits' error,
-    exp and the sum about 1e-6 of the value.
-    """
+    """Return log p after every position in float64, and the allowed error."""
+    # log_softmax adds up to twice the logits' error, exp and the sum about 1e-6 of the value
     logits = torch_logits(model, ids)
     logp = torch.log_softmax(torch.from_numpy(logits), -1).numpy()
     return logp, 8 * float32_error(model, ids, logits) + 1e-6 * np.abs(logp).max()

@@ -1,4 +1,4 @@
-"""Cores, quotas and memory nodes, read from made-up trees of /sys and /proc."""
+"""Tests of cores, quotas and memory nodes, read from mock trees of /sys and /proc."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def test_a_core_with_two_threads_counts_once(tmp_path):
     assert host == Machine(((0, 4), (1, 5), (2, 6), (3, 7)))
     assert plan_threads(host, 8) == 4
     assert host.processors == 8
+    # hyperthreads come last
     assert host.one_cpu_a_core_first() == [0, 1, 2, 3, 4, 5, 6, 7]
     part = this_machine(tmp_path, {1, 5, 6})  # affinity
     assert part.cores == ((1, 5), (6,))
@@ -41,6 +42,7 @@ def test_a_core_with_two_threads_counts_once(tmp_path):
 
 def test_threads_are_those_that_leave_the_slowest_one_least():
     for cores, lanes, threads in (
+        # cores, lanes, threads
         (2, 8, 2),
         (3, 8, 3),
         (5, 8, 4),
@@ -134,9 +136,11 @@ def test_memory_nodes_are_those_of_the_allowed_cpus(tmp_path):
 
 def test_macos_counts_its_performance_cores(tmp_path, monkeypatch):
     program = tmp_path / "sysctl"
+    # a `sysctl` that knows the performance cores alone
     program.write_text('#!/bin/sh\n[ "$2" = hw.perflevel0.physicalcpu ] && echo 6\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(machine.sys, "platform", "darwin")
+    # macOS has no affinity
     monkeypatch.delattr(machine.os, "sched_getaffinity")
     assert plan_threads(this_machine(), 8) == 6

@@ -1,5 +1,4 @@
-"""The instruction set `amx`: blocks of four columns and more round otherwise than fewer columns
-do; all else holds.
+"""Tests of the instruction set `amx`, whose blocks of four columns or more round differently.
 
 Where the CPU has no matrix unit, the last test runs the others on emulated tiles. Speed is not tested.
 """
@@ -94,7 +93,7 @@ def test_other_weights_have_the_bits_of_the_level_below(dtype):
 @needs_unit
 @pytest.mark.parametrize("math", ["exact", "bf16"])
 def test_threads_change_no_bit(math):
-    """Nor does a column's place in a block: test_products.py."""
+    # test_products.py: nor does a column's place in a block
     model = long_model(5)
     ids = random_ids(model.config, 180)
     with engine_of(model, isa="amx", math=math, threads=1) as engine:

@@ -1,7 +1,7 @@
-"""Every module's partial output against float64, and a planted fault found in its module: others in test_quality.py.
+"""Tests of every module's partial output against float64, with a fault planted in its module.
 
-The allowance is computed from the arithmetic (tools/check/reference.py); a planted fault is
-thousands of times larger.
+tools/check/reference.py computes the allowance; planted faults are thousands of times larger.
+test_quality.py plants further faults.
 """
 
 import pytest
@@ -32,7 +32,7 @@ ARITHMETIC = [(dtype, "exact") for dtype in TORCH_DTYPES] + [("bf16", "bf16")]
 
 
 def compare(model, config=None, length=90, **options):
-    """The engine's and the float64 model's outputs at chosen positions, and the report on them."""
+    """Return the engine's and the float64 model's outputs at chosen positions, and the report on them."""
     ids = random_ids(model.config, length)
     positions = choose_positions(model.config, length)
     _, reference = model_outputs(widen_model(model, torch.float64), ids, positions)

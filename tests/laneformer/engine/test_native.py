@@ -1,7 +1,6 @@
-"""The engine's core as a C++ program: under sanitizers, which must also catch planted faults, and
-on aarch64 with NEON.
+"""Tests of the engine's core as a C++ program: under sanitizers, with planted faults, and on aarch64.
 
-Each build compiles only what it needs. They are proofs: while no source of theirs changes, they are not repeated.
+Each build compiles only what it needs. As proofs, they run again only when their sources change.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ AARCH64 = {
     "CMAKE_SYSTEM_PROCESSOR": "aarch64",
     "CMAKE_CXX_COMPILER": "aarch64-linux-gnu-g++",
 }
-# Under emulation and ThreadSanitizer, which are slow, only cases that differ in what these look at: in their
-# types of numbers, or in what threads share (AddressSanitizer has all, of every instruction set).
+# Under emulation and ThreadSanitizer, which are slow, only cases that differ in what these look at:
+# in their types of numbers, or in what threads share (AddressSanitizer has all, of every
+# instruction set).
 OF_TYPES = ("fp16", "fp32", "int4", "int8_rounded", "fp16_kv", "int8_kv")
 OF_THREADS = ("portable", "fp32", "int4", "family", "experts", "gpt_oss_int4", "flush", "int8_kv")
 PRODUCTS = 13  # int8, int4, and the eleven types of blocks in GGUF files
@@ -39,9 +39,8 @@ pytestmark = [pytest.mark.proof(*CORE_SOURCES, programs=True), pytest.mark.timeo
 
 @contextlib.contextmanager
 def sources() -> Iterator[Path]:
-    """A copy of the core's sources beside what was compiled from it, this caller's alone: every checkout compiles
-    there, and only what is unlike the last one's.
-    """
+    """Yield, under a lock, the copy of the core's sources that all checkouts compile."""
+    # files that did not change stay, so only what differs from the last checkout's is compiled
     copy = CACHE / "core"
     copy.mkdir(parents=True, exist_ok=True)
     with open(CACHE / "core.lock", "w") as lock:
@@ -61,7 +60,7 @@ def sources() -> Iterator[Path]:
 
 
 def build(check, name="", **definitions) -> Path:
-    """The check program with these sanitizers (or "none"), or with "" the module."""
+    """Build the check program with these sanitizers (or "none"), or the module with ""."""
     own = hashlib.sha256(str(ROOT).encode()).hexdigest()[:8]
     folder = CACHE / f"check-{name or check}"
     if not check:  # a module is for one environment's Python
@@ -90,7 +89,7 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def hashes(*command: str | Path) -> dict[str, str]:
-    """Case -> hash of its logits; the program must find nothing wrong."""
+    """Return {case: hash of its logits}; fail if the program reports an error."""
     done = run(*command)
     assert done.returncode == 0, done.stdout + done.stderr
     ok, *pairs = done.stdout.splitlines()[-1].split()
@@ -100,7 +99,7 @@ def hashes(*command: str | Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def sanitizer_run():
-    """The program under AddressSanitizer and UBSan with every instruction set, and the hashes that it gives."""
+    """Run the program under AddressSanitizer and UBSan with every instruction set; return its hashes."""
     program = build("address,undefined")
     return program, hashes(program)
 
@@ -123,7 +122,7 @@ def test_a_race_is_caught_and_nothing_else_is():
 
 @pytest.mark.skipif(not ON_X86, reason="compares with x86")
 def test_neon_gives_the_bits_of_avx2(sanitizer_run):
-    """NEON fuses multiply-adds as AVX2 does and every sum has the same order, so nothing may differ."""
+    # NEON fuses multiply-adds as AVX2 does, and every sum has the same order
     emulator = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
     if emulator is None or shutil.which(AARCH64["CMAKE_CXX_COMPILER"]) is None:
         pytest.skip("no aarch64 compiler or emulator")

@@ -1,4 +1,4 @@
-"""Packed weights beside the model: used when they are right, rebuilt when anything about them is not."""
+"""Tests of packed weights beside the model: used if they match it, else rebuilt."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def hash_sizes(monkeypatch):
-    """Bytes of each part whose content was hashed, in order."""
+    """Return the bytes of each hashed part in order."""
     sizes, content_hash = [], _core.content_hash
     monkeypatch.setattr(
         _core, "content_hash", lambda data: sizes.append(len(data)) or content_hash(data)
@@ -52,7 +52,7 @@ def hash_sizes(monkeypatch):
 
 @pytest.fixture
 def loads(monkeypatch):
-    """Whether each load came from the cache, in order."""
+    """Return, for each load in order, whether it came from the cache."""
     seen, load = [], PackedWeights.load
     monkeypatch.setattr(PackedWeights, "load", lambda *args: seen.append(load(*args)) or seen[-1])
     return seen
@@ -69,13 +69,14 @@ def only_file(folder):
 
 
 def test_a_second_start_maps_what_the_first_packed(folder, loads, hash_sizes):
-    """And compares it with its hashes: every tape and the embedding once, and again where the file was touched."""
+    # it checks the hashes of every tape and the embedding once, and again if the file was touched
     expected = engine_of(small_model(dtype="bf16")).logits(IDS)
     compared = []
     for start in range(6):
         np.testing.assert_array_equal(logits_of(folder), expected)
         compared.append(len(hash_sizes))
         del hash_sizes[:]
+        # a touched file must be checked again
         if start == 2:
             os.utime(only_file(folder))
         if start == 4:
@@ -113,6 +114,7 @@ def test_other_weights_under_the_same_name_and_times_are_noticed(folder, loads):
     state = load_file(path)
     state["lm_head.weight"][0, 3, 5] *= -1  # one bit of one value
     save_file(state, path)
+    # the same times, so only the content tells them apart
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     after = logits_of(folder)
     assert loads == [False, True, False]
@@ -184,7 +186,7 @@ def test_the_four_plans_used_last_stay(folder, loads):
 
 @pytest.mark.parametrize("why", ["file_system", "nodes"])
 def test_weights_are_copied_to_where_they_are_read_fast(folder, monkeypatch, why):
-    """From tmpfs, whose pages are small, and for every memory node: by the threads that read them."""
+    # from tmpfs, whose pages are small, and per memory node by the threads that read them
     plain = logits_of(folder, threads=3)
     copied = []
     copy_parts = _core.Decoder.copy_parts
@@ -217,12 +219,12 @@ def test_the_file_system_of_a_path(tmp_path):
     assert machine.file_system(tmp_path, root=tmp_path / "nowhere") == ""
 
 
-# ---- which files stay: within one budget over all models, those used last, and never without their model ----
+# ---- which files stay: the last used within one budget for all models, none without its model ----
 
 
 @pytest.fixture
 def models(tmp_path, monkeypatch):
-    """Three folders, of which the last takes no files."""
+    """Return three folders, the last of which cannot hold packed weights."""
     monkeypatch.delenv(BUDGET, raising=False)
     folders = [write_folder(tmp_path / name, small_model()) for name in "abc"]
     (folders[2] / FOLDER).write_text("a file where the directory would be")
@@ -230,7 +232,7 @@ def models(tmp_path, monkeypatch):
 
 
 def start(folder, age_s=0.0) -> Path:
-    """The file that a start leaves, used so long ago."""
+    """Start an engine and return its packed file, with the given time of last use."""
     with Engine.from_pretrained(folder, threads=1):
         pass
     path = next(one.path for one in list_packed() if one.source == folder)
@@ -245,6 +247,7 @@ def test_the_files_used_longest_ago_leave_first(models, monkeypatch):
     os.utime(second.with_suffix(".checked"), (0, 0))
     size = first.stat().st_size
     assert [one.path for one in list_packed()] == [second, first]
+    # room for two of three files
     monkeypatch.setenv(BUDGET, str(2 * size + 1))
     third = start(models[2])
     assert [one.path for one in list_packed()] == [first, third]

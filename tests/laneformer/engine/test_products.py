@@ -1,6 +1,6 @@
-"""Products with fp32 activations: near float64, and a column has the same bits alone and among any number of others.
+"""Tests of products with fp32 activations: near float64, and the same bits for a column in any company.
 
-test_matrix_unit.py runs these on emulated tiles, where the CPU has none.
+test_matrix_unit.py runs these on emulated tiles where the CPU has none.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ MATHS = ("exact", "bf16")
 
 
 def multiply(weights, x, dtype, math, isa) -> np.ndarray:
-    """(columns, rows)."""
+    """Return the product (columns, rows)."""
     return _core.multiply(weights, x, dtype, math, isa)[1].reshape(len(x), len(weights))
 
 
 def in_bf16(x: np.ndarray) -> np.ndarray:
-    """Rounded to the nearest, ties to even; float32."""
+    """Round to the nearest bf16, ties to even; float32."""
     bits = x.astype(np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
 
@@ -62,7 +62,7 @@ def test_a_column_depends_on_no_other_of_a_block(isa, math):
 
 
 def largest_error(isa, math) -> float:
-    """Of a sum, in relation to the sum of its terms' magnitudes."""
+    """Return a sum's largest error relative to the sum of its terms' magnitudes."""
     rng, worst = np.random.default_rng(3), 0.0
     for rows, inputs in (
         (1, 1),

@@ -1,6 +1,6 @@
-"""tools.check.engine at tiny size: it passes the engine as it is, also beside Transformers, and fails a wrong one.
+"""Tests that tools.check.engine at tiny size passes the engine, also beside Transformers, and fails wrong ones.
 
-The tolerances are the tool's own, computed from PyTorch's float32 (or bf16) error on the same weights.
+The tool computes its tolerances from PyTorch's float32 (or bf16) error on the same weights.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def test_the_engine_passes(config, dtype, faults):
     ]
     assert set(report["faults"]) == set(planted[:faults])
     window = config.sliding_window
+    # depths around the window's edge, where a wrong window shows first
     assert {window - 1, window, window + 1} <= {row["depth"] for row in report["relative_error"]}
 
 
@@ -61,6 +62,7 @@ def test_a_wrong_engine_fails(monkeypatch):
     right = check_engine.engine_of
 
     def make_wrong(config, *arguments):
+        # a window longer by one
         return right(dataclasses.replace(config, sliding_window=8), *arguments)
 
     monkeypatch.setattr(check_engine, "engine_of", make_wrong)
@@ -79,6 +81,7 @@ def test_one_bit_in_one_run_is_seen(monkeypatch):
 
         def flip(ids):
             calls.append(logits := logits_of(ids))
+            # one bit of the last logit in the fourth run
             if len(calls) == 4:
                 logits.view(np.uint32)[-1, -1] ^= 1
             return logits

@@ -1,6 +1,4 @@
-"""Requests that end before they are finished: cancelled, their engine closed, forked, or the
-interpreter at its end.
-"""
+"""Tests of requests that end early: cancelled, their engine closed or forked, the interpreter ending."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ def engine():
 
 
 def while_it_runs(engine, act) -> threading.Thread:
-    """`act` from another thread, once a request of this one is at work."""
+    """Call `act` from another thread while a request of this one runs."""
     decoder = engine._open()
 
     def wait_and_act():
@@ -74,6 +72,7 @@ def test_a_cancelled_generation_says_so_and_keeps_its_tokens(engine):
     result = engine.generate_detailed([3], **ENDLESS)
     assert result.finish_reason == "cancelled"
     assert 0 < len(result.ids) < 19_000
+    # fewer than ten tokens may have come by then
     assert result.ids[:10] == expected[: len(result.ids)]
 
 
@@ -99,9 +98,11 @@ def test_a_stream_may_be_closed_from_another_thread(engine, open_stream):
     closer.join()
     late = open_stream(engine)
     next(late)
+    # `run` calls it on this thread: a close between two tokens
     threading.Thread(target=late.close).run()
     with pytest.raises(Cancelled):
         next(late)
+    # closed before its first token
     early = open_stream(engine)
     early.close()
     with pytest.raises(Cancelled):
@@ -123,7 +124,7 @@ engine = Engine.random(config)
 
 
 def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Such a program after PRELUDE; a hang is a TimeoutExpired."""
+    """Run a program after PRELUDE; a hang raises TimeoutExpired."""
     program = PRELUDE + textwrap.dedent(code)
     command = [sys.executable, "-c", program, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)

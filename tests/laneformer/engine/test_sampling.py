@@ -1,4 +1,4 @@
-"""Penalties, bias, minimum length, filters and draws against numpy: alone, and inside the decode loop."""
+"""Tests of penalties, bias, minimum length, filters and draws against NumPy, alone and when decoding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.laneformer.engine.assets import engine_of, random_ids, small_model
 
 
 def reference_logits(logits, prompt, output, options) -> np.ndarray:
-    """Steps 1 to 4 of GenerationOptions, in float64."""
+    """Apply steps 1 to 4 of GenerationOptions in float64."""
     x = logits.astype(np.float64)
     seen = np.unique([*prompt, *output]).astype(int)
     penalty = options.repetition_penalty
@@ -27,7 +27,8 @@ def reference_logits(logits, prompt, output, options) -> np.ndarray:
 
 
 def probabilities(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
-    """Temperature, then top-k, top-p, min-p, each on what the one before left; equal logits together. float64."""
+    """Apply temperature, then top-k, top-p and min-p, each to the rest; float64."""
+    # equal logits stay or go together
     scaled = logits.astype(np.float64) / temperature
     weights = np.exp(scaled - scaled.max())
     if top_k:
@@ -126,7 +127,8 @@ DRAWS = 20_000
 
 
 def chi_square(logits, expected, **options) -> tuple[float, int]:
-    """Of so many draws against these probabilities, and the degrees of freedom; none may be of probability 0."""
+    """Return the statistic of draws against these probabilities, and its degrees of freedom."""
+    # no token of probability 0 may be drawn
     counts = np.bincount(draw_many(logits, DRAWS, **options), minlength=len(logits))
     kept = expected > 0
     assert counts[~kept].sum() == 0, "a token that the filters removed was drawn"
@@ -148,7 +150,8 @@ def chi_square(logits, expected, **options) -> tuple[float, int]:
 def test_sampling_follows_the_distribution(options):
     logits = np.random.default_rng(1).normal(size=12).astype(np.float32)
     distance, freedom = chi_square(logits, probabilities(logits, **options), **options)
-    # five standard deviations above the statistic's mean (fixed seeds, so it either holds or does not)
+    # five standard deviations above the statistic's mean (fixed seeds, so it either holds or does
+    # not)
     assert distance <= freedom + 5 * np.sqrt(2 * freedom)
 
 

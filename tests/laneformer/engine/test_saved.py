@@ -1,4 +1,4 @@
-"""Prefixes that survive a restart (`cache_dir`): the same bits as computed, and never a damaged or foreign file."""
+"""Tests of prefixes saved in `cache_dir`: a restart gives the same bits and uses no damaged file."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def talk(model):
 
 @pytest.fixture
 def saves(model, talk, tmp_path):
-    """The directory that one conversation has left."""
+    """Return the directory that one conversation has left."""
     with engine_of(model, threads=1, cache_dir=tmp_path / "kept") as engine:
         answer(engine, talk)
     assert len(files(tmp_path / "kept")) == 1
@@ -71,6 +71,7 @@ def test_a_restart_goes_on_with_the_same_bits(model, talk, tmp_path, threads, kv
     with engine_of(model, **options, cache_dir=tmp_path) as engine:
         first = answer(engine, talk)
     longer = talk + first[0] + random_ids(model.config, 20, seed=2)
+    # the last 30 ids differ, so only 370 positions can be reused
     edited = [*talk[:-30], *random_ids(model.config, 40, seed=3)]
     with engine_of(model, **options) as fresh:
         for prompt, start in ((talk, 399), (longer, 400), (edited, 370)):
@@ -115,6 +116,7 @@ def test_a_file_of_another_model_under_an_own_name_is_refused(model, talk, saves
     with engine_of(other, threads=1, cache_dir=saves) as engine:
         expected = answer(engine, talk)
     assert not caplog.records
+    # a foreign file under the name that this model's own file has
     own = next(file for file in files(saves) if file != path)
     shutil.copy(path, own)
     with engine_of(other, threads=1, cache_dir=saves) as engine:
@@ -125,6 +127,7 @@ def test_a_file_of_another_model_under_an_own_name_is_refused(model, talk, saves
 
 def test_what_decides_the_bits_is_part_of_the_key(model, talk, saves):
     norm = random_model(model.config, seed=1)
+    # the last norm changes no key or value, yet makes another model
     norm.state_dict()["norm.weight"].mul_(1.5)
     for other, options in (
         (model, {"kv_dtype": "fp16"}),
@@ -164,6 +167,7 @@ def test_the_file_used_longest_ago_goes_first(model, tmp_path):
     talks = [random_ids(model.config, 400, seed=i) for i in range(4)]
     with engine_of(model, cache_dir=tmp_path) as engine:
         answer(engine, talks[0])
+    # room for three of four files
     limit = int(3.5 * files(tmp_path)[0].stat().st_size)
     for number in (1, 2, 0, 3):  # the third time, 0 is loaded
         with engine_of(model, cache_dir=tmp_path, cache_dir_bytes=limit) as engine:

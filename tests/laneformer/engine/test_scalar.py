@@ -1,4 +1,4 @@
-"""The forward pass in plain loops (csrc/scalar.cpp), which is there to be read, computes what the engine computes."""
+"""Tests that the readable forward pass in plain loops (csrc/scalar.cpp) computes the engine's results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text out of the engine: stop strings that never leak, cancelling at any point, and Ctrl-C."""
+"""Tests of the engine's text: stop strings that never leak, cancelling, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ def engine():
 
 
 def cut(text, stops) -> str:
-    """The text before the stop string that is complete first; of two that end together,
-    before the longer one.
-    """
+    """Return the text before the stop string that is complete first; of two, before the longer one."""
+    # by brute force: the first end at which any stop string is complete
     for end in range(1, len(text) + 1):
         ended = [len(stop) for stop in stops if text[:end].endswith(stop)]
         if ended:
@@ -136,6 +135,7 @@ def test_a_stream_keeps_its_tokens_when_its_request_is_done_but_not_read():
         expected = engine.generate([1], max_new_tokens=5)
         stream = engine.stream([1], max_new_tokens=5)
         first = next(stream)
+        # its request is still open, although all tokens may be there
         with pytest.raises(RuntimeError, match="busy"):
             engine.generate([2])
         assert [first, *stream] == expected
@@ -143,7 +143,7 @@ def test_a_stream_keeps_its_tokens_when_its_request_is_done_but_not_read():
 
 
 def interrupt(engine, call) -> float:
-    """CPU seconds from Ctrl-C until the call ended with it."""
+    """Return the CPU seconds from Ctrl-C until the call ended."""
     pressed_s = []
 
     def press():
@@ -177,6 +177,7 @@ def test_ctrl_c_ends_every_call_soon(slow_engine):
 def test_streamed_pieces_add_up_and_never_hold_half_a_character():
     tokenizer, rng = byte_tokenizer(), random.Random(0)
     texts = ["".join(rng.choice("ab é漢🙂\n") for _ in range(20)) for _ in range(50)]
+    # a replacement character in the text itself must not be taken for half a character
     for text in [*texts, "\ufffd😀", "a\ufffd\ufffdé😀\ufffd", "😀\ufffd", "\ufffd" * 5, "é\ufffd"]:
         ids = tokenizer.encode(text).ids
         stream = TextStream(tokenizer, ids[:1] if text[0] in "ab " else [])
@@ -188,6 +189,7 @@ def test_streamed_pieces_add_up_and_never_hold_half_a_character():
 
 def test_bytes_that_form_no_character_appear_at_the_end_and_are_not_held_back_for_ever():
     tokenizer = byte_tokenizer()
+    # the first of two bytes
     half = tokenizer.encode("é").ids[0]
     stream = TextStream(tokenizer, [])
     assert (stream.push(half), stream.finish()) == ("", "\ufffd")

@@ -1,4 +1,4 @@
-"""What stands beside tokenizer.json, as Transformers reads it; and folders that hold something else than a model."""
+"""Tests of the files beside tokenizer.json, as Transformers reads them, and of folders without a model."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_tokens_beside_the_tokenizer_are_those_of_transformers(tmp_path, name):
     "names", [(), ("chat_template",), ("chat_template", "tool_use"), ("tool_use", "rag")]
 )
 def test_templates_in_files_are_those_of_transformers(tmp_path, names):
-    """They take the place of the one in tokenizer_config.json."""
+    # they replace the one in tokenizer_config.json
     from transformers import PreTrainedTokenizerFast
 
     save(byte_level(["a b"], ["<begin>"], 300), tmp_path, **PLAIN, chat_template="of the config")

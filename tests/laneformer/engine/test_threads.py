@@ -1,4 +1,4 @@
-"""Threads: how many there may be, where they run, and what they do while they wait."""
+"""Tests of threads: their number, their placement, and how they wait."""
 
 import os
 import subprocess
@@ -50,7 +50,7 @@ print(time.monotonic() - began)
     this_machine().processors < 2, reason="with more threads than cores they always yield"
 )
 def test_yields_that_cost_a_time_slice_are_rare(tmp_path):
-    """As from Linux 6.18 on beside any other program. Ten a second and thread, and a few before the request."""
+    # from Linux 6.18 on, beside any other program; ten a second per thread, and a few before
     (tmp_path / "slow.c").write_text(SLOW_YIELD)
     slow = tmp_path / "slow.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", slow, tmp_path / "slow.c"], check=True)

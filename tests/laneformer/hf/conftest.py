@@ -1,4 +1,4 @@
-"""A random model, a run folder with its checkpoint, and its export, built once and read only."""
+"""A random model, a run folder with its checkpoint, and its export, built once and read-only."""
 
 import json
 
@@ -23,7 +23,7 @@ def checkpoint(shared, model):
 
 @pytest.fixture(scope="session")
 def exported(shared, checkpoint):
-    """The folder and what `export` reported."""
+    """Return the folder and what `export` reported."""
 
     def make(folder):
         progress = Progress(phase="phase2", tokens_total=123_456, loss=4.25)

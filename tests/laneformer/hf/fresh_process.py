@@ -2,8 +2,8 @@
 
     python -I fresh_process.py TRANSFORMERS_DIR QUESTIONS.pt ANSWERS.pt HF_DIR ...
 
-ANSWERS.pt gets what Transformers answers for each folder to the same questions (test_export.py). TRANSFORMERS_DIR
-holds another version of Transformers, or nothing.
+ANSWERS.pt gets Transformers' answers for each folder to the same questions (test_export.py).
+TRANSFORMERS_DIR holds another version of Transformers, or nothing.
 """
 
 import sys
@@ -12,7 +12,7 @@ OURS = ("laneformer", "records", "tools", "train", "evals", "data_mixtures", "to
 
 
 class Blocker:
-    """Refuses our packages even where an editable install would find them."""
+    """Block imports of our packages, even from an editable install."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):
@@ -55,7 +55,7 @@ def ask_model(path: str) -> dict:
 
 
 def generate(path: str, model: torch.nn.Module) -> dict:
-    """Greedy tokens of prompts of several lengths, alone and in one left-padded batch; of each, up to its `</s>`."""
+    """Return greedy tokens up to `</s>` for several prompts, alone and in one left-padded batch."""
     tokenizer, prompts = AutoTokenizer.from_pretrained(path), asked["prompts"]
 
     def greedy(rows, **options):
@@ -75,7 +75,7 @@ def generate(path: str, model: torch.nn.Module) -> dict:
 
 
 def ask_tokenizer(path: str) -> dict:
-    """Ids of texts and back; of conversations the text, its ids, and 1 for each that is trained."""
+    """Return the tokenizer's special ids, texts' ids and decoding, and conversations' ids and trained masks."""
     tokenizer = AutoTokenizer.from_pretrained(path)
     ids = [tokenizer(text)["input_ids"] for text in asked["texts"]]
     options = {"return_dict": True, "return_assistant_tokens_mask": True}

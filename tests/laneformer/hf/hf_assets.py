@@ -1,6 +1,4 @@
-"""Small real inputs of the Hugging Face tests: a SentencePiece model of Python's own sources, a
-random model, a run.
-"""
+"""Small inputs of the Hugging Face tests: a SentencePiece model of Python's sources, a model, a run."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ import torch
 from laneformer import Laneformer, LaneformerConfig
 
 VOCAB_SIZE = 1024
-# float32 logits of about 10 from six layers of sums; padded batches and caches choose other kernels for
-# the same sums
+# float32 logits of about 10 from six layers of sums; padded batches and caches choose other kernels
+# for the same sums
 FLOAT32_TOLERANCE = 10 * 50 * 2.0**-24
 
 
@@ -51,7 +49,8 @@ def sentencepiece_model(add_dummy_prefix: bool = True, **overrides) -> bytes:
 
 
 def small_config(**overrides) -> LaneformerConfig:
-    """Wide enough initialisation that attention and greedy choices depend on the text."""
+    """Return a configuration for random models."""
+    # a wide initialisation makes attention and greedy choices depend on the text
     values = {
         "vocab_size": VOCAB_SIZE,
         "sliding_window": 16,
@@ -74,7 +73,7 @@ def random_model(seed=0, **overrides) -> Laneformer:
 
 
 def write_run(folder, model, step=30) -> Path:
-    """A run folder as training leaves it; the path of its checkpoint."""
+    """Write a run folder as training leaves it; return its checkpoint's path."""
     folder.mkdir(parents=True)
     (folder / "model.json").write_text(json.dumps(model.config.to_dict()))
     (folder / "tokenizer.model").write_bytes(sentencepiece_model())

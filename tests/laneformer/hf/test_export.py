@@ -1,4 +1,4 @@
-"""DCP checkpoint -> HF folder -> fresh processes without our packages, on both major versions of Transformers."""
+"""Tests of export: DCP checkpoint -> HF folder -> fresh processes without our packages, both majors of Transformers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def compute_outputs(model) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def greedy(model, prompt) -> list[int]:
-    """The training model's own decoding, token by token, up to `</s>`."""
+    """Decode greedily with the training model, token by token, up to `</s>`."""
     cache, new, feed = KVCache(model.config.num_hidden_layers), [], prompt
     while len(new) < NEW_TOKENS and new[-1:] != [2]:
         new.append(int(model(torch.tensor([feed]), cache)[0, -1].argmax()))
@@ -86,9 +86,8 @@ def greedy(model, prompt) -> list[int]:
 
 @pytest.fixture(scope="module")
 def models(model, exported, tmp_path_factory):
-    """With their folders. converted: with a tied head, which 4.57 would tie in another shape; late upper layers and
-    the flush.
-    """
+    """Return models with their folders."""
+    # converted: a tied head, which 4.57 would tie in another shape; late upper layers and the flush
     how = {"tie_word_embeddings": True, "broadcast_delay": 1, "first_late_layer": 3, "flush": True}
     converted, root = random_model(**how), tmp_path_factory.mktemp("converted")
     export(write_run(root / "run", converted), root / "hf", "float32")
@@ -107,7 +106,8 @@ def answers(
     tmp_path_factory,
     models,
 ):
-    """Of a fresh process elsewhere, that cannot import anything of ours, to the same questions of each model."""
+    """Return a fresh process' answers to the same questions of each model."""
+    # it runs elsewhere and cannot import any of our packages
     version, elsewhere = request.param, tmp_path_factory.mktemp("elsewhere")
     if version == "4.57" and not TRANSFORMERS_4.is_dir():
         pytest.skip(f"no {TRANSFORMERS_4}; `make test` installs it")
@@ -137,6 +137,7 @@ def answers(
         for name in ("PATH", "OMP_NUM_THREADS", "LD_LIBRARY_PATH")
         if name in os.environ
     }
+    # an empty cache and no downloads
     env |= {"HF_HOME": str(elsewhere / "hf_home"), "HF_HUB_OFFLINE": "1", "HOME": str(elsewhere)}
     done = subprocess.run(command, cwd=elsewhere, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -155,6 +156,7 @@ def test_a_fresh_process_computes_what_the_training_model_does(answers, models, 
     assert all(answer["config"][name] == value for name, value in model.config.to_dict().items())
     assert answer["dtype"] == torch.float32
     tokens = [greedy(model, prompt) for prompt in PROMPTS]
+    # not all prompts end early
     assert max(map(len, tokens)) == NEW_TOKENS  # past the window
     for way in ("greedy", "greedy_padded_batch", "greedy_without_cache", "greedy_static_cache"):
         assert answer[way] == tokens, way
@@ -201,6 +203,7 @@ def test_report_and_files(exported, model):
     )  # what ends a turn
     card = (out / "README.md").read_text()
     assert all(f"{real:,}" in card for real in (report["parameters"], 123_456))
+    # exported code must not import from our package
     assert "from .." not in "".join(path.read_text() for path in out.glob("*.py"))
 
 
@@ -208,6 +211,7 @@ def test_verification_notices_one_wrong_lane(exported, checkpoint, model):
     weights = load_weights(checkpoint, model.config)
     assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
     name = "layers.5.feed_forward.w2.weight"
+    # exchange two lanes
     weights[name] = weights[name][[1, 0, 2, 3]]
     with pytest.raises(ValueError, match="differ from the training model's"):
         verify(exported[0], model.config, weights)

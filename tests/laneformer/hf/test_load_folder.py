@@ -1,4 +1,4 @@
-"""HF folder -> DCP checkpoint -> HF folder."""
+"""Tests of HF folder -> DCP checkpoint -> HF folder."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_import_and_export_give_the_same_bits(tmp_path, checkpoint, model, dtype):
-    """Of weights that are rounded, and nothing else; a link's run folder is that of the real checkpoint."""
+    # only weights are rounded; a link's run folder is that of the real checkpoint
     linked = tmp_path / "step-30"
     linked.symlink_to(checkpoint)
     export(linked, tmp_path / "hf", dtype, max_shard_bytes=1_000_000)

@@ -1,4 +1,4 @@
-"""The Transformers classes against the plain model, on the Transformers of this environment."""
+"""Tests of the Transformers classes against the plain model, on this environment's Transformers."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_initialisation_is_that_of_training():
 
 @pytest.mark.parametrize("kind", ["full", "all"])
 def test_rope_by_kind_of_layer_survives_the_folder(tmp_path, ids, kind):
-    """Its logits are the plain model's, at once and token by token."""
+    # the logits are the plain model's, at once and token by token
     scaling = {
         "rope_type": "yarn",
         "factor": 8.0,

@@ -1,4 +1,4 @@
-"""tokenizer.json against SentencePiece, id for id."""
+"""Tests of tokenizer.json against SentencePiece, id for id."""
 
 from __future__ import annotations
 
@@ -45,9 +45,7 @@ def test_same_ids_and_text_as_sentencepiece(tmp_path, add_dummy_prefix):
 
 
 def test_spaces_of_equal_score(tmp_path):
-    """As in Llama-2, where every run of spaces has the same, lowest score; here some lengths
-    are missing as well.
-    """
+    # in Llama-2 every run of spaces has the same, lowest score; here some lengths are missing, too
     proto = pytest.importorskip(
         "sentencepiece.sentencepiece_model_pb2", reason="needs protobuf"
     ).ModelProto()
@@ -64,7 +62,7 @@ def test_spaces_of_equal_score(tmp_path):
 
 
 def test_special_tokens_and_wrong_merges(tmp_path):
-    """Text that spells a special token becomes it, which SentencePiece reads as plain characters."""
+    # a special token's text becomes the token here, and plain characters in SentencePiece
     path, sp = save_tokenizer(tmp_path, sentencepiece_model())
     tokenizer = tokenizer_from_sentencepiece(path)
     ids = tokenizer.encode("a</s>b", add_special_tokens=False).ids

@@ -1,6 +1,4 @@
-"""A tokenizer.json of the data in the exported folder: Transformers, chat template and evaluations
-count as we do.
-"""
+"""Tests that the data's tokenizer.json in the exported folder counts tokens as we do."""
 
 from __future__ import annotations
 
@@ -42,6 +40,7 @@ def test_ids_are_those_of_the_data_behind_the_token_that_begins_a_document(tmp_p
     plain.no_truncation()
     for text in TEXTS:
         ids = made(text)["input_ids"]
+        # 600 pieces come first, then the special tokens
         assert ids == [600, *plain.encode(text, add_special_tokens=False).ids]
         assert made.decode(ids, skip_special_tokens=True) == text
     assert (made.bos_token_id, made.eos_token_id, made.pad_token_id, made.model_max_length) == (
@@ -67,6 +66,7 @@ def test_without_names_it_is_refused(tmp_path):
         ValueError, match=r"tokenizer_config.json must name eos_token and bos_token"
     ):
         open_tokenizer(path)
+    # a name that the vocabulary lacks
     save(Tokenizer.from_file(str(path)), tmp_path, bos_token="<start>", eos_token="<begin>")
     with pytest.raises(
         ValueError, match=r"tokenizer_config.json must name eos_token and bos_token"
@@ -79,6 +79,7 @@ def test_without_names_it_is_refused(tmp_path):
 
 def test_other_ids_of_a_sentencepiece_model(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(
+        # a model without a begin token, whose other ids are not the usual ones
         sentencepiece_model(pad_id=0, eos_id=1, unk_id=2, bos_id=-1)
     )
     sp = SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))

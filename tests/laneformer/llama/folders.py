@@ -1,6 +1,6 @@
-"""Tiny folders of every family, written by Transformers' own classes, and the logits of all who read them.
+"""Tiny folders of every family, written by Transformers' classes, and their logits by every reader.
 
-Transformers is imported where it is used: collection has no need of it.
+Transformers is imported where it is used, so that collection does not need it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import transformers
 
 IDS = np.random.default_rng(0).integers(0, 128, 100).tolist()
-# float32 sums in another order err by about 1e-6 here; a wrong rotation, window or bias by 1e-2 and more
+# float32 sums in another order err by about 1e-6 here; a wrong rotation, window or bias by 1e-2
 ALLOWED = 1e-5
 
 SIZES: dict[str, Any] = {
@@ -81,7 +81,7 @@ EXPERTS = {"moe_intermediate_size": 40, "num_experts": 7, "num_experts_per_tok":
 
 @dataclass(frozen=True)
 class Case:
-    """One folder: config class, what differs from SIZES, the weights' type, and options of save_pretrained."""
+    """One folder: config class, differences from SIZES, weight type, and options of save_pretrained."""
 
     kind: str
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -189,7 +189,8 @@ CASES = {
 
 
 def write_folder(case: Case, folder: Path) -> Path:
-    """Random weights, of a size at which every module and every position matters."""
+    """Write a folder of random weights."""
+    # their size is such that every module and every position matters
     import transformers
 
     torch.manual_seed(0)
@@ -205,7 +206,8 @@ def write_folder(case: Case, folder: Path) -> Path:
 
 
 def reference(folder: Path) -> transformers.PreTrainedModel:
-    """The folder in Transformers, float32; a model in 16 bits would round its rotary table, too."""
+    """Load the folder in Transformers in float32."""
+    # a model in 16 bits would round its rotary table, too
     import transformers
 
     # other ways to multiply by experts want rows of whole 16 bytes
@@ -220,7 +222,7 @@ def logits_of(model: torch.nn.Module, ids: list[int] = IDS) -> np.ndarray:
 
 
 def plain_model(path: Path, precision: torch.dtype = torch.float32, **options: Any) -> Laneformer:
-    """model.py with the translated tensors of a folder or of a GGUF file."""
+    """Return model.py with the translated tensors of a folder or a GGUF file."""
     from tools.check.reference import weights_of
 
     checkpoint = read_checkpoint(path, **options)
@@ -241,7 +243,7 @@ def engine_logits(path: Path, ids: list[int] = IDS, **options: Any) -> np.ndarra
 def change_tensors(
     folder: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], object]
 ) -> Path:
-    """A copy of the folder with other tensors."""
+    """Copy the folder with other tensors."""
     from safetensors.torch import load_file, save_file
 
     weights = load_file(folder / "model.safetensors")
@@ -252,7 +254,7 @@ def change_tensors(
 
 
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
-    """The largest distance of a position's logits over the spread of the expected ones."""
+    """Return the largest distance of a position's logits, relative to the spread of the expected ones."""
     spread = expected - expected.mean(-1, keepdims=True)
     return float(
         (np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(spread, axis=-1)).max()
@@ -262,7 +264,7 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
 def write_with_vision(
     kind: str, text: Case, folder: Path
 ) -> tuple[Path, transformers.PreTrainedModel]:
-    """A text model beside a tiny vision tower, and the text model as it is without one (float32)."""
+    """Write a text model beside a tiny vision tower, and the same text model alone (float32)."""
     import transformers
 
     tower = {

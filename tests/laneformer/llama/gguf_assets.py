@@ -1,6 +1,4 @@
-"""GGUF files as llama.cpp's converter writes them, from Transformers models of random
-weights and small tokenizers.
-"""
+"""GGUF files as llama.cpp's converter writes them, from random Transformers models and small tokenizers."""
 
 from __future__ import annotations
 
@@ -65,7 +63,7 @@ TEXTS = [
 
 PIECES = ("1234567", "I'LL don't", "we've\n\n x", " 3.14\n", "xYz")
 BLOCKS: dict[str, tuple[int, int, dict[int, float]]] = {
-    # inputs, bytes, where fp16 numbers lie, and their size for weights of about 1; MXFP4 has an exponent
+    # inputs, bytes, offsets of fp16 numbers with their size for weights of about 1 (MXFP4: none)
     "Q4_0": (32, 18, {0: 0.2}), "Q4_1": (32, 20, {0: 0.2, 2: -1.5}), "Q5_0": (32, 22, {0: 0.1}),
     "Q5_1": (32, 24, {0: 0.1, 2: -1.5}), "Q8_0": (32, 34, {0: 0.013}), "IQ4_NL": (32, 18, {0: 0.015}),
     "Q4_K": (256, 144, {0: 0.006, 2: 0.045}), "Q5_K": (256, 176, {0: 0.003, 2: 0.045}),
@@ -75,20 +73,21 @@ BLOCKS: dict[str, tuple[int, int, dict[int, float]]] = {
 
 
 def random_blocks(kind: str, rows: int, inputs: int, seed: int = 0) -> np.ndarray:
-    """Bytes (rows, bytes of a row) of weights of a deviation of about 1 / sqrt(inputs)."""
+    """Return random blocks (rows, bytes per row) of weights with a deviation of about 1 / sqrt(inputs)."""
     count, size, halves = BLOCKS[kind]
     rng = np.random.default_rng([seed, rows, inputs])
     blocks = rng.integers(0, 256, (rows, inputs // count, size), np.uint8)
     for at, scale in halves.items():
         drawn = rng.uniform(0.7, 1.3, (*blocks.shape[:2], 1)) * scale / inputs**0.5
         blocks[:, :, at : at + 2] = drawn.astype(np.float16).view(np.uint8)
+    # the first byte is the scale's exponent, biased by 127
     if kind == "MXFP4":
         blocks[:, :, 0] = 126 - int(np.log2(inputs) / 2) - rng.integers(0, 3, blocks.shape[:2])
     return blocks.reshape(rows, -1)
 
 
 def random_llama(architecture: str, **overrides: Any) -> Any:
-    """A Transformers model in float32 whose biases and norms are not what they are at first."""
+    """Return a Transformers model in float32 with random biases and norms."""
     import transformers
 
     torch.manual_seed(0)
@@ -97,6 +96,7 @@ def random_llama(architecture: str, **overrides: Any) -> Any:
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() == 1:
+                # Gemma 3 adds 1 to its norm scales, so they are centred at 0, like biases
                 zero = "norm" not in name or architecture == "gemma3"
                 p.copy_((not zero) + 0.2 * torch.randn(p.shape))
             else:
@@ -105,7 +105,7 @@ def random_llama(architecture: str, **overrides: Any) -> Any:
 
 
 def permute_heads(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of queries and keys as the converter leaves them for Llama: a head's two halves interleaved."""
+    """Interleave the two halves of each head's rows, as the converter does for Llama's queries and keys."""
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -118,26 +118,32 @@ def write_gguf(
     extra: Mapping[str, np.ndarray] | None = None,
     part_tensors: int = 0,
 ) -> Path:
-    """`model` with matrices of the type `kind`, which may depend on their name in the file; norms and biases in F32.
+    """Write `model` with matrices of type `kind`, and norms and biases in F32.
 
-    fields: other ones than the converter's and those of a tokenizer; None takes one away. extra: more tensors.
-    Of a type that the package cannot write, the weights are random.
+    Args:
+        kind: may depend on a matrix's name in the file.
+        fields: override those of the converter and the tokenizer; None removes one.
+        extra: more tensors.
     """
     c = model.config
     architecture = {"olmo3": "olmo2"}.get(architecture, architecture)
     writer = GGUFWriter(path, architecture, split_max_tensors=part_tensors)
     own, added = own_fields(architecture, c)
+    # later ones replace earlier ones
     for name, value in {**own, **plain_fields(), **(fields or {})}.items():
         if value is not None:
+            # the package takes every integer for one of 32 bits
             large = isinstance(value, int) and value >= 2**31
             of = GGUFValueType.UINT64 if large else GGUFValueType.get_type(value)
             writer.add_key_value(name, value, of)
     heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
     for name, value in {**split_fused(model.state_dict()), **added, **(extra or {})}.items():
+        # a tied head is not stored twice
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
         array = np.asarray(value, np.float32)
         part = name.split(".")[-2]
+        # the converter stores 1 + scale
         if architecture == "gemma3" and name.endswith("norm.weight"):
             array = array + 1
         if architecture in PERMUTED and part in heads:
@@ -147,6 +153,7 @@ def write_gguf(
             continue
         type_of = kind if isinstance(kind, str) else kind(gguf_name(name, architecture))
         shape = int(np.prod(array.shape[:-1])), array.shape[-1]  # of experts one after the other
+        # the gguf package cannot write these types, so their weights are random
         drawn = type_of in BLOCKS and type_of not in (
             "Q4_0",
             "Q4_1",
@@ -172,7 +179,7 @@ def write_gguf(
 
 
 def split_fused(state: dict[str, Any]) -> dict[str, Any]:
-    """Experts' gate and up projections apart, as checkpoints have them."""
+    """Separate the experts' gate and up projections, as checkpoints have them."""
     found: dict[str, Any] = {}
     of_gpt_oss = any("router" in name for name in state)
     for name, value in state.items():
@@ -198,7 +205,7 @@ def split_fused(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def own_fields(architecture: str, c: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What llama.cpp's converter says of this model, and the tensors that it adds."""
+    """Return the fields that llama.cpp's converter writes for this model, and the tensors that it adds."""
     rope = c.rope_parameters.get("full_attention") or c.rope_parameters
     head_dim, kind = (
         getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
@@ -275,10 +282,8 @@ def byte_level(
     ignore_merges: bool = False,
     texts: Sequence[str] = PIECES,
 ) -> Tokenizer:
-    """A byte-level BPE of at most 320 pieces with two control tokens and an added word.
-
-    Pieces are learned from whole lines, so that any other way to cut a text gives other ids.
-    """
+    """Return a byte-level BPE of at most 320 pieces with two control tokens and an added word."""
+    # pieces are trained on whole lines, so another way to split a text gives other ids
     tokenizer = Tokenizer(BPE(ignore_merges=ignore_merges))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     special = ["<|begin|>", "<|text|>", "<|end|>"]
@@ -294,7 +299,7 @@ def byte_level(
 
 
 def tokenizer_fields(tokenizer: Tokenizer, pre: str) -> dict[str, Any]:
-    """Fields of a byte-level tokenizer, as the converter writes them."""
+    """Return a byte-level tokenizer's fields as the converter writes them."""
     pieces = [tokenizer.id_to_token(i) or f"[PAD{i}]" for i in range(SHAPE["vocab_size"])]
     template = "{% for m in messages %}{{ bos_token + m.content + eos_token }}{% endfor %}"
     fields = {

@@ -1,4 +1,4 @@
-"""What a Llama-family config.json becomes, and what is refused by name."""
+"""Tests of the translation of Llama-family config.json files, and of refusals by name."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_what_a_family_has():
 
 
 def test_a_config_of_text_and_vision_is_that_of_its_text():
-    """In Gemma 3's older spelling of RoPE, too."""
+    # also in Gemma 3's older spelling of RoPE
     rope = {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     text = values_of("gemma3_text", **rope, sliding_window=8, head_dim=16, query_pre_attn_scalar=64)
     nested = {"model_type": "gemma3", "vision_config": {"hidden_size": 8}, "text_config": text}

@@ -1,6 +1,4 @@
-"""Mixtures of experts, Qwen3-MoE's and gpt-oss's: columns that share a pass, quantised weights, MXFP4, ties, sinks,
-what a token reads, and what is refused.
-"""
+"""Tests of the mixtures of experts of Qwen3-MoE and gpt-oss: passes, quantised weights, MXFP4 and refusals."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ def gpt_oss(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def blocks(gpt_oss, tmp_path_factory):
-    """The folder with experts in MXFP4, as OpenAI's, and with the same numbers in bf16, as Transformers writes it."""
+    """Return a folder with experts in MXFP4, as OpenAI's, and one with the same numbers in bf16."""
     paths = tmp_path_factory.mktemp("mxfp4"), tmp_path_factory.mktemp("bf16")
     stored = load_file(gpt_oss / "model.safetensors")
     wide = dict(stored)
@@ -94,9 +92,8 @@ def mean_error(found: np.ndarray, exact: np.ndarray) -> float:
 
 @pytest.mark.parametrize("kind", ["bf16", "int4", "gpt-oss in MXFP4"])
 def test_a_column_is_what_it_is_alone(folder, blocks, kind):
-    """In passes of any number of columns, in batches, as drafts: the bits of a pass of its own; and near
-    Transformers', quantised as other matrices are.
-    """
+    # equal bits in passes of any number of columns, in batches and as drafts; close to
+    # Transformers, quantised as other matrices are
     path, dtype = (blocks[0], "auto") if kind.startswith("gpt-oss") else (folder, kind)
     exact = logits_of(reference(blocks[1] if path == blocks[0] else folder))
     for threads, lanes in ((3, 1), (2, 2)):
@@ -119,7 +116,7 @@ def test_a_column_is_what_it_is_alone(folder, blocks, kind):
 
 
 def test_blocks_of_a_folder_are_what_transformers_reads(blocks):
-    """Widened, the logits of Transformers and the bits of a folder of the same numbers; as they are, close to it."""
+    # widened, they have the bits of a folder of the same numbers; as blocks, they are close
     widened, exact = (engine_logits(path, dtype="fp32", threads=2) for path in blocks)
     assert relative_error(widened, logits_of(reference(blocks[1]))) < ALLOWED
     assert np.array_equal(widened, exact)
@@ -147,7 +144,7 @@ def test_equal_scores_go_to_the_first_experts(folder, tmp_path):
     ("part", "factor"), [("gate_up_proj_bias", 60.0), ("sinks", 20.0), ("sinks", -20.0)]
 )
 def test_large_biases_and_sinks(gpt_oss, tmp_path, part, factor):
-    """Gates and ups beyond 7, sinks that take all of a softmax and nothing of it."""
+    # gates and ups beyond 7; sinks that take all of a softmax, or none of it
     grow = replace_tensors(
         part, lambda values: factor * (values.abs() if part == "sinks" else values)
     )
@@ -161,7 +158,7 @@ def test_large_biases_and_sinks(gpt_oss, tmp_path, part, factor):
 
 
 def test_a_token_reads_the_experts_that_it_takes(folder):
-    """The tapes hold all of them; `weight_bytes` counts those that are read."""
+    # the tapes hold all experts; `weight_bytes` counts those that are read
     with Engine.from_pretrained(folder, dtype="fp32", threads=1, cache=False) as engine:
         held, config = len(engine._open().part(0)), engine.config
         experts = config.variant.experts
@@ -172,7 +169,7 @@ def test_a_token_reads_the_experts_that_it_takes(folder):
 
 
 def test_packed_experts_are_mapped_at_the_next_start(tmp_path, monkeypatch):
-    """Also where the copy is larger than the memory."""
+    # also where the copy is larger than the memory
     path = write_folder(CASES["qwen3-moe-odds"], tmp_path)
     found = []
     for memory in (None, 1 << 40, 1):
@@ -184,7 +181,7 @@ def test_packed_experts_are_mapped_at_the_next_start(tmp_path, monkeypatch):
 
 
 def test_a_router_of_another_type_is_taken(folder, tmp_path):
-    """Some folders keep it in float32."""
+    # some folders keep it in float32
     wide = change_tensors(folder, tmp_path, replace_tensors("mlp.gate.weight", torch.Tensor.float))
     assert np.array_equal(engine_logits(wide, threads=1), engine_logits(folder, threads=1))
 

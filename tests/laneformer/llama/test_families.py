@@ -1,4 +1,4 @@
-"""Every supported family against Transformers: the engine's and model.py's logits, greedy tokens, threads, memory."""
+"""Tests of every supported family against Transformers: logits, greedy tokens, threads and memory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def tied_folder(tmp_path):
 
 
 def test_engine(folder, truth):
-    """Logits and greedy tokens of prompts longer than the window, for the lanes that each number of threads gets."""
+    # prompts longer than the window, for the lanes that each number of threads gets
     from tools.check.reference import hf_greedy
 
     expected, prompt = logits_of(truth), IDS[: 3 * WINDOW]
@@ -69,7 +69,7 @@ def test_engine(folder, truth):
 
 
 def test_pytorch(folder, truth):
-    """model.py with the translated tensors, on one lane and on as many as there are KV heads."""
+    # model.py with the translated tensors, on one lane and on as many as there are KV heads
     for lanes in {
         1,
         read_checkpoint(folder, threads=truth.config.num_key_value_heads).config.num_lanes,
@@ -91,7 +91,7 @@ def test_the_text_model_beside_a_vision_tower(kind, text, tmp_path):
 
 
 def test_the_context_chooses_the_factors_of_longrope(tmp_path):
-    """Transformers takes the short ones for a text of 32 tokens, which was trained."""
+    # Transformers uses the short factors for a text of 32 tokens, the trained length
     folder = write_folder(CASES["phi4-mini"], tmp_path)
     expected = logits_of(reference(folder), IDS[:32])
     short = engine_logits(folder, IDS[:32], context_tokens=32, kv_dtype="fp32")
@@ -111,7 +111,7 @@ def test_gpus_refuse_what_they_have_not(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("isa", ["avx2", "avx512"])
 def test_every_instruction_set_has_the_same_gates(isa, tmp_path):
-    """Of quantised weights, whose products are integers: bit for bit those of the machine's own."""
+    # products of quantised weights are integers, so they match the machine's own bit for bit
     folder = write_folder(CASES["gemma3"], tmp_path)
     for dtype in ("fp32", "int4"):
         expected = engine_logits(folder, dtype=dtype)
@@ -127,7 +127,7 @@ def test_every_instruction_set_has_the_same_gates(isa, tmp_path):
     [("bf16", 1, 1), ("fp16", 2, 2), ("fp32", 3, 1), ("int8", 2, 2), ("int4", 3, 1)],
 )
 def test_tied_embeddings_are_stored_once(tied_folder, dtype, threads, lanes):
-    """The tapes are all there is, and as large as the parameters; in the packed cache, too."""
+    # the tapes are as large as the parameters, also in the packed cache
     with Engine.from_pretrained(tied_folder, dtype=dtype, threads=threads, lanes=lanes) as engine:
         decoder, first = engine._open(), engine.logits(IDS)
         assert decoder.parts == threads
@@ -142,7 +142,7 @@ def test_tied_embeddings_are_stored_once(tied_folder, dtype, threads, lanes):
 
 
 def test_an_embedding_row_of_the_packed_head_is_exact(tied_folder):
-    """A tied model has the bits of the same model with the head written out, wherever a row lies."""
+    # a tied model has the bits of the same model with a separate head, wherever a row lies
     weights = load_file(tied_folder / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     save_file(weights, tied_folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""GGUF files of every type and architecture against Transformers, and what they must not hold."""
+"""Tests of GGUF files of every type and architecture against Transformers, and of refused files."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
-    """Where packed weights of a GGUF file are kept."""
+    """Set a cache folder for the packed weights of GGUF files."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -102,7 +102,8 @@ def read_by_transformers(path: Path) -> Any:
 
 @torch.no_grad()
 def assert_same_logits(path: Path, reference: Any) -> None:
-    """Float32 of both sides sums in other orders: about 1e-6 of the largest logit. A misplaced row changes it all."""
+    # float32 sums in another order differ by about 1e-6 of the largest logit; a misplaced row
+    # changes all logits
     ids = torch.randint(320, (1, 40), generator=torch.Generator().manual_seed(1))
     ours, theirs = plain_model(path, threads=2, dtype="fp32")(ids), reference(ids).logits
     assert float((ours - theirs).abs().max()) <= 1e-5 * float(theirs.abs().max())
@@ -113,6 +114,7 @@ def test_every_architecture(tmp_path, name):
     architecture, overrides = ARCHITECTURES[name]
     model, extra = random_llama(architecture, **overrides), {}
     if name == "llama3":
+        # the file stores Llama 3's scaling as a factor of each frequency
         plain = 5e5 ** -(np.arange(0, 16, 2) / 16)
         extra["rope_freqs.weight"] = (plain / model.model.rotary_emb.inv_freq.numpy()).astype(
             np.float32
@@ -140,6 +142,7 @@ def test_every_type_that_the_package_writes(tmp_path, kind):
 def test_the_engine_generates_what_transformers_does(tmp_path, capsys):
     path = write_llama(tmp_path, "Q8_0")
     ids = list(range(5, 17))
+    # no eos, so that both generate all 24 tokens
     options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": -1}
     expected = read_by_transformers(path).generate(torch.tensor([ids]), **options)[0, 12:]
     with Engine.from_pretrained(path, dtype="fp32") as engine:
@@ -174,7 +177,7 @@ HELD: dict[str, tuple[str, dict[str, Any], Any]] = {
 
 @pytest.mark.parametrize("name", HELD)
 def test_blocks_of_every_architecture_are_held_as_they_are(tmp_path, name):
-    """Close to what the widened file gives, as inputs are rounded to 8 bits; on any number of threads the same."""
+    # close to the widened file, as inputs are rounded to 8 bits; equal for any number of threads
     architecture, overrides, kind = HELD[name]
     model = random_llama(architecture, **overrides | {"num_hidden_layers": 2})
     path, ids = write_gguf(tmp_path / "m.gguf", architecture, model, kind), list(range(5, 105))
@@ -186,7 +189,7 @@ def test_blocks_of_every_architecture_are_held_as_they_are(tmp_path, name):
 
 
 def test_a_tokenizer_beside_the_file_goes_first(tmp_path):
-    """What the folder lacks comes from the file; pieces that are not the file's are refused."""
+    # the file gives what the folder lacks; a tokenizer with other pieces is refused
     path = write_llama(tmp_path, fields={"general.sampling.temp": 0.5})
     own = read_checkpoint(path)
     assert own.tokenizer_config["eos_token"] == "<|end|>"
@@ -341,7 +344,7 @@ def test_what_is_not_supported(tmp_path, architecture, fields, message):
 
 
 def test_files_that_others_load_with_defaults(tmp_path):
-    """Without types of tokens, and with ids and a context that cannot be: not an error of a request."""
+    # without token types, and with impossible ids and context; no request may fail from them
     wrong = {
         "tokenizer.ggml.token_type": None,
         "tokenizer.ggml.eos_token_id": 100_000,
@@ -359,6 +362,7 @@ def test_files_that_others_load_with_defaults(tmp_path):
 
 
 def test_types_and_tensors_that_are_not_read(tmp_path, monkeypatch):
+    # a router outside a mixture of experts; factors that no Llama 3 scaling gives
     for name, values, message in (
         (
             "blk.0.ffn_gate_inp.weight",
@@ -383,6 +387,7 @@ def test_types_and_tensors_that_are_not_read(tmp_path, monkeypatch):
 
 def test_files_that_are_no_gguf(tmp_path, monkeypatch):
     path = write_llama(tmp_path)
+    # empty, only the magic, another format, cut in the fields, in the middle, and at the end
     whole, broken = path.read_bytes(), tmp_path / "broken.gguf"
     for content in (
         b"",
@@ -417,6 +422,7 @@ def test_a_model_in_parts(tmp_path):
             tokens.append(engine.generate([5, 6], max_new_tokens=8))
     assert tokens[0] == tokens[1] == tokens[2]
     assert [file.name[6:11] for file in read_checkpoint(first).files] == ["00001", "00002", "00003"]
+    # only the first part names a model
     second = tmp_path / "model-00002-of-00003.gguf"
     with pytest.raises(ValueError, match=r"give the first, NAME-00001-of-00003\.gguf"):
         GgufFile(second)

@@ -1,5 +1,5 @@
-"""GGUF's blocks as they are: read as ggml defines them, multiplied with the bits of one definition on every instruction
-set, and served without a second rounding.
+"""Tests of GGUF blocks: read as ggml defines them, multiplied with equal bits on every instruction set,
+and served without a second rounding.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ ROUNDED = 0.03  # of the logits' spread, on average: inputs are rounded to int8
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_rows_come_out_of_the_tape_as_ggml_widens_them(kind):
-    """To the bit, but for IQ4_XS's products of two scales, which are rounded to fp16; also where lanes cut rows."""
+    # exact, except for IQ4_XS, whose products of two scales are rounded to fp16; also where lanes
+    # split rows
     assert {kind.upper() for kind in _core.BLOCKS} == BLOCKS.keys()
     data = random_blocks(kind, 70, 768)
     whole = dequantize(data, GGMLQuantizationType[kind])
@@ -42,8 +43,9 @@ def test_rows_come_out_of_the_tape_as_ggml_widens_them(kind):
 
 
 def test_scales_of_mxfp4_have_every_exponent():
-    """From the least, which is no normal float32, to the last whose largest weight is a float32; others are refused."""
+    # from a subnormal scale to the last one whose largest weight is a float32; larger are refused
     data = random_blocks("MXFP4", 253, 32)
+    # every exponent of a block's scale
     data[:, 0], data[:, 1] = np.arange(253), 0xF7  # and its largest weight, both ways
     rows, _ = _core.multiply_blocks(data, np.zeros((1, 32), single), "mxfp4", "portable")
     expected = dequantize(data, GGMLQuantizationType.MXFP4)
@@ -59,7 +61,7 @@ def test_scales_of_mxfp4_have_every_exponent():
 
 
 def define_product(rows: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """The product (columns, rows) of held rows in float64, with inputs rounded as the kernels round them."""
+    """Return the product (columns, rows) in float64, with inputs rounded as the kernels round them."""
     inputs, scales = round_inputs(x)
     return (inputs * scales[..., None].astype(np.float64)).reshape(len(x), -1) @ rows.astype(
         np.float64
@@ -68,8 +70,9 @@ def define_product(rows: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_products_are_those_of_the_rows(kind):
-    """Rounded inputs times held weights, to float32's own error; the same bits everywhere, for any columns."""
+    # to float32's own error; the same bits on every instruction set and for any number of columns
     x = np.random.default_rng(1).standard_normal((13, 512)).astype(single)
+    # a group of zeros has no scale
     x[0, :32] = 0
     for count, before in ((5, 0), (32, 96), (70, 128)):
         data = random_blocks(kind, count, 768)
@@ -89,12 +92,12 @@ def write(folder: Path, kind: Any, **overrides: Any) -> Path:
 
 
 def difference(path: Path, exact: np.ndarray, **options: Any) -> float:
-    """Of the engine's logits from exact ones."""
+    """Return the mean difference between the engine's logits and `exact`, relative to their deviation."""
     return float(np.abs(engine_logits(path, IDS, **options) - exact).mean() / exact.std())
 
 
 def choose_by_place(name: str) -> str:
-    """As llama.cpp mixes them: values and down projections of some layers in more bits, some matrices in 16."""
+    """Return a matrix's type in a mixture such as llama.cpp's."""
     if name in ("token_embd.weight", "output.weight"):
         return "Q6_K"
     parts = {"attn_v": "Q6_K", "ffn_down": "Q5_K", "attn_k": "Q8_0", "attn_output": "F16"}
@@ -105,9 +108,10 @@ def choose_by_place(name: str) -> str:
     ("kind", "tied"), [*((kind, False) for kind in (*BLOCKS, "mixed")), ("mixed", True)]
 )
 def test_a_file_is_served_as_it_is(tmp_path, kind, tied):
-    """Nothing but inputs is rounded, as the engine's int8 arithmetic does with any weights; the embedding, where it is
-    apart, is widened to halves as ggml does, and lanes read their scales where they cut a superblock (of 384 columns).
-    """
+    # Only inputs are rounded, as by int8 arithmetic with any weights. A separate embedding is
+    # widened
+    # to halves as in ggml. 384 columns per lane split a superblock, and lanes read its scales
+    # there.
     shapes = {"tie_word_embeddings": tied, "intermediate_size": 768}
     path = write(tmp_path, choose_by_place if kind == "mixed" else kind, **shapes)
     exact = engine_logits(path, IDS, dtype="fp32", threads=1)
@@ -126,7 +130,7 @@ def test_a_file_is_served_as_it_is(tmp_path, kind, tied):
 
 
 def test_what_cannot_be_held_is_rounded_to_eight_bits(tmp_path):
-    """Where lanes would cut blocks, and where w1 and w3, which share tiles, are of two types."""
+    # where lanes would split blocks, and where w1 and w3, which share tiles, differ in type
     path = write(tmp_path, "Q4_0", **NARROW)
     cut = read_checkpoint(path, lanes=2)
     assert choose_types(cut.config, cut.tensors)[0] == [*["q4"] * 5, "int8", "q4", "int8"]

@@ -1,4 +1,4 @@
-"""Tokenizers in GGUF files against those that they were written from, id for id."""
+"""Tests of tokenizers in GGUF files against those they were written from, id for id."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_byte_level_pieces(tmp_path, pre):
 
 
 def test_kinds_differ(tmp_path):
-    """What the name of the pre-tokenizer decides: with any other one, some of the texts get other ids."""
+    # with the name of any other pre-tokenizer, some of the texts get other ids
     metadata = write_metadata(tmp_path, tokenizer_fields(byte_level(WORDS), "gpt-2")).metadata
     kinds = [{**metadata, "tokenizer.ggml.pre": pre} for pre in KINDS if pre not in SAME]
     tokenizers = [tokenizer_of(Vocabulary(kind)) for kind in kinds]

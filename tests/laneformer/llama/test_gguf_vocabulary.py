@@ -1,6 +1,4 @@
-"""Vocabularies in GGUF files by llama.cpp's rules: where generation ends, what begins a conversation, ids and lists
-that a file gets wrong.
-"""
+"""Tests of GGUF vocabularies by llama.cpp's rules: end and begin tokens, and invalid ids and lists."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ HARMONY = ["a", "<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>
 
 
 def vocabulary(pieces: list[str], kind: dict[str, Any] = GPT2, /, **values: Any) -> Vocabulary:
-    """token_type: all ordinary, unless given."""
+    """Return a vocabulary; by default every `token_type` is ordinary."""
     defaults = {"tokens": pieces, "token_type": [1] * len(pieces), "scores": [0.0] * len(pieces)}
     values = {**defaults, **kind, **values}
     named = {f"tokenizer.ggml.{name}": value for name, value in values.items() if value is not None}
@@ -89,7 +87,7 @@ BEGINS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
 
 @pytest.mark.parametrize(("kind", "fields", "begin"), BEGINS)
 def test_one_token_begins_a_conversation_whether_its_template_writes_it_or_not(kind, fields, begin):
-    """Where the tokenizer begins no text, a template's own token stays."""
+    # where the tokenizer begins no text, a template's own token stays
     for template in (TURN, "{{ bos_token }}" + TURN):
         fields = {"token_type": CONTROL, **fields, "chat_template": template}
         given = vocabulary(LETTERS, kind, **fields)

@@ -1,4 +1,4 @@
-"""A real model: SmolLM2-135M-Instruct in the engine gives Transformers' logits and greedy tokens.
+"""Tests of SmolLM2-135M-Instruct in the engine against Transformers' logits and greedy tokens.
 
 Opt-in: LANEFORMER_SMOLLM2 names the folder that `python -m tests.smollm2` makes.
 """
@@ -53,7 +53,7 @@ def truth(folder):
 
 
 def test_logits(engine, truth):
-    """Against float64; Transformers' float32 shows what rounding costs, another order of sums gets 4 times that."""
+    # the error of Transformers in float32 is that of rounding; another order of sums is allowed 4x
     ids = engine.tokenizer.encode(" ".join(PROMPTS)).ids
     single = logits_of(truth, ids)
     exact = logits_of(truth.double(), ids)
@@ -62,7 +62,7 @@ def test_logits(engine, truth):
 
 
 def test_greedy_tokens_of_fifty_prompts(engine, truth):
-    """Each token is Transformers' best after all before it, so by induction the sequence is its greedy one."""
+    # each token is Transformers' best after all before it, so by induction the whole sequence is
     assert len(PROMPTS) == 50
     for prompt in PROMPTS:
         ids = engine.tokenizer.encode(prompt).ids

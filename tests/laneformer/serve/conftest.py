@@ -1,4 +1,4 @@
-"""The server around a tiny model: its application in this process, or a real process on a free port."""
+"""Fixtures with a server for a tiny model: the application in this process, or a process on a free port."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def write_model(
     ends=SPECIAL[2:],
     **sizes,
 ) -> Path:
-    """A random model whose ids beyond the tokenizer's are padding, as many models have. more: control tokens."""
+    """Write a random model with a tokenizer; `more` are further control tokens."""
+    # ids beyond the tokenizer's are padding, as in many models
     tokenizer = byte_level(TEXTS * 20, [*SPECIAL, *more], vocab_size=400)
     vocab_size = tokenizer.get_vocab_size()
     config = small_config(vocab_size=vocab_size + -vocab_size % 4, **sizes)
@@ -79,13 +80,14 @@ def write_model(
 
 @pytest.fixture(scope="session")
 def model_folder(shared):
-    """A model of some ten thousand tokens a second, with sliding windows; its context is 512 tokens."""
+    """Return a model of about ten thousand tokens/s with sliding windows and a context of 512 tokens."""
     return shared("served", lambda folder: write_model(folder, max_position_embeddings=512))
 
 
 @pytest.fixture(scope="session")
 def slow_folder(shared):
-    """A model of a thousand tokens a second at most: its 8,192 tokens run while a test looks."""
+    """Return a model of at most a thousand tokens/s."""
+    # its 8,192 tokens take long enough for a test to look while it runs
     sizes = {"hidden_size": 320, "intermediate_size": 704, "num_hidden_layers": 8}
     return shared(
         "served_slowly", lambda folder: write_model(folder, max_position_embeddings=8192, **sizes)
@@ -97,7 +99,7 @@ def slow_folder(shared):
 
 @contextlib.contextmanager
 def serving(engine, **options) -> Iterator[TestClient]:
-    """A client of an engine's application. options: of ServerOptions."""
+    """Yield a client of an engine's application; `options` are those of ServerOptions."""
     from fastapi.testclient import TestClient
 
     from laneformer.serve.app import create_app
@@ -108,13 +110,19 @@ def serving(engine, **options) -> Iterator[TestClient]:
         app = create_app(engine, ServerOptions(**{"model_name": "tiny", **options}))
     with TestClient(app, "http://localhost", raise_server_exceptions=False) as client:
         yield client
-    # FastAPI caches endpoints as long as the process lives; the extension module calls an engine there leaked
+    # FastAPI caches endpoints as long as the process lives; the extension module calls an engine
+    # there leaked
     vars(app.state.scheduler).clear()
 
 
 @contextlib.contextmanager
 def in_process(folder, engine=None, **options) -> Iterator[TestClient]:
-    """A client of a folder's application. engine: options of Engine.from_pretrained; options: of ServerOptions."""
+    """Yield a client of a folder's application.
+
+    Args:
+        engine: options of Engine.from_pretrained.
+        options: of ServerOptions.
+    """
     opened = Engine.from_pretrained(folder, **{"threads": 1, "cache": False, **(engine or {})})
     with opened, serving(with_fixed_cost(opened), **options) as client:
         yield client
@@ -128,7 +136,7 @@ def tiny(model_folder):
 
 @pytest.fixture(scope="module")
 def engine(model_folder):
-    """What the answers are compared with."""
+    """Yield an engine to compare answers with."""
     with Engine.from_pretrained(model_folder, threads=1, cache=False) as engine:
         yield engine
 
@@ -138,14 +146,14 @@ def engine(model_folder):
 
 @dataclass
 class Server:
-    """url: without a slash at the end."""
+    """A server process; `url` has no slash at the end."""
 
     url: str
     process: subprocess.Popen[str]
     lines: queue.Queue[str]  # of stdout and stderr
 
     def stop(self, timeout_s: float = 30.0) -> int:
-        """SIGTERM; the exit status."""
+        """Send SIGTERM and return the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
@@ -159,9 +167,12 @@ class Server:
 
 
 def start(folder, prelude="", engine=None, **options) -> Server:
-    """Run a server until it says where it listens; prelude: code that plants a fault in its process.
+    """Start a server process and wait until it listens.
 
-    engine: options of Engine.from_pretrained; options: of ServerOptions.
+    Args:
+        prelude: code that plants a fault in the process.
+        engine: options of Engine.from_pretrained.
+        options: of ServerOptions.
     """
     engine = {"threads": 1, "cache": False, **(engine or {})}
     arguments = [str(folder), engine, {"model_name": "tiny", "port": 0, **options}, prelude]
@@ -169,7 +180,7 @@ def start(folder, prelude="", engine=None, **options) -> Server:
 
 
 def launch(*arguments: str) -> Server:
-    """Run Python with these arguments, which start a server."""
+    """Start Python with these arguments, which must run a server, and wait until it listens."""
     environment = {key: value for key, value in os.environ.items() if key != "LANEFORMER_API_KEY"}
     process = subprocess.Popen(
         [sys.executable, *arguments],
@@ -188,8 +199,10 @@ def launch(*arguments: str) -> Server:
             lines.put(line)
             if line.startswith("laneformer serves "):
                 address.put(line.split(" at ")[-1].strip())
+        # the output has ended without an address: the server did not start
         address.put("")
 
+    # read in a thread, so that a full pipe never blocks the server
     threading.Thread(target=read, daemon=True).start()
     server = Server(address.get(timeout=START_S), process, lines)
     if not server.url:
@@ -200,7 +213,7 @@ def launch(*arguments: str) -> Server:
 
 @pytest.fixture
 def server():
-    """`server(folder, prelude, engine={...}, **options)`: one for this test alone; several may run."""
+    """Yield `server(folder, prelude, engine={...}, **options)`, which starts servers for one test."""
     servers = []
 
     def begin(folder, prelude="", **options):

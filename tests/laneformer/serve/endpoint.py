@@ -1,4 +1,4 @@
-"""Requests to an application in this process, and the forms in which it answers all of them."""
+"""Helpers to send requests to an application in this process and to read its answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TALK = [{"role": "user", "content": "Hello, how are you?"}]
 
 
 class Endpoint:
-    """A path of an application, and the fields that every request to it has unless it says otherwise."""
+    """A path of an application with default fields for its requests."""
 
     def __init__(self, client, path, **fields):
         self.client = client
@@ -44,13 +44,13 @@ class Endpoint:
         return error_of(answer)
 
     def stream(self, **body) -> list[Any]:
-        """The JSON of its events; the last one of OpenAI's must be [DONE]."""
+        """Return the events' JSON; the last event must be OpenAI's [DONE]."""
         *events, last = data_of(self.ask(**body, stream=True).text)
         assert last == "[DONE]"
         return [json.loads(event) for event in events]
 
     def count(self, metric: str) -> float:
-        """The sum of all metrics of the server that begin so."""
+        """Return the sum of the server's metrics whose names begin with `metric`."""
         return count_of(self.client.get("/metrics").text, metric)
 
 
@@ -63,7 +63,7 @@ def conversations(client) -> Endpoint:
 
 
 def strict_client(client, api_key="none") -> openai.OpenAI:
-    """OpenAI's package, which raises on every field that breaks its schema."""
+    """Return an OpenAI client that raises on every field that breaks its schema."""
     import openai
 
     options = {"http_client": client, "api_key": api_key, "max_retries": 0}
@@ -73,15 +73,16 @@ def strict_client(client, api_key="none") -> openai.OpenAI:
 
 
 def join_chunks(chunks: Iterable[Any], index: int, *keys: str) -> list[Any]:
-    """What the chunks of one choice have under these keys, in a row; texts, or elements of lists."""
+    """Concatenate what the chunks of one choice have under these keys: characters or list elements."""
     parts = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
     for key in keys:
+        # chunks without the key, or with null, add nothing
         parts = [part[key] for part in parts if part.get(key)]
     return [entry for part in parts for entry in part]
 
 
 def data_of(text: str) -> list[str]:
-    """Of the events of a stream, without its comments."""
+    """Return the data of a stream's events, without its comments."""
     return [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
 
 
@@ -91,7 +92,7 @@ def count_of(metrics: str, name: str) -> float:
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
-    """The one key of an error, with OpenAI's four fields."""
+    """Return the one value of an error response after checking OpenAI's four fields."""
     (error,) = response.json().values()
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
@@ -99,13 +100,13 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 
 def prompt_of(engine, messages) -> list[int]:
-    """The ids of a conversation whose contents spell no control token."""
+    """Return the ids of a conversation whose contents contain no control token."""
     text = ChatTemplate(engine.tokenizer_config).render(list(messages), add_generation_prompt=True)
     return engine.tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def on_a_loop(app, work):
-    """Run work(client) on an event loop of its own, where requests run side by side."""
+    """Run work(client) on a new event loop, where requests run concurrently."""
     import httpx
 
     async def visit():
@@ -124,7 +125,7 @@ def request_with(tools, choice=None, **fields) -> ConversationRequest:
 
 
 def parse_table(text: str, separator: str = " | ") -> list[list[Any]]:
-    """Rows of a table, one a line; a cell of JSON becomes its value."""
+    """Parse a table of one row per line; JSON cells become their values."""
     return [
         [parse_cell(cell) for cell in row.split(separator)] for row in text.strip().splitlines()
     ]

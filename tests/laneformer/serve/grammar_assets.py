@@ -1,4 +1,4 @@
-"""Tokenizers of the kinds that models bring, and answers drawn under a grammar."""
+"""Tokenizers of several kinds, and answers drawn under a grammar."""
 
 import contextlib
 import functools
@@ -33,7 +33,7 @@ def make_bytes_tokenizer() -> Tokenizer:
 
 @functools.cache
 def make_pieces_tokenizer() -> Tokenizer:
-    """Of a GGUF file: SentencePiece BPE with bytes for what has no piece."""
+    """Return a GGUF file's tokenizer: SentencePiece BPE with byte fallback."""
     words = ["▁{", '{"', '":', '",', '"}', "▁▁", "tool", "_call", "▁the", "ame", "é", '▁"', "},"]
     syllables = ["▁", "é", "ol", "to", "ca", "ll", "call", "am", "me", "th", "he", "the"]
     plain = [*(chr(i) for i in range(33, 127)), *syllables]
@@ -60,7 +60,7 @@ def make_pieces_tokenizer() -> Tokenizer:
 
 @functools.cache
 def make_tagged_tokenizer() -> Tokenizer:
-    """As Qwen's: tags are tokens, which decoding shows."""
+    """Return a tokenizer like Qwen's, whose tags are tokens that decoding shows."""
     tokenizer = Tokenizer.from_str(make_bytes_tokenizer().to_str())
     tokenizer.add_tokens(
         [AddedToken(name, normalized=False) for name in ("<think>", "</think>", *CALL_TAGS)]
@@ -92,7 +92,8 @@ def _model(kind: str) -> Laneformer:
 
 @contextlib.contextmanager
 def batch_of(kind: str = "bytes") -> Iterator[Batch]:
-    """Of random weights: what they write has a form only where a grammar gives it one."""
+    """Yield a batch of an engine with random weights."""
+    # such a model's text has a form only where a grammar enforces one
     compiler = grammars(kind)
     with (
         engine_of(_model(kind), threads=1, eos_ids=compiler.eos_ids) as engine,
@@ -102,7 +103,7 @@ def batch_of(kind: str = "bytes") -> Iterator[Batch]:
 
 
 def draw_answer(batch, grammar, prompt=(3, 1), **options) -> tuple[list[int], str]:
-    """Ids drawn under a grammar, as the scheduler draws them, and why they end."""
+    """Draw ids under a grammar as the scheduler does; return them and the finish reason."""
     ids = []
     ticket = batch.join(
         prompt, masked=True, **{"temperature": 1.0, "max_new_tokens": 600, **options}
@@ -120,7 +121,7 @@ def draw_answer(batch, grammar, prompt=(3, 1), **options) -> tuple[list[int], st
 
 
 def text_of(kind: str, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-    """An answer as a server shows it: what follows a prompt."""
+    """Return an answer's text as a server shows it after a prompt."""
     compiler = grammars(kind)
     before = compiler.tokenizer.encode("x", add_special_tokens=False).ids
     text_ids = [i for i in ids if i not in compiler.eos_ids]
@@ -129,7 +130,7 @@ def text_of(kind: str, ids: Sequence[int], skip_special_tokens: bool = True) -> 
 
 
 def tokens_allowed(grammar: Grammar, ids: Sequence[int]) -> int:
-    """How many of the first ids a grammar allows."""
+    """Return how many of the first ids a grammar allows."""
     for index, token_id in enumerate(ids):
         if token_id not in list_allowed(grammar.mask(index)):
             return index

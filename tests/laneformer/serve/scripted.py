@@ -1,11 +1,14 @@
-"""A model that says what a test has written, whatever it is asked: for clients that need a sensible one."""
+"""A model that gives scripted answers, for clients that need sensible ones."""
 
 PIECE_CHARS = 5
 
 
 def play(script, patch):
-    """Have every server of this process answer by a text in the prompt, what is answered then, and why it ends
-    ("stop" by default); the last that fits holds.
+    """Make every server of this process answer by a script.
+
+    Args:
+        script: tuples of a text in the prompt, the answer, and optionally the finish reason ("stop" by
+            default); the last one that matches holds.
     """
     from laneformer.serve.choices import Choices, Piece
 

@@ -1,7 +1,7 @@
-"""A stand-in for the server behind the playground: answers by the book, and breaks on request.
+"""A stand-in for the playground's server: answers by the protocol, and breaks on request.
 
-It tests what a real server does not do at will: 2,000 tokens/s, a queue that is full, a
-connection that breaks. What it answers depends on how the last message begins: see `events`.
+It does what a real server does not do at will: 2,000 tokens/s, a full queue, a broken connection.
+The beginning of the last message selects its answer; see `StandIn.events`.
 """
 
 import asyncio
@@ -44,7 +44,10 @@ PROPS = {
 
 
 class StandIn:
-    """requests: the bodies of chat completions; cancelled: how many of them the client left before the end."""
+    """A stand-in server.
+
+    `requests` holds the bodies of chat completions; `cancelled` counts those that the client left early.
+    """
 
     def __init__(self):
         self.reset()
@@ -90,11 +93,11 @@ class StandIn:
         return StreamingResponse(self.events(body), media_type="text/event-stream")
 
     async def events(self, body: dict[str, Any]) -> AsyncIterator[str]:
-        """A stream, as the last message says.
+        """Yield a stream that the last message selects.
 
-        "FAST n": n tokens at 2,000/s; "SLOW": 10/s; "THINK" reasons; "BREAK" breaks the connection once break_now is
-        set; "Hello ...": an echo at 20/s, which no slow browser reads in one piece. All else: the text of `texts`, or
-        an echo, at 800/s with speculation and 400/s without.
+        "FAST n" gives n tokens at 2,000/s, "SLOW" 10/s, "THINK" reasoning; "BREAK" breaks the connection
+        once break_now is set; "Hello ..." gives an echo at 20/s, which no slow browser reads in one piece.
+        All else gives the text of `texts`, or an echo, at 800/s with speculation and 400/s without.
         """
         question = body["messages"][-1]["content"]
         word, _, rest = question.partition(" ")

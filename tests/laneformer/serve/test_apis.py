@@ -1,7 +1,7 @@
-"""Completions, chat completions, /v1/responses, /v1/messages and Ollama's API: each answers in its own form.
+"""Tests of the five APIs' own forms: completions, chat, /v1/responses, /v1/messages and Ollama's.
 
-api_forms.json holds requests and what is answered, by API; ids, times and counts of tokens are left out. A model that
-writes harmony gives the same answers as one that writes <think> and <tool_call>.
+api_forms.json holds requests and answers by API, without ids, times and token counts. A model that
+writes harmony must give the same answers as one that writes <think> and <tool_call>.
 """
 
 import itertools
@@ -53,7 +53,7 @@ def without_ids(text: str) -> str:
 
 
 def outline(stream: list[str]) -> list[str]:
-    """The events without their texts, those of a kind in a row as one."""
+    """Return the events without their texts, with consecutive ones of a kind as one."""
     texts = r'"(delta|text|content|response|thinking|partial_json|arguments|reasoning_content)": "(?:[^"\\]|\\.)*"'
     events = [line for line in stream if line.startswith(("data: ", "{"))]
     blank = [

@@ -1,4 +1,4 @@
-"""docs/balancing.md: its configuration in a real HAProxy before three servers; one is drained, one killed."""
+"""Tests of docs/balancing.md with a real HAProxy before three servers; one is drained, one killed."""
 
 import json
 import re
@@ -28,14 +28,14 @@ STREAM_TOKENS = 3000
 
 @dataclass
 class Balanced:
-    """A balancer with its servers by name, each of which calls its model like itself."""
+    """A balancer with its servers by name, which is also the name of each server's model."""
 
     url: str
     metrics: str
     servers: dict[str, Server]
 
     def say(self, messages: list[dict[str, str]], text: str) -> tuple[str, int]:
-        """One turn; which server answered, and how many tokens of the prompt it had."""
+        """Send one turn; return the server that answered and the number of prompt tokens it had cached."""
         messages.append({"role": "user", "content": text})
         body = {"model": "any", "messages": messages, "max_tokens": 4, "ignore_eos": True}
         response = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=300)
@@ -47,16 +47,17 @@ class Balanced:
         return answer["model"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     def healthy(self) -> set[str]:
-        """The servers that HAProxy takes for healthy, by its own metrics."""
+        """Return the servers that HAProxy's metrics report as healthy."""
         up = r'^haproxy_server_status\{.*server="(\w)",state="UP"\} 1$'
         return set(re.findall(up, httpx.get(self.metrics).text, re.M))
 
 
 def write_configuration(folder, servers, sockets) -> Path:
-    """The documented file with the addresses of this machine, and open sockets for its ports."""
+    """Write the documented file with this machine's servers and these open sockets; return its path."""
     text = BLOCKS["haproxy"]
     for address, listening in zip(("127.0.0.1:8000", "127.0.0.1:8405"), sockets, strict=True):
         assert text.count(f"bind {address}") == 1
+        # HAProxy inherits open sockets, so no other process can take the ports meanwhile
         text = text.replace(f"bind {address}", f"bind fd@{listening.fileno()}")
     for name, server in servers.items():
         address = server.url.removeprefix("http://")
@@ -92,7 +93,7 @@ def balancer(slow_folder, tmp_path):
 
 
 def stream(url: str, ids: list[int], begun: threading.Event) -> str:
-    """A long stream to its end; `ids` takes its tokens, the reason of its end is returned."""
+    """Read a long stream to its end, append its tokens to `ids`, and return its finish reason."""
     body = {
         "prompt": "Once",
         "max_tokens": STREAM_TOKENS,
@@ -135,6 +136,7 @@ def test_one_is_drained_one_is_killed_and_no_conversation_ends(balancer):
             name: count_of(httpx.get(f"{server.url}/metrics").text, "running")
             for name, server in balancer.servers.items()
         }
+        # the server with the long stream
         drained = max(running, key=running.__getitem__)
         balancer.servers[drained].process.send_signal(signal.SIGTERM)
         after = [balancer.say(talk, "And now?")[0] for talk in talks]
@@ -148,6 +150,7 @@ def test_one_is_drained_one_is_killed_and_no_conversation_ends(balancer):
 
     killed = after[0]
     balancer.servers[killed].kill()
+    # conversations move to the one that remains
     (left,) = set(NAMES) - {drained, killed}
     assert {balancer.say(talk, "Still there?")[0] for talk in talks} == {left}
     wait_until(lambda: balancer.healthy() == {left})

@@ -1,4 +1,4 @@
-"""/v1/completions against the engine itself."""
+"""Tests of /v1/completions against the engine."""
 
 import pytest
 
@@ -65,7 +65,7 @@ def test_choices_draw_with_seeds_of_a_batch_and_share_the_prompt(api, engine):
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 3])
 def test_echo_scores_the_prompt(api, engine, ids, max_tokens):
-    """As lm-eval reads it: each log-probability to the bit, and none for the first token."""
+    # as lm-eval reads it: exact log-probabilities, and none for the first token
     prompts = [ids, [9], [5, 6, 7]]
     answer = api.post(prompt=prompts, echo=True, logprobs=2, max_tokens=max_tokens, n=2)
     assert len(answer["choices"]) == 6

@@ -1,4 +1,4 @@
-"""A call that the limit of tokens, or a stop string, has cut: no API reports it as whole, and it can be sent back."""
+"""Tests that no API reports a tool call as whole that the token limit or a stop string has cut."""
 
 import json
 
@@ -28,7 +28,7 @@ def write_call(arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def client(model_folder):
-    """A client of a model that answers by the system's rule: what it writes, and why it ends."""
+    """Yield a client of a model that writes, and ends, as the system message says."""
     script = [
         ("rule cut", write_call(CUT), "length"),
         ("rule stopped", write_call(CUT), "stop"),
@@ -46,7 +46,7 @@ def client(model_folder):
 
 
 def ask(client, path, rule, *turns, **more):
-    """The first part of an answer, and the whole, in the words of the API at this path."""
+    """Return an answer's first part, and the whole answer, in the terms of the API at this path."""
     system = f"rule {rule}" if rule else ""
     if path == RESPONSES:
         tool = {"type": "function", **FUNCTION}
@@ -105,7 +105,7 @@ def test_a_text_that_is_cut_is_incomplete(client):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("rule", ["cut", "stopped", "nothing", "half"])
 def test_our_own_answer_can_be_sent_back(client, rule, path):
-    """In the API that gave it, by a client that changes nothing."""
+    # to the API that gave it, by a client that changes nothing
     part, answer = ask(client, path, rule, QUESTION)
     turns = {
         CHAT: lambda: [part["message"]],

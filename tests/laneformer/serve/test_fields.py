@@ -1,4 +1,4 @@
-"""Fields of every API: used, harmless, or refused by their name; what asks for nothing passes."""
+"""Tests of every API's fields: used, harmless, or refused by name."""
 
 import json
 import typing
@@ -28,7 +28,7 @@ EVERY = pytest.mark.parametrize("api", BODIES)
 
 
 def read(api, strict=False, **fields) -> tuple[Any, str]:
-    """The body, and the names in the header `warnings`."""
+    """Return the body and the names in the header `warnings`."""
     (body, base), reading = BODIES[api], Reading(strict)
     request = body.read(json.dumps({**base, **fields}).encode(), reading)
     if hasattr(request, "translate"):
@@ -60,7 +60,7 @@ def param_of(api, **fields) -> str | None:
     ],
 )
 def test_every_parameter_of_the_client_is_known(api, module, parameters):
-    """An update of the client that brings a new one fails here: support it, or write it in fields.py."""
+    # fails when a client update adds a parameter: support it, or add it to fields.py
     import importlib
 
     names = typing.get_type_hints(
@@ -119,7 +119,7 @@ TURN = '{"role": "user", "content": "Hi"}'
 
 
 def rows(table: str) -> list[list[Any]]:
-    """A case for each of the APIs in the first cell, such as "completions+chat"."""
+    """Return a case for each of the APIs in the first cell, such as "completions+chat"."""
     table = table.replace("TOOL", TOOL).replace("TURN", TURN)
     return [[api, *cells] for apis, *cells in parse_table(table) for api in apis.split("+")]
 
@@ -379,7 +379,7 @@ def test_options_of_the_engine():
 
 
 def test_messages_as_a_template_sees_them():
-    """With what the openai client's `parse` adds."""
+    # with the fields that the openai client's `parse` adds
     function = {"name": "f", "arguments": '{"a": [1]}', "parsed_arguments": {"a": [1]}}
     call = {"id": "1", "type": "function", "function": function}
     assistant = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -397,7 +397,7 @@ def test_messages_as_a_template_sees_them():
 
 
 def test_a_body_has_no_more_values_than_the_context_can_need():
-    """They are checked in one go, meanwhile /health waits."""
+    # they are checked in one go, while /health waits
     ids = json.dumps({"prompt": [7] * 2000}).encode()
     message = "it has about 2,001 values; at most 1,000 fit this model's context"
     with pytest.raises(RequestError, match=message):

@@ -1,4 +1,4 @@
-"""Answers under a grammar: from a random model, at temperature 1, each parses and is valid."""
+"""Tests that answers under a grammar, from a random model at temperature 1, parse and are valid."""
 
 import functools
 import json
@@ -54,7 +54,7 @@ class Shifted(Grammar):
 
 
 class Late(Grammar):
-    """The mask of the previous token."""
+    """A grammar that gives the mask of the previous token."""
 
     last: np.ndarray | None = None
 
@@ -74,6 +74,7 @@ class Forgetful(Grammar):
 def test_planted_faults_show(planted):
     for seed in range(3):
         grammar = grammars().compile_schema(SCHEMAS["flat"], "schema")
+        # the fault replaces a method of the compiled grammar
         grammar.__class__ = planted
         with batch_of() as batch:
             try:
@@ -116,6 +117,7 @@ def test_a_table_smaller_than_the_tokenizer():
 def test_white_space_is_bounded():
     grammar = grammars().compile_schema({"type": "object"}, "schema")
     compiler = grammars()
+    # tokens of white space alone
     blank = {
         i
         for i in range(compiler.tokenizer.get_vocab_size())

@@ -1,4 +1,4 @@
-"""OpenAI's harmony, which gpt-oss writes: told apart in every API, forced by grammars, and back in its own template."""
+"""Tests of OpenAI's harmony, which gpt-oss writes: its parts in every API, grammars, and the template."""
 
 import itertools
 import json
@@ -62,6 +62,7 @@ def test_a_conversation_in_its_own_template(grammars):
     sent = [
         *HELLO,
         {"role": "assistant", "content": "Good day!", "reasoning_content": "hidden"},
+        # the reasoning of an earlier turn is dropped, that of the last turn's calls stays
         *ROME,
         {
             "role": "assistant",
@@ -92,13 +93,13 @@ def ids_of(grammars, text) -> list[int]:
 
 
 def begins(grammars, grammar, text, *end) -> bool:
-    """Whether an answer may begin so."""
+    """Return whether an answer may begin so."""
     ids = [*ids_of(grammars, text), *end]
     return tokens_allowed(grammar.copy(), ids) == len(ids)
 
 
 def fits(grammars, grammar, text) -> bool:
-    """Whether an answer may be this text."""
+    """Return whether an answer may be this text."""
     return begins(grammars, grammar, text, grammars.eos_ids[0])
 
 
@@ -108,6 +109,7 @@ def test_grammars_leave_room_for_reasoning(grammars):
         calling.select_tools(request_with(TOOLS, choice)).make_grammar()
         for choice in ("auto", "required")
     )
+    # the recipient stands in the channel or in the role, with or without a type
     role = f" to=functions.weather{CHANNEL}commentary"
     calls = [CALLED + ARGUMENTS, f"{role} json{MESSAGE}{ARGUMENTS}", f"{role}{MESSAGE}{ARGUMENTS}"]
     preamble = f"{CHANNEL}commentary{MESSAGE}I look.{NEXT}"
@@ -133,7 +135,7 @@ def api(folder):
 
 
 def test_calls_of_random_weights_are_valid(api):
-    """Through the real decode loop: control tokens are read, and stop ids end the answer."""
+    # through the real decode loop, which reads control tokens and ends at stop ids
     calls = []
     for seed in range(4):
         sampled = {"tools": TOOLS, "temperature": 1, "seed": seed, "max_tokens": 300}
@@ -155,6 +157,7 @@ def test_a_budget_ends_the_reasoning_before_an_answer_of_a_schema(api, grammars)
         return_token_ids=True,
         temperature=1,
         max_tokens=300,
+        # push the model into reasoning, which it would not begin by itself
         logit_bias={str(i): 30 for i in head},
         reasoning_budget=BUDGET,
     )

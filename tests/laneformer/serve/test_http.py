@@ -1,4 +1,4 @@
-"""What every path has in common: HEAD beside GET, texts with half a surrogate pair, addresses of IPv6."""
+"""Tests common to all paths: HEAD beside GET, lone surrogates in texts, and IPv6 addresses."""
 
 import json
 import socket
@@ -74,7 +74,7 @@ def test_addresses_of_ipv6(flag, host):
 
 
 def test_tokens_of_the_template_may_be_given(tiny):
-    """As by Transformers: in the place of the tokenizer's."""
+    # as in Transformers, they replace the tokenizer's
     messages = [{"role": "user", "content": "x"}]
     for name in ("bos_token", "eos_token", "self", "documents"):
         body = {"messages": messages, "max_tokens": 1, "chat_template_kwargs": {name: "x"}}

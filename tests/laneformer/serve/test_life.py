@@ -1,4 +1,4 @@
-"""The server under load and in trouble: full queues, deadlines, clients that go away, faults, the end."""
+"""Tests of the server under load and in trouble: full queues, deadlines, disconnects, faults, shutdown."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ SHORT = {"prompt": "The quick", "max_tokens": 3, "ignore_eos": True}
 
 
 def error_in(stream: str) -> str:
-    """The message of the error that ends a stream."""
+    """Return the message of the error that ends a stream."""
     *_, error, end = data_of(stream)
     assert end == "[DONE]"
     return json.loads(error)["error"]["message"]
@@ -60,6 +60,7 @@ class Visit:
             body = self._unsent
             self._unsent = None
             return {"type": "http.request", "body": body}
+        # ASGI: the next message after the body is the disconnect
         await self._gone.wait()
         return {"type": "http.disconnect"}
 
@@ -94,6 +95,7 @@ def test_a_client_that_goes_away_ends_its_request(slow, stream):
 
     asyncio.run(leave())
     assert scheduler.totals.ended["cancelled"] == cancelled + 1
+    # far from the end of the answer
     assert scheduler.totals.generated_tokens - tokens < 6000
 
 
@@ -103,6 +105,7 @@ def test_a_full_queue_and_who_leaves_it(slow):
     async def fill(client):
         visits = [Visit(slow, **LONG, stream=True) for _ in range(scheduler.max_joined)]
         await until(lambda: len(scheduler.running) == scheduler.max_joined)
+        # a waiting client leaves, then one stays and is answered once there is room
         for leaves in (True, False):
             last = Visit(slow, **SHORT, stream=True)
             await until(lambda last=last: last.received)
@@ -165,6 +168,7 @@ def test_an_engine_error_ends_its_request_alone(tiny, monkeypatch):
 
     def failing(self, timeout_s):
         for news in collect(self, timeout_s):
+            # only the request that ends with seven tokens fails
             is_seventh = news.ended and len(news.tokens) + news.first == 7
             yield news._replace(ended=news.ended._replace(error="planted")) if is_seventh else news
 
@@ -219,6 +223,7 @@ def is_refused(server) -> bool:
 @pytest.mark.parametrize(("how", "grace_s"), [(signal.SIGTERM, 60.0), (signal.SIGINT, 0.2)])
 def test_a_signal_lets_answers_end_or_cancels_them(slow_folder, server, how, grace_s):
     one = server(slow_folder, grace_s=grace_s)
+    # an answer that ends within the grace period, or one that cannot
     tokens = 1000 if grace_s > 1 else 8000
     with ThreadPoolExecutor() as threads:
         streamed = threads.submit(post, one, **LONG | {"max_tokens": tokens}, stream=True)
@@ -235,7 +240,7 @@ def test_a_signal_lets_answers_end_or_cancels_them(slow_folder, server, how, gra
 
 
 def send(server, body) -> socket.socket:
-    """A request whose answer nobody reads."""
+    """Send a request and ignore its answer."""
     host, port = server.url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
     head = f"POST {PATH} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"

@@ -1,4 +1,4 @@
-"""The event loop goes on while a request is prepared: what takes long runs in another thread, or is not begun."""
+"""Tests that preparing a request never blocks the event loop: long work runs in a thread or is refused."""
 
 import asyncio
 import threading
@@ -30,7 +30,7 @@ def app(tiny):
     ],
 )
 def test_what_cannot_fit_is_refused_before_it_is_encoded(app, monkeypatch, path, body, most):
-    """most: characters that are encoded."""
+    # most: characters that are encoded
     encoded = []
     truth = PromptEncoder.text
 
@@ -47,7 +47,7 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(app, monkeypatch, path,
 
 
 def hold(patch, owner, name) -> list[threading.Event]:
-    """A method sets the first event when it begins, and goes on after the second."""
+    """Make a method set the first event when it begins and wait for the second."""
     events = begun, released = [threading.Event(), threading.Event()]
     method = getattr(owner, name)
 
@@ -74,7 +74,7 @@ def hold(patch, owner, name) -> list[threading.Event]:
     ],
 )
 def test_health_answers_while_a_request_is_prepared(app, monkeypatch, owner, name, path, body):
-    """Encoding waits until /health has been answered, and would wait for ever on the loop's thread."""
+    # encoding waits for /health to answer, so on the loop's thread it would wait for ever
     begun, answered = hold(monkeypatch, owner, name)
 
     async def work(client):

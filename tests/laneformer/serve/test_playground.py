@@ -1,6 +1,4 @@
-"""The playground in a real browser: in front of a stand-in server that is as fast, or breaks, as a test
-wants it, and once in front of a real one.
-"""
+"""Tests of the playground in a browser, with a stand-in server that is fast or breaks, and a real one."""
 
 import json
 import re
@@ -95,7 +93,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture
 def page(browser, stand_in):
-    """The page in its first state."""
+    """Open the page in its first state."""
     stand_in.reset()
     browser.size(1400, 900)
     if browser.run("location.protocol") == "http:":
@@ -115,7 +113,7 @@ def say(page, text, until=ANSWERED):
 
 
 def text(page, selector) -> str:
-    """Of the last element."""
+    """Return the last element's text."""
     return page.run(f"[...document.querySelectorAll({selector!r})].at(-1)?.innerText ?? ''")
 
 
@@ -158,7 +156,7 @@ METER = """import('/playground/stream.js').then(({ Meter }) => %s.map((arrivals)
 
 
 def test_gaps_are_of_tokens_as_the_rate_is(page):
-    """Also where several come in one piece."""
+    # also where several tokens come in one piece
     figures = {
         ((0, 1), (10, 2), (20, 3)): [100, 10, 10],
         ((0, 1), (2, 9), (4, 17)): [4000, 0.25, 0.25],
@@ -172,8 +170,9 @@ def test_gaps_are_of_tokens_as_the_rate_is(page):
 
 
 def test_reasoning_is_folded_and_answers_are_copied_and_exported(page, stand_in):
-    """What would go to the clipboard and into the file."""
+    # including what would go to the clipboard and into the file
     say(page, "THINK about it")
+    # a reload: reasoning must survive in the stored chat, folded
     page.open(stand_in.address)  # kept with the chat
     page.until("document.querySelector('article.assistant footer')")
     folded = "document.querySelector('article.assistant details')"
@@ -184,6 +183,7 @@ def test_reasoning_is_folded_and_answers_are_copied_and_exported(page, stand_in)
     contents = [message["content"] for message in stand_in.requests[-1]["messages"]]
     assert contents == ["THINK about it", "You said: THINK about it", "Code"]
     page.run(
+        # record what would be copied and exported
         "window.copied = [], navigator.clipboard.writeText = async (text) => void copied.push(text),"
         "URL.createObjectURL = (blob) => (blob.text().then((text) => window.written = text), 'blob:x'),"
         "HTMLAnchorElement.prototype.click = function () {}"
@@ -237,6 +237,7 @@ RENDER = """import('/playground/markdown.js').then(({ Markdown }) => {
 def test_what_a_model_writes_never_runs(page, stand_in):
     stand_in.texts["attack"] = "\n\n".join(HOSTILE)
     say(page, "attack")
+    # two frames: the answer is drawn and its handlers, if any, have run
     page.run("new Promise((next) => requestAnimationFrame(() => requestAnimationFrame(next)))")
     assert page.run("typeof window.pwned") == "undefined"
     tags = "script, img, svg, iframe, style, b"
@@ -292,6 +293,7 @@ def test_chats_are_left_opened_and_deleted_with_a_way_back(page, stand_in):
     delete = '#earlier [aria-label="Delete the chat: Second"]'
     page.click(delete)
     assert earlier() == ["SLOW", "First", "“Second” is deleted."]
+    # the way back has the focus
     page.run("document.activeElement.click()")
     assert earlier() == ["SLOW", "Second", "First"]
     page.click(delete)
@@ -316,6 +318,7 @@ def test_settings_are_sent_and_remembered(page, stand_in):
         "top_p": "3",
     }.items():
         page.run(f"{field % name}.value = {value!r}")
+        # setting `value` from a script fires no event
         page.run(f"{field % name}.dispatchEvent(new Event('input', {{bubbles: true}}))")
     page.open(stand_in.address)
     page.until(f"{field % 'seed'}?.value === '7'")
@@ -378,6 +381,7 @@ def test_a_busy_machine_drafts_and_a_slower_link_are_told(page, stand_in):
     say(page, "Compare")
     page.until(f"!{limit}.includes('busy')")
     footer = "document.querySelector('article.assistant:last-child footer')?.innerText"
+    # only accepted drafts may explain a rate beyond the limit of one read per token
     for tokens, accepted in ((400, 0), (404, 3)):  # beyond the limit of 500 a second
         stand_in.accepted_tokens = accepted
         say(page, f"FAST {tokens}")
@@ -415,14 +419,14 @@ def test_drafts_are_switched_and_compared(page, stand_in):
 
 
 def script_s(page) -> float:
-    """CPU seconds of the page's own thread."""
+    """Return the CPU seconds of the page's own thread."""
     metrics = page.call("Performance.getMetrics")["metrics"]
     return next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration")
 
 
 @pytest.mark.job
 def test_2000_tokens_a_second_leave_the_page_alive(page):
-    """It draws them in less of its own time than they take to come."""
+    # drawing takes less of its time than the tokens take to arrive
     page.call("Performance.enable", timeDomain="threadTicks")
     before_s = script_s(page)
     say(page, "FAST 8000")

@@ -1,4 +1,4 @@
-"""An answer that goes on with an assistant's last message: Anthropic's prefill, and continue_final_message."""
+"""Tests of answers that continue the assistant's last message: prefill and continue_final_message."""
 
 import json
 from typing import Any
@@ -32,7 +32,7 @@ CONTENTS = "Hello", "Hello \n", " Hello", "<think>\nThey", "é 👍", "a " * 99,
 
 @pytest.mark.parametrize("name", [*OURS, "smollm2", "mistral"])
 def test_the_prompt_is_that_of_transformers(name):
-    """Also where a template strips contents, and the last one ends in white space."""
+    # also where a template strips contents and the last one ends in white space
     own = {"smollm2": SMOLLM2, "mistral": MISTRAL}
     template = own.get(name) or (TEMPLATES / f"{name}.jinja").read_text()
     config = {"chat_template": template, **TOKENS}
@@ -75,7 +75,7 @@ def test_chat_completions_go_on_where_they_are_asked(chat, engine):
 
 
 def test_messages_go_on(anthropic, engine):
-    """Only what is new is the answer, and only it counts as output; stop sequences and streams as ever."""
+    # only new text is the answer and counts as output
     ids = prompt_up_to(engine, BEGUN)
     text = engine.generate_text(ids, max_new_tokens=12)
     for content in (BEGUN, [{"type": "text", "text": BEGUN}]):

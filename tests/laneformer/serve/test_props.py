@@ -1,4 +1,4 @@
-"""What a server says of who drafts for its model: a small model and its memory, or the model's own head."""
+"""Tests of /props about drafts: a small model and its memory, or the model's own head."""
 
 import dataclasses
 import re
@@ -55,7 +55,7 @@ def test_the_models_own_head(model_folder):
 
 
 def test_a_slower_link_is_measured_and_changes_no_token(model_folder, engine):
-    """1 ms between two lanes, for which each token waits at least once."""
+    # 1 ms between two lanes; each token waits for it at least once
     with in_process(model_folder, engine={"threads": 2}, link_us=1000.0) as client:
         link = client.get("/props").json()["link"]
         text = completions(client).choice(prompt=[1, 2, 3], max_tokens=5)["text"]

@@ -1,4 +1,4 @@
-"""What stands between <think> and </think>, and how long it may be."""
+"""Tests of the text between <think> and </think>, and of its length limit."""
 
 import json
 import shutil
@@ -18,7 +18,8 @@ TOKENS = 40
 
 @pytest.fixture(scope="module")
 def folder(model_folder, tmp_path_factory):
-    """A model whose template opens the reasoning, which it would not end by itself."""
+    """Return a model whose template opens the reasoning."""
+    # the model would not end it by itself
     folder = Path(shutil.copytree(model_folder, tmp_path_factory.mktemp("thinking") / "model"))
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config["chat_template"] += "{% if enable_thinking is not defined %}{{ '<think>\n' }}{% endif %}"

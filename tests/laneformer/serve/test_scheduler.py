@@ -1,4 +1,4 @@
-"""The scheduler on a real engine: order, times, hand-over."""
+"""Tests of the scheduler on a real engine: order, times and hand-over."""
 
 import asyncio
 import itertools
@@ -69,7 +69,7 @@ def test_a_request_reports_its_end_and_times(scheduler):
 
 @pytest.mark.parametrize(("processor_s", "share"), [(0.0, 0.0), (1e6, 1.0)])
 def test_a_busy_machine_is_seen(scheduler, monkeypatch, processor_s, share):
-    """The engine's threads get no processor, or all that they want."""
+    # the engine's threads get no processor, or all that they want
     times_s = itertools.count(0.0, processor_s)
     monkeypatch.setattr("laneformer.serve.scheduler.time.process_time", lambda: next(times_s))
     asyncio.run(run_one(scheduler, MIN_SHARE_TOKENS - 1))

@@ -1,4 +1,4 @@
-"""Who may call the server and with what, errors in OpenAI's form, and what it says of itself."""
+"""Tests of access to the server, errors in OpenAI's form, and what the server reports of itself."""
 
 import pytest
 
@@ -84,7 +84,7 @@ def test_what_is_not_there(tiny, method, path, status, message):
 
 
 def test_a_body_may_be_so_long(tiny):
-    """However its parts come."""
+    # in whatever parts it comes
 
     async def chunks():
         for _ in range(MAX_BODY_BYTES // 2**16 + 1):

@@ -1,6 +1,4 @@
-"""docs/serving.md says what is there: its examples run against a real server, its tables hold every route
-and field.
-"""
+"""Tests of docs/serving.md: its examples run on a real server, its tables list every route and field."""
 
 import json
 import os

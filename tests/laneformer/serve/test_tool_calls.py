@@ -1,4 +1,4 @@
-"""Calls of tools: their forms as templates have them, and answers of a random model under their grammars."""
+"""Tests of tool calls: their forms in templates, and a random model's answers under their grammars."""
 
 import itertools
 import json
@@ -106,7 +106,7 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def template_of(name: str) -> str:
-    """A template from above, or as its makers have published it."""
+    """Return a template from above, or as its makers published it."""
     template = FORMS[name][0]
     published = files("trl") / "chat_templates" / template if template.endswith(".jinja") else None
     return published.read_text() if published else template
@@ -124,7 +124,7 @@ def test_forms_are_read_from_templates(name):
 
 
 def spell_calls(form: CallForm, calls: list[dict[str, Any]]) -> str:
-    """As a model writes these calls, with their ids or numbers."""
+    """Return calls as a model writes them, with their ids or numbers."""
     ids = (call["id"] for call in calls)
     numbers = itertools.count()
     text = form.write([call["function"] for call in calls])
@@ -142,10 +142,11 @@ def spell_calls(form: CallForm, calls: list[dict[str, Any]]) -> str:
     ],
 )
 def test_the_id_that_a_model_writes_is_its_calls(name, ids):
-    """The first one of several alike, too."""
+    # of several equal ids, the first
     form = calling(name).form
 
     def read(calls):
+        # letter by letter, as a stream may cut anywhere
         answer = ChoiceAnswer(AnswerReader(form))
         for letter in spell_calls(form, calls):
             answer.push(Piece(0, letter))
@@ -163,10 +164,11 @@ def test_the_id_that_a_model_writes_is_its_calls(name, ids):
 
 @pytest.mark.parametrize("name", [*CALLING[1:], "new mistral"])
 def test_calls_go_back_as_transformers_renders_them(name):
-    """And as the model wrote them: the form, with the arguments, is in the text."""
+    # the text contains the form and arguments that the model wrote
     from transformers import PreTrainedTokenizerFast
 
     tool = calling(name)
+    # a form without a separator has one call per answer
     calls = CALLS[:1] if tool.form.between is None else CALLS
     messages = [
         {"role": "user", "content": "?"},
@@ -226,7 +228,7 @@ def test_templates_without_system_messages_get_tools_in_the_first_question():
 
 
 def read_answer(use: ToolUse, text: str) -> tuple[str, list[tuple[str, Any]]]:
-    """Content and calls."""
+    """Return content and calls."""
     reader = AnswerReader(use.form)
     deltas = [*reader.push(text), *reader.finish()]
     calls = []
@@ -255,6 +257,7 @@ def test_every_call_is_valid(name, kind):
         ):
             use = tool.select_tools(request_with(TOOLS, choice, parallel_tool_calls=parallel))
             answers = [draw_answer(batch, use.make_grammar(), seed=seed) for seed in range(SEEDS)]
+            # a random model may also reach the token limit, in the middle of a call
             ended = [ids for ids, reason in answers if reason == "stop"]
             assert ended, choice
             for ids in ended:
@@ -276,7 +279,7 @@ def test_every_call_is_valid(name, kind):
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("name", CALLING)
 def test_auto_lets_text_be_text_until_a_call_begins(name, kind):
-    """What a model would write is forced through the grammar; behind the marker it has no choice but a call."""
+    # the model's text is forced through the grammar; after the marker only a call is allowed
     use = calling(name, kind).select_tools(request_with(TOOLS))
     end = grammars(kind).eos_ids[0]
     form = use.calling.form
@@ -299,10 +302,11 @@ def test_auto_lets_text_be_text_until_a_call_begins(name, kind):
 
 
 def ids_of(kind: str, text: str) -> list[int]:
-    """Ids of an answer: without the space that some tokenizers put before a text and behind a control token."""
+    """Return an answer's ids, without the space that some tokenizers add before a text."""
     tokenizer = Tokenizer.from_str(grammars(kind).tokenizer.to_str())
     tokenizer.no_truncation()
     ids = []
+    # encode behind a newline and cut it off, so that no tokenizer adds a space
     before = tokenizer.encode("\n", add_special_tokens=False).ids
     for part in re.split(r"(\[TOOL_CALLS\]|\[ARGS\])", text):
         if part[:1] == "[":
@@ -341,7 +345,7 @@ REFUSED = r"""
 
 @pytest.mark.parametrize(("schema", "keyword", "value"), parse_table(REFUSED))
 def test_what_a_grammar_cannot_demand_of_a_tool_is_left_out_and_named(schema, keyword, value):
-    """The rest of its schema still holds. In a response format it is refused."""
+    # the rest of its schema still holds; a response format is refused instead
     properties = {"x": schema, "n": {"type": "integer"}}
     parameters = {"type": "object", "properties": properties, "required": ["x", "n"]}
     broken = {"type": "function", "function": {"name": "f", "parameters": parameters}}

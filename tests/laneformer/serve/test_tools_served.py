@@ -1,4 +1,4 @@
-"""A call of a tool, and JSON of a schema, from a real model through the `openai` client."""
+"""Tests of a tool call, and of JSON by a schema, from a real model through the `openai` client."""
 
 from typing import Literal
 

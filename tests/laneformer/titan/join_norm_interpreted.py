@@ -1,7 +1,7 @@
-"""The kernels of join and norm in Triton's interpreter, against the model's formulas in float64.
+"""Tests of the join and norm kernels in Triton's interpreter against the model's formulas in float64.
 
-The interpreter runs the kernels' own code with NumPy; what a GPU does with them it cannot show. It has to be
-chosen before Triton is imported: test_join_norm.py runs these tests in a process of their own.
+The interpreter runs the kernels' code with NumPy and cannot show what a GPU does. It must be
+selected before Triton is imported, so test_join_norm.py runs these tests in a separate process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def exact(
     weight: Tensor | None,
     how: Join | None,
 ) -> Any:
-    """Streams and normed streams by the model's formulas, and the partial."""
+    """Return streams, normed streams and the partial by the model's formulas."""
     streams = h if how is None else join_lanes(h, partial, how, delayed)
     normed = None
     if weight is not None:
@@ -45,15 +45,14 @@ def exact(
 def draw(
     how: Join | None, lanes: int, dim: int, dtype: torch.dtype, delay: bool, scale: str, device: str
 ) -> Any:
-    """h, partial, delayed and weight, each or None; the partial with the lane axis in front, as
-    a product leaves it.
-    """
+    """Return [h, partial, delayed, weight], each a tensor or None, and three gradients."""
     generator = torch.Generator().manual_seed(lanes + dim)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
     h = normal(2, 3, lanes, dim)
+    # the lane axis is the first in memory, as a product leaves it
     partial = None if how is None else normal(lanes, 2, 3, dim).permute(1, 2, 0, 3)
     delayed = normal(2, 3, lanes, dim) if delay else None
     weight = {"none": None, "shared": normal(dim), "lane": normal(lanes, dim)}[scale]
@@ -64,9 +63,9 @@ def draw(
 def results(
     inputs: list[Tensor | None], gradients: list[Tensor], how: Join | None, function: Any
 ) -> list[Tensor]:
-    """Outputs (streams, normed) of `function`, then the gradients of all inputs; the partial is
-    used a second time.
-    """
+    """Return the outputs (streams, normed) of `function`, then the gradients of all inputs."""
+    # the third output uses the partial a second time
+    # autograd.grad needs leaves of its own for each run
     leaves = [None if t is None else t.detach().requires_grad_() for t in inputs]
     outputs = [t for t in function(*leaves, how) if t is not None]
     wanted = [t for t in leaves if t is not None]
@@ -90,12 +89,12 @@ def run_fused(
 def largest_error(
     found: list[Tensor], wanted: list[Tensor], dtype: torch.dtype, how: Join | None = None
 ) -> float:
-    """In units of what rounding explains, relative to the largest value of each result.
-
-    A result is rounded once, half an eps, what it was computed from may have been (the norm reads rounded
-    streams), and the partial where a plain operation prepares it: half an eps each. Float32 sums over a few
-    dozen values add a few of float32's.
-    """
+    """Return the largest error in units of what rounding explains, relative to each result's maximum."""
+    # Half an eps for each rounding: of the result, of its inputs (the norm reads rounded streams)
+    # and
+    # of the partial where a plain operation prepares it. Sums of a few dozen values add a few eps
+    # of
+    # float32.
     roundings = 3 if how in (Join.PRESENT, Join.NO_REDUCE) else 2
     allowed = roundings / 2 * torch.finfo(dtype).eps + 8 * torch.finfo(torch.float32).eps
     assert all(a.dtype == dtype for a in found)
@@ -115,7 +114,7 @@ def kernel_error(
     device: str = "cpu",
     reference: Any = exact,
 ) -> float:
-    """Of the kernels' results from those of `reference` in float64."""
+    """Return the kernels' `largest_error` against `reference` in float64."""
     inputs, gradients = draw(how, lanes, dim, dtype, delay, scale, device)
     found = results(inputs, gradients, how, run_fused)
     wide = [None if t is None else t.cpu().double() for t in inputs]
@@ -135,7 +134,7 @@ CASES = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("lanes", [8, 1, 2])
 def test_every_join_and_norm_is_the_models(lanes, dtype):
-    """Six tokens for four programs of the backward kernel; 24 columns, no power of two."""
+    # six tokens for four programs of the backward kernel; 24 columns are no power of two
     for how, delay, scale in CASES:
         if delay and lanes == 1:
             continue  # there are no other lanes
@@ -148,20 +147,19 @@ def own_lane_twice(h: Tensor, partial: Tensor, delayed: Tensor, weight: Tensor, 
 
 def leave_unscaled(h: Tensor, partial: Tensor, delayed: Tensor, weight: Tensor, how: Join) -> Any:
     streams, _, again = exact(h, partial, delayed, weight, how)
+    # changes the gradient of the scale, and no value
     wrong = streams.detach() * (weight - weight.detach())  # zero, but for its gradient
     return streams, exact(h, partial, delayed, weight.detach(), how)[1] + wrong, again
 
 
 def test_faults_would_be_seen():
-    """References with one fault each: the own delayed output added twice, a scale's gradient without 1/rms."""
+    # a lane's own delayed output added twice; the gradient of a scale without 1/rms
     for fault in (own_lane_twice, leave_unscaled):
         assert kernel_error(Join.PAST, 8, 24, torch.bfloat16, True, "shared", reference=fault) > 5
 
 
 def test_several_tiles(monkeypatch):
-    """The hidden axis in tiles, the last one partly outside, as the 2B model's 3,072 columns
-    are three of 1,024.
-    """
+    # the last tile lies partly outside the hidden axis; the 2B model's 3,072 columns are 3 x 1,024
     monkeypatch.setattr(join_norm_kernels, "COLUMNS", 16)
     for scale in ("shared", "lane"):
         assert kernel_error(Join.PAST, 3, 40, torch.float32, True, scale) <= 1
@@ -183,6 +181,7 @@ def test_join_and_norm_in_one_graph_become_one_kernel():
     FuseJoinNorm()(module.graph)
     module.graph.lint()
     module.recompile()
+    # the second norm reads other streams and must stay separate
     called = [str(node.target) for node in module.graph.nodes if "laneformer" in str(node.target)]
     assert sorted(called) == ["laneformer.join_norm.default", "laneformer.rms_norm.default"]
     for found, wanted in zip(module(*inputs), both(*inputs), strict=True):

@@ -1,9 +1,9 @@
-"""Losses and gradients of small models whose lanes are on several ranks, in processes of their own.
+"""Losses and gradients of small models whose lanes are on several ranks, each a process.
 
     python -m tests.laneformer.titan.lane_ranks FOLDER
 
-Four gloo ranks, started once, compute one batch for each of RUNS: FOLDER/RUN.pt holds losses (B, S), what the head
-has seen, and the whole gradient of each parameter.
+Four gloo ranks, started once, compute one batch for each of RUNS. FOLDER/RUN.pt holds losses (B, S),
+the head's normalizers, and the whole gradient of each parameter.
 """
 
 from __future__ import annotations
@@ -79,12 +79,14 @@ def build(name) -> TitanLaneformer:
 
 
 def measure(model, part=0, parts=1) -> dict[str, Any]:
-    """Of one of so many equal parts of the batch."""
+    """Return losses, normalizers and gradients of one of `parts` equal parts of the batch."""
     batch, weights = tokens(), torch.linspace(0.5, 1.5, BATCH * LENGTH).view(BATCH, LENGTH)
     labels = batch[:, 1:].clone()
+    # ignored labels
     labels[0, :3] = -100
     inputs, labels, weights = (each.chunk(parts)[part] for each in (batch[:, :-1], labels, weights))
     losses = model(inputs, labels)
+    # unequal weights, so that exchanged tokens change the gradients
     (losses * weights).sum().backward()
     gradients = gradients_of(model)
     whole = {
@@ -98,6 +100,7 @@ def one_case(name, dtype, mesh) -> dict[str, Any]:
     job.training.mixed_precision_param = job.training.mixed_precision_reduce = dtype
     job.activation_checkpoint.mode = name if name in ("full", "selective") else "none"
     job.activation_checkpoint.selective_ac_option = "op"
+    # built without memory, split over ranks, then allocated and initialized, as a job does
     with torch.device("meta"):
         model = build(name)
     lane_axis.give_lanes_to_ranks(model, mesh["tp"])
@@ -110,7 +113,7 @@ def one_case(name, dtype, mesh) -> dict[str, Any]:
 
 
 def own_twice(self: lane_axis.LaneAxis, sent, first_only=False) -> torch.Tensor:
-    """`receive` with the lane's own partial output, which it has added at once."""
+    """Receive a sum that includes the lane's own partial output, which it has already added."""
     return lane_axis._Arrive.apply(sent[1], self.group)
 
 
@@ -126,7 +129,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
 
 
 class Run(NamedTuple):
-    """A case on RANKS ranks, of which `shards` groups share the batch and each group shares the lanes."""
+    """A case on RANKS ranks: `shards` groups split the batch, and each group splits the lanes."""
 
     shards: int
     case: str
@@ -162,6 +165,7 @@ def rank_main(rank, folder):
             measured = one_case(run.case, run.dtype, mesh)
         everyone: list[Any] = [None] * RANKS
         torch.distributed.all_gather_object(everyone, measured["losses"])
+        # ranks of one group have the same losses; take the first rank of each
         measured["losses"] = torch.cat(everyone[:: mesh.size(1)])
         if rank == 0:
             torch.save(measured, folder / run.file)
@@ -169,7 +173,7 @@ def rank_main(rank, folder):
 
 
 def start_rank(rank, folder) -> int:
-    """The process id of a fork that runs it."""
+    """Fork a process for the rank and return its id."""
     if child := os.fork():
         return child
     try:
@@ -183,4 +187,5 @@ def start_rank(rank, folder) -> int:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     children = [start_rank(rank, Path(sys.argv[1])) for rank in range(RANKS)]
+    # fail if any rank fails
     sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))

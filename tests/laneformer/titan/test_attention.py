@@ -1,4 +1,4 @@
-"""Masks and kernels of attention change the cost of a step, never its result."""
+"""Tests that attention masks and kernels change a step's cost but not its result."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def losses(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_flex_attention_is_sdpa(tokens):
-    """Forward only: PyTorch has no backward of FlexAttention on CPUs. The same sums in another order."""
+    # forward only: PyTorch has no FlexAttention backward on CPUs; sums are in another order
     tokens = tokens.clone()
     tokens[0, 20] = tokens[1, 40] = BOS
     for documents in (False, True):
@@ -51,7 +51,7 @@ def test_flex_attention_is_sdpa(tokens):
 
 @pytest.mark.job
 def test_block_masks_are_compiled_once(tokens, monkeypatch):
-    """As on a GPU: other documents in the next batch compile nothing again, and the masks are the plain ones."""
+    # as on a GPU: other documents recompile nothing, and the masks equal the plain ones
     inputs, compiled = tokens[:, :-1].clone(), CompileCounter()
     monkeypatch.setattr(
         attention,

@@ -1,4 +1,4 @@
-"""Float8 products against float64 within computed bounds; what the backward pass keeps; who is refused."""
+"""Tests of float8 products against float64 within computed bounds, of what the backward pass saves, and of refusals."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Products(NamedTuple):
 
 
 def draw_tensors() -> tuple[Tensor, Tensor, Tensor]:
-    """x, weight and y's gradient. Rows and columns differ in size, as they do in a model: a scale of another
-    row, or of another lane, is off by factors.
-    """
+    """Return x, the weight and y's gradient."""
+    # rows and columns differ in size, so the scale of another row or lane is off by factors
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape):
         values = torch.randn(*shape, generator=generator)
         for axis, size in enumerate(shape):
+            # a random factor for each index of the axis
             of_axis = torch.randn(size, generator=generator).exp2()
             values *= of_axis.reshape(*(-1 if i == axis else 1 for i in range(len(shape))))
         return values
@@ -68,23 +68,24 @@ def compute_products(how: Float8) -> Products:
 
 
 def exact_and_bounds(recipe) -> tuple[Products, Products]:
-    """The products in float64, and how far float8 may be from each element of them."""
+    """Return the products in float64 and the largest allowed error of each element."""
     x, weight, gradient = (t.double() for t in draw_tensors())
     rows, gradients = x[0].transpose(0, 1), gradient[0].transpose(0, 1)  # (L, T, ...)
 
     def rounding(values, dtype, turned):
-        """The largest error of each value. Values that are transposed have been rounded by the other axis'
-        scales, too, and may be below the normal ones by either.
-        """
+        """Return the largest rounding error of each value."""
+        # transposed values were rounded by the other axis' scales, too, and may be subnormal by
+        # either
         steps = [ABSOLUTE[dtype] / recipe.scale(values, dtype).double()]
         if turned and recipe.by_row:
             steps.append(ABSOLUTE[dtype] / recipe.scale(values.mT, dtype).double().mT)
         return torch.maximum(values.abs() * RELATIVE[dtype], steps[-1]) + sum(steps[:-1])
 
     def product(a, b, of_a, turned=False):
-        """a (L, M, K), b (L, N, K): their product, and the largest error that both roundings make."""
+        """Return a (L, M, K) times b (L, N, K) and the largest error of both roundings."""
         off_a, off_b = rounding(a, of_a, turned), rounding(b, E4M3, turned)
         size = (a.abs() + off_a) @ (b.abs() + off_b).mT
+        # the float32 sum adds its own error
         float32 = (a.shape[-1] + 4) * torch.finfo(torch.float32).eps * size
         return a @ b.mT, size - a.abs() @ b.abs().mT + float32
 
@@ -99,7 +100,7 @@ def exact_and_bounds(recipe) -> tuple[Products, Products]:
 
 
 def off(found, recipe) -> list[float]:
-    """Of y, d_x and d_w: the largest error in units of what is allowed."""
+    """Return the largest errors of y, d_x and d_w in units of what is allowed."""
     exact, allowed = exact_and_bounds(recipe)
     return [float(((f - e).abs() / a).max()) for f, e, a in zip(found, exact, allowed, strict=True)]
 
@@ -110,7 +111,7 @@ def recipe(request):
 
 
 def test_within_what_rounding_allows(recipe):
-    """torch's own products and their emulation: float32 sums in another order; torch's repeat bit for bit."""
+    # torch's products and the emulation sum in different order; torch's repeat bit for bit
     emulated, scaled, again = (
         compute_products(Float8(recipe, emulate)) for emulate in (True, False, False)
     )
@@ -131,7 +132,7 @@ FAULTS = {
 
 
 def test_a_wrong_scale_is_found(recipe, monkeypatch):
-    """In y and in both gradients. One scale a lane has no order."""
+    # in y and both gradients; with one scale per lane there is no order
     multiply = float8.multiply_float8
     for name, change in FAULTS.items():
         if "order" in name and not recipe.by_row:
@@ -145,7 +146,7 @@ def test_a_wrong_scale_is_found(recipe, monkeypatch):
 
 
 def test_zeros_and_what_is_not_finite(recipe):
-    """Zeros stay zeros; the guard of bad steps has to see the rest."""
+    # the guard against bad steps needs to see infinities and NaNs
     x, weight, _ = draw_tensors()
     how = Float8(recipe, emulate=False)
     assert how(torch.zeros_like(x), weight).abs().max() == 0
@@ -158,7 +159,7 @@ def test_zeros_and_what_is_not_finite(recipe):
 
 
 def step(recipe, emulate=True, backend=None, checkpointing=True) -> Results:
-    """Losses and gradients of a small model, by name."""
+    """Return losses and gradients of a small model by name."""
     torch._dynamo.reset()
     model = TitanLaneformer(LaneformerArgs(config=CONFIG))
     if recipe is not None:
@@ -177,21 +178,20 @@ def assert_same(found: Results, wanted: Results):
 
 
 def test_a_step_repeats_and_is_near_the_one_without_float8(recipe):
-    """Bit for bit, with checkpointing and without."""
     eager = step(recipe)
     assert_same(step(recipe), eager)
     assert_same(step(recipe, checkpointing=False), eager)
     wide = step(None)
     difference = (eager["losses"] - wide["losses"]).abs().max()
     assert 0 < difference < 0.01 * wide["losses"].max()
-    # gradients round twice in each of several layers; an order of magnitude more is another gradient
+    # gradients round twice in each of several layers; a wrong gradient is off by much more
     for name, gradient in wide.items():
         assert (eager[name] - gradient).norm() < 0.25 * gradient.norm(), name
 
 
 @pytest.mark.proof
 def test_inductor_agrees():
-    """Its sums round otherwise, which may choose a neighbouring float8 value."""
+    # Inductor's sums round differently, which may select a neighbouring float8 value
     lower_keep_to_nothing()
     recipe = RECIPES["rowwise"]
     eager, compiled = step(recipe), step(recipe, backend="inductor")
@@ -201,9 +201,8 @@ def test_inductor_agrees():
 
 @pytest.mark.job
 def test_a_compiled_step_is_the_same_and_keeps_its_input_in_float8_alone(recipe):
-    """Bit for bit, in one graph a layer. One byte is kept a value of the normed streams and of w2's input; no product
-    is computed again.
-    """
+    # bit for bit, one graph per layer; one byte is saved per value of the normed streams and of
+    # w2's input, and no product is recomputed
     layers = []  # of each, the last first: float8 values kept, and products
 
     def see(graph, inputs):

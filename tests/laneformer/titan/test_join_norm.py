@@ -1,4 +1,4 @@
-"""The kernels of join and norm: in Triton's interpreter, compiled for sm_90, on a GPU if there is one."""
+"""Tests of the join and norm kernels in Triton's interpreter, compiled for sm_90, and on a GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.mark.proof("tests/laneformer/titan/*.py")
 def test_in_the_interpreter():
-    """Every join and norm, their gradients, and the compiler's pass: tests in a process of their own."""
+    # Triton's interpreter needs a separate process
     tests = Path(__file__).with_name("join_norm_interpreted.py")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", str(tests)]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
@@ -47,7 +47,7 @@ def test_in_the_interpreter():
 
 
 def compile_for_sm90(kernel: Any, config: LaneformerConfig, **choices: Any) -> tuple[int, int]:
-    """Registers of a thread and bytes that it spills."""
+    """Return the registers per thread and the spilled bytes."""
     constants = {"L": config.num_lanes, "D": config.hidden_size, **choices}
     constants |= join_norm_kernels.tile(
         config.num_lanes, config.hidden_size, choices["LANE_SCALES"]
@@ -82,7 +82,7 @@ def compile_for_sm90(kernel: Any, config: LaneformerConfig, **choices: Any) -> t
 @pytest.mark.parametrize("lane_scales", [False, True])
 @pytest.mark.parametrize("flavor", ["2b", "300m"])
 def test_the_kernels_compile_for_sm90_without_spills(flavor, lane_scales):
-    """A layer's three: norm; join of delayed outputs and norm; the join after the MLP."""
+    # a layer has three: norm; join of delayed outputs and norm; the join after the MLP
     config = LaneformerConfig.from_flavor(flavor)
     for join, norm in ((False, True), (True, True), (True, False)):
         choices = {"DELAYED": join, "NORM": norm, "LANE_SCALES": norm and lane_scales}
@@ -115,7 +115,7 @@ def test_kernels_are_refused_without_a_gpu():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_on_a_gpu(dtype):
-    """The compiled kernels at the 2B model's width."""
+    # the compiled kernels at the 2B model's width
     assert choose_join_norm(job("auto")) == "triton"
     assert choose_join_norm(job("auto", 2)) == "plain", "they sum lanes that a rank does not have"
     for how, delay, scale in CASES:

@@ -1,4 +1,4 @@
-"""A job's kernels are checked before it trains: what fails is replaced, and named."""
+"""Tests that a job checks its kernels before it trains, and names and replaces those that fail."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ SHAPE = (
     "2",
 )
 PRECISION = "--training.mixed_precision_param"
-# with selective checkpointing, through autograd's compiler, as a job runs it; a whole micro-batch of documents
+# with selective checkpointing, through autograd's compiler, as a job runs it; a whole micro-batch
+# of documents
 COMPILED = (
     "--compile.enable",
     "--compile.backend",
@@ -73,7 +74,7 @@ def check(job, attention="sdpa", join_norm="plain", float8=None) -> TitanLanefor
     ids=("float32", "bfloat16", "compiled"),
 )
 def test_a_wrong_kernel_is_replaced(monkeypatch, flags, wrong):
-    """By a few per cent in bfloat16; one that is right stays."""
+    # wrong by a few per cent in bfloat16; a correct one stays
     for error in (0.0, wrong):
         job = job_of(*flags)
         monkeypatch.setattr(fused_layer, "JoinNorm", PlainJoinNorm(error))
@@ -90,11 +91,11 @@ def test_a_wrong_kernel_is_replaced(monkeypatch, flags, wrong):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("wrong", [0.0, 0.5])
 def test_float8_products_are_checked(monkeypatch, recipe, wrong):
-    """Against emulated ones; without them the job trains in its own type.
-
-    What bfloat16 rounds otherwise than float32 may be another float8 value, so the check allows a fifth to a
-    quarter: a scale that is wrong is wrong by a factor. Here one gradient is off by half.
-    """
+    # Compared with emulated products; on failure the job trains in its own type. Values that
+    # bfloat16
+    # rounds differently may round to another float8 value, so the check allows a fifth to a
+    # quarter,
+    # while a wrong scale is off by a factor. Here one gradient is off by half.
     multiply = float8.multiply_float8
 
     def plant(a, b, a_scale, b_scale, fast, out):
@@ -117,9 +118,8 @@ def test_plain_kernels_and_emulated_products_cost_nothing(monkeypatch):
 
 
 def test_what_raises(monkeypatch):
-    """Kernels are replaced: without a GPU Triton's raise, and FlexAttention's backward pass. A plain layer's
-    exception ends the job.
-    """
+    # Triton's kernels and FlexAttention's backward pass raise without a GPU and are replaced; an
+    # exception in a plain layer ends the job
     for attention, join_norm, reason in (
         ("sdpa", "triton", "0 active drivers"),
         ("flex", "plain", "FlexAttention does not support backward on CPU"),

@@ -1,4 +1,4 @@
-"""Lanes on 2 and 4 gloo ranks give one process' losses and gradients; faults of the exchange are found."""
+"""Tests that lanes on 2 and 4 gloo ranks give one process' losses and gradients, with planted faults."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LARGE = 1e-3  # what a fault changes
 
 @pytest.fixture(scope="module")
 def alone():
-    """Of one process that has all lanes, in float64."""
+    """Return the results of one process with all lanes, in float64."""
     with set_default_dtype(torch.float64):
         models = {name: build(name) for name in CASES}
         for model in models.values():
@@ -40,7 +40,7 @@ def alone():
 
 
 def flatten(results: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Losses, gradients, log-denominators and largest logits by name."""
+    """Return losses, gradients, log-denominators and largest logits by name."""
     denominators, peaks = results["seen"]
     named = {"losses": results["losses"], "denominators": denominators, "peaks": peaks}
     return named | results["gradients"]
@@ -48,7 +48,7 @@ def flatten(results: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.job
 def test_every_mesh_is_one_process(alone, tmp_path):
-    """Where a fault of the exchange is planted, it is found."""
+    # a fault planted in the exchange is detected
     command = [sys.executable, "-m", "tests.laneformer.titan.lane_ranks", str(tmp_path)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
@@ -76,15 +76,14 @@ def test_layers_with_an_exchange_of_their_own_are_refused():
 
 
 def under_way(operation, out) -> int:
-    """How many more all-reduces are under way than before."""
+    """Return the change in the number of all-reduces in flight."""
     return ("_c10d_functional.all_reduce" in str(operation)) - ("wait_tensor" in str(operation))
 
 
 @pytest.mark.parametrize(("case", "late"), [("present", 0), ("delay-1", 1), ("local-start", 2)])
 def test_late_sums_travel_while_layers_compute(tmp_path, case, late):
-    """Sums under way at once, forward and backward: those of `late` layers; each is asked for once in each
-    direction, though the backward pass computes the layers again.
-    """
+    # The sums of `late` layers are in flight at once, forward and backward. Each is requested once
+    # per direction, although the backward pass recomputes the layers.
     store, job = torch.distributed.FileStore(str(tmp_path / "store"), 1), JobConfig()
     job.activation_checkpoint.mode = "full"
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)

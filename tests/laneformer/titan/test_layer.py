@@ -1,4 +1,4 @@
-"""The training model is the plain one, arranged differently: the same losses and gradients for every kind of join."""
+"""Tests that the training model has the plain model's losses and gradients for every kind of join."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tests.laneformer.titan.titan_assets import (
     train,
 )
 
-# of attention, of the MLP; and whether delayed outputs are sent again, lanes have norm scales of their own
+# of attention, of the MLP; and whether delayed outputs are sent again, lanes have norm scales of
+# their own
 COMMS = [
     (True, True, False),
     (True, True, True),
@@ -31,7 +32,7 @@ COMMS = [
 
 
 def difference(join_norm="plain", **overrides) -> float:
-    """Of losses and gradients: the training model beside the plain one."""
+    """Return the largest difference in losses and gradients between the training model and the plain one."""
     plain = build(**overrides)
     model = TitanLaneformer(LaneformerArgs(config=plain.config, join_norm=join_norm)).double()
     model.load_state_dict(plain.state_dict())
@@ -49,7 +50,7 @@ def difference(join_norm="plain", **overrides) -> float:
 )
 @pytest.mark.parametrize("early", [True, False])
 def test_every_join(monkeypatch, early, delay, join_norm):
-    """With layers for the kernels, too, which test_join_norm.py compares with their stand-in's formulas."""
+    # also with layers for the kernels; test_join_norm.py compares those with these formulas
     monkeypatch.setattr(fused_layer, "JoinNorm", PlainJoinNorm(0.0))
     for attention, mlp, other in COMMS:
         options = {
@@ -72,13 +73,13 @@ def test_late_upper_layers_and_the_flush(first, flush):
 
 
 def test_every_head():
-    """With delay 0 no join tells the lanes apart, and one stream reaches the head."""
+    # with delay 0 no join separates the lanes, and one stream reaches the head
     for delay, head in itertools.product((0, 2), HEADS):
         assert difference(broadcast_delay=delay, **head) < FLOAT64_TOLERANCE, (delay, head)
 
 
 def streams(**overrides) -> list[int]:
-    """How many streams leave each layer."""
+    """Return the number of streams that leave each layer."""
     config = LaneformerConfig(**{**SMALL, **overrides})
     model = TitanLaneformer(LaneformerArgs(config=config))
     model.init_weights()
@@ -90,7 +91,7 @@ def streams(**overrides) -> list[int]:
 
 
 def test_equal_streams_are_one():
-    """Until a join tells the lanes apart, whatever their norms' scales do."""
+    # until a join separates the lanes, whatever their norms' scales do
     assert streams(broadcast_delay=2) == [1, 1, 2, 2, 2, 2]
     assert streams(broadcast_delay=3, replicated_rmsn_scale=False) == [1, 1, 1, 2, 2, 2]
     assert streams(broadcast_delay=0) == [1] * 6

@@ -1,4 +1,4 @@
-"""The chunked loss: its numbers, its gradients, and that the logits of a batch are never whole."""
+"""Tests of the chunked loss: values, gradients, and that a batch's logits are never materialized whole."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL = LaneformerConfig.from_flavor(
 
 
 def model_and_batch(config=SMALL) -> tuple[TitanLaneformer, Tensor, Tensor]:
-    """With inputs and labels (2, 48), of which one is ignored."""
+    """Return a model with inputs and labels (2, 48), of which one label is ignored."""
     tokens = draw_tokens(config, 48)
     labels = tokens[:, 1:].clone()
     labels[0, 5] = IGNORE_INDEX
@@ -41,9 +41,7 @@ def model_and_batch(config=SMALL) -> tuple[TitanLaneformer, Tensor, Tensor]:
 @pytest.mark.parametrize("head", ["vocab_parallel", "replicate", "lane"])
 @pytest.mark.parametrize("z_weight", [0.0, 0.1])
 def test_losses_and_gradients_are_the_plain_models(head, z_weight):
-    """The z-loss, z_weight * log-denominator ** 2, joins the gradients and not the loss; what the log shows is of the
-    logits.
-    """
+    # the z-loss, z_weight * log-denominator ** 2, adds to the gradients and not to the loss
     config = LaneformerConfig.from_dict({**SMALL.to_dict(), "lm_head_type": head})
     model, inputs, labels = model_and_batch(config)
     # 96 tokens: thirteen chunks and a rest
@@ -72,7 +70,7 @@ def test_losses_and_gradients_are_the_plain_models(head, z_weight):
 
 
 def rows_of_head(operation, out) -> int:
-    """How many reach the head's matrix product, if this is it."""
+    """Return the number of rows if this is the head's matrix product, else 0."""
     is_product = operation is torch.ops.aten.bmm.default
     lanes = SMALL.num_lanes
     is_head = is_product and (out.shape[0], out.shape[-1]) == (lanes, SMALL.vocab_size // lanes)
@@ -81,7 +79,7 @@ def rows_of_head(operation, out) -> int:
 
 @pytest.mark.parametrize("trained", [0, 1, 14, 15, 60, 96])
 def test_skipping_ignored_rows_changes_nothing(trained):
-    """Losses and gradients with and without the count, in float64; and how many rows the head has scored."""
+    # with and without the count, in float64; also the number of rows that the head scores
     model, inputs, labels = model_and_batch()
     model.double().lm_head.chunk_tokens = 14
     labels[0, 5] = inputs[0, 6]
@@ -101,13 +99,13 @@ def test_skipping_ignored_rows_changes_nothing(trained):
 
 
 def largest_bytes(operation, out) -> int:
-    """Of the tensors that it yields."""
+    """Return the size of the largest tensor among the results."""
     sizes = [t.untyped_storage().nbytes() for t in tree_leaves(out) if isinstance(t, Tensor)]
     return max(sizes, default=0)
 
 
 def test_logits_are_never_whole():
-    """With a vocabulary that dwarfs the rest, no tensor of a step is larger than a chunk's logits in float32."""
+    # with a vocabulary much larger than the rest, no tensor exceeds a chunk's float32 logits
     config = LaneformerConfig.from_dict({**SMALL.to_dict(), "vocab_size": 16384})
     model, inputs, labels = model_and_batch(config)
     model.lm_head.chunk_tokens = 16
@@ -124,7 +122,7 @@ def test_logits_are_never_whole():
 
 
 def test_bfloat16_sums_the_heads_gradient_in_float32():
-    """Chunks' products are rounded, their running sum is not: the float32 sum of every chunk's own gradient."""
+    # each chunk's product is rounded, their running sum is not
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 2, 8, generator=generator).bfloat16()
     weight = torch.randn(2, 16, 8, generator=generator).bfloat16().requires_grad_()

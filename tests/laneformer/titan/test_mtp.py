@@ -1,4 +1,4 @@
-"""Training of the head for multi-token prediction against the plain model's draft logits and autograd."""
+"""Tests of training the multi-token-prediction head against the plain model's draft logits and autograd."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONFIG = LaneformerConfig.from_flavor(
     num_nextn_predict_layers=1,
 )
 SEQ_LEN, BOS, WEIGHT = 24, 1, 0.25
-# Two float64 computations of the same sums in other orders: 1e4 roundings of 2^-53, on gradients of order one
+# float64 sums in two orders: 1e4 roundings of 2^-53, on gradients of order one
 TOLERANCE = 1e4 * 2.0**-53
 ROTATED = 2.0**-24  # the same text at other positions: the table of angles is float32
 
@@ -57,7 +57,7 @@ def plain(model) -> Laneformer:
 
 
 def expected_losses(model, tokens, steps) -> tuple[Any, list[Any]]:
-    """Sums over all tokens: of the model, and of every step, by a loop over single labels."""
+    """Return the summed losses of the model and of each step, by a loop over single labels."""
     ids = tokens[:, :-1]
     main = F.cross_entropy(model(ids).flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
     found = []
@@ -77,7 +77,7 @@ def expected_losses(model, tokens, steps) -> tuple[Any, list[Any]]:
     [(1, {}), (3, {"deliver_tail": False}), (3, {"lm_head_type": "replicate"})],
 )
 def test_losses_and_gradients_are_the_plain_models(steps, switches, tokens):
-    """The drafts' losses are in the gradients alone. A frozen base gets none, and the head the same."""
+    # drafts' losses only add to gradients; a frozen base gets none and the head the same
     model, frozen = (
         build(steps, dataclasses.replace(CONFIG, **switches), freeze) for freeze in (False, True)
     )
@@ -100,7 +100,7 @@ def test_losses_and_gradients_are_the_plain_models(steps, switches, tokens):
 
 
 def test_a_document_sees_and_predicts_itself_alone(tokens):
-    """With restricted attention the second document's losses are those of a window that holds it alone."""
+    # restricted attention gives the second document the losses of a window of its own
     model = build(3, mask_documents=True)
     ids, labels = tokens[:1, :-1], tokens[:1, 1:]
     model(ids, labels)
@@ -112,7 +112,7 @@ def test_a_document_sees_and_predicts_itself_alone(tokens):
 
 
 def test_untrained_chunks_are_skipped(tokens):
-    """Labels of a conversation: those ignored by the model are by the drafts, too; chunks are left out."""
+    # drafts ignore the labels that the model ignores; whole chunks are skipped
     model, labels = build(2), tokens[:, 1:].clone()
     labels[:, 5:] = IGNORE_INDEX
     model(tokens[:, :-1], labels)
@@ -138,7 +138,7 @@ def test_validation_says_how_often_drafts_are_right(tokens):
 
 
 def test_labels_at_the_border_of_a_window():
-    """The label that follows the window begins a document: it is no draft's of the one before."""
+    # the label after the window begins a document, so no draft of the one before predicts it
     labels, documents = torch.tensor([[5, 6, BOS]]), torch.zeros(1, 3, dtype=torch.int64)
     assert step_labels(labels, documents, BOS, 1).tolist() == [[6, IGNORE_INDEX, IGNORE_INDEX]]
     assert step_labels(labels, None, None, 1).tolist() == [[6, BOS, IGNORE_INDEX]]

@@ -1,4 +1,4 @@
-"""Checkpointing and compile change the cost of a step, never its result; no rank is left without a shard."""
+"""Tests that checkpointing and compile change a step's cost but not its result, and of equal shards."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ def tokens():
 
 
 def count_saved_values(model, tokens) -> float:
-    """Distinct float32 values, per token, that autograd keeps of the layers (not of
-    embedding, norm and head).
-    """
+    """Return the distinct float32 values per token that autograd saves in the layers."""
+    # not those of the embedding, last norm and head
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     held = {}
 
@@ -60,10 +59,8 @@ def count_saved_values(model, tokens) -> float:
 @pytest.mark.proof
 @pytest.mark.parametrize("early", [False, True])
 def test_compiled_is_eager_and_keeps_what_the_plan_says(tokens, early):
-    """Layers, last norm and loss compiled by inductor under selective checkpointing, as the 2B configs do.
-
-    early: the first layer's streams are equal in all lanes.
-    """
+    # layers, last norm and loss compiled by Inductor under selective checkpointing, as in the 2B
+    # configs; early: the first layer's streams are equal in all lanes
     torch._dynamo.reset()
     config = dataclasses.replace(CONFIG, use_early_comm=early)
     eager, compiled = build(config), build(config)
@@ -98,7 +95,7 @@ def test_compiled_is_eager_and_keeps_what_the_plan_says(tokens, early):
 
 
 def backward_products(model, tokens) -> list[int]:
-    """Matrix products in the backward graph of every layer, last layer first, as the partitioner leaves them."""
+    """Return the matrix products in each layer's backward graph after partitioning, last layer first."""
     products = (torch.ops.aten.bmm.default, torch.ops.aten.mm.default)
     torch._dynamo.reset()
     found = []
@@ -119,9 +116,8 @@ def backward_products(model, tokens) -> list[int]:
 
 @pytest.mark.job
 def test_no_product_is_computed_twice(tokens, monkeypatch):
-    """Of a layer's four products each needs two for its gradients; without the streams kept,
-    wo is computed again.
-    """
+    # each of a layer's four products needs two for its gradients; wo is recomputed where the
+    # streams are not saved
     # a layer of equal streams, and one of lanes
     config = dataclasses.replace(CONFIG, use_early_comm=True)
     assert backward_products(build(config), tokens) == [8, 8]
@@ -130,7 +126,8 @@ def test_no_product_is_computed_twice(tokens, monkeypatch):
 
 
 def test_every_rank_gets_an_equal_part_of_every_tensor():
-    """With eight shards one lane each; 32,000 rows are no multiple of 192, so they are cut along the hidden axis."""
+    # eight shards have one lane each; 32,000 rows are no multiple of 192, so they are split along
+    # the hidden axis
     with torch.device("meta"):
         model = Laneformer(LaneformerConfig.from_flavor("2b"))
     shapes = {name: p.shape for name, p in model.named_parameters()}

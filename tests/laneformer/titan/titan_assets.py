@@ -1,4 +1,4 @@
-"""What tests of the training model share: small models, a batch, losses and gradients by name."""
+"""Small training models, a batch, and losses and gradients by name, for several tests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHAPE = {
 
 
 class PlainJoinNorm:
-    """In place of the kernels of join and norm: the model's formulas, the partial output `wrong` by a factor."""
+    """The model's formulas in place of the join and norm kernels, with the partial times 1 + `wrong`."""
 
     def __init__(self, wrong: float):
         self.wrong = wrong
@@ -48,7 +48,7 @@ class PlainJoinNorm:
 
 
 class Watch(TorchDispatchMode):
-    """What `measure` says of every operation and of what it yields."""
+    """Record what `measure` returns for every operation and its result."""
 
     def __init__(self, measure):
         super().__init__()
@@ -67,7 +67,7 @@ def build(config, **arguments) -> TitanLaneformer:
 
 
 def draw_tokens(config, length) -> Tensor:
-    """Two rows of inputs and of labels, one place later: (2, length + 1)."""
+    """Return inputs and labels of two rows, the labels one place later: (2, length + 1)."""
     shape, generator = (2, length + 1), torch.Generator().manual_seed(0)
     return torch.randint(3, config.vocab_size, shape, generator=generator)
 
@@ -80,7 +80,7 @@ def gradients_of(model) -> Results:
 
 
 def train(model, tokens: Tensor) -> Results:
-    """Losses (B, S) and all gradients of a step."""
+    """Return a step's losses (B, S) and all gradients."""
     model.zero_grad()
     losses = model(tokens[:, :-1], tokens[:, 1:])
     losses.sum().backward()
@@ -88,6 +88,6 @@ def train(model, tokens: Tensor) -> Results:
 
 
 def largest_difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
-    """Of any two tensors of a name, relative to the largest value that is wanted."""
+    """Return the largest difference between tensors of the same name, relative to the largest wanted value."""
     assert found.keys() == wanted.keys()
     return max(((found[n] - w).abs().max() / w.abs().max()).item() for n, w in wanted.items())

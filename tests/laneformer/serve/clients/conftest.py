@@ -1,4 +1,4 @@
-"""One server with an API key, for every client; and the clients that live in environments of their own."""
+"""Fixtures for clients: one server with an API key, and clients in separate environments."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ def endpoint(model_folder):
 
 @pytest.fixture(scope="session")
 def other_python():
-    """`other_python(*arguments, cwd)`: stdout of Python with the packages of .venv/clients before its own."""
+    """Return `other_python(*arguments, cwd)`, which runs Python with .venv/clients first and gives stdout."""
     if not PYTHON_CLIENTS.is_dir():
         pytest.skip(f"no {PYTHON_CLIENTS}: make {PYTHON_CLIENTS.relative_to(Path.cwd())}")
 
@@ -39,7 +39,7 @@ def other_python():
 def output(
     command: list[str], cwd: Path | None = None, timeout_s: float = 240, **environment: str
 ) -> str:
-    """stdout of a program that must succeed."""
+    """Return the stdout of a program that must succeed."""
     process = subprocess.run(
         command,
         capture_output=True,

@@ -1,10 +1,9 @@
-"""What a program does with the `openai` package, against a server: run by pytest, and as a script for
-another major.
+"""Checks of a server with the `openai` package, run by pytest, and as a script for another major version.
 
     PYTHONPATH=.venv/clients python tests/laneformer/serve/clients/openai_checks.py URL MODEL KEY
 
-The strict clients raise on every field that breaks the typed schema, so each answer here is a check of its
-form, too. What the answers say is compared with the engine in test_completions and test_conversations.
+The strict clients raise on every field that breaks the typed schema, so each answer also checks its
+form. test_completions and test_conversations compare the contents with the engine.
 """
 
 import sys
@@ -21,7 +20,7 @@ IDLE_S = 30.0
 
 @dataclass
 class Asked:
-    """A server, and how to reach it."""
+    """A server and how to reach it."""
 
     url: str  # without /v1
     model: str
@@ -47,7 +46,7 @@ class Asked:
             return str(self.chat(client).choices[0].message.content)
 
     def metric(self, name: str) -> float:
-        """0 until it has been counted."""
+        """Return a metric, or 0 if it has not been counted yet."""
         headers = {"Authorization": f"Bearer {self.key}"}
         metrics = httpx.get(f"{self.url}/metrics", headers=headers).text
         lines = [line.rsplit(maxsplit=1) for line in metrics.splitlines()]

@@ -1,4 +1,4 @@
-"""The packages of the other APIs, Codex and Claude Code, against a server whose model says what is written here."""
+"""Tests of the other APIs' packages, Codex and Claude Code against a server with scripted answers."""
 
 import json
 import sys
@@ -105,7 +105,7 @@ def note(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def agent_server(note, tmp_path_factory):
-    """With a context for the prompts of agents."""
+    """Yield a server whose context holds the prompts of agents."""
     sizes = {"max_position_embeddings": 262_144}
     folder = write_model(tmp_path_factory.mktemp("served") / "long", **sizes)
     script = [(key, text.replace("NOTE", str(note))) for key, text in SCRIPT]

@@ -1,4 +1,4 @@
-"""What twelve programs send by default is answered (program_bodies.json, after their sources, not recorded)."""
+"""Tests of the default bodies of twelve programs (program_bodies.json, after their sources)."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""lm-eval's own `local-completions` on a real server: to the bit what the engine says in-process."""
+"""Tests that lm-eval's `local-completions` on a server gives the engine's in-process results bit for bit."""
 
 import json
 from typing import Any
@@ -30,7 +30,7 @@ def write_task(folder):
 
 
 def answers_of(model, manager, **options) -> dict[int, Any]:
-    """Every answer by document; what was scored, not the metric alone."""
+    """Return every answer by document: what was scored, not only the metric."""
     import lm_eval
 
     result = lm_eval.simple_evaluate(

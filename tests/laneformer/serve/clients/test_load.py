@@ -1,4 +1,4 @@
-"""Five hundred requests at once, a third of them cut off: every answer is the one given alone, nothing is left."""
+"""Tests of 500 requests at once, a third of them cut off: answers are those given alone, nothing leaks."""
 
 import asyncio
 import json
@@ -23,14 +23,14 @@ RSS_BYTES = 24 << 20
 
 
 def body_of(kind: int, stream: bool) -> dict[str, Any]:
-    """One of twelve requests; each has one right answer."""
+    """Return one of twelve requests; each has one right answer."""
     prompt = f"The quick brown fox {kind}" * (1 + 2 * (kind % 3))
     sampling = {"seed": kind, "temperature": 0.9, "max_tokens": 8 + 8 * (kind % 4)}
     return {"prompt": prompt, "stream": stream, **sampling}
 
 
 async def ask(client, kind, stream, counts) -> str:
-    """The answer's text, however often the queue is full."""
+    """Return the answer's text, retrying while the queue is full."""
     while (answer := await client.post(PATH, json=body_of(kind, stream))).status_code == 429:
         assert int(answer.headers["retry-after"]) >= 1
         counts["429"] += 1
@@ -41,7 +41,7 @@ async def ask(client, kind, stream, counts) -> str:
 
 
 async def leave(client, kind, stream, after_s):
-    """A client that goes away in the middle of its request."""
+    """Send a request and disconnect in the middle of its answer."""
     body = {**body_of(kind, stream), "max_tokens": 400, "ignore_eos": True}
     try:
         async with client.stream("POST", PATH, json=body) as response:
@@ -72,7 +72,7 @@ async def storm(client, expected, requests) -> Counter[str]:
 
 
 def measure_process(server) -> tuple[int, int, int]:
-    """Resident bytes, open files and threads of the process."""
+    """Return the process' resident bytes, open files and threads."""
     process = Path(f"/proc/{server.process.pid}")
     pages = int((process / "statm").read_text().split()[1])
     files, threads = (len(list((process / name).iterdir())) for name in ("fd", "task"))

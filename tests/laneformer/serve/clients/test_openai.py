@@ -1,4 +1,4 @@
-"""The `openai` packages against a real server: Python's with strict validation, its last major, and Node's."""
+"""Tests of the `openai` packages on a real server: Python's, strict, and its last major; Node's."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""litellm and schemathesis against a real server."""
+"""Tests of litellm and schemathesis against a real server."""
 
 import json
 
@@ -49,9 +49,7 @@ def test_litellm(endpoint, other_python):
 
 
 def test_no_body_makes_a_5xx(endpoint, other_python, tmp_path):
-    """Schemathesis draws bodies, headers and methods from the application's own OpenAPI, right ones and
-    wrong ones.
-    """
+    # drawn from the application's OpenAPI schema: bodies, headers and methods, right and wrong
     key = f"Authorization: Bearer {endpoint.key}"
     described = httpx.get(f"{endpoint.url}/openapi.json", headers=dict([key.split(": ")])).json()
     for schema in described["components"]["schemas"].values():
