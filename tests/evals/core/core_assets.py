@@ -1,6 +1,4 @@
-"""Small models and rows for the tests of CORE: a Laneformer folder, a Llama folder, a
-bundle of hand-made rows.
-"""
+"""Small models and rows for the tests of CORE: Laneformer and Llama folders, hand-made rows."""
 
 from __future__ import annotations
 
@@ -86,7 +84,7 @@ def write_text_parts(folder: Path) -> None:
 
 
 def write_laneformer(folder: Path, context: int = 128) -> Laneformer:
-    """A Laneformer folder as an export writes it, with random weights large enough that the choices differ."""
+    """Write a Laneformer folder as an export does, random weights large enough that choices differ."""
     config = LaneformerConfig(
         hidden_size=48,
         intermediate_size=88,
@@ -109,7 +107,7 @@ def write_laneformer(folder: Path, context: int = 128) -> Laneformer:
 
 
 def write_llama(folder: Path, **config: Any) -> torch.nn.Module:
-    """A small Llama of Transformers, or a Mistral when the config has a sliding window."""
+    """Write a small Transformers Llama, or a Mistral if the config has a sliding window."""
     from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
     torch.manual_seed(5)
@@ -138,7 +136,7 @@ def write_llama(folder: Path, **config: Any) -> torch.nn.Module:
 
 
 def write_bundle(folder: Path, labels: list[str], root: str = "eval_data") -> Bundle:
-    """A bundle with the hand-made rows under the names of some tasks."""
+    """Write a bundle of the hand-made rows under the names of some tasks."""
     for label in labels:
         write_lines(folder / root / task(label).path, ROWS[task(label).type])
     return Bundle(folder)

@@ -1,5 +1,7 @@
-"""System messages and tools: one conversation has the same ids in training, in Transformers on the hf_folder
-folder, and in the server; the assistant's messages are trained, and nothing else.
+"""Tests that a conversation with system messages and tools has the same ids everywhere.
+
+Everywhere: in training, in Transformers on the exported folder, and in the server. Only the
+assistant's messages are trained.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ GOLDEN_SHA256 = "988d062f60704df706047f2dc27e58a0e72ee856dbd29449c52b87502fcfd75
 
 @pytest.fixture(scope="module")
 def data(prepared_data, tmp_path_factory):
-    """A folder of `train.sft --system-and-tools`, with the rows above among others."""
+    """Return a folder of `train.sft --system-and-tools`, with ROWS among others."""
     folder = tmp_path_factory.mktemp("tools")
     others = [
         {
@@ -134,9 +136,10 @@ def data(prepared_data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def hf_folder(data):
-    """What `export` makes of a run on that data, whose folder has what attempt_record.describe_run copies."""
+    """Export a run on that data."""
     run = data.out.parent / "run"
     run.mkdir()
+    # what attempt_record.describe_run copies
     for path in shards.tokenizer_files(data.out):
         (run / path.name).write_bytes(path.read_bytes())
     (run / "model.json").write_text(json.dumps(chats.CONFIG.to_dict()))
@@ -165,10 +168,9 @@ def encoded_rows(encoder):
 
 
 def with_values(row: Row) -> tuple[list[Row], Any]:
-    """For Transformers, whose templates take contents as one text, a developer as the system, and arguments as
-    values.
-    """
+    """Return messages and tools as Transformers' templates take them."""
     row, tools = json.loads(json.dumps(row)), row.get("tools")
+    # contents as one text, a developer as the system, and arguments as values
     for message in row["messages"]:
         message["role"] = {"developer": "system"}.get(message["role"], message["role"])
         if isinstance(message["content"], list):
@@ -179,7 +181,6 @@ def with_values(row: Row) -> tuple[list[Row], Any]:
 
 
 def test_the_same_ids_in_training_transformers_and_the_server(hf_folder, encoded_rows):
-    """But that Transformers ends a turn where a text spells "</s>" (docs/decisions/sft.md)."""
     from transformers import PreTrainedTokenizerFast
 
     theirs = PreTrainedTokenizerFast.from_pretrained(hf_folder)
@@ -197,6 +198,7 @@ def test_the_same_ids_in_training_transformers_and_the_server(hf_folder, encoded
             {"messages": row["messages"], "tools": tools or [], "add_generation_prompt": False}
         )
         assert prepare_prompt(request, context)[1] == ours.ids.tolist()
+        # Transformers ends a turn where a text spells "</s>" (docs/decisions/sft.md)
         sent = json.loads(json.dumps(row).replace(EOS, ""))
         messages, tools = with_values(sent)
         same = encode(sent, context.prompts, True, SEQ_LEN, False)
@@ -263,7 +265,7 @@ def test_without_the_option_ids_and_hashes_are_those_of_before():
 
 
 def test_a_conversation_without_system_and_tools_is_the_published_one(encoder, prepared_data):
-    """So it is held out by the same hash, whatever the template."""
+    # so it is held out by the same hash, whatever the template
     published = encoder_of(prepared_data, CHAT_TEMPLATE)
     for messages in (ASKED, LONG):
         row = {"messages": messages}
