@@ -1,4 +1,4 @@
-"""Both shipped configs, shrunk: a dense model becomes late by the shipped trainer, and is exported."""
+"""Tests of both shipped configs, shrunk: a dense model becomes late and is exported."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_shipped_configs_say_what_can_be_trained(name):
 
 
 def divergence(model: Any, ids: torch.Tensor, late: Late, shares: list[float]) -> float:
-    """Mean KL to the dense model of it with these late shares, by its definition."""
+    """Return the mean KL divergence to the dense model at these late shares, by its definition."""
     dense, student = (
         logits_of(model, run_late(model, ids, each, late.delay), late.flush)
         .double()
@@ -99,7 +99,7 @@ def divergence(model: Any, ids: torch.Tensor, late: Late, shares: list[float]) -
 @pytest.mark.rotate
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_config_makes_a_model_late(name, recipe, tmp_path, monkeypatch):
-    """Training starts as the dense model, moves its late layers alone, and its result is exported."""
+    # training starts as the dense model and moves its late layers alone
     heads, kv_heads, depth, hidden = SHIPPED[name]
     sizes = {
         "num_attention_heads": heads,
@@ -176,7 +176,7 @@ def test_the_command_is_interrupted_and_goes_on(recipe, tmp_path):
 @pytest.mark.rotate
 @pytest.mark.skipif(not SMOLLM2.exists(), reason=f"{SMOLLM2} is not there: make extras")
 def test_the_shipped_adapter_makes_smollm2_late(tmp_path):
-    """`make chat MODEL=.venv/smollm2-late`: it costs a small part of what the delay costs without it."""
+    # `make chat MODEL=.venv/smollm2-late`; costs a small part of the delay's cost without it
     changes, about = adapter.read(ADAPTER, sha256_of(SMOLLM2))
     apply(ADAPTER, SMOLLM2, tmp_path / "hf")
     model, _ = cut(SMOLLM2, about["lanes"])

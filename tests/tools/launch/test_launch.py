@@ -1,6 +1,4 @@
-"""Launches without a Slurm: the snapshot of a small repository, the batch script with stand-ins, and one run on this
-machine.
-"""
+"""Tests of launches without Slurm: the snapshot, the batch script with stand-ins, a local run."""
 
 from __future__ import annotations
 
@@ -77,7 +75,7 @@ def repository(tmp_path, monkeypatch):
 
 @pytest.fixture
 def queue(tmp_path, monkeypatch):
-    """An sbatch that takes everything as job 41, or nothing if REFUSE is set."""
+    """Provide an sbatch that accepts everything as job 41, or nothing if REFUSE is set."""
     write_program(tmp_path / "bin/sbatch", SBATCH)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
 
@@ -222,7 +220,7 @@ def test_a_refused_launch_leaves_nothing(repository, queue, lock, call, tmp_path
 
 
 def write_parent(run: Path) -> Path:
-    """A run of 40 steps as its launch and its end left it."""
+    """Write a finished run of 40 steps."""
     (run / "checkpoint/step-40").mkdir(parents=True)
     (run / "checkpoint/step-40/.metadata").touch()
     job = "[training]\nsteps = 40\n[lr_scheduler]\nwarmup_steps = 2\ndecay_ratio = 0.25\n"
@@ -236,7 +234,7 @@ def write_parent(run: Path) -> Path:
 def test_options_of_the_parent_are_defaults_that_any_value_replaces(
     repository, call, tmp_path, capsys
 ):
-    """Also one that equals the default of a run without a parent."""
+    # also a value that equals the default of a run without a parent
     parent = write_parent(tmp_path / "phase1")
     run = tmp_path / "run"
     start = (
@@ -310,7 +308,7 @@ def test_a_decay_starts_in_the_stable_part(tmp_path):
 
 @pytest.mark.rotate
 def test_decay_branch(run_without_faults, checkout, tmp_path):
-    """From step 24 of the stable part the rate falls to its minimum at step 28; up to 24 it is the parent's run."""
+    # up to step 24 it is the parent's run, then the rate falls to its minimum at step 28
     run, parent = tmp_path / "branch", run_without_faults / "checkpoint/step-24"
     outcome = launch(
         checkout, "--decay-from", str(parent), "--steps", "4", "--run", str(run), "--local"
@@ -416,7 +414,7 @@ def test_times_of_slurm(text, seconds):
 
 
 def run_script(folder: Path, code: int, cluster: Cluster, number: int) -> int:
-    """Run submit.sbatch with stand-ins, send it a signal; returns its exit status."""
+    """Run submit.sbatch with stand-ins, send it a signal, return its exit status."""
     path = stand_in_script(folder, STAND_IN.format(folder=folder, code=code), cluster)
     write_program(folder / "scontrol", SCONTROL.format(folder=folder))
     write_program(folder / "srun", "#!/bin/sh\nexec sleep 60\n")
