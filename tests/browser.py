@@ -105,7 +105,7 @@ class Page:
         self.until("!document.isLeft && document.readyState === 'complete'")
 
     def run(self, expression: str) -> Any:
-        """Return a JavaScript expression's value, awaited if a promise; RuntimeError if it throws."""
+        """Return a JavaScript expression's value, awaited if a promise; RuntimeError on a throw."""
         outcome = self.call(
             "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
         )

@@ -171,7 +171,7 @@ def imports(path: Path) -> tuple[Path, ...]:
 
 @functools.cache
 def files_of(name: str) -> tuple[Path, ...]:
-    """Return the file of a dotted name and its packages' `__init__.py`; () outside this repository."""
+    """Return the file of a dotted name and its packages' `__init__.py`; () outside this tree."""
     parts = name.split(".")
     if parts[0] not in OURS:
         return ()

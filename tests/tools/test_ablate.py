@@ -1,4 +1,4 @@
-"""Tests of the ablation: the trainer takes its flags, runs are paired and resume, the table is right."""
+"""Tests of the ablation: flags that the trainer takes, paired runs that resume, a right table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shipped 2B job files with only shapes, lengths and places changed, for the production tests."""
+"""The shipped 2B job files with only shapes, lengths and places changed, for production tests."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def assert_nothing_else_deviates(config: str, folder: Path, *more: str) -> None:
 
 
 def assert_prepared_as_the_job_file_says(folder: Path) -> None:
-    """Assert compilation, checkpointing, casts and saves as in the 2B run, and the order of steps."""
+    """Assert compilation, checkpointing, casts and saves as in the 2B run, and the steps' order."""
     facts = read_json(folder / "facts.json")
     layers = LaneformerConfig.from_flavor("2b").num_hidden_layers
     assert facts["layers"] == facts["checkpointed"] == facts["compiled"] == layers

@@ -234,7 +234,7 @@ def prepare_texts(
 
 @functools.cache
 def tokenizer_model() -> bytes:
-    """Return a sentencepiece model with the project's conventions; its pieces are not tokens_of's."""
+    """Return a sentencepiece model with the project's conventions; tokens_of has other pieces."""
     lines = ["some words to learn from, 1 2 3"] * 20
     return tokenizer.train(
         lines, TokenizerTraining(vocab_size=300, train_bytes=1000, character_coverage=1.0)

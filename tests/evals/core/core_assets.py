@@ -84,7 +84,7 @@ def write_text_parts(folder: Path) -> None:
 
 
 def write_laneformer(folder: Path, context: int = 128) -> Laneformer:
-    """Write a Laneformer folder as an export does, random weights large enough that choices differ."""
+    """Write a Laneformer folder as an export does, random weights so large that choices differ."""
     config = LaneformerConfig(
         hidden_size=48,
         intermediate_size=88,
