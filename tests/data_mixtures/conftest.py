@@ -183,7 +183,7 @@ def s3(monkeypatch):
 def write_counting(
     folder: Path, source: str, count: int, begin: int, seq_len: int = 4, per_shard: int = 8
 ):
-    """Write a source of `count` windows of tokens begin, begin + 1, ..., in place of an older one."""
+    """Write a source of `count` windows of tokens begin, begin + 1, ..., replacing an older one."""
     shutil.rmtree(folder / source, ignore_errors=True)
     (folder / source).mkdir()
     tokens = (begin + np.arange(count * seq_len + 1)).astype(np.uint16)
