@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 class Truth(NamedTuple):
-    """Float64 logits (S, V) after `ids`, and the modules' outputs (P, N, 2, L, D) at `positions`."""
+    """Float64 logits (S, V) after `ids`, and module outputs (P, N, 2, L, D) at `positions`."""
 
     ids: list[int]
     positions: list[int]
@@ -97,9 +97,7 @@ def compute_truth(config: LaneformerConfig, weights: Weights) -> Truth:
 def check(
     config: LaneformerConfig, weights: Weights, options: Options, console: Console
 ) -> dict[str, Any]:
-    """Every check on one model; returns the report that main prints, with `ok` and the names of what `failed`, and
-    `tables` of rows by title.
-    """
+    """Run every check on one model; return the report with `ok`, `failed` and `tables`."""
     console.print("float64 reference, Transformers in bf16 and float32", style="dim")
     truth = compute_truth(config, weights)
     ids, positions = truth.ids, truth.positions
@@ -173,7 +171,7 @@ def list_tables(
 def plant_faults(
     config: LaneformerConfig, weights: Weights, truth: Truth, options: Options, allowed: float
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """The engine's largest relative error by planted fault, and gates: it is refused, and located where it is."""
+    """Return the largest relative error by planted fault, and gates: refused, and located."""
     faults, gates, ids = dict[str, float](), dict[str, Any](), truth.ids[:FAULT_POSITIONS]
     near = [position for position in truth.positions if position < FAULT_POSITIONS]
     for name, planted_in, wrong_config, wrong_weights in make_faults(config, weights):
@@ -197,14 +195,13 @@ def engine_of(
 def count_differing_runs(
     config: LaneformerConfig, weights: Weights, ids: list[int], options: Options
 ) -> int:
-    """How many repeated runs, over all numbers of threads, differ in a bit from the
-    first: logits, sampled tokens.
-    """
+    """Count repeated runs, over all numbers of threads, that differ in a bit from the first."""
     first: tuple[bytes, list[int]] | None = None
     differing = 0
     for threads in options.threads:
         with engine_of(config, weights, options, threads) as engine:
             for _ in range(options.runs):
+                # logits and sampled tokens
                 sampled = engine.generate(
                     ids[:3], max_new_tokens=4, temperature=1.0, ignore_eos=True
                 )
