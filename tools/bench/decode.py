@@ -158,7 +158,7 @@ def measure(options: Options, console: Any) -> Result:
 def measure_workload(
     load: Workload, options: Options, candidates: Result, vocab_size: int, console: Any
 ) -> Result:
-    """Its rounds, a row for every candidate, and our speed over each other candidate's within a round."""
+    """Return a workload's rounds, a row for each candidate, and our speed over each other's."""
     rng = np.random.default_rng(load.size)
 
     def draw_prompt() -> list[int]:
@@ -195,7 +195,7 @@ def measure_workload(
 
 
 def row_of(name: str, load: Workload, rounds: list[Result]) -> Result:
-    """One candidate at one workload; decoding also in percent of the probe, a prompt in seconds."""
+    """Return a candidate's row; decoding also in percent of the probe, a prompt in seconds."""
     speed, percent = (
         spread([each[figure][name] for each in rounds])
         for figure in ("tokens_per_s", "percent_of_probe")

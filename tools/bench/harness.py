@@ -1,5 +1,4 @@
-"""What all benchmarks share: candidate processes, alternating trials, spread, machine facts,
-and the Markdown file.
+"""Parts that all benchmarks share: candidates, alternating trials, machine facts, Markdown.
 
 A candidate is a process of its own that sleeps while others are measured.
 """
@@ -36,9 +35,9 @@ Result = dict[str, Any]
 
 
 class Candidate:
-    """What `make` returns, in a process of its own that sleeps between commands.
+    """The object that `make` returns, in a process of its own that sleeps between commands.
 
-    It is started when first asked, and again after it has ended. settle_s: pause before each command.
+    It starts at the first `ask`, and again after it has ended. settle_s: pause before each command.
     """
 
     def __init__(self, name: str, make: Callable[[], Any], settle_s: float = 0.0):
@@ -46,7 +45,7 @@ class Candidate:
         self.process: Any = None
 
     def ask(self, do: str, timeout_s: float = TIMEOUT_S, **arguments: Any) -> Any:
-        """What the method `do` returns; RuntimeError if it fails, or if the process dies or exceeds the timeout."""
+        """Return what method `do` returns; RuntimeError if it fails, dies or times out."""
         time.sleep(self.settle_s)
         if self.process is None:
             context = multiprocessing.get_context("spawn")
@@ -71,7 +70,7 @@ class Candidate:
         return reply
 
     def close(self) -> int | None:
-        """Kill the process, if there is one that has not ended; its exit status."""
+        """Kill the process, if it runs; return its exit status."""
         if self.process is None:
             return None
         self.connection.close()
@@ -83,7 +82,8 @@ class Candidate:
 
 
 def serve(connection: Connection, make: Callable[[], Any]) -> None:
-    """Answer commands until the other end is closed. What libraries print goes to stderr."""
+    """Answer commands until the other end is closed."""
+    # what libraries print goes to stderr
     os.dup2(2, 1)
     candidate: Any = None
     with contextlib.suppress(EOFError):
@@ -115,7 +115,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def machine_facts() -> dict[str, str]:
-    """What lscpu says of the CPU, and the memory; the least where the system has no lscpu."""
+    """Return lscpu's facts of the CPU, and the memory; fewer where there is no lscpu."""
     text = ""
     with contextlib.suppress(OSError):
         env = {**os.environ, "LC_ALL": "C"}

@@ -1,7 +1,6 @@
-"""The arithmetic of a training run before it runs: tokens, FLOPs, time, memory,
-checkpoints, data, network traffic.
+"""The arithmetic of a training run: tokens, FLOPs, time, memory, checkpoints, data, traffic.
 
-Where lanes are on several ranks (`lane_ranks`), it is calculated from how they exchange; no GPU has shown it.
+Lanes on several ranks (`lane_ranks`) are calculated from their exchanges; no GPU has shown it.
 
     P parameters   L lanes   D hidden   F intermediate   V vocabulary   B local batch   S sequence
 """
@@ -43,8 +42,10 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Job:
-    """The job settings that the sums need. `shard`, `replicate` and `lane_ranks` are the mesh: HSDP, or
-    FSDP with replicate 1, of groups of ranks that share a sequence by its lanes.
+    """The job settings that the sums need.
+
+    `shard`, `replicate` and `lane_ranks` are the mesh: HSDP, or FSDP with replicate 1, of groups of
+    ranks that share a sequence by its lanes.
     """
 
     config: LaneformerConfig
@@ -74,7 +75,7 @@ class Job:
 
 
 def check(job: Job, cluster: Cluster) -> None:
-    """ValueError when mesh, batch and cluster do not fit each other."""
+    """Raise ValueError when mesh, batch and cluster do not fit each other."""
     mesh = job.shard * job.replicate * job.lane_ranks
     if mesh != cluster.gpus:
         raise ValueError(
@@ -109,7 +110,7 @@ def tokens_per_s_at(mfu_percent: float, job: Job, gpu: Card) -> float:
 
 
 def rank_parameters(job: Job) -> Facts:
-    """Of one rank of a group, before FSDP: a layer's matrices, the head, what every rank has, total."""
+    """Count one rank's parameters before FSDP: a layer's matrices, head, common ones, total."""
     counts = job.config.parameter_count()
     layer, head = (counts[name] / job.lane_ranks for name in ("layer", "lm_head"))
     common = counts["embedding"] + (counts["norms"] if job.config.replicated_rmsn_scale else 0)
@@ -118,7 +119,7 @@ def rank_parameters(job: Job) -> Facts:
 
 
 def count_exchanges(job: Job, layer: int) -> int:
-    """Sums (B, S, D) over all lanes that a group's ranks make of a layer's outputs; none if a rank has all."""
+    """Count the sums (B, S, D) over all lanes that a group's ranks make of a layer's outputs."""
     config = job.config
     if job.lane_ranks == 1:
         return 0
@@ -131,7 +132,7 @@ def count_exchanges(job: Job, layer: int) -> int:
 
 
 def count_kept_values(job: Job, layer: int) -> float:
-    """Count the values (not bytes) of one token that a compiled layer keeps for its backward pass."""
+    """Count values (not bytes) of a token that a compiled layer keeps for its backward pass."""
     config = job.config
     d, wide = config.hidden_size, config.num_lanes * config.hidden_size / job.lane_ranks
     sums = count_exchanges(job, layer) * d
@@ -152,7 +153,7 @@ def count_kept_values(job: Job, layer: int) -> float:
 
 
 def memory(job: Job) -> dict[str, float]:
-    """Bytes on one GPU at the peak: states exactly, gathers and activations as estimated."""
+    """Return bytes on one GPU at the peak: states exactly, gathers and activations as estimated."""
     config, counts = job.config, rank_parameters(job)
     micro = job.local_batch * job.seq_len
     stream = micro * config.hidden_size * job.param_bytes
@@ -190,7 +191,7 @@ def memory(job: Job) -> dict[str, float]:
 
 
 def largest_local_batch(job: Job, gpu: Card) -> int:
-    """The largest power of two up to 64 whose step fits the GPU, 0 if not even one sequence does."""
+    """Return the largest power of two up to 64 whose step fits the GPU; 0 if none does."""
     used = {
         n: memory(dataclasses.replace(job, local_batch=n))["total"]
         for n in (1, 2, 4, 8, 16, 32, 64)
@@ -199,7 +200,7 @@ def largest_local_batch(job: Job, gpu: Card) -> int:
 
 
 def checkpoints(job: Job, cluster: Cluster) -> Facts:
-    """Size, cadence, storage under retention, and what a failure costs on average."""
+    """Return size, cadence, storage under retention, and the average cost of a failure."""
     full_bytes = BYTES_PER_PARAMETER * job.config.parameter_count()["total"]
     step_s = compute(job, cluster)["step_s"]
     interval = job.checkpoint_interval
@@ -220,7 +221,7 @@ def checkpoints(job: Job, cluster: Cluster) -> Facts:
 
 
 def traffic(job: Job, cluster: Cluster) -> Facts:
-    """Bytes that a GPU receives in one step, by collective, and the seconds of each."""
+    """Return bytes that a GPU receives in one step, by collective, and the seconds of each."""
     counts, group, shard, replicate = rank_parameters(job), job.lane_ranks, job.shard, job.replicate
     # shards exchange in every micro-batch, replicas once a step; the head is gathered once
     gathers = 2 * counts["total"] - counts["lm_head"] if job.reshard else counts["total"]
