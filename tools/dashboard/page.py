@@ -1,6 +1,6 @@
-"""The page kit: cards, tables and number formats of an HTML page; page.css is their style, page.js draws the charts.
+"""Cards, tables and number formats of an HTML page; page.css styles it, page.js draws the charts.
 
-Text, grid and background take their colours from the style sheet; PALETTE is for colours with a meaning.
+Text, grid and background take their colours from the style sheet; PALETTE has those with a meaning.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def table(head: Iterable[str], rows: Iterable[Sequence[str]], kind: str = "") ->
 
 
 def chart(content: dict[str, Any], name: str) -> str:
-    """Write a chart under its legend and buttons: an empty element, and the JSON that the script draws into it."""
+    """Write a chart under its legend and buttons: an empty element, and JSON for the script."""
     # whatever a name holds, it must not end the element that it stands in
     text = json.dumps(content, allow_nan=False).replace("<", "\\u003c")
     place = f'<div id="{escape(name)}"></div><script type="application/json">{text}</script>'
@@ -98,7 +98,7 @@ def format_figure(value: Any, form: str, unit: str = "") -> str:
 
 
 def short(value: Any) -> str:
-    """A large figure with three digits and its SI prefix: 1234567 -> 1.23 M."""
+    """Format a figure with three digits and its SI prefix: 1234567 -> 1.23 M."""
     known, power = number(value), 0
     if known is None:
         return none()
