@@ -1,8 +1,7 @@
 """Training speed of the real trainer against TorchTitan's own Llama of the same parameter count.
 
-    python -m tools.bench train --flavor 2b --out docs/benchmarks/train-h200.md         one GPU
-    python -m tools.bench train --flavor tiny --seq-len 128 --local-batch 2 --steps 6 --warmup 2
-                                                                                        a laptop's CPU
+    python -m tools.bench train --flavor 2b --out docs/benchmarks/train-h200.md       one GPU
+    python -m tools.bench train --flavor tiny --seq-len 128 --local-batch 2           a laptop's CPU
 
 Each trial is a job on synthetic tokens, without checkpoints. Speeds are medians over the timed
 steps of all trials; the ratio is taken within a round, whose order alternates.

@@ -63,7 +63,7 @@ def run_check(
     """Run a check as a command: tables on stderr, JSON last on stdout, exit status 1 on failure.
 
     Args:
-        options_class: a dataclass, with `json` to print nothing else and `out` for a file of tables.
+        options_class: a dataclass, with `json` to print nothing else and `out` for a table file.
         measure: returns `verdict` and its figures; `title` and `tables` (rows by title) are only
             printed.
     """

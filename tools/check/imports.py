@@ -119,8 +119,8 @@ def broken_arrows(arrows: set[Edge]) -> list[str]:
 def folder_edges(arrows: set[Edge]) -> set[Edge]:
     """Return each edge between the neighbours (files or folders of one parent) that it connects.
 
-    Circles of these are circles of folders: `a.b.x -> a.c.y` and `a.c.z -> a.b.w` make `a.b <-> a.c`,
-    though no module reaches itself.
+    Circles of these are circles of folders: `a.b.x -> a.c.y` and `a.c.z -> a.b.w` make
+    `a.b <-> a.c`, though no module reaches itself.
     """
     neighbours = set()
     for edge in arrows:
