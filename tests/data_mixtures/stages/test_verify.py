@@ -1,4 +1,4 @@
-"""Verify: every planted damage is named by file and block, and the commands that it prints restore the bytes."""
+"""Tests that verify names damage by file and block, and that its commands restore the bytes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def edit_manifest(data: Path, **fields) -> None:
 
 
 def test_a_foreign_shard_with_a_fitting_manifest_is_seen_by_its_documents(data):
-    """Hashes say only that file and manifest fit each other; an index must fit the tokens."""
+    # hashes only show that file and manifest agree; an index must fit the tokens
     path = data / "notes/shard-00002.docs.zst"
     ids, lengths, _ = shards.read_documents(path)
 
