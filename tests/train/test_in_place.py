@@ -1,6 +1,4 @@
-"""What does not end an attempt: refused batches that are skipped at once, a disk without
-room, another batch size.
-"""
+"""Tests of what does not end an attempt: skipped batches, a full disk, another batch size."""
 
 from __future__ import annotations
 
@@ -92,7 +90,7 @@ def test_a_roll_back_leaves_out_what_it_goes_back_over(
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 16 MB, where the run a/run lies: room for seven steps, full in a moment."""
+    """Mount 16 MB for the run a/run: room for seven steps, full in a moment."""
     disk = tmp_path / "disk"
     disk.mkdir()
     (tmp_path / "a").mkdir()
