@@ -1,4 +1,4 @@
-"""What a model says by one plain pass over all ids: no cache, no batches."""
+"""Reference logits by one plain pass over all ids: no cache, no batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from evals.scorer import Scores
 def logits_of(
     model: torch.nn.Module, ids: list[int], dtype: torch.dtype = torch.float64
 ) -> torch.Tensor:
-    """Logits (len(ids), V) in float64, computed in `dtype`, in which the model stays."""
+    """Return logits (len(ids), V) in float64, computed in `dtype`; the model stays in `dtype`."""
     output = model.to(dtype)(torch.tensor([ids]))
     return getattr(output, "logits", output)[0].double()
 

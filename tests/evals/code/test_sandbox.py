@@ -1,4 +1,4 @@
-"""What code can do in the sandbox, as root and as an ordinary user."""
+"""Tests of what code can do in the sandbox, as root and as an ordinary user."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""CORE from rows to record, by real small models: answers against plain log-softmax sums, missing tasks, resuming."""
+"""Tests of CORE from rows to record by small real models, missing tasks, resuming."""
 
 import dataclasses
 import itertools
@@ -39,7 +39,7 @@ LABELS = ["copa", "winograd", "coqa"]
 
 
 def check_answer(model: torch.nn.Module, scorer: Scorer, item: Item, answer: ItemAnswer) -> bool:
-    """Compare an answer with one float64 pass over each whole prompt; whether it is right."""
+    """Compare an answer with a float64 pass over each whole prompt; return whether it is right."""
     scores, right = [scores_of(model, *prompt) for prompt in item.prompts], answer["right"]
     losses, gold = [-each.logprobs.mean() for each in scores], answer["gold"]
     if len(scores) == 1:

@@ -1,4 +1,4 @@
-"""CORE from task accuracies: the public results of a model, errors by hand, and never a partial mean."""
+"""Tests of CORE from task accuracies: a public result, errors by hand, no partial mean."""
 
 import math
 from typing import Any
@@ -70,7 +70,7 @@ def test_a_missing_task_leaves_no_core():
 
 
 def answers(right: dict[str, list[bool]]):
-    """Answers of which only the group and whether they are right is of interest."""
+    """Return answers of which only the group and whether they are right matter."""
     return [
         {"group": g, "right": r, "nats": 1.0, "bytes": 2}
         for g, found in right.items()
