@@ -1,4 +1,4 @@
-"""Proofs: what changes a key, and that only a test that has passed is skipped the next time."""
+"""Tests of proofs: what changes a key, and that only a test that passed is skipped next time."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_imports_are_followed_through_packages_and_in_functions():
 
 
 def test_every_proof_reaches_what_it_names():
-    """The patterns of each mark match, and sources beside the imported modules are among the inputs."""
+    # patterns of each mark match, and sources beside the imported modules are inputs
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         text = path.read_text(encoding="utf-8")
         if "mark.proof(" in text and path.parent.name == "cuda":
