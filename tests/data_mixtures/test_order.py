@@ -74,7 +74,8 @@ def test_permutation_is_a_bijection_and_mixes(size, seed, epoch):
     permuted = permute_range(size, order.round_keys(seed, "web", epoch))
     assert np.array_equal(np.sort(permuted), np.arange(size))
     if size > 1000:
-        # a random permutation keeps about 1 item in place and about 1 neighbour pair; 20 would be 1 in 10**18
+        # a random permutation keeps about 1 item in place and about 1 neighbour pair; 20 would be 1
+        # in 10**18
         assert (permuted == np.arange(size)).sum() < 20
         assert (np.diff(permuted) == 1).sum() < 20
 

@@ -1,4 +1,4 @@
-"""Packing: best-fit-decreasing by its definition; documents whole where they fit, each token a label once."""
+"""Tests of best-fit-decreasing packing: whole documents where they fit, each label once."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ from laneformer.titan import loss
 from train.trainer import LaneformerTrainer
 
 if not torch.cuda.is_available():
-    # the staging of async_with_pinned_mem, and its process that writes, without pinned memory and streams
+    # the staging of async_with_pinned_mem, and its process that writes, without pinned memory and
+    # streams
     checkpoint.StagingOptions = lambda *wanted: StagingOptions(False, True, True, False)
 if "LANEFORMER_FAULTS" in os.environ:
     import tests.train.faults  # noqa: F401

@@ -1,4 +1,4 @@
-"""Which number of steps a checkpoint may be continued with: whatever leaves its learning rates as they were."""
+"""Tests of numbers of steps to continue with: those that keep past learning rates."""
 
 from __future__ import annotations
 

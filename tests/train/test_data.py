@@ -1,4 +1,4 @@
-"""Tests of the loader: the same global batches for any ranks, exact resume and counts, clear ends."""
+"""Tests of the loader: the same batches for any ranks, exact resume and counts, clear ends."""
 
 from __future__ import annotations
 

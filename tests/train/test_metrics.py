@@ -1,4 +1,4 @@
-"""metrics.jsonl, TensorBoard and wandb: loss by source, z-scores, tokens by source, memory, checkpoint time."""
+"""Tests of metrics.jsonl, TensorBoard and wandb: loss and tokens by source, z-scores, memory."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from tests.data_mixtures.served import Served
 class FakeBucket(Served):
     """`with FakeBucket(contents) as bucket:` serves at bucket.url; bucket.asked counts by sha1.
 
-    flaws: answers to a sha1 before its object, in order: a status, or bytes. slow_s: seconds of every
-    answer. down: 503 to all.
+    flaws: answers to a sha1 before its object, in order: a status, or bytes. slow_s: seconds of
+    every answer. down: 503 to all.
     """
 
     def __init__(self, contents: list[bytes], slow_s: float = 0.0) -> None:

@@ -1,4 +1,4 @@
-"""Ray on a real cluster of two raylets on this machine: one is killed, a unit fails, a worker dies each time."""
+"""Tests of Ray on two local raylets: one is killed, a unit fails, a worker dies each time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Best-fit packing: shards are those of a plain reference, whatever units and runs; nothing is lost, all is checked."""
+"""Tests that best-fit packed shards equal a plain reference for any units and runs."""
 
 from __future__ import annotations
 

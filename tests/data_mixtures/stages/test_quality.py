@@ -1,4 +1,4 @@
-"""Steps of the filter by name: what they drop and change, what they need, and what is refused."""
+"""Tests of the filter's steps: what they drop, change, need, and refuse."""
 
 from contextlib import suppress
 from dataclasses import replace

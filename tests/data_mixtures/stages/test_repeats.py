@@ -1,4 +1,4 @@
-"""Repeated n-grams of tokens: exactly the documents that the plain rule finds, wherever the run lies."""
+"""Tests that repeated n-grams of tokens find exactly the documents of the plain rule."""
 
 import numpy as np
 import pytest

@@ -71,8 +71,8 @@ NASTY = [
     "so so " * 60,
     "日本語の文章です。" * 5,
 ]
-# by stage and format. A digest that differs: results are others than those of the format before, so raise it in
-# stage.FORMATS, which makes units again, and replace the digest here
+# by stage and format. A digest that differs: results are others than those of the format before, so
+# raise it in stage.FORMATS, which makes units again, and replace the digest here
 GOLDEN = {
     ("fetch", 1): "e81ea2312baab482",
     ("filter", 1): "1b3d5c1869a52e2f",

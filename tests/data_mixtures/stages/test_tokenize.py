@@ -1,4 +1,4 @@
-"""The tokenize stage and the tokenizer's training: order, counts, and independence of units."""
+"""Tests of the tokenize stage and tokenizer training: order, counts, no effect of units."""
 
 import json
 import random

@@ -35,7 +35,7 @@ def conversations_of(windows: tuple[np.ndarray, np.ndarray]) -> list[tuple[int, 
 
 
 def alone(windows: tuple[np.ndarray, np.ndarray]) -> torch.Tensor:
-    """Return float64 losses (B, S) of each conversation alone, by the plain model; 0 if untrained."""
+    """Return float64 losses (B, S) of each conversation alone; 0 if untrained."""
     model, losses = chats.plain_model(), torch.zeros(WINDOWS, chats.SEQ_LEN, dtype=torch.float64)
     tokens, flags = (torch.from_numpy(each) for each in windows)
     for number, first, end in conversations_of(windows):
@@ -75,7 +75,8 @@ def test_packed_losses_are_those_of_each_conversation_alone(windows):
     assert (packed - expected).abs().max() < 1e-12
     # attention across conversations would be seen
     assert (leaking - expected).abs().max() > 1e-4
-    # with the table of float32 that is used: angles up to S are rounded to half a unit of their last digit
+    # with the table of float32 that is used: angles up to S are rounded to half a unit of their
+    # last digit
     with torch.no_grad():
         difference = (
             (model(inputs["input"], labels, inputs["documents"]) - alone(windows)).abs().max()

@@ -1,4 +1,4 @@
-"""configs/mtp.toml: the head for multi-token prediction after the model, trained on conversations, and exported."""
+"""Test of configs/mtp.toml: a multi-token prediction head after the model, exported."""
 
 from __future__ import annotations
 
