@@ -15,8 +15,8 @@ from examples import corpus
 
 pytest_plugins = ["tests.tiers", "tests.proofs", "tests.schedule", "tests.shared", "pytester"]
 
-# examples are timed on shared machines: a limit per example would fail on a slow day; a change is tried with the same
-# examples each time, and the nightly looks for new ones
+# examples are timed on shared machines: a limit per example would fail on a slow day; a change is
+# tried with the same examples each time, and the nightly looks for new ones
 hypothesis.settings.register_profile("change", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", deadline=None)
 hypothesis.settings.load_profile("change")
@@ -29,8 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-# a shell that starts the tests in the background has Ctrl-C ignored, in every process that the tests
-# start as well
+# a shell that starts the tests in the background has Ctrl-C ignored, in every process that the
+# tests start as well
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,7 +87,7 @@ web = 0
 
 @pytest.fixture(scope="session")
 def prepared_data(shared):
-    """Return data of three small sources, a 512-piece tokenizer, two phases' locks, windows of 32."""
+    """Return three small sources, a 512-piece tokenizer, two phases' locks, windows of 32."""
     return shared("prepared_data", prepare) / "out"
 
 

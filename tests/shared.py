@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-# written by running code, by asking git, by engines beside a model, and by wandb after its run has ended
+# written by running code, by asking git, by engines beside a model, and by wandb after its run has
+# ended
 IGNORED = {"__pycache__", ".git", ".packed", "debug-core.log"}
 
 

@@ -1,4 +1,4 @@
-"""Shared folders are made once for all workers, a failure is not repeated, and a change is seen."""
+"""Tests that shared folders are made once, failures are not repeated, changes are seen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contamination report from the manifests of real and of made-up sources."""
+"""Tests of the contamination report from manifests of real and made-up sources."""
 
 import json
 import shutil

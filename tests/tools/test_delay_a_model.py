@@ -117,7 +117,8 @@ def test_a_shipped_config_makes_a_model_late(name, recipe, tmp_path, monkeypatch
         Mixture.open(out / "data/phase1.lock.json").sequences(0, 2)[0].astype("int64")
     )
     expected = divergence(dense, ids[:, :-1], late, [0.0] * (depth - 1) + [1.0])
-    # eight bits of mantissa in the streams are a few percent of a divergence, which is quadratic in the difference
+    # eight bits of mantissa in the streams are a few percent of a divergence, which is quadratic in
+    # the difference
     exact = read_shipped(name)["training"]["mixed_precision_param"] == "float32"
     assert rows[0]["loss"] == pytest.approx(expected, rel=1e-4 if exact else 0.1)
     weights = load_weights(out / "run/checkpoint/step-16", dense.config)

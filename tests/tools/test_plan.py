@@ -51,7 +51,8 @@ REFUSED = {
     "states no FLOP/s": "configs/phase1.toml --gpu rubin",
     "no job file given": "",
 }
-# all commands in one process, since TorchTitan is slow to import; not in this one, since it keeps global state
+# all commands in one process, since TorchTitan is slow to import; not in this one, since it keeps
+# global state
 RUN = """
 import contextlib, io, json, sys
 from records.command import run_command

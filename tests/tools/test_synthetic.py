@@ -1,4 +1,4 @@
-"""Synthetic shards are a mixture like any other."""
+"""Test that synthetic shards are a mixture like any other."""
 
 from __future__ import annotations
 

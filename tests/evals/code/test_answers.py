@@ -1,4 +1,4 @@
-"""Answers from an endpoint and from the engine."""
+"""Tests of answers from an endpoint and from the engine."""
 
 import json
 import shutil

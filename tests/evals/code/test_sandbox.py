@@ -147,7 +147,8 @@ def host(folder: Path, user: int, loop: str = "") -> list[str]:
         shutil.copy(SOURCE / f"{name}.py", folder / "evals/code" / f"{name}.py")
     machine = os.uname().machine
     known = {"CLONE": sandbox.CLONE[machine], "KEYS": {"x86_64": 248, "aarch64": 217}[machine]}
-    # and uretprobe and uprobe, which pass every filter and do nothing but for the kernel's own probes
+    # and uretprobe and uprobe, which pass every filter and do nothing but for the kernel's own
+    # probes
     known["ALLOWED"] = [*system_calls.numbers(machine), sandbox.CLONE[machine], 335, 336]
     text = ATTEMPTS
     for name, number in known.items():

@@ -1,4 +1,4 @@
-"""Which code is selected from an answer, and by which rule."""
+"""Tests of which code is selected from an answer, and by which rule."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What the judge makes of the lines that come out of a sandbox, here written by programs that are no solutions."""
+"""Tests of the judge on a sandbox's lines, here from programs that are no solutions."""
 
 import json
 import sys

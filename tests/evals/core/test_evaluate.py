@@ -86,7 +86,8 @@ def test_choices_have_the_lowest_mean_and_texts_every_token():
         ([[5], [5, 5]], 0, True, "the first of equals"),
         ([[5, 5]], 0, True, "every token is the best"),
         ([[5, 6]], 0, False, "one is not"),
-        # an option without a token of its own is chosen only when it is the first, as a comparison with nan has it
+        # an option without a token of its own is chosen only when it is the first, as a comparison
+        # with nan has it
         ([[5], []], 1, False, "no token, second"),
         ([[], [5]], 0, True, "no token, first"),
     ):

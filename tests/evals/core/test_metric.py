@@ -10,7 +10,8 @@ from evals.core.tasks import TASKS
 from evals.intervals import Z95, wilson
 from tests.evals.core.core_assets import task
 
-# accuracies in TASKS' order, CORE v1 and v2: google/gemma-2b in exp_data/evals of mlfoundations/dclm
+# accuracies in TASKS' order, CORE v1 and v2: google/gemma-2b in exp_data/evals of
+# mlfoundations/dclm
 GEMMA_2B = (
     0.694184422492981, 0.4106133937835693, 0.7071502208709717, 0.7420033812522888, 0.45392492413520813,
     0.7799999713897705, 0.5904995799064636, 0.7894450426101685, 0.3880000114440918, 0.6371045708656311,

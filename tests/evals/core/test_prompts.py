@@ -38,7 +38,7 @@ class Letters:
 
 
 class Words(Letters):
-    """A tokenizer as GPT-2's: a space belongs to the word after it, and nothing surrounds a text."""
+    """A tokenizer like GPT-2's: a space belongs to the word after it, no text is wrapped."""
 
     def __init__(self):
         self.words: list[str] = ["<bos>", "<eos>", "<0>"]

@@ -1,4 +1,4 @@
-"""The GPU benchmark on a machine without one: what a cut-off part leaves, the verdict, servers, the page."""
+"""Tests of the GPU benchmark without a GPU: cut-off parts, the verdict, servers, the page."""
 
 from __future__ import annotations
 

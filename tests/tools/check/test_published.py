@@ -1,4 +1,4 @@
-"""Folders with the published spellings: read by engine and import, and equal to the code that they bring."""
+"""Tests that folders with published spellings are read and equal the code that they bring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/recipe-keys.md is what the code says, and every key has its help text.
+"""Tests that docs/recipe-keys.md matches the code, and that every key has its help text.
 
 `python -m tests.tools.check.test_recipe_keys` writes the page.
 """

@@ -20,7 +20,8 @@ TOKENS_A_STEP = 6_291_456
 START = 1.79e9
 SOURCES = ("web", "stdlib", "math", "wiki", "qa")
 TRAINED = SOURCES[:3]
-# (phase, attempt, first and last step as shares): each attempt falls back behind the end of the one before
+# (phase, attempt, first and last step as shares): each attempt falls back behind the end of the one
+# before
 PLAN = (("phase1", 1, 0, 0.35), ("phase1", 2, 0.30, 0.7), ("phase1", 3, 0.66, 1.0), ("phase2", 1, 0, 0.5),
         ("phase2", 2, 0.45, 1.0))  # fmt: skip
 MODEL = {

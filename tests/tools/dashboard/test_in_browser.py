@@ -1,4 +1,4 @@
-"""The page under a reader's hands, in a real browser: legends, zoom, scales, downloads; phones."""
+"""Tests of the page in a real browser: legends, zoom, scales, downloads, phones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page: every figure of the run's files stands on it, what is missing takes no room, and nothing breaks it."""
+"""Tests that the page has every figure of a run, no room for missing ones, and never breaks."""
 
 from __future__ import annotations
 

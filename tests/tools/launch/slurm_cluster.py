@@ -22,8 +22,8 @@ import psutil
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 NODES = ("n1", "n2", "n3")
-# short times instead of a real cluster's minutes: a dead node is given up after 10 s, a requeued job starts
-# after 5 s
+# short times instead of a real cluster's minutes: a dead node is given up after 10 s, a requeued
+# job starts after 5 s
 CONFIG = """
 ClusterName=test
 SlurmctldHost=localhost
@@ -171,7 +171,8 @@ class SlurmCluster:
         for process in psutil.process_iter():
             try:
                 env = process.environ()
-                # slurmstepd writes its title over its environment; it keeps the log of its node open
+                # slurmstepd writes its title over its environment; it keeps the log of its node
+                # open
                 logs = process.open_files() if process.name().startswith("slurmstepd") else []
             except (psutil.Error, OSError):
                 continue

@@ -135,7 +135,8 @@ def test_a_snapshot_holds_all_that_the_job_runs_from_and_nothing_else_runs(
     )
     assert not [p for p in snapshot.rglob("*") if not p.is_symlink() and p.stat().st_mode & 0o222]
 
-    # not through the editable install's hook, which PYTHONPATH cannot beat, and not through the working directory
+    # not through the editable install's hook, which PYTHONPATH cannot beat, and not through the
+    # working directory
     (tmp_path / "train.py").write_text("raise SystemExit('imported from the working directory')\n")
     look = "import train, data_mixtures, laneformer as l; print(train.__file__, data_mixtures.__file__, l.__file__)"
     python = [str(snapshot / "env/bin/python"), "-P", "-c", look]
